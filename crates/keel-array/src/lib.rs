@@ -1,0 +1,5 @@
+//! Lazy arrays, programs, the memory ledger and the backend interface.
+
+mod dtype;
+
+pub use dtype::DType;

@@ -1,0 +1,1 @@
+//! What a sequence remembers: KV pages, recurrent slots, delta log, checkpoints.

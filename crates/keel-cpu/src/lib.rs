@@ -1,0 +1,3 @@
+//! CPU backend: thread pool and kernels, chosen for the machine at run time.
+
+pub mod pool;

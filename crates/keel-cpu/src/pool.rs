@@ -1,0 +1,280 @@
+//! The persistent thread pool that walks a prepared list of kernels.
+//!
+//! All workers run the same closure at once and meet at [`Worker::barrier`] between kernels, so a step of
+//! several hundred kernels costs one wake-up and that many barriers (well under a microsecond each while
+//! the workers spin). Idle workers spin briefly, then park.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+
+/// Spins before a waiting thread yields its time slice; about 50 microseconds.
+const SPINS_BEFORE_YIELD: u32 = 20_000;
+
+/// Spins of an idle helper before it parks; a few hundred microseconds, longer than the gap between two
+/// steps of a generation.
+const SPINS_BEFORE_PARK: u32 = 20_000;
+
+/// State shared by the workers of one pool.
+struct Shared {
+    workers: usize,
+    /// Workers that have reached the current barrier.
+    arrived: AtomicUsize,
+    /// Bumped by the last to arrive; the others wait for it to change.
+    phase: AtomicUsize,
+    /// Next unclaimed unit of the current phase, see [`Worker::claim`].
+    cursor: AtomicUsize,
+    /// Bumped for each job; workers wait for it to change.
+    generation: AtomicUsize,
+    /// Helper threads that have left the current job.
+    finished: AtomicUsize,
+    /// The pool is being dropped.
+    closing: AtomicBool,
+    /// A worker panicked: the others must not wait for it at a barrier.
+    poisoned: AtomicBool,
+    job: Mutex<Option<Job>>,
+    wake: Condvar,
+}
+
+/// The closure of the current job, with its lifetime erased.
+#[derive(Clone, Copy)]
+struct Job {
+    run: *const (dyn Fn(&Worker<'_>) + Sync + 'static),
+}
+// SAFETY: the pointee is Sync, and `ThreadPool::run` keeps it alive until every worker has finished with it.
+unsafe impl Send for Job {}
+
+/// One thread's view of the job that its pool runs.
+pub struct Worker<'a> {
+    /// 0-based index of this thread.
+    pub index: usize,
+    /// Threads that take part.
+    pub count: usize,
+    shared: &'a Shared,
+}
+
+impl Worker<'_> {
+    /// Waits until all workers are here. Everything written before is visible to all afterwards.
+    pub fn barrier(&self) {
+        let shared = self.shared;
+        let phase = shared.phase.load(Ordering::Acquire);
+        if shared.arrived.fetch_add(1, Ordering::AcqRel) + 1 == shared.workers {
+            shared.arrived.store(0, Ordering::Relaxed);
+            shared.cursor.store(0, Ordering::Relaxed);
+            shared.phase.store(phase.wrapping_add(1), Ordering::Release);
+            return;
+        }
+        let mut spins = 0u32;
+        while shared.phase.load(Ordering::Acquire) == phase {
+            assert!(!shared.poisoned.load(Ordering::Relaxed), "another worker of this pool panicked");
+            spins += 1;
+            if spins < SPINS_BEFORE_YIELD {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    /// This worker's fixed share of `0..total`, cut at multiples of `grain`.
+    pub fn split(&self, total: usize, grain: usize) -> Range<usize> {
+        let grains = total.div_ceil(grain);
+        let start = grains * self.index / self.count * grain;
+        let end = grains * (self.index + 1) / self.count * grain;
+        start.min(total)..end.min(total)
+    }
+
+    /// Pieces of `0..total` of `grain` units, handed out first come first served. At most one such loop may
+    /// run between two barriers: they share one cursor, which the barrier resets.
+    pub fn claim(&self, total: usize, grain: usize) -> impl Iterator<Item = Range<usize>> + '_ {
+        std::iter::from_fn(move || {
+            let start = self.shared.cursor.fetch_add(grain, Ordering::Relaxed);
+            (start < total).then(|| start..(start + grain).min(total))
+        })
+    }
+}
+
+/// A fixed set of threads; the caller of [`ThreadPool::run`] is one of them.
+pub struct ThreadPool {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    /// One job at a time.
+    running: Mutex<()>,
+}
+
+impl ThreadPool {
+    /// A pool of `workers` threads in all (at least one), the caller of `run` included.
+    pub fn new(workers: usize) -> ThreadPool {
+        let workers = workers.max(1);
+        let shared = Arc::new(Shared {
+            workers,
+            arrived: AtomicUsize::new(0),
+            phase: AtomicUsize::new(0),
+            cursor: AtomicUsize::new(0),
+            generation: AtomicUsize::new(0),
+            finished: AtomicUsize::new(0),
+            closing: AtomicBool::new(false),
+            poisoned: AtomicBool::new(false),
+            job: Mutex::new(None),
+            wake: Condvar::new(),
+        });
+        let threads = (1..workers)
+            .map(|index| {
+                let shared = Arc::clone(&shared);
+                std::thread::Builder::new()
+                    .name(format!("keel-cpu-{index}"))
+                    .spawn(move || serve(&shared, index))
+                    .expect("the system refused to start a worker thread")
+            })
+            .collect();
+        ThreadPool { shared, threads, running: Mutex::new(()) }
+    }
+
+    /// Threads that take part in a job, the caller included.
+    pub fn workers(&self) -> usize {
+        self.shared.workers
+    }
+
+    /// Runs `job` once on every worker and returns when all have finished.
+    ///
+    /// # Panics
+    /// If the job panics on any worker. The pool stays usable.
+    pub fn run<F: Fn(&Worker<'_>) + Sync>(&self, job: F) {
+        let _one_at_a_time = self.running.lock().unwrap_or_else(|e| e.into_inner());
+        let shared = &*self.shared;
+        shared.arrived.store(0, Ordering::Relaxed);
+        shared.cursor.store(0, Ordering::Relaxed);
+        shared.poisoned.store(false, Ordering::Relaxed);
+        let job: &(dyn Fn(&Worker<'_>) + Sync) = &job;
+        // SAFETY: only the lifetime changes. The pointer is used by workers between here and the final
+        // barrier below, while `job` is alive; `finish` takes it away before this function returns.
+        let run: *const (dyn Fn(&Worker<'_>) + Sync + 'static) = unsafe { std::mem::transmute(job) };
+        if shared.workers > 1 {
+            shared.finished.store(0, Ordering::Relaxed);
+            let mut slot = shared.job.lock().unwrap_or_else(|e| e.into_inner());
+            *slot = Some(Job { run });
+            // Under the lock: a helper that is about to park must not miss the new generation.
+            shared.generation.fetch_add(1, Ordering::Release);
+            drop(slot);
+            shared.wake.notify_all();
+        }
+        let worker = Worker { index: 0, count: shared.workers, shared };
+        let outcome = run_guarded(&worker, Job { run });
+        while shared.finished.load(Ordering::Acquire) + 1 < shared.workers {
+            std::hint::spin_loop();
+        }
+        *shared.job.lock().unwrap_or_else(|e| e.into_inner()) = None;
+        if let Err(panic) = outcome {
+            std::panic::resume_unwind(panic);
+        }
+        assert!(!shared.poisoned.load(Ordering::Relaxed), "a worker thread panicked while running a kernel");
+    }
+}
+
+/// Runs the job; a panic is noted where the barrier sees it, so that no other worker waits for this one.
+fn run_guarded(worker: &Worker<'_>, job: Job) -> std::thread::Result<()> {
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        // SAFETY: `ThreadPool::run` keeps the closure alive until every worker has counted itself finished.
+        unsafe { (*job.run)(worker) }
+    }));
+    if outcome.is_err() {
+        worker.shared.poisoned.store(true, Ordering::Release);
+    }
+    outcome
+}
+
+/// The life of a helper thread: wait for a job, run it, count itself finished.
+fn serve(shared: &Shared, index: usize) {
+    let mut seen = 0;
+    while let Some((generation, job)) = next_job(shared, seen) {
+        seen = generation;
+        // A panic here has reached `poisoned`; the caller of `run` raises it.
+        let _ = run_guarded(&Worker { index, count: shared.workers, shared }, job);
+        shared.finished.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// Spins, then parks, until a job newer than generation `seen` is there; `None` when the pool closes.
+fn next_job(shared: &Shared, seen: usize) -> Option<(usize, Job)> {
+    for _ in 0..SPINS_BEFORE_PARK {
+        if shared.generation.load(Ordering::Acquire) != seen {
+            break;
+        }
+        std::hint::spin_loop();
+    }
+    let mut job = shared.job.lock().unwrap_or_else(|e| e.into_inner());
+    loop {
+        if shared.closing.load(Ordering::Acquire) {
+            return None;
+        }
+        let generation = shared.generation.load(Ordering::Acquire);
+        if let (true, Some(job)) = (generation != seen, *job) {
+            return Some((generation, job));
+        }
+        job = shared.wake.wait(job).unwrap_or_else(|e| e.into_inner());
+    }
+}
+
+impl Drop for ThreadPool {
+    fn drop(&mut self) {
+        {
+            let _job = self.shared.job.lock().unwrap_or_else(|e| e.into_inner());
+            self.shared.closing.store(true, Ordering::Release);
+        }
+        self.shared.wake.notify_all();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_unit_is_claimed_once_in_every_phase() {
+        for workers in [1, 2, 3] {
+            let pool = ThreadPool::new(workers);
+            let counts: Vec<AtomicUsize> = (0..1001).map(|_| AtomicUsize::new(0)).collect();
+            for _ in 0..50 {
+                pool.run(|worker| {
+                    for _ in 0..10 {
+                        for unit in worker.claim(counts.len(), 7).flatten() {
+                            counts[unit].fetch_add(1, Ordering::Relaxed);
+                        }
+                        worker.barrier();
+                    }
+                });
+            }
+            assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 500));
+        }
+    }
+
+    #[test]
+    fn fixed_shares_cover_the_whole_range_without_overlap() {
+        let pool = ThreadPool::new(3);
+        let shares = Mutex::new(Vec::new());
+        pool.run(|worker| shares.lock().unwrap().push(worker.split(1000, 64)));
+        let mut shares = shares.into_inner().unwrap();
+        shares.sort_by_key(|r| r.start);
+        assert_eq!((shares[0].start, shares[2].end), (0, 1000));
+        assert!(shares.windows(2).all(|w| w[0].end == w[1].start && w[0].end % 64 == 0));
+    }
+
+    #[test]
+    fn a_panicking_job_is_raised_and_the_pool_stays_usable() {
+        let pool = ThreadPool::new(2);
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            pool.run(|worker| {
+                assert!(worker.index != 1, "planted");
+                worker.barrier();
+            });
+        }));
+        assert!(result.is_err());
+        let ran = AtomicUsize::new(0);
+        pool.run(|_| drop(ran.fetch_add(1, Ordering::Relaxed)));
+        assert_eq!(ran.load(Ordering::Relaxed), 2);
+    }
+}

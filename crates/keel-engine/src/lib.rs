@@ -1,0 +1,1 @@
+//! Samplers, token iterators and the memory planner.

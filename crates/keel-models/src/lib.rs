@@ -1,0 +1,1 @@
+//! Model definitions, one file per model_type.

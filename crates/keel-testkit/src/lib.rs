@@ -1,0 +1,1 @@
+//! Naive oracles, shared case lists and tolerances (test use only).

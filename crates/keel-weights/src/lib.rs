@@ -1,0 +1,1 @@
+//! Checkpoint formats and quantisation codecs, memory-mapped.
