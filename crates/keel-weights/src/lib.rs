@@ -1,1 +1,38 @@
 //! Checkpoint formats and quantisation codecs, memory-mapped.
+//!
+//! This is the only crate that knows how weights are stored. The others see three things:
+//!
+//! * a [`TensorSource`] answers what tensors there are, from headers alone, and lends their bytes;
+//! * a [`TensorView`] is one borrowed tensor: name, dtype, shape and little-endian bytes;
+//! * a [`LinearTensor`] is the weight of a linear layer in whatever form the checkpoint keeps it.
+//!
+//! A [`Checkpoint`] is a folder (or file) on disk that is a `TensorSource`:
+//!
+//! ```no_run
+//! use keel_weights::{Checkpoint, TensorSource};
+//!
+//! let checkpoint = Checkpoint::open("models/demo".as_ref())?;
+//! let norm = checkpoint.tensor("model.norm.weight")?.expect_shape(&[1024])?.to_f32()?;
+//! # Ok::<(), keel_weights::WeightsError>(())
+//! ```
+//!
+//! Files are untrusted: every size in a header is checked before it is used, nothing is allocated
+//! in proportion to a number that a header merely claims, and bad input is an error, never a panic.
+#![deny(unsafe_code)]
+
+mod checkpoint;
+mod error;
+mod json;
+mod mapped;
+mod safetensors;
+mod source;
+mod view;
+
+pub use checkpoint::Checkpoint;
+pub use error::{HeaderProblem, WeightsError};
+pub use safetensors::{SafetensorsFile, SafetensorsHeader, StoredDType, TensorEntry};
+pub use source::{TensorInfo, TensorSource};
+pub use view::TensorView;
+
+/// The result of this crate's operations.
+pub type Result<T, E = WeightsError> = std::result::Result<T, E>;

@@ -1,0 +1,321 @@
+//! A checkpoint: config.json and one or more safetensors files.
+
+use std::{
+    collections::BTreeMap,
+    ops::Range,
+    path::{Component, Path, PathBuf},
+};
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::{
+    Result, SafetensorsFile, TensorInfo, TensorSource, TensorView, WeightsError, json, source::missing,
+};
+
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
+const INDEX_BYTES_MAX: u64 = 256 << 20;
+const SINGLE_FILE: &str = "model.safetensors";
+const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// An opened checkpoint: its configuration, and its tensors by name over all shards.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    folder: PathBuf,
+    config: Value,
+    files: Vec<SafetensorsFile>,
+    /// Which of `files` holds a tensor.
+    owners: BTreeMap<String, usize>,
+}
+
+impl Checkpoint {
+    /// Opens a folder with `model.safetensors` or `model.safetensors.index.json`, or either file directly,
+    /// or any other `.safetensors` file. `config.json` is read from the same folder.
+    ///
+    /// Weights are mapped, not read: this takes time and memory for the headers alone.
+    ///
+    /// # Errors
+    /// [`WeightsError::NoWeights`] or [`WeightsError::NoConfig`] if a part is missing,
+    /// [`WeightsError::Json`] or [`WeightsError::Header`] if one is broken.
+    pub fn open(path: &Path) -> Result<Checkpoint> {
+        let weights = weights_path(path)?;
+        let folder = weights.parent().unwrap_or(Path::new("")).to_path_buf();
+        let config = read_config(&folder)?;
+        let (files, owners) = if weights.extension().is_some_and(|extension| extension == "json") {
+            open_shards(&weights, &folder)?
+        } else {
+            let file = SafetensorsFile::open(&weights)?;
+            let owners = file.names().map(|name| (name.to_string(), 0)).collect();
+            (vec![file], owners)
+        };
+        Ok(Checkpoint { path: path.into(), folder, config, files, owners })
+    }
+
+    /// The parsed config.json.
+    pub fn config(&self) -> &Value {
+        &self.config
+    }
+
+    /// The folder of config.json, where a tokenizer is looked for.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The weights files, in the order of their names.
+    pub fn files(&self) -> &[SafetensorsFile] {
+        &self.files
+    }
+
+    /// The free-form strings of the first file's header.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        // A checkpoint is never opened without a file.
+        self.files[0].metadata()
+    }
+
+    /// Bytes of all tensors together.
+    pub fn total_bytes(&self) -> u64 {
+        let bytes =
+            |(name, &file): (&String, &usize)| self.files[file].header().tensors()[name].range.len() as u64;
+        self.owners.iter().map(bytes).sum()
+    }
+
+    fn file_of(&self, name: &str) -> Result<&SafetensorsFile> {
+        let file = self.owners.get(name).ok_or_else(|| missing(self, name, &self.path))?;
+        Ok(&self.files[*file])
+    }
+}
+
+impl TensorSource for Checkpoint {
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        Box::new(self.owners.keys().map(String::as_str))
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.owners.contains_key(name)
+    }
+
+    fn info(&self, name: &str) -> Result<TensorInfo<'_>> {
+        self.file_of(name)?.info(name)
+    }
+
+    fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
+        self.file_of(name)?.tensor(name)
+    }
+
+    fn release(&self, name: &str) {
+        if let Some(&file) = self.owners.get(name) {
+            self.files[file].release(name);
+        }
+    }
+
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        if let Some(&file) = self.owners.get(name) {
+            self.files[file].release_rows(name, rows);
+        }
+    }
+}
+
+/// The weights file or shard index that `path` means.
+fn weights_path(path: &Path) -> Result<PathBuf> {
+    let metadata = std::fs::metadata(path).map_err(WeightsError::io("open", path))?;
+    if metadata.is_dir() {
+        let candidates = [path.join(SINGLE_FILE), path.join(INDEX_FILE)];
+        let found = candidates.into_iter().find(|candidate| candidate.is_file());
+        return found.ok_or_else(|| WeightsError::NoWeights { path: path.into() });
+    }
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
+        return Ok(path.into());
+    }
+    Err(WeightsError::NoWeights { path: path.into() })
+}
+
+fn read_config(folder: &Path) -> Result<Value> {
+    let path = folder.join("config.json");
+    if !path.exists() {
+        return Err(WeightsError::NoConfig { path });
+    }
+    let config: Value = json::read(&path, CONFIG_BYTES_MAX)?;
+    if !config.is_object() {
+        return Err(WeightsError::Json { path, problem: "it is not a JSON object".into() });
+    }
+    Ok(config)
+}
+
+#[derive(Deserialize)]
+struct ShardIndex {
+    weight_map: BTreeMap<String, String>,
+}
+
+/// Opens the files that an index names and checks that each holds what the index says it holds.
+fn open_shards(index: &Path, folder: &Path) -> Result<(Vec<SafetensorsFile>, BTreeMap<String, usize>)> {
+    let problem = |problem: String| WeightsError::Json { path: index.into(), problem };
+    let ShardIndex { weight_map } = json::read(index, INDEX_BYTES_MAX)?;
+    let mut numbers = BTreeMap::new();
+    for file in weight_map.values() {
+        numbers.insert(file.clone(), 0);
+    }
+    if numbers.is_empty() {
+        return Err(problem("its weight_map is empty".into()));
+    }
+    let mut files = Vec::with_capacity(numbers.len());
+    for (name, number) in &mut numbers {
+        if !is_plain_name(name) {
+            return Err(problem(format!("'{name}' is not the name of a file in the same folder")));
+        }
+        *number = files.len();
+        files.push(SafetensorsFile::open(&folder.join(name))?);
+    }
+    let mut owners = BTreeMap::new();
+    for (tensor, file) in weight_map {
+        let number = numbers[&file];
+        if !files[number].contains(&tensor) {
+            return Err(problem(format!("it places tensor '{tensor}' in {file}, which does not hold it")));
+        }
+        owners.insert(tensor, number);
+    }
+    Ok((files, owners))
+}
+
+/// Whether `name` is one ordinary component, so that an index cannot reach outside its folder.
+fn is_plain_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    /// A file with one u8 tensor per name, `values` bytes each.
+    fn weights(tensors: &[(&str, &[u8])]) -> Vec<u8> {
+        let views = tensors.iter().map(|(name, values)| {
+            let view =
+                ::safetensors::tensor::TensorView::new(::safetensors::Dtype::U8, vec![values.len()], values);
+            (*name, view.unwrap())
+        });
+        ::safetensors::serialize(views, None).unwrap()
+    }
+
+    fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, bytes) in files {
+            fs::write(folder.path().join(name), bytes).unwrap();
+        }
+        folder
+    }
+
+    fn error(path: &Path) -> String {
+        Checkpoint::open(path).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_single_file_opens_by_folder_and_by_path() {
+        let bytes = weights(&[("m.a", &[1, 2]), ("m.b", &[3])]);
+        let folder = folder(&[("model.safetensors", &bytes), ("config.json", b"{\"x\": 7}")]);
+        for path in [folder.path().to_path_buf(), folder.path().join("model.safetensors")] {
+            let checkpoint = Checkpoint::open(&path).unwrap();
+            assert_eq!(checkpoint.config()["x"], 7);
+            assert_eq!(checkpoint.folder(), folder.path());
+            assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["m.a", "m.b"]);
+            assert_eq!(checkpoint.tensor("m.a").unwrap().bytes(), [1, 2]);
+            assert_eq!(checkpoint.info("m.b").unwrap().shape, [1]);
+            assert_eq!(checkpoint.total_bytes(), 3);
+            checkpoint.release("m.a");
+            checkpoint.release_rows("m.a", 0..100);
+            assert_eq!(checkpoint.tensor("m.a").unwrap().bytes(), [1, 2]);
+        }
+    }
+
+    #[test]
+    fn shards_read_as_one() {
+        let index =
+            br#"{"metadata":{"total_size":3},"weight_map":{"a":"2.safetensors","b":"1.safetensors"}}"#;
+        let folder = folder(&[
+            ("1.safetensors", &weights(&[("b", &[3])])),
+            ("2.safetensors", &weights(&[("a", &[1, 2]), ("unlisted", &[9])])),
+            ("model.safetensors.index.json", index),
+            ("config.json", b"{}"),
+        ]);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!(checkpoint.tensor("a").unwrap().bytes(), [1, 2]);
+        assert_eq!(checkpoint.tensor("b").unwrap().bytes(), [3]);
+        assert_eq!(checkpoint.total_bytes(), 3);
+        assert!(Checkpoint::open(&folder.path().join("model.safetensors.index.json")).is_ok());
+    }
+
+    #[test]
+    fn a_missing_tensor_is_named_with_its_neighbours() {
+        let bytes = weights(&[("l.0.k.weight", &[1]), ("l.1.q.weight", &[1]), ("l.0.q.qweight", &[1])]);
+        let folder = folder(&[("model.safetensors", &bytes), ("config.json", b"{}")]);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let message = |name: &str| checkpoint.tensor(name).unwrap_err().to_string();
+        assert_eq!(
+            message("l.0.q.weight"),
+            format!(
+                "tensor 'l.0.q.weight' is not in {}, which holds 3 tensors, beside it 'l.0.q.qweight'",
+                folder.path().display()
+            )
+        );
+        assert!(message("l.0.v.weight").ends_with("beside it 'l.0.k.weight', 'l.0.q.qweight'"));
+        assert!(message("x").ends_with("which holds 3 tensors"));
+    }
+
+    #[test]
+    fn paths_without_a_checkpoint() {
+        let bytes = weights(&[("a", &[1])]);
+        let empty = folder(&[("config.json", b"{}"), ("notes.txt", b"")]);
+        assert!(error(empty.path()).starts_with("no weights at "));
+        assert!(error(&empty.path().join("notes.txt")).starts_with("no weights at "));
+        assert!(error(&empty.path().join("nothing")).starts_with("cannot open "));
+        let no_config = folder(&[("model.safetensors", &bytes)]);
+        assert!(error(no_config.path()).contains("config.json is missing"));
+        let bad_config = folder(&[("model.safetensors", &bytes), ("config.json", b"{")]);
+        assert!(error(bad_config.path()).contains("config.json is not usable: EOF"));
+        let list_config = folder(&[("model.safetensors", &bytes), ("config.json", b"[]")]);
+        assert!(error(list_config.path()).contains("not a JSON object"));
+        let empty_file = folder(&[("model.safetensors", b""), ("config.json", b"{}")]);
+        assert!(error(empty_file.path()).contains("the file is empty"));
+    }
+
+    #[test]
+    fn an_index_that_lies() {
+        let bytes = weights(&[("a", &[1])]);
+        let open = |index: &str| {
+            let folder = folder(&[
+                ("1.safetensors", &bytes),
+                ("model.safetensors.index.json", index.as_bytes()),
+                ("config.json", b"{}"),
+            ]);
+            error(folder.path())
+        };
+        assert!(open(r#"{"weight_map":{}}"#).contains("weight_map is empty"));
+        assert!(open(r#"{}"#).contains("missing field `weight_map`"));
+        assert!(open(r#"{"weight_map":{"b":"1.safetensors"}}"#).contains("does not hold it"));
+        assert!(open(r#"{"weight_map":{"a":"2.safetensors"}}"#).starts_with("cannot open "));
+        for outside in ["../1.safetensors", "/etc/passwd", "x/1.safetensors", "..", ""] {
+            let message = open(&format!(r#"{{"weight_map":{{"a":"{outside}"}}}}"#));
+            assert!(message.contains("is not the name of a file"), "{message}");
+        }
+    }
+
+    #[test]
+    fn an_element_type_we_lack_fails_only_where_it_is_used() {
+        let mut bytes = Vec::new();
+        let text = r#"{"a":{"dtype":"I16","shape":[1],"data_offsets":[0,2]},
+                       "b":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}"#;
+        bytes.extend((text.len() as u64).to_le_bytes());
+        bytes.extend(text.as_bytes());
+        bytes.extend([0, 0, 5]);
+        let folder = folder(&[("model.safetensors", &bytes), ("config.json", b"{}")]);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        assert_eq!(checkpoint.tensor("b").unwrap().bytes(), [5]);
+        assert!(checkpoint.contains("a"));
+        let message = checkpoint.tensor("a").unwrap_err().to_string();
+        assert!(message.starts_with("tensor 'a' is stored as I16; "), "{message}");
+    }
+}

@@ -1,0 +1,243 @@
+//! What can be wrong with a checkpoint.
+
+use std::path::PathBuf;
+
+use keel_array::DType;
+
+/// The errors of this crate. Each message names the file or tensor, the numbers and what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WeightsError {
+    /// The operating system refused an operation on a file or folder.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was attempted, as a verb: "open", "write".
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+
+    /// The path is neither a weights file nor a folder that holds one.
+    #[error(
+        "no weights at {}: expected a folder with model.safetensors or model.safetensors.index.json, \
+         or the path of a .safetensors file", path.display()
+    )]
+    NoWeights {
+        /// What was opened.
+        path: PathBuf,
+    },
+
+    /// A checkpoint without its configuration.
+    #[error(
+        "{} is missing: a checkpoint needs its config.json beside the weights; copy it from where the \
+         model was downloaded", path.display()
+    )]
+    NoConfig {
+        /// Where config.json was looked for.
+        path: PathBuf,
+    },
+
+    /// A JSON file that cannot be used.
+    #[error("{} is not usable: {problem}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, with the line where known.
+        problem: String,
+    },
+
+    /// A weights file whose header is broken, or does not match the file.
+    #[error("{} is not a valid weights file: {problem}; download it again", path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: HeaderProblem,
+    },
+
+    /// A tensor that the checkpoint does not hold.
+    #[error("tensor '{name}' is not in {}, which holds {held} tensors{}", path.display(), near(.siblings))]
+    MissingTensor {
+        /// The name asked for.
+        name: String,
+        /// The checkpoint.
+        path: PathBuf,
+        /// How many tensors it holds.
+        held: usize,
+        /// Up to a few names that share the longest part of the path.
+        siblings: Vec<String>,
+    },
+
+    /// A tensor of another shape than the model needs.
+    #[error("tensor '{name}': expected shape {expected:?}, the checkpoint has {found:?}")]
+    Shape {
+        /// The tensor.
+        name: String,
+        /// The shape that was needed.
+        expected: Vec<usize>,
+        /// The shape in the file.
+        found: Vec<usize>,
+    },
+
+    /// A tensor whose bytes do not make up its shape.
+    #[error("tensor '{name}': {dtype} of shape {shape:?} does not take {bytes} bytes")]
+    ByteCount {
+        /// The tensor.
+        name: String,
+        /// Its element type.
+        dtype: DType,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// The bytes it came with.
+        bytes: usize,
+    },
+
+    /// An element type that the operation does not take.
+    #[error("tensor '{name}' is stored as {found}; {needed} is needed here")]
+    UnsupportedDType {
+        /// The tensor.
+        name: String,
+        /// The type in the file, as the file spells it.
+        found: String,
+        /// The types that would do.
+        needed: &'static str,
+    },
+
+    /// A range of rows that the tensor does not have, or an output of another size than they need.
+    #[error("tensor '{name}': rows {start}..{end} of {rows} x {cols} into {out} values")]
+    Rows {
+        /// The tensor.
+        name: String,
+        /// First row asked for.
+        start: usize,
+        /// One past the last row asked for.
+        end: usize,
+        /// Rows of the tensor, its leading dimensions multiplied.
+        rows: usize,
+        /// Values in a row.
+        cols: usize,
+        /// Length of the output.
+        out: usize,
+    },
+}
+
+/// What is wrong with the header of a weights file.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HeaderProblem {
+    /// There is nothing in the file.
+    #[error("the file is empty")]
+    Empty,
+
+    /// The file ends inside its header.
+    #[error("the file ends after {found} bytes, its header needs {needed}")]
+    TruncatedHeader {
+        /// Bytes the header needs, the length field included.
+        needed: u64,
+        /// Bytes in the file.
+        found: u64,
+    },
+
+    /// A header larger than any real checkpoint's.
+    #[error("the header claims {claimed} bytes; at most {limit} are accepted")]
+    Oversized {
+        /// The length that the file claims for its header.
+        claimed: u64,
+        /// The most that is accepted.
+        limit: u64,
+    },
+
+    /// The header is not text.
+    #[error("the header is not UTF-8 (byte {at})")]
+    NotUtf8 {
+        /// Offset of the first bad byte within the header.
+        at: usize,
+    },
+
+    /// The header is not JSON of the expected form, or a number in it does not fit 64 bits.
+    #[error("the header does not parse: {detail}")]
+    Syntax {
+        /// The parser's message.
+        detail: String,
+    },
+
+    /// Two tensors with one name.
+    #[error("tensor '{name}' appears twice")]
+    Duplicate {
+        /// The name.
+        name: String,
+    },
+
+    /// dtype x shape needs another number of bytes than the offsets span.
+    #[error("tensor '{name}': {dtype} of shape {shape:?} needs {needed} bytes, its offsets span {found}")]
+    Size {
+        /// The tensor.
+        name: String,
+        /// Its element type, as the file spells it.
+        dtype: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Bytes that dtype and shape need.
+        needed: u64,
+        /// Bytes between its offsets.
+        found: u64,
+    },
+
+    /// dtype x shape does not fit 64 bits.
+    #[error("tensor '{name}': {dtype} of shape {shape:?} overflows 64 bits")]
+    Overflow {
+        /// The tensor.
+        name: String,
+        /// Its element type, as the file spells it.
+        dtype: String,
+        /// Its shape.
+        shape: Vec<u64>,
+    },
+
+    /// Offsets that end before they begin, or point past the end of the file.
+    #[error("tensor '{name}': offsets {begin}..{end} lie outside the {available} bytes of data")]
+    OutOfRange {
+        /// The tensor.
+        name: String,
+        /// Its first byte within the data.
+        begin: u64,
+        /// One past its last byte within the data.
+        end: u64,
+        /// Bytes of data in the file.
+        available: u64,
+    },
+
+    /// Tensors that overlap or leave a hole between them.
+    #[error("tensor '{name}' begins at byte {begin} of the data, where {expected} was expected")]
+    NotContiguous {
+        /// The tensor.
+        name: String,
+        /// Where it begins.
+        begin: u64,
+        /// Where the tensor before it ended.
+        expected: u64,
+    },
+
+    /// Bytes after the last tensor.
+    #[error("the file has {available} bytes of data, its tensors take {used}")]
+    TrailingBytes {
+        /// Bytes of data in the file.
+        available: u64,
+        /// Bytes that the tensors take.
+        used: u64,
+    },
+}
+
+impl WeightsError {
+    /// An error of the operating system, for use in `map_err`.
+    pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.into();
+        move |source| WeightsError::Io { action, path, source }
+    }
+}
+
+fn near(siblings: &[String]) -> String {
+    if siblings.is_empty() { String::new() } else { format!(", beside it {}", siblings.join(", ")) }
+}

@@ -1,0 +1,79 @@
+//! Files mapped into memory, read-only. The one module of this crate with `unsafe` code.
+#![allow(unsafe_code)]
+
+use std::{fs::File, ops::Range, path::Path};
+
+use crate::{Result, WeightsError};
+
+/// A whole file as a slice of bytes. Pages are read when first touched and stay clean, so the
+/// system can drop them under pressure.
+#[derive(Debug)]
+pub(crate) struct MappedFile {
+    map: memmap2::Mmap,
+}
+
+impl MappedFile {
+    /// Maps the regular file at `path`.
+    pub(crate) fn open(path: &Path) -> Result<MappedFile> {
+        let file = File::open(path).map_err(WeightsError::io("open", path))?;
+        let metadata = file.metadata().map_err(WeightsError::io("read the size of", path))?;
+        if !metadata.is_file() {
+            return Err(WeightsError::NoWeights { path: path.into() });
+        }
+        // SAFETY: the mapping is read-only and private to this value, which outlives all slices of it.
+        // What remains is the contract of every mapped checkpoint: nobody truncates or rewrites the file
+        // in place while it is loaded. Writers of this crate honour it by renaming finished files.
+        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(WeightsError::io("map", path))?;
+        Ok(MappedFile { map })
+    }
+
+    /// The file's bytes.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
+    /// Drops the resident pages that lie wholly inside `range`; touching them again reads the file again.
+    /// This is a hint: where the system does not take it, the pages stay.
+    pub(crate) fn release(&self, range: Range<usize>) {
+        #[cfg(unix)]
+        {
+            const PAGE_BYTES: usize = 4096;
+            let start = range.start.next_multiple_of(PAGE_BYTES);
+            let end = range.end.min(self.map.len()) / PAGE_BYTES * PAGE_BYTES;
+            if start < end {
+                let advice = memmap2::UncheckedAdvice::DontNeed;
+                // SAFETY: the pages are clean pages of a read-only file mapping, so dropping them loses
+                // nothing: the next access reads the same bytes from the file.
+                let _ = unsafe { self.map.unchecked_advise_range(advice, start, end - start) };
+            }
+        }
+        #[cfg(not(unix))]
+        let _ = range;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn released_pages_read_back_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data");
+        let bytes: Vec<u8> = (0..3 * 4096 + 17).map(|i| (i % 251) as u8).collect();
+        std::fs::write(&path, &bytes).unwrap();
+        let file = MappedFile::open(&path).unwrap();
+        assert_eq!(file.bytes(), bytes);
+        file.release(1..bytes.len());
+        file.release(5000..5001);
+        file.release(0..usize::MAX / 2);
+        assert_eq!(file.bytes(), bytes);
+    }
+
+    #[test]
+    fn a_folder_is_not_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = MappedFile::open(folder.path()).unwrap_err();
+        assert!(matches!(error, WeightsError::NoWeights { .. }), "{error}");
+    }
+}

@@ -1,0 +1,94 @@
+//! One mapped safetensors file.
+
+use std::{
+    collections::BTreeMap,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use super::{SafetensorsHeader, StoredDType, TensorEntry};
+use crate::{
+    Result, TensorInfo, TensorSource, TensorView, WeightsError, mapped::MappedFile, source::missing,
+};
+
+/// A safetensors file, mapped into memory: opening it reads the header alone.
+#[derive(Debug)]
+pub struct SafetensorsFile {
+    path: PathBuf,
+    map: MappedFile,
+    header: SafetensorsHeader,
+}
+
+impl SafetensorsFile {
+    /// Maps the file at `path` and checks its header.
+    ///
+    /// # Errors
+    /// [`WeightsError::Io`] if it cannot be opened, [`WeightsError::Header`] if it is broken.
+    pub fn open(path: &Path) -> Result<SafetensorsFile> {
+        let map = MappedFile::open(path)?;
+        let header = SafetensorsHeader::parse(map.bytes())
+            .map_err(|problem| WeightsError::Header { path: path.into(), problem })?;
+        Ok(SafetensorsFile { path: path.into(), map, header })
+    }
+
+    /// Where the file is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The checked header.
+    pub fn header(&self) -> &SafetensorsHeader {
+        &self.header
+    }
+
+    /// The free-form strings under `__metadata__`.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        self.header.metadata()
+    }
+
+    fn entry(&self, name: &str) -> Result<(&str, &TensorEntry)> {
+        let found = self.header.tensors().get_key_value(name);
+        found.map(|(name, entry)| (name.as_str(), entry)).ok_or_else(|| missing(self, name, &self.path))
+    }
+}
+
+impl TensorSource for SafetensorsFile {
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        Box::new(self.header.tensors().keys().map(String::as_str))
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.header.tensors().contains_key(name)
+    }
+
+    fn info(&self, name: &str) -> Result<TensorInfo<'_>> {
+        let (name, entry) = self.entry(name)?;
+        match &entry.dtype {
+            StoredDType::Known(dtype) => Ok(TensorInfo { dtype: *dtype, shape: &entry.shape }),
+            StoredDType::Other(found) => {
+                let needed = "bool, u8, u32, i32, i64, f16, bf16 or f32";
+                Err(WeightsError::UnsupportedDType { name: name.into(), found: found.clone(), needed })
+            }
+        }
+    }
+
+    fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
+        let info = self.info(name)?;
+        let (name, entry) = self.entry(name)?;
+        TensorView::new(name, info.dtype, info.shape, &self.map.bytes()[entry.range.clone()])
+    }
+
+    fn release(&self, name: &str) {
+        if let Some(entry) = self.header.tensors().get(name) {
+            self.map.release(entry.range.clone());
+        }
+    }
+
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        let Some(entry) = self.header.tensors().get(name) else { return };
+        let count = entry.shape.split_last().map_or(1, |(_, leading)| leading.iter().product());
+        let row_bytes = entry.range.len() / usize::max(count, 1);
+        let offset = |row: usize| entry.range.start + row.min(count) * row_bytes;
+        self.map.release(offset(rows.start)..offset(rows.end));
+    }
+}

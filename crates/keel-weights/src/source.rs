@@ -1,0 +1,78 @@
+//! Where tensors come from: the interface that models are loaded and planned through.
+
+use std::{ops::Range, path::Path};
+
+use keel_array::DType;
+
+use crate::{Result, TensorView, WeightsError};
+
+/// What a header says about a tensor: enough to plan memory without touching its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorInfo<'a> {
+    /// The type of the elements.
+    pub dtype: DType,
+    /// The dimensions, slowest first.
+    pub shape: &'a [usize],
+}
+
+impl TensorInfo<'_> {
+    /// Bytes of the tensor's elements.
+    pub fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size()
+    }
+}
+
+/// A set of named tensors, on disk or made up.
+pub trait TensorSource {
+    /// The names of all tensors, sorted.
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_>;
+
+    /// Whether there is a tensor of this name.
+    fn contains(&self, name: &str) -> bool;
+
+    /// The dtype and shape of a tensor, from the header alone.
+    ///
+    /// # Errors
+    /// [`WeightsError::MissingTensor`](crate::WeightsError::MissingTensor), or
+    /// [`WeightsError::UnsupportedDType`](crate::WeightsError::UnsupportedDType) if it is stored in a
+    /// type that [`DType`] lacks.
+    fn info(&self, name: &str) -> Result<TensorInfo<'_>>;
+
+    /// A tensor's bytes. For a mapped file this reads nothing until they are touched.
+    ///
+    /// # Errors
+    /// As for [`info`](TensorSource::info).
+    fn tensor(&self, name: &str) -> Result<TensorView<'_>>;
+
+    /// Tells the source that the bytes of this tensor have been consumed, so that the memory behind
+    /// them can go. They may still be read again. Unknown names are ignored.
+    fn release(&self, name: &str) {
+        let _ = name;
+    }
+
+    /// As [`release`](TensorSource::release) for some rows, the leading dimensions multiplied: for tensors
+    /// too large to be resident as a whole. Unknown names and rows are ignored.
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        let _ = (name, rows);
+    }
+}
+
+/// The product of the dimensions, if it fits.
+pub(crate) fn element_count(shape: &[usize]) -> Option<usize> {
+    shape.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim))
+}
+
+/// The error for a name that `source` lacks, with a few names that share its longest prefix.
+pub(crate) fn missing(source: &dyn TensorSource, name: &str, path: &Path) -> WeightsError {
+    const SIBLINGS_MAX: usize = 4;
+    let mut siblings = Vec::new();
+    let mut prefix = name;
+    while let (true, Some((shorter, _))) = (siblings.is_empty(), prefix.rsplit_once('.')) {
+        prefix = shorter;
+        let beside =
+            source.names().filter(|name| name.strip_prefix(prefix).is_some_and(|rest| rest.starts_with('.')));
+        siblings.extend(beside.take(SIBLINGS_MAX).map(|name| format!("'{name}'")));
+    }
+    let (name, path, held) = (name.into(), path.into(), source.names().count());
+    WeightsError::MissingTensor { name, path, held, siblings }
+}

@@ -1,0 +1,241 @@
+//! One tensor, borrowed from where it is stored.
+
+use std::ops::Range;
+
+use half::slice::HalfFloatSliceExt;
+use keel_array::DType;
+
+use crate::{Result, WeightsError, source::element_count};
+
+/// A borrowed tensor: name, dtype, shape and its elements in row-major order, little-endian.
+///
+/// The bytes have no alignment: they lie where the file has them.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorView<'a> {
+    name: &'a str,
+    dtype: DType,
+    shape: &'a [usize],
+    bytes: &'a [u8],
+}
+
+impl<'a> TensorView<'a> {
+    /// A view of `bytes` as `shape` elements of `dtype`.
+    ///
+    /// # Errors
+    /// [`WeightsError::ByteCount`] if `bytes` is not exactly that long.
+    pub fn new(name: &'a str, dtype: DType, shape: &'a [usize], bytes: &'a [u8]) -> Result<Self> {
+        let needed = element_count(shape).and_then(|count| count.checked_mul(dtype.size()));
+        if needed != Some(bytes.len()) {
+            let (name, shape, bytes) = (name.into(), shape.into(), bytes.len());
+            return Err(WeightsError::ByteCount { name, dtype, shape, bytes });
+        }
+        Ok(TensorView { name, dtype, shape, bytes })
+    }
+
+    /// The tensor's name in the checkpoint.
+    pub fn name(&self) -> &'a str {
+        self.name
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The dimensions, slowest first.
+    pub fn shape(&self) -> &'a [usize] {
+        self.shape
+    }
+
+    /// The elements, row-major, little-endian, unaligned.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// The product of all dimensions but the last; 1 for a scalar.
+    pub fn rows(&self) -> usize {
+        self.shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
+    }
+
+    /// The last dimension; 1 for a scalar.
+    pub fn cols(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
+    /// This view, if it has the shape that the model needs.
+    ///
+    /// # Errors
+    /// [`WeightsError::Shape`] with both shapes.
+    pub fn expect_shape(self, expected: &[usize]) -> Result<Self> {
+        if self.shape == expected {
+            return Ok(self);
+        }
+        let (name, expected, found) = (self.name.into(), expected.into(), self.shape.into());
+        Err(WeightsError::Shape { name, expected, found })
+    }
+
+    /// All elements as f32, in a new vector: for norms, biases and other small tensors.
+    ///
+    /// # Errors
+    /// [`WeightsError::UnsupportedDType`] unless the dtype is f32, f16 or bf16.
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
+        let mut values = vec![0.0; self.bytes.len() / self.dtype.size()];
+        decode_f32(self, self.bytes, &mut values)?;
+        Ok(values)
+    }
+
+    /// Decodes rows `range` (the leading dimensions multiplied) of a float tensor into `out`, so that
+    /// a large tensor is read in pieces without a second copy of it.
+    ///
+    /// # Shapes
+    /// `out`: `range.len() * cols`.
+    ///
+    /// # Errors
+    /// [`WeightsError::Rows`] if the rows do not exist or `out` has another length,
+    /// [`WeightsError::UnsupportedDType`] unless the dtype is f32, f16 or bf16.
+    pub fn rows_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        check_rows(self.name, self.rows(), self.cols(), &range, out.len())?;
+        let row_bytes = self.cols() * self.dtype.size();
+        decode_f32(self, &self.bytes[range.start * row_bytes..range.end * row_bytes], out)
+    }
+
+    /// The bytes of rows `range`.
+    ///
+    /// # Errors
+    /// [`WeightsError::Rows`] if the rows do not exist.
+    pub fn row_bytes(&self, range: Range<usize>) -> Result<&'a [u8]> {
+        let row_bytes = self.cols() * self.dtype.size();
+        check_rows(self.name, self.rows(), self.cols(), &range, range.len().saturating_mul(self.cols()))?;
+        Ok(&self.bytes[range.start * row_bytes..range.end * row_bytes])
+    }
+}
+
+/// Checks that `range` is within `rows` and that `out` values are what it decodes to.
+pub(crate) fn check_rows(
+    name: &str,
+    rows: usize,
+    cols: usize,
+    range: &Range<usize>,
+    out: usize,
+) -> Result<()> {
+    let exists = range.start <= range.end && range.end <= rows;
+    if exists && (range.end - range.start).checked_mul(cols) == Some(out) {
+        return Ok(());
+    }
+    let (name, start, end) = (name.into(), range.start, range.end);
+    Err(WeightsError::Rows { name, start, end, rows, cols, out })
+}
+
+fn decode_f32(view: &TensorView<'_>, bytes: &[u8], out: &mut [f32]) -> Result<()> {
+    match view.dtype {
+        DType::F32 => {
+            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *out = f32::from_le_bytes(*bytes);
+            }
+        }
+        DType::BF16 => {
+            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *out = f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16);
+            }
+        }
+        DType::F16 => decode_f16(bytes, out),
+        other => {
+            let (name, found) = (view.name.into(), other.to_string());
+            return Err(WeightsError::UnsupportedDType { name, found, needed: "f32, f16 or bf16" });
+        }
+    }
+    Ok(())
+}
+
+/// Converts by slices, which is where the processor's half conversion is used.
+fn decode_f16(bytes: &[u8], out: &mut [f32]) {
+    const CHUNK: usize = 64;
+    let mut halves = [half::f16::ZERO; CHUNK];
+    for (out, bytes) in out.chunks_mut(CHUNK).zip(bytes.chunks(2 * CHUNK)) {
+        let halves = &mut halves[..out.len()];
+        for (half, bytes) in halves.iter_mut().zip(bytes.as_chunks::<2>().0) {
+            *half = half::f16::from_le_bytes(*bytes);
+        }
+        halves.convert_to_f32_slice(out);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes_of(values: &[f32], dtype: DType) -> Vec<u8> {
+        let encode = |value: f32| match dtype {
+            DType::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
+            DType::BF16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
+            _ => value.to_le_bytes().to_vec(),
+        };
+        values.iter().flat_map(|&value| encode(value)).collect()
+    }
+
+    #[test]
+    fn floats_decode_exactly_at_any_alignment() {
+        // 3 x 67 straddles the chunk of the f16 path; eighths are exact in all three types.
+        let values: Vec<f32> = (0..201).map(|i| (i as f32 - 100.0) / 8.0).collect();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for shift in 0..4 {
+                let mut bytes = vec![0; shift];
+                bytes.extend(bytes_of(&values, dtype));
+                let view = TensorView::new("w", dtype, &[3, 67], &bytes[shift..]).unwrap();
+                assert_eq!(view.to_f32().unwrap(), values, "{dtype}");
+                let mut rows = vec![0.0; 134];
+                view.rows_f32(1..3, &mut rows).unwrap();
+                assert_eq!(rows, values[67..], "{dtype}");
+                assert_eq!(view.row_bytes(1..2).unwrap(), bytes_of(&values[67..134], dtype));
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_three_dimensions_run_over_the_leading_two() {
+        let values: Vec<f32> = (0..30).map(|i| i as f32).collect();
+        let bytes = bytes_of(&values, DType::F32);
+        let view = TensorView::new("w", DType::F32, &[2, 3, 5], &bytes).unwrap();
+        assert_eq!((view.rows(), view.cols()), (6, 5));
+        let mut row = [0.0; 5];
+        view.rows_f32(4..5, &mut row).unwrap();
+        assert_eq!(row, values[20..25]);
+    }
+
+    #[test]
+    fn scalars_and_empty_tensors_have_sizes() {
+        let scalar = TensorView::new("s", DType::F32, &[], &[0, 0, 128, 63]).unwrap();
+        assert_eq!((scalar.rows(), scalar.cols(), scalar.to_f32().unwrap()), (1, 1, vec![1.0]));
+        let empty = TensorView::new("e", DType::BF16, &[4, 0], &[]).unwrap();
+        assert_eq!((empty.rows(), empty.cols(), empty.to_f32().unwrap()), (4, 0, vec![]));
+    }
+
+    #[test]
+    fn wrong_uses_are_errors_with_the_numbers() {
+        let bytes = [0; 24];
+        let view = TensorView::new("w", DType::F32, &[2, 3], &bytes).unwrap();
+        let message = |error: WeightsError| error.to_string();
+        assert_eq!(
+            message(view.expect_shape(&[3, 2]).unwrap_err()),
+            "tensor 'w': expected shape [3, 2], the checkpoint has [2, 3]"
+        );
+        assert_eq!(
+            message(view.rows_f32(1..3, &mut [0.0; 6]).unwrap_err()),
+            "tensor 'w': rows 1..3 of 2 x 3 into 6 values"
+        );
+        assert!(view.rows_f32(0..1, &mut [0.0; 4]).is_err());
+        let reversed = Range { start: 2, end: 1 };
+        assert!(view.rows_f32(reversed.clone(), &mut []).is_err());
+        assert!(view.row_bytes(reversed).is_err());
+        assert!(view.row_bytes(0..usize::MAX).is_err());
+        assert_eq!(
+            message(TensorView::new("w", DType::U32, &[2, 3], &bytes).unwrap().to_f32().unwrap_err()),
+            "tensor 'w' is stored as u32; f32, f16 or bf16 is needed here"
+        );
+        assert_eq!(
+            message(TensorView::new("w", DType::F32, &[2, 4], &bytes).unwrap_err()),
+            "tensor 'w': f32 of shape [2, 4] does not take 24 bytes"
+        );
+        assert!(TensorView::new("w", DType::F32, &[usize::MAX, 3], &bytes).is_err());
+    }
+}
