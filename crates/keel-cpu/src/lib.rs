@@ -1,4 +1,8 @@
 //! CPU backend: thread pool and kernels, chosen for the machine at run time.
 
+pub mod floors;
+pub mod isa;
+pub mod kernels;
 pub mod pool;
 pub mod shared_slice;
+mod simd;

@@ -1,0 +1,288 @@
+//! Vectors of sixteen `f32`, the same on every instruction set.
+//!
+//! A kernel is written once over [`Simd`] and compiled for each [`Level`]. All levels work on sixteen lanes
+//! and use fused multiply-add, and every reduction has one fixed order, so **all levels give the same bits**:
+//! what a machine lacks costs time, never a different answer.
+//!
+//! The value of type `S: Simd` that travels through a kernel is a proof that the CPU has the instructions:
+//! only [`run_at`] makes one, inside a function compiled for them. Methods are therefore safe to call.
+
+mod math;
+mod portable;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
+pub(crate) use math::{exp, sigmoid, silu};
+use std::sync::OnceLock;
+
+/// Lanes of a vector at every level.
+pub(crate) const LANES: usize = 16;
+
+/// The instruction sets that vector kernels are compiled for, weakest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Level {
+    /// Plain Rust.
+    Portable,
+    /// AVX2 and FMA.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Level {
+    /// The strongest level of this machine.
+    pub(crate) fn detected() -> Level {
+        static DETECTED: OnceLock<Level> = OnceLock::new();
+        *DETECTED.get_or_init(|| *Level::available().last().expect("portable is always there"))
+    }
+
+    /// Every level that this machine can run, weakest first.
+    pub(crate) fn available() -> Vec<Level> {
+        #[allow(unused_mut)]
+        let mut levels = vec![Level::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            if has!("avx2") && has!("fma") {
+                levels.push(Level::Avx2);
+                if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") {
+                    levels.push(Level::Avx512);
+                }
+            }
+        }
+        levels
+    }
+}
+
+/// Work written over [`Simd`]. `run` must be `#[inline(always)]`, as must be all generic functions below it:
+/// that is what carries the instruction set into them.
+pub(crate) trait VectorKernel {
+    /// Does the work with the instructions that `s` stands for.
+    fn run<S: Simd>(self, s: S);
+}
+
+/// Runs `kernel` with the best instructions of this machine.
+pub(crate) fn run<K: VectorKernel>(kernel: K) {
+    run_at(Level::detected(), kernel);
+}
+
+/// Runs `kernel` with the instructions of `level`.
+///
+/// # Panics
+/// If this machine lacks them.
+pub(crate) fn run_at<K: VectorKernel>(level: Level, kernel: K) {
+    assert!(level <= Level::detected(), "{level:?} kernels cannot run here: this CPU has {:?}", Level::detected());
+    match level {
+        Level::Portable => kernel.run(portable::Portable),
+        // SAFETY: `level` is at most what was detected.
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => unsafe { avx2::run(kernel) },
+        // SAFETY: `level` is at most what was detected.
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => unsafe { avx512::run(kernel) },
+    }
+}
+
+/// Operations on sixteen `f32` lanes.
+pub(crate) trait Simd: Copy {
+    /// Sixteen `f32`.
+    type V: Copy;
+
+    /// All lanes `x`.
+    fn splat(self, x: f32) -> Self::V;
+    /// Sixteen values at `p`, of any alignment.
+    ///
+    /// # Safety
+    /// `p` must be valid for reading sixteen values.
+    unsafe fn load_ptr(self, p: *const f32) -> Self::V;
+    /// Writes the lanes at `p`, of any alignment.
+    ///
+    /// # Safety
+    /// `p` must be valid for writing sixteen values.
+    unsafe fn store_ptr(self, v: Self::V, p: *mut f32);
+    /// Sixteen bf16 values at `p`, widened.
+    ///
+    /// # Safety
+    /// `p` must be valid for reading sixteen values.
+    unsafe fn load_bf16_ptr(self, p: *const u16) -> Self::V;
+    /// `a + b`
+    fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a - b`
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b`
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a / b`
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`, rounded once.
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `c - a * b`, rounded once.
+    fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// The larger of `a` and `b`; `b` where either is not a number.
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `x` where `a < b`, else `y` (also where `a` or `b` is not a number).
+    fn select_lt(self, a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
+    /// Adds the integer in the low bits of `n` to the exponent field of `p`, without any check.
+    fn add_to_exponent(self, p: Self::V, n: Self::V) -> Self::V;
+    /// The lanes as an array.
+    fn to_array(self, v: Self::V) -> [f32; LANES];
+    /// Lanes summed as a tree: lane `i` with lane `i + 8`, then 4, 2, 1 apart.
+    fn sum(self, v: Self::V) -> f32;
+    /// Asks for the cache line at `p`; `p` may be any address.
+    fn prefetch(self, p: *const u8);
+
+    /// The first sixteen values of `x`.
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> Self::V {
+        // SAFETY: the array has sixteen values.
+        unsafe { self.load_ptr(x.as_ptr()) }
+    }
+
+    /// Writes the lanes to `x`.
+    #[inline(always)]
+    fn store(self, v: Self::V, x: &mut [f32; LANES]) {
+        // SAFETY: the array has sixteen values.
+        unsafe { self.store_ptr(v, x.as_mut_ptr()) }
+    }
+
+    /// All of `x`, at most sixteen values, then zeros.
+    #[inline(always)]
+    fn load_partial(self, x: &[f32]) -> Self::V {
+        let mut lanes = [0.0; LANES];
+        lanes[..x.len()].copy_from_slice(x);
+        self.load(&lanes)
+    }
+
+    /// The first lanes of `v`, as many as `x` has room for.
+    #[inline(always)]
+    fn store_partial(self, v: Self::V, x: &mut [f32]) {
+        let len = x.len();
+        x.copy_from_slice(&self.to_array(v)[..len]);
+    }
+
+    /// The largest lane.
+    #[inline(always)]
+    fn max_lane(self, v: Self::V) -> f32 {
+        self.to_array(v).into_iter().fold(f32::NEG_INFINITY, f32::max)
+    }
+
+    /// `f` of every value of `x`, written to `y`.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[inline(always)]
+    fn map(self, x: &[f32], y: &mut [f32], f: impl Fn(Self, Self::V) -> Self::V) {
+        assert_eq!(x.len(), y.len());
+        let (xs, x_tail) = x.as_chunks::<LANES>();
+        let (ys, y_tail) = y.as_chunks_mut::<LANES>();
+        for (x, y) in xs.iter().zip(ys) {
+            self.store(f(self, self.load(x)), y);
+        }
+        if !x_tail.is_empty() {
+            self.store_partial(f(self, self.load_partial(x_tail)), y_tail);
+        }
+    }
+
+    /// `f` of every pair of values of `a` and `b`, written to `y`.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[inline(always)]
+    fn zip_map(self, a: &[f32], b: &[f32], y: &mut [f32], f: impl Fn(Self, Self::V, Self::V) -> Self::V) {
+        assert!(a.len() == b.len() && a.len() == y.len());
+        let ((aa, a_tail), (bb, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+        let (ys, y_tail) = y.as_chunks_mut::<LANES>();
+        for ((a, b), y) in aa.iter().zip(bb).zip(ys) {
+            self.store(f(self, self.load(a), self.load(b)), y);
+        }
+        if !a_tail.is_empty() {
+            let v = f(self, self.load_partial(a_tail), self.load_partial(b_tail));
+            self.store_partial(v, y_tail);
+        }
+    }
+
+    /// Sum of `a[i] * b[i]`: 64 partial sums (four vectors), then a tree. The order depends on the length alone.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[inline(always)]
+    fn dot(self, a: &[f32], b: &[f32]) -> f32 {
+        assert_eq!(a.len(), b.len());
+        let mut acc = [self.splat(0.0); 4];
+        let ((aa, a_tail), (bb, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+        let ((aa, a_rest), (bb, b_rest)) = (aa.as_chunks::<4>(), bb.as_chunks::<4>());
+        for (a, b) in aa.iter().zip(bb) {
+            for n in 0..4 {
+                acc[n] = self.fma(self.load(&a[n]), self.load(&b[n]), acc[n]);
+            }
+        }
+        for (n, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
+            acc[n] = self.fma(self.load(a), self.load(b), acc[n]);
+        }
+        if !a_tail.is_empty() {
+            acc[3] = self.fma(self.load_partial(a_tail), self.load_partial(b_tail), acc[3]);
+        }
+        self.sum(self.add(self.add(acc[0], acc[1]), self.add(acc[2], acc[3])))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every operation on awkward lanes, as bits.
+    struct Probe<'a>(&'a mut Vec<u32>);
+
+    impl VectorKernel for Probe<'_> {
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            let a: [f32; LANES] = std::array::from_fn(|i| (i as f32 - 7.3) * 1.7e3_f32.powi(i as i32 % 3 - 1));
+            let b: [f32; LANES] = std::array::from_fn(|i| if i == 5 { f32::NAN } else { 3.1 / (i as f32 + 0.7) });
+            let halves: [u16; LANES] = std::array::from_fn(|i| 0x3f80 + 77 * i as u16);
+            let (va, vb) = (s.load(&a), s.load(&b));
+            // SAFETY: the array has sixteen values.
+            let wide = unsafe { s.load_bf16_ptr(halves.as_ptr()) };
+            let results = [
+                s.add(va, vb),
+                s.sub(va, vb),
+                s.mul(va, vb),
+                s.div(va, vb),
+                s.fma(va, vb, wide),
+                s.fnma(va, vb, wide),
+                s.max(va, vb),
+                s.select_lt(va, vb, wide, va),
+                s.load_partial(&a[..5]),
+                wide,
+            ];
+            for v in results {
+                // Which payload a NaN has is not part of the promise.
+                self.0.extend(s.to_array(v).map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }));
+            }
+            self.0.push(s.sum(va).to_bits());
+            self.0.push(s.max_lane(va).to_bits());
+            for len in [0, 1, 15, 16, 17, 63, 64, 65, 131] {
+                let x: Vec<f32> = (0..len).map(|i| (i as f32 * 0.37).sin()).collect();
+                let y: Vec<f32> = (0..len).map(|i| (i as f32 * 0.73).cos()).collect();
+                self.0.push(s.dot(&x, &y).to_bits());
+                let mut z = vec![9.0; len];
+                s.zip_map(&x, &y, &mut z, |s, x, y| s.fma(x, y, x));
+                self.0.extend(z.iter().map(|z| z.to_bits()));
+            }
+        }
+    }
+
+    #[test]
+    fn all_levels_give_the_same_bits() {
+        let mut portable = Vec::new();
+        run_at(Level::Portable, Probe(&mut portable));
+        assert!(portable.len() > 500);
+        for level in Level::available() {
+            let mut bits = Vec::new();
+            run_at(level, Probe(&mut bits));
+            assert_eq!(bits, portable, "{level:?}");
+        }
+    }
+}

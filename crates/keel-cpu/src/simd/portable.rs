@@ -1,0 +1,88 @@
+//! Vectors as plain arrays, for machines without a path of their own.
+
+use super::{LANES, Simd};
+
+/// Sixteen lanes as an array; the compiler may use whatever vectors the target's baseline has.
+#[derive(Clone, Copy)]
+pub(super) struct Portable;
+
+#[inline(always)]
+fn lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
+    std::array::from_fn(f)
+}
+
+impl Simd for Portable {
+    type V = [f32; LANES];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::V {
+        [x; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load_ptr(self, p: *const f32) -> Self::V {
+        // SAFETY: the caller promises sixteen values; an array of f32 has their alignment.
+        unsafe { p.cast::<[f32; LANES]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store_ptr(self, v: Self::V, p: *mut f32) {
+        // SAFETY: the caller promises room for sixteen values.
+        unsafe { p.cast::<[f32; LANES]>().write_unaligned(v) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_ptr(self, p: *const u16) -> Self::V {
+        // SAFETY: the caller promises sixteen values.
+        let halves = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
+        lanes(|i| f32::from_bits(u32::from(halves[i]) << 16))
+    }
+    #[inline(always)]
+    fn add(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    fn div(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| a[i] / b[i])
+    }
+    #[inline(always)]
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        lanes(|i| a[i].mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
+    fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        lanes(|i| (-a[i]).mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
+    fn max(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn select_lt(self, a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        lanes(|i| if a[i] < b[i] { x[i] } else { y[i] })
+    }
+    #[inline(always)]
+    fn add_to_exponent(self, p: Self::V, n: Self::V) -> Self::V {
+        lanes(|i| f32::from_bits(p[i].to_bits().wrapping_add(n[i].to_bits() << 23)))
+    }
+    #[inline(always)]
+    fn to_array(self, v: Self::V) -> [f32; LANES] {
+        v
+    }
+    #[inline(always)]
+    fn sum(self, mut v: Self::V) -> f32 {
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                v[i] += v[i + half];
+            }
+        }
+        v[0]
+    }
+    #[inline(always)]
+    fn prefetch(self, _: *const u8) {}
+}
