@@ -1,5 +1,41 @@
 //! Lazy arrays, programs, the memory ledger and the backend interface.
+//!
+//! An [`Array`] is a handle to a lazy node or to storage. Building an operation checks shapes and types at once.
+//! [`Runtime::eval`] turns the pending graph into a [`Program`]: numbered kernels over numbered memory, with
+//! fused element-wise chains, reused inputs and one arena of known size. [`Runtime::prepare`] keeps such a program
+//! bound to its memory, so that a model's step is traced once and run again without being rebuilt.
+//!
+//! All memory goes through the [`Ledger`] under a [`Category`]; a limit is a hard cap that returns an error.
+//!
+//! # Regimes
+//! Rows of a sequence are computed in one of two ways: in *prefill* on a 64-token grid anchored at position 0, and
+//! in *decode* token by token. Within a regime a row's bits do not depend on how the work was cut.
 
+#![forbid(unsafe_code)]
+
+mod array;
+mod backend;
+mod custom;
 mod dtype;
+mod error;
+mod ledger;
+mod ops;
+mod program;
+mod runtime;
+mod shape;
+mod weight;
 
+pub use array::Array;
+pub use backend::{Backend, Buffer, DeviceMemory};
+pub use custom::{CustomKernel, HostCall, HostFn, HostSlice, HostSliceMut};
 pub use dtype::DType;
+pub use error::{ArrayError, Result};
+pub use ledger::{Category, Charge, Ledger, MemoryReport};
+pub use ops::{
+    AttentionSpec, Batch, Binary, ConvSpec, DeltaState, Fused, FusedStep, GatedDeltaSpec, KvPool, Op,
+    RandomKind, Real, Reduction, Regime, RopeSpec, Source, Unary, View,
+};
+pub use program::{ALIGNMENT, Kernel, Launch, Operand, Program, Slot};
+pub use runtime::{Element, Executable, Runtime, RuntimeOptions};
+pub use shape::{Layout, Shape};
+pub use weight::{Compute, RowBlock, RowData, Weight, WeightFormat, WeightSpec};

@@ -1,0 +1,256 @@
+//! The array: a handle to a lazy node or to storage.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+
+use crate::ops::{View, bytes_of};
+use crate::runtime::Fence;
+use crate::{ArrayError, Buffer, DType, Layout, Op, Result, Runtime, Shape, Weight};
+
+/// An n-dimensional array, lazy until it is evaluated. Cloning shares it.
+///
+/// An evaluated array has no parents: what it was computed from is free as soon as nobody else holds it.
+#[derive(Clone)]
+pub struct Array(pub(crate) Arc<Node>);
+
+/// One value of the graph.
+pub(crate) struct Node {
+    pub runtime: Runtime,
+    pub shape: Shape,
+    pub dtype: DType,
+    pub state: Mutex<State>,
+}
+
+/// Where a node's value is.
+pub(crate) enum State {
+    /// Output `output` of a call that has not been evaluated.
+    Pending { call: Arc<Call>, output: usize },
+    /// In memory, once the fence has passed.
+    Ready(Storage),
+}
+
+/// A value in memory.
+#[derive(Clone)]
+pub(crate) struct Storage {
+    pub buffer: Buffer,
+    pub layout: Layout,
+    pub fence: Option<Fence>,
+}
+
+/// An operation applied to operands, not yet evaluated.
+pub(crate) struct Call {
+    /// Grows with each call built: the order of execution.
+    pub id: u64,
+    pub op: Op,
+    pub inputs: Mutex<Vec<Array>>,
+    pub outputs: Mutex<Vec<Weak<Node>>>,
+    pub specs: Vec<(Shape, DType)>,
+    pub runtime: Runtime,
+}
+
+static NEXT_CALL: AtomicU64 = AtomicU64::new(0);
+
+impl Call {
+    pub fn inputs(&self) -> MutexGuard<'_, Vec<Array>> {
+        self.inputs.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.runtime.note_dropped(self.specs.iter().map(|(s, d)| bytes_of(*d, s.elements())).sum());
+        // Take long chains apart one by one: dropping them recursively would overflow the stack.
+        let mut pending = std::mem::take(&mut *self.inputs());
+        while let Some(array) = pending.pop() {
+            let Some(node) = Arc::into_inner(array.0) else { continue };
+            if let State::Pending { call, .. } = node.state.into_inner().unwrap_or_else(|e| e.into_inner())
+                && let Some(call) = Arc::into_inner(call)
+            {
+                pending.append(&mut call.inputs());
+            }
+        }
+    }
+}
+
+impl Node {
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The value, if it has been evaluated.
+    pub fn storage(&self) -> Option<Storage> {
+        match &*self.state() {
+            State::Ready(storage) => Some(storage.clone()),
+            State::Pending { .. } => None,
+        }
+    }
+}
+
+impl Array {
+    /// An array in memory.
+    pub(crate) fn ready(runtime: &Runtime, dtype: DType, storage: Storage) -> Array {
+        Array(Arc::new(Node {
+            runtime: runtime.clone(),
+            shape: storage.layout.shape.clone(),
+            dtype,
+            state: Mutex::new(State::Ready(storage)),
+        }))
+    }
+
+    /// An operation without inputs.
+    pub(crate) fn create(runtime: &Runtime, op: Op, shape: Shape, dtype: DType) -> Result<Array> {
+        let outputs = Array::call(runtime, op, &[], vec![(shape, dtype)])?;
+        Ok(outputs.into_iter().next().unwrap_or_else(|| unreachable!("one output was asked for")))
+    }
+
+    /// An operation with one output.
+    pub(crate) fn build(op: Op, inputs: &[&Array], shape: Shape, dtype: DType) -> Result<Array> {
+        let outputs = Array::build_many(op, inputs, vec![(shape, dtype)])?;
+        Ok(outputs.into_iter().next().unwrap_or_else(|| unreachable!("one output was asked for")))
+    }
+
+    /// An operation with any number of outputs. Shapes and types have been checked by the caller.
+    pub(crate) fn build_many(op: Op, inputs: &[&Array], specs: Vec<(Shape, DType)>) -> Result<Vec<Array>> {
+        let Some(first) = inputs.first() else {
+            return Err(ArrayError::Argument {
+                op: "custom kernel",
+                reason: "needs at least one input".into(),
+            });
+        };
+        if inputs.iter().any(|a| !a.0.runtime.is_same(&first.0.runtime)) {
+            return Err(ArrayError::Argument {
+                op: "apply",
+                reason: format!("the operands of {} belong to different runtimes", op.name()),
+            });
+        }
+        Array::call(&first.0.runtime, op, inputs, specs)
+    }
+
+    fn call(runtime: &Runtime, op: Op, inputs: &[&Array], specs: Vec<(Shape, DType)>) -> Result<Vec<Array>> {
+        let bytes: usize =
+            specs.iter().map(|(s, d)| bytes_of(*d, s.elements())).fold(0, usize::saturating_add);
+        if bytes > isize::MAX as usize {
+            return Err(ArrayError::Argument {
+                op: "allocate",
+                reason: format!("{} gives {}, which cannot be addressed", op.name(), specs[0].0),
+            });
+        }
+        let call = Arc::new(Call {
+            id: NEXT_CALL.fetch_add(1, Ordering::Relaxed),
+            op,
+            inputs: Mutex::new(inputs.iter().map(|&a| a.clone()).collect()),
+            outputs: Mutex::new(Vec::new()),
+            specs,
+            runtime: runtime.clone(),
+        });
+        let crowded = runtime.note_built(bytes);
+        let outputs: Vec<Array> = call
+            .specs
+            .iter()
+            .enumerate()
+            .map(|(output, (shape, dtype))| {
+                Array(Arc::new(Node {
+                    runtime: runtime.clone(),
+                    shape: shape.clone(),
+                    dtype: *dtype,
+                    state: Mutex::new(State::Pending { call: Arc::clone(&call), output }),
+                }))
+            })
+            .collect();
+        *call.outputs.lock().unwrap_or_else(|e| e.into_inner()) =
+            outputs.iter().map(|a| Arc::downgrade(&a.0)).collect();
+        drop(call);
+        // A graph that has grown past the bound is submitted here; its nodes lose their parents.
+        if crowded {
+            runtime.async_eval(&outputs.iter().collect::<Vec<_>>())?;
+        }
+        Ok(outputs)
+    }
+
+    /// Extents.
+    pub fn shape(&self) -> &Shape {
+        &self.0.shape
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    /// Bytes that the elements take.
+    pub fn bytes(&self) -> usize {
+        bytes_of(self.dtype(), self.shape().elements())
+    }
+
+    /// The runtime that the array belongs to.
+    pub fn runtime(&self) -> &Runtime {
+        &self.0.runtime
+    }
+
+    /// True once the value has been submitted for evaluation; reading it may still wait.
+    pub fn is_evaluated(&self) -> bool {
+        self.0.storage().is_some()
+    }
+
+    /// Bytes of the memory that the evaluated array keeps alive; `None` before evaluation.
+    pub fn held_bytes(&self) -> Option<usize> {
+        self.0.storage().map(|s| s.buffer.bytes())
+    }
+
+    /// Evaluates and waits.
+    ///
+    /// # Errors
+    /// What the memory limit or a kernel says.
+    pub fn eval(&self) -> Result<()> {
+        self.0.runtime.eval(&[self])
+    }
+
+    /// The same value without its parents: evaluates, and shares the result.
+    ///
+    /// # Errors
+    /// As [`Array::eval`].
+    pub fn detach(&self) -> Result<Array> {
+        self.eval()?;
+        Ok(self.clone())
+    }
+
+    /// The weight's memory as an operand.
+    pub(crate) fn of_weight(weight: &Weight) -> Array {
+        let layout = Layout::contiguous(Shape::from([weight.bytes()]));
+        Array::ready(
+            &weight.runtime,
+            DType::U8,
+            Storage { buffer: weight.buffer.clone(), layout, fence: None },
+        )
+    }
+
+    /// The view's storage if this is a pure view of evaluated storage.
+    pub(crate) fn resolve_view(&self) -> Option<Storage> {
+        let (call, shape) = match &*self.0.state() {
+            State::Ready(storage) => return Some(storage.clone()),
+            State::Pending { call, .. } => (Arc::clone(call), self.shape().clone()),
+        };
+        let Op::View(view) = &call.op else { return None };
+        let base = call.inputs().first()?.clone();
+        let storage = base.resolve_view()?;
+        let layout = apply_view(view, &storage.layout, &shape)?;
+        Some(Storage { layout, ..storage })
+    }
+}
+
+/// The layout of a view, or `None` if the elements would have to move.
+pub(crate) fn apply_view(view: &View, base: &Layout, shape: &Shape) -> Option<Layout> {
+    match view {
+        View::Reshape => base.reshape(shape),
+        View::Permute(axes) => Some(base.permute(axes)),
+        View::Slice(starts) => Some(base.slice(starts, shape)),
+        View::Broadcast => Some(base.broadcast(shape)),
+    }
+}
+
+impl std::fmt::Debug for Array {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let state = if self.is_evaluated() { "evaluated" } else { "lazy" };
+        write!(f, "Array({} {}, {state})", self.dtype(), self.shape())
+    }
+}

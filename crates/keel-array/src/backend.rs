@@ -1,0 +1,123 @@
+//! What a device offers to the runtime.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crate::ledger::{Category, Charge, Ledger};
+use crate::program::{Kernel, Launch};
+use crate::weight::{RowBlock, WeightSpec};
+use crate::{ArrayError, Result};
+
+/// Memory of a device. The backend that allocated it knows its concrete type.
+pub trait DeviceMemory: Any + Send + Sync {
+    /// For the backend to recognise its own memory.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A device: allocates memory, moves bytes and runs kernels. Implemented by `keel-cpu` and `keel-cuda`.
+///
+/// The runtime calls `read`, `write`, `pack` and `launch` one at a time, in stream order.
+pub trait Backend: Send + Sync + 'static {
+    /// Name in reports.
+    fn name(&self) -> &str;
+
+    /// Zeroed memory, aligned for any kernel.
+    ///
+    /// # Errors
+    /// The system's reason, if it refuses.
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String>;
+
+    /// True if memory is only counted, never touched: the backend of `keel plan`.
+    fn is_planning(&self) -> bool {
+        false
+    }
+
+    /// Copies host bytes to `memory` at byte `offset`.
+    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]);
+
+    /// Copies bytes from `memory` at byte `offset` to the host.
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]);
+
+    /// Scratch that this kernel needs, placed in the arena beside the operands.
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize;
+
+    /// Runs some kernels of a program in order and returns when their results are in memory.
+    ///
+    /// # Errors
+    /// What a kernel found wrong with its data, naming the operation.
+    fn launch(&self, launch: &Launch<'_>) -> Result<()>;
+
+    /// Bytes of a weight in this device's own layout.
+    fn packed_bytes(&self, spec: &WeightSpec) -> usize;
+
+    /// Brings rows of a weight into this device's layout, in `memory` at byte `offset`.
+    ///
+    /// # Errors
+    /// If the block does not fit the specification.
+    fn pack(
+        &self,
+        spec: &WeightSpec,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        block: &RowBlock<'_>,
+    ) -> Result<()>;
+}
+
+struct BufferInner {
+    memory: Box<dyn DeviceMemory>,
+    bytes: usize,
+    charge: Charge,
+}
+
+/// Device memory with an owner in the ledger. Cloning shares it; the last handle gives the bytes back.
+#[derive(Clone)]
+pub struct Buffer(Arc<BufferInner>);
+
+impl Buffer {
+    /// Reserves in the ledger, then allocates.
+    pub(crate) fn allocate(
+        backend: &dyn Backend,
+        ledger: &Ledger,
+        category: Category,
+        bytes: usize,
+    ) -> Result<Buffer> {
+        let charge = ledger.charge(category, bytes as u64)?;
+        let memory = backend.allocate(bytes).map_err(|reason| ArrayError::Allocation {
+            category,
+            requested: bytes as u64,
+            reason,
+        })?;
+        Ok(Buffer(Arc::new(BufferInner { memory, bytes, charge })))
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.bytes
+    }
+
+    /// The category it is charged to.
+    pub fn category(&self) -> Category {
+        self.0.charge.category()
+    }
+
+    /// The device's memory.
+    pub fn memory(&self) -> &dyn DeviceMemory {
+        &*self.0.memory
+    }
+
+    /// True if both are handles to the same memory.
+    pub fn is_same(&self, other: &Buffer) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Handles to this memory.
+    pub(crate) fn handles(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer({} bytes, {})", self.bytes(), self.category())
+    }
+}

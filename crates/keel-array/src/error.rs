@@ -1,0 +1,118 @@
+//! What can go wrong when arrays are built and evaluated.
+
+use crate::{Category, DType, Shape};
+
+/// Errors of this crate. Messages name the operation, the shapes and the numbers.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArrayError {
+    /// An operand has another shape than the operation needs.
+    #[error("{op}: {operand} expected {expected}, got {got}")]
+    Shape {
+        /// Operation.
+        op: &'static str,
+        /// Which operand.
+        operand: &'static str,
+        /// What would have been right.
+        expected: String,
+        /// What came.
+        got: Shape,
+    },
+    /// Two shapes cannot be stretched to a common one.
+    #[error("{op}: shapes {lhs} and {rhs} do not broadcast")]
+    Broadcast {
+        /// Operation.
+        op: &'static str,
+        /// Left operand.
+        lhs: Shape,
+        /// Right operand.
+        rhs: Shape,
+    },
+    /// An operand has another element type than the operation needs.
+    #[error("{op}: {operand} expected {expected}, got {got}")]
+    DType {
+        /// Operation.
+        op: &'static str,
+        /// Which operand.
+        operand: &'static str,
+        /// What would have been right.
+        expected: &'static str,
+        /// What came.
+        got: DType,
+    },
+    /// No such axis.
+    #[error("{op}: axis {axis} is out of range for shape {shape}")]
+    Axis {
+        /// Operation.
+        op: &'static str,
+        /// The axis asked for.
+        axis: isize,
+        /// The operand's shape.
+        shape: Shape,
+    },
+    /// An argument that is not an array is wrong.
+    #[error("{op}: {reason}")]
+    Argument {
+        /// Operation.
+        op: &'static str,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+    /// The hard limit would be exceeded.
+    #[error(
+        "out of memory for {category}: requested {requested} bytes, {used} in use of a limit of {limit}; \
+         lower the context, the batch or the prefill step, or raise the limit"
+    )]
+    Limit {
+        /// What the memory was for.
+        category: Category,
+        /// Bytes asked for.
+        requested: u64,
+        /// Bytes in use under all categories.
+        used: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// The plan is in force and does not contain this allocation.
+    #[error("{category}: an allocation of {requested} bytes is not in the memory plan, which is frozen")]
+    Frozen {
+        /// What the memory was for.
+        category: Category,
+        /// Bytes asked for.
+        requested: u64,
+    },
+    /// The system has no memory left.
+    #[error("{category}: the system refused {requested} bytes: {reason}")]
+    Allocation {
+        /// What the memory was for.
+        category: Category,
+        /// Bytes asked for.
+        requested: u64,
+        /// What the system said.
+        reason: String,
+    },
+    /// A kernel found something wrong while it ran.
+    #[error("{op}: {reason}")]
+    Kernel {
+        /// Operation.
+        op: String,
+        /// What it found.
+        reason: String,
+    },
+}
+
+/// Result of this crate.
+pub type Result<T, E = ArrayError> = std::result::Result<T, E>;
+
+/// `Ok` if `operand`'s shape is right, an error that says what was expected otherwise.
+pub(crate) fn expect_shape(
+    op: &'static str,
+    operand: &'static str,
+    expected: &[usize],
+    got: &Shape,
+) -> Result<()> {
+    if **got == *expected {
+        return Ok(());
+    }
+    Err(ArrayError::Shape { op, operand, expected: Shape::from(expected).to_string(), got: got.clone() })
+}

@@ -1,0 +1,268 @@
+//! Fused operations that every transformer needs.
+
+use super::reduce::expect_float;
+use super::{Op, Real};
+use crate::error::expect_shape;
+use crate::{Array, ArrayError, DType, Result, Shape};
+
+/// A rotary embedding over the first `rotary` elements of each head, in half-split pairs `(i, i + rotary / 2)`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct RopeSpec {
+    /// Elements of a head that turn; even, at most the head size.
+    pub rotary: usize,
+    /// For positions in three rows (time, height, width): how many frequencies read each row. `None` for one row.
+    pub sections: Option<[usize; 3]>,
+    /// Sections interleaved (frequency `i` reads row `i % 3` while that row has frequencies left) rather than in runs.
+    pub interleaved: bool,
+}
+
+impl Array {
+    fn last_extent(&self, op: &'static str) -> Result<usize> {
+        self.shape().last().copied().ok_or(ArrayError::Axis { op, axis: -1, shape: self.shape().clone() })
+    }
+
+    /// `x / sqrt(mean(x^2) + eps) * w` over the last axis; x f32 `[.., D]`, w f32 `[D]`.
+    ///
+    /// # Errors
+    /// If shapes or types differ from this.
+    pub fn rms_norm(&self, weight: &Array, eps: f32) -> Result<Array> {
+        const OP: &str = "rms_norm";
+        expect_f32(OP, &[self, weight])?;
+        expect_shape(OP, "weight", &[self.last_extent(OP)?], weight.shape())?;
+        Array::build(Op::RmsNorm { eps: Real::from(eps) }, &[self, weight], self.shape().clone(), DType::F32)
+    }
+
+    /// `s = self + residual` and the RMS norm of `s`.
+    ///
+    /// # Errors
+    /// As [`Array::rms_norm`]; or if the residual has another shape.
+    pub fn add_rms_norm(&self, residual: &Array, weight: &Array, eps: f32) -> Result<(Array, Array)> {
+        const OP: &str = "add_rms_norm";
+        expect_f32(OP, &[self, residual, weight])?;
+        expect_shape(OP, "residual", self.shape(), residual.shape())?;
+        expect_shape(OP, "weight", &[self.last_extent(OP)?], weight.shape())?;
+        let spec = (self.shape().clone(), DType::F32);
+        let op = Op::AddRmsNorm { eps: Real::from(eps) };
+        let mut outputs =
+            Array::build_many(op, &[self, residual, weight], vec![spec.clone(), spec])?.into_iter();
+        match (outputs.next(), outputs.next()) {
+            (Some(sum), Some(norm)) => Ok((sum, norm)),
+            _ => unreachable!("add_rms_norm has two outputs"),
+        }
+    }
+
+    /// `rms_norm(x) * w * silu(z)` over the last axis; x and z f32 of one shape `[.., D]`, w f32 `[D]`.
+    ///
+    /// # Errors
+    /// If shapes or types differ from this.
+    pub fn gated_rms_norm(&self, weight: &Array, z: &Array, eps: f32) -> Result<Array> {
+        const OP: &str = "gated_rms_norm";
+        expect_f32(OP, &[self, weight, z])?;
+        expect_shape(OP, "z", self.shape(), z.shape())?;
+        expect_shape(OP, "weight", &[self.last_extent(OP)?], weight.shape())?;
+        let op = Op::GatedRmsNorm { eps: Real::from(eps) };
+        Array::build(op, &[self, weight, z], self.shape().clone(), DType::F32)
+    }
+
+    /// `(x - mean) / sqrt(var + eps) * w + b` over the last axis.
+    ///
+    /// # Errors
+    /// If x is not a float, or w or b are not `[D]` of the same type.
+    pub fn layer_norm(&self, weight: &Array, bias: &Array, eps: f32) -> Result<Array> {
+        const OP: &str = "layer_norm";
+        expect_float(OP, self)?;
+        let d = self.last_extent(OP)?;
+        expect_shape(OP, "weight", &[d], weight.shape())?;
+        expect_shape(OP, "bias", &[d], bias.shape())?;
+        let (w, b) = (weight.cast(self.dtype())?, bias.cast(self.dtype())?);
+        Array::build(
+            Op::LayerNorm { eps: Real::from(eps) },
+            &[self, &w, &b],
+            self.shape().clone(),
+            self.dtype(),
+        )
+    }
+
+    /// Rotary embedding of x f32 `[T, H, D]` at positions i32 `[T]` (`[3, T]` with sections), with the inverse
+    /// frequencies f32 `[rotary / 2]`.
+    ///
+    /// # Errors
+    /// If shapes or types differ from this.
+    pub fn rope(&self, positions: &Array, inverse_frequencies: &Array, spec: RopeSpec) -> Result<Array> {
+        check_rope("rope", self, positions, inverse_frequencies, &spec)?;
+        Array::build(
+            Op::Rope(spec),
+            &[self, positions, inverse_frequencies],
+            self.shape().clone(),
+            DType::F32,
+        )
+    }
+
+    /// RMS norm of each head with weight f32 `[D]`, then the rotary embedding.
+    ///
+    /// # Errors
+    /// As [`Array::rope`]; or if the weight is not `[D]`.
+    pub fn norm_rope(
+        &self,
+        positions: &Array,
+        inverse_frequencies: &Array,
+        weight: &Array,
+        spec: RopeSpec,
+        eps: f32,
+    ) -> Result<Array> {
+        const OP: &str = "norm_rope";
+        check_rope(OP, self, positions, inverse_frequencies, &spec)?;
+        expect_f32(OP, &[weight])?;
+        expect_shape(OP, "weight", &[self.last_extent(OP)?], weight.shape())?;
+        let op = Op::NormRope { rope: spec, eps: Real::from(eps) };
+        Array::build(op, &[self, positions, inverse_frequencies, weight], self.shape().clone(), DType::F32)
+    }
+
+    /// `silu(x[.., :F]) * x[.., F:]` for x f32 `[.., 2F]`.
+    ///
+    /// # Errors
+    /// If the last extent is odd or x is not f32.
+    pub fn swiglu(&self) -> Result<Array> {
+        const OP: &str = "swiglu";
+        expect_f32(OP, &[self])?;
+        let wide = self.last_extent(OP)?;
+        if !wide.is_multiple_of(2) {
+            return Err(ArrayError::Shape {
+                op: OP,
+                operand: "x",
+                expected: "(.., 2F)".into(),
+                got: self.shape().clone(),
+            });
+        }
+        let mut shape = self.shape().to_vec();
+        shape[self.shape().rank() - 1] = wide / 2;
+        Array::build(Op::SwiGlu, &[self], shape.into(), DType::F32)
+    }
+
+    /// `x * sigmoid(gate)`, both f32 of one shape.
+    ///
+    /// # Errors
+    /// If shapes or types differ from this.
+    pub fn sigmoid_gate(&self, gate: &Array) -> Result<Array> {
+        const OP: &str = "sigmoid_gate";
+        expect_f32(OP, &[self, gate])?;
+        expect_shape(OP, "gate", self.shape(), gate.shape())?;
+        Array::build(Op::SigmoidGate, &[self, gate], self.shape().clone(), DType::F32)
+    }
+
+    /// Router of a mixture of experts. This array holds the logits f32 `[T, E]`; the results are the softmax
+    /// probabilities of the `k` most probable experts, divided by their sum if `normalise`, and their indices
+    /// u32, both `[T, k]`, most probable first, the lower index among equals.
+    ///
+    /// # Errors
+    /// If the logits are not f32 `[T, E]` with `E >= k >= 1`.
+    pub fn route_top_k(&self, k: usize, normalise: bool) -> Result<(Array, Array)> {
+        const OP: &str = "route_top_k";
+        expect_f32(OP, &[self])?;
+        let &[tokens, experts] = &self.shape()[..] else {
+            return Err(ArrayError::Shape {
+                op: OP,
+                operand: "logits",
+                expected: "(T, E)".into(),
+                got: self.shape().clone(),
+            });
+        };
+        if k == 0 || k > experts {
+            return Err(ArrayError::Argument {
+                op: OP,
+                reason: format!("{k} experts per token of {experts}"),
+            });
+        }
+        let shape = Shape::from([tokens, k]);
+        let specs = vec![(shape.clone(), DType::F32), (shape, DType::U32)];
+        let mut outputs = Array::build_many(Op::RouteTopK { k, normalise }, &[self], specs)?.into_iter();
+        match (outputs.next(), outputs.next()) {
+            (Some(weights), Some(experts)) => Ok((weights, experts)),
+            _ => unreachable!("route_top_k has two outputs"),
+        }
+    }
+
+    /// Sum of the experts' outputs: `residual[t] + sum_j weights[t, j] self[t, j]`, and with a shared expert
+    /// `(shared, gate)` also `+ sigmoid(gate[t]) shared[t]`. This array is f32 `[T, J, N]`, weights `[T, J]`,
+    /// residual and shared `[T, N]`, gate `[T, 1]`.
+    ///
+    /// # Errors
+    /// If shapes or types differ from this.
+    pub fn combine_experts(
+        &self,
+        weights: &Array,
+        residual: &Array,
+        shared: Option<(&Array, &Array)>,
+    ) -> Result<Array> {
+        const OP: &str = "combine_experts";
+        expect_f32(OP, &[self, weights, residual])?;
+        let &[tokens, choices, width] = &self.shape()[..] else {
+            return Err(ArrayError::Shape {
+                op: OP,
+                operand: "y",
+                expected: "(T, J, N)".into(),
+                got: self.shape().clone(),
+            });
+        };
+        expect_shape(OP, "weights", &[tokens, choices], weights.shape())?;
+        expect_shape(OP, "residual", &[tokens, width], residual.shape())?;
+        let mut inputs = vec![self, weights];
+        if let Some((shared, gate)) = shared {
+            expect_f32(OP, &[shared, gate])?;
+            expect_shape(OP, "shared", &[tokens, width], shared.shape())?;
+            expect_shape(OP, "gate", &[tokens, 1], gate.shape())?;
+            inputs.extend([shared, gate]);
+        }
+        inputs.push(residual);
+        let op = Op::CombineExperts { shared: shared.is_some() };
+        Array::build(op, &inputs, Shape::from([tokens, width]), DType::F32)
+    }
+}
+
+pub(crate) fn expect_f32(op: &'static str, operands: &[&Array]) -> Result<()> {
+    match operands.iter().find(|a| a.dtype() != DType::F32) {
+        None => Ok(()),
+        Some(a) => Err(ArrayError::DType { op, operand: "every operand", expected: "f32", got: a.dtype() }),
+    }
+}
+
+fn check_rope(
+    op: &'static str,
+    x: &Array,
+    positions: &Array,
+    inverse: &Array,
+    spec: &RopeSpec,
+) -> Result<()> {
+    expect_f32(op, &[x, inverse])?;
+    let &[tokens, _, size] = &x.shape()[..] else {
+        return Err(ArrayError::Shape {
+            op,
+            operand: "x",
+            expected: "(T, H, D)".into(),
+            got: x.shape().clone(),
+        });
+    };
+    if !spec.rotary.is_multiple_of(2) || spec.rotary > size {
+        return Err(ArrayError::Argument {
+            op,
+            reason: format!(
+                "{} rotary elements: expected an even number of at most the head size {size}",
+                spec.rotary
+            ),
+        });
+    }
+    if positions.dtype() != DType::I32 {
+        return Err(ArrayError::DType { op, operand: "positions", expected: "i32", got: positions.dtype() });
+    }
+    match spec.sections {
+        None => expect_shape(op, "positions", &[tokens], positions.shape())?,
+        Some(sections) if sections.iter().sum::<usize>() == spec.rotary / 2 => {
+            expect_shape(op, "positions", &[3, tokens], positions.shape())?;
+        }
+        Some(sections) => {
+            let reason = format!("sections {sections:?} do not add up to {} frequencies", spec.rotary / 2);
+            return Err(ArrayError::Argument { op, reason });
+        }
+    }
+    expect_shape(op, "inverse frequencies", &[spec.rotary / 2], inverse.shape())
+}

@@ -1,0 +1,91 @@
+//! Creation, gathering and random numbers.
+
+use super::{Op, Real};
+use crate::{Array, ArrayError, DType, Result, Runtime, Shape};
+
+/// Distributions of [`Array::random`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RandomKind {
+    /// f32, evenly in `[0, 1)`.
+    Uniform,
+    /// f32, mean 0 and deviation 1.
+    Normal,
+    /// u32, every bit pattern alike.
+    Bits,
+}
+
+impl Array {
+    /// Every element `value`.
+    ///
+    /// # Errors
+    /// If the shape is too large to address.
+    pub fn full(runtime: &Runtime, shape: impl Into<Shape>, dtype: DType, value: f32) -> Result<Array> {
+        Array::create(runtime, Op::Fill(value.into()), shape.into(), dtype)
+    }
+
+    /// Every element zero.
+    ///
+    /// # Errors
+    /// If the shape is too large to address.
+    pub fn zeros(runtime: &Runtime, shape: impl Into<Shape>, dtype: DType) -> Result<Array> {
+        Array::full(runtime, shape, dtype, 0.0)
+    }
+
+    /// `start, start + step, ...`: `count` elements.
+    ///
+    /// # Errors
+    /// If the count is too large to address.
+    pub fn arange(runtime: &Runtime, start: f32, step: f32, count: usize, dtype: DType) -> Result<Array> {
+        let op = Op::Arange { start: Real::from(start), step: Real::from(step) };
+        Array::create(runtime, op, Shape::from([count]), dtype)
+    }
+
+    /// Pseudo-random elements: the same for the same seed on every machine and device.
+    ///
+    /// # Errors
+    /// If the shape is too large to address.
+    pub fn random(runtime: &Runtime, kind: RandomKind, shape: impl Into<Shape>, seed: u64) -> Result<Array> {
+        let dtype = if kind == RandomKind::Bits { DType::U32 } else { DType::F32 };
+        Array::create(runtime, Op::Random { kind, seed }, shape.into(), dtype)
+    }
+
+    /// Blocks of this array along its first axis: the result's shape is that of `indices` followed by this
+    /// array's other axes. An index out of range is found when the kernel runs.
+    ///
+    /// # Errors
+    /// If this array has no axis, or the indices are not i32 or u32.
+    pub fn take(&self, indices: &Array) -> Result<Array> {
+        let [_, block @ ..] = &self.shape()[..] else {
+            return Err(ArrayError::Axis { op: "take", axis: 0, shape: self.shape().clone() });
+        };
+        expect_index("take", indices)?;
+        let shape = indices.shape().iter().chain(block).copied().collect();
+        Array::build(Op::Take, &[self, indices], shape, self.dtype())
+    }
+
+    /// Elements of the last axis chosen by `indices`, whose other axes are this array's.
+    ///
+    /// # Errors
+    /// If the leading axes differ, or the indices are not i32 or u32.
+    pub fn take_along_axis(&self, indices: &Array) -> Result<Array> {
+        const OP: &str = "take_along_axis";
+        expect_index(OP, indices)?;
+        let (x, i) = (self.shape(), indices.shape());
+        if x.rank() == 0 || x.rank() != i.rank() || x[..x.rank() - 1] != i[..i.rank() - 1] {
+            return Err(ArrayError::Shape {
+                op: OP,
+                operand: "indices",
+                expected: format!("{x} in all but the last axis"),
+                got: i.clone(),
+            });
+        }
+        Array::build(Op::TakeAlong, &[self, indices], i.clone(), self.dtype())
+    }
+}
+
+pub(crate) fn expect_index(op: &'static str, indices: &Array) -> Result<()> {
+    match indices.dtype() {
+        DType::I32 | DType::U32 => Ok(()),
+        got => Err(ArrayError::DType { op, operand: "indices", expected: "i32 or u32", got }),
+    }
+}

@@ -1,0 +1,310 @@
+//! The operations, by family. Each builder checks shapes and types at once; nothing runs until `eval`.
+
+mod elementwise;
+mod fast;
+mod indexing;
+mod linear;
+mod reduce;
+mod sequence;
+mod views;
+
+use std::sync::Arc;
+
+use crate::weight::WeightSpec;
+use crate::{CustomKernel, DType};
+
+pub use elementwise::{Binary, Fused, FusedStep, Source, Unary};
+pub use fast::RopeSpec;
+pub use indexing::RandomKind;
+pub use reduce::Reduction;
+pub use sequence::{AttentionSpec, Batch, ConvSpec, DeltaState, GatedDeltaSpec, KvPool, Regime};
+
+/// An f32 attribute of an operation: compared and hashed by its bits, since it is part of a program's key.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Real(u32);
+
+impl Real {
+    /// The number.
+    pub fn get(self) -> f32 {
+        f32::from_bits(self.0)
+    }
+}
+
+impl From<f32> for Real {
+    fn from(x: f32) -> Real {
+        Real(x.to_bits())
+    }
+}
+
+impl std::fmt::Debug for Real {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.get().fmt(f)
+    }
+}
+
+/// An operation with its attributes. Operands, in the order given here, are the kernel's inputs.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Op {
+    /// Every element the same value; no input.
+    Fill(Real),
+    /// `start + step * i` along the only axis; no input.
+    Arange {
+        /// First value.
+        start: Real,
+        /// Difference of neighbours.
+        step: Real,
+    },
+    /// Pseudo-random elements, a function of seed and position alone; no input.
+    Random {
+        /// Distribution.
+        kind: RandomKind,
+        /// Seed.
+        seed: u64,
+    },
+    /// The same elements in another layout. Never reaches a backend: programs turn it into strides.
+    View(View),
+    /// The elements of a strided operand, row-major.
+    Copy,
+    /// Element-wise conversion to the output's dtype.
+    Cast,
+    /// Element-wise function of one operand.
+    Unary(Unary),
+    /// Element-wise function of two operands of equal (broadcast) shape.
+    Binary(Binary),
+    /// Condition (bool), value if true, value if false.
+    Where,
+    /// A chain of element-wise operations in one pass.
+    Fused(Arc<Fused>),
+    /// Operands one behind the other along an axis.
+    Concatenate {
+        /// The axis.
+        axis: usize,
+    },
+    /// Operand 0 with the block at `starts` replaced by operand 1; in place when operand 0 may be reused.
+    SliceUpdate {
+        /// First index of the block along each axis.
+        starts: Vec<usize>,
+    },
+    /// Reduction of the last axis.
+    Reduce(Reduction),
+    /// Index (u32) of the largest, or smallest, element of the last axis; the first among equals.
+    ArgReduce {
+        /// Largest or smallest.
+        largest: bool,
+    },
+    /// `exp(x - max) / sum` over the last axis.
+    Softmax,
+    /// Running sum along the last axis.
+    CumSum {
+        /// From the end.
+        reverse: bool,
+        /// Without the element itself.
+        exclusive: bool,
+    },
+    /// Last axis sorted; outputs values and indices (u32). Stable; NaN goes last.
+    Sort {
+        /// Largest first.
+        descending: bool,
+    },
+    /// The `k` largest of the last axis, largest first, first among equals first; outputs values and indices (u32).
+    TopK {
+        /// How many.
+        k: usize,
+    },
+    /// `[.., M, K] x [.., K, N]`, any strides.
+    Matmul,
+    /// Blocks of operand 0 along its first axis, chosen by operand 1 (u32 or i32).
+    Take,
+    /// Elements of operand 0's last axis chosen by operand 1 of the same leading shape.
+    TakeAlong,
+    /// `x / sqrt(mean(x^2) + eps) * w` over the last axis; x, w.
+    RmsNorm {
+        /// Added to the mean square.
+        eps: Real,
+    },
+    /// x, residual, w: outputs `s = x + residual` and the norm of `s`.
+    AddRmsNorm {
+        /// Added to the mean square.
+        eps: Real,
+    },
+    /// `rms_norm(x) * w * silu(z)` over the last axis; x, w, z.
+    GatedRmsNorm {
+        /// Added to the mean square.
+        eps: Real,
+    },
+    /// `(x - mean) / sqrt(var + eps) * w + b` over the last axis; x, w, b.
+    LayerNorm {
+        /// Added to the variance.
+        eps: Real,
+    },
+    /// Rotary embedding: x `[T, H, D]`, positions i32 `[T]` or `[3, T]`, inverse frequencies f32 `[rotary / 2]`.
+    Rope(RopeSpec),
+    /// Per-head RMS norm, then rotary embedding; the operands of `Rope` and the norm's weight `[D]`.
+    NormRope {
+        /// The rotation.
+        rope: RopeSpec,
+        /// Added to the mean square.
+        eps: Real,
+    },
+    /// `silu(x[.., :F]) * x[.., F:]`.
+    SwiGlu,
+    /// `x * sigmoid(gate)`.
+    SigmoidGate,
+    /// `x W^T` with a packed weight; x `[T, K]`, weight, and optionally a residual `[T, N]` to add to.
+    Linear {
+        /// The weight.
+        weight: WeightSpec,
+        /// True if the third operand is there.
+        residual: bool,
+    },
+    /// `y[t, j] = x[t or t*J+j] W[e[t, j]]^T`; x `[T, K]` or `[T, J, K]`, weight, experts u32 `[T, J]`.
+    GatherLinear {
+        /// The weight.
+        weight: WeightSpec,
+    },
+    /// Rows of a packed weight as f32; ids, weight.
+    Embedding {
+        /// The weight.
+        weight: WeightSpec,
+    },
+    /// Router of a mixture of experts: logits `[T, E]` to weights f32 `[T, k]` and experts u32 `[T, k]`.
+    RouteTopK {
+        /// Experts per token.
+        k: usize,
+        /// Divide the chosen probabilities by their sum.
+        normalise: bool,
+    },
+    /// `sum_j w[t, j] y[t, j] + sigmoid(g[t]) * shared[t] + residual[t]`; y, w, and optionally shared and g; residual last.
+    CombineExperts {
+        /// True if `shared` and `g` are there.
+        shared: bool,
+    },
+    /// Depthwise causal convolution with SiLU over a batch of sequences; see [`ConvSpec`].
+    CausalConv(ConvSpec),
+    /// Gated delta rule over a batch of sequences; see [`GatedDeltaSpec`].
+    GatedDelta(GatedDeltaSpec),
+    /// Writes new keys and values to their pages, then attends; see [`AttentionSpec`].
+    PagedAttention(AttentionSpec),
+    /// A kernel of the user's.
+    Custom(CustomKernel),
+}
+
+/// Layout changes that move no element.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum View {
+    /// Same elements, row-major order kept, other extents (those of the output).
+    Reshape,
+    /// Axes in another order.
+    Permute(Vec<usize>),
+    /// A block that begins at these indices, with the output's extents.
+    Slice(Vec<usize>),
+    /// Stretched to the output's extents.
+    Broadcast,
+}
+
+/// Which strides of an input a kernel can walk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Strides {
+    /// Any.
+    Any,
+    /// Even steps between rows; the last `n` axes gap-free.
+    Rows(usize),
+    /// Row-major, gap-free.
+    Contiguous,
+}
+
+impl Op {
+    /// The name in errors and traces.
+    pub fn name(&self) -> &str {
+        match self {
+            Op::Fill(_) => "fill",
+            Op::Arange { .. } => "arange",
+            Op::Random { .. } => "random",
+            Op::View(View::Reshape) => "reshape",
+            Op::View(View::Permute(_)) => "transpose",
+            Op::View(View::Slice(_)) => "slice",
+            Op::View(View::Broadcast) => "broadcast_to",
+            Op::Copy => "copy",
+            Op::Cast => "cast",
+            Op::Unary(op) => op.name(),
+            Op::Binary(op) => op.name(),
+            Op::Where => "where",
+            Op::Fused(_) => "fused",
+            Op::Concatenate { .. } => "concatenate",
+            Op::SliceUpdate { .. } => "slice_update",
+            Op::Reduce(r) => r.name(),
+            Op::ArgReduce { largest: true } => "argmax",
+            Op::ArgReduce { largest: false } => "argmin",
+            Op::Softmax => "softmax",
+            Op::CumSum { .. } => "cumsum",
+            Op::Sort { .. } => "sort",
+            Op::TopK { .. } => "top_k",
+            Op::Matmul => "matmul",
+            Op::Take => "take",
+            Op::TakeAlong => "take_along_axis",
+            Op::RmsNorm { .. } => "rms_norm",
+            Op::AddRmsNorm { .. } => "add_rms_norm",
+            Op::GatedRmsNorm { .. } => "gated_rms_norm",
+            Op::LayerNorm { .. } => "layer_norm",
+            Op::Rope(_) => "rope",
+            Op::NormRope { .. } => "norm_rope",
+            Op::SwiGlu => "swiglu",
+            Op::SigmoidGate => "sigmoid_gate",
+            Op::Linear { .. } => "linear",
+            Op::GatherLinear { .. } => "gather_linear",
+            Op::Embedding { .. } => "embedding",
+            Op::RouteTopK { .. } => "route_top_k",
+            Op::CombineExperts { .. } => "combine_experts",
+            Op::CausalConv(_) => "causal_conv",
+            Op::GatedDelta(_) => "gated_delta",
+            Op::PagedAttention(_) => "paged_attention",
+            Op::Custom(kernel) => kernel.name(),
+        }
+    }
+
+    /// True for operations that compute each element of the output from the same element of the operands.
+    pub(crate) fn is_elementwise(&self) -> bool {
+        matches!(self, Op::Cast | Op::Unary(_) | Op::Binary(_) | Op::Where | Op::Fused(_))
+    }
+
+    /// Inputs that the kernel writes to: persistent state of a sequence.
+    pub fn mutated_inputs(&self) -> std::ops::Range<usize> {
+        match self {
+            Op::CausalConv(_) => ConvSpec::STATE,
+            Op::GatedDelta(_) => GatedDeltaSpec::STATE,
+            Op::PagedAttention(_) => AttentionSpec::STATE,
+            _ => 0..0,
+        }
+    }
+
+    /// The input whose memory an output may take over if nobody else needs it.
+    pub(crate) fn may_reuse(&self, input: usize) -> bool {
+        match self {
+            Op::SliceUpdate { .. } => input == 0,
+            op => op.is_elementwise(),
+        }
+    }
+
+    pub(crate) fn accepts(&self, input: usize) -> Strides {
+        match (self, input) {
+            (
+                Op::Copy | Op::Cast | Op::Unary(_) | Op::Binary(_) | Op::Where | Op::Fused(_) | Op::Matmul,
+                _,
+            ) => Strides::Any,
+            (Op::Concatenate { .. }, _) | (Op::SliceUpdate { .. }, 1) => Strides::Any,
+            (Op::RmsNorm { .. }, 0) | (Op::SwiGlu | Op::SigmoidGate, _) | (Op::Linear { .. }, 0) => {
+                Strides::Rows(1)
+            }
+            (Op::GatedRmsNorm { .. }, 0 | 2) => Strides::Rows(2),
+            (Op::Rope(_) | Op::NormRope { .. }, 0) => Strides::Rows(2),
+            (Op::CausalConv(_), 0) | (Op::GatedDelta(_), 0..=2) => Strides::Rows(1),
+            (Op::PagedAttention(_), 0..=2) => Strides::Rows(2),
+            _ => Strides::Contiguous,
+        }
+    }
+}
+
+/// Bytes of `elements` of `dtype`; saturates.
+pub(crate) fn bytes_of(dtype: DType, elements: usize) -> usize {
+    elements.saturating_mul(dtype.size())
+}

@@ -1,0 +1,252 @@
+//! Operations with memory: convolution windows, gated-delta states and KV pages.
+//!
+//! State lives in arrays of its own, allocated once and written in place; an operation takes them as inputs and
+//! mutates them. Operations on the same state run in the order in which they were built. All that changes from
+//! step to step (which rows belong to which sequence, positions, page tables) is data in small arrays, so a
+//! prepared program is run again without being rebuilt.
+
+use std::ops::Range;
+
+use super::fast::expect_f32;
+use super::{Op, Real};
+use crate::error::expect_shape;
+use crate::{Array, ArrayError, DType, Result, Shape};
+
+/// The two ways in which rows are computed; see the crate documentation on regimes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Regime {
+    /// Rows on the 64-token grid anchored at position 0.
+    Prefill,
+    /// Rows of running sequences and their drafts.
+    Decode,
+}
+
+/// The sequences of a step. All arrays are u32 and filled by the host before each run.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// `[B + 1]`: rows `row_start[b]..row_start[b + 1]` belong to sequence `b`.
+    pub row_start: Array,
+    /// `[B]`: the slot that holds the recurrent state of sequence `b`.
+    pub slot: Array,
+    /// `[B]`: position of the first row of sequence `b`.
+    pub position: Array,
+    /// `[B, P]`: pages of sequence `b` in order.
+    pub table: Array,
+}
+
+/// Causal depthwise convolution of width `K` with SiLU:
+/// `y[t, c] = silu(sum_j w[c, j] x[t - K + 1 + j, c])`, rows before the step taken from the window.
+///
+/// Inputs: x f32 `[T, C]`; w f32 `[C, K]`; window f32 `[slots, K - 1, C]`, oldest row first, mutated; row_start; slot.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ConvSpec {
+    /// `K`.
+    pub width: usize,
+}
+
+impl ConvSpec {
+    pub(crate) const STATE: Range<usize> = 2..3;
+}
+
+/// The gated delta rule, per sequence and value head `h` with key head `h / (Hv / Hk)`:
+///
+/// `q, k` divided by `sqrt(sum of squares + 1e-6)`, `q` by `sqrt(Dk)`; `beta = sigmoid(b)`;
+/// `g = -exp(a_log) softplus(a + dt_bias)`; `S *= e^g`; `u = beta (v - k S)`; `S += k^T u`; `y = q S`.
+///
+/// Inputs: qkv f32 `[T, 2 Hk Dk + Hv Dv]`; a, b f32 `[T, Hv]`; a_log, dt_bias f32 `[Hv]`;
+/// state f32 `[slots, Hv, Dk, Dv]`, mutated; row_start; slot; position. Output f32 `[T, Hv, Dv]`.
+/// In the prefill regime rows are worked on in chunks of 64 (WY form).
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct GatedDeltaSpec {
+    /// `Hk`.
+    pub key_heads: usize,
+    /// `Hv`, a multiple of `Hk`.
+    pub value_heads: usize,
+    /// `Dk`.
+    pub key_dim: usize,
+    /// `Dv`.
+    pub value_dim: usize,
+    /// How rows are computed.
+    pub regime: Regime,
+}
+
+impl GatedDeltaSpec {
+    pub(crate) const STATE: Range<usize> = 5..6;
+
+    /// Columns of qkv.
+    pub fn channels(&self) -> usize {
+        2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    }
+}
+
+/// Causal attention with grouped heads over paged keys and values. The new rows are written to their pages first.
+///
+/// Inputs: q f32 `[T, H, D]`; k, v f32 `[T, KV, D]`; key pool and value pool f32 or bf16 `[pages, KV, 256, D]`,
+/// mutated; table; row_start; position. Output f32 `[T, H, D]`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionSpec {
+    /// Factor on `q . k`.
+    pub scale: Real,
+    /// Tokens that a row sees, itself included; `None` for all before it.
+    pub window: Option<usize>,
+    /// How rows are computed.
+    pub regime: Regime,
+}
+
+impl AttentionSpec {
+    pub(crate) const STATE: Range<usize> = 3..5;
+    /// Tokens of a page.
+    pub const PAGE: usize = 256;
+}
+
+/// The state of the gated delta rule in one layer: f32 `[slots, Hv, Dk, Dv]`.
+#[derive(Clone, Debug)]
+pub struct DeltaState(pub Array);
+
+/// Keys and values of one layer, each f32 or bf16 `[pages, KV, 256, D]`.
+#[derive(Clone, Debug)]
+pub struct KvPool {
+    /// Keys.
+    pub keys: Array,
+    /// Values.
+    pub values: Array,
+}
+
+impl Array {
+    /// Causal depthwise convolution with SiLU; see [`ConvSpec`]. `window` is mutated.
+    ///
+    /// # Errors
+    /// If shapes or types differ from the specification.
+    pub fn causal_conv(&self, weight: &Array, window: &Array, batch: &Batch) -> Result<Array> {
+        const OP: &str = "causal_conv";
+        expect_f32(OP, &[self, weight, window])?;
+        let &[_, channels] = &self.shape()[..] else {
+            return Err(ArrayError::Shape {
+                op: OP,
+                operand: "x",
+                expected: "(T, C)".into(),
+                got: self.shape().clone(),
+            });
+        };
+        let &[_, width] = &weight.shape()[..] else {
+            return Err(ArrayError::Shape {
+                op: OP,
+                operand: "weight",
+                expected: "(C, K)".into(),
+                got: weight.shape().clone(),
+            });
+        };
+        expect_shape(OP, "weight", &[channels, width], weight.shape())?;
+        expect_shape(OP, "window", &[extent(window, 0), width.saturating_sub(1), channels], window.shape())?;
+        let batch = checked(OP, batch)?;
+        let inputs = [self, weight, window, &batch.row_start, &batch.slot];
+        Array::build(Op::CausalConv(ConvSpec { width }), &inputs, self.shape().clone(), DType::F32)
+    }
+
+    /// The gated delta rule; see [`GatedDeltaSpec`]. This array is qkv after the convolution; `state` is mutated.
+    ///
+    /// # Errors
+    /// If shapes or types differ from the specification.
+    #[allow(clippy::too_many_arguments)] // the operands of the rule
+    pub fn gated_delta(
+        &self,
+        a: &Array,
+        b: &Array,
+        a_log: &Array,
+        dt_bias: &Array,
+        state: &DeltaState,
+        batch: &Batch,
+        spec: GatedDeltaSpec,
+    ) -> Result<Array> {
+        const OP: &str = "gated_delta";
+        expect_f32(OP, &[self, a, b, a_log, dt_bias, &state.0])?;
+        if spec.key_heads == 0 || !spec.value_heads.is_multiple_of(spec.key_heads) {
+            let reason = format!(
+                "{} value heads are not a multiple of {} key heads",
+                spec.value_heads, spec.key_heads
+            );
+            return Err(ArrayError::Argument { op: OP, reason });
+        }
+        let (tokens, hv) = (extent(self, 0), spec.value_heads);
+        expect_shape(OP, "qkv", &[tokens, spec.channels()], self.shape())?;
+        expect_shape(OP, "a", &[tokens, hv], a.shape())?;
+        expect_shape(OP, "b", &[tokens, hv], b.shape())?;
+        expect_shape(OP, "a_log", &[hv], a_log.shape())?;
+        expect_shape(OP, "dt_bias", &[hv], dt_bias.shape())?;
+        expect_shape(OP, "state", &[extent(&state.0, 0), hv, spec.key_dim, spec.value_dim], state.0.shape())?;
+        let batch = checked(OP, batch)?;
+        let shape = Shape::from([tokens, hv, spec.value_dim]);
+        let inputs = [self, a, b, a_log, dt_bias, &state.0, &batch.row_start, &batch.slot, &batch.position];
+        Array::build(Op::GatedDelta(spec), &inputs, shape, DType::F32)
+    }
+
+    /// Writes k and v to their pages, then attends; see [`AttentionSpec`]. This array is q; the pool is mutated.
+    ///
+    /// # Errors
+    /// If shapes or types differ from the specification.
+    pub fn paged_attention(
+        &self,
+        k: &Array,
+        v: &Array,
+        pool: &KvPool,
+        batch: &Batch,
+        spec: AttentionSpec,
+    ) -> Result<Array> {
+        const OP: &str = "paged_attention";
+        expect_f32(OP, &[self, k, v])?;
+        let (&[tokens, heads, size], kv_heads) = (
+            match &self.shape()[..] {
+                [t, h, d] => &[*t, *h, *d],
+                _ => {
+                    let (expected, got) = ("(T, H, D)".into(), self.shape().clone());
+                    return Err(ArrayError::Shape { op: OP, operand: "q", expected, got });
+                }
+            },
+            extent(k, 1),
+        );
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            let reason = format!("{heads} query heads are not a multiple of {kv_heads} key-value heads");
+            return Err(ArrayError::Argument { op: OP, reason });
+        }
+        expect_shape(OP, "k", &[tokens, kv_heads, size], k.shape())?;
+        expect_shape(OP, "v", &[tokens, kv_heads, size], v.shape())?;
+        for (operand, array) in [("key pool", &pool.keys), ("value pool", &pool.values)] {
+            expect_shape(
+                OP,
+                operand,
+                &[extent(&pool.keys, 0), kv_heads, AttentionSpec::PAGE, size],
+                array.shape(),
+            )?;
+            if !matches!(array.dtype(), DType::F32 | DType::BF16) || array.dtype() != pool.keys.dtype() {
+                return Err(ArrayError::DType {
+                    op: OP,
+                    operand,
+                    expected: "f32 or bf16, both alike",
+                    got: array.dtype(),
+                });
+            }
+        }
+        let batch = checked(OP, batch)?;
+        let inputs = [self, k, v, &pool.keys, &pool.values, &batch.table, &batch.row_start, &batch.position];
+        Array::build(Op::PagedAttention(spec), &inputs, self.shape().clone(), DType::F32)
+    }
+}
+
+fn extent(array: &Array, axis: usize) -> usize {
+    array.shape().get(axis).copied().unwrap_or(0)
+}
+
+/// The batch, once its arrays are known to agree.
+fn checked<'a>(op: &'static str, batch: &'a Batch) -> Result<&'a Batch> {
+    let sequences = extent(&batch.slot, 0);
+    expect_shape(op, "batch.row_start", &[sequences + 1], batch.row_start.shape())?;
+    expect_shape(op, "batch.slot", &[sequences], batch.slot.shape())?;
+    expect_shape(op, "batch.position", &[sequences], batch.position.shape())?;
+    expect_shape(op, "batch.table", &[sequences, extent(&batch.table, 1)], batch.table.shape())?;
+    for array in [&batch.row_start, &batch.slot, &batch.position, &batch.table] {
+        if array.dtype() != DType::U32 {
+            return Err(ArrayError::DType { op, operand: "batch", expected: "u32", got: array.dtype() });
+        }
+    }
+    Ok(batch)
+}

@@ -1,0 +1,157 @@
+//! Stage 1: the pending calls behind some arrays, as plain data.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+use crate::array::{Array, Call, Node, State, Storage};
+use crate::ops::Op;
+use crate::{DType, Layout, Shape};
+
+/// An operand of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Ref {
+    /// Memory that exists.
+    External(usize),
+    /// Output of an earlier call.
+    Call { call: usize, output: usize },
+}
+
+/// A call with its operands by number.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct GraphCall {
+    pub op: Op,
+    pub inputs: Vec<Ref>,
+    pub specs: Vec<(Shape, DType)>,
+}
+
+/// Memory that the graph reads. The layout's offset is left out: it belongs to the binding.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct External {
+    pub layout: Layout,
+    pub dtype: DType,
+    /// Nobody but the graph holds it, so an output may take its memory over.
+    pub donatable: bool,
+}
+
+/// A graph in order of execution; the key of the program cache.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Graph {
+    pub calls: Vec<GraphCall>,
+    pub externals: Vec<External>,
+    /// Values that outlive the evaluation.
+    pub outputs: Vec<(usize, usize)>,
+}
+
+/// A graph with the memory and the nodes it stands for.
+pub(crate) struct Collected {
+    pub graph: Graph,
+    pub externals: Vec<Storage>,
+    pub outputs: Vec<Arc<Node>>,
+}
+
+/// Collects what has to be computed for `targets`. With `keep_held`, values inside the graph to which someone
+/// holds a handle become outputs too, so that they are not computed again later and lose their parents.
+pub(crate) fn collect(targets: &[&Array], keep_held: bool) -> Collected {
+    let calls = pending_calls(targets);
+    let number: HashMap<u64, usize> = calls.iter().enumerate().map(|(i, c)| (c.id, i)).collect();
+    let handles = count_inner_handles(&calls);
+    let mut externals = Externals::default();
+    let graph_calls = calls
+        .iter()
+        .map(|call| GraphCall {
+            op: call.op.clone(),
+            inputs: call.inputs().iter().map(|a| reference(a, &number, &handles, &mut externals)).collect(),
+            specs: call.specs.clone(),
+        })
+        .collect();
+    let (outputs, nodes) = find_outputs(&calls, targets, &handles, keep_held);
+    let graph = Graph { calls: graph_calls, externals: externals.described, outputs };
+    Collected { graph, externals: externals.storages, outputs: nodes }
+}
+
+/// All pending calls that the targets depend on, oldest first.
+fn pending_calls(targets: &[&Array]) -> Vec<Arc<Call>> {
+    let mut found: HashMap<u64, Arc<Call>> = HashMap::new();
+    let mut open: Vec<Array> = targets.iter().map(|&a| a.clone()).collect();
+    while let Some(array) = open.pop() {
+        let State::Pending { call, .. } = &*array.0.state() else { continue };
+        if found.insert(call.id, Arc::clone(call)).is_none() {
+            open.extend(call.inputs().iter().cloned());
+        }
+    }
+    let mut calls: Vec<_> = found.into_values().collect();
+    calls.sort_unstable_by_key(|c| c.id);
+    calls
+}
+
+/// Handles to each node that are operands of these calls.
+fn count_inner_handles(calls: &[Arc<Call>]) -> HashMap<*const Node, usize> {
+    let mut handles = HashMap::new();
+    for call in calls {
+        for input in call.inputs().iter() {
+            *handles.entry(Arc::as_ptr(&input.0)).or_insert(0) += 1;
+        }
+    }
+    handles
+}
+
+#[derive(Default)]
+struct Externals {
+    described: Vec<External>,
+    storages: Vec<Storage>,
+    number: HashMap<*const Node, usize>,
+}
+
+fn reference(
+    array: &Array,
+    number: &HashMap<u64, usize>,
+    handles: &HashMap<*const Node, usize>,
+    externals: &mut Externals,
+) -> Ref {
+    let node = Arc::as_ptr(&array.0);
+    let storage = match &*array.0.state() {
+        State::Pending { call, output } => return Ref::Call { call: number[&call.id], output: *output },
+        State::Ready(storage) => storage.clone(),
+    };
+    let next = externals.storages.len();
+    let i = *externals.number.entry(node).or_insert(next);
+    if i == next {
+        let whole = storage.layout.is_contiguous() && array.bytes() == storage.buffer.bytes();
+        // Two handles to the buffer: the node's, and `storage` here.
+        let alone = Arc::strong_count(&array.0) == handles[&node] && storage.buffer.handles() == 2;
+        externals.described.push(External {
+            layout: Layout { offset: 0, ..storage.layout.clone() },
+            dtype: array.dtype(),
+            donatable: whole && alone,
+        });
+        externals.storages.push(storage);
+    }
+    Ref::External(i)
+}
+
+type Outputs = (Vec<(usize, usize)>, Vec<Arc<Node>>);
+
+fn find_outputs(
+    calls: &[Arc<Call>],
+    targets: &[&Array],
+    handles: &HashMap<*const Node, usize>,
+    keep_held: bool,
+) -> Outputs {
+    let wanted: Vec<*const Node> = targets.iter().map(|a| Arc::as_ptr(&a.0)).collect();
+    let (mut outputs, mut nodes) = (Vec::new(), Vec::new());
+    for (i, call) in calls.iter().enumerate() {
+        let weak = call.outputs.lock().unwrap_or_else(|e| e.into_inner());
+        for (output, node) in weak.iter().enumerate() {
+            let inner = handles.get(&node.as_ptr()).copied().unwrap_or(0);
+            let held = keep_held && Weak::strong_count(node) > inner;
+            if !(held || wanted.contains(&node.as_ptr())) {
+                continue;
+            }
+            if let Some(node) = node.upgrade() {
+                outputs.push((i, output));
+                nodes.push(node);
+            }
+        }
+    }
+    (outputs, nodes)
+}

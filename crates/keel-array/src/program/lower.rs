@@ -1,0 +1,128 @@
+//! Stage 2: calls become kernels; views become strides.
+
+use super::graph::{Graph, Ref};
+use super::{Kernel, Operand, Slot};
+use crate::array::apply_view;
+use crate::ops::{Op, Strides, bytes_of};
+use crate::{DType, Layout};
+
+/// An intermediate of a program that has no place yet.
+#[derive(Clone, Debug)]
+pub(super) struct Temp {
+    pub bytes: usize,
+    /// The output that this value is, if it outlives the program.
+    pub output: Option<usize>,
+}
+
+/// A program without a memory plan.
+pub(super) struct Draft {
+    pub kernels: Vec<Kernel>,
+    pub temps: Vec<Temp>,
+    /// Layout and type of each output.
+    pub outputs: Vec<(Layout, DType)>,
+}
+
+pub(super) fn lower(graph: &Graph) -> Draft {
+    let mut draft = Draft { kernels: Vec::new(), temps: Vec::new(), outputs: Vec::new() };
+    let mut values: Vec<Vec<Operand>> = Vec::with_capacity(graph.calls.len());
+    for call in &graph.calls {
+        let inputs: Vec<Operand> = call.inputs.iter().map(|&r| operand(graph, &values, r)).collect();
+        let results = match &call.op {
+            Op::View(view) => {
+                let (shape, _) = &call.specs[0];
+                let moved = apply_view(view, &inputs[0].layout, shape)
+                    .map(|layout| Operand { layout, ..inputs[0].clone() });
+                let result = moved.unwrap_or_else(|| {
+                    let copy = draft.copy(&inputs[0]);
+                    let layout = apply_view(view, &copy.layout, shape)
+                        .unwrap_or_else(|| unreachable!("every view of a contiguous value is a layout"));
+                    Operand { layout, ..copy }
+                });
+                vec![result]
+            }
+            op => draft.emit(op.clone(), inputs, &call.specs),
+        };
+        values.push(results);
+    }
+    for &(call, output) in &graph.outputs {
+        let value = values[call][output].clone();
+        draft.bind_output(value);
+    }
+    draft
+}
+
+fn operand(graph: &Graph, values: &[Vec<Operand>], reference: Ref) -> Operand {
+    match reference {
+        Ref::Call { call, output } => values[call][output].clone(),
+        Ref::External(i) => {
+            let external = &graph.externals[i];
+            Operand { slot: Slot::External(i), layout: external.layout.clone(), dtype: external.dtype }
+        }
+    }
+}
+
+impl Draft {
+    fn temp(&mut self, layout: Layout, dtype: DType) -> Operand {
+        let slot = Slot::Temp(self.temps.len());
+        self.temps.push(Temp { bytes: bytes_of(dtype, layout.shape.elements()), output: None });
+        Operand { slot, layout, dtype }
+    }
+
+    fn copy(&mut self, from: &Operand) -> Operand {
+        let to = self.temp(Layout::contiguous(from.layout.shape.clone()), from.dtype);
+        self.kernels.push(Kernel {
+            op: Op::Copy,
+            inputs: vec![from.clone()],
+            outputs: vec![to.clone()],
+            workspace: None,
+        });
+        to
+    }
+
+    /// Adds a kernel, and a copy for each operand whose strides it cannot walk.
+    fn emit(&mut self, op: Op, inputs: Vec<Operand>, specs: &[(crate::Shape, DType)]) -> Vec<Operand> {
+        let inputs = inputs
+            .into_iter()
+            .enumerate()
+            .map(|(i, input)| {
+                let walkable = match op.accepts(i) {
+                    Strides::Any => true,
+                    Strides::Rows(inner) => input.layout.row_stride(inner).is_some(),
+                    Strides::Contiguous => input.layout.is_contiguous(),
+                };
+                let state = op.mutated_inputs().contains(&i);
+                assert!(
+                    walkable || !state,
+                    "{}: state must be contiguous, it is written in place",
+                    op.name()
+                );
+                if walkable { input } else { self.copy(&input) }
+            })
+            .collect();
+        let outputs: Vec<Operand> =
+            specs.iter().map(|(shape, dtype)| self.temp(Layout::contiguous(shape.clone()), *dtype)).collect();
+        self.kernels.push(Kernel { op, inputs, outputs: outputs.clone(), workspace: None });
+        outputs
+    }
+
+    /// Makes a value an output with memory of its own: it may pin no other (law 4).
+    fn bind_output(&mut self, value: Operand) {
+        let number = self.outputs.len();
+        let own = match value.slot {
+            Slot::Temp(t) => {
+                let temp = &self.temps[t];
+                let whole = value.layout.is_contiguous()
+                    && bytes_of(value.dtype, value.layout.shape.elements()) == temp.bytes;
+                (whole && temp.output.is_none()).then_some((t, value.clone()))
+            }
+            _ => None,
+        };
+        let (t, value) = own.unwrap_or_else(|| {
+            let copy = self.copy(&value);
+            let Slot::Temp(t) = copy.slot else { unreachable!("a copy is an intermediate") };
+            (t, copy)
+        });
+        self.temps[t].output = Some(number);
+        self.outputs.push((Layout::contiguous(value.layout.shape), value.dtype));
+    }
+}

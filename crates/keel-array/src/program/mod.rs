@@ -1,0 +1,199 @@
+//! Programs: the stages from a pending graph to kernels over numbered memory.
+//!
+//! 1. [`graph`]: collect the pending calls into plain data, which is also the key of the program cache.
+//! 2. [`lower`]: views become strides, copies appear where a kernel cannot walk them.
+//! 3. [`fuse`]: chains of element-wise kernels become one.
+//! 4. [`plan`]: every intermediate gets its place in one arena; inputs that nobody needs again are reused.
+//! 5. [`verify`]: the plan is checked before it is run for the first time.
+//!
+//! A program knows no memory. [`Bindings`] give it the buffers of one evaluation.
+
+mod cache;
+mod fuse;
+pub(crate) mod graph;
+mod lower;
+mod plan;
+mod verify;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::backend::Backend;
+use crate::ops::{Op, bytes_of};
+use crate::runtime::RuntimeOptions;
+use crate::{Buffer, DType, Layout};
+
+pub(crate) use cache::ProgramCache;
+pub(crate) use graph::Graph;
+
+/// Alignment of everything in an arena, in bytes: a cache line, and a 512-bit register.
+pub const ALIGNMENT: usize = 64;
+
+/// Where an operand's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slot {
+    /// Memory that exists before the program runs.
+    External(usize),
+    /// A result that outlives the program.
+    Output(usize),
+    /// An intermediate, at a byte offset of the arena.
+    Arena {
+        /// Which intermediate.
+        temp: usize,
+        /// First byte.
+        offset: usize,
+    },
+    /// An intermediate that has no place yet; gone once a program is planned.
+    Temp(usize),
+}
+
+/// An operand of a kernel: memory, and how to walk it.
+#[derive(Clone, Debug)]
+pub struct Operand {
+    /// The memory.
+    pub slot: Slot,
+    /// Shape, strides and offset in elements.
+    pub layout: Layout,
+    /// Element type.
+    pub dtype: DType,
+}
+
+/// One operation over numbered memory.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// The operation with its attributes.
+    pub op: Op,
+    /// Operands read (and, for state, written).
+    pub inputs: Vec<Operand>,
+    /// Results; row-major and gap-free.
+    pub outputs: Vec<Operand>,
+    /// Scratch in the arena: offset and bytes.
+    pub workspace: Option<Range<usize>>,
+}
+
+/// Memory of an output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OutputMemory {
+    /// A new buffer of this many bytes.
+    Fresh(usize),
+    /// The buffer of an input that nobody else needs.
+    Donated(usize),
+}
+
+/// Kernels in order, and the memory they need.
+#[derive(Debug)]
+pub struct Program {
+    kernels: Vec<Kernel>,
+    pub(crate) outputs: Vec<(OutputMemory, Layout, DType)>,
+    arena_bytes: usize,
+    pieces: Vec<Range<usize>>,
+}
+
+impl Program {
+    /// Runs all stages.
+    pub(crate) fn compile(graph: &Graph, backend: &dyn Backend, options: &RuntimeOptions) -> Program {
+        let mut draft = lower::lower(graph);
+        fuse::fuse(&mut draft);
+        let mut program = plan::plan(draft, graph, backend);
+        program.pieces = cut(&program.kernels, options);
+        verify::verify(&program, graph);
+        program
+    }
+
+    /// Kernels in order of execution.
+    pub fn kernels(&self) -> &[Kernel] {
+        &self.kernels
+    }
+
+    /// Bytes of the arena that the intermediates and the scratch share.
+    pub fn arena_bytes(&self) -> usize {
+        self.arena_bytes
+    }
+
+    /// The bounded runs of kernels that are submitted one by one.
+    pub fn pieces(&self) -> &[Range<usize>] {
+        &self.pieces
+    }
+}
+
+/// Cuts the kernel list so that no piece exceeds the bounds of a submission.
+fn cut(kernels: &[Kernel], options: &RuntimeOptions) -> Vec<Range<usize>> {
+    let mut pieces = Vec::new();
+    let (mut start, mut bytes) = (0, 0usize);
+    for (i, kernel) in kernels.iter().enumerate() {
+        let touched = kernel.touched_bytes();
+        let full =
+            i - start == options.submission_ops || bytes.saturating_add(touched) > options.submission_bytes;
+        if full && i > start {
+            pieces.push(start..i);
+            (start, bytes) = (i, 0);
+        }
+        bytes = bytes.saturating_add(touched);
+    }
+    if start < kernels.len() {
+        pieces.push(start..kernels.len());
+    }
+    pieces
+}
+
+impl Kernel {
+    /// Bytes of all operands, an upper bound on the memory traffic of most kernels.
+    pub fn touched_bytes(&self) -> usize {
+        let operands = self.inputs.iter().chain(&self.outputs);
+        operands.map(|o| bytes_of(o.dtype, o.layout.shape.elements())).fold(0, usize::saturating_add)
+    }
+}
+
+/// A buffer from some byte on.
+#[derive(Clone, Debug)]
+pub(crate) struct Binding {
+    pub buffer: Buffer,
+    pub offset: usize,
+}
+
+/// The memory of one evaluation of a program.
+#[derive(Debug)]
+pub(crate) struct Bindings {
+    pub externals: Vec<Binding>,
+    pub outputs: Vec<Binding>,
+}
+
+/// What a backend is asked to run: some kernels of a program and the memory they work on.
+pub struct Launch<'a> {
+    program: &'a Arc<Program>,
+    piece: Range<usize>,
+    bindings: &'a Bindings,
+    arena: Option<&'a Buffer>,
+}
+
+impl<'a> Launch<'a> {
+    pub(crate) fn new(
+        program: &'a Arc<Program>,
+        piece: Range<usize>,
+        bindings: &'a Bindings,
+        arena: Option<&'a Buffer>,
+    ) -> Launch<'a> {
+        Launch { program, piece, bindings, arena }
+    }
+
+    /// The kernels, in order.
+    pub fn kernels(&self) -> &'a [Kernel] {
+        &self.program.kernels[self.piece.clone()]
+    }
+
+    /// The buffer of a slot, and the byte at which the slot begins.
+    pub fn resolve(&self, slot: Slot) -> (&'a Buffer, usize) {
+        let bound = |b: &'a Binding| (&b.buffer, b.offset);
+        match slot {
+            Slot::External(i) => bound(&self.bindings.externals[i]),
+            Slot::Output(i) => bound(&self.bindings.outputs[i]),
+            Slot::Arena { offset, .. } => (self.arena(), offset),
+            Slot::Temp(_) => unreachable!("a planned program has no unplaced operand"),
+        }
+    }
+
+    /// The arena; present whenever a kernel has an operand or scratch in it.
+    pub fn arena(&self) -> &'a Buffer {
+        self.arena.unwrap_or_else(|| unreachable!("a program with intermediates is bound to an arena"))
+    }
+}

@@ -1,0 +1,190 @@
+//! Stage 4: the memory plan.
+//!
+//! Walks the kernels in order with the set of live intermediates. A result takes over the memory of an input
+//! that dies there, if the kernel allows it; otherwise the lowest gap of the arena that is large enough.
+
+use super::graph::Graph;
+use super::lower::Draft;
+use super::{ALIGNMENT, Kernel, Operand, OutputMemory, Program, Slot};
+use crate::backend::Backend;
+use crate::ops::bytes_of;
+
+pub(super) fn plan(draft: Draft, graph: &Graph, backend: &dyn Backend) -> Program {
+    let mut planner = Planner::new(&draft, graph);
+    let mut kernels = draft.kernels;
+    for (i, kernel) in kernels.iter_mut().enumerate() {
+        planner.place_outputs(i, kernel);
+        for operand in kernel.inputs.iter_mut().chain(&mut kernel.outputs) {
+            operand.slot = planner.resolve(operand.slot);
+        }
+        planner.place_workspace(kernel, backend);
+        planner.release_after(i);
+    }
+    let memory = planner.outputs;
+    let outputs =
+        draft.outputs.into_iter().zip(memory).map(|((layout, dtype), m)| (m, layout, dtype)).collect();
+    Program { kernels, outputs, arena_bytes: planner.arena.high_water, pieces: Vec::new() }
+}
+
+struct Planner<'a> {
+    graph: &'a Graph,
+    temps: Vec<super::lower::Temp>,
+    /// Last kernel that reads each intermediate (or writes it, if nobody reads it).
+    last_use: Vec<usize>,
+    last_external_use: Vec<usize>,
+    mutated: Vec<bool>,
+    donated: Vec<bool>,
+    place: Vec<Option<Slot>>,
+    outputs: Vec<OutputMemory>,
+    arena: Arena,
+}
+
+impl<'a> Planner<'a> {
+    fn new(draft: &Draft, graph: &'a Graph) -> Planner<'a> {
+        let mut last_use = vec![0; draft.temps.len()];
+        let mut last_external_use = vec![0; graph.externals.len()];
+        let mut mutated = vec![false; graph.externals.len()];
+        for (i, kernel) in draft.kernels.iter().enumerate() {
+            for operand in kernel.inputs.iter().chain(&kernel.outputs) {
+                match operand.slot {
+                    Slot::Temp(t) => last_use[t] = i,
+                    Slot::External(e) => last_external_use[e] = i,
+                    _ => {}
+                }
+            }
+            for input in &kernel.inputs[kernel.op.mutated_inputs()] {
+                if let Slot::External(e) = input.slot {
+                    mutated[e] = true;
+                }
+            }
+        }
+        let outputs = draft
+            .outputs
+            .iter()
+            .map(|(l, d)| OutputMemory::Fresh(bytes_of(*d, l.shape.elements())))
+            .collect();
+        Planner {
+            graph,
+            temps: draft.temps.clone(),
+            last_use,
+            last_external_use,
+            mutated,
+            donated: vec![false; graph.externals.len()],
+            place: vec![None; draft.temps.len()],
+            outputs,
+            arena: Arena::default(),
+        }
+    }
+
+    fn resolve(&self, slot: Slot) -> Slot {
+        match slot {
+            Slot::Temp(t) => {
+                self.place[t].unwrap_or_else(|| unreachable!("intermediate {t} is read before it is written"))
+            }
+            other => other,
+        }
+    }
+
+    fn place_outputs(&mut self, i: usize, kernel: &Kernel) {
+        for output in &kernel.outputs {
+            let Slot::Temp(t) = output.slot else { continue };
+            let place = self.reuse(i, kernel, output, t).unwrap_or_else(|| match self.temps[t].output {
+                Some(number) => Slot::Output(number),
+                None => Slot::Arena { temp: t, offset: self.arena.take(t, self.temps[t].bytes) },
+            });
+            self.place[t] = Some(place);
+        }
+    }
+
+    /// The place of an input that dies at kernel `i` and whose memory fits output `t` exactly.
+    fn reuse(&mut self, i: usize, kernel: &Kernel, output: &Operand, t: usize) -> Option<Slot> {
+        for (n, input) in kernel.inputs.iter().enumerate() {
+            let same = input.dtype == output.dtype && input.layout == output.layout;
+            if !kernel.op.may_reuse(n) || !same || overlaps_another(kernel, n) {
+                continue;
+            }
+            match input.slot {
+                Slot::External(e) => {
+                    let free = self.graph.externals[e].donatable
+                        && self.last_external_use[e] == i
+                        && !self.mutated[e]
+                        && !self.donated[e];
+                    // Without an output to carry the buffer on, the arena is the better place.
+                    let (true, Some(number)) = (free, self.temps[t].output) else { continue };
+                    self.donated[e] = true;
+                    self.outputs[number] = OutputMemory::Donated(e);
+                    return Some(Slot::External(e));
+                }
+                Slot::Temp(from) if self.last_use[from] == i && self.temps[t].output.is_none() => {
+                    let Some(Slot::Arena { offset, .. }) = self.place[from] else { continue };
+                    if self.temps[from].bytes != self.temps[t].bytes {
+                        continue;
+                    }
+                    self.arena.hand_over(from, t);
+                    return Some(Slot::Arena { temp: t, offset });
+                }
+                _ => {}
+            }
+        }
+        None
+    }
+
+    fn place_workspace(&mut self, kernel: &mut Kernel, backend: &dyn Backend) {
+        let bytes = backend.workspace_bytes(kernel);
+        if bytes > 0 {
+            let offset = self.arena.take(usize::MAX, bytes);
+            self.arena.release(usize::MAX);
+            kernel.workspace = Some(offset..offset + bytes);
+        }
+    }
+
+    fn release_after(&mut self, i: usize) {
+        for t in 0..self.last_use.len() {
+            if self.last_use[t] == i {
+                self.arena.release(t);
+            }
+        }
+    }
+}
+
+/// True if another input of the kernel reads the same memory in another order, so writing would disturb it.
+fn overlaps_another(kernel: &Kernel, n: usize) -> bool {
+    let this = &kernel.inputs[n];
+    let others = kernel.inputs.iter().enumerate().filter(|(m, _)| *m != n);
+    others.into_iter().any(|(_, other)| other.slot == this.slot && other.layout != this.layout)
+}
+
+/// Offsets of live intermediates, lowest first.
+#[derive(Default)]
+struct Arena {
+    live: Vec<(usize, usize, usize)>, // (offset, bytes, temp)
+    high_water: usize,
+}
+
+impl Arena {
+    fn take(&mut self, temp: usize, bytes: usize) -> usize {
+        let bytes = bytes.next_multiple_of(ALIGNMENT);
+        let mut offset = 0;
+        let mut at = self.live.len();
+        for (i, &(start, taken, _)) in self.live.iter().enumerate() {
+            if start - offset >= bytes {
+                at = i;
+                break;
+            }
+            offset = start + taken;
+        }
+        self.live.insert(at, (offset, bytes, temp));
+        self.high_water = self.high_water.max(offset + bytes);
+        offset
+    }
+
+    fn release(&mut self, temp: usize) {
+        self.live.retain(|&(_, _, t)| t != temp);
+    }
+
+    fn hand_over(&mut self, from: usize, to: usize) {
+        if let Some(entry) = self.live.iter_mut().find(|e| e.2 == from) {
+            entry.2 = to;
+        }
+    }
+}

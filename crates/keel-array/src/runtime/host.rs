@@ -1,0 +1,188 @@
+//! Bytes between the host and arrays.
+
+use crate::array::{Array, Storage};
+use crate::backend::Buffer;
+use crate::error::expect_shape;
+use crate::ledger::Category;
+use crate::{ArrayError, DType, Layout, Result, Runtime, Shape};
+
+/// A host type that stands for a dtype.
+pub trait Element: Copy + Default + 'static {
+    /// The dtype.
+    const DTYPE: DType;
+    /// Appends the little-endian bytes.
+    fn put(self, bytes: &mut Vec<u8>);
+    /// From little-endian bytes of the dtype's size.
+    fn get(bytes: &[u8]) -> Self;
+}
+
+macro_rules! element {
+    ($($t:ty => $dtype:ident),*) => { $(impl Element for $t {
+        const DTYPE: DType = DType::$dtype;
+        fn put(self, bytes: &mut Vec<u8>) {
+            bytes.extend_from_slice(&self.to_le_bytes());
+        }
+        fn get(bytes: &[u8]) -> Self {
+            bytes.try_into().map(<$t>::from_le_bytes).unwrap_or_default()
+        }
+    })* };
+}
+
+element!(u8 => U8, u32 => U32, i32 => I32, i64 => I64, half::f16 => F16, half::bf16 => BF16, f32 => F32);
+
+impl Element for bool {
+    const DTYPE: DType = DType::Bool;
+    fn put(self, bytes: &mut Vec<u8>) {
+        bytes.push(u8::from(self));
+    }
+    fn get(bytes: &[u8]) -> bool {
+        bytes.first().is_some_and(|&b| b != 0)
+    }
+}
+
+impl Array {
+    /// An array of these values, row-major.
+    ///
+    /// # Errors
+    /// If their number is not that of the shape, or the memory limit would be exceeded.
+    pub fn from_slice<T: Element>(runtime: &Runtime, values: &[T], shape: impl Into<Shape>) -> Result<Array> {
+        let shape = shape.into();
+        expect_shape("from_slice", "values", &[shape.elements()], &Shape::from([values.len()]))?;
+        let array = Array::persistent(runtime, Category::User, shape, T::DTYPE)?;
+        array.write(values)?;
+        Ok(array)
+    }
+
+    /// Zeroed storage that stays where it is: staging, state, or whatever the host fills.
+    ///
+    /// # Errors
+    /// If the memory limit would be exceeded.
+    pub fn persistent(
+        runtime: &Runtime,
+        category: Category,
+        shape: impl Into<Shape>,
+        dtype: DType,
+    ) -> Result<Array> {
+        let shape = shape.into();
+        let bytes = shape.elements().saturating_mul(dtype.size());
+        if bytes > isize::MAX as usize {
+            let reason = format!("{shape} of {dtype} cannot be addressed");
+            return Err(ArrayError::Argument { op: "allocate", reason });
+        }
+        let buffer = runtime.allocate(category, bytes)?;
+        Ok(Array::ready(runtime, dtype, Storage { buffer, layout: Layout::contiguous(shape), fence: None }))
+    }
+
+    /// A view of persistent storage as an array of its own, such as one layer of a pool: shares the memory.
+    ///
+    /// # Errors
+    /// If this array is not evaluated or the index is out of range.
+    pub fn layer(&self, index: usize) -> Result<Array> {
+        const OP: &str = "layer";
+        let storage = self
+            .0
+            .storage()
+            .ok_or(ArrayError::Argument { op: OP, reason: "the array is not in memory".into() })?;
+        match self.shape().first() {
+            Some(&layers) if index < layers => {}
+            _ => {
+                return Err(ArrayError::Argument {
+                    op: OP,
+                    reason: format!("no layer {index} in {}", self.shape()),
+                });
+            }
+        }
+        let shape = Shape::from(&self.shape()[1..]);
+        let offset = storage.layout.offset + index * storage.layout.strides[0];
+        let layout = Layout { shape, strides: storage.layout.strides[1..].into(), offset };
+        Ok(Array::ready(self.runtime(), self.dtype(), Storage { layout, ..storage }))
+    }
+
+    /// Overwrites the first elements of evaluated, contiguous storage.
+    ///
+    /// # Errors
+    /// If there are more values than elements, the type differs, or the array is not in memory.
+    pub fn write<T: Element>(&self, values: &[T]) -> Result<()> {
+        if T::DTYPE != self.dtype() {
+            return Err(ArrayError::DType {
+                op: "write",
+                operand: "array",
+                expected: "the type of the values",
+                got: self.dtype(),
+            });
+        }
+        let mut bytes = Vec::with_capacity(size_of_val(values));
+        values.iter().for_each(|v| v.put(&mut bytes));
+        self.write_bytes(0, &bytes)
+    }
+
+    /// Overwrites bytes of evaluated, contiguous storage.
+    ///
+    /// # Errors
+    /// If they do not fit, or the array is not in memory or not contiguous.
+    pub fn write_bytes(&self, at: usize, bytes: &[u8]) -> Result<()> {
+        let (buffer, start) = self.contiguous_storage("write")?;
+        if at.checked_add(bytes.len()).is_none_or(|end| end > self.bytes()) {
+            let reason = format!(
+                "{} bytes at {at} do not fit into {} of {} bytes",
+                bytes.len(),
+                self.shape(),
+                self.bytes()
+            );
+            return Err(ArrayError::Argument { op: "write", reason });
+        }
+        if !self.runtime().backend().is_planning() {
+            self.runtime().exclusive(|backend| backend.write(buffer.memory(), start + at, bytes));
+        }
+        Ok(())
+    }
+
+    /// Copies bytes of evaluated, contiguous storage to the host.
+    ///
+    /// # Errors
+    /// If they are not within it, or the array is not in memory or not contiguous.
+    pub fn read_bytes(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
+        let (buffer, start) = self.contiguous_storage("read")?;
+        if at.checked_add(bytes.len()).is_none_or(|end| end > self.bytes()) {
+            let reason = format!(
+                "{} bytes at {at} are not within {} of {} bytes",
+                bytes.len(),
+                self.shape(),
+                self.bytes()
+            );
+            return Err(ArrayError::Argument { op: "read", reason });
+        }
+        self.runtime().exclusive(|backend| backend.read(buffer.memory(), start + at, bytes));
+        Ok(())
+    }
+
+    /// Evaluates, and copies the elements to the host, row-major.
+    ///
+    /// # Errors
+    /// As [`Array::eval`]; or if the type differs.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        if T::DTYPE != self.dtype() {
+            let expected = "the array's own type (cast it first)";
+            return Err(ArrayError::DType { op: "to_vec", operand: "array", expected, got: self.dtype() });
+        }
+        let dense = match self.0.storage() {
+            Some(storage) if storage.layout.is_contiguous() => self.clone(),
+            _ => self.contiguous()?,
+        };
+        dense.eval()?;
+        let mut bytes = vec![0; dense.bytes()];
+        dense.read_bytes(0, &mut bytes)?;
+        Ok(bytes.chunks_exact(T::DTYPE.size()).map(T::get).collect())
+    }
+
+    fn contiguous_storage(&self, op: &'static str) -> Result<(Buffer, usize)> {
+        let storage = self.0.storage().filter(|s| s.layout.is_contiguous()).ok_or(ArrayError::Argument {
+            op,
+            reason: format!("{self:?} is not contiguous in memory; evaluate it first"),
+        })?;
+        if let Some(fence) = &storage.fence {
+            fence.wait()?;
+        }
+        Ok((storage.buffer, storage.layout.offset * self.dtype().size()))
+    }
+}

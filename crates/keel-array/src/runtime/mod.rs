@@ -1,0 +1,300 @@
+//! The runtime: one backend with its ledger, programs, arena and stream.
+
+mod executable;
+mod host;
+mod stream;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use crate::array::{Array, State, Storage};
+use crate::backend::{Backend, Buffer};
+use crate::ledger::{Category, Ledger};
+use crate::program::graph::{Collected, collect};
+use crate::program::{Binding, Bindings, Graph, OutputMemory, Program, ProgramCache};
+use crate::{Layout, Result};
+
+pub use executable::Executable;
+pub use host::Element;
+pub(crate) use stream::Fence;
+use stream::{Stream, Work};
+
+/// Bounds of a runtime.
+#[derive(Clone, Debug)]
+pub struct RuntimeOptions {
+    /// Hard limit on all tensor memory, in bytes.
+    pub memory_limit: Option<u64>,
+    /// Pending operations after which the graph is submitted by itself.
+    pub pending_ops: usize,
+    /// Bytes of pending results after which the graph is submitted by itself.
+    pub pending_bytes: usize,
+    /// Kernels of one submission.
+    pub submission_ops: usize,
+    /// Bytes touched by one submission.
+    pub submission_bytes: usize,
+    /// Host bytes of cached programs.
+    pub program_cache_bytes: usize,
+}
+
+impl Default for RuntimeOptions {
+    fn default() -> RuntimeOptions {
+        RuntimeOptions {
+            memory_limit: None,
+            pending_ops: 1024,
+            pending_bytes: 1 << 30,
+            submission_ops: 512,
+            submission_bytes: 16 << 30,
+            program_cache_bytes: 16 << 20,
+        }
+    }
+}
+
+struct Inner {
+    backend: Arc<dyn Backend>,
+    ledger: Ledger,
+    options: RuntimeOptions,
+    programs: Mutex<ProgramCache>,
+    arena: Mutex<Option<Buffer>>,
+    stream: Stream,
+    pending_ops: AtomicUsize,
+    pending_bytes: AtomicUsize,
+    submissions: AtomicUsize,
+}
+
+/// A device ready for work. Cloning gives another handle to the same runtime.
+#[derive(Clone)]
+pub struct Runtime(Arc<Inner>);
+
+impl Runtime {
+    /// A runtime on a backend.
+    pub fn new(backend: Arc<dyn Backend>, options: RuntimeOptions) -> Runtime {
+        let ledger = Ledger::default();
+        ledger.set_limit(options.memory_limit);
+        Runtime(Arc::new(Inner {
+            stream: Stream::new(Arc::clone(&backend)),
+            backend,
+            ledger,
+            programs: Mutex::new(ProgramCache::new(options.program_cache_bytes)),
+            options,
+            arena: Mutex::new(None),
+            pending_ops: AtomicUsize::new(0),
+            pending_bytes: AtomicUsize::new(0),
+            submissions: AtomicUsize::new(0),
+        }))
+    }
+
+    /// The device.
+    pub fn backend(&self) -> &dyn Backend {
+        &*self.0.backend
+    }
+
+    /// The account of this runtime's memory.
+    pub fn ledger(&self) -> &Ledger {
+        &self.0.ledger
+    }
+
+    /// True if both are handles to the same runtime.
+    pub fn is_same(&self, other: &Runtime) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Zeroed memory under a category.
+    ///
+    /// # Errors
+    /// If the limit would be exceeded, the plan is frozen, or the system refuses.
+    pub fn allocate(&self, category: Category, bytes: usize) -> Result<Buffer> {
+        Buffer::allocate(self.backend(), self.ledger(), category, bytes)
+    }
+
+    /// Makes the arena large enough for a program of this many bytes, ahead of its first run.
+    ///
+    /// # Errors
+    /// As [`Runtime::allocate`].
+    pub fn reserve_arena(&self, bytes: usize) -> Result<()> {
+        self.arena(bytes).map(drop)
+    }
+
+    /// Evaluates arrays and waits for them.
+    ///
+    /// # Errors
+    /// What the memory limit or a kernel says.
+    pub fn eval(&self, arrays: &[&Array]) -> Result<()> {
+        self.submit(arrays, Stream::run)?;
+        arrays.iter().try_for_each(|a| a.wait())
+    }
+
+    /// Submits arrays for evaluation and returns; reading one waits for it.
+    ///
+    /// # Errors
+    /// What the memory limit says. What a kernel says is returned by the reading.
+    pub fn async_eval(&self, arrays: &[&Array]) -> Result<()> {
+        self.submit(arrays, Stream::enqueue)
+    }
+
+    /// Waits until all submitted work is done.
+    pub fn synchronize(&self) {
+        self.0.stream.synchronize();
+    }
+
+    /// Frees the arena and the cached programs.
+    pub fn clear_cache(&self) {
+        self.synchronize();
+        *self.arena_slot() = None;
+        self.programs().clear();
+    }
+
+    /// Host bytes of cached programs, and how often one was found and not found.
+    pub fn program_cache(&self) -> (usize, u64, u64) {
+        let programs = self.programs();
+        (programs.bytes(), programs.hits, programs.misses)
+    }
+
+    /// Submissions made so far.
+    pub fn submissions(&self) -> usize {
+        self.0.submissions.load(Ordering::Relaxed)
+    }
+
+    /// Operations built and not yet evaluated.
+    pub fn pending_ops(&self) -> usize {
+        self.0.pending_ops.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn exclusive<R>(&self, access: impl FnOnce(&dyn Backend) -> R) -> R {
+        self.0.stream.exclusive(access)
+    }
+
+    /// Counts a call; true if the graph has outgrown its bounds.
+    pub(crate) fn note_built(&self, bytes: usize) -> bool {
+        let ops = self.0.pending_ops.fetch_add(1, Ordering::Relaxed) + 1;
+        let bytes = self.0.pending_bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        ops > self.0.options.pending_ops || bytes > self.0.options.pending_bytes
+    }
+
+    pub(crate) fn note_dropped(&self, bytes: usize) {
+        self.0.pending_ops.fetch_sub(1, Ordering::Relaxed);
+        self.0.pending_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn programs(&self) -> MutexGuard<'_, ProgramCache> {
+        self.0.programs.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn arena_slot(&self) -> MutexGuard<'_, Option<Buffer>> {
+        self.0.arena.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The arena, at least this large. One that is too small is given back before the larger one is taken.
+    fn arena(&self, bytes: usize) -> Result<Option<Buffer>> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let mut slot = self.arena_slot();
+        if slot.as_ref().is_none_or(|arena| arena.bytes() < bytes) {
+            self.synchronize();
+            *slot = None;
+            *slot = Some(self.allocate(Category::Activations, bytes)?);
+        }
+        Ok(slot.clone())
+    }
+
+    fn program(&self, graph: Graph) -> Arc<Program> {
+        if let Some(program) = self.programs().get(&graph) {
+            return program;
+        }
+        let program = Arc::new(Program::compile(&graph, self.backend(), &self.0.options));
+        tracing::debug!(
+            kernels = program.kernels().len(),
+            arena_bytes = program.arena_bytes(),
+            "compiled a program"
+        );
+        self.programs().insert(graph, Arc::clone(&program));
+        program
+    }
+
+    /// Memory for a program's outputs, and everything bound to its slots.
+    fn bind(
+        &self,
+        program: &Program,
+        externals: &[Storage],
+        graph: &Graph,
+        category: Category,
+    ) -> Result<Bindings> {
+        let externals: Vec<Binding> = externals
+            .iter()
+            .zip(&graph.externals)
+            .map(|(s, e)| Binding { buffer: s.buffer.clone(), offset: s.layout.offset * e.dtype.size() })
+            .collect();
+        let outputs = program
+            .outputs
+            .iter()
+            .map(|(memory, _, _)| match *memory {
+                OutputMemory::Fresh(bytes) => {
+                    Ok(Binding { buffer: self.allocate(category, bytes)?, offset: 0 })
+                }
+                OutputMemory::Donated(e) => Ok(externals[e].clone()),
+            })
+            .collect::<Result<_>>()?;
+        Ok(Bindings { externals, outputs })
+    }
+
+    fn submit(&self, arrays: &[&Array], how: fn(&Stream, Work)) -> Result<()> {
+        let mut targets = Vec::new();
+        for &array in arrays.iter().filter(|a| !a.is_evaluated()) {
+            if !array.settle_as_view() {
+                targets.push(array);
+            }
+        }
+        if targets.is_empty() {
+            return Ok(());
+        }
+        let Collected { graph, externals, outputs } = collect(&targets, true);
+        let program = self.program(graph.clone());
+        let bindings = self.bind(&program, &externals, &graph, Category::User)?;
+        let arena = self.arena(program.arena_bytes())?;
+        let needs = externals.iter().filter_map(|s| s.fence.clone()).collect();
+        drop(externals);
+        let fence = Fence::default();
+        for (node, binding) in outputs.iter().zip(&bindings.outputs) {
+            let layout = Layout::contiguous(node.shape.clone());
+            node.settle(Storage { buffer: binding.buffer.clone(), layout, fence: Some(fence.clone()) });
+        }
+        self.0.submissions.fetch_add(program.pieces().len(), Ordering::Relaxed);
+        how(&self.0.stream, Work { program, bindings: Arc::new(bindings), arena, needs, fence });
+        Ok(())
+    }
+}
+
+impl crate::array::Node {
+    /// Makes the node ready. What it was computed from is dropped outside the lock.
+    fn settle(&self, storage: Storage) {
+        let before = std::mem::replace(&mut *self.state(), State::Ready(storage));
+        drop(before);
+    }
+}
+
+impl Array {
+    /// Waits until the value is in memory.
+    fn wait(&self) -> Result<()> {
+        match self.0.storage().and_then(|s| s.fence) {
+            Some(fence) => fence.wait(),
+            None => Ok(()),
+        }
+    }
+
+    /// A view of evaluated memory becomes a handle to it, unless it would pin more than twice what it shows.
+    fn settle_as_view(&self) -> bool {
+        match self.resolve_view() {
+            Some(storage) if storage.buffer.bytes() <= 2 * self.bytes() => {
+                self.0.settle(storage);
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+impl std::fmt::Debug for Runtime {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Runtime({})", self.backend().name())
+    }
+}

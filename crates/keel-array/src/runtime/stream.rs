@@ -1,0 +1,195 @@
+//! The stream: submissions run one at a time, in order, and own their memory until they are done.
+
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+use crate::backend::{Backend, Buffer};
+use crate::program::{Bindings, Launch, Program};
+use crate::{ArrayError, Result};
+
+/// Submissions that may wait in the queue; a further one waits for a place.
+const QUEUE_MAX: usize = 8;
+
+/// Tells when work is done, and whether it failed.
+#[derive(Clone, Default)]
+pub(crate) struct Fence(Arc<(Mutex<Option<Result<()>>>, Condvar)>);
+
+impl Fence {
+    fn slot(&self) -> MutexGuard<'_, Option<Result<()>>> {
+        self.0.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn pass(&self, outcome: Result<()>) {
+        *self.slot() = Some(outcome);
+        self.0.1.notify_all();
+    }
+
+    /// Waits for the work.
+    pub fn wait(&self) -> Result<()> {
+        let mut slot = self.slot();
+        loop {
+            match &*slot {
+                Some(outcome) => return outcome.clone(),
+                None => slot = self.0.1.wait(slot).unwrap_or_else(|e| e.into_inner()),
+            }
+        }
+    }
+
+    /// The error, if the work is done and failed.
+    fn failure(&self) -> Option<ArrayError> {
+        self.slot().as_ref().and_then(|outcome| outcome.clone().err())
+    }
+}
+
+/// A bounded run of a program's kernels with everything they touch. Handles dropped elsewhere free nothing
+/// that is in here.
+struct Submission {
+    program: Arc<Program>,
+    piece: Range<usize>,
+    bindings: Arc<Bindings>,
+    arena: Option<Buffer>,
+    /// Work that must have succeeded before.
+    needs: Arc<[Fence]>,
+    fence: Fence,
+    last: bool,
+}
+
+impl Submission {
+    fn run(self, backend: &dyn Backend) {
+        if self.fence.failure().is_some() {
+            return;
+        }
+        let outcome = match self.needs.iter().find_map(Fence::failure) {
+            Some(error) => Err(error),
+            None => backend.launch(&Launch::new(
+                &self.program,
+                self.piece.clone(),
+                &self.bindings,
+                self.arena.as_ref(),
+            )),
+        };
+        if self.last || outcome.is_err() {
+            let fence = self.fence.clone();
+            // The memory goes back before anyone is told that the work is done.
+            drop(self);
+            fence.pass(outcome);
+        }
+    }
+}
+
+/// One evaluation of a program, to be cut into submissions.
+pub(crate) struct Work {
+    pub program: Arc<Program>,
+    pub bindings: Arc<Bindings>,
+    pub arena: Option<Buffer>,
+    pub needs: Arc<[Fence]>,
+    pub fence: Fence,
+}
+
+impl Work {
+    /// The pieces, first to last. `Work` itself keeps nothing alive beyond this call.
+    fn submissions(self) -> Vec<Submission> {
+        let pieces = self.program.pieces();
+        let submission = |(i, piece): (usize, &Range<usize>)| Submission {
+            program: Arc::clone(&self.program),
+            piece: piece.clone(),
+            bindings: Arc::clone(&self.bindings),
+            arena: self.arena.clone(),
+            needs: Arc::clone(&self.needs),
+            fence: self.fence.clone(),
+            last: i + 1 == pieces.len(),
+        };
+        pieces.iter().enumerate().map(submission).collect()
+    }
+}
+
+/// State that the caller's threads and the stream's thread share.
+struct Shared {
+    backend: Arc<dyn Backend>,
+    /// Whoever holds this runs kernels or touches memory from the host.
+    device: Mutex<()>,
+    queued: Mutex<usize>,
+    drained: Condvar,
+}
+
+impl Shared {
+    fn device(&self) -> MutexGuard<'_, ()> {
+        self.device.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn queued(&self) -> MutexGuard<'_, usize> {
+        self.queued.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// The queue of a runtime and the thread that serves it.
+pub(crate) struct Stream {
+    shared: Arc<Shared>,
+    sender: Mutex<Option<SyncSender<Submission>>>,
+}
+
+impl Stream {
+    pub fn new(backend: Arc<dyn Backend>) -> Stream {
+        let shared =
+            Shared { backend, device: Mutex::new(()), queued: Mutex::new(0), drained: Condvar::new() };
+        Stream { shared: Arc::new(shared), sender: Mutex::new(None) }
+    }
+
+    /// Runs the work here if the queue is empty, behind the queued work otherwise. Does not wait for the latter.
+    pub fn run(&self, work: Work) {
+        if *self.shared.queued() > 0 {
+            return self.enqueue(work);
+        }
+        let _device = self.shared.device();
+        work.submissions().into_iter().for_each(|s| s.run(&*self.shared.backend));
+    }
+
+    /// Hands the work to the stream's thread; waits only while the queue is full.
+    pub fn enqueue(&self, work: Work) {
+        let mut sender = self.sender.lock().unwrap_or_else(|e| e.into_inner());
+        let sender = sender.get_or_insert_with(|| {
+            let (sender, receiver) = sync_channel(QUEUE_MAX);
+            let shared = Arc::clone(&self.shared);
+            std::thread::spawn(move || serve(&shared, &receiver));
+            sender
+        });
+        for submission in work.submissions() {
+            *self.shared.queued() += 1;
+            if let Err(back) = sender.send(submission) {
+                let lost = ArrayError::Kernel { op: "stream".into(), reason: "its thread has ended".into() };
+                back.0.fence.pass(Err(lost));
+                *self.shared.queued() -= 1;
+            }
+        }
+    }
+
+    /// Waits until nothing is queued, then gives exclusive use of the device's memory.
+    pub fn exclusive<R>(&self, access: impl FnOnce(&dyn Backend) -> R) -> R {
+        self.synchronize();
+        let _device = self.shared.device();
+        access(&*self.shared.backend)
+    }
+
+    /// Waits until all queued work is done.
+    pub fn synchronize(&self) {
+        let mut queued = self.shared.queued();
+        while *queued > 0 {
+            queued = self.shared.drained.wait(queued).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+}
+
+fn serve(shared: &Shared, receiver: &Receiver<Submission>) {
+    for submission in receiver {
+        {
+            let _device = shared.device();
+            submission.run(&*shared.backend);
+        }
+        let mut queued = shared.queued();
+        *queued -= 1;
+        if *queued == 0 {
+            shared.drained.notify_all();
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Weights of linear layers: packed once into the device's own layout, opaque from then on.
+//!
+//! Quantised weights keep their bits in memory; no wider copy of them exists. A weight may be filled block of
+//! rows by block of rows, so that loading needs one block of staging whatever the size of the tensor.
+
+use crate::{Array, ArrayError, Buffer, Category, DType, Result, Runtime};
+
+/// How the elements of a weight are coded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WeightFormat {
+    /// One float each: f32, f16 or bf16.
+    Dense(DType),
+    /// `scale * q + bias` with unsigned `q`, one scale and bias for each `group_size` columns of a row.
+    Affine {
+        /// Bits of `q`: 2, 3, 4, 5, 6 or 8.
+        bits: u8,
+        /// Columns that share a scale: 32, 64 or 128.
+        group_size: u16,
+        /// Type of scales and biases.
+        scale_dtype: DType,
+    },
+}
+
+/// The arithmetic of a linear layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Compute {
+    /// The fastest the device has that keeps the accuracy of the weight's own format.
+    #[default]
+    Auto,
+    /// Weights widened to f32, f32 multiply-add.
+    F32,
+    /// bf16 products, f32 sums.
+    Bf16,
+}
+
+/// Shape and coding of a weight `[experts, rows, cols]`; a plain linear layer has one expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WeightSpec {
+    /// Stacked matrices; 1 for a plain layer.
+    pub experts: usize,
+    /// Output features.
+    pub rows: usize,
+    /// Input features.
+    pub cols: usize,
+    /// Coding.
+    pub format: WeightFormat,
+    /// Arithmetic.
+    pub compute: Compute,
+}
+
+/// Consecutive rows of one expert, in canonical form.
+pub struct RowBlock<'a> {
+    /// Which expert.
+    pub expert: usize,
+    /// First row.
+    pub first_row: usize,
+    /// Number of rows.
+    pub rows: usize,
+    /// Their elements.
+    pub data: RowData<'a>,
+}
+
+/// Elements of a block of rows.
+pub enum RowData<'a> {
+    /// `[rows, cols]` floats; little-endian elements of the format's dtype.
+    Dense(&'a [u8]),
+    /// Codes one byte each, and the scales and biases of each group.
+    Affine {
+        /// `[rows, cols]`.
+        codes: &'a [u8],
+        /// `[rows, cols / group_size]`.
+        scales: &'a [f32],
+        /// `[rows, cols / group_size]`.
+        biases: &'a [f32],
+    },
+}
+
+/// A weight in device memory. Cloning shares it.
+#[derive(Clone, Debug)]
+pub struct Weight {
+    pub(crate) runtime: Runtime,
+    pub(crate) buffer: Buffer,
+    spec: WeightSpec,
+}
+
+impl Weight {
+    /// Memory for a weight, to be filled with [`Weight::fill`].
+    ///
+    /// # Errors
+    /// A specification that cannot be; a limit that would be exceeded.
+    pub fn allocate(runtime: &Runtime, spec: WeightSpec) -> Result<Weight> {
+        check(&spec)?;
+        let bytes = runtime.backend().packed_bytes(&spec);
+        let buffer = runtime.allocate(Category::Weights, bytes)?;
+        Ok(Weight { runtime: runtime.clone(), buffer, spec })
+    }
+
+    /// Stores a block of rows.
+    ///
+    /// # Errors
+    /// If the block does not lie within the weight or its data has the wrong size.
+    pub fn fill(&self, block: &RowBlock<'_>) -> Result<()> {
+        let spec = &self.spec;
+        let end = block.first_row.checked_add(block.rows);
+        if block.expert >= spec.experts || end.is_none_or(|end| end > spec.rows) {
+            return Err(ArrayError::Argument {
+                op: "pack_weight",
+                reason: format!(
+                    "{} rows from row {} of expert {} are not within ({}, {}, {})",
+                    block.rows, block.first_row, block.expert, spec.experts, spec.rows, spec.cols
+                ),
+            });
+        }
+        if self.runtime.backend().is_planning() {
+            return Ok(());
+        }
+        self.runtime.exclusive(|backend| backend.pack(spec, self.buffer.memory(), 0, block))
+    }
+
+    /// Shape and coding.
+    pub fn spec(&self) -> &WeightSpec {
+        &self.spec
+    }
+
+    /// Bytes in memory.
+    pub fn bytes(&self) -> usize {
+        self.buffer.bytes()
+    }
+
+    /// The packed bytes as an operand.
+    pub(crate) fn as_array(&self) -> Array {
+        Array::of_weight(self)
+    }
+}
+
+fn check(spec: &WeightSpec) -> Result<()> {
+    let wrong = |reason: String| Err(ArrayError::Argument { op: "weight", reason });
+    match spec.format {
+        WeightFormat::Dense(dtype) if !dtype.is_float() => {
+            wrong(format!("elements are {dtype}, expected a float type"))
+        }
+        WeightFormat::Affine { bits, .. } if !matches!(bits, 2..=6 | 8) => {
+            wrong(format!("{bits} bits; affine weights have 2, 3, 4, 5, 6 or 8"))
+        }
+        WeightFormat::Affine { group_size, .. } if !matches!(group_size, 32 | 64 | 128) => {
+            wrong(format!("groups of {group_size}; affine weights have groups of 32, 64 or 128"))
+        }
+        WeightFormat::Affine { group_size, .. } if !spec.cols.is_multiple_of(usize::from(group_size)) => {
+            wrong(format!("{} columns are not a multiple of the group size {group_size}", spec.cols))
+        }
+        _ if spec.experts == 0 || spec.rows == 0 || spec.cols == 0 => {
+            wrong(format!("shape ({}, {}, {}) has no elements", spec.experts, spec.rows, spec.cols))
+        }
+        _ => Ok(()),
+    }
+}
