@@ -10,7 +10,8 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::{
-    Result, SafetensorsFile, TensorInfo, TensorSource, TensorView, WeightsError, json, source::missing,
+    Quantization, Result, SafetensorsFile, TensorInfo, TensorSource, TensorView, WeightsError, json,
+    source::missing,
 };
 
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
@@ -24,6 +25,7 @@ pub struct Checkpoint {
     path: PathBuf,
     folder: PathBuf,
     config: Value,
+    quantization: Option<Quantization>,
     files: Vec<SafetensorsFile>,
     /// Which of `files` holds a tensor.
     owners: BTreeMap<String, usize>,
@@ -49,7 +51,8 @@ impl Checkpoint {
             let owners = file.names().map(|name| (name.to_string(), 0)).collect();
             (vec![file], owners)
         };
-        Ok(Checkpoint { path: path.into(), folder, config, files, owners })
+        let quantization = Quantization::from_config(&config);
+        Ok(Checkpoint { path: path.into(), folder, config, quantization, files, owners })
     }
 
     /// The parsed config.json.
@@ -101,6 +104,10 @@ impl TensorSource for Checkpoint {
 
     fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         self.file_of(name)?.tensor(name)
+    }
+
+    fn quantization(&self) -> Option<&Quantization> {
+        self.quantization.as_ref()
     }
 
     fn release(&self, name: &str) {

@@ -105,6 +105,15 @@ pub enum WeightsError {
         needed: &'static str,
     },
 
+    /// A linear layer whose tensors, shapes and config do not agree, or whose quantisation is not read.
+    #[error("module '{module}': {problem}")]
+    Quantization {
+        /// The module's path.
+        module: String,
+        /// What does not fit.
+        problem: String,
+    },
+
     /// A range of rows that the tensor does not have, or an output of another size than they need.
     #[error("tensor '{name}': rows {start}..{end} of {rows} x {cols} into {out} values")]
     Rows {

@@ -13,6 +13,9 @@
 //!
 //! let checkpoint = Checkpoint::open("models/demo".as_ref())?;
 //! let norm = checkpoint.tensor("model.norm.weight")?.expect_shape(&[1024])?.to_f32()?;
+//! let query = checkpoint.linear("model.layers.3.self_attn.q_proj")?;
+//! let mut row = vec![0.0; query.info().cols];
+//! query.rows_f32(0..1, &mut row)?;
 //! # Ok::<(), keel_weights::WeightsError>(())
 //! ```
 //!
@@ -20,16 +23,21 @@
 //! in proportion to a number that a header merely claims, and bad input is an error, never a panic.
 #![deny(unsafe_code)]
 
+pub mod affine;
 mod checkpoint;
 mod error;
+pub mod float;
 mod json;
+mod linear;
 mod mapped;
 mod safetensors;
 mod source;
 mod view;
 
+pub use affine::{AffineFormat, AffineTensor, ModuleQuantization, Quantization};
 pub use checkpoint::Checkpoint;
 pub use error::{HeaderProblem, WeightsError};
+pub use linear::{LinearFormat, LinearInfo, LinearTensor};
 pub use safetensors::{SafetensorsFile, SafetensorsHeader, StoredDType, TensorEntry};
 pub use source::{TensorInfo, TensorSource};
 pub use view::TensorView;

@@ -4,7 +4,7 @@ use std::{ops::Range, path::Path};
 
 use keel_array::DType;
 
-use crate::{Result, TensorView, WeightsError};
+use crate::{LinearInfo, LinearTensor, Quantization, Result, TensorView, WeightsError, linear};
 
 /// What a header says about a tensor: enough to plan memory without touching its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,9 +33,8 @@ pub trait TensorSource {
     /// The dtype and shape of a tensor, from the header alone.
     ///
     /// # Errors
-    /// [`WeightsError::MissingTensor`](crate::WeightsError::MissingTensor), or
-    /// [`WeightsError::UnsupportedDType`](crate::WeightsError::UnsupportedDType) if it is stored in a
-    /// type that [`DType`] lacks.
+    /// [`WeightsError::MissingTensor`], or
+    /// [`WeightsError::UnsupportedDType`] if it is stored in a type that [`DType`] lacks.
     fn info(&self, name: &str) -> Result<TensorInfo<'_>>;
 
     /// A tensor's bytes. For a mapped file this reads nothing until they are touched.
@@ -43,6 +42,38 @@ pub trait TensorSource {
     /// # Errors
     /// As for [`info`](TensorSource::info).
     fn tensor(&self, name: &str) -> Result<TensorView<'_>>;
+
+    /// How the config says that modules are quantised; `None` if it says nothing.
+    fn quantization(&self) -> Option<&Quantization> {
+        None
+    }
+
+    /// Sizes and format of a linear layer or embedding, from headers and config alone. `module` is its path:
+    /// the name of its weight without `.weight`.
+    ///
+    /// # Errors
+    /// [`WeightsError::MissingTensor`], [`WeightsError::UnsupportedDType`], or
+    /// [`WeightsError::Quantization`] if its tensors do not fit each other or the config.
+    fn linear_info(&self, module: &str) -> Result<LinearInfo> {
+        linear::info(self, module)
+    }
+
+    /// The weight of a linear layer or embedding. It is [`LinearTensor::Affine`] where `<module>.scales` stands
+    /// beside the weight; stacked experts may be bare parameters named `<module>`.
+    ///
+    /// # Errors
+    /// As for [`linear_info`](TensorSource::linear_info).
+    fn linear(&self, module: &str) -> Result<LinearTensor<'_>> {
+        linear::open(self, module)
+    }
+
+    /// [`release`](TensorSource::release)s all tensors of a linear layer.
+    fn release_linear(&self, module: &str) {
+        self.release(module);
+        for part in ["weight", "scales", "biases"] {
+            self.release(&format!("{module}.{part}"));
+        }
+    }
 
     /// Tells the source that the bytes of this tensor have been consumed, so that the memory behind
     /// them can go. They may still be read again. Unknown names are ignored.

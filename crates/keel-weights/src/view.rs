@@ -2,10 +2,9 @@
 
 use std::ops::Range;
 
-use half::slice::HalfFloatSliceExt;
 use keel_array::DType;
 
-use crate::{Result, WeightsError, source::element_count};
+use crate::{Result, WeightsError, float, source::element_count};
 
 /// A borrowed tensor: name, dtype, shape and its elements in row-major order, little-endian.
 ///
@@ -80,7 +79,7 @@ impl<'a> TensorView<'a> {
     /// [`WeightsError::UnsupportedDType`] unless the dtype is f32, f16 or bf16.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
         let mut values = vec![0.0; self.bytes.len() / self.dtype.size()];
-        decode_f32(self, self.bytes, &mut values)?;
+        self.decode(self.bytes, &mut values)?;
         Ok(values)
     }
 
@@ -96,7 +95,7 @@ impl<'a> TensorView<'a> {
     pub fn rows_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         check_rows(self.name, self.rows(), self.cols(), &range, out.len())?;
         let row_bytes = self.cols() * self.dtype.size();
-        decode_f32(self, &self.bytes[range.start * row_bytes..range.end * row_bytes], out)
+        self.decode(&self.bytes[range.start * row_bytes..range.end * row_bytes], out)
     }
 
     /// The bytes of rows `range`.
@@ -107,6 +106,15 @@ impl<'a> TensorView<'a> {
         let row_bytes = self.cols() * self.dtype.size();
         check_rows(self.name, self.rows(), self.cols(), &range, range.len().saturating_mul(self.cols()))?;
         Ok(&self.bytes[range.start * row_bytes..range.end * row_bytes])
+    }
+
+    fn decode(&self, bytes: &[u8], out: &mut [f32]) -> Result<()> {
+        if !self.dtype.is_float() {
+            let (name, found) = (self.name.into(), self.dtype.to_string());
+            return Err(WeightsError::UnsupportedDType { name, found, needed: "f32, f16 or bf16" });
+        }
+        float::decode(self.dtype, bytes, out);
+        Ok(())
     }
 }
 
@@ -124,40 +132,6 @@ pub(crate) fn check_rows(
     }
     let (name, start, end) = (name.into(), range.start, range.end);
     Err(WeightsError::Rows { name, start, end, rows, cols, out })
-}
-
-fn decode_f32(view: &TensorView<'_>, bytes: &[u8], out: &mut [f32]) -> Result<()> {
-    match view.dtype {
-        DType::F32 => {
-            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                *out = f32::from_le_bytes(*bytes);
-            }
-        }
-        DType::BF16 => {
-            for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *out = f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16);
-            }
-        }
-        DType::F16 => decode_f16(bytes, out),
-        other => {
-            let (name, found) = (view.name.into(), other.to_string());
-            return Err(WeightsError::UnsupportedDType { name, found, needed: "f32, f16 or bf16" });
-        }
-    }
-    Ok(())
-}
-
-/// Converts by slices, which is where the processor's half conversion is used.
-fn decode_f16(bytes: &[u8], out: &mut [f32]) {
-    const CHUNK: usize = 64;
-    let mut halves = [half::f16::ZERO; CHUNK];
-    for (out, bytes) in out.chunks_mut(CHUNK).zip(bytes.chunks(2 * CHUNK)) {
-        let halves = &mut halves[..out.len()];
-        for (half, bytes) in halves.iter_mut().zip(bytes.as_chunks::<2>().0) {
-            *half = half::f16::from_le_bytes(*bytes);
-        }
-        halves.convert_to_f32_slice(out);
-    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use keel_array::DType;
-use keel_weights::{Checkpoint, SafetensorsFile, TensorSource};
+use keel_weights::{
+    AffineFormat, Checkpoint, LinearFormat, LinearTensor, SafetensorsFile, TensorSource,
+    affine::quantize_rows, float,
+};
 
 /// The folder of reference checkpoints, or `None` with a line that says the test is skipped.
 fn fixtures(test: &str) -> Option<PathBuf> {
@@ -70,4 +73,68 @@ fn types_of_another_quantisation_stay_out_of_the_way() {
     assert!(pairs.contains("is stored as I16"), "{pairs}");
     let weight = checkpoint.tensor(&format!("{name}.weight")).unwrap_err().to_string();
     assert!(weight.contains("beside it 'model.language_model.layers.0.linear_attn.in_proj_z."), "{weight}");
+}
+
+/// The quantised fixtures were made by MLX from the weights of the dense ones, so quantising those here
+/// must give the same bytes.
+#[test]
+fn quantising_gives_the_bytes_that_mlx_wrote() {
+    let Some(fixtures) = fixtures("quantising_gives_the_bytes_that_mlx_wrote") else { return };
+    let dense = Checkpoint::open(&fixtures.join("qwen3_5")).unwrap();
+    let theirs = Checkpoint::open(&fixtures.join("qwen3_5_mlx_4bit")).unwrap();
+    let mut compared = 0;
+    let modules = theirs.names().filter_map(|name| name.strip_suffix(".scales"));
+    for module in modules {
+        let source = module
+            .replace("language_model.model", "model.language_model")
+            .replace("language_model.lm_head", "lm_head");
+        let weight = dense.tensor(&format!("{source}.weight")).unwrap();
+        let LinearTensor::Affine(affine) = theirs.linear(module).unwrap() else {
+            panic!("{module} is dense")
+        };
+        let (format, cols) = (affine.format(), affine.cols());
+        let groups = weight.rows() * cols / format.group_size();
+        let mut packed = vec![0; affine.weight().bytes().len()];
+        let (mut scales, mut biases) = (vec![0.0; groups], vec![0.0; groups]);
+        quantize_rows(format, cols, &weight.to_f32().unwrap(), &mut packed, &mut scales, &mut biases);
+        for (ours, theirs) in [(scales, affine.scales()), (biases, affine.biases())] {
+            let mut bytes = vec![0; theirs.bytes().len()];
+            float::encode(theirs.dtype(), &ours, &mut bytes);
+            assert_eq!(bytes, theirs.bytes(), "{}", theirs.name());
+        }
+        assert_eq!(packed, affine.weight().bytes(), "{module}");
+        compared += 1;
+    }
+    assert!(compared > 20, "{compared} modules");
+}
+
+#[test]
+fn quantised_modules_open_in_the_formats_of_the_config() {
+    let Some(fixtures) = fixtures("quantised_modules_open_in_the_formats_of_the_config") else { return };
+    let checkpoint = Checkpoint::open(&fixtures.join("qwen3_5_moe_mlx_4bit")).unwrap();
+    let layer = "language_model.model.layers.2.mlp";
+    let info = |module: &str| checkpoint.linear(&format!("{layer}.{module}")).unwrap().info();
+    let affine =
+        |bits| LinearFormat::Affine { format: AffineFormat::new(bits, 32).unwrap(), scales: DType::BF16 };
+    let down = info("switch_mlp.down_proj");
+    assert_eq!((down.experts, down.rows, down.cols, down.format), (Some(8), 128, 64, affine(4)));
+    let router = info("gate");
+    assert_eq!((router.experts, router.rows, router.cols, router.format), (None, 8, 128, affine(8)));
+    assert_eq!(info("shared_expert_gate").format, affine(8));
+    assert_eq!(info("shared_expert.down_proj").cols, 96);
+    let module = format!("{layer}.switch_mlp.down_proj");
+    assert_eq!(checkpoint.linear_info(&module).unwrap(), down);
+    let mut rows = vec![0.0; 2 * 64];
+    checkpoint.linear(&module).unwrap().rows_f32(1022..1024, &mut rows).unwrap();
+    assert!(rows.iter().all(|value| value.is_finite()) && rows.iter().any(|value| *value != 0.0));
+    checkpoint.release_linear(&module);
+}
+
+#[test]
+fn dense_experts_are_linear_without_a_weight_suffix() {
+    let Some(fixtures) = fixtures("dense_experts_are_linear_without_a_weight_suffix") else { return };
+    let checkpoint = Checkpoint::open(&fixtures.join("qwen3_5_moe")).unwrap();
+    let experts = checkpoint.linear("mtp.layers.0.mlp.experts.down_proj").unwrap().info();
+    assert_eq!((experts.experts, experts.rows, experts.cols), (Some(8), 128, 64));
+    assert_eq!(experts.format, LinearFormat::Dense(DType::BF16));
 }

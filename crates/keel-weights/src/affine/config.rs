@@ -1,0 +1,142 @@
+//! The quantisation section of config.json.
+//!
+//! ```json
+//! "quantization": {
+//!   "group_size": 64, "bits": 4, "mode": "affine",
+//!   "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8},
+//!   "model.layers.0.mlp.shared_expert": false
+//! }
+//! ```
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value};
+
+use super::AffineFormat;
+
+/// How the config says that modules are quantised: a default, and overrides by module path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Quantization {
+    default: ModuleQuantization,
+    overrides: BTreeMap<String, ModuleQuantization>,
+}
+
+/// How the config says that one module is quantised.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ModuleQuantization {
+    /// Not at all.
+    Dense,
+    /// In MLX's affine form.
+    Affine(AffineFormat),
+    /// In a way that this crate does not read; the string says which.
+    Unsupported(String),
+}
+
+impl Quantization {
+    /// Reads `quantization`, or else `quantization_config`, of a config.json; `None` if it has neither.
+    ///
+    /// What cannot be read becomes [`ModuleQuantization::Unsupported`], so that it is an error where a
+    /// quantised module is asked for, and only there.
+    pub fn from_config(config: &Value) -> Option<Quantization> {
+        let section =
+            ["quantization", "quantization_config"].iter().find_map(|key| config.get(key)?.as_object())?;
+        if let Some(method) =
+            section.get("quant_method").and_then(Value::as_str).filter(|&name| name != "mlx")
+        {
+            let default = ModuleQuantization::Unsupported(format!("quant_method '{method}'"));
+            return Some(Quantization { default, overrides: BTreeMap::new() });
+        }
+        let default = parse_format(section, None);
+        let mut overrides = BTreeMap::new();
+        for (module, value) in section {
+            let parsed = match value {
+                Value::Bool(false) => ModuleQuantization::Dense,
+                Value::Bool(true) => default.clone(),
+                Value::Object(object) => parse_format(object, Some(section)),
+                _ => continue,
+            };
+            overrides.insert(module.clone(), parsed);
+        }
+        Some(Quantization { default, overrides })
+    }
+
+    /// What holds for the module at this path: its override, or the default.
+    pub fn of_module(&self, module: &str) -> &ModuleQuantization {
+        self.overrides.get(module).unwrap_or(&self.default)
+    }
+}
+
+/// The format in `object`, whose missing keys are those of `defaults`.
+fn parse_format(object: &Map<String, Value>, defaults: Option<&Map<String, Value>>) -> ModuleQuantization {
+    let get = |key| object.get(key).or_else(|| defaults?.get(key));
+    if let Some(mode) = get("mode").filter(|mode| mode.as_str() != Some("affine")) {
+        return ModuleQuantization::Unsupported(format!("mode {mode}"));
+    }
+    let number = |key| get(key).and_then(Value::as_u64).and_then(|number| usize::try_from(number).ok());
+    let format = number("bits").zip(number("group_size"));
+    match format.and_then(|(bits, group_size)| AffineFormat::new(bits, group_size)) {
+        Some(format) => ModuleQuantization::Affine(format),
+        None => {
+            let show = |key| get(key).map_or("missing".to_string(), Value::to_string);
+            let (bits, group_size) = (show("bits"), show("group_size"));
+            ModuleQuantization::Unsupported(format!("bits {bits}, group_size {group_size}"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn affine(bits: usize, group_size: usize) -> ModuleQuantization {
+        ModuleQuantization::Affine(AffineFormat::new(bits, group_size).unwrap())
+    }
+
+    #[test]
+    fn overrides_win_over_the_default() {
+        let config = json!({"quantization": {
+            "group_size": 64, "bits": 4, "mode": "affine",
+            "a.gate": {"group_size": 32, "bits": 8}, "a.half": {"bits": 6}, "a.dense": false, "a.same": true,
+            "a.fp": {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+        }});
+        let quantization = Quantization::from_config(&config).unwrap();
+        assert_eq!(*quantization.of_module("a.proj"), affine(4, 64));
+        assert_eq!(*quantization.of_module("a.gate"), affine(8, 32));
+        assert_eq!(*quantization.of_module("a.half"), affine(6, 64));
+        assert_eq!(*quantization.of_module("a.dense"), ModuleQuantization::Dense);
+        assert_eq!(*quantization.of_module("a.same"), affine(4, 64));
+        assert_eq!(*quantization.of_module("a.fp"), ModuleQuantization::Unsupported("mode \"mxfp4\"".into()));
+    }
+
+    #[test]
+    fn either_key_is_read_and_none_is_no_quantisation() {
+        let section = json!({"group_size": 128, "bits": 3});
+        let second = Quantization::from_config(&json!({"quantization_config": section})).unwrap();
+        assert_eq!(*second.of_module("x"), affine(3, 128));
+        assert_eq!(Quantization::from_config(&json!({"model_type": "qwen3_5"})), None);
+        assert_eq!(Quantization::from_config(&json!({"quantization": null})), None);
+    }
+
+    #[test]
+    fn what_cannot_be_read_says_what_it_is() {
+        let default = |section: Value| {
+            let quantization = Quantization::from_config(&json!({"quantization_config": section})).unwrap();
+            match quantization.of_module("x") {
+                ModuleQuantization::Unsupported(what) => what.clone(),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(
+            default(json!({"quant_method": "awq", "bits": 4, "group_size": 64})),
+            "quant_method 'awq'"
+        );
+        assert_eq!(default(json!({"bits": 7, "group_size": 64})), "bits 7, group_size 64");
+        assert_eq!(default(json!({"bits": "4"})), "bits \"4\", group_size missing");
+        assert_eq!(
+            default(json!({"bits": -4, "group_size": 18446744073709551615u64})),
+            "bits -4, group_size 18446744073709551615"
+        );
+    }
+}

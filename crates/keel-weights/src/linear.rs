@@ -1,0 +1,326 @@
+//! The weight of a linear layer, in whatever form the checkpoint keeps it.
+
+use std::ops::Range;
+
+use keel_array::DType;
+
+use crate::{
+    Result, TensorInfo, TensorSource, TensorView, WeightsError,
+    affine::{AffineFormat, AffineTensor, ModuleQuantization, affine_cols},
+};
+
+/// What the headers and the config say about a linear layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinearInfo {
+    /// The number of stacked experts; `None` for a plain matrix.
+    pub experts: Option<usize>,
+    /// Outputs: rows of the matrix, or of each expert's.
+    pub rows: usize,
+    /// Inputs: values in a row.
+    pub cols: usize,
+    /// How the values are stored.
+    pub format: LinearFormat,
+}
+
+/// How the values of a linear layer are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LinearFormat {
+    /// One float per value.
+    Dense(DType),
+    /// Affine-quantised.
+    Affine {
+        /// Bits and group size.
+        format: AffineFormat,
+        /// The type of the scales and biases.
+        scales: DType,
+    },
+}
+
+impl LinearInfo {
+    /// Bytes in the checkpoint: values, or codes with their scales and biases.
+    pub fn bytes(&self) -> usize {
+        let rows = self.experts.unwrap_or(1) * self.rows;
+        match self.format {
+            LinearFormat::Dense(dtype) => rows * self.cols * dtype.size(),
+            LinearFormat::Affine { format, scales } => {
+                let groups = self.cols / format.group_size();
+                rows * (format.packed_bytes(self.cols) + 2 * groups * scales.size())
+            }
+        }
+    }
+}
+
+/// The weight of a linear layer or an embedding, borrowed from the checkpoint.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum LinearTensor<'a> {
+    /// One float per value: `[rows, cols]` or `[experts, rows, cols]`.
+    Dense(TensorView<'a>),
+    /// Affine-quantised, still packed.
+    Affine(AffineTensor<'a>),
+}
+
+impl LinearTensor<'_> {
+    /// Its sizes and format.
+    pub fn info(&self) -> LinearInfo {
+        match self {
+            LinearTensor::Dense(view) => {
+                let (experts, rows, cols) = split(view.shape()).expect("checked when opened");
+                LinearInfo { experts, rows, cols, format: LinearFormat::Dense(view.dtype()) }
+            }
+            LinearTensor::Affine(affine) => {
+                let (experts, rows, cols) = (affine.experts(), affine.rows(), affine.cols());
+                let format =
+                    LinearFormat::Affine { format: affine.format(), scales: affine.scales().dtype() };
+                LinearInfo { experts, rows, cols, format }
+            }
+        }
+    }
+
+    /// Decodes rows `range` (experts and rows multiplied) into `out`.
+    ///
+    /// # Shapes
+    /// `out`: `range.len() * cols`.
+    ///
+    /// # Errors
+    /// [`WeightsError::Rows`] if the rows do not exist or `out` has another length.
+    pub fn rows_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+        match self {
+            LinearTensor::Dense(view) => view.rows_f32(range, out),
+            LinearTensor::Affine(affine) => affine.rows_f32(range, out),
+        }
+    }
+}
+
+/// The implementation of [`TensorSource::linear_info`].
+pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
+    let scales = format!("{module}.scales");
+    if source.contains(&scales) {
+        affine_info(source, module, source.info(&format!("{module}.weight"))?, source.info(&scales)?)
+    } else {
+        let name = weight_name(source, module);
+        dense_info(module, &name, source.info(&name)?)
+    }
+}
+
+/// The implementation of [`TensorSource::linear`].
+pub(crate) fn open<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<LinearTensor<'a>> {
+    let weight = source.tensor(&weight_name(source, module))?;
+    match info(source, module)?.format {
+        LinearFormat::Dense(_) => Ok(LinearTensor::Dense(weight)),
+        LinearFormat::Affine { format, .. } => {
+            let scales = source.tensor(&format!("{module}.scales"))?;
+            let biases = source.tensor(&format!("{module}.biases"))?;
+            Ok(LinearTensor::Affine(AffineTensor::new(format, weight, scales, biases)?))
+        }
+    }
+}
+
+fn dense_info(module: &str, name: &str, weight: TensorInfo<'_>) -> Result<LinearInfo> {
+    if !weight.dtype.is_float() {
+        let (name, found) = (name.into(), weight.dtype.to_string());
+        let needed = "f32, f16 or bf16, or u32 with scales beside it,";
+        return Err(WeightsError::UnsupportedDType { name, found, needed });
+    }
+    let (experts, rows, cols) = split(weight.shape).ok_or_else(|| {
+        let problem = format!("shape {:?} is neither a matrix nor a stack of matrices", weight.shape);
+        WeightsError::Quantization { module: module.into(), problem }
+    })?;
+    Ok(LinearInfo { experts, rows, cols, format: LinearFormat::Dense(weight.dtype) })
+}
+
+fn affine_info<S: TensorSource + ?Sized>(
+    source: &S,
+    module: &str,
+    weight: TensorInfo<'_>,
+    scales: TensorInfo<'_>,
+) -> Result<LinearInfo> {
+    if weight.dtype != DType::U32 || !scales.dtype.is_float() {
+        let problem = format!(
+            "weight {} with scales {} is not affine: u32 with f32, f16 or bf16 is",
+            weight.dtype, scales.dtype
+        );
+        return Err(WeightsError::Quantization { module: module.into(), problem });
+    }
+    let format = affine_format(source, module, weight, scales)?;
+    let cols = scales.shape.last().map_or(0, |groups| groups * format.group_size());
+    let (experts, rows, _) = split(weight.shape).expect("checked by affine_format");
+    Ok(LinearInfo { experts, rows, cols, format: LinearFormat::Affine { format, scales: scales.dtype } })
+}
+
+/// `<module>.weight`, or the module's own name where the checkpoint has that instead: stacked experts
+/// are bare parameters in Hugging Face checkpoints.
+fn weight_name<S: TensorSource + ?Sized>(source: &S, module: &str) -> String {
+    let weight = format!("{module}.weight");
+    if !source.contains(&weight) && source.contains(module) { module.into() } else { weight }
+}
+
+/// The format that the config gives for a module, if the shapes agree with it.
+///
+/// Shapes alone cannot tell 4 bits in groups of 64 from 8 bits in groups of 32, so the group size is
+/// taken from the config, the bits follow from the shapes, and the config's bits must be the same.
+fn affine_format<S: TensorSource + ?Sized>(
+    source: &S,
+    module: &str,
+    weight: TensorInfo<'_>,
+    scales: TensorInfo<'_>,
+) -> Result<AffineFormat> {
+    let problem = |problem: String| Err(WeightsError::Quantization { module: module.into(), problem });
+    let format = match source.quantization().map(|quantization| quantization.of_module(module)) {
+        Some(ModuleQuantization::Affine(format)) => *format,
+        Some(ModuleQuantization::Dense) => {
+            return problem("config.json says it is not quantised, but it has scales".into());
+        }
+        Some(ModuleQuantization::Unsupported(what)) => {
+            return problem(format!(
+                "config.json gives {what}; only affine quantisation with bits 2, 3, 4, 5, 6 \
+                or 8 and groups of 32, 64 or 128 is read"
+            ));
+        }
+        None => return problem("it has scales, but config.json has no 'quantization' section".into()),
+    };
+    if affine_cols(format, weight.shape, scales.shape).is_some() {
+        return Ok(format);
+    }
+    let (words, groups) = (weight.shape, scales.shape);
+    let bits = words.last().zip(groups.last()).and_then(|(words, groups)| {
+        let cols = groups.checked_mul(format.group_size()).filter(|&cols| cols > 0)?;
+        words.checked_mul(32).filter(|bits| bits.is_multiple_of(cols)).map(|bits| bits / cols)
+    });
+    let found = match bits {
+        Some(bits) if bits != format.bits() => format!("which are {bits} bits in groups of that size"),
+        _ => "which do not belong together".into(),
+    };
+    problem(format!("config.json gives {format}, but it has weight {words:?} and scales {groups:?}, {found}"))
+}
+
+/// Experts, rows and columns of a shape of two or three dimensions, none of them zero.
+fn split(shape: &[usize]) -> Option<(Option<usize>, usize, usize)> {
+    match *shape {
+        _ if shape.contains(&0) => None,
+        [rows, cols] => Some((None, rows, cols)),
+        [experts, rows, cols] => Some((Some(experts), rows, cols)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::{Quantization, source::missing};
+
+    /// Headers without bytes behind them.
+    struct Headers {
+        tensors: BTreeMap<String, (DType, Vec<usize>)>,
+        quantization: Option<Quantization>,
+    }
+
+    impl Headers {
+        fn new(quantization: Value, tensors: &[(&str, DType, &[usize])]) -> Headers {
+            let entry =
+                |&(name, dtype, shape): &(&str, DType, &[usize])| (name.into(), (dtype, shape.into()));
+            let quantization = Quantization::from_config(&json!({"quantization": quantization}));
+            Headers { tensors: tensors.iter().map(entry).collect(), quantization }
+        }
+    }
+
+    impl TensorSource for Headers {
+        fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+            Box::new(self.tensors.keys().map(String::as_str))
+        }
+
+        fn contains(&self, name: &str) -> bool {
+            self.tensors.contains_key(name)
+        }
+
+        fn info(&self, name: &str) -> Result<TensorInfo<'_>> {
+            let found = self.tensors.get(name).ok_or_else(|| missing(self, name, "headers".as_ref()))?;
+            Ok(TensorInfo { dtype: found.0, shape: &found.1 })
+        }
+
+        fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
+            unreachable!("the bytes of {name} are not needed")
+        }
+
+        fn quantization(&self) -> Option<&Quantization> {
+            self.quantization.as_ref()
+        }
+    }
+
+    const F: DType = DType::BF16;
+    const U: DType = DType::U32;
+
+    #[test]
+    fn sizes_come_from_headers_alone() {
+        let config = json!({"bits": 3, "group_size": 64, "b": {"bits": 8, "group_size": 32}});
+        let headers = Headers::new(
+            config,
+            &[
+                ("a.weight", U, &[5, 18]),
+                ("a.scales", F, &[5, 3]),
+                ("b.weight", U, &[7, 5, 16]),
+                ("b.scales", DType::F32, &[7, 5, 2]),
+                ("c.weight", DType::F16, &[6, 10]),
+                ("experts", F, &[3, 4, 5]),
+            ],
+        );
+        let format = |bits, group_size| AffineFormat::new(bits, group_size).unwrap();
+        let a = headers.linear_info("a").unwrap();
+        let affine = LinearFormat::Affine { format: format(3, 64), scales: F };
+        assert_eq!(a, LinearInfo { experts: None, rows: 5, cols: 192, format: affine });
+        assert_eq!(a.bytes(), 5 * 18 * 4 + 2 * 5 * 3 * 2);
+        let b = headers.linear_info("b").unwrap();
+        let affine = LinearFormat::Affine { format: format(8, 32), scales: DType::F32 };
+        assert_eq!(b, LinearInfo { experts: Some(7), rows: 5, cols: 64, format: affine });
+        assert_eq!(b.bytes(), 7 * 5 * (16 * 4 + 2 * 2 * 4));
+        let c = headers.linear_info("c").unwrap();
+        assert_eq!((c.experts, c.rows, c.cols, c.bytes()), (None, 6, 10, 120));
+        let experts = headers.linear_info("experts").unwrap();
+        assert_eq!((experts.experts, experts.rows, experts.cols, experts.bytes()), (Some(3), 4, 5, 120));
+    }
+
+    #[test]
+    fn config_and_shapes_must_agree() {
+        let message = |config: Value, tensors: &[(&str, DType, &[usize])]| {
+            Headers::new(config, tensors).linear_info("m").unwrap_err().to_string()
+        };
+        let four = || json!({"bits": 4, "group_size": 64});
+        let plain: &[(&str, DType, &[usize])] = &[("m.weight", U, &[5, 16]), ("m.scales", F, &[5, 2])];
+        assert_eq!(
+            message(json!({"bits": 8, "group_size": 64}), plain),
+            "module 'm': config.json gives 8 bits in groups of 64, but it has weight [5, 16] and scales [5, 2], \
+             which are 4 bits in groups of that size"
+        );
+        assert!(message(json!(null), plain).contains("no 'quantization' section"));
+        assert!(message(json!({"bits": 4, "group_size": 64, "m": false}), plain).contains("not quantised"));
+        assert!(message(json!({"bits": 4, "group_size": 16}), plain).contains("bits 4, group_size 16"));
+        assert!(message(json!({"quant_method": "awq"}), plain).contains("quant_method 'awq'"));
+        for (words, groups) in [
+            (&[5, 17][..], &[5, 2][..]),
+            (&[5, 16], &[6, 2]),
+            (&[5, 0], &[5, 0]),
+            (&[16], &[2]),
+            (&[0, 16], &[0, 2]),
+        ] {
+            let message = message(four(), &[("m.weight", U, words), ("m.scales", F, groups)]);
+            assert!(message.contains("do not belong together"), "{message}");
+        }
+        let huge = usize::MAX / 8;
+        let overflowing: &[(&str, DType, &[usize])] =
+            &[("m.weight", U, &[1, huge]), ("m.scales", F, &[1, huge])];
+        assert!(message(four(), overflowing).contains("do not belong together"));
+        assert!(
+            message(four(), &[("m.weight", F, &[5, 16]), ("m.scales", F, &[5, 2])]).contains("not affine")
+        );
+        assert!(message(four(), &[("m.scales", F, &[5, 2])]).contains("'m.weight' is not in"));
+        assert!(message(four(), &[("m.weight", U, &[5, 16])]).contains("stored as u32"));
+        for shape in [&[5][..], &[2, 3, 4, 5], &[4, 0], &[]] {
+            assert!(message(four(), &[("m.weight", F, shape)]).contains("neither a matrix"));
+        }
+    }
+}
