@@ -49,9 +49,18 @@ pub(crate) struct Collected {
     pub outputs: Vec<Arc<Node>>,
 }
 
-/// Collects what has to be computed for `targets`. With `keep_held`, values inside the graph to which someone
-/// holds a handle become outputs too, so that they are not computed again later and lose their parents.
-pub(crate) fn collect(targets: &[&Array], keep_held: bool) -> Collected {
+/// What the graph is collected for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// To be computed once. Values inside the graph to which someone holds a handle become outputs too, so that
+    /// they are not computed again later and lose their parents; memory that nobody else holds may be reused.
+    Evaluate,
+    /// To be run again and again: only the targets are outputs, and every input stays as it is.
+    Prepare,
+}
+
+/// Collects what has to be computed for `targets`.
+pub(crate) fn collect(targets: &[&Array], purpose: Purpose) -> Collected {
     let calls = pending_calls(targets);
     let number: HashMap<u64, usize> = calls.iter().enumerate().map(|(i, c)| (c.id, i)).collect();
     let handles = count_inner_handles(&calls);
@@ -64,7 +73,10 @@ pub(crate) fn collect(targets: &[&Array], keep_held: bool) -> Collected {
             specs: call.specs.clone(),
         })
         .collect();
-    let (outputs, nodes) = find_outputs(&calls, targets, &handles, keep_held);
+    if purpose == Purpose::Prepare {
+        externals.described.iter_mut().for_each(|e| e.donatable = false);
+    }
+    let (outputs, nodes) = find_outputs(&calls, targets, &handles, purpose);
     let graph = Graph { calls: graph_calls, externals: externals.described, outputs };
     Collected { graph, externals: externals.storages, outputs: nodes }
 }
@@ -135,7 +147,7 @@ fn find_outputs(
     calls: &[Arc<Call>],
     targets: &[&Array],
     handles: &HashMap<*const Node, usize>,
-    keep_held: bool,
+    purpose: Purpose,
 ) -> Outputs {
     let wanted: Vec<*const Node> = targets.iter().map(|a| Arc::as_ptr(&a.0)).collect();
     let (mut outputs, mut nodes) = (Vec::new(), Vec::new());
@@ -143,7 +155,7 @@ fn find_outputs(
         let weak = call.outputs.lock().unwrap_or_else(|e| e.into_inner());
         for (output, node) in weak.iter().enumerate() {
             let inner = handles.get(&node.as_ptr()).copied().unwrap_or(0);
-            let held = keep_held && Weak::strong_count(node) > inner;
+            let held = purpose == Purpose::Evaluate && Weak::strong_count(node) > inner;
             if !(held || wanted.contains(&node.as_ptr())) {
                 continue;
             }

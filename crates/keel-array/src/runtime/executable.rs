@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use super::external_bindings;
 use super::stream::{Fence, Stream, Work};
-use crate::array::{Array, Storage};
-use crate::ledger::Category;
-use crate::program::graph::collect;
-use crate::program::{Bindings, Program};
-use crate::{Layout, Result, Runtime};
+use crate::array::Array;
+use crate::error::expect_shape;
+use crate::program::graph::{Purpose, collect};
+use crate::program::{Binding, Bindings, Program};
+use crate::{ArrayError, Result, Runtime};
 
 /// A graph with its memory. What changes from run to run is data in the persistent arrays it was traced with:
 /// the host overwrites them and runs the same kernels again. A run allocates nothing.
@@ -15,32 +16,44 @@ pub struct Executable {
     runtime: Runtime,
     program: Arc<Program>,
     bindings: Arc<Bindings>,
-    outputs: Vec<Array>,
 }
 
 impl Runtime {
-    /// Prepares the graph behind `outputs`, which stay lazy. The outputs' memory is charged to `activations`,
-    /// and the arena is made large enough.
+    /// Prepares the graph behind lazy arrays, which stay lazy: each run leaves the value of `results[i].0` in the
+    /// persistent storage `results[i].1`. The arena is made large enough.
     ///
     /// # Errors
-    /// If the memory limit would be exceeded or the plan is frozen.
-    pub fn prepare(&self, outputs: &[&Array]) -> Result<Executable> {
-        let collected = collect(outputs, false);
+    /// If a pair differs in shape or type, a destination is not contiguous memory, or the arena cannot be had.
+    pub fn prepare(&self, results: &[(&Array, &Array)]) -> Result<Executable> {
+        let targets: Vec<&Array> = results.iter().map(|(value, _)| *value).collect();
+        let collected = collect(&targets, Purpose::Prepare);
         let program = self.program(collected.graph.clone());
-        let bindings = self.bind(&program, &collected.externals, &collected.graph, Category::Activations)?;
+        let mut outputs = Vec::with_capacity(collected.outputs.len());
+        for node in &collected.outputs {
+            let pair = results.iter().find(|(value, _)| Arc::ptr_eq(node, &value.0));
+            let (value, destination) = pair.unwrap_or_else(|| unreachable!("only targets are outputs"));
+            outputs.push(destination_of(value, destination)?);
+        }
+        let externals = external_bindings(&collected.externals, &collected.graph);
         self.reserve_arena(program.arena_bytes())?;
-        let results = outputs
-            .iter()
-            .map(|wanted| {
-                let place = collected.outputs.iter().position(|n| Arc::ptr_eq(n, &wanted.0));
-                let place = place.unwrap_or_else(|| unreachable!("every pending target is an output"));
-                let layout = Layout::contiguous(wanted.shape().clone());
-                let buffer = bindings.outputs[place].buffer.clone();
-                Array::ready(self, wanted.dtype(), Storage { buffer, layout, fence: None })
-            })
-            .collect();
-        Ok(Executable { runtime: self.clone(), program, bindings: Arc::new(bindings), outputs: results })
+        let bindings = Bindings { externals, outputs };
+        Ok(Executable { runtime: self.clone(), program, bindings: Arc::new(bindings) })
     }
+}
+
+/// The memory of `destination`, once it is known to fit `value`.
+fn destination_of(value: &Array, destination: &Array) -> Result<Binding> {
+    const OP: &str = "prepare";
+    expect_shape(OP, "destination", value.shape(), destination.shape())?;
+    let storage =
+        destination.0.storage().filter(|s| s.layout.is_contiguous() && destination.dtype() == value.dtype());
+    let storage = storage.ok_or_else(|| ArrayError::Argument {
+        op: OP,
+        reason: format!(
+            "{destination:?} cannot hold {value:?}: it must be contiguous memory of the same type"
+        ),
+    })?;
+    Ok(Binding { offset: storage.layout.offset * destination.dtype().size(), buffer: storage.buffer })
 }
 
 impl Executable {
@@ -60,11 +73,6 @@ impl Executable {
         };
         Stream::run(&self.runtime.0.stream, work);
         fence.wait()
-    }
-
-    /// The results of the last run, overwritten by the next.
-    pub fn outputs(&self) -> &[Array] {
-        &self.outputs
     }
 
     /// The kernels, for reports.

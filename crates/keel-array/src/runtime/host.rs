@@ -73,28 +73,25 @@ impl Array {
         Ok(Array::ready(runtime, dtype, Storage { buffer, layout: Layout::contiguous(shape), fence: None }))
     }
 
-    /// A view of persistent storage as an array of its own, such as one layer of a pool: shares the memory.
+    /// The first `count` entries along the first axis of persistent storage, as an array of its own: shares the
+    /// memory.
     ///
     /// # Errors
-    /// If this array is not evaluated or the index is out of range.
-    pub fn layer(&self, index: usize) -> Result<Array> {
-        const OP: &str = "layer";
+    /// If this array is not in memory or has fewer entries.
+    pub fn prefix(&self, count: usize) -> Result<Array> {
+        const OP: &str = "prefix";
         let storage = self
             .0
             .storage()
             .ok_or(ArrayError::Argument { op: OP, reason: "the array is not in memory".into() })?;
-        match self.shape().first() {
-            Some(&layers) if index < layers => {}
-            _ => {
-                return Err(ArrayError::Argument {
-                    op: OP,
-                    reason: format!("no layer {index} in {}", self.shape()),
-                });
-            }
+        if self.shape().first().is_none_or(|&extent| count > extent) {
+            return Err(ArrayError::Argument {
+                op: OP,
+                reason: format!("no {count} entries in {}", self.shape()),
+            });
         }
-        let shape = Shape::from(&self.shape()[1..]);
-        let offset = storage.layout.offset + index * storage.layout.strides[0];
-        let layout = Layout { shape, strides: storage.layout.strides[1..].into(), offset };
+        let shape: Shape = [count].iter().chain(&self.shape()[1..]).copied().collect();
+        let layout = Layout { shape, ..storage.layout.clone() };
         Ok(Array::ready(self.runtime(), self.dtype(), Storage { layout, ..storage }))
     }
 

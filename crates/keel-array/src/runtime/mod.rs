@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::array::{Array, State, Storage};
 use crate::backend::{Backend, Buffer};
 use crate::ledger::{Category, Ledger};
-use crate::program::graph::{Collected, collect};
+use crate::program::graph::{Collected, Purpose, collect};
 use crate::program::{Binding, Bindings, Graph, OutputMemory, Program, ProgramCache};
 use crate::{Layout, Result};
 
@@ -212,24 +212,14 @@ impl Runtime {
     }
 
     /// Memory for a program's outputs, and everything bound to its slots.
-    fn bind(
-        &self,
-        program: &Program,
-        externals: &[Storage],
-        graph: &Graph,
-        category: Category,
-    ) -> Result<Bindings> {
-        let externals: Vec<Binding> = externals
-            .iter()
-            .zip(&graph.externals)
-            .map(|(s, e)| Binding { buffer: s.buffer.clone(), offset: s.layout.offset * e.dtype.size() })
-            .collect();
+    fn bind(&self, program: &Program, externals: &[Storage], graph: &Graph) -> Result<Bindings> {
+        let externals = external_bindings(externals, graph);
         let outputs = program
             .outputs
             .iter()
             .map(|(memory, _, _)| match *memory {
                 OutputMemory::Fresh(bytes) => {
-                    Ok(Binding { buffer: self.allocate(category, bytes)?, offset: 0 })
+                    Ok(Binding { buffer: self.allocate(Category::User, bytes)?, offset: 0 })
                 }
                 OutputMemory::Donated(e) => Ok(externals[e].clone()),
             })
@@ -247,9 +237,9 @@ impl Runtime {
         if targets.is_empty() {
             return Ok(());
         }
-        let Collected { graph, externals, outputs } = collect(&targets, true);
+        let Collected { graph, externals, outputs } = collect(&targets, Purpose::Evaluate);
         let program = self.program(graph.clone());
-        let bindings = self.bind(&program, &externals, &graph, Category::User)?;
+        let bindings = self.bind(&program, &externals, &graph)?;
         let arena = self.arena(program.arena_bytes())?;
         let needs = externals.iter().filter_map(|s| s.fence.clone()).collect();
         drop(externals);
@@ -262,6 +252,15 @@ impl Runtime {
         how(&self.0.stream, Work { program, bindings: Arc::new(bindings), arena, needs, fence });
         Ok(())
     }
+}
+
+/// The memory that a graph reads.
+fn external_bindings(externals: &[Storage], graph: &Graph) -> Vec<Binding> {
+    let binding = |(s, e): (&Storage, &crate::program::graph::External)| Binding {
+        buffer: s.buffer.clone(),
+        offset: s.layout.offset * e.dtype.size(),
+    };
+    externals.iter().zip(&graph.externals).map(binding).collect()
 }
 
 impl crate::array::Node {
