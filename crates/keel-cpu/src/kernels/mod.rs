@@ -2,3 +2,13 @@
 //!
 //! Inside a kernel the work is handed out among the workers; the caller places a barrier after it. A row's
 //! bits never depend on how many rows, sequences or workers there are.
+
+pub mod activation;
+pub mod attention;
+pub mod causal_conv;
+pub mod gated_delta;
+pub mod gated_delta_chunked;
+pub mod rms_norm;
+pub mod rope;
+pub mod rows;
+mod small_gemm;

@@ -49,8 +49,9 @@ pub(crate) fn silu<S: Simd>(s: S, x: S::V) -> S::V {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{LANES, Level, VectorKernel, run_at};
+    use super::super::{LANES, VectorKernel, run_at};
     use super::*;
+    use crate::isa::Isa;
 
     struct Map<'a, F>(&'a [f32], &'a mut [f32], F);
 
@@ -79,9 +80,9 @@ mod tests {
         }
     }
 
-    fn exp_at(level: Level, x: &[f32]) -> Vec<f32> {
+    fn exp_at(isa: Isa, x: &[f32]) -> Vec<f32> {
         let mut y = vec![0.0; x.len()];
-        run_at(level, Map(x, &mut y, Exp));
+        run_at(isa, Map(x, &mut y, Exp));
         y
     }
 
@@ -95,7 +96,7 @@ mod tests {
             .collect();
         assert!(x.len() > 20_000_000);
         let mut worst = (0.0, 0.0);
-        for (x, y) in x.iter().zip(exp_at(Level::detected(), &x)) {
+        for (x, y) in x.iter().zip(exp_at(Isa::best(), &x)) {
             let exact = f64::from(*x).exp();
             let ulp = f64::from(f32::from_bits((exact as f32).to_bits() + 1)) - f64::from(exact as f32);
             let error = ((f64::from(y) - exact) / ulp).abs();
@@ -107,9 +108,9 @@ mod tests {
     #[test]
     fn exp_of_the_special_values() {
         let x = [f32::NEG_INFINITY, -1e30, -87.4, 0.0, -0.0, 88.73, f32::INFINITY, f32::NAN];
-        for level in Level::available() {
-            let y = exp_at(level, &x);
-            assert_eq!(y[..7], [0.0, 0.0, 0.0, 1.0, 1.0, f32::INFINITY, f32::INFINITY], "{level:?}");
+        for isa in Isa::available() {
+            let y = exp_at(isa, &x);
+            assert_eq!(y[..7], [0.0, 0.0, 0.0, 1.0, 1.0, f32::INFINITY, f32::INFINITY], "{isa}");
             assert!(y[7].is_nan());
         }
     }
@@ -117,11 +118,11 @@ mod tests {
     #[test]
     fn all_levels_and_lanes_give_the_same_bits() {
         let x: Vec<f32> = (0..4001).map(|i| (i as f32 - 2000.0) * 0.0441).collect();
-        let whole = exp_at(Level::Portable, &x);
-        for level in Level::available() {
-            assert_eq!(exp_at(level, &x), whole, "{level:?}");
+        let whole = exp_at(Isa::Portable, &x);
+        for isa in Isa::available() {
+            assert_eq!(exp_at(isa, &x), whole, "{isa}");
             // Shifted by one, so that each value sits in another lane.
-            assert_eq!(exp_at(level, &x[1..]), whole[1..], "{level:?}");
+            assert_eq!(exp_at(isa, &x[1..]), whole[1..], "{isa}");
         }
     }
 
@@ -129,13 +130,13 @@ mod tests {
     fn silu_follows_its_formula_and_keeps_its_limits() {
         let x: [f32; LANES + 2] = std::array::from_fn(|i| (i as f32 - 9.0) * 1.9);
         let mut y = [0.0; LANES + 2];
-        run_at(Level::detected(), Map(&x, &mut y, Silu));
+        run_at(Isa::best(), Map(&x, &mut y, Silu));
         for (x, y) in x.iter().zip(y) {
             let exact = f64::from(*x) / (1.0 + (-f64::from(*x)).exp());
             assert!((f64::from(y) - exact).abs() <= 4e-7 * exact.abs(), "silu({x}) = {y}, want {exact}");
         }
         let mut limits = [1.0; 3];
-        run_at(Level::detected(), Map(&[-200.0, 200.0, 0.0], &mut limits, Silu));
+        run_at(Isa::best(), Map(&[-200.0, 200.0, 0.0], &mut limits, Silu));
         assert_eq!(limits, [0.0, 200.0, 0.0]);
     }
 }

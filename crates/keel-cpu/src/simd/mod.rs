@@ -1,6 +1,6 @@
 //! Vectors of sixteen `f32`, the same on every instruction set.
 //!
-//! A kernel is written once over [`Simd`] and compiled for each [`Level`]. All levels work on sixteen lanes
+//! A kernel is written once over [`Simd`] and compiled for each [`Isa`]. All levels work on sixteen lanes
 //! and use fused multiply-add, and every reduction has one fixed order, so **all levels give the same bits**:
 //! what a machine lacks costs time, never a different answer.
 //!
@@ -15,48 +15,10 @@ mod avx2;
 mod avx512;
 
 pub(crate) use math::{exp, sigmoid, silu};
-use std::sync::OnceLock;
+use crate::isa::Isa;
 
 /// Lanes of a vector at every level.
 pub(crate) const LANES: usize = 16;
-
-/// The instruction sets that vector kernels are compiled for, weakest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Level {
-    /// Plain Rust.
-    Portable,
-    /// AVX2 and FMA.
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    /// AVX-512 F, BW, DQ and VL.
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-}
-
-impl Level {
-    /// The strongest level of this machine.
-    pub(crate) fn detected() -> Level {
-        static DETECTED: OnceLock<Level> = OnceLock::new();
-        *DETECTED.get_or_init(|| *Level::available().last().expect("portable is always there"))
-    }
-
-    /// Every level that this machine can run, weakest first.
-    pub(crate) fn available() -> Vec<Level> {
-        #[allow(unused_mut)]
-        let mut levels = vec![Level::Portable];
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::is_x86_feature_detected as has;
-            if has!("avx2") && has!("fma") {
-                levels.push(Level::Avx2);
-                if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") {
-                    levels.push(Level::Avx512);
-                }
-            }
-        }
-        levels
-    }
-}
 
 /// Work written over [`Simd`]. `run` must be `#[inline(always)]`, as must be all generic functions below it:
 /// that is what carries the instruction set into them.
@@ -67,23 +29,25 @@ pub(crate) trait VectorKernel {
 
 /// Runs `kernel` with the best instructions of this machine.
 pub(crate) fn run<K: VectorKernel>(kernel: K) {
-    run_at(Level::detected(), kernel);
+    run_at(Isa::best(), kernel);
 }
 
-/// Runs `kernel` with the instructions of `level`.
+/// Runs `kernel` with the vectors of `isa`.
 ///
 /// # Panics
 /// If this machine lacks them.
-pub(crate) fn run_at<K: VectorKernel>(level: Level, kernel: K) {
-    assert!(level <= Level::detected(), "{level:?} kernels cannot run here: this CPU has {:?}", Level::detected());
-    match level {
-        Level::Portable => kernel.run(portable::Portable),
-        // SAFETY: `level` is at most what was detected.
+pub(crate) fn run_at<K: VectorKernel>(isa: Isa, kernel: K) {
+    assert!(isa <= Isa::best(), "{isa} kernels cannot run here: this CPU has {}", Isa::best());
+    match isa {
+        Isa::Portable => kernel.run(portable::Portable),
+        // SAFETY: `isa` is at most what was detected.
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => unsafe { avx2::run(kernel) },
-        // SAFETY: `level` is at most what was detected.
+        Isa::Avx2 => unsafe { avx2::run(kernel) },
+        // SAFETY: `isa` is at most what was detected.
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => unsafe { avx512::run(kernel) },
+        _ => unsafe { avx512::run(kernel) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => unreachable!("only the portable level is detected here"),
     }
 }
 
@@ -277,12 +241,12 @@ mod tests {
     #[test]
     fn all_levels_give_the_same_bits() {
         let mut portable = Vec::new();
-        run_at(Level::Portable, Probe(&mut portable));
+        run_at(Isa::Portable, Probe(&mut portable));
         assert!(portable.len() > 500);
-        for level in Level::available() {
+        for isa in Isa::available() {
             let mut bits = Vec::new();
-            run_at(level, Probe(&mut bits));
-            assert_eq!(bits, portable, "{level:?}");
+            run_at(isa, Probe(&mut bits));
+            assert_eq!(bits, portable, "{isa}");
         }
     }
 }

@@ -1,0 +1,331 @@
+//! Attention for few rows per sequence: bound by reading keys and values.
+//!
+//! A unit of work is one page of one key-value head of one sequence. It serves all query heads of the group and
+//! all rows of the sequence, four at a time, so that a page comes from memory once. It leaves, for each of
+//! them, the largest score, the sum of exponentials and the weighted sum of values; a second phase joins the
+//! pages of a row in order. Neither depends on who computed what.
+//!
+//! Floor: `2 * KV * D * len * sizeof(E)` bytes a layer and sequence, 16.8 MB at 8192 tokens of 2 bf16 heads of 256.
+
+use super::{Attention, KvElement, MASKED, PAGE, TILE};
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use crate::simd::{self, LANES, Simd, VectorKernel, exp};
+use std::ops::Range;
+
+/// Query rows that share one sweep over a page.
+const GROUP: usize = 4;
+
+/// `f32` values of workspace for `rows` rows of all sequences with page tables of `pages` entries.
+pub fn decode_workspace_len(rows: usize, heads: usize, head_size: usize, pages: usize) -> usize {
+    rows * heads * pages * (head_size + 2)
+}
+
+/// Attention in the decode regime. `workspace` holds [`decode_workspace_len`] values.
+///
+/// # Panics
+/// If the shapes disagree, `D` is not a multiple of 16, the workspace is too small, or a page lies outside the pool.
+pub fn attention_decode<E: KvElement>(
+    attention: &Attention<'_, E>,
+    workspace: SharedMut<'_, f32>,
+    worker: &Worker<'_>,
+) {
+    attention.check();
+    let size = attention.pages.head_size;
+    assert!(size.is_multiple_of(LANES), "heads of {size} values, not a multiple of {LANES}");
+    let pages = attention.table.stride;
+    let needed = decode_workspace_len(attention.batch.rows(), attention.heads(), size, pages);
+    assert!(workspace.len() >= needed, "attention_decode: workspace of {} values, {needed} needed", workspace.len());
+    let partials = Partials { data: workspace, heads: attention.heads(), pages, size };
+    simd::run(Sweep { attention, partials, worker });
+    worker.barrier();
+    simd::run(Join { attention, partials, worker });
+}
+
+/// What one page contributes to one query: the weighted values, then the largest score, then the sum of weights.
+#[derive(Clone, Copy)]
+struct Partials<'a> {
+    data: SharedMut<'a, f32>,
+    heads: usize,
+    pages: usize,
+    size: usize,
+}
+
+impl<'a> Partials<'a> {
+    /// # Safety
+    /// No two workers may use the same partial at once.
+    #[inline(always)]
+    unsafe fn get(&self, row: usize, head: usize, page: usize) -> &'a mut [f32] {
+        let start = ((row * self.heads + head) * self.pages + page) * (self.size + 2);
+        // SAFETY: the caller's promise.
+        unsafe { self.data.range(start..start + self.size + 2) }
+    }
+}
+
+/// The pages that the row at `position` sees.
+#[inline(always)]
+fn pages_seen<E>(attention: &Attention<'_, E>, position: usize) -> Range<usize> {
+    attention.first_seen(position) / PAGE..position / PAGE + 1
+}
+
+struct Sweep<'a, 'w, E> {
+    attention: &'a Attention<'a, E>,
+    partials: Partials<'a>,
+    worker: &'a Worker<'w>,
+}
+
+impl<E: KvElement> VectorKernel for Sweep<'_, '_, E> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let attention = self.attention;
+        let (pages, kv_heads) = (self.partials.pages, attention.pages.kv_heads);
+        for unit in self.worker.claim(attention.batch.sequences() * pages * kv_heads, 1).flatten() {
+            let (b, page, head) = (unit / kv_heads / pages, unit / kv_heads % pages, unit % kv_heads);
+            let (rows, first) = (attention.batch.rows_of(b), attention.batch.position[b] as usize);
+            if rows.is_empty() {
+                continue;
+            }
+            let seen = attention.first_seen(first) / PAGE..(first + rows.len() - 1) / PAGE + 1;
+            if seen.contains(&page) {
+                sweep_page(s, attention, &self.partials, b, page, head);
+            }
+        }
+    }
+}
+
+/// All queries of sequence `b` that read key-value head `kv`, against one page.
+#[inline(always)]
+fn sweep_page<S: Simd, E: KvElement>(
+    s: S,
+    attention: &Attention<'_, E>,
+    partials: &Partials<'_>,
+    b: usize,
+    page: usize,
+    kv: usize,
+) {
+    let rows = attention.batch.rows_of(b);
+    let ratio = attention.heads() / attention.pages.kv_heads;
+    let queries = rows.len() * ratio;
+    let mut done = 0;
+    while done < queries {
+        let sweep = PageSweep { attention, partials, b, page, kv, ratio, start: done };
+        let count = GROUP.min(queries - done);
+        match count {
+            4 => sweep.group::<S, 4>(s),
+            3 => sweep.group::<S, 3>(s),
+            2 => sweep.group::<S, 2>(s),
+            _ => sweep.group::<S, 1>(s),
+        }
+        done += count;
+    }
+}
+
+struct PageSweep<'a, 'b, E> {
+    attention: &'a Attention<'b, E>,
+    partials: &'a Partials<'b>,
+    b: usize,
+    page: usize,
+    kv: usize,
+    ratio: usize,
+    /// First query of the group; query `i` is row `i / ratio` and head `i % ratio` of the key-value head.
+    start: usize,
+}
+
+impl<E: KvElement> PageSweep<'_, '_, E> {
+    #[inline(always)]
+    fn group<S: Simd, const Q: usize>(&self, s: S) {
+        let attention = self.attention;
+        let size = attention.pages.head_size;
+        let page = attention.table.page(self.b, self.page);
+        let first_row = attention.batch.row_start[self.b] as usize;
+        let row = |i: usize| first_row + (self.start + i) / self.ratio;
+        let head = |i: usize| self.kv * self.ratio + (self.start + i) % self.ratio;
+        let seen: [Range<usize>; Q] = std::array::from_fn(|i| {
+            let position = attention.batch.position[self.b] as usize + (self.start + i) / self.ratio;
+            let page_start = self.page * PAGE;
+            let from = attention.first_seen(position).saturating_sub(page_start);
+            let to = (position + 1).saturating_sub(page_start).min(PAGE);
+            from.min(to)..to
+        });
+        let (from, to) = seen.iter().filter(|seen| !seen.is_empty()).fold((PAGE, 0), |(from, to), seen| {
+            (from.min(seen.start), to.max(seen.end))
+        });
+        if from >= to {
+            return;
+        }
+        let queries: [&[f32]; Q] = std::array::from_fn(|i| &attention.q.row(row(i))[head(i) * size..][..size]);
+
+        let mut weights = [[0.0; PAGE]; Q];
+        let tiles = from / TILE..to.div_ceil(TILE);
+        let keys = attention.pages.keys_of(page, self.kv);
+        for tile in tiles.clone() {
+            score_tile(s, &queries, &keys[tile * TILE * size..][..TILE * size], tile, &mut weights);
+        }
+        let mut outputs: [&mut [f32]; Q] = std::array::from_fn(|i| {
+            let weights = &mut weights[i][tiles.start * TILE..tiles.end * TILE];
+            let seen = seen[i].start.saturating_sub(tiles.start * TILE)..seen[i].end.saturating_sub(tiles.start * TILE);
+            let (largest, sum) = softmax_page(s, weights, seen, attention.scale);
+            // SAFETY: this unit alone has these queries on this page.
+            let partial = unsafe { self.partials.get(row(i), head(i), self.page) };
+            let (output, tail) = partial.split_at_mut(size);
+            (tail[0], tail[1]) = (largest, sum);
+            output
+        });
+        weigh_values(s, &weights, attention.pages.values_of(page, self.kv), from..to, &mut outputs);
+    }
+}
+
+/// `scores[i][tile * 64 ..][..64] = queries[i] . key` for the 64 keys of a tile `[D, 64]`.
+#[inline(always)]
+fn score_tile<S: Simd, E: KvElement, const Q: usize>(
+    s: S,
+    queries: &[&[f32]; Q],
+    keys: &[E],
+    tile: usize,
+    scores: &mut [[f32; PAGE]; Q],
+) {
+    const VECTORS: usize = TILE / LANES;
+    let mut acc = [[s.splat(0.0); VECTORS]; Q];
+    for (d, keys) in keys.chunks_exact(TILE).enumerate() {
+        // SAFETY: a chunk holds four vectors.
+        let keys: [S::V; VECTORS] = std::array::from_fn(|n| unsafe { E::load(s, keys.as_ptr().add(n * LANES)) });
+        for i in 0..Q {
+            let q = s.splat(queries[i][d]);
+            for n in 0..VECTORS {
+                acc[i][n] = s.fma(q, keys[n], acc[i][n]);
+            }
+        }
+    }
+    for i in 0..Q {
+        let (chunks, _) = scores[i][tile * TILE..(tile + 1) * TILE].as_chunks_mut::<LANES>();
+        for n in 0..VECTORS {
+            s.store(acc[i][n], &mut chunks[n]);
+        }
+    }
+}
+
+/// Turns scores into `e^(scale * score - largest)`, zero outside `seen`. Returns the largest and their sum.
+#[inline(always)]
+fn softmax_page<S: Simd>(s: S, scores: &mut [f32], seen: Range<usize>, scale: f32) -> (f32, f32) {
+    scores[..seen.start].fill(f32::NEG_INFINITY);
+    scores[seen.end..].fill(f32::NEG_INFINITY);
+    let (chunks, _) = scores.as_chunks_mut::<LANES>();
+    let mut largest = s.splat(MASKED);
+    for chunk in chunks.iter_mut() {
+        let scaled = s.mul(s.load(chunk), s.splat(scale));
+        largest = s.max(scaled, largest);
+        s.store(scaled, chunk);
+    }
+    let largest = s.max_lane(largest);
+    let mut sum = s.splat(0.0);
+    for chunk in chunks {
+        let weight = exp(s, s.sub(s.load(chunk), s.splat(largest)));
+        sum = s.add(sum, weight);
+        s.store(weight, chunk);
+    }
+    (largest, s.sum(sum))
+}
+
+/// `outputs[i] = sum_j weights[i][j] * values[j]` over the keys `seen`.
+#[inline(always)]
+fn weigh_values<S: Simd, E: KvElement, const Q: usize>(
+    s: S,
+    weights: &[[f32; PAGE]; Q],
+    values: &[E],
+    seen: Range<usize>,
+    outputs: &mut [&mut [f32]; Q],
+) {
+    let size = values.len() / PAGE;
+    let mut d = 0;
+    while d < size {
+        d += match (size - d) / LANES {
+            0..2 => weigh_columns::<S, E, Q, 1>(s, weights, values, seen.clone(), d, outputs),
+            2..4 => weigh_columns::<S, E, Q, 2>(s, weights, values, seen.clone(), d, outputs),
+            _ => weigh_columns::<S, E, Q, 4>(s, weights, values, seen.clone(), d, outputs),
+        };
+    }
+}
+
+/// [`weigh_values`] for `N` vectors of columns from `d` on; returns their number of columns.
+#[inline(always)]
+fn weigh_columns<S: Simd, E: KvElement, const Q: usize, const N: usize>(
+    s: S,
+    weights: &[[f32; PAGE]; Q],
+    values: &[E],
+    seen: Range<usize>,
+    d: usize,
+    outputs: &mut [&mut [f32]; Q],
+) -> usize {
+    let size = values.len() / PAGE;
+    let mut acc = [[s.splat(0.0); N]; Q];
+    for j in seen {
+        let row = &values[j * size + d..][..N * LANES];
+        // SAFETY: `row` holds N vectors.
+        let row: [S::V; N] = std::array::from_fn(|n| unsafe { E::load(s, row.as_ptr().add(n * LANES)) });
+        for i in 0..Q {
+            let weight = s.splat(weights[i][j]);
+            for n in 0..N {
+                acc[i][n] = s.fma(weight, row[n], acc[i][n]);
+            }
+        }
+    }
+    for i in 0..Q {
+        let (chunks, _) = outputs[i][d..d + N * LANES].as_chunks_mut::<LANES>();
+        for n in 0..N {
+            s.store(acc[i][n], &mut chunks[n]);
+        }
+    }
+    N * LANES
+}
+
+struct Join<'a, 'w, E> {
+    attention: &'a Attention<'a, E>,
+    partials: Partials<'a>,
+    worker: &'a Worker<'w>,
+}
+
+impl<E: KvElement> VectorKernel for Join<'_, '_, E> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let attention = self.attention;
+        let heads = attention.heads();
+        for unit in self.worker.claim(attention.batch.rows() * heads, 1).flatten() {
+            let (t, head) = (unit / heads, unit % heads);
+            let b = attention.batch.sequence_of(t);
+            let position = attention.batch.position[b] as usize + t - attention.batch.rows_of(b).start;
+            self.join_pages(s, t, head, pages_seen(attention, position));
+        }
+    }
+}
+
+impl<E: KvElement> Join<'_, '_, E> {
+    /// `y = sum_p e^(m_p - m) o_p / sum_p e^(m_p - m) l_p`, pages in order.
+    #[inline(always)]
+    fn join_pages<S: Simd>(&self, s: S, t: usize, head: usize, pages: Range<usize>) {
+        let size = self.partials.size;
+        // SAFETY: the sweep is over: partials are only read, and each row and head of `y` is claimed once.
+        let (partial, y) = unsafe {
+            let partial = |page| &*self.partials.get(t, head, page);
+            (partial, self.attention.y.part(t, head * size..(head + 1) * size))
+        };
+        let largest = pages.clone().map(|page| partial(page)[size]).fold(MASKED, f32::max);
+        let factor = |page| s.to_array(exp(s, s.splat(partial(page)[size] - largest)))[0];
+        let mut sum = 0.0;
+        y.fill(0.0);
+        let (ys, _) = y.as_chunks_mut::<LANES>();
+        for page in pages {
+            let (factor, partial) = (factor(page), partial(page));
+            sum += factor * partial[size + 1];
+            let (outputs, _) = partial[..size].as_chunks::<LANES>();
+            for (y, output) in ys.iter_mut().zip(outputs) {
+                let joined = s.fma(s.splat(factor), s.load(output), s.load(y));
+                s.store(joined, y);
+            }
+        }
+        for y in ys {
+            let mean = s.div(s.load(y), s.splat(sum));
+            // Adding zero turns -0, which an underflow may have left, into 0.
+            s.store(s.add(mean, s.splat(0.0)), y);
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Scaled dot-product attention over paged keys and values, grouped heads, causal, with an optional window.
+//!
+//! ```text
+//! score[h, t, j] = scale * q[t, h] . k[j, h / (H / KV)]      for position[t] - window < j <= position[t]
+//! y[t, h]        = sum_j softmax_j(score[h, t, j]) * v[j, h / (H / KV)]
+//! ```
+//!
+//! [`attention_decode`] serves few rows per sequence and is bound by reading the pages;
+//! [`attention_prefill`] serves many and is bound by arithmetic. Both take keys in whole pages anchored at
+//! position 0, in order, so that a row's bits depend on nothing but its own query and the pages.
+
+mod decode;
+mod pages;
+mod prefill;
+
+pub use decode::{attention_decode, decode_workspace_len};
+pub use pages::{KvElement, KvPages, KvPagesMut, PAGE, PageTable, TILE, kv_write};
+pub use prefill::{attention_prefill, prefill_workspace_len};
+
+use super::rows::{Batch, Rows, RowsMut};
+
+/// Score of a key that a row must not see; finite, so that a row of such scores has no NaN.
+const MASKED: f32 = -1e30;
+
+/// What attention reads and writes.
+#[derive(Clone, Copy)]
+pub struct Attention<'a, E> {
+    /// `[T, H * D]`
+    pub q: Rows<'a>,
+    /// Rows and positions of each sequence. Their keys and values must be in the pages already.
+    pub batch: Batch<'a>,
+    /// Where each sequence's tokens live.
+    pub table: PageTable<'a>,
+    /// Keys and values.
+    pub pages: KvPages<'a, E>,
+    /// Factor on the scores, usually `D^-0.5`.
+    pub scale: f32,
+    /// A row sees this many positions, its own included; `None`: all of them.
+    pub window: Option<usize>,
+    /// `[T, H * D]`
+    pub y: RowsMut<'a>,
+}
+
+impl<E> Attention<'_, E> {
+    /// Query heads.
+    fn heads(&self) -> usize {
+        self.q.width() / self.pages.head_size
+    }
+
+    /// First position that the row at `position` sees.
+    fn first_seen(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
+    fn check(&self) {
+        let (size, kv_heads) = (self.pages.head_size, self.pages.kv_heads);
+        assert!(self.q.width().is_multiple_of(size) && self.heads().is_multiple_of(kv_heads) && self.heads() > 0);
+        assert!(self.y.width() == self.q.width());
+        assert!(self.q.len() >= self.batch.rows() && self.y.len() >= self.batch.rows());
+        assert!(self.window != Some(0), "a window of no positions");
+    }
+}

@@ -1,0 +1,186 @@
+//! Pages of keys and values.
+//!
+//! A page holds 256 tokens of one layer. Keys lie as `[KV, 4, D, 64]`: tiles of 64 tokens, transposed, so
+//! that the lanes of a vector are tokens and a score needs no sum across lanes. Values lie as `[KV, 256, D]`.
+//! Both ways a sweep over the tokens of one head reads memory in order. Slots past a sequence's end hold
+//! anything, NaN included: kernels never let it reach a result.
+//!
+//! Writing one token touches a cache line per key value, 64 bytes for each of `KV * D` values: at 2 heads of
+//! 256 that is 32 KB a layer, the price of 32 tokens' worth of reading.
+
+use crate::kernels::rows::{Batch, Rows};
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use crate::simd::Simd;
+use half::bf16;
+
+/// Tokens of a page.
+pub const PAGE: usize = 256;
+/// Tokens of a tile of keys.
+pub const TILE: usize = 64;
+
+/// A number type that keys and values are kept in.
+pub trait KvElement: sealed::Load {}
+impl KvElement for f32 {}
+impl KvElement for bf16 {}
+
+/// Keeps the vector types of this crate out of its public face.
+pub(crate) mod sealed {
+    use super::{Simd, bf16};
+
+    pub trait Load: Copy + Send + Sync + 'static {
+        /// Rounds to nearest, ties to even.
+        fn from_f32(x: f32) -> Self;
+        /// Sixteen values at `p`, widened.
+        ///
+        /// # Safety
+        /// `p` must be valid for reading sixteen values.
+        #[allow(private_bounds, private_interfaces)]
+        unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::V;
+    }
+
+    impl Load for f32 {
+        #[inline(always)]
+        fn from_f32(x: f32) -> f32 {
+            x
+        }
+        #[inline(always)]
+        #[allow(private_bounds, private_interfaces)]
+        unsafe fn load<S: Simd>(s: S, p: *const f32) -> S::V {
+            // SAFETY: the caller's promise.
+            unsafe { s.load_ptr(p) }
+        }
+    }
+
+    impl Load for bf16 {
+        #[inline(always)]
+        fn from_f32(x: f32) -> bf16 {
+            bf16::from_f32(x)
+        }
+        #[inline(always)]
+        #[allow(private_bounds, private_interfaces)]
+        unsafe fn load<S: Simd>(s: S, p: *const bf16) -> S::V {
+            // SAFETY: the caller's promise; bf16 is a transparent u16.
+            unsafe { s.load_bf16_ptr(p.cast()) }
+        }
+    }
+}
+
+/// The pools of one layer's pages, to read.
+#[derive(Clone, Copy)]
+pub struct KvPages<'a, E> {
+    /// `[pages, KV, 4, D, 64]`
+    pub keys: &'a [E],
+    /// `[pages, KV, 256, D]`
+    pub values: &'a [E],
+    /// KV
+    pub kv_heads: usize,
+    /// D
+    pub head_size: usize,
+}
+
+impl<'a, E: KvElement> KvPages<'a, E> {
+    /// The keys `[4, D, 64]` of one head of a page.
+    #[inline(always)]
+    pub(super) fn keys_of(&self, page: usize, head: usize) -> &'a [E] {
+        let start = (page * self.kv_heads + head) * PAGE * self.head_size;
+        &self.keys[start..start + PAGE * self.head_size]
+    }
+
+    /// The values `[256, D]` of one head of a page.
+    #[inline(always)]
+    pub(super) fn values_of(&self, page: usize, head: usize) -> &'a [E] {
+        let start = (page * self.kv_heads + head) * PAGE * self.head_size;
+        &self.values[start..start + PAGE * self.head_size]
+    }
+}
+
+/// The pools of one layer's pages, to write; shapes as in [`KvPages`].
+#[derive(Clone, Copy)]
+pub struct KvPagesMut<'a, E> {
+    /// `[pages, KV, 4, D, 64]`
+    pub keys: SharedMut<'a, E>,
+    /// `[pages, KV, 256, D]`
+    pub values: SharedMut<'a, E>,
+    /// KV
+    pub kv_heads: usize,
+    /// D
+    pub head_size: usize,
+}
+
+impl<E: KvElement> KvPagesMut<'_, E> {
+    /// Writes one token of one head.
+    ///
+    /// # Safety
+    /// No other thread may use the same tile of keys meanwhile.
+    ///
+    /// # Panics
+    /// If the token lies outside the pool.
+    #[inline(always)]
+    pub(crate) unsafe fn write(&self, page: usize, head: usize, slot: usize, key: &[f32], value: &[f32]) {
+        let size = self.head_size;
+        let start = (page * self.kv_heads + head) * PAGE * size;
+        let (tile, row) = (start + slot / TILE * TILE * size, start + slot * size);
+        // SAFETY: the caller's promise; the values of a token belong to its tile.
+        let (tile, row) = unsafe { (self.keys.range(tile..tile + TILE * size), self.values.range(row..row + size)) };
+        for (column, &x) in tile.chunks_exact_mut(TILE).zip(key) {
+            column[slot % TILE] = E::from_f32(x);
+        }
+        for (y, &x) in row.iter_mut().zip(value) {
+            *y = E::from_f32(x);
+        }
+    }
+}
+
+/// The pages of each sequence.
+#[derive(Clone, Copy)]
+pub struct PageTable<'a> {
+    /// `[B, stride]`: page `i` of sequence `b` is `pages[b * stride + i]`. Entries of pages that no row sees are not read.
+    pub pages: &'a [u32],
+    /// Entries of a sequence.
+    pub stride: usize,
+}
+
+impl PageTable<'_> {
+    /// Page `i` of sequence `b`.
+    ///
+    /// # Panics
+    /// If the table has no such entry.
+    #[inline(always)]
+    pub fn page(&self, b: usize, i: usize) -> usize {
+        assert!(i < self.stride, "page {i} of a table of {}", self.stride);
+        self.pages[b * self.stride + i] as usize
+    }
+}
+
+/// Writes the rows `k` and `v`, both `[T, KV * D]`, into the pages at their positions.
+///
+/// # Panics
+/// If the shapes disagree or a page lies outside the pool.
+pub fn kv_write<E: KvElement>(
+    k: Rows<'_>,
+    v: Rows<'_>,
+    batch: Batch<'_>,
+    table: PageTable<'_>,
+    pages: KvPagesMut<'_, E>,
+    worker: &Worker<'_>,
+) {
+    let (size, heads) = (pages.head_size, pages.kv_heads);
+    assert!(k.width() == heads * size && v.width() == heads * size);
+    assert!(k.len() >= batch.rows() && v.len() >= batch.rows());
+    // Tokens of one tile of keys share cache lines, so one worker writes all of them.
+    let tiles = batch.most_rows().div_ceil(TILE) + 1;
+    for unit in worker.claim(batch.sequences() * tiles * heads, 1).flatten() {
+        let (b, tile, head) = (unit / heads / tiles, unit / heads % tiles, unit % heads);
+        let (rows, first) = (batch.rows_of(b), batch.position[b] as usize);
+        let tile_start = (first / TILE + tile) * TILE;
+        let columns = head * size..(head + 1) * size;
+        for position in tile_start.max(first)..(tile_start + TILE).min(first + rows.len()) {
+            let t = rows.start + position - first;
+            let page = table.page(b, position / PAGE);
+            let (k, v) = (&k.row(t)[columns.clone()], &v.row(t)[columns.clone()]);
+            // SAFETY: each tile of each head is claimed once.
+            unsafe { pages.write(page, head, position % PAGE, k, v) };
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! Attention for many rows per sequence: bound by arithmetic.
+//!
+//! A unit of work is one query head and the rows of one 64-position block, blocks anchored at position 0. It walks
+//! over the pages up to its own: scores, softmax with a running largest, weighted values.
+//! A row's arithmetic is the same wherever the block starts or ends.
+//!
+//! Floor: `4 * D` operations for each query head and pair of positions, half of the square of a prompt.
+
+use super::{Attention, KvElement, MASKED, PAGE, TILE};
+use crate::kernels::small_gemm::{SmallGemm, Start};
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use crate::simd::{self, LANES, Simd, VectorKernel, exp};
+use std::ops::Range;
+
+/// Positions of a block of queries.
+const BLOCK: usize = TILE;
+
+/// `f32` values of workspace for `workers` workers.
+pub fn prefill_workspace_len(workers: usize, head_size: usize) -> usize {
+    workers * worker_len(head_size)
+}
+
+/// Queries, scores, outputs; the largest score, sum and factor of each row.
+fn worker_len(head_size: usize) -> usize {
+    BLOCK * (2 * head_size + PAGE + 3)
+}
+
+/// Attention in the prefill regime. `workspace` holds [`prefill_workspace_len`] values.
+///
+/// # Panics
+/// If the shapes disagree, `D` is not a multiple of 16, the workspace is too small, or a page lies outside the pool.
+pub fn attention_prefill<E: KvElement>(
+    attention: &Attention<'_, E>,
+    workspace: SharedMut<'_, f32>,
+    worker: &Worker<'_>,
+) {
+    attention.check();
+    let size = attention.pages.head_size;
+    assert!(size.is_multiple_of(LANES), "heads of {size} values, not a multiple of {LANES}");
+    let needed = prefill_workspace_len(worker.count, size);
+    assert!(workspace.len() >= needed, "attention_prefill: workspace of {} values, {needed} needed", workspace.len());
+    let start = worker.index * worker_len(size);
+    // SAFETY: each worker uses its own part.
+    let scratch = unsafe { workspace.range(start..start + worker_len(size)) };
+    simd::run(Task { attention, scratch, worker });
+}
+
+struct Task<'a, 'w, E> {
+    attention: &'a Attention<'a, E>,
+    scratch: &'a mut [f32],
+    worker: &'a Worker<'w>,
+}
+
+impl<E: KvElement> VectorKernel for Task<'_, '_, E> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let attention = self.attention;
+        let heads = attention.heads();
+        let blocks = attention.batch.most_rows().div_ceil(BLOCK) + 1;
+        for unit in self.worker.claim(attention.batch.sequences() * blocks * heads, 1).flatten() {
+            let (group, head) = (unit / heads, unit % heads);
+            // The last block of a prompt has the most pages to walk: it goes first.
+            let (b, block) = (group / blocks, blocks - 1 - group % blocks);
+            let (rows, first) = (attention.batch.rows_of(b), attention.batch.position[b] as usize);
+            let start = (first / BLOCK + block) * BLOCK;
+            let positions = start.max(first)..(start + BLOCK).min(first + rows.len());
+            if !positions.is_empty() {
+                let t = rows.start + positions.start - first;
+                Block { attention, b, head, t, positions }.run(s, &mut *self.scratch);
+            }
+        }
+    }
+}
+
+/// The rows of one block of positions, for one query head.
+struct Block<'a, 'b, E> {
+    attention: &'a Attention<'b, E>,
+    b: usize,
+    head: usize,
+    /// First row.
+    t: usize,
+    positions: Range<usize>,
+}
+
+impl<E: KvElement> Block<'_, '_, E> {
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S, scratch: &mut [f32]) {
+        let size = self.attention.pages.head_size;
+        let (queries, scratch) = scratch.split_at_mut(BLOCK * size);
+        let (outputs, scratch) = scratch.split_at_mut(BLOCK * size);
+        let (scores, scratch) = scratch.split_at_mut(BLOCK * PAGE);
+        let (largest, scratch) = scratch.split_at_mut(BLOCK);
+        let (sums, factors) = scratch.split_at_mut(BLOCK);
+        let scale = s.splat(self.attention.scale);
+        for (i, query) in queries.chunks_exact_mut(size).enumerate().take(self.positions.len()) {
+            let x = &self.attention.q.row(self.t + i)[self.head * size..][..size];
+            s.map(x, query, |s, x| s.mul(x, scale));
+        }
+        outputs.fill(0.0);
+        largest.fill(MASKED);
+        sums.fill(0.0);
+
+        let first = self.attention.first_seen(self.positions.start);
+        for page in first / PAGE..(self.positions.end - 1) / PAGE + 1 {
+            let seen = first.saturating_sub(page * PAGE)..(self.positions.end - page * PAGE).min(PAGE);
+            let tiles = seen.start / TILE * TILE..seen.end.next_multiple_of(TILE);
+            self.score(s, queries, page, tiles.clone(), scores);
+            for i in 0..self.positions.len() {
+                let row = &mut scores[i * PAGE..][tiles.clone()];
+                let seen = self.seen(i, page * PAGE + tiles.start, row.len());
+                let state = (&mut largest[i], &mut sums[i]);
+                factors[i] = softmax_row(s, row, seen, state);
+            }
+            self.weigh(s, scores, page, seen, factors, outputs);
+        }
+        self.finish(s, outputs, sums);
+    }
+
+    /// Of `len` keys from position `start` on, those that row `i` sees.
+    #[inline(always)]
+    fn seen(&self, i: usize, start: usize, len: usize) -> Range<usize> {
+        let position = self.positions.start + i;
+        let to = (position + 1).saturating_sub(start).min(len);
+        self.attention.first_seen(position).saturating_sub(start).min(to)..to
+    }
+
+    /// Scores of all rows against the keys `tiles` of a page.
+    #[inline(always)]
+    fn score<S: Simd>(&self, s: S, queries: &[f32], page: usize, tiles: Range<usize>, scores: &mut [f32]) {
+        let (attention, size) = (self.attention, self.attention.pages.head_size);
+        let keys = attention.pages.keys_of(attention.table.page(self.b, page), self.kv_head());
+        for start in tiles.step_by(TILE) {
+            let tile = &keys[start * size..][..TILE * size];
+            let gemm = SmallGemm {
+                m: self.positions.len(),
+                n: TILE,
+                k: size,
+                a: (queries, size),
+                b: (tile, TILE),
+                start: Start::Zero,
+            };
+            gemm.run(s, &mut scores[start..], PAGE);
+        }
+    }
+
+    /// `outputs = factor * outputs + weights * values`
+    #[inline(always)]
+    fn weigh<S: Simd>(
+        &self,
+        s: S,
+        weights: &[f32],
+        page: usize,
+        seen: Range<usize>,
+        factors: &[f32],
+        outputs: &mut [f32],
+    ) {
+        let (attention, size) = (self.attention, self.attention.pages.head_size);
+        let values = attention.pages.values_of(attention.table.page(self.b, page), self.kv_head());
+        let gemm = SmallGemm {
+            m: self.positions.len(),
+            n: size,
+            k: seen.len(),
+            a: (&weights[seen.start..], PAGE),
+            b: (&values[seen.start * size..], size),
+            start: Start::Rows(factors),
+        };
+        gemm.run(s, outputs, size);
+    }
+
+    /// `y = outputs / sums`
+    #[inline(always)]
+    fn finish<S: Simd>(&self, s: S, outputs: &[f32], sums: &[f32]) {
+        let size = self.attention.pages.head_size;
+        for i in 0..self.positions.len() {
+            // SAFETY: this unit alone has this head of these rows.
+            let y = unsafe { self.attention.y.part(self.t + i, self.head * size..(self.head + 1) * size) };
+            let sum = s.splat(sums[i]);
+            // Adding zero turns -0, which an underflow may have left, into 0.
+            s.map(&outputs[i * size..(i + 1) * size], y, |s, x| s.add(s.div(x, sum), s.splat(0.0)));
+        }
+    }
+
+    #[inline(always)]
+    fn kv_head(&self) -> usize {
+        self.head / (self.attention.heads() / self.attention.pages.kv_heads)
+    }
+}
+
+/// Turns scores into `e^(score - largest)`, zero outside `seen`, and moves the row's largest score and sum on.
+/// Returns the factor that brings what was summed before to the new largest.
+#[inline(always)]
+fn softmax_row<S: Simd>(
+    s: S,
+    scores: &mut [f32],
+    seen: Range<usize>,
+    (largest, sum): (&mut f32, &mut f32),
+) -> f32 {
+    scores[..seen.start].fill(f32::NEG_INFINITY);
+    scores[seen.end..].fill(f32::NEG_INFINITY);
+    let (chunks, _) = scores.as_chunks_mut::<LANES>();
+    let mut high = s.splat(*largest);
+    for chunk in chunks.iter() {
+        high = s.max(s.load(chunk), high);
+    }
+    let before = std::mem::replace(largest, s.max_lane(high));
+    let mut part = s.splat(0.0);
+    for chunk in chunks {
+        let weight = exp(s, s.sub(s.load(chunk), s.splat(*largest)));
+        part = s.add(part, weight);
+        s.store(weight, chunk);
+    }
+    let factor = s.to_array(exp(s, s.splat(before - *largest)))[0];
+    *sum = *sum * factor + s.sum(part);
+    factor
+}

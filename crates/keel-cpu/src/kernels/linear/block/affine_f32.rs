@@ -1,0 +1,79 @@
+//! Affine weights dequantised to f32, f32 activations.
+
+use super::super::WeightFormat;
+use super::super::format::TILE_ROWS;
+use super::super::lanes::Lanes;
+use super::unpack::{for_each_quad, params, quad};
+use super::{Block, BlockInput, PAIR};
+
+/// # Safety
+/// As [`Lanes`]; `block` describes affine weights of `BITS` bits and `M` rows of [`BlockInput::F32`].
+#[inline(always)]
+pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(block: &Block<'_>) {
+    let WeightFormat::Affine { group, params: float, .. } = block.layout.format() else { unreachable!() };
+    let BlockInput::F32(x) = block.x else { unreachable!() };
+    let unit = block.layout.unit_bytes();
+    // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
+    unsafe {
+        let mut sums = [[S::splat(0.0); PAIR]; M];
+        let mut tiles = block.tiles;
+        let mut ahead = block.ahead;
+        for g in 0..block.layout.tile_bytes() / unit {
+            if let Some(next) = ahead.as_mut() {
+                super::prefetch_pair::<S>(next, unit, block.layout.tile_bytes());
+            }
+            let at = tiles.map(|tile| tile.add(group * BITS * 2));
+            let scale = [params::<S>(at[0], float), params::<S>(at[1], float)];
+            let at = at.map(|at| at.add(TILE_ROWS * float.bytes()));
+            let bias = [params::<S>(at[0], float), params::<S>(at[1], float)];
+            let mut dots = [[S::splat(0.0); PAIR]; M];
+            for part in 0..group / 32 {
+                let w = tiles.map(|tile| tile.add(part * 64 * BITS));
+                let k = g * group + part * 32;
+                for_each_quad!(J => {
+                    let quads = [quad::<S, BITS, J>(w[0]), quad::<S, BITS, J>(w[1])];
+                    input::<S, 0, M>(&mut dots, quads, scale, bias, &x, k + 4 * J);
+                    input::<S, 8, M>(&mut dots, quads, scale, bias, &x, k + 4 * J + 1);
+                    input::<S, 16, M>(&mut dots, quads, scale, bias, &x, k + 4 * J + 2);
+                    input::<S, 24, M>(&mut dots, quads, scale, bias, &x, k + 4 * J + 3);
+                });
+            }
+            for t in 0..PAIR {
+                for m in 0..M {
+                    sums[m][t] = S::add(sums[m][t], dots[m][t]);
+                }
+                tiles[t] = tiles[t].add(unit);
+            }
+        }
+        super::store::<S, M>(block, &sums);
+    }
+}
+
+/// Input `k`: the byte at bit `SHIFT` of each lane of `quads`.
+///
+/// # Safety
+/// As [`Lanes`]; `k` is an input of each of the `M` rows.
+#[inline(always)]
+unsafe fn input<S: Lanes, const SHIFT: u32, const M: usize>(
+    dots: &mut [[S::F; PAIR]; M],
+    quads: [S::I; PAIR],
+    scale: [S::F; PAIR],
+    bias: [S::F; PAIR],
+    x: &[*const f32; super::MAX_ROWS],
+    k: usize,
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let byte = S::splat_i(255);
+        let mut w = bias;
+        for t in 0..PAIR {
+            w[t] = S::fma(S::to_f32(S::and(S::shr::<SHIFT>(quads[t]), byte)), scale[t], bias[t]);
+        }
+        for m in 0..M {
+            let x = S::splat(*x[m].add(k));
+            for t in 0..PAIR {
+                dots[m][t] = S::fma(w[t], x, dots[m][t]);
+            }
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Block kernels compiled for each instruction set.
+
+use super::super::lanes::portable::Portable;
+#[cfg(target_arch = "x86_64")]
+use super::super::lanes::{avx2::Avx2, avx512::Avx512};
+use super::Block;
+use crate::isa::Isa;
+
+/// A block kernel for a certain number of rows.
+///
+/// # Safety
+/// The CPU must have the instructions it was compiled for, and the block must describe what it expects.
+pub(in super::super) type BlockFn = unsafe fn(&Block<'_>);
+
+/// Which arithmetic a block is computed in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) enum Kernel {
+    /// Affine weights of so many bits, i8 activations.
+    Int8(usize),
+    /// Affine weights of so many bits, f32 activations.
+    AffineF32(usize),
+    /// Dense f32 weights, f32 activations.
+    F32,
+    /// Dense f16 weights, f32 activations.
+    F16,
+    /// Dense bf16 weights, f32 activations.
+    Bf16,
+    /// Dense bf16 weights, bf16 activations.
+    Bf16Dots,
+}
+
+/// The functions of `kernel` at `isa` for 1, 2, 4 and 8 rows.
+pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel) -> [BlockFn; 4] {
+    match isa {
+        Isa::Portable => portable::fns(kernel),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => avx2::fns(kernel),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => avx512::fns(kernel),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni | Isa::Amx => avx512_dots::fns(kernel),
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => unreachable!("only the portable level exists here"),
+    }
+}
+
+/// The module of one level: every kernel as a function compiled for the level's features.
+macro_rules! level {
+    ($name:ident, $lanes:ty $(, $features:literal)?) => {
+        mod $name {
+            use super::*;
+            use crate::kernels::linear::block::{affine_f32, dense, int8};
+
+            $(#[target_feature(enable = $features)])?
+            unsafe fn int8<const BITS: usize, const M: usize>(block: &Block<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { int8::int8::<$lanes, BITS, M>(block) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn affine_f32<const BITS: usize, const M: usize>(block: &Block<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { affine_f32::affine_f32::<$lanes, BITS, M>(block) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn dense<D: dense::Weights, const M: usize>(block: &Block<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { dense::dense::<$lanes, D, M>(block) }
+            }
+
+            pub(super) fn fns(kernel: Kernel) -> [BlockFn; 4] {
+                macro_rules! rows {
+                    ($f:ident $arg:tt) => {
+                        [$f::<$arg, 1>, $f::<$arg, 2>, $f::<$arg, 4>, $f::<$arg, 8>]
+                    };
+                    ($f:ident $arg:path) => {
+                        [$f::<$arg, 1>, $f::<$arg, 2>, $f::<$arg, 4>, $f::<$arg, 8>]
+                    };
+                }
+                match kernel {
+                    Kernel::Int8(2) => rows!(int8 2),
+                    Kernel::Int8(3) => rows!(int8 3),
+                    Kernel::Int8(4) => rows!(int8 4),
+                    Kernel::Int8(5) => rows!(int8 5),
+                    Kernel::Int8(6) => rows!(int8 6),
+                    Kernel::Int8(_) => rows!(int8 8),
+                    Kernel::AffineF32(2) => rows!(affine_f32 2),
+                    Kernel::AffineF32(3) => rows!(affine_f32 3),
+                    Kernel::AffineF32(4) => rows!(affine_f32 4),
+                    Kernel::AffineF32(5) => rows!(affine_f32 5),
+                    Kernel::AffineF32(6) => rows!(affine_f32 6),
+                    Kernel::AffineF32(_) => rows!(affine_f32 8),
+                    Kernel::F32 => rows!(dense dense::F32),
+                    Kernel::F16 => rows!(dense dense::F16),
+                    Kernel::Bf16 => rows!(dense dense::Bf16),
+                    Kernel::Bf16Dots => rows!(dense dense::Bf16Dots),
+                }
+            }
+        }
+    };
+}
+
+level!(portable, Portable);
+#[cfg(target_arch = "x86_64")]
+level!(avx2, Avx2, "avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+level!(avx512, Avx512<false>, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+level!(avx512_dots, Avx512<true>, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c");

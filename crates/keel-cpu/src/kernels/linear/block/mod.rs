@@ -1,0 +1,88 @@
+//! The innermost kernels: `M` rows of x against a pair of weight tiles, over all of K.
+//!
+//! Each output element has accumulators of its own and one order of additions over K, the same for every `M`:
+//! that is why a row's bits do not depend on the rows computed beside it. Sums are cut at fixed places (the
+//! affine group, or 256 inputs of a dense row), which also keeps f32 rounding far below that of one long sum.
+//!
+//! | kernel | weights | inner step |
+//! |---|---|---|
+//! | [`int8`] | affine | unpack 4 inputs x 16 rows of u8, exact i32 dot with i8 activations; per group one conversion, scale, bias |
+//! | [`affine_f32`] | affine | unpack, `scale * q + bias` in f32, f32 multiply-add |
+//! | [`dense`] | dense | widen, f32 multiply-add; or bf16 dot of input pairs with f32 sums |
+
+mod dense;
+mod dispatch;
+mod affine_f32;
+mod int8;
+mod unpack;
+
+use super::format::TILE_ROWS;
+use super::lanes::Lanes;
+pub(super) use dispatch::{BlockFn, Kernel, block_fns};
+
+/// Tiles computed together: each activation that is loaded serves both.
+pub(super) const PAIR: usize = 2;
+
+/// Most rows of x computed together. Blocks are of 8, 4, 2 or 1 rows.
+pub(super) const MAX_ROWS: usize = 8;
+
+/// What a block kernel reads and writes. Pointers are valid for what the layout says lies behind them.
+pub(super) struct Block<'a> {
+    pub layout: &'a super::PackedLayout,
+    /// The two tiles; the same twice where only one is left.
+    pub tiles: [*const u8; PAIR],
+    /// Bytes to ask for while the tiles are read, as many: the tiles that come next. May be any address.
+    pub ahead: Option<*const u8>,
+    pub x: BlockInput,
+    /// Where the outputs of each row begin, at the pair's first column.
+    pub y: [*mut f32; MAX_ROWS],
+    /// Columns of each tile that exist; 0 for a repeated tile.
+    pub columns: [usize; PAIR],
+    /// Add to y rather than replace it.
+    pub add: bool,
+}
+
+/// The activations of a block's rows.
+#[derive(Clone, Copy)]
+pub(super) enum BlockInput {
+    /// Rows of `K` f32 each.
+    F32([*const f32; MAX_ROWS]),
+    /// Rows of bf16, each padded to an even length.
+    Bf16([*const u16; MAX_ROWS]),
+    /// Quantised rows: `[K / group][M][group]` i8, and `[K / group][M]` of scale and scaled sum.
+    Int8(*const i8, *const [f32; 2]),
+}
+
+/// Asks for the next `bytes` of both tiles of the pair at `next`, and moves on by as many.
+///
+/// # Safety
+/// As [`Lanes`].
+#[inline(always)]
+unsafe fn prefetch_pair<S: Lanes>(next: &mut *const u8, bytes: usize, tile_bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        // SAFETY: a prefetch may be of any address.
+        unsafe {
+            S::prefetch(next.wrapping_add(line));
+            S::prefetch(next.wrapping_add(line + tile_bytes));
+        }
+    }
+    *next = next.wrapping_add(bytes);
+}
+
+/// Writes the results of `M` rows, or adds them to what is there.
+///
+/// # Safety
+/// As [`Lanes`]; each row of `block.y` has room for `block.columns`.
+#[inline(always)]
+unsafe fn store<S: Lanes, const M: usize>(block: &Block<'_>, sums: &[[S::F; PAIR]; M]) {
+    for (sums, y) in sums.iter().zip(block.y) {
+        for (t, columns) in block.columns.into_iter().enumerate() {
+            // SAFETY: the columns of the tile that exist.
+            unsafe {
+                let y = y.wrapping_add(t * TILE_ROWS);
+                let sum = if block.add { S::add(sums[t], S::load_first(y, columns)) } else { sums[t] };
+                S::store(sum, y, columns);
+            }
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! Weights into their packed layout, a few rows at a time, and a row back out of it.
+
+use super::format::{BLOCK, FloatType, PackedLayout, TILE_ROWS, WeightFormat};
+use half::{bf16, f16};
+
+/// Rows of a weight matrix as a checkpoint holds them, unpacked: `R` rows of `K` inputs.
+#[derive(Clone, Copy, Debug)]
+pub enum Rows<'a> {
+    /// `[R, K]`, rounded to nearest even where the format is narrower.
+    Dense(&'a [f32]),
+    /// `weight = scale * quant + bias`.
+    Affine {
+        /// `[R, K]`, each below `2^bits`.
+        quants: &'a [u8],
+        /// `[R, K / group]`
+        scales: &'a [f32],
+        /// `[R, K / group]`
+        biases: &'a [f32],
+    },
+}
+
+/// Packs `rows`, which start at a tile's edge, into `out`: the bytes that [`PackedLayout::row_bytes`] names for
+/// them. Any rows can be packed in any order and from any thread, and 16 at a time are enough.
+///
+/// # Panics
+/// If the kind of rows is not the layout's, or lengths do not fit each other.
+pub fn pack(layout: &PackedLayout, rows: Rows<'_>, out: &mut [u8]) {
+    let k = layout.k();
+    let count = match (rows, layout.format()) {
+        (Rows::Dense(values), WeightFormat::Dense(_)) => values.len() / k,
+        (Rows::Affine { quants, scales, biases }, WeightFormat::Affine { group, .. }) => {
+            let params = quants.len() / group;
+            assert!(scales.len() == params && biases.len() == params, "one scale and bias for each group");
+            quants.len() / k
+        }
+        _ => panic!("rows {:?} packed as {:?}", std::mem::discriminant(&rows), layout.format()),
+    };
+    assert_eq!(out.len(), count.div_ceil(TILE_ROWS) * layout.tile_bytes(), "bytes for {count} rows");
+    for (tile, out) in out.chunks_exact_mut(layout.tile_bytes()).enumerate() {
+        let tile_rows = tile * TILE_ROWS..count.min((tile + 1) * TILE_ROWS);
+        out.fill(0);
+        match (rows, layout.format()) {
+            (Rows::Dense(values), WeightFormat::Dense(float)) => {
+                pack_dense(&values[tile_rows.start * k..tile_rows.end * k], k, float, out);
+            }
+            (Rows::Affine { quants, scales, biases }, WeightFormat::Affine { bits, group, params }) => {
+                let groups = tile_rows.start * k / group..tile_rows.end * k / group;
+                pack_quants(&quants[tile_rows.start * k..tile_rows.end * k], layout, bits, group, out);
+                pack_params(&scales[groups.clone()], layout, params, group * bits * 2, out);
+                let biases_at = group * bits * 2 + TILE_ROWS * params.bytes();
+                pack_params(&biases[groups], layout, params, biases_at, out);
+            }
+            _ => unreachable!("checked above"),
+        }
+    }
+}
+
+fn pack_dense(values: &[f32], k: usize, float: FloatType, out: &mut [u8]) {
+    for (row, values) in values.chunks_exact(k).enumerate() {
+        for (i, value) in values.iter().enumerate() {
+            put_float(out, dense_at(float, row, i), float, *value);
+        }
+    }
+}
+
+/// Where input `i` of a row lies in a dense tile, in bytes.
+fn dense_at(float: FloatType, row: usize, i: usize) -> usize {
+    match float {
+        FloatType::Bf16 => (i / 2 * TILE_ROWS + row) * 4 + i % 2 * 2,
+        FloatType::F32 | FloatType::F16 => (i * TILE_ROWS + row) * float.bytes(),
+    }
+}
+
+/// One field of a quantised value: `width` bits of it, from bit `low` on, in a plane of vectors that starts
+/// `at` bytes into the block.
+#[derive(Clone, Copy)]
+struct Plane {
+    width: usize,
+    low: usize,
+    at: usize,
+}
+
+/// The planes of a block, widest first; together `64 * bits` bytes.
+fn planes(bits: usize) -> &'static [Plane] {
+    const fn one(width: usize) -> Plane {
+        Plane { width, low: 0, at: 0 }
+    }
+    const fn above(width: usize, low: usize) -> Plane {
+        Plane { width, low, at: 64 * low }
+    }
+    match bits {
+        2 => &const { [one(2)] },
+        3 => &const { [one(2), above(1, 2)] },
+        4 => &const { [one(4)] },
+        5 => &const { [one(4), above(1, 4)] },
+        6 => &const { [one(4), above(2, 4)] },
+        8 => &const { [one(8)] },
+        _ => unreachable!("the layout has checked the bits"),
+    }
+}
+
+impl Plane {
+    /// Byte of the block, and shift within it, of the field of input `i < 32` of a row.
+    fn field(self, row: usize, i: usize) -> (usize, usize) {
+        let fields = 8 / self.width;
+        let (quad, lane_byte) = (i / 4, 4 * row + i % 4);
+        (self.at + quad / fields * 64 + lane_byte, quad % fields * self.width)
+    }
+
+    fn mask(self) -> u8 {
+        ((1u16 << self.width) - 1) as u8
+    }
+}
+
+fn pack_quants(quants: &[u8], layout: &PackedLayout, bits: usize, group: usize, out: &mut [u8]) {
+    assert!(quants.iter().all(|q| usize::from(*q) < 1 << bits), "a quantised value of more than {bits} bits");
+    for plane in planes(bits) {
+        for (row, quants) in quants.chunks_exact(layout.k()).enumerate() {
+            for (block, quants) in quants.chunks_exact(BLOCK).enumerate() {
+                let out = &mut out[block_at(layout, bits, group, block)..];
+                for (i, q) in quants.iter().enumerate() {
+                    let (byte, shift) = plane.field(row, i);
+                    out[byte] |= ((q >> plane.low) & plane.mask()) << shift;
+                }
+            }
+        }
+    }
+}
+
+/// Where a block of 32 inputs lies in a tile, in bytes.
+fn block_at(layout: &PackedLayout, bits: usize, group: usize, block: usize) -> usize {
+    let blocks = group / BLOCK;
+    block / blocks * layout.unit_bytes() + block % blocks * bits * 64
+}
+
+fn pack_params(values: &[f32], layout: &PackedLayout, params: FloatType, at: usize, out: &mut [u8]) {
+    let groups = layout.tile_bytes() / layout.unit_bytes();
+    for (row, values) in values.chunks_exact(groups).enumerate() {
+        for (unit, value) in out.chunks_exact_mut(layout.unit_bytes()).zip(values) {
+            put_float(unit, at + row * params.bytes(), params, *value);
+        }
+    }
+}
+
+fn put_float(out: &mut [u8], at: usize, float: FloatType, value: f32) {
+    match float {
+        FloatType::F32 => out[at..at + 4].copy_from_slice(&value.to_le_bytes()),
+        FloatType::Bf16 => out[at..at + 2].copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
+        FloatType::F16 => out[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes()),
+    }
+}
+
+fn get_float(bytes: &[u8], at: usize, float: FloatType) -> f32 {
+    let half = [bytes[at], bytes[at + 1]];
+    match float {
+        FloatType::F32 => f32::from_le_bytes([half[0], half[1], bytes[at + 2], bytes[at + 3]]),
+        FloatType::Bf16 => bf16::from_le_bytes(half).to_f32(),
+        FloatType::F16 => f16::from_le_bytes(half).to_f32(),
+    }
+}
+
+/// Writes row `row` of matrix `matrix` as f32 to `out`, `[K]`: an embedding out of a table whose
+/// weights also serve as the output head. `scale * q + bias` is rounded once.
+///
+/// # Panics
+/// If the row is not in the stack, `bytes` is not the whole stack, or `out` is not `K` long.
+pub fn unpack_row(layout: &PackedLayout, bytes: &[u8], matrix: usize, row: usize, out: &mut [f32]) {
+    assert!(bytes.len() == layout.bytes() && out.len() == layout.k(), "lengths do not fit the layout");
+    assert!(matrix < layout.matrices() && row < layout.n(), "row {row} of matrix {matrix}");
+    let tile = (matrix * layout.tiles() + row / TILE_ROWS) * layout.tile_bytes();
+    let (tile, row) = (&bytes[tile..tile + layout.tile_bytes()], row % TILE_ROWS);
+    match layout.format() {
+        WeightFormat::Dense(float) => {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = get_float(tile, dense_at(float, row, i), float);
+            }
+        }
+        WeightFormat::Affine { bits, group, params } => {
+            for (unit, out) in tile.chunks_exact(layout.unit_bytes()).zip(out.chunks_exact_mut(group)) {
+                let (quants, tail) = unit.split_at(group * bits * 2);
+                let scale = get_float(tail, row * params.bytes(), params);
+                let bias = get_float(tail, (TILE_ROWS + row) * params.bytes(), params);
+                for (block, out) in quants.chunks_exact(64 * bits).zip(out.chunks_exact_mut(BLOCK)) {
+                    for (i, out) in out.iter_mut().enumerate() {
+                        *out = scale.mul_add(f32::from(quant(block, bits, row, i)), bias);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Input `i < 32` of a row of a block.
+fn quant(block: &[u8], bits: usize, row: usize, i: usize) -> u8 {
+    planes(bits).iter().fold(0, |q, plane| {
+        let (byte, shift) = plane.field(row, i);
+        q | (((block[byte] >> shift) & plane.mask()) << plane.low)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_comes_back_from_every_format() {
+        let (n, k) = (37, 384);
+        for bits in [2usize, 3, 4, 5, 6, 8] {
+            for (group, params) in [(32, FloatType::F32), (64, FloatType::Bf16), (128, FloatType::F16)] {
+                let layout = PackedLayout::stacked(2, n, k, WeightFormat::Affine { bits, group, params }).unwrap();
+                let quants: Vec<u8> = (0..n * k).map(|i| (i * 2654435761 >> 7) as u8 & ((1 << bits) - 1) as u8).collect();
+                // Exact in every parameter type.
+                let scales: Vec<f32> = (0..n * k / group).map(|i| (i % 29) as f32 / 16.0).collect();
+                let biases: Vec<f32> = (0..n * k / group).map(|i| (i % 31) as f32 - 15.0).collect();
+                let mut bytes = vec![0xa5; layout.bytes()];
+                for (rows, matrix) in [(16..n, 1), (0..16, 1)] {
+                    let (a, b) = (rows.start * k, rows.end * k);
+                    let source = Rows::Affine {
+                        quants: &quants[a..b],
+                        scales: &scales[a / group..b / group],
+                        biases: &biases[a / group..b / group],
+                    };
+                    pack(&layout, source, &mut bytes[layout.row_bytes(matrix, rows)]);
+                }
+                let mut row = vec![0.0; k];
+                for r in 0..n {
+                    unpack_row(&layout, &bytes, 1, r, &mut row);
+                    for (i, value) in row.iter().enumerate() {
+                        let g = (r * k + i) / group;
+                        let expected = scales[g] * f32::from(quants[r * k + i]) + biases[g];
+                        assert_eq!(*value, expected, "{bits} bits, group {group}, row {r}, input {i}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn dense_rows_are_rounded_to_the_type_and_come_back() {
+        let (n, k) = (19, 7);
+        let values: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.37).sin()).collect();
+        for (float, round) in [
+            (FloatType::F32, (|x| x) as fn(f32) -> f32),
+            (FloatType::Bf16, |x| bf16::from_f32(x).to_f32()),
+            (FloatType::F16, |x| f16::from_f32(x).to_f32()),
+        ] {
+            let layout = PackedLayout::new(n, k, WeightFormat::Dense(float)).unwrap();
+            let mut bytes = vec![0xa5; layout.bytes()];
+            pack(&layout, Rows::Dense(&values), &mut bytes);
+            let mut row = vec![0.0; k];
+            for r in 0..n {
+                unpack_row(&layout, &bytes, 0, r, &mut row);
+                let expected: Vec<f32> = values[r * k..(r + 1) * k].iter().map(|x| round(*x)).collect();
+                assert_eq!(row, expected);
+            }
+        }
+    }
+}
