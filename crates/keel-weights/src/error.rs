@@ -57,6 +57,15 @@ pub enum WeightsError {
         problem: HeaderProblem,
     },
 
+    /// An output that cannot be completed as it was asked for.
+    #[error("{} cannot be written: {problem}", path.display())]
+    Output {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+
     /// A tensor that the checkpoint does not hold.
     #[error("tensor '{name}' is not in {}, which holds {held} tensors{}", path.display(), near(.siblings))]
     MissingTensor {

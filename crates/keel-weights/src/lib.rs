@@ -30,6 +30,7 @@ pub mod float;
 mod json;
 mod linear;
 mod mapped;
+mod partial;
 mod safetensors;
 mod source;
 mod view;
@@ -38,7 +39,10 @@ pub use affine::{AffineFormat, AffineTensor, ModuleQuantization, Quantization};
 pub use checkpoint::Checkpoint;
 pub use error::{HeaderProblem, WeightsError};
 pub use linear::{LinearFormat, LinearInfo, LinearTensor};
-pub use safetensors::{SafetensorsFile, SafetensorsHeader, StoredDType, TensorEntry};
+pub use safetensors::{
+    SafetensorsFile, SafetensorsHeader, SafetensorsWriter, ShardedWriter, StoredDType, TensorEntry,
+    TensorSpec,
+};
 pub use source::{TensorInfo, TensorSource};
 pub use view::TensorView;
 

@@ -1,0 +1,262 @@
+//! Writing one safetensors file, tensor by tensor, piece by piece.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{self, Seek, SeekFrom, Write},
+    path::{Path, PathBuf},
+};
+
+use super::layout::{Layout, TensorSpec};
+use crate::{Result, WeightsError, partial::PartialFile};
+
+/// Writes a safetensors file whose tensors are declared first and then filled in pieces, in any order, so
+/// that none of them has to be in memory as a whole.
+///
+/// The file appears under its name when it is complete, and not before: until [`finish`](Self::finish) it has
+/// a temporary name in the same folder, and dropping the writer removes it.
+///
+/// ```
+/// use std::collections::BTreeMap;
+///
+/// use keel_array::DType;
+/// use keel_weights::{SafetensorsFile, SafetensorsWriter, TensorSource, TensorSpec};
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("out.safetensors");
+/// let spec = TensorSpec { name: "logits".into(), dtype: DType::F32, shape: vec![2, 3] };
+/// let mut writer = SafetensorsWriter::create(&path, &[spec], &BTreeMap::new())?;
+/// for row in [[1.0f32, 2.0, 3.0], [4.0, 5.0, 6.0]] {
+///     writer.append("logits", &row.map(f32::to_le_bytes).concat())?;
+/// }
+/// writer.finish()?;
+/// assert_eq!(SafetensorsFile::open(&path)?.tensor("logits")?.to_f32()?, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+/// # Ok::<(), keel_weights::WeightsError>(())
+/// ```
+#[derive(Debug)]
+pub struct SafetensorsWriter {
+    path: PathBuf,
+    file: PartialFile,
+    stream: Stream<File>,
+}
+
+impl SafetensorsWriter {
+    /// Starts the file at `path`, which will replace one that is there.
+    ///
+    /// # Errors
+    /// [`WeightsError::Output`] if two tensors share a name or sizes overflow, [`WeightsError::Io`] if the
+    /// file cannot be written.
+    pub fn create(
+        path: &Path,
+        tensors: &[TensorSpec],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<SafetensorsWriter> {
+        let layout = Layout::new(tensors, metadata)
+            .map_err(|problem| WeightsError::Output { path: path.into(), problem })?;
+        let (file, handle) = PartialFile::create(path)?;
+        let stream = Stream::start(handle, layout).map_err(WeightsError::io("write", path))?;
+        Ok(SafetensorsWriter { path: path.into(), file, stream })
+    }
+
+    /// Appends to the bytes of a tensor: row-major, little-endian. Tensors may be filled in turns.
+    ///
+    /// # Errors
+    /// [`WeightsError::Output`] if the tensor was not declared or is full, [`WeightsError::Io`] if the write
+    /// fails, as it does on a full disk.
+    pub fn append(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        match self.stream.append(name, bytes) {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(problem)) => Err(WeightsError::Output { path: self.path.clone(), problem }),
+            Err(source) => Err(WeightsError::io("write", &self.path)(source)),
+        }
+    }
+
+    /// Completes the file and gives it its name.
+    ///
+    /// # Errors
+    /// [`WeightsError::Output`] if a tensor lacks bytes, [`WeightsError::Io`] if the file cannot be completed.
+    /// In both cases nothing is left behind.
+    pub fn finish(self) -> Result<()> {
+        if let Some(problem) = self.stream.incomplete() {
+            return Err(WeightsError::Output { path: self.path, problem });
+        }
+        self.stream.target.sync_all().map_err(WeightsError::io("write", &self.path))?;
+        self.file.commit()
+    }
+}
+
+/// The tensors of a file on their way to `target`.
+#[derive(Debug)]
+struct Stream<W> {
+    target: W,
+    tensors: BTreeMap<String, Progress>,
+}
+
+/// How far one tensor has been written.
+#[derive(Debug)]
+struct Progress {
+    next: u64,
+    end: u64,
+}
+
+impl<W: Write + Seek> Stream<W> {
+    fn start(mut target: W, layout: Layout) -> io::Result<Stream<W>> {
+        target.write_all(&layout.header)?;
+        let progress = |(name, (offset, bytes))| (name, Progress { next: offset, end: offset + bytes });
+        let tensors = layout.places.into_iter().map(progress).collect();
+        Ok(Stream { target, tensors })
+    }
+
+    /// The outer error is the system's, the inner one the caller's.
+    fn append(&mut self, name: &str, bytes: &[u8]) -> io::Result<Result<(), String>> {
+        let Some(progress) = self.tensors.get_mut(name) else {
+            return Ok(Err(format!("tensor '{name}' was not declared")));
+        };
+        let (given, left) = (bytes.len() as u64, progress.end - progress.next);
+        if given > left {
+            return Ok(Err(format!("tensor '{name}' was given {given} bytes, it has room for {left}")));
+        }
+        self.target.seek(SeekFrom::Start(progress.next))?;
+        self.target.write_all(bytes)?;
+        progress.next += given;
+        Ok(Ok(()))
+    }
+
+    /// What is missing, if anything is.
+    fn incomplete(&self) -> Option<String> {
+        let (name, progress) = self.tensors.iter().find(|(_, progress)| progress.next < progress.end)?;
+        Some(format!("tensor '{name}' lacks {} bytes", progress.end - progress.next))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Cursor;
+
+    use keel_array::DType;
+
+    use super::*;
+    use crate::{SafetensorsFile, StoredDType, TensorSource};
+
+    fn spec(name: &str, dtype: DType, shape: &[usize]) -> TensorSpec {
+        TensorSpec { name: name.into(), dtype, shape: shape.into() }
+    }
+
+    fn no_metadata() -> BTreeMap<String, String> {
+        BTreeMap::new()
+    }
+
+    fn files(folder: &Path) -> Vec<String> {
+        let name = |entry: io::Result<std::fs::DirEntry>| entry.unwrap().file_name().into_string().unwrap();
+        std::fs::read_dir(folder).unwrap().map(name).collect()
+    }
+
+    /// A disk with room for `left` bytes.
+    struct SmallDisk {
+        file: Cursor<Vec<u8>>,
+        left: usize,
+    }
+
+    impl Write for SmallDisk {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if self.left == 0 {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            let bytes = &bytes[..bytes.len().min(self.left)];
+            self.left -= bytes.len();
+            self.file.write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Seek for SmallDisk {
+        fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+            self.file.seek(to)
+        }
+    }
+
+    #[test]
+    fn tensors_filled_in_turns_read_back_aligned() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("w.safetensors");
+        let metadata = BTreeMap::from([("format".to_string(), "mlx".to_string())]);
+        let specs = [
+            spec("byte", DType::U8, &[3]),
+            spec("half", DType::BF16, &[5]),
+            spec("long", DType::I64, &[2]),
+            spec("none", DType::F32, &[0, 7]),
+        ];
+        let mut writer = SafetensorsWriter::create(&path, &specs, &metadata).unwrap();
+        writer.append("long", &[1; 8]).unwrap();
+        writer.append("byte", &[7, 8]).unwrap();
+        writer.append("half", &[3; 10]).unwrap();
+        writer.append("long", &[2; 8]).unwrap();
+        writer.append("byte", &[9]).unwrap();
+        writer.append("none", &[]).unwrap();
+        assert!(!path.exists(), "it has its name only when it is complete");
+        writer.finish().unwrap();
+        assert_eq!(files(folder.path()), ["w.safetensors"]);
+        let file = SafetensorsFile::open(&path).unwrap();
+        assert_eq!(file.metadata()["format"], "mlx");
+        assert_eq!(file.tensor("byte").unwrap().bytes(), [7, 8, 9]);
+        assert_eq!(file.tensor("half").unwrap().bytes(), [3; 10]);
+        assert_eq!(file.tensor("long").unwrap().bytes(), [[1; 8], [2; 8]].concat());
+        assert_eq!(file.tensor("none").unwrap().shape(), [0, 7]);
+        for entry in file.header().tensors().values() {
+            let StoredDType::Known(dtype) = entry.dtype else { panic!("{entry:?}") };
+            assert_eq!(entry.range.start % dtype.size(), 0);
+        }
+        let bytes = std::fs::read(&path).unwrap();
+        assert_eq!(safetensors::SafeTensors::deserialize(&bytes).unwrap().len(), 4);
+    }
+
+    #[test]
+    fn an_unfinished_file_leaves_nothing_and_keeps_the_old_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("w.safetensors");
+        std::fs::write(&path, "old").unwrap();
+        let specs = [spec("a", DType::F32, &[2])];
+        let mut writer = SafetensorsWriter::create(&path, &specs, &no_metadata()).unwrap();
+        writer.append("a", &[0; 7]).unwrap();
+        assert_eq!(files(folder.path()).len(), 2);
+        let message = writer.finish().unwrap_err().to_string();
+        assert!(message.ends_with("w.safetensors cannot be written: tensor 'a' lacks 1 bytes"), "{message}");
+        drop(SafetensorsWriter::create(&path, &specs, &no_metadata()).unwrap());
+        assert_eq!(files(folder.path()), ["w.safetensors"]);
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
+    }
+
+    #[test]
+    fn misuse_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("w.safetensors");
+        let create = |specs: &[TensorSpec]| SafetensorsWriter::create(&path, specs, &no_metadata());
+        let mut writer = create(&[spec("a", DType::U8, &[2])]).unwrap();
+        assert!(writer.append("b", &[0]).unwrap_err().to_string().contains("'b' was not declared"));
+        let message = writer.append("a", &[0; 3]).unwrap_err().to_string();
+        assert!(message.contains("'a' was given 3 bytes, it has room for 2"), "{message}");
+        let twice = [spec("a", DType::U8, &[2]), spec("a", DType::F32, &[1])];
+        assert!(create(&twice).unwrap_err().to_string().contains("two tensors are named 'a'"));
+        let huge = [spec("a", DType::F32, &[usize::MAX, 2])];
+        assert!(create(&huge).unwrap_err().to_string().contains("overflows"));
+        let nowhere = folder.path().join("missing/w.safetensors");
+        let error = SafetensorsWriter::create(&nowhere, &[], &no_metadata()).unwrap_err();
+        assert!(error.to_string().starts_with("cannot create "), "{error}");
+    }
+
+    #[test]
+    fn a_full_disk_is_the_systems_error() {
+        let specs = [spec("a", DType::U8, &[100])];
+        let layout = || Layout::new(&specs, &no_metadata()).unwrap();
+        let room = |left| SmallDisk { file: Cursor::new(Vec::new()), left };
+        let kind = |error: io::Error| error.kind();
+        assert_eq!(kind(Stream::start(room(10), layout()).err().unwrap()), io::ErrorKind::StorageFull);
+        let mut stream = Stream::start(room(layout().header.len() + 60), layout()).unwrap();
+        stream.append("a", &[1; 50]).unwrap().unwrap();
+        assert_eq!(kind(stream.append("a", &[1; 50]).unwrap_err()), io::ErrorKind::StorageFull);
+        assert_eq!(stream.incomplete().unwrap(), "tensor 'a' lacks 50 bytes");
+    }
+}
