@@ -22,7 +22,7 @@ pub fn read_bandwidth(pool: &ThreadPool, buffer: &[u64], budget: Duration) -> f6
                 std::hint::black_box(sum(&buffer[piece]));
             }
         });
-        best = best.max(std::mem::size_of_val(buffer) as f64 / pass.elapsed().as_secs_f64());
+        best = best.max(size_of_val(buffer) as f64 / pass.elapsed().as_secs_f64());
     }
     best
 }

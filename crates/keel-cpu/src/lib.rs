@@ -1,5 +1,6 @@
 //! CPU backend: thread pool and kernels, chosen for the machine at run time.
 
+pub mod error;
 pub mod floors;
 pub mod isa;
 pub mod kernels;

@@ -61,6 +61,28 @@ impl<'a, T> SharedMut<'a, T> {
         self.len == 0
     }
 
+    /// Where the values begin.
+    pub fn as_ptr(self) -> *mut T {
+        self.ptr
+    }
+
+    /// A handle over the values at `range` alone.
+    ///
+    /// # Panics
+    /// If `range` does not lie within the slice.
+    pub fn part(self, range: Range<usize>) -> SharedMut<'a, T> {
+        self.check(&range);
+        SharedMut { ptr: self.ptr.wrapping_add(range.start), len: range.len(), _borrow: PhantomData }
+    }
+
+    fn check(self, range: &Range<usize>) {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "range {range:?} of a shared slice of {} values",
+            self.len
+        );
+    }
+
     /// The values at `range`, to write.
     ///
     /// # Safety
@@ -70,11 +92,7 @@ impl<'a, T> SharedMut<'a, T> {
     /// # Panics
     /// If `range` does not lie within the slice.
     pub unsafe fn range(self, range: Range<usize>) -> &'a mut [T] {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "range {range:?} of a shared slice of {} values",
-            self.len
-        );
+        self.check(&range);
         // SAFETY: in bounds as asserted; the caller promises that nobody else uses these values.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.end - range.start) }
     }

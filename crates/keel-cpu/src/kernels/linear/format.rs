@@ -108,9 +108,7 @@ impl PackedLayout {
             .and_then(|bytes| bytes.checked_mul(matrices))
             .filter(|bytes| isize::try_from(*bytes).is_ok());
         match (tile_bytes, bytes) {
-            (Some(tile_bytes), Some(bytes)) => {
-                Ok(PackedLayout { matrices, n, k, format, tile_bytes, bytes })
-            }
+            (Some(tile_bytes), Some(bytes)) => Ok(PackedLayout { matrices, n, k, format, tile_bytes, bytes }),
             _ => Err(fail("the packed bytes exceed the address space")),
         }
     }
@@ -187,9 +185,7 @@ pub fn packed_bytes(n: usize, k: usize, format: WeightFormat) -> Result<usize, E
 const fn unit_bytes(format: WeightFormat) -> usize {
     match format {
         WeightFormat::Dense(float) => TILE_ROWS * float.bytes(),
-        WeightFormat::Affine { bits, group, params } => {
-            TILE_ROWS * (group * bits / 8 + 2 * params.bytes())
-        }
+        WeightFormat::Affine { bits, group, params } => TILE_ROWS * (group * bits / 8 + 2 * params.bytes()),
     }
 }
 

@@ -207,8 +207,10 @@ mod tests {
         let (n, k) = (37, 384);
         for bits in [2usize, 3, 4, 5, 6, 8] {
             for (group, params) in [(32, FloatType::F32), (64, FloatType::Bf16), (128, FloatType::F16)] {
-                let layout = PackedLayout::stacked(2, n, k, WeightFormat::Affine { bits, group, params }).unwrap();
-                let quants: Vec<u8> = (0..n * k).map(|i| (i * 2654435761 >> 7) as u8 & ((1 << bits) - 1) as u8).collect();
+                let layout =
+                    PackedLayout::stacked(2, n, k, WeightFormat::Affine { bits, group, params }).unwrap();
+                let quants: Vec<u8> =
+                    (0..n * k).map(|i| (i * 2654435761 >> 7) as u8 & ((1 << bits) - 1) as u8).collect();
                 // Exact in every parameter type.
                 let scales: Vec<f32> = (0..n * k / group).map(|i| (i % 29) as f32 / 16.0).collect();
                 let biases: Vec<f32> = (0..n * k / group).map(|i| (i % 31) as f32 - 15.0).collect();

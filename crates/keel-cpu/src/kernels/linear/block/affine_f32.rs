@@ -4,14 +4,14 @@ use super::super::WeightFormat;
 use super::super::format::TILE_ROWS;
 use super::super::lanes::Lanes;
 use super::unpack::{for_each_quad, params, quad};
-use super::{Block, BlockInput, PAIR};
+use super::{Block, PAIR};
 
 /// # Safety
-/// As [`Lanes`]; `block` describes affine weights of `BITS` bits and `M` rows of [`BlockInput::F32`].
+/// As [`Lanes`]; `block` describes affine weights of `BITS` bits and `M` rows of f32 activations.
 #[inline(always)]
 pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(block: &Block<'_>) {
     let WeightFormat::Affine { group, params: float, .. } = block.layout.format() else { unreachable!() };
-    let BlockInput::F32(x) = block.x else { unreachable!() };
+    let x = block.x.map(|row| row.cast::<f32>());
     let unit = block.layout.unit_bytes();
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {

@@ -2,7 +2,7 @@
 
 use super::super::format::TILE_ROWS;
 use super::super::lanes::Lanes;
-use super::{Block, BlockInput, MAX_ROWS, PAIR};
+use super::{Block, MAX_ROWS, PAIR};
 use std::ops::Range;
 
 /// Inputs that are summed before the sum is added to the row's result.
@@ -12,9 +12,6 @@ const CHUNK: usize = 256;
 pub(super) trait Weights {
     /// One activation.
     type X: Copy;
-
-    /// The rows of the block.
-    fn rows(x: &BlockInput) -> &[*const Self::X; MAX_ROWS];
 
     /// Adds the products of `inputs`, which start at an even one, to `dots`.
     ///
@@ -41,10 +38,6 @@ impl Weights for F32 {
     type X = f32;
 
     #[inline(always)]
-    fn rows(x: &BlockInput) -> &[*const f32; MAX_ROWS] {
-        f32_rows(x)
-    }
-    #[inline(always)]
     unsafe fn multiply<S: Lanes, const M: usize>(
         dots: &mut [[S::F; PAIR]; M],
         tiles: [*const u8; PAIR],
@@ -63,10 +56,6 @@ impl Weights for F16 {
     type X = f32;
 
     #[inline(always)]
-    fn rows(x: &BlockInput) -> &[*const f32; MAX_ROWS] {
-        f32_rows(x)
-    }
-    #[inline(always)]
     unsafe fn multiply<S: Lanes, const M: usize>(
         dots: &mut [[S::F; PAIR]; M],
         tiles: [*const u8; PAIR],
@@ -84,10 +73,6 @@ impl Weights for F16 {
 impl Weights for Bf16 {
     type X = f32;
 
-    #[inline(always)]
-    fn rows(x: &BlockInput) -> &[*const f32; MAX_ROWS] {
-        f32_rows(x)
-    }
     #[inline(always)]
     unsafe fn multiply<S: Lanes, const M: usize>(
         dots: &mut [[S::F; PAIR]; M],
@@ -119,11 +104,6 @@ impl Weights for Bf16Dots {
     type X = u16;
 
     #[inline(always)]
-    fn rows(x: &BlockInput) -> &[*const u16; MAX_ROWS] {
-        let BlockInput::Bf16(rows) = x else { unreachable!("the plan prepared other activations") };
-        rows
-    }
-    #[inline(always)]
     unsafe fn multiply<S: Lanes, const M: usize>(
         dots: &mut [[S::F; PAIR]; M],
         tiles: [*const u8; PAIR],
@@ -146,12 +126,6 @@ impl Weights for Bf16Dots {
             }
         }
     }
-}
-
-#[inline(always)]
-fn f32_rows(x: &BlockInput) -> &[*const f32; MAX_ROWS] {
-    let BlockInput::F32(rows) = x else { unreachable!("the plan prepared other activations") };
-    rows
 }
 
 /// Input `k`, whose weights are `w`.
@@ -181,7 +155,7 @@ unsafe fn input<S: Lanes, const M: usize>(
 #[inline(always)]
 pub(super) unsafe fn dense<S: Lanes, D: Weights, const M: usize>(block: &Block<'_>) {
     let (k, tile_bytes) = (block.layout.k(), block.layout.tile_bytes());
-    let x = D::rows(&block.x);
+    let x = &block.x.map(|row| row.cast::<D::X>());
     let chunk_bytes = tile_bytes.min(CHUNK * block.layout.unit_bytes());
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {

@@ -10,9 +10,9 @@
 //! | [`affine_f32`] | affine | unpack, `scale * q + bias` in f32, f32 multiply-add |
 //! | [`dense`] | dense | widen, f32 multiply-add; or bf16 dot of input pairs with f32 sums |
 
+mod affine_f32;
 mod dense;
 mod dispatch;
-mod affine_f32;
 mod int8;
 mod unpack;
 
@@ -33,24 +33,14 @@ pub(super) struct Block<'a> {
     pub tiles: [*const u8; PAIR],
     /// Bytes to ask for while the tiles are read, as many: the tiles that come next. May be any address.
     pub ahead: Option<*const u8>,
-    pub x: BlockInput,
+    /// Where the prepared activations of each row begin, see `activations`.
+    pub x: [*const u8; MAX_ROWS],
     /// Where the outputs of each row begin, at the pair's first column.
     pub y: [*mut f32; MAX_ROWS],
     /// Columns of each tile that exist; 0 for a repeated tile.
     pub columns: [usize; PAIR],
     /// Add to y rather than replace it.
     pub add: bool,
-}
-
-/// The activations of a block's rows.
-#[derive(Clone, Copy)]
-pub(super) enum BlockInput {
-    /// Rows of `K` f32 each.
-    F32([*const f32; MAX_ROWS]),
-    /// Rows of bf16, each padded to an even length.
-    Bf16([*const u16; MAX_ROWS]),
-    /// Quantised rows: `[K / group][M][group]` i8, and `[K / group][M]` of scale and scaled sum.
-    Int8(*const i8, *const [f32; 2]),
 }
 
 /// Asks for the next `bytes` of both tiles of the pair at `next`, and moves on by as many.

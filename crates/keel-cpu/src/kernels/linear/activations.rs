@@ -1,0 +1,176 @@
+//! Activations as the block kernels read them.
+//!
+//! f32 rows are read where they are. For bf16 weights a row is rounded to bf16 and padded with a zero to an even
+//! length. For int8, each group of a row's inputs (the weights' groups) becomes `p = round(x / c)` with
+//! `c = max |x| / 127`; the row is `[K]` i8, then `[K / group]` of `(c, c * sum p)` as f32. With the sums of the
+//! *rounded* inputs the rounding errors meet `s q + b`, the weights themselves, rather than the larger `s q`.
+
+use super::format::WeightFormat;
+use super::{Compute, PackedLayout};
+use crate::isa::Isa;
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+
+/// Bytes of one prepared row; 0 where rows are read as they are.
+pub(super) fn row_bytes(layout: &PackedLayout, compute: Compute) -> usize {
+    match (compute, layout.format()) {
+        (Compute::Int8, WeightFormat::Affine { group, .. }) => layout.k() + layout.k() / group * 8,
+        (Compute::Bf16, _) => layout.k().next_multiple_of(2) * 2,
+        _ => 0,
+    }
+}
+
+/// Prepares all rows of `x` in `scratch`, each worker its share. A barrier must follow.
+pub(super) fn prepare(
+    worker: &Worker<'_>,
+    isa: Isa,
+    layout: &PackedLayout,
+    compute: Compute,
+    x: &[f32],
+    scratch: SharedMut<'_, u8>,
+) {
+    let (k, stride) = (layout.k(), row_bytes(layout, compute));
+    match (compute, layout.format()) {
+        (Compute::Int8, WeightFormat::Affine { group, .. }) => {
+            let groups = k / group;
+            for item in worker.split(x.len() / group, 1) {
+                let (row, g) = (item / groups, item % groups);
+                let values = row * stride + g * group;
+                let scales = row * stride + k + g * 8;
+                // SAFETY: each group of each row has bytes of its own, and one worker.
+                let (out, pair) =
+                    unsafe { (scratch.range(values..values + group), scratch.range(scales..scales + 8)) };
+                let (scale, sum) = quantise(isa, &x[item * group..(item + 1) * group], out);
+                pair[..4].copy_from_slice(&scale.to_ne_bytes());
+                pair[4..].copy_from_slice(&sum.to_ne_bytes());
+            }
+        }
+        (Compute::Bf16, _) => {
+            for row in worker.split(x.len() / k, 1) {
+                // SAFETY: each row has bytes of its own, and one worker.
+                let out = unsafe { scratch.range(row * stride..(row + 1) * stride) };
+                round_to_bf16(&x[row * k..(row + 1) * k], out);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Quantises one group; its scale, and the scaled sum of what was written to `out` as i8.
+fn quantise(isa: Isa, x: &[f32], out: &mut [u8]) -> (f32, f32) {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a kernel is only run at a level that the CPU has.
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => unsafe { quantise_avx512(x, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a kernel is only run at a level that the CPU has.
+        Isa::Avx2 => unsafe { quantise_avx2(x, out) },
+        _ => quantise_portable(x, out),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn quantise_avx512(x: &[f32], out: &mut [u8]) -> (f32, f32) {
+    quantise_portable(x, out)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn quantise_avx2(x: &[f32], out: &mut [u8]) -> (f32, f32) {
+    quantise_portable(x, out)
+}
+
+/// The same bits at every level: each step is exact or rounded alike.
+#[inline(always)]
+fn quantise_portable(x: &[f32], out: &mut [u8]) -> (f32, f32) {
+    // As integers the magnitudes of floats are ordered, infinities and then NaN above all numbers, so that
+    // these reach the scale and with it every output.
+    let (chunks, _) = x.as_chunks::<16>();
+    let mut tops = [0u32; 16];
+    for chunk in chunks {
+        for (top, x) in tops.iter_mut().zip(chunk) {
+            *top = (*top).max(x.to_bits() & 0x7fff_ffff);
+        }
+    }
+    let top = f32::from_bits(tops.into_iter().fold(0, u32::max));
+    // Below this the reciprocal overflows; such a group is zero beside any other.
+    if top < 1e-36 {
+        out.fill(0);
+        return (0.0, 0.0);
+    }
+    let reciprocal = 127.0 / top;
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
+    const ROUND: f32 = 12_582_912.0;
+    let mut sums = [0i32; 16];
+    let (outs, _) = out.as_chunks_mut::<16>();
+    for (chunk, out) in chunks.iter().zip(outs) {
+        for i in 0..16 {
+            let p = (chunk[i] * reciprocal + ROUND).to_bits() as i8;
+            sums[i] += i32::from(p);
+            out[i] = p as u8;
+        }
+    }
+    let scale = top / 127.0;
+    (scale, scale * sums.into_iter().sum::<i32>() as f32)
+}
+
+/// Rounds to nearest even; `out` is filled up with zeros.
+fn round_to_bf16(x: &[f32], out: &mut [u8]) {
+    out[x.len() * 2..].fill(0);
+    let (pairs, _) = out.as_chunks_mut::<2>();
+    for (x, out) in x.iter().zip(pairs) {
+        let bits = x.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+        // Rounding could turn the payload of a NaN into an infinity.
+        let top = if x.is_nan() { 0x7fc0 } else { rounded >> 16 };
+        *out = (top as u16).to_ne_bytes();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantised_groups_are_within_half_a_step_and_carry_their_sum() {
+        let x: Vec<f32> = (0..64).map(|i| (i as f32 * 0.71).sin() * 3.0).collect();
+        for isa in Isa::available() {
+            let mut out = [0u8; 64];
+            let (scale, sum) = quantise(isa, &x, &mut out);
+            let mut total = 0.0;
+            for (x, p) in x.iter().zip(out) {
+                let back = f32::from(p as i8) * scale;
+                assert!((x - back).abs() <= 0.5001 * scale, "{x} became {back} at {isa}");
+                assert_ne!(p as i8, -128);
+                total += back;
+            }
+            assert!((sum - total).abs() < 1e-3);
+        }
+    }
+
+    #[test]
+    fn a_group_that_is_not_finite_says_so_and_a_zero_group_is_zero() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = [1.0f32; 32];
+            x[17] = bad;
+            let (scale, _) = quantise(Isa::best(), &x, &mut [0; 32]);
+            assert!(!scale.is_finite());
+        }
+        let mut out = [1u8; 32];
+        assert_eq!(quantise(Isa::best(), &[-0.0; 32], &mut out), (0.0, 0.0));
+        assert_eq!(out, [0; 32]);
+    }
+
+    #[test]
+    fn bf16_rounding_is_the_standard_one() {
+        let values = [1.0, 1.0039062, 1.0117188, -2.7182817, f32::NAN, f32::INFINITY, 3.4e38, 1e-40];
+        let mut out = [0xffu8; 18];
+        round_to_bf16(&values, &mut out);
+        for (x, bytes) in values.iter().zip(out.as_chunks::<2>().0) {
+            let expected = half::bf16::from_f32(*x);
+            assert_eq!(u16::from_ne_bytes(*bytes), expected.to_bits(), "{x}");
+        }
+        assert_eq!(out[16..], [0, 0]);
+    }
+}

@@ -1,0 +1,258 @@
+//! Linear layers: `quantized_matmul`, its gathered form for experts, and `matmul` with dense weights.
+//!
+//! ```text
+//! y[t, n] = sum over k of x[t, k] * w[n, k]                    plain
+//! y[r, n] = sum over k of x[r / fanout, k] * w[expert[r], n, k]    gathered
+//! ```
+//!
+//! Activations and results are f32. Weights are packed once, while they are loaded, and stay packed: 4 bits
+//! stay 4 bits ([`PackedLayout`] says where everything lies, [`packed_bytes`] how much it is).
+//!
+//! ```
+//! use keel_cpu::isa::Isa;
+//! use keel_cpu::kernels::linear::{Compute, Epilogue, FloatType, Linear, PackedLayout, Rows, WeightFormat, pack};
+//! use keel_cpu::{pool::ThreadPool, shared_slice::SharedMut};
+//!
+//! // Loading: any whole tiles of rows at a time, from any thread.
+//! let layout = PackedLayout::new(2, 3, WeightFormat::Dense(FloatType::F32))?;
+//! let mut weights = vec![0; layout.bytes()];
+//! pack(&layout, Rows::Dense(&[1., 2., 3., 4., 5., 6.]), &mut weights[layout.row_bytes(0, 0..2)]);
+//!
+//! // Once per layer: which arithmetic, on which instructions.
+//! let linear = Linear::new(layout, Compute::fastest(layout.format(), Isa::best()), Isa::best());
+//!
+//! // Each step: every worker of the pool makes the same call.
+//! let x = [1., 0., 0., 0., 1., 1.];
+//! let (mut y, mut scratch) = ([0.; 4], vec![0; linear.scratch_bytes(2)]);
+//! let (y_out, scratch) = (SharedMut::new(&mut y), SharedMut::new(&mut scratch));
+//! ThreadPool::new(2).run(|worker| linear.run(worker, &weights, &x, y_out, Epilogue::Store, scratch));
+//! assert_eq!(y, [1., 4., 5., 11.]);
+//! # Ok::<(), keel_cpu::error::Error>(())
+//! ```
+//!
+//! # How a row's bits stay its own
+//!
+//! A result is summed over K in one fixed order, whatever rows, tiles or workers there are beside it: the
+//! same row gives the same bits in decode, verification and prefill, plain and gathered. In
+//! [`Compute::F32`] and [`Compute::Int8`] the bits are also the same on every instruction set.
+//!
+//! # What it costs
+//!
+//! Reading the packed weights once for each 256 KB or so of activations, and `2 N K` operations for each row. Up to
+//! a dozen rows the floor is memory; beyond, the dot-product instructions. See `benches/linear.rs`.
+
+mod activations;
+mod block;
+mod format;
+mod lanes;
+mod pack;
+mod routing;
+mod schedule;
+
+pub use format::{FloatType, PackedLayout, TILE_ROWS, WeightFormat, packed_bytes};
+pub use pack::{Rows, pack, unpack_row};
+
+use crate::isa::Isa;
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use block::{BlockFn, Kernel};
+use schedule::{Call, RowMap};
+
+/// The arithmetic of a linear layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Compute {
+    /// Weights widened or dequantised to f32, f32 multiply-add, f32 sums. Any weights.
+    F32,
+    /// Activations rounded to bf16, f32 sums. Dense bf16 weights.
+    Bf16,
+    /// Activations quantised to 8 bits for each row and group, exact integer sums over the group, f32 sums
+    /// over groups. Affine weights.
+    Int8,
+}
+
+impl Compute {
+    /// What runs fastest on `isa` and loses no more than the weights' format has lost already.
+    pub fn fastest(format: WeightFormat, isa: Isa) -> Compute {
+        match format {
+            WeightFormat::Affine { .. } => Compute::Int8,
+            WeightFormat::Dense(FloatType::Bf16) if isa >= Isa::Avx512Vnni => Compute::Bf16,
+            WeightFormat::Dense(_) => Compute::F32,
+        }
+    }
+
+    /// Whether weights of `format` can be computed with so.
+    pub fn takes(self, format: WeightFormat) -> bool {
+        match self {
+            Compute::F32 => true,
+            Compute::Bf16 => format == WeightFormat::Dense(FloatType::Bf16),
+            Compute::Int8 => matches!(format, WeightFormat::Affine { .. }),
+        }
+    }
+}
+
+/// What becomes of the results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Epilogue {
+    /// `y = x W^T`
+    Store,
+    /// `y += x W^T`, one rounding after the whole sum: a residual connection.
+    Add,
+}
+
+/// A linear layer, ready to run: a layout, an arithmetic, and the kernels for them.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear {
+    layout: PackedLayout,
+    compute: Compute,
+    isa: Isa,
+    /// For 1, 2, 4 and 8 rows.
+    blocks: [BlockFn; 4],
+}
+
+impl Linear {
+    /// Chooses the kernels.
+    ///
+    /// # Panics
+    /// If `compute` does not take the layout's format, or this machine lacks `isa`.
+    pub fn new(layout: PackedLayout, compute: Compute, isa: Isa) -> Linear {
+        assert!(isa <= Isa::best(), "kernels for {isa} cannot run here: this machine has {}", Isa::best());
+        assert!(compute.takes(layout.format()), "{compute:?} arithmetic with {:?} weights", layout.format());
+        let kernel = match (layout.format(), compute) {
+            (WeightFormat::Affine { bits, .. }, Compute::Int8) => Kernel::Int8(bits),
+            (WeightFormat::Affine { bits, .. }, _) => Kernel::AffineF32(bits),
+            (WeightFormat::Dense(_), Compute::Bf16) => Kernel::Bf16Dots,
+            (WeightFormat::Dense(FloatType::F32), _) => Kernel::F32,
+            (WeightFormat::Dense(FloatType::Bf16), _) => Kernel::Bf16,
+            (WeightFormat::Dense(FloatType::F16), _) => Kernel::F16,
+        };
+        Linear { layout, compute, isa, blocks: block::block_fns(isa, kernel) }
+    }
+
+    /// The weights' layout.
+    pub fn layout(&self) -> &PackedLayout {
+        &self.layout
+    }
+
+    /// The arithmetic.
+    pub fn compute(&self) -> Compute {
+        self.compute
+    }
+
+    /// Scratch that [`Linear::run`] needs for `rows` rows of x: where prepared activations lie.
+    pub fn scratch_bytes(&self, rows: usize) -> usize {
+        rows * activations::row_bytes(&self.layout, self.compute)
+    }
+
+    /// Scratch that [`Linear::run_gathered`] needs for `rows` rows of x and `outputs` rows of y.
+    pub fn gathered_scratch_bytes(&self, rows: usize, outputs: usize) -> usize {
+        routing::bytes(outputs, self.layout.matrices()) + self.scratch_bytes(rows)
+    }
+
+    /// `y = x W^T`, or `y += x W^T`.
+    ///
+    /// Called by every worker of a pool with the same arguments, as the first kernel after a barrier or
+    /// the start of the job; the caller places a barrier after it.
+    ///
+    /// # Shapes
+    /// `weights`: the layout's bytes, one matrix; `x`: `[T, K]`; `y`: `[T, N]`; `scratch`: at least
+    /// [`Linear::scratch_bytes`]`(T)`, starting at a multiple of 8 bytes, not read before it is written.
+    ///
+    /// # Panics
+    /// If lengths do not fit the layout.
+    pub fn run(
+        &self,
+        worker: &Worker<'_>,
+        weights: &[u8],
+        x: &[f32],
+        y: SharedMut<'_, f32>,
+        epilogue: Epilogue,
+        scratch: SharedMut<'_, u8>,
+    ) {
+        let rows = x.len() / self.layout.k();
+        assert_eq!(self.layout.matrices(), 1, "a stack of weight matrices needs `run_gathered`");
+        self.check(weights, x, y, rows, scratch.len() >= self.scratch_bytes(rows));
+        activations::prepare(worker, self.isa, &self.layout, self.compute, x, scratch);
+        if self.scratch_bytes(rows) > 0 {
+            worker.barrier();
+        }
+        let call = self.call(weights, x, y, epilogue, scratch);
+        schedule::run(
+            worker,
+            &call,
+            &[routing::Segment { matrix: 0, start: 0, end: rows as u32 }],
+            RowMap::Same,
+        );
+    }
+
+    /// `y[r] = x[r / fanout] W[experts[r]]^T` over a stack of matrices, where `fanout` is the rows of y for each row of x.
+    /// Rows of one expert are computed together, so that its weights are read once.
+    ///
+    /// Called by every worker as [`Linear::run`] is.
+    ///
+    /// # Shapes
+    /// `weights`: the layout's bytes, `[E, N, K]`; `x`: `[R / fanout, K]`; `experts`: `[R]`; `y`: `[R, N]`; `scratch`:
+    /// at least [`Linear::gathered_scratch_bytes`], starting at a multiple of 8 bytes.
+    ///
+    /// # Panics
+    /// If lengths do not fit the layout, or an expert is not in the stack.
+    pub fn run_gathered(
+        &self,
+        worker: &Worker<'_>,
+        weights: &[u8],
+        x: &[f32],
+        experts: &[u32],
+        y: SharedMut<'_, f32>,
+        scratch: SharedMut<'_, u8>,
+    ) {
+        let (rows, outputs) = (x.len() / self.layout.k(), experts.len());
+        if outputs == 0 {
+            return;
+        }
+        assert!(rows > 0 && outputs.is_multiple_of(rows), "{outputs} rows of y for {rows} rows of x");
+        self.check(weights, x, y, outputs, scratch.len() >= self.gathered_scratch_bytes(rows, outputs));
+        let table_bytes = routing::bytes(outputs, self.layout.matrices());
+        let (table, scratch) = (scratch.part(0..table_bytes), scratch.part(table_bytes..scratch.len()));
+        if worker.index == 0 {
+            // SAFETY: nobody else touches the table before the barrier.
+            routing::sort(experts, self.layout.matrices(), unsafe { routing::words_mut(table) });
+        }
+        activations::prepare(worker, self.isa, &self.layout, self.compute, x, scratch);
+        worker.barrier();
+        // SAFETY: after the barrier nobody writes the table.
+        let (order, segments) = routing::read(unsafe { routing::words(table) }, outputs);
+        let call = self.call(weights, x, y, Epilogue::Store, scratch);
+        schedule::run(worker, &call, segments, RowMap::Gathered { order, fanout: outputs / rows });
+    }
+
+    fn check(&self, weights: &[u8], x: &[f32], y: SharedMut<'_, f32>, outputs: usize, scratch_fits: bool) {
+        let layout = &self.layout;
+        assert_eq!(weights.len(), layout.bytes(), "bytes of packed weights for {layout:?}");
+        assert!(x.len().is_multiple_of(layout.k()), "x has {} values, not rows of {}", x.len(), layout.k());
+        assert_eq!(y.len(), outputs * layout.n(), "values of y, [{outputs}, {}]", layout.n());
+        assert!(scratch_fits, "the scratch is too small");
+    }
+
+    fn call<'a>(
+        &'a self,
+        weights: &'a [u8],
+        x: &'a [f32],
+        y: SharedMut<'a, f32>,
+        epilogue: Epilogue,
+        scratch: SharedMut<'a, u8>,
+    ) -> Call<'a> {
+        let prepared = activations::row_bytes(&self.layout, self.compute);
+        let (x, x_stride) = match prepared {
+            0 => (x.as_ptr().cast(), self.layout.k() * 4),
+            stride => (scratch.as_ptr().cast_const(), stride),
+        };
+        Call {
+            layout: &self.layout,
+            blocks: self.blocks,
+            weights,
+            x,
+            x_stride,
+            y,
+            add: epilogue == Epilogue::Add,
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! Which worker computes which part of a linear layer, and in which order.
+//!
+//! A unit is a run of tile pairs of one matrix against a chunk of rows. Units are claimed one by one, since the
+//! machine may be shared and a fixed half would wait for the slower worker. A chunk's activations stay in the
+//! second-level cache while the weights stream past; while a pair is computed, the next is asked for.
+
+use super::block::{Block, BlockFn, MAX_ROWS, PAIR};
+use super::format::{PackedLayout, TILE_ROWS};
+use super::routing::Segment;
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use std::ops::Range;
+
+/// Activations of a chunk of rows: a quarter of a common second-level cache.
+const CHUNK_BYTES: usize = 256 << 10;
+
+/// Weights of a unit where few rows use them; about four microseconds of one core's bandwidth.
+const UNIT_BYTES: usize = 64 << 10;
+
+/// Units that each worker should have at least, so that none waits long for the last.
+const UNITS_PER_WORKER: usize = 8;
+
+/// What the blocks of one call have in common.
+pub(super) struct Call<'a> {
+    pub layout: &'a PackedLayout,
+    /// For 1, 2, 4 and 8 rows.
+    pub blocks: [BlockFn; 4],
+    pub weights: &'a [u8],
+    /// Prepared activations.
+    pub x: *const u8,
+    pub x_stride: usize,
+    pub y: SharedMut<'a, f32>,
+    pub add: bool,
+}
+
+/// Where a row of a segment comes from and goes to.
+#[derive(Clone, Copy)]
+pub(super) enum RowMap<'a> {
+    /// Row `i` of x makes row `i` of y.
+    Same,
+    /// Position `i` of the sorted order makes row `r = order[i]` of y from row `r / fanout` of x.
+    Gathered { order: &'a [u32], fanout: usize },
+}
+
+impl RowMap<'_> {
+    /// Rows of x and y of position `i`.
+    fn rows(self, i: usize) -> (usize, usize) {
+        match self {
+            RowMap::Same => (i, i),
+            RowMap::Gathered { order, fanout } => (order[i] as usize / fanout, order[i] as usize),
+        }
+    }
+}
+
+/// Some tile pairs of a matrix, for some positions.
+#[derive(Clone)]
+struct Unit {
+    matrix: usize,
+    pairs: Range<usize>,
+    positions: Range<usize>,
+}
+
+/// How segments are cut into units. Only the time depends on it, no result.
+struct Cut<'a> {
+    segments: &'a [Segment],
+    pairs: usize,
+    chunk_rows: usize,
+    unit_pairs: usize,
+}
+
+impl<'a> Cut<'a> {
+    fn new(call: &Call<'_>, segments: &'a [Segment], workers: usize) -> Cut<'a> {
+        let pairs = call.layout.tiles().div_ceil(PAIR);
+        let chunk_rows = (CHUNK_BYTES / call.x_stride / MAX_ROWS * MAX_ROWS).max(MAX_ROWS);
+        let mut cut = Cut { segments, pairs, chunk_rows, unit_pairs: 1 };
+        let rows = segments.iter().map(|s| s.end - s.start).max().unwrap_or(0) as usize;
+        let uses = rows.min(chunk_rows).div_ceil(MAX_ROWS).max(1);
+        let pair_bytes = PAIR * call.layout.tile_bytes();
+        let most = cut.len() / (workers * UNITS_PER_WORKER);
+        cut.unit_pairs = UNIT_BYTES.div_ceil(pair_bytes * uses).min(most).max(1);
+        cut
+    }
+
+    fn units_of(&self, segment: &Segment) -> usize {
+        let rows = (segment.end - segment.start) as usize;
+        rows.div_ceil(self.chunk_rows) * self.pairs.div_ceil(self.unit_pairs)
+    }
+
+    fn len(&self) -> usize {
+        self.segments.iter().map(|segment| self.units_of(segment)).sum()
+    }
+
+    /// Unit `index`, counted on from `first`, the first unit of segment `at`; both move on to its segment.
+    fn unit(&self, index: usize, at: &mut usize, first: &mut usize) -> Unit {
+        while index - *first >= self.units_of(&self.segments[*at]) {
+            *first += self.units_of(&self.segments[*at]);
+            *at += 1;
+        }
+        let segment = self.segments[*at];
+        let per_chunk = self.pairs.div_ceil(self.unit_pairs);
+        let (chunk, pair) = ((index - *first) / per_chunk, (index - *first) % per_chunk * self.unit_pairs);
+        let start = segment.start as usize + chunk * self.chunk_rows;
+        Unit {
+            matrix: segment.matrix as usize,
+            pairs: pair..(pair + self.unit_pairs).min(self.pairs),
+            positions: start..(start + self.chunk_rows).min(segment.end as usize),
+        }
+    }
+}
+
+/// Computes all segments; every worker makes the same call, and no other claims until the next barrier.
+pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], map: RowMap<'_>) {
+    let cut = Cut::new(call, segments, worker.count);
+    let (mut at, mut first) = (0, 0);
+    let mut units = worker.claim(cut.len(), 1).map(|claim| cut.unit(claim.start, &mut at, &mut first));
+    // One unit is claimed ahead, to ask for its weights in time.
+    let mut current = units.next();
+    while let Some(unit) = current {
+        let next = units.next();
+        for pair in unit.pairs.clone() {
+            let ahead = match &next {
+                _ if pair + 1 < unit.pairs.end => Some(tile(call, unit.matrix, (pair + 1) * PAIR)),
+                Some(next) => Some(tile(call, next.matrix, next.pairs.start * PAIR)),
+                None => None,
+            };
+            run_pair(call, &unit, pair, ahead, map);
+        }
+        current = next;
+    }
+}
+
+/// Where tile `tile` of a matrix begins.
+fn tile(call: &Call<'_>, matrix: usize, tile: usize) -> *const u8 {
+    &raw const call.weights[(matrix * call.layout.tiles() + tile) * call.layout.tile_bytes()]
+}
+
+/// One pair of tiles against all positions of a unit, in blocks of 8, then 4, 2 and 1.
+fn run_pair(call: &Call<'_>, unit: &Unit, pair: usize, mut ahead: Option<*const u8>, map: RowMap<'_>) {
+    let n = call.layout.n();
+    let column = pair * PAIR * TILE_ROWS;
+    let left = tile(call, unit.matrix, pair * PAIR);
+    // The right tile of the last pair may be missing: the left one stands in, and nothing is written.
+    let has_right = column + TILE_ROWS < n;
+    let tiles = if has_right { [left, left.wrapping_add(call.layout.tile_bytes())] } else { [left, left] };
+    let columns =
+        [TILE_ROWS.min(n - column), if has_right { TILE_ROWS.min(n - column - TILE_ROWS) } else { 0 }];
+    let mut positions = unit.positions.clone();
+    while !positions.is_empty() {
+        let size = positions.len().min(MAX_ROWS).ilog2();
+        let mut x = [call.x; MAX_ROWS];
+        let mut y = [std::ptr::null_mut(); MAX_ROWS];
+        for (i, position) in positions.by_ref().take(1 << size).enumerate() {
+            let (from, to) = map.rows(position);
+            x[i] = call.x.wrapping_add(from * call.x_stride);
+            let start = to * n + column;
+            // SAFETY: these columns of this row belong to this pair of this position alone.
+            y[i] = unsafe { call.y.range(start..start + columns[0] + columns[1]) }.as_mut_ptr();
+        }
+        let block = Block { layout: call.layout, tiles, ahead: ahead.take(), x, y, columns, add: call.add };
+        // SAFETY: `Linear::new` has checked the CPU and chose the kernel for the layout; tiles, rows and
+        // outputs lie within slices whose lengths were checked.
+        unsafe { call.blocks[size as usize](&block) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_cover_every_pair_of_every_position_once() {
+        let segments = [Segment { matrix: 2, start: 0, end: 20 }, Segment { matrix: 5, start: 20, end: 21 }];
+        let cut = Cut { segments: &segments, pairs: 7, chunk_rows: 8, unit_pairs: 3 };
+        let mut seen = vec![[0; 7]; 21];
+        let (mut at, mut first) = (0, 0);
+        for index in 0..cut.len() {
+            let unit = cut.unit(index, &mut at, &mut first);
+            for position in unit.positions {
+                assert_eq!(unit.matrix, if position < 20 { 2 } else { 5 });
+                for pair in unit.pairs.clone() {
+                    seen[position][pair] += 1;
+                }
+            }
+        }
+        assert!(seen.iter().flatten().all(|count| *count == 1));
+    }
+}
