@@ -1,1 +1,28 @@
-//! What a sequence remembers: KV pages, recurrent slots, delta log, checkpoints.
+//! What a sequence remembers: KV pages, recurrent slots and checkpoints.
+//!
+//! All storage is allocated once, when a [`ModelCache`] is made, from a [`CacheSpec`] (what the model's layers
+//! need) and a [`CacheSize`] (for how many sequences and tokens). After that, sequences come and go without an
+//! allocation: they hold page numbers and a slot number.
+//!
+//! Ownership of a sequence's tokens, with pages of 256:
+//!
+//! ```text
+//! token     0 ........ 255 | 256 ....... 511 | 512 ... len
+//! page      table[0]       | table[1]        | table[2] (partly filled)
+//! slot      one state that has seen all of 0..len
+//! checkpoints               copies of the slot at multiples of 64
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod error;
+mod model_cache;
+mod pages;
+mod sequence;
+mod spec;
+
+pub use error::{CacheError, Result};
+pub use model_cache::{LayerStorage, ModelCache};
+pub use pages::PageAllocator;
+pub use sequence::SequenceCache;
+pub use spec::{CacheSize, CacheSpec, LayerSpec};

@@ -6,6 +6,9 @@ use crate::error::expect_shape;
 use crate::ledger::Category;
 use crate::{ArrayError, DType, Layout, Result, Runtime, Shape};
 
+/// Bytes that pass through the host at a time when entries are copied: within the first-level cache.
+const COPY_PIECE: usize = 16 << 10;
+
 /// A host type that stands for a dtype.
 pub trait Element: Copy + Default + 'static {
     /// The dtype.
@@ -170,6 +173,73 @@ impl Array {
         let mut bytes = vec![0; dense.bytes()];
         dense.read_bytes(0, &mut bytes)?;
         Ok(bytes.chunks_exact(T::DTYPE.size()).map(T::get).collect())
+    }
+
+    /// Overwrites entry `to` of `target` along its first axis with entry `from` of this array. Both are persistent
+    /// storage with entries of one shape; they may be the same array.
+    ///
+    /// # Errors
+    /// If the entries differ in shape or type, there is no such entry, or an array is not contiguous in memory.
+    pub fn copy_entry(&self, from: usize, target: &Array, to: usize) -> Result<()> {
+        const OP: &str = "copy_entry";
+        let count = |a: &Array| a.shape().first().copied().unwrap_or(0);
+        let alike = self.dtype() == target.dtype() && self.shape().get(1..) == target.shape().get(1..);
+        if !alike || from >= count(self) || to >= count(target) {
+            let reason = format!(
+                "entry {from} of {} {} to entry {to} of {} {}",
+                self.dtype(),
+                self.shape(),
+                target.dtype(),
+                target.shape()
+            );
+            return Err(ArrayError::Argument { op: OP, reason });
+        }
+        let (source, start) = self.contiguous_storage(OP)?;
+        let (goal, goal_start) = target.contiguous_storage(OP)?;
+        if self.runtime().backend().is_planning() {
+            return Ok(());
+        }
+        let entry = self.bytes() / count(self);
+        let mut piece = vec![0; entry.min(COPY_PIECE)];
+        self.runtime().exclusive(|backend| {
+            for at in (0..entry).step_by(COPY_PIECE) {
+                let piece = &mut piece[..COPY_PIECE.min(entry - at)];
+                backend.read(source.memory(), start + from * entry + at, piece);
+                backend.write(goal.memory(), goal_start + to * entry + at, piece);
+            }
+        });
+        Ok(())
+    }
+
+    /// Zeroes entry `index` along the first axis of persistent storage.
+    ///
+    /// # Errors
+    /// If there is no such entry or the array is not contiguous in memory.
+    pub fn clear_entry(&self, index: usize) -> Result<()> {
+        const OP: &str = "clear_entry";
+        let (buffer, start) = self.contiguous_storage(OP)?;
+        let count = self.shape().first().copied().unwrap_or(0);
+        if index >= count {
+            return Err(ArrayError::Argument {
+                op: OP,
+                reason: format!("no entry {index} in {}", self.shape()),
+            });
+        }
+        if self.runtime().backend().is_planning() {
+            return Ok(());
+        }
+        let entry = self.bytes() / count;
+        let zeros = vec![0; entry.min(COPY_PIECE)];
+        self.runtime().exclusive(|backend| {
+            for at in (0..entry).step_by(COPY_PIECE) {
+                backend.write(
+                    buffer.memory(),
+                    start + index * entry + at,
+                    &zeros[..COPY_PIECE.min(entry - at)],
+                );
+            }
+        });
+        Ok(())
     }
 
     fn contiguous_storage(&self, op: &'static str) -> Result<(Buffer, usize)> {

@@ -1,0 +1,41 @@
+//! What can go wrong with caches.
+
+use keel_array::ArrayError;
+
+/// Errors of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CacheError {
+    /// The pool has no page left.
+    #[error(
+        "no room for {needed} more pages of 256 tokens: {free} of {total} are free; lower the context or the batch"
+    )]
+    NoPages {
+        /// Pages asked for.
+        needed: usize,
+        /// Pages free.
+        free: usize,
+        /// Pages of the pool.
+        total: usize,
+    },
+    /// All slots are taken.
+    #[error("all {total} sequences are in use; end one first, or plan for more")]
+    NoSlot {
+        /// Slots of the pool.
+        total: usize,
+    },
+    /// There is no checkpoint to go back to.
+    #[error("cannot go back to token {wanted}: the recurrent state is kept at {kept:?}")]
+    NoCheckpoint {
+        /// Position asked for.
+        wanted: usize,
+        /// Positions with a checkpoint.
+        kept: Vec<usize>,
+    },
+    /// The runtime.
+    #[error(transparent)]
+    Array(#[from] ArrayError),
+}
+
+/// Result of this crate.
+pub type Result<T, E = CacheError> = std::result::Result<T, E>;

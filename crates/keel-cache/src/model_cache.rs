@@ -1,0 +1,293 @@
+//! The storage of all layers, and the sequences that share it.
+
+use keel_array::{Array, AttentionSpec, Category, DType, DeltaState, KvPool, Runtime};
+
+use crate::{CacheError, CacheSize, CacheSpec, LayerSpec, PageAllocator, Result, SequenceCache};
+
+/// The persistent arrays of one layer.
+#[derive(Clone, Debug)]
+pub enum LayerStorage {
+    /// Keys and values `[pages, KV, 256, D]`.
+    Attention(KvPool),
+    /// Window f32 `[slots, K - 1, C]` and state f32 `[slots, Hv, Dk, Dv]`.
+    Recurrent {
+        /// Rows before the next token, oldest first.
+        window: Array,
+        /// The state.
+        state: DeltaState,
+    },
+}
+
+impl LayerStorage {
+    fn allocate(
+        runtime: &Runtime,
+        spec: &LayerSpec,
+        size: &CacheSize,
+        kv_dtype: DType,
+    ) -> Result<LayerStorage> {
+        Ok(match *spec {
+            LayerSpec::Attention { kv_heads, head_dim } => {
+                let shape = [size.pages(), kv_heads, AttentionSpec::PAGE, head_dim];
+                let pool = || Array::persistent(runtime, Category::Kv, shape, kv_dtype);
+                LayerStorage::Attention(KvPool { keys: pool()?, values: pool()? })
+            }
+            LayerSpec::Recurrent { .. } => recurrent(runtime, Category::Recurrent, spec, size.sequences)?,
+        })
+    }
+
+    /// The arrays with one entry for each slot.
+    fn slot_arrays(&self) -> Vec<&Array> {
+        match self {
+            LayerStorage::Attention(_) => vec![],
+            LayerStorage::Recurrent { window, state } => vec![window, &state.0],
+        }
+    }
+
+    /// The arrays with one entry for each page.
+    fn page_arrays(&self) -> Vec<&Array> {
+        match self {
+            LayerStorage::Attention(pool) => vec![&pool.keys, &pool.values],
+            LayerStorage::Recurrent { .. } => vec![],
+        }
+    }
+}
+
+fn recurrent(runtime: &Runtime, category: Category, spec: &LayerSpec, slots: usize) -> Result<LayerStorage> {
+    let &LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim } = spec else {
+        unreachable!("only recurrent layers have slots");
+    };
+    let window = Array::persistent(runtime, category, [slots, conv_width - 1, channels], DType::F32)?;
+    let state = Array::persistent(runtime, category, [slots, value_heads, key_dim, value_dim], DType::F32)?;
+    Ok(LayerStorage::Recurrent { window, state: DeltaState(state) })
+}
+
+/// The cache of a model: storage of all layers, and the books of its pages and slots.
+#[derive(Debug)]
+pub struct ModelCache {
+    spec: CacheSpec,
+    size: CacheSize,
+    layers: Vec<LayerStorage>,
+    /// Saved slots of the recurrent layers, in the order of the layers.
+    saved: Vec<LayerStorage>,
+    pages: PageAllocator,
+    free_slots: Vec<u32>,
+    free_checkpoints: Vec<u32>,
+}
+
+impl ModelCache {
+    /// Allocates everything.
+    ///
+    /// # Errors
+    /// If the memory limit would be exceeded.
+    pub fn allocate(runtime: &Runtime, spec: CacheSpec, size: CacheSize) -> Result<ModelCache> {
+        let layers = spec.layers.iter().map(|l| LayerStorage::allocate(runtime, l, &size, spec.kv_dtype));
+        let layers = layers.collect::<Result<_>>()?;
+        let saved = if size.checkpoints == 0 {
+            Vec::new()
+        } else {
+            let recurrent_layers = spec.layers.iter().filter(|l| matches!(l, LayerSpec::Recurrent { .. }));
+            recurrent_layers
+                .map(|l| recurrent(runtime, Category::Checkpoints, l, size.checkpoints))
+                .collect::<Result<_>>()?
+        };
+        Ok(ModelCache {
+            spec,
+            layers,
+            saved,
+            pages: PageAllocator::new(size.pages()),
+            free_slots: (0..size.sequences as u32).rev().collect(),
+            free_checkpoints: (0..size.checkpoints as u32).rev().collect(),
+            size,
+        })
+    }
+
+    /// What the layers keep.
+    pub fn spec(&self) -> &CacheSpec {
+        &self.spec
+    }
+
+    /// For how much the cache was made.
+    pub fn size(&self) -> CacheSize {
+        self.size
+    }
+
+    /// The storage of each layer.
+    pub fn layers(&self) -> &[LayerStorage] {
+        &self.layers
+    }
+
+    /// True if no sequence is open and no page, slot or checkpoint is missing.
+    pub fn is_idle(&self) -> bool {
+        self.pages.is_conserved()
+            && self.pages.free() == self.pages.total()
+            && self.free_slots.len() == self.size.sequences
+            && self.free_checkpoints.len() == self.size.checkpoints
+    }
+
+    /// A new, empty sequence.
+    ///
+    /// # Errors
+    /// [`CacheError::NoSlot`] if all are taken.
+    pub fn open(&mut self) -> Result<SequenceCache> {
+        let slot = self.free_slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })?;
+        let sequence = SequenceCache { pages: Vec::new(), slot, cached_len: 0, checkpoints: Vec::new() };
+        self.clear_slot(slot)?;
+        Ok(sequence)
+    }
+
+    /// Makes room for `rows` more tokens. Growth never copies.
+    ///
+    /// # Errors
+    /// [`CacheError::NoPages`]; the sequence is unchanged then.
+    pub fn reserve(&mut self, sequence: &mut SequenceCache, rows: usize) -> Result<()> {
+        let needed = (sequence.cached_len + rows).div_ceil(AttentionSpec::PAGE);
+        let missing = needed.saturating_sub(sequence.pages.len());
+        sequence.pages.extend(self.pages.take(missing)?);
+        Ok(())
+    }
+
+    /// Ends a sequence; everything it held goes back.
+    pub fn release(&mut self, mut sequence: SequenceCache) {
+        self.drop_checkpoints_after(&mut sequence, None);
+        sequence.pages.iter().for_each(|&page| self.pages.release(page));
+        self.free_slots.push(sequence.slot);
+    }
+
+    /// Forgets all tokens of a sequence.
+    ///
+    /// # Errors
+    /// What the runtime says.
+    pub fn reset(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        self.drop_checkpoints_after(sequence, None);
+        sequence.pages.drain(..).for_each(|page| self.pages.release(page));
+        sequence.cached_len = 0;
+        self.clear_slot(sequence.slot)
+    }
+
+    /// Saves the state as it is now, so that the sequence can come back here. The oldest checkpoint of the
+    /// sequence makes room if there is none left; without any, nothing is saved.
+    ///
+    /// # Errors
+    /// What the runtime says.
+    pub fn checkpoint(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        if sequence.checkpoints().last() == Some(sequence.cached_len) {
+            return Ok(());
+        }
+        if self.free_checkpoints.is_empty() && !sequence.checkpoints.is_empty() {
+            self.free_checkpoints.push(sequence.checkpoints.remove(0).1);
+        }
+        let Some(entry) = self.free_checkpoints.pop() else { return Ok(()) };
+        self.copy_slot(sequence.slot, entry, true)?;
+        sequence.checkpoints.push((sequence.cached_len, entry));
+        Ok(())
+    }
+
+    /// Goes back to the latest checkpoint at or before `position` (or to the start) and returns where that is.
+    ///
+    /// # Errors
+    /// [`CacheError::NoCheckpoint`] if `position` is beyond the end; what the runtime says.
+    pub fn rewind(&mut self, sequence: &mut SequenceCache, position: usize) -> Result<usize> {
+        if position > sequence.cached_len {
+            let kept = sequence.checkpoints().collect();
+            return Err(CacheError::NoCheckpoint { wanted: position, kept });
+        }
+        if position == sequence.cached_len {
+            return Ok(position);
+        }
+        let target = sequence.checkpoints.iter().rev().find(|c| c.0 <= position).copied();
+        let Some((at, entry)) = target else {
+            self.reset(sequence)?;
+            return Ok(0);
+        };
+        self.drop_checkpoints_after(sequence, Some(at));
+        self.copy_slot(sequence.slot, entry, false)?;
+        let keep = at.div_ceil(AttentionSpec::PAGE);
+        sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
+        sequence.cached_len = at;
+        self.own_last_page(sequence)?;
+        Ok(at)
+    }
+
+    /// The page that the next token is written to must be the sequence's own: a shared one is replaced by a copy.
+    fn own_last_page(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        let last = sequence.cached_len / AttentionSpec::PAGE;
+        let partial = !sequence.cached_len.is_multiple_of(AttentionSpec::PAGE);
+        if !partial || !self.pages.is_shared(sequence.pages[last]) {
+            return Ok(());
+        }
+        let shared = sequence.pages[last];
+        let own = self.pages.take_one()?;
+        for array in self.layers.iter().flat_map(LayerStorage::page_arrays) {
+            array.copy_entry(shared as usize, array, own as usize)?;
+        }
+        self.pages.release(shared);
+        sequence.pages[last] = own;
+        Ok(())
+    }
+
+    /// A second sequence with the same past. Full pages are shared; the page being filled and the state are copied.
+    ///
+    /// # Errors
+    /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; what the runtime says.
+    pub fn fork(&mut self, sequence: &SequenceCache) -> Result<SequenceCache> {
+        let slot = self.free_slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })?;
+        let mut twin = SequenceCache {
+            pages: Vec::new(),
+            slot,
+            cached_len: sequence.cached_len,
+            checkpoints: Vec::new(),
+        };
+        match self.fork_into(sequence, &mut twin) {
+            Ok(()) => Ok(twin),
+            Err(error) => {
+                self.release(twin);
+                Err(error)
+            }
+        }
+    }
+
+    fn fork_into(&mut self, sequence: &SequenceCache, twin: &mut SequenceCache) -> Result<()> {
+        for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
+            array.copy_entry(sequence.slot as usize, array, twin.slot as usize)?;
+        }
+        let used = sequence.cached_len.div_ceil(AttentionSpec::PAGE);
+        for &page in &sequence.pages[..used] {
+            self.pages.share(page);
+            twin.pages.push(page);
+        }
+        self.own_last_page(twin)
+    }
+
+    fn clear_slot(&self, slot: u32) -> Result<()> {
+        for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
+            array.clear_entry(slot as usize)?;
+        }
+        Ok(())
+    }
+
+    /// Copies a slot to a checkpoint (`save`) or back.
+    fn copy_slot(&self, slot: u32, entry: u32, save: bool) -> Result<()> {
+        let live = self.layers.iter().flat_map(LayerStorage::slot_arrays);
+        let kept = self.saved.iter().flat_map(LayerStorage::slot_arrays);
+        for (live, kept) in live.zip(kept) {
+            if save {
+                live.copy_entry(slot as usize, kept, entry as usize)?;
+            } else {
+                kept.copy_entry(entry as usize, live, slot as usize)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees the checkpoints behind `position`, or all.
+    fn drop_checkpoints_after(&mut self, sequence: &mut SequenceCache, position: Option<usize>) {
+        let free = &mut self.free_checkpoints;
+        sequence.checkpoints.retain(|&(at, entry)| {
+            let keep = position.is_some_and(|p| at <= p);
+            if !keep {
+                free.push(entry);
+            }
+            keep
+        });
+    }
+}

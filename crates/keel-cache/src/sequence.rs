@@ -1,0 +1,51 @@
+//! One sequence's share of the cache.
+
+/// Page and slot numbers of a sequence. It owns no memory: [`crate::ModelCache`] does, and takes the numbers back
+/// in [`crate::ModelCache::release`].
+#[derive(Debug)]
+pub struct SequenceCache {
+    pub(crate) pages: Vec<u32>,
+    pub(crate) slot: u32,
+    pub(crate) cached_len: usize,
+    /// Positions with a saved slot, and which.
+    pub(crate) checkpoints: Vec<(usize, u32)>,
+}
+
+impl SequenceCache {
+    /// Tokens whose keys, values and state are in the cache; also the position of the next token.
+    pub fn offset(&self) -> usize {
+        self.cached_len
+    }
+
+    /// Tokens in the cache.
+    pub fn len(&self) -> usize {
+        self.cached_len
+    }
+
+    /// True before the first token.
+    pub fn is_empty(&self) -> bool {
+        self.cached_len == 0
+    }
+
+    /// Pages in order of position.
+    pub fn pages(&self) -> &[u32] {
+        &self.pages
+    }
+
+    /// The slot of the recurrent state.
+    pub fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    /// Positions that [`crate::ModelCache::rewind`] can go back to, oldest first.
+    pub fn checkpoints(&self) -> impl Iterator<Item = usize> + '_ {
+        self.checkpoints.iter().map(|&(position, _)| position)
+    }
+
+    /// Notes that a step has written `rows` more tokens.
+    pub fn advance(&mut self, rows: usize) {
+        self.cached_len += rows;
+        let room = self.pages.len() * keel_array::AttentionSpec::PAGE;
+        assert!(self.cached_len <= room, "{} tokens are in pages for {room}", self.cached_len);
+    }
+}

@@ -1,0 +1,92 @@
+//! What the layers of a model keep, and how much of it.
+
+use keel_array::{AttentionSpec, DType};
+
+/// The memory of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerSpec {
+    /// Keys and values.
+    Attention {
+        /// Key-value heads.
+        kv_heads: usize,
+        /// Size of a head.
+        head_dim: usize,
+    },
+    /// A gated-delta state and a convolution window.
+    Recurrent {
+        /// Rows of the window plus one.
+        conv_width: usize,
+        /// Channels of the convolution.
+        channels: usize,
+        /// Heads of the state.
+        value_heads: usize,
+        /// Rows of a head's state.
+        key_dim: usize,
+        /// Columns of a head's state.
+        value_dim: usize,
+    },
+}
+
+impl LayerSpec {
+    /// Bytes that grow with each token.
+    pub fn token_bytes(&self, kv_dtype: DType) -> usize {
+        match self {
+            LayerSpec::Attention { kv_heads, head_dim } => 2 * kv_heads * head_dim * kv_dtype.size(),
+            LayerSpec::Recurrent { .. } => 0,
+        }
+    }
+
+    /// Bytes of one sequence whatever its length.
+    pub fn slot_bytes(&self) -> usize {
+        match *self {
+            LayerSpec::Attention { .. } => 0,
+            LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim } => {
+                ((conv_width - 1) * channels + value_heads * key_dim * value_dim) * DType::F32.size()
+            }
+        }
+    }
+}
+
+/// What a model's layers keep. The layers of the multi-token-prediction head come last.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheSpec {
+    /// In the order of the layers.
+    pub layers: Vec<LayerSpec>,
+    /// Type of keys and values: f32 or bf16.
+    pub kv_dtype: DType,
+}
+
+impl CacheSpec {
+    /// KV bytes of one token in all layers.
+    pub fn token_bytes(&self) -> usize {
+        self.layers.iter().map(|l| l.token_bytes(self.kv_dtype)).sum()
+    }
+
+    /// Recurrent bytes of one sequence in all layers.
+    pub fn slot_bytes(&self) -> usize {
+        self.layers.iter().map(LayerSpec::slot_bytes).sum()
+    }
+}
+
+/// For how much a cache is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheSize {
+    /// Sequences at once.
+    pub sequences: usize,
+    /// Tokens of the longest sequence.
+    pub context: usize,
+    /// Saved recurrent slots.
+    pub checkpoints: usize,
+}
+
+impl CacheSize {
+    /// Pages of one sequence at full length.
+    pub fn pages_per_sequence(&self) -> usize {
+        self.context.div_ceil(AttentionSpec::PAGE)
+    }
+
+    /// Pages of the pool.
+    pub fn pages(&self) -> usize {
+        self.sequences * self.pages_per_sequence()
+    }
+}
