@@ -123,6 +123,17 @@ pub enum WeightsError {
         problem: String,
     },
 
+    /// A weight that is not a number, or infinite, where quantising needs finite ones.
+    #[error(
+        "tensor '{name}' holds NaN, infinite or overflowing values at row {row}: the checkpoint is damaged"
+    )]
+    NotFinite {
+        /// The tensor.
+        name: String,
+        /// The row, or the first of the rows among which it is.
+        row: usize,
+    },
+
     /// A range of rows that the tensor does not have, or an output of another size than they need.
     #[error("tensor '{name}': rows {start}..{end} of {rows} x {cols} into {out} values")]
     Rows {

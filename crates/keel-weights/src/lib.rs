@@ -31,6 +31,7 @@ mod json;
 mod linear;
 mod mapped;
 mod partial;
+pub mod quantize;
 mod safetensors;
 mod source;
 mod view;

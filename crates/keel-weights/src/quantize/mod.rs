@@ -1,0 +1,8 @@
+//! Turning a dense checkpoint into an affine-quantised one.
+
+mod plan;
+mod recipe;
+mod run;
+
+pub use recipe::QuantizeRecipe;
+pub use run::{QuantizeProgress, QuantizeReport, quantize_checkpoint};

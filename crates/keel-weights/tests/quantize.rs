@@ -1,0 +1,239 @@
+//! Quantising whole checkpoints, through the public interface.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use keel_array::DType;
+use keel_weights::{
+    AffineFormat, Checkpoint, LinearFormat, LinearTensor, SafetensorsWriter, TensorSource, TensorSpec, float,
+    quantize::{QuantizeRecipe, quantize_checkpoint},
+};
+use serde_json::{Value, json};
+
+/// The tensors of a small hybrid model with experts: name and shape, all dimensions that matter distinct.
+const TENSORS: [(&str, &[usize]); 15] = [
+    ("lm_head.weight", &[33, 64]),
+    ("model.language_model.embed_tokens.weight", &[33, 64]),
+    ("model.language_model.layers.0.linear_attn.A_log", &[4]),
+    ("model.language_model.layers.0.linear_attn.conv1d.weight", &[20, 1, 4]),
+    ("model.language_model.layers.0.linear_attn.in_proj_qkv.weight", &[20, 64]),
+    ("model.language_model.layers.0.linear_attn.norm.weight", &[32]),
+    ("model.language_model.layers.0.mlp.experts.0.up_proj.weight", &[31, 64]),
+    ("model.language_model.layers.0.mlp.experts.down_proj", &[3, 64, 96]),
+    ("model.language_model.layers.0.mlp.gate.weight", &[3, 64]),
+    ("model.language_model.layers.0.mlp.odd_proj.weight", &[7, 40]),
+    ("model.language_model.layers.0.mlp.shared_expert_gate.weight", &[1, 64]),
+    ("model.language_model.norm.weight", &[64]),
+    ("model.visual.blocks.0.attn.proj.weight", &[64, 64]),
+    ("mtp.fc.weight", &[64, 128]),
+    ("mtp.layers.0.input_layernorm.weight", &[64]),
+];
+
+fn values(name: &str, shape: &[usize]) -> Vec<f32> {
+    let seed = name.bytes().fold(7u32, |seed, byte| seed.wrapping_mul(31).wrapping_add(byte.into()));
+    let count: usize = shape.iter().product();
+    (0..count as u32).map(|i| ((i.wrapping_mul(2_654_435_761) ^ seed) % 255) as f32 / 128.0 - 1.0).collect()
+}
+
+fn write_source(folder: &Path, dtype: DType, change: impl Fn(&str, &mut Vec<f32>)) {
+    let spec = |(name, shape): (&str, &[usize])| TensorSpec { name: name.into(), dtype, shape: shape.into() };
+    let specs: Vec<_> = TENSORS.into_iter().map(spec).collect();
+    let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    let mut writer = SafetensorsWriter::create(&folder.join("model.safetensors"), &specs, &metadata).unwrap();
+    for (name, shape) in TENSORS {
+        let mut values = values(name, shape);
+        change(name, &mut values);
+        let mut bytes = vec![0; values.len() * dtype.size()];
+        float::encode(dtype, &values, &mut bytes);
+        writer.append(name, &bytes).unwrap();
+    }
+    writer.finish().unwrap();
+    fs::write(folder.join("config.json"), r#"{"model_type": "qwen3_5_moe", "text_config": {}}"#).unwrap();
+    fs::write(folder.join("tokenizer.json"), "{\"a\": 1}").unwrap();
+    fs::write(folder.join("chat_template.jinja"), "{{ x }}").unwrap();
+    fs::write(folder.join("notes.pdf"), "no").unwrap();
+}
+
+fn recipe(bits: usize, group_size: usize) -> QuantizeRecipe {
+    QuantizeRecipe::new(AffineFormat::new(bits, group_size).unwrap())
+}
+
+struct Folders {
+    _root: tempfile::TempDir,
+    source: PathBuf,
+    target: PathBuf,
+}
+
+fn folders() -> Folders {
+    let root = tempfile::tempdir().unwrap();
+    let (source, target) = (root.path().join("source"), root.path().join("new/target"));
+    fs::create_dir(&source).unwrap();
+    Folders { _root: root, source, target }
+}
+
+fn error(folders: &Folders, recipe: &QuantizeRecipe) -> String {
+    quantize_checkpoint(&folders.source, &folders.target, recipe, &mut |_| ()).unwrap_err().to_string()
+}
+
+#[test]
+fn a_whole_checkpoint() {
+    let folders = folders();
+    write_source(&folders.source, DType::BF16, |_, _| ());
+    let mut seen = Vec::new();
+    let report = quantize_checkpoint(&folders.source, &folders.target, &recipe(4, 32), &mut |progress| {
+        seen.push((progress.done_bytes, progress.total_bytes));
+    })
+    .unwrap();
+    let source = Checkpoint::open(&folders.source).unwrap();
+    let target = Checkpoint::open(&folders.target).unwrap();
+    assert_eq!((report.quantized, report.copied), (8, 7));
+    assert_eq!(report.source_bytes, source.total_bytes());
+    assert_eq!(report.output_bytes, target.total_bytes());
+    assert!(seen.is_sorted() && seen.len() == 15);
+    assert_eq!(*seen.last().unwrap(), (source.total_bytes(), source.total_bytes()));
+
+    let layer = "model.language_model.layers.0";
+    let format = |module: &str| match target.linear(module).unwrap().info().format {
+        LinearFormat::Affine { format, scales: DType::BF16 } => format.bits(),
+        LinearFormat::Dense(DType::BF16) => 16,
+        other => panic!("{module}: {other:?}"),
+    };
+    assert_eq!(format("lm_head"), 4);
+    assert_eq!(format("model.language_model.embed_tokens"), 4);
+    assert_eq!(format(&format!("{layer}.linear_attn.in_proj_qkv")), 4);
+    assert_eq!(format(&format!("{layer}.mlp.experts.0.up_proj")), 4);
+    assert_eq!(format(&format!("{layer}.mlp.experts.down_proj")), 4);
+    assert_eq!(format(&format!("{layer}.mlp.gate")), 8);
+    assert_eq!(format(&format!("{layer}.mlp.shared_expert_gate")), 8);
+    assert_eq!(format(&format!("{layer}.mlp.odd_proj")), 16);
+    assert_eq!(format("mtp.fc"), 4);
+    assert_eq!(target.linear(&format!("{layer}.mlp.experts.down_proj")).unwrap().info().experts, Some(3));
+
+    for (name, shape) in TENSORS {
+        let is_kept =
+            ["A_log", "conv1d", "norm", "visual", "odd_proj"].iter().any(|part| name.contains(part));
+        if is_kept {
+            let (ours, theirs) = (target.tensor(name).unwrap(), source.tensor(name).unwrap());
+            assert_eq!((ours.dtype(), ours.shape(), ours.bytes()), (DType::BF16, shape, theirs.bytes()));
+            continue;
+        }
+        let linear = target.linear(name.strip_suffix(".weight").unwrap_or(name)).unwrap();
+        let info = linear.info();
+        let rows = info.experts.unwrap_or(1) * info.rows;
+        let mut decoded = vec![0.0; rows * info.cols];
+        linear.rows_f32(0..rows, &mut decoded).unwrap();
+        // Values span 2, so a step is at most 2/15, a little stretched; bf16 scales add 1/256 of the value.
+        for (value, decoded) in source.tensor(name).unwrap().to_f32().unwrap().iter().zip(decoded) {
+            assert!((value - decoded).abs() < 0.15, "{name}: {value} became {decoded}");
+        }
+    }
+}
+
+#[test]
+fn config_and_side_files() {
+    let folders = folders();
+    write_source(&folders.source, DType::F32, |_, _| ());
+    let mut recipe = recipe(3, 64);
+    recipe.overrides.insert("lm_head".into(), AffineFormat::new(6, 32));
+    recipe.overrides.insert("in_proj_qkv".into(), None);
+    recipe.shard_bytes_max = 20_000;
+    quantize_checkpoint(&folders.source, &folders.target, &recipe, &mut |_| ()).unwrap();
+    let target = Checkpoint::open(&folders.target).unwrap();
+    let layer = "model.language_model.layers.0";
+    let mut section =
+        json!({"group_size": 64, "bits": 3, "mode": "affine", "lm_head": {"group_size": 32, "bits": 6}});
+    section[format!("{layer}.linear_attn.in_proj_qkv")] = Value::Bool(false);
+    section[format!("{layer}.mlp.gate")] = json!({"group_size": 64, "bits": 8});
+    section[format!("{layer}.mlp.shared_expert_gate")] = json!({"group_size": 64, "bits": 8});
+    assert_eq!(target.config()["quantization"], section);
+    assert_eq!(target.config()["quantization_config"], section);
+    assert_eq!(target.config()["model_type"], "qwen3_5_moe");
+    assert!(target.files().len() > 1, "the limit splits it");
+    assert_eq!(target.metadata()["format"], "pt", "names and layouts are the source's");
+    let head = target.linear("lm_head").unwrap().info();
+    let format = AffineFormat::new(6, 32).unwrap();
+    assert_eq!(head.format, LinearFormat::Affine { format, scales: DType::F32 });
+    // 96 columns are not whole groups of 64.
+    assert!(matches!(
+        target.linear(&format!("{layer}.mlp.experts.down_proj")).unwrap(),
+        LinearTensor::Dense(_)
+    ));
+    assert_eq!(fs::read(folders.target.join("tokenizer.json")).unwrap(), b"{\"a\": 1}");
+    assert!(folders.target.join("chat_template.jinja").exists());
+    assert!(!folders.target.join("notes.pdf").exists());
+}
+
+#[test]
+fn what_cannot_be_converted_is_refused() {
+    let folders = folders();
+    write_source(&folders.source, DType::BF16, |_, _| ());
+    let mut unmatched = recipe(4, 64);
+    unmatched.overrides.insert("lm_haed".into(), None);
+    assert!(error(&folders, &unmatched).starts_with("module 'lm_haed': an override names it"));
+    quantize_checkpoint(&folders.source, &folders.target, &recipe(4, 64), &mut |_| ()).unwrap();
+    let again = error(&folders, &recipe(4, 64));
+    assert!(again.contains("it already holds") && again.contains("name an empty folder"), "{again}");
+    let twice = Folders {
+        source: folders.target.clone(),
+        target: folders.source.join("deeper"),
+        _root: tempfile::tempdir().unwrap(),
+    };
+    assert!(error(&twice, &recipe(4, 64)).contains("quantised already"));
+}
+
+#[test]
+fn damaged_weights_are_found_and_leave_no_checkpoint() {
+    for (damage, dtype) in [(f32::NAN, DType::BF16), (f32::INFINITY, DType::F16), (f32::MAX, DType::F32)] {
+        let folders = folders();
+        write_source(&folders.source, dtype, |name, values| {
+            if name == "mtp.fc.weight" {
+                values[5 * 128 + 3] = damage;
+                values[5 * 128 + 4] = -f32::MAX / 2.0;
+            }
+        });
+        let message = error(&folders, &recipe(4, 64));
+        assert!(
+            message.starts_with("tensor 'mtp.fc.weight' holds NaN, infinite or overflowing"),
+            "{message}"
+        );
+        assert_eq!(fs::read_dir(&folders.target).unwrap().count(), 0, "{damage}");
+    }
+}
+
+/// Where the fixtures are at hand: the tensors that MLX quantised by the same recipe have the same bytes.
+#[test]
+fn a_moe_fixture_quantises_as_mlx_does() {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures");
+    if !fixtures.is_dir() {
+        println!("a_moe_fixture_quantises_as_mlx_does: skipped, there is no {}", fixtures.display());
+        return;
+    }
+    let folders = folders();
+    quantize_checkpoint(&fixtures.join("qwen3_5_moe"), &folders.target, &recipe(4, 32), &mut |_| ()).unwrap();
+    let ours = Checkpoint::open(&folders.target).unwrap();
+    let theirs = Checkpoint::open(&fixtures.join("qwen3_5_moe_mlx_4bit")).unwrap();
+    let mut compared = 0;
+    for name in theirs.names().filter(|name| !name.contains("norm") && !name.contains("conv1d")) {
+        let source = name
+            .replace("language_model.model", "model.language_model")
+            .replace("language_model.lm_head", "lm_head");
+        let mut bytes: Vec<u8> = Vec::new();
+        if let Some((layer, part)) = source.split_once(".switch_mlp.") {
+            for expert in 0..8 {
+                bytes.extend(ours.tensor(&format!("{layer}.experts.{expert}.{part}")).unwrap().bytes());
+            }
+        } else {
+            bytes.extend(ours.tensor(&source).unwrap().bytes());
+        }
+        assert!(bytes == theirs.tensor(name).unwrap().bytes(), "{name}");
+        compared += 1;
+    }
+    assert!(compared > 100, "{compared} tensors");
+    assert_eq!(ours.config()["quantization"]["bits"], theirs.config()["quantization"]["bits"]);
+    let gate = |config: &Value, layers: &str| config["quantization"][format!("{layers}.2.mlp.gate")].clone();
+    let expected = gate(theirs.config(), "language_model.model.layers");
+    assert_eq!(gate(ours.config(), "model.language_model.layers"), expected);
+}
