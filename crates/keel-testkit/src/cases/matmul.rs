@@ -1,0 +1,21 @@
+//! Sizes of matrix products: around tiles of 16 and 32 columns, blocks of 8 rows and chunks of 256 inputs.
+
+/// `(T, N, K)` of `x [T, K]` times `w [N, K]` transposed.
+pub const SHAPES: &[(usize, usize, usize)] = &[
+    (1, 15, 2),
+    (2, 1, 33),
+    (3, 17, 1),
+    (7, 16, 65),
+    (8, 31, 127),
+    (9, 63, 64),
+    (16, 33, 128),
+    (17, 65, 129),
+    (64, 127, 31),
+    (65, 129, 257),
+    (130, 64, 15),
+    (1, 64, 513),
+];
+
+/// `[batch, M, N, K]` of general products of activations.
+pub const BATCHED: &[[usize; 4]] =
+    &[[1, 1, 2, 3], [3, 2, 33, 5], [2, 9, 16, 7], [5, 17, 31, 65], [1, 130, 129, 64], [2, 65, 15, 300]];

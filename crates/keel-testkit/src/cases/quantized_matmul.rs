@@ -1,0 +1,38 @@
+//! Sizes of products with affine weights. K is a multiple of every group in use.
+
+use crate::naive::quantized_matmul::Affine;
+use crate::random::Random;
+
+/// `(T, N, K)`
+pub const SHAPES: &[(usize, usize, usize)] = &[
+    (1, 15, 128),
+    (2, 1, 256),
+    (3, 17, 384),
+    (7, 16, 128),
+    (8, 31, 256),
+    (9, 63, 128),
+    (16, 33, 640),
+    (17, 65, 256),
+    (64, 127, 128),
+    (65, 129, 384),
+    (130, 64, 256),
+];
+
+/// Bits that affine weights can have.
+pub const BITS: &[usize] = &[2, 3, 4, 5, 6, 8];
+
+/// Sizes of their groups.
+pub const GROUPS: &[usize] = &[32, 64, 128];
+
+/// Numbers of rows that must not change a row's bits.
+pub const ROWS: &[usize] = &[1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 64, 130];
+
+/// Random weights as quantisation makes them: centred, with scales and biases that fit bf16 exactly.
+pub fn weights(random: &mut Random, n: usize, k: usize, bits: usize, group: usize) -> Affine {
+    let to_bf16 = |x: f32| f32::from_bits(x.to_bits() & 0xffff_0000);
+    let quants = (0..n * k).map(|_| random.below(1 << bits) as u8).collect();
+    let scales: Vec<f32> = (0..n * k / group).map(|_| to_bf16(random.uniform(0.01, 0.03))).collect();
+    let half = (1 << bits) as f32 / 2.0;
+    let biases = scales.iter().map(|scale| to_bf16(-scale * half * random.uniform(0.8, 1.2))).collect();
+    Affine { k, group, quants, scales, biases }
+}

@@ -1,0 +1,54 @@
+//! Products with affine weights, `w = scale * q + bias` for each group of inputs.
+
+use super::matmul::matmul_transposed;
+
+/// Affine weights `[N, K]`, unpacked.
+#[derive(Clone, Debug)]
+pub struct Affine {
+    /// Inputs of a row.
+    pub k: usize,
+    /// Inputs of a group.
+    pub group: usize,
+    /// `[N, K]`
+    pub quants: Vec<u8>,
+    /// `[N, K / group]`
+    pub scales: Vec<f32>,
+    /// `[N, K / group]`
+    pub biases: Vec<f32>,
+}
+
+impl Affine {
+    /// The weights as f64 would have them, rounded to f32.
+    pub fn weights(&self) -> Vec<f32> {
+        let weight = |i: usize| {
+            let g = i / self.group;
+            (f64::from(self.scales[g]) * f64::from(self.quants[i]) + f64::from(self.biases[g])) as f32
+        };
+        (0..self.quants.len()).map(weight).collect()
+    }
+}
+
+/// `y[t, n] = sum over k of x[t, k] * w[n, k]`, with x `[T, K]`.
+pub fn quantized_matmul(x: &[f32], w: &Affine) -> Vec<f64> {
+    matmul_transposed(x, &w.weights(), w.k)
+}
+
+/// `y[r] = x[r / fanout] w[experts[r]]^T`, where `fanout` is the rows of y for each of x. All experts have
+/// the shape of the first.
+pub fn gather_quantized_matmul(x: &[f32], experts: &[Affine], choice: &[u32]) -> Vec<f64> {
+    let k = experts[0].k;
+    let fanout = choice.len() / (x.len() / k);
+    let row = |r: usize| &x[r / fanout * k..(r / fanout + 1) * k];
+    choice.iter().enumerate().flat_map(|(r, e)| quantized_matmul(row(r), &experts[*e as usize])).collect()
+}
+
+/// What becomes of activations that are quantised to 8 bits in groups: for each group of `group` consecutive
+/// values, `c * p` with `c = max |x| / 127` and `p = x * (127 / max |x|)` rounded to the nearest, ties to even.
+pub fn quantised_activations(x: &[f32], group: usize) -> Vec<f32> {
+    let round = |group: &[f32]| {
+        let top = group.iter().fold(0.0f32, |top, x| top.max(x.abs()));
+        let (scale, reciprocal) = (top / 127.0, if top > 0.0 { 127.0 / top } else { 0.0 });
+        group.iter().map(move |x| (x * reciprocal).round_ties_even() * scale).collect::<Vec<_>>()
+    };
+    x.chunks_exact(group).flat_map(round).collect()
+}
