@@ -61,6 +61,7 @@ pub struct RowBlock<'a> {
 }
 
 /// Elements of a block of rows.
+#[derive(Clone, Copy)]
 pub enum RowData<'a> {
     /// `[rows, cols]` floats; little-endian elements of the format's dtype.
     Dense(&'a [u8]),

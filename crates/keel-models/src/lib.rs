@@ -1,1 +1,45 @@
-//! Model definitions, one file per model_type.
+//! Model definitions, one file per `model_type`.
+//!
+//! A model is read with [`load`]: config numbers, then weights into a [`keel_array::Runtime`]. On a planning
+//! backend the same code counts bytes and reads nothing. A [`HybridModel`] builds the lazy graph of a step; it
+//! does not run anything.
+
+#![forbid(unsafe_code)]
+
+pub mod blocks;
+mod config;
+mod error;
+mod hybrid;
+pub mod loading;
+mod naming;
+mod qwen3_5;
+mod qwen3_next;
+mod shapes;
+
+pub use config::{HybridConfig, MixerKind, MoeConfig};
+pub use error::{ModelError, Result};
+pub use hybrid::{Block, HybridModel, Mixer, MtpHead};
+pub use shapes::{NAMES as SHAPE_NAMES, shape};
+
+use loading::Loader;
+use serde_json::Value;
+
+/// The model types that [`load`] knows.
+pub const MODEL_TYPES: [&str; 3] = ["qwen3_5", "qwen3_5_moe", "qwen3_next"];
+
+/// Reads the model that a config describes.
+///
+/// # Errors
+/// An unknown `model_type`, a config that is incomplete, parameters that are missing or misshapen, or a memory
+/// limit that is too small.
+pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
+    let read = match config["model_type"].as_str().unwrap_or_default() {
+        "qwen3_5" | "qwen3_5_moe" | "qwen3_5_text" | "qwen3_5_moe_text" => qwen3_5::load,
+        "qwen3_next" => qwen3_next::load,
+        other => {
+            let supported = MODEL_TYPES.join(", ");
+            return Err(ModelError::UnknownModelType { found: other.into(), supported });
+        }
+    };
+    read(loader, HybridConfig::from_json(config)?)
+}

@@ -1,0 +1,62 @@
+//! Gated DeltaNet: a recurrent layer with a matrix state per head.
+
+use keel_array::{Array, DeltaState, GatedDeltaSpec, Result, Weight};
+
+use super::{RmsNorm, StepContext};
+use crate::loading::Projection;
+
+/// `out_proj(gated_norm(gated_delta(conv(qkv), a, b), z))`.
+#[derive(Debug)]
+pub struct GatedDeltaNet {
+    /// qkv, z, a, b; qkv in the order q heads, k heads, v heads.
+    pub projection: Projection,
+    /// Convolution f32 `[channels, K]`.
+    pub conv: Array,
+    /// f32 `[Hv]`.
+    pub a_log: Array,
+    /// f32 `[Hv]`.
+    pub dt_bias: Array,
+    /// Norm of each head's output, `[Dv]`.
+    pub norm: RmsNorm,
+    /// Output projection.
+    pub output: Weight,
+    /// `Hk`.
+    pub key_heads: usize,
+    /// `Hv`.
+    pub value_heads: usize,
+    /// `Dk`.
+    pub key_dim: usize,
+    /// `Dv`.
+    pub value_dim: usize,
+}
+
+impl GatedDeltaNet {
+    /// `residual + mix(x)` for x `[T, hidden]`, already normed.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn apply(
+        &self,
+        x: &Array,
+        residual: &Array,
+        window: &Array,
+        state: &DeltaState,
+        step: &StepContext,
+    ) -> Result<Array> {
+        let tokens = x.shape()[0];
+        let parts = self.projection.apply(x)?;
+        let mixed = parts[0].causal_conv(&self.conv, window, &step.batch)?;
+        let spec = GatedDeltaSpec {
+            key_heads: self.key_heads,
+            value_heads: self.value_heads,
+            key_dim: self.key_dim,
+            value_dim: self.value_dim,
+            regime: step.regime,
+        };
+        let out =
+            mixed.gated_delta(&parts[2], &parts[3], &self.a_log, &self.dt_bias, state, &step.batch, spec)?;
+        let z = parts[1].reshape([tokens, self.value_heads, self.value_dim])?;
+        let normed = out.gated_rms_norm(&self.norm.scale, &z, self.norm.eps)?;
+        normed.reshape([tokens, self.value_heads * self.value_dim])?.linear_add(&self.output, residual)
+    }
+}

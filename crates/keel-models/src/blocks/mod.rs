@@ -1,0 +1,26 @@
+//! The parts that hybrid models are made of. They know tensors and shapes, not the names in checkpoints.
+
+mod attention;
+mod feed_forward;
+mod gated_delta_net;
+mod norm;
+
+pub use attention::GatedAttention;
+pub use feed_forward::{FeedForward, MixtureOfExperts, SwiGluLayer};
+pub use gated_delta_net::GatedDeltaNet;
+pub use norm::RmsNorm;
+
+use keel_array::{Array, Batch, Regime};
+
+/// What the rows of a step have in common.
+#[derive(Clone, Debug)]
+pub struct StepContext {
+    /// Which rows belong to which sequence, and where its memory is.
+    pub batch: Batch,
+    /// Position of each row, i32 `[T]`.
+    pub positions: Array,
+    /// Inverse rotary frequencies.
+    pub frequencies: Array,
+    /// How rows are computed.
+    pub regime: Regime,
+}

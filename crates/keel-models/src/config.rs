@@ -1,0 +1,307 @@
+//! The numbers of a hybrid model, read from config.json.
+//!
+//! Both layouts occur: everything at the top level, or the text model nested under `text_config`; rope numbers
+//! under `rope_parameters`, or `rope_theta` and `partial_rotary_factor` beside the others.
+
+use keel_array::RopeSpec;
+use serde_json::Value;
+
+use crate::{ModelError, Result};
+
+/// How a layer mixes positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MixerKind {
+    /// Gated attention.
+    Attention,
+    /// Gated DeltaNet.
+    GatedDelta,
+}
+
+/// Mixture of experts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MoeConfig {
+    /// `E`.
+    pub experts: usize,
+    /// Experts per token.
+    pub chosen: usize,
+    /// Width of an expert.
+    pub intermediate: usize,
+    /// Width of the shared expert, if there is one.
+    pub shared_intermediate: usize,
+    /// Divide the chosen probabilities by their sum.
+    pub normalise: bool,
+}
+
+/// A hybrid text model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HybridConfig {
+    /// `model_type` at the top level.
+    pub model_type: String,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// `V`.
+    pub vocab: usize,
+    /// Kind of each layer.
+    pub layers: Vec<MixerKind>,
+    /// Layers of the multi-token-prediction head; 0 without one.
+    pub mtp_layers: usize,
+    /// Added under every root.
+    pub eps: f32,
+    /// The output head is the embedding.
+    pub tied: bool,
+    /// Positions the model was made for.
+    pub context_max: usize,
+    /// `H`.
+    pub heads: usize,
+    /// `KV`.
+    pub kv_heads: usize,
+    /// `D`.
+    pub head_dim: usize,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// Elements of a head that turn.
+    pub rotary: usize,
+    /// `Hk`.
+    pub key_heads: usize,
+    /// `Hv`.
+    pub value_heads: usize,
+    /// `Dk`.
+    pub key_dim: usize,
+    /// `Dv`.
+    pub value_dim: usize,
+    /// `K`.
+    pub conv_width: usize,
+    /// Width of the dense feed-forward layer; unused with experts.
+    pub intermediate: usize,
+    /// Experts, if there are any.
+    pub moe: Option<MoeConfig>,
+}
+
+impl HybridConfig {
+    /// Reads a config.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`] naming the key that is missing or wrong.
+    pub fn from_json(config: &Value) -> Result<HybridConfig> {
+        let model_type = config["model_type"].as_str().unwrap_or_default().to_string();
+        let text = if config["text_config"].is_object() { &config["text_config"] } else { config };
+        let fields = Fields { text, top: config };
+        let head_dim = fields
+            .size_or("head_dim", fields.size("hidden_size")? / fields.size("num_attention_heads")?.max(1))?;
+        let rotary = (head_dim as f64 * fields.rope("partial_rotary_factor", 1.0)?) as usize;
+        let parsed = HybridConfig {
+            hidden: fields.size("hidden_size")?,
+            vocab: fields.size("vocab_size")?,
+            layers: fields.layers()?,
+            mtp_layers: fields.size_or("mtp_num_hidden_layers", 0)?,
+            eps: fields.number_or("rms_norm_eps", 1e-6)? as f32,
+            tied: fields.flag("tie_word_embeddings"),
+            context_max: fields.size_or("max_position_embeddings", 32768)?,
+            heads: fields.size("num_attention_heads")?,
+            kv_heads: fields.size("num_key_value_heads")?,
+            head_dim,
+            rope_theta: fields.rope("rope_theta", 10000.0)?,
+            rotary,
+            key_heads: fields.size("linear_num_key_heads")?,
+            value_heads: fields.size("linear_num_value_heads")?,
+            key_dim: fields.size("linear_key_head_dim")?,
+            value_dim: fields.size("linear_value_head_dim")?,
+            conv_width: fields.size("linear_conv_kernel_dim")?,
+            intermediate: fields.size_or("intermediate_size", 0)?,
+            moe: fields.moe()?,
+            model_type,
+        };
+        parsed.check()?;
+        Ok(parsed)
+    }
+
+    fn check(&self) -> Result<()> {
+        let positive = [
+            ("hidden_size", self.hidden),
+            ("vocab_size", self.vocab),
+            ("num_attention_heads", self.heads),
+            ("num_key_value_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("linear_num_key_heads", self.key_heads),
+            ("linear_num_value_heads", self.value_heads),
+            ("linear_key_head_dim", self.key_dim),
+            ("linear_value_head_dim", self.value_dim),
+            ("max_position_embeddings", self.context_max),
+        ];
+        const EXTENT_MAX: usize = 1 << 24;
+        if let Some((key, value)) = positive.iter().find(|(_, v)| *v == 0 || *v > EXTENT_MAX) {
+            return Err(ModelError::Config(format!("{key} is {value}, expected 1 to {EXTENT_MAX}")));
+        }
+        let divides = |a: usize, b: usize| a.is_multiple_of(b);
+        let wrong = if !divides(self.heads, self.kv_heads) {
+            Some("num_attention_heads is not a multiple of num_key_value_heads")
+        } else if !divides(self.value_heads, self.key_heads) {
+            Some("linear_num_value_heads is not a multiple of linear_num_key_heads")
+        } else if !(2..=8).contains(&self.conv_width) {
+            Some("linear_conv_kernel_dim is not in 2..=8")
+        } else if self.rotary > self.head_dim || !divides(self.rotary, 2) {
+            Some("partial_rotary_factor does not give an even number of elements within head_dim")
+        } else if self.moe.is_none() && self.intermediate == 0 {
+            Some("neither intermediate_size nor num_experts is given")
+        } else if !self.rope_theta.is_finite() || self.rope_theta <= 1.0 {
+            Some("rope_theta is not a number above one")
+        } else if self.layers.len() > 4096 || self.mtp_layers > 8 {
+            Some("num_hidden_layers is above 4096 or mtp_num_hidden_layers above 8")
+        } else {
+            None
+        };
+        wrong.map_or(Ok(()), |reason| Err(ModelError::Config(reason.into())))
+    }
+
+    /// Channels of the convolution of a recurrent layer: q, k and v.
+    pub fn conv_channels(&self) -> usize {
+        2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    }
+
+    /// The rotation of queries and keys. For text all sections of a multi-axis rotary embedding have the same
+    /// position, so they drop out.
+    pub fn rope(&self) -> RopeSpec {
+        RopeSpec { rotary: self.rotary, sections: None, interleaved: false }
+    }
+
+    /// `theta^(-2i / rotary)`.
+    pub fn inverse_frequencies(&self) -> Vec<f32> {
+        let n = self.rotary as f64;
+        (0..self.rotary / 2).map(|i| self.rope_theta.powf(-2.0 * i as f64 / n) as f32).collect()
+    }
+}
+
+/// The text part of a config, and the top level for what is found only there.
+struct Fields<'a> {
+    text: &'a Value,
+    top: &'a Value,
+}
+
+impl Fields<'_> {
+    fn get(&self, key: &str) -> Option<&Value> {
+        [self.text, self.top].into_iter().filter_map(|v| v.get(key)).find(|v| !v.is_null())
+    }
+
+    fn size(&self, key: &str) -> Result<usize> {
+        let value = self.get(key).ok_or_else(|| ModelError::Config(format!("{key} is missing")))?;
+        let number = value.as_u64().and_then(|n| usize::try_from(n).ok());
+        number.ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a whole number")))
+    }
+
+    fn size_or(&self, key: &str, default: usize) -> Result<usize> {
+        if self.get(key).is_some() { self.size(key) } else { Ok(default) }
+    }
+
+    fn number_or(&self, key: &str, default: f64) -> Result<f64> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        value.as_f64().ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a number")))
+    }
+
+    fn flag(&self, key: &str) -> bool {
+        self.get(key).and_then(Value::as_bool).unwrap_or(false)
+    }
+
+    /// A rope number from `rope_parameters` (or `rope_scaling`), or from beside the others.
+    fn rope(&self, key: &str, default: f64) -> Result<f64> {
+        let nested = ["rope_parameters", "rope_scaling"].iter().find_map(|k| self.get(k)?.get(key));
+        match nested {
+            Some(value) => value
+                .as_f64()
+                .ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a number"))),
+            None => self.number_or(key, default),
+        }
+    }
+
+    fn layers(&self) -> Result<Vec<MixerKind>> {
+        let count = self.size("num_hidden_layers")?;
+        if let Some(types) = self.get("layer_types").and_then(Value::as_array) {
+            let kinds = types.iter().map(|t| match t.as_str() {
+                Some("full_attention") => Ok(MixerKind::Attention),
+                Some("linear_attention") => Ok(MixerKind::GatedDelta),
+                _ => Err(ModelError::Config(format!(
+                    "layer_types has {t}, expected full_attention or linear_attention"
+                ))),
+            });
+            let kinds: Vec<_> = kinds.collect::<Result<_>>()?;
+            if kinds.len() != count {
+                let reason = format!("layer_types has {} entries for {count} layers", kinds.len());
+                return Err(ModelError::Config(reason));
+            }
+            return Ok(kinds);
+        }
+        let every = self.size_or("full_attention_interval", 4)?;
+        if every == 0 || count > 4096 {
+            return Err(ModelError::Config(format!("{count} layers with full attention every {every}")));
+        }
+        let kind = |i: usize| {
+            if (i + 1).is_multiple_of(every) { MixerKind::Attention } else { MixerKind::GatedDelta }
+        };
+        Ok((0..count).map(kind).collect())
+    }
+
+    fn moe(&self) -> Result<Option<MoeConfig>> {
+        let experts = self.size_or("num_experts", 0)?;
+        if experts == 0 {
+            return Ok(None);
+        }
+        let chosen = self.size("num_experts_per_tok")?;
+        if chosen == 0 || chosen > experts {
+            return Err(ModelError::Config(format!("num_experts_per_tok is {chosen} of {experts} experts")));
+        }
+        Ok(Some(MoeConfig {
+            experts,
+            chosen,
+            intermediate: self.size("moe_intermediate_size")?,
+            shared_intermediate: self.size_or("shared_expert_intermediate_size", 0)?,
+            normalise: self.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(true),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn minimal() -> Value {
+        json!({
+            "model_type": "qwen3_5", "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "rope_theta": 5000.0, "partial_rotary_factor": 0.25
+        })
+    }
+
+    #[test]
+    fn flat_and_nested_layouts_give_the_same_numbers() {
+        let flat = HybridConfig::from_json(&minimal()).expect("complete");
+        let mut text = minimal();
+        text["rope_parameters"] = json!({"rope_theta": 5000.0, "partial_rotary_factor": 0.25});
+        text["rope_theta"] = Value::Null;
+        text["partial_rotary_factor"] = Value::Null;
+        let nested = json!({"model_type": "qwen3_5", "text_config": text});
+        assert_eq!(HybridConfig::from_json(&nested).expect("complete"), flat);
+        assert_eq!(
+            (flat.rotary, flat.layers[3], flat.layers[4]),
+            (8, MixerKind::Attention, MixerKind::GatedDelta)
+        );
+        assert_eq!(flat.conv_channels(), 2 * 2 * 16 + 4 * 24);
+    }
+
+    #[test]
+    fn errors_name_the_key() {
+        for (key, value) in [
+            ("hidden_size", json!(null)),
+            ("hidden_size", json!("wide")),
+            ("linear_conv_kernel_dim", json!(1)),
+            ("num_key_value_heads", json!(3)),
+            ("layer_types", json!(["full_attention"])),
+            ("vocab_size", json!(0)),
+        ] {
+            let mut config = minimal();
+            config[key] = value;
+            let message = HybridConfig::from_json(&config).expect_err("must not pass").to_string();
+            assert!(message.contains(key), "{key}: {message}");
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! What can go wrong when a model is read.
+
+use keel_array::ArrayError;
+use keel_weights::WeightsError;
+
+/// Errors of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// The config is incomplete or contradicts itself.
+    #[error("config.json: {0}")]
+    Config(String),
+    /// No model of this type is known.
+    #[error("config.json: model_type {found:?} is not supported; supported are {supported}")]
+    UnknownModelType {
+        /// What the config says.
+        found: String,
+        /// What would work.
+        supported: String,
+    },
+    /// A parameter has another shape than the config implies.
+    #[error("{name}: the config implies {expected}, the checkpoint has {got}")]
+    Shape {
+        /// Parameter.
+        name: String,
+        /// Shape from the config.
+        expected: String,
+        /// Shape in the checkpoint.
+        got: String,
+    },
+    /// The checkpoint.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// The runtime.
+    #[error(transparent)]
+    Array(#[from] ArrayError),
+}
+
+/// Result of this crate.
+pub type Result<T, E = ModelError> = std::result::Result<T, E>;

@@ -1,0 +1,141 @@
+//! A hybrid model put together: embedding, layers, final norm, output head, and the multi-token-prediction head.
+
+use keel_array::{Array, Weight};
+use keel_cache::{CacheSpec, LayerSpec, LayerStorage};
+
+use crate::blocks::{FeedForward, GatedAttention, GatedDeltaNet, RmsNorm, StepContext};
+use crate::{HybridConfig, MixerKind, Result};
+
+/// The first half of a block.
+#[derive(Debug)]
+pub enum Mixer {
+    /// Full attention.
+    Attention(GatedAttention),
+    /// Recurrent.
+    GatedDelta(GatedDeltaNet),
+}
+
+/// One layer.
+#[derive(Debug)]
+pub struct Block {
+    /// Norm before the mixer.
+    pub mixer_norm: RmsNorm,
+    /// First half.
+    pub mixer: Mixer,
+    /// Norm before the feed-forward half.
+    pub ff_norm: RmsNorm,
+    /// Second half.
+    pub ff: FeedForward,
+}
+
+impl Block {
+    fn apply(&self, x: &Array, storage: &LayerStorage, step: &StepContext) -> Result<Array> {
+        let h = self.mixer_norm.apply(x)?;
+        let x = match (&self.mixer, storage) {
+            (Mixer::Attention(mixer), LayerStorage::Attention(pool)) => mixer.apply(&h, x, pool, step)?,
+            (Mixer::GatedDelta(mixer), LayerStorage::Recurrent { window, state }) => {
+                mixer.apply(&h, x, window, state, step)?
+            }
+            _ => unreachable!("the cache was made for this model's layers"),
+        };
+        let h = self.ff_norm.apply(&x)?;
+        Ok(self.ff.apply(&h, &x)?)
+    }
+}
+
+/// The multi-token-prediction head: reads the model's hidden state and the next token, predicts the one after.
+#[derive(Debug)]
+pub struct MtpHead {
+    /// Norm of the next token's embedding.
+    pub embedding_norm: RmsNorm,
+    /// Norm of the hidden state.
+    pub hidden_norm: RmsNorm,
+    /// `[hidden, 2 hidden]`: embedding first.
+    pub fc: Weight,
+    /// Attention layers with caches of their own.
+    pub blocks: Vec<Block>,
+    /// Final norm.
+    pub norm: RmsNorm,
+}
+
+/// A hybrid text model.
+#[derive(Debug)]
+pub struct HybridModel {
+    /// Its numbers.
+    pub config: HybridConfig,
+    /// `[V, hidden]`.
+    pub embedding: Weight,
+    /// The layers.
+    pub blocks: Vec<Block>,
+    /// Final norm.
+    pub norm: RmsNorm,
+    /// `[V, hidden]`; the embedding itself where the two are tied.
+    pub head: Weight,
+    /// Multi-token prediction.
+    pub mtp: Option<MtpHead>,
+    /// Inverse rotary frequencies, f32 `[rotary / 2]`.
+    pub frequencies: Array,
+}
+
+impl HybridModel {
+    /// What a sequence of this model remembers: the layers, then those of the multi-token-prediction head.
+    pub fn cache_spec(&self, kv_dtype: keel_array::DType) -> CacheSpec {
+        let c = &self.config;
+        let attention = LayerSpec::Attention { kv_heads: c.kv_heads, head_dim: c.head_dim };
+        let recurrent = LayerSpec::Recurrent {
+            conv_width: c.conv_width,
+            channels: c.conv_channels(),
+            value_heads: c.value_heads,
+            key_dim: c.key_dim,
+            value_dim: c.value_dim,
+        };
+        let of_kind = |kind: &MixerKind| match kind {
+            MixerKind::Attention => attention,
+            MixerKind::GatedDelta => recurrent,
+        };
+        let head = self.mtp.iter().flat_map(|mtp| mtp.blocks.iter().map(|_| attention));
+        CacheSpec { layers: c.layers.iter().map(of_kind).chain(head).collect(), kv_dtype }
+    }
+
+    /// Hidden states after the final norm, f32 `[T, hidden]`, of token ids u32 `[T]`.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn hidden(&self, tokens: &Array, layers: &[LayerStorage], step: &StepContext) -> Result<Array> {
+        let mut x = tokens.embedding(&self.embedding)?;
+        for (block, storage) in self.blocks.iter().zip(layers) {
+            x = block.apply(&x, storage, step)?;
+        }
+        Ok(self.norm.apply(&x)?)
+    }
+
+    /// Logits f32 `[R, V]` of hidden states `[R, hidden]`.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn logits(&self, hidden: &Array) -> Result<Array> {
+        Ok(hidden.linear(&self.head)?)
+    }
+
+    /// Hidden states of the multi-token-prediction head, `[T, hidden]`: row t predicts token t + 2 from the model's
+    /// hidden state of token t and the id of token t + 1. `layers` is the storage of the head's own layers.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn mtp_hidden(
+        &self,
+        head: &MtpHead,
+        hidden: &Array,
+        next_tokens: &Array,
+        layers: &[LayerStorage],
+        step: &StepContext,
+    ) -> Result<Array> {
+        let embedded = head.embedding_norm.apply(&next_tokens.embedding(&self.embedding)?)?;
+        let hidden = head.hidden_norm.apply(hidden)?;
+        let mut x = Array::concatenate(&[&embedded, &hidden], -1)?.linear(&head.fc)?;
+        for (block, storage) in head.blocks.iter().zip(layers) {
+            x = block.apply(&x, storage, step)?;
+        }
+        Ok(head.norm.apply(&x)?)
+    }
+}

@@ -1,0 +1,115 @@
+//! Parameters from a checkpoint on disk.
+
+use std::ops::Range;
+
+use keel_array::{RowBlock, RowData, WeightFormat, WeightSpec};
+use keel_weights::affine::unpack_row;
+use keel_weights::{AffineTensor, LinearFormat, LinearTensor, TensorSource, TensorView, float};
+
+use super::{BLOCK_ROWS, Parameters};
+use crate::{ModelError, Result};
+
+/// The parameters of a checkpoint.
+pub struct CheckpointParameters<'a>(pub &'a dyn TensorSource);
+
+impl Parameters for CheckpointParameters<'_> {
+    fn contains(&self, name: &str) -> bool {
+        self.0.contains(name)
+    }
+
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.0.info(name).ok().map(|info| info.shape.to_vec())
+    }
+
+    fn linear_format(
+        &self,
+        module: &str,
+        experts: Option<usize>,
+        rows: usize,
+        cols: usize,
+    ) -> Result<WeightFormat> {
+        let info = self.0.linear_info(module)?;
+        if (info.experts, info.rows, info.cols) != (experts, rows, cols) {
+            let shape =
+                |e: Option<usize>, r, c| e.map_or(format!("({r}, {c})"), |e| format!("({e}, {r}, {c})"));
+            return Err(ModelError::Shape {
+                name: module.into(),
+                expected: shape(experts, rows, cols),
+                got: shape(info.experts, info.rows, info.cols),
+            });
+        }
+        match info.format {
+            LinearFormat::Dense(dtype) => Ok(WeightFormat::Dense(dtype)),
+            LinearFormat::Affine { format, scales } => Ok(WeightFormat::Affine {
+                bits: format.bits() as u8,
+                group_size: format.group_size() as u16,
+                scale_dtype: scales,
+            }),
+            other => Err(ModelError::Config(format!("{module}: format {other:?} is not supported"))),
+        }
+    }
+
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        _spec: &WeightSpec,
+        sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let tensor = self.0.linear(module)?;
+        let base = expert.unwrap_or(0) * tensor.info().rows;
+        for first in rows.clone().step_by(BLOCK_ROWS) {
+            let block = first..rows.end.min(first + BLOCK_ROWS);
+            let stored = base + block.start..base + block.end;
+            let place = block.start - rows.start;
+            match &tensor {
+                LinearTensor::Dense(view) => dense_block(view, stored, place, sink)?,
+                LinearTensor::Affine(affine) => affine_block(affine, stored, place, sink)?,
+                other => return Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
+            }
+        }
+        if expert.is_none() {
+            self.0.release_linear(module);
+        }
+        Ok(())
+    }
+
+    fn values(&self, name: &str, _elements: usize) -> Result<Vec<f32>> {
+        Ok(self.0.tensor(name)?.to_f32()?)
+    }
+}
+
+fn dense_block(
+    view: &TensorView<'_>,
+    stored: Range<usize>,
+    first_row: usize,
+    sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
+) -> Result<()> {
+    let data = RowData::Dense(view.row_bytes(stored.clone())?);
+    sink(&RowBlock { expert: 0, first_row, rows: stored.len(), data })
+}
+
+fn affine_block(
+    affine: &AffineTensor<'_>,
+    stored: Range<usize>,
+    first_row: usize,
+    sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
+) -> Result<()> {
+    let cols = affine.cols();
+    let groups = cols / affine.format().group_size();
+    let mut codes = vec![0; stored.len() * cols];
+    let packed = affine.weight().row_bytes(stored.clone())?;
+    let row_bytes = packed.len() / stored.len();
+    for (packed, codes) in packed.chunks_exact(row_bytes).zip(codes.chunks_exact_mut(cols)) {
+        unpack_row(affine.format(), packed, codes);
+    }
+    let floats = |view: TensorView<'_>| -> Result<Vec<f32>> {
+        let mut values = vec![0.0; stored.len() * groups];
+        float::decode(view.dtype(), view.row_bytes(stored.clone())?, &mut values);
+        Ok(values)
+    };
+    let (scales, biases) = (floats(affine.scales())?, floats(affine.biases())?);
+    let data = RowData::Affine { codes: &codes, scales: &scales, biases: &biases };
+    sink(&RowBlock { expert: 0, first_row, rows: stored.len(), data })
+}

@@ -1,0 +1,304 @@
+//! From named parameters to weights in device memory.
+
+mod checkpoint;
+mod random;
+
+use std::ops::Range;
+
+use keel_array::{Array, Category, Compute, RowBlock, Runtime, Weight, WeightFormat, WeightSpec};
+
+use crate::Result;
+
+pub use checkpoint::CheckpointParameters;
+pub use random::RandomParameters;
+
+/// Rows decoded at a time: the only host memory that loading needs.
+const BLOCK_ROWS: usize = 256;
+
+/// Where parameters come from.
+pub trait Parameters {
+    /// True if there is a parameter of this name.
+    fn contains(&self, name: &str) -> bool;
+
+    /// Extents of a parameter that is no linear layer.
+    fn shape(&self, name: &str) -> Option<Vec<usize>>;
+
+    /// How the linear layer `module` is coded, once its `[experts,] rows, cols` are known to be these.
+    ///
+    /// # Errors
+    /// If it is missing or has another shape.
+    fn linear_format(
+        &self,
+        module: &str,
+        experts: Option<usize>,
+        rows: usize,
+        cols: usize,
+    ) -> Result<WeightFormat>;
+
+    /// Hands the rows of one expert of a linear layer to `sink`, block by block, in order. `RowBlock::first_row`
+    /// counts from the start of `rows`. The specification is that of the weight to be filled: its columns and
+    /// format are the layer's.
+    ///
+    /// # Errors
+    /// What the file or the sink says.
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        spec: &WeightSpec,
+        sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
+    ) -> Result<()>;
+
+    /// A small parameter as f32, `elements` in all.
+    ///
+    /// # Errors
+    /// If it is missing.
+    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>>;
+}
+
+/// Rows of a linear layer of the checkpoint.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// The layer.
+    pub module: String,
+    /// Which of its experts, if it is a stack.
+    pub expert: Option<usize>,
+    /// How many experts and rows the layer has in the checkpoint.
+    pub extents: (Option<usize>, usize),
+    /// The rows wanted, in the order wanted.
+    pub rows: Vec<Range<usize>>,
+}
+
+impl Piece {
+    /// All rows of a plain layer.
+    pub fn whole(module: impl Into<String>, rows: usize) -> Piece {
+        Piece {
+            module: module.into(),
+            expert: None,
+            extents: (None, rows),
+            rows: vec![Range { start: 0, end: rows }],
+        }
+    }
+
+    /// Some rows of a plain layer of `total` rows, in the order given.
+    pub fn rows(module: impl Into<String>, total: usize, rows: Vec<Range<usize>>) -> Piece {
+        Piece { module: module.into(), expert: None, extents: (None, total), rows }
+    }
+
+    /// Some rows of one expert of a stack.
+    pub fn expert(
+        module: impl Into<String>,
+        stack: (usize, usize),
+        expert: usize,
+        rows: Range<usize>,
+    ) -> Piece {
+        Piece {
+            module: module.into(),
+            expert: Some(expert),
+            extents: (Some(stack.0), stack.1),
+            rows: vec![rows],
+        }
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.rows.iter().map(Range::len).sum()
+    }
+
+    /// True without rows.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Loads parameters into a runtime.
+pub struct Loader<'a> {
+    runtime: &'a Runtime,
+    parameters: &'a dyn Parameters,
+    compute: Compute,
+    progress: &'a dyn Fn(u64),
+}
+
+impl<'a> Loader<'a> {
+    /// A loader that reports the bytes of each weight to `progress` once it is in memory.
+    pub fn new(
+        runtime: &'a Runtime,
+        parameters: &'a dyn Parameters,
+        compute: Compute,
+        progress: &'a dyn Fn(u64),
+    ) -> Loader<'a> {
+        Loader { runtime, parameters, compute, progress }
+    }
+
+    /// Where the parameters come from.
+    pub fn parameters(&self) -> &dyn Parameters {
+        self.parameters
+    }
+
+    /// The format that all pieces share, if they do.
+    fn common_format(&self, pieces: &[Piece], cols: usize) -> Result<Option<WeightFormat>> {
+        let mut common = None;
+        for piece in pieces {
+            let (experts, rows) = piece.extents;
+            let format = self.parameters.linear_format(&piece.module, experts, rows, cols)?;
+            if *common.get_or_insert(format) != format {
+                return Ok(None);
+            }
+        }
+        Ok(common)
+    }
+
+    /// A plain layer of the pieces' rows, one behind the other.
+    ///
+    /// # Errors
+    /// If a piece is missing or misshapen, or memory runs out.
+    pub fn linear(&self, piece: Piece, cols: usize) -> Result<Weight> {
+        let (experts, rows) = piece.extents;
+        let format = self.parameters.linear_format(&piece.module, experts, rows, cols)?;
+        self.stack(&[vec![piece]], cols, format)
+    }
+
+    /// Several layers that read the same input, as few products as their formats allow.
+    ///
+    /// # Errors
+    /// If a piece is missing or misshapen, or memory runs out.
+    pub fn projection(&self, pieces: Vec<Piece>, cols: usize) -> Result<Projection> {
+        let widths: Vec<usize> = pieces.iter().map(Piece::len).collect();
+        let weights = match self.common_format(&pieces, cols)? {
+            Some(format) => vec![self.stack(&[pieces], cols, format)?],
+            None => pieces.into_iter().map(|p| self.linear(p, cols)).collect::<Result<_>>()?,
+        };
+        Ok(Projection { weights, widths })
+    }
+
+    /// A stack of experts, each made of the pieces listed for it. All pieces must share a format.
+    ///
+    /// # Errors
+    /// If a piece is missing or misshapen, the formats differ, or memory runs out.
+    pub fn experts(&self, experts: &[Vec<Piece>], cols: usize) -> Result<Weight> {
+        let mut common = None;
+        for pieces in experts {
+            let format = self.common_format(pieces, cols)?;
+            if format.is_none() || format != *common.get_or_insert(format) {
+                let first = pieces.first().map_or("experts", |p| &p.module);
+                let reason = format!("{first}: the experts of a layer are quantised in different formats");
+                return Err(crate::ModelError::Config(reason));
+            }
+        }
+        let format =
+            common.flatten().ok_or_else(|| crate::ModelError::Config("a layer has no experts".into()))?;
+        self.stack(experts, cols, format)
+    }
+
+    fn stack(&self, experts: &[Vec<Piece>], cols: usize, format: WeightFormat) -> Result<Weight> {
+        let rows = experts.first().map_or(0, |pieces| pieces.iter().map(Piece::len).sum());
+        let spec = WeightSpec { experts: experts.len(), rows, cols, format, compute: self.compute };
+        let weight = Weight::allocate(self.runtime, spec)?;
+        if !self.runtime.backend().is_planning() {
+            for (expert, pieces) in experts.iter().enumerate() {
+                self.fill(&weight, expert, pieces)?;
+            }
+        }
+        (self.progress)(weight.bytes() as u64);
+        Ok(weight)
+    }
+
+    fn fill(&self, weight: &Weight, expert: usize, pieces: &[Piece]) -> Result<()> {
+        let mut row = 0;
+        for piece in pieces {
+            for range in &piece.rows {
+                self.parameters.linear_rows(
+                    &piece.module,
+                    piece.expert,
+                    range.clone(),
+                    weight.spec(),
+                    &mut |block| {
+                        let at = RowBlock {
+                            expert,
+                            first_row: row + block.first_row,
+                            rows: block.rows,
+                            data: block.data,
+                        };
+                        Ok(weight.fill(&at)?)
+                    },
+                )?;
+                row += range.len();
+            }
+        }
+        Ok(())
+    }
+
+    /// A vector or small matrix as f32, `transform`ed, of the given shape.
+    ///
+    /// # Errors
+    /// If it is missing or has another number of elements, or memory runs out.
+    pub fn vector(&self, name: &str, shape: &[usize], transform: impl Fn(f32) -> f32) -> Result<Array> {
+        let found = self.parameters.shape(name);
+        let elements = |s: &[usize]| s.iter().product::<usize>();
+        if let Some(found) = found.filter(|f| elements(f) != elements(shape)) {
+            let (expected, got) = (format!("{shape:?}"), format!("{found:?}"));
+            return Err(crate::ModelError::Shape { name: name.into(), expected, got });
+        }
+        let array = Array::persistent(self.runtime, Category::Weights, shape, keel_array::DType::F32)?;
+        if !self.runtime.backend().is_planning() {
+            let values: Vec<f32> =
+                self.parameters.values(name, elements(shape))?.into_iter().map(transform).collect();
+            array.write(&values)?;
+        }
+        (self.progress)(array.bytes() as u64);
+        Ok(array)
+    }
+
+    /// Numbers that follow from the config, kept with the weights.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub fn constant(&self, values: &[f32]) -> Result<Array> {
+        let array =
+            Array::persistent(self.runtime, Category::Weights, [values.len()], keel_array::DType::F32)?;
+        array.write(values)?;
+        Ok(array)
+    }
+}
+
+/// Layers that read the same input.
+#[derive(Debug)]
+pub struct Projection {
+    /// One weight for all of them, or one each.
+    weights: Vec<Weight>,
+    /// Outputs of each layer.
+    widths: Vec<usize>,
+}
+
+impl Projection {
+    /// All outputs side by side, `[.., sum of widths]`.
+    ///
+    /// # Errors
+    /// If x does not fit.
+    pub fn apply_wide(&self, x: &Array) -> keel_array::Result<Array> {
+        if let [weight] = &self.weights[..] {
+            return x.linear(weight);
+        }
+        let parts: Vec<Array> =
+            self.weights.iter().map(|w| x.linear(w)).collect::<keel_array::Result<_>>()?;
+        Array::concatenate(&parts.iter().collect::<Vec<_>>(), -1)
+    }
+
+    /// The outputs of each layer, `[.., width]`.
+    ///
+    /// # Errors
+    /// If x does not fit.
+    pub fn apply(&self, x: &Array) -> keel_array::Result<Vec<Array>> {
+        let [weight] = &self.weights[..] else {
+            return self.weights.iter().map(|w| x.linear(w)).collect();
+        };
+        let wide = x.linear(weight)?;
+        let mut start = 0;
+        let part = |width: &usize| {
+            start += width;
+            wide.slice_axis(-1, start - width, start)
+        };
+        self.widths.iter().map(part).collect()
+    }
+}

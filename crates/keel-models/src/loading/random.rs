@@ -1,0 +1,141 @@
+//! Parameters made up on the spot, so that a shape of any size can be timed without a checkpoint.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use keel_array::{DType, RowBlock, RowData, WeightFormat, WeightSpec};
+
+use super::{BLOCK_ROWS, Parameters};
+use crate::Result;
+
+/// Standard deviation of the elements, small enough that activations stay finite through any depth.
+const DEVIATION: f32 = 0.02;
+
+/// Random parameters of one format. Names decide the values, so that the same shape is the same model.
+pub struct RandomParameters {
+    /// Format of all linear layers whose input is a multiple of the group size; bf16 elsewhere.
+    pub format: WeightFormat,
+}
+
+/// splitmix64: a full-period generator with one word of state.
+struct Generator(u64);
+
+impl Generator {
+    fn of_name(name: &str) -> Generator {
+        // FNV-1a.
+        Generator(
+            name.bytes()
+                .fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)),
+        )
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Uniform in `[-1, 1) * deviation * sqrt(3)`: mean 0 and this deviation.
+    fn value(&mut self) -> f32 {
+        ((self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * DEVIATION * 1.732
+    }
+}
+
+impl Parameters for RandomParameters {
+    fn contains(&self, name: &str) -> bool {
+        // A fixed answer for every optional parameter: the Hugging Face layout with fused experts.
+        !name.contains("switch_mlp") && !name.contains("experts.0.")
+    }
+
+    fn shape(&self, _name: &str) -> Option<Vec<usize>> {
+        None
+    }
+
+    fn linear_format(
+        &self,
+        _module: &str,
+        _experts: Option<usize>,
+        _rows: usize,
+        cols: usize,
+    ) -> Result<WeightFormat> {
+        Ok(match self.format {
+            WeightFormat::Affine { group_size, .. } if !cols.is_multiple_of(usize::from(group_size)) => {
+                WeightFormat::Dense(DType::BF16)
+            }
+            format => format,
+        })
+    }
+
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        spec: &WeightSpec,
+        sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let mut generator = Generator::of_name(module);
+        generator.0 ^= expert.unwrap_or(0) as u64;
+        for first in rows.clone().step_by(BLOCK_ROWS) {
+            let count = rows.end.min(first + BLOCK_ROWS) - first;
+            let first_row = first - rows.start;
+            random_block(&mut generator, spec, count, &mut |data| {
+                sink(&RowBlock { expert: 0, first_row, rows: count, data })
+            })?;
+        }
+        Ok(())
+    }
+
+    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>> {
+        let mut generator = Generator::of_name(name);
+        let value = |generator: &mut Generator| match name.rsplit('.').nth(1).unwrap_or_default() {
+            // Scales of a norm that is stored as it is; the others are offsets from one.
+            "norm" if name.contains("linear_attn") => 1.0,
+            norm if norm.contains("norm") => 0.0,
+            "conv1d" => generator.value() / DEVIATION * 0.25,
+            // A_log and dt_bias: states that decay over some dozens of tokens.
+            _ if name.ends_with("dt_bias") => -3.0,
+            _ => generator.value(),
+        };
+        Ok((0..elements).map(|_| value(&mut generator)).collect())
+    }
+}
+
+fn random_block(
+    generator: &mut Generator,
+    spec: &WeightSpec,
+    rows: usize,
+    sink: &mut dyn FnMut(RowData<'_>) -> Result<()>,
+) -> Result<()> {
+    let elements = rows * spec.cols;
+    match spec.format {
+        WeightFormat::Dense(dtype) => {
+            let mut bytes = Vec::with_capacity(elements * dtype.size());
+            for _ in 0..elements {
+                let value = generator.value();
+                match dtype {
+                    DType::BF16 => bytes.extend(bf16::from_f32(value).to_le_bytes()),
+                    DType::F16 => bytes.extend(f16::from_f32(value).to_le_bytes()),
+                    _ => bytes.extend(value.to_le_bytes()),
+                }
+            }
+            sink(RowData::Dense(&bytes))
+        }
+        WeightFormat::Affine { bits, group_size, .. } => {
+            let mask = ((1u16 << bits) - 1) as u8;
+            let mut codes = Vec::with_capacity(elements + 8);
+            while codes.len() < elements {
+                codes.extend(generator.next().to_le_bytes().map(|byte| byte & mask));
+            }
+            codes.truncate(elements);
+            // Evenly spread codes have this deviation per step.
+            let steps = f32::from(mask) + 1.0;
+            let scale = bf16::from_f32(DEVIATION * 12f32.sqrt() / steps).to_f32();
+            let bias = bf16::from_f32(-scale * f32::from(mask) / 2.0).to_f32();
+            let groups = elements / usize::from(group_size);
+            sink(RowData::Affine { codes: &codes, scales: &vec![scale; groups], biases: &vec![bias; groups] })
+        }
+    }
+}

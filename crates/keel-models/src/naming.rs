@@ -1,0 +1,176 @@
+//! What checkpoints of the Qwen3.5 family call their parameters, and how the variants are stored.
+
+use keel_array::Array;
+
+use crate::blocks::{FeedForward, GatedAttention, MixtureOfExperts, RmsNorm, SwiGluLayer};
+use crate::loading::{Loader, Piece};
+use crate::{HybridConfig, ModelError, MoeConfig, Result};
+
+/// Reads the blocks that the family's model types share.
+pub(crate) struct FamilyReader<'a> {
+    pub loader: &'a Loader<'a>,
+    pub config: &'a HybridConfig,
+    /// What stands before `embed_tokens`, `layers` and `norm`.
+    pub root: String,
+    /// Norms are stored as offsets from one: the Hugging Face form. MLX's converter stores the scale itself.
+    pub norms_are_offsets: bool,
+}
+
+impl<'a> FamilyReader<'a> {
+    /// Finds out which of the layouts the checkpoint has.
+    pub fn new(loader: &'a Loader<'a>, config: &'a HybridConfig) -> Result<FamilyReader<'a>> {
+        let roots = ["model.language_model.", "language_model.model.", "model."];
+        let root =
+            roots.iter().find(|root| loader.parameters().contains(&format!("{root}embed_tokens.weight")));
+        let root = root.ok_or_else(|| {
+            let tried = roots.map(|r| format!("{r}embed_tokens.weight")).join(", ");
+            ModelError::Config(format!(
+                "the checkpoint has no token embedding under any known name ({tried})"
+            ))
+        })?;
+        // MLX's converter transposes the convolution and shifts the norms in one go, so one tells of the other.
+        let recurrent = config.layers.iter().position(|k| *k == crate::MixerKind::GatedDelta);
+        let conv = recurrent
+            .and_then(|i| loader.parameters().shape(&format!("{root}layers.{i}.linear_attn.conv1d.weight")));
+        let norms_are_offsets = !matches!(conv.as_deref(), Some([_, _, 1]));
+        Ok(FamilyReader { loader, config, root: (*root).into(), norms_are_offsets })
+    }
+
+    /// The output head's name.
+    pub fn head_module(&self) -> &'static str {
+        if self.root == "language_model.model." { "language_model.lm_head" } else { "lm_head" }
+    }
+
+    /// A norm whose scale may be stored as an offset from one.
+    pub fn norm(&self, name: &str, width: usize) -> Result<RmsNorm> {
+        let offset = if self.norms_are_offsets { 1.0 } else { 0.0 };
+        let scale = self.loader.vector(&format!("{name}.weight"), &[width], |w| w + offset)?;
+        Ok(RmsNorm { scale, eps: self.config.eps })
+    }
+
+    /// A norm whose scale is stored as it is.
+    pub fn plain_norm(&self, name: &str, width: usize) -> Result<RmsNorm> {
+        let scale = self.loader.vector(&format!("{name}.weight"), &[width], |w| w)?;
+        Ok(RmsNorm { scale, eps: self.config.eps })
+    }
+
+    /// The depthwise convolution as `[channels, K]`; both stored forms, `(C, 1, K)` and `(C, K, 1)`, are that.
+    pub fn conv(&self, name: &str) -> Result<Array> {
+        self.loader.vector(name, &[self.config.conv_channels(), self.config.conv_width], |w| w)
+    }
+
+    /// `self_attn` of a layer.
+    pub fn attention(&self, prefix: &str) -> Result<GatedAttention> {
+        let c = self.config;
+        let (d, kv_rows) = (c.head_dim, c.kv_heads * c.head_dim);
+        let pieces = vec![
+            Piece::whole(format!("{prefix}q_proj"), 2 * c.heads * d),
+            Piece::whole(format!("{prefix}k_proj"), kv_rows),
+            Piece::whole(format!("{prefix}v_proj"), kv_rows),
+        ];
+        Ok(GatedAttention {
+            projection: self.loader.projection(pieces, c.hidden)?,
+            q_norm: self.norm(&format!("{prefix}q_norm"), d)?,
+            k_norm: self.norm(&format!("{prefix}k_norm"), d)?,
+            output: self.loader.linear(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?,
+            heads: c.heads,
+            kv_heads: c.kv_heads,
+            head_dim: d,
+            rope: c.rope(),
+        })
+    }
+
+    /// `mlp` of a layer.
+    pub fn feed_forward(&self, prefix: &str) -> Result<FeedForward> {
+        match &self.config.moe {
+            None => Ok(FeedForward::Dense(self.swiglu(prefix, self.config.intermediate)?)),
+            Some(moe) => Ok(FeedForward::Experts(self.experts(prefix, moe)?)),
+        }
+    }
+
+    fn swiglu(&self, prefix: &str, width: usize) -> Result<SwiGluLayer> {
+        let hidden = self.config.hidden;
+        let pieces = ["gate_proj", "up_proj"].map(|name| Piece::whole(format!("{prefix}{name}"), width));
+        Ok(SwiGluLayer {
+            gate_up: self.loader.projection(pieces.into(), hidden)?,
+            down: self.loader.linear(Piece::whole(format!("{prefix}down_proj"), hidden), width)?,
+        })
+    }
+
+    fn experts(&self, prefix: &str, moe: &MoeConfig) -> Result<MixtureOfExperts> {
+        let hidden = self.config.hidden;
+        let mut router = vec![Piece::whole(format!("{prefix}gate"), moe.experts)];
+        let shared = match moe.shared_intermediate {
+            0 => None,
+            width => {
+                router.push(Piece::whole(format!("{prefix}shared_expert_gate"), 1));
+                Some(self.swiglu(&format!("{prefix}shared_expert."), width)?)
+            }
+        };
+        let layout = ExpertLayout::find(self.loader, prefix);
+        let gate_up: Vec<_> = (0..moe.experts).map(|e| layout.gate_up(prefix, moe, e)).collect();
+        let down: Vec<_> = (0..moe.experts).map(|e| layout.down(prefix, moe, hidden, e)).collect();
+        Ok(MixtureOfExperts {
+            router: self.loader.projection(router, hidden)?,
+            gate_up: self.loader.experts(&gate_up, hidden)?,
+            down: self.loader.experts(&down, moe.intermediate)?,
+            shared,
+            chosen: moe.chosen,
+            normalise: moe.normalise,
+        })
+    }
+}
+
+/// How the experts of a layer are stored.
+#[derive(Clone, Copy)]
+enum ExpertLayout {
+    /// Three tensors for each expert.
+    Separate,
+    /// `experts.gate_up_proj` (gate rows, then up rows) and `experts.down_proj`, stacked.
+    Fused,
+    /// MLX: `switch_mlp.gate_proj`, `up_proj`, `down_proj`, stacked.
+    Switch,
+}
+
+impl ExpertLayout {
+    fn find(loader: &Loader<'_>, prefix: &str) -> ExpertLayout {
+        let has = |name: &str| loader.parameters().contains(&format!("{prefix}{name}"));
+        if has("switch_mlp.gate_proj.weight") {
+            ExpertLayout::Switch
+        } else if has("experts.0.gate_proj.weight") {
+            ExpertLayout::Separate
+        } else {
+            ExpertLayout::Fused
+        }
+    }
+
+    fn gate_up(self, prefix: &str, moe: &MoeConfig, e: usize) -> Vec<Piece> {
+        let f = moe.intermediate;
+        let both = ["gate_proj", "up_proj"];
+        match self {
+            ExpertLayout::Separate => {
+                both.map(|n| Piece::whole(format!("{prefix}experts.{e}.{n}"), f)).into()
+            }
+            ExpertLayout::Switch => both
+                .map(|n| Piece::expert(format!("{prefix}switch_mlp.{n}"), (moe.experts, f), e, 0..f))
+                .into(),
+            ExpertLayout::Fused => {
+                vec![Piece::expert(
+                    format!("{prefix}experts.gate_up_proj"),
+                    (moe.experts, 2 * f),
+                    e,
+                    0..2 * f,
+                )]
+            }
+        }
+    }
+
+    fn down(self, prefix: &str, moe: &MoeConfig, hidden: usize, e: usize) -> Vec<Piece> {
+        let stacked = |name| Piece::expert(format!("{prefix}{name}"), (moe.experts, hidden), e, 0..hidden);
+        vec![match self {
+            ExpertLayout::Separate => Piece::whole(format!("{prefix}experts.{e}.down_proj"), hidden),
+            ExpertLayout::Switch => stacked("switch_mlp.down_proj"),
+            ExpertLayout::Fused => stacked("experts.down_proj"),
+        }]
+    }
+}

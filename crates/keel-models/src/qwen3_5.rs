@@ -1,0 +1,123 @@
+//! `qwen3_5` and `qwen3_5_moe`: Gated DeltaNet and gated attention, dense or with experts, text part.
+//!
+//! Source: the Hugging Face checkpoints and their conversion by MLX. Vision parameters are not read.
+
+use crate::blocks::GatedDeltaNet;
+use crate::hybrid::{Block, HybridModel, Mixer, MtpHead};
+use crate::loading::{Loader, Piece};
+use crate::naming::FamilyReader;
+use crate::{HybridConfig, MixerKind, Result};
+
+/// Reads a model.
+pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig) -> Result<HybridModel> {
+    load_with(loader, config, gated_delta_net)
+}
+
+/// Reads a model whose recurrent layers are stored as `read_recurrent` expects; the rest is common to the family.
+pub(crate) fn load_with(
+    loader: &Loader<'_>,
+    config: HybridConfig,
+    read_recurrent: fn(&FamilyReader<'_>, &str) -> Result<GatedDeltaNet>,
+) -> Result<HybridModel> {
+    let reader = FamilyReader::new(loader, &config)?;
+    let root = &reader.root;
+    let embedding =
+        loader.linear(Piece::whole(format!("{root}embed_tokens"), config.vocab), config.hidden)?;
+    let blocks = config
+        .layers
+        .iter()
+        .enumerate()
+        .map(|(i, kind)| {
+            let prefix = format!("{root}layers.{i}.");
+            let mixer = match kind {
+                MixerKind::Attention => Mixer::Attention(reader.attention(&format!("{prefix}self_attn."))?),
+                MixerKind::GatedDelta => {
+                    Mixer::GatedDelta(read_recurrent(&reader, &format!("{prefix}linear_attn."))?)
+                }
+            };
+            block(&reader, &prefix, mixer)
+        })
+        .collect::<Result<_>>()?;
+    let head = if config.tied {
+        embedding.clone()
+    } else {
+        loader.linear(Piece::whole(reader.head_module(), config.vocab), config.hidden)?
+    };
+    let norm = reader.norm(&format!("{root}norm"), config.hidden)?;
+    let mtp = mtp_head(&reader)?;
+    let frequencies = loader.constant(&config.inverse_frequencies())?;
+    Ok(HybridModel { embedding, blocks, norm, head, mtp, frequencies, config })
+}
+
+fn block(reader: &FamilyReader<'_>, prefix: &str, mixer: Mixer) -> Result<Block> {
+    let hidden = reader.config.hidden;
+    Ok(Block {
+        mixer_norm: reader.norm(&format!("{prefix}input_layernorm"), hidden)?,
+        mixer,
+        ff_norm: reader.norm(&format!("{prefix}post_attention_layernorm"), hidden)?,
+        ff: reader.feed_forward(&format!("{prefix}mlp."))?,
+    })
+}
+
+fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDeltaNet> {
+    let c = reader.config;
+    let pieces = vec![
+        Piece::whole(format!("{prefix}in_proj_qkv"), c.conv_channels()),
+        Piece::whole(format!("{prefix}in_proj_z"), c.value_heads * c.value_dim),
+        Piece::whole(format!("{prefix}in_proj_a"), c.value_heads),
+        Piece::whole(format!("{prefix}in_proj_b"), c.value_heads),
+    ];
+    recurrent_layer(reader, prefix, pieces)
+}
+
+/// A recurrent layer once it is known where the rows of qkv, z, a and b are.
+pub(crate) fn recurrent_layer(
+    reader: &FamilyReader<'_>,
+    prefix: &str,
+    pieces: Vec<Piece>,
+) -> Result<GatedDeltaNet> {
+    let c = reader.config;
+    let loader = reader.loader;
+    Ok(GatedDeltaNet {
+        projection: loader.projection(pieces, c.hidden)?,
+        conv: reader.conv(&format!("{prefix}conv1d.weight"))?,
+        a_log: loader.vector(&format!("{prefix}A_log"), &[c.value_heads], |w| w)?,
+        dt_bias: loader.vector(&format!("{prefix}dt_bias"), &[c.value_heads], |w| w)?,
+        norm: reader.plain_norm(&format!("{prefix}norm"), c.value_dim)?,
+        output: loader
+            .linear(Piece::whole(format!("{prefix}out_proj"), c.hidden), c.value_heads * c.value_dim)?,
+        key_heads: c.key_heads,
+        value_heads: c.value_heads,
+        key_dim: c.key_dim,
+        value_dim: c.value_dim,
+    })
+}
+
+/// The multi-token-prediction head, if the config names one and the checkpoint still has it: converters drop it.
+fn mtp_head(reader: &FamilyReader<'_>) -> Result<Option<MtpHead>> {
+    let c = reader.config;
+    let known = reader.loader.parameters();
+    let present = known.contains("mtp.fc.weight");
+    if c.mtp_layers == 0 || !present {
+        if c.mtp_layers > 0 {
+            tracing::info!(
+                "the config names a multi-token-prediction head that the checkpoint does not have"
+            );
+        }
+        return Ok(None);
+    }
+    let blocks = (0..c.mtp_layers)
+        .map(|i| {
+            let prefix = format!("mtp.layers.{i}.");
+            let mixer = Mixer::Attention(reader.attention(&format!("{prefix}self_attn."))?);
+            block(reader, &prefix, mixer)
+        })
+        .collect::<Result<_>>()?;
+    Ok(Some(MtpHead {
+        embedding_norm: reader.norm("mtp.pre_fc_norm_embedding", c.hidden)?,
+        hidden_norm: reader.norm("mtp.pre_fc_norm_hidden", c.hidden)?,
+        fc: reader.loader.linear(Piece::whole("mtp.fc", c.hidden), 2 * c.hidden)?,
+        blocks,
+        norm: reader.norm("mtp.norm", c.hidden)?,
+    }))
+}

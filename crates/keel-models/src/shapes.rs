@@ -1,0 +1,109 @@
+//! Sizes of published models, for `keel bench --shape`: a config without a checkpoint.
+
+use serde_json::{Value, json};
+
+/// Names that [`shape`] knows.
+pub const NAMES: [&str; 7] = [
+    "qwen3.5-0.8b",
+    "qwen3.5-4b",
+    "qwen3.5-9b",
+    "qwen3.5-27b",
+    "qwen3.5-35b-a3b",
+    "qwen3.5-122b-a10b",
+    "qwen3.5-397b-a17b",
+];
+
+/// Numbers that differ between the sizes of the family.
+struct Size {
+    hidden: usize,
+    layers: usize,
+    heads: usize,
+    kv_heads: usize,
+    key_heads: usize,
+    value_heads: usize,
+    intermediate: usize,
+    /// Experts, experts per token.
+    experts: Option<(usize, usize)>,
+    tied: bool,
+}
+
+/// The config of a published size; `None` for an unknown name.
+pub fn shape(name: &str) -> Option<Value> {
+    let dense = |hidden, layers, heads, kv_heads, value_heads, intermediate, tied| Size {
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        key_heads: 16,
+        value_heads,
+        intermediate,
+        experts: None,
+        tied,
+    };
+    let sparse = |hidden, layers, heads, value_heads, intermediate, experts| Size {
+        hidden,
+        layers,
+        heads,
+        kv_heads: 2,
+        key_heads: 16,
+        value_heads,
+        intermediate,
+        experts: Some(experts),
+        tied: false,
+    };
+    let size = match name {
+        "qwen3.5-0.8b" => dense(1024, 24, 8, 2, 16, 3584, true),
+        "qwen3.5-4b" => dense(2560, 32, 16, 4, 32, 9216, true),
+        "qwen3.5-9b" => dense(4096, 32, 16, 4, 32, 12288, false),
+        "qwen3.5-27b" => dense(5120, 64, 24, 4, 48, 17408, false),
+        "qwen3.5-35b-a3b" => sparse(2048, 40, 16, 32, 512, (256, 8)),
+        "qwen3.5-122b-a10b" => sparse(3072, 48, 32, 64, 1024, (256, 8)),
+        "qwen3.5-397b-a17b" => sparse(4096, 60, 32, 64, 1024, (512, 10)),
+        _ => return None,
+    };
+    Some(config(&size))
+}
+
+fn config(size: &Size) -> Value {
+    let mut config = json!({
+        "model_type": if size.experts.is_some() { "qwen3_5_moe" } else { "qwen3_5" },
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "full_attention_interval": 4,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": 256,
+        "linear_num_key_heads": size.key_heads,
+        "linear_num_value_heads": size.value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "intermediate_size": size.intermediate,
+        "vocab_size": 248_320,
+        "tie_word_embeddings": size.tied,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
+    });
+    if let Some((experts, chosen)) = size.experts {
+        config["num_experts"] = experts.into();
+        config["num_experts_per_tok"] = chosen.into();
+        config["moe_intermediate_size"] = size.intermediate.into();
+        config["shared_expert_intermediate_size"] = size.intermediate.into();
+    }
+    config
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::HybridConfig;
+
+    #[test]
+    fn every_name_has_a_sound_config() {
+        for name in super::NAMES {
+            let config = super::shape(name).expect("listed");
+            HybridConfig::from_json(&config).unwrap_or_else(|e| panic!("{name}: {e}"));
+        }
+        assert!(super::shape("qwen9").is_none());
+    }
+}
