@@ -1,1 +1,47 @@
-//! Tokenizer, chat template and streaming detokenizer.
+//! Everything between text and token ids.
+//!
+//! * [`Tokenizer`] turns text into ids and back, and knows the special tokens of a checkpoint.
+//! * [`ChatTemplate`] turns a conversation into the text a model was trained on.
+//! * [`StreamDetokenizer`] turns ids into text one by one, never showing half a character.
+//! * [`StopMatcher`] ends a stream at a stop string, also one that spans several pieces.
+//! * [`GenerationDefaults`] are the sampling settings a checkpoint recommends.
+//!
+//! All of them are made from [`TextFiles`]: the text side of a checkpoint folder, or the same files in memory.
+//! These files come from strangers. Each is bounded in size and checked, and what is wrong with one is
+//! said in a [`TextError`]; nothing in them makes this crate panic.
+//!
+//! ```no_run
+//! use keel_text::{ChatRequest, ChatTemplate, Message, TextFiles, Tokenizer};
+//! # fn main() -> Result<(), keel_text::TextError> {
+//! let files = TextFiles::read("models/demo".as_ref())?;
+//! let tokenizer = Tokenizer::new(&files)?;
+//! let messages = [Message::new("user", "Tell me a story.")];
+//! let prompt = match ChatTemplate::new(&files)? {
+//!     Some(template) => template.render(&ChatRequest::new(&messages))?,
+//!     None => "Once upon a time".to_string(),
+//! };
+//! let ids = tokenizer.encode(&prompt, false)?;
+//! # let _ = ids;
+//! # Ok(())
+//! # }
+//! ```
+
+mod defaults;
+mod error;
+mod files;
+mod guard;
+mod json;
+mod special;
+mod stop;
+mod stream;
+mod template;
+mod tokenizer;
+
+pub use defaults::GenerationDefaults;
+pub use error::TextError;
+pub use files::{TextFile, TextFiles};
+pub use special::SpecialTokens;
+pub use stop::{StopMatcher, StopStep};
+pub use stream::StreamDetokenizer;
+pub use template::{ChatRequest, ChatTemplate, Message};
+pub use tokenizer::Tokenizer;

@@ -1,0 +1,102 @@
+//! What can go wrong between text and token ids.
+
+/// Why a text file of a checkpoint, or a request on it, was refused.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TextError {
+    /// The operating system could not read a file.
+    #[error("{file}: cannot be read: {source}")]
+    Read {
+        /// The file, as it was asked for.
+        file: String,
+        /// The operating system's reason.
+        source: std::io::Error,
+    },
+
+    /// A file is larger than its kind ever is.
+    #[error("{file}: {bytes} bytes, but at most {limit} bytes are accepted for this file")]
+    TooLarge {
+        /// The file, as it was asked for.
+        file: String,
+        /// Its size.
+        bytes: u64,
+        /// The largest size accepted.
+        limit: u64,
+    },
+
+    /// A file is not JSON, or not JSON of the expected form.
+    #[error("{file}: not valid: {source}")]
+    Json {
+        /// The file, as it was asked for.
+        file: String,
+        /// The parser's reason, with line and column.
+        source: serde_json::Error,
+    },
+
+    /// A value of a JSON file has the wrong type or lies outside its range.
+    #[error("{file}: {field} is {found}, expected {expected}")]
+    Field {
+        /// The file, as it was asked for.
+        file: String,
+        /// Path of the value inside the file, such as `text_config.eos_token_id`.
+        field: String,
+        /// The value found, shortened.
+        found: String,
+        /// What would have been accepted.
+        expected: &'static str,
+    },
+
+    /// `tokenizer.json` is well-formed but describes no usable tokenizer.
+    #[error("{file}: {reason}")]
+    Tokenizer {
+        /// The file, as it was asked for.
+        file: String,
+        /// What does not fit together.
+        reason: String,
+    },
+
+    /// A text could not be turned into ids, or ids into text.
+    #[error("{op}: {reason}")]
+    Tokenize {
+        /// `encode` or `decode`.
+        op: &'static str,
+        /// The tokenizer's reason.
+        reason: String,
+    },
+
+    /// A chat template could not be compiled or rendered.
+    #[error("chat template {name:?}: {reason}")]
+    Template {
+        /// Name of the template; `default` unless the checkpoint has several.
+        name: String,
+        /// The engine's reason, with the line where there is one.
+        reason: String,
+    },
+
+    /// The chat template itself refused the conversation with `raise_exception`.
+    #[error("the chat template refuses this conversation: {message}")]
+    Refused {
+        /// The template's own words.
+        message: String,
+    },
+
+    /// A stop string cannot be matched.
+    #[error("stop string {index} of {count}: {reason}")]
+    StopString {
+        /// Position in the list, from 1.
+        index: usize,
+        /// Length of the list.
+        count: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// A library underneath panicked on its input; the panic was caught.
+    #[error("{op}: the input broke the library that reads it ({reason}); the file is most likely damaged")]
+    Panicked {
+        /// What was being done.
+        op: &'static str,
+        /// The panic's message.
+        reason: String,
+    },
+}

@@ -1,0 +1,178 @@
+//! Ids to text, one id at a time.
+//!
+//! The text of a token depends on its neighbours: a character may be spread over several tokens, and some
+//! decoders drop the space before the first word. So each id is decoded together with a few ids before it, and
+//! what those had already given is cut off:
+//!
+//! ```text
+//! ids      ... | context | pending |          window = context + pending
+//! text     ... | emitted      | new |held     new = decode(window)[emitted..], less what may still change
+//! ```
+//!
+//! The window is a few ids long, so an id costs the same at any point of the text.
+//!
+//! Two kinds of vocabulary spread characters over tokens. A byte-level vocabulary decodes all bytes at once,
+//! and an unfinished character at the end shows as exactly one U+FFFD: that one is held back, and nothing
+//! before it. A vocabulary with byte tokens (`<0xE5>`) decodes a run of them all or nothing, so a byte can undo
+//! the characters before it. Here runs are decoded as they come: characters that are whole stay.
+
+use crate::{TextError, Tokenizer};
+
+const REPLACEMENT: char = '\u{FFFD}';
+
+/// An unfinished character has at most 3 bytes, each in a token of its own at worst, and the token that
+/// proves it unfinished. A window cut to this many pending ids still begins before it.
+const PENDING_IDS_MAX: usize = 4;
+
+/// Decodes ids one by one. Made by [`Tokenizer::stream`].
+///
+/// The pieces put together are [`Tokenizer::decode`] of all ids. (One exception: where byte tokens spell valid
+/// characters and then an invalid one, `decode` replaces the whole run by U+FFFD, and the stream, which
+/// has already shown the valid ones, only what is invalid.)
+///
+/// Each piece is whole characters. A character that could still be completed is never shown as U+FFFD.
+#[derive(Clone, Debug)]
+pub struct StreamDetokenizer {
+    tokenizer: Tokenizer,
+    skip_special: bool,
+    /// Ids whose text is out, followed by the pending ones.
+    window: Vec<u32>,
+    /// How many ids at the front of the window are context.
+    context_len: usize,
+    /// How many bytes of the window's text are out.
+    emitted: usize,
+    /// Byte tokens of a character that is not complete.
+    run: ByteRun,
+    /// The last piece.
+    piece: String,
+}
+
+#[derive(Clone, Debug, Default)]
+struct ByteRun {
+    ids: Vec<u32>,
+    bytes: Vec<u8>,
+}
+
+impl StreamDetokenizer {
+    pub(crate) fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
+        StreamDetokenizer {
+            tokenizer,
+            skip_special,
+            window: Vec::new(),
+            context_len: 0,
+            emitted: 0,
+            run: ByteRun::default(),
+            piece: String::new(),
+        }
+    }
+
+    /// Takes the next id; returns the text that it completed, which may be empty.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn push(&mut self, id: u32) -> Result<&str, TextError> {
+        self.piece.clear();
+        if !self.tokenizer.is_hidden(id, self.skip_special) {
+            match self.tokenizer.byte_of(id) {
+                Some(byte) => self.push_byte(id, byte)?,
+                None => self.push_token(id)?,
+            }
+        }
+        Ok(&self.piece)
+    }
+
+    /// Ends the text: returns what was held back, with U+FFFD for a character that never became complete.
+    /// The next `push` begins a new text.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn finish(&mut self) -> Result<&str, TextError> {
+        self.piece.clear();
+        let text = self.tokenizer.decode(&self.window, self.skip_special)?;
+        self.piece.push_str(text.get(self.emitted..).unwrap_or_default());
+        self.abandon_run();
+        self.window.clear();
+        self.context_len = 0;
+        self.emitted = 0;
+        Ok(&self.piece)
+    }
+
+    fn push_token(&mut self, id: u32) -> Result<(), TextError> {
+        self.abandon_run();
+        self.window.push(id);
+        let text = self.tokenizer.decode(&self.window, self.skip_special)?;
+        let settled = self.settled(&text);
+        self.piece.push_str(settled.get(self.emitted..).unwrap_or_default());
+        if settled.len() == text.len() {
+            self.window.drain(..self.context_len);
+            return self.all_is_out();
+        }
+        self.emitted = self.emitted.max(settled.len());
+        if self.window.len() - self.context_len > PENDING_IDS_MAX {
+            // Unfinished for longer than a character can be: the front is settled, whatever it looks like.
+            // The bytes of the last unfinished character decode alike with and without it.
+            self.window.drain(..self.window.len() - PENDING_IDS_MAX);
+            self.context_len = 0;
+            let text = self.tokenizer.decode(&self.window, self.skip_special)?;
+            self.emitted = self.settled(&text).len();
+        }
+        Ok(())
+    }
+
+    /// Adds a byte to the run and moves the characters it completed to the piece.
+    fn push_byte(&mut self, id: u32, byte: u8) -> Result<(), TextError> {
+        self.run.ids.push(id);
+        self.run.bytes.push(byte);
+        match std::str::from_utf8(&self.run.bytes) {
+            Ok(_) if self.window.is_empty() => {
+                // A decoder may strip the beginning of a text.
+                self.piece.push_str(&self.tokenizer.decode(&self.run.ids, self.skip_special)?);
+            }
+            Ok(text) => self.piece.push_str(text),
+            Err(err) if err.error_len().is_none() => return Ok(()),
+            Err(_) => {
+                // The bytes before this one cannot be completed any more; this one may begin a character.
+                self.run.ids.pop();
+                self.run.bytes.pop();
+                let broke_a_character = !self.run.bytes.is_empty();
+                self.abandon_run();
+                if broke_a_character {
+                    return self.push_byte(id, byte);
+                }
+                self.piece.push(REPLACEMENT);
+                self.run.ids.push(id);
+            }
+        }
+        self.window = std::mem::take(&mut self.run.ids);
+        self.run.bytes.clear();
+        self.all_is_out()
+    }
+
+    /// Gives up on the character in the run, as the decoder does: one U+FFFD for each byte.
+    fn abandon_run(&mut self) {
+        if self.run.bytes.is_empty() {
+            return;
+        }
+        self.piece.extend(self.run.bytes.drain(..).map(|_| REPLACEMENT));
+        self.window = std::mem::take(&mut self.run.ids);
+        self.context_len = self.window.len();
+        // One replacement character for each byte is what the decoder makes of them.
+        self.emitted = self.window.len() * REPLACEMENT.len_utf8();
+    }
+
+    /// Makes the whole window context.
+    fn all_is_out(&mut self) -> Result<(), TextError> {
+        self.context_len = self.window.len();
+        self.emitted = self.tokenizer.decode(&self.window, self.skip_special)?.len();
+        Ok(())
+    }
+
+    /// The text that later ids cannot change: all but one U+FFFD at the end. With byte tokens the unfinished
+    /// character is in the run and not in the window, so all of it.
+    fn settled<'a>(&self, text: &'a str) -> &'a str {
+        match text.strip_suffix(REPLACEMENT) {
+            Some(before) if !self.tokenizer.has_byte_tokens() => before,
+            _ => text,
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Conversations to prompts, by the template that came with the checkpoint.
+
+mod engine;
+mod limits;
+mod python;
+mod request;
+mod source;
+mod time;
+mod tojson;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+use minijinja::{Environment, ErrorKind, Value};
+
+use crate::guard::guarded;
+use crate::{SpecialTokens, TextError, TextFiles};
+
+pub use request::{ChatRequest, Message};
+
+/// The chat template of a checkpoint, compiled.
+///
+/// It sees `messages`, `tools`, `documents` (always none), `add_generation_prompt`, the special tokens as
+/// `bos_token`, `eos_token`, `pad_token` and `unk_token`, `raise_exception`, `strftime_now`, and the variables of
+/// the request. Blocks are trimmed as the reference implementation does.
+///
+/// A template is a program from a stranger: its size, its steps, its depth and its output are bounded.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    has_tool_template: bool,
+    special: BTreeMap<&'static str, String>,
+}
+
+impl ChatTemplate {
+    /// Reads the template of a checkpoint folder; `None` if it has none.
+    ///
+    /// # Errors
+    /// As [`TextFiles::read`] and [`ChatTemplate::new`].
+    pub fn open(folder: &Path) -> Result<Option<Self>, TextError> {
+        Self::new(&TextFiles::read(folder)?)
+    }
+
+    /// Compiles the template found in the files; `None` if there is none. `chat_template.jinja` wins over
+    /// `chat_template` in `tokenizer_config.json`, which may be one template or a list of named ones.
+    ///
+    /// # Errors
+    /// [`TextError::Template`] if it does not compile, [`TextError::Json`] and [`TextError::Field`] if
+    /// `tokenizer_config.json` is malformed.
+    pub fn new(files: &TextFiles<'_>) -> Result<Option<Self>, TextError> {
+        match source::find(files)? {
+            Some(sources) => Self::compile(sources, SpecialTokens::new(files)?).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Compiles a template given as text.
+    ///
+    /// # Errors
+    /// [`TextError::Template`] if it does not compile or has more than 1 MiB.
+    pub fn from_source(source: &str, special: SpecialTokens) -> Result<Self, TextError> {
+        Self::compile(source::Sources::one(source.to_string()), special)
+    }
+
+    /// Renders a conversation. Encode the result with `add_special` false.
+    ///
+    /// Where the checkpoint has a template named `tool_use`, it is taken for requests with tools.
+    ///
+    /// # Errors
+    /// [`TextError::Refused`] if the template raises an exception of its own, [`TextError::Template`] if it
+    /// fails or exceeds a limit.
+    pub fn render(&self, request: &ChatRequest<'_>) -> Result<String, TextError> {
+        let name = if self.has_tool_template && request.tools.is_some() {
+            source::TOOL_USE
+        } else {
+            source::DEFAULT
+        };
+        guarded("render the chat template", || {
+            let mut output = limits::BoundedOutput::default();
+            self.environment
+                .get_template(name)
+                .and_then(|template| {
+                    template.render_captured_to(self.context(request), &mut output).map(drop)
+                })
+                .map_err(|err| failure(name, &err))?;
+            output.into_string().ok_or_else(|| TextError::Template {
+                name: name.to_string(),
+                reason: "the output is not UTF-8".to_string(),
+            })
+        })
+    }
+
+    fn compile(sources: source::Sources, special: SpecialTokens) -> Result<Self, TextError> {
+        let mut environment = engine::environment();
+        let has_tool_template = sources.tool_use.is_some();
+        let named = [(source::DEFAULT, sources.default), (source::TOOL_USE, sources.tool_use)];
+        for (name, text) in named {
+            let Some(text) = text else { continue };
+            limits::check_source(name, &text)?;
+            let text = source::without_generation_blocks(&text);
+            guarded("compile the chat template", || {
+                environment.add_template_owned(name, text).map_err(|err| failure(name, &err))
+            })?;
+        }
+        let names = [
+            ("bos_token", special.bos),
+            ("eos_token", special.eos),
+            ("pad_token", special.pad),
+            ("unk_token", special.unk),
+        ];
+        let special = names.into_iter().filter_map(|(name, token)| Some((name, token?))).collect();
+        Ok(ChatTemplate { environment, has_tool_template, special })
+    }
+
+    /// The variables of one rendering. The request's own come first, so that none can replace the messages.
+    fn context(&self, request: &ChatRequest<'_>) -> Value {
+        let mut context: BTreeMap<&str, Value> = BTreeMap::new();
+        for (name, value) in request.variables.into_iter().flatten() {
+            context.insert(name, Value::from_serialize(value));
+        }
+        for (name, token) in &self.special {
+            context.insert(name, Value::from(token.as_str()));
+        }
+        context.insert("messages", Value::from_serialize(request.messages));
+        context.insert("tools", request.tools.map_or(Value::from(()), Value::from_serialize));
+        context.insert("documents", Value::from(()));
+        context.insert("add_generation_prompt", Value::from(request.add_generation_prompt));
+        context.insert("strftime_now", engine::strftime_at(request.now));
+        Value::from(
+            context.into_iter().map(|(name, value)| (name.to_string(), value)).collect::<BTreeMap<_, _>>(),
+        )
+    }
+}
+
+/// The engine's error in our words: a template's own exception, or name, reason and line.
+fn failure(name: &str, err: &minijinja::Error) -> TextError {
+    if let Some(message) = engine::raised(err) {
+        return TextError::Refused { message };
+    }
+    let mut reason = match err.kind() {
+        ErrorKind::OutOfFuel => "it takes too many steps for a conversation of this length".to_string(),
+        kind => kind.to_string(),
+    };
+    if let Some(detail) = err.detail() {
+        reason = format!("{reason}: {detail}");
+    }
+    if let Some(line) = err.line() {
+        reason = format!("{reason} (line {line})");
+    }
+    TextError::Template { name: name.to_string(), reason }
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate")
+            .field("has_tool_template", &self.has_tool_template)
+            .field("special", &self.special)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,211 @@
+//! Text to ids and back.
+
+mod bpe;
+mod check;
+mod read;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::guard::guarded;
+use crate::special::eos_ids;
+use crate::{SpecialTokens, StreamDetokenizer, TextError, TextFiles};
+
+/// The tokenizer of a checkpoint. Cloning shares it; it is read-only and may be used from any thread.
+#[derive(Clone)]
+pub struct Tokenizer {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    parts: read::Parts,
+    special: SpecialTokens,
+    bos_id: Option<u32>,
+    eos_ids: Vec<u32>,
+    bos_fix: BosFix,
+}
+
+/// What [`Tokenizer::encode`] does where `tokenizer_config.json` and `tokenizer.json` disagree about the
+/// token at the beginning; the former wins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BosFix {
+    Keep,
+    Insert(u32),
+    Remove,
+}
+
+impl Tokenizer {
+    /// Reads the tokenizer of a checkpoint folder.
+    ///
+    /// # Errors
+    /// As [`TextFiles::read`] and [`Tokenizer::new`].
+    pub fn open(folder: &Path) -> Result<Self, TextError> {
+        Self::new(&TextFiles::read(folder)?)
+    }
+
+    /// Reads a tokenizer from the bytes of a `tokenizer.json` alone. It knows no beginning and end tokens.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::new`].
+    pub fn from_bytes(tokenizer_json: &[u8]) -> Result<Self, TextError> {
+        Self::new(&TextFiles::in_memory(tokenizer_json))
+    }
+
+    /// Reads a tokenizer and the special tokens that the files around it name.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenizer`] if `tokenizer.json` is malformed or contradicts itself, [`TextError::Json`] and
+    /// [`TextError::Field`] for the other files.
+    pub fn new(files: &TextFiles<'_>) -> Result<Self, TextError> {
+        let special = SpecialTokens::new(files)?;
+        let mut eos_ids = eos_ids(files)?;
+        let parts = guarded("open the tokenizer", || {
+            read::read(&files.tokenizer.bytes)
+                .map_err(|reason| TextError::Tokenizer { file: files.tokenizer.name.clone(), reason })
+        })?;
+        let id_of = |token: &Option<String>| token.as_ref().and_then(|token| parts.inner.token_to_id(token));
+        let bos_id = id_of(&special.bos);
+        eos_ids.extend(id_of(&special.eos));
+        eos_ids.sort_unstable();
+        eos_ids.dedup();
+        let mut tokenizer =
+            Tokenizer { shared: Arc::new(Shared { parts, special, bos_id, eos_ids, bos_fix: BosFix::Keep }) };
+        let bos_fix = tokenizer.bos_fix()?;
+        if let Some(shared) = Arc::get_mut(&mut tokenizer.shared) {
+            shared.bos_fix = bos_fix;
+        }
+        Ok(tokenizer)
+    }
+
+    /// Encodes a text. Special tokens written out in it become their ids.
+    ///
+    /// With `add_special` the tokens that the checkpoint puts around a text are added, such as one for the
+    /// beginning. Give `false` for text from a chat template, which already wrote them.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenize`] if the text has characters that the vocabulary cannot express.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
+        let mut ids = self.encode_as_written(text, add_special)?;
+        match self.shared.bos_fix {
+            BosFix::Insert(bos) if add_special => ids.insert(0, bos),
+            BosFix::Remove if add_special => drop(ids.remove(0)),
+            _ => {}
+        }
+        Ok(ids)
+    }
+
+    /// Decodes ids. Ids outside the vocabulary decode to nothing; bytes that are no UTF-8 to U+FFFD.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenize`] if the decoder refuses the tokens.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
+        // One of the library's decoders cannot take an empty list.
+        if ids.iter().all(|&id| self.is_hidden(id, skip_special)) {
+            return Ok(String::new());
+        }
+        guarded("decode", || {
+            self.shared
+                .parts
+                .inner
+                .decode(ids, skip_special)
+                .map_err(|err| TextError::Tokenize { op: "decode", reason: err.to_string() })
+        })
+    }
+
+    /// Starts decoding a stream of ids, one by one.
+    pub fn stream(&self, skip_special: bool) -> StreamDetokenizer {
+        StreamDetokenizer::new(self.clone(), skip_special)
+    }
+
+    /// The id of a token given as the vocabulary writes it.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.shared.parts.inner.token_to_id(token)
+    }
+
+    /// A token as the vocabulary writes it, which is not always its text: byte-level vocabularies write a
+    /// space as `Ġ`.
+    pub fn id_to_token(&self, id: u32) -> Option<String> {
+        self.shared.parts.inner.id_to_token(id)
+    }
+
+    /// One more than the largest id. A model's output may be wider, being padded.
+    pub fn vocab_size(&self) -> usize {
+        self.shared.parts.vocab_size
+    }
+
+    /// Ids of all special tokens, ascending.
+    pub fn special_ids(&self) -> &[u32] {
+        &self.shared.parts.special_ids
+    }
+
+    /// Whether decoding with `skip_special` leaves this id out.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.shared.parts.special_ids.binary_search(&id).is_ok()
+    }
+
+    /// The id at the beginning of a sequence.
+    pub fn bos_id(&self) -> Option<u32> {
+        self.shared.bos_id
+    }
+
+    /// Ids that end a generation, ascending: those of `tokenizer_config.json`, `config.json` (also inside
+    /// `text_config`) and `generation_config.json` together.
+    pub fn eos_ids(&self) -> &[u32] {
+        &self.shared.eos_ids
+    }
+
+    /// The special tokens by name, as text.
+    pub fn special_tokens(&self) -> &SpecialTokens {
+        &self.shared.special
+    }
+
+    /// Whether an id adds nothing to decoded text.
+    pub(crate) fn is_hidden(&self, id: u32, skip_special: bool) -> bool {
+        (skip_special && self.is_special(id)) || self.id_to_token(id).is_none_or(|token| token.is_empty())
+    }
+
+    /// The byte that a token such as `<0xE5>` stands for.
+    pub(crate) fn byte_of(&self, id: u32) -> Option<u8> {
+        self.shared.parts.byte_of.get(&id).copied()
+    }
+
+    /// Whether the vocabulary spells unknown characters in tokens of one byte.
+    pub(crate) fn has_byte_tokens(&self) -> bool {
+        !self.shared.parts.byte_of.is_empty()
+    }
+
+    fn encode_as_written(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
+        guarded("encode", || {
+            self.shared
+                .parts
+                .inner
+                .encode_fast(text, add_special)
+                .map(|encoding| encoding.get_ids().to_vec())
+                .map_err(|err| TextError::Tokenize { op: "encode", reason: err.to_string() })
+        })
+    }
+
+    /// Compares what `tokenizer.json` does around an empty text with what `tokenizer_config.json` wants.
+    fn bos_fix(&self) -> Result<BosFix, TextError> {
+        let (Some(wanted), Some(bos)) = (self.shared.special.add_bos, self.shared.bos_id) else {
+            return Ok(BosFix::Keep);
+        };
+        let added = self.encode_as_written("", true)?.first() == Some(&bos);
+        Ok(match (wanted, added) {
+            (true, false) => BosFix::Insert(bos),
+            (false, true) => BosFix::Remove,
+            _ => BosFix::Keep,
+        })
+    }
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("vocab_size", &self.vocab_size())
+            .field("bos_id", &self.bos_id())
+            .field("eos_ids", &self.eos_ids())
+            .finish_non_exhaustive()
+    }
+}
