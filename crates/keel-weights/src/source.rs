@@ -88,9 +88,13 @@ pub trait TensorSource {
     }
 }
 
-/// The product of the dimensions, if it fits.
+/// The product of the dimensions, or `None` if their extent is beyond what can be addressed. The extent leaves
+/// zeros out, so that rows and columns of an empty tensor can be multiplied safely too.
 pub(crate) fn element_count(shape: &[usize]) -> Option<usize> {
-    shape.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim))
+    const ELEMENT_BYTES_MAX: usize = 8;
+    let extent = shape.iter().try_fold(1usize, |extent, &dim| extent.checked_mul(dim.max(1)))?;
+    extent.checked_mul(ELEMENT_BYTES_MAX)?;
+    Some(if shape.contains(&0) { 0 } else { extent })
 }
 
 /// The error for a name that `source` lacks, with a few names that share its longest prefix.

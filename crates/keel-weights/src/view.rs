@@ -211,5 +211,6 @@ mod tests {
             "tensor 'w': f32 of shape [2, 4] does not take 24 bytes"
         );
         assert!(TensorView::new("w", DType::F32, &[usize::MAX, 3], &bytes).is_err());
+        assert!(TensorView::new("w", DType::F32, &[0, usize::MAX], &[]).is_err());
     }
 }

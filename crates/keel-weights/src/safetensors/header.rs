@@ -15,7 +15,7 @@ use serde::{
     de::{Error as _, IgnoredAny, MapAccess, Visitor},
 };
 
-use crate::HeaderProblem;
+use crate::{HeaderProblem, source::element_count};
 
 /// The most bytes a header may have: a million tensors, and the format's own limit.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
@@ -196,15 +196,16 @@ impl RawEntry {
     fn into_entry(self, name: &str, data_start: usize) -> Result<TensorEntry, HeaderProblem> {
         let dtype = StoredDType::parse(self.dtype);
         let (begin, end) = self.data_offsets;
-        let count = self.shape.iter().try_fold(1u64, |count, &dim| count.checked_mul(dim));
-        let bits = dtype.bits().map(|bits| count.and_then(|count| count.checked_mul(bits)));
         let shape: Option<Vec<usize>> = self.shape.iter().map(|&dim| dim.try_into().ok()).collect();
-        let (Some(_), Some(shape), false) = (count, shape, bits == Some(None)) else {
+        let Some((shape, count)) = shape.and_then(|shape| element_count(&shape).map(|count| (shape, count)))
+        else {
             let (name, dtype) = (name.into(), dtype.to_string());
             return Err(HeaderProblem::Overflow { name, dtype, shape: self.shape });
         };
-        if let Some(Some(bits)) = bits {
-            let (needed, found) = (bits.div_ceil(8), end - begin);
+        if let Some(bits) = dtype.bits() {
+            // At most eight bytes an element, which `element_count` leaves room for.
+            let needed = (count as u128 * u128::from(bits)).div_ceil(8) as u64;
+            let found = end - begin;
             if needed != found {
                 let (name, dtype) = (name.into(), dtype.to_string());
                 return Err(HeaderProblem::Size { name, dtype, shape, needed, found });
@@ -379,8 +380,15 @@ mod tests {
             "tensor 'a': BF16 of shape [3, 5] needs 30 bytes, its offsets span 29"
         );
         assert!(matches!(problem(&one("I16", "[3]", 5), 5), HeaderProblem::Size { needed: 6, .. }));
-        // 2^32 * 2^32 and 2^62 * 4 bytes wrap to 0, which would agree with empty offsets.
-        for (dtype, shape) in [("U8", "[4294967296,4294967296]"), ("F32", "[4611686018427387904]")] {
+        // 2^32 * 2^32 and 2^62 * 4 bytes wrap to 0, which would agree with empty offsets; and the columns of
+        // an empty tensor must have a byte count as well.
+        let wrapping = [
+            ("U8", "[4294967296,4294967296]"),
+            ("F32", "[4611686018427387904]"),
+            ("F32", "[0,4611686018427387904]"),
+            ("P3", "[4294967296,4294967296]"),
+        ];
+        for (dtype, shape) in wrapping {
             let problem = problem(&one(dtype, shape, 0), 0);
             assert!(matches!(problem, HeaderProblem::Overflow { .. }), "{problem}");
         }

@@ -1,0 +1,115 @@
+//! The functions of the fuzz targets over seeded mutations of sound files, for where no fuzzer runs.
+
+#[path = "../fuzz/checks.rs"]
+mod checks;
+
+use std::{collections::BTreeMap, panic};
+
+use keel_array::DType;
+use keel_weights::{SafetensorsWriter, TensorSpec};
+
+const MUTATED_FILES: u64 = 20_000;
+
+/// Xorshift: enough to pick positions, and the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % end.max(1) as u64) as usize
+    }
+}
+
+/// Pieces that mean something to the parser.
+const TOKENS: [&[u8]; 14] = [
+    b"0",
+    b"-1",
+    b"18446744073709551615",
+    b"18446744073709551616",
+    b"4294967296",
+    b"\"a\":",
+    b"\"__metadata__\":",
+    b"null",
+    b"[]",
+    b"{}",
+    b",",
+    b"\"F6_E2M3\"",
+    b"\xff",
+    b"1e3",
+];
+
+fn mutate(file: &mut Vec<u8>, random: &mut Random) {
+    for _ in 0..1 + random.below(3) {
+        let at = random.below(file.len());
+        match random.below(7) {
+            0 => file[at] ^= 1 << random.below(8),
+            1 => file[at] = random.below(256) as u8,
+            2 => file.truncate(at.max(1)),
+            3 => drop(file.drain(at..(at + 1 + random.below(20)).min(file.len()))),
+            4 => {
+                let token = TOKENS[random.below(TOKENS.len())];
+                let end = (at + random.below(8)).min(file.len());
+                file.splice(at..end, token.iter().copied());
+            }
+            5 => {
+                // Repeat a stretch, which makes duplicates and nesting.
+                let stretch = file[at..(at + random.below(60)).min(file.len())].to_vec();
+                file.splice(at..at, stretch);
+            }
+            _ => file[..8.min(at)].fill(random.below(256) as u8),
+        }
+        if file.is_empty() {
+            file.push(0);
+        }
+    }
+}
+
+/// After most mutations the length field no longer fits: set it right, so that the JSON is reached.
+fn repair_length(file: &mut [u8], data_bytes: usize) {
+    if let Some(json_bytes) = file.len().checked_sub(8 + data_bytes) {
+        file[..8].copy_from_slice(&(json_bytes as u64).to_le_bytes());
+    }
+}
+
+#[test]
+fn mutated_safetensors_never_panic() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("seed.safetensors");
+    let spec =
+        |name: &str, dtype, shape: &[usize]| TensorSpec { name: name.into(), dtype, shape: shape.into() };
+    let specs = [
+        spec("a", DType::BF16, &[3, 5]),
+        spec("b.weight", DType::U32, &[2, 1, 4]),
+        spec("c", DType::F32, &[0]),
+    ];
+    let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    let mut writer = SafetensorsWriter::create(&path, &specs, &metadata).unwrap();
+    for spec in &specs {
+        writer.append(&spec.name, &vec![63; spec.bytes().unwrap()]).unwrap();
+    }
+    writer.finish().unwrap();
+    let sound = std::fs::read(&path).unwrap();
+    let data_bytes: usize = specs.iter().map(|spec| spec.bytes().unwrap()).sum();
+    assert!(checks::safetensors(&sound));
+
+    let mut accepted = 0;
+    for seed in 1..=MUTATED_FILES {
+        let mut file = sound.clone();
+        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        mutate(&mut file, &mut random);
+        if random.below(4) > 0 {
+            repair_length(&mut file, data_bytes);
+        }
+        match panic::catch_unwind(|| checks::safetensors(&file)) {
+            Ok(sound) => accepted += u64::from(sound),
+            Err(cause) => {
+                println!("seed {seed}: {}", String::from_utf8_lossy(&file));
+                panic::resume_unwind(cause);
+            }
+        }
+    }
+    // Both ends are exercised: some mutations are harmless, most are not.
+    assert!(accepted > MUTATED_FILES / 100 && accepted < MUTATED_FILES / 2, "{accepted} accepted");
+}
