@@ -28,7 +28,9 @@ pub fn swiglu(x: Rows<'_>, y: RowsMut<'_>, worker: &Worker<'_>) {
 /// # Panics
 /// If the shapes disagree.
 pub fn sigmoid_gate(x: Rows<'_>, gate: Rows<'_>, y: RowsMut<'_>, worker: &Worker<'_>) {
-    assert!(x.width() == y.width() && gate.width() == y.width() && x.len() == y.len() && gate.len() == y.len());
+    assert!(
+        x.width() == y.width() && gate.width() == y.width() && x.len() == y.len() && gate.len() == y.len()
+    );
     simd::run(Product { a: gate, b: x, y, kind: Kind::SigmoidGate, worker });
 }
 

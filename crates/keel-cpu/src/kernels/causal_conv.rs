@@ -52,10 +52,15 @@ pub fn causal_conv(conv: &CausalConv<'_>, worker: &Worker<'_>) {
     let channels = conv.x.width();
     assert!(channels > 0 && conv.weight.len().is_multiple_of(channels) && !conv.weight.is_empty());
     assert!(conv.bias.is_none_or(|bias| bias.len() == channels));
-    assert!(conv.y.width() == channels && conv.x.len() >= conv.batch.rows() && conv.y.len() >= conv.batch.rows());
+    assert!(
+        conv.y.width() == channels && conv.x.len() >= conv.batch.rows() && conv.y.len() >= conv.batch.rows()
+    );
     assert_eq!(conv.slot.len(), conv.batch.sequences());
     assert!(conv.accepted.is_none_or(|accepted| accepted.len() == conv.slot.len()));
-    assert!(!conv.keep_open || conv.batch.most_rows() <= conv.open_rows_max, "more rows than a slot keeps open");
+    assert!(
+        !conv.keep_open || conv.batch.most_rows() <= conv.open_rows_max,
+        "more rows than a slot keeps open"
+    );
     simd::run(Task { conv, worker });
 }
 
@@ -118,9 +123,8 @@ fn lane_block<S: Simd, const W: usize>(s: S, conv: &CausalConv<'_>, b: usize, st
     let bias = conv.bias.map_or(s.splat(0.0), |bias| load(s, &bias[start..start + len]));
     let weight: [S::V; W] = std::array::from_fn(|j| load(s, &conv.weight[j * channels + start..][..len]));
     // The oldest first; the last one is the current row.
-    let mut recent: [S::V; W] = std::array::from_fn(|i| {
-        if i + 1 < W { load(s, window.row(accepted + i)) } else { s.splat(0.0) }
-    });
+    let mut recent: [S::V; W] =
+        std::array::from_fn(|i| if i + 1 < W { load(s, window.row(accepted + i)) } else { s.splat(0.0) });
     let committed = recent;
     let mut newest = W - 1;
     for t in conv.batch.rows_of(b) {
@@ -160,7 +164,11 @@ fn lane_block_of_any_width<S: Simd>(s: S, conv: &CausalConv<'_>, b: usize, start
     let rows = conv.batch.rows_of(b);
     // Row `i` of the window followed by this step's rows.
     let input = |i: usize| {
-        if i < before { load(s, window.row(i)) } else { load(s, &conv.x.row(rows.start + i - before)[start..start + len]) }
+        if i < before {
+            load(s, window.row(i))
+        } else {
+            load(s, &conv.x.row(rows.start + i - before)[start..start + len])
+        }
     };
     for i in 0..rows.len() {
         let mut sum = bias;

@@ -196,11 +196,21 @@ pub fn gated_delta(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>, worker:
     assert_eq!(task.slot.len(), task.batch.sequences());
     assert!(task.y.width() == shape.value_heads * shape.value_size && task.y.len() >= task.batch.rows());
     let needed = gated_delta_workspace_len(shape, worker.count);
-    assert!(workspace.len() >= needed, "gated_delta: workspace of {} values, {needed} needed", workspace.len());
+    assert!(
+        workspace.len() >= needed,
+        "gated_delta: workspace of {} values, {needed} needed",
+        workspace.len()
+    );
     if let Some(log) = task.log {
         assert_eq!(log.accepted.len(), task.slot.len());
-        assert!(!log.keep_open || task.batch.most_rows() <= log.capacity, "more rows than the log has records");
-        assert!(log.accepted.iter().all(|&n| n as usize <= log.capacity), "more accepted than the log has records");
+        assert!(
+            !log.keep_open || task.batch.most_rows() <= log.capacity,
+            "more rows than the log has records"
+        );
+        assert!(
+            log.accepted.iter().all(|&n| n as usize <= log.capacity),
+            "more accepted than the log has records"
+        );
     }
     let start = worker.index * worker_len(shape);
     simd::run(Step { task, workspace, start, worker });
@@ -299,14 +309,16 @@ impl Unit<'_, '_> {
             columns,
         };
         let keys = self.step.start;
-        let ahead = Block { data: self.step.workspace, start: keys + 2 * shape.key_size, stride: columns, columns };
+        let ahead =
+            Block { data: self.step.workspace, start: keys + 2 * shape.key_size, stride: columns, columns };
         if let Some(log) = &task.log {
             for i in 0..log.accepted[self.b] as usize {
                 self.apply_record::<S, N>(s, log, slot, i, &committed);
             }
         }
         // SAFETY: this part of the workspace is this worker's alone.
-        let (q, k) = unsafe { self.step.workspace.range(keys..keys + 2 * shape.key_size) }.split_at_mut(shape.key_size);
+        let (q, k) = unsafe { self.step.workspace.range(keys..keys + 2 * shape.key_size) }
+            .split_at_mut(shape.key_size);
         let open = task.log.filter(|log| log.keep_open);
         let rows = task.batch.rows_of(self.b);
         let mut from = committed;
@@ -341,11 +353,19 @@ impl Unit<'_, '_> {
 
     /// `S = e^g S + k u^T` with record `i` of the slot.
     #[inline(always)]
-    fn apply_record<S: Simd, const N: usize>(&self, s: S, log: &DeltaLog<'_>, slot: usize, i: usize, state: &Block<'_>) {
+    fn apply_record<S: Simd, const N: usize>(
+        &self,
+        s: S,
+        log: &DeltaLog<'_>,
+        slot: usize,
+        i: usize,
+        state: &Block<'_>,
+    ) {
         let shape = &self.step.task.inputs.shape;
         let start = (slot * log.capacity + i) * shape.record_len();
         let key = start + self.step.task.inputs.key_head(self.head) * shape.key_size;
-        let gate = start + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size + self.head;
+        let gate =
+            start + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size + self.head;
         // SAFETY: keys and decays are only read until the barrier; other units read them too.
         let (k, log_decay) =
             unsafe { (&*log.records.range(key..key + shape.key_size), log.records.range(gate..gate + 1)[0]) };
@@ -393,7 +413,14 @@ fn attend<S: Simd, const N: usize>(
 
 /// `to = decay * from + k u^T`
 #[inline(always)]
-fn update<S: Simd, const N: usize>(s: S, from: &Block<'_>, to: &Block<'_>, k: &[f32], decay: f32, u: [S::V; N]) {
+fn update<S: Simd, const N: usize>(
+    s: S,
+    from: &Block<'_>,
+    to: &Block<'_>,
+    k: &[f32],
+    decay: f32,
+    u: [S::V; N],
+) {
     let decay = s.splat(decay);
     for (i, &k) in k.iter().enumerate() {
         let k = s.splat(k);

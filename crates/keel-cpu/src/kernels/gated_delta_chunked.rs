@@ -58,7 +58,11 @@ pub fn gated_delta_chunked(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>,
         assert!(aligned || task.batch.rows_of(b).is_empty(), "prefill starts at a multiple of {CHUNK}");
     }
     let needed = gated_delta_chunked_workspace_len(shape, worker.count);
-    assert!(workspace.len() >= needed, "gated_delta_chunked: workspace of {} values, {needed} needed", workspace.len());
+    assert!(
+        workspace.len() >= needed,
+        "gated_delta_chunked: workspace of {} values, {needed} needed",
+        workspace.len()
+    );
     let start = worker.index * worker_len(shape);
     // SAFETY: each worker uses its own part.
     let scratch = unsafe { workspace.range(start..start + worker_len(shape)) };
@@ -160,7 +164,9 @@ impl Head<'_> {
     fn run<S: Simd>(&self, s: S, m: &mut Scratch<'_>) {
         let shape = &self.task.inputs.shape;
         let rows = self.task.batch.rows_of(self.b);
-        let start = (self.task.slot[self.b] as usize * shape.value_heads + self.head) * shape.key_size * shape.value_size;
+        let start = (self.task.slot[self.b] as usize * shape.value_heads + self.head)
+            * shape.key_size
+            * shape.value_size;
         // SAFETY: this unit alone has this head of this slot.
         let state = unsafe { self.task.state.range(start..start + shape.key_size * shape.value_size) };
         for (padded, row) in m.state.chunks_exact_mut(m.dv).zip(state.chunks_exact(shape.value_size)) {
@@ -239,7 +245,8 @@ impl Head<'_> {
     #[inline(always)]
     fn right_hand_sides<S: Simd>(&self, s: S, rows: Range<usize>, padded: usize, m: &mut Scratch<'_>) {
         let (dk, dv) = (m.dk, m.dv);
-        let gemm = SmallGemm { m: padded, n: dv, k: dk, a: (&*m.k, dk), b: (&*m.state, dv), start: Start::Zero };
+        let gemm =
+            SmallGemm { m: padded, n: dv, k: dk, a: (&*m.k, dk), b: (&*m.state, dv), start: Start::Zero };
         gemm.run(s, m.u, dv);
         for (i, u) in m.u.chunks_exact_mut(dv).enumerate().take(padded) {
             if i >= rows.len() {
@@ -352,6 +359,7 @@ fn update_state<S: Simd>(s: S, rows: usize, m: &mut Scratch<'_>) {
         s.map(&m.u[i * dv..(i + 1) * dv], decayed, |s, u| s.mul(u, factor));
     }
     let start = Start::Scaled(m.from_start[rows - 1]);
-    let gemm = SmallGemm { m: dk, n: dv, k: rows, a: (&*m.k_transposed, CHUNK), b: (&*m.u_decayed, dv), start };
+    let gemm =
+        SmallGemm { m: dk, n: dv, k: rows, a: (&*m.k_transposed, CHUNK), b: (&*m.u_decayed, dv), start };
     gemm.run(s, m.state, dv);
 }

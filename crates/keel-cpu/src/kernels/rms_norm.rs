@@ -54,7 +54,9 @@ pub fn gated_rms_norm(
     worker: &Worker<'_>,
 ) {
     assert!(x.width().is_multiple_of(weight.len()), "rows of {} in heads of {}", x.width(), weight.len());
-    assert!(gate.width() == x.width() && y.width() == x.width() && gate.len() == x.len() && y.len() == x.len());
+    assert!(
+        gate.width() == x.width() && y.width() == x.width() && gate.len() == x.len() && y.len() == x.len()
+    );
     simd::run(GatedNorm { x, gate, weight, eps, y, worker });
 }
 

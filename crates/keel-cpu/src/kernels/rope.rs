@@ -204,7 +204,8 @@ fn norm_and_rotate<S: Simd>(
 #[inline(always)]
 fn rotate<S: Simd>(s: S, x: &mut [f32], cos: &[f32], sin: &[f32]) {
     let (low, high) = x[..2 * cos.len()].split_at_mut(cos.len());
-    let ((lows, low_tail), (highs, high_tail)) = (low.as_chunks_mut::<LANES>(), high.as_chunks_mut::<LANES>());
+    let ((lows, low_tail), (highs, high_tail)) =
+        (low.as_chunks_mut::<LANES>(), high.as_chunks_mut::<LANES>());
     let ((coss, cos_tail), (sins, sin_tail)) = (cos.as_chunks::<LANES>(), sin.as_chunks::<LANES>());
     for (((low, high), cos), sin) in lows.iter_mut().zip(highs).zip(coss).zip(sins) {
         let (a, b) = turn(s, s.load(low), s.load(high), s.load(cos), s.load(sin));

@@ -54,7 +54,11 @@ impl<'a> Rows<'a> {
     /// # Panics
     /// If they lie outside it.
     pub fn columns(self, columns: Range<usize>) -> Rows<'a> {
-        assert!(columns.start <= columns.end && columns.end <= self.width, "columns {columns:?} of {}", self.width);
+        assert!(
+            columns.start <= columns.end && columns.end <= self.width,
+            "columns {columns:?} of {}",
+            self.width
+        );
         Rows { start: self.start + columns.start, width: columns.len(), ..self }
     }
 }
@@ -142,7 +146,11 @@ pub struct Batch<'a> {
 impl Batch<'_> {
     /// Number of sequences.
     pub fn sequences(&self) -> usize {
-        assert_eq!(self.row_start.len(), self.position.len() + 1, "row_start has one value more than position");
+        assert_eq!(
+            self.row_start.len(),
+            self.position.len() + 1,
+            "row_start has one value more than position"
+        );
         self.position.len()
     }
 

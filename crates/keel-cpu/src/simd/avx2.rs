@@ -92,10 +92,12 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn add_to_exponent(self, p: Self::V, n: Self::V) -> Self::V {
-        let shifted = |p, n| op!({
-            let exponent = _mm256_slli_epi32::<23>(_mm256_castps_si256(n));
-            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent))
-        });
+        let shifted = |p, n| {
+            op!({
+                let exponent = _mm256_slli_epi32::<23>(_mm256_castps_si256(n));
+                _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent))
+            })
+        };
         (shifted(p.0, n.0), shifted(p.1, n.1))
     }
     #[inline(always)]

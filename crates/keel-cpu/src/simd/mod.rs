@@ -7,15 +7,15 @@
 //! The value of type `S: Simd` that travels through a kernel is a proof that the CPU has the instructions:
 //! only [`run_at`] makes one, inside a function compiled for them. Methods are therefore safe to call.
 
-mod math;
-mod portable;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod math;
+mod portable;
 
-pub(crate) use math::{exp, sigmoid, silu};
 use crate::isa::Isa;
+pub(crate) use math::{exp, sigmoid, silu};
 
 /// Lanes of a vector at every level.
 pub(crate) const LANES: usize = 16;
@@ -203,8 +203,10 @@ mod tests {
     impl VectorKernel for Probe<'_> {
         #[inline(always)]
         fn run<S: Simd>(self, s: S) {
-            let a: [f32; LANES] = std::array::from_fn(|i| (i as f32 - 7.3) * 1.7e3_f32.powi(i as i32 % 3 - 1));
-            let b: [f32; LANES] = std::array::from_fn(|i| if i == 5 { f32::NAN } else { 3.1 / (i as f32 + 0.7) });
+            let a: [f32; LANES] =
+                std::array::from_fn(|i| (i as f32 - 7.3) * 1.7e3_f32.powi(i as i32 % 3 - 1));
+            let b: [f32; LANES] =
+                std::array::from_fn(|i| if i == 5 { f32::NAN } else { 3.1 / (i as f32 + 0.7) });
             let halves: [u16; LANES] = std::array::from_fn(|i| 0x3f80 + 77 * i as u16);
             let (va, vb) = (s.load(&a), s.load(&b));
             // SAFETY: the array has sixteen values.

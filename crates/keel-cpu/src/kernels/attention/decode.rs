@@ -35,7 +35,11 @@ pub fn attention_decode<E: KvElement>(
     assert!(size.is_multiple_of(LANES), "heads of {size} values, not a multiple of {LANES}");
     let pages = attention.table.stride;
     let needed = decode_workspace_len(attention.batch.rows(), attention.heads(), size, pages);
-    assert!(workspace.len() >= needed, "attention_decode: workspace of {} values, {needed} needed", workspace.len());
+    assert!(
+        workspace.len() >= needed,
+        "attention_decode: workspace of {} values, {needed} needed",
+        workspace.len()
+    );
     let partials = Partials { data: workspace, heads: attention.heads(), pages, size };
     simd::run(Sweep { attention, partials, worker });
     worker.barrier();
@@ -147,13 +151,15 @@ impl<E: KvElement> PageSweep<'_, '_, E> {
             let to = (position + 1).saturating_sub(page_start).min(PAGE);
             from.min(to)..to
         });
-        let (from, to) = seen.iter().filter(|seen| !seen.is_empty()).fold((PAGE, 0), |(from, to), seen| {
-            (from.min(seen.start), to.max(seen.end))
-        });
+        let (from, to) = seen
+            .iter()
+            .filter(|seen| !seen.is_empty())
+            .fold((PAGE, 0), |(from, to), seen| (from.min(seen.start), to.max(seen.end)));
         if from >= to {
             return;
         }
-        let queries: [&[f32]; Q] = std::array::from_fn(|i| &attention.q.row(row(i))[head(i) * size..][..size]);
+        let queries: [&[f32]; Q] =
+            std::array::from_fn(|i| &attention.q.row(row(i))[head(i) * size..][..size]);
 
         let mut weights = [[0.0; PAGE]; Q];
         let tiles = from / TILE..to.div_ceil(TILE);
@@ -163,7 +169,8 @@ impl<E: KvElement> PageSweep<'_, '_, E> {
         }
         let mut outputs: [&mut [f32]; Q] = std::array::from_fn(|i| {
             let weights = &mut weights[i][tiles.start * TILE..tiles.end * TILE];
-            let seen = seen[i].start.saturating_sub(tiles.start * TILE)..seen[i].end.saturating_sub(tiles.start * TILE);
+            let seen = seen[i].start.saturating_sub(tiles.start * TILE)
+                ..seen[i].end.saturating_sub(tiles.start * TILE);
             let (largest, sum) = softmax_page(s, weights, seen, attention.scale);
             // SAFETY: this unit alone has these queries on this page.
             let partial = unsafe { self.partials.get(row(i), head(i), self.page) };
@@ -188,7 +195,8 @@ fn score_tile<S: Simd, E: KvElement, const Q: usize>(
     let mut acc = [[s.splat(0.0); VECTORS]; Q];
     for (d, keys) in keys.chunks_exact(TILE).enumerate() {
         // SAFETY: a chunk holds four vectors.
-        let keys: [S::V; VECTORS] = std::array::from_fn(|n| unsafe { E::load(s, keys.as_ptr().add(n * LANES)) });
+        let keys: [S::V; VECTORS] =
+            std::array::from_fn(|n| unsafe { E::load(s, keys.as_ptr().add(n * LANES)) });
         for i in 0..Q {
             let q = s.splat(queries[i][d]);
             for n in 0..VECTORS {

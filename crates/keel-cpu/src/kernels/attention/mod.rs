@@ -54,7 +54,9 @@ impl<E> Attention<'_, E> {
 
     fn check(&self) {
         let (size, kv_heads) = (self.pages.head_size, self.pages.kv_heads);
-        assert!(self.q.width().is_multiple_of(size) && self.heads().is_multiple_of(kv_heads) && self.heads() > 0);
+        assert!(
+            self.q.width().is_multiple_of(size) && self.heads().is_multiple_of(kv_heads) && self.heads() > 0
+        );
         assert!(self.y.width() == self.q.width());
         assert!(self.q.len() >= self.batch.rows() && self.y.len() >= self.batch.rows());
         assert!(self.window != Some(0), "a window of no positions");

@@ -122,7 +122,8 @@ impl<E: KvElement> KvPagesMut<'_, E> {
         let start = (page * self.kv_heads + head) * PAGE * size;
         let (tile, row) = (start + slot / TILE * TILE * size, start + slot * size);
         // SAFETY: the caller's promise; the values of a token belong to its tile.
-        let (tile, row) = unsafe { (self.keys.range(tile..tile + TILE * size), self.values.range(row..row + size)) };
+        let (tile, row) =
+            unsafe { (self.keys.range(tile..tile + TILE * size), self.values.range(row..row + size)) };
         for (column, &x) in tile.chunks_exact_mut(TILE).zip(key) {
             column[slot % TILE] = E::from_f32(x);
         }

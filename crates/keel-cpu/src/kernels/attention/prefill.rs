@@ -39,7 +39,11 @@ pub fn attention_prefill<E: KvElement>(
     let size = attention.pages.head_size;
     assert!(size.is_multiple_of(LANES), "heads of {size} values, not a multiple of {LANES}");
     let needed = prefill_workspace_len(worker.count, size);
-    assert!(workspace.len() >= needed, "attention_prefill: workspace of {} values, {needed} needed", workspace.len());
+    assert!(
+        workspace.len() >= needed,
+        "attention_prefill: workspace of {} values, {needed} needed",
+        workspace.len()
+    );
     let start = worker.index * worker_len(size);
     // SAFETY: each worker uses its own part.
     let scratch = unsafe { workspace.range(start..start + worker_len(size)) };

@@ -1,0 +1,369 @@
+use super::row_starts;
+use keel_cpu::kernels::gated_delta::{
+    DeltaLog, GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len,
+};
+use keel_cpu::kernels::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
+use keel_cpu::kernels::rows::{Batch, Rows, RowsMut};
+use keel_cpu::pool::ThreadPool;
+use keel_cpu::shared_slice::SharedMut;
+use keel_testkit::cases::gated_delta::{BATCHES, SHAPES};
+use keel_testkit::compare::{assert_close, assert_same_bits};
+use keel_testkit::naive;
+use keel_testkit::naive::gated_delta::Shape;
+use keel_testkit::random::Random;
+
+/// The rows of one or more sequences.
+#[derive(Clone)]
+struct Data {
+    shape: Shape,
+    qkv: Vec<f32>,
+    a: Vec<f32>,
+    b: Vec<f32>,
+    a_log: Vec<f32>,
+    dt_bias: Vec<f32>,
+}
+
+impl Data {
+    fn random(shape: Shape, rows: usize, seed: u64) -> Data {
+        let mut random = Random::new(seed);
+        let heads = shape.value_heads;
+        let qkv_len = 2 * shape.key_heads * shape.key_size + heads * shape.value_size;
+        Data {
+            shape,
+            qkv: random.uniforms(rows * qkv_len, -1.0, 1.0),
+            a: random.uniforms(rows * heads, -6.0, 1.0),
+            b: random.uniforms(rows * heads, -3.0, 3.0),
+            a_log: random.uniforms(heads, -1.0, 2.5),
+            dt_bias: random.uniforms(heads, -2.0, 2.0),
+        }
+    }
+
+    fn qkv_len(&self) -> usize {
+        self.cpu_shape().qkv_len()
+    }
+
+    fn cpu_shape(&self) -> GatedDeltaShape {
+        let Shape { key_heads, value_heads, key_size, value_size } = self.shape;
+        GatedDeltaShape { key_heads, value_heads, key_size, value_size }
+    }
+
+    /// Rows `from..to`.
+    fn rows(&self, from: usize, to: usize) -> Data {
+        let (qkv, heads) = (self.qkv_len(), self.shape.value_heads);
+        Data {
+            qkv: self.qkv[from * qkv..to * qkv].to_vec(),
+            a: self.a[from * heads..to * heads].to_vec(),
+            b: self.b[from * heads..to * heads].to_vec(),
+            ..self.clone()
+        }
+    }
+
+    fn inputs(&self) -> GatedDeltaInputs<'_> {
+        GatedDeltaInputs {
+            shape: self.cpu_shape(),
+            qkv: Rows::whole(&self.qkv, self.qkv_len()),
+            a: Rows::whole(&self.a, self.shape.value_heads),
+            b: Rows::whole(&self.b, self.shape.value_heads),
+            a_log: &self.a_log,
+            dt_bias: &self.dt_bias,
+        }
+    }
+
+    /// The oracle's outputs; `state` moves on.
+    fn oracle(&self, state: &mut [f64]) -> Vec<f64> {
+        let inputs = naive::gated_delta::Inputs {
+            qkv: &self.qkv,
+            a: &self.a,
+            b: &self.b,
+            a_log: &self.a_log,
+            dt_bias: &self.dt_bias,
+        };
+        naive::gated_delta::gated_delta(self.shape, inputs, state)
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Regime {
+    Decode,
+    Prefill,
+}
+
+/// A pool of states with a delta log, and how many records of each slot's last step were accepted.
+#[derive(Clone)]
+struct Slots {
+    state: Vec<f32>,
+    log: Vec<f32>,
+    capacity: usize,
+}
+
+impl Slots {
+    /// States as a history would leave them; log and workspace start as NaN, which must never be read.
+    fn random(shape: &GatedDeltaShape, slots: usize, capacity: usize) -> Slots {
+        Slots {
+            state: Random::new(99).uniforms(slots * shape.state_len(), -0.5, 0.5),
+            log: vec![f32::NAN; slots * capacity * shape.record_len()],
+            capacity,
+        }
+    }
+}
+
+/// One step over sequences with `rows` rows each, living in `slot`; returns `y`.
+fn step(
+    data: &Data,
+    rows: &[usize],
+    slot: &[u32],
+    slots: &mut Slots,
+    regime: Regime,
+    log: Option<(&[u32], bool)>,
+    workers: usize,
+) -> Vec<f32> {
+    let shape = data.cpu_shape();
+    let row_start = row_starts(rows.iter().copied());
+    let position = vec![0; rows.len()];
+    let width = shape.value_heads * shape.value_size;
+    let mut y = vec![f32::NAN; rows.iter().sum::<usize>() * width];
+    let mut workspace = match regime {
+        Regime::Decode => vec![f32::NAN; gated_delta_workspace_len(&shape, workers)],
+        Regime::Prefill => vec![f32::NAN; gated_delta_chunked_workspace_len(&shape, workers)],
+    };
+    let (records, capacity) = (SharedMut::new(&mut slots.log), slots.capacity);
+    let task = GatedDelta {
+        inputs: data.inputs(),
+        batch: Batch { row_start: &row_start, position: &position },
+        slot,
+        state: SharedMut::new(&mut slots.state),
+        log: log.map(|(accepted, keep_open)| DeltaLog { records, capacity, accepted, keep_open }),
+        y: RowsMut::whole(SharedMut::new(&mut y), width),
+    };
+    let workspace = SharedMut::new(&mut workspace);
+    ThreadPool::new(workers).run(|worker| match regime {
+        Regime::Decode => gated_delta(&task, workspace, worker),
+        Regime::Prefill => gated_delta_chunked(&task, workspace, worker),
+    });
+    y
+}
+
+#[test]
+fn both_regimes_follow_the_oracle() {
+    for (n, &shape) in SHAPES.iter().enumerate() {
+        for rows in BATCHES {
+            let data = Data::random(shape, rows.iter().sum(), n as u64);
+            let slot: Vec<u32> = (0..rows.len() as u32).rev().collect();
+            let start = Slots::random(&data.cpu_shape(), rows.len() + 1, 0);
+            let (mut want, mut want_state) =
+                (Vec::new(), start.state.iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
+            let (mut from, len) = (0, data.cpu_shape().state_len());
+            for (&rows, &slot) in rows.iter().zip(&slot) {
+                let state = &mut want_state[slot as usize * len..(slot as usize + 1) * len];
+                want.extend(data.rows(from, from + rows).oracle(state));
+                from += rows;
+            }
+            for (regime, name) in [(Regime::Decode, "decode"), (Regime::Prefill, "prefill")] {
+                let mut slots = start.clone();
+                let y = step(&data, rows, &slot, &mut slots, regime, None, 2);
+                assert_close(&format!("{name} {shape:?} {rows:?}: y"), &y, &want, 1e-5);
+                assert_close(&format!("{name} {shape:?} {rows:?}: state"), &slots.state, &want_state, 1e-5);
+            }
+        }
+    }
+}
+
+#[test]
+fn workers_and_neighbours_do_not_change_a_bit() {
+    for &shape in SHAPES {
+        let rows = [3, 70, 1];
+        let data = Data::random(shape, 74, 5);
+        for regime in [Regime::Decode, Regime::Prefill] {
+            let start = Slots::random(&data.cpu_shape(), 3, 0);
+            let mut together = start.clone();
+            let y = step(&data, &rows, &[2, 0, 1], &mut together, regime, None, 1);
+            for workers in [2, 5] {
+                let mut slots = start.clone();
+                let again = step(&data, &rows, &[2, 0, 1], &mut slots, regime, None, workers);
+                assert_same_bits("y with more workers", &y, &again);
+                assert_same_bits("state with more workers", &together.state, &slots.state);
+            }
+            let (mut alone, mut y_alone) = (start.clone(), Vec::new());
+            for (part, slot) in [(0..3, 2), (3..73, 0), (73..74, 1)] {
+                let data = data.rows(part.start, part.end);
+                y_alone.extend(step(&data, &[part.len()], &[slot], &mut alone, regime, None, 2));
+            }
+            assert_same_bits("y alone", &y, &y_alone);
+            assert_same_bits("state alone", &together.state, &alone.state);
+        }
+    }
+}
+
+#[test]
+fn any_cut_of_a_prefill_at_multiples_of_64_gives_the_same_bits() {
+    for &shape in SHAPES {
+        let data = Data::random(shape, 300, 7);
+        let start = Slots::random(&data.cpu_shape(), 1, 0);
+        let mut whole = start.clone();
+        let y = step(&data, &[300], &[0], &mut whole, Regime::Prefill, None, 2);
+        for cut in [64, 128, 192] {
+            let (mut slots, mut pieces) = (start.clone(), Vec::new());
+            for from in (0..300).step_by(cut) {
+                let to = (from + cut).min(300);
+                pieces.extend(step(
+                    &data.rows(from, to),
+                    &[to - from],
+                    &[0],
+                    &mut slots,
+                    Regime::Prefill,
+                    None,
+                    2,
+                ));
+            }
+            assert_same_bits(&format!("y in steps of {cut}"), &y, &pieces);
+            assert_same_bits(&format!("state in steps of {cut}"), &whole.state, &slots.state);
+        }
+    }
+}
+
+#[test]
+fn rows_of_a_partial_chunk_do_not_depend_on_those_that_follow() {
+    for &shape in SHAPES {
+        let data = Data::random(shape, 64, 8);
+        let start = Slots::random(&data.cpu_shape(), 1, 0);
+        let whole = step(&data, &[64], &[0], &mut start.clone(), Regime::Prefill, None, 1);
+        for rows in [1, 7, 8, 9, 31, 33, 63] {
+            let part = step(&data.rows(0, rows), &[rows], &[0], &mut start.clone(), Regime::Prefill, None, 1);
+            assert_same_bits(&format!("{rows} rows"), &part, &whole[..part.len()]);
+        }
+    }
+}
+
+#[test]
+fn a_decode_step_of_many_rows_is_that_many_steps() {
+    for &shape in SHAPES {
+        let data = Data::random(shape, 9, 9);
+        let mut together = Slots::random(&data.cpu_shape(), 1, 0);
+        let mut one_by_one = together.clone();
+        let y = step(&data, &[9], &[0], &mut together, Regime::Decode, None, 2);
+        let singles: Vec<f32> = (0..9)
+            .flat_map(|t| step(&data.rows(t, t + 1), &[1], &[0], &mut one_by_one, Regime::Decode, None, 2))
+            .collect();
+        assert_same_bits("y", &y, &singles);
+        assert_same_bits("state", &together.state, &one_by_one.state);
+    }
+}
+
+/// Two sequences speculate with random numbers of drafts, of which random numbers are accepted; what they accept must
+/// have the bits of plain decoding, and their states as well.
+#[test]
+fn accepted_rows_have_the_bits_of_plain_decoding() {
+    for (n, &shape) in SHAPES.iter().enumerate() {
+        let capacity = 4;
+        let mut random = Random::new(40 + n as u64);
+        let first = Data::random(shape, 60, 11);
+        let second = Data {
+            a_log: first.a_log.clone(),
+            dt_bias: first.dt_bias.clone(),
+            ..Data::random(shape, 60, 12)
+        };
+        let truth = [first, second];
+        let start = Slots::random(&truth[0].cpu_shape(), 2, capacity);
+        let mut plain = start.clone();
+        let want: Vec<Vec<f32>> = truth
+            .iter()
+            .zip([1u32, 0])
+            .map(|(data, slot)| step(data, &[60], &[slot], &mut plain, Regime::Decode, None, 2))
+            .collect();
+        let width = shape.value_heads * shape.value_size;
+
+        let mut slots = start.clone();
+        let (mut done, mut accepted) = ([0usize; 2], [0u32; 2]);
+        let mut rounds = 0;
+        while done.iter().any(|&done| done < 60) {
+            // Each sequence: rows that will be accepted, then drafts that turn out wrong.
+            let rows: Vec<usize> =
+                done.iter().map(|&done| if done < 60 { 1 + random.below(capacity) } else { 0 }).collect();
+            let right: Vec<usize> = (0..2)
+                .map(|b| if rows[b] == 0 { 0 } else { (1 + random.below(rows[b])).min(60 - done[b]) })
+                .collect();
+            let mut data = truth[0].rows(0, 0);
+            for b in 0..2 {
+                let wrong = Data::random(shape, rows[b] - right[b], 1000 + rounds);
+                for part in [truth[b].rows(done[b], done[b] + right[b]), wrong] {
+                    data.qkv.extend(part.qkv);
+                    data.a.extend(part.a);
+                    data.b.extend(part.b);
+                }
+            }
+            let y = step(&data, &rows, &[1, 0], &mut slots, Regime::Decode, Some((&accepted, true)), 2);
+            let mut from = 0;
+            for b in 0..2 {
+                let got = &y[from * width..(from + right[b]) * width];
+                let want = &want[b][done[b] * width..(done[b] + right[b]) * width];
+                assert_same_bits(&format!("{shape:?} sequence {b} at {}", done[b]), got, want);
+                from += rows[b];
+                done[b] += right[b];
+                accepted[b] = right[b] as u32;
+            }
+            rounds += 1;
+        }
+        assert!(rounds > 10);
+        // A step without rows settles what was accepted last.
+        let nothing = truth[0].rows(0, 0);
+        step(&nothing, &[0, 0], &[1, 0], &mut slots, Regime::Decode, Some((&accepted, false)), 2);
+        assert_same_bits("settled state", &slots.state, &plain.state);
+    }
+}
+
+#[test]
+fn a_committing_step_settles_the_log_first() {
+    let shape = SHAPES[1];
+    let data = Data::random(shape, 7, 21);
+    let mut plain = Slots::random(&data.cpu_shape(), 1, 3);
+    let mut slots = plain.clone();
+    let want = step(&data, &[7], &[0], &mut plain, Regime::Decode, None, 1);
+    let mut got = step(&data.rows(0, 3), &[3], &[0], &mut slots, Regime::Decode, Some((&[0], true)), 2);
+    got.extend(step(&data.rows(3, 7), &[4], &[0], &mut slots, Regime::Decode, Some((&[3], false)), 2));
+    assert_same_bits("y", &got, &want);
+    assert_same_bits("state", &slots.state, &plain.state);
+}
+
+#[test]
+fn an_open_step_leaves_the_state_alone() {
+    let data = Data::random(SHAPES[3], 4, 22);
+    let start = Slots::random(&data.cpu_shape(), 1, 4);
+    let mut slots = start.clone();
+    step(&data, &[4], &[0], &mut slots, Regime::Decode, Some((&[0], true)), 2);
+    assert_same_bits("state", &slots.state, &start.state);
+    assert!(slots.log.iter().all(|x| x.is_finite()), "every value of the four records is written");
+}
+
+/// Rounding does not pile up: decays forget it.
+#[test]
+fn drift_over_640_tokens_stays_at_rounding_level() {
+    let shape = Shape { key_heads: 1, value_heads: 2, key_size: 128, value_size: 96 };
+    let mut data = Data::random(shape, 640, 31);
+    data.a.iter_mut().for_each(|a| *a -= 4.0);
+    let mut state = vec![0.0; data.cpu_shape().state_len()];
+    let want = data.oracle(&mut state);
+    for regime in [Regime::Decode, Regime::Prefill] {
+        let mut slots = Slots { state: vec![0.0; state.len()], log: Vec::new(), capacity: 0 };
+        let y = step(&data, &[640], &[0], &mut slots, regime, None, 2);
+        let last = want.len() - 2 * 96;
+        assert_close("last row after 640 tokens", &y[last..], &want[last..], 5e-6);
+        assert_close("state after 640 tokens", &slots.state, &state, 5e-6);
+    }
+}
+
+/// One token that forgets everything, then slow decays: differences of the summed logarithms must keep their digits.
+#[test]
+fn a_chunk_survives_strong_decays() {
+    let shape = Shape { key_heads: 1, value_heads: 2, key_size: 48, value_size: 32 };
+    let mut data = Data::random(shape, 64, 32);
+    data.a_log.fill(2.5);
+    for (i, a) in data.a.iter_mut().enumerate() {
+        *a = if i % 20 < 10 { 40.0 } else { -9.0 };
+    }
+    let mut state = vec![0.25; data.cpu_shape().state_len()];
+    let mut slots = Slots { state: vec![0.25; state.len()], log: Vec::new(), capacity: 0 };
+    let want = data.oracle(&mut state);
+    let y = step(&data, &[64], &[0], &mut slots, Regime::Prefill, None, 1);
+    assert_close("y", &y, &want, 1e-5);
+    assert_close("state", &slots.state, &state, 1e-5);
+}

@@ -1,0 +1,23 @@
+//! Shapes of attention: every head size served, grouped and ungrouped heads, windows around a tile and a page.
+
+use crate::naive::attention::Shape;
+
+/// Head shapes.
+pub const SHAPES: &[Shape] = &[
+    Shape { heads: 1, kv_heads: 1, head_size: 32, scale: 0.177, window: None },
+    Shape { heads: 6, kv_heads: 2, head_size: 64, scale: 0.125, window: Some(16) },
+    Shape { heads: 8, kv_heads: 2, head_size: 80, scale: 0.11, window: None },
+    Shape { heads: 5, kv_heads: 1, head_size: 96, scale: 0.1, window: Some(65) },
+    Shape { heads: 4, kv_heads: 4, head_size: 128, scale: 0.3, window: None },
+    Shape { heads: 2, kv_heads: 1, head_size: 256, scale: 0.0625, window: Some(257) },
+    Shape { heads: 8, kv_heads: 2, head_size: 256, scale: 0.0625, window: None },
+];
+
+/// (first position, rows) of each sequence of a batch: around tiles of 64 and pages of 256.
+pub const BATCHES: &[&[(usize, usize)]] = &[
+    &[(0, 1)],
+    &[(255, 3), (0, 2), (70, 0), (300, 1)],
+    &[(0, 64), (64, 37)],
+    &[(192, 130)],
+    &[(512, 65), (31, 33)],
+];

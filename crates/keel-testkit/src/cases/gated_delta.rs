@@ -1,0 +1,17 @@
+//! Shapes of the gated delta rule: Dk and Dv differ, one and several value heads to a key head, sizes around
+//! the tiles of 8, 16, 32 and 128.
+
+use crate::naive::gated_delta::Shape;
+
+/// Head shapes, all sizes of one shape different.
+pub const SHAPES: &[Shape] = &[
+    Shape { key_heads: 1, value_heads: 2, key_size: 16, value_size: 32 },
+    Shape { key_heads: 3, value_heads: 3, key_size: 24, value_size: 40 },
+    Shape { key_heads: 2, value_heads: 8, key_size: 33, value_size: 31 },
+    Shape { key_heads: 1, value_heads: 4, key_size: 64, value_size: 48 },
+    Shape { key_heads: 2, value_heads: 4, key_size: 96, value_size: 144 },
+    Shape { key_heads: 5, value_heads: 5, key_size: 7, value_size: 3 },
+];
+
+/// Rows of each sequence of a batch: one token, none, partial and whole chunks.
+pub const BATCHES: &[&[usize]] = &[&[1], &[64], &[5, 0, 65, 1], &[128, 63], &[200]];

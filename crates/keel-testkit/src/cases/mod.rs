@@ -1,0 +1,8 @@
+//! Shapes that every backend is tested on.
+
+pub mod attention;
+pub mod causal_conv;
+pub mod gated_delta;
+pub mod matmul;
+pub mod quantized_matmul;
+pub mod rows;

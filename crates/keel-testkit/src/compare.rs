@@ -1,0 +1,58 @@
+//! Comparison of a kernel's result with an oracle's.
+
+/// Asserts that every element of `got` is within `tolerance` of `want`, relative to the largest element of `want`.
+///
+/// # Panics
+/// If not, or if the lengths differ; the message names the worst element.
+#[track_caller]
+pub fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{what}: number of elements");
+    let scale = want.iter().fold(f64::MIN_POSITIVE, |scale, x| scale.max(x.abs()));
+    let error = |i: usize| (f64::from(got[i]) - want[i]).abs() / scale;
+    // A NaN is worse than any number.
+    let key = |i: usize| if error(i).is_nan() { f64::INFINITY } else { error(i) };
+    let Some(worst) = (0..got.len()).max_by(|&a, &b| key(a).total_cmp(&key(b))) else { return };
+    assert!(
+        key(worst) <= tolerance,
+        "{what}: element {worst} of {} is {:e}, want {:e}: error {:.2e} of the largest ({scale:e}), tolerance {tolerance:.0e}",
+        got.len(),
+        got[worst],
+        want[worst],
+        error(worst),
+    );
+}
+
+/// Asserts that two results have the same bits.
+///
+/// # Panics
+/// If not; the message names the first element that differs.
+#[track_caller]
+pub fn assert_same_bits(what: &str, a: &[f32], b: &[f32]) {
+    assert_eq!(a.len(), b.len(), "{what}: number of elements");
+    if let Some(i) = (0..a.len()).find(|&i| a[i].to_bits() != b[i].to_bits()) {
+        panic!("{what}: element {i} of {} is {:e} in one and {:e} in the other", a.len(), a[i], b[i]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "element 1 of 3 is 2.1e0, want 2e0: error 2.50e-2 of the largest (4e0)")]
+    fn a_wrong_element_is_named() {
+        assert_close("planted", &[1.0, 2.1, 4.0], &[1.0, 2.0, 4.0], 1e-3);
+    }
+
+    #[test]
+    #[should_panic(expected = "element 2 of 3")]
+    fn not_a_number_is_never_close() {
+        assert_close("planted", &[1.0, 2.1, f32::NAN], &[1.0, 2.0, 4.0], 1.0);
+    }
+
+    #[test]
+    #[should_panic(expected = "element 1 of 2 is 0e0 in one and -0e0 in the other")]
+    fn zeros_of_different_sign_differ() {
+        assert_same_bits("planted", &[1.0, 0.0], &[1.0, -0.0]);
+    }
+}

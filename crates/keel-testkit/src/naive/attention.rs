@@ -1,0 +1,48 @@
+//! Causal attention with grouped heads over one sequence's keys and values.
+
+/// Sizes and rules.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// H
+    pub heads: usize,
+    /// KV
+    pub kv_heads: usize,
+    /// D
+    pub head_size: usize,
+    /// Factor on the scores.
+    pub scale: f32,
+    /// Positions that a row sees, its own included.
+    pub window: Option<usize>,
+}
+
+/// `y` `[T, H, D]` of the queries `q` `[T, H, D]` at positions `first..`, over `k` and `v` `[L, KV, D]`.
+pub fn attention(shape: Shape, q: &[f32], first: usize, k: &[f32], v: &[f32]) -> Vec<f64> {
+    let Shape { heads, kv_heads, head_size, scale, window } = shape;
+    let rows = q.len() / (heads * head_size);
+    let mut y = vec![0.0; q.len()];
+    for t in 0..rows {
+        for h in 0..heads {
+            let kv = h / (heads / kv_heads);
+            let position = first + t;
+            let from = window.map_or(0, |window| (position + 1).saturating_sub(window));
+            let query = &q[(t * heads + h) * head_size..][..head_size];
+            let scores: Vec<f64> = (from..=position)
+                .map(|j| f64::from(scale) * dot(query, &k[(j * kv_heads + kv) * head_size..][..head_size]))
+                .collect();
+            let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
+            for (j, score) in (from..=position).zip(&scores) {
+                let weight = (score - largest).exp() / sum;
+                for d in 0..head_size {
+                    y[(t * heads + h) * head_size + d] +=
+                        weight * f64::from(v[(j * kv_heads + kv) * head_size + d]);
+                }
+            }
+        }
+    }
+    y
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+}

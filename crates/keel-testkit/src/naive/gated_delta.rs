@@ -1,0 +1,69 @@
+//! Gated delta rule, token by token.
+
+/// Sizes of the heads.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Hk
+    pub key_heads: usize,
+    /// Hv
+    pub value_heads: usize,
+    /// Dk
+    pub key_size: usize,
+    /// Dv
+    pub value_size: usize,
+}
+
+/// What the rule reads: `qkv` `[T, 2 Hk Dk + Hv Dv]`, `a` and `b` `[T, Hv]`, `a_log` and `dt_bias` `[Hv]`.
+#[derive(Clone, Copy)]
+pub struct Inputs<'a> {
+    /// Queries, keys, values, after the convolution.
+    pub qkv: &'a [f32],
+    /// Input of the decay.
+    pub a: &'a [f32],
+    /// Input of beta.
+    pub b: &'a [f32],
+    /// Logarithm of the decay's rate.
+    pub a_log: &'a [f32],
+    /// Bias of the decay's input.
+    pub dt_bias: &'a [f32],
+}
+
+/// `y` `[T, Hv, Dv]` of all rows in turn; `state` `[Hv, Dk, Dv]` moves on in place.
+pub fn gated_delta(shape: Shape, inputs: Inputs<'_>, state: &mut [f64]) -> Vec<f64> {
+    let Shape { key_heads, value_heads, key_size, value_size } = shape;
+    let row_len = 2 * key_heads * key_size + value_heads * value_size;
+    let rows = inputs.qkv.len() / row_len;
+    let mut y = vec![0.0; rows * value_heads * value_size];
+    for t in 0..rows {
+        let row: Vec<f64> =
+            inputs.qkv[t * row_len..(t + 1) * row_len].iter().map(|&x| f64::from(x)).collect();
+        for h in 0..value_heads {
+            let key_head = h / (value_heads / key_heads);
+            let q = l2_norm(&row[key_head * key_size..][..key_size]);
+            let k = l2_norm(&row[(key_heads + key_head) * key_size..][..key_size]);
+            let v = &row[2 * key_heads * key_size + h * value_size..][..value_size];
+            let beta = 1.0 / (1.0 + (-f64::from(inputs.b[t * value_heads + h])).exp());
+            let gate = f64::from(inputs.a[t * value_heads + h]) + f64::from(inputs.dt_bias[h]);
+            let decay = (-f64::from(inputs.a_log[h]).exp() * gate.exp().ln_1p()).exp();
+            let s = &mut state[h * key_size * value_size..(h + 1) * key_size * value_size];
+            for x in s.iter_mut() {
+                *x *= decay;
+            }
+            for j in 0..value_size {
+                let seen: f64 = (0..key_size).map(|i| k[i] * s[i * value_size + j]).sum();
+                let u = beta * (v[j] - seen);
+                for i in 0..key_size {
+                    s[i * value_size + j] += k[i] * u;
+                }
+                let sum: f64 = (0..key_size).map(|i| q[i] * s[i * value_size + j]).sum();
+                y[(t * value_heads + h) * value_size + j] = sum / (key_size as f64).sqrt();
+            }
+        }
+    }
+    y
+}
+
+fn l2_norm(x: &[f64]) -> Vec<f64> {
+    let norm = (x.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
+    x.iter().map(|x| x / norm).collect()
+}

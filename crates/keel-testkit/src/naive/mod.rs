@@ -1,0 +1,14 @@
+//! Oracles: plain loops in `f64`, correct by inspection, never optimised.
+
+pub mod attention;
+pub mod causal_conv;
+pub mod gated_delta;
+pub mod matmul;
+pub mod quantized_matmul;
+pub mod rms_norm;
+pub mod rope;
+
+/// `x / (1 + e^-x)`
+pub fn silu(x: f64) -> f64 {
+    x / (1.0 + (-x).exp())
+}

@@ -1,0 +1,17 @@
+//! Rotary position embedding of half-split pairs.
+
+/// Rotates `x` `[T, heads, D]`: pair `i` of row `t` turns by `angles[t * pairs + i]`, values past the pairs stay.
+pub fn rope(x: &[f64], heads: usize, head_size: usize, angles: &[f64], pairs: usize) -> Vec<f64> {
+    let mut y = x.to_vec();
+    for (t, row) in y.chunks_exact_mut(heads * head_size).enumerate() {
+        for head in row.chunks_exact_mut(head_size) {
+            for i in 0..pairs {
+                let (sin, cos) = angles[t * pairs + i].sin_cos();
+                let (a, b) = (head[i], head[i + pairs]);
+                head[i] = a * cos - b * sin;
+                head[i + pairs] = b * cos + a * sin;
+            }
+        }
+    }
+    y
+}
