@@ -1,1 +1,21 @@
-//! Samplers, token iterators and the memory planner.
+//! Engine, samplers, token iterators and the memory planner.
+//!
+//! The life of a sequence: [`Engine::open`], [`Engine::prefill`] with the prompt, [`Engine::decode`] token by token
+//! (or a [`TokenIterator`], which does all of it), [`Engine::release`]. All memory is allocated by
+//! [`Engine::load`]; [`plan`] gives the same numbers without a weight.
+
+#![forbid(unsafe_code)]
+
+mod engine;
+mod error;
+mod generate;
+mod options;
+pub mod plan;
+mod sampler;
+mod step;
+
+pub use engine::{Engine, LogitSink};
+pub use error::{EngineError, Result};
+pub use generate::{FinishReason, GenerateOptions, TokenIterator};
+pub use options::{EngineOptions, PREFILL_GRID};
+pub use sampler::{Sampler, SamplerOptions};

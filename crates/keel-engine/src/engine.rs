@@ -1,0 +1,304 @@
+//! A model with its memory, ready to run sequences.
+
+use keel_array::{Regime, Runtime};
+use keel_cache::{CacheSize, ModelCache, SequenceCache};
+use keel_models::HybridModel;
+use keel_models::loading::{Loader, Parameters};
+use serde_json::Value;
+
+use crate::options::{EngineOptions, PREFILL_GRID};
+use crate::step::{HEAD_ROWS, Outcome, Rows, StepShape, Stepper};
+use crate::{EngineError, Result};
+
+/// Takes one row of logits at a time.
+pub type LogitSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
+
+/// Runs one step of a prompt: the tokens, and whether they are the last.
+type PrefillStep<'a> = dyn FnMut(&mut Engine, &SequenceCache, &[u32], bool) -> Result<()> + 'a;
+
+/// A model and everything it needs, allocated. From here on nothing is allocated outside the plan.
+pub struct Engine {
+    runtime: Runtime,
+    model: HybridModel,
+    cache: ModelCache,
+    stepper: Stepper,
+    options: EngineOptions,
+}
+
+impl Engine {
+    /// Reads a model and allocates its memory. On a planning backend the ledger then reads what a real one would.
+    ///
+    /// # Errors
+    /// What the config, the parameters or the memory limit says; options out of range.
+    pub fn load(
+        runtime: &Runtime,
+        parameters: &dyn Parameters,
+        config: &Value,
+        options: EngineOptions,
+        progress: &dyn Fn(u64),
+    ) -> Result<Engine> {
+        options.check()?;
+        let loader = Loader::new(runtime, parameters, options.compute, progress);
+        let model = keel_models::load(&loader, config)?;
+        let size = CacheSize {
+            sequences: options.sequences,
+            context: options.context,
+            checkpoints: options.checkpoints,
+        };
+        let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_dtype()), size)?;
+        let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
+        let mut engine = Engine { runtime: runtime.clone(), model, cache, stepper, options };
+        engine.prepare_largest_steps()?;
+        runtime.ledger().freeze();
+        Ok(engine)
+    }
+
+    /// Traces the steps that need most memory, so that the arena is as large as it will ever be.
+    fn prepare_largest_steps(&mut self) -> Result<()> {
+        let (prefill, sequences) = (self.options.prefill_rows(), self.options.sequences);
+        let step = |regime, rows, sequences, outcome| StepShape { regime, rows, sequences, outcome };
+        let mut shapes = vec![
+            step(Regime::Decode, 1, 1, Outcome::LastLogits),
+            step(Regime::Decode, sequences, sequences, Outcome::LastLogits),
+            step(Regime::Prefill, prefill, 1, Outcome::LastLogits),
+        ];
+        if self.options.all_logits {
+            shapes.push(step(Regime::Prefill, prefill, 1, Outcome::Hidden));
+            shapes.push(step(Regime::Prefill, HEAD_ROWS, 1, Outcome::Head));
+            if self.model.mtp.is_some() {
+                shapes.push(step(Regime::Prefill, prefill, 1, Outcome::MtpHidden));
+            }
+        }
+        for shape in shapes {
+            self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape)?;
+        }
+        Ok(())
+    }
+
+    /// The runtime.
+    pub fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+
+    /// The model.
+    pub fn model(&self) -> &HybridModel {
+        &self.model
+    }
+
+    /// The options it was made with.
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
+    }
+
+    /// The storage of sequences.
+    pub fn cache(&self) -> &ModelCache {
+        &self.cache
+    }
+
+    /// The storage of sequences, to save, rewind or fork one.
+    pub fn cache_mut(&mut self) -> &mut ModelCache {
+        &mut self.cache
+    }
+
+    /// A new, empty sequence.
+    ///
+    /// # Errors
+    /// If all are in use.
+    pub fn open(&mut self) -> Result<SequenceCache> {
+        Ok(self.cache.open()?)
+    }
+
+    /// Ends a sequence and takes its memory back.
+    pub fn release(&mut self, sequence: SequenceCache) {
+        self.cache.release(sequence);
+    }
+
+    /// Checks ids, and that they fit behind what the sequence holds.
+    fn admit(&self, sequence: &SequenceCache, tokens: &[u32]) -> Result<()> {
+        let vocab = self.model.config.vocab;
+        if let Some(&id) = tokens.iter().find(|&&id| id as usize >= vocab) {
+            return Err(EngineError::TokenId { id, vocab });
+        }
+        let (needed, context) = (sequence.len() + tokens.len(), self.options.context);
+        if needed > context {
+            return Err(EngineError::Context { needed, context });
+        }
+        if tokens.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        Ok(())
+    }
+
+    /// Runs a prompt behind what the sequence holds (which must end on the 64-token grid), in steps, and leaves the
+    /// logits of its last token in `logits`. A checkpoint is saved at the last grid point, if there is room.
+    /// `progress` gets the tokens done after each step.
+    ///
+    /// # Errors
+    /// Ids out of range, a prompt that does not fit, what the runtime says. The sequence then holds the steps done.
+    pub fn prefill(
+        &mut self,
+        sequence: &mut SequenceCache,
+        prompt: &[u32],
+        logits: &mut Vec<f32>,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<()> {
+        let mut done = 0;
+        self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, last| {
+            let outcome = if last { Outcome::LastLogits } else { Outcome::State };
+            engine.run(Regime::Prefill, outcome, &[Rows { sequence, tokens }])?;
+            done += tokens.len();
+            progress(done);
+            Ok(())
+        })?;
+        self.stepper.read_logits(0, logits)
+    }
+
+    /// Cuts a prompt into steps. With checkpoints, the last grid point gets a step of its own end.
+    fn each_prefill_step(
+        &mut self,
+        sequence: &mut SequenceCache,
+        prompt: &[u32],
+        step: &mut PrefillStep<'_>,
+    ) -> Result<()> {
+        self.admit(sequence, prompt)?;
+        if !sequence.offset().is_multiple_of(PREFILL_GRID) {
+            let reason =
+                format!("a prompt cannot start at token {}, off the 64-token grid", sequence.offset());
+            return Err(EngineError::Option(reason));
+        }
+        self.cache.reserve(sequence, prompt.len())?;
+        let end = sequence.offset() + prompt.len();
+        let save_at = if self.options.checkpoints > 0 { (end - 1) / PREFILL_GRID * PREFILL_GRID } else { 0 };
+        let mut rest = prompt;
+        while !rest.is_empty() {
+            let at = sequence.offset();
+            let to_save = if at < save_at { save_at - at } else { usize::MAX };
+            let (tokens, after) = rest.split_at(rest.len().min(self.options.prefill_step).min(to_save));
+            step(self, sequence, tokens, after.is_empty())?;
+            sequence.advance(tokens.len());
+            if save_at > 0 && sequence.offset() == save_at {
+                self.cache.checkpoint(sequence)?;
+            }
+            rest = after;
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
+        self.stepper.run(&self.runtime, &self.model, &self.cache, (regime, outcome), rows)
+    }
+
+    /// Runs one more token of each sequence. The logits are read with [`Engine::logits`].
+    ///
+    /// # Errors
+    /// Ids out of range, a full context, what the runtime says.
+    pub fn decode(&mut self, sequences: &mut [&mut SequenceCache], tokens: &[u32]) -> Result<()> {
+        if sequences.len() != tokens.len() || sequences.len() > self.options.sequences {
+            let reason = format!(
+                "{} tokens for {} sequences, of at most {}",
+                tokens.len(),
+                sequences.len(),
+                self.options.sequences
+            );
+            return Err(EngineError::Option(reason));
+        }
+        for (sequence, token) in sequences.iter_mut().zip(tokens) {
+            self.admit(sequence, &[*token])?;
+            self.cache.reserve(sequence, 1)?;
+        }
+        let rows: Vec<Rows<'_>> = sequences
+            .iter()
+            .zip(tokens)
+            .map(|(sequence, token)| Rows { sequence, tokens: std::slice::from_ref(token) })
+            .collect();
+        self.run(Regime::Decode, Outcome::LastLogits, &rows)?;
+        sequences.iter_mut().for_each(|s| s.advance(1));
+        Ok(())
+    }
+
+    /// Copies the logits of sequence `row` of the last step.
+    ///
+    /// # Errors
+    /// If there is no such row.
+    pub fn logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
+        self.stepper.read_logits(row, logits)
+    }
+
+    /// Logits of every token of a prompt, row by row, in order; then, with `mtp`, those of the multi-token-prediction
+    /// head for all but the last (which takes a second sequence for its time). Needs `all_logits`. With `one_by_one`, every token goes through the decode regime.
+    ///
+    /// # Errors
+    /// As [`Engine::prefill`]; [`EngineError::NoMtpHead`].
+    pub fn all_logits(
+        &mut self,
+        sequence: &mut SequenceCache,
+        prompt: &[u32],
+        one_by_one: bool,
+        sink: &mut LogitSink<'_>,
+        mtp_sink: Option<&mut LogitSink<'_>>,
+    ) -> Result<()> {
+        let start = sequence.offset();
+        let mut hidden = Vec::new();
+        let mut rows = Vec::new();
+        let mut collect =
+            |engine: &mut Engine, sequence: &SequenceCache, tokens: &[u32], regime| -> Result<()> {
+                engine.run(regime, Outcome::Hidden, &[Rows { sequence, tokens }])?;
+                engine.stepper.read_hidden(tokens.len(), &mut rows)?;
+                hidden.extend_from_slice(&rows);
+                engine.stepper.head(&engine.runtime, &engine.model, &engine.cache, &rows, sink)
+            };
+        if one_by_one {
+            self.admit(sequence, prompt)?;
+            self.cache.reserve(sequence, prompt.len())?;
+            for token in prompt {
+                collect(self, sequence, std::slice::from_ref(token), Regime::Decode)?;
+                sequence.advance(1);
+            }
+        } else {
+            self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, _| {
+                collect(engine, sequence, tokens, Regime::Prefill)
+            })?;
+        }
+        match mtp_sink {
+            Some(sink) if start == 0 => self.mtp_logits(prompt, &hidden, one_by_one, sink),
+            Some(_) => Err(EngineError::Option("the head's logits are given for whole prompts only".into())),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs the head over a whole prompt in a sequence of its own: its layers' keys and values are apart from the
+    /// model's, but positions and pages are counted alike.
+    fn mtp_logits(
+        &mut self,
+        prompt: &[u32],
+        hidden: &[f32],
+        one_by_one: bool,
+        sink: &mut LogitSink<'_>,
+    ) -> Result<()> {
+        if self.model.mtp.is_none() {
+            return Err(EngineError::NoMtpHead);
+        }
+        let width = self.model.config.hidden;
+        let mut sequence = self.open()?;
+        let (regime, step) =
+            if one_by_one { (Regime::Decode, 1) } else { (Regime::Prefill, self.options.prefill_step) };
+        let mut rows = Vec::new();
+        let pairs = prompt[1..].chunks(step).zip(hidden.chunks(step * width));
+        let mut outcome = Ok(());
+        for (next, hidden) in pairs {
+            outcome = (|| {
+                self.cache.reserve(&mut sequence, next.len())?;
+                self.stepper.write_hidden(&hidden[..next.len() * width])?;
+                self.run(regime, Outcome::MtpHidden, &[Rows { sequence: &sequence, tokens: next }])?;
+                sequence.advance(next.len());
+                self.stepper.read_hidden(next.len(), &mut rows)?;
+                self.stepper.head(&self.runtime, &self.model, &self.cache, &rows, sink)
+            })();
+            if outcome.is_err() {
+                break;
+            }
+        }
+        self.release(sequence);
+        outcome
+    }
+}

@@ -1,0 +1,63 @@
+//! How an engine is made.
+
+use keel_array::{Compute, DType};
+
+use crate::{EngineError, Result};
+
+/// Rows of the prefill grid: chunks begin at multiples of this.
+pub const PREFILL_GRID: usize = 64;
+
+/// Bounds of an engine; all its memory follows from them and the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EngineOptions {
+    /// Tokens of the longest sequence, prompt and generated together.
+    pub context: usize,
+    /// Sequences at once.
+    pub sequences: usize,
+    /// Prompt tokens of one step; a multiple of 64.
+    pub prefill_step: usize,
+    /// Recurrent slots saved to go back to.
+    pub checkpoints: usize,
+    /// Arithmetic of the linear layers; f32 also keeps keys and values in f32.
+    pub compute: Compute,
+    /// Also be able to give the logits of every prompt token, and those of the multi-token-prediction head.
+    pub all_logits: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> EngineOptions {
+        EngineOptions {
+            context: 4096,
+            sequences: 1,
+            prefill_step: 2048,
+            checkpoints: 0,
+            compute: Compute::Auto,
+            all_logits: false,
+        }
+    }
+}
+
+impl EngineOptions {
+    pub(crate) fn check(&self) -> Result<()> {
+        let wrong = if self.prefill_step == 0 || !self.prefill_step.is_multiple_of(PREFILL_GRID) {
+            format!("a prefill step of {} is not a positive multiple of {PREFILL_GRID}", self.prefill_step)
+        } else if self.context == 0 || self.context > 1 << 24 {
+            format!("a context of {} tokens is not within 1 to {}", self.context, 1 << 24)
+        } else if self.sequences == 0 || self.sequences > 4096 {
+            format!("{} sequences are not within 1 to 4096", self.sequences)
+        } else {
+            return Ok(());
+        };
+        Err(EngineError::Option(wrong))
+    }
+
+    /// Rows of the largest prefill step: no more than the context can fill.
+    pub(crate) fn prefill_rows(&self) -> usize {
+        self.prefill_step.min(self.context.next_multiple_of(PREFILL_GRID))
+    }
+
+    /// Type of keys and values.
+    pub fn kv_dtype(&self) -> DType {
+        if self.compute == Compute::F32 { DType::F32 } else { DType::BF16 }
+    }
+}

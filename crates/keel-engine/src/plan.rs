@@ -1,0 +1,88 @@
+//! Memory before it is needed.
+//!
+//! A plan is what an engine allocates: the same code runs on a backend that only counts. So the numbers of
+//! [`plan`] are those of [`Engine::load`], to the byte.
+
+use std::sync::Arc;
+
+use keel_array::{Backend, MemoryReport, Runtime, RuntimeOptions};
+use keel_models::loading::Parameters;
+use serde_json::Value;
+
+use crate::{Engine, EngineOptions, Result};
+
+/// Bytes per category that an engine with these options will allocate. `backend` must be one that only plans.
+///
+/// # Errors
+/// As [`Engine::load`].
+pub fn plan(
+    backend: &Arc<dyn Backend>,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<MemoryReport> {
+    assert!(backend.is_planning(), "a plan is made on a planning backend");
+    let runtime = Runtime::new(Arc::clone(backend), RuntimeOptions::default());
+    let engine = Engine::load(&runtime, parameters, config, options, &|_| ())?;
+    let report = runtime.ledger().active();
+    drop(engine);
+    Ok(report)
+}
+
+/// What fits under a limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fit {
+    /// Longest context for the options' number of sequences; 0 if nothing fits.
+    pub context: usize,
+    /// Most sequences with the options' context; 0 if nothing fits.
+    pub sequences: usize,
+}
+
+/// The longest context and the most sequences, each with the other as in `options`, that stay within `limit` bytes.
+///
+/// # Errors
+/// As [`plan`].
+pub fn fit(
+    backend: &Arc<dyn Backend>,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+    limit: u64,
+) -> Result<Fit> {
+    let fits = |options: EngineOptions| Ok(plan(backend, parameters, config, options)?.total() <= limit);
+    let context_max = context_limit(config);
+    Ok(Fit {
+        context: largest(context_max, |context| fits(EngineOptions { context, ..options }))?,
+        sequences: largest(4096, |sequences| fits(EngineOptions { sequences, ..options }))?,
+    })
+}
+
+fn context_limit(config: &Value) -> usize {
+    let text = if config["text_config"].is_object() { &config["text_config"] } else { config };
+    text["max_position_embeddings"].as_u64().map_or(32768, |n| n.clamp(1, 1 << 24) as usize)
+}
+
+/// The largest `n` of `1..=max` for which `fits` holds, 0 if none; `fits` must be monotone.
+fn largest(max: usize, fits: impl Fn(usize) -> Result<bool>) -> Result<usize> {
+    let (mut low, mut high) = (0, max);
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if fits(middle)? {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    Ok(low)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn bisection_finds_the_edge() {
+        for edge in [0, 1, 7, 99, 100] {
+            let found = super::largest(100, |n| Ok(n <= edge)).expect("never fails");
+            assert_eq!(found, edge);
+        }
+    }
+}
