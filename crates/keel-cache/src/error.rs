@@ -1,5 +1,7 @@
 //! What can go wrong with caches.
 
+use std::path::PathBuf;
+
 use keel_array::ArrayError;
 
 /// Errors of this crate.
@@ -32,6 +34,17 @@ pub enum CacheError {
         /// Positions with a checkpoint.
         kept: Vec<usize>,
     },
+    /// A saved cache cannot be used.
+    #[error("{path}: {problem}", path = path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A file cannot be read or written.
+    #[error(transparent)]
+    Weights(#[from] keel_weights::WeightsError),
     /// The runtime.
     #[error(transparent)]
     Array(#[from] ArrayError),

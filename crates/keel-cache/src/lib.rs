@@ -16,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod file;
 mod model_cache;
 mod pages;
 mod sequence;

@@ -1,0 +1,144 @@
+//! A sequence's cache on disk, for a later process to continue from.
+//!
+//! A safetensors file: `tokens` u32 `[len]`; for each attention layer `layers.N.keys` and `.values`, the used pages
+//! `[pages, KV, 256, D]`; for each recurrent layer `layers.N.window` and `.state`. The metadata names the format
+//! and the model, so that a cache is not mistaken for that of another model.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use keel_array::{Array, DType};
+use keel_weights::{SafetensorsFile, SafetensorsWriter, TensorSource, TensorSpec, WeightsError};
+
+use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache};
+
+/// Names the layout of the file; a change of layout changes it.
+const FORMAT: &str = "keel-prompt-cache-1";
+
+/// One tensor of the file and the entries of a pool that it consists of.
+struct Part<'a> {
+    name: String,
+    pool: &'a Array,
+    entries: Vec<u32>,
+    /// Entries are a dimension of the tensor; a slot is not.
+    stacked: bool,
+}
+
+impl Part<'_> {
+    fn shape(&self) -> Vec<usize> {
+        let entry = self.pool.shape()[1..].iter().copied();
+        self.stacked.then_some(self.entries.len()).into_iter().chain(entry).collect()
+    }
+
+    fn entry_bytes(&self) -> usize {
+        self.pool.bytes() / self.pool.shape()[0]
+    }
+}
+
+/// Everything that a sequence holds, in the order of the layers.
+fn parts<'a>(cache: &'a ModelCache, sequence: &SequenceCache) -> Vec<Part<'a>> {
+    let mut parts = Vec::new();
+    for (i, layer) in cache.layers().iter().enumerate() {
+        let mut part = |name: &str, pool, entries, stacked| {
+            parts.push(Part { name: format!("layers.{i}.{name}"), pool, entries, stacked });
+        };
+        match layer {
+            LayerStorage::Attention(pool) => {
+                part("keys", &pool.keys, sequence.pages().to_vec(), true);
+                part("values", &pool.values, sequence.pages().to_vec(), true);
+            }
+            LayerStorage::Recurrent { window, state } => {
+                part("window", window, vec![sequence.slot()], false);
+                part("state", &state.0, vec![sequence.slot()], false);
+            }
+        }
+    }
+    parts
+}
+
+impl ModelCache {
+    /// Writes what a sequence holds to `path`, under the name of the model and the tokens it has seen.
+    ///
+    /// # Errors
+    /// [`CacheError::File`] if the tokens are not as many as the sequence holds; what the disk says. Nothing is left
+    /// at `path` then.
+    pub fn save(&self, sequence: &SequenceCache, tokens: &[u32], model: &str, path: &Path) -> Result<()> {
+        if tokens.len() != sequence.len() {
+            let problem = format!("{} tokens were given for a cache of {}", tokens.len(), sequence.len());
+            return Err(CacheError::File { path: path.into(), problem });
+        }
+        let parts = parts(self, sequence);
+        let mut specs: Vec<TensorSpec> = parts
+            .iter()
+            .map(|p| TensorSpec { name: p.name.clone(), dtype: p.pool.dtype(), shape: p.shape() })
+            .collect();
+        specs.push(TensorSpec { name: "tokens".into(), dtype: DType::U32, shape: vec![tokens.len()] });
+        let metadata = BTreeMap::from(
+            [("format", FORMAT), ("model", model)].map(|(k, v)| (k.to_string(), v.to_string())),
+        );
+        let mut writer = SafetensorsWriter::create(path, &specs, &metadata)?;
+        for part in &parts {
+            let mut bytes = vec![0; part.entry_bytes()];
+            for &entry in &part.entries {
+                part.pool.read_bytes(entry as usize * bytes.len(), &mut bytes)?;
+                writer.append(&part.name, &bytes)?;
+            }
+        }
+        let ids: Vec<u8> = tokens.iter().flat_map(|id| id.to_le_bytes()).collect();
+        writer.append("tokens", &ids)?;
+        Ok(writer.finish()?)
+    }
+
+    /// Opens a sequence that holds what was saved at `path`, and returns it with its tokens.
+    ///
+    /// # Errors
+    /// [`CacheError::File`] if the file is of another format, model or size; if no slot or page is free. Nothing is
+    /// held then.
+    pub fn load(&mut self, model: &str, path: &Path) -> Result<(SequenceCache, Vec<u32>)> {
+        let file = SafetensorsFile::open(path)?;
+        let wrong = |problem: String| CacheError::File { path: path.into(), problem };
+        for (key, expected) in [("format", FORMAT), ("model", model)] {
+            let found = file.metadata().get(key).map_or("none", String::as_str);
+            if found != expected {
+                return Err(wrong(format!("its {key} is {found:?}, expected {expected:?}")));
+            }
+        }
+        let ids = file.tensor("tokens")?;
+        let tokens: Vec<u32> =
+            ids.bytes().as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
+        if ids.dtype() != DType::U32 || tokens.is_empty() || tokens.len() > self.size().context {
+            let problem = format!(
+                "it holds {} {} tokens, and the context is {}",
+                tokens.len(),
+                ids.dtype(),
+                self.size().context
+            );
+            return Err(wrong(problem));
+        }
+        let mut sequence = self.open()?;
+        match self.fill_from(&file, &mut sequence, tokens.len()) {
+            Ok(()) => Ok((sequence, tokens)),
+            Err(error) => {
+                self.release(sequence);
+                Err(error)
+            }
+        }
+    }
+
+    fn fill_from(&mut self, file: &SafetensorsFile, sequence: &mut SequenceCache, len: usize) -> Result<()> {
+        self.reserve(sequence, len)?;
+        for part in parts(self, sequence) {
+            let tensor = file.tensor(&part.name)?.expect_shape(&part.shape())?;
+            if tensor.dtype() != part.pool.dtype() {
+                let (found, needed) = (tensor.dtype().to_string(), "the type of this engine's cache");
+                return Err(WeightsError::UnsupportedDType { name: part.name, found, needed }.into());
+            }
+            let entry_bytes = part.entry_bytes();
+            for (&entry, bytes) in part.entries.iter().zip(tensor.bytes().chunks_exact(entry_bytes)) {
+                part.pool.write_bytes(entry as usize * entry_bytes, bytes)?;
+            }
+        }
+        sequence.advance(len);
+        Ok(())
+    }
+}
