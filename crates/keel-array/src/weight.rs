@@ -96,7 +96,8 @@ impl Weight {
         Ok(Weight { runtime: runtime.clone(), buffer, spec })
     }
 
-    /// Stores a block of rows.
+    /// Stores a block of rows. Blocks begin at multiples of 256 rows and, but for the last, are as long: devices pack
+    /// whole tiles of rows.
     ///
     /// # Errors
     /// If the block does not lie within the weight or its data has the wrong size.

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use keel_array::{RowBlock, RowData, WeightFormat, WeightSpec};
+use keel_array::{RowData, WeightFormat, WeightSpec};
 use keel_weights::affine::unpack_row;
 use keel_weights::{AffineTensor, LinearFormat, LinearTensor, TensorSource, TensorView, float};
 
-use super::{BLOCK_ROWS, Parameters};
+use super::{BLOCK_ROWS, Parameters, RowSink};
 use crate::{ModelError, Result};
 
 /// The parameters of a checkpoint.
@@ -55,17 +55,18 @@ impl Parameters for CheckpointParameters<'_> {
         expert: Option<usize>,
         rows: Range<usize>,
         _spec: &WeightSpec,
-        sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
+        sink: &mut RowSink<'_>,
     ) -> Result<()> {
         let tensor = self.0.linear(module)?;
         let base = expert.unwrap_or(0) * tensor.info().rows;
         for first in rows.clone().step_by(BLOCK_ROWS) {
             let block = first..rows.end.min(first + BLOCK_ROWS);
             let stored = base + block.start..base + block.end;
-            let place = block.start - rows.start;
             match &tensor {
-                LinearTensor::Dense(view) => dense_block(view, stored, place, sink)?,
-                LinearTensor::Affine(affine) => affine_block(affine, stored, place, sink)?,
+                LinearTensor::Dense(view) => {
+                    sink(stored.len(), RowData::Dense(view.row_bytes(stored.clone())?))?
+                }
+                LinearTensor::Affine(affine) => affine_block(affine, stored, sink)?,
                 other => return Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
             }
         }
@@ -80,22 +81,7 @@ impl Parameters for CheckpointParameters<'_> {
     }
 }
 
-fn dense_block(
-    view: &TensorView<'_>,
-    stored: Range<usize>,
-    first_row: usize,
-    sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
-) -> Result<()> {
-    let data = RowData::Dense(view.row_bytes(stored.clone())?);
-    sink(&RowBlock { expert: 0, first_row, rows: stored.len(), data })
-}
-
-fn affine_block(
-    affine: &AffineTensor<'_>,
-    stored: Range<usize>,
-    first_row: usize,
-    sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
-) -> Result<()> {
+fn affine_block(affine: &AffineTensor<'_>, stored: Range<usize>, sink: &mut RowSink<'_>) -> Result<()> {
     let cols = affine.cols();
     let groups = cols / affine.format().group_size();
     let mut codes = vec![0; stored.len() * cols];
@@ -111,5 +97,5 @@ fn affine_block(
     };
     let (scales, biases) = (floats(affine.scales())?, floats(affine.biases())?);
     let data = RowData::Affine { codes: &codes, scales: &scales, biases: &biases };
-    sink(&RowBlock { expert: 0, first_row, rows: stored.len(), data })
+    sink(stored.len(), data)
 }

@@ -1,19 +1,24 @@
 //! From named parameters to weights in device memory.
 
+mod assembler;
 mod checkpoint;
 mod random;
 
 use std::ops::Range;
 
-use keel_array::{Array, Category, Compute, RowBlock, Runtime, Weight, WeightFormat, WeightSpec};
+use assembler::RowAssembler;
+use keel_array::{Array, Category, Compute, RowData, Runtime, Weight, WeightFormat, WeightSpec};
 
 use crate::Result;
 
 pub use checkpoint::CheckpointParameters;
 pub use random::RandomParameters;
 
-/// Rows decoded at a time: the only host memory that loading needs.
+/// Rows decoded at a time: the only host memory that loading needs. A multiple of every device's row tile.
 const BLOCK_ROWS: usize = 256;
+
+/// Takes the next rows of a linear layer: how many, and their elements.
+pub type RowSink<'a> = dyn FnMut(usize, RowData<'_>) -> Result<()> + 'a;
 
 /// Where parameters come from.
 pub trait Parameters {
@@ -35,9 +40,8 @@ pub trait Parameters {
         cols: usize,
     ) -> Result<WeightFormat>;
 
-    /// Hands the rows of one expert of a linear layer to `sink`, block by block, in order. `RowBlock::first_row`
-    /// counts from the start of `rows`. The specification is that of the weight to be filled: its columns and
-    /// format are the layer's.
+    /// Hands the rows of one expert of a linear layer to `sink`, some at a time, in order. The specification is that
+    /// of the weight to be filled: its columns and format are the layer's.
     ///
     /// # Errors
     /// What the file or the sink says.
@@ -47,7 +51,7 @@ pub trait Parameters {
         expert: Option<usize>,
         rows: Range<usize>,
         spec: &WeightSpec,
-        sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
+        sink: &mut RowSink<'_>,
     ) -> Result<()>;
 
     /// A small parameter as f32, `elements` in all.
@@ -205,7 +209,7 @@ impl<'a> Loader<'a> {
     }
 
     fn fill(&self, weight: &Weight, expert: usize, pieces: &[Piece]) -> Result<()> {
-        let mut row = 0;
+        let mut rows = RowAssembler::new(weight, expert);
         for piece in pieces {
             for range in &piece.rows {
                 self.parameters.linear_rows(
@@ -213,20 +217,11 @@ impl<'a> Loader<'a> {
                     piece.expert,
                     range.clone(),
                     weight.spec(),
-                    &mut |block| {
-                        let at = RowBlock {
-                            expert,
-                            first_row: row + block.first_row,
-                            rows: block.rows,
-                            data: block.data,
-                        };
-                        Ok(weight.fill(&at)?)
-                    },
+                    &mut |count, data| rows.push(count, data),
                 )?;
-                row += range.len();
             }
         }
-        Ok(())
+        rows.flush()
     }
 
     /// A vector or small matrix as f32, `transform`ed, of the given shape.

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-use keel_array::{DType, RowBlock, RowData, WeightFormat, WeightSpec};
+use keel_array::{DType, RowData, WeightFormat, WeightSpec};
 
-use super::{BLOCK_ROWS, Parameters};
+use super::{BLOCK_ROWS, Parameters, RowSink};
 use crate::Result;
 
 /// Standard deviation of the elements, small enough that activations stay finite through any depth.
@@ -74,16 +74,13 @@ impl Parameters for RandomParameters {
         expert: Option<usize>,
         rows: Range<usize>,
         spec: &WeightSpec,
-        sink: &mut dyn FnMut(&RowBlock<'_>) -> Result<()>,
+        sink: &mut RowSink<'_>,
     ) -> Result<()> {
         let mut generator = Generator::of_name(module);
         generator.0 ^= expert.unwrap_or(0) as u64;
         for first in rows.clone().step_by(BLOCK_ROWS) {
             let count = rows.end.min(first + BLOCK_ROWS) - first;
-            let first_row = first - rows.start;
-            random_block(&mut generator, spec, count, &mut |data| {
-                sink(&RowBlock { expert: 0, first_row, rows: count, data })
-            })?;
+            random_block(&mut generator, spec, count, sink)?;
         }
         Ok(())
     }
@@ -107,7 +104,7 @@ fn random_block(
     generator: &mut Generator,
     spec: &WeightSpec,
     rows: usize,
-    sink: &mut dyn FnMut(RowData<'_>) -> Result<()>,
+    sink: &mut RowSink<'_>,
 ) -> Result<()> {
     let elements = rows * spec.cols;
     match spec.format {
@@ -121,7 +118,7 @@ fn random_block(
                     _ => bytes.extend(value.to_le_bytes()),
                 }
             }
-            sink(RowData::Dense(&bytes))
+            sink(rows, RowData::Dense(&bytes))
         }
         WeightFormat::Affine { bits, group_size, .. } => {
             let mask = ((1u16 << bits) - 1) as u8;
@@ -135,7 +132,10 @@ fn random_block(
             let scale = bf16::from_f32(DEVIATION * 12f32.sqrt() / steps).to_f32();
             let bias = bf16::from_f32(-scale * f32::from(mask) / 2.0).to_f32();
             let groups = elements / usize::from(group_size);
-            sink(RowData::Affine { codes: &codes, scales: &vec![scale; groups], biases: &vec![bias; groups] })
+            sink(
+                rows,
+                RowData::Affine { codes: &codes, scales: &vec![scale; groups], biases: &vec![bias; groups] },
+            )
         }
     }
 }

@@ -1,0 +1,86 @@
+//! Rows of several layers brought into whole blocks of the weight that they make up.
+//!
+//! Devices pack a weight in tiles of rows, so a block has to begin on a tile. Layers that are joined to one
+//! weight end anywhere.
+
+use keel_array::{RowBlock, RowData, Weight};
+
+use super::BLOCK_ROWS;
+use crate::Result;
+
+/// Collects rows of one expert until a block is full.
+pub(super) struct RowAssembler<'w> {
+    weight: &'w Weight,
+    expert: usize,
+    /// Rows handed on.
+    filled: usize,
+    /// Rows waiting.
+    waiting: usize,
+    dense: Vec<u8>,
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    biases: Vec<f32>,
+}
+
+impl<'w> RowAssembler<'w> {
+    pub fn new(weight: &'w Weight, expert: usize) -> RowAssembler<'w> {
+        let (dense, codes, scales, biases) = Default::default();
+        RowAssembler { weight, expert, filled: 0, waiting: 0, dense, codes, scales, biases }
+    }
+
+    /// Adds rows behind those added before.
+    pub fn push(&mut self, rows: usize, data: RowData<'_>) -> Result<()> {
+        if self.waiting == 0 && rows == BLOCK_ROWS {
+            return self.hand_on(rows, data);
+        }
+        let mut taken = 0;
+        while taken < rows {
+            let count = (rows - taken).min(BLOCK_ROWS - self.waiting);
+            self.keep(taken..taken + count, rows, data);
+            taken += count;
+            if self.waiting == BLOCK_ROWS {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a range of `rows` rows.
+    fn keep(&mut self, range: std::ops::Range<usize>, rows: usize, data: RowData<'_>) {
+        fn part<'d, T>(all: &'d [T], range: &std::ops::Range<usize>, rows: usize) -> &'d [T] {
+            let row = all.len() / rows;
+            &all[range.start * row..range.end * row]
+        }
+        self.waiting += range.len();
+        match data {
+            RowData::Dense(bytes) => self.dense.extend_from_slice(part(bytes, &range, rows)),
+            RowData::Affine { codes, scales, biases } => {
+                self.codes.extend_from_slice(part(codes, &range, rows));
+                self.scales.extend_from_slice(part(scales, &range, rows));
+                self.biases.extend_from_slice(part(biases, &range, rows));
+            }
+        }
+    }
+
+    /// Hands on what is waiting.
+    pub fn flush(&mut self) -> Result<()> {
+        if self.waiting == 0 {
+            return Ok(());
+        }
+        let (dense, codes) = (std::mem::take(&mut self.dense), std::mem::take(&mut self.codes));
+        let (scales, biases) = (std::mem::take(&mut self.scales), std::mem::take(&mut self.biases));
+        let data = if codes.is_empty() {
+            RowData::Dense(&dense)
+        } else {
+            RowData::Affine { codes: &codes, scales: &scales, biases: &biases }
+        };
+        let rows = std::mem::take(&mut self.waiting);
+        self.hand_on(rows, data)
+    }
+
+    fn hand_on(&mut self, rows: usize, data: RowData<'_>) -> Result<()> {
+        self.weight.fill(&RowBlock { expert: self.expert, first_row: self.filled, rows, data })?;
+        self.filled += rows;
+        Ok(())
+    }
+}
