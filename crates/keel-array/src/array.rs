@@ -127,6 +127,12 @@ impl Array {
     }
 
     fn call(runtime: &Runtime, op: Op, inputs: &[&Array], specs: Vec<(Shape, DType)>) -> Result<Vec<Array>> {
+        if let Some((shape, _)) = specs.iter().find(|(shape, _)| shape.rank() > Layout::RANK_MAX) {
+            return Err(ArrayError::Argument {
+                op: "shape",
+                reason: format!("{} gives {shape}; at most {} axes are supported", op.name(), Layout::RANK_MAX),
+            });
+        }
         let bytes: usize =
             specs.iter().map(|(s, d)| bytes_of(*d, s.elements())).fold(0, usize::saturating_add);
         if bytes > isize::MAX as usize {

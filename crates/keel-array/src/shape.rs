@@ -98,6 +98,9 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// Most axes that an array may have.
+    pub const RANK_MAX: usize = 8;
+
     /// Row-major, gap-free, from element 0.
     pub fn contiguous(shape: Shape) -> Layout {
         let mut strides = vec![1usize; shape.rank()];
@@ -119,8 +122,8 @@ impl Layout {
         true
     }
 
-    /// If the trailing `inner` axes lie gap-free and the leading ones step evenly, the distance between
-    /// consecutive rows, in elements.
+    /// If the trailing `inner` axes lie gap-free and the leading ones step evenly without overlap, the distance
+    /// between consecutive rows, in elements.
     pub fn row_stride(&self, inner: usize) -> Option<usize> {
         let split = self.shape.rank().checked_sub(inner)?;
         let mut expected = 1;
@@ -143,7 +146,8 @@ impl Layout {
                 Some(_) => return None,
             }
         }
-        Some(step.map_or(expected, |(row, _)| row))
+        // Broadcast rows lie on top of each other: those are no rows to step through.
+        Some(step.map_or(expected, |(row, _)| row)).filter(|&row| row >= expected)
     }
 
     /// Axes in a new order.

@@ -110,6 +110,10 @@ impl Binary {
         matches!(self, Binary::Equal | Binary::Less | Binary::LessEqual)
     }
 
+    fn is_arithmetic(self) -> bool {
+        matches!(self, Binary::Add | Binary::Sub | Binary::Mul | Binary::Div)
+    }
+
     fn is_logical(self) -> bool {
         matches!(self, Binary::And | Binary::Or)
     }
@@ -139,6 +143,13 @@ pub enum FusedStep {
 pub struct Fused {
     /// In order of execution.
     pub steps: Vec<FusedStep>,
+}
+
+impl Fused {
+    /// Steps of a chain: so many keep its state in the first-level cache.
+    pub const STEPS_MAX: usize = 24;
+    /// Inputs of a chain.
+    pub const INPUTS_MAX: usize = 12;
 }
 
 impl Array {
@@ -176,6 +187,14 @@ impl Array {
                 op: name,
                 operand: "both operands",
                 expected: "a float type",
+                got: dtype,
+            });
+        }
+        if op.is_arithmetic() && dtype == DType::Bool {
+            return Err(ArrayError::DType {
+                op: name,
+                operand: "both operands",
+                expected: "a number",
                 got: dtype,
             });
         }

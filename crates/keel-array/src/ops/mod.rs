@@ -277,10 +277,13 @@ impl Op {
         }
     }
 
-    /// The input whose memory an output may take over if nobody else needs it.
-    pub(crate) fn may_reuse(&self, input: usize) -> bool {
+    /// Whether an output may take over the memory of an input that nobody else needs. The kernel then finds the
+    /// input where it writes the output.
+    pub(crate) fn may_reuse(&self, input: usize, output: usize) -> bool {
         match self {
             Op::SliceUpdate { .. } => input == 0,
+            Op::Linear { residual: true, .. } => input == 2,
+            Op::AddRmsNorm { .. } => (input, output) == (1, 0),
             op => op.is_elementwise(),
         }
     }
@@ -292,9 +295,7 @@ impl Op {
                 _,
             ) => Strides::Any,
             (Op::Concatenate { .. }, _) | (Op::SliceUpdate { .. }, 1) => Strides::Any,
-            (Op::RmsNorm { .. }, 0) | (Op::SwiGlu | Op::SigmoidGate, _) | (Op::Linear { .. }, 0) => {
-                Strides::Rows(1)
-            }
+            (Op::RmsNorm { .. }, 0) | (Op::SwiGlu | Op::SigmoidGate, _) => Strides::Rows(1),
             (Op::GatedRmsNorm { .. }, 0 | 2) => Strides::Rows(2),
             (Op::Rope(_) | Op::NormRope { .. }, 0) => Strides::Rows(2),
             (Op::CausalConv(_), 0) | (Op::GatedDelta(_), 0..=2) => Strides::Rows(1),

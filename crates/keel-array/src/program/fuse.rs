@@ -10,10 +10,6 @@ use super::{Kernel, Operand, Slot};
 use crate::DType;
 use crate::ops::{Fused, FusedStep, Op, Source};
 
-/// Bounds of one fused kernel, so that its state stays in registers and the first-level cache.
-const STEPS_MAX: usize = 24;
-const INPUTS_MAX: usize = 12;
-
 pub(super) fn fuse(draft: &mut Draft) {
     let mut readers: HashMap<usize, usize> = HashMap::new();
     let mut mutated: Vec<usize> = Vec::new();
@@ -60,8 +56,8 @@ fn foldable(
         let maker = *producer.get(&t)?;
         let made = kept[maker].as_ref()?;
         let made_steps = steps(made)?;
-        let fits = consumer.len() + made_steps.len() <= STEPS_MAX
-            && kernel.inputs.len() + made.inputs.len() - 1 <= INPUTS_MAX;
+        let fits = consumer.len() + made_steps.len() <= Fused::STEPS_MAX
+            && kernel.inputs.len() + made.inputs.len() - 1 <= Fused::INPUTS_MAX;
         let stable = made.inputs.iter().all(|i| !matches!(i.slot, Slot::External(e) if mutated.contains(&e)));
         let alone = readers.get(&t) == Some(&1) && temps[t].output.is_none();
         (fits && stable && alone && input.layout == made.outputs[0].layout).then_some((i, maker))

@@ -86,9 +86,9 @@ impl<'a> Planner<'a> {
     }
 
     fn place_outputs(&mut self, i: usize, kernel: &Kernel) {
-        for output in &kernel.outputs {
+        for (n, output) in kernel.outputs.iter().enumerate() {
             let Slot::Temp(t) = output.slot else { continue };
-            let place = self.reuse(i, kernel, output, t).unwrap_or_else(|| match self.temps[t].output {
+            let place = self.reuse(i, kernel, n, t).unwrap_or_else(|| match self.temps[t].output {
                 Some(number) => Slot::Output(number),
                 None => Slot::Arena { temp: t, offset: self.arena.take(t, self.temps[t].bytes) },
             });
@@ -97,10 +97,11 @@ impl<'a> Planner<'a> {
     }
 
     /// The place of an input that dies at kernel `i` and whose memory fits output `t` exactly.
-    fn reuse(&mut self, i: usize, kernel: &Kernel, output: &Operand, t: usize) -> Option<Slot> {
+    fn reuse(&mut self, i: usize, kernel: &Kernel, number: usize, t: usize) -> Option<Slot> {
+        let output = &kernel.outputs[number];
         for (n, input) in kernel.inputs.iter().enumerate() {
             let same = input.dtype == output.dtype && input.layout == output.layout;
-            if !kernel.op.may_reuse(n) || !same || overlaps_another(kernel, n) {
+            if !kernel.op.may_reuse(n, number) || !same || overlaps_another(kernel, n) {
                 continue;
             }
             match input.slot {
@@ -147,11 +148,13 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// True if another input of the kernel reads the same memory in another order, so writing would disturb it.
+/// True if another input of the kernel reads the same memory, so writing would disturb it; an element-wise kernel
+/// may read it in the same order.
 fn overlaps_another(kernel: &Kernel, n: usize) -> bool {
     let this = &kernel.inputs[n];
     let others = kernel.inputs.iter().enumerate().filter(|(m, _)| *m != n);
-    others.into_iter().any(|(_, other)| other.slot == this.slot && other.layout != this.layout)
+    let in_step = |other: &Operand| kernel.op.is_elementwise() && other.layout == this.layout;
+    others.into_iter().any(|(_, other)| other.slot == this.slot && !in_step(other))
 }
 
 /// Offsets of live intermediates, lowest first.
