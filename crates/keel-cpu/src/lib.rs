@@ -1,5 +1,6 @@
 //! CPU backend: thread pool and kernels, chosen for the machine at run time.
 
+mod backend;
 pub mod error;
 pub mod floors;
 pub mod isa;
@@ -7,3 +8,5 @@ pub mod kernels;
 pub mod pool;
 pub mod shared_slice;
 mod simd;
+
+pub use backend::{CpuBackend, CpuOptions};

@@ -8,6 +8,7 @@ pub mod attention;
 pub mod causal_conv;
 pub mod gated_delta;
 pub mod gated_delta_chunked;
+pub mod generic;
 pub mod linear;
 pub mod rms_norm;
 pub mod rope;

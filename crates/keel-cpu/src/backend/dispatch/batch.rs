@@ -1,0 +1,64 @@
+//! The arrays that say which rows belong to which sequence, checked before a kernel trusts them.
+//!
+//! Every worker makes the same check of the same data, so all of them run the kernel or none does.
+
+use super::Bound;
+use crate::kernels::attention::{PAGE, PageTable};
+use crate::kernels::rows::Batch;
+
+/// The batch of a step of `rows` rows.
+pub(super) fn batch<'a>(
+    row_start: &Bound<'a>,
+    position: &'a [u32],
+    rows: usize,
+) -> Result<Batch<'a>, String> {
+    let row_start: &[u32] = row_start.values();
+    let grows = row_start.first() == Some(&0) && row_start.is_sorted();
+    if !grows || row_start.last().is_some_and(|&end| end as usize > rows) {
+        return Err(format!("rows {row_start:?} of the sequences do not divide {rows} rows"));
+    }
+    Ok(Batch { row_start, position })
+}
+
+/// The slots of the sequences, which must exist and differ: each is written by its own sequence.
+pub(super) fn slots<'a>(slot: &Bound<'a>, available: usize) -> Result<&'a [u32], String> {
+    let slots: &[u32] = slot.values();
+    for (b, &slot) in slots.iter().enumerate() {
+        if slot as usize >= available {
+            return Err(format!("sequence {b} is in slot {slot} of {available}"));
+        }
+        if let Some(other) = slots[..b].iter().position(|&earlier| earlier == slot) {
+            return Err(format!("sequences {other} and {b} are both in slot {slot}"));
+        }
+    }
+    Ok(slots)
+}
+
+/// The page tables of the sequences, once it is known that every page that is read or written exists.
+pub(super) fn page_table<'a>(
+    table: &Bound<'a>,
+    batch: &Batch<'_>,
+    window: Option<usize>,
+    pages: usize,
+) -> Result<PageTable<'a>, String> {
+    let (entries, stride) = (table.values::<u32>(), table.width());
+    for b in 0..batch.sequences() {
+        let (rows, first) = (batch.rows_of(b).len(), batch.position[b] as usize);
+        if rows == 0 {
+            continue;
+        }
+        let seen = window.map_or(0, |window| (first + 1).saturating_sub(window)) / PAGE;
+        let end = (first + rows).div_ceil(PAGE);
+        if end > stride {
+            return Err(format!(
+                "sequence {b} ends at position {} but its table has {stride} pages of {PAGE}",
+                first + rows
+            ));
+        }
+        let used = &entries[b * stride + seen..b * stride + end];
+        if let Some(page) = used.iter().find(|&&page| page as usize >= pages) {
+            return Err(format!("sequence {b} is in page {page} of {pages}"));
+        }
+    }
+    Ok(PageTable { pages: entries, stride })
+}

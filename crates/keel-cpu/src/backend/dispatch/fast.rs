@@ -1,0 +1,64 @@
+//! Norms, rotary embedding and gates.
+
+use super::Call;
+use crate::kernels::activation::{sigmoid_gate, swiglu};
+use crate::kernels::generic::rope::{FREQUENCIES_MAX, Rope, rope};
+use crate::kernels::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
+use crate::kernels::rope::mrope_axes;
+use crate::pool::Worker;
+use keel_array::{ArrayError, Op, RopeSpec};
+
+pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
+    let (x, y) = (&call.inputs[0], &call.outputs[0]);
+    if x.len() == 0 {
+        return Ok(());
+    }
+    match &call.kernel.op {
+        Op::RmsNorm { eps } => {
+            rms_norm(x.rows(1), call.inputs[1].values(), eps.get(), y.rows_mut(1), worker);
+        }
+        Op::AddRmsNorm { eps } => {
+            call.bring(1, 0, worker);
+            let (sum, norm) = (y.rows_mut(1), call.outputs[1].rows_mut(1));
+            add_rms_norm(x.rows(1), sum, call.inputs[2].values(), eps.get(), norm, worker);
+        }
+        Op::GatedRmsNorm { eps } => {
+            let (weight, gate) = (call.inputs[1].values(), call.inputs[2].rows(2));
+            gated_rms_norm(x.rows(2), gate, weight, eps.get(), y.rows_mut(2), worker);
+        }
+        Op::Rope(spec) => return rotate(spec, None, call, worker),
+        Op::NormRope { rope, eps } => {
+            return rotate(rope, Some((call.inputs[3].values(), eps.get())), call, worker);
+        }
+        Op::SwiGlu => swiglu(x.rows(1), y.rows_mut(1), worker),
+        Op::SigmoidGate => sigmoid_gate(x.rows(1), call.inputs[1].rows(1), y.rows_mut(1), worker),
+        op => unreachable!("{} is no norm, rotation or gate", op.name()),
+    }
+    Ok(())
+}
+
+fn rotate(
+    spec: &RopeSpec,
+    norm: Option<(&[f32], f32)>,
+    call: &Call<'_>,
+    worker: &Worker<'_>,
+) -> Result<(), ArrayError> {
+    if spec.rotary / 2 > FREQUENCIES_MAX {
+        let reason =
+            format!("{} rotary elements; at most {} are supported", spec.rotary, 2 * FREQUENCIES_MAX);
+        return Err(call.error(reason));
+    }
+    let axes = spec.sections.map_or_else(Vec::new, |sections| mrope_axes(sections, spec.interleaved));
+    let x = &call.inputs[0];
+    let task = Rope {
+        x: x.rows(2),
+        head_size: x.width(),
+        positions: call.inputs[1].values(),
+        inverse_frequencies: call.inputs[2].values(),
+        axes: &axes,
+        norm,
+        y: call.outputs[0].rows_mut(2),
+    };
+    rope(&task, call.isa, worker);
+    Ok(())
+}

@@ -1,0 +1,101 @@
+//! From the operations of the array runtime to kernel calls, by family.
+
+mod batch;
+mod create;
+mod custom;
+mod elementwise;
+mod fast;
+mod indexing;
+mod layout;
+mod linear;
+mod reduce;
+mod sequence;
+
+use super::operand::Bound;
+use crate::isa::Isa;
+use crate::kernels::generic::scalar::Plain;
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use keel_array::{ArrayError, Kernel, Op};
+
+/// A kernel with its memory, as every worker sees it.
+pub(super) struct Call<'a> {
+    pub kernel: &'a Kernel,
+    pub inputs: &'a [Bound<'a>],
+    pub outputs: &'a [Bound<'a>],
+    /// What [`workspace_bytes`] asked for.
+    pub scratch: SharedMut<'a, u8>,
+    pub isa: Isa,
+}
+
+impl<'a> Call<'a> {
+    /// The scratch as values of another type.
+    fn scratch<T: Plain>(&self) -> SharedMut<'a, T> {
+        let start = self.scratch.as_ptr().cast::<T>();
+        assert!(start.is_aligned(), "the arena aligns what is placed in it");
+        // SAFETY: aligned, within the scratch, and any bits are a T; parts are lent under the same promise.
+        unsafe { SharedMut::from_raw(start, self.scratch.len() / size_of::<T>()) }
+    }
+
+    /// The error of this kernel.
+    fn error(&self, reason: String) -> ArrayError {
+        ArrayError::Kernel { op: self.kernel.op.name().into(), reason }
+    }
+
+    /// Copies input `from` to output `to`, unless it is there already, and meets the other workers if it was not.
+    fn bring(&self, from: usize, to: usize, worker: &Worker<'_>) {
+        let (x, y) = (&self.inputs[from], &self.outputs[to]);
+        if x.starts_at(y) {
+            return;
+        }
+        let (x, y) = (x.values::<f32>(), y.shared::<f32>());
+        let share = worker.split(x.len(), 64);
+        // SAFETY: the workers' shares do not overlap.
+        unsafe { y.range(share.clone()) }.copy_from_slice(&x[share]);
+        worker.barrier();
+    }
+}
+
+/// Does this worker's share of a kernel. The caller places a barrier behind it.
+pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
+    match &call.kernel.op {
+        Op::Fill(_) | Op::Arange { .. } | Op::Random { .. } => create::run(call, worker),
+        Op::Copy | Op::Concatenate { .. } | Op::SliceUpdate { .. } => layout::run(call, worker),
+        Op::Cast | Op::Unary(_) | Op::Binary(_) | Op::Where | Op::Fused(_) => elementwise::run(call, worker),
+        Op::Reduce(_)
+        | Op::ArgReduce { .. }
+        | Op::Softmax
+        | Op::CumSum { .. }
+        | Op::Sort { .. }
+        | Op::TopK { .. }
+        | Op::LayerNorm { .. } => reduce::run(call, worker),
+        Op::Take | Op::TakeAlong | Op::Embedding { .. } => return indexing::run(call, worker),
+        Op::RmsNorm { .. }
+        | Op::AddRmsNorm { .. }
+        | Op::GatedRmsNorm { .. }
+        | Op::Rope(_)
+        | Op::NormRope { .. }
+        | Op::SwiGlu
+        | Op::SigmoidGate => return fast::run(call, worker),
+        Op::Matmul
+        | Op::Linear { .. }
+        | Op::GatherLinear { .. }
+        | Op::RouteTopK { .. }
+        | Op::CombineExperts { .. } => return linear::run(call, worker),
+        Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => return sequence::run(call, worker),
+        Op::Custom(kernel) => return custom::run(kernel, call, worker),
+        Op::View(_) => unreachable!("programs turn views into strides"),
+    }
+    Ok(())
+}
+
+/// Scratch of a kernel.
+pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize, isa: Isa) -> usize {
+    match &kernel.op {
+        Op::Linear { .. } | Op::GatherLinear { .. } => linear::workspace_bytes(kernel, isa),
+        Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {
+            sequence::workspace_bytes(kernel, workers)
+        }
+        _ => 0,
+    }
+}

@@ -1,0 +1,165 @@
+//! Operations with memory: convolution, gated delta rule, attention.
+
+use super::{Call, batch};
+use crate::kernels::attention::{
+    Attention, KvElement, KvPages, KvPagesMut, attention_decode, attention_prefill, decode_workspace_len,
+    kv_write, prefill_workspace_len,
+};
+use crate::kernels::causal_conv::{CausalConv, causal_conv};
+use crate::kernels::gated_delta::{
+    GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len,
+};
+use crate::kernels::gated_delta_chunked::{CHUNK, gated_delta_chunked, gated_delta_chunked_workspace_len};
+use crate::kernels::generic::scalar::Plain;
+use crate::pool::Worker;
+use crate::simd::LANES;
+use half::bf16;
+use keel_array::{ArrayError, AttentionSpec, ConvSpec, DType, GatedDeltaSpec, Kernel, Op, Regime};
+
+pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
+    if call.inputs[0].len() == 0 {
+        return Ok(());
+    }
+    let outcome = match &call.kernel.op {
+        Op::CausalConv(spec) => conv(spec, call, worker),
+        Op::GatedDelta(spec) => delta(spec, call, worker),
+        Op::PagedAttention(spec) => match call.inputs[3].dtype {
+            DType::BF16 => attention::<bf16>(spec, call, worker),
+            _ => attention::<f32>(spec, call, worker),
+        },
+        op => unreachable!("{} has no memory", op.name()),
+    };
+    outcome.map_err(|reason| call.error(reason))
+}
+
+pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
+    let shape = |i: usize| &kernel.inputs[i].layout.shape;
+    let values = match &kernel.op {
+        Op::CausalConv(_) => shape(1).elements(),
+        Op::GatedDelta(spec) => match spec.regime {
+            Regime::Prefill => gated_delta_chunked_workspace_len(&delta_shape(spec), workers),
+            Regime::Decode => gated_delta_workspace_len(&delta_shape(spec), workers),
+        },
+        Op::PagedAttention(spec) => {
+            let (rows, heads, size) = (shape(0)[0], shape(0)[1], shape(0)[2]);
+            match spec.regime {
+                Regime::Prefill => prefill_workspace_len(workers, size),
+                Regime::Decode => decode_workspace_len(rows, heads, size, shape(5)[1]),
+            }
+        }
+        _ => 0,
+    };
+    values * size_of::<f32>()
+}
+
+fn conv(spec: &ConvSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
+    let [x, weight, window, row_start, slot] = call.inputs else { unreachable!("five operands") };
+    let slots = batch::slots(slot, window.layout.shape[0])?;
+    // Positions are not read; the slots are as many.
+    let rows = batch::batch(row_start, slots, x.layout.shape[0])?;
+    // The kernel's lanes are channels: it takes the taps as rows.
+    let (taps, channels) = (spec.width, x.width());
+    let (from, to) = (weight.values::<f32>(), call.scratch::<f32>());
+    for tap in worker.claim(taps, 1).flatten() {
+        // SAFETY: each tap is claimed once.
+        let to = unsafe { to.range(tap * channels..(tap + 1) * channels) };
+        to.iter_mut().enumerate().for_each(|(c, to)| *to = from[c * taps + tap]);
+    }
+    worker.barrier();
+    // SAFETY: after the barrier nobody writes the scratch.
+    let weight = unsafe { std::slice::from_raw_parts(to.as_ptr().cast_const(), taps * channels) };
+    let task = CausalConv {
+        x: x.rows(1),
+        weight,
+        bias: None,
+        batch: rows,
+        slot: slots,
+        window: window.shared(),
+        open_rows_max: 0,
+        accepted: None,
+        keep_open: false,
+        y: call.outputs[0].rows_mut(1),
+    };
+    causal_conv(&task, worker);
+    Ok(())
+}
+
+fn delta_shape(spec: &GatedDeltaSpec) -> GatedDeltaShape {
+    GatedDeltaShape {
+        key_heads: spec.key_heads,
+        value_heads: spec.value_heads,
+        key_size: spec.key_dim,
+        value_size: spec.value_dim,
+    }
+}
+
+fn delta(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
+    let [qkv, a, b, a_log, dt_bias, state, row_start, slot, position] = call.inputs else {
+        unreachable!("nine operands")
+    };
+    let rows = batch::batch(row_start, position.values(), qkv.layout.shape[0])?;
+    let task = GatedDelta {
+        inputs: GatedDeltaInputs {
+            shape: delta_shape(spec),
+            qkv: qkv.rows(1),
+            a: a.rows(1),
+            b: b.rows(1),
+            a_log: a_log.values(),
+            dt_bias: dt_bias.values(),
+        },
+        batch: rows,
+        slot: batch::slots(slot, state.layout.shape[0])?,
+        state: state.shared(),
+        log: None,
+        y: call.outputs[0].rows_mut(2),
+    };
+    match spec.regime {
+        Regime::Decode => gated_delta(&task, call.scratch(), worker),
+        Regime::Prefill => {
+            let astray = |b: &usize| {
+                !rows.rows_of(*b).is_empty() && !(rows.position[*b] as usize).is_multiple_of(CHUNK)
+            };
+            if let Some(b) = (0..rows.sequences()).find(astray) {
+                let position = rows.position[b];
+                return Err(format!(
+                    "sequence {b} starts at {position}; prefill starts at multiples of {CHUNK}"
+                ));
+            }
+            gated_delta_chunked(&task, call.scratch(), worker);
+        }
+    }
+    Ok(())
+}
+
+fn attention<E: KvElement + Plain>(
+    spec: &AttentionSpec,
+    call: &Call<'_>,
+    worker: &Worker<'_>,
+) -> Result<(), String> {
+    let [q, k, v, keys, values, table, row_start, position] = call.inputs else {
+        unreachable!("eight operands")
+    };
+    let (kv_heads, head_size) = (k.layout.shape[1], q.width());
+    if !head_size.is_multiple_of(LANES) {
+        return Err(format!("heads of {head_size}; expected a multiple of {LANES}"));
+    }
+    let rows = batch::batch(row_start, position.values(), q.layout.shape[0])?;
+    let table = batch::page_table(table, &rows, spec.window, keys.layout.shape[0])?;
+    let pages = KvPagesMut { keys: keys.shared::<E>(), values: values.shared::<E>(), kv_heads, head_size };
+    kv_write(k.rows(2), v.rows(2), rows, table, pages, worker);
+    worker.barrier();
+    let task = Attention {
+        q: q.rows(2),
+        batch: rows,
+        table,
+        pages: KvPages { keys: keys.values::<E>(), values: values.values::<E>(), kv_heads, head_size },
+        scale: spec.scale.get(),
+        window: spec.window,
+        y: call.outputs[0].rows_mut(2),
+    };
+    match spec.regime {
+        Regime::Prefill => attention_prefill(&task, call.scratch(), worker),
+        Regime::Decode => attention_decode(&task, call.scratch(), worker),
+    }
+    Ok(())
+}

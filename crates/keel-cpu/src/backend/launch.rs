@@ -1,0 +1,101 @@
+//! Running a list of kernels as one job of the pool.
+
+use super::dispatch::{self, Call};
+use super::memory::HostMemory;
+use super::operand::Bound;
+use crate::isa::Isa;
+use crate::pool::{ThreadPool, Worker};
+use crate::shared_slice::SharedMut;
+use keel_array::{ArrayError, Kernel, Launch};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// What went wrong, and in which kernel.
+///
+/// Workers stop behind the barrier of the kernel that failed. A worker that runs ahead may already note the failure
+/// of the next one, so they compare the kernel's number instead of asking for any failure: all stop at the same.
+struct Failure {
+    kernel: AtomicUsize,
+    error: Mutex<Option<(usize, ArrayError)>>,
+}
+
+impl Failure {
+    fn note(&self, kernel: usize, error: ArrayError) {
+        self.kernel.fetch_min(kernel, Ordering::AcqRel);
+        let mut slot = self.error.lock().unwrap_or_else(|e| e.into_inner());
+        if slot.as_ref().is_none_or(|(earlier, _)| kernel < *earlier) {
+            *slot = Some((kernel, error));
+        }
+    }
+}
+
+/// Runs the kernels of a launch.
+pub(super) fn run(pool: &ThreadPool, isa: Isa, launch: &Launch<'_>) -> Result<(), ArrayError> {
+    let calls = Calls::resolve(launch, isa);
+    let failure = Failure { kernel: AtomicUsize::new(usize::MAX), error: Mutex::new(None) };
+    let outcome = catch_unwind(AssertUnwindSafe(|| pool.run(|worker| walk(&calls, &failure, worker))));
+    if outcome.is_err() {
+        // A bug of ours. As an error it reaches whoever waits for the result; a dead stream would not.
+        let reason = "a kernel panicked; this is a bug of the backend".into();
+        return Err(ArrayError::Kernel { op: "launch".into(), reason });
+    }
+    failure.error.into_inner().unwrap_or_else(|e| e.into_inner()).map_or(Ok(()), |(_, error)| Err(error))
+}
+
+fn walk(calls: &Calls<'_>, failure: &Failure, worker: &Worker<'_>) {
+    for i in 0..calls.kernels.len() {
+        let call = calls.get(i);
+        if let Err(error) = dispatch::run(&call, worker) {
+            failure.note(i, error);
+        }
+        worker.barrier();
+        if failure.kernel.load(Ordering::Acquire) <= i {
+            return;
+        }
+    }
+}
+
+/// Kernels with their operands resolved, once for all workers.
+struct Calls<'a> {
+    kernels: &'a [Kernel],
+    /// Inputs, then outputs, kernel by kernel.
+    operands: Vec<Bound<'a>>,
+    /// First operand of each kernel.
+    starts: Vec<usize>,
+    arena: Option<SharedMut<'a, u8>>,
+    isa: Isa,
+}
+
+impl<'a> Calls<'a> {
+    fn resolve(launch: &Launch<'a>, isa: Isa) -> Calls<'a> {
+        let kernels = launch.kernels();
+        let mut operands = Vec::with_capacity(4 * kernels.len());
+        let mut starts = Vec::with_capacity(kernels.len());
+        for kernel in kernels {
+            starts.push(operands.len());
+            // SAFETY: the launch owns the buffers for 'a and the stream runs one at a time. The program's plan,
+            // which is verified, keeps the operands of a kernel apart; state is contiguous and nobody's output.
+            operands.extend(
+                kernel.inputs.iter().chain(&kernel.outputs).map(|o| unsafe { Bound::new(launch, o) }),
+            );
+        }
+        let has_scratch = kernels.iter().any(|k| k.workspace.is_some());
+        let arena = has_scratch.then(|| {
+            let memory = HostMemory::of(launch.arena().memory());
+            // SAFETY: the arena is memory of the launch; parts are lent as the plan says.
+            unsafe { SharedMut::from_raw(memory.start(), memory.bytes()) }
+        });
+        Calls { kernels, operands, starts, arena, isa }
+    }
+
+    fn get(&self, i: usize) -> Call<'_> {
+        let kernel = &self.kernels[i];
+        let (inputs, rest) = self.operands[self.starts[i]..].split_at(kernel.inputs.len());
+        let scratch = match (&kernel.workspace, self.arena) {
+            (Some(range), Some(arena)) => arena.part(range.clone()),
+            _ => SharedMut::new(&mut []),
+        };
+        Call { kernel, inputs, outputs: &rest[..kernel.outputs.len()], scratch, isa: self.isa }
+    }
+}

@@ -1,0 +1,168 @@
+//! Memory of the CPU backend.
+//!
+//! The bytes have no Rust owner that could lend them as slices for long: kernels, the host's reads and writes and
+//! the packing of weights all reach them by pointer. They never meet, because the runtime's stream calls the backend
+//! one at a time, and within a launch the workers meet at a barrier between kernels.
+
+use keel_array::{ALIGNMENT, DeviceMemory};
+use memmap2::{Advice, MmapMut, MmapRaw};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::any::Any;
+
+/// From here on memory is mapped: its pages come when they are touched, and large ones where the system has them.
+const MAPPED_BYTES_MIN: usize = 2 << 20;
+
+/// What freed memory is filled with on request: a NaN in every float type, an index out of every range.
+const POISON: u8 = 0xff;
+
+/// Zeroed bytes, aligned to [`ALIGNMENT`]; or only their number.
+pub(super) struct HostMemory {
+    region: Region,
+    start: *mut u8,
+    bytes: usize,
+    poison: bool,
+}
+
+enum Region {
+    /// Planned, not there.
+    Counted,
+    Heap {
+        allocation: *mut u8,
+        layout: Layout,
+    },
+    Mapped {
+        _map: MmapRaw,
+    },
+}
+
+// SAFETY: the memory belongs to this value alone; who may touch the bytes when is said above.
+unsafe impl Send for HostMemory {}
+// SAFETY: as above; no method but those that the stream calls one at a time touches the bytes.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    /// No memory, of this size.
+    pub fn counted(bytes: usize) -> HostMemory {
+        HostMemory { region: Region::Counted, start: std::ptr::null_mut(), bytes, poison: false }
+    }
+
+    /// Zeroed memory.
+    pub fn zeroed(bytes: usize, poison: bool) -> Result<HostMemory, String> {
+        if bytes >= MAPPED_BYTES_MIN {
+            let map = MmapMut::map_anon(bytes).map_err(|e| e.to_string())?;
+            // Large pages are a wish: without them the memory is only slower.
+            #[cfg(target_os = "linux")]
+            let _ = map.advise(Advice::HugePage);
+            let map = MmapRaw::from(map);
+            return Ok(HostMemory {
+                start: map.as_mut_ptr(),
+                region: Region::Mapped { _map: map },
+                bytes,
+                poison,
+            });
+        }
+        // Aligned by hand: an aligned allocation would be zeroed by touching all of it.
+        let layout = Layout::from_size_align(bytes + ALIGNMENT, 1).map_err(|e| e.to_string())?;
+        // SAFETY: the size is not zero.
+        let allocation = unsafe { alloc_zeroed(layout) };
+        if allocation.is_null() {
+            return Err("no memory left".into());
+        }
+        // SAFETY: fewer than ALIGNMENT bytes further on, within the allocation.
+        let start = unsafe { allocation.add(allocation.align_offset(ALIGNMENT)) };
+        Ok(HostMemory { start, region: Region::Heap { allocation, layout }, bytes, poison })
+    }
+
+    /// The memory that this backend made.
+    pub fn of(memory: &dyn DeviceMemory) -> &HostMemory {
+        memory.as_any().downcast_ref().expect("the CPU backend works on memory that it allocated")
+    }
+
+    /// First byte; null if there is no memory.
+    pub fn start(&self) -> *mut u8 {
+        self.start
+    }
+
+    /// Number of bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn check(&self, offset: usize, len: usize) {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.bytes),
+            "{len} bytes at {offset} of memory of {}",
+            self.bytes
+        );
+    }
+
+    /// Copies bytes in.
+    pub fn write(&self, offset: usize, bytes: &[u8]) {
+        self.check(offset, bytes.len());
+        if !self.start.is_null() {
+            // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(offset), bytes.len()) };
+        }
+    }
+
+    /// Copies bytes out; zeros if there is no memory.
+    pub fn read(&self, offset: usize, bytes: &mut [u8]) {
+        self.check(offset, bytes.len());
+        if self.start.is_null() {
+            bytes.fill(0);
+        } else {
+            // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+            unsafe { std::ptr::copy_nonoverlapping(self.start.add(offset), bytes.as_mut_ptr(), bytes.len()) };
+        }
+    }
+}
+
+impl DeviceMemory for HostMemory {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        if self.poison && !self.start.is_null() {
+            // SAFETY: this value owns the bytes, and nobody holds it any more.
+            unsafe { self.start.write_bytes(POISON, self.bytes) };
+        }
+        if let Region::Heap { allocation, layout } = self.region {
+            // SAFETY: allocated with this layout, freed once.
+            unsafe { dealloc(allocation, layout) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zeroed_and_aligned_whatever_its_size() {
+        for bytes in [0, 1, 63, 64, 65, MAPPED_BYTES_MIN - 1, MAPPED_BYTES_MIN, MAPPED_BYTES_MIN + 5] {
+            let memory = HostMemory::zeroed(bytes, true).expect("there is memory");
+            assert!(memory.start().addr().is_multiple_of(ALIGNMENT), "{bytes}");
+            let mut read = vec![1; bytes];
+            memory.read(0, &mut read);
+            assert!(read.iter().all(|&b| b == 0), "{bytes}");
+        }
+    }
+
+    #[test]
+    fn bytes_come_back_as_they_were_written() {
+        let memory = HostMemory::zeroed(100, false).expect("there is memory");
+        memory.write(90, &[1, 2, 3]);
+        let mut read = [9; 5];
+        memory.read(89, &mut read);
+        assert_eq!(read, [0, 1, 2, 3, 0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "11 bytes at 90 of memory of 100")]
+    fn a_write_past_the_end_is_stopped() {
+        HostMemory::zeroed(100, false).expect("there is memory").write(90, &[0; 11]);
+    }
+}

@@ -1,0 +1,125 @@
+//! The CPU as a device of the array runtime.
+//!
+//! A launch is one job of the thread pool: every worker walks the whole list of kernels, takes its share of each,
+//! and meets the others at a barrier before the next.
+
+mod dispatch;
+mod launch;
+mod memory;
+mod operand;
+mod weights;
+
+use crate::isa::Isa;
+use crate::pool::ThreadPool;
+use keel_array::{ArrayError, Backend, DeviceMemory, Kernel, Launch, RowBlock, WeightSpec};
+use memory::HostMemory;
+
+/// How a [`CpuBackend`] works.
+#[derive(Clone, Debug, Default)]
+pub struct CpuOptions {
+    /// Threads, the caller of an evaluation included; `None`: one for each core that the process may use.
+    pub threads: Option<usize>,
+    /// Instructions to use; `None`: the best that the machine has. More than it has is lowered to that.
+    pub isa: Option<Isa>,
+    /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
+    pub poison_freed: bool,
+    /// Count memory, touch none and run nothing: the backend of a memory plan.
+    pub planning: bool,
+}
+
+/// The CPU backend.
+pub struct CpuBackend {
+    pool: ThreadPool,
+    /// Workers that memory is planned for; those of `pool` unless planning.
+    workers: usize,
+    isa: Isa,
+    options: CpuOptions,
+}
+
+impl CpuBackend {
+    /// A backend with its threads started; one that plans starts none.
+    pub fn new(options: CpuOptions) -> CpuBackend {
+        let available = || std::thread::available_parallelism().map_or(1, usize::from);
+        let workers = options.threads.unwrap_or_else(available).max(1);
+        let isa = options.isa.unwrap_or_else(Isa::best).min(Isa::best());
+        let pool = ThreadPool::new(if options.planning { 1 } else { workers });
+        CpuBackend { pool, workers, isa, options }
+    }
+
+    /// A backend that gives the numbers of [`CpuBackend::new`] with the same options, and allocates nothing.
+    pub fn planning(options: CpuOptions) -> CpuBackend {
+        CpuBackend::new(CpuOptions { planning: true, ..options })
+    }
+
+    /// Threads that take part in a launch.
+    pub fn threads(&self) -> usize {
+        self.workers
+    }
+
+    /// Instructions in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+}
+
+impl Backend for CpuBackend {
+    fn name(&self) -> &str {
+        "cpu"
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        let memory = if self.options.planning {
+            HostMemory::counted(bytes)
+        } else {
+            HostMemory::zeroed(bytes, self.options.poison_freed)?
+        };
+        Ok(Box::new(memory))
+    }
+
+    fn is_planning(&self) -> bool {
+        self.options.planning
+    }
+
+    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
+        HostMemory::of(memory).write(offset, bytes);
+    }
+
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        HostMemory::of(memory).read(offset, bytes);
+    }
+
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
+        dispatch::workspace_bytes(kernel, self.workers, self.isa)
+    }
+
+    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        if self.options.planning {
+            let reason = "a planning backend has no memory to work on".into();
+            return Err(ArrayError::Kernel { op: "launch".into(), reason });
+        }
+        launch::run(&self.pool, self.isa, launch)
+    }
+
+    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
+        weights::packed_bytes(spec)
+    }
+
+    fn pack(
+        &self,
+        spec: &WeightSpec,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        block: &RowBlock<'_>,
+    ) -> Result<(), ArrayError> {
+        if self.options.planning {
+            return Ok(());
+        }
+        weights::pack(spec, HostMemory::of(memory), offset, block)
+    }
+}
+
+impl std::fmt::Debug for CpuBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CpuBackend({} threads, {})", self.workers, self.isa)
+    }
+}

@@ -1,0 +1,114 @@
+//! Weights of the array runtime in the layout of the linear kernels.
+
+use super::memory::HostMemory;
+use crate::isa::Isa;
+use crate::kernels::linear::{self, Compute, FloatType, Linear, PackedLayout, Rows, TILE_ROWS, WeightFormat};
+use half::{bf16, f16};
+use keel_array::{ArrayError, DType, RowBlock, RowData, WeightSpec};
+
+/// Where the parts of a weight lie.
+pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
+    let format = match spec.format {
+        keel_array::WeightFormat::Dense(dtype) => WeightFormat::Dense(float_type(dtype)),
+        keel_array::WeightFormat::Affine { bits, group_size, scale_dtype } => WeightFormat::Affine {
+            bits: bits.into(),
+            group: group_size.into(),
+            params: float_type(scale_dtype),
+        },
+    };
+    PackedLayout::stacked(spec.experts, spec.rows, spec.cols, format)
+        .unwrap_or_else(|e| panic!("the runtime has checked the weight: {e}"))
+}
+
+/// Size of a packed weight; saturates for one that cannot be addressed, which no allocation grants.
+pub(super) fn packed_bytes(spec: &WeightSpec) -> usize {
+    layout(spec).bytes()
+}
+
+fn float_type(dtype: DType) -> FloatType {
+    match dtype {
+        DType::F16 => FloatType::F16,
+        DType::BF16 => FloatType::Bf16,
+        _ => FloatType::F32,
+    }
+}
+
+/// The layer's kernels.
+pub(super) fn linear(spec: &WeightSpec, isa: Isa) -> Linear {
+    let layout = layout(spec);
+    let compute = match spec.compute {
+        keel_array::Compute::F32 => Compute::F32,
+        keel_array::Compute::Bf16 if Compute::Bf16.takes(layout.format()) && isa >= Isa::Avx512Vnni => {
+            Compute::Bf16
+        }
+        keel_array::Compute::Bf16 => Compute::F32,
+        keel_array::Compute::Auto => Compute::fastest(layout.format(), isa),
+    };
+    Linear::new(layout, compute, isa)
+}
+
+/// Packs a block of rows.
+pub(super) fn pack(
+    spec: &WeightSpec,
+    memory: &HostMemory,
+    offset: usize,
+    block: &RowBlock<'_>,
+) -> Result<(), ArrayError> {
+    let wrong = |reason: String| Err(ArrayError::Argument { op: "pack_weight", reason });
+    let layout = layout(spec);
+    let rows = block.first_row..block.first_row + block.rows;
+    if !rows.start.is_multiple_of(TILE_ROWS) || !(rows.end.is_multiple_of(TILE_ROWS) || rows.end == spec.rows)
+    {
+        return wrong(format!("rows {rows:?} of {} are not whole tiles of {TILE_ROWS} rows", spec.rows));
+    }
+    let values = block.rows * spec.cols;
+    let dense;
+    let data = match (&block.data, spec.format) {
+        (RowData::Dense(bytes), keel_array::WeightFormat::Dense(dtype)) => {
+            if bytes.len() != values * dtype.size() {
+                return wrong(format!(
+                    "{} bytes for {} rows of {} {dtype}",
+                    bytes.len(),
+                    block.rows,
+                    spec.cols
+                ));
+            }
+            dense = widen(bytes, dtype);
+            Rows::Dense(&dense)
+        }
+        (
+            RowData::Affine { codes, scales, biases },
+            keel_array::WeightFormat::Affine { group_size, bits, .. },
+        ) => {
+            let groups = values / usize::from(group_size);
+            if codes.len() != values || scales.len() != groups || biases.len() != groups {
+                let (codes, scales, biases) = (codes.len(), scales.len(), biases.len());
+                return wrong(format!(
+                    "{codes} codes, {scales} scales and {biases} biases; expected {values} and {groups} each"
+                ));
+            }
+            if let Some(code) = codes.iter().find(|&&code| u32::from(code) >> bits != 0) {
+                return wrong(format!("code {code} does not fit {bits} bits"));
+            }
+            Rows::Affine { quants: codes, scales, biases }
+        }
+        _ => return wrong(format!("the rows are not coded as the weight, {:?}", spec.format)),
+    };
+    let range = layout.row_bytes(block.expert, rows);
+    assert!(offset + layout.bytes() <= memory.bytes(), "a weight outside its memory");
+    // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+    let out =
+        unsafe { std::slice::from_raw_parts_mut(memory.start().add(offset + range.start), range.len()) };
+    linear::pack(&layout, data, out);
+    Ok(())
+}
+
+/// Little-endian floats as f32.
+fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    let halves = |f: fn(u16) -> f32| bytes.as_chunks().0.iter().map(|b| f(u16::from_le_bytes(*b))).collect();
+    match dtype {
+        DType::F16 => halves(|x| f16::from_bits(x).to_f32()),
+        DType::BF16 => halves(|x| bf16::from_bits(x).to_f32()),
+        _ => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+    }
+}

@@ -1,0 +1,140 @@
+//! Element-wise operations that are not chains of f32: integers, comparisons, selection.
+
+use super::scalar::{Flag, Plain, Scalar};
+use super::strided::Strided;
+use super::{BLOCK, GRAIN};
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use keel_array::{Binary, Unary};
+use std::ops::Range;
+
+/// Walks `0..total` in blocks.
+fn for_each_block(total: usize, worker: &Worker<'_>, mut work: impl FnMut(Range<usize>)) {
+    for range in worker.claim(total, GRAIN) {
+        for start in range.clone().step_by(BLOCK) {
+            work(start..range.end.min(start + BLOCK));
+        }
+    }
+}
+
+/// `y = op(x)` on integers, wrapping, or on flags.
+///
+/// # Panics
+/// If the lengths differ, or `op` is for floats.
+pub fn integer_unary<T: Scalar>(op: Unary, x: Strided<'_, T>, y: SharedMut<'_, T>, worker: &Worker<'_>) {
+    assert_eq!(x.len(), y.len());
+    let f: fn(i64) -> i64 = match op {
+        Unary::Neg => i64::wrapping_neg,
+        Unary::Abs => i64::wrapping_abs,
+        Unary::Not => |x| i64::from(x == 0),
+        other => unreachable!("{} is for floats", other.name()),
+    };
+    let mut block = [T::default(); BLOCK];
+    for_each_block(y.len(), worker, |range| {
+        let block = &mut block[..range.len()];
+        x.read(range.start, block);
+        // SAFETY: each block is claimed once.
+        let y = unsafe { y.range(range) };
+        y.iter_mut().zip(block).for_each(|(y, x)| *y = T::from_i64(f(x.to_i64())));
+    });
+}
+
+/// `y = op(a, b)` on integers, wrapping, or on flags.
+///
+/// # Panics
+/// If the lengths differ, or `op` compares or is for floats.
+pub fn integer_binary<T: Scalar>(
+    op: Binary,
+    a: Strided<'_, T>,
+    b: Strided<'_, T>,
+    y: SharedMut<'_, T>,
+    worker: &Worker<'_>,
+) {
+    assert!(a.len() == y.len() && b.len() == y.len());
+    let f: fn(i64, i64) -> i64 = match op {
+        Binary::Add => i64::wrapping_add,
+        Binary::Sub => i64::wrapping_sub,
+        Binary::Mul => i64::wrapping_mul,
+        Binary::Div => |a, b| if b == 0 { 0 } else { a.wrapping_div(b) },
+        Binary::Max | Binary::Or => Ord::max,
+        Binary::Min | Binary::And => Ord::min,
+        other => unreachable!("{} does not give an integer", other.name()),
+    };
+    let (mut a_block, mut b_block) = ([T::default(); BLOCK], [T::default(); BLOCK]);
+    for_each_block(y.len(), worker, |range| {
+        let (av, bv) = (&mut a_block[..range.len()], &mut b_block[..range.len()]);
+        a.read(range.start, av);
+        b.read(range.start, bv);
+        // SAFETY: each block is claimed once.
+        let y = unsafe { y.range(range) };
+        for ((y, a), b) in y.iter_mut().zip(av).zip(bv) {
+            *y = T::from_i64(f(a.to_i64(), b.to_i64()));
+        }
+    });
+}
+
+/// `y = a op b` as flags; false where a float is not a number.
+///
+/// # Panics
+/// If the lengths differ, or `op` does not compare.
+pub fn compare<T: Scalar>(
+    op: Binary,
+    a: Strided<'_, T>,
+    b: Strided<'_, T>,
+    y: SharedMut<'_, Flag>,
+    worker: &Worker<'_>,
+) {
+    assert!(a.len() == y.len() && b.len() == y.len());
+    let (mut a_block, mut b_block) = ([T::default(); BLOCK], [T::default(); BLOCK]);
+    for_each_block(y.len(), worker, |range| {
+        let (av, bv) = (&mut a_block[..range.len()], &mut b_block[..range.len()]);
+        a.read(range.start, av);
+        b.read(range.start, bv);
+        // SAFETY: each block is claimed once.
+        let y = unsafe { y.range(range) };
+        for ((y, a), b) in y.iter_mut().zip(av).zip(bv) {
+            let holds = if T::IS_FLOAT {
+                holds(op, &a.to_f32(), &b.to_f32())
+            } else {
+                holds(op, &a.to_i64(), &b.to_i64())
+            };
+            *y = Flag(u8::from(holds));
+        }
+    });
+}
+
+#[inline(always)]
+fn holds<T: PartialOrd>(op: Binary, a: &T, b: &T) -> bool {
+    match op {
+        Binary::Equal => a == b,
+        Binary::Less => a < b,
+        Binary::LessEqual => a <= b,
+        other => unreachable!("{} does not compare", other.name()),
+    }
+}
+
+/// `y = if condition { a } else { b }`
+///
+/// # Panics
+/// If the lengths differ.
+pub fn select<T: Plain>(
+    condition: Strided<'_, u8>,
+    a: Strided<'_, T>,
+    b: Strided<'_, T>,
+    y: SharedMut<'_, T>,
+    worker: &Worker<'_>,
+) {
+    assert!(condition.len() == y.len() && a.len() == y.len() && b.len() == y.len());
+    let (mut a_block, mut b_block, mut flags) = ([T::default(); BLOCK], [T::default(); BLOCK], [0; BLOCK]);
+    for_each_block(y.len(), worker, |range| {
+        let len = range.len();
+        a.read(range.start, &mut a_block[..len]);
+        b.read(range.start, &mut b_block[..len]);
+        condition.read(range.start, &mut flags[..len]);
+        // SAFETY: each block is claimed once.
+        let y = unsafe { y.range(range) };
+        for (i, y) in y.iter_mut().enumerate() {
+            *y = if flags[i] != 0 { a_block[i] } else { b_block[i] };
+        }
+    });
+}

@@ -1,0 +1,139 @@
+//! Chains of element-wise float operations in one pass.
+//!
+//! An interpreter: each step works on a block of every value before the next step starts, so its cost is spread
+//! over 256 elements and values between steps stay in the first-level cache. A single operation is a chain of
+//! one step; so fusing never changes a bit (f16 and bf16 chains have one step each, rounded as they are stored).
+//!
+//! Memory: each input is read once and the output written once.
+
+use super::scalar::{Scalar, widen};
+use super::strided::Strided;
+use super::{BLOCK, GRAIN};
+use crate::isa::Isa;
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use crate::simd::{self, Simd, VectorKernel, exp, sigmoid, silu};
+use keel_array::{Binary, Fused, FusedStep, Source, Unary};
+use std::cell::RefCell;
+
+/// Values that a chain may have: the inputs and steps of the longest that programs build.
+const VALUES_MAX: usize = Fused::INPUTS_MAX + Fused::STEPS_MAX;
+
+thread_local! {
+    /// A block of every value.
+    static VALUES: RefCell<[[f32; BLOCK]; VALUES_MAX]> = const { RefCell::new([[0.0; BLOCK]; VALUES_MAX]) };
+}
+
+/// `y = steps(inputs)`: the last step's value.
+///
+/// # Panics
+/// If the lengths differ, or there are more inputs or steps than programs build.
+pub fn chain<T: Scalar>(
+    steps: &[FusedStep],
+    inputs: &[Strided<'_, T>],
+    y: SharedMut<'_, T>,
+    isa: Isa,
+    worker: &Worker<'_>,
+) {
+    assert!(!steps.is_empty() && inputs.iter().all(|x| x.len() == y.len()));
+    VALUES.with_borrow_mut(|values| {
+        simd::run_at(
+            isa,
+            Chain { steps, inputs, y, values: &mut values[..inputs.len() + steps.len()], worker },
+        );
+    });
+}
+
+struct Chain<'a, 'w, T> {
+    steps: &'a [FusedStep],
+    inputs: &'a [Strided<'a, T>],
+    y: SharedMut<'a, T>,
+    values: &'a mut [[f32; BLOCK]],
+    worker: &'a Worker<'w>,
+}
+
+impl<T: Scalar> VectorKernel for Chain<'_, '_, T> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let count = self.inputs.len();
+        let mut narrow = [T::default(); BLOCK];
+        for range in self.worker.claim(self.y.len(), GRAIN) {
+            for start in range.clone().step_by(BLOCK) {
+                let len = BLOCK.min(range.end - start);
+                for (x, value) in self.inputs.iter().zip(&mut *self.values) {
+                    x.read(start, &mut narrow[..len]);
+                    widen(&narrow[..len], value);
+                }
+                for (i, step) in self.steps.iter().enumerate() {
+                    let (earlier, later) = self.values.split_at_mut(count + i);
+                    let value = |source: Source| match source {
+                        Source::Input(i) => &earlier[i][..len],
+                        Source::Step(i) => &earlier[count + i][..len],
+                    };
+                    match *step {
+                        FusedStep::Unary(op, a) => unary(s, op, value(a), &mut later[0][..len]),
+                        FusedStep::Binary(op, a, b) => binary(op, value(a), value(b), &mut later[0][..len]),
+                    }
+                }
+                // SAFETY: each range is claimed once.
+                let y = unsafe { self.y.range(start..start + len) };
+                let result = &self.values[count + self.steps.len() - 1];
+                y.iter_mut().zip(result).for_each(|(y, x)| *y = T::from_f32(*x));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn map(x: &[f32], y: &mut [f32], f: impl Fn(f32) -> f32) {
+    y.iter_mut().zip(x).for_each(|(y, x)| *y = f(*x));
+}
+
+#[inline(always)]
+fn unary<S: Simd>(s: S, op: Unary, x: &[f32], y: &mut [f32]) {
+    match op {
+        Unary::Neg => map(x, y, |x| -x),
+        Unary::Abs => map(x, y, f32::abs),
+        Unary::Sqrt => map(x, y, f32::sqrt),
+        Unary::Rsqrt => map(x, y, |x| 1.0 / x.sqrt()),
+        Unary::Exp => s.map(x, y, |s, x| exp(s, x)),
+        Unary::Sigmoid => s.map(x, y, |s, x| sigmoid(s, x)),
+        Unary::Silu => s.map(x, y, |s, x| silu(s, x)),
+        // 0.5 (1 + tanh u) = sigmoid(2 u)
+        Unary::GeluTanh => s.map(x, y, |s, x| {
+            let cube = s.mul(s.mul(x, x), s.mul(x, s.splat(0.044_715)));
+            s.mul(x, sigmoid(s, s.mul(s.add(x, cube), s.splat(2.0 * 0.797_884_6))))
+        }),
+        Unary::Log => map(x, y, f32::ln),
+        Unary::Sin => map(x, y, f32::sin),
+        Unary::Cos => map(x, y, f32::cos),
+        Unary::Tanh => map(x, y, f32::tanh),
+        Unary::Softplus => map(x, y, softplus),
+        Unary::Not => unreachable!("not is for flags"),
+    }
+}
+
+/// `ln(1 + e^x)`; beyond 20 it is x in f32.
+fn softplus(x: f32) -> f32 {
+    if x > 20.0 { x } else { x.exp().ln_1p() }
+}
+
+#[inline(always)]
+fn zip(a: &[f32], b: &[f32], y: &mut [f32], f: impl Fn(f32, f32) -> f32) {
+    y.iter_mut().zip(a.iter().zip(b)).for_each(|(y, (a, b))| *y = f(*a, *b));
+}
+
+#[inline(always)]
+fn binary(op: Binary, a: &[f32], b: &[f32], y: &mut [f32]) {
+    match op {
+        Binary::Add => zip(a, b, y, |a, b| a + b),
+        Binary::Sub => zip(a, b, y, |a, b| a - b),
+        Binary::Mul => zip(a, b, y, |a, b| a * b),
+        Binary::Div => zip(a, b, y, |a, b| a / b),
+        // A NaN on the left fails the comparison with itself, one on the right is what remains.
+        Binary::Max => zip(a, b, y, |a, b| if a > b || a.is_nan() { a } else { b }),
+        Binary::Min => zip(a, b, y, |a, b| if a < b || a.is_nan() { a } else { b }),
+        Binary::Pow => zip(a, b, y, f32::powf),
+        other => unreachable!("{} does not give a float", other.name()),
+    }
+}

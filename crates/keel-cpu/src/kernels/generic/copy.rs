@@ -1,0 +1,112 @@
+//! Moving elements: copies out of strides, joins, block replacement, conversion.
+
+use super::scalar::{Plain, Scalar};
+use super::strided::Strided;
+use super::{BLOCK, GRAIN};
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+
+/// `y = x`, row-major.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn copy<T: Plain>(x: Strided<'_, T>, y: SharedMut<'_, T>, worker: &Worker<'_>) {
+    assert_eq!(x.len(), y.len());
+    for range in worker.claim(y.len(), GRAIN) {
+        // SAFETY: each range is claimed once.
+        x.read(range.start, unsafe { y.range(range) });
+    }
+}
+
+/// `y[i] = x[i]` in another type.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn cast<S: Scalar, D: Scalar>(x: Strided<'_, S>, y: SharedMut<'_, D>, worker: &Worker<'_>) {
+    assert_eq!(x.len(), y.len());
+    let mut block = [S::default(); BLOCK];
+    for range in worker.claim(y.len(), GRAIN) {
+        for start in range.clone().step_by(BLOCK) {
+            let len = BLOCK.min(range.end - start);
+            x.read(start, &mut block[..len]);
+            // SAFETY: each range is claimed once.
+            let y = unsafe { y.range(start..start + len) };
+            for (y, x) in y.iter_mut().zip(&block[..len]) {
+                *y = if S::IS_FLOAT { D::from_f32(x.to_f32()) } else { D::from_i64(x.to_i64()) };
+            }
+        }
+    }
+}
+
+/// One operand of [`concatenate`]: its elements, and how many of them each index of the leading axes has.
+pub struct Part<'a, T> {
+    /// Elements.
+    pub x: Strided<'a, T>,
+    /// Elements of one index of the axes before the joined one.
+    pub run: usize,
+}
+
+/// `count` parts one behind the other, for each of `outer` indices of the axes before the joined one.
+///
+/// # Panics
+/// If the lengths do not add up.
+pub fn concatenate<'a, T: Plain>(
+    count: usize,
+    part: impl Fn(usize) -> Part<'a, T>,
+    outer: usize,
+    y: SharedMut<'_, T>,
+    worker: &Worker<'_>,
+) {
+    let width: usize = (0..count).map(|p| part(p).run).sum();
+    assert_eq!(width * outer, y.len());
+    // A unit is a piece of one run of one part.
+    let pieces = |run: usize| run.div_ceil(GRAIN);
+    let units: usize = (0..count).map(|p| pieces(part(p).run) * outer).sum();
+    for unit in worker.claim(units, 1).flatten() {
+        let (mut unit, mut at) = (unit, 0);
+        for p in 0..count {
+            let Part { x, run } = part(p);
+            if unit >= pieces(run) * outer {
+                unit -= pieces(run) * outer;
+                at += run;
+                continue;
+            }
+            let (o, start) = (unit / pieces(run), unit % pieces(run) * GRAIN);
+            let len = GRAIN.min(run - start);
+            let to = o * width + at + start;
+            // SAFETY: each piece of each run is claimed once.
+            x.read(o * run + start, unsafe { y.range(to..to + len) });
+            break;
+        }
+    }
+}
+
+/// Writes `update`, of extents `block`, into `y`, of extents `shape`, with its first element at `starts`.
+///
+/// # Panics
+/// If the block does not fit.
+pub fn write_block<T: Plain>(
+    update: Strided<'_, T>,
+    block: &[usize],
+    starts: &[usize],
+    shape: &[usize],
+    y: SharedMut<'_, T>,
+    worker: &Worker<'_>,
+) {
+    // Trailing axes that the block spans whole are one run with the axis before them.
+    let whole = block.iter().zip(shape).rev().take_while(|(b, s)| b == s).count();
+    let lead = block.len().saturating_sub(whole + 1);
+    let run: usize = block[lead..].iter().product();
+    let runs: usize = block[..lead].iter().product();
+    for i in worker.claim(runs, super::row_grain(run)).flatten() {
+        let (mut at, mut stride, mut rest) = (0, 1, i);
+        for axis in (0..block.len()).rev() {
+            let index = if axis < lead { rest % block[axis] } else { 0 };
+            rest = if axis < lead { rest / block[axis] } else { rest };
+            at += (starts[axis] + index) * stride;
+            stride *= shape[axis];
+        }
+        // SAFETY: runs of a block do not overlap, and each is claimed once.
+        update.read(i * run, unsafe { y.range(at..at + run) });
+    }
+}

@@ -1,0 +1,42 @@
+//! Elements out of nothing: constants, progressions, random numbers.
+//!
+//! Random element `i` of seed `s` is made of `splitmix64(s, i)`, so any part can be made by anyone:
+//! `z = s + (i + 1) * 0x9e3779b97f4a7c15`, then the finaliser of that generator.
+//! A uniform number is the upper 24 bits over `2^24`; a normal one is `sqrt(-2 ln(1 - u)) cos(2 pi v)` in f64, from
+//! the uniform numbers `2 i` and `2 i + 1`.
+
+use super::GRAIN;
+use super::scalar::Plain;
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+
+/// `y[i] = f(i)`
+pub fn generate<T: Plain>(y: SharedMut<'_, T>, worker: &Worker<'_>, f: impl Fn(usize) -> T) {
+    for range in worker.claim(y.len(), GRAIN) {
+        let start = range.start;
+        // SAFETY: each range is claimed once.
+        let y = unsafe { y.range(range) };
+        y.iter_mut().enumerate().for_each(|(i, y)| *y = f(start + i));
+    }
+}
+
+/// 64 random bits, a function of seed and counter alone.
+pub fn random_bits(seed: u64, counter: u64) -> u64 {
+    let z = seed.wrapping_add(counter.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// A number evenly in `[0, 1)`.
+pub fn random_uniform(seed: u64, counter: u64) -> f32 {
+    (random_bits(seed, counter) >> 40) as f32 / 16_777_216.0
+}
+
+/// A number of mean 0 and deviation 1.
+pub fn random_normal(seed: u64, counter: u64) -> f32 {
+    let counter = counter.wrapping_mul(2);
+    let u = f64::from(random_uniform(seed, counter));
+    let v = f64::from(random_uniform(seed, counter.wrapping_add(1)));
+    ((-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos()) as f32
+}

@@ -1,0 +1,83 @@
+//! The two ends of a mixture of experts: choosing them, and summing what they gave.
+
+use super::row_grain;
+use super::sort::largest;
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+
+/// Softmax probabilities of the `k` largest of each row of `experts` logits, divided by their sum if `normalise`,
+/// and their indices.
+///
+/// # Panics
+/// If the lengths do not fit.
+pub fn route_top_k(
+    logits: &[f32],
+    experts: usize,
+    k: usize,
+    normalise: bool,
+    weights: SharedMut<'_, f32>,
+    chosen: SharedMut<'_, u32>,
+    worker: &Worker<'_>,
+) {
+    let rows = logits.len() / experts;
+    assert!(k <= experts && weights.len() == rows * k && chosen.len() == rows * k);
+    for row in worker.claim(rows, row_grain(experts)).flatten() {
+        let logits = &logits[row * experts..(row + 1) * experts];
+        let range = row * k..(row + 1) * k;
+        // SAFETY: each row is claimed once.
+        let (weights, chosen) = unsafe { (weights.range(range.clone()), chosen.range(range)) };
+        largest(logits, chosen);
+        let max = logits[chosen[0] as usize];
+        let power = |logit: f32| (logit - max).exp();
+        weights.iter_mut().zip(&*chosen).for_each(|(weight, &e)| *weight = power(logits[e as usize]));
+        let total: f32 =
+            if normalise { weights.iter().sum() } else { logits.iter().map(|&logit| power(logit)).sum() };
+        weights.iter_mut().for_each(|weight| *weight /= total);
+    }
+}
+
+/// Operands of [`combine`].
+#[derive(Clone, Copy)]
+pub struct Combine<'a> {
+    /// `[T, J, N]`: what the chosen experts gave.
+    pub experts: &'a [f32],
+    /// `[T, J]`
+    pub weights: &'a [f32],
+    /// Shared expert `[T, N]` and its gate `[T, 1]`.
+    pub shared: Option<(&'a [f32], &'a [f32])>,
+    /// `[T, N]`
+    pub residual: &'a [f32],
+    /// J
+    pub choices: usize,
+    /// N
+    pub width: usize,
+}
+
+/// `y = sum_j weights[j] experts[j] + sigmoid(gate) shared + residual` for each row.
+///
+/// # Panics
+/// If the lengths do not fit.
+pub fn combine(task: &Combine<'_>, y: SharedMut<'_, f32>, worker: &Worker<'_>) {
+    let (choices, width) = (task.choices, task.width);
+    let rows = y.len() / width.max(1);
+    assert!(task.experts.len() == rows * choices * width && task.weights.len() == rows * choices);
+    assert!(task.residual.len() == rows * width);
+    assert!(task.shared.is_none_or(|(x, gate)| x.len() == rows * width && gate.len() == rows));
+    for row in worker.claim(rows, row_grain(width * (choices + 2))).flatten() {
+        // SAFETY: each row is claimed once.
+        let y = unsafe { y.range(row * width..(row + 1) * width) };
+        y.fill(0.0);
+        for choice in row * choices..(row + 1) * choices {
+            add_scaled(task.weights[choice], &task.experts[choice * width..], y);
+        }
+        if let Some((shared, gate)) = task.shared {
+            add_scaled(1.0 / (1.0 + (-gate[row]).exp()), &shared[row * width..], y);
+        }
+        add_scaled(1.0, &task.residual[row * width..], y);
+    }
+}
+
+/// `y += factor * x`
+fn add_scaled(factor: f32, x: &[f32], y: &mut [f32]) {
+    y.iter_mut().zip(x).for_each(|(y, x)| *y += factor * x);
+}

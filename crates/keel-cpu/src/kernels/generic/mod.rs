@@ -1,0 +1,28 @@
+//! Kernels of the general operations: plain over element types and strides, parallel over blocks.
+//!
+//! Element-wise kernels read a block of each operand into a buffer before they write, so the result may take the
+//! place of an operand. Reductions work on whole rows: their order never depends on the number of workers.
+
+pub mod arithmetic;
+pub mod chain;
+pub mod copy;
+pub mod create;
+pub mod experts;
+pub mod matmul;
+pub mod reduce;
+pub mod rope;
+pub mod scalar;
+pub mod sort;
+pub mod strided;
+pub mod take;
+
+/// Elements that a kernel works on at a time: two kilobytes of the largest type, well inside the first-level cache.
+pub const BLOCK: usize = 256;
+
+/// Elements that a worker takes at a time.
+const GRAIN: usize = 16 * BLOCK;
+
+/// Rows of `width` elements that a worker takes at a time.
+fn row_grain(width: usize) -> usize {
+    (GRAIN / width.max(1)).max(1)
+}

@@ -1,0 +1,81 @@
+//! Rotary position embedding of an array of heads, with or without the norm of each head before it.
+//!
+//! Half-split pairs over the first `rotary` values of a head; see [`crate::kernels::rope`]. Angles are formed in f64.
+//! The sines of a token are made once for all its heads.
+
+use crate::isa::Isa;
+use crate::kernels::rms_norm::{inverse_rms, scale_by_weight};
+use crate::kernels::rows::{Rows, RowsMut};
+use crate::pool::Worker;
+use crate::simd::{self, Simd, VectorKernel};
+
+/// Largest number of frequencies.
+pub const FREQUENCIES_MAX: usize = 256;
+
+/// Operands of [`rope`].
+#[derive(Clone, Copy)]
+pub struct Rope<'a> {
+    /// `[T, H * D]`
+    pub x: Rows<'a>,
+    /// D
+    pub head_size: usize,
+    /// `[axes, T]`
+    pub positions: &'a [i32],
+    /// `[rotary / 2]`
+    pub inverse_frequencies: &'a [f32],
+    /// Row of positions that turns each frequency; empty: always the first.
+    pub axes: &'a [u8],
+    /// Weight `[D]` and epsilon of the norm before the rotation.
+    pub norm: Option<(&'a [f32], f32)>,
+    /// `[T, H * D]`
+    pub y: RowsMut<'a>,
+}
+
+/// Norms (if asked to) and rotates each head.
+///
+/// # Panics
+/// If the shapes disagree or there are more than [`FREQUENCIES_MAX`] frequencies.
+pub fn rope(task: &Rope<'_>, isa: Isa, worker: &Worker<'_>) {
+    let frequencies = task.inverse_frequencies.len();
+    assert!(task.x.width() == task.y.width() && task.x.len() == task.y.len());
+    assert!(frequencies <= FREQUENCIES_MAX && 2 * frequencies <= task.head_size);
+    assert!(task.x.width().is_multiple_of(task.head_size));
+    assert!(task.norm.is_none_or(|(weight, _)| weight.len() == task.head_size));
+    assert!(task.axes.is_empty() || task.axes.len() == frequencies);
+    simd::run_at(isa, Task { task, worker });
+}
+
+struct Task<'a, 'w> {
+    task: &'a Rope<'a>,
+    worker: &'a Worker<'w>,
+}
+
+impl VectorKernel for Task<'_, '_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let task = self.task;
+        let (tokens, half) = (task.x.len(), task.inverse_frequencies.len());
+        let (mut cos, mut sin) = ([0.0; FREQUENCIES_MAX], [0.0; FREQUENCIES_MAX]);
+        for t in self.worker.claim(tokens, 1).flatten() {
+            for (i, frequency) in task.inverse_frequencies.iter().enumerate() {
+                let axis = task.axes.get(i).map_or(0, |&axis| usize::from(axis));
+                let angle = f64::from(task.positions[axis * tokens + t]) * f64::from(*frequency);
+                (sin[i], cos[i]) = (angle.sin() as f32, angle.cos() as f32);
+            }
+            // SAFETY: each token is claimed once.
+            let y = unsafe { task.y.row(t) };
+            let heads = task.x.row(t).chunks_exact(task.head_size);
+            for (x, y) in heads.zip(y.chunks_exact_mut(task.head_size)) {
+                match task.norm {
+                    Some((weight, eps)) => scale_by_weight(s, x, inverse_rms(s, x, eps), weight, y),
+                    None => y.copy_from_slice(x),
+                }
+                let (low, high) = y[..2 * half].split_at_mut(half);
+                for (i, (low, high)) in low.iter_mut().zip(high).enumerate() {
+                    let (a, b) = (*low, *high);
+                    (*low, *high) = (a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Element types, and the conversions between them.
+
+use half::{bf16, f16};
+
+/// A type whose values are just bytes: any bits are a value.
+///
+/// # Safety
+/// As it says; and no padding.
+pub unsafe trait Plain: Copy + Default + Send + Sync + 'static {}
+
+/// A boolean of one byte: zero is false, anything else is true.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Flag(pub u8);
+
+macro_rules! plain {
+    ($($t:ty)*) => { $(
+        // SAFETY: an integer or float, or a transparent wrapper of one.
+        unsafe impl Plain for $t {}
+    )* };
+}
+plain!(u8 u16 u32 u64 i32 i64 f16 bf16 f32 Flag);
+
+/// A number as kernels see it: floats are computed in f32, integers in i64.
+pub trait Scalar: Plain {
+    /// True for float types.
+    const IS_FLOAT: bool;
+    /// As f32; exact for floats, nearest for integers.
+    fn to_f32(self) -> f32;
+    /// Nearest float; integers truncate towards zero and saturate, NaN is zero; a flag is `x != 0`.
+    fn from_f32(x: f32) -> Self;
+    /// As i64; floats truncate and saturate.
+    fn to_i64(self) -> i64;
+    /// The low bits; for floats the nearest.
+    fn from_i64(x: i64) -> Self;
+}
+
+macro_rules! integer {
+    ($($t:ty)*) => { $(impl Scalar for $t {
+        const IS_FLOAT: bool = false;
+        #[inline(always)]
+        fn to_f32(self) -> f32 {
+            self as f32
+        }
+        #[inline(always)]
+        fn from_f32(x: f32) -> $t {
+            x as $t
+        }
+        #[inline(always)]
+        fn to_i64(self) -> i64 {
+            i64::from(self)
+        }
+        #[inline(always)]
+        fn from_i64(x: i64) -> $t {
+            x as $t
+        }
+    })* };
+}
+integer!(u8 u32 i32 i64);
+
+macro_rules! float {
+    ($($t:ty, $to:expr, $from:expr;)*) => { $(impl Scalar for $t {
+        const IS_FLOAT: bool = true;
+        #[inline(always)]
+        fn to_f32(self) -> f32 {
+            $to(self)
+        }
+        #[inline(always)]
+        fn from_f32(x: f32) -> $t {
+            $from(x)
+        }
+        #[inline(always)]
+        fn to_i64(self) -> i64 {
+            self.to_f32() as i64
+        }
+        #[inline(always)]
+        fn from_i64(x: i64) -> $t {
+            Self::from_f32(x as f32)
+        }
+    })* };
+}
+float! {
+    f32, std::convert::identity, std::convert::identity;
+    f16, f16::to_f32, f16::from_f32;
+    bf16, bf16::to_f32, bf16::from_f32;
+}
+
+impl Scalar for Flag {
+    const IS_FLOAT: bool = false;
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self.to_i64() as f32
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> Flag {
+        Flag(u8::from(x != 0.0))
+    }
+    #[inline(always)]
+    fn to_i64(self) -> i64 {
+        i64::from(self.0 != 0)
+    }
+    #[inline(always)]
+    fn from_i64(x: i64) -> Flag {
+        Flag(u8::from(x != 0))
+    }
+}
+
+/// Widens `x` into the front of `to`.
+#[inline(always)]
+pub(super) fn widen<T: Scalar>(x: &[T], to: &mut [f32]) {
+    for (to, x) in to.iter_mut().zip(x) {
+        *to = x.to_f32();
+    }
+}
+
+/// Runs `$body` with `$t` naming the type that stands for a dtype.
+macro_rules! with_scalar {
+    ($dtype:expr, $t:ident => $body:expr) => {{
+        use keel_array::DType;
+        use $crate::kernels::generic::scalar::Flag;
+        match $dtype {
+            DType::Bool => {
+                type $t = Flag;
+                $body
+            }
+            DType::U8 => {
+                type $t = u8;
+                $body
+            }
+            DType::U32 => {
+                type $t = u32;
+                $body
+            }
+            DType::I32 => {
+                type $t = i32;
+                $body
+            }
+            DType::I64 => {
+                type $t = i64;
+                $body
+            }
+            DType::F16 => {
+                type $t = half::f16;
+                $body
+            }
+            DType::BF16 => {
+                type $t = half::bf16;
+                $body
+            }
+            DType::F32 => {
+                type $t = f32;
+                $body
+            }
+        }
+    }};
+}
+
+/// As `with_scalar`, for the float types.
+macro_rules! with_float {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            keel_array::DType::F16 => {
+                type $t = half::f16;
+                $body
+            }
+            keel_array::DType::BF16 => {
+                type $t = half::bf16;
+                $body
+            }
+            keel_array::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            other => unreachable!("the builder refuses {other} here"),
+        }
+    };
+}
+
+/// Runs `$body` with `$t` naming an unsigned type of the dtype's size, where only bytes are moved.
+macro_rules! with_bits {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        match $dtype.size() {
+            1 => {
+                type $t = u8;
+                $body
+            }
+            2 => {
+                type $t = u16;
+                $body
+            }
+            4 => {
+                type $t = u32;
+                $body
+            }
+            _ => {
+                type $t = u64;
+                $body
+            }
+        }
+    };
+}
+
+pub(crate) use {with_bits, with_float, with_scalar};
