@@ -5,7 +5,8 @@
 
 A round runs every contender once, each in its own process, and measures the memory's read bandwidth: shared machines
 drift by tens of percent within minutes, so only figures of one round are comparable. Ratios are therefore medians of
-each round's ratio. Runs under the Python that has llama-cpp-python (and, for --mlx, mlx-lm) installed: see setup.sh.
+each round's ratio. A run during which other processes took more than 5% of the processors is repeated. Runs under
+the Python that has llama-cpp-python (and, for --mlx, mlx-lm) installed: see setup.sh.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+CPU_TIMES = Path("/proc/stat")
 BANDWIDTH_PASSES = 7
+OTHERS_SHARE_MAX = 0.05  # of all processors: with spinning threads even one more busy process costs far more
+ATTEMPTS = 20
+PAUSE_S = 5
 
 
 @dataclass
@@ -62,11 +68,20 @@ def rate(report: dict[str, object], key: str, command: list[str]) -> float:
     return float(value)
 
 
-def run(contender: Contender) -> None:
-    """Run the contender once and keep its figures."""
+def busy_seconds() -> float:
+    """Processor time that the machine has spent on anything but idling, time stolen by its host included."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, CPU_TIMES.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def run_once(contender: Contender) -> tuple[dict[str, object], float, float]:
+    """The contender's report, its peak memory in MB, and the share of the processors that others took meanwhile."""
+    busy, start = busy_seconds(), time.perf_counter()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(contender.command, stdout=out, stderr=err)
         _, status, usage = os.wait4(process.pid, 0)
+        capacity = (time.perf_counter() - start) * (os.cpu_count() or 1)
+        others = busy_seconds() - busy - usage.ru_utime - usage.ru_stime
         out.seek(0), err.seek(0)
         if status != 0:
             tail = err.read().decode(errors="replace")[-2000:]
@@ -74,9 +89,25 @@ def run(contender: Contender) -> None:
                 f"{shlex.join(contender.command)}: exit {os.waitstatus_to_exitcode(status)}\n{tail}"
             )
         report = json.loads(out.read().decode().strip().splitlines()[-1])
+    return report, usage.ru_maxrss * 1024 / 1e6, max(0.0, others) / capacity
+
+
+def run(contender: Contender, lock: Path | None) -> None:
+    """Run the contender until one run was not disturbed by other processes, and keep that run's figures."""
+    for _ in range(ATTEMPTS):
+        with exclusive(lock):
+            report, peak_mb, others = run_once(contender)
+        if others <= OTHERS_SHARE_MAX:
+            break
+        print(f"{contender.name}: others took {others:.0%} of the processors during the run", file=sys.stderr)
+        time.sleep(PAUSE_S)
+    else:
+        raise SystemExit(
+            f"the machine was never quiet in {ATTEMPTS} runs: stop what else runs on it, then repeat"
+        )
     contender.prefill.append(rate(report, "prefill_tokens_per_second", contender.command))
     contender.decode.append(rate(report, "decode_tokens_per_second", contender.command))
-    contender.peak_mb.append(usage.ru_maxrss * 1024 / 1e6)
+    contender.peak_mb.append(peak_mb)
 
 
 def build_bandwidth(folder: Path) -> Path:
@@ -199,8 +230,7 @@ def measure(args: argparse.Namespace, contenders: list[Contender]) -> dict[int, 
                 with exclusive(args.lock):
                     values.append(read_bandwidth(binary, threads))
             for contender in contenders:
-                with exclusive(args.lock):
-                    run(contender)
+                run(contender, args.lock)
                 latest = f"prefill {contender.prefill[-1]:.4g}, decode {contender.decode[-1]:.4g} tok/s"
                 print(f"round {number + 1}/{args.rounds}: {contender.name}: {latest}", file=sys.stderr)
     return bandwidth
