@@ -29,7 +29,7 @@ fn measure(format: AffineFormat, values: &[f32]) {
     let (mut scales, mut biases) = (vec![0.0; ROWS * groups], vec![0.0; ROWS * groups]);
     let encode = fastest(|| quantize_rows(format, COLS, values, &mut packed, &mut scales, &mut biases));
     let mut row = vec![0.0; COLS];
-    let mut decode_row = |i: usize, row: &mut [f32]| {
+    let decode_row = |i: usize, row: &mut [f32]| {
         let (scales, biases) = (&scales[i * groups..][..groups], &biases[i * groups..][..groups]);
         dequantize_row(format, &packed[i * row_bytes..][..row_bytes], scales, biases, row);
     };

@@ -116,7 +116,7 @@ pub enum WeightsError {
 
     /// A linear layer whose tensors, shapes and config do not agree, or whose quantisation is not read.
     #[error("module '{module}': {problem}")]
-    Quantization {
+    Module {
         /// The module's path.
         module: String,
         /// What does not fit.

@@ -19,6 +19,9 @@
 //! # Ok::<(), keel_weights::WeightsError>(())
 //! ```
 //!
+//! A [`gguf::GgufFile`] is another. [`quantize`] writes quantised checkpoints, [`SafetensorsWriter`] and
+//! [`ShardedWriter`] any others.
+//!
 //! Files are untrusted: every size in a header is checked before it is used, nothing is allocated
 //! in proportion to a number that a header merely claims, and bad input is an error, never a panic.
 #![deny(unsafe_code)]
@@ -27,6 +30,7 @@ pub mod affine;
 mod checkpoint;
 mod error;
 pub mod float;
+pub mod gguf;
 mod json;
 mod linear;
 mod mapped;

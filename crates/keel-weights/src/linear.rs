@@ -7,6 +7,7 @@ use keel_array::DType;
 use crate::{
     Result, TensorInfo, TensorSource, TensorView, WeightsError,
     affine::{AffineFormat, AffineTensor, ModuleQuantization, affine_cols},
+    gguf::{BlockTensor, GgmlType},
 };
 
 /// What the headers and the config say about a linear layer.
@@ -35,9 +36,21 @@ pub enum LinearFormat {
         /// The type of the scales and biases.
         scales: DType,
     },
+    /// In blocks of a GGUF type.
+    Blocks(GgmlType),
 }
 
 impl LinearInfo {
+    /// The sizes of a shape whose last dimension counts stored elements.
+    pub(crate) fn new(shape: &[usize], format: LinearFormat) -> LinearInfo {
+        let (experts, matrix) = match shape {
+            [experts, matrix @ ..] if matrix.len() == 2 => (Some(*experts), matrix),
+            matrix => (None, matrix),
+        };
+        let (cols, rows) = matrix.split_last().map_or((1, 1), |(&cols, rows)| (cols, rows.iter().product()));
+        LinearInfo { experts, rows, cols, format }
+    }
+
     /// Bytes in the checkpoint: values, or codes with their scales and biases.
     pub fn bytes(&self) -> usize {
         let rows = self.experts.unwrap_or(1) * self.rows;
@@ -47,6 +60,7 @@ impl LinearInfo {
                 let groups = self.cols / format.group_size();
                 rows * (format.packed_bytes(self.cols) + 2 * groups * scales.size())
             }
+            LinearFormat::Blocks(kind) => rows * (self.cols / kind.block_values() * kind.block_bytes()),
         }
     }
 }
@@ -59,15 +73,17 @@ pub enum LinearTensor<'a> {
     Dense(TensorView<'a>),
     /// Affine-quantised, still packed.
     Affine(AffineTensor<'a>),
+    /// In blocks of a GGUF type.
+    Blocks(BlockTensor<'a>),
 }
 
 impl LinearTensor<'_> {
     /// Its sizes and format.
     pub fn info(&self) -> LinearInfo {
         match self {
-            LinearTensor::Dense(view) => {
-                let (experts, rows, cols) = split(view.shape()).expect("checked when opened");
-                LinearInfo { experts, rows, cols, format: LinearFormat::Dense(view.dtype()) }
+            LinearTensor::Dense(view) => LinearInfo::new(view.shape(), LinearFormat::Dense(view.dtype())),
+            LinearTensor::Blocks(blocks) => {
+                LinearInfo::new(blocks.shape(), LinearFormat::Blocks(blocks.kind()))
             }
             LinearTensor::Affine(affine) => {
                 let (experts, rows, cols) = (affine.experts(), affine.rows(), affine.cols());
@@ -89,6 +105,7 @@ impl LinearTensor<'_> {
         match self {
             LinearTensor::Dense(view) => view.rows_f32(range, out),
             LinearTensor::Affine(affine) => affine.rows_f32(range, out),
+            LinearTensor::Blocks(blocks) => blocks.rows_f32(range, out),
         }
     }
 }
@@ -106,15 +123,15 @@ pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result
 
 /// The implementation of [`TensorSource::linear`].
 pub(crate) fn open<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<LinearTensor<'a>> {
+    let scales = format!("{module}.scales");
     let weight = source.tensor(&weight_name(source, module))?;
-    match info(source, module)?.format {
-        LinearFormat::Dense(_) => Ok(LinearTensor::Dense(weight)),
-        LinearFormat::Affine { format, .. } => {
-            let scales = source.tensor(&format!("{module}.scales"))?;
-            let biases = source.tensor(&format!("{module}.biases"))?;
-            Ok(LinearTensor::Affine(AffineTensor::new(format, weight, scales, biases)?))
-        }
+    if !source.contains(&scales) {
+        dense_info(module, weight.name(), TensorInfo { dtype: weight.dtype(), shape: weight.shape() })?;
+        return Ok(LinearTensor::Dense(weight));
     }
+    let (scales, biases) = (source.tensor(&scales)?, source.tensor(&format!("{module}.biases"))?);
+    let format = affine_format(source, module, weight.shape(), scales.shape())?;
+    AffineTensor::new(format, weight, scales, biases).map(LinearTensor::Affine)
 }
 
 fn dense_info(module: &str, name: &str, weight: TensorInfo<'_>) -> Result<LinearInfo> {
@@ -123,11 +140,8 @@ fn dense_info(module: &str, name: &str, weight: TensorInfo<'_>) -> Result<Linear
         let needed = "f32, f16 or bf16, or u32 with scales beside it,";
         return Err(WeightsError::UnsupportedDType { name, found, needed });
     }
-    let (experts, rows, cols) = split(weight.shape).ok_or_else(|| {
-        let problem = format!("shape {:?} is neither a matrix nor a stack of matrices", weight.shape);
-        WeightsError::Quantization { module: module.into(), problem }
-    })?;
-    Ok(LinearInfo { experts, rows, cols, format: LinearFormat::Dense(weight.dtype) })
+    check_matrices(module, weight.shape)?;
+    Ok(LinearInfo::new(weight.shape, LinearFormat::Dense(weight.dtype)))
 }
 
 fn affine_info<S: TensorSource + ?Sized>(
@@ -141,12 +155,11 @@ fn affine_info<S: TensorSource + ?Sized>(
             "weight {} with scales {} is not affine: u32 with f32, f16 or bf16 is",
             weight.dtype, scales.dtype
         );
-        return Err(WeightsError::Quantization { module: module.into(), problem });
+        return Err(WeightsError::Module { module: module.into(), problem });
     }
-    let format = affine_format(source, module, weight, scales)?;
-    let cols = scales.shape.last().map_or(0, |groups| groups * format.group_size());
-    let (experts, rows, _) = split(weight.shape).expect("checked by affine_format");
-    Ok(LinearInfo { experts, rows, cols, format: LinearFormat::Affine { format, scales: scales.dtype } })
+    let format = affine_format(source, module, weight.shape, scales.shape)?;
+    let packed = LinearInfo::new(weight.shape, LinearFormat::Affine { format, scales: scales.dtype });
+    Ok(LinearInfo { cols: packed.cols * 32 / format.bits(), ..packed })
 }
 
 /// `<module>.weight`, or the module's own name where the checkpoint has that instead: stacked experts
@@ -163,10 +176,10 @@ fn weight_name<S: TensorSource + ?Sized>(source: &S, module: &str) -> String {
 fn affine_format<S: TensorSource + ?Sized>(
     source: &S,
     module: &str,
-    weight: TensorInfo<'_>,
-    scales: TensorInfo<'_>,
+    words: &[usize],
+    groups: &[usize],
 ) -> Result<AffineFormat> {
-    let problem = |problem: String| Err(WeightsError::Quantization { module: module.into(), problem });
+    let problem = |problem: String| Err(WeightsError::Module { module: module.into(), problem });
     let format = match source.quantization().map(|quantization| quantization.of_module(module)) {
         Some(ModuleQuantization::Affine(format)) => *format,
         Some(ModuleQuantization::Dense) => {
@@ -180,10 +193,9 @@ fn affine_format<S: TensorSource + ?Sized>(
         }
         None => return problem("it has scales, but config.json has no 'quantization' section".into()),
     };
-    if affine_cols(format, weight.shape, scales.shape).is_some() {
+    if affine_cols(format, words, groups).is_some() {
         return Ok(format);
     }
-    let (words, groups) = (weight.shape, scales.shape);
     let bits = words.last().zip(groups.last()).and_then(|(words, groups)| {
         let cols = groups.checked_mul(format.group_size()).filter(|&cols| cols > 0)?;
         words.checked_mul(32).filter(|bits| bits.is_multiple_of(cols)).map(|bits| bits / cols)
@@ -195,14 +207,13 @@ fn affine_format<S: TensorSource + ?Sized>(
     problem(format!("config.json gives {format}, but it has weight {words:?} and scales {groups:?}, {found}"))
 }
 
-/// Experts, rows and columns of a shape of two or three dimensions, none of them zero.
-fn split(shape: &[usize]) -> Option<(Option<usize>, usize, usize)> {
-    match *shape {
-        _ if shape.contains(&0) => None,
-        [rows, cols] => Some((None, rows, cols)),
-        [experts, rows, cols] => Some((Some(experts), rows, cols)),
-        _ => None,
+/// Checks that a shape is a matrix or a stack of matrices, with something in it.
+pub(crate) fn check_matrices(module: &str, shape: &[usize]) -> Result<()> {
+    if matches!(shape.len(), 2 | 3) && !shape.contains(&0) {
+        return Ok(());
     }
+    let problem = format!("shape {shape:?} is neither a matrix nor a stack of matrices");
+    Err(WeightsError::Module { module: module.into(), problem })
 }
 
 #[cfg(test)]

@@ -32,6 +32,15 @@ impl MappedFile {
         &self.map
     }
 
+    /// [`release`](Self::release)s some rows of a tensor that lies at `tensor` and has this shape. Rows beyond its
+    /// last are ignored.
+    pub(crate) fn release_rows(&self, tensor: &Range<usize>, shape: &[usize], rows: Range<usize>) {
+        let count = shape.split_last().map_or(1, |(_, leading)| leading.iter().product());
+        let row_bytes = tensor.len() / usize::max(count, 1);
+        let offset = |row: usize| tensor.start + row.min(count) * row_bytes;
+        self.release(offset(rows.start)..offset(rows.end));
+    }
+
     /// Drops the resident pages that lie wholly inside `range`; touching them again reads the file again.
     /// This is a hint: where the system does not take it, the pages stay.
     pub(crate) fn release(&self, range: Range<usize>) {

@@ -53,7 +53,7 @@ pub trait TensorSource {
     ///
     /// # Errors
     /// [`WeightsError::MissingTensor`], [`WeightsError::UnsupportedDType`], or
-    /// [`WeightsError::Quantization`] if its tensors do not fit each other or the config.
+    /// [`WeightsError::Module`] if its tensors do not fit each other or the config.
     fn linear_info(&self, module: &str) -> Result<LinearInfo> {
         linear::info(self, module)
     }

@@ -3,7 +3,7 @@
 #[path = "../fuzz/checks.rs"]
 mod checks;
 
-use std::{collections::BTreeMap, panic};
+use std::{collections::BTreeMap, panic, path::Path};
 
 use keel_array::DType;
 use keel_weights::{SafetensorsWriter, TensorSpec};
@@ -66,11 +66,27 @@ fn mutate(file: &mut Vec<u8>, random: &mut Random) {
     }
 }
 
-/// After most mutations the length field no longer fits: set it right, so that the JSON is reached.
-fn repair_length(file: &mut [u8], data_bytes: usize) {
-    if let Some(json_bytes) = file.len().checked_sub(8 + data_bytes) {
-        file[..8].copy_from_slice(&(json_bytes as u64).to_le_bytes());
+/// Runs `check` over mutations of `sound`, with some of them `repair`ed. Both ends must be exercised: some
+/// mutations are harmless, most are not.
+fn survive(sound: &[u8], check: fn(&[u8]) -> bool, repair: impl Fn(&mut [u8])) {
+    assert!(check(sound));
+    let mut accepted = 0;
+    for seed in 1..=MUTATED_FILES {
+        let mut file = sound.to_vec();
+        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        mutate(&mut file, &mut random);
+        if random.below(4) > 0 {
+            repair(&mut file);
+        }
+        match panic::catch_unwind(|| check(&file)) {
+            Ok(sound) => accepted += u64::from(sound),
+            Err(cause) => {
+                println!("seed {seed}: {}", String::from_utf8_lossy(&file));
+                panic::resume_unwind(cause);
+            }
+        }
     }
+    assert!(accepted > MUTATED_FILES / 100 && accepted < MUTATED_FILES * 9 / 10, "{accepted} accepted");
 }
 
 #[test]
@@ -92,24 +108,27 @@ fn mutated_safetensors_never_panic() {
     writer.finish().unwrap();
     let sound = std::fs::read(&path).unwrap();
     let data_bytes: usize = specs.iter().map(|spec| spec.bytes().unwrap()).sum();
-    assert!(checks::safetensors(&sound));
+    // After most mutations the length field no longer fits: set it right, so that the JSON is reached.
+    survive(&sound, checks::safetensors, |file| {
+        if let Some(json_bytes) = file.len().checked_sub(8 + data_bytes) {
+            file[..8].copy_from_slice(&(json_bytes as u64).to_le_bytes());
+        }
+    });
+}
 
-    let mut accepted = 0;
-    for seed in 1..=MUTATED_FILES {
-        let mut file = sound.clone();
-        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        mutate(&mut file, &mut random);
-        if random.below(4) > 0 {
-            repair_length(&mut file, data_bytes);
-        }
-        match panic::catch_unwind(|| checks::safetensors(&file)) {
-            Ok(sound) => accepted += u64::from(sound),
-            Err(cause) => {
-                println!("seed {seed}: {}", String::from_utf8_lossy(&file));
-                panic::resume_unwind(cause);
-            }
-        }
-    }
-    // Both ends are exercised: some mutations are harmless, most are not.
-    assert!(accepted > MUTATED_FILES / 100 && accepted < MUTATED_FILES / 2, "{accepted} accepted");
+#[test]
+fn mutated_gguf_never_panics() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/reference.gguf");
+    let sound = std::fs::read(path).unwrap();
+    survive(&sound, checks::gguf, |file| {
+        let magic = file.len().min(8);
+        file[..magic].copy_from_slice(&b"GGUF\x03\0\0\0"[..magic]);
+    });
+}
+
+#[test]
+fn mutated_configs_never_panic() {
+    let sound = br#"{"quantization": {"group_size": 64, "bits": 4, "mode": "affine",
+        "lm_head": {"group_size": 32, "bits": 8}, "model.layers.0.mlp.gate": false}}"#;
+    survive(sound, checks::config, |_| ());
 }

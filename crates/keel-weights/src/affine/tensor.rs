@@ -25,7 +25,7 @@ impl<'a> AffineTensor<'a> {
     /// `..` is nothing, or the experts.
     ///
     /// # Errors
-    /// [`WeightsError::UnsupportedDType`] or [`WeightsError::Quantization`] if they do not fit each other.
+    /// [`WeightsError::UnsupportedDType`] or [`WeightsError::Module`] if they do not fit each other.
     pub fn new(
         format: AffineFormat,
         weight: TensorView<'a>,
@@ -49,7 +49,7 @@ impl<'a> AffineTensor<'a> {
         let cols = affine_cols(format, weight.shape(), scales.shape()).ok_or_else(|| {
             let (words, groups) = (weight.shape(), scales.shape());
             let problem = format!("weight {words:?} and scales {groups:?} are not {format}");
-            WeightsError::Quantization { module: weight.name().into(), problem }
+            WeightsError::Module { module: weight.name().into(), problem }
         })?;
         Ok(AffineTensor { format, weight, scales, biases, cols })
     }

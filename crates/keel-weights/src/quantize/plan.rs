@@ -61,7 +61,7 @@ impl Plan {
         }
         if let Some(path) = unused.first() {
             let problem = "an override names it, but no weight that can be quantised is called that".into();
-            return Err(WeightsError::Quantization { module: (*path).into(), problem });
+            return Err(WeightsError::Module { module: (*path).into(), problem });
         }
         let mut section = describe(recipe.format);
         section["mode"] = "affine".into();

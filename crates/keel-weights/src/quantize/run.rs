@@ -56,7 +56,7 @@ pub struct QuantizeReport {
 /// consumed.
 ///
 /// # Errors
-/// [`WeightsError::Output`] if the target holds a checkpoint, [`WeightsError::Quantization`] if the source is
+/// [`WeightsError::Output`] if the target holds a checkpoint, [`WeightsError::Module`] if the source is
 /// quantised already or an override matches nothing, [`WeightsError::NotFinite`] if a weight is NaN or infinite,
 /// [`WeightsError::Io`] if a file cannot be read or written. No weights file is left behind unfinished.
 pub fn quantize_checkpoint(
@@ -84,7 +84,7 @@ fn check_source(source: &Checkpoint) -> Result<()> {
     }
     let module = source.folder().display().to_string();
     let problem = "its config.json says that it is quantised already; start from the original weights".into();
-    Err(WeightsError::Quantization { module, problem })
+    Err(WeightsError::Module { module, problem })
 }
 
 fn prepare_target(target: &Path) -> Result<()> {

@@ -85,10 +85,8 @@ impl TensorSource for SafetensorsFile {
     }
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
-        let Some(entry) = self.header.tensors().get(name) else { return };
-        let count = entry.shape.split_last().map_or(1, |(_, leading)| leading.iter().product());
-        let row_bytes = entry.range.len() / usize::max(count, 1);
-        let offset = |row: usize| entry.range.start + row.min(count) * row_bytes;
-        self.map.release(offset(rows.start)..offset(rows.end));
+        if let Some(entry) = self.header.tensors().get(name) {
+            self.map.release_rows(&entry.range, &entry.shape, rows);
+        }
     }
 }

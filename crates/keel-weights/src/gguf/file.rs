@@ -1,0 +1,114 @@
+//! One mapped GGUF file.
+
+use std::{
+    collections::BTreeMap,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use super::{BlockTensor, GgmlType, GgufEntry, GgufHeader, GgufValue};
+use crate::{
+    LinearFormat, LinearInfo, LinearTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError,
+    linear, mapped::MappedFile, source::missing,
+};
+
+/// A GGUF file, mapped into memory: opening it reads the header alone.
+///
+/// As a [`TensorSource`] it lends tensors that are stored element by element; a matrix in blocks is lent by
+/// [`linear`](TensorSource::linear) as [`LinearTensor::Blocks`].
+#[derive(Debug)]
+pub struct GgufFile {
+    path: PathBuf,
+    map: MappedFile,
+    header: GgufHeader,
+}
+
+impl GgufFile {
+    /// Maps the file at `path` and checks its header.
+    ///
+    /// # Errors
+    /// [`WeightsError::Io`] if it cannot be opened, [`WeightsError::Header`] if it is broken.
+    pub fn open(path: &Path) -> Result<GgufFile> {
+        let map = MappedFile::open(path)?;
+        let header = GgufHeader::parse(map.bytes())
+            .map_err(|problem| WeightsError::Header { path: path.into(), problem })?;
+        Ok(GgufFile { path: path.into(), map, header })
+    }
+
+    /// The checked header.
+    pub fn header(&self) -> &GgufHeader {
+        &self.header
+    }
+
+    /// All metadata by key.
+    pub fn metadata(&self) -> &BTreeMap<String, GgufValue> {
+        self.header.metadata()
+    }
+
+    fn entry(&self, name: &str) -> Result<(&str, &GgufEntry)> {
+        let found = self.header.tensors().get_key_value(name);
+        found.map(|(name, entry)| (name.as_str(), entry)).ok_or_else(|| missing(self, name, &self.path))
+    }
+
+    /// The entry of a module's weight if it is in blocks, and its type.
+    fn blocks(&self, module: &str) -> Result<Option<(&str, &GgufEntry, GgmlType)>> {
+        let (name, entry) = self.entry(&format!("{module}.weight"))?;
+        match entry.kind {
+            Ok(kind) if kind.dtype().is_none() => Ok(Some((name, entry, kind))),
+            _ => Ok(None),
+        }
+    }
+}
+
+impl TensorSource for GgufFile {
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        Box::new(self.header.tensors().keys().map(String::as_str))
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.header.tensors().contains_key(name)
+    }
+
+    fn info(&self, name: &str) -> Result<TensorInfo<'_>> {
+        let (name, entry) = self.entry(name)?;
+        let (found, needed) = match entry.kind {
+            Ok(kind) => match kind.dtype() {
+                Some(dtype) => return Ok(TensorInfo { dtype, shape: &entry.shape }),
+                None => (kind.to_string(), "a type without blocks"),
+            },
+            Err(id) => (format!("type {id}"), "a type that is read here"),
+        };
+        Err(WeightsError::UnsupportedDType { name: name.into(), found, needed })
+    }
+
+    fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
+        let info = self.info(name)?;
+        let (name, entry) = self.entry(name)?;
+        TensorView::new(name, info.dtype, info.shape, &self.map.bytes()[entry.range.clone()])
+    }
+
+    fn linear_info(&self, module: &str) -> Result<LinearInfo> {
+        let Some((_, entry, kind)) = self.blocks(module)? else { return linear::info(self, module) };
+        linear::check_matrices(module, &entry.shape)?;
+        Ok(LinearInfo::new(&entry.shape, LinearFormat::Blocks(kind)))
+    }
+
+    fn linear(&self, module: &str) -> Result<LinearTensor<'_>> {
+        let Some((name, entry, kind)) = self.blocks(module)? else { return linear::open(self, module) };
+        linear::check_matrices(module, &entry.shape)?;
+        let bytes = &self.map.bytes()[entry.range.clone()];
+        Ok(LinearTensor::Blocks(BlockTensor { name, kind, shape: &entry.shape, bytes }))
+    }
+
+    fn release(&self, name: &str) {
+        if let Some(entry) = self.header.tensors().get(name) {
+            self.map.release(entry.range.clone());
+        }
+    }
+
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        if let Some(entry) = self.header.tensors().get(name) {
+            self.map.release_rows(&entry.range, &entry.shape, rows);
+        }
+    }
+}

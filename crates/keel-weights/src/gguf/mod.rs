@@ -1,0 +1,20 @@
+//! The GGUF format: typed metadata, tensor descriptions and aligned tensor data in one file, many of the tensors in
+//! block-quantised types.
+//!
+//! Names and shapes are given as the file has them, except that dimensions stand slowest first, as everywhere
+//! else here. Decoders are plain and for reading, not for speed.
+
+mod blocks;
+mod cursor;
+mod file;
+mod header;
+mod metadata;
+mod superblocks;
+mod tensor;
+mod types;
+
+pub use file::GgufFile;
+pub use header::{GgufEntry, GgufHeader};
+pub use metadata::GgufValue;
+pub use tensor::BlockTensor;
+pub use types::GgmlType;
