@@ -130,7 +130,11 @@ impl Array {
         if let Some((shape, _)) = specs.iter().find(|(shape, _)| shape.rank() > Layout::RANK_MAX) {
             return Err(ArrayError::Argument {
                 op: "shape",
-                reason: format!("{} gives {shape}; at most {} axes are supported", op.name(), Layout::RANK_MAX),
+                reason: format!(
+                    "{} gives {shape}; at most {} axes are supported",
+                    op.name(),
+                    Layout::RANK_MAX
+                ),
             });
         }
         let bytes: usize =

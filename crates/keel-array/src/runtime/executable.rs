@@ -7,7 +7,7 @@ use super::stream::{Fence, Stream, Work};
 use crate::array::Array;
 use crate::error::expect_shape;
 use crate::program::graph::{Purpose, collect};
-use crate::program::{Binding, Bindings, Program};
+use crate::program::{Binding, Bindings, Operand, Program, Slot};
 use crate::{ArrayError, Result, Runtime};
 
 /// A graph with its memory. What changes from run to run is data in the persistent arrays it was traced with:
@@ -19,12 +19,20 @@ pub struct Executable {
 }
 
 impl Runtime {
-    /// Prepares the graph behind lazy arrays, which stay lazy: each run leaves the value of `results[i].0` in the
+    /// Prepares the graph behind lazy arrays (built inside [`Runtime::trace`]), which stay lazy: each run leaves the value of `results[i].0` in the
     /// persistent storage `results[i].1`. The arena is made large enough.
     ///
     /// # Errors
-    /// If a pair differs in shape or type, a destination is not contiguous memory, or the arena cannot be had.
+    /// If a value is evaluated already, a pair differs in shape or type, a destination is not contiguous memory,
+    /// is one of another value, or is written while the graph still reads it, or the arena cannot be had.
     pub fn prepare(&self, results: &[(&Array, &Array)]) -> Result<Executable> {
+        for (i, (value, _)) in results.iter().enumerate() {
+            if value.is_evaluated()
+                || results[..i].iter().any(|(earlier, _)| Arc::ptr_eq(&earlier.0, &value.0))
+            {
+                return Err(refuse(format!("result {i}, {value:?}, must be lazy and be asked for once")));
+            }
+        }
         let targets: Vec<&Array> = results.iter().map(|(value, _)| *value).collect();
         let collected = collect(&targets, Purpose::Prepare);
         let program = self.program(collected.graph.clone());
@@ -35,10 +43,45 @@ impl Runtime {
             outputs.push(destination_of(value, destination)?);
         }
         let externals = external_bindings(&collected.externals, &collected.graph);
-        self.reserve_arena(program.arena_bytes())?;
         let bindings = Bindings { externals, outputs };
+        check_destinations(&program, &bindings)?;
+        self.reserve_arena(program.arena_bytes())?;
         Ok(Executable { runtime: self.clone(), program, bindings: Arc::new(bindings) })
     }
+}
+
+fn refuse(reason: String) -> ArrayError {
+    ArrayError::Argument { op: "prepare", reason }
+}
+
+/// A destination may be memory that the graph reads, as long as its last reader comes before the kernel that writes
+/// it; and it may not be another destination.
+fn check_destinations(program: &Program, bindings: &Bindings) -> Result<()> {
+    let bytes = |i: usize| program.outputs[i].1.shape.elements() * program.outputs[i].2.size();
+    for (i, output) in bindings.outputs.iter().enumerate() {
+        let shares = |other: &Binding, other_bytes: usize| {
+            other.buffer.is_same(&output.buffer)
+                && other.offset < output.offset + bytes(i)
+                && output.offset < other.offset + other_bytes
+        };
+        if (0..i).any(|j| shares(&bindings.outputs[j], bytes(j))) {
+            return Err(refuse(format!("destination {i} overlaps another")));
+        }
+        let written =
+            program.kernels().iter().position(|k| k.outputs.iter().any(|o| o.slot == Slot::Output(i)));
+        let reads = |operand: &Operand| match operand.slot {
+            Slot::External(e) => {
+                let end = operand.layout.end() * operand.dtype.size();
+                shares(&bindings.externals[e], end)
+            }
+            _ => false,
+        };
+        let last_read = program.kernels().iter().rposition(|k| k.inputs.iter().any(reads));
+        if last_read >= written && last_read.is_some() {
+            return Err(refuse(format!("destination {i} is written while the graph still reads it")));
+        }
+    }
+    Ok(())
 }
 
 /// The memory of `destination`, once it is known to fit `value`.

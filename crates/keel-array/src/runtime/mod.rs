@@ -4,6 +4,8 @@ mod executable;
 mod host;
 mod stream;
 
+use std::cell::Cell;
+use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -26,7 +28,7 @@ pub struct RuntimeOptions {
     pub memory_limit: Option<u64>,
     /// Pending operations after which the graph is submitted by itself.
     pub pending_ops: usize,
-    /// Bytes of pending results after which the graph is submitted by itself.
+    /// Bytes of pending results, as if all were in memory at once, after which the graph is submitted by itself.
     pub pending_bytes: usize,
     /// Kernels of one submission.
     pub submission_ops: usize,
@@ -40,13 +42,18 @@ impl Default for RuntimeOptions {
     fn default() -> RuntimeOptions {
         RuntimeOptions {
             memory_limit: None,
-            pending_ops: 1024,
-            pending_bytes: 1 << 30,
+            pending_ops: 4096,
+            pending_bytes: 1 << 40,
             submission_ops: 512,
             submission_bytes: 16 << 30,
             program_cache_bytes: 16 << 20,
         }
     }
+}
+
+thread_local! {
+    /// True while this thread builds a graph inside [`Runtime::trace`].
+    static TRACING: Cell<bool> = const { Cell::new(false) };
 }
 
 struct Inner {
@@ -59,6 +66,20 @@ struct Inner {
     pending_ops: AtomicUsize,
     pending_bytes: AtomicUsize,
     submissions: AtomicUsize,
+}
+
+thread_local! {
+    /// Depth of [`Runtime::trace`] on this thread.
+    static TRACING: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Leaves [`Runtime::trace`], by whatever way.
+struct TraceScope;
+
+impl Drop for TraceScope {
+    fn drop(&mut self) {
+        TRACING.set(TRACING.get() - 1);
+    }
 }
 
 /// A device ready for work. Cloning gives another handle to the same runtime.
@@ -154,6 +175,14 @@ impl Runtime {
         self.0.submissions.load(Ordering::Relaxed)
     }
 
+    /// Runs `build`, whose operations on this thread are not submitted by themselves however many they are: for a
+    /// graph that is to be prepared, not evaluated.
+    pub fn trace<R>(&self, build: impl FnOnce() -> R) -> R {
+        TRACING.set(TRACING.get() + 1);
+        let _scope = TraceScope;
+        build()
+    }
+
     /// Operations built and not yet evaluated.
     pub fn pending_ops(&self) -> usize {
         self.0.pending_ops.load(Ordering::Relaxed)
@@ -167,7 +196,8 @@ impl Runtime {
     pub(crate) fn note_built(&self, bytes: usize) -> bool {
         let ops = self.0.pending_ops.fetch_add(1, Ordering::Relaxed) + 1;
         let bytes = self.0.pending_bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
-        ops > self.0.options.pending_ops || bytes > self.0.options.pending_bytes
+        let crowded = ops > self.0.options.pending_ops || bytes > self.0.options.pending_bytes;
+        crowded && TRACING.get() == 0
     }
 
     pub(crate) fn note_dropped(&self, bytes: usize) {

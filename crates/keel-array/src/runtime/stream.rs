@@ -138,10 +138,13 @@ impl Stream {
 
     /// Runs the work here if the queue is empty, behind the queued work otherwise. Does not wait for the latter.
     pub fn run(&self, work: Work) {
+        // Asked while the device is held: another thread's queued work may be between two of its submissions, whose
+        // intermediates lie in the arena.
+        let device = self.shared.device();
         if *self.shared.queued() > 0 {
+            drop(device);
             return self.enqueue(work);
         }
-        let _device = self.shared.device();
         work.submissions().into_iter().for_each(|s| s.run(&*self.shared.backend));
     }
 
