@@ -91,6 +91,17 @@ pub enum TextError {
         reason: String,
     },
 
+    /// The operating system gave no thread to work on.
+    #[error("{op}: no thread with a stack of {stack_bytes} bytes of address space: {source}")]
+    Stack {
+        /// What was to be done.
+        op: &'static str,
+        /// Address space asked for; little of it is ever used.
+        stack_bytes: usize,
+        /// The operating system's reason.
+        source: std::io::Error,
+    },
+
     /// A library underneath panicked on its input; the panic was caught.
     #[error("{op}: the input broke the library that reads it ({reason}); the file is most likely damaged")]
     Panicked {

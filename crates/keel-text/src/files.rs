@@ -11,8 +11,8 @@ use crate::TextError;
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
 /// `tokenizer_config.json` lists every added token and has up to 2 MB.
 const CONFIG_BYTES_MAX: u64 = 32 << 20;
-/// The longest templates have about 20 KB. The engine's parser is linear in this.
-pub(crate) const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
+/// The longest templates have about 30 KB.
+pub(crate) const TEMPLATE_BYTES_MAX: u64 = 128 << 10;
 
 /// One file: its name for messages, and its contents.
 #[derive(Clone, Debug)]

@@ -4,7 +4,9 @@
 //! fence is for what is not known: a precompiled normaliser whose table points outside itself, for example,
 //! panics only when a text reaches the bad entry.
 
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread;
 
 use crate::TextError;
 
@@ -16,14 +18,32 @@ pub(crate) fn guarded<T>(
     op: &'static str,
     body: impl FnOnce() -> Result<T, TextError>,
 ) -> Result<T, TextError> {
-    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
-        let reason = payload
-            .downcast_ref::<&str>()
-            .map(|s| s.to_string())
-            .or_else(|| payload.downcast_ref::<String>().cloned())
-            .unwrap_or_else(|| "no message".to_string());
-        Err(TextError::Panicked { op, reason })
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| Err(panicked(op, payload)))
+}
+
+/// Runs `body` on a thread of its own with a stack of `stack_bytes`, and catches panics as [`guarded`] does.
+///
+/// A stack overflow cannot be caught, only outsized. The stack is address space; pages are taken as they
+/// are touched, so an ordinary run costs no memory and tens of microseconds.
+pub(crate) fn guarded_on_stack<T: Send>(
+    op: &'static str,
+    stack_bytes: usize,
+    body: impl FnOnce() -> Result<T, TextError> + Send,
+) -> Result<T, TextError> {
+    thread::scope(|scope| {
+        let worker =
+            thread::Builder::new().name(op.to_string()).stack_size(stack_bytes).spawn_scoped(scope, body);
+        let worker = worker.map_err(|source| TextError::Stack { op, stack_bytes, source })?;
+        worker.join().unwrap_or_else(|payload| Err(panicked(op, payload)))
     })
+}
+
+fn panicked(op: &'static str, payload: Box<dyn Any + Send>) -> TextError {
+    let reason = match payload.downcast::<String>() {
+        Ok(message) => *message,
+        Err(payload) => payload.downcast_ref::<&str>().unwrap_or(&"no message").to_string(),
+    };
+    TextError::Panicked { op, reason }
 }
 
 #[cfg(test)]
@@ -36,6 +56,9 @@ mod tests {
         let err = guarded("encode", || Ok(missing[3])).unwrap_err();
         assert!(matches!(err, TextError::Panicked { op: "encode", .. }), "{err}");
         assert!(err.to_string().contains("index out of bounds"), "{err}");
+        let err = guarded_on_stack("render", 1 << 20, || Ok(missing[3])).unwrap_err();
+        assert!(matches!(err, TextError::Panicked { op: "render", .. }), "{err}");
+        assert!(err.to_string().contains("index out of bounds"), "{err}");
     }
 
     #[test]
@@ -43,5 +66,16 @@ mod tests {
         assert_eq!(guarded("encode", || Ok(7)).unwrap(), 7);
         let err = guarded::<()>("encode", || Err(TextError::Refused { message: "no".into() })).unwrap_err();
         assert!(matches!(err, TextError::Refused { .. }));
+        assert_eq!(guarded_on_stack("render", 1 << 20, || Ok(7)).unwrap(), 7);
+    }
+
+    #[test]
+    fn a_deep_recursion_fits_the_stack_it_asked_for() {
+        fn depth(n: u64) -> u64 {
+            if n == 0 { 0 } else { std::hint::black_box(depth(std::hint::black_box(n - 1))) + 1 }
+        }
+        // At 16 bytes a call or more this overflows the 2 MiB of a test's thread.
+        let counted = guarded_on_stack("render", 512 << 20, || Ok(depth(1_000_000))).unwrap();
+        assert_eq!(counted, 1_000_000);
     }
 }

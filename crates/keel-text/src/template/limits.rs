@@ -1,20 +1,38 @@
 //! Bounds on what a template may cost.
 //!
 //! The engine counts steps ("fuel") and the depth of calls, and bounds repeated strings and ranges. What it does
-//! not bound is done here: the size of the source, the output, and arguments that make one step
-//! large (`"%99999999d"|format(1)`, `x|indent(99999999)`).
+//! not bound is done here: the source, the output, arguments that make one step large
+//! (`"%99999999d"|format(1)`, `x|indent(99999999)`), and the stack. The engine's compiler recurses along chains such
+//! as `elif` after `elif`, and dropping a value recurses along its nesting; a template of 100 KB, or of one line
+//! in a loop, would overflow an ordinary stack. So both run on a stack sized for the worst they can do.
+//!
+//! What remains: a template that keeps doubling a string fills the memory before its steps are used up.
 
 use std::io;
 
 use minijinja::value::{Kwargs, Rest, StringInput};
 use minijinja::{Environment, Error, ErrorKind, FormatStyle, State, Value, filters, format_filter};
 use minijinja_contrib::pycompat;
+use serde_json::Value as Json;
 
+use super::ChatRequest;
 use crate::TextError;
 use crate::files::TEMPLATE_BYTES_MAX;
 
-/// Steps of one rendering. Published templates take 50 to 400 for a message; this is spent in about a second.
-const STEPS_MAX: u64 = 5_000_000;
+/// Steps for an empty conversation; published templates take a few hundred.
+const STEPS_BASE: u64 = 200_000;
+/// Steps for each value of the messages, tools and variables. Published templates take about 70 for a message,
+/// which has three values; macros that print schemas take about 100 for a value.
+const STEPS_PER_VALUE: u64 = 500;
+/// Never more steps than this, about half a second.
+const STEPS_MAX: u64 = 4_000_000;
+/// Folding constants takes time quadratic in the length of a chain.
+const EXPRESSION_BYTES_MAX: usize = 4096;
+/// Measured: the compiler takes up to 480 bytes of stack for a byte of source, dropping up to 110 for a step.
+const STACK_BYTES_PER_SOURCE_BYTE: usize = 1024;
+const STACK_BYTES_PER_STEP: usize = 256;
+/// For what does not grow with either, such as calls of macros, whose depth the engine bounds.
+const STACK_BYTES_BASE: usize = 8 << 20;
 /// A prompt longer than this is no prompt.
 const OUTPUT_BYTES_MAX: usize = 64 << 20;
 /// Digits of a width in a format string, and the widest indentation.
@@ -23,7 +41,6 @@ const INDENT_MAX: usize = 999;
 
 /// Sets the bounds of an environment.
 pub(super) fn apply(environment: &mut Environment<'static>) {
-    environment.set_fuel(Some(STEPS_MAX));
     environment.add_filter("indent", indent);
     environment.add_filter("format", format);
     environment.set_unknown_method_callback(method);
@@ -32,13 +49,94 @@ pub(super) fn apply(environment: &mut Environment<'static>) {
     environment.remove_filter("slice");
 }
 
-/// Refuses a template that is too long to be one.
-pub(super) fn check_source(name: &str, text: &str) -> Result<(), TextError> {
-    if text.len() as u64 <= TEMPLATE_BYTES_MAX {
-        return Ok(());
+/// Steps that rendering this conversation may take.
+pub(super) fn steps(request: &ChatRequest<'_>) -> u64 {
+    let messages =
+        request.messages.iter().flat_map(|message| message.extra.values().chain([&message.content]));
+    let others =
+        request.tools.into_iter().flatten().chain(request.variables.into_iter().flat_map(|map| map.values()));
+    let values = request.messages.len() as u64 + messages.chain(others).map(count).sum::<u64>();
+    (STEPS_BASE + values.saturating_mul(STEPS_PER_VALUE)).min(STEPS_MAX)
+}
+
+/// Stack for rendering in this many steps.
+pub(super) fn rendering_stack_bytes(steps: u64) -> usize {
+    STACK_BYTES_BASE + steps as usize * STACK_BYTES_PER_STEP
+}
+
+/// Stack for compiling a template of checked size.
+pub(super) fn compiling_stack_bytes(source: &str) -> usize {
+    STACK_BYTES_BASE + source.len() * STACK_BYTES_PER_SOURCE_BYTE
+}
+
+/// Number of values in a JSON tree.
+fn count(json: &Json) -> u64 {
+    1 + match json {
+        Json::Array(items) => items.iter().map(count).sum(),
+        Json::Object(fields) => fields.values().map(count).sum(),
+        _ => 0,
     }
-    let reason = format!("{} bytes, but at most {TEMPLATE_BYTES_MAX} are accepted", text.len());
-    Err(TextError::Template { name: name.to_string(), reason })
+}
+
+/// Refuses a source that is longer than templates are, or has an expression longer than people write.
+pub(super) fn check_source(name: &str, text: &str) -> Result<(), TextError> {
+    let refuse = |reason| Err(TextError::Template { name: name.to_string(), reason });
+    if text.len() as u64 > TEMPLATE_BYTES_MAX {
+        return refuse(format!("{} bytes, but at most {TEMPLATE_BYTES_MAX} are accepted", text.len()));
+    }
+    let longest = longest_expression_bytes(text);
+    if longest > EXPRESSION_BYTES_MAX {
+        let limit = format!("at most {EXPRESSION_BYTES_MAX} are accepted");
+        return refuse(format!("an expression of {longest} bytes without its strings, but {limit}"));
+    }
+    Ok(())
+}
+
+/// Length of the longest `{{ }}` or `{% %}`, not counting string literals.
+fn longest_expression_bytes(text: &str) -> usize {
+    let mut longest = 0;
+    let mut rest = text;
+    while let Some(open) = rest.find('{') {
+        rest = &rest[open + 1..];
+        match rest.bytes().next() {
+            Some(b'#') => rest = rest.split_once("#}").map_or("", |(_, after)| after),
+            Some(b'{' | b'%') => {
+                let (expression_bytes, after) = expression(rest);
+                longest = longest.max(expression_bytes);
+                rest = after;
+            }
+            _ => {}
+        }
+    }
+    longest
+}
+
+/// Length of the expression at the front of `text` without its string literals, and what follows it.
+/// `text` begins with the second character of `{{` or `{%`.
+fn expression(text: &str) -> (usize, &str) {
+    let close: &[u8] = if text.starts_with('%') { b"%}" } else { b"}}" };
+    let (mut outside, mut braces, mut quote, mut escaped) = (0, 0, None, false);
+    for (at, &byte) in text.as_bytes().iter().enumerate().skip(1) {
+        match quote {
+            Some(_) if escaped => escaped = false,
+            Some(_) if byte == b'\\' => escaped = true,
+            Some(open) if byte == open => quote = None,
+            Some(_) => {}
+            None if braces == 0 && text.as_bytes()[at..].starts_with(close) => {
+                return (outside, &text[at + 2..]);
+            }
+            None => {
+                match byte {
+                    b'"' | b'\'' => quote = Some(byte),
+                    b'{' => braces += 1,
+                    b'}' if braces > 0 => braces -= 1,
+                    _ => {}
+                }
+                outside += 1;
+            }
+        }
+    }
+    (outside, "")
 }
 
 /// Refuses an indentation, given by an argument, that is wider than any text.
@@ -114,4 +212,25 @@ fn check_widths(format: &str) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn expressions_are_measured_without_strings_and_comments() {
+        for (text, bytes) in [
+            ("no expression { at } all", 0),
+            ("{{abc}}", 3),
+            ("{%- if x -%}{{ y }}", 8),
+            ("{{ 'a long }} string \\' with all' }}", 3),
+            ("{# {{ a comment }} #}{{x}}", 1),
+            ("{{ never closed", 13),
+            ("{{ {'a': {'b': 1}} }}", 13),
+            ("{{x}}{% set y = {} %}{{ zz }}", 12),
+        ] {
+            assert_eq!(longest_expression_bytes(text), bytes, "{text}");
+        }
+    }
 }

@@ -14,7 +14,7 @@ use std::path::Path;
 
 use minijinja::{Environment, ErrorKind, Value};
 
-use crate::guard::guarded;
+use crate::guard::guarded_on_stack;
 use crate::{SpecialTokens, TextError, TextFiles};
 
 pub use request::{ChatRequest, Message};
@@ -75,9 +75,12 @@ impl ChatTemplate {
         } else {
             source::DEFAULT
         };
-        guarded("render the chat template", || {
+        let steps = limits::steps(request);
+        guarded_on_stack("render the chat template", limits::rendering_stack_bytes(steps), || {
+            let mut environment = self.environment.clone();
+            environment.set_fuel(Some(steps));
             let mut output = limits::BoundedOutput::default();
-            self.environment
+            environment
                 .get_template(name)
                 .and_then(|template| {
                     template.render_captured_to(self.context(request), &mut output).map(drop)
@@ -98,7 +101,7 @@ impl ChatTemplate {
             let Some(text) = text else { continue };
             limits::check_source(name, &text)?;
             let text = source::without_generation_blocks(&text);
-            guarded("compile the chat template", || {
+            guarded_on_stack("compile the chat template", limits::compiling_stack_bytes(&text), || {
                 environment.add_template_owned(name, text).map_err(|err| failure(name, &err))
             })?;
         }
