@@ -19,8 +19,8 @@ pub struct Executable {
 }
 
 impl Runtime {
-    /// Prepares the graph behind lazy arrays (built inside [`Runtime::trace`]), which stay lazy: each run leaves the value of `results[i].0` in the
-    /// persistent storage `results[i].1`. The arena is made large enough.
+    /// Prepares the graph behind lazy arrays (built inside [`Runtime::trace`]), which stay lazy: each run leaves the
+    /// value of `results[i].0` in the persistent storage `results[i].1`. The arena is made large enough.
     ///
     /// # Errors
     /// If a value is evaluated already, a pair differs in shape or type, a destination is not contiguous memory,

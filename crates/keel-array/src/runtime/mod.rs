@@ -5,7 +5,6 @@ mod host;
 mod stream;
 
 use std::cell::Cell;
-use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -49,11 +48,6 @@ impl Default for RuntimeOptions {
             program_cache_bytes: 16 << 20,
         }
     }
-}
-
-thread_local! {
-    /// True while this thread builds a graph inside [`Runtime::trace`].
-    static TRACING: Cell<bool> = const { Cell::new(false) };
 }
 
 struct Inner {
