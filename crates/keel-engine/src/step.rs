@@ -122,7 +122,7 @@ impl Stepper {
             if self.prepared.len() == STEPS_MAX {
                 self.prepared.remove(0);
             }
-            let executable = self.trace(runtime, model, cache.layers(), shape)?;
+            let executable = runtime.trace(|| self.trace(runtime, model, cache.layers(), shape))?;
             self.prepared.push((shape, executable));
         }
         match self.prepared.last() {
