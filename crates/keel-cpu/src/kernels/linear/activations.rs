@@ -1,11 +1,15 @@
 //! Activations as the block kernels read them.
 //!
 //! f32 rows are read where they are. For bf16 weights a row is rounded to bf16 and padded with a zero to an even
-//! length. For int8, each group of a row's inputs (the weights' groups) becomes `p = round(x / c)` with
-//! `c = max |x| / 127`; the row is `[K]` i8, then `[K / group]` of `(c, c * sum p)` as f32. With the sums of the
-//! *rounded* inputs the rounding errors meet `s q + b`, the weights themselves, rather than the larger `s q`.
+//! length.
+//!
+//! For int8, each group of a row's inputs (the weights' groups) becomes `p = round(x / c)` with
+//! `c = max |x| / 127`. The rows of a block, `M` of 8, 4, 2 or 1, lie together in the order in which they are
+//! read: for each group, `[group / 32][M][32]` of `p` as i8, then `[M]` of `(c, c * sum p)` as f32. With the sums
+//! of the *rounded* inputs the rounding errors meet `s q + b`, the weights themselves, rather than the larger `s q`.
 
-use super::format::WeightFormat;
+use super::format::{BLOCK, MAX_GROUP, WeightFormat};
+use super::rows::{RowBlock, RowMap, Segment};
 use super::{Compute, PackedLayout};
 use crate::isa::Isa;
 use crate::pool::Worker;
@@ -20,40 +24,62 @@ pub(super) fn row_bytes(layout: &PackedLayout, compute: Compute) -> usize {
     }
 }
 
-/// Prepares all rows of `x` in `scratch`, each worker its share. A barrier must follow.
+/// Prepares the rows of `segments` in `scratch`, each worker its share. A barrier must follow.
 pub(super) fn prepare(
     worker: &Worker<'_>,
     isa: Isa,
     layout: &PackedLayout,
     compute: Compute,
     x: &[f32],
+    (segments, map): (&[Segment], RowMap<'_>),
     scratch: SharedMut<'_, u8>,
 ) {
-    let (k, stride) = (layout.k(), row_bytes(layout, compute));
+    let (k, row_bytes) = (layout.k(), row_bytes(layout, compute));
     match (compute, layout.format()) {
         (Compute::Int8, WeightFormat::Affine { group, .. }) => {
             let groups = k / group;
-            for item in worker.split(x.len() / group, 1) {
-                let (row, g) = (item / groups, item % groups);
-                let values = row * stride + g * group;
-                let scales = row * stride + k + g * 8;
-                // SAFETY: each group of each row has bytes of its own, and one worker.
-                let (out, pair) =
-                    unsafe { (scratch.range(values..values + group), scratch.range(scales..scales + 8)) };
-                let (scale, sum) = quantise(isa, &x[item * group..(item + 1) * group], out);
-                pair[..4].copy_from_slice(&scale.to_ne_bytes());
-                pair[4..].copy_from_slice(&sum.to_ne_bytes());
+            let rows = segments.last().map_or(0, |last| last.end as usize);
+            let mut segment = segments.iter();
+            let mut current = segment.next();
+            for item in worker.split(rows * groups, 1) {
+                let (position, g) = (item / groups, item % groups);
+                while current.is_some_and(|current| position >= current.end as usize) {
+                    current = segment.next();
+                }
+                let block = current.expect("segments cover all positions").block(position);
+                let from = map.rows(position).0 * k + g * group;
+                let bytes = block.rows * (group + 8);
+                let start = block.start * row_bytes + g * bytes;
+                quantise_into(isa, &x[from..from + group], scratch.part(start..start + bytes), block);
             }
         }
         (Compute::Bf16, _) => {
             for row in worker.split(x.len() / k, 1) {
                 // SAFETY: each row has bytes of its own, and one worker.
-                let out = unsafe { scratch.range(row * stride..(row + 1) * stride) };
+                let out = unsafe { scratch.range(row * row_bytes..(row + 1) * row_bytes) };
                 round_to_bf16(&x[row * k..(row + 1) * k], out);
             }
         }
         _ => {}
     }
+}
+
+/// Quantises a row's share of one group of a block.
+fn quantise_into(isa: Isa, x: &[f32], out: SharedMut<'_, u8>, block: RowBlock) {
+    let (row, rows) = (block.row, block.rows);
+    let mut quantised = [0u8; MAX_GROUP];
+    let quantised = &mut quantised[..x.len()];
+    let (scale, sum) = quantise(isa, x, quantised);
+    for (part, values) in quantised.chunks_exact(BLOCK).enumerate() {
+        let at = (part * rows + row) * BLOCK;
+        // SAFETY: each row has bytes of its own, and one worker.
+        unsafe { out.range(at..at + BLOCK) }.copy_from_slice(values);
+    }
+    let at = rows * x.len() + row * 8;
+    // SAFETY: each row has bytes of its own, and one worker.
+    let pair = unsafe { out.range(at..at + 8) };
+    pair[..4].copy_from_slice(&scale.to_ne_bytes());
+    pair[4..].copy_from_slice(&sum.to_ne_bytes());
 }
 
 /// Quantises one group; its scale, and the scaled sum of what was written to `out` as i8.

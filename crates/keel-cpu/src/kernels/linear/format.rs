@@ -11,6 +11,9 @@ pub const TILE_ROWS: usize = LANES;
 /// bytes hold 32 values of each of 16 rows, whatever the number of bits.
 pub(super) const BLOCK: usize = 32;
 
+/// The largest group of affine weights.
+pub(super) const MAX_GROUP: usize = 128;
+
 /// A 16- or 32-bit float type of stored weights, scales or biases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FloatType {

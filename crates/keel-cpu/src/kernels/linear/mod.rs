@@ -47,6 +47,7 @@ mod format;
 mod lanes;
 mod pack;
 mod routing;
+mod rows;
 mod schedule;
 
 pub use format::{FloatType, PackedLayout, TILE_ROWS, WeightFormat, packed_bytes};
@@ -56,7 +57,8 @@ use crate::isa::Isa;
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use block::{BlockFn, Kernel};
-use schedule::{Call, RowMap};
+use rows::{RowMap, Segment};
+use schedule::Call;
 
 /// The arithmetic of a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -145,7 +147,8 @@ impl Linear {
 
     /// Scratch that [`Linear::run_gathered`] needs for `rows` rows of x and `outputs` rows of y.
     pub fn gathered_scratch_bytes(&self, rows: usize, outputs: usize) -> usize {
-        routing::bytes(outputs, self.layout.matrices()) + self.scratch_bytes(rows)
+        let prepared = if self.compute == Compute::Int8 { outputs } else { rows };
+        routing::bytes(outputs, self.layout.matrices()) + self.scratch_bytes(prepared)
     }
 
     /// `y = x W^T`, or `y += x W^T`.
@@ -171,17 +174,8 @@ impl Linear {
         let rows = x.len() / self.layout.k();
         assert_eq!(self.layout.matrices(), 1, "a stack of weight matrices needs `run_gathered`");
         self.check(weights, x, y, rows, scratch.len() >= self.scratch_bytes(rows));
-        activations::prepare(worker, self.isa, &self.layout, self.compute, x, scratch);
-        if self.scratch_bytes(rows) > 0 {
-            worker.barrier();
-        }
-        let call = self.call(weights, x, y, epilogue, scratch);
-        schedule::run(
-            worker,
-            &call,
-            &[routing::Segment { matrix: 0, start: 0, end: rows as u32 }],
-            RowMap::Same,
-        );
+        let segments = [Segment { matrix: 0, start: 0, end: rows as u32 }];
+        self.run_segments(worker, weights, x, (&segments, RowMap::Same), y, epilogue, scratch);
     }
 
     /// `y[r] = x[r / fanout] W[experts[r]]^T` over a stack of matrices, where `fanout` is the rows of y for each row of x.
@@ -216,12 +210,42 @@ impl Linear {
             // SAFETY: nobody else touches the table before the barrier.
             routing::sort(experts, self.layout.matrices(), unsafe { routing::words_mut(table) });
         }
-        activations::prepare(worker, self.isa, &self.layout, self.compute, x, scratch);
         worker.barrier();
         // SAFETY: after the barrier nobody writes the table.
         let (order, segments) = routing::read(unsafe { routing::words(table) }, outputs);
-        let call = self.call(weights, x, y, Epilogue::Store, scratch);
-        schedule::run(worker, &call, segments, RowMap::Gathered { order, fanout: outputs / rows });
+        let map = RowMap::Gathered { order, fanout: outputs / rows };
+        self.run_segments(worker, weights, x, (segments, map), y, Epilogue::Store, scratch);
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "what `run` takes, and the rows")]
+    fn run_segments(
+        &self,
+        worker: &Worker<'_>,
+        weights: &[u8],
+        x: &[f32],
+        rows: (&[Segment], RowMap<'_>),
+        y: SharedMut<'_, f32>,
+        epilogue: Epilogue,
+        scratch: SharedMut<'_, u8>,
+    ) {
+        let row_bytes = activations::row_bytes(&self.layout, self.compute);
+        let (mut x_rows, mut x_stride) = (x.as_ptr().cast(), self.layout.k() * size_of::<f32>());
+        if row_bytes > 0 {
+            activations::prepare(worker, self.isa, &self.layout, self.compute, x, rows, scratch);
+            worker.barrier();
+            (x_rows, x_stride) = (scratch.as_ptr().cast_const(), row_bytes);
+        }
+        let call = Call {
+            layout: &self.layout,
+            blocks: self.blocks,
+            weights,
+            x: x_rows,
+            x_stride,
+            x_in_blocks: self.compute == Compute::Int8,
+            y,
+            add: epilogue == Epilogue::Add,
+        };
+        schedule::run(worker, &call, rows.0, rows.1);
     }
 
     fn check(&self, weights: &[u8], x: &[f32], y: SharedMut<'_, f32>, outputs: usize, scratch_fits: bool) {
@@ -230,29 +254,5 @@ impl Linear {
         assert!(x.len().is_multiple_of(layout.k()), "x has {} values, not rows of {}", x.len(), layout.k());
         assert_eq!(y.len(), outputs * layout.n(), "values of y, [{outputs}, {}]", layout.n());
         assert!(scratch_fits, "the scratch is too small");
-    }
-
-    fn call<'a>(
-        &'a self,
-        weights: &'a [u8],
-        x: &'a [f32],
-        y: SharedMut<'a, f32>,
-        epilogue: Epilogue,
-        scratch: SharedMut<'a, u8>,
-    ) -> Call<'a> {
-        let prepared = activations::row_bytes(&self.layout, self.compute);
-        let (x, x_stride) = match prepared {
-            0 => (x.as_ptr().cast(), self.layout.k() * 4),
-            stride => (scratch.as_ptr().cast_const(), stride),
-        };
-        Call {
-            layout: &self.layout,
-            blocks: self.blocks,
-            weights,
-            x,
-            x_stride,
-            y,
-            add: epilogue == Epilogue::Add,
-        }
     }
 }

@@ -100,27 +100,31 @@ fn planes(bits: usize) -> &'static [Plane] {
 }
 
 impl Plane {
-    /// Byte of the block, and shift within it, of the field of input `i < 32` of a row.
-    fn field(self, row: usize, i: usize) -> (usize, usize) {
+    /// Where in the block the four fields of `quad < 8` of a row lie, and the shift of each within its byte.
+    fn fields(self, row: usize, quad: usize) -> (usize, usize) {
         let fields = 8 / self.width;
-        let (quad, lane_byte) = (i / 4, 4 * row + i % 4);
-        (self.at + quad / fields * 64 + lane_byte, quad % fields * self.width)
+        (self.at + quad / fields * 64 + 4 * row, quad % fields * self.width)
     }
 
-    fn mask(self) -> u8 {
-        ((1u16 << self.width) - 1) as u8
+    /// The mask of four fields, unshifted.
+    fn mask(self) -> u32 {
+        ((1 << self.width) - 1) * 0x0101_0101
     }
 }
 
 fn pack_quants(quants: &[u8], layout: &PackedLayout, bits: usize, group: usize, out: &mut [u8]) {
     assert!(quants.iter().all(|q| usize::from(*q) < 1 << bits), "a quantised value of more than {bits} bits");
     for plane in planes(bits) {
+        let (places, mask) = (std::array::from_fn::<_, 8, _>(|quad| plane.fields(0, quad)), plane.mask());
         for (row, quants) in quants.chunks_exact(layout.k()).enumerate() {
             for (block, quants) in quants.chunks_exact(BLOCK).enumerate() {
-                let out = &mut out[block_at(layout, bits, group, block)..];
-                for (i, q) in quants.iter().enumerate() {
-                    let (byte, shift) = plane.field(row, i);
-                    out[byte] |= ((q >> plane.low) & plane.mask()) << shift;
+                let at = block_at(layout, bits, group, block) + 4 * row;
+                let (quads, _) = quants.as_chunks::<4>();
+                for (quad, (at_quad, shift)) in quads.iter().zip(places) {
+                    let word = &mut out[at + at_quad..at + at_quad + 4];
+                    let fields = ((u32::from_le_bytes(*quad) >> plane.low) & mask) << shift;
+                    let merged = u32::from_le_bytes(word.try_into().expect("four bytes")) | fields;
+                    word.copy_from_slice(&merged.to_le_bytes());
                 }
             }
         }
@@ -177,25 +181,27 @@ pub fn unpack_row(layout: &PackedLayout, bytes: &[u8], matrix: usize, row: usize
         }
         WeightFormat::Affine { bits, group, params } => {
             for (unit, out) in tile.chunks_exact(layout.unit_bytes()).zip(out.chunks_exact_mut(group)) {
-                let (quants, tail) = unit.split_at(group * bits * 2);
+                let (blocks, tail) = unit.split_at(group * bits * 2);
                 let scale = get_float(tail, row * params.bytes(), params);
                 let bias = get_float(tail, (TILE_ROWS + row) * params.bytes(), params);
-                for (block, out) in quants.chunks_exact(64 * bits).zip(out.chunks_exact_mut(BLOCK)) {
-                    for (i, out) in out.iter_mut().enumerate() {
-                        *out = scale.mul_add(f32::from(quant(block, bits, row, i)), bias);
-                    }
+                for (i, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                    let (block, quad) = (i / (BLOCK / 4), i % (BLOCK / 4));
+                    let block = &blocks[block * 64 * bits..(block + 1) * 64 * bits];
+                    *out = quants(block, bits, row, quad).map(|q| scale.mul_add(f32::from(q), bias));
                 }
             }
         }
     }
 }
 
-/// Input `i < 32` of a row of a block.
-fn quant(block: &[u8], bits: usize, row: usize, i: usize) -> u8 {
-    planes(bits).iter().fold(0, |q, plane| {
-        let (byte, shift) = plane.field(row, i);
-        q | (((block[byte] >> shift) & plane.mask()) << plane.low)
-    })
+/// Inputs `4 * quad .. 4 * quad + 4` of a row of a block.
+fn quants(block: &[u8], bits: usize, row: usize, quad: usize) -> [u8; 4] {
+    let merged = planes(bits).iter().fold(0, |quants, plane| {
+        let (at, shift) = plane.fields(row, quad);
+        let word = u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);
+        quants | (((word >> shift) & plane.mask()) << plane.low)
+    });
+    merged.to_le_bytes()
 }
 
 #[cfg(test)]

@@ -3,16 +3,8 @@
 //! The table, in u32 words: number of segments, then `order` `[R]`, then segments `[min(E, R)]` of three
 //! words, then `[E]` counters that only the sort uses.
 
+use super::rows::Segment;
 use crate::shared_slice::SharedMut;
-
-/// Rows that go through one matrix, as positions in the sorted order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub(super) struct Segment {
-    pub matrix: u32,
-    pub start: u32,
-    pub end: u32,
-}
 
 const SEGMENT_WORDS: usize = 3;
 const _: () = assert!(size_of::<Segment>() == SEGMENT_WORDS * 4 && align_of::<Segment>() == 4);

@@ -6,7 +6,7 @@
 
 use super::block::{Block, BlockFn, MAX_ROWS, PAIR};
 use super::format::{PackedLayout, TILE_ROWS};
-use super::routing::Segment;
+use super::rows::{RowBlock, RowMap, Segment};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use std::ops::Range;
@@ -28,34 +28,18 @@ pub(super) struct Call<'a> {
     pub weights: &'a [u8],
     /// Prepared activations.
     pub x: *const u8,
+    /// Bytes of one row.
     pub x_stride: usize,
+    /// The rows of x lie in the order of positions, those of a block together; else as in x.
+    pub x_in_blocks: bool,
     pub y: SharedMut<'a, f32>,
     pub add: bool,
-}
-
-/// Where a row of a segment comes from and goes to.
-#[derive(Clone, Copy)]
-pub(super) enum RowMap<'a> {
-    /// Row `i` of x makes row `i` of y.
-    Same,
-    /// Position `i` of the sorted order makes row `r = order[i]` of y from row `r / fanout` of x.
-    Gathered { order: &'a [u32], fanout: usize },
-}
-
-impl RowMap<'_> {
-    /// Rows of x and y of position `i`.
-    fn rows(self, i: usize) -> (usize, usize) {
-        match self {
-            RowMap::Same => (i, i),
-            RowMap::Gathered { order, fanout } => (order[i] as usize / fanout, order[i] as usize),
-        }
-    }
 }
 
 /// Some tile pairs of a matrix, for some positions.
 #[derive(Clone)]
 struct Unit {
-    matrix: usize,
+    segment: Segment,
     pairs: Range<usize>,
     positions: Range<usize>,
 }
@@ -101,7 +85,7 @@ impl<'a> Cut<'a> {
         let (chunk, pair) = ((index - *first) / per_chunk, (index - *first) % per_chunk * self.unit_pairs);
         let start = segment.start as usize + chunk * self.chunk_rows;
         Unit {
-            matrix: segment.matrix as usize,
+            segment,
             pairs: pair..(pair + self.unit_pairs).min(self.pairs),
             positions: start..(start + self.chunk_rows).min(segment.end as usize),
         }
@@ -119,8 +103,8 @@ pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], ma
         let next = units.next();
         for pair in unit.pairs.clone() {
             let ahead = match &next {
-                _ if pair + 1 < unit.pairs.end => Some(tile(call, unit.matrix, (pair + 1) * PAIR)),
-                Some(next) => Some(tile(call, next.matrix, next.pairs.start * PAIR)),
+                _ if pair + 1 < unit.pairs.end => Some(tile(call, &unit.segment, (pair + 1) * PAIR)),
+                Some(next) => Some(tile(call, &next.segment, next.pairs.start * PAIR)),
                 None => None,
             };
             run_pair(call, &unit, pair, ahead, map);
@@ -129,37 +113,39 @@ pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], ma
     }
 }
 
-/// Where tile `tile` of a matrix begins.
-fn tile(call: &Call<'_>, matrix: usize, tile: usize) -> *const u8 {
-    &raw const call.weights[(matrix * call.layout.tiles() + tile) * call.layout.tile_bytes()]
+/// Where tile `tile` of a segment's matrix begins.
+fn tile(call: &Call<'_>, segment: &Segment, tile: usize) -> *const u8 {
+    &raw const call.weights[(segment.matrix as usize * call.layout.tiles() + tile) * call.layout.tile_bytes()]
 }
 
 /// One pair of tiles against all positions of a unit, in blocks of 8, then 4, 2 and 1.
 fn run_pair(call: &Call<'_>, unit: &Unit, pair: usize, mut ahead: Option<*const u8>, map: RowMap<'_>) {
     let n = call.layout.n();
     let column = pair * PAIR * TILE_ROWS;
-    let left = tile(call, unit.matrix, pair * PAIR);
+    let left = tile(call, &unit.segment, pair * PAIR);
     // The right tile of the last pair may be missing: the left one stands in, and nothing is written.
     let has_right = column + TILE_ROWS < n;
     let tiles = if has_right { [left, left.wrapping_add(call.layout.tile_bytes())] } else { [left, left] };
     let columns =
         [TILE_ROWS.min(n - column), if has_right { TILE_ROWS.min(n - column - TILE_ROWS) } else { 0 }];
-    let mut positions = unit.positions.clone();
-    while !positions.is_empty() {
-        let size = positions.len().min(MAX_ROWS).ilog2();
+    let mut position = unit.positions.start;
+    while position < unit.positions.end {
+        let RowBlock { rows, .. } = unit.segment.block(position);
         let mut x = [call.x; MAX_ROWS];
         let mut y = [std::ptr::null_mut(); MAX_ROWS];
-        for (i, position) in positions.by_ref().take(1 << size).enumerate() {
-            let (from, to) = map.rows(position);
-            x[i] = call.x.wrapping_add(from * call.x_stride);
+        for row in 0..rows {
+            let (from, to) = map.rows(position + row);
+            let x_row = if call.x_in_blocks { position } else { from };
+            x[row] = call.x.wrapping_add(x_row * call.x_stride);
             let start = to * n + column;
             // SAFETY: these columns of this row belong to this pair of this position alone.
-            y[i] = unsafe { call.y.range(start..start + columns[0] + columns[1]) }.as_mut_ptr();
+            y[row] = unsafe { call.y.range(start..start + columns[0] + columns[1]) }.as_mut_ptr();
         }
         let block = Block { layout: call.layout, tiles, ahead: ahead.take(), x, y, columns, add: call.add };
         // SAFETY: `Linear::new` has checked the CPU and chose the kernel for the layout; tiles, rows and
         // outputs lie within slices whose lengths were checked.
-        unsafe { call.blocks[size as usize](&block) }
+        unsafe { call.blocks[rows.ilog2() as usize](&block) }
+        position += rows;
     }
 }
 
@@ -176,7 +162,7 @@ mod tests {
         for index in 0..cut.len() {
             let unit = cut.unit(index, &mut at, &mut first);
             for position in unit.positions {
-                assert_eq!(unit.matrix, if position < 20 { 2 } else { 5 });
+                assert_eq!(unit.segment.matrix, if position < 20 { 2 } else { 5 });
                 for pair in unit.pairs.clone() {
                     seen[position][pair] += 1;
                 }

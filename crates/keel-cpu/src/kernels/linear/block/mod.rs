@@ -33,7 +33,7 @@ pub(super) struct Block<'a> {
     pub tiles: [*const u8; PAIR],
     /// Bytes to ask for while the tiles are read, as many: the tiles that come next. May be any address.
     pub ahead: Option<*const u8>,
-    /// Where the prepared activations of each row begin, see `activations`.
+    /// Where the activations of each row begin; the whole block's where they are quantised, see `activations`.
     pub x: [*const u8; MAX_ROWS],
     /// Where the outputs of each row begin, at the pair's first column.
     pub y: [*mut f32; MAX_ROWS],

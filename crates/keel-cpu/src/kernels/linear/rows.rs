@@ -1,0 +1,86 @@
+//! Positions: the order in which a call computes its rows, and how that order is cut into blocks.
+
+use super::block::MAX_ROWS;
+
+/// Rows that go through one matrix, as positions in the sorted order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct Segment {
+    pub matrix: u32,
+    pub start: u32,
+    pub end: u32,
+}
+
+/// Where a position lies among the rows that are computed together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RowBlock {
+    /// First position of the block.
+    pub start: usize,
+    /// Its rows: 8, 4, 2 or 1.
+    pub rows: usize,
+    /// The position asked for, counted from the first.
+    pub row: usize,
+}
+
+impl Segment {
+    /// The block of a position: blocks of 8 from the segment's start on, then one each of 4, 2 and 1 as needed.
+    pub(super) fn block(&self, position: usize) -> RowBlock {
+        let (from, end) = (self.start as usize, self.end as usize);
+        assert!((from..end).contains(&position), "position {position} of {self:?}");
+        let mut start = from + (position - from) / MAX_ROWS * MAX_ROWS;
+        let mut rows = MAX_ROWS;
+        loop {
+            if start + rows <= end {
+                if position < start + rows {
+                    return RowBlock { start, rows, row: position - start };
+                }
+                start += rows;
+            }
+            rows /= 2;
+        }
+    }
+}
+
+/// Where a row of a segment comes from and goes to.
+#[derive(Clone, Copy)]
+pub(super) enum RowMap<'a> {
+    /// Row `i` of x makes row `i` of y.
+    Same,
+    /// Position `i` of the sorted order makes row `r = order[i]` of y from row `r / fanout` of x.
+    Gathered { order: &'a [u32], fanout: usize },
+}
+
+impl RowMap<'_> {
+    /// Rows of x and y of position `i`.
+    pub(super) fn rows(self, i: usize) -> (usize, usize) {
+        match self {
+            RowMap::Same => (i, i),
+            RowMap::Gathered { order, fanout } => (order[i] as usize / fanout, order[i] as usize),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_of_a_segment_follow_each_other() {
+        for len in 1..=33 {
+            let segment = Segment { matrix: 0, start: 5, end: 5 + len };
+            let mut sizes = Vec::new();
+            let mut position = 5;
+            while position < segment.end as usize {
+                let block = segment.block(position);
+                assert_eq!((block.start, block.row), (position, 0));
+                for row in 0..block.rows {
+                    assert_eq!(segment.block(position + row), RowBlock { row, ..block });
+                }
+                sizes.push(block.rows);
+                position += block.rows;
+            }
+            assert_eq!(sizes.iter().sum::<usize>(), len as usize);
+            assert!(sizes.is_sorted_by(|a, b| a > b || *a == MAX_ROWS), "{sizes:?}");
+        }
+    }
+}
