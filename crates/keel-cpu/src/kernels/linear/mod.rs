@@ -56,7 +56,7 @@ pub use pack::{Rows, pack, unpack_row};
 use crate::isa::Isa;
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
-use block::{BlockFn, Kernel};
+use block::{BlockFns, Kernel};
 use rows::{RowMap, Segment};
 use schedule::Call;
 
@@ -107,8 +107,7 @@ pub struct Linear {
     layout: PackedLayout,
     compute: Compute,
     isa: Isa,
-    /// For 1, 2, 4 and 8 rows.
-    blocks: [BlockFn; 4],
+    blocks: BlockFns,
 }
 
 impl Linear {

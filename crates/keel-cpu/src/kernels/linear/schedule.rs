@@ -4,9 +4,9 @@
 //! machine may be shared and a fixed half would wait for the slower worker. A chunk's activations stay in the
 //! second-level cache while the weights stream past; while a pair is computed, the next is asked for.
 
-use super::block::{Block, BlockFn, MAX_ROWS, PAIR};
+use super::block::{Block, BlockFns, MAX_ROWS, PAIR};
 use super::format::{PackedLayout, TILE_ROWS};
-use super::rows::{RowBlock, RowMap, Segment};
+use super::rows::{RowMap, Segment};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use std::ops::Range;
@@ -23,8 +23,7 @@ const UNITS_PER_WORKER: usize = 8;
 /// What the blocks of one call have in common.
 pub(super) struct Call<'a> {
     pub layout: &'a PackedLayout,
-    /// For 1, 2, 4 and 8 rows.
-    pub blocks: [BlockFn; 4],
+    pub blocks: BlockFns,
     pub weights: &'a [u8],
     /// Prepared activations.
     pub x: *const u8,
@@ -130,22 +129,27 @@ fn run_pair(call: &Call<'_>, unit: &Unit, pair: usize, mut ahead: Option<*const 
         [TILE_ROWS.min(n - column), if has_right { TILE_ROWS.min(n - column - TILE_ROWS) } else { 0 }];
     let mut position = unit.positions.start;
     while position < unit.positions.end {
-        let RowBlock { rows, .. } = unit.segment.block(position);
-        let mut x = [call.x; MAX_ROWS];
-        let mut y = [std::ptr::null_mut(); MAX_ROWS];
-        for row in 0..rows {
-            let (from, to) = map.rows(position + row);
-            let x_row = if call.x_in_blocks { position } else { from };
-            x[row] = call.x.wrapping_add(x_row * call.x_stride);
-            let start = to * n + column;
-            // SAFETY: these columns of this row belong to this pair of this position alone.
-            y[row] = unsafe { call.y.range(start..start + columns[0] + columns[1]) }.as_mut_ptr();
+        let block_rows = unit.segment.block(position).rows;
+        let (part_rows, compute) = call.blocks.part(block_rows);
+        for first_row in (0..block_rows).step_by(part_rows) {
+            let mut x = [call.x.wrapping_add(position * call.x_stride); MAX_ROWS];
+            let mut y = [std::ptr::null_mut(); MAX_ROWS];
+            for row in 0..part_rows {
+                let (from, to) = map.rows(position + first_row + row);
+                if !call.x_in_blocks {
+                    x[row] = call.x.wrapping_add(from * call.x_stride);
+                }
+                let start = to * n + column;
+                // SAFETY: these columns of this row belong to this pair of this position alone.
+                y[row] = unsafe { call.y.range(start..start + columns[0] + columns[1]) }.as_mut_ptr();
+            }
+            let (layout, add, ahead) = (call.layout, call.add, ahead.take());
+            let block = Block { layout, tiles, ahead, x, block_rows, first_row, y, columns, add };
+            // SAFETY: `Linear::new` has checked the CPU and chose the kernel for the layout; tiles, rows and
+            // outputs lie within slices whose lengths were checked.
+            unsafe { compute(&block) }
         }
-        let block = Block { layout: call.layout, tiles, ahead: ahead.take(), x, y, columns, add: call.add };
-        // SAFETY: `Linear::new` has checked the CPU and chose the kernel for the layout; tiles, rows and
-        // outputs lie within slices whose lengths were checked.
-        unsafe { call.blocks[rows.ilog2() as usize](&block) }
-        position += rows;
+        position += block_rows;
     }
 }
 

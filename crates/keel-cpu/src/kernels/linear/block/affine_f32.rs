@@ -1,7 +1,7 @@
 //! Affine weights dequantised to f32, f32 activations.
 
 use super::super::WeightFormat;
-use super::super::format::TILE_ROWS;
+use super::super::format::{BLOCK, TILE_ROWS};
 use super::super::lanes::Lanes;
 use super::unpack::{for_each_quad, params, quad};
 use super::{Block, PAIR};
@@ -27,16 +27,20 @@ pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(blo
             let at = at.map(|at| at.add(TILE_ROWS * float.bytes()));
             let bias = [params::<S>(at[0], float), params::<S>(at[1], float)];
             let mut dots = [[S::splat(0.0); PAIR]; M];
-            for part in 0..group / 32 {
+            for part in 0..group / BLOCK {
                 let w = tiles.map(|tile| tile.add(part * 64 * BITS));
-                let k = g * group + part * 32;
+                // Through memory, so that the multiply-adds are a loop rather than 32 copies of themselves.
+                let mut quads = [[S::splat_i(0); PAIR]; BLOCK / 4];
                 for_each_quad!(J => {
-                    let quads = [quad::<S, BITS, J>(w[0]), quad::<S, BITS, J>(w[1])];
-                    input::<S, 0, M>(&mut dots, quads, scale, bias, &x, k + 4 * J);
-                    input::<S, 8, M>(&mut dots, quads, scale, bias, &x, k + 4 * J + 1);
-                    input::<S, 16, M>(&mut dots, quads, scale, bias, &x, k + 4 * J + 2);
-                    input::<S, 24, M>(&mut dots, quads, scale, bias, &x, k + 4 * J + 3);
+                    quads[J] = [quad::<S, BITS, J>(w[0]), quad::<S, BITS, J>(w[1])];
                 });
+                for (j, quads) in quads.into_iter().enumerate() {
+                    let k = g * group + part * BLOCK + 4 * j;
+                    input::<S, 0, M>(&mut dots, quads, scale, bias, &x, k);
+                    input::<S, 8, M>(&mut dots, quads, scale, bias, &x, k + 1);
+                    input::<S, 16, M>(&mut dots, quads, scale, bias, &x, k + 2);
+                    input::<S, 24, M>(&mut dots, quads, scale, bias, &x, k + 3);
+                }
             }
             for t in 0..PAIR {
                 for m in 0..M {

@@ -29,8 +29,25 @@ pub(in super::super) enum Kernel {
     Bf16Dots,
 }
 
-/// The functions of `kernel` at `isa` for 1, 2, 4 and 8 rows.
-pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel) -> [BlockFn; 4] {
+/// A kernel's functions at one level.
+#[derive(Clone, Copy, Debug)]
+pub(in super::super) struct BlockFns {
+    /// For 1, 2, 4 and 8 rows; those above `most_rows` repeat the last.
+    by_rows: [BlockFn; 4],
+    /// As many as the level's registers hold: a larger block is computed in parts.
+    most_rows: usize,
+}
+
+impl BlockFns {
+    /// Rows of a part of a block of `rows`, and the function for them.
+    pub(in super::super) fn part(&self, rows: usize) -> (usize, BlockFn) {
+        let rows = rows.min(self.most_rows);
+        (rows, self.by_rows[rows.ilog2() as usize])
+    }
+}
+
+/// The functions of `kernel` at `isa`.
+pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel) -> BlockFns {
     match isa {
         Isa::Portable => portable::fns(kernel),
         #[cfg(target_arch = "x86_64")]
@@ -46,7 +63,7 @@ pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel) -> [BlockFn; 4] {
 
 /// The module of one level: every kernel as a function compiled for the level's features.
 macro_rules! level {
-    ($name:ident, $lanes:ty $(, $features:literal)?) => {
+    ($name:ident, $lanes:ty, [$one:literal $two:literal $four:literal $eight:literal] $(, $features:literal)?) => {
         mod $name {
             use super::*;
             use crate::kernels::linear::block::{affine_f32, dense, int8};
@@ -67,16 +84,16 @@ macro_rules! level {
                 unsafe { dense::dense::<$lanes, D, M>(block) }
             }
 
-            pub(super) fn fns(kernel: Kernel) -> [BlockFn; 4] {
+            pub(super) fn fns(kernel: Kernel) -> BlockFns {
                 macro_rules! rows {
                     ($f:ident $arg:tt) => {
-                        [$f::<$arg, 1>, $f::<$arg, 2>, $f::<$arg, 4>, $f::<$arg, 8>]
+                        [$f::<$arg, $one>, $f::<$arg, $two>, $f::<$arg, $four>, $f::<$arg, $eight>]
                     };
                     ($f:ident $arg:path) => {
-                        [$f::<$arg, 1>, $f::<$arg, 2>, $f::<$arg, 4>, $f::<$arg, 8>]
+                        [$f::<$arg, $one>, $f::<$arg, $two>, $f::<$arg, $four>, $f::<$arg, $eight>]
                     };
                 }
-                match kernel {
+                let by_rows: [BlockFn; 4] = match kernel {
                     Kernel::Int8(2) => rows!(int8 2),
                     Kernel::Int8(3) => rows!(int8 3),
                     Kernel::Int8(4) => rows!(int8 4),
@@ -93,16 +110,17 @@ macro_rules! level {
                     Kernel::F16 => rows!(dense dense::F16),
                     Kernel::Bf16 => rows!(dense dense::Bf16),
                     Kernel::Bf16Dots => rows!(dense dense::Bf16Dots),
-                }
+                };
+                BlockFns { by_rows, most_rows: $eight }
             }
         }
     };
 }
 
-level!(portable, Portable);
+level!(portable, Portable, [1 1 1 1]);
 #[cfg(target_arch = "x86_64")]
-level!(avx2, Avx2, "avx2,fma,f16c");
+level!(avx2, Avx2, [1 2 4 4], "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-level!(avx512, Avx512<false>, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+level!(avx512, Avx512<false>, [1 2 4 8], "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-level!(avx512_dots, Avx512<true>, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c");
+level!(avx512_dots, Avx512<true>, [1 2 4 8], "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c");

@@ -18,7 +18,7 @@ mod unpack;
 
 use super::format::TILE_ROWS;
 use super::lanes::Lanes;
-pub(super) use dispatch::{BlockFn, Kernel, block_fns};
+pub(super) use dispatch::{BlockFns, Kernel, block_fns};
 
 /// Tiles computed together: each activation that is loaded serves both.
 pub(super) const PAIR: usize = 2;
@@ -33,8 +33,11 @@ pub(super) struct Block<'a> {
     pub tiles: [*const u8; PAIR],
     /// Bytes to ask for while the tiles are read, as many: the tiles that come next. May be any address.
     pub ahead: Option<*const u8>,
-    /// Where the activations of each row begin; the whole block's where they are quantised, see `activations`.
+    /// Where the activations of each row begin. Where they are quantised: of the whole block, see `activations`,
+    /// which has `block_rows`, the first of them `first_row`.
     pub x: [*const u8; MAX_ROWS],
+    pub block_rows: usize,
+    pub first_row: usize,
     /// Where the outputs of each row begin, at the pair's first column.
     pub y: [*mut f32; MAX_ROWS],
     /// Columns of each tile that exist; 0 for a repeated tile.

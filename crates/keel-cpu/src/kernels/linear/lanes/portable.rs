@@ -1,4 +1,4 @@
-//! Lanes as plain arrays.
+//! Lanes as plain arrays. Multiply-adds stay calls: inlined into the unrolled kernels they would be megabytes.
 
 use super::{LANES, Lanes};
 use half::f16;
@@ -41,14 +41,14 @@ impl Lanes for Portable {
     unsafe fn or(a: Self::I, b: Self::I) -> Self::I {
         from_fn(|i| a[i] | b[i])
     }
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn dot_u8_i8<const BITS: usize>(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
         from_fn(|i| {
             let products = |j: u32| i32::from((w[i] >> (8 * j)) as u8) * i32::from((x[i] >> (8 * j)) as i8);
             acc[i].wrapping_add((products(0) + products(1) + products(2) + products(3)) as u32)
         })
     }
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn dot_bf16(acc: Self::F, w: Self::I, x: Self::I) -> Self::F {
         from_fn(|i| {
             let low = bf16(w[i] & 0xffff).mul_add(bf16(x[i] & 0xffff), acc[i]);
@@ -102,7 +102,7 @@ impl Lanes for Portable {
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| a[i] * b[i])
     }
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
         from_fn(|i| a[i].mul_add(b[i], c[i]))
     }
