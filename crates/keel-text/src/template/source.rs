@@ -70,12 +70,12 @@ pub(super) fn without_generation_blocks(text: &str) -> String {
     while let Some(start) = rest.find("{%") {
         let (before, tag) = rest.split_at(start);
         out.push_str(before);
-        let Some(end) = tag.find("%}") else {
+        let Some(inner_bytes) = tag[2..].find("%}") else {
             rest = tag;
             break;
         };
-        let (tag, after) = tag.split_at(end + 2);
-        let words = tag[2..end].trim_matches(['-', '+']).trim();
+        let (tag, after) = tag.split_at(2 + inner_bytes + 2);
+        let words = tag[2..2 + inner_bytes].trim_matches(['-', '+']).trim();
         match words {
             "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
             "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
@@ -128,5 +128,8 @@ mod tests {
         let text = "a{%- generation -%}b{% endgeneration %}{% set generation = 1 %}{{ generation }}{% ";
         let plain = "a{%- if true -%}b{% endif %}{% set generation = 1 %}{{ generation }}{% ";
         assert_eq!(without_generation_blocks(text), plain);
+        for odd in ["{%}", "{%%}", "{%-%}", "%}{%", ""] {
+            assert_eq!(without_generation_blocks(odd), odd);
+        }
     }
 }

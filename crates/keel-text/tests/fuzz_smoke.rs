@@ -1,0 +1,174 @@
+//! Damaged files through everything that opens them: 20,000 seeded mutations, no panics.
+//!
+//! `fuzz/` runs the same function on inputs that libFuzzer finds. To look at one case again, run
+//! `KEEL_FUZZ_CASE=1234 cargo test -p keel-text --test fuzz_smoke`.
+
+mod common;
+#[path = "common/exercise.rs"]
+mod exercise;
+
+use common::{asset, files_of};
+use exercise::{Input, exercise};
+
+const MUTATIONS: u64 = 20_000;
+const WORKERS: usize = 4;
+
+#[test]
+fn damaged_files_never_panic() {
+    let bases = bases();
+    if let Ok(case) = std::env::var("KEEL_FUZZ_CASE") {
+        run_case(&bases, case.parse().unwrap());
+        return;
+    }
+    let opened: u64 = std::thread::scope(|scope| {
+        let bases = &bases;
+        let worker = move |first: u64| {
+            (first..MUTATIONS).step_by(WORKERS).filter(|&case| run_case(bases, case)).count() as u64
+        };
+        let workers: Vec<_> = (0..WORKERS as u64).map(|first| scope.spawn(move || worker(first))).collect();
+        workers.into_iter().map(|worker| worker.join().unwrap()).sum()
+    });
+    // Mutations that all break, or none, would test nothing.
+    assert!((MUTATIONS / 10..MUTATIONS * 9 / 10).contains(&opened), "{opened} of {MUTATIONS} opened");
+}
+
+/// Runs one mutation; whether everything opened. A panic is reported with the number of the case.
+fn run_case(bases: &[Input], case: u64) -> bool {
+    let mut random = Random(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
+    let mut input = bases[random.below(bases.len())].clone();
+    mutate(&mut input, &mut random);
+    match std::panic::catch_unwind(|| exercise(&input)) {
+        Ok(opened) => opened,
+        Err(_) => panic!("case {case} panicked"),
+    }
+}
+
+/// The checkpoints under `assets`, and every template with them.
+fn bases() -> Vec<Input> {
+    let mut bases = Vec::new();
+    for name in ["byte_level", "byte_tokens"] {
+        let files = files_of(name);
+        for template in ["chatml", "qwen_like", "gemma_like", "llama_like", "python_isms"] {
+            bases.push(Input {
+                tokenizer: files.tokenizer.clone(),
+                tokenizer_config: files.tokenizer_config.clone(),
+                config: files.config.clone(),
+                generation_config: files.generation_config.clone(),
+                template: std::fs::read(asset("templates").join(format!("{template}.jinja"))).unwrap(),
+            });
+        }
+    }
+    bases
+}
+
+/// Damages one file of the input in one to four places, and leaves out the files that do not meet it.
+fn mutate(input: &mut Input, random: &mut Random) {
+    let file = match random.below(7) {
+        0..3 => {
+            input.template.clear();
+            &mut input.tokenizer
+        }
+        3..5 => {
+            input.tokenizer.clear();
+            &mut input.template
+        }
+        5 => &mut input.tokenizer_config,
+        _ if random.below(2) == 0 => &mut input.config,
+        _ => &mut input.generation_config,
+    };
+    for _ in 0..=random.below(4) {
+        mutate_once(file, random);
+    }
+}
+
+/// Words that mean something to one of the parsers.
+const WORDS: [&str; 40] = [
+    "null",
+    "-1",
+    "0",
+    "1e999",
+    "4294967295",
+    "18446744073709551616",
+    "\"\"",
+    "[]",
+    "{}",
+    "true",
+    "\u{FFFD}",
+    "\"type\":\"Precompiled\"",
+    "\"type\":\"Unigram\"",
+    "\"type\":\"WordPiece\"",
+    "\"type\":\"BPEDecoder\"",
+    "\"type\":\"Metaspace\"",
+    "\"type\":\"CTC\"",
+    "\"type\":\"Sequence\"",
+    "\"type\":\"FixedLength\",\"length\":0",
+    "\"type\":\"Strip\",\"stop\":9",
+    "\"lstrip\":true,",
+    "\"rstrip\":true,",
+    "\"single_word\":true,",
+    "\"normalized\":true,",
+    "\"continuing_subword_prefix\":\"#\",",
+    "\"end_of_word_suffix\":\"w\",",
+    "(",
+    "|",
+    "*",
+    "\\p{",
+    "{{",
+    "}}",
+    "{%",
+    "%}",
+    "[0]",
+    ".x",
+    "|tojson",
+    "|indent(9)",
+    " * 3",
+    "loop.",
+];
+
+fn mutate_once(file: &mut Vec<u8>, random: &mut Random) {
+    let at = random.below(file.len() + 1);
+    let end = (at + random.below(24)).min(file.len());
+    let word = WORDS[random.below(WORDS.len())].as_bytes();
+    match random.below(7) {
+        0 if at < file.len() => file[at] = random.next() as u8,
+        1 if at < file.len() => file[at] ^= 1 << random.below(8),
+        2 => drop(file.drain(at..end)),
+        3 => drop(file.splice(at..end, word.iter().copied())),
+        4 => drop(file.splice(at..at, word.iter().copied())),
+        5 => {
+            let piece = file[at..end].to_vec();
+            let to = random.below(file.len() + 1);
+            drop(file.splice(to..to, piece));
+        }
+        _ => copy_value(file, random),
+    }
+}
+
+/// Copies one piece between commas over another: keeps most JSON well-formed, and puts values where they do not
+/// belong.
+fn copy_value(file: &mut Vec<u8>, random: &mut Random) {
+    let commas: Vec<usize> = (0..file.len()).filter(|&at| file[at] == b',').collect();
+    if commas.len() < 3 {
+        return;
+    }
+    let (from, to) = (random.below(commas.len() - 1), random.below(commas.len() - 1));
+    let piece = file[commas[from] + 1..commas[from + 1]].to_vec();
+    drop(file.splice(commas[to] + 1..commas[to + 1], piece));
+}
+
+/// The generator SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit.max(1) as u64) as usize
+    }
+}
