@@ -7,7 +7,7 @@
 
 use super::rows::{Rows, RowsMut};
 use crate::pool::Worker;
-use crate::simd::{self, LANES, Simd, VectorKernel, sigmoid, silu};
+use crate::simd::{self, LANES, Simd, VectorKernel, lanes, sigmoid, silu};
 
 /// Columns that a worker takes at a time: decode has one row, so rows alone would leave workers idle.
 const GRAIN_COLUMNS: usize = 64 * LANES;
@@ -60,8 +60,8 @@ impl VectorKernel for Product<'_, '_> {
             // SAFETY: each block of each row is claimed once.
             let y = unsafe { self.y.part(t, columns) };
             match self.kind {
-                Kind::Swiglu => s.zip_map(a, b, y, |s, a, b| s.mul(silu(s, a), b)),
-                Kind::SigmoidGate => s.zip_map(a, b, y, |s, a, b| s.mul(sigmoid(s, a), b)),
+                Kind::Swiglu => lanes!(s, y, [a = a, b = b] => s.mul(silu(s, a), b)),
+                Kind::SigmoidGate => lanes!(s, y, [a = a, b = b] => s.mul(sigmoid(s, a), b)),
             }
         }
     }

@@ -120,11 +120,16 @@ fn lane_block<S: Simd, const W: usize>(s: S, conv: &CausalConv<'_>, b: usize, st
     let channels = conv.x.width();
     let window = Window::of(conv, b, start, len);
     let accepted = conv.accepted.map_or(0, |accepted| accepted[b] as usize);
-    let bias = conv.bias.map_or(s.splat(0.0), |bias| load(s, &bias[start..start + len]));
-    let weight: [S::V; W] = std::array::from_fn(|j| load(s, &conv.weight[j * channels + start..][..len]));
+    let bias = bias(s, conv, start, len);
+    let mut weight = [s.splat(0.0); W];
+    for (j, weight) in weight.iter_mut().enumerate() {
+        *weight = load(s, &conv.weight[j * channels + start..][..len]);
+    }
     // The oldest first; the last one is the current row.
-    let mut recent: [S::V; W] =
-        std::array::from_fn(|i| if i + 1 < W { load(s, window.row(accepted + i)) } else { s.splat(0.0) });
+    let mut recent = [s.splat(0.0); W];
+    for (i, recent) in recent[..W - 1].iter_mut().enumerate() {
+        *recent = load(s, window.row(accepted + i));
+    }
     let committed = recent;
     let mut newest = W - 1;
     for t in conv.batch.rows_of(b) {
@@ -160,20 +165,16 @@ fn lane_block_of_any_width<S: Simd>(s: S, conv: &CausalConv<'_>, b: usize, start
         let row = load(s, window.row(accepted + i));
         store(s, row, window.row(i));
     }
-    let bias = conv.bias.map_or(s.splat(0.0), |bias| load(s, &bias[start..start + len]));
+    let bias = bias(s, conv, start, len);
     let rows = conv.batch.rows_of(b);
     // Row `i` of the window followed by this step's rows.
     let input = |i: usize| {
-        if i < before {
-            load(s, window.row(i))
-        } else {
-            load(s, &conv.x.row(rows.start + i - before)[start..start + len])
-        }
+        if i < before { &*window.row(i) } else { &conv.x.row(rows.start + i - before)[start..start + len] }
     };
     for i in 0..rows.len() {
         let mut sum = bias;
         for j in 0..=before {
-            sum = s.fma(load(s, &conv.weight[j * channels + start..][..len]), input(i + j), sum);
+            sum = s.fma(load(s, &conv.weight[j * channels + start..][..len]), load(s, input(i + j)), sum);
         }
         // SAFETY: only one worker has these channels of this row.
         let y = unsafe { conv.y.part(rows.start + i, start..start + len) };
@@ -181,13 +182,22 @@ fn lane_block_of_any_width<S: Simd>(s: S, conv: &CausalConv<'_>, b: usize, start
     }
     if conv.keep_open {
         for i in 0..rows.len() {
-            store(s, input(before + i), window.row(before + i));
+            store(s, load(s, input(before + i)), window.row(before + i));
         }
     } else {
         for i in 0..before {
-            let row = input(rows.len() + i);
+            let row = load(s, input(rows.len() + i));
             store(s, row, window.row(i));
         }
+    }
+}
+
+/// The bias of some channels, or zero.
+#[inline(always)]
+fn bias<S: Simd>(s: S, conv: &CausalConv<'_>, start: usize, len: usize) -> S::V {
+    match conv.bias {
+        Some(bias) => load(s, &bias[start..start + len]),
+        None => s.splat(0.0),
     }
 }
 

@@ -25,7 +25,7 @@
 use super::rows::{Batch, Rows, RowsMut};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
-use crate::simd::{self, LANES, Simd, VectorKernel, exp, sigmoid};
+use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes, sigmoid};
 
 /// Added to the sum of squares of queries and keys.
 const L2_EPS: f32 = 1e-6;
@@ -137,7 +137,7 @@ impl<'a> GatedDeltaInputs<'a> {
 #[inline(always)]
 fn l2_norm<S: Simd>(s: S, x: &[f32], scale: f32, y: &mut [f32]) {
     let factor = s.splat(scale / (s.dot(x, x) + L2_EPS).sqrt());
-    s.map(x, y, |s, x| s.mul(x, factor));
+    lanes!(s, y, [x = x] => s.mul(x, factor));
 }
 
 /// `e^g` as every path of the rule computes it.
@@ -406,8 +406,12 @@ fn attend<S: Simd, const N: usize>(
         }
     }
     let v = load_row::<S, N>(s, v);
-    let u = std::array::from_fn(|n| s.mul(s.splat(token.beta), s.sub(v[n], ks[n])));
-    store_row::<S, N>(s, std::array::from_fn(|n| s.fma(s.splat(token.qk), u[n], qs[n])), y);
+    let mut u = v;
+    for n in 0..N {
+        u[n] = s.mul(s.splat(token.beta), s.sub(v[n], ks[n]));
+        qs[n] = s.fma(s.splat(token.qk), u[n], qs[n]);
+    }
+    store_row::<S, N>(s, qs, y);
     u
 }
 
@@ -425,8 +429,10 @@ fn update<S: Simd, const N: usize>(
     for (i, &k) in k.iter().enumerate() {
         let k = s.splat(k);
         // SAFETY: the blocks are this unit's alone, and a row is read before it is written.
-        let row = load_row::<S, N>(s, unsafe { from.row(i) });
-        let row = std::array::from_fn(|n| s.fma(k, u[n], s.mul(row[n], decay)));
+        let mut row = load_row::<S, N>(s, unsafe { from.row(i) });
+        for n in 0..N {
+            row[n] = s.fma(k, u[n], s.mul(row[n], decay));
+        }
         // SAFETY: as above.
         store_row::<S, N>(s, row, unsafe { to.row(i) });
     }
@@ -440,7 +446,11 @@ fn load_row<S: Simd, const N: usize>(s: S, x: &[f32]) -> [S::V; N] {
     }
     let (chunks, _) = x.as_chunks::<LANES>();
     assert!(chunks.len() >= N);
-    std::array::from_fn(|n| s.load(&chunks[n]))
+    let mut row = [s.splat(0.0); N];
+    for n in 0..N {
+        row[n] = s.load(&chunks[n]);
+    }
+    row
 }
 
 /// Writes what [`load_row`] reads.

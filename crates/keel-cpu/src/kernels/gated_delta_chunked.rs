@@ -22,7 +22,7 @@ use super::gated_delta::{GatedDelta, GatedDeltaShape};
 use super::small_gemm::{SmallGemm, Start};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
-use crate::simd::{self, LANES, Simd, VectorKernel, exp};
+use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes};
 use std::ops::Range;
 
 /// Tokens of a chunk.
@@ -237,8 +237,8 @@ impl Head<'_> {
             m.log_low[i] = (sum - f64::from(m.log_high[i])) as f32;
         }
         let last = (m.log_high[CHUNK - 1], m.log_low[CHUNK - 1]);
-        s.map(m.log_high, m.from_start, |s, x| exp(s, x));
-        s.zip_map(m.log_high, m.log_low, m.to_end, |s, high, low| exp(s, difference(s, last, high, low)));
+        lanes!(s, m.from_start, [x = m.log_high] => exp(s, x));
+        lanes!(s, m.to_end, [high = m.log_high, low = m.log_low] => exp(s, difference(s, last, high, low)));
     }
 
     /// `u[i] = beta[i] (v[i] - e^G[i] k[i] S)`
@@ -286,7 +286,7 @@ fn decays_between<S: Simd>(s: S, rows: usize, padded: usize, m: &mut Scratch<'_>
             continue;
         }
         let log = (m.log_high[i], m.log_low[i]);
-        s.zip_map(m.log_high, m.log_low, row, |s, high, low| exp(s, difference(s, log, high, low)));
+        lanes!(s, row, [high = m.log_high, low = m.log_low] => exp(s, difference(s, log, high, low)));
         row[i + 1..].fill(0.0);
     }
 }
@@ -356,7 +356,7 @@ fn update_state<S: Simd>(s: S, rows: usize, m: &mut Scratch<'_>) {
     let (dk, dv) = (m.dk, m.dv);
     for (i, decayed) in m.u_decayed.chunks_exact_mut(dv).enumerate().take(rows) {
         let factor = s.splat(m.to_end[i]);
-        s.map(&m.u[i * dv..(i + 1) * dv], decayed, |s, u| s.mul(u, factor));
+        lanes!(s, decayed, [u = &m.u[i * dv..(i + 1) * dv]] => s.mul(u, factor));
     }
     let start = Start::Scaled(m.from_start[rows - 1]);
     let gemm =

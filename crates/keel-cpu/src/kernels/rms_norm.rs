@@ -9,7 +9,7 @@
 
 use super::rows::{Rows, RowsMut};
 use crate::pool::Worker;
-use crate::simd::{self, LANES, Simd, VectorKernel, silu};
+use crate::simd::{self, LANES, Simd, VectorKernel, lanes, silu};
 
 /// Values that a worker takes at a time: small enough to balance, large enough to hide the counter.
 const GRAIN_VALUES: usize = 4096;
@@ -70,7 +70,7 @@ pub(super) fn inverse_rms<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {
 #[inline(always)]
 pub(super) fn scale_by_weight<S: Simd>(s: S, x: &[f32], scale: f32, weight: &[f32], y: &mut [f32]) {
     let scale = s.splat(scale);
-    s.zip_map(x, weight, y, |s, x, w| s.mul(s.mul(x, scale), w));
+    lanes!(s, y, [x = x, w = weight] => s.mul(s.mul(x, scale), w));
 }
 
 /// Rows that a worker takes at a time.

@@ -13,14 +13,11 @@
 //!
 //! Memory: `qk_norm_rope` reads each query, key and value once and writes it once, `(H + 2 KV) * D` values a row.
 
-use super::attention::{KvElement, KvPagesMut, PAGE, PageTable, TILE};
+use super::attention::{HEAD_SIZE_MAX, KvElement, KvPagesMut, PAGE, PageTable, TILE};
 use super::rms_norm::{inverse_rms, scale_by_weight};
 use super::rows::{Batch, Rows, RowsMut};
 use crate::pool::Worker;
 use crate::simd::{self, LANES, Simd, VectorKernel};
-
-/// Largest head that `qk_norm_rope` takes.
-pub const HEAD_SIZE_MAX: usize = 512;
 
 /// Query heads that a worker takes at a time.
 const QUERY_GRAIN: usize = 8;

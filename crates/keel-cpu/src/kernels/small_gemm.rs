@@ -112,7 +112,10 @@ impl<E: KvElement> SmallGemm<'_, E> {
             // SAFETY: row l and column l lie within B and A by the caller's promise.
             unsafe {
                 let row = self.b.0.as_ptr().add(l * self.b.1 + j);
-                let b: [S::V; N] = std::array::from_fn(|n| E::load(s, row.add(n * LANES)));
+                let mut b = [s.splat(0.0); N];
+                for n in 0..N {
+                    b[n] = E::load(s, row.add(n * LANES));
+                }
                 for m in 0..M {
                     let a = s.splat(*a.add((i + m) * a_stride + l));
                     for n in 0..N {

@@ -24,6 +24,23 @@ macro_rules! op {
     };
 }
 
+/// Eight bf16 values at `p`.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn widen_bf16(p: *const u16) -> __m256 {
+    // SAFETY: the caller promises eight values.
+    let halves = unsafe { _mm_loadu_si128(p.cast()) };
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
+}
+
+/// The low bits of `n` added to the exponent of `p`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn shift_exponent(p: __m256, n: __m256) -> __m256 {
+    let exponent = _mm256_slli_epi32::<23>(_mm256_castps_si256(n));
+    _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent))
+}
+
 impl Simd for Avx2 {
     type V = (__m256, __m256);
 
@@ -48,11 +65,7 @@ impl Simd for Avx2 {
     unsafe fn load_bf16_ptr(self, p: *const u16) -> Self::V {
         // SAFETY: as `op!`; the caller promises sixteen values.
         unsafe {
-            let widen = |p: *const u16| {
-                let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
-            };
-            (widen(p), widen(p.add(8)))
+            (widen_bf16(p), widen_bf16(p.add(8)))
         }
     }
     #[inline(always)]
@@ -92,13 +105,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn add_to_exponent(self, p: Self::V, n: Self::V) -> Self::V {
-        let shifted = |p, n| {
-            op!({
-                let exponent = _mm256_slli_epi32::<23>(_mm256_castps_si256(n));
-                _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent))
-            })
-        };
-        (shifted(p.0, n.0), shifted(p.1, n.1))
+        op!((shift_exponent(p.0, n.0), shift_exponent(p.1, n.1)))
     }
     #[inline(always)]
     fn to_array(self, v: Self::V) -> [f32; LANES] {

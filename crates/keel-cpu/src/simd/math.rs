@@ -76,7 +76,7 @@ mod tests {
     impl<F: Function> VectorKernel for Map<'_, F> {
         #[inline(always)]
         fn run<S: Simd>(self, s: S) {
-            s.map(self.0, self.1, |s, x| self.2.of(s, x));
+            super::super::lanes!(s, self.1, [x = self.0] => self.2.of(s, x));
         }
     }
 

@@ -21,7 +21,9 @@ pub(crate) use math::{exp, sigmoid, silu};
 pub(crate) const LANES: usize = 16;
 
 /// Work written over [`Simd`]. `run` must be `#[inline(always)]`, as must be all generic functions below it:
-/// that is what carries the instruction set into them.
+/// that is what carries the instruction set into them. For the same reason vector operations must not stand
+/// in closures (not even in that of `std::array::from_fn`): a closure that is not inlined has the instructions of
+/// the build's baseline, and each of its operations becomes a call. [`lanes!`] takes the place of `map`.
 pub(crate) trait VectorKernel {
     /// Does the work with the instructions that `s` stands for.
     fn run<S: Simd>(self, s: S);
@@ -50,6 +52,38 @@ pub(crate) fn run_at<K: VectorKernel>(isa: Isa, kernel: K) {
         _ => unreachable!("only the portable level is detected here"),
     }
 }
+
+/// Sets every value of a slice to an expression of the values at the same place of others, a vector at a time:
+/// `lanes!(s, y, [a = x, b = w] => s.mul(a, b))` is `y[i] = x[i] * w[i]`.
+///
+/// # Panics
+/// If the lengths differ.
+macro_rules! lanes {
+    ($s:ident, $y:expr, [$($v:ident = $x:expr),+] => $value:expr) => {{
+        let y: &mut [f32] = $y;
+        $(
+            let $v: &[f32] = $x;
+            assert_eq!($v.len(), y.len());
+        )+
+        let mut i = 0;
+        while i + $crate::simd::LANES <= y.len() {
+            let value = {
+                $(let $v = $s.load_at($v, i);)+
+                $value
+            };
+            $s.store_at(value, y, i);
+            i += $crate::simd::LANES;
+        }
+        if i < y.len() {
+            let value = {
+                $(let $v = $s.load_partial(&$v[i..]);)+
+                $value
+            };
+            $s.store_partial(value, &mut y[i..]);
+        }
+    }};
+}
+pub(crate) use lanes;
 
 /// Operations on sixteen `f32` lanes.
 pub(crate) trait Simd: Copy {
@@ -112,6 +146,22 @@ pub(crate) trait Simd: Copy {
         unsafe { self.store_ptr(v, x.as_mut_ptr()) }
     }
 
+    /// Sixteen values of `x` from `i` on.
+    #[inline(always)]
+    fn load_at(self, x: &[f32], i: usize) -> Self::V {
+        let x = &x[i..i + LANES];
+        // SAFETY: the slice has sixteen values.
+        unsafe { self.load_ptr(x.as_ptr()) }
+    }
+
+    /// Writes the lanes to `x` from `i` on.
+    #[inline(always)]
+    fn store_at(self, v: Self::V, x: &mut [f32], i: usize) {
+        let x = &mut x[i..i + LANES];
+        // SAFETY: the slice has sixteen values.
+        unsafe { self.store_ptr(v, x.as_mut_ptr()) }
+    }
+
     /// All of `x`, at most sixteen values, then zeros.
     #[inline(always)]
     fn load_partial(self, x: &[f32]) -> Self::V {
@@ -131,41 +181,6 @@ pub(crate) trait Simd: Copy {
     #[inline(always)]
     fn max_lane(self, v: Self::V) -> f32 {
         self.to_array(v).into_iter().fold(f32::NEG_INFINITY, f32::max)
-    }
-
-    /// `f` of every value of `x`, written to `y`.
-    ///
-    /// # Panics
-    /// If the lengths differ.
-    #[inline(always)]
-    fn map(self, x: &[f32], y: &mut [f32], f: impl Fn(Self, Self::V) -> Self::V) {
-        assert_eq!(x.len(), y.len());
-        let (xs, x_tail) = x.as_chunks::<LANES>();
-        let (ys, y_tail) = y.as_chunks_mut::<LANES>();
-        for (x, y) in xs.iter().zip(ys) {
-            self.store(f(self, self.load(x)), y);
-        }
-        if !x_tail.is_empty() {
-            self.store_partial(f(self, self.load_partial(x_tail)), y_tail);
-        }
-    }
-
-    /// `f` of every pair of values of `a` and `b`, written to `y`.
-    ///
-    /// # Panics
-    /// If the lengths differ.
-    #[inline(always)]
-    fn zip_map(self, a: &[f32], b: &[f32], y: &mut [f32], f: impl Fn(Self, Self::V, Self::V) -> Self::V) {
-        assert!(a.len() == b.len() && a.len() == y.len());
-        let ((aa, a_tail), (bb, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-        let (ys, y_tail) = y.as_chunks_mut::<LANES>();
-        for ((a, b), y) in aa.iter().zip(bb).zip(ys) {
-            self.store(f(self, self.load(a), self.load(b)), y);
-        }
-        if !a_tail.is_empty() {
-            let v = f(self, self.load_partial(a_tail), self.load_partial(b_tail));
-            self.store_partial(v, y_tail);
-        }
     }
 
     /// Sum of `a[i] * b[i]`: 64 partial sums (four vectors), then a tree. The order depends on the length alone.
@@ -234,7 +249,7 @@ mod tests {
                 let y: Vec<f32> = (0..len).map(|i| (i as f32 * 0.73).cos()).collect();
                 self.0.push(s.dot(&x, &y).to_bits());
                 let mut z = vec![9.0; len];
-                s.zip_map(&x, &y, &mut z, |s, x, y| s.fma(x, y, x));
+                lanes!(s, &mut z, [x = &x, y = &y] => s.fma(x, y, x));
                 self.0.extend(z.iter().map(|z| z.to_bits()));
             }
         }

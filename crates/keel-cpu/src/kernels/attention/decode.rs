@@ -7,7 +7,7 @@
 //!
 //! Floor: `2 * KV * D * len * sizeof(E)` bytes a layer and sequence, 16.8 MB at 8192 tokens of 2 bf16 heads of 256.
 
-use super::{Attention, KvElement, MASKED, PAGE, TILE};
+use super::{Attention, HEAD_SIZE_MAX, KvElement, MASKED, PAGE, TILE};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, exp};
@@ -15,6 +15,13 @@ use std::ops::Range;
 
 /// Query rows that share one sweep over a page.
 const GROUP: usize = 4;
+
+/// Rows of a tile of keys (of 64 values each) that are asked for ahead.
+const KEY_DISTANCE: usize = 32;
+
+/// Values rows that are summed before the next ones, so that a page is read nearly in order; as many are
+/// asked for ahead.
+const VALUE_ROWS: usize = 16;
 
 /// `f32` values of workspace for `rows` rows of all sequences with page tables of `pages` entries.
 pub fn decode_workspace_len(rows: usize, heads: usize, head_size: usize, pages: usize) -> usize {
@@ -32,7 +39,7 @@ pub fn attention_decode<E: KvElement>(
 ) {
     attention.check();
     let size = attention.pages.head_size;
-    assert!(size.is_multiple_of(LANES), "heads of {size} values, not a multiple of {LANES}");
+    assert!(size.is_multiple_of(LANES) && size <= HEAD_SIZE_MAX, "attention_decode: heads of {size} values");
     let pages = attention.table.stride;
     let needed = decode_workspace_len(attention.batch.rows(), attention.heads(), size, pages);
     assert!(
@@ -158,56 +165,64 @@ impl<E: KvElement> PageSweep<'_, '_, E> {
         if from >= to {
             return;
         }
-        let queries: [&[f32]; Q] =
-            std::array::from_fn(|i| &attention.q.row(row(i))[head(i) * size..][..size]);
+        let mut queries = [[0.0; Q]; HEAD_SIZE_MAX];
+        for i in 0..Q {
+            let query = &attention.q.row(row(i))[head(i) * size..][..size];
+            for (queries, &x) in queries.iter_mut().zip(query) {
+                queries[i] = x;
+            }
+        }
 
         let mut weights = [[0.0; PAGE]; Q];
         let tiles = from / TILE..to.div_ceil(TILE);
         let keys = attention.pages.keys_of(page, self.kv);
         for tile in tiles.clone() {
-            score_tile(s, &queries, &keys[tile * TILE * size..][..TILE * size], tile, &mut weights);
+            score_tile(s, &queries[..size], &keys[tile * TILE * size..][..TILE * size], tile, &mut weights);
         }
-        let mut outputs: [&mut [f32]; Q] = std::array::from_fn(|i| {
-            let weights = &mut weights[i][tiles.start * TILE..tiles.end * TILE];
-            let seen = seen[i].start.saturating_sub(tiles.start * TILE)
-                ..seen[i].end.saturating_sub(tiles.start * TILE);
+        let start = tiles.start * TILE;
+        for i in 0..Q {
+            let weights = &mut weights[i][start..tiles.end * TILE];
+            let seen = seen[i].start.saturating_sub(start)..seen[i].end.saturating_sub(start);
             let (largest, sum) = softmax_page(s, weights, seen, attention.scale);
             // SAFETY: this unit alone has these queries on this page.
             let partial = unsafe { self.partials.get(row(i), head(i), self.page) };
-            let (output, tail) = partial.split_at_mut(size);
-            (tail[0], tail[1]) = (largest, sum);
-            output
-        });
+            (partial[size], partial[size + 1]) = (largest, sum);
+        }
+        // SAFETY: as above, and the borrows of the loop have ended.
+        let mut outputs: [&mut [f32]; Q] =
+            std::array::from_fn(|i| unsafe { self.partials.get(row(i), head(i), self.page) });
         weigh_values(s, &weights, attention.pages.values_of(page, self.kv), from..to, &mut outputs);
     }
 }
 
-/// `scores[i][tile * 64 ..][..64] = queries[i] . key` for the 64 keys of a tile `[D, 64]`.
+/// `scores[i][tile * 64 ..][..64] = queries[..][i] . key` for the 64 keys of a tile `[D, 64]`.
 #[inline(always)]
 fn score_tile<S: Simd, E: KvElement, const Q: usize>(
     s: S,
-    queries: &[&[f32]; Q],
+    queries: &[[f32; Q]],
     keys: &[E],
     tile: usize,
     scores: &mut [[f32; PAGE]; Q],
 ) {
     const VECTORS: usize = TILE / LANES;
     let mut acc = [[s.splat(0.0); VECTORS]; Q];
-    for (d, keys) in keys.chunks_exact(TILE).enumerate() {
-        // SAFETY: a chunk holds four vectors.
-        let keys: [S::V; VECTORS] =
-            std::array::from_fn(|n| unsafe { E::load(s, keys.as_ptr().add(n * LANES)) });
+    for (keys, query) in keys.chunks_exact(TILE).zip(queries) {
+        prefetch(s, keys.as_ptr().wrapping_add(KEY_DISTANCE * TILE), TILE);
+        let mut key = [s.splat(0.0); VECTORS];
+        for n in 0..VECTORS {
+            // SAFETY: a chunk holds four vectors.
+            key[n] = unsafe { E::load(s, keys.as_ptr().add(n * LANES)) };
+        }
         for i in 0..Q {
-            let q = s.splat(queries[i][d]);
+            let q = s.splat(query[i]);
             for n in 0..VECTORS {
-                acc[i][n] = s.fma(q, keys[n], acc[i][n]);
+                acc[i][n] = s.fma(q, key[n], acc[i][n]);
             }
         }
     }
     for i in 0..Q {
-        let (chunks, _) = scores[i][tile * TILE..(tile + 1) * TILE].as_chunks_mut::<LANES>();
         for n in 0..VECTORS {
-            s.store(acc[i][n], &mut chunks[n]);
+            s.store_at(acc[i][n], &mut scores[i], tile * TILE + n * LANES);
         }
     }
 }
@@ -244,17 +259,25 @@ fn weigh_values<S: Simd, E: KvElement, const Q: usize>(
     outputs: &mut [&mut [f32]; Q],
 ) {
     let size = values.len() / PAGE;
-    let mut d = 0;
-    while d < size {
-        d += match (size - d) / LANES {
-            0..2 => weigh_columns::<S, E, Q, 1>(s, weights, values, seen.clone(), d, outputs),
-            2..4 => weigh_columns::<S, E, Q, 2>(s, weights, values, seen.clone(), d, outputs),
-            _ => weigh_columns::<S, E, Q, 4>(s, weights, values, seen.clone(), d, outputs),
-        };
+    for output in outputs.iter_mut() {
+        output[..size].fill(0.0);
+    }
+    let mut start = seen.start;
+    while start < seen.end {
+        let keys = start..(start + VALUE_ROWS).min(seen.end);
+        start = keys.end;
+        let mut d = 0;
+        while d < size {
+            d += match (size - d) / LANES {
+                0..2 => weigh_columns::<S, E, Q, 1>(s, weights, values, keys.clone(), d, outputs),
+                2..4 => weigh_columns::<S, E, Q, 2>(s, weights, values, keys.clone(), d, outputs),
+                _ => weigh_columns::<S, E, Q, 4>(s, weights, values, keys.clone(), d, outputs),
+            };
+        }
     }
 }
 
-/// [`weigh_values`] for `N` vectors of columns from `d` on; returns their number of columns.
+/// Adds the keys `seen` to `N` vectors of columns from `d` on; returns their number of columns.
 #[inline(always)]
 fn weigh_columns<S: Simd, E: KvElement, const Q: usize, const N: usize>(
     s: S,
@@ -265,11 +288,20 @@ fn weigh_columns<S: Simd, E: KvElement, const Q: usize, const N: usize>(
     outputs: &mut [&mut [f32]; Q],
 ) -> usize {
     let size = values.len() / PAGE;
+    assert!(seen.end <= PAGE && d + N * LANES <= size);
     let mut acc = [[s.splat(0.0); N]; Q];
+    for i in 0..Q {
+        for n in 0..N {
+            acc[i][n] = s.load_at(outputs[i], d + n * LANES);
+        }
+    }
     for j in seen {
-        let row = &values[j * size + d..][..N * LANES];
-        // SAFETY: `row` holds N vectors.
-        let row: [S::V; N] = std::array::from_fn(|n| unsafe { E::load(s, row.as_ptr().add(n * LANES)) });
+        prefetch(s, values.as_ptr().wrapping_add((j + VALUE_ROWS) * size + d), N * LANES);
+        let mut row = [s.splat(0.0); N];
+        for n in 0..N {
+            // SAFETY: row j and column d + 16 N lie within the page, as asserted.
+            row[n] = unsafe { E::load(s, values.as_ptr().add(j * size + d + n * LANES)) };
+        }
         for i in 0..Q {
             let weight = s.splat(weights[i][j]);
             for n in 0..N {
@@ -278,12 +310,19 @@ fn weigh_columns<S: Simd, E: KvElement, const Q: usize, const N: usize>(
         }
     }
     for i in 0..Q {
-        let (chunks, _) = outputs[i][d..d + N * LANES].as_chunks_mut::<LANES>();
         for n in 0..N {
-            s.store(acc[i][n], &mut chunks[n]);
+            s.store_at(acc[i][n], outputs[i], d + n * LANES);
         }
     }
     N * LANES
+}
+
+/// Asks for the cache lines of `len` values at `p`.
+#[inline(always)]
+fn prefetch<S: Simd, E>(s: S, p: *const E, len: usize) {
+    for offset in (0..len * size_of::<E>()).step_by(64) {
+        s.prefetch(p.cast::<u8>().wrapping_add(offset));
+    }
 }
 
 struct Join<'a, 'w, E> {
@@ -317,12 +356,12 @@ impl<E: KvElement> Join<'_, '_, E> {
             (partial, self.attention.y.part(t, head * size..(head + 1) * size))
         };
         let largest = pages.clone().map(|page| partial(page)[size]).fold(MASKED, f32::max);
-        let factor = |page| s.to_array(exp(s, s.splat(partial(page)[size] - largest)))[0];
         let mut sum = 0.0;
         y.fill(0.0);
         let (ys, _) = y.as_chunks_mut::<LANES>();
         for page in pages {
-            let (factor, partial) = (factor(page), partial(page));
+            let partial = partial(page);
+            let factor = s.to_array(exp(s, s.splat(partial[size] - largest)))[0];
             sum += factor * partial[size + 1];
             let (outputs, _) = partial[..size].as_chunks::<LANES>();
             for (y, output) in ys.iter_mut().zip(outputs) {

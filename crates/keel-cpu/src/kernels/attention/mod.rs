@@ -19,6 +19,9 @@ pub use prefill::{attention_prefill, prefill_workspace_len};
 
 use super::rows::{Batch, Rows, RowsMut};
 
+/// Largest head.
+pub const HEAD_SIZE_MAX: usize = 512;
+
 /// Score of a key that a row must not see; finite, so that a row of such scores has no NaN.
 const MASKED: f32 = -1e30;
 

@@ -10,7 +10,7 @@ use super::{Attention, KvElement, MASKED, PAGE, TILE};
 use crate::kernels::small_gemm::{SmallGemm, Start};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
-use crate::simd::{self, LANES, Simd, VectorKernel, exp};
+use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes};
 use std::ops::Range;
 
 /// Positions of a block of queries.
@@ -99,7 +99,7 @@ impl<E: KvElement> Block<'_, '_, E> {
         let scale = s.splat(self.attention.scale);
         for (i, query) in queries.chunks_exact_mut(size).enumerate().take(self.positions.len()) {
             let x = &self.attention.q.row(self.t + i)[self.head * size..][..size];
-            s.map(x, query, |s, x| s.mul(x, scale));
+            lanes!(s, query, [x = x] => s.mul(x, scale));
         }
         outputs.fill(0.0);
         largest.fill(MASKED);
@@ -181,7 +181,7 @@ impl<E: KvElement> Block<'_, '_, E> {
             let y = unsafe { self.attention.y.part(self.t + i, self.head * size..(self.head + 1) * size) };
             let sum = s.splat(sums[i]);
             // Adding zero turns -0, which an underflow may have left, into 0.
-            s.map(&outputs[i * size..(i + 1) * size], y, |s, x| s.add(s.div(x, sum), s.splat(0.0)));
+            lanes!(s, y, [x = &outputs[i * size..(i + 1) * size]] => s.add(s.div(x, sum), s.splat(0.0)));
         }
     }
 
