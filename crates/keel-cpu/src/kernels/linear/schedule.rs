@@ -1,8 +1,9 @@
 //! Which worker computes which part of a linear layer, and in which order.
 //!
 //! A unit is a run of tile pairs of one matrix against a chunk of rows. Units are claimed one by one, since the
-//! machine may be shared and a fixed half would wait for the slower worker. A chunk's activations stay in the
-//! second-level cache while the weights stream past; while a pair is computed, the next is asked for.
+//! machine may be shared and a fixed half would wait for the slower worker. Within a unit each block of rows meets
+//! all the pairs before the next block: its activations stay in the first-level cache, the unit's weights in the
+//! second, and its results are written side by side. What comes next is asked for while a pair is computed.
 
 use super::block::{Block, BlockFns, MAX_ROWS, PAIR};
 use super::format::{PackedLayout, TILE_ROWS};
@@ -14,8 +15,8 @@ use std::ops::Range;
 /// Activations of a chunk of rows: a quarter of a common second-level cache.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Weights of a unit where few rows use them; about four microseconds of one core's bandwidth.
-const UNIT_BYTES: usize = 64 << 10;
+/// Weights of a unit: a fraction of that cache, and with few rows about four microseconds of one core's bandwidth.
+const UNIT_BYTES: usize = 128 << 10;
 
 /// Units that each worker should have at least, so that none waits long for the last.
 const UNITS_PER_WORKER: usize = 8;
@@ -56,11 +57,8 @@ impl<'a> Cut<'a> {
         let pairs = call.layout.tiles().div_ceil(PAIR);
         let chunk_rows = (CHUNK_BYTES / call.x_stride / MAX_ROWS * MAX_ROWS).max(MAX_ROWS);
         let mut cut = Cut { segments, pairs, chunk_rows, unit_pairs: 1 };
-        let rows = segments.iter().map(|s| s.end - s.start).max().unwrap_or(0) as usize;
-        let uses = rows.min(chunk_rows).div_ceil(MAX_ROWS).max(1);
-        let pair_bytes = PAIR * call.layout.tile_bytes();
         let most = cut.len() / (workers * UNITS_PER_WORKER);
-        cut.unit_pairs = UNIT_BYTES.div_ceil(pair_bytes * uses).min(most).max(1);
+        cut.unit_pairs = (UNIT_BYTES / (PAIR * call.layout.tile_bytes())).min(most).max(1);
         cut
     }
 
@@ -100,15 +98,29 @@ pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], ma
     let mut current = units.next();
     while let Some(unit) = current {
         let next = units.next();
-        for pair in unit.pairs.clone() {
-            let ahead = match &next {
-                _ if pair + 1 < unit.pairs.end => Some(tile(call, &unit.segment, (pair + 1) * PAIR)),
-                Some(next) => Some(tile(call, &next.segment, next.pairs.start * PAIR)),
-                None => None,
-            };
-            run_pair(call, &unit, pair, ahead, map);
-        }
+        run_unit(call, &unit, next.as_ref(), map);
         current = next;
+    }
+}
+
+/// A unit, block of rows by block of rows. During the first block the unit's own weights are asked for ahead of
+/// their use; during the last, those of the next unit.
+fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) {
+    let (first, end) = (unit.positions.start, unit.positions.end);
+    let mut position = first;
+    while position < end {
+        let rows = unit.segment.block(position).rows;
+        for pair in unit.pairs.clone() {
+            let in_unit = (position == first && pair + 1 < unit.pairs.end).then_some((unit, pair + 1));
+            let after = || {
+                let pair = if first + rows == end { 0 } else { pair - unit.pairs.start };
+                next.filter(|next| position + rows == end && next.pairs.start + pair < next.pairs.end)
+                    .map(|next| (next, next.pairs.start + pair))
+            };
+            let ahead = in_unit.or_else(after).map(|(unit, pair)| tile(call, &unit.segment, pair * PAIR));
+            run_block(call, unit, pair, position, rows, ahead, map);
+        }
+        position += rows;
     }
 }
 
@@ -117,8 +129,16 @@ fn tile(call: &Call<'_>, segment: &Segment, tile: usize) -> *const u8 {
     &raw const call.weights[(segment.matrix as usize * call.layout.tiles() + tile) * call.layout.tile_bytes()]
 }
 
-/// One pair of tiles against all positions of a unit, in blocks of 8, then 4, 2 and 1.
-fn run_pair(call: &Call<'_>, unit: &Unit, pair: usize, mut ahead: Option<*const u8>, map: RowMap<'_>) {
+/// One pair of tiles against the block of `rows` rows at `position`, in parts where the level has few registers.
+fn run_block(
+    call: &Call<'_>,
+    unit: &Unit,
+    pair: usize,
+    position: usize,
+    rows: usize,
+    mut ahead: Option<*const u8>,
+    map: RowMap<'_>,
+) {
     let n = call.layout.n();
     let column = pair * PAIR * TILE_ROWS;
     let left = tile(call, &unit.segment, pair * PAIR);
@@ -127,29 +147,24 @@ fn run_pair(call: &Call<'_>, unit: &Unit, pair: usize, mut ahead: Option<*const 
     let tiles = if has_right { [left, left.wrapping_add(call.layout.tile_bytes())] } else { [left, left] };
     let columns =
         [TILE_ROWS.min(n - column), if has_right { TILE_ROWS.min(n - column - TILE_ROWS) } else { 0 }];
-    let mut position = unit.positions.start;
-    while position < unit.positions.end {
-        let block_rows = unit.segment.block(position).rows;
-        let (part_rows, compute) = call.blocks.part(block_rows);
-        for first_row in (0..block_rows).step_by(part_rows) {
-            let mut x = [call.x.wrapping_add(position * call.x_stride); MAX_ROWS];
-            let mut y = [std::ptr::null_mut(); MAX_ROWS];
-            for row in 0..part_rows {
-                let (from, to) = map.rows(position + first_row + row);
-                if !call.x_in_blocks {
-                    x[row] = call.x.wrapping_add(from * call.x_stride);
-                }
-                let start = to * n + column;
-                // SAFETY: these columns of this row belong to this pair of this position alone.
-                y[row] = unsafe { call.y.range(start..start + columns[0] + columns[1]) }.as_mut_ptr();
+    let (part_rows, compute) = call.blocks.part(rows);
+    for first_row in (0..rows).step_by(part_rows) {
+        let mut x = [call.x.wrapping_add(position * call.x_stride); MAX_ROWS];
+        let mut y = [std::ptr::null_mut(); MAX_ROWS];
+        for row in 0..part_rows {
+            let (from, to) = map.rows(position + first_row + row);
+            if !call.x_in_blocks {
+                x[row] = call.x.wrapping_add(from * call.x_stride);
             }
-            let (layout, add, ahead) = (call.layout, call.add, ahead.take());
-            let block = Block { layout, tiles, ahead, x, block_rows, first_row, y, columns, add };
-            // SAFETY: `Linear::new` has checked the CPU and chose the kernel for the layout; tiles, rows and
-            // outputs lie within slices whose lengths were checked.
-            unsafe { compute(&block) }
+            let start = to * n + column;
+            // SAFETY: these columns of this row belong to this pair of this position alone.
+            y[row] = unsafe { call.y.range(start..start + columns[0] + columns[1]) }.as_mut_ptr();
         }
-        position += block_rows;
+        let (layout, add, ahead) = (call.layout, call.add, ahead.take());
+        let block = Block { layout, tiles, ahead, x, block_rows: rows, first_row, y, columns, add };
+        // SAFETY: `Linear::new` has checked the CPU and chose the kernel for the layout; tiles, rows and
+        // outputs lie within slices whose lengths were checked.
+        unsafe { compute(&block) }
     }
 }
 
