@@ -9,4 +9,4 @@ pub mod pool;
 pub mod shared_slice;
 mod simd;
 
-pub use backend::{CpuBackend, CpuOptions};
+pub use backend::{CpuBackend, CpuOptions, KernelTime};

@@ -3,6 +3,7 @@
 use super::dispatch::{self, Call};
 use super::memory::HostMemory;
 use super::operand::Bound;
+use super::profile::{Profile, name_of};
 use crate::isa::Isa;
 use crate::pool::{ThreadPool, Worker};
 use crate::shared_slice::SharedMut;
@@ -10,6 +11,7 @@ use keel_array::{ArrayError, Kernel, Launch};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
 /// What went wrong, and in which kernel.
 ///
@@ -31,10 +33,16 @@ impl Failure {
 }
 
 /// Runs the kernels of a launch.
-pub(super) fn run(pool: &ThreadPool, isa: Isa, launch: &Launch<'_>) -> Result<(), ArrayError> {
+pub(super) fn run(
+    pool: &ThreadPool,
+    isa: Isa,
+    launch: &Launch<'_>,
+    profile: Option<&Profile>,
+) -> Result<(), ArrayError> {
     let calls = Calls::resolve(launch, isa);
     let failure = Failure { kernel: AtomicUsize::new(usize::MAX), error: Mutex::new(None) };
-    let outcome = catch_unwind(AssertUnwindSafe(|| pool.run(|worker| walk(&calls, &failure, worker))));
+    let outcome =
+        catch_unwind(AssertUnwindSafe(|| pool.run(|worker| walk(&calls, &failure, profile, worker))));
     if outcome.is_err() {
         // A bug of ours. As an error it reaches whoever waits for the result; a dead stream would not.
         let reason = "a kernel panicked; this is a bug of the backend".into();
@@ -43,13 +51,18 @@ pub(super) fn run(pool: &ThreadPool, isa: Isa, launch: &Launch<'_>) -> Result<()
     failure.error.into_inner().unwrap_or_else(|e| e.into_inner()).map_or(Ok(()), |(_, error)| Err(error))
 }
 
-fn walk(calls: &Calls<'_>, failure: &Failure, worker: &Worker<'_>) {
+fn walk(calls: &Calls<'_>, failure: &Failure, profile: Option<&Profile>, worker: &Worker<'_>) {
+    let profile = profile.filter(|_| worker.index == 0);
     for i in 0..calls.kernels.len() {
         let call = calls.get(i);
+        let start = profile.map(|_| Instant::now());
         if let Err(error) = dispatch::run(&call, worker) {
             failure.note(i, error);
         }
         worker.barrier();
+        if let (Some(profile), Some(start)) = (profile, start) {
+            profile.add(name_of(&calls.kernels[i]), start.elapsed());
+        }
         if failure.kernel.load(Ordering::Acquire) <= i {
             return;
         }

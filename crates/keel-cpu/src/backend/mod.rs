@@ -7,12 +7,15 @@ mod dispatch;
 mod launch;
 mod memory;
 mod operand;
+mod profile;
 mod weights;
 
 use crate::isa::Isa;
 use crate::pool::ThreadPool;
 use keel_array::{ArrayError, Backend, DeviceMemory, Kernel, Launch, RowBlock, WeightSpec};
 use memory::HostMemory;
+pub use profile::KernelTime;
+use profile::Profile;
 
 /// How a [`CpuBackend`] works.
 #[derive(Clone, Debug, Default)]
@@ -23,6 +26,8 @@ pub struct CpuOptions {
     pub isa: Option<Isa>,
     /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
     pub poison_freed: bool,
+    /// Measure the time of each kernel, see [`CpuBackend::take_profile`].
+    pub profile: bool,
     /// Count memory, touch none and run nothing: the backend of a memory plan.
     pub planning: bool,
 }
@@ -34,6 +39,7 @@ pub struct CpuBackend {
     workers: usize,
     isa: Isa,
     options: CpuOptions,
+    profile: Profile,
 }
 
 impl CpuBackend {
@@ -43,7 +49,7 @@ impl CpuBackend {
         let workers = options.threads.unwrap_or_else(available).max(1);
         let isa = options.isa.unwrap_or_else(Isa::best).min(Isa::best());
         let pool = ThreadPool::new(if options.planning { 1 } else { workers });
-        CpuBackend { pool, workers, isa, options }
+        CpuBackend { pool, workers, isa, options, profile: Profile::default() }
     }
 
     /// A backend that gives the numbers of [`CpuBackend::new`] with the same options, and allocates nothing.
@@ -54,6 +60,11 @@ impl CpuBackend {
     /// Threads that take part in a launch.
     pub fn threads(&self) -> usize {
         self.workers
+    }
+
+    /// Time by operation since the last call, longest first; empty unless [`CpuOptions::profile`] is set.
+    pub fn take_profile(&self) -> Vec<KernelTime> {
+        self.profile.take()
     }
 
     /// Instructions in use.
@@ -97,7 +108,7 @@ impl Backend for CpuBackend {
             let reason = "a planning backend has no memory to work on".into();
             return Err(ArrayError::Kernel { op: "launch".into(), reason });
         }
-        launch::run(&self.pool, self.isa, launch)
+        launch::run(&self.pool, self.isa, launch, self.options.profile.then_some(&self.profile))
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
