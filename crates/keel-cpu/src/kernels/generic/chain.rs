@@ -12,7 +12,7 @@ use super::{BLOCK, GRAIN};
 use crate::isa::Isa;
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
-use crate::simd::{self, Simd, VectorKernel, exp, sigmoid, silu};
+use crate::simd::{self, Simd, VectorKernel, exp, lanes, sigmoid, silu};
 use keel_array::{Binary, Fused, FusedStep, Source, Unary};
 use std::cell::RefCell;
 
@@ -96,11 +96,11 @@ fn unary<S: Simd>(s: S, op: Unary, x: &[f32], y: &mut [f32]) {
         Unary::Abs => map(x, y, f32::abs),
         Unary::Sqrt => map(x, y, f32::sqrt),
         Unary::Rsqrt => map(x, y, |x| 1.0 / x.sqrt()),
-        Unary::Exp => s.map(x, y, |s, x| exp(s, x)),
-        Unary::Sigmoid => s.map(x, y, |s, x| sigmoid(s, x)),
-        Unary::Silu => s.map(x, y, |s, x| silu(s, x)),
+        Unary::Exp => lanes!(s, y, [x = x] => exp(s, x)),
+        Unary::Sigmoid => lanes!(s, y, [x = x] => sigmoid(s, x)),
+        Unary::Silu => lanes!(s, y, [x = x] => silu(s, x)),
         // 0.5 (1 + tanh u) = sigmoid(2 u)
-        Unary::GeluTanh => s.map(x, y, |s, x| {
+        Unary::GeluTanh => lanes!(s, y, [x = x] => {
             let cube = s.mul(s.mul(x, x), s.mul(x, s.splat(0.044_715)));
             s.mul(x, sigmoid(s, s.mul(s.add(x, cube), s.splat(2.0 * 0.797_884_6))))
         }),

@@ -8,7 +8,7 @@ use super::{BLOCK, row_grain};
 use crate::isa::Isa;
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
-use crate::simd::{self, LANES, Simd, VectorKernel, exp};
+use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes};
 use keel_array::Reduction;
 
 /// Work on one row; a trait because closures cannot be generic.
@@ -92,15 +92,14 @@ fn reduce_integer<T: Scalar>(reduction: Reduction, x: &[T]) -> T {
 /// Sum of `f(x)`.
 #[inline(always)]
 fn sum<S: Simd, T: Scalar>(s: S, x: &[T], f: impl Fn(f32) -> f32) -> f32 {
-    let mut block = [0.0; BLOCK];
-    x.chunks(BLOCK)
-        .map(|x| {
-            let block = &mut block[..x.len()];
-            widen(x, block);
-            block.iter_mut().for_each(|x| *x = f(*x));
-            block_sum(s, block)
-        })
-        .sum()
+    let (mut block, mut total) = ([0.0; BLOCK], 0.0);
+    for x in x.chunks(BLOCK) {
+        let block = &mut block[..x.len()];
+        widen(x, block);
+        block.iter_mut().for_each(|x| *x = f(*x));
+        total += block_sum(s, block);
+    }
+    total
 }
 
 /// Sixteen partial sums, then a tree.
@@ -154,7 +153,7 @@ fn exp_block<S: Simd, T: Scalar>(
     powers: &mut [f32; BLOCK],
 ) {
     widen(x, wide);
-    s.map(&wide[..x.len()], &mut powers[..x.len()], |s, x| exp(s, s.sub(x, s.splat(max))));
+    lanes!(s, &mut powers[..x.len()], [x = &wide[..x.len()]] => exp(s, s.sub(x, s.splat(max))));
 }
 
 /// `y = (x - mean) / sqrt(var + eps) * weight + bias` for each row.
