@@ -166,7 +166,8 @@ struct Arena {
 
 impl Arena {
     fn take(&mut self, temp: usize, bytes: usize) -> usize {
-        let bytes = bytes.next_multiple_of(ALIGNMENT);
+        // An empty intermediate has a place of its own, too: every operand lies within the arena.
+        let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
         let mut offset = 0;
         let mut at = self.live.len();
         for (i, &(start, taken, _)) in self.live.iter().enumerate() {
