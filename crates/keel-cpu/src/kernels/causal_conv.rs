@@ -15,9 +15,12 @@ use super::rows::{Batch, Rows, RowsMut};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, silu};
+use std::ops::Range;
 
 /// Channels that a worker takes at a time.
 const BLOCK: usize = 8 * LANES;
+/// Rows of a block that are done before the next: all of them lie in L1.
+const TILE_ROWS: usize = 16;
 
 /// What `causal_conv` reads and writes.
 #[derive(Clone, Copy)]
@@ -72,123 +75,151 @@ struct Task<'a, 'w> {
 impl VectorKernel for Task<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let channels = self.conv.x.width();
-        let blocks = channels.div_ceil(BLOCK);
+        let blocks = self.conv.x.width().div_ceil(BLOCK);
         for unit in self.worker.claim(self.conv.slot.len() * blocks, 1).flatten() {
-            let (b, block) = (unit / blocks, unit % blocks);
-            let mut start = block * BLOCK;
-            let end = (start + BLOCK).min(channels);
-            while start < end {
-                let len = LANES.min(end - start);
-                match self.conv.weight.len() / channels {
-                    4 => lane_block::<S, 4>(s, self.conv, b, start, len),
-                    _ => lane_block_of_any_width(s, self.conv, b, start, len),
-                }
-                start += len;
+            block(s, self.conv, unit / blocks, unit % blocks * BLOCK);
+        }
+    }
+}
+
+/// All rows of sequence `b` for the block of channels from `start` on.
+#[inline(always)]
+fn block<S: Simd>(s: S, conv: &CausalConv<'_>, b: usize, start: usize) {
+    let end = (start + BLOCK).min(conv.x.width());
+    let rows = conv.batch.rows_of(b).len();
+    for start in (start..end).step_by(LANES) {
+        Channels::of(conv, b, start, end).settle(s);
+    }
+    for tile in (0..rows).step_by(TILE_ROWS) {
+        let tile = tile..(tile + TILE_ROWS).min(rows);
+        for start in (start..end).step_by(LANES) {
+            let channels = Channels::of(conv, b, start, end);
+            match channels.before + 1 {
+                4 => channels.convolve::<S, 4>(s, tile.clone()),
+                _ => channels.convolve_any_width(s, tile.clone()),
             }
         }
     }
+    for start in (start..end).step_by(LANES) {
+        Channels::of(conv, b, start, end).keep(s, rows);
+    }
 }
 
-/// The window of one sequence: its part of a slot for the channels `start..start + len`.
-struct Window<'a> {
-    data: SharedMut<'a, f32>,
-    base: usize,
-    channels: usize,
+/// Up to sixteen channels of one sequence.
+struct Channels<'a, 'c> {
+    conv: &'c CausalConv<'a>,
+    b: usize,
+    start: usize,
     len: usize,
+    /// W - 1
+    before: usize,
 }
 
-impl<'a> Window<'a> {
+impl<'a, 'c> Channels<'a, 'c> {
     #[inline(always)]
-    fn of(conv: &CausalConv<'a>, b: usize, start: usize, len: usize) -> Window<'a> {
-        let channels = conv.x.width();
-        let rows = conv.weight.len() / channels - 1 + conv.open_rows_max;
-        Window { data: conv.window, base: conv.slot[b] as usize * rows * channels + start, channels, len }
+    fn of(conv: &'c CausalConv<'a>, b: usize, start: usize, end: usize) -> Channels<'a, 'c> {
+        let before = conv.weight.len() / conv.x.width() - 1;
+        Channels { conv, b, start, len: LANES.min(end - start), before }
     }
 
+    /// Row `i` of the slot.
     #[inline(always)]
-    fn row(&self, i: usize) -> &'a mut [f32] {
-        let start = self.base + i * self.channels;
+    fn window(&self, i: usize) -> &'a mut [f32] {
+        let slot = self.conv.slot[self.b] as usize * (self.before + self.conv.open_rows_max);
+        let start = (slot + i) * self.conv.x.width() + self.start;
         // SAFETY: only one worker has these channels of this slot, and it uses one row at a time.
-        unsafe { self.data.range(start..start + self.len) }
+        unsafe { self.conv.window.range(start..start + self.len) }
     }
-}
 
-/// All rows of sequence `b` for up to sixteen channels, the last `W` inputs held in registers.
-#[inline(always)]
-fn lane_block<S: Simd, const W: usize>(s: S, conv: &CausalConv<'_>, b: usize, start: usize, len: usize) {
-    let channels = conv.x.width();
-    let window = Window::of(conv, b, start, len);
-    let accepted = conv.accepted.map_or(0, |accepted| accepted[b] as usize);
-    let bias = bias(s, conv, start, len);
-    let mut weight = [s.splat(0.0); W];
-    for (j, weight) in weight.iter_mut().enumerate() {
-        *weight = load(s, &conv.weight[j * channels + start..][..len]);
+    /// Row `i` of this step; the committed window comes first.
+    #[inline(always)]
+    fn input(&self, i: usize) -> &[f32] {
+        if i < self.before {
+            return self.window(i);
+        }
+        let t = self.conv.batch.rows_of(self.b).start + i - self.before;
+        &self.conv.x.row(t)[self.start..self.start + self.len]
     }
-    // The oldest first; the last one is the current row.
-    let mut recent = [s.splat(0.0); W];
-    for (i, recent) in recent[..W - 1].iter_mut().enumerate() {
-        *recent = load(s, window.row(accepted + i));
+
+    /// Moves the window on by the rows of the last step that were accepted.
+    #[inline(always)]
+    fn settle<S: Simd>(&self, s: S) {
+        let accepted = self.conv.accepted.map_or(0, |accepted| accepted[self.b] as usize);
+        for i in 0..if accepted > 0 { self.before } else { 0 } {
+            let row = load(s, self.window(accepted + i));
+            store(s, row, self.window(i));
+        }
     }
-    let committed = recent;
-    let mut newest = W - 1;
-    for t in conv.batch.rows_of(b) {
-        let x = load(s, &conv.x.row(t)[start..start + len]);
-        recent[W - 1] = x;
-        let mut sum = bias;
+
+    /// Appends the step's `rows` rows to the window, or makes the last ones the window.
+    #[inline(always)]
+    fn keep<S: Simd>(&self, s: S, rows: usize) {
+        if self.conv.keep_open {
+            for i in self.before..self.before + rows {
+                store(s, load(s, self.input(i)), self.window(i));
+            }
+        } else {
+            for i in 0..self.before {
+                let row = load(s, self.input(rows + i));
+                store(s, row, self.window(i));
+            }
+        }
+    }
+
+    /// Rows `tile` of the step, the last `W` inputs held in registers.
+    #[inline(always)]
+    fn convolve<S: Simd, const W: usize>(&self, s: S, tile: Range<usize>) {
+        let bias = bias(s, self.conv, self.start, self.len);
+        let (mut weight, mut recent) = ([bias; W], [bias; W]);
         for j in 0..W {
-            sum = s.fma(weight[j], recent[j], sum);
+            weight[j] = self.weight(s, j);
         }
-        // SAFETY: only one worker has these channels of this row.
-        let y = unsafe { conv.y.part(t, start..start + len) };
-        store(s, silu(s, sum), y);
-        recent.copy_within(1.., 0);
-        if conv.keep_open {
-            store(s, x, window.row(newest));
-            newest += 1;
+        for j in 0..W - 1 {
+            recent[j + 1] = load(s, self.input(tile.start + j));
+        }
+        for i in tile {
+            self.prefetch(s, i + TILE_ROWS);
+            recent.copy_within(1.., 0);
+            recent[W - 1] = load(s, self.input(i + W - 1));
+            let mut sum = bias;
+            for j in 0..W {
+                sum = s.fma(weight[j], recent[j], sum);
+            }
+            store(s, silu(s, sum), self.output(i));
         }
     }
-    let kept = if conv.keep_open { committed } else { recent };
-    for (i, row) in kept[..W - 1].iter().enumerate() {
-        store(s, *row, window.row(i));
-    }
-}
 
-/// As [`lane_block`], for a width that has no code of its own: inputs are read again for each tap.
-#[inline(always)]
-fn lane_block_of_any_width<S: Simd>(s: S, conv: &CausalConv<'_>, b: usize, start: usize, len: usize) {
-    let channels = conv.x.width();
-    let before = conv.weight.len() / channels - 1;
-    let window = Window::of(conv, b, start, len);
-    let accepted = conv.accepted.map_or(0, |accepted| accepted[b] as usize);
-    for i in 0..if accepted > 0 { before } else { 0 } {
-        let row = load(s, window.row(accepted + i));
-        store(s, row, window.row(i));
-    }
-    let bias = bias(s, conv, start, len);
-    let rows = conv.batch.rows_of(b);
-    // Row `i` of the window followed by this step's rows.
-    let input = |i: usize| {
-        if i < before { &*window.row(i) } else { &conv.x.row(rows.start + i - before)[start..start + len] }
-    };
-    for i in 0..rows.len() {
-        let mut sum = bias;
-        for j in 0..=before {
-            sum = s.fma(load(s, &conv.weight[j * channels + start..][..len]), load(s, input(i + j)), sum);
+    /// As [`Channels::convolve`], for a width that has no code of its own: inputs are read again for each tap.
+    #[inline(always)]
+    fn convolve_any_width<S: Simd>(&self, s: S, tile: Range<usize>) {
+        for i in tile {
+            let mut sum = bias(s, self.conv, self.start, self.len);
+            for j in 0..=self.before {
+                sum = s.fma(self.weight(s, j), load(s, self.input(i + j)), sum);
+            }
+            store(s, silu(s, sum), self.output(i));
         }
+    }
+
+    #[inline(always)]
+    fn weight<S: Simd>(&self, s: S, j: usize) -> S::V {
+        load(s, &self.conv.weight[j * self.conv.x.width() + self.start..][..self.len])
+    }
+
+    /// Asks for row `i`: the next row is too far away for the hardware to foresee it.
+    #[inline(always)]
+    fn prefetch<S: Simd>(&self, s: S, i: usize) {
+        let rows = self.conv.batch.rows_of(self.b);
+        if i < rows.len() {
+            s.prefetch(self.conv.x.row(rows.start + i)[self.start..].as_ptr().cast());
+        }
+    }
+
+    #[inline(always)]
+    fn output(&self, i: usize) -> &'a mut [f32] {
+        let t = self.conv.batch.rows_of(self.b).start + i;
         // SAFETY: only one worker has these channels of this row.
-        let y = unsafe { conv.y.part(rows.start + i, start..start + len) };
-        store(s, silu(s, sum), y);
-    }
-    if conv.keep_open {
-        for i in 0..rows.len() {
-            store(s, load(s, input(before + i)), window.row(before + i));
-        }
-    } else {
-        for i in 0..before {
-            let row = load(s, input(rows.len() + i));
-            store(s, row, window.row(i));
-        }
+        unsafe { self.conv.y.part(t, self.start..self.start + self.len) }
     }
 }
 

@@ -118,6 +118,14 @@ impl<'a> GatedDeltaInputs<'a> {
         &self.qkv.row(t)[start + head * self.shape.value_size..][..self.shape.value_size]
     }
 
+    /// q, k and v of row `t` as value head `head` reads them, before the norms.
+    #[inline(always)]
+    pub(super) fn parts(&self, t: usize, head: usize) -> [&'a [f32]; 3] {
+        let (row, size, key_head) = (self.qkv.row(t), self.shape.key_size, self.key_head(head));
+        let k = self.shape.key_heads + key_head;
+        [&row[key_head * size..][..size], &row[k * size..][..size], self.value(t, head)]
+    }
+
     /// `g = -e^A_log * softplus(a + dt_bias)`
     pub(super) fn log_decay(&self, t: usize, head: usize) -> f32 {
         let x = self.a.row(t)[head] + self.dt_bias[head];

@@ -29,6 +29,8 @@ use std::ops::Range;
 pub const CHUNK: usize = 64;
 /// Rows of the triangular system that are solved together.
 const STRIP: usize = 8;
+/// Rows of the input that are asked for ahead of use.
+const ROWS_AHEAD: usize = 8;
 
 /// `f32` values of workspace for `workers` workers.
 pub fn gated_delta_chunked_workspace_len(shape: &GatedDeltaShape, workers: usize) -> usize {
@@ -98,7 +100,7 @@ struct Scratch<'a> {
     k_transposed: &'a mut [f32],
     /// `[64, dv]`
     u: &'a mut [f32],
-    /// `[64, dv]`, u decayed to the chunk's end
+    /// `[64, dv]`, v, later u decayed to the chunk's end
     u_decayed: &'a mut [f32],
     /// `[64, dv]`
     y: &'a mut [f32],
@@ -185,10 +187,10 @@ impl Head<'_> {
     fn chunk<S: Simd>(&self, s: S, rows: Range<usize>, m: &mut Scratch<'_>) {
         // Whole strips: rows past the last are zeros.
         let padded = rows.len().next_multiple_of(STRIP);
-        self.load_keys(s, rows.clone(), padded, m);
+        self.load_rows(s, rows.clone(), padded, m);
         self.load_gates(s, rows.clone(), m);
         decays_between(s, rows.len(), padded, m);
-        self.right_hand_sides(s, rows.clone(), padded, m);
+        right_hand_sides(s, padded, m);
         triangles(s, padded, m);
         solve(s, padded, m);
         outputs(s, padded, m);
@@ -201,25 +203,28 @@ impl Head<'_> {
         update_state(s, rows.len(), m);
     }
 
-    /// Fills q, k and the transpose of k.
+    /// Fills q, k, the transpose of k, and v (where decayed u will be). Rows past the last are zeros.
     #[inline(always)]
-    fn load_keys<S: Simd>(&self, s: S, rows: Range<usize>, padded: usize, m: &mut Scratch<'_>) {
-        let (inputs, dk) = (&self.task.inputs, m.dk);
-        let key_head = inputs.key_head(self.head);
+    fn load_rows<S: Simd>(&self, s: S, rows: Range<usize>, padded: usize, m: &mut Scratch<'_>) {
+        let (inputs, dk, dv) = (&self.task.inputs, m.dk, m.dv);
+        let (key_head, end) = (inputs.key_head(self.head), self.task.batch.rows_of(self.b).end);
         for (i, t) in rows.clone().enumerate() {
+            // Rows are too far apart for the hardware to foresee the next ones.
+            if t + ROWS_AHEAD < end {
+                for part in inputs.parts(t + ROWS_AHEAD, self.head) {
+                    s.prefetch_all(part);
+                }
+            }
             inputs.query(s, t, key_head, &mut m.q[i * dk..(i + 1) * dk]);
             inputs.key(s, t, key_head, &mut m.k[i * dk..(i + 1) * dk]);
+            let (v, row) = (inputs.value(t, self.head), &mut m.u_decayed[i * dv..(i + 1) * dv]);
+            row[..v.len()].copy_from_slice(v);
+            row[v.len()..].fill(0.0);
         }
         m.q[rows.len() * dk..padded * dk].fill(0.0);
         m.k[rows.len() * dk..padded * dk].fill(0.0);
-        if padded < CHUNK {
-            m.k_transposed.fill(0.0);
-        }
-        for (i, key) in m.k[..padded * dk].chunks_exact(dk).enumerate() {
-            for (column, &x) in m.k_transposed.chunks_exact_mut(CHUNK).zip(key) {
-                column[i] = x;
-            }
-        }
+        m.u_decayed[rows.len() * dv..padded * dv].fill(0.0);
+        transpose_keys(s, padded, m);
     }
 
     /// Fills beta, G, `e^G` and `e^(G[last] - G)`. Rows past the last decay by nothing.
@@ -240,25 +245,40 @@ impl Head<'_> {
         lanes!(s, m.from_start, [x = m.log_high] => exp(s, x));
         lanes!(s, m.to_end, [high = m.log_high, low = m.log_low] => exp(s, difference(s, last, high, low)));
     }
+}
 
-    /// `u[i] = beta[i] (v[i] - e^G[i] k[i] S)`
-    #[inline(always)]
-    fn right_hand_sides<S: Simd>(&self, s: S, rows: Range<usize>, padded: usize, m: &mut Scratch<'_>) {
-        let (dk, dv) = (m.dk, m.dv);
-        let gemm =
-            SmallGemm { m: padded, n: dv, k: dk, a: (&*m.k, dk), b: (&*m.state, dv), start: Start::Zero };
-        gemm.run(s, m.u, dv);
-        for (i, u) in m.u.chunks_exact_mut(dv).enumerate().take(padded) {
-            if i >= rows.len() {
-                u.fill(0.0);
-                continue;
+/// `u[i] = beta[i] (v[i] - e^G[i] k[i] S)`
+#[inline(always)]
+fn right_hand_sides<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
+    let (dk, dv) = (m.dk, m.dv);
+    let gemm = SmallGemm { m: padded, n: dv, k: dk, a: (&*m.k, dk), b: (&*m.state, dv), start: Start::Zero };
+    gemm.run(s, m.u, dv);
+    for i in 0..padded {
+        let (factor, beta) = (s.splat(m.from_start[i]), s.splat(m.beta[i]));
+        let row = i * dv..(i + 1) * dv;
+        let (u, _) = m.u[row.clone()].as_chunks_mut::<LANES>();
+        let (v, _) = m.u_decayed[row].as_chunks::<LANES>();
+        for (u, v) in u.iter_mut().zip(v) {
+            let difference = s.fnma(factor, s.load(u), s.load(v));
+            s.store(s.mul(beta, difference), u);
+        }
+    }
+}
+
+/// Fills the transpose of k, rows in whole vectors: those past `padded` become zero.
+#[inline(always)]
+fn transpose_keys<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
+    let dk = m.dk;
+    for i in (0..padded).step_by(LANES) {
+        for d in (0..dk).step_by(LANES) {
+            let columns = LANES.min(dk - d);
+            let mut tile = [s.splat(0.0); LANES];
+            for (row, tile) in tile.iter_mut().enumerate().take(padded - i) {
+                *tile = s.load_partial(&m.k[(i + row) * dk + d..][..columns]);
             }
-            let v = self.task.inputs.value(rows.start + i, self.head);
-            let (factor, beta) = (s.splat(m.from_start[i]), s.splat(m.beta[i]));
-            let (chunks, _) = u.as_chunks_mut::<LANES>();
-            for (u, v) in chunks.iter_mut().zip(v.chunks(LANES)) {
-                let difference = s.fnma(factor, s.load(u), s.load_partial(v));
-                s.store(s.mul(beta, difference), u);
+            let tile = s.transpose(tile);
+            for (column, tile) in tile.into_iter().enumerate().take(columns) {
+                s.store_at(tile, m.k_transposed, (d + column) * CHUNK + i);
             }
         }
     }

@@ -31,6 +31,41 @@ fn first(len: usize) -> __mmask16 {
     ((1u32 << len) - 1) as __mmask16
 }
 
+/// Pairs of values, then pairs of pairs, change places within each quarter; then the quarters do, twice.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn transpose(r: [__m512; LANES]) -> [__m512; LANES] {
+    let (mut a, mut b) = (r, r);
+    for i in (0..LANES).step_by(2) {
+        a[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    let pairs = |lo: bool, x: __m512, y: __m512| {
+        let (x, y) = (_mm512_castps_pd(x), _mm512_castps_pd(y));
+        _mm512_castpd_ps(if lo { _mm512_unpacklo_pd(x, y) } else { _mm512_unpackhi_pd(x, y) })
+    };
+    for i in (0..LANES).step_by(4) {
+        b[i] = pairs(true, a[i], a[i + 2]);
+        b[i + 1] = pairs(false, a[i], a[i + 2]);
+        b[i + 2] = pairs(true, a[i + 1], a[i + 3]);
+        b[i + 3] = pairs(false, a[i + 1], a[i + 3]);
+    }
+    // Quarter q of b[4 g + c] now holds rows 4 g.. of column 4 q + c.
+    for c in 0..4 {
+        a[c] = _mm512_shuffle_f32x4::<0x88>(b[c], b[4 + c]);
+        a[4 + c] = _mm512_shuffle_f32x4::<0xdd>(b[c], b[4 + c]);
+        a[8 + c] = _mm512_shuffle_f32x4::<0x88>(b[8 + c], b[12 + c]);
+        a[12 + c] = _mm512_shuffle_f32x4::<0xdd>(b[8 + c], b[12 + c]);
+    }
+    for c in 0..4 {
+        b[c] = _mm512_shuffle_f32x4::<0x88>(a[c], a[8 + c]);
+        b[8 + c] = _mm512_shuffle_f32x4::<0xdd>(a[c], a[8 + c]);
+        b[4 + c] = _mm512_shuffle_f32x4::<0x88>(a[4 + c], a[12 + c]);
+        b[12 + c] = _mm512_shuffle_f32x4::<0xdd>(a[4 + c], a[12 + c]);
+    }
+    b
+}
+
 impl Simd for Avx512 {
     type V = __m512;
 
@@ -110,6 +145,10 @@ impl Simd for Avx512 {
     fn store_partial(self, v: Self::V, x: &mut [f32]) {
         assert!(x.len() <= LANES);
         op!(_mm512_mask_storeu_ps(x.as_mut_ptr(), first(x.len()), v))
+    }
+    #[inline(always)]
+    fn transpose(self, rows: [__m512; LANES]) -> [__m512; LANES] {
+        op!(transpose(rows))
     }
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {

@@ -132,6 +132,34 @@ pub(crate) trait Simd: Copy {
     /// Asks for the cache line at `p`; `p` may be any address.
     fn prefetch(self, p: *const u8);
 
+    /// Asks for all cache lines of `x`.
+    #[inline(always)]
+    fn prefetch_all<T>(self, x: &[T]) {
+        for offset in (0..size_of_val(x)).step_by(64) {
+            self.prefetch(x.as_ptr().cast::<u8>().wrapping_add(offset));
+        }
+    }
+
+    /// Rows become columns: lane `j` of vector `i` is lane `i` of vector `j` before.
+    #[inline(always)]
+    fn transpose(self, rows: [Self::V; LANES]) -> [Self::V; LANES] {
+        let mut before = [[0.0; LANES]; LANES];
+        for i in 0..LANES {
+            self.store(rows[i], &mut before[i]);
+        }
+        let mut after = [[0.0; LANES]; LANES];
+        for i in 0..LANES {
+            for j in 0..LANES {
+                after[i][j] = before[j][i];
+            }
+        }
+        let mut columns = rows;
+        for i in 0..LANES {
+            columns[i] = self.load(&after[i]);
+        }
+        columns
+    }
+
     /// The first sixteen values of `x`.
     #[inline(always)]
     fn load(self, x: &[f32; LANES]) -> Self::V {
@@ -241,6 +269,14 @@ mod tests {
             for v in results {
                 // Which payload a NaN has is not part of the promise.
                 self.0.extend(s.to_array(v).map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }));
+            }
+            let mut rows = [va; LANES];
+            for (i, row) in rows.iter_mut().enumerate() {
+                *row = s.add(va, s.splat(100.0 * i as f32));
+            }
+            for (i, column) in s.transpose(rows).into_iter().enumerate() {
+                let want: [f32; LANES] = std::array::from_fn(|j| a[i] + 100.0 * j as f32);
+                assert_eq!(s.to_array(column), want, "column {i}");
             }
             self.0.push(s.sum(va).to_bits());
             self.0.push(s.max_lane(va).to_bits());
