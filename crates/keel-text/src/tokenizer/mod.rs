@@ -32,7 +32,7 @@ struct Shared {
 enum BosFix {
     Keep,
     Insert(u32),
-    Remove,
+    Remove(u32),
 }
 
 impl Tokenizer {
@@ -69,13 +69,11 @@ impl Tokenizer {
         eos_ids.extend(id_of(&special.eos));
         eos_ids.sort_unstable();
         eos_ids.dedup();
-        let mut tokenizer =
-            Tokenizer { shared: Arc::new(Shared { parts, special, bos_id, eos_ids, bos_fix: BosFix::Keep }) };
-        let bos_fix = tokenizer.bos_fix()?;
-        if let Some(shared) = Arc::get_mut(&mut tokenizer.shared) {
-            shared.bos_fix = bos_fix;
-        }
-        Ok(tokenizer)
+        let bos_fix = match (special.add_bos, bos_id) {
+            (Some(wanted), Some(bos)) => BosFix::new(wanted, bos, &parts)?,
+            _ => BosFix::Keep,
+        };
+        Ok(Tokenizer { shared: Arc::new(Shared { parts, special, bos_id, eos_ids, bos_fix }) })
     }
 
     /// Encodes a text. Special tokens written out in it become their ids.
@@ -84,12 +82,13 @@ impl Tokenizer {
     /// beginning. Give `false` for text from a chat template, which already wrote them.
     ///
     /// # Errors
-    /// [`TextError::Tokenize`] if the text has characters that the vocabulary cannot express.
+    /// [`TextError::Tokenize`] if the tokenizer refuses the text, for example because it needs a token for
+    /// unknown characters that the vocabulary lacks.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
-        let mut ids = self.encode_as_written(text, add_special)?;
+        let mut ids = encode_as_written(&self.shared.parts, text, add_special)?;
         match self.shared.bos_fix {
             BosFix::Insert(bos) if add_special => ids.insert(0, bos),
-            BosFix::Remove if add_special => drop(ids.remove(0)),
+            BosFix::Remove(bos) if add_special && ids.first() == Some(&bos) => drop(ids.remove(0)),
             _ => {}
         }
         Ok(ids)
@@ -174,30 +173,28 @@ impl Tokenizer {
     pub(crate) fn has_byte_tokens(&self) -> bool {
         !self.shared.parts.byte_of.is_empty()
     }
+}
 
-    fn encode_as_written(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
-        guarded("encode", || {
-            self.shared
-                .parts
-                .inner
-                .encode_fast(text, add_special)
-                .map(|encoding| encoding.get_ids().to_vec())
-                .map_err(|err| TextError::Tokenize { op: "encode", reason: err.to_string() })
-        })
-    }
-
+impl BosFix {
     /// Compares what `tokenizer.json` does around an empty text with what `tokenizer_config.json` wants.
-    fn bos_fix(&self) -> Result<BosFix, TextError> {
-        let (Some(wanted), Some(bos)) = (self.shared.special.add_bos, self.shared.bos_id) else {
-            return Ok(BosFix::Keep);
-        };
-        let added = self.encode_as_written("", true)?.first() == Some(&bos);
+    fn new(wanted: bool, bos: u32, parts: &read::Parts) -> Result<Self, TextError> {
+        let added = encode_as_written(parts, "", true)?.first() == Some(&bos);
         Ok(match (wanted, added) {
             (true, false) => BosFix::Insert(bos),
-            (false, true) => BosFix::Remove,
+            (false, true) => BosFix::Remove(bos),
             _ => BosFix::Keep,
         })
     }
+}
+
+/// Encodes as `tokenizer.json` alone says.
+fn encode_as_written(parts: &read::Parts, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
+    guarded("encode", || {
+        let encoding = parts.inner.encode_fast(text, add_special);
+        let encoding =
+            encoding.map_err(|err| TextError::Tokenize { op: "encode", reason: err.to_string() })?;
+        Ok(encoding.get_ids().to_vec())
+    })
 }
 
 impl fmt::Debug for Tokenizer {
