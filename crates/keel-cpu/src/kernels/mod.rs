@@ -14,3 +14,6 @@ pub mod rms_norm;
 pub mod rope;
 pub mod rows;
 mod small_gemm;
+
+#[cfg(test)]
+mod same_bits_everywhere;

@@ -1,0 +1,191 @@
+//! Every sequence kernel gives the same bits on every instruction set.
+
+use super::activation::{sigmoid_gate, swiglu};
+use super::attention::{
+    Attention, KvPages, KvPagesMut, PAGE, PageTable, attention_decode, attention_prefill, decode_workspace_len,
+    prefill_workspace_len,
+};
+use super::causal_conv::{CausalConv, causal_conv};
+use super::gated_delta::{GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len};
+use super::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
+use super::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
+use super::rope::{QkNormRope, qk_norm_rope, rope_table};
+use super::rows::{Batch, Rows, RowsMut};
+use crate::isa::Isa;
+use crate::pool::ThreadPool;
+use crate::shared_slice::SharedMut;
+use crate::simd::forced;
+use half::bf16;
+use keel_testkit::compare::assert_same_bits;
+use keel_testkit::random::Random;
+
+/// Rows of the one sequence that everything runs on.
+const ROWS: usize = 70;
+
+fn rows(y: &mut [f32], width: usize) -> RowsMut<'_> {
+    RowsMut::whole(SharedMut::new(y), width)
+}
+
+/// Runs `kernel` at every level and compares what it writes.
+fn check(what: &str, outputs: usize, kernel: impl Fn(&ThreadPool, &mut [f32])) {
+    let pool = ThreadPool::new(2);
+    let at = |isa| {
+        let mut y = vec![0.0; outputs];
+        forced::at(isa, || kernel(&pool, &mut y));
+        y
+    };
+    let want = at(Isa::Portable);
+    assert!(want.iter().all(|x| x.is_finite()) && want.iter().any(|&x| x != 0.0), "{what} wrote nothing");
+    for isa in Isa::available() {
+        assert_same_bits(&format!("{what}, {isa}"), &at(isa), &want);
+    }
+}
+
+const BATCH: Batch<'_> = Batch { row_start: &[0, ROWS as u32], position: &[0] };
+
+#[test]
+fn row_wise_kernels() {
+    let (width, mut random) = (77, Random::new(1));
+    let a = random.uniforms(ROWS * 2 * width, -6.0, 6.0);
+    let b = random.uniforms(ROWS * width, -6.0, 6.0);
+    let weight = random.uniforms(width, 0.5, 1.5);
+    let (wide, narrow) = (Rows::whole(&a, 2 * width), Rows::whole(&b, width));
+    let half = wide.columns(width..2 * width);
+    let len = ROWS * width;
+    check("swiglu", len, |pool, y| {
+        let y = rows(y, width);
+        pool.run(|w| swiglu(wide, y, w));
+    });
+    check("sigmoid_gate", len, |pool, y| {
+        let y = rows(y, width);
+        pool.run(|w| sigmoid_gate(half, narrow, y, w));
+    });
+    check("rms_norm", len, |pool, y| {
+        let y = rows(y, width);
+        pool.run(|w| rms_norm(half, &weight, 1e-6, y, w));
+    });
+    check("gated_rms_norm", len, |pool, y| {
+        let y = rows(y, width);
+        pool.run(|w| gated_rms_norm(half, narrow, &weight, 1e-6, y, w));
+    });
+    check("add_rms_norm", 2 * len, |pool, y| {
+        let (y, residual) = y.split_at_mut(len);
+        residual.copy_from_slice(&b);
+        let (y, residual) = (rows(y, width), rows(residual, width));
+        pool.run(|w| add_rms_norm(half, residual, &weight, 1e-6, y, w));
+    });
+    let taps = random.uniforms(4 * width, -1.0, 1.0);
+    check("causal_conv", len + 3 * width, |pool, y| {
+        let (y, window) = y.split_at_mut(len);
+        window.fill(0.5);
+        let conv = CausalConv {
+            x: narrow,
+            weight: &taps,
+            bias: Some(&weight),
+            batch: BATCH,
+            slot: &[0],
+            window: SharedMut::new(window),
+            open_rows_max: 0,
+            accepted: None,
+            keep_open: false,
+            y: rows(y, width),
+        };
+        pool.run(|w| causal_conv(&conv, w));
+    });
+}
+
+#[test]
+fn gated_delta_in_both_regimes() {
+    let shape = GatedDeltaShape { key_heads: 2, value_heads: 4, key_size: 40, value_size: 56 };
+    let mut random = Random::new(2);
+    let qkv = random.uniforms(ROWS * shape.qkv_len(), -1.0, 1.0);
+    let (a, b) = (random.uniforms(ROWS * 4, -4.0, 1.0), random.uniforms(ROWS * 4, -3.0, 3.0));
+    let (a_log, dt_bias) = (random.uniforms(4, -1.0, 1.0), random.uniforms(4, -1.0, 1.0));
+    let width = shape.value_heads * shape.value_size;
+    for chunked in [false, true] {
+        check("gated_delta", ROWS * width + shape.state_len(), |pool, y| {
+            let (y, state) = y.split_at_mut(ROWS * width);
+            let workspace = match chunked {
+                false => gated_delta_workspace_len(&shape, 2),
+                true => gated_delta_chunked_workspace_len(&shape, 2),
+            };
+            let mut workspace = vec![0.0; workspace];
+            let inputs = GatedDeltaInputs {
+                shape,
+                qkv: Rows::whole(&qkv, shape.qkv_len()),
+                a: Rows::whole(&a, 4),
+                b: Rows::whole(&b, 4),
+                a_log: &a_log,
+                dt_bias: &dt_bias,
+            };
+            let (state, y) = (SharedMut::new(state), RowsMut::whole(SharedMut::new(y), width));
+            let task = GatedDelta { inputs, batch: BATCH, slot: &[0], state, log: None, y };
+            let workspace = SharedMut::new(&mut workspace);
+            pool.run(|w| match chunked {
+                false => gated_delta(&task, workspace, w),
+                true => gated_delta_chunked(&task, workspace, w),
+            });
+        });
+    }
+}
+
+#[test]
+fn rope_and_attention_in_both_regimes() {
+    let (heads, kv_heads, head_size, pairs) = (5, 1, 80, 20);
+    let mut random = Random::new(3);
+    let (q_len, kv_len) = (heads * head_size, kv_heads * head_size);
+    let qkv = random.uniforms(ROWS * (q_len + 2 * kv_len), -2.0, 2.0);
+    let norms = [random.uniforms(head_size, 0.5, 1.5), random.uniforms(head_size, 0.5, 1.5)];
+    let x = Rows::whole(&qkv, q_len + 2 * kv_len);
+    let positions: Vec<u32> = (0..ROWS as u32).collect();
+    let frequencies: Vec<f64> = (0..pairs).map(|i| 0.7f64.powi(i)).collect();
+    let table = PageTable { pages: &[0], stride: 1 };
+    for prefill in [false, true] {
+        check("attention", 2 * ROWS * q_len, |pool, y| {
+            let (turned, y) = y.split_at_mut(ROWS * q_len);
+            let (mut cos, mut sin) = (vec![0.0; ROWS * frequencies.len()], vec![0.0; ROWS * frequencies.len()]);
+            let out = [&mut cos, &mut sin].map(|x| RowsMut::whole(SharedMut::new(x), frequencies.len()));
+            pool.run(|w| rope_table(&positions, &frequencies, &[], out[0], out[1], w));
+            let (mut keys, mut values) = (vec![bf16::ZERO; PAGE * kv_len], vec![bf16::ZERO; PAGE * kv_len]);
+            let pages = KvPagesMut {
+                keys: SharedMut::new(&mut keys),
+                values: SharedMut::new(&mut values),
+                kv_heads,
+                head_size,
+            };
+            let rope = QkNormRope {
+                q: x.columns(0..q_len),
+                k: x.columns(q_len..q_len + kv_len),
+                v: x.columns(q_len + kv_len..q_len + 2 * kv_len),
+                query_stride: head_size,
+                norm: Some((&norms[0], &norms[1])),
+                eps: 1e-6,
+                rope: (Rows::whole(&cos, frequencies.len()), Rows::whole(&sin, frequencies.len())),
+                batch: BATCH,
+                table,
+                pages,
+                y: RowsMut::whole(SharedMut::new(turned), q_len),
+            };
+            pool.run(|w| qk_norm_rope(&rope, w));
+            let workspace = match prefill {
+                false => decode_workspace_len(ROWS, heads, head_size, 1),
+                true => prefill_workspace_len(2, head_size),
+            };
+            let mut workspace = vec![0.0; workspace];
+            let attention = Attention {
+                q: Rows::whole(turned, q_len),
+                batch: BATCH,
+                table,
+                pages: KvPages { keys: &keys, values: &values, kv_heads, head_size },
+                scale: 0.11,
+                window: Some(33),
+                y: RowsMut::whole(SharedMut::new(y), q_len),
+            };
+            let workspace = SharedMut::new(&mut workspace);
+            pool.run(|w| match prefill {
+                false => attention_decode(&attention, workspace, w),
+                true => attention_prefill(&attention, workspace, w),
+            });
+        });
+    }
+}
