@@ -9,6 +9,9 @@
 //! of the *rounded* inputs the rounding errors meet `s q + b`, the weights themselves, rather than the larger `s q`.
 
 use super::format::{BLOCK, MAX_GROUP, WeightFormat};
+use super::lanes::{LANES, Lanes, portable::Portable};
+#[cfg(target_arch = "x86_64")]
+use super::lanes::{avx2::Avx2, avx512::Avx512};
 use super::rows::{RowBlock, RowMap, Segment};
 use super::{Compute, PackedLayout};
 use crate::isa::Isa;
@@ -39,18 +42,22 @@ pub(super) fn prepare(
         (Compute::Int8, WeightFormat::Affine { group, .. }) => {
             let groups = k / group;
             let rows = segments.last().map_or(0, |last| last.end as usize);
-            let mut segment = segments.iter();
-            let mut current = segment.next();
-            for item in worker.split(rows * groups, 1) {
-                let (position, g) = (item / groups, item % groups);
-                while current.is_some_and(|current| position >= current.end as usize) {
-                    current = segment.next();
+            let share = worker.split(rows * groups, 1);
+            let mut segments = segments.iter();
+            let mut segment = segments.next();
+            for position in share.start / groups..share.end.div_ceil(groups) {
+                while segment.is_some_and(|segment| position >= segment.end as usize) {
+                    segment = segments.next();
                 }
-                let block = current.expect("segments cover all positions").block(position);
-                let from = map.rows(position).0 * k + g * group;
-                let bytes = block.rows * (group + 8);
-                let start = block.start * row_bytes + g * bytes;
-                quantise_into(isa, &x[from..from + group], scratch.part(start..start + bytes), block);
+                let block = segment.expect("segments cover all positions").block(position);
+                let x = &x[map.rows(position).0 * k..][..k];
+                let group_bytes = block.rows * (group + 8);
+                let out = scratch.part(block.start * row_bytes..(block.start + block.rows) * row_bytes);
+                let in_row = |item: usize| item.saturating_sub(position * groups).min(groups);
+                for g in in_row(share.start)..in_row(share.end) {
+                    let out = out.part(g * group_bytes..(g + 1) * group_bytes);
+                    quantise_into(isa, &x[g * group..(g + 1) * group], out, block);
+                }
             }
         }
         (Compute::Bf16, _) => {
@@ -69,76 +76,81 @@ fn quantise_into(isa: Isa, x: &[f32], out: SharedMut<'_, u8>, block: RowBlock) {
     let (row, rows) = (block.row, block.rows);
     let mut quantised = [0u8; MAX_GROUP];
     let quantised = &mut quantised[..x.len()];
-    let (scale, sum) = quantise(isa, x, quantised);
-    for (part, values) in quantised.chunks_exact(BLOCK).enumerate() {
+    let pair = quantise(isa, x, quantised);
+    for (part, values) in quantised.as_chunks::<BLOCK>().0.iter().enumerate() {
         let at = (part * rows + row) * BLOCK;
-        // SAFETY: each row has bytes of its own, and one worker.
-        unsafe { out.range(at..at + BLOCK) }.copy_from_slice(values);
+        // SAFETY: each row has bytes of its own, and one worker; an array of bytes has no alignment.
+        unsafe { *out.part(at..at + BLOCK).as_ptr().cast::<[u8; BLOCK]>() = *values }
     }
-    let at = rows * x.len() + row * 8;
+    let at = rows * x.len() + row * size_of_val(&pair);
     // SAFETY: each row has bytes of its own, and one worker.
-    let pair = unsafe { out.range(at..at + 8) };
-    pair[..4].copy_from_slice(&scale.to_ne_bytes());
-    pair[4..].copy_from_slice(&sum.to_ne_bytes());
+    unsafe { out.part(at..at + size_of_val(&pair)).as_ptr().cast::<[f32; 2]>().write_unaligned(pair) }
 }
 
 /// Quantises one group; its scale, and the scaled sum of what was written to `out` as i8.
-fn quantise(isa: Isa, x: &[f32], out: &mut [u8]) -> (f32, f32) {
-    match isa {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a kernel is only run at a level that the CPU has.
-        Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => unsafe { quantise_avx512(x, out) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a kernel is only run at a level that the CPU has.
-        Isa::Avx2 => unsafe { quantise_avx2(x, out) },
-        _ => quantise_portable(x, out),
+fn quantise(isa: Isa, x: &[f32], out: &mut [u8]) -> [f32; 2] {
+    assert!(x.len().is_multiple_of(LANES) && x.len() == out.len());
+    // SAFETY: a kernel is only run at a level that the CPU has; the lengths are as asserted.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => quantise_avx512(x, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => quantise_avx2(x, out),
+            _ => quantise_in::<Portable>(x, out),
+        }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn quantise_avx512(x: &[f32], out: &mut [u8]) -> (f32, f32) {
-    quantise_portable(x, out)
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")]
+fn quantise_avx512(x: &[f32], out: &mut [u8]) -> [f32; 2] {
+    // SAFETY: compiled for the instructions; `quantise` has checked the lengths.
+    unsafe { quantise_in::<Avx512<false>>(x, out) }
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn quantise_avx2(x: &[f32], out: &mut [u8]) -> (f32, f32) {
-    quantise_portable(x, out)
+#[target_feature(enable = "avx2,fma")]
+fn quantise_avx2(x: &[f32], out: &mut [u8]) -> [f32; 2] {
+    // SAFETY: compiled for the instructions; `quantise` has checked the lengths.
+    unsafe { quantise_in::<Avx2>(x, out) }
 }
 
 /// The same bits at every level: each step is exact or rounded alike.
+///
+/// # Safety
+/// As [`Lanes`]; `x` and `out` are equally long, a multiple of 16.
 #[inline(always)]
-fn quantise_portable(x: &[f32], out: &mut [u8]) -> (f32, f32) {
-    // As integers the magnitudes of floats are ordered, infinities and then NaN above all numbers, so that
-    // these reach the scale and with it every output.
-    let (chunks, _) = x.as_chunks::<16>();
-    let mut tops = [0u32; 16];
-    for chunk in chunks {
-        for (top, x) in tops.iter_mut().zip(chunk) {
-            *top = (*top).max(x.to_bits() & 0x7fff_ffff);
-        }
-    }
-    let top = f32::from_bits(tops.into_iter().fold(0, u32::max));
-    // Below this the reciprocal overflows; such a group is zero beside any other.
-    if top < 1e-36 {
-        out.fill(0);
-        return (0.0, 0.0);
-    }
-    let reciprocal = 127.0 / top;
+unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> [f32; 2] {
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;
-    let mut sums = [0i32; 16];
-    let (outs, _) = out.as_chunks_mut::<16>();
-    for (chunk, out) in chunks.iter().zip(outs) {
-        for i in 0..16 {
-            let p = (chunk[i] * reciprocal + ROUND).to_bits() as i8;
-            sums[i] += i32::from(p);
-            out[i] = p as u8;
+    // SAFETY: as the caller promises; each vector lies within the slices.
+    unsafe {
+        // As integers the magnitudes of floats are ordered, infinities and then NaN above all numbers, so
+        // that these reach the scale and with it every output.
+        let magnitude = S::splat_i(0x7fff_ffff);
+        let mut tops = S::splat_i(0);
+        for i in (0..x.len()).step_by(LANES) {
+            tops = S::max_u(tops, S::and(S::load_i(x.as_ptr().add(i).cast()), magnitude));
         }
+        let top = f32::from_bits(S::reduce_max_u(tops));
+        // Below this the reciprocal overflows; such a group is zero beside any other.
+        if top < 1e-36 {
+            out.fill(0);
+            return [0.0, 0.0];
+        }
+        let reciprocal = S::splat(127.0 / top);
+        let (round, unround) = (S::splat(ROUND), S::splat_i((ROUND.to_bits() as i32).wrapping_neg()));
+        let mut sums = S::splat_i(0);
+        for i in (0..x.len()).step_by(LANES) {
+            let rounded = S::add(S::mul(S::load(x.as_ptr().add(i)), reciprocal), round);
+            let p = S::add_i(S::as_i(rounded), unround);
+            sums = S::add_i(sums, p);
+            S::store_i8(p, out.as_mut_ptr().add(i));
+        }
+        let scale = top / 127.0;
+        [scale, scale * S::reduce_add_i(sums) as f32]
     }
-    let scale = top / 127.0;
-    (scale, scale * sums.into_iter().sum::<i32>() as f32)
 }
 
 /// Rounds to nearest even; `out` is filled up with zeros.
@@ -163,7 +175,7 @@ mod tests {
         let x: Vec<f32> = (0..64).map(|i| (i as f32 * 0.71).sin() * 3.0).collect();
         for isa in Isa::available() {
             let mut out = [0u8; 64];
-            let (scale, sum) = quantise(isa, &x, &mut out);
+            let [scale, sum] = quantise(isa, &x, &mut out);
             let mut total = 0.0;
             for (x, p) in x.iter().zip(out) {
                 let back = f32::from(p as i8) * scale;
@@ -180,11 +192,11 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x = [1.0f32; 32];
             x[17] = bad;
-            let (scale, _) = quantise(Isa::best(), &x, &mut [0; 32]);
+            let [scale, _] = quantise(Isa::best(), &x, &mut [0; 32]);
             assert!(!scale.is_finite());
         }
         let mut out = [1u8; 32];
-        assert_eq!(quantise(Isa::best(), &[-0.0; 32], &mut out), (0.0, 0.0));
+        assert_eq!(quantise(Isa::best(), &[-0.0; 32], &mut out), [0.0, 0.0]);
         assert_eq!(out, [0; 32]);
     }
 

@@ -216,7 +216,7 @@ mod tests {
                 let layout =
                     PackedLayout::stacked(2, n, k, WeightFormat::Affine { bits, group, params }).unwrap();
                 let quants: Vec<u8> =
-                    (0..n * k).map(|i| (i * 2654435761 >> 7) as u8 & ((1 << bits) - 1) as u8).collect();
+                    (0..n * k).map(|i| ((i * 2654435761) >> 7) as u8 & ((1 << bits) - 1) as u8).collect();
                 // Exact in every parameter type.
                 let scales: Vec<f32> = (0..n * k / group).map(|i| (i % 29) as f32 / 16.0).collect();
                 let biases: Vec<f32> = (0..n * k / group).map(|i| (i % 31) as f32 - 15.0).collect();

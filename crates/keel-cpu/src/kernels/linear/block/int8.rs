@@ -32,10 +32,10 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const M: usize>(block: &B
                 let row = x.add(first * BLOCK);
                 for_each_quad!(J => {
                     let w = [quad::<S, BITS, J>(w[0]), quad::<S, BITS, J>(w[1])];
-                    for m in 0..M {
+                    for (m, dots) in dots.iter_mut().enumerate() {
                         let x = S::splat_i(row.add(m * BLOCK + 4 * J).cast::<i32>().read_unaligned());
                         for t in 0..PAIR {
-                            dots[m][t] = S::dot_u8_i8::<BITS>(dots[m][t], w[t], x);
+                            dots[t] = S::dot_u8_i8::<BITS>(dots[t], w[t], x);
                         }
                     }
                 });

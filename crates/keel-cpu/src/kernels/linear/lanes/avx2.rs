@@ -96,6 +96,48 @@ impl Lanes for Avx2 {
         op!((_mm256_castsi256_ps(a.0), _mm256_castsi256_ps(a.1)))
     }
     #[inline(always)]
+    unsafe fn as_i(a: Self::F) -> Self::I {
+        op!((_mm256_castps_si256(a.0), _mm256_castps_si256(a.1)))
+    }
+    #[inline(always)]
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
+        op!((_mm256_add_epi32(a.0, b.0), _mm256_add_epi32(a.1, b.1)))
+    }
+    #[inline(always)]
+    unsafe fn max_u(a: Self::I, b: Self::I) -> Self::I {
+        op!((_mm256_max_epu32(a.0, b.0), _mm256_max_epu32(a.1, b.1)))
+    }
+    #[inline(always)]
+    unsafe fn reduce_max_u(a: Self::I) -> u32 {
+        op!({
+            let eight = _mm256_max_epu32(a.0, a.1);
+            let four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
+            let two = _mm_max_epu32(four, _mm_shuffle_epi32::<0b01_00_11_10>(four));
+            let one = _mm_max_epu32(two, _mm_shuffle_epi32::<0b10_11_00_01>(two));
+            _mm_cvtsi128_si32(one) as u32
+        })
+    }
+    #[inline(always)]
+    unsafe fn reduce_add_i(a: Self::I) -> i32 {
+        op!({
+            let eight = _mm256_add_epi32(a.0, a.1);
+            let four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
+            let two = _mm_add_epi32(four, _mm_shuffle_epi32::<0b01_00_11_10>(four));
+            let one = _mm_add_epi32(two, _mm_shuffle_epi32::<0b10_11_00_01>(two));
+            _mm_cvtsi128_si32(one)
+        })
+    }
+    #[inline(always)]
+    unsafe fn store_i8(a: Self::I, p: *mut u8) {
+        op!({
+            // Packing works within halves of 128 bits; the permutation puts the quarters back in order.
+            let halves = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(a.0, a.1));
+            let low = _mm256_castsi256_si128(halves);
+            let high = _mm256_extracti128_si256::<1>(halves);
+            _mm_storeu_si128(p.cast(), _mm_packs_epi16(low, high));
+        })
+    }
+    #[inline(always)]
     unsafe fn splat(x: f32) -> Self::F {
         op!((_mm256_set1_ps(x), _mm256_set1_ps(x)))
     }

@@ -70,8 +70,9 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
     #[inline(always)]
     unsafe fn dot_bf16(acc: Self::F, w: Self::I, x: Self::I) -> Self::F {
         if DOTS {
-            // SAFETY: both types are 64 bytes of plain bits.
-            return op!(_mm512_dpbf16_ps(acc, std::mem::transmute(w), std::mem::transmute(x)));
+            // Both types are 64 bytes of plain bits.
+            let halves = |v| op!(std::mem::transmute::<__m512i, __m512bh>(v));
+            return op!(_mm512_dpbf16_ps(acc, halves(w), halves(x)));
         }
         op!({
             let high = _mm512_set1_epi32(-65536);
@@ -87,6 +88,30 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
     #[inline(always)]
     unsafe fn as_f32(a: Self::I) -> Self::F {
         op!(_mm512_castsi512_ps(a))
+    }
+    #[inline(always)]
+    unsafe fn as_i(a: Self::F) -> Self::I {
+        op!(_mm512_castps_si512(a))
+    }
+    #[inline(always)]
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
+        op!(_mm512_add_epi32(a, b))
+    }
+    #[inline(always)]
+    unsafe fn max_u(a: Self::I, b: Self::I) -> Self::I {
+        op!(_mm512_max_epu32(a, b))
+    }
+    #[inline(always)]
+    unsafe fn reduce_max_u(a: Self::I) -> u32 {
+        op!(_mm512_reduce_max_epu32(a))
+    }
+    #[inline(always)]
+    unsafe fn reduce_add_i(a: Self::I) -> i32 {
+        op!(_mm512_reduce_add_epi32(a))
+    }
+    #[inline(always)]
+    unsafe fn store_i8(a: Self::I, p: *mut u8) {
+        op!(_mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(a)))
     }
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::F {

@@ -46,6 +46,19 @@ pub(super) trait Lanes: Copy {
     /// The words taken as f32.
     unsafe fn as_f32(a: Self::I) -> Self::F;
 
+    /// The bits of the lanes.
+    unsafe fn as_i(a: Self::F) -> Self::I;
+    /// `a + b`, wrapping.
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
+    /// The larger word, as u32.
+    unsafe fn max_u(a: Self::I, b: Self::I) -> Self::I;
+    /// The largest of all words, as u32.
+    unsafe fn reduce_max_u(a: Self::I) -> u32;
+    /// The sum of all words, wrapping.
+    unsafe fn reduce_add_i(a: Self::I) -> i32;
+    /// Writes each word, an i32 that fits i8, as one byte.
+    unsafe fn store_i8(a: Self::I, p: *mut u8);
+
     /// All lanes `x`.
     unsafe fn splat(x: f32) -> Self::F;
     /// Sixteen f32 at `p`.

@@ -64,6 +64,31 @@ impl Lanes for Portable {
         a.map(f32::from_bits)
     }
     #[inline(always)]
+    unsafe fn as_i(a: Self::F) -> Self::I {
+        a.map(f32::to_bits)
+    }
+    #[inline(always)]
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
+        from_fn(|i| a[i].wrapping_add(b[i]))
+    }
+    #[inline(always)]
+    unsafe fn max_u(a: Self::I, b: Self::I) -> Self::I {
+        from_fn(|i| a[i].max(b[i]))
+    }
+    #[inline(always)]
+    unsafe fn reduce_max_u(a: Self::I) -> u32 {
+        a.into_iter().fold(0, u32::max)
+    }
+    #[inline(always)]
+    unsafe fn reduce_add_i(a: Self::I) -> i32 {
+        a.into_iter().fold(0, |sum, a| sum.wrapping_add(a as i32))
+    }
+    #[inline(always)]
+    unsafe fn store_i8(a: Self::I, p: *mut u8) {
+        // SAFETY: the caller promises room for sixteen bytes.
+        unsafe { p.cast::<[u8; LANES]>().write(a.map(|a| a as u8)) }
+    }
+    #[inline(always)]
     unsafe fn splat(x: f32) -> Self::F {
         [x; LANES]
     }
