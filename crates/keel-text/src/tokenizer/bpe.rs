@@ -26,7 +26,7 @@ pub(super) struct BpeJson {
 }
 
 impl BpeJson {
-    /// Largest id and number of tokens are those of a real vocabulary, and every merge stays inside it.
+    /// Every token has an id of its own, and every merge stays inside the vocabulary.
     pub(super) fn check(&self) -> Result<(), String> {
         if self.vocab.is_empty() {
             return Err("the vocabulary is empty".to_string());
