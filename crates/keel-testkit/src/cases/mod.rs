@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub mod causal_conv;
+pub mod elementwise;
 pub mod gated_delta;
 pub mod matmul;
 pub mod quantized_matmul;

@@ -2,11 +2,16 @@
 
 pub mod attention;
 pub mod causal_conv;
+pub mod elementwise;
+pub mod experts;
 pub mod gated_delta;
+pub mod indexing;
 pub mod matmul;
 pub mod quantized_matmul;
+pub mod reduce;
 pub mod rms_norm;
 pub mod rope;
+pub mod tensor;
 
 /// `x / (1 + e^-x)`
 pub fn silu(x: f64) -> f64 {

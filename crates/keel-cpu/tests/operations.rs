@@ -1,0 +1,103 @@
+//! Every operation against its oracle: on every instruction set, with one worker and with several.
+
+use keel_array::{
+    Backend, DeviceMemory, Kernel, Launch, Result, RowBlock, Runtime, RuntimeOptions, WeightSpec,
+};
+use keel_cpu::isa::Isa;
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_testkit::checks;
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+fn backend(isa: Isa, threads: usize) -> CpuBackend {
+    let options =
+        CpuOptions { threads: Some(threads), isa: Some(isa), poison_freed: true, ..CpuOptions::default() };
+    CpuBackend::new(options)
+}
+
+#[test]
+fn every_operation_agrees_with_its_oracle() {
+    for (i, isa) in Isa::available().enumerate() {
+        let runtime = Runtime::new(Arc::new(backend(isa, 1 + i % 3)), RuntimeOptions::default());
+        for check in checks::all() {
+            (check.run)(&runtime);
+        }
+        runtime.clear_cache();
+        assert_eq!(runtime.ledger().active().total(), 0, "memory left behind at {isa}");
+    }
+}
+
+/// A backend with one broken kernel: it spoils an element of one operation's result.
+struct Broken {
+    inner: CpuBackend,
+    op: &'static str,
+}
+
+impl Backend for Broken {
+    fn name(&self) -> &str {
+        "broken"
+    }
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.inner.allocate(bytes)
+    }
+    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
+        self.inner.write(memory, offset, bytes);
+    }
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        self.inner.read(memory, offset, bytes);
+    }
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
+        self.inner.workspace_bytes(kernel)
+    }
+    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
+        self.inner.packed_bytes(spec)
+    }
+    fn pack(
+        &self,
+        spec: &WeightSpec,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        block: &RowBlock<'_>,
+    ) -> Result<()> {
+        self.inner.pack(spec, memory, offset, block)
+    }
+    fn launch(&self, launch: &Launch<'_>) -> Result<()> {
+        self.inner.launch(launch)?;
+        for kernel in launch.kernels().iter().filter(|k| k.op.name() == self.op) {
+            let output = &kernel.outputs[0];
+            let elements = output.layout.shape.elements();
+            if elements == 0 {
+                continue;
+            }
+            // The last element, wrong by far more than any tolerance.
+            let size = output.dtype.size();
+            let (buffer, start) = launch.resolve(output.slot);
+            let at = start + (output.layout.offset + elements - 1) * size;
+            let mut bytes = vec![0; size];
+            self.inner.read(buffer.memory(), at, &mut bytes);
+            bytes[size - 1] ^= if size == 1 { 1 } else { 0x41 };
+            self.inner.write(buffer.memory(), at, &bytes);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_broken_kernel_of_any_operation_is_caught() {
+    let ops: BTreeSet<&str> = checks::all().iter().map(|check| check.op).collect();
+    std::panic::set_hook(Box::new(|_| {})); // the failures are what is wanted
+    let missed: Vec<&str> = ops
+        .into_iter()
+        .filter(|&op| {
+            let broken = Broken { inner: backend(Isa::best(), 2), op };
+            let runtime = Runtime::new(Arc::new(broken), RuntimeOptions::default());
+            let mut checks = checks::all().into_iter().filter(|check| check.op == op);
+            let caught =
+                checks.any(|check| catch_unwind(AssertUnwindSafe(|| (check.run)(&runtime))).is_err());
+            !caught
+        })
+        .collect();
+    let _ = std::panic::take_hook();
+    assert!(missed.is_empty(), "nobody noticed that these are broken: {missed:?}");
+}

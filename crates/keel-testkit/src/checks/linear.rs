@@ -1,0 +1,256 @@
+//! Matrix products, with weights and without, and the mixture of experts around them.
+
+use super::{Check, FLOATS, download, expect, expect_within, layouts, rounded, upload};
+use crate::cases::quantized_matmul::weights;
+use crate::naive::matmul::{matmul, matmul_transposed};
+use crate::naive::quantized_matmul::{
+    Affine, gather_quantized_matmul, quantised_activations, quantized_matmul,
+};
+use crate::naive::tensor::Tensor;
+use crate::naive::{elementwise, experts};
+use crate::random::Random;
+use crate::{cases, tolerance};
+use half::{bf16, f16};
+use keel_array::{Array, Compute, DType, RowBlock, RowData, Runtime, Weight, WeightFormat, WeightSpec};
+
+pub(super) const CHECKS: &[Check] = &[
+    Check { op: "matmul", run: products },
+    Check { op: "linear", run: dense },
+    Check { op: "linear", run: affine },
+    Check { op: "linear", run: onto_a_residual },
+    Check { op: "gather_linear", run: gathered },
+    Check { op: "gather_linear", run: expert_out_of_range },
+    Check { op: "embedding", run: embedding },
+    Check { op: "route_top_k", run: routing },
+    Check { op: "combine_experts", run: combination },
+];
+
+fn floats(x: &Tensor) -> Vec<f32> {
+    x.values.iter().map(|&x| x as f32).collect()
+}
+
+fn products(runtime: &Runtime) {
+    let mut random = Random::new(50);
+    for &[batch, m, n, k] in cases::matmul::BATCHED {
+        for dtype in FLOATS {
+            let a = rounded(&Tensor::random(&mut random, &[batch, m, k], -1.0, 1.0), dtype);
+            let b = rounded(&Tensor::random(&mut random, &[batch, k, n], -1.0, 1.0), dtype);
+            let values = matmul(&floats(&a), &floats(&b), [batch, m, n, k]);
+            let want = Tensor { shape: vec![batch, m, n], values };
+            for ((layout, a), (_, b)) in layouts(runtime, &a, dtype).iter().zip(layouts(runtime, &b, dtype)) {
+                let y = a.matmul(&b).expect("extents fit");
+                expect(&format!("matmul of {dtype} [{batch}, {m}, {k}, {n}] {layout}"), &y, &want);
+            }
+        }
+    }
+    let a = rounded(&Tensor::random(&mut random, &[2, 1, 5, 7], -1.0, 1.0), DType::F32);
+    let b = rounded(&Tensor::random(&mut random, &[3, 7, 4], -1.0, 1.0), DType::F32);
+    let (wide_a, wide_b) = (a.broadcast(&[2, 3, 5, 7]), b.broadcast(&[2, 3, 7, 4]));
+    let values = matmul(&floats(&wide_a), &floats(&wide_b), [6, 5, 4, 7]);
+    let y =
+        upload(runtime, &a, DType::F32).matmul(&upload(runtime, &b, DType::F32)).expect("batches broadcast");
+    expect("matmul of broadcast batches", &y, &Tensor { shape: vec![2, 3, 5, 4], values });
+}
+
+/// A dense weight `[experts, rows, cols]`, filled in two blocks.
+fn dense_weight(
+    runtime: &Runtime,
+    values: &[f32],
+    rows: usize,
+    cols: usize,
+    dtype: DType,
+    compute: Compute,
+) -> Weight {
+    let spec = WeightSpec { experts: 1, rows, cols, format: WeightFormat::Dense(dtype), compute };
+    let weight = Weight::allocate(runtime, spec).expect("there is memory for a case");
+    let bytes: Vec<u8> = match dtype {
+        DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
+        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    };
+    let split = if rows > 32 { 32 } else { rows };
+    for range in [split..rows, 0..split].into_iter().filter(|range| !range.is_empty()) {
+        let row_bytes = cols * dtype.size();
+        let data = RowData::Dense(&bytes[range.start * row_bytes..range.end * row_bytes]);
+        let block = RowBlock { expert: 0, first_row: range.start, rows: range.len(), data };
+        weight.fill(&block).expect("whole tiles of rows");
+    }
+    weight
+}
+
+fn affine_weight(runtime: &Runtime, stack: &[Affine], bits: usize, compute: Compute) -> Weight {
+    let Affine { k, group, .. } = stack[0];
+    let rows = stack[0].quants.len() / k;
+    let format =
+        WeightFormat::Affine { bits: bits as u8, group_size: group as u16, scale_dtype: DType::BF16 };
+    let spec = WeightSpec { experts: stack.len(), rows, cols: k, format, compute };
+    let weight = Weight::allocate(runtime, spec).expect("there is memory for a case");
+    for (expert, w) in stack.iter().enumerate() {
+        let data = RowData::Affine { codes: &w.quants, scales: &w.scales, biases: &w.biases };
+        weight.fill(&RowBlock { expert, first_row: 0, rows, data }).expect("whole rows");
+    }
+    weight
+}
+
+fn dense(runtime: &Runtime) {
+    let mut random = Random::new(51);
+    for &(t, n, k) in cases::matmul::SHAPES {
+        for dtype in FLOATS {
+            let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
+            let w = floats(&rounded(&Tensor::random(&mut random, &[n, k], -1.0, 1.0), dtype));
+            let want = Tensor { shape: vec![t, n], values: matmul_transposed(&floats(&x), &w, k) };
+            for (compute, limit) in [
+                (Compute::F32, tolerance::F32),
+                (Compute::Auto, tolerance::BF16_ACTIVATIONS),
+                (Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+            ] {
+                let weight = dense_weight(runtime, &w, n, k, dtype, compute);
+                for (layout, x) in layouts(runtime, &x, DType::F32) {
+                    let y = x.linear(&weight).expect("extents fit");
+                    let what = format!("linear [{t}, {n}, {k}] of {dtype}, {compute:?}, {layout}");
+                    expect_within(&what, &y, &want.values, limit);
+                }
+            }
+        }
+    }
+}
+
+fn affine(runtime: &Runtime) {
+    let mut random = Random::new(52);
+    let kinds = cases::quantized_matmul::BITS.iter().zip(cases::quantized_matmul::GROUPS.iter().cycle());
+    for (&bits, &group) in kinds {
+        for &(t, n, k) in cases::quantized_matmul::SHAPES {
+            let w = weights(&mut random, n, k, bits, group);
+            let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
+            let what = format!("linear [{t}, {n}, {k}] of {bits} bits in groups of {group}");
+            let array = upload(runtime, &x, DType::F32);
+            let exact = array.linear(&affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::F32));
+            expect_within(
+                &what,
+                &exact.expect("extents fit"),
+                &quantized_matmul(&floats(&x), &w),
+                tolerance::F32,
+            );
+            let fast = array.linear(&affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::Auto));
+            let rounded = quantised_activations(&floats(&x), group);
+            let fast = fast.expect("extents fit");
+            // A backend may quantise activations or not; either is within a step of the oracle that does.
+            expect_within(&what, &fast, &quantized_matmul(&rounded, &w), tolerance::INT8_ACTIVATIONS);
+        }
+    }
+}
+
+fn onto_a_residual(runtime: &Runtime) {
+    let mut random = Random::new(53);
+    for (t, n, k) in [(1, 33, 65), (7, 64, 64), (33, 15, 31)] {
+        let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
+        let r = rounded(&Tensor::random(&mut random, &[t, n], -1.0, 1.0), DType::F32);
+        let w = floats(&rounded(&Tensor::random(&mut random, &[n, k], -1.0, 1.0), DType::F32));
+        let weight = dense_weight(runtime, &w, n, k, DType::F32, Compute::F32);
+        let product = Tensor { shape: vec![t, n], values: matmul_transposed(&floats(&x), &w, k) };
+        let want = elementwise::binary(&product, &r, &[t, n], |a, b| a + b);
+        let array = upload(runtime, &x, DType::F32);
+        let kept = upload(runtime, &r, DType::F32);
+        let y = array.linear_add(&weight, &kept).expect("extents fit");
+        expect("linear onto a residual that is kept", &y, &want);
+        expect("the residual", &kept, &r);
+        let own = upload(runtime, &r, DType::F32);
+        let y = array.linear_add(&weight, &own).expect("extents fit");
+        drop(own);
+        expect("linear onto a residual that is given up", &y, &want);
+        if n == k {
+            // The residual is the input: it may not be overwritten while it is read.
+            let y = array.linear_add(&weight, &array).expect("extents fit");
+            drop(array);
+            expect("x + linear(x)", &y, &elementwise::binary(&product, &x, &[t, n], |a, b| a + b));
+        }
+    }
+}
+
+fn gathered(runtime: &Runtime) {
+    let mut random = Random::new(54);
+    for (tokens, choices, experts, n, k) in [(1, 2, 5, 33, 64), (7, 3, 4, 17, 128), (65, 2, 9, 31, 64)] {
+        let stack: Vec<Affine> = (0..experts).map(|_| weights(&mut random, n, k, 4, 32)).collect();
+        let weight = affine_weight(runtime, &stack, 4, Compute::F32);
+        let chosen = Tensor::integers(&mut random, &[tokens, choices], 0, experts as i64);
+        let choice: Vec<u32> = chosen.values.iter().map(|&e| e as u32).collect();
+        for shape in [&[tokens, k][..], &[tokens, choices, k]] {
+            let x = rounded(&Tensor::random(&mut random, shape, -1.0, 1.0), DType::F32);
+            for dtype in [DType::U32, DType::I32] {
+                let y =
+                    upload(runtime, &x, DType::F32).gather_linear(&weight, &upload(runtime, &chosen, dtype));
+                let values = gather_quantized_matmul(&floats(&x), &stack, &choice);
+                let want = Tensor { shape: vec![tokens, choices, n], values };
+                expect(&format!("gather_linear of {shape:?}"), &y.expect("extents fit"), &want);
+            }
+        }
+    }
+}
+
+fn expert_out_of_range(runtime: &Runtime) {
+    let stack: Vec<Affine> = (0..3).map(|_| weights(&mut Random::new(55), 5, 32, 4, 32)).collect();
+    let weight = affine_weight(runtime, &stack, 4, Compute::F32);
+    let x = Array::zeros(runtime, [2, 32], DType::F32).expect("an addressable shape");
+    let chosen = Array::from_slice(runtime, &[2u32, 3], [2, 1]).expect("memory");
+    let error = x.gather_linear(&weight, &chosen).expect("extents fit").eval().expect_err("no such expert");
+    assert!(error.to_string().contains("expert 3 of a stack of 3"), "{error}");
+}
+
+fn embedding(runtime: &Runtime) {
+    let mut random = Random::new(56);
+    let ids = Tensor::integers(&mut random, &[3, 7], 0, 37);
+    let check = |what: &str, weight: &Weight, table: &[f32], k: usize| {
+        for dtype in [DType::U32, DType::I32] {
+            let y = upload(runtime, &ids, dtype).embedding(weight).expect("ids");
+            let values = ids.values.iter().flat_map(|&id| &table[id as usize * k..(id as usize + 1) * k]);
+            let values: Vec<f64> = values.map(|&x| f64::from(x)).collect();
+            assert_eq!(download(&y), values, "embedding of {what} by {dtype}");
+        }
+        let wrong =
+            Array::from_slice(runtime, &[37u32], [1]).expect("memory").embedding(weight).expect("ids");
+        let error = wrong.eval().expect_err("no such row").to_string();
+        assert!(error.contains("index 37 is out of range for 37"), "{error}");
+    };
+    for dtype in FLOATS {
+        let table = floats(&rounded(&Tensor::random(&mut random, &[37, 45], -1.0, 1.0), dtype));
+        check(&dtype.to_string(), &dense_weight(runtime, &table, 37, 45, dtype, Compute::Auto), &table, 45);
+    }
+    for &bits in cases::quantized_matmul::BITS {
+        let w = weights(&mut random, 37, 128, bits, 64);
+        let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::Auto);
+        check(&format!("{bits} bits"), &weight, &w.weights(), 128);
+    }
+}
+
+fn routing(runtime: &Runtime) {
+    let mut random = Random::new(57);
+    for (tokens, count, k) in [(1, 4, 1), (5, 60, 4), (67, 129, 8), (3, 7, 7)] {
+        for normalise in [false, true] {
+            // Few different values, so that there are equals.
+            let logits = Tensor::integers(&mut random, &[tokens, count], -5, 6).map(|x| x / 2.0);
+            let (weights, chosen) = experts::route_top_k(&floats(&logits), count, k, normalise);
+            let y = upload(runtime, &logits, DType::F32).route_top_k(k, normalise).expect("enough experts");
+            expect("weights of experts", &y.0, &Tensor { shape: vec![tokens, k], values: weights });
+            assert_eq!(y.1.to_vec::<u32>().expect("a case runs"), chosen, "experts");
+        }
+    }
+}
+
+fn combination(runtime: &Runtime) {
+    let mut random = Random::new(58);
+    for (tokens, choices, width) in [(1, 2, 33), (7, 3, 256), (65, 8, 17)] {
+        let mut draw = |shape: &[usize]| rounded(&Tensor::random(&mut random, shape, -1.0, 1.0), DType::F32);
+        let (y, w, r) = (draw(&[tokens, choices, width]), draw(&[tokens, choices]), draw(&[tokens, width]));
+        let (shared, gate) = (draw(&[tokens, width]), draw(&[tokens, 1]));
+        let up = |x: &Tensor| upload(runtime, x, DType::F32);
+        for with_shared in [false, true] {
+            let (s, g) = (floats(&shared), floats(&gate));
+            let oracle = with_shared.then_some((&s[..], &g[..]));
+            let values = experts::combine(&floats(&y), &floats(&w), oracle, &floats(&r), width);
+            let (s, g) = (up(&shared), up(&gate));
+            let got = up(&y).combine_experts(&up(&w), &up(&r), with_shared.then_some((&s, &g)));
+            let want = Tensor { shape: vec![tokens, width], values };
+            expect(&format!("combine_experts, shared {with_shared}"), &got.expect("shapes fit"), &want);
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Checks of a backend through the array runtime: every operation against its oracle, over the shared case lists.
+//!
+//! A backend passes if every [`Check`] returns; a check panics and names the worst element where it does not.
+
+mod elementwise;
+mod fast;
+mod indexing;
+mod layout;
+mod linear;
+mod reduce;
+mod sequence;
+
+use crate::compare::assert_close;
+use crate::naive::tensor::Tensor;
+use crate::tolerance;
+use half::{bf16, f16};
+use keel_array::{Array, DType, Runtime};
+
+/// A check of one operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Check {
+    /// The operation's name, as in its kernels and errors.
+    pub op: &'static str,
+    /// Runs it; panics where a result is wrong.
+    pub run: fn(&Runtime),
+}
+
+/// One check or more for every operation.
+pub fn all() -> Vec<Check> {
+    [
+        elementwise::CHECKS,
+        layout::CHECKS,
+        reduce::CHECKS,
+        indexing::CHECKS,
+        linear::CHECKS,
+        fast::CHECKS,
+        sequence::CHECKS,
+    ]
+    .concat()
+}
+
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+const INTEGERS: [DType; 4] = [DType::U8, DType::U32, DType::I32, DType::I64];
+
+/// `x` as values of a type can hold it.
+fn rounded(x: &Tensor, dtype: DType) -> Tensor {
+    x.map(|x| match dtype {
+        DType::F32 => f64::from(x as f32),
+        DType::F16 => f16::from_f64(x).to_f64(),
+        DType::BF16 => bf16::from_f64(x).to_f64(),
+        _ => x,
+    })
+}
+
+/// An array of these values.
+fn upload(runtime: &Runtime, x: &Tensor, dtype: DType) -> Array {
+    macro_rules! of {
+        ($f:expr) => {
+            Array::from_slice(runtime, &x.values.iter().map($f).collect::<Vec<_>>(), &x.shape[..])
+        };
+    }
+    let array = match dtype {
+        DType::Bool => of!(|&x| x != 0.0),
+        DType::U8 => of!(|&x| x as u8),
+        DType::U32 => of!(|&x| x as u32),
+        DType::I32 => of!(|&x| x as i32),
+        DType::I64 => of!(|&x| x as i64),
+        DType::F16 => of!(|&x| f16::from_f64(x)),
+        DType::BF16 => of!(|&x| bf16::from_f64(x)),
+        DType::F32 => of!(|&x| x as f32),
+    };
+    array.expect("there is memory for a case")
+}
+
+/// The values of an array.
+fn download(x: &Array) -> Vec<f64> {
+    macro_rules! of {
+        ($t:ty, $f:expr) => {
+            x.to_vec::<$t>().expect("a case runs").into_iter().map($f).collect()
+        };
+    }
+    match x.dtype() {
+        DType::Bool => of!(bool, |x| f64::from(u8::from(x))),
+        DType::U8 => of!(u8, f64::from),
+        DType::U32 => of!(u32, f64::from),
+        DType::I32 => of!(i32, f64::from),
+        DType::I64 => of!(i64, |x| x as f64),
+        DType::F16 => of!(f16, f64::from),
+        DType::BF16 => of!(bf16, f64::from),
+        DType::F32 => of!(f32, f64::from),
+    }
+}
+
+/// The same values in memory of several layouts: gap-free, transposed, and as a part of something larger.
+fn layouts(runtime: &Runtime, x: &Tensor, dtype: DType) -> Vec<(&'static str, Array)> {
+    let rank = x.shape.len();
+    let mut arrays = vec![("contiguous", upload(runtime, x, dtype))];
+    if rank >= 2 {
+        let turned: Vec<usize> = (0..rank).rev().collect();
+        let array = upload(runtime, &x.permute(&turned), dtype);
+        arrays.push(("transposed", array.transpose(&turned).expect("a permutation")));
+    }
+    if rank >= 1 {
+        let wide: Vec<usize> = x.shape.iter().map(|n| n + 3).collect();
+        let starts: Vec<usize> = (0..rank).map(|axis| 1 + axis % 2).collect();
+        let stops: Vec<usize> = starts.iter().zip(&x.shape).map(|(s, n)| s + n).collect();
+        let filler = Tensor::from_fn(&wide, |_| 77.0);
+        let padded = crate::naive::indexing::slice_update(&filler, x, &starts);
+        let array = upload(runtime, &padded, dtype);
+        arrays.push(("part", array.slice(&starts, &stops).expect("a block within the array")));
+    }
+    arrays
+}
+
+/// Asserts that an array is what the oracle says, within the tolerance of its type; integers and flags exactly.
+#[track_caller]
+fn expect(what: &str, got: &Array, want: &Tensor) {
+    assert_eq!(got.shape()[..], want.shape[..], "{what}: shape");
+    let tolerance = match got.dtype() {
+        DType::F32 => tolerance::F32,
+        DType::F16 => tolerance::F16_STORED,
+        DType::BF16 => tolerance::BF16_STORED,
+        _ => return assert_eq!(download(got), want.values, "{what}"),
+    };
+    expect_within(what, got, &want.values, tolerance);
+}
+
+/// As [`expect`], with a tolerance of its own.
+#[track_caller]
+fn expect_within(what: &str, got: &Array, want: &[f64], tolerance: f64) {
+    let values: Vec<f32> = download(got).into_iter().map(|x| x as f32).collect();
+    assert_close(what, &values, want, tolerance);
+}

@@ -1,0 +1,221 @@
+//! Operations with memory, over batches of sequences in scattered slots and pages.
+
+use super::{Check, expect, expect_within, rounded, upload};
+use crate::naive::attention::attention;
+use crate::naive::causal_conv::causal_conv;
+use crate::naive::gated_delta::{Inputs, gated_delta};
+use crate::naive::tensor::Tensor;
+use crate::random::Random;
+use crate::{cases, tolerance};
+use keel_array::{
+    Array, AttentionSpec, Batch, Category, DType, DeltaState, GatedDeltaSpec, KvPool, Regime, Runtime,
+};
+
+pub(super) const CHECKS: &[Check] = &[
+    Check { op: "causal_conv", run: conv },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Decode) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, DType::F32) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, DType::F32) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, DType::BF16) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, DType::BF16) },
+    Check { op: "causal_conv", run: slots_must_differ },
+];
+
+fn draw(random: &mut Random, shape: &[usize]) -> Tensor {
+    rounded(&Tensor::random(random, shape, -1.0, 1.0), DType::F32)
+}
+
+fn floats(x: &Tensor) -> Vec<f32> {
+    x.values.iter().map(|&x| x as f32).collect()
+}
+
+fn up(runtime: &Runtime, x: &Tensor) -> Array {
+    upload(runtime, x, DType::F32)
+}
+
+/// Sequences with so many rows from these positions; sequence `b` of B is in slot `B - b`, its page `i` is `B i + b + 1`.
+fn batch(runtime: &Runtime, sequences: &[(usize, usize)], pages: usize) -> Batch {
+    let count = sequences.len() as u32;
+    let mut row_start = vec![0];
+    sequences.iter().for_each(|(_, rows)| row_start.push(row_start[row_start.len() - 1] + *rows as u32));
+    let position: Vec<u32> = sequences.iter().map(|(first, _)| *first as u32).collect();
+    let slot: Vec<u32> = (0..count).map(|b| count - b).collect();
+    let table: Vec<u32> =
+        (0..count).flat_map(|b| (0..pages as u32).map(move |i| count * i + b + 1)).collect();
+    let array = |values: &[u32], shape: &[usize]| Array::from_slice(runtime, values, shape).expect("memory");
+    let b = sequences.len();
+    Batch {
+        row_start: array(&row_start, &[b + 1]),
+        slot: array(&slot, &[b]),
+        position: array(&position, &[b]),
+        table: array(&table, &[b, pages]),
+    }
+}
+
+/// The rows of sequence `b` of values with `width` a row.
+fn rows_of<'a>(x: &'a [f32], sequences: &[(usize, usize)], b: usize, width: usize) -> &'a [f32] {
+    let start: usize = sequences[..b].iter().map(|s| s.1).sum();
+    &x[start * width..(start + sequences[b].1) * width]
+}
+
+fn conv(runtime: &Runtime) {
+    let mut random = Random::new(70);
+    for shape in cases::causal_conv::SHAPES {
+        for rows in cases::causal_conv::BATCHES {
+            let sequences: Vec<(usize, usize)> = rows.iter().map(|&n| (0, n)).collect();
+            let (tokens, channels): (usize, usize) = (rows.iter().sum(), shape.channels);
+            let w = draw(&mut random, &[channels, shape.width]);
+            let window = draw(&mut random, &[rows.len() + 1, shape.width - 1, channels]);
+            let state = up(runtime, &window);
+            let batch = batch(runtime, &sequences, 1);
+            let taps = floats(&w.permute(&[1, 0]));
+            let mut windows: Vec<Vec<f32>> =
+                floats(&window).chunks((shape.width - 1) * channels).map(<[f32]>::to_vec).collect();
+            for step in 0..2 {
+                let x = draw(&mut random, &[tokens, channels]);
+                let y = up(runtime, &x).causal_conv(&up(runtime, &w), &state, &batch).expect("shapes fit");
+                let values = floats(&x);
+                let want: Vec<f64> = (0..rows.len())
+                    .flat_map(|b| {
+                        let x = rows_of(&values, &sequences, b, channels);
+                        causal_conv(x, &taps, None, channels, &mut windows[rows.len() - b])
+                    })
+                    .collect();
+                let what = format!("causal_conv {shape:?} of {rows:?}, step {step}");
+                expect(&what, &y, &Tensor { shape: vec![tokens, channels], values: want });
+                let kept: Vec<f64> = windows.iter().flatten().map(|&x| f64::from(x)).collect();
+                expect(
+                    &format!("window of {what}"),
+                    &state,
+                    &Tensor { shape: window.shape.clone(), values: kept },
+                );
+            }
+        }
+    }
+}
+
+fn delta(runtime: &Runtime, regime: Regime) {
+    let mut random = Random::new(71);
+    for shape in cases::gated_delta::SHAPES {
+        for rows in cases::gated_delta::BATCHES {
+            let sequences: Vec<(usize, usize)> = rows.iter().map(|&n| (64, n)).collect();
+            let (tokens, hv) = (rows.iter().sum::<usize>(), shape.value_heads);
+            let row = 2 * shape.key_heads * shape.key_size + hv * shape.value_size;
+            let (qkv, a) = (draw(&mut random, &[tokens, row]), draw(&mut random, &[tokens, hv]));
+            let b = draw(&mut random, &[tokens, hv]);
+            let (a_log, dt_bias) = (draw(&mut random, &[hv]), draw(&mut random, &[hv]));
+            let state = draw(&mut random, &[rows.len() + 1, hv, shape.key_size, shape.value_size]);
+            let persistent = DeltaState(up(runtime, &state));
+            let spec = GatedDeltaSpec {
+                key_heads: shape.key_heads,
+                value_heads: hv,
+                key_dim: shape.key_size,
+                value_dim: shape.value_size,
+                regime,
+            };
+            let y = up(runtime, &qkv)
+                .gated_delta(
+                    &up(runtime, &a),
+                    &up(runtime, &b),
+                    &up(runtime, &a_log),
+                    &up(runtime, &dt_bias),
+                    &persistent,
+                    &batch(runtime, &sequences, 1),
+                    spec,
+                )
+                .expect("shapes fit");
+            let slot_len = hv * shape.key_size * shape.value_size;
+            let mut states: Vec<Vec<f64>> = state.values.chunks(slot_len).map(<[f64]>::to_vec).collect();
+            let (qkv, a, b, a_log, dt_bias) =
+                (floats(&qkv), floats(&a), floats(&b), floats(&a_log), floats(&dt_bias));
+            let want: Vec<f64> = (0..rows.len())
+                .flat_map(|s| {
+                    let inputs = Inputs {
+                        qkv: rows_of(&qkv, &sequences, s, row),
+                        a: rows_of(&a, &sequences, s, hv),
+                        b: rows_of(&b, &sequences, s, hv),
+                        a_log: &a_log,
+                        dt_bias: &dt_bias,
+                    };
+                    gated_delta(*shape, inputs, &mut states[rows.len() - s])
+                })
+                .collect();
+            let what = format!("gated_delta {shape:?} of {rows:?}, {regime:?}");
+            expect_within(&what, &y, &want, tolerance::F32 * 4.0);
+            expect_within(&format!("state of {what}"), &persistent.0, &states.concat(), tolerance::F32 * 4.0);
+        }
+    }
+}
+
+fn attend(runtime: &Runtime, regime: Regime, dtype: DType) {
+    let mut random = Random::new(72);
+    for shape in cases::attention::SHAPES {
+        for sequences in cases::attention::BATCHES {
+            let pages = sequences.iter().map(|(first, rows)| (first + rows).div_ceil(256)).max().unwrap_or(0);
+            let pool_shape = [pages * sequences.len() + 1, shape.kv_heads, 256, shape.head_size];
+            let pool = || {
+                let values = vec![f32::NAN; pool_shape.iter().product()];
+                let array = Array::from_slice(runtime, &values, pool_shape).expect("memory");
+                array.cast(dtype).and_then(|a| a.detach()).expect("memory")
+            };
+            let pool = KvPool { keys: pool(), values: pool() };
+            let width = shape.kv_heads * shape.head_size;
+            let spec = |regime| AttentionSpec { scale: shape.scale.into(), window: shape.window, regime };
+            // What stands before the step's rows gets there by a step of its own.
+            let (before, step): (Vec<_>, Vec<_>) =
+                sequences.iter().map(|&(first, rows)| ((0, first), (first, rows))).unzip();
+            let mut kept: Vec<(Vec<f32>, Vec<f32>)> = vec![Default::default(); sequences.len()];
+            for (rows, check) in [(before, false), (step, true)] {
+                let tokens: usize = rows.iter().map(|r| r.1).sum();
+                if tokens == 0 {
+                    continue;
+                }
+                let kv = |random: &mut Random| {
+                    rounded(&draw(random, &[tokens, shape.kv_heads, shape.head_size]), dtype)
+                };
+                let q = draw(&mut random, &[tokens, shape.heads, shape.head_size]);
+                let (k, v) = (kv(&mut random), kv(&mut random));
+                let y = up(runtime, &q)
+                    .paged_attention(
+                        &up(runtime, &k),
+                        &up(runtime, &v),
+                        &pool,
+                        &batch(runtime, &rows, pages),
+                        spec(if check { regime } else { Regime::Prefill }),
+                    )
+                    .expect("shapes fit");
+                let (q, k, v) = (floats(&q), floats(&k), floats(&v));
+                for (b, (keys, values)) in kept.iter_mut().enumerate() {
+                    keys.extend_from_slice(rows_of(&k, &rows, b, width));
+                    values.extend_from_slice(rows_of(&v, &rows, b, width));
+                }
+                let one = |b: usize| {
+                    let q = rows_of(&q, &rows, b, shape.heads * shape.head_size);
+                    attention(*shape, q, rows[b].0, &kept[b].0, &kept[b].1)
+                };
+                if check {
+                    let want: Vec<f64> = (0..rows.len()).flat_map(one).collect();
+                    let what = format!("paged_attention {shape:?} of {rows:?}, {regime:?}, {dtype}");
+                    expect_within(&what, &y, &want, tolerance::F32 * 2.0);
+                } else {
+                    y.eval().expect("a case runs");
+                }
+            }
+        }
+    }
+}
+
+fn slots_must_differ(runtime: &Runtime) {
+    let mut batch = batch(runtime, &[(0, 1), (0, 1)], 1);
+    let ones = Array::full(runtime, [2, 5], DType::F32, 1.0).expect("an addressable shape");
+    let w = Array::full(runtime, [5, 4], DType::F32, 1.0).expect("an addressable shape");
+    let window = Array::persistent(runtime, Category::Recurrent, [3, 3, 5], DType::F32).expect("memory");
+    runtime.eval(&[&ones, &w]).expect("a case runs");
+    for (slots, message) in [([1u32, 1], "sequences 0 and 1 are both in slot 1"), ([1, 3], "slot 3 of 3")] {
+        batch.slot = Array::from_slice(runtime, &slots, [2]).expect("memory");
+        let error =
+            ones.causal_conv(&w, &window, &batch).expect("shapes fit").eval().expect_err("wrong slots");
+        assert!(error.to_string().contains(message), "{error}");
+    }
+}

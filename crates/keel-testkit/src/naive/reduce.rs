@@ -1,0 +1,74 @@
+//! Reductions of the last axis, softmax, running sums, sorting, layer norm.
+
+use super::tensor::Tensor;
+use std::cmp::Ordering;
+
+/// `f` of each row.
+pub fn reduce(x: &Tensor, f: impl Fn(&[f64]) -> f64) -> Tensor {
+    let shape = x.shape[..x.shape.len() - 1].to_vec();
+    let values =
+        if x.width() == 0 { vec![f(&[]); shape.iter().product()] } else { x.rows().map(f).collect() };
+    Tensor { shape, values }
+}
+
+/// `exp(x - max) / sum` of each row.
+pub fn softmax(x: &Tensor) -> Tensor {
+    let row = |row: &[f64]| {
+        let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = row.iter().map(|x| (x - max).exp()).sum();
+        row.iter().map(|x| (x - max).exp() / sum).collect::<Vec<_>>()
+    };
+    Tensor { shape: x.shape.clone(), values: x.rows().flat_map(row).collect() }
+}
+
+/// Running sums of each row.
+pub fn cumsum(x: &Tensor, reverse: bool, exclusive: bool) -> Tensor {
+    Tensor::from_fn(&x.shape, |index| {
+        let (lead, last) = (&index[..index.len() - 1], index[index.len() - 1]);
+        let range = match (reverse, exclusive) {
+            (false, false) => 0..last + 1,
+            (false, true) => 0..last,
+            (true, false) => last..x.width(),
+            (true, true) => last + 1..x.width(),
+        };
+        range.map(|i| x.at(&[lead, &[i]].concat())).sum()
+    })
+}
+
+/// Indices that sort a row: by value, then by index; NaN last.
+pub fn argsort(row: &[f64], descending: bool) -> Vec<usize> {
+    let mut indices: Vec<usize> = (0..row.len()).collect();
+    indices.sort_by(|&i, &j| match (row[i].is_nan(), row[j].is_nan()) {
+        (false, false) if descending => row[j].partial_cmp(&row[i]).unwrap_or(Ordering::Equal),
+        (false, false) => row[i].partial_cmp(&row[j]).unwrap_or(Ordering::Equal),
+        (a, b) => a.cmp(&b),
+    });
+    indices
+}
+
+/// The first `k` of each sorted row: values and indices.
+pub fn sorted(x: &Tensor, descending: bool, k: usize) -> (Tensor, Tensor) {
+    let mut shape = x.shape.clone();
+    if let Some(last) = shape.last_mut() {
+        *last = k;
+    }
+    let (mut values, mut indices) = (Vec::new(), Vec::new());
+    for row in x.rows() {
+        for i in argsort(row, descending).into_iter().take(k) {
+            values.push(row[i]);
+            indices.push(i as f64);
+        }
+    }
+    (Tensor { shape: shape.clone(), values }, Tensor { shape, values: indices })
+}
+
+/// `(x - mean) / sqrt(var + eps) * w + b` of each row.
+pub fn layer_norm(x: &Tensor, weight: &[f64], bias: &[f64], eps: f64) -> Tensor {
+    let row = |row: &[f64]| {
+        let mean = row.iter().sum::<f64>() / row.len() as f64;
+        let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / row.len() as f64;
+        let scale = 1.0 / (variance + eps).sqrt();
+        row.iter().zip(weight).zip(bias).map(|((x, w), b)| (x - mean) * scale * w + b).collect::<Vec<_>>()
+    };
+    Tensor { shape: x.shape.clone(), values: x.rows().flat_map(row).collect() }
+}
