@@ -39,11 +39,11 @@ EXPECTED_PROMPTS = [0, 1, 3, 4, 5]  # of the above
 
 
 class Evaluation:
-    def __init__(self, folder: Path, heldout: Path) -> None:
+    def __init__(self, folder: Path, heldout: Path, documents: int) -> None:
         self.model = load_weights(folder)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.template = corpus.Template(self.tokenizer)
-        self.heldout = heldout
+        self.heldout, self.documents = heldout, documents
         self.stop = {self.tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")}
 
     def prompt_ids(self, kind: str, prompt: str) -> list[int]:
@@ -53,8 +53,8 @@ class Evaluation:
 
     @torch.no_grad()
     def heldout_loss(self, chat: bool) -> dict[str, float]:
-        """Mean loss per token of all held-out texts and of the token that ends each, every text alone in its row."""
-        rows = corpus.heldout_rows(self.heldout, self.tokenizer, self.template, 1024, chat)
+        """Mean loss per token of held-out texts and of the token that ends each, every text alone in its row."""
+        rows = corpus.heldout_rows(self.heldout, self.tokenizer, self.template, 1024, chat)[: self.documents]
         rows.sort(key=len)
         total, tokens = 0.0, 0
         for first in range(0, len(rows), 32):
@@ -147,10 +147,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--heldout", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--documents", type=int, default=2000, help="held-out texts whose loss is measured")
     parser.add_argument("--prompts", type=int, default=64, help="of each kind, for the acceptance of drafts")
     args = parser.parse_args()
-    evaluation = Evaluation(args.model, args.heldout)
-    (args.model / "expected.json").write_text(json.dumps(evaluation.expected(), indent=1) + "\n")
+    evaluation = Evaluation(args.model, args.heldout, args.documents)
+    lines = ",\n".join(json.dumps(entry) for entry in evaluation.expected())
+    (args.model / "expected.json").write_text(f"[\n{lines}\n]\n")
     report = {}
     for kind in ("text", "chat"):
         report[kind] = evaluation.acceptance(kind, args.prompts, 200)
