@@ -20,7 +20,7 @@ use keel_cpu::kernels::gated_delta::{
 use keel_cpu::kernels::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
 use keel_cpu::kernels::rms_norm::gated_rms_norm;
 use keel_cpu::kernels::rows::{Batch, Rows, RowsMut};
-use keel_cpu::pool::ThreadPool;
+use keel_cpu::pool::{ThreadPool, Worker};
 use keel_cpu::shared_slice::SharedMut;
 use keel_testkit::compare::assert_close;
 use keel_testkit::naive;
@@ -131,40 +131,44 @@ impl DeltaData {
 }
 
 /// One call over sequences with `rows` rows each.
-fn delta_step(
-    pool: &ThreadPool,
-    data: &DeltaData,
-    rows: &[usize],
-    slot: &[u32],
-    state: &mut [f32],
-    log: Option<(&mut [f32], usize, &[u32])>,
-    chunked: bool,
-    workspace: &mut [f32],
-    y: &mut [f32],
-) {
-    let mut row_start = vec![0];
-    for &rows in rows {
-        row_start.push(row_start[row_start.len() - 1] + rows as u32);
+struct DeltaStep<'a> {
+    data: &'a DeltaData,
+    rows: &'a [usize],
+    slot: &'a [u32],
+    state: &'a mut [f32],
+    /// Records, their number per slot, and how many of the last step were accepted.
+    log: Option<(&'a mut [f32], usize, &'a [u32])>,
+    workspace: &'a mut [f32],
+    y: &'a mut [f32],
+}
+
+impl DeltaStep<'_> {
+    fn run(
+        self,
+        pool: &ThreadPool,
+        kernel: impl Fn(&GatedDelta<'_>, SharedMut<'_, f32>, &Worker<'_>) + Sync,
+    ) {
+        let mut row_start = vec![0];
+        for &rows in self.rows {
+            row_start.push(row_start[row_start.len() - 1] + rows as u32);
+        }
+        let position = vec![0; self.rows.len()];
+        let task = GatedDelta {
+            inputs: self.data.inputs(),
+            batch: Batch { row_start: &row_start, position: &position },
+            slot: self.slot,
+            state: SharedMut::new(self.state),
+            log: self.log.map(|(records, capacity, accepted)| DeltaLog {
+                records: SharedMut::new(records),
+                capacity,
+                accepted,
+                keep_open: true,
+            }),
+            y: RowsMut::whole(SharedMut::new(self.y), DELTA.value_heads * DELTA.value_size),
+        };
+        let workspace = SharedMut::new(self.workspace);
+        pool.run(|worker| kernel(&task, workspace, worker));
     }
-    let position = vec![0; rows.len()];
-    let task = GatedDelta {
-        inputs: data.inputs(),
-        batch: Batch { row_start: &row_start, position: &position },
-        slot,
-        state: SharedMut::new(state),
-        log: log.map(|(records, capacity, accepted)| DeltaLog {
-            records: SharedMut::new(records),
-            capacity,
-            accepted,
-            keep_open: true,
-        }),
-        y: RowsMut::whole(SharedMut::new(y), DELTA.value_heads * DELTA.value_size),
-    };
-    let workspace = SharedMut::new(workspace);
-    pool.run(|worker| match chunked {
-        true => gated_delta_chunked(&task, workspace, worker),
-        false => gated_delta(&task, workspace, worker),
-    });
 }
 
 fn gated_delta_decode(machine: &Machine) {
@@ -175,61 +179,61 @@ fn gated_delta_decode(machine: &Machine) {
     for sequences in [1, 8] {
         let data = DeltaData::random(sequences);
         let mut y = vec![0.0; sequences * width];
-        let mut call = |n: usize| {
+        let seconds = time(|n| {
             let slot: Vec<u32> = (0..sequences).map(|b| ((n * sequences + b) % slots) as u32).collect();
-            let rows = vec![1; sequences];
-            delta_step(&machine.pool, &data, &rows, &slot, &mut state, None, false, &mut workspace, &mut y);
-        };
+            let (rows, state, workspace, y) =
+                (&vec![1; sequences][..], &mut state[..], &mut workspace[..], &mut y[..]);
+            DeltaStep { data: &data, rows, slot: &slot, state, log: None, workspace, y }
+                .run(&machine.pool, gated_delta);
+        });
         let name = format!("gated_delta decode, {sequences} sequences");
-        machine.report_bytes(&name, time(&mut call), sequences * 8 * DELTA.state_len());
+        machine.report_bytes(&name, seconds, sequences * 8 * DELTA.state_len());
     }
     let (rows, capacity) = (4, 4);
     let data = DeltaData::random(rows);
     let mut y = vec![0.0; rows * width];
     let mut log = vec![0.0; slots * capacity * DELTA.record_len()];
-    let mut call = |n: usize| {
-        let (slot, log) = ([(n % slots) as u32], (&mut log[..], capacity, &[2u32][..]));
-        delta_step(
-            &machine.pool,
-            &data,
-            &[rows],
-            &slot,
-            &mut state,
-            Some(log),
-            false,
-            &mut workspace,
-            &mut y,
-        );
-    };
-    let seconds = time(&mut call);
+    let seconds = time(|n| {
+        let (slot, log) = ([(n % slots) as u32], Some((&mut log[..], capacity, &[2][..])));
+        let (state, workspace, y) = (&mut state[..], &mut workspace[..], &mut y[..]);
+        DeltaStep { data: &data, rows: &[rows], slot: &slot, state, log, workspace, y }
+            .run(&machine.pool, gated_delta);
+    });
     machine.report_bytes("gated_delta verify, 4 rows after 2 accepted", seconds, 8 * DELTA.state_len());
 }
 
 fn gated_delta_prefill(machine: &Machine) {
-    let mut workspace = vec![0.0; gated_delta_chunked_workspace_len(&DELTA, machine.pool.workers())];
+    let pool = &machine.pool;
+    let mut workspace = vec![0.0; gated_delta_chunked_workspace_len(&DELTA, pool.workers())];
     let width = DELTA.value_heads * DELTA.value_size;
     for rows in [64, 512, 2048] {
         let data = DeltaData::random(rows);
         let (mut state, mut y) = (vec![0.01; DELTA.state_len()], vec![0.0; rows * width]);
-        if rows == 64 {
-            let (mut decode_state, mut want) = (state.clone(), y.clone());
-            let mut scratch = vec![0.0; gated_delta_workspace_len(&DELTA, machine.pool.workers())];
-            let pool = &machine.pool;
-            delta_step(pool, &data, &[rows], &[0], &mut decode_state, None, false, &mut scratch, &mut want);
-            delta_step(pool, &data, &[rows], &[0], &mut state, None, true, &mut workspace, &mut y);
-            assert_close("prefill", &y, &want.iter().map(|&x| f64::from(x)).collect::<Vec<_>>(), 1e-5);
-        }
-        let mut call = |_| {
-            delta_step(&machine.pool, &data, &[rows], &[0], &mut state, None, true, &mut workspace, &mut y)
+        let mut prefill = |state: &mut [f32], y: &mut [f32]| {
+            let workspace = &mut workspace[..];
+            DeltaStep { data: &data, rows: &[rows], slot: &[0], state, log: None, workspace, y }
+                .run(pool, gated_delta_chunked);
         };
+        prefill(&mut state, &mut y);
+        let (mut decode_state, mut want) = (vec![0.01; state.len()], vec![0.0; y.len()]);
+        let mut scratch = vec![0.0; gated_delta_workspace_len(&DELTA, pool.workers())];
+        let (decode, workspace) = (&mut decode_state[..], &mut scratch[..]);
+        DeltaStep {
+            data: &data,
+            rows: &[rows],
+            slot: &[0],
+            state: decode,
+            log: None,
+            workspace,
+            y: &mut want,
+        }
+        .run(pool, gated_delta);
+        assert_close("prefill", &y, &want.iter().map(|&x| f64::from(x)).collect::<Vec<_>>(), 1e-5);
+
+        let seconds = time(|_| prefill(&mut state, &mut y));
         let (dk, dv) = (DELTA.key_size as f64, DELTA.value_size as f64);
         let operations = rows as f64 * DELTA.value_heads as f64 * (6.0 * dk * dv + 128.0 * (dk + dv));
-        machine.report_operations(
-            &format!("gated_delta prefill, {rows} rows"),
-            time(&mut call),
-            operations,
-            rows,
-        );
+        machine.report_operations(&format!("gated_delta prefill, {rows} rows"), seconds, operations, rows);
     }
 }
 
@@ -263,15 +267,13 @@ impl Kv {
         Kv { keys, values, table, stride }
     }
 
+    /// Runs `kernel` on the rows `q` at positions `first..` of one layer.
     fn attend(
         &self,
-        pool: &ThreadPool,
-        layer: usize,
+        (layer, first): (usize, usize),
         q: &[f32],
-        first: usize,
         y: &mut [f32],
-        w: &mut [f32],
-        prefill: bool,
+        kernel: impl FnOnce(&Attention<'_, bf16>),
     ) {
         let width = ATTENTION.heads * ATTENTION.head_size;
         let attention = Attention {
@@ -288,11 +290,7 @@ impl Kv {
             window: None,
             y: RowsMut::whole(SharedMut::new(y), width),
         };
-        let workspace = SharedMut::new(w);
-        pool.run(|worker| match prefill {
-            true => attention_prefill(&attention, workspace, worker),
-            false => attention_decode(&attention, workspace, worker),
-        });
+        kernel(&attention);
     }
 }
 
@@ -314,9 +312,12 @@ fn attention(machine: &Machine) {
             let mut y = vec![0.0; q.len()];
             let len = decode_workspace_len(rows, ATTENTION.heads, ATTENTION.head_size, kv.stride);
             let mut workspace = vec![0.0; len];
-            let mut call =
-                |n| kv.attend(&machine.pool, n % layers, &q, tokens - rows, &mut y, &mut workspace, false);
-            let seconds = time(&mut call);
+            let shared = SharedMut::new(&mut workspace);
+            let seconds = time(|n| {
+                kv.attend((n % layers, tokens - rows), &q, &mut y, |attention| {
+                    machine.pool.run(|worker| attention_decode(attention, shared, worker));
+                });
+            });
             assert_close(
                 "decode",
                 &y,
@@ -329,8 +330,12 @@ fn attention(machine: &Machine) {
         let q = random.uniforms(rows * width, -1.0, 1.0);
         let mut y = vec![0.0; q.len()];
         let mut workspace = vec![0.0; prefill_workspace_len(machine.pool.workers(), ATTENTION.head_size)];
-        let mut call = |_| kv.attend(&machine.pool, 0, &q, first, &mut y, &mut workspace, true);
-        let seconds = time(&mut call);
+        let shared = SharedMut::new(&mut workspace);
+        let seconds = time(|_| {
+            kv.attend((0, first), &q, &mut y, |attention| {
+                machine.pool.run(|worker| attention_prefill(attention, shared, worker));
+            });
+        });
         let last = naive::attention::attention(ATTENTION, &q[q.len() - width..], tokens - 1, &k, &v);
         assert_close("prefill", &y[y.len() - width..], &last, 1e-5);
         let pairs = rows as f64 * (first as f64 + rows as f64 / 2.0);
@@ -399,13 +404,17 @@ fn main() {
     let workers = arguments.get(1).and_then(|workers| workers.parse().ok());
     let workers = workers.or_else(|| std::thread::available_parallelism().ok().map(|n| n.get()));
     let machine = Machine::measure(workers.unwrap_or(1));
-    let benches: [(&str, fn(&Machine)); 4] = [
-        ("gated_delta_decode", gated_delta_decode),
-        ("gated_delta_prefill", gated_delta_prefill),
-        ("attention", attention),
-        ("row_wise", row_wise),
-    ];
-    for (_, bench) in benches.iter().filter(|(name, _)| name.contains(&filter)) {
-        bench(&machine);
+    let wanted = |name: &str| name.contains(&filter);
+    if wanted("gated_delta_decode") {
+        gated_delta_decode(&machine);
+    }
+    if wanted("gated_delta_prefill") {
+        gated_delta_prefill(&machine);
+    }
+    if wanted("attention") {
+        attention(&machine);
+    }
+    if wanted("row_wise") {
+        row_wise(&machine);
     }
 }

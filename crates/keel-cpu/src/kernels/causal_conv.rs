@@ -11,6 +11,8 @@
 //!
 //! Memory: rows are read once and written once, `2 * 4 * T * C` bytes; the window adds `W - 1` rows of each.
 
+#![allow(clippy::needless_range_loop, reason = "registers are numbered, not iterated")]
+
 use super::rows::{Batch, Rows, RowsMut};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;

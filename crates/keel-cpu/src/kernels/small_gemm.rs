@@ -4,6 +4,8 @@
 //! the tiles. A tile is 8 rows by 2 vectors: sixteen sums hide the latency of the multiply-add, and each step
 //! of `l` costs ten loads for sixteen of them.
 
+#![allow(clippy::needless_range_loop, reason = "registers are numbered, not iterated")]
+
 use super::attention::KvElement;
 use crate::simd::{LANES, Simd};
 

@@ -7,6 +7,8 @@
 //!
 //! Floor: `2 * KV * D * len * sizeof(E)` bytes a layer and sequence, 16.8 MB at 8192 tokens of 2 bf16 heads of 256.
 
+#![allow(clippy::needless_range_loop, reason = "registers are numbered, not iterated")]
+
 use super::{Attention, HEAD_SIZE_MAX, KvElement, MASKED, PAGE, TILE};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
