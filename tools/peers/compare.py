@@ -163,9 +163,9 @@ def contenders_of(args: argparse.Namespace) -> list[Contender]:
     sizes = ["--prompt", str(args.prompt), "--gen", str(args.gen), "--threads", str(args.threads)]
     contenders = []
     if args.keel:
-        model = ["--shape", args.shape, "--bits", str(args.bits)]
-        extra = shlex.split(args.keel_extra)
-        contenders.append(Contender("keel", [args.keel, "bench", *model, *sizes, "--json", *extra]))
+        weights = ["--dtype", "bf16"] if args.bits == 16 else ["--bits", str(args.bits)]
+        command = [args.keel, "bench", "--shape", args.shape, *weights, *sizes, "--repeat", "1", "--json"]
+        contenders.append(Contender(f"keel {args.bits} bits", command + shlex.split(args.keel_extra)))
     for path in args.gguf:
         command = [sys.executable, str(HERE / "bench_llama.py"), str(path), *sizes, "--repeats", "1"]
         contenders.append(Contender(f"llama.cpp {path.stem}", command))
@@ -200,7 +200,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keel", help="the keel binary")
     parser.add_argument("--keel-extra", default="", help="more arguments of `keel bench`, in one string")
     parser.add_argument("--shape", default="qwen3.5-0.8b", help="of keel and mlx-lm")
-    parser.add_argument("--bits", type=int, default=4, help="of keel's weights")
+    parser.add_argument("--bits", type=int, default=4, help="of keel's weights; 16 is bfloat16")
     parser.add_argument(
         "--gguf", type=Path, action="append", default=[], help="a file for llama.cpp; may be repeated"
     )
