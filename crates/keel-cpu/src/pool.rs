@@ -9,12 +9,24 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
-/// Spins before a waiting thread yields its time slice; about 50 microseconds.
-const SPINS_BEFORE_YIELD: u32 = 20_000;
+/// Spins before a waiting thread yields its time slice: a few microseconds. A yield returns at once when nobody
+/// else wants the core, so waiting on a quiet machine stays as fast, and on a busy one the core goes to whoever
+/// can make progress, often the very worker that is waited for.
+const SPINS_BEFORE_YIELD: u32 = 128;
 
-/// Spins of an idle helper before it parks; a few hundred microseconds, longer than the gap between two
-/// steps of a generation.
-const SPINS_BEFORE_PARK: u32 = 20_000;
+/// Rounds of waiting after which an idle helper parks; some hundred microseconds on a quiet machine, longer than
+/// the gap between two steps of a generation.
+const ROUNDS_BEFORE_PARK: u32 = 2_000;
+
+/// One round of waiting, the `round`-th in a row.
+#[inline]
+fn relax(round: u32) {
+    if round < SPINS_BEFORE_YIELD {
+        std::hint::spin_loop();
+    } else {
+        std::thread::yield_now();
+    }
+}
 
 /// State shared by the workers of one pool.
 struct Shared {
@@ -65,15 +77,11 @@ impl Worker<'_> {
             shared.phase.store(phase.wrapping_add(1), Ordering::Release);
             return;
         }
-        let mut spins = 0u32;
+        let mut round = 0u32;
         while shared.phase.load(Ordering::Acquire) == phase {
             assert!(!shared.poisoned.load(Ordering::Relaxed), "another worker of this pool panicked");
-            spins += 1;
-            if spins < SPINS_BEFORE_YIELD {
-                std::hint::spin_loop();
-            } else {
-                std::thread::yield_now();
-            }
+            relax(round);
+            round = round.saturating_add(1);
         }
     }
 
@@ -161,8 +169,10 @@ impl ThreadPool {
         }
         let worker = Worker { index: 0, count: shared.workers, shared };
         let outcome = run_guarded(&worker, Job { run });
+        let mut round = 0u32;
         while shared.finished.load(Ordering::Acquire) + 1 < shared.workers {
-            std::hint::spin_loop();
+            relax(round);
+            round = round.saturating_add(1);
         }
         *shared.job.lock().unwrap_or_else(|e| e.into_inner()) = None;
         if let Err(panic) = outcome {
@@ -197,11 +207,11 @@ fn serve(shared: &Shared, index: usize) {
 
 /// Spins, then parks, until a job newer than generation `seen` is there; `None` when the pool closes.
 fn next_job(shared: &Shared, seen: usize) -> Option<(usize, Job)> {
-    for _ in 0..SPINS_BEFORE_PARK {
+    for round in 0..ROUNDS_BEFORE_PARK {
         if shared.generation.load(Ordering::Acquire) != seen {
             break;
         }
-        std::hint::spin_loop();
+        relax(round);
     }
     let mut job = shared.job.lock().unwrap_or_else(|e| e.into_inner());
     loop {
