@@ -14,7 +14,7 @@ pub enum Isa {
     Avx512,
     /// AVX-512 with VNNI (u8 x i8 dot products) and BF16 (bf16 dot products).
     Avx512Vnni,
-    /// [`Isa::Avx512Vnni`] with AMX int8 and bf16 tiles, granted by the kernel and self-tested.
+    /// [`Isa::Avx512Vnni`] with AMX int8 tiles, granted by the system and self-tested.
     Amx,
 }
 
@@ -58,6 +58,7 @@ fn detect() -> Isa {
         && is_x86_feature_detected!("avx512vl");
     let vnni = avx512 && is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512bf16");
     match (avx2, avx512, vnni) {
+        (_, _, true) if crate::amx::usable() => Isa::Amx,
         (_, _, true) => Isa::Avx512Vnni,
         (_, true, _) => Isa::Avx512,
         (true, _, _) => Isa::Avx2,

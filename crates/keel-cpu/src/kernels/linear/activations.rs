@@ -5,7 +5,8 @@
 //!
 //! For int8, each group of a row's inputs (the weights' groups) becomes `p = round(x / c)` with
 //! `c = max |x| / 127`. The rows of a block, `M` of 8, 4, 2 or 1, lie together in the order in which they are
-//! read: for each group, `[group / 32][M][32]` of `p` as i8, then `[M]` of `(c, c * sum p)` as f32. With the sums
+//! read: for each group, `[group / 32][M][32]` of `p` as i8, then `[M]` of `(c, c * sum p)` as f32. Blocks of 16, for
+//! AMX, have parts of up to 64 inputs rather than 32. With the sums
 //! of the *rounded* inputs the rounding errors meet `s q + b`, the weights themselves, rather than the larger `s q`.
 
 use super::format::{BLOCK, MAX_GROUP, WeightFormat};
@@ -14,6 +15,7 @@ use super::lanes::{LANES, Lanes, portable::Portable};
 use super::lanes::{avx2::Avx2, avx512::Avx512};
 use super::rows::{RowBlock, RowMap, Segment};
 use super::{Compute, PackedLayout};
+use crate::amx;
 use crate::isa::Isa;
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
@@ -28,6 +30,7 @@ pub(super) fn row_bytes(layout: &PackedLayout, compute: Compute) -> usize {
 }
 
 /// Prepares the rows of `segments` in `scratch`, each worker its share. A barrier must follow.
+#[allow(clippy::too_many_arguments, reason = "what `run` has, and how rows are cut")]
 pub(super) fn prepare(
     worker: &Worker<'_>,
     isa: Isa,
@@ -35,6 +38,7 @@ pub(super) fn prepare(
     compute: Compute,
     x: &[f32],
     (segments, map): (&[Segment], RowMap<'_>),
+    largest_block: usize,
     scratch: SharedMut<'_, u8>,
 ) {
     let (k, row_bytes) = (layout.k(), row_bytes(layout, compute));
@@ -49,7 +53,7 @@ pub(super) fn prepare(
                 while segment.is_some_and(|segment| position >= segment.end as usize) {
                     segment = segments.next();
                 }
-                let block = segment.expect("segments cover all positions").block(position);
+                let block = segment.expect("segments cover all positions").block(position, largest_block);
                 let x = &x[map.rows(position).0 * k..][..k];
                 let group_bytes = block.rows * (group + 8);
                 let out = scratch.part(block.start * row_bytes..(block.start + block.rows) * row_bytes);
@@ -77,8 +81,10 @@ fn quantise_into(isa: Isa, x: &[f32], out: SharedMut<'_, u8>, block: RowBlock) {
     let mut quantised = [0u8; MAX_GROUP];
     let quantised = &mut quantised[..x.len()];
     let pair = quantise(isa, x, quantised);
-    for (part, values) in quantised.as_chunks::<BLOCK>().0.iter().enumerate() {
-        let at = (part * rows + row) * BLOCK;
+    let part = if rows == amx::TILE { x.len().min(amx::PART) } else { BLOCK };
+    for (i, values) in quantised.as_chunks::<BLOCK>().0.iter().enumerate() {
+        let k = i * BLOCK;
+        let at = (k / part * rows + row) * part + k % part;
         // SAFETY: each row has bytes of its own, and one worker; an array of bytes has no alignment.
         unsafe { *out.part(at..at + BLOCK).as_ptr().cast::<[u8; BLOCK]>() = *values }
     }

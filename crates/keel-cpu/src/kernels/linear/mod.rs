@@ -230,7 +230,8 @@ impl Linear {
         let row_bytes = activations::row_bytes(&self.layout, self.compute);
         let (mut x_rows, mut x_stride) = (x.as_ptr().cast(), self.layout.k() * size_of::<f32>());
         if row_bytes > 0 {
-            activations::prepare(worker, self.isa, &self.layout, self.compute, x, rows, scratch);
+            let largest = self.blocks.block_rows();
+            activations::prepare(worker, self.isa, &self.layout, self.compute, x, rows, largest, scratch);
             worker.barrier();
             (x_rows, x_stride) = (scratch.as_ptr().cast_const(), row_bytes);
         }
@@ -253,5 +254,47 @@ impl Linear {
         assert!(x.len().is_multiple_of(layout.k()), "x has {} values, not rows of {}", x.len(), layout.k());
         assert_eq!(y.len(), outputs * layout.n(), "values of y, [{outputs}, {}]", layout.n());
         assert!(scratch_fits, "the scratch is too small");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::ThreadPool;
+
+    fn run(linear: &Linear, weights: &[u8], x: &[f32]) -> Vec<u32> {
+        let rows = x.len() / linear.layout.k();
+        let mut y = vec![0.0; rows * linear.layout.n()];
+        let mut scratch = vec![0xff; linear.scratch_bytes(rows)];
+        let (y_out, scratch) = (SharedMut::new(&mut y), SharedMut::new(&mut scratch));
+        ThreadPool::new(2).run(|worker| linear.run(worker, weights, x, y_out, Epilogue::Store, scratch));
+        y.into_iter().map(f32::to_bits).collect()
+    }
+
+    #[test]
+    fn blocks_of_sixteen_rows_on_tiles_have_the_bits_of_smaller_ones() {
+        let (n, k) = (50, 256);
+        let x: Vec<f32> = (0..45 * k).map(|i| (i as f32 * 0.37).sin()).collect();
+        for bits in [2usize, 3, 4, 5, 6, 8] {
+            for group in [32, 64, 128] {
+                let format = WeightFormat::Affine { bits, group, params: FloatType::Bf16 };
+                let layout = PackedLayout::new(n, k, format).unwrap();
+                let mut weights = vec![0; layout.bytes()];
+                let quants: Vec<u8> = (0..n * k)
+                    .map(|i| ((i * 2_654_435_761) >> 9) as u8 & (((1 << bits) - 1) as u8))
+                    .collect();
+                let scales: Vec<f32> = (0..n * k / group).map(|i| 0.5 + (i % 13) as f32).collect();
+                let biases: Vec<f32> = scales.iter().map(|scale| -3.0 * scale).collect();
+                let rows = Rows::Affine { quants: &quants, scales: &scales, biases: &biases };
+                pack(&layout, rows, &mut weights);
+                let small = Linear::new(layout, Compute::Int8, Isa::Portable);
+                let tiled = Linear { blocks: block::soft_tile_fns(bits), ..small };
+                for rows in [7, 16, 45] {
+                    let x = &x[..rows * k];
+                    let (small, tiled) = (run(&small, &weights, x), run(&tiled, &weights, x));
+                    assert_eq!(small, tiled, "{bits} bits, group {group}, {rows} rows");
+                }
+            }
+        }
     }
 }

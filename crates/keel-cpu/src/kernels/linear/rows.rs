@@ -1,7 +1,5 @@
 //! Positions: the order in which a call computes its rows, and how that order is cut into blocks.
 
-use super::block::MAX_ROWS;
-
 /// Rows that go through one matrix, as positions in the sorted order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
@@ -16,19 +14,20 @@ pub(super) struct Segment {
 pub(super) struct RowBlock {
     /// First position of the block.
     pub start: usize,
-    /// Its rows: 8, 4, 2 or 1.
+    /// Its rows: a power of two.
     pub rows: usize,
     /// The position asked for, counted from the first.
     pub row: usize,
 }
 
 impl Segment {
-    /// The block of a position: blocks of 8 from the segment's start on, then one each of 4, 2 and 1 as needed.
-    pub(super) fn block(&self, position: usize) -> RowBlock {
+    /// The block of a position: blocks of `largest` rows from the segment's start on, then of half as many and so
+    /// on, one each as needed.
+    pub(super) fn block(&self, position: usize, largest: usize) -> RowBlock {
         let (from, end) = (self.start as usize, self.end as usize);
         assert!((from..end).contains(&position), "position {position} of {self:?}");
-        let mut start = from + (position - from) / MAX_ROWS * MAX_ROWS;
-        let mut rows = MAX_ROWS;
+        let mut start = from + (position - from) / largest * largest;
+        let mut rows = largest;
         loop {
             if start + rows <= end {
                 if position < start + rows {
@@ -66,21 +65,21 @@ mod tests {
 
     #[test]
     fn blocks_of_a_segment_follow_each_other() {
-        for len in 1..=33 {
+        for (len, largest) in (1..=33).map(|len| (len, 8)).chain((1..=33).map(|len| (len, 16))) {
             let segment = Segment { matrix: 0, start: 5, end: 5 + len };
             let mut sizes = Vec::new();
             let mut position = 5;
             while position < segment.end as usize {
-                let block = segment.block(position);
+                let block = segment.block(position, largest);
                 assert_eq!((block.start, block.row), (position, 0));
                 for row in 0..block.rows {
-                    assert_eq!(segment.block(position + row), RowBlock { row, ..block });
+                    assert_eq!(segment.block(position + row, largest), RowBlock { row, ..block });
                 }
                 sizes.push(block.rows);
                 position += block.rows;
             }
             assert_eq!(sizes.iter().sum::<usize>(), len as usize);
-            assert!(sizes.is_sorted_by(|a, b| a > b || *a == MAX_ROWS), "{sizes:?}");
+            assert!(sizes.is_sorted_by(|a, b| a > b || *a == largest), "{sizes:?}");
         }
     }
 }

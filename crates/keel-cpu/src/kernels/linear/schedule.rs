@@ -109,7 +109,7 @@ fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) 
     let (first, end) = (unit.positions.start, unit.positions.end);
     let mut position = first;
     while position < end {
-        let rows = unit.segment.block(position).rows;
+        let rows = unit.segment.block(position, call.blocks.block_rows()).rows;
         for pair in unit.pairs.clone() {
             let in_unit = (position == first && pair + 1 < unit.pairs.end).then_some((unit, pair + 1));
             let after = || {

@@ -36,13 +36,25 @@ pub(in super::super) struct BlockFns {
     by_rows: [BlockFn; 4],
     /// As many as the level's registers hold: a larger block is computed in parts.
     most_rows: usize,
+    /// For 16 rows on tiles.
+    sixteen: Option<BlockFn>,
 }
 
 impl BlockFns {
     /// Rows of a part of a block of `rows`, and the function for them.
     pub(in super::super) fn part(&self, rows: usize) -> (usize, BlockFn) {
+        if let (16, Some(sixteen)) = (rows, self.sixteen) {
+            return (rows, sixteen);
+        }
         let rows = rows.min(self.most_rows);
         (rows, self.by_rows[rows.ilog2() as usize])
+    }
+}
+
+impl BlockFns {
+    /// Rows of the largest block: segments are cut into such, then into smaller ones.
+    pub(in super::super) fn block_rows(&self) -> usize {
+        if self.sixteen.is_some() { 16 } else { 8 }
     }
 }
 
@@ -55,9 +67,11 @@ pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel) -> BlockFns {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => avx512::fns(kernel),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni | Isa::Amx => avx512_dots::fns(kernel),
-        #[cfg(not(target_arch = "x86_64"))]
-        _ => unreachable!("only the portable level exists here"),
+        Isa::Avx512Vnni => avx512_dots::fns(kernel),
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        Isa::Amx => BlockFns { sixteen: amx::fns(kernel), ..avx512_dots::fns(kernel) },
+        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        _ => unreachable!("{isa} is not found on this platform"),
     }
 }
 
@@ -111,7 +125,7 @@ macro_rules! level {
                     Kernel::Bf16 => rows!(dense dense::Bf16),
                     Kernel::Bf16Dots => rows!(dense dense::Bf16Dots),
                 };
-                BlockFns { by_rows, most_rows: $eight }
+                BlockFns { by_rows, most_rows: $eight, sixteen: None }
             }
         }
     };
@@ -124,3 +138,43 @@ level!(avx2, Avx2, [1 2 4 4], "avx2,fma,f16c");
 level!(avx512, Avx512<false>, [1 2 4 8], "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 level!(avx512_dots, Avx512<true>, [1 2 4 8], "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c");
+
+/// Blocks of 16 rows on AMX; beside them the level has the functions of `avx512_dots`.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx {
+    use super::*;
+
+    pub(super) fn fns(kernel: Kernel) -> Option<BlockFn> {
+        let Kernel::Int8(bits) = kernel else { return None };
+        Some(match bits {
+            2 => int8::<2>,
+            3 => int8::<3>,
+            4 => int8::<4>,
+            5 => int8::<5>,
+            6 => int8::<6>,
+            _ => int8::<8>,
+        })
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")]
+    unsafe fn int8<const BITS: usize>(block: &Block<'_>) {
+        // SAFETY: as the caller promises.
+        unsafe { super::super::amx::int8::<Avx512<true>, crate::amx::hardware::Amx, BITS>(block) }
+    }
+}
+
+/// The portable functions with blocks of 16 rows on tiles made of plain loops, to test those anywhere.
+#[cfg(test)]
+pub(in super::super) fn soft_tile_fns(bits: usize) -> BlockFns {
+    use super::amx::int8;
+    use crate::amx::SoftTiles;
+    let sixteen: BlockFn = match bits {
+        2 => int8::<Portable, SoftTiles, 2>,
+        3 => int8::<Portable, SoftTiles, 3>,
+        4 => int8::<Portable, SoftTiles, 4>,
+        5 => int8::<Portable, SoftTiles, 5>,
+        6 => int8::<Portable, SoftTiles, 6>,
+        _ => int8::<Portable, SoftTiles, 8>,
+    };
+    BlockFns { sixteen: Some(sixteen), ..portable::fns(Kernel::Int8(bits)) }
+}

@@ -7,10 +7,12 @@
 //! | kernel | weights | inner step |
 //! |---|---|---|
 //! | [`int8`] | affine | unpack 4 inputs x 16 rows of u8, exact i32 dot with i8 activations; per group one conversion, scale, bias |
+//! | [`amx`] | affine | the same on tiles of 16 rows |
 //! | [`affine_f32`] | affine | unpack, `scale * q + bias` in f32, f32 multiply-add |
 //! | [`dense`] | dense | widen, f32 multiply-add; or bf16 dot of input pairs with f32 sums |
 
 mod affine_f32;
+mod amx;
 mod dense;
 mod dispatch;
 mod int8;
@@ -18,13 +20,15 @@ mod unpack;
 
 use super::format::TILE_ROWS;
 use super::lanes::Lanes;
+#[cfg(test)]
+pub(super) use dispatch::soft_tile_fns;
 pub(super) use dispatch::{BlockFns, Kernel, block_fns};
 
 /// Tiles computed together: each activation that is loaded serves both.
 pub(super) const PAIR: usize = 2;
 
-/// Most rows of x computed together. Blocks are of 8, 4, 2 or 1 rows.
-pub(super) const MAX_ROWS: usize = 8;
+/// Most rows of x computed together. Blocks are of 16 (on AMX alone), 8, 4, 2 or 1 rows.
+pub(super) const MAX_ROWS: usize = 16;
 
 /// What a block kernel reads and writes. Pointers are valid for what the layout says lies behind them.
 pub(super) struct Block<'a> {

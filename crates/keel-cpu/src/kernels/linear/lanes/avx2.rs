@@ -62,6 +62,13 @@ impl Lanes for Avx2 {
         op!((_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast())))
     }
     #[inline(always)]
+    unsafe fn store_i(a: Self::I, p: *mut u8) {
+        op!({
+            _mm256_storeu_si256(p.cast(), a.0);
+            _mm256_storeu_si256(p.add(32).cast(), a.1);
+        })
+    }
+    #[inline(always)]
     unsafe fn shr<const S: u32>(a: Self::I) -> Self::I {
         let count = op!(_mm_cvtsi32_si128(S as i32));
         op!((_mm256_srl_epi32(a.0, count), _mm256_srl_epi32(a.1, count)))

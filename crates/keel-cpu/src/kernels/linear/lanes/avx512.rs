@@ -33,6 +33,10 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
         op!(_mm512_loadu_si512(p.cast()))
     }
     #[inline(always)]
+    unsafe fn store_i(a: Self::I, p: *mut u8) {
+        op!(_mm512_storeu_si512(p.cast(), a))
+    }
+    #[inline(always)]
     unsafe fn shr<const S: u32>(a: Self::I) -> Self::I {
         op!(_mm512_srli_epi32::<S>(a))
     }

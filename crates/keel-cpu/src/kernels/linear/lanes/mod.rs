@@ -28,6 +28,8 @@ pub(super) trait Lanes: Copy {
     unsafe fn splat_i(x: i32) -> Self::I;
     /// 64 bytes at `p`.
     unsafe fn load_i(p: *const u8) -> Self::I;
+    /// Writes 64 bytes.
+    unsafe fn store_i(a: Self::I, p: *mut u8);
     /// Each word shifted right by `S` bits, zeros coming in.
     unsafe fn shr<const S: u32>(a: Self::I) -> Self::I;
     /// Each word shifted left by `S` bits.

@@ -26,6 +26,11 @@ impl Lanes for Portable {
         unsafe { p.cast::<[u32; LANES]>().read_unaligned() }
     }
     #[inline(always)]
+    unsafe fn store_i(a: Self::I, p: *mut u8) {
+        // SAFETY: the caller promises room for 64 bytes.
+        unsafe { p.cast::<[u32; LANES]>().write_unaligned(a) }
+    }
+    #[inline(always)]
     unsafe fn shr<const S: u32>(a: Self::I) -> Self::I {
         a.map(|a| a >> S)
     }
