@@ -219,6 +219,17 @@ fn pages_that_left_the_window_are_not_looked_up() {
     }
 }
 
+/// A narrow window that some rows of a call have left altogether before others' pages begin.
+#[test]
+fn rows_far_apart_share_a_call_under_a_narrow_window() {
+    let shape = Shape { window: Some(3), ..SHAPES[1] };
+    let batch = [(100, 300)];
+    let (pool, q, want) = filled::<f32>(shape, &batch);
+    for regime in [Regime::Decode, Regime::Prefill] {
+        assert_close("narrow", &pool.attend(&q, 0, &batch, regime, 2), &want, 3e-6);
+    }
+}
+
 #[test]
 fn writing_token_by_token_leaves_the_same_pages_as_all_at_once() {
     let shape = SHAPES[2];

@@ -13,11 +13,12 @@ pub const SHAPES: &[Shape] = &[
     Shape { heads: 8, kv_heads: 2, head_size: 256, scale: 0.0625, window: None },
 ];
 
-/// (first position, rows) of each sequence of a batch: around tiles of 64 and pages of 256.
+/// (first position, rows) of each sequence of a batch: around tiles of 64, pages of 256 and the first longer segment.
 pub const BATCHES: &[&[(usize, usize)]] = &[
     &[(0, 1)],
     &[(255, 3), (0, 2), (70, 0), (300, 1)],
     &[(0, 64), (64, 37)],
     &[(192, 130)],
     &[(512, 65), (31, 33)],
+    &[(4607, 2)],
 ];

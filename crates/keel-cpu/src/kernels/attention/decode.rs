@@ -1,14 +1,15 @@
 //! Attention for few rows per sequence: bound by reading keys and values.
 //!
-//! A unit of work is one page of one key-value head of one sequence. It serves all query heads of the group and
-//! all rows of the sequence, four at a time, so that a page comes from memory once. It leaves, for each of
-//! them, the largest score, the sum of exponentials and the weighted sum of values; a second phase joins the
-//! pages of a row in order. Neither depends on who computed what.
+//! A unit of work is one segment of pages of one key-value head of one sequence. It serves all query heads of the
+//! group and all rows of the sequence, four at a time, so that a page comes from memory once. It leaves, for
+//! each of them, the largest score, the sum of exponentials and the weighted sum of values; a second phase joins
+//! the segments of a row in order. Neither depends on who computed what.
 //!
 //! Floor: `2 * KV * D * len * sizeof(E)` bytes a layer and sequence, 16.8 MB at 8192 tokens of 2 bf16 heads of 256.
 
 #![allow(clippy::needless_range_loop, reason = "registers are numbered, not iterated")]
 
+use super::segments::{pages_of, segment_of};
 use super::{Attention, HEAD_SIZE_MAX, KvElement, MASKED, PAGE, TILE};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
@@ -27,7 +28,12 @@ const VALUE_ROWS: usize = 16;
 
 /// `f32` values of workspace for `rows` rows of all sequences with page tables of `pages` entries.
 pub fn decode_workspace_len(rows: usize, heads: usize, head_size: usize, pages: usize) -> usize {
-    rows * heads * pages * (head_size + 2)
+    rows * heads * segments(pages) * (head_size + 2)
+}
+
+/// Segments of the first `pages` pages.
+fn segments(pages: usize) -> usize {
+    pages.checked_sub(1).map_or(0, |last| segment_of(last) + 1)
 }
 
 /// Attention in the decode regime. `workspace` holds [`decode_workspace_len`] values.
@@ -49,18 +55,18 @@ pub fn attention_decode<E: KvElement>(
         "attention_decode: workspace of {} values, {needed} needed",
         workspace.len()
     );
-    let partials = Partials { data: workspace, heads: attention.heads(), pages, size };
+    let partials = Partials { data: workspace, heads: attention.heads(), segments: segments(pages), size };
     simd::run(Sweep { attention, partials, worker });
     worker.barrier();
     simd::run(Join { attention, partials, worker });
 }
 
-/// What one page contributes to one query: the weighted values, then the largest score, then the sum of weights.
+/// What one segment contributes to one query: the weighted values, then the largest score, then the sum of weights.
 #[derive(Clone, Copy)]
 struct Partials<'a> {
     data: SharedMut<'a, f32>,
     heads: usize,
-    pages: usize,
+    segments: usize,
     size: usize,
 }
 
@@ -68,17 +74,24 @@ impl<'a> Partials<'a> {
     /// # Safety
     /// No two workers may use the same partial at once.
     #[inline(always)]
-    unsafe fn get(&self, row: usize, head: usize, page: usize) -> &'a mut [f32] {
-        let start = ((row * self.heads + head) * self.pages + page) * (self.size + 2);
+    unsafe fn get(&self, row: usize, head: usize, segment: usize) -> &'a mut [f32] {
+        let start = ((row * self.heads + head) * self.segments + segment) * (self.size + 2);
         // SAFETY: the caller's promise.
         unsafe { self.data.range(start..start + self.size + 2) }
     }
 }
 
-/// The pages that the row at `position` sees.
+/// The pages that rows at `positions` see.
 #[inline(always)]
-fn pages_seen<E>(attention: &Attention<'_, E>, position: usize) -> Range<usize> {
-    attention.first_seen(position) / PAGE..position / PAGE + 1
+fn pages_seen<E>(attention: &Attention<'_, E>, positions: Range<usize>) -> Range<usize> {
+    attention.first_seen(positions.start) / PAGE..(positions.end - 1) / PAGE + 1
+}
+
+/// The positions of the rows of sequence `b`.
+#[inline(always)]
+fn positions_of<E>(attention: &Attention<'_, E>, b: usize) -> Range<usize> {
+    let first = attention.batch.position[b] as usize;
+    first..first + attention.batch.rows_of(b).len()
 }
 
 struct Sweep<'a, 'w, E> {
@@ -91,45 +104,53 @@ impl<E: KvElement> VectorKernel for Sweep<'_, '_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let attention = self.attention;
-        let (pages, kv_heads) = (self.partials.pages, attention.pages.kv_heads);
-        for unit in self.worker.claim(attention.batch.sequences() * pages * kv_heads, 1).flatten() {
-            let (b, page, head) = (unit / kv_heads / pages, unit / kv_heads % pages, unit % kv_heads);
-            let (rows, first) = (attention.batch.rows_of(b), attention.batch.position[b] as usize);
-            if rows.is_empty() {
+        let kv_heads = attention.pages.kv_heads;
+        // Not the whole page table: it has room for contexts that no sequence may have yet.
+        let ends = (0..attention.batch.sequences()).map(|b| positions_of(attention, b).end.div_ceil(PAGE));
+        let segments = segments(ends.max().unwrap_or(0));
+        for unit in self.worker.claim(attention.batch.sequences() * segments * kv_heads, 1).flatten() {
+            let (b, segment, kv) = (unit / kv_heads / segments, unit / kv_heads % segments, unit % kv_heads);
+            let positions = positions_of(attention, b);
+            if positions.is_empty() {
                 continue;
             }
-            let seen = attention.first_seen(first) / PAGE..(first + rows.len() - 1) / PAGE + 1;
-            if seen.contains(&page) {
-                sweep_page(s, attention, &self.partials, b, page, head);
+            let (seen, held) = (pages_seen(attention, positions), pages_of(segment));
+            let pages = seen.start.max(held.start)..seen.end.min(held.end);
+            if !pages.is_empty() {
+                sweep_segment(s, attention, &self.partials, (b, segment, kv), pages);
             }
         }
     }
 }
 
-/// All queries of sequence `b` that read key-value head `kv`, against one page.
+/// All queries of sequence `b` that read key-value head `kv`, against the `pages` of a segment in order.
 #[inline(always)]
-fn sweep_page<S: Simd, E: KvElement>(
+fn sweep_segment<S: Simd, E: KvElement>(
     s: S,
     attention: &Attention<'_, E>,
     partials: &Partials<'_>,
-    b: usize,
-    page: usize,
-    kv: usize,
+    (b, segment, kv): (usize, usize, usize),
+    pages: Range<usize>,
 ) {
-    let rows = attention.batch.rows_of(b);
     let ratio = attention.heads() / attention.pages.kv_heads;
+    let rows = attention.batch.rows_of(b);
     let queries = rows.len() * ratio;
-    let mut done = 0;
-    while done < queries {
-        let sweep = PageSweep { attention, partials, b, page, kv, ratio, start: done };
-        let count = GROUP.min(queries - done);
-        match count {
-            4 => sweep.group::<S, 4>(s),
-            3 => sweep.group::<S, 3>(s),
-            2 => sweep.group::<S, 2>(s),
-            _ => sweep.group::<S, 1>(s),
+    for i in 0..queries {
+        // SAFETY: this unit alone has these queries on this segment.
+        let partial = unsafe { partials.get(rows.start + i / ratio, kv * ratio + i % ratio, segment) };
+        partial.fill(0.0);
+        partial[partials.size] = MASKED;
+    }
+    for page in pages {
+        for start in (0..queries).step_by(GROUP) {
+            let sweep = PageSweep { attention, partials, b, segment, page, kv, ratio, start };
+            match queries - start {
+                1 => sweep.group::<S, 1>(s),
+                2 => sweep.group::<S, 2>(s),
+                3 => sweep.group::<S, 3>(s),
+                _ => sweep.group::<S, GROUP>(s),
+            }
         }
-        done += count;
     }
 }
 
@@ -137,6 +158,7 @@ struct PageSweep<'a, 'b, E> {
     attention: &'a Attention<'b, E>,
     partials: &'a Partials<'b>,
     b: usize,
+    segment: usize,
     page: usize,
     kv: usize,
     ratio: usize,
@@ -184,15 +206,19 @@ impl<E: KvElement> PageSweep<'_, '_, E> {
         let start = tiles.start * TILE;
         for i in 0..Q {
             let weights = &mut weights[i][start..tiles.end * TILE];
-            let seen = seen[i].start.saturating_sub(start)..seen[i].end.saturating_sub(start);
-            let (largest, sum) = softmax_page(s, weights, seen, attention.scale);
-            // SAFETY: this unit alone has these queries on this page.
-            let partial = unsafe { self.partials.get(row(i), head(i), self.page) };
-            (partial[size], partial[size + 1]) = (largest, sum);
+            let within = |slot: usize| slot.saturating_sub(start).min(weights.len());
+            let seen = within(seen[i].start)..within(seen[i].end);
+            // SAFETY: this unit alone has these queries on this segment.
+            let partial = unsafe { self.partials.get(row(i), head(i), self.segment) };
+            let (output, state) = partial.split_at_mut(size);
+            let factor = softmax_page(s, weights, seen, attention.scale, state);
+            for output in output.as_chunks_mut::<LANES>().0 {
+                s.store(s.mul(s.load(output), s.splat(factor)), output);
+            }
         }
         // SAFETY: as above, and the borrows of the loop have ended.
         let mut outputs: [&mut [f32]; Q] =
-            std::array::from_fn(|i| unsafe { self.partials.get(row(i), head(i), self.page) });
+            std::array::from_fn(|i| unsafe { self.partials.get(row(i), head(i), self.segment) });
         weigh_values(s, &weights, attention.pages.values_of(page, self.kv), from..to, &mut outputs);
     }
 }
@@ -229,13 +255,14 @@ fn score_tile<S: Simd, E: KvElement, const Q: usize>(
     }
 }
 
-/// Turns scores into `e^(scale * score - largest)`, zero outside `seen`. Returns the largest and their sum.
+/// Turns scores into `e^(scale * score - largest)`, zero outside `seen`, and moves the query's `state` (largest
+/// score, sum) on. Returns the factor that brings what was summed before to the new largest.
 #[inline(always)]
-fn softmax_page<S: Simd>(s: S, scores: &mut [f32], seen: Range<usize>, scale: f32) -> (f32, f32) {
+fn softmax_page<S: Simd>(s: S, scores: &mut [f32], seen: Range<usize>, scale: f32, state: &mut [f32]) -> f32 {
     scores[..seen.start].fill(f32::NEG_INFINITY);
     scores[seen.end..].fill(f32::NEG_INFINITY);
     let (chunks, _) = scores.as_chunks_mut::<LANES>();
-    let mut largest = s.splat(MASKED);
+    let mut largest = s.splat(state[0]);
     for chunk in chunks.iter_mut() {
         let scaled = s.mul(s.load(chunk), s.splat(scale));
         largest = s.max(scaled, largest);
@@ -248,10 +275,12 @@ fn softmax_page<S: Simd>(s: S, scores: &mut [f32], seen: Range<usize>, scale: f3
         sum = s.add(sum, weight);
         s.store(weight, chunk);
     }
-    (largest, s.sum(sum))
+    let factor = s.to_array(exp(s, s.splat(state[0] - largest)))[0];
+    (state[0], state[1]) = (largest, state[1] * factor + s.sum(sum));
+    factor
 }
 
-/// `outputs[i] = sum_j weights[i][j] * values[j]` over the keys `seen`.
+/// `outputs[i] += sum_j weights[i][j] * values[j]` over the keys `seen`.
 #[inline(always)]
 fn weigh_values<S: Simd, E: KvElement, const Q: usize>(
     s: S,
@@ -261,9 +290,6 @@ fn weigh_values<S: Simd, E: KvElement, const Q: usize>(
     outputs: &mut [&mut [f32]; Q],
 ) {
     let size = values.len() / PAGE;
-    for output in outputs.iter_mut() {
-        output[..size].fill(0.0);
-    }
     let mut start = seen.start;
     while start < seen.end {
         let keys = start..(start + VALUE_ROWS).min(seen.end);
@@ -342,27 +368,28 @@ impl<E: KvElement> VectorKernel for Join<'_, '_, E> {
             let (t, head) = (unit / heads, unit % heads);
             let b = attention.batch.sequence_of(t);
             let position = attention.batch.position[b] as usize + t - attention.batch.rows_of(b).start;
-            self.join_pages(s, t, head, pages_seen(attention, position));
+            let pages = pages_seen(attention, position..position + 1);
+            self.join_segments(s, t, head, segment_of(pages.start)..segment_of(pages.end - 1) + 1);
         }
     }
 }
 
 impl<E: KvElement> Join<'_, '_, E> {
-    /// `y = sum_p e^(m_p - m) o_p / sum_p e^(m_p - m) l_p`, pages in order.
+    /// `y = sum_p e^(m_p - m) o_p / sum_p e^(m_p - m) l_p`, segments `p` in order.
     #[inline(always)]
-    fn join_pages<S: Simd>(&self, s: S, t: usize, head: usize, pages: Range<usize>) {
+    fn join_segments<S: Simd>(&self, s: S, t: usize, head: usize, segments: Range<usize>) {
         let size = self.partials.size;
         // SAFETY: the sweep is over: partials are only read, and each row and head of `y` is claimed once.
         let (partial, y) = unsafe {
-            let partial = |page| &*self.partials.get(t, head, page);
+            let partial = |segment| &*self.partials.get(t, head, segment);
             (partial, self.attention.y.part(t, head * size..(head + 1) * size))
         };
-        let largest = pages.clone().map(|page| partial(page)[size]).fold(MASKED, f32::max);
+        let largest = segments.clone().map(|segment| partial(segment)[size]).fold(MASKED, f32::max);
         let mut sum = 0.0;
         y.fill(0.0);
         let (ys, _) = y.as_chunks_mut::<LANES>();
-        for page in pages {
-            let partial = partial(page);
+        for segment in segments {
+            let partial = partial(segment);
             let factor = s.to_array(exp(s, s.splat(partial[size] - largest)))[0];
             sum += factor * partial[size + 1];
             let (outputs, _) = partial[..size].as_chunks::<LANES>();

@@ -12,6 +12,7 @@
 mod decode;
 mod pages;
 mod prefill;
+mod segments;
 
 pub use decode::{attention_decode, decode_workspace_len};
 pub use pages::{KvElement, KvPages, KvPagesMut, PAGE, PageTable, TILE, kv_write};
