@@ -165,6 +165,7 @@ impl Array {
             let expected = "the array's own type (cast it first)";
             return Err(ArrayError::DType { op: "to_vec", operand: "array", expected, got: self.dtype() });
         }
+        self.eval()?;
         let dense = match self.0.storage() {
             Some(storage) if storage.layout.is_contiguous() => self.clone(),
             _ => self.contiguous()?,
