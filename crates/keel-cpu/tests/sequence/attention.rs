@@ -130,7 +130,7 @@ fn follows_the_oracle<E: KvElement + From<bf16>>() {
             let (pool, q, want) = filled::<E>(shape, batch);
             for regime in [Regime::Decode, Regime::Prefill] {
                 let y = pool.attend(&q, 0, batch, regime, 2);
-                assert_close(&format!("{regime:?} {shape:?} {batch:?}"), &y, &want, 3e-6);
+                assert_close(&format!("{regime:?} {shape:?} {batch:?}"), &y, &want, 1e-5);
             }
         }
     }
@@ -215,7 +215,7 @@ fn pages_that_left_the_window_are_not_looked_up() {
     // Rows 600.. see positions 531..: pages 0 and 1 have been given back.
     pool.table[..2].fill(u32::MAX);
     for regime in [Regime::Decode, Regime::Prefill] {
-        assert_close("windowed", &pool.attend(&q, 0, &batch, regime, 2), &want, 3e-6);
+        assert_close("windowed", &pool.attend(&q, 0, &batch, regime, 2), &want, 1e-5);
     }
 }
 
@@ -226,7 +226,7 @@ fn rows_far_apart_share_a_call_under_a_narrow_window() {
     let batch = [(100, 300)];
     let (pool, q, want) = filled::<f32>(shape, &batch);
     for regime in [Regime::Decode, Regime::Prefill] {
-        assert_close("narrow", &pool.attend(&q, 0, &batch, regime, 2), &want, 3e-6);
+        assert_close("narrow", &pool.attend(&q, 0, &batch, regime, 2), &want, 1e-5);
     }
 }
 
