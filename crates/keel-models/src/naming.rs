@@ -54,9 +54,9 @@ impl<'a> FamilyReader<'a> {
         Ok(RmsNorm { scale, eps: self.config.eps })
     }
 
-    /// The depthwise convolution as `[channels, K]`; both stored forms, `(C, 1, K)` and `(C, K, 1)`, are that.
+    /// The depthwise convolution as `[K, channels]`; both stored forms, `(C, 1, K)` and `(C, K, 1)`, are its transpose.
     pub fn conv(&self, name: &str) -> Result<Array> {
-        self.loader.vector(name, &[self.config.conv_channels(), self.config.conv_width], |w| w)
+        self.loader.transposed(name, self.config.conv_channels(), self.config.conv_width)
     }
 
     /// `self_attn` of a layer.

@@ -35,9 +35,9 @@ pub struct Batch {
 }
 
 /// Causal depthwise convolution of width `K` with SiLU:
-/// `y[t, c] = silu(sum_j w[c, j] x[t - K + 1 + j, c])`, rows before the step taken from the window.
+/// `y[t, c] = silu(sum_j w[j, c] x[t - K + 1 + j, c])`, rows before the step taken from the window.
 ///
-/// Inputs: x f32 `[T, C]`; w f32 `[C, K]`; window f32 `[slots, K - 1, C]`, oldest row first, mutated; row_start; slot.
+/// Inputs: x f32 `[T, C]`; w f32 `[K, C]`; window f32 `[slots, K - 1, C]`, oldest row first, mutated; row_start; slot.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ConvSpec {
     /// `K`.
@@ -128,15 +128,15 @@ impl Array {
                 got: self.shape().clone(),
             });
         };
-        let &[_, width] = &weight.shape()[..] else {
+        let &[width, _] = &weight.shape()[..] else {
             return Err(ArrayError::Shape {
                 op: OP,
                 operand: "weight",
-                expected: "(C, K)".into(),
+                expected: "(K, C)".into(),
                 got: weight.shape().clone(),
             });
         };
-        expect_shape(OP, "weight", &[channels, width], weight.shape())?;
+        expect_shape(OP, "weight", &[width, channels], weight.shape())?;
         expect_shape(OP, "window", &[extent(window, 0), width.saturating_sub(1), channels], window.shape())?;
         let batch = checked(OP, batch)?;
         let inputs = [self, weight, window, &batch.row_start, &batch.slot];

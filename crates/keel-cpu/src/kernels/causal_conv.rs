@@ -78,7 +78,10 @@ impl VectorKernel for Task<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let blocks = self.conv.x.width().div_ceil(BLOCK);
-        for unit in self.worker.claim(self.conv.slot.len() * blocks, 1).flatten() {
+        // Few rows are no work but cold memory: neighbouring blocks are one stream for the prefetcher.
+        let grain =
+            if self.conv.batch.most_rows() < TILE_ROWS { blocks.div_ceil(2 * self.worker.count) } else { 1 };
+        for unit in self.worker.claim(self.conv.slot.len() * blocks, grain).flatten() {
             block(s, self.conv, unit / blocks, unit % blocks * BLOCK);
         }
     }

@@ -10,7 +10,7 @@ use crate::loading::Projection;
 pub struct GatedDeltaNet {
     /// qkv, z, a, b; qkv in the order q heads, k heads, v heads.
     pub projection: Projection,
-    /// Convolution f32 `[channels, K]`.
+    /// Convolution f32 `[K, channels]`.
     pub conv: Array,
     /// f32 `[Hv]`.
     pub a_log: Array,

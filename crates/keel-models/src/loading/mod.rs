@@ -229,16 +229,30 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// If it is missing or has another number of elements, or memory runs out.
     pub fn vector(&self, name: &str, shape: &[usize], transform: impl Fn(f32) -> f32) -> Result<Array> {
-        let found = self.parameters.shape(name);
-        let elements = |s: &[usize]| s.iter().product::<usize>();
-        if let Some(found) = found.filter(|f| elements(f) != elements(shape)) {
-            let (expected, got) = (format!("{shape:?}"), format!("{found:?}"));
+        self.small(name, shape, |values| values.iter_mut().for_each(|v| *v = transform(*v)))
+    }
+
+    /// A small matrix that is stored as `[rows, cols]`, as f32 `[cols, rows]`.
+    ///
+    /// # Errors
+    /// As [`Loader::vector`].
+    pub fn transposed(&self, name: &str, rows: usize, cols: usize) -> Result<Array> {
+        self.small(name, &[cols, rows], |values| {
+            *values = (0..values.len()).map(|i| values[i % rows * cols + i / rows]).collect();
+        })
+    }
+
+    fn small(&self, name: &str, shape: &[usize], change: impl FnOnce(&mut Vec<f32>)) -> Result<Array> {
+        let elements = shape.iter().product();
+        let stored = self.parameters.shape(name);
+        if let Some(stored) = stored.filter(|s| s.iter().product::<usize>() != elements) {
+            let (expected, got) = (format!("{shape:?}"), format!("{stored:?}"));
             return Err(crate::ModelError::Shape { name: name.into(), expected, got });
         }
         let array = Array::persistent(self.runtime, Category::Weights, shape, keel_array::DType::F32)?;
         if !self.runtime.backend().is_planning() {
-            let values: Vec<f32> =
-                self.parameters.values(name, elements(shape))?.into_iter().map(transform).collect();
+            let mut values = self.parameters.values(name, elements)?;
+            change(&mut values);
             array.write(&values)?;
         }
         (self.progress)(array.bytes() as u64);

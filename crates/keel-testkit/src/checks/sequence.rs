@@ -65,11 +65,11 @@ fn conv(runtime: &Runtime) {
         for rows in cases::causal_conv::BATCHES {
             let sequences: Vec<(usize, usize)> = rows.iter().map(|&n| (0, n)).collect();
             let (tokens, channels): (usize, usize) = (rows.iter().sum(), shape.channels);
-            let w = draw(&mut random, &[channels, shape.width]);
+            let w = draw(&mut random, &[shape.width, channels]);
             let window = draw(&mut random, &[rows.len() + 1, shape.width - 1, channels]);
             let state = up(runtime, &window);
             let batch = batch(runtime, &sequences, 1);
-            let taps = floats(&w.permute(&[1, 0]));
+            let taps = floats(&w);
             let mut windows: Vec<Vec<f32>> =
                 floats(&window).chunks((shape.width - 1) * channels).map(<[f32]>::to_vec).collect();
             for step in 0..2 {
@@ -209,7 +209,7 @@ fn attend(runtime: &Runtime, regime: Regime, dtype: DType) {
 fn slots_must_differ(runtime: &Runtime) {
     let mut batch = batch(runtime, &[(0, 1), (0, 1)], 1);
     let ones = Array::full(runtime, [2, 5], DType::F32, 1.0).expect("an addressable shape");
-    let w = Array::full(runtime, [5, 4], DType::F32, 1.0).expect("an addressable shape");
+    let w = Array::full(runtime, [4, 5], DType::F32, 1.0).expect("an addressable shape");
     let window = Array::persistent(runtime, Category::Recurrent, [3, 3, 5], DType::F32).expect("memory");
     runtime.eval(&[&ones, &w]).expect("a case runs");
     for (slots, message) in [([1u32, 1], "sequences 0 and 1 are both in slot 1"), ([1, 3], "slot 3 of 3")] {

@@ -14,14 +14,14 @@ use crate::kernels::generic::scalar::Plain;
 use crate::pool::Worker;
 use crate::simd::LANES;
 use half::bf16;
-use keel_array::{ArrayError, AttentionSpec, ConvSpec, DType, GatedDeltaSpec, Kernel, Op, Regime};
+use keel_array::{ArrayError, AttentionSpec, DType, GatedDeltaSpec, Kernel, Op, Regime};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
     if call.inputs[0].len() == 0 {
         return Ok(());
     }
     let outcome = match &call.kernel.op {
-        Op::CausalConv(spec) => conv(spec, call, worker),
+        Op::CausalConv(_) => conv(call, worker),
         Op::GatedDelta(spec) => delta(spec, call, worker),
         Op::PagedAttention(spec) => match call.inputs[3].dtype {
             DType::BF16 => attention::<bf16>(spec, call, worker),
@@ -35,7 +35,6 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
 pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
     let shape = |i: usize| &kernel.inputs[i].layout.shape;
     let values = match &kernel.op {
-        Op::CausalConv(_) => shape(1).elements(),
         Op::GatedDelta(spec) => match spec.regime {
             Regime::Prefill => gated_delta_chunked_workspace_len(&delta_shape(spec), workers),
             Regime::Decode => gated_delta_workspace_len(&delta_shape(spec), workers),
@@ -52,25 +51,14 @@ pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
     values * size_of::<f32>()
 }
 
-fn conv(spec: &ConvSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
+fn conv(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
     let [x, weight, window, row_start, slot] = call.inputs else { unreachable!("five operands") };
     let slots = batch::slots(slot, window.layout.shape[0])?;
     // Positions are not read; the slots are as many.
     let rows = batch::batch(row_start, slots, x.layout.shape[0])?;
-    // The kernel's lanes are channels: it takes the taps as rows.
-    let (taps, channels) = (spec.width, x.width());
-    let (from, to) = (weight.values::<f32>(), call.scratch::<f32>());
-    for tap in worker.claim(taps, 1).flatten() {
-        // SAFETY: each tap is claimed once.
-        let to = unsafe { to.range(tap * channels..(tap + 1) * channels) };
-        to.iter_mut().enumerate().for_each(|(c, to)| *to = from[c * taps + tap]);
-    }
-    worker.barrier();
-    // SAFETY: after the barrier nobody writes the scratch.
-    let weight = unsafe { std::slice::from_raw_parts(to.as_ptr().cast_const(), taps * channels) };
     let task = CausalConv {
         x: x.rows(1),
-        weight,
+        weight: weight.values(),
         bias: None,
         batch: rows,
         slot: slots,
