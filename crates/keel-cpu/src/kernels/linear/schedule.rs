@@ -18,8 +18,8 @@ const CHUNK_BYTES: usize = 256 << 10;
 /// Weights of a unit: a fraction of that cache, and with few rows about four microseconds of one core's bandwidth.
 const UNIT_BYTES: usize = 128 << 10;
 
-/// Units that each worker should have at least, so that none waits long for the last.
-const UNITS_PER_WORKER: usize = 8;
+/// Units that each worker should have at least: while one works on its last and the one claimed ahead, others may wait.
+const UNITS_PER_WORKER: usize = 32;
 
 /// What the blocks of one call have in common.
 pub(super) struct Call<'a> {
