@@ -62,7 +62,7 @@ pub(crate) fn usable() -> bool {
 /// # Safety
 /// The instructions of `T` must be there.
 unsafe fn gives_the_same<T: Tiles>() -> bool {
-    let bytes: [u8; 2 * TILE * PART] = std::array::from_fn(|i| (i * 2_654_435_761 >> 11) as u8);
+    let bytes: [u8; 2 * TILE * PART] = std::array::from_fn(|i| ((i * 2_654_435_761) >> 11) as u8);
     let mut reversed = bytes;
     reversed.reverse();
     [(32, 1), (64, 1), (64, 2)].into_iter().all(|(part, parts)| {

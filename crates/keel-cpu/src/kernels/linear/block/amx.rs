@@ -32,10 +32,10 @@ pub(super) unsafe fn int8<S: Lanes, T: Tiles, const BITS: usize>(block: &Block<'
             if let Some(next) = ahead.as_mut() {
                 super::prefetch_pair::<S>(next, unit, block.layout.tile_bytes());
             }
-            for t in 0..PAIR {
-                let mut panel = panels.0[t].as_mut_ptr();
+            for (panel, tile) in panels.0.iter_mut().zip(tiles) {
+                let mut panel = panel.as_mut_ptr();
                 for i in 0..group / BLOCK {
-                    let w = tiles[t].add(i * 64 * BITS);
+                    let w = tile.add(i * 64 * BITS);
                     for_each_quad!(J => {
                         S::store_i(quad::<S, BITS, J>(w), panel.add(64 * J));
                     });
