@@ -15,6 +15,8 @@ pub struct GenerateOptions {
     pub sampler: SamplerOptions,
     /// Tokens that end the text; they are not part of it.
     pub end_tokens: Vec<u32>,
+    /// Run the prompt token by token in the decode regime, to compare the two.
+    pub one_by_one: bool,
 }
 
 /// Why a sequence ended.
@@ -66,8 +68,9 @@ impl<'e> TokenIterator<'e> {
     ) -> Result<TokenIterator<'e>> {
         let start = Instant::now();
         let mut logits = Vec::new();
+        let run = if options.one_by_one { run_one_by_one } else { Engine::prefill };
         let prefilled = Sampler::new(options.sampler, prompt).and_then(|sampler| {
-            engine.prefill(&mut sequence, prompt, &mut logits, progress).map(|()| sampler)
+            run(engine, &mut sequence, prompt, &mut logits, progress).map(|()| sampler)
         });
         let sampler = match prefilled {
             Ok(sampler) => sampler,
@@ -138,6 +141,24 @@ impl<'e> TokenIterator<'e> {
         self.last = Some(id);
         Ok(Some(id))
     }
+}
+
+/// What [`Engine::prefill`] does, in the decode regime.
+fn run_one_by_one(
+    engine: &mut Engine,
+    sequence: &mut SequenceCache,
+    prompt: &[u32],
+    logits: &mut Vec<f32>,
+    progress: &mut dyn FnMut(usize),
+) -> Result<()> {
+    if prompt.is_empty() {
+        return Err(EngineError::EmptyPrompt);
+    }
+    for (i, &token) in prompt.iter().enumerate() {
+        engine.decode(&mut [sequence], &[token])?;
+        progress(i + 1);
+    }
+    engine.logits(0, logits)
 }
 
 impl Iterator for TokenIterator<'_> {

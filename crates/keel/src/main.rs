@@ -1,3 +1,69 @@
-//! The keel command line.
+//! `keel`: runs hybrid language models from the command line.
+//!
+//! Results go to standard output, progress and errors to standard error. Exit codes: 0 on success, 1 for every
+//! failure, with one line that says what is wrong and what to do, 2 for wrong usage.
 
-fn main() {}
+#![forbid(unsafe_code)]
+
+mod args;
+mod commands;
+mod failure;
+mod output;
+mod progress;
+mod report;
+mod session;
+mod source;
+mod text;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Runs hybrid language models: memory known before the start, never exceeded, all given back.
+#[derive(Debug, Parser)]
+#[command(name = "keel", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// More of what goes on, on standard error.
+    #[arg(short, long, global = true)]
+    verbose: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Generate(commands::generate::GenerateArgs),
+    Chat(commands::chat::ChatArgs),
+    Plan(commands::plan::PlanArgs),
+    Inspect(commands::inspect::InspectArgs),
+    Quantize(commands::quantize::QuantizeArgs),
+    Logits(commands::logits::LogitsArgs),
+    Bench(commands::bench::BenchArgs),
+}
+
+fn main() -> ExitCode {
+    failure::guard(|| {
+        let cli = Cli::parse();
+        log_to_stderr(cli.verbose);
+        match cli.command {
+            Command::Generate(args) => commands::generate::run(&args),
+            Command::Chat(args) => commands::chat::run(&args),
+            Command::Plan(args) => commands::plan::run(&args),
+            Command::Inspect(args) => commands::inspect::run(&args),
+            Command::Quantize(args) => commands::quantize::run(&args),
+            Command::Logits(args) => commands::logits::run(&args),
+            Command::Bench(args) => commands::bench::run(&args),
+        }
+    })
+}
+
+/// The libraries' remarks are shown on request; the program's own always.
+fn log_to_stderr(verbose: bool) {
+    let filter = if verbose { "info" } else { "warn,keel=info" };
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .without_time()
+        .init();
+}

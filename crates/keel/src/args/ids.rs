@@ -1,0 +1,47 @@
+//! Token ids given directly.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+/// Token ids instead of a text.
+#[derive(Clone, Debug, Args)]
+pub struct IdArgs {
+    /// Token ids, separated by commas.
+    #[arg(long, value_name = "IDS", value_delimiter = ',', conflicts_with = "ids_file")]
+    ids: Option<Vec<u32>>,
+    /// A file with one token id per line.
+    #[arg(long, value_name = "FILE")]
+    ids_file: Option<PathBuf>,
+}
+
+impl IdArgs {
+    /// The ids, if any were given.
+    ///
+    /// # Errors
+    /// If the file cannot be read, has a line that is no id, or is empty.
+    pub fn read(&self) -> Result<Option<Vec<u32>>> {
+        let Some(path) = &self.ids_file else { return Ok(self.ids.clone()) };
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let mut ids = Vec::new();
+        for (number, line) in (1..).zip(text.lines()) {
+            let line = line.trim();
+            if line.is_empty() {
+                continue;
+            }
+            match line.parse() {
+                Ok(id) => ids.push(id),
+                Err(_) => {
+                    let shown: String = line.chars().take(40).collect();
+                    bail!("{}, line {number}: {shown:?} is not a token id", path.display());
+                }
+            }
+        }
+        if ids.is_empty() {
+            bail!("{} holds no token ids", path.display());
+        }
+        Ok(Some(ids))
+    }
+}

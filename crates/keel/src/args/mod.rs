@@ -1,0 +1,13 @@
+//! Flags that several commands share, in groups.
+
+mod bytes;
+mod device;
+mod ids;
+mod model;
+mod sampling;
+
+pub use bytes::parse_bytes;
+pub use device::DeviceArgs;
+pub use ids::IdArgs;
+pub use model::{EngineArgs, ModelArgs};
+pub use sampling::SamplingArgs;

@@ -1,0 +1,57 @@
+//! Which model, and how it is run.
+
+use clap::{Args, ValueEnum};
+use keel_array::Compute;
+use keel_engine::EngineOptions;
+
+/// The model.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// A folder with config.json and weights, a weights file, or a hub name (owner/name). Without it, the
+    /// built-in model.
+    #[arg(long, short, value_name = "MODEL")]
+    pub model: Option<String>,
+}
+
+/// Bounds and arithmetic of an engine.
+#[derive(Clone, Debug, Args)]
+pub struct EngineArgs {
+    /// Prompt tokens of one step: a multiple of 64. More is faster and takes more memory; the result is the same.
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    pub prefill_step: usize,
+    /// Arithmetic of the linear layers: auto takes the fastest that keeps the accuracy of the weights' format.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub compute: ComputeArg,
+}
+
+impl EngineArgs {
+    /// Options with these, and the rest as it is by default.
+    pub fn options(&self) -> EngineOptions {
+        EngineOptions {
+            prefill_step: self.prefill_step,
+            compute: self.compute.into(),
+            ..EngineOptions::default()
+        }
+    }
+}
+
+/// Arithmetic of linear layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ComputeArg {
+    /// The fastest that keeps the accuracy of the weights' format.
+    Auto,
+    /// f32 throughout, keys and values included.
+    F32,
+    /// bf16 products, f32 sums.
+    Bf16,
+}
+
+impl From<ComputeArg> for Compute {
+    fn from(arg: ComputeArg) -> Compute {
+        match arg {
+            ComputeArg::Auto => Compute::Auto,
+            ComputeArg::F32 => Compute::F32,
+            ComputeArg::Bf16 => Compute::Bf16,
+        }
+    }
+}

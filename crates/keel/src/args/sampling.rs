@@ -1,0 +1,119 @@
+//! How tokens are drawn.
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use keel_engine::SamplerOptions;
+use keel_text::GenerationDefaults;
+
+/// Sampling. What is not given is taken from the checkpoint's generation_config.json.
+#[derive(Clone, Debug, Args)]
+pub struct SamplingArgs {
+    /// Tokens to generate at most.
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub max_tokens: usize,
+    /// Divides the logits; 0 always takes the most probable token.
+    #[arg(long, value_name = "T")]
+    temperature: Option<f32>,
+    /// Draw from the smallest set of tokens with this probability.
+    #[arg(long, value_name = "P")]
+    top_p: Option<f32>,
+    /// Draw from so many most probable tokens; 0 is all.
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Leave out tokens less probable than this share of the most probable.
+    #[arg(long, value_name = "P")]
+    min_p: Option<f32>,
+    /// The same seed draws the same text.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Weakens tokens seen before: 1 changes nothing.
+    #[arg(long, value_name = "X")]
+    repetition_penalty: Option<f32>,
+    /// Subtracted from the logits of tokens generated before.
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    presence_penalty: f32,
+    /// Subtracted for each time that a token was generated before.
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    frequency_penalty: f32,
+    /// Adds to the logit of a token, as ID=BIAS; may be repeated.
+    #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias, allow_hyphen_values = true)]
+    logit_bias: Vec<(u32, f32)>,
+    /// Ends the text before this string; may be repeated.
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Do not end at the model's end tokens.
+    #[arg(long)]
+    pub ignore_eos: bool,
+}
+
+fn parse_bias(text: &str) -> Result<(u32, f32)> {
+    let Some((id, bias)) = text.split_once('=') else { bail!("expected ID=BIAS, for example 42=-5") };
+    Ok((id.parse().context("the id is not a whole number")?, bias.parse().context("the bias is no number")?))
+}
+
+impl SamplingArgs {
+    /// The options, with the checkpoint's recommendations where nothing was given. A checkpoint that does not ask
+    /// for sampling is decoded greedily.
+    pub fn options(&self, defaults: &GenerationDefaults) -> SamplerOptions {
+        let neutral = SamplerOptions::default();
+        let sampled =
+            GenerationDefaults { temperature: defaults.temperature.or(Some(1.0)), ..defaults.clone() };
+        let recommended =
+            if defaults.do_sample == Some(true) { sampled } else { GenerationDefaults::default() };
+        let choose = |given: Option<f32>, recommended: Option<f32>, neutral: f32| {
+            given.or(recommended).unwrap_or(neutral)
+        };
+        SamplerOptions {
+            temperature: choose(self.temperature, recommended.temperature, neutral.temperature),
+            top_k: self.top_k.or(recommended.top_k.map(|k| k as usize)).unwrap_or(neutral.top_k),
+            top_p: choose(self.top_p, recommended.top_p, neutral.top_p),
+            min_p: choose(self.min_p, recommended.min_p, neutral.min_p),
+            repetition_penalty: choose(
+                self.repetition_penalty,
+                defaults.repetition_penalty,
+                neutral.repetition_penalty,
+            ),
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: self.logit_bias.clone(),
+            seed: self.seed,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        sampling: SamplingArgs,
+    }
+
+    fn options(args: &[&str], defaults: &GenerationDefaults) -> SamplerOptions {
+        let args = ["keel"].iter().chain(args);
+        Cli::try_parse_from(args).unwrap_or_else(|e| panic!("{e}")).sampling.options(defaults)
+    }
+
+    #[test]
+    fn the_checkpoint_recommends_and_flags_win() {
+        let mut defaults =
+            GenerationDefaults { do_sample: Some(true), top_k: Some(40), ..GenerationDefaults::default() };
+        let o = options(&["--top-p", "0.5"], &defaults);
+        assert_eq!((o.temperature, o.top_k, o.top_p, o.min_p), (1.0, 40, 0.5, 0.0));
+        defaults.temperature = Some(0.7);
+        assert_eq!(options(&[], &defaults).temperature, 0.7);
+        assert_eq!(options(&["--temperature", "0"], &defaults).temperature, 0.0);
+        defaults.do_sample = None;
+        assert_eq!(options(&[], &defaults), SamplerOptions::default());
+    }
+
+    #[test]
+    fn a_bias_names_a_token() {
+        let o = options(&["--logit-bias", "7=-2.5", "--logit-bias", "8=1"], &GenerationDefaults::default());
+        assert_eq!(o.logit_bias, [(7, -2.5), (8, 1.0)]);
+        assert!(Cli::try_parse_from(["keel", "--logit-bias", "7"]).is_err());
+    }
+}

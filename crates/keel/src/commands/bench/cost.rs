@@ -1,0 +1,122 @@
+//! What a step costs at least: bytes that must be read, operations that must be done.
+
+use anyhow::Result;
+use keel_array::Category;
+use keel_engine::{Engine, EngineOptions};
+use keel_models::blocks::FeedForward;
+use keel_models::loading::Parameters;
+use keel_models::{HybridConfig, HybridModel, MixerKind};
+use serde_json::Value;
+
+use crate::args::DeviceArgs;
+use crate::session;
+
+/// The least traffic and arithmetic of a model.
+#[derive(Clone, Debug)]
+pub struct Cost {
+    /// All weights in memory.
+    pub weights_bytes: u64,
+    /// Weights that every step reads, whatever the tokens.
+    shared_bytes: f64,
+    /// Stacks of experts.
+    expert_bytes: f64,
+    /// Share of the experts that a token reads.
+    expert_share: f64,
+    /// Recurrent state of a sequence, read and written by each token.
+    state_bytes: f64,
+    /// Keys and values of a token in all layers.
+    kv_bytes: f64,
+    config: HybridConfig,
+}
+
+impl Cost {
+    /// The cost of the model in an engine.
+    ///
+    /// # Errors
+    /// As for a plan: the draft head, which plain decoding does not read, is found by planning without it.
+    pub fn of(
+        engine: &Engine,
+        device: &DeviceArgs,
+        parameters: &dyn Parameters,
+        config: &Value,
+    ) -> Result<Cost> {
+        let model = engine.model();
+        let ledger = engine.runtime().ledger().active();
+        let least = EngineOptions { context: 1, prefill_step: 64, sequences: 1, ..*engine.options() };
+        let without_head = session::plan(device, parameters, &without_draft_head(config), least)?;
+        let read = without_head.get(Category::Weights) - unread_embedding_bytes(model);
+        let expert_bytes = expert_bytes(model);
+        let moe = model.config.moe.as_ref();
+        let kv_layers = model.config.layers.iter().filter(|kind| **kind == MixerKind::Attention).count();
+        let kv_width = 2 * model.config.kv_heads * model.config.head_dim;
+        Ok(Cost {
+            weights_bytes: ledger.get(Category::Weights),
+            shared_bytes: (read - expert_bytes) as f64,
+            expert_bytes: expert_bytes as f64,
+            expert_share: moe.map_or(0.0, |moe| moe.chosen as f64 / moe.experts as f64),
+            state_bytes: 2.0 * ledger.get(Category::Recurrent) as f64 / engine.options().sequences as f64,
+            kv_bytes: (kv_layers * kv_width * engine.options().kv_dtype().size()) as f64,
+            config: model.config.clone(),
+        })
+    }
+
+    /// Bytes of one decode step of `batch` sequences that hold `depth` tokens each. Experts are counted as often as
+    /// tokens that choose evenly would choose different ones.
+    pub fn decode_bytes(&self, batch: usize, depth: usize) -> f64 {
+        let experts_read = 1.0 - (1.0 - self.expert_share).powf(batch as f64);
+        let sequence = self.state_bytes + self.kv_bytes * depth as f64;
+        self.shared_bytes + self.expert_bytes * experts_read + sequence * batch as f64
+    }
+
+    /// Operations of a prompt: two per weight that a token meets, the output head once, and the scores of attention.
+    pub fn prefill_ops(&self, tokens: usize) -> f64 {
+        let c = &self.config;
+        let scores = 2.0 * tokens as f64 * (c.heads * c.head_dim) as f64;
+        let layer = |kind: &MixerKind| match kind {
+            MixerKind::Attention => {
+                let projected = c.head_dim * (3 * c.heads + 2 * c.kv_heads);
+                2.0 * (c.hidden * projected) as f64 + scores
+            }
+            MixerKind::GatedDelta => {
+                let value_width = c.value_heads * c.value_dim;
+                2.0 * (c.hidden * (c.conv_channels() + 2 * value_width + 2 * c.value_heads)) as f64
+            }
+        };
+        let mixers: f64 = c.layers.iter().map(layer).sum();
+        let per_token = mixers + (2 * c.layers.len() * self.feed_forward_weights()) as f64;
+        per_token * tokens as f64 + (2 * c.hidden * c.vocab) as f64
+    }
+
+    fn feed_forward_weights(&self) -> usize {
+        let c = &self.config;
+        match &c.moe {
+            None => 3 * c.hidden * c.intermediate,
+            Some(moe) => {
+                let width = moe.chosen * moe.intermediate + moe.shared_intermediate;
+                c.hidden * (3 * width + moe.experts)
+            }
+        }
+    }
+}
+
+/// The config of the same model without its multi-token-prediction head.
+fn without_draft_head(config: &Value) -> Value {
+    let mut config = config.clone();
+    let nested = config["text_config"].is_object();
+    let text = if nested { &mut config["text_config"] } else { &mut config };
+    text["mtp_num_hidden_layers"] = 0.into();
+    config
+}
+
+/// An embedding that is not the output head gives one row to a token.
+fn unread_embedding_bytes(model: &HybridModel) -> u64 {
+    if model.config.tied { 0 } else { model.embedding.bytes() as u64 }
+}
+
+fn expert_bytes(model: &HybridModel) -> u64 {
+    let of_block = |ff: &FeedForward| match ff {
+        FeedForward::Dense(_) => 0,
+        FeedForward::Experts(experts) => experts.gate_up.bytes() + experts.down.bytes(),
+    };
+    model.blocks.iter().map(|block| of_block(&block.ff) as u64).sum()
+}

@@ -1,0 +1,153 @@
+//! The timed runs.
+
+use std::fmt;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use keel_cache::SequenceCache;
+use keel_engine::Engine;
+
+use crate::progress;
+use crate::report::rate;
+
+/// Tokens of the warm-up: enough to touch every page of the weights in both regimes.
+const WARM_UP: (usize, usize) = (64, 4);
+
+/// Tokens per second of each repeat.
+#[derive(Debug, Default)]
+pub struct Runs {
+    prefill: Vec<f64>,
+    decode: Vec<f64>,
+}
+
+/// Median, smallest and largest of the repeats.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spread {
+    pub median: f64,
+    pub min: f64,
+    pub max: f64,
+}
+
+impl Spread {
+    fn of(values: &[f64]) -> Spread {
+        let mut sorted = values.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let middle = sorted.len() / 2;
+        let median = if sorted.len().is_multiple_of(2) {
+            (sorted[middle - 1] + sorted[middle]) / 2.0
+        } else {
+            sorted[middle]
+        };
+        Spread { median, min: sorted[0], max: sorted[sorted.len() - 1] }
+    }
+}
+
+impl fmt::Display for Spread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:>9.1} ({:.1}..{:.1})", self.median, self.min, self.max)
+    }
+}
+
+impl Runs {
+    /// Warms up, then runs `repeats` times: each sequence of the engine from empty through a prompt, then all of them
+    /// together token by token.
+    ///
+    /// # Errors
+    /// What the engine says; logits that are not finite.
+    pub fn time(engine: &mut Engine, prompt: usize, gen_len: usize, repeats: usize) -> Result<Runs> {
+        let mut runs = Runs::default();
+        let batch = engine.options().sequences;
+        run(engine, prompt.min(WARM_UP.0), gen_len.min(WARM_UP.1))?;
+        let bar = progress::tokens("running", repeats * batch * (prompt + gen_len));
+        for _ in 0..repeats {
+            let (prefill, decode) = run(engine, prompt, gen_len)?;
+            runs.prefill.push(prefill);
+            runs.decode.push(decode);
+            bar.inc((batch * (prompt + gen_len)) as u64);
+        }
+        bar.finish_and_clear();
+        Ok(runs)
+    }
+
+    /// Prompt tokens per second.
+    pub fn prefill(&self) -> Spread {
+        Spread::of(&self.prefill)
+    }
+
+    /// Generated tokens per second, of all sequences together.
+    pub fn decode(&self) -> Spread {
+        Spread::of(&self.decode)
+    }
+}
+
+/// One run; tokens per second of prefill and decode.
+fn run(engine: &mut Engine, prompt: usize, gen_len: usize) -> Result<(f64, f64)> {
+    let batch = engine.options().sequences;
+    let vocab = engine.model().config.vocab;
+    let mut sequences = (0..batch).map(|_| engine.open()).collect::<Result<Vec<_>, _>>()?;
+    let mut logits = Vec::new();
+    let start = Instant::now();
+    for (i, sequence) in sequences.iter_mut().enumerate() {
+        engine.prefill(sequence, &random_ids(i, prompt, vocab), &mut logits, &mut |_| ())?;
+    }
+    let prefill = rate(batch * prompt, start.elapsed());
+    check(&logits)?;
+    let steps = random_ids(batch, gen_len, vocab);
+    let start = Instant::now();
+    for id in steps {
+        let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
+        engine.decode(&mut all, &vec![id; batch])?;
+    }
+    let decode = rate(batch * gen_len, start.elapsed());
+    engine.logits(0, &mut logits)?;
+    check(&logits)?;
+    sequences.into_iter().for_each(|sequence| engine.release(sequence));
+    Ok((prefill, decode))
+}
+
+/// A time means nothing if the result is not sane.
+fn check(logits: &[f32]) -> Result<()> {
+    let first = logits.first();
+    if logits.iter().any(|logit| !logit.is_finite()) || logits.iter().all(|logit| Some(logit) == first) {
+        bail!("the logits are not sane, so the time means nothing");
+    }
+    Ok(())
+}
+
+/// Ids that spread over the vocabulary, the same in every run.
+fn random_ids(stream: usize, count: usize, vocab: usize) -> Vec<u32> {
+    let mut state = stream as u64 + 1;
+    let next = |_| {
+        // The generator of Knuth's MMIX; its upper half is random enough.
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 33) % vocab as u64) as u32
+    };
+    (0..count).map(next).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_lies_in_the_middle() {
+        assert_eq!(Spread::of(&[3.0, 1.0, 2.0]), Spread { median: 2.0, min: 1.0, max: 3.0 });
+        assert_eq!(Spread::of(&[4.0, 1.0, 2.0, 3.0]), Spread { median: 2.5, min: 1.0, max: 4.0 });
+    }
+
+    #[test]
+    fn ids_are_in_range_and_repeatable() {
+        let ids = random_ids(0, 1000, 97);
+        assert!(ids.iter().all(|&id| id < 97));
+        assert_eq!(ids, random_ids(0, 1000, 97));
+        assert_ne!(ids, random_ids(1, 1000, 97));
+    }
+
+    #[test]
+    fn insane_logits_are_refused() {
+        assert!(check(&[0.0, 1.0]).is_ok());
+        for logits in [&[0.0, f32::NAN][..], &[1.0, 1.0], &[]] {
+            assert!(check(logits).is_err(), "{logits:?}");
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! `keel chat`: a conversation in the terminal.
+//!
+//! The conversation is one sequence. Of each further prompt only what the cache does not hold yet is run: the cache
+//! goes back to its latest checkpoint within what both have in common.
+
+use std::io::{BufRead, IsTerminal, stdin, stdout};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use keel_cache::SequenceCache;
+use keel_engine::{EngineOptions, GenerateOptions, PREFILL_GRID, TokenIterator};
+use keel_text::{ChatTemplate, Message};
+
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs};
+use crate::session::{Session, context_for};
+use crate::text::{ModelText, TextStream};
+use crate::{output, progress, source};
+
+/// Where the context of a conversation ends, unless another is asked for or the model's own is shorter.
+const CONTEXT_DEFAULT: usize = 8192;
+
+/// Slots saved to go back to: the end of the last prompt, and that of the one before, in case a template rewrites
+/// the last answer.
+const CHECKPOINTS: usize = 2;
+
+/// Talk with the model. `/reset` starts anew, `/memory` prints the memory report, `/exit` or Ctrl-D ends.
+#[derive(Debug, Args)]
+pub struct ChatArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// What the model is told before the first turn.
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// Tokens of the whole conversation to plan memory for, rounded up to pages of 256; by default 8192, or the
+    /// model's context if that is shorter.
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+    #[command(flatten)]
+    engine: EngineArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+/// Runs the command.
+pub fn run(args: &ChatArgs) -> Result<()> {
+    let model = source::open(args.model.model.as_deref())?;
+    let text = ModelText::open(model.checkpoint.folder())?;
+    let template = text.template()?;
+    let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
+    let context = context_for(&model.config, wanted).context("--context")?;
+    let options = EngineOptions { context, checkpoints: CHECKPOINTS, ..args.engine.options() };
+    let session = Session::load(&args.device, &model, options)?;
+    Conversation::new(args, text, template, session).talk()
+}
+
+/// What a line of input asks for.
+#[derive(Debug, PartialEq)]
+enum Input<'a> {
+    Nothing,
+    Say(&'a str),
+    Reset,
+    Memory,
+    Exit,
+    Unknown(&'a str),
+}
+
+impl Input<'_> {
+    fn parse(line: &str) -> Input<'_> {
+        match line.trim() {
+            "" => Input::Nothing,
+            "/reset" => Input::Reset,
+            "/memory" => Input::Memory,
+            "/exit" | "/quit" => Input::Exit,
+            command if command.starts_with('/') => Input::Unknown(command),
+            text => Input::Say(text),
+        }
+    }
+}
+
+struct Conversation<'a> {
+    args: &'a ChatArgs,
+    text: ModelText,
+    template: ChatTemplate,
+    session: Session,
+    messages: Vec<Message>,
+    /// The sequence, between turns, and the ids that it holds.
+    cached: Option<SequenceCache>,
+    cached_ids: Vec<u32>,
+}
+
+impl<'a> Conversation<'a> {
+    fn new(
+        args: &'a ChatArgs,
+        text: ModelText,
+        template: ChatTemplate,
+        session: Session,
+    ) -> Conversation<'a> {
+        let mut conversation = Conversation {
+            args,
+            text,
+            template,
+            session,
+            messages: Vec::new(),
+            cached: None,
+            cached_ids: Vec::new(),
+        };
+        conversation.reset();
+        conversation
+    }
+
+    fn talk(&mut self) -> Result<()> {
+        let is_terminal = stdin().is_terminal() && stdout().is_terminal();
+        let mut line = String::new();
+        loop {
+            if is_terminal {
+                output::text("> ")?;
+            }
+            line.clear();
+            if stdin().lock().read_line(&mut line).context("cannot read standard input")? == 0 {
+                return Ok(());
+            }
+            match Input::parse(&line) {
+                Input::Nothing => {}
+                Input::Say(said) => self.turn(said)?,
+                Input::Reset => self.reset(),
+                Input::Memory => output::text(&self.session.memory().to_table())?,
+                Input::Exit => return Ok(()),
+                Input::Unknown(command) => {
+                    output::line(&format!("{command}: there are /reset, /memory and /exit"))?;
+                }
+            }
+        }
+    }
+
+    /// Forgets the conversation, and what the cache holds of it.
+    fn reset(&mut self) {
+        self.messages.clear();
+        self.messages.extend(self.args.system.as_deref().map(|text| Message::new("system", text)));
+        self.cached_ids.clear();
+        if let Some(sequence) = self.cached.take() {
+            self.session.engine.release(sequence);
+        }
+    }
+
+    /// One question and its answer. A turn that does not fit is refused, and the conversation stays as it was.
+    fn turn(&mut self, said: &str) -> Result<()> {
+        self.messages.push(Message::new("user", said));
+        let prompt = self.text.encode_chat(&self.template, &self.messages)?;
+        let context = self.session.engine.options().context;
+        if prompt.len() >= context {
+            self.messages.pop();
+            return output::line(&format!(
+                "this turn makes the conversation {} tokens long, its context is {context}: /reset starts anew",
+                prompt.len()
+            ));
+        }
+        let answer = self.answer(prompt)?;
+        self.messages.push(Message::new("assistant", answer));
+        output::line("")
+    }
+
+    /// Runs what the cache lacks of the prompt, then draws the answer.
+    fn answer(&mut self, prompt: Vec<u32>) -> Result<String> {
+        let mut sequence = match self.cached.take() {
+            Some(sequence) => sequence,
+            None => self.session.engine.open()?,
+        };
+        let common = common_len(&self.cached_ids, &prompt) / PREFILL_GRID * PREFILL_GRID;
+        let at = self.session.engine.cache_mut().rewind(&mut sequence, common)?;
+        tracing::debug!("{at} of {} tokens are in the cache", prompt.len());
+        let options = GenerateOptions {
+            max_tokens: self.args.sampling.max_tokens,
+            sampler: self.args.sampling.options(&self.text.defaults),
+            end_tokens: self.text.end_tokens(),
+            one_by_one: false,
+        };
+        let mut stream = TextStream::new(&self.text.tokenizer, &self.args.sampling.stop)?;
+        let bar = progress::tokens("prompt", prompt.len());
+        let mut tokens =
+            TokenIterator::new(&mut self.session.engine, sequence, &prompt[at..], options, &mut |done| {
+                bar.set_position((at + done) as u64);
+            })?;
+        bar.finish_and_clear();
+        self.cached_ids = prompt;
+        while let Some(id) = tokens.next() {
+            let id = id?;
+            self.cached_ids.push(id);
+            output::text(stream.push(id)?)?;
+            if stream.is_stopped() {
+                break;
+            }
+        }
+        output::text(stream.finish()?)?;
+        let sequence = tokens.into_sequence();
+        // The last token was drawn but not run.
+        self.cached_ids.truncate(sequence.len());
+        assert_eq!(self.cached_ids.len(), sequence.len(), "the cache holds what was run");
+        self.cached = Some(sequence);
+        Ok(stream.text().to_string())
+    }
+}
+
+/// Tokens that both begin with, but not the prompt's last: its logits are wanted.
+fn common_len(cached: &[u32], prompt: &[u32]) -> usize {
+    let same = cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+    same.min(prompt.len().saturating_sub(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_token_of_a_prompt_is_always_run() {
+        assert_eq!(common_len(&[1, 2, 3], &[1, 2, 4]), 2);
+        assert_eq!(common_len(&[1, 2, 3], &[1, 2, 3]), 2);
+        assert_eq!(common_len(&[1, 2, 3, 4], &[1, 2, 3]), 2);
+        assert_eq!(common_len(&[], &[5]), 0);
+    }
+
+    #[test]
+    fn lines_are_commands_or_turns() {
+        assert_eq!(Input::parse(" hi /reset\n"), Input::Say("hi /reset"));
+        assert_eq!(Input::parse("/reset\r\n"), Input::Reset);
+        assert_eq!(Input::parse("  \n"), Input::Nothing);
+        assert_eq!(Input::parse("/help"), Input::Unknown("/help"));
+    }
+}

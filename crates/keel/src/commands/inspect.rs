@@ -1,0 +1,160 @@
+//! `keel inspect`: what a checkpoint is.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::Result;
+use clap::Args;
+use keel_array::Category;
+use keel_engine::EngineOptions;
+use keel_models::loading::CheckpointParameters;
+use keel_models::{HybridConfig, MixerKind};
+use keel_text::{ChatTemplate, TextFiles};
+use keel_weights::{Checkpoint, TensorSource};
+use serde_json::{Value, json};
+
+use crate::args::DeviceArgs;
+use crate::report::human_bytes;
+use crate::session::{self, context_for, is_vision};
+use crate::source::Model;
+use crate::{output, source};
+
+/// Print what a checkpoint is: architecture, tensors, bits per weight, memory.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// A folder, a weights file or a hub name; without it, the built-in model.
+    #[arg(value_name = "MODEL", conflicts_with = "model")]
+    path: Option<String>,
+    /// The same, as a flag.
+    #[arg(long, short, value_name = "MODEL")]
+    model: Option<String>,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub fn run(args: &InspectArgs) -> Result<()> {
+    let model = source::open(args.path.as_deref().or(args.model.as_deref()))?;
+    let facts = facts(&model, &args.device)?;
+    if args.json {
+        return output::json(&facts);
+    }
+    for (name, value) in facts.as_object().into_iter().flatten() {
+        output::line(&format!("{:<24}{}", name.replace('_', " "), words(name, value)))?;
+    }
+    Ok(())
+}
+
+/// Everything worth knowing, in the order in which it is printed.
+fn facts(model: &Model, device: &DeviceArgs) -> Result<Value> {
+    let Model { checkpoint, config } = model;
+    let count = Count::of(checkpoint)?;
+    let options = EngineOptions { context: context_for(config, 1)?, ..EngineOptions::default() };
+    let parameters = CheckpointParameters(checkpoint);
+    let planned = session::plan(device, &parameters, checkpoint.config(), options)?;
+    let mut facts = json!({
+        "path": checkpoint.folder().display().to_string(),
+        "model_type": config.model_type,
+        "layers": layers(config),
+        "hidden_size": config.hidden,
+        "vocabulary": config.vocab,
+        "context": config.context_max,
+        "experts": config.moe.as_ref().map(|moe| json!({"of_a_layer": moe.experts, "for_a_token": moe.chosen})),
+        "mtp_layers": if checkpoint.contains("mtp.fc.weight") { config.mtp_layers } else { 0 },
+        "files": checkpoint.files().len(),
+        "tensors": checkpoint.names().count(),
+        "vision_tensors": count.vision_tensors,
+        "dtypes": count.dtypes,
+        "parameters": count.parameters,
+        "weights_file_bytes": count.bytes,
+        "bits_per_weight": (800.0 * count.bytes as f64 / count.parameters.max(1) as f64).round() / 100.0,
+        "weights_memory_bytes": planned.get(Category::Weights),
+        "tokenizer": checkpoint.folder().join("tokenizer.json").is_file(),
+        "chat_template": has_template(checkpoint),
+        "licence": licence(checkpoint),
+    });
+    if let Some(object) = facts.as_object_mut() {
+        object.retain(|_, value| !value.is_null());
+    }
+    Ok(facts)
+}
+
+fn layers(config: &HybridConfig) -> Value {
+    let of_kind = |kind| config.layers.iter().filter(|layer| **layer == kind).count();
+    json!({
+        "gated_delta": of_kind(MixerKind::GatedDelta),
+        "attention": of_kind(MixerKind::Attention),
+    })
+}
+
+/// Sums over the tensors of the text model.
+#[derive(Default)]
+struct Count {
+    vision_tensors: usize,
+    dtypes: BTreeMap<String, usize>,
+    parameters: u64,
+    bytes: u64,
+}
+
+impl Count {
+    fn of(checkpoint: &Checkpoint) -> Result<Count> {
+        let mut count = Count::default();
+        let mut quantised: BTreeSet<&str> = BTreeSet::new();
+        for name in checkpoint.names() {
+            let Ok(info) = checkpoint.info(name) else { continue };
+            if is_vision(name) {
+                count.vision_tensors += 1;
+                continue;
+            }
+            *count.dtypes.entry(info.dtype.to_string()).or_default() += 1;
+            count.bytes += info.bytes() as u64;
+            let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
+            if !checkpoint.contains(&format!("{module}.scales")) {
+                count.parameters += info.shape.iter().product::<usize>() as u64;
+            } else if quantised.insert(module) {
+                let linear = checkpoint.linear_info(module)?;
+                count.parameters += (linear.experts.unwrap_or(1) * linear.rows * linear.cols) as u64;
+            }
+        }
+        Ok(count)
+    }
+}
+
+/// Whether there is a chat template; a broken one is shown as such.
+fn has_template(checkpoint: &Checkpoint) -> Value {
+    match TextFiles::read(checkpoint.folder()).and_then(|files| ChatTemplate::new(&files)) {
+        Ok(template) => template.is_some().into(),
+        Err(_) if !checkpoint.folder().join("tokenizer.json").is_file() => false.into(),
+        Err(error) => error.to_string().into(),
+    }
+}
+
+/// The licence that the weights file, the config or the model card names.
+fn licence(checkpoint: &Checkpoint) -> Option<String> {
+    let keys = ["license", "licence"];
+    let in_header = keys.iter().find_map(|key| checkpoint.metadata().get(*key).cloned());
+    let in_config = || keys.iter().find_map(|key| Some(checkpoint.config()[*key].as_str()?.to_string()));
+    in_header.or_else(in_config).or_else(|| {
+        let card = std::fs::read_to_string(checkpoint.folder().join("README.md")).ok()?;
+        let front = card.strip_prefix("---")?.split("\n---").next()?;
+        let named = |line: &str| Some(line.strip_prefix("license:")?.trim().to_string());
+        front.lines().find_map(named)
+    })
+}
+
+/// A value as people read it.
+fn words(name: &str, value: &Value) -> String {
+    match value {
+        Value::Object(parts) => {
+            parts.iter().map(|(k, v)| format!("{} {v}", k.replace('_', " "))).collect::<Vec<_>>().join(", ")
+        }
+        Value::Bool(yes) => if *yes { "yes" } else { "no" }.into(),
+        Value::String(text) => text.clone(),
+        Value::Number(bytes) if name.ends_with("_bytes") => {
+            format!("{bytes} ({})", human_bytes(bytes.as_u64().unwrap_or_default()))
+        }
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,9 @@
+//! One module per command.
+
+pub mod bench;
+pub mod chat;
+pub mod generate;
+pub mod inspect;
+pub mod logits;
+pub mod plan;
+pub mod quantize;

@@ -1,0 +1,77 @@
+//! `keel plan`: memory before it is needed.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use keel_array::Backend;
+use keel_engine::EngineOptions;
+use keel_engine::plan::fit;
+use keel_models::loading::CheckpointParameters;
+use serde_json::json;
+
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs, parse_bytes};
+use crate::report::{categories, human_bytes, plan_table};
+use crate::session::{self, context_for};
+use crate::source::Model;
+use crate::{output, source};
+
+/// Print the memory that a run will take, by category, without loading weights.
+///
+/// The numbers are those of `generate` with the same context. With --limit, print instead the longest context and
+/// the largest batch that fit.
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Tokens of a sequence, prompt and generated together, rounded up to pages of 256.
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    context: usize,
+    /// Sequences at once.
+    #[arg(long, value_name = "B", default_value_t = 1)]
+    batch: usize,
+    /// Print the longest context (for the batch) and the largest batch (for the context) that fit in so many bytes.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    limit: Option<u64>,
+    #[command(flatten)]
+    engine: EngineArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Print one JSON object of category to bytes; with --limit, of `context` and `batch`.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub fn run(args: &PlanArgs) -> Result<()> {
+    let model = source::open(args.model.model.as_deref())?;
+    let context = context_for(&model.config, args.context).context("--context")?;
+    let options = EngineOptions { context, sequences: args.batch, ..args.engine.options() };
+    match args.limit {
+        Some(limit) => print_fit(args, &model, options, limit),
+        None => print_plan(args, &model, options),
+    }
+}
+
+fn print_plan(args: &PlanArgs, model: &Model, options: EngineOptions) -> Result<()> {
+    let parameters = CheckpointParameters(&model.checkpoint);
+    let planned = session::plan(&args.device, &parameters, model.checkpoint.config(), options)?;
+    if args.json {
+        return output::json(&categories(&planned));
+    }
+    output::line(&format!("context {}, batch {}\n", options.context, options.sequences))?;
+    output::text(&plan_table(&planned))
+}
+
+fn print_fit(args: &PlanArgs, model: &Model, options: EngineOptions, limit: u64) -> Result<()> {
+    let backend: Arc<dyn Backend> = Arc::new(args.device.planning_backend()?);
+    let parameters = CheckpointParameters(&model.checkpoint);
+    let fit = fit(&backend, &parameters, model.checkpoint.config(), options, limit)?;
+    if args.json {
+        return output::json(&json!({"limit": limit, "context": fit.context, "batch": fit.sequences}));
+    }
+    let within = human_bytes(limit);
+    output::line(&format!("longest context for a batch of {}: {}", options.sequences, fit.context))?;
+    output::line(&format!("largest batch for a context of {}: {}", options.context, fit.sequences))?;
+    output::line(&format!("within {limit} bytes ({within}); 0 means that nothing fits"))
+}

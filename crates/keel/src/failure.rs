@@ -1,0 +1,65 @@
+//! From an error to one line and an exit code.
+
+use std::io::{self, ErrorKind};
+use std::panic::{self, AssertUnwindSafe, PanicHookInfo};
+use std::process::ExitCode;
+use std::sync::Mutex;
+
+use anyhow::Result;
+
+/// Where the last panic happened. The libraries catch some and turn them into errors, so a panic is not reported
+/// when it happens but where it arrives.
+static LAST_PANIC: Mutex<Option<String>> = Mutex::new(None);
+
+/// Runs the program. A failure becomes one line on standard error and exit code 1; so does a panic, which is a
+/// bug. A reader that closed the pipe, such as `head`, has seen what it wanted: that is no failure.
+pub fn guard(program: impl FnOnce() -> Result<()>) -> ExitCode {
+    panic::set_hook(Box::new(note_panic));
+    let line = match panic::catch_unwind(AssertUnwindSafe(program)) {
+        Ok(Ok(())) => return ExitCode::SUCCESS,
+        Ok(Err(error)) if is_closed_pipe(&error) => return ExitCode::SUCCESS,
+        Ok(Err(error)) => one_line(&format!("{error:#}")),
+        Err(_) => {
+            let place = LAST_PANIC.lock().map_or(None, |mut last| last.take()).unwrap_or_default();
+            format!("this is a bug in keel, please report it: {}", one_line(&place))
+        }
+    };
+    // Nobody may be reading standard error either.
+    let _ = io::Write::write_all(&mut io::stderr(), format!("keel: {line}\n").as_bytes());
+    ExitCode::FAILURE
+}
+
+fn note_panic(info: &PanicHookInfo<'_>) {
+    if let Ok(mut last) = LAST_PANIC.lock() {
+        *last = Some(info.to_string());
+    }
+}
+
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    let is_pipe = |e: &io::Error| e.kind() == ErrorKind::BrokenPipe;
+    error.chain().filter_map(|cause| cause.downcast_ref()).any(is_pipe)
+}
+
+/// Messages quote names from files, which may hold line breaks and control characters.
+fn one_line(message: &str) -> String {
+    let lines = message.lines().map(str::trim).filter(|line| !line.is_empty());
+    let joined = lines.collect::<Vec<_>>().join(" ");
+    joined.chars().map(|c| if c.is_control() { '\u{FFFD}' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_one_line() {
+        assert_eq!(one_line("a\n  b\r\n\nc\u{1b}[31m"), "a b c\u{FFFD}[31m");
+    }
+
+    #[test]
+    fn a_closed_pipe_is_recognised_below_its_context() {
+        let error = anyhow::Error::from(io::Error::from(ErrorKind::BrokenPipe)).context("cannot print");
+        assert!(is_closed_pipe(&error));
+        assert!(!is_closed_pipe(&anyhow::anyhow!("broken pipe")));
+    }
+}

@@ -1,0 +1,174 @@
+//! Memory and speed, as tables and as JSON.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use keel_array::{Ledger, MemoryReport};
+use serde_json::{Map, Value, json};
+
+/// What was planned, and what then came of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Memory {
+    /// From the planning backend, before anything was loaded.
+    pub planned: MemoryReport,
+    /// In use at the end.
+    pub allocated: MemoryReport,
+    /// Highest in use, each category for itself.
+    pub peak: MemoryReport,
+    /// Of the process, as the system counts; absent where it cannot be read.
+    pub resident: Option<u64>,
+}
+
+impl Memory {
+    /// What the ledger reads now, beside the plan.
+    pub fn measure(planned: MemoryReport, ledger: &Ledger) -> Memory {
+        Memory { planned, allocated: ledger.active(), peak: ledger.peak(), resident: resident_bytes() }
+    }
+
+    /// `planned`, `allocated` and `peak` by category, and `resident`.
+    pub fn to_json(self) -> Value {
+        let mut object = json!({
+            "planned": categories(&self.planned),
+            "allocated": categories(&self.allocated),
+            "peak": categories(&self.peak),
+        });
+        if let Some(resident) = self.resident {
+            object["resident"] = resident.into();
+        }
+        object
+    }
+
+    /// A line per category in use, the sum, and the resident set.
+    pub fn to_table(self) -> String {
+        let columns = [self.planned, self.allocated, self.peak];
+        let mut table = format!("{:<12}{:>12}{:>12}{:>12}\n", "memory", "planned", "allocated", "peak");
+        let mut row = |name: &str, cells: [u64; 3]| {
+            let [planned, allocated, peak] = cells.map(human_bytes);
+            let _ = writeln!(table, "{name:<12}{planned:>12}{allocated:>12}{peak:>12}");
+        };
+        for (category, _) in self.planned.iter() {
+            let cells = columns.map(|report| report.get(category));
+            if cells.iter().any(|&bytes| bytes > 0) {
+                row(category.name(), cells);
+            }
+        }
+        row("total", columns.map(|report| report.total()));
+        if let Some(resident) = self.resident {
+            let _ = writeln!(table, "{:<12}{:>36}", "resident", human_bytes(resident));
+        }
+        table
+    }
+}
+
+/// An object of category to bytes.
+pub fn categories(report: &MemoryReport) -> Value {
+    Value::Object(report.iter().map(|(c, bytes)| (c.name().to_string(), bytes.into())).collect::<Map<_, _>>())
+}
+
+/// Bytes of each category in use, and the sum.
+pub fn plan_table(planned: &MemoryReport) -> String {
+    let mut table = String::new();
+    let mut row = |name: &str, bytes: u64| {
+        let _ = writeln!(table, "{name:<12}{bytes:>16}{:>12}", human_bytes(bytes));
+    };
+    planned.iter().filter(|(_, bytes)| *bytes > 0).for_each(|(c, bytes)| row(c.name(), bytes));
+    row("total", planned.total());
+    table
+}
+
+/// Bytes with a unit and three to four digits.
+pub fn human_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    let digits = if unit == 0 || value >= 100.0 { 0 } else { 1 };
+    format!("{value:.digits$} {}", UNITS[unit])
+}
+
+/// Resident set of this process. Linux alone tells it in a file.
+fn resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// Where the time went.
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    /// Reading and packing the weights.
+    pub load: Duration,
+    /// Running the prompt.
+    pub prefill: Duration,
+    /// All steps behind the prompt, and sampling.
+    pub decode: Duration,
+    /// Tokens of the prompt that were run.
+    pub prompt_tokens: usize,
+    /// Decode steps that were run.
+    pub decode_steps: usize,
+}
+
+impl Timing {
+    /// Prompt tokens per second.
+    pub fn prefill_rate(&self) -> f64 {
+        rate(self.prompt_tokens, self.prefill)
+    }
+
+    /// Decode steps per second.
+    pub fn decode_rate(&self) -> f64 {
+        rate(self.decode_steps, self.decode)
+    }
+
+    /// The fields of `timing` in JSON.
+    pub fn to_json(self) -> Value {
+        json!({
+            "load_s": self.load.as_secs_f64(),
+            "prefill_s": self.prefill.as_secs_f64(),
+            "decode_s": self.decode.as_secs_f64(),
+            "prefill_tokens_per_second": self.prefill_rate(),
+            "decode_tokens_per_second": self.decode_rate(),
+        })
+    }
+
+    /// One line for people.
+    pub fn to_line(self) -> String {
+        format!(
+            "load {:.2} s, prefill {} tokens at {:.1} tokens/s, decode {} tokens at {:.1} tokens/s",
+            self.load.as_secs_f64(),
+            self.prompt_tokens,
+            self.prefill_rate(),
+            self.decode_steps,
+            self.decode_rate()
+        )
+    }
+}
+
+/// Tokens per second; 0 where nothing was run.
+pub fn rate(tokens: usize, time: Duration) -> f64 {
+    if tokens == 0 || time.is_zero() { 0.0 } else { tokens as f64 / time.as_secs_f64() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_get_a_unit() {
+        let cases = [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (107_374_182, "102 MiB")];
+        for (bytes, text) in cases {
+            assert_eq!(human_bytes(bytes), text);
+        }
+        assert_eq!(human_bytes(u64::MAX), "16384 PiB");
+    }
+
+    #[test]
+    fn nothing_run_has_no_rate() {
+        assert_eq!(rate(0, Duration::from_secs(1)), 0.0);
+        assert_eq!(rate(5, Duration::ZERO), 0.0);
+        assert_eq!(rate(5, Duration::from_millis(500)), 10.0);
+    }
+}

@@ -1,0 +1,137 @@
+//! A model in memory: planned, refused or loaded.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use keel_array::{AttentionSpec, Backend, Category, MemoryReport, Runtime, RuntimeOptions};
+use keel_engine::{Engine, EngineError, EngineOptions};
+use keel_models::HybridConfig;
+use keel_models::loading::{CheckpointParameters, Parameters};
+use keel_weights::TensorSource;
+use serde_json::Value;
+
+use crate::args::DeviceArgs;
+use crate::progress;
+use crate::report::{Memory, human_bytes};
+use crate::source::Model;
+
+/// An engine, and what was known before it was made.
+pub struct Session {
+    /// The model, ready to run.
+    pub engine: Engine,
+    /// Its memory, as the planning backend counted it.
+    pub planned: MemoryReport,
+    /// Reading and packing the weights.
+    pub load_time: Duration,
+}
+
+impl Session {
+    /// Plans, compares the plan with the memory limit, and loads into a runtime of [`runtime`].
+    ///
+    /// # Errors
+    /// What the plan says; a plan above the limit; what loading says.
+    pub fn open(
+        device: &DeviceArgs,
+        runtime: &Runtime,
+        parameters: &dyn Parameters,
+        config: &Value,
+        options: EngineOptions,
+    ) -> Result<Session> {
+        let planned = plan(device, parameters, config, options)?;
+        if let Some(limit) = device.memory_limit.filter(|&limit| planned.total() > limit) {
+            bail!(too_little_memory(&planned, limit, &options));
+        }
+        let start = Instant::now();
+        let bar = progress::bytes("loading", planned.get(Category::Weights));
+        let engine = Engine::load(runtime, parameters, config, options, &|bytes| bar.inc(bytes));
+        bar.finish_and_clear();
+        Ok(Session { engine: engine?, planned, load_time: start.elapsed() })
+    }
+
+    /// As [`Session::open`], for a checkpoint.
+    ///
+    /// # Errors
+    /// As [`Session::open`].
+    pub fn load(device: &DeviceArgs, model: &Model, options: EngineOptions) -> Result<Session> {
+        let parameters = CheckpointParameters(&model.checkpoint);
+        let session =
+            Session::open(device, &runtime(device)?, &parameters, model.checkpoint.config(), options)?;
+        let vision = model.checkpoint.names().filter(|name| is_vision(name)).count();
+        if vision > 0 {
+            tracing::info!("{vision} tensors of the vision tower are skipped: only text is read");
+        }
+        Ok(session)
+    }
+
+    /// The memory report as of now.
+    pub fn memory(&self) -> Memory {
+        Memory::measure(self.planned, self.engine.runtime().ledger())
+    }
+}
+
+/// A runtime on the device, with its memory limit.
+///
+/// # Errors
+/// If another device than the CPU is asked for.
+pub fn runtime(device: &DeviceArgs) -> Result<Runtime> {
+    let options = RuntimeOptions { memory_limit: device.memory_limit, ..RuntimeOptions::default() };
+    Ok(Runtime::new(Arc::new(device.backend()?), options))
+}
+
+/// Whether a tensor belongs to the part of a checkpoint that reads images.
+pub fn is_vision(name: &str) -> bool {
+    name.split('.').any(|part| part == "visual" || part.starts_with("vision"))
+}
+
+/// Bytes per category, without touching a weight.
+///
+/// # Errors
+/// As [`keel_engine::plan::plan`].
+pub fn plan(
+    device: &DeviceArgs,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<MemoryReport> {
+    let backend: Arc<dyn Backend> = Arc::new(device.planning_backend()?);
+    Ok(keel_engine::plan::plan(&backend, parameters, config, options)?)
+}
+
+/// Refuses ids that the model does not have, before anything is loaded.
+///
+/// # Errors
+/// The first id out of range.
+pub fn check_ids(config: &HybridConfig, ids: &[u32]) -> Result<()> {
+    match ids.iter().find(|&&id| id as usize >= config.vocab) {
+        Some(&id) => Err(EngineError::TokenId { id, vocab: config.vocab }.into()),
+        None => Ok(()),
+    }
+}
+
+/// A context for so many tokens, in whole pages of the cache: a page is taken whole or not at all.
+///
+/// # Errors
+/// If the model was not made for so many.
+pub fn context_for(config: &HybridConfig, tokens: usize) -> Result<usize> {
+    let context_max = config.context_max;
+    if tokens > context_max {
+        bail!("{tokens} tokens are more than the model's context of {context_max} (max_position_embeddings)");
+    }
+    Ok(tokens.max(1).next_multiple_of(AttentionSpec::PAGE).min(context_max))
+}
+
+fn too_little_memory(planned: &MemoryReport, limit: u64, options: &EngineOptions) -> String {
+    let used = planned.iter().filter(|(_, bytes)| *bytes > 0);
+    let parts: Vec<String> = used.map(|(category, bytes)| format!("{category} {bytes}")).collect();
+    format!(
+        "out of memory: {} bytes ({}) are needed for a context of {} and {} sequence(s), 0 are in use of a limit \
+         of {limit} ({}): {}; lower the context or the prefill step, or raise --memory-limit",
+        planned.total(),
+        human_bytes(planned.total()),
+        options.context,
+        options.sequences,
+        human_bytes(limit),
+        parts.join(", ")
+    )
+}

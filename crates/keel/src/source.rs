@@ -1,0 +1,96 @@
+//! From `--model` to an opened checkpoint.
+
+#[cfg(feature = "hub")]
+mod hub;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use keel_models::HybridConfig;
+use keel_weights::Checkpoint;
+
+/// A checkpoint whose weights are mapped, not read.
+pub struct Model {
+    /// The files.
+    pub checkpoint: Checkpoint,
+    /// The numbers of its config.
+    pub config: HybridConfig,
+}
+
+/// Opens a folder, a file or a hub name; without one, the built-in model.
+///
+/// # Errors
+/// If there is no model there, its config is incomplete, or its architecture is unknown.
+pub fn open(model: Option<&str>) -> Result<Model> {
+    let path = locate(model)?;
+    let checkpoint = Checkpoint::open(&path)?;
+    let config = keel_models::read_config(checkpoint.config())
+        .with_context(|| format!("cannot use {}", checkpoint.folder().display()))?;
+    Ok(Model { checkpoint, config })
+}
+
+/// The path that `--model` means.
+///
+/// # Errors
+/// If the built-in model cannot be found, or a hub name not be downloaded.
+pub fn locate(model: Option<&str>) -> Result<PathBuf> {
+    match model {
+        None => built_in(),
+        Some(path) if Path::new(path).exists() => Ok(path.into()),
+        Some(name) if is_hub_name(name) => download(name),
+        Some(path) => bail!("--model {path}: there is no such file or folder"),
+    }
+}
+
+/// The built-in model is not part of the binary: like any other it is mapped from its file, so that its pages can be
+/// shared and given back. It is looked for beside an installed binary, then in the repository that the binary was
+/// built from.
+fn built_in() -> Result<PathBuf> {
+    let installed = std::env::current_exe()
+        .ok()
+        .and_then(|exe| Some(exe.canonicalize().ok()?.parent()?.parent()?.join("share/keel/demo")));
+    let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let candidates: Vec<PathBuf> = installed.into_iter().chain([repository]).collect();
+    if let Some(found) = candidates.iter().find(|path| path.join("config.json").is_file()) {
+        return found.canonicalize().with_context(|| format!("cannot open {}", found.display()));
+    }
+    let places: Vec<String> = candidates.iter().map(|path| path.display().to_string()).collect();
+    bail!("the built-in model is not there (looked in {}); name a model with --model", places.join(" and "))
+}
+
+/// Whether a name has the form `owner/name`.
+fn is_hub_name(name: &str) -> bool {
+    let is_part = |part: &str| {
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        !part.is_empty() && !part.starts_with('.') && part.chars().all(plain)
+    };
+    name.split_once('/').is_some_and(|(owner, rest)| is_part(owner) && is_part(rest))
+}
+
+#[cfg(feature = "hub")]
+fn download(name: &str) -> Result<PathBuf> {
+    hub::download(name)
+}
+
+#[cfg(not(feature = "hub"))]
+fn download(name: &str) -> Result<PathBuf> {
+    bail!(
+        "--model {name}: there is no such folder, and this binary cannot download models from the hub; \
+         build it with --features hub, or download the model and give its folder"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_hub_name;
+
+    #[test]
+    fn hub_names_have_an_owner_and_a_name() {
+        for name in ["Qwen/Qwen3.5-0.8B", "a/b", "o_1/x-y.z"] {
+            assert!(is_hub_name(name), "{name}");
+        }
+        for path in ["", "a", "a/", "/a", "a/b/c", "./a", "../a", "a/.b", "a b/c", "~/m"] {
+            assert!(!is_hub_name(path), "{path}");
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Prompts to ids, and ids to text as they come.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use keel_text::{
+    ChatRequest, ChatTemplate, GenerationDefaults, Message, StopMatcher, StreamDetokenizer, TextFiles,
+    Tokenizer,
+};
+
+/// The text side of a checkpoint.
+pub struct ModelText {
+    /// Text to ids and back.
+    pub tokenizer: Tokenizer,
+    /// Recommended sampling.
+    pub defaults: GenerationDefaults,
+    files: TextFiles<'static>,
+}
+
+impl ModelText {
+    /// Reads the tokenizer and the settings beside it.
+    ///
+    /// # Errors
+    /// If one of them is missing or broken.
+    pub fn open(folder: &Path) -> Result<ModelText> {
+        let files = TextFiles::read(folder)?;
+        Ok(ModelText {
+            tokenizer: Tokenizer::new(&files)?,
+            defaults: GenerationDefaults::new(&files)?,
+            files,
+        })
+    }
+
+    /// The chat template.
+    ///
+    /// # Errors
+    /// If there is none, or it is broken.
+    pub fn template(&self) -> Result<ChatTemplate> {
+        match ChatTemplate::new(&self.files)? {
+            Some(template) => Ok(template),
+            None => bail!("this model has no chat template; use generate without --chat"),
+        }
+    }
+
+    /// Ids of a text to be continued as it stands.
+    ///
+    /// # Errors
+    /// If the vocabulary cannot express it.
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.tokenizer.encode(text, true)?)
+    }
+
+    /// Ids of a conversation to be answered.
+    ///
+    /// # Errors
+    /// If the template refuses it.
+    pub fn encode_chat(&self, template: &ChatTemplate, messages: &[Message]) -> Result<Vec<u32>> {
+        let prompt = template.render(&ChatRequest::new(messages))?;
+        Ok(self.tokenizer.encode(&prompt, false)?)
+    }
+
+    /// Ids that end a text.
+    pub fn end_tokens(&self) -> Vec<u32> {
+        self.tokenizer.eos_ids().to_vec()
+    }
+}
+
+/// Text of ids as they are drawn, up to a stop string.
+pub struct TextStream {
+    detokenizer: StreamDetokenizer,
+    stops: StopMatcher,
+    text: String,
+    stopped: bool,
+}
+
+impl TextStream {
+    /// A stream that ends before any of `stops`.
+    ///
+    /// # Errors
+    /// If a stop string is empty or too long.
+    pub fn new(tokenizer: &Tokenizer, stops: &[String]) -> Result<TextStream> {
+        let stops = StopMatcher::new(stops).context("--stop")?;
+        Ok(TextStream { detokenizer: tokenizer.stream(true), stops, text: String::new(), stopped: false })
+    }
+
+    /// The text that an id has made certain, which may be empty.
+    ///
+    /// # Errors
+    /// If the decoder refuses the id.
+    pub fn push(&mut self, id: u32) -> Result<&str> {
+        let piece = self.detokenizer.push(id)?;
+        let step = self.stops.push(piece);
+        let start = self.text.len();
+        self.text.push_str(step.emit);
+        self.stopped = step.stopped;
+        Ok(&self.text[start..])
+    }
+
+    /// The text that was held back when the stream ended.
+    ///
+    /// # Errors
+    /// If the decoder refuses the last ids.
+    pub fn finish(&mut self) -> Result<&str> {
+        let start = self.text.len();
+        if !self.stopped {
+            let step = self.stops.push(self.detokenizer.finish()?);
+            self.stopped = step.stopped;
+            self.text.push_str(step.emit);
+            if !self.stopped {
+                self.text.push_str(self.stops.finish());
+            }
+        }
+        Ok(&self.text[start..])
+    }
+
+    /// True once a stop string has come.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// All text so far.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+}

@@ -1,0 +1,275 @@
+//! Whatever is wrong with the input, the answer is one line on standard error and exit code 1; 2 for wrong usage.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::{arg, copy_of, fail, fixture, keel, stderr};
+use serde_json::{Value, json};
+
+/// Runs a copy of a fixture after `damage` was done to its folder; it must fail for this reason.
+fn fails_after(name: &str, damage: impl Fn(&Path), reason: &str) {
+    let Some(folder) = copy_of(name) else { return };
+    damage(folder.path());
+    fail(&["generate", "--model", arg(folder.path()), "--ids", "1,2,3", "--max-tokens", "2"], reason);
+}
+
+fn edit_weights(folder: &Path, edit: impl Fn(&mut Vec<u8>)) {
+    let path = folder.join("model.safetensors");
+    let mut bytes = fs::read(&path).expect("there");
+    edit(&mut bytes);
+    fs::write(path, bytes).expect("writable");
+}
+
+/// Changes the header of the weights file; its length field follows.
+fn edit_header(folder: &Path, edit: impl Fn(&mut Value)) {
+    edit_weights(folder, |bytes| {
+        let length = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
+        let mut header: Value = serde_json::from_slice(&bytes[8..8 + length]).expect("JSON");
+        edit(&mut header);
+        let text = header.to_string().into_bytes();
+        let rest = bytes.split_off(8 + length);
+        *bytes = [&(text.len() as u64).to_le_bytes()[..], &text, &rest].concat();
+    });
+}
+
+fn edit_config(folder: &Path, edit: impl Fn(&mut Value)) {
+    let path = folder.join("config.json");
+    let mut config = serde_json::from_slice(&fs::read(&path).expect("there")).expect("JSON");
+    edit(&mut config);
+    fs::write(path, config.to_string()).expect("writable");
+}
+
+const Q_PROJ: &str = "model.language_model.layers.3.self_attn.q_proj.weight";
+
+#[test]
+fn truncated_weights() {
+    for keep in [0, 4, 8, 100, 20_000] {
+        fails_after(
+            "qwen3_5",
+            |f| edit_weights(f, |bytes| bytes.truncate(keep)),
+            "is not a valid weights file",
+        );
+    }
+    let cut = |f: &Path| {
+        edit_weights(f, |bytes| {
+            bytes.pop();
+        });
+    };
+    fails_after("qwen3_5", cut, "is not a valid weights file");
+}
+
+#[test]
+fn headers_that_lie() {
+    for length in [u64::MAX, 1 << 62, 1 << 32, 3_000_000, 1] {
+        let lie = |f: &Path| {
+            edit_weights(f, |bytes| bytes[..8].copy_from_slice(&length.to_le_bytes()));
+        };
+        fails_after("qwen3_5", lie, "is not a valid weights file");
+    }
+    let lies: [(&str, Value); 5] = [
+        ("data_offsets", json!([0, u64::MAX])),
+        ("data_offsets", json!([10, 2])),
+        ("data_offsets", json!([1_757_872, 1_888_942])),
+        ("shape", json!([u64::MAX, 128])),
+        ("dtype", json!("F32")),
+    ];
+    for (key, value) in lies {
+        let lie = |f: &Path| edit_header(f, |header| header[Q_PROJ][key] = value.clone());
+        fails_after("qwen3_5", lie, "is not a valid weights file");
+    }
+    let garbage = |f: &Path| edit_weights(f, |bytes| bytes[8..40].fill(b'{'));
+    fails_after("qwen3_5", garbage, "is not a valid weights file");
+}
+
+#[test]
+fn missing_and_misshapen_tensors() {
+    let rename = |f: &Path| {
+        edit_header(f, |header| {
+            let tensors = header.as_object_mut().expect("an object");
+            let entry = tensors.remove(Q_PROJ).expect("there");
+            tensors.insert("unrelated".into(), entry);
+        });
+    };
+    fails_after("qwen3_5", rename, "q_proj");
+    let transpose = |f: &Path| edit_header(f, |header| header[Q_PROJ]["shape"] = json!([128, 512]));
+    fails_after("qwen3_5", transpose, "q_proj");
+    let widen = |f: &Path| edit_config(f, |config| config["text_config"]["hidden_size"] = json!(256));
+    fails_after("qwen3_5", widen, "(512, 256)");
+}
+
+#[test]
+fn configs_that_cannot_be_used() {
+    let model_type = |f: &Path| edit_config(f, |config| config["model_type"] = json!("gpt17"));
+    fails_after("qwen3_5", model_type, "model_type \"gpt17\" is not supported; supported are qwen3_5");
+    let no_json = |f: &Path| fs::write(f.join("config.json"), "{").expect("writable");
+    fails_after("qwen3_5", no_json, "config.json is not usable");
+    let no_config = |f: &Path| fs::remove_file(f.join("config.json")).expect("writable");
+    fails_after("qwen3_5", no_config, "config.json is missing");
+    let no_weights = |f: &Path| fs::remove_file(f.join("model.safetensors")).expect("writable");
+    fails_after("qwen3_5", no_weights, "no weights at");
+    for (key, value) in [
+        ("num_hidden_layers", json!(-4)),
+        ("num_hidden_layers", json!(1_000_000_000)),
+        ("hidden_size", json!("wide")),
+        ("vocab_size", json!(0)),
+        ("num_attention_heads", json!(0)),
+        ("layer_types", json!(["sliding"])),
+        ("linear_conv_kernel_dim", json!(1)),
+    ] {
+        let edit = |f: &Path| edit_config(f, |config| config["text_config"][key] = value.clone());
+        fails_after("qwen3_5", edit, "config.json");
+    }
+}
+
+#[test]
+fn quantised_weights_that_do_not_fit_their_config() {
+    let bits = |f: &Path| {
+        edit_config(f, |config| {
+            for section in ["quantization", "quantization_config"] {
+                if config[section].is_object() {
+                    config[section]["bits"] = json!(8);
+                }
+            }
+        });
+    };
+    fails_after("qwen3_5_mlx_4bit", bits, "module '");
+}
+
+/// A tokenizer whose ids the fixtures know, from the tests of keel-text.
+fn add_tokenizer(folder: &Path) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../keel-text/tests/assets/byte_level");
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(source.join(file), folder.join(file)).expect("the test's own files are there");
+    }
+}
+
+#[test]
+fn broken_tokenizers_and_templates() {
+    let Some(folder) = copy_of("qwen3_5") else { return };
+    let path = arg(folder.path());
+    let text = ["generate", "--model", path, "ab", "--max-tokens", "1"];
+    fail(&text, "tokenizer.json: cannot be read");
+    add_tokenizer(folder.path());
+    assert!(keel(&text).status.success(), "{}", stderr(&keel(&text)));
+    for template in ["{% for %}", "{{ messages | nothing }}", "{{ raise_exception('no') }}"] {
+        fs::write(folder.path().join("chat_template.jinja"), template).expect("writable");
+        fail(&["generate", "--model", path, "ab", "--chat"], "chat template");
+        fail_chat(path);
+    }
+    fs::write(folder.path().join("generation_config.json"), r#"{"top_p": 7}"#).expect("writable");
+    fail(&text, "generation_config.json");
+    fs::remove_file(folder.path().join("generation_config.json")).expect("there");
+    for broken in ["", "{}", "[1]", r#"{"model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}}"#] {
+        fs::write(folder.path().join("tokenizer.json"), broken).expect("writable");
+        fail(&text, "tokenizer.json");
+    }
+}
+
+/// `chat` reads its input first where a template breaks only when it is rendered.
+fn fail_chat(model: &str) {
+    let output = common::keel_with_input(&["chat", "--model", model], "hello\n");
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert_eq!(stderr(&output).lines().filter(|line| line.starts_with("keel: ")).count(), 1);
+}
+
+#[test]
+fn prompts_that_do_not_fit() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let ids = vec!["7"; 4097].join(",");
+    let model = ["--model", arg(&folder), "--ids"];
+    let reason = "more than the model's context of 4096";
+    fail(&[&["generate"], &model[..], &[&ids]].concat(), reason);
+    let out = std::env::temp_dir().join("never-written.safetensors");
+    fail(&[&["logits"], &model[..], &[&ids, "--out", arg(&out)]].concat(), reason);
+    fail(&[&["generate"], &model[..], &["1", "--max-tokens", "5000"]].concat(), reason);
+    fail(&[&["generate"], &model[..], &["1", "--context", "5000"]].concat(), reason);
+    let long = vec!["7"; 300].join(",");
+    fail(&[&["generate"], &model[..], &[&long, "--context", "256"]].concat(), "300 tokens do not fit");
+    fail(&["plan", "--model", arg(&folder), "--context", "9999999"], reason);
+    fail(&["bench", "--model", arg(&folder), "--prompt", "5000"], reason);
+}
+
+#[test]
+fn ids_that_the_model_does_not_have() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let out = dir.path().join("out.safetensors");
+    let reason = "token id 512 is out of range: the vocabulary has 512 entries";
+    fail(&["generate", "--model", arg(&folder), "--ids", "511,512"], reason);
+    fail(&["logits", "--model", arg(&folder), "--ids", "512", "--out", arg(&out)], reason);
+    let ids = dir.path().join("ids");
+    let from_file = ["logits", "--model", arg(&folder), "--ids-file", arg(&ids), "--out", arg(&out)];
+    fail(&from_file, "cannot read");
+    for (text, reason) in [("1\n2x\n", "line 2"), ("", "holds no token ids"), ("-1", "line 1")] {
+        fs::write(&ids, text).expect("writable");
+        fail(&from_file, reason);
+    }
+    assert!(!out.exists(), "nothing is written when nothing was run");
+}
+
+#[test]
+fn memory_limits_that_are_too_small() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    for limit in ["0", "100K", "3Mi"] {
+        let output = keel(&["generate", "--model", arg(&folder), "--ids", "1", "--memory-limit", limit]);
+        let message = stderr(&output);
+        assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
+        assert!(message.contains("out of memory") && message.contains("are needed"), "{message}");
+    }
+}
+
+#[test]
+fn options_out_of_range() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let with = |extra: &[&str], reason: &str| {
+        fail(&[&["generate", "--model", arg(&folder), "--ids", "1"], extra].concat(), reason);
+    };
+    with(&["--prefill-step", "100"], "not a positive multiple of 64");
+    with(&["--prefill-step", "0"], "not a positive multiple of 64");
+    with(&["--temperature", "1000"], "temperature is 1000");
+    with(&["--top-p", "0"], "top-p is 0");
+    with(&["--device", "cuda"], "CUDA is not built in yet");
+    with(&["--device", "abacus"], "there is no such device");
+    fail(&["generate", "--model", "no-owner", "x"], "there is no such file or folder");
+    fail(&["generate", "--model", "/nowhere/at/all", "x"], "there is no such file or folder");
+    if !cfg!(feature = "hub") {
+        fail(&["generate", "--model", "owner/name", "x"], "build it with --features hub");
+    }
+    fail(&["bench", "--shape", "qwen9-1b"], "there are qwen3.5-0.8b");
+    fail(&["bench", "--shape", "qwen3.5-0.8b", "--bits", "7"], "7 bits in groups of 64 do not exist");
+}
+
+#[test]
+fn quantising_what_cannot_be_quantised() {
+    let Some(folder) = fixture("qwen3_5_mlx_4bit") else { return };
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let out: PathBuf = dir.path().join("out");
+    fail(&["quantize", arg(&folder), arg(&out)], "quantised already");
+    fail(&["quantize", "/nowhere/at/all", arg(&out)], "no such file or folder");
+    let Some(dense) = fixture("qwen3_5") else { return };
+    fail(&["quantize", arg(&dense), arg(&out), "--bits", "1"], "1 bits in groups of 64 do not exist");
+    fail(&["quantize", arg(&dense), arg(&out), "--module", "nothing=8"], "an override names it");
+    assert!(!out.join("config.json").exists());
+}
+
+#[test]
+fn wrong_usage_has_its_own_exit_code() {
+    let cases: [&[&str]; 9] = [
+        &[],
+        &["sing"],
+        &["generate", "--max-tokens", "many", "x"],
+        &["generate", "--ids", "1,x"],
+        &["generate", "x", "--ids", "1"],
+        &["generate", "--memory-limit", "3Q", "x"],
+        &["logits", "--ids", "1"],
+        &["quantize", "a"],
+        &["bench", "--bits", "4"],
+    ];
+    for args in cases {
+        let output = keel(args);
+        assert_eq!(output.status.code(), Some(2), "keel {}: {}", args.join(" "), stderr(&output));
+        assert!(!output.stderr.is_empty() && output.stdout.is_empty());
+    }
+}

@@ -1,0 +1,164 @@
+//! What the commands print, with the built-in model.
+
+mod common;
+
+use std::io::Read;
+use std::process::{Command, Stdio};
+
+use common::{arg, fixture, floats, json, keel_with_input, relative_error, stderr, succeed};
+
+#[test]
+fn generate_continues_a_text_and_reports_below_it() {
+    let text = succeed(&["generate", "Once upon a time", "--max-tokens", "12"]);
+    assert!(text.starts_with("Once upon a time"), "{text}");
+    let (_, report) = text.split_once("\n\n").expect("an empty line before the report");
+    for word in ["tokens/s", "planned", "allocated", "peak", "weights", "kv", "recurrent", "total"] {
+        assert!(report.contains(word), "{word}: {text}");
+    }
+    let quiet = succeed(&["generate", "Once upon a time", "--max-tokens", "12", "--quiet"]);
+    assert!(text.contains(quiet.trim_end()), "{quiet:?} is not in {text:?}");
+}
+
+#[test]
+fn generate_prints_one_object_with_every_field() {
+    let report = json(&["generate", "Once upon a time", "--max-tokens", "9", "--ignore-eos", "--json"]);
+    assert_eq!(report["tokens"].as_array().map(Vec::len), Some(9));
+    assert_eq!(report["finish_reason"], "length");
+    assert!(report["prompt_tokens"].as_u64().is_some_and(|n| n > 0));
+    assert!(report["text"].as_str().is_some_and(|text| !text.is_empty()));
+    let timing = ["load_s", "prefill_s", "decode_s", "prefill_tokens_per_second", "decode_tokens_per_second"];
+    for field in timing {
+        assert!(report["timing"][field].as_f64().is_some_and(|x| x > 0.0), "{field}: {report}");
+    }
+    for field in ["planned", "allocated", "peak"] {
+        assert!(report["memory"][field]["weights"].as_u64().is_some_and(|n| n > 0), "{field}: {report}");
+    }
+    let total: u64 =
+        report["memory"]["peak"].as_object().expect("categories").values().filter_map(|v| v.as_u64()).sum();
+    if cfg!(target_os = "linux") {
+        assert!(report["memory"]["resident"].as_u64().is_some_and(|n| n > total / 2), "{report}");
+    }
+}
+
+#[test]
+fn the_seed_decides_and_greedy_needs_none() {
+    let text = |flags: &[&str]| {
+        let command = ["generate", "The dog", "--max-tokens", "24", "--quiet"];
+        succeed(&[&command[..], flags].concat())
+    };
+    let hot = ["--temperature", "1.5", "--top-k", "0", "--top-p", "1"];
+    let with_seed = |seed| text(&[&hot[..], &["--seed", seed]].concat());
+    assert_eq!(with_seed("1"), with_seed("1"));
+    assert_ne!(with_seed("1"), with_seed("2"));
+    assert_eq!(text(&["--temperature", "0", "--seed", "1"]), text(&["--temperature", "0", "--seed", "2"]));
+}
+
+#[test]
+fn a_stop_string_ends_the_text_before_it() {
+    let command = ["generate", "Once upon a time", "--temperature", "0", "--max-tokens", "60", "--json"];
+    let whole = json(&command)["text"].as_str().expect("text").to_string();
+    let stop: String = whole.chars().skip(20).take(5).collect();
+    let report = json(&[&command[..], &["--stop", &stop]].concat());
+    let cut = whole.find(&stop).expect("it is a part");
+    assert_eq!(report["text"].as_str(), Some(&whole[..cut]));
+    assert_eq!(report["finish_reason"], "stop");
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_failure() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
+        .args(["generate", "Once upon a time", "--max-tokens", "200", "--ignore-eos"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("keel starts");
+    let mut first = [0; 4];
+    child.stdout.take().expect("piped").read_exact(&mut first).expect("some text comes");
+    let output = child.wait_with_output().expect("keel ends");
+    assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
+}
+
+#[test]
+fn chat_answers_remembers_and_forgets() {
+    let flags = ["chat", "--temperature", "0", "--max-tokens", "40"];
+    let input = "Tell me a story about a dog.\nWhat happened then?\n/reset\nTell me a story about a dog.\n";
+    let output = keel_with_input(&flags, &format!("{input}/memory\n/exit\nnever read\n"));
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = String::from_utf8(output.stdout).expect("UTF-8");
+    let first = keel_with_input(&flags, "Tell me a story about a dog.\n");
+    let first = String::from_utf8(first.stdout).expect("UTF-8");
+    assert!(first.trim().len() > 20, "{first}");
+    assert!(text.starts_with(&first), "{text}");
+    assert_eq!(text.matches(first.trim_end()).count(), 2, "after /reset the same answer comes: {text}");
+    assert!(text.contains("checkpoints"), "{text}");
+}
+
+#[test]
+fn chat_refuses_a_turn_that_does_not_fit_and_goes_on() {
+    let long = "word ".repeat(400);
+    let flags = ["chat", "--context", "256", "--max-tokens", "8", "--temperature", "0"];
+    let output = keel_with_input(&flags, &format!("{long}\nHello!\n"));
+    let text = String::from_utf8(output.stdout.clone()).expect("UTF-8");
+    assert!(output.status.success(), "{}", stderr(&output));
+    let (refusal, answer) = text.split_once('\n').expect("two lines");
+    assert!(refusal.contains("its context is 256") && !answer.trim().is_empty(), "{text}");
+}
+
+#[test]
+fn inspect_counts_and_names() {
+    let facts = json(&["inspect", "--json"]);
+    assert_eq!(facts["model_type"], "qwen3_5");
+    assert_eq!(facts["chat_template"], true);
+    let Some(folder) = fixture("qwen3_5_mlx_4bit") else { return };
+    let facts = json(&["inspect", arg(&folder), "--json"]);
+    assert_eq!(facts["layers"]["gated_delta"], 3);
+    assert_eq!(facts["tokenizer"], false);
+    let bits = facts["bits_per_weight"].as_f64().expect("a number");
+    assert!((4.5..6.0).contains(&bits), "4 bits, scales, biases, and some dense parameters: {facts}");
+    let dense = json(&["inspect", arg(&fixture("qwen3_5").expect("both are there")), "--json"]);
+    assert_eq!(dense["bits_per_weight"], 16.0);
+    assert!(dense["vision_tensors"].as_u64().is_some_and(|n| n > 0), "{dense}");
+    assert!(succeed(&["inspect", arg(&folder)]).contains("bits per weight"));
+}
+
+#[test]
+fn a_quantised_copy_runs_and_stays_close() {
+    for name in ["qwen3_5", "qwen3_5_moe"] {
+        let Some(folder) = fixture(name) else { continue };
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let quantised = dir.path().join("eight");
+        let report =
+            json(&["quantize", arg(&folder), arg(&quantised), "--bits", "8", "--group-size", "32", "--json"]);
+        assert!(report["quantized"].as_u64().is_some_and(|n| n > 10), "{report}");
+        let logits = |model, file: &str| {
+            let out = dir.path().join(file);
+            let ids = "1,2,3,5,8,13,21,34,55,89";
+            succeed(&["logits", "--model", model, "--ids", ids, "--compute", "f32", "--out", arg(&out)]);
+            floats(&out, "logits")
+        };
+        let error = relative_error(&logits(arg(&quantised), "q"), &logits(arg(&folder), "d"));
+        assert!(error > 1e-6 && error < 0.05, "{name}: {error}");
+    }
+}
+
+#[test]
+fn bench_measures_beside_a_floor_and_draws() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let plot = dir.path().join("memory.svg");
+    let flags = ["bench", "--prompt", "70", "--gen", "6", "--repeat", "2", "--json", "--plot", arg(&plot)];
+    let report = json(&flags);
+    for field in [
+        "prefill_tokens_per_second",
+        "decode_tokens_per_second",
+        "decode_tokens_per_second_min",
+        "decode_tokens_per_second_max",
+        "decode_floor_tokens_per_second",
+        "read_gb_per_s",
+        "weights_bytes",
+    ] {
+        assert!(report[field].as_f64().is_some_and(|x| x > 0.0), "{field}: {report}");
+    }
+    assert_eq!(report["memory"]["planned"], report["memory"]["peak"]);
+    let drawing = std::fs::read_to_string(&plot).expect("drawn");
+    assert!(drawing.contains("weights") && drawing.contains("</svg>"));
+}

@@ -1,0 +1,64 @@
+//! Crates depend downwards only.
+
+use std::process::Command;
+
+use serde_json::Value;
+
+/// Each crate with those that it may use, lowest first. In tests it may also use any crate above its own row, and
+/// the oracles of keel-testkit.
+const LAYERS: [(&str, &[&str]); 9] = [
+    ("keel-array", &[]),
+    ("keel-testkit", &["keel-array"]),
+    ("keel-cpu", &["keel-array"]),
+    ("keel-weights", &["keel-array"]),
+    ("keel-text", &[]),
+    ("keel-cache", &["keel-array", "keel-weights"]),
+    ("keel-models", &["keel-array", "keel-weights", "keel-cache"]),
+    ("keel-engine", &["keel-array", "keel-cache", "keel-models"]),
+    (
+        "keel",
+        &["keel-array", "keel-cpu", "keel-weights", "keel-text", "keel-cache", "keel-models", "keel-engine"],
+    ),
+];
+
+fn row(name: &str) -> Option<usize> {
+    LAYERS.iter().position(|(crate_name, _)| *crate_name == name)
+}
+
+/// Whether crate `user` may have `used` among its dependencies of this kind.
+fn is_allowed(user: usize, used: &str, kind: Option<&str>) -> bool {
+    let Some(used_row) = row(used) else { return true };
+    let in_tests = kind == Some("dev") && (used == "keel-testkit" || used_row < user);
+    LAYERS[user].1.contains(&used) || in_tests
+}
+
+#[test]
+fn crates_depend_downwards_only() {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--no-deps", "--offline", "--manifest-path"])
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
+        .output()
+        .expect("cargo runs");
+    let metadata: Value = serde_json::from_slice(&output.stdout).expect("cargo describes the workspace");
+    let packages = metadata["packages"].as_array().expect("a list");
+    assert_eq!(packages.len(), LAYERS.len(), "every crate has a row here");
+    for package in packages {
+        let name = package["name"].as_str().expect("a name");
+        let user = row(name).unwrap_or_else(|| panic!("{name} has no row here"));
+        for dependency in package["dependencies"].as_array().expect("a list") {
+            let used = dependency["name"].as_str().expect("a name");
+            let kind = dependency["kind"].as_str();
+            assert!(is_allowed(user, used, kind), "{name} must not depend on {used} ({kind:?})");
+        }
+    }
+}
+
+#[test]
+fn an_upward_dependency_would_be_seen() {
+    let user = |name| row(name).expect("listed");
+    assert!(!is_allowed(user("keel-array"), "keel-cpu", None));
+    assert!(!is_allowed(user("keel-cpu"), "keel-testkit", None));
+    assert!(!is_allowed(user("keel-models"), "keel-engine", Some("dev")));
+    assert!(is_allowed(user("keel-cpu"), "keel-testkit", Some("dev")));
+    assert!(is_allowed(user("keel-engine"), "keel-cpu", Some("dev")));
+}
