@@ -129,6 +129,69 @@ impl Matrix {
     }
 }
 
+/// A stack of experts, of which each row of x goes through several.
+struct Experts {
+    linear: Linear,
+    weights: Vec<u8>,
+}
+
+impl Experts {
+    fn new(experts: usize, n: usize, k: usize, format: WeightFormat) -> Experts {
+        let layout = PackedLayout::stacked(experts, n, k, format).expect("a valid shape");
+        let one = Matrix::new(n, k, format, Compute::fastest(format, Isa::best()), 0);
+        let weights = one.copies[0].repeat(experts);
+        Experts { linear: Linear::new(layout, one.linear.compute(), Isa::best()), weights }
+    }
+
+    fn bench(&self, machine: &Machine, rows: usize, fanout: usize) {
+        let layout = self.linear.layout();
+        let (n, k, experts) = (layout.n(), layout.k(), layout.matrices());
+        let mut random = Random::new(3);
+        let x = random.uniforms(rows * k, -1.0, 1.0);
+        let mut y = vec![0.0; rows * fanout * n];
+        let mut scratch = vec![0u64; self.linear.gathered_scratch_bytes(rows, rows * fanout).div_ceil(8)];
+        let (started, mut times) = (Instant::now(), Vec::new());
+        let mut used = 0;
+        while times.len() < 5 || started.elapsed() < BUDGET {
+            // The experts of a row differ, and change from step to step, so that none stays in the cache.
+            let choice: Vec<u32> = (0..rows)
+                .flat_map(|_| {
+                    let first = random.below(experts);
+                    (0..fanout).map(move |i| ((first + i * 13) % experts) as u32)
+                })
+                .collect();
+            used = choice.iter().collect::<std::collections::HashSet<_>>().len();
+            let y = SharedMut::new(&mut y);
+            // SAFETY: the words outlive the handle.
+            let scratch =
+                unsafe { SharedMut::from_raw(scratch.as_mut_ptr().cast::<u8>(), scratch.len() * 8) };
+            let start = Instant::now();
+            machine
+                .pool
+                .run(|worker| self.linear.run_gathered(worker, &self.weights, &x, &choice, y, scratch));
+            times.push(start.elapsed().as_secs_f64());
+        }
+        // All experts are the same matrix.
+        let mut w = vec![0.0; PATTERN_ROWS * k];
+        for (row, w) in w.chunks_exact_mut(k).enumerate() {
+            unpack_row(layout, &self.weights, 0, row, w);
+        }
+        let want = matmul_transposed(&x[..k], &w, k);
+        assert_close("experts", &y[..PATTERN_ROWS], &want, tolerance::INT8_ACTIVATIONS);
+        times.sort_by(f64::total_cmp);
+        let seconds = times[times.len() / 2];
+        let bandwidth = (used * layout.bytes() / experts) as f64 / seconds;
+        let rate = 2.0 * (rows * fanout * n * k) as f64 / seconds;
+        println!(
+            "T {rows:4}  {fanout} of {experts} experts, N {n}  K {k}: {:9.1} us  {:6.1} GB/s ({:3.0}% of read)  {:7.0} GOP/s",
+            seconds * 1e6,
+            bandwidth / 1e9,
+            100.0 * bandwidth / machine.read,
+            rate / 1e9,
+        );
+    }
+}
+
 fn main() {
     // Cargo passes flags of its own.
     let filter = std::env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
@@ -164,6 +227,12 @@ fn main() {
         }
         streamed(3584, 1024, q4, Compute::F32).bench(&machine, 1);
         Matrix::new(3584, 1024, q4, Compute::F32, 0).bench(&machine, 512);
+    }
+    if wanted("experts") {
+        let experts = Experts::new(128, 512, 2048, q4);
+        for rows in [1, 4, 512] {
+            experts.bench(&machine, rows, 8);
+        }
     }
     if wanted("dense") {
         let f32 = WeightFormat::Dense(FloatType::F32);
