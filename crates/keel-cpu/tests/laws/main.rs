@@ -1,0 +1,38 @@
+//! The laws of the array runtime, on the CPU: who owns memory and for how long, how much is submitted at once, and
+//! that evaluating lazily changes no bit. The numbered failures are those of the design.
+
+mod bounds;
+mod custom_kernels;
+mod ownership;
+mod prepared;
+mod random_graphs;
+mod submission;
+mod watched;
+
+use keel_array::{Array, Runtime, RuntimeOptions};
+use keel_cpu::{CpuBackend, CpuOptions};
+use std::sync::Arc;
+
+/// Two workers; freed memory is filled with NaN.
+fn backend() -> CpuBackend {
+    CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() })
+}
+
+fn runtime_with(options: RuntimeOptions) -> Runtime {
+    Runtime::new(Arc::new(backend()), options)
+}
+
+fn runtime() -> Runtime {
+    runtime_with(RuntimeOptions::default())
+}
+
+/// Bytes that the ledger counts, of all categories.
+fn active(runtime: &Runtime) -> u64 {
+    runtime.ledger().active().total()
+}
+
+/// `0, 1, 2, ..` with this shape.
+fn counting(runtime: &Runtime, shape: &[usize]) -> Array {
+    let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| i as f32).collect();
+    Array::from_slice(runtime, &values, shape).expect("there is memory")
+}

@@ -1,0 +1,148 @@
+//! Failures 1 and 3: survivors pin no more than they show, evaluated arrays have no parents. Donation.
+
+use super::{active, counting, runtime};
+use keel_array::{Array, DType};
+
+/// Failure 1. A layer keeps the last rows of each chunk of its input; the chunks must not live on behind them.
+#[test]
+fn a_slice_that_outlives_its_parent_holds_at_most_twice_its_bytes() {
+    let runtime = runtime();
+    let chunk = |i: usize| {
+        let first = Array::full(&runtime, [1], DType::F32, i as f32).expect("an addressable shape");
+        counting(&runtime, &[512, 64]).add(&first).expect("shapes broadcast")
+    };
+    let mut kept = Vec::new();
+    let mut growth = Vec::new();
+    for i in 0..20 {
+        let input = chunk(i);
+        input.eval().expect("a chunk runs");
+        let tail = input.slice(&[510, 0], &[512, 64]).expect("within the chunk");
+        tail.eval().expect("a slice runs");
+        drop(input);
+        assert!(tail.held_bytes().expect("evaluated") <= 2 * tail.bytes());
+        kept.push(tail);
+        growth.push(active(&runtime));
+    }
+    let tail_bytes = kept[0].bytes() as u64;
+    for pair in growth[1..].windows(2) {
+        assert_eq!(pair[1] - pair[0], tail_bytes, "each chunk may leave its tail behind and nothing else");
+    }
+    for (i, tail) in kept.iter().enumerate() {
+        let want: Vec<f32> = (510 * 64..512 * 64).map(|x| x as f32 + i as f32).collect();
+        assert_eq!(tail.to_vec::<f32>().expect("evaluated"), want);
+    }
+}
+
+/// The measure of the test above sees the failure: handles that share memory, which is what a slice without the law
+/// would be, keep the chunks alive.
+#[test]
+fn handles_that_share_memory_would_fail_that_test() {
+    let runtime = runtime();
+    let kept: Vec<Array> =
+        (0..20).map(|_| counting(&runtime, &[512, 64]).prefix(2).expect("persistent storage")).collect();
+    assert!(kept[0].held_bytes().expect("in memory") > 2 * kept[0].bytes());
+    assert_eq!(active(&runtime), 20 * 512 * 64 * 4);
+}
+
+#[test]
+fn a_view_of_most_of_its_parent_shares_the_memory() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[100, 8]);
+    let before = active(&runtime);
+    let view = x.slice(&[0, 0], &[60, 8]).expect("within the array");
+    view.eval().expect("a view runs");
+    assert_eq!(active(&runtime), before, "a view takes no memory");
+    assert_eq!(view.held_bytes(), Some(x.bytes()));
+    drop(x);
+    assert_eq!(view.to_vec::<f32>().expect("evaluated")[479], 479.0);
+}
+
+/// Failure 3.
+#[test]
+fn an_evaluated_array_has_no_parents_and_the_last_handle_frees_at_once() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[64, 64]);
+    let w = counting(&runtime, &[64, 64]);
+    let bytes = x.bytes() as u64;
+    let y = x.matmul(&w).and_then(|y| y.softmax(1)).and_then(|y| y.matmul(&x)).expect("extents fit");
+    drop((x, w));
+    assert_eq!(active(&runtime), 2 * bytes, "a lazy array holds its inputs");
+    y.eval().expect("a graph runs");
+    runtime.clear_cache();
+    assert_eq!(active(&runtime), bytes, "an evaluated one holds itself");
+    let other = y.clone();
+    drop(y);
+    assert_eq!(active(&runtime), bytes);
+    drop(other);
+    assert_eq!(active(&runtime), 0);
+}
+
+#[test]
+fn handles_inside_a_graph_are_evaluated_with_it_and_lose_their_parents() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[8, 8]);
+    let inner = x.exp().expect("floats");
+    let y = inner.sum(0).expect("an axis");
+    y.eval().expect("a graph runs");
+    assert!(inner.is_evaluated(), "somebody holds it, so it is kept");
+    drop((x, y));
+    runtime.clear_cache();
+    assert_eq!(active(&runtime), inner.bytes() as u64);
+}
+
+/// A chain of 200,000 handles is taken apart without recursion.
+#[test]
+fn dropping_a_long_lazy_chain_does_not_overflow_the_stack() {
+    let runtime = super::runtime_with(keel_array::RuntimeOptions {
+        pending_ops: usize::MAX,
+        ..keel_array::RuntimeOptions::default()
+    });
+    let mut x = counting(&runtime, &[1]);
+    for _ in 0..200_000 {
+        x = x.neg().expect("floats");
+    }
+    assert_eq!(runtime.pending_ops(), 200_000);
+    drop(x);
+    assert_eq!((runtime.pending_ops(), active(&runtime)), (0, 0));
+}
+
+#[test]
+fn slice_update_works_in_place_when_nobody_else_holds_the_array() {
+    let runtime = runtime();
+    let mut x = counting(&runtime, &[100, 8]);
+    let row = counting(&runtime, &[1, 8]);
+    x = x.slice_update(&row, &[0, 0]).expect("the row fits");
+    x.eval().expect("a graph runs");
+    let (before, charges) = (active(&runtime), runtime.ledger().charges());
+    for i in 1..50 {
+        x = x.slice_update(&row, &[i, 0]).expect("the row fits");
+        x.eval().expect("a graph runs");
+    }
+    assert_eq!((active(&runtime), runtime.ledger().charges()), (before, charges), "nothing was allocated");
+    let values = x.to_vec::<f32>().expect("evaluated");
+    assert_eq!((values[49 * 8 + 7], values[50 * 8]), (7.0, 400.0));
+}
+
+#[test]
+fn slice_update_leaves_the_other_handle_as_it_was() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[10, 8]);
+    let before = active(&runtime);
+    let row = Array::zeros(&runtime, [1, 8], DType::F32).expect("an addressable shape");
+    let y = x.clone().slice_update(&row, &[3, 0]).expect("the row fits");
+    y.eval().expect("a graph runs");
+    assert!(active(&runtime) >= before + x.bytes() as u64, "a copy was needed");
+    assert_eq!(x.to_vec::<f32>().expect("in memory")[24], 24.0);
+    assert_eq!(y.to_vec::<f32>().expect("evaluated")[24], 0.0);
+}
+
+#[test]
+fn an_update_that_reads_the_array_itself_is_not_disturbed() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[4, 8]);
+    let first = x.slice(&[0, 0], &[3, 8]).expect("within the array");
+    let y = x.slice_update(&first, &[1, 0]).expect("the block fits");
+    drop(first);
+    let want: Vec<f32> = (0..8).chain(0..24).map(|x| x as f32).collect();
+    assert_eq!(y.to_vec::<f32>().expect("a graph runs"), want);
+}
