@@ -104,16 +104,9 @@ pub(crate) mod hardware {
     impl Tiles for Amx {
         /// Registers 0 and 1 hold dots, 2 activations, 3 and 4 panels.
         unsafe fn configure(part: usize) {
-            let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
-            row_bytes[..5].copy_from_slice(&[64, 64, part as u16, 64, 64]);
             let quads = (part / 4) as u8;
-            rows[..5].copy_from_slice(&[TILE as u8, TILE as u8, TILE as u8, quads, quads]);
-            let configuration =
-                Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows };
             // SAFETY: a valid configuration; the caller vouches that AMX is usable.
-            unsafe {
-                asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly));
-            }
+            unsafe { load_configuration(&[64, 64, part as u16, 64, 64], &[16, 16, 16, quads, quads]) }
         }
 
         unsafe fn multiply(
@@ -156,6 +149,47 @@ pub(crate) mod hardware {
         unsafe fn release() {
             // SAFETY: the caller vouches that AMX is usable.
             unsafe { asm!("tilerelease", options(nostack, nomem)) }
+        }
+    }
+
+    /// Sets bytes of a row, and rows, of the first tile registers; the others are left unused.
+    ///
+    /// # Safety
+    /// AMX must be usable, and the sizes at most 64 and 16.
+    unsafe fn load_configuration(used_row_bytes: &[u16], used_rows: &[u8]) {
+        let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
+        row_bytes[..used_row_bytes.len()].copy_from_slice(used_row_bytes);
+        rows[..used_rows.len()].copy_from_slice(used_rows);
+        let configuration = Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows };
+        // SAFETY: as the caller promises.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly)) }
+    }
+
+    /// Operations of a round of [`multiply_rounds`].
+    pub(crate) const ROUND_OPS: f64 = 6.0 * 2.0 * (16 * 16 * 64) as f64;
+
+    /// `rounds` rounds of six independent products of whole tiles, to measure the peak.
+    ///
+    /// # Safety
+    /// AMX must be usable.
+    pub(crate) unsafe fn multiply_rounds(rounds: u64) {
+        // SAFETY: as the caller promises; the tiles are zeros.
+        unsafe {
+            load_configuration(&[64; 8], &[16; 8]);
+            asm!(
+                "2:",
+                "tdpbsud tmm0, tmm6, tmm7",
+                "tdpbsud tmm1, tmm6, tmm7",
+                "tdpbsud tmm2, tmm6, tmm7",
+                "tdpbsud tmm3, tmm6, tmm7",
+                "tdpbsud tmm4, tmm6, tmm7",
+                "tdpbsud tmm5, tmm6, tmm7",
+                "dec {rounds}",
+                "jnz 2b",
+                rounds = inout(reg) rounds => _,
+                options(nostack, nomem),
+            );
+            Amx::release();
         }
     }
 

@@ -44,14 +44,18 @@ fn sum(values: &[u64]) -> u64 {
 pub struct Peaks {
     /// f32 fused multiply-add.
     pub f32_fma: Option<f64>,
-    /// u8 x i8 dot products into i32.
+    /// u8 x i8 dot products into i32, on AMX tiles where the level has them.
     pub int8_dot: Option<f64>,
     /// bf16 dot products into f32.
     pub bf16_dot: Option<f64>,
 }
 
 /// Measures [`Peaks`] at `isa`, spending about `budget` on each.
+///
+/// # Panics
+/// If this machine lacks `isa`.
 pub fn peaks(pool: &ThreadPool, isa: Isa, budget: Duration) -> Peaks {
+    assert!(isa <= Isa::best(), "{isa} cannot be measured here: this machine has {}", Isa::best());
     let rate = |ops_per_round: f64, rounds: fn(u64)| Some(rate(pool, budget, ops_per_round, rounds));
     #[cfg(target_arch = "x86_64")]
     return Peaks {
@@ -60,7 +64,12 @@ pub fn peaks(pool: &ThreadPool, isa: Isa, budget: Duration) -> Peaks {
             Isa::Avx2 => rate(12.0 * 8.0 * 2.0, x86::fma_256),
             _ => rate(24.0 * 16.0 * 2.0, x86::fma_512),
         },
-        int8_dot: (isa >= Isa::Avx512Vnni).then(|| rate(24.0 * 64.0 * 2.0, x86::vnni_512)).flatten(),
+        int8_dot: match isa {
+            #[cfg(target_os = "linux")]
+            Isa::Amx => rate(crate::amx::hardware::ROUND_OPS, x86::amx),
+            Isa::Avx512Vnni => rate(24.0 * 64.0 * 2.0, x86::vnni_512),
+            _ => None,
+        },
         bf16_dot: (isa >= Isa::Avx512Vnni).then(|| rate(24.0 * 32.0 * 2.0, x86::bf16_512)).flatten(),
     };
     #[cfg(not(target_arch = "x86_64"))]
@@ -87,6 +96,12 @@ fn rate(pool: &ThreadPool, budget: Duration, ops_per_round: f64, run: fn(u64)) -
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::asm;
+
+    #[cfg(target_os = "linux")]
+    pub(super) fn amx(rounds: u64) {
+        // SAFETY: the caller has checked that the machine has this level, so AMX is usable.
+        unsafe { crate::amx::hardware::multiply_rounds(rounds) }
+    }
 
     /// `rounds` rounds of one instruction on each of the listed accumulators.
     macro_rules! register_loop {
