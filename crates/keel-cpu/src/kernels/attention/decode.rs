@@ -9,6 +9,7 @@
 
 #![allow(clippy::needless_range_loop, reason = "registers are numbered, not iterated")]
 
+use super::page::{score_tile, softmax_page, weigh_values};
 use super::segments::{pages_of, segment_of};
 use super::{Attention, HEAD_SIZE_MAX, KvElement, MASKED, PAGE, TILE};
 use crate::pool::Worker;
@@ -18,13 +19,6 @@ use std::ops::Range;
 
 /// Query rows that share one sweep over a page.
 const GROUP: usize = 4;
-
-/// Rows of a tile of keys (of 64 values each) that are asked for ahead.
-const KEY_DISTANCE: usize = 32;
-
-/// Values rows that are summed before the next ones, so that a page is read nearly in order; as many are
-/// asked for ahead.
-const VALUE_ROWS: usize = 16;
 
 /// `f32` values of workspace for `rows` rows of all sequences with page tables of `pages` entries.
 pub fn decode_workspace_len(rows: usize, heads: usize, head_size: usize, pages: usize) -> usize {
@@ -220,136 +214,6 @@ impl<E: KvElement> PageSweep<'_, '_, E> {
         let mut outputs: [&mut [f32]; Q] =
             std::array::from_fn(|i| unsafe { self.partials.get(row(i), head(i), self.segment) });
         weigh_values(s, &weights, attention.pages.values_of(page, self.kv), from..to, &mut outputs);
-    }
-}
-
-/// `scores[i][tile * 64 ..][..64] = queries[..][i] . key` for the 64 keys of a tile `[D, 64]`.
-#[inline(always)]
-fn score_tile<S: Simd, E: KvElement, const Q: usize>(
-    s: S,
-    queries: &[[f32; Q]],
-    keys: &[E],
-    tile: usize,
-    scores: &mut [[f32; PAGE]; Q],
-) {
-    const VECTORS: usize = TILE / LANES;
-    let mut acc = [[s.splat(0.0); VECTORS]; Q];
-    for (keys, query) in keys.chunks_exact(TILE).zip(queries) {
-        prefetch(s, keys.as_ptr().wrapping_add(KEY_DISTANCE * TILE), TILE);
-        let mut key = [s.splat(0.0); VECTORS];
-        for n in 0..VECTORS {
-            // SAFETY: a chunk holds four vectors.
-            key[n] = unsafe { E::load(s, keys.as_ptr().add(n * LANES)) };
-        }
-        for i in 0..Q {
-            let q = s.splat(query[i]);
-            for n in 0..VECTORS {
-                acc[i][n] = s.fma(q, key[n], acc[i][n]);
-            }
-        }
-    }
-    for i in 0..Q {
-        for n in 0..VECTORS {
-            s.store_at(acc[i][n], &mut scores[i], tile * TILE + n * LANES);
-        }
-    }
-}
-
-/// Turns scores into `e^(scale * score - largest)`, zero outside `seen`, and moves the query's `state` (largest
-/// score, sum) on. Returns the factor that brings what was summed before to the new largest.
-#[inline(always)]
-fn softmax_page<S: Simd>(s: S, scores: &mut [f32], seen: Range<usize>, scale: f32, state: &mut [f32]) -> f32 {
-    scores[..seen.start].fill(f32::NEG_INFINITY);
-    scores[seen.end..].fill(f32::NEG_INFINITY);
-    let (chunks, _) = scores.as_chunks_mut::<LANES>();
-    let mut largest = s.splat(state[0]);
-    for chunk in chunks.iter_mut() {
-        let scaled = s.mul(s.load(chunk), s.splat(scale));
-        largest = s.max(scaled, largest);
-        s.store(scaled, chunk);
-    }
-    let largest = s.max_lane(largest);
-    let mut sum = s.splat(0.0);
-    for chunk in chunks {
-        let weight = exp(s, s.sub(s.load(chunk), s.splat(largest)));
-        sum = s.add(sum, weight);
-        s.store(weight, chunk);
-    }
-    let factor = s.to_array(exp(s, s.splat(state[0] - largest)))[0];
-    (state[0], state[1]) = (largest, state[1] * factor + s.sum(sum));
-    factor
-}
-
-/// `outputs[i] += sum_j weights[i][j] * values[j]` over the keys `seen`.
-#[inline(always)]
-fn weigh_values<S: Simd, E: KvElement, const Q: usize>(
-    s: S,
-    weights: &[[f32; PAGE]; Q],
-    values: &[E],
-    seen: Range<usize>,
-    outputs: &mut [&mut [f32]; Q],
-) {
-    let size = values.len() / PAGE;
-    let mut start = seen.start;
-    while start < seen.end {
-        let keys = start..(start + VALUE_ROWS).min(seen.end);
-        start = keys.end;
-        let mut d = 0;
-        while d < size {
-            d += match (size - d) / LANES {
-                0..2 => weigh_columns::<S, E, Q, 1>(s, weights, values, keys.clone(), d, outputs),
-                2..4 => weigh_columns::<S, E, Q, 2>(s, weights, values, keys.clone(), d, outputs),
-                _ => weigh_columns::<S, E, Q, 4>(s, weights, values, keys.clone(), d, outputs),
-            };
-        }
-    }
-}
-
-/// Adds the keys `seen` to `N` vectors of columns from `d` on; returns their number of columns.
-#[inline(always)]
-fn weigh_columns<S: Simd, E: KvElement, const Q: usize, const N: usize>(
-    s: S,
-    weights: &[[f32; PAGE]; Q],
-    values: &[E],
-    seen: Range<usize>,
-    d: usize,
-    outputs: &mut [&mut [f32]; Q],
-) -> usize {
-    let size = values.len() / PAGE;
-    assert!(seen.end <= PAGE && d + N * LANES <= size);
-    let mut acc = [[s.splat(0.0); N]; Q];
-    for i in 0..Q {
-        for n in 0..N {
-            acc[i][n] = s.load_at(outputs[i], d + n * LANES);
-        }
-    }
-    for j in seen {
-        prefetch(s, values.as_ptr().wrapping_add((j + VALUE_ROWS) * size + d), N * LANES);
-        let mut row = [s.splat(0.0); N];
-        for n in 0..N {
-            // SAFETY: row j and column d + 16 N lie within the page, as asserted.
-            row[n] = unsafe { E::load(s, values.as_ptr().add(j * size + d + n * LANES)) };
-        }
-        for i in 0..Q {
-            let weight = s.splat(weights[i][j]);
-            for n in 0..N {
-                acc[i][n] = s.fma(weight, row[n], acc[i][n]);
-            }
-        }
-    }
-    for i in 0..Q {
-        for n in 0..N {
-            s.store_at(acc[i][n], outputs[i], d + n * LANES);
-        }
-    }
-    N * LANES
-}
-
-/// Asks for the cache lines of `len` values at `p`.
-#[inline(always)]
-fn prefetch<S: Simd, E>(s: S, p: *const E, len: usize) {
-    for offset in (0..len * size_of::<E>()).step_by(64) {
-        s.prefetch(p.cast::<u8>().wrapping_add(offset));
     }
 }
 

@@ -10,6 +10,7 @@
 //! position 0, in order, so that a row's bits depend on nothing but its own query and the pages.
 
 mod decode;
+mod page;
 mod pages;
 mod prefill;
 mod segments;

@@ -41,6 +41,6 @@ mod tests {
             next = pages.end;
         }
         assert_eq!(segment_of(31), 23, "8192 tokens in 24 segments");
-        assert_eq!(segment_of(4095), 127, "a million tokens in 128");
+        assert_eq!(segment_of(4095), 128, "a million tokens in 129");
     }
 }

@@ -18,11 +18,17 @@
 //!
 //! Cost of a chunk and value head: `64 (6 Dk Dv + 2 * 64 (Dk + Dv))` operations at most, 10.5 M at 128 x 128.
 
+mod algebra;
+mod scratch;
+
 use super::gated_delta::{GatedDelta, GatedDeltaShape};
-use super::small_gemm::{SmallGemm, Start};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes};
+use algebra::{
+    decays_between, difference, outputs, right_hand_sides, solve, transpose_keys, triangles, update_state,
+};
+use scratch::Scratch;
 use std::ops::Range;
 
 /// Tokens of a chunk.
@@ -84,72 +90,6 @@ impl VectorKernel for Task<'_, '_> {
         for unit in self.worker.claim(self.task.slot.len() * heads, 1).flatten() {
             let head = Head { task: self.task, b: unit / heads, head: unit % heads };
             head.run(s, &mut Scratch::new(&head.task.inputs.shape, &mut *self.scratch));
-        }
-    }
-}
-
-/// A worker's matrices, row-major; `dv` is Dv rounded up to whole vectors.
-struct Scratch<'a> {
-    /// `[Dk, dv]`
-    state: &'a mut [f32],
-    /// `[64, Dk]`
-    q: &'a mut [f32],
-    /// `[64, Dk]`
-    k: &'a mut [f32],
-    /// `[Dk, 64]`
-    k_transposed: &'a mut [f32],
-    /// `[64, dv]`
-    u: &'a mut [f32],
-    /// `[64, dv]`, v, later u decayed to the chunk's end
-    u_decayed: &'a mut [f32],
-    /// `[64, dv]`
-    y: &'a mut [f32],
-    /// D `[64, 64]`, zero above the diagonal
-    between: &'a mut [f32],
-    /// -L `[64, 64]`, zero from the diagonal on
-    lower: &'a mut [f32],
-    /// P `[64, 64]`, zero above the diagonal
-    scores: &'a mut [f32],
-    /// beta, `[64]`
-    beta: &'a mut [f32],
-    /// G as the sum of two floats, `[64]` each
-    log_high: &'a mut [f32],
-    log_low: &'a mut [f32],
-    /// `e^G`, `[64]`
-    from_start: &'a mut [f32],
-    /// `e^(G[last] - G)`, `[64]`
-    to_end: &'a mut [f32],
-    dk: usize,
-    dv: usize,
-}
-
-impl<'a> Scratch<'a> {
-    fn new(shape: &GatedDeltaShape, memory: &'a mut [f32]) -> Scratch<'a> {
-        let (dk, dv) = (shape.key_size, shape.value_size.next_multiple_of(LANES));
-        let mut rest = memory;
-        let mut take = |len: usize| {
-            let (part, tail) = std::mem::take(&mut rest).split_at_mut(len);
-            rest = tail;
-            part
-        };
-        Scratch {
-            state: take(dk * dv),
-            u: take(CHUNK * dv),
-            u_decayed: take(CHUNK * dv),
-            y: take(CHUNK * dv),
-            between: take(CHUNK * CHUNK),
-            lower: take(CHUNK * CHUNK),
-            scores: take(CHUNK * CHUNK),
-            beta: take(CHUNK),
-            log_high: take(CHUNK),
-            log_low: take(CHUNK),
-            from_start: take(CHUNK),
-            to_end: take(CHUNK),
-            q: take(CHUNK * dk),
-            k: take(CHUNK * dk),
-            k_transposed: take(CHUNK * dk),
-            dk,
-            dv,
         }
     }
 }
@@ -245,141 +185,4 @@ impl Head<'_> {
         lanes!(s, m.from_start, [x = m.log_high] => exp(s, x));
         lanes!(s, m.to_end, [high = m.log_high, low = m.log_low] => exp(s, difference(s, last, high, low)));
     }
-}
-
-/// `u[i] = beta[i] (v[i] - e^G[i] k[i] S)`
-#[inline(always)]
-fn right_hand_sides<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
-    let (dk, dv) = (m.dk, m.dv);
-    let gemm = SmallGemm { m: padded, n: dv, k: dk, a: (&*m.k, dk), b: (&*m.state, dv), start: Start::Zero };
-    gemm.run(s, m.u, dv);
-    for i in 0..padded {
-        let (factor, beta) = (s.splat(m.from_start[i]), s.splat(m.beta[i]));
-        let row = i * dv..(i + 1) * dv;
-        let (u, _) = m.u[row.clone()].as_chunks_mut::<LANES>();
-        let (v, _) = m.u_decayed[row].as_chunks::<LANES>();
-        for (u, v) in u.iter_mut().zip(v) {
-            let difference = s.fnma(factor, s.load(u), s.load(v));
-            s.store(s.mul(beta, difference), u);
-        }
-    }
-}
-
-/// Fills the transpose of k, rows in whole vectors: those past `padded` become zero.
-#[inline(always)]
-fn transpose_keys<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
-    let dk = m.dk;
-    for i in (0..padded).step_by(LANES) {
-        for d in (0..dk).step_by(LANES) {
-            let columns = LANES.min(dk - d);
-            let mut tile = [s.splat(0.0); LANES];
-            for (row, tile) in tile.iter_mut().enumerate().take(padded - i) {
-                *tile = s.load_partial(&m.k[(i + row) * dk + d..][..columns]);
-            }
-            let tile = s.transpose(tile);
-            for (column, tile) in tile.into_iter().enumerate().take(columns) {
-                s.store_at(tile, m.k_transposed, (d + column) * CHUNK + i);
-            }
-        }
-    }
-}
-
-/// `a - b` of two sums kept as two floats each.
-#[inline(always)]
-fn difference<S: Simd>(s: S, a: (f32, f32), b_high: S::V, b_low: S::V) -> S::V {
-    s.add(s.sub(s.splat(a.0), b_high), s.sub(s.splat(a.1), b_low))
-}
-
-/// Numbers of the lanes from `start` on.
-#[inline(always)]
-fn lane_numbers<S: Simd>(s: S, start: usize) -> S::V {
-    s.load(&std::array::from_fn(|i| (start + i) as f32))
-}
-
-/// Fills D: `e^(G[i] - G[j])` for `j <= i` in the chunk's rows, else zero.
-#[inline(always)]
-fn decays_between<S: Simd>(s: S, rows: usize, padded: usize, m: &mut Scratch<'_>) {
-    for i in 0..padded {
-        let row = &mut m.between[i * CHUNK..(i + 1) * CHUNK];
-        if i >= rows {
-            row.fill(0.0);
-            continue;
-        }
-        let log = (m.log_high[i], m.log_low[i]);
-        lanes!(s, row, [high = m.log_high, low = m.log_low] => exp(s, difference(s, log, high, low)));
-        row[i + 1..].fill(0.0);
-    }
-}
-
-/// Fills -L and P.
-#[inline(always)]
-fn triangles<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
-    let dk = m.dk;
-    for start in (0..padded).step_by(STRIP) {
-        // Columns past the strip's last row are above the diagonal.
-        let n = (start + STRIP).next_multiple_of(LANES);
-        let keys = (&*m.k_transposed, CHUNK);
-        let product = |a| SmallGemm { m: STRIP, n, k: dk, a, b: keys, start: Start::Zero };
-        product((&m.k[start * dk..], dk)).run(s, &mut m.lower[start * CHUNK..], CHUNK);
-        product((&m.q[start * dk..], dk)).run(s, &mut m.scores[start * CHUNK..], CHUNK);
-        for i in start..start + STRIP {
-            let (between, _) = m.between[i * CHUNK..i * CHUNK + n].as_chunks::<LANES>();
-            let (lower, _) = m.lower[i * CHUNK..i * CHUNK + n].as_chunks_mut::<LANES>();
-            let (scores, _) = m.scores[i * CHUNK..i * CHUNK + n].as_chunks_mut::<LANES>();
-            let minus_beta = s.splat(-m.beta[i]);
-            for (c, ((between, lower), scores)) in between.iter().zip(lower).zip(scores).enumerate() {
-                let between = s.load(between);
-                s.store(s.mul(between, s.load(scores)), scores);
-                let entry = s.mul(minus_beta, s.mul(between, s.load(lower)));
-                let below = s.select_lt(lane_numbers(s, c * LANES), s.splat(i as f32), entry, s.splat(0.0));
-                s.store(below, lower);
-            }
-        }
-    }
-}
-
-/// Solves `(1 + L) U = R` in place: a strip takes what the rows before it contribute, then its own rows in turn.
-#[inline(always)]
-fn solve<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
-    let dv = m.dv;
-    for start in (0..padded).step_by(STRIP) {
-        let (solved, strip) = m.u.split_at_mut(start * dv);
-        let a = (&m.lower[start * CHUNK..], CHUNK);
-        let gemm = SmallGemm { m: STRIP, n: dv, k: start, a, b: (&*solved, dv), start: Start::Scaled(1.0) };
-        gemm.run(s, strip, dv);
-        for i in 1..STRIP {
-            let (above, row) = strip.split_at_mut(i * dv);
-            let a = (&m.lower[(start + i) * CHUNK + start..], CHUNK);
-            let gemm = SmallGemm { m: 1, n: dv, k: i, a, b: (&*above, dv), start: Start::Scaled(1.0) };
-            gemm.run(s, row, dv);
-        }
-    }
-}
-
-/// `Y = e^G q S + P U`
-#[inline(always)]
-fn outputs<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
-    let (dk, dv) = (m.dk, m.dv);
-    let gemm = SmallGemm { m: padded, n: dv, k: dk, a: (&*m.q, dk), b: (&*m.state, dv), start: Start::Zero };
-    gemm.run(s, m.y, dv);
-    for start in (0..padded).step_by(STRIP) {
-        let a = (&m.scores[start * CHUNK..], CHUNK);
-        let factors = Start::Rows(&m.from_start[start..]);
-        let gemm = SmallGemm { m: STRIP, n: dv, k: start + STRIP, a, b: (&*m.u, dv), start: factors };
-        gemm.run(s, &mut m.y[start * dv..], dv);
-    }
-}
-
-/// `S = e^G[last] S + sum_j e^(G[last] - G[j]) k[j] u[j]^T`
-#[inline(always)]
-fn update_state<S: Simd>(s: S, rows: usize, m: &mut Scratch<'_>) {
-    let (dk, dv) = (m.dk, m.dv);
-    for (i, decayed) in m.u_decayed.chunks_exact_mut(dv).enumerate().take(rows) {
-        let factor = s.splat(m.to_end[i]);
-        lanes!(s, decayed, [u = &m.u[i * dv..(i + 1) * dv]] => s.mul(u, factor));
-    }
-    let start = Start::Scaled(m.from_start[rows - 1]);
-    let gemm =
-        SmallGemm { m: dk, n: dv, k: rows, a: (&*m.k_transposed, CHUNK), b: (&*m.u_decayed, dv), start };
-    gemm.run(s, m.state, dv);
 }

@@ -1,0 +1,141 @@
+//! The gated delta rule, one token at a time: the decode regime.
+//!
+//! For each value head `h`, which reads key head `h / (Hv / Hk)`, with `S` its state `[Dk, Dv]`:
+//!
+//! ```text
+//! q, k    = q / |q| * Dk^-0.5, k / |k|           |x| = sqrt(sum(x^2) + 1e-6)
+//! beta    = sigmoid(b)
+//! decay   = e^g,  g = -e^A_log * softplus(a + dt_bias)
+//! S'      = decay * S
+//! u       = beta * (v - k S')
+//! y       = q S' + (q . k) u                     equal to q S, without another sweep
+//! S       = S' + k u^T
+//! ```
+//!
+//! Columns of a state do not meet, so heads are cut into column blocks when there are too few of them.
+//!
+//! # The delta log
+//! `(k, u, g)` of a token is its *record*: `S = e^g S + k u^T` again gives the same bits. A step whose rows
+//! may be taken back does not write the state: it leaves records. The next step is told how many were
+//! accepted, applies those and writes the state once. Taking back rows moves a count, no bytes.
+//!
+//! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes a token of one sequence.
+//! The first sweep (k S', q S') brings a block to L2, the second updates it there.
+
+mod inputs;
+mod step;
+
+pub use inputs::{GatedDeltaInputs, GatedDeltaShape};
+
+use super::rows::{Batch, RowsMut};
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use crate::simd::{self, Simd, VectorKernel};
+use step::{BLOCK, Step};
+
+/// Records of the rows that the last step left open.
+#[derive(Clone, Copy)]
+pub struct DeltaLog<'a> {
+    /// `[slots, capacity, record_len]`, by slot of the sequence.
+    pub records: SharedMut<'a, f32>,
+    /// Records of a slot.
+    pub capacity: usize,
+    /// Records to apply before this step's rows, `[B]`.
+    pub accepted: &'a [u32],
+    /// Leave this step's rows open (at most `capacity` for each sequence) instead of committing them.
+    pub keep_open: bool,
+}
+
+/// What `gated_delta` reads and writes.
+#[derive(Clone, Copy)]
+pub struct GatedDelta<'a> {
+    /// Rows of all sequences.
+    pub inputs: GatedDeltaInputs<'a>,
+    /// Rows of each sequence. Positions are not read.
+    pub batch: Batch<'a>,
+    /// Slot of each sequence, `[B]`, all different.
+    pub slot: &'a [u32],
+    /// `[slots, Hv, Dk, Dv]`, updated in place.
+    pub state: SharedMut<'a, f32>,
+    /// Where rows may be taken back; `None`: every step commits.
+    pub log: Option<DeltaLog<'a>>,
+    /// `[T, Hv * Dv]`
+    pub y: RowsMut<'a>,
+}
+
+/// `f32` values of workspace for `workers` workers.
+pub fn gated_delta_workspace_len(shape: &GatedDeltaShape, workers: usize) -> usize {
+    workers * worker_len(shape)
+}
+
+/// A query, a key, and a block of the state that runs ahead of the committed one.
+fn worker_len(shape: &GatedDeltaShape) -> usize {
+    shape.key_size * (2 + BLOCK)
+}
+
+/// The gated delta rule in the decode regime. `workspace` holds [`gated_delta_workspace_len`] values.
+///
+/// # Panics
+/// If the shapes disagree, a slot lies outside `state`, or more rows than the log holds are to be kept open.
+pub fn gated_delta(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
+    let shape = &task.inputs.shape;
+    task.inputs.check(task.batch.rows());
+    assert_eq!(task.slot.len(), task.batch.sequences());
+    assert!(task.y.width() == shape.value_heads * shape.value_size && task.y.len() >= task.batch.rows());
+    let needed = gated_delta_workspace_len(shape, worker.count);
+    assert!(
+        workspace.len() >= needed,
+        "gated_delta: workspace of {} values, {needed} needed",
+        workspace.len()
+    );
+    if let Some(log) = task.log {
+        assert_eq!(log.accepted.len(), task.slot.len());
+        assert!(
+            !log.keep_open || task.batch.most_rows() <= log.capacity,
+            "more rows than the log has records"
+        );
+        assert!(
+            log.accepted.iter().all(|&n| n as usize <= log.capacity),
+            "more accepted than the log has records"
+        );
+    }
+    let start = worker.index * worker_len(shape);
+    simd::run(Step { task, workspace, start, worker });
+    if let Some(log) = task.log.filter(|log| log.keep_open) {
+        // Keys and decays of a head are read by all its blocks, so they are replaced when all are done.
+        worker.barrier();
+        simd::run(WriteKeys { task, log, worker });
+    }
+}
+
+/// Keys and decays of the rows kept open.
+struct WriteKeys<'a, 'w> {
+    task: &'a GatedDelta<'a>,
+    log: DeltaLog<'a>,
+    worker: &'a Worker<'w>,
+}
+
+impl VectorKernel for WriteKeys<'_, '_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (inputs, batch) = (&self.task.inputs, &self.task.batch);
+        let shape = &inputs.shape;
+        for t in self.worker.claim(batch.rows(), 1).flatten() {
+            let b = batch.sequence_of(t);
+            let record = self.task.slot[b] as usize * self.log.capacity + t - batch.rows_of(b).start;
+            let keys = record * shape.record_len();
+            let gates = keys + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size;
+            // SAFETY: each row has one record, and each row is claimed once.
+            let (keys, gates) = unsafe {
+                let keys = self.log.records.range(keys..keys + shape.key_heads * shape.key_size);
+                (keys, self.log.records.range(gates..gates + shape.value_heads))
+            };
+            for (head, key) in keys.chunks_exact_mut(shape.key_size).enumerate() {
+                inputs.key(s, t, head, key);
+            }
+            for (head, gate) in gates.iter_mut().enumerate() {
+                *gate = inputs.log_decay(t, head);
+            }
+        }
+    }
+}
