@@ -3,6 +3,7 @@
 mod common;
 
 use std::io::Read;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use common::{arg, fixture, floats, json, keel_with_input, relative_error, stderr, succeed};
@@ -121,23 +122,28 @@ fn inspect_counts_and_names() {
     assert!(succeed(&["inspect", arg(&folder)]).contains("bits per weight"));
 }
 
+/// Relative error of the logits of a fixture's copy in so many bits.
+fn quantisation_error(folder: &Path, bits: &str) -> f64 {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let copy = dir.path().join("copy");
+    let report = json(&["quantize", arg(folder), arg(&copy), "--bits", bits, "--group-size", "32", "--json"]);
+    assert!(report["quantized"].as_u64().is_some_and(|n| n > 10), "{report}");
+    let logits = |model: &Path, file: &str| {
+        let out = dir.path().join(file);
+        let ids = "1,2,3,5,8,13,21,34,55,89";
+        succeed(&["logits", "--model", arg(model), "--ids", ids, "--compute", "f32", "--out", arg(&out)]);
+        floats(&out, "logits")
+    };
+    relative_error(&logits(&copy, "copy.safetensors"), &logits(folder, "dense.safetensors"))
+}
+
 #[test]
-fn a_quantised_copy_runs_and_stays_close() {
+fn a_quantised_copy_runs_and_more_bits_stay_closer() {
     for name in ["qwen3_5", "qwen3_5_moe"] {
         let Some(folder) = fixture(name) else { continue };
-        let dir = tempfile::tempdir().expect("a temporary folder");
-        let quantised = dir.path().join("eight");
-        let report =
-            json(&["quantize", arg(&folder), arg(&quantised), "--bits", "8", "--group-size", "32", "--json"]);
-        assert!(report["quantized"].as_u64().is_some_and(|n| n > 10), "{report}");
-        let logits = |model, file: &str| {
-            let out = dir.path().join(file);
-            let ids = "1,2,3,5,8,13,21,34,55,89";
-            succeed(&["logits", "--model", model, "--ids", ids, "--compute", "f32", "--out", arg(&out)]);
-            floats(&out, "logits")
-        };
-        let error = relative_error(&logits(arg(&quantised), "q"), &logits(arg(&folder), "d"));
-        assert!(error > 1e-6 && error < 0.05, "{name}: {error}");
+        // The fixtures' weights are large and random: a small error grows from layer to layer.
+        let (eight, four) = (quantisation_error(&folder, "8"), quantisation_error(&folder, "4"));
+        assert!(eight > 1e-6 && eight < 0.3 && eight < four / 2.0, "{name}: {eight} and {four}");
     }
 }
 

@@ -81,3 +81,16 @@ fn prefill_grows_by_the_bytes_of_keys_and_values() {
     let kv = 2.0 * 2.0 * 2.0 * 64.0 * 2.0;
     assert!((growth - kv).abs() <= 0.01 * kv, "{growth} bytes per token, keys and values take {kv}");
 }
+
+#[test]
+fn a_shape_is_planned_without_a_checkpoint() {
+    let shape = ["plan", "--shape", "qwen3.5-35b-a3b", "--context", "8192", "--batch", "2", "--json"];
+    let plan = json(&shape);
+    // 10 attention layers with keys and values of 2 heads of 256 in two bytes, for 2 x 8192 tokens.
+    assert_eq!(plan["kv"], 10 * 2 * 2 * 256 * 2 * 2 * 8192);
+    // 30 recurrent layers: 32 states of 128 x 128 in f32, and three rows of 8192 channels, for 2 sequences.
+    assert_eq!(plan["recurrent"], 30 * 2 * 4 * (32 * 128 * 128 + 3 * 8192));
+    let weights = plan["weights"].as_f64().expect("a number");
+    let dense = json(&[&shape[..], &["--dtype", "bf16"]].concat())["weights"].as_f64().expect("a number");
+    assert!((3.4..3.7).contains(&(dense / weights)), "16 bits against 4.5: {dense} and {weights}");
+}

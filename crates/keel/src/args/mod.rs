@@ -5,9 +5,11 @@ mod device;
 mod ids;
 mod model;
 mod sampling;
+mod subject;
 
 pub use bytes::parse_bytes;
 pub use device::DeviceArgs;
 pub use ids::IdArgs;
 pub use model::{EngineArgs, ModelArgs};
 pub use sampling::SamplingArgs;
+pub use subject::{Subject, SubjectArgs};

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use keel_engine::SamplerOptions;
+use keel_engine::{Sampler, SamplerOptions};
 use keel_text::GenerationDefaults;
 
 /// Sampling. What is not given is taken from the checkpoint's generation_config.json.
@@ -54,7 +54,10 @@ fn parse_bias(text: &str) -> Result<(u32, f32)> {
 impl SamplingArgs {
     /// The options, with the checkpoint's recommendations where nothing was given. A checkpoint that does not ask
     /// for sampling is decoded greedily.
-    pub fn options(&self, defaults: &GenerationDefaults) -> SamplerOptions {
+    ///
+    /// # Errors
+    /// If one is out of range: better now than when the model has been loaded.
+    pub fn options(&self, defaults: &GenerationDefaults) -> Result<SamplerOptions> {
         let neutral = SamplerOptions::default();
         let sampled =
             GenerationDefaults { temperature: defaults.temperature.or(Some(1.0)), ..defaults.clone() };
@@ -63,7 +66,7 @@ impl SamplingArgs {
         let choose = |given: Option<f32>, recommended: Option<f32>, neutral: f32| {
             given.or(recommended).unwrap_or(neutral)
         };
-        SamplerOptions {
+        let options = SamplerOptions {
             temperature: choose(self.temperature, recommended.temperature, neutral.temperature),
             top_k: self.top_k.or(recommended.top_k.map(|k| k as usize)).unwrap_or(neutral.top_k),
             top_p: choose(self.top_p, recommended.top_p, neutral.top_p),
@@ -77,7 +80,9 @@ impl SamplingArgs {
             frequency_penalty: self.frequency_penalty,
             logit_bias: self.logit_bias.clone(),
             seed: self.seed,
-        }
+        };
+        Sampler::new(options.clone(), &[])?;
+        Ok(options)
     }
 }
 
@@ -94,7 +99,11 @@ mod tests {
 
     fn options(args: &[&str], defaults: &GenerationDefaults) -> SamplerOptions {
         let args = ["keel"].iter().chain(args);
-        Cli::try_parse_from(args).unwrap_or_else(|e| panic!("{e}")).sampling.options(defaults)
+        Cli::try_parse_from(args)
+            .unwrap_or_else(|e| panic!("{e}"))
+            .sampling
+            .options(defaults)
+            .expect("in range")
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::io::{BufRead, IsTerminal, stdin, stdout};
 use anyhow::{Context, Result};
 use clap::Args;
 use keel_cache::SequenceCache;
-use keel_engine::{EngineOptions, GenerateOptions, PREFILL_GRID, TokenIterator};
+use keel_engine::{EngineOptions, GenerateOptions, PREFILL_GRID, SamplerOptions, TokenIterator};
 use keel_text::{ChatTemplate, Message};
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs};
@@ -51,8 +51,10 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
     let options = EngineOptions { context, checkpoints: CHECKPOINTS, ..args.engine.options() };
+    let sampler = args.sampling.options(&text.defaults)?;
+    TextStream::new(&text.tokenizer, &args.sampling.stop)?;
     let session = Session::load(&args.device, &model, options)?;
-    Conversation::new(args, text, template, session).talk()
+    Conversation::new(args, sampler, text, template, session).talk()
 }
 
 /// What a line of input asks for.
@@ -81,6 +83,7 @@ impl Input<'_> {
 
 struct Conversation<'a> {
     args: &'a ChatArgs,
+    sampler: SamplerOptions,
     text: ModelText,
     template: ChatTemplate,
     session: Session,
@@ -93,12 +96,14 @@ struct Conversation<'a> {
 impl<'a> Conversation<'a> {
     fn new(
         args: &'a ChatArgs,
+        sampler: SamplerOptions,
         text: ModelText,
         template: ChatTemplate,
         session: Session,
     ) -> Conversation<'a> {
         let mut conversation = Conversation {
             args,
+            sampler,
             text,
             template,
             session,
@@ -172,7 +177,7 @@ impl<'a> Conversation<'a> {
         tracing::debug!("{at} of {} tokens are in the cache", prompt.len());
         let options = GenerateOptions {
             max_tokens: self.args.sampling.max_tokens,
-            sampler: self.args.sampling.options(&self.text.defaults),
+            sampler: self.sampler.clone(),
             end_tokens: self.text.end_tokens(),
             one_by_one: false,
         };
@@ -184,7 +189,7 @@ impl<'a> Conversation<'a> {
             })?;
         bar.finish_and_clear();
         self.cached_ids = prompt;
-        while let Some(id) = tokens.next() {
+        for id in tokens.by_ref() {
             let id = id?;
             self.cached_ids.push(id);
             output::text(stream.push(id)?)?;

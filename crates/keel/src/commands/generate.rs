@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use keel_engine::{Engine, EngineOptions, FinishReason, GenerateOptions, TokenIterator};
+use keel_engine::{Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, TokenIterator};
 use keel_text::{GenerationDefaults, Message};
 use serde_json::json;
 
@@ -53,6 +53,27 @@ pub struct GenerateArgs {
     quiet: bool,
 }
 
+/// How it is continued, checked before the model is loaded.
+struct How {
+    options: GenerateOptions,
+    stream: Option<TextStream>,
+}
+
+impl How {
+    fn new(args: &GenerateArgs, text: Option<&ModelText>) -> Result<How> {
+        let defaults = text.map_or(GenerationDefaults::default(), |text| text.defaults.clone());
+        let end_tokens = text.filter(|_| !args.sampling.ignore_eos).map_or(Vec::new(), ModelText::end_tokens);
+        let options = GenerateOptions {
+            max_tokens: args.sampling.max_tokens,
+            sampler: args.sampling.options(&defaults)?,
+            end_tokens,
+            one_by_one: args.one_by_one,
+        };
+        let stream = text.map(|text| TextStream::new(&text.tokenizer, &args.sampling.stop)).transpose()?;
+        Ok(How { options, stream })
+    }
+}
+
 /// What came of it.
 struct Outcome {
     text: String,
@@ -82,17 +103,22 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         bail!("the prompt is empty: there is nothing to continue");
     }
     check_ids(&model.config, &prompt.ids)?;
+    let how = How::new(args, text.as_ref())?;
     let options =
         EngineOptions { context: context(args, &model, prompt.ids.len())?, ..args.engine.options() };
     let mut session = Session::load(&args.device, &model, options)?;
-    let outcome = generate(args, &mut session, text.as_ref(), &prompt)?;
+    let outcome = generate(args, &mut session, &prompt, how)?;
     report(args, &outcome)
 }
 
 /// As much context as was asked for, or as is needed.
 fn context(args: &GenerateArgs, model: &Model, prompt_tokens: usize) -> Result<usize> {
     if let Some(context) = args.context {
-        return context_for(&model.config, context).context("--context");
+        let context = context_for(&model.config, context).context("--context")?;
+        if prompt_tokens > context {
+            return Err(EngineError::Context { needed: prompt_tokens, context }.into());
+        }
+        return Ok(context);
     }
     let max_tokens = args.sampling.max_tokens;
     context_for(&model.config, prompt_tokens.saturating_add(max_tokens))
@@ -123,21 +149,8 @@ fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {
     Ok(Prompt { ids: text.encode_text(&written)?, echo: written })
 }
 
-fn generate(
-    args: &GenerateArgs,
-    session: &mut Session,
-    text: Option<&ModelText>,
-    prompt: &Prompt,
-) -> Result<Outcome> {
-    let defaults = text.map_or(GenerationDefaults::default(), |text| text.defaults.clone());
-    let end_tokens = text.filter(|_| !args.sampling.ignore_eos).map_or(Vec::new(), ModelText::end_tokens);
-    let options = GenerateOptions {
-        max_tokens: args.sampling.max_tokens,
-        sampler: args.sampling.options(&defaults),
-        end_tokens,
-        one_by_one: args.one_by_one,
-    };
-    let mut stream = text.map(|text| TextStream::new(&text.tokenizer, &args.sampling.stop)).transpose()?;
+fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, how: How) -> Result<Outcome> {
+    let How { options, mut stream } = how;
     let mut tokens = start(&mut session.engine, &prompt.ids, options)?;
     let prefill = tokens.prefill_time();
     if !args.quiet {
@@ -145,7 +158,7 @@ fn generate(
     }
     let decode_start = Instant::now();
     let mut ids = Vec::new();
-    while let Some(id) = tokens.next() {
+    for id in tokens.by_ref() {
         let id = id?;
         ids.push(id);
         let Some(stream) = &mut stream else { continue };

@@ -7,14 +7,12 @@ use clap::Args;
 use keel_array::Backend;
 use keel_engine::EngineOptions;
 use keel_engine::plan::fit;
-use keel_models::loading::CheckpointParameters;
 use serde_json::json;
 
-use crate::args::{DeviceArgs, EngineArgs, ModelArgs, parse_bytes};
+use crate::args::{DeviceArgs, EngineArgs, Subject, SubjectArgs, parse_bytes};
+use crate::output;
 use crate::report::{categories, human_bytes, plan_table};
 use crate::session::{self, context_for};
-use crate::source::Model;
-use crate::{output, source};
 
 /// Print the memory that a run will take, by category, without loading weights.
 ///
@@ -23,7 +21,7 @@ use crate::{output, source};
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     #[command(flatten)]
-    model: ModelArgs,
+    subject: SubjectArgs,
     /// Tokens of a sequence, prompt and generated together, rounded up to pages of 256.
     #[arg(long, value_name = "N", default_value_t = 4096)]
     context: usize,
@@ -44,18 +42,18 @@ pub struct PlanArgs {
 
 /// Runs the command.
 pub fn run(args: &PlanArgs) -> Result<()> {
-    let model = source::open(args.model.model.as_deref())?;
-    let context = context_for(&model.config, args.context).context("--context")?;
+    let model = args.subject.open()?;
+    let subject = args.subject.subject(model.as_ref())?;
+    let context = context_for(&subject.config, args.context).context("--context")?;
     let options = EngineOptions { context, sequences: args.batch, ..args.engine.options() };
     match args.limit {
-        Some(limit) => print_fit(args, &model, options, limit),
-        None => print_plan(args, &model, options),
+        Some(limit) => print_fit(args, &subject, options, limit),
+        None => print_plan(args, &subject, options),
     }
 }
 
-fn print_plan(args: &PlanArgs, model: &Model, options: EngineOptions) -> Result<()> {
-    let parameters = CheckpointParameters(&model.checkpoint);
-    let planned = session::plan(&args.device, &parameters, model.checkpoint.config(), options)?;
+fn print_plan(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<()> {
+    let planned = session::plan(&args.device, &*subject.parameters, &subject.json, options)?;
     if args.json {
         return output::json(&categories(&planned));
     }
@@ -63,10 +61,9 @@ fn print_plan(args: &PlanArgs, model: &Model, options: EngineOptions) -> Result<
     output::text(&plan_table(&planned))
 }
 
-fn print_fit(args: &PlanArgs, model: &Model, options: EngineOptions, limit: u64) -> Result<()> {
+fn print_fit(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions, limit: u64) -> Result<()> {
     let backend: Arc<dyn Backend> = Arc::new(args.device.planning_backend()?);
-    let parameters = CheckpointParameters(&model.checkpoint);
-    let fit = fit(&backend, &parameters, model.checkpoint.config(), options, limit)?;
+    let fit = fit(&backend, &*subject.parameters, &subject.json, options, limit)?;
     if args.json {
         return output::json(&json!({"limit": limit, "context": fit.context, "batch": fit.sequences}));
     }

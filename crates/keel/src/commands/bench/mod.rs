@@ -8,20 +8,14 @@ mod runs;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use clap::{Args, ValueEnum};
-use keel_array::{DType, WeightFormat};
+use clap::Args;
 use keel_engine::EngineOptions;
-use keel_models::loading::{CheckpointParameters, Parameters, RandomParameters};
-use keel_models::{HybridConfig, SHAPE_NAMES};
-use keel_weights::affine::{AFFINE_BITS, AFFINE_GROUP_SIZES};
-use keel_weights::{AffineFormat, TensorSource};
 use serde_json::{Value, json};
 
-use crate::args::{DeviceArgs, EngineArgs};
+use crate::args::{DeviceArgs, EngineArgs, Subject, SubjectArgs};
+use crate::output;
 use crate::report::{Memory, human_bytes};
 use crate::session::{self, Session, context_for};
-use crate::source::Model;
-use crate::{output, source};
 use cost::Cost;
 use machine::Machine;
 use plot::Recorder;
@@ -34,21 +28,8 @@ use runs::{Runs, Spread};
 /// in the same run, would allow at most.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
-    /// A folder, a weights file or a hub name; without it and --shape, the built-in model.
-    #[arg(long, short, value_name = "MODEL")]
-    model: Option<String>,
-    /// A published shape with random weights.
-    #[arg(long, value_name = "NAME", conflicts_with = "model")]
-    shape: Option<String>,
-    /// Bits per random weight: 2, 3, 4, 5, 6 or 8.
-    #[arg(long, value_name = "N", requires = "shape", conflicts_with = "dtype")]
-    bits: Option<usize>,
-    /// Random weights that share a scale: 32, 64 or 128.
-    #[arg(long, value_name = "N", requires = "shape", conflicts_with = "dtype", default_value_t = 64)]
-    group_size: usize,
-    /// Dense random weights of this type.
-    #[arg(long, value_enum, value_name = "TYPE", requires = "shape")]
-    dtype: Option<DTypeArg>,
+    #[command(flatten)]
+    subject: SubjectArgs,
     /// Tokens of the prompt.
     #[arg(long, value_name = "N", default_value_t = 512)]
     prompt: usize,
@@ -73,23 +54,6 @@ pub struct BenchArgs {
     json: bool,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum DTypeArg {
-    Bf16,
-    F16,
-    F32,
-}
-
-/// What is timed.
-struct Subject<'a> {
-    name: String,
-    config: HybridConfig,
-    json: Value,
-    parameters: Box<dyn Parameters + 'a>,
-    /// Whether linear layers are quantised, and so multiplied in 8-bit integers.
-    quantised: bool,
-}
-
 /// What was measured.
 struct Report {
     subject: String,
@@ -108,8 +72,8 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     if args.prompt == 0 || args.generated == 0 {
         bail!("--prompt and --gen take at least one token");
     }
-    let model = if args.shape.is_none() { Some(source::open(args.model.as_deref())?) } else { None };
-    let subject = subject(args, model.as_ref())?;
+    let model = args.subject.open()?;
+    let subject = args.subject.subject(model.as_ref())?;
     let tokens = args.prompt.saturating_add(args.generated);
     let options = EngineOptions {
         context: context_for(&subject.config, tokens).context("--prompt and --gen")?,
@@ -118,45 +82,6 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     };
     let report = measure(args, &subject, options)?;
     if args.json { output::json(&report.to_json(args)) } else { output::text(&report.to_text(args)) }
-}
-
-fn subject<'a>(args: &BenchArgs, model: Option<&'a Model>) -> Result<Subject<'a>> {
-    if let Some(model) = model {
-        return Ok(Subject {
-            name: model.checkpoint.folder().display().to_string(),
-            config: model.config.clone(),
-            json: model.checkpoint.config().clone(),
-            parameters: Box::new(CheckpointParameters(&model.checkpoint)),
-            quantised: model.checkpoint.quantization().is_some(),
-        });
-    }
-    let name = args.shape.clone().unwrap_or_default();
-    let Some(json) = keel_models::shape(&name) else {
-        bail!("--shape {name} is not known; there are {}", SHAPE_NAMES.join(", "));
-    };
-    let format = random_format(args)?;
-    let config = keel_models::read_config(&json)?;
-    let quantised = matches!(format, WeightFormat::Affine { .. });
-    Ok(Subject { name, config, json, parameters: Box::new(RandomParameters { format }), quantised })
-}
-
-/// The format of random weights: 4 bits in groups of 64 unless another is asked for.
-fn random_format(args: &BenchArgs) -> Result<WeightFormat> {
-    if let Some(dtype) = args.dtype {
-        return Ok(WeightFormat::Dense(match dtype {
-            DTypeArg::Bf16 => DType::BF16,
-            DTypeArg::F16 => DType::F16,
-            DTypeArg::F32 => DType::F32,
-        }));
-    }
-    let (bits, group_size) = (args.bits.unwrap_or(4), args.group_size);
-    if AffineFormat::new(bits, group_size).is_none() {
-        bail!(
-            "{bits} bits in groups of {group_size} do not exist: bits are one of {AFFINE_BITS:?}, group sizes one \
-             of {AFFINE_GROUP_SIZES:?}"
-        );
-    }
-    Ok(WeightFormat::Affine { bits: bits as u8, group_size: group_size as u16, scale_dtype: DType::BF16 })
 }
 
 fn measure(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<Report> {

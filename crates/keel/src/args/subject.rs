@@ -1,0 +1,109 @@
+//! A model on disk, or a shape with random weights.
+
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use keel_array::{DType, WeightFormat};
+use keel_models::loading::{CheckpointParameters, Parameters, RandomParameters};
+use keel_models::{HybridConfig, SHAPE_NAMES};
+use keel_weights::affine::{AFFINE_BITS, AFFINE_GROUP_SIZES};
+use keel_weights::{AffineFormat, TensorSource};
+use serde_json::Value;
+
+use crate::source::{self, Model};
+
+/// A model, or a shape.
+#[derive(Clone, Debug, Args)]
+pub struct SubjectArgs {
+    /// A folder, a weights file or a hub name; without it and --shape, the built-in model.
+    #[arg(long, short, value_name = "MODEL")]
+    model: Option<String>,
+    /// A published shape, with random weights: no checkpoint is needed.
+    #[arg(long, value_name = "NAME", conflicts_with = "model")]
+    shape: Option<String>,
+    /// Bits per random weight: 2, 3, 4, 5, 6 or 8.
+    #[arg(long, value_name = "N", requires = "shape", default_value_t = 4)]
+    bits: usize,
+    /// Random weights that share a scale: 32, 64 or 128.
+    #[arg(long, value_name = "N", requires = "shape", default_value_t = 64)]
+    group_size: usize,
+    /// Dense random weights of this type.
+    #[arg(long, value_enum, value_name = "TYPE", requires = "shape", conflicts_with_all = ["bits", "group_size"])]
+    dtype: Option<DTypeArg>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum DTypeArg {
+    Bf16,
+    F16,
+    F32,
+}
+
+/// What is planned or timed.
+pub struct Subject<'a> {
+    /// The folder or the shape's name.
+    pub name: String,
+    /// The numbers of the config.
+    pub config: HybridConfig,
+    /// The config.
+    pub json: Value,
+    /// The weights.
+    pub parameters: Box<dyn Parameters + 'a>,
+    /// Whether linear layers are quantised, and so multiplied in 8-bit integers.
+    pub quantised: bool,
+}
+
+impl SubjectArgs {
+    /// Opens the model; `None` where a shape is asked for.
+    ///
+    /// # Errors
+    /// As [`source::open`].
+    pub fn open(&self) -> Result<Option<Model>> {
+        if self.shape.is_some() { Ok(None) } else { source::open(self.model.as_deref()).map(Some) }
+    }
+
+    /// The model that was opened, or the shape.
+    ///
+    /// # Errors
+    /// A shape or format that does not exist.
+    pub fn subject<'a>(&self, model: Option<&'a Model>) -> Result<Subject<'a>> {
+        if let Some(model) = model {
+            return Ok(Subject {
+                name: model.checkpoint.folder().display().to_string(),
+                config: model.config.clone(),
+                json: model.checkpoint.config().clone(),
+                parameters: Box::new(CheckpointParameters(&model.checkpoint)),
+                quantised: model.checkpoint.quantization().is_some(),
+            });
+        }
+        let name = self.shape.clone().unwrap_or_default();
+        let Some(json) = keel_models::shape(&name) else {
+            bail!("--shape {name} is not known; there are {}", SHAPE_NAMES.join(", "));
+        };
+        let format = self.random_format()?;
+        Ok(Subject {
+            name,
+            config: keel_models::read_config(&json)?,
+            json,
+            parameters: Box::new(RandomParameters { format }),
+            quantised: self.dtype.is_none(),
+        })
+    }
+
+    fn random_format(&self) -> Result<WeightFormat> {
+        if let Some(dtype) = self.dtype {
+            return Ok(WeightFormat::Dense(match dtype {
+                DTypeArg::Bf16 => DType::BF16,
+                DTypeArg::F16 => DType::F16,
+                DTypeArg::F32 => DType::F32,
+            }));
+        }
+        let (bits, group_size) = (self.bits, self.group_size);
+        if AffineFormat::new(bits, group_size).is_none() {
+            bail!(
+                "{bits} bits in groups of {group_size} do not exist: bits are one of {AFFINE_BITS:?}, group sizes \
+                 one of {AFFINE_GROUP_SIZES:?}"
+            );
+        }
+        Ok(WeightFormat::Affine { bits: bits as u8, group_size: group_size as u16, scale_dtype: DType::BF16 })
+    }
+}
