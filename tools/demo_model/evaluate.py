@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -101,15 +102,13 @@ class Evaluation:
             by_length[len(ids)].append(ids)
         return torch.tensor(max(by_length.values(), key=len)[:count])
 
-    def samples(self, count: int) -> list[dict]:
+    def samples(self, count: int) -> Iterator[dict]:
         torch.manual_seed(0)
-        out = []
         for kind, prompt in SAMPLE_PROMPTS:
             ids = torch.tensor([self.prompt_ids(kind, prompt)])
             for temperature in (0.0, 0.8):
                 (text,) = generate(self.model, ids, count, self.stop, temperature)
-                out.append({"kind": kind, "prompt": prompt, "temperature": temperature, "text": self.tokenizer.decode(text)})
-        return out
+                yield {"kind": kind, "prompt": prompt, "temperature": temperature, "text": self.tokenizer.decode(text)}
 
     @torch.no_grad()
     def expected(self, count: int = 32) -> list[dict]:
@@ -157,12 +156,13 @@ def main() -> None:
     for kind in ("text", "chat"):
         report[kind] = evaluation.acceptance(kind, args.prompts, 200)
         print(kind, report[kind], flush=True)
-    report["samples"] = evaluation.samples(220)
-    for sample in report["samples"]:
-        print(f"--- {sample['kind']} T={sample['temperature']} {sample['prompt']!r}\n{sample['text']}", flush=True)
     for kind in ("text", "chat"):
         report[kind] |= evaluation.heldout_loss(kind == "chat")
         print(kind, report[kind], flush=True)
+    report["samples"] = []
+    for sample in evaluation.samples(220):
+        report["samples"].append(sample)
+        print(f"--- {sample['kind']} T={sample['temperature']} {sample['prompt']!r}\n{sample['text']}", flush=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
