@@ -1,5 +1,7 @@
 //! Positions: the order in which a call computes its rows, and how that order is cut into blocks.
 
+use std::ops::Range;
+
 /// Rows that go through one matrix, as positions in the sorted order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
@@ -21,6 +23,16 @@ pub(super) struct RowBlock {
 }
 
 impl Segment {
+    /// The blocks of `positions`, which start and end where blocks do.
+    pub(super) fn blocks(&self, positions: Range<usize>, largest: usize) -> impl Iterator<Item = RowBlock> {
+        let mut next = positions.start;
+        std::iter::from_fn(move || {
+            let block = (next < positions.end).then(|| self.block(next, largest))?;
+            next = block.start + block.rows;
+            Some(block)
+        })
+    }
+
     /// The block of a position: blocks of `largest` rows from the segment's start on, then of half as many and so
     /// on, one each as needed.
     pub(super) fn block(&self, position: usize, largest: usize) -> RowBlock {
@@ -69,8 +81,7 @@ mod tests {
             let segment = Segment { matrix: 0, start: 5, end: 5 + len };
             let mut sizes = Vec::new();
             let mut position = 5;
-            while position < segment.end as usize {
-                let block = segment.block(position, largest);
+            for block in segment.blocks(5..segment.end as usize, largest) {
                 assert_eq!((block.start, block.row), (position, 0));
                 for row in 0..block.rows {
                     assert_eq!(segment.block(position + row, largest), RowBlock { row, ..block });

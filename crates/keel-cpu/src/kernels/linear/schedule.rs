@@ -1,13 +1,16 @@
 //! Which worker computes which part of a linear layer, and in which order.
 //!
 //! A unit is a run of tile pairs of one matrix against a chunk of rows. Units are claimed one by one, since the
-//! machine may be shared and a fixed half would wait for the slower worker. Within a unit each block of rows meets
-//! all the pairs before the next block: its activations stay in the first-level cache, the unit's weights in the
-//! second, and its results are written side by side. What comes next is asked for while a pair is computed.
+//! machine may be shared and a fixed half would wait for the slower worker.
+//!
+//! With few blocks of rows, memory is what binds: each pair meets all of them while it is in the first-level cache.
+//! With many, each block meets all pairs of the unit: its activations stay in the first-level cache, the unit's
+//! weights in the second, and its results are written side by side. Either way the weights that come next are
+//! asked for evenly all the time, each block its share.
 
-use super::block::{Block, BlockFns, MAX_ROWS, PAIR};
+use super::block::{Ahead, Block, BlockFns, MAX_ROWS, PAIR};
 use super::format::{PackedLayout, TILE_ROWS};
-use super::rows::{RowMap, Segment};
+use super::rows::{RowBlock, RowMap, Segment};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use std::ops::Range;
@@ -15,11 +18,17 @@ use std::ops::Range;
 /// Activations of a chunk of rows: a quarter of a common second-level cache.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Weights of a unit: a fraction of that cache, and with few rows about four microseconds of one core's bandwidth.
+/// Weights of a unit: a fraction of that cache, and with few rows some microseconds of one core's bandwidth.
 const UNIT_BYTES: usize = 128 << 10;
 
-/// Units that each worker should have at least: while one works on its last and the one claimed ahead, others may wait.
+/// The least where memory binds: shorter runs cost bandwidth.
+const STREAMED_UNIT_BYTES: usize = 64 << 10;
+
+/// Units that each worker should have: while one works on its last and the one claimed ahead, others may wait.
 const UNITS_PER_WORKER: usize = 32;
+
+/// Blocks of rows that a pair of tiles meets one after the other.
+const FEW_BLOCKS: usize = 4;
 
 /// What the blocks of one call have in common.
 pub(super) struct Call<'a> {
@@ -57,8 +66,12 @@ impl<'a> Cut<'a> {
         let pairs = call.layout.tiles().div_ceil(PAIR);
         let chunk_rows = (CHUNK_BYTES / call.x_stride / MAX_ROWS * MAX_ROWS).max(MAX_ROWS);
         let mut cut = Cut { segments, pairs, chunk_rows, unit_pairs: 1 };
-        let most = cut.len() / (workers * UNITS_PER_WORKER);
-        cut.unit_pairs = (UNIT_BYTES / (PAIR * call.layout.tile_bytes())).min(most).max(1);
+        let rows = segments.iter().map(|segment| segment.end - segment.start).max().unwrap_or(0) as usize;
+        let streamed = rows <= FEW_BLOCKS * call.blocks.block_rows();
+        let pairs_of = |bytes: usize| bytes / (PAIR * call.layout.tile_bytes());
+        let wanted = cut.len() / (workers * UNITS_PER_WORKER);
+        let least = if streamed { pairs_of(STREAMED_UNIT_BYTES) } else { 1 };
+        cut.unit_pairs = wanted.clamp(least, pairs_of(UNIT_BYTES).max(least)).max(1);
         cut
     }
 
@@ -103,24 +116,30 @@ pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], ma
     }
 }
 
-/// A unit, block of rows by block of rows. During the first block the unit's own weights are asked for ahead of
-/// their use; during the last, those of the next unit.
+/// All pairs of a unit against all its blocks of rows.
 fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) {
-    let (first, end) = (unit.positions.start, unit.positions.end);
-    let mut position = first;
-    while position < end {
-        let rows = unit.segment.block(position, call.blocks.block_rows()).rows;
+    let largest = call.blocks.block_rows();
+    let blocks = || unit.segment.blocks(unit.positions.clone(), largest).enumerate();
+    let count = blocks().count();
+    let share = |(unit, pair): (&Unit, usize), block| {
+        Ahead::share(call.layout, tile(call, &unit.segment, pair * PAIR), block, count)
+    };
+    if count <= FEW_BLOCKS {
         for pair in unit.pairs.clone() {
-            let in_unit = (position == first && pair + 1 < unit.pairs.end).then_some((unit, pair + 1));
-            let after = || {
-                let pair = if first + rows == end { 0 } else { pair - unit.pairs.start };
-                next.filter(|next| position + rows == end && next.pairs.start + pair < next.pairs.end)
-                    .map(|next| (next, next.pairs.start + pair))
-            };
-            let ahead = in_unit.or_else(after).map(|(unit, pair)| tile(call, &unit.segment, pair * PAIR));
-            run_block(call, unit, pair, position, rows, ahead, map);
+            let after = next.map(|next| (next, next.pairs.start));
+            let coming = if pair + 1 < unit.pairs.end { Some((unit, pair + 1)) } else { after };
+            for (i, block) in blocks() {
+                run_block(call, unit, pair, block, coming.map(|coming| share(coming, i)), map);
+            }
         }
-        position += rows;
+    } else {
+        for (i, block) in blocks() {
+            for pair in unit.pairs.clone() {
+                let coming = next.map(|next| (next, next.pairs.start + pair - unit.pairs.start));
+                let coming = coming.filter(|(next, pair)| *pair < next.pairs.end);
+                run_block(call, unit, pair, block, coming.map(|coming| share(coming, i)), map);
+            }
+        }
     }
 }
 
@@ -129,14 +148,13 @@ fn tile(call: &Call<'_>, segment: &Segment, tile: usize) -> *const u8 {
     &raw const call.weights[(segment.matrix as usize * call.layout.tiles() + tile) * call.layout.tile_bytes()]
 }
 
-/// One pair of tiles against the block of `rows` rows at `position`, in parts where the level has few registers.
+/// One pair of tiles against one block of rows, in parts where the level has few registers.
 fn run_block(
     call: &Call<'_>,
     unit: &Unit,
     pair: usize,
-    position: usize,
-    rows: usize,
-    mut ahead: Option<*const u8>,
+    RowBlock { start: position, rows, .. }: RowBlock,
+    mut ahead: Option<Ahead>,
     map: RowMap<'_>,
 ) {
     let n = call.layout.n();

@@ -19,8 +19,8 @@ pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(blo
         let mut tiles = block.tiles;
         let mut ahead = block.ahead;
         for g in 0..block.layout.tile_bytes() / unit {
-            if let Some(next) = ahead.as_mut() {
-                super::prefetch_pair::<S>(next, unit, block.layout.tile_bytes());
+            if let Some(ahead) = ahead.as_mut() {
+                ahead.ask::<S>(block.layout.tile_bytes());
             }
             let at = tiles.map(|tile| tile.add(group * BITS * 2));
             let scale = [params::<S>(at[0], float), params::<S>(at[1], float)];

@@ -29,8 +29,8 @@ pub(super) unsafe fn int8<S: Lanes, T: Tiles, const BITS: usize>(block: &Block<'
         let (mut tiles, mut x, mut ahead) = (block.tiles, block.x[0], block.ahead);
         T::configure(part);
         for _ in 0..block.layout.tile_bytes() / unit {
-            if let Some(next) = ahead.as_mut() {
-                super::prefetch_pair::<S>(next, unit, block.layout.tile_bytes());
+            if let Some(ahead) = ahead.as_mut() {
+                ahead.ask::<S>(block.layout.tile_bytes());
             }
             for (panel, tile) in panels.0.iter_mut().zip(tiles) {
                 let mut panel = panel.as_mut_ptr();

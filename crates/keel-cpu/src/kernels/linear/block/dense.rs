@@ -6,7 +6,7 @@ use super::{Block, MAX_ROWS, PAIR};
 use std::ops::Range;
 
 /// Inputs that are summed before the sum is added to the row's result.
-const CHUNK: usize = 256;
+pub(super) const CHUNK: usize = 256;
 
 /// A type of dense weights and the activations it is multiplied with.
 pub(super) trait Weights {
@@ -156,14 +156,13 @@ unsafe fn input<S: Lanes, const M: usize>(
 pub(super) unsafe fn dense<S: Lanes, D: Weights, const M: usize>(block: &Block<'_>) {
     let (k, tile_bytes) = (block.layout.k(), block.layout.tile_bytes());
     let x = &block.x.map(|row| row.cast::<D::X>());
-    let chunk_bytes = tile_bytes.min(CHUNK * block.layout.unit_bytes());
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
         let mut sums = [[S::splat(0.0); PAIR]; M];
         let mut ahead = block.ahead;
         for start in (0..k).step_by(CHUNK) {
-            if let Some(next) = ahead.as_mut() {
-                super::prefetch_pair::<S>(next, chunk_bytes, tile_bytes);
+            if let Some(ahead) = ahead.as_mut() {
+                ahead.ask::<S>(tile_bytes);
             }
             let mut dots = [[S::splat(0.0); PAIR]; M];
             D::multiply::<S, M>(&mut dots, block.tiles, x, start..k.min(start + CHUNK));

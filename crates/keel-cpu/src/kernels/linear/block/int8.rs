@@ -23,8 +23,8 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const M: usize>(block: &B
         let mut tiles = block.tiles;
         let mut ahead = block.ahead;
         for _ in 0..block.layout.tile_bytes() / unit {
-            if let Some(next) = ahead.as_mut() {
-                super::prefetch_pair::<S>(next, unit, block.layout.tile_bytes());
+            if let Some(ahead) = ahead.as_mut() {
+                ahead.ask::<S>(block.layout.tile_bytes());
             }
             let mut dots = [[S::splat_i(0); PAIR]; M];
             for part in 0..group / BLOCK {

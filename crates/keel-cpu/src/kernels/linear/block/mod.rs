@@ -35,8 +35,8 @@ pub(super) struct Block<'a> {
     pub layout: &'a super::PackedLayout,
     /// The two tiles; the same twice where only one is left.
     pub tiles: [*const u8; PAIR],
-    /// Bytes to ask for while the tiles are read, as many: the tiles that come next. May be any address.
-    pub ahead: Option<*const u8>,
+    /// What to ask for while the tiles are read.
+    pub ahead: Option<Ahead>,
     /// Where the activations of each row begin. Where they are quantised: of the whole block, see `activations`,
     /// which has `block_rows`, the first of them `first_row`.
     pub x: [*const u8; MAX_ROWS],
@@ -50,20 +50,42 @@ pub(super) struct Block<'a> {
     pub add: bool,
 }
 
-/// Asks for the next `bytes` of both tiles of the pair at `next`, and moves on by as many.
-///
-/// # Safety
-/// As [`Lanes`].
-#[inline(always)]
-unsafe fn prefetch_pair<S: Lanes>(next: &mut *const u8, bytes: usize, tile_bytes: usize) {
-    for line in (0..bytes).step_by(64) {
-        // SAFETY: a prefetch may be of any address.
-        unsafe {
-            S::prefetch(next.wrapping_add(line));
-            S::prefetch(next.wrapping_add(line + tile_bytes));
-        }
+/// Weights that come next: a block's share of a pair of tiles, asked for little by little.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    /// Within the left tile; may be any address.
+    next: *const u8,
+    /// Bytes of each tile to ask for with each group or chunk of inputs.
+    step: usize,
+}
+
+impl Ahead {
+    /// Share `block` of `blocks` of the pair at `pair`.
+    pub(super) fn share(layout: &super::PackedLayout, pair: *const u8, block: usize, blocks: usize) -> Ahead {
+        let inputs = match layout.format() {
+            super::WeightFormat::Dense(_) => dense::CHUNK,
+            super::WeightFormat::Affine { .. } => 1,
+        };
+        let step = (layout.unit_bytes() * inputs).min(layout.tile_bytes());
+        let start = layout.tile_bytes() / blocks * block;
+        Ahead { next: pair.wrapping_add(start), step: (step / blocks).next_multiple_of(64) }
     }
-    *next = next.wrapping_add(bytes);
+
+    /// Asks for the next step, and moves on.
+    ///
+    /// # Safety
+    /// As [`Lanes`].
+    #[inline(always)]
+    unsafe fn ask<S: Lanes>(&mut self, tile_bytes: usize) {
+        for line in (0..self.step).step_by(64) {
+            // SAFETY: a prefetch may be of any address.
+            unsafe {
+                S::prefetch(self.next.wrapping_add(line));
+                S::prefetch(self.next.wrapping_add(line + tile_bytes));
+            }
+        }
+        self.next = self.next.wrapping_add(self.step);
+    }
 }
 
 /// Writes the results of `M` rows, or adds them to what is there.
