@@ -17,6 +17,7 @@ use keel_testkit::compare::assert_close;
 use keel_testkit::naive::matmul::matmul_transposed;
 use keel_testkit::random::Random;
 use keel_testkit::tolerance;
+use memmap2::MmapMut;
 
 const BUDGET: Duration = Duration::from_millis(400);
 
@@ -32,10 +33,31 @@ struct Machine {
     peaks: Peaks,
 }
 
+/// Memory as the backend has it: large pages where the system gives them.
+struct Pages(MmapMut);
+
+impl Pages {
+    fn new(bytes: usize) -> Pages {
+        let pages = MmapMut::map_anon(bytes).expect("memory");
+        #[cfg(target_os = "linux")]
+        let _ = pages.advise(memmap2::Advice::HugePage);
+        Pages(pages)
+    }
+
+    /// `bytes` of `pattern` after `pattern`.
+    fn filled(bytes: usize, pattern: &[u8]) -> Pages {
+        let mut pages = Pages::new(bytes);
+        for piece in pages.0.chunks_mut(pattern.len()) {
+            piece.copy_from_slice(&pattern[..piece.len()]);
+        }
+        pages
+    }
+}
+
 /// A matrix and how often it lies in memory, one copy after the other.
 struct Matrix {
     linear: Linear,
-    copies: Vec<Vec<u8>>,
+    copies: Vec<Pages>,
 }
 
 impl Matrix {
@@ -54,8 +76,8 @@ impl Matrix {
                 pack(&pattern, Rows::Dense(&random.uniforms(pattern.n() * k, -1.0, 1.0)), &mut packed);
             }
         }
-        let matrix: Vec<u8> = packed.into_iter().cycle().take(layout.bytes()).collect();
-        let copies = vec![matrix; bytes_wanted.div_ceil(layout.bytes()).max(1)];
+        let copies = bytes_wanted.div_ceil(layout.bytes()).max(1);
+        let copies = (0..copies).map(|_| Pages::filled(layout.bytes(), &packed)).collect();
         Matrix { linear: Linear::new(layout, compute, Isa::best()), copies }
     }
 
@@ -65,7 +87,7 @@ impl Matrix {
         let start = Instant::now();
         pool.run(|worker| {
             for weights in &self.copies {
-                self.linear.run(worker, weights, x, y, Epilogue::Store, scratch);
+                self.linear.run(worker, &weights.0, x, y, Epilogue::Store, scratch);
                 worker.barrier();
             }
         });
@@ -115,7 +137,7 @@ impl Matrix {
         let columns = n.min(PATTERN_ROWS);
         let mut w = vec![0.0; columns * k];
         for (row, w) in w.chunks_exact_mut(k).enumerate() {
-            unpack_row(layout, &self.copies[0], 0, row, w);
+            unpack_row(layout, &self.copies[0].0, 0, row, w);
         }
         for row in [0, x.len() / k - 1] {
             let want = matmul_transposed(&x[row * k..(row + 1) * k], &w, k);
@@ -132,14 +154,14 @@ impl Matrix {
 /// A stack of experts, of which each row of x goes through several.
 struct Experts {
     linear: Linear,
-    weights: Vec<u8>,
+    weights: Pages,
 }
 
 impl Experts {
     fn new(experts: usize, n: usize, k: usize, format: WeightFormat) -> Experts {
         let layout = PackedLayout::stacked(experts, n, k, format).expect("a valid shape");
         let one = Matrix::new(n, k, format, Compute::fastest(format, Isa::best()), 0);
-        let weights = one.copies[0].repeat(experts);
+        let weights = Pages::filled(layout.bytes(), &one.copies[0].0);
         Experts { linear: Linear::new(layout, one.linear.compute(), Isa::best()), weights }
     }
 
@@ -168,13 +190,13 @@ impl Experts {
             let start = Instant::now();
             machine
                 .pool
-                .run(|worker| self.linear.run_gathered(worker, &self.weights, &x, &choice, y, scratch));
+                .run(|worker| self.linear.run_gathered(worker, &self.weights.0, &x, &choice, y, scratch));
             times.push(start.elapsed().as_secs_f64());
         }
         // All experts are the same matrix.
         let mut w = vec![0.0; PATTERN_ROWS * k];
         for (row, w) in w.chunks_exact_mut(k).enumerate() {
-            unpack_row(layout, &self.weights, 0, row, w);
+            unpack_row(layout, &self.weights.0, 0, row, w);
         }
         let want = matmul_transposed(&x[..k], &w, k);
         assert_close("experts", &y[..PATTERN_ROWS], &want, tolerance::INT8_ACTIVATIONS);
@@ -254,7 +276,11 @@ fn measure() -> Machine {
     let pool = ThreadPool::new(std::thread::available_parallelism().map_or(1, usize::from));
     let peaks = floors::peaks(&pool, Isa::best(), BUDGET);
     let giga = |rate: Option<f64>| rate.map_or("-".into(), |r| format!("{:.0}", r / 1e9));
-    let read = floors::read_bandwidth(&pool, &vec![1u64; 64 << 20], BUDGET);
+    let mut buffer = Pages::new(512 << 20);
+    buffer.0.fill(1);
+    // SAFETY: any bytes are words.
+    let words = unsafe { buffer.0.align_to::<u64>().1 };
+    let read = floors::read_bandwidth(&pool, words, BUDGET);
     println!(
         "{} threads, {}: f32 FMA {} GFLOP/s, int8 dot {} GOP/s, bf16 dot {} GFLOP/s, memory read {:.1} GB/s",
         pool.workers(),

@@ -22,7 +22,7 @@ const CHUNK_BYTES: usize = 256 << 10;
 const UNIT_BYTES: usize = 128 << 10;
 
 /// The least where memory binds: shorter runs cost bandwidth.
-const STREAMED_UNIT_BYTES: usize = 64 << 10;
+const STREAMED_UNIT_BYTES: usize = 128 << 10;
 
 /// Units that each worker should have: while one works on its last and the one claimed ahead, others may wait.
 const UNITS_PER_WORKER: usize = 32;
