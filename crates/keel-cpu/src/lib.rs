@@ -1,7 +1,7 @@
 //! CPU backend: thread pool and kernels, chosen for the machine at run time.
 
-mod backend;
 mod amx;
+mod backend;
 pub mod error;
 pub mod floors;
 pub mod isa;

@@ -69,9 +69,8 @@ impl<'e> TokenIterator<'e> {
         let start = Instant::now();
         let mut logits = Vec::new();
         let run = if options.one_by_one { run_one_by_one } else { Engine::prefill };
-        let prefilled = Sampler::new(options.sampler, prompt).and_then(|sampler| {
-            run(engine, &mut sequence, prompt, &mut logits, progress).map(|()| sampler)
-        });
+        let prefilled = Sampler::new(options.sampler, prompt)
+            .and_then(|sampler| run(engine, &mut sequence, prompt, &mut logits, progress).map(|()| sampler));
         let sampler = match prefilled {
             Ok(sampler) => sampler,
             Err(error) => {

@@ -2,11 +2,13 @@
 
 use super::activation::{sigmoid_gate, swiglu};
 use super::attention::{
-    Attention, KvPages, KvPagesMut, PAGE, PageTable, attention_decode, attention_prefill, decode_workspace_len,
-    prefill_workspace_len,
+    Attention, KvPages, KvPagesMut, PAGE, PageTable, attention_decode, attention_prefill,
+    decode_workspace_len, prefill_workspace_len,
 };
 use super::causal_conv::{CausalConv, causal_conv};
-use super::gated_delta::{GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len};
+use super::gated_delta::{
+    GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len,
+};
 use super::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
 use super::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
 use super::rope::{QkNormRope, qk_norm_rope, rope_table};
@@ -143,7 +145,8 @@ fn rope_and_attention_in_both_regimes() {
     for prefill in [false, true] {
         check("attention", 2 * ROWS * q_len, |pool, y| {
             let (turned, y) = y.split_at_mut(ROWS * q_len);
-            let (mut cos, mut sin) = (vec![0.0; ROWS * frequencies.len()], vec![0.0; ROWS * frequencies.len()]);
+            let (mut cos, mut sin) =
+                (vec![0.0; ROWS * frequencies.len()], vec![0.0; ROWS * frequencies.len()]);
             let out = [&mut cos, &mut sin].map(|x| RowsMut::whole(SharedMut::new(x), frequencies.len()));
             pool.run(|w| rope_table(&positions, &frequencies, &[], out[0], out[1], w));
             let (mut keys, mut values) = (vec![bf16::ZERO; PAGE * kv_len], vec![bf16::ZERO; PAGE * kv_len]);

@@ -64,9 +64,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load_bf16_ptr(self, p: *const u16) -> Self::V {
         // SAFETY: as `op!`; the caller promises sixteen values.
-        unsafe {
-            (widen_bf16(p), widen_bf16(p.add(8)))
-        }
+        unsafe { (widen_bf16(p), widen_bf16(p.add(8))) }
     }
     #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {
