@@ -253,6 +253,8 @@ mod tests {
         assert_eq!(columns.reshape(&[30].into()), None);
         assert_eq!(heads.row_stride(2), Some(12));
         assert!(!heads.is_contiguous());
+        let repeated = Layout::contiguous([1, 3].into()).broadcast(&[4, 3].into());
+        assert_eq!(repeated.row_stride(1), None, "rows on top of each other");
         assert_eq!(heads.end(), 4 + 4 * 12 + 6);
     }
 

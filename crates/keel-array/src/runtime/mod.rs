@@ -129,7 +129,8 @@ impl Runtime {
         self.arena(bytes).map(drop)
     }
 
-    /// Evaluates arrays and waits for them.
+    /// Evaluates arrays and waits for them. What fails makes all arrays that were evaluated with it read as that
+    /// error; arrays that were evaluated before keep their values.
     ///
     /// # Errors
     /// What the memory limit or a kernel says.

@@ -6,6 +6,7 @@ mod custom_kernels;
 mod ownership;
 mod prepared;
 mod random_graphs;
+mod refusals;
 mod submission;
 mod watched;
 

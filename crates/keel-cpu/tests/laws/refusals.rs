@@ -1,0 +1,67 @@
+//! Mistakes are found when an operation is built, and the message names the operation and the numbers.
+
+use super::{counting, runtime};
+use keel_array::{Array, DType, Reduction, Result};
+
+#[track_caller]
+fn refused<T>(result: Result<T>, message: &str) {
+    let error = result.err().expect("it should have been refused").to_string();
+    assert!(error.contains(message), "{error}");
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_refused() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[3, 5]);
+    let y = counting(&runtime, &[4, 5]);
+    refused(x.add(&y), "add: shapes (3, 5) and (4, 5) do not broadcast");
+    refused(x.matmul(&y), "matmul: rhs expected (.., K, N) for a lhs (.., M, K) of (3, 5), got (4, 5)");
+    refused(x.reshape([4, 4]), "reshape: x expected 16 elements");
+    refused(x.transpose(&[0, 0]), "not a permutation");
+    refused(x.slice(&[0, 2], &[3, 6]), "is not within (3, 5)");
+    refused(x.sum(2), "sum: axis 2 is out of range for shape (3, 5)");
+    refused(x.sum(-3), "axis -3");
+    refused(x.broadcast_to([2, 5]), "do not broadcast");
+    refused(
+        Array::concatenate(&[&x, &counting(&runtime, &[3, 6])], 0),
+        "concatenate: operand expected (3, 5), got (3, 6)",
+    );
+    refused(x.clone().slice_update(&y, &[0, 0]), "slice_update");
+    refused(x.top_k(6, 1), "top_k: 6 of axis 1 of (3, 5) are more than there are");
+    refused(x.rms_norm(&counting(&runtime, &[3]), 1e-6), "rms_norm: weight expected (5,), got (3,)");
+    refused(counting(&runtime, &[2, 7]).swiglu(), "swiglu: x expected (.., 2F), got (2, 7)");
+    refused(Array::from_slice(&runtime, &[1.0f32; 5], [2, 3]), "from_slice: values expected (6,), got (5,)");
+    assert_eq!(runtime.pending_ops(), 0, "what is refused leaves nothing behind");
+}
+
+#[test]
+fn types_that_do_not_fit_are_refused() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[3]);
+    let flags = x.less(&x).expect("comparable");
+    refused(flags.add(&flags), "add: both operands expected a number, got bool");
+    refused(x.logical_and(&x), "and: both operands expected bool, got f32");
+    refused(flags.exp(), "exp: x expected a float type, got bool");
+    refused(x.logical_not(), "not: x expected bool, got f32");
+    refused(x.select(&x, &x), "where: condition expected bool, got f32");
+    refused(x.reduce(Reduction::Any, 0), "any: x expected bool, got f32");
+    refused(x.take(&x), "take: indices expected i32 or u32, got f32");
+    refused(x.to_vec::<u32>(), "to_vec: array expected the array's own type");
+    refused(x.write(&[1u32]), "write");
+}
+
+#[test]
+fn sizes_are_bounded() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[1]);
+    refused(x.reshape([1; 9]), "at most 8 axes");
+    refused(Array::zeros(&runtime, [usize::MAX, 2], DType::F32), "cannot be addressed");
+    refused(x.broadcast_to([1 << 40, 1 << 40]), "cannot be addressed");
+    refused(x.reduce(Reduction::Max, 0).and_then(|y| y.max(0)), "axis 0 is out of range for shape ()");
+}
+
+#[test]
+fn arrays_of_different_runtimes_do_not_meet() {
+    let (here, there) = (runtime(), runtime());
+    refused(counting(&here, &[2]).add(&counting(&there, &[2])), "different runtimes");
+}
