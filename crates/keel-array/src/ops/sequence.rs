@@ -103,7 +103,8 @@ impl AttentionSpec {
 #[derive(Clone, Debug)]
 pub struct DeltaState(pub Array);
 
-/// Keys and values of one layer, each f32 or bf16 `[pages, KV, 256, D]`.
+/// Keys and values of one layer, each f32 or bf16 `[pages, KV, 256, D]`. The order of the elements within a page is
+/// the backend's own.
 #[derive(Clone, Debug)]
 pub struct KvPool {
     /// Keys.
