@@ -79,12 +79,12 @@ impl Record {
         let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
         root.fill(&WHITE)?;
         let mut chart = ChartBuilder::on(&root)
-            .caption("memory by category", ("sans-serif", 18))
+            .caption("memory by category", ("sans-serif", 24))
             .margin(12)
             .x_label_area_size(36)
             .y_label_area_size(72)
             .build_cartesian_2d(0.0..end, 0.0..top * 1.05)?;
-        chart.configure_mesh().x_desc("seconds").y_desc("MiB").draw()?;
+        chart.configure_mesh().x_desc("seconds").y_desc("MiB").label_style(("sans-serif", 18)).draw()?;
         // The largest sum first, so that each area is covered by those below it.
         for (i, category) in Category::ALL.into_iter().enumerate().rev() {
             if self.0.iter().all(|(_, report)| report.get(category) == 0) {
@@ -105,6 +105,7 @@ impl Record {
             .configure_series_labels()
             .position(SeriesLabelPosition::LowerRight)
             .background_style(WHITE.mix(0.8))
+            .label_font(("sans-serif", 18))
             .draw()?;
         root.present()
     }
