@@ -1,7 +1,7 @@
 //! Running a list of kernels as one job of the pool.
 
 use super::dispatch::{self, Call};
-use super::memory::HostMemory;
+use super::memory::{HostMemory, POISON};
 use super::operand::Bound;
 use super::profile::{Profile, name_of};
 use crate::isa::Isa;
@@ -32,29 +32,42 @@ impl Failure {
     }
 }
 
+/// What a walk does beside running kernels.
+#[derive(Clone, Copy)]
+pub(super) struct Watch<'a> {
+    pub isa: Isa,
+    /// Sums the time of each kernel.
+    pub profile: Option<&'a Profile>,
+    /// Fills scratch with NaN before each kernel, so that one that reads what it has not written is seen.
+    pub poison: bool,
+}
+
 /// Runs the kernels of a launch.
-pub(super) fn run(
-    pool: &ThreadPool,
-    isa: Isa,
-    launch: &Launch<'_>,
-    profile: Option<&Profile>,
-) -> Result<(), ArrayError> {
-    let calls = Calls::resolve(launch, isa);
+pub(super) fn run(pool: &ThreadPool, launch: &Launch<'_>, watch: Watch<'_>) -> Result<(), ArrayError> {
+    let calls = Calls::resolve(launch, watch.isa);
     let failure = Failure { kernel: AtomicUsize::new(usize::MAX), error: Mutex::new(None) };
-    let outcome =
-        catch_unwind(AssertUnwindSafe(|| pool.run(|worker| walk(&calls, &failure, profile, worker))));
-    if outcome.is_err() {
+    let outcome = catch_unwind(AssertUnwindSafe(|| pool.run(|worker| walk(&calls, &failure, watch, worker))));
+    if let Err(panic) = outcome {
         // A bug of ours. As an error it reaches whoever waits for the result; a dead stream would not.
-        let reason = "a kernel panicked; this is a bug of the backend".into();
+        let message = panic.downcast_ref::<String>().map(String::as_str);
+        let message = message.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+        let reason = format!("a kernel panicked, which is a bug of the backend: {message}");
         return Err(ArrayError::Kernel { op: "launch".into(), reason });
     }
     failure.error.into_inner().unwrap_or_else(|e| e.into_inner()).map_or(Ok(()), |(_, error)| Err(error))
 }
 
-fn walk(calls: &Calls<'_>, failure: &Failure, profile: Option<&Profile>, worker: &Worker<'_>) {
-    let profile = profile.filter(|_| worker.index == 0);
+fn walk(calls: &Calls<'_>, failure: &Failure, watch: Watch<'_>, worker: &Worker<'_>) {
+    let profile = watch.profile.filter(|_| worker.index == 0);
     for i in 0..calls.kernels.len() {
         let call = calls.get(i);
+        if watch.poison && !call.scratch.is_empty() {
+            if worker.index == 0 {
+                // SAFETY: the others wait at the barrier.
+                unsafe { call.scratch.range(0..call.scratch.len()) }.fill(POISON);
+            }
+            worker.barrier();
+        }
         let start = profile.map(|_| Instant::now());
         if let Err(error) = dispatch::run(&call, worker) {
             failure.note(i, error);

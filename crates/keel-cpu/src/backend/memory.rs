@@ -13,7 +13,7 @@ use std::any::Any;
 const MAPPED_BYTES_MIN: usize = 2 << 20;
 
 /// What freed memory is filled with on request: a NaN in every float type, an index out of every range.
-const POISON: u8 = 0xff;
+pub(super) const POISON: u8 = 0xff;
 
 /// Zeroed bytes, aligned to [`ALIGNMENT`]; or only their number.
 pub(super) struct HostMemory {

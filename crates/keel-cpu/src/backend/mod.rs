@@ -24,7 +24,8 @@ pub struct CpuOptions {
     pub threads: Option<usize>,
     /// Instructions to use; `None`: the best that the machine has. More than it has is lowered to that.
     pub isa: Option<Isa>,
-    /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
+    /// Fill memory with NaN before it is freed, and scratch before it is lent, so that a use after free and a read of
+    /// what was never written are seen. For tests.
     pub poison_freed: bool,
     /// Measure the time of each kernel, see [`CpuBackend::take_profile`].
     pub profile: bool,
@@ -108,7 +109,12 @@ impl Backend for CpuBackend {
             let reason = "a planning backend has no memory to work on".into();
             return Err(ArrayError::Kernel { op: "launch".into(), reason });
         }
-        launch::run(&self.pool, self.isa, launch, self.options.profile.then_some(&self.profile))
+        let watch = launch::Watch {
+            isa: self.isa,
+            profile: self.options.profile.then_some(&self.profile),
+            poison: self.options.poison_freed,
+        };
+        launch::run(&self.pool, launch, watch)
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {

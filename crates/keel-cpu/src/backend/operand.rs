@@ -132,6 +132,16 @@ impl<'a> Bound<'a> {
         (width, stride)
     }
 
+    /// True if they have memory in common.
+    pub fn overlaps(&self, other: &Bound<'_>) -> bool {
+        let bytes = |bound: &Bound<'_>| {
+            let start = bound.memory.addr() + bound.first * bound.dtype.size();
+            start..start + (bound.layout.end() - bound.layout.offset) * bound.dtype.size()
+        };
+        let (a, b) = (bytes(self), bytes(other));
+        a.start < b.end && b.start < a.end
+    }
+
     /// True if both begin at the same byte.
     pub fn starts_at(&self, other: &Bound<'_>) -> bool {
         self.dtype == other.dtype && self.memory == other.memory && self.first == other.first

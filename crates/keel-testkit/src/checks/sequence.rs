@@ -20,6 +20,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, DType::BF16) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, DType::BF16) },
     Check { op: "causal_conv", run: slots_must_differ },
+    Check { op: "paged_attention", run: pools_must_differ },
 ];
 
 fn draw(random: &mut Random, shape: &[usize]) -> Tensor {
@@ -218,4 +219,15 @@ fn slots_must_differ(runtime: &Runtime) {
             ones.causal_conv(&w, &window, &batch).expect("shapes fit").eval().expect_err("wrong slots");
         assert!(error.to_string().contains(message), "{error}");
     }
+}
+
+fn pools_must_differ(runtime: &Runtime) {
+    let rows = Array::full(runtime, [1, 1, 32], DType::F32, 1.0).expect("an addressable shape");
+    let pages = Array::persistent(runtime, Category::Kv, [2, 1, 256, 32], DType::F32).expect("memory");
+    let pool = KvPool { keys: pages.clone(), values: pages };
+    let spec = AttentionSpec { scale: 1.0.into(), window: None, regime: Regime::Decode };
+    let y =
+        rows.paged_attention(&rows, &rows, &pool, &batch(runtime, &[(0, 1)], 1), spec).expect("shapes fit");
+    let error = y.eval().expect_err("one pool for both").to_string();
+    assert!(error.contains("operands 3 and 4 share memory"), "{error}");
 }

@@ -20,6 +20,9 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
     if call.inputs[0].len() == 0 {
         return Ok(());
     }
+    if let Some((state, other)) = shared_state(call) {
+        return Err(call.error(format!("operands {state} and {other} share memory, but {state} is written")));
+    }
     let outcome = match &call.kernel.op {
         Op::CausalConv(_) => conv(call, worker),
         Op::GatedDelta(spec) => delta(spec, call, worker),
@@ -30,6 +33,14 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         op => unreachable!("{} has no memory", op.name()),
     };
     outcome.map_err(|reason| call.error(reason))
+}
+
+/// A state and another operand that lie in the same memory, which the user may have asked for.
+fn shared_state(call: &Call<'_>) -> Option<(usize, usize)> {
+    let states = call.kernel.op.mutated_inputs();
+    let pairs = states.flat_map(|state| (0..call.inputs.len()).map(move |other| (state, other)));
+    let mut pairs = pairs.filter(|(state, other)| state != other);
+    pairs.find(|&(state, other)| call.inputs[state].overlaps(&call.inputs[other]))
 }
 
 pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
