@@ -77,6 +77,51 @@ fn an_evaluated_array_has_no_parents_and_the_last_handle_frees_at_once() {
     assert_eq!(active(&runtime), 0);
 }
 
+/// Bytes in use behind each step of a loop that makes every state from the one before, as a generation does. `hold`
+/// gets what the step's result was computed from.
+fn bytes_behind_each_step(mut hold: impl FnMut([Array; 2])) -> Vec<u64> {
+    let runtime = runtime();
+    let weight = counting(&runtime, &[64, 64]);
+    let mut state = counting(&runtime, &[64, 64]);
+    let mut step = || {
+        let product = state.matmul(&weight).expect("extents fit");
+        let next = product.softmax(1).expect("an axis");
+        next.eval().expect("a graph runs");
+        hold([std::mem::replace(&mut state, next), product]);
+        active(&runtime)
+    };
+    (0..50).map(|_| step()).collect()
+}
+
+const STATE_BYTES: u64 = 64 * 64 * 4;
+
+/// Failure 3, in a loop: what a step was computed from is free when the step is over, without anything that collects.
+#[test]
+fn a_loop_holds_its_state_and_nothing_of_the_steps_before() {
+    let bytes = bytes_behind_each_step(drop);
+    assert!(bytes.iter().all(|&b| b == bytes[0]), "{bytes:?}");
+    assert!(bytes[0] <= 4 * STATE_BYTES, "weight, state, and an arena for one product: {bytes:?}");
+}
+
+/// What the failing binding did: an evaluated object kept its parents, and a dropped one lived on until a collector
+/// came by. The measure of the test above sees both.
+#[test]
+fn parents_that_live_on_until_a_collection_would_fail_that_test() {
+    let mut garbage = Vec::new();
+    let never = bytes_behind_each_step(|parents| garbage.extend(parents));
+    assert!(never.windows(2).all(|pair| pair[1] - pair[0] == 2 * STATE_BYTES), "{never:?}");
+    let (mut garbage, mut steps) = (Vec::new(), 0);
+    let now_and_then = bytes_behind_each_step(|parents| {
+        garbage.extend(parents);
+        steps += 1;
+        if steps % 16 == 0 {
+            garbage.clear();
+        }
+    });
+    let (least, most) = (now_and_then.iter().min(), now_and_then.iter().max());
+    assert!(most > least.map(|least| least + 20 * STATE_BYTES).as_ref(), "{now_and_then:?}");
+}
+
 #[test]
 fn handles_inside_a_graph_are_evaluated_with_it_and_lose_their_parents() {
     let runtime = runtime();
