@@ -17,6 +17,8 @@ pub struct GenerateOptions {
     pub end_tokens: Vec<u32>,
     /// Run the prompt token by token in the decode regime, to compare the two.
     pub one_by_one: bool,
+    /// Tokens that the sequence holds already, before the prompt: for the repetition penalty.
+    pub seen: Vec<u32>,
 }
 
 /// Why a sequence ended.
@@ -69,7 +71,7 @@ impl<'e> TokenIterator<'e> {
         let start = Instant::now();
         let mut logits = Vec::new();
         let run = if options.one_by_one { run_one_by_one } else { Engine::prefill };
-        let prefilled = Sampler::new(options.sampler, prompt)
+        let prefilled = Sampler::new(options.sampler, &[&options.seen[..], prompt].concat())
             .and_then(|sampler| run(engine, &mut sequence, prompt, &mut logits, progress).map(|()| sampler));
         let sampler = match prefilled {
             Ok(sampler) => sampler,

@@ -6,7 +6,8 @@ use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::{arg, fixture, floats, json, keel_with_input, relative_error, stderr, succeed};
+use common::{arg, fixture, floats, joined, json, keel_with_input, relative_error, stderr, succeed};
+use keel_text::{ChatRequest, ChatTemplate, Message, TextFiles, Tokenizer};
 
 #[test]
 fn generate_continues_a_text_and_reports_below_it() {
@@ -92,6 +93,40 @@ fn chat_answers_remembers_and_forgets() {
     assert!(text.starts_with(&first), "{text}");
     assert_eq!(text.matches(first.trim_end()).count(), 2, "after /reset the same answer comes: {text}");
     assert!(text.contains("checkpoints"), "{text}");
+}
+
+/// The conversation as one prompt, in the ids that `chat` makes of it.
+fn conversation_ids(messages: &[Message]) -> String {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let files = TextFiles::read(&folder).expect("the built-in model has a tokenizer");
+    let template = ChatTemplate::new(&files).expect("a sound template").expect("there is one");
+    let text = template.render(&ChatRequest::new(messages)).expect("it renders");
+    joined(&Tokenizer::new(&files).and_then(|t| t.encode(&text, false)).expect("it has ids"))
+}
+
+#[test]
+fn a_further_turn_is_answered_as_if_the_whole_conversation_had_been_the_prompt() {
+    // Long enough that its beginning is not run again; the penalty must see that part all the same.
+    let first = "Tell me a story about a dog and a cat who met a bird. ".repeat(8);
+    let second = "What happened to the bird then?";
+    let flags = ["--temperature", "0", "--max-tokens", "24", "--repetition-penalty", "6"];
+    let chat = |input: &str| {
+        let output = keel_with_input(&[&["chat"], &flags[..]].concat(), input);
+        assert!(output.status.success(), "{}", stderr(&output));
+        String::from_utf8(output.stdout).expect("UTF-8")
+    };
+    let one = chat(&format!("{first}\n"));
+    let both = chat(&format!("{first}\n{second}\n"));
+    let without_break = |answer: &str| answer.strip_suffix('\n').map(str::to_string);
+    let first_answer = without_break(&one).expect("a line break ends a turn");
+    let second_answer = both.strip_prefix(&one).and_then(without_break).expect("the first turn is the same");
+    let turn = |role, text: &str| Message::new(role, text);
+    let conversation =
+        [turn("user", first.trim_end()), turn("assistant", &first_answer), turn("user", second)];
+    let whole = ["generate", "--json", "--ids", &conversation_ids(&conversation)];
+    let report = json(&[&whole[..], &flags].concat());
+    assert!(report["prompt_tokens"].as_u64() > Some(128), "{report}");
+    assert_eq!(report["text"].as_str(), Some(&second_answer[..]));
 }
 
 #[test]

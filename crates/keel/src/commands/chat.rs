@@ -180,6 +180,7 @@ impl<'a> Conversation<'a> {
             sampler: self.sampler.clone(),
             end_tokens: self.text.end_tokens(),
             one_by_one: false,
+            seen: prompt[..at].to_vec(),
         };
         let mut stream = TextStream::new(&self.text.tokenizer, &self.args.sampling.stop)?;
         let bar = progress::tokens("prompt", prompt.len());

@@ -68,6 +68,7 @@ impl How {
             sampler: args.sampling.options(&defaults)?,
             end_tokens,
             one_by_one: args.one_by_one,
+            seen: Vec::new(),
         };
         let stream = text.map(|text| TextStream::new(&text.tokenizer, &args.sampling.stop)).transpose()?;
         Ok(How { options, stream })
