@@ -5,28 +5,52 @@ use std::panic::{self, AssertUnwindSafe, PanicHookInfo};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-use anyhow::Result;
+use anyhow::{Error, Result};
 
 /// Where the last panic happened. The libraries catch some and turn them into errors, so a panic is not reported
 /// when it happens but where it arrives.
 static LAST_PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Runs the program. A failure becomes one line on standard error and exit code 1; so does a panic, which is a
-/// bug. A reader that closed the pipe, such as `head`, has seen what it wanted: that is no failure.
+/// Exit code of wrong usage; clap's own.
+const WRONG_USAGE: u8 = 2;
+
+/// Wrong usage that the parser of the command line cannot see.
+#[derive(Debug)]
+struct Usage(String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+/// An error that ends the program as wrong usage.
+pub fn usage(message: impl Into<String>) -> Error {
+    Usage(message.into()).into()
+}
+
+/// Runs the program. A failure becomes one line on standard error and exit code 1, or 2 for wrong usage; a panic, which is
+/// a bug, has exit code 1 too. A reader that closed the pipe, such as `head`, has seen what it wanted: that is no failure.
 pub fn guard(program: impl FnOnce() -> Result<()>) -> ExitCode {
     panic::set_hook(Box::new(note_panic));
-    let line = match panic::catch_unwind(AssertUnwindSafe(program)) {
+    let (line, code) = match panic::catch_unwind(AssertUnwindSafe(program)) {
         Ok(Ok(())) => return ExitCode::SUCCESS,
         Ok(Err(error)) if is_closed_pipe(&error) => return ExitCode::SUCCESS,
-        Ok(Err(error)) => one_line(&format!("{error:#}")),
+        Ok(Err(error)) => {
+            let code = if error.is::<Usage>() { ExitCode::from(WRONG_USAGE) } else { ExitCode::FAILURE };
+            (one_line(&format!("{error:#}")), code)
+        }
         Err(_) => {
             let place = LAST_PANIC.lock().map_or(None, |mut last| last.take()).unwrap_or_default();
-            format!("this is a bug in keel, please report it: {}", one_line(&place))
+            let line = format!("this is a bug in keel, please report it: {}", one_line(&place));
+            (line, ExitCode::FAILURE)
         }
     };
     // Nobody may be reading standard error either.
     let _ = io::Write::write_all(&mut io::stderr(), format!("keel: {line}\n").as_bytes());
-    ExitCode::FAILURE
+    code
 }
 
 fn note_panic(info: &PanicHookInfo<'_>) {
@@ -35,7 +59,7 @@ fn note_panic(info: &PanicHookInfo<'_>) {
     }
 }
 
-fn is_closed_pipe(error: &anyhow::Error) -> bool {
+fn is_closed_pipe(error: &Error) -> bool {
     let is_pipe = |e: &io::Error| e.kind() == ErrorKind::BrokenPipe;
     error.chain().filter_map(|cause| cause.downcast_ref()).any(is_pipe)
 }
@@ -58,7 +82,7 @@ mod tests {
 
     #[test]
     fn a_closed_pipe_is_recognised_below_its_context() {
-        let error = anyhow::Error::from(io::Error::from(ErrorKind::BrokenPipe)).context("cannot print");
+        let error = Error::from(io::Error::from(ErrorKind::BrokenPipe)).context("cannot print");
         assert!(is_closed_pipe(&error));
         assert!(!is_closed_pipe(&anyhow::anyhow!("broken pipe")));
     }

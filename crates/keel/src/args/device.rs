@@ -6,6 +6,7 @@ use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuOptions};
 
 use super::parse_bytes;
+use crate::failure::usage;
 
 /// The device and its bounds.
 #[derive(Clone, Debug, Args)]
@@ -54,7 +55,9 @@ impl DeviceArgs {
         match self.device.as_str() {
             "cpu" => {}
             "cuda" | "gpu" => bail!("--device {}: CUDA is not built in yet; use --device cpu", self.device),
-            other => bail!("--device {other}: there is no such device; use --device cpu"),
+            other => {
+                return Err(usage(format!("--device {other}: there is no such device; use --device cpu")));
+            }
         }
         let threads = self.threads.map(|n| n as usize);
         Ok(CpuOptions { threads, isa: self.cpu_isa.map(Isa::from), ..CpuOptions::default() })

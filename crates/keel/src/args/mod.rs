@@ -12,4 +12,4 @@ pub use device::DeviceArgs;
 pub use ids::IdArgs;
 pub use model::{EngineArgs, ModelArgs};
 pub use sampling::SamplingArgs;
-pub use subject::{Subject, SubjectArgs};
+pub use subject::{Subject, SubjectArgs, affine_format};

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use keel_array::Compute;
-use keel_engine::EngineOptions;
+use keel_engine::{EngineOptions, PREFILL_GRID};
 
 /// The model.
 #[derive(Clone, Debug, Args)]
@@ -17,11 +17,18 @@ pub struct ModelArgs {
 #[derive(Clone, Debug, Args)]
 pub struct EngineArgs {
     /// Prompt tokens of one step: a multiple of 64. More is faster and takes more memory; the result is the same.
-    #[arg(long, value_name = "N", default_value_t = 2048)]
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = parse_prefill_step)]
     pub prefill_step: usize,
     /// Arithmetic of the linear layers: auto takes the fastest that keeps the accuracy of the weights' format.
     #[arg(long, value_enum, default_value = "auto")]
     pub compute: ComputeArg,
+}
+
+fn parse_prefill_step(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(step) if step > 0 && step % PREFILL_GRID == 0 => Ok(step),
+        _ => Err(format!("not a positive multiple of {PREFILL_GRID}")),
+    }
 }
 
 impl EngineArgs {

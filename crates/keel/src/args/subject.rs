@@ -1,6 +1,6 @@
 //! A model on disk, or a shape with random weights.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::{Args, ValueEnum};
 use keel_array::{DType, WeightFormat};
 use keel_models::loading::{CheckpointParameters, Parameters, RandomParameters};
@@ -9,6 +9,7 @@ use keel_weights::affine::{AFFINE_BITS, AFFINE_GROUP_SIZES};
 use keel_weights::{AffineFormat, TensorSource};
 use serde_json::Value;
 
+use crate::failure::usage;
 use crate::source::{self, Model};
 
 /// A model, or a shape.
@@ -77,7 +78,7 @@ impl SubjectArgs {
         }
         let name = self.shape.clone().unwrap_or_default();
         let Some(json) = keel_models::shape(&name) else {
-            bail!("--shape {name} is not known; there are {}", SHAPE_NAMES.join(", "));
+            return Err(usage(format!("--shape {name} is not known; there are {}", SHAPE_NAMES.join(", "))));
         };
         let format = self.random_format()?;
         Ok(Subject {
@@ -97,13 +98,21 @@ impl SubjectArgs {
                 DTypeArg::F32 => DType::F32,
             }));
         }
-        let (bits, group_size) = (self.bits, self.group_size);
-        if AffineFormat::new(bits, group_size).is_none() {
-            bail!(
-                "{bits} bits in groups of {group_size} do not exist: bits are one of {AFFINE_BITS:?}, group sizes \
-                 one of {AFFINE_GROUP_SIZES:?}"
-            );
-        }
-        Ok(WeightFormat::Affine { bits: bits as u8, group_size: group_size as u16, scale_dtype: DType::BF16 })
+        affine_format(self.bits, self.group_size)?;
+        let (bits, group_size) = (self.bits as u8, self.group_size as u16);
+        Ok(WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 })
     }
+}
+
+/// A format that was asked for.
+///
+/// # Errors
+/// If there is no such format.
+pub fn affine_format(bits: usize, group_size: usize) -> Result<AffineFormat> {
+    AffineFormat::new(bits, group_size).ok_or_else(|| {
+        usage(format!(
+            "{bits} bits in groups of {group_size} do not exist: bits are one of {AFFINE_BITS:?}, group sizes one of \
+             {AFFINE_GROUP_SIZES:?}"
+        ))
+    })
 }

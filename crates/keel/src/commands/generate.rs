@@ -10,6 +10,7 @@ use keel_text::{GenerationDefaults, Message};
 use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs, SamplingArgs};
+use crate::failure::usage;
 use crate::report::{Memory, Timing};
 use crate::session::{Session, check_ids, context_for};
 use crate::source::Model;
@@ -70,6 +71,9 @@ impl How {
             one_by_one: args.one_by_one,
             seen: Vec::new(),
         };
+        if text.is_none() && !args.sampling.stop.is_empty() {
+            return Err(usage("--stop needs a tokenizer, and this model has none"));
+        }
         let stream = text.map(|text| TextStream::new(&text.tokenizer, &args.sampling.stop)).transpose()?;
         Ok(How { options, stream })
     }
@@ -141,7 +145,9 @@ fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {
         (None, Some(path)) => {
             std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?
         }
-        (None, None) => bail!("nothing to continue: give a text, --prompt-file, --ids or --ids-file"),
+        (None, None) => {
+            return Err(usage("nothing to continue: give a text, --prompt-file, --ids or --ids-file"));
+        }
     };
     if args.chat {
         let ids = text.encode_chat(&text.template()?, &[Message::new("user", written)])?;

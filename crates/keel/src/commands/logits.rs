@@ -4,13 +4,14 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Args;
 use keel_array::DType;
 use keel_engine::{EngineError, EngineOptions, LogitSink};
 use keel_weights::{SafetensorsWriter, TensorSpec};
 
 use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs};
+use crate::failure::usage;
 use crate::session::{Session, check_ids, context_for};
 use crate::{output, source};
 
@@ -38,7 +39,7 @@ pub struct LogitsArgs {
 
 /// Runs the command.
 pub fn run(args: &LogitsArgs) -> Result<()> {
-    let Some(ids) = args.ids.read()? else { bail!("no tokens: give --ids or --ids-file") };
+    let Some(ids) = args.ids.read()? else { return Err(usage("no tokens: give --ids or --ids-file")) };
     let model = source::open(args.model.model.as_deref())?;
     check_ids(&model.config, &ids)?;
     let options = EngineOptions {

@@ -2,14 +2,13 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
 use keel_weights::AffineFormat;
-use keel_weights::affine::{AFFINE_BITS, AFFINE_GROUP_SIZES};
 use keel_weights::quantize::{QuantizeRecipe, quantize_checkpoint};
 use serde_json::json;
 
-use crate::args::parse_bytes;
+use crate::args::{affine_format, parse_bytes};
 use crate::report::human_bytes;
 use crate::{output, progress, source};
 
@@ -45,7 +44,7 @@ pub struct QuantizeArgs {
 
 /// Runs the command.
 pub fn run(args: &QuantizeArgs) -> Result<()> {
-    let mut recipe = QuantizeRecipe::new(format(args.bits, args.group_size)?);
+    let mut recipe = QuantizeRecipe::new(affine_format(args.bits, args.group_size)?);
     recipe.shard_bytes_max = args.shard_size;
     for text in &args.overrides {
         let (module, format) =
@@ -78,16 +77,6 @@ pub fn run(args: &QuantizeArgs) -> Result<()> {
     ))
 }
 
-fn format(bits: usize, group_size: usize) -> Result<AffineFormat> {
-    match AffineFormat::new(bits, group_size) {
-        Some(format) => Ok(format),
-        None => bail!(
-            "{bits} bits in groups of {group_size} do not exist: bits are one of {AFFINE_BITS:?}, group sizes one of \
-             {AFFINE_GROUP_SIZES:?}"
-        ),
-    }
-}
-
 fn parse_override(text: &str, group_size: usize) -> Result<(String, Option<AffineFormat>)> {
     let (module, wanted) = text.split_once('=').context("expected NAME=FORMAT")?;
     if wanted == "dense" {
@@ -100,7 +89,7 @@ fn parse_override(text: &str, group_size: usize) -> Result<(String, Option<Affin
         None => (wanted, group_size),
     };
     let bits = bits.parse().context("the bits are neither a whole number nor dense")?;
-    Ok((module.into(), Some(format(bits, group_size)?)))
+    Ok((module.into(), Some(affine_format(bits, group_size)?)))
 }
 
 #[cfg(test)]

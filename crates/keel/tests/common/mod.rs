@@ -73,10 +73,19 @@ pub fn json(args: &[&str]) -> Value {
 
 /// Runs keel, which must fail with one line that says `reason`, and no sign of a panic.
 pub fn fail(args: &[&str], reason: &str) {
+    fail_with(1, args, reason);
+}
+
+/// As [`fail`], for what is wrong usage but looks sound to the parser of the command line.
+pub fn misuse(args: &[&str], reason: &str) {
+    fail_with(2, args, reason);
+}
+
+fn fail_with(code: i32, args: &[&str], reason: &str) {
     let output = keel(args);
     let message = stderr(&output);
     let shown = format!("keel {}: {message}", args.join(" "));
-    assert_eq!(output.status.code(), Some(1), "{shown}");
+    assert_eq!(output.status.code(), Some(code), "{shown}");
     assert_eq!(message.lines().count(), 1, "{shown}");
     assert!(message.starts_with("keel: ") && message.contains(reason), "expected {reason:?}; {shown}");
     assert!(!message.contains("panicked") && !message.contains("a bug"), "{shown}");

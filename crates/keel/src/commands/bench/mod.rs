@@ -7,12 +7,13 @@ mod runs;
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
 use keel_engine::EngineOptions;
 use serde_json::{Value, json};
 
 use crate::args::{DeviceArgs, EngineArgs, Subject, SubjectArgs};
+use crate::failure::usage;
 use crate::output;
 use crate::report::{Memory, human_bytes};
 use crate::session::{self, Session, context_for};
@@ -70,7 +71,7 @@ struct Report {
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<()> {
     if args.prompt == 0 || args.generated == 0 {
-        bail!("--prompt and --gen take at least one token");
+        return Err(usage("--prompt and --gen take at least one token"));
     }
     let model = args.subject.open()?;
     let subject = args.subject.subject(model.as_ref())?;
