@@ -9,6 +9,8 @@ use crate::{CacheError, CacheSize, CacheSpec, LayerSpec, PageAllocator, Result, 
 pub enum LayerStorage {
     /// Keys and values `[pages, KV, 256, D]`.
     Attention(KvPool),
+    /// The same, on pages of their own that rotate.
+    Sliding(KvPool),
     /// Window f32 `[slots, K - 1, C]` and state f32 `[slots, Hv, Dk, Dv]`.
     Recurrent {
         /// Rows before the next token, oldest first.
@@ -22,14 +24,20 @@ impl LayerStorage {
     fn allocate(
         runtime: &Runtime,
         spec: &LayerSpec,
-        size: &CacheSize,
-        kv_dtype: DType,
+        (cache, size): (&CacheSpec, &CacheSize),
     ) -> Result<LayerStorage> {
+        let pool = |pages: usize, kv_heads: usize, head_dim: usize| -> Result<KvPool> {
+            let shape = [pages, kv_heads, AttentionSpec::PAGE, head_dim];
+            let array = || Array::persistent(runtime, Category::Kv, shape, cache.kv_dtype);
+            Ok(KvPool { keys: array()?, values: array()? })
+        };
         Ok(match *spec {
             LayerSpec::Attention { kv_heads, head_dim } => {
-                let shape = [size.pages(), kv_heads, AttentionSpec::PAGE, head_dim];
-                let pool = || Array::persistent(runtime, Category::Kv, shape, kv_dtype);
-                LayerStorage::Attention(KvPool { keys: pool()?, values: pool()? })
+                LayerStorage::Attention(pool(size.pages(), kv_heads, head_dim)?)
+            }
+            LayerSpec::Sliding { kv_heads, head_dim, .. } => {
+                let pages = size.sequences * cache.window_pages(size);
+                LayerStorage::Sliding(pool(pages, kv_heads, head_dim)?)
             }
             LayerSpec::Recurrent { .. } => recurrent(runtime, Category::Recurrent, spec, size.sequences)?,
         })
@@ -38,7 +46,7 @@ impl LayerStorage {
     /// The arrays with one entry for each slot.
     fn slot_arrays(&self) -> Vec<&Array> {
         match self {
-            LayerStorage::Attention(_) => vec![],
+            LayerStorage::Attention(_) | LayerStorage::Sliding(_) => vec![],
             LayerStorage::Recurrent { window, state } => vec![window, &state.0],
         }
     }
@@ -47,7 +55,15 @@ impl LayerStorage {
     fn page_arrays(&self) -> Vec<&Array> {
         match self {
             LayerStorage::Attention(pool) => vec![&pool.keys, &pool.values],
-            LayerStorage::Recurrent { .. } => vec![],
+            LayerStorage::Sliding(_) | LayerStorage::Recurrent { .. } => vec![],
+        }
+    }
+
+    /// The arrays with one entry for each page that rotates.
+    fn window_page_arrays(&self) -> Vec<&Array> {
+        match self {
+            LayerStorage::Sliding(pool) => vec![&pool.keys, &pool.values],
+            LayerStorage::Attention(_) | LayerStorage::Recurrent { .. } => vec![],
         }
     }
 }
@@ -70,6 +86,7 @@ pub struct ModelCache {
     /// Saved slots of the recurrent layers, in the order of the layers.
     saved: Vec<LayerStorage>,
     pages: PageAllocator,
+    window_pages: PageAllocator,
     free_slots: Vec<u32>,
     free_checkpoints: Vec<u32>,
 }
@@ -80,7 +97,7 @@ impl ModelCache {
     /// # Errors
     /// If the memory limit would be exceeded.
     pub fn allocate(runtime: &Runtime, spec: CacheSpec, size: CacheSize) -> Result<ModelCache> {
-        let layers = spec.layers.iter().map(|l| LayerStorage::allocate(runtime, l, &size, spec.kv_dtype));
+        let layers = spec.layers.iter().map(|l| LayerStorage::allocate(runtime, l, (&spec, &size)));
         let layers = layers.collect::<Result<_>>()?;
         let saved = if size.checkpoints == 0 {
             Vec::new()
@@ -91,10 +108,11 @@ impl ModelCache {
                 .collect::<Result<_>>()?
         };
         Ok(ModelCache {
-            spec,
             layers,
             saved,
             pages: PageAllocator::new(size.pages()),
+            window_pages: PageAllocator::new(size.sequences * spec.window_pages(&size)),
+            spec,
             free_slots: (0..size.sequences as u32).rev().collect(),
             free_checkpoints: (0..size.checkpoints as u32).rev().collect(),
             size,
@@ -118,8 +136,7 @@ impl ModelCache {
 
     /// True if no sequence is open and no page, slot or checkpoint is missing.
     pub fn is_idle(&self) -> bool {
-        self.pages.is_conserved()
-            && self.pages.free() == self.pages.total()
+        [&self.pages, &self.window_pages].iter().all(|p| p.is_conserved() && p.free() == p.total())
             && self.free_slots.len() == self.size.sequences
             && self.free_checkpoints.len() == self.size.checkpoints
     }
@@ -130,7 +147,13 @@ impl ModelCache {
     /// [`CacheError::NoSlot`] if all are taken.
     pub fn open(&mut self) -> Result<SequenceCache> {
         let slot = self.free_slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })?;
-        let sequence = SequenceCache { pages: Vec::new(), slot, cached_len: 0, checkpoints: Vec::new() };
+        let sequence = SequenceCache {
+            pages: Vec::new(),
+            window_pages: Vec::new(),
+            slot,
+            cached_len: 0,
+            checkpoints: Vec::new(),
+        };
         self.clear_slot(slot)?;
         Ok(sequence)
     }
@@ -143,6 +166,10 @@ impl ModelCache {
         let needed = (sequence.cached_len + rows).div_ceil(AttentionSpec::PAGE);
         let missing = needed.saturating_sub(sequence.pages.len());
         sequence.pages.extend(self.pages.take(missing)?);
+        // The pool has as many of these as all sequences can hold, so there is always enough.
+        let window_needed = needed.min(self.spec.window_pages(&self.size));
+        let missing = window_needed.saturating_sub(sequence.window_pages.len());
+        sequence.window_pages.extend(self.window_pages.take(missing)?);
         Ok(())
     }
 
@@ -150,6 +177,7 @@ impl ModelCache {
     pub fn release(&mut self, mut sequence: SequenceCache) {
         self.drop_checkpoints_after(&mut sequence, None);
         sequence.pages.iter().for_each(|&page| self.pages.release(page));
+        sequence.window_pages.iter().for_each(|&page| self.window_pages.release(page));
         self.free_slots.push(sequence.slot);
     }
 
@@ -160,6 +188,7 @@ impl ModelCache {
     pub fn reset(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.drop_checkpoints_after(sequence, None);
         sequence.pages.drain(..).for_each(|page| self.pages.release(page));
+        sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
         sequence.cached_len = 0;
         self.clear_slot(sequence.slot)
     }
@@ -182,7 +211,9 @@ impl ModelCache {
         Ok(())
     }
 
-    /// Goes back to the latest checkpoint at or before `position` (or to the start) and returns where that is.
+    /// Goes back to the latest checkpoint at or before `position` (or to the start) and returns where that is. Without
+    /// recurrent layers no checkpoint is needed; but where the pages of sliding layers have been used again since, only
+    /// the start is left.
     ///
     /// # Errors
     /// [`CacheError::NoCheckpoint`] if `position` is beyond the end; what the runtime says.
@@ -194,18 +225,32 @@ impl ModelCache {
         if position == sequence.cached_len {
             return Ok(position);
         }
-        let target = sequence.checkpoints.iter().rev().find(|c| c.0 <= position).copied();
-        let Some((at, entry)) = target else {
+        let at = if self.spec.is_recurrent() {
+            sequence.checkpoints.iter().rev().find(|c| c.0 <= position).map(|&(at, entry)| (at, Some(entry)))
+        } else {
+            Some((position, None))
+        };
+        let Some((at, entry)) = at.filter(|&(at, _)| self.window_is_whole(sequence, at)) else {
             self.reset(sequence)?;
             return Ok(0);
         };
         self.drop_checkpoints_after(sequence, Some(at));
-        self.copy_slot(sequence.slot, entry, false)?;
+        if let Some(entry) = entry {
+            self.copy_slot(sequence.slot, entry, false)?;
+        }
         let keep = at.div_ceil(AttentionSpec::PAGE);
         sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
         sequence.cached_len = at;
         self.own_last_page(sequence)?;
         Ok(at)
+    }
+
+    /// Whether what a row at `position` would see is still in the pages of the sliding layers.
+    fn window_is_whole(&self, sequence: &SequenceCache, position: usize) -> bool {
+        let Some(window) = self.spec.window() else { return true };
+        let last = sequence.cached_len.saturating_sub(1) / AttentionSpec::PAGE;
+        let oldest = (last + 1).saturating_sub(sequence.window_pages.len());
+        (position + 1).saturating_sub(window) / AttentionSpec::PAGE >= oldest
     }
 
     /// The page that the next token is written to must be the sequence's own: a shared one is replaced by a copy.
@@ -233,6 +278,7 @@ impl ModelCache {
         let slot = self.free_slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })?;
         let mut twin = SequenceCache {
             pages: Vec::new(),
+            window_pages: Vec::new(),
             slot,
             cached_len: sequence.cached_len,
             checkpoints: Vec::new(),
@@ -249,6 +295,14 @@ impl ModelCache {
     fn fork_into(&mut self, sequence: &SequenceCache, twin: &mut SequenceCache) -> Result<()> {
         for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
             array.copy_entry(sequence.slot as usize, array, twin.slot as usize)?;
+        }
+        // Rotating pages are written again, so none can be shared.
+        let rotating = sequence.window_pages.len();
+        twin.window_pages.extend(self.window_pages.take(rotating)?);
+        for array in self.layers.iter().flat_map(LayerStorage::window_page_arrays) {
+            for (&from, &to) in sequence.window_pages.iter().zip(&twin.window_pages) {
+                array.copy_entry(from as usize, array, to as usize)?;
+            }
         }
         let used = sequence.cached_len.div_ceil(AttentionSpec::PAGE);
         for &page in &sequence.pages[..used] {

@@ -5,6 +5,8 @@
 #[derive(Debug)]
 pub struct SequenceCache {
     pub(crate) pages: Vec<u32>,
+    /// Of sliding layers: page `i` of the sequence is entry `i % window_pages_max`.
+    pub(crate) window_pages: Vec<u32>,
     pub(crate) slot: u32,
     pub(crate) cached_len: usize,
     /// Positions with a saved slot, and which.
@@ -30,6 +32,12 @@ impl SequenceCache {
     /// Pages in order of position.
     pub fn pages(&self) -> &[u32] {
         &self.pages
+    }
+
+    /// Pages of sliding layers. They rotate: page `i` in order of position is entry `i` modulo their number, once there
+    /// are as many as the window needs.
+    pub fn window_pages(&self) -> &[u32] {
+        &self.window_pages
     }
 
     /// The slot of the recurrent state.

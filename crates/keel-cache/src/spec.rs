@@ -12,6 +12,15 @@ pub enum LayerSpec {
         /// Size of a head.
         head_dim: usize,
     },
+    /// Keys and values of the latest tokens, on pages that rotate.
+    Sliding {
+        /// Key-value heads.
+        kv_heads: usize,
+        /// Size of a head.
+        head_dim: usize,
+        /// Tokens that a row sees, itself included.
+        window: usize,
+    },
     /// A gated-delta state and a convolution window.
     Recurrent {
         /// Rows of the window plus one.
@@ -28,10 +37,12 @@ pub enum LayerSpec {
 }
 
 impl LayerSpec {
-    /// Bytes that grow with each token.
+    /// Bytes that grow with each token; in a sliding layer until its window is full.
     pub fn token_bytes(&self, kv_dtype: DType) -> usize {
         match self {
-            LayerSpec::Attention { kv_heads, head_dim } => 2 * kv_heads * head_dim * kv_dtype.size(),
+            LayerSpec::Attention { kv_heads, head_dim } | LayerSpec::Sliding { kv_heads, head_dim, .. } => {
+                2 * kv_heads * head_dim * kv_dtype.size()
+            }
             LayerSpec::Recurrent { .. } => 0,
         }
     }
@@ -39,7 +50,7 @@ impl LayerSpec {
     /// Bytes of one sequence whatever its length.
     pub fn slot_bytes(&self) -> usize {
         match *self {
-            LayerSpec::Attention { .. } => 0,
+            LayerSpec::Attention { .. } | LayerSpec::Sliding { .. } => 0,
             LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim } => {
                 ((conv_width - 1) * channels + value_heads * key_dim * value_dim) * DType::F32.size()
             }
@@ -60,6 +71,28 @@ impl CacheSpec {
     /// KV bytes of one token in all layers.
     pub fn token_bytes(&self) -> usize {
         self.layers.iter().map(|l| l.token_bytes(self.kv_dtype)).sum()
+    }
+
+    /// The largest window of the sliding layers.
+    pub fn window(&self) -> Option<usize> {
+        let windows = self.layers.iter().filter_map(|layer| match layer {
+            LayerSpec::Sliding { window, .. } => Some(*window),
+            _ => None,
+        });
+        windows.max()
+    }
+
+    /// Pages of one sequence in a sliding layer: the window before the first token of a page, and that page. Rows are
+    /// written and attended 64 at a time, so no more are ever needed.
+    pub fn window_pages(&self, size: &CacheSize) -> usize {
+        self.window().map_or(0, |window| {
+            (window.saturating_sub(1).div_ceil(AttentionSpec::PAGE) + 1).min(size.pages_per_sequence())
+        })
+    }
+
+    /// Whether there are recurrent layers, whose state cannot go back without a checkpoint.
+    pub fn is_recurrent(&self) -> bool {
+        self.layers.iter().any(|layer| matches!(layer, LayerSpec::Recurrent { .. }))
     }
 
     /// Recurrent bytes of one sequence in all layers.
@@ -85,7 +118,7 @@ impl CacheSize {
         self.context.div_ceil(AttentionSpec::PAGE)
     }
 
-    /// Pages of the pool.
+    /// Pages of the pool of layers that see everything.
     pub fn pages(&self) -> usize {
         self.sequences * self.pages_per_sequence()
     }

@@ -47,6 +47,8 @@ struct Staging {
     slot: Array,
     position: Array,
     table: Array,
+    /// Of sliding layers; `table` itself where there are none.
+    window_table: Array,
     last_rows: Array,
 }
 
@@ -85,13 +87,19 @@ impl Stepper {
     ) -> Result<Stepper> {
         let (rows, sequences) = (options.prefill_rows().max(options.sequences), options.sequences);
         let input = |shape: &[usize], dtype| Array::persistent(runtime, Category::Staging, shape, dtype);
+        let table = input(&[sequences, pages_per_sequence], DType::U32)?;
+        let window_table = match model.config.window {
+            0 => table.clone(),
+            _ => input(&[sequences, pages_per_sequence], DType::U32)?,
+        };
         let staging = Staging {
             tokens: input(&[rows], DType::U32)?,
             positions: input(&[rows], DType::I32)?,
             row_start: input(&[sequences + 1], DType::U32)?,
             slot: input(&[sequences], DType::U32)?,
             position: input(&[sequences], DType::U32)?,
-            table: input(&[sequences, pages_per_sequence], DType::U32)?,
+            table,
+            window_table,
             last_rows: input(&[sequences], DType::U32)?,
         };
         let output = |shape: &[usize]| Array::persistent(runtime, Category::Activations, shape, DType::F32);
@@ -142,7 +150,7 @@ impl Stepper {
         self.step(runtime, model, cache, shape).map(drop)
     }
 
-    fn context(&self, model: &HybridModel, shape: StepShape) -> Result<StepContext> {
+    fn context(&self, shape: StepShape) -> Result<StepContext> {
         let s = &self.staging;
         let batch = Batch {
             row_start: s.row_start.prefix(shape.sequences + 1)?,
@@ -150,8 +158,9 @@ impl Stepper {
             position: s.position.prefix(shape.sequences)?,
             table: s.table.prefix(shape.sequences)?,
         };
+        let window_batch = Batch { table: s.window_table.prefix(shape.sequences)?, ..batch.clone() };
         let positions = s.positions.prefix(shape.rows)?;
-        Ok(StepContext { batch, positions, frequencies: model.frequencies.clone(), regime: shape.regime })
+        Ok(StepContext { batch, window_batch, positions, regime: shape.regime })
     }
 
     fn trace(
@@ -162,7 +171,7 @@ impl Stepper {
         shape: StepShape,
     ) -> Result<Executable> {
         let tokens = self.staging.tokens.prefix(shape.rows)?;
-        let context = self.context(model, shape)?;
+        let context = self.context(shape)?;
         let (value, place) = match shape.outcome {
             Outcome::State | Outcome::LastLogits => {
                 let hidden = model.hidden(&tokens, layers, &context)?;
@@ -223,8 +232,22 @@ impl Stepper {
         s.slot.write(&slots)?;
         s.position.write(&firsts)?;
         s.table.write(&table)?;
+        self.stage_windows(rows)?;
         s.last_rows.write(&last_rows)?;
         Ok(())
+    }
+
+    /// Fills the page tables of sliding layers, whose pages rotate.
+    fn stage_windows(&self, rows: &[Rows<'_>]) -> Result<()> {
+        let entries = self.staging.table.shape()[1];
+        if rows.iter().all(|r| r.sequence.window_pages().is_empty()) {
+            return Ok(());
+        }
+        let table: Vec<u32> = rows
+            .iter()
+            .flat_map(|r| r.sequence.window_pages().iter().copied().cycle().take(entries))
+            .collect();
+        Ok(self.staging.window_table.write(&table)?)
     }
 
     /// Runs a step over the rows given.

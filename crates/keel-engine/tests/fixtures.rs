@@ -1,15 +1,15 @@
-//! Every hybrid fixture against its reference, in both regimes.
+//! Every fixture against its reference, in both regimes.
 
 mod common;
 
-use common::{HYBRID, all_logits, engine, exact, expected, fixture, relative_error, runtime};
+use common::{all_logits, engine, exact, expected, fixture, models, relative_error, runtime};
 use keel_engine::{GenerateOptions, TokenIterator};
 
 /// The bound that reference implementations keep among each other leaves room to spare.
 const ERROR_MAX: f64 = 1e-4;
 
 fn compare(one_by_one: bool) {
-    for name in HYBRID {
+    for name in models() {
         let Some(folder) = fixture(name) else { continue };
         let want = expected(&folder);
         let mut engine = engine(&folder, &runtime(2), exact());
@@ -41,7 +41,7 @@ fn logits_match_the_reference_in_the_decode_regime() {
 
 #[test]
 fn greedy_tokens_match_the_reference() {
-    for name in HYBRID {
+    for name in models() {
         let Some(folder) = fixture(name) else { continue };
         let want = expected(&folder);
         let Some(greedy) = want.greedy else { continue };

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{HYBRID, all_logits, engine, exact, expected, fixture, runtime};
+use common::{HYBRID, PLAIN, all_logits, engine, exact, expected, fixture, models, runtime};
 use keel_array::Compute;
 use keel_engine::{Engine, EngineOptions, GenerateOptions, TokenIterator};
 
@@ -23,7 +23,7 @@ fn long_prompt(ids: &[u32]) -> Vec<u32> {
 
 #[test]
 fn the_prefill_step_does_not_change_a_bit() {
-    for name in HYBRID {
+    for name in models() {
         let Some(folder) = fixture(name) else { continue };
         let prompt = long_prompt(&expected(&folder).ids);
         for compute in [Compute::F32, Compute::Auto] {
@@ -45,7 +45,7 @@ fn the_prefill_step_does_not_change_a_bit() {
 #[test]
 fn a_saved_and_loaded_cache_continues_with_the_same_bits() {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    for name in HYBRID {
+    for name in models() {
         let Some(folder) = fixture(name) else { continue };
         let prompt = long_prompt(&expected(&folder).ids);
         let path = dir.path().join(name);
@@ -76,7 +76,7 @@ fn a_saved_and_loaded_cache_continues_with_the_same_bits() {
 
 #[test]
 fn a_sequence_in_a_batch_gets_the_bits_it_gets_alone() {
-    for name in HYBRID {
+    for name in models() {
         let Some(folder) = fixture(name) else { continue };
         let ids = long_prompt(&expected(&folder).ids);
         let options = EngineOptions { sequences: 5, compute: Compute::Auto, ..exact() };
@@ -161,4 +161,58 @@ fn rewinding_and_running_again_is_as_if_never_left() {
         engine.release(twin);
         assert!(engine.cache().is_idle());
     }
+}
+
+#[test]
+fn without_recurrent_layers_a_sequence_goes_back_to_any_token() {
+    for name in PLAIN {
+        let Some(folder) = fixture(name) else { continue };
+        let prompt = long_prompt(&expected(&folder).ids);
+        let mut engine = engine(&folder, &runtime(2), exact());
+        let (mut straight, mut again) = (Vec::new(), Vec::new());
+        let mut sequence = engine.open().expect("a slot is free");
+        engine.prefill(&mut sequence, &prompt[..200], &mut Vec::new(), &mut |_| ()).expect("runs");
+        let mut twin = engine.cache_mut().fork(&sequence).expect("forks");
+        for token in 0..50 {
+            engine.decode(&mut [&mut sequence], &[token]).expect("runs");
+        }
+        assert_eq!(engine.cache_mut().rewind(&mut sequence, 203).expect("rewinds"), 203, "{name}");
+        for token in [0, 1, 2, 9] {
+            engine.decode(&mut [&mut twin], &[token]).expect("runs");
+        }
+        engine.logits(0, &mut straight).expect("there");
+        engine.decode(&mut [&mut sequence], &[9]).expect("runs");
+        engine.logits(0, &mut again).expect("there");
+        assert!(straight == again, "{name}");
+        engine.release(sequence);
+        engine.release(twin);
+        assert!(engine.cache().is_idle());
+    }
+}
+
+/// A window of 16 in pages of 256: two pages a sequence, however long it gets.
+#[test]
+fn sliding_layers_hold_their_window_and_one_page() {
+    let Some(folder) = fixture("gemma3_text") else { return };
+    let ids: Vec<u32> = (0..1500).map(|i| (i * 37 + i * i % 11) % 509).collect();
+    let options = |prefill_step| EngineOptions { context: 2048, prefill_step, ..exact() };
+    let mut engine = engine(&folder, &runtime(2), options(1024));
+    let spec = engine.cache().spec().clone();
+    assert_eq!((spec.window(), spec.window_pages(&engine.cache().size())), (Some(16), 2));
+    let mut sequence = engine.open().expect("a slot is free");
+    let (mut prefilled, mut decoded) = (Vec::new(), Vec::new());
+    engine.prefill(&mut sequence, &ids, &mut prefilled, &mut |_| ()).expect("runs");
+    assert_eq!((sequence.pages().len(), sequence.window_pages().len()), (6, 2));
+    // The pages of the window have gone round, so nothing but the start is left to go back to.
+    assert_eq!(engine.cache_mut().rewind(&mut sequence, 700).expect("rewinds"), 0);
+    for &id in &ids {
+        engine.decode(&mut [&mut sequence], &[id]).expect("runs");
+    }
+    assert_eq!(sequence.window_pages().len(), 2);
+    engine.logits(0, &mut decoded).expect("there");
+    let difference: f64 = prefilled.iter().zip(&decoded).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    let size: f64 = decoded.iter().map(|x| f64::from(*x).powi(2)).sum();
+    assert!((difference / size).sqrt() < 1e-4, "the regimes agree to rounding");
+    engine.release(sequence);
+    assert!(engine.cache().is_idle());
 }

@@ -1,4 +1,4 @@
-//! The numbers of a hybrid model, read from config.json.
+//! The numbers of a model, read from config.json. A plain transformer is a hybrid without recurrent layers.
 //!
 //! Both layouts occur: everything at the top level, or the text model nested under `text_config`; rope numbers
 //! under `rope_parameters`, or `rope_theta` and `partial_rotary_factor` beside the others.
@@ -6,13 +6,16 @@
 use keel_array::RopeSpec;
 use serde_json::Value;
 
+use crate::rope::{self, RopeScaling};
 use crate::{ModelError, Result};
 
 /// How a layer mixes positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MixerKind {
-    /// Gated attention.
+    /// Attention to everything before.
     Attention,
+    /// Attention to a window of the latest tokens.
+    SlidingAttention,
     /// Gated DeltaNet.
     GatedDelta,
 }
@@ -30,9 +33,11 @@ pub struct MoeConfig {
     pub shared_intermediate: usize,
     /// Divide the chosen probabilities by their sum.
     pub normalise: bool,
+    /// Layers that have a dense feed-forward half all the same.
+    pub dense_layers: Vec<usize>,
 }
 
-/// A hybrid text model.
+/// A text model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HybridConfig {
     /// `model_type` at the top level.
@@ -61,7 +66,17 @@ pub struct HybridConfig {
     pub rope_theta: f64,
     /// Elements of a head that turn.
     pub rotary: usize,
-    /// `Hk`.
+    /// How the rotary frequencies are stretched.
+    pub rope_scaling: RopeScaling,
+    /// Base of the rotary frequencies of sliding layers, which are not stretched.
+    pub sliding_rope_theta: f64,
+    /// Tokens that a row of a sliding layer sees, itself included; 0 without such layers.
+    pub window: usize,
+    /// Factor on `q . k`.
+    pub attention_scale: f64,
+    /// Whether attention's output has a gate.
+    pub gated: bool,
+    /// `Hk`; this and the next four are 0 without recurrent layers.
     pub key_heads: usize,
     /// `Hv`.
     pub value_heads: usize,
@@ -78,17 +93,19 @@ pub struct HybridConfig {
 }
 
 impl HybridConfig {
-    /// Reads a config.
+    /// Reads the config of a model with recurrent layers.
     ///
     /// # Errors
     /// [`ModelError::Config`] naming the key that is missing or wrong.
     pub fn from_json(config: &Value) -> Result<HybridConfig> {
-        let model_type = config["model_type"].as_str().unwrap_or_default().to_string();
-        let text = if config["text_config"].is_object() { &config["text_config"] } else { config };
-        let fields = Fields { text, top: config };
+        let fields = Fields::new(config);
         let head_dim = fields
             .size_or("head_dim", fields.size("hidden_size")? / fields.size("num_attention_heads")?.max(1))?;
         let rotary = (head_dim as f64 * fields.rope("partial_rotary_factor", 1.0)?) as usize;
+        let rope_scaling = fields.rope_scaling("full_attention")?;
+        if rope_scaling.attention_factor() != 1.0 {
+            return Err(ModelError::Config("yarn is not supported where only part of a head turns".into()));
+        }
         let parsed = HybridConfig {
             hidden: fields.size("hidden_size")?,
             vocab: fields.size("vocab_size")?,
@@ -102,6 +119,11 @@ impl HybridConfig {
             head_dim,
             rope_theta: fields.rope("rope_theta", 10000.0)?,
             rotary,
+            rope_scaling,
+            sliding_rope_theta: 0.0,
+            window: 0,
+            attention_scale: (head_dim as f64).powf(-0.5),
+            gated: true,
             key_heads: fields.size("linear_num_key_heads")?,
             value_heads: fields.size("linear_num_value_heads")?,
             key_dim: fields.size("linear_key_head_dim")?,
@@ -109,35 +131,43 @@ impl HybridConfig {
             conv_width: fields.size("linear_conv_kernel_dim")?,
             intermediate: fields.size_or("intermediate_size", 0)?,
             moe: fields.moe()?,
-            model_type,
+            model_type: fields.model_type(),
         };
         parsed.check()?;
         Ok(parsed)
     }
 
-    fn check(&self) -> Result<()> {
+    /// Checks the numbers against each other.
+    pub(crate) fn check(&self) -> Result<()> {
+        let recurrent = [
+            ("linear_num_key_heads", self.key_heads),
+            ("linear_num_value_heads", self.value_heads),
+            ("linear_key_head_dim", self.key_dim),
+            ("linear_value_head_dim", self.value_dim),
+        ];
+        let has = |kind| self.layers.contains(&kind);
+        let recurrent = if has(MixerKind::GatedDelta) { &recurrent[..] } else { &[] };
+        let window = [("sliding_window", self.window)];
+        let window = if has(MixerKind::SlidingAttention) { &window[..] } else { &[] };
         let positive = [
             ("hidden_size", self.hidden),
             ("vocab_size", self.vocab),
             ("num_attention_heads", self.heads),
             ("num_key_value_heads", self.kv_heads),
             ("head_dim", self.head_dim),
-            ("linear_num_key_heads", self.key_heads),
-            ("linear_num_value_heads", self.value_heads),
-            ("linear_key_head_dim", self.key_dim),
-            ("linear_value_head_dim", self.value_dim),
             ("max_position_embeddings", self.context_max),
         ];
         const EXTENT_MAX: usize = 1 << 24;
-        if let Some((key, value)) = positive.iter().find(|(_, v)| *v == 0 || *v > EXTENT_MAX) {
+        let mut positive = positive.iter().chain(recurrent).chain(window);
+        if let Some((key, value)) = positive.find(|(_, v)| *v == 0 || *v > EXTENT_MAX) {
             return Err(ModelError::Config(format!("{key} is {value}, expected 1 to {EXTENT_MAX}")));
         }
         let divides = |a: usize, b: usize| a.is_multiple_of(b);
         let wrong = if !divides(self.heads, self.kv_heads) {
             Some("num_attention_heads is not a multiple of num_key_value_heads")
-        } else if !divides(self.value_heads, self.key_heads) {
+        } else if !recurrent.is_empty() && !divides(self.value_heads, self.key_heads) {
             Some("linear_num_value_heads is not a multiple of linear_num_key_heads")
-        } else if !(2..=8).contains(&self.conv_width) {
+        } else if !recurrent.is_empty() && !(2..=8).contains(&self.conv_width) {
             Some("linear_conv_kernel_dim is not in 2..=8")
         } else if self.rotary > self.head_dim || !divides(self.rotary, 2) {
             Some("partial_rotary_factor does not give an even number of elements within head_dim")
@@ -145,6 +175,8 @@ impl HybridConfig {
             Some("neither intermediate_size nor num_experts is given")
         } else if !self.rope_theta.is_finite() || self.rope_theta <= 1.0 {
             Some("rope_theta is not a number above one")
+        } else if !window.is_empty() && (self.sliding_rope_theta.is_nan() || self.sliding_rope_theta <= 1.0) {
+            Some("the rope_theta of sliding layers is not a number above one")
         } else if self.layers.len() > 4096 || self.mtp_layers > 8 {
             Some("num_hidden_layers is above 4096 or mtp_num_hidden_layers above 8")
         } else {
@@ -164,47 +196,61 @@ impl HybridConfig {
         RopeSpec { rotary: self.rotary, sections: None, interleaved: false }
     }
 
-    /// `theta^(-2i / rotary)`.
+    /// Inverse rotary frequencies of layers that see everything.
     pub fn inverse_frequencies(&self) -> Vec<f32> {
-        let n = self.rotary as f64;
-        (0..self.rotary / 2).map(|i| self.rope_theta.powf(-2.0 * i as f64 / n) as f32).collect()
+        self.rope_scaling.inverse_frequencies(self.rope_theta, self.rotary)
+    }
+
+    /// Inverse rotary frequencies of sliding layers.
+    pub fn sliding_inverse_frequencies(&self) -> Vec<f32> {
+        RopeScaling::None.inverse_frequencies(self.sliding_rope_theta, self.rotary)
     }
 }
 
 /// The text part of a config, and the top level for what is found only there.
-struct Fields<'a> {
+pub(crate) struct Fields<'a> {
     text: &'a Value,
     top: &'a Value,
 }
 
-impl Fields<'_> {
-    fn get(&self, key: &str) -> Option<&Value> {
+impl<'a> Fields<'a> {
+    pub fn new(config: &'a Value) -> Fields<'a> {
+        let text = if config["text_config"].is_object() { &config["text_config"] } else { config };
+        Fields { text, top: config }
+    }
+
+    /// `model_type` at the top level.
+    pub fn model_type(&self) -> String {
+        self.top["model_type"].as_str().unwrap_or_default().to_string()
+    }
+
+    pub fn get(&self, key: &str) -> Option<&Value> {
         [self.text, self.top].into_iter().filter_map(|v| v.get(key)).find(|v| !v.is_null())
     }
 
-    fn size(&self, key: &str) -> Result<usize> {
+    pub fn size(&self, key: &str) -> Result<usize> {
         let value = self.get(key).ok_or_else(|| ModelError::Config(format!("{key} is missing")))?;
         let number = value.as_u64().and_then(|n| usize::try_from(n).ok());
         number.ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a whole number")))
     }
 
-    fn size_or(&self, key: &str, default: usize) -> Result<usize> {
+    pub fn size_or(&self, key: &str, default: usize) -> Result<usize> {
         if self.get(key).is_some() { self.size(key) } else { Ok(default) }
     }
 
-    fn number_or(&self, key: &str, default: f64) -> Result<f64> {
+    pub fn number_or(&self, key: &str, default: f64) -> Result<f64> {
         let Some(value) = self.get(key) else { return Ok(default) };
         value.as_f64().ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a number")))
     }
 
-    fn flag(&self, key: &str) -> bool {
+    pub fn flag(&self, key: &str) -> bool {
         self.get(key).and_then(Value::as_bool).unwrap_or(false)
     }
 
     /// A rope number from `rope_parameters` (or `rope_scaling`), or from beside the others.
-    fn rope(&self, key: &str, default: f64) -> Result<f64> {
+    pub fn rope(&self, key: &str, default: f64) -> Result<f64> {
         let nested = ["rope_parameters", "rope_scaling"].iter().find_map(|k| self.get(k)?.get(key));
-        match nested {
+        match nested.filter(|value| !value.is_null()) {
             Some(value) => value
                 .as_f64()
                 .ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a number"))),
@@ -212,23 +258,42 @@ impl Fields<'_> {
         }
     }
 
-    fn layers(&self) -> Result<Vec<MixerKind>> {
+    /// How the frequencies of a layer type are stretched.
+    pub fn rope_scaling(&self, layer_type: &str) -> Result<RopeScaling> {
+        let context = self.size_or("max_position_embeddings", 32768)?;
+        rope::parameters(self, layer_type)
+            .map_or(Ok(RopeScaling::None), |p| RopeScaling::from_json(p, context))
+    }
+
+    /// The kinds that `layer_types` lists, if it is there.
+    pub fn layer_types(&self) -> Result<Option<Vec<MixerKind>>> {
         let count = self.size("num_hidden_layers")?;
-        if let Some(types) = self.get("layer_types").and_then(Value::as_array) {
-            let kinds = types.iter().map(|t| match t.as_str() {
-                Some("full_attention") => Ok(MixerKind::Attention),
-                Some("linear_attention") => Ok(MixerKind::GatedDelta),
-                _ => Err(ModelError::Config(format!(
-                    "layer_types has {t}, expected full_attention or linear_attention"
-                ))),
-            });
-            let kinds: Vec<_> = kinds.collect::<Result<_>>()?;
-            if kinds.len() != count {
-                let reason = format!("layer_types has {} entries for {count} layers", kinds.len());
-                return Err(ModelError::Config(reason));
+        let Some(types) = self.get("layer_types").and_then(Value::as_array) else { return Ok(None) };
+        let kinds = types.iter().map(|t| match t.as_str() {
+            Some("full_attention") => Ok(MixerKind::Attention),
+            Some("sliding_attention") => Ok(MixerKind::SlidingAttention),
+            Some("linear_attention") => Ok(MixerKind::GatedDelta),
+            _ => Err(ModelError::Config(format!(
+                "layer_types has {t}, expected full_attention, sliding_attention or linear_attention"
+            ))),
+        });
+        let kinds: Vec<_> = kinds.collect::<Result<_>>()?;
+        if kinds.len() != count {
+            let reason = format!("layer_types has {} entries for {count} layers", kinds.len());
+            return Err(ModelError::Config(reason));
+        }
+        Ok(Some(kinds))
+    }
+
+    fn layers(&self) -> Result<Vec<MixerKind>> {
+        if let Some(kinds) = self.layer_types()? {
+            if kinds.contains(&MixerKind::SlidingAttention) {
+                let reason = "sliding_attention is not supported beside recurrent layers";
+                return Err(ModelError::Config(reason.into()));
             }
             return Ok(kinds);
         }
+        let count = self.size("num_hidden_layers")?;
         let every = self.size_or("full_attention_interval", 4)?;
         if every == 0 || count > 4096 {
             return Err(ModelError::Config(format!("{count} layers with full attention every {every}")));
@@ -239,8 +304,8 @@ impl Fields<'_> {
         Ok((0..count).map(kind).collect())
     }
 
-    fn moe(&self) -> Result<Option<MoeConfig>> {
-        let experts = self.size_or("num_experts", 0)?;
+    pub fn moe(&self) -> Result<Option<MoeConfig>> {
+        let experts = self.size_or("num_experts", self.size_or("num_local_experts", 0)?)?;
         if experts == 0 {
             return Ok(None);
         }
@@ -254,6 +319,7 @@ impl Fields<'_> {
             intermediate: self.size("moe_intermediate_size")?,
             shared_intermediate: self.size_or("shared_expert_intermediate_size", 0)?,
             normalise: self.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(true),
+            dense_layers: Vec::new(),
         }))
     }
 }

@@ -1,16 +1,16 @@
-//! A hybrid model put together: embedding, layers, final norm, output head, and the multi-token-prediction head.
+//! A model put together: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
 use keel_array::{Array, Weight};
 use keel_cache::{CacheSpec, LayerSpec, LayerStorage};
 
-use crate::blocks::{FeedForward, GatedAttention, GatedDeltaNet, RmsNorm, StepContext};
+use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
 use crate::{HybridConfig, MixerKind, Result};
 
 /// The first half of a block.
 #[derive(Debug)]
 pub enum Mixer {
-    /// Full attention.
-    Attention(GatedAttention),
+    /// Full or sliding attention.
+    Attention(Attention),
     /// Recurrent.
     GatedDelta(GatedDeltaNet),
 }
@@ -22,24 +22,51 @@ pub struct Block {
     pub mixer_norm: RmsNorm,
     /// First half.
     pub mixer: Mixer,
+    /// Norm of what the mixer gives, before it is added.
+    pub mixer_out_norm: Option<RmsNorm>,
     /// Norm before the feed-forward half.
     pub ff_norm: RmsNorm,
     /// Second half.
     pub ff: FeedForward,
+    /// Norm of what the second half gives, before it is added.
+    pub ff_out_norm: Option<RmsNorm>,
 }
 
 impl Block {
     fn apply(&self, x: &Array, storage: &LayerStorage, step: &StepContext) -> Result<Array> {
         let h = self.mixer_norm.apply(x)?;
+        if let (Some(mixer_norm), Some(ff_norm)) = (&self.mixer_out_norm, &self.ff_out_norm) {
+            return self.apply_between_norms((x, &h), (mixer_norm, ff_norm), storage, step);
+        }
         let x = match (&self.mixer, storage) {
-            (Mixer::Attention(mixer), LayerStorage::Attention(pool)) => mixer.apply(&h, x, pool, step)?,
+            (Mixer::Attention(mixer), LayerStorage::Attention(pool) | LayerStorage::Sliding(pool)) => {
+                mixer.apply(&h, Some(x), pool, step)?
+            }
             (Mixer::GatedDelta(mixer), LayerStorage::Recurrent { window, state }) => {
                 mixer.apply(&h, x, window, state, step)?
             }
             _ => unreachable!("the cache was made for this model's layers"),
         };
         let h = self.ff_norm.apply(&x)?;
-        Ok(self.ff.apply(&h, &x)?)
+        Ok(self.ff.apply(&h, Some(&x))?)
+    }
+
+    /// As [`Block::apply`] where both halves are normed again before they are added.
+    fn apply_between_norms(
+        &self,
+        (x, normed): (&Array, &Array),
+        (mixer_norm, ff_norm): (&RmsNorm, &RmsNorm),
+        storage: &LayerStorage,
+        step: &StepContext,
+    ) -> Result<Array> {
+        let (Mixer::Attention(mixer), LayerStorage::Attention(pool) | LayerStorage::Sliding(pool)) =
+            (&self.mixer, storage)
+        else {
+            unreachable!("only attention layers are normed again")
+        };
+        let mixed = mixer_norm.apply(&mixer.apply(normed, None, pool, step)?)?;
+        let (x, h) = self.ff_norm.add_and_apply(&mixed, x)?;
+        Ok(ff_norm.apply(&self.ff.apply(&h, None)?)?.add(&x)?)
     }
 }
 
@@ -58,13 +85,15 @@ pub struct MtpHead {
     pub norm: RmsNorm,
 }
 
-/// A hybrid text model.
+/// A text model.
 #[derive(Debug)]
 pub struct HybridModel {
     /// Its numbers.
     pub config: HybridConfig,
     /// `[V, hidden]`.
     pub embedding: Weight,
+    /// Factor on embeddings, f32 `[1]`.
+    pub embedding_scale: Option<Array>,
     /// The layers.
     pub blocks: Vec<Block>,
     /// Final norm.
@@ -73,8 +102,6 @@ pub struct HybridModel {
     pub head: Weight,
     /// Multi-token prediction.
     pub mtp: Option<MtpHead>,
-    /// Inverse rotary frequencies, f32 `[rotary / 2]`.
-    pub frequencies: Array,
 }
 
 impl HybridModel {
@@ -82,6 +109,7 @@ impl HybridModel {
     pub fn cache_spec(&self, kv_dtype: keel_array::DType) -> CacheSpec {
         let c = &self.config;
         let attention = LayerSpec::Attention { kv_heads: c.kv_heads, head_dim: c.head_dim };
+        let sliding = LayerSpec::Sliding { kv_heads: c.kv_heads, head_dim: c.head_dim, window: c.window };
         let recurrent = LayerSpec::Recurrent {
             conv_width: c.conv_width,
             channels: c.conv_channels(),
@@ -91,6 +119,7 @@ impl HybridModel {
         };
         let of_kind = |kind: &MixerKind| match kind {
             MixerKind::Attention => attention,
+            MixerKind::SlidingAttention => sliding,
             MixerKind::GatedDelta => recurrent,
         };
         let head = self.mtp.iter().flat_map(|mtp| mtp.blocks.iter().map(|_| attention));
@@ -103,6 +132,9 @@ impl HybridModel {
     /// If the operands do not fit.
     pub fn hidden(&self, tokens: &Array, layers: &[LayerStorage], step: &StepContext) -> Result<Array> {
         let mut x = tokens.embedding(&self.embedding)?;
+        if let Some(scale) = &self.embedding_scale {
+            x = x.mul(scale)?;
+        }
         for (block, storage) in self.blocks.iter().zip(layers) {
             x = block.apply(&x, storage, step)?;
         }

@@ -9,31 +9,39 @@
 pub mod blocks;
 mod config;
 mod error;
+mod gemma3_text;
 mod hybrid;
+mod llama;
 pub mod loading;
 mod naming;
+mod qwen2;
+mod qwen3;
 mod qwen3_5;
+mod qwen3_moe;
 mod qwen3_next;
+mod rope;
 mod shapes;
+mod transformer;
 
 pub use config::{HybridConfig, MixerKind, MoeConfig};
 pub use error::{ModelError, Result};
 pub use hybrid::{Block, HybridModel, Mixer, MtpHead};
+pub use rope::RopeScaling;
 pub use shapes::{NAMES as SHAPE_NAMES, shape};
 
 use loading::Loader;
 use serde_json::Value;
 
 /// The model types that [`load`] knows.
-pub const MODEL_TYPES: [&str; 3] = ["qwen3_5", "qwen3_5_moe", "qwen3_next"];
+pub const MODEL_TYPES: [&str; 8] =
+    ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2", "qwen3", "qwen3_moe", "llama", "gemma3_text"];
 
 /// The numbers of a config, if the model is one that [`load`] knows.
 ///
 /// # Errors
 /// An unknown `model_type`, a config that is incomplete or contradicts itself.
 pub fn read_config(config: &Value) -> Result<HybridConfig> {
-    reader_of(config)?;
-    HybridConfig::from_json(config)
+    (family_of(config)?.config)(config)
 }
 
 /// Reads the model that a config describes.
@@ -42,16 +50,34 @@ pub fn read_config(config: &Value) -> Result<HybridConfig> {
 /// An unknown `model_type`, a config that is incomplete, parameters that are missing or misshapen, or a memory
 /// limit that is too small.
 pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
-    reader_of(config)?(loader, HybridConfig::from_json(config)?)
+    let family = family_of(config)?;
+    (family.load)(loader, config, (family.config)(config)?)
 }
 
-/// Reads a model of one family.
-type Reader = fn(&Loader<'_>, HybridConfig) -> Result<HybridModel>;
+/// How models of one type are read.
+struct Family {
+    config: fn(&Value) -> Result<HybridConfig>,
+    load: fn(&Loader<'_>, &Value, HybridConfig) -> Result<HybridModel>,
+}
 
-fn reader_of(config: &Value) -> Result<Reader> {
+macro_rules! family {
+    ($module:ident) => {
+        Ok(Family { config: $module::config, load: $module::load })
+    };
+}
+
+fn family_of(config: &Value) -> Result<Family> {
+    let hybrid = HybridConfig::from_json;
     match config["model_type"].as_str().unwrap_or_default() {
-        "qwen3_5" | "qwen3_5_moe" | "qwen3_5_text" | "qwen3_5_moe_text" => Ok(qwen3_5::load),
-        "qwen3_next" => Ok(qwen3_next::load),
+        "qwen3_5" | "qwen3_5_moe" | "qwen3_5_text" | "qwen3_5_moe_text" => {
+            Ok(Family { config: hybrid, load: qwen3_5::load })
+        }
+        "qwen3_next" => Ok(Family { config: hybrid, load: qwen3_next::load }),
+        "llama" => family!(llama),
+        "qwen2" => family!(qwen2),
+        "qwen3" => family!(qwen3),
+        "qwen3_moe" => family!(qwen3_moe),
+        "gemma3_text" | "gemma3" => family!(gemma3_text),
         other => {
             let supported = MODEL_TYPES.join(", ");
             Err(ModelError::UnknownModelType { found: other.into(), supported })

@@ -1,8 +1,8 @@
-//! What checkpoints of the Qwen3.5 family call their parameters, and how the variants are stored.
+//! What checkpoints call the parameters that most model types share, and how the variants are stored.
 
 use keel_array::Array;
 
-use crate::blocks::{FeedForward, GatedAttention, MixtureOfExperts, RmsNorm, SwiGluLayer};
+use crate::blocks::{Activation, Attention, FeedForward, GatedLayer, MixtureOfExperts, RmsNorm};
 use crate::loading::{Loader, Piece};
 use crate::{HybridConfig, ModelError, MoeConfig, Result};
 
@@ -14,16 +14,18 @@ pub(crate) struct FamilyReader<'a> {
     pub root: String,
     /// Norms are stored as offsets from one: the Hugging Face form. MLX's converter stores the scale itself.
     pub norms_are_offsets: bool,
+    /// Inverse rotary frequencies of layers that see everything.
+    pub frequencies: Array,
 }
 
 impl<'a> FamilyReader<'a> {
     /// Finds out which of the layouts the checkpoint has.
     pub fn new(loader: &'a Loader<'a>, config: &'a HybridConfig) -> Result<FamilyReader<'a>> {
-        let roots = ["model.language_model.", "language_model.model.", "model."];
+        const ROOTS: [&str; 3] = ["model.language_model.", "language_model.model.", "model."];
         let root =
-            roots.iter().find(|root| loader.parameters().contains(&format!("{root}embed_tokens.weight")));
+            ROOTS.iter().find(|root| loader.parameters().contains(&format!("{root}embed_tokens.weight")));
         let root = root.ok_or_else(|| {
-            let tried = roots.map(|r| format!("{r}embed_tokens.weight")).join(", ");
+            let tried = ROOTS.map(|r| format!("{r}embed_tokens.weight")).join(", ");
             ModelError::Config(format!(
                 "the checkpoint has no token embedding under any known name ({tried})"
             ))
@@ -32,8 +34,9 @@ impl<'a> FamilyReader<'a> {
         let recurrent = config.layers.iter().position(|k| *k == crate::MixerKind::GatedDelta);
         let conv = recurrent
             .and_then(|i| loader.parameters().shape(&format!("{root}layers.{i}.linear_attn.conv1d.weight")));
-        let norms_are_offsets = !matches!(conv.as_deref(), Some([_, _, 1]));
-        Ok(FamilyReader { loader, config, root: (*root).into(), norms_are_offsets })
+        let scales = loader.parameters().norms_are_scales() || matches!(conv.as_deref(), Some([_, _, 1]));
+        let frequencies = loader.constant(&config.inverse_frequencies())?;
+        Ok(FamilyReader { loader, config, root: (*root).into(), norms_are_offsets: !scales, frequencies })
     }
 
     /// The output head's name.
@@ -60,7 +63,7 @@ impl<'a> FamilyReader<'a> {
     }
 
     /// `self_attn` of a layer.
-    pub fn attention(&self, prefix: &str) -> Result<GatedAttention> {
+    pub fn attention(&self, prefix: &str) -> Result<Attention> {
         let c = self.config;
         let (d, kv_rows) = (c.head_dim, c.kv_heads * c.head_dim);
         let pieces = vec![
@@ -68,15 +71,20 @@ impl<'a> FamilyReader<'a> {
             Piece::whole(format!("{prefix}k_proj"), kv_rows),
             Piece::whole(format!("{prefix}v_proj"), kv_rows),
         ];
-        Ok(GatedAttention {
+        Ok(Attention {
             projection: self.loader.projection(pieces, c.hidden)?,
-            q_norm: self.norm(&format!("{prefix}q_norm"), d)?,
-            k_norm: self.norm(&format!("{prefix}k_norm"), d)?,
+            gated: c.gated,
+            q_norm: Some(self.norm(&format!("{prefix}q_norm"), d)?),
+            k_norm: Some(self.norm(&format!("{prefix}k_norm"), d)?),
             output: self.loader.linear(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?,
             heads: c.heads,
             kv_heads: c.kv_heads,
             head_dim: d,
             rope: c.rope(),
+            output_bias: None,
+            frequencies: self.frequencies.clone(),
+            scale: c.attention_scale as f32,
+            window: None,
         })
     }
 
@@ -88,12 +96,14 @@ impl<'a> FamilyReader<'a> {
         }
     }
 
-    fn swiglu(&self, prefix: &str, width: usize) -> Result<SwiGluLayer> {
+    /// A gated layer with SiLU.
+    pub fn swiglu(&self, prefix: &str, width: usize) -> Result<GatedLayer> {
         let hidden = self.config.hidden;
         let pieces = ["gate_proj", "up_proj"].map(|name| Piece::whole(format!("{prefix}{name}"), width));
-        Ok(SwiGluLayer {
+        Ok(GatedLayer {
             gate_up: self.loader.projection(pieces.into(), hidden)?,
             down: self.loader.linear(Piece::whole(format!("{prefix}down_proj"), hidden), width)?,
+            activation: Activation::Silu,
         })
     }
 

@@ -2,6 +2,8 @@
 //!
 //! Source: the Hugging Face checkpoints and their conversion by MLX. Vision parameters are not read.
 
+use serde_json::Value;
+
 use crate::blocks::GatedDeltaNet;
 use crate::hybrid::{Block, HybridModel, Mixer, MtpHead};
 use crate::loading::{Loader, Piece};
@@ -9,7 +11,7 @@ use crate::naming::FamilyReader;
 use crate::{HybridConfig, MixerKind, Result};
 
 /// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig) -> Result<HybridModel> {
+pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> Result<HybridModel> {
     load_with(loader, config, gated_delta_net)
 }
 
@@ -30,7 +32,9 @@ pub(crate) fn load_with(
         .map(|(i, kind)| {
             let prefix = format!("{root}layers.{i}.");
             let mixer = match kind {
-                MixerKind::Attention => Mixer::Attention(reader.attention(&format!("{prefix}self_attn."))?),
+                MixerKind::Attention | MixerKind::SlidingAttention => {
+                    Mixer::Attention(reader.attention(&format!("{prefix}self_attn."))?)
+                }
                 MixerKind::GatedDelta => {
                     Mixer::GatedDelta(read_recurrent(&reader, &format!("{prefix}linear_attn."))?)
                 }
@@ -45,8 +49,7 @@ pub(crate) fn load_with(
     };
     let norm = reader.norm(&format!("{root}norm"), config.hidden)?;
     let mtp = mtp_head(&reader)?;
-    let frequencies = loader.constant(&config.inverse_frequencies())?;
-    Ok(HybridModel { embedding, blocks, norm, head, mtp, frequencies, config })
+    Ok(HybridModel { embedding, embedding_scale: None, blocks, norm, head, mtp, config })
 }
 
 fn block(reader: &FamilyReader<'_>, prefix: &str, mixer: Mixer) -> Result<Block> {
@@ -54,8 +57,10 @@ fn block(reader: &FamilyReader<'_>, prefix: &str, mixer: Mixer) -> Result<Block>
     Ok(Block {
         mixer_norm: reader.norm(&format!("{prefix}input_layernorm"), hidden)?,
         mixer,
+        mixer_out_norm: None,
         ff_norm: reader.norm(&format!("{prefix}post_attention_layernorm"), hidden)?,
         ff: reader.feed_forward(&format!("{prefix}mlp."))?,
+        ff_out_norm: None,
     })
 }
 

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 /// Names that [`shape`] knows.
-pub const NAMES: [&str; 7] = [
+pub const NAMES: [&str; 9] = [
     "qwen3.5-0.8b",
     "qwen3.5-4b",
     "qwen3.5-9b",
@@ -11,6 +11,8 @@ pub const NAMES: [&str; 7] = [
     "qwen3.5-35b-a3b",
     "qwen3.5-122b-a10b",
     "qwen3.5-397b-a17b",
+    "qwen3-8b",
+    "qwen3-30b-a3b",
 ];
 
 /// Numbers that differ between the sizes of the family.
@@ -59,9 +61,49 @@ pub fn shape(name: &str) -> Option<Value> {
         "qwen3.5-35b-a3b" => sparse(2048, 40, 16, 32, 512, (256, 8)),
         "qwen3.5-122b-a10b" => sparse(3072, 48, 32, 64, 1024, (256, 8)),
         "qwen3.5-397b-a17b" => sparse(4096, 60, 32, 64, 1024, (512, 10)),
+        "qwen3-8b" => return Some(qwen3_8b()),
+        "qwen3-30b-a3b" => return Some(qwen3_30b_a3b()),
         _ => return None,
     };
     Some(config(&size))
+}
+
+fn qwen3_8b() -> Value {
+    json!({
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": false,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0
+    })
+}
+
+fn qwen3_30b_a3b() -> Value {
+    json!({
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": true,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": false,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0
+    })
 }
 
 fn config(size: &Size) -> Value {
@@ -96,13 +138,11 @@ fn config(size: &Size) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use crate::HybridConfig;
-
     #[test]
     fn every_name_has_a_sound_config() {
         for name in super::NAMES {
             let config = super::shape(name).expect("listed");
-            HybridConfig::from_json(&config).unwrap_or_else(|e| panic!("{name}: {e}"));
+            crate::read_config(&config).unwrap_or_else(|e| panic!("{name}: {e}"));
         }
         assert!(super::shape("qwen9").is_none());
     }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{HYBRID, arg, fixture, floats, holds, ints, joined, json, relative_error, succeed};
+use common::{arg, fixture, floats, holds, ints, joined, json, models, relative_error, succeed};
 
 const ERROR_MAX: f64 = 1e-4;
 
@@ -10,7 +10,7 @@ const ERROR_MAX: f64 = 1e-4;
 const NEAR_TIE: f32 = 1e-3;
 
 fn compare_logits(extra: &[&str]) {
-    for name in HYBRID {
+    for name in models() {
         let Some(folder) = fixture(name) else { continue };
         let want = folder.join("expected.safetensors");
         let dir = tempfile::tempdir().expect("a temporary folder");
@@ -40,7 +40,7 @@ fn logits_match_the_reference_token_by_token() {
 }
 
 fn compare_greedy(extra: &[&str]) {
-    for name in HYBRID {
+    for name in models() {
         let Some(folder) = fixture(name) else { continue };
         let want = folder.join("expected.safetensors");
         if !holds(&want, "greedy_ids") {
@@ -77,7 +77,7 @@ fn greedy_tokens_match_the_reference_token_by_token() {
 
 #[test]
 fn the_prefill_step_does_not_change_a_bit() {
-    for name in HYBRID {
+    for name in models() {
         let Some(folder) = fixture(name) else { continue };
         let dir = tempfile::tempdir().expect("a temporary folder");
         let ids: Vec<u32> = (0..300).map(|i| (i * 37 + i * i * 11) % 509).collect();

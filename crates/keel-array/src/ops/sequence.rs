@@ -81,6 +81,10 @@ impl GatedDeltaSpec {
 
 /// Causal attention with grouped heads over paged keys and values. The new rows are written to their pages first.
 ///
+/// With a window, the table may name the same page for positions that are more than the window apart: rows are written
+/// and attended in runs that end at multiples of [`AttentionSpec::RUN`], so that pages which have left the window of a
+/// run can be written again by the next.
+///
 /// Inputs: q f32 `[T, H, D]`; k, v f32 `[T, KV, D]`; key pool and value pool f32 or bf16 `[pages, KV, 256, D]`,
 /// mutated; table; row_start; position. Output f32 `[T, H, D]`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -97,6 +101,8 @@ impl AttentionSpec {
     pub(crate) const STATE: Range<usize> = 3..5;
     /// Tokens of a page.
     pub const PAGE: usize = 256;
+    /// Positions that rows with a window are cut at.
+    pub const RUN: usize = 64;
 }
 
 /// The state of the gated delta rule in one layer: f32 `[slots, Hv, Dk, Dv]`.

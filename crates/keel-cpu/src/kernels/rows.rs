@@ -49,6 +49,14 @@ impl<'a> Rows<'a> {
         &self.data[start..start + self.width]
     }
 
+    /// Rows `rows` of this view.
+    ///
+    /// # Panics
+    /// If they lie outside it.
+    pub fn range(self, rows: Range<usize>) -> Rows<'a> {
+        Rows { data: &self.data[rows.start * self.stride..rows.end * self.stride], ..self }
+    }
+
     /// Columns `columns` of this view.
     ///
     /// # Panics
@@ -100,6 +108,14 @@ impl<'a> RowsMut<'a> {
     /// Values of a row.
     pub fn width(self) -> usize {
         self.width
+    }
+
+    /// Rows `rows` of this view.
+    ///
+    /// # Panics
+    /// If they lie outside it.
+    pub fn range(self, rows: Range<usize>) -> RowsMut<'a> {
+        RowsMut { data: self.data.part(rows.start * self.stride..rows.end * self.stride), ..self }
     }
 
     /// Columns `columns` of row `t`, to write.

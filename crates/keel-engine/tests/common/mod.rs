@@ -21,6 +21,14 @@ pub const HYBRID: [&str; 6] = [
     "qwen3_5_moe_mlx_4bit",
 ];
 
+/// The plain transformers.
+pub const PLAIN: [&str; 4] = ["llama", "qwen3", "qwen3_moe", "gemma3_text"];
+
+/// All fixtures with reference logits.
+pub fn models() -> impl Iterator<Item = &'static str> {
+    HYBRID.into_iter().chain(PLAIN)
+}
+
 /// A fixture's folder, or `None` where the shared folder is not beside the repository.
 pub fn fixture(name: &str) -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures").join(name);

@@ -1,21 +1,25 @@
-//! Full attention with a gate on its output, as in Qwen3.5 and Qwen3-Next.
+//! Softmax attention: with a gate on its output as in Qwen3.5, or plain; over everything before, or over a window.
 
 use keel_array::{Array, AttentionSpec, KvPool, Real, Result, RopeSpec, Weight};
 
 use super::{RmsNorm, StepContext};
 use crate::loading::Projection;
 
-/// `o_proj(attention(norm_rope(q), norm_rope(k), v) * sigmoid(gate))`.
+/// `o_proj(attention(rope(norm(q)), rope(norm(k)), v) [* sigmoid(gate)])`.
 #[derive(Debug)]
-pub struct GatedAttention {
-    /// Query and gate (per head: query, then gate), key, value.
+pub struct Attention {
+    /// Query (with a gate: per head query, then gate), key, value.
     pub projection: Projection,
+    /// Whether the output has a gate.
+    pub gated: bool,
     /// Norm of each query head.
-    pub q_norm: RmsNorm,
+    pub q_norm: Option<RmsNorm>,
     /// Norm of each key head.
-    pub k_norm: RmsNorm,
+    pub k_norm: Option<RmsNorm>,
     /// Output projection.
     pub output: Weight,
+    /// Added to the output.
+    pub output_bias: Option<Array>,
     /// `H`.
     pub heads: usize,
     /// `KV`.
@@ -24,29 +28,57 @@ pub struct GatedAttention {
     pub head_dim: usize,
     /// Rotation of queries and keys.
     pub rope: RopeSpec,
+    /// Inverse rotary frequencies, f32 `[rotary / 2]`.
+    pub frequencies: Array,
+    /// Factor on `q . k`.
+    pub scale: f32,
+    /// Tokens that a row sees, itself included; `None` for all before it.
+    pub window: Option<usize>,
 }
 
-impl GatedAttention {
-    /// `residual + attention(x)` for x `[T, hidden]`, already normed.
+impl Attention {
+    /// `attention(x)` for x `[T, hidden]`, already normed; added to the residual, if there is one.
     ///
     /// # Errors
     /// If the operands do not fit.
-    pub fn apply(&self, x: &Array, residual: &Array, pool: &KvPool, step: &StepContext) -> Result<Array> {
+    pub fn apply(
+        &self,
+        x: &Array,
+        residual: Option<&Array>,
+        pool: &KvPool,
+        step: &StepContext,
+    ) -> Result<Array> {
         let (tokens, d) = (x.shape()[0], self.head_dim);
         let parts = self.projection.apply(x)?;
-        let query_gate = parts[0].reshape([tokens, self.heads, 2 * d])?;
-        let query = query_gate.slice_axis(-1, 0, d)?;
-        let gate = query_gate.slice_axis(-1, d, 2 * d)?;
-        let turn = |x: &Array, norm: &RmsNorm| {
-            x.norm_rope(&step.positions, &step.frequencies, &norm.scale, self.rope.clone(), norm.eps)
+        let (query, gate) = if self.gated {
+            let both = parts[0].reshape([tokens, self.heads, 2 * d])?;
+            (both.slice_axis(-1, 0, d)?, Some(both.slice_axis(-1, d, 2 * d)?))
+        } else {
+            (parts[0].reshape([tokens, self.heads, d])?, None)
         };
-        let query = turn(&query, &self.q_norm)?;
-        let key = turn(&parts[1].reshape([tokens, self.kv_heads, d])?, &self.k_norm)?;
+        let query = self.turn(&query, self.q_norm.as_ref(), step)?;
+        let key = self.turn(&parts[1].reshape([tokens, self.kv_heads, d])?, self.k_norm.as_ref(), step)?;
         let value = parts[2].reshape([tokens, self.kv_heads, d])?;
-        let spec =
-            AttentionSpec { scale: Real::from((d as f32).powf(-0.5)), window: None, regime: step.regime };
-        let mixed = query.paged_attention(&key, &value, pool, &step.batch, spec)?;
-        let gated = mixed.sigmoid_gate(&gate)?.reshape([tokens, self.heads * d])?;
-        gated.linear_add(&self.output, residual)
+        let spec = AttentionSpec { scale: Real::from(self.scale), window: self.window, regime: step.regime };
+        let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
+        let mut mixed = query.paged_attention(&key, &value, pool, batch, spec)?;
+        if let Some(gate) = gate {
+            mixed = mixed.sigmoid_gate(&gate)?;
+        }
+        let mixed = mixed.reshape([tokens, self.heads * d])?;
+        let out = match residual {
+            Some(residual) => mixed.linear_add(&self.output, residual)?,
+            None => mixed.linear(&self.output)?,
+        };
+        self.output_bias.as_ref().map_or(Ok(out.clone()), |bias| out.add(bias))
+    }
+
+    /// The rotary embedding of heads `[T, heads, D]`, normed first where the model does so.
+    fn turn(&self, x: &Array, norm: Option<&RmsNorm>, step: &StepContext) -> Result<Array> {
+        let (positions, frequencies) = (&step.positions, &self.frequencies);
+        match norm {
+            Some(norm) => x.norm_rope(positions, frequencies, &norm.scale, self.rope.clone(), norm.eps),
+            None => x.rope(positions, frequencies, self.rope.clone()),
+        }
     }
 }

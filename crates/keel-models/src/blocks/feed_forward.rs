@@ -4,22 +4,44 @@ use keel_array::{Array, Result, Weight};
 
 use crate::loading::Projection;
 
-/// `down(silu(gate(x)) * up(x))`.
+/// What the gate of a gated layer goes through.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activation {
+    /// `x * sigmoid(x)`.
+    #[default]
+    Silu,
+    /// GELU in its tanh form.
+    GeluTanh,
+}
+
+/// `down(activation(gate(x)) * up(x))`.
 #[derive(Debug)]
-pub struct SwiGluLayer {
+pub struct GatedLayer {
     /// Gate rows, then up rows; two products where their formats differ.
     pub gate_up: Projection,
     /// Back to the residual stream.
     pub down: Weight,
+    /// Of the gate.
+    pub activation: Activation,
 }
 
-impl SwiGluLayer {
+impl GatedLayer {
     fn inner(&self, x: &Array) -> Result<Array> {
-        self.gate_up.apply_wide(x)?.swiglu()
+        match self.activation {
+            Activation::Silu => self.gate_up.apply_wide(x)?.swiglu(),
+            Activation::GeluTanh => {
+                let parts = self.gate_up.apply(x)?;
+                parts[0].gelu_tanh()?.mul(&parts[1])
+            }
+        }
     }
 
-    fn apply(&self, x: &Array, residual: &Array) -> Result<Array> {
-        self.inner(x)?.linear_add(&self.down, residual)
+    fn apply(&self, x: &Array, residual: Option<&Array>) -> Result<Array> {
+        let inner = self.inner(x)?;
+        match residual {
+            Some(residual) => inner.linear_add(&self.down, residual),
+            None => inner.linear(&self.down),
+        }
     }
 }
 
@@ -33,7 +55,7 @@ pub struct MixtureOfExperts {
     /// `[E, hidden, F]`.
     pub down: Weight,
     /// An expert that every token passes, weighted by its gate.
-    pub shared: Option<SwiGluLayer>,
+    pub shared: Option<GatedLayer>,
     /// Experts per token.
     pub chosen: usize,
     /// Divide the chosen probabilities by their sum.
@@ -60,20 +82,21 @@ impl MixtureOfExperts {
 #[derive(Debug)]
 pub enum FeedForward {
     /// One gated layer.
-    Dense(SwiGluLayer),
+    Dense(GatedLayer),
     /// Experts.
     Experts(MixtureOfExperts),
 }
 
 impl FeedForward {
-    /// `residual + ff(x)` for x `[T, hidden]`, already normed.
+    /// `ff(x)` for x `[T, hidden]`, already normed; added to the residual, if there is one.
     ///
     /// # Errors
     /// If the operands do not fit.
-    pub fn apply(&self, x: &Array, residual: &Array) -> Result<Array> {
-        match self {
-            FeedForward::Dense(layer) => layer.apply(x, residual),
-            FeedForward::Experts(experts) => experts.apply(x, residual),
+    pub fn apply(&self, x: &Array, residual: Option<&Array>) -> Result<Array> {
+        match (self, residual) {
+            (FeedForward::Dense(layer), residual) => layer.apply(x, residual),
+            (FeedForward::Experts(experts), Some(residual)) => experts.apply(x, residual),
+            (FeedForward::Experts(_), None) => unreachable!("no model norms what its experts give"),
         }
     }
 }

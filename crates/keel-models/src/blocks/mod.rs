@@ -1,12 +1,12 @@
-//! The parts that hybrid models are made of. They know tensors and shapes, not the names in checkpoints.
+//! The parts that models are made of. They know tensors and shapes, not the names in checkpoints.
 
 mod attention;
 mod feed_forward;
 mod gated_delta_net;
 mod norm;
 
-pub use attention::GatedAttention;
-pub use feed_forward::{FeedForward, MixtureOfExperts, SwiGluLayer};
+pub use attention::Attention;
+pub use feed_forward::{Activation, FeedForward, GatedLayer, MixtureOfExperts};
 pub use gated_delta_net::GatedDeltaNet;
 pub use norm::RmsNorm;
 
@@ -17,10 +17,10 @@ use keel_array::{Array, Batch, Regime};
 pub struct StepContext {
     /// Which rows belong to which sequence, and where its memory is.
     pub batch: Batch,
+    /// The same with the pages of layers that see a window.
+    pub window_batch: Batch,
     /// Position of each row, i32 `[T]`.
     pub positions: Array,
-    /// Inverse rotary frequencies.
-    pub frequencies: Array,
     /// How rows are computed.
     pub regime: Regime,
 }

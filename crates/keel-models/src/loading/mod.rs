@@ -59,6 +59,11 @@ pub trait Parameters {
     /// # Errors
     /// If it is missing.
     fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>>;
+
+    /// True if norms are stored as scales also where the model type stores offsets from one.
+    fn norms_are_scales(&self) -> bool {
+        false
+    }
 }
 
 /// Rows of a linear layer of the checkpoint.
@@ -173,7 +178,7 @@ impl<'a> Loader<'a> {
             Some(format) => vec![self.stack(&[pieces], cols, format)?],
             None => pieces.into_iter().map(|p| self.linear(p, cols)).collect::<Result<_>>()?,
         };
-        Ok(Projection { weights, widths })
+        Ok(Projection { weights, widths, bias: None })
     }
 
     /// A stack of experts, each made of the pieces listed for it. All pieces must share a format.
@@ -242,13 +247,41 @@ impl<'a> Loader<'a> {
         })
     }
 
+    /// Vectors one behind the other, each named with its length.
+    ///
+    /// # Errors
+    /// As [`Loader::vector`].
+    pub fn vectors(&self, names: &[(String, usize)]) -> Result<Array> {
+        let elements = names.iter().map(|(_, len)| len).sum::<usize>();
+        let array = Array::persistent(self.runtime, Category::Weights, [elements], keel_array::DType::F32)?;
+        let mut all = Vec::with_capacity(elements);
+        for (name, len) in names {
+            self.check_elements(name, &[*len])?;
+            if !self.runtime.backend().is_planning() {
+                all.extend(self.parameters.values(name, *len)?);
+            }
+        }
+        if !self.runtime.backend().is_planning() {
+            array.write(&all)?;
+        }
+        (self.progress)(array.bytes() as u64);
+        Ok(array)
+    }
+
+    fn check_elements(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let elements: usize = shape.iter().product();
+        match self.parameters.shape(name).filter(|s| s.iter().product::<usize>() != elements) {
+            None => Ok(()),
+            Some(stored) => {
+                let (expected, got) = (format!("{shape:?}"), format!("{stored:?}"));
+                Err(crate::ModelError::Shape { name: name.into(), expected, got })
+            }
+        }
+    }
+
     fn small(&self, name: &str, shape: &[usize], change: impl FnOnce(&mut Vec<f32>)) -> Result<Array> {
         let elements = shape.iter().product();
-        let stored = self.parameters.shape(name);
-        if let Some(stored) = stored.filter(|s| s.iter().product::<usize>() != elements) {
-            let (expected, got) = (format!("{shape:?}"), format!("{stored:?}"));
-            return Err(crate::ModelError::Shape { name: name.into(), expected, got });
-        }
+        self.check_elements(name, shape)?;
         let array = Array::persistent(self.runtime, Category::Weights, shape, keel_array::DType::F32)?;
         if !self.runtime.backend().is_planning() {
             let mut values = self.parameters.values(name, elements)?;
@@ -278,6 +311,8 @@ pub struct Projection {
     weights: Vec<Weight>,
     /// Outputs of each layer.
     widths: Vec<usize>,
+    /// Added to all outputs side by side, f32 `[sum of widths]`.
+    pub bias: Option<Array>,
 }
 
 impl Projection {
@@ -286,12 +321,13 @@ impl Projection {
     /// # Errors
     /// If x does not fit.
     pub fn apply_wide(&self, x: &Array) -> keel_array::Result<Array> {
-        if let [weight] = &self.weights[..] {
-            return x.linear(weight);
-        }
-        let parts: Vec<Array> =
+        let products: Vec<Array> =
             self.weights.iter().map(|w| x.linear(w)).collect::<keel_array::Result<_>>()?;
-        Array::concatenate(&parts.iter().collect::<Vec<_>>(), -1)
+        let wide = match &products[..] {
+            [product] => product.clone(),
+            parts => Array::concatenate(&parts.iter().collect::<Vec<_>>(), -1)?,
+        };
+        self.bias.as_ref().map_or(Ok(wide.clone()), |bias| wide.add(bias))
     }
 
     /// The outputs of each layer, `[.., width]`.
@@ -299,10 +335,10 @@ impl Projection {
     /// # Errors
     /// If x does not fit.
     pub fn apply(&self, x: &Array) -> keel_array::Result<Vec<Array>> {
-        let [weight] = &self.weights[..] else {
+        if self.weights.len() > 1 && self.bias.is_none() {
             return self.weights.iter().map(|w| x.linear(w)).collect();
-        };
-        let wide = x.linear(weight)?;
+        }
+        let wide = self.apply_wide(x)?;
         let mut start = 0;
         let part = |width: &usize| {
             start += width;

@@ -85,12 +85,14 @@ impl Parameters for RandomParameters {
         Ok(())
     }
 
+    fn norms_are_scales(&self) -> bool {
+        true
+    }
+
     fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>> {
         let mut generator = Generator::of_name(name);
         let value = |generator: &mut Generator| match name.rsplit('.').nth(1).unwrap_or_default() {
-            // Scales of a norm that is stored as it is; the others are offsets from one.
-            "norm" if name.contains("linear_attn") => 1.0,
-            norm if norm.contains("norm") => 0.0,
+            norm if norm.contains("norm") => 1.0,
             "conv1d" => generator.value() / DEVIATION * 0.25,
             // A_log and dt_bias: states that decay over some dozens of tokens.
             _ if name.ends_with("dt_bias") => -3.0,

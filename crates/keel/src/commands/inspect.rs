@@ -83,10 +83,13 @@ fn facts(model: &Model, device: &DeviceArgs) -> Result<Value> {
 
 fn layers(config: &HybridConfig) -> Value {
     let of_kind = |kind| config.layers.iter().filter(|layer| **layer == kind).count();
-    json!({
-        "gated_delta": of_kind(MixerKind::GatedDelta),
-        "attention": of_kind(MixerKind::Attention),
-    })
+    let counts = [
+        ("gated_delta", MixerKind::GatedDelta),
+        ("attention", MixerKind::Attention),
+        ("sliding_attention", MixerKind::SlidingAttention),
+    ];
+    let present = counts.into_iter().filter(|(_, kind)| of_kind(*kind) > 0);
+    present.map(|(name, kind)| (name.to_string(), Value::from(of_kind(kind)))).collect()
 }
 
 /// Sums over the tensors of the text model.

@@ -1,9 +1,11 @@
 //! Operations with memory: convolution, gated delta rule, attention.
 
+use std::ops::Range;
+
 use super::{Call, batch};
 use crate::kernels::attention::{
-    Attention, KvElement, KvPages, KvPagesMut, attention_decode, attention_prefill, decode_workspace_len,
-    kv_write, prefill_workspace_len,
+    Attention, KvElement, KvPages, KvPagesMut, PageTable, attention_decode, attention_prefill,
+    decode_workspace_len, kv_write, prefill_workspace_len,
 };
 use crate::kernels::causal_conv::{CausalConv, causal_conv};
 use crate::kernels::gated_delta::{
@@ -11,6 +13,7 @@ use crate::kernels::gated_delta::{
 };
 use crate::kernels::gated_delta_chunked::{CHUNK, gated_delta_chunked, gated_delta_chunked_workspace_len};
 use crate::kernels::generic::scalar::Plain;
+use crate::kernels::rows::{Batch, Rows};
 use crate::pool::Worker;
 use crate::simd::LANES;
 use half::bf16;
@@ -145,9 +148,7 @@ fn attention<E: KvElement + Plain>(
     let rows = batch::batch(row_start, position.values(), q.layout.shape[0])?;
     let table = batch::page_table(table, &rows, spec.window, keys.layout.shape[0])?;
     let pages = KvPagesMut { keys: keys.shared::<E>(), values: values.shared::<E>(), kv_heads, head_size };
-    kv_write(k.rows(2), v.rows(2), rows, table, pages, worker);
-    worker.barrier();
-    let task = Attention {
+    let whole = Attention {
         q: q.rows(2),
         batch: rows,
         table,
@@ -156,9 +157,41 @@ fn attention<E: KvElement + Plain>(
         window: spec.window,
         y: call.outputs[0].rows_mut(2),
     };
-    match spec.regime {
-        Regime::Prefill => attention_prefill(&task, call.scratch(), worker),
-        Regime::Decode => attention_decode(&task, call.scratch(), worker),
+    let write_and_attend = |task: &Attention<'_, E>, k: Rows<'_>, v: Rows<'_>| {
+        kv_write(k, v, task.batch, task.table, pages, worker);
+        worker.barrier();
+        match spec.regime {
+            Regime::Prefill => attention_prefill(task, call.scratch(), worker),
+            Regime::Decode => attention_decode(task, call.scratch(), worker),
+        }
+    };
+    let (k, v) = (k.rows(2), v.rows(2));
+    let within_runs = (0..rows.sequences()).all(|b| runs(&rows, b).count() <= 1);
+    if spec.window.is_none() || within_runs {
+        write_and_attend(&whole, k, v);
+        return Ok(());
+    }
+    for b in 0..rows.sequences() {
+        for (run, position) in runs(&rows, b) {
+            let batch = Batch { row_start: &[0, run.len() as u32], position: &[position] };
+            let table = PageTable { pages: &table.pages[b * table.stride..], ..table };
+            let (q, y) = (whole.q.range(run.clone()), whole.y.range(run.clone()));
+            write_and_attend(&Attention { q, batch, table, y, ..whole }, k.range(run.clone()), v.range(run));
+            // The next run may write to pages that have left the window of this one.
+            worker.barrier();
+        }
     }
     Ok(())
+}
+
+/// The rows of sequence `b` cut at positions that are multiples of [`AttentionSpec::RUN`], with the position of each
+/// first row.
+fn runs(rows: &Batch<'_>, b: usize) -> impl Iterator<Item = (Range<usize>, u32)> {
+    let (mut rest, mut position) = (rows.rows_of(b), rows.position[b] as usize);
+    std::iter::from_fn(move || {
+        let len = rest.len().min(AttentionSpec::RUN - position % AttentionSpec::RUN);
+        let run = (rest.start..rest.start + len, position as u32);
+        (rest.start, position) = (rest.start + len, position + len);
+        (len > 0).then_some(run)
+    })
 }

@@ -24,8 +24,10 @@ pub struct Cost {
     expert_share: f64,
     /// Recurrent state of a sequence, read and written by each token.
     state_bytes: f64,
-    /// Keys and values of a token in all layers.
+    /// Keys and values of a token in all layers that see everything.
     kv_bytes: f64,
+    /// Those in layers that see a window.
+    sliding_kv_bytes: f64,
     config: HybridConfig,
 }
 
@@ -47,15 +49,17 @@ impl Cost {
         let read = without_head.get(Category::Weights) - unread_embedding_bytes(model);
         let expert_bytes = expert_bytes(model);
         let moe = model.config.moe.as_ref();
-        let kv_layers = model.config.layers.iter().filter(|kind| **kind == MixerKind::Attention).count();
+        let layers_of = |wanted| model.config.layers.iter().filter(|kind| **kind == wanted).count();
         let kv_width = 2 * model.config.kv_heads * model.config.head_dim;
+        let layer_bytes = (kv_width * engine.options().kv_dtype().size()) as f64;
         Ok(Cost {
             weights_bytes: ledger.get(Category::Weights),
             shared_bytes: (read - expert_bytes) as f64,
             expert_bytes: expert_bytes as f64,
             expert_share: moe.map_or(0.0, |moe| moe.chosen as f64 / moe.experts as f64),
             state_bytes: 2.0 * ledger.get(Category::Recurrent) as f64 / engine.options().sequences as f64,
-            kv_bytes: (kv_layers * kv_width * engine.options().kv_dtype().size()) as f64,
+            kv_bytes: layers_of(MixerKind::Attention) as f64 * layer_bytes,
+            sliding_kv_bytes: layers_of(MixerKind::SlidingAttention) as f64 * layer_bytes,
             config: model.config.clone(),
         })
     }
@@ -64,19 +68,23 @@ impl Cost {
     /// tokens that choose evenly would choose different ones.
     pub fn decode_bytes(&self, batch: usize, depth: usize) -> f64 {
         let experts_read = 1.0 - (1.0 - self.expert_share).powf(batch as f64);
-        let sequence = self.state_bytes + self.kv_bytes * depth as f64;
+        let seen = depth.min(self.config.window) as f64;
+        let sequence = self.state_bytes + self.kv_bytes * depth as f64 + self.sliding_kv_bytes * seen;
         self.shared_bytes + self.expert_bytes * experts_read + sequence * batch as f64
     }
 
     /// Operations of a prompt: two per weight that a token meets, the output head once, and the scores of attention.
     pub fn prefill_ops(&self, tokens: usize) -> f64 {
         let c = &self.config;
-        let scores = 2.0 * tokens as f64 * (c.heads * c.head_dim) as f64;
+        // A row sees half of the prompt on average, or its window.
+        let scores = |seen: f64| 4.0 * seen * (c.heads * c.head_dim) as f64;
+        let query_and_output = if c.gated { 3 } else { 2 };
+        let projected = c.head_dim * (query_and_output * c.heads + 2 * c.kv_heads);
+        let attention = |seen: f64| 2.0 * (c.hidden * projected) as f64 + scores(seen);
+        let half = tokens as f64 / 2.0;
         let layer = |kind: &MixerKind| match kind {
-            MixerKind::Attention => {
-                let projected = c.head_dim * (3 * c.heads + 2 * c.kv_heads);
-                2.0 * (c.hidden * projected) as f64 + scores
-            }
+            MixerKind::Attention => attention(half),
+            MixerKind::SlidingAttention => attention(half.min(c.window as f64)),
             MixerKind::GatedDelta => {
                 let value_width = c.value_heads * c.value_dim;
                 2.0 * (c.hidden * (c.conv_channels() + 2 * value_width + 2 * c.value_heads)) as f64

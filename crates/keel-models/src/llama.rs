@@ -1,0 +1,26 @@
+//! `llama`: Llama 2 and 3 and what is built like them (Touvron et al., 2023; Grattafiori et al., 2024).
+//!
+//! Reference: `modeling_llama.py` of transformers.
+
+use serde_json::Value;
+
+use crate::config::Fields;
+use crate::hybrid::HybridModel;
+use crate::loading::Loader;
+use crate::transformer::{self, Traits};
+use crate::{HybridConfig, Result};
+
+/// The numbers.
+pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
+    let fields = Fields::new(config);
+    transformer::refuse(&fields, "mlp_bias")?;
+    let mut config = transformer::config(&fields)?;
+    config.window = 0;
+    Ok(config)
+}
+
+/// Reads a model.
+pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
+    let bias = Fields::new(json).flag("attention_bias");
+    transformer::load(loader, config, Traits { qkv_bias: bias, output_bias: bias, ..Traits::default() })
+}

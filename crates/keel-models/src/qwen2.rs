@@ -1,0 +1,24 @@
+//! `qwen2`: Qwen2 and Qwen2.5 (Yang et al., 2024): biases on queries, keys and values.
+//!
+//! Reference: `modeling_qwen2.py` of transformers.
+
+use serde_json::Value;
+
+use crate::config::Fields;
+use crate::hybrid::HybridModel;
+use crate::loading::Loader;
+use crate::transformer::{self, Traits};
+use crate::{HybridConfig, Result};
+
+/// The numbers.
+pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
+    let fields = Fields::new(config);
+    let mut config = transformer::config(&fields)?;
+    transformer::windows_on_request(&fields, &mut config)?;
+    Ok(config)
+}
+
+/// Reads a model.
+pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> Result<HybridModel> {
+    transformer::load(loader, config, Traits { qkv_bias: true, ..Traits::default() })
+}
