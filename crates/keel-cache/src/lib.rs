@@ -12,6 +12,8 @@
 //! slot      one state that has seen all of 0..len
 //! checkpoints               copies of the slot at multiples of 64
 //! ```
+//!
+//! A [`PrefixTree`] remembers pages and states of sequences that have ended, for later ones that begin alike.
 
 #![forbid(unsafe_code)]
 
@@ -19,11 +21,14 @@ mod error;
 mod file;
 mod model_cache;
 mod pages;
+mod prefix;
 mod sequence;
+mod shared;
 mod spec;
 
 pub use error::{CacheError, Result};
 pub use model_cache::{LayerStorage, ModelCache};
 pub use pages::PageAllocator;
+pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree};
 pub use sequence::SequenceCache;
 pub use spec::{CacheSize, CacheSpec, LayerSpec};

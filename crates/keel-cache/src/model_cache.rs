@@ -80,15 +80,15 @@ fn recurrent(runtime: &Runtime, category: Category, spec: &LayerSpec, slots: usi
 /// The cache of a model: storage of all layers, and the books of its pages and slots.
 #[derive(Debug)]
 pub struct ModelCache {
-    spec: CacheSpec,
+    pub(crate) spec: CacheSpec,
     size: CacheSize,
     layers: Vec<LayerStorage>,
     /// Saved slots of the recurrent layers, in the order of the layers.
     saved: Vec<LayerStorage>,
-    pages: PageAllocator,
+    pub(crate) pages: PageAllocator,
     window_pages: PageAllocator,
-    free_slots: Vec<u32>,
-    free_checkpoints: Vec<u32>,
+    pub(crate) free_slots: Vec<u32>,
+    pub(crate) free_checkpoints: Vec<u32>,
 }
 
 impl ModelCache {
@@ -254,7 +254,7 @@ impl ModelCache {
     }
 
     /// The page that the next token is written to must be the sequence's own: a shared one is replaced by a copy.
-    fn own_last_page(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+    pub(crate) fn own_last_page(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         let last = sequence.cached_len / AttentionSpec::PAGE;
         let partial = !sequence.cached_len.is_multiple_of(AttentionSpec::PAGE);
         if !partial || !self.pages.is_shared(sequence.pages[last]) {
@@ -312,7 +312,7 @@ impl ModelCache {
         self.own_last_page(twin)
     }
 
-    fn clear_slot(&self, slot: u32) -> Result<()> {
+    pub(crate) fn clear_slot(&self, slot: u32) -> Result<()> {
         for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
             array.clear_entry(slot as usize)?;
         }
@@ -320,7 +320,7 @@ impl ModelCache {
     }
 
     /// Copies a slot to a checkpoint (`save`) or back.
-    fn copy_slot(&self, slot: u32, entry: u32, save: bool) -> Result<()> {
+    pub(crate) fn copy_slot(&self, slot: u32, entry: u32, save: bool) -> Result<()> {
         let live = self.layers.iter().flat_map(LayerStorage::slot_arrays);
         let kept = self.saved.iter().flat_map(LayerStorage::slot_arrays);
         for (live, kept) in live.zip(kept) {

@@ -51,9 +51,14 @@ impl PageAllocator {
         Ok(page)
     }
 
+    /// Holders of a page.
+    pub fn holders(&self, page: u32) -> u32 {
+        self.holders[page as usize]
+    }
+
     /// True if a page has more than one holder.
     pub fn is_shared(&self, page: u32) -> bool {
-        self.holders[page as usize] > 1
+        self.holders(page) > 1
     }
 
     /// Adds a holder.

@@ -110,6 +110,8 @@ pub struct CacheSize {
     pub context: usize,
     /// Saved recurrent slots.
     pub checkpoints: usize,
+    /// Pages of the pool; `None` is enough for every sequence at full length.
+    pub pool_pages: Option<usize>,
 }
 
 impl CacheSize {
@@ -120,6 +122,6 @@ impl CacheSize {
 
     /// Pages of the pool of layers that see everything.
     pub fn pages(&self) -> usize {
-        self.sequences * self.pages_per_sequence()
+        self.pool_pages.unwrap_or(self.sequences * self.pages_per_sequence())
     }
 }

@@ -44,6 +44,7 @@ impl Engine {
             sequences: options.sequences,
             context: options.context,
             checkpoints: options.checkpoints,
+            pool_pages: options.pool_pages,
         };
         let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_dtype()), size)?;
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
@@ -181,6 +182,35 @@ impl Engine {
             }
             rest = after;
         }
+        Ok(())
+    }
+
+    /// Runs one step of a prompt, which must begin on the 64-token grid, and end on it unless it is the last.
+    /// The logits of the last one are read with [`Engine::logits`], row 0.
+    ///
+    /// # Errors
+    /// As [`Engine::prefill`]; the sequence is as before then.
+    pub fn prefill_chunk(
+        &mut self,
+        sequence: &mut SequenceCache,
+        tokens: &[u32],
+        is_last: bool,
+    ) -> Result<()> {
+        self.admit(sequence, tokens)?;
+        let (start, rows) = (sequence.offset(), tokens.len());
+        let ends_on_grid = is_last || rows.is_multiple_of(PREFILL_GRID);
+        if !start.is_multiple_of(PREFILL_GRID) || !ends_on_grid || rows > self.options.prefill_rows() {
+            let most = self.options.prefill_rows();
+            let reason = format!(
+                "a step of {rows} prompt tokens from token {start}: steps begin on the 64-token grid and have at \
+                 most {most}"
+            );
+            return Err(EngineError::Option(reason));
+        }
+        self.cache.reserve(sequence, rows)?;
+        let outcome = if is_last { Outcome::LastLogits } else { Outcome::State };
+        self.run(Regime::Prefill, outcome, &[Rows { sequence, tokens }])?;
+        sequence.advance(rows);
         Ok(())
     }
 

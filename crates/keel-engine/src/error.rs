@@ -30,6 +30,40 @@ pub enum EngineError {
         /// Tokens that fit.
         context: usize,
     },
+    /// More memory than the whole pool has.
+    #[error(
+        "{needed_tokens} tokens of prompt and answer need {needed_bytes} bytes of keys and values, and there are \
+         {total_bytes} in all; ask for fewer tokens"
+    )]
+    NeverFits {
+        /// Tokens of prompt and answer.
+        needed_tokens: usize,
+        /// Bytes of whole pages for them.
+        needed_bytes: usize,
+        /// Bytes of the pool.
+        total_bytes: usize,
+    },
+    /// As many requests wait as may.
+    #[error("{limit} requests are waiting, which is the limit; try again later")]
+    QueueFull {
+        /// Requests that may wait.
+        limit: usize,
+    },
+    /// A request waited too long.
+    #[error("no room became free within {seconds} seconds; try again later")]
+    QueueTimeout {
+        /// Time waited.
+        seconds: f64,
+    },
+    /// A request ran too long.
+    #[error("the request did not end within its deadline")]
+    Deadline,
+    /// What constrains a sequence failed.
+    #[error("the constraint on the output failed: {0}")]
+    Constraint(String),
+    /// A step that this sequence shared with others failed.
+    #[error("a step of the batch failed: {0}")]
+    Step(String),
     /// The model has no multi-token-prediction head.
     #[error("this model has no multi-token-prediction head")]
     NoMtpHead,

@@ -2,10 +2,11 @@
 //!
 //! The life of a sequence: [`Engine::open`], [`Engine::prefill`] with the prompt, [`Engine::decode`] token by token
 //! (or a [`TokenIterator`], which does all of it), [`Engine::release`]. All memory is allocated by
-//! [`Engine::load`]; [`plan`] gives the same numbers without a weight.
+//! [`Engine::load`]; [`plan`] gives the same numbers without a weight. A [`batch::Batcher`] runs many at once.
 
 #![forbid(unsafe_code)]
 
+pub mod batch;
 mod engine;
 mod error;
 mod generate;

@@ -18,6 +18,9 @@ pub struct EngineOptions {
     pub prefill_step: usize,
     /// Recurrent slots saved to go back to.
     pub checkpoints: usize,
+    /// Pages of keys and values; `None` is enough for every sequence at full length. With fewer, what a sequence may
+    /// need has to be set aside before it starts.
+    pub pool_pages: Option<usize>,
     /// Arithmetic of the linear layers; f32 also keeps keys and values in f32.
     pub compute: Compute,
     /// Also be able to give the logits of every prompt token, and those of the multi-token-prediction head.
@@ -31,6 +34,7 @@ impl Default for EngineOptions {
             sequences: 1,
             prefill_step: 2048,
             checkpoints: 0,
+            pool_pages: None,
             compute: Compute::Auto,
             all_logits: false,
         }
@@ -45,6 +49,8 @@ impl EngineOptions {
             format!("a context of {} tokens is not within 1 to {}", self.context, 1 << 24)
         } else if self.sequences == 0 || self.sequences > 4096 {
             format!("{} sequences are not within 1 to 4096", self.sequences)
+        } else if self.pool_pages.is_some_and(|pages| pages == 0 || pages > 1 << 24) {
+            format!("a pool of {:?} pages is not within 1 to {}", self.pool_pages, 1 << 24)
         } else {
             return Ok(());
         };
@@ -52,7 +58,7 @@ impl EngineOptions {
     }
 
     /// Rows of the largest prefill step: no more than the context can fill.
-    pub(crate) fn prefill_rows(&self) -> usize {
+    pub fn prefill_rows(&self) -> usize {
         self.prefill_step.min(self.context.next_multiple_of(PREFILL_GRID))
     }
 

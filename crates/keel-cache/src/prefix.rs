@@ -1,0 +1,435 @@
+//! Which prefixes are remembered after their sequence has ended: a tree over blocks of 64 tokens.
+//!
+//! The tree owns no memory. It knows page numbers and numbers of saved states, and says which of them it has begun
+//! or ceased to hold; [`crate::ModelCache`] does the counting. So it can be tested without a device.
+//!
+//! ```text
+//! root ── block 0 ── block 1 ── block 2 ── block 3      a page holds four blocks
+//!          page 7     page 7  │  page 7     page 7 *    * a saved state: a sequence can begin here
+//!                             └─ block 2'── block 3'    a second text with the same first 128 tokens
+//!                                 page 9     page 9 *
+//! ```
+//!
+//! Blocks 2' and 3' lie in a page that also holds a copy of blocks 0 and 1, because the sequence that wrote them got
+//! its own copy of the partly filled page. So of the blocks in one page's stretch of tokens, the deepest names the
+//! page that holds them all.
+
+use std::collections::HashMap;
+
+use keel_array::AttentionSpec;
+
+/// Tokens of a block: the grid on which a sequence can be resumed.
+pub const BLOCK: usize = 64;
+
+const BLOCKS_PER_PAGE: usize = AttentionSpec::PAGE / BLOCK;
+
+/// A remembered prefix from which a sequence can continue.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefixHit {
+    /// Tokens remembered, a multiple of [`BLOCK`]; 0 if there is nothing to continue from.
+    pub len: usize,
+    /// The pages that hold them.
+    pub pages: Vec<u32>,
+    /// The recurrent state behind the last of them; `None` for models without one.
+    pub state: Option<u32>,
+    /// Tokens that the tree has in common with the prompt, with or without a state behind them. A state saved here
+    /// would let the next such prompt begin later.
+    pub known_len: usize,
+}
+
+/// What the tree holds from now on.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Inserted {
+    /// Pages to add a holder to.
+    pub pages: Vec<u32>,
+    /// True if the state belongs to the tree now; false if it had one there, and the caller keeps his.
+    pub took_state: bool,
+}
+
+/// What the tree holds no more.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Evicted {
+    /// Pages to remove a holder from.
+    pub pages: Vec<u32>,
+    /// States to free.
+    pub states: Vec<u32>,
+}
+
+type NodeId = usize;
+
+#[derive(Debug)]
+struct Node {
+    parent: Option<NodeId>,
+    block: Box<[u32]>,
+    page: u32,
+    state: Option<u32>,
+    children: HashMap<Box<[u32]>, NodeId>,
+    last_used: u64,
+}
+
+/// Remembered prefixes, least recently used first to go.
+#[derive(Debug)]
+pub struct PrefixTree {
+    /// Freed entries are reused.
+    nodes: Vec<Option<Node>>,
+    free: Vec<NodeId>,
+    roots: HashMap<Box<[u32]>, NodeId>,
+    /// How many nodes name a page.
+    page_nodes: HashMap<u32, usize>,
+    /// Whether a sequence can only continue where a state was saved.
+    needs_state: bool,
+    clock: u64,
+}
+
+impl PrefixTree {
+    /// An empty tree, for a model with recurrent layers (`needs_state`) or without.
+    pub fn new(needs_state: bool) -> PrefixTree {
+        PrefixTree {
+            nodes: Vec::new(),
+            free: Vec::new(),
+            roots: HashMap::new(),
+            page_nodes: HashMap::new(),
+            needs_state,
+            clock: 0,
+        }
+    }
+
+    /// Blocks remembered.
+    pub fn len(&self) -> usize {
+        self.nodes.len() - self.free.len()
+    }
+
+    /// True if nothing is remembered.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Pages held, each once.
+    pub fn pages(&self) -> impl Iterator<Item = u32> + '_ {
+        self.page_nodes.keys().copied()
+    }
+
+    /// Saved states held.
+    pub fn states(&self) -> usize {
+        self.nodes.iter().flatten().filter(|node| node.state.is_some()).count()
+    }
+
+    fn node(&self, id: NodeId) -> &Node {
+        self.nodes[id].as_ref().expect("ids name live nodes")
+    }
+
+    fn node_mut(&mut self, id: NodeId) -> &mut Node {
+        self.nodes[id].as_mut().expect("ids name live nodes")
+    }
+
+    fn child(&self, parent: Option<NodeId>, block: &[u32]) -> Option<NodeId> {
+        let children = parent.map_or(&self.roots, |id| &self.node(id).children);
+        children.get(block).copied()
+    }
+
+    /// The nodes of the longest known prefix, in order.
+    fn walk(&self, tokens: &[u32]) -> Vec<NodeId> {
+        let mut path = Vec::new();
+        for block in tokens.chunks_exact(BLOCK) {
+            let Some(id) = self.child(path.last().copied(), block) else { break };
+            path.push(id);
+        }
+        path
+    }
+
+    /// The deepest point of `prompt` from which a sequence can continue, leaving at least its last token to run.
+    pub fn find(&mut self, prompt: &[u32]) -> PrefixHit {
+        let mut path = self.walk(&prompt[..prompt.len().saturating_sub(1)]);
+        let known_len = path.len() * BLOCK;
+        let resumable = |id: &NodeId| !self.needs_state || self.node(*id).state.is_some();
+        path.truncate(path.iter().rposition(resumable).map_or(0, |last| last + 1));
+        self.touch(&path);
+        let deepest_of_each_page = path.chunks(BLOCKS_PER_PAGE).filter_map(<[NodeId]>::last);
+        PrefixHit {
+            len: path.len() * BLOCK,
+            pages: deepest_of_each_page.map(|&id| self.node(id).page).collect(),
+            state: path.last().and_then(|&id| self.node(id).state),
+            known_len,
+        }
+    }
+
+    fn touch(&mut self, path: &[NodeId]) {
+        self.clock += 1;
+        let now = self.clock;
+        path.iter().for_each(|&id| self.node_mut(id).last_used = now);
+    }
+
+    /// Remembers whole blocks of `tokens`, which lie in `pages`, with the `state` behind the last of them. Where a
+    /// state is needed and none is given nothing is remembered.
+    ///
+    /// # Panics
+    /// If the tokens are not whole blocks, or lie in more pages than given.
+    pub fn insert(&mut self, tokens: &[u32], pages: &[u32], state: Option<u32>) -> Inserted {
+        assert!(tokens.len().is_multiple_of(BLOCK), "{} tokens are no whole blocks", tokens.len());
+        assert!(tokens.len() <= pages.len() * AttentionSpec::PAGE, "a page is missing");
+        let mut inserted = Inserted::default();
+        if self.needs_state && state.is_none() {
+            return inserted;
+        }
+        let mut path: Vec<NodeId> = Vec::new();
+        for (i, block) in tokens.chunks_exact(BLOCK).enumerate() {
+            let parent = path.last().copied();
+            let id = self.child(parent, block).unwrap_or_else(|| {
+                let page = pages[i / BLOCKS_PER_PAGE];
+                let nodes = self.page_nodes.entry(page).or_default();
+                *nodes += 1;
+                if *nodes == 1 {
+                    inserted.pages.push(page);
+                }
+                self.add(parent, block, page)
+            });
+            path.push(id);
+        }
+        self.touch(&path);
+        if let (Some(&last), Some(state)) = (path.last(), state) {
+            let place = &mut self.node_mut(last).state;
+            if place.is_none() {
+                *place = Some(state);
+                inserted.took_state = true;
+            }
+        }
+        inserted
+    }
+
+    fn add(&mut self, parent: Option<NodeId>, block: &[u32], page: u32) -> NodeId {
+        let node = Node {
+            parent,
+            block: block.into(),
+            page,
+            state: None,
+            children: HashMap::new(),
+            last_used: self.clock,
+        };
+        let id = match self.free.pop() {
+            Some(id) => {
+                self.nodes[id] = Some(node);
+                id
+            }
+            None => {
+                self.nodes.push(Some(node));
+                self.nodes.len() - 1
+            }
+        };
+        let siblings = match parent {
+            Some(parent) => &mut self.node_mut(parent).children,
+            None => &mut self.roots,
+        };
+        siblings.insert(block.into(), id);
+        id
+    }
+
+    /// Forgets the least recently used end of a text, and what is of no use without it. Ends in pages that are
+    /// `pinned`, because a running sequence shares them, go last: forgetting them frees nothing.
+    pub fn evict(&mut self, pinned: impl Fn(u32) -> bool) -> Option<Evicted> {
+        let leaf = self.least_used(|node| node.children.is_empty(), |node| pinned(node.page))?;
+        let mut evicted = Evicted::default();
+        self.remove_leaf(leaf, &mut evicted);
+        Some(evicted)
+    }
+
+    /// Forgets the least recently used state, and what is of no use without it.
+    pub fn evict_state(&mut self) -> Option<Evicted> {
+        let id = self.least_used(|node| node.state.is_some(), |_| false)?;
+        let mut evicted = Evicted::default();
+        evicted.states.extend(self.node_mut(id).state.take());
+        if self.node(id).children.is_empty() && self.needs_state {
+            self.remove_leaf(id, &mut evicted);
+        }
+        Some(evicted)
+    }
+
+    /// Forgets everything.
+    pub fn clear(&mut self) -> Evicted {
+        let mut evicted = Evicted::default();
+        while let Some(more) = self.evict(|_| false) {
+            evicted.pages.extend(more.pages);
+            evicted.states.extend(more.states);
+        }
+        evicted
+    }
+
+    /// The texts remembered, each as far as its last state (or its last block, where none is needed): tokens, pages
+    /// and state, least recently used first.
+    pub fn texts(&self) -> Vec<(Vec<u32>, Vec<u32>, Option<u32>)> {
+        let is_end = |node: &Node| {
+            if self.needs_state { node.state.is_some() } else { node.children.is_empty() }
+        };
+        let mut ends: Vec<NodeId> =
+            (0..self.nodes.len()).filter(|&id| self.nodes[id].as_ref().is_some_and(is_end)).collect();
+        ends.sort_by_key(|&id| self.node(id).last_used);
+        ends.into_iter().map(|id| self.text_of(id)).collect()
+    }
+
+    fn text_of(&self, end: NodeId) -> (Vec<u32>, Vec<u32>, Option<u32>) {
+        let mut path: Vec<NodeId> = std::iter::successors(Some(end), |&id| self.node(id).parent).collect();
+        path.reverse();
+        let tokens = path.iter().flat_map(|&id| self.node(id).block.iter().copied()).collect();
+        let pages = path.chunks(BLOCKS_PER_PAGE).filter_map(<[NodeId]>::last).map(|&id| self.node(id).page);
+        (tokens, pages.collect(), self.node(end).state)
+    }
+
+    fn least_used(
+        &self,
+        eligible: impl Fn(&Node) -> bool,
+        comes_last: impl Fn(&Node) -> bool,
+    ) -> Option<NodeId> {
+        let live = self.nodes.iter().enumerate().filter_map(|(id, node)| Some((id, node.as_ref()?)));
+        let eligible = live.filter(|(_, node)| eligible(node));
+        eligible.min_by_key(|(id, node)| (comes_last(node), node.last_used, *id)).map(|(id, _)| id)
+    }
+
+    /// Removes a leaf, then its ancestors as long as nothing can continue from or through them.
+    fn remove_leaf(&mut self, leaf: NodeId, evicted: &mut Evicted) {
+        let mut next = Some(leaf);
+        while let Some(id) = next {
+            let Some(node) = self.nodes[id].take() else { break };
+            self.free.push(id);
+            evicted.states.extend(node.state);
+            if let Some(nodes) = self.page_nodes.get_mut(&node.page) {
+                *nodes -= 1;
+                if *nodes == 0 {
+                    self.page_nodes.remove(&node.page);
+                    evicted.pages.push(node.page);
+                }
+            }
+            let siblings = match node.parent {
+                Some(parent) => &mut self.node_mut(parent).children,
+                None => &mut self.roots,
+            };
+            siblings.remove(&node.block);
+            next = node.parent.filter(|&parent| {
+                let parent = self.node(parent);
+                self.needs_state && parent.children.is_empty() && parent.state.is_none()
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Blocks of which each consists of one number.
+    fn text(blocks: &[u32]) -> Vec<u32> {
+        blocks.iter().flat_map(|&b| [b; BLOCK]).collect()
+    }
+
+    /// A text and one token more, as a prompt would have.
+    fn prompt(blocks: &[u32]) -> Vec<u32> {
+        [text(blocks), vec![0]].concat()
+    }
+
+    #[test]
+    fn a_prompt_continues_at_the_deepest_state() {
+        let mut tree = PrefixTree::new(true);
+        assert_eq!(tree.insert(&text(&[1, 2]), &[7], Some(0)), Inserted { pages: vec![7], took_state: true });
+        tree.insert(&text(&[1, 2, 3, 4, 5]), &[7, 8], Some(1));
+        let hit = tree.find(&prompt(&[1, 2, 3, 4, 5, 6]));
+        assert_eq!(hit, PrefixHit { len: 320, pages: vec![7, 8], state: Some(1), known_len: 320 });
+        let hit = tree.find(&prompt(&[1, 2, 3, 9]));
+        assert_eq!(hit, PrefixHit { len: 128, pages: vec![7], state: Some(0), known_len: 192 });
+        assert_eq!(tree.find(&text(&[1, 2])).len, 0, "the last token is left to run, and its block with it");
+        assert_eq!(tree.find(&prompt(&[2])).len, 0);
+        assert_eq!(tree.find(&[]).len, 0);
+    }
+
+    #[test]
+    fn without_recurrent_layers_every_block_will_do() {
+        let mut tree = PrefixTree::new(false);
+        tree.insert(&text(&[1, 2, 3, 4, 5]), &[7, 8], None);
+        assert_eq!(tree.find(&prompt(&[1, 2, 3])).pages, [7]);
+        assert_eq!(tree.find(&prompt(&[1, 2, 3, 4, 5])).pages, [7, 8]);
+    }
+
+    #[test]
+    fn the_deepest_block_names_the_page_of_a_branch() {
+        let mut tree = PrefixTree::new(true);
+        tree.insert(&text(&[1, 2, 3]), &[7], Some(0));
+        let inserted = tree.insert(&text(&[1, 2, 9]), &[8], Some(1));
+        assert_eq!(inserted.pages, [8]);
+        assert_eq!(tree.find(&prompt(&[1, 2, 9])).pages, [8]);
+        assert_eq!(tree.find(&prompt(&[1, 2, 3])).pages, [7]);
+    }
+
+    #[test]
+    fn what_was_used_longest_ago_goes_first_and_all_comes_back() {
+        let mut tree = PrefixTree::new(true);
+        tree.insert(&text(&[1, 2]), &[7], Some(0));
+        tree.insert(&text(&[1, 3]), &[8], Some(1));
+        tree.insert(&text(&[5]), &[9], Some(2));
+        tree.find(&prompt(&[1, 2]));
+        let evicted = tree.evict(|_| false).expect("something is remembered");
+        assert_eq!(evicted, Evicted { pages: vec![8], states: vec![1] });
+        assert_eq!(tree.find(&prompt(&[1, 3])).known_len, 64);
+        let evicted = tree.evict(|page| page == 9).expect("something is remembered");
+        assert_eq!(evicted, Evicted { pages: vec![7], states: vec![0] }, "the pinned page goes last");
+        assert_eq!(tree.clear(), Evicted { pages: vec![9], states: vec![2] });
+        assert!(tree.is_empty() && tree.evict(|_| false).is_none());
+    }
+
+    #[test]
+    fn blocks_without_a_state_behind_them_are_dropped_with_it() {
+        let mut tree = PrefixTree::new(true);
+        tree.insert(&text(&[1]), &[7], Some(0));
+        tree.insert(&text(&[1, 2, 3]), &[7], Some(1));
+        tree.find(&prompt(&[1]));
+        assert_eq!(tree.evict_state(), Some(Evicted { pages: vec![], states: vec![1] }));
+        assert_eq!((tree.len(), tree.states()), (1, 1));
+        assert_eq!(tree.evict_state(), Some(Evicted { pages: vec![7], states: vec![0] }));
+        assert!(tree.is_empty());
+    }
+
+    #[test]
+    fn a_state_that_is_known_stays_with_the_caller() {
+        let mut tree = PrefixTree::new(true);
+        assert!(tree.insert(&text(&[1]), &[7], Some(0)).took_state);
+        assert_eq!(tree.insert(&text(&[1]), &[8], Some(1)), Inserted::default());
+        assert_eq!(tree.texts(), [(text(&[1]), vec![7], Some(0))]);
+    }
+
+    /// Random insertions, look-ups and evictions against books kept beside.
+    #[test]
+    fn pages_and_states_are_conserved() {
+        let mut seed = 1u64;
+        let mut random = |below: u32| {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((seed >> 33) as u32) % below
+        };
+        let mut tree = PrefixTree::new(true);
+        let (mut pages, mut states) = (Vec::new(), Vec::new());
+        for round in 0..2000 {
+            let blocks: Vec<u32> = (0..1 + random(6)).map(|_| random(3)).collect();
+            match random(4) {
+                0 => {
+                    let hit = tree.find(&prompt(&blocks));
+                    assert!(hit.pages.iter().all(|page| pages.contains(page)), "{hit:?}");
+                    assert!(hit.len == 0 || states.contains(&hit.state.expect("a state")), "{hit:?}");
+                }
+                1 => {
+                    let gone = if random(2) == 0 { tree.evict(|p| p % 3 == 0) } else { tree.evict_state() };
+                    let gone = gone.unwrap_or_default();
+                    pages.retain(|page| !gone.pages.contains(page));
+                    states.retain(|state| !gone.states.contains(state));
+                }
+                _ => {
+                    let own = [round * 2, round * 2 + 1];
+                    let inserted = tree.insert(&text(&blocks), &own, Some(round));
+                    pages.extend(&inserted.pages);
+                    states.extend(inserted.took_state.then_some(round));
+                }
+            }
+            let mut held: Vec<u32> = tree.pages().collect();
+            held.sort_unstable();
+            pages.sort_unstable();
+            assert_eq!(held, pages);
+            assert_eq!(tree.states(), states.len());
+        }
+        let all = tree.clear();
+        assert_eq!((all.pages.len(), all.states.len()), (pages.len(), states.len()));
+    }
+}

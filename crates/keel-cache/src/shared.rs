@@ -1,0 +1,90 @@
+//! What outlives its sequence: pages and saved states that a [`crate::PrefixTree`] holds.
+
+use keel_array::AttentionSpec;
+
+use crate::{Evicted, Inserted, ModelCache, Result, SequenceCache};
+
+impl ModelCache {
+    /// Pages that nobody holds.
+    pub fn free_pages(&self) -> usize {
+        self.pages.free()
+    }
+
+    /// Checkpoints that nobody holds.
+    pub fn free_states(&self) -> usize {
+        self.free_checkpoints.len()
+    }
+
+    /// How many sequences and trees hold a page.
+    pub fn page_holders(&self, page: u32) -> u32 {
+        self.pages.holders(page)
+    }
+
+    /// Saves the state of a sequence, for the caller to keep. `None` if no checkpoint is free, or the model has no
+    /// state to save.
+    ///
+    /// # Errors
+    /// What the runtime says.
+    pub fn save_state(&mut self, sequence: &SequenceCache) -> Result<Option<u32>> {
+        if !self.spec.is_recurrent() {
+            return Ok(None);
+        }
+        let Some(entry) = self.free_checkpoints.pop() else { return Ok(None) };
+        match self.copy_slot(sequence.slot, entry, true) {
+            Ok(()) => Ok(Some(entry)),
+            Err(error) => {
+                self.free_checkpoints.push(entry);
+                Err(error)
+            }
+        }
+    }
+
+    /// Saves the state of a sequence over one that the caller keeps.
+    ///
+    /// # Errors
+    /// What the runtime says.
+    pub fn overwrite_state(&mut self, sequence: &SequenceCache, entry: u32) -> Result<()> {
+        self.copy_slot(sequence.slot, entry, true)
+    }
+
+    /// Gives a saved state back.
+    pub fn free_state(&mut self, entry: u32) {
+        assert!(!self.free_checkpoints.contains(&entry), "checkpoint {entry} is freed twice");
+        self.free_checkpoints.push(entry);
+    }
+
+    /// Counts a tree as holder of what it took.
+    pub fn hold(&mut self, inserted: &Inserted) {
+        inserted.pages.iter().for_each(|&page| self.pages.share(page));
+    }
+
+    /// Takes back what a tree holds no more.
+    pub fn take_back(&mut self, evicted: &Evicted) {
+        evicted.pages.iter().for_each(|&page| self.pages.release(page));
+        evicted.states.iter().for_each(|&entry| self.free_state(entry));
+    }
+
+    /// A sequence that continues behind the first `len` tokens of `pages`, with the saved `state` behind them. The
+    /// pages are shared; a partly filled last one is copied, for which one more page must be free.
+    ///
+    /// # Errors
+    /// [`crate::CacheError::NoSlot`], [`crate::CacheError::NoPages`]; what the runtime says. Nothing is held then.
+    pub fn resume(&mut self, len: usize, pages: &[u32], state: Option<u32>) -> Result<SequenceCache> {
+        assert_eq!(pages.len(), len.div_ceil(AttentionSpec::PAGE), "the pages of {len} tokens");
+        let mut sequence = self.open()?;
+        pages.iter().for_each(|&page| self.pages.share(page));
+        sequence.pages.extend_from_slice(pages);
+        sequence.cached_len = len;
+        let restored = match state {
+            Some(entry) => self.copy_slot(sequence.slot, entry, false),
+            None => Ok(()),
+        };
+        match restored.and_then(|()| self.own_last_page(&mut sequence)) {
+            Ok(()) => Ok(sequence),
+            Err(error) => {
+                self.release(sequence);
+                Err(error)
+            }
+        }
+    }
+}

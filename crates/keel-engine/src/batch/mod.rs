@@ -1,0 +1,376 @@
+//! Continuous batching: many sequences on one engine, which join and leave between steps.
+//!
+//! A request waits until the pages for its prompt and all its tokens can be promised ([`policy`]), then runs to its
+//! end: an admitted request never fails for memory. Each [`Batcher::step`] advances every answer by a token and
+//! prompts by chunks under a token budget. Everything here is synchronous and knows no clock: the caller says what
+//! time it is.
+
+mod policy;
+mod prefixes;
+mod request;
+mod sequence;
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use keel_array::AttentionSpec;
+use keel_cache::PrefixHit;
+
+pub use policy::{Demand, PromptRest, Supply, share_prefill};
+pub use request::{
+    BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, RequestId, SequenceStatus, TokenLogprobs,
+};
+
+use crate::{Engine, EngineError, Result, Sampler};
+use prefixes::Prefixes;
+use sequence::{Drawn, Running, pages_at_full_length};
+
+struct Waiting {
+    request: BatchRequest,
+    sampler: Sampler,
+    since: Instant,
+}
+
+/// Requests on one engine.
+pub struct Batcher {
+    engine: Engine,
+    options: BatchOptions,
+    waiting: VecDeque<Waiting>,
+    running: Vec<Running>,
+    prefixes: Prefixes,
+    /// Counts steps, so that prompts take turns.
+    turn: usize,
+    logits: Vec<f32>,
+    events: Vec<(RequestId, BatchEvent)>,
+}
+
+impl Batcher {
+    /// A batch without requests.
+    pub fn new(engine: Engine, options: BatchOptions) -> Batcher {
+        Batcher {
+            prefixes: Prefixes::new(engine.cache(), options.reuse_prefixes),
+            engine,
+            options,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            turn: 0,
+            logits: Vec::new(),
+            events: Vec::new(),
+        }
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// True if nothing runs or waits.
+    pub fn is_idle(&self) -> bool {
+        self.running.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Puts a request into the queue.
+    ///
+    /// # Errors
+    /// If it can never run: ids or options out of range, [`EngineError::Context`], [`EngineError::NeverFits`]. If it
+    /// cannot now: [`EngineError::QueueFull`].
+    pub fn submit(&mut self, request: BatchRequest, now: Instant) -> Result<()> {
+        let sampler = self.check(&request)?;
+        if self.waiting.len() >= self.options.queue_limit {
+            return Err(EngineError::QueueFull { limit: self.options.queue_limit });
+        }
+        self.waiting.push_back(Waiting { request, sampler, since: now });
+        Ok(())
+    }
+
+    fn check(&self, request: &BatchRequest) -> Result<Sampler> {
+        let vocab = self.engine.model().config.vocab;
+        if let Some(&id) = request.prompt.iter().find(|&&id| id as usize >= vocab) {
+            return Err(EngineError::TokenId { id, vocab });
+        }
+        if request.prompt.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if request.max_tokens == 0 {
+            return Err(EngineError::Option("a request for no tokens".into()));
+        }
+        let needed = request.prompt.len().saturating_add(request.max_tokens);
+        let context = self.engine.options().context;
+        if needed > context {
+            return Err(EngineError::Context { needed, context });
+        }
+        let pages = pages_at_full_length(request.prompt.len(), request.max_tokens);
+        let size = self.engine.cache().size();
+        if pages > size.pages() {
+            let page_bytes = self.engine.cache().spec().token_bytes() * AttentionSpec::PAGE;
+            return Err(EngineError::NeverFits {
+                needed_bytes: pages * page_bytes,
+                total_bytes: size.pages() * page_bytes,
+                needed_tokens: needed,
+            });
+        }
+        Sampler::new(request.sampler.clone(), &request.prompt)
+    }
+
+    /// Ends a request, wherever it is, and takes its memory back. Nothing happens if it has ended already.
+    pub fn cancel(&mut self, id: RequestId) {
+        self.waiting.retain(|w| w.request.id != id);
+        if let Some(at) = self.running.iter().position(|r| r.id == id) {
+            self.leave(at);
+        }
+    }
+
+    /// Ends everything.
+    pub fn cancel_all(&mut self) {
+        self.waiting.clear();
+        while !self.running.is_empty() {
+            self.leave(0);
+        }
+    }
+
+    /// Forgets remembered prefixes.
+    pub fn forget_prefixes(&mut self) {
+        self.prefixes.clear(self.engine.cache_mut());
+    }
+
+    /// Counts for display.
+    pub fn status(&self) -> BatchStatus {
+        BatchStatus {
+            waiting: self.waiting.len(),
+            running: self.running.iter().map(Running::status).collect(),
+            pages: self.engine.cache().size().pages(),
+            free_pages: self.engine.cache().free_pages(),
+            prefix_pages: self.prefixes.tree().pages().count(),
+            prefix_states: self.prefixes.tree().states(),
+        }
+    }
+
+    /// Lets requests in, advances every answer by a token and prompts by chunks, and returns what happened.
+    pub fn step(&mut self, now: Instant) -> Vec<(RequestId, BatchEvent)> {
+        self.expire(now);
+        self.let_in(now);
+        self.decode();
+        self.prefill();
+        self.turn = self.turn.wrapping_add(1);
+        std::mem::take(&mut self.events)
+    }
+
+    fn emit(&mut self, id: RequestId, event: BatchEvent) {
+        self.events.push((id, event));
+    }
+
+    fn expire(&mut self, now: Instant) {
+        let timeout = self.options.queue_timeout;
+        let events = &mut self.events;
+        self.waiting.retain(|w| {
+            let error = if w.request.deadline.is_some_and(|deadline| now >= deadline) {
+                EngineError::Deadline
+            } else if now.saturating_duration_since(w.since) >= timeout {
+                EngineError::QueueTimeout { seconds: timeout.as_secs_f64() }
+            } else {
+                return true;
+            };
+            events.push((w.request.id, BatchEvent::Failed(error)));
+            false
+        });
+        let is_late = |r: &Running| r.deadline.is_some_and(|deadline| now >= deadline);
+        while let Some(at) = self.running.iter().position(is_late) {
+            self.fail(at, EngineError::Deadline);
+        }
+    }
+
+    /// Starts requests in the order in which they came, as long as the next one fits.
+    fn let_in(&mut self, now: Instant) {
+        while self.running.len() < self.engine.options().sequences {
+            let Some(next) = self.waiting.front() else { return };
+            let hit = self.prefixes.find(&next.request.prompt);
+            let Some(hit) = self.promise(&next.request, hit) else { return };
+            let Some(waiting) = self.waiting.pop_front() else { return };
+            let id = waiting.request.id;
+            let queued = now.saturating_duration_since(waiting.since);
+            match self.start(waiting, &hit) {
+                Ok(()) => self.emit(id, BatchEvent::Started { cached_tokens: hit.len, queued }),
+                Err(error) => self.emit(id, BatchEvent::Failed(error)),
+            }
+        }
+    }
+
+    /// What of a hit can be used without breaking a promise; `None` if the request has to wait.
+    fn promise(&self, request: &BatchRequest, hit: PrefixHit) -> Option<PrefixHit> {
+        let cache = self.engine.cache();
+        let supply = Supply {
+            free: cache.free_pages(),
+            evictable: self.prefixes.evictable(cache),
+            promised: self.running.iter().map(Running::pages_missing).sum(),
+        };
+        let all = pages_at_full_length(request.prompt.len(), request.max_tokens);
+        let shared = hit.len / AttentionSpec::PAGE;
+        let pinned = self.prefixes.evictable_of(cache, &hit.pages);
+        if supply.can_promise(Demand { own: all - shared, pinned }) {
+            return Some(hit);
+        }
+        // What it would share may stand in its own way.
+        let anew = PrefixHit { len: 0, pages: Vec::new(), state: None, known_len: hit.known_len };
+        supply.can_promise(Demand { own: all, pinned: 0 }).then_some(anew)
+    }
+
+    fn start(&mut self, waiting: Waiting, hit: &PrefixHit) -> Result<()> {
+        let copies = usize::from(!hit.len.is_multiple_of(AttentionSpec::PAGE));
+        self.prefixes.make_room(self.engine.cache_mut(), copies, &hit.pages);
+        let sequence = self.engine.cache_mut().resume(hit.len, &hit.pages, hit.state)?;
+        let Waiting { request, sampler, .. } = waiting;
+        let stops = if self.options.reuse_prefixes {
+            prefixes::stops(request.prompt.len(), hit.len, hit.known_len, &request.marks)
+        } else {
+            Vec::new()
+        };
+        self.running.push(Running::new(request, sequence, stops, sampler));
+        Ok(())
+    }
+
+    /// Runs the last token of every answer and draws the next.
+    fn decode(&mut self) {
+        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].is_decoding()).collect();
+        if rows.is_empty() {
+            return;
+        }
+        let missing = rows.iter().filter(|&&i| self.needs_page(i, 1)).count();
+        self.prefixes.make_room(self.engine.cache_mut(), missing, &[]);
+        let (tokens, mut sequences): (Vec<u32>, Vec<_>) = self
+            .running
+            .iter_mut()
+            .filter(|r| r.is_decoding())
+            .map(|r| (r.tokens[r.cache.len()], &mut r.cache))
+            .unzip();
+        if let Err(error) = self.engine.decode(&mut sequences, &tokens) {
+            // How far the step came is unknown, so none of its sequences can go on.
+            let message = error.to_string();
+            rows.iter().rev().for_each(|&i| self.fail(i, EngineError::Step(message.clone())));
+            return;
+        }
+        let mut ended = Vec::new();
+        for (row, &i) in rows.iter().enumerate() {
+            let drawn = self.keep_state(i).and_then(|()| self.draw(i, row));
+            if let Some(end) = self.report(i, drawn) {
+                ended.push((i, end));
+            }
+        }
+        ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
+    }
+
+    /// Runs chunks of prompts, and draws the first token of those that are done.
+    fn prefill(&mut self) {
+        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| !self.running[i].is_decoding()).collect();
+        let rests: Vec<PromptRest> = rows.iter().map(|&i| self.running[i].prompt_rest()).collect();
+        let decoding = self.running.len() - rows.len();
+        let step_max = self.engine.options().prefill_rows();
+        let is_alone = decoding == 0 && rows.len() == 1 && self.waiting.is_empty();
+        let budget = if is_alone { step_max } else { self.options.step_tokens.saturating_sub(decoding) };
+        let shares = share_prefill(&rests, budget.min(step_max), self.turn);
+        let mut ended = Vec::new();
+        for (&i, share) in rows.iter().zip(shares).filter(|(_, share)| *share > 0) {
+            let outcome = self.prefill_chunk(i, share);
+            let done = self.running[i].cache.len();
+            let outcome = match outcome {
+                Ok(()) => {
+                    let id = self.running[i].id;
+                    self.emit(id, BatchEvent::Prefilled(done));
+                    if self.running[i].is_decoding() { self.draw(i, 0).map(Some) } else { Ok(None) }
+                }
+                Err(error) => Err(error),
+            };
+            if let Some(drawn) = outcome.transpose()
+                && let Some(end) = self.report(i, drawn)
+            {
+                ended.push((i, end));
+            }
+        }
+        ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
+    }
+
+    fn prefill_chunk(&mut self, i: usize, rows: usize) -> Result<()> {
+        let running = &mut self.running[i];
+        let at = running.cache.len();
+        let pages = (at + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(running.cache.pages().len());
+        self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
+        let is_last = at + rows == running.prompt_len;
+        self.engine.prefill_chunk(&mut running.cache, &running.tokens[at..at + rows], is_last)?;
+        if running.is_at_stop() {
+            let cache = self.engine.cache_mut();
+            let state = self.prefixes.save_state(cache, &running.cache)?;
+            self.prefixes.remember(cache, &running.tokens[..at + rows], &running.cache, state);
+        }
+        Ok(())
+    }
+
+    /// Whether the next `rows` tokens of a sequence begin a page.
+    fn needs_page(&self, i: usize, rows: usize) -> bool {
+        let cache = &self.running[i].cache;
+        cache.len() + rows > cache.pages().len() * AttentionSpec::PAGE
+    }
+
+    /// Keeps the state of an answer at its last grid point, for a next turn.
+    fn keep_state(&mut self, i: usize) -> Result<()> {
+        let running = &mut self.running[i];
+        if !self.options.reuse_generated || !running.is_at_grid_of_answer() {
+            return Ok(());
+        }
+        let cache = self.engine.cache_mut();
+        let at = running.cache.len();
+        if !cache.spec().is_recurrent() {
+            return Ok(());
+        }
+        running.rolling = match running.rolling {
+            Some((_, entry)) => {
+                cache.overwrite_state(&running.cache, entry)?;
+                Some((at, entry))
+            }
+            None => self.prefixes.save_state(cache, &running.cache)?.map(|entry| (at, entry)),
+        };
+        Ok(())
+    }
+
+    fn draw(&mut self, i: usize, row: usize) -> Result<Drawn> {
+        let mut logits = std::mem::take(&mut self.logits);
+        let drawn = self.engine.logits(row, &mut logits).and_then(|()| self.running[i].draw(&mut logits));
+        self.logits = logits;
+        drawn
+    }
+
+    /// Reports a token, and returns how the sequence ended if it did.
+    fn report(&mut self, i: usize, drawn: Result<Drawn>) -> Option<BatchEvent> {
+        match drawn {
+            Ok(drawn) => {
+                let id = self.running[i].id;
+                if let Some((token, logprobs)) = drawn.token {
+                    self.emit(id, BatchEvent::Token { id: token, logprobs });
+                }
+                drawn.finish.map(BatchEvent::Finished)
+            }
+            Err(error) => Some(BatchEvent::Failed(error)),
+        }
+    }
+
+    fn end(&mut self, i: usize, event: BatchEvent) {
+        let id = self.leave(i);
+        self.emit(id, event);
+    }
+
+    fn fail(&mut self, i: usize, error: EngineError) {
+        self.end(i, BatchEvent::Failed(error));
+    }
+
+    /// Takes a sequence out of the batch and its memory back. What it knows is remembered up to its last state.
+    fn leave(&mut self, i: usize) -> RequestId {
+        let running = self.running.remove(i);
+        let cache = self.engine.cache_mut();
+        if let Some((at, state)) = running.rolling {
+            self.prefixes.remember(cache, &running.tokens[..at], &running.cache, Some(state));
+        } else if self.options.reuse_generated && !cache.spec().is_recurrent() {
+            let whole = running.cache.len() / keel_cache::BLOCK * keel_cache::BLOCK;
+            self.prefixes.remember(cache, &running.tokens[..whole], &running.cache, None);
+        }
+        cache.release(running.cache);
+        running.id
+    }
+}

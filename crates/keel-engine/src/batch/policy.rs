@@ -1,0 +1,135 @@
+//! Who may start, and who runs how much: decisions over counts alone.
+
+use crate::PREFILL_GRID;
+
+/// The pages of the pool at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Supply {
+    /// Pages that nobody holds.
+    pub free: usize,
+    /// Pages that only remembered prefixes hold: they can be had at any time.
+    pub evictable: usize,
+    /// Pages that running sequences do not have yet and were promised.
+    pub promised: usize,
+}
+
+/// What a request will take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Demand {
+    /// Pages of its own, for prompt and answer at full length.
+    pub own: usize,
+    /// Remembered pages that it shares or copies from, and that could be evicted before.
+    pub pinned: usize,
+}
+
+impl Supply {
+    /// Whether the demand can be promised without breaking a promise made before.
+    pub fn can_promise(&self, demand: Demand) -> bool {
+        self.free + self.evictable >= self.promised + demand.own + demand.pinned
+    }
+}
+
+/// The rest of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptRest {
+    /// Tokens to run.
+    pub tokens: usize,
+    /// Tokens up to the next point where the state is saved; a multiple of 64 unless it is the end.
+    pub until_stop: usize,
+}
+
+/// Divides `budget` tokens among prompts: how many each runs in this step. Shares are equal, on the 64-token grid; what
+/// a short prompt leaves goes to the next. The first in turn is `turn`, which the caller counts up from step to step,
+/// so that none waits forever when there are more prompts than shares. At least one prompt advances.
+pub fn share_prefill(prompts: &[PromptRest], budget: usize, turn: usize) -> Vec<usize> {
+    let mut shares = vec![0; prompts.len()];
+    let mut left = budget.max(PREFILL_GRID);
+    for i in 0..prompts.len() {
+        let at = (i + turn) % prompts.len();
+        let prompt = prompts[at];
+        let share = (left / (prompts.len() - i)).max(PREFILL_GRID.min(left));
+        let wanted = prompt.until_stop.min(prompt.tokens);
+        let fits = if wanted <= share { wanted } else { share / PREFILL_GRID * PREFILL_GRID };
+        shares[at] = fits;
+        left -= fits;
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rest(tokens: usize) -> PromptRest {
+        PromptRest { tokens, until_stop: tokens }
+    }
+
+    #[test]
+    fn a_promise_is_kept_by_free_and_evictable_pages() {
+        let supply = Supply { free: 3, evictable: 4, promised: 2 };
+        assert!(supply.can_promise(Demand { own: 5, pinned: 0 }));
+        assert!(!supply.can_promise(Demand { own: 6, pinned: 0 }));
+        assert!(
+            !supply.can_promise(Demand { own: 5, pinned: 1 }),
+            "what is shared cannot be evicted any more"
+        );
+        assert!(supply.can_promise(Demand { own: 1, pinned: 4 }));
+    }
+
+    #[test]
+    fn the_budget_is_shared_on_the_grid() {
+        assert_eq!(share_prefill(&[rest(1000), rest(1000)], 512, 0), [256, 256]);
+        assert_eq!(share_prefill(&[rest(10), rest(1000)], 512, 0), [10, 448]);
+        assert_eq!(share_prefill(&[rest(1000), rest(10), rest(70)], 512, 1), [384, 10, 70]);
+        assert_eq!(share_prefill(&[rest(1000)], 10, 0), [64], "something always advances");
+        assert_eq!(share_prefill(&[], 512, 3), [0; 0]);
+    }
+
+    #[test]
+    fn a_step_ends_where_the_state_is_saved() {
+        let prompt = PromptRest { tokens: 300, until_stop: 128 };
+        assert_eq!(share_prefill(&[prompt], 512, 0), [128]);
+        assert_eq!(share_prefill(&[prompt], 100, 0), [64]);
+    }
+
+    #[test]
+    fn everybody_gets_a_turn() {
+        let prompts = [rest(640); 9];
+        let mut sums = vec![0; prompts.len()];
+        for turn in 0..9 {
+            let shares = share_prefill(&prompts, 256, turn);
+            assert_eq!(shares.iter().sum::<usize>(), 256);
+            sums.iter_mut().zip(shares).for_each(|(sum, share)| *sum += share);
+        }
+        assert_eq!(sums, [256; 9]);
+    }
+
+    #[test]
+    fn shares_never_exceed_budget_or_prompt_and_stay_on_the_grid() {
+        let mut seed = 7u64;
+        let mut random = |below: u64| {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1);
+            ((seed >> 33) % below) as usize
+        };
+        for _ in 0..5000 {
+            let prompts: Vec<PromptRest> = (0..1 + random(8))
+                .map(|_| {
+                    let tokens = 1 + random(2000);
+                    let stop = (1 + random(30)) * PREFILL_GRID;
+                    PromptRest { tokens, until_stop: if stop < tokens { stop } else { tokens } }
+                })
+                .collect();
+            let (budget, turn) = (random(1024), random(20));
+            let shares = share_prefill(&prompts, budget, turn);
+            assert!(shares.iter().sum::<usize>() <= budget.max(PREFILL_GRID), "{prompts:?} {budget}");
+            assert!(shares.iter().any(|&share| share > 0), "{prompts:?} {budget} {turn}");
+            for (share, prompt) in shares.iter().zip(&prompts) {
+                assert!(*share <= prompt.until_stop, "{prompts:?} {shares:?}");
+                assert!(
+                    *share == prompt.tokens || share.is_multiple_of(PREFILL_GRID),
+                    "{prompts:?} {shares:?}"
+                );
+            }
+        }
+    }
+}

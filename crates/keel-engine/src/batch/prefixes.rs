@@ -1,0 +1,115 @@
+//! Remembered prefixes and the memory that they hold.
+
+use keel_array::AttentionSpec;
+use keel_cache::{ModelCache, PrefixHit, PrefixTree, SequenceCache};
+
+use crate::{PREFILL_GRID, Result};
+
+/// The tree, and whether it is used.
+pub(super) struct Prefixes {
+    tree: PrefixTree,
+    enabled: bool,
+}
+
+impl Prefixes {
+    pub fn new(cache: &ModelCache, enabled: bool) -> Prefixes {
+        // The pages of sliding layers are written again and again: none can be left to others.
+        let enabled = enabled && cache.spec().window().is_none();
+        Prefixes { tree: PrefixTree::new(cache.spec().is_recurrent()), enabled }
+    }
+
+    pub fn tree(&self) -> &PrefixTree {
+        &self.tree
+    }
+
+    /// Where a prompt can begin.
+    pub fn find(&mut self, prompt: &[u32]) -> PrefixHit {
+        self.tree.find(prompt)
+    }
+
+    /// Pages that could be freed by forgetting.
+    pub fn evictable(&self, cache: &ModelCache) -> usize {
+        self.tree.pages().filter(|&page| cache.page_holders(page) == 1).count()
+    }
+
+    /// How many of these pages could be freed by forgetting.
+    pub fn evictable_of(&self, cache: &ModelCache, pages: &[u32]) -> usize {
+        pages.iter().filter(|&&page| cache.page_holders(page) == 1).count()
+    }
+
+    /// Forgets until so many pages are free, sparing those of `hit`. Nothing happens if there are enough.
+    pub fn make_room(&mut self, cache: &mut ModelCache, pages: usize, hit: &[u32]) {
+        while cache.free_pages() < pages {
+            let pinned = |page| cache.page_holders(page) > 1 || hit.contains(&page);
+            let Some(evicted) = self.tree.evict(pinned) else { return };
+            cache.take_back(&evicted);
+        }
+    }
+
+    /// A checkpoint with the state of a sequence, if one can be had.
+    pub fn save_state(&mut self, cache: &mut ModelCache, sequence: &SequenceCache) -> Result<Option<u32>> {
+        if !self.enabled {
+            return Ok(None);
+        }
+        if cache.free_states() == 0
+            && let Some(evicted) = self.tree.evict_state()
+        {
+            cache.take_back(&evicted);
+        }
+        Ok(cache.save_state(sequence)?)
+    }
+
+    /// Remembers the first `len` tokens of a sequence, with the state behind them. The state is freed if it is
+    /// known already.
+    pub fn remember(
+        &mut self,
+        cache: &mut ModelCache,
+        tokens: &[u32],
+        sequence: &SequenceCache,
+        state: Option<u32>,
+    ) {
+        if self.enabled {
+            let pages = &sequence.pages()[..tokens.len().div_ceil(AttentionSpec::PAGE)];
+            let inserted = self.tree.insert(tokens, pages, state);
+            cache.hold(&inserted);
+            if inserted.took_state {
+                return;
+            }
+        }
+        if let Some(state) = state {
+            cache.free_state(state);
+        }
+    }
+
+    /// Forgets everything.
+    pub fn clear(&mut self, cache: &mut ModelCache) {
+        cache.take_back(&self.tree.clear());
+    }
+}
+
+/// Where the state of a prompt is saved, from `start` on: at the marks, where it leaves what is known, and as late as
+/// possible.
+pub(super) fn stops(prompt_len: usize, start: usize, known_len: usize, marks: &[usize]) -> Vec<usize> {
+    let last = prompt_len.saturating_sub(1);
+    let positions = marks.iter().copied().chain([known_len, last]);
+    let on_grid = positions.map(|at| at.min(last) / PREFILL_GRID * PREFILL_GRID);
+    let mut stops: Vec<usize> = on_grid.filter(|&at| at > start).collect();
+    stops.sort_unstable();
+    stops.dedup();
+    stops
+}
+
+#[cfg(test)]
+mod tests {
+    use super::stops;
+
+    #[test]
+    fn states_are_saved_on_the_grid_behind_the_start() {
+        assert_eq!(stops(300, 0, 0, &[100]), [64, 256]);
+        assert_eq!(stops(300, 64, 192, &[100]), [192, 256]);
+        assert_eq!(stops(257, 0, 0, &[999]), [256]);
+        assert_eq!(stops(256, 0, 0, &[]), [192], "the last token is always run again");
+        assert_eq!(stops(64, 0, 0, &[]), [0; 0]);
+        assert_eq!(stops(0, 0, 0, &[]), [0; 0]);
+    }
+}

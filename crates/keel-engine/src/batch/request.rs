@@ -1,0 +1,165 @@
+//! What is asked of a batch, and what comes out of it.
+
+use std::time::{Duration, Instant};
+
+use crate::{EngineError, FinishReason, SamplerOptions};
+
+/// Names a request within its batch.
+pub type RequestId = u64;
+
+/// What a sequence may say next, such as a grammar.
+pub trait Constraint: Send {
+    /// Sets the logits of tokens that may not come next to negative infinity.
+    ///
+    /// # Errors
+    /// A sentence for the user; the request fails with it.
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String>;
+
+    /// Takes the token that was drawn.
+    ///
+    /// # Errors
+    /// A sentence for the user; the request fails with it.
+    fn accept(&mut self, token: u32) -> Result<(), String>;
+
+    /// True if nothing may follow.
+    fn is_complete(&self) -> bool;
+}
+
+/// One sequence to run.
+pub struct BatchRequest {
+    /// Chosen by the caller; must not be in use.
+    pub id: RequestId,
+    /// Token ids.
+    pub prompt: Vec<u32>,
+    /// Tokens at most. Room for all of them is set aside before the request starts.
+    pub max_tokens: usize,
+    /// How tokens are drawn.
+    pub sampler: SamplerOptions,
+    /// Tokens that end the text; they are not part of it.
+    pub end_tokens: Vec<u32>,
+    /// Log probabilities of the token drawn and of so many of the most probable.
+    pub top_logprobs: Option<usize>,
+    /// What may be said.
+    pub constraint: Option<Box<dyn Constraint>>,
+    /// Lengths of prefixes that later prompts are likely to share, such as the system prompt.
+    pub marks: Vec<usize>,
+    /// The request fails when this has passed.
+    pub deadline: Option<Instant>,
+}
+
+impl BatchRequest {
+    /// A greedy request.
+    pub fn new(id: RequestId, prompt: Vec<u32>, max_tokens: usize) -> BatchRequest {
+        BatchRequest {
+            id,
+            prompt,
+            max_tokens,
+            sampler: SamplerOptions::default(),
+            end_tokens: Vec::new(),
+            top_logprobs: None,
+            constraint: None,
+            marks: Vec::new(),
+            deadline: None,
+        }
+    }
+}
+
+/// Log probabilities at one position, before penalties, temperature and constraints.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprobs {
+    /// Of the token drawn.
+    pub drawn: f32,
+    /// The most probable tokens, most probable first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Something happened to a request.
+#[derive(Debug)]
+pub enum BatchEvent {
+    /// It runs from now on.
+    Started {
+        /// Prompt tokens that need not be run, because an earlier sequence began alike.
+        cached_tokens: usize,
+        /// Time in the queue.
+        queued: Duration,
+    },
+    /// Prompt tokens that are done, the cached ones included.
+    Prefilled(usize),
+    /// A token was drawn.
+    Token {
+        /// Its id.
+        id: u32,
+        /// If they were asked for.
+        logprobs: Option<TokenLogprobs>,
+    },
+    /// It ended, and its memory is free again. No event follows.
+    Finished(FinishReason),
+    /// It failed, and its memory is free again. No event follows.
+    Failed(EngineError),
+}
+
+/// Bounds of a batch.
+#[derive(Clone, Copy, Debug)]
+pub struct BatchOptions {
+    /// Tokens of one step, decodes and prompts together, while others are waiting for it.
+    pub step_tokens: usize,
+    /// Requests that may wait.
+    pub queue_limit: usize,
+    /// How long one may wait.
+    pub queue_timeout: Duration,
+    /// Remember prefixes of sequences for later ones.
+    pub reuse_prefixes: bool,
+    /// Remember generated tokens, too. They were run in the decode regime, so a later prompt that contains them gets
+    /// a result that agrees with a fresh one to rounding, not to the bit.
+    pub reuse_generated: bool,
+}
+
+impl Default for BatchOptions {
+    fn default() -> BatchOptions {
+        BatchOptions {
+            step_tokens: 512,
+            queue_limit: 256,
+            queue_timeout: Duration::from_secs(60),
+            reuse_prefixes: true,
+            reuse_generated: true,
+        }
+    }
+}
+
+/// A running sequence, for display.
+#[derive(Clone, Debug)]
+pub struct SequenceStatus {
+    /// The request.
+    pub id: RequestId,
+    /// Prompt tokens.
+    pub prompt_tokens: usize,
+    /// Prompt tokens that came from an earlier sequence.
+    pub cached_tokens: usize,
+    /// Prompt tokens done.
+    pub prefilled_tokens: usize,
+    /// Tokens drawn.
+    pub generated_tokens: usize,
+    /// Pages held, shared ones included.
+    pub pages: usize,
+    /// Pages at full length.
+    pub pages_promised: usize,
+    /// Slot of the recurrent state.
+    pub slot: u32,
+}
+
+/// Counts of a batch at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct BatchStatus {
+    /// Requests waiting.
+    pub waiting: usize,
+    /// The running sequences.
+    pub running: Vec<SequenceStatus>,
+    /// Pages of the pool.
+    pub pages: usize,
+    /// Pages that nobody holds.
+    pub free_pages: usize,
+    /// Pages that remembered prefixes hold, whoever else does.
+    pub prefix_pages: usize,
+    /// Saved states of remembered prefixes.
+    pub prefix_states: usize,
+}

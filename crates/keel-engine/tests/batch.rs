@@ -1,0 +1,262 @@
+//! Many sequences at once get what each gets alone, and give everything back.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{engine, expected, fixture, runtime};
+use keel_array::Compute;
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
+use keel_engine::{EngineError, EngineOptions, FinishReason, SamplerOptions};
+
+const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
+
+fn options() -> EngineOptions {
+    EngineOptions {
+        context: 1024,
+        sequences: 6,
+        prefill_step: 256,
+        checkpoints: 24,
+        pool_pages: Some(30),
+        compute: Compute::Auto,
+        all_logits: false,
+    }
+}
+
+fn batcher(name: &str, batch: BatchOptions) -> Option<Batcher> {
+    let folder = fixture(name)?;
+    Some(Batcher::new(engine(&folder, &runtime(2), options()), batch))
+}
+
+fn prompt(name: &str, seed: u32, len: usize) -> Vec<u32> {
+    let ids = expected(&fixture(name).expect("there")).ids;
+    (0..len as u32).map(|i| (ids[i as usize % ids.len()] + i * 7 + seed * 13) % 500).collect()
+}
+
+/// What came of a request.
+#[derive(Debug, Default)]
+struct Outcome {
+    tokens: Vec<u32>,
+    cached: usize,
+    finish: Option<FinishReason>,
+    error: Option<EngineError>,
+}
+
+/// Runs until nothing is left; outcomes by request id.
+fn finish(batcher: &mut Batcher, count: usize) -> Vec<Outcome> {
+    let mut outcomes: Vec<Outcome> = (0..count).map(|_| Outcome::default()).collect();
+    let now = Instant::now();
+    for _ in 0..10_000 {
+        if batcher.is_idle() {
+            return outcomes;
+        }
+        for (id, event) in batcher.step(now) {
+            let outcome = &mut outcomes[id as usize];
+            match event {
+                BatchEvent::Started { cached_tokens, .. } => outcome.cached = cached_tokens,
+                BatchEvent::Prefilled(_) => {}
+                BatchEvent::Token { id, .. } => outcome.tokens.push(id),
+                BatchEvent::Finished(reason) => outcome.finish = Some(reason),
+                BatchEvent::Failed(error) => outcome.error = Some(error),
+            }
+        }
+    }
+    panic!("the batch does not come to an end");
+}
+
+fn run(batcher: &mut Batcher, requests: Vec<BatchRequest>) -> Vec<Outcome> {
+    let count = requests.len();
+    requests.into_iter().for_each(|r| batcher.submit(r, Instant::now()).expect("accepted"));
+    finish(batcher, count)
+}
+
+fn assert_all_is_back(batcher: &mut Batcher) {
+    batcher.forget_prefixes();
+    assert!(batcher.engine().cache().is_idle(), "{:?}", batcher.status());
+}
+
+#[test]
+fn every_sequence_of_a_busy_batch_gets_the_tokens_it_gets_alone() {
+    let batch = BatchOptions { step_tokens: 128, ..BatchOptions::default() };
+    for name in FIXTURES {
+        let Some(mut busy) = batcher(name, batch) else { return };
+        let shared = prompt(name, 99, 200);
+        let requests = || -> Vec<BatchRequest> {
+            let request = |i: usize| {
+                let own = prompt(name, i as u32, 1 + (i * 37) % 300);
+                let ids = if i.is_multiple_of(3) { [shared.clone(), own].concat() } else { own };
+                let mut request = BatchRequest::new(i as u64, ids, 1 + (i * 5) % 23);
+                if i.is_multiple_of(4) {
+                    request.sampler =
+                        SamplerOptions { temperature: 1.0, seed: i as u64, ..SamplerOptions::default() };
+                }
+                request
+            };
+            (0..64).map(request).collect()
+        };
+        let together = run(&mut busy, requests());
+        let anew = BatchOptions { reuse_prefixes: false, ..batch };
+        let mut quiet = batcher(name, anew).expect("as before");
+        for (i, request) in requests().into_iter().enumerate() {
+            let mut only = request;
+            only.id = 0;
+            let alone = &run(&mut quiet, vec![only])[0];
+            assert_eq!(together[i].tokens, alone.tokens, "{name}: request {i}");
+            assert_eq!(together[i].finish, alone.finish);
+        }
+        assert!(together.iter().filter(|o| o.cached > 0).count() > 10, "prefixes are shared");
+        assert_all_is_back(&mut busy);
+        assert_all_is_back(&mut quiet);
+    }
+}
+
+#[test]
+fn a_next_turn_runs_only_what_is_new() {
+    for name in FIXTURES {
+        let Some(mut batcher) = batcher(name, BatchOptions::default()) else { return };
+        let first = prompt(name, 1, 330);
+        let answer = run(&mut batcher, vec![BatchRequest::new(0, first.clone(), 100)]).remove(0).tokens;
+        let second = [first, answer, prompt(name, 2, 40)].concat();
+        let outcome = run(&mut batcher, vec![BatchRequest::new(0, second.clone(), 10)]).remove(0);
+        assert_eq!(outcome.cached, (330 + 99) / 64 * 64, "{name}: all but the last grid of the answer");
+        // The answer was decoded: without it the same bits come as from scratch.
+        let exact = BatchOptions { reuse_generated: false, ..BatchOptions::default() };
+        let mut batcher = self::batcher(name, exact).expect("as before");
+        run(&mut batcher, vec![BatchRequest::new(0, second[..330].to_vec(), 100)]);
+        let reused = run(&mut batcher, vec![BatchRequest::new(0, second.clone(), 10)]).remove(0);
+        batcher.forget_prefixes();
+        let anew = run(&mut batcher, vec![BatchRequest::new(0, second, 10)]).remove(0);
+        assert_eq!((reused.cached, anew.cached), (320, 0), "{name}");
+        assert_eq!(reused.tokens, anew.tokens, "{name}");
+        assert_all_is_back(&mut batcher);
+    }
+}
+
+#[test]
+fn an_admitted_request_never_fails_for_memory() {
+    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let requests = (0..40).map(|i| {
+        let len = 1 + (i * 211) % 700;
+        BatchRequest::new(i as u64, prompt("qwen3_5", i as u32 % 5, len), 1 + (i * 97) % 300)
+    });
+    for outcome in run(&mut batcher, requests.collect()) {
+        assert!(outcome.error.is_none() && outcome.finish.is_some(), "{outcome:?}");
+    }
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn what_cannot_run_is_refused_with_numbers() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let small = EngineOptions { pool_pages: Some(2), ..options() };
+    let limits = BatchOptions { queue_limit: 1, ..BatchOptions::default() };
+    let mut batcher = Batcher::new(engine(&folder, &runtime(2), small), limits);
+    let now = Instant::now();
+    let mut submit = |prompt: Vec<u32>, max_tokens| {
+        batcher.submit(BatchRequest::new(0, prompt, max_tokens), now).map_err(|e| e.to_string())
+    };
+    let context = submit(vec![1; 1000], 100).expect_err("too long");
+    assert!(context.contains("1100") && context.contains("1024"), "{context}");
+    let never = submit(vec![1; 500], 100).expect_err("three pages of two");
+    assert!(never.contains("600 tokens") && never.contains("bytes"), "{never}");
+    assert!(submit(vec![], 1).is_err() && submit(vec![1], 0).is_err() && submit(vec![999_999], 1).is_err());
+    submit(vec![1; 10], 5).expect("fits");
+    assert!(submit(vec![1; 10], 5).expect_err("one may wait").contains("1 requests are waiting"));
+    assert_eq!(finish(&mut batcher, 1)[0].tokens.len(), 5);
+}
+
+#[test]
+fn waiting_and_running_end_in_time() {
+    let limits = BatchOptions { queue_timeout: Duration::from_secs(5), ..BatchOptions::default() };
+    let Some(mut batcher) = batcher("qwen3_5", limits) else { return };
+    let start = Instant::now();
+    for id in 0..7 {
+        let mut request = BatchRequest::new(id, prompt("qwen3_5", 1, 20), 500);
+        request.deadline = (id == 2).then_some(start + Duration::from_secs(3));
+        batcher.submit(request, start).expect("accepted");
+    }
+    batcher.step(start);
+    assert_eq!((batcher.status().running.len(), batcher.status().waiting), (6, 1));
+    let failed = |events: Vec<(u64, BatchEvent)>| -> Vec<(u64, String)> {
+        let failure = |(id, event)| match event {
+            BatchEvent::Failed(error) => Some((id, error.to_string())),
+            _ => None,
+        };
+        events.into_iter().filter_map(failure).collect()
+    };
+    let late = failed(batcher.step(start + Duration::from_secs(4)));
+    assert!(matches!(&late[..], [(2, reason)] if reason.contains("deadline")), "{late:?}");
+    assert_eq!(batcher.status().waiting, 0, "its place was free at once");
+    batcher.submit(BatchRequest::new(9, vec![1], 500), start).expect("accepted");
+    let late = failed(batcher.step(start + Duration::from_secs(5)));
+    assert!(matches!(&late[..], [(9, reason)] if reason.contains("5 seconds")), "{late:?}");
+    batcher.cancel_all();
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn a_cancelled_request_gives_its_memory_back_at_once() {
+    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let now = Instant::now();
+    for id in 0..8 {
+        batcher.submit(BatchRequest::new(id, prompt("qwen3_5", 3, 600), 50), now).expect("accepted");
+    }
+    batcher.step(now);
+    (0..8).for_each(|id| batcher.cancel(id));
+    batcher.cancel(77);
+    assert!(batcher.is_idle() && batcher.step(now).is_empty());
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn a_long_prompt_delays_the_others_by_at_most_a_chunk() {
+    let limits = BatchOptions { step_tokens: 64, ..BatchOptions::default() };
+    let Some(mut batcher) = batcher("qwen3_5", limits) else { return };
+    let now = Instant::now();
+    batcher.submit(BatchRequest::new(0, vec![1; 10], 100), now).expect("accepted");
+    batcher.step(now);
+    batcher.submit(BatchRequest::new(1, prompt("qwen3_5", 1, 900), 10), now).expect("accepted");
+    batcher.submit(BatchRequest::new(2, vec![2; 10], 10), now).expect("accepted");
+    for step in 0..8 {
+        let events = batcher.step(now);
+        let token = |id| events.iter().any(|(i, e)| *i == id && matches!(e, BatchEvent::Token { .. }));
+        assert!(token(0), "step {step}: an answer goes on");
+        let run = |e: &BatchEvent| matches!(e, BatchEvent::Prefilled(_));
+        assert!(events.iter().filter(|(_, e)| run(e)).count() <= 2, "step {step}");
+        if step == 1 {
+            let drawn = batcher.status().running.iter().find(|r| r.id == 2).map(|r| r.generated_tokens);
+            assert!(drawn > Some(0), "a newcomer does not wait for the long prompt: {:?}", batcher.status());
+        }
+    }
+    batcher.cancel_all();
+}
+
+/// Only even tokens, and four of them.
+struct Even(usize);
+
+impl Constraint for Even {
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        logits.iter_mut().skip(1).step_by(2).for_each(|l| *l = f32::NEG_INFINITY);
+        Ok(())
+    }
+
+    fn accept(&mut self, token: u32) -> Result<(), String> {
+        self.0 += 1;
+        if token.is_multiple_of(2) { Ok(()) } else { Err(format!("{token} is odd")) }
+    }
+
+    fn is_complete(&self) -> bool {
+        self.0 == 4
+    }
+}
+
+#[test]
+fn a_constraint_decides_what_is_drawn_and_when_it_ends() {
+    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let mut request = BatchRequest::new(0, prompt("qwen3_5", 4, 20), 100);
+    request.constraint = Some(Box::new(Even(0)));
+    request.sampler = SamplerOptions { temperature: 1.0, ..SamplerOptions::default() };
+    let outcome = run(&mut batcher, vec![request]).remove(0);
+    assert_eq!((outcome.tokens.len(), outcome.finish), (4, Some(FinishReason::Stop)));
+    assert!(outcome.tokens.iter().all(|id| id.is_multiple_of(2)));
+}
