@@ -3,6 +3,8 @@
 //! The instructions come as inline assembly. They are used only where the CPU has them, the system has granted the
 //! tile registers to this process, and a self-test has given what plain loops give; see [`usable`].
 
+pub(crate) mod bf16;
+
 /// Rows of activations and columns of a weight tile in one product.
 pub(crate) const TILE: usize = 16;
 
@@ -156,7 +158,7 @@ pub(crate) mod hardware {
     ///
     /// # Safety
     /// AMX must be usable, and the sizes at most 64 and 16.
-    unsafe fn load_configuration(used_row_bytes: &[u16], used_rows: &[u8]) {
+    pub(super) unsafe fn load_configuration(used_row_bytes: &[u16], used_rows: &[u8]) {
         let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
         row_bytes[..used_row_bytes.len()].copy_from_slice(used_row_bytes);
         rows[..used_rows.len()].copy_from_slice(used_rows);
@@ -191,6 +193,40 @@ pub(crate) mod hardware {
             );
             Amx::release();
         }
+    }
+
+    /// Operations of a round of [`multiply_bf16_rounds`].
+    pub(crate) const BF16_ROUND_OPS: f64 = 6.0 * 2.0 * (16 * 16 * 32) as f64;
+
+    /// As [`multiply_rounds`], of bf16 tiles.
+    ///
+    /// # Safety
+    /// AMX bf16 must be usable.
+    pub(crate) unsafe fn multiply_bf16_rounds(rounds: u64) {
+        // SAFETY: as the caller promises; the tiles are zeros.
+        unsafe {
+            load_configuration(&[64; 8], &[16; 8]);
+            asm!(
+                "2:",
+                "tdpbf16ps tmm0, tmm6, tmm7",
+                "tdpbf16ps tmm1, tmm6, tmm7",
+                "tdpbf16ps tmm2, tmm6, tmm7",
+                "tdpbf16ps tmm3, tmm6, tmm7",
+                "tdpbf16ps tmm4, tmm6, tmm7",
+                "tdpbf16ps tmm5, tmm6, tmm7",
+                "dec {rounds}",
+                "jnz 2b",
+                rounds = inout(reg) rounds => _,
+                options(nostack, nomem),
+            );
+            Amx::release();
+        }
+    }
+
+    /// Whether the CPU has bf16 tiles, too. To be asked once [`present`] has said yes.
+    pub(super) fn has_bf16() -> bool {
+        const AMX_BF16: u32 = 1 << 22;
+        __cpuid_count(7, 0).edx & AMX_BF16 != 0
     }
 
     /// Whether the CPU has int8 tiles and the system saves their registers.
@@ -273,5 +309,11 @@ mod tests {
     #[test]
     fn the_level_follows_what_is_usable() {
         assert_eq!(usable(), crate::isa::Isa::best() == crate::isa::Isa::Amx);
+    }
+
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    #[test]
+    fn it_is_usable_where_the_machine_has_it() {
+        assert_eq!(usable(), hardware::present() && hardware::granted());
     }
 }

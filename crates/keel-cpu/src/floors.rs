@@ -46,7 +46,7 @@ pub struct Peaks {
     pub f32_fma: Option<f64>,
     /// u8 x i8 dot products into i32, on AMX tiles where the level has them.
     pub int8_dot: Option<f64>,
-    /// bf16 dot products into f32.
+    /// bf16 dot products into f32, on AMX tiles where they are used.
     pub bf16_dot: Option<f64>,
 }
 
@@ -70,7 +70,14 @@ pub fn peaks(pool: &ThreadPool, isa: Isa, budget: Duration) -> Peaks {
             Isa::Avx512Vnni => rate(24.0 * 64.0 * 2.0, x86::vnni_512),
             _ => None,
         },
-        bf16_dot: (isa >= Isa::Avx512Vnni).then(|| rate(24.0 * 32.0 * 2.0, x86::bf16_512)).flatten(),
+        bf16_dot: match isa {
+            #[cfg(target_os = "linux")]
+            Isa::Amx if crate::amx::bf16::usable() => {
+                rate(crate::amx::hardware::BF16_ROUND_OPS, x86::amx_bf16)
+            }
+            Isa::Avx512Vnni | Isa::Amx => rate(24.0 * 32.0 * 2.0, x86::bf16_512),
+            _ => None,
+        },
     };
     #[cfg(not(target_arch = "x86_64"))]
     {
@@ -101,6 +108,12 @@ mod x86 {
     pub(super) fn amx(rounds: u64) {
         // SAFETY: the caller has checked that the machine has this level, so AMX is usable.
         unsafe { crate::amx::hardware::multiply_rounds(rounds) }
+    }
+
+    #[cfg(target_os = "linux")]
+    pub(super) fn amx_bf16(rounds: u64) {
+        // SAFETY: the caller has checked that bf16 tiles are usable.
+        unsafe { crate::amx::hardware::multiply_bf16_rounds(rounds) }
     }
 
     /// `rounds` rounds of one instruction on each of the listed accumulators.

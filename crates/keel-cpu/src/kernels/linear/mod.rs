@@ -297,4 +297,59 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn bf16_on_tiles_gives_a_row_the_same_bits_beside_any_others() {
+        for (n, k) in [(50, 256), (33, 77), (16, 1573)] {
+            let layout = PackedLayout::new(n, k, WeightFormat::Dense(FloatType::Bf16)).unwrap();
+            let mut weights = vec![0; layout.bytes()];
+            let values: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.61).cos()).collect();
+            pack(&layout, Rows::Dense(&values), &mut weights);
+            let x: Vec<f32> = (0..45 * k).map(|i| (i as f32 * 0.37).sin()).collect();
+            let dots = Linear::new(layout, Compute::Bf16, Isa::Portable);
+            let tiled = Linear { blocks: block::soft_bf16_tile_fns(), ..dots };
+            let alone: Vec<u32> = x.chunks(k).flat_map(|row| run(&tiled, &weights, row)).collect();
+            assert_eq!(run(&tiled, &weights, &x), alone, "N = {n}, K = {k}");
+            let dots = run(&dots, &weights, &x);
+            for (i, (got, want)) in alone.iter().zip(&dots).enumerate() {
+                let (got, want) = (f32::from_bits(*got), f32::from_bits(*want));
+                assert!((got - want).abs() <= 1e-6 * k as f32, "output {i}, K = {k}: {got} and {want}");
+            }
+        }
+    }
+
+    #[test]
+    fn bf16_on_tiles_gathers_rows_that_lie_apart() {
+        let (n, k, experts) = (20, 93, 3);
+        let layout = PackedLayout::stacked(experts, n, k, WeightFormat::Dense(FloatType::Bf16)).unwrap();
+        let values: Vec<f32> = (0..experts * n * k).map(|i| (i as f32 * 0.61).cos()).collect();
+        let mut weights = vec![0; layout.bytes()];
+        for (e, values) in values.chunks(n * k).enumerate() {
+            pack(&layout, Rows::Dense(values), &mut weights[layout.row_bytes(e, 0..n)]);
+        }
+        let x: Vec<f32> = (0..40 * k).map(|i| (i as f32 * 0.37).sin()).collect();
+        // Rows of an expert are 1, 2, 3, 5, 8, .. apart.
+        let chosen: Vec<u32> = (0..40u32).map(|row| row * row % 7 % experts as u32).collect();
+        let dots = Linear::new(layout, Compute::Bf16, Isa::Portable);
+        let tiled = Linear { blocks: block::soft_bf16_tile_fns(), ..dots };
+        let gathered = |linear: &Linear, x: &[f32], chosen: &[u32]| {
+            let mut y = vec![0.0; chosen.len() * n];
+            let mut scratch =
+                vec![0u64; linear.gathered_scratch_bytes(x.len() / k, chosen.len()).div_ceil(8)];
+            let bytes = scratch.as_mut_ptr().cast::<u8>();
+            // SAFETY: the bytes of the scratch, which outlives the run.
+            let scratch = unsafe { SharedMut::from_raw(bytes, scratch.len() * 8) };
+            let y_out = SharedMut::new(&mut y);
+            ThreadPool::new(2).run(|worker| linear.run_gathered(worker, &weights, x, chosen, y_out, scratch));
+            y.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let alone: Vec<u32> =
+            x.chunks(k).zip(&chosen).flat_map(|(row, e)| gathered(&tiled, row, &[*e])).collect();
+        assert_eq!(gathered(&tiled, &x, &chosen), alone);
+        let dots = gathered(&dots, &x, &chosen);
+        for (got, want) in alone.iter().zip(&dots) {
+            let (got, want) = (f32::from_bits(*got), f32::from_bits(*want));
+            assert!((got - want).abs() <= 1e-6 * k as f32, "{got} and {want}");
+        }
+    }
 }

@@ -69,6 +69,8 @@ pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel) -> BlockFns {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Vnni => avx512_dots::fns(kernel),
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        Isa::Amx if kernel == Kernel::Bf16Dots && crate::amx::bf16::usable() => amx::bf16_fns(),
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         Isa::Amx => BlockFns { sixteen: amx::fns(kernel), ..avx512_dots::fns(kernel) },
         #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
         _ => unreachable!("{isa} is not found on this platform"),
@@ -139,7 +141,8 @@ level!(avx512, Avx512<false>, [1 2 4 8], "avx512f,avx512bw,avx512dq,avx512vl,avx
 #[cfg(target_arch = "x86_64")]
 level!(avx512_dots, Avx512<true>, [1 2 4 8], "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c");
 
-/// Blocks of 16 rows on AMX; beside them the level has the functions of `avx512_dots`.
+/// AMX: int8 in blocks of 16 rows, beside which the level has the functions of `avx512_dots`, and bf16 in blocks of
+/// any size.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx {
     use super::*;
@@ -154,6 +157,21 @@ mod amx {
             6 => int8::<6>,
             _ => int8::<8>,
         })
+    }
+
+    pub(super) fn bf16_fns() -> BlockFns {
+        BlockFns {
+            by_rows: [bf16::<1>, bf16::<2>, bf16::<4>, bf16::<8>],
+            most_rows: 8,
+            sixteen: Some(bf16::<16>),
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")]
+    unsafe fn bf16<const M: usize>(block: &Block<'_>) {
+        use crate::amx::bf16::hardware::Amx;
+        // SAFETY: as the caller promises.
+        unsafe { super::super::amx_bf16::bf16::<Avx512<true>, Amx, M>(block) }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")]
@@ -177,4 +195,18 @@ pub(in super::super) fn soft_tile_fns(bits: usize) -> BlockFns {
         _ => int8::<Portable, SoftTiles, 8>,
     };
     BlockFns { sixteen: Some(sixteen), ..portable::fns(Kernel::Int8(bits)) }
+}
+
+/// The functions for bf16 on tiles made of plain loops, to test them anywhere.
+#[cfg(test)]
+pub(in super::super) fn soft_bf16_tile_fns() -> BlockFns {
+    use super::amx_bf16::bf16;
+    use crate::amx::bf16::SoftTiles;
+    let by_rows: [BlockFn; 4] = [
+        bf16::<Portable, SoftTiles, 1>,
+        bf16::<Portable, SoftTiles, 2>,
+        bf16::<Portable, SoftTiles, 4>,
+        bf16::<Portable, SoftTiles, 8>,
+    ];
+    BlockFns { by_rows, most_rows: 8, sixteen: Some(bf16::<Portable, SoftTiles, 16>) }
 }

@@ -9,10 +9,12 @@
 //! | [`int8`] | affine | unpack 4 inputs x 16 rows of u8, exact i32 dot with i8 activations; per group one conversion, scale, bias |
 //! | [`amx`] | affine | the same on tiles of 16 rows |
 //! | [`affine_f32`] | affine | unpack, `scale * q + bias` in f32, f32 multiply-add |
+//! | [`amx_bf16`] | dense bf16 | bf16 products of pairs on tiles, f32 sums, any number of rows |
 //! | [`dense`] | dense | widen, f32 multiply-add; or bf16 dot of input pairs with f32 sums |
 
 mod affine_f32;
 mod amx;
+mod amx_bf16;
 mod dense;
 mod dispatch;
 mod int8;
@@ -20,9 +22,9 @@ mod unpack;
 
 use super::format::TILE_ROWS;
 use super::lanes::Lanes;
-#[cfg(test)]
-pub(super) use dispatch::soft_tile_fns;
 pub(super) use dispatch::{BlockFns, Kernel, block_fns};
+#[cfg(test)]
+pub(super) use dispatch::{soft_bf16_tile_fns, soft_tile_fns};
 
 /// Tiles computed together: each activation that is loaded serves both.
 pub(super) const PAIR: usize = 2;
