@@ -32,8 +32,8 @@ pub use dtype::DType;
 pub use error::{ArrayError, Result};
 pub use ledger::{Category, Charge, Ledger, MemoryReport};
 pub use ops::{
-    AttentionSpec, Batch, Binary, ConvSpec, DeltaState, Fused, FusedStep, GatedDeltaSpec, KvPool, Op,
-    RandomKind, Real, Reduction, Regime, RopeSpec, Source, Unary, View,
+    AttentionSpec, Batch, Binary, ConvSpec, ConvWindow, DeltaState, Fused, FusedStep, GatedDeltaSpec, KvPool,
+    Op, RandomKind, Real, Reduction, Regime, RopeSpec, RowLog, Source, Unary, View,
 };
 pub use program::{ALIGNMENT, Kernel, Launch, Operand, Program, Slot};
 pub use runtime::{Element, Executable, Runtime, RuntimeOptions};

@@ -34,6 +34,12 @@ pub enum CacheError {
         /// Positions with a checkpoint.
         kept: Vec<usize>,
     },
+    /// The last rows of a sequence are not part of its state yet.
+    #[error("{accepted} accepted rows of the sequence are not committed yet; commit them first")]
+    OpenRows {
+        /// Rows accepted.
+        accepted: usize,
+    },
     /// A saved cache cannot be used.
     #[error("{path}: {problem}", path = path.display())]
     File {

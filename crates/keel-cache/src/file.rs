@@ -52,8 +52,8 @@ fn parts<'a>(cache: &'a ModelCache, sequence: &SequenceCache) -> Vec<Part<'a>> {
                 part("values", &pool.values, sequence.window_pages().to_vec(), true);
             }
             LayerStorage::Recurrent { window, state } => {
-                part("window", window, vec![sequence.slot()], false);
-                part("state", &state.0, vec![sequence.slot()], false);
+                part("window", &window.rows, vec![sequence.slot()], false);
+                part("state", &state.state, vec![sequence.slot()], false);
             }
         }
     }
@@ -64,9 +64,10 @@ impl ModelCache {
     /// Writes what a sequence holds to `path`, under the name of the model and the tokens it has seen.
     ///
     /// # Errors
-    /// [`CacheError::File`] if the tokens are not as many as the sequence holds; what the disk says. Nothing is left
-    /// at `path` then.
+    /// [`CacheError::File`] if the tokens are not as many as the sequence holds; [`CacheError::OpenRows`]; what the disk
+    /// says. Nothing is left at `path` then.
     pub fn save(&self, sequence: &SequenceCache, tokens: &[u32], model: &str, path: &Path) -> Result<()> {
+        sequence.expect_committed()?;
         if tokens.len() != sequence.len() {
             let problem = format!("{} tokens were given for a cache of {}", tokens.len(), sequence.len());
             return Err(CacheError::File { path: path.into(), problem });

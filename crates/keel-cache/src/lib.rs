@@ -10,6 +10,7 @@
 //! token     0 ........ 255 | 256 ....... 511 | 512 ... len
 //! page      table[0]       | table[1]        | table[2] (partly filled)
 //! slot      one state that has seen all of 0..len
+//! log       the last rows, where they may be taken back: the next step commits those that were accepted
 //! checkpoints               copies of the slot at multiples of 64
 //! ```
 //!

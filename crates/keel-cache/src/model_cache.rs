@@ -1,6 +1,6 @@
 //! The storage of all layers, and the sequences that share it.
 
-use keel_array::{Array, AttentionSpec, Category, DType, DeltaState, KvPool, Runtime};
+use keel_array::{Array, AttentionSpec, Category, ConvWindow, DType, DeltaState, KvPool, Runtime};
 
 use crate::{CacheError, CacheSize, CacheSpec, LayerSpec, PageAllocator, Result, SequenceCache};
 
@@ -11,10 +11,10 @@ pub enum LayerStorage {
     Attention(KvPool),
     /// The same, on pages of their own that rotate.
     Sliding(KvPool),
-    /// Window f32 `[slots, K - 1, C]` and state f32 `[slots, Hv, Dk, Dv]`.
+    /// Window f32 `[slots, K - 1, C]` and state f32 `[slots, Hv, Dk, Dv]`, each with a log where rows may be taken back.
     Recurrent {
-        /// Rows before the next token, oldest first.
-        window: Array,
+        /// Rows before the next token.
+        window: ConvWindow,
         /// The state.
         state: DeltaState,
     },
@@ -39,15 +39,25 @@ impl LayerStorage {
                 let pages = size.sequences * cache.window_pages(size);
                 LayerStorage::Sliding(pool(pages, kv_heads, head_dim)?)
             }
-            LayerSpec::Recurrent { .. } => recurrent(runtime, Category::Recurrent, spec, size.sequences)?,
+            LayerSpec::Recurrent { .. } => {
+                recurrent(runtime, Category::Recurrent, spec, size.sequences, size.open_rows)?
+            }
         })
     }
 
-    /// The arrays with one entry for each slot.
+    /// The committed arrays with one entry for each slot.
     fn slot_arrays(&self) -> Vec<&Array> {
         match self {
             LayerStorage::Attention(_) | LayerStorage::Sliding(_) => vec![],
-            LayerStorage::Recurrent { window, state } => vec![window, &state.0],
+            LayerStorage::Recurrent { window, state } => vec![&window.rows, &state.state],
+        }
+    }
+
+    /// The arrays of open rows, with one entry for each slot.
+    fn log_arrays(&self) -> Vec<&Array> {
+        match self {
+            LayerStorage::Attention(_) | LayerStorage::Sliding(_) => vec![],
+            LayerStorage::Recurrent { window, state } => window.open.iter().chain(&state.records).collect(),
         }
     }
 
@@ -68,13 +78,25 @@ impl LayerStorage {
     }
 }
 
-fn recurrent(runtime: &Runtime, category: Category, spec: &LayerSpec, slots: usize) -> Result<LayerStorage> {
-    let &LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim } = spec else {
+/// `slots` windows and states of `category`, each with room for `open_rows` open rows.
+fn recurrent(
+    runtime: &Runtime,
+    category: Category,
+    spec: &LayerSpec,
+    slots: usize,
+    open_rows: usize,
+) -> Result<LayerStorage> {
+    let &LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim, .. } = spec else {
         unreachable!("only recurrent layers have slots");
     };
-    let window = Array::persistent(runtime, category, [slots, conv_width - 1, channels], DType::F32)?;
-    let state = Array::persistent(runtime, category, [slots, value_heads, key_dim, value_dim], DType::F32)?;
-    Ok(LayerStorage::Recurrent { window, state: DeltaState(state) })
+    let array = |shape: &[usize]| Array::persistent(runtime, category, shape, DType::F32);
+    let log = |width: usize| match open_rows {
+        0 => Ok(None),
+        _ => Array::persistent(runtime, Category::DeltaLog, [slots, open_rows, width], DType::F32).map(Some),
+    };
+    let window = ConvWindow { rows: array(&[slots, conv_width - 1, channels])?, open: log(channels)? };
+    let state = array(&[slots, value_heads, key_dim, value_dim])?;
+    Ok(LayerStorage::Recurrent { window, state: DeltaState { state, records: log(spec.record_len())? } })
 }
 
 /// The cache of a model: storage of all layers, and the books of its pages and slots.
@@ -104,7 +126,7 @@ impl ModelCache {
         } else {
             let recurrent_layers = spec.layers.iter().filter(|l| matches!(l, LayerSpec::Recurrent { .. }));
             recurrent_layers
-                .map(|l| recurrent(runtime, Category::Checkpoints, l, size.checkpoints))
+                .map(|l| recurrent(runtime, Category::Checkpoints, l, size.checkpoints, 0))
                 .collect::<Result<_>>()?
         };
         Ok(ModelCache {
@@ -152,6 +174,7 @@ impl ModelCache {
             window_pages: Vec::new(),
             slot,
             cached_len: 0,
+            accepted: 0,
             checkpoints: Vec::new(),
         };
         self.clear_slot(slot)?;
@@ -189,7 +212,7 @@ impl ModelCache {
         self.drop_checkpoints_after(sequence, None);
         sequence.pages.drain(..).for_each(|page| self.pages.release(page));
         sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
-        sequence.cached_len = 0;
+        (sequence.cached_len, sequence.accepted) = (0, 0);
         self.clear_slot(sequence.slot)
     }
 
@@ -197,8 +220,9 @@ impl ModelCache {
     /// sequence makes room if there is none left; without any, nothing is saved.
     ///
     /// # Errors
-    /// What the runtime says.
+    /// [`CacheError::OpenRows`]; what the runtime says.
     pub fn checkpoint(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        sequence.expect_committed()?;
         if sequence.checkpoints().last() == Some(sequence.cached_len) {
             return Ok(());
         }
@@ -240,7 +264,7 @@ impl ModelCache {
         }
         let keep = at.div_ceil(AttentionSpec::PAGE);
         sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
-        sequence.cached_len = at;
+        (sequence.cached_len, sequence.accepted) = (at, 0);
         self.own_last_page(sequence)?;
         Ok(at)
     }
@@ -281,6 +305,7 @@ impl ModelCache {
             window_pages: Vec::new(),
             slot,
             cached_len: sequence.cached_len,
+            accepted: sequence.accepted,
             checkpoints: Vec::new(),
         };
         match self.fork_into(sequence, &mut twin) {
@@ -293,8 +318,11 @@ impl ModelCache {
     }
 
     fn fork_into(&mut self, sequence: &SequenceCache, twin: &mut SequenceCache) -> Result<()> {
-        for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
-            array.copy_entry(sequence.slot as usize, array, twin.slot as usize)?;
+        for layer in &self.layers {
+            let log = if sequence.accepted > 0 { layer.log_arrays() } else { vec![] };
+            for array in layer.slot_arrays().into_iter().chain(log) {
+                array.copy_entry(sequence.slot as usize, array, twin.slot as usize)?;
+            }
         }
         // Rotating pages are written again, so none can be shared.
         let rotating = sequence.window_pages.len();

@@ -1,5 +1,7 @@
 //! One sequence's share of the cache.
 
+use crate::{CacheError, Result};
+
 /// Page and slot numbers of a sequence. It owns no memory: [`crate::ModelCache`] does, and takes the numbers back
 /// in [`crate::ModelCache::release`].
 #[derive(Debug)]
@@ -9,12 +11,15 @@ pub struct SequenceCache {
     pub(crate) window_pages: Vec<u32>,
     pub(crate) slot: u32,
     pub(crate) cached_len: usize,
+    /// The last so many tokens are open rows that the next step commits.
+    pub(crate) accepted: usize,
     /// Positions with a saved slot, and which.
     pub(crate) checkpoints: Vec<(usize, u32)>,
 }
 
 impl SequenceCache {
-    /// Tokens whose keys, values and state are in the cache; also the position of the next token.
+    /// Tokens whose keys, values and state are in the cache; also the position of the next token. The state of the
+    /// last [`SequenceCache::accepted`] of them is in the log.
     pub fn offset(&self) -> usize {
         self.cached_len
     }
@@ -50,8 +55,32 @@ impl SequenceCache {
         self.checkpoints.iter().map(|&(position, _)| position)
     }
 
-    /// Notes that a step has written `rows` more tokens.
+    /// Open rows of the last step that were accepted and are still to be committed by the next.
+    pub fn accepted(&self) -> usize {
+        self.accepted
+    }
+
+    /// Notes that a step has committed what was accepted and `rows` more tokens.
     pub fn advance(&mut self, rows: usize) {
+        self.extend(rows);
+        self.accepted = 0;
+    }
+
+    /// Notes that a step has committed what was accepted before, and left rows open of which the first `rows` stay.
+    /// Keys and values, state, window and position move on with this one count.
+    pub fn accept(&mut self, rows: usize) {
+        self.extend(rows);
+        self.accepted = rows;
+    }
+
+    pub(crate) fn expect_committed(&self) -> Result<()> {
+        match self.accepted {
+            0 => Ok(()),
+            accepted => Err(CacheError::OpenRows { accepted }),
+        }
+    }
+
+    fn extend(&mut self, rows: usize) {
         self.cached_len += rows;
         let room = self.pages.len() * keel_array::AttentionSpec::PAGE;
         assert!(self.cached_len <= room, "{} tokens are in pages for {room}", self.cached_len);

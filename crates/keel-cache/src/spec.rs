@@ -27,6 +27,8 @@ pub enum LayerSpec {
         conv_width: usize,
         /// Channels of the convolution.
         channels: usize,
+        /// Heads of the keys.
+        key_heads: usize,
         /// Heads of the state.
         value_heads: usize,
         /// Rows of a head's state.
@@ -51,9 +53,27 @@ impl LayerSpec {
     pub fn slot_bytes(&self) -> usize {
         match *self {
             LayerSpec::Attention { .. } | LayerSpec::Sliding { .. } => 0,
-            LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim } => {
+            LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim, .. } => {
                 ((conv_width - 1) * channels + value_heads * key_dim * value_dim) * DType::F32.size()
             }
+        }
+    }
+
+    /// Values of one record of the delta log; 0 for attention.
+    pub fn record_len(&self) -> usize {
+        match *self {
+            LayerSpec::Attention { .. } | LayerSpec::Sliding { .. } => 0,
+            LayerSpec::Recurrent { key_heads, value_heads, key_dim, value_dim, .. } => {
+                key_heads * key_dim + value_heads * (value_dim + 1)
+            }
+        }
+    }
+
+    /// Bytes of one open row of one sequence: its record, and its row of the convolution.
+    pub fn open_row_bytes(&self) -> usize {
+        match *self {
+            LayerSpec::Attention { .. } | LayerSpec::Sliding { .. } => 0,
+            LayerSpec::Recurrent { channels, .. } => (self.record_len() + channels) * DType::F32.size(),
         }
     }
 }
@@ -99,6 +119,11 @@ impl CacheSpec {
     pub fn slot_bytes(&self) -> usize {
         self.layers.iter().map(LayerSpec::slot_bytes).sum()
     }
+
+    /// Bytes of one open row of one sequence in all layers.
+    pub fn open_row_bytes(&self) -> usize {
+        self.layers.iter().map(LayerSpec::open_row_bytes).sum()
+    }
 }
 
 /// For how much a cache is made.
@@ -112,6 +137,8 @@ pub struct CacheSize {
     pub checkpoints: usize,
     /// Pages of the pool; `None` is enough for every sequence at full length.
     pub pool_pages: Option<usize>,
+    /// Rows of a sequence that a step may leave open, to be taken back or committed later.
+    pub open_rows: usize,
 }
 
 impl CacheSize {

@@ -364,9 +364,7 @@ fn row_wise(machine: &Machine) {
             batch: Batch { row_start: &[0, rows as u32], position: &[0] },
             slot: &[0],
             window: SharedMut::new(&mut window),
-            open_rows_max: 0,
-            accepted: None,
-            keep_open: false,
+            log: None,
             y: RowsMut::whole(out, channels),
         };
         let seconds = time(|n| {

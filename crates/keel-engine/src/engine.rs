@@ -45,6 +45,7 @@ impl Engine {
             context: options.context,
             checkpoints: options.checkpoints,
             pool_pages: options.pool_pages,
+            open_rows: 0,
         };
         let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_dtype()), size)?;
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;

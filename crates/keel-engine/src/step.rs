@@ -1,6 +1,6 @@
 //! The prepared steps of a model: traced once per shape, run again with new data in the staging buffers.
 
-use keel_array::{Array, Batch, Category, DType, Executable, Regime, Runtime};
+use keel_array::{Array, Batch, Category, DType, Executable, Regime, RowLog, Runtime};
 use keel_cache::{LayerStorage, ModelCache, SequenceCache};
 use keel_models::HybridModel;
 use keel_models::blocks::StepContext;
@@ -49,6 +49,7 @@ struct Staging {
     table: Array,
     /// Of sliding layers; `table` itself where there are none.
     window_table: Array,
+    accepted: Array,
     last_rows: Array,
 }
 
@@ -100,6 +101,7 @@ impl Stepper {
             position: input(&[sequences], DType::U32)?,
             table,
             window_table,
+            accepted: input(&[sequences], DType::U32)?,
             last_rows: input(&[sequences], DType::U32)?,
         };
         let output = |shape: &[usize]| Array::persistent(runtime, Category::Activations, shape, DType::F32);
@@ -157,10 +159,11 @@ impl Stepper {
             slot: s.slot.prefix(shape.sequences)?,
             position: s.position.prefix(shape.sequences)?,
             table: s.table.prefix(shape.sequences)?,
+            accepted: s.accepted.prefix(shape.sequences)?,
         };
         let window_batch = Batch { table: s.window_table.prefix(shape.sequences)?, ..batch.clone() };
         let positions = s.positions.prefix(shape.rows)?;
-        Ok(StepContext { batch, window_batch, positions, regime: shape.regime })
+        Ok(StepContext { batch, window_batch, positions, regime: shape.regime, log: RowLog::None })
     }
 
     fn trace(

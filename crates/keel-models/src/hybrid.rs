@@ -113,6 +113,7 @@ impl HybridModel {
         let recurrent = LayerSpec::Recurrent {
             conv_width: c.conv_width,
             channels: c.conv_channels(),
+            key_heads: c.key_heads,
             value_heads: c.value_heads,
             key_dim: c.key_dim,
             value_dim: c.value_dim,

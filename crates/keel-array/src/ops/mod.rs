@@ -17,7 +17,9 @@ pub use elementwise::{Binary, Fused, FusedStep, Source, Unary};
 pub use fast::RopeSpec;
 pub use indexing::RandomKind;
 pub use reduce::Reduction;
-pub use sequence::{AttentionSpec, Batch, ConvSpec, DeltaState, GatedDeltaSpec, KvPool, Regime};
+pub use sequence::{
+    AttentionSpec, Batch, ConvSpec, ConvWindow, DeltaState, GatedDeltaSpec, KvPool, Regime, RowLog,
+};
 
 /// An f32 attribute of an operation: compared and hashed by its bits, since it is part of a program's key.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -270,8 +272,8 @@ impl Op {
     /// Inputs that the kernel writes to: persistent state of a sequence.
     pub fn mutated_inputs(&self) -> std::ops::Range<usize> {
         match self {
-            Op::CausalConv(_) => ConvSpec::STATE,
-            Op::GatedDelta(_) => GatedDeltaSpec::STATE,
+            Op::CausalConv(spec) => spec.state(),
+            Op::GatedDelta(spec) => spec.state(),
             Op::PagedAttention(_) => AttentionSpec::STATE,
             _ => 0..0,
         }

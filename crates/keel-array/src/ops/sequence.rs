@@ -4,6 +4,16 @@
 //! mutates them. Operations on the same state run in the order in which they were built. All that changes from
 //! step to step (which rows belong to which sequence, positions, page tables) is data in small arrays, so a
 //! prepared program is run again without being rebuilt.
+//!
+//! # Rows that may be taken back
+//! A sequence that speculates does not know yet which rows of a step it will keep. The step leaves them *open*
+//! ([`RowLog::KeepOpen`]): convolution and gated delta rule compute them as ever, but write to the log what is
+//! needed to commit them, and leave window and state as they were. The next step with a log finds in
+//! [`Batch::accepted`] how many of a sequence's open rows were kept, commits the first so many in order, forgets the
+//! others, and goes on with its own rows. Taking rows back lowers a count; no state is copied and no row is run
+//! twice. Rows of keys and values beyond those kept are overwritten by the rows that take their positions.
+//!
+//! The bits of window, state and outputs are those of a step that committed the rows at once.
 
 use std::ops::Range;
 
@@ -21,7 +31,22 @@ pub enum Regime {
     Decode,
 }
 
-/// The sequences of a step. All arrays are u32 and filled by the host before each run.
+/// What a step of a layer with memory does with the log of rows that may be taken back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RowLog {
+    /// It neither reads nor writes one: no row may be open. Every row is committed.
+    None,
+    /// It commits the accepted open rows of the step before, then its own rows. No row is open afterwards.
+    Commit,
+    /// It commits the accepted open rows of the step before, and leaves its own rows open: at most as many for each
+    /// sequence as the log has records for a slot. Decode regime only.
+    KeepOpen,
+}
+
+/// The sequences of a step. All arrays are u32 and filled before each run; kernels read them from memory.
+///
+/// Rows from `row_start[B]` on belong to no sequence: nothing is computed for them. A sequence may have no rows; a
+/// step with a log still commits what it accepted.
 #[derive(Clone, Debug)]
 pub struct Batch {
     /// `[B + 1]`: rows `row_start[b]..row_start[b + 1]` belong to sequence `b`.
@@ -32,20 +57,32 @@ pub struct Batch {
     pub position: Array,
     /// `[B, P]`: pages of sequence `b` in order.
     pub table: Array,
+    /// `[B]`: open rows of sequence `b`, the first ones, to commit before this step's rows; 0 if none is open. Read
+    /// only where there is a [`RowLog`]; the same for all layers of a step.
+    pub accepted: Array,
 }
 
 /// Causal depthwise convolution of width `K` with SiLU:
 /// `y[t, c] = silu(sum_j w[j, c] x[t - K + 1 + j, c])`, rows before the step taken from the window.
 ///
-/// Inputs: x f32 `[T, C]`; w f32 `[K, C]`; window f32 `[slots, K - 1, C]`, oldest row first, mutated; row_start; slot.
+/// Inputs: x f32 `[T, C]`; w f32 `[K, C]`; window f32 `[slots, K - 1, C]`, oldest row first, mutated; with a log also
+/// open rows f32 `[slots, R, C]`, mutated; row_start; slot; with a log also accepted.
+///
+/// With a log and `n = accepted[b]`, the window of sequence `b` first becomes the last `K - 1` rows of window and open
+/// rows `0..n` together. [`RowLog::KeepOpen`] then leaves the window at that and writes row `i` of the sequence's `x` to
+/// its open row `i`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ConvSpec {
     /// `K`.
     pub width: usize,
+    /// Whether rows may be taken back.
+    pub log: RowLog,
 }
 
 impl ConvSpec {
-    pub(crate) const STATE: Range<usize> = 2..3;
+    pub(crate) fn state(&self) -> Range<usize> {
+        if self.log == RowLog::None { 2..3 } else { 2..4 }
+    }
 }
 
 /// The gated delta rule, per sequence and value head `h` with key head `h / (Hv / Hk)`:
@@ -54,8 +91,15 @@ impl ConvSpec {
 /// `g = -exp(a_log) softplus(a + dt_bias)`; `S *= e^g`; `u = beta (v - k S)`; `S += k^T u`; `y = q S`.
 ///
 /// Inputs: qkv f32 `[T, 2 Hk Dk + Hv Dv]`; a, b f32 `[T, Hv]`; a_log, dt_bias f32 `[Hv]`;
-/// state f32 `[slots, Hv, Dk, Dv]`, mutated; row_start; slot; position. Output f32 `[T, Hv, Dv]`.
-/// In the prefill regime rows are worked on in chunks of 64 (WY form).
+/// state f32 `[slots, Hv, Dk, Dv]`, mutated; with a log also records f32 `[slots, R, Hk Dk + Hv Dv + Hv]`, mutated;
+/// row_start; slot; position; with a log also accepted. Output f32 `[T, Hv, Dv]`.
+/// In the prefill regime rows are worked on in chunks of 64 (WY form), and there is no log.
+///
+/// A record is what it takes to repeat one row's update of the state: the normalised `k` of all key heads, then `u` of all
+/// value heads, then `g` of all value heads. With a log and `n = accepted[b]`, the state of sequence `b` first takes the
+/// updates of its records `0..n` in order, `S = e^g S + k^T u`, each with the operations and so the bits that the row's own
+/// step would have used. [`RowLog::KeepOpen`] then computes the step's rows from there without writing the state, and
+/// leaves row `i` of a sequence as its record `i`. Records `0..n` are read before any is overwritten.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct GatedDeltaSpec {
     /// `Hk`.
@@ -68,14 +112,23 @@ pub struct GatedDeltaSpec {
     pub value_dim: usize,
     /// How rows are computed.
     pub regime: Regime,
+    /// Whether rows may be taken back.
+    pub log: RowLog,
 }
 
 impl GatedDeltaSpec {
-    pub(crate) const STATE: Range<usize> = 5..6;
+    pub(crate) fn state(&self) -> Range<usize> {
+        if self.log == RowLog::None { 5..6 } else { 5..7 }
+    }
 
     /// Columns of qkv.
     pub fn channels(&self) -> usize {
         2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    }
+
+    /// Values of a record of the log.
+    pub fn record_len(&self) -> usize {
+        self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
     }
 }
 
@@ -105,9 +158,23 @@ impl AttentionSpec {
     pub const RUN: usize = 64;
 }
 
-/// The state of the gated delta rule in one layer: f32 `[slots, Hv, Dk, Dv]`.
+/// The convolution's memory of one layer.
 #[derive(Clone, Debug)]
-pub struct DeltaState(pub Array);
+pub struct ConvWindow {
+    /// Rows before the next one, oldest first: f32 `[slots, K - 1, C]`.
+    pub rows: Array,
+    /// Rows that may be taken back: f32 `[slots, R, C]`.
+    pub open: Option<Array>,
+}
+
+/// The gated delta rule's memory of one layer.
+#[derive(Clone, Debug)]
+pub struct DeltaState {
+    /// f32 `[slots, Hv, Dk, Dv]`.
+    pub state: Array,
+    /// Records of rows that may be taken back: f32 `[slots, R, Hk Dk + Hv Dv + Hv]`.
+    pub records: Option<Array>,
+}
 
 /// Keys and values of one layer, each f32 or bf16 `[pages, KV, 256, D]`. The order of the elements within a page is
 /// the backend's own.
@@ -123,10 +190,16 @@ impl Array {
     /// Causal depthwise convolution with SiLU; see [`ConvSpec`]. `window` is mutated.
     ///
     /// # Errors
-    /// If shapes or types differ from the specification.
-    pub fn causal_conv(&self, weight: &Array, window: &Array, batch: &Batch) -> Result<Array> {
+    /// If shapes or types differ from the specification, or `log` asks for open rows that the window does not have.
+    pub fn causal_conv(
+        &self,
+        weight: &Array,
+        window: &ConvWindow,
+        batch: &Batch,
+        log: RowLog,
+    ) -> Result<Array> {
         const OP: &str = "causal_conv";
-        expect_f32(OP, &[self, weight, window])?;
+        expect_f32(OP, &[self, weight, &window.rows])?;
         let &[_, channels] = &self.shape()[..] else {
             return Err(ArrayError::Shape {
                 op: OP,
@@ -144,16 +217,21 @@ impl Array {
             });
         };
         expect_shape(OP, "weight", &[width, channels], weight.shape())?;
-        expect_shape(OP, "window", &[extent(window, 0), width.saturating_sub(1), channels], window.shape())?;
+        let slots = extent(&window.rows, 0);
+        expect_shape(OP, "window", &[slots, width.saturating_sub(1), channels], window.rows.shape())?;
         let batch = checked(OP, batch)?;
-        let inputs = [self, weight, window, &batch.row_start, &batch.slot];
-        Array::build(Op::CausalConv(ConvSpec { width }), &inputs, self.shape().clone(), DType::F32)
+        let mut inputs = vec![self, weight, &window.rows];
+        let open = expect_log(OP, log, window.open.as_ref(), slots, channels)?;
+        inputs.extend(open);
+        inputs.extend([&batch.row_start, &batch.slot]);
+        inputs.extend(open.map(|_| &batch.accepted));
+        Array::build(Op::CausalConv(ConvSpec { width, log }), &inputs, self.shape().clone(), DType::F32)
     }
 
     /// The gated delta rule; see [`GatedDeltaSpec`]. This array is qkv after the convolution; `state` is mutated.
     ///
     /// # Errors
-    /// If shapes or types differ from the specification.
+    /// If shapes or types differ from the specification, or it asks for a log that the state does not have.
     #[allow(clippy::too_many_arguments)] // the operands of the rule
     pub fn gated_delta(
         &self,
@@ -166,7 +244,7 @@ impl Array {
         spec: GatedDeltaSpec,
     ) -> Result<Array> {
         const OP: &str = "gated_delta";
-        expect_f32(OP, &[self, a, b, a_log, dt_bias, &state.0])?;
+        expect_f32(OP, &[self, a, b, a_log, dt_bias, &state.state])?;
         if spec.key_heads == 0 || !spec.value_heads.is_multiple_of(spec.key_heads) {
             let reason = format!(
                 "{} value heads are not a multiple of {} key heads",
@@ -180,10 +258,19 @@ impl Array {
         expect_shape(OP, "b", &[tokens, hv], b.shape())?;
         expect_shape(OP, "a_log", &[hv], a_log.shape())?;
         expect_shape(OP, "dt_bias", &[hv], dt_bias.shape())?;
-        expect_shape(OP, "state", &[extent(&state.0, 0), hv, spec.key_dim, spec.value_dim], state.0.shape())?;
+        let slots = extent(&state.state, 0);
+        expect_shape(OP, "state", &[slots, hv, spec.key_dim, spec.value_dim], state.state.shape())?;
+        if spec.regime == Regime::Prefill && spec.log != RowLog::None {
+            let reason = "prefill commits its rows: it takes no log".into();
+            return Err(ArrayError::Argument { op: OP, reason });
+        }
         let batch = checked(OP, batch)?;
         let shape = Shape::from([tokens, hv, spec.value_dim]);
-        let inputs = [self, a, b, a_log, dt_bias, &state.0, &batch.row_start, &batch.slot, &batch.position];
+        let records = expect_log(OP, spec.log, state.records.as_ref(), slots, spec.record_len())?;
+        let mut inputs = vec![self, a, b, a_log, dt_bias, &state.state];
+        inputs.extend(records);
+        inputs.extend([&batch.row_start, &batch.slot, &batch.position]);
+        inputs.extend(records.map(|_| &batch.accepted));
         Array::build(Op::GatedDelta(spec), &inputs, shape, DType::F32)
     }
 
@@ -243,14 +330,36 @@ fn extent(array: &Array, axis: usize) -> usize {
     array.shape().get(axis).copied().unwrap_or(0)
 }
 
+/// The log that a step asks for: f32 `[slots, R, width]`.
+fn expect_log<'a>(
+    op: &'static str,
+    log: RowLog,
+    array: Option<&'a Array>,
+    slots: usize,
+    width: usize,
+) -> Result<Option<&'a Array>> {
+    let array = match (log, array) {
+        (RowLog::None, _) => return Ok(None),
+        (_, Some(array)) => array,
+        (_, None) => {
+            let reason = "no log was allocated, so no row may be left open".into();
+            return Err(ArrayError::Argument { op, reason });
+        }
+    };
+    expect_f32(op, &[array])?;
+    expect_shape(op, "log", &[slots, extent(array, 1), width], array.shape())?;
+    Ok(Some(array))
+}
+
 /// The batch, once its arrays are known to agree.
 fn checked<'a>(op: &'static str, batch: &'a Batch) -> Result<&'a Batch> {
     let sequences = extent(&batch.slot, 0);
     expect_shape(op, "batch.row_start", &[sequences + 1], batch.row_start.shape())?;
     expect_shape(op, "batch.slot", &[sequences], batch.slot.shape())?;
     expect_shape(op, "batch.position", &[sequences], batch.position.shape())?;
+    expect_shape(op, "batch.accepted", &[sequences], batch.accepted.shape())?;
     expect_shape(op, "batch.table", &[sequences, extent(&batch.table, 1)], batch.table.shape())?;
-    for array in [&batch.row_start, &batch.slot, &batch.position, &batch.table] {
+    for array in [&batch.row_start, &batch.slot, &batch.position, &batch.table, &batch.accepted] {
         if array.dtype() != DType::U32 {
             return Err(ArrayError::DType { op, operand: "batch", expected: "u32", got: array.dtype() });
         }

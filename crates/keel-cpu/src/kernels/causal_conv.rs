@@ -4,10 +4,9 @@
 //! Rows before a sequence's first one in this step come from its window.
 //!
 //! # The window
-//! A slot is `[W - 1 + R, C]`, oldest row first, where `R` is the most rows of a step that may be taken back
-//! (0 without speculation). Rows `0..W - 1` are the committed window; a step that keeps its rows open appends
-//! them. The next step is told how many of them were accepted, and moves the window on by that many:
-//! taking back rows moves a count, no bytes.
+//! A slot is `[W - 1, C]`, oldest row first. A step whose rows may be taken back leaves it as it is and writes them
+//! to a log of `[R, C]` a slot. The next step is told how many of them were accepted, and moves the window on by that
+//! many: taking back rows moves a count, no bytes.
 //!
 //! Memory: rows are read once and written once, `2 * 4 * T * C` bytes; the window adds `W - 1` rows of each.
 
@@ -24,6 +23,19 @@ const BLOCK: usize = 8 * LANES;
 /// Rows of a block that are done before the next: all of them lie in L1.
 const TILE_ROWS: usize = 16;
 
+/// Rows that the last step left open.
+#[derive(Clone, Copy)]
+pub struct ConvLog<'a> {
+    /// `[slots, capacity, C]`, by slot of the sequence.
+    pub rows: SharedMut<'a, f32>,
+    /// Rows of a slot.
+    pub capacity: usize,
+    /// Rows to commit before this step's, `[B]`.
+    pub accepted: &'a [u32],
+    /// Leave this step's rows open (at most `capacity` for each sequence) instead of committing them.
+    pub keep_open: bool,
+}
+
 /// What `causal_conv` reads and writes.
 #[derive(Clone, Copy)]
 pub struct CausalConv<'a> {
@@ -37,14 +49,10 @@ pub struct CausalConv<'a> {
     pub batch: Batch<'a>,
     /// Slot of each sequence, `[B]`, all different.
     pub slot: &'a [u32],
-    /// `[slots, W - 1 + R, C]`, updated in place.
+    /// `[slots, W - 1, C]`, updated in place.
     pub window: SharedMut<'a, f32>,
-    /// R: rows of a step that a slot can keep open.
-    pub open_rows_max: usize,
-    /// Open rows of the last step that were accepted, `[B]`; `None` where no step was left open.
-    pub accepted: Option<&'a [u32]>,
-    /// Leave this step's rows open (at most R for each sequence) instead of committing them.
-    pub keep_open: bool,
+    /// Where rows may be taken back; `None`: every step commits.
+    pub log: Option<ConvLog<'a>>,
     /// `[T, C]`
     pub y: RowsMut<'a>,
 }
@@ -52,7 +60,7 @@ pub struct CausalConv<'a> {
 /// Runs the convolution and updates the windows.
 ///
 /// # Panics
-/// If the shapes disagree, a slot lies outside `window`, or a step with more than `open_rows_max` rows is kept open.
+/// If the shapes disagree, a slot lies outside `window`, or more rows than the log holds are accepted or kept open.
 pub fn causal_conv(conv: &CausalConv<'_>, worker: &Worker<'_>) {
     let channels = conv.x.width();
     assert!(channels > 0 && conv.weight.len().is_multiple_of(channels) && !conv.weight.is_empty());
@@ -61,11 +69,14 @@ pub fn causal_conv(conv: &CausalConv<'_>, worker: &Worker<'_>) {
         conv.y.width() == channels && conv.x.len() >= conv.batch.rows() && conv.y.len() >= conv.batch.rows()
     );
     assert_eq!(conv.slot.len(), conv.batch.sequences());
-    assert!(conv.accepted.is_none_or(|accepted| accepted.len() == conv.slot.len()));
-    assert!(
-        !conv.keep_open || conv.batch.most_rows() <= conv.open_rows_max,
-        "more rows than a slot keeps open"
-    );
+    if let Some(log) = conv.log {
+        assert_eq!(log.accepted.len(), conv.slot.len());
+        assert!(!log.keep_open || conv.batch.most_rows() <= log.capacity, "more rows than a slot keeps open");
+        assert!(
+            log.accepted.iter().all(|&n| n as usize <= log.capacity),
+            "more accepted than a slot keeps open"
+        );
+    }
     simd::run(Task { conv, worker });
 }
 
@@ -127,13 +138,22 @@ impl<'a, 'c> Channels<'a, 'c> {
         Channels { conv, b, start, len: LANES.min(end - start), before }
     }
 
-    /// Row `i` of the slot.
+    /// Row `i` of the slot's window.
     #[inline(always)]
     fn window(&self, i: usize) -> &'a mut [f32] {
-        let slot = self.conv.slot[self.b] as usize * (self.before + self.conv.open_rows_max);
+        let slot = self.conv.slot[self.b] as usize * self.before;
         let start = (slot + i) * self.conv.x.width() + self.start;
         // SAFETY: only one worker has these channels of this slot, and it uses one row at a time.
         unsafe { self.conv.window.range(start..start + self.len) }
+    }
+
+    /// Row `i` of the slot's log.
+    #[inline(always)]
+    fn open(&self, log: &ConvLog<'a>, i: usize) -> &'a mut [f32] {
+        let slot = self.conv.slot[self.b] as usize * log.capacity;
+        let start = (slot + i) * self.conv.x.width() + self.start;
+        // SAFETY: only one worker has these channels of this slot, and it uses one row at a time.
+        unsafe { log.rows.range(start..start + self.len) }
     }
 
     /// Row `i` of this step; the committed window comes first.
@@ -149,19 +169,23 @@ impl<'a, 'c> Channels<'a, 'c> {
     /// Moves the window on by the rows of the last step that were accepted.
     #[inline(always)]
     fn settle<S: Simd>(&self, s: S) {
-        let accepted = self.conv.accepted.map_or(0, |accepted| accepted[self.b] as usize);
+        let Some(log) = &self.conv.log else { return };
+        let accepted = log.accepted[self.b] as usize;
         for i in 0..if accepted > 0 { self.before } else { 0 } {
-            let row = load(s, self.window(accepted + i));
+            let row = match (accepted + i).checked_sub(self.before) {
+                None => load(s, self.window(accepted + i)),
+                Some(open) => load(s, self.open(log, open)),
+            };
             store(s, row, self.window(i));
         }
     }
 
-    /// Appends the step's `rows` rows to the window, or makes the last ones the window.
+    /// Writes the step's `rows` rows to the log, or makes the last ones the window.
     #[inline(always)]
     fn keep<S: Simd>(&self, s: S, rows: usize) {
-        if self.conv.keep_open {
-            for i in self.before..self.before + rows {
-                store(s, load(s, self.input(i)), self.window(i));
+        if let Some(log) = self.conv.log.filter(|log| log.keep_open) {
+            for i in 0..rows {
+                store(s, load(s, self.input(self.before + i)), self.open(&log, i));
             }
         } else {
             for i in 0..self.before {

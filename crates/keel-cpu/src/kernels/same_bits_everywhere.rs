@@ -87,9 +87,7 @@ fn row_wise_kernels() {
             batch: BATCH,
             slot: &[0],
             window: SharedMut::new(window),
-            open_rows_max: 0,
-            accepted: None,
-            keep_open: false,
+            log: None,
             y: rows(y, width),
         };
         pool.run(|w| causal_conv(&conv, w));

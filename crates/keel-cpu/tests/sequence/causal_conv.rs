@@ -1,5 +1,5 @@
 use super::row_starts;
-use keel_cpu::kernels::causal_conv::{CausalConv, causal_conv};
+use keel_cpu::kernels::causal_conv::{CausalConv, ConvLog, causal_conv};
 use keel_cpu::kernels::rows::{Batch, Rows, RowsMut};
 use keel_cpu::pool::ThreadPool;
 use keel_cpu::shared_slice::SharedMut;
@@ -21,8 +21,8 @@ impl Weights {
         Weights { shape, weight, bias: shape.bias.then(|| random.uniforms(shape.channels, -1.0, 1.0)) }
     }
 
-    fn window_len(&self, open_rows_max: usize) -> usize {
-        (self.shape.width - 1 + open_rows_max) * self.shape.channels
+    fn window_len(&self) -> usize {
+        (self.shape.width - 1) * self.shape.channels
     }
 }
 
@@ -33,7 +33,7 @@ fn step(
     rows: &[usize],
     slot: &[u32],
     window: &mut [f32],
-    (open_rows_max, accepted, keep_open): (usize, Option<&[u32]>, bool),
+    log: Option<ConvLog<'_>>,
     workers: usize,
 ) -> Vec<f32> {
     let channels = weights.shape.channels;
@@ -51,16 +51,12 @@ fn step(
         batch: Batch { row_start: &row_start, position: &position },
         slot,
         window: SharedMut::new(window),
-        open_rows_max,
-        accepted,
-        keep_open,
+        log,
         y: RowsMut::whole(SharedMut::new(&mut y), channels),
     };
     ThreadPool::new(workers).run(|worker| causal_conv(&conv, worker));
     y
 }
-
-const PLAIN: (usize, Option<&[u32]>, bool) = (0, None, false);
 
 #[test]
 fn it_follows_the_oracle_whatever_the_batch_and_the_workers() {
@@ -69,7 +65,7 @@ fn it_follows_the_oracle_whatever_the_batch_and_the_workers() {
         for rows in BATCHES {
             let mut random = Random::new(17);
             let x = random.uniforms(rows.iter().sum::<usize>() * shape.channels, -2.0, 2.0);
-            let len = weights.window_len(0);
+            let len = weights.window_len();
             let start = random.uniforms((rows.len() + 1) * len, -2.0, 2.0);
             let slot: Vec<u32> = (0..rows.len() as u32).rev().collect();
             let (mut want, mut want_window, mut from) = (Vec::new(), start.clone(), 0);
@@ -85,7 +81,7 @@ fn it_follows_the_oracle_whatever_the_batch_and_the_workers() {
             let mut runs = Vec::new();
             for workers in [1, 3] {
                 let mut window = start.clone();
-                let y = step(&weights, &x, rows, &slot, &mut window, PLAIN, workers);
+                let y = step(&weights, &x, rows, &slot, &mut window, None, workers);
                 assert_close(&format!("{shape:?} {rows:?}"), &y, &want, 1e-6);
                 assert_same_bits("window", &window, &want_window);
                 runs.push(y);
@@ -100,11 +96,11 @@ fn row_by_row_has_the_bits_of_all_rows_at_once() {
     for &shape in SHAPES {
         let weights = Weights::random(shape);
         let x = Random::new(18).uniforms(20 * shape.channels, -2.0, 2.0);
-        let (mut whole, mut single) = (vec![0.5; weights.window_len(0)], vec![0.5; weights.window_len(0)]);
-        let y = step(&weights, &x, &[20], &[0], &mut whole, PLAIN, 2);
+        let (mut whole, mut single) = (vec![0.5; weights.window_len()], vec![0.5; weights.window_len()]);
+        let y = step(&weights, &x, &[20], &[0], &mut whole, None, 2);
         let rows: Vec<f32> = x
             .chunks_exact(shape.channels)
-            .flat_map(|row| step(&weights, row, &[1], &[0], &mut single, PLAIN, 2))
+            .flat_map(|row| step(&weights, row, &[1], &[0], &mut single, None, 2))
             .collect();
         assert_same_bits("y", &y, &rows);
         assert_same_bits("window", &whole, &single);
@@ -115,34 +111,29 @@ fn row_by_row_has_the_bits_of_all_rows_at_once() {
 #[test]
 fn accepted_rows_have_the_bits_of_plain_decoding() {
     for &shape in SHAPES {
-        let (weights, open_rows_max, channels) = (Weights::random(shape), 5, shape.channels);
+        let (weights, capacity, channels) = (Weights::random(shape), 5, shape.channels);
         let mut random = Random::new(19);
         let x = random.uniforms(50 * channels, -2.0, 2.0);
-        let mut plain = vec![0.25; weights.window_len(0)];
-        let want = step(&weights, &x, &[50], &[0], &mut plain, PLAIN, 1);
+        let mut plain = vec![0.25; weights.window_len()];
+        let want = step(&weights, &x, &[50], &[0], &mut plain, None, 1);
 
-        let mut window = vec![f32::NAN; weights.window_len(open_rows_max)];
-        window[..weights.window_len(0)].fill(0.25);
+        let mut window = vec![0.25; weights.window_len()];
+        let mut open_rows = vec![f32::NAN; capacity * channels];
+        let rows = SharedMut::new(&mut open_rows);
         let (mut done, mut accepted) = (0, 0);
         while done < 50 {
-            let rows = 1 + random.below(open_rows_max);
-            let right = (1 + random.below(rows)).min(50 - done);
+            let count = 1 + random.below(capacity);
+            let right = (1 + random.below(count)).min(50 - done);
             let mut open = x[done * channels..(done + right) * channels].to_vec();
-            open.extend(random.uniforms((rows - right) * channels, -9.0, 9.0));
-            let y = step(
-                &weights,
-                &open,
-                &[rows],
-                &[0],
-                &mut window,
-                (open_rows_max, Some(&[accepted]), true),
-                2,
-            );
+            open.extend(random.uniforms((count - right) * channels, -9.0, 9.0));
+            let log = ConvLog { rows, capacity, accepted: &[accepted], keep_open: true };
+            let y = step(&weights, &open, &[count], &[0], &mut window, Some(log), 2);
             assert_same_bits("y", &y[..right * channels], &want[done * channels..(done + right) * channels]);
             done += right;
             accepted = right as u32;
         }
-        step(&weights, &[], &[0], &[0], &mut window, (open_rows_max, Some(&[accepted]), false), 1);
-        assert_same_bits("settled window", &window[..plain.len()], &plain);
+        let log = ConvLog { rows, capacity, accepted: &[accepted], keep_open: false };
+        step(&weights, &[], &[0], &[0], &mut window, Some(log), 1);
+        assert_same_bits("settled window", &window, &plain);
     }
 }

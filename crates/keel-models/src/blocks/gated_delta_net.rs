@@ -1,6 +1,6 @@
 //! Gated DeltaNet: a recurrent layer with a matrix state per head.
 
-use keel_array::{Array, DeltaState, GatedDeltaSpec, Result, Weight};
+use keel_array::{Array, ConvWindow, DeltaState, GatedDeltaSpec, Result, Weight};
 
 use super::{RmsNorm, StepContext};
 use crate::loading::Projection;
@@ -39,19 +39,20 @@ impl GatedDeltaNet {
         &self,
         x: &Array,
         residual: &Array,
-        window: &Array,
+        window: &ConvWindow,
         state: &DeltaState,
         step: &StepContext,
     ) -> Result<Array> {
         let tokens = x.shape()[0];
         let parts = self.projection.apply(x)?;
-        let mixed = parts[0].causal_conv(&self.conv, window, &step.batch)?;
+        let mixed = parts[0].causal_conv(&self.conv, window, &step.batch, step.log)?;
         let spec = GatedDeltaSpec {
             key_heads: self.key_heads,
             value_heads: self.value_heads,
             key_dim: self.key_dim,
             value_dim: self.value_dim,
             regime: step.regime,
+            log: step.log,
         };
         let out =
             mixed.gated_delta(&parts[2], &parts[3], &self.a_log, &self.dt_bias, state, &step.batch, spec)?;

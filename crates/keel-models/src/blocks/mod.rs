@@ -10,7 +10,7 @@ pub use feed_forward::{Activation, FeedForward, GatedLayer, MixtureOfExperts};
 pub use gated_delta_net::GatedDeltaNet;
 pub use norm::RmsNorm;
 
-use keel_array::{Array, Batch, Regime};
+use keel_array::{Array, Batch, Regime, RowLog};
 
 /// What the rows of a step have in common.
 #[derive(Clone, Debug)]
@@ -23,4 +23,6 @@ pub struct StepContext {
     pub positions: Array,
     /// How rows are computed.
     pub regime: Regime,
+    /// Whether rows may be taken back.
+    pub log: RowLog,
 }

@@ -7,6 +7,7 @@ mod fast;
 mod indexing;
 mod layout;
 mod linear;
+mod open_rows;
 mod reduce;
 mod sequence;
 
@@ -35,6 +36,7 @@ pub fn all() -> Vec<Check> {
         linear::CHECKS,
         fast::CHECKS,
         sequence::CHECKS,
+        open_rows::CHECKS,
     ]
     .concat()
 }

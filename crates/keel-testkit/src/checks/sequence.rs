@@ -8,7 +8,8 @@ use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::{cases, tolerance};
 use keel_array::{
-    Array, AttentionSpec, Batch, Category, DType, DeltaState, GatedDeltaSpec, KvPool, Regime, Runtime,
+    Array, AttentionSpec, Batch, Category, ConvWindow, DType, DeltaState, GatedDeltaSpec, KvPool, Regime,
+    RowLog, Runtime,
 };
 
 pub(super) const CHECKS: &[Check] = &[
@@ -23,20 +24,20 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "paged_attention", run: pools_must_differ },
 ];
 
-fn draw(random: &mut Random, shape: &[usize]) -> Tensor {
+pub(super) fn draw(random: &mut Random, shape: &[usize]) -> Tensor {
     rounded(&Tensor::random(random, shape, -1.0, 1.0), DType::F32)
 }
 
-fn floats(x: &Tensor) -> Vec<f32> {
+pub(super) fn floats(x: &Tensor) -> Vec<f32> {
     x.values.iter().map(|&x| x as f32).collect()
 }
 
-fn up(runtime: &Runtime, x: &Tensor) -> Array {
+pub(super) fn up(runtime: &Runtime, x: &Tensor) -> Array {
     upload(runtime, x, DType::F32)
 }
 
 /// Sequences with so many rows from these positions; sequence `b` of B is in slot `B - b`, its page `i` is `B i + b + 1`.
-fn batch(runtime: &Runtime, sequences: &[(usize, usize)], pages: usize) -> Batch {
+pub(super) fn batch(runtime: &Runtime, sequences: &[(usize, usize)], pages: usize) -> Batch {
     let count = sequences.len() as u32;
     let mut row_start = vec![0];
     sequences.iter().for_each(|(_, rows)| row_start.push(row_start[row_start.len() - 1] + *rows as u32));
@@ -51,11 +52,12 @@ fn batch(runtime: &Runtime, sequences: &[(usize, usize)], pages: usize) -> Batch
         slot: array(&slot, &[b]),
         position: array(&position, &[b]),
         table: array(&table, &[b, pages]),
+        accepted: array(&vec![0; b], &[b]),
     }
 }
 
 /// The rows of sequence `b` of values with `width` a row.
-fn rows_of<'a>(x: &'a [f32], sequences: &[(usize, usize)], b: usize, width: usize) -> &'a [f32] {
+pub(super) fn rows_of<'a>(x: &'a [f32], sequences: &[(usize, usize)], b: usize, width: usize) -> &'a [f32] {
     let start: usize = sequences[..b].iter().map(|s| s.1).sum();
     &x[start * width..(start + sequences[b].1) * width]
 }
@@ -68,14 +70,16 @@ fn conv(runtime: &Runtime) {
             let (tokens, channels): (usize, usize) = (rows.iter().sum(), shape.channels);
             let w = draw(&mut random, &[shape.width, channels]);
             let window = draw(&mut random, &[rows.len() + 1, shape.width - 1, channels]);
-            let state = up(runtime, &window);
+            let state = ConvWindow { rows: up(runtime, &window), open: None };
             let batch = batch(runtime, &sequences, 1);
             let taps = floats(&w);
             let mut windows: Vec<Vec<f32>> =
                 floats(&window).chunks((shape.width - 1) * channels).map(<[f32]>::to_vec).collect();
             for step in 0..2 {
                 let x = draw(&mut random, &[tokens, channels]);
-                let y = up(runtime, &x).causal_conv(&up(runtime, &w), &state, &batch).expect("shapes fit");
+                let y = up(runtime, &x)
+                    .causal_conv(&up(runtime, &w), &state, &batch, RowLog::None)
+                    .expect("shapes fit");
                 let values = floats(&x);
                 let want: Vec<f64> = (0..rows.len())
                     .flat_map(|b| {
@@ -88,7 +92,7 @@ fn conv(runtime: &Runtime) {
                 let kept: Vec<f64> = windows.iter().flatten().map(|&x| f64::from(x)).collect();
                 expect(
                     &format!("window of {what}"),
-                    &state,
+                    &state.rows,
                     &Tensor { shape: window.shape.clone(), values: kept },
                 );
             }
@@ -107,13 +111,14 @@ fn delta(runtime: &Runtime, regime: Regime) {
             let b = draw(&mut random, &[tokens, hv]);
             let (a_log, dt_bias) = (draw(&mut random, &[hv]), draw(&mut random, &[hv]));
             let state = draw(&mut random, &[rows.len() + 1, hv, shape.key_size, shape.value_size]);
-            let persistent = DeltaState(up(runtime, &state));
+            let persistent = DeltaState { state: up(runtime, &state), records: None };
             let spec = GatedDeltaSpec {
                 key_heads: shape.key_heads,
                 value_heads: hv,
                 key_dim: shape.key_size,
                 value_dim: shape.value_size,
                 regime,
+                log: RowLog::None,
             };
             let y = up(runtime, &qkv)
                 .gated_delta(
@@ -144,7 +149,12 @@ fn delta(runtime: &Runtime, regime: Regime) {
                 .collect();
             let what = format!("gated_delta {shape:?} of {rows:?}, {regime:?}");
             expect_within(&what, &y, &want, tolerance::F32 * 4.0);
-            expect_within(&format!("state of {what}"), &persistent.0, &states.concat(), tolerance::F32 * 4.0);
+            expect_within(
+                &format!("state of {what}"),
+                &persistent.state,
+                &states.concat(),
+                tolerance::F32 * 4.0,
+            );
         }
     }
 }
@@ -211,12 +221,13 @@ fn slots_must_differ(runtime: &Runtime) {
     let mut batch = batch(runtime, &[(0, 1), (0, 1)], 1);
     let ones = Array::full(runtime, [2, 5], DType::F32, 1.0).expect("an addressable shape");
     let w = Array::full(runtime, [4, 5], DType::F32, 1.0).expect("an addressable shape");
-    let window = Array::persistent(runtime, Category::Recurrent, [3, 3, 5], DType::F32).expect("memory");
+    let rows = Array::persistent(runtime, Category::Recurrent, [3, 3, 5], DType::F32).expect("memory");
+    let window = ConvWindow { rows, open: None };
     runtime.eval(&[&ones, &w]).expect("a case runs");
     for (slots, message) in [([1u32, 1], "sequences 0 and 1 are both in slot 1"), ([1, 3], "slot 3 of 3")] {
         batch.slot = Array::from_slice(runtime, &slots, [2]).expect("memory");
-        let error =
-            ones.causal_conv(&w, &window, &batch).expect("shapes fit").eval().expect_err("wrong slots");
+        let y = ones.causal_conv(&w, &window, &batch, RowLog::None).expect("shapes fit");
+        let error = y.eval().expect_err("wrong slots");
         assert!(error.to_string().contains(message), "{error}");
     }
 }

@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use super::{Call, batch};
+use super::{Bound, Call, batch};
 use crate::kernels::attention::{
     Attention, KvElement, KvPages, KvPagesMut, PageTable, attention_decode, attention_prefill,
     decode_workspace_len, kv_write, prefill_workspace_len,
 };
-use crate::kernels::causal_conv::{CausalConv, causal_conv};
+use crate::kernels::causal_conv::{CausalConv, ConvLog, causal_conv};
 use crate::kernels::gated_delta::{
-    GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len,
+    DeltaLog, GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len,
 };
 use crate::kernels::gated_delta_chunked::{CHUNK, gated_delta_chunked, gated_delta_chunked_workspace_len};
 use crate::kernels::generic::scalar::Plain;
@@ -17,7 +17,7 @@ use crate::kernels::rows::{Batch, Rows};
 use crate::pool::Worker;
 use crate::simd::LANES;
 use half::bf16;
-use keel_array::{ArrayError, AttentionSpec, DType, GatedDeltaSpec, Kernel, Op, Regime};
+use keel_array::{ArrayError, AttentionSpec, ConvSpec, DType, GatedDeltaSpec, Kernel, Op, Regime, RowLog};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
     if call.inputs[0].len() == 0 {
@@ -27,7 +27,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         return Err(call.error(format!("operands {state} and {other} share memory, but {state} is written")));
     }
     let outcome = match &call.kernel.op {
-        Op::CausalConv(_) => conv(call, worker),
+        Op::CausalConv(spec) => conv(spec, call, worker),
         Op::GatedDelta(spec) => delta(spec, call, worker),
         Op::PagedAttention(spec) => match call.inputs[3].dtype {
             DType::BF16 => attention::<bf16>(spec, call, worker),
@@ -65,8 +65,14 @@ pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
     values * size_of::<f32>()
 }
 
-fn conv(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
-    let [x, weight, window, row_start, slot] = call.inputs else { unreachable!("five operands") };
+fn conv(spec: &ConvSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
+    let (x, weight, window, row_start, slot, log) = match call.inputs {
+        [x, weight, window, row_start, slot] => (x, weight, window, row_start, slot, None),
+        [x, weight, window, open, row_start, slot, accepted] => {
+            (x, weight, window, row_start, slot, Some((open, accepted)))
+        }
+        _ => unreachable!("five operands, seven with a log"),
+    };
     let slots = batch::slots(slot, window.layout.shape[0])?;
     // Positions are not read; the slots are as many.
     let rows = batch::batch(row_start, slots, x.layout.shape[0])?;
@@ -77,13 +83,40 @@ fn conv(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
         batch: rows,
         slot: slots,
         window: window.shared(),
-        open_rows_max: 0,
-        accepted: None,
-        keep_open: false,
+        log: match log {
+            None => None,
+            Some((open, accepted)) => {
+                let capacity = open.layout.shape[1];
+                let accepted = accepted_rows(accepted, capacity, spec.log, &rows)?;
+                Some(ConvLog {
+                    rows: open.shared(),
+                    capacity,
+                    accepted,
+                    keep_open: spec.log == RowLog::KeepOpen,
+                })
+            }
+        },
         y: call.outputs[0].rows_mut(1),
     };
     causal_conv(&task, worker);
     Ok(())
+}
+
+/// How many open rows to commit, once it is known that the log has that many and takes those of this step.
+fn accepted_rows<'a>(
+    accepted: &Bound<'a>,
+    capacity: usize,
+    log: RowLog,
+    batch: &Batch<'_>,
+) -> Result<&'a [u32], String> {
+    let accepted: &[u32] = accepted.values();
+    if let Some((b, n)) = accepted.iter().enumerate().find(|(_, n)| **n as usize > capacity) {
+        return Err(format!("sequence {b} accepted {n} rows, and its log holds {capacity}"));
+    }
+    if log == RowLog::KeepOpen && batch.most_rows() > capacity {
+        return Err(format!("{} rows of a sequence are to be kept open in {capacity}", batch.most_rows()));
+    }
+    Ok(accepted)
 }
 
 fn delta_shape(spec: &GatedDeltaSpec) -> GatedDeltaShape {
@@ -96,10 +129,24 @@ fn delta_shape(spec: &GatedDeltaSpec) -> GatedDeltaShape {
 }
 
 fn delta(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
-    let [qkv, a, b, a_log, dt_bias, state, row_start, slot, position] = call.inputs else {
-        unreachable!("nine operands")
+    let [qkv, a, b, a_log, dt_bias, state, rest @ ..] = call.inputs else { unreachable!("nine operands") };
+    let (row_start, slot, position, log) = match rest {
+        [row_start, slot, position] => (row_start, slot, position, None),
+        [records, row_start, slot, position, accepted] => {
+            (row_start, slot, position, Some((records, accepted)))
+        }
+        _ => unreachable!("nine operands, eleven with a log"),
     };
     let rows = batch::batch(row_start, position.values(), qkv.layout.shape[0])?;
+    let log = match log {
+        None => None,
+        Some((records, accepted)) => {
+            let capacity = records.layout.shape[1];
+            let accepted = accepted_rows(accepted, capacity, spec.log, &rows)?;
+            let keep_open = spec.log == RowLog::KeepOpen;
+            Some(DeltaLog { records: records.shared(), capacity, accepted, keep_open })
+        }
+    };
     let task = GatedDelta {
         inputs: GatedDeltaInputs {
             shape: delta_shape(spec),
@@ -112,7 +159,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<
         batch: rows,
         slot: batch::slots(slot, state.layout.shape[0])?,
         state: state.shared(),
-        log: None,
+        log,
         y: call.outputs[0].rows_mut(2),
     };
     match spec.regime {
