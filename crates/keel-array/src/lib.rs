@@ -15,6 +15,7 @@
 
 mod array;
 mod backend;
+mod blocks;
 mod custom;
 mod dtype;
 mod error;
@@ -27,6 +28,7 @@ mod weight;
 
 pub use array::Array;
 pub use backend::{Backend, Buffer, DeviceMemory};
+pub use blocks::BlockFormat;
 pub use custom::{CustomKernel, HostCall, HostFn, HostSlice, HostSliceMut};
 pub use dtype::DType;
 pub use error::{ArrayError, Result};

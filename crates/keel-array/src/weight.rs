@@ -3,7 +3,7 @@
 //! Quantised weights keep their bits in memory; no wider copy of them exists. A weight may be filled block of
 //! rows by block of rows, so that loading needs one block of staging whatever the size of the tensor.
 
-use crate::{Array, ArrayError, Buffer, Category, DType, Result, Runtime};
+use crate::{Array, ArrayError, BlockFormat, Buffer, Category, DType, Result, Runtime};
 
 /// How the elements of a weight are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,6 +19,9 @@ pub enum WeightFormat {
         /// Type of scales and biases.
         scale_dtype: DType,
     },
+    /// Blocks along the columns, which are whole blocks. Backends keep every value exactly as [`BlockFormat::decode`]
+    /// gives it, in at most 1.05 times the bytes of the blocks.
+    Blocks(BlockFormat),
 }
 
 /// The arithmetic of a linear layer.
@@ -74,6 +77,8 @@ pub enum RowData<'a> {
         /// `[rows, cols / group_size]`.
         biases: &'a [f32],
     },
+    /// The blocks of each row, as a file has them.
+    Blocks(&'a [u8]),
 }
 
 /// A weight in device memory. Cloning shares it.
@@ -150,6 +155,11 @@ fn check(spec: &WeightSpec) -> Result<()> {
         WeightFormat::Affine { group_size, .. } if !spec.cols.is_multiple_of(usize::from(group_size)) => {
             wrong(format!("{} columns are not a multiple of the group size {group_size}", spec.cols))
         }
+        WeightFormat::Blocks(format) if !spec.cols.is_multiple_of(format.values()) => wrong(format!(
+            "{} columns are not whole blocks of {} values of {format}",
+            spec.cols,
+            format.values()
+        )),
         _ if spec.experts == 0 || spec.rows == 0 || spec.cols == 0 => {
             wrong(format!("shape ({}, {}, {}) has no elements", spec.experts, spec.rows, spec.cols))
         }

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use keel_array::DType;
+use keel_array::{BlockFormat, DType};
 
 use crate::{
     Result, TensorInfo, TensorSource, TensorView, WeightsError,
     affine::{AffineFormat, AffineTensor, ModuleQuantization, affine_cols},
-    gguf::{BlockTensor, GgmlType},
+    gguf::BlockTensor,
 };
 
 /// What the headers and the config say about a linear layer.
@@ -36,8 +36,8 @@ pub enum LinearFormat {
         /// The type of the scales and biases.
         scales: DType,
     },
-    /// In blocks of a GGUF type.
-    Blocks(GgmlType),
+    /// In blocks.
+    Blocks(BlockFormat),
 }
 
 impl LinearInfo {
@@ -60,7 +60,7 @@ impl LinearInfo {
                 let groups = self.cols / format.group_size();
                 rows * (format.packed_bytes(self.cols) + 2 * groups * scales.size())
             }
-            LinearFormat::Blocks(kind) => rows * (self.cols / kind.block_values() * kind.block_bytes()),
+            LinearFormat::Blocks(format) => rows * (self.cols / format.values() * format.bytes()),
         }
     }
 }
@@ -83,7 +83,7 @@ impl LinearTensor<'_> {
         match self {
             LinearTensor::Dense(view) => LinearInfo::new(view.shape(), LinearFormat::Dense(view.dtype())),
             LinearTensor::Blocks(blocks) => {
-                LinearInfo::new(blocks.shape(), LinearFormat::Blocks(blocks.kind()))
+                LinearInfo::new(blocks.shape(), LinearFormat::Blocks(blocks.format()))
             }
             LinearTensor::Affine(affine) => {
                 let (experts, rows, cols) = (affine.experts(), affine.rows(), affine.cols());

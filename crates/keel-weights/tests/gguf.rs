@@ -3,10 +3,10 @@
 
 use std::path::{Path, PathBuf};
 
-use keel_array::DType;
+use keel_array::{BlockFormat, DType};
 use keel_weights::{
     HeaderProblem, LinearFormat, LinearTensor, SafetensorsFile, TensorSource, TensorView,
-    gguf::{GgmlType, GgufFile, GgufHeader, GgufValue},
+    gguf::{GgufFile, GgufHeader, GgufValue},
 };
 
 fn data(name: &str) -> PathBuf {
@@ -89,7 +89,7 @@ fn every_block_type_decodes_as_the_reference_does() {
         let file = GgufFile::open(&path).unwrap();
         let linear = file.linear("m").unwrap();
         let LinearTensor::Blocks(blocks) = linear else { panic!("{name}: {linear:?}") };
-        assert_eq!(blocks.kind().to_string(), name);
+        assert_eq!(blocks.format().to_string(), name);
         assert_eq!((linear.info().rows, linear.info().cols), (3, cols));
         assert_eq!(linear.info().bytes(), bytes.bytes().len());
         let mut decoded = vec![0.0; 2 * cols];
@@ -141,7 +141,7 @@ fn a_reference_file_reads_whole() {
 
     let info = file.linear_info("experts").unwrap();
     assert_eq!((info.experts, info.rows, info.cols), (Some(2), 3, 64));
-    assert_eq!(info.format, LinearFormat::Blocks(GgmlType::Q8_0));
+    assert_eq!(info.format, LinearFormat::Blocks(BlockFormat::Q8_0));
     assert_eq!(info.bytes(), 2 * 3 * 2 * 34);
     let mut decoded = vec![0.0; 2 * 64];
     file.linear("experts").unwrap().rows_f32(4..6, &mut decoded).unwrap();

@@ -2,11 +2,18 @@
 
 use super::memory::HostMemory;
 use crate::isa::Isa;
+use crate::kernels::blocks::{self, BlockWeight};
 use crate::kernels::linear::{self, Compute, FloatType, Linear, PackedLayout, Rows, TILE_ROWS, WeightFormat};
 use half::{bf16, f16};
 use keel_array::{ArrayError, DType, RowBlock, RowData, WeightSpec};
 
-/// Where the parts of a weight lie.
+/// The stack of blocks that a weight is, if it is in blocks: they stay as they came.
+pub(super) fn blocks<'a>(spec: &WeightSpec, bytes: &'a [u8]) -> Option<BlockWeight<'a>> {
+    let keel_array::WeightFormat::Blocks(format) = spec.format else { return None };
+    Some(BlockWeight { format, bytes, n: spec.rows, k: spec.cols })
+}
+
+/// Where the parts of a weight lie that is not in blocks.
 pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
     let format = match spec.format {
         keel_array::WeightFormat::Dense(dtype) => WeightFormat::Dense(float_type(dtype)),
@@ -15,6 +22,7 @@ pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
             group: group_size.into(),
             params: float_type(scale_dtype),
         },
+        keel_array::WeightFormat::Blocks(format) => unreachable!("{format} has a layout of its own"),
     };
     PackedLayout::stacked(spec.experts, spec.rows, spec.cols, format)
         .unwrap_or_else(|e| panic!("the runtime has checked the weight: {e}"))
@@ -22,7 +30,12 @@ pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
 
 /// Size of a packed weight; saturates for one that cannot be addressed, which no allocation grants.
 pub(super) fn packed_bytes(spec: &WeightSpec) -> usize {
-    layout(spec).bytes()
+    match spec.format {
+        keel_array::WeightFormat::Blocks(format) => {
+            blocks::packed_bytes(format, spec.experts.saturating_mul(spec.rows), spec.cols)
+        }
+        _ => layout(spec).bytes(),
+    }
 }
 
 fn float_type(dtype: DType) -> FloatType {
@@ -55,6 +68,25 @@ pub(super) fn pack(
     block: &RowBlock<'_>,
 ) -> Result<(), ArrayError> {
     let wrong = |reason: String| Err(ArrayError::Argument { op: "pack_weight", reason });
+    if let (RowData::Blocks(bytes), keel_array::WeightFormat::Blocks(format)) = (block.data, spec.format) {
+        let needed = blocks::packed_bytes(format, block.rows, spec.cols);
+        if bytes.len() != needed {
+            let (got, rows, cols) = (bytes.len(), block.rows, spec.cols);
+            return wrong(format!(
+                "{got} bytes for {rows} rows of {cols} values in {format}, expected {needed}"
+            ));
+        }
+        let first = block.expert * spec.rows + block.first_row;
+        let start = offset + blocks::packed_bytes(format, first, spec.cols);
+        assert!(start + needed <= memory.bytes(), "a weight outside its memory");
+        // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+        let out = unsafe { std::slice::from_raw_parts_mut(memory.start().add(start), needed) };
+        out.copy_from_slice(bytes);
+        return Ok(());
+    }
+    if matches!(spec.format, keel_array::WeightFormat::Blocks(_)) {
+        return wrong(format!("the rows are not coded as the weight, {:?}", spec.format));
+    }
     let layout = layout(spec);
     let rows = block.first_row..block.first_row + block.rows;
     if !rows.start.is_multiple_of(TILE_ROWS) || !(rows.end.is_multiple_of(TILE_ROWS) || rows.end == spec.rows)

@@ -5,6 +5,7 @@
 
 pub mod activation;
 pub mod attention;
+pub mod blocks;
 pub mod causal_conv;
 pub mod gated_delta;
 pub mod gated_delta_chunked;

@@ -3,7 +3,7 @@
 //! Devices pack a weight in tiles of rows, so a block has to begin on a tile. Layers that are joined to one
 //! weight end anywhere.
 
-use keel_array::{RowBlock, RowData, Weight};
+use keel_array::{RowBlock, RowData, Weight, WeightFormat};
 
 use super::BLOCK_ROWS;
 use crate::Result;
@@ -16,6 +16,7 @@ pub(super) struct RowAssembler<'w> {
     filled: usize,
     /// Rows waiting.
     waiting: usize,
+    /// Dense elements, or blocks.
     dense: Vec<u8>,
     codes: Vec<u8>,
     scales: Vec<f32>,
@@ -53,7 +54,9 @@ impl<'w> RowAssembler<'w> {
         }
         self.waiting += range.len();
         match data {
-            RowData::Dense(bytes) => self.dense.extend_from_slice(part(bytes, &range, rows)),
+            RowData::Dense(bytes) | RowData::Blocks(bytes) => {
+                self.dense.extend_from_slice(part(bytes, &range, rows))
+            }
             RowData::Affine { codes, scales, biases } => {
                 self.codes.extend_from_slice(part(codes, &range, rows));
                 self.scales.extend_from_slice(part(scales, &range, rows));
@@ -69,10 +72,12 @@ impl<'w> RowAssembler<'w> {
         }
         let (dense, codes) = (std::mem::take(&mut self.dense), std::mem::take(&mut self.codes));
         let (scales, biases) = (std::mem::take(&mut self.scales), std::mem::take(&mut self.biases));
-        let data = if codes.is_empty() {
-            RowData::Dense(&dense)
-        } else {
-            RowData::Affine { codes: &codes, scales: &scales, biases: &biases }
+        let data = match self.weight.spec().format {
+            WeightFormat::Dense(_) => RowData::Dense(&dense),
+            WeightFormat::Blocks(_) => RowData::Blocks(&dense),
+            WeightFormat::Affine { .. } => {
+                RowData::Affine { codes: &codes, scales: &scales, biases: &biases }
+            }
         };
         let rows = std::mem::take(&mut self.waiting);
         self.hand_on(rows, data)

@@ -45,6 +45,7 @@ impl Parameters for CheckpointParameters<'_> {
                 group_size: format.group_size() as u16,
                 scale_dtype: scales,
             }),
+            LinearFormat::Blocks(format) => Ok(WeightFormat::Blocks(format)),
             other => Err(ModelError::Config(format!("{module}: format {other:?} is not supported"))),
         }
     }
@@ -67,13 +68,17 @@ impl Parameters for CheckpointParameters<'_> {
                     sink(stored.len(), RowData::Dense(view.row_bytes(stored.clone())?))?
                 }
                 LinearTensor::Affine(affine) => affine_block(affine, stored, sink)?,
+                LinearTensor::Blocks(blocks) => {
+                    sink(stored.len(), RowData::Blocks(blocks.rows_bytes(stored.clone())?))?
+                }
                 other => return Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
             }
         }
-        if expert.is_none() {
-            self.0.release_linear(module);
-        }
         Ok(())
+    }
+
+    fn release(&self, module: &str) {
+        self.0.release_linear(module);
     }
 
     fn values(&self, name: &str, _elements: usize) -> Result<Vec<f32>> {

@@ -54,6 +54,11 @@ pub trait Parameters {
         sink: &mut RowSink<'_>,
     ) -> Result<()>;
 
+    /// Says that a layer, or one expert of it, has been read.
+    fn release(&self, module: &str) {
+        let _ = module;
+    }
+
     /// A small parameter as f32, `elements` in all.
     ///
     /// # Errors
@@ -224,6 +229,10 @@ impl<'a> Loader<'a> {
                     weight.spec(),
                     &mut |count, data| rows.push(count, data),
                 )?;
+            }
+            let last_of_stack = piece.extents.0.is_none_or(|stack| piece.expert == Some(stack - 1));
+            if last_of_stack {
+                self.parameters.release(&piece.module);
             }
         }
         rows.flush()

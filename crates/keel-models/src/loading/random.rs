@@ -122,6 +122,10 @@ fn random_block(
             }
             sink(rows, RowData::Dense(&bytes))
         }
+        WeightFormat::Blocks(format) => {
+            let reason = format!("random weights are not made in blocks of {format}");
+            Err(crate::ModelError::Config(reason))
+        }
         WeightFormat::Affine { bits, group_size, .. } => {
             let mask = ((1u16 << bits) - 1) as u8;
             let mut codes = Vec::with_capacity(elements + 8);

@@ -11,12 +11,15 @@ use crate::naive::{elementwise, experts};
 use crate::random::Random;
 use crate::{cases, tolerance};
 use half::{bf16, f16};
-use keel_array::{Array, Compute, DType, RowBlock, RowData, Runtime, Weight, WeightFormat, WeightSpec};
+use keel_array::{
+    Array, BlockFormat, Compute, DType, RowBlock, RowData, Runtime, Weight, WeightFormat, WeightSpec,
+};
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "matmul", run: products },
     Check { op: "linear", run: dense },
     Check { op: "linear", run: affine },
+    Check { op: "linear", run: in_blocks },
     Check { op: "linear", run: onto_a_residual },
     Check { op: "gather_linear", run: gathered },
     Check { op: "gather_linear", run: expert_out_of_range },
@@ -137,6 +140,68 @@ fn affine(runtime: &Runtime) {
             // A backend may quantise activations or not; either is within a step of the oracle that does.
             expect_within(&what, &fast, &quantized_matmul(&rounded, &w), tolerance::INT8_ACTIVATIONS);
         }
+    }
+}
+
+/// A weight of random blocks with scales near 0.1, its decoded values, and its columns.
+fn block_weight(
+    runtime: &Runtime,
+    random: &mut Random,
+    format: BlockFormat,
+    (experts, rows, blocks): (usize, usize, usize),
+    compute: Compute,
+) -> (Weight, Vec<f32>, usize) {
+    let cols = blocks * format.values();
+    let row_bytes = format.row_bytes(cols).expect("whole blocks");
+    let mut bytes: Vec<u8> = (0..experts * rows * row_bytes).map(|_| random.below(256) as u8).collect();
+    for block in bytes.chunks_exact_mut(format.bytes()) {
+        for at in format.scale_offsets() {
+            let scale = f16::from_f32(random.uniform(0.01, 0.1)).to_le_bytes();
+            block[*at..at + 2].copy_from_slice(&scale);
+        }
+        if format == BlockFormat::MXFP4 {
+            block[0] = 120 + (block[0] & 7);
+        }
+    }
+    let mut values = vec![0.0; experts * rows * cols];
+    format.decode(&bytes, &mut values);
+    let spec = WeightSpec { experts, rows, cols, format: WeightFormat::Blocks(format), compute };
+    let weight = Weight::allocate(runtime, spec).expect("there is memory for a case");
+    for expert in 0..experts {
+        let data = RowData::Blocks(&bytes[expert * rows * row_bytes..(expert + 1) * rows * row_bytes]);
+        weight.fill(&RowBlock { expert, first_row: 0, rows, data }).expect("whole rows");
+    }
+    (weight, values, cols)
+}
+
+fn in_blocks(runtime: &Runtime) {
+    let mut random = Random::new(59);
+    for format in BlockFormat::ALL {
+        let blocks = 768 / format.values();
+        for (t, n) in [(1, 33), (3, 31), (17, 64), (65, 15)] {
+            for (compute, limit) in
+                [(Compute::F32, tolerance::F32), (Compute::Auto, tolerance::INT8_ACTIVATIONS)]
+            {
+                let (weight, w, k) = block_weight(runtime, &mut random, format, (1, n, blocks), compute);
+                let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
+                let y = upload(runtime, &x, DType::F32).linear(&weight).expect("extents fit");
+                let what = format!("linear [{t}, {n}, {k}] in {format}, {compute:?}");
+                expect_within(&what, &y, &matmul_transposed(&floats(&x), &w, k), limit);
+            }
+        }
+        let (weight, w, k) = block_weight(runtime, &mut random, format, (3, 33, blocks), Compute::F32);
+        let x = rounded(&Tensor::random(&mut random, &[5, k], -1.0, 1.0), DType::F32);
+        let chosen = Array::from_slice(runtime, &[2u32, 0, 1, 1, 2, 0, 0, 1, 2, 2], [5, 2]).expect("memory");
+        let y = upload(runtime, &x, DType::F32).gather_linear(&weight, &chosen).expect("extents fit");
+        let all = matmul_transposed(&floats(&x), &w, k);
+        let picked = [2, 0, 1, 1, 2, 0, 0, 1, 2, 2].iter().enumerate();
+        let values = picked.flat_map(|(r, e)| &all[r / 2 * 99 + e * 33..][..33]).copied().collect();
+        expect(&format!("gather_linear in {format}"), &y, &Tensor { shape: vec![5, 2, 33], values });
+        let (weight, w, k) = block_weight(runtime, &mut random, format, (1, 7, blocks), Compute::Auto);
+        let ids = Array::from_slice(runtime, &[6u32, 0, 3], [3]).expect("memory");
+        let want: Vec<f64> =
+            [6, 0, 3].iter().flat_map(|id| &w[id * k..][..k]).map(|x| f64::from(*x)).collect();
+        assert_eq!(download(&ids.embedding(&weight).expect("ids")), want, "embedding in {format}");
     }
 }
 

@@ -6,6 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use keel_array::BlockFormat;
+
 use super::{BlockTensor, GgmlType, GgufEntry, GgufHeader, GgufValue};
 use crate::{
     LinearFormat, LinearInfo, LinearTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError,
@@ -51,10 +53,10 @@ impl GgufFile {
     }
 
     /// The entry of a module's weight if it is in blocks, and its type.
-    fn blocks(&self, module: &str) -> Result<Option<(&str, &GgufEntry, GgmlType)>> {
+    fn blocks(&self, module: &str) -> Result<Option<(&str, &GgufEntry, BlockFormat)>> {
         let (name, entry) = self.entry(&format!("{module}.weight"))?;
         match entry.kind {
-            Ok(kind) if kind.dtype().is_none() => Ok(Some((name, entry, kind))),
+            Ok(GgmlType::Blocks(format)) => Ok(Some((name, entry, format))),
             _ => Ok(None),
         }
     }
@@ -88,16 +90,16 @@ impl TensorSource for GgufFile {
     }
 
     fn linear_info(&self, module: &str) -> Result<LinearInfo> {
-        let Some((_, entry, kind)) = self.blocks(module)? else { return linear::info(self, module) };
+        let Some((_, entry, format)) = self.blocks(module)? else { return linear::info(self, module) };
         linear::check_matrices(module, &entry.shape)?;
-        Ok(LinearInfo::new(&entry.shape, LinearFormat::Blocks(kind)))
+        Ok(LinearInfo::new(&entry.shape, LinearFormat::Blocks(format)))
     }
 
     fn linear(&self, module: &str) -> Result<LinearTensor<'_>> {
-        let Some((name, entry, kind)) = self.blocks(module)? else { return linear::open(self, module) };
+        let Some((name, entry, format)) = self.blocks(module)? else { return linear::open(self, module) };
         linear::check_matrices(module, &entry.shape)?;
         let bytes = &self.map.bytes()[entry.range.clone()];
-        Ok(LinearTensor::Blocks(BlockTensor { name, kind, shape: &entry.shape, bytes }))
+        Ok(LinearTensor::Blocks(BlockTensor { name, format, shape: &entry.shape, bytes }))
     }
 
     fn release(&self, name: &str) {

@@ -2,14 +2,12 @@
 //! block-quantised types.
 //!
 //! Names and shapes are given as the file has them, except that dimensions stand slowest first, as everywhere
-//! else here. Decoders are plain and for reading, not for speed.
+//! else here.
 
-mod blocks;
 mod cursor;
 mod file;
 mod header;
 mod metadata;
-mod superblocks;
 mod tensor;
 mod types;
 

@@ -42,8 +42,16 @@ fn embedding<I: Index>(
     call: &Call<'_>,
     worker: &Worker<'_>,
 ) -> Result<(), String> {
-    let layout = weights::layout(spec);
     let (weight, y) = (call.inputs[1].values(), call.outputs[0].rows_mut(1));
+    if let Some(weight) = weights::blocks(spec, weight) {
+        for i in worker.claim(ids.len(), 1).flatten() {
+            let row = position(ids[i], spec.rows)?;
+            // SAFETY: each row is claimed once.
+            weight.row(0, row, unsafe { y.row(i) });
+        }
+        return Ok(());
+    }
+    let layout = weights::layout(spec);
     for i in worker.claim(ids.len(), 1).flatten() {
         let row = position(ids[i], spec.rows)?;
         // SAFETY: each row is claimed once.

@@ -3,12 +3,13 @@
 use super::Call;
 use crate::backend::weights;
 use crate::isa::Isa;
+use crate::kernels::blocks::{BlockProduct, workspace_len};
 use crate::kernels::generic::experts::{Combine, combine, route_top_k};
 use crate::kernels::generic::matmul::{MatmulShape, matmul};
 use crate::kernels::generic::scalar::with_float;
 use crate::kernels::linear::Epilogue;
 use crate::pool::Worker;
-use keel_array::{ArrayError, Kernel, Op};
+use keel_array::{ArrayError, Kernel, Op, WeightFormat};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
     let (x, y) = (&call.inputs[0], &call.outputs[0]);
@@ -29,6 +30,12 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
             } else {
                 Epilogue::Store
             };
+            if let Some(weight) = weights::blocks(weight, call.inputs[1].values()) {
+                let add = *residual;
+                let product = BlockProduct { weight, x: x.values(), experts: None, y: y.shared(), add };
+                product.run(call.scratch(), worker);
+                return Ok(());
+            }
             let linear = weights::linear(weight, call.isa);
             linear.run(worker, call.inputs[1].values(), x.values(), y.shared(), epilogue, call.scratch);
         }
@@ -37,6 +44,12 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
             let experts: &[u32] = call.inputs[2].values();
             if let Some(wrong) = experts.iter().find(|&&e| e as usize >= weight.experts) {
                 return Err(call.error(format!("expert {wrong} of a stack of {}", weight.experts)));
+            }
+            if let Some(weight) = weights::blocks(weight, call.inputs[1].values()) {
+                let product =
+                    BlockProduct { weight, x: x.values(), experts: Some(experts), y: y.shared(), add: false };
+                product.run(call.scratch(), worker);
+                return Ok(());
             }
             let linear = weights::linear(weight, call.isa);
             linear.run_gathered(
@@ -69,9 +82,14 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
     Ok(())
 }
 
-pub(super) fn workspace_bytes(kernel: &Kernel, isa: Isa) -> usize {
+pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize, isa: Isa) -> usize {
     let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
     match &kernel.op {
+        Op::Linear { weight, .. } | Op::GatherLinear { weight }
+            if matches!(weight.format, WeightFormat::Blocks(_)) =>
+        {
+            workspace_len(workers, elements(0) / weight.cols, weight.cols) * size_of::<f32>()
+        }
         Op::Linear { weight, .. } => weights::linear(weight, isa).scratch_bytes(elements(0) / weight.cols),
         Op::GatherLinear { weight } => {
             weights::linear(weight, isa).gathered_scratch_bytes(elements(0) / weight.cols, elements(2))

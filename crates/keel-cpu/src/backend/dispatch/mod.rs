@@ -92,7 +92,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
 /// Scratch of a kernel.
 pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize, isa: Isa) -> usize {
     match &kernel.op {
-        Op::Linear { .. } | Op::GatherLinear { .. } => linear::workspace_bytes(kernel, isa),
+        Op::Linear { .. } | Op::GatherLinear { .. } => linear::workspace_bytes(kernel, workers, isa),
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {
             sequence::workspace_bytes(kernel, workers)
         }

@@ -1,6 +1,6 @@
 //! Superblocks of 256 values, whose sub-blocks have small integer scales of their own under one f16 scale.
 
-use super::blocks::{NONLINEAR, half};
+use super::short::{NONLINEAR, half};
 
 pub(super) const Q2_K_BYTES: usize = 16 + 64 + 4;
 pub(super) const Q3_K_BYTES: usize = 32 + 64 + 12 + 2;
