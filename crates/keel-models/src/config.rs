@@ -3,11 +3,17 @@
 //! Both layouts occur: everything at the top level, or the text model nested under `text_config`; rope numbers
 //! under `rope_parameters`, or `rope_theta` and `partial_rotary_factor` beside the others.
 
-use keel_array::RopeSpec;
+use keel_array::{AttentionSpec, RopeSpec};
 use serde_json::Value;
 
 use crate::rope::{self, RopeScaling};
 use crate::{ModelError, Result};
+
+/// Largest width, count or length: far above all models, far below where products of two overflow.
+const EXTENT_MAX: usize = 1 << 24;
+
+/// Most experts of a layer.
+const EXPERTS_MAX: usize = 1 << 14;
 
 /// How a layer mixes positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,13 +163,17 @@ impl HybridConfig {
             ("head_dim", self.head_dim),
             ("max_position_embeddings", self.context_max),
         ];
-        const EXTENT_MAX: usize = 1 << 24;
         let mut positive = positive.iter().chain(recurrent).chain(window);
         if let Some((key, value)) = positive.find(|(_, v)| *v == 0 || *v > EXTENT_MAX) {
             return Err(ModelError::Config(format!("{key} is {value}, expected 1 to {EXTENT_MAX}")));
         }
         let divides = |a: usize, b: usize| a.is_multiple_of(b);
-        let wrong = if !divides(self.heads, self.kv_heads) {
+        let attends = has(MixerKind::Attention) || has(MixerKind::SlidingAttention) || self.mtp_layers > 0;
+        let fits =
+            divides(self.head_dim, AttentionSpec::HEAD_UNIT) && self.head_dim <= AttentionSpec::HEAD_MAX;
+        let wrong = if attends && !fits {
+            Some("head_dim is not a multiple of 16 of at most 512")
+        } else if !divides(self.heads, self.kv_heads) {
             Some("num_attention_heads is not a multiple of num_key_value_heads")
         } else if !recurrent.is_empty() && !divides(self.value_heads, self.key_heads) {
             Some("linear_num_value_heads is not a multiple of linear_num_key_heads")
@@ -173,6 +183,8 @@ impl HybridConfig {
             Some("partial_rotary_factor does not give an even number of elements within head_dim")
         } else if self.moe.is_none() && self.intermediate == 0 {
             Some("neither intermediate_size nor num_experts is given")
+        } else if self.intermediate > EXTENT_MAX {
+            Some("intermediate_size is above 2^24")
         } else if !self.rope_theta.is_finite() || self.rope_theta <= 1.0 {
             Some("rope_theta is not a number above one")
         } else if !window.is_empty() && (self.sliding_rope_theta.is_nan() || self.sliding_rope_theta <= 1.0) {
@@ -309,15 +321,28 @@ impl<'a> Fields<'a> {
         if experts == 0 {
             return Ok(None);
         }
+        if experts > EXPERTS_MAX {
+            return Err(ModelError::Config(format!(
+                "num_experts is {experts}, expected at most {EXPERTS_MAX}"
+            )));
+        }
         let chosen = self.size("num_experts_per_tok")?;
         if chosen == 0 || chosen > experts {
             return Err(ModelError::Config(format!("num_experts_per_tok is {chosen} of {experts} experts")));
         }
+        let (own, shared) = ("moe_intermediate_size", "shared_expert_intermediate_size");
+        let (intermediate, shared_intermediate) = (self.size(own)?, self.size_or(shared, 0)?);
+        if intermediate == 0 || intermediate.max(shared_intermediate) > EXTENT_MAX {
+            let reason = format!(
+                "{own} and {shared} are {intermediate} and {shared_intermediate}, expected 1 and 0 to {EXTENT_MAX}"
+            );
+            return Err(ModelError::Config(reason));
+        }
         Ok(Some(MoeConfig {
             experts,
             chosen,
-            intermediate: self.size("moe_intermediate_size")?,
-            shared_intermediate: self.size_or("shared_expert_intermediate_size", 0)?,
+            intermediate,
+            shared_intermediate,
             normalise: self.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(true),
             dense_layers: Vec::new(),
         }))

@@ -41,7 +41,9 @@ pub const MODEL_TYPES: [&str; 8] =
 /// # Errors
 /// An unknown `model_type`, a config that is incomplete or contradicts itself.
 pub fn read_config(config: &Value) -> Result<HybridConfig> {
-    (family_of(config)?.config)(config)
+    let parsed = (family_of(config)?.config)(config)?;
+    parsed.check()?;
+    Ok(parsed)
 }
 
 /// Reads the model that a config describes.
@@ -50,8 +52,7 @@ pub fn read_config(config: &Value) -> Result<HybridConfig> {
 /// An unknown `model_type`, a config that is incomplete, parameters that are missing or misshapen, or a memory
 /// limit that is too small.
 pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
-    let family = family_of(config)?;
-    (family.load)(loader, config, (family.config)(config)?)
+    (family_of(config)?.load)(loader, config, read_config(config)?)
 }
 
 /// How models of one type are read.

@@ -117,6 +117,8 @@ fn configs_that_cannot_be_used() {
         ("num_attention_heads", json!(0)),
         ("layer_types", json!(["sliding"])),
         ("linear_conv_kernel_dim", json!(1)),
+        ("head_dim", json!(72)),
+        ("head_dim", json!(528)),
     ] {
         let edit = |f: &Path| edit_config(f, |config| config["text_config"][key] = value.clone());
         fails_after("qwen3_5", edit, "config.json");

@@ -139,7 +139,7 @@ impl GatedDeltaSpec {
 /// run can be written again by the next.
 ///
 /// Inputs: q f32 `[T, H, D]`; k, v f32 `[T, KV, D]`; key pool and value pool f32 or bf16 `[pages, KV, 256, D]`,
-/// mutated; table; row_start; position. Output f32 `[T, H, D]`.
+/// mutated; table; row_start; position. Output f32 `[T, H, D]`. `D` is a multiple of 16 and at most 512.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionSpec {
     /// Factor on `q . k`.
@@ -154,6 +154,10 @@ impl AttentionSpec {
     pub(crate) const STATE: Range<usize> = 3..5;
     /// Tokens of a page.
     pub const PAGE: usize = 256;
+    /// Head sizes are multiples of this.
+    pub const HEAD_UNIT: usize = 16;
+    /// Largest head size.
+    pub const HEAD_MAX: usize = 512;
     /// Positions that rows with a window are cut at.
     pub const RUN: usize = 64;
 }
@@ -300,6 +304,11 @@ impl Array {
         );
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             let reason = format!("{heads} query heads are not a multiple of {kv_heads} key-value heads");
+            return Err(ArrayError::Argument { op: OP, reason });
+        }
+        if size == 0 || size > AttentionSpec::HEAD_MAX || !size.is_multiple_of(AttentionSpec::HEAD_UNIT) {
+            let (unit, max) = (AttentionSpec::HEAD_UNIT, AttentionSpec::HEAD_MAX);
+            let reason = format!("heads of {size}: expected a multiple of {unit}, at most {max}");
             return Err(ArrayError::Argument { op: OP, reason });
         }
         expect_shape(OP, "k", &[tokens, kv_heads, size], k.shape())?;

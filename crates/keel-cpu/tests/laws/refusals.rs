@@ -1,7 +1,7 @@
 //! Mistakes are found when an operation is built, and the message names the operation and the numbers.
 
 use super::{counting, runtime};
-use keel_array::{Array, DType, Reduction, Result};
+use keel_array::{Array, AttentionSpec, Batch, DType, KvPool, Real, Reduction, Regime, Result};
 
 #[track_caller]
 fn refused<T>(result: Result<T>, message: &str) {
@@ -58,6 +58,29 @@ fn sizes_are_bounded() {
     refused(Array::zeros(&runtime, [usize::MAX, 2], DType::F32), "cannot be addressed");
     refused(x.broadcast_to([1 << 40, 1 << 40]), "cannot be addressed");
     refused(x.reduce(Reduction::Max, 0).and_then(|y| y.max(0)), "axis 0 is out of range for shape ()");
+}
+
+#[test]
+fn attention_heads_that_no_kernel_takes_are_refused_when_the_operation_is_built() {
+    let runtime = runtime();
+    let index = |n: usize| Array::from_slice(&runtime, &vec![0u32; n], [n]).expect("there is memory");
+    for size in [24, 528] {
+        let rows = counting(&runtime, &[1, 1, size]);
+        let pool = || counting(&runtime, &[1, 1, AttentionSpec::PAGE, size]);
+        let batch = Batch {
+            row_start: index(2),
+            slot: index(1),
+            position: index(1),
+            table: index(1).reshape([1, 1]).expect("one element"),
+            accepted: index(1),
+        };
+        let spec = AttentionSpec { scale: Real::from(1.0), window: None, regime: Regime::Decode };
+        let pools = KvPool { keys: pool(), values: pool() };
+        refused(
+            rows.paged_attention(&rows, &rows, &pools, &batch, spec),
+            "expected a multiple of 16, at most 512",
+        );
+    }
 }
 
 #[test]

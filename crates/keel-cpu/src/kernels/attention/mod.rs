@@ -20,9 +20,12 @@ pub use pages::{KvElement, KvPages, KvPagesMut, PAGE, PageTable, TILE, kv_write}
 pub use prefill::{attention_prefill, prefill_workspace_len};
 
 use super::rows::{Batch, Rows, RowsMut};
+use crate::simd::LANES;
+use keel_array::AttentionSpec;
 
 /// Largest head.
-pub const HEAD_SIZE_MAX: usize = 512;
+pub const HEAD_SIZE_MAX: usize = AttentionSpec::HEAD_MAX;
+const _: () = assert!(AttentionSpec::HEAD_UNIT.is_multiple_of(LANES));
 
 /// Score of a key that a row must not see; finite, so that a row of such scores has no NaN.
 const MASKED: f32 = -1e30;
