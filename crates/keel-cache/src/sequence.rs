@@ -73,6 +73,16 @@ impl SequenceCache {
         self.accepted = rows;
     }
 
+    /// Takes back the last `rows` of the rows that were accepted and are not committed yet.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn take_back(&mut self, rows: usize) {
+        assert!(rows <= self.accepted, "{rows} of {} open rows are to be taken back", self.accepted);
+        self.accepted -= rows;
+        self.cached_len -= rows;
+    }
+
     pub(crate) fn expect_committed(&self) -> Result<()> {
         match self.accepted {
             0 => Ok(()),

@@ -6,23 +6,26 @@ use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
 use serde_json::Value;
 
-use crate::options::{EngineOptions, PREFILL_GRID};
+use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
+use crate::speculation::Costs;
 use crate::step::{HEAD_ROWS, Outcome, Rows, StepShape, Stepper};
 use crate::{EngineError, Result};
 
 /// Takes one row of logits at a time.
 pub type LogitSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
 
-/// Runs one step of a prompt: the tokens, and whether they are the last.
-type PrefillStep<'a> = dyn FnMut(&mut Engine, &SequenceCache, &[u32], bool) -> Result<()> + 'a;
+/// Runs one step of a prompt: the tokens, and the one behind them unless they are the last.
+type PrefillStep<'a> = dyn FnMut(&mut Engine, &SequenceCache, &[u32], Option<u32>) -> Result<()> + 'a;
 
 /// A model and everything it needs, allocated. From here on nothing is allocated outside the plan.
 pub struct Engine {
-    runtime: Runtime,
-    model: HybridModel,
-    cache: ModelCache,
-    stepper: Stepper,
-    options: EngineOptions,
+    pub(crate) runtime: Runtime,
+    pub(crate) model: HybridModel,
+    pub(crate) cache: ModelCache,
+    pub(crate) stepper: Stepper,
+    pub(crate) options: EngineOptions,
+    /// What rounds of speculation have been measured to cost.
+    pub(crate) costs: Costs,
 }
 
 impl Engine {
@@ -40,16 +43,20 @@ impl Engine {
         options.check()?;
         let loader = Loader::new(runtime, parameters, options.compute, progress);
         let model = keel_models::load(&loader, config)?;
+        if options.drafts > 0 && model.mtp.is_none() {
+            return Err(EngineError::NoMtpHead);
+        }
         let size = CacheSize {
             sequences: options.sequences,
             context: options.context,
             checkpoints: options.checkpoints,
             pool_pages: options.pool_pages,
-            open_rows: 0,
+            open_rows: options.open_rows(),
         };
         let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_dtype()), size)?;
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
-        let mut engine = Engine { runtime: runtime.clone(), model, cache, stepper, options };
+        let mut engine =
+            Engine { runtime: runtime.clone(), model, cache, stepper, options, costs: Costs::default() };
         engine.prepare_largest_steps()?;
         runtime.ledger().freeze();
         Ok(engine)
@@ -71,10 +78,33 @@ impl Engine {
                 shapes.push(step(Regime::Prefill, prefill, 1, Outcome::MtpHidden));
             }
         }
+        if self.options.drafts > 0 {
+            shapes.extend(self.draft_steps());
+        }
         for shape in shapes {
             self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape)?;
         }
         Ok(())
+    }
+
+    /// The steps of one sequence that drafts, and the largest of all sequences.
+    fn draft_steps(&self) -> Vec<StepShape> {
+        let (sequences, open_rows) = (self.options.sequences, self.options.open_rows());
+        let step = |rows, sequences, outcome| StepShape { regime: Regime::Decode, rows, sequences, outcome };
+        let mut shapes = vec![
+            step(1, 1, Outcome::Commit),
+            step(HEAD_LAG_MAX, 1, Outcome::HeadState),
+            step(sequences, sequences, Outcome::Rows),
+            step(sequences * open_rows, sequences, Outcome::OpenRows),
+            step(sequences * open_rows, sequences, Outcome::Draft),
+            step(sequences, sequences, Outcome::Draft),
+            step(1, 1, Outcome::Rows),
+        ];
+        for rows in 1..=open_rows {
+            shapes.push(step(rows, 1, Outcome::Draft));
+            shapes.push(step(rows, 1, Outcome::OpenRows));
+        }
+        shapes
     }
 
     /// The runtime.
@@ -116,7 +146,7 @@ impl Engine {
     }
 
     /// Checks ids, and that they fit behind what the sequence holds.
-    fn admit(&self, sequence: &SequenceCache, tokens: &[u32]) -> Result<()> {
+    pub(crate) fn admit(&self, sequence: &SequenceCache, tokens: &[u32]) -> Result<()> {
         let vocab = self.model.config.vocab;
         if let Some(&id) = tokens.iter().find(|&&id| id as usize >= vocab) {
             return Err(EngineError::TokenId { id, vocab });
@@ -145,9 +175,8 @@ impl Engine {
         progress: &mut dyn FnMut(usize),
     ) -> Result<()> {
         let mut done = 0;
-        self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, last| {
-            let outcome = if last { Outcome::LastLogits } else { Outcome::State };
-            engine.run(Regime::Prefill, outcome, &[Rows { sequence, tokens }])?;
+        self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, next| {
+            engine.run_prefill(sequence, tokens, next)?;
             done += tokens.len();
             progress(done);
             Ok(())
@@ -168,6 +197,7 @@ impl Engine {
                 format!("a prompt cannot start at token {}, off the 64-token grid", sequence.offset());
             return Err(EngineError::Option(reason));
         }
+        self.commit(sequence)?;
         self.cache.reserve(sequence, prompt.len())?;
         let end = sequence.offset() + prompt.len();
         let save_at = if self.options.checkpoints > 0 { (end - 1) / PREFILL_GRID * PREFILL_GRID } else { 0 };
@@ -176,7 +206,7 @@ impl Engine {
             let at = sequence.offset();
             let to_save = if at < save_at { save_at - at } else { usize::MAX };
             let (tokens, after) = rest.split_at(rest.len().min(self.options.prefill_step).min(to_save));
-            step(self, sequence, tokens, after.is_empty())?;
+            step(self, sequence, tokens, after.first().copied())?;
             sequence.advance(tokens.len());
             if save_at > 0 && sequence.offset() == save_at {
                 self.cache.checkpoint(sequence)?;
@@ -186,8 +216,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Runs one step of a prompt, which must begin on the 64-token grid, and end on it unless it is the last.
-    /// The logits of the last one are read with [`Engine::logits`], row 0.
+    fn run_prefill(&mut self, sequence: &SequenceCache, tokens: &[u32], next: Option<u32>) -> Result<()> {
+        let outcome = if next.is_none() { Outcome::LastLogits } else { Outcome::State };
+        self.run(Regime::Prefill, outcome, &[Rows { next, ..Rows::behind(sequence, tokens) }])
+    }
+
+    /// Runs one step of a prompt, which must begin on the 64-token grid. `next` is the prompt's token behind it, `None`
+    /// if this is the last step; otherwise it must end on the grid. The logits of the last one are read with
+    /// [`Engine::logits`], row 0.
     ///
     /// # Errors
     /// As [`Engine::prefill`]; the sequence is as before then.
@@ -195,11 +231,11 @@ impl Engine {
         &mut self,
         sequence: &mut SequenceCache,
         tokens: &[u32],
-        is_last: bool,
+        next: Option<u32>,
     ) -> Result<()> {
         self.admit(sequence, tokens)?;
         let (start, rows) = (sequence.offset(), tokens.len());
-        let ends_on_grid = is_last || rows.is_multiple_of(PREFILL_GRID);
+        let ends_on_grid = next.is_none() || rows.is_multiple_of(PREFILL_GRID);
         if !start.is_multiple_of(PREFILL_GRID) || !ends_on_grid || rows > self.options.prefill_rows() {
             let most = self.options.prefill_rows();
             let reason = format!(
@@ -208,14 +244,27 @@ impl Engine {
             );
             return Err(EngineError::Option(reason));
         }
+        self.commit(sequence)?;
         self.cache.reserve(sequence, rows)?;
-        let outcome = if is_last { Outcome::LastLogits } else { Outcome::State };
-        self.run(Regime::Prefill, outcome, &[Rows { sequence, tokens }])?;
+        self.run_prefill(sequence, tokens, next)?;
         sequence.advance(rows);
         Ok(())
     }
 
-    fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
+    /// Makes the open rows that were accepted part of the state. Steps do so by themselves; saving and checkpoints of a
+    /// sequence that drafts need it.
+    ///
+    /// # Errors
+    /// What the runtime says.
+    pub fn commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        if sequence.accepted() > 0 {
+            self.run(Regime::Decode, Outcome::Commit, &[Rows::behind(sequence, &[])])?;
+            sequence.advance(0);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
         self.stepper.run(&self.runtime, &self.model, &self.cache, (regime, outcome), rows)
     }
 
@@ -240,7 +289,7 @@ impl Engine {
         let rows: Vec<Rows<'_>> = sequences
             .iter()
             .zip(tokens)
-            .map(|(sequence, token)| Rows { sequence, tokens: std::slice::from_ref(token) })
+            .map(|(sequence, token)| Rows::behind(sequence, std::slice::from_ref(token)))
             .collect();
         self.run(Regime::Decode, Outcome::LastLogits, &rows)?;
         sequences.iter_mut().for_each(|s| s.advance(1));
@@ -273,7 +322,7 @@ impl Engine {
         let mut rows = Vec::new();
         let mut collect =
             |engine: &mut Engine, sequence: &SequenceCache, tokens: &[u32], regime| -> Result<()> {
-                engine.run(regime, Outcome::Hidden, &[Rows { sequence, tokens }])?;
+                engine.run(regime, Outcome::Hidden, &[Rows::behind(sequence, tokens)])?;
                 engine.stepper.read_hidden(tokens.len(), &mut rows)?;
                 hidden.extend_from_slice(&rows);
                 engine.stepper.head(&engine.runtime, &engine.model, &engine.cache, &rows, sink)
@@ -320,7 +369,7 @@ impl Engine {
             outcome = (|| {
                 self.cache.reserve(&mut sequence, next.len())?;
                 self.stepper.write_hidden(&hidden[..next.len() * width])?;
-                self.run(regime, Outcome::MtpHidden, &[Rows { sequence: &sequence, tokens: next }])?;
+                self.run(regime, Outcome::MtpHidden, &[Rows::behind(&sequence, next)])?;
                 sequence.advance(next.len());
                 self.stepper.read_hidden(next.len(), &mut rows)?;
                 self.stepper.head(&self.runtime, &self.model, &self.cache, &rows, sink)

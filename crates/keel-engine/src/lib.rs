@@ -3,6 +3,7 @@
 //! The life of a sequence: [`Engine::open`], [`Engine::prefill`] with the prompt, [`Engine::decode`] token by token
 //! (or a [`TokenIterator`], which does all of it), [`Engine::release`]. All memory is allocated by
 //! [`Engine::load`]; [`plan`] gives the same numbers without a weight. A [`batch::Batcher`] runs many at once.
+//! With [`EngineOptions::drafts`], [`Engine::round`] and [`MtpTokenIterator`] give several tokens to a step.
 
 #![forbid(unsafe_code)]
 
@@ -13,10 +14,12 @@ mod generate;
 mod options;
 pub mod plan;
 mod sampler;
+pub mod speculation;
 mod step;
 
 pub use engine::{Engine, LogitSink};
 pub use error::{EngineError, Result};
 pub use generate::{FinishReason, GenerateOptions, TokenIterator};
-pub use options::{EngineOptions, PREFILL_GRID};
+pub use options::{DRAFTS_MAX, EngineOptions, PREFILL_GRID};
 pub use sampler::{Sampler, SamplerOptions};
+pub use speculation::{Depth, MtpTokenIterator, SpeculationCounters, SpeculationOptions};

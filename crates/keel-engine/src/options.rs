@@ -7,6 +7,12 @@ use crate::{EngineError, Result};
 /// Rows of the prefill grid: chunks begin at multiples of this.
 pub const PREFILL_GRID: usize = 64;
 
+/// Rows by which the multi-token-prediction head may stay behind a sequence that does not draft.
+pub(crate) const HEAD_LAG_MAX: usize = 32;
+
+/// Most drafts of a sequence that one step verifies.
+pub const DRAFTS_MAX: usize = 8;
+
 /// Bounds of an engine; all its memory follows from them and the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
@@ -23,6 +29,8 @@ pub struct EngineOptions {
     pub pool_pages: Option<usize>,
     /// Arithmetic of the linear layers; f32 also keeps keys and values in f32.
     pub compute: Compute,
+    /// Drafts of the multi-token-prediction head that one step may verify, at most [`DRAFTS_MAX`]; 0 does without it.
+    pub drafts: usize,
     /// Also be able to give the logits of every prompt token, and those of the multi-token-prediction head.
     pub all_logits: bool,
 }
@@ -36,6 +44,7 @@ impl Default for EngineOptions {
             checkpoints: 0,
             pool_pages: None,
             compute: Compute::Auto,
+            drafts: 0,
             all_logits: false,
         }
     }
@@ -51,6 +60,8 @@ impl EngineOptions {
             format!("{} sequences are not within 1 to 4096", self.sequences)
         } else if self.pool_pages.is_some_and(|pages| pages == 0 || pages > 1 << 24) {
             format!("a pool of {:?} pages is not within 1 to {}", self.pool_pages, 1 << 24)
+        } else if self.drafts > DRAFTS_MAX {
+            format!("{} drafts are not within 0 to {DRAFTS_MAX}", self.drafts)
         } else {
             return Ok(());
         };
@@ -60,6 +71,19 @@ impl EngineOptions {
     /// Rows of the largest prefill step: no more than the context can fill.
     pub fn prefill_rows(&self) -> usize {
         self.prefill_step.min(self.context.next_multiple_of(PREFILL_GRID))
+    }
+
+    /// Rows of a sequence that a step may leave open: the token drawn last and its drafts.
+    pub(crate) fn open_rows(&self) -> usize {
+        if self.drafts == 0 { 0 } else { self.drafts + 1 }
+    }
+
+    /// Rows of the largest decode step.
+    pub(crate) fn decode_rows(&self) -> usize {
+        match self.drafts {
+            0 => self.sequences,
+            drafts => (self.sequences * (drafts + 1)).max(HEAD_LAG_MAX),
+        }
     }
 
     /// Type of keys and values.

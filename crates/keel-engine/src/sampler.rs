@@ -91,11 +91,39 @@ impl Sampler {
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalise(logits);
         let id = if self.options.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
-        *self.seen.entry(id).or_default() += 1;
+        self.note(id);
         id
     }
 
-    fn penalise(&self, logits: &mut [f32]) {
+    /// Counts a token as generated. Returns whether it had never been seen.
+    pub(crate) fn note(&mut self, id: u32) -> bool {
+        let is_new = !self.seen.contains_key(&id);
+        *self.seen.entry(id).or_default() += 1;
+        is_new
+    }
+
+    /// Undoes [`Sampler::note`], given what that returned.
+    pub(crate) fn forget(&mut self, id: u32, was_new: bool) {
+        if was_new {
+            self.seen.remove(&id);
+        } else if let Some(count) = self.seen.get_mut(&id) {
+            *count = count.saturating_sub(1);
+        }
+    }
+
+    /// The probabilities with which [`Sampler::sample`] would draw from penalised logits; one token if greedy.
+    pub(crate) fn distribution(&mut self, penalised: &[f32], weights: &mut Vec<(u32, f32)>) {
+        weights.clear();
+        if self.options.temperature == 0.0 || !self.gather(penalised) {
+            weights.push((argmax(penalised), 1.0));
+            return;
+        }
+        let total = self.shape_distribution();
+        weights.extend(self.candidates.iter().map(|&(id, weight)| (id, weight / total)));
+    }
+
+    /// Overwrites logits by the penalties.
+    pub(crate) fn penalise(&self, logits: &mut [f32]) {
         let o = &self.options;
         if o.repetition_penalty != 1.0 || o.presence_penalty != 0.0 || o.frequency_penalty != 0.0 {
             for (&id, &generated) in &self.seen {
@@ -114,10 +142,15 @@ impl Sampler {
         }
     }
 
-    fn draw(&mut self, logits: &[f32]) -> u32 {
+    /// Makes the tokens with finite logits the candidates; false if there are none.
+    fn gather(&mut self, logits: &[f32]) -> bool {
         self.candidates.clear();
         self.candidates.extend((0u32..).zip(logits.iter().copied()).filter(|(_, l)| l.is_finite()));
-        if self.candidates.is_empty() {
+        !self.candidates.is_empty()
+    }
+
+    fn draw(&mut self, logits: &[f32]) -> u32 {
+        if !self.gather(logits) {
             return argmax(logits);
         }
         let total = self.shape_distribution();
@@ -162,7 +195,7 @@ impl Sampler {
     }
 
     /// In `[0, 1)`, by splitmix64.
-    fn uniform(&mut self) -> f32 {
+    pub(crate) fn uniform(&mut self) -> f32 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.random;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -13,6 +13,7 @@ const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
 
 fn options() -> EngineOptions {
     EngineOptions {
+        drafts: 0,
         context: 1024,
         sequences: 6,
         prefill_step: 256,

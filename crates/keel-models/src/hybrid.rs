@@ -142,6 +142,22 @@ impl HybridModel {
         Ok(self.norm.apply(&x)?)
     }
 
+    /// Commits the accepted open rows of every recurrent layer without running a row. The results, one for each of
+    /// them, mean nothing.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn commit(&self, layers: &[LayerStorage], step: &StepContext) -> Result<Vec<Array>> {
+        let recurrent =
+            self.blocks.iter().zip(layers).filter_map(|(block, storage)| match (&block.mixer, storage) {
+                (Mixer::GatedDelta(mixer), LayerStorage::Recurrent { window, state }) => {
+                    Some(mixer.commit(window, state, step))
+                }
+                _ => None,
+            });
+        Ok(recurrent.collect::<std::result::Result<_, _>>()?)
+    }
+
     /// Logits f32 `[R, V]` of hidden states `[R, hidden]`.
     ///
     /// # Errors

@@ -55,6 +55,11 @@ pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
     (family_of(config)?.load)(loader, config, read_config(config)?)
 }
 
+/// Whether the config names a multi-token-prediction head and the checkpoint still has it: converters drop it.
+pub fn has_mtp_head(config: &HybridConfig, parameters: &dyn loading::Parameters) -> bool {
+    config.mtp_layers > 0 && parameters.contains("mtp.fc.weight")
+}
+
 /// How models of one type are read.
 struct Family {
     config: fn(&Value) -> Result<HybridConfig>,

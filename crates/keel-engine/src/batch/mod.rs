@@ -293,8 +293,8 @@ impl Batcher {
         let at = running.cache.len();
         let pages = (at + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(running.cache.pages().len());
         self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
-        let is_last = at + rows == running.prompt_len;
-        self.engine.prefill_chunk(&mut running.cache, &running.tokens[at..at + rows], is_last)?;
+        let next = running.tokens.get(at + rows).copied();
+        self.engine.prefill_chunk(&mut running.cache, &running.tokens[at..at + rows], next)?;
         if running.is_at_stop() {
             let cache = self.engine.cache_mut();
             let state = self.prefixes.save_state(cache, &running.cache)?;

@@ -23,6 +23,19 @@ pub trait Constraint: Send {
 
     /// True if nothing may follow.
     fn is_complete(&self) -> bool;
+
+    /// Whether [`Constraint::rollback`] works: without it, a sequence does not draft.
+    fn can_roll_back(&self) -> bool {
+        false
+    }
+
+    /// Takes back the last `tokens` tokens that were accepted.
+    ///
+    /// # Errors
+    /// A sentence for the user; the request fails with it.
+    fn rollback(&mut self, tokens: usize) -> Result<(), String> {
+        Err(format!("this constraint cannot take back {tokens} tokens"))
+    }
 }
 
 /// One sequence to run.

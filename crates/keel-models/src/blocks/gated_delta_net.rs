@@ -1,6 +1,6 @@
 //! Gated DeltaNet: a recurrent layer with a matrix state per head.
 
-use keel_array::{Array, ConvWindow, DeltaState, GatedDeltaSpec, Result, Weight};
+use keel_array::{Array, ConvWindow, DType, DeltaState, GatedDeltaSpec, Result, Weight};
 
 use super::{RmsNorm, StepContext};
 use crate::loading::Projection;
@@ -46,6 +46,30 @@ impl GatedDeltaNet {
         let tokens = x.shape()[0];
         let parts = self.projection.apply(x)?;
         let mixed = parts[0].causal_conv(&self.conv, window, &step.batch, step.log)?;
+        let out = self.delta(&mixed, (&parts[2], &parts[3]), state, step)?;
+        let z = parts[1].reshape([tokens, self.value_heads, self.value_dim])?;
+        let normed = out.gated_rms_norm(&self.norm.scale, &z, self.norm.eps)?;
+        normed.reshape([tokens, self.value_heads * self.value_dim])?.linear_add(&self.output, residual)
+    }
+
+    /// Commits the accepted open rows of a step without rows of its own. The result, f32 `[1, Hv, Dv]`, means nothing.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn commit(&self, window: &ConvWindow, state: &DeltaState, step: &StepContext) -> Result<Array> {
+        // A row that belongs to no sequence.
+        let row = |width: usize| Array::full(self.conv.runtime(), [1, width], DType::F32, 0.0);
+        let mixed = row(self.conv.shape()[1])?.causal_conv(&self.conv, window, &step.batch, step.log)?;
+        self.delta(&mixed, (&row(self.value_heads)?, &row(self.value_heads)?), state, step)
+    }
+
+    fn delta(
+        &self,
+        qkv: &Array,
+        (a, b): (&Array, &Array),
+        state: &DeltaState,
+        step: &StepContext,
+    ) -> Result<Array> {
         let spec = GatedDeltaSpec {
             key_heads: self.key_heads,
             value_heads: self.value_heads,
@@ -54,10 +78,6 @@ impl GatedDeltaNet {
             regime: step.regime,
             log: step.log,
         };
-        let out =
-            mixed.gated_delta(&parts[2], &parts[3], &self.a_log, &self.dt_bias, state, &step.batch, spec)?;
-        let z = parts[1].reshape([tokens, self.value_heads, self.value_dim])?;
-        let normed = out.gated_rms_norm(&self.norm.scale, &z, self.norm.eps)?;
-        normed.reshape([tokens, self.value_heads * self.value_dim])?.linear_add(&self.output, residual)
+        qkv.gated_delta(a, b, &self.a_log, &self.dt_bias, state, &step.batch, spec)
     }
 }

@@ -1,0 +1,374 @@
+//! Which token a row leads to.
+//!
+//! A draft `d` was drawn from the head's distribution `q`; the model's is `p`. With probability `min(1, p(d) / q(d))` it
+//! stays; otherwise the token is drawn from `max(p - q, 0)`, normalised. Either way the token's distribution is `p`. Both
+//! are what the sampler makes of the logits: penalties, bias, constraint, temperature and filters come before. Greedy
+//! distributions have one token, so a draft stays if it is the model's.
+
+use crate::batch::Constraint;
+use crate::{EngineError, Result, Sampler};
+
+/// What a row led to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// The token.
+    pub token: u32,
+    /// Whether nothing follows.
+    pub is_last: bool,
+}
+
+/// How a sequence chooses its drafts and tokens.
+pub trait Chooser {
+    /// Whether it can draft now.
+    fn can_draft(&self) -> bool {
+        true
+    }
+
+    /// Draws a draft from the head's logits, which are overwritten, as if the drafts before it had stayed.
+    ///
+    /// # Errors
+    /// What the constraint says.
+    fn draft(&mut self, logits: &mut [f32]) -> Result<u32>;
+
+    /// May change the drafts of a round, once they are complete.
+    fn revise(&mut self, _drafts: &mut [u32]) {}
+
+    /// Ends drafting: everything is again as before the first draft of the round.
+    ///
+    /// # Errors
+    /// What the constraint says.
+    fn retract(&mut self) -> Result<()>;
+
+    /// The token behind a row with these logits, which are overwritten. `draft` is the number of the draft for its
+    /// place, and the draft.
+    ///
+    /// # Errors
+    /// What the constraint says.
+    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice>;
+
+    /// Takes a token without asking the model.
+    ///
+    /// # Errors
+    /// What the constraint says.
+    fn take(&mut self, token: u32) -> Result<Choice>;
+}
+
+/// Chooses by a [`Sampler`], within a [`Constraint`] if there is one.
+pub struct SamplerChooser {
+    sampler: Sampler,
+    constraint: Option<Box<dyn Constraint>>,
+    end_tokens: Vec<u32>,
+    /// Drafts that are not retracted yet, and whether the sampler had never seen them.
+    drafts: Vec<(u32, bool)>,
+    /// The drafts of the round and what they were drawn from; kept from round to round for their memory.
+    proposals: Vec<(u32, Vec<(u32, f32)>)>,
+    target: Vec<(u32, f32)>,
+    residual: Residual,
+}
+
+impl SamplerChooser {
+    /// Tokens in `end_tokens` end the sequence.
+    pub fn new(
+        sampler: Sampler,
+        constraint: Option<Box<dyn Constraint>>,
+        end_tokens: Vec<u32>,
+    ) -> SamplerChooser {
+        SamplerChooser {
+            sampler,
+            constraint,
+            end_tokens,
+            drafts: Vec::new(),
+            proposals: Vec::new(),
+            target: Vec::new(),
+            residual: Residual::default(),
+        }
+    }
+
+    fn process(&mut self, logits: &mut [f32]) -> Result<()> {
+        if let Some(constraint) = &mut self.constraint {
+            constraint.mask(logits).map_err(EngineError::Constraint)?;
+        }
+        Ok(())
+    }
+
+    /// What follows from a token that has been noted by the sampler.
+    fn chosen(&mut self, token: u32) -> Result<Choice> {
+        let mut is_last = self.end_tokens.contains(&token);
+        if let Some(constraint) = self.constraint.as_mut().filter(|_| !is_last) {
+            constraint.accept(token).map_err(EngineError::Constraint)?;
+            is_last = constraint.is_complete();
+        }
+        Ok(Choice { token, is_last })
+    }
+}
+
+impl Chooser for SamplerChooser {
+    fn can_draft(&self) -> bool {
+        self.constraint.as_ref().is_none_or(|constraint| constraint.can_roll_back())
+    }
+
+    fn draft(&mut self, logits: &mut [f32]) -> Result<u32> {
+        self.process(logits)?;
+        self.sampler.penalise(logits);
+        let at = self.drafts.len();
+        if self.proposals.len() == at {
+            self.proposals.push(Default::default());
+        }
+        let (proposed, distribution) = &mut self.proposals[at];
+        self.sampler.distribution(logits, distribution);
+        let token = draw(distribution, self.sampler.uniform());
+        *proposed = token;
+        if let Some(constraint) = self.constraint.as_mut().filter(|constraint| !constraint.is_complete()) {
+            constraint.accept(token).map_err(EngineError::Constraint)?;
+        }
+        self.drafts.push((token, self.sampler.note(token)));
+        Ok(token)
+    }
+
+    fn retract(&mut self) -> Result<()> {
+        if let Some(constraint) = &mut self.constraint
+            && !self.drafts.is_empty()
+        {
+            constraint.rollback(self.drafts.len()).map_err(EngineError::Constraint)?;
+        }
+        while let Some((token, was_new)) = self.drafts.pop() {
+            self.sampler.forget(token, was_new);
+        }
+        Ok(())
+    }
+
+    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice> {
+        self.process(logits)?;
+        let Some((at, draft)) = draft else {
+            let token = self.sampler.sample(logits);
+            return self.chosen(token);
+        };
+        self.sampler.penalise(logits);
+        self.sampler.distribution(logits, &mut self.target);
+        let uniforms = [self.sampler.uniform(), self.sampler.uniform()];
+        // A draft that was not drawn here was certain to whoever made it.
+        let certain = [(draft, 1.0)];
+        let drawn = self.proposals.get(at).filter(|(proposed, _)| *proposed == draft);
+        let q = drawn.map_or(&certain[..], |(_, distribution)| distribution);
+        let token = self.residual.judge(&self.target, q, draft, uniforms);
+        self.sampler.note(token);
+        self.chosen(token)
+    }
+
+    fn take(&mut self, token: u32) -> Result<Choice> {
+        self.sampler.note(token);
+        self.chosen(token)
+    }
+}
+
+/// Draws from a distribution.
+fn draw(distribution: &[(u32, f32)], uniform: f32) -> u32 {
+    let mut left = uniform;
+    for &(id, p) in distribution {
+        left -= p;
+        if left < 0.0 {
+            return id;
+        }
+    }
+    // Rounding may leave a crumb; the most probable takes it.
+    distribution[0].0
+}
+
+/// Rejection sampling.
+#[derive(Debug, Default)]
+pub(super) struct Residual {
+    /// q by id; zero between calls.
+    q: Vec<f32>,
+    rest: Vec<(u32, f32)>,
+}
+
+impl Residual {
+    /// Keeps `draft`, drawn from `q`, or draws another token, so that the result is distributed as `p`.
+    pub fn judge(&mut self, p: &[(u32, f32)], q: &[(u32, f32)], draft: u32, [keep, other]: [f32; 2]) -> u32 {
+        let of = |distribution: &[(u32, f32)]| {
+            distribution.iter().find(|&&(id, _)| id == draft).map_or(0.0, |&(_, weight)| weight)
+        };
+        if keep * of(q) < of(p) {
+            return draft;
+        }
+        let ids = p.iter().chain(q).map(|&(id, _)| id as usize + 1).max().unwrap_or(0);
+        if self.q.len() < ids {
+            self.q.resize(ids, 0.0);
+        }
+        q.iter().for_each(|&(id, weight)| self.q[id as usize] = weight);
+        self.rest.clear();
+        self.rest.extend(p.iter().map(|&(id, weight)| (id, (weight - self.q[id as usize]).max(0.0))));
+        q.iter().for_each(|&(id, _)| self.q[id as usize] = 0.0);
+        let total: f32 = self.rest.iter().map(|&(_, weight)| weight).sum();
+        if total <= 0.0 {
+            // p and q are the same up to rounding: then so is any draw from p.
+            return draw(p, other);
+        }
+        self.rest.iter_mut().for_each(|(_, weight)| *weight /= total);
+        self.rest.retain(|&(_, weight)| weight > 0.0);
+        draw(&self.rest, other)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::SamplerOptions;
+
+    const DRAWS: usize = 50_000;
+    /// Of 7 degrees of freedom, exceeded once in 10,000 times.
+    const CHI_SQUARE_MAX: f64 = 29.9;
+
+    fn sampler(options: SamplerOptions) -> Sampler {
+        Sampler::new(options, &[1, 5]).expect("in range")
+    }
+
+    fn chooser(options: SamplerOptions) -> SamplerChooser {
+        SamplerChooser::new(sampler(options), None, Vec::new())
+    }
+
+    fn options(seed: usize) -> SamplerOptions {
+        SamplerOptions {
+            temperature: 0.8,
+            top_k: 7,
+            top_p: 0.97,
+            repetition_penalty: 1.2,
+            presence_penalty: 0.3,
+            logit_bias: vec![(3, 0.5)],
+            seed: seed as u64,
+            ..SamplerOptions::default()
+        }
+    }
+
+    const TARGET: [f32; 8] = [1.0, 2.0, -0.5, 0.3, 1.7, 0.9, -2.0, 0.0];
+    const HEAD: [f32; 8] = [2.0, 0.5, 0.1, 1.3, -0.7, 1.9, 0.0, -1.0];
+
+    /// What plain sampling draws, as probabilities.
+    fn plain() -> Vec<f64> {
+        let mut sampler = sampler(options(0));
+        let (mut logits, mut distribution) = (TARGET, Vec::new());
+        sampler.penalise(&mut logits);
+        sampler.distribution(&logits, &mut distribution);
+        let mut p = vec![0.0; 8];
+        distribution.iter().for_each(|&(id, weight)| p[id as usize] = f64::from(weight));
+        p
+    }
+
+    fn chi_square(counts: &[usize], p: &[f64]) -> f64 {
+        let draws: usize = counts.iter().sum();
+        let term = |(&n, &p): (&usize, &f64)| {
+            let expected = p * draws as f64;
+            // A token that must not come weighs as much as it takes.
+            if expected > 0.0 { (n as f64 - expected).powi(2) / expected } else { n as f64 * 1e9 }
+        };
+        counts.iter().zip(p).map(term).sum()
+    }
+
+    /// Draws first tokens of many sequences. `broken` keeps every draft whose target probability is not zero.
+    fn counts(broken: bool) -> Vec<usize> {
+        let mut counts = vec![0; 8];
+        for seed in 0..DRAWS {
+            let mut chooser = chooser(options(seed));
+            let draft = chooser.draft(&mut HEAD.clone()).expect("nothing constrains it");
+            chooser.retract().expect("nothing constrains it");
+            let choice =
+                chooser.choose(&mut TARGET.clone(), Some((0, draft))).expect("nothing constrains it");
+            let allowed = chooser.target.iter().any(|&(id, _)| id == draft);
+            counts[if broken && allowed { draft } else { choice.token } as usize] += 1;
+        }
+        counts
+    }
+
+    #[test]
+    fn sampled_tokens_have_the_distribution_of_plain_sampling() {
+        let p = plain();
+        assert!(p.iter().filter(|&&p| p > 0.0).count() >= 5, "{p:?}");
+        let chi = chi_square(&counts(false), &p);
+        assert!(chi < CHI_SQUARE_MAX, "chi-square of 7 degrees of freedom is {chi}");
+    }
+
+    #[test]
+    fn a_broken_rule_of_acceptance_is_seen() {
+        let chi = chi_square(&counts(true), &plain());
+        assert!(chi > 10.0 * CHI_SQUARE_MAX, "chi-square is only {chi}");
+    }
+
+    #[test]
+    fn plain_draws_pass_the_same_test() {
+        let mut counts = vec![0; 8];
+        for seed in 0..DRAWS {
+            counts[sampler(options(seed)).sample(&mut TARGET.clone()) as usize] += 1;
+        }
+        let chi = chi_square(&counts, &plain());
+        assert!(chi < CHI_SQUARE_MAX, "chi-square of 7 degrees of freedom is {chi}");
+    }
+
+    #[test]
+    fn a_greedy_draft_stays_if_it_is_the_models() {
+        let mut chooser = chooser(SamplerOptions::default());
+        let mut choose = |draft| chooser.choose(&mut TARGET.clone(), Some((0, draft))).expect("free").token;
+        assert_eq!((choose(1), choose(4), choose(7)), (1, 1, 1));
+    }
+
+    #[test]
+    fn drafts_leave_no_trace() {
+        let options = SamplerOptions { repetition_penalty: 4.0, ..SamplerOptions::default() };
+        let mut chooser = chooser(options);
+        let first = chooser.draft(&mut [0.0, 0.0, 3.0, 2.9, 0.0]).expect("free");
+        let second = chooser.draft(&mut [0.0, 0.0, 3.0, 2.9, 0.0]).expect("free");
+        assert_eq!((first, second), (2, 3), "a draft is penalised for those before it");
+        chooser.retract().expect("free");
+        let choice = chooser.choose(&mut [0.0, 0.0, 3.0, 2.9, 0.0], Some((0, 2))).expect("free");
+        assert_eq!(choice, Choice { token: 2, is_last: false });
+    }
+
+    /// Tokens in turn: 0, 1, 2, 0, ... and no others.
+    struct Turns(u32);
+
+    impl Constraint for Turns {
+        fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
+            let allowed = self.0 as usize % 3;
+            let masked = logits.iter_mut().enumerate().filter(|(id, _)| *id != allowed);
+            masked.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+            Ok(())
+        }
+        fn accept(&mut self, token: u32) -> Result<(), String> {
+            if token != self.0 % 3 {
+                return Err(format!("{token} is not next"));
+            }
+            self.0 += 1;
+            Ok(())
+        }
+        fn is_complete(&self) -> bool {
+            self.0 >= 5
+        }
+        fn can_roll_back(&self) -> bool {
+            true
+        }
+        fn rollback(&mut self, tokens: usize) -> Result<(), String> {
+            self.0 -= tokens as u32;
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn masks_apply_to_drafts_and_tokens_alike() {
+        for temperature in [0.0, 1.0] {
+            let options = SamplerOptions { temperature, ..SamplerOptions::default() };
+            let sampler = Sampler::new(options, &[]).expect("in range");
+            let mut chooser = SamplerChooser::new(sampler, Some(Box::new(Turns(0))), Vec::new());
+            let logits = [0.0, 5.0, 2.0, 9.0];
+            let drafts: Vec<u32> =
+                (0..3).map(|_| chooser.draft(&mut logits.clone()).expect("allowed")).collect();
+            assert_eq!(drafts, [0, 1, 2]);
+            chooser.retract().expect("rolls back");
+            for (i, &draft) in drafts.iter().enumerate() {
+                let choice = chooser.choose(&mut logits.clone(), Some((i, draft))).expect("allowed");
+                assert_eq!(choice, Choice { token: draft, is_last: false });
+            }
+            assert_eq!(chooser.choose(&mut logits.clone(), Some((0, 3))).expect("allowed").token, 0);
+            let last = chooser.choose(&mut logits.clone(), None).expect("allowed");
+            assert_eq!(last, Choice { token: 1, is_last: true });
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! How many tokens to draft.
+//!
+//! With `a_i` the share of drafts accepted at position `i` once those before it were, a round of depth `k` gives
+//! `1 + a_1 + a_1 a_2 + ... + a_1 .. a_k` tokens on average and takes `verify(k + 1) + k draft`. The depth with most
+//! tokens per second is taken; 0 is plain decoding, and competes on the same terms. Shares are measured for each
+//! sequence, times for the engine.
+
+use std::collections::BTreeMap;
+
+use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
+
+/// Positions of drafts.
+pub(super) const POSITIONS: usize = DRAFTS_MAX;
+
+/// Share of accepted drafts that a sequence starts with.
+const ACCEPTANCE_PRIOR: f64 = 0.7;
+/// Weight of the newest observation, once there are many.
+const ACCEPTANCE_WEIGHT: f64 = 0.06;
+const COST_WEIGHT: f64 = 0.1;
+/// A first draft that is accepted when drafting is tried again is believed at least so much.
+const RETRY_ACCEPTANCE: f64 = 0.6;
+/// Plain rounds until drafting is tried again, at first and at most.
+const RETRY_AFTER: u64 = 2 * HEAD_LAG_MAX as u64;
+const RETRY_AFTER_MAX: u64 = 64 * HEAD_LAG_MAX as u64;
+/// A plain round is measured anew after so many rounds.
+const PLAIN_EVERY: u64 = 256;
+/// What another row is assumed to add to a pass, until it has been measured.
+const ROW_COST_GUESS: f64 = 0.04;
+
+/// Drafts of a round.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Depth {
+    /// As many as pay, none included.
+    #[default]
+    Auto,
+    /// Always so many, as far as the engine's `drafts` and the rest of the sequence allow.
+    Fixed(usize),
+}
+
+/// A moving mean of seconds.
+#[derive(Clone, Copy, Debug)]
+struct Mean {
+    seconds: f64,
+    /// Of one measurement: the first run of a shape is also its preparation.
+    is_first: bool,
+}
+
+/// Seconds of passes, by number of rows.
+#[derive(Debug, Default)]
+pub(crate) struct Costs {
+    verify: BTreeMap<usize, Mean>,
+    draft: BTreeMap<usize, Mean>,
+    /// Rounds since all sequences decoded plainly.
+    since_plain: u64,
+}
+
+impl Costs {
+    /// A pass of the model over so many rows took so long.
+    pub fn note_verify(&mut self, rows: usize, seconds: f64) {
+        note(&mut self.verify, rows, seconds);
+    }
+
+    /// A pass of the head for so many sequences took so long.
+    pub fn note_draft(&mut self, sequences: usize, seconds: f64) {
+        note(&mut self.draft, sequences, seconds);
+    }
+
+    pub fn note_round(&mut self, was_plain: bool) {
+        self.since_plain = if was_plain { 0 } else { self.since_plain + 1 };
+    }
+
+    /// Whether a plain round of so many sequences should be measured now.
+    fn wants_plain(&self, sequences: usize) -> bool {
+        self.since_plain >= PLAIN_EVERY || !self.verify.contains_key(&sequences)
+    }
+
+    /// Seconds of a round of depth `k` of so many sequences.
+    fn round(&self, sequences: usize, k: usize) -> f64 {
+        let verify = estimate(&self.verify, sequences * (k + 1), ROW_COST_GUESS / sequences as f64);
+        verify + k as f64 * estimate(&self.draft, sequences, ROW_COST_GUESS / sequences as f64)
+    }
+}
+
+fn note(times: &mut BTreeMap<usize, Mean>, rows: usize, seconds: f64) {
+    let mean = times.entry(rows).or_insert(Mean { seconds: f64::NAN, is_first: false });
+    *mean = if mean.seconds.is_nan() {
+        Mean { seconds, is_first: true }
+    } else if mean.is_first {
+        Mean { seconds: seconds.min(mean.seconds), is_first: false }
+    } else {
+        // A pass that was interrupted says nothing about the next.
+        let seconds = mean.seconds + COST_WEIGHT * (seconds.min(2.0 * mean.seconds) - mean.seconds);
+        Mean { seconds, is_first: false }
+    };
+}
+
+/// The measured time at the nearest number of rows, with a guess for what the difference adds. 0 if nothing is known.
+fn estimate(times: &BTreeMap<usize, Mean>, rows: usize, per_row: f64) -> f64 {
+    if let Some((&known, mean)) = times.range(..=rows).next_back() {
+        return mean.seconds * (1.0 + per_row * (rows - known) as f64);
+    }
+    times.values().next().map_or(0.0, |mean| mean.seconds)
+}
+
+/// The depth of one sequence.
+#[derive(Debug)]
+pub(super) struct DepthControl {
+    depth: Depth,
+    /// Share accepted at each position, given that those before it were.
+    acceptance: [f64; POSITIONS],
+    observed: [u64; POSITIONS],
+    plain_rounds: u64,
+    retry_after: u64,
+}
+
+impl DepthControl {
+    pub fn new(depth: Depth) -> DepthControl {
+        DepthControl {
+            depth,
+            acceptance: [ACCEPTANCE_PRIOR; POSITIONS],
+            observed: [0; POSITIONS],
+            plain_rounds: 0,
+            retry_after: RETRY_AFTER,
+        }
+    }
+
+    /// Drafts for the next round, at most `most`. `lag` is the number of rows that the head is behind: drafting is tried
+    /// again only when they are few.
+    pub fn choose(&self, costs: &Costs, sequences: usize, most: usize, lag: usize) -> usize {
+        match self.depth {
+            Depth::Fixed(depth) => depth.min(most),
+            Depth::Auto if most == 0 || costs.wants_plain(sequences) => 0,
+            Depth::Auto => match self.best(costs, sequences, most) {
+                0 if self.plain_rounds >= self.retry_after && lag <= POSITIONS => 1,
+                _ if lag > POSITIONS => 0,
+                best => best,
+            },
+        }
+    }
+
+    /// The depth with most tokens per second.
+    fn best(&self, costs: &Costs, sequences: usize, most: usize) -> usize {
+        let (mut best, mut best_rate) = (0, 0.0);
+        let (mut tokens, mut all_accepted, mut share) = (1.0, 1.0, ACCEPTANCE_PRIOR);
+        for k in 0..=most.min(POSITIONS) {
+            if k > 0 {
+                // A position that was never reached is believed to be as good as the one before it.
+                share = if self.observed[k - 1] > 0 { self.acceptance[k - 1] } else { share };
+                all_accepted *= share;
+                tokens += all_accepted;
+            }
+            let rate = tokens / costs.round(sequences, k).max(f64::MIN_POSITIVE);
+            if rate > best_rate {
+                (best, best_rate) = (k, rate);
+            }
+        }
+        best
+    }
+
+    /// Learns from a round.
+    pub fn note(&mut self, drafted: usize, accepted: usize) {
+        if drafted == 0 {
+            self.plain_rounds += 1;
+            return;
+        }
+        let was_retry = self.plain_rounds >= self.retry_after;
+        // The first draft that was refused is the last that was judged.
+        for i in 0..drafted.min(accepted + 1) {
+            let is_accepted = if i < accepted { 1.0 } else { 0.0 };
+            self.observed[i] += 1;
+            let weight = ACCEPTANCE_WEIGHT.max(1.0 / (self.observed[i] + 1) as f64);
+            self.acceptance[i] += weight * (is_accepted - self.acceptance[i]);
+        }
+        if !was_retry {
+            self.plain_rounds = 0;
+        } else if accepted > 0 {
+            self.acceptance[0] = self.acceptance[0].max(RETRY_ACCEPTANCE);
+            (self.plain_rounds, self.retry_after) = (0, RETRY_AFTER);
+        } else {
+            (self.plain_rounds, self.retry_after) = (0, (2 * self.retry_after).min(RETRY_AFTER_MAX));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Passes of 1 ms and 0.1 ms a row more; the head takes 0.2 ms.
+    fn costs() -> Costs {
+        let mut costs = Costs::default();
+        (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 + 1e-4 * (rows - 1) as f64));
+        costs.note_draft(1, 2e-4);
+        costs
+    }
+
+    /// Rounds in which a draft is accepted if `accepts` says so; drafts made, and seconds for each token.
+    fn run(control: &mut DepthControl, rounds: usize, accepts: impl Fn(usize) -> usize) -> (usize, f64) {
+        let costs = costs();
+        let (mut drafted, mut seconds, mut tokens) = (0, 0.0, 0);
+        for round in 0..rounds {
+            let depth = control.choose(&costs, 1, 8, 1);
+            let accepted = accepts(round).min(depth);
+            control.note(depth, accepted);
+            drafted += depth;
+            seconds += costs.round(1, depth);
+            tokens += accepted + 1;
+        }
+        (drafted, seconds / tokens as f64)
+    }
+
+    #[test]
+    fn good_drafts_are_followed_deeply() {
+        let mut control = DepthControl::new(Depth::Auto);
+        run(&mut control, 100, |_| 8);
+        assert_eq!(control.choose(&costs(), 1, 8, 1), 8);
+        assert_eq!(control.choose(&costs(), 1, 3, 1), 3, "no deeper than there is room");
+    }
+
+    #[test]
+    fn wrong_drafts_cost_little() {
+        let mut control = DepthControl::new(Depth::Auto);
+        let (drafted, seconds) = run(&mut control, 512, |_| 0);
+        assert!(seconds < 1e-3 / 0.98, "{seconds} s a token, 0.001 without speculation; {drafted} drafts");
+        assert!(drafted > 3, "it tries again");
+    }
+
+    #[test]
+    fn it_comes_back_when_drafts_become_good() {
+        let mut control = DepthControl::new(Depth::Auto);
+        run(&mut control, 300, |_| 0);
+        assert_eq!(control.choose(&costs(), 1, 8, 1), 0);
+        run(&mut control, 600, |_| 8);
+        assert!(control.choose(&costs(), 1, 8, 1) >= 4);
+    }
+
+    #[test]
+    fn expensive_rows_are_not_bought() {
+        let mut costs = Costs::default();
+        (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 * rows as f64));
+        costs.note_draft(1, 2e-4);
+        assert_eq!(DepthControl::new(Depth::Auto).choose(&costs, 1, 8, 1), 0);
+        assert_eq!(DepthControl::new(Depth::Fixed(5)).choose(&costs, 1, 3, 1), 3);
+    }
+
+    #[test]
+    fn a_plain_round_is_measured_first() {
+        assert_eq!(DepthControl::new(Depth::Auto).choose(&Costs::default(), 1, 8, 1), 0);
+    }
+}

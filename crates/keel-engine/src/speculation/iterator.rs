@@ -1,0 +1,191 @@
+//! One sequence that drafts for itself, token by token.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use keel_cache::SequenceCache;
+
+use super::{Chooser, RoundSequence, SamplerChooser, Speculation, SpeculationCounters, SpeculationOptions};
+use crate::{Engine, EngineError, FinishReason, GenerateOptions, Result, Sampler};
+
+/// As [`crate::TokenIterator`], with several tokens to a step where drafts are accepted. The tokens are the same if
+/// greedy, and have the same distribution if sampled.
+pub struct MtpTokenIterator<'e> {
+    engine: &'e mut Engine,
+    sequence: SequenceCache,
+    speculation: Speculation,
+    chooser: Box<dyn Chooser>,
+    end_tokens: Vec<u32>,
+    /// Tokens that were given by the last round and not taken yet.
+    ready: VecDeque<u32>,
+    /// The token that was drawn last; it has not been run.
+    last: u32,
+    /// Whether a round may follow.
+    is_open: bool,
+    left: usize,
+    finished: Option<FinishReason>,
+    prefill_time: Duration,
+}
+
+impl<'e> MtpTokenIterator<'e> {
+    /// Runs `prompt` behind what `sequence` holds. `progress` gets the prompt tokens done. The engine must have been
+    /// made with drafts.
+    ///
+    /// # Errors
+    /// As [`crate::TokenIterator::new`]. The sequence is released then.
+    pub fn new(
+        engine: &'e mut Engine,
+        sequence: SequenceCache,
+        prompt: &[u32],
+        options: GenerateOptions,
+        speculation: SpeculationOptions,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<MtpTokenIterator<'e>> {
+        let sampler = Sampler::new(options.sampler.clone(), &[&options.seen[..], prompt].concat());
+        let chooser = sampler.map(|s| SamplerChooser::new(s, None, options.end_tokens.clone()));
+        match chooser {
+            Ok(chooser) => MtpTokenIterator::with_chooser(
+                engine,
+                sequence,
+                prompt,
+                (options, speculation),
+                Box::new(chooser),
+                progress,
+            ),
+            Err(error) => {
+                engine.release(sequence);
+                Err(error)
+            }
+        }
+    }
+
+    /// As [`MtpTokenIterator::new`], with tokens and drafts chosen by `chooser`; the options' sampler is not used.
+    ///
+    /// # Errors
+    /// As [`MtpTokenIterator::new`].
+    pub fn with_chooser(
+        engine: &'e mut Engine,
+        mut sequence: SequenceCache,
+        prompt: &[u32],
+        (options, speculation): (GenerateOptions, SpeculationOptions),
+        mut chooser: Box<dyn Chooser>,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<MtpTokenIterator<'e>> {
+        let start = Instant::now();
+        let mut first = || {
+            let mut logits = Vec::new();
+            engine.prefill(&mut sequence, prompt, &mut logits, progress)?;
+            let speculation = Speculation::new(speculation, engine.last_hidden()?);
+            Ok((speculation, chooser.choose(&mut logits, None)?))
+        };
+        let (speculation, choice) = match first() {
+            Ok(first) => first,
+            Err(error) => {
+                engine.release(sequence);
+                return Err(error);
+            }
+        };
+        Ok(MtpTokenIterator {
+            engine,
+            sequence,
+            speculation,
+            chooser,
+            end_tokens: options.end_tokens,
+            ready: VecDeque::from([choice.token]),
+            last: choice.token,
+            is_open: !choice.is_last,
+            left: options.max_tokens,
+            finished: None,
+            prefill_time: start.elapsed(),
+        })
+    }
+
+    /// Time that the prompt took.
+    pub fn prefill_time(&self) -> Duration {
+        self.prefill_time
+    }
+
+    /// Why the sequence ended, once it has.
+    pub fn finish_reason(&self) -> Option<FinishReason> {
+        self.finished
+    }
+
+    /// What speculation came to.
+    pub fn counters(&self) -> &SpeculationCounters {
+        self.speculation.counters()
+    }
+
+    /// Ends the iteration and gives the sequence back for a further turn. It holds the prompt and the generated tokens
+    /// but the last, without those that were not taken.
+    pub fn into_sequence(mut self) -> SequenceCache {
+        // The first token came with the prompt: no row stands for it.
+        if self.counters().rounds > 0 {
+            self.speculation.take_back(&mut self.sequence, self.ready.len());
+        }
+        self.sequence
+    }
+
+    /// Ends the iteration and releases the sequence's memory.
+    pub fn release(self) {
+        self.engine.release(self.sequence);
+    }
+
+    fn advance(&mut self) -> Result<Option<u32>> {
+        if self.finished.is_some() {
+            return Ok(None);
+        }
+        if self.left == 0 {
+            self.finished = Some(FinishReason::Length);
+            return Ok(None);
+        }
+        if self.ready.is_empty() && self.is_open && !self.run_round()? {
+            self.finished = Some(FinishReason::Length);
+            return Ok(None);
+        }
+        match self.ready.pop_front() {
+            Some(id) if !self.end_tokens.contains(&id) => {
+                self.left -= 1;
+                Ok(Some(id))
+            }
+            _ => {
+                self.finished = Some(FinishReason::Stop);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Gets tokens ready; false if the context is full.
+    fn run_round(&mut self) -> Result<bool> {
+        let round = self.engine.round(&mut [RoundSequence {
+            cache: &mut self.sequence,
+            speculation: &mut self.speculation,
+            chooser: &mut *self.chooser,
+            last: self.last,
+            tokens_max: self.left,
+        }]);
+        match round {
+            Ok(rounds) => {
+                for round in rounds {
+                    self.is_open = !round.is_last;
+                    self.last = round.tokens.last().copied().unwrap_or(self.last);
+                    self.ready.extend(round.tokens);
+                }
+                Ok(true)
+            }
+            Err(EngineError::Context { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Iterator for MtpTokenIterator<'_> {
+    type Item = Result<u32>;
+
+    fn next(&mut self) -> Option<Result<u32>> {
+        let item = self.advance().transpose();
+        if matches!(item, Some(Err(_))) {
+            self.finished = Some(FinishReason::Stop);
+        }
+        item
+    }
+}

@@ -1,0 +1,89 @@
+//! Speculation with the model's own multi-token-prediction head.
+//!
+//! A round of a batch:
+//!
+//! ```text
+//! draft    the head proposes d1 .. dk behind the token x that was drawn last       k passes of the head
+//! verify   x, d1 .. dk run through the model in one pass, left open                1 pass of the model
+//! accept   row by row: the token that the row's logits lead to; on as long as it is the draft
+//! ```
+//!
+//! With `a` drafts accepted, a round gives `a + 1` tokens. Keys and values, recurrent state, convolution window and
+//! position move on with the one count [`keel_cache::SequenceCache::accept`] is given; the next pass commits the rows
+//! before it runs its own. Rows of a verify pass have the bits of plain decoding, so a greedy sequence is the one that
+//! plain decoding gives, and a sampled one has the same distribution.
+//!
+//! Row `t` of the head reads the model's hidden state of token `t` and the token behind it. Those rows that the head has
+//! not run yet (the accepted ones of the last round) are the first rows of its next pass.
+//!
+//! Every sequence has its own depth; sequences join and leave between rounds. [`MtpTokenIterator`] is a round loop for one
+//! sequence.
+
+mod choose;
+mod counters;
+mod depth;
+mod iterator;
+mod round;
+
+pub use choose::{Choice, Chooser, SamplerChooser};
+pub use counters::SpeculationCounters;
+pub(crate) use depth::Costs;
+pub use depth::Depth;
+pub use iterator::MtpTokenIterator;
+pub use round::{Round, RoundSequence};
+
+use depth::DepthControl;
+
+/// How sequences draft.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpeculationOptions {
+    /// Drafts of a round.
+    pub depth: Depth,
+    /// Take drafts without comparing them with what the model says: the text may differ from what it would be.
+    pub optimistic: bool,
+}
+
+/// What a sequence that drafts keeps between rounds.
+#[derive(Debug)]
+pub struct Speculation {
+    options: SpeculationOptions,
+    control: DepthControl,
+    counters: SpeculationCounters,
+    /// Hidden states of rows that the head has not run yet.
+    lag_hidden: Vec<f32>,
+    /// The tokens behind those rows. The last one may be missing until a round names it.
+    lag_tokens: Vec<u32>,
+}
+
+impl Speculation {
+    /// For a sequence whose prompt has just been run. `last_hidden` is the hidden state of its last token, from
+    /// [`crate::Engine::last_hidden`].
+    pub fn new(options: SpeculationOptions, last_hidden: Vec<f32>) -> Speculation {
+        Speculation {
+            options,
+            control: DepthControl::new(options.depth),
+            counters: SpeculationCounters::default(),
+            lag_hidden: last_hidden,
+            lag_tokens: Vec::new(),
+        }
+    }
+
+    /// What its rounds came to.
+    pub fn counters(&self) -> &SpeculationCounters {
+        &self.counters
+    }
+
+    /// Takes back the last `tokens` tokens of the last round and the rows in which they were drawn.
+    ///
+    /// # Panics
+    /// If the last round did not give that many.
+    pub fn take_back(&mut self, cache: &mut keel_cache::SequenceCache, tokens: usize) {
+        if tokens == 0 {
+            return;
+        }
+        cache.take_back(tokens);
+        let width = self.lag_hidden.len() / self.lag_tokens.len().max(1);
+        self.lag_tokens.truncate(self.lag_tokens.len().saturating_sub(tokens));
+        self.lag_hidden.truncate(self.lag_tokens.len() * width);
+    }
+}

@@ -1,0 +1,305 @@
+//! The prepared steps of a model: traced once per shape, run again with new data in the staging buffers.
+
+mod results;
+mod staging;
+
+use keel_array::{Array, Executable, Regime, RowLog, Runtime};
+use keel_cache::{LayerStorage, ModelCache};
+use keel_models::HybridModel;
+use keel_models::blocks::StepContext;
+
+use crate::engine::LogitSink;
+use crate::options::EngineOptions;
+use crate::{EngineError, Result};
+use results::{Results, append_rows, read_rows};
+pub(crate) use staging::Rows;
+use staging::Staging;
+
+/// Prepared steps kept at a time. Prompts end in steps of any length, and sequences of a batch draft by different
+/// numbers, so old ones make room.
+const STEPS_MAX: usize = 96;
+
+/// Rows of logits that are computed at a time when every row is wanted.
+pub(crate) const HEAD_ROWS: usize = 64;
+
+/// What a step leaves behind besides the state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// Nothing else: more of the prompt follows.
+    State,
+    /// Logits of the last row of each sequence.
+    LastLogits,
+    /// Hidden states of every row.
+    Hidden,
+    /// Hidden states of the multi-token-prediction head for every row.
+    MtpHidden,
+    /// Logits of rows of the hidden buffer.
+    Head,
+    /// Logits and hidden states of every row, each committed.
+    Rows,
+    /// The same, rows left open.
+    OpenRows,
+    /// Hidden states of the multi-token-prediction head in the last row of each sequence, and their logits.
+    Draft,
+    /// Keys and values of the multi-token-prediction head.
+    HeadState,
+    /// Accepted open rows committed, none run.
+    Commit,
+}
+
+/// The shape of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepShape {
+    pub regime: Regime,
+    pub rows: usize,
+    pub sequences: usize,
+    pub outcome: Outcome,
+}
+
+/// Runs steps.
+pub(crate) struct Stepper {
+    staging: Staging,
+    results: Results,
+    prepared: Vec<(StepShape, Executable)>,
+}
+
+/// What a traced step computes, and where it goes.
+type Pairs = Vec<(Array, Array)>;
+
+impl Stepper {
+    /// Allocates the buffers.
+    pub fn allocate(
+        runtime: &Runtime,
+        model: &HybridModel,
+        options: &EngineOptions,
+        pages_per_sequence: usize,
+    ) -> Result<Stepper> {
+        let staging = Staging::allocate(runtime, model, options, pages_per_sequence)?;
+        Ok(Stepper { staging, results: Results::allocate(runtime, model, options)?, prepared: Vec::new() })
+    }
+
+    /// The prepared step of a shape, traced if it is new.
+    fn step(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        shape: StepShape,
+    ) -> Result<&Executable> {
+        if let Some(i) = self.prepared.iter().position(|(s, _)| *s == shape) {
+            let found = self.prepared.remove(i);
+            self.prepared.push(found);
+        } else {
+            if self.prepared.len() == STEPS_MAX {
+                self.prepared.remove(0);
+            }
+            let executable = runtime.trace(|| {
+                let pairs = self.trace(model, cache.layers(), shape)?;
+                let pairs: Vec<(&Array, &Array)> =
+                    pairs.iter().map(|(value, place)| (value, place)).collect();
+                Ok::<_, EngineError>(runtime.prepare(&pairs)?)
+            })?;
+            self.prepared.push((shape, executable));
+        }
+        match self.prepared.last() {
+            Some((_, executable)) => Ok(executable),
+            None => unreachable!("a step was just pushed"),
+        }
+    }
+
+    /// Prepares a step ahead of its first run, so that its memory is part of the plan.
+    pub fn prepare(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        shape: StepShape,
+    ) -> Result<()> {
+        self.step(runtime, model, cache, shape).map(drop)
+    }
+
+    fn context(&self, shape: StepShape) -> Result<StepContext> {
+        let (batch, window_batch) = self.staging.batches(shape.sequences)?;
+        let positions = self.staging.positions.prefix(shape.rows)?;
+        // Where rows can be left open, every decode step settles those of the one before.
+        let log = match (shape.regime, shape.outcome) {
+            (Regime::Prefill, _) => RowLog::None,
+            (_, Outcome::OpenRows) => RowLog::KeepOpen,
+            _ if self.staging.head.is_some() => RowLog::Commit,
+            _ => RowLog::None,
+        };
+        Ok(StepContext { batch, window_batch, positions, regime: shape.regime, log })
+    }
+
+    fn trace(&self, model: &HybridModel, layers: &[LayerStorage], shape: StepShape) -> Result<Pairs> {
+        let context = self.context(shape)?;
+        let tokens = self.staging.tokens.prefix(shape.rows)?;
+        Ok(match shape.outcome {
+            Outcome::State | Outcome::LastLogits => self.trace_last(model, layers, shape, &context)?,
+            Outcome::Hidden => {
+                vec![(model.hidden(&tokens, layers, &context)?, self.results.hidden()?.prefix(shape.rows)?)]
+            }
+            Outcome::MtpHidden => {
+                // The rows before are the head's input; its own result takes their place.
+                let input = self.results.hidden()?.prefix(shape.rows)?;
+                vec![(trace_mtp(model, layers, (&input, &tokens), &context)?, input)]
+            }
+            Outcome::Head => {
+                let input = self.results.head_input()?.prefix(shape.rows)?;
+                vec![(model.logits(&input)?, self.results.logits.prefix(shape.rows)?)]
+            }
+            Outcome::Rows | Outcome::OpenRows => {
+                let hidden = model.hidden(&tokens, layers, &context)?;
+                let logits = model.logits(&hidden)?;
+                vec![
+                    (hidden, self.results.draft()?.rows.prefix(shape.rows)?),
+                    (logits, self.results.logits.prefix(shape.rows)?),
+                ]
+            }
+            Outcome::Draft | Outcome::HeadState => self.trace_draft(model, layers, shape, &context)?,
+            Outcome::Commit => {
+                let results = model.commit(layers, &context)?.into_iter();
+                let sum = results.map(Ok).reduce(|sum, y| sum?.add(&y?));
+                let place = self.results.draft()?.committed.clone();
+                sum.transpose()?.into_iter().zip(place).collect()
+            }
+        })
+    }
+
+    /// A step of a prompt or a plain decode step. Where sequences draft, a prompt also passes the
+    /// multi-token-prediction head, for its keys and values.
+    fn trace_last(
+        &self,
+        model: &HybridModel,
+        layers: &[LayerStorage],
+        shape: StepShape,
+        context: &StepContext,
+    ) -> Result<Pairs> {
+        let tokens = self.staging.tokens.prefix(shape.rows)?;
+        let last_rows = self.staging.last_rows.prefix(shape.sequences)?;
+        let hidden = model.hidden(&tokens, layers, context)?;
+        let last = hidden.take(&last_rows)?;
+        let mut pairs = Vec::new();
+        if shape.outcome == Outcome::LastLogits {
+            pairs.push((model.logits(&last)?, self.results.logits.prefix(shape.sequences)?));
+        }
+        let head = self.staging.head.as_ref().filter(|_| shape.regime == Regime::Prefill);
+        if let Some(head) = head {
+            let next = head.next_tokens.prefix(shape.rows)?;
+            let drafts = trace_mtp(model, layers, (&hidden, &next), context)?.take(&last_rows)?;
+            pairs.push((drafts, self.results.draft()?.head.prefix(shape.sequences)?));
+        }
+        if head.is_some() || shape.outcome == Outcome::State {
+            pairs.push((last, self.results.last_hidden.prefix(shape.sequences)?));
+        }
+        Ok(pairs)
+    }
+
+    /// Rows of the multi-token-prediction head.
+    fn trace_draft(
+        &self,
+        model: &HybridModel,
+        layers: &[LayerStorage],
+        shape: StepShape,
+        context: &StepContext,
+    ) -> Result<Pairs> {
+        let results = self.results.draft()?;
+        let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
+        let (input, tokens) = (head.hidden.prefix(shape.rows)?, self.staging.tokens.prefix(shape.rows)?);
+        let hidden = trace_mtp(model, layers, (&input, &tokens), context)?;
+        let last = hidden.take(&self.staging.last_rows.prefix(shape.sequences)?)?;
+        let mut pairs = Vec::new();
+        if shape.outcome == Outcome::Draft {
+            pairs.push((model.logits(&last)?, self.results.logits.prefix(shape.sequences)?));
+        }
+        pairs.push((last, results.head.prefix(shape.sequences)?));
+        Ok(pairs)
+    }
+
+    /// Runs a step over the rows given.
+    pub fn run(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        (regime, outcome): (Regime, Outcome),
+        rows: &[Rows<'_>],
+    ) -> Result<()> {
+        self.staging.fill(rows)?;
+        // A step that only commits has one row, of no sequence.
+        let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
+        let shape = StepShape { regime, rows: count, sequences: rows.len(), outcome };
+        Ok(self.step(runtime, model, cache, shape)?.run()?)
+    }
+
+    /// Copies row `row` of the logits of the last step.
+    pub fn read_logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
+        read_rows(&self.results.logits, row, 1, logits)
+    }
+
+    /// Copies rows of the hidden states of the last step.
+    pub fn read_hidden(&self, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
+        read_rows(self.results.hidden()?, 0, rows, hidden)
+    }
+
+    /// Copies the hidden state of the last row of sequence `row` of the last step of a prompt.
+    pub fn read_last_hidden(&self, row: usize, hidden: &mut Vec<f32>) -> Result<()> {
+        read_rows(&self.results.last_hidden, row, 1, hidden)
+    }
+
+    /// Appends hidden states of rows of the last step with [`Outcome::Rows`] or [`Outcome::OpenRows`].
+    pub fn append_row_hidden(&self, row: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
+        append_rows(&self.results.draft()?.rows, row, rows, hidden)
+    }
+
+    /// Appends the hidden state of sequence `row` of the last step with [`Outcome::Draft`].
+    pub fn append_draft_hidden(&self, row: usize, hidden: &mut Vec<f32>) -> Result<()> {
+        append_rows(&self.results.draft()?.head, row, 1, hidden)
+    }
+
+    /// Sets the hidden states for the rows of a step with [`Outcome::Draft`] or [`Outcome::HeadState`].
+    pub fn write_draft_input(&self, hidden: &[f32]) -> Result<()> {
+        let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
+        Ok(head.hidden.write(hidden)?)
+    }
+
+    /// Overwrites the input of the multi-token-prediction head for [`Outcome::MtpHidden`].
+    pub fn write_hidden(&self, hidden: &[f32]) -> Result<()> {
+        Ok(self.results.hidden()?.write(hidden)?)
+    }
+
+    /// Logits of hidden states `[rows, hidden]`, appended row by row.
+    pub fn head(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        hidden: &[f32],
+        sink: &mut LogitSink<'_>,
+    ) -> Result<()> {
+        let mut row_logits = Vec::new();
+        for block in hidden.chunks(HEAD_ROWS * model.config.hidden) {
+            let rows = block.len() / model.config.hidden;
+            self.results.head_input()?.write(block)?;
+            let shape = StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome: Outcome::Head };
+            self.step(runtime, model, cache, shape)?.run()?;
+            for row in 0..rows {
+                self.read_logits(row, &mut row_logits)?;
+                sink(&row_logits)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The multi-token-prediction head over hidden states and the tokens behind them.
+fn trace_mtp(
+    model: &HybridModel,
+    layers: &[LayerStorage],
+    (hidden, next): (&Array, &Array),
+    context: &StepContext,
+) -> Result<Array> {
+    let head = model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
+    let own = &layers[model.blocks.len()..];
+    Ok(model.mtp_hidden(head, hidden, next, own, context)?)
+}

@@ -1,0 +1,94 @@
+//! Buffers that a step fills for the host.
+
+use keel_array::{Array, Category, DType, Runtime};
+use keel_models::{HybridModel, Mixer};
+
+use super::HEAD_ROWS;
+use crate::options::EngineOptions;
+use crate::{EngineError, Result};
+
+pub(super) struct Results {
+    /// f32 `[rows, V]`.
+    pub logits: Array,
+    /// f32 `[sequences, hidden]`.
+    pub last_hidden: Array,
+    /// f32 `[prefill rows, hidden]`, if every row may be asked for.
+    hidden: Option<Array>,
+    /// Rows whose logits are computed, f32 `[HEAD_ROWS, hidden]`, if every row may be asked for.
+    head_input: Option<Array>,
+    draft: Option<DraftResults>,
+}
+
+/// Where sequences draft.
+pub(super) struct DraftResults {
+    /// Hidden states of the rows of a decode step, f32 `[decode rows, hidden]`.
+    pub rows: Array,
+    /// Hidden states of the multi-token-prediction head, f32 `[sequences, hidden]`.
+    pub head: Array,
+    /// What a step without rows gives, f32 `[1, Hv, Dv]`; none without recurrent layers.
+    pub committed: Option<Array>,
+}
+
+impl Results {
+    pub fn allocate(runtime: &Runtime, model: &HybridModel, options: &EngineOptions) -> Result<Results> {
+        let output = |shape: &[usize]| Array::persistent(runtime, Category::Activations, shape, DType::F32);
+        let (hidden, vocab) = (model.config.hidden, model.config.vocab);
+        let all = |rows: usize| if options.all_logits { output(&[rows, hidden]).map(Some) } else { Ok(None) };
+        let logit_rows = options.decode_rows().max(if options.all_logits { HEAD_ROWS } else { 0 });
+        let recurrent = model.blocks.iter().find_map(|block| match &block.mixer {
+            Mixer::GatedDelta(mixer) => Some([1, mixer.value_heads, mixer.value_dim]),
+            Mixer::Attention(_) => None,
+        });
+        let draft = match options.drafts {
+            0 => None,
+            _ => Some(DraftResults {
+                rows: output(&[options.decode_rows(), hidden])?,
+                head: output(&[options.sequences, hidden])?,
+                committed: recurrent.map(|shape| output(&shape)).transpose()?,
+            }),
+        };
+        Ok(Results {
+            logits: output(&[logit_rows, vocab])?,
+            last_hidden: output(&[options.sequences, hidden])?,
+            hidden: all(options.prefill_rows().max(options.sequences))?,
+            head_input: all(HEAD_ROWS)?,
+            draft,
+        })
+    }
+
+    /// Buffer for the hidden states of all rows.
+    pub fn hidden(&self) -> Result<&Array> {
+        self.hidden.as_ref().ok_or_else(not_planned)
+    }
+
+    /// Buffer for rows whose logits are computed.
+    pub fn head_input(&self) -> Result<&Array> {
+        self.head_input.as_ref().ok_or_else(not_planned)
+    }
+
+    /// Buffers of engines that draft.
+    pub fn draft(&self) -> Result<&DraftResults> {
+        self.draft
+            .as_ref()
+            .ok_or_else(|| EngineError::Option("drafts were not planned for: set drafts".into()))
+    }
+}
+
+fn not_planned() -> EngineError {
+    EngineError::Option("logits of every token were not planned for: set all_logits".into())
+}
+
+/// Appends rows of a buffer.
+pub(super) fn append_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
+    let row_bytes = array.bytes() / array.shape()[0];
+    let mut bytes = vec![0; rows * row_bytes];
+    array.read_bytes(row * row_bytes, &mut bytes)?;
+    values.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
+    Ok(())
+}
+
+/// Replaces `values` by rows of a buffer.
+pub(super) fn read_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
+    values.clear();
+    append_rows(array, row, rows, values)
+}

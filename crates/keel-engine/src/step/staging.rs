@@ -1,0 +1,147 @@
+//! Buffers that the host fills before a step.
+
+use keel_array::{Array, Batch, Category, DType, Runtime};
+use keel_cache::SequenceCache;
+use keel_models::HybridModel;
+
+use crate::Result;
+use crate::options::EngineOptions;
+
+/// The rows of one sequence in a step.
+pub(crate) struct Rows<'a> {
+    pub sequence: &'a SequenceCache,
+    pub tokens: &'a [u32],
+    /// Position of the first row.
+    pub first: usize,
+    /// The token behind the last row, where it is known: the multi-token-prediction head reads it.
+    pub next: Option<u32>,
+}
+
+impl<'a> Rows<'a> {
+    /// Rows behind what the sequence holds.
+    pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
+        Rows { sequence, tokens, first: sequence.offset(), next: None }
+    }
+}
+
+/// The buffers, for the largest step.
+pub(super) struct Staging {
+    pub tokens: Array,
+    pub positions: Array,
+    row_start: Array,
+    slot: Array,
+    position: Array,
+    table: Array,
+    /// Of sliding layers; `table` itself where there are none.
+    window_table: Array,
+    accepted: Array,
+    pub last_rows: Array,
+    pub head: Option<HeadStaging>,
+}
+
+/// Input of the multi-token-prediction head, where sequences draft.
+pub(super) struct HeadStaging {
+    /// The token behind each row of a prompt, u32 `[prefill rows]`.
+    pub next_tokens: Array,
+    /// Hidden states for rows of its own, f32 `[head rows, hidden]`.
+    pub hidden: Array,
+}
+
+impl Staging {
+    pub fn allocate(
+        runtime: &Runtime,
+        model: &HybridModel,
+        options: &EngineOptions,
+        pages_per_sequence: usize,
+    ) -> Result<Staging> {
+        let sequences = options.sequences;
+        let rows = options.prefill_rows().max(options.decode_rows());
+        let input = |shape: &[usize], dtype| Array::persistent(runtime, Category::Staging, shape, dtype);
+        let table = input(&[sequences, pages_per_sequence], DType::U32)?;
+        let window_table = match model.config.window {
+            0 => table.clone(),
+            _ => input(&[sequences, pages_per_sequence], DType::U32)?,
+        };
+        let head = match options.drafts {
+            0 => None,
+            _ => Some(HeadStaging {
+                next_tokens: input(&[options.prefill_rows()], DType::U32)?,
+                hidden: input(&[options.decode_rows(), model.config.hidden], DType::F32)?,
+            }),
+        };
+        Ok(Staging {
+            tokens: input(&[rows], DType::U32)?,
+            positions: input(&[rows], DType::I32)?,
+            row_start: input(&[sequences + 1], DType::U32)?,
+            slot: input(&[sequences], DType::U32)?,
+            position: input(&[sequences], DType::U32)?,
+            table,
+            window_table,
+            accepted: input(&[sequences], DType::U32)?,
+            last_rows: input(&[sequences], DType::U32)?,
+            head,
+        })
+    }
+
+    /// The batch of a step of so many sequences, and the same for sliding layers.
+    pub fn batches(&self, sequences: usize) -> Result<(Batch, Batch)> {
+        let batch = Batch {
+            row_start: self.row_start.prefix(sequences + 1)?,
+            slot: self.slot.prefix(sequences)?,
+            position: self.position.prefix(sequences)?,
+            table: self.table.prefix(sequences)?,
+            accepted: self.accepted.prefix(sequences)?,
+        };
+        let window_batch = Batch { table: self.window_table.prefix(sequences)?, ..batch.clone() };
+        Ok((batch, window_batch))
+    }
+
+    /// Fills the buffers for the rows of a step.
+    pub fn fill(&self, rows: &[Rows<'_>]) -> Result<()> {
+        let pages = self.table.shape()[1];
+        let (mut tokens, mut next_tokens, mut positions) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut row_start, mut last_rows) = (vec![0u32], Vec::new());
+        let (mut slots, mut firsts, mut accepted) = (Vec::new(), Vec::new(), Vec::new());
+        let mut table = Vec::with_capacity(rows.len() * pages);
+        for Rows { sequence, tokens: ids, first, next } in rows {
+            tokens.extend_from_slice(ids);
+            next_tokens.extend(ids.iter().skip(1).copied().chain([next.unwrap_or_default()]));
+            positions.extend((*first..first + ids.len()).map(|p| p as i32));
+            row_start.push(tokens.len() as u32);
+            last_rows.push((tokens.len() as u32).saturating_sub(1));
+            slots.push(sequence.slot());
+            firsts.push(*first as u32);
+            accepted.push(sequence.accepted() as u32);
+            table.extend_from_slice(sequence.pages());
+            table.resize(row_start.len().saturating_sub(1) * pages, 0);
+        }
+        self.tokens.write(&tokens)?;
+        self.positions.write(&positions)?;
+        self.row_start.write(&row_start)?;
+        self.slot.write(&slots)?;
+        self.position.write(&firsts)?;
+        self.table.write(&table)?;
+        self.accepted.write(&accepted)?;
+        self.fill_windows(rows)?;
+        self.last_rows.write(&last_rows)?;
+        match &self.head {
+            Some(head) if next_tokens.len() <= head.next_tokens.shape()[0] => {
+                Ok(head.next_tokens.write(&next_tokens)?)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Fills the page tables of sliding layers, whose pages rotate.
+    fn fill_windows(&self, rows: &[Rows<'_>]) -> Result<()> {
+        let entries = self.table.shape()[1];
+        if rows.iter().all(|r| r.sequence.window_pages().is_empty()) {
+            return Ok(());
+        }
+        let table: Vec<u32> = rows
+            .iter()
+            .flat_map(|r| r.sequence.window_pages().iter().copied().cycle().take(entries))
+            .collect();
+        Ok(self.window_table.write(&table)?)
+    }
+}
