@@ -54,11 +54,21 @@ impl Call {
     pub fn inputs(&self) -> MutexGuard<'_, Vec<Array>> {
         self.inputs.lock().unwrap_or_else(|e| e.into_inner())
     }
+
+    /// Bytes of the results. A view has none of its own.
+    fn pending_bytes(&self) -> usize {
+        if matches!(self.op, Op::View(_)) { 0 } else { bytes_of_all(&self.specs) }
+    }
+}
+
+/// Bytes of values of these shapes and types; `usize::MAX` if they cannot be counted.
+fn bytes_of_all(specs: &[(Shape, DType)]) -> usize {
+    specs.iter().map(|(shape, dtype)| bytes_of(*dtype, shape.elements())).fold(0, usize::saturating_add)
 }
 
 impl Drop for Call {
     fn drop(&mut self) {
-        self.runtime.note_dropped(self.specs.iter().map(|(s, d)| bytes_of(*d, s.elements())).sum());
+        self.runtime.note_dropped(self.pending_bytes());
         // Take long chains apart one by one: dropping them recursively would overflow the stack.
         let mut pending = std::mem::take(&mut *self.inputs());
         while let Some(array) = pending.pop() {
@@ -137,9 +147,7 @@ impl Array {
                 ),
             });
         }
-        let bytes: usize =
-            specs.iter().map(|(s, d)| bytes_of(*d, s.elements())).fold(0, usize::saturating_add);
-        if bytes > isize::MAX as usize {
+        if bytes_of_all(&specs) > isize::MAX as usize {
             return Err(ArrayError::Argument {
                 op: "allocate",
                 reason: format!("{} gives {}, which cannot be addressed", op.name(), specs[0].0),
@@ -153,7 +161,7 @@ impl Array {
             specs,
             runtime: runtime.clone(),
         });
-        let crowded = runtime.note_built(bytes);
+        let crowded = runtime.note_built(call.pending_bytes());
         let outputs: Vec<Array> = call
             .specs
             .iter()

@@ -4,6 +4,7 @@
 //! several hundred kernels costs one wake-up and that many barriers (well under a microsecond each while
 //! the workers spin). Idle workers spin briefly, then park.
 
+use crate::isa::Isa;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -31,6 +32,7 @@ fn relax(round: u32) {
 /// State shared by the workers of one pool.
 struct Shared {
     workers: usize,
+    isa: Isa,
     /// Workers that have reached the current barrier.
     arrived: AtomicUsize,
     /// Bumped by the last to arrive; the others wait for it to change.
@@ -63,6 +65,8 @@ pub struct Worker<'a> {
     pub index: usize,
     /// Threads that take part.
     pub count: usize,
+    /// Instructions that kernels use.
+    pub isa: Isa,
     shared: &'a Shared,
 }
 
@@ -112,11 +116,18 @@ pub struct ThreadPool {
 }
 
 impl ThreadPool {
-    /// A pool of `workers` threads in all (at least one), the caller of `run` included.
+    /// A pool of `workers` threads in all (at least one), the caller of `run` included, with the best instructions of
+    /// this machine.
     pub fn new(workers: usize) -> ThreadPool {
+        ThreadPool::at(workers, Isa::best())
+    }
+
+    /// As [`ThreadPool::new`], with the instructions of `isa`; more than the machine has is lowered to that.
+    pub fn at(workers: usize, isa: Isa) -> ThreadPool {
         let workers = workers.max(1);
         let shared = Arc::new(Shared {
             workers,
+            isa: isa.min(Isa::best()),
             arrived: AtomicUsize::new(0),
             phase: AtomicUsize::new(0),
             cursor: AtomicUsize::new(0),
@@ -137,6 +148,11 @@ impl ThreadPool {
             })
             .collect();
         ThreadPool { shared, threads, running: Mutex::new(()) }
+    }
+
+    /// Instructions that the workers use.
+    pub fn isa(&self) -> Isa {
+        self.shared.isa
     }
 
     /// Threads that take part in a job, the caller included.
@@ -167,7 +183,7 @@ impl ThreadPool {
             drop(slot);
             shared.wake.notify_all();
         }
-        let worker = Worker { index: 0, count: shared.workers, shared };
+        let worker = Worker { index: 0, count: shared.workers, isa: shared.isa, shared };
         let outcome = run_guarded(&worker, Job { run });
         let mut round = 0u32;
         while shared.finished.load(Ordering::Acquire) + 1 < shared.workers {
@@ -200,7 +216,7 @@ fn serve(shared: &Shared, index: usize) {
     while let Some((generation, job)) = next_job(shared, seen) {
         seen = generation;
         // A panic here has reached `poisoned`; the caller of `run` raises it.
-        let _ = run_guarded(&Worker { index, count: shared.workers, shared }, job);
+        let _ = run_guarded(&Worker { index, count: shared.workers, isa: shared.isa, shared }, job);
         shared.finished.fetch_add(1, Ordering::Release);
     }
 }

@@ -27,7 +27,8 @@ pub struct RuntimeOptions {
     pub memory_limit: Option<u64>,
     /// Pending operations after which the graph is submitted by itself.
     pub pending_ops: usize,
-    /// Bytes of pending results, as if all were in memory at once, after which the graph is submitted by itself.
+    /// Bytes of pending results, as if all were in memory at once, after which the graph is submitted by itself. Views
+    /// take none.
     pub pending_bytes: usize,
     /// Kernels of one submission.
     pub submission_ops: usize,
@@ -37,14 +38,17 @@ pub struct RuntimeOptions {
     pub program_cache_bytes: usize,
 }
 
+/// What waits is bounded as what runs is: a graph past this would be cut anyway.
+const SUBMISSION_BYTES: usize = 16 << 30;
+
 impl Default for RuntimeOptions {
     fn default() -> RuntimeOptions {
         RuntimeOptions {
             memory_limit: None,
             pending_ops: 4096,
-            pending_bytes: 1 << 40,
+            pending_bytes: SUBMISSION_BYTES,
             submission_ops: 512,
-            submission_bytes: 16 << 30,
+            submission_bytes: SUBMISSION_BYTES,
             program_cache_bytes: 16 << 20,
         }
     }

@@ -38,7 +38,6 @@ pub struct CpuBackend {
     pool: ThreadPool,
     /// Workers that memory is planned for; those of `pool` unless planning.
     workers: usize,
-    isa: Isa,
     options: CpuOptions,
     profile: Profile,
 }
@@ -48,9 +47,9 @@ impl CpuBackend {
     pub fn new(options: CpuOptions) -> CpuBackend {
         let available = || std::thread::available_parallelism().map_or(1, usize::from);
         let workers = options.threads.unwrap_or_else(available).max(1);
-        let isa = options.isa.unwrap_or_else(Isa::best).min(Isa::best());
-        let pool = ThreadPool::new(if options.planning { 1 } else { workers });
-        CpuBackend { pool, workers, isa, options, profile: Profile::default() }
+        let isa = options.isa.unwrap_or_else(Isa::best);
+        let pool = ThreadPool::at(if options.planning { 1 } else { workers }, isa);
+        CpuBackend { pool, workers, options, profile: Profile::default() }
     }
 
     /// A backend that gives the numbers of [`CpuBackend::new`] with the same options, and allocates nothing.
@@ -70,7 +69,7 @@ impl CpuBackend {
 
     /// Instructions in use.
     pub fn isa(&self) -> Isa {
-        self.isa
+        self.pool.isa()
     }
 }
 
@@ -101,7 +100,7 @@ impl Backend for CpuBackend {
     }
 
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {
-        dispatch::workspace_bytes(kernel, self.workers, self.isa)
+        dispatch::workspace_bytes(kernel, self.workers, self.isa())
     }
 
     fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
@@ -110,7 +109,7 @@ impl Backend for CpuBackend {
             return Err(ArrayError::Kernel { op: "launch".into(), reason });
         }
         let watch = launch::Watch {
-            isa: self.isa,
+            isa: self.isa(),
             profile: self.options.profile.then_some(&self.profile),
             poison: self.options.poison_freed,
         };
@@ -137,6 +136,21 @@ impl Backend for CpuBackend {
 
 impl std::fmt::Debug for CpuBackend {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "CpuBackend({} threads, {})", self.workers, self.isa)
+        write!(f, "CpuBackend({} threads, {})", self.workers, self.isa())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_level_that_was_asked_for_is_that_of_all_kernels() {
+        for isa in Isa::available() {
+            let options = CpuOptions { threads: Some(2), isa: Some(isa), ..CpuOptions::default() };
+            let backend = CpuBackend::new(options);
+            backend.pool.run(|worker| assert_eq!(worker.isa, isa));
+            assert_eq!(backend.isa(), isa);
+        }
     }
 }

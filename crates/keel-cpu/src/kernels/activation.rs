@@ -20,7 +20,7 @@ pub fn swiglu(x: Rows<'_>, y: RowsMut<'_>, worker: &Worker<'_>) {
     let width = y.width();
     assert!(x.width() == 2 * width && x.len() == y.len());
     let (a, b) = (x.columns(0..width), x.columns(width..2 * width));
-    simd::run(Product { a, b, y, kind: Kind::Swiglu, worker });
+    simd::run_at(worker.isa, Product { a, b, y, kind: Kind::Swiglu, worker });
 }
 
 /// `y = x * sigmoid(gate)`, all `[T, N]`.
@@ -31,7 +31,7 @@ pub fn sigmoid_gate(x: Rows<'_>, gate: Rows<'_>, y: RowsMut<'_>, worker: &Worker
     assert!(
         x.width() == y.width() && gate.width() == y.width() && x.len() == y.len() && gate.len() == y.len()
     );
-    simd::run(Product { a: gate, b: x, y, kind: Kind::SigmoidGate, worker });
+    simd::run_at(worker.isa, Product { a: gate, b: x, y, kind: Kind::SigmoidGate, worker });
 }
 
 #[derive(Clone, Copy)]

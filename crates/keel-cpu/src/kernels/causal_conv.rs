@@ -77,7 +77,7 @@ pub fn causal_conv(conv: &CausalConv<'_>, worker: &Worker<'_>) {
             "more accepted than a slot keeps open"
         );
     }
-    simd::run(Task { conv, worker });
+    simd::run_at(worker.isa, Task { conv, worker });
 }
 
 struct Task<'a, 'w> {

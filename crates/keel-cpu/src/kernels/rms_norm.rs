@@ -20,7 +20,7 @@ const GRAIN_VALUES: usize = 4096;
 /// If the shapes disagree.
 pub fn rms_norm(x: Rows<'_>, weight: &[f32], eps: f32, y: RowsMut<'_>, worker: &Worker<'_>) {
     assert!(x.width() == weight.len() && y.width() == weight.len() && x.len() == y.len());
-    simd::run(Norm { x, weight, eps, y, worker });
+    simd::run_at(worker.isa, Norm { x, weight, eps, y, worker });
 }
 
 /// `residual += x`, then `y = rms_norm(residual) * weight`; `residual` is `[T, N]`, updated in place.
@@ -38,7 +38,7 @@ pub fn add_rms_norm(
     let width = weight.len();
     assert!(x.width() == width && y.width() == width && residual.width() == width);
     assert!(x.len() == y.len() && x.len() == residual.len());
-    simd::run(AddNorm { x, residual, weight, eps, y, worker });
+    simd::run_at(worker.isa, AddNorm { x, residual, weight, eps, y, worker });
 }
 
 /// `y = rms_norm(x per head) * weight * silu(gate)`: rows hold heads of `weight.len()` values each.
@@ -57,7 +57,7 @@ pub fn gated_rms_norm(
     assert!(
         gate.width() == x.width() && y.width() == x.width() && gate.len() == x.len() && y.len() == x.len()
     );
-    simd::run(GatedNorm { x, gate, weight, eps, y, worker });
+    simd::run_at(worker.isa, GatedNorm { x, gate, weight, eps, y, worker });
 }
 
 /// `1 / sqrt(mean(x^2) + eps)`

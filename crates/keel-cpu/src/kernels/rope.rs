@@ -112,7 +112,7 @@ pub fn qk_norm_rope<E: KvElement>(task: &QkNormRope<'_, E>, worker: &Worker<'_>)
     let (cos, sin) = task.rope;
     assert!(cos.width() == sin.width() && 2 * cos.width() <= size && cos.len() >= rows && sin.len() >= rows);
     assert!(task.norm.is_none_or(|(q, k)| q.len() == size && k.len() == size));
-    simd::run(Fused { task, worker });
+    simd::run_at(worker.isa, Fused { task, worker });
 }
 
 struct Fused<'a, 'w, E> {

@@ -16,7 +16,6 @@ use super::rows::{Batch, Rows, RowsMut};
 use crate::isa::Isa;
 use crate::pool::ThreadPool;
 use crate::shared_slice::SharedMut;
-use crate::simd::forced;
 use half::bf16;
 use keel_testkit::compare::assert_same_bits;
 use keel_testkit::random::Random;
@@ -30,10 +29,9 @@ fn rows(y: &mut [f32], width: usize) -> RowsMut<'_> {
 
 /// Runs `kernel` at every level and compares what it writes.
 fn check(what: &str, outputs: usize, kernel: impl Fn(&ThreadPool, &mut [f32])) {
-    let pool = ThreadPool::new(2);
     let at = |isa| {
         let mut y = vec![0.0; outputs];
-        forced::at(isa, || kernel(&pool, &mut y));
+        kernel(&ThreadPool::at(2, isa), &mut y);
         y
     };
     let want = at(Isa::Portable);

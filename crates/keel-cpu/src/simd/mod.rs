@@ -29,38 +29,6 @@ pub(crate) trait VectorKernel {
     fn run<S: Simd>(self, s: S);
 }
 
-/// Runs `kernel` with the best instructions of this machine.
-pub(crate) fn run<K: VectorKernel>(kernel: K) {
-    #[cfg(test)]
-    return run_at(forced::isa(), kernel);
-    #[cfg(not(test))]
-    run_at(Isa::best(), kernel);
-}
-
-/// Lets a test choose the level of the kernels it runs. Tests beside it may run at that level too, which
-/// changes none of their results: that is what the test is about.
-#[cfg(test)]
-pub(crate) mod forced {
-    use crate::isa::Isa;
-    use std::sync::Mutex;
-
-    static FORCED: Mutex<Option<Isa>> = Mutex::new(None);
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-
-    pub(super) fn isa() -> Isa {
-        FORCED.lock().unwrap_or_else(|e| e.into_inner()).unwrap_or(Isa::best())
-    }
-
-    /// Runs `work`, all its kernels at `isa`.
-    pub(crate) fn at(isa: Isa, work: impl FnOnce()) {
-        let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
-        let set = |isa| *FORCED.lock().unwrap_or_else(|e| e.into_inner()) = isa;
-        set(Some(isa));
-        work();
-        set(None);
-    }
-}
-
 /// Runs `kernel` with the vectors of `isa`.
 ///
 /// # Panics

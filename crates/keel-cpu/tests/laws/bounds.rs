@@ -3,6 +3,7 @@
 use super::watched::Watched;
 use super::{active, backend, counting, runtime, runtime_with};
 use keel_array::{Array, ArrayError, Category, DType, Runtime, RuntimeOptions};
+use keel_cpu::{CpuBackend, CpuOptions};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -74,6 +75,31 @@ fn pending_bytes_are_bounded_too() {
     let kept: Vec<Array> = (0..1000).map(|_| x.neg().expect("floats")).collect();
     assert!(kept.iter().filter(|a| a.is_evaluated()).count() > 900);
     assert!(runtime.pending_ops() <= 26, "{}", runtime.pending_ops());
+}
+
+#[test]
+fn views_wait_without_counting_as_memory() {
+    let runtime = runtime_with(RuntimeOptions { pending_bytes: 100_000, ..RuntimeOptions::default() });
+    let x = counting(&runtime, &[1000]);
+    let wide = x.broadcast_to([1000, 1000]).and_then(|y| y.transpose(&[1, 0])).expect("shapes broadcast");
+    let row = wide.slice(&[7, 0], &[8, 1000]).expect("within the array");
+    assert_eq!((wide.is_evaluated(), row.is_evaluated(), runtime.pending_ops()), (false, false, 3));
+    let dense = wide.exp().expect("floats");
+    assert!(dense.is_evaluated(), "four megabytes are past the bound");
+    assert_eq!(row.to_vec::<f32>().expect("a view runs"), [7.0; 1000]);
+}
+
+#[test]
+fn by_default_no_more_waits_than_a_submission_may_touch() {
+    let defaults = RuntimeOptions::default();
+    assert!(defaults.pending_bytes <= defaults.submission_bytes);
+    let planning = CpuBackend::planning(CpuOptions::default());
+    let runtime = Runtime::new(Arc::new(planning), defaults.clone());
+    // Nothing is in memory on a backend that plans, so that results may be as large as they like.
+    let quarter = defaults.pending_bytes / 4 / size_of::<f32>();
+    let part = || Array::full(&runtime, [quarter], DType::F32, 1.0).expect("an addressable shape");
+    let kept: Vec<Array> = (0..5).map(|_| part()).collect();
+    assert_eq!(kept.iter().filter(|part| part.is_evaluated()).count(), 1, "the fifth was one too many");
 }
 
 #[test]

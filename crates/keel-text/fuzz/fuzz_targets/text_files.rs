@@ -1,7 +1,5 @@
 //! Opens and uses the text files of a checkpoint, whatever is in them.
 //!
-//!     cargo +nightly fuzz run text_files        (in crates/keel-text)
-//!
 //! The input's first byte says which file the rest is; the other files are those of a small good checkpoint.
 
 #![no_main]

@@ -50,9 +50,9 @@ pub fn attention_decode<E: KvElement>(
         workspace.len()
     );
     let partials = Partials { data: workspace, heads: attention.heads(), segments: segments(pages), size };
-    simd::run(Sweep { attention, partials, worker });
+    simd::run_at(worker.isa, Sweep { attention, partials, worker });
     worker.barrier();
-    simd::run(Join { attention, partials, worker });
+    simd::run_at(worker.isa, Join { attention, partials, worker });
 }
 
 /// What one segment contributes to one query: the weighted values, then the largest score, then the sum of weights.

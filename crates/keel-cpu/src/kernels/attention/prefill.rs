@@ -47,7 +47,7 @@ pub fn attention_prefill<E: KvElement>(
     let start = worker.index * worker_len(size);
     // SAFETY: each worker uses its own part.
     let scratch = unsafe { workspace.range(start..start + worker_len(size)) };
-    simd::run(Task { attention, scratch, worker });
+    simd::run_at(worker.isa, Task { attention, scratch, worker });
 }
 
 struct Task<'a, 'w, E> {

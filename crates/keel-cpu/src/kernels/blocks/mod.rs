@@ -11,6 +11,7 @@
 
 mod decode;
 
+use crate::isa::Isa;
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel};
@@ -55,7 +56,7 @@ impl BlockWeight<'_> {
     /// # Panics
     /// If there is no such row.
     pub fn row(&self, matrix: usize, row: usize, out: &mut [f32]) {
-        simd::run(DecodeRow { weight: self, at: matrix * self.n + row, out });
+        simd::run_at(Isa::best(), DecodeRow { weight: self, at: matrix * self.n + row, out });
     }
 
     #[inline(always)]
@@ -108,7 +109,7 @@ impl BlockProduct<'_> {
         assert!(workspace.len() >= worker.count * len, "the workspace is too small");
         // SAFETY: each worker uses its own part.
         let scratch = unsafe { workspace.range(worker.index * len..(worker.index + 1) * len) };
-        simd::run(Task { product: self, scratch, rows, worker });
+        simd::run_at(worker.isa, Task { product: self, scratch, rows, worker });
     }
 }
 
@@ -210,7 +211,7 @@ mod tests {
             let (mut got, mut want) = (vec![0.0; k], vec![0.0; k]);
             for row in 0..rows {
                 format.decode(&bytes[row * bytes.len() / rows..], &mut want);
-                for isa in crate::isa::Isa::available() {
+                for isa in Isa::available() {
                     got.fill(7.0);
                     simd::run_at(isa, DecodeRow { weight: &weight, at: row, out: &mut got });
                     let same =

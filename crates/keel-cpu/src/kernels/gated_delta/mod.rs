@@ -100,11 +100,11 @@ pub fn gated_delta(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>, worker:
         );
     }
     let start = worker.index * worker_len(shape);
-    simd::run(Step { task, workspace, start, worker });
+    simd::run_at(worker.isa, Step { task, workspace, start, worker });
     if let Some(log) = task.log.filter(|log| log.keep_open) {
         // Keys and decays of a head are read by all its blocks, so they are replaced when all are done.
         worker.barrier();
-        simd::run(WriteKeys { task, log, worker });
+        simd::run_at(worker.isa, WriteKeys { task, log, worker });
     }
 }
 

@@ -74,7 +74,7 @@ pub fn gated_delta_chunked(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>,
     let start = worker.index * worker_len(shape);
     // SAFETY: each worker uses its own part.
     let scratch = unsafe { workspace.range(start..start + worker_len(shape)) };
-    simd::run(Task { task, scratch, worker });
+    simd::run_at(worker.isa, Task { task, scratch, worker });
 }
 
 struct Task<'a, 'w> {
