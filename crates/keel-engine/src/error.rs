@@ -61,6 +61,14 @@ pub enum EngineError {
     /// What constrains a sequence failed.
     #[error("the constraint on the output failed: {0}")]
     Constraint(String),
+    /// Remembered prefixes cannot be written.
+    #[error("{path}: remembered prefixes cannot be saved: {reason}", path = path.display())]
+    PrefixFolder {
+        /// The file or folder.
+        path: std::path::PathBuf,
+        /// The system's reason.
+        reason: String,
+    },
     /// A step that this sequence shared with others failed.
     #[error("a step of the batch failed: {0}")]
     Step(String),

@@ -20,7 +20,7 @@ fn options() -> EngineOptions {
         checkpoints: 24,
         pool_pages: Some(30),
         compute: Compute::Auto,
-        all_logits: false,
+        ..EngineOptions::default()
     }
 }
 
@@ -260,4 +260,54 @@ fn a_constraint_decides_what_is_drawn_and_when_it_ends() {
     let outcome = run(&mut batcher, vec![request]).remove(0);
     assert_eq!((outcome.tokens.len(), outcome.finish), (4, Some(FinishReason::Stop)));
     assert!(outcome.tokens.iter().all(|id| id.is_multiple_of(2)));
+}
+
+#[test]
+fn prefixes_outlive_a_restart_and_damage_is_passed_over() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for name in FIXTURES {
+        let Some(mut first) = batcher(name, BatchOptions::default()) else { return };
+        let folder = dir.path().join(name);
+        let prompts: Vec<Vec<u32>> = (0..3).map(|i| prompt(name, i, 300 + i as usize * 60)).collect();
+        let ask = |batcher: &mut Batcher, i: usize| {
+            run(batcher, vec![BatchRequest::new(0, prompts[i].clone(), 20)]).remove(0)
+        };
+        let tokens: Vec<Vec<u32>> = (0..3).map(|i| ask(&mut first, i).tokens).collect();
+        assert!(first.save_prefixes(name, &folder).expect("saves") >= 3);
+        assert_all_is_back(&mut first);
+        let mut second = batcher(name, BatchOptions::default()).expect("as before");
+        assert!(!second.restore_prefixes("another", &folder).problems.is_empty());
+        let restored = second.restore_prefixes(name, &folder);
+        assert!(restored.texts >= 3 && restored.problems.is_empty(), "{restored:?}");
+        for i in 0..3 {
+            let outcome = ask(&mut second, i);
+            assert_eq!(outcome.cached, (prompts[i].len() - 1) / 64 * 64, "{name}");
+            assert_eq!(outcome.tokens, tokens[i], "{name}");
+        }
+        assert_all_is_back(&mut second);
+        let file = folder.join("0.safetensors");
+        let mut bytes = std::fs::read(&file).expect("there");
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(&file, bytes).expect("written");
+        std::fs::remove_file(folder.join("1.safetensors")).expect("there");
+        let damaged = second.restore_prefixes(name, &folder);
+        assert_eq!((damaged.texts, damaged.problems.len()), (restored.texts - 2, 2), "{damaged:?}");
+        std::fs::write(folder.join("index.json"), "{").expect("written");
+        assert_eq!(second.restore_prefixes(name, &folder).problems.len(), 1);
+        assert_all_is_back(&mut second);
+    }
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_error_and_no_harm() {
+    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)]);
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let file = dir.path().join("file");
+    std::fs::write(&file, "x").expect("written");
+    let error = batcher.save_prefixes("m", &file.join("below")).expect_err("a file is no folder");
+    assert!(error.to_string().contains("cannot be saved"), "{error}");
+    assert_eq!(run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)])[0].cached, 192);
+    assert_all_is_back(&mut batcher);
 }

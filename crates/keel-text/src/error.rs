@@ -73,6 +73,13 @@ pub enum TextError {
         reason: String,
     },
 
+    /// A schema or grammar for the output cannot be used.
+    #[error("the schema or grammar cannot be used: {reason}")]
+    Grammar {
+        /// What is wrong with it.
+        reason: String,
+    },
+
     /// The chat template itself refused the conversation with `raise_exception`.
     #[error("the chat template refuses this conversation: {message}")]
     Refused {

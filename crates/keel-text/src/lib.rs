@@ -4,6 +4,8 @@
 //! * [`ChatTemplate`] turns a conversation into the text a model was trained on.
 //! * [`StreamDetokenizer`] turns ids into text one by one, never showing half a character.
 //! * [`StopMatcher`] ends a stream at a stop string, also one that spans several pieces.
+//! * [`AnswerParser`] tells reasoning, text and tool calls of an answer apart.
+//! * [`GrammarFactory`] says which tokens may come next where the output must follow a schema or a grammar.
 //! * [`GenerationDefaults`] are the sampling settings a checkpoint recommends.
 //!
 //! All of them are made from [`TextFiles`]: the text side of a checkpoint folder, or the same files in memory.
@@ -26,9 +28,11 @@
 //! # }
 //! ```
 
+mod answer;
 mod defaults;
 mod error;
 mod files;
+mod grammar;
 mod guard;
 mod json;
 mod special;
@@ -37,9 +41,11 @@ mod stream;
 mod template;
 mod tokenizer;
 
+pub use answer::{AnswerForm, AnswerParser, AnswerPart};
 pub use defaults::GenerationDefaults;
 pub use error::TextError;
 pub use files::{TextFile, TextFiles};
+pub use grammar::{GrammarFactory, GrammarSource, GrammarState};
 pub use special::SpecialTokens;
 pub use stop::{StopMatcher, StopStep};
 pub use stream::StreamDetokenizer;

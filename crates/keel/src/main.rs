@@ -39,6 +39,7 @@ enum Command {
     Quantize(commands::quantize::QuantizeArgs),
     Logits(commands::logits::LogitsArgs),
     Bench(commands::bench::BenchArgs),
+    Serve(commands::serve::ServeArgs),
 }
 
 fn main() -> ExitCode {
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
             Command::Quantize(args) => commands::quantize::run(&args),
             Command::Logits(args) => commands::logits::run(&args),
             Command::Bench(args) => commands::bench::run(&args),
+            Command::Serve(args) => commands::serve::run(&args),
         }
     })
 }

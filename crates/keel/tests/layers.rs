@@ -6,7 +6,7 @@ use serde_json::Value;
 
 /// Each crate with those that it may use, lowest first. In tests it may also use any crate above its own row, and
 /// the oracles of keel-testkit.
-const LAYERS: [(&str, &[&str]); 9] = [
+const LAYERS: [(&str, &[&str]); 10] = [
     ("keel-array", &[]),
     ("keel-testkit", &["keel-array"]),
     ("keel-cpu", &["keel-array"]),
@@ -15,9 +15,19 @@ const LAYERS: [(&str, &[&str]); 9] = [
     ("keel-cache", &["keel-array", "keel-weights"]),
     ("keel-models", &["keel-array", "keel-weights", "keel-cache"]),
     ("keel-engine", &["keel-array", "keel-cache", "keel-models"]),
+    ("keel-server", &["keel-array", "keel-text", "keel-engine"]),
     (
         "keel",
-        &["keel-array", "keel-cpu", "keel-weights", "keel-text", "keel-cache", "keel-models", "keel-engine"],
+        &[
+            "keel-array",
+            "keel-cpu",
+            "keel-weights",
+            "keel-text",
+            "keel-cache",
+            "keel-models",
+            "keel-engine",
+            "keel-server",
+        ],
     ),
 ];
 
@@ -59,6 +69,8 @@ fn an_upward_dependency_would_be_seen() {
     assert!(!is_allowed(user("keel-array"), "keel-cpu", None));
     assert!(!is_allowed(user("keel-cpu"), "keel-testkit", None));
     assert!(!is_allowed(user("keel-models"), "keel-engine", Some("dev")));
+    assert!(!is_allowed(user("keel-server"), "keel-cpu", None), "the server takes any engine");
+    assert!(!is_allowed(user("keel-engine"), "keel-server", None));
     assert!(is_allowed(user("keel-cpu"), "keel-testkit", Some("dev")));
     assert!(is_allowed(user("keel-engine"), "keel-cpu", Some("dev")));
 }

@@ -5,6 +5,7 @@
 //! prompts by chunks under a token budget. Everything here is synchronous and knows no clock: the caller says what
 //! time it is.
 
+mod persist;
 mod policy;
 mod prefixes;
 mod request;
@@ -16,6 +17,7 @@ use std::time::Instant;
 use keel_array::AttentionSpec;
 use keel_cache::PrefixHit;
 
+pub use persist::Restored;
 pub use policy::{Demand, PromptRest, Supply, share_prefill};
 pub use request::{
     BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, RequestId, SequenceStatus, TokenLogprobs,
@@ -141,6 +143,7 @@ impl Batcher {
             pages: self.engine.cache().size().pages(),
             free_pages: self.engine.cache().free_pages(),
             prefix_pages: self.prefixes.tree().pages().count(),
+            idle_prefix_pages: self.prefixes.evictable(self.engine.cache()),
             prefix_states: self.prefixes.tree().states(),
         }
     }

@@ -173,6 +173,8 @@ pub struct BatchStatus {
     pub free_pages: usize,
     /// Pages that remembered prefixes hold, whoever else does.
     pub prefix_pages: usize,
+    /// Pages that remembered prefixes alone hold.
+    pub idle_prefix_pages: usize,
     /// Saved states of remembered prefixes.
     pub prefix_states: usize,
 }

@@ -7,3 +7,4 @@ pub mod inspect;
 pub mod logits;
 pub mod plan;
 pub mod quantize;
+pub mod serve;

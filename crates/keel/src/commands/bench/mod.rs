@@ -4,11 +4,12 @@ mod cost;
 mod machine;
 mod plot;
 mod runs;
+mod serve;
 
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use clap::Args;
+use clap::{Args, Subcommand};
 use keel_engine::EngineOptions;
 use serde_json::{Value, json};
 
@@ -28,7 +29,10 @@ use runs::{Runs, Spread};
 /// Beside the speed stands the floor: what the machine's memory bandwidth (decode) or arithmetic (prefill), measured
 /// in the same run, would allow at most.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct BenchArgs {
+    #[command(subcommand)]
+    what: Option<What>,
     #[command(flatten)]
     subject: SubjectArgs,
     /// Tokens of the prompt.
@@ -55,6 +59,12 @@ pub struct BenchArgs {
     json: bool,
 }
 
+/// What else can be timed.
+#[derive(Debug, Subcommand)]
+enum What {
+    Serve(serve::BenchServeArgs),
+}
+
 /// What was measured.
 struct Report {
     subject: String,
@@ -70,6 +80,9 @@ struct Report {
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<()> {
+    if let Some(What::Serve(args)) = &args.what {
+        return serve::run(args);
+    }
     if args.prompt == 0 || args.generated == 0 {
         return Err(usage("--prompt and --gen take at least one token"));
     }

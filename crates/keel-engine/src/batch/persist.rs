@@ -1,0 +1,145 @@
+//! Remembered prefixes across restarts.
+//!
+//! A folder holds one cache file for each text and `index.json`, which names them with their sizes and checksums and is
+//! written last. A file that is missing, damaged or of another model is passed over: what it held is run again.
+
+use std::fs::File;
+use std::io::{self, BufReader, Read};
+use std::path::Path;
+
+use keel_cache::{BLOCK, CacheError};
+use serde_json::{Value, json};
+
+use super::Batcher;
+use crate::{EngineError, Result};
+
+const INDEX: &str = "index.json";
+const FORMAT: &str = "keel-prefix-cache-1";
+/// The most recently used are kept.
+const TEXTS_MAX: usize = 256;
+
+/// What became of the files of a folder.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Restored {
+    /// Texts that are remembered again.
+    pub texts: usize,
+    /// Why others are not.
+    pub problems: Vec<String>,
+}
+
+impl Batcher {
+    /// Writes what is remembered to a folder, for a batch of the same model (by the name given) to restore. Nothing may
+    /// run. Returns how many texts were written.
+    ///
+    /// # Errors
+    /// What the disk says. The folder then restores as much as was there before, or nothing.
+    pub fn save_prefixes(&mut self, model: &str, folder: &Path) -> Result<usize> {
+        assert!(self.is_idle(), "prefixes are saved when nothing runs");
+        std::fs::create_dir_all(folder).map_err(|e| disk(folder, &e))?;
+        let _ = std::fs::remove_file(folder.join(INDEX));
+        let mut texts = self.prefixes.tree().texts();
+        texts.drain(..texts.len().saturating_sub(TEXTS_MAX));
+        let mut files = Vec::new();
+        for (i, (tokens, pages, state)) in texts.iter().enumerate() {
+            let copies = usize::from(!tokens.len().is_multiple_of(keel_array::AttentionSpec::PAGE));
+            if self.engine.cache().free_pages() < copies {
+                continue;
+            }
+            let name = format!("{i}.safetensors");
+            let path = folder.join(&name);
+            let cache = self.engine.cache_mut();
+            let sequence = cache.resume(tokens.len(), pages, *state)?;
+            let saved = cache.save(&sequence, tokens, model, &path);
+            cache.release(sequence);
+            saved?;
+            let (bytes, checksum) = checksum(&path).map_err(|e| disk(&path, &e))?;
+            files.push(json!({"name": name, "bytes": bytes, "crc32": checksum}));
+        }
+        let index = json!({"format": FORMAT, "model": model, "files": files});
+        // Under another name first: an index is whole or not there.
+        let (new, path) = (folder.join("index.new"), folder.join(INDEX));
+        std::fs::write(&new, index.to_string()).map_err(|e| disk(&new, &e))?;
+        std::fs::rename(&new, &path).map_err(|e| disk(&path, &e))?;
+        Ok(files.len())
+    }
+
+    /// Remembers what an earlier batch of the same model has written to a folder. Never fails: what cannot be read is a
+    /// problem in the answer, and a folder that is not there is empty.
+    pub fn restore_prefixes(&mut self, model: &str, folder: &Path) -> Restored {
+        let mut restored = Restored::default();
+        let path = folder.join(INDEX);
+        if !path.exists() {
+            return restored;
+        }
+        let index = match read_index(&path, model) {
+            Ok(index) => index,
+            Err(problem) => {
+                restored.problems.push(problem);
+                return restored;
+            }
+        };
+        for entry in index {
+            match self.restore_one(model, folder, &entry) {
+                Ok(true) => restored.texts += 1,
+                Ok(false) => break,
+                Err(problem) => restored.problems.push(problem),
+            }
+        }
+        restored
+    }
+
+    /// False if there is no room for more.
+    fn restore_one(&mut self, model: &str, folder: &Path, entry: &Value) -> Result<bool, String> {
+        let name = entry["name"].as_str().filter(|name| !name.contains(['/', '\\'])).unwrap_or_default();
+        let path = folder.join(name);
+        let found = checksum(&path).map_err(|e| format!("{name}: {e}"))?;
+        if (entry["bytes"].as_u64(), entry["crc32"].as_u64()) != (Some(found.0), Some(u64::from(found.1))) {
+            return Err(format!("{name}: damaged, its checksum is another"));
+        }
+        let cache = self.engine.cache_mut();
+        let (sequence, tokens) = match cache.load(model, &path) {
+            Ok(loaded) => loaded,
+            Err(CacheError::NoPages { .. }) => return Ok(false),
+            Err(error) => return Err(error.to_string()),
+        };
+        let whole = tokens.len().is_multiple_of(BLOCK);
+        let state = if whole { cache.save_state(&sequence).map_err(|e| e.to_string())? } else { None };
+        let has_room = state.is_some() || !cache.spec().is_recurrent();
+        if whole && has_room {
+            self.prefixes.remember(cache, &tokens, &sequence, state);
+        }
+        cache.release(sequence);
+        if whole { Ok(has_room) } else { Err(format!("{name}: it ends within a block")) }
+    }
+}
+
+fn read_index(path: &Path, model: &str) -> Result<Vec<Value>, String> {
+    let text = std::fs::read_to_string(path).map_err(|e| format!("{INDEX}: {e}"))?;
+    let index: Value = serde_json::from_str(&text).map_err(|e| format!("{INDEX}: {e}"))?;
+    if index["format"] != FORMAT || index["model"] != model {
+        return Err(format!("{INDEX}: it is of another format or model"));
+    }
+    match &index["files"] {
+        Value::Array(files) => Ok(files.iter().take(TEXTS_MAX).cloned().collect()),
+        _ => Err(format!("{INDEX}: it names no files")),
+    }
+}
+
+/// Bytes of a file and their CRC-32.
+fn checksum(path: &Path) -> io::Result<(u64, u32)> {
+    let mut reader = BufReader::new(File::open(path)?);
+    let (mut hasher, mut bytes) = (crc32fast::Hasher::new(), 0);
+    let mut block = vec![0; 1 << 16];
+    loop {
+        let read = reader.read(&mut block)?;
+        if read == 0 {
+            return Ok((bytes, hasher.finalize()));
+        }
+        hasher.update(&block[..read]);
+        bytes += read as u64;
+    }
+}
+
+fn disk(path: &Path, error: &io::Error) -> EngineError {
+    EngineError::PrefixFolder { path: path.into(), reason: error.to_string() }
+}

@@ -1,0 +1,225 @@
+//! One answer: from what happens to a request to the parts that a client sees.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use keel_engine::FinishReason;
+use keel_engine::batch::{BatchEvent, TokenLogprobs};
+use keel_text::{AnswerForm, AnswerParser, AnswerPart, StopMatcher, StreamDetokenizer, Tokenizer};
+
+use crate::error::{Result, ServerError};
+use crate::metrics::RequestTimer;
+use crate::worker::Events;
+
+/// A token with its log probabilities.
+#[derive(Clone, Debug)]
+pub struct TokenInfo {
+    /// Its id.
+    pub id: u32,
+    /// Its text, alone.
+    pub text: String,
+    /// Log probabilities at its position; the texts of the most probable tokens beside them.
+    pub logprobs: TokenLogprobs,
+    /// Texts of `logprobs.top`.
+    pub top_texts: Vec<String>,
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// An end token or a stop string.
+    Stop,
+    /// As many tokens as were asked for.
+    Length,
+    /// The model called tools.
+    ToolCalls,
+}
+
+/// Something of an answer.
+#[derive(Clone, Debug)]
+pub enum Piece {
+    /// Text, reasoning or a tool call.
+    Part(AnswerPart),
+    /// Tokens, where log probabilities were asked for.
+    Tokens(Vec<TokenInfo>),
+    /// The end, and the stop string that it came by. Nothing follows.
+    End(Ending, Option<String>),
+}
+
+/// Tokens of a request.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Usage {
+    /// Of the prompt.
+    pub prompt: usize,
+    /// Of the prompt, that an earlier request had run.
+    pub cached: usize,
+    /// Of the answer.
+    pub completion: usize,
+    /// Of the answer, spent on reasoning.
+    pub reasoning: usize,
+}
+
+/// How the tokens of an answer become its parts.
+pub struct AnswerStyle {
+    /// Strings that end it.
+    pub stop: Vec<String>,
+    /// What it may consist of.
+    pub form: AnswerForm,
+    /// Whether tokens are reported with their log probabilities.
+    pub logprobs: bool,
+}
+
+/// A running answer. Dropping it ends the sequence.
+pub struct Answer {
+    events: Events,
+    tokenizer: Tokenizer,
+    detokenizer: StreamDetokenizer,
+    stops: StopMatcher,
+    parser: AnswerParser,
+    logprobs: bool,
+    pieces: VecDeque<Piece>,
+    called_tools: bool,
+    reasoned: bool,
+    ended: bool,
+    usage: Usage,
+    timer: RequestTimer,
+}
+
+impl Answer {
+    /// An answer made of what comes from `events`.
+    ///
+    /// # Errors
+    /// If a stop string is empty or too long.
+    pub(crate) fn new(
+        events: Events,
+        tokenizer: &Tokenizer,
+        style: AnswerStyle,
+        prompt_tokens: usize,
+        timer: RequestTimer,
+    ) -> Result<Answer> {
+        Ok(Answer {
+            events,
+            tokenizer: tokenizer.clone(),
+            detokenizer: tokenizer.stream(true),
+            stops: StopMatcher::new(&style.stop)?,
+            parser: AnswerParser::new(style.form),
+            logprobs: style.logprobs,
+            pieces: VecDeque::new(),
+            called_tools: false,
+            reasoned: false,
+            ended: false,
+            usage: Usage { prompt: prompt_tokens, ..Usage::default() },
+            timer,
+        })
+    }
+
+    /// Waits until the request runs.
+    ///
+    /// # Errors
+    /// If it never does.
+    pub async fn started(&mut self) -> Result<()> {
+        match self.events.recv().await {
+            Some(BatchEvent::Started { cached_tokens, queued }) => {
+                self.usage.cached = cached_tokens;
+                self.timer.started(cached_tokens, queued);
+                Ok(())
+            }
+            Some(BatchEvent::Failed(error)) => Err(error.into()),
+            Some(_) => unreachable!("a request starts first"),
+            None => Err(ServerError::EngineStopped),
+        }
+    }
+
+    /// Tokens so far.
+    pub fn usage(&self) -> Usage {
+        self.usage
+    }
+
+    /// The next piece; `None` after the end.
+    ///
+    /// # Errors
+    /// If the engine fails at it, or the deadline passes.
+    pub async fn next(&mut self) -> Result<Option<Piece>> {
+        loop {
+            if let Some(piece) = self.pieces.pop_front() {
+                return Ok(Some(piece));
+            }
+            if self.ended {
+                return Ok(None);
+            }
+            match self.events.recv().await {
+                Some(BatchEvent::Token { id, logprobs }) => self.take(id, logprobs)?,
+                Some(BatchEvent::Finished(reason)) => self.finish(reason)?,
+                Some(BatchEvent::Failed(error)) => return Err(error.into()),
+                Some(BatchEvent::Started { .. } | BatchEvent::Prefilled(_)) => {}
+                None => return Err(ServerError::EngineStopped),
+            }
+        }
+    }
+
+    fn take(&mut self, id: u32, logprobs: Option<TokenLogprobs>) -> Result<()> {
+        self.timer.token(Instant::now());
+        self.usage.completion += 1;
+        if self.logprobs
+            && let Some(logprobs) = logprobs
+        {
+            let info = self.token_info(id, logprobs)?;
+            self.pieces.push_back(Piece::Tokens(vec![info]));
+        }
+        let step = self.stops.push(self.detokenizer.push(id)?);
+        let mut parts = Vec::new();
+        self.parser.push(step.emit, &mut parts);
+        let stopped = step.stopped;
+        self.put(parts);
+        if stopped {
+            self.end(Ending::Stop);
+            self.events.close();
+        }
+        Ok(())
+    }
+
+    fn token_info(&self, id: u32, logprobs: TokenLogprobs) -> Result<TokenInfo> {
+        let text = |id: u32| self.tokenizer.decode(&[id], false);
+        let top_texts = logprobs.top.iter().map(|&(id, _)| text(id)).collect::<Result<_, _>>()?;
+        Ok(TokenInfo { id, text: text(id)?, logprobs, top_texts })
+    }
+
+    fn finish(&mut self, reason: FinishReason) -> Result<()> {
+        let step = self.stops.push(self.detokenizer.finish()?);
+        let mut parts = Vec::new();
+        self.parser.push(step.emit, &mut parts);
+        let ending = if step.stopped || reason == FinishReason::Stop { Ending::Stop } else { Ending::Length };
+        if !step.stopped {
+            let rest = self.stops.finish().to_string();
+            self.parser.push(&rest, &mut parts);
+        }
+        self.put(parts);
+        self.end(ending);
+        Ok(())
+    }
+
+    fn put(&mut self, parts: Vec<AnswerPart>) {
+        for part in parts {
+            match part {
+                AnswerPart::ToolCall { .. } => self.called_tools = true,
+                AnswerPart::Reasoning(_) => self.reasoned = true,
+                AnswerPart::Text(_) => {}
+            }
+            self.pieces.push_back(Piece::Part(part));
+        }
+        if self.reasoned && self.parser.is_reasoning() {
+            self.usage.reasoning = self.usage.completion;
+        }
+    }
+
+    fn end(&mut self, ending: Ending) {
+        let mut rest = Vec::new();
+        self.parser.finish(&mut rest);
+        self.put(rest);
+        let ending = if self.called_tools && ending == Ending::Stop { Ending::ToolCalls } else { ending };
+        let stop = self.stops.matched().map(str::to_string);
+        self.pieces.push_back(Piece::End(ending, stop));
+        self.ended = true;
+        self.timer.ended(ending, self.usage);
+    }
+}

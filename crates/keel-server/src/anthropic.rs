@@ -1,0 +1,324 @@
+//! Anthropic's API: `/v1/messages` and its token count. A request becomes a chat of OpenAI's form first.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::extract::rejection::BytesRejection;
+use axum::response::sse::Event;
+use axum::response::{IntoResponse, Response};
+use keel_text::AnswerPart;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::answer::{Answer, Ending, Piece, Usage};
+use crate::app::{App, Ask, fresh_id};
+use crate::collect::{Collected, Outbox, collect, respond};
+use crate::error::{Result, ServerError, wrong};
+use crate::openai::chat::{self, ChatBody, blocking};
+
+/// An error in Anthropic's form.
+pub(crate) struct AnthropicError(ServerError);
+
+impl<E: Into<ServerError>> From<E> for AnthropicError {
+    fn from(error: E) -> AnthropicError {
+        AnthropicError(error.into())
+    }
+}
+
+fn error_json(error: &ServerError) -> Value {
+    let kind = match error.reply().status.as_u16() {
+        401 => "authentication_error",
+        404 => "not_found_error",
+        413 => "request_too_large",
+        429 => "rate_limit_error",
+        503 | 529 => "overloaded_error",
+        504 => "timeout_error",
+        500 => "api_error",
+        _ => "invalid_request_error",
+    };
+    json!({"type": "error", "error": {"type": kind, "message": error.public_message()}})
+}
+
+impl IntoResponse for AnthropicError {
+    fn into_response(self) -> Response {
+        let body = error_json(&self.0);
+        let response = self.0.into_response();
+        let (mut parts, _) = response.into_parts();
+        parts.headers.remove(axum::http::header::CONTENT_LENGTH);
+        (parts, Json(body)).into_response()
+    }
+}
+
+#[derive(Debug, Deserialize)]
+struct MessagesBody {
+    model: Option<String>,
+    max_tokens: Option<usize>,
+    system: Option<Value>,
+    messages: Vec<InputMessage>,
+    stop_sequences: Option<Vec<String>>,
+    stream: Option<bool>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    thinking: Option<Value>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+}
+
+#[derive(Debug, Deserialize)]
+struct InputMessage {
+    role: String,
+    content: Value,
+}
+
+fn read(app: &App, bytes: Result<axum::body::Bytes, BytesRejection>) -> Result<MessagesBody> {
+    let limit = app.options.body_bytes_max;
+    let bytes = bytes.map_err(|_| ServerError::BodyTooLarge { limit })?;
+    serde_json::from_slice(&bytes).map_err(|error| ServerError::Body(error.to_string()))
+}
+
+async fn ask(app: &Arc<App>, body: MessagesBody) -> Result<Ask> {
+    app.check_model(body.model.as_deref())?;
+    let chat: ChatBody =
+        serde_json::from_value(to_chat(body)?).map_err(|error| ServerError::Body(error.to_string()))?;
+    let worker = Arc::clone(app);
+    blocking(move || chat::ask(&worker, chat)).await
+}
+
+/// Answers a conversation.
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    bytes: Result<axum::body::Bytes, BytesRejection>,
+) -> Result<Response, AnthropicError> {
+    let body = read(&app, bytes)?;
+    if body.max_tokens.is_none() {
+        return Err(wrong("max_tokens", "it is missing").into());
+    }
+    let streams = body.stream.unwrap_or(false);
+    let ask = ask(&app, body).await?;
+    let mut answers = app.start(ask).await?;
+    let model = app.options.model_id.clone();
+    if streams {
+        // There is one, because the form knows no `n`.
+        let answer = answers.swap_remove(0);
+        return Ok(respond(&app, move |outbox| stream(model, answer, outbox)));
+    }
+    let answer = collect(answers).await?.swap_remove(0);
+    Ok(Json(whole(&model, &answer)).into_response())
+}
+
+/// Counts the tokens of a conversation.
+pub(crate) async fn count_tokens(
+    State(app): State<Arc<App>>,
+    bytes: Result<axum::body::Bytes, BytesRejection>,
+) -> Result<Response, AnthropicError> {
+    let body = read(&app, bytes)?;
+    let ask = ask(&app, body).await?;
+    Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
+}
+
+/// The same request as a chat.
+fn to_chat(body: MessagesBody) -> Result<Value> {
+    let mut messages = Vec::new();
+    if let Some(system) = body.system.filter(|s| !s.is_null()) {
+        messages.push(json!({"role": "system", "content": system}));
+    }
+    for message in body.messages {
+        translate(message, &mut messages)?;
+    }
+    let tools: Option<Vec<Value>> = body.tools.map(|tools| tools.into_iter().map(tool).collect());
+    let choice = match &body.tool_choice {
+        None | Some(Value::Null) => Value::Null,
+        Some(choice) => match choice["type"].as_str() {
+            Some("auto") => json!("auto"),
+            Some("none") => json!("none"),
+            Some("any") => json!("required"),
+            Some("tool") => json!({"type": "function", "function": {"name": choice["name"]}}),
+            _ => return Err(wrong("tool_choice", "type is one of auto, any, tool, none")),
+        },
+    };
+    let parallel =
+        body.tool_choice.as_ref().and_then(|c| c["disable_parallel_tool_use"].as_bool()) != Some(true);
+    let mut variables = Map::new();
+    if let Some(kind) = body.thinking.as_ref().and_then(|t| t["type"].as_str()) {
+        variables.insert("enable_thinking".into(), json!(kind != "disabled"));
+    }
+    Ok(json!({
+        "messages": messages,
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": parallel,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "chat_template_kwargs": variables,
+    }))
+}
+
+fn tool(tool: Value) -> Value {
+    json!({"type": "function", "function": {
+        "name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}})
+}
+
+/// One message becomes several where it holds the results of tools.
+fn translate(message: InputMessage, messages: &mut Vec<Value>) -> Result<()> {
+    let Value::Array(blocks) = &message.content else {
+        messages.push(json!({"role": message.role, "content": message.content}));
+        return Ok(());
+    };
+    let (mut text, mut thinking, mut calls) = (String::new(), String::new(), Vec::new());
+    for block in blocks {
+        match block["type"].as_str() {
+            Some("text") => text.push_str(block["text"].as_str().unwrap_or_default()),
+            Some("thinking") => thinking.push_str(block["thinking"].as_str().unwrap_or_default()),
+            Some("redacted_thinking") => {}
+            Some("tool_use") => calls.push(json!({"id": block["id"], "type": "function",
+                "function": {"name": block["name"], "arguments": block["input"]}})),
+            Some("tool_result") => messages
+                .push(json!({"role": "tool", "tool_call_id": block["tool_use_id"],
+                "content": block["content"]})),
+            other => {
+                let problem = format!("a block of type {other:?}: this model reads text alone");
+                return Err(wrong("messages", problem));
+            }
+        }
+    }
+    if text.is_empty() && thinking.is_empty() && calls.is_empty() {
+        return Ok(());
+    }
+    let mut one = json!({"role": message.role, "content": text});
+    if !thinking.is_empty() {
+        one["reasoning_content"] = json!(thinking);
+    }
+    if !calls.is_empty() {
+        one["tool_calls"] = json!(calls);
+    }
+    messages.push(one);
+    Ok(())
+}
+
+fn stop_reason(ending: Ending, stop: Option<&str>) -> &'static str {
+    match ending {
+        Ending::Length => "max_tokens",
+        Ending::ToolCalls => "tool_use",
+        Ending::Stop if stop.is_some() => "stop_sequence",
+        Ending::Stop => "end_turn",
+    }
+}
+
+fn usage_json(usage: Usage) -> Value {
+    json!({
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion,
+    })
+}
+
+fn tool_use(name: &str, arguments: &str) -> Value {
+    let input: Value = serde_json::from_str(arguments).unwrap_or(json!({}));
+    json!({"type": "tool_use", "id": fresh_id("toolu_"), "name": name, "input": input})
+}
+
+fn whole(model: &str, answer: &Collected) -> Value {
+    let mut content = Vec::new();
+    if !answer.reasoning.is_empty() {
+        content.push(json!({"type": "thinking", "thinking": answer.reasoning, "signature": ""}));
+    }
+    if !answer.text.is_empty() {
+        content.push(json!({"type": "text", "text": answer.text}));
+    }
+    content.extend(answer.calls.iter().map(|(name, arguments)| tool_use(name, arguments)));
+    json!({
+        "id": fresh_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": stop_reason(answer.ending, answer.stop.as_deref()),
+        "stop_sequence": answer.stop,
+        "usage": usage_json(answer.usage),
+    })
+}
+
+struct Stream {
+    outbox: Outbox,
+    /// Blocks so far, and the kind of the one that is open.
+    blocks: usize,
+    open: Option<&'static str>,
+}
+
+impl Stream {
+    async fn send(&self, value: Value) {
+        let kind = value["type"].as_str().unwrap_or_default().to_string();
+        self.outbox.event(Event::default().event(kind).data(value.to_string())).await;
+    }
+
+    async fn begin(&mut self, kind: &'static str, block: Value) {
+        if self.open == Some(kind) && kind != "tool_use" {
+            return;
+        }
+        self.close().await;
+        self.send(json!({"type": "content_block_start", "index": self.blocks, "content_block": block})).await;
+        self.open = Some(kind);
+    }
+
+    async fn delta(&self, delta: Value) {
+        self.send(json!({"type": "content_block_delta", "index": self.blocks, "delta": delta})).await;
+    }
+
+    async fn close(&mut self) {
+        if self.open.take().is_some() {
+            self.send(json!({"type": "content_block_stop", "index": self.blocks})).await;
+            self.blocks += 1;
+        }
+    }
+
+    async fn part(&mut self, part: AnswerPart) {
+        match part {
+            AnswerPart::Text(text) => {
+                self.begin("text", json!({"type": "text", "text": ""})).await;
+                self.delta(json!({"type": "text_delta", "text": text})).await;
+            }
+            AnswerPart::Reasoning(text) => {
+                let block = json!({"type": "thinking", "thinking": "", "signature": ""});
+                self.begin("thinking", block).await;
+                self.delta(json!({"type": "thinking_delta", "thinking": text})).await;
+            }
+            AnswerPart::ToolCall { name, arguments } => {
+                self.begin("tool_use", tool_use(&name, "{}")).await;
+                self.delta(json!({"type": "input_json_delta", "partial_json": arguments})).await;
+            }
+        }
+    }
+}
+
+async fn stream(model: String, mut answer: Answer, outbox: Outbox) {
+    let mut stream = Stream { outbox, blocks: 0, open: None };
+    let begun = json!({"id": fresh_id("msg_"), "type": "message", "role": "assistant", "model": model,
+        "content": [], "stop_reason": null, "stop_sequence": null, "usage": usage_json(answer.usage())});
+    stream.send(json!({"type": "message_start", "message": begun})).await;
+    loop {
+        match answer.next().await {
+            Ok(Some(Piece::Part(part))) => stream.part(part).await,
+            Ok(Some(Piece::Tokens(_))) => {}
+            Ok(Some(Piece::End(ending, stop))) => {
+                stream.close().await;
+                let delta =
+                    json!({"stop_reason": stop_reason(ending, stop.as_deref()), "stop_sequence": stop});
+                let usage = usage_json(answer.usage());
+                stream.send(json!({"type": "message_delta", "delta": delta, "usage": usage})).await;
+                stream.send(json!({"type": "message_stop"})).await;
+                return;
+            }
+            Ok(None) => return,
+            Err(error) => {
+                stream.send(error_json(&error)).await;
+                return;
+            }
+        }
+    }
+}

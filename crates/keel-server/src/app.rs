@@ -1,0 +1,152 @@
+//! What every handler shares, and how a request becomes running answers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use keel_engine::SamplerOptions;
+use keel_engine::batch::BatchRequest;
+use keel_text::AnswerForm;
+
+use crate::answer::{Answer, AnswerStyle};
+use crate::error::{Result, ServerError, wrong};
+use crate::grammar::Grammar;
+use crate::metrics::{Metrics, RequestTimer};
+use crate::options::ServerOptions;
+use crate::text::ModelText;
+use crate::worker::EngineHandle;
+
+/// What every handler shares.
+pub struct App {
+    /// The engine's thread.
+    pub engine: EngineHandle,
+    /// The text side of the model.
+    pub text: ModelText,
+    /// Bounds.
+    pub options: ServerOptions,
+    /// Counters.
+    pub metrics: Metrics,
+    /// When the server started, in seconds since 1970.
+    pub created: u64,
+    draining: AtomicBool,
+}
+
+/// A request in the engine's terms, whatever API it came by.
+pub(crate) struct Ask {
+    pub prompt: Vec<u32>,
+    /// Prefixes that later prompts may share.
+    pub marks: Vec<usize>,
+    /// `None` is the server's default, or what fits.
+    pub max_tokens: Option<usize>,
+    pub sampler: SamplerOptions,
+    /// `None` draws another text each time.
+    pub seed: Option<u64>,
+    pub stop: Vec<String>,
+    pub choices: usize,
+    pub ignore_eos: bool,
+    pub top_logprobs: Option<usize>,
+    pub grammar: Option<Grammar>,
+    pub form: AnswerForm,
+}
+
+impl App {
+    /// Puts the parts together.
+    pub fn new(engine: EngineHandle, text: ModelText, options: ServerOptions) -> Arc<App> {
+        Arc::new(App {
+            engine,
+            text,
+            options,
+            metrics: Metrics::new(),
+            created: seconds_since_1970(),
+            draining: AtomicBool::new(false),
+        })
+    }
+
+    /// From now on requests are refused; those that run go on.
+    pub fn drain(&self) {
+        self.draining.store(true, Ordering::Release);
+    }
+
+    /// Whether requests are refused because the server ends.
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
+    }
+
+    /// Refuses a model that is not the one served.
+    pub(crate) fn check_model(&self, asked: Option<&str>) -> Result<()> {
+        let served = &self.options.model_id;
+        match asked {
+            Some(asked) if asked != served && !asked.is_empty() && asked != "default" => {
+                Err(ServerError::UnknownModel { asked: asked.into(), served: served.clone() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Tokens that an answer may have.
+    fn max_tokens(&self, ask: &Ask) -> usize {
+        let room = self.engine.context().saturating_sub(ask.prompt.len());
+        ask.max_tokens.unwrap_or_else(|| self.options.max_tokens_default.min(room.max(1)))
+    }
+
+    /// Starts the answers and waits until they run.
+    pub(crate) async fn start(&self, ask: Ask) -> Result<Vec<Answer>> {
+        if self.is_draining() {
+            return Err(ServerError::Draining);
+        }
+        if ask.choices == 0 || ask.choices > self.options.choices_max {
+            return Err(wrong(
+                "n",
+                format!("{} answers, expected 1 to {}", ask.choices, self.options.choices_max),
+            ));
+        }
+        let max_tokens = self.max_tokens(&ask);
+        let deadline = Instant::now() + self.options.deadline;
+        let seed = ask.seed.unwrap_or_else(fresh_seed);
+        let mut answers = Vec::with_capacity(ask.choices);
+        for choice in 0..ask.choices {
+            let constraint = match &ask.grammar {
+                Some(grammar) => Some(self.text.grammars.constraint(grammar, &ask.form)?),
+                None => None,
+            };
+            let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
+            let request = BatchRequest {
+                sampler: SamplerOptions { seed: seed.wrapping_add(choice as u64), ..ask.sampler.clone() },
+                end_tokens,
+                top_logprobs: ask.top_logprobs,
+                constraint,
+                marks: ask.marks.clone(),
+                deadline: Some(deadline),
+                ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
+            };
+            let (id, events) = self.engine.submit(request).await?;
+            let style = AnswerStyle {
+                stop: ask.stop.clone(),
+                form: ask.form.clone(),
+                logprobs: ask.top_logprobs.is_some(),
+            };
+            let timer = RequestTimer::new(self.metrics.clone(), id, ask.prompt.len());
+            answers.push(Answer::new(events, &self.text.tokenizer, style, ask.prompt.len(), timer)?);
+        }
+        for answer in &mut answers {
+            answer.started().await?;
+        }
+        Ok(answers)
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn seconds_since_1970() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// A seed that differs from call to call.
+fn fresh_seed() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(SystemTime::now())
+}
+
+/// A name that no other object of this server has.
+pub(crate) fn fresh_id(prefix: &str) -> String {
+    format!("{prefix}{:016x}", fresh_seed())
+}

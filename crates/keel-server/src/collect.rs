@@ -1,0 +1,112 @@
+//! Answers as a whole, and answers as a stream.
+
+use std::future::Future;
+
+use axum::response::Response;
+use axum::response::sse::Event;
+use futures_util::future::try_join_all;
+use futures_util::stream::{self, BoxStream, SelectAll, StreamExt};
+use keel_text::AnswerPart;
+use serde_json::Value;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+
+use crate::answer::{Answer, Ending, Piece, TokenInfo, Usage};
+use crate::app::App;
+use crate::error::Result;
+use crate::http::{data, sse};
+
+/// A whole answer.
+pub(crate) struct Collected {
+    pub text: String,
+    pub reasoning: String,
+    /// Names and arguments.
+    pub calls: Vec<(String, String)>,
+    pub tokens: Vec<TokenInfo>,
+    pub ending: Ending,
+    /// The stop string that ended it.
+    pub stop: Option<String>,
+    pub usage: Usage,
+}
+
+/// Waits for all answers.
+pub(crate) async fn collect(answers: Vec<Answer>) -> Result<Vec<Collected>> {
+    try_join_all(answers.into_iter().map(collect_one)).await
+}
+
+async fn collect_one(mut answer: Answer) -> Result<Collected> {
+    let (mut text, mut reasoning) = (String::new(), String::new());
+    let (mut calls, mut tokens) = (Vec::new(), Vec::new());
+    let (mut ending, mut stop) = (Ending::Stop, None);
+    while let Some(piece) = answer.next().await? {
+        match piece {
+            Piece::Part(AnswerPart::Text(part)) => text.push_str(&part),
+            Piece::Part(AnswerPart::Reasoning(part)) => reasoning.push_str(&part),
+            Piece::Part(AnswerPart::ToolCall { name, arguments }) => calls.push((name, arguments)),
+            Piece::Tokens(infos) => tokens.extend(infos),
+            Piece::End(how, by) => (ending, stop) = (how, by),
+        }
+    }
+    Ok(Collected { text, reasoning, calls, tokens, ending, stop, usage: answer.usage() })
+}
+
+/// A piece of one of several answers.
+pub(crate) struct Merged {
+    pub index: usize,
+    pub piece: Result<Piece>,
+    /// Of this answer, so far.
+    pub usage: Usage,
+}
+
+/// The pieces of all answers, as they come.
+pub(crate) fn merge(answers: Vec<Answer>) -> SelectAll<BoxStream<'static, Merged>> {
+    let pieces = |(index, answer): (usize, Answer)| {
+        stream::unfold(Some(answer), move |answer| async move {
+            let mut answer = answer?;
+            let piece = answer.next().await.transpose()?;
+            let usage = answer.usage();
+            let rest = piece.is_ok().then_some(answer);
+            Some((Merged { index, piece, usage }, rest))
+        })
+        .boxed()
+    };
+    stream::select_all(answers.into_iter().enumerate().map(pieces))
+}
+
+/// Where a stream's events are put.
+pub(crate) struct Outbox(mpsc::Sender<Event>);
+
+impl Outbox {
+    /// Sends a JSON object.
+    pub async fn json(&self, value: &Value) {
+        self.event(data(value)).await;
+    }
+
+    /// Sends an event. If the client has left, the task that sends is about to be dropped.
+    pub async fn event(&self, event: Event) {
+        let _ = self.0.send(event).await;
+    }
+}
+
+/// Events that may wait for a slow client.
+const OUTBOX: usize = 64;
+
+/// A response whose events `produce` sends. When the client leaves, `produce` is dropped wherever it waits, and with it
+/// its answers.
+pub(crate) fn respond<F: Future<Output = ()> + Send>(
+    app: &App,
+    produce: impl FnOnce(Outbox) -> F + Send + 'static,
+) -> Response
+where
+    F: 'static,
+{
+    let (sender, receiver) = mpsc::channel(OUTBOX);
+    tokio::spawn(async move {
+        let outbox = Outbox(sender.clone());
+        tokio::select! {
+            () = sender.closed() => {}
+            () = produce(outbox) => {}
+        }
+    });
+    sse(app, ReceiverStream::new(receiver).map(Ok))
+}

@@ -1,0 +1,183 @@
+//! What can go wrong with a request, and the one table of how it is answered.
+
+use axum::http::StatusCode;
+use keel_engine::EngineError;
+use keel_text::TextError;
+
+/// Errors of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServerError {
+    /// The engine refuses the request, or failed at it.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// The tokenizer or the chat template refuses the text.
+    #[error(transparent)]
+    Text(#[from] TextError),
+    /// The body is not what the endpoint expects.
+    #[error("the body is not a request of this kind: {0}")]
+    Body(String),
+    /// A field has a wrong value.
+    #[error("{field}: {problem}")]
+    Field {
+        /// The field.
+        field: &'static str,
+        /// What is wrong with it, and what would be right.
+        problem: String,
+    },
+    /// A model that is not served here.
+    #[error("the model {asked:?} is not served here; {served:?} is")]
+    UnknownModel {
+        /// The model asked for.
+        asked: String,
+        /// The model served.
+        served: String,
+    },
+    /// No such endpoint.
+    #[error("there is no {method} {path} here")]
+    UnknownEndpoint {
+        /// The method.
+        method: String,
+        /// The path.
+        path: String,
+    },
+    /// A wrong key, or none.
+    #[error("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")]
+    Unauthorized,
+    /// A body beyond the limit.
+    #[error("the body is larger than {limit} bytes")]
+    BodyTooLarge {
+        /// Bytes accepted.
+        limit: usize,
+    },
+    /// The server is about to end.
+    #[error("the server is shutting down; try another, or again later")]
+    Draining,
+    /// As many requests are being taken in as may.
+    #[error("too many requests at once; try again later")]
+    Busy,
+    /// The engine's thread is gone.
+    #[error("the engine has stopped; the server must be started anew")]
+    EngineStopped,
+    /// The address cannot be used.
+    #[error("cannot listen on {address}: {source}")]
+    Listen {
+        /// The address.
+        address: String,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// The system failed.
+    #[error("{0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// Result of this crate.
+pub type Result<T, E = ServerError> = std::result::Result<T, E>;
+
+/// How an error is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reply {
+    /// HTTP status.
+    pub status: StatusCode,
+    /// OpenAI's `error.type`.
+    pub kind: &'static str,
+    /// OpenAI's `error.code`.
+    pub code: &'static str,
+    /// Seconds after which it is worth trying again.
+    pub retry_after: Option<u32>,
+}
+
+const fn reply(status: StatusCode, kind: &'static str, code: &'static str) -> Reply {
+    Reply { status, kind, code, retry_after: None }
+}
+
+const fn later(status: StatusCode, kind: &'static str, code: &'static str, seconds: u32) -> Reply {
+    Reply { status, kind, code, retry_after: Some(seconds) }
+}
+
+impl ServerError {
+    /// The table: every error's status.
+    pub fn reply(&self) -> Reply {
+        use StatusCode as S;
+        const INVALID: &str = "invalid_request_error";
+        const OURS: &str = "server_error";
+        match self {
+            ServerError::Engine(error) => match error {
+                EngineError::Context { .. } => reply(S::BAD_REQUEST, INVALID, "context_length_exceeded"),
+                EngineError::NeverFits { .. } => reply(S::BAD_REQUEST, INVALID, "memory_exceeded"),
+                EngineError::EmptyPrompt => reply(S::BAD_REQUEST, INVALID, "empty_prompt"),
+                EngineError::TokenId { .. } | EngineError::Option(_) => {
+                    reply(S::BAD_REQUEST, INVALID, "invalid_value")
+                }
+                EngineError::Constraint(_) => reply(S::BAD_REQUEST, INVALID, "invalid_grammar"),
+                EngineError::QueueFull { .. } => {
+                    later(S::TOO_MANY_REQUESTS, "rate_limit_error", "queue_full", 1)
+                }
+                EngineError::QueueTimeout { .. } => later(S::SERVICE_UNAVAILABLE, OURS, "queue_timeout", 5),
+                EngineError::Deadline => reply(S::GATEWAY_TIMEOUT, OURS, "deadline_exceeded"),
+                _ => reply(S::INTERNAL_SERVER_ERROR, OURS, "engine_failure"),
+            },
+            ServerError::Text(error) => match error {
+                TextError::Refused { .. } | TextError::Template { .. } => {
+                    reply(S::BAD_REQUEST, INVALID, "chat_template")
+                }
+                TextError::Grammar { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_grammar"),
+                TextError::StopString { .. } | TextError::Tokenize { .. } => {
+                    reply(S::BAD_REQUEST, INVALID, "invalid_value")
+                }
+                _ => reply(S::INTERNAL_SERVER_ERROR, OURS, "text_failure"),
+            },
+            ServerError::Body(_) => reply(S::BAD_REQUEST, INVALID, "invalid_body"),
+            ServerError::Field { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_value"),
+            ServerError::UnknownModel { .. } => reply(S::NOT_FOUND, INVALID, "model_not_found"),
+            ServerError::UnknownEndpoint { .. } => reply(S::NOT_FOUND, INVALID, "unknown_url"),
+            ServerError::Unauthorized => reply(S::UNAUTHORIZED, INVALID, "invalid_api_key"),
+            ServerError::BodyTooLarge { .. } => reply(S::PAYLOAD_TOO_LARGE, INVALID, "body_too_large"),
+            ServerError::Draining => later(S::SERVICE_UNAVAILABLE, OURS, "shutting_down", 10),
+            ServerError::Busy => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "too_many_requests", 1),
+            ServerError::EngineStopped => reply(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped"),
+            ServerError::Listen { .. } | ServerError::Io(_) => {
+                reply(S::INTERNAL_SERVER_ERROR, OURS, "system_failure")
+            }
+        }
+    }
+
+    /// What the client is told. The details of a failure of ours go to the log alone: they may name files.
+    pub fn public_message(&self) -> String {
+        if self.reply().status == StatusCode::INTERNAL_SERVER_ERROR {
+            return "the server failed at this request; its log says why".into();
+        }
+        self.to_string()
+    }
+
+    /// The field that is wrong, if it is one.
+    pub fn field(&self) -> Option<&'static str> {
+        match self {
+            ServerError::Field { field, .. } => Some(field),
+            _ => None,
+        }
+    }
+}
+
+/// A field with a wrong value.
+pub(crate) fn wrong(field: &'static str, problem: impl Into<String>) -> ServerError {
+    ServerError::Field { field, problem: problem.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_client_can_mend_is_4xx_and_names_no_file() {
+        let context = ServerError::from(EngineError::Context { needed: 9000, context: 4096 });
+        assert_eq!((context.reply().status.as_u16(), context.reply().code), (400, "context_length_exceeded"));
+        assert!(context.public_message().contains("9000"));
+        let full = ServerError::from(EngineError::QueueFull { limit: 3 });
+        assert_eq!((full.reply().status.as_u16(), full.reply().retry_after), (429, Some(1)));
+        let ours = ServerError::from(std::io::Error::other("/secret/path"));
+        assert_eq!(ours.reply().status.as_u16(), 500);
+        assert!(!ours.public_message().contains("secret"));
+    }
+}

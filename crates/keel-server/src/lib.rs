@@ -1,0 +1,38 @@
+//! An OpenAI-compatible server on one engine, with continuous batching.
+//!
+//! The life of a request: a handler checks its JSON and makes an `Ask` (`openai/`), the prompt is rendered and encoded
+//! ([`ModelText`]), the engine's thread admits it or lets it wait ([`EngineHandle`]), and what the thread sends back
+//! becomes text, reasoning and tool calls ([`answer::Answer`]). Dropping the answer, which is what happens when a client
+//! leaves, ends the sequence before the next step and gives its bytes back.
+//!
+//! One table says which error is which status: [`ServerError::reply`].
+
+#![forbid(unsafe_code)]
+
+pub mod answer;
+mod anthropic;
+mod app;
+mod collect;
+mod error;
+mod grammar;
+mod http;
+mod metrics;
+mod openai;
+mod openapi;
+mod options;
+mod page;
+mod routes;
+mod sampling;
+mod serve;
+mod text;
+mod tokenize;
+mod worker;
+
+pub use app::App;
+pub use error::{Reply, Result, ServerError};
+pub use metrics::{Metrics, RequestTimer};
+pub use options::{PrefixStore, ServerOptions};
+pub use routes::router;
+pub use serve::{Server, bind, wait_for_signal};
+pub use text::{ChatPrompt, ModelText};
+pub use worker::{EngineHandle, Events};

@@ -1,0 +1,243 @@
+//! Counters and histograms, and the timer that every request carries.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use keel_array::Category;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::answer::{Ending, Usage};
+use crate::worker::EngineHandle;
+
+/// A label whose values are fixed words.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Word(&'static str);
+
+impl EncodeLabelValue for Word {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
+        self.0.encode(encoder)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Reason {
+    reason: Word,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Bytes {
+    category: Word,
+    kind: Word,
+}
+
+/// The server's metrics. Cloning gives another handle.
+#[derive(Clone)]
+pub struct Metrics(Arc<Inner>);
+
+struct Inner {
+    registry: Registry,
+    running: Gauge,
+    waiting: Gauge,
+    prompt_tokens: Counter,
+    cached_tokens: Counter,
+    generated_tokens: Counter,
+    finished: Family<Reason, Counter>,
+    refused: Family<Reason, Counter>,
+    queue_time: Histogram,
+    first_token: Histogram,
+    between_tokens: Histogram,
+    request_time: Histogram,
+    prefix_pages: Gauge,
+    free_pages: Gauge,
+    prefix_states: Gauge,
+    memory: Family<Bytes, Gauge>,
+}
+
+/// Seconds, from a millisecond to a minute.
+const SECONDS: [f64; 15] =
+    [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
+
+impl Default for Metrics {
+    fn default() -> Metrics {
+        Metrics::new()
+    }
+}
+
+impl Metrics {
+    /// All at zero.
+    pub fn new() -> Metrics {
+        let histogram = || Histogram::new(SECONDS);
+        let mut inner = Inner {
+            registry: Registry::with_prefix("keel"),
+            running: Gauge::default(),
+            waiting: Gauge::default(),
+            prompt_tokens: Counter::default(),
+            cached_tokens: Counter::default(),
+            generated_tokens: Counter::default(),
+            finished: Family::default(),
+            refused: Family::default(),
+            queue_time: histogram(),
+            first_token: histogram(),
+            between_tokens: histogram(),
+            request_time: histogram(),
+            prefix_pages: Gauge::default(),
+            free_pages: Gauge::default(),
+            prefix_states: Gauge::default(),
+            memory: Family::default(),
+        };
+        inner.register();
+        Metrics(Arc::new(inner))
+    }
+
+    /// The exposition in Prometheus' text form, as of now.
+    pub fn expose(&self, engine: &EngineHandle) -> String {
+        let inner = &self.0;
+        let status = engine.status();
+        inner.running.set(status.running.len() as i64);
+        inner.waiting.set(status.waiting as i64);
+        inner.free_pages.set(status.free_pages as i64);
+        inner.prefix_pages.set(status.prefix_pages as i64);
+        inner.prefix_states.set(status.prefix_states as i64);
+        let ledger = engine.ledger();
+        for (kind, report) in
+            [("planned", engine.planned()), ("allocated", ledger.active()), ("peak", ledger.peak())]
+        {
+            for (category, bytes) in report.iter() {
+                self.set_memory(category, kind, bytes);
+            }
+        }
+        let mut text = String::new();
+        // Writing to a string cannot fail.
+        let _ = encode(&mut text, &inner.registry);
+        text
+    }
+
+    fn set_memory(&self, category: Category, kind: &'static str, bytes: u64) {
+        let labels = Bytes { category: Word(category.name()), kind: Word(kind) };
+        self.0.memory.get_or_create(&labels).set(bytes as i64);
+    }
+
+    /// Counts a request that was not let in, by the error's code.
+    pub fn refused(&self, code: &'static str) {
+        self.0.refused.get_or_create(&Reason { reason: Word(code) }).inc();
+    }
+}
+
+impl Inner {
+    fn register(&mut self) {
+        let r = &mut self.registry;
+        r.register("requests_running", "Sequences that run", self.running.clone());
+        r.register("requests_waiting", "Requests in the queue", self.waiting.clone());
+        r.register("prompt_tokens", "Prompt tokens of started requests", self.prompt_tokens.clone());
+        r.register(
+            "prompt_tokens_cached",
+            "Prompt tokens that an earlier request had run",
+            self.cached_tokens.clone(),
+        );
+        r.register("generated_tokens", "Tokens generated", self.generated_tokens.clone());
+        r.register("requests_finished", "Requests that ended, by reason", self.finished.clone());
+        r.register("requests_refused", "Requests that were not answered, by error", self.refused.clone());
+        let mut time = |name: &str, help: &str, histogram: &Histogram| {
+            r.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+        };
+        time("queue", "Time in the queue", &self.queue_time);
+        time("time_to_first_token", "From arrival to the first token", &self.first_token);
+        time("time_between_tokens", "Between tokens of an answer", &self.between_tokens);
+        time("request", "From arrival to the last token", &self.request_time);
+        r.register("pages_free", "Pages of keys and values that nobody holds", self.free_pages.clone());
+        r.register("pages_prefix", "Pages that remembered prefixes hold", self.prefix_pages.clone());
+        r.register("states_prefix", "Saved states of remembered prefixes", self.prefix_states.clone());
+        r.register("memory_bytes", "Bytes per category of the ledger", self.memory.clone());
+    }
+}
+
+/// Times one request, and logs a line when it is over.
+pub struct RequestTimer {
+    metrics: Metrics,
+    id: u64,
+    arrived: Instant,
+    queued: Duration,
+    first: Option<Instant>,
+    last: Option<Instant>,
+    usage: Usage,
+    ending: Option<Ending>,
+}
+
+impl RequestTimer {
+    /// A request that has arrived now.
+    pub fn new(metrics: Metrics, id: u64, prompt_tokens: usize) -> RequestTimer {
+        RequestTimer {
+            metrics,
+            id,
+            arrived: Instant::now(),
+            queued: Duration::ZERO,
+            first: None,
+            last: None,
+            usage: Usage { prompt: prompt_tokens, ..Usage::default() },
+            ending: None,
+        }
+    }
+
+    /// It runs.
+    pub fn started(&mut self, cached_tokens: usize, queued: Duration) {
+        let m = &self.metrics.0;
+        self.queued = queued;
+        self.usage.cached = cached_tokens;
+        m.queue_time.observe(queued.as_secs_f64());
+        m.prompt_tokens.inc_by(self.usage.prompt as u64);
+        m.cached_tokens.inc_by(cached_tokens as u64);
+    }
+
+    /// A token came.
+    pub fn token(&mut self, now: Instant) {
+        let m = &self.metrics.0;
+        match self.last {
+            None => {
+                self.first = Some(now);
+                m.first_token.observe((now - self.arrived).as_secs_f64());
+            }
+            Some(last) => m.between_tokens.observe((now - last).as_secs_f64()),
+        }
+        self.last = Some(now);
+        self.usage.completion += 1;
+        m.generated_tokens.inc();
+    }
+
+    /// It has ended by itself.
+    pub fn ended(&mut self, ending: Ending, usage: Usage) {
+        self.ending = Some(ending);
+        self.usage = usage;
+    }
+}
+
+impl Drop for RequestTimer {
+    fn drop(&mut self) {
+        let m = &self.metrics.0;
+        let reason = match self.ending {
+            Some(Ending::Stop) => "stop",
+            Some(Ending::Length) => "length",
+            Some(Ending::ToolCalls) => "tool_calls",
+            None => "cancelled",
+        };
+        m.finished.get_or_create(&Reason { reason: Word(reason) }).inc();
+        m.request_time.observe(self.arrived.elapsed().as_secs_f64());
+        let ms = |d: Duration| d.as_secs_f64() * 1e3;
+        tracing::info!(
+            request = self.id,
+            reason,
+            prompt = self.usage.prompt,
+            cached = self.usage.cached,
+            generated = self.usage.completion,
+            queued_ms = ms(self.queued),
+            first_token_ms = self.first.map_or(f64::NAN, |at| ms(at - self.arrived)),
+            total_ms = ms(self.arrived.elapsed()),
+            "request"
+        );
+    }
+}

@@ -1,0 +1,230 @@
+//! `/v1/chat/completions`.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::sse::Event;
+use axum::response::{IntoResponse, Response};
+use futures_util::StreamExt;
+use keel_text::{AnswerForm, AnswerPart};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::messages::{ChatMessage, to_template};
+use super::tools::{Tools, response_grammar};
+use super::{chat_logprobs, finish_reason, total, usage_json};
+use crate::answer::{Answer, Piece, Usage};
+use crate::app::{App, Ask, fresh_id, seconds_since_1970};
+use crate::collect::{Collected, Outbox, collect, merge, respond};
+use crate::error::{Result, ServerError, wrong};
+use crate::http::{Body, error_json};
+use crate::sampling::{OneOrMany, SamplingFields};
+
+const TOP_LOGPROBS_MAX: usize = 20;
+
+/// The fields that are understood; others are ignored.
+#[derive(Debug, Deserialize)]
+pub(crate) struct ChatBody {
+    model: Option<String>,
+    messages: Vec<ChatMessage>,
+    max_tokens: Option<usize>,
+    max_completion_tokens: Option<usize>,
+    n: Option<usize>,
+    stop: Option<OneOrMany>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    logprobs: Option<bool>,
+    top_logprobs: Option<usize>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    parallel_tool_calls: Option<bool>,
+    response_format: Option<Value>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    reasoning_effort: Option<String>,
+    #[serde(flatten)]
+    sampling: SamplingFields,
+}
+
+impl ChatBody {
+    /// The model asked for.
+    pub fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct StreamOptions {
+    pub include_usage: Option<bool>,
+}
+
+/// Answers a conversation.
+pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<ChatBody>) -> Result<Response> {
+    app.check_model(body.model.as_deref())?;
+    let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
+    let streams = body.stream.unwrap_or(false);
+    let worker = Arc::clone(&app);
+    let ask = blocking(move || ask(&worker, body)).await?;
+    let answers = app.start(ask).await?;
+    let head = Head {
+        id: fresh_id("chatcmpl-"),
+        created: seconds_since_1970(),
+        model: app.options.model_id.clone(),
+    };
+    if streams {
+        return Ok(respond(&app, move |outbox| stream(head, answers, outbox, with_usage)));
+    }
+    let answers = collect(answers).await?;
+    Ok(Json(whole(&head, &answers)).into_response())
+}
+
+/// Templates and tokenizers may take a while on long conversations.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|error| Err(ServerError::Io(std::io::Error::other(error))))
+}
+
+/// The request in the engine's terms.
+pub(crate) fn ask(app: &App, body: ChatBody) -> Result<Ask> {
+    let tools = Tools::new(body.tools, body.tool_choice.as_ref(), body.parallel_tool_calls.unwrap_or(true))?;
+    let asked = response_grammar(body.response_format.as_ref())?;
+    let top_logprobs = match (body.logprobs.unwrap_or(false), body.top_logprobs) {
+        (_, Some(n)) if n > TOP_LOGPROBS_MAX => {
+            return Err(wrong("top_logprobs", format!("{n}, expected 0 to {TOP_LOGPROBS_MAX}")));
+        }
+        (true, n) => Some(n.unwrap_or(0)),
+        (false, _) => None,
+    };
+    let mut variables = body.chat_template_kwargs.unwrap_or_default();
+    if body.reasoning_effort.as_deref() == Some("none") {
+        variables.entry("enable_thinking").or_insert(json!(false));
+    }
+    let messages = to_template(body.messages)?;
+    let offered = (!tools.offered.is_empty()).then_some(&tools.offered[..]);
+    let prompt = app.text.encode_chat(&messages, offered, Some(&variables))?;
+    let reasons = app.text.reasons();
+    Ok(Ask {
+        marks: vec![prompt.shared_len],
+        max_tokens: body.max_completion_tokens.or(body.max_tokens),
+        sampler: body.sampling.options(&app.text.defaults, app.engine.vocab())?,
+        seed: body.sampling.seed(),
+        stop: body.stop.map_or(Vec::new(), OneOrMany::into_vec),
+        choices: body.n.unwrap_or(1),
+        ignore_eos: body.sampling.ignore_eos.unwrap_or(false),
+        top_logprobs,
+        grammar: tools.grammar.or(asked),
+        form: AnswerForm {
+            reasoning: reasons,
+            begins_in_reasoning: reasons && prompt.tail.trim_end().ends_with("<think>"),
+            tools: tools.offered,
+        },
+        prompt: prompt.ids,
+    })
+}
+
+/// What every object of one response repeats.
+struct Head {
+    id: String,
+    created: u64,
+    model: String,
+}
+
+impl Head {
+    fn object(&self, kind: &str, choices: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        })
+    }
+
+    fn chunk(&self, index: usize, delta: Value, finish: Option<&str>) -> Value {
+        let choice = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": finish});
+        self.object("chat.completion.chunk", json!([choice]))
+    }
+}
+
+fn tool_call(index: Option<usize>, name: &str, arguments: &str) -> Value {
+    let mut call = json!({
+        "id": fresh_id("call_"),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    });
+    if let Some(index) = index {
+        call["index"] = json!(index);
+    }
+    call
+}
+
+fn whole(head: &Head, answers: &[Collected]) -> Value {
+    let choice = |(index, answer): (usize, &Collected)| {
+        let calls: Vec<Value> = answer.calls.iter().map(|(n, a)| tool_call(None, n, a)).collect();
+        let content =
+            if answer.text.is_empty() && !calls.is_empty() { Value::Null } else { json!(answer.text) };
+        let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+        if !answer.reasoning.is_empty() {
+            message["reasoning_content"] = json!(answer.reasoning);
+        }
+        if !calls.is_empty() {
+            message["tool_calls"] = json!(calls);
+        }
+        let logprobs = if answer.tokens.is_empty() { Value::Null } else { chat_logprobs(&answer.tokens) };
+        json!({
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(answer.ending),
+        })
+    };
+    let choices: Vec<Value> = answers.iter().enumerate().map(choice).collect();
+    let mut object = head.object("chat.completion", json!(choices));
+    object["usage"] = usage_json(total(&answers.iter().map(|a| a.usage).collect::<Vec<_>>(), answers.len()));
+    object
+}
+
+async fn stream(head: Head, answers: Vec<Answer>, outbox: Outbox, with_usage: bool) {
+    let mut usages = vec![Usage::default(); answers.len()];
+    let mut calls = vec![0; answers.len()];
+    for index in 0..answers.len() {
+        outbox.json(&head.chunk(index, json!({"role": "assistant", "content": ""}), None)).await;
+    }
+    let mut pieces = merge(answers);
+    while let Some(merged) = pieces.next().await {
+        let index = merged.index;
+        usages[index] = merged.usage;
+        let chunk = match merged.piece {
+            Ok(Piece::Part(AnswerPart::Text(text))) => head.chunk(index, json!({"content": text}), None),
+            Ok(Piece::Part(AnswerPart::Reasoning(text))) => {
+                head.chunk(index, json!({"reasoning_content": text}), None)
+            }
+            Ok(Piece::Part(AnswerPart::ToolCall { name, arguments })) => {
+                let call = tool_call(Some(calls[index]), &name, &arguments);
+                calls[index] += 1;
+                head.chunk(index, json!({"tool_calls": [call]}), None)
+            }
+            Ok(Piece::Tokens(tokens)) => {
+                let mut chunk = head.chunk(index, json!({}), None);
+                chunk["choices"][0]["logprobs"] = chat_logprobs(&tokens);
+                chunk
+            }
+            Ok(Piece::End(ending, _)) => head.chunk(index, json!({}), Some(finish_reason(ending))),
+            Err(error) => {
+                tracing::warn!("{error}");
+                outbox.json(&error_json(&error)).await;
+                return;
+            }
+        };
+        outbox.json(&chunk).await;
+    }
+    if with_usage {
+        let mut object = head.object("chat.completion.chunk", json!([]));
+        object["usage"] = usage_json(total(&usages, usages.len()));
+        outbox.json(&object).await;
+    }
+    outbox.event(Event::default().data("[DONE]")).await;
+}

@@ -1,0 +1,215 @@
+//! `/v1/completions`: a text continued as it stands.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::sse::Event;
+use axum::response::{IntoResponse, Response};
+use futures_util::StreamExt;
+use keel_text::{AnswerForm, AnswerPart};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::chat::{StreamOptions, blocking};
+use super::tools::response_grammar;
+use super::{finish_reason, total, usage_json};
+use crate::answer::{Answer, Piece, TokenInfo, Usage};
+use crate::app::{App, Ask, fresh_id, seconds_since_1970};
+use crate::collect::{Collected, Outbox, collect, merge, respond};
+use crate::error::{Result, wrong};
+use crate::http::{Body, error_json};
+use crate::sampling::{OneOrMany, SamplingFields};
+
+const TOP_LOGPROBS_MAX: usize = 20;
+/// What OpenAI takes where nothing is said.
+const MAX_TOKENS_DEFAULT: usize = 16;
+const PROMPTS_MAX: usize = 64;
+
+/// The fields that are understood; others are ignored.
+#[derive(Debug, Deserialize)]
+pub(crate) struct CompletionBody {
+    model: Option<String>,
+    prompt: Prompt,
+    max_tokens: Option<usize>,
+    n: Option<usize>,
+    stop: Option<OneOrMany>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    logprobs: Option<usize>,
+    echo: Option<bool>,
+    response_format: Option<Value>,
+    #[serde(flatten)]
+    sampling: SamplingFields,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Prompt {
+    Text(String),
+    Ids(Vec<u32>),
+    Texts(Vec<String>),
+    IdLists(Vec<Vec<u32>>),
+}
+
+/// Continues texts.
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Body(body): Body<CompletionBody>,
+) -> Result<Response> {
+    app.check_model(body.model.as_deref())?;
+    let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
+    let streams = body.stream.unwrap_or(false);
+    let choices = body.n.unwrap_or(1);
+    let worker = Arc::clone(&app);
+    let (asks, echoes) = blocking(move || asks(&worker, body)).await?;
+    let mut answers = Vec::new();
+    for ask in asks {
+        answers.extend(app.start(ask).await?);
+    }
+    let head = Head {
+        id: fresh_id("cmpl-"),
+        created: seconds_since_1970(),
+        model: app.options.model_id.clone(),
+        choices,
+    };
+    if streams {
+        return Ok(respond(&app, move |outbox| stream(head, answers, echoes, outbox, with_usage)));
+    }
+    let answers = collect(answers).await?;
+    Ok(Json(whole(&head, &answers, &echoes)).into_response())
+}
+
+/// One ask for each prompt, and the text that each choice begins with.
+fn asks(app: &App, body: CompletionBody) -> Result<(Vec<Ask>, Vec<String>)> {
+    let encode = |text: &String| Ok(app.text.tokenizer.encode(text, true)?);
+    let prompts = match &body.prompt {
+        Prompt::Text(text) => vec![encode(text)?],
+        Prompt::Texts(texts) => texts.iter().map(encode).collect::<Result<_>>()?,
+        Prompt::Ids(ids) => vec![ids.clone()],
+        Prompt::IdLists(lists) => lists.clone(),
+    };
+    if prompts.is_empty() || prompts.len() > PROMPTS_MAX {
+        return Err(wrong("prompt", format!("{} prompts, expected 1 to {PROMPTS_MAX}", prompts.len())));
+    }
+    if body.logprobs.is_some_and(|n| n > TOP_LOGPROBS_MAX) {
+        return Err(wrong("logprobs", format!("expected 0 to {TOP_LOGPROBS_MAX}")));
+    }
+    let sampler = body.sampling.options(&app.text.defaults, app.engine.vocab())?;
+    let grammar = response_grammar(body.response_format.as_ref())?;
+    let stop = body.stop.map_or(Vec::new(), OneOrMany::into_vec);
+    let choices = body.n.unwrap_or(1);
+    if choices > app.options.choices_max {
+        return Err(wrong("n", format!("{choices} answers, expected 1 to {}", app.options.choices_max)));
+    }
+    let mut echoes = Vec::new();
+    for prompt in &prompts {
+        let echo =
+            if body.echo.unwrap_or(false) { app.text.tokenizer.decode(prompt, true)? } else { String::new() };
+        echoes.extend(std::iter::repeat_n(echo, choices));
+    }
+    let ask = |prompt| Ask {
+        prompt,
+        marks: Vec::new(),
+        max_tokens: Some(body.max_tokens.unwrap_or(MAX_TOKENS_DEFAULT)),
+        sampler: sampler.clone(),
+        seed: body.sampling.seed(),
+        stop: stop.clone(),
+        choices,
+        ignore_eos: body.sampling.ignore_eos.unwrap_or(false),
+        top_logprobs: body.logprobs,
+        grammar: grammar.clone(),
+        form: AnswerForm::default(),
+    };
+    Ok((prompts.into_iter().map(ask).collect(), echoes))
+}
+
+/// What every object of one response repeats, and how many choices each prompt has.
+struct Head {
+    id: String,
+    created: u64,
+    model: String,
+    choices: usize,
+}
+
+impl Head {
+    fn object(&self, choices: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        })
+    }
+
+    fn chunk(&self, index: usize, text: &str, finish: Option<&str>) -> Value {
+        let choice = json!({"index": index, "text": text, "logprobs": null, "finish_reason": finish});
+        self.object(json!([choice]))
+    }
+}
+
+fn logprobs(tokens: &[TokenInfo]) -> Value {
+    let finite = |logprob: f32| if logprob.is_finite() { logprob } else { -9999.0 };
+    let top = |info: &TokenInfo| -> Value {
+        info.top_texts
+            .iter()
+            .zip(&info.logprobs.top)
+            .map(|(t, &(_, l))| (t.clone(), json!(finite(l))))
+            .collect()
+    };
+    json!({
+        "tokens": tokens.iter().map(|t| &t.text).collect::<Vec<_>>(),
+        "token_logprobs": tokens.iter().map(|t| finite(t.logprobs.drawn)).collect::<Vec<_>>(),
+        "top_logprobs": tokens.iter().map(top).collect::<Vec<_>>(),
+    })
+}
+
+fn whole(head: &Head, answers: &[Collected], echoes: &[String]) -> Value {
+    let choice = |(index, answer): (usize, &Collected)| {
+        let logprobs = if answer.tokens.is_empty() { Value::Null } else { logprobs(&answer.tokens) };
+        json!({
+            "index": index,
+            "text": format!("{}{}", echoes[index], answer.text),
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(answer.ending),
+        })
+    };
+    let mut object = head.object(answers.iter().enumerate().map(choice).collect());
+    object["usage"] = usage_json(total(&answers.iter().map(|a| a.usage).collect::<Vec<_>>(), head.choices));
+    object
+}
+
+async fn stream(head: Head, answers: Vec<Answer>, echoes: Vec<String>, outbox: Outbox, with_usage: bool) {
+    let mut usages = vec![Usage::default(); answers.len()];
+    for (index, echo) in echoes.iter().enumerate().filter(|(_, echo)| !echo.is_empty()) {
+        outbox.json(&head.chunk(index, echo, None)).await;
+    }
+    let mut pieces = merge(answers);
+    while let Some(merged) = pieces.next().await {
+        usages[merged.index] = merged.usage;
+        let chunk = match merged.piece {
+            Ok(Piece::Part(AnswerPart::Text(text))) => head.chunk(merged.index, &text, None),
+            // Without reasoning and tools in its form an answer is text alone.
+            Ok(Piece::Part(_)) => continue,
+            Ok(Piece::Tokens(tokens)) => {
+                let mut chunk = head.chunk(merged.index, "", None);
+                chunk["choices"][0]["logprobs"] = logprobs(&tokens);
+                chunk
+            }
+            Ok(Piece::End(ending, _)) => head.chunk(merged.index, "", Some(finish_reason(ending))),
+            Err(error) => {
+                tracing::warn!("{error}");
+                outbox.json(&error_json(&error)).await;
+                return;
+            }
+        };
+        outbox.json(&chunk).await;
+    }
+    if with_usage {
+        let mut object = head.object(json!([]));
+        object["usage"] = usage_json(total(&usages, head.choices));
+        outbox.json(&object).await;
+    }
+    outbox.event(Event::default().data("[DONE]")).await;
+}

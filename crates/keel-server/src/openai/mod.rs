@@ -1,0 +1,57 @@
+//! OpenAI's API. Only this module knows its JSON.
+
+pub(crate) mod chat;
+pub(crate) mod completions;
+mod messages;
+pub(crate) mod responses;
+mod tools;
+
+use serde_json::{Value, json};
+
+use crate::answer::{Ending, TokenInfo, Usage};
+
+fn usage_json(usage: Usage) -> Value {
+    json!({
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    })
+}
+
+/// The sum over several answers, of which each `choices` have one prompt, which counts once.
+fn total(usages: &[Usage], choices: usize) -> Usage {
+    let mut sum = Usage::default();
+    for answers in usages.chunks(choices.max(1)) {
+        sum.prompt += answers[0].prompt;
+        sum.cached += answers.iter().map(|a| a.cached).max().unwrap_or(0);
+        sum.completion += answers.iter().map(|a| a.completion).sum::<usize>();
+        sum.reasoning += answers.iter().map(|a| a.reasoning).sum::<usize>();
+    }
+    sum
+}
+
+fn finish_reason(ending: Ending) -> &'static str {
+    match ending {
+        Ending::Stop => "stop",
+        Ending::Length => "length",
+        Ending::ToolCalls => "tool_calls",
+    }
+}
+
+fn logprob_json(text: &str, logprob: f32) -> Value {
+    // JSON has no infinity; this is what OpenAI writes for it.
+    let logprob = if logprob.is_finite() { logprob } else { -9999.0 };
+    json!({"token": text, "logprob": logprob, "bytes": text.as_bytes()})
+}
+
+fn chat_logprobs(tokens: &[TokenInfo]) -> Value {
+    let token = |info: &TokenInfo| {
+        let mut entry = logprob_json(&info.text, info.logprobs.drawn);
+        let top = info.top_texts.iter().zip(&info.logprobs.top);
+        entry["top_logprobs"] = top.map(|(text, &(_, logprob))| logprob_json(text, logprob)).collect();
+        entry
+    };
+    json!({"content": tokens.iter().map(token).collect::<Vec<_>>()})
+}

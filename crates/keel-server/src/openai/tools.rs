@@ -1,0 +1,121 @@
+//! Which tools may be called, and what an answer must look like.
+
+use keel_text::GrammarSource;
+use serde_json::{Value, json};
+
+use crate::error::{Result, wrong};
+use crate::grammar::Grammar;
+
+/// What a request says about tools, checked.
+#[derive(Debug, Default)]
+pub(crate) struct Tools {
+    /// In OpenAI's form; none if they may not be called.
+    pub offered: Vec<Value>,
+    /// Set if one must be called.
+    pub grammar: Option<Grammar>,
+}
+
+const TOOLS_MAX: usize = 128;
+
+impl Tools {
+    /// Reads `tools` and `tool_choice`.
+    pub fn new(tools: Option<Vec<Value>>, choice: Option<&Value>, parallel: bool) -> Result<Tools> {
+        let tools = tools.unwrap_or_default();
+        if tools.len() > TOOLS_MAX {
+            return Err(wrong("tools", format!("{} tools, at most {TOOLS_MAX} are accepted", tools.len())));
+        }
+        let signatures = tools.iter().map(signature).collect::<Result<Vec<_>>>()?;
+        let choice = choice.unwrap_or(&Value::Null);
+        let named = choice["function"]["name"].as_str().or(choice["name"].as_str());
+        let forced = match (choice.as_str(), named) {
+            (Some("none"), _) => return Ok(Tools::default()),
+            (None, None) if choice.is_null() => Vec::new(),
+            (Some("auto"), _) => Vec::new(),
+            (Some("required"), _) => signatures,
+            (None, Some(name)) => signatures.into_iter().filter(|(n, _)| n == name).collect(),
+            _ => return Err(wrong("tool_choice", "expected none, auto, required, or a function's name")),
+        };
+        let is_forced = choice == "required" || named.is_some();
+        if is_forced && forced.is_empty() {
+            return Err(wrong("tool_choice", "there is no such tool"));
+        }
+        let several = parallel && choice == "required";
+        let grammar = is_forced.then(|| Grammar(GrammarSource::tool_calls(&forced, several)));
+        Ok(Tools { offered: tools, grammar })
+    }
+}
+
+/// Name and schema of a tool's arguments.
+fn signature(tool: &Value) -> Result<(String, Value)> {
+    let function = tool.get("function").unwrap_or(tool);
+    let name = function["name"].as_str().filter(|name| !name.is_empty());
+    let name = name.ok_or_else(|| wrong("tools", "a function has no name"))?;
+    let parameters = match &function["parameters"] {
+        Value::Null => json!({"type": "object", "properties": {}}),
+        Value::Object(_) => function["parameters"].clone(),
+        _ => return Err(wrong("tools", format!("the parameters of {name} are no JSON schema"))),
+    };
+    Ok((name.to_string(), parameters))
+}
+
+/// What `response_format` (or the `format` of a response's text) asks for.
+pub(crate) fn response_grammar(format: Option<&Value>) -> Result<Option<Grammar>> {
+    const FIELD: &str = "response_format";
+    let Some(format) = format.filter(|f| !f.is_null()) else { return Ok(None) };
+    let source = match format["type"].as_str() {
+        Some("text") => return Ok(None),
+        Some("json_object") => GrammarSource::json_object(),
+        Some("json_schema") => {
+            let schema = format["json_schema"].get("schema").or(format.get("schema"));
+            match schema {
+                Some(schema @ Value::Object(_)) => GrammarSource::JsonSchema(schema.clone()),
+                _ => return Err(wrong(FIELD, "json_schema.schema is missing or no JSON schema")),
+            }
+        }
+        Some("grammar") => match format["grammar"].as_str() {
+            Some(grammar) => GrammarSource::Lark(grammar.to_string()),
+            None => return Err(wrong(FIELD, "grammar is missing")),
+        },
+        Some("regex") => match format["regex"].as_str().or(format["pattern"].as_str()) {
+            Some(regex) => GrammarSource::Regex(regex.to_string()),
+            None => return Err(wrong(FIELD, "regex is missing")),
+        },
+        _ => {
+            return Err(wrong(FIELD, "type is one of text, json_object, json_schema, grammar, regex"));
+        }
+    };
+    Ok(Some(Grammar(source)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_choice_decides_what_may_and_what_must_be_called() {
+        let tools = || Some(vec![json!({"type": "function", "function": {"name": "f"}})]);
+        let new = |choice: Value| Tools::new(tools(), Some(&choice), true);
+        let auto = new(json!("auto")).expect("right");
+        assert!(auto.offered.len() == 1 && auto.grammar.is_none());
+        assert!(new(json!("none")).expect("right").offered.is_empty());
+        assert!(new(json!("required")).expect("right").grammar.is_some());
+        let named = json!({"type": "function", "function": {"name": "f"}});
+        assert!(new(named).expect("right").grammar.is_some());
+        for wrong in [json!("maybe"), json!({"function": {"name": "g"}}), json!(3)] {
+            assert_eq!(new(wrong).expect_err("wrong").field(), Some("tool_choice"));
+        }
+        assert!(Tools::new(None, Some(&json!("required")), true).is_err());
+        assert!(Tools::new(Some(vec![json!({})]), None, true).is_err());
+    }
+
+    #[test]
+    fn formats_are_grammars() {
+        assert_eq!(response_grammar(Some(&json!({"type": "text"}))).expect("right"), None);
+        let schema = json!({"type": "json_schema", "json_schema": {"schema": {"type": "array"}}});
+        let expected = Grammar(GrammarSource::JsonSchema(json!({"type": "array"})));
+        assert_eq!(response_grammar(Some(&schema)).expect("right"), Some(expected));
+        for wrong in [json!({}), json!({"type": "xml"}), json!({"type": "json_schema"}), json!(1)] {
+            assert!(response_grammar(Some(&wrong)).is_err(), "{wrong}");
+        }
+    }
+}

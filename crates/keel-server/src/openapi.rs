@@ -1,0 +1,194 @@
+//! `/openapi.json`: what the endpoints take.
+
+use serde_json::{Value, json};
+
+/// The document.
+pub(crate) fn document() -> Value {
+    json!({
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Evenkeel",
+            "description": "Large language models with memory that is known before a request starts.",
+            "version": env!("CARGO_PKG_VERSION"),
+        },
+        "paths": {
+            "/health": {"get": read("Whether requests are answered")},
+            "/v1/models": {"get": read("The model that is served")},
+            "/v1/chat/completions": {"post": write("Answer a conversation", "Chat")},
+            "/v1/completions": {"post": write("Continue a text", "Completion")},
+            "/v1/responses": {"post": write("Answer an input", "Response")},
+            "/v1/messages": {"post": write("Answer a conversation, in Anthropic's form", "Messages")},
+            "/v1/messages/count_tokens": {"post": write("Count the tokens of a conversation", "Messages")},
+            "/tokenize": {"post": write("Ids of a text", "Tokenize")},
+            "/detokenize": {"post": write("The text of ids", "Detokenize")},
+            "/metrics": {"get": read("Metrics in Prometheus' form")},
+            "/status": {"get": read("Memory by category and the running sequences")},
+            "/openapi.json": {"get": read("This document")},
+        },
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": schemas(),
+        },
+    })
+}
+
+fn responses() -> Value {
+    let described = |text: &str| json!({"description": text});
+    json!({
+        "200": described("Done"),
+        "400": described("A field is wrong, or what is asked for can never fit; the message says why, with numbers"),
+        "401": described("A key is needed"),
+        "404": described("No such model or endpoint"),
+        "413": described("The body is too large"),
+        "429": described("The queue is full; Retry-After says when to try again"),
+        "503": described("No room became free in time, or the server shuts down; Retry-After says when to try again"),
+        "504": described("The deadline has passed"),
+    })
+}
+
+fn read(summary: &str) -> Value {
+    json!({"summary": summary, "responses": responses()})
+}
+
+fn write(summary: &str, schema: &str) -> Value {
+    let reference = format!("#/components/schemas/{schema}");
+    json!({
+        "summary": summary,
+        "requestBody": {"required": true, "content": {"application/json": {"schema": {"$ref": reference}}}},
+        "responses": responses(),
+    })
+}
+
+fn object(required: &[&str], properties: Value) -> Value {
+    json!({"type": "object", "required": required, "properties": properties})
+}
+
+fn number(low: f64, high: f64) -> Value {
+    json!({"type": ["number", "null"], "minimum": low, "maximum": high})
+}
+
+fn sampling() -> Value {
+    json!({
+        "model": {"type": ["string", "null"]},
+        "temperature": number(0.0, 2.0),
+        "top_p": number(0.0, 1.0),
+        "top_k": {"type": ["integer", "null"]},
+        "min_p": number(0.0, 1.0),
+        "seed": {"type": ["integer", "null"]},
+        "presence_penalty": number(-2.0, 2.0),
+        "frequency_penalty": number(-2.0, 2.0),
+        "repetition_penalty": number(0.01, 100.0),
+        "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+        "max_tokens": {"type": ["integer", "null"], "minimum": 1},
+        "n": {"type": ["integer", "null"], "minimum": 1},
+        "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
+        "stream": {"type": ["boolean", "null"]},
+        "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean"}}},
+        "ignore_eos": {"type": ["boolean", "null"]},
+    })
+}
+
+fn with_sampling(properties: Value) -> Value {
+    let mut all = sampling();
+    if let (Value::Object(all), Value::Object(properties)) = (&mut all, properties) {
+        all.extend(properties);
+    }
+    all
+}
+
+fn schemas() -> Value {
+    let tools = json!({"type": ["array", "null"], "items": {"type": "object"}});
+    let message = object(
+        &["role", "content"],
+        json!({
+            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+            "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+            "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+            "tool_call_id": {"type": "string"},
+        }),
+    );
+    let format = object(
+        &["type"],
+        json!({
+            "type": {"enum": ["text", "json_object", "json_schema", "grammar", "regex"]},
+            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
+            "grammar": {"type": "string", "description": "in llguidance's variant of Lark"},
+            "regex": {"type": "string"},
+        }),
+    );
+    json!({
+        "Chat": object(&["messages"], with_sampling(json!({
+            "messages": {"type": "array", "minItems": 1, "items": message},
+            "max_completion_tokens": {"type": ["integer", "null"], "minimum": 1},
+            "logprobs": {"type": ["boolean", "null"]},
+            "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
+            "tools": tools,
+            "tool_choice": {"description": "none, auto, required, or a function"},
+            "parallel_tool_calls": {"type": ["boolean", "null"]},
+            "response_format": format,
+            "chat_template_kwargs": {"type": ["object", "null"]},
+        }))),
+        "Completion": object(&["prompt"], with_sampling(json!({
+            "prompt": {"oneOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]},
+            "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
+            "echo": {"type": ["boolean", "null"]},
+            "response_format": format,
+        }))),
+        "Response": object(&["input"], json!({
+            "model": {"type": ["string", "null"]},
+            "input": {"type": ["string", "array"], "items": {"type": "object"}},
+            "instructions": {"type": ["string", "null"]},
+            "max_output_tokens": {"type": ["integer", "null"], "minimum": 1},
+            "temperature": number(0.0, 2.0),
+            "top_p": number(0.0, 1.0),
+            "tools": tools,
+            "tool_choice": {},
+            "text": {"type": ["object", "null"], "properties": {"format": format}},
+            "stream": {"type": ["boolean", "null"]},
+        })),
+        "Messages": object(&["messages", "max_tokens"], json!({
+            "model": {"type": ["string", "null"]},
+            "max_tokens": {"type": "integer", "minimum": 1},
+            "system": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+            "messages": {"type": "array", "minItems": 1, "items": object(&["role", "content"], json!({
+                "role": {"enum": ["user", "assistant"]},
+                "content": {"type": ["string", "array"], "items": {"type": "object"}},
+            }))},
+            "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
+            "temperature": number(0.0, 2.0),
+            "top_p": number(0.0, 1.0),
+            "top_k": {"type": ["integer", "null"]},
+            "tools": tools,
+            "tool_choice": {"type": ["object", "null"]},
+            "thinking": {"type": ["object", "null"]},
+            "stream": {"type": ["boolean", "null"]},
+        })),
+        "Tokenize": object(&["text"], json!({
+            "text": {"type": "string"},
+            "add_special_tokens": {"type": "boolean"},
+        })),
+        "Detokenize": object(&["tokens"], json!({
+            "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 4_294_967_295u32}},
+        })),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::document;
+
+    #[test]
+    fn every_reference_has_a_schema() {
+        let document = document();
+        let text = document.to_string();
+        for part in text.split("\"#/components/schemas/").skip(1) {
+            let name = part.split('"').next().expect("a name");
+            assert!(document["components"]["schemas"][name].is_object(), "{name}");
+        }
+    }
+}

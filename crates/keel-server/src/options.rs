@@ -1,0 +1,57 @@
+//! Bounds of a server.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use keel_engine::batch::BatchOptions;
+
+/// Where remembered prefixes outlive the server.
+#[derive(Clone, Debug)]
+pub struct PrefixStore {
+    /// The folder.
+    pub folder: PathBuf,
+    /// What tells the model, its weights and its arithmetic from others: caches of another are not used.
+    pub model: String,
+}
+
+/// How a server behaves. Every queue and body is bounded here.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// Bounds of the batch.
+    pub batch: BatchOptions,
+    /// Where prefixes are restored from and saved to; `None` forgets them.
+    pub prefix_store: Option<PrefixStore>,
+    /// The name under which the model is served.
+    pub model_id: String,
+    /// Tokens of an answer where the request names no number.
+    pub max_tokens_default: usize,
+    /// Time that a request may take, from its arrival to its last token.
+    pub deadline: Duration,
+    /// Bytes of a request's body.
+    pub body_bytes_max: usize,
+    /// Answers of one request (`n`).
+    pub choices_max: usize,
+    /// Time between comments that keep a silent stream open.
+    pub ping: Duration,
+    /// Key that every request must bring.
+    pub api_key: Option<String>,
+    /// Origins of other sites that a browser may call from; `*` is any.
+    pub cors_origins: Vec<String>,
+}
+
+impl Default for ServerOptions {
+    fn default() -> ServerOptions {
+        ServerOptions {
+            batch: BatchOptions::default(),
+            prefix_store: None,
+            model_id: "keel".into(),
+            max_tokens_default: 1024,
+            deadline: Duration::from_secs(600),
+            body_bytes_max: 8 << 20,
+            choices_max: 16,
+            ping: Duration::from_secs(10),
+            api_key: None,
+            cors_origins: Vec::new(),
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! The sampling fields that all APIs share.
+
+use std::collections::BTreeMap;
+
+use keel_engine::{Sampler, SamplerOptions};
+use keel_text::GenerationDefaults;
+use serde::Deserialize;
+
+use crate::error::{Result, wrong};
+
+/// How tokens are drawn, as requests write it.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct SamplingFields {
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<i64>,
+    pub min_p: Option<f32>,
+    pub seed: Option<i64>,
+    pub presence_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub logit_bias: Option<BTreeMap<String, f32>>,
+    pub ignore_eos: Option<bool>,
+}
+
+/// One string or several.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl OneOrMany {
+    pub fn into_vec(self) -> Vec<String> {
+        match self {
+            OneOrMany::One(text) => vec![text],
+            OneOrMany::Many(texts) => texts,
+        }
+    }
+}
+
+impl SamplingFields {
+    /// The options, with the model's recommendations where nothing was asked for.
+    pub fn options(&self, defaults: &GenerationDefaults, vocab: usize) -> Result<SamplerOptions> {
+        let neutral = SamplerOptions::default();
+        let samples = defaults.do_sample == Some(true);
+        let recommended = |value: Option<f32>, neutral: f32| value.filter(|_| samples).unwrap_or(neutral);
+        let top_k = match self.top_k {
+            None => defaults.top_k.filter(|_| samples).map_or(0, |k| k as usize),
+            // -1 is how some clients write "all".
+            Some(k) if k <= 0 => 0,
+            Some(k) => k as usize,
+        };
+        let default_temperature = if samples { defaults.temperature.unwrap_or(1.0) } else { 0.0 };
+        let options = SamplerOptions {
+            temperature: self.temperature.unwrap_or(default_temperature),
+            top_k,
+            top_p: self.top_p.unwrap_or(recommended(defaults.top_p, neutral.top_p)),
+            min_p: self.min_p.unwrap_or(recommended(defaults.min_p, neutral.min_p)),
+            repetition_penalty: self
+                .repetition_penalty
+                .or(defaults.repetition_penalty)
+                .unwrap_or(neutral.repetition_penalty),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            logit_bias: self.biases(vocab)?,
+            seed: 0,
+        };
+        within("temperature", options.temperature, 0.0, 2.0)?;
+        within("top_p", options.top_p, 0.0, 1.0)?;
+        within("presence_penalty", options.presence_penalty, -2.0, 2.0)?;
+        within("frequency_penalty", options.frequency_penalty, -2.0, 2.0)?;
+        let options = SamplerOptions { top_p: options.top_p.max(f32::MIN_POSITIVE), ..options };
+        Sampler::new(options.clone(), &[])?;
+        Ok(options)
+    }
+
+    pub fn seed(&self) -> Option<u64> {
+        self.seed.map(|seed| seed as u64)
+    }
+
+    fn biases(&self, vocab: usize) -> Result<Vec<(u32, f32)>> {
+        let bias = |(id, &bias): (&String, &f32)| {
+            let id = id.parse::<u32>().ok().filter(|&id| (id as usize) < vocab);
+            let id = id.ok_or_else(|| wrong("logit_bias", format!("keys are token ids below {vocab}")))?;
+            within("logit_bias", bias, -100.0, 100.0)?;
+            Ok((id, bias))
+        };
+        self.logit_bias.iter().flatten().map(bias).collect()
+    }
+}
+
+fn within(field: &'static str, value: f32, low: f32, high: f32) -> Result<()> {
+    if (low..=high).contains(&value) {
+        return Ok(());
+    }
+    Err(wrong(field, format!("{value}, expected {low} to {high}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(json: serde_json::Value) -> Result<SamplerOptions> {
+        let fields: SamplingFields = serde_json::from_value(json).expect("the types are right");
+        let defaults = GenerationDefaults {
+            do_sample: Some(true),
+            temperature: Some(0.7),
+            top_k: Some(40),
+            ..GenerationDefaults::default()
+        };
+        fields.options(&defaults, 100)
+    }
+
+    #[test]
+    fn the_model_recommends_and_the_request_decides() {
+        let o = options(serde_json::json!({})).expect("in range");
+        assert_eq!((o.temperature, o.top_k, o.top_p), (0.7, 40, 1.0));
+        let o = options(
+            serde_json::json!({"temperature": 0, "top_k": -1, "top_p": 0, "logit_bias": {"7": -100}}),
+        )
+        .expect("in range");
+        assert_eq!((o.temperature, o.top_k, o.logit_bias), (0.0, 0, vec![(7, -100.0)]));
+    }
+
+    #[test]
+    fn what_is_out_of_range_is_named() {
+        for (json, field) in [
+            (serde_json::json!({"temperature": 2.5}), "temperature"),
+            (serde_json::json!({"top_p": 1.5}), "top_p"),
+            (serde_json::json!({"presence_penalty": -3}), "presence_penalty"),
+            (serde_json::json!({"logit_bias": {"100": 1}}), "logit_bias"),
+            (serde_json::json!({"logit_bias": {"x": 1}}), "logit_bias"),
+        ] {
+            assert_eq!(options(json).expect_err("out of range").field(), Some(field));
+        }
+    }
+}

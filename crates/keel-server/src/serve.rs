@@ -1,0 +1,113 @@
+//! From an engine to a running server, and to its end.
+
+use std::future::{Future, IntoFuture};
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use keel_engine::Engine;
+use keel_engine::batch::Batcher;
+use tokio::net::TcpListener;
+
+use crate::app::App;
+use crate::error::{Result, ServerError};
+use crate::options::ServerOptions;
+use crate::routes::router;
+use crate::text::ModelText;
+use crate::worker::EngineHandle;
+
+/// A server that is ready to listen.
+pub struct Server {
+    app: Arc<App>,
+    thread: JoinHandle<()>,
+}
+
+/// After an abort, how long connections get to close.
+const ABORT_TIME: Duration = Duration::from_secs(2);
+
+/// Opens the address.
+///
+/// # Errors
+/// [`ServerError::Listen`].
+pub async fn bind(address: &str) -> Result<TcpListener> {
+    let failed = |source| ServerError::Listen { address: address.into(), source };
+    TcpListener::bind(address).await.map_err(failed)
+}
+
+impl Server {
+    /// Starts the engine's thread.
+    ///
+    /// # Errors
+    /// If the system gives no thread.
+    pub fn new(engine: Engine, text: ModelText, options: ServerOptions) -> Result<Server> {
+        let batcher = Batcher::new(engine, options.batch);
+        let (handle, thread) = EngineHandle::start(batcher, options.prefix_store.clone())?;
+        Ok(Server { app: App::new(handle, text, options), thread })
+    }
+
+    /// What the handlers share.
+    pub fn app(&self) -> &Arc<App> {
+        &self.app
+    }
+
+    /// Answers until `drain` completes, then refuses what comes and lets what runs end. When `abort` completes, what
+    /// runs is ended, too. Returns when all memory of sequences is free and the engine is gone.
+    ///
+    /// # Errors
+    /// If the socket fails.
+    pub async fn run(
+        self,
+        listener: TcpListener,
+        drain: impl Future<Output = ()> + Send + 'static,
+        abort: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<()> {
+        let Server { app, thread } = self;
+        let routes = router(Arc::clone(&app)).into_make_service_with_connect_info::<SocketAddr>();
+        let draining = Arc::clone(&app);
+        let aborting = app.engine.clone();
+        let served = axum::serve(listener, routes).with_graceful_shutdown(async move {
+            drain.await;
+            draining.drain();
+        });
+        let mut served = pin!(served.into_future());
+        let ended = tokio::select! {
+            served = &mut served => Some(served),
+            () = abort => {
+                aborting.abort();
+                tokio::time::timeout(ABORT_TIME, &mut served).await.ok()
+            }
+        };
+        drop(aborting);
+        drop(app);
+        match ended {
+            Some(outcome) => outcome?,
+            // A client that reads nothing keeps its connection; it is not waited for.
+            None => return Ok(()),
+        }
+        // The thread ends when the last handle is gone; a stream that is still being dropped may hold one.
+        let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+        Ok(())
+    }
+}
+
+/// Completes at the first SIGTERM or SIGINT after the call.
+pub async fn wait_for_signal() {
+    let interrupt = tokio::signal::ctrl_c();
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        match signal(SignalKind::terminate()) {
+            Ok(mut terminate) => {
+                tokio::select! {
+                    _ = interrupt => {}
+                    _ = terminate.recv() => {}
+                }
+            }
+            Err(_) => drop(interrupt.await),
+        }
+    }
+    #[cfg(not(unix))]
+    drop(interrupt.await);
+}

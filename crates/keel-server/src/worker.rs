@@ -1,0 +1,247 @@
+//! The thread that owns the engine, and the handle by which requests reach it.
+//!
+//! A request is a channel: the worker sends what happens to it, and takes the dropping of the receiver as its
+//! cancellation. So whatever becomes of a client, its sequence ends within one step.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use keel_array::{Ledger, MemoryReport};
+use keel_engine::EngineError;
+use keel_engine::batch::{BatchEvent, BatchRequest, BatchStatus, Batcher, RequestId};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::error::{Result, ServerError};
+use crate::options::PrefixStore;
+
+/// Requests on their way to the worker. More are refused: the queue proper is the batch's.
+const INBOX: usize = 1024;
+
+type Accepted = oneshot::Sender<Result<(), EngineError>>;
+
+enum Command {
+    Submit { request: BatchRequest, events: mpsc::UnboundedSender<BatchEvent>, accepted: Accepted },
+    ForgetPrefixes(oneshot::Sender<()>),
+}
+
+/// Reaches the engine's thread from any task. Cloning gives another handle; when the last is dropped the thread ends.
+#[derive(Clone)]
+pub struct EngineHandle {
+    inbox: SyncSender<Command>,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    next_id: AtomicU64,
+    status: Mutex<BatchStatus>,
+    aborted: AtomicBool,
+    stopped: AtomicBool,
+    ledger: Ledger,
+    planned: MemoryReport,
+    context: usize,
+    vocab: usize,
+}
+
+/// What happens to one request. Dropping it cancels the request.
+pub type Events = mpsc::UnboundedReceiver<BatchEvent>;
+
+impl EngineHandle {
+    /// Restores what is remembered in the store, and starts the thread, which saves to the store when it ends.
+    ///
+    /// # Errors
+    /// If the system gives no thread.
+    pub fn start(mut batcher: Batcher, store: Option<PrefixStore>) -> Result<(EngineHandle, JoinHandle<()>)> {
+        if let Some(store) = &store {
+            let restored = batcher.restore_prefixes(&store.model, &store.folder);
+            tracing::info!("{} texts are remembered from {}", restored.texts, store.folder.display());
+            restored.problems.iter().for_each(|problem| tracing::warn!("not remembered: {problem}"));
+        }
+        let (inbox, commands) = sync_channel(INBOX);
+        let engine = batcher.engine();
+        let shared = Arc::new(Shared {
+            next_id: AtomicU64::new(1),
+            status: Mutex::new(batcher.status()),
+            aborted: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            ledger: engine.runtime().ledger().clone(),
+            planned: engine.runtime().ledger().active(),
+            context: engine.options().context,
+            vocab: engine.model().config.vocab,
+        });
+        let worker = Worker { batcher, commands, live: HashMap::new(), shared: Arc::clone(&shared), store };
+        let thread = std::thread::Builder::new().name("keel-engine".into()).spawn(move || worker.run())?;
+        Ok((EngineHandle { inbox, shared }, thread))
+    }
+
+    /// Tokens of the longest sequence.
+    pub fn context(&self) -> usize {
+        self.shared.context
+    }
+
+    /// Width of the logits.
+    pub fn vocab(&self) -> usize {
+        self.shared.vocab
+    }
+
+    /// The account of memory.
+    pub fn ledger(&self) -> &Ledger {
+        &self.shared.ledger
+    }
+
+    /// What the engine had allocated when it was ready, which is all that it ever needs.
+    pub fn planned(&self) -> MemoryReport {
+        self.shared.planned
+    }
+
+    /// Counts as of the last step.
+    pub fn status(&self) -> BatchStatus {
+        self.shared.status.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// Whether the thread is gone, which it never is while a handle exists unless it failed.
+    pub fn is_stopped(&self) -> bool {
+        self.shared.stopped.load(Ordering::Acquire)
+    }
+
+    /// Ends everything that runs or waits, and refuses what comes.
+    pub fn abort(&self) {
+        self.shared.aborted.store(true, Ordering::Release);
+    }
+
+    /// Puts a request into the batch's queue. Its id is chosen here.
+    ///
+    /// # Errors
+    /// What [`Batcher::submit`] says; [`ServerError::Busy`], [`ServerError::EngineStopped`].
+    pub async fn submit(&self, mut request: BatchRequest) -> Result<(RequestId, Events)> {
+        let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
+        request.id = id;
+        // Not bounded by itself: no more events come than the request has tokens and its prompt chunks.
+        let (events, receiver) = mpsc::unbounded_channel();
+        let (accepted, answer) = oneshot::channel();
+        self.send(Command::Submit { request, events, accepted })?;
+        answer.await.map_err(|_| ServerError::EngineStopped)??;
+        Ok((id, receiver))
+    }
+
+    /// Forgets remembered prefixes.
+    ///
+    /// # Errors
+    /// [`ServerError::Busy`], [`ServerError::EngineStopped`].
+    pub async fn forget_prefixes(&self) -> Result<()> {
+        let (done, answer) = oneshot::channel();
+        self.send(Command::ForgetPrefixes(done))?;
+        answer.await.map_err(|_| ServerError::EngineStopped)
+    }
+
+    fn send(&self, command: Command) -> Result<()> {
+        self.inbox.try_send(command).map_err(|error| match error {
+            TrySendError::Full(_) => ServerError::Busy,
+            TrySendError::Disconnected(_) => ServerError::EngineStopped,
+        })
+    }
+}
+
+struct Worker {
+    batcher: Batcher,
+    commands: Receiver<Command>,
+    live: HashMap<RequestId, mpsc::UnboundedSender<BatchEvent>>,
+    shared: Arc<Shared>,
+    store: Option<PrefixStore>,
+}
+
+/// Notes that the thread has ended, by whatever way.
+struct StopNote(Arc<Shared>);
+
+impl Drop for StopNote {
+    fn drop(&mut self) {
+        self.0.stopped.store(true, Ordering::Release);
+    }
+}
+
+impl Worker {
+    fn run(mut self) {
+        let _note = StopNote(Arc::clone(&self.shared));
+        while self.take_commands() {
+            self.end_abandoned();
+            if self.shared.aborted.load(Ordering::Acquire) {
+                self.batcher.cancel_all();
+                self.live.clear();
+            }
+            for (id, event) in self.batcher.step(Instant::now()) {
+                self.deliver(id, event);
+            }
+            *self.shared.status.lock().unwrap_or_else(|e| e.into_inner()) = self.batcher.status();
+        }
+        self.save();
+    }
+
+    /// Leaves what is remembered to the next server.
+    fn save(&mut self) {
+        let Some(store) = self.store.take() else { return };
+        match self.batcher.save_prefixes(&store.model, &store.folder) {
+            Ok(texts) => tracing::info!("{texts} texts are saved to {}", store.folder.display()),
+            Err(error) => tracing::warn!("{error}"),
+        }
+    }
+
+    /// Takes what has come; waits for something if there is nothing to run. False if nothing can come any more.
+    fn take_commands(&mut self) -> bool {
+        if self.batcher.is_idle() {
+            match self.commands.recv() {
+                Ok(command) => self.obey(command),
+                Err(_) => return false,
+            }
+        }
+        loop {
+            match self.commands.try_recv() {
+                Ok(command) => self.obey(command),
+                Err(TryRecvError::Empty) => return true,
+                Err(TryRecvError::Disconnected) => return !self.batcher.is_idle(),
+            }
+        }
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Submit { request, events, accepted } => {
+                let id = request.id;
+                let outcome = self.batcher.submit(request, Instant::now());
+                if outcome.is_ok() {
+                    self.live.insert(id, events);
+                }
+                // If nobody waits for the answer the receiver of the events is gone, too.
+                let _ = accepted.send(outcome);
+            }
+            Command::ForgetPrefixes(done) => {
+                self.batcher.forget_prefixes();
+                let _ = done.send(());
+            }
+        }
+    }
+
+    /// Cancels requests whose client has left.
+    fn end_abandoned(&mut self) {
+        let batcher = &mut self.batcher;
+        self.live.retain(|&id, events| {
+            if events.is_closed() {
+                batcher.cancel(id);
+            }
+            !events.is_closed()
+        });
+    }
+
+    fn deliver(&mut self, id: RequestId, event: BatchEvent) {
+        let ends = matches!(event, BatchEvent::Finished(_) | BatchEvent::Failed(_));
+        if let Some(events) = self.live.get(&id) {
+            // A receiver that is gone is seen before the next step.
+            let _ = events.send(event);
+        }
+        if ends {
+            self.live.remove(&id);
+        }
+    }
+}

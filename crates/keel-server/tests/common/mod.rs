@@ -1,0 +1,239 @@
+//! What the server's tests share: a server on the built-in model, and a client of plain sockets.
+
+#![allow(dead_code)] // each test file uses its part
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use keel_array::{Backend, Runtime, RuntimeOptions};
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_engine::{Engine, EngineOptions};
+use keel_models::loading::CheckpointParameters;
+use keel_server::{App, ModelText, Server, ServerOptions, bind};
+use keel_text::TextFiles;
+use keel_weights::Checkpoint;
+use serde_json::Value;
+use tokio::sync::oneshot;
+
+pub fn demo() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
+}
+
+pub fn engine_options() -> EngineOptions {
+    EngineOptions {
+        context: 2048,
+        sequences: 16,
+        prefill_step: 512,
+        checkpoints: 48,
+        pool_pages: Some(64),
+        ..EngineOptions::default()
+    }
+}
+
+pub fn cpu() -> Arc<dyn Backend> {
+    Arc::new(CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() }))
+}
+
+pub fn engine(backend: Arc<dyn Backend>, options: EngineOptions) -> Engine {
+    let checkpoint = Checkpoint::open(&demo()).expect("the built-in model opens");
+    let runtime = Runtime::new(backend, RuntimeOptions::default());
+    let parameters = CheckpointParameters(&checkpoint);
+    Engine::load(&runtime, &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
+}
+
+/// A server on a thread of its own.
+pub struct Running {
+    pub address: SocketAddr,
+    pub app: Arc<App>,
+    drain: Option<oneshot::Sender<()>>,
+    abort: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    pub fn start() -> Running {
+        Running::with(engine_options(), ServerOptions { model_id: "demo".into(), ..ServerOptions::default() })
+    }
+
+    pub fn with(engine_options: EngineOptions, options: ServerOptions) -> Running {
+        Running::on(cpu(), engine_options, options)
+    }
+
+    pub fn on(backend: Arc<dyn Backend>, engine_options: EngineOptions, options: ServerOptions) -> Running {
+        let (sender, receiver) = mpsc::channel();
+        let (drain, drained) = oneshot::channel();
+        let (abort, aborted) = oneshot::channel();
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+            runtime.expect("a runtime").block_on(async {
+                let listener = bind("127.0.0.1:0").await.expect("a free port");
+                let address = listener.local_addr().expect("it is bound");
+                let text = ModelText::new(&TextFiles::read(&demo()).expect("there")).expect("right");
+                let server = Server::new(engine(backend, engine_options), text, options).expect("starts");
+                sender.send((address, Arc::clone(server.app()))).expect("the test waits");
+                let either = |signal: oneshot::Receiver<()>| async move {
+                    if signal.await.is_err() {
+                        std::future::pending::<()>().await;
+                    }
+                };
+                server.run(listener, either(drained), either(aborted)).await.expect("serves");
+            });
+        });
+        let (address, app) = receiver.recv().expect("the server starts");
+        Running { address, app, drain: Some(drain), abort: Some(abort), thread: Some(thread) }
+    }
+
+    /// Begins to shut down.
+    pub fn drain(&mut self) {
+        let _ = self.drain.take().expect("once").send(());
+    }
+
+    /// Ends what runs.
+    pub fn abort(&mut self) {
+        let _ = self.abort.take().expect("once").send(());
+    }
+
+    /// Waits until the server has ended. It ends only when no handle is left, ours included.
+    pub fn join(mut self) {
+        let thread = self.thread.take().expect("once");
+        drop(self);
+        thread.join().expect("the server ends well");
+    }
+
+    pub fn get(&self, path: &str) -> Reply {
+        request(self.address, "GET", path, &[], b"")
+    }
+
+    pub fn post(&self, path: &str, body: &Value) -> Reply {
+        request(self.address, "POST", path, &[], body.to_string().as_bytes())
+    }
+
+    /// Posts, and expects an answer.
+    pub fn ask(&self, path: &str, body: &Value) -> Value {
+        let reply = self.post(path, body);
+        assert_eq!(reply.status, 200, "{}", reply.body);
+        reply.json()
+    }
+
+    /// Waits until nothing runs or waits.
+    pub fn wait_until_idle(&self) {
+        wait_for("nothing runs", || {
+            let status = self.app.engine.status();
+            status.running.is_empty() && status.waiting == 0
+        });
+    }
+
+    /// With its prefixes forgotten an idle server holds nothing.
+    pub fn assert_all_is_back(&self) {
+        self.wait_until_idle();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        runtime.block_on(self.app.engine.forget_prefixes()).expect("it runs");
+        wait_for("all pages are free", || {
+            let status = self.app.engine.status();
+            status.free_pages == status.pages && status.prefix_states == 0
+        });
+        assert_eq!(self.app.engine.ledger().active(), self.app.engine.planned());
+    }
+}
+
+pub fn wait_for(what: &str, condition: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(60), "waited too long until {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[derive(Debug)]
+pub struct Reply {
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    pub body: String,
+}
+
+impl Reply {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e}: {}", self.body))
+    }
+
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str())
+    }
+
+    /// The JSON of the events of a stream, which must end as streams do.
+    pub fn events(&self) -> Vec<Value> {
+        let mut data: Vec<&str> = self.body.lines().filter_map(|l| l.strip_prefix("data: ")).collect();
+        assert_eq!(data.pop(), Some("[DONE]"), "{}", self.body);
+        data.into_iter().map(|text| serde_json::from_str(text).expect("JSON")).collect()
+    }
+}
+
+/// Sends a request and returns the connection.
+pub fn send(
+    address: SocketAddr,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: &[u8],
+) -> TcpStream {
+    let mut stream = TcpStream::connect(address).expect("the server listens");
+    let mut head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n");
+    for (name, value) in headers {
+        head.push_str(&format!("{name}: {value}\r\n"));
+    }
+    head.push_str(&format!("content-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len()));
+    stream.write_all(head.as_bytes()).expect("sent");
+    // A server may refuse a body before it has read it.
+    let _ = stream.write_all(body);
+    stream
+}
+
+pub fn request(
+    address: SocketAddr,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: &[u8],
+) -> Reply {
+    read(send(address, method, path, headers, body))
+}
+
+/// Reads a whole response.
+pub fn read(stream: TcpStream) -> Reply {
+    let mut reader = BufReader::new(stream);
+    let mut line = String::new();
+    reader.read_line(&mut line).expect("a status line");
+    let status = line.split(' ').nth(1).and_then(|s| s.parse().ok()).unwrap_or_else(|| panic!("{line:?}"));
+    let mut headers = Vec::new();
+    loop {
+        line.clear();
+        reader.read_line(&mut line).expect("a header");
+        let Some((name, value)) = line.trim_end().split_once(": ") else { break };
+        headers.push((name.to_ascii_lowercase(), value.to_string()));
+    }
+    let chunked = headers.iter().any(|(n, v)| n == "transfer-encoding" && v == "chunked");
+    let mut body = Vec::new();
+    if chunked {
+        while let Some(chunk) = read_chunk(&mut reader) {
+            body.extend(chunk);
+        }
+    } else {
+        // The server may close before the client has sent all.
+        let _ = reader.read_to_end(&mut body);
+    }
+    Reply { status, headers, body: String::from_utf8(body).expect("UTF-8") }
+}
+
+fn read_chunk(reader: &mut impl BufRead) -> Option<Vec<u8>> {
+    let mut line = String::new();
+    reader.read_line(&mut line).ok()?;
+    let size = usize::from_str_radix(line.trim(), 16).ok().filter(|&size| size > 0)?;
+    let mut chunk = vec![0; size + 2];
+    reader.read_exact(&mut chunk).ok()?;
+    chunk.truncate(size);
+    Some(chunk)
+}

@@ -1,0 +1,285 @@
+//! What goes wrong for one client leaves the others alone.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use common::{Running, cpu, engine_options, read, request, send, wait_for};
+use keel_array::{ArrayError, Backend, DeviceMemory, Kernel, Launch, RowBlock, WeightSpec};
+use keel_server::{PrefixStore, ServerOptions};
+use serde_json::{Value, json};
+
+/// A backend whose launches fail while `failing` is above zero, each counting it down.
+struct Faulty {
+    inner: Arc<dyn Backend>,
+    failing: Arc<AtomicUsize>,
+}
+
+impl Backend for Faulty {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.inner.allocate(bytes)
+    }
+
+    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
+        self.inner.write(memory, offset, bytes);
+    }
+
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        self.inner.read(memory, offset, bytes);
+    }
+
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
+        self.inner.workspace_bytes(kernel)
+    }
+
+    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let failing = self.failing.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
+        if failing.is_ok() {
+            let reason = "injected".to_string();
+            return Err(ArrayError::Allocation {
+                category: keel_array::Category::Workspace,
+                requested: 1,
+                reason,
+            });
+        }
+        self.inner.launch(launch)
+    }
+
+    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
+        self.inner.packed_bytes(spec)
+    }
+
+    fn pack(
+        &self,
+        spec: &WeightSpec,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        block: &RowBlock<'_>,
+    ) -> Result<(), ArrayError> {
+        self.inner.pack(spec, memory, offset, block)
+    }
+}
+
+fn completion(max_tokens: usize) -> Value {
+    json!({"prompt": "Once upon a time", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true})
+}
+
+#[test]
+fn a_failed_step_fails_its_requests_and_no_later_one() {
+    let failing = Arc::new(AtomicUsize::new(0));
+    let backend = Arc::new(Faulty { inner: cpu(), failing: Arc::clone(&failing) });
+    let server = Running::on(backend, engine_options(), ServerOptions::default());
+    let good = server.ask("/v1/completions", &completion(20));
+    for _ in 0..3 {
+        let body = completion(1500).to_string();
+        let clients: Vec<TcpStream> =
+            (0..3).map(|_| send(server.address, "POST", "/v1/completions", &[], body.as_bytes())).collect();
+        wait_for("they run", || {
+            let running = server.app.engine.status().running;
+            running.len() == 3 && running.iter().all(|r| r.generated_tokens > 0)
+        });
+        failing.store(1, Ordering::SeqCst);
+        for client in clients {
+            let reply = read(client);
+            assert_eq!(reply.status, 500, "{}", reply.body);
+            assert!(!reply.body.contains("injected"), "details are for the log: {}", reply.body);
+        }
+        failing.store(0, Ordering::SeqCst);
+        let again = server.ask("/v1/completions", &completion(20));
+        assert_eq!(again["choices"], good["choices"], "what failed has left nothing behind");
+    }
+    server.assert_all_is_back();
+}
+
+#[test]
+fn a_client_that_reads_nothing_delays_nobody() {
+    let server = Running::start();
+    let mut body = completion(1500);
+    body["stream"] = json!(true);
+    let deaf: Vec<TcpStream> = (0..4)
+        .map(|_| send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes()))
+        .collect();
+    wait_for("they run", || server.app.engine.status().running.len() == 4);
+    for _ in 0..5 {
+        server.ask("/v1/completions", &completion(10));
+    }
+    server.wait_until_idle();
+    drop(deaf);
+    server.assert_all_is_back();
+}
+
+#[test]
+fn many_idle_connections_and_many_streams() {
+    let server = Running::start();
+    let idle: Vec<TcpStream> = (0..256)
+        .map(|_| {
+            let mut stream = TcpStream::connect(server.address).expect("accepted");
+            stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").expect("sent");
+            let mut start = [0; 12];
+            stream.read_exact(&mut start).expect("answered");
+            assert_eq!(&start, b"HTTP/1.1 200");
+            stream
+        })
+        .collect();
+    let mut body = completion(30);
+    body["stream"] = json!(true);
+    let streams: Vec<TcpStream> = (0..32)
+        .map(|_| send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes()))
+        .collect();
+    let texts: Vec<String> = streams
+        .into_iter()
+        .map(|s| {
+            read(s)
+                .events()
+                .iter()
+                .filter_map(|e| e["choices"][0]["text"].as_str().map(String::from))
+                .collect()
+        })
+        .collect();
+    assert!(texts[0].len() > 20 && texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+    drop(idle);
+    server.assert_all_is_back();
+}
+
+#[test]
+fn a_prefix_folder_that_cannot_be_written_stops_nothing() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let file = dir.path().join("file");
+    std::fs::write(&file, "in the way").expect("written");
+    let store = PrefixStore { folder: file, model: "m".into() };
+    let options = ServerOptions { prefix_store: Some(store), ..ServerOptions::default() };
+    let mut server = Running::with(engine_options(), options);
+    server.ask("/v1/completions", &completion(5));
+    server.drain();
+    server.join();
+}
+
+#[test]
+fn prefixes_outlive_a_server() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let start = || {
+        let store = PrefixStore { folder: dir.path().join("prefixes"), model: "m".into() };
+        Running::with(
+            engine_options(),
+            ServerOptions { prefix_store: Some(store), ..ServerOptions::default() },
+        )
+    };
+    let mut body = completion(12);
+    body["prompt"] = json!("The little dog ran over the hill. ".repeat(30));
+    let mut first = start();
+    let before = first.ask("/v1/completions", &body);
+    first.drain();
+    first.join();
+    let second = start();
+    let after = second.ask("/v1/completions", &body);
+    assert_eq!(before["choices"], after["choices"]);
+    let cached = after["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a number");
+    assert!(cached >= 128, "{after}");
+    second.assert_all_is_back();
+}
+
+/// Bodies that are almost right, made from right ones by replacing, removing and nesting.
+fn distort(body: &Value, random: &mut impl FnMut(usize) -> usize) -> Value {
+    let odd = [
+        json!(null),
+        json!(-1),
+        json!(1e308),
+        json!(""),
+        json!("\u{0}\u{ffff}"),
+        json!([]),
+        json!({}),
+        json!(true),
+        json!([[[[{}]]]]),
+        json!(u64::MAX),
+        json!({"type": "x"}),
+        json!(["a", 1, null]),
+        json!(0.5),
+    ];
+    match body {
+        Value::Object(fields) => {
+            let chosen = random(fields.len().max(1));
+            let change = |(i, (key, value)): (usize, (&String, &Value))| {
+                if i != chosen {
+                    return Some((key.clone(), value.clone()));
+                }
+                match random(3) {
+                    0 => None,
+                    1 => Some((key.clone(), odd[random(odd.len())].clone())),
+                    _ => Some((key.clone(), distort(value, random))),
+                }
+            };
+            fields.iter().enumerate().filter_map(change).collect()
+        }
+        Value::Array(items) if !items.is_empty() => {
+            let chosen = random(items.len());
+            let change = |(i, item)| if i == chosen { distort(item, random) } else { item.clone() };
+            items.iter().enumerate().map(change).collect()
+        }
+        _ => odd[random(odd.len())].clone(),
+    }
+}
+
+#[test]
+fn distorted_bodies_are_refused_or_answered() {
+    let server = Running::with(
+        engine_options(),
+        ServerOptions { model_id: "demo".into(), max_tokens_default: 4, ..ServerOptions::default() },
+    );
+    let tool = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object",
+        "properties": {"a": {"type": "integer"}}}}});
+    let bodies = [
+        (
+            "/v1/completions",
+            json!({"prompt": "a", "max_tokens": 3, "temperature": 1, "stop": ["x"], "logprobs": 1,
+            "n": 1, "logit_bias": {"5": 1}, "echo": true, "seed": 3}),
+        ),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": null, "tool_calls": [{"id": "1", "type": "function", "function":
+            {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "1", "content": "x"}],
+            "max_tokens": 3, "tools": [tool], "tool_choice": "auto", "response_format": {"type": "json_schema",
+            "json_schema": {"schema": {"type": "object", "properties": {"b": {"enum": [1, 2]}}}}}}),
+        ),
+        (
+            "/v1/responses",
+            json!({"input": [{"role": "user", "content": "a"}], "max_output_tokens": 3,
+            "text": {"format": {"type": "json_object"}}, "tools": [{"type": "function", "name": "f"}]}),
+        ),
+        (
+            "/v1/messages",
+            json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            "max_tokens": 3, "system": [{"type": "text", "text": "s"}], "tools": [{"name": "f",
+            "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}, "stop_sequences": ["x"]}),
+        ),
+        ("/tokenize", json!({"text": "a", "add_special_tokens": true})),
+        ("/detokenize", json!({"tokens": [1, 2, 4_000_000_000u32]})),
+    ];
+    let mut seed = 11u64;
+    let mut random = |below: usize| {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (seed >> 33) as usize % below
+    };
+    for round in 0..240 {
+        let (path, body) = &bodies[round % bodies.len()];
+        let mut wrong = body.clone();
+        for _ in 0..=random(2) {
+            wrong = distort(&wrong, &mut random);
+        }
+        let reply = server.post(path, &wrong);
+        assert!(reply.status < 500, "{path} {wrong}: {} {}", reply.status, reply.body);
+    }
+    for bytes in [&b"{"[..], b"\xff\xfe", b"[1", b"", b"{\"messages\": [", &[b'['; 5000]] {
+        assert_eq!(request(server.address, "POST", "/v1/chat/completions", &[], bytes).status, 400);
+    }
+    std::thread::sleep(Duration::from_millis(10));
+    server.assert_all_is_back();
+}

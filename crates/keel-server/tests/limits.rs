@@ -1,0 +1,119 @@
+//! Keys, limits, queues and the end of a server.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Running, engine_options, read, request, send, wait_for};
+use keel_engine::EngineOptions;
+use keel_engine::batch::BatchOptions;
+use keel_server::ServerOptions;
+use serde_json::{Value, json};
+
+fn long(stream: bool) -> Value {
+    json!({"prompt": "Once", "max_tokens": 1500, "ignore_eos": true, "temperature": 0, "stream": stream})
+}
+
+#[test]
+fn a_key_is_asked_for_everywhere_but_at_health() {
+    let options = ServerOptions { api_key: Some("secret".into()), ..ServerOptions::default() };
+    let server = Running::with(engine_options(), options);
+    assert_eq!(server.get("/health").status, 200);
+    let status = |headers: &[(&str, &str)]| request(server.address, "GET", "/v1/models", headers, b"").status;
+    assert_eq!(status(&[]), 401);
+    assert_eq!(status(&[("authorization", "Bearer wrong!")]), 401);
+    assert_eq!(status(&[("authorization", "Bearer secret")]), 200);
+    assert_eq!(status(&[("x-api-key", "secret")]), 200);
+    assert_eq!(server.get("/metrics").status, 401);
+}
+
+#[test]
+fn bodies_beyond_the_limit_and_foreign_origins_are_refused() {
+    let options = ServerOptions { body_bytes_max: 1000, ..ServerOptions::default() };
+    let server = Running::with(engine_options(), options);
+    let reply = server.post("/v1/completions", &json!({"prompt": "x".repeat(2000)}));
+    assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (413, Some("body_too_large")));
+    let origin = [("origin", "https://example.org")];
+    let plain = request(server.address, "GET", "/v1/models", &origin, b"");
+    assert_eq!(plain.header("access-control-allow-origin"), None);
+    let options =
+        ServerOptions { cors_origins: vec!["https://example.org".into()], ..ServerOptions::default() };
+    let open = Running::with(engine_options(), options);
+    let allowed = request(open.address, "GET", "/v1/models", &origin, b"");
+    assert_eq!(allowed.header("access-control-allow-origin"), Some("https://example.org"));
+}
+
+#[test]
+fn a_full_queue_is_429_and_a_long_wait_503() {
+    let engine = EngineOptions { sequences: 1, ..engine_options() };
+    let batch =
+        BatchOptions { queue_limit: 1, queue_timeout: Duration::from_millis(300), ..BatchOptions::default() };
+    let server = Running::with(engine, ServerOptions { batch, ..ServerOptions::default() });
+    let post =
+        |body: &Value| send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
+    let first = post(&long(true));
+    wait_for("it runs", || server.app.engine.status().running.len() == 1);
+    let second = post(&long(true));
+    wait_for("it waits", || server.app.engine.status().waiting == 1);
+    let third = read(post(&long(true)));
+    assert_eq!((third.status, third.header("retry-after")), (429, Some("1")), "{}", third.body);
+    let second = read(second);
+    assert_eq!((second.status, second.header("retry-after")), (503, Some("5")), "{}", second.body);
+    drop(first);
+    server.assert_all_is_back();
+    let metrics = server.get("/metrics").body;
+    assert!(metrics.contains("keel_requests_refused_total{reason=\"queue_full\"} 1"), "{metrics}");
+}
+
+#[test]
+fn what_can_never_fit_is_400_with_the_numbers() {
+    let engine = EngineOptions { pool_pages: Some(2), ..engine_options() };
+    let server = Running::with(engine, ServerOptions::default());
+    let reply = server.post("/v1/completions", &json!({"prompt": "Once", "max_tokens": 1000}));
+    let error = reply.json()["error"].clone();
+    assert_eq!((reply.status, error["code"].as_str()), (400, Some("memory_exceeded")));
+    assert!(error["message"].as_str().is_some_and(|m| m.contains("bytes")), "{error}");
+}
+
+#[test]
+fn a_deadline_ends_a_request() {
+    let options = ServerOptions { deadline: Duration::from_millis(200), ..ServerOptions::default() };
+    let server = Running::with(engine_options(), options);
+    let reply = server.post("/v1/completions", &long(false));
+    assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (504, Some("deadline_exceeded")));
+    server.assert_all_is_back();
+}
+
+#[test]
+fn draining_lets_running_requests_end_and_an_abort_does_not() {
+    let mut server = Running::start();
+    let body = json!({"prompt": "Once", "max_tokens": 300, "ignore_eos": true, "stream": true});
+    let running = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
+    wait_for("it runs", || server.app.engine.status().running.len() == 1);
+    server.drain();
+    let events = read(running).events();
+    assert_eq!(events.last().expect("some")["choices"][0]["finish_reason"], "length");
+    server.join();
+
+    let mut server = Running::start();
+    let running = send(server.address, "POST", "/v1/completions", &[], long(true).to_string().as_bytes());
+    wait_for("it runs", || server.app.engine.status().running.len() == 1);
+    server.drain();
+    server.abort();
+    server.join();
+    assert!(!read(running).body.contains("[DONE]"), "it was cut off");
+}
+
+#[test]
+fn silent_streams_are_kept_open_by_comments() {
+    let engine = EngineOptions { sequences: 2, ..engine_options() };
+    let batch = BatchOptions { step_tokens: 64, ..BatchOptions::default() };
+    let options = ServerOptions { ping: Duration::from_millis(1), batch, ..ServerOptions::default() };
+    let server = Running::with(engine, options);
+    let other = send(server.address, "POST", "/v1/completions", &[], long(true).to_string().as_bytes());
+    wait_for("it runs", || server.app.engine.status().running.len() == 1);
+    let prompt = "The little dog ran over the hill and far away. ".repeat(120);
+    let reply = server.post("/v1/completions", &json!({"prompt": prompt, "max_tokens": 2, "stream": true}));
+    assert!(reply.body.contains(": ping"), "{}", reply.body);
+    drop(other);
+}

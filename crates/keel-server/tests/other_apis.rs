@@ -1,0 +1,126 @@
+//! Anthropic's API, OpenAI's responses, and what describes and shows the server.
+
+mod common;
+
+use common::Running;
+use serde_json::{Value, json};
+
+/// Names and data of the events of a stream.
+fn events(body: &str) -> Vec<Value> {
+    let mut events = Vec::new();
+    for block in body.split("\n\n").filter(|b| b.contains("data: ")) {
+        let field = |name: &str| block.lines().find_map(|l| l.strip_prefix(name)).expect("there");
+        let data: Value = serde_json::from_str(field("data: ")).expect("JSON");
+        assert_eq!(data["type"], field("event: "), "the event's name is its type");
+        events.push(data);
+    }
+    events
+}
+
+#[test]
+fn messages_answer_stream_count_and_refuse() {
+    let server = Running::start();
+    let system = "You tell stories about animals. ".repeat(10);
+    let body = json!({"model": "demo", "max_tokens": 30, "temperature": 0, "system": system,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "A dog, please."}]}]});
+    let answer = server.ask("/v1/messages", &body);
+    let text = answer["content"][0]["text"].as_str().expect("text").to_string();
+    assert_eq!((&answer["type"], &answer["stop_reason"]), (&json!("message"), &json!("max_tokens")));
+    let counted = server.ask("/v1/messages/count_tokens", &body)["input_tokens"].clone();
+    assert_eq!(counted, answer["usage"]["input_tokens"]);
+    let mut streamed = body.clone();
+    streamed["stream"] = json!(true);
+    let events = events(&server.post("/v1/messages", &streamed).body);
+    let kinds: Vec<&str> = events.iter().filter_map(|e| e["type"].as_str()).collect();
+    assert_eq!(kinds[..2], ["message_start", "content_block_start"]);
+    assert_eq!(kinds[kinds.len() - 3..], ["content_block_stop", "message_delta", "message_stop"]);
+    let whole: String = events.iter().filter_map(|e| e["delta"]["text"].as_str()).collect();
+    assert_eq!(whole, text);
+    let cached = &events[0]["message"]["usage"]["cache_read_input_tokens"];
+    assert!(cached.as_u64().is_some_and(|n| n >= 64), "the system prompt is remembered: {cached}");
+    let stop: String = text.chars().skip(8).take(4).collect();
+    let mut stopped = body.clone();
+    stopped["stop_sequences"] = json!([stop]);
+    let answer = server.ask("/v1/messages", &stopped);
+    assert_eq!((&answer["stop_reason"], &answer["stop_sequence"]), (&json!("stop_sequence"), &json!(stop)));
+    let mut tools = body.clone();
+    tools["tools"] = json!([{"name": "look", "input_schema": {"type": "object", "properties":
+        {"at": {"enum": ["sky", "sea"]}}, "required": ["at"], "additionalProperties": false}}]);
+    tools["tool_choice"] = json!({"type": "any", "disable_parallel_tool_use": true});
+    tools["max_tokens"] = json!(80);
+    let answer = server.ask("/v1/messages", &tools);
+    assert_eq!((&answer["stop_reason"], &answer["content"][0]["name"]), (&json!("tool_use"), &json!("look")));
+    assert!(answer["content"][0]["input"]["at"].is_string(), "{answer}");
+    for (more, kind) in [
+        (json!({"max_tokens": null}), "invalid_request_error"),
+        (json!({"model": "claude"}), "not_found_error"),
+        (json!({"messages": [{"role": "user", "content": [{"type": "image"}]}]}), "invalid_request_error"),
+    ] {
+        let mut wrong = body.clone();
+        wrong.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        let reply = server.post("/v1/messages", &wrong).json();
+        assert_eq!((&reply["type"], &reply["error"]["type"]), (&json!("error"), &json!(kind)), "{reply}");
+    }
+    server.assert_all_is_back();
+}
+
+#[test]
+fn responses_answer_and_stream() {
+    let server = Running::start();
+    let body =
+        json!({"model": "demo", "input": "Tell me about a cat.", "max_output_tokens": 25, "temperature": 0});
+    let answer = server.ask("/v1/responses", &body);
+    assert_eq!((&answer["object"], &answer["status"]), (&json!("response"), &json!("incomplete")));
+    let text = answer["output"][0]["content"][0]["text"].as_str().expect("text").to_string();
+    assert_eq!(answer["usage"]["output_tokens"], 25);
+    let mut streamed = body.clone();
+    streamed["stream"] = json!(true);
+    let events = events(&server.post("/v1/responses", &streamed).body);
+    let numbers: Vec<u64> = events.iter().filter_map(|e| e["sequence_number"].as_u64()).collect();
+    assert_eq!(numbers, (0..events.len() as u64).collect::<Vec<_>>());
+    let whole: String = events.iter().filter_map(|e| e["delta"].as_str()).collect();
+    assert_eq!(whole, text);
+    let last = events.last().expect("some");
+    assert_eq!(
+        (&last["type"], &last["response"]["output"][0]["content"]),
+        (&json!("response.incomplete"), &answer["output"][0]["content"])
+    );
+    let tools = json!([{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {},
+        "additionalProperties": false}}]);
+    let items = json!([{"role": "user", "content": [{"type": "input_text", "text": "Look!"}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "the sea"}]);
+    let call = json!({"input": items, "tools": tools, "tool_choice": {"type": "function", "name": "look"},
+        "max_output_tokens": 60, "temperature": 0});
+    let answer = server.ask("/v1/responses", &call);
+    assert_eq!(
+        (&answer["output"][0]["type"], &answer["output"][0]["name"]),
+        (&json!("function_call"), &json!("look"))
+    );
+    assert_eq!(server.post("/v1/responses", &json!({"input": "x", "previous_response_id": "y"})).status, 400);
+    server.assert_all_is_back();
+}
+
+#[test]
+fn the_document_names_every_endpoint_and_the_page_is_there() {
+    let server = Running::start();
+    let document = server.get("/openapi.json").json();
+    for (path, methods) in document["paths"].as_object().expect("paths") {
+        for method in methods.as_object().expect("methods").keys() {
+            let reply = if method == "get" { server.get(path) } else { server.post(path, &json!({})) };
+            assert!(reply.status != 404, "{method} {path} is in the document and not served");
+        }
+    }
+    let page = server.get("/");
+    assert!(page.body.starts_with("<!doctype html>") && page.body.contains("</script>"));
+    assert!(page.header("content-security-policy").is_some_and(|p| p.contains("default-src 'none'")));
+    let status = server.get("/status").json();
+    let sum = |part: &Value| -> u64 {
+        part.as_object().expect("categories").values().filter_map(Value::as_u64).sum()
+    };
+    assert_eq!(sum(&status["now"]), sum(&status["allocated"]));
+    assert_eq!(status["planned"], status["allocated"]);
+    let models = server.get("/v1/models").json();
+    assert_eq!((&models["data"][0]["id"], server.get("/v1/models/demo").status), (&json!("demo"), 200));
+    assert_eq!(server.get("/v1/models/other").status, 404);
+}

@@ -1,0 +1,181 @@
+//! Output that must follow a grammar: which tokens may come next.
+
+use std::sync::Arc;
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory};
+use serde_json::{Map, Value, json};
+
+use crate::guard::{guarded, guarded_on_stack};
+use crate::{TextError, TextFiles, Tokenizer};
+
+/// Bytes of a schema or grammar as text.
+const SOURCE_BYTES_MAX: usize = 256 << 10;
+/// Compiling follows the nesting of a schema.
+const COMPILING_STACK_BYTES: usize = 64 << 20;
+
+/// What an output must look like.
+#[derive(Clone, Debug, PartialEq)]
+pub enum GrammarSource {
+    /// A JSON value that follows a schema.
+    JsonSchema(Value),
+    /// A grammar in llguidance's variant of Lark.
+    Lark(String),
+    /// A regular expression.
+    Regex(String),
+}
+
+impl GrammarSource {
+    /// Any JSON object.
+    pub fn json_object() -> GrammarSource {
+        GrammarSource::JsonSchema(json!({"type": "object"}))
+    }
+
+    /// Calls of tools, in the notation of [`crate::AnswerParser`]; each tool is a name and the schema of its arguments.
+    pub fn tool_calls(tools: &[(String, Value)], several: bool) -> GrammarSource {
+        let call = |(name, arguments): &(String, Value)| {
+            json!({
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": false,
+            })
+        };
+        let calls: Vec<Value> = tools.iter().map(call).collect();
+        let schema = with_plain_spacing(json!({"anyOf": calls}));
+        let repeat = if several { "(\"\\n\" call)*" } else { "" };
+        GrammarSource::Lark(format!(
+            "start: call {repeat}\ncall: \"<tool_call>\\n\" object \"\\n</tool_call>\"\nobject: %json {schema}\n"
+        ))
+    }
+
+    fn to_grammar(&self) -> TopLevelGrammar {
+        match self {
+            GrammarSource::JsonSchema(schema) => {
+                TopLevelGrammar::from_json_schema(with_plain_spacing(schema.clone()))
+            }
+            GrammarSource::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
+            GrammarSource::Regex(text) => TopLevelGrammar::from_regex(text),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            GrammarSource::JsonSchema(schema) => schema.to_string().len(),
+            GrammarSource::Lark(text) | GrammarSource::Regex(text) => text.len(),
+        }
+    }
+}
+
+/// One space after commas and colons and none elsewhere: with white space at will a model can go on forever without
+/// saying anything.
+fn with_plain_spacing(schema: Value) -> Value {
+    let mut schema = match schema {
+        Value::Object(schema) => schema,
+        Value::Bool(true) => Map::new(),
+        other => return other,
+    };
+    schema.insert(
+        "x-guidance".into(),
+        json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}),
+    );
+    Value::Object(schema)
+}
+
+/// Starts grammars over the vocabulary of one tokenizer. Read-only: it may be used from any thread.
+pub struct GrammarFactory(ParserFactory);
+
+impl GrammarFactory {
+    /// Prepares a vocabulary.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`] if the vocabulary is not made of bytes, or names no end.
+    pub fn new(files: &TextFiles<'_>, tokenizer: &Tokenizer) -> Result<GrammarFactory, TextError> {
+        guarded("prepare grammars", || {
+            let json: Value = serde_json::from_slice(&files.tokenizer.bytes)
+                .map_err(|source| TextError::Json { file: files.tokenizer.name.clone(), source })?;
+            let mut words = llguidance::token_bytes_from_tokenizer_json(&json).map_err(refused)?;
+            let end = tokenizer.special_tokens().eos.as_deref().and_then(|eos| tokenizer.token_to_id(eos));
+            let end = end.or(tokenizer.eos_ids().first().copied());
+            let end =
+                end.ok_or_else(|| TextError::Grammar { reason: "the model has no end token".into() })?;
+            words.resize(words.len().max(end as usize + 1), Vec::new());
+            // A token that ends the text is never a part of it.
+            for &id in tokenizer.eos_ids() {
+                if let Some(word) = words.get_mut(id as usize).filter(|word| word.first() != Some(&0xff)) {
+                    word.insert(0, TokTrie::SPECIAL_TOKEN_MARKER);
+                }
+            }
+            let info = TokRxInfo {
+                vocab_size: words.len() as u32,
+                tok_eos: end,
+                tok_bos: None,
+                tok_pad: None,
+                tok_unk: None,
+                tok_end_of_turn: None,
+            };
+            let environment: TokEnv = Arc::new(ApproximateTokEnv::new(TokTrie::from(&info, &words)));
+            let slices = llguidance::earley::SlicedBiasComputer::general_slices();
+            let mut factory = ParserFactory::new(&environment, InferenceCapabilities::default(), &slices)
+                .map_err(refused)?;
+            factory.quiet().limits_mut().verbose_errors = false;
+            Ok(GrammarFactory(factory))
+        })
+    }
+
+    /// Compiles a grammar and begins at its start.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`] if it is malformed, not supported or too large.
+    pub fn start(&self, source: &GrammarSource) -> Result<GrammarState, TextError> {
+        let bytes = source.bytes();
+        if bytes > SOURCE_BYTES_MAX {
+            let reason = format!("it has {bytes} bytes, at most {SOURCE_BYTES_MAX} are accepted");
+            return Err(TextError::Grammar { reason });
+        }
+        guarded_on_stack("compile a grammar", COMPILING_STACK_BYTES, || {
+            let matcher = Matcher::new(self.0.create_parser(source.to_grammar()));
+            match matcher.get_error() {
+                Some(reason) => Err(TextError::Grammar { reason }),
+                None => Ok(GrammarState(matcher)),
+            }
+        })
+    }
+}
+
+/// A point within a grammar.
+pub struct GrammarState(Matcher);
+
+impl GrammarState {
+    /// Sets the logits of tokens that cannot come next to negative infinity.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`] if the grammar exceeds its bounds.
+    pub fn mask(&mut self, logits: &mut [f32]) -> Result<(), TextError> {
+        let mask = self.0.compute_mask_or_eos().map_err(refused)?;
+        for (id, logit) in logits.iter_mut().enumerate() {
+            if id >= mask.len() || !mask.get(id) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on by a token.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`] if it could not come.
+    pub fn accept(&mut self, token: u32) -> Result<(), TextError> {
+        self.0.consume_token(token).map_err(refused)
+    }
+
+    /// Whether nothing can follow.
+    pub fn is_complete(&self) -> bool {
+        self.0.is_stopped()
+    }
+}
+
+fn refused(error: impl std::fmt::Display) -> TextError {
+    TextError::Grammar { reason: error.to_string() }
+}

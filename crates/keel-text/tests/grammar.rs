@@ -1,0 +1,94 @@
+//! Grammars over the vocabulary of the built-in model.
+
+use std::path::Path;
+
+use keel_text::{AnswerForm, AnswerParser, AnswerPart, GrammarFactory, GrammarSource, TextFiles, Tokenizer};
+use serde_json::{Value, json};
+
+fn factory() -> (GrammarFactory, Tokenizer) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let files = TextFiles::read(&folder).expect("the built-in model is there");
+    let tokenizer = Tokenizer::new(&files).expect("it has a tokenizer");
+    (GrammarFactory::new(&files, &tokenizer).expect("its vocabulary is made of bytes"), tokenizer)
+}
+
+/// A text drawn with pseudo-random logits that the grammar masks.
+fn draw(source: &GrammarSource, seed: u64) -> String {
+    let (factory, tokenizer) = factory();
+    let mut state = factory.start(source).expect("the grammar is right");
+    let mut random = seed;
+    let mut ids = Vec::new();
+    while !state.is_complete() && ids.len() < 400 {
+        let mut logits: Vec<f32> = (0..5000)
+            .map(|_| {
+                random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                (random >> 40) as f32
+            })
+            .collect();
+        state.mask(&mut logits).expect("within bounds");
+        let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).expect("not empty");
+        assert!(logits[best].is_finite(), "something can always follow");
+        if tokenizer.eos_ids().contains(&(best as u32)) {
+            break;
+        }
+        state.accept(best as u32).expect("it was allowed");
+        ids.push(best as u32);
+    }
+    tokenizer.decode(&ids, true).expect("decodes")
+}
+
+#[test]
+fn random_output_follows_a_schema() {
+    let schema = json!({
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 150,
+            "minimum": 0}, "kind": {"enum": ["cat", "dog"]}},
+        "required": ["name", "age", "kind"],
+        "additionalProperties": false,
+    });
+    for seed in 1..6 {
+        let text = draw(&GrammarSource::JsonSchema(schema.clone()), seed);
+        let value: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
+        assert!(
+            value["name"].is_string() && ["cat", "dog"].contains(&value["kind"].as_str().expect("a kind"))
+        );
+        assert!(value["age"].as_u64().is_some_and(|age| age <= 150), "{text}");
+    }
+}
+
+#[test]
+fn random_output_calls_a_tool() {
+    let parameters = json!({"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}},
+        "required": ["city"], "additionalProperties": false});
+    let source = GrammarSource::tool_calls(&[("weather".into(), parameters)], false);
+    let tools = vec![json!({"type": "function", "function": {"name": "weather"}})];
+    let mut parser = AnswerParser::new(AnswerForm { tools, ..AnswerForm::default() });
+    let mut parts = Vec::new();
+    let text = draw(&source, 3);
+    parser.push(&text, &mut parts);
+    parser.finish(&mut parts);
+    let [AnswerPart::ToolCall { name, arguments }] = &parts[..] else { panic!("{text}: {parts:?}") };
+    assert!(name == "weather" && arguments.contains("city"), "{arguments}");
+}
+
+#[test]
+fn random_output_matches_an_expression() {
+    let text = draw(&GrammarSource::Regex("[ab]{3}-[0-9]{2}".into()), 9);
+    assert!(text.len() == 6 && text.as_bytes()[3] == b'-', "{text}");
+    let text = draw(&GrammarSource::Lark("start: \"yes\" | \"no\"".into()), 9);
+    assert!(["yes", "no"].contains(&text.as_str()), "{text}");
+}
+
+#[test]
+fn what_cannot_be_used_is_refused() {
+    let (factory, _) = factory();
+    for source in [
+        GrammarSource::JsonSchema(json!({"type": "nothing"})),
+        GrammarSource::Lark("start: unknown".into()),
+        GrammarSource::Regex("(".into()),
+        GrammarSource::Regex("a".repeat(300 << 10)),
+    ] {
+        let error = factory.start(&source).err().expect("it is wrong").to_string();
+        assert!(error.starts_with("the schema or grammar cannot be used"), "{error}");
+    }
+}

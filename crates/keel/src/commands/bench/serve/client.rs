@@ -1,0 +1,221 @@
+//! As much of HTTP as the load needs: one request a connection, answers in chunks.
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+use tokio::time::Instant;
+
+use super::load::Planned;
+
+/// Where the load goes.
+pub struct Client {
+    authority: String,
+    key: Option<String>,
+    model: String,
+}
+
+/// An answer, and when its tokens came.
+pub struct Answer {
+    pub text: String,
+    pub prompt_tokens: usize,
+    pub cached_tokens: usize,
+    pub completion_tokens: usize,
+    /// Seconds from arrival to the first text.
+    pub first_s: f64,
+    /// Seconds between pieces of text.
+    pub gaps_s: Vec<f64>,
+    /// Seconds from arrival to the end.
+    pub total_s: f64,
+    asked: Instant,
+}
+
+impl Answer {
+    /// Counts the time from when the request arrived, not from when it was sent.
+    pub fn waited(&mut self, arrived: Instant) {
+        let wait_s = self.asked.saturating_duration_since(arrived).as_secs_f64();
+        self.first_s += wait_s;
+        self.total_s += wait_s;
+    }
+}
+
+type Reader = BufReader<TcpStream>;
+
+/// A response whose body has not been read.
+struct Response {
+    reader: Reader,
+    chunked: bool,
+}
+
+impl Client {
+    /// A client of a server.
+    ///
+    /// # Errors
+    /// If the address is no `http://` address.
+    pub fn new(url: &str, key: Option<String>) -> Result<Client> {
+        let Some(rest) = url.strip_prefix("http://") else {
+            bail!("--url {url}: expected an address that begins with http://");
+        };
+        let authority = rest.split('/').next().unwrap_or_default();
+        let authority = if authority.contains(':') { authority.into() } else { format!("{authority}:80") };
+        Ok(Client { authority, key, model: String::new() })
+    }
+
+    /// Chooses the model to ask for.
+    pub fn set_model(&mut self, model: String) {
+        self.model = model;
+    }
+
+    /// The first model that the server names.
+    ///
+    /// # Errors
+    /// If there is no server, or it names none.
+    pub async fn first_model(&self) -> Result<String> {
+        let models = self.get("/v1/models").await?;
+        Ok(models["data"][0]["id"].as_str().context("the server names no model")?.to_string())
+    }
+
+    /// Highest bytes of the server's categories, if it is one that tells.
+    pub async fn memory(&self) -> Option<Value> {
+        let status = self.get("/status").await.ok()?;
+        status.get("peak").cloned()
+    }
+
+    /// Streams an answer.
+    ///
+    /// # Errors
+    /// What the network or the server says.
+    pub async fn ask(&self, planned: &Planned) -> Result<Answer> {
+        let body = json!({
+            "model": self.model,
+            "prompt": planned.prompt,
+            "max_tokens": planned.max_tokens,
+            "temperature": 0,
+            "ignore_eos": true,
+            "stream": true,
+            "stream_options": {"include_usage": true},
+        });
+        let asked = Instant::now();
+        let mut response = self.send("POST", "/v1/completions", &body.to_string()).await?;
+        let mut answer = Answer {
+            text: String::new(),
+            prompt_tokens: 0,
+            cached_tokens: 0,
+            completion_tokens: 0,
+            first_s: 0.0,
+            gaps_s: Vec::new(),
+            total_s: 0.0,
+            asked,
+        };
+        let (mut rest, mut pieces, mut last) = (String::new(), 0, asked);
+        while let Some(chunk) = response.chunk().await? {
+            rest.push_str(&String::from_utf8_lossy(&chunk));
+            while let Some(end) = rest.find('\n') {
+                let line: String = rest.drain(..=end).collect();
+                let Some(data) = line.trim_end().strip_prefix("data: ").filter(|d| *d != "[DONE]") else {
+                    continue;
+                };
+                let event: Value = serde_json::from_str(data).context("the server sent no JSON")?;
+                if let Some(message) = event["error"]["message"].as_str() {
+                    bail!("{message}");
+                }
+                take_usage(&mut answer, &event["usage"]);
+                let text = event["choices"][0]["text"].as_str().unwrap_or_default();
+                if text.is_empty() {
+                    continue;
+                }
+                let now = Instant::now();
+                if pieces == 0 {
+                    answer.first_s = (now - asked).as_secs_f64();
+                } else {
+                    answer.gaps_s.push((now - last).as_secs_f64());
+                }
+                (pieces, last) = (pieces + 1, now);
+                answer.text.push_str(text);
+            }
+        }
+        // Servers that report no usage stream a token a piece.
+        if answer.completion_tokens == 0 {
+            answer.completion_tokens = pieces;
+        }
+        answer.total_s = asked.elapsed().as_secs_f64();
+        Ok(answer)
+    }
+
+    async fn get(&self, path: &str) -> Result<Value> {
+        let mut response = self.send("GET", path, "").await?;
+        Ok(serde_json::from_slice(&response.all().await?)?)
+    }
+
+    async fn send(&self, method: &str, path: &str, body: &str) -> Result<Response> {
+        let stream = TcpStream::connect(&self.authority)
+            .await
+            .with_context(|| format!("no server answers at {}", self.authority))?;
+        stream.set_nodelay(true)?;
+        let mut reader = BufReader::new(stream);
+        let key = self.key.as_ref().map_or(String::new(), |key| format!("authorization: Bearer {key}\r\n"));
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{key}content-type: application/json\r\n\
+             content-length: {}\r\n\r\n",
+            self.authority,
+            body.len()
+        );
+        reader.get_mut().write_all(head.as_bytes()).await?;
+        reader.get_mut().write_all(body.as_bytes()).await?;
+        let mut line = String::new();
+        reader.read_line(&mut line).await?;
+        let status = line.split(' ').nth(1).unwrap_or_default().to_string();
+        let mut chunked = false;
+        loop {
+            line.clear();
+            if reader.read_line(&mut line).await? == 0 || line.trim_end().is_empty() {
+                break;
+            }
+            let header = line.trim_end().to_ascii_lowercase();
+            chunked |= header.starts_with("transfer-encoding:") && header.ends_with("chunked");
+        }
+        let mut response = Response { reader, chunked };
+        if status != "200" {
+            let body = response.all().await?;
+            bail!("the server answered {status}: {}", String::from_utf8_lossy(&body));
+        }
+        Ok(response)
+    }
+}
+
+fn take_usage(answer: &mut Answer, usage: &Value) {
+    let count = |value: &Value| value.as_u64().map(|n| n as usize);
+    if let Some(completion) = count(&usage["completion_tokens"]) {
+        answer.completion_tokens = completion;
+        answer.prompt_tokens = count(&usage["prompt_tokens"]).unwrap_or(0);
+        answer.cached_tokens = count(&usage["prompt_tokens_details"]["cached_tokens"]).unwrap_or(0);
+    }
+}
+
+impl Response {
+    /// The next piece of the body; `None` at its end.
+    async fn chunk(&mut self) -> Result<Option<Vec<u8>>> {
+        if !self.chunked {
+            let mut rest = vec![0; 64 << 10];
+            let read = self.reader.read(&mut rest).await?;
+            rest.truncate(read);
+            return Ok(Some(rest).filter(|rest| !rest.is_empty()));
+        }
+        let mut line = String::new();
+        self.reader.read_line(&mut line).await?;
+        let size = usize::from_str_radix(line.trim().split(';').next().unwrap_or_default(), 16);
+        let size = size.context("the answer was cut off")?;
+        let mut chunk = vec![0; size + 2];
+        self.reader.read_exact(&mut chunk).await?;
+        chunk.truncate(size);
+        Ok(Some(chunk).filter(|chunk| !chunk.is_empty()))
+    }
+
+    async fn all(&mut self) -> Result<Vec<u8>> {
+        let mut body = Vec::new();
+        while let Some(chunk) = self.chunk().await? {
+            body.extend(chunk);
+        }
+        Ok(body)
+    }
+}

@@ -1,0 +1,165 @@
+//! What is sent, and when.
+
+use std::str::FromStr;
+
+use anyhow::{Context, Error, Result, bail};
+use serde::Deserialize;
+
+/// One number, or a range to draw from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lengths {
+    min: usize,
+    max: usize,
+}
+
+impl FromStr for Lengths {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Lengths> {
+        let (min, max) = text.split_once('-').unwrap_or((text, text));
+        let number = |text: &str| text.parse::<usize>().context("expected N or MIN-MAX, for example 100-300");
+        let (min, max) = (number(min)?, number(max)?);
+        if min == 0 || max < min || max > 1 << 20 {
+            bail!("expected 1 to {} and MIN not above MAX", 1 << 20);
+        }
+        Ok(Lengths { min, max })
+    }
+}
+
+/// One request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Planned {
+    /// Seconds after the start.
+    pub at_s: f64,
+    pub prompt: String,
+    pub max_tokens: usize,
+}
+
+/// All requests, in the order of their arrival.
+#[derive(Debug, PartialEq)]
+pub struct Load {
+    pub requests: Vec<Planned>,
+}
+
+#[derive(Deserialize)]
+struct Line {
+    prompt: String,
+    max_tokens: usize,
+}
+
+const WORDS: [&str; 32] = [
+    "the", "dog", "ran", "over", "a", "hill", "and", "saw", "little", "bird", "that", "sang", "in", "tree",
+    "then", "went", "home", "with", "mother", "who", "made", "soup", "for", "all", "friends", "sun", "was",
+    "warm", "they", "played", "until", "night",
+];
+
+/// splitmix64: enough to draw lengths and moments.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn within(&mut self, lengths: Lengths) -> usize {
+        lengths.min + (self.next() % (lengths.max - lengths.min + 1) as u64) as usize
+    }
+
+    fn words(&mut self, count: usize) -> String {
+        let words: Vec<&str> =
+            (0..count).map(|_| WORDS[(self.next() % WORDS.len() as u64) as usize]).collect();
+        words.join(" ")
+    }
+
+    /// Seconds until the next of arrivals that come at random, `rate` a second on average.
+    fn gap(&mut self, rate: f64) -> f64 {
+        let uniform = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
+        -(1.0 - uniform).ln() / rate
+    }
+}
+
+impl Load {
+    /// Random prompts and answers of these lengths.
+    pub fn random(count: usize, lengths: (Lengths, Lengths), shared: usize, rate: f64, seed: u64) -> Load {
+        let mut random = Random(seed);
+        let prefix = random.words(shared);
+        let requests = (0..count).map(|_| {
+            let own = random.within(lengths.0);
+            let prompt = format!("{prefix} {}", random.words(own)).trim_start().to_string();
+            (prompt, random.within(lengths.1))
+        });
+        let requests: Vec<_> = requests.collect();
+        Load::arriving(requests, rate, random)
+    }
+
+    /// The requests of a file.
+    ///
+    /// # Errors
+    /// The line that is wrong.
+    pub fn parse(text: &str, rate: f64, seed: u64) -> Result<Load> {
+        let line = |(i, text): (usize, &str)| {
+            let line: Line = serde_json::from_str(text).with_context(|| format!("line {}", i + 1))?;
+            Ok((line.prompt, line.max_tokens))
+        };
+        let lines = text.lines().enumerate().filter(|(_, text)| !text.trim().is_empty());
+        let requests = lines.map(line).collect::<Result<Vec<_>>>()?;
+        if requests.is_empty() {
+            bail!("the file has no requests");
+        }
+        Ok(Load::arriving(requests, rate, Random(seed)))
+    }
+
+    fn arriving(requests: Vec<(String, usize)>, rate: f64, mut random: Random) -> Load {
+        let mut at_s = 0.0;
+        let planned = requests.into_iter().map(|(prompt, max_tokens)| {
+            if rate > 0.0 {
+                at_s += random.gap(rate);
+            }
+            Planned { at_s, prompt, max_tokens }
+        });
+        Load { requests: planned.collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lengths(text: &str) -> Lengths {
+        text.parse().expect("right")
+    }
+
+    #[test]
+    fn lengths_are_numbers_or_ranges() {
+        assert_eq!(lengths("7"), Lengths { min: 7, max: 7 });
+        assert_eq!(lengths("7-9"), Lengths { min: 7, max: 9 });
+        for wrong in ["", "0", "9-7", "a", "-3", "99999999"] {
+            assert!(wrong.parse::<Lengths>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_seed_makes_a_load_that_arrives_at_its_rate() {
+        let load = |seed| Load::random(2000, (lengths("5-9"), lengths("3")), 4, 50.0, seed);
+        assert_eq!(load(1), load(1));
+        assert_ne!(load(1), load(2));
+        let requests = load(1).requests;
+        let end_s = requests.last().expect("some").at_s;
+        assert!((35.0..45.0).contains(&end_s), "2000 at 50 a second: {end_s}");
+        let first: Vec<&str> = requests[0].prompt.split(' ').collect();
+        assert!((9..=13).contains(&first.len()) && requests[1].prompt.starts_with(&first[..4].join(" ")));
+    }
+
+    #[test]
+    fn a_file_names_its_wrong_line() {
+        let good = "{\"prompt\": \"a\", \"max_tokens\": 3}\n\n";
+        assert_eq!(Load::parse(good, 0.0, 1).expect("right").requests.len(), 1);
+        let error = Load::parse(&format!("{good}{{}}"), 0.0, 1).expect_err("wrong");
+        assert!(format!("{error:#}").contains("line 3"), "{error:#}");
+        assert!(Load::parse("", 0.0, 1).is_err());
+    }
+}

@@ -1,0 +1,144 @@
+//! `keel bench serve`: a load on a running server, and how it bears it.
+//!
+//! The load is open: requests arrive when they arrive, whether or not earlier ones have been answered, so a server that
+//! is too slow shows it in its times.
+
+mod client;
+mod load;
+mod report;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+
+use crate::output;
+use client::{Answer, Client};
+use load::{Lengths, Load, Planned};
+use report::Report;
+
+/// Send a load to a running server (keel's or another with OpenAI's API) and report throughput and latencies.
+///
+/// Every answer is streamed. With --check each is asked for once more, alone, at temperature 0, and must be the same.
+#[derive(Debug, Args)]
+pub struct BenchServeArgs {
+    /// Address of the server.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080")]
+    url: String,
+    /// Name of the model to ask for; by default the first that the server names.
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Requests to send.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    requests: u32,
+    /// Requests that arrive in a second, at random moments; 0 sends as fast as --concurrency allows.
+    #[arg(long, value_name = "R", default_value_t = 0.0)]
+    rate: f64,
+    /// Requests in flight at most. With a rate, arrivals beyond it wait, and their wait counts.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    concurrency: u32,
+    /// Words of a prompt: N, or MIN-MAX.
+    #[arg(long, value_name = "N", default_value = "100-300")]
+    prompt: Lengths,
+    /// Tokens of an answer: N, or MIN-MAX.
+    #[arg(long = "gen", value_name = "N", default_value = "64")]
+    generated: Lengths,
+    /// Words that all prompts begin with.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    shared_prefix: usize,
+    /// Read the requests from a file instead: a line of JSON with `prompt` and `max_tokens` for each.
+    #[arg(long, value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// The same seed makes the same load.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Ask for every answer once more, alone, and compare.
+    #[arg(long)]
+    check: bool,
+    /// Key of the server.
+    #[arg(long, value_name = "KEY", env = "KEEL_API_KEY", hide_env_values = true)]
+    api_key: Option<String>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub fn run(args: &BenchServeArgs) -> Result<()> {
+    if !(0.0..=1e6).contains(&args.rate) {
+        bail!("--rate {}: expected 0 to 1000000", args.rate);
+    }
+    let load = match &args.file {
+        Some(path) => {
+            let text =
+                std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+            Load::parse(&text, args.rate, args.seed)?
+        }
+        None => Load::random(
+            args.requests as usize,
+            (args.prompt, args.generated),
+            args.shared_prefix,
+            args.rate,
+            args.seed,
+        ),
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let report = runtime.block_on(measure(args, load))?;
+    if args.json { output::json(&report.to_json()) } else { output::text(&report.to_text()) }
+}
+
+async fn measure(args: &BenchServeArgs, load: Load) -> Result<Report> {
+    let mut client = Client::new(&args.url, args.api_key.clone())?;
+    let model = match &args.model {
+        Some(name) => name.clone(),
+        None => client.first_model().await?,
+    };
+    client.set_model(model);
+    let client = Arc::new(client);
+    let start = Instant::now();
+    let answers = send_all(&client, &load, args.concurrency as usize).await?;
+    let wall = start.elapsed();
+    let memory = client.memory().await;
+    let mut differing = None;
+    if args.check {
+        let mut count = 0;
+        for (planned, answer) in load.requests.iter().zip(&answers) {
+            let Ok(answer) = answer else { continue };
+            count += usize::from(client.ask(planned).await?.text != answer.text);
+        }
+        differing = Some(count);
+    }
+    Ok(Report::new(answers, wall, memory, differing))
+}
+
+/// Sends every request when its time has come, and returns the answers in the order of the requests.
+async fn send_all(client: &Arc<Client>, load: &Load, concurrency: usize) -> Result<Vec<Result<Answer>>> {
+    let places = Arc::new(Semaphore::new(concurrency));
+    let start = Instant::now();
+    let mut tasks = Vec::new();
+    for planned in &load.requests {
+        let due = start + Duration::from_secs_f64(planned.at_s);
+        let (client, places) = (Arc::clone(client), Arc::clone(&places));
+        let planned = planned.clone();
+        tasks.push(tokio::spawn(async move { send_one(&client, &places, &planned, due).await }));
+    }
+    let mut answers = Vec::new();
+    for task in tasks {
+        answers.push(task.await?);
+    }
+    Ok(answers)
+}
+
+async fn send_one(client: &Client, places: &Semaphore, planned: &Planned, due: Instant) -> Result<Answer> {
+    tokio::time::sleep_until(due).await;
+    let _place = places.acquire().await?;
+    // Arrivals without a rate are due when there is a place for them.
+    let arrived = if planned.at_s > 0.0 { due } else { Instant::now() };
+    let mut answer = client.ask(planned).await?;
+    answer.waited(arrived);
+    Ok(answer)
+}

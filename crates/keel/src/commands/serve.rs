@@ -1,0 +1,182 @@
+//! `keel serve`: answers over HTTP.
+
+use std::path::PathBuf;
+use std::time::{Duration, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use keel_array::{AttentionSpec, Category};
+use keel_engine::EngineOptions;
+use keel_engine::batch::BatchOptions;
+use keel_models::loading::CheckpointParameters;
+use keel_server::{ModelText, PrefixStore, Server, ServerOptions, bind, wait_for_signal};
+use keel_text::TextFiles;
+
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs, parse_bytes};
+use crate::report::human_bytes;
+use crate::session::{self, Session, context_for};
+use crate::source::{self, Model};
+
+/// Tokens of a sequence unless another number is asked for or the model's own context is shorter.
+const CONTEXT_DEFAULT: usize = 8192;
+/// Tokens of keys and values of all sequences together, unless bytes are asked for.
+const POOL_TOKENS_DEFAULT: usize = 65536;
+
+/// Serve the model over HTTP, with OpenAI's API: many requests at once, memory promised before a request starts.
+///
+/// SIGTERM or Ctrl-C lets running requests end; a second one ends them.
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Address to listen on. Other machines can reach the server only if it is another than loopback.
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    host: String,
+    /// Port to listen on; 0 takes any that is free.
+    #[arg(long, value_name = "PORT", default_value_t = 8080)]
+    port: u16,
+    /// Name of the model in the API; by default its folder's.
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// Sequences at once.
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    sequences: usize,
+    /// Tokens of one sequence, prompt and answer together; by default 8192, or the model's context if that is shorter.
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Memory for the keys and values of all sequences and remembered prefixes together; by default enough for 65536
+    /// tokens, or for all sequences at full length if that is less.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    kv_cache: Option<u64>,
+    /// Memory for recurrent states of remembered prefixes. Each answer at work takes one, too.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "128Mi")]
+    prefix_states: u64,
+    /// Do not remember prefixes.
+    #[arg(long)]
+    no_prefix_reuse: bool,
+    /// Remember prompts alone, not answers: what is reused then has the bits of a fresh run.
+    #[arg(long)]
+    exact_prefix_reuse: bool,
+    /// Folder in which remembered prefixes outlive the server. A damaged file in it is passed over with a warning.
+    #[arg(long, value_name = "FOLDER", conflicts_with = "no_prefix_reuse")]
+    prefix_cache_dir: Option<PathBuf>,
+    /// Tokens of one step, of answers and prompts together: a long prompt delays others by no more than this.
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    step_tokens: usize,
+    /// Requests that may wait; more are refused with 429.
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    queue: usize,
+    /// Seconds that a request may wait; then it is refused with 503.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    queue_timeout: u64,
+    /// Seconds that a request may take in all.
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    deadline: u64,
+    /// Tokens of an answer where the request names no number.
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    max_tokens: usize,
+    /// Bytes of a request's body.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "8Mi")]
+    body_limit: u64,
+    /// Key that every request must bring. The variable keeps it out of the list of processes.
+    #[arg(long, value_name = "KEY", env = "KEEL_API_KEY", hide_env_values = true)]
+    api_key: Option<String>,
+    /// Sites whose pages may call the server, for example https://example.org; may be repeated, * is any.
+    #[arg(long, value_name = "ORIGIN")]
+    cors: Vec<String>,
+    #[command(flatten)]
+    engine: EngineArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+/// Runs the command.
+pub fn run(args: &ServeArgs) -> Result<()> {
+    let model = source::open(args.model.model.as_deref())?;
+    let folder = model.checkpoint.folder();
+    let text = ModelText::new(&TextFiles::read(folder)?)?;
+    let options = engine_options(args, &model)?;
+    let server_options = server_options(args, &model)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    runtime.block_on(async {
+        // Before the model is loaded: a port in use should be known at once.
+        let listener = bind(&format!("{}:{}", args.host, args.port)).await?;
+        let session = Session::load(&args.device, &model, options)?;
+        tracing::info!(
+            "{} for {} sequences of up to {} tokens, {} of it keys and values",
+            human_bytes(session.planned.total()),
+            options.sequences,
+            options.context,
+            human_bytes(session.planned.get(Category::Kv)),
+        );
+        let address = listener.local_addr()?;
+        tracing::info!("{} is served at http://{address}", server_options.model_id);
+        let server = Server::new(session.engine, text, server_options)?;
+        let abort = async {
+            wait_for_signal().await;
+            wait_for_signal().await;
+        };
+        Ok(server.run(listener, wait_for_signal(), abort).await?)
+    })
+}
+
+/// As many pages and states as the bytes asked for have room for. What one takes is learned from plans.
+fn engine_options(args: &ServeArgs, model: &Model) -> Result<EngineOptions> {
+    let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
+    let context = context_for(&model.config, wanted).context("--context")?;
+    let base = EngineOptions { context, sequences: args.sequences, ..args.engine.options() };
+    let all_pages = args.sequences * context.div_ceil(AttentionSpec::PAGE);
+    let probe = EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..base };
+    let parameters = CheckpointParameters(&model.checkpoint);
+    let one = session::plan(&args.device, &parameters, model.checkpoint.config(), probe)?;
+    let pages = match args.kv_cache {
+        Some(bytes) => (bytes / one.get(Category::Kv).max(1)) as usize,
+        None => POOL_TOKENS_DEFAULT.max(context).div_ceil(AttentionSpec::PAGE),
+    };
+    let state_bytes = one.get(Category::Checkpoints);
+    let reuses = !args.no_prefix_reuse && state_bytes > 0;
+    let states = if reuses { (args.prefix_states / state_bytes.max(1)) as usize + args.sequences } else { 0 };
+    Ok(EngineOptions { pool_pages: Some(pages.clamp(1, all_pages)), checkpoints: states, ..base })
+}
+
+fn server_options(args: &ServeArgs, model: &Model) -> Result<ServerOptions> {
+    let folder = model.checkpoint.folder().file_name().and_then(|name| name.to_str());
+    let prefix_store = match &args.prefix_cache_dir {
+        Some(folder) => Some(PrefixStore { folder: folder.clone(), model: identity(args, model)? }),
+        None => None,
+    };
+    Ok(ServerOptions {
+        batch: BatchOptions {
+            step_tokens: args.step_tokens,
+            queue_limit: args.queue,
+            queue_timeout: Duration::from_secs(args.queue_timeout),
+            reuse_prefixes: !args.no_prefix_reuse,
+            reuse_generated: !args.no_prefix_reuse && !args.exact_prefix_reuse,
+        },
+        model_id: args.name.clone().or(folder.map(str::to_string)).unwrap_or_else(|| "keel".into()),
+        max_tokens_default: args.max_tokens,
+        deadline: Duration::from_secs(args.deadline),
+        body_bytes_max: args.body_limit as usize,
+        api_key: args.api_key.clone(),
+        cors_origins: args.cors.clone(),
+        prefix_store,
+        ..ServerOptions::default()
+    })
+}
+
+/// Tells a model's caches from those of others: its config, its files with their sizes and times, and the arithmetic.
+fn identity(args: &ServeArgs, model: &Model) -> Result<String> {
+    let folder = model.checkpoint.folder();
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
+        let entry = entry?;
+        let facts = entry.metadata()?;
+        if facts.is_file() {
+            let changed = facts.modified()?.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+            files.push(format!("{}:{}:{changed}", entry.file_name().display(), facts.len()));
+        }
+    }
+    files.sort();
+    let compute = args.engine.options().compute;
+    Ok(format!("{} {compute:?} {}", model.checkpoint.config(), files.join(" ")))
+}
