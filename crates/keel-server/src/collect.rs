@@ -93,13 +93,10 @@ const OUTBOX: usize = 64;
 
 /// A response whose events `produce` sends. When the client leaves, `produce` is dropped wherever it waits, and with it
 /// its answers.
-pub(crate) fn respond<F: Future<Output = ()> + Send>(
+pub(crate) fn respond<F: Future<Output = ()> + Send + 'static>(
     app: &App,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,
-) -> Response
-where
-    F: 'static,
-{
+) -> Response {
     let (sender, receiver) = mpsc::channel(OUTBOX);
     tokio::spawn(async move {
         let outbox = Outbox(sender.clone());

@@ -24,7 +24,7 @@ const INBOX: usize = 1024;
 type Accepted = oneshot::Sender<Result<(), EngineError>>;
 
 enum Command {
-    Submit { request: BatchRequest, events: mpsc::UnboundedSender<BatchEvent>, accepted: Accepted },
+    Submit { request: Box<BatchRequest>, events: mpsc::UnboundedSender<BatchEvent>, accepted: Accepted },
     ForgetPrefixes(oneshot::Sender<()>),
 }
 
@@ -122,7 +122,7 @@ impl EngineHandle {
         // Not bounded by itself: no more events come than the request has tokens and its prompt chunks.
         let (events, receiver) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
-        self.send(Command::Submit { request, events, accepted })?;
+        self.send(Command::Submit { request: Box::new(request), events, accepted })?;
         answer.await.map_err(|_| ServerError::EngineStopped)??;
         Ok((id, receiver))
     }
@@ -209,7 +209,7 @@ impl Worker {
         match command {
             Command::Submit { request, events, accepted } => {
                 let id = request.id;
-                let outcome = self.batcher.submit(request, Instant::now());
+                let outcome = self.batcher.submit(*request, Instant::now());
                 if outcome.is_ok() {
                     self.live.insert(id, events);
                 }
