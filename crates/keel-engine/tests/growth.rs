@@ -5,7 +5,7 @@ mod common;
 
 use std::sync::Mutex;
 
-use common::{engine, exact, fixture, runtime};
+use common::{engine, exact, fixture, resident_bytes, runtime};
 use keel_array::{Array, Category, DType, Runtime};
 use keel_engine::{Engine, EngineOptions};
 
@@ -14,14 +14,6 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 const FROM: usize = 1024;
 const TO: usize = 16 * 1024;
-
-/// Bytes that the process holds in memory.
-fn resident_bytes() -> Option<f64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"))?;
-    let kilobytes: f64 = line.trim().trim_end_matches(" kB").parse().ok()?;
-    Some(kilobytes * 1024.0)
-}
 
 /// Growth per token in the resident set and in the ledger, from `FROM` to `TO` tokens of one sequence.
 /// `after_step` runs behind each step of the prompt.

@@ -5,10 +5,15 @@ mod common;
 use std::path::PathBuf;
 
 use common::{engine, expected, fixture, runtime};
-use keel_array::Compute;
-use keel_engine::{
-    Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
+use keel_array::{Category, Compute};
+use keel_cache::LayerStorage;
+use keel_engine::speculation::{
+    Choice, Chooser, Round, RoundSequence, SamplerChooser, Speculation, SpeculationOptions,
 };
+use keel_engine::{
+    Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, Sampler, SamplerOptions, TokenIterator,
+};
+use proptest::prelude::*;
 
 /// The fixtures with a multi-token-prediction head.
 const WITH_HEAD: [&str; 3] = ["qwen3_5", "qwen3_5_real_head_dims", "qwen3_5_moe"];
@@ -45,7 +50,7 @@ fn until(max_tokens: usize) -> GenerateOptions {
 }
 
 fn fixed(depth: usize) -> SpeculationOptions {
-    SpeculationOptions { depth: Depth::Fixed(depth), optimistic: false }
+    SpeculationOptions { depth: Depth::Fixed(depth), ..Default::default() }
 }
 
 fn plain(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
@@ -55,6 +60,69 @@ fn plain(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
     let got = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
     tokens.release();
     got
+}
+
+/// What becomes of the head's drafts before they are verified.
+#[derive(Clone)]
+enum Drafter {
+    Head,
+    /// From what plain decoding gives: right, wrong, or either at random.
+    Right,
+    Wrong,
+    Random(u64),
+}
+
+/// Greedy, with drafts of its own.
+struct Adversary {
+    chooser: SamplerChooser,
+    drafter: Drafter,
+    /// What plain decoding gives.
+    truth: Vec<u32>,
+    given: usize,
+}
+
+impl Adversary {
+    fn new(drafter: Drafter, prompt: &[u32], truth: &[u32]) -> Adversary {
+        let sampler = Sampler::new(SamplerOptions::default(), prompt).expect("in range");
+        let chooser = SamplerChooser::new(sampler, None, Vec::new());
+        Adversary { chooser, drafter, truth: truth.to_vec(), given: 0 }
+    }
+}
+
+impl Chooser for Adversary {
+    fn draft(&mut self, logits: &mut [f32]) -> keel_engine::Result<u32> {
+        self.chooser.draft(logits)
+    }
+
+    fn revise(&mut self, drafts: &mut [u32]) {
+        for (i, draft) in drafts.iter_mut().enumerate() {
+            let right = self.truth.get(self.given + i).copied().unwrap_or_default();
+            let is_right = match &mut self.drafter {
+                Drafter::Head => continue,
+                Drafter::Right => true,
+                Drafter::Wrong => false,
+                Drafter::Random(state) => {
+                    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
+                    *state >> 33 & 3 != 0
+                }
+            };
+            *draft = if is_right { right } else { (right + 1) % 500 };
+        }
+    }
+
+    fn retract(&mut self) -> keel_engine::Result<()> {
+        self.chooser.retract()
+    }
+
+    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> keel_engine::Result<Choice> {
+        self.given += 1;
+        self.chooser.choose(logits, draft)
+    }
+
+    fn take(&mut self, token: u32) -> keel_engine::Result<Choice> {
+        self.given += 1;
+        self.chooser.take(token)
+    }
 }
 
 #[test]
@@ -95,4 +163,285 @@ fn the_head_of_the_built_in_model_drafts_well() {
     let counters = tokens.counters();
     let share = |i: usize| counters.accepted[i] as f64 / counters.drafted[0] as f64;
     assert!(share(0) > 0.75 && share(2) > 0.45, "{counters:?}");
+}
+
+/// A sequence of a batch.
+struct Member {
+    cache: keel_cache::SequenceCache,
+    speculation: Speculation,
+    chooser: Adversary,
+    tokens: Vec<u32>,
+    wanted: usize,
+}
+
+impl Member {
+    fn join(engine: &mut Engine, prompt: &[u32], chooser: Adversary, options: SpeculationOptions) -> Member {
+        let (mut cache, mut chooser) = (engine.open().expect("a slot is free"), chooser);
+        let mut logits = Vec::new();
+        engine.prefill(&mut cache, prompt, &mut logits, &mut |_| ()).expect("fits");
+        let speculation = Speculation::new(options, engine.last_hidden().expect("drafts were planned"));
+        let first = chooser.choose(&mut logits, None).expect("free").token;
+        let wanted = chooser.truth.len();
+        Member { cache, speculation, chooser, tokens: vec![first], wanted }
+    }
+
+    fn is_done(&self) -> bool {
+        self.tokens.len() >= self.wanted
+    }
+}
+
+fn round(engine: &mut Engine, members: &mut [&mut Member]) {
+    let mut batch: Vec<RoundSequence<'_>> = members
+        .iter_mut()
+        .map(|m| RoundSequence {
+            last: m.tokens[m.tokens.len() - 1],
+            tokens_max: m.wanted - m.tokens.len(),
+            cache: &mut m.cache,
+            speculation: &mut m.speculation,
+            chooser: &mut m.chooser,
+        })
+        .collect();
+    let rounds = engine.round(&mut batch).expect("the round runs");
+    for (member, Round { tokens, .. }) in members.iter_mut().zip(rounds) {
+        member.tokens.extend(tokens);
+    }
+}
+
+#[test]
+fn sequences_of_a_batch_draft_and_accept_each_for_itself() {
+    let lens = [3, 64, 65, 130, 17, 1, 77];
+    let depths = [1, 2, 3, 5, 8, 3].map(Depth::Fixed).into_iter().chain([Depth::Auto]);
+    let options_of: Vec<_> = depths.map(|depth| SpeculationOptions { depth, ..Default::default() }).collect();
+    for (folder, ids) in models() {
+        let mut engine = engine(&folder, &runtime(2), options(7, 8, Compute::Auto));
+        let vocab = engine.model().config.vocab as u32;
+        let prompt = |len: usize| -> Vec<u32> {
+            ids.iter().cycle().take(len).enumerate().map(|(i, id)| (id + i as u32 * 7) % vocab).collect()
+        };
+        let prompts = lens.map(prompt);
+        let wanted: Vec<Vec<u32>> =
+            prompts.iter().enumerate().map(|(i, p)| plain(&mut engine, p, 512 - 40 * i)).collect();
+        for turn in 0..2 {
+            let drafter = |i: usize| match (i + turn) % 4 {
+                0 => Drafter::Head,
+                1 => Drafter::Right,
+                2 => Drafter::Wrong,
+                _ => Drafter::Random(i as u64),
+            };
+            let (mut waiting, mut running, mut done): (Vec<usize>, Vec<(usize, Member)>, Vec<_>) =
+                ((0..7).collect(), Vec::new(), Vec::new());
+            while !(waiting.is_empty() && running.is_empty()) {
+                // One joins every few rounds, and leaves when it has what it wants.
+                if (done.len() % 2 == 0 || running.len() < 4)
+                    && let Some(i) = waiting.pop()
+                {
+                    let chooser = Adversary::new(drafter(i), &prompts[i], &wanted[i]);
+                    let options = options_of[(i + turn) % 7];
+                    running.push((i, Member::join(&mut engine, &prompts[i], chooser, options)));
+                }
+                for _ in 0..3 {
+                    let mut open: Vec<&mut Member> =
+                        running.iter_mut().map(|(_, m)| m).filter(|m| !m.is_done()).collect();
+                    if !open.is_empty() {
+                        round(&mut engine, &mut open);
+                    }
+                }
+                while let Some(at) = running.iter().position(|(_, m)| m.is_done()) {
+                    let (i, member) = running.remove(at);
+                    assert_eq!(member.tokens, wanted[i], "{}: sequence {i}", folder.display());
+                    engine.release(member.cache);
+                    done.push(i);
+                }
+            }
+            assert_eq!(done.len(), 7);
+        }
+        assert!(engine.cache().is_idle());
+    }
+}
+
+/// Bytes of the windows and states of a sequence.
+fn recurrent_bytes(engine: &Engine, sequence: &keel_cache::SequenceCache) -> Vec<u8> {
+    let mut all = Vec::new();
+    for layer in engine.cache().layers() {
+        if let LayerStorage::Recurrent { window, state } = layer {
+            for array in [&window.rows, &state.state] {
+                let entry = array.bytes() / array.shape()[0];
+                let mut bytes = vec![0; entry];
+                array.read_bytes(sequence.slot() as usize * entry, &mut bytes).expect("the slot exists");
+                all.extend(bytes);
+            }
+        }
+    }
+    all
+}
+
+/// Asserts that two sequences are in the same state to the bit: what is committed, and what they answer next, which
+/// reads every key and value.
+fn expect_same_state(
+    engine: &mut Engine,
+    mut left: keel_cache::SequenceCache,
+    mut right: keel_cache::SequenceCache,
+) {
+    engine.commit(&mut left).expect("runs");
+    assert_eq!((left.len(), left.accepted()), (right.len(), 0));
+    assert!(recurrent_bytes(engine, &left) == recurrent_bytes(engine, &right), "windows and states differ");
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    for token in [7, 300] {
+        engine.decode(&mut [&mut left], &[token]).expect("runs");
+        engine.logits(0, &mut a).expect("there");
+        engine.decode(&mut [&mut right], &[token]).expect("runs");
+        engine.logits(0, &mut b).expect("there");
+        assert!(a == b, "keys or values differ");
+    }
+    engine.release(left);
+    engine.release(right);
+}
+
+/// A sequence that was decoded plainly.
+fn decoded(engine: &mut Engine, prompt: &[u32], tokens: &[u32]) -> keel_cache::SequenceCache {
+    let mut sequence = engine.open().expect("a slot is free");
+    engine.prefill(&mut sequence, prompt, &mut Vec::new(), &mut |_| ()).expect("fits");
+    for &token in tokens {
+        engine.decode(&mut [&mut sequence], &[token]).expect("runs");
+    }
+    sequence
+}
+
+#[test]
+fn any_accept_counts_leave_the_state_of_plain_decoding() {
+    for (folder, prompt) in models() {
+        let mut engine = engine(&folder, &runtime(2), options(2, 8, Compute::Auto));
+        let truth = plain(&mut engine, &prompt, 60);
+        let mut runner = proptest::test_runner::TestRunner::new_with_rng(
+            ProptestConfig { cases: 12, ..ProptestConfig::default() },
+            proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
+        );
+        let cases = (prop::collection::vec(0usize..=8, 1..12), any::<u64>());
+        let engine = std::cell::RefCell::new(engine);
+        let outcome = runner.run(&cases, |(depths, seed)| {
+            let engine = &mut *engine.borrow_mut();
+            let chooser = Adversary::new(Drafter::Random(seed), &prompt, &truth);
+            let mut member = Member::join(engine, &prompt, chooser, fixed(0));
+            for depth in depths {
+                member.speculation.set_depth(Depth::Fixed(depth));
+                if !member.is_done() {
+                    round(engine, &mut [&mut member]);
+                }
+            }
+            prop_assert_eq!(&member.tokens, &truth[..member.tokens.len()]);
+            let run = &member.tokens[..member.tokens.len() - 1];
+            let straight = decoded(engine, &prompt, run);
+            expect_same_state(engine, member.cache, straight);
+            Ok(())
+        });
+        outcome.unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    }
+}
+
+#[test]
+fn tokens_that_are_not_taken_are_taken_back() {
+    let prompt = [1, 250, 33, 700, 12, 5];
+    let mut engine = engine(&demo(), &runtime(2), options(2, 8, Compute::Auto));
+    let truth = plain(&mut engine, &prompt, 40);
+    for taken in 1..14 {
+        let sequence = engine.open().expect("a slot is free");
+        let chooser = Adversary::new(Drafter::Right, &prompt, &truth);
+        let how = (until(40), fixed(5));
+        let mut tokens = MtpTokenIterator::with_chooser(
+            &mut engine,
+            sequence,
+            &prompt,
+            how,
+            Box::new(chooser),
+            &mut |_| (),
+        )
+        .expect("fits");
+        let got: Vec<u32> = tokens.by_ref().take(taken).collect::<Result<_, _>>().expect("every round runs");
+        let sequence = tokens.into_sequence();
+        let straight = decoded(&mut engine, &prompt, &got[..taken - 1]);
+        expect_same_state(&mut engine, sequence, straight);
+    }
+}
+
+#[test]
+fn a_sequence_with_open_rows_can_be_forked_saved_and_prefilled() {
+    let prompt = [1, 250, 33, 700, 12, 5];
+    let mut engine = engine(&demo(), &runtime(2), options(3, 4, Compute::Auto));
+    let truth = plain(&mut engine, &prompt, 60);
+    let mut member =
+        Member::join(&mut engine, &prompt, Adversary::new(Drafter::Right, &prompt, &truth), fixed(4));
+    while member.cache.len() < 64 - 4 {
+        round(&mut engine, &mut [&mut member]);
+    }
+    assert!(member.cache.accepted() > 0);
+    let twin = engine.cache_mut().fork(&member.cache).expect("a slot is free");
+    let straight = decoded(&mut engine, &prompt, &member.tokens[..member.tokens.len() - 1]);
+    expect_same_state(&mut engine, twin, straight);
+    let path = tempfile::tempdir().expect("a temporary folder");
+    let path = path.path().join("cache");
+    let ids = vec![0; member.cache.len()];
+    let refused = engine.cache().save(&member.cache, &ids, "demo", &path);
+    assert!(refused.expect_err("rows are open").to_string().contains("not committed yet"));
+    engine.commit(&mut member.cache).expect("runs");
+    engine.cache().save(&member.cache, &ids, "demo", &path).expect("all is committed");
+    engine.release(member.cache);
+}
+
+#[test]
+fn optimistic_rounds_take_every_draft() {
+    let prompt = [1, 250, 33, 700, 12, 5];
+    let mut engine = engine(&demo(), &runtime(2), options(1, 4, Compute::Auto));
+    let truth = plain(&mut engine, &prompt, 40);
+    for (drafter, is_same) in [(Drafter::Right, true), (Drafter::Wrong, false)] {
+        let sequence = engine.open().expect("a slot is free");
+        let chooser = Box::new(Adversary::new(drafter, &prompt, &truth));
+        let how = (until(40), SpeculationOptions { optimistic: true, ..fixed(4) });
+        let mut tokens =
+            MtpTokenIterator::with_chooser(&mut engine, sequence, &prompt, how, chooser, &mut |_| ())
+                .expect("fits");
+        let got: Vec<u32> = tokens.by_ref().collect::<Result<_, _>>().expect("every round runs");
+        assert_eq!(got == truth, is_same);
+        assert_eq!(tokens.counters().accepted, tokens.counters().drafted);
+        tokens.release();
+    }
+}
+
+#[test]
+fn the_delta_log_is_all_that_speculation_adds_to_a_sequence() {
+    let prompt = [1, 250, 33, 700, 12, 5];
+    let memory = |drafts| {
+        let runtime = runtime(2);
+        let engine = engine(&demo(), &runtime, options(3, drafts, Compute::Auto));
+        (runtime, engine)
+    };
+    let (without, _engine) = memory(0);
+    let (with, mut engine) = memory(5);
+    let loaded = with.ledger().active();
+    let unchanged = [Category::Weights, Category::Kv, Category::Recurrent, Category::Checkpoints];
+    for category in unchanged {
+        assert_eq!(loaded.get(category), without.ledger().active().get(category), "{category}");
+    }
+    let row_bytes = engine.cache().spec().open_row_bytes() as u64;
+    assert_eq!(loaded.get(Category::DeltaLog), 3 * 6 * row_bytes);
+    assert_eq!(without.ledger().active().get(Category::DeltaLog), 0);
+    let charges = with.ledger().charges();
+    let truth = plain(&mut engine, &prompt, 200);
+    let chooser = Adversary::new(Drafter::Random(5), &prompt, &truth);
+    let mut member = Member::join(&mut engine, &prompt, chooser, fixed(5));
+    while !member.is_done() {
+        round(&mut engine, &mut [&mut member]);
+    }
+    engine.release(member.cache);
+    assert_eq!(with.ledger().charges(), charges, "nothing is allocated in a round");
+    assert_eq!(with.ledger().peak(), loaded, "a run needs what was planned");
+}
+
+#[test]
+fn a_model_without_a_head_says_so() {
+    let Some(folder) = fixture("qwen3_5_mlx_4bit") else { return };
+    let checkpoint = keel_weights::Checkpoint::open(&folder).expect("opens");
+    let parameters = keel_models::loading::CheckpointParameters(&checkpoint);
+    let options = options(1, 2, Compute::Auto);
+    let refused = Engine::load(&runtime(1), &parameters, checkpoint.config(), options, &|_| ());
+    assert!(matches!(refused.err(), Some(keel_engine::EngineError::NoMtpHead)));
 }

@@ -13,7 +13,9 @@ mod progress;
 mod report;
 mod session;
 mod source;
+mod speculation;
 mod text;
+mod tokens;
 
 use std::process::ExitCode;
 

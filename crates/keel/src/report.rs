@@ -108,7 +108,7 @@ pub struct Timing {
     pub decode: Duration,
     /// Tokens of the prompt that were run.
     pub prompt_tokens: usize,
-    /// Decode steps that were run.
+    /// Tokens that were run behind the prompt.
     pub decode_steps: usize,
 }
 
@@ -118,7 +118,7 @@ impl Timing {
         rate(self.prompt_tokens, self.prefill)
     }
 
-    /// Decode steps per second.
+    /// Tokens behind the prompt per second.
     pub fn decode_rate(&self) -> f64 {
         rate(self.decode_steps, self.decode)
     }

@@ -43,6 +43,37 @@ fn generate_prints_one_object_with_every_field() {
 }
 
 #[test]
+fn speculation_changes_the_counters_and_not_the_text() {
+    let generate = |flags: &[&str]| {
+        let command = ["generate", "Once upon a time", "--temperature", "0", "--max-tokens", "60", "--json"];
+        json(&[&command[..], flags].concat())
+    };
+    let plain = generate(&["--speculate", "off"]);
+    assert!(plain["speculation"].is_null());
+    for flags in [&[][..], &["--speculate", "3"], &["--speculate", "8"]] {
+        let report = generate(flags);
+        assert_eq!(report["tokens"], plain["tokens"], "{flags:?}");
+        let speculation = &report["speculation"];
+        assert!(speculation["warning"].is_null());
+        for field in
+            ["drafted", "accepted", "mean_accepted_length", "rounds", "draft_s", "verify_s", "commit_s"]
+        {
+            assert!(speculation[field].as_f64().is_some_and(|x| x > 0.0), "{field}: {report}");
+        }
+        let by_position = speculation["accepted_by_position"].as_array().expect("a list").iter();
+        let sum: u64 = by_position.filter_map(|n| n.as_u64()).sum();
+        assert_eq!(Some(sum), speculation["accepted"].as_u64());
+        assert_eq!(report["memory"]["planned"], report["memory"]["peak"]);
+    }
+    let optimistic = generate(&["--speculate", "2", "--speculate-optimistic"]);
+    assert!(optimistic["speculation"]["warning"].as_str().is_some_and(|text| text.contains("may differ")));
+    let text =
+        succeed(&["generate", "Once", "--max-tokens", "9", "--speculate", "2", "--speculate-optimistic"]);
+    assert!(text.contains("speculate") && text.contains("WARNING"), "{text}");
+    assert!(succeed(&["generate", "--help"]).contains("WARNING: the text is then not the model's"));
+}
+
+#[test]
 fn the_seed_decides_and_greedy_needs_none() {
     let text = |flags: &[&str]| {
         let command = ["generate", "The dog", "--max-tokens", "24", "--quiet"];

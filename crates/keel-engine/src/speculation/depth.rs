@@ -27,6 +27,9 @@ const PLAIN_EVERY: u64 = 256;
 /// What another row is assumed to add to a pass, until it has been measured.
 const ROW_COST_GUESS: f64 = 0.04;
 
+/// A pass of the head, as a share of one of the model.
+const NOMINAL_DRAFT_COST: f64 = 0.15;
+
 /// Drafts of a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Depth {
@@ -55,6 +58,14 @@ pub(crate) struct Costs {
 }
 
 impl Costs {
+    /// What a pass of the model and one of the head for one sequence are taken to cost where time must not matter.
+    fn nominal() -> Costs {
+        let mut costs = Costs::default();
+        costs.note_verify(1, 1.0);
+        costs.note_draft(1, NOMINAL_DRAFT_COST);
+        costs
+    }
+
     /// A pass of the model over so many rows took so long.
     pub fn note_verify(&mut self, rows: usize, seconds: f64) {
         note(&mut self.verify, rows, seconds);
@@ -106,6 +117,7 @@ fn estimate(times: &BTreeMap<usize, Mean>, rows: usize, per_row: f64) -> f64 {
 #[derive(Debug)]
 pub(super) struct DepthControl {
     depth: Depth,
+    nominal: Option<Costs>,
     /// Share accepted at each position, given that those before it were.
     acceptance: [f64; POSITIONS],
     observed: [u64; POSITIONS],
@@ -114,9 +126,11 @@ pub(super) struct DepthControl {
 }
 
 impl DepthControl {
-    pub fn new(depth: Depth) -> DepthControl {
+    /// Of costs that are measured, or if `repeatable` of nominal ones.
+    pub fn new(depth: Depth, repeatable: bool) -> DepthControl {
         DepthControl {
             depth,
+            nominal: repeatable.then(Costs::nominal),
             acceptance: [ACCEPTANCE_PRIOR; POSITIONS],
             observed: [0; POSITIONS],
             plain_rounds: 0,
@@ -124,12 +138,18 @@ impl DepthControl {
         }
     }
 
+    pub fn set_depth(&mut self, depth: Depth) {
+        self.depth = depth;
+    }
+
     /// Drafts for the next round, at most `most`. `lag` is the number of rows that the head is behind: drafting is tried
     /// again only when they are few.
     pub fn choose(&self, costs: &Costs, sequences: usize, most: usize, lag: usize) -> usize {
+        let is_measured = self.nominal.is_none();
+        let costs = self.nominal.as_ref().unwrap_or(costs);
         match self.depth {
             Depth::Fixed(depth) => depth.min(most),
-            Depth::Auto if most == 0 || costs.wants_plain(sequences) => 0,
+            Depth::Auto if most == 0 || is_measured && costs.wants_plain(sequences) => 0,
             Depth::Auto => match self.best(costs, sequences, most) {
                 0 if self.plain_rounds >= self.retry_after && lag <= POSITIONS => 1,
                 _ if lag > POSITIONS => 0,
@@ -211,7 +231,7 @@ mod tests {
 
     #[test]
     fn good_drafts_are_followed_deeply() {
-        let mut control = DepthControl::new(Depth::Auto);
+        let mut control = DepthControl::new(Depth::Auto, false);
         run(&mut control, 100, |_| 8);
         assert_eq!(control.choose(&costs(), 1, 8, 1), 8);
         assert_eq!(control.choose(&costs(), 1, 3, 1), 3, "no deeper than there is room");
@@ -219,7 +239,7 @@ mod tests {
 
     #[test]
     fn wrong_drafts_cost_little() {
-        let mut control = DepthControl::new(Depth::Auto);
+        let mut control = DepthControl::new(Depth::Auto, false);
         let (drafted, seconds) = run(&mut control, 512, |_| 0);
         assert!(seconds < 1e-3 / 0.98, "{seconds} s a token, 0.001 without speculation; {drafted} drafts");
         assert!(drafted > 3, "it tries again");
@@ -227,7 +247,7 @@ mod tests {
 
     #[test]
     fn it_comes_back_when_drafts_become_good() {
-        let mut control = DepthControl::new(Depth::Auto);
+        let mut control = DepthControl::new(Depth::Auto, false);
         run(&mut control, 300, |_| 0);
         assert_eq!(control.choose(&costs(), 1, 8, 1), 0);
         run(&mut control, 600, |_| 8);
@@ -239,12 +259,27 @@ mod tests {
         let mut costs = Costs::default();
         (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 * rows as f64));
         costs.note_draft(1, 2e-4);
-        assert_eq!(DepthControl::new(Depth::Auto).choose(&costs, 1, 8, 1), 0);
-        assert_eq!(DepthControl::new(Depth::Fixed(5)).choose(&costs, 1, 3, 1), 3);
+        assert_eq!(DepthControl::new(Depth::Auto, false).choose(&costs, 1, 8, 1), 0);
+        assert_eq!(DepthControl::new(Depth::Fixed(5), false).choose(&costs, 1, 3, 1), 3);
     }
 
     #[test]
     fn a_plain_round_is_measured_first() {
-        assert_eq!(DepthControl::new(Depth::Auto).choose(&Costs::default(), 1, 8, 1), 0);
+        assert_eq!(DepthControl::new(Depth::Auto, false).choose(&Costs::default(), 1, 8, 1), 0);
+    }
+
+    #[test]
+    fn a_repeatable_depth_follows_from_acceptance_alone() {
+        let mut expensive = Costs::default();
+        (1..=9).for_each(|rows| expensive.note_verify(rows, rows as f64));
+        for accepted in [0, 8] {
+            let mut control = DepthControl::new(Depth::Auto, true);
+            for _ in 0..200 {
+                let depth = control.choose(&costs(), 1, 8, 1);
+                assert_eq!(depth, control.choose(&expensive, 1, 8, 1));
+                control.note(depth, accepted.min(depth));
+            }
+            assert_eq!(control.choose(&expensive, 1, 8, 1), accepted);
+        }
     }
 }

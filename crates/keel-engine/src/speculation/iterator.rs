@@ -29,7 +29,7 @@ pub struct MtpTokenIterator<'e> {
 
 impl<'e> MtpTokenIterator<'e> {
     /// Runs `prompt` behind what `sequence` holds. `progress` gets the prompt tokens done. The engine must have been
-    /// made with drafts.
+    /// made with drafts. Sampled sequences are [`SpeculationOptions::repeatable`].
     ///
     /// # Errors
     /// As [`crate::TokenIterator::new`]. The sequence is released then.
@@ -38,9 +38,10 @@ impl<'e> MtpTokenIterator<'e> {
         sequence: SequenceCache,
         prompt: &[u32],
         options: GenerateOptions,
-        speculation: SpeculationOptions,
+        mut speculation: SpeculationOptions,
         progress: &mut dyn FnMut(usize),
     ) -> Result<MtpTokenIterator<'e>> {
+        speculation.repeatable |= options.sampler.temperature > 0.0;
         let sampler = Sampler::new(options.sampler.clone(), &[&options.seen[..], prompt].concat());
         let chooser = sampler.map(|s| SamplerChooser::new(s, None, options.end_tokens.clone()));
         match chooser {

@@ -41,6 +41,9 @@ pub struct SpeculationOptions {
     pub depth: Depth,
     /// Take drafts without comparing them with what the model says: the text may differ from what it would be.
     pub optimistic: bool,
+    /// Let the depth follow from accepted drafts and nominal costs, not measured ones, so that the same seed draws the same
+    /// tokens. Greedy tokens are the same anyway.
+    pub repeatable: bool,
 }
 
 /// What a sequence that drafts keeps between rounds.
@@ -61,11 +64,17 @@ impl Speculation {
     pub fn new(options: SpeculationOptions, last_hidden: Vec<f32>) -> Speculation {
         Speculation {
             options,
-            control: DepthControl::new(options.depth),
+            control: DepthControl::new(options.depth, options.repeatable),
             counters: SpeculationCounters::default(),
             lag_hidden: last_hidden,
             lag_tokens: Vec::new(),
         }
+    }
+
+    /// Drafts of the rounds from now on.
+    pub fn set_depth(&mut self, depth: Depth) {
+        self.options.depth = depth;
+        self.control.set_depth(depth);
     }
 
     /// What its rounds came to.

@@ -110,3 +110,11 @@ pub fn all_logits(engine: &mut Engine, ids: &[u32], one_by_one: bool, mtp: bool)
     engine.release(sequence);
     (logits, mtp_logits)
 }
+
+/// Bytes that the process holds in memory.
+pub fn resident_bytes() -> Option<f64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"))?;
+    let kilobytes: f64 = line.trim().trim_end_matches(" kB").parse().ok()?;
+    Some(kilobytes * 1024.0)
+}

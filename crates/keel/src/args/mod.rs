@@ -5,6 +5,7 @@ mod device;
 mod ids;
 mod model;
 mod sampling;
+mod speculate;
 mod subject;
 
 pub use bytes::parse_bytes;
@@ -12,4 +13,5 @@ pub use device::DeviceArgs;
 pub use ids::IdArgs;
 pub use model::{EngineArgs, ModelArgs};
 pub use sampling::SamplingArgs;
+pub use speculate::{SpeculateArgs, drafts_max};
 pub use subject::{Subject, SubjectArgs, affine_format};

@@ -8,12 +8,14 @@ use std::io::{BufRead, IsTerminal, stdin, stdout};
 use anyhow::{Context, Result};
 use clap::Args;
 use keel_cache::SequenceCache;
-use keel_engine::{EngineOptions, GenerateOptions, PREFILL_GRID, SamplerOptions, TokenIterator};
+use keel_engine::{EngineOptions, GenerateOptions, PREFILL_GRID, SamplerOptions, SpeculationOptions};
 use keel_text::{ChatTemplate, Message};
 
-use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs};
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
 use crate::session::{Session, context_for};
+use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
+use crate::tokens::Tokens;
 use crate::{output, progress, source};
 
 /// Where the context of a conversation ends, unless another is asked for or the model's own is shorter.
@@ -23,7 +25,8 @@ const CONTEXT_DEFAULT: usize = 8192;
 /// the last answer.
 const CHECKPOINTS: usize = 2;
 
-/// Talk with the model. `/reset` starts anew, `/memory` prints the memory report, `/exit` or Ctrl-D ends.
+/// Talk with the model. `/reset` starts anew, `/memory` prints the memory report, `/speculation` what speculation came to,
+/// `/exit` or Ctrl-D ends.
 #[derive(Debug, Args)]
 pub struct ChatArgs {
     #[command(flatten)]
@@ -38,6 +41,8 @@ pub struct ChatArgs {
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
+    speculate: SpeculateArgs,
+    #[command(flatten)]
     engine: EngineArgs,
     #[command(flatten)]
     device: DeviceArgs,
@@ -50,11 +55,13 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let template = text.template()?;
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
-    let options = EngineOptions { context, checkpoints: CHECKPOINTS, ..args.engine.options() };
+    let speculation = args.speculate.for_model(&model)?;
+    let drafts = drafts_max(speculation);
+    let options = EngineOptions { context, checkpoints: CHECKPOINTS, drafts, ..args.engine.options() };
     let sampler = args.sampling.options(&text.defaults)?;
     TextStream::new(&text.tokenizer, &args.sampling.stop)?;
     let session = Session::load(&args.device, &model, options)?;
-    Conversation::new(args, sampler, text, template, session).talk()
+    Conversation::new(args, (sampler, speculation), text, template, session).talk()
 }
 
 /// What a line of input asks for.
@@ -64,6 +71,7 @@ enum Input<'a> {
     Say(&'a str),
     Reset,
     Memory,
+    Speculation,
     Exit,
     Unknown(&'a str),
 }
@@ -74,6 +82,7 @@ impl Input<'_> {
             "" => Input::Nothing,
             "/reset" => Input::Reset,
             "/memory" => Input::Memory,
+            "/speculation" => Input::Speculation,
             "/exit" | "/quit" => Input::Exit,
             command if command.starts_with('/') => Input::Unknown(command),
             text => Input::Say(text),
@@ -84,6 +93,8 @@ impl Input<'_> {
 struct Conversation<'a> {
     args: &'a ChatArgs,
     sampler: SamplerOptions,
+    /// Of all turns, where there is any.
+    speculation: Option<SpeculationReport>,
     text: ModelText,
     template: ChatTemplate,
     session: Session,
@@ -96,7 +107,7 @@ struct Conversation<'a> {
 impl<'a> Conversation<'a> {
     fn new(
         args: &'a ChatArgs,
-        sampler: SamplerOptions,
+        (sampler, speculation): (SamplerOptions, Option<SpeculationOptions>),
         text: ModelText,
         template: ChatTemplate,
         session: Session,
@@ -104,6 +115,8 @@ impl<'a> Conversation<'a> {
         let mut conversation = Conversation {
             args,
             sampler,
+            speculation: speculation
+                .map(|options| SpeculationReport { options, counters: Default::default() }),
             text,
             template,
             session,
@@ -131,9 +144,13 @@ impl<'a> Conversation<'a> {
                 Input::Say(said) => self.turn(said)?,
                 Input::Reset => self.reset(),
                 Input::Memory => output::text(&self.session.memory().to_table())?,
+                Input::Speculation => {
+                    let report = self.speculation.as_ref().map(SpeculationReport::to_line);
+                    output::line(&report.unwrap_or("there is no speculation".into()))?;
+                }
                 Input::Exit => return Ok(()),
                 Input::Unknown(command) => {
-                    output::line(&format!("{command}: there are /reset, /memory and /exit"))?;
+                    output::line(&format!("{command}: there are /reset, /memory, /speculation and /exit"))?;
                 }
             }
         }
@@ -184,8 +201,9 @@ impl<'a> Conversation<'a> {
         };
         let mut stream = TextStream::new(&self.text.tokenizer, &self.args.sampling.stop)?;
         let bar = progress::tokens("prompt", prompt.len());
+        let how = (options, self.speculation.as_ref().map(|report| report.options));
         let mut tokens =
-            TokenIterator::new(&mut self.session.engine, sequence, &prompt[at..], options, &mut |done| {
+            Tokens::start(&mut self.session.engine, sequence, &prompt[at..], how, &mut |done| {
                 bar.set_position((at + done) as u64);
             })?;
         bar.finish_and_clear();
@@ -199,6 +217,9 @@ impl<'a> Conversation<'a> {
             }
         }
         output::text(stream.finish()?)?;
+        if let (Some(report), Some(counters)) = (&mut self.speculation, tokens.counters()) {
+            report.counters.add(counters);
+        }
         let sequence = tokens.into_sequence();
         // The last token was drawn but not run.
         self.cached_ids.truncate(sequence.len());

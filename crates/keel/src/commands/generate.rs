@@ -5,16 +5,18 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use keel_engine::{Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, TokenIterator};
+use keel_engine::{Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SpeculationOptions};
 use keel_text::{GenerationDefaults, Message};
 use serde_json::json;
 
-use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs, SamplingArgs};
+use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
 use crate::failure::usage;
 use crate::report::{Memory, Timing};
 use crate::session::{Session, check_ids, context_for};
 use crate::source::Model;
+use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
+use crate::tokens::Tokens;
 use crate::{output, progress, source};
 
 /// Continue a text, or answer it in the model's chat template.
@@ -43,6 +45,8 @@ pub struct GenerateArgs {
     #[arg(long)]
     one_by_one: bool,
     #[command(flatten)]
+    speculate: SpeculateArgs,
+    #[command(flatten)]
     engine: EngineArgs,
     #[command(flatten)]
     device: DeviceArgs,
@@ -57,11 +61,12 @@ pub struct GenerateArgs {
 /// How it is continued, checked before the model is loaded.
 struct How {
     options: GenerateOptions,
+    speculation: Option<SpeculationOptions>,
     stream: Option<TextStream>,
 }
 
 impl How {
-    fn new(args: &GenerateArgs, text: Option<&ModelText>) -> Result<How> {
+    fn new(args: &GenerateArgs, model: &Model, text: Option<&ModelText>) -> Result<How> {
         let defaults = text.map_or(GenerationDefaults::default(), |text| text.defaults.clone());
         let end_tokens = text.filter(|_| !args.sampling.ignore_eos).map_or(Vec::new(), ModelText::end_tokens);
         let options = GenerateOptions {
@@ -75,7 +80,9 @@ impl How {
             return Err(usage("--stop needs a tokenizer, and this model has none"));
         }
         let stream = text.map(|text| TextStream::new(&text.tokenizer, &args.sampling.stop)).transpose()?;
-        Ok(How { options, stream })
+        // The head is filled while the prompt is run in the prefill regime.
+        let speculation = args.speculate.for_model(model)?.filter(|_| !args.one_by_one);
+        Ok(How { options, speculation, stream })
     }
 }
 
@@ -85,6 +92,7 @@ struct Outcome {
     tokens: Vec<u32>,
     finish: FinishReason,
     timing: Timing,
+    speculation: Option<SpeculationReport>,
     memory: Memory,
 }
 
@@ -108,9 +116,12 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         bail!("the prompt is empty: there is nothing to continue");
     }
     check_ids(&model.config, &prompt.ids)?;
-    let how = How::new(args, text.as_ref())?;
-    let options =
-        EngineOptions { context: context(args, &model, prompt.ids.len())?, ..args.engine.options() };
+    let how = How::new(args, &model, text.as_ref())?;
+    let options = EngineOptions {
+        context: context(args, &model, prompt.ids.len())?,
+        drafts: drafts_max(how.speculation),
+        ..args.engine.options()
+    };
     let mut session = Session::load(&args.device, &model, options)?;
     let outcome = generate(args, &mut session, &prompt, how)?;
     report(args, &outcome)
@@ -157,8 +168,8 @@ fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {
 }
 
 fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, how: How) -> Result<Outcome> {
-    let How { options, mut stream } = how;
-    let mut tokens = start(&mut session.engine, &prompt.ids, options)?;
+    let How { options, speculation, mut stream } = how;
+    let mut tokens = start(&mut session.engine, &prompt.ids, (options, speculation))?;
     let prefill = tokens.prefill_time();
     if !args.quiet {
         show(args, &prompt.echo)?;
@@ -182,6 +193,9 @@ fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, how: Ho
     let stopped = stream.as_ref().is_some_and(TextStream::is_stopped);
     let finish =
         if stopped { FinishReason::Stop } else { tokens.finish_reason().unwrap_or(FinishReason::Length) };
+    let speculation = speculation
+        .zip(tokens.counters())
+        .map(|(options, counters)| SpeculationReport { options, counters: counters.clone() });
     let sequence = tokens.into_sequence();
     let decode_steps = sequence.len() - prompt.ids.len();
     session.engine.release(sequence);
@@ -196,16 +210,20 @@ fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, how: Ho
             prompt_tokens: prompt.ids.len(),
             decode_steps,
         },
+        speculation,
         memory: session.memory(),
     })
 }
 
 /// Runs the prompt, with a bar.
-fn start<'e>(engine: &'e mut Engine, prompt: &[u32], options: GenerateOptions) -> Result<TokenIterator<'e>> {
+fn start<'e>(
+    engine: &'e mut Engine,
+    prompt: &[u32],
+    how: (GenerateOptions, Option<SpeculationOptions>),
+) -> Result<Tokens<'e>> {
     let bar = progress::tokens("prompt", prompt.len());
     let sequence = engine.open()?;
-    let tokens =
-        TokenIterator::new(engine, sequence, prompt, options, &mut |done| bar.set_position(done as u64));
+    let tokens = Tokens::start(engine, sequence, prompt, how, &mut |done| bar.set_position(done as u64));
     bar.finish_and_clear();
     Ok(tokens?)
 }
@@ -219,14 +237,18 @@ fn show(args: &GenerateArgs, piece: &str) -> Result<()> {
 
 fn report(args: &GenerateArgs, outcome: &Outcome) -> Result<()> {
     if args.json {
-        return output::json(&json!({
+        let mut object = json!({
             "text": outcome.text,
             "tokens": outcome.tokens,
             "prompt_tokens": outcome.timing.prompt_tokens,
             "finish_reason": outcome.finish.name(),
             "timing": outcome.timing.to_json(),
             "memory": outcome.memory.to_json(),
-        }));
+        });
+        if let Some(speculation) = &outcome.speculation {
+            object["speculation"] = speculation.to_json();
+        }
+        return output::json(&object);
     }
     if outcome.text.is_empty() && !outcome.tokens.is_empty() {
         let ids: Vec<String> = outcome.tokens.iter().map(u32::to_string).collect();
@@ -237,5 +259,8 @@ fn report(args: &GenerateArgs, outcome: &Outcome) -> Result<()> {
     }
     output::line("\n")?;
     output::line(&outcome.timing.to_line())?;
+    if let Some(speculation) = &outcome.speculation {
+        output::line(&speculation.to_line())?;
+    }
     output::text(&outcome.memory.to_table())
 }

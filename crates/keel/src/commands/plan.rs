@@ -9,7 +9,7 @@ use keel_engine::EngineOptions;
 use keel_engine::plan::fit;
 use serde_json::json;
 
-use crate::args::{DeviceArgs, EngineArgs, Subject, SubjectArgs, parse_bytes};
+use crate::args::{DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
 use crate::output;
 use crate::report::{categories, human_bytes, plan_table};
 use crate::session::{self, context_for};
@@ -32,6 +32,8 @@ pub struct PlanArgs {
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     limit: Option<u64>,
     #[command(flatten)]
+    speculate: SpeculateArgs,
+    #[command(flatten)]
     engine: EngineArgs,
     #[command(flatten)]
     device: DeviceArgs,
@@ -45,7 +47,8 @@ pub fn run(args: &PlanArgs) -> Result<()> {
     let model = args.subject.open()?;
     let subject = args.subject.subject(model.as_ref())?;
     let context = context_for(&subject.config, args.context).context("--context")?;
-    let options = EngineOptions { context, sequences: args.batch, ..args.engine.options() };
+    let drafts = drafts_max(args.speculate.for_subject(&subject, model.is_none())?);
+    let options = EngineOptions { context, sequences: args.batch, drafts, ..args.engine.options() };
     match args.limit {
         Some(limit) => print_fit(args, &subject, options, limit),
         None => print_plan(args, &subject, options),

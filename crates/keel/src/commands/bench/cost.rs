@@ -44,7 +44,9 @@ impl Cost {
     ) -> Result<Cost> {
         let model = engine.model();
         let ledger = engine.runtime().ledger().active();
-        let least = EngineOptions { context: 1, prefill_step: 64, sequences: 1, ..*engine.options() };
+        // Without the head, which plain decoding does not read.
+        let least =
+            EngineOptions { context: 1, prefill_step: 64, sequences: 1, drafts: 0, ..*engine.options() };
         let without_head = session::plan(device, parameters, &without_draft_head(config), least)?;
         let read = without_head.get(Category::Weights) - unread_embedding_bytes(model);
         let expert_bytes = expert_bytes(model);

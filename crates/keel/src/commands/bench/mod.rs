@@ -5,15 +5,16 @@ mod machine;
 mod plot;
 mod runs;
 mod serve;
+mod speculative;
 
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use keel_engine::EngineOptions;
+use keel_engine::{EngineOptions, SpeculationOptions};
 use serde_json::{Value, json};
 
-use crate::args::{DeviceArgs, EngineArgs, Subject, SubjectArgs};
+use crate::args::{DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs, drafts_max};
 use crate::failure::usage;
 use crate::output;
 use crate::report::{Memory, human_bytes};
@@ -22,6 +23,7 @@ use cost::Cost;
 use machine::Machine;
 use plot::Recorder;
 use runs::{Runs, Spread};
+use speculative::SpeculativeRuns;
 
 /// Time the prefill of a random prompt and the decoding behind it.
 ///
@@ -48,6 +50,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "R", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     repeat: u16,
     #[command(flatten)]
+    speculate: SpeculateArgs,
+    #[command(flatten)]
     engine: EngineArgs,
     #[command(flatten)]
     device: DeviceArgs,
@@ -69,6 +73,8 @@ enum What {
 struct Report {
     subject: String,
     runs: Runs,
+    /// The same again with drafts, side by side.
+    speculative: Option<SpeculativeRuns>,
     machine: Machine,
     cost: Cost,
     memory: Memory,
@@ -89,21 +95,32 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let model = args.subject.open()?;
     let subject = args.subject.subject(model.as_ref())?;
     let tokens = args.prompt.saturating_add(args.generated);
+    let speculation = args.speculate.for_subject(&subject, model.is_none())?;
     let options = EngineOptions {
+        drafts: drafts_max(speculation),
         context: context_for(&subject.config, tokens).context("--prompt and --gen")?,
         sequences: args.batch.into(),
         ..args.engine.options()
     };
-    let report = measure(args, &subject, options)?;
+    let report = measure(args, &subject, options, speculation)?;
     if args.json { output::json(&report.to_json(args)) } else { output::text(&report.to_text(args)) }
 }
 
-fn measure(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<Report> {
+fn measure(
+    args: &BenchArgs,
+    subject: &Subject<'_>,
+    options: EngineOptions,
+    speculation: Option<SpeculationOptions>,
+) -> Result<Report> {
     let machine = Machine::measure(&args.device)?;
     let runtime = session::runtime(&args.device)?;
     let recorder = args.plot.as_ref().map(|_| Recorder::start(runtime.ledger()));
     let mut session = Session::open(&args.device, &runtime, &*subject.parameters, &subject.json, options)?;
     let runs = Runs::time(&mut session.engine, args.prompt, args.generated, args.repeat.into())?;
+    let repeats = usize::from(args.repeat);
+    let speculative = speculation
+        .map(|how| SpeculativeRuns::time(&mut session.engine, (args.prompt, args.generated), repeats, how))
+        .transpose()?;
     if let (Some(recorder), Some(path)) = (recorder, &args.plot) {
         recorder.stop().draw(path)?;
     }
@@ -115,6 +132,7 @@ fn measure(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> R
     Ok(Report {
         subject: subject.name.clone(),
         runs,
+        speculative,
         memory: session.memory(),
         load_s: session.load_time.as_secs_f64(),
         decode_floor,
@@ -127,7 +145,7 @@ fn measure(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> R
 impl Report {
     fn to_json(&self, args: &BenchArgs) -> Value {
         let (prefill, decode) = (self.runs.prefill(), self.runs.decode());
-        json!({
+        let mut object = json!({
             "model": self.subject,
             "device": "cpu",
             "instructions": self.machine.isa.to_string(),
@@ -150,7 +168,11 @@ impl Report {
             "bytes_per_decoded_token": self.cost.decode_bytes(1, args.prompt + args.generated / 2),
             "load_s": self.load_s,
             "memory": self.memory.to_json(),
-        })
+        });
+        if let Some(speculative) = &self.speculative {
+            object["speculation"] = speculative.to_json();
+        }
+        object
     }
 
     fn to_text(&self, args: &BenchArgs) -> String {
@@ -174,6 +196,9 @@ impl Report {
         text += "         tokens  tokens/s, median (min..max)\n";
         text += &row("prefill ", args.prompt, prefill, self.prefill_floor, "arithmetic");
         text += &row("decode  ", args.generated, decode, Some(self.decode_floor), "bandwidth");
+        if let Some(speculative) = &self.speculative {
+            text += &speculative.to_text(args.generated);
+        }
         text + "\n" + &self.memory.to_table()
     }
 }

@@ -29,7 +29,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    fn of(values: &[f64]) -> Spread {
+    pub fn of(values: &[f64]) -> Spread {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
         let middle = sorted.len() / 2;
@@ -115,7 +115,7 @@ fn check(logits: &[f32]) -> Result<()> {
 }
 
 /// Ids that spread over the vocabulary, the same in every run.
-fn random_ids(stream: usize, count: usize, vocab: usize) -> Vec<u32> {
+pub fn random_ids(stream: usize, count: usize, vocab: usize) -> Vec<u32> {
     let mut state = stream as u64 + 1;
     let next = |_| {
         // The generator of Knuth's MMIX; its upper half is random enough.

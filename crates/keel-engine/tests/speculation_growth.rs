@@ -1,0 +1,84 @@
+//! Failure 2: every speculative step copied all recurrent states, for a rollback that never came: 147 MB a step, 2 GB
+//! in 256 steps. Here states are never copied to speculate, so memory does not grow at all.
+
+mod common;
+
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use common::{engine, resident_bytes, runtime};
+use keel_array::Runtime;
+use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions};
+
+/// The resident set is the process's: one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn demo() -> (Runtime, Engine) {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let options =
+        EngineOptions { context: 2560, prefill_step: 256, drafts: 8, checkpoints: 1, ..Default::default() };
+    let runtime = runtime(2);
+    let engine = engine(&folder, &runtime, options);
+    (runtime, engine)
+}
+
+/// What the process holds, with what is free given back first.
+fn held(runtime: &Runtime) -> (u64, Option<f64>) {
+    (runtime.ledger().active().total(), resident_bytes())
+}
+
+#[test]
+fn memory_does_not_grow_over_256_speculative_steps() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let (runtime, mut engine) = demo();
+    let copy_bytes = engine.cache().spec().slot_bytes() as f64;
+    for optimistic in [false, true] {
+        let sequence = engine.open().expect("a slot is free");
+        let speculation = SpeculationOptions { depth: Depth::Fixed(5), optimistic, ..Default::default() };
+        let options = GenerateOptions { max_tokens: 2200, ..GenerateOptions::default() };
+        let mut tokens =
+            MtpTokenIterator::new(&mut engine, sequence, &[1, 250, 33], options, speculation, &mut |_| ())
+                .expect("fits");
+        let run = |tokens: &mut MtpTokenIterator<'_>, rounds: u64| {
+            while tokens.counters().rounds < rounds {
+                tokens.next().expect("goes on").expect("runs");
+            }
+        };
+        run(&mut tokens, 20);
+        let before = held(&runtime);
+        run(&mut tokens, 20 + 256);
+        let after = held(&runtime);
+        tokens.release();
+        assert_eq!(before.0, after.0, "bytes in the ledger");
+        let (Some(before), Some(after)) = (before.1, after.1) else { continue };
+        // New tokens touch pages that were planned; one copied state a step would be far above that.
+        let kv_bytes = 256.0 * 6.0 * engine.cache().spec().token_bytes() as f64;
+        assert!(256.0 * copy_bytes > 20.0 * kv_bytes, "the bound tells the two apart");
+        assert!(after - before <= 1.1 * kv_bytes, "the process grew by {} bytes", after - before);
+    }
+}
+
+#[test]
+fn twenty_requests_leave_what_two_left() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let (runtime, mut engine) = demo();
+    let mut readings = Vec::new();
+    for request in 0..20u32 {
+        let sequence = engine.open().expect("a slot is free");
+        let prompt: Vec<u32> = (0..150).map(|i| (i * 37 + request * 11) % 4000).collect();
+        let options = GenerateOptions { max_tokens: 120, ..GenerateOptions::default() };
+        let speculation = SpeculationOptions::default();
+        let mut tokens =
+            MtpTokenIterator::new(&mut engine, sequence, &prompt, options, speculation, &mut |_| ())
+                .expect("fits");
+        assert_eq!(tokens.by_ref().map_while(Result::ok).count(), 120);
+        tokens.release();
+        readings.push(held(&runtime));
+    }
+    let (second, last) = (readings[1], readings[19]);
+    assert_eq!(second.0, last.0, "live bytes");
+    if let (Some(second), Some(last)) = (second.1, last.1) {
+        assert!((last / second - 1.0).abs() <= 0.01, "{second} bytes resident, then {last}");
+    }
+    assert!(engine.cache().is_idle());
+}

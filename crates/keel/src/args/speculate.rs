@@ -1,0 +1,130 @@
+//! Whether and how far drafts of the model's own head are verified.
+
+use std::str::FromStr;
+
+use anyhow::Result;
+use clap::Args;
+use keel_engine::{DRAFTS_MAX, Depth, SpeculationOptions};
+use keel_models::has_mtp_head;
+use keel_models::loading::CheckpointParameters;
+
+use super::Subject;
+use crate::failure::usage;
+use crate::source::Model;
+
+/// Speculation.
+#[derive(Clone, Debug, Args)]
+pub struct SpeculateArgs {
+    /// Tokens that the checkpoint's multi-token-prediction head drafts for one step to verify: 1 to 8, auto for as many
+    /// as pay, off. Greedy text is the same with all of them, and sampled text has the same distribution. Auto is off
+    /// where the checkpoint has no such head.
+    #[arg(long, value_name = "N|auto|off", default_value = "auto")]
+    pub speculate: Speculate,
+    /// Take every draft without comparing it with what the model says. WARNING: the text is then not the model's: it may
+    /// differ from what it would be, and be worse.
+    #[arg(long)]
+    pub speculate_optimistic: bool,
+}
+
+/// The value of `--speculate`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Speculate {
+    /// As many as pay, where there is a head.
+    Auto,
+    /// None.
+    Off,
+    /// Always so many.
+    Drafts(usize),
+}
+
+impl FromStr for Speculate {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Speculate, String> {
+        match (text, text.parse()) {
+            ("auto", _) => Ok(Speculate::Auto),
+            ("off", _) => Ok(Speculate::Off),
+            (_, Ok(drafts)) if (1..=DRAFTS_MAX).contains(&drafts) => Ok(Speculate::Drafts(drafts)),
+            _ => Err(format!("expected 1 to {DRAFTS_MAX}, auto or off")),
+        }
+    }
+}
+
+impl SpeculateArgs {
+    /// How a checkpoint is run; `None` is without speculation.
+    ///
+    /// # Errors
+    /// If drafts are asked for and there is no head, or optimism without drafts.
+    pub fn for_model(&self, model: &Model) -> Result<Option<SpeculationOptions>> {
+        self.options(has_mtp_head(&model.config, &CheckpointParameters(&model.checkpoint)))
+    }
+
+    /// How a checkpoint or a shape is run. With random weights every draft is wrong, so auto is off.
+    ///
+    /// # Errors
+    /// As [`SpeculateArgs::for_model`].
+    pub fn for_subject(&self, subject: &Subject<'_>, is_random: bool) -> Result<Option<SpeculationOptions>> {
+        let is_pointless = is_random && self.speculate == Speculate::Auto;
+        self.options(!is_pointless && has_mtp_head(&subject.config, &*subject.parameters))
+    }
+
+    /// How a model with or without a head is run; `None` is without speculation.
+    ///
+    /// # Errors
+    /// If drafts are asked for and there is no head, or optimism without drafts.
+    fn options(&self, has_head: bool) -> Result<Option<SpeculationOptions>> {
+        let depth = match self.speculate {
+            Speculate::Drafts(_) if !has_head => {
+                return Err(usage("--speculate: this model has no multi-token-prediction head"));
+            }
+            Speculate::Auto if has_head => Depth::Auto,
+            Speculate::Drafts(drafts) => Depth::Fixed(drafts),
+            Speculate::Auto | Speculate::Off => {
+                if self.speculate_optimistic {
+                    return Err(usage("--speculate-optimistic: there are no drafts to take"));
+                }
+                return Ok(None);
+            }
+        };
+        Ok(Some(SpeculationOptions { depth, optimistic: self.speculate_optimistic, ..Default::default() }))
+    }
+}
+
+/// Drafts that memory is planned for.
+pub fn drafts_max(options: Option<SpeculationOptions>) -> usize {
+    match options.map(|options| options.depth) {
+        None => 0,
+        Some(Depth::Auto) => DRAFTS_MAX,
+        Some(Depth::Fixed(drafts)) => drafts,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(text: &str, optimistic: bool, has_head: bool) -> Result<Option<SpeculationOptions>> {
+        let speculate = text.parse().map_err(|error: String| anyhow::anyhow!(error))?;
+        SpeculateArgs { speculate, speculate_optimistic: optimistic }.options(has_head)
+    }
+
+    #[test]
+    fn auto_follows_the_checkpoint_and_numbers_insist() {
+        assert_eq!(options("auto", false, false).expect("fine"), None);
+        assert_eq!(options("off", false, true).expect("fine"), None);
+        let auto = options("auto", false, true).expect("fine");
+        assert_eq!(auto.map(|o| o.depth), Some(Depth::Auto));
+        assert_eq!(drafts_max(auto), DRAFTS_MAX);
+        let three = options("3", true, true).expect("fine");
+        assert_eq!(
+            three,
+            Some(SpeculationOptions { depth: Depth::Fixed(3), optimistic: true, ..Default::default() })
+        );
+        assert_eq!(drafts_max(three), 3);
+        assert!(options("3", false, false).is_err());
+        assert!(options("off", true, true).is_err());
+        for wrong in ["0", "9", "-1", "on", ""] {
+            assert!(options(wrong, false, true).is_err(), "{wrong}");
+        }
+    }
+}

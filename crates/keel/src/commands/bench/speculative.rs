@@ -1,0 +1,158 @@
+//! Greedy decoding with and without drafts, in turn.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use keel_cache::SequenceCache;
+use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
+use keel_engine::{Engine, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions};
+use serde_json::{Value, json};
+
+use super::runs::{Spread, random_ids};
+use crate::report::rate;
+use crate::speculation::SpeculationReport;
+
+/// Tokens per second of each repeat, plain and speculative, in one run and on the same text.
+pub struct SpeculativeRuns {
+    plain: Vec<f64>,
+    rates: Vec<f64>,
+    report: SpeculationReport,
+}
+
+impl SpeculativeRuns {
+    /// Runs `repeats` times behind a random prompt: all sequences of the engine token by token, each taking its own most
+    /// probable token, then the same with drafts.
+    ///
+    /// # Errors
+    /// What the engine says; a greedy text that is not the same in both.
+    pub fn time(
+        engine: &mut Engine,
+        (prompt, tokens): (usize, usize),
+        repeats: usize,
+        options: SpeculationOptions,
+    ) -> Result<SpeculativeRuns> {
+        let counters = SpeculationCounters::default();
+        let mut runs = SpeculativeRuns {
+            plain: Vec::new(),
+            rates: Vec::new(),
+            report: SpeculationReport { options, counters },
+        };
+        for repeat in 0..=repeats {
+            let (want, plain_rate) = run_plain(engine, prompt, tokens)?;
+            let (got, rate, counters) = run_drafted(engine, prompt, tokens, options)?;
+            ensure!(options.optimistic || got == want, "the greedy text depends on speculation");
+            // The first repeat warms up.
+            if repeat > 0 {
+                runs.plain.push(plain_rate);
+                runs.rates.push(rate);
+                runs.report.counters.add(&counters);
+            }
+        }
+        Ok(runs)
+    }
+
+    /// Median of the ratios of neighbours in time.
+    fn gain(&self) -> f64 {
+        let ratios: Vec<f64> = self.rates.iter().zip(&self.plain).map(|(rate, plain)| rate / plain).collect();
+        Spread::of(&ratios).median
+    }
+
+    pub fn to_json(&self) -> Value {
+        let mut object = self.report.to_json();
+        object["tokens_per_second"] = Spread::of(&self.rates).median.into();
+        object["plain_tokens_per_second"] = Spread::of(&self.plain).median.into();
+        object["ratio_to_plain"] = json!(self.gain());
+        object
+    }
+
+    pub fn to_text(&self, tokens: usize) -> String {
+        format!(
+            "greedy   {tokens:>6}  {}  own tokens, no drafts\ndrafted  {tokens:>6}  {}  {:.2} of that\n{}\n",
+            Spread::of(&self.plain),
+            Spread::of(&self.rates),
+            self.gain(),
+            self.report.to_line()
+        )
+    }
+}
+
+/// The sequences of a run behind their prompts.
+struct Sequences {
+    caches: Vec<SequenceCache>,
+    choosers: Vec<SamplerChooser>,
+    hidden: Vec<Vec<f32>>,
+    tokens: Vec<Vec<u32>>,
+}
+
+impl Sequences {
+    fn start(engine: &mut Engine, prompt: usize) -> Result<Sequences> {
+        let (batch, vocab) = (engine.options().sequences, engine.model().config.vocab);
+        let mut all = Sequences { caches: vec![], choosers: vec![], hidden: vec![], tokens: vec![] };
+        let mut logits = Vec::new();
+        for i in 0..batch {
+            let mut cache = engine.open()?;
+            engine.prefill(&mut cache, &random_ids(i, prompt, vocab), &mut logits, &mut |_| ())?;
+            let mut chooser =
+                SamplerChooser::new(Sampler::new(SamplerOptions::default(), &[])?, None, Vec::new());
+            all.tokens.push(vec![chooser.choose(&mut logits, None)?.token]);
+            all.hidden.push(engine.last_hidden()?);
+            all.choosers.push(chooser);
+            all.caches.push(cache);
+        }
+        Ok(all)
+    }
+
+    /// Ends them; their tokens, and tokens per second.
+    fn finish(self, engine: &mut Engine, start: Instant) -> (Vec<Vec<u32>>, f64) {
+        let count = self.tokens.iter().map(|tokens| tokens.len() - 1).sum();
+        let rate = rate(count, start.elapsed());
+        self.caches.into_iter().for_each(|cache| engine.release(cache));
+        (self.tokens, rate)
+    }
+}
+
+fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<(Vec<Vec<u32>>, f64)> {
+    let mut all = Sequences::start(engine, prompt)?;
+    let mut logits = Vec::new();
+    let start = Instant::now();
+    for _ in 1..wanted {
+        let last: Vec<u32> = all.tokens.iter().map(|tokens| tokens[tokens.len() - 1]).collect();
+        engine.decode(&mut all.caches.iter_mut().collect::<Vec<_>>(), &last)?;
+        for (row, (tokens, chooser)) in all.tokens.iter_mut().zip(&mut all.choosers).enumerate() {
+            engine.logits(row, &mut logits)?;
+            tokens.push(chooser.choose(&mut logits, None)?.token);
+        }
+    }
+    Ok(all.finish(engine, start))
+}
+
+fn run_drafted(
+    engine: &mut Engine,
+    prompt: usize,
+    wanted: usize,
+    options: SpeculationOptions,
+) -> Result<(Vec<Vec<u32>>, f64, SpeculationCounters)> {
+    let mut all = Sequences::start(engine, prompt)?;
+    let hidden = std::mem::take(&mut all.hidden).into_iter();
+    let mut states: Vec<Speculation> = hidden.map(|hidden| Speculation::new(options, hidden)).collect();
+    let start = Instant::now();
+    while all.tokens.iter().any(|tokens| tokens.len() < wanted) {
+        let members = all.caches.iter_mut().zip(&mut states).zip(&mut all.choosers).zip(&all.tokens);
+        let (order, mut members): (Vec<usize>, Vec<RoundSequence<'_>>) = members
+            .enumerate()
+            .filter(|(_, (_, tokens))| tokens.len() < wanted)
+            .map(|(i, (((cache, speculation), chooser), tokens))| {
+                let (last, tokens_max) = (tokens[tokens.len() - 1], wanted - tokens.len());
+                (i, RoundSequence { cache, speculation, chooser, last, tokens_max })
+            })
+            .unzip();
+        let rounds = engine.round(&mut members)?;
+        for (i, round) in order.into_iter().zip(rounds) {
+            all.tokens[i].extend(round.tokens);
+        }
+    }
+    let (tokens, rate) = all.finish(engine, start);
+    let mut counters = SpeculationCounters::default();
+    states.iter().for_each(|state| counters.add(state.counters()));
+    Ok((tokens, rate, counters))
+}

@@ -1,0 +1,82 @@
+//! The tokens of one sequence, with or without drafts.
+
+use std::time::Duration;
+
+use keel_cache::SequenceCache;
+use keel_engine::{
+    Engine, FinishReason, GenerateOptions, MtpTokenIterator, Result, SpeculationCounters, SpeculationOptions,
+    TokenIterator,
+};
+
+/// One of the two iterators.
+pub enum Tokens<'e> {
+    /// A token to a step.
+    Plain(Box<TokenIterator<'e>>),
+    /// One or more.
+    Speculative(Box<MtpTokenIterator<'e>>),
+}
+
+macro_rules! either {
+    ($self:expr, $tokens:ident => $value:expr) => {
+        match $self {
+            Tokens::Plain($tokens) => $value,
+            Tokens::Speculative($tokens) => $value,
+        }
+    };
+}
+
+impl<'e> Tokens<'e> {
+    /// Runs the prompt.
+    ///
+    /// # Errors
+    /// As [`TokenIterator::new`].
+    pub fn start(
+        engine: &'e mut Engine,
+        sequence: SequenceCache,
+        prompt: &[u32],
+        (options, speculation): (GenerateOptions, Option<SpeculationOptions>),
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<Tokens<'e>> {
+        Ok(match speculation {
+            None => {
+                let tokens = TokenIterator::new(engine, sequence, prompt, options, progress)?;
+                Tokens::Plain(Box::new(tokens))
+            }
+            Some(how) => {
+                let tokens = MtpTokenIterator::new(engine, sequence, prompt, options, how, progress)?;
+                Tokens::Speculative(Box::new(tokens))
+            }
+        })
+    }
+
+    /// Time that the prompt took.
+    pub fn prefill_time(&self) -> Duration {
+        either!(self, tokens => tokens.prefill_time())
+    }
+
+    /// Why the sequence ended, once it has.
+    pub fn finish_reason(&self) -> Option<FinishReason> {
+        either!(self, tokens => tokens.finish_reason())
+    }
+
+    /// What speculation came to.
+    pub fn counters(&self) -> Option<&SpeculationCounters> {
+        match self {
+            Tokens::Plain(_) => None,
+            Tokens::Speculative(tokens) => Some(tokens.counters()),
+        }
+    }
+
+    /// Ends the iteration; see [`TokenIterator::into_sequence`].
+    pub fn into_sequence(self) -> SequenceCache {
+        either!(self, tokens => tokens.into_sequence())
+    }
+}
+
+impl Iterator for Tokens<'_> {
+    type Item = Result<u32>;
+
+    fn next(&mut self) -> Option<Result<u32>> {
+        either!(self, tokens => tokens.next())
+    }
+}
