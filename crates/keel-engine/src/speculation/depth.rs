@@ -105,10 +105,13 @@ fn note(times: &mut BTreeMap<usize, Mean>, rows: usize, seconds: f64) {
     };
 }
 
-/// The measured time at the nearest number of rows, with a guess for what the difference adds. 0 if nothing is known.
+/// The measured time at the nearest number of rows, with a guess for what the difference adds, and never less than that of
+/// fewer rows: what seems so is the noise of a machine that is shared. 0 if nothing is known.
 fn estimate(times: &BTreeMap<usize, Mean>, rows: usize, per_row: f64) -> f64 {
-    if let Some((&known, mean)) = times.range(..=rows).next_back() {
-        return mean.seconds * (1.0 + per_row * (rows - known) as f64);
+    let fewer = times.range(..=rows);
+    let least = fewer.clone().map(|(_, mean)| mean.seconds).fold(0.0, f64::max);
+    if let Some((&known, mean)) = fewer.last() {
+        return least.max(mean.seconds * (1.0 + per_row * (rows - known) as f64));
     }
     times.values().next().map_or(0.0, |mean| mean.seconds)
 }
@@ -261,6 +264,15 @@ mod tests {
         costs.note_draft(1, 2e-4);
         assert_eq!(DepthControl::new(Depth::Auto, false).choose(&costs, 1, 8, 1), 0);
         assert_eq!(DepthControl::new(Depth::Fixed(5), false).choose(&costs, 1, 3, 1), 3);
+    }
+
+    #[test]
+    fn a_plain_round_that_was_disturbed_does_not_speak_for_drafts() {
+        let mut costs = costs();
+        (0..200).for_each(|_| costs.note_verify(1, 3e-3));
+        let mut control = DepthControl::new(Depth::Auto, false);
+        (0..20).for_each(|_| control.note(1, 0));
+        assert_eq!(control.choose(&costs, 1, 8, 1), 0);
     }
 
     #[test]

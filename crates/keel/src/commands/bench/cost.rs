@@ -44,7 +44,6 @@ impl Cost {
     ) -> Result<Cost> {
         let model = engine.model();
         let ledger = engine.runtime().ledger().active();
-        // Without the head, which plain decoding does not read.
         let least =
             EngineOptions { context: 1, prefill_step: 64, sequences: 1, drafts: 0, ..*engine.options() };
         let without_head = session::plan(device, parameters, &without_draft_head(config), least)?;
