@@ -8,6 +8,9 @@ use crate::program::{Kernel, Launch};
 use crate::weight::{RowBlock, WeightSpec};
 use crate::{ArrayError, Result};
 
+/// Bytes that pass through the host at a time where a backend has no copy of its own: within the first-level cache.
+const PIECE_BYTES: usize = 16 << 10;
+
 /// Memory of a device. The backend that allocated it knows its concrete type.
 pub trait DeviceMemory: Any + Send + Sync {
     /// For the backend to recognise its own memory.
@@ -37,6 +40,24 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Copies bytes from `memory` at byte `offset` to the host.
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]);
+
+    /// Copies bytes from one place of device memory to another; the two do not overlap.
+    fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
+        let mut piece = vec![0; bytes.min(PIECE_BYTES)];
+        for at in (0..bytes).step_by(PIECE_BYTES) {
+            let piece = &mut piece[..PIECE_BYTES.min(bytes - at)];
+            self.read(from.0, from.1 + at, piece);
+            self.write(to.0, to.1 + at, piece);
+        }
+    }
+
+    /// Zeroes bytes of device memory.
+    fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
+        let zeros = vec![0; bytes.min(PIECE_BYTES)];
+        for at in (0..bytes).step_by(PIECE_BYTES) {
+            self.write(memory, offset + at, &zeros[..PIECE_BYTES.min(bytes - at)]);
+        }
+    }
 
     /// Scratch that this kernel needs, placed in the arena beside the operands.
     fn workspace_bytes(&self, kernel: &Kernel) -> usize;

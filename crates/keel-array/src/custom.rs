@@ -58,9 +58,37 @@ pub struct HostCall<'a> {
 /// The body of a kernel on the CPU.
 pub type HostFn = dyn Fn(&mut HostCall<'_>) -> Result<(), String> + Send + Sync;
 
+/// The body of a kernel on an NVIDIA GPU, in CUDA C++.
+///
+/// The body is placed in a kernel whose parameters are the pointers `inputs` and `outputs`, by these names. For each
+/// operand `x` it may also use the constants `x_ndim`, `x_shape[]`, `x_strides[]` (in elements) and `x_size`, and the
+/// types `f16`, `bf16` and `flag` with `to_f32(v)` and `From<type>::f32(v)`.
+#[derive(Clone, Debug, Default)]
+pub struct CudaSource {
+    /// Names of the inputs, in order.
+    pub inputs: Vec<String>,
+    /// Names of the outputs, in order.
+    pub outputs: Vec<String>,
+    /// Text before the kernel: functions and types of its own.
+    pub header: String,
+    /// Statements of the kernel.
+    pub body: String,
+    /// Template arguments: constants by name, as C++ expressions or types.
+    pub constants: Vec<(String, String)>,
+    /// Blocks along x, y and z.
+    pub grid: [usize; 3],
+    /// Threads of a block along x, y and z.
+    pub block: [usize; 3],
+    /// Bytes of dynamic shared memory, which the body declares as `extern __shared__`.
+    pub shared_bytes: usize,
+    /// Inputs may come in any strides; by default the program copies those that are not gap-free.
+    pub any_strides: bool,
+}
+
 struct Definition {
     name: String,
-    body: Box<HostFn>,
+    body: Option<Box<HostFn>>,
+    cuda: Option<CudaSource>,
     outputs: Vec<(Shape, DType)>,
     initial: f32,
 }
@@ -90,7 +118,44 @@ impl CustomKernel {
         initial: f32,
         body: impl Fn(&mut HostCall<'_>) -> Result<(), String> + Send + Sync + 'static,
     ) -> CustomKernel {
-        CustomKernel(Arc::new(Definition { name: name.into(), body: Box::new(body), outputs, initial }))
+        let body: Option<Box<HostFn>> = Some(Box::new(body));
+        CustomKernel(Arc::new(Definition { name: name.into(), body, cuda: None, outputs, initial }))
+    }
+
+    /// A kernel for NVIDIA GPUs; `outputs` and `initial` as in [`CustomKernel::new`].
+    pub fn cuda(
+        name: impl Into<String>,
+        outputs: Vec<(Shape, DType)>,
+        initial: f32,
+        source: CudaSource,
+    ) -> CustomKernel {
+        let cuda = Some(source);
+        CustomKernel(Arc::new(Definition { name: name.into(), body: None, cuda, outputs, initial }))
+    }
+
+    /// The same kernel with a body for NVIDIA GPUs, too. Operands are then gap-free whatever the source says, as the
+    /// body for the CPU needs them.
+    #[must_use]
+    pub fn with_cuda(self, source: CudaSource) -> CustomKernel {
+        let Definition { name, outputs, initial, .. } = &*self.0;
+        let (name, outputs, initial) = (name.clone(), outputs.clone(), *initial);
+        let host = self.clone();
+        let body: Option<Box<HostFn>> = Some(Box::new(move |call| match &host.0.body {
+            Some(body) => body(call),
+            None => Err("has no body for the CPU".into()),
+        }));
+        let cuda = Some(CudaSource { any_strides: false, ..source });
+        CustomKernel(Arc::new(Definition { name, body, cuda, outputs, initial }))
+    }
+
+    /// The body for NVIDIA GPUs.
+    pub fn cuda_source(&self) -> Option<&CudaSource> {
+        self.0.cuda.as_ref()
+    }
+
+    /// True if inputs may come in any strides.
+    pub(crate) fn takes_any_strides(&self) -> bool {
+        self.0.body.is_none() && self.0.cuda.as_ref().is_some_and(|source| source.any_strides)
     }
 
     /// The name in errors.
@@ -108,7 +173,11 @@ impl CustomKernel {
     /// # Errors
     /// What the body returns, under the kernel's name.
     pub fn call(&self, call: &mut HostCall<'_>) -> Result<()> {
-        (self.0.body)(call).map_err(|reason| ArrayError::Kernel { op: self.0.name.clone(), reason })
+        let outcome = match &self.0.body {
+            Some(body) => body(call),
+            None => Err("has a body for CUDA alone".into()),
+        };
+        outcome.map_err(|reason| ArrayError::Kernel { op: self.0.name.clone(), reason })
     }
 
     /// Applies the kernel lazily and returns its outputs.

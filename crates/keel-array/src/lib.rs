@@ -29,7 +29,7 @@ mod weight;
 pub use array::Array;
 pub use backend::{Backend, Buffer, DeviceMemory};
 pub use blocks::BlockFormat;
-pub use custom::{CustomKernel, HostCall, HostFn, HostSlice, HostSliceMut};
+pub use custom::{CudaSource, CustomKernel, HostCall, HostFn, HostSlice, HostSliceMut};
 pub use dtype::DType;
 pub use error::{ArrayError, Result};
 pub use ledger::{Category, Charge, Ledger, MemoryReport};

@@ -1,10 +1,9 @@
 //! A model in memory: planned, refused or loaded.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use keel_array::{AttentionSpec, Backend, Category, MemoryReport, Runtime, RuntimeOptions};
+use keel_array::{AttentionSpec, Category, Compute, MemoryReport, Runtime, RuntimeOptions};
 use keel_engine::{Engine, EngineError, EngineOptions};
 use keel_models::HybridConfig;
 use keel_models::loading::{CheckpointParameters, Parameters};
@@ -55,8 +54,13 @@ impl Session {
     /// As [`Session::open`].
     pub fn load(device: &DeviceArgs, model: &Model, options: EngineOptions) -> Result<Session> {
         let parameters = CheckpointParameters(&model.checkpoint);
-        let session =
-            Session::open(device, &runtime(device)?, &parameters, model.checkpoint.config(), options)?;
+        let session = Session::open(
+            device,
+            &runtime(device, options.compute)?,
+            &parameters,
+            model.checkpoint.config(),
+            options,
+        )?;
         let vision = model.checkpoint.names().filter(|name| is_vision(name)).count();
         if vision > 0 {
             tracing::info!("{vision} tensors of the vision tower are skipped: only text is read");
@@ -73,10 +77,10 @@ impl Session {
 /// A runtime on the device, with its memory limit.
 ///
 /// # Errors
-/// If another device than the CPU is asked for.
-pub fn runtime(device: &DeviceArgs) -> Result<Runtime> {
+/// If the device cannot be had.
+pub fn runtime(device: &DeviceArgs, compute: Compute) -> Result<Runtime> {
     let options = RuntimeOptions { memory_limit: device.memory_limit, ..RuntimeOptions::default() };
-    Ok(Runtime::new(Arc::new(device.backend()?), options))
+    Ok(Runtime::new(device.backend(compute)?, options))
 }
 
 /// Whether a tensor belongs to the part of a checkpoint that reads images.
@@ -94,7 +98,7 @@ pub fn plan(
     config: &Value,
     options: EngineOptions,
 ) -> Result<MemoryReport> {
-    let backend: Arc<dyn Backend> = Arc::new(device.planning_backend()?);
+    let backend = device.planning_backend(options.compute);
     Ok(keel_engine::plan::plan(&backend, parameters, config, options)?)
 }
 

@@ -6,10 +6,11 @@ use serde_json::Value;
 
 /// Each crate with those that it may use, lowest first. In tests it may also use any crate above its own row, and
 /// the oracles of keel-testkit.
-const LAYERS: [(&str, &[&str]); 10] = [
+const LAYERS: [(&str, &[&str]); 11] = [
     ("keel-array", &[]),
     ("keel-testkit", &["keel-array"]),
     ("keel-cpu", &["keel-array"]),
+    ("keel-cuda", &["keel-array"]),
     ("keel-weights", &["keel-array"]),
     ("keel-text", &[]),
     ("keel-cache", &["keel-array", "keel-weights"]),
@@ -21,6 +22,7 @@ const LAYERS: [(&str, &[&str]); 10] = [
         &[
             "keel-array",
             "keel-cpu",
+            "keel-cuda",
             "keel-weights",
             "keel-text",
             "keel-cache",

@@ -297,6 +297,7 @@ impl Op {
                 _,
             ) => Strides::Any,
             (Op::Concatenate { .. }, _) | (Op::SliceUpdate { .. }, 1) => Strides::Any,
+            (Op::Custom(kernel), _) if kernel.takes_any_strides() => Strides::Any,
             (Op::RmsNorm { .. }, 0) | (Op::SwiGlu | Op::SigmoidGate, _) => Strides::Rows(1),
             (Op::GatedRmsNorm { .. }, 0 | 2) => Strides::Rows(2),
             (Op::Rope(_) | Op::NormRope { .. }, 0) => Strides::Rows(2),

@@ -156,6 +156,8 @@ pub(crate) struct Binding {
 pub(crate) struct Bindings {
     pub externals: Vec<Binding>,
     pub outputs: Vec<Binding>,
+    /// Number of the prepared program that this memory belongs to; `None` for a single evaluation.
+    pub prepared: Option<u64>,
 }
 
 /// What a backend is asked to run: some kernels of a program and the memory they work on.
@@ -179,6 +181,17 @@ impl<'a> Launch<'a> {
     /// The kernels, in order.
     pub fn kernels(&self) -> &'a [Kernel] {
         &self.program.kernels[self.piece.clone()]
+    }
+
+    /// For a prepared program, which is run again and again with the same memory: its number, never used twice in a
+    /// process, and the first kernel of this piece. Only the arena may be another from run to run.
+    pub fn prepared(&self) -> Option<(u64, usize)> {
+        self.bindings.prepared.map(|number| (number, self.piece.start))
+    }
+
+    /// True if the program has intermediates or scratch.
+    pub fn has_arena(&self) -> bool {
+        self.arena.is_some()
     }
 
     /// The buffer of a slot, and the byte at which the slot begins.

@@ -1,6 +1,7 @@
 //! A prepared program: traced once, bound to its memory, run again and again.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::external_bindings;
 use super::stream::{Fence, Stream, Work};
@@ -17,6 +18,8 @@ pub struct Executable {
     program: Arc<Program>,
     bindings: Arc<Bindings>,
 }
+
+static NEXT_PREPARED: AtomicU64 = AtomicU64::new(0);
 
 impl Runtime {
     /// Prepares the graph behind lazy arrays (built inside [`Runtime::trace`]), which stay lazy: each run leaves the
@@ -43,7 +46,8 @@ impl Runtime {
             outputs.push(destination_of(value, destination)?);
         }
         let externals = external_bindings(&collected.externals, &collected.graph);
-        let bindings = Bindings { externals, outputs };
+        let prepared = Some(NEXT_PREPARED.fetch_add(1, Ordering::Relaxed));
+        let bindings = Bindings { externals, outputs, prepared };
         check_destinations(&program, &bindings)?;
         self.reserve_arena(program.arena_bytes())?;
         Ok(Executable { runtime: self.clone(), program, bindings: Arc::new(bindings) })

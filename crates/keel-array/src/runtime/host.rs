@@ -6,9 +6,6 @@ use crate::error::expect_shape;
 use crate::ledger::Category;
 use crate::{ArrayError, DType, Layout, Result, Runtime, Shape};
 
-/// Bytes that pass through the host at a time when entries are copied: within the first-level cache.
-const COPY_PIECE: usize = 16 << 10;
-
 /// A host type that stands for a dtype.
 pub trait Element: Copy + Default + 'static {
     /// The dtype.
@@ -201,13 +198,9 @@ impl Array {
             return Ok(());
         }
         let entry = self.bytes() / count(self);
-        let mut piece = vec![0; entry.min(COPY_PIECE)];
         self.runtime().exclusive(|backend| {
-            for at in (0..entry).step_by(COPY_PIECE) {
-                let piece = &mut piece[..COPY_PIECE.min(entry - at)];
-                backend.read(source.memory(), start + from * entry + at, piece);
-                backend.write(goal.memory(), goal_start + to * entry + at, piece);
-            }
+            let from = (source.memory(), start + from * entry);
+            backend.copy(from, (goal.memory(), goal_start + to * entry), entry);
         });
         Ok(())
     }
@@ -230,16 +223,7 @@ impl Array {
             return Ok(());
         }
         let entry = self.bytes() / count;
-        let zeros = vec![0; entry.min(COPY_PIECE)];
-        self.runtime().exclusive(|backend| {
-            for at in (0..entry).step_by(COPY_PIECE) {
-                backend.write(
-                    buffer.memory(),
-                    start + index * entry + at,
-                    &zeros[..COPY_PIECE.min(entry - at)],
-                );
-            }
-        });
+        self.runtime().exclusive(|backend| backend.clear(buffer.memory(), start + index * entry, entry));
         Ok(())
     }
 

@@ -253,7 +253,7 @@ impl Runtime {
                 OutputMemory::Donated(e) => Ok(externals[e].clone()),
             })
             .collect::<Result<_>>()?;
-        Ok(Bindings { externals, outputs })
+        Ok(Bindings { externals, outputs, prepared: None })
     }
 
     fn submit(&self, arrays: &[&Array], how: fn(&Stream, Work)) -> Result<()> {

@@ -140,7 +140,7 @@ fn updates(runtime: &Runtime) {
 }
 
 fn custom(runtime: &Runtime) {
-    use keel_array::{CustomKernel, HostSlice, HostSliceMut, Shape};
+    use keel_array::{CudaSource, CustomKernel, HostSlice, HostSliceMut, Shape};
     let outputs = vec![(Shape::from([2, 3]), DType::F32), (Shape::from([1]), DType::I32)];
     let kernel = CustomKernel::new("custom", outputs, 5.0, |call| {
         let (HostSlice::F32(x), HostSlice::U8(flags)) = (call.inputs[0], call.inputs[1]) else {
@@ -152,6 +152,18 @@ fn custom(runtime: &Runtime) {
         y.iter_mut().zip(x).zip(flags).for_each(|((y, x), flag)| *y += if *flag == 0 { 0.0 } else { *x });
         count[0] += call.input_shapes[0][1] as i32;
         Ok(())
+    })
+    .with_cuda(CudaSource {
+        inputs: vec!["x".into(), "flags".into()],
+        outputs: vec!["y".into(), "count".into()],
+        header: "__device__ float chosen(float x, bool flag) { return flag ? x : 0.0f; }".into(),
+        body: "unsigned i = threadIdx.x; y[i] += chosen(x[i], flags[i].byte != 0); \
+               if (i == FIRST) count[0] += x_shape[1];"
+            .into(),
+        constants: vec![("FIRST".into(), "0".into())],
+        grid: [1, 1, 1],
+        block: [6, 1, 1],
+        ..CudaSource::default()
     });
     let x = Tensor::from_fn(&[2, 3], |i| (i[0] * 3 + i[1]) as f64);
     let flags = x.map(|x| x % 2.0);

@@ -1,19 +1,22 @@
 //! Where to run, and how much of it.
 
-use anyhow::{Result, bail};
+use std::sync::Arc;
+
+use anyhow::Result;
 use clap::{Args, ValueEnum};
+use keel_array::{Backend, Compute};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuOptions};
+use keel_cuda::{CudaBackend, CudaOptions, Precision};
 
 use super::parse_bytes;
-use crate::failure::usage;
 
 /// The device and its bounds.
 #[derive(Clone, Debug, Args)]
 pub struct DeviceArgs {
-    /// Device to run on: cpu.
-    #[arg(long, default_value = "cpu")]
-    device: String,
+    /// Device to run on: cpu, or cuda:N for an NVIDIA GPU (cuda is cuda:0).
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = parse_device)]
+    device: Device,
     /// Threads; by default one for each core.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
@@ -23,6 +26,25 @@ pub struct DeviceArgs {
     /// Hard limit on tensor memory, for example 800M or 1.5Gi.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub memory_limit: Option<u64>,
+}
+
+/// Where to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The CPU.
+    Cpu,
+    /// An NVIDIA GPU, by its number.
+    Cuda(usize),
+}
+
+fn parse_device(text: &str) -> Result<Device, String> {
+    let number = |n: &str| n.parse().map(Device::Cuda).map_err(|_| format!("{n:?} is no number of a GPU"));
+    match text.split_once(':') {
+        None if text == "cpu" => Ok(Device::Cpu),
+        None if text == "cuda" => Ok(Device::Cuda(0)),
+        Some(("cuda", n)) => number(n),
+        _ => Err("there is no such device; use cpu, or cuda:0".into()),
+    }
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -47,35 +69,38 @@ impl From<IsaArg> for Isa {
 }
 
 impl DeviceArgs {
-    /// How the CPU backend is made.
-    ///
-    /// # Errors
-    /// If another device is asked for.
-    pub fn cpu_options(&self) -> Result<CpuOptions> {
-        match self.device.as_str() {
-            "cpu" => {}
-            "cuda" | "gpu" => bail!("--device {}: CUDA is not built in yet; use --device cpu", self.device),
-            other => {
-                return Err(usage(format!("--device {other}: there is no such device; use --device cpu")));
-            }
-        }
-        let threads = self.threads.map(|n| n as usize);
-        Ok(CpuOptions { threads, isa: self.cpu_isa.map(Isa::from), ..CpuOptions::default() })
+    /// The device.
+    pub fn device(&self) -> Device {
+        self.device
     }
 
-    /// A backend that counts memory and touches none.
-    ///
-    /// # Errors
-    /// If another device is asked for.
-    pub fn planning_backend(&self) -> Result<CpuBackend> {
-        Ok(CpuBackend::planning(self.cpu_options()?))
+    /// How the CPU backend is made.
+    pub fn cpu_options(&self) -> CpuOptions {
+        let threads = self.threads.map(|n| n as usize);
+        CpuOptions { threads, isa: self.cpu_isa.map(Isa::from), ..CpuOptions::default() }
+    }
+
+    fn cuda_options(ordinal: usize, compute: Compute) -> CudaOptions {
+        let precision = if compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
+        CudaOptions { ordinal, precision, ..CudaOptions::default() }
+    }
+
+    /// A backend that counts memory and touches none; it needs no GPU.
+    pub fn planning_backend(&self, compute: Compute) -> Arc<dyn Backend> {
+        match self.device {
+            Device::Cpu => Arc::new(CpuBackend::planning(self.cpu_options())),
+            Device::Cuda(n) => Arc::new(CudaBackend::planning(&Self::cuda_options(n, compute))),
+        }
     }
 
     /// A backend that runs.
     ///
     /// # Errors
-    /// If another device is asked for.
-    pub fn backend(&self) -> Result<CpuBackend> {
-        Ok(CpuBackend::new(self.cpu_options()?))
+    /// If the GPU, its driver or its libraries are not there.
+    pub fn backend(&self, compute: Compute) -> Result<Arc<dyn Backend>> {
+        Ok(match self.device {
+            Device::Cpu => Arc::new(CpuBackend::new(self.cpu_options())),
+            Device::Cuda(n) => Arc::new(CudaBackend::new(&Self::cuda_options(n, compute))?),
+        })
     }
 }

@@ -9,7 +9,7 @@ mod speculate;
 mod subject;
 
 pub use bytes::parse_bytes;
-pub use device::DeviceArgs;
+pub use device::{Device, DeviceArgs};
 pub use ids::IdArgs;
 pub use model::{EngineArgs, ModelArgs};
 pub use sampling::SamplingArgs;

@@ -1,10 +1,7 @@
 //! `keel plan`: memory before it is needed.
 
-use std::sync::Arc;
-
 use anyhow::{Context, Result};
 use clap::Args;
-use keel_array::Backend;
 use keel_engine::EngineOptions;
 use keel_engine::plan::fit;
 use serde_json::json;
@@ -65,7 +62,7 @@ fn print_plan(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions) ->
 }
 
 fn print_fit(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions, limit: u64) -> Result<()> {
-    let backend: Arc<dyn Backend> = Arc::new(args.device.planning_backend()?);
+    let backend = args.device.planning_backend(options.compute);
     let fit = fit(&backend, &*subject.parameters, &subject.json, options, limit)?;
     if args.json {
         return output::json(&json!({"limit": limit, "context": fit.context, "batch": fit.sequences}));

@@ -1,14 +1,16 @@
 //! What the machine can do at most, measured now.
 
+use std::fmt;
 use std::time::Duration;
 
 use anyhow::Result;
 use keel_array::Compute;
-use keel_cpu::floors::{self, Peaks};
-use keel_cpu::isa::Isa;
+use keel_cpu::CpuBackend;
+use keel_cpu::floors;
 use keel_cpu::pool::ThreadPool;
+use keel_cuda::GpuPeaks;
 
-use crate::args::DeviceArgs;
+use crate::args::{Device, DeviceArgs};
 
 /// Larger than last-level caches, smaller than the weights of the smallest shape, so that the measurement does not
 /// raise the peak of the process.
@@ -16,39 +18,74 @@ const BUFFER_BYTES: usize = 384 << 20;
 const BANDWIDTH_BUDGET: Duration = Duration::from_millis(500);
 const PEAK_BUDGET: Duration = Duration::from_millis(50);
 
-/// Rates of the whole thread pool.
-#[derive(Clone, Copy, Debug)]
+/// Rates of a whole device.
+#[derive(Clone, Debug)]
 pub struct Machine {
+    /// `cpu`, or the name of the GPU.
+    pub device: String,
+    /// Instructions in use; of a GPU its compute capability.
+    pub instructions: String,
+    /// Threads of the CPU, multiprocessors of a GPU.
     pub threads: usize,
-    pub isa: Isa,
     pub read_bytes_per_s: f64,
-    peaks: Peaks,
+    f32_fma: Option<f64>,
+    int8_dot: Option<f64>,
+    bf16_dot: Option<f64>,
+}
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {} threads, {}", self.device, self.threads, self.instructions)
+    }
 }
 
 impl Machine {
     /// Measures for about a second.
     ///
     /// # Errors
-    /// If another device than the CPU is asked for.
+    /// If the device cannot be had.
     pub fn measure(device: &DeviceArgs) -> Result<Machine> {
-        let backend = device.planning_backend()?;
+        match device.device() {
+            Device::Cpu => Ok(Machine::measure_cpu(device)),
+            Device::Cuda(ordinal) => Ok(Machine::of_gpu(GpuPeaks::measure(ordinal)?)),
+        }
+    }
+
+    fn measure_cpu(device: &DeviceArgs) -> Machine {
+        let backend = CpuBackend::planning(device.cpu_options());
         let (threads, isa) = (backend.threads(), backend.isa());
         let pool = ThreadPool::new(threads);
         let buffer = vec![1u64; BUFFER_BYTES / size_of::<u64>()];
-        Ok(Machine {
+        let peaks = floors::peaks(&pool, isa, PEAK_BUDGET);
+        Machine {
+            device: "cpu".into(),
+            instructions: isa.to_string(),
             threads,
-            isa,
             read_bytes_per_s: floors::read_bandwidth(&pool, &buffer, BANDWIDTH_BUDGET),
-            peaks: floors::peaks(&pool, isa, PEAK_BUDGET),
-        })
+            f32_fma: peaks.f32_fma,
+            int8_dot: peaks.int8_dot,
+            bf16_dot: peaks.bf16_dot,
+        }
+    }
+
+    fn of_gpu(peaks: GpuPeaks) -> Machine {
+        Machine {
+            device: peaks.name,
+            instructions: format!("compute capability {}.{}", peaks.capability.0, peaks.capability.1),
+            threads: peaks.multiprocessors,
+            read_bytes_per_s: peaks.copy_bytes_per_s,
+            f32_fma: None,
+            int8_dot: None,
+            bf16_dot: Some(peaks.bf16_ops_per_s),
+        }
     }
 
     /// Operations per second of the instruction that linear layers use, if it was measured.
     pub fn peak_of(&self, compute: Compute, quantised: bool) -> Option<f64> {
         match compute {
-            Compute::F32 => self.peaks.f32_fma,
-            Compute::Auto if quantised => self.peaks.int8_dot.or(self.peaks.f32_fma),
-            _ => self.peaks.bf16_dot.or(self.peaks.f32_fma),
+            Compute::F32 => self.f32_fma,
+            Compute::Auto if quantised => self.int8_dot.or(self.bf16_dot).or(self.f32_fma),
+            _ => self.bf16_dot.or(self.f32_fma),
         }
     }
 }

@@ -113,7 +113,7 @@ fn measure(
     speculation: Option<SpeculationOptions>,
 ) -> Result<Report> {
     let machine = Machine::measure(&args.device)?;
-    let runtime = session::runtime(&args.device)?;
+    let runtime = session::runtime(&args.device, options.compute)?;
     let recorder = args.plot.as_ref().map(|_| Recorder::start(runtime.ledger()));
     let mut session = Session::open(&args.device, &runtime, &*subject.parameters, &subject.json, options)?;
     let runs = Runs::time(&mut session.engine, args.prompt, args.generated, args.repeat.into())?;
@@ -147,8 +147,8 @@ impl Report {
         let (prefill, decode) = (self.runs.prefill(), self.runs.decode());
         let mut object = json!({
             "model": self.subject,
-            "device": "cpu",
-            "instructions": self.machine.isa.to_string(),
+            "device": self.machine.device,
+            "instructions": self.machine.instructions,
             "threads": self.machine.threads,
             "prompt_tokens": args.prompt,
             "generated_tokens": args.generated,
@@ -184,10 +184,8 @@ impl Report {
             format!("{name} {tokens:>6}  {spread}  floor {floor}\n")
         };
         let weights = human_bytes(self.cost.weights_bytes);
-        let mut text = format!(
-            "{}: weights {weights}, batch {}, {} threads, {}\n",
-            self.subject, args.batch, self.machine.threads, self.machine.isa
-        );
+        let mut text =
+            format!("{}: weights {weights}, batch {}, {}\n", self.subject, args.batch, self.machine);
         text += &format!(
             "memory read {:.1} GB/s; loaded in {:.2} s\n\n",
             self.machine.read_bytes_per_s / 1e9,

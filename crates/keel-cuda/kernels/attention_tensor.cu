@@ -1,0 +1,358 @@
+// Causal attention with grouped heads over paged bf16 keys and values, on tensor cores: the fast mode of attention.cu,
+// whose formula, operands, splits and merge kernel it shares. Products take bf16 and add up in f32; q and the softmax's
+// weights are rounded to bf16, all else is f32.
+//
+// Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, WINDOW, WARPS (of the decode kernel, 8; 4 where shared
+// memory is short).
+// Launch:
+//   attention_prefill  grid (KV, ceil(T G / 64) + B, splits), block 128, shared memory 2 * 192 (D + 8) bytes. A block takes
+//                      64 pairs (row, head of the group) against 64 keys at a time, a warp 16 of the pairs; keys come
+//                      while the last tile's values are multiplied and the other way round. Long blocks start first.
+//   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory max(2 (16 + 32 WARPS) (D + 8),
+//                      64 WARPS (D + 2)) bytes. A block takes 16 pairs, each of its warps 16 keys at a time. units = B where
+//                      no sequence has more than 16 pairs, else ceil(T G / 16) + B.
+//
+// Floor of prefill: 4 D H T^2 / 2 operations at the tensor cores' rate; of decode: 4 KV D bytes a key.
+
+#include "paged.cuh"
+
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#ifndef WARPS
+#define WARPS 8
+#endif
+#define G (H / KV)
+// A row of a tile in shared memory: 16 bytes more than the row's own put eight rows on different banks.
+#define LINE (D + 8)
+#define STEPS (D / 16)
+#define BM 64
+#define BN 64
+
+/// One row of 16 bf16 columns for load_matrices: the A operand, or B from rows [k][n] with load_matrices_transposed.
+static __device__ __forceinline__ const bf16* row_major(const bf16* tile, u32 row, u32 column) {
+    u32 lane = threadIdx.x % 32;
+    return tile + (row + lane % 16) * LINE + column + lane / 16 * 8;
+}
+/// The same for B from rows [n][k].
+static __device__ __forceinline__ const bf16* column_major(const bf16* tile, u32 row, u32 column) {
+    u32 lane = threadIdx.x % 32;
+    return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
+}
+
+/// `pairs` pairs of q from `first` on, as bf16; rows without a pair are zero. Pair i is row i / G and head i % G.
+static __device__ __forceinline__ void load_queries(bf16* tile, const float* q, u32 first, u32 count, u32 rows,
+                                                    u32 threads) {
+    for (u32 i = threadIdx.x; i < rows * (D / 4); i += threads) {
+        u32 m = i / (D / 4), d = i % (D / 4) * 4;
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (m < count) x = *(const float4*)(q + (u64)((first + m) / G) * Q_STRIDE + (first + m) % G * D + d);
+        *(uint2*)(tile + m * LINE + d) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+    }
+}
+
+/// What a thread knows of two of its warp's 16 pairs (rows lane / 4 and 8 on) while keys go by.
+struct Softmax {
+    float largest[2], total[2];
+
+    __device__ __forceinline__ void start() {
+        largest[0] = largest[1] = -INF;
+        total[0] = total[1] = 0.0f;
+    }
+
+    /// Turns scores of TILES * 8 keys into weights; `sums` shrinks to the new largest score.
+    template <int TILES>
+    __device__ __forceinline__ void weigh(float (&scores)[TILES][4], float (&sums)[D / 8][4], float factor) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float now = largest[half];
+#pragma unroll
+            for (int n = 0; n < TILES; n++) now = fmaxf(now, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+            now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 1));
+            now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 2));
+            // A row that has seen no key has only scores of -inf; its base is 0 so that their weights become 0.
+            float base = now == -INF ? 0.0f : now * factor;
+            float shrink = exp2f(largest[half] * factor - base);
+            largest[half] = now;
+            total[half] *= shrink;
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; i++) {
+                    scores[n][i] = exp2f(fmaf(scores[n][i], factor, -base));
+                    total[half] += scores[n][i];
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) {
+                sums[n][2 * half] *= shrink;
+                sums[n][2 * half + 1] *= shrink;
+            }
+        }
+    }
+
+    /// Adds up what the four threads of a row have.
+    __device__ __forceinline__ void finish() {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            total[half] += __shfl_xor_sync(FULL_WARP, total[half], 1);
+            total[half] += __shfl_xor_sync(FULL_WARP, total[half], 2);
+        }
+    }
+};
+
+/// scores = 16 rows of q times TILES * 8 keys. With few tiles, CHAINS sums of every so many columns of q run side by side,
+/// since a product waits for the one before it.
+template <int TILES, int CHAINS>
+static __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], const bf16* q, u32 row, const bf16* keys) {
+    float sums[CHAINS][TILES][4];
+#pragma unroll
+    for (int n = 0; n < CHAINS * TILES; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[n / TILES][n % TILES][i] = 0.0f;
+    }
+#pragma unroll 4
+    for (int k = 0; k < STEPS; k++) {
+        u32 a[4];
+        load_matrices(a, row_major(q, row, k * 16));
+#pragma unroll
+        for (int n = 0; n < TILES; n += 2) {
+            u32 x[4];
+            load_matrices(x, column_major(keys, n * 8, k * 16));
+            mma(sums[k % CHAINS][n], a, x[0], x[1]);
+            mma(sums[k % CHAINS][n + 1], a, x[2], x[3]);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            scores[n][i] = sums[0][n][i];
+#pragma unroll
+            for (int c = 1; c < CHAINS; c++) scores[n][i] += sums[c][n][i];
+        }
+    }
+}
+
+/// sums += weights of TILES * 8 keys times their values.
+template <int TILES>
+static __device__ __forceinline__ void multiply_values(float (&sums)[D / 8][4], const float (&weights)[TILES][4],
+                                                       const bf16* values) {
+#pragma unroll
+    for (int k = 0; k < TILES / 2; k++) {
+        u32 a[4] = {pack_bf16(weights[2 * k][0], weights[2 * k][1]), pack_bf16(weights[2 * k][2], weights[2 * k][3]),
+                    pack_bf16(weights[2 * k + 1][0], weights[2 * k + 1][1]),
+                    pack_bf16(weights[2 * k + 1][2], weights[2 * k + 1][3])};
+#pragma unroll
+        for (int n = 0; n < D / 8; n += 2) {
+            u32 x[4];
+            load_matrices_transposed(x, row_major(values, k * 16, n * 8));
+            mma(sums[n], a, x[0], x[1]);
+            mma(sums[n + 1], a, x[2], x[3]);
+        }
+    }
+}
+
+/// Scores that a row may not see become -inf. Rows are pairs `pair` + lane / 4 and 8 on, keys `key` and on.
+template <int TILES>
+static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start, u32 pair, u32 key, u32 to) {
+    u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 at = start + (pair + lane / 4 + 8 * half) / G, end = min(at + 1, to);
+        u32 begin = WINDOW > 0 && at + 1 > WINDOW ? at + 1 - WINDOW : 0;
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                u32 j = key + n * 8 + lane % 4 * 2 + i;
+                if (j >= end || j < begin) scores[n][2 * half + i] = -INF;
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+attention_prefill(const float* q, const bf16* keys, const bf16* values, const u32* table, const u32* row_start,
+                  const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys,
+                  float* partial, float* y) {
+    DYNAMIC_SHARED(bf16, shared);
+    bf16 *q_tile = shared, *key_tile = shared + BM * LINE, *value_tile = shared + (BM + BN) * LINE;
+
+    u32 b, unit;
+    if (!locate(row_start, sequences, G, BM, gridDim.y - 1 - blockIdx.y, b, unit)) return;
+    const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, kv = blockIdx.x;
+    const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b];
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
+    u32 from, to;
+    split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, split_keys, from, to);
+    visible_range(first_position, last_position, WINDOW, from, to);
+    if (from >= to) return;
+
+    auto load = [&](bf16* tile, const bf16* pool, u32 key) {
+        // A tile never straddles a page. Absent rows become zeros: what memory holds may be NaN.
+        const bf16* page = pool + (((u64)table[b * pages + key / PAGE] * KV + kv) * PAGE + key % PAGE) * D;
+        for (u32 i = threadIdx.x; i < BN * (D / 8); i += 128) {
+            u32 n = i / (D / 8), d = i % (D / 8) * 8;
+            copy_async(tile + n * LINE + d, page + n * D + d, key + n < to);
+        }
+    };
+    load(key_tile, keys, from);
+    copy_commit();
+    load_queries(q_tile, q + (u64)first_row * Q_STRIDE + kv * G * D, first, count, BM, 128);
+
+    Softmax softmax;
+    softmax.start();
+    float sums[D / 8][4];
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+
+    const float factor = scale * 1.4426950408889634f;
+    for (u32 tile = from; tile < to; tile += BN) {
+        load(value_tile, values, tile);
+        copy_commit();
+        copy_wait<1>();
+        __syncthreads();
+        float scores[BN / 8][4];
+        multiply_keys<BN / 8, 1>(scores, q_tile, warp * 16, key_tile);
+        __syncthreads();
+        if (tile + BN < to) load(key_tile, keys, tile + BN);
+        copy_commit();
+        if (tile + BN > first_position + 1 || tile + BN > to || (WINDOW > 0 && tile + WINDOW <= last_position))
+            hide<BN / 8>(scores, start, first + warp * 16, tile, to);
+        softmax.weigh<BN / 8>(scores, sums, factor);
+        copy_wait<1>();
+        __syncthreads();
+        multiply_values<BN / 8>(sums, scores, value_tile);
+        __syncthreads();
+    }
+    softmax.finish();
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 m = warp * 16 + lane / 4 + 8 * half;
+        if (m >= count) continue;
+        u64 row = first_row + (first + m) / G, head = kv * G + (first + m) % G;
+        bool split = gridDim.z > 1;
+        float* out = split ? partial + (((u64)blockIdx.z * total_rows + row) * H + head) * (D + 2) : y + (row * H + head) * D;
+        float f = split ? 1.0f : 1.0f / softmax.total[half];
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            *(float2*)(out + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * half] * f, sums[n][2 * half + 1] * f);
+        if (split && lane % 4 == 0) {
+            // In natural units, as attention_merge wants it.
+            out[D] = softmax.largest[half] * scale;
+            out[D + 1] = softmax.total[half];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+attention_decode(const float* q, const bf16* keys, const bf16* values, const u32* table, const u32* row_start,
+                 const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys,
+                 float* partial, float* y) {
+    constexpr int CHUNK = 16;
+    DYNAMIC_SHARED(bf16, shared);
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    bf16 *q_tile = shared, *key_tile = shared + 16 * LINE + warp * (2 * CHUNK * LINE), *value_tile = key_tile + CHUNK * LINE;
+
+    u32 b = blockIdx.x, unit = 0;
+    if (gridDim.x != sequences && !locate(row_start, sequences, G, 16, blockIdx.x, b, unit)) return;
+    const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, start = position[b], kv = blockIdx.y;
+    if (pairs == 0) return;
+    const u32 first = unit * 16, count = min(pairs - first, 16);
+    const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
+    u32 from, to;
+    split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, split_keys, from, to);
+    visible_range(first_position, last_position, WINDOW, from, to);
+    if (from >= to) return;
+
+    const u32* my_table = table + b * pages;
+    auto load = [&](bf16* tile, const bf16* pool, u32 key) {
+        if (key < to) {
+            const bf16* page = pool + (((u64)my_table[key / PAGE] * KV + kv) * PAGE + key % PAGE) * D;
+#pragma unroll
+            for (u32 i = lane; i < CHUNK * (D / 8); i += 32) {
+                u32 n = i / (D / 8), d = i % (D / 8) * 8;
+                copy_async(tile + n * LINE + d, page + n * D + d, key + n < to);
+            }
+        }
+        copy_commit();
+    };
+    // A warp's next keys come while it works on the values of the last, and the other way round.
+    const u32 mine = from + warp * CHUNK, step = WARPS * CHUNK;
+    load(key_tile, keys, mine);
+    load(value_tile, values, mine);
+    load_queries(q_tile, q + (u64)first_row * Q_STRIDE + kv * G * D, first, count, 16, 32 * WARPS);
+    __syncthreads();
+
+    Softmax softmax;
+    softmax.start();
+    float sums[D / 8][4];
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+    const float factor = scale * 1.4426950408889634f;
+    for (u32 key = mine; key < to; key += step) {
+        copy_wait<1>();
+        __syncwarp();
+        float scores[2][4];
+        multiply_keys<2, 4>(scores, q_tile, 0, key_tile);
+        __syncwarp();
+        load(key_tile, keys, key + step);
+        if (key + CHUNK > first_position + 1 || key + CHUNK > to || (WINDOW > 0 && key + WINDOW <= last_position))
+            hide<2>(scores, start, first, key, to);
+        softmax.weigh<2>(scores, sums, factor);
+        copy_wait<1>();
+        __syncwarp();
+        multiply_values<2>(sums, scores, value_tile);
+        __syncwarp();
+        load(value_tile, values, key + step);
+    }
+    softmax.finish();
+
+    // The warps saw different keys of the same pairs. Their sums take the place of the tiles.
+    copy_wait<0>();
+    __syncthreads();
+    float *warp_sums = (float*)shared, *warp_largest = warp_sums + WARPS * 16 * D, *warp_total = warp_largest + WARPS * 16;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 m = lane / 4 + 8 * half;
+        if (m >= count) continue;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            *(float2*)(warp_sums + (warp * 16 + m) * D + n * 8 + lane % 4 * 2) =
+                make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+        if (lane % 4 == 0) {
+            warp_largest[warp * 16 + m] = softmax.largest[half] * scale;
+            warp_total[warp * 16 + m] = softmax.total[half];
+        }
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < count * (D / 2); i += 32 * WARPS) {
+        u32 m = i / (D / 2), d = i % (D / 2) * 2;
+        float largest = -INF, total = 0.0f;
+        float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, warp_largest[w * 16 + m]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            float x = warp_largest[w * 16 + m], f = x == -INF ? 0.0f : expf(x - largest);
+            float2 part = *(const float2*)(warp_sums + (w * 16 + m) * D + d);
+            total = fmaf(f, warp_total[w * 16 + m], total);
+            sum.x = fmaf(f, part.x, sum.x);
+            sum.y = fmaf(f, part.y, sum.y);
+        }
+        u64 row = first_row + (first + m) / G, head = kv * G + (first + m) % G;
+        if (gridDim.z > 1) {
+            float* out = partial + (((u64)blockIdx.z * total_rows + row) * H + head) * (D + 2);
+            *(float2*)(out + d) = sum;
+            if (d == 0) {
+                out[D] = largest;
+                out[D + 1] = total;
+            }
+        } else {
+            *(float2*)(y + (row * H + head) * D + d) = make_float2(sum.x / total, sum.y / total);
+        }
+    }
+}

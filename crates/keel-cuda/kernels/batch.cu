@@ -1,0 +1,61 @@
+// Checks the arrays that say which rows belong to which sequence, before kernels trust them. One block of 256 threads.
+// A batch that is wrong is reported and emptied on the device (every sequence without rows, in slot 0 and page 0), so
+// that the kernels behind touch nothing that is not theirs. Where a message names two numbers beside the wrong one, they
+// share a word, 16 bits each. Pointers that an operation does not have are null.
+#include "common.cuh"
+
+#define ROWS_WRONG 2
+#define SLOT_MISSING 3
+#define SLOT_TWICE 4
+#define TABLE_SHORT 5
+#define PAGE_MISSING 6
+#define OFF_GRID 7
+#define ACCEPTED_MISSING 8
+#define LOG_SHORT 9
+#define PAGE_TWICE 10
+#define PAGE 256
+
+extern "C" __global__ void check_batch(
+    u32* row_start, u32* slot, u32* position, u32* table, u32* accepted, u32 sequences, u32 rows, u32 slots, u32 pages, u32 table_width,
+    u32 window, u32 grid, u32 records, u32 keep_open, Fault* fault, u32 kernel
+) {
+    __shared__ u32 what, number, bound;
+    if (threadIdx.x == 0) what = 0;
+    __syncthreads();
+    for (u32 b = threadIdx.x; b < sequences; b += blockDim.x) {
+        const u32 first = row_start[b], end = row_start[b + 1];
+        if ((b == 0 && first != 0) || first > end || end > rows) { what = ROWS_WRONG; number = end; bound = rows; continue; }
+        if (slot) {
+            const u32 mine = slot[b];
+            if (mine >= slots) { what = SLOT_MISSING; number = mine; bound = slots; continue; }
+            for (u32 other = 0; other < b; ++other)
+                if (slot[other] == mine) { what = SLOT_TWICE; number = mine; bound = other << 16 | b; }
+        }
+        if (accepted && accepted[b] > records) { what = ACCEPTED_MISSING; number = accepted[b]; bound = records << 16 | b; }
+        if (keep_open && end - first > records) { what = LOG_SHORT; number = end - first; bound = records; }
+        if (first == end) continue;
+        const u32 start = position ? position[b] : 0;
+        if (grid && start % grid != 0) { what = OFF_GRID; number = start; bound = grid; }
+        if (!table) continue;
+        const u64 stop = (u64)start + (end - first), used = (stop + PAGE - 1) / PAGE;
+        const u64 seen = window && start + 1 > window ? (start + 1 - window) / PAGE : 0;
+        if (used > table_width) { what = TABLE_SHORT; number = (u32)stop; bound = table_width; continue; }
+        for (u64 i = seen; i < used; ++i)
+            if (table[(u64)b * table_width + i] >= pages) { what = PAGE_MISSING; number = table[(u64)b * table_width + i]; bound = pages; }
+        // Pages that left a window may come again for later positions, but not while rows of one step still see them: all
+        // rows of a step are written before the first attends.
+        for (u64 i = start / PAGE; window && i < used; ++i)
+            for (u64 j = seen; j < i; ++j)
+                if (table[(u64)b * table_width + i] == table[(u64)b * table_width + j]) { what = PAGE_TWICE; number = end - first; bound = window; }
+    }
+    __syncthreads();
+    if (what == 0) return;
+    if (threadIdx.x == 0) report(fault, kernel, what, number, bound);
+    for (u32 b = threadIdx.x; b <= sequences; b += blockDim.x) row_start[b] = 0;
+    for (u32 b = threadIdx.x; b < sequences; b += blockDim.x) {
+        if (slot) slot[b] = 0;
+        if (position) position[b] = 0;
+        if (accepted) accepted[b] = 0;
+        for (u32 i = 0; table && i < table_width; ++i) table[(u64)b * table_width + i] = 0;
+    }
+}

@@ -1,0 +1,6 @@
+// Kernels of the user's own. The outputs hold `value` in every element when one starts. ELEM: element type.
+#include "common.cuh"
+
+extern "C" __global__ void initial(ELEM* y, u64 n, float value) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) y[i] = From<ELEM>::f32(value);
+}

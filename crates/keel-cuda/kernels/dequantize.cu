@@ -1,0 +1,82 @@
+// Dense rows of a packed weight, and bf16 rows of x: what cuBLASLt multiplies in long prefills.
+//
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T (or WEIGHT_T, embedding_rows alone)
+//   dequantize      w bf16 [experts N][K] = scale q + bias, rounded once. A warp turns one 16 x 64 tile.
+//                   Arguments codes, pairs, w, experts. Grid ceil(experts * row tiles * column tiles / 8), block 256. Floor: (BITS / 8 + 2) bytes per weight.
+//   embedding_rows  y f32 [T][K]: rows `ids` (INDEX: u32 or i32) of the weight. Arguments codes, pairs | weight, ids, y, fault, kernel. Grid T, block 128.
+#include "weight_tiles.cuh"
+
+#ifdef BITS
+extern "C" __global__ void __launch_bounds__(256) dequantize(const u32 *codes, const PAIR_T *pairs, bf16 *out, u32 experts) {
+    const int lane = threadIdx.x % 32;
+    let_next_start();
+    wait_for_inputs();
+    const u32 tile = blockIdx.x * 8 + threadIdx.x / 32;
+    if (tile >= experts * (u32)(N_TILES * K_TILES)) return;
+    const int kt = tile % K_TILES, rt = tile / K_TILES % N_TILES;
+    const size_t expert = tile / (u32)(K_TILES * N_TILES);
+    float w[2][16];
+    widen_tile(w, expert_of({codes, pairs}, expert), rt, kt, lane);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int n = 16 * rt + 8 * h + lane / 4;
+        if (n >= DIM_N) continue;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            int k = 64 * kt + 32 * m + 8 * (lane % 4);
+            if (k >= DIM_K) continue; // DIM_K is a multiple of 32
+            const float *v = &w[h][8 * m];
+            store16(out + (expert * DIM_N + n) * DIM_K + k, pair_of_bf16(v[0], v[1]), pair_of_bf16(v[2], v[3]), pair_of_bf16(v[4], v[5]), pair_of_bf16(v[6], v[7]));
+        }
+    }
+}
+#endif
+
+#ifdef INDEX
+extern "C" __global__ void embedding_rows(
+#ifdef BITS
+    const u32 *codes, const PAIR_T *pairs,
+#else
+    const WEIGHT_T *weight,
+#endif
+    const INDEX *ids, float *y, Fault *fault, u32 kernel) {
+    let_next_start();
+    wait_for_inputs();
+    const u32 id = (u32)ids[blockIdx.x];
+    if (id >= DIM_N) {
+        if (threadIdx.x == 0) report(fault, kernel, 0, id, DIM_N);
+        return;
+    }
+    float *row = y + (size_t)blockIdx.x * DIM_K;
+#ifdef BITS
+    const int lane_of_row = 4 * (id % 8) + threadIdx.x % 4;
+    for (int kt = threadIdx.x / 4; kt < K_TILES; kt += blockDim.x / 4) {
+        float w[2][16];
+        widen_tile(w, {codes, pairs}, id / 16, kt, lane_of_row);
+        for (int s = 0; s < 16; s += 4) {
+            int k = 64 * kt + 32 * (s / 8) + 8 * (threadIdx.x % 4) + s % 8;
+            bool upper = id % 16 >= 8;
+            if (k < DIM_K)
+                *(float4 *)(row + k) = make_float4(upper ? w[1][s] : w[0][s], upper ? w[1][s + 1] : w[0][s + 1],
+                                                   upper ? w[1][s + 2] : w[0][s + 2], upper ? w[1][s + 3] : w[0][s + 3]);
+        }
+    }
+#else
+    for (int k = threadIdx.x; k < DIM_K; k += blockDim.x) row[k] = to_f32(weight[(size_t)id * DIM_K + k]);
+#endif
+}
+
+#endif
+
+// bf16 of f32, `pairs` of them. Grid ceil(pairs / 4 / 256), block 256; 4 bytes read and 2 written for each.
+extern "C" __global__ void to_bf16(const float2 *x, bf16x2 *y, long long pairs) {
+    let_next_start();
+    wait_for_inputs();
+    const long long first = ((long long)blockIdx.x * 256 + threadIdx.x) * 4;
+    if (first + 4 <= pairs) {
+        float4 a = ((const float4 *)(x + first))[0], b = ((const float4 *)(x + first))[1];
+        store16(y + first, pair_of_bf16(a.x, a.y), pair_of_bf16(a.z, a.w), pair_of_bf16(b.x, b.y), pair_of_bf16(b.z, b.w));
+    } else {
+        for (long long i = first; i < pairs; i++) y[i] = two_bf16(x[i].x, x[i].y);
+    }
+}

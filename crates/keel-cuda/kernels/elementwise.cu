@@ -1,0 +1,59 @@
+// Element-wise operations. The chain of float operations of one kernel is generated and takes the place of CHAIN:
+// a sequence of statements over v0, v1, ... (inputs) that ends by defining `result`.
+// Bytes moved: each input once, the output once; values between steps stay in registers.
+#include "common.cuh"
+
+__device__ inline float f_max(float a, float b) { return a > b || a != a ? a : b; }
+__device__ inline float f_min(float a, float b) { return a < b || a != a ? a : b; }
+__device__ inline float gelu_tanh(float x) {
+    return x * sigmoid(2.0f * 0.7978846f * (x + 0.044715f * x * x * x));
+}
+
+#if defined(CHAIN)
+// ELEM: float, f16 or bf16. PARAMETERS: one pointer and one Strides for each input. LOADS: v0 = x0[s0.at(i)] and so on.
+extern "C" __global__ void chain(ELEM* y, u64 n PARAMETERS) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
+        LOADS
+        CHAIN
+        y[i] = From<ELEM>::f32(result);
+    }
+}
+#endif
+
+#if defined(FROM) && defined(TO)
+extern "C" __global__ void cast(const FROM* x, Strides from, TO* y, u64 n) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
+        const FROM value = x[from.at(i)];
+        y[i] = From<FROM>::IS_FLOAT ? From<TO>::f32(to_f32(value)) : From<TO>::i64_(to_i64(value));
+    }
+}
+#endif
+
+#if defined(INTEGER)
+// ELEM: an integer type or flag; EXPRESSION over a (and b) of type i64; RESULT: type of the result.
+extern "C" __global__ void integer(const ELEM* x, Strides sx, const ELEM* z, Strides sz, RESULT* y, u64 n) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
+        const i64 a = to_i64(x[sx.at(i)]), b = to_i64(z[sz.at(i)]);
+        (void)a; (void)b;
+        y[i] = From<RESULT>::i64_(EXPRESSION);
+    }
+}
+#endif
+
+#if defined(COMPARE)
+// ELEM: a float type; EXPRESSION over floats a and b.
+extern "C" __global__ void compare(const ELEM* x, Strides sx, const ELEM* z, Strides sz, flag* y, u64 n) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
+        const float a = to_f32(x[sx.at(i)]), b = to_f32(z[sz.at(i)]);
+        y[i] = flag{(u8)(EXPRESSION)};
+    }
+}
+#endif
+
+#if defined(SELECT)
+// ELEM: an unsigned type of the element's size.
+extern "C" __global__ void select(const flag* c, Strides sc, const ELEM* a, Strides sa, const ELEM* b, Strides sb, ELEM* y, u64 n) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x)
+        y[i] = c[sc.at(i)].byte ? a[sa.at(i)] : b[sb.at(i)];
+}
+#endif

@@ -1,0 +1,69 @@
+// The two ends of a mixture of experts. One block a token.
+#include "common.cuh"
+
+// Softmax probabilities of the k largest of E logits, the lower index among equals, divided by their sum if
+// `normalise`. E floats of dynamic shared memory.
+extern "C" __global__ void route_top_k(const float* logits, float* weights, u32* chosen, u32 experts, u32 k, u32 normalise) {
+    extern __shared__ float row[];
+    __shared__ float keys[256];
+    __shared__ u32 places[256];
+    __shared__ float shared[33];
+    __shared__ float largest;
+    const float* x = logits + (u64)blockIdx.x * experts;
+    float* w = weights + (u64)blockIdx.x * k;
+    u32* e = chosen + (u64)blockIdx.x * k;
+    for (u32 i = threadIdx.x; i < experts; i += blockDim.x) row[i] = x[i];
+    __syncthreads();
+    float sum = 0.0f;
+    for (u32 n = 0; n < k; ++n) {
+        float best = -INFINITY;
+        u32 place = 0xffffffffu;
+        for (u32 i = threadIdx.x; i < experts; i += blockDim.x)
+            if (row[i] == row[i] && (place == 0xffffffffu || row[i] > best)) { best = row[i]; place = i; }
+        keys[threadIdx.x] = best;
+        places[threadIdx.x] = place;
+        __syncthreads();
+        for (int half = blockDim.x / 2; half > 0; half /= 2) {
+            if (threadIdx.x < half) {
+                const u32 other = threadIdx.x + half;
+                const bool better = keys[other] > keys[threadIdx.x] || (keys[other] == keys[threadIdx.x] && places[other] < places[threadIdx.x]);
+                if (better) { keys[threadIdx.x] = keys[other]; places[threadIdx.x] = places[other]; }
+            }
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) {
+            // A row of nothing but NaN still names experts that exist.
+            const u32 found = places[0] == 0xffffffffu ? n : places[0];
+            if (n == 0) largest = keys[0];
+            e[n] = found;
+            w[n] = expf(keys[0] - largest);
+            sum += w[n];
+            row[found] = NAN;
+        }
+        __syncthreads();
+    }
+    float total = 0.0f;
+    if (normalise) {
+        total = sum;
+    } else {
+        float part = 0.0f;
+        for (u32 i = threadIdx.x; i < experts; i += blockDim.x) part += expf(x[i] - largest);
+        total = block_sum(part, shared);
+    }
+    if (threadIdx.x == 0)
+        for (u32 n = 0; n < k; ++n) w[n] /= total;
+}
+
+// y = sum_j w[j] experts[j] + sigmoid(gate) shared + residual; SHARED: 0 or 1.
+extern "C" __global__ void combine(
+    const float* experts, const float* weights, const float* shared, const float* gate, const float* residual, float* y,
+    u32 choices, u32 width, u32 with_shared
+) {
+    const u64 token = blockIdx.y;
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= width) return;
+    float sum = 0.0f;
+    for (u32 j = 0; j < choices; ++j) sum = fmaf(weights[token * choices + j], experts[(token * choices + j) * width + i], sum);
+    if (with_shared) sum = fmaf(sigmoid(gate[token]), shared[token * width + i], sum);
+    y[token * width + i] = sum + residual[token * width + i];
+}

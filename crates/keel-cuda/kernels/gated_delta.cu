@@ -1,0 +1,107 @@
+// The gated delta rule, one token at a time. For value head h, which reads key head h / (HV / HK), S its state:
+//
+//   q, k = q / |q| * DK^-0.5, k / |k|       |x| = sqrt(sum(x^2) + 1e-6)
+//   beta = sigmoid(b)        g = -e^a_log * softplus(a + dt_bias)
+//   S    = e^g S
+//   u    = beta (v - k S)
+//   y    = q S + (q . k) u        equal to q (S + k u^T): one reduction a token instead of two
+//   S    = S + k u^T
+//
+// qkv [T, 2 HK DK + HV DV] (QKV_STRIDE values from row to row), a and b [T, HV] (A_STRIDE, B_STRIDE),
+// state [slots, HV, DK, DV] f32 in place, y [T, HV, DV].
+//
+// The delta log: (k, u, g) of a token is its record, [k HK DK][u HV DV][g HV]; LOG records of each slot. S = e^g S + k u^T
+// again gives the same bits. A step that keeps its rows open leaves records and no state; the next step is told how
+// many were accepted, applies those and writes the state once.
+//
+// Macros: HK, HV, DK, DV (DV a multiple of 4), QKV_STRIDE, A_STRIDE, B_STRIDE (all multiples of 1; qkv + v part 4-byte
+// aligned only), LOG (records of a slot; 0 without a log).
+// Launch: block 128; grid (HV * ceil(DV / 32), B). Shared memory: static. A block holds 32 columns of one head's state
+// in registers: thread (group of 16, lane of 8) has rows group, group + 16, ... of 4 columns. Any number of rows.
+// counters: u32 [B, HK], zero before the first launch and left zero; only read where keep_open.
+//
+// Bytes: 8 HV DK DV of each sequence (4 where rows stay open and nothing was accepted). Floor: those at the memory's rate.
+
+#include "gated_delta.cuh"
+
+/// q, k and gates of rows first..first + rows, normed, and this block's columns of v.
+static __device__ __forceinline__ void load_tokens(Tokens& tokens, float (&v)[TILE][COLUMNS], const float* qkv,
+                                                   const float* a, const float* b, const float* a_log, const float* dt_bias,
+                                                   u32 first, u32 rows, u32 head, u32 block_column) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (u32 t = warp; t < rows; t += 4) {
+        const float* q = qkv + (u64)(first + t) * QKV_STRIDE + head / SHARE * DK;
+#pragma unroll
+        for (int i = 0; i < (ROWS * GROUPS + 31) / 32; i++) {
+            u32 j = i * 32 + lane;
+            if (j < ROWS * GROUPS) {
+                tokens.q[t][j] = j < DK ? q[j] : 0.0f;
+                tokens.k[t][j] = j < DK ? q[HK * DK + j] : 0.0f;
+            }
+        }
+        u32 column = block_column + lane;
+        v[t][lane] = column < DV ? q[2 * HK * DK - head / SHARE * DK + head * DV + column] : 0.0f;
+        if (lane == 0) {
+            tokens.beta[t] = sigmoid(b[(u64)(first + t) * B_STRIDE + head]);
+            tokens.log_decay[t] = log_decay_of(a[(u64)(first + t) * A_STRIDE + head], a_log[head], dt_bias[head]);
+        }
+        // A lane reads back what it wrote.
+        norm_token(tokens, t, lane);
+    }
+}
+
+/// records, accepted and counters are null without a log.
+extern "C" __global__ void __launch_bounds__(128)
+gated_delta(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, float* state,
+            const u32* row_start, const u32* slot, float* records, const u32* accepted, u32* counters, u32 keep_open,
+            float* y) {
+    __shared__ Tokens tokens;
+    __shared__ Sums sums;
+    __shared__ __align__(16) float v[TILE][COLUMNS];
+    const u32 head = blockIdx.x / BLOCKS, sequence = blockIdx.y, key_head = head / SHARE;
+    const u32 block_column = blockIdx.x % BLOCKS * COLUMNS;
+    const u32 begin = row_start[sequence], end = row_start[sequence + 1], my_slot = slot[sequence];
+
+    float* s_block = state + ((u64)my_slot * HV + head) * (DK * DV);
+    Part part;
+    load_part(part, s_block, block_column);
+    // The first tokens are ready before the state has arrived.
+    load_tokens(tokens, v, qkv, a, b, a_log, dt_bias, begin, min(end - begin, TILE), head, block_column);
+
+    bool last = false;
+    u32 applied = 0;
+    if (LOG > 0 && records != nullptr) {
+        records += (u64)my_slot * LOG * RECORD;
+        applied = accepted != nullptr ? accepted[sequence] : 0;
+        for (u32 i = 0; i < applied; i++) apply_record(part, records + (u64)i * RECORD, head);
+        if (keep_open) last = last_to_read(counters + sequence * HK, key_head);
+    }
+    if (keep_open && applied > 0) store_part(part, s_block);
+
+    for (u32 tile = begin; tile < end; tile += TILE) {
+        u32 rows = min(end - tile, TILE);
+        if (tile > begin) {
+            __syncthreads();
+            load_tokens(tokens, v, qkv, a, b, a_log, dt_bias, tile, rows, head, block_column);
+        }
+        __syncthreads();
+        for (u32 t = 0; t < rows; t++) {
+            float4 u, out;
+            step(part, tokens, sums, t, *(const float4*)&v[t][part.lane * 4], u, out);
+            if (part.group == 0 && part.valid) {
+                *(float4*)(y + ((u64)(tile + t) * HV + head) * DV + part.column) = out;
+                if (LOG > 0 && keep_open) {
+                    // Records are aligned to four bytes only.
+                    float* to = records + (u64)(tile + t - begin) * RECORD + HK * DK + head * DV + part.column;
+                    to[0] = u.x;
+                    to[1] = u.y;
+                    to[2] = u.z;
+                    to[3] = u.w;
+                }
+            }
+        }
+        if (LOG > 0 && last)
+            write_keys(records + (u64)(tile - begin) * RECORD, tokens, a, a_log, dt_bias, tile, rows, key_head);
+    }
+    if (!keep_open && (end > begin || applied > 0)) store_part(part, s_block);
+}

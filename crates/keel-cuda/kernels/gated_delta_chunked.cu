@@ -1,0 +1,468 @@
+// The gated delta rule in the prefill regime: chunks of 64 rows, products on tensor cores (bf16, sums in f32).
+//
+// Within a chunk let G_i be the sum of log decays up to row i, S the state before it, and (rows are tokens)
+//
+//   A_ij = beta_i e^(G_i - G_j) k_i . k_j   (j < i)         P_ij = e^(G_i - G_j) q_i . k_j   (j <= i)
+//   T    = (I + A)^-1 diag(beta)
+//   U    = T (V - e^G (K S))                                 the u of gated_delta.cu, all rows at once
+//   Y    = e^G (Q S) + P U
+//   S   <- e^(G_63) S + K^T (e^(G_63 - G) U)
+//
+// Two launches. gated_delta_prepare works on all chunks at once: norms, gates, T and P. It inverts blocks of 16 rows by
+// substitution and puts two and four of them together, all in f32. gated_delta_chunks walks a sequence's chunks one after
+// the other; its states stay in registers, transposed: a warp holds 16 columns of S as the rows of its accumulators, so
+// that S, V - K S and U feed the next product as they lie there and warps never meet.
+// Sequences start at multiples of 64 positions; the last chunk may be ragged (absent rows have beta 0 and k 0).
+//
+// qkv [T, 2 HK DK + HV DV] (QKV_STRIDE; 16-byte rows), a and b [T, HV] (A_STRIDE, B_STRIDE), state [slots, HV, DK, DV],
+// y [T, HV, DV].
+// Macros: HK, HV, DK, DV (DK and DV multiples of 16, DK at most 256), QKV_STRIDE, A_STRIDE, B_STRIDE,
+// STAGES (chunks in shared memory, 3), SPLIT (1: the state enters products as two bf16, so that 16 bits of it count).
+// Launch, with chunks = ceil(T / 64) + B:
+//   gated_delta_prepare  grid (chunks, HK), block 128, shared memory max(256 (DK + 8), 22016) + 512 HV / HK
+//   gated_delta_chunks   grid (HV * ceil(DV / 32), B), block 128 (two warps multiply, two copy),
+//                        shared memory STAGES (256 (DK + 8) + 27904)
+// workspace: for each chunk k and q normed [HK, 2, 64, DK + 8] bf16, then T and P [HV, 2, 64, 72] bf16, then G [HV, 64] f32.
+//
+// Bytes: 4 (2 HK DK + 2 HV DV) a token for qkv and y, and the workspace twice where it does not stay in L2.
+
+#include "paged.cuh"
+
+#ifndef STAGES
+#define STAGES 3
+#endif
+#ifndef SPLIT
+#define SPLIT 0
+#endif
+#define ROWS 64
+#define COLUMNS 32
+#define BLOCKS ((DV + COLUMNS - 1) / COLUMNS)
+#define SHARE (HV / HK)
+// Lines of tiles: 16 bytes more than a row, so that eight rows lie on different banks.
+#define KEY_LINE (DK + 8)
+#define PAIR_LINE 72
+#define VALUE_LINE 36
+#define KEY_TILE (ROWS * KEY_LINE)
+#define PAIR_TILE (ROWS * PAIR_LINE)
+#define MATRIX_LINE 68
+
+/// Where a chunk's part of the workspace lies.
+struct Chunk {
+    bf16* keys;   // [2, 64, KEY_LINE] of one key head: k, q
+    bf16* pairs;  // [2, 64, PAIR_LINE] of one value head: T, P
+    float* gates; // [64] of one value head: G
+};
+static __device__ __forceinline__ Chunk chunk_of(void* workspace, u32 chunks, u32 chunk, u32 head) {
+    bf16* keys = (bf16*)workspace;
+    bf16* pairs = keys + (u64)chunks * HK * 2 * KEY_TILE;
+    float* gates = (float*)(pairs + (u64)chunks * HV * 2 * PAIR_TILE);
+    Chunk c;
+    c.keys = keys + ((u64)chunk * HK + head / SHARE) * (2 * KEY_TILE);
+    c.pairs = pairs + ((u64)chunk * HV + head) * (2 * PAIR_TILE);
+    c.gates = gates + ((u64)chunk * HV + head) * ROWS;
+    return c;
+}
+
+/// Addresses for load_matrices: A, or B from rows [k][n] with load_matrices_transposed.
+template <int LINE> static __device__ __forceinline__ const bf16* row_major(const bf16* tile, u32 row, u32 column) {
+    u32 lane = threadIdx.x % 32;
+    return tile + (row + lane % 16) * LINE + column + lane / 16 * 8;
+}
+/// B from rows [n][k].
+template <int LINE> static __device__ __forceinline__ const bf16* column_major(const bf16* tile, u32 row, u32 column) {
+    u32 lane = threadIdx.x % 32;
+    return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
+}
+
+/// `c -= a b` or `c = a b` for square f32 blocks in shared memory; a thread has `HEIGHT` rows of four columns.
+template <int SIZE, int HEIGHT>
+static __device__ __forceinline__ void multiply(float4 (&c)[HEIGHT], const float* a, u32 a_line, const float* b, u32 b_line,
+                                                u32 row, u32 column) {
+#pragma unroll
+    for (int i = 0; i < HEIGHT; i++) c[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+    for (int k = 0; k < SIZE; k++) {
+        float4 y = *(const float4*)(b + k * b_line + column);
+#pragma unroll
+        for (int i = 0; i < HEIGHT; i++) {
+            float x = a[(row + i) * a_line + k];
+            c[i] = make_float4(fmaf(x, y.x, c[i].x), fmaf(x, y.y, c[i].y), fmaf(x, y.z, c[i].z), fmaf(x, y.w, c[i].w));
+        }
+    }
+}
+
+/// Inverts I + M for the strictly lower triangular M [64, 64], in place. All 128 threads call it.
+static __device__ __forceinline__ void invert(float* matrix, float* scratch) {
+    constexpr u32 LINE = MATRIX_LINE, SCRATCH = 36;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    {
+        // Warp w solves (I + M) x = e_j on diagonal block w; lane j has column j.
+        float* block = matrix + warp * 16 * (LINE + 1);
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            x[i] = i == lane ? 1.0f : 0.0f;
+#pragma unroll
+            for (int m = 0; m < i; m++) x[i] = fmaf(-block[i * LINE + m], x[m], x[i]);
+        }
+        __syncwarp();
+        if (lane < 16) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) block[i * LINE + lane] = x[i];
+        }
+    }
+    __syncthreads();
+    {
+        // Blocks of 32 from two of 16: [T0 0; -T1 M10 T0 T1].
+        const u32 pair = threadIdx.x / 64, row = threadIdx.x % 64 / 4, column = threadIdx.x % 4 * 4;
+        float* block = matrix + pair * 32 * (LINE + 1);
+        float4 c[1];
+        multiply<16, 1>(c, block + 16 * LINE, LINE, block, LINE, row, column);
+        *(float4*)(scratch + (pair * 16 + row) * SCRATCH + column) = c[0];
+        __syncthreads();
+        multiply<16, 1>(c, block + 16 * (LINE + 1), LINE, scratch + pair * 16 * SCRATCH, SCRATCH, row, column);
+        *(float4*)(block + (16 + row) * LINE + column) = make_float4(-c[0].x, -c[0].y, -c[0].z, -c[0].w);
+    }
+    __syncthreads();
+    {
+        // The same for blocks of 32.
+        const u32 row = threadIdx.x / 8 * 2, column = threadIdx.x % 8 * 4;
+        float4 c[2];
+        multiply<32, 2>(c, matrix + 32 * LINE, LINE, matrix, LINE, row, column);
+        *(float4*)(scratch + row * SCRATCH + column) = c[0];
+        *(float4*)(scratch + (row + 1) * SCRATCH + column) = c[1];
+        __syncthreads();
+        multiply<32, 2>(c, matrix + 32 * (LINE + 1), LINE, scratch, SCRATCH, row, column);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            *(float4*)(matrix + (32 + row + i) * LINE + column) = make_float4(-c[i].x, -c[i].y, -c[i].z, -c[i].w);
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+gated_delta_prepare(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias,
+                    const u32* row_start, u32 sequences, u32 chunks, void* workspace) {
+    constexpr int PART = 2 * KEY_TILE * 2 > (ROWS * MATRIX_LINE + 32 * 36) * 4 ? 2 * KEY_TILE * 2 : (ROWS * MATRIX_LINE + 32 * 36) * 4;
+    DYNAMIC_SHARED(char, shared);
+    // The matrix to invert takes the place of k and q once their products lie in registers.
+    bf16 *k_tile = (bf16*)shared, *q_tile = k_tile + KEY_TILE;
+    float *matrix = (float*)shared, *scratch = matrix + ROWS * MATRIX_LINE;
+    float (*gates)[ROWS] = (float (*)[ROWS])(shared + PART), (*betas)[ROWS] = gates + SHARE;
+
+    u32 sequence, unit;
+    if (!locate(row_start, sequences, 1, ROWS, blockIdx.x, sequence, unit)) return;
+    const u32 first = row_start[sequence] + unit * ROWS, rows = min(row_start[sequence + 1] - first, ROWS);
+    const u32 key_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    // Norms: a warp takes a row, four values a lane.
+    constexpr int QUADS = (DK + 127) / 128;
+#pragma unroll 4
+    for (u32 t = warp; t < ROWS; t += 4) {
+        const float* q = qkv + (u64)(first + t) * QKV_STRIDE + key_head * DK;
+        float4 x[QUADS], z[QUADS];
+        float qq = 0.0f, kk = 0.0f;
+#pragma unroll
+        for (int i = 0; i < QUADS; i++) {
+            u32 d = i * 128 + lane * 4;
+            bool there = t < rows && d < DK;
+            x[i] = there ? *(const float4*)(q + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            z[i] = there ? *(const float4*)(q + HK * DK + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            qq += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
+            kk += z[i].x * z[i].x + z[i].y * z[i].y + z[i].z * z[i].z + z[i].w * z[i].w;
+        }
+        float fq = rsqrtf((warp_sum(qq) + 1e-6f) * DK), fk = rsqrtf(warp_sum(kk) + 1e-6f);
+#pragma unroll
+        for (int i = 0; i < QUADS; i++) {
+            u32 d = i * 128 + lane * 4;
+            if (d < DK) {
+                *(uint2*)(q_tile + t * KEY_LINE + d) = make_uint2(pack_bf16(x[i].x * fq, x[i].y * fq), pack_bf16(x[i].z * fq, x[i].w * fq));
+                *(uint2*)(k_tile + t * KEY_LINE + d) = make_uint2(pack_bf16(z[i].x * fk, z[i].y * fk), pack_bf16(z[i].z * fk, z[i].w * fk));
+            }
+        }
+    }
+    // Gates: a warp takes a value head, rows 2 lane and 2 lane + 1 a lane.
+    for (u32 r = warp; r < SHARE; r += 4) {
+        u32 head = key_head * SHARE + r;
+        float g[2], rate = -expf(a_log[head]), bias = dt_bias[head];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32 t = 2 * lane + i;
+            float beta = 0.0f;
+            g[i] = 0.0f;
+            if (t < rows) {
+                float x = a[(u64)(first + t) * A_STRIDE + head] + bias;
+                g[i] = rate * (x > 20.0f ? x : log1pf(expf(x)));
+                beta = 1.0f / (1.0f + expf(-b[(u64)(first + t) * B_STRIDE + head]));
+            }
+            betas[r][t] = beta;
+        }
+        float until = g[0] + g[1];
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            float before = __shfl_up_sync(FULL_WARP, until, d);
+            if (lane >= d) until += before;
+        }
+        gates[r][2 * lane] = until - g[1];
+        gates[r][2 * lane + 1] = until;
+        *(float2*)(chunk_of(workspace, chunks, blockIdx.x, head).gates + 2 * lane) = make_float2(until - g[1], until);
+    }
+    __syncthreads();
+
+    uint4* keys_out = (uint4*)chunk_of(workspace, chunks, blockIdx.x, key_head * SHARE).keys;
+    for (u32 i = threadIdx.x; i < 2 * KEY_TILE / 8; i += 128) keys_out[i] = ((const uint4*)k_tile)[i];
+
+    // Rows 16 warp.. of K K^T and Q K^T; columns past the diagonal block are not needed.
+    float kk[8][4], qk[8][4];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) kk[n][i] = qk[n][i] = 0.0f;
+    }
+#pragma unroll 2
+    for (int k = 0; k < DK / 16; k++) {
+        u32 ak[4], aq[4];
+        load_matrices(ak, row_major<KEY_LINE>(k_tile, warp * 16, k * 16));
+        load_matrices(aq, row_major<KEY_LINE>(q_tile, warp * 16, k * 16));
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            if (n <= warp) {
+                u32 x[4];
+                load_matrices(x, column_major<KEY_LINE>(k_tile, n * 16, k * 16));
+                mma(kk[2 * n], ak, x[0], x[1]);
+                mma(kk[2 * n + 1], ak, x[2], x[3]);
+                mma(qk[2 * n], aq, x[0], x[1]);
+                mma(qk[2 * n + 1], aq, x[2], x[3]);
+            }
+        }
+    }
+
+    for (u32 r = 0; r < SHARE; r++) {
+        Chunk out = chunk_of(workspace, chunks, blockIdx.x, key_head * SHARE + r);
+        __syncthreads();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 i = warp * 16 + lane / 4 + 8 * half;
+            float gate = gates[r][i], beta = betas[r][i];
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                u32 j = n * 8 + lane % 4 * 2;
+                // Exponents are at most 0 where they count; elsewhere they could overflow.
+                float e0 = j <= i ? expf(gate - gates[r][j]) : 0.0f, e1 = j + 1 <= i ? expf(gate - gates[r][j + 1]) : 0.0f;
+                *(float2*)(matrix + i * MATRIX_LINE + j) =
+                    make_float2(j < i ? beta * e0 * kk[n][2 * half] : 0.0f, j + 1 < i ? beta * e1 * kk[n][2 * half + 1] : 0.0f);
+                *(u32*)(out.pairs + PAIR_TILE + i * PAIR_LINE + j) = pack_bf16(e0 * qk[n][2 * half], e1 * qk[n][2 * half + 1]);
+            }
+        }
+        __syncthreads();
+        invert(matrix, scratch);
+        for (u32 i = threadIdx.x; i < ROWS * 16; i += 128) {
+            u32 row = i / 16, column = i % 16 * 4;
+            float4 x = *(const float4*)(matrix + row * MATRIX_LINE + column), beta = *(const float4*)&betas[r][column];
+            *(uint2*)(out.pairs + row * PAIR_LINE + column) =
+                make_uint2(pack_bf16(x.x * beta.x, x.y * beta.y), pack_bf16(x.z * beta.z, x.w * beta.w));
+        }
+    }
+}
+
+/// What a chunk needs in shared memory.
+struct __align__(16) Stage {
+    bf16 keys[2 * KEY_TILE];
+    bf16 pairs[2 * PAIR_TILE];
+    float values[ROWS * VALUE_LINE];
+    float gates[ROWS];
+};
+
+/// c [16 columns, 64 rows] += a [16 columns, 16 of DK] times columns 16 k.. of `tile` [64, DK].
+static __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const u32 (&a)[4], const bf16* tile, u32 k) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        u32 x[4];
+        load_matrices(x, column_major<KEY_LINE>(tile, n * 16, k * 16));
+        mma(c[2 * n], a, x[0], x[1]);
+        mma(c[2 * n + 1], a, x[2], x[3]);
+    }
+}
+
+/// c [16 columns, 64 rows] += a [16 columns, 64] times the lines of a lower triangular tile [64, 64].
+static __device__ __forceinline__ void multiply_lower(float (&c)[8][4], const u32 (&a)[4][4], const bf16* tile) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+#pragma unroll
+        for (int n = k; n < 4; n++) {
+            u32 x[4];
+            load_matrices(x, column_major<PAIR_LINE>(tile, n * 16, k * 16));
+            mma(c[2 * n], a[k], x[0], x[1]);
+            mma(c[2 * n + 1], a[k], x[2], x[3]);
+        }
+    }
+}
+
+/// Accumulators [16, 16] as the left operand of the next product.
+static __device__ __forceinline__ void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
+    a[0] = pack_bf16(left[0], left[1]);
+    a[1] = pack_bf16(left[2], left[3]);
+    a[2] = pack_bf16(right[0], right[1]);
+    a[3] = pack_bf16(right[2], right[3]);
+}
+static __device__ __forceinline__ void as_operand(u32 (&a)[4][4], const float (&c)[8][4]) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) as_operand(a[k], c[2 * k], c[2 * k + 1]);
+}
+
+/// What `as_operand` rounded away of one register.
+static __device__ __forceinline__ u32 remainder_of(u32 rounded, float low, float high) {
+    return pack_bf16(low - low_bf16(rounded), high - high_bf16(rounded));
+}
+
+extern "C" __global__ void __launch_bounds__(128, 1)
+gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u32* slot, u32 chunks, void* workspace,
+                   float* y) {
+    DYNAMIC_SHARED(char, shared);
+    Stage* stages = (Stage*)shared;
+    const u32 sequence = blockIdx.y, head = blockIdx.x / BLOCKS, block_column = blockIdx.x % BLOCKS * COLUMNS;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 begin = row_start[sequence], end = row_start[sequence + 1], count = (end - begin + ROWS - 1) / ROWS;
+    if (count == 0) return;
+    // Chunks of the sequences before this one.
+    u32 first_chunk = 0;
+    for (u32 b = lane; b < sequence; b += 32) first_chunk += (row_start[b + 1] - row_start[b] + ROWS - 1) / ROWS;
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) first_chunk += __shfl_xor_sync(FULL_WARP, first_chunk, d);
+
+    if (warp >= 2) {
+        // The copying half. Copies of STAGES - 1 chunks are under way while one is worked on.
+        const u32 thread = threadIdx.x - 64;
+        auto load = [&](u32 c) {
+            Stage& stage = stages[c % STAGES];
+            Chunk from = chunk_of(workspace, chunks, first_chunk + c, head);
+#pragma unroll 2
+            for (u32 i = thread; i < 2 * KEY_TILE / 8; i += 64) copy_async(stage.keys + i * 8, from.keys + i * 8, true);
+#pragma unroll 2
+            for (u32 i = thread; i < 2 * PAIR_TILE / 8; i += 64) copy_async(stage.pairs + i * 8, from.pairs + i * 8, true);
+            if (thread < ROWS / 4) copy_async(stage.gates + thread * 4, from.gates + thread * 4, true);
+#pragma unroll 2
+            for (u32 i = thread; i < ROWS * (COLUMNS / 4); i += 64) {
+                u32 t = i / (COLUMNS / 4), column = i % (COLUMNS / 4) * 4;
+                bool there = begin + c * ROWS + t < end && block_column + column < DV;
+                const float* v = qkv + (u64)(begin + c * ROWS + t) * QKV_STRIDE + 2 * HK * DK + head * DV + block_column + column;
+                copy_async(stage.values + t * VALUE_LINE + column, there ? v : qkv, there);
+            }
+        };
+#pragma unroll
+        for (int c = 0; c < STAGES - 1; c++) {
+            if (c < count) load(c);
+            copy_commit();
+        }
+        for (u32 c = 0; c < count; c++) {
+            copy_wait<STAGES - 2>();
+            // All of chunk c has come; and the other half is done with chunk c - 1.
+            __syncthreads();
+            if (c + STAGES - 1 < count) load(c + STAGES - 1);
+            copy_commit();
+        }
+        return;
+    }
+
+    const u32 group = lane / 4, quad = lane % 4, column = block_column + warp * 16;
+    const bool active = column < DV;
+    // This thread's first element; the others lie at constant distances.
+    float* my_state = state + ((u64)slot[sequence] * HV + head) * (DK * DV) + quad * 2 * DV + column + group;
+    float* my_y = y + ((u64)(begin + quad * 2) * HV + head) * DV + column + group;
+    // s[n]: columns group, group + 8 of this warp's 16; rows 8 n + 2 quad, 2 quad + 1 of the state.
+    float s[DK / 8][4];
+#pragma unroll
+    for (int n = 0; n < DK / 8; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] = active ? my_state[(n * 8 + i % 2) * DV + i / 2 * 8] : 0.0f;
+    }
+
+    for (u32 c = 0; c < count; c++) {
+        __syncthreads();
+        if (!active) continue;
+        const Stage& stage = stages[c % STAGES];
+        const bf16 *k_tile = stage.keys, *q_tile = stage.keys + KEY_TILE;
+        const float last = stage.gates[ROWS - 1];
+
+        float u[8][4], out[8][4];
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) u[n][i] = out[n][i] = 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < DK / 16; k++) {
+            u32 part[4];
+            as_operand(part, s[2 * k], s[2 * k + 1]);
+            multiply_rows(u, part, k_tile, k);
+            multiply_rows(out, part, q_tile, k);
+#if SPLIT
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                part[i] = remainder_of(part[i], s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
+            multiply_rows(u, part, k_tile, k);
+            multiply_rows(out, part, q_tile, k);
+#endif
+        }
+        // V - e^G (K S), then U.
+        u32 operand[4][4];
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 t = n * 8 + quad * 2 + i % 2;
+                float e = expf(stage.gates[t]);
+                u[n][i] = stage.values[t * VALUE_LINE + warp * 16 + group + i / 2 * 8] - e * u[n][i];
+                out[n][i] *= e;
+            }
+        }
+        as_operand(operand, u);
+#pragma unroll
+        for (int n = 0; n < 8; n++) u[n][0] = u[n][1] = u[n][2] = u[n][3] = 0.0f;
+        multiply_lower(u, operand, stage.pairs);
+        as_operand(operand, u);
+        multiply_lower(out, operand, stage.pairs + PAIR_TILE);
+
+        // S = e^(G_63) S + K^T (e^(G_63 - G) U)
+        float decay = expf(last);
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) u[n][i] *= expf(last - stage.gates[n * 8 + quad * 2 + i % 2]);
+        }
+        as_operand(operand, u);
+#pragma unroll
+        for (int n = 0; n < DK / 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[n][i] *= decay;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+#pragma unroll
+            for (int n = 0; n < DK / 16; n++) {
+                u32 x[4];
+                load_matrices_transposed(x, row_major<KEY_LINE>(k_tile, k * 16, n * 16));
+                mma(s[2 * n], operand[k], x[0], x[1]);
+                mma(s[2 * n + 1], operand[k], x[2], x[3]);
+            }
+        }
+
+        // Rows from this thread's first one to the end.
+        const int left = (int)(end - begin - c * ROWS) - (int)quad * 2;
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (n * 8 + i % 2 < left) my_y[(n * 8 + i % 2) * (HV * DV) + i / 2 * 8] = out[n][i];
+            }
+        }
+        my_y += (u64)ROWS * HV * DV;
+    }
+    if (active) {
+#pragma unroll
+        for (int n = 0; n < DK / 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) my_state[(n * 8 + i % 2) * DV + i / 2 * 8] = s[n][i];
+        }
+    }
+}

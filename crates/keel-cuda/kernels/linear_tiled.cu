@@ -1,0 +1,394 @@
+// y[t, n] = sum_k x[t, k] W[n, k] for 17 rows of x up to thousands, W dequantised on its way into Hopper's tensor cores (sm_90a).
+// x in bf16, W rounded to bf16 from scale q + bias, sums in f32. One matrix, or the experts of a mixture with rows grouped by expert.
+//
+// The block: two warpgroups, each 64 rows of W (a warp has one row tile) by BT rows of x. W is wgmma's A operand and is made in
+// registers: a lane's slots of a tile are its fragments for four steps of 16 columns, if the columns of x are permuted alike, which `to_bf16_tiles` does.
+// Tiles of W come two by two through each warp's own ring in shared memory, filled by the copy engine; tiles of x [BT][64] bf16 likewise through
+// a ring of the block's, filled by cp.async (rows may be gathered), swizzled as wgmma reads them. While one tile multiplies the next is widened.
+//
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T; BT (32, 64, 128); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); SPLITS (0 < SPLITS, parts of K)
+//   linear_tiled    codes, pairs, x bf16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows; GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
+//                   then residual (GROUPED=0 and SPLITS=1 only, may be null), y f32 ([SPLITS][rows][N] if SPLITS > 1: add them with add_parts).
+//                   Grid (GROUPED ? MOST_TILES : ceil(rows / BT), ceil(row tiles / 8), SPLITS), block 256, dynamic shared memory TILED_SHARED.
+//                   Bytes moved: the weight's for each BT rows of x. Floor: the larger of these / (3.0 TB/s) and 2 N K rows / (700 TFLOP/s).
+//   to_bf16_tiles   x f32 [rows][K] -> bf16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K], silu(first half) * second half. Arguments x, out, u32 rows.
+//                   Grid ceil(rows * K_TILES * 8 / 256), block 256.
+//   add_parts       parts [SPLITS][rows][N], residual or null, y, u32 elements (rows N, a multiple of 4). Grid ceil(elements / 1024), block 256.
+//   group_rows      EXPERTS, BT. chosen u32 [R] -> row_of u32 [R]: rows by expert, in order within one; tiles u32: [count, 0, 0, 0], then (expert, first, rows, 0) of each.
+//                   Arguments chosen, R, row_of, tiles, fault, kernel. Grid 1, block 1024, no dynamic shared memory (EXPERTS * 132 bytes static, <= 48 KB: EXPERTS <= 256;
+//                   up to 512 with GROUP_WARPS=16, block 512). tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(R, ceil(R / BT) + EXPERTS).
+#include "weight_tiles.cuh"
+
+#ifndef GROUPED
+#define GROUPED 0
+#endif
+#ifndef SPLITS
+#define SPLITS 1
+#endif
+#ifndef SWIGLU
+#define SWIGLU 0
+#endif
+#ifndef W_STAGES
+#define W_STAGES (BT == 32 ? 8 : 4)
+#endif
+#ifndef X_STAGES
+#define X_STAGES (BT == 128 ? 2 : 4)
+#endif
+#define W_UNIT 2 // tiles of a fetch, of W or x, and of a step
+#define W_SLOT (W_UNIT * TILE_WORDS * 4 + W_UNIT / SHARE * PAIR_BYTES)
+#define X_TILE (BT * 128)
+#define X_SLOT (W_UNIT * X_TILE)
+#define TILED_SHARED (1024 + X_STAGES * X_SLOT + 8 * W_STAGES * (W_SLOT + 8))
+
+#ifdef BT
+#if __CUDA_ARCH_FEAT_SM90_ALL
+__device__ __forceinline__ void wgmma(float (&d)[4][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma(float (&d)[8][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma(float (&d)[16][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
+          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
+          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
+          "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
+          "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// wgmma's description of a tile [BT][64] of bf16 in shared memory, rows of 128 bytes swizzled by 16-byte chunks.
+__device__ __forceinline__ u64 describe(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// Two slots as bf16: scale q + bias.
+__device__ __forceinline__ u32 widen_two(u32 q, int which, bf16x2 scale, bf16x2 bias) {
+    if (BITS <= 6) { // 0x4300 | q is the bf16 128 + q
+        u32 v = __byte_perm(q, 0x43434343u, which ? 0x4342 : 0x4140);
+        bf16x2 w = __hfma2(__hsub2(*(bf16x2 *)&v, twice_bf16(128.0f)), scale, bias);
+        return *(u32 *)&w;
+    }
+    float lo = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7542 : 0x7540)) - 8388608.0f;
+    float hi = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7543 : 0x7541)) - 8388608.0f;
+    bf16x2 w = two_bf16(fmaf(lo, to_f32(scale.x), to_f32(bias.x)), fmaf(hi, to_f32(scale.x), to_f32(bias.x)));
+    return *(u32 *)&w;
+}
+template <class P> __device__ __forceinline__ u32 widen_two(u32 q, int which, P scale, P bias) {
+    float lo = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7542 : 0x7540)) - 8388608.0f;
+    float hi = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7543 : 0x7541)) - 8388608.0f;
+    bf16x2 w = two_bf16(fmaf(lo, scale, bias), fmaf(hi, scale, bias));
+    return *(u32 *)&w;
+}
+__device__ __forceinline__ bf16x2 twice(bf16 v) { return twice_bf16(v); }
+__device__ __forceinline__ float twice(f16 v) { return to_f32(v); }
+__device__ __forceinline__ float twice(float v) { return v; }
+
+extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *codes, const PAIR_T *pairs, const bf16 *x,
+#if GROUPED
+                                                               const u32 *row_of, const uint4 *tiles,
+#else
+                                                               u32 rows,
+#endif
+#if !GROUPED && SPLITS == 1
+                                                               const float *residual,
+#endif
+                                                               float *y) {
+    extern __shared__ u8 memory[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u8 *const x_ring = memory + (1024 - shared_address(memory) % 1024) % 1024;
+    u8 *const w_ring = x_ring + X_STAGES * X_SLOT + warp * (W_STAGES * W_SLOT);
+    u64 *const full = (u64 *)(x_ring + X_STAGES * X_SLOT + 8 * W_STAGES * W_SLOT) + warp * W_STAGES;
+    const int rt = blockIdx.y * 8 + warp;
+    let_next_start();
+    Weights w = {codes, pairs};
+#if GROUPED
+    wait_for_inputs();
+    if (blockIdx.x >= tiles[0].x) return;
+    const uint4 part = tiles[1 + blockIdx.x];
+    w = expert_of(w, part.x);
+    const int first = part.y, count = part.z;
+#else
+    const int first = blockIdx.x * BT, count = min(BT, (int)rows - first);
+#endif
+    // This block's part of K, in whole fetches.
+    constexpr int FETCHES = (K_TILES + W_UNIT - 1) / W_UNIT;
+    const int fetch_begin = FETCHES * blockIdx.z / SPLITS, fetch_end = FETCHES * (blockIdx.z + 1) / SPLITS;
+
+    // Row tiles beyond the last fetch the last: their sums are not stored.
+    auto fetch_weights = [&](int f) {
+        if (f >= fetch_end) return;
+        const int slot = (f - fetch_begin) % W_STAGES, n = min(W_UNIT, K_TILES - f * W_UNIT);
+        if (lane == 0) {
+            expect_bytes(full + slot, tile_bytes(n));
+            fetch_tiles(w_ring + slot * W_SLOT, w_ring + slot * W_SLOT + W_UNIT * TILE_WORDS * 4, full + slot, w, min(rt, N_TILES - 1), f * W_UNIT, n);
+        }
+    };
+    if (lane == 0) init_barriers(full, W_STAGES);
+    __syncwarp();
+    for (int i = 0; i < W_STAGES; i++) fetch_weights(fetch_begin + i);
+#if !GROUPED
+    wait_for_inputs();
+#endif
+
+    // Each thread brings the same 16 bytes of BT / 32 rows of each tile of x. Rows beyond the last repeat it.
+    const bf16 *from[BT / 32];
+    const int chunk = threadIdx.x % 8;
+#pragma unroll
+    for (int i = 0; i < BT / 32; i++) {
+        int row = first + min(i * 32 + (int)threadIdx.x / 8, count - 1);
+#if GROUPED
+        row = row_of[row] / FANOUT;
+#endif
+        from[i] = x + (size_t)row * (64 * K_TILES) + chunk * 8;
+    }
+    auto fetch_x = [&](int f) {
+        if (f < fetch_end) {
+#pragma unroll
+            for (int tile = 0; tile < W_UNIT; tile++) {
+                if (K_TILES % W_UNIT != 0 && f * W_UNIT + tile >= K_TILES) break;
+                const u32 to = shared_address(x_ring) + (f - fetch_begin) % X_STAGES * X_SLOT + tile * X_TILE;
+#pragma unroll
+                for (int i = 0; i < BT / 32; i++) {
+                    const int row = i * 32 + threadIdx.x / 8;
+                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + row * 128 + ((chunk ^ (row & 7)) * 16)),
+                                 "l"(from[i] + (f * W_UNIT + tile) * 64) : "memory");
+                }
+            }
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    for (int i = 0; i < X_STAGES - 1; i++) fetch_x(fetch_begin + i);
+
+    float acc[BT / 8][4] = {};
+    // A tile's fragments for four steps of 16 columns.
+    auto widen_fragments = [&](u32(&a)[4][4], const u8 *slot, int i) {
+        TileCodes c;
+        TilePairs p;
+        load_codes<true>(c, (const u32 *)slot + i * TILE_WORDS, lane);
+        load_pairs<true>(p, (const PAIR_T *)(slot + W_UNIT * TILE_WORDS * 4 + i / SHARE * PAIR_BYTES), lane / 4);
+#pragma unroll
+        for (int s = 0; s < 4; s++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const u32 q = four_codes(c, h, s);
+                const int part = PARTS == 2 ? s / 2 : 0;
+                a[s][h] = widen_two(q, 0, twice(p.v[part][h][0]), twice(p.v[part][h][1]));
+                a[s][h + 2] = widen_two(q, 1, twice(p.v[part][h][0]), twice(p.v[part][h][1]));
+            }
+    };
+    auto multiply = [&](const u32(&a)[4][4], u32 x_tile) {
+        const u64 b = describe(x_tile);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int s = 0; s < 4; s++) wgmma(acc, a[s], b + s * 2);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    };
+    u32 even[4][4], odd[4][4];
+    int w_stage = 0, x_stage = 0;
+    u32 w_parity = 0;
+#pragma unroll 1
+    for (int f = fetch_begin; f < fetch_end; f++) {
+        const u8 *slot = w_ring + w_stage * W_SLOT;
+        const u32 x_slot = shared_address(x_ring) + x_stage * X_SLOT;
+        wait_full(full + w_stage, w_parity);
+        widen_fragments(even, slot, 0);
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        asm volatile("cp.async.wait_group %0;" ::"n"(X_STAGES - 2) : "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads(); // the tiles of x are there, and all warps have done with those before
+        fetch_x(f + X_STAGES - 1);
+        multiply(even, x_slot);
+        const bool both = K_TILES % W_UNIT == 0 || f * W_UNIT + 1 < K_TILES;
+        if (both) widen_fragments(odd, slot, 1);
+        __syncwarp(); // all lanes have read the slot
+        fetch_weights(f + W_STAGES);
+        if (both) multiply(odd, x_slot + X_TILE);
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); // `even` may be written again
+        if (++w_stage == W_STAGES) w_stage = 0, w_parity ^= 1;
+        if (++x_stage == X_STAGES) x_stage = 0;
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int j = 0; j < BT / 8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) asm volatile("" : "+f"(acc[j][e])::"memory");
+
+    if (rt >= N_TILES) return;
+#pragma unroll
+    for (int j = 0; j < BT / 8; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int row = 8 * j + 2 * (lane % 4) + e;
+            if (row >= count) continue;
+#if GROUPED
+            const size_t to = row_of[first + row];
+#else
+            const size_t to = first + row;
+#endif
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int n = 16 * rt + 8 * h + lane / 4;
+                if (n >= DIM_N) continue;
+                const size_t at = to * DIM_N + n;
+#if !GROUPED && SPLITS == 1
+                y[at] = residual ? residual[at] + acc[j][e + 2 * h] : acc[j][e + 2 * h];
+#elif !GROUPED
+                y[(size_t)blockIdx.z * rows * DIM_N + at] = acc[j][e + 2 * h];
+#else
+                y[at] = acc[j][e + 2 * h];
+#endif
+            }
+        }
+}
+#endif
+#endif
+
+// silu(a) b
+__device__ __forceinline__ float2 gated(float2 a, float2 b) {
+    return make_float2(__fdiv_rn(a.x, 1.0f + expf(-a.x)) * b.x, __fdiv_rn(a.y, 1.0f + expf(-a.y)) * b.y);
+}
+// Step i of 16 columns has slots 4 i, 4 i + 1 of lane t at 2 t, and the next two at 8 + 2 t: a thread writes one such eight.
+extern "C" __global__ void __launch_bounds__(256) to_bf16_tiles(const float *x, bf16 *out, u32 rows) {
+    let_next_start();
+    wait_for_inputs();
+    const size_t item = (size_t)blockIdx.x * 256 + threadIdx.x;
+    if (item >= (size_t)rows * (K_TILES * 8)) return;
+    const u32 eight = item % 8, kt = item / 8 % K_TILES;
+    const float *row = x + item / (K_TILES * 8) * (DIM_K * (SWIGLU ? 2 : 1));
+    const u32 i = eight / 2, column = 64 * kt + 32 * (i / 2) + 4 * (i % 2) + 2 * (eight % 2);
+    u32 v[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        float2 f = make_float2(0, 0);
+        if (DIM_K % 64 == 0 || column + 8 * t < DIM_K) { // DIM_K is a multiple of 32
+            f = *(const float2 *)(row + column + 8 * t);
+            if (SWIGLU) f = gated(f, *(const float2 *)(row + DIM_K + column + 8 * t));
+        }
+        v[t] = pair_of_bf16(f.x, f.y);
+    }
+    store16((uint4 *)out + item, v[0], v[1], v[2], v[3]);
+}
+
+extern "C" __global__ void __launch_bounds__(256) add_parts(const float4 *parts, const float4 *residual, float4 *y, u32 elements) {
+    let_next_start();
+    wait_for_inputs();
+    const u32 i = blockIdx.x * 256 + threadIdx.x, quads = elements / 4;
+    if (i >= quads) return;
+    float4 sum = parts[i];
+    for (int s = 1; s < SPLITS; s++) {
+        float4 p = parts[(size_t)s * quads + i];
+        sum.x += p.x, sum.y += p.y, sum.z += p.z, sum.w += p.w;
+    }
+    if (residual) {
+        float4 r = residual[i];
+        sum.x += r.x, sum.y += r.y, sum.z += r.z, sum.w += r.w;
+    }
+    y[i] = sum;
+}
+
+#ifdef EXPERTS
+#define AHEAD 8 // loads under way
+#ifndef GROUP_WARPS
+#define GROUP_WARPS 32
+#endif
+extern "C" __global__ void __launch_bounds__(32 * GROUP_WARPS) group_rows(const u32 *chosen, u32 R, u32 *row_of, uint4 *tiles, Fault *fault,
+                                                                       u32 kernel) {
+    __shared__ u32 at[GROUP_WARPS][EXPERTS]; // first counts, then where the next row of an expert goes
+    __shared__ u32 counts[EXPERTS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    let_next_start();
+    wait_for_inputs();
+    for (int e = lane; e < EXPERTS; e += 32) at[warp][e] = 0;
+    __syncwarp();
+    // Each warp has consecutive rows, so that rows stay in order.
+    const u32 share = (R + 32 * GROUP_WARPS - 1) / (32 * GROUP_WARPS) * 32, begin = min(warp * share, R), end = min(begin + share, R);
+    auto expert_at = [&](u32 i) { return i + lane < end ? min(chosen[i + lane], (u32)EXPERTS - 1) : EXPERTS; };
+    for (u32 i = begin; i < end; i += 32 * AHEAD) {
+        u32 e[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            e[j] = expert_at(i + 32 * j);
+            // An expert that does not exist is reported; its rows go to the last, and are not used.
+            const u32 row = i + 32 * j + lane;
+            if (row < end && chosen[row] >= EXPERTS) report(fault, kernel, 1, chosen[row], EXPERTS);
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const u32 same = __match_any_sync(~0u, e[j]);
+            if (e[j] < EXPERTS && (same & ((1u << lane) - 1)) == 0) at[warp][e[j]] += __popc(same);
+            __syncwarp();
+        }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < EXPERTS; e += 32 * GROUP_WARPS) {
+        u32 sum = 0;
+        for (int w = 0; w < GROUP_WARPS; w++) {
+            u32 n = at[w][e];
+            at[w][e] = sum;
+            sum += n;
+        }
+        counts[e] = sum;
+    }
+    __syncthreads();
+    // One warp: where each expert's rows begin, and its tiles.
+    if (warp == 0) {
+        u32 rows_before = 0, tiles_before = 0;
+        for (int first = 0; first < EXPERTS; first += 32) {
+            const int e = first + lane;
+            u32 n = e < EXPERTS ? counts[e] : 0, t = (n + BT - 1) / BT, rows = n, cells = t;
+            for (int d = 1; d < 32; d *= 2) {
+                u32 r = __shfl_up_sync(~0u, rows, d), c = __shfl_up_sync(~0u, cells, d);
+                if (lane >= d) rows += r, cells += c;
+            }
+            u32 begins = rows_before + rows - n;
+            if (e < EXPERTS) {
+                counts[e] = begins;
+                for (u32 i = 0; i < t; i++) tiles[1 + tiles_before + cells - t + i] = make_uint4(e, begins + i * BT, min(n - i * BT, (u32)BT), 0);
+            }
+            rows_before += __shfl_sync(~0u, rows, 31);
+            tiles_before += __shfl_sync(~0u, cells, 31);
+        }
+        if (lane == 0) tiles[0] = make_uint4(tiles_before, 0, 0, 0);
+    }
+    __syncthreads();
+    for (u32 i = begin; i < end; i += 32 * AHEAD) {
+        u32 e[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) e[j] = expert_at(i + 32 * j);
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const u32 same = __match_any_sync(~0u, e[j]), before = __popc(same & ((1u << lane) - 1));
+            if (e[j] < EXPERTS) row_of[counts[e[j]] + at[warp][e[j]] + before] = i + 32 * j + lane;
+            __syncwarp();
+            if (e[j] < EXPERTS && before == 0) at[warp][e[j]] += __popc(same);
+            __syncwarp();
+        }
+    }
+}
+#endif

@@ -1,0 +1,56 @@
+// Which rows and keys a block works on: batches of ragged sequences, pages of 256 tokens, keys cut into splits.
+#pragma once
+#include "ptx.cuh"
+
+#define PAGE 256
+
+/// The sequence to which unit `index` belongs when each has ceil(rows * per_row / size) of them, and the unit within it.
+/// Returns false past the last. All lanes of a warp call this.
+static __device__ __forceinline__ bool locate(const u32* row_start, u32 sequences, u32 per_row, u32 size, u32 index,
+                                              u32& sequence, u32& unit) {
+    u32 lane = threadIdx.x % 32;
+    for (u32 base = 0; base < sequences; base += 32) {
+        u32 b = base + lane, count = 0;
+        if (b < sequences) count = ((row_start[b + 1] - row_start[b]) * per_row + size - 1) / size;
+        u32 until = count;
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            u32 before = __shfl_up_sync(FULL_WARP, until, d);
+            if (lane >= d) until += before;
+        }
+        u32 past = __popc(__ballot_sync(FULL_WARP, until <= index));
+        if (past < 32) {
+            sequence = base + past;
+            unit = index - __shfl_sync(FULL_WARP, until - count, past);
+            return sequence < sequences;
+        }
+        index -= __shfl_sync(FULL_WARP, until, 31);
+    }
+    return false;
+}
+
+/// Keys from..to of a split of a sequence whose rows are at positions first..high; empty if from >= to.
+/// `split_keys` 0 cuts the keys that there are evenly; otherwise bounds are multiples of it, whatever the batch.
+static __device__ __forceinline__ void split_range(u32 first, u32 high, u32 window, u32 split, u32 splits, u32 split_keys,
+                                                   u32& from, u32& to) {
+    u32 low = window > 0 && first + 1 > window ? (first + 1 - window) / 64 * 64 : 0;
+    if (split_keys == 0) {
+        split_keys = ((high - low + splits - 1) / splits + 63) / 64 * 64;
+        from = low + split * split_keys;
+        to = min(high, from + split_keys);
+    } else {
+        from = max(split * split_keys, low);
+        to = min(high, (split + 1) * split_keys);
+    }
+}
+
+/// Narrows keys from..to to those that a row at one of the positions first..last sees; from stays a multiple of 64.
+static __device__ __forceinline__ void visible_range(u32 first, u32 last, u32 window, u32& from, u32& to) {
+    if (window > 0 && first + 1 > window) from = max(from, (first + 1 - window) / 64 * 64);
+    to = min(to, last + 1);
+}
+
+/// Whether a row at `position` sees any of the keys from..to.
+static __device__ __forceinline__ bool sees(u32 position, u32 window, u32 from, u32 to) {
+    return from < to && from <= position && (window == 0 || to + window > position + 1);
+}

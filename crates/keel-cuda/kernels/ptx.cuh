@@ -1,0 +1,67 @@
+// Device instructions that C++ has no word for, and small sums over a warp.
+//
+// Fragments of mma.m16n8k16 (lane = 4 * group + quad):
+//   A 16x16, 4 registers of two bf16: rows group, group + 8 | the same, 8 columns on; columns 2 quad, 2 quad + 1
+//   B 16x8,  2 registers: rows 2 quad, 2 quad + 1 | 8 rows on; column group
+//   C 16x8,  4 floats: row group, columns 2 quad, 2 quad + 1 | row group + 8
+#pragma once
+#include "common.cuh"
+
+#define FULL_WARP 0xffffffffu
+#define INF __int_as_float(0x7f800000)
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(128) type name[]
+
+/// Address of shared memory as PTX wants it.
+static __device__ __forceinline__ u32 shared_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+/// 16 bytes from global to shared memory, in the background; zeros if not `valid`.
+static __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+/// Closes a group of copies.
+static __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+/// Waits until at most `PENDING` of this thread's groups are under way.
+template <int PENDING> static __device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
+}
+
+/// Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
+static __device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+/// The same, each matrix transposed.
+static __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+/// `c += a b` for bf16 16x16 by 16x8.
+static __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};\n"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// Two floats as bf16 in one register, `low` in the low half.
+static __device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+/// The low and the high bf16 of a register.
+static __device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
+static __device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }

@@ -1,0 +1,507 @@
+// y[t, n] = sum_k x[t, k] W[n, k] (+ residual[t, n]) for 1 to 16 rows of x: the products of decoding.
+//
+// Affine weights: each 64 columns of a row of x (32 where the weight's groups have 32) become p = round(x / c),
+// c = max |x| / 127, and y = sum over these groups of  c scale (sum q p) + bias (c sum p): exact integer sums from
+// mma.m16n8k32 (rows of W are its M, rows of x its N), then f32 in an order that depends on N and K alone. So the bits of a row of y
+// do not depend on T, nor on which of the rows stand beside it.
+// Dense bf16 weights (DENSE=1): x is split into bf16 parts hi + lo, both multiplied on the tensor cores, sums in f32.
+//
+// The block: SPLIT x ROW_WARPS warps. Warp (s, r) takes the row tile r of the block's, and of its columns the units
+// s, s + SPLIT, ... of UNIT tiles; each unit is loaded while the one before is multiplied. The SPLIT partial sums are
+// added in shared memory in the order of s. With PASSES > 1 a block goes on to the row tiles one grid further.
+//
+// Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or DENSE=1; SPLIT, ROW_WARPS, PASSES (these fix the bits: choose them from N and K, never from T)
+//   FUSED=1    x is quantised by each block in shared memory (T K <= ~100,000); 0: `prepare_rows` has done it
+//   NORM=1     (with FUSED) x is first multiplied by norm[k] / sqrt(mean x^2 + EPS)
+//   SWIGLU=1   W is [gate; up], N = 2 F, F a multiple of 16; y[t, f] = silu(gate) up, [T, F]
+//   GATHER=J'  grid.y = rows of y; row r is x[r / J'] W[experts[r]]^T; T = 1
+// Grid: ceil(row tiles / (ROW_WARPS * PASSES)), row tiles = ceil(N / 16) or F / 16. Block: 32 * SPLIT * ROW_WARPS.
+// Shared memory: see SHARED_BYTES below. Bytes moved: the weight's, once. Floor: these / (3.0 TB/s).
+#include "weight_tiles.cuh"
+
+#ifndef DENSE
+#define DENSE 0
+#endif
+#ifndef FUSED
+#define FUSED 1
+#endif
+#ifndef NORM
+#define NORM 0
+#endif
+#ifndef SWIGLU
+#define SWIGLU 0
+#endif
+#ifndef GATHER
+#define GATHER 0
+#endif
+#ifndef ROW_WARPS
+#define ROW_WARPS 1
+#endif
+#ifndef PASSES
+#define PASSES 1
+#endif
+#ifndef EPS
+#define EPS 1e-6f
+#endif
+#define HALVES (SWIGLU ? 2 : 1) // row tiles of a warp: the gate's and the up projection's
+#ifndef UNIT
+#if DENSE
+#define UNIT (2 / HALVES)
+#else
+#define UNIT (HALVES == 2 || BITS == 8 ? 2 : 4)
+#endif
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 1
+#endif
+#ifndef BULK
+#define BULK 0
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+#define WARPS (SPLIT * ROW_WARPS)
+#define THREADS (32 * WARPS)
+#define OUT (SWIGLU ? DIM_N / 2 : DIM_N)
+#define OUT_TILES ((OUT + 15) / 16)
+#define N8 ((DIM_T + 7) / 8) // mma tiles of rows of x
+#define UNITS ((K_TILES + UNIT - 1) / UNIT)
+#if DENSE
+#define ROW_BYTES 256 // of a prepared row, for each 64 columns: [2][t]{8 hi, 8 lo} bf16
+#define X_PARTS 0
+#else
+#define ROW_BYTES 64
+#define X_PARTS PARTS
+#endif
+// A prepared row of x: section 1 [K_TILES][T][ROW_BYTES], section 2 [K_TILES][PARTS][T] (c, c sum p) as float2.
+#define X_BYTES (K_TILES * DIM_T * ROW_BYTES)
+#define X_SCALE_BYTES (K_TILES * DIM_T * X_PARTS * 8)
+#define PARTIAL_FLOATS (WARPS * HALVES * DIM_T * 17)
+#define RING_BYTES (BULK ? WARPS * STAGES * SLOT_BYTES + (WARPS * STAGES * 8 + 15) / 16 * 16 : 0)
+#define SHARED_BYTES (RING_BYTES + (FUSED ? X_BYTES + X_SCALE_BYTES : 0) + PARTIAL_FLOATS * (PASSES > 1 ? 2 : 1) * 4 + (NORM && FUSED ? DIM_T * (K_TILES + 1) * 4 : 0))
+
+// ---- x: from f32 to what the tensor cores read ----
+
+// The four lanes of a quad prepare 64 columns of one row.
+__device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2 *x_scale, int kt, int row, int t) {
+#if DENSE
+    for (int m = 0; m < 2; m++) {
+        u32 hi[4], lo[4];
+        for (int i = 0; i < 4; i++) {
+            float a = v[8 * m + 2 * i], b = v[8 * m + 2 * i + 1];
+            bf16x2 h = two_bf16(a, b);
+            bf16x2 l = two_bf16(a - to_f32(h.x), b - to_f32(h.y));
+            hi[i] = *(u32 *)&h, lo[i] = *(u32 *)&l;
+        }
+        uint4 *to = (uint4 *)(x + (size_t)(kt * DIM_T + row) * ROW_BYTES + m * 128 + t * 32);
+        to[0] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+        to[1] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+    }
+#else
+    float top[2];
+    for (int m = 0; m < 2; m++) {
+        top[m] = 0;
+        for (int i = 0; i < 8; i++) top[m] = fmaxf(top[m], fabsf(v[8 * m + i]));
+    }
+    if (PARTS == 1) top[0] = top[1] = fmaxf(top[0], top[1]);
+    u32 words[4];
+    for (int part = 0; part < PARTS; part++) {
+        float peak = top[part];
+        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+        float to_integer = peak > 0 ? __fdiv_rn(127.0f, peak) : 0.0f;
+        int sum = 0;
+        for (int w = part * 2; w < (PARTS == 2 ? part * 2 + 2 : 4); w++) {
+            u32 word = 0;
+            for (int b = 0; b < 4; b++) {
+                int p = __float2int_rn(__fmul_rn(v[4 * w + b], to_integer));
+                sum += p;
+                word |= (u32)(p & 255) << (8 * b);
+            }
+            words[w] = word;
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        float c = __fdiv_rn(peak, 127.0f);
+        if (t == 0) x_scale[(kt * PARTS + part) * DIM_T + row] = make_float2(c, __fmul_rn(c, (float)sum));
+    }
+    *(uint4 *)(x + (size_t)(kt * DIM_T + row) * ROW_BYTES + t * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+#endif
+}
+
+// Sum of squares of a quad's tile, on all four lanes.
+__device__ __forceinline__ float tile_square_sum(const float (&v)[16]) {
+    float sum = 0;
+#pragma unroll
+    for (int s = 0; s < 16; s++) sum = __fmaf_rn(v[s], v[s], sum);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+// 1 / sqrt(mean x^2 + EPS) from the sums of a row's tiles, in an order that depends on DIM_K alone. All lanes of a warp call it.
+__device__ __forceinline__ float row_norm(const float *tile_sums) {
+    float sum = 0;
+    for (int kt = threadIdx.x % 32; kt < K_TILES; kt += 32) sum += tile_sums[kt];
+    for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)DIM_K), EPS)));
+}
+__device__ __forceinline__ void scale_slots(float (&v)[16], float by, const float *norm, int kt, int t) {
+    float w[16];
+    load_slots(w, norm, kt, t);
+#pragma unroll
+    for (int s = 0; s < 16; s++) v[s] = __fmul_rn(__fmul_rn(v[s], by), w[s]);
+}
+
+// Rows of x for FUSED=0: x [T, K] (with NORM=1, norm [K]) -> X_BYTES + X_SCALE_BYTES. Grid T, block PREPARE_THREADS.
+#define PREPARE_THREADS (K_TILES >= 256 ? 1024 : (K_TILES * 4 + 31) / 32 * 32)
+#define PREPARE_ITEMS ((K_TILES * 4 + PREPARE_THREADS - 1) / PREPARE_THREADS)
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const float *x,
+#if NORM
+                                                                           const float *norm,
+#endif
+                                                                           u8 *prepared) {
+    const int t = threadIdx.x % 4, row = blockIdx.x;
+    let_next_start();
+    wait_for_inputs();
+    float v[PREPARE_ITEMS][16];
+    // Quads beyond the end repeat the last tile: all lanes take part in the shuffles.
+#define ITEM(i) min((int)threadIdx.x / 4 + (i) * (PREPARE_THREADS / 4), K_TILES - 1)
+#pragma unroll
+    for (int i = 0; i < PREPARE_ITEMS; i++) load_slots(v[i], x + (size_t)row * DIM_K, ITEM(i), t);
+#if NORM
+    __shared__ float sums[K_TILES];
+#pragma unroll
+    for (int i = 0; i < PREPARE_ITEMS; i++) {
+        float sum = tile_square_sum(v[i]);
+        if (t == 0) sums[ITEM(i)] = sum;
+    }
+    __syncthreads();
+    float by = row_norm(sums);
+#pragma unroll
+    for (int i = 0; i < PREPARE_ITEMS; i++) scale_slots(v[i], by, norm, ITEM(i), t);
+#endif
+#pragma unroll
+    for (int i = 0; i < PREPARE_ITEMS; i++) prepare_tile(v[i], prepared, (float2 *)(prepared + X_BYTES), ITEM(i), row, t);
+#undef ITEM
+}
+
+// ---- one unit: load, then multiply ----
+
+__device__ __forceinline__ void mma_u8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// What a lane holds of one column tile.
+struct Tile {
+#if DENSE
+    uint4 w[HALVES][2][2]; // [32 columns][row g, row g + 8]: 8 columns from 8 t
+#else
+    TileCodes codes[HALVES];
+    TilePairs pairs[HALVES];
+#endif
+};
+
+__device__ __forceinline__ void load_tile(Tile &tile, const Weights &w, int row_tile, int kt, int lane) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+        int rt = row_tile + h * OUT_TILES;
+#if DENSE
+        for (int m = 0; m < 2; m++) {
+            int k = 64 * kt + 32 * m + 8 * (lane % 4);
+            for (int r = 0; r < 2; r++) {
+                int n = min(16 * rt + lane / 4 + 8 * r, DIM_N - 1);
+                tile.w[h][m][r] = DIM_K % 64 == 0 || k < DIM_K ? stream16(w.dense + (size_t)n * DIM_K + k) : make_uint4(0, 0, 0, 0);
+            }
+        }
+#else
+        load_codes(tile.codes[h], codes_of(w.codes, rt, kt), lane);
+        load_pairs(tile.pairs[h], pairs_of(w.pairs, rt, kt), lane / 4);
+#endif
+    }
+}
+
+// The tiles of one unit, in registers.
+struct Unit {
+    Tile tiles[UNIT];
+};
+__device__ __forceinline__ void load_unit(Unit &u, const Weights &w, int row_tile, int unit, int lane) {
+#pragma unroll
+    for (int i = 0; i < UNIT; i++)
+        if (K_TILES % UNIT == 0 || unit * UNIT + i < K_TILES) load_tile(u.tiles[i], w, row_tile, unit * UNIT + i, lane);
+}
+
+#if BULK
+// The units of one warp on their way through shared memory: slot i % STAGES holds the i-th.
+#define CODE_BYTES (UNIT * TILE_WORDS * 4)
+#define HALF_BYTES (CODE_BYTES + (UNIT + SHARE - 1) / SHARE * PAIR_BYTES)
+#define SLOT_BYTES (HALVES * HALF_BYTES)
+static_assert(UNIT % SHARE == 0, "a unit holds whole groups");
+
+__device__ __forceinline__ void fetch_unit_of(u8 *slot, u64 *full, const Weights &w, int row_tile, int unit) {
+    const int tiles = min(UNIT, K_TILES - unit * UNIT);
+    expect_bytes(full, HALVES * tile_bytes(tiles));
+    for (int h = 0; h < HALVES; h++)
+        fetch_tiles(slot + h * HALF_BYTES, slot + h * HALF_BYTES + CODE_BYTES, full, w, row_tile + h * OUT_TILES, unit * UNIT, tiles);
+}
+__device__ __forceinline__ void tile_of_slot(Tile &tile, const u8 *slot, int i, int lane) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+        load_codes<true>(tile.codes[h], (const u32 *)(slot + h * HALF_BYTES) + i * TILE_WORDS, lane);
+        load_pairs<true>(tile.pairs[h], (const PAIR_T *)(slot + h * HALF_BYTES + CODE_BYTES + i / SHARE * PAIR_BYTES), lane / 4);
+    }
+}
+#endif
+
+// A 32-bit integer in this accumulator, |sum| < 2^22, is the float 1.5 2^23 + sum.
+#define MAGIC_BITS 0x4B400000
+#define MAGIC 12582912.0f
+
+__device__ __forceinline__ void multiply_tile(float (&acc)[HALVES][N8][4], const Tile &tile, const u8 *x,
+                                              const float2 *x_scale, int kt, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#if DENSE
+#pragma unroll
+    for (int j = 0; j < N8; j++) {
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const uint4 *b = (const uint4 *)(x + (size_t)(kt * DIM_T + min(8 * j + g, DIM_T - 1)) * ROW_BYTES + m * 128 + t * 32);
+            uint4 hi = b[0], lo = b[1];
+#pragma unroll
+            for (int h = 0; h < HALVES; h++) {
+                const uint4 p = tile.w[h][m][0], q = tile.w[h][m][1];
+                mma_bf16(acc[h][j], p.x, q.x, p.y, q.y, lo.x, lo.y);
+                mma_bf16(acc[h][j], p.x, q.x, p.y, q.y, hi.x, hi.y);
+                mma_bf16(acc[h][j], p.z, q.z, p.w, q.w, lo.z, lo.w);
+                mma_bf16(acc[h][j], p.z, q.z, p.w, q.w, hi.z, hi.w);
+            }
+        }
+    }
+#else
+    u32 a[HALVES][2][4];
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            a[h][m][0] = four_codes(tile.codes[h], 0, 2 * m);
+            a[h][m][1] = four_codes(tile.codes[h], 1, 2 * m);
+            a[h][m][2] = four_codes(tile.codes[h], 0, 2 * m + 1);
+            a[h][m][3] = four_codes(tile.codes[h], 1, 2 * m + 1);
+        }
+#pragma unroll
+    for (int j = 0; j < N8; j++) {
+        const uint4 b = *(const uint4 *)(x + (size_t)(kt * DIM_T + min(8 * j + g, DIM_T - 1)) * ROW_BYTES + t * 16);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            const float2 *scales = x_scale + (kt * PARTS + part) * DIM_T;
+            float2 c0, c1;
+            if (DIM_T == 1) {
+                c0 = c1 = scales[0];
+            } else if (DIM_T % 2 == 0) {
+                float4 both = *(const float4 *)(scales + min(8 * j + 2 * t, DIM_T - 2));
+                c0 = make_float2(both.x, both.y), c1 = make_float2(both.z, both.w);
+            } else {
+                c0 = scales[min(8 * j + 2 * t, DIM_T - 1)], c1 = scales[min(8 * j + 2 * t + 1, DIM_T - 1)];
+            }
+#pragma unroll
+            for (int h = 0; h < HALVES; h++) {
+                int c[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
+                if (PARTS == 1 || part == 0) mma_u8(c, a[h][0], b.x, b.y);
+                if (PARTS == 1 || part == 1) mma_u8(c, a[h][1], b.z, b.w);
+                const PAIR_T(&pair)[2][2] = tile.pairs[h].v[part];
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if (DIM_T == 1 && (e & 1)) continue;
+                    const float2 cx = e & 1 ? c1 : c0;
+                    const float sum = __fsub_rn(__int_as_float(c[e]), MAGIC);
+                    float &to = acc[h][j][e];
+                    to = __fmaf_rn(sum, __fmul_rn(to_f32(pair[e / 2][0]), cx.x), to);
+                    to = __fmaf_rn(to_f32(pair[e / 2][1]), cx.y, to);
+                }
+            }
+        }
+    }
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+#if DENSE
+linear_rows(const bf16 *weight,
+#else
+linear_rows(const u32 *codes, const PAIR_T *pairs,
+#endif
+            const float *x_or_prepared,
+#if NORM && FUSED
+            const float *norm,
+#endif
+#if GATHER
+            const u32 *experts, u32 stack, Fault *fault, u32 kernel,
+#endif
+            const float *residual, // may be null
+            float *y) {
+    extern __shared__ uint4 shared[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int split = warp % SPLIT, row_warp = warp / SPLIT;
+    let_next_start();
+    int tile = blockIdx.x * ROW_WARPS + row_warp;
+    size_t expert = 0;
+#if GATHER
+    wait_for_inputs(); // which expert is what the router found
+    expert = experts[blockIdx.y];
+    if (expert >= stack) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) report(fault, kernel, 1, (u32)expert, stack);
+        return;
+    }
+    x_or_prepared += (size_t)(blockIdx.y / GATHER) * DIM_K;
+    y += (size_t)blockIdx.y * OUT;
+    residual = nullptr;
+#endif
+#if DENSE
+    const Weights w = expert_of({weight}, expert);
+#else
+    const Weights w = expert_of({codes, pairs}, expert);
+#endif
+#if BULK
+    u8 *const ring = (u8 *)shared + warp * (STAGES * SLOT_BYTES);
+    u64 *const full = (u64 *)((u8 *)shared + WARPS * STAGES * SLOT_BYTES) + warp * STAGES;
+    u8 *const free_memory = (u8 *)shared + RING_BYTES;
+    // The next unit to fetch. The first STAGES are under way before x exists: weights do not depend on it.
+    int fetch_tile = tile, fetch_unit = split, fetch_pass = split < UNITS ? 0 : PASSES, stage = 0;
+    u32 parity = 0;
+    auto fetch_next = [&](int slot) {
+        if (fetch_pass >= PASSES || fetch_tile >= OUT_TILES) return;
+        if (lane == 0) fetch_unit_of(ring + slot * SLOT_BYTES, full + slot, w, fetch_tile, fetch_unit);
+        fetch_unit += SPLIT;
+        if (fetch_unit >= UNITS) fetch_unit = split, fetch_tile += gridDim.x * ROW_WARPS, fetch_pass++;
+    };
+    if (lane == 0) init_barriers(full, STAGES);
+    __syncwarp();
+    for (int i = 0; i < STAGES; i++) fetch_next(i);
+#else
+    u8 *const free_memory = (u8 *)shared;
+    Unit next;
+    if (tile < OUT_TILES && split < UNITS) load_unit(next, w, tile, split, lane);
+#endif
+#if !GATHER
+    wait_for_inputs();
+#endif
+
+#if FUSED
+    u8 *x = free_memory;
+    float2 *x_scale = (float2 *)(x + X_BYTES);
+    float *partials = (float *)(x + X_BYTES + X_SCALE_BYTES);
+    // Up to HELD tiles of x stay in registers between the norm and the rounding.
+#define ITEMS ((DIM_T * K_TILES + 8 * WARPS - 1) / (8 * WARPS))
+#define HELD (ITEMS < 3 ? ITEMS : 1)
+    float v[HELD][16];
+#define ITEM(i) min(warp * 8 + lane / 4 + (i) * WARPS * 8, DIM_T * K_TILES - 1) // beyond the end the last again, with the same values
+#define LOAD(i) load_slots(v[(i) % HELD], x_or_prepared + (size_t)(ITEM(i) / K_TILES) * DIM_K, ITEM(i) % K_TILES, lane % 4)
+    if (HELD == ITEMS) {
+#pragma unroll
+        for (int i = 0; i < HELD; i++) LOAD(i);
+    }
+#if NORM
+    float *sums = partials + PARTIAL_FLOATS * (PASSES > 1 ? 2 : 1), *norms = sums + DIM_T * K_TILES;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        if (HELD != ITEMS) LOAD(i);
+        float sum = tile_square_sum(v[i % HELD]);
+        if (lane % 4 == 0) sums[ITEM(i)] = sum;
+    }
+    __syncthreads();
+    if (DIM_T > 1) {
+        for (int row = warp; row < DIM_T; row += WARPS) {
+            float by = row_norm(sums + row * K_TILES);
+            if (lane == 0) norms[row] = by;
+        }
+        __syncthreads();
+    }
+    const float only = DIM_T == 1 ? row_norm(sums) : 0;
+#endif
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        if (HELD != ITEMS) LOAD(i);
+        int row = ITEM(i) / K_TILES, kt = ITEM(i) % K_TILES;
+#if NORM
+        scale_slots(v[i % HELD], DIM_T == 1 ? only : norms[row], norm, kt, lane % 4);
+#endif
+        prepare_tile(v[i % HELD], x, x_scale, kt, row, lane % 4);
+    }
+    __syncthreads();
+#else
+    const u8 *x = (const u8 *)x_or_prepared;
+    const float2 *x_scale = (const float2 *)(x + X_BYTES);
+    float *partials = (float *)free_memory;
+#endif
+
+    for (int pass = 0; pass < PASSES; pass++) {
+        const int following = tile + gridDim.x * ROW_WARPS;
+        float acc[HALVES][N8][4] = {};
+#if BULK
+        for (int unit = split; unit < UNITS && tile < OUT_TILES; unit += SPLIT) {
+            const u8 *slot = ring + stage * SLOT_BYTES;
+            wait_full(full + stage, parity);
+#pragma unroll
+            for (int i = 0; i < UNIT; i++) {
+                if (K_TILES % UNIT != 0 && unit * UNIT + i >= K_TILES) break;
+                Tile now;
+                tile_of_slot(now, slot, i, lane);
+                multiply_tile(acc, now, x, x_scale, unit * UNIT + i, lane);
+            }
+            __syncwarp(); // all lanes have read the slot
+            fetch_next(stage);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+#else
+#pragma unroll 2
+        for (int unit = split; unit < UNITS && tile < OUT_TILES; unit += SPLIT) {
+            Unit now = next;
+            if (unit + SPLIT < UNITS) {
+                load_unit(next, w, tile, unit + SPLIT, lane);
+            } else if (PASSES > 1 && pass + 1 < PASSES && following < OUT_TILES) {
+                load_unit(next, w, following, split, lane);
+            }
+#pragma unroll
+            for (int i = 0; i < UNIT; i++)
+                if (K_TILES % UNIT == 0 || unit * UNIT + i < K_TILES) multiply_tile(acc, now.tiles[i], x, x_scale, unit * UNIT + i, lane);
+        }
+#endif
+        // Partial sums [row warp][half][row of x][split][17]
+        float *partial = partials + (PASSES > 1 ? pass % 2 : 0) * PARTIAL_FLOATS;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++)
+#pragma unroll
+            for (int j = 0; j < N8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    int row = 8 * j + 2 * (lane % 4) + (e & 1), n = lane / 4 + 8 * (e / 2);
+                    if (row < DIM_T) partial[(((row_warp * HALVES + h) * DIM_T + row) * SPLIT + split) * 17 + n] = acc[h][j][e];
+                }
+        __syncthreads();
+        for (int i = threadIdx.x; i < ROW_WARPS * DIM_T * 16; i += THREADS) {
+            int n = i % 16, row = i / 16 % DIM_T, r = i / 16 / DIM_T;
+            int column = ((tile - row_warp + r) * 16) + n;
+            float sum[HALVES];
+#pragma unroll
+            for (int h = 0; h < HALVES; h++) {
+                const float *from = partial + ((r * HALVES + h) * DIM_T + row) * SPLIT * 17 + n;
+                sum[h] = from[0];
+                for (int s = 1; s < SPLIT; s++) sum[h] = __fadd_rn(sum[h], from[s * 17]);
+            }
+            if (column < OUT) {
+                size_t at = (size_t)row * OUT + column;
+#if SWIGLU
+                y[at] = __fdiv_rn(sum[0], 1.0f + expf(-sum[0])) * sum[1];
+#else
+                y[at] = residual ? __fadd_rn(residual[at], sum[0]) : sum[0];
+#endif
+            }
+        }
+        tile = following;
+    }
+}

@@ -1,0 +1,246 @@
+// Affine weights as the kernels read them, and the rows of x that meet them. Put in front of the kernels' sources.
+//
+// A weight [N, K] is cut into tiles of 16 rows and 64 columns, padded with zero codes, scales and biases. Lane
+// (g, t) = (lane / 4, lane % 4) of a warp holds 16 codes of row g ("half" 0) and 16 of row g + 8 (half 1): its slot s
+// is column 32 (s / 8) + 8 t + s % 8 of the tile. These are operands of mma.m16n8k32 as they lie, for a product does
+// not care in which order its columns are summed, and a warp reads each tile as consecutive 16-byte words.
+//
+// Section 1, codes: [expert][N / 16][K / 64] tiles of 128 BITS bytes. A tile is a sequence of planes, each [lane][words]:
+//   8 bits:  half 0, 4 words (byte b of word r is slot 4 r + b); then half 1, 4 words
+//   4 bits:  4 words: word 2 h + r / 2 of half h; its byte b holds slot 4 r + b, in the low nibble for even r
+//   2 bits:  2 words: word h; bits 2 r, 2 r + 1 of byte b are slot 4 r + b
+//   1 bit:   1 word: bit 4 h + r of byte b is slot 4 r + b of half h
+//   6 = 4-bit plane of q % 16, then 2-bit plane of q / 16; 5 = 4-bit plane, 1-bit plane of q / 16;
+//   3 = 2-bit plane of q % 4, 1-bit plane of q / 4
+// Section 2, at a multiple of 256 bytes: (scale, bias) of each row and group,
+//   groups of 64, 128: [expert][N / 16][groups][g][half][2];   groups of 32: [expert][N / 16][K / 64][g][m][half][2]
+#pragma once
+#include "common.cuh"
+
+#ifndef PAIR_T
+#define PAIR_T bf16 // type of scales and biases
+#endif
+#define K_TILES ((DIM_K + 63) / 64)
+#define N_TILES ((DIM_N + 15) / 16)
+#define TILE_WORDS (32 * BITS)
+#define PARTS (GROUP == 32 ? 2 : 1)          // scale groups of a tile
+#define SHARE (GROUP == 128 ? 2 : 1)         // tiles that share a scale group
+#define PAIR_GROUPS ((K_TILES + SHARE - 1) / SHARE) // along DIM_K, each of PARTS
+
+
+// One 16-byte store: left to itself the compiler may split it.
+__device__ __forceinline__ void store16(void *p, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ u32 pair_of_bf16(float a, float b) {
+    bf16x2 v = two_bf16(a, b);
+    return *(u32 *)&v;
+}
+
+// Weights are read once: they pass by L1.
+__device__ __forceinline__ uint4 stream16(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint2 stream8(const void *p) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ u32 stream4(const void *p) {
+    u32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+#ifdef BITS
+// What a lane holds of one tile.
+struct TileCodes {
+    u32 w[BITS];
+};
+
+// From global memory, or (SHARED) from a copy of the tile in shared memory.
+template <bool SHARED_MEMORY = false>
+__device__ __forceinline__ void load_codes(TileCodes &c, const u32 *tile, int lane) {
+    int at = 0, plane = 0; // words loaded; words of the planes before
+    if (BITS == 8 || (BITS & 4)) {
+        for (int i = 0; i < (BITS == 8 ? 2 : 1); i++, at += 4, plane += 128) {
+            const uint4 *from = (const uint4 *)(tile + plane + 4 * lane);
+            uint4 v = SHARED_MEMORY ? *from : stream16(from);
+            c.w[at] = v.x, c.w[at + 1] = v.y, c.w[at + 2] = v.z, c.w[at + 3] = v.w;
+        }
+    }
+    if (BITS & 2) {
+        const uint2 *from = (const uint2 *)(tile + plane + 2 * lane);
+        uint2 v = SHARED_MEMORY ? *from : stream8(from);
+        c.w[at] = v.x, c.w[at + 1] = v.y;
+        at += 2, plane += 64;
+    }
+    if (BITS & 1) c.w[at] = SHARED_MEMORY ? tile[plane + lane] : stream4(tile + plane + lane);
+}
+
+// Slots 4 r .. 4 r + 3 of a half, one per byte. h and r are constants once unrolled.
+__device__ __forceinline__ u32 four_codes(const TileCodes &c, int h, int r) {
+    if (BITS == 8) return c.w[4 * h + r];
+    u32 q = 0;
+    int at = 0, shift = 0;
+    if (BITS & 4) {
+        q = (c.w[2 * h + r / 2] >> (4 * (r & 1))) & 0x0f0f0f0fu;
+        at = 4, shift = 4;
+    }
+    if (BITS & 2) {
+        u32 two = c.w[at + h];
+        q |= shift ? (2 * r <= shift ? (two << (shift - 2 * r)) : (two >> (2 * r - shift))) & (0x03030303u << shift)
+                   : (two >> (2 * r)) & 0x03030303u;
+        at += 2, shift += 2;
+    }
+    if (BITS & 1) {
+        int bit = 4 * h + r;
+        u32 one = c.w[at];
+        q |= (bit <= shift ? one << (shift - bit) : one >> (bit - shift)) & (0x01010101u << shift);
+    }
+    return q;
+}
+
+// (scale, bias) of a lane's two rows, for each part of a tile.
+struct TilePairs {
+    PAIR_T v[PARTS][2][2]; // [part][half][scale, bias]
+};
+
+template <bool SHARED_MEMORY = false>
+__device__ __forceinline__ void load_pairs(TilePairs &p, const PAIR_T *pairs, int g) {
+    const PAIR_T *at = pairs + g * (PARTS * 4);
+    if (sizeof(TilePairs) == 8) {
+        *(uint2 *)&p = SHARED_MEMORY ? *(const uint2 *)at : stream8(at);
+    } else {
+        for (int i = 0; i < (int)sizeof(TilePairs) / 16; i++)
+            ((uint4 *)&p)[i] = SHARED_MEMORY ? ((const uint4 *)at)[i] : stream16((const uint4 *)at + i);
+    }
+}
+
+// Address of the codes of row tile `rt` (of all experts) and column tile `kt`, and of its pairs.
+__device__ __forceinline__ const u32 *codes_of(const u32 *codes, size_t rt, int kt) {
+    return codes + (rt * K_TILES + kt) * TILE_WORDS;
+}
+__device__ __forceinline__ const PAIR_T *pairs_of(const PAIR_T *pairs, size_t rt, int kt) {
+    return pairs + (rt * PAIR_GROUPS + kt / SHARE) * (8 * PARTS * 4);
+}
+#endif
+
+// Lets the next kernel of the stream start its blocks (it may load weights, nothing else, before `wait_for_inputs`).
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until here nothing that an earlier kernel wrote may be read, and nothing written.
+__device__ __forceinline__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- weights as f32, for the kernels that multiply in f32 and those that write dense rows ----
+
+#ifdef BITS
+struct Weights {
+    const u32 *codes;    // section 1, of the first row tile of this expert
+    const PAIR_T *pairs; // section 2, likewise
+};
+__device__ __forceinline__ Weights expert_of(Weights w, size_t expert) {
+    return {w.codes + expert * N_TILES * K_TILES * TILE_WORDS, w.pairs + expert * N_TILES * PAIR_GROUPS * (8 * PARTS * 4)};
+}
+// The 16 slots of each half of a tile: scale q + bias, rounded once.
+__device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &from, int rt, int kt, int lane) {
+    TileCodes c;
+    TilePairs p;
+    load_codes(c, codes_of(from.codes, rt, kt), lane);
+    load_pairs(p, pairs_of(from.pairs, rt, kt), lane / 4);
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int s = 0; s < 16; s++) {
+            // A byte in the low bits of 2^23 is the float 2^23 + q.
+            u32 q = __byte_perm(four_codes(c, h, s / 4), 0x4B000000u, 0x7540 | (s % 4));
+            int part = PARTS == 2 ? s / 8 : 0;
+            w[h][s] = __fmaf_rn(to_f32(p.v[part][h][0]), __uint_as_float(q) - 8388608.0f, to_f32(p.v[part][h][1]));
+        }
+}
+#else
+#ifndef WEIGHT_T
+#define WEIGHT_T bf16 // type of dense weights
+#endif
+struct Weights {
+    const WEIGHT_T *dense; // [DIM_N][DIM_K] of this expert
+};
+__device__ __forceinline__ Weights expert_of(Weights w, size_t expert) { return {w.dense + expert * DIM_N * DIM_K}; }
+__device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &from, int rt, int kt, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const WEIGHT_T *row = from.dense + (size_t)min(16 * rt + 8 * h + lane / 4, DIM_N - 1) * DIM_K;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            int k = 64 * kt + 32 * m + 8 * (lane % 4);
+            if (DIM_K % 8 == 0 && k < DIM_K) {
+                WEIGHT_T v[8];
+                for (int i = 0; i < (int)sizeof(v) / 16; i++) ((uint4 *)v)[i] = stream16((const uint4 *)(row + k) + i);
+                for (int i = 0; i < 8; i++) w[h][8 * m + i] = to_f32(v[i]);
+            } else {
+                for (int i = 0; i < 8; i++) w[h][8 * m + i] = k + i < DIM_K ? to_f32(row[k + i]) : 0.0f;
+            }
+        }
+    }
+}
+#endif
+
+// The columns of a row of x that meet the slots of lane t in column tile kt; zeros beyond the end.
+__device__ __forceinline__ void load_slots(float (&v)[16], const float *row, int kt, int t) {
+    for (int m = 0; m < 2; m++) {
+        int k = 64 * kt + 32 * m + 8 * t;
+        for (int i = 0; i < 2; i++, k += 4) {
+            float4 f = make_float4(0, 0, 0, 0);
+            if (DIM_K % 4 == 0 && (DIM_K % 64 == 0 || k < DIM_K)) {
+                f = *(const float4 *)(row + k);
+            } else if (DIM_K % 4 != 0) {
+                if (k < DIM_K) f.x = row[k];
+                if (k + 1 < DIM_K) f.y = row[k + 1];
+                if (k + 2 < DIM_K) f.z = row[k + 2];
+                if (k + 3 < DIM_K) f.w = row[k + 3];
+            }
+            v[8 * m + 4 * i] = f.x, v[8 * m + 4 * i + 1] = f.y, v[8 * m + 4 * i + 2] = f.z, v[8 * m + 4 * i + 3] = f.w;
+        }
+    }
+}
+
+// ---- tiles through shared memory: one lane has the copy engine fetch them, a barrier tells when they are there (sm_90 and later) ----
+
+__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void init_barriers(u64 *full, int count) {
+    for (int i = 0; i < count; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(full + i)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(u64 *full, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_full(const u64 *full, u32 parity) {
+    asm volatile("{\n.reg .pred p;\nagain: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}" ::"r"(shared_address(full)),
+                 "r"(parity) : "memory");
+}
+// A multiple of 16 bytes from global to shared memory.
+__device__ __forceinline__ void fetch_bytes(void *to, const void *from, u32 bytes, u64 *full) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from),
+                 "r"(bytes), "r"(shared_address(full)) : "memory");
+}
+#ifdef BITS
+#define PAIR_BYTES (32 * PARTS * (int)sizeof(PAIR_T)) // of one scale group of 16 rows
+__device__ __forceinline__ u32 tile_bytes(int tiles) { return tiles * TILE_WORDS * 4 + (tiles + SHARE - 1) / SHARE * PAIR_BYTES; }
+// `tiles` column tiles from kt (a multiple of SHARE) of one row tile.
+__device__ __forceinline__ void fetch_tiles(u8 *codes, u8 *pairs, u64 *full, const Weights &w, int rt, int kt, int tiles) {
+    fetch_bytes(codes, codes_of(w.codes, rt, kt), tiles * TILE_WORDS * 4, full);
+    fetch_bytes(pairs, pairs_of(w.pairs, rt, kt), (tiles + SHARE - 1) / SHARE * PAIR_BYTES, full);
+}
+#endif
+#endif

@@ -1,0 +1,166 @@
+//! Attention over pages: new rows go to their pages first, then a block takes a tile of rows and heads against a share
+//! of the keys.
+
+use super::sequence::{BatchCheck, check_batch};
+use super::{Bound, Call, Geometry};
+use crate::backend::Precision;
+use crate::driver::Arguments;
+use crate::kernels::{ATTENTION, ATTENTION_TENSOR, KernelKey, Source};
+use keel_array::{ArrayError, AttentionSpec, DType, Regime, Shape};
+
+/// Pairs of row and head that a block takes, in decode and in f32; four times as many in prefill on tensor cores.
+const TILE: usize = 16;
+
+/// Keys that a share is worth being cut off for.
+const SHARE_KEYS: usize = 128;
+
+/// Blocks that keep a device's memory busy.
+const BLOCKS_WANTED: usize = 264;
+
+/// Shares at most: each leaves partial results in scratch.
+const SHARES_MAX: usize = 64;
+
+/// Into how many shares the keys of a decode step are cut. A function of shapes alone, since a graph fixes the grid.
+fn shares(spec: &AttentionSpec, kv_heads: usize, table: &Shape) -> usize {
+    let (sequences, pages) = (table[0].max(1), table[1]);
+    match spec.regime {
+        Regime::Prefill => 1,
+        Regime::Decode => {
+            let worth = (pages * AttentionSpec::PAGE).div_ceil(SHARE_KEYS).max(1);
+            (BLOCKS_WANTED / (sequences * kv_heads)).clamp(1, SHARES_MAX).min(worth)
+        }
+    }
+}
+
+/// Scratch of the partial results: for each share, row and head a sum for each column, the largest score, and the
+/// weights' total.
+pub(super) fn workspace_bytes(spec: &AttentionSpec, q: &Shape, kv_heads: usize, table: &Shape) -> usize {
+    match shares(spec, kv_heads, table) {
+        1 => 0,
+        shares => shares * q[0] * q[1] * (q[2] + 2) * size_of::<f32>(),
+    }
+}
+
+pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayError> {
+    let [q, k, v, keys, values, table, row_start, position] = &call.inputs[..] else {
+        unreachable!("eight operands")
+    };
+    let task = Task::new(spec, call)?;
+    let check = BatchCheck {
+        rows: task.rows,
+        position: Some(position),
+        table: Some((table, keys.layout.shape[0])),
+        window: spec.window.unwrap_or(0),
+        ..BatchCheck::default()
+    };
+    check_batch(call, row_start, &check)?;
+    let arguments = all(&[k, v, keys, values, table, row_start, position]);
+    let arguments = arguments.u32(task.sequences).u32(task.pages);
+    call.launch(&task.key(ATTENTION, "kv_write"), Geometry::rows(task.rows, 128), arguments)?;
+    let shares = shares(spec, task.kv_heads, &table.layout.shape);
+    let y = call.outputs[0].address;
+    let arguments = all(&[q, keys, values, table, row_start, position])
+        .u32(task.sequences)
+        .u32(task.pages)
+        .u32(task.rows)
+        .f32(spec.scale.get())
+        .u32(0)
+        .pointer(call.scratch)
+        .pointer(y);
+    let (key, geometry) = task.kernel(shares);
+    call.launch(&key, geometry, arguments)?;
+    if shares == 1 {
+        return Ok(());
+    }
+    let arguments =
+        Arguments::default().pointer(call.scratch).pointer(row_start.address).pointer(position.address);
+    let arguments = arguments.u32(task.sequences).u32(task.rows).u32(shares).u32(0).pointer(y);
+    let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes: 0 };
+    call.launch(&task.key(ATTENTION, "attention_merge"), geometry, arguments)
+}
+
+fn all(operands: &[&Bound<'_>]) -> Arguments {
+    operands.iter().fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address))
+}
+
+/// The numbers of a step.
+struct Task<'a> {
+    spec: &'a AttentionSpec,
+    call: &'a Call<'a>,
+    rows: usize,
+    heads: usize,
+    kv_heads: usize,
+    size: usize,
+    sequences: usize,
+    pages: usize,
+}
+
+impl<'a> Task<'a> {
+    fn new(spec: &'a AttentionSpec, call: &'a Call<'a>) -> Result<Task<'a>, ArrayError> {
+        let (q, k, table) = (&call.inputs[0], &call.inputs[1], &call.inputs[5]);
+        let &[rows, heads, size] = &q.layout.shape[..] else { unreachable!("three axes") };
+        if !size.is_multiple_of(8) || size > 256 {
+            return Err(call.error(format!("heads of {size}; the GPU takes multiples of 8 up to 256")));
+        }
+        let odd = |x: &&Bound<'_>| !x.address.is_multiple_of(16) || !x.row_stride(2).is_multiple_of(4);
+        if let Some(odd) = call.inputs[..3].iter().find(odd) {
+            let shape = &odd.layout.shape;
+            return Err(call.error(format!(
+                "an operand {shape} does not begin at a multiple of 16 bytes; make it contiguous"
+            )));
+        }
+        let (sequences, pages) = (table.layout.shape[0], table.width());
+        Ok(Task { spec, call, rows, heads, kv_heads: k.layout.shape[1], size, sequences, pages })
+    }
+
+    fn key(&self, source: Source, entry: &'static str) -> KernelKey {
+        let stride = |i: usize| self.call.inputs[i].row_stride(2);
+        KernelKey::new(source, entry)
+            .define("H", self.heads)
+            .define("KV", self.kv_heads)
+            .define("D", self.size)
+            .define("Q_STRIDE", stride(0))
+            .define("K_STRIDE", stride(1))
+            .define("V_STRIDE", stride(2))
+            .define("KV_BF16", u8::from(self.call.inputs[3].dtype == DType::BF16))
+            .define("WINDOW", self.spec.window.unwrap_or(0))
+    }
+
+    /// The kernel that attends.
+    fn kernel(&self, shares: usize) -> (KernelKey, Geometry) {
+        let group = self.heads / self.kv_heads;
+        let tiles = |tile: usize| (self.rows * group).div_ceil(tile) + self.sequences;
+        let line = self.size + 8;
+        let tensor = self.call.precision == Precision::Fast
+            && self.call.inputs[3].dtype == DType::BF16
+            && self.size.is_multiple_of(16);
+        let shared_max = self.call.gpu.device.shared_bytes_max;
+        if tensor && self.spec.regime == Regime::Prefill && 2 * 192 * line <= shared_max {
+            let geometry = Geometry {
+                grid: (self.kv_heads, tiles(4 * TILE), shares),
+                block: (128, 1, 1),
+                shared_bytes: 2 * 192 * line,
+            };
+            return (self.key(ATTENTION_TENSOR, "attention_prefill"), geometry);
+        }
+        let decode_bytes = |warps: usize| (2 * (16 + 32 * warps) * line).max(64 * warps * (self.size + 2));
+        let warps = [8, 4].into_iter().find(|&warps| decode_bytes(warps) <= shared_max);
+        if let (true, Regime::Decode, Some(warps)) = (tensor, self.spec.regime, warps) {
+            // A tile holds the pairs of any sequence if it holds those of all.
+            let single = self.rows * group <= TILE;
+            let units = if single { self.sequences } else { tiles(TILE) };
+            let geometry = Geometry {
+                grid: (units, self.kv_heads, shares),
+                block: (32 * warps, 1, 1),
+                shared_bytes: decode_bytes(warps),
+            };
+            return (self.key(ATTENTION_TENSOR, "attention_decode").define("WARPS", warps), geometry);
+        }
+        let geometry = Geometry {
+            grid: (tiles(TILE), self.kv_heads, shares),
+            block: (128, 1, 1),
+            shared_bytes: size_of::<f32>() * (48 * self.size + 688),
+        };
+        (self.key(ATTENTION, "attention"), geometry)
+    }
+}

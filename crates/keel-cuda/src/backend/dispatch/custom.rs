@@ -1,0 +1,69 @@
+//! Kernels of the user's own: their text, put into a kernel with the operands' names, shapes and strides.
+
+use super::{Bound, Call, Geometry};
+use crate::backend::operand::c_type;
+use crate::driver::Arguments;
+use crate::kernels::{CUSTOM, KernelKey};
+use keel_array::{ArrayError, CudaSource, CustomKernel};
+use std::fmt::Write;
+
+pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>) -> Result<(), ArrayError> {
+    let Some(source) = kernel.cuda_source() else {
+        return Err(call.error("has a body for the CPU alone; give it one for CUDA with with_cuda".into()));
+    };
+    let names = (source.inputs.len(), source.outputs.len());
+    if names != (call.inputs.len(), call.outputs.len()) {
+        let operands = (call.inputs.len(), call.outputs.len());
+        return Err(call.error(format!("names (inputs, outputs) {names:?} for operands {operands:?}")));
+    }
+    for y in &call.outputs {
+        let key = KernelKey::new(CUSTOM, "initial").define("ELEM", c_type(y.dtype));
+        let arguments = Arguments::default().pointer(y.address).u64(y.len()).f32(kernel.initial());
+        call.launch(&key, Geometry::elements(y.len()), arguments)?;
+    }
+    let key = KernelKey { source: text(source, call).into(), ..KernelKey::new(CUSTOM, "custom_kernel") };
+    let operands = call.inputs.iter().chain(&call.outputs);
+    let arguments =
+        operands.fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address));
+    let geometry =
+        Geometry { grid: source.grid.into(), block: source.block.into(), shared_bytes: source.shared_bytes };
+    call.launch(&key, geometry, arguments)
+}
+
+/// The whole source.
+fn text(source: &CudaSource, call: &Call<'_>) -> String {
+    let mut text = String::from("#include \"common.cuh\"\n");
+    // Writing to a String cannot fail.
+    for (name, value) in &source.constants {
+        let _ = writeln!(text, "#define {name} {value}");
+    }
+    let inputs = source.inputs.iter().zip(&call.inputs);
+    let outputs = source.outputs.iter().zip(&call.outputs);
+    for (name, operand) in inputs.clone().chain(outputs.clone()) {
+        text += &constants(name, operand);
+    }
+    let parameters: Vec<String> = inputs
+        .map(|(name, x)| format!("const {}* {name}", c_type(x.dtype)))
+        .chain(outputs.map(|(name, y)| format!("{}* {name}", c_type(y.dtype))))
+        .collect();
+    let parameters = parameters.join(", ");
+    text + &format!(
+        "{}\nextern \"C\" __global__ void custom_kernel({parameters}) {{\n{}\n}}\n",
+        source.header, source.body
+    )
+}
+
+/// Shape and strides of an operand. An array of C++ has an element at least.
+fn constants(name: &str, operand: &Bound<'_>) -> String {
+    let list = |values: &[usize]| {
+        let values: Vec<String> = values.iter().chain([&1]).map(|v| format!("{v}ll")).collect();
+        format!("{{{}}}", values.join(", "))
+    };
+    let (shape, strides) = (list(&operand.layout.shape), list(&operand.layout.strides));
+    format!(
+        "constexpr int {name}_ndim = {};\nconstexpr i64 {name}_size = {}ll;\n\
+         constexpr i64 {name}_shape[] = {shape};\nconstexpr i64 {name}_strides[] = {strides};\n",
+        operand.layout.shape.rank(),
+        operand.len(),
+    )
+}

@@ -1,0 +1,74 @@
+//! Products of arrays, and the two ends of a mixture of experts.
+
+use super::{Call, Geometry, linear};
+use crate::backend::operand::c_type;
+use crate::driver::Arguments;
+use crate::kernels::{EXPERTS, KernelKey, MATMUL};
+use keel_array::{ArrayError, Kernel, Op};
+
+pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
+    match &call.kernel.op {
+        Op::Matmul => matmul(call),
+        Op::Linear { weight, residual } => linear::linear(weight, residual.then(|| &call.inputs[2]), call),
+        Op::GatherLinear { weight } => linear::gather(weight, call),
+        Op::RouteTopK { k, normalise } => route_top_k(*k, *normalise, call),
+        Op::CombineExperts { shared } => combine_experts(*shared, call),
+        op => unreachable!("{} is no matrix product", op.name()),
+    }
+}
+
+pub(super) fn workspace_bytes(kernel: &Kernel) -> usize {
+    match &kernel.op {
+        Op::Linear { weight, .. } => linear::linear_workspace_bytes(weight, kernel),
+        Op::GatherLinear { weight } => linear::gather_workspace_bytes(weight, kernel),
+        _ => 0,
+    }
+}
+
+fn matmul(call: &Call<'_>) -> Result<(), ArrayError> {
+    let y = &call.outputs[0];
+    let (a, b) = (&call.inputs[0].layout.shape, &call.inputs[1].layout.shape);
+    let (m, k, n) = (a[a.rank() - 2], a[a.rank() - 1], b[b.rank() - 1]);
+    let operands = call.inputs.iter();
+    let arguments = operands.fold(Arguments::default(), |arguments, operand| {
+        arguments.pointer(operand.address).words(&operand.strides())
+    });
+    let key = KernelKey::new(MATMUL, "matmul").define("ELEM", c_type(y.dtype));
+    let grid = (n.div_ceil(32), m.div_ceil(32), y.len() / (m * n));
+    let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: 0 };
+    call.launch(&key, geometry, arguments.pointer(y.address).u64(m).u64(n).u64(k))
+}
+
+fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayError> {
+    let x = &call.inputs[0];
+    let experts = x.width();
+    let arguments = Arguments::default()
+        .pointer(x.address)
+        .pointer(call.outputs[0].address)
+        .pointer(call.outputs[1].address)
+        .u32(experts)
+        .u32(k)
+        .u32(usize::from(normalise));
+    let geometry =
+        Geometry { grid: (x.rows(), 1, 1), block: (256, 1, 1), shared_bytes: experts * size_of::<f32>() };
+    call.launch(&KernelKey::new(EXPERTS, "route_top_k"), geometry, arguments)
+}
+
+fn combine_experts(shared: bool, call: &Call<'_>) -> Result<(), ArrayError> {
+    let (x, y) = (&call.inputs[0], &call.outputs[0]);
+    let residual = &call.inputs[call.inputs.len() - 1];
+    let always = |i: usize| if shared { call.inputs[i].address } else { 0 };
+    let arguments = Arguments::default()
+        .pointer(x.address)
+        .pointer(call.inputs[1].address)
+        .pointer(always(2))
+        .pointer(always(3))
+        .pointer(residual.address)
+        .pointer(y.address)
+        .u32(call.inputs[1].width())
+        .u32(y.width())
+        .u32(usize::from(shared));
+    let grid = (y.width().div_ceil(256), y.rows(), 1);
+    let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: 0 };
+    call.launch(&KernelKey::new(EXPERTS, "combine"), geometry, arguments)
+}

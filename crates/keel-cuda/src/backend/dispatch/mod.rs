@@ -1,0 +1,80 @@
+//! From the operations of the array runtime to kernel launches, by family.
+
+mod attention;
+mod create;
+mod custom;
+mod elementwise;
+mod fast;
+mod indexing;
+mod layout;
+mod linear;
+mod matmul;
+mod reduce;
+mod sequence;
+
+use super::Precision;
+use super::launch::{COUNTERS, Call, Geometry};
+use super::operand::Bound;
+use keel_array::{ArrayError, Kernel, Op};
+
+/// Puts a kernel's launches on the stream.
+pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
+    if call.outputs.iter().all(|y| y.len() == 0) {
+        return Ok(());
+    }
+    match &call.kernel.op {
+        Op::Fill(_) | Op::Arange { .. } | Op::Random { .. } => create::run(call),
+        Op::Copy | Op::Concatenate { .. } | Op::SliceUpdate { .. } => layout::run(call),
+        Op::Cast | Op::Unary(_) | Op::Binary(_) | Op::Where | Op::Fused(_) => elementwise::run(call),
+        Op::Reduce(_)
+        | Op::ArgReduce { .. }
+        | Op::Softmax
+        | Op::CumSum { .. }
+        | Op::Sort { .. }
+        | Op::TopK { .. }
+        | Op::LayerNorm { .. } => reduce::run(call),
+        Op::Take | Op::TakeAlong | Op::Embedding { .. } => indexing::run(call),
+        Op::RmsNorm { .. }
+        | Op::AddRmsNorm { .. }
+        | Op::GatedRmsNorm { .. }
+        | Op::Rope(_)
+        | Op::NormRope { .. }
+        | Op::SwiGlu
+        | Op::SigmoidGate => fast::run(call),
+        Op::Matmul
+        | Op::Linear { .. }
+        | Op::GatherLinear { .. }
+        | Op::RouteTopK { .. }
+        | Op::CombineExperts { .. } => matmul::run(call),
+        Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => sequence::run(call),
+        Op::Custom(kernel) => custom::run(kernel, call),
+        Op::View(_) => unreachable!("programs turn views into strides"),
+    }
+}
+
+/// Scratch of a kernel.
+pub(super) fn workspace_bytes(kernel: &Kernel, precision: Precision) -> usize {
+    match &kernel.op {
+        Op::Sort { .. } => reduce::workspace_bytes(kernel),
+        Op::Linear { .. } | Op::GatherLinear { .. } => matmul::workspace_bytes(kernel),
+        Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {
+            sequence::workspace_bytes(kernel, precision)
+        }
+        _ => 0,
+    }
+}
+
+/// What a kernel has reported as wrong with its data, in words.
+pub(super) fn describe_fault(kernel: &Kernel, what: u32, number: u32, bound: u32) -> String {
+    match (&kernel.op, what) {
+        (Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_), _) => {
+            sequence::describe_fault(what, number, bound)
+        }
+        (Op::GatherLinear { .. }, _) => format!("expert {number} of a stack of {bound}"),
+        // An index that is negative as an i32 is out of every range.
+        _ if number > i32::MAX as u32 => {
+            format!("index {} is out of range for {bound} entries", number as i32)
+        }
+        _ => format!("index {number} is out of range for {bound} entries"),
+    }
+}

@@ -1,0 +1,286 @@
+//! Operations with memory: convolution, gated delta rule, attention.
+
+use super::{Bound, COUNTERS, Call, Geometry, attention};
+use crate::backend::Precision;
+use crate::driver::Arguments;
+use crate::kernels::{BATCH, CAUSAL_CONV, GATED_DELTA, GATED_DELTA_ANY, GATED_DELTA_CHUNKED, KernelKey};
+use keel_array::{ArrayError, ConvSpec, GatedDeltaSpec, Kernel, Op, Regime, RowLog};
+
+/// Rows that prefill starts at multiples of.
+const GRID: usize = 64;
+
+pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
+    if let Some((state, other)) = shared_state(call) {
+        return Err(call.error(format!("operands {state} and {other} share memory, but {state} is written")));
+    }
+    match &call.kernel.op {
+        Op::CausalConv(spec) => conv(spec, call),
+        Op::GatedDelta(spec) => delta(spec, call),
+        Op::PagedAttention(spec) => attention::run(spec, call),
+        op => unreachable!("{} has no memory", op.name()),
+    }
+}
+
+/// A state and another operand that lie in the same memory, which the user may have asked for.
+fn shared_state(call: &Call<'_>) -> Option<(usize, usize)> {
+    let states = call.kernel.op.mutated_inputs();
+    let pairs = states.flat_map(|state| (0..call.inputs.len()).map(move |other| (state, other)));
+    let mut pairs = pairs.filter(|(state, other)| state != other);
+    pairs.find(|&(state, other)| call.inputs[state].overlaps(&call.inputs[other]))
+}
+
+pub(super) fn workspace_bytes(kernel: &Kernel, precision: Precision) -> usize {
+    let shape = |i: usize| &kernel.inputs[i].layout.shape;
+    match &kernel.op {
+        Op::PagedAttention(spec) => attention::workspace_bytes(spec, shape(0), shape(1)[1], shape(5)),
+        Op::GatedDelta(spec) if spec.regime == Regime::Prefill && chunked(spec, precision) => {
+            chunk_bytes(spec) * chunks(shape(0)[0], shape(7)[0])
+        }
+        _ => 0,
+    }
+}
+
+/// What `batch.cu` has found.
+pub(super) fn describe_fault(what: u32, number: u32, bound: u32) -> String {
+    match what {
+        2 => format!("the rows of the sequences do not divide {bound} rows: one ends at {number}"),
+        3 => format!("a sequence is in slot {number} of {bound}"),
+        4 => format!("sequences {} and {} are both in slot {number}", bound >> 16, bound & 0xffff),
+        5 => format!("a sequence ends at position {number} but its table has {bound} pages of 256"),
+        6 => format!("a sequence is in page {number} of {bound}"),
+        8 => format!("sequence {} accepted {number} rows, and its log holds {}", bound & 0xffff, bound >> 16),
+        10 => format!(
+            "the pages of a window of {bound} come round within a step of {number} rows, which the GPU does not take: use \
+             --prefill-step 64"
+        ),
+        9 => format!("{number} rows of a sequence are to be kept open in {bound}"),
+        _ => format!("a sequence starts at {number}; prefill starts at multiples of {bound}"),
+    }
+}
+
+/// The operands of an operation that describe its batch, and what they are checked against.
+#[derive(Default)]
+pub(super) struct BatchCheck<'a> {
+    pub rows: usize,
+    /// Slots, and how many there are.
+    pub slot: Option<(&'a Bound<'a>, usize)>,
+    pub position: Option<&'a Bound<'a>>,
+    /// Page table, and how many pages there are.
+    pub table: Option<(&'a Bound<'a>, usize)>,
+    pub window: usize,
+    /// What positions are multiples of.
+    pub grid: usize,
+    pub log: Option<Log<'a>>,
+}
+
+/// Rows that may be taken back.
+#[derive(Clone, Copy)]
+pub(super) struct Log<'a> {
+    /// `[slots, R, ..]`.
+    rows: &'a Bound<'a>,
+    accepted: &'a Bound<'a>,
+    keep_open: bool,
+}
+
+impl Log<'_> {
+    /// Rows of a slot.
+    fn capacity(&self) -> usize {
+        self.rows.layout.shape[1]
+    }
+}
+
+/// The log's address, that of the accepted counts, and whether rows stay open.
+fn log_arguments(log: Option<Log<'_>>) -> (u64, u64, usize) {
+    log.map_or((0, 0, 0), |log| (log.rows.address, log.accepted.address, usize::from(log.keep_open)))
+}
+
+pub(super) fn check_batch(
+    call: &Call<'_>,
+    row_start: &Bound<'_>,
+    check: &BatchCheck<'_>,
+) -> Result<(), ArrayError> {
+    let address = |bound: Option<&Bound<'_>>| bound.map_or(0, |b| b.address);
+    let arguments = Arguments::default()
+        .pointer(row_start.address)
+        .pointer(address(check.slot.map(|s| s.0)))
+        .pointer(address(check.position))
+        .pointer(address(check.table.map(|t| t.0)))
+        .pointer(address(check.log.map(|log| log.accepted)))
+        .u32(row_start.len().saturating_sub(1))
+        .u32(check.rows)
+        .u32(check.slot.map_or(0, |s| s.1))
+        .u32(check.table.map_or(0, |t| t.1))
+        .u32(check.table.map_or(0, |t| t.0.width()))
+        .u32(check.window)
+        .u32(check.grid)
+        .u32(check.log.map_or(0, |log| log.capacity()))
+        .u32(check.log.map_or(0, |log| usize::from(log.keep_open)))
+        .pointer(call.fault)
+        .u32(call.index);
+    let geometry = Geometry { grid: (1, 1, 1), block: (256, 1, 1), shared_bytes: 0 };
+    call.launch(&KernelKey::new(BATCH, "check_batch"), geometry, arguments)
+}
+
+fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
+    /// Threads of a block, and rows that one of them works on.
+    const BLOCK: usize = 128;
+    const TILE: usize = 32;
+    let (x, weight, window, row_start, slot, log) = match &call.inputs[..] {
+        [x, weight, window, row_start, slot] => (x, weight, window, row_start, slot, None),
+        [x, weight, window, rows, row_start, slot, accepted] => {
+            let keep_open = spec.log == RowLog::KeepOpen;
+            (x, weight, window, row_start, slot, Some(Log { rows, accepted, keep_open }))
+        }
+        _ => unreachable!("five operands, seven with a log"),
+    };
+    let (rows, channels) = (x.layout.shape[0], x.width());
+    let slots = Some((slot, window.layout.shape[0]));
+    check_batch(call, row_start, &BatchCheck { rows, slot: slots, log, ..BatchCheck::default() })?;
+    let key = |entry| {
+        KernelKey::new(CAUSAL_CONV, entry)
+            .define("C", channels)
+            .define("K", spec.width)
+            .define("X_STRIDE", x.row_stride(1))
+            .define("OPEN", log.map_or(0, |log| log.capacity()))
+    };
+    let state = Arguments::default().pointer(x.address).pointer(weight.address).pointer(window.address);
+    let (sequences, y) = (slot.len(), call.outputs[0].address);
+    let geometry =
+        |y: usize| Geometry { grid: (channels.div_ceil(BLOCK), y, 1), block: (BLOCK, 1, 1), shared_bytes: 0 };
+    if log.is_none() && rows > TILE * sequences {
+        let tiles = rows.div_ceil(TILE) + sequences;
+        let arguments = state.pointer(row_start.address).pointer(slot.address).u32(sequences).pointer(y);
+        return call.launch(&key("causal_conv_prefill"), geometry(tiles), arguments);
+    }
+    let (open, accepted, keep_open) = log_arguments(log);
+    let arguments = state
+        .pointer(open)
+        .pointer(row_start.address)
+        .pointer(slot.address)
+        .pointer(accepted)
+        .u32(keep_open)
+        .pointer(y);
+    call.launch(&key("causal_conv"), geometry(sequences), arguments)
+}
+
+fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
+    const COLUMNS: usize = 32;
+    let [qkv, a, b, a_log, dt_bias, state, rest @ ..] = &call.inputs[..] else {
+        unreachable!("six operands come first")
+    };
+    let (row_start, slot, position, log) = match rest {
+        [row_start, slot, position] => (row_start, slot, position, None),
+        [rows, row_start, slot, position, accepted] => {
+            let keep_open = spec.log == RowLog::KeepOpen;
+            (row_start, slot, position, Some(Log { rows, accepted, keep_open }))
+        }
+        _ => unreachable!("nine operands, eleven with a log"),
+    };
+    let check = BatchCheck {
+        rows: qkv.layout.shape[0],
+        slot: Some((slot, state.layout.shape[0])),
+        position: Some(position),
+        grid: if spec.regime == Regime::Prefill { GRID } else { 0 },
+        log,
+        ..BatchCheck::default()
+    };
+    check_batch(call, row_start, &check)?;
+    let constants = |key: KernelKey| {
+        key.define("HK", spec.key_heads)
+            .define("HV", spec.value_heads)
+            .define("DK", spec.key_dim)
+            .define("DV", spec.value_dim)
+            .define("QKV_STRIDE", qkv.row_stride(1))
+            .define("A_STRIDE", a.row_stride(1))
+            .define("B_STRIDE", b.row_stride(1))
+            .define("LOG", log.map_or(0, |log| log.capacity()))
+    };
+    let arguments = [qkv, a, b, a_log, dt_bias, state, row_start, slot]
+        .into_iter()
+        .fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address));
+    let y = call.outputs[0].address;
+    if !spec.value_dim.is_multiple_of(4) {
+        if log.is_some() {
+            return Err(
+                call.error(format!("a log takes value heads of a multiple of 4, not {}", spec.value_dim))
+            );
+        }
+        let key = constants(KernelKey::new(GATED_DELTA_ANY, "gated_delta_any"));
+        let block = (spec.value_dim.next_multiple_of(32).min(256), 1, 1);
+        let geometry = Geometry { grid: (spec.value_heads, slot.len(), 1), block, shared_bytes: 0 };
+        return call.launch(&key, geometry, arguments.pointer(y));
+    }
+    if spec.regime == Regime::Prefill && chunked(spec, call.precision) && aligned(qkv) {
+        return delta_chunked(spec, constants, call);
+    }
+    if slot.len() * spec.key_heads > COUNTERS {
+        return Err(call.error(format!(
+            "{} sequences; the GPU takes {}",
+            slot.len(),
+            COUNTERS / spec.key_heads
+        )));
+    }
+    let (records, accepted, keep_open) = log_arguments(log);
+    let arguments =
+        arguments.pointer(records).pointer(accepted).pointer(call.counters).u32(keep_open).pointer(y);
+    let key = constants(KernelKey::new(GATED_DELTA, "gated_delta"));
+    let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), slot.len(), 1);
+    call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, arguments)
+}
+
+/// Whether prefill works on tensor cores, in chunks.
+fn chunked(spec: &GatedDeltaSpec, precision: Precision) -> bool {
+    let fits = |size: usize| size.is_multiple_of(16) && size <= 256;
+    precision == Precision::Fast && fits(spec.key_dim) && fits(spec.value_dim)
+}
+
+/// Chunks of a step at most: whole ones of all rows, and a ragged one for each sequence.
+fn chunks(rows: usize, sequences: usize) -> usize {
+    rows.div_ceil(GRID) + sequences
+}
+
+/// Scratch of a chunk: k and q of each key head, two matrices and the gates of each value head.
+fn chunk_bytes(spec: &GatedDeltaSpec) -> usize {
+    spec.key_heads * 2 * GRID * (spec.key_dim + 8) * 2 + spec.value_heads * (2 * GRID * 72 * 2 + GRID * 4)
+}
+
+/// Whether rows can be read 16 bytes at a time.
+fn aligned(x: &Bound<'_>) -> bool {
+    x.address.is_multiple_of(16) && x.row_stride(1).is_multiple_of(4)
+}
+
+fn delta_chunked(
+    spec: &GatedDeltaSpec,
+    constants: impl Fn(KernelKey) -> KernelKey,
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    /// Columns of a head's state that a block walks with, and chunks that it keeps on the way to it.
+    const COLUMNS: usize = 32;
+    const STAGES_MAX: usize = 3;
+    let [qkv, a, b, a_log, dt_bias, state, row_start, slot, ..] = &call.inputs[..] else {
+        unreachable!("nine operands")
+    };
+    let (sequences, dk) = (slot.len(), spec.key_dim);
+    let chunks = chunks(qkv.layout.shape[0], sequences);
+    let stage_bytes = 256 * (dk + 8) + 27_904;
+    let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(STAGES_MAX);
+    if stages == 0 {
+        return Err(call.error(format!("key heads of {dk} do not fit this GPU; use --compute f32")));
+    }
+    let key = |entry| constants(KernelKey::new(GATED_DELTA_CHUNKED, entry)).define("STAGES", stages);
+    let all = |operands: &[&Bound<'_>]| {
+        operands.iter().fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address))
+    };
+    let arguments =
+        all(&[qkv, a, b, a_log, dt_bias, row_start]).u32(sequences).u32(chunks).pointer(call.scratch);
+    let shared_bytes = (256 * (dk + 8)).max(22_016) + 512 * spec.value_heads / spec.key_heads;
+    let geometry = Geometry { grid: (chunks, spec.key_heads, 1), block: (128, 1, 1), shared_bytes };
+    call.launch(&key("gated_delta_prepare"), geometry, arguments)?;
+    let arguments = all(&[qkv, state, row_start, slot])
+        .u32(chunks)
+        .pointer(call.scratch)
+        .pointer(call.outputs[0].address);
+    let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), sequences, 1);
+    let geometry = Geometry { grid, block: (128, 1, 1), shared_bytes: stages * stage_bytes };
+    call.launch(&key("gated_delta_chunks"), geometry, arguments)
+}

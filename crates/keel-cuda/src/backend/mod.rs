@@ -1,0 +1,182 @@
+//! A GPU as a device of the array runtime.
+
+mod dispatch;
+mod launch;
+mod operand;
+mod weights;
+
+use crate::driver::{Blas, CudaMemory, Device, Modules};
+use crate::error::Result;
+use keel_array::{ArrayError, Backend, DeviceMemory, Kernel, Launch, RowBlock, WeightSpec};
+use launch::Session;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// The arithmetic of what the operations themselves leave open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Precision {
+    /// Tensor cores with bf16 operands and f32 sums where that is faster.
+    #[default]
+    Fast,
+    /// f32 throughout.
+    F32,
+}
+
+/// How a [`CudaBackend`] works.
+#[derive(Clone, Debug, Default)]
+pub struct CudaOptions {
+    /// Number of the device.
+    pub ordinal: usize,
+    /// Arithmetic.
+    pub precision: Precision,
+    /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
+    pub poison_freed: bool,
+}
+
+/// The CUDA backend.
+pub struct CudaBackend {
+    name: String,
+    precision: Precision,
+    poison_freed: bool,
+    gpu: Option<Gpu>,
+}
+
+/// A device with everything that launches need.
+struct Gpu {
+    device: Arc<Device>,
+    // Before `modules` and `blas`: graphs refer to what those have loaded.
+    session: Mutex<Session>,
+    modules: Modules,
+    blas: Blas,
+}
+
+impl CudaBackend {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// If the driver, the compiler or cuBLASLt is missing or too old, or there is no such device.
+    pub fn new(options: &CudaOptions) -> Result<CudaBackend> {
+        let device = Arc::new(Device::open(options.ordinal)?);
+        let gpu = Gpu {
+            session: Mutex::new(Session::new(&device)?),
+            modules: Modules::new(&device),
+            blas: Blas::new()?,
+            device,
+        };
+        Ok(CudaBackend {
+            name: format!("cuda:{} ({})", options.ordinal, gpu.device.name),
+            precision: options.precision,
+            poison_freed: options.poison_freed,
+            gpu: Some(gpu),
+        })
+    }
+
+    /// A backend that gives the numbers of [`CudaBackend::new`] with the same options; it needs no device and
+    /// allocates nothing.
+    pub fn planning(options: &CudaOptions) -> CudaBackend {
+        let name = format!("cuda:{}", options.ordinal);
+        CudaBackend { name, precision: options.precision, poison_freed: false, gpu: None }
+    }
+
+    /// Free and total bytes of the device, as its driver sees them; `None` for a plan.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn memory_info(&self) -> Result<Option<(u64, u64)>> {
+        self.gpu.as_ref().map(|gpu| gpu.device.memory_info()).transpose()
+    }
+
+    /// Graphs captured, and submissions that re-used one.
+    pub fn graph_counts(&self) -> (u64, u64) {
+        self.gpu.as_ref().map_or((0, 0), |gpu| gpu.session().counts())
+    }
+
+    /// The device. A plan has none, and the runtime asks it for nothing that needs one.
+    fn gpu(&self) -> &Gpu {
+        self.gpu.as_ref().unwrap_or_else(|| unreachable!("a plan touches no memory"))
+    }
+}
+
+impl Gpu {
+    /// Whether the device has Hopper's matrix instructions, which no other generation has.
+    fn has_wgmma(&self) -> bool {
+        self.device.capability == (9, 0)
+    }
+
+    fn session(&self) -> MutexGuard<'_, Session> {
+        self.session.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+impl Backend for CudaBackend {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        let memory = match &self.gpu {
+            None => CudaMemory::counted(bytes),
+            Some(gpu) => {
+                CudaMemory::zeroed(&gpu.device, bytes, self.poison_freed).map_err(|e| e.to_string())?
+            }
+        };
+        Ok(Box::new(memory))
+    }
+
+    fn is_planning(&self) -> bool {
+        self.gpu.is_none()
+    }
+
+    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
+        let gpu = self.gpu();
+        gpu.session().write(&gpu.device, CudaMemory::of(memory), offset, bytes);
+    }
+
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        match &self.gpu {
+            None => bytes.fill(0),
+            Some(gpu) => gpu.session().read(&gpu.device, CudaMemory::of(memory), offset, bytes),
+        }
+    }
+
+    fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
+        let gpu = self.gpu();
+        gpu.session().copy(
+            &gpu.device,
+            (CudaMemory::of(from.0), from.1),
+            (CudaMemory::of(to.0), to.1),
+            bytes,
+        );
+    }
+
+    fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
+        let gpu = self.gpu();
+        gpu.session().clear(&gpu.device, CudaMemory::of(memory), offset, bytes);
+    }
+
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
+        dispatch::workspace_bytes(kernel, self.precision)
+    }
+
+    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let gpu = self.gpu();
+        gpu.session().run(gpu, self.precision, launch)
+    }
+
+    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
+        weights::Layout::of(spec).bytes()
+    }
+
+    fn pack(
+        &self,
+        spec: &WeightSpec,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        block: &RowBlock<'_>,
+    ) -> Result<(), ArrayError> {
+        let parts = weights::pack(spec, block)?;
+        for part in parts {
+            self.write(memory, offset + part.offset, &part.bytes);
+        }
+        Ok(())
+    }
+}

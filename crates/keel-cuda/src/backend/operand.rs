@@ -1,0 +1,131 @@
+//! Operands of a kernel as device addresses, and the ways in which kernels walk them.
+
+use crate::driver::CudaMemory;
+use keel_array::{DType, Launch, Layout, Operand};
+
+/// An operand with its place in device memory.
+#[derive(Clone, Copy)]
+pub(super) struct Bound<'a> {
+    /// Address of the layout's first element.
+    pub address: u64,
+    pub layout: &'a Layout,
+    pub dtype: DType,
+}
+
+impl<'a> Bound<'a> {
+    /// Binds an operand.
+    ///
+    /// # Panics
+    /// If it does not lie within its memory.
+    pub fn new(launch: &Launch<'a>, operand: &'a Operand) -> Bound<'a> {
+        let (buffer, start) = launch.resolve(operand.slot);
+        let size = operand.dtype.size();
+        let first = start + operand.layout.offset * size;
+        let address = CudaMemory::of(buffer.memory())
+            .range(first, (operand.layout.end() - operand.layout.offset) * size);
+        Bound { address, layout: &operand.layout, dtype: operand.dtype }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.layout.shape.elements()
+    }
+
+    /// Last extent; 1 for a scalar.
+    pub fn width(&self) -> usize {
+        self.layout.shape.last().copied().unwrap_or(1)
+    }
+
+    /// Number of rows along the last axis.
+    pub fn rows(&self) -> usize {
+        self.len() / self.width().max(1)
+    }
+
+    /// Distance of rows whose values are the last `inner` axes, in elements.
+    pub fn row_stride(&self, inner: usize) -> usize {
+        let inner = inner.min(self.layout.shape.rank());
+        self.layout.row_stride(inner).expect("the program copies uneven rows")
+    }
+
+    /// Bytes from the first element to the end of the last.
+    fn span(&self) -> std::ops::Range<u64> {
+        let bytes = (self.layout.end() - self.layout.offset) * self.dtype.size();
+        self.address..self.address + bytes as u64
+    }
+
+    /// True if they have memory in common.
+    pub fn overlaps(&self, other: &Bound<'_>) -> bool {
+        let (a, b) = (self.span(), other.span());
+        a.start < b.end && b.start < a.end
+    }
+
+    /// The structure `Strides` of `common.cuh`.
+    pub fn strides(&self) -> Vec<u64> {
+        strides(self.layout)
+    }
+}
+
+/// `Strides` of a layout: axes of one element dropped, axes that lie seamlessly behind each other merged. Rank 0 if the
+/// elements are gap-free.
+pub(super) fn strides(layout: &Layout) -> Vec<u64> {
+    let mut axes: Vec<(u64, u64)> = Vec::new();
+    if !layout.is_contiguous() {
+        for (&extent, &stride) in layout.shape.iter().zip(&layout.strides).filter(|(extent, _)| **extent != 1)
+        {
+            let (extent, stride) = (extent as u64, stride as u64);
+            match axes.last_mut() {
+                Some(last) if last.1 == stride * extent => *last = (last.0 * extent, stride),
+                _ => axes.push((extent, stride)),
+            }
+        }
+    }
+    let mut words = vec![0; 1 + 2 * Layout::RANK_MAX];
+    words[0] = axes.len() as u64;
+    for (axis, (extent, stride)) in axes.into_iter().enumerate() {
+        words[1 + axis] = extent;
+        words[1 + Layout::RANK_MAX + axis] = stride;
+    }
+    words
+}
+
+/// The type of an element in the kernels' sources.
+pub(super) fn c_type(dtype: DType) -> &'static str {
+    match dtype {
+        DType::Bool => "flag",
+        DType::U8 => "u8",
+        DType::U32 => "u32",
+        DType::I32 => "i32",
+        DType::I64 => "i64",
+        DType::F16 => "f16",
+        DType::BF16 => "bf16",
+        DType::F32 => "float",
+    }
+}
+
+/// An unsigned type of the element's size, where only bytes are moved.
+pub(super) fn bits_type(dtype: DType) -> &'static str {
+    match dtype.size() {
+        1 => "u8",
+        2 => "u16",
+        4 => "u32",
+        _ => "u64",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keel_array::Shape;
+
+    #[test]
+    fn seamless_axes_are_walked_as_one() {
+        let wide = Layout::contiguous(Shape::from([5, 12]));
+        assert_eq!(strides(&wide)[0], 0);
+        let heads =
+            wide.slice(&[0, 4], &Shape::from([5, 6])).reshape(&Shape::from([5, 2, 3])).expect("whole rows");
+        assert_eq!((strides(&heads)[0], strides(&heads)[1], strides(&heads)[2]), (2, 5, 6));
+        assert_eq!((strides(&heads)[9], strides(&heads)[10]), (12, 1));
+        let repeated = Layout::contiguous(Shape::from([3])).broadcast(&Shape::from([4, 3]));
+        assert_eq!((strides(&repeated)[0], strides(&repeated)[9], strides(&repeated)[10]), (2, 0, 1));
+    }
+}

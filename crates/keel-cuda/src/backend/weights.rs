@@ -1,0 +1,290 @@
+//! Weights of linear layers in the device's layout.
+//!
+//! Dense weights lie row-major. Affine ones lie in tiles of 16 rows and 64 columns as `weight_tiles.cuh` defines them:
+//! first the codes of all tiles, then, from a multiple of 256 bytes, scale and bias of each row and group side by side.
+
+use half::{bf16, f16};
+use keel_array::{ArrayError, DType, RowBlock, RowData, WeightFormat, WeightSpec};
+
+const PAIRS_ALIGN: usize = 256;
+const TILE_ROWS: usize = 16;
+const TILE_COLS: usize = 64;
+
+/// Where the parts of a weight lie, in bytes from its first.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    /// First byte of scales and biases.
+    pub pairs: usize,
+    end: usize,
+    /// Bytes of what a block of rows is counted in: 16 rows of an affine weight, one of a dense one.
+    code_bytes: usize,
+    pair_bytes: usize,
+}
+
+impl Layout {
+    /// The layout of a weight; saturates for one that cannot be addressed, which no allocation grants.
+    pub fn of(spec: &WeightSpec) -> Layout {
+        let (units, code_bytes, pair_bytes) = match spec.format {
+            WeightFormat::Dense(dtype) => (spec.rows, spec.cols.saturating_mul(dtype.size()), 0),
+            WeightFormat::Affine { bits, group_size, scale_dtype } => {
+                let tiles = spec.cols.div_ceil(TILE_COLS);
+                let groups = pair_groups(spec.cols, usize::from(group_size));
+                (
+                    spec.rows.div_ceil(TILE_ROWS),
+                    tiles.saturating_mul(TILE_ROWS * TILE_COLS / 8 * usize::from(bits)),
+                    groups.saturating_mul(2 * TILE_ROWS * scale_dtype.size()),
+                )
+            }
+            WeightFormat::Blocks(format) => (spec.rows, format.row_bytes(spec.cols).unwrap_or(usize::MAX), 0),
+        };
+        let units = spec.experts.saturating_mul(units);
+        let codes = units.saturating_mul(code_bytes);
+        let pairs = codes.checked_next_multiple_of(PAIRS_ALIGN).unwrap_or(usize::MAX);
+        Layout { pairs, end: pairs.saturating_add(units.saturating_mul(pair_bytes)), code_bytes, pair_bytes }
+    }
+
+    /// Bytes of the weight.
+    pub fn bytes(&self) -> usize {
+        self.end
+    }
+}
+
+/// Groups of a row, in whole tiles; groups of 128 span two.
+fn pair_groups(cols: usize, group: usize) -> usize {
+    let tiles = cols.div_ceil(TILE_COLS);
+    match group {
+        32 => 2 * tiles,
+        64 => tiles,
+        _ => tiles.div_ceil(2),
+    }
+}
+
+/// Bytes for a place in a weight.
+pub(super) struct Part {
+    pub offset: usize,
+    pub bytes: Vec<u8>,
+}
+
+/// A block of rows in the device's layout.
+pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>, ArrayError> {
+    let wrong = |reason: String| Err(ArrayError::Argument { op: "pack_weight", reason });
+    let layout = Layout::of(spec);
+    let values = block.rows * spec.cols;
+    match (&block.data, spec.format) {
+        (RowData::Dense(bytes), WeightFormat::Dense(dtype)) if bytes.len() == values * dtype.size() => {
+            let row = block.expert * spec.rows + block.first_row;
+            Ok(vec![Part { offset: row * layout.code_bytes, bytes: bytes.to_vec() }])
+        }
+        (
+            RowData::Affine { codes, scales, biases },
+            WeightFormat::Affine { bits, group_size, scale_dtype },
+        ) => {
+            let groups = values / usize::from(group_size);
+            if codes.len() != values || scales.len() != groups || biases.len() != groups {
+                let (codes, scales, biases) = (codes.len(), scales.len(), biases.len());
+                return wrong(format!(
+                    "{codes} codes, {scales} scales and {biases} biases; expected {values} and {groups} each"
+                ));
+            }
+            if let Some(code) = codes.iter().find(|&&code| u32::from(code) >> bits != 0) {
+                return wrong(format!("code {code} does not fit {bits} bits"));
+            }
+            let end = block.first_row + block.rows;
+            if !block.first_row.is_multiple_of(TILE_ROWS)
+                || !(end.is_multiple_of(TILE_ROWS) || end == spec.rows)
+            {
+                return wrong(format!(
+                    "rows {}..{end} of {} are not whole tiles of {TILE_ROWS} rows",
+                    block.first_row, spec.rows
+                ));
+            }
+            let first = block.expert * spec.rows.div_ceil(TILE_ROWS) + block.first_row / TILE_ROWS;
+            let task = Tiles { codes, rows: block.rows, cols: spec.cols, bits: usize::from(bits) };
+            let group = usize::from(group_size);
+            let pairs =
+                Pairs { scales, biases, rows: block.rows, cols: spec.cols, group, dtype: scale_dtype };
+            Ok(vec![
+                Part { offset: first * layout.code_bytes, bytes: task.pack(layout.code_bytes) },
+                Part {
+                    offset: layout.pairs + first * layout.pair_bytes,
+                    bytes: pairs.pack(layout.pair_bytes),
+                },
+            ])
+        }
+        (RowData::Blocks(_), WeightFormat::Blocks(format)) => wrong(format!(
+            "weights in {format} blocks cannot be multiplied on the GPU yet; use --device cpu, or weights in \
+             safetensors"
+        )),
+        _ => wrong(format!("the rows are not coded as the weight, {:?}, or not as many", spec.format)),
+    }
+}
+
+/// Codes `[rows, cols]` to be laid out in tiles.
+struct Tiles<'a> {
+    codes: &'a [u8],
+    rows: usize,
+    cols: usize,
+    bits: usize,
+}
+
+impl Tiles<'_> {
+    /// All row tiles, shared out over the machine's cores: a large model is mostly this.
+    fn pack(&self, row_tile_bytes: usize) -> Vec<u8> {
+        let tiles = self.rows.div_ceil(TILE_ROWS);
+        let mut packed = vec![0; tiles * row_tile_bytes];
+        let workers = std::thread::available_parallelism().map_or(1, usize::from).min(tiles);
+        let share = tiles.div_ceil(workers);
+        std::thread::scope(|scope| {
+            for (worker, out) in packed.chunks_mut(share * row_tile_bytes).enumerate() {
+                scope.spawn(move || {
+                    for (i, out) in out.chunks_mut(row_tile_bytes).enumerate() {
+                        self.pack_row_tile(worker * share + i, out);
+                    }
+                });
+            }
+        });
+        packed
+    }
+
+    fn pack_row_tile(&self, row_tile: usize, out: &mut [u8]) {
+        for (col_tile, out) in out.chunks_exact_mut(TILE_ROWS * TILE_COLS / 8 * self.bits).enumerate() {
+            let mut tile = [[0u8; TILE_COLS]; TILE_ROWS];
+            let (first_row, first_col) = (row_tile * TILE_ROWS, col_tile * TILE_COLS);
+            let cols = TILE_COLS.min(self.cols - first_col);
+            for (row, tile) in tile.iter_mut().enumerate().take(self.rows - first_row) {
+                let from = (first_row + row) * self.cols + first_col;
+                tile[..cols].copy_from_slice(&self.codes[from..from + cols]);
+            }
+            pack_tile(&tile, self.bits, out);
+        }
+    }
+}
+
+/// One tile; `out` is zeros. See `weight_tiles.cuh` for what goes where.
+fn pack_tile(tile: &[[u8; TILE_COLS]; TILE_ROWS], bits: usize, out: &mut [u8]) {
+    for lane in 0..32 {
+        let (g, t) = (lane / 4, lane % 4);
+        for half in 0..2 {
+            for slot in 0..16 {
+                let code = tile[g + 8 * half][32 * (slot / 8) + 8 * t + slot % 8];
+                let (r, b) = (slot / 4, slot % 4);
+                if bits == 8 {
+                    out[512 * half + 16 * lane + 4 * r + b] = code;
+                    continue;
+                }
+                let (mut plane, mut low) = (0, 0);
+                if bits & 4 != 0 {
+                    out[16 * lane + 4 * (2 * half + r / 2) + b] |= (code & 15) << (4 * (r % 2));
+                    (plane, low) = (512, 4);
+                }
+                if bits & 2 != 0 {
+                    out[plane + 8 * lane + 4 * half + b] |= (code >> low & 3) << (2 * r);
+                    (plane, low) = (plane + 256, low + 2);
+                }
+                if bits & 1 != 0 {
+                    out[plane + 4 * lane + b] |= (code >> low & 1) << (4 * half + r);
+                }
+            }
+        }
+    }
+}
+
+/// Scales and biases `[rows, cols / group]` to be laid out side by side.
+struct Pairs<'a> {
+    scales: &'a [f32],
+    biases: &'a [f32],
+    rows: usize,
+    cols: usize,
+    group: usize,
+    dtype: DType,
+}
+
+impl Pairs<'_> {
+    /// `[row tiles][column tiles or pairs of them][row % 8][group of the tile][half][scale, bias]`
+    fn pack(&self, row_tile_bytes: usize) -> Vec<u8> {
+        let (groups, size) = (self.cols / self.group, self.dtype.size());
+        let parts = if self.group == 32 { 2 } else { 1 };
+        let mut packed = vec![0; self.rows.div_ceil(TILE_ROWS) * row_tile_bytes];
+        for row in 0..self.rows {
+            let (row_tile, g, half) = (row / TILE_ROWS, row % 8, row % TILE_ROWS / 8);
+            for group in 0..groups {
+                let place = ((group / parts * 8 + g) * parts + group % parts) * 2 + half;
+                let at = row_tile * row_tile_bytes + place * 2 * size;
+                let i = row * groups + group;
+                put(self.scales[i], self.dtype, &mut packed[at..at + size]);
+                put(self.biases[i], self.dtype, &mut packed[at + size..at + 2 * size]);
+            }
+        }
+        packed
+    }
+}
+
+fn put(value: f32, dtype: DType, out: &mut [u8]) {
+    match dtype {
+        DType::F16 => out.copy_from_slice(&f16::from_f32(value).to_le_bytes()),
+        DType::BF16 => out.copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
+        _ => out.copy_from_slice(&value.to_le_bytes()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keel_array::Compute;
+
+    /// Reads a code back as `four_codes` of `weight_tiles.cuh` does.
+    fn read(packed: &[u8], bits: usize, row: usize, col: usize) -> u8 {
+        let (g, half, t) = (row % 8, row / 8, col % 32 / 8);
+        let (lane, slot) = (4 * g + t, 8 * (col / 32) + col % 8);
+        let word = |i: usize| u32::from_le_bytes(packed[4 * i..4 * i + 4].try_into().expect("four bytes"));
+        let (r, byte) = (slot / 4, 8 * (slot % 4));
+        if bits == 8 {
+            return (word(128 * half + 4 * lane + r) >> byte) as u8;
+        }
+        let (mut code, mut plane, mut low) = (0, 0, 0);
+        if bits & 4 != 0 {
+            code = word(4 * lane + 2 * half + r / 2) >> (byte + 4 * (r % 2)) & 15;
+            (plane, low) = (128, 4);
+        }
+        if bits & 2 != 0 {
+            code |= (word(plane + 2 * lane + half) >> (byte + 2 * r) & 3) << low;
+            (plane, low) = (plane + 64, low + 2);
+        }
+        if bits & 1 != 0 {
+            code |= (word(plane + lane) >> (byte + 4 * half + r) & 1) << low;
+        }
+        code as u8
+    }
+
+    #[test]
+    fn every_code_of_a_tile_is_found_again() {
+        for bits in [2, 3, 4, 5, 6, 8] {
+            let tile: [[u8; TILE_COLS]; TILE_ROWS] = std::array::from_fn(|row| {
+                std::array::from_fn(|col| ((row * 131 + col * 37 + col / 9) % (1 << bits)) as u8)
+            });
+            let mut packed = vec![0; TILE_ROWS * TILE_COLS / 8 * bits];
+            pack_tile(&tile, bits, &mut packed);
+            for (row, codes) in tile.iter().enumerate() {
+                for (col, &code) in codes.iter().enumerate() {
+                    assert_eq!(read(&packed, bits, row, col), code, "{bits} bits, row {row}, column {col}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_of_rows_goes_to_the_tiles_of_its_expert() {
+        let format = WeightFormat::Affine { bits: 5, group_size: 32, scale_dtype: DType::BF16 };
+        let spec = WeightSpec { experts: 3, rows: 35, cols: 96, format, compute: Compute::Auto };
+        let layout = Layout::of(&spec);
+        let (codes, pairs) = (vec![1; 19 * 96], vec![0.5; 19 * 3]);
+        let data = RowData::Affine { codes: &codes, scales: &pairs, biases: &pairs };
+        let parts = pack(&spec, &RowBlock { expert: 2, first_row: 16, rows: 19, data }).expect("whole tiles");
+        // Two column tiles of 5 bits; experts of three row tiles; this is the eighth and ninth of nine.
+        assert_eq!((parts[0].offset, parts[0].bytes.len()), (7 * 2 * 640, 2 * 2 * 640));
+        assert_eq!((parts[1].offset, parts[1].bytes.len()), (layout.pairs + 7 * 256, 2 * 256));
+        assert_eq!(layout.bytes(), layout.pairs + 9 * 256);
+        let uneven = RowBlock { expert: 0, first_row: 8, rows: 19, data };
+        assert!(pack(&spec, &uneven).is_err());
+    }
+}

@@ -1,0 +1,165 @@
+//! cuBLASLt: bf16 products on tensor cores with f32 sums.
+
+use super::Device;
+use crate::CudaError;
+use crate::error::Result;
+use cudarc::cublaslt::{result, sys};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Mutex;
+
+/// Scratch that the library gets for each product, in bytes: what its maker advises for Hopper.
+pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// `y [rows, cols] = x [rows, inner] w [cols, inner]^T`, x and w bf16, y f32; onto what y holds if `accumulate`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Product {
+    pub rows: usize,
+    pub cols: usize,
+    pub inner: usize,
+    pub accumulate: bool,
+}
+
+struct Plan {
+    description: sys::cublasLtMatmulDesc_t,
+    weight: sys::cublasLtMatrixLayout_t,
+    input: sys::cublasLtMatrixLayout_t,
+    output: sys::cublasLtMatrixLayout_t,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: created once by `plan`, destroyed once.
+        unsafe {
+            let _ = result::destroy_matmul_desc(self.description);
+            for layout in [self.weight, self.input, self.output] {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+        }
+    }
+}
+
+/// The library's handle, and what it has chosen for each shape so far.
+pub(crate) struct Blas {
+    handle: sys::cublasLtHandle_t,
+    plans: Mutex<HashMap<Product, Plan>>,
+}
+
+// SAFETY: the library's handle may be used from any thread, and the plans are behind a lock.
+unsafe impl Send for Blas {}
+// SAFETY: as above.
+unsafe impl Sync for Blas {}
+
+fn refused(call: &'static str) -> impl Fn(result::CublasError) -> CudaError {
+    move |error| CudaError::Driver { call, reason: format!("{error:?}") }
+}
+
+impl Blas {
+    /// The library, for the device whose context is current.
+    pub fn new() -> Result<Blas> {
+        // SAFETY: asks the loader whether the library can be opened.
+        if !unsafe { sys::is_culib_present() } {
+            let advice = "it is part of the CUDA toolkit and of the package nvidia-cublas; install either, and name its \
+                          folder in LD_LIBRARY_PATH";
+            return Err(CudaError::Missing { library: "libcublasLt", advice });
+        }
+        let handle = result::create_handle().map_err(refused("cublasLtCreate"))?;
+        Ok(Blas { handle, plans: Mutex::default() })
+    }
+
+    fn plan(&self, product: Product) -> Result<Plan, result::CublasError> {
+        let Product { rows, cols, inner, .. } = product;
+        let description = result::create_matmul_desc(
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType_t::CUDA_R_32F,
+        )?;
+        // The library's matrices are column-major: row-major [cols, inner] is its [inner, cols], to be transposed.
+        let half = sys::cudaDataType_t::CUDA_R_16BF;
+        let weight = result::create_matrix_layout(half, inner as u64, cols as u64, inner as i64)?;
+        let input = result::create_matrix_layout(half, inner as u64, rows as u64, inner as i64)?;
+        let single = sys::cudaDataType_t::CUDA_R_32F;
+        let output = result::create_matrix_layout(single, cols as u64, rows as u64, cols as i64)?;
+        let preference = result::create_matmul_pref()?;
+        let (transposed, workspace_bytes) = (1i32, WORKSPACE_BYTES);
+        // SAFETY: every handle was just created; attributes are set from values of the size given.
+        let chosen = unsafe {
+            result::set_matmul_desc_attribute(
+                description,
+                sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                (&raw const transposed).cast(),
+                size_of_val(&transposed),
+            )?;
+            result::set_matmul_pref_attribute(
+                preference,
+                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                (&raw const workspace_bytes).cast(),
+                size_of_val(&workspace_bytes),
+            )?;
+            let chosen = result::get_matmul_algo_heuristic(
+                self.handle,
+                description,
+                weight,
+                input,
+                output,
+                output,
+                preference,
+            );
+            result::destroy_matmul_pref(preference)?;
+            chosen?
+        };
+        Ok(Plan { description, weight, input, output, algorithm: chosen.algo })
+    }
+
+    /// Puts a product on the device's stream.
+    ///
+    /// # Safety
+    /// The addresses must be those of device memory of the product's sizes, and `workspace` of
+    /// [`WORKSPACE_BYTES`] from a multiple of 256 bytes on, until the stream has passed it.
+    pub unsafe fn multiply(
+        &self,
+        device: &Device,
+        product: Product,
+        (x, w, y): (u64, u64, u64),
+        workspace: u64,
+    ) -> Result<()> {
+        let mut plans = self.plans.lock().unwrap_or_else(|e| e.into_inner());
+        let plan = match plans.entry(product) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                entry.insert(self.plan(product).map_err(refused("cublasLtMatmulAlgoGetHeuristic"))?)
+            }
+        };
+        let (alpha, beta) = (1f32, if product.accumulate { 1f32 } else { 0f32 });
+        // SAFETY: the plan's handles are alive; the addresses are as the caller promises.
+        let outcome = unsafe {
+            result::matmul(
+                self.handle,
+                plan.description,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                w as *const _,
+                plan.weight,
+                x as *const _,
+                plan.input,
+                y as *const _,
+                plan.output,
+                y as *mut _,
+                plan.output,
+                &plan.algorithm,
+                workspace as *mut _,
+                WORKSPACE_BYTES,
+                device.stream().cast(),
+            )
+        };
+        outcome.map_err(refused("cublasLtMatmul"))
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        self.plans.get_mut().unwrap_or_else(|e| e.into_inner()).clear();
+        // SAFETY: created by `new`, destroyed once.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}

@@ -1,0 +1,133 @@
+//! A device: its context, its stream, and what it is.
+
+use super::{check, driver};
+use crate::{CudaError, error::Result};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUstream};
+use std::ffi::CStr;
+
+/// The CUDA version whose driver interface the kernels and graphs need: 12.0.
+const DRIVER_MIN: i32 = 12_000;
+
+/// A GPU with its primary context and the one stream on which everything runs.
+pub(crate) struct Device {
+    device: CUdevice,
+    context: CUcontext,
+    stream: CUstream,
+    pub name: String,
+    /// Compute capability: major, minor.
+    pub capability: (u32, u32),
+    pub multiprocessors: usize,
+    /// Bytes of shared memory that a block may have.
+    pub shared_bytes_max: usize,
+}
+
+// SAFETY: the driver's handles may be used from any thread that has made the context current, which every method does.
+unsafe impl Send for Device {}
+// SAFETY: the runtime's stream calls the backend one at a time; the driver itself is thread-safe.
+unsafe impl Sync for Device {}
+
+impl Device {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// If there is no driver, it is too old, there is no such device, or it is too old.
+    pub fn open(ordinal: usize) -> Result<Device> {
+        // SAFETY: asks the loader whether the library can be opened.
+        if !unsafe { sys::is_culib_present() } {
+            let advice = "it is part of the NVIDIA driver; install the driver, or use --device cpu";
+            return Err(CudaError::Missing { library: "libcuda", advice });
+        }
+        let (mut found, mut count, mut device, mut context) = (0, 0, 0, std::ptr::null_mut());
+        // SAFETY: the pointers are to locals of the right types, and cuInit comes before all else.
+        unsafe {
+            driver!(cuInit(0))?;
+            driver!(cuDriverGetVersion(&mut found))?;
+            driver!(cuDeviceGetCount(&mut count))?;
+        }
+        if found < DRIVER_MIN {
+            return Err(CudaError::DriverTooOld { found, needed: DRIVER_MIN });
+        }
+        if ordinal >= count as usize {
+            return Err(CudaError::NoDevice { ordinal, count: count as usize });
+        }
+        // SAFETY: a device that exists; its primary context is released when this value is dropped.
+        unsafe {
+            driver!(cuDeviceGet(&mut device, ordinal as i32))?;
+            driver!(cuDevicePrimaryCtxRetain(&mut context, device))?;
+            driver!(cuCtxSetCurrent(context))?;
+        }
+        let name = name_of(device)?;
+        let attribute = |a| attribute_of(device, a);
+        let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        if major < 8 {
+            return Err(CudaError::Capability { name, capability: (major, minor) });
+        }
+        let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: the context is current; the stream is destroyed when this value is dropped.
+        unsafe { driver!(cuStreamCreate(&mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))? };
+        Ok(Device {
+            device,
+            context,
+            stream,
+            name,
+            capability: (major, minor),
+            multiprocessors: multiprocessors as usize,
+            shared_bytes_max: shared as usize,
+        })
+    }
+
+    /// Makes the context current on this thread.
+    pub fn bind(&self) -> Result<()> {
+        // SAFETY: the context lives as long as this value.
+        unsafe { driver!(cuCtxSetCurrent(self.context)) }
+    }
+
+    /// The stream.
+    pub fn stream(&self) -> CUstream {
+        self.stream
+    }
+
+    /// Waits for everything on the stream.
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: the stream lives as long as this value.
+        unsafe { driver!(cuStreamSynchronize(self.stream)) }
+    }
+
+    /// Free and total bytes of the device, as the driver sees them.
+    pub fn memory_info(&self) -> Result<(u64, u64)> {
+        self.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the pointers are to locals.
+        unsafe { driver!(cuMemGetInfo_v2(&mut free, &mut total))? };
+        Ok((free as u64, total as u64))
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // A device that is lost refuses these, and there is nothing left to do for it.
+        // SAFETY: created by `open`, destroyed once.
+        unsafe {
+            let _ = check("cuStreamDestroy", sys::cuStreamDestroy_v2(self.stream));
+            let _ = check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device));
+        }
+    }
+}
+
+fn name_of(device: CUdevice) -> Result<String> {
+    let mut name = [0; 128];
+    // SAFETY: the driver writes at most this many bytes, the last one a zero.
+    unsafe { driver!(cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device))? };
+    // SAFETY: ended by a zero within the array.
+    Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
+}
+
+fn attribute_of(device: CUdevice, attribute: CUdevice_attribute) -> Result<u32> {
+    let mut value = 0;
+    // SAFETY: the pointer is to a local.
+    unsafe { driver!(cuDeviceGetAttribute(&mut value, attribute, device))? };
+    Ok(value.max(0) as u32)
+}

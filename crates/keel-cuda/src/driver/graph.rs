@@ -1,0 +1,61 @@
+//! CUDA graphs: a list of launches that is submitted with one call.
+
+use super::{Device, driver};
+use crate::error::Result;
+use cudarc::driver::sys::{CUgraphExec, CUstreamCaptureMode};
+use std::sync::Arc;
+
+/// A captured list of launches.
+pub(crate) struct Graph {
+    device: Arc<Device>,
+    executable: CUgraphExec,
+}
+
+// SAFETY: a handle of the driver, used by one thread at a time: the runtime's stream sees to it.
+unsafe impl Send for Graph {}
+
+/// What `record` puts on the device's stream, as a graph. Nothing is run.
+pub(crate) fn capture<E: From<crate::CudaError>>(
+    device: &Arc<Device>,
+    record: impl FnOnce() -> Result<(), E>,
+) -> Result<Graph, E> {
+    let stream = device.stream();
+    // SAFETY: the stream is idle and no other thread uses it.
+    unsafe {
+        driver!(cuStreamBeginCapture_v2(stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?
+    };
+    let recorded = record();
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: ends the capture begun above, also when recording failed.
+    let ended = unsafe { driver!(cuStreamEndCapture(stream, &mut graph)) };
+    recorded?;
+    ended?;
+    let mut executable = std::ptr::null_mut();
+    // SAFETY: the graph was just captured; it is not needed once there is an executable one.
+    let made = unsafe {
+        let made = driver!(cuGraphInstantiateWithFlags(&mut executable, graph, 0));
+        let _ = driver!(cuGraphDestroy(graph));
+        made
+    };
+    made?;
+    Ok(Graph { device: Arc::clone(device), executable })
+}
+
+impl Graph {
+    /// Puts the launches on the stream.
+    ///
+    /// # Safety
+    /// The memory that they were captured with must still be there, and stay until the stream has passed them.
+    pub unsafe fn launch(&self) -> Result<()> {
+        // SAFETY: as the caller promises.
+        unsafe { driver!(cuGraphLaunch(self.executable, self.device.stream())) }
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let _ = self.device.bind();
+        // SAFETY: instantiated once, destroyed once; the driver waits for a launch in flight.
+        let _ = unsafe { driver!(cuGraphExecDestroy(self.executable)) };
+    }
+}

@@ -1,0 +1,121 @@
+//! Device memory, and pinned host memory for what passes between the two.
+
+use super::{Device, driver};
+use crate::error::Result;
+use cudarc::driver::sys::{CU_MEMHOSTALLOC_PORTABLE, CUdeviceptr};
+use keel_array::DeviceMemory;
+use std::any::Any;
+use std::sync::Arc;
+
+/// What freed memory is filled with on request: a NaN in every float type, an index out of every range.
+const POISON: u8 = 0xff;
+
+/// Zeroed device memory; or only its size, for a plan.
+pub(crate) struct CudaMemory {
+    device: Option<Arc<Device>>,
+    start: CUdeviceptr,
+    bytes: usize,
+    poison: bool,
+}
+
+impl CudaMemory {
+    /// No memory, of this size.
+    pub fn counted(bytes: usize) -> CudaMemory {
+        CudaMemory { device: None, start: 0, bytes, poison: false }
+    }
+
+    /// Zeroed memory.
+    pub fn zeroed(device: &Arc<Device>, bytes: usize, poison: bool) -> Result<CudaMemory> {
+        device.bind()?;
+        let mut start = 0;
+        // SAFETY: the pointer is to a local; a size of zero is refused by the driver, hence one byte at least.
+        unsafe { driver!(cuMemAlloc_v2(&mut start, bytes.max(1)))? };
+        let memory = CudaMemory { device: Some(Arc::clone(device)), start, bytes, poison };
+        // SAFETY: within the allocation.
+        unsafe { driver!(cuMemsetD8Async(start, 0, bytes.max(1), device.stream()))? };
+        Ok(memory)
+    }
+
+    /// The memory that this backend made.
+    pub fn of(memory: &dyn DeviceMemory) -> &CudaMemory {
+        memory.as_any().downcast_ref().expect("the CUDA backend works on memory that it allocated")
+    }
+
+    /// Address of byte `offset`.
+    pub fn at(&self, offset: usize) -> CUdeviceptr {
+        self.start + offset as u64
+    }
+
+    /// Address of byte `offset`, from which `len` bytes are used.
+    ///
+    /// # Panics
+    /// If they are not within the memory.
+    pub fn range(&self, offset: usize, len: usize) -> CUdeviceptr {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.bytes),
+            "{len} bytes at {offset} of device memory of {}",
+            self.bytes
+        );
+        self.at(offset)
+    }
+}
+
+impl DeviceMemory for CudaMemory {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        let Some(device) = &self.device else { return };
+        // Nothing can be done about a device that refuses to free.
+        let _ = device.bind();
+        if self.poison {
+            // SAFETY: this value owns the bytes, and no submission holds it any more.
+            let _ =
+                unsafe { driver!(cuMemsetD8Async(self.start, POISON, self.bytes.max(1), device.stream())) };
+        }
+        let _ = device.synchronize();
+        // SAFETY: allocated by `zeroed`, freed once, and the stream is idle.
+        let _ = unsafe { driver!(cuMemFree_v2(self.start)) };
+    }
+}
+
+/// Page-locked host memory: the device copies to and from it without the driver's own bounce buffer.
+pub(crate) struct PinnedBuffer {
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the memory belongs to this value alone.
+unsafe impl Send for PinnedBuffer {}
+
+impl PinnedBuffer {
+    /// Memory of this size.
+    pub fn new(device: &Device, bytes: usize) -> Result<PinnedBuffer> {
+        device.bind()?;
+        let mut start = std::ptr::null_mut();
+        // SAFETY: the pointer is to a local; freed on drop.
+        unsafe { driver!(cuMemHostAlloc(&mut start, bytes, CU_MEMHOSTALLOC_PORTABLE))? };
+        Ok(PinnedBuffer { start: start.cast(), bytes })
+    }
+
+    /// The bytes. The caller has waited for the device to be done with them.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: allocated with this size, and zeroed by the system before it is first seen.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }
+    }
+
+    /// Address for the driver.
+    pub fn address(&self) -> *mut u8 {
+        self.start
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, freed once.
+        let _ = unsafe { driver!(cuMemFreeHost(self.start.cast())) };
+    }
+}

@@ -1,0 +1,49 @@
+//! The thin layer over the driver, the run-time compiler and cuBLASLt. All `unsafe` of this crate is here and in
+//! `backend/launch.rs`.
+
+mod arguments;
+mod blas;
+mod compiler;
+mod device;
+mod graph;
+mod memory;
+mod modules;
+
+pub(crate) use arguments::Arguments;
+pub(crate) use blas::{Blas, Product, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES};
+pub use compiler::{Architecture, compile};
+pub(crate) use device::Device;
+pub(crate) use graph::{Graph, capture};
+pub(crate) use memory::{CudaMemory, PinnedBuffer};
+pub(crate) use modules::Modules;
+
+use crate::CudaError;
+use cudarc::driver::sys::{self, CUresult};
+use std::ffi::CStr;
+
+/// An error if the driver refused `call`.
+pub(crate) fn check(call: &'static str, code: CUresult) -> Result<(), CudaError> {
+    if code == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let text = |f: unsafe fn(CUresult, *mut *const std::ffi::c_char) -> CUresult| {
+        let mut text = std::ptr::null();
+        // SAFETY: both functions store a pointer to a constant string, or null.
+        let code = unsafe { f(code, &mut text) };
+        if code != CUresult::CUDA_SUCCESS || text.is_null() {
+            return format!("{code:?}");
+        }
+        // SAFETY: a constant string of the driver.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    };
+    let reason = format!("{}: {}", text(sys::cuGetErrorName), text(sys::cuGetErrorString));
+    Err(CudaError::Driver { call, reason })
+}
+
+/// Calls a function of the driver and checks its result.
+macro_rules! driver {
+    ($f:ident ( $($arg:expr),* $(,)? )) => {
+        $crate::driver::check(stringify!($f), cudarc::driver::sys::$f($($arg),*))
+    };
+}
+pub(crate) use driver;

@@ -1,0 +1,72 @@
+//! What can go wrong between this crate and a GPU.
+
+use keel_array::ArrayError;
+
+/// Errors of the CUDA backend.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// A library that is loaded at run time is not there.
+    #[error("{library} was not found: {advice}")]
+    Missing {
+        /// The library.
+        library: &'static str,
+        /// Where it comes from.
+        advice: &'static str,
+    },
+    /// The driver is older than what the kernels need.
+    #[error(
+        "the NVIDIA driver supports CUDA {}.{}, but {}.{} or newer is needed: update the driver",
+        found / 1000, found % 1000 / 10, needed / 1000, needed % 1000 / 10
+    )]
+    DriverTooOld {
+        /// 1000 * major + 10 * minor.
+        found: i32,
+        /// As `found`.
+        needed: i32,
+    },
+    /// There is no such device.
+    #[error("cuda:{ordinal} does not exist: {count} devices were found")]
+    NoDevice {
+        /// The number asked for.
+        ordinal: usize,
+        /// Devices that exist.
+        count: usize,
+    },
+    /// The device is too old.
+    #[error("{name} has compute capability {}.{}; 8.0 or newer is needed", capability.0, capability.1)]
+    Capability {
+        /// Name of the device.
+        name: String,
+        /// Major and minor.
+        capability: (u32, u32),
+    },
+    /// The driver refused a call.
+    #[error("{call}: {reason}")]
+    Driver {
+        /// The function of the driver.
+        call: &'static str,
+        /// Its name for the error, and its explanation.
+        reason: String,
+    },
+    /// A kernel does not compile.
+    #[error("kernel {kernel} does not compile for {architecture}:\n{log}")]
+    Compile {
+        /// File and entry point.
+        kernel: String,
+        /// What it was compiled for.
+        architecture: String,
+        /// What the compiler said.
+        log: String,
+    },
+}
+
+/// Result of this crate.
+pub type Result<T, E = CudaError> = std::result::Result<T, E>;
+
+impl CudaError {
+    /// The error as the array runtime reports it for an operation.
+    pub(crate) fn in_op(self, op: &str) -> ArrayError {
+        ArrayError::Kernel { op: op.into(), reason: self.to_string() }
+    }
+}

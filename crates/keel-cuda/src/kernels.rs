@@ -1,0 +1,92 @@
+//! The kernels' sources, and what identifies a compiled kernel.
+
+use std::sync::Arc;
+
+/// Headers that every source may include.
+pub(crate) const HEADERS: &[(&str, &str)] = &[
+    ("common.cuh", include_str!("../kernels/common.cuh")),
+    ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
+    ("gated_delta.cuh", include_str!("../kernels/gated_delta.cuh")),
+    ("paged.cuh", include_str!("../kernels/paged.cuh")),
+    ("weight_tiles.cuh", include_str!("../kernels/weight_tiles.cuh")),
+];
+
+/// A source file with its entry points.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// File name.
+    pub file: &'static str,
+    /// Its text.
+    pub text: &'static str,
+}
+
+macro_rules! sources {
+    ($($name:ident = $file:literal),* $(,)?) => {
+        $(
+            #[doc = concat!("`kernels/", $file, "`")]
+            pub const $name: Source =
+                Source { file: $file, text: include_str!(concat!("../kernels/", $file)) };
+        )*
+        /// Every source file.
+        pub const SOURCES: &[Source] = &[$($name),*];
+    };
+}
+
+sources! {
+    CREATE = "create.cu",
+    LAYOUT = "layout.cu",
+    ELEMENTWISE = "elementwise.cu",
+    REDUCE = "reduce.cu",
+    SORT = "sort.cu",
+    INDEXING = "indexing.cu",
+    MATMUL = "matmul.cu",
+    RMS_NORM = "rms_norm.cu",
+    ROPE = "rope.cu",
+    ACTIVATION = "activation.cu",
+    EXPERTS = "experts.cu",
+    QUANTIZED_MATMUL = "quantized_matmul.cu",
+    EXACT_MATMUL = "exact_matmul.cu",
+    DEQUANTIZE = "dequantize.cu",
+    LINEAR_TILED = "linear_tiled.cu",
+    BATCH = "batch.cu",
+    CAUSAL_CONV = "causal_conv.cu",
+    GATED_DELTA = "gated_delta.cu",
+    GATED_DELTA_CHUNKED = "gated_delta_chunked.cu",
+    GATED_DELTA_ANY = "gated_delta_any.cu",
+    CUSTOM = "custom.cu",
+    ATTENTION = "attention.cu",
+    ATTENTION_TENSOR = "attention_tensor.cu",
+}
+
+/// A kernel with its constants: what is compiled once and kept.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct KernelKey {
+    /// Name of the source file.
+    pub file: &'static str,
+    /// Entry point.
+    pub entry: &'static str,
+    /// Text of the source.
+    pub source: Arc<str>,
+    /// Constants, by name.
+    pub defines: Vec<(&'static str, String)>,
+}
+
+impl KernelKey {
+    /// An entry point of a source file, without constants.
+    pub fn new(source: Source, entry: &'static str) -> KernelKey {
+        KernelKey { file: source.file, entry, source: source.text.into(), defines: Vec::new() }
+    }
+
+    /// With a constant.
+    #[must_use]
+    pub fn define(mut self, name: &'static str, value: impl ToString) -> KernelKey {
+        self.defines.push((name, value.to_string()));
+        self
+    }
+
+    /// File, entry point and constants, for messages.
+    pub fn name(&self) -> String {
+        let constants: Vec<String> = self.defines.iter().map(|(n, v)| format!("{n}={v}")).collect();
+        format!("{}:{} [{}]", self.file, self.entry, constants.join(" "))
+    }
+}

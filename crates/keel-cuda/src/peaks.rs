@@ -1,0 +1,101 @@
+//! What a GPU can do at most, measured now.
+
+use crate::driver::{BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, Product, driver};
+use crate::error::Result;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Bytes of a copy: far more than the caches hold.
+const COPY_BYTES: usize = 2 << 30;
+
+/// Extent of a square product: large enough to fill the chip.
+const PRODUCT: usize = 8192;
+
+/// Runs behind one of warming up.
+const RUNS: usize = 10;
+
+/// Rates of a GPU.
+#[derive(Clone, Debug)]
+pub struct GpuPeaks {
+    /// Name of the device.
+    pub name: String,
+    /// Compute capability.
+    pub capability: (u32, u32),
+    /// Multiprocessors.
+    pub multiprocessors: usize,
+    /// Bytes per second of a copy within the device, reads and writes counted.
+    pub copy_bytes_per_s: f64,
+    /// Operations per second of a bf16 product of cuBLASLt, a multiply-add counted as two, on numbers that are not zero.
+    pub bf16_ops_per_s: f64,
+}
+
+impl GpuPeaks {
+    /// Measures for about a second; what it takes of the device's memory is given back.
+    ///
+    /// # Errors
+    /// If the device or its libraries cannot be had, or it has less than 6 GiB free.
+    pub fn measure(ordinal: usize) -> Result<GpuPeaks> {
+        let device = Arc::new(Device::open(ordinal)?);
+        Ok(GpuPeaks {
+            copy_bytes_per_s: copy_rate(&device)?,
+            bf16_ops_per_s: product_rate(&device)?,
+            name: device.name.clone(),
+            capability: device.capability,
+            multiprocessors: device.multiprocessors,
+        })
+    }
+}
+
+/// Seconds of one run, the mean over [`RUNS`].
+fn time(device: &Device, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
+    run()?;
+    device.synchronize()?;
+    let start = Instant::now();
+    for _ in 0..RUNS {
+        run()?;
+    }
+    device.synchronize()?;
+    Ok(start.elapsed().as_secs_f64() / RUNS as f64)
+}
+
+fn copy_rate(device: &Arc<Device>) -> Result<f64> {
+    let (from, to) =
+        (CudaMemory::zeroed(device, COPY_BYTES, false)?, CudaMemory::zeroed(device, COPY_BYTES, false)?);
+    let seconds = time(device, || {
+        // SAFETY: both are COPY_BYTES long and live past the last synchronisation.
+        unsafe { driver!(cuMemcpyDtoDAsync_v2(to.at(0), from.at(0), COPY_BYTES, device.stream())) }
+    })?;
+    Ok(2.0 * COPY_BYTES as f64 / seconds)
+}
+
+fn product_rate(device: &Arc<Device>) -> Result<f64> {
+    let blas = Blas::new()?;
+    let half = |seed: u32| filled(device, 2 * PRODUCT * PRODUCT, seed);
+    let (x, w) = (half(1)?, half(2)?);
+    let y = CudaMemory::zeroed(device, 4 * PRODUCT * PRODUCT, false)?;
+    let workspace = CudaMemory::zeroed(device, BLAS_WORKSPACE_BYTES, false)?;
+    let product = Product { rows: PRODUCT, cols: PRODUCT, inner: PRODUCT, accumulate: false };
+    let seconds = time(device, || {
+        // SAFETY: all memories have the product's sizes and live past the last synchronisation.
+        unsafe { blas.multiply(device, product, (x.at(0), w.at(0), y.at(0)), workspace.at(0)) }
+    })?;
+    Ok(2.0 * (PRODUCT as f64).powi(3) / seconds)
+}
+
+/// Memory of bf16 numbers between 1/2 and 2 of both signs: a product of zeros would be faster than one of numbers.
+fn filled(device: &Arc<Device>, bytes: usize, seed: u32) -> Result<CudaMemory> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        // Sign and mantissa at random, exponent 126 or 127.
+        0x3f00 | (state >> 16) as u16 & 0x80ff
+    };
+    let values: Vec<u8> = (0..1 << 20).flat_map(|_| next().to_ne_bytes()).collect();
+    let memory = CudaMemory::zeroed(device, bytes, false)?;
+    for at in (0..bytes).step_by(values.len()) {
+        let len = values.len().min(bytes - at);
+        // SAFETY: within both; the copy is synchronous.
+        unsafe { driver!(cuMemcpyHtoD_v2(memory.range(at, len), values.as_ptr().cast(), len))? };
+    }
+    Ok(memory)
+}

@@ -1,0 +1,165 @@
+//! Every kernel compiles for every generation of GPUs that is supported; this needs the compiler, but no GPU.
+
+use keel_cuda::kernels::{self, KernelKey, SOURCES, Source};
+use keel_cuda::{Architecture, CudaError, compile};
+
+const ARCHITECTURES: [(u32, u32); 3] = [(8, 0), (9, 0), (12, 0)];
+
+/// An entry point with constants as a model would give them.
+fn key(source: Source, entry: &'static str, defines: &[(&'static str, &str)]) -> KernelKey {
+    defines.iter().fold(KernelKey::new(source, entry), |key, (name, value)| key.define(name, value))
+}
+
+/// At least one compilation for each entry point, together with its variants.
+fn keys() -> Vec<KernelKey> {
+    let mut keys = Vec::new();
+    let mut add = |source, entries: &[&'static str], defines: &[(&'static str, &str)]| {
+        keys.extend(entries.iter().map(|entry| key(source, entry, defines)));
+    };
+    for t in ["flag", "u32", "i64", "bf16"] {
+        add(kernels::CREATE, &["fill", "arange", "bits", "uniform", "normal"], &[("ELEM", t)]);
+        for d in ["u8", "i32", "f16"] {
+            add(kernels::ELEMENTWISE, &["cast"], &[("FROM", t), ("TO", d)]);
+        }
+    }
+    for t in ["u16", "u64"] {
+        add(kernels::LAYOUT, &["copy", "join", "scatter"], &[("ELEM", t)]);
+        add(kernels::ELEMENTWISE, &["select"], &[("SELECT", "1"), ("ELEM", t)]);
+        add(kernels::INDEXING, &["take", "take_along"], &[("ELEM", t), ("INDEX", "i32")]);
+    }
+    let chain = [
+        ("PARAMETERS", ", const ELEM* x0, Strides s0"),
+        ("LOADS", "const float v0 = to_f32(x0[s0.at(i)]);"),
+        ("CHAIN", "const float result = gelu_tanh(f_max(v0, f_min(v0, softplus(v0))));"),
+    ];
+    for (t, acc) in [("f16", "float"), ("i64", "i64")] {
+        let typed = |rest: &[(&'static str, &'static str)]| [&[("ELEM", t)], rest].concat();
+        if acc == "float" {
+            add(kernels::ELEMENTWISE, &["chain"], &typed(&chain));
+            add(kernels::ELEMENTWISE, &["compare"], &typed(&[("COMPARE", "1"), ("EXPRESSION", "a <= b")]));
+            add(kernels::REDUCE, &["softmax"], &typed(&[("SOFTMAX", "1")]));
+            add(kernels::REDUCE, &["layer_norm"], &typed(&[("LAYER_NORM", "1")]));
+            add(kernels::MATMUL, &["matmul"], &typed(&[]));
+        } else {
+            let integer = [("INTEGER", "1"), ("RESULT", "flag"), ("EXPRESSION", "a < b")];
+            add(kernels::ELEMENTWISE, &["integer"], &typed(&integer));
+        }
+        let reduction =
+            [("REDUCTION", "1"), ("ACC", acc), ("FIRST", "0"), ("COMBINE", "a + b"), ("FINISH", "total")];
+        add(kernels::REDUCE, &["reduce"], &typed(&reduction));
+        add(kernels::REDUCE, &["arg_reduce"], &typed(&[("ARG", "1"), ("KEY", acc), ("BEFORE", "(a > b)")]));
+        let sums = [("CUMSUM", "1"), ("ACC", acc), ("REVERSE", "1"), ("EXCLUSIVE", "0")];
+        add(kernels::REDUCE, &["cumsum"], &typed(&sums));
+        let sorted = [("KEY", acc), ("DESCENDING", "1")];
+        add(kernels::SORT, &["number", "stage", "gather", "top_k"], &typed(&sorted));
+    }
+    add(kernels::RMS_NORM, &["rms_norm", "add_rms_norm", "gated_rms_norm"], &[]);
+    add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
+    add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
+    add(kernels::ACTIVATION, &["swiglu", "sigmoid_gate"], &[]);
+    add(kernels::EXPERTS, &["route_top_k", "combine"], &[]);
+    for weight in [
+        [("WEIGHT_T", "bf16"), ("DENSE", "1")].as_slice(),
+        &[("BITS", "4"), ("GROUP", "64"), ("PAIR_T", "bf16"), ("DENSE", "0")],
+        &[("BITS", "3"), ("GROUP", "32"), ("PAIR_T", "f16"), ("DENSE", "0")],
+        &[("BITS", "8"), ("GROUP", "128"), ("PAIR_T", "float"), ("DENSE", "0")],
+    ] {
+        let with = |rest: &[(&'static str, &'static str)]| {
+            [&[("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "i32"), ("SPLIT", "2")], weight, rest].concat()
+        };
+        let affine = weight[0].0 == "BITS";
+        add(
+            kernels::QUANTIZED_MATMUL,
+            &["linear_rows"],
+            &with(&[("DIM_T", "3"), ("FUSED", "1"), ("GATHER", "0")]),
+        );
+        add(
+            kernels::QUANTIZED_MATMUL,
+            &["prepare_rows"],
+            &with(&[("DIM_T", "16"), ("FUSED", "0"), ("GATHER", "0")]),
+        );
+        let exact = &weight[..weight.len() - 1];
+        let exact =
+            [&[("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("GATHER", "2")], exact];
+        add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &exact.concat());
+        add(kernels::DEQUANTIZE, &["embedding_rows", "to_bf16"], &exact.concat());
+        if affine {
+            add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
+            let grouped = [("GROUPED", "1"), ("FANOUT", "2"), ("EXPERTS", "64"), ("SPLITS", "1")];
+            add(
+                kernels::LINEAR_TILED,
+                &["group_rows"],
+                &[&exact.concat()[..2], weight, &[("BT", "32")], &grouped].concat(),
+            );
+            let plain = [("BT", "128"), ("SPLITS", "4")];
+            let entries = ["linear_tiled", "to_bf16_tiles", "add_parts"];
+            add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
+        }
+    }
+    add(kernels::BATCH, &["check_batch"], &[]);
+    let conv = [("C", "96"), ("K", "4"), ("X_STRIDE", "100"), ("OPEN", "3")];
+    add(kernels::CAUSAL_CONV, &["causal_conv", "causal_conv_prefill"], &conv);
+    let heads = [("HK", "2"), ("HV", "4"), ("DK", "32"), ("DV", "48")];
+    let strides = [("QKV_STRIDE", "400"), ("A_STRIDE", "400"), ("B_STRIDE", "400"), ("LOG", "3")];
+    add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides].concat());
+    let wide = [("HK", "16"), ("HV", "32"), ("DK", "128"), ("DV", "128"), ("STAGES", "2")];
+    let entries = ["gated_delta_prepare", "gated_delta_chunks"];
+    add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides].concat());
+    add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides].concat());
+    add(kernels::CUSTOM, &["initial"], &[("ELEM", "i32")]);
+    for (kv_bf16, d) in [("0", "80"), ("1", "256")] {
+        let defines = [("H", "8"), ("KV", "2"), ("D", d), ("KV_BF16", kv_bf16), ("WINDOW", "0")];
+        let strides = [("Q_STRIDE", "2048"), ("K_STRIDE", "512"), ("V_STRIDE", "512")];
+        let entries = ["kv_write", "attention", "attention_merge"];
+        add(kernels::ATTENTION, &entries, &[&defines[..], &strides].concat());
+        let tensor = [&defines[..], &strides, &[("WARPS", "4")]].concat();
+        add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
+    }
+    keys
+}
+
+/// Names of the entry points of a source: what stands before the first parenthesis that opens parameters.
+fn entries(source: &Source) -> Vec<&str> {
+    let kernels = source.text.split("extern \"C\" __global__").skip(1);
+    let name = |text: &'static str| {
+        let text = match text.trim_start().strip_prefix("void __launch_bounds__(") {
+            Some(bounds) => bounds.split_once(')').map_or(bounds, |(_, rest)| rest),
+            None => text,
+        };
+        let head = text.split('(').next().unwrap_or("").trim_end();
+        head.rsplit(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or("")
+    };
+    kernels.map(name).collect()
+}
+
+#[test]
+fn every_entry_point_is_in_the_list() {
+    let keys = keys();
+    for source in SOURCES {
+        for entry in entries(source) {
+            let listed = keys.iter().any(|key| key.file == source.file && key.entry == entry);
+            assert!(listed, "{}: {entry} is compiled by no test", source.file);
+        }
+    }
+}
+
+#[test]
+fn every_kernel_compiles_for_every_architecture() {
+    let keys = keys();
+    let mut failures = Vec::new();
+    for capability in ARCHITECTURES {
+        for key in keys.iter().filter(|key| capability == (9, 0) || key.entry != "linear_tiled") {
+            match compile(key, Architecture { capability }) {
+                Ok(code) => assert!(!code.is_empty(), "{}", key.name()),
+                Err(error @ CudaError::Missing { .. })
+                    if std::env::var_os("KEEL_REQUIRE_NVRTC").is_none() =>
+                {
+                    eprintln!("skipped: {error}");
+                    return;
+                }
+                Err(error) => failures.push(error.to_string()),
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
