@@ -8,7 +8,7 @@ use keel_engine::{DRAFTS_MAX, Depth, SpeculationOptions};
 use keel_models::has_mtp_head;
 use keel_models::loading::CheckpointParameters;
 
-use super::Subject;
+use super::{Device, Subject};
 use crate::failure::usage;
 use crate::source::Model;
 
@@ -17,7 +17,7 @@ use crate::source::Model;
 pub struct SpeculateArgs {
     /// Tokens that the checkpoint's multi-token-prediction head drafts for one step to verify: 1 to 8, auto for as many
     /// as pay, off. Greedy text is the same with all of them, and sampled text has the same distribution. Auto is off
-    /// where the checkpoint has no such head.
+    /// where the checkpoint has no such head, and on a GPU.
     #[arg(long, value_name = "N|auto|off", default_value = "auto")]
     pub speculate: Speculate,
     /// Take every draft without comparing it with what the model says. WARNING: the text is then not the model's: it may
@@ -51,12 +51,14 @@ impl FromStr for Speculate {
 }
 
 impl SpeculateArgs {
-    /// How a checkpoint is run; `None` is without speculation.
+    /// How a checkpoint is run; `None` is without speculation. On a GPU, where its text was not yet compared with that
+    /// of plain decoding, auto is off.
     ///
     /// # Errors
     /// If drafts are asked for and there is no head, or optimism without drafts.
-    pub fn for_model(&self, model: &Model) -> Result<Option<SpeculationOptions>> {
-        self.options(has_mtp_head(&model.config, &CheckpointParameters(&model.checkpoint)))
+    pub fn for_model(&self, model: &Model, device: Device) -> Result<Option<SpeculationOptions>> {
+        let options = self.options(has_mtp_head(&model.config, &CheckpointParameters(&model.checkpoint)))?;
+        Ok(options.filter(|options| device == Device::Cpu || options.depth != Depth::Auto))
     }
 
     /// How a checkpoint or a shape is run. With random weights every draft is wrong, so auto is off.
