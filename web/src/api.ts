@@ -9,6 +9,8 @@ export interface Sequence {
   pages: number;
   pages_promised: number;
   slot: number;
+  drafted: number;
+  accepted: number;
 }
 
 export type Bytes = Record<string, number>;

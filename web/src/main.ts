@@ -55,6 +55,7 @@ function render(now: Status): void {
     String(s.generated_tokens),
     `${s.pages} of ${s.pages_promised}`,
     String(s.slot),
+    s.drafted > 0 ? `${Math.round((100 * s.accepted) / s.drafted)}%` : "",
   ]));
   const used = Object.keys(now.planned).filter((name) => (now.planned[name] ?? 0) > 0 || (now.peak[name] ?? 0) > 0);
   const cell = (bytes: Record<string, number>, name: string) => human(bytes[name] ?? 0);

@@ -29,6 +29,7 @@ impl ModelCache {
         if !self.spec.is_recurrent() {
             return Ok(None);
         }
+        sequence.expect_committed()?;
         let Some(entry) = self.free_checkpoints.pop() else { return Ok(None) };
         match self.copy_slot(sequence.slot, entry, true) {
             Ok(()) => Ok(Some(entry)),
@@ -44,6 +45,7 @@ impl ModelCache {
     /// # Errors
     /// What the runtime says.
     pub fn overwrite_state(&mut self, sequence: &SequenceCache, entry: u32) -> Result<()> {
+        sequence.expect_committed()?;
         self.copy_slot(sequence.slot, entry, true)
     }
 

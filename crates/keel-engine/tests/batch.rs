@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use common::{engine, expected, fixture, runtime};
 use keel_array::Compute;
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
-use keel_engine::{EngineError, EngineOptions, FinishReason, SamplerOptions};
+use keel_engine::{Depth, EngineError, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
 
 const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
 
@@ -78,9 +78,12 @@ fn assert_all_is_back(batcher: &mut Batcher) {
 
 #[test]
 fn every_sequence_of_a_busy_batch_gets_the_tokens_it_gets_alone() {
-    let batch = BatchOptions { step_tokens: 128, ..BatchOptions::default() };
-    for name in FIXTURES {
-        let Some(mut busy) = batcher(name, batch) else { return };
+    let speculation = SpeculationOptions { depth: Depth::Fixed(2), optimistic: false };
+    let batch = BatchOptions { step_tokens: 128, speculation, ..BatchOptions::default() };
+    for (name, drafts) in [("qwen3_5", 0), ("qwen3_5", 3), ("qwen3_5_moe", 3), ("qwen3_5_mlx_4bit", 0)] {
+        let Some(folder) = fixture(name) else { return };
+        let mut busy =
+            Batcher::new(engine(&folder, &runtime(2), EngineOptions { drafts, ..options() }), batch);
         let shared = prompt(name, 99, 200);
         let requests = || -> Vec<BatchRequest> {
             let request = |i: usize| {
@@ -90,6 +93,7 @@ fn every_sequence_of_a_busy_batch_gets_the_tokens_it_gets_alone() {
                 if i.is_multiple_of(4) {
                     request.sampler =
                         SamplerOptions { temperature: 1.0, seed: i as u64, ..SamplerOptions::default() };
+                    request.speculate = false;
                 }
                 request
             };
@@ -106,6 +110,8 @@ fn every_sequence_of_a_busy_batch_gets_the_tokens_it_gets_alone() {
             assert_eq!(together[i].finish, alone.finish);
         }
         assert!(together.iter().filter(|o| o.cached > 0).count() > 10, "prefixes are shared");
+        let counters = busy.status().speculation;
+        assert_eq!(counters.drafted_total() > 100, drafts > 0, "{name}: {counters:?}");
         assert_all_is_back(&mut busy);
         assert_all_is_back(&mut quiet);
     }
@@ -120,6 +126,18 @@ fn a_next_turn_runs_only_what_is_new() {
         let second = [first, answer, prompt(name, 2, 40)].concat();
         let outcome = run(&mut batcher, vec![BatchRequest::new(0, second.clone(), 10)]).remove(0);
         assert_eq!(outcome.cached, (330 + 99) / 64 * 64, "{name}: all but the last grid of the answer");
+        if name == "qwen3_5" {
+            let drafting = EngineOptions { drafts: 3, ..options() };
+            let folder = fixture(name).expect("as before");
+            let speculation = SpeculationOptions { depth: Depth::Fixed(3), optimistic: false };
+            let batch = BatchOptions { speculation, ..BatchOptions::default() };
+            let mut drafting = Batcher::new(engine(&folder, &runtime(2), drafting), batch);
+            let again = run(&mut drafting, vec![BatchRequest::new(0, second[..330].to_vec(), 100)]).remove(0);
+            assert_eq!(again.tokens, second[330..430], "drafts change nothing");
+            let next = run(&mut drafting, vec![BatchRequest::new(0, second.clone(), 10)]).remove(0);
+            assert_eq!((next.cached, &next.tokens), (outcome.cached, &outcome.tokens));
+            assert_all_is_back(&mut drafting);
+        }
         // The answer was decoded: without it the same bits come as from scratch.
         let exact = BatchOptions { reuse_generated: false, ..BatchOptions::default() };
         let mut batcher = self::batcher(name, exact).expect("as before");
@@ -131,6 +149,21 @@ fn a_next_turn_runs_only_what_is_new() {
         assert_eq!(reused.tokens, anew.tokens, "{name}");
         assert_all_is_back(&mut batcher);
     }
+}
+
+#[test]
+fn prompts_that_come_together_are_run_once() {
+    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let shared = prompt("qwen3_5", 1, 400);
+    let requests = (0..5).map(|i| {
+        let ids = if i == 3 { prompt("qwen3_5", 9, 20) } else { shared.clone() };
+        BatchRequest::new(i, ids, 5)
+    });
+    let outcomes = run(&mut batcher, requests.collect());
+    let cached: Vec<usize> = outcomes.iter().map(|o| o.cached).collect();
+    assert_eq!(cached, [0, 384, 384, 0, 384]);
+    assert!([1, 2, 4].iter().all(|&i| outcomes[i].tokens == outcomes[0].tokens));
+    assert_all_is_back(&mut batcher);
 }
 
 #[test]

@@ -117,6 +117,8 @@ impl App {
                 constraint,
                 marks: ask.marks.clone(),
                 deadline: Some(deadline),
+                // A seed decides a sampled text only as long as it does not draft.
+                speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
             };
             let (id, events) = self.engine.submit(request).await?;

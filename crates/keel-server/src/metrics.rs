@@ -1,9 +1,10 @@
 //! Counters and histograms, and the timer that every request carries.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use keel_array::Category;
+use keel_engine::SpeculationCounters;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
@@ -36,6 +37,11 @@ struct Bytes {
     kind: Word,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Position {
+    position: u64,
+}
+
 /// The server's metrics. Cloning gives another handle.
 #[derive(Clone)]
 pub struct Metrics(Arc<Inner>);
@@ -57,6 +63,10 @@ struct Inner {
     free_pages: Gauge,
     prefix_states: Gauge,
     memory: Family<Bytes, Gauge>,
+    drafted: Family<Position, Counter>,
+    accepted: Family<Position, Counter>,
+    /// What the counters of drafts hold already.
+    counted: Mutex<SpeculationCounters>,
 }
 
 /// Seconds, from a millisecond to a minute.
@@ -90,6 +100,9 @@ impl Metrics {
             free_pages: Gauge::default(),
             prefix_states: Gauge::default(),
             memory: Family::default(),
+            drafted: Family::default(),
+            accepted: Family::default(),
+            counted: Mutex::default(),
         };
         inner.register();
         Metrics(Arc::new(inner))
@@ -104,6 +117,7 @@ impl Metrics {
         inner.free_pages.set(status.free_pages as i64);
         inner.prefix_pages.set(status.prefix_pages as i64);
         inner.prefix_states.set(status.prefix_states as i64);
+        self.count_drafts(status.speculation);
         let ledger = engine.ledger();
         for (kind, report) in
             [("planned", engine.planned()), ("allocated", ledger.active()), ("peak", ledger.peak())]
@@ -116,6 +130,19 @@ impl Metrics {
         // Writing to a string cannot fail.
         let _ = encode(&mut text, &inner.registry);
         text
+    }
+
+    /// Moves the counters of drafts on to what the batch has counted.
+    fn count_drafts(&self, now: SpeculationCounters) {
+        let mut counted = self.0.counted.lock().unwrap_or_else(|e| e.into_inner());
+        let positions =
+            now.drafted.iter().zip(&now.accepted).zip(counted.drafted.iter().zip(&counted.accepted));
+        for (i, ((&drafted, &accepted), (&drafted_before, &accepted_before))) in positions.enumerate() {
+            let position = Position { position: i as u64 + 1 };
+            self.0.drafted.get_or_create(&position).inc_by(drafted.saturating_sub(drafted_before));
+            self.0.accepted.get_or_create(&position).inc_by(accepted.saturating_sub(accepted_before));
+        }
+        *counted = now;
     }
 
     fn set_memory(&self, category: Category, kind: &'static str, bytes: u64) {
@@ -153,6 +180,8 @@ impl Inner {
         r.register("pages_free", "Pages of keys and values that nobody holds", self.free_pages.clone());
         r.register("pages_prefix", "Pages that remembered prefixes hold", self.prefix_pages.clone());
         r.register("states_prefix", "Saved states of remembered prefixes", self.prefix_states.clone());
+        r.register("drafts", "Drafts made, by position behind the last token", self.drafted.clone());
+        r.register("drafts_accepted", "Drafts accepted, by position", self.accepted.clone());
         r.register("memory_bytes", "Bytes per category of the ledger", self.memory.clone());
     }
 }
@@ -227,7 +256,7 @@ impl Drop for RequestTimer {
         };
         m.finished.get_or_create(&Reason { reason: Word(reason) }).inc();
         m.request_time.observe(self.arrived.elapsed().as_secs_f64());
-        let ms = |d: Duration| d.as_secs_f64() * 1e3;
+        let ms = |d: Duration| (d.as_secs_f64() * 1e4).round() / 10.0;
         tracing::info!(
             request = self.id,
             reason,

@@ -67,5 +67,7 @@ fn sequence(s: &SequenceStatus) -> Value {
         "pages": s.pages,
         "pages_promised": s.pages_promised,
         "slot": s.slot,
+        "drafted": s.drafted,
+        "accepted": s.accepted,
     })
 }

@@ -5,6 +5,7 @@
 //! prompts by chunks under a token budget. Everything here is synchronous and knows no clock: the caller says what
 //! time it is.
 
+mod chooser;
 mod persist;
 mod policy;
 mod prefixes;
@@ -23,7 +24,8 @@ pub use request::{
     BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, RequestId, SequenceStatus, TokenLogprobs,
 };
 
-use crate::{Engine, EngineError, Result, Sampler};
+use crate::speculation::{RoundSequence, Speculation};
+use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
 
@@ -40,6 +42,8 @@ pub struct Batcher {
     waiting: VecDeque<Waiting>,
     running: Vec<Running>,
     prefixes: Prefixes,
+    /// Of sequences that have ended.
+    speculation: SpeculationCounters,
     /// Counts steps, so that prompts take turns.
     turn: usize,
     logits: Vec<f32>,
@@ -55,6 +59,7 @@ impl Batcher {
             options,
             waiting: VecDeque::new(),
             running: Vec::new(),
+            speculation: SpeculationCounters::default(),
             turn: 0,
             logits: Vec::new(),
             events: Vec::new(),
@@ -145,6 +150,7 @@ impl Batcher {
             prefix_pages: self.prefixes.tree().pages().count(),
             idle_prefix_pages: self.prefixes.evictable(self.engine.cache()),
             prefix_states: self.prefixes.tree().states(),
+            speculation: self.speculation.clone(),
         }
     }
 
@@ -182,13 +188,19 @@ impl Batcher {
         }
     }
 
-    /// Starts requests in the order in which they came, as long as the next one fits.
+    /// Starts requests in the order in which they came, as long as the next one fits. One whose prompt another is just
+    /// running keeps its place and lets those behind it pass.
     fn let_in(&mut self, now: Instant) {
+        let mut at = 0;
         while self.running.len() < self.engine.options().sequences {
-            let Some(next) = self.waiting.front() else { return };
+            let Some(next) = self.waiting.get(at) else { return };
             let hit = self.prefixes.find(&next.request.prompt);
+            if self.running.iter().any(|r| r.will_leave(&next.request.prompt, hit.len)) {
+                at += 1;
+                continue;
+            }
             let Some(hit) = self.promise(&next.request, hit) else { return };
-            let Some(waiting) = self.waiting.pop_front() else { return };
+            let Some(waiting) = self.waiting.remove(at) else { return };
             let id = waiting.request.id;
             let queued = now.saturating_duration_since(waiting.since);
             match self.start(waiting, &hit) {
@@ -231,34 +243,51 @@ impl Batcher {
         Ok(())
     }
 
-    /// Runs the last token of every answer and draws the next.
+    /// Runs the last token of every answer, with drafts behind it where the engine makes them, and draws what follows.
     fn decode(&mut self) {
         let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].is_decoding()).collect();
         if rows.is_empty() {
             return;
         }
-        let missing = rows.iter().filter(|&&i| self.needs_page(i, 1)).count();
+        let drafts = self.engine.options().drafts;
+        let missing = rows.iter().map(|&i| self.pages_for(i, drafts + 1)).sum();
         self.prefixes.make_room(self.engine.cache_mut(), missing, &[]);
-        let (tokens, mut sequences): (Vec<u32>, Vec<_>) = self
-            .running
-            .iter_mut()
-            .filter(|r| r.is_decoding())
-            .map(|r| (r.tokens[r.cache.len()], &mut r.cache))
-            .unzip();
-        if let Err(error) = self.engine.decode(&mut sequences, &tokens) {
-            // How far the step came is unknown, so none of its sequences can go on.
-            let message = error.to_string();
-            rows.iter().rev().for_each(|&i| self.fail(i, EngineError::Step(message.clone())));
-            return;
-        }
+        let drawn = if drafts > 0 { self.round() } else { self.decode_plainly(&rows) };
+        let drawn = match drawn {
+            Ok(drawn) => drawn,
+            Err(error) => {
+                // How far the step came is unknown, so none of its sequences can go on.
+                let message = error.to_string();
+                rows.iter().rev().for_each(|&i| self.fail(i, EngineError::Step(message.clone())));
+                return;
+            }
+        };
         let mut ended = Vec::new();
-        for (row, &i) in rows.iter().enumerate() {
-            let drawn = self.keep_state(i).and_then(|()| self.draw(i, row));
+        for (&i, drawn) in rows.iter().zip(drawn) {
+            let drawn = self.keep_state(i).and(drawn);
             if let Some(end) = self.report(i, drawn) {
                 ended.push((i, end));
             }
         }
         ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
+    }
+
+    /// A token for each answer.
+    fn decode_plainly(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
+        let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
+            self.running.iter_mut().filter(|r| r.is_decoding()).map(|r| (r.last(), &mut r.cache)).unzip();
+        self.engine.decode(&mut sequences, &tokens)?;
+        Ok(rows.iter().enumerate().map(|(row, &i)| self.draw(i, row)).collect())
+    }
+
+    /// One or more tokens for each answer.
+    fn round(&mut self) -> Result<Vec<Result<Drawn>>> {
+        let keeps_state = self.options.reuse_generated && self.engine.cache().spec().is_recurrent();
+        let decoding = self.running.iter_mut().filter(|r| r.is_decoding());
+        let mut batch: Vec<RoundSequence<'_>> = decoding.filter_map(|r| r.in_round(keeps_state)).collect();
+        let rounds = self.engine.round(&mut batch)?;
+        let decoding = self.running.iter_mut().filter(|r| r.speculation.is_some());
+        Ok(decoding.zip(rounds).map(|(r, round)| r.take(&round.tokens, round.is_last)).collect())
     }
 
     /// Runs chunks of prompts, and draws the first token of those that are done.
@@ -278,7 +307,7 @@ impl Batcher {
                 Ok(()) => {
                     let id = self.running[i].id;
                     self.emit(id, BatchEvent::Prefilled(done));
-                    if self.running[i].is_decoding() { self.draw(i, 0).map(Some) } else { Ok(None) }
+                    if self.running[i].is_decoding() { self.draw_first(i).map(Some) } else { Ok(None) }
                 }
                 Err(error) => Err(error),
             };
@@ -306,10 +335,11 @@ impl Batcher {
         Ok(())
     }
 
-    /// Whether the next `rows` tokens of a sequence begin a page.
-    fn needs_page(&self, i: usize, rows: usize) -> bool {
-        let cache = &self.running[i].cache;
-        cache.len() + rows > cache.pages().len() * AttentionSpec::PAGE
+    /// Pages that the next `rows` tokens of a sequence begin.
+    fn pages_for(&self, i: usize, rows: usize) -> usize {
+        let running = &self.running[i];
+        let rows = rows.min(running.rows_max(false));
+        (running.cache.len() + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(running.cache.pages().len())
     }
 
     /// Keeps the state of an answer at its last grid point, for a next turn.
@@ -318,6 +348,7 @@ impl Batcher {
         if !self.options.reuse_generated || !running.is_at_grid_of_answer() {
             return Ok(());
         }
+        self.engine.commit(&mut running.cache)?;
         let cache = self.engine.cache_mut();
         let at = running.cache.len();
         if !cache.spec().is_recurrent() {
@@ -333,6 +364,15 @@ impl Batcher {
         Ok(())
     }
 
+    /// The token behind a prompt that has just been run.
+    fn draw_first(&mut self, i: usize) -> Result<Drawn> {
+        if self.engine.options().drafts > 0 {
+            let hidden = self.engine.last_hidden()?;
+            self.running[i].speculation = Some(Speculation::new(self.options.speculation, hidden));
+        }
+        self.draw(i, 0)
+    }
+
     fn draw(&mut self, i: usize, row: usize) -> Result<Drawn> {
         let mut logits = std::mem::take(&mut self.logits);
         let drawn = self.engine.logits(row, &mut logits).and_then(|()| self.running[i].draw(&mut logits));
@@ -340,12 +380,12 @@ impl Batcher {
         drawn
     }
 
-    /// Reports a token, and returns how the sequence ended if it did.
+    /// Reports tokens, and returns how the sequence ended if it did.
     fn report(&mut self, i: usize, drawn: Result<Drawn>) -> Option<BatchEvent> {
         match drawn {
             Ok(drawn) => {
                 let id = self.running[i].id;
-                if let Some((token, logprobs)) = drawn.token {
+                for (token, logprobs) in drawn.tokens {
                     self.emit(id, BatchEvent::Token { id: token, logprobs });
                 }
                 drawn.finish.map(BatchEvent::Finished)
@@ -366,6 +406,9 @@ impl Batcher {
     /// Takes a sequence out of the batch and its memory back. What it knows is remembered up to its last state.
     fn leave(&mut self, i: usize) -> RequestId {
         let running = self.running.remove(i);
+        if let Some(speculation) = &running.speculation {
+            self.speculation.add(speculation.counters());
+        }
         let cache = self.engine.cache_mut();
         if let Some((at, state)) = running.rolling {
             self.prefixes.remember(cache, &running.tokens[..at], &running.cache, Some(state));

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::{EngineError, FinishReason, SamplerOptions};
+use crate::{EngineError, FinishReason, SamplerOptions, SpeculationCounters, SpeculationOptions};
 
 /// Names a request within its batch.
 pub type RequestId = u64;
@@ -58,6 +58,9 @@ pub struct BatchRequest {
     pub marks: Vec<usize>,
     /// The request fails when this has passed.
     pub deadline: Option<Instant>,
+    /// Whether it may draft, where the engine can. How many drafts pay depends on the load, and with them the order in
+    /// which random numbers are used: a sampled text that its seed should decide must not draft. A greedy one may.
+    pub speculate: bool,
 }
 
 impl BatchRequest {
@@ -73,6 +76,7 @@ impl BatchRequest {
             constraint: None,
             marks: Vec::new(),
             deadline: None,
+            speculate: true,
         }
     }
 }
@@ -125,6 +129,8 @@ pub struct BatchOptions {
     /// Remember generated tokens, too. They were run in the decode regime, so a later prompt that contains them gets
     /// a result that agrees with a fresh one to rounding, not to the bit.
     pub reuse_generated: bool,
+    /// How sequences draft, where the engine was made with drafts.
+    pub speculation: SpeculationOptions,
 }
 
 impl Default for BatchOptions {
@@ -135,6 +141,7 @@ impl Default for BatchOptions {
             queue_timeout: Duration::from_secs(60),
             reuse_prefixes: true,
             reuse_generated: true,
+            speculation: SpeculationOptions::default(),
         }
     }
 }
@@ -158,6 +165,10 @@ pub struct SequenceStatus {
     pub pages_promised: usize,
     /// Slot of the recurrent state.
     pub slot: u32,
+    /// Drafts made.
+    pub drafted: u64,
+    /// Drafts accepted.
+    pub accepted: u64,
 }
 
 /// Counts of a batch at one moment.
@@ -177,4 +188,6 @@ pub struct BatchStatus {
     pub idle_prefix_pages: usize,
     /// Saved states of remembered prefixes.
     pub prefix_states: usize,
+    /// What speculation came to, of all sequences that have ended.
+    pub speculation: SpeculationCounters,
 }

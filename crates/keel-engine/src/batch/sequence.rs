@@ -5,9 +5,11 @@ use std::time::Instant;
 use keel_array::AttentionSpec;
 use keel_cache::SequenceCache;
 
+use super::chooser::BatchChooser;
 use super::policy::PromptRest;
-use super::request::{BatchRequest, Constraint, RequestId, SequenceStatus, TokenLogprobs};
-use crate::{EngineError, FinishReason, PREFILL_GRID, Result, Sampler};
+use super::request::{BatchRequest, RequestId, SequenceStatus, TokenLogprobs};
+use crate::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
+use crate::{FinishReason, PREFILL_GRID, Result, Sampler};
 
 /// A request that has memory.
 pub(super) struct Running {
@@ -22,17 +24,18 @@ pub(super) struct Running {
     /// The state at the last grid point of the answer: position and checkpoint.
     pub rolling: Option<(usize, u32)>,
     pub deadline: Option<Instant>,
+    /// Set behind the prompt, where the engine drafts.
+    pub speculation: Option<Speculation>,
     max_tokens: usize,
-    sampler: Sampler,
+    chooser: BatchChooser,
     end_tokens: Vec<u32>,
-    top_logprobs: Option<usize>,
-    constraint: Option<Box<dyn Constraint>>,
 }
 
-/// What a draw led to.
+/// What a step led to.
+#[derive(Default)]
 pub(super) struct Drawn {
-    /// The token, unless it is one that ends the text.
-    pub token: Option<(u32, Option<TokenLogprobs>)>,
+    /// Tokens that belong to the text.
+    pub tokens: Vec<(u32, Option<TokenLogprobs>)>,
     pub finish: Option<FinishReason>,
 }
 
@@ -44,6 +47,7 @@ pub(super) fn pages_at_full_length(prompt_len: usize, max_tokens: usize) -> usiz
 impl Running {
     /// A sequence that holds the first tokens of the prompt and is to save its state at `stops`.
     pub fn new(request: BatchRequest, cache: SequenceCache, stops: Vec<usize>, sampler: Sampler) -> Running {
+        let chooser = SamplerChooser::new(sampler, request.constraint, request.end_tokens.clone());
         Running {
             id: request.id,
             cached_tokens: cache.len(),
@@ -53,11 +57,10 @@ impl Running {
             stops,
             rolling: None,
             deadline: request.deadline,
+            speculation: None,
             max_tokens: request.max_tokens,
-            sampler,
+            chooser: BatchChooser::new(chooser, request.top_logprobs, request.speculate),
             end_tokens: request.end_tokens,
-            top_logprobs: request.top_logprobs,
-            constraint: request.constraint,
         }
     }
 
@@ -78,6 +81,16 @@ impl Running {
         self.stops.contains(&self.cache.len())
     }
 
+    /// Whether it is about to save a state within `prompt`, behind the `known_len` tokens that are remembered of it, and
+    /// will be there no later than the prompt's own sequence would.
+    pub fn will_leave(&self, prompt: &[u32], known_len: usize) -> bool {
+        let at = self.cache.len();
+        let ahead = self.stops.iter().copied().filter(|&stop| stop > at && stop > known_len);
+        at >= known_len
+            && !self.is_decoding()
+            && ahead.take_while(|&stop| stop < prompt.len()).any(|stop| self.tokens[..stop] == prompt[..stop])
+    }
+
     /// Whether an answer has come to a grid point behind the prompt.
     pub fn is_at_grid_of_answer(&self) -> bool {
         let at = self.cache.len();
@@ -90,31 +103,67 @@ impl Running {
         all.saturating_sub(self.cache.pages().len())
     }
 
+    /// The token that was drawn last, which has not been run.
+    pub fn last(&self) -> u32 {
+        self.tokens[self.cache.len()]
+    }
+
+    /// Rows that its next step may run at most. A round never crosses a grid point whose state is to be kept.
+    pub fn rows_max(&self, keeps_state: bool) -> usize {
+        let left = self.max_tokens - (self.tokens.len() - self.prompt_len);
+        let to_grid = PREFILL_GRID - self.cache.len() % PREFILL_GRID;
+        if keeps_state { left.min(to_grid) } else { left }
+    }
+
+    /// Its part in a round.
+    pub fn in_round(&mut self, keeps_state: bool) -> Option<RoundSequence<'_>> {
+        let (last, tokens_max) = (self.last(), self.rows_max(keeps_state));
+        let speculation = self.speculation.as_mut()?;
+        Some(RoundSequence {
+            cache: &mut self.cache,
+            speculation,
+            chooser: &mut self.chooser,
+            last,
+            tokens_max,
+        })
+    }
+
     /// Draws the next token from the logits, which are overwritten.
     pub fn draw(&mut self, logits: &mut [f32]) -> Result<Drawn> {
-        let raw = self.top_logprobs.map(|_| logits.to_vec());
-        if let Some(constraint) = &mut self.constraint {
-            constraint.mask(logits).map_err(EngineError::Constraint)?;
+        let choice = self.chooser.choose(logits, None)?;
+        self.take(&[choice.token], choice.is_last)
+    }
+
+    /// Takes tokens that were chosen. One that ends the text is not part of it.
+    ///
+    /// # Errors
+    /// What the constraint said meanwhile.
+    pub fn take(&mut self, chosen: &[u32], is_last: bool) -> Result<Drawn> {
+        if let Some(error) = self.chooser.take_failure() {
+            return Err(error);
         }
-        let id = self.sampler.sample(logits);
-        if self.end_tokens.contains(&id) {
-            return Ok(Drawn { token: None, finish: Some(FinishReason::Stop) });
+        let mut drawn = Drawn::default();
+        let mut logprobs = self.chooser.take_logprobs();
+        for &id in chosen {
+            let logprobs = logprobs.next();
+            if self.end_tokens.contains(&id) {
+                drawn.finish = Some(FinishReason::Stop);
+                return Ok(drawn);
+            }
+            self.tokens.push(id);
+            drawn.tokens.push((id, logprobs));
         }
-        if let Some(constraint) = &mut self.constraint {
-            constraint.accept(id).map_err(EngineError::Constraint)?;
-        }
-        self.tokens.push(id);
-        let is_complete = self.constraint.as_ref().is_some_and(|constraint| constraint.is_complete());
-        let finish = if is_complete {
-            Some(FinishReason::Stop)
-        } else {
-            (self.tokens.len() - self.prompt_len >= self.max_tokens).then_some(FinishReason::Length)
+        let is_full = self.tokens.len() - self.prompt_len >= self.max_tokens;
+        drawn.finish = match (is_last, is_full) {
+            (true, _) => Some(FinishReason::Stop),
+            (false, true) => Some(FinishReason::Length),
+            (false, false) => None,
         };
-        let logprobs = raw.zip(self.top_logprobs).map(|(raw, count)| logprobs(&raw, id, count));
-        Ok(Drawn { token: Some((id, logprobs)), finish })
+        Ok(drawn)
     }
 
     pub fn status(&self) -> SequenceStatus {
+        let counters = self.speculation.as_ref().map(|s| s.counters().clone()).unwrap_or_default();
         SequenceStatus {
             id: self.id,
             prompt_tokens: self.prompt_len,
@@ -124,42 +173,15 @@ impl Running {
             pages: self.cache.pages().len(),
             pages_promised: pages_at_full_length(self.prompt_len, self.max_tokens),
             slot: self.cache.slot(),
+            drafted: counters.drafted_total(),
+            accepted: counters.accepted_total(),
         }
     }
 }
 
-/// Log softmax at the token drawn and at the `count` most probable, in f64 sums.
-fn logprobs(logits: &[f32], drawn: u32, count: usize) -> TokenLogprobs {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
-    let of = |logit: f32| (f64::from(logit - max) - sum.ln()) as f32;
-    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    let by_logit = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    let count = count.min(order.len());
-    if count > 0 && count < order.len() {
-        order.select_nth_unstable_by(count - 1, by_logit);
-    }
-    order.truncate(count);
-    order.sort_unstable_by(by_logit);
-    let top = order.into_iter().map(|id| (id, of(logits[id as usize]))).collect();
-    TokenLogprobs { drawn: logits.get(drawn as usize).map_or(f32::NEG_INFINITY, |&l| of(l)), top }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
-
-    #[test]
-    fn log_probabilities_add_up_to_one() {
-        let logits: Vec<f32> = (0..33).map(|i| ((i * 7) % 13) as f32 / 3.0).collect();
-        let all = logprobs(&logits, 4, 33);
-        let sum: f64 = all.top.iter().map(|&(_, p)| f64::from(p).exp()).sum();
-        assert!((sum - 1.0).abs() < 1e-5, "{sum}");
-        assert!(all.top.windows(2).all(|w| w[0].1 >= w[1].1));
-        assert_eq!(all.drawn, all.top.iter().find(|t| t.0 == 4).expect("listed").1);
-        assert_eq!(logprobs(&logits, 4, 3).top, all.top[..3]);
-        assert!(logprobs(&logits, 4, 0).top.is_empty());
-    }
+    use super::pages_at_full_length;
 
     #[test]
     fn the_last_token_needs_no_room() {

@@ -55,7 +55,17 @@ fn signature(tool: &Value) -> Result<(String, Value)> {
         Value::Object(_) => function["parameters"].clone(),
         _ => return Err(wrong("tools", format!("the parameters of {name} are no JSON schema"))),
     };
-    Ok((name.to_string(), parameters))
+    Ok((name.to_string(), closed(parameters)))
+}
+
+/// Arguments that a tool does not list are of no use to it, unless it says that it takes them.
+fn closed(mut parameters: Value) -> Value {
+    if let Value::Object(schema) = &mut parameters
+        && schema.contains_key("properties")
+    {
+        schema.entry("additionalProperties").or_insert(json!(false));
+    }
+    parameters
 }
 
 /// What `response_format` (or the `format` of a response's text) asks for.
@@ -106,6 +116,15 @@ mod tests {
         }
         assert!(Tools::new(None, Some(&json!("required")), true).is_err());
         assert!(Tools::new(Some(vec![json!({})]), None, true).is_err());
+    }
+
+    #[test]
+    fn arguments_are_those_that_a_tool_lists() {
+        let tool = |parameters: Value| json!({"function": {"name": "f", "parameters": parameters}});
+        let of = |parameters| signature(&tool(parameters)).expect("right").1;
+        assert_eq!(of(json!({"properties": {}}))["additionalProperties"], false);
+        assert_eq!(of(json!({"properties": {}, "additionalProperties": true}))["additionalProperties"], true);
+        assert_eq!(of(json!({"type": "object"})), json!({"type": "object"}));
     }
 
     #[test]

@@ -30,6 +30,7 @@ pub fn engine_options() -> EngineOptions {
         prefill_step: 512,
         checkpoints: 48,
         pool_pages: Some(64),
+        drafts: 2,
         ..EngineOptions::default()
     }
 }

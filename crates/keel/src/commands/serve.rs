@@ -6,8 +6,8 @@ use std::time::{Duration, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use clap::Args;
 use keel_array::{AttentionSpec, Category};
-use keel_engine::EngineOptions;
 use keel_engine::batch::BatchOptions;
+use keel_engine::{DRAFTS_MAX, EngineError, EngineOptions, SpeculationOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_server::{ModelText, PrefixStore, Server, ServerOptions, bind, wait_for_signal};
 use keel_text::TextFiles;
@@ -60,6 +60,10 @@ pub struct ServeArgs {
     /// Folder in which remembered prefixes outlive the server. A damaged file in it is passed over with a warning.
     #[arg(long, value_name = "FOLDER", conflicts_with = "no_prefix_reuse")]
     prefix_cache_dir: Option<PathBuf>,
+    /// Drafts of the multi-token-prediction head that a step may verify for each sequence, if the model has one; how many
+    /// are made is measured, down to none. A sampled request with a seed makes none.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=DRAFTS_MAX as i64))]
+    drafts: u8,
     /// Tokens of one step, of answers and prompts together: a long prompt delays others by no more than this.
     #[arg(long, value_name = "N", default_value_t = 512)]
     step_tokens: usize,
@@ -124,11 +128,22 @@ pub fn run(args: &ServeArgs) -> Result<()> {
 fn engine_options(args: &ServeArgs, model: &Model) -> Result<EngineOptions> {
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
-    let base = EngineOptions { context, sequences: args.sequences, ..args.engine.options() };
+    let drafts = if model.config.mtp_layers > 0 { args.drafts.into() } else { 0 };
+    let mut base = EngineOptions { context, sequences: args.sequences, drafts, ..args.engine.options() };
     let all_pages = args.sequences * context.div_ceil(AttentionSpec::PAGE);
-    let probe = EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..base };
     let parameters = CheckpointParameters(&model.checkpoint);
-    let one = session::plan(&args.device, &parameters, model.checkpoint.config(), probe)?;
+    let probe = |base| {
+        let small = EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..base };
+        session::plan(&args.device, &parameters, model.checkpoint.config(), small)
+    };
+    let one = match probe(base) {
+        // A config may speak of a head that the checkpoint was saved without.
+        Err(error) if matches!(error.downcast_ref(), Some(EngineError::NoMtpHead)) => {
+            base.drafts = 0;
+            probe(base)?
+        }
+        one => one?,
+    };
     let pages = match args.kv_cache {
         Some(bytes) => (bytes / one.get(Category::Kv).max(1)) as usize,
         None => POOL_TOKENS_DEFAULT.max(context).div_ceil(AttentionSpec::PAGE),
@@ -152,6 +167,7 @@ fn server_options(args: &ServeArgs, model: &Model) -> Result<ServerOptions> {
             queue_timeout: Duration::from_secs(args.queue_timeout),
             reuse_prefixes: !args.no_prefix_reuse,
             reuse_generated: !args.no_prefix_reuse && !args.exact_prefix_reuse,
+            speculation: SpeculationOptions::default(),
         },
         model_id: args.name.clone().or(folder.map(str::to_string)).unwrap_or_else(|| "keel".into()),
         max_tokens_default: args.max_tokens,
