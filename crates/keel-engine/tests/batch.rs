@@ -78,7 +78,7 @@ fn assert_all_is_back(batcher: &mut Batcher) {
 
 #[test]
 fn every_sequence_of_a_busy_batch_gets_the_tokens_it_gets_alone() {
-    let speculation = SpeculationOptions { depth: Depth::Fixed(2), optimistic: false };
+    let speculation = SpeculationOptions { depth: Depth::Fixed(2), ..SpeculationOptions::default() };
     let batch = BatchOptions { step_tokens: 128, speculation, ..BatchOptions::default() };
     for (name, drafts) in [("qwen3_5", 0), ("qwen3_5", 3), ("qwen3_5_moe", 3), ("qwen3_5_mlx_4bit", 0)] {
         let Some(folder) = fixture(name) else { return };
@@ -129,7 +129,7 @@ fn a_next_turn_runs_only_what_is_new() {
         if name == "qwen3_5" {
             let drafting = EngineOptions { drafts: 3, ..options() };
             let folder = fixture(name).expect("as before");
-            let speculation = SpeculationOptions { depth: Depth::Fixed(3), optimistic: false };
+            let speculation = SpeculationOptions { depth: Depth::Fixed(3), ..SpeculationOptions::default() };
             let batch = BatchOptions { speculation, ..BatchOptions::default() };
             let mut drafting = Batcher::new(engine(&folder, &runtime(2), drafting), batch);
             let again = run(&mut drafting, vec![BatchRequest::new(0, second[..330].to_vec(), 100)]).remove(0);
