@@ -1,5 +1,6 @@
 //! A GPU as a device of the array runtime.
 
+mod call;
 mod dispatch;
 mod launch;
 mod operand;

@@ -1,7 +1,7 @@
 //! Attention over pages: new rows go to their pages first, then a block takes a tile of rows and heads against a share
 //! of the keys.
 
-use super::sequence::{BatchCheck, check_batch};
+use super::batch::{BatchCheck, check_batch};
 use super::{Bound, Call, Geometry};
 use crate::backend::Precision;
 use crate::driver::Arguments;

@@ -1,6 +1,7 @@
 //! From the operations of the array runtime to kernel launches, by family.
 
 mod attention;
+mod batch;
 mod create;
 mod custom;
 mod elementwise;
@@ -13,7 +14,7 @@ mod reduce;
 mod sequence;
 
 use super::Precision;
-use super::launch::{COUNTERS, Call, Geometry};
+use super::call::{COUNTERS, Call, Geometry};
 use super::operand::Bound;
 use keel_array::{ArrayError, Kernel, Op};
 
@@ -68,7 +69,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, precision: Precision) -> usize {
 pub(super) fn describe_fault(kernel: &Kernel, what: u32, number: u32, bound: u32) -> String {
     match (&kernel.op, what) {
         (Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_), _) => {
-            sequence::describe_fault(what, number, bound)
+            batch::describe_fault(what, number, bound)
         }
         (Op::GatherLinear { .. }, _) => format!("expert {number} of a stack of {bound}"),
         // An index that is negative as an i32 is out of every range.

@@ -1,0 +1,123 @@
+//! A kernel with its memory, and how it reaches the stream.
+
+use super::operand::Bound;
+use super::{Gpu, Precision};
+use crate::driver::{Arguments, Product, driver};
+use crate::error::Result;
+use crate::kernels::KernelKey;
+use keel_array::{ArrayError, Kernel};
+
+/// Counters that kernels find at zero and leave at zero: blocks of a launch count each other with them.
+pub(super) const COUNTERS: usize = 1 << 16;
+
+/// A kernel with its memory.
+pub(super) struct Call<'a> {
+    pub gpu: &'a Gpu,
+    pub precision: Precision,
+    pub kernel: &'a Kernel,
+    /// Number of the kernel within the launch, for reports.
+    pub index: usize,
+    pub inputs: Vec<Bound<'a>>,
+    pub outputs: Vec<Bound<'a>>,
+    /// Address of what `workspace_bytes` asked for.
+    pub scratch: u64,
+    /// Address of the report.
+    pub fault: u64,
+    /// Address of [`COUNTERS`] counters.
+    pub counters: u64,
+}
+
+/// Blocks, threads and dynamic shared memory of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Geometry {
+    pub grid: (usize, usize, usize),
+    pub block: (usize, usize, usize),
+    pub shared_bytes: usize,
+}
+
+impl Geometry {
+    /// One thread for each of `n` elements; kernels stride on where the grid ends.
+    pub fn elements(n: usize) -> Geometry {
+        const BLOCK: usize = 256;
+        const BLOCKS_MAX: usize = 1 << 20;
+        Geometry {
+            grid: (n.div_ceil(BLOCK).clamp(1, BLOCKS_MAX), 1, 1),
+            block: (BLOCK, 1, 1),
+            shared_bytes: 0,
+        }
+    }
+
+    /// One thread for each of `n` elements, without striding.
+    pub fn every_element(n: usize) -> Geometry {
+        Geometry { grid: (n.div_ceil(256).max(1), 1, 1), block: (256, 1, 1), shared_bytes: 0 }
+    }
+
+    /// One block for each row.
+    pub fn rows(rows: usize, block: usize) -> Geometry {
+        Geometry { grid: (rows, 1, 1), block: (block, 1, 1), shared_bytes: 0 }
+    }
+}
+
+impl Call<'_> {
+    /// Puts a kernel on the stream. A grid without blocks is nothing to do.
+    pub fn launch(
+        &self,
+        key: &KernelKey,
+        geometry: Geometry,
+        mut arguments: Arguments,
+    ) -> Result<(), ArrayError> {
+        let (x, y, z) = geometry.grid;
+        if x * y * z == 0 {
+            return Ok(());
+        }
+        self.try_launch(key, geometry, &mut arguments).map_err(|e| e.in_op(self.kernel.op.name()))
+    }
+
+    fn try_launch(&self, key: &KernelKey, geometry: Geometry, arguments: &mut Arguments) -> Result<()> {
+        let function = self.gpu.modules.function(key, geometry.shared_bytes)?;
+        let mut pointers = arguments.pointers();
+        let (x, y, z) = geometry.grid;
+        // SAFETY: the arguments match the entry point's parameters, which the tests of every operation exercise; all
+        // addresses were checked against their memory, which the launch owns until the stream has passed.
+        unsafe {
+            driver!(cuLaunchKernel(
+                function.0,
+                x as u32,
+                y as u32,
+                z as u32,
+                geometry.block.0 as u32,
+                geometry.block.1 as u32,
+                geometry.block.2 as u32,
+                geometry.shared_bytes as u32,
+                self.gpu.device.stream(),
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut(),
+            ))
+        }
+    }
+
+    /// The error of this kernel.
+    pub fn error(&self, reason: String) -> ArrayError {
+        ArrayError::Kernel { op: self.kernel.op.name().into(), reason }
+    }
+
+    /// Puts a product of cuBLASLt on the stream: x, w and y by address, and the library's own scratch.
+    pub fn multiply(&self, product: Product, operands: (u64, u64, u64), own: u64) -> Result<()> {
+        // SAFETY: the operands were checked against their memory or lie in the kernel's scratch, which the arena has
+        // room for, as it has for the library's own.
+        unsafe { self.gpu.blas.multiply(&self.gpu.device, product, operands, own) }
+    }
+
+    /// Copies bytes on the stream; nothing if they are there already.
+    pub fn bring(&self, from: &Bound<'_>, to: &Bound<'_>) -> Result<(), ArrayError> {
+        if from.address == to.address {
+            return Ok(());
+        }
+        let bytes = from.len() * from.dtype.size();
+        // SAFETY: both operands are contiguous, as long, and checked against their memory.
+        let copied = unsafe {
+            driver!(cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, self.gpu.device.stream()))
+        };
+        copied.map_err(|e| e.in_op(self.kernel.op.name()))
+    }
+}

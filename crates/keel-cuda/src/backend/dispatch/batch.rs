@@ -1,0 +1,82 @@
+//! The arrays that say which rows belong to which sequence, checked on the device before kernels trust them.
+
+use super::{Bound, Call, Geometry};
+use crate::driver::Arguments;
+use crate::kernels::{BATCH, KernelKey};
+use keel_array::ArrayError;
+
+/// What `batch.cu` has found.
+pub(super) fn describe_fault(what: u32, number: u32, bound: u32) -> String {
+    match what {
+        2 => format!("the rows of the sequences do not divide {bound} rows: one ends at {number}"),
+        3 => format!("a sequence is in slot {number} of {bound}"),
+        4 => format!("sequences {} and {} are both in slot {number}", bound >> 16, bound & 0xffff),
+        5 => format!("a sequence ends at position {number} but its table has {bound} pages of 256"),
+        6 => format!("a sequence is in page {number} of {bound}"),
+        8 => format!("sequence {} accepted {number} rows, and its log holds {}", bound & 0xffff, bound >> 16),
+        10 => format!(
+            "the pages of a window of {bound} come round within a step of {number} rows, which the GPU does not take: use \
+             --prefill-step 64"
+        ),
+        9 => format!("{number} rows of a sequence are to be kept open in {bound}"),
+        _ => format!("a sequence starts at {number}; prefill starts at multiples of {bound}"),
+    }
+}
+
+/// The operands of an operation that describe its batch, and what they are checked against.
+#[derive(Default)]
+pub(super) struct BatchCheck<'a> {
+    pub rows: usize,
+    /// Slots, and how many there are.
+    pub slot: Option<(&'a Bound<'a>, usize)>,
+    pub position: Option<&'a Bound<'a>>,
+    /// Page table, and how many pages there are.
+    pub table: Option<(&'a Bound<'a>, usize)>,
+    pub window: usize,
+    /// What positions are multiples of.
+    pub grid: usize,
+    pub log: Option<Log<'a>>,
+}
+
+/// Rows that may be taken back.
+#[derive(Clone, Copy)]
+pub(super) struct Log<'a> {
+    /// `[slots, R, ..]`.
+    pub rows: &'a Bound<'a>,
+    pub accepted: &'a Bound<'a>,
+    pub keep_open: bool,
+}
+
+impl Log<'_> {
+    /// Rows of a slot.
+    pub fn capacity(&self) -> usize {
+        self.rows.layout.shape[1]
+    }
+}
+
+pub(super) fn check_batch(
+    call: &Call<'_>,
+    row_start: &Bound<'_>,
+    check: &BatchCheck<'_>,
+) -> Result<(), ArrayError> {
+    let address = |bound: Option<&Bound<'_>>| bound.map_or(0, |b| b.address);
+    let arguments = Arguments::default()
+        .pointer(row_start.address)
+        .pointer(address(check.slot.map(|s| s.0)))
+        .pointer(address(check.position))
+        .pointer(address(check.table.map(|t| t.0)))
+        .pointer(address(check.log.map(|log| log.accepted)))
+        .u32(row_start.len().saturating_sub(1))
+        .u32(check.rows)
+        .u32(check.slot.map_or(0, |s| s.1))
+        .u32(check.table.map_or(0, |t| t.1))
+        .u32(check.table.map_or(0, |t| t.0.width()))
+        .u32(check.window)
+        .u32(check.grid)
+        .u32(check.log.map_or(0, |log| log.capacity()))
+        .u32(check.log.map_or(0, |log| usize::from(log.keep_open)))
+        .pointer(call.fault)
+        .u32(call.index);
+    let geometry = Geometry { grid: (1, 1, 1), block: (256, 1, 1), shared_bytes: 0 };
+    call.launch(&KernelKey::new(BATCH, "check_batch"), geometry, arguments)
+}

@@ -1,0 +1,168 @@
+//! Products with packed weights. Which kernel multiplies depends on shapes alone:
+//!
+//! | rows | affine weight | dense bf16 weight | f32 arithmetic, other dense weights |
+//! |---|---|---|---|
+//! | up to [`FEW_ROWS`] | integer products, one pass over the weight | bf16 products | `exact_rows` |
+//! | up to [`TILED_ROWS_MAX`] | widened on the way into the tensor cores (Hopper) | cuBLASLt | `exact_tiled` |
+//! | more | widened to bf16 in scratch, then cuBLASLt | cuBLASLt | `exact_tiled` |
+
+mod blas;
+mod exact;
+mod few_rows;
+mod gather;
+mod tiled;
+
+use super::{Bound, Call, Geometry};
+use crate::backend::operand::c_type;
+use crate::backend::weights::Layout;
+use crate::driver::Arguments;
+use crate::kernels::{DEQUANTIZE, KernelKey, Source};
+use blas::{blas_scratch, through_blas};
+use exact::{exact_rows, exact_tiled};
+use few_rows::{few_rows, few_rows_kernel};
+pub(super) use gather::gather;
+use gather::{grouped_scratch, takes_groups};
+use keel_array::{ArrayError, Compute, DType, Kernel, WeightFormat, WeightSpec};
+use tiled::{half_rows_bytes, parts, tiled};
+
+/// Rows that are multiplied in one pass over the weight, whose bits do not depend on how many they are.
+const FEW_ROWS: usize = 16;
+
+/// Rows up to which widening the weight in registers, for each 128 rows anew, is faster than widening it once in memory.
+const TILED_ROWS_MAX: usize = 256;
+
+/// Columns of a tile of a packed weight, and rows.
+const TILE_COLS: usize = 64;
+const TILE_ROWS: usize = 16;
+
+/// Rows of a weight from which on tensor cores are worth the preparation of x.
+const TENSOR_ROWS_MIN: usize = 64;
+
+/// Blocks that fill a device, for products on tensor cores.
+const BLOCKS_WANTED: usize = 132;
+
+/// How a weight is multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Arithmetic {
+    /// f32 throughout.
+    Exact,
+    /// Affine codes.
+    Affine,
+    /// bf16 as stored.
+    Half,
+}
+
+fn arithmetic(weight: &WeightSpec) -> Arithmetic {
+    match weight.format {
+        _ if weight.compute == Compute::F32 || weight.rows < TENSOR_ROWS_MIN => Arithmetic::Exact,
+        WeightFormat::Affine { .. } => Arithmetic::Affine,
+        // Lanes of the tensor cores' kernels take eight columns at a time.
+        WeightFormat::Dense(DType::BF16) if weight.cols.is_multiple_of(8) => Arithmetic::Half,
+        _ => Arithmetic::Exact,
+    }
+}
+
+fn col_tiles(weight: &WeightSpec) -> usize {
+    weight.cols.div_ceil(TILE_COLS)
+}
+
+fn row_tiles(weight: &WeightSpec) -> usize {
+    weight.rows.div_ceil(TILE_ROWS)
+}
+
+/// A kernel for a packed weight, with the weight's shape and coding as constants.
+fn weight_key(source: Source, entry: &'static str, weight: &WeightSpec) -> KernelKey {
+    let key = KernelKey::new(source, entry).define("DIM_N", weight.rows).define("DIM_K", weight.cols);
+    match weight.format {
+        WeightFormat::Dense(dtype) => key.define("WEIGHT_T", c_type(dtype)),
+        WeightFormat::Affine { bits, group_size, scale_dtype } => {
+            key.define("BITS", bits).define("GROUP", group_size).define("PAIR_T", c_type(scale_dtype))
+        }
+        WeightFormat::Blocks(format) => unreachable!("no weight in {format} blocks was packed"),
+    }
+}
+
+/// The pointers of a packed weight: codes and pairs, or dense rows.
+fn packed(arguments: Arguments, weight: &WeightSpec, operand: &Bound<'_>) -> Arguments {
+    match weight.format {
+        WeightFormat::Dense(_) => arguments.pointer(operand.address),
+        _ => arguments.pointer(operand.address).pointer(operand.address + Layout::of(weight).pairs as u64),
+    }
+}
+
+/// `y = x W^T`, onto a residual if there is one.
+pub(super) fn linear(
+    weight: &WeightSpec,
+    residual: Option<&Bound<'_>>,
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let rows = call.inputs[0].len() / weight.cols;
+    match arithmetic(weight) {
+        Arithmetic::Exact if rows <= FEW_ROWS => exact_rows(weight, residual, rows, call),
+        Arithmetic::Exact => exact_tiled(weight, residual, rows, call),
+        _ if rows <= FEW_ROWS => few_rows(weight, residual, rows, call),
+        Arithmetic::Affine if rows <= TILED_ROWS_MAX && call.gpu.has_wgmma() => {
+            tiled(weight, residual, rows, call)
+        }
+        _ => through_blas(weight, residual, rows, call),
+    }
+}
+
+fn address(operand: Option<&Bound<'_>>) -> u64 {
+    operand.map_or(0, |operand| operand.address)
+}
+
+/// Warps that share the columns of a row tile, in units of so many column tiles. A function of the weight's shape alone,
+/// since it orders the sums: about eight, as many as have equal shares, and more where few row tiles meet long columns.
+fn split(weight: &WeightSpec, tiles_at_once: usize) -> usize {
+    let units = col_tiles(weight).div_ceil(tiles_at_once);
+    let long = weight.cols > 8192 && weight.rows < 5000;
+    let best = if long { 12..=18 } else { 5..=10 };
+    // The largest number of warps that divides the units leaves none idle.
+    best.rev().find(|warps| units.is_multiple_of(*warps)).unwrap_or(8).min(units)
+}
+
+/// Rows of a weight as f32.
+pub(super) fn embedding(weight: &WeightSpec, call: &Call<'_>) -> Result<(), ArrayError> {
+    let ids = &call.inputs[0];
+    let key = weight_key(DEQUANTIZE, "embedding_rows", weight).define("INDEX", c_type(ids.dtype));
+    let arguments = packed(Arguments::default(), weight, &call.inputs[1])
+        .pointer(ids.address)
+        .pointer(call.outputs[0].address)
+        .pointer(call.fault)
+        .u32(call.index);
+    call.launch(&key, Geometry::rows(ids.len(), 128), arguments)
+}
+
+/// Scratch of `Linear`. The same on every device, so that a plan needs none: the largest that any takes.
+pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel) -> usize {
+    let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
+    match arithmetic(weight) {
+        Arithmetic::Exact => 0,
+        _ if rows <= FEW_ROWS => {
+            let kernel = few_rows_kernel(weight, rows, 0);
+            if kernel.fused { 0 } else { kernel.prepared_bytes }
+        }
+        arithmetic => {
+            let blas = blas_scratch(weight, rows).end;
+            if arithmetic != Arithmetic::Affine || rows > TILED_ROWS_MAX {
+                return blas;
+            }
+            let parts = parts(weight, rows);
+            let sums = if parts == 1 { 0 } else { parts * rows * weight.rows * size_of::<f32>() };
+            blas.max(half_rows_bytes(weight, rows).next_multiple_of(256) + sums)
+        }
+    }
+}
+
+/// Scratch of `GatherLinear`.
+pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel) -> usize {
+    let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
+    let rows = elements(2);
+    match arithmetic(weight) {
+        Arithmetic::Affine if takes_groups(weight, rows) => {
+            grouped_scratch(weight, elements(0) / weight.cols, rows)[2]
+        }
+        _ => 0,
+    }
+}

@@ -1,0 +1,98 @@
+//! Products whose weight is widened on its way into Hopper's tensor cores.
+
+use super::super::{Bound, Call, Geometry};
+use super::{BLOCKS_WANTED, TILE_COLS, address, col_tiles, packed, row_tiles, weight_key};
+use crate::driver::Arguments;
+use crate::kernels::{KernelKey, LINEAR_TILED};
+use keel_array::{ArrayError, WeightFormat, WeightSpec};
+
+/// Rows of x that a block of `linear_tiled` takes.
+pub(super) fn tile_of(rows: usize) -> usize {
+    match rows {
+        0..=32 => 32,
+        33..=64 => 64,
+        _ => 128,
+    }
+}
+
+/// Parts of K that blocks share where there are too few to fill the device.
+pub(super) fn parts(weight: &WeightSpec, rows: usize) -> usize {
+    if !(rows * weight.rows).is_multiple_of(4) {
+        return 1;
+    }
+    let blocks = rows.div_ceil(tile_of(rows)) * row_tiles(weight).div_ceil(8);
+    (BLOCKS_WANTED / blocks).clamp(1, 8).min(col_tiles(weight).div_ceil(8))
+}
+
+/// The key of an entry of `linear_tiled.cu`, whose constants all entries share.
+pub(super) fn tiled_key(entry: &'static str, weight: &WeightSpec, rows: usize, parts: usize) -> KernelKey {
+    weight_key(LINEAR_TILED, entry, weight).define("BT", tile_of(rows)).define("SPLITS", parts)
+}
+
+/// Dynamic shared memory of `linear_tiled`: rings of fetches of two column tiles, one of x for the block, one of W for each
+/// warp, and the barriers of the latter.
+pub(super) fn tiled_shared_bytes(weight: &WeightSpec, tile: usize) -> usize {
+    let WeightFormat::Affine { bits, group_size, scale_dtype } = weight.format else {
+        unreachable!("tiles of affine weights")
+    };
+    let pair_bytes = 32 * if group_size == 32 { 2 } else { 1 } * scale_dtype.size();
+    let shared_groups = if group_size == 128 { 1 } else { 2 };
+    let slot = 2 * 128 * usize::from(bits) + shared_groups * pair_bytes;
+    let (x_stages, w_stages) = (if tile == 128 { 2 } else { 4 }, if tile == 32 { 8 } else { 4 });
+    1024 + x_stages * 2 * tile * 128 + 8 * w_stages * (slot + 8)
+}
+
+/// Bytes of rows of x as bf16, in whole tiles of columns.
+pub(super) fn half_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
+    rows * col_tiles(weight) * TILE_COLS * size_of::<u16>()
+}
+
+pub(super) fn to_half_tiles(
+    key: &KernelKey,
+    weight: &WeightSpec,
+    rows: usize,
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let key = KernelKey { entry: "to_bf16_tiles", ..key.clone() };
+    let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(call.scratch).u32(rows);
+    let blocks = (rows * col_tiles(weight) * 8).div_ceil(256);
+    call.launch(&key, Geometry::rows(blocks, 256), arguments)
+}
+
+pub(super) fn tiled(
+    weight: &WeightSpec,
+    residual: Option<&Bound<'_>>,
+    rows: usize,
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let parts = parts(weight, rows);
+    let key = tiled_key("linear_tiled", weight, rows, parts);
+    to_half_tiles(&key, weight, rows, call)?;
+    let sums = call.scratch + half_rows_bytes(weight, rows).next_multiple_of(256) as u64;
+    let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(call.scratch).u32(rows);
+    let (arguments, target) = match parts {
+        1 => (arguments.pointer(address(residual)), call.outputs[0].address),
+        _ => (arguments, sums),
+    };
+    let tile = tile_of(rows);
+    let geometry = Geometry {
+        grid: (rows.div_ceil(tile), row_tiles(weight).div_ceil(8), parts),
+        block: (256, 1, 1),
+        shared_bytes: tiled_shared_bytes(weight, tile),
+    };
+    call.launch(&key, geometry, arguments.pointer(target))?;
+    if parts == 1 {
+        return Ok(());
+    }
+    let elements = rows * weight.rows;
+    let arguments = Arguments::default()
+        .pointer(sums)
+        .pointer(address(residual))
+        .pointer(call.outputs[0].address)
+        .u32(elements);
+    call.launch(
+        &KernelKey { entry: "add_parts", ..key },
+        Geometry::rows(elements.div_ceil(1024), 256),
+        arguments,
+    )
+}
