@@ -1,5 +1,5 @@
-//! The thin layer over the driver, the run-time compiler and cuBLASLt. All `unsafe` of this crate is here and in
-//! `backend/launch.rs`.
+//! The thin layer over the driver, the run-time compiler and cuBLASLt. `unsafe` is here, where a backend launches
+//! (`backend/call.rs`, `backend/launch.rs`), and in `peaks.rs`, nowhere else in this crate.
 
 mod arguments;
 mod blas;
