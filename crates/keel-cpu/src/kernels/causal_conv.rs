@@ -16,12 +16,18 @@ use super::rows::{Batch, Rows, RowsMut};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, silu};
+use std::array::from_fn;
 use std::ops::Range;
 
-/// Channels that a worker takes at a time.
+/// Channels that a worker takes at a time where there are few rows.
 const BLOCK: usize = 8 * LANES;
-/// Rows of a block that are done before the next: all of them lie in L1.
-const TILE_ROWS: usize = 16;
+/// The same for many rows: with the rows that one row needs they lie in L1, and a row's share is a stream for the
+/// hardware's prefetcher.
+const WIDE_BLOCK: usize = 32 * LANES;
+/// From so many rows on there are many.
+const MANY_ROWS: usize = 16;
+/// Rows that are asked for ahead of use.
+const ROWS_AHEAD: usize = 2;
 
 /// Rows that the last step left open.
 #[derive(Clone, Copy)]
@@ -88,40 +94,18 @@ struct Task<'a, 'w> {
 impl VectorKernel for Task<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let blocks = self.conv.x.width().div_ceil(BLOCK);
+        let few = self.conv.batch.most_rows() < MANY_ROWS;
+        let width = if few { BLOCK } else { WIDE_BLOCK };
+        let blocks = self.conv.x.width().div_ceil(width);
         // Few rows are no work but cold memory: neighbouring blocks are one stream for the prefetcher.
-        let grain =
-            if self.conv.batch.most_rows() < TILE_ROWS { blocks.div_ceil(2 * self.worker.count) } else { 1 };
+        let grain = if few { blocks.div_ceil(2 * self.worker.count) } else { 1 };
         for unit in self.worker.claim(self.conv.slot.len() * blocks, grain).flatten() {
-            block(s, self.conv, unit / blocks, unit % blocks * BLOCK);
+            Channels::of(self.conv, unit / blocks, unit % blocks * width, width).run(s);
         }
     }
 }
 
-/// All rows of sequence `b` for the block of channels from `start` on.
-#[inline(always)]
-fn block<S: Simd>(s: S, conv: &CausalConv<'_>, b: usize, start: usize) {
-    let end = (start + BLOCK).min(conv.x.width());
-    let rows = conv.batch.rows_of(b).len();
-    for start in (start..end).step_by(LANES) {
-        Channels::of(conv, b, start, end).settle(s);
-    }
-    for tile in (0..rows).step_by(TILE_ROWS) {
-        let tile = tile..(tile + TILE_ROWS).min(rows);
-        for start in (start..end).step_by(LANES) {
-            let channels = Channels::of(conv, b, start, end);
-            match channels.before + 1 {
-                4 => channels.convolve::<S, 4>(s, tile.clone()),
-                _ => channels.convolve_any_width(s, tile.clone()),
-            }
-        }
-    }
-    for start in (start..end).step_by(LANES) {
-        Channels::of(conv, b, start, end).keep(s, rows);
-    }
-}
-
-/// Up to sixteen channels of one sequence.
+/// Some channels of one sequence.
 struct Channels<'a, 'c> {
     conv: &'c CausalConv<'a>,
     b: usize,
@@ -133,9 +117,23 @@ struct Channels<'a, 'c> {
 
 impl<'a, 'c> Channels<'a, 'c> {
     #[inline(always)]
-    fn of(conv: &'c CausalConv<'a>, b: usize, start: usize, end: usize) -> Channels<'a, 'c> {
+    fn of(conv: &'c CausalConv<'a>, b: usize, start: usize, most: usize) -> Channels<'a, 'c> {
         let before = conv.weight.len() / conv.x.width() - 1;
-        Channels { conv, b, start, len: LANES.min(end - start), before }
+        Channels { conv, b, start, len: most.min(conv.x.width() - start), before }
+    }
+
+    /// All rows, one after the other: rows that are far apart may share one set of L1, so none is left half done.
+    #[inline(always)]
+    fn run<S: Simd>(&self, s: S) {
+        let rows = self.conv.batch.rows_of(self.b).len();
+        self.settle();
+        for i in 0..rows {
+            match self.before + 1 {
+                4 => self.convolve::<S, 4>(s, i),
+                _ => self.convolve_any_width(s, i),
+            }
+        }
+        self.keep(rows);
     }
 
     /// Row `i` of the slot's window.
@@ -143,7 +141,8 @@ impl<'a, 'c> Channels<'a, 'c> {
     fn window(&self, i: usize) -> &'a mut [f32] {
         let slot = self.conv.slot[self.b] as usize * self.before;
         let start = (slot + i) * self.conv.x.width() + self.start;
-        // SAFETY: only one worker has these channels of this slot, and it uses one row at a time.
+        // SAFETY: only one worker has these channels of this slot; of the rows that it uses at once none is written
+        // but one, and that one is read by nobody.
         unsafe { self.conv.window.range(start..start + self.len) }
     }
 
@@ -168,80 +167,84 @@ impl<'a, 'c> Channels<'a, 'c> {
 
     /// Moves the window on by the rows of the last step that were accepted.
     #[inline(always)]
-    fn settle<S: Simd>(&self, s: S) {
+    fn settle(&self) {
         let Some(log) = &self.conv.log else { return };
         let accepted = log.accepted[self.b] as usize;
         for i in 0..if accepted > 0 { self.before } else { 0 } {
             let row = match (accepted + i).checked_sub(self.before) {
-                None => load(s, self.window(accepted + i)),
-                Some(open) => load(s, self.open(log, open)),
+                None => self.window(accepted + i),
+                Some(open) => self.open(log, open),
             };
-            store(s, row, self.window(i));
+            self.window(i).copy_from_slice(row);
         }
     }
 
     /// Writes the step's `rows` rows to the log, or makes the last ones the window.
     #[inline(always)]
-    fn keep<S: Simd>(&self, s: S, rows: usize) {
+    fn keep(&self, rows: usize) {
         if let Some(log) = self.conv.log.filter(|log| log.keep_open) {
             for i in 0..rows {
-                store(s, load(s, self.input(self.before + i)), self.open(&log, i));
+                self.open(&log, i).copy_from_slice(self.input(self.before + i));
             }
-        } else {
+        } else if rows > 0 {
             for i in 0..self.before {
-                let row = load(s, self.input(rows + i));
-                store(s, row, self.window(i));
+                self.window(i).copy_from_slice(self.input(rows + i));
             }
         }
     }
 
-    /// Rows `tile` of the step, the last `W` inputs held in registers.
+    /// Row `i` of the step.
     #[inline(always)]
-    fn convolve<S: Simd, const W: usize>(&self, s: S, tile: Range<usize>) {
-        let bias = bias(s, self.conv, self.start, self.len);
-        let (mut weight, mut recent) = ([bias; W], [bias; W]);
-        for j in 0..W {
-            weight[j] = self.weight(s, j);
-        }
-        for j in 0..W - 1 {
-            recent[j + 1] = load(s, self.input(tile.start + j));
-        }
-        for i in tile {
-            self.prefetch(s, i + TILE_ROWS);
-            recent.copy_within(1.., 0);
-            recent[W - 1] = load(s, self.input(i + W - 1));
-            let mut sum = bias;
+    fn convolve<S: Simd, const W: usize>(&self, s: S, i: usize) {
+        let (weights, inputs): ([_; W], [_; W]) =
+            (from_fn(|j| self.weight(j)), from_fn(|j| self.input(i + j)));
+        let (y, next) = (self.output(i), self.row_ahead(i));
+        for c in (0..self.len).step_by(LANES) {
+            let lanes = c..(c + LANES).min(self.len);
+            s.prefetch(next.wrapping_add(c).cast());
+            let mut sum = self.bias(s, lanes.clone());
             for j in 0..W {
-                sum = s.fma(weight[j], recent[j], sum);
+                sum = s.fma(load(s, &weights[j][lanes.clone()]), load(s, &inputs[j][lanes.clone()]), sum);
             }
-            store(s, silu(s, sum), self.output(i));
+            store(s, silu(s, sum), &mut y[lanes]);
         }
     }
 
-    /// As [`Channels::convolve`], for a width that has no code of its own: inputs are read again for each tap.
+    /// As [`Channels::convolve`], for a width that has no code of its own.
     #[inline(always)]
-    fn convolve_any_width<S: Simd>(&self, s: S, tile: Range<usize>) {
-        for i in tile {
-            let mut sum = bias(s, self.conv, self.start, self.len);
+    fn convolve_any_width<S: Simd>(&self, s: S, i: usize) {
+        let y = self.output(i);
+        for c in (0..self.len).step_by(LANES) {
+            let lanes = c..(c + LANES).min(self.len);
+            let mut sum = self.bias(s, lanes.clone());
             for j in 0..=self.before {
-                sum = s.fma(self.weight(s, j), load(s, self.input(i + j)), sum);
+                let input = load(s, &self.input(i + j)[lanes.clone()]);
+                sum = s.fma(load(s, &self.weight(j)[lanes.clone()]), input, sum);
             }
-            store(s, silu(s, sum), self.output(i));
+            store(s, silu(s, sum), &mut y[lanes]);
         }
     }
 
     #[inline(always)]
-    fn weight<S: Simd>(&self, s: S, j: usize) -> S::V {
-        load(s, &self.conv.weight[j * self.conv.x.width() + self.start..][..self.len])
+    fn weight(&self, j: usize) -> &'a [f32] {
+        &self.conv.weight[j * self.conv.x.width() + self.start..][..self.len]
     }
 
-    /// Asks for row `i`: the next row is too far away for the hardware to foresee it.
+    /// The bias of some of the channels, or zero.
     #[inline(always)]
-    fn prefetch<S: Simd>(&self, s: S, i: usize) {
+    fn bias<S: Simd>(&self, s: S, lanes: Range<usize>) -> S::V {
+        match self.conv.bias {
+            Some(bias) => load(s, &bias[self.start + lanes.start..self.start + lanes.end]),
+            None => s.splat(0.0),
+        }
+    }
+
+    /// Where a row to ask for begins: the next ones are too far away for the hardware to foresee them.
+    #[inline(always)]
+    fn row_ahead(&self, i: usize) -> *const f32 {
         let rows = self.conv.batch.rows_of(self.b);
-        if i < rows.len() {
-            s.prefetch(self.conv.x.row(rows.start + i)[self.start..].as_ptr().cast());
-        }
+        let t = (rows.start + i + ROWS_AHEAD).min(rows.end - 1);
+        self.conv.x.row(t)[self.start..].as_ptr()
     }
 
     #[inline(always)]
@@ -249,15 +252,6 @@ impl<'a, 'c> Channels<'a, 'c> {
         let t = self.conv.batch.rows_of(self.b).start + i;
         // SAFETY: only one worker has these channels of this row.
         unsafe { self.conv.y.part(t, self.start..self.start + self.len) }
-    }
-}
-
-/// The bias of some channels, or zero.
-#[inline(always)]
-fn bias<S: Simd>(s: S, conv: &CausalConv<'_>, start: usize, len: usize) -> S::V {
-    match conv.bias {
-        Some(bias) => load(s, &bias[start..start + len]),
-        None => s.splat(0.0),
     }
 }
 

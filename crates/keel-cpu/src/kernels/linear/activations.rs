@@ -4,7 +4,7 @@
 //! length.
 //!
 //! For int8, each group of a row's inputs (the weights' groups) becomes `p = round(x / c)` with
-//! `c = max |x| / 127`. The rows of a block, `M` of 8, 4, 2 or 1, lie together in the order in which they are
+//! `c = max |x| / 127`. The `M` rows of a block lie together in the order in which they are
 //! read: for each group, `[group / 32][M][32]` of `p` as i8, then `[M]` of `(c, c * sum p)` as f32. Blocks of 16, for
 //! AMX, have parts of up to 64 inputs rather than 32. With the sums
 //! of the *rounded* inputs the rounding errors meet `s q + b`, the weights themselves, rather than the larger `s q`.
@@ -38,7 +38,7 @@ pub(super) fn prepare(
     compute: Compute,
     x: &[f32],
     (segments, map): (&[Segment], RowMap<'_>),
-    largest_block: usize,
+    block_sizes: &[usize],
     scratch: SharedMut<'_, u8>,
 ) {
     let (k, row_bytes) = (layout.k(), row_bytes(layout, compute));
@@ -53,7 +53,7 @@ pub(super) fn prepare(
                 while segment.is_some_and(|segment| position >= segment.end as usize) {
                     segment = segments.next();
                 }
-                let block = segment.expect("segments cover all positions").block(position, largest_block);
+                let block = segment.expect("segments cover all positions").block(position, block_sizes);
                 let x = &x[map.rows(position).0 * k..][..k];
                 let group_bytes = block.rows * (group + 8);
                 let out = scratch.part(block.start * row_bytes..(block.start + block.rows) * row_bytes);

@@ -151,6 +151,14 @@ impl PackedLayout {
         self.tile_bytes
     }
 
+    /// Inputs that share a scale; 1 if dense.
+    pub(super) const fn group(&self) -> usize {
+        match self.format {
+            WeightFormat::Dense(_) => 1,
+            WeightFormat::Affine { group, .. } => group,
+        }
+    }
+
     /// Bytes of one affine group of a tile: quants, scales, biases; of one input if dense.
     pub(super) const fn unit_bytes(&self) -> usize {
         unit_bytes(self.format)

@@ -126,7 +126,7 @@ impl Linear {
             (WeightFormat::Dense(FloatType::Bf16), _) => Kernel::Bf16,
             (WeightFormat::Dense(FloatType::F16), _) => Kernel::F16,
         };
-        Linear { layout, compute, isa, blocks: block::block_fns(isa, kernel) }
+        Linear { layout, compute, isa, blocks: block::block_fns(isa, kernel, &layout) }
     }
 
     /// The weights' layout.
@@ -230,8 +230,8 @@ impl Linear {
         let row_bytes = activations::row_bytes(&self.layout, self.compute);
         let (mut x_rows, mut x_stride) = (x.as_ptr().cast(), self.layout.k() * size_of::<f32>());
         if row_bytes > 0 {
-            let largest = self.blocks.block_rows();
-            activations::prepare(worker, self.isa, &self.layout, self.compute, x, rows, largest, scratch);
+            let sizes = self.blocks.sizes();
+            activations::prepare(worker, self.isa, &self.layout, self.compute, x, rows, sizes, scratch);
             worker.barrier();
             (x_rows, x_stride) = (scratch.as_ptr().cast_const(), row_bytes);
         }

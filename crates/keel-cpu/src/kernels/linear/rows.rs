@@ -16,7 +16,7 @@ pub(super) struct Segment {
 pub(super) struct RowBlock {
     /// First position of the block.
     pub start: usize,
-    /// Its rows: a power of two.
+    /// Its rows: one of the sizes.
     pub rows: usize,
     /// The position asked for, counted from the first.
     pub row: usize,
@@ -24,31 +24,29 @@ pub(super) struct RowBlock {
 
 impl Segment {
     /// The blocks of `positions`, which start and end where blocks do.
-    pub(super) fn blocks(&self, positions: Range<usize>, largest: usize) -> impl Iterator<Item = RowBlock> {
+    pub(super) fn blocks(&self, positions: Range<usize>, sizes: &[usize]) -> impl Iterator<Item = RowBlock> {
         let mut next = positions.start;
         std::iter::from_fn(move || {
-            let block = (next < positions.end).then(|| self.block(next, largest))?;
+            let block = (next < positions.end).then(|| self.block(next, sizes))?;
             next = block.start + block.rows;
             Some(block)
         })
     }
 
-    /// The block of a position: blocks of `largest` rows from the segment's start on, then of half as many and so
-    /// on, one each as needed.
-    pub(super) fn block(&self, position: usize, largest: usize) -> RowBlock {
-        let (from, end) = (self.start as usize, self.end as usize);
-        assert!((from..end).contains(&position), "position {position} of {self:?}");
-        let mut start = from + (position - from) / largest * largest;
-        let mut rows = largest;
-        loop {
-            if start + rows <= end {
-                if position < start + rows {
-                    return RowBlock { start, rows, row: position - start };
-                }
-                start += rows;
+    /// The block of a position. As many blocks of the largest size as fit lie at the segment's start, then those of
+    /// the next, and so on; `sizes` fall, and the last is 1.
+    pub(super) fn block(&self, position: usize, sizes: &[usize]) -> RowBlock {
+        let (mut start, end) = (self.start as usize, self.end as usize);
+        assert!((start..end).contains(&position), "position {position} of {self:?}");
+        for &rows in sizes {
+            let blocks_end = start + (end - start) / rows * rows;
+            if position < blocks_end {
+                let row = (position - start) % rows;
+                return RowBlock { start: position - row, rows, row };
             }
-            rows /= 2;
+            start = blocks_end;
         }
+        unreachable!("{sizes:?} end with 1")
     }
 }
 
@@ -77,20 +75,22 @@ mod tests {
 
     #[test]
     fn blocks_of_a_segment_follow_each_other() {
-        for (len, largest) in (1..=33).map(|len| (len, 8)).chain((1..=33).map(|len| (len, 16))) {
-            let segment = Segment { matrix: 0, start: 5, end: 5 + len };
-            let mut sizes = Vec::new();
-            let mut position = 5;
-            for block in segment.blocks(5..segment.end as usize, largest) {
-                assert_eq!((block.start, block.row), (position, 0));
-                for row in 0..block.rows {
-                    assert_eq!(segment.block(position + row, largest), RowBlock { row, ..block });
+        for sizes in [&[1][..], &[4, 2, 1], &[6, 4, 2, 1], &[16, 6, 4, 2, 1]] {
+            for len in 1..=33 {
+                let segment = Segment { matrix: 0, start: 5, end: 5 + len };
+                let mut rows = Vec::new();
+                let mut position = 5;
+                for block in segment.blocks(5..segment.end as usize, sizes) {
+                    assert_eq!((block.start, block.row), (position, 0));
+                    for row in 0..block.rows {
+                        assert_eq!(segment.block(position + row, sizes), RowBlock { row, ..block });
+                    }
+                    rows.push(block.rows);
+                    position += block.rows;
                 }
-                sizes.push(block.rows);
-                position += block.rows;
+                assert_eq!(rows.iter().sum::<usize>(), len as usize);
+                assert!(rows.is_sorted_by(|a, b| a >= b) && rows.iter().all(|rows| sizes.contains(rows)));
             }
-            assert_eq!(sizes.iter().sum::<usize>(), len as usize);
-            assert!(sizes.is_sorted_by(|a, b| a > b || *a == largest), "{sizes:?}");
         }
     }
 }

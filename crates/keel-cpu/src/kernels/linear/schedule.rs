@@ -64,10 +64,11 @@ struct Cut<'a> {
 impl<'a> Cut<'a> {
     fn new(call: &Call<'_>, segments: &'a [Segment], workers: usize) -> Cut<'a> {
         let pairs = call.layout.tiles().div_ceil(PAIR);
-        let chunk_rows = (CHUNK_BYTES / call.x_stride / MAX_ROWS * MAX_ROWS).max(MAX_ROWS);
+        let largest = call.blocks.sizes()[0];
+        let chunk_rows = (CHUNK_BYTES / call.x_stride / largest * largest).max(largest);
         let mut cut = Cut { segments, pairs, chunk_rows, unit_pairs: 1 };
         let rows = segments.iter().map(|segment| segment.end - segment.start).max().unwrap_or(0) as usize;
-        let streamed = rows <= FEW_BLOCKS * call.blocks.block_rows();
+        let streamed = rows <= FEW_BLOCKS * largest;
         let pairs_of = |bytes: usize| bytes / (PAIR * call.layout.tile_bytes());
         let wanted = cut.len() / (workers * UNITS_PER_WORKER);
         let least = if streamed { pairs_of(STREAMED_UNIT_BYTES) } else { 1 };
@@ -118,8 +119,7 @@ pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], ma
 
 /// All pairs of a unit against all its blocks of rows.
 fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) {
-    let largest = call.blocks.block_rows();
-    let blocks = || unit.segment.blocks(unit.positions.clone(), largest).enumerate();
+    let blocks = || unit.segment.blocks(unit.positions.clone(), call.blocks.sizes()).enumerate();
     let count = blocks().count();
     let share = |(unit, pair): (&Unit, usize), block| {
         Ahead::share(call.layout, tile(call, &unit.segment, pair * PAIR), block, count)
@@ -129,16 +129,18 @@ fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) 
             let after = next.map(|next| (next, next.pairs.start));
             let coming = if pair + 1 < unit.pairs.end { Some((unit, pair + 1)) } else { after };
             for (i, block) in blocks() {
-                run_block(call, unit, pair, block, coming.map(|coming| share(coming, i)), map);
+                let ahead = |_| coming.map(|coming| share(coming, i));
+                run_block(call, unit, pair..pair + 1, block, ahead, map);
             }
         }
     } else {
         for (i, block) in blocks() {
-            for pair in unit.pairs.clone() {
-                let coming = next.map(|next| (next, next.pairs.start + pair - unit.pairs.start));
-                let coming = coming.filter(|(next, pair)| *pair < next.pairs.end);
-                run_block(call, unit, pair, block, coming.map(|coming| share(coming, i)), map);
-            }
+            let ahead = |pair: usize| {
+                let next = next?;
+                let pair = next.pairs.start + pair - unit.pairs.start;
+                (pair < next.pairs.end).then(|| share((next, pair), i))
+            };
+            run_block(call, unit, unit.pairs.clone(), block, ahead, map);
         }
     }
 }
@@ -148,41 +150,52 @@ fn tile(call: &Call<'_>, segment: &Segment, tile: usize) -> *const u8 {
     &raw const call.weights[(segment.matrix as usize * call.layout.tiles() + tile) * call.layout.tile_bytes()]
 }
 
-/// One pair of tiles against one block of rows, in parts where the level has few registers.
+/// Some pairs of tiles against one block of rows.
 fn run_block(
     call: &Call<'_>,
     unit: &Unit,
-    pair: usize,
+    pairs: Range<usize>,
     RowBlock { start: position, rows, .. }: RowBlock,
-    mut ahead: Option<Ahead>,
+    ahead: impl Fn(usize) -> Option<Ahead>,
     map: RowMap<'_>,
 ) {
-    let n = call.layout.n();
-    let column = pair * PAIR * TILE_ROWS;
-    let left = tile(call, &unit.segment, pair * PAIR);
-    // The right tile of the last pair may be missing: the left one stands in, and nothing is written.
-    let has_right = column + TILE_ROWS < n;
-    let tiles = if has_right { [left, left.wrapping_add(call.layout.tile_bytes())] } else { [left, left] };
-    let columns =
-        [TILE_ROWS.min(n - column), if has_right { TILE_ROWS.min(n - column - TILE_ROWS) } else { 0 }];
-    let (part_rows, compute) = call.blocks.part(rows);
-    for first_row in (0..rows).step_by(part_rows) {
-        let mut x = [call.x.wrapping_add(position * call.x_stride); MAX_ROWS];
-        let mut y = [std::ptr::null_mut(); MAX_ROWS];
-        for row in 0..part_rows {
-            let (from, to) = map.rows(position + first_row + row);
-            if !call.x_in_blocks {
-                x[row] = call.x.wrapping_add(from * call.x_stride);
-            }
-            let start = to * n + column;
-            // SAFETY: these columns of this row belong to this pair of this position alone.
-            y[row] = unsafe { call.y.range(start..start + columns[0] + columns[1]) }.as_mut_ptr();
+    let (layout, n) = (call.layout, call.layout.n());
+    let compute = call.blocks.of(rows);
+    let x = call.x.wrapping_add(position * call.x_stride);
+    // Filled in place: what is written in small pieces and copied in large ones costs a store's whole latency.
+    let mut block = Block {
+        layout,
+        tiles: [std::ptr::null(); PAIR],
+        ahead: None,
+        x: [x; MAX_ROWS],
+        y: [std::ptr::null_mut(); MAX_ROWS],
+        column: 0,
+        columns: [0; PAIR],
+        add: call.add,
+    };
+    let columns = pairs.start * PAIR * TILE_ROWS..n.min(pairs.end * PAIR * TILE_ROWS);
+    for row in 0..rows {
+        let (from, to) = map.rows(position + row);
+        if !call.x_in_blocks {
+            block.x[row] = call.x.wrapping_add(from * call.x_stride);
         }
-        let (layout, add, ahead) = (call.layout, call.add, ahead.take());
-        let block = Block { layout, tiles, ahead, x, block_rows: rows, first_row, y, columns, add };
+        // SAFETY: these columns of this row belong to this unit alone.
+        let y = unsafe { call.y.range(to * n + columns.start..to * n + columns.end) };
+        block.y[row] = y.as_mut_ptr();
+    }
+    let mut left = tile(call, &unit.segment, pairs.start * PAIR);
+    for pair in pairs {
+        let width = columns.len() - block.column;
+        // The right tile of the last pair may be missing: the left one stands in, and nothing is written.
+        let right = if width > TILE_ROWS { left.wrapping_add(layout.tile_bytes()) } else { left };
+        block.tiles = [left, right];
+        block.columns = [width.min(TILE_ROWS), width.saturating_sub(TILE_ROWS).min(TILE_ROWS)];
+        block.ahead = ahead(pair);
         // SAFETY: `Linear::new` has checked the CPU and chose the kernel for the layout; tiles, rows and
         // outputs lie within slices whose lengths were checked.
         unsafe { compute(&block) }
+        block.column += PAIR * TILE_ROWS;
+        left = left.wrapping_add(PAIR * layout.tile_bytes());
     }
 }
 

@@ -1,5 +1,6 @@
 //! Block kernels compiled for each instruction set.
 
+use super::super::format::PackedLayout;
 use super::super::lanes::portable::Portable;
 #[cfg(target_arch = "x86_64")]
 use super::super::lanes::{avx2::Avx2, avx512::Avx512};
@@ -29,63 +30,69 @@ pub(in super::super) enum Kernel {
     Bf16Dots,
 }
 
-/// A kernel's functions at one level.
+/// A kernel's functions at one level, by the rows of the block that they compute.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct BlockFns {
-    /// For 1, 2, 4 and 8 rows; those above `most_rows` repeat the last.
-    by_rows: [BlockFn; 4],
-    /// As many as the level's registers hold: a larger block is computed in parts.
-    most_rows: usize,
-    /// For 16 rows on tiles.
-    sixteen: Option<BlockFn>,
+    /// Falling; the last is 1.
+    sizes: &'static [usize],
+    /// One for each size.
+    fns: &'static [BlockFn],
 }
 
 impl BlockFns {
-    /// Rows of a part of a block of `rows`, and the function for them.
-    pub(in super::super) fn part(&self, rows: usize) -> (usize, BlockFn) {
-        if let (16, Some(sixteen)) = (rows, self.sixteen) {
-            return (rows, sixteen);
-        }
-        let rows = rows.min(self.most_rows);
-        (rows, self.by_rows[rows.ilog2() as usize])
+    /// Rows of the blocks that segments are cut into, see [`super::super::rows::Segment::block`].
+    pub(in super::super) fn sizes(&self) -> &'static [usize] {
+        self.sizes
+    }
+
+    /// The function for blocks of `rows` rows, which is one of the sizes.
+    pub(in super::super) fn of(&self, rows: usize) -> BlockFn {
+        let at = self.sizes.iter().position(|size| *size == rows);
+        self.fns[at.unwrap_or_else(|| panic!("a block of {rows} rows, not of {:?}", self.sizes))]
     }
 }
 
-impl BlockFns {
-    /// Rows of the largest block: segments are cut into such, then into smaller ones.
-    pub(in super::super) fn block_rows(&self) -> usize {
-        if self.sixteen.is_some() { 16 } else { 8 }
-    }
-}
-
-/// The functions of `kernel` at `isa`.
-pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel) -> BlockFns {
-    match isa {
-        Isa::Portable => portable::fns(kernel),
+/// The functions of `kernel` for weights of `layout` at `isa`.
+pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel, layout: &PackedLayout) -> BlockFns {
+    match (isa, kernel) {
+        (Isa::Portable, _) => portable::fns(kernel),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => avx2::fns(kernel),
+        (Isa::Avx2, _) => avx2::fns(kernel),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => avx512::fns(kernel),
+        (Isa::Avx512, _) => avx512::fns(kernel),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni => avx512_dots::fns(kernel),
+        (Isa::Avx512Vnni, Kernel::Int8(bits)) => overlapped::fns(bits, layout.group()),
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512Vnni, _) => avx512_dots::fns(kernel),
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        Isa::Amx if kernel == Kernel::Bf16Dots && crate::amx::bf16::usable() => amx::bf16_fns(),
+        (Isa::Amx, Kernel::Int8(bits)) => amx::fns(bits),
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        Isa::Amx => BlockFns { sixteen: amx::fns(kernel), ..avx512_dots::fns(kernel) },
+        (Isa::Amx, Kernel::Bf16Dots) if crate::amx::bf16::usable() => amx::bf16_fns(),
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        (Isa::Amx, _) => avx512_dots::fns(kernel),
         #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
         _ => unreachable!("{isa} is not found on this platform"),
     }
 }
+/// The function for each number of rows: `f::<arg, rows>`.
+macro_rules! by_rows {
+    ($f:ident $arg:tt [$($rows:literal)+]) => {
+        BlockFns { sizes: &[$($rows),+], fns: const { &[$($f::<$arg, $rows> as BlockFn),+] } }
+    };
+    ($f:ident $arg:path, [$($rows:literal)+]) => {
+        BlockFns { sizes: &[$($rows),+], fns: const { &[$($f::<$arg, $rows> as BlockFn),+] } }
+    };
+}
 
 /// The module of one level: every kernel as a function compiled for the level's features.
 macro_rules! level {
-    ($name:ident, $lanes:ty, [$one:literal $two:literal $four:literal $eight:literal] $(, $features:literal)?) => {
+    ($name:ident, $lanes:ty, $rows:tt $(, $features:literal)?) => {
         mod $name {
             use super::*;
             use crate::kernels::linear::block::{affine_f32, dense, int8};
 
             $(#[target_feature(enable = $features)])?
-            unsafe fn int8<const BITS: usize, const M: usize>(block: &Block<'_>) {
+            pub(super) unsafe fn int8<const BITS: usize, const M: usize>(block: &Block<'_>) {
                 // SAFETY: as the caller promises.
                 unsafe { int8::int8::<$lanes, BITS, M>(block) }
             }
@@ -101,45 +108,75 @@ macro_rules! level {
             }
 
             pub(super) fn fns(kernel: Kernel) -> BlockFns {
-                macro_rules! rows {
-                    ($f:ident $arg:tt) => {
-                        [$f::<$arg, $one>, $f::<$arg, $two>, $f::<$arg, $four>, $f::<$arg, $eight>]
-                    };
-                    ($f:ident $arg:path) => {
-                        [$f::<$arg, $one>, $f::<$arg, $two>, $f::<$arg, $four>, $f::<$arg, $eight>]
-                    };
+                match kernel {
+                    Kernel::Int8(2) => by_rows!(int8 2 $rows),
+                    Kernel::Int8(3) => by_rows!(int8 3 $rows),
+                    Kernel::Int8(4) => by_rows!(int8 4 $rows),
+                    Kernel::Int8(5) => by_rows!(int8 5 $rows),
+                    Kernel::Int8(6) => by_rows!(int8 6 $rows),
+                    Kernel::Int8(_) => by_rows!(int8 8 $rows),
+                    Kernel::AffineF32(2) => by_rows!(affine_f32 2 $rows),
+                    Kernel::AffineF32(3) => by_rows!(affine_f32 3 $rows),
+                    Kernel::AffineF32(4) => by_rows!(affine_f32 4 $rows),
+                    Kernel::AffineF32(5) => by_rows!(affine_f32 5 $rows),
+                    Kernel::AffineF32(6) => by_rows!(affine_f32 6 $rows),
+                    Kernel::AffineF32(_) => by_rows!(affine_f32 8 $rows),
+                    Kernel::F32 => by_rows!(dense dense::F32, $rows),
+                    Kernel::F16 => by_rows!(dense dense::F16, $rows),
+                    Kernel::Bf16 => by_rows!(dense dense::Bf16, $rows),
+                    Kernel::Bf16Dots => by_rows!(dense dense::Bf16Dots, $rows),
                 }
-                let by_rows: [BlockFn; 4] = match kernel {
-                    Kernel::Int8(2) => rows!(int8 2),
-                    Kernel::Int8(3) => rows!(int8 3),
-                    Kernel::Int8(4) => rows!(int8 4),
-                    Kernel::Int8(5) => rows!(int8 5),
-                    Kernel::Int8(6) => rows!(int8 6),
-                    Kernel::Int8(_) => rows!(int8 8),
-                    Kernel::AffineF32(2) => rows!(affine_f32 2),
-                    Kernel::AffineF32(3) => rows!(affine_f32 3),
-                    Kernel::AffineF32(4) => rows!(affine_f32 4),
-                    Kernel::AffineF32(5) => rows!(affine_f32 5),
-                    Kernel::AffineF32(6) => rows!(affine_f32 6),
-                    Kernel::AffineF32(_) => rows!(affine_f32 8),
-                    Kernel::F32 => rows!(dense dense::F32),
-                    Kernel::F16 => rows!(dense dense::F16),
-                    Kernel::Bf16 => rows!(dense dense::Bf16),
-                    Kernel::Bf16Dots => rows!(dense dense::Bf16Dots),
-                };
-                BlockFns { by_rows, most_rows: $eight, sixteen: None }
             }
         }
     };
 }
 
-level!(portable, Portable, [1 1 1 1]);
+level!(portable, Portable, [1]);
 #[cfg(target_arch = "x86_64")]
-level!(avx2, Avx2, [1 2 4 4], "avx2,fma,f16c");
+level!(avx2, Avx2, [4 2 1], "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-level!(avx512, Avx512<false>, [1 2 4 8], "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+level!(avx512, Avx512<false>, [8 4 2 1], "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-level!(avx512_dots, Avx512<true>, [1 2 4 8], "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c");
+level!(avx512_dots, Avx512<true>, [8 4 2 1], "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c");
+
+/// Int8 in blocks of six rows, with conversions between dot products; smaller blocks are those of `avx512_dots`.
+#[cfg(target_arch = "x86_64")]
+mod overlapped {
+    use super::*;
+
+    pub(super) fn fns(bits: usize, group: usize) -> BlockFns {
+        macro_rules! of {
+            ($($bits:literal)+) => {
+                match (bits, group) {
+                    $(($bits, 32) => rows!($bits, 32), ($bits, 64) => rows!($bits, 64), ($bits, _) => rows!($bits, 128),)+
+                    _ => unreachable!("the layout has checked the bits"),
+                }
+            };
+        }
+        macro_rules! rows {
+            ($bits:literal, $group:literal) => {
+                BlockFns {
+                    sizes: &[6, 4, 2, 1],
+                    fns: const {
+                        &[
+                            int8::<$bits, $group, 6> as BlockFn,
+                            avx512_dots::int8::<$bits, 4>,
+                            avx512_dots::int8::<$bits, 2>,
+                            avx512_dots::int8::<$bits, 1>,
+                        ]
+                    },
+                }
+            };
+        }
+        of!(2 3 4 5 6 8)
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")]
+    unsafe fn int8<const BITS: usize, const GROUP: usize, const M: usize>(block: &Block<'_>) {
+        // SAFETY: as the caller promises.
+        unsafe { super::super::int8_overlapped::int8::<Avx512<true>, BITS, GROUP, M>(block) }
+    }
+}
 
 /// AMX: int8 in blocks of 16 rows, beside which the level has the functions of `avx512_dots`, and bf16 in blocks of
 /// any size.
@@ -147,23 +184,37 @@ level!(avx512_dots, Avx512<true>, [1 2 4 8], "avx512f,avx512bw,avx512dq,avx512vl
 mod amx {
     use super::*;
 
-    pub(super) fn fns(kernel: Kernel) -> Option<BlockFn> {
-        let Kernel::Int8(bits) = kernel else { return None };
-        Some(match bits {
-            2 => int8::<2>,
-            3 => int8::<3>,
-            4 => int8::<4>,
-            5 => int8::<5>,
-            6 => int8::<6>,
-            _ => int8::<8>,
-        })
+    pub(super) fn fns(bits: usize) -> BlockFns {
+        macro_rules! rows {
+            ($bits:literal) => {
+                BlockFns {
+                    sizes: &[16, 8, 4, 2, 1],
+                    fns: const {
+                        &[
+                            int8::<$bits> as BlockFn,
+                            avx512_dots::int8::<$bits, 8>,
+                            avx512_dots::int8::<$bits, 4>,
+                            avx512_dots::int8::<$bits, 2>,
+                            avx512_dots::int8::<$bits, 1>,
+                        ]
+                    },
+                }
+            };
+        }
+        match bits {
+            2 => rows!(2),
+            3 => rows!(3),
+            4 => rows!(4),
+            5 => rows!(5),
+            6 => rows!(6),
+            _ => rows!(8),
+        }
     }
 
     pub(super) fn bf16_fns() -> BlockFns {
         BlockFns {
-            by_rows: [bf16::<1>, bf16::<2>, bf16::<4>, bf16::<8>],
-            most_rows: 8,
-            sixteen: Some(bf16::<16>),
+            sizes: &[16, 8, 4, 2, 1],
+            fns: const { &[bf16::<16> as BlockFn, bf16::<8>, bf16::<4>, bf16::<2>, bf16::<1>] },
         }
     }
 
@@ -186,15 +237,22 @@ mod amx {
 pub(in super::super) fn soft_tile_fns(bits: usize) -> BlockFns {
     use super::amx::int8;
     use crate::amx::SoftTiles;
-    let sixteen: BlockFn = match bits {
-        2 => int8::<Portable, SoftTiles, 2>,
-        3 => int8::<Portable, SoftTiles, 3>,
-        4 => int8::<Portable, SoftTiles, 4>,
-        5 => int8::<Portable, SoftTiles, 5>,
-        6 => int8::<Portable, SoftTiles, 6>,
-        _ => int8::<Portable, SoftTiles, 8>,
-    };
-    BlockFns { sixteen: Some(sixteen), ..portable::fns(Kernel::Int8(bits)) }
+    macro_rules! rows {
+        ($bits:literal) => {
+            BlockFns {
+                sizes: &[16, 1],
+                fns: const { &[int8::<Portable, SoftTiles, $bits> as BlockFn, portable::int8::<$bits, 1>] },
+            }
+        };
+    }
+    match bits {
+        2 => rows!(2),
+        3 => rows!(3),
+        4 => rows!(4),
+        5 => rows!(5),
+        6 => rows!(6),
+        _ => rows!(8),
+    }
 }
 
 /// The functions for bf16 on tiles made of plain loops, to test them anywhere.
@@ -202,11 +260,16 @@ pub(in super::super) fn soft_tile_fns(bits: usize) -> BlockFns {
 pub(in super::super) fn soft_bf16_tile_fns() -> BlockFns {
     use super::amx_bf16::bf16;
     use crate::amx::bf16::SoftTiles;
-    let by_rows: [BlockFn; 4] = [
-        bf16::<Portable, SoftTiles, 1>,
-        bf16::<Portable, SoftTiles, 2>,
-        bf16::<Portable, SoftTiles, 4>,
-        bf16::<Portable, SoftTiles, 8>,
-    ];
-    BlockFns { by_rows, most_rows: 8, sixteen: Some(bf16::<Portable, SoftTiles, 16>) }
+    BlockFns {
+        sizes: &[16, 8, 4, 2, 1],
+        fns: const {
+            &[
+                bf16::<Portable, SoftTiles, 16> as BlockFn,
+                bf16::<Portable, SoftTiles, 8>,
+                bf16::<Portable, SoftTiles, 4>,
+                bf16::<Portable, SoftTiles, 2>,
+                bf16::<Portable, SoftTiles, 1>,
+            ]
+        },
+    }
 }

@@ -15,45 +15,44 @@ use super::{Block, PAIR};
 #[inline(always)]
 pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const M: usize>(block: &Block<'_>) {
     let WeightFormat::Affine { group, params: float, .. } = block.layout.format() else { unreachable!() };
-    let (mut x, rows, first) = (block.x[0], block.block_rows, block.first_row);
-    let unit = block.layout.unit_bytes();
+    let (mut x, unit) = (block.x[0], block.layout.unit_bytes());
+    let end = block.tiles[0].wrapping_add(block.layout.tile_bytes());
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
         let mut sums = [[S::splat(0.0); PAIR]; M];
         let mut tiles = block.tiles;
         let mut ahead = block.ahead;
-        for _ in 0..block.layout.tile_bytes() / unit {
+        while tiles[0] < end {
             if let Some(ahead) = ahead.as_mut() {
                 ahead.ask::<S>(block.layout.tile_bytes());
             }
             let mut dots = [[S::splat_i(0); PAIR]; M];
             for part in 0..group / BLOCK {
                 let w = tiles.map(|tile| tile.add(part * 64 * BITS));
-                let row = x.add(first * BLOCK);
                 for_each_quad!(J => {
                     let w = [quad::<S, BITS, J>(w[0]), quad::<S, BITS, J>(w[1])];
                     for (m, dots) in dots.iter_mut().enumerate() {
-                        let x = S::splat_i(row.add(m * BLOCK + 4 * J).cast::<i32>().read_unaligned());
+                        let x = S::splat_i(x.add(m * BLOCK + 4 * J).cast::<i32>().read_unaligned());
                         for t in 0..PAIR {
                             dots[t] = S::dot_u8_i8::<BITS>(dots[t], w[t], x);
                         }
                     }
                 });
-                x = x.add(rows * BLOCK);
+                x = x.add(M * BLOCK);
             }
             for t in 0..PAIR {
                 let at = tiles[t].add(group * BITS * 2);
                 let scale = params::<S>(at, float);
                 let bias = params::<S>(at.add(TILE_ROWS * float.bytes()), float);
                 for m in 0..M {
-                    let [row_scale, row_sum] = *x.cast::<[f32; 2]>().add(first + m);
+                    let [row_scale, row_sum] = *x.cast::<[f32; 2]>().add(m);
                     let scaled = S::mul(S::to_f32(dots[m][t]), scale);
                     let sum = S::fma(scaled, S::splat(row_scale), sums[m][t]);
                     sums[m][t] = S::fma(bias, S::splat(row_sum), sum);
                 }
                 tiles[t] = tiles[t].add(unit);
             }
-            x = x.add(rows * size_of::<[f32; 2]>());
+            x = x.add(M * size_of::<[f32; 2]>());
         }
         super::store::<S, M>(block, &sums);
     }

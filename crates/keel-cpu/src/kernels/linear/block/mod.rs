@@ -7,6 +7,7 @@
 //! | kernel | weights | inner step |
 //! |---|---|---|
 //! | [`int8`] | affine | unpack 4 inputs x 16 rows of u8, exact i32 dot with i8 activations; per group one conversion, scale, bias |
+//! | [`int8_overlapped`] | affine | the same for many rows, the conversions between the next group's dots |
 //! | [`amx`] | affine | the same on tiles of 16 rows |
 //! | [`affine_f32`] | affine | unpack, `scale * q + bias` in f32, f32 multiply-add |
 //! | [`amx_bf16`] | dense bf16 | bf16 products of pairs on tiles, f32 sums, any number of rows |
@@ -18,6 +19,7 @@ mod amx_bf16;
 mod dense;
 mod dispatch;
 mod int8;
+mod int8_overlapped;
 mod unpack;
 
 use super::format::TILE_ROWS;
@@ -29,7 +31,7 @@ pub(super) use dispatch::{soft_bf16_tile_fns, soft_tile_fns};
 /// Tiles computed together: each activation that is loaded serves both.
 pub(super) const PAIR: usize = 2;
 
-/// Most rows of x computed together. Blocks are of 16 (on AMX alone), 8, 4, 2 or 1 rows.
+/// Most rows of x computed together.
 pub(super) const MAX_ROWS: usize = 16;
 
 /// What a block kernel reads and writes. Pointers are valid for what the layout says lies behind them.
@@ -39,13 +41,12 @@ pub(super) struct Block<'a> {
     pub tiles: [*const u8; PAIR],
     /// What to ask for while the tiles are read.
     pub ahead: Option<Ahead>,
-    /// Where the activations of each row begin. Where they are quantised: of the whole block, see `activations`,
-    /// which has `block_rows`, the first of them `first_row`.
+    /// Where the activations of each row begin. Where they are quantised: of the whole block, see `activations`.
     pub x: [*const u8; MAX_ROWS],
-    pub block_rows: usize,
-    pub first_row: usize,
-    /// Where the outputs of each row begin, at the pair's first column.
+    /// Where the outputs of each row begin.
     pub y: [*mut f32; MAX_ROWS],
+    /// The pair's first column.
+    pub column: usize,
     /// Columns of each tile that exist; 0 for a repeated tile.
     pub columns: [usize; PAIR],
     /// Add to y rather than replace it.
@@ -55,8 +56,9 @@ pub(super) struct Block<'a> {
 /// Weights that come next: a block's share of a pair of tiles, asked for little by little.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
-    /// Within the left tile; may be any address.
+    /// Within the left tile, as far as `end`; may be any addresses.
     next: *const u8,
+    end: *const u8,
     /// Bytes of each tile to ask for with each group or chunk of inputs.
     step: usize,
 }
@@ -69,8 +71,8 @@ impl Ahead {
             super::WeightFormat::Affine { .. } => 1,
         };
         let step = (layout.unit_bytes() * inputs).min(layout.tile_bytes());
-        let start = layout.tile_bytes() / blocks * block;
-        Ahead { next: pair.wrapping_add(start), step: (step / blocks).next_multiple_of(64) }
+        let at = |block: usize| pair.wrapping_add(layout.tile_bytes() * block / blocks);
+        Ahead { next: at(block), end: at(block + 1), step: (step / blocks).next_multiple_of(64) }
     }
 
     /// Asks for the next step, and moves on.
@@ -79,6 +81,9 @@ impl Ahead {
     /// As [`Lanes`].
     #[inline(always)]
     unsafe fn ask<S: Lanes>(&mut self, tile_bytes: usize) {
+        if self.next >= self.end {
+            return;
+        }
         for line in (0..self.step).step_by(64) {
             // SAFETY: a prefetch may be of any address.
             unsafe {
@@ -87,6 +92,22 @@ impl Ahead {
             }
         }
         self.next = self.next.wrapping_add(self.step);
+    }
+}
+
+/// Asks for the cache lines of `M` rows that [`store`] will write: with many rows none of them is near.
+///
+/// # Safety
+/// As [`Lanes`].
+#[inline(always)]
+unsafe fn ask_for_results<S: Lanes, const M: usize>(block: &Block<'_>) {
+    for y in &block.y[..M] {
+        let y = y.wrapping_add(block.column);
+        // SAFETY: a prefetch may be of any address.
+        unsafe {
+            S::prefetch(y.cast());
+            S::prefetch(y.wrapping_add(TILE_ROWS).cast());
+        }
     }
 }
 
@@ -100,7 +121,7 @@ unsafe fn store<S: Lanes, const M: usize>(block: &Block<'_>, sums: &[[S::F; PAIR
         for (t, columns) in block.columns.into_iter().enumerate() {
             // SAFETY: the columns of the tile that exist.
             unsafe {
-                let y = y.wrapping_add(t * TILE_ROWS);
+                let y = y.wrapping_add(block.column + t * TILE_ROWS);
                 let sum = if block.add { S::add(sums[t], S::load_first(y, columns)) } else { sums[t] };
                 S::store(sum, y, columns);
             }
