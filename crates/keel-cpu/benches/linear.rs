@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use keel_array::BlockFormat;
 use keel_cpu::floors::{self, Peaks};
 use keel_cpu::isa::Isa;
 use keel_cpu::kernels::linear::{
@@ -71,6 +72,16 @@ impl Matrix {
                 let w = weights(&mut random, pattern.n(), k, bits, group);
                 let rows = Rows::Affine { quants: &w.quants, scales: &w.scales, biases: &w.biases };
                 pack(&pattern, rows, &mut packed);
+            }
+            WeightFormat::Blocks(format) => {
+                let len = pattern.n() * format.row_bytes(k).expect("whole blocks");
+                let mut blocks: Vec<u8> = (0..len).map(|_| random.below(128) as u8).collect();
+                for block in blocks.chunks_exact_mut(format.bytes()) {
+                    for &at in format.scale_offsets() {
+                        block[at..at + 2].copy_from_slice(&[0, 0x1c]);
+                    }
+                }
+                pack(&pattern, Rows::Blocks(&blocks), &mut packed);
             }
             WeightFormat::Dense(_) => {
                 pack(&pattern, Rows::Dense(&random.uniforms(pattern.n() * k, -1.0, 1.0)), &mut packed);
@@ -249,6 +260,13 @@ fn main() {
         }
         streamed(3584, 1024, q4, Compute::F32).bench(&machine, 1);
         Matrix::new(3584, 1024, q4, Compute::F32, 0).bench(&machine, 512);
+    }
+    if wanted("blocks") {
+        for format in BlockFormat::ALL {
+            let format = WeightFormat::Blocks(format);
+            streamed(3584, 1024, format, Compute::Int8).bench(&machine, 1);
+            Matrix::new(3584, 1024, format, Compute::Int8, 0).bench(&machine, 512);
+        }
     }
     if wanted("experts") {
         let experts = Experts::new(128, 512, 2048, q4);

@@ -2,6 +2,7 @@
 //! row's bits are its own.
 
 use half::{bf16, f16};
+use keel_array::BlockFormat;
 use keel_cpu::isa::Isa;
 use keel_cpu::kernels::linear::{
     Compute, Epilogue, FloatType, Linear, PackedLayout, Rows, WeightFormat, pack,
@@ -128,10 +129,57 @@ fn rounding_the_activations_costs_as_little_as_promised() {
     assert_close("bf16", &y, &matmul_transposed(&x, &dense, k), tolerance::BF16_ACTIVATIONS);
 }
 
-/// Every format of weights once, as `[n, 384]`, with all arithmetics that take it.
+/// `n` rows of `k` values in blocks with sane scales, as a file has them.
+fn blocks(random: &mut Random, format: BlockFormat, n: usize, k: usize) -> Vec<u8> {
+    let mut bytes: Vec<u8> = (0..n * format.row_bytes(k).unwrap()).map(|_| random.below(256) as u8).collect();
+    for block in bytes.chunks_exact_mut(format.bytes()) {
+        for &at in format.scale_offsets() {
+            let scale = f16::from_f32(random.uniforms(1, 0.001, 0.02)[0]);
+            block[at..at + 2].copy_from_slice(&scale.to_le_bytes());
+        }
+        if format == BlockFormat::MXFP4 {
+            block[0] = 118 + block[0] % 8;
+        }
+    }
+    bytes
+}
+
+#[test]
+fn blocks_of_every_coding_match_the_oracle() {
+    let pool = ThreadPool::new(2);
+    let mut random = Random::new(10);
+    for format in BlockFormat::ALL {
+        let group = match format {
+            BlockFormat::Q2K | BlockFormat::Q3K | BlockFormat::Q6K => 16,
+            _ => 32,
+        };
+        for (t, n, k) in [(1, 33, 512), (13, 50, 256), (7, 16, 768)] {
+            let file = blocks(&mut random, format, n, k);
+            let mut decoded = vec![0.0; n * k];
+            format.decode(&file, &mut decoded);
+            let layout = PackedLayout::new(n, k, WeightFormat::Blocks(format)).unwrap();
+            let mut bytes = vec![0xff; layout.bytes()];
+            pack(&layout, Rows::Blocks(&file), &mut bytes);
+            let x = random.uniforms(t * k, -1.0, 1.0);
+            let want = matmul_transposed(&quantised_activations(&x, group), &decoded, k);
+            for isa in Isa::available() {
+                let y = run(&pool, &Linear::new(layout, Compute::Int8, isa), &bytes, &x);
+                assert_close(&format!("{isa}, [{t}, {n}, {k}] in {format}"), &y, &want, tolerance::INT8);
+            }
+        }
+    }
+}
+
+/// Every format of weights once, as `[n, 384]` or `[n, 512]`, with all arithmetics that take it.
 fn formats(random: &mut Random, n: usize) -> Vec<(PackedLayout, Vec<u8>, Compute)> {
     let k = 384;
     let mut all = Vec::new();
+    for format in BlockFormat::ALL {
+        let layout = PackedLayout::new(n, 512, WeightFormat::Blocks(format)).unwrap();
+        let mut bytes = vec![0; layout.bytes()];
+        pack(&layout, Rows::Blocks(&blocks(random, format, n, 512)), &mut bytes);
+        all.push((layout, bytes, Compute::Int8));
+    }
     for (i, &bits) in affine_cases::BITS.iter().enumerate() {
         let w = affine_cases::weights(random, n, k, bits, affine_cases::GROUPS[i % 3]);
         let (layout, bytes) = packed(affine_format(&w, bits, FloatType::Bf16), &[w]);

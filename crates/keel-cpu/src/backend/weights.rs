@@ -5,15 +5,23 @@ use crate::isa::Isa;
 use crate::kernels::blocks::{self, BlockWeight};
 use crate::kernels::linear::{self, Compute, FloatType, Linear, PackedLayout, Rows, TILE_ROWS, WeightFormat};
 use half::{bf16, f16};
-use keel_array::{ArrayError, DType, RowBlock, RowData, WeightSpec};
+use keel_array::{ArrayError, BlockFormat, DType, RowBlock, RowData, WeightSpec};
 
-/// The stack of blocks that a weight is, if it is in blocks: they stay as they came.
-pub(super) fn blocks<'a>(spec: &WeightSpec, bytes: &'a [u8]) -> Option<BlockWeight<'a>> {
-    let keel_array::WeightFormat::Blocks(format) = spec.format else { return None };
-    Some(BlockWeight { format, bytes, n: spec.rows, k: spec.cols })
+/// The coding of a weight whose blocks stay as they came: one that is computed with in f32. For other arithmetic blocks
+/// are packed as other weights are.
+pub(super) fn raw_blocks(spec: &WeightSpec) -> Option<BlockFormat> {
+    match (spec.format, spec.compute) {
+        (keel_array::WeightFormat::Blocks(format), keel_array::Compute::F32) => Some(format),
+        _ => None,
+    }
 }
 
-/// Where the parts of a weight lie that is not in blocks.
+/// The stack of blocks that a weight is, if they stay as they came.
+pub(super) fn blocks<'a>(spec: &WeightSpec, bytes: &'a [u8]) -> Option<BlockWeight<'a>> {
+    raw_blocks(spec).map(|format| BlockWeight { format, bytes, n: spec.rows, k: spec.cols })
+}
+
+/// Where the parts of a weight lie that is packed.
 pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
     let format = match spec.format {
         keel_array::WeightFormat::Dense(dtype) => WeightFormat::Dense(float_type(dtype)),
@@ -22,7 +30,7 @@ pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
             group: group_size.into(),
             params: float_type(scale_dtype),
         },
-        keel_array::WeightFormat::Blocks(format) => unreachable!("{format} has a layout of its own"),
+        keel_array::WeightFormat::Blocks(format) => WeightFormat::Blocks(format),
     };
     PackedLayout::stacked(spec.experts, spec.rows, spec.cols, format)
         .unwrap_or_else(|e| panic!("the runtime has checked the weight: {e}"))
@@ -30,11 +38,9 @@ pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
 
 /// Size of a packed weight; saturates for one that cannot be addressed, which no allocation grants.
 pub(super) fn packed_bytes(spec: &WeightSpec) -> usize {
-    match spec.format {
-        keel_array::WeightFormat::Blocks(format) => {
-            blocks::packed_bytes(format, spec.experts.saturating_mul(spec.rows), spec.cols)
-        }
-        _ => layout(spec).bytes(),
+    match raw_blocks(spec) {
+        Some(format) => blocks::packed_bytes(format, spec.experts.saturating_mul(spec.rows), spec.cols),
+        None => layout(spec).bytes(),
     }
 }
 
@@ -54,8 +60,8 @@ pub(super) fn linear(spec: &WeightSpec, isa: Isa) -> Linear {
         keel_array::Compute::Bf16 if Compute::Bf16.takes(layout.format()) && isa >= Isa::Avx512Vnni => {
             Compute::Bf16
         }
-        keel_array::Compute::Bf16 => Compute::F32,
-        keel_array::Compute::Auto => Compute::fastest(layout.format(), isa),
+        keel_array::Compute::Bf16 if !matches!(layout.format(), WeightFormat::Blocks(_)) => Compute::F32,
+        keel_array::Compute::Bf16 | keel_array::Compute::Auto => Compute::fastest(layout.format(), isa),
     };
     Linear::new(layout, compute, isa)
 }
@@ -68,13 +74,10 @@ pub(super) fn pack(
     block: &RowBlock<'_>,
 ) -> Result<(), ArrayError> {
     let wrong = |reason: String| Err(ArrayError::Argument { op: "pack_weight", reason });
-    if let (RowData::Blocks(bytes), keel_array::WeightFormat::Blocks(format)) = (block.data, spec.format) {
+    if let (RowData::Blocks(bytes), Some(format)) = (block.data, raw_blocks(spec)) {
         let needed = blocks::packed_bytes(format, block.rows, spec.cols);
         if bytes.len() != needed {
-            let (got, rows, cols) = (bytes.len(), block.rows, spec.cols);
-            return wrong(format!(
-                "{got} bytes for {rows} rows of {cols} values in {format}, expected {needed}"
-            ));
+            return wrong(wrong_blocks(bytes.len(), block.rows, spec, format));
         }
         let first = block.expert * spec.rows + block.first_row;
         let start = offset + blocks::packed_bytes(format, first, spec.cols);
@@ -83,9 +86,6 @@ pub(super) fn pack(
         let out = unsafe { std::slice::from_raw_parts_mut(memory.start().add(start), needed) };
         out.copy_from_slice(bytes);
         return Ok(());
-    }
-    if matches!(spec.format, keel_array::WeightFormat::Blocks(_)) {
-        return wrong(format!("the rows are not coded as the weight, {:?}", spec.format));
     }
     let layout = layout(spec);
     let rows = block.first_row..block.first_row + block.rows;
@@ -124,6 +124,13 @@ pub(super) fn pack(
             }
             Rows::Affine { quants: codes, scales, biases }
         }
+        (RowData::Blocks(bytes), keel_array::WeightFormat::Blocks(format)) => {
+            let needed = blocks::packed_bytes(format, block.rows, spec.cols);
+            if bytes.len() != needed {
+                return wrong(wrong_blocks(bytes.len(), block.rows, spec, format));
+            }
+            Rows::Blocks(bytes)
+        }
         _ => return wrong(format!("the rows are not coded as the weight, {:?}", spec.format)),
     };
     let range = layout.row_bytes(block.expert, rows);
@@ -133,6 +140,11 @@ pub(super) fn pack(
         unsafe { std::slice::from_raw_parts_mut(memory.start().add(offset + range.start), range.len()) };
     linear::pack(&layout, data, out);
     Ok(())
+}
+
+fn wrong_blocks(got: usize, rows: usize, spec: &WeightSpec, format: BlockFormat) -> String {
+    let (cols, needed) = (spec.cols, blocks::packed_bytes(format, rows, spec.cols));
+    format!("{got} bytes for {rows} rows of {cols} values in {format}, expected {needed}")
 }
 
 /// Little-endian floats as f32.

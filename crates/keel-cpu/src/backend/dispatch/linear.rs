@@ -9,7 +9,7 @@ use crate::kernels::generic::matmul::{MatmulShape, matmul};
 use crate::kernels::generic::scalar::with_float;
 use crate::kernels::linear::Epilogue;
 use crate::pool::Worker;
-use keel_array::{ArrayError, Kernel, Op, WeightFormat};
+use keel_array::{ArrayError, Kernel, Op};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
     let (x, y) = (&call.inputs[0], &call.outputs[0]);
@@ -85,9 +85,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
 pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize, isa: Isa) -> usize {
     let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
     match &kernel.op {
-        Op::Linear { weight, .. } | Op::GatherLinear { weight }
-            if matches!(weight.format, WeightFormat::Blocks(_)) =>
-        {
+        Op::Linear { weight, .. } | Op::GatherLinear { weight } if weights::raw_blocks(weight).is_some() => {
             workspace_len(workers, elements(0) / weight.cols, weight.cols) * size_of::<f32>()
         }
         Op::Linear { weight, .. } => weights::linear(weight, isa).scratch_bytes(elements(0) / weight.cols),

@@ -6,10 +6,11 @@
 //! For int8, each group of a row's inputs (the weights' groups) becomes `p = round(x / c)` with
 //! `c = max |x| / 127`. The `M` rows of a block lie together in the order in which they are
 //! read: for each group, `[group / 32][M][32]` of `p` as i8, then `[M]` of `(c, c * sum p)` as f32. Blocks of 16, for
-//! AMX, have parts of up to 64 inputs rather than 32. With the sums
+//! AMX, have parts of up to 64 inputs rather than 32; groups of 16 are parts of 16. Block codings with a zero `z` have
+//! `-z * sum p` as i32 in place of `c * sum p`. With the sums
 //! of the *rounded* inputs the rounding errors meet `s q + b`, the weights themselves, rather than the larger `s q`.
 
-use super::format::{BLOCK, MAX_GROUP, WeightFormat};
+use super::format::{BLOCK, MAX_GROUP};
 use super::lanes::{LANES, Lanes, portable::Portable};
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{avx2::Avx2, avx512::Avx512};
@@ -23,7 +24,7 @@ use crate::shared_slice::SharedMut;
 /// Bytes of one prepared row; 0 where rows are read as they are.
 pub(super) fn row_bytes(layout: &PackedLayout, compute: Compute) -> usize {
     match (compute, layout.format()) {
-        (Compute::Int8, WeightFormat::Affine { group, .. }) => layout.k() + layout.k() / group * 8,
+        (Compute::Int8, _) => layout.k() + layout.k() / layout.group() * 8,
         (Compute::Bf16, _) => layout.k().next_multiple_of(2) * 2,
         _ => 0,
     }
@@ -42,8 +43,9 @@ pub(super) fn prepare(
     scratch: SharedMut<'_, u8>,
 ) {
     let (k, row_bytes) = (layout.k(), row_bytes(layout, compute));
-    match (compute, layout.format()) {
-        (Compute::Int8, WeightFormat::Affine { group, .. }) => {
+    match compute {
+        Compute::Int8 => {
+            let group = layout.group();
             let groups = k / group;
             let rows = segments.last().map_or(0, |last| last.end as usize);
             let share = worker.split(rows * groups, 1);
@@ -60,41 +62,49 @@ pub(super) fn prepare(
                 let in_row = |item: usize| item.saturating_sub(position * groups).min(groups);
                 for g in in_row(share.start)..in_row(share.end) {
                     let out = out.part(g * group_bytes..(g + 1) * group_bytes);
-                    quantise_into(isa, &x[g * group..(g + 1) * group], out, block);
+                    quantise_into(isa, &x[g * group..(g + 1) * group], layout.zero(), out, block);
                 }
             }
         }
-        (Compute::Bf16, _) => {
+        Compute::Bf16 => {
             for row in worker.split(x.len() / k, 1) {
                 // SAFETY: each row has bytes of its own, and one worker.
                 let out = unsafe { scratch.range(row * row_bytes..(row + 1) * row_bytes) };
                 round_to_bf16(&x[row * k..(row + 1) * k], out);
             }
         }
-        _ => {}
+        Compute::F32 => {}
     }
 }
 
 /// Quantises a row's share of one group of a block.
-fn quantise_into(isa: Isa, x: &[f32], out: SharedMut<'_, u8>, block: RowBlock) {
+fn quantise_into(isa: Isa, x: &[f32], zero: i32, out: SharedMut<'_, u8>, block: RowBlock) {
     let (row, rows) = (block.row, block.rows);
     let mut quantised = [0u8; MAX_GROUP];
     let quantised = &mut quantised[..x.len()];
-    let pair = quantise(isa, x, quantised);
-    let part = if rows == amx::TILE { x.len().min(amx::PART) } else { BLOCK };
-    for (i, values) in quantised.as_chunks::<BLOCK>().0.iter().enumerate() {
-        let k = i * BLOCK;
+    let Quantised { scale, sum } = quantise(isa, x, quantised);
+    let pair = [scale, if zero == 0 { scale * sum as f32 } else { f32::from_bits((-zero * sum) as u32) }];
+    let part = x.len().min(if rows == amx::TILE { amx::PART } else { BLOCK });
+    for (i, values) in quantised.as_chunks::<LANES>().0.iter().enumerate() {
+        let k = i * LANES;
         let at = (k / part * rows + row) * part + k % part;
         // SAFETY: each row has bytes of its own, and one worker; an array of bytes has no alignment.
-        unsafe { *out.part(at..at + BLOCK).as_ptr().cast::<[u8; BLOCK]>() = *values }
+        unsafe { *out.part(at..at + LANES).as_ptr().cast::<[u8; LANES]>() = *values }
     }
     let at = rows * x.len() + row * size_of_val(&pair);
     // SAFETY: each row has bytes of its own, and one worker.
     unsafe { out.part(at..at + size_of_val(&pair)).as_ptr().cast::<[f32; 2]>().write_unaligned(pair) }
 }
 
-/// Quantises one group; its scale, and the scaled sum of what was written to `out` as i8.
-fn quantise(isa: Isa, x: &[f32], out: &mut [u8]) -> [f32; 2] {
+/// What a group became besides its values.
+struct Quantised {
+    scale: f32,
+    /// Of what was written.
+    sum: i32,
+}
+
+/// Quantises one group, to `out` as i8.
+fn quantise(isa: Isa, x: &[f32], out: &mut [u8]) -> Quantised {
     assert!(x.len().is_multiple_of(LANES) && x.len() == out.len());
     // SAFETY: a kernel is only run at a level that the CPU has; the lengths are as asserted.
     unsafe {
@@ -110,14 +120,14 @@ fn quantise(isa: Isa, x: &[f32], out: &mut [u8]) -> [f32; 2] {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")]
-fn quantise_avx512(x: &[f32], out: &mut [u8]) -> [f32; 2] {
+fn quantise_avx512(x: &[f32], out: &mut [u8]) -> Quantised {
     // SAFETY: compiled for the instructions; `quantise` has checked the lengths.
     unsafe { quantise_in::<Avx512<false>>(x, out) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn quantise_avx2(x: &[f32], out: &mut [u8]) -> [f32; 2] {
+fn quantise_avx2(x: &[f32], out: &mut [u8]) -> Quantised {
     // SAFETY: compiled for the instructions; `quantise` has checked the lengths.
     unsafe { quantise_in::<Avx2>(x, out) }
 }
@@ -127,7 +137,7 @@ fn quantise_avx2(x: &[f32], out: &mut [u8]) -> [f32; 2] {
 /// # Safety
 /// As [`Lanes`]; `x` and `out` are equally long, a multiple of 16.
 #[inline(always)]
-unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> [f32; 2] {
+unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> Quantised {
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;
     // SAFETY: as the caller promises; each vector lies within the slices.
@@ -143,7 +153,7 @@ unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> [f32; 2] {
         // Below this the reciprocal overflows; such a group is zero beside any other.
         if top < 1e-36 {
             out.fill(0);
-            return [0.0, 0.0];
+            return Quantised { scale: 0.0, sum: 0 };
         }
         let reciprocal = S::splat(127.0 / top);
         let (round, unround) = (S::splat(ROUND), S::splat_i((ROUND.to_bits() as i32).wrapping_neg()));
@@ -154,8 +164,7 @@ unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> [f32; 2] {
             sums = S::add_i(sums, p);
             S::store_i8(p, out.as_mut_ptr().add(i));
         }
-        let scale = top / 127.0;
-        [scale, scale * S::reduce_add_i(sums) as f32]
+        Quantised { scale: top / 127.0, sum: S::reduce_add_i(sums) }
     }
 }
 
@@ -181,7 +190,7 @@ mod tests {
         let x: Vec<f32> = (0..64).map(|i| (i as f32 * 0.71).sin() * 3.0).collect();
         for isa in Isa::available() {
             let mut out = [0u8; 64];
-            let [scale, sum] = quantise(isa, &x, &mut out);
+            let Quantised { scale, sum } = quantise(isa, &x, &mut out);
             let mut total = 0.0;
             for (x, p) in x.iter().zip(out) {
                 let back = f32::from(p as i8) * scale;
@@ -189,7 +198,7 @@ mod tests {
                 assert_ne!(p as i8, -128);
                 total += back;
             }
-            assert!((sum - total).abs() < 1e-3);
+            assert!((scale * sum as f32 - total).abs() < 1e-3);
         }
     }
 
@@ -198,11 +207,11 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x = [1.0f32; 32];
             x[17] = bad;
-            let [scale, _] = quantise(Isa::best(), &x, &mut [0; 32]);
-            assert!(!scale.is_finite());
+            assert!(!quantise(Isa::best(), &x, &mut [0; 32]).scale.is_finite());
         }
         let mut out = [1u8; 32];
-        assert_eq!(quantise(Isa::best(), &[-0.0; 32], &mut out), [0.0, 0.0]);
+        let Quantised { scale, sum } = quantise(Isa::best(), &[-0.0; 32], &mut out);
+        assert_eq!((scale, sum), (0.0, 0));
         assert_eq!(out, [0; 32]);
     }
 

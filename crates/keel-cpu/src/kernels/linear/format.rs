@@ -1,7 +1,9 @@
 //! How weights lie in memory: the sizes of packed matrices, as pure functions of their shapes.
 
+use super::coding::Coding;
 use super::lanes::LANES;
 use crate::error::Error;
+use keel_array::BlockFormat;
 use std::ops::Range;
 
 /// Rows of a weight tile: one lane each.
@@ -50,6 +52,8 @@ pub enum WeightFormat {
         /// Type of scales and biases.
         params: FloatType,
     },
+    /// A block coding of GGUF files, every value as [`BlockFormat::decode`] gives it.
+    Blocks(BlockFormat),
 }
 
 /// Where everything lies in a packed `[E, N, K]` stack of weight matrices (`E` is 1 but for experts).
@@ -60,6 +64,8 @@ pub enum WeightFormat {
 /// * affine: for each group `[group / 32][bits x 64 bytes]`, then `scale[r]`, then `bias[r]`. A block of 32
 ///   inputs is bit planes of 4, 2 and 1 bits (6 bits: a 4 and a 2); 8 bits are a plane of their own. A vector
 ///   of a plane has byte `4 * r + i`, whose field `f` belongs to input `4 * (fields * vector + f) + i`.
+/// * blocks: for each unit (a block of the file), `[inputs / 32][bits x 64 bytes]` of codes as above, then the unit's
+///   parameters, `[r]` of each, see [`Scales`](super::coding::Scales).
 /// * dense f32, f16: `[K][r]`. Dense bf16: `[K / 2][r][2]`, what the bf16 dot product takes; an odd `K` is
 ///   padded with zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -104,6 +110,10 @@ impl PackedLayout {
                 return Err(fail("K must be a multiple of the group"));
             }
             WeightFormat::Affine { group, .. } => Some(k / group),
+            WeightFormat::Blocks(format) if !k.is_multiple_of(format.values()) => {
+                return Err(fail("K must be whole blocks"));
+            }
+            WeightFormat::Blocks(format) => Some(k / format.values()),
         }
         .and_then(|units| units.checked_mul(unit_bytes(format)));
         let bytes = tile_bytes
@@ -156,10 +166,19 @@ impl PackedLayout {
         match self.format {
             WeightFormat::Dense(_) => 1,
             WeightFormat::Affine { group, .. } => group,
+            WeightFormat::Blocks(format) => Coding::of(format).group,
         }
     }
 
-    /// Bytes of one affine group of a tile: quants, scales, biases; of one input if dense.
+    /// What is taken from the levels of block codings before they are scaled.
+    pub(super) const fn zero(&self) -> i32 {
+        match self.format {
+            WeightFormat::Blocks(format) => Coding::of(format).zero,
+            _ => 0,
+        }
+    }
+
+    /// Bytes of one unit of a tile: one affine group: quants, scales, biases; of one input if dense.
     pub(super) const fn unit_bytes(&self) -> usize {
         unit_bytes(self.format)
     }
@@ -197,6 +216,7 @@ const fn unit_bytes(format: WeightFormat) -> usize {
     match format {
         WeightFormat::Dense(float) => TILE_ROWS * float.bytes(),
         WeightFormat::Affine { bits, group, params } => TILE_ROWS * (group * bits / 8 + 2 * params.bytes()),
+        WeightFormat::Blocks(format) => TILE_ROWS * Coding::of(format).unit_bytes(),
     }
 }
 
@@ -219,6 +239,15 @@ mod tests {
         assert_eq!(packed_bytes(16, 7, WeightFormat::Dense(FloatType::F32)).unwrap(), 16 * 7 * 4);
         assert_eq!(packed_bytes(17, 7, WeightFormat::Dense(FloatType::F16)).unwrap(), 32 * 7 * 2);
         assert_eq!(packed_bytes(17, 7, WeightFormat::Dense(FloatType::Bf16)).unwrap(), 32 * 8 * 2);
+    }
+
+    #[test]
+    fn blocks_take_little_more_than_in_their_file() {
+        for format in BlockFormat::ALL {
+            let packed = packed_bytes(32, 512, WeightFormat::Blocks(format)).unwrap();
+            let file = 32 * format.row_bytes(512).unwrap();
+            assert!((file..=file * 105 / 100).contains(&packed), "{format}: {packed} of {file} bytes");
+        }
     }
 
     #[test]

@@ -43,6 +43,7 @@
 
 mod activations;
 mod block;
+mod coding;
 mod format;
 mod lanes;
 mod pack;
@@ -68,7 +69,7 @@ pub enum Compute {
     /// Activations rounded to bf16, f32 sums. Dense bf16 weights.
     Bf16,
     /// Activations quantised to 8 bits for each row and group, exact integer sums over the group, f32 sums
-    /// over groups. Affine weights.
+    /// over groups. Affine weights and block codings, whose groups are of 16 or 32.
     Int8,
 }
 
@@ -76,7 +77,7 @@ impl Compute {
     /// What runs fastest on `isa` and loses no more than the weights' format has lost already.
     pub fn fastest(format: WeightFormat, isa: Isa) -> Compute {
         match format {
-            WeightFormat::Affine { .. } => Compute::Int8,
+            WeightFormat::Affine { .. } | WeightFormat::Blocks(_) => Compute::Int8,
             WeightFormat::Dense(FloatType::Bf16) if isa >= Isa::Avx512Vnni => Compute::Bf16,
             WeightFormat::Dense(_) => Compute::F32,
         }
@@ -85,9 +86,9 @@ impl Compute {
     /// Whether weights of `format` can be computed with so.
     pub fn takes(self, format: WeightFormat) -> bool {
         match self {
-            Compute::F32 => true,
+            Compute::F32 => !matches!(format, WeightFormat::Blocks(_)),
             Compute::Bf16 => format == WeightFormat::Dense(FloatType::Bf16),
-            Compute::Int8 => matches!(format, WeightFormat::Affine { .. }),
+            Compute::Int8 => matches!(format, WeightFormat::Affine { .. } | WeightFormat::Blocks(_)),
         }
     }
 }
@@ -121,6 +122,7 @@ impl Linear {
         let kernel = match (layout.format(), compute) {
             (WeightFormat::Affine { bits, .. }, Compute::Int8) => Kernel::Int8(bits),
             (WeightFormat::Affine { bits, .. }, _) => Kernel::AffineF32(bits),
+            (WeightFormat::Blocks(format), _) => Kernel::Coded(format),
             (WeightFormat::Dense(_), Compute::Bf16) => Kernel::Bf16Dots,
             (WeightFormat::Dense(FloatType::F32), _) => Kernel::F32,
             (WeightFormat::Dense(FloatType::Bf16), _) => Kernel::Bf16,

@@ -1,5 +1,6 @@
 //! Weights into their packed layout, a few rows at a time, and a row back out of it.
 
+use super::coding::{Coding, Parts, Scales, scale_and_offset};
 use super::format::{BLOCK, FloatType, PackedLayout, TILE_ROWS, WeightFormat};
 use half::{bf16, f16};
 
@@ -17,6 +18,8 @@ pub enum Rows<'a> {
         /// `[R, K / group]`
         biases: &'a [f32],
     },
+    /// The blocks of each row, as a file has them.
+    Blocks(&'a [u8]),
 }
 
 /// Packs `rows`, which start at a tile's edge, into `out`: the bytes that [`PackedLayout::row_bytes`] names for
@@ -32,6 +35,9 @@ pub fn pack(layout: &PackedLayout, rows: Rows<'_>, out: &mut [u8]) {
             let params = quants.len() / group;
             assert!(scales.len() == params && biases.len() == params, "one scale and bias for each group");
             quants.len() / k
+        }
+        (Rows::Blocks(bytes), WeightFormat::Blocks(format)) => {
+            bytes.len() / format.bytes() * format.values() / k
         }
         _ => panic!("rows {:?} packed as {:?}", std::mem::discriminant(&rows), layout.format()),
     };
@@ -49,6 +55,16 @@ pub fn pack(layout: &PackedLayout, rows: Rows<'_>, out: &mut [u8]) {
                 pack_params(&scales[groups.clone()], layout, params, group * bits * 2, out);
                 let biases_at = group * bits * 2 + TILE_ROWS * params.bytes();
                 pack_params(&biases[groups], layout, params, biases_at, out);
+            }
+            (Rows::Blocks(bytes), WeightFormat::Blocks(format)) => {
+                let row_bytes = k / format.values() * format.bytes();
+                let blocks = &bytes[tile_rows.start * row_bytes..tile_rows.end * row_bytes];
+                for (row, blocks) in blocks.chunks_exact(row_bytes).enumerate() {
+                    let units = out.chunks_exact_mut(layout.unit_bytes());
+                    for (unit, block) in units.zip(blocks.chunks_exact(format.bytes())) {
+                        pack_parts(&Coding::of(format), &Parts::of(format, block), row, unit);
+                    }
+                }
             }
             _ => unreachable!("checked above"),
         }
@@ -109,6 +125,37 @@ impl Plane {
     /// The mask of four fields, unshifted.
     fn mask(self) -> u32 {
         ((1 << self.width) - 1) * 0x0101_0101
+    }
+}
+
+/// One row's part of a unit.
+fn pack_parts(coding: &Coding, parts: &Parts, row: usize, unit: &mut [u8]) {
+    let (codes, params) = unit.split_at_mut(TILE_ROWS * coding.code_bytes());
+    for (block, codes) in codes.chunks_exact_mut(64 * coding.bits).zip(parts.codes.chunks_exact(BLOCK)) {
+        let (quads, _) = codes.as_chunks::<4>();
+        for plane in planes(coding.bits) {
+            for (quad, codes) in quads.iter().enumerate() {
+                let (at, shift) = plane.fields(row, quad);
+                let fields = ((u32::from_le_bytes(*codes) >> plane.low) & plane.mask()) << shift;
+                for (out, byte) in block[at..at + 4].iter_mut().zip(fields.to_le_bytes()) {
+                    *out |= byte;
+                }
+            }
+        }
+    }
+    let (head, bytes) = params.split_at_mut(TILE_ROWS * coding.scales.head_bytes());
+    if coding.scales == Scales::Exponent {
+        head[row] = parts.head[0];
+    } else {
+        let halves = parts.head.chunks_exact(2);
+        for (head, half) in head.chunks_exact_mut(2 * TILE_ROWS).zip(halves) {
+            head[2 * row..2 * row + 2].copy_from_slice(half);
+        }
+    }
+    let groups = coding.groups();
+    let scales = parts.scales[..groups.min(16)].iter().chain(&parts.mins[..groups.min(16)]);
+    for (bytes, scale) in bytes.chunks_exact_mut(TILE_ROWS).zip(scales) {
+        bytes[row] = *scale;
     }
 }
 
@@ -179,6 +226,23 @@ pub fn unpack_row(layout: &PackedLayout, bytes: &[u8], matrix: usize, row: usize
                 *out = get_float(tile, dense_at(float, row, i), float);
             }
         }
+        WeightFormat::Blocks(format) => {
+            let coding = Coding::of(format);
+            for (unit, out) in
+                tile.chunks_exact(layout.unit_bytes()).zip(out.chunks_exact_mut(coding.inputs()))
+            {
+                let (blocks, params) = unit.split_at(TILE_ROWS * coding.code_bytes());
+                for (i, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                    let (scale, offset) = scale_and_offset(&coding, params, 4 * i / coding.group, row);
+                    let (block, quad) = (i / (BLOCK / 4), i % (BLOCK / 4));
+                    let block = &blocks[block * 64 * coding.bits..(block + 1) * 64 * coding.bits];
+                    *out = quants(block, coding.bits, row, quad).map(|code| {
+                        let scaled = scale * coding.level(code);
+                        if coding.scales.has_offset() { scaled + offset } else { scaled }
+                    });
+                }
+            }
+        }
         WeightFormat::Affine { bits, group, params } => {
             for (unit, out) in tile.chunks_exact(layout.unit_bytes()).zip(out.chunks_exact_mut(group)) {
                 let (blocks, tail) = unit.split_at(group * bits * 2);
@@ -238,6 +302,37 @@ mod tests {
                         let expected = scales[g] * f32::from(quants[r * k + i]) + biases[g];
                         assert_eq!(*value, expected, "{bits} bits, group {group}, row {r}, input {i}");
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_come_back_as_the_reference_decodes_them() {
+        use keel_array::BlockFormat;
+        let (n, k) = (37, 512);
+        for (seed, format) in BlockFormat::ALL.into_iter().enumerate() {
+            // Random bytes: some scales are NaN, infinite or subnormal.
+            let row_bytes = format.row_bytes(k).unwrap();
+            let mut state = seed as u64;
+            let mut next = || {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (state >> 56) as u8
+            };
+            let bytes: Vec<u8> = (0..n * row_bytes).map(|_| next()).collect();
+            let layout = PackedLayout::stacked(2, n, k, WeightFormat::Blocks(format)).unwrap();
+            let mut packed = vec![0xa5; layout.bytes()];
+            for rows in [16..n, 0..16] {
+                let source = Rows::Blocks(&bytes[rows.start * row_bytes..rows.end * row_bytes]);
+                pack(&layout, source, &mut packed[layout.row_bytes(1, rows)]);
+            }
+            let (mut got, mut want) = (vec![0.0f32; k], vec![0.0f32; k]);
+            for row in 0..n {
+                unpack_row(&layout, &packed, 1, row, &mut got);
+                format.decode(&bytes[row * row_bytes..], &mut want);
+                for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                    let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+                    assert!(same, "{format}, row {row}, input {i}: {got} and {want}");
                 }
             }
         }

@@ -6,6 +6,7 @@ use super::super::lanes::portable::Portable;
 use super::super::lanes::{avx2::Avx2, avx512::Avx512};
 use super::Block;
 use crate::isa::Isa;
+use keel_array::BlockFormat;
 
 /// A block kernel for a certain number of rows.
 ///
@@ -18,6 +19,8 @@ pub(in super::super) type BlockFn = unsafe fn(&Block<'_>);
 pub(in super::super) enum Kernel {
     /// Affine weights of so many bits, i8 activations.
     Int8(usize),
+    /// Weights in a block coding, i8 activations.
+    Coded(BlockFormat),
     /// Affine weights of so many bits, f32 activations.
     AffineF32(usize),
     /// Dense f32 weights, f32 activations.
@@ -59,6 +62,8 @@ pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel, layout: &PackedLayou
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, _) => avx2::fns(kernel),
         #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512, Kernel::Coded(format)) => avx2::coded_fns(format),
+        #[cfg(target_arch = "x86_64")]
         (Isa::Avx512, _) => avx512::fns(kernel),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx512Vnni, Kernel::Int8(bits)) => overlapped::fns(bits, layout.group()),
@@ -86,10 +91,10 @@ macro_rules! by_rows {
 
 /// The module of one level: every kernel as a function compiled for the level's features.
 macro_rules! level {
-    ($name:ident, $lanes:ty, $rows:tt $(, $features:literal)?) => {
+    ($name:ident, $lanes:ty, $rows:tt, $coded_rows:tt $(, $features:literal)?) => {
         mod $name {
             use super::*;
-            use crate::kernels::linear::block::{affine_f32, dense, int8};
+            use crate::kernels::linear::block::{affine_f32, coded, dense, int8};
 
             $(#[target_feature(enable = $features)])?
             pub(super) unsafe fn int8<const BITS: usize, const M: usize>(block: &Block<'_>) {
@@ -107,8 +112,34 @@ macro_rules! level {
                 unsafe { dense::dense::<$lanes, D, M>(block) }
             }
 
+            $(#[target_feature(enable = $features)])?
+            unsafe fn coded<C: coded::Coded, const M: usize>(block: &Block<'_>) {
+                // SAFETY: as the caller promises.
+                unsafe { coded::int8::<$lanes, C, M>(block) }
+            }
+
+            pub(super) fn coded_fns(format: BlockFormat) -> BlockFns {
+                use coded::codings;
+                match format {
+                    BlockFormat::Q4_0 => by_rows!(coded codings::Q4_0, $coded_rows),
+                    BlockFormat::Q4_1 => by_rows!(coded codings::Q4_1, $coded_rows),
+                    BlockFormat::Q5_0 => by_rows!(coded codings::Q5_0, $coded_rows),
+                    BlockFormat::Q5_1 => by_rows!(coded codings::Q5_1, $coded_rows),
+                    BlockFormat::Q8_0 => by_rows!(coded codings::Q8_0, $coded_rows),
+                    BlockFormat::Q2K => by_rows!(coded codings::Q2K, $coded_rows),
+                    BlockFormat::Q3K => by_rows!(coded codings::Q3K, $coded_rows),
+                    BlockFormat::Q4K => by_rows!(coded codings::Q4K, $coded_rows),
+                    BlockFormat::Q5K => by_rows!(coded codings::Q5K, $coded_rows),
+                    BlockFormat::Q6K => by_rows!(coded codings::Q6K, $coded_rows),
+                    BlockFormat::IQ4NL => by_rows!(coded codings::IQ4NL, $coded_rows),
+                    BlockFormat::IQ4XS => by_rows!(coded codings::IQ4XS, $coded_rows),
+                    BlockFormat::MXFP4 => by_rows!(coded codings::MXFP4, $coded_rows),
+                }
+            }
+
             pub(super) fn fns(kernel: Kernel) -> BlockFns {
                 match kernel {
+                    Kernel::Coded(format) => coded_fns(format),
                     Kernel::Int8(2) => by_rows!(int8 2 $rows),
                     Kernel::Int8(3) => by_rows!(int8 3 $rows),
                     Kernel::Int8(4) => by_rows!(int8 4 $rows),
@@ -131,13 +162,19 @@ macro_rules! level {
     };
 }
 
-level!(portable, Portable, [1]);
+level!(portable, Portable, [1], [1]);
 #[cfg(target_arch = "x86_64")]
-level!(avx2, Avx2, [4 2 1], "avx2,fma,f16c");
+level!(avx2, Avx2, [4 2 1], [2 1], "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-level!(avx512, Avx512<false>, [8 4 2 1], "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+level!(avx512, Avx512<false>, [8 4 2 1], [4 1], "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-level!(avx512_dots, Avx512<true>, [8 4 2 1], "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c");
+level!(
+    avx512_dots,
+    Avx512<true>,
+    [8 4 2 1],
+    [6 4 2 1],
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"
+);
 
 /// Int8 in blocks of six rows, with conversions between dot products; smaller blocks are those of `avx512_dots`.
 #[cfg(target_arch = "x86_64")]

@@ -9,6 +9,7 @@
 //! | [`int8`] | affine | unpack 4 inputs x 16 rows of u8, exact i32 dot with i8 activations; per group one conversion, scale, bias |
 //! | [`int8_overlapped`] | affine | the same for many rows, the conversions between the next group's dots |
 //! | [`amx`] | affine | the same on tiles of 16 rows |
+//! | [`coded`] | block codings | as [`int8_overlapped`], with levels less a zero, or offsets |
 //! | [`affine_f32`] | affine | unpack, `scale * q + bias` in f32, f32 multiply-add |
 //! | [`amx_bf16`] | dense bf16 | bf16 products of pairs on tiles, f32 sums, any number of rows |
 //! | [`dense`] | dense | widen, f32 multiply-add; or bf16 dot of input pairs with f32 sums |
@@ -16,6 +17,7 @@
 mod affine_f32;
 mod amx;
 mod amx_bf16;
+mod coded;
 mod dense;
 mod dispatch;
 mod int8;
@@ -68,7 +70,7 @@ impl Ahead {
     pub(super) fn share(layout: &super::PackedLayout, pair: *const u8, block: usize, blocks: usize) -> Ahead {
         let inputs = match layout.format() {
             super::WeightFormat::Dense(_) => dense::CHUNK,
-            super::WeightFormat::Affine { .. } => 1,
+            super::WeightFormat::Affine { .. } | super::WeightFormat::Blocks(_) => 1,
         };
         let step = (layout.unit_bytes() * inputs).min(layout.tile_bytes());
         let at = |block: usize| pair.wrapping_add(layout.tile_bytes() * block / blocks);

@@ -135,6 +135,27 @@ impl Lanes for Avx2 {
         })
     }
     #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> Self::I {
+        op!({
+            let half = |p: *const u8| _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+            (half(p), half(p.add(8)))
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> Self::I {
+        op!({
+            let half = |p: *const u8| _mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()));
+            (half(p), half(p.add(8)))
+        })
+    }
+    #[inline(always)]
+    unsafe fn lookup(a: Self::I, table: &[u8; 16]) -> Self::I {
+        op!({
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            (_mm256_shuffle_epi8(table, a.0), _mm256_shuffle_epi8(table, a.1))
+        })
+    }
+    #[inline(always)]
     unsafe fn store_i8(a: Self::I, p: *mut u8) {
         op!({
             // Packing works within halves of 128 bits; the permutation puts the quarters back in order.

@@ -114,6 +114,18 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
         op!(_mm512_reduce_add_epi32(a))
     }
     #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> Self::I {
+        op!(_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> Self::I {
+        op!(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())))
+    }
+    #[inline(always)]
+    unsafe fn lookup(a: Self::I, table: &[u8; 16]) -> Self::I {
+        op!(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), a))
+    }
+    #[inline(always)]
     unsafe fn store_i8(a: Self::I, p: *mut u8) {
         op!(_mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(a)))
     }

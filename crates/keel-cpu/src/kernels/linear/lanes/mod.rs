@@ -58,6 +58,12 @@ pub(super) trait Lanes: Copy {
     unsafe fn reduce_max_u(a: Self::I) -> u32;
     /// The sum of all words, wrapping.
     unsafe fn reduce_add_i(a: Self::I) -> i32;
+    /// Sixteen u8 at `p`, widened.
+    unsafe fn load_u8(p: *const u8) -> Self::I;
+    /// Sixteen i8 at `p`, widened.
+    unsafe fn load_i8(p: *const u8) -> Self::I;
+    /// The value of `table` that each byte names; all bytes are below 16.
+    unsafe fn lookup(a: Self::I, table: &[u8; 16]) -> Self::I;
     /// Writes each word, an i32 that fits i8, as one byte.
     unsafe fn store_i8(a: Self::I, p: *mut u8);
 

@@ -89,6 +89,20 @@ impl Lanes for Portable {
         a.into_iter().fold(0, |sum, a| sum.wrapping_add(a as i32))
     }
     #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> Self::I {
+        // SAFETY: the caller promises sixteen bytes.
+        unsafe { p.cast::<[u8; LANES]>().read() }.map(u32::from)
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const u8) -> Self::I {
+        // SAFETY: the caller promises sixteen bytes.
+        unsafe { p.cast::<[i8; LANES]>().read() }.map(|x| i32::from(x) as u32)
+    }
+    #[inline(always)]
+    unsafe fn lookup(a: Self::I, table: &[u8; 16]) -> Self::I {
+        a.map(|a| u32::from_ne_bytes(a.to_ne_bytes().map(|i| table[usize::from(i & 15)])))
+    }
+    #[inline(always)]
     unsafe fn store_i8(a: Self::I, p: *mut u8) {
         // SAFETY: the caller promises room for sixteen bytes.
         unsafe { p.cast::<[u8; LANES]>().write(a.map(|a| a as u8)) }

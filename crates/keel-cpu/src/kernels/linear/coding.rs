@@ -1,0 +1,266 @@
+//! Block codings as the kernels see them: planes of small codes, and the scales of each group of inputs.
+//!
+//! A coding's value is `scale * (level - zero) + offset` with `level` the code, or what a table has for it. Files
+//! interleave codes and scales in thirteen ways; here all are one layout with different numbers, and every value is
+//! exactly what [`BlockFormat::decode`] gives.
+
+use super::format::BLOCK;
+use half::f16;
+use keel_array::BlockFormat;
+
+/// Bits of an unpacked level, which bounds the products of the dot products.
+const LEVEL_BITS: usize = 8;
+
+/// The numbers of a coding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) struct Coding {
+    /// Bits of a code.
+    pub bits: usize,
+    /// Inputs that share a scale: 16 or 32.
+    pub group: usize,
+    /// Blocks of 32 inputs in a unit, which has one set of parameters.
+    pub blocks: usize,
+    pub scales: Scales,
+    /// What is taken from each level. Zero where there are offsets.
+    pub zero: i32,
+    /// Levels of the codes, where these are not the levels themselves.
+    pub table: Option<[u8; 16]>,
+}
+
+/// The parameters of a unit, `[16]` of each; `d`, `dmin` and `m` are f16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) enum Scales {
+    /// `d`
+    Half,
+    /// `d`, `m`: the offset.
+    HalfAndOffset,
+    /// A byte `e`: the scale is `2^(e - 128)`.
+    Exponent,
+    /// `d`, then for each group a signed byte: `d * s`.
+    Signed,
+    /// `d`, `dmin`, then for each group a byte, then for each a byte: `d * s` and the offset `-dmin * m`.
+    WithMins,
+    /// `d`, `dmin`, then for each group a byte of `s` (low half) and `m` (high half).
+    Nibbles,
+}
+
+impl Scales {
+    /// Whether values have an offset.
+    pub(in super::super) const fn has_offset(self) -> bool {
+        matches!(self, Scales::HalfAndOffset | Scales::WithMins | Scales::Nibbles)
+    }
+
+    /// Bytes of the floats, for one row.
+    pub(in super::super) const fn head_bytes(self) -> usize {
+        match self {
+            Scales::Exponent => 1,
+            Scales::Half | Scales::Signed => 2,
+            Scales::HalfAndOffset | Scales::WithMins | Scales::Nibbles => 4,
+        }
+    }
+
+    /// Bytes of each group, for one row.
+    const fn group_bytes(self) -> usize {
+        match self {
+            Scales::Half | Scales::HalfAndOffset | Scales::Exponent => 0,
+            Scales::Signed | Scales::Nibbles => 1,
+            Scales::WithMins => 2,
+        }
+    }
+}
+
+/// The levels of `IQ4_NL` and `IQ4_XS`, plus 128.
+const NONLINEAR: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
+
+/// Twice the levels of a 4-bit float, plus 16.
+const FP4_DOUBLED: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4];
+
+impl Coding {
+    /// The numbers of `format`.
+    pub(in super::super) const fn of(format: BlockFormat) -> Coding {
+        const fn short(bits: usize, scales: Scales, zero: i32) -> Coding {
+            Coding { bits, group: 32, blocks: 1, scales, zero, table: None }
+        }
+        const fn superblock(bits: usize, group: usize, scales: Scales, zero: i32) -> Coding {
+            Coding { bits, group, blocks: 8, scales, zero, table: None }
+        }
+        match format {
+            BlockFormat::Q4_0 => short(4, Scales::Half, 8),
+            BlockFormat::Q4_1 => short(4, Scales::HalfAndOffset, 0),
+            BlockFormat::Q5_0 => short(5, Scales::Half, 16),
+            BlockFormat::Q5_1 => short(5, Scales::HalfAndOffset, 0),
+            BlockFormat::Q8_0 => short(8, Scales::Half, 128),
+            BlockFormat::IQ4NL => Coding { table: Some(NONLINEAR), ..short(4, Scales::Half, 128) },
+            BlockFormat::MXFP4 => Coding { table: Some(FP4_DOUBLED), ..short(4, Scales::Exponent, 16) },
+            BlockFormat::Q2K => superblock(2, 16, Scales::Nibbles, 0),
+            BlockFormat::Q3K => superblock(3, 16, Scales::Signed, 4),
+            BlockFormat::Q4K => superblock(4, 32, Scales::WithMins, 0),
+            BlockFormat::Q5K => superblock(5, 32, Scales::WithMins, 0),
+            BlockFormat::Q6K => superblock(6, 16, Scales::Signed, 32),
+            BlockFormat::IQ4XS => Coding { table: Some(NONLINEAR), ..superblock(4, 32, Scales::Signed, 128) },
+        }
+    }
+
+    /// Inputs of a unit.
+    pub(in super::super) const fn inputs(&self) -> usize {
+        self.blocks * BLOCK
+    }
+
+    /// Groups of a unit.
+    pub(in super::super) const fn groups(&self) -> usize {
+        self.inputs() / self.group
+    }
+
+    /// Bytes of a unit's codes, for one row.
+    pub(in super::super) const fn code_bytes(&self) -> usize {
+        self.inputs() * self.bits / 8
+    }
+
+    /// Bytes of a unit, for one row.
+    pub(in super::super) const fn unit_bytes(&self) -> usize {
+        self.code_bytes() + self.scales.head_bytes() + self.groups() * self.scales.group_bytes()
+    }
+
+    /// Bits that the levels take.
+    pub(in super::super) const fn level_bits(&self) -> usize {
+        if self.table.is_some() { LEVEL_BITS } else { self.bits }
+    }
+
+    /// The level of a code, its zero taken off.
+    pub(super) fn level(&self, code: u8) -> f32 {
+        let level = self.table.map_or(code, |table| table[usize::from(code)]);
+        (i32::from(level) - self.zero) as f32
+    }
+}
+
+/// One block of a file, taken apart.
+pub(super) struct Parts {
+    /// One for each input.
+    pub codes: [u8; 256],
+    /// The floats, as they stand in a unit.
+    pub head: [u8; 4],
+    /// For each group.
+    pub scales: [u8; 16],
+    /// For each group, with [`Scales::WithMins`].
+    pub mins: [u8; 16],
+}
+
+impl Parts {
+    /// Takes a block apart.
+    pub(super) fn of(format: BlockFormat, block: &[u8]) -> Parts {
+        let mut parts = Parts { codes: [0; 256], head: [0; 4], scales: [0; 16], mins: [0; 16] };
+        let codes = &mut parts.codes[..format.values()];
+        match format {
+            BlockFormat::Q4_0 | BlockFormat::IQ4NL => nibbles(&block[2..], codes),
+            BlockFormat::Q4_1 => nibbles(&block[4..], codes),
+            BlockFormat::MXFP4 => nibbles(&block[1..], codes),
+            BlockFormat::Q5_0 => five_bits(&block[2..], codes),
+            BlockFormat::Q5_1 => five_bits(&block[4..], codes),
+            BlockFormat::Q8_0 => fill(codes, |i| block[2 + i] ^ 128),
+            BlockFormat::Q2K => {
+                fill(codes, |i| two_bits(&block[16..80], i));
+                parts.scales.copy_from_slice(&block[..16]);
+            }
+            BlockFormat::Q3K => {
+                fill(codes, |i| two_bits(&block[32..96], i) | (block[i % 32] >> (i / 32) & 1) << 2);
+                let packed = &block[96..108];
+                fill(&mut parts.scales, |i| {
+                    let upper = packed[8 + i % 4] >> (i / 4 * 2) & 3;
+                    (packed[i % 8] >> (i / 8 * 4) & 15 | upper << 4).wrapping_sub(32)
+                });
+            }
+            BlockFormat::Q4K => {
+                fill(codes, |i| four_bits(&block[16..], i));
+                scales_and_mins(&block[4..16], &mut parts);
+            }
+            BlockFormat::Q5K => {
+                fill(codes, |i| four_bits(&block[48..], i) | (block[16 + i % 32] >> (i / 32) & 1) << 4);
+                scales_and_mins(&block[4..16], &mut parts);
+            }
+            BlockFormat::Q6K => {
+                let (low, high) = block.split_at(128);
+                fill(codes, |i| {
+                    low[i / 128 * 64 + i % 64] >> (i % 128 / 64 * 4) & 15 | two_bits(high, i) << 4
+                });
+                parts.scales.copy_from_slice(&block[192..208]);
+            }
+            BlockFormat::IQ4XS => {
+                for (codes, quants) in codes.chunks_exact_mut(32).zip(block[8..].chunks_exact(16)) {
+                    nibbles(quants, codes);
+                }
+                let upper = u16::from_le_bytes([block[2], block[3]]);
+                fill(&mut parts.scales[..8], |i| {
+                    let low = block[4 + i / 2] >> (i % 2 * 4) & 15;
+                    (low | ((upper >> (i * 2) & 3) as u8) << 4).wrapping_sub(32)
+                });
+            }
+        }
+        let head_at = match format {
+            BlockFormat::Q2K => 80,
+            BlockFormat::Q3K => 108,
+            BlockFormat::Q6K => 208,
+            _ => 0,
+        };
+        let head_bytes = Coding::of(format).scales.head_bytes();
+        parts.head[..head_bytes].copy_from_slice(&block[head_at..head_at + head_bytes]);
+        parts
+    }
+}
+
+fn fill(out: &mut [u8], value: impl Fn(usize) -> u8) {
+    for (i, out) in out.iter_mut().enumerate() {
+        *out = value(i);
+    }
+}
+
+/// 32 values in 16 bytes: low halves, then high halves.
+fn nibbles(quants: &[u8], codes: &mut [u8]) {
+    fill(codes, |i| quants[i % 16] >> (i / 16 * 4) & 15);
+}
+
+/// Nibbles with a fifth bit, bit `i` of the four bytes before them.
+fn five_bits(quants: &[u8], codes: &mut [u8]) {
+    fill(codes, |i| quants[4 + i % 16] >> (i / 16 * 4) & 15 | (quants[i / 8] >> (i % 8) & 1) << 4);
+}
+
+/// Each half of 256 values in 32 bytes, in four layers.
+fn two_bits(quants: &[u8], i: usize) -> u8 {
+    quants[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3
+}
+
+/// Each 64 of 256 values in 32 bytes, low halves first.
+fn four_bits(quants: &[u8], i: usize) -> u8 {
+    quants[i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4) & 15
+}
+
+/// Eight scales and eight mins of 6 bits in 12 bytes.
+fn scales_and_mins(packed: &[u8], parts: &mut Parts) {
+    for i in 0..4 {
+        (parts.scales[i], parts.mins[i]) = (packed[i] & 63, packed[i + 4] & 63);
+        parts.scales[i + 4] = packed[i + 8] & 15 | packed[i] >> 6 << 4;
+        parts.mins[i + 4] = packed[i + 8] >> 4 | packed[i + 4] >> 6 << 4;
+    }
+}
+
+/// Scale and offset of a group from a packed unit's parameters `[16]` of each; `row` of the tile.
+pub(super) fn scale_and_offset(coding: &Coding, params: &[u8], group: usize, row: usize) -> (f32, f32) {
+    use super::format::TILE_ROWS;
+    let half = |i: usize| {
+        let at = (i * TILE_ROWS + row) * 2;
+        f16::from_le_bytes([params[at], params[at + 1]]).to_f32()
+    };
+    let byte = |i: usize| params[TILE_ROWS * (coding.scales.head_bytes() + i) + row];
+    match coding.scales {
+        Scales::Half => (half(0), 0.0),
+        Scales::HalfAndOffset => (half(0), half(1)),
+        Scales::Exponent => {
+            let e = u32::from(params[row]);
+            (f32::from_bits(((e >> 1) + 63) << 23) * f32::from_bits((e.div_ceil(2) + 63) << 23), 0.0)
+        }
+        Scales::Signed => (half(0) * f32::from(byte(group) as i8), 0.0),
+        Scales::WithMins => {
+            (half(0) * f32::from(byte(group)), -(half(1) * f32::from(byte(coding.groups() + group))))
+        }
+        Scales::Nibbles => (half(0) * f32::from(byte(group) & 15), -(half(1) * f32::from(byte(group) >> 4))),
+    }
+}
