@@ -14,7 +14,7 @@ use keel_weights::{
 use serde_json::{Value, json};
 
 /// The tensors of a small hybrid model with experts: name and shape, all dimensions that matter distinct.
-const TENSORS: [(&str, &[usize]); 15] = [
+const TENSORS: [(&str, &[usize]); 17] = [
     ("lm_head.weight", &[33, 64]),
     ("model.language_model.embed_tokens.weight", &[33, 64]),
     ("model.language_model.layers.0.linear_attn.A_log", &[4]),
@@ -22,10 +22,12 @@ const TENSORS: [(&str, &[usize]); 15] = [
     ("model.language_model.layers.0.linear_attn.in_proj_qkv.weight", &[20, 64]),
     ("model.language_model.layers.0.linear_attn.norm.weight", &[32]),
     ("model.language_model.layers.0.mlp.experts.0.up_proj.weight", &[31, 64]),
-    ("model.language_model.layers.0.mlp.experts.down_proj", &[3, 64, 96]),
+    ("model.language_model.layers.0.mlp.experts.1.up_proj.weight", &[31, 64]),
     ("model.language_model.layers.0.mlp.gate.weight", &[3, 64]),
     ("model.language_model.layers.0.mlp.odd_proj.weight", &[7, 40]),
     ("model.language_model.layers.0.mlp.shared_expert_gate.weight", &[1, 64]),
+    ("model.language_model.layers.1.mlp.experts.down_proj", &[3, 64, 96]),
+    ("model.language_model.layers.1.mlp.experts.gate_up_proj", &[3, 10, 64]),
     ("model.language_model.norm.weight", &[64]),
     ("model.visual.blocks.0.attn.proj.weight", &[64, 64]),
     ("mtp.fc.weight", &[64, 128]),
@@ -78,6 +80,35 @@ fn error(folders: &Folders, recipe: &QuantizeRecipe) -> String {
     quantize_checkpoint(&folders.source, &folders.target, recipe, &mut |_| ()).unwrap_err().to_string()
 }
 
+/// What became of a tensor of the source, in its own order.
+fn decoded(target: &Checkpoint, name: &str, shape: &[usize]) -> Vec<f32> {
+    let module = |module: &str, rows: std::ops::Range<usize>| {
+        let linear = target.linear(module).unwrap();
+        let mut decoded = vec![0.0; rows.len() * linear.info().cols];
+        linear.rows_f32(rows, &mut decoded).unwrap();
+        decoded
+    };
+    let rows: usize = shape[..shape.len() - 1].iter().product();
+    let Some((layer, part)) = name.split_once(".experts.") else {
+        return module(name.strip_suffix(".weight").unwrap(), 0..rows);
+    };
+    let stack = |part: &str| format!("{layer}.switch_mlp.{part}");
+    match part {
+        "down_proj" => module(&stack("down_proj"), 0..rows),
+        "gate_up_proj" => {
+            let half = shape[1] / 2;
+            let of = |e: usize| {
+                ["gate_proj", "up_proj"].map(|part| module(&stack(part), e * half..(e + 1) * half)).concat()
+            };
+            (0..shape[0]).flat_map(of).collect()
+        }
+        _ => {
+            let expert: usize = part.split('.').next().unwrap().parse().unwrap();
+            module(&stack("up_proj"), expert * rows..(expert + 1) * rows)
+        }
+    }
+}
+
 #[test]
 fn a_whole_checkpoint() {
     let folders = folders();
@@ -89,10 +120,10 @@ fn a_whole_checkpoint() {
     .unwrap();
     let source = Checkpoint::open(&folders.source).unwrap();
     let target = Checkpoint::open(&folders.target).unwrap();
-    assert_eq!((report.quantized, report.copied), (8, 7));
+    assert_eq!((report.quantized, report.copied), (10, 7));
     assert_eq!(report.source_bytes, source.total_bytes());
     assert_eq!(report.output_bytes, target.total_bytes());
-    assert!(seen.is_sorted() && seen.len() == 15);
+    assert!(seen.is_sorted() && seen.len() == 16 + 3 * 2);
     assert_eq!(*seen.last().unwrap(), (source.total_bytes(), source.total_bytes()));
 
     let layer = "model.language_model.layers.0";
@@ -104,13 +135,15 @@ fn a_whole_checkpoint() {
     assert_eq!(format("lm_head"), 4);
     assert_eq!(format("model.language_model.embed_tokens"), 4);
     assert_eq!(format(&format!("{layer}.linear_attn.in_proj_qkv")), 4);
-    assert_eq!(format(&format!("{layer}.mlp.experts.0.up_proj")), 4);
-    assert_eq!(format(&format!("{layer}.mlp.experts.down_proj")), 4);
+    let stacks = ["0.mlp.switch_mlp.up_proj", "1.mlp.switch_mlp.down_proj", "1.mlp.switch_mlp.gate_proj"];
+    for (stack, experts) in stacks.into_iter().zip([2, 3, 3]) {
+        let stack = format!("model.language_model.layers.{stack}");
+        assert_eq!((format(&stack), target.linear(&stack).unwrap().info().experts), (4, Some(experts)));
+    }
     assert_eq!(format(&format!("{layer}.mlp.gate")), 8);
     assert_eq!(format(&format!("{layer}.mlp.shared_expert_gate")), 8);
     assert_eq!(format(&format!("{layer}.mlp.odd_proj")), 16);
     assert_eq!(format("mtp.fc"), 4);
-    assert_eq!(target.linear(&format!("{layer}.mlp.experts.down_proj")).unwrap().info().experts, Some(3));
 
     for (name, shape) in TENSORS {
         let is_kept =
@@ -120,11 +153,7 @@ fn a_whole_checkpoint() {
             assert_eq!((ours.dtype(), ours.shape(), ours.bytes()), (DType::BF16, shape, theirs.bytes()));
             continue;
         }
-        let linear = target.linear(name.strip_suffix(".weight").unwrap_or(name)).unwrap();
-        let info = linear.info();
-        let rows = info.experts.unwrap_or(1) * info.rows;
-        let mut decoded = vec![0.0; rows * info.cols];
-        linear.rows_f32(0..rows, &mut decoded).unwrap();
+        let decoded = decoded(&target, name, shape);
         // Values span 2, so a step is at most 2/15, a little stretched; bf16 scales add 1/256 of the value.
         for (value, decoded) in source.tensor(name).unwrap().to_f32().unwrap().iter().zip(decoded) {
             assert!((value - decoded).abs() < 0.15, "{name}: {value} became {decoded}");
@@ -143,11 +172,14 @@ fn config_and_side_files() {
     quantize_checkpoint(&folders.source, &folders.target, &recipe, &mut |_| ()).unwrap();
     let target = Checkpoint::open(&folders.target).unwrap();
     let layer = "model.language_model.layers.0";
-    let mut section =
-        json!({"group_size": 64, "bits": 3, "mode": "affine", "lm_head": {"group_size": 32, "bits": 6}});
-    section[format!("{layer}.linear_attn.in_proj_qkv")] = Value::Bool(false);
-    section[format!("{layer}.mlp.gate")] = json!({"group_size": 64, "bits": 8});
-    section[format!("{layer}.mlp.shared_expert_gate")] = json!({"group_size": 64, "bits": 8});
+    let mut section = json!({"group_size": 64, "bits": 3, "mode": "affine"});
+    // Under the names of the source and under those of mlx-lm.
+    for (prefix, layer) in [("", layer), ("language_model.", "language_model.model.layers.0")] {
+        section[format!("{prefix}lm_head")] = json!({"group_size": 32, "bits": 6});
+        section[format!("{layer}.linear_attn.in_proj_qkv")] = Value::Bool(false);
+        section[format!("{layer}.mlp.gate")] = json!({"group_size": 64, "bits": 8});
+        section[format!("{layer}.mlp.shared_expert_gate")] = json!({"group_size": 64, "bits": 8});
+    }
     assert_eq!(target.config()["quantization"], section);
     assert_eq!(target.config()["quantization_config"], section);
     assert_eq!(target.config()["model_type"], "qwen3_5_moe");
@@ -158,7 +190,7 @@ fn config_and_side_files() {
     assert_eq!(head.format, LinearFormat::Affine { format, scales: DType::F32 });
     // 96 columns are not whole groups of 64.
     assert!(matches!(
-        target.linear(&format!("{layer}.mlp.experts.down_proj")).unwrap(),
+        target.linear("model.language_model.layers.1.mlp.switch_mlp.down_proj").unwrap(),
         LinearTensor::Dense(_)
     ));
     assert_eq!(fs::read(folders.target.join("tokenizer.json")).unwrap(), b"{\"a\": 1}");
@@ -220,15 +252,9 @@ fn a_moe_fixture_quantises_as_mlx_does() {
         let source = name
             .replace("language_model.model", "model.language_model")
             .replace("language_model.lm_head", "lm_head");
-        let mut bytes: Vec<u8> = Vec::new();
-        if let Some((layer, part)) = source.split_once(".switch_mlp.") {
-            for expert in 0..8 {
-                bytes.extend(ours.tensor(&format!("{layer}.experts.{expert}.{part}")).unwrap().bytes());
-            }
-        } else {
-            bytes.extend(ours.tensor(&source).unwrap().bytes());
-        }
-        assert!(bytes == theirs.tensor(name).unwrap().bytes(), "{name}");
+        let (ours, theirs) = (ours.tensor(&source).unwrap(), theirs.tensor(name).unwrap());
+        assert_eq!(ours.shape(), theirs.shape(), "{name}");
+        assert!(ours.bytes() == theirs.bytes(), "{name}");
         compared += 1;
     }
     assert!(compared > 100, "{compared} tensors");
@@ -236,4 +262,5 @@ fn a_moe_fixture_quantises_as_mlx_does() {
     let gate = |config: &Value, layers: &str| config["quantization"][format!("{layers}.2.mlp.gate")].clone();
     let expected = gate(theirs.config(), "language_model.model.layers");
     assert_eq!(gate(ours.config(), "model.language_model.layers"), expected);
+    assert_eq!(gate(ours.config(), "language_model.model.layers"), expected);
 }

@@ -1,5 +1,6 @@
 //! Turning a dense checkpoint into an affine-quantised one.
 
+mod experts;
 mod plan;
 mod recipe;
 mod run;

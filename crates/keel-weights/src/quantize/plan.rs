@@ -2,23 +2,33 @@
 
 use std::collections::BTreeSet;
 
-use keel_array::DType;
 use serde_json::{Map, Value, json};
 
+use super::experts::Experts;
 use super::recipe::{QuantizeRecipe, is_tail, module_of};
-use crate::{AffineFormat, Result, TensorSource, TensorSpec, WeightsError};
+use crate::{AffineFormat, Result, TensorInfo, TensorSource, TensorSpec, WeightsError};
+use keel_array::DType;
 
 /// What becomes of one tensor of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Step {
-    /// It is copied.
-    Copy(TensorSpec),
-    /// It is quantised.
+pub(super) struct Step {
+    /// The source's tensor.
+    pub name: String,
+    /// Where its rows go.
+    pub targets: Vec<Target>,
+    /// Rows that go to a target before the next one has its turn; 0: everything goes to the only one.
+    pub turn_rows: usize,
+}
+
+/// Where rows go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Target {
+    /// They are copied to this tensor.
+    Copy(String),
+    /// They are quantised.
     Quantize {
-        /// The source's tensor.
-        name: String,
-        /// Its codes, scales and biases, in this order.
-        outputs: [TensorSpec; 3],
+        /// Codes, scales and biases, in this order.
+        outputs: [String; 3],
         /// Bits and group size.
         format: AffineFormat,
     },
@@ -27,47 +37,95 @@ pub(super) enum Step {
 /// The whole conversion.
 #[derive(Debug)]
 pub(super) struct Plan {
-    /// In the order of the source's names.
+    /// In the order of the source's names; matrices of one stack follow each other.
     pub steps: Vec<Step>,
+    /// The tensors of the output.
+    pub outputs: Vec<TensorSpec>,
     /// The `quantization` section of config.json.
     pub section: Value,
 }
 
 impl Plan {
     pub(super) fn new(source: &dyn TensorSource, recipe: &QuantizeRecipe) -> Result<Plan> {
-        let mut steps = Vec::new();
+        let experts = Experts::find(source)?;
+        let mut plan = Plan { steps: Vec::new(), outputs: Vec::new(), section: describe(recipe.format) };
         let mut overrides = Map::new();
         let mut unused: BTreeSet<&str> = recipe.overrides.keys().map(String::as_str).collect();
         for name in source.names() {
             let info = source.info(name)?;
-            let copy =
-                || Step::Copy(TensorSpec { name: name.into(), dtype: info.dtype, shape: info.shape.into() });
             let Some(module) = module_of(name, &info) else {
-                steps.push(copy());
+                plan.outputs.push(spec(name, &info));
+                plan.steps.push(Step::copy(name));
                 continue;
             };
-            unused.retain(|path| !is_tail(module, path));
-            let format = recipe.format_of(module);
-            let quantize = |format| {
-                let outputs = outputs(module, format, info.dtype, info.shape)?;
-                Some(Step::Quantize { name: name.into(), outputs, format })
-            };
-            steps.push(format.and_then(quantize).unwrap_or_else(copy));
-            match format {
-                Some(format) if format != recipe.format => overrides.insert(module.into(), describe(format)),
-                Some(_) => None,
-                None => overrides.insert(module.into(), Value::Bool(false)),
-            };
+            let Some(stacks) = experts.stacks_of(name, module, &info) else { continue };
+            let mut targets = Vec::new();
+            for stack in &stacks.modules {
+                unused.retain(|path| !is_tail(stack, path));
+                let format = recipe.format_of(stack);
+                let parts = format.and_then(|f| Some((f, outputs(stack, f, info.dtype, &stacks.shape)?)));
+                targets.push(match parts {
+                    Some((format, specs)) => {
+                        let outputs = specs.each_ref().map(|spec| spec.name.clone());
+                        plan.outputs.extend(specs);
+                        Target::Quantize { outputs, format }
+                    }
+                    None => {
+                        let name = if stacks.is_moved { format!("{stack}.weight") } else { name.into() };
+                        let shape = stacks.shape.clone();
+                        plan.outputs.push(TensorSpec { name: name.clone(), dtype: info.dtype, shape });
+                        Target::Copy(name)
+                    }
+                });
+                match format {
+                    Some(format) if format != recipe.format => {
+                        overrides.insert(stack.clone(), describe(format))
+                    }
+                    Some(_) => None,
+                    None => overrides.insert(stack.clone(), Value::Bool(false)),
+                };
+            }
+            let turn_rows = stacks.turn_rows;
+            let step = |name: &String| Step { name: name.clone(), targets: targets.clone(), turn_rows };
+            plan.steps.extend(stacks.sources.iter().map(step));
         }
         if let Some(path) = unused.first() {
             let problem = "an override names it, but no weight that can be quantised is called that".into();
             return Err(WeightsError::Module { module: (*path).into(), problem });
         }
-        let mut section = describe(recipe.format);
-        section["mode"] = "affine".into();
-        section.as_object_mut().expect("an object").append(&mut overrides);
-        Ok(Plan { steps, section })
+        plan.section["mode"] = "affine".into();
+        let section = plan.section.as_object_mut().expect("an object");
+        let nested = source.names().any(|name| name.starts_with(NESTED));
+        for (module, value) in overrides {
+            if let Some(alias) = name_in_mlx(&module).filter(|_| nested) {
+                section.insert(alias, value.clone());
+            }
+            section.insert(module, value);
+        }
+        Ok(plan)
     }
+}
+
+impl Step {
+    fn copy(name: &str) -> Step {
+        Step { name: name.into(), targets: vec![Target::Copy(name.into())], turn_rows: 0 }
+    }
+}
+
+/// How Hugging Face begins the names of a language model beside a vision tower.
+const NESTED: &str = "model.language_model.";
+
+/// What mlx-lm calls a module of such a model, to find its override.
+fn name_in_mlx(module: &str) -> Option<String> {
+    match module.strip_prefix(NESTED) {
+        Some(rest) => Some(format!("language_model.model.{rest}")),
+        None if module.starts_with("mtp.") => None,
+        None => Some(format!("language_model.{module}")),
+    }
+}
+
+fn spec(name: &str, info: &TensorInfo<'_>) -> TensorSpec {
+    TensorSpec { name: name.into(), dtype: info.dtype, shape: info.shape.into() }
 }
 
 /// The three tensors of a module, or `None` if its rows are not whole groups.

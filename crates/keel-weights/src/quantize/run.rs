@@ -5,7 +5,7 @@ use std::{fs, io, path::Path};
 use rayon::prelude::*;
 
 use super::{
-    plan::{Plan, Step},
+    plan::{Plan, Target},
     recipe::QuantizeRecipe,
 };
 use crate::{
@@ -46,10 +46,11 @@ pub struct QuantizeReport {
 /// Quantises the checkpoint at `source` into the folder `target`, which must not hold one yet.
 ///
 /// The output has MLX's form: `weight` (u32), `scales` and `biases` for each quantised module, and the
-/// `quantization` section in config.json with an override for each module that differs from the rest. **Names and
-/// layouts are the source's**: experts stay fused or apart, `conv1d` stays `(C, 1, K)` and norms keep their
-/// offset, so a model that loads the source loads the result. A bare parameter `<module>` (stacked experts)
-/// becomes `<module>.weight`. Tokenizer, template and other json files are copied; config.json is written last.
+/// `quantization` section in config.json with an override for each module that differs from the rest. Experts become
+/// MLX's stacks, `switch_mlp.{gate,up,down}_proj`. **All other names and layouts are the source's**: `conv1d` stays
+/// `(C, 1, K)`, norms keep their offset and the multi-token-prediction head is kept, which readers of `qwen3_5` tell by the
+/// convolution; overrides are under the name in the source and under that in mlx-lm. Tokenizer, template and other json
+/// files are copied; config.json is written last.
 ///
 /// # Memory
 /// A chunk of rows: 16 MiB of f32, or one row if that is more. Pages of the source are released as they are
@@ -107,63 +108,63 @@ fn write_weights(
     shard_bytes_max: u64,
     progress: &mut dyn FnMut(QuantizeProgress<'_>),
 ) -> Result<QuantizeReport> {
-    let specs: Vec<TensorSpec> = plan.steps.iter().flat_map(Step::outputs).cloned().collect();
-    let mut writer = ShardedWriter::create(target, &specs, source.metadata(), shard_bytes_max)?;
+    let mut writer = ShardedWriter::create(target, &plan.outputs, source.metadata(), shard_bytes_max)?;
     let mut report = QuantizeReport { source_bytes: source.total_bytes(), ..Default::default() };
-    report.output_bytes = specs.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum();
+    report.output_bytes = plan.outputs.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum();
     let (mut done_bytes, total_bytes) = (0, report.source_bytes);
     for step in &plan.steps {
-        let mut advance = |tensor: &str, bytes: usize| {
+        let mut advance = |bytes: usize| {
             done_bytes += bytes as u64;
-            progress(QuantizeProgress { tensor, done_bytes, total_bytes });
+            progress(QuantizeProgress { tensor: &step.name, done_bytes, total_bytes });
         };
-        match step {
-            Step::Copy(spec) => {
-                let bytes = source.tensor(&spec.name)?.bytes();
-                writer.append(&spec.name, bytes)?;
-                source.release(&spec.name);
-                advance(&spec.name, bytes.len());
-                report.copied += 1;
+        let view = source.tensor(&step.name)?;
+        match &step.targets[..] {
+            [Target::Copy(to)] => {
+                writer.append(to, view.bytes())?;
+                advance(view.bytes().len());
             }
-            Step::Quantize { name, outputs, format } => {
-                quantize_tensor(source, name, *format, outputs, &mut writer, &mut advance)?;
-                report.quantized += 1;
-            }
+            targets => write_turns(source, &view, (targets, step.turn_rows), &mut writer, &mut advance)?,
         }
+        source.release(&step.name);
+        let is_quantized = step.targets.iter().any(|target| matches!(target, Target::Quantize { .. }));
+        *(if is_quantized { &mut report.quantized } else { &mut report.copied }) += 1;
     }
     writer.finish()?;
     Ok(report)
 }
 
-impl Step {
-    fn outputs(&self) -> &[TensorSpec] {
-        match self {
-            Step::Copy(spec) => std::slice::from_ref(spec),
-            Step::Quantize { outputs, .. } => outputs,
-        }
-    }
-}
-
-/// Quantises one tensor, chunk by chunk of rows.
-fn quantize_tensor(
+/// Writes the rows of a tensor to its targets, which take turns.
+fn write_turns(
     source: &dyn TensorSource,
-    name: &str,
-    format: AffineFormat,
-    outputs: &[TensorSpec; 3],
+    view: &TensorView<'_>,
+    (targets, turn_rows): (&[Target], usize),
     writer: &mut ShardedWriter,
-    advance: &mut dyn FnMut(&str, usize),
+    advance: &mut dyn FnMut(usize),
 ) -> Result<()> {
-    let view = source.tensor(name)?;
-    let chunk_rows = (CHUNK_VALUES / view.cols()).clamp(1, view.rows());
-    let mut chunk = Chunk::new(format, &view, chunk_rows);
-    for start in (0..view.rows()).step_by(chunk_rows) {
-        let end = (start + chunk_rows).min(view.rows());
-        let parts = chunk.quantize(&view, start, end)?;
-        for (spec, bytes) in outputs.iter().zip(parts) {
-            writer.append(&spec.name, bytes)?;
+    let turn_rows = if turn_rows == 0 { view.rows() } else { turn_rows };
+    let row_bytes = view.cols() * view.dtype().size();
+    let chunk_rows = (CHUNK_VALUES / view.cols()).clamp(1, turn_rows);
+    let mut chunk: Option<Chunk> = None;
+    for (turn, target) in (0..view.rows()).step_by(turn_rows).zip(targets.iter().cycle()) {
+        for start in (turn..turn + turn_rows).step_by(chunk_rows) {
+            let rows = start..(start + chunk_rows).min(turn + turn_rows);
+            match target {
+                Target::Copy(to) => {
+                    writer.append(to, &view.bytes()[rows.start * row_bytes..rows.end * row_bytes])?;
+                }
+                Target::Quantize { outputs, format } => {
+                    let chunk = match &mut chunk {
+                        Some(chunk) if chunk.format == *format => chunk,
+                        other => other.insert(Chunk::new(*format, view, chunk_rows)),
+                    };
+                    for (name, bytes) in outputs.iter().zip(chunk.quantize(view, rows.start, rows.end)?) {
+                        writer.append(name, bytes)?;
+                    }
+                }
+            }
+            source.release_rows(view.name(), rows.clone());
+            advance(rows.len() * row_bytes);
         }
-        source.release_rows(name, start..end);
-        advance(name, (end - start) * view.cols() * view.dtype().size());
     }
     Ok(())
 }
