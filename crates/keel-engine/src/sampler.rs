@@ -52,7 +52,7 @@ impl SamplerOptions {
             if (low..=high).contains(&value) {
                 return Ok(());
             }
-            Err(EngineError::Option(format!("{name} is {value}, expected {low} to {high}")))
+            Err(EngineError::Option(format!("{name} is {value}, expected {low:?} to {high:?}")))
         };
         within("temperature", self.temperature, 0.0, 100.0)?;
         within("top-p", self.top_p, f32::MIN_POSITIVE, 1.0)?;

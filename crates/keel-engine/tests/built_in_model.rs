@@ -4,18 +4,13 @@ mod common;
 
 use std::path::Path;
 
-use common::{all_logits, engine, exact, runtime};
+use common::{all_logits, argmax, engine, exact, runtime};
 use keel_engine::{GenerateOptions, TokenIterator};
 use serde_json::Value;
 
 fn ids(value: &Value) -> Vec<u32> {
     let ids = value.as_array().expect("a list of ids").iter();
     ids.map(|id| id.as_u64().expect("an id") as u32).collect()
-}
-
-fn argmax(row: &[f32]) -> u32 {
-    let best = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
-    best.expect("a vocabulary is not empty").0 as u32
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{HYBRID, PLAIN, all_logits, engine, exact, expected, fixture, models, runtime};
+use common::{HYBRID, PLAIN, all_logits, argmax, engine, exact, expected, fixture, models, runtime};
 use keel_array::Compute;
 use keel_engine::{Engine, EngineOptions, GenerateOptions, TokenIterator};
 
@@ -104,11 +104,6 @@ fn a_sequence_in_a_batch_gets_the_bits_it_gets_alone() {
         sequences.into_iter().for_each(|s| engine.release(s));
         assert_eq!(together, alone, "{name}");
     }
-}
-
-fn argmax(logits: &[f32]) -> u32 {
-    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
-    best.expect("a vocabulary is not empty").0 as u32
 }
 
 #[test]

@@ -34,6 +34,18 @@ pub fn assert_same_bits(what: &str, a: &[f32], b: &[f32]) {
     }
 }
 
+/// Norm of the difference over norm of what was wanted.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let square = |x: f64| x * x;
+    let difference: f64 = got.iter().zip(want).map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
+    let size: f64 = want.iter().map(|b| square(f64::from(*b))).sum();
+    (difference / size).sqrt()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,8 +1,9 @@
-//! Naive oracles, shared case lists and tolerances (test use only).
+//! Naive oracles, shared case lists, tolerances and fixtures (test use only).
 
 pub mod cases;
 pub mod checks;
 pub mod compare;
+pub mod fixtures;
 pub mod naive;
 pub mod random;
 pub mod tolerance;

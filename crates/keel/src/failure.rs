@@ -40,7 +40,7 @@ pub fn guard(program: impl FnOnce() -> Result<()>) -> ExitCode {
         Ok(Err(error)) if is_closed_pipe(&error) => return ExitCode::SUCCESS,
         Ok(Err(error)) => {
             let code = if error.is::<Usage>() { ExitCode::from(WRONG_USAGE) } else { ExitCode::FAILURE };
-            (one_line(&format!("{error:#}")), code)
+            (one_line(&with_causes(&error)), code)
         }
         Err(_) => {
             let place = LAST_PANIC.lock().map_or(None, |mut last| last.take()).unwrap_or_default();
@@ -64,6 +64,17 @@ fn is_closed_pipe(error: &Error) -> bool {
     error.chain().filter_map(|cause| cause.downcast_ref()).any(is_pipe)
 }
 
+/// The message and its causes, but for those that the message before has quoted.
+fn with_causes(error: &Error) -> String {
+    let mut parts: Vec<String> = Vec::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if parts.last().is_none_or(|last| !last.ends_with(&cause)) {
+            parts.push(cause);
+        }
+    }
+    parts.join(": ")
+}
+
 /// Messages quote names from files, which may hold line breaks and control characters.
 fn one_line(message: &str) -> String {
     let lines = message.lines().map(str::trim).filter(|line| !line.is_empty());
@@ -78,6 +89,13 @@ mod tests {
     #[test]
     fn a_message_is_one_line() {
         assert_eq!(one_line("a\n  b\r\n\nc\u{1b}[31m"), "a b c\u{FFFD}[31m");
+    }
+
+    #[test]
+    fn a_cause_that_was_quoted_is_not_said_again() {
+        let cause = || io::Error::new(ErrorKind::NotFound, "not there");
+        assert_eq!(with_causes(&Error::from(cause()).context("cannot read a")), "cannot read a: not there");
+        assert_eq!(with_causes(&Error::from(cause()).context("b: not there")), "b: not there");
     }
 
     #[test]

@@ -153,6 +153,7 @@ fn broken_tokenizers_and_templates() {
     let path = arg(folder.path());
     let text = ["generate", "--model", path, "ab", "--max-tokens", "1"];
     fail(&text, "tokenizer.json: cannot be read");
+    assert_eq!(stderr(&keel(&text)).matches("No such file").count(), 1, "a cause is said once");
     add_tokenizer(folder.path());
     assert!(keel(&text).status.success(), "{}", stderr(&keel(&text)));
     for template in ["{% for %}", "{{ messages | nothing }}", "{{ raise_exception('no') }}"] {
@@ -229,7 +230,7 @@ fn options_out_of_range() {
         fail(&[&["generate", "--model", arg(&folder), "--ids", "1"], extra].concat(), reason);
     };
     with(&["--temperature", "1000"], "temperature is 1000");
-    with(&["--top-p", "0"], "top-p is 0");
+    with(&["--top-p", "0"], "top-p is 0, expected 1.1754944e-38 to 1.0");
     // Without a driver its library is missing, with one the device.
     with(&["--device", "cuda:99"], "cuda");
     fail(&["generate", "--model", "no-owner", "x"], "there is no such file or folder");

@@ -1,43 +1,17 @@
 //! What the engine's tests share: fixtures, and engines made from them.
 
-#![allow(dead_code)] // each test file uses its part
+#![allow(dead_code, unused_imports)] // each test file uses its part
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use keel_array::{Compute, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
+pub use keel_testkit::compare::relative_error;
+pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
 use keel_weights::{Checkpoint, SafetensorsFile, TensorSource};
-
-/// The hybrid fixtures.
-pub const HYBRID: [&str; 6] = [
-    "qwen3_5",
-    "qwen3_5_real_head_dims",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "qwen3_5_mlx_4bit",
-    "qwen3_5_moe_mlx_4bit",
-];
-
-/// The plain transformers.
-pub const PLAIN: [&str; 4] = ["llama", "qwen3", "qwen3_moe", "gemma3_text"];
-
-/// All fixtures with reference logits.
-pub fn models() -> impl Iterator<Item = &'static str> {
-    HYBRID.into_iter().chain(PLAIN)
-}
-
-/// A fixture's folder, or `None` where the shared folder is not beside the repository.
-pub fn fixture(name: &str) -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures").join(name);
-    if !folder.is_dir() {
-        println!("skipped: no fixture {name}");
-        return None;
-    }
-    Some(folder)
-}
 
 pub fn runtime(threads: usize) -> Runtime {
     let backend =
@@ -85,14 +59,6 @@ pub fn expected(folder: &Path) -> Expected {
     }
 }
 
-pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
-    assert_eq!(got.len(), want.len());
-    let square = |x: f64| x * x;
-    let difference: f64 = got.iter().zip(want).map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
-    let size: f64 = want.iter().map(|b| square(f64::from(*b))).sum();
-    (difference / size).sqrt()
-}
-
 /// Logits (and those of the head) of a whole prompt in a fresh sequence.
 pub fn all_logits(engine: &mut Engine, ids: &[u32], one_by_one: bool, mtp: bool) -> (Vec<f32>, Vec<f32>) {
     let mut sequence = engine.open().expect("a slot is free");
@@ -117,4 +83,10 @@ pub fn resident_bytes() -> Option<f64> {
     let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"))?;
     let kilobytes: f64 = line.trim().trim_end_matches(" kB").parse().ok()?;
     Some(kilobytes * 1024.0)
+}
+
+/// The most probable token; the first among equals.
+pub fn argmax(logits: &[f32]) -> u32 {
+    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
+    best.expect("a vocabulary is not empty").0 as u32
 }

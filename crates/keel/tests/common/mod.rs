@@ -1,41 +1,15 @@
 //! What the tests of the program share: running it, fixtures, and reading what it wrote.
 
-#![allow(dead_code)] // each test file uses its part
+#![allow(dead_code, unused_imports)] // each test file uses its part
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+pub use keel_testkit::compare::relative_error;
+pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
 use keel_weights::{SafetensorsFile, TensorSource};
 use serde_json::Value;
-
-/// The hybrid fixtures.
-pub const HYBRID: [&str; 6] = [
-    "qwen3_5",
-    "qwen3_5_real_head_dims",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "qwen3_5_mlx_4bit",
-    "qwen3_5_moe_mlx_4bit",
-];
-
-/// The plain transformers.
-pub const PLAIN: [&str; 4] = ["llama", "qwen3", "qwen3_moe", "gemma3_text"];
-
-/// All fixtures with reference logits.
-pub fn models() -> impl Iterator<Item = &'static str> {
-    HYBRID.into_iter().chain(PLAIN)
-}
-
-/// A fixture's folder, or `None` where the shared folder is not beside the repository.
-pub fn fixture(name: &str) -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures").join(name);
-    if !folder.is_dir() {
-        println!("skipped: no fixture {name}");
-        return None;
-    }
-    Some(folder)
-}
 
 /// A writable copy of a fixture, to be damaged.
 pub fn copy_of(name: &str) -> Option<tempfile::TempDir> {
@@ -130,13 +104,4 @@ pub fn ints(file: &Path, name: &str) -> Vec<u32> {
 /// Whether a file holds a tensor.
 pub fn holds(file: &Path, name: &str) -> bool {
     SafetensorsFile::open(file).expect("the file opens").contains(name)
-}
-
-/// Norm of the difference over norm of what was wanted.
-pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
-    assert_eq!(got.len(), want.len());
-    let square = |x: f64| x * x;
-    let difference: f64 = got.iter().zip(want).map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
-    let size: f64 = want.iter().map(|b| square(f64::from(*b))).sum();
-    (difference / size).sqrt()
 }
