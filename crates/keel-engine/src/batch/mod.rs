@@ -1,6 +1,6 @@
 //! Continuous batching: many sequences on one engine, which join and leave between steps.
 //!
-//! A request waits until the pages for its prompt and all its tokens can be promised ([`policy`]), then runs to its
+//! A request waits until the pages for its prompt and all its tokens can be promised (`policy.rs`), then runs to its
 //! end: an admitted request never fails for memory. Each [`Batcher::step`] advances every answer by a token and
 //! prompts by chunks under a token budget. Everything here is synchronous and knows no clock: the caller says what
 //! time it is.

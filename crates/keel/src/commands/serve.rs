@@ -85,7 +85,7 @@ pub struct ServeArgs {
     /// Key that every request must bring. The variable keeps it out of the list of processes.
     #[arg(long, value_name = "KEY", env = "KEEL_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
-    /// Sites whose pages may call the server, for example https://example.org; may be repeated, * is any.
+    /// Sites whose pages may call the server, scheme and host; may be repeated, * is any.
     #[arg(long, value_name = "ORIGIN")]
     cors: Vec<String>,
     #[command(flatten)]

@@ -65,7 +65,7 @@ pub enum WeightFormat {
 ///   inputs is bit planes of 4, 2 and 1 bits (6 bits: a 4 and a 2); 8 bits are a plane of their own. A vector
 ///   of a plane has byte `4 * r + i`, whose field `f` belongs to input `4 * (fields * vector + f) + i`.
 /// * blocks: for each unit (a block of the file), `[inputs / 32][bits x 64 bytes]` of codes as above, then the unit's
-///   parameters, `[r]` of each, see [`Scales`](super::coding::Scales).
+///   parameters, `[r]` of each, see `Scales` in `coding`.
 /// * dense f32, f16: `[K][r]`. Dense bf16: `[K / 2][r][2]`, what the bf16 dot product takes; an odd `K` is
 ///   padded with zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
