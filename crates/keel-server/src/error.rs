@@ -60,7 +60,7 @@ pub enum ServerError {
     #[error("the engine has stopped; the server must be started anew")]
     EngineStopped,
     /// The address cannot be used.
-    #[error("cannot listen on {address}: {source}")]
+    #[error("cannot listen on {address}")]
     Listen {
         /// The address.
         address: String,
@@ -68,7 +68,7 @@ pub enum ServerError {
         source: std::io::Error,
     },
     /// The system failed.
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] std::io::Error),
 }
 
