@@ -35,7 +35,7 @@ pub use error::{ArrayError, Result};
 pub use ledger::{Category, Charge, Ledger, MemoryReport};
 pub use ops::{
     AttentionSpec, Batch, Binary, ConvSpec, ConvWindow, DeltaState, Fused, FusedStep, GatedDeltaSpec, KvPool,
-    Op, RandomKind, Real, Reduction, Regime, RopeSpec, RowLog, Source, Unary, View,
+    Op, PairRotation, RandomKind, Real, Reduction, Regime, RopeSpec, RowLog, Source, Unary, View,
 };
 pub use program::{ALIGNMENT, Kernel, Launch, Operand, Program, Slot};
 pub use runtime::{Element, Executable, Runtime, RuntimeOptions};

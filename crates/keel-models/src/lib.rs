@@ -10,6 +10,7 @@ pub mod blocks;
 mod config;
 mod error;
 mod gemma3_text;
+pub mod gguf;
 mod hybrid;
 mod llama;
 pub mod loading;

@@ -76,12 +76,11 @@ impl<'a> FamilyReader<'a> {
             gated: c.gated,
             q_norm: Some(self.norm(&format!("{prefix}q_norm"), d)?),
             k_norm: Some(self.norm(&format!("{prefix}k_norm"), d)?),
-            output: self.loader.linear(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?,
+            output: self.loader.single(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?,
             heads: c.heads,
             kv_heads: c.kv_heads,
             head_dim: d,
             rope: c.rope(),
-            output_bias: None,
             frequencies: self.frequencies.clone(),
             scale: c.attention_scale as f32,
             window: None,
@@ -102,7 +101,7 @@ impl<'a> FamilyReader<'a> {
         let pieces = ["gate_proj", "up_proj"].map(|name| Piece::whole(format!("{prefix}{name}"), width));
         Ok(GatedLayer {
             gate_up: self.loader.projection(pieces.into(), hidden)?,
-            down: self.loader.linear(Piece::whole(format!("{prefix}down_proj"), hidden), width)?,
+            down: self.loader.single(Piece::whole(format!("{prefix}down_proj"), hidden), width)?,
             activation: Activation::Silu,
         })
     }

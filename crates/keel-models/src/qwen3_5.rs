@@ -90,7 +90,8 @@ pub(crate) fn recurrent_layer(
         dt_bias: loader.vector(&format!("{prefix}dt_bias"), &[c.value_heads], |w| w)?,
         norm: reader.plain_norm(&format!("{prefix}norm"), c.value_dim)?,
         output: loader
-            .linear(Piece::whole(format!("{prefix}out_proj"), c.hidden), c.value_heads * c.value_dim)?,
+            .single(Piece::whole(format!("{prefix}out_proj"), c.hidden), c.value_heads * c.value_dim)?,
+        tiled_output: loader.parameters().value_heads_are_tiled(),
         key_heads: c.key_heads,
         value_heads: c.value_heads,
         key_dim: c.key_dim,

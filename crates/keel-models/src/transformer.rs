@@ -147,17 +147,16 @@ fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<
         true => reader.norm(&format!("{prefix}{name}"), d).map(Some),
         false => Ok(None),
     };
-    let output_bias = match traits.output_bias {
-        true => Some(loader.vector(&format!("{prefix}o_proj.bias"), &[c.hidden], |b| b)?),
-        false => None,
-    };
+    let mut output = loader.single(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?;
+    if traits.output_bias {
+        output.bias = Some(loader.vector(&format!("{prefix}o_proj.bias"), &[c.hidden], |b| b)?);
+    }
     Ok(Attention {
         projection,
         gated: false,
         q_norm: head_norm("q_norm")?,
         k_norm: head_norm("k_norm")?,
-        output: loader.linear(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?,
-        output_bias,
+        output,
         heads: c.heads,
         kv_heads: c.kv_heads,
         head_dim: d,

@@ -17,7 +17,7 @@ pub const PLAIN: [&str; 4] = ["llama", "qwen3", "qwen3_moe", "gemma3_text"];
 
 /// All models with reference logits.
 pub fn models() -> impl Iterator<Item = &'static str> {
-    HYBRID.into_iter().chain(PLAIN)
+    HYBRID.into_iter().chain(PLAIN).chain(["qwen3_5_paro"])
 }
 
 /// A fixture's folder, or `None` (and a line that says so) where the shared folder is not beside the repository.

@@ -40,6 +40,7 @@ mod stop;
 mod stream;
 mod template;
 mod tokenizer;
+mod vocabulary;
 
 pub use answer::{AnswerForm, AnswerParser, AnswerPart};
 pub use defaults::GenerationDefaults;
@@ -51,3 +52,4 @@ pub use stop::{StopMatcher, StopStep};
 pub use stream::StreamDetokenizer;
 pub use template::{ChatRequest, ChatTemplate, Message};
 pub use tokenizer::Tokenizer;
+pub use vocabulary::{TokenKind, Vocabulary};

@@ -106,6 +106,10 @@ impl TensorSource for Checkpoint {
         self.file_of(name)?.tensor(name)
     }
 
+    fn raw(&self, name: &str) -> Result<(String, &[usize], &[u8])> {
+        self.file_of(name)?.raw(name)
+    }
+
     fn quantization(&self) -> Option<&Quantization> {
         self.quantization.as_ref()
     }

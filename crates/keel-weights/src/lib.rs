@@ -27,6 +27,7 @@
 #![deny(unsafe_code)]
 
 pub mod affine;
+mod awq;
 mod checkpoint;
 mod error;
 pub mod float;
@@ -41,6 +42,7 @@ mod source;
 mod view;
 
 pub use affine::{AffineFormat, AffineTensor, ModuleQuantization, Quantization};
+pub use awq::{AwqTensor, RotationValues};
 pub use checkpoint::Checkpoint;
 pub use error::{HeaderProblem, WeightsError};
 pub use linear::{LinearFormat, LinearInfo, LinearTensor};

@@ -7,6 +7,7 @@ use keel_array::{BlockFormat, DType};
 use crate::{
     Result, TensorInfo, TensorSource, TensorView, WeightsError,
     affine::{AffineFormat, AffineTensor, ModuleQuantization, affine_cols},
+    awq::{self, AwqTensor},
     gguf::BlockTensor,
 };
 
@@ -38,6 +39,11 @@ pub enum LinearFormat {
     },
     /// In blocks.
     Blocks(BlockFormat),
+    /// 4 bits with 4-bit zeros and f16 scales, as AWQ and ParoQuant pack them.
+    Awq {
+        /// Inputs that share a scale.
+        group_size: usize,
+    },
 }
 
 impl LinearInfo {
@@ -60,6 +66,10 @@ impl LinearInfo {
                 let groups = self.cols / format.group_size();
                 rows * (format.packed_bytes(self.cols) + 2 * groups * scales.size())
             }
+            LinearFormat::Awq { group_size } => {
+                let groups = self.cols / group_size;
+                rows * self.cols / 2 + rows * groups / 2 + rows * groups * DType::F16.size()
+            }
             LinearFormat::Blocks(format) => rows * (self.cols / format.values() * format.bytes()),
         }
     }
@@ -75,6 +85,8 @@ pub enum LinearTensor<'a> {
     Affine(AffineTensor<'a>),
     /// In blocks of a GGUF type.
     Blocks(BlockTensor<'a>),
+    /// AWQ's 4 bits.
+    Awq(AwqTensor<'a>),
 }
 
 impl LinearTensor<'_> {
@@ -85,6 +97,7 @@ impl LinearTensor<'_> {
             LinearTensor::Blocks(blocks) => {
                 LinearInfo::new(blocks.shape(), LinearFormat::Blocks(blocks.format()))
             }
+            LinearTensor::Awq(awq) => awq.info(),
             LinearTensor::Affine(affine) => {
                 let (experts, rows, cols) = (affine.experts(), affine.rows(), affine.cols());
                 let format =
@@ -106,6 +119,7 @@ impl LinearTensor<'_> {
             LinearTensor::Dense(view) => view.rows_f32(range, out),
             LinearTensor::Affine(affine) => affine.rows_f32(range, out),
             LinearTensor::Blocks(blocks) => blocks.rows_f32(range, out),
+            LinearTensor::Awq(awq) => awq.rows_f32(range, out),
         }
     }
 }
@@ -113,7 +127,9 @@ impl LinearTensor<'_> {
 /// The implementation of [`TensorSource::linear_info`].
 pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
     let scales = format!("{module}.scales");
-    if source.contains(&scales) {
+    if source.contains(&format!("{module}.qweight")) {
+        awq::info(source, module)
+    } else if source.contains(&scales) {
         affine_info(source, module, source.info(&format!("{module}.weight"))?, source.info(&scales)?)
     } else {
         let name = weight_name(source, module);
@@ -123,6 +139,9 @@ pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result
 
 /// The implementation of [`TensorSource::linear`].
 pub(crate) fn open<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<LinearTensor<'a>> {
+    if source.contains(&format!("{module}.qweight")) {
+        return AwqTensor::open(source, module).map(LinearTensor::Awq);
+    }
     let scales = format!("{module}.scales");
     let weight = source.tensor(&weight_name(source, module))?;
     if !source.contains(&scales) {

@@ -4,7 +4,9 @@ use std::{ops::Range, path::Path};
 
 use keel_array::DType;
 
-use crate::{LinearInfo, LinearTensor, Quantization, Result, TensorView, WeightsError, linear};
+use crate::{
+    LinearInfo, LinearTensor, Quantization, Result, RotationValues, TensorView, WeightsError, awq, linear,
+};
 
 /// What a header says about a tensor: enough to plan memory without touching its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +45,23 @@ pub trait TensorSource {
     /// As for [`info`](TensorSource::info).
     fn tensor(&self, name: &str) -> Result<TensorView<'_>>;
 
+    /// A tensor of any type: the type's name in the file, the shape and the bytes.
+    ///
+    /// # Errors
+    /// [`WeightsError::MissingTensor`]; [`WeightsError::UnsupportedDType`] where only known types are lent.
+    fn raw(&self, name: &str) -> Result<(String, &[usize], &[u8])> {
+        let (info, view) = (self.info(name)?, self.tensor(name)?);
+        Ok((info.dtype.to_string(), info.shape, view.bytes()))
+    }
+
+    /// The rotation that stands before a ParoQuant layer; `None` if there is none.
+    ///
+    /// # Errors
+    /// As for [`linear_info`](TensorSource::linear_info).
+    fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
+        awq::rotation(self, module)
+    }
+
     /// How the config says that modules are quantised; `None` if it says nothing.
     fn quantization(&self) -> Option<&Quantization> {
         None
@@ -70,7 +89,7 @@ pub trait TensorSource {
     /// [`release`](TensorSource::release)s all tensors of a linear layer.
     fn release_linear(&self, module: &str) {
         self.release(module);
-        for part in ["weight", "scales", "biases"] {
+        for part in ["weight", "scales", "biases", "qweight", "qzeros"] {
             self.release(&format!("{module}.{part}"));
         }
     }

@@ -71,6 +71,13 @@ fn types_of_another_quantisation_stay_out_of_the_way() {
     assert!(checkpoint.tensor(&format!("{name}.theta")).is_ok());
     let pairs = checkpoint.tensor(&format!("{name}.pairs")).unwrap_err().to_string();
     assert!(pairs.contains("is stored as I16"), "{pairs}");
+    let rotation = checkpoint.rotation(name).unwrap().expect("it is rotated");
+    assert_eq!((rotation.scales.len(), rotation.pairs.len(), rotation.angles.len()), (128, 8 * 128, 8 * 64));
+    for round in rotation.pairs.chunks_exact(128) {
+        let mut columns = round.to_vec();
+        columns.sort_unstable();
+        assert!(columns.into_iter().eq(0..128), "every column turns once a round");
+    }
     let weight = checkpoint.tensor(&format!("{name}.weight")).unwrap_err().to_string();
     assert!(weight.contains("beside it 'model.language_model.layers.0.linear_attn.in_proj_z."), "{weight}");
 }

@@ -40,6 +40,7 @@ enum Command {
     Inspect(commands::inspect::InspectArgs),
     Quantize(commands::quantize::QuantizeArgs),
     Logits(commands::logits::LogitsArgs),
+    Eval(commands::eval::EvalArgs),
     Bench(commands::bench::BenchArgs),
     Serve(commands::serve::ServeArgs),
 }
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
             Command::Inspect(args) => commands::inspect::run(&args),
             Command::Quantize(args) => commands::quantize::run(&args),
             Command::Logits(args) => commands::logits::run(&args),
+            Command::Eval(args) => commands::eval::run(&args),
             Command::Bench(args) => commands::bench::run(&args),
             Command::Serve(args) => commands::serve::run(&args),
         }

@@ -6,8 +6,7 @@ use anyhow::{Result, bail};
 use keel_array::{AttentionSpec, Category, Compute, MemoryReport, Runtime, RuntimeOptions};
 use keel_engine::{Engine, EngineError, EngineOptions};
 use keel_models::HybridConfig;
-use keel_models::loading::{CheckpointParameters, Parameters};
-use keel_weights::TensorSource;
+use keel_models::loading::Parameters;
 use serde_json::Value;
 
 use crate::args::DeviceArgs;
@@ -53,15 +52,14 @@ impl Session {
     /// # Errors
     /// As [`Session::open`].
     pub fn load(device: &DeviceArgs, model: &Model, options: EngineOptions) -> Result<Session> {
-        let parameters = CheckpointParameters(&model.checkpoint);
         let session = Session::open(
             device,
             &runtime(device, options.compute)?,
-            &parameters,
-            model.checkpoint.config(),
+            &*model.parameters(),
+            &model.json,
             options,
         )?;
-        let vision = model.checkpoint.names().filter(|name| is_vision(name)).count();
+        let vision = model.tensors().names().filter(|name| is_vision(name)).count();
         if vision > 0 {
             tracing::info!("{vision} tensors of the vision tower are skipped: only text is read");
         }

@@ -1,5 +1,6 @@
 //! From `--model` to an opened checkpoint.
 
+mod gguf_text;
 #[cfg(feature = "hub")]
 mod hub;
 
@@ -7,14 +8,80 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use keel_models::HybridConfig;
-use keel_weights::Checkpoint;
+use keel_models::gguf::GgufParameters;
+use keel_models::loading::{CheckpointParameters, Parameters};
+use keel_text::TextFiles;
+use keel_weights::gguf::GgufFile;
+use keel_weights::{Checkpoint, TensorSource};
+use serde_json::Value;
 
-/// A checkpoint whose weights are mapped, not read.
+/// The files of a model, weights mapped, not read.
+pub enum ModelFiles {
+    /// config.json, safetensors and what lies beside them.
+    Checkpoint(Checkpoint),
+    /// All in one.
+    Gguf(GgufFile),
+}
+
+/// A model on disk.
 pub struct Model {
+    /// Where it is.
+    pub path: PathBuf,
     /// The files.
-    pub checkpoint: Checkpoint,
+    pub files: ModelFiles,
+    /// Its config, that of a GGUF file made from the metadata.
+    pub json: Value,
     /// The numbers of its config.
     pub config: HybridConfig,
+}
+
+impl Model {
+    /// Its parameters.
+    pub fn parameters(&self) -> Box<dyn Parameters + '_> {
+        match &self.files {
+            ModelFiles::Checkpoint(checkpoint) => Box::new(CheckpointParameters(checkpoint)),
+            ModelFiles::Gguf(file) => Box::new(GgufParameters::new(file, &self.config)),
+        }
+    }
+
+    /// Its tensors as the files have them.
+    pub fn tensors(&self) -> &dyn TensorSource {
+        match &self.files {
+            ModelFiles::Checkpoint(checkpoint) => checkpoint,
+            ModelFiles::Gguf(file) => file,
+        }
+    }
+
+    /// Whether any linear layer is quantised.
+    pub fn is_quantised(&self) -> bool {
+        match &self.files {
+            ModelFiles::Checkpoint(checkpoint) => checkpoint.quantization().is_some(),
+            ModelFiles::Gguf(file) => file
+                .header()
+                .tensors()
+                .values()
+                .any(|entry| entry.kind.is_ok_and(|kind| kind.dtype().is_none())),
+        }
+    }
+
+    /// Whether there is a tokenizer.
+    pub fn has_tokenizer(&self) -> bool {
+        match &self.files {
+            ModelFiles::Checkpoint(checkpoint) => checkpoint.folder().join("tokenizer.json").exists(),
+            ModelFiles::Gguf(file) => gguf_text::has_vocabulary(file),
+        }
+    }
+
+    /// The tokenizer and what belongs to it.
+    ///
+    /// # Errors
+    /// If it is missing or of a kind that is not read.
+    pub fn text_files(&self) -> Result<TextFiles<'static>> {
+        match &self.files {
+            ModelFiles::Checkpoint(checkpoint) => Ok(TextFiles::read(checkpoint.folder())?),
+            ModelFiles::Gguf(file) => gguf_text::text_files(file, self.path.display().to_string()),
+        }
+    }
 }
 
 /// Opens a folder, a file or a hub name; without one, the built-in model.
@@ -23,10 +90,26 @@ pub struct Model {
 /// If there is no model there, its config is incomplete, or its architecture is unknown.
 pub fn open(model: Option<&str>) -> Result<Model> {
     let path = locate(model)?;
-    let checkpoint = Checkpoint::open(&path)?;
-    let config = keel_models::read_config(checkpoint.config())
-        .with_context(|| format!("cannot use {}", checkpoint.folder().display()))?;
-    Ok(Model { checkpoint, config })
+    let (path, files, json) = if is_gguf(&path) {
+        let file = GgufFile::open(&path)?;
+        let json = keel_models::gguf::config(&file);
+        (path.clone(), ModelFiles::Gguf(file), json.with_context(|| cannot_use(&path))?)
+    } else {
+        let checkpoint = Checkpoint::open(&path)?;
+        let json = checkpoint.config().clone();
+        (checkpoint.folder().to_path_buf(), ModelFiles::Checkpoint(checkpoint), json)
+    };
+    let config = keel_models::read_config(&json).with_context(|| cannot_use(&path))?;
+    Ok(Model { path, files, json, config })
+}
+
+fn cannot_use(path: &Path) -> String {
+    format!("cannot use {}", path.display())
+}
+
+/// Whether a path is that of a GGUF file.
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && path.is_file()
 }
 
 /// The path that `--model` means.

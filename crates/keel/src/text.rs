@@ -1,12 +1,12 @@
 //! Prompts to ids, and ids to text as they come.
 
-use std::path::Path;
-
 use anyhow::{Context, Result, bail};
 use keel_text::{
     ChatRequest, ChatTemplate, GenerationDefaults, Message, StopMatcher, StreamDetokenizer, TextFiles,
     Tokenizer,
 };
+
+use crate::source::Model;
 
 /// The text side of a checkpoint.
 pub struct ModelText {
@@ -22,8 +22,8 @@ impl ModelText {
     ///
     /// # Errors
     /// If one of them is missing or broken.
-    pub fn open(folder: &Path) -> Result<ModelText> {
-        let files = TextFiles::read(folder)?;
+    pub fn open(model: &Model) -> Result<ModelText> {
+        let files = model.text_files()?;
         Ok(ModelText {
             tokenizer: Tokenizer::new(&files)?,
             defaults: GenerationDefaults::new(&files)?,

@@ -16,7 +16,44 @@ pub struct RopeSpec {
     pub interleaved: bool,
 }
 
+/// A scale for each column, then some rounds in which columns turn in pairs:
+///
+/// `x[c] *= scales[c]`; in round `r`, for each pair `(a, b) = (pairs[r, 2 i], pairs[r, 2 i + 1])` with
+/// `(cos, sin) = (turns[r, 2 i], turns[r, 2 i + 1])`: `(x[a], x[b]) = (x[a] cos + x[b] sin, x[b] cos - x[a] sin)`.
+///
+/// ParoQuant (Liang et al., 2025) puts one before each quantised layer. The pairs of a round must not share a column.
+#[derive(Clone, Debug)]
+pub struct PairRotation {
+    /// f32 `[K]`.
+    pub scales: Array,
+    /// u32 `[R, K]`.
+    pub pairs: Array,
+    /// f32 `[R, K]`.
+    pub turns: Array,
+}
+
 impl Array {
+    /// The rotation of each row of x f32 `[.., K]`; see [`PairRotation`]. A column that does not exist is found when the
+    /// kernel runs.
+    ///
+    /// # Errors
+    /// If shapes or types differ from this, or K is odd.
+    pub fn rotate_pairs(&self, rotation: &PairRotation) -> Result<Array> {
+        const OP: &str = "rotate_pairs";
+        let PairRotation { scales, pairs, turns } = rotation;
+        expect_f32(OP, &[self, scales, turns])?;
+        super::indexing::expect_index(OP, pairs)?;
+        let k = self.last_extent(OP)?;
+        let rounds = pairs.shape().first().copied().unwrap_or(0);
+        if !k.is_multiple_of(2) {
+            return Err(ArrayError::Argument { op: OP, reason: format!("{k} columns are no pairs") });
+        }
+        expect_shape(OP, "scales", &[k], scales.shape())?;
+        expect_shape(OP, "pairs", &[rounds, k], pairs.shape())?;
+        expect_shape(OP, "turns", &[rounds, k], turns.shape())?;
+        Array::build(Op::RotatePairs, &[self, scales, pairs, turns], self.shape().clone(), DType::F32)
+    }
+
     fn last_extent(&self, op: &'static str) -> Result<usize> {
         self.shape().last().copied().ok_or(ArrayError::Axis { op, axis: -1, shape: self.shape().clone() })
     }

@@ -14,7 +14,7 @@ use crate::weight::WeightSpec;
 use crate::{CustomKernel, DType};
 
 pub use elementwise::{Binary, Fused, FusedStep, Source, Unary};
-pub use fast::RopeSpec;
+pub use fast::{PairRotation, RopeSpec};
 pub use indexing::RandomKind;
 pub use reduce::Reduction;
 pub use sequence::{
@@ -148,6 +148,8 @@ pub enum Op {
         /// Added to the mean square.
         eps: Real,
     },
+    /// Columns scaled, then turned in pairs; see [`PairRotation`].
+    RotatePairs,
     /// `silu(x[.., :F]) * x[.., F:]`.
     SwiGlu,
     /// `x * sigmoid(gate)`.
@@ -250,6 +252,7 @@ impl Op {
             Op::LayerNorm { .. } => "layer_norm",
             Op::Rope(_) => "rope",
             Op::NormRope { .. } => "norm_rope",
+            Op::RotatePairs => "rotate_pairs",
             Op::SwiGlu => "swiglu",
             Op::SigmoidGate => "sigmoid_gate",
             Op::Linear { .. } => "linear",
@@ -298,7 +301,7 @@ impl Op {
             ) => Strides::Any,
             (Op::Concatenate { .. }, _) | (Op::SliceUpdate { .. }, 1) => Strides::Any,
             (Op::Custom(kernel), _) if kernel.takes_any_strides() => Strides::Any,
-            (Op::RmsNorm { .. }, 0) | (Op::SwiGlu | Op::SigmoidGate, _) => Strides::Rows(1),
+            (Op::RmsNorm { .. } | Op::RotatePairs, 0) | (Op::SwiGlu | Op::SigmoidGate, _) => Strides::Rows(1),
             (Op::GatedRmsNorm { .. }, 0 | 2) => Strides::Rows(2),
             (Op::Rope(_) | Op::NormRope { .. }, 0) => Strides::Rows(2),
             (Op::CausalConv(_), 0) | (Op::GatedDelta(_), 0..=2) => Strides::Rows(1),

@@ -1,6 +1,6 @@
 //! Softmax attention: with a gate on its output as in Qwen3.5, or plain; over everything before, or over a window.
 
-use keel_array::{Array, AttentionSpec, KvPool, Real, Result, RopeSpec, Weight};
+use keel_array::{Array, AttentionSpec, KvPool, Real, Result, RopeSpec};
 
 use super::{RmsNorm, StepContext};
 use crate::loading::Projection;
@@ -17,9 +17,7 @@ pub struct Attention {
     /// Norm of each key head.
     pub k_norm: Option<RmsNorm>,
     /// Output projection.
-    pub output: Weight,
-    /// Added to the output.
-    pub output_bias: Option<Array>,
+    pub output: Projection,
     /// `H`.
     pub heads: usize,
     /// `KV`.
@@ -66,11 +64,10 @@ impl Attention {
             mixed = mixed.sigmoid_gate(&gate)?;
         }
         let mixed = mixed.reshape([tokens, self.heads * d])?;
-        let out = match residual {
-            Some(residual) => mixed.linear_add(&self.output, residual)?,
-            None => mixed.linear(&self.output)?,
-        };
-        self.output_bias.as_ref().map_or(Ok(out.clone()), |bias| out.add(bias))
+        match residual {
+            Some(residual) => self.output.apply_onto(&mixed, residual),
+            None => self.output.apply_wide(&mixed),
+        }
     }
 
     /// The rotary embedding of heads `[T, heads, D]`, normed first where the model does so.

@@ -20,7 +20,7 @@ pub struct GatedLayer {
     /// Gate rows, then up rows; two products where their formats differ.
     pub gate_up: Projection,
     /// Back to the residual stream.
-    pub down: Weight,
+    pub down: Projection,
     /// Of the gate.
     pub activation: Activation,
 }
@@ -39,8 +39,8 @@ impl GatedLayer {
     fn apply(&self, x: &Array, residual: Option<&Array>) -> Result<Array> {
         let inner = self.inner(x)?;
         match residual {
-            Some(residual) => inner.linear_add(&self.down, residual),
-            None => inner.linear(&self.down),
+            Some(residual) => self.down.apply_onto(&inner, residual),
+            None => self.down.apply_wide(&inner),
         }
     }
 }
@@ -71,7 +71,7 @@ impl MixtureOfExperts {
         match &self.shared {
             None => outputs.combine_experts(&weights, residual, None),
             Some(shared) => {
-                let always = shared.inner(x)?.linear(&shared.down)?;
+                let always = shared.apply(x, None)?;
                 outputs.combine_experts(&weights, residual, Some((&always, &routed[1])))
             }
         }

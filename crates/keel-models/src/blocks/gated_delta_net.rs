@@ -1,6 +1,6 @@
 //! Gated DeltaNet: a recurrent layer with a matrix state per head.
 
-use keel_array::{Array, ConvWindow, DType, DeltaState, GatedDeltaSpec, Result, Weight};
+use keel_array::{Array, ConvWindow, DType, DeltaState, GatedDeltaSpec, Result};
 
 use super::{RmsNorm, StepContext};
 use crate::loading::Projection;
@@ -19,7 +19,9 @@ pub struct GatedDeltaNet {
     /// Norm of each head's output, `[Dv]`.
     pub norm: RmsNorm,
     /// Output projection.
-    pub output: Weight,
+    pub output: Projection,
+    /// The output projection's columns have the first value head of every key head first, then the second, and so on.
+    pub tiled_output: bool,
     /// `Hk`.
     pub key_heads: usize,
     /// `Hv`.
@@ -48,8 +50,13 @@ impl GatedDeltaNet {
         let mixed = parts[0].causal_conv(&self.conv, window, &step.batch, step.log)?;
         let out = self.delta(&mixed, (&parts[2], &parts[3]), state, step)?;
         let z = parts[1].reshape([tokens, self.value_heads, self.value_dim])?;
-        let normed = out.gated_rms_norm(&self.norm.scale, &z, self.norm.eps)?;
-        normed.reshape([tokens, self.value_heads * self.value_dim])?.linear_add(&self.output, residual)
+        let mut normed = out.gated_rms_norm(&self.norm.scale, &z, self.norm.eps)?;
+        if self.tiled_output {
+            let ratio = self.value_heads / self.key_heads;
+            let by_key = normed.reshape([tokens, self.key_heads, ratio, self.value_dim])?;
+            normed = by_key.transpose(&[0, 2, 1, 3])?;
+        }
+        self.output.apply_onto(&normed.reshape([tokens, self.value_heads * self.value_dim])?, residual)
     }
 
     /// Commits the accepted open rows of a step without rows of its own. The result, f32 `[1, Hv, Dv]`, means nothing.

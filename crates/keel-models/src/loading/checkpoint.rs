@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
-use keel_array::{RowData, WeightFormat, WeightSpec};
+use keel_array::{DType, RowData, WeightFormat, WeightSpec};
 use keel_weights::affine::unpack_row;
-use keel_weights::{AffineTensor, LinearFormat, LinearTensor, TensorSource, TensorView, float};
+use keel_weights::{
+    AffineTensor, AwqTensor, LinearFormat, LinearTensor, RotationValues, TensorSource, TensorView, float,
+};
 
 use super::{BLOCK_ROWS, Parameters, RowSink};
 use crate::{ModelError, Result};
@@ -46,6 +48,10 @@ impl Parameters for CheckpointParameters<'_> {
                 scale_dtype: scales,
             }),
             LinearFormat::Blocks(format) => Ok(WeightFormat::Blocks(format)),
+            // Scales times zeros do not fit the 16 bits of the scales.
+            LinearFormat::Awq { group_size } => {
+                Ok(WeightFormat::Affine { bits: 4, group_size: group_size as u16, scale_dtype: DType::F32 })
+            }
             other => Err(ModelError::Config(format!("{module}: format {other:?} is not supported"))),
         }
     }
@@ -68,6 +74,7 @@ impl Parameters for CheckpointParameters<'_> {
                     sink(stored.len(), RowData::Dense(view.row_bytes(stored.clone())?))?
                 }
                 LinearTensor::Affine(affine) => affine_block(affine, stored, sink)?,
+                LinearTensor::Awq(awq) => awq_block(awq, stored, sink)?,
                 LinearTensor::Blocks(blocks) => {
                     sink(stored.len(), RowData::Blocks(blocks.rows_bytes(stored.clone())?))?
                 }
@@ -81,9 +88,22 @@ impl Parameters for CheckpointParameters<'_> {
         self.0.release_linear(module);
     }
 
+    fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
+        Ok(self.0.rotation(module)?)
+    }
+
     fn values(&self, name: &str, _elements: usize) -> Result<Vec<f32>> {
         Ok(self.0.tensor(name)?.to_f32()?)
     }
+}
+
+fn awq_block(awq: &AwqTensor<'_>, stored: Range<usize>, sink: &mut RowSink<'_>) -> Result<()> {
+    let values = stored.len() * awq.cols();
+    let groups = values / awq.group_size();
+    let mut codes = vec![0; values];
+    let (mut scales, mut biases) = (vec![0.0; groups], vec![0.0; groups]);
+    awq.rows_affine(stored.clone(), &mut codes, &mut scales, &mut biases)?;
+    sink(stored.len(), RowData::Affine { codes: &codes, scales: &scales, biases: &biases })
 }
 
 fn affine_block(affine: &AffineTensor<'_>, stored: Range<usize>, sink: &mut RowSink<'_>) -> Result<()> {

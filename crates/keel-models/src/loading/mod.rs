@@ -7,7 +7,10 @@ mod random;
 use std::ops::Range;
 
 use assembler::RowAssembler;
-use keel_array::{Array, Category, Compute, RowData, Runtime, Weight, WeightFormat, WeightSpec};
+use keel_array::{
+    Array, Category, Compute, DType, PairRotation, RowData, Runtime, Weight, WeightFormat, WeightSpec,
+};
+use keel_weights::RotationValues;
 
 use crate::Result;
 
@@ -15,7 +18,7 @@ pub use checkpoint::CheckpointParameters;
 pub use random::RandomParameters;
 
 /// Rows decoded at a time: the only host memory that loading needs. A multiple of every device's row tile.
-const BLOCK_ROWS: usize = 256;
+pub(crate) const BLOCK_ROWS: usize = 256;
 
 /// Takes the next rows of a linear layer: how many, and their elements.
 pub type RowSink<'a> = dyn FnMut(usize, RowData<'_>) -> Result<()> + 'a;
@@ -54,6 +57,15 @@ pub trait Parameters {
         sink: &mut RowSink<'_>,
     ) -> Result<()>;
 
+    /// What a layer's input goes through first; `None` for most layers.
+    ///
+    /// # Errors
+    /// If it is misshapen.
+    fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
+        let _ = module;
+        Ok(None)
+    }
+
     /// Says that a layer, or one expert of it, has been read.
     fn release(&self, module: &str) {
         let _ = module;
@@ -67,6 +79,12 @@ pub trait Parameters {
 
     /// True if norms are stored as scales also where the model type stores offsets from one.
     fn norms_are_scales(&self) -> bool {
+        false
+    }
+
+    /// True if the columns of a recurrent layer's output projection have the first value head of every key head first,
+    /// then the second, and so on. Its other parameters never do.
+    fn value_heads_are_tiled(&self) -> bool {
         false
     }
 }
@@ -179,11 +197,45 @@ impl<'a> Loader<'a> {
     /// If a piece is missing or misshapen, or memory runs out.
     pub fn projection(&self, pieces: Vec<Piece>, cols: usize) -> Result<Projection> {
         let widths: Vec<usize> = pieces.iter().map(Piece::len).collect();
-        let weights = match self.common_format(&pieces, cols)? {
-            Some(format) => vec![self.stack(&[pieces], cols, format)?],
-            None => pieces.into_iter().map(|p| self.linear(p, cols)).collect::<Result<_>>()?,
+        let mut rotations = Vec::new();
+        for piece in &pieces {
+            rotations.push(self.parameters.rotation(&piece.module)?);
+        }
+        let rotates = rotations.iter().any(Option::is_some);
+        let (weights, rotations) = match self.common_format(&pieces, cols)? {
+            Some(format) if !rotates => (vec![self.stack(&[pieces], cols, format)?], vec![None]),
+            _ => {
+                let weights = pieces.into_iter().map(|p| self.linear(p, cols)).collect::<Result<_>>()?;
+                let load = |rotation: &Option<_>| rotation.as_ref().map(|r| self.rotation(r)).transpose();
+                (weights, rotations.iter().map(load).collect::<Result<_>>()?)
+            }
         };
-        Ok(Projection { weights, widths, bias: None })
+        Ok(Projection { weights, rotations, widths, bias: None })
+    }
+
+    /// A projection of one layer.
+    ///
+    /// # Errors
+    /// As [`Loader::projection`].
+    pub fn single(&self, piece: Piece, cols: usize) -> Result<Projection> {
+        self.projection(vec![piece], cols)
+    }
+
+    fn rotation(&self, values: &RotationValues) -> Result<PairRotation> {
+        let cols = values.scales.len();
+        let shape = [values.pairs.len() / cols.max(1), cols];
+        let persistent =
+            |shape: &[usize], dtype| Array::persistent(self.runtime, Category::Weights, shape, dtype);
+        let pairs = persistent(&shape, DType::U32)?;
+        let turns = persistent(&shape, DType::F32)?;
+        if !self.runtime.backend().is_planning() {
+            let angles = values.angles.iter().map(|angle| f64::from(*angle));
+            let cos_sin: Vec<f32> = angles.flat_map(|a| [a.cos() as f32, a.sin() as f32]).collect();
+            pairs.write(&values.pairs)?;
+            turns.write(&cos_sin)?;
+        }
+        (self.progress)((pairs.bytes() + turns.bytes()) as u64);
+        Ok(PairRotation { scales: self.constant(&values.scales)?, pairs, turns })
     }
 
     /// A stack of experts, each made of the pieces listed for it. All pieces must share a format.
@@ -262,7 +314,7 @@ impl<'a> Loader<'a> {
     /// As [`Loader::vector`].
     pub fn vectors(&self, names: &[(String, usize)]) -> Result<Array> {
         let elements = names.iter().map(|(_, len)| len).sum::<usize>();
-        let array = Array::persistent(self.runtime, Category::Weights, [elements], keel_array::DType::F32)?;
+        let array = Array::persistent(self.runtime, Category::Weights, [elements], DType::F32)?;
         let mut all = Vec::with_capacity(elements);
         for (name, len) in names {
             self.check_elements(name, &[*len])?;
@@ -291,7 +343,7 @@ impl<'a> Loader<'a> {
     fn small(&self, name: &str, shape: &[usize], change: impl FnOnce(&mut Vec<f32>)) -> Result<Array> {
         let elements = shape.iter().product();
         self.check_elements(name, shape)?;
-        let array = Array::persistent(self.runtime, Category::Weights, shape, keel_array::DType::F32)?;
+        let array = Array::persistent(self.runtime, Category::Weights, shape, DType::F32)?;
         if !self.runtime.backend().is_planning() {
             let mut values = self.parameters.values(name, elements)?;
             change(&mut values);
@@ -306,8 +358,7 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// If memory runs out.
     pub fn constant(&self, values: &[f32]) -> Result<Array> {
-        let array =
-            Array::persistent(self.runtime, Category::Weights, [values.len()], keel_array::DType::F32)?;
+        let array = Array::persistent(self.runtime, Category::Weights, [values.len()], DType::F32)?;
         array.write(values)?;
         Ok(array)
     }
@@ -318,6 +369,8 @@ impl<'a> Loader<'a> {
 pub struct Projection {
     /// One weight for all of them, or one each.
     weights: Vec<Weight>,
+    /// What the input of each weight goes through first.
+    rotations: Vec<Option<PairRotation>>,
     /// Outputs of each layer.
     widths: Vec<usize>,
     /// Added to all outputs side by side, f32 `[sum of widths]`.
@@ -330,8 +383,7 @@ impl Projection {
     /// # Errors
     /// If x does not fit.
     pub fn apply_wide(&self, x: &Array) -> keel_array::Result<Array> {
-        let products: Vec<Array> =
-            self.weights.iter().map(|w| x.linear(w)).collect::<keel_array::Result<_>>()?;
+        let products = self.products(x)?;
         let wide = match &products[..] {
             [product] => product.clone(),
             parts => Array::concatenate(&parts.iter().collect::<Vec<_>>(), -1)?,
@@ -345,7 +397,7 @@ impl Projection {
     /// If x does not fit.
     pub fn apply(&self, x: &Array) -> keel_array::Result<Vec<Array>> {
         if self.weights.len() > 1 && self.bias.is_none() {
-            return self.weights.iter().map(|w| x.linear(w)).collect();
+            return self.products(x);
         }
         let wide = self.apply_wide(x)?;
         let mut start = 0;
@@ -355,4 +407,24 @@ impl Projection {
         };
         self.widths.iter().map(part).collect()
     }
+
+    /// `residual + W x` for a projection of one layer.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn apply_onto(&self, x: &Array, residual: &Array) -> keel_array::Result<Array> {
+        match (&self.weights[..], &self.rotations[..], &self.bias) {
+            ([weight], [rotation], None) => input(x, rotation)?.linear_add(weight, residual),
+            _ => residual.add(&self.apply_wide(x)?),
+        }
+    }
+
+    fn products(&self, x: &Array) -> keel_array::Result<Vec<Array>> {
+        self.weights.iter().zip(&self.rotations).map(|(w, rotation)| input(x, rotation)?.linear(w)).collect()
+    }
+}
+
+/// What a layer reads of x.
+fn input(x: &Array, rotation: &Option<PairRotation>) -> keel_array::Result<Array> {
+    rotation.as_ref().map_or(Ok(x.clone()), |rotation| x.rotate_pairs(rotation))
 }

@@ -5,10 +5,11 @@ use crate::cases::rows::SHAPES;
 use crate::naive::elementwise::{binary, sigmoid};
 use crate::naive::rms_norm::{gated_rms_norm, rms_norm};
 use crate::naive::rope::rope;
+use crate::naive::rotate_pairs::rotate_pairs;
 use crate::naive::silu;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
-use keel_array::{Array, DType, RopeSpec, Runtime};
+use keel_array::{Array, DType, PairRotation, RopeSpec, Runtime};
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "rms_norm", run: norm },
@@ -17,6 +18,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "gated_rms_norm", run: gated_norm },
     Check { op: "rope", run: |r| rotation(r, false) },
     Check { op: "norm_rope", run: |r| rotation(r, true) },
+    Check { op: "rotate_pairs", run: pair_rotation },
     Check { op: "swiglu", run: swiglu },
     Check { op: "sigmoid_gate", run: gate },
 ];
@@ -44,6 +46,38 @@ fn norm(runtime: &Runtime) {
             let y = x.rms_norm(&up(runtime, &w), EPS).expect("shapes fit");
             expect(&format!("rms_norm [{rows}, {width}] {layout}"), &y, &want);
         }
+    }
+}
+
+fn pair_rotation(runtime: &Runtime) {
+    let mut random = Random::new(69);
+    for (rows, k, rounds) in [(1, 64, 8), (7, 66, 3), (33, 130, 1)] {
+        let mut pairs: Vec<u32> = Vec::new();
+        for _ in 0..rounds {
+            let mut columns: Vec<u32> = (0..k as u32).collect();
+            (1..k).rev().for_each(|i| columns.swap(i, random.below(i + 1)));
+            pairs.extend(columns);
+        }
+        let angles = random.uniforms(rounds * k / 2, -3.0, 3.0);
+        let turns: Vec<f32> = angles.iter().flat_map(|angle| [angle.cos(), angle.sin()]).collect();
+        let (x, scales) = (draw(&mut random, &[rows, k]), draw(&mut random, &[k]));
+        let rotation = PairRotation {
+            scales: up(runtime, &scales),
+            pairs: Array::from_slice(runtime, &pairs, [rounds, k]).expect("memory"),
+            turns: Array::from_slice(runtime, &turns, [rounds, k]).expect("memory"),
+        };
+        let rows = floats(&x);
+        let turned = rows.chunks_exact(k).flat_map(|x| rotate_pairs(x, &floats(&scales), &pairs, &turns));
+        let want = Tensor { shape: x.shape.clone(), values: turned.collect() };
+        for (layout, x) in layouts(runtime, &x, DType::F32) {
+            let y = x.rotate_pairs(&rotation).expect("shapes fit");
+            expect(&format!("rotate_pairs of {k} columns, {layout}"), &y, &want);
+        }
+        pairs[1] = k as u32;
+        let wrong = Array::from_slice(runtime, &pairs, [rounds, k]).expect("memory");
+        let y = up(runtime, &x).rotate_pairs(&PairRotation { pairs: wrong, ..rotation }).expect("shapes fit");
+        let error = y.eval().expect_err("no such column").to_string();
+        assert!(error.contains(&format!("column {k} of {k}")), "{error}");
     }
 }
 

@@ -11,6 +11,7 @@ pub mod quantized_matmul;
 pub mod reduce;
 pub mod rms_norm;
 pub mod rope;
+pub mod rotate_pairs;
 pub mod tensor;
 
 /// `x / (1 + e^-x)`

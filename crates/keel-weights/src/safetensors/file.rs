@@ -78,6 +78,15 @@ impl TensorSource for SafetensorsFile {
         TensorView::new(name, info.dtype, info.shape, &self.map.bytes()[entry.range.clone()])
     }
 
+    fn raw(&self, name: &str) -> Result<(String, &[usize], &[u8])> {
+        let (_, entry) = self.entry(name)?;
+        let kind = match &entry.dtype {
+            StoredDType::Known(dtype) => dtype.to_string(),
+            StoredDType::Other(name) => name.clone(),
+        };
+        Ok((kind, &entry.shape, &self.map.bytes()[entry.range.clone()]))
+    }
+
     fn release(&self, name: &str) {
         if let Some(entry) = self.header.tensors().get(name) {
             self.map.release(entry.range.clone());

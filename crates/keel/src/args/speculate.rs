@@ -6,7 +6,6 @@ use anyhow::Result;
 use clap::Args;
 use keel_engine::{DRAFTS_MAX, Depth, SpeculationOptions};
 use keel_models::has_mtp_head;
-use keel_models::loading::CheckpointParameters;
 
 use super::{Device, Subject};
 use crate::failure::usage;
@@ -57,7 +56,7 @@ impl SpeculateArgs {
     /// # Errors
     /// If drafts are asked for and there is no head, or optimism without drafts.
     pub fn for_model(&self, model: &Model, device: Device) -> Result<Option<SpeculationOptions>> {
-        let options = self.options(has_mtp_head(&model.config, &CheckpointParameters(&model.checkpoint)))?;
+        let options = self.options(has_mtp_head(&model.config, &*model.parameters()))?;
         Ok(options.filter(|options| device == Device::Cpu || options.depth != Depth::Auto))
     }
 

@@ -3,10 +3,10 @@
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use keel_array::{DType, WeightFormat};
-use keel_models::loading::{CheckpointParameters, Parameters, RandomParameters};
+use keel_models::loading::{Parameters, RandomParameters};
 use keel_models::{HybridConfig, SHAPE_NAMES};
+use keel_weights::AffineFormat;
 use keel_weights::affine::{AFFINE_BITS, AFFINE_GROUP_SIZES};
-use keel_weights::{AffineFormat, TensorSource};
 use serde_json::Value;
 
 use crate::failure::usage;
@@ -69,11 +69,11 @@ impl SubjectArgs {
     pub fn subject<'a>(&self, model: Option<&'a Model>) -> Result<Subject<'a>> {
         if let Some(model) = model {
             return Ok(Subject {
-                name: model.checkpoint.folder().display().to_string(),
+                name: model.path.display().to_string(),
                 config: model.config.clone(),
-                json: model.checkpoint.config().clone(),
-                parameters: Box::new(CheckpointParameters(&model.checkpoint)),
-                quantised: model.checkpoint.quantization().is_some(),
+                json: model.json.clone(),
+                parameters: model.parameters(),
+                quantised: model.is_quantised(),
             });
         }
         let name = self.shape.clone().unwrap_or_default();

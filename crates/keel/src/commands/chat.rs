@@ -51,7 +51,7 @@ pub struct ChatArgs {
 /// Runs the command.
 pub fn run(args: &ChatArgs) -> Result<()> {
     let model = source::open(args.model.model.as_deref())?;
-    let text = ModelText::open(model.checkpoint.folder())?;
+    let text = ModelText::open(&model)?;
     let template = text.template()?;
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;

@@ -143,11 +143,10 @@ fn context(args: &GenerateArgs, model: &Model, prompt_tokens: usize) -> Result<u
 
 /// The text side of the model. With ids for a prompt, a model without a tokenizer will do.
 fn open_text(model: &Model, optional: bool) -> Result<Option<ModelText>> {
-    let folder = model.checkpoint.folder();
-    if optional && !folder.join("tokenizer.json").exists() {
+    if optional && !model.has_tokenizer() {
         return Ok(None);
     }
-    ModelText::open(folder).map(Some)
+    ModelText::open(model).map(Some)
 }
 
 fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {

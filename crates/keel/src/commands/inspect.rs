@@ -6,16 +6,16 @@ use anyhow::Result;
 use clap::Args;
 use keel_array::Category;
 use keel_engine::EngineOptions;
-use keel_models::loading::CheckpointParameters;
 use keel_models::{HybridConfig, MixerKind};
-use keel_text::{ChatTemplate, TextFiles};
+use keel_text::ChatTemplate;
+use keel_weights::gguf::GgufFile;
 use keel_weights::{Checkpoint, TensorSource};
 use serde_json::{Value, json};
 
 use crate::args::DeviceArgs;
 use crate::report::human_bytes;
 use crate::session::{self, context_for, is_vision};
-use crate::source::Model;
+use crate::source::{Model, ModelFiles};
 use crate::{output, source};
 
 /// Print what a checkpoint is: architecture, tensors, bits per weight, memory.
@@ -49,31 +49,37 @@ pub fn run(args: &InspectArgs) -> Result<()> {
 
 /// Everything worth knowing, in the order in which it is printed.
 fn facts(model: &Model, device: &DeviceArgs) -> Result<Value> {
-    let Model { checkpoint, config } = model;
-    let count = Count::of(checkpoint)?;
+    let config = &model.config;
+    let count = match &model.files {
+        ModelFiles::Checkpoint(checkpoint) => Count::of(checkpoint)?,
+        ModelFiles::Gguf(file) => Count::of_gguf(file),
+    };
     let options = EngineOptions { context: context_for(config, 1)?, ..EngineOptions::default() };
-    let parameters = CheckpointParameters(checkpoint);
-    let planned = session::plan(device, &parameters, checkpoint.config(), options)?;
+    let parameters = model.parameters();
+    let planned = session::plan(device, &*parameters, &model.json, options)?;
     let mut facts = json!({
-        "path": checkpoint.folder().display().to_string(),
+        "path": model.path.display().to_string(),
         "model_type": config.model_type,
         "layers": layers(config),
         "hidden_size": config.hidden,
         "vocabulary": config.vocab,
         "context": config.context_max,
         "experts": config.moe.as_ref().map(|moe| json!({"of_a_layer": moe.experts, "for_a_token": moe.chosen})),
-        "mtp_layers": if checkpoint.contains("mtp.fc.weight") { config.mtp_layers } else { 0 },
-        "files": checkpoint.files().len(),
-        "tensors": checkpoint.names().count(),
+        "mtp_layers": if parameters.contains("mtp.fc.weight") { config.mtp_layers } else { 0 },
+        "files": match &model.files {
+            ModelFiles::Checkpoint(checkpoint) => checkpoint.files().len(),
+            ModelFiles::Gguf(_) => 1,
+        },
+        "tensors": model.tensors().names().count(),
         "vision_tensors": count.vision_tensors,
         "dtypes": count.dtypes,
         "parameters": count.parameters,
         "weights_file_bytes": count.bytes,
         "bits_per_weight": (800.0 * count.bytes as f64 / count.parameters.max(1) as f64).round() / 100.0,
         "weights_memory_bytes": planned.get(Category::Weights),
-        "tokenizer": checkpoint.folder().join("tokenizer.json").is_file(),
-        "chat_template": has_template(checkpoint),
-        "licence": licence(checkpoint),
+        "tokenizer": model.has_tokenizer(),
+        "chat_template": has_template(model),
+        "licence": licence(model),
     });
     if let Some(object) = facts.as_object_mut() {
         object.retain(|_, value| !value.is_null());
@@ -102,6 +108,17 @@ struct Count {
 }
 
 impl Count {
+    fn of_gguf(file: &GgufFile) -> Count {
+        let mut count = Count::default();
+        for entry in file.header().tensors().values() {
+            let kind = entry.kind.map_or_else(|id| format!("type {id}"), |kind| kind.to_string());
+            *count.dtypes.entry(kind).or_default() += 1;
+            count.parameters += entry.shape.iter().product::<usize>() as u64;
+            count.bytes += entry.range.len() as u64;
+        }
+        count
+    }
+
     fn of(checkpoint: &Checkpoint) -> Result<Count> {
         let mut count = Count::default();
         let mut quantised: BTreeSet<&str> = BTreeSet::new();
@@ -126,16 +143,22 @@ impl Count {
 }
 
 /// Whether there is a chat template; a broken one is shown as such.
-fn has_template(checkpoint: &Checkpoint) -> Value {
-    match TextFiles::read(checkpoint.folder()).and_then(|files| ChatTemplate::new(&files)) {
+fn has_template(model: &Model) -> Value {
+    if !model.has_tokenizer() {
+        return false.into();
+    }
+    match model.text_files().and_then(|files| Ok(ChatTemplate::new(&files)?)) {
         Ok(template) => template.is_some().into(),
-        Err(_) if !checkpoint.folder().join("tokenizer.json").is_file() => false.into(),
         Err(error) => error.to_string().into(),
     }
 }
 
 /// The licence that the weights file, the config or the model card names.
-fn licence(checkpoint: &Checkpoint) -> Option<String> {
+fn licence(model: &Model) -> Option<String> {
+    let checkpoint = match &model.files {
+        ModelFiles::Checkpoint(checkpoint) => checkpoint,
+        ModelFiles::Gguf(file) => return Some(file.metadata().get("general.license")?.as_str()?.into()),
+    };
     let keys = ["license", "licence"];
     let in_header = keys.iter().find_map(|key| checkpoint.metadata().get(*key).cloned());
     let in_config = || keys.iter().find_map(|key| Some(checkpoint.config()[*key].as_str()?.to_string()));

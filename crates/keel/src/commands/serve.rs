@@ -8,9 +8,7 @@ use clap::Args;
 use keel_array::{AttentionSpec, Category};
 use keel_engine::batch::BatchOptions;
 use keel_engine::{DRAFTS_MAX, EngineError, EngineOptions, SpeculationOptions};
-use keel_models::loading::CheckpointParameters;
 use keel_server::{ModelText, PrefixStore, Server, ServerOptions, bind, wait_for_signal};
-use keel_text::TextFiles;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, parse_bytes};
 use crate::report::human_bytes;
@@ -97,8 +95,7 @@ pub struct ServeArgs {
 /// Runs the command.
 pub fn run(args: &ServeArgs) -> Result<()> {
     let model = source::open(args.model.model.as_deref())?;
-    let folder = model.checkpoint.folder();
-    let text = ModelText::new(&TextFiles::read(folder)?)?;
+    let text = ModelText::new(&model.text_files()?)?;
     let options = engine_options(args, &model)?;
     let server_options = server_options(args, &model)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -131,10 +128,10 @@ fn engine_options(args: &ServeArgs, model: &Model) -> Result<EngineOptions> {
     let drafts = if model.config.mtp_layers > 0 { args.drafts.into() } else { 0 };
     let mut base = EngineOptions { context, sequences: args.sequences, drafts, ..args.engine.options() };
     let all_pages = args.sequences * context.div_ceil(AttentionSpec::PAGE);
-    let parameters = CheckpointParameters(&model.checkpoint);
+    let parameters = model.parameters();
     let probe = |base| {
         let small = EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..base };
-        session::plan(&args.device, &parameters, model.checkpoint.config(), small)
+        session::plan(&args.device, &*parameters, &model.json, small)
     };
     let one = match probe(base) {
         // A config may speak of a head that the checkpoint was saved without.
@@ -155,7 +152,7 @@ fn engine_options(args: &ServeArgs, model: &Model) -> Result<EngineOptions> {
 }
 
 fn server_options(args: &ServeArgs, model: &Model) -> Result<ServerOptions> {
-    let folder = model.checkpoint.folder().file_name().and_then(|name| name.to_str());
+    let folder = model.path.file_name().and_then(|name| name.to_str());
     let prefix_store = match &args.prefix_cache_dir {
         Some(folder) => Some(PrefixStore { folder: folder.clone(), model: identity(args, model)? }),
         None => None,
@@ -182,17 +179,24 @@ fn server_options(args: &ServeArgs, model: &Model) -> Result<ServerOptions> {
 
 /// Tells a model's caches from those of others: its config, its files with their sizes and times, and the arithmetic.
 fn identity(args: &ServeArgs, model: &Model) -> Result<String> {
-    let folder = model.checkpoint.folder();
+    let path = &model.path;
+    let cannot_read = || format!("cannot read {}", path.display());
+    let paths = if path.is_dir() {
+        let entries = std::fs::read_dir(path).with_context(cannot_read)?;
+        entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?
+    } else {
+        vec![path.clone()]
+    };
     let mut files = Vec::new();
-    for entry in std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
-        let entry = entry?;
-        let facts = entry.metadata()?;
+    for path in paths {
+        let facts = std::fs::metadata(&path).with_context(cannot_read)?;
         if facts.is_file() {
             let changed = facts.modified()?.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-            files.push(format!("{}:{}:{changed}", entry.file_name().display(), facts.len()));
+            let name = path.file_name().unwrap_or_default();
+            files.push(format!("{}:{}:{changed}", name.display(), facts.len()));
         }
     }
     files.sort();
     let compute = args.engine.options().compute;
-    Ok(format!("{} {compute:?} {}", model.checkpoint.config(), files.join(" ")))
+    Ok(format!("{} {compute:?} {}", model.json, files.join(" ")))
 }

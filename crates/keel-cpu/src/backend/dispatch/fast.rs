@@ -3,6 +3,7 @@
 use super::Call;
 use crate::kernels::activation::{sigmoid_gate, swiglu};
 use crate::kernels::generic::rope::{FREQUENCIES_MAX, Rope, rope};
+use crate::kernels::generic::rotate_pairs::{Rounds, rotate_pairs};
 use crate::kernels::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
 use crate::kernels::rope::mrope_axes;
 use crate::pool::Worker;
@@ -29,6 +30,15 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         Op::Rope(spec) => return rotate(spec, None, call, worker),
         Op::NormRope { rope, eps } => {
             return rotate(rope, Some((call.inputs[3].values(), eps.get())), call, worker);
+        }
+        Op::RotatePairs => {
+            let (scales, pairs, turns) = (&call.inputs[1], &call.inputs[2], &call.inputs[3]);
+            // A negative i32 is out of range as a u32, too.
+            let rounds = Rounds { scales: scales.values(), pairs: pairs.values(), turns: turns.values() };
+            if let Some(column) = rounds.astray() {
+                return Err(call.error(format!("a pair names column {column} of {}", x.width())));
+            }
+            rotate_pairs(x.rows(1), rounds, y.rows_mut(1), worker);
         }
         Op::SwiGlu => swiglu(x.rows(1), y.rows_mut(1), worker),
         Op::SigmoidGate => sigmoid_gate(x.rows(1), call.inputs[1].rows(1), y.rows_mut(1), worker),

@@ -75,6 +75,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         | Op::GatedRmsNorm { .. }
         | Op::Rope(_)
         | Op::NormRope { .. }
+        | Op::RotatePairs
         | Op::SwiGlu
         | Op::SigmoidGate => return fast::run(call, worker),
         Op::Matmul

@@ -11,6 +11,7 @@ pub mod experts;
 pub mod matmul;
 pub mod reduce;
 pub mod rope;
+pub mod rotate_pairs;
 pub mod scalar;
 pub mod sort;
 pub mod strided;

@@ -45,6 +45,10 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         }
         Op::Rope(spec) => rotate(spec, None, call),
         Op::NormRope { rope, eps } => rotate(rope, Some((call.inputs[3].address, eps.get())), call),
+        Op::RotatePairs => Err(ArrayError::Kernel {
+            op: call.kernel.op.name().into(),
+            reason: "columns cannot be turned in pairs on the GPU yet; run this model on the CPU".into(),
+        }),
         Op::SwiGlu => {
             let arguments = Arguments::default()
                 .pointer(x.address)

@@ -40,6 +40,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         | Op::GatedRmsNorm { .. }
         | Op::Rope(_)
         | Op::NormRope { .. }
+        | Op::RotatePairs
         | Op::SwiGlu
         | Op::SigmoidGate => fast::run(call),
         Op::Matmul

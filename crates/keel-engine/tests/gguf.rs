@@ -1,0 +1,325 @@
+//! Fixtures written as GGUF files, by the rules of the converters that people use, give the reference logits too.
+
+mod common;
+
+use std::path::Path;
+
+use common::{all_logits, exact, expected, fixture, relative_error, runtime};
+use keel_engine::Engine;
+use keel_models::gguf::GgufParameters;
+use keel_weights::gguf::GgufFile;
+use keel_weights::{Checkpoint, TensorSource};
+use serde_json::Value;
+
+/// A matrix or a stack, f32, slowest extent first.
+struct Tensor {
+    name: String,
+    shape: Vec<usize>,
+    values: Vec<f32>,
+}
+
+/// A GGUF file being put together.
+#[derive(Default)]
+struct Writer {
+    pairs: Vec<u8>,
+    pair_count: u64,
+    tensors: Vec<Tensor>,
+}
+
+impl Writer {
+    fn string(bytes: &mut Vec<u8>, text: &str) {
+        bytes.extend((text.len() as u64).to_le_bytes());
+        bytes.extend(text.as_bytes());
+    }
+
+    fn pair(&mut self, key: &str, kind: u32, value: &[u8]) {
+        Writer::string(&mut self.pairs, key);
+        self.pairs.extend(kind.to_le_bytes());
+        self.pairs.extend(value);
+        self.pair_count += 1;
+    }
+
+    fn size(&mut self, key: &str, value: &Value) {
+        let value = value.as_u64().unwrap_or_else(|| panic!("{key} is a size")) as u32;
+        self.pair(key, 4, &value.to_le_bytes());
+    }
+
+    fn float(&mut self, key: &str, value: f64) {
+        self.pair(key, 6, &(value as f32).to_le_bytes());
+    }
+
+    fn text(&mut self, key: &str, value: &str) {
+        let mut bytes = Vec::new();
+        Writer::string(&mut bytes, value);
+        self.pair(key, 8, &bytes);
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut file = b"GGUF".to_vec();
+        file.extend(3u32.to_le_bytes());
+        file.extend((self.tensors.len() as u64).to_le_bytes());
+        file.extend(self.pair_count.to_le_bytes());
+        file.extend(&self.pairs);
+        let mut offset = 0u64;
+        for tensor in &self.tensors {
+            Writer::string(&mut file, &tensor.name);
+            file.extend((tensor.shape.len() as u32).to_le_bytes());
+            tensor.shape.iter().rev().for_each(|dim| file.extend((*dim as u64).to_le_bytes()));
+            file.extend(0u32.to_le_bytes());
+            file.extend(offset.to_le_bytes());
+            offset = (offset + 4 * tensor.values.len() as u64).next_multiple_of(32);
+        }
+        for tensor in &self.tensors {
+            file.resize(file.len().next_multiple_of(32), 0);
+            tensor.values.iter().for_each(|value| file.extend(value.to_le_bytes()));
+        }
+        file
+    }
+}
+
+/// Blocks of `block` values in another order: block `i` is the one that stood at `from(i)`.
+fn reorder(values: &mut [f32], block: usize, from: impl Fn(usize) -> usize) {
+    let before = values.to_vec();
+    for (i, out) in values.chunks_exact_mut(block).enumerate() {
+        out.copy_from_slice(&before[from(i) * block..][..block]);
+    }
+}
+
+/// The converters' rules for one architecture.
+struct Rules {
+    arch: &'static str,
+    text: Value,
+}
+
+impl Rules {
+    fn size(&self, key: &str) -> usize {
+        self.text[key].as_u64().unwrap_or(0) as usize
+    }
+
+    fn name(&self, name: &str) -> String {
+        let layers = self.size("num_hidden_layers");
+        let name = name.replace("model.language_model.", "model.");
+        let name = name.replace("mtp.layers.0.", &format!("model.layers.{layers}."));
+        for (from, to) in [
+            ("mtp.fc.", "eh_proj."),
+            ("mtp.pre_fc_norm_embedding.", "enorm."),
+            ("mtp.pre_fc_norm_hidden.", "hnorm."),
+            ("mtp.norm.", "shared_head_norm."),
+        ] {
+            if let Some(rest) = name.strip_prefix(from) {
+                return format!("blk.{layers}.nextn.{to}{rest}");
+            }
+        }
+        let post_attention = if matches!(self.arch, "gemma3" | "qwen35" | "qwen35moe") {
+            "post_attention_norm"
+        } else {
+            "ffn_norm"
+        };
+        let mut name = name.replace("model.layers.", "blk.");
+        for (from, to) in [
+            ("lm_head", "output"),
+            ("model.embed_tokens", "token_embd"),
+            ("model.norm", "output_norm"),
+            ("input_layernorm", "attn_norm"),
+            ("post_attention_layernorm", post_attention),
+            ("pre_feedforward_layernorm", "ffn_norm"),
+            ("post_feedforward_layernorm", "post_ffw_norm"),
+            ("self_attn.o_proj", "attn_output"),
+            ("self_attn.q_", "attn_q_"),
+            ("self_attn.k_", "attn_k_"),
+            ("self_attn.v_", "attn_v_"),
+            ("_q_proj", "_q"),
+            ("_k_proj", "_k"),
+            ("_v_proj", "_v"),
+            ("linear_attn.in_proj_qkv", "attn_qkv"),
+            ("linear_attn.in_proj_z", "attn_gate"),
+            ("linear_attn.in_proj_a", "ssm_alpha"),
+            ("linear_attn.in_proj_b", "ssm_beta"),
+            ("linear_attn.conv1d", "ssm_conv1d"),
+            ("linear_attn.A_log", "ssm_a"),
+            ("linear_attn.dt_bias", "ssm_dt.bias"),
+            ("linear_attn.norm", "ssm_norm"),
+            ("linear_attn.out_proj", "ssm_out"),
+            ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+            ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+            ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+            ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+            ("mlp.gate_proj", "ffn_gate"),
+            ("mlp.up_proj", "ffn_up"),
+            ("mlp.down_proj", "ffn_down"),
+            ("mlp.gate.", "ffn_gate_inp."),
+        ] {
+            name = name.replace(from, to);
+        }
+        name.replace("attn_q_proj", "attn_q")
+            .replace("attn_k_proj", "attn_k")
+            .replace("attn_v_proj", "attn_v")
+    }
+
+    fn transform(&self, name: &str, tensor: &mut Tensor) {
+        let cols = tensor.shape.last().copied().unwrap_or(1);
+        if self.arch == "llama" && (name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight")) {
+            let d = self.size("head_dim");
+            reorder(&mut tensor.values, cols, |row| row / d * d + row % 2 * (d / 2) + row % d / 2);
+        }
+        let offsets = matches!(self.arch, "gemma3" | "qwen35" | "qwen35moe");
+        if offsets && name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight")
+            || offsets && name.contains("layernorm")
+            || name.contains("pre_fc_norm")
+        {
+            tensor.values.iter_mut().for_each(|w| *w += 1.0);
+        }
+        if name.ends_with("A_log") {
+            tensor.values.iter_mut().for_each(|a| *a = -a.exp());
+        }
+        if name.ends_with("conv1d.weight") {
+            tensor.shape.remove(1);
+        }
+        self.tile_value_heads(name, tensor);
+    }
+
+    /// The first value head of every key head goes first, then the second, and so on.
+    fn tile_value_heads(&self, name: &str, tensor: &mut Tensor) {
+        let (keys, heads) = (self.size("linear_num_key_heads"), self.size("linear_num_value_heads"));
+        if !name.contains("linear_attn.") || keys == heads {
+            return;
+        }
+        let (dk, dv) = (self.size("linear_key_head_dim"), self.size("linear_value_head_dim"));
+        let from = |head: usize| head % keys * (heads / keys) + head / keys;
+        let cols = if tensor.shape.len() > 1 { tensor.shape[1] } else { 1 };
+        let part = name.split("linear_attn.").nth(1).unwrap_or_default();
+        match part.split('.').next().unwrap_or_default() {
+            "in_proj_qkv" | "conv1d" => {
+                reorder(&mut tensor.values[2 * keys * dk * cols..], dv * cols, from);
+            }
+            "in_proj_z" => reorder(&mut tensor.values, dv * cols, from),
+            "in_proj_a" | "in_proj_b" | "A_log" | "dt_bias" => reorder(&mut tensor.values, cols, from),
+            "out_proj" => tensor.values.chunks_exact_mut(cols).for_each(|row| reorder(row, dv, from)),
+            _ => {}
+        }
+    }
+
+    fn metadata(&self, writer: &mut Writer) {
+        let arch = self.arch;
+        writer.text("general.architecture", arch);
+        let mtp = self.size("mtp_num_hidden_layers");
+        let blocks = self.size("num_hidden_layers") + mtp;
+        writer.size(&format!("{arch}.block_count"), &blocks.into());
+        if mtp > 0 {
+            writer.size(&format!("{arch}.nextn_predict_layers"), &mtp.into());
+        }
+        for (theirs, ours) in [
+            ("context_length", "max_position_embeddings"),
+            ("embedding_length", "hidden_size"),
+            ("feed_forward_length", "intermediate_size"),
+            ("attention.head_count", "num_attention_heads"),
+            ("attention.head_count_kv", "num_key_value_heads"),
+            ("attention.key_length", "head_dim"),
+            ("attention.sliding_window", "sliding_window"),
+            ("expert_used_count", "num_experts_per_tok"),
+            ("expert_feed_forward_length", "moe_intermediate_size"),
+            ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+            ("expert_count", "num_experts"),
+            ("expert_count", "num_local_experts"),
+            ("ssm.conv_kernel", "linear_conv_kernel_dim"),
+            ("ssm.state_size", "linear_key_head_dim"),
+            ("ssm.group_count", "linear_num_key_heads"),
+            ("ssm.time_step_rank", "linear_num_value_heads"),
+        ] {
+            if self.text[ours].is_u64() {
+                writer.size(&format!("{arch}.{theirs}"), &self.text[ours]);
+            }
+        }
+        let inner = self.size("linear_value_head_dim") * self.size("linear_num_value_heads");
+        if inner > 0 {
+            writer.size(&format!("{arch}.ssm.inner_size"), &inner.into());
+        }
+        writer.float(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-6);
+        let rope = &self.text["rope_parameters"];
+        let global = if rope["full_attention"].is_object() { &rope["full_attention"] } else { rope };
+        writer.float(&format!("{arch}.rope.freq_base"), global["rope_theta"].as_f64().expect("a base"));
+        let share = rope["partial_rotary_factor"].as_f64().unwrap_or(1.0);
+        let turning = (self.size("head_dim") as f64 * share) as u64;
+        writer.size(&format!("{arch}.rope.dimension_count"), &turning.into());
+    }
+}
+
+/// Experts of a layer as one stack, behind what `name` says of the first.
+fn stack_experts(source: &Checkpoint, rules: &Rules, name: &str) -> Option<Tensor> {
+    let (prefix, part) = name.split_once(".experts.0.")?;
+    let count = rules.size("num_experts").max(rules.size("num_local_experts"));
+    let mut values = Vec::new();
+    for expert in 0..count {
+        let tensor =
+            source.tensor(&format!("{prefix}.experts.{expert}.{part}")).expect("every expert is there");
+        values.extend(tensor.to_f32().expect("a float"));
+    }
+    let shape = source.info(name).expect("there").shape;
+    let stacked = rules.name(&format!("{prefix}.{part}"));
+    let name = stacked.replace(".weight", "_exps.weight");
+    Some(Tensor { name, shape: [&[count], shape].concat(), values })
+}
+
+fn convert(folder: &Path, arch: &'static str) -> Vec<u8> {
+    let source = Checkpoint::open(folder).expect("the fixture opens");
+    let config = source.config();
+    let text = if config["text_config"].is_object() { &config["text_config"] } else { config };
+    let rules = Rules { arch, text: text.clone() };
+    let mut writer = Writer::default();
+    rules.metadata(&mut writer);
+    for name in source.names().filter(|name| !name.contains("visual")) {
+        let fused = name
+            .split_once(".experts.")
+            .and_then(|(prefix, part)| Some((prefix, part.strip_suffix("_proj")?)));
+        if let Some((prefix, part)) = fused {
+            // One parameter for all experts, without a suffix.
+            let gate = rules.name(&format!("{prefix}.gate_proj"));
+            let view = source.tensor(name).expect("there");
+            let (shape, values) = (view.shape().to_vec(), view.to_f32().expect("a float"));
+            let name = gate.replace("ffn_gate", &format!("ffn_{part}_exps.weight"));
+            writer.tensors.push(Tensor { name, shape, values });
+            continue;
+        }
+        if name.contains(".experts.") {
+            writer.tensors.extend(stack_experts(&source, &rules, name));
+            continue;
+        }
+        let view = source.tensor(name).expect("there");
+        let (shape, values) = (view.shape().to_vec(), view.to_f32().expect("a float"));
+        let mut tensor = Tensor { name: rules.name(name), shape, values };
+        rules.transform(name, &mut tensor);
+        writer.tensors.push(tensor);
+    }
+    writer.bytes()
+}
+
+#[test]
+fn logits_of_converted_fixtures_match_the_reference() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for (name, arch) in [
+        ("llama", "llama"),
+        ("qwen3", "qwen3"),
+        ("qwen3_moe", "qwen3moe"),
+        ("gemma3_text", "gemma3"),
+        ("qwen3_5", "qwen35"),
+        ("qwen3_5_moe", "qwen35moe"),
+    ] {
+        let Some(folder) = fixture(name) else { continue };
+        let path = dir.path().join(format!("{name}.gguf"));
+        std::fs::write(&path, convert(&folder, arch)).expect("the folder is writable");
+        let file = GgufFile::open(&path).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let json = keel_models::gguf::config(&file).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let config = keel_models::read_config(&json).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let parameters = GgufParameters::new(&file, &config);
+        let mut engine = Engine::load(&runtime(2), &parameters, &json, exact(), &|_| ())
+            .unwrap_or_else(|e| panic!("{name}: {e}"));
+        let want = expected(&folder);
+        let (logits, mtp) = all_logits(&mut engine, &want.ids, false, want.mtp_logits.is_some());
+        let error = relative_error(&logits, &want.logits);
+        assert!(error <= 1e-4, "{name}: logits differ by {error:.1e}");
+        if let Some(want) = want.mtp_logits {
+            let error = relative_error(&mtp, &want);
+            assert!(error <= 1e-4, "{name}: logits of the head differ by {error:.1e}");
+        }
+    }
+}

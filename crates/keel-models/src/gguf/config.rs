@@ -1,0 +1,207 @@
+//! A config.json made from GGUF metadata.
+
+use keel_weights::TensorSource;
+use keel_weights::gguf::{GgufFile, GgufValue};
+use serde_json::{Map, Value, json};
+
+use super::ARCHITECTURES;
+use crate::{ModelError, Result};
+
+/// The config that a Hugging Face checkpoint of the same model would have.
+///
+/// # Errors
+/// An architecture that is not read, or a key that is missing or of the wrong type.
+pub fn config(file: &GgufFile) -> Result<Value> {
+    let metadata = file.metadata();
+    let arch = metadata.get("general.architecture").and_then(GgufValue::as_str).unwrap_or_default();
+    let keys = Keys { file, arch };
+    let mut config = keys.common()?;
+    let own = match arch {
+        "llama" => keys.llama()?,
+        "qwen2" => json!({"model_type": "qwen2"}),
+        "qwen3" => json!({"model_type": "qwen3"}),
+        "qwen3moe" => merged(json!({"model_type": "qwen3_moe"}), keys.experts()?),
+        "gemma3" => keys.gemma3()?,
+        "qwen35" => merged(json!({"model_type": "qwen3_5"}), keys.recurrent()?),
+        "qwen35moe" | "qwen3next" => {
+            merged(merged(json!({"model_type": "qwen3_5_moe"}), keys.recurrent()?), keys.experts()?)
+        }
+        other => {
+            let supported = ARCHITECTURES.join(", ");
+            let reason = format!("GGUF architecture {other:?} is not supported; supported are {supported}");
+            return Err(ModelError::Config(reason));
+        }
+    };
+    config = merged(config, own);
+    if let Some(rope) = keys.rope_scaling()? {
+        config["rope_scaling"] = rope;
+    }
+    Ok(config)
+}
+
+/// The second object's entries added to the first.
+fn merged(mut into: Value, from: Value) -> Value {
+    if let (Value::Object(into), Value::Object(from)) = (&mut into, from) {
+        into.extend(from);
+    }
+    into
+}
+
+/// Metadata of one architecture.
+struct Keys<'a> {
+    file: &'a GgufFile,
+    arch: &'a str,
+}
+
+impl Keys<'_> {
+    fn get(&self, key: &str) -> Option<&GgufValue> {
+        self.file.metadata().get(&format!("{}.{key}", self.arch))
+    }
+
+    /// A size; a list with one entry a layer is read if all are the same.
+    fn size_or_none(&self, key: &str) -> Result<Option<u64>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let one = match value.as_array() {
+            Some([first, rest @ ..]) if rest.iter().all(|other| other == first) => first.as_u64(),
+            Some(_) => None,
+            None => value.as_u64(),
+        };
+        one.map(Some).ok_or_else(|| {
+            ModelError::Config(format!("{}.{key} is not a whole number, the same for all layers", self.arch))
+        })
+    }
+
+    fn size(&self, key: &str) -> Result<u64> {
+        let missing = || ModelError::Config(format!("the GGUF metadata has no {}.{key}", self.arch));
+        self.size_or_none(key)?.ok_or_else(missing)
+    }
+
+    fn number(&self, key: &str) -> Option<f64> {
+        self.get(key)?.as_f64()
+    }
+
+    fn head_dim(&self) -> Result<u64> {
+        let (width, heads) = (self.size("embedding_length")?, self.size("attention.head_count")?);
+        Ok(self.size_or_none("attention.key_length")?.unwrap_or(width / heads.max(1)))
+    }
+
+    /// Layers of the model, without those of the multi-token-prediction head.
+    fn layers(&self) -> Result<(u64, u64)> {
+        let (all, head) =
+            (self.size("block_count")?, self.size_or_none("nextn_predict_layers")?.unwrap_or(0));
+        Ok((all.saturating_sub(head), head))
+    }
+
+    fn common(&self) -> Result<Value> {
+        let vocab = self.file.linear_info("token_embd")?.rows;
+        let (layers, _) = self.layers()?;
+        let heads = self.size("attention.head_count")?;
+        let mut config = json!({
+            "hidden_size": self.size("embedding_length")?,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.size_or_none("attention.head_count_kv")?.unwrap_or(heads),
+            "head_dim": self.head_dim()?,
+            "vocab_size": vocab,
+            "max_position_embeddings": self.size("context_length")?,
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon").unwrap_or(1e-6),
+            "rope_theta": self.number("rope.freq_base").unwrap_or(10_000.0),
+            "tie_word_embeddings": !self.file.contains("output.weight"),
+        });
+        if let Some(width) = self.size_or_none("feed_forward_length")? {
+            config["intermediate_size"] = width.into();
+        }
+        if let Some(turning) = self.size_or_none("rope.dimension_count")? {
+            config["partial_rotary_factor"] = (turning as f64 / self.head_dim()?.max(1) as f64).into();
+        }
+        for (key, id) in [("bos_token_id", "bos"), ("eos_token_id", "eos")] {
+            let id = self.file.metadata().get(&format!("tokenizer.ggml.{id}_token_id"));
+            if let Some(id) = id.and_then(GgufValue::as_u64) {
+                config[key] = id.into();
+            }
+        }
+        Ok(config)
+    }
+
+    fn llama(&self) -> Result<Value> {
+        if self.size_or_none("expert_count")?.unwrap_or(0) > 0 {
+            return Err(ModelError::Config("llama with experts is not supported".into()));
+        }
+        Ok(json!({"model_type": "llama", "attention_bias": self.file.contains("blk.0.attn_q.bias")}))
+    }
+
+    fn gemma3(&self) -> Result<Value> {
+        let (layers, _) = self.layers()?;
+        // Files do not say it: the largest model alone scales queries by its width a head.
+        let query_scalar = match layers {
+            62 => self.size("embedding_length")? / self.size("attention.head_count")?.max(1),
+            _ => self.head_dim()?,
+        };
+        let every = self.get("attention.sliding_window_pattern").and_then(GgufValue::as_u64).unwrap_or(6);
+        Ok(json!({
+            "model_type": "gemma3_text",
+            "sliding_window": self.size("attention.sliding_window")?,
+            "sliding_window_pattern": every,
+            "query_pre_attn_scalar": query_scalar,
+            "rope_local_base_freq": self.number("rope.freq_base_swa").unwrap_or(10_000.0),
+        }))
+    }
+
+    fn experts(&self) -> Result<Value> {
+        Ok(json!({
+            "num_experts": self.size("expert_count")?,
+            "num_experts_per_tok": self.size("expert_used_count")?,
+            "moe_intermediate_size": self.size("expert_feed_forward_length")?,
+            "shared_expert_intermediate_size":
+                self.size_or_none("expert_shared_feed_forward_length")?.unwrap_or(0),
+            "norm_topk_prob": true,
+        }))
+    }
+
+    fn recurrent(&self) -> Result<Value> {
+        let (heads, width) = (self.size("ssm.time_step_rank")?, self.size("ssm.inner_size")?);
+        let (layers, head_layers) = self.layers()?;
+        let mut config = json!({
+            "linear_num_key_heads": self.size("ssm.group_count")?,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": self.size("ssm.state_size")?,
+            "linear_value_head_dim": width / heads.max(1),
+            "linear_conv_kernel_dim": self.size("ssm.conv_kernel")?,
+            "full_attention_interval": self.size_or_none("full_attention_interval")?.unwrap_or(4),
+            "mtp_num_hidden_layers": head_layers,
+        });
+        if let Some(recurrent) = self.get("attention.recurrent_layers").and_then(GgufValue::as_array) {
+            let kind = |is: &GgufValue| match is.as_bool() {
+                Some(true) => "linear_attention",
+                _ => "full_attention",
+            };
+            config["layer_types"] = recurrent.iter().take(layers as usize).map(kind).collect();
+        }
+        Ok(config)
+    }
+
+    fn rope_scaling(&self) -> Result<Option<Value>> {
+        if self.file.contains("rope_freqs.weight") {
+            let divisors = self.file.tensor("rope_freqs.weight")?.to_f32()?;
+            return Ok(Some(json!({"rope_type": "divisors", "divisors": divisors})));
+        }
+        let kind = self.get("rope.scaling.type").and_then(GgufValue::as_str).unwrap_or("none");
+        // Old files give a linear factor alone.
+        let kind = if self.number("rope.scale_linear").is_some() { "linear" } else { kind };
+        if kind == "none" {
+            return Ok(None);
+        }
+        let mut scaling = Map::from_iter([("rope_type".to_string(), kind.into())]);
+        let mut copy = |to: &str, from: &[&str]| {
+            if let Some(number) = from.iter().find_map(|key| self.number(key)) {
+                scaling.insert(to.into(), number.into());
+            }
+        };
+        copy("factor", &["rope.scaling.factor", "rope.scale_linear"]);
+        copy("original_max_position_embeddings", &["rope.scaling.original_context_length"]);
+        copy("attention_factor", &["rope.scaling.attn_factor"]);
+        copy("beta_fast", &["rope.scaling.yarn_beta_fast"]);
+        copy("beta_slow", &["rope.scaling.yarn_beta_slow"]);
+        Ok(Some(Value::Object(scaling)))
+    }
+}

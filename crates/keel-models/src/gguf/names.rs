@@ -1,0 +1,147 @@
+//! The names of Hugging Face checkpoints in GGUF files.
+
+/// Parts of a layer, without `weight` or `bias`.
+const PARTS: [(&str, &str); 31] = [
+    ("input_layernorm", "attn_norm"),
+    ("pre_feedforward_layernorm", "ffn_norm"),
+    ("post_feedforward_layernorm", "post_ffw_norm"),
+    ("self_attn.q_proj", "attn_q"),
+    ("self_attn.k_proj", "attn_k"),
+    ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"),
+    ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.k_norm", "attn_k_norm"),
+    ("mlp.gate_proj", "ffn_gate"),
+    ("mlp.up_proj", "ffn_up"),
+    ("mlp.down_proj", "ffn_down"),
+    ("mlp.gate", "ffn_gate_inp"),
+    ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+    ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    ("mlp.switch_mlp.gate_proj", "ffn_gate_exps"),
+    ("mlp.switch_mlp.up_proj", "ffn_up_exps"),
+    ("mlp.switch_mlp.down_proj", "ffn_down_exps"),
+    ("mlp.experts.gate_up_proj", "ffn_gate_up_exps"),
+    ("mlp.experts.down_proj", "ffn_down_exps"),
+    ("linear_attn.in_proj_qkv", "attn_qkv"),
+    ("linear_attn.in_proj_z", "attn_gate"),
+    ("linear_attn.in_proj_a", "ssm_alpha"),
+    ("linear_attn.in_proj_b", "ssm_beta"),
+    ("linear_attn.conv1d", "ssm_conv1d"),
+    ("linear_attn.norm", "ssm_norm"),
+    ("linear_attn.out_proj", "ssm_out"),
+    // Bare parameters.
+    ("linear_attn.A_log", "ssm_a"),
+    ("linear_attn.dt_bias", "ssm_dt.bias"),
+];
+
+/// What differs between architectures.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Names {
+    /// Layers before those of the multi-token-prediction head.
+    pub layers: usize,
+    /// The norm behind attention has a name of its own; elsewhere it is the norm before the feed-forward half.
+    pub post_attention_norm: bool,
+    /// a and b of recurrent layers lie in one tensor.
+    pub joint_alpha_beta: bool,
+}
+
+impl Names {
+    /// The tensor that holds a parameter; `None` if there is no such name.
+    pub fn tensor(&self, name: &str) -> Option<String> {
+        let (module, suffix) = split(name);
+        let found = self.module(module)?;
+        Some(format!("{found}{suffix}"))
+    }
+
+    /// As [`Names::tensor`] for a layer, without the suffix.
+    pub fn module(&self, module: &str) -> Option<String> {
+        if let Some(head) = module.strip_prefix("mtp.") {
+            return self.head(head);
+        }
+        let module = module.strip_prefix("model.").unwrap_or(module);
+        let top = match module {
+            "embed_tokens" => Some("token_embd"),
+            "norm" => Some("output_norm"),
+            "lm_head" => Some("output"),
+            _ => None,
+        };
+        if let Some(top) = top {
+            return Some(top.into());
+        }
+        let (layer, part) = module.strip_prefix("layers.")?.split_once('.')?;
+        self.part(layer.parse().ok()?, part)
+    }
+
+    fn part(&self, layer: usize, part: &str) -> Option<String> {
+        let found = match part {
+            "post_attention_layernorm" if self.post_attention_norm => "post_attention_norm",
+            "post_attention_layernorm" => "ffn_norm",
+            "linear_attn.in_proj_a" | "linear_attn.in_proj_b" if self.joint_alpha_beta => "ssm_ba",
+            part => PARTS.iter().find(|(name, _)| *name == part)?.1,
+        };
+        Some(format!("blk.{layer}.{found}"))
+    }
+
+    /// The head's blocks follow the model's; what is its own lies in the first of them.
+    fn head(&self, module: &str) -> Option<String> {
+        if let Some((layer, part)) = module.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
+            return self.part(self.layers + layer.parse::<usize>().ok()?, part);
+        }
+        let own = match module {
+            "fc" => "eh_proj",
+            "pre_fc_norm_embedding" => "enorm",
+            "pre_fc_norm_hidden" => "hnorm",
+            "norm" => "shared_head_norm",
+            _ => return None,
+        };
+        Some(format!("blk.{}.nextn.{own}", self.layers))
+    }
+}
+
+/// A name without its `.weight` or `.bias`, and that.
+fn split(name: &str) -> (&str, &str) {
+    for suffix in [".weight", ".bias"] {
+        if let Some(module) = name.strip_suffix(suffix) {
+            return (module, suffix);
+        }
+    }
+    (name, "")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_the_format() {
+        let names = Names { layers: 4, post_attention_norm: true, joint_alpha_beta: false };
+        let plain = Names { post_attention_norm: false, joint_alpha_beta: true, ..names };
+        for (hugging_face, gguf) in [
+            ("model.embed_tokens.weight", "token_embd.weight"),
+            ("lm_head.weight", "output.weight"),
+            ("model.norm.weight", "output_norm.weight"),
+            ("model.layers.3.self_attn.q_proj.bias", "blk.3.attn_q.bias"),
+            ("model.layers.0.post_attention_layernorm.weight", "blk.0.post_attention_norm.weight"),
+            ("model.layers.1.mlp.switch_mlp.down_proj.weight", "blk.1.ffn_down_exps.weight"),
+            ("model.layers.2.linear_attn.A_log", "blk.2.ssm_a"),
+            ("model.layers.2.linear_attn.dt_bias", "blk.2.ssm_dt.bias"),
+            ("mtp.layers.0.mlp.gate", "blk.4.ffn_gate_inp"),
+            ("mtp.fc.weight", "blk.4.nextn.eh_proj.weight"),
+            ("mtp.norm.weight", "blk.4.nextn.shared_head_norm.weight"),
+        ] {
+            assert_eq!(names.tensor(hugging_face).as_deref(), Some(gguf));
+        }
+        assert_eq!(plain.tensor("model.layers.0.linear_attn.in_proj_b").as_deref(), Some("blk.0.ssm_ba"));
+        assert_eq!(
+            plain.tensor("model.layers.0.post_attention_layernorm.weight").as_deref(),
+            Some("blk.0.ffn_norm.weight")
+        );
+        for unknown in
+            ["model.layers.x.mlp.gate", "model.visual.patch", "mtp.fd.weight", "model.layers.1.mlp"]
+        {
+            assert_eq!(names.tensor(unknown), None, "{unknown}");
+        }
+    }
+}

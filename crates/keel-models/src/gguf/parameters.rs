@@ -1,0 +1,179 @@
+//! The tensors of a GGUF file as the parameters of a Hugging Face checkpoint.
+
+use std::ops::Range;
+
+use keel_array::{RowData, WeightFormat, WeightSpec};
+use keel_weights::gguf::{GgufFile, GgufValue};
+use keel_weights::{LinearFormat, LinearTensor, TensorSource};
+
+use super::names::Names;
+use super::order::RowOrder;
+use crate::loading::{BLOCK_ROWS, Parameters, RowSink};
+use crate::{HybridConfig, ModelError, Result};
+
+/// The parameters of a GGUF file.
+pub struct GgufParameters<'a> {
+    file: &'a GgufFile,
+    names: Names,
+    config: HybridConfig,
+    /// Queries and keys have the halves of their rotary pairs side by side.
+    paired_halves: bool,
+    /// Value heads are ordered value by value.
+    tiled: bool,
+}
+
+impl<'a> GgufParameters<'a> {
+    /// The parameters of a file whose config has these numbers.
+    pub fn new(file: &'a GgufFile, config: &HybridConfig) -> GgufParameters<'a> {
+        let arch = file.metadata().get("general.architecture").and_then(GgufValue::as_str);
+        let arch = arch.unwrap_or_default();
+        let names = Names {
+            layers: config.layers.len(),
+            post_attention_norm: matches!(arch, "gemma3" | "qwen35" | "qwen35moe" | "qwen3next"),
+            joint_alpha_beta: arch == "qwen3next",
+        };
+        GgufParameters {
+            file,
+            names,
+            config: config.clone(),
+            paired_halves: arch == "llama",
+            tiled: matches!(arch, "qwen35" | "qwen35moe") && config.key_heads != config.value_heads,
+        }
+    }
+
+    /// Where the rows of a layer or the elements of a small parameter lie.
+    fn order(&self, name: &str) -> RowOrder {
+        let c = &self.config;
+        let module = name.strip_suffix(".weight").or(name.strip_suffix(".bias")).unwrap_or(name);
+        let part = module.rsplit('.').next().unwrap_or_default();
+        let ratio = c.value_heads.checked_div(c.key_heads).unwrap_or(1);
+        let tiled = |first, size| RowOrder::TiledHeads { first, key_heads: c.key_heads, ratio, size };
+        match part {
+            "q_proj" | "k_proj" if self.paired_halves => RowOrder::PairedHalves { size: c.head_dim },
+            "in_proj_b" if self.names.joint_alpha_beta => RowOrder::EveryOther { from: 0, ratio },
+            "in_proj_a" if self.names.joint_alpha_beta => RowOrder::EveryOther { from: 1, ratio },
+            "in_proj_qkv" | "conv1d" if self.tiled => tiled(2 * c.key_heads * c.key_dim, c.value_dim),
+            "in_proj_z" if self.tiled => tiled(0, c.value_dim),
+            "in_proj_a" | "in_proj_b" | "A_log" | "dt_bias" if self.tiled => tiled(0, 1),
+            _ => RowOrder::Same,
+        }
+    }
+
+    fn module(&self, module: &str) -> Result<String> {
+        self.names.module(module).ok_or_else(|| ModelError::Config(format!("GGUF has no name for {module}")))
+    }
+
+    fn tensor(&self, name: &str) -> Result<String> {
+        self.names.tensor(name).ok_or_else(|| ModelError::Config(format!("GGUF has no name for {name}")))
+    }
+}
+
+impl Parameters for GgufParameters<'_> {
+    fn contains(&self, name: &str) -> bool {
+        self.names.tensor(name).is_some_and(|tensor| self.file.contains(&tensor))
+    }
+
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        let tensor = self.names.tensor(name)?;
+        self.file.info(&tensor).ok().map(|info| info.shape.to_vec())
+    }
+
+    fn linear_format(
+        &self,
+        module: &str,
+        experts: Option<usize>,
+        rows: usize,
+        cols: usize,
+    ) -> Result<WeightFormat> {
+        let tensor = self.module(module)?;
+        let info = self.file.linear_info(&tensor)?;
+        let expected = (experts, rows * self.order(module).share(), cols);
+        if (info.experts, info.rows, info.cols) != expected {
+            let shape = |(e, r, c): (Option<usize>, usize, usize)| {
+                e.map_or(format!("({r}, {c})"), |e| format!("({e}, {r}, {c})"))
+            };
+            return Err(ModelError::Shape {
+                name: tensor,
+                expected: shape(expected),
+                got: shape((info.experts, info.rows, info.cols)),
+            });
+        }
+        match info.format {
+            LinearFormat::Dense(dtype) => Ok(WeightFormat::Dense(dtype)),
+            LinearFormat::Blocks(format) => Ok(WeightFormat::Blocks(format)),
+            other => Err(ModelError::Config(format!("{tensor}: format {other:?} is not supported"))),
+        }
+    }
+
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        _spec: &WeightSpec,
+        sink: &mut RowSink<'_>,
+    ) -> Result<()> {
+        let tensor = self.file.linear(&self.module(module)?)?;
+        let (order, base) = (self.order(module), expert.unwrap_or(0) * tensor.info().rows);
+        let bytes = |rows: Range<usize>| -> Result<&[u8]> {
+            match &tensor {
+                LinearTensor::Dense(view) => Ok(view.row_bytes(rows)?),
+                LinearTensor::Blocks(blocks) => Ok(blocks.rows_bytes(rows)?),
+                other => Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
+            }
+        };
+        let mut gathered = Vec::new();
+        for first in rows.clone().step_by(BLOCK_ROWS) {
+            let block = first..rows.end.min(first + BLOCK_ROWS);
+            if order == RowOrder::Same {
+                let bytes = bytes(base + block.start..base + block.end)?;
+                sink(block.len(), row_data(&tensor, bytes))?;
+                continue;
+            }
+            gathered.clear();
+            for row in block.clone() {
+                let at = base + order.row(row);
+                gathered.extend_from_slice(bytes(at..at + 1)?);
+            }
+            sink(block.len(), row_data(&tensor, &gathered))?;
+        }
+        Ok(())
+    }
+
+    fn release(&self, module: &str) {
+        if let Some(tensor) = self.names.module(module) {
+            self.file.release_linear(&tensor);
+        }
+    }
+
+    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>> {
+        let mut values = self.file.tensor(&self.tensor(name)?)?.to_f32()?;
+        if name.ends_with("A_log") {
+            // Files keep -e^A_log.
+            values.iter_mut().for_each(|a| *a = (-*a).ln());
+        }
+        let order = self.order(name);
+        if order != RowOrder::Same {
+            let width = if name.ends_with("conv1d.weight") { self.config.conv_width } else { 1 };
+            let stored = values.clone();
+            for (row, out) in values.chunks_exact_mut(width).enumerate().take(elements / width) {
+                let at = order.row(row) * width;
+                out.copy_from_slice(&stored[at..at + width]);
+            }
+        }
+        Ok(values)
+    }
+
+    fn norms_are_scales(&self) -> bool {
+        true
+    }
+
+    fn value_heads_are_tiled(&self) -> bool {
+        self.tiled
+    }
+}
+
+/// Bytes of rows of a tensor, as what they are.
+fn row_data<'b>(tensor: &LinearTensor<'_>, bytes: &'b [u8]) -> RowData<'b> {
+    if matches!(tensor, LinearTensor::Dense(_)) { RowData::Dense(bytes) } else { RowData::Blocks(bytes) }
+}

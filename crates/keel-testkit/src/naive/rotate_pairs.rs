@@ -1,0 +1,12 @@
+//! Columns scaled, then turned in pairs.
+
+/// `x` is one row; `pairs` and `turns` hold `K` entries for each round: two columns, and their cosine and sine.
+pub fn rotate_pairs(x: &[f32], scales: &[f32], pairs: &[u32], turns: &[f32]) -> Vec<f64> {
+    let mut y: Vec<f64> = x.iter().zip(scales).map(|(x, s)| f64::from(*x) * f64::from(*s)).collect();
+    for (pair, turn) in pairs.chunks_exact(2).zip(turns.chunks_exact(2)) {
+        let (a, b) = (pair[0] as usize, pair[1] as usize);
+        let (cos, sin) = (f64::from(turn[0]), f64::from(turn[1]));
+        (y[a], y[b]) = (y[a] * cos + y[b] * sin, y[b] * cos - y[a] * sin);
+    }
+    y
+}

@@ -1,0 +1,113 @@
+//! Byte-level pair encoding: bytes are written as characters, text is cut by a pattern, pairs are merged by rank.
+
+use serde_json::{Value, json};
+
+use super::Vocabulary;
+
+/// The pattern of GPT-2; the library's byte-level step has it built in.
+const GPT2: &str = "";
+/// Llama 3: up to three digits together.
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Qwen2 to Qwen3: single digits.
+const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Qwen3.5: marks belong to letters.
+const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// How text is prepared.
+struct Steps {
+    pattern: &'static str,
+    /// Each digit is a piece of its own, before the pattern is applied.
+    single_digits: bool,
+    /// Characters are composed first.
+    nfc: bool,
+    /// A piece that is a token is taken whole, however its pairs would merge.
+    ignore_merges: bool,
+}
+
+fn steps(pre: &str) -> Option<Steps> {
+    let plain = |pattern| Steps { pattern, single_digits: false, nfc: false, ignore_merges: false };
+    Some(match pre {
+        "gpt-2" | "default" | "" => plain(GPT2),
+        "smollm" | "starcoder" | "codeshell" | "refact" | "command-r" => {
+            Steps { single_digits: true, ..plain(GPT2) }
+        }
+        "llama-bpe" | "llama3" | "llama-v3" => Steps { ignore_merges: true, ..plain(LLAMA3) },
+        "qwen2" | "deepseek-r1-qwen" | "megrez" => Steps { nfc: true, ..plain(QWEN2) },
+        "qwen35" => Steps { nfc: true, ..plain(QWEN35) },
+        _ => return None,
+    })
+}
+
+/// The `tokenizer.json`.
+pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
+    let Some(steps) = steps(vocabulary.pre) else {
+        return Err(format!(
+            "pre-tokenizer {:?} is not supported; supported are gpt-2, smollm, starcoder, llama-bpe, qwen2 and qwen35",
+            vocabulary.pre
+        ));
+    };
+    let byte_level = |use_regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex});
+    let mut pieces = Vec::new();
+    if steps.single_digits {
+        pieces.push(json!({"type": "Digits", "individual_digits": true}));
+    }
+    if steps.pattern != GPT2 {
+        pieces.push(json!({"type": "Split", "pattern": {"Regex": steps.pattern}, "behavior": "Isolated",
+            "invert": false}));
+    }
+    pieces.push(byte_level(steps.pattern == GPT2));
+    let ids = vocabulary.ids();
+    Ok(json!({
+        "version": "1.0",
+        "added_tokens": vocabulary.added_tokens(&ids),
+        "normalizer": if steps.nfc { json!({"type": "NFC"}) } else { Value::Null },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces},
+        "post_processor": null,
+        "decoder": byte_level(false),
+        "model": {
+            "type": "BPE",
+            "ignore_merges": steps.ignore_merges,
+            "merges": vocabulary.merges,
+            "vocab": ids,
+        },
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{TokenKind, Vocabulary};
+    use crate::{TextFiles, Tokenizer};
+
+    /// Bytes as byte-level vocabularies write them, for ASCII: a space is Ġ, a line break Ċ.
+    fn vocabulary(pre: &'static str) -> Vocabulary<'static> {
+        let words = ["a", "b", "1", "2", "Ġ", "Ċ", "ab", "Ġab", "12", "<s>"];
+        let kind = |word: &&str| if *word == "<s>" { TokenKind::Control } else { TokenKind::Normal };
+        Vocabulary {
+            model: "gpt2",
+            pre,
+            tokens: words.iter().map(|word| (*word, kind(word))).collect(),
+            merges: vec!["a b", "Ġ ab", "1 2"],
+            bos: Some(9),
+            ..Vocabulary::default()
+        }
+    }
+
+    fn encode(pre: &'static str, text: &str, special: bool) -> Vec<u32> {
+        let files = TextFiles::from_vocabulary(&vocabulary(pre)).expect("known");
+        let tokenizer = Tokenizer::new(&files).expect("sound");
+        let ids = tokenizer.encode(text, special).expect("bytes are all there");
+        assert_eq!(tokenizer.decode(&ids, true).expect("decodes"), text.replace("<s>", ""));
+        ids
+    }
+
+    #[test]
+    fn text_is_cut_as_the_model_was_trained() {
+        for pre in ["gpt-2", "llama-bpe", "qwen2", "qwen35", "smollm"] {
+            assert_eq!(encode(pre, "ab ab\n<s>", false), [6, 7, 5, 9], "{pre}");
+            let digits: &[u32] = if matches!(pre, "gpt-2" | "llama-bpe") { &[8] } else { &[2, 3] };
+            assert_eq!(encode(pre, "12", false), digits, "{pre}");
+        }
+        assert_eq!(encode("llama-bpe", "ab", true), [9, 6], "the beginning is marked as is usual");
+        assert_eq!(encode("qwen2", "ab", true), [6]);
+    }
+}

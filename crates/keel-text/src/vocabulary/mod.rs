@@ -1,0 +1,207 @@
+//! The text side of a model whose file holds a vocabulary instead of a `tokenizer.json`, as GGUF files do.
+//!
+//! It is written as the files that a Hugging Face checkpoint would have, in memory, so that one reader checks both.
+
+mod byte_level;
+mod sentencepiece;
+
+use std::borrow::Cow;
+
+use serde_json::{Map, Value, json};
+
+use crate::{TextError, TextFile, TextFiles};
+
+/// What a token is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenKind {
+    /// A piece of text.
+    Normal,
+    /// Found in text before anything else, and part of the text.
+    UserDefined,
+    /// Found in text before anything else; no text itself.
+    Control,
+    /// Stands for one byte: `<0x0A>`.
+    Byte,
+    /// Anything else.
+    Other,
+}
+
+/// A vocabulary and what belongs to it. Ids are positions in `tokens`.
+#[derive(Clone, Debug, Default)]
+pub struct Vocabulary<'a> {
+    /// How errors call the file.
+    pub name: String,
+    /// The algorithm: `gpt2` for byte-level pair encoding, `llama` for SentencePiece.
+    pub model: &'a str,
+    /// How text is cut before pairs are merged; for byte-level vocabularies.
+    pub pre: &'a str,
+    /// Texts and kinds.
+    pub tokens: Vec<(&'a str, TokenKind)>,
+    /// The higher, the earlier a token is merged; for SentencePiece.
+    pub scores: Vec<f32>,
+    /// Pairs with a space between, first merged first; for byte-level vocabularies.
+    pub merges: Vec<&'a str>,
+    /// The token at the beginning of a sequence.
+    pub bos: Option<u32>,
+    /// Ends a sequence.
+    pub eos: Option<u32>,
+    /// Other tokens that end a turn.
+    pub eot: Vec<u32>,
+    /// Stands for what the vocabulary cannot express.
+    pub unk: Option<u32>,
+    /// Fills a batch.
+    pub pad: Option<u32>,
+    /// Whether encoding puts `bos` first; `None` for what is usual for the algorithm.
+    pub add_bos: Option<bool>,
+    /// Whether text begins with a space that decoding takes away; `None` for what is usual for the algorithm.
+    pub add_space_prefix: Option<bool>,
+    /// Template of conversations.
+    pub chat_template: Option<&'a str>,
+    /// Recommended sampling, by the names of `generation_config.json`.
+    pub sampling: Vec<(&'static str, f64)>,
+}
+
+/// Tokens that end a turn wherever a vocabulary has them as control or user-defined tokens: files often name one end
+/// alone, and templates write another.
+const TURN_ENDS: [&str; 6] =
+    ["<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>"];
+
+impl TextFiles<'static> {
+    /// The files that a vocabulary amounts to.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenizer`] for an algorithm or a way of cutting text that is not known, or ids without a token.
+    pub fn from_vocabulary(vocabulary: &Vocabulary<'_>) -> Result<TextFiles<'static>, TextError> {
+        let wrong = |reason| TextError::Tokenizer { file: vocabulary.name.clone(), reason };
+        let tokenizer = match vocabulary.model {
+            "gpt2" => byte_level::tokenizer(vocabulary),
+            "llama" => sentencepiece::tokenizer(vocabulary),
+            other => Err(format!("tokenizer model {other:?} is not supported; supported are gpt2 and llama")),
+        };
+        let tokenizer = tokenizer.map_err(wrong)?;
+        let config = vocabulary.config().map_err(wrong)?;
+        let file = |json: &Value| TextFile {
+            name: vocabulary.name.clone(),
+            bytes: Cow::Owned(json.to_string().into_bytes()),
+        };
+        Ok(TextFiles {
+            tokenizer: file(&tokenizer),
+            tokenizer_config: Some(file(&config)),
+            config: None,
+            generation_config: Some(file(&vocabulary.generation_config())),
+            chat_template: None,
+        })
+    }
+}
+
+impl Vocabulary<'_> {
+    /// The text of a token.
+    fn text(&self, id: u32) -> Result<&str, String> {
+        let token = self.tokens.get(id as usize);
+        token.map(|token| token.0).ok_or_else(|| {
+            format!("token {id} is named, but the vocabulary has {} tokens", self.tokens.len())
+        })
+    }
+
+    /// `tokenizer_config.json`.
+    fn config(&self) -> Result<Value, String> {
+        let usual = self.model == "llama" || self.pre == "llama-bpe";
+        let mut config = Map::new();
+        config.insert("add_bos_token".into(), self.add_bos.unwrap_or(usual).into());
+        let named = [
+            ("bos_token", self.bos),
+            ("eos_token", self.eos),
+            ("unk_token", self.unk),
+            ("pad_token", self.pad),
+        ];
+        for (key, id) in named {
+            if let Some(id) = id {
+                config.insert(key.into(), self.text(id)?.into());
+            }
+        }
+        if let Some(template) = self.chat_template {
+            config.insert("chat_template".into(), template.into());
+        }
+        Ok(Value::Object(config))
+    }
+
+    /// `generation_config.json`.
+    fn generation_config(&self) -> Value {
+        let ends = self.tokens.iter().zip(0u32..).filter(|((text, kind), _)| {
+            matches!(kind, TokenKind::Control | TokenKind::UserDefined) && TURN_ENDS.contains(text)
+        });
+        let mut ids: Vec<u32> = ends.map(|(_, id)| id).chain(self.eos).chain(self.eot.clone()).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        let mut config = Map::from_iter([("eos_token_id".to_string(), json!(ids))]);
+        for &(key, value) in &self.sampling {
+            // Whole numbers are written as such.
+            let whole = value.fract() == 0.0 && value.abs() < 1e9;
+            config.insert(key.into(), if whole { json!(value as i64) } else { json!(value) });
+        }
+        Value::Object(config)
+    }
+
+    /// Texts to ids; of equal texts the first counts.
+    fn ids(&self) -> Map<String, Value> {
+        let mut ids = Map::new();
+        for (id, (text, _)) in self.tokens.iter().enumerate() {
+            ids.entry(*text).or_insert_with(|| id.into());
+        }
+        ids
+    }
+
+    /// Tokens that are found in text before anything else.
+    fn added_tokens(&self, ids: &Map<String, Value>) -> Vec<Value> {
+        let added = self.tokens.iter().enumerate().filter(|(id, (text, kind))| {
+            let whole = matches!(kind, TokenKind::Control | TokenKind::UserDefined);
+            whole && !text.is_empty() && ids[*text] == *id
+        });
+        added
+            .map(|(id, (text, kind))| {
+                json!({"id": id, "content": text, "special": *kind == TokenKind::Control, "normalized": false,
+                    "single_word": false, "lstrip": false, "rstrip": false})
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{GenerationDefaults, Tokenizer};
+
+    #[test]
+    fn what_is_not_known_is_refused() {
+        let refused = |vocabulary: Vocabulary<'_>| {
+            TextFiles::from_vocabulary(&vocabulary).expect_err("not known").to_string()
+        };
+        let of = |model, pre| Vocabulary { name: "f.gguf".into(), model, pre, ..Vocabulary::default() };
+        assert!(
+            refused(of("t5", "")).contains("f.gguf: tokenizer model \"t5\""),
+            "{}",
+            refused(of("t5", ""))
+        );
+        assert!(refused(of("gpt2", "klingon")).contains("\"klingon\""));
+        let lost = Vocabulary { eos: Some(7), tokens: vec![("a", TokenKind::Normal)], ..of("gpt2", "qwen2") };
+        assert!(refused(lost).contains("token 7 is named"));
+    }
+
+    #[test]
+    fn ends_of_turns_and_sampling_come_along() {
+        let tokens = ["a", "<|im_end|>", "<end_of_turn>", "<eos>"];
+        let kinds = [TokenKind::Normal, TokenKind::Control, TokenKind::Normal, TokenKind::Control];
+        let vocabulary = Vocabulary {
+            model: "gpt2",
+            pre: "gpt-2",
+            tokens: tokens.into_iter().zip(kinds).collect(),
+            eos: Some(3),
+            sampling: vec![("temperature", 0.5), ("top_k", 40.0)],
+            ..Vocabulary::default()
+        };
+        let files = TextFiles::from_vocabulary(&vocabulary).expect("known");
+        assert_eq!(Tokenizer::new(&files).expect("sound").eos_ids(), [1, 3]);
+        let defaults = GenerationDefaults::new(&files).expect("sound");
+        assert_eq!((defaults.temperature, defaults.top_k), (Some(0.5), Some(40)));
+    }
+}

@@ -1,0 +1,246 @@
+//! `keel eval`: how well a model predicts a text, and how far it is from another.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use keel_cache::SequenceCache;
+use keel_engine::{EngineOptions, PREFILL_GRID};
+use serde_json::json;
+
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs};
+use crate::session::{Session, check_ids, context_for};
+use crate::text::ModelText;
+use crate::{output, progress, source};
+
+/// Measure how well a model predicts a text: the perplexity, and with --kl the distance to another model.
+///
+/// The text is cut into windows; of each, the second half is scored, so that every scored token has at least half a window
+/// before it. What is left at the end is not scored. Lower is better; 1 would be certainty.
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// The text.
+    #[arg(long, value_name = "FILE")]
+    perplexity: PathBuf,
+    /// Also compare with this model, such as the unquantised one: the mean Kullback-Leibler divergence of the predictions
+    /// in nats, and how often both find the same token most likely. Both must have the same vocabulary.
+    #[arg(long, value_name = "MODEL")]
+    kl: Option<String>,
+    /// Tokens of a window: a multiple of 128.
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    window: usize,
+    /// Windows to score at most.
+    #[arg(long, value_name = "N")]
+    windows: Option<usize>,
+    #[command(flatten)]
+    engine: EngineArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Sums over the scored tokens.
+#[derive(Default)]
+struct Score {
+    tokens: usize,
+    /// Of the negative logarithms of the probabilities.
+    loss: f64,
+    /// Of their squares.
+    loss_squares: f64,
+    divergence: f64,
+    same_top: usize,
+}
+
+/// Runs the command.
+pub fn run(args: &EvalArgs) -> Result<()> {
+    if args.window == 0 || !args.window.is_multiple_of(2 * PREFILL_GRID) {
+        bail!("--window {} is not a positive multiple of {}", args.window, 2 * PREFILL_GRID);
+    }
+    let bytes = std::fs::read(&args.perplexity);
+    let bytes = bytes.with_context(|| format!("--perplexity {}", args.perplexity.display()))?;
+    let model = source::open(args.model.model.as_deref())?;
+    let text = ModelText::open(&model)?;
+    let ids = text.tokenizer.encode(&String::from_utf8_lossy(&bytes), false)?;
+    check_ids(&model.config, &ids)?;
+    let (begin, windows) = windows(args, &text, &ids)?;
+    let options = EngineOptions {
+        context: context_for(&model.config, args.window).context("--window")?,
+        all_logits: true,
+        ..args.engine.options()
+    };
+    let mut session = Session::load(&args.device, &model, options)?;
+    let mut other = args.kl.as_deref().map(|other| reference(args, other, options)).transpose()?;
+    if let Some(other) = &other {
+        let (ours, theirs) = (model.config.vocab, other.engine.model().config.vocab);
+        if ours != theirs {
+            bail!("--kl: the vocabularies have {ours} and {theirs} entries; they must be the same");
+        }
+    }
+    let mut score = Score::default();
+    let bar = progress::tokens("scoring", windows.len() * args.window);
+    for window in &windows {
+        let mut ids = window.to_vec();
+        if let Some(begin) = begin {
+            ids[0] = begin;
+        }
+        score_window(&mut session, other.as_mut(), &ids, &mut score)?;
+        bar.inc(args.window as u64);
+    }
+    bar.finish_and_clear();
+    report(args, &score, windows.len())
+}
+
+/// The windows of the text, and what their first token is replaced by.
+fn windows<'i>(args: &EvalArgs, text: &ModelText, ids: &'i [u32]) -> Result<(Option<u32>, Vec<&'i [u32]>)> {
+    let most = args.windows.unwrap_or(usize::MAX);
+    let windows: Vec<&[u32]> = ids.chunks_exact(args.window).take(most).collect();
+    if windows.is_empty() {
+        bail!("the text has {} tokens, less than one window of {}", ids.len(), args.window);
+    }
+    let marked = text.tokenizer.encode("a", true)?;
+    let begin = text.tokenizer.bos_id().filter(|bos| marked.first() == Some(bos));
+    Ok((begin, windows))
+}
+
+fn reference(args: &EvalArgs, other: &str, options: EngineOptions) -> Result<Session> {
+    let other = source::open(Some(other)).context("--kl")?;
+    Session::load(&args.device, &other, options)
+}
+
+/// Scores the second half of a window, a step of the prefill grid at a time.
+fn score_window(
+    session: &mut Session,
+    mut other: Option<&mut Session>,
+    ids: &[u32],
+    score: &mut Score,
+) -> Result<()> {
+    let mut sequence = session.engine.open()?;
+    let mut other_sequence = other.as_mut().map(|other| other.engine.open()).transpose()?;
+    for start in (0..ids.len()).step_by(PREFILL_GRID) {
+        let step = &ids[start..start + PREFILL_GRID];
+        let ours = logits(session, &mut sequence, step)?;
+        let theirs = match (&mut other, &mut other_sequence) {
+            (Some(other), Some(sequence)) => Some(logits(other, sequence, step)?),
+            _ => None,
+        };
+        let width = ours.len() / step.len();
+        for (i, row) in ours.chunks_exact(width).enumerate() {
+            let position = start + i;
+            if position >= ids.len() / 2 && position + 1 < ids.len() {
+                let theirs = theirs.as_ref().map(|theirs| &theirs[i * width..(i + 1) * width]);
+                score.add(row, theirs, ids[position + 1]);
+            }
+        }
+    }
+    session.engine.release(sequence);
+    if let (Some(other), Some(sequence)) = (other, other_sequence) {
+        other.engine.release(sequence);
+    }
+    Ok(())
+}
+
+/// The logits of every token of a step, row by row.
+fn logits(session: &mut Session, sequence: &mut SequenceCache, step: &[u32]) -> Result<Vec<f32>> {
+    let mut rows = Vec::new();
+    let mut sink = |row: &[f32]| {
+        rows.extend_from_slice(row);
+        Ok(())
+    };
+    session.engine.all_logits(sequence, step, false, &mut sink, None)?;
+    Ok(rows)
+}
+
+impl Score {
+    /// Adds a prediction of `next`, and its divergence from another.
+    fn add(&mut self, logits: &[f32], other: Option<&[f32]>, next: u32) {
+        let norm = log_sum_exp(logits);
+        let loss = norm - f64::from(logits[next as usize]);
+        self.tokens += 1;
+        self.loss += loss;
+        self.loss_squares += loss * loss;
+        let Some(other) = other else { return };
+        let other_norm = log_sum_exp(other);
+        let terms = logits.iter().zip(other).map(|(&ours, &theirs)| {
+            let (ours, theirs) = (f64::from(ours) - norm, f64::from(theirs) - other_norm);
+            theirs.exp() * (theirs - ours)
+        });
+        self.divergence += terms.sum::<f64>();
+        self.same_top += usize::from(top(logits) == top(other));
+    }
+
+    fn mean_loss(&self) -> f64 {
+        self.loss / self.tokens as f64
+    }
+
+    /// Standard error of the mean loss.
+    fn error(&self) -> f64 {
+        let n = self.tokens as f64;
+        ((self.loss_squares / n - self.mean_loss().powi(2)).max(0.0) / n).sqrt()
+    }
+}
+
+fn log_sum_exp(logits: &[f32]) -> f64 {
+    let largest = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    largest + logits.iter().map(|&logit| (f64::from(logit) - largest).exp()).sum::<f64>().ln()
+}
+
+/// The most likely token, the first of equals.
+fn top(logits: &[f32]) -> Option<usize> {
+    (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)))
+}
+
+fn report(args: &EvalArgs, score: &Score, windows: usize) -> Result<()> {
+    let perplexity = score.mean_loss().exp();
+    let error = perplexity * score.error();
+    let (divergence, same) =
+        (score.divergence / score.tokens as f64, score.same_top as f64 / score.tokens as f64);
+    if args.json {
+        let mut object = json!({
+            "perplexity": perplexity,
+            "perplexity_error": error,
+            "tokens": score.tokens,
+            "windows": windows,
+            "window": args.window,
+        });
+        if args.kl.is_some() {
+            object["kl_divergence"] = divergence.into();
+            object["same_top"] = same.into();
+        }
+        return output::json(&object);
+    }
+    let tokens = score.tokens;
+    output::line(&format!(
+        "perplexity {perplexity:.4} +- {error:.4} over {tokens} tokens in {windows} windows"
+    ))?;
+    match &args.kl {
+        None => Ok(()),
+        Some(other) => output::line(&format!(
+            "from {other}: divergence {divergence:.6} nats a token, same most likely token {:.2}%",
+            100.0 * same
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prediction_is_scored_by_what_came() {
+        let mut score = Score::default();
+        // Probabilities 1/4, 1/2, 1/4.
+        let logits = [0.0, 2f32.ln(), 0.0];
+        score.add(&logits, Some(&logits), 1);
+        score.add(&logits, Some(&[0.0, 0.0, 0.0]), 0);
+        assert!((score.loss - (2f64.ln() + 4f64.ln())).abs() < 1e-6);
+        // Of thirds from these: (ln(4/3) + ln(2/3) + ln(4/3)) / 3.
+        let expected = (2.0 * (4f64 / 3.0).ln() + (2f64 / 3.0).ln()) / 3.0;
+        assert!((score.divergence - expected).abs() < 1e-6);
+        assert_eq!((score.tokens, score.same_top), (2, 1));
+        assert!(score.error() > 0.0);
+    }
+}

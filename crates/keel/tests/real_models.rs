@@ -1,0 +1,89 @@
+//! Real weights, where tools/real_models/fetch.sh has put them: the same tokens as llama.cpp makes of the same values.
+//!
+//! The references are of tools/real_models/reference.py, from the file with its tensors decoded to f32: of the quantised
+//! file llama.cpp rounds activations too, which turns near ties over in most prompts.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::{arg, json, succeed};
+use serde_json::Value;
+
+/// Prompts of a file whose continuation may part from the reference.
+const PARTED_MAX: usize = 1;
+
+/// Distance of the top two logits below which either is right: the reference keeps keys and values in f16.
+const NEAR_TIE: f64 = 0.05;
+
+fn model(name: &str) -> Option<(PathBuf, Value)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let file = root.join("../../.cache/real_models").join(format!("{name}.gguf"));
+    if !file.is_file() {
+        println!("skipped: no {name}; tools/real_models/fetch.sh fetches it");
+        return None;
+    }
+    let reference = root.join("tests/data/real_models").join(format!("{name}.json"));
+    let reference = std::fs::read_to_string(reference).expect("the reference is there");
+    Some((file, serde_json::from_str(&reference).expect("JSON")))
+}
+
+fn ids(value: &Value) -> Vec<u64> {
+    value.as_array().expect("a list").iter().filter_map(Value::as_u64).collect()
+}
+
+/// The first token in which two continuations differ.
+fn parting(got: &[u64], want: &[u64]) -> Option<usize> {
+    assert_eq!(got.len(), want.len());
+    got.iter().zip(want).position(|(a, b)| a != b)
+}
+
+fn compare(name: &str) {
+    let Some((file, reference)) = model(name) else { return };
+    let mut parted = Vec::new();
+    for prompt in reference["prompts"].as_array().expect("a list") {
+        let text = prompt["text"].as_str().expect("text");
+        let greedy = ids(&prompt["greedy"]);
+        let count = greedy.len().to_string();
+        let command = ["generate", text, "--model", arg(&file), "--temperature", "0", "--max-tokens", &count];
+        let report = json(&[&command[..], &["--ignore-eos", "--json", "--compute", "f32"]].concat());
+        assert_eq!(report["prompt_tokens"], ids(&prompt["ids"]).len(), "{name}: ids of {text:?}");
+        if let Some(at) = parting(&ids(&report["tokens"]), &greedy) {
+            let margin = prompt["margin"][at].as_f64().expect("a number");
+            println!("{name}: {text:?} parts at token {at}, where the top two are {margin} apart");
+            assert!(margin < NEAR_TIE, "{name}: {text:?}, token {at}, margin {margin}");
+            parted.push(text);
+        }
+    }
+    assert!(parted.len() <= PARTED_MAX, "{name}: {parted:?} part from the reference");
+}
+
+#[test]
+fn gemma_3_continues_as_the_reference_does() {
+    compare("gemma-3-270m-q4_k_m");
+}
+
+#[test]
+fn smollm2_continues_as_the_reference_does() {
+    compare("smollm2-135m-instruct-q4_1");
+}
+
+#[test]
+fn a_gguf_file_says_what_it_is() {
+    let Some((file, _)) = model("smollm2-135m-instruct-q4_1") else { return };
+    let facts = json(&["inspect", arg(&file), "--json"]);
+    assert_eq!(facts["model_type"], "llama");
+    assert_eq!(facts["licence"], "apache-2.0");
+    assert_eq!(facts["chat_template"], true);
+    assert_eq!(facts["dtypes"]["Q4_1"], 210);
+    assert_eq!(facts["layers"]["attention"], 30);
+}
+
+#[test]
+fn a_chat_model_answers() {
+    let Some((file, _)) = model("smollm2-135m-instruct-q4_1") else { return };
+    let question = "What is the capital of France? Answer in one sentence.";
+    let command = ["generate", question, "--chat", "--model", arg(&file), "--temperature", "0", "--quiet"];
+    let answer = succeed(&[&command[..], &["--max-tokens", "40"]].concat());
+    assert!(answer.contains("Paris"), "{answer}");
+}
