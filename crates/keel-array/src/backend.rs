@@ -65,7 +65,8 @@ pub trait Backend: Send + Sync + 'static {
     /// Runs some kernels of a program in order and returns when their results are in memory.
     ///
     /// # Errors
-    /// What a kernel found wrong with its data, naming the operation.
+    /// What a kernel found wrong with its data, naming the operation. With [`Launch::note_done`] it says how far it came;
+    /// only then can the state that the kernels write be used further.
     fn launch(&self, launch: &Launch<'_>) -> Result<()>;
 
     /// Bytes of a weight in this device's own layout.

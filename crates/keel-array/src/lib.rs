@@ -38,6 +38,6 @@ pub use ops::{
     Op, PairRotation, RandomKind, Real, Reduction, Regime, RopeSpec, RowLog, Source, Unary, View,
 };
 pub use program::{ALIGNMENT, Kernel, Launch, Operand, Program, Slot};
-pub use runtime::{Element, Executable, Runtime, RuntimeOptions};
+pub use runtime::{Element, Executable, FailedRun, Runtime, RuntimeOptions};
 pub use shape::{Layout, Shape};
 pub use weight::{Compute, RowBlock, RowData, Weight, WeightFormat, WeightSpec};

@@ -40,6 +40,15 @@ pub enum CacheError {
         /// Rows accepted.
         accepted: usize,
     },
+    /// A step failed after it had changed part of a sequence's state.
+    #[error(
+        "a step of the sequence failed after {layers} of its recurrent layers had moved on; release it, or rewind it to a \
+         checkpoint"
+    )]
+    TornState {
+        /// Layers that had moved on; 0 if it is not known how many.
+        layers: usize,
+    },
     /// A saved cache cannot be used.
     #[error("{path}: {problem}", path = path.display())]
     File {

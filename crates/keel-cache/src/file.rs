@@ -67,7 +67,7 @@ impl ModelCache {
     /// [`CacheError::File`] if the tokens are not as many as the sequence holds; [`CacheError::OpenRows`]; what the disk
     /// says. Nothing is left at `path` then.
     pub fn save(&self, sequence: &SequenceCache, tokens: &[u32], model: &str, path: &Path) -> Result<()> {
-        sequence.expect_committed()?;
+        self.expect_settled(sequence)?;
         if tokens.len() != sequence.len() {
             let problem = format!("{} tokens were given for a cache of {}", tokens.len(), sequence.len());
             return Err(CacheError::File { path: path.into(), problem });

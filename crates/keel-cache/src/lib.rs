@@ -20,6 +20,7 @@
 
 mod error;
 mod file;
+mod interruption;
 mod model_cache;
 mod pages;
 mod prefix;
@@ -28,6 +29,7 @@ mod shared;
 mod spec;
 
 pub use error::{CacheError, Result};
+pub use interruption::Interruption;
 pub use model_cache::{LayerStorage, ModelCache};
 pub use pages::PageAllocator;
 pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree};

@@ -2,7 +2,9 @@
 
 use keel_array::{Array, AttentionSpec, Category, ConvWindow, DType, DeltaState, KvPool, Runtime};
 
-use crate::{CacheError, CacheSize, CacheSpec, LayerSpec, PageAllocator, Result, SequenceCache};
+use crate::{
+    CacheError, CacheSize, CacheSpec, Interruption, LayerSpec, PageAllocator, Result, SequenceCache,
+};
 
 /// The persistent arrays of one layer.
 #[derive(Clone, Debug)]
@@ -111,6 +113,8 @@ pub struct ModelCache {
     window_pages: PageAllocator,
     pub(crate) free_slots: Vec<u32>,
     pub(crate) free_checkpoints: Vec<u32>,
+    /// By slot: what a failed step has left of it.
+    pub(crate) interruptions: Vec<Option<Interruption>>,
 }
 
 impl ModelCache {
@@ -137,6 +141,7 @@ impl ModelCache {
             spec,
             free_slots: (0..size.sequences as u32).rev().collect(),
             free_checkpoints: (0..size.checkpoints as u32).rev().collect(),
+            interruptions: vec![None; size.sequences],
             size,
         })
     }
@@ -222,7 +227,7 @@ impl ModelCache {
     /// # Errors
     /// [`CacheError::OpenRows`]; what the runtime says.
     pub fn checkpoint(&mut self, sequence: &mut SequenceCache) -> Result<()> {
-        sequence.expect_committed()?;
+        self.expect_settled(sequence)?;
         if sequence.checkpoints().last() == Some(sequence.cached_len) {
             return Ok(());
         }
@@ -246,7 +251,7 @@ impl ModelCache {
             let kept = sequence.checkpoints().collect();
             return Err(CacheError::NoCheckpoint { wanted: position, kept });
         }
-        if position == sequence.cached_len {
+        if position == sequence.cached_len && self.expect_whole(sequence).is_ok() {
             return Ok(position);
         }
         let at = if self.spec.is_recurrent() {
@@ -265,6 +270,7 @@ impl ModelCache {
         let keep = at.div_ceil(AttentionSpec::PAGE);
         sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
         (sequence.cached_len, sequence.accepted) = (at, 0);
+        self.interruptions[sequence.slot as usize] = None;
         self.own_last_page(sequence)?;
         Ok(at)
     }
@@ -318,6 +324,7 @@ impl ModelCache {
     }
 
     fn fork_into(&mut self, sequence: &SequenceCache, twin: &mut SequenceCache) -> Result<()> {
+        self.interruptions[twin.slot as usize] = self.interruption(sequence);
         for layer in &self.layers {
             let log = if sequence.accepted > 0 { layer.log_arrays() } else { vec![] };
             for array in layer.slot_arrays().into_iter().chain(log) {
@@ -340,7 +347,8 @@ impl ModelCache {
         self.own_last_page(twin)
     }
 
-    pub(crate) fn clear_slot(&self, slot: u32) -> Result<()> {
+    pub(crate) fn clear_slot(&mut self, slot: u32) -> Result<()> {
+        self.interruptions[slot as usize] = None;
         for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
             array.clear_entry(slot as usize)?;
         }

@@ -29,7 +29,7 @@ impl ModelCache {
         if !self.spec.is_recurrent() {
             return Ok(None);
         }
-        sequence.expect_committed()?;
+        self.expect_settled(sequence)?;
         let Some(entry) = self.free_checkpoints.pop() else { return Ok(None) };
         match self.copy_slot(sequence.slot, entry, true) {
             Ok(()) => Ok(Some(entry)),
@@ -45,7 +45,7 @@ impl ModelCache {
     /// # Errors
     /// What the runtime says.
     pub fn overwrite_state(&mut self, sequence: &SequenceCache, entry: u32) -> Result<()> {
-        sequence.expect_committed()?;
+        self.expect_settled(sequence)?;
         self.copy_slot(sequence.slot, entry, true)
     }
 

@@ -112,7 +112,12 @@ impl CacheSpec {
 
     /// Whether there are recurrent layers, whose state cannot go back without a checkpoint.
     pub fn is_recurrent(&self) -> bool {
-        self.layers.iter().any(|layer| matches!(layer, LayerSpec::Recurrent { .. }))
+        self.recurrent_layers() > 0
+    }
+
+    /// Layers with a state.
+    pub fn recurrent_layers(&self) -> usize {
+        self.layers.iter().filter(|layer| matches!(layer, LayerSpec::Recurrent { .. })).count()
     }
 
     /// Recurrent bytes of one sequence in all layers.

@@ -30,6 +30,15 @@ impl Chooser for AlwaysWrong {
         self.0.draft(logits)
     }
 
+    fn begin(&mut self) {
+        self.0.begin();
+    }
+
+    // No round fails here.
+    fn abandon(&mut self) -> Result<()> {
+        self.0.abandon()
+    }
+
     fn revise(&mut self, drafts: &mut [u32]) {
         for (i, draft) in drafts.iter_mut().enumerate() {
             let right = self.1.get(self.2 + i).copied().unwrap_or_default();

@@ -1,7 +1,7 @@
 //! A model with its memory, ready to run sequences.
 
-use keel_array::{Regime, Runtime};
-use keel_cache::{CacheSize, ModelCache, SequenceCache};
+use keel_array::{ArrayError, Regime, Runtime};
+use keel_cache::{CacheSize, Interruption, ModelCache, SequenceCache};
 use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
 use serde_json::Value;
@@ -92,13 +92,12 @@ impl Engine {
         let (sequences, open_rows) = (self.options.sequences, self.options.open_rows());
         let step = |rows, sequences, outcome| StepShape { regime: Regime::Decode, rows, sequences, outcome };
         let mut shapes = vec![
-            step(1, 1, Outcome::Commit),
+            step(1, 1, Outcome::COMMIT),
             step(HEAD_LAG_MAX, 1, Outcome::HeadState),
-            step(sequences, sequences, Outcome::Rows),
+            step(sequences, sequences, Outcome::OpenRows),
             step(sequences * open_rows, sequences, Outcome::OpenRows),
             step(sequences * open_rows, sequences, Outcome::Draft),
             step(sequences, sequences, Outcome::Draft),
-            step(1, 1, Outcome::Rows),
         ];
         for rows in 1..=open_rows {
             shapes.push(step(rows, 1, Outcome::Draft));
@@ -166,7 +165,8 @@ impl Engine {
     /// `progress` gets the tokens done after each step.
     ///
     /// # Errors
-    /// Ids out of range, a prompt that does not fit, what the runtime says. The sequence then holds the steps done.
+    /// Ids out of range, a prompt that does not fit, what the runtime says. The sequence then holds the steps done, unless
+    /// the one that failed had changed recurrent state: then it answers [`keel_cache::CacheError::TornState`].
     pub fn prefill(
         &mut self,
         sequence: &mut SequenceCache,
@@ -226,7 +226,7 @@ impl Engine {
     /// [`Engine::logits`], row 0.
     ///
     /// # Errors
-    /// As [`Engine::prefill`]; the sequence is as before then.
+    /// As [`Engine::prefill`]; the sequence is as before then, or torn.
     pub fn prefill_chunk(
         &mut self,
         sequence: &mut SequenceCache,
@@ -252,26 +252,49 @@ impl Engine {
     }
 
     /// Makes the open rows that were accepted part of the state. Steps do so by themselves; saving and checkpoints of a
-    /// sequence that drafts need it.
+    /// sequence that drafts need it. Where a step failed while it was doing so, this does the rest.
     ///
     /// # Errors
-    /// What the runtime says.
+    /// What the runtime says; it may be tried again then. [`keel_cache::CacheError::TornState`].
     pub fn commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
-        if sequence.accepted() > 0 {
-            self.run(Regime::Decode, Outcome::Commit, &[Rows::behind(sequence, &[])])?;
-            sequence.advance(0);
+        self.cache.expect_whole(sequence)?;
+        let (windows, states) = match self.cache.interruption(sequence) {
+            Some(Interruption::Settling { windows, states }) => (windows, states),
+            _ => (0, 0),
+        };
+        if sequence.accepted() > 0 && states < self.cache.spec().recurrent_layers() {
+            let outcome = Outcome::Commit { windows, states };
+            self.run(Regime::Decode, outcome, &[Rows::behind(sequence, &[])])?;
         }
+        self.cache.note_settled(sequence);
         Ok(())
     }
 
+    /// Does the rest of what a step that failed began.
+    pub(crate) fn finish_commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        if self.cache.interruption(sequence).is_some() { self.commit(sequence) } else { Ok(()) }
+    }
+
     pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
-        self.stepper.run(&self.runtime, &self.model, &self.cache, (regime, outcome), rows)
+        for row in rows {
+            self.cache.expect_whole(row.sequence)?;
+        }
+        let step = self.stepper.step_for(&self.runtime, &self.model, &self.cache, (regime, outcome), rows)?;
+        let Err(failed) = step.run() else { return Ok(()) };
+        let (settled, commits_rows) = match outcome {
+            Outcome::Commit { windows, states } => ((windows, states), false),
+            outcome => ((0, 0), outcome != Outcome::OpenRows),
+        };
+        let slots = rows.iter().map(|row| row.sequence.slot());
+        self.cache.note_failure(slots, &failed, settled, commits_rows);
+        Err(ArrayError::from(failed).into())
     }
 
     /// Runs one more token of each sequence. The logits are read with [`Engine::logits`].
     ///
     /// # Errors
-    /// Ids out of range, a full context, what the runtime says.
+    /// Ids out of range, a full context, what the runtime says. If it failed after it had changed recurrent state, the
+    /// sequences answer [`keel_cache::CacheError::TornState`] from then on.
     pub fn decode(&mut self, sequences: &mut [&mut SequenceCache], tokens: &[u32]) -> Result<()> {
         if sequences.len() != tokens.len() || sequences.len() > self.options.sequences {
             let reason = format!(
@@ -284,6 +307,7 @@ impl Engine {
         }
         for (sequence, token) in sequences.iter_mut().zip(tokens) {
             self.admit(sequence, &[*token])?;
+            self.finish_commit(sequence)?;
             self.cache.reserve(sequence, 1)?;
         }
         let rows: Vec<Rows<'_>> = sequences
@@ -329,6 +353,7 @@ impl Engine {
             };
         if one_by_one {
             self.admit(sequence, prompt)?;
+            self.commit(sequence)?;
             self.cache.reserve(sequence, prompt.len())?;
             for token in prompt {
                 collect(self, sequence, std::slice::from_ref(token), Regime::Decode)?;

@@ -89,10 +89,25 @@ impl Sampler {
 
     /// The next token. The logits are overwritten by the penalties.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
-        self.penalise(logits);
-        let id = if self.options.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
+        let id = self.pick(logits);
         self.note(id);
         id
+    }
+
+    /// As [`Sampler::sample`], without counting the token as generated.
+    pub(crate) fn pick(&mut self, logits: &mut [f32]) -> u32 {
+        self.penalise(logits);
+        if self.options.temperature == 0.0 { argmax(logits) } else { self.draw(logits) }
+    }
+
+    /// The state that the next draw follows from.
+    pub(crate) fn random(&self) -> u64 {
+        self.random
+    }
+
+    /// Goes back to a state that [`Sampler::random`] gave.
+    pub(crate) fn set_random(&mut self, random: u64) {
+        self.random = random;
     }
 
     /// Counts a token as generated. Returns whether it had never been seen.

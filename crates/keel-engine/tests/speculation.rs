@@ -4,9 +4,8 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{engine, expected, fixture, runtime};
+use common::{decoded, engine, expect_same_state, expected, fixture, runtime};
 use keel_array::{Category, Compute};
-use keel_cache::LayerStorage;
 use keel_engine::speculation::{
     Choice, Chooser, Round, RoundSequence, SamplerChooser, Speculation, SpeculationOptions,
 };
@@ -79,19 +78,31 @@ struct Adversary {
     /// What plain decoding gives.
     truth: Vec<u32>,
     given: usize,
+    /// Drafter and tokens given when the round began.
+    begun: (Drafter, usize),
 }
 
 impl Adversary {
     fn new(drafter: Drafter, prompt: &[u32], truth: &[u32]) -> Adversary {
         let sampler = Sampler::new(SamplerOptions::default(), prompt).expect("in range");
         let chooser = SamplerChooser::new(sampler, None, Vec::new());
-        Adversary { chooser, drafter, truth: truth.to_vec(), given: 0 }
+        Adversary { chooser, begun: (drafter.clone(), 0), drafter, truth: truth.to_vec(), given: 0 }
     }
 }
 
 impl Chooser for Adversary {
     fn draft(&mut self, logits: &mut [f32]) -> keel_engine::Result<u32> {
         self.chooser.draft(logits)
+    }
+
+    fn begin(&mut self) {
+        self.chooser.begin();
+        self.begun = (self.drafter.clone(), self.given);
+    }
+
+    fn abandon(&mut self) -> keel_engine::Result<()> {
+        (self.drafter, self.given) = self.begun.clone();
+        self.chooser.abandon()
     }
 
     fn revise(&mut self, drafts: &mut [u32]) {
@@ -257,54 +268,6 @@ fn sequences_of_a_batch_draft_and_accept_each_for_itself() {
         }
         assert!(engine.cache().is_idle());
     }
-}
-
-/// Bytes of the windows and states of a sequence.
-fn recurrent_bytes(engine: &Engine, sequence: &keel_cache::SequenceCache) -> Vec<u8> {
-    let mut all = Vec::new();
-    for layer in engine.cache().layers() {
-        if let LayerStorage::Recurrent { window, state } = layer {
-            for array in [&window.rows, &state.state] {
-                let entry = array.bytes() / array.shape()[0];
-                let mut bytes = vec![0; entry];
-                array.read_bytes(sequence.slot() as usize * entry, &mut bytes).expect("the slot exists");
-                all.extend(bytes);
-            }
-        }
-    }
-    all
-}
-
-/// Asserts that two sequences are in the same state to the bit: what is committed, and what they answer next, which
-/// reads every key and value.
-fn expect_same_state(
-    engine: &mut Engine,
-    mut left: keel_cache::SequenceCache,
-    mut right: keel_cache::SequenceCache,
-) {
-    engine.commit(&mut left).expect("runs");
-    assert_eq!((left.len(), left.accepted()), (right.len(), 0));
-    assert!(recurrent_bytes(engine, &left) == recurrent_bytes(engine, &right), "windows and states differ");
-    let (mut a, mut b) = (Vec::new(), Vec::new());
-    for token in [7, 300] {
-        engine.decode(&mut [&mut left], &[token]).expect("runs");
-        engine.logits(0, &mut a).expect("there");
-        engine.decode(&mut [&mut right], &[token]).expect("runs");
-        engine.logits(0, &mut b).expect("there");
-        assert!(a == b, "keys or values differ");
-    }
-    engine.release(left);
-    engine.release(right);
-}
-
-/// A sequence that was decoded plainly.
-fn decoded(engine: &mut Engine, prompt: &[u32], tokens: &[u32]) -> keel_cache::SequenceCache {
-    let mut sequence = engine.open().expect("a slot is free");
-    engine.prefill(&mut sequence, prompt, &mut Vec::new(), &mut |_| ()).expect("fits");
-    for &token in tokens {
-        engine.decode(&mut [&mut sequence], &[token]).expect("runs");
-    }
-    sequence
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! A model put together: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
-use keel_array::{Array, Weight};
+use keel_array::{Array, ConvWindow, DeltaState, Weight};
 use keel_cache::{CacheSpec, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
@@ -142,20 +142,30 @@ impl HybridModel {
         Ok(self.norm.apply(&x)?)
     }
 
-    /// Commits the accepted open rows of every recurrent layer without running a row. The results, one for each of
-    /// them, mean nothing.
+    /// Commits the accepted open rows of the recurrent layers without running a row, but for the first `windows`
+    /// convolution windows and the first `states` states (no more than windows), which have theirs. The results, one for
+    /// each layer, mean nothing.
     ///
     /// # Errors
     /// If the operands do not fit.
-    pub fn commit(&self, layers: &[LayerStorage], step: &StepContext) -> Result<Vec<Array>> {
+    pub fn commit(
+        &self,
+        layers: &[LayerStorage],
+        step: &StepContext,
+        (windows, states): (usize, usize),
+    ) -> Result<Vec<Array>> {
         let recurrent =
             self.blocks.iter().zip(layers).filter_map(|(block, storage)| match (&block.mixer, storage) {
                 (Mixer::GatedDelta(mixer), LayerStorage::Recurrent { window, state }) => {
-                    Some(mixer.commit(window, state, step))
+                    Some((mixer, window, state))
                 }
                 _ => None,
             });
-        Ok(recurrent.collect::<std::result::Result<_, _>>()?)
+        let left = recurrent.enumerate().skip(states);
+        let commit = |(i, (mixer, window, state)): (usize, (&GatedDeltaNet, &ConvWindow, &DeltaState))| {
+            mixer.commit((i >= windows).then_some(window), state, step)
+        };
+        Ok(left.map(commit).collect::<std::result::Result<_, _>>()?)
     }
 
     /// Logits f32 `[R, V]` of hidden states `[R, hidden]`.

@@ -17,6 +17,7 @@ mod verify;
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::backend::Backend;
 use crate::ops::{Op, bytes_of};
@@ -166,6 +167,8 @@ pub struct Launch<'a> {
     piece: Range<usize>,
     bindings: &'a Bindings,
     arena: Option<&'a Buffer>,
+    /// Kernels that a launch which fails has run; `usize::MAX` while nobody has said.
+    done: AtomicUsize,
 }
 
 impl<'a> Launch<'a> {
@@ -175,12 +178,24 @@ impl<'a> Launch<'a> {
         bindings: &'a Bindings,
         arena: Option<&'a Buffer>,
     ) -> Launch<'a> {
-        Launch { program, piece, bindings, arena }
+        Launch { program, piece, bindings, arena, done: AtomicUsize::new(usize::MAX) }
     }
 
     /// The kernels, in order.
     pub fn kernels(&self) -> &'a [Kernel] {
         &self.program.kernels[self.piece.clone()]
+    }
+
+    /// For a launch that is about to fail: its first `kernels` kernels have run to their ends, and the others have not touched
+    /// the state that they mutate. A backend that cannot know says nothing.
+    pub fn note_done(&self, kernels: usize) {
+        self.done.store(kernels, Ordering::Relaxed);
+    }
+
+    /// Kernels of the whole program that have run, if the backend knows; for a launch that failed.
+    pub(crate) fn done(&self) -> Option<usize> {
+        let kernels = self.done.load(Ordering::Relaxed);
+        (kernels <= self.piece.len()).then(|| self.piece.start + kernels)
     }
 
     /// For a prepared program, which is run again and again with the same memory: its number, never used twice in a

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::external_bindings;
-use super::stream::{Fence, Stream, Work};
+use super::stream::{Failure, Fence, Stream, Work};
 use crate::array::Array;
 use crate::error::expect_shape;
 use crate::program::graph::{Purpose, collect};
-use crate::program::{Binding, Bindings, Operand, Program, Slot};
+use crate::program::{Binding, Bindings, Kernel, Operand, Program, Slot};
 use crate::{ArrayError, Result, Runtime};
 
 /// A graph with its memory. What changes from run to run is data in the persistent arrays it was traced with:
@@ -107,9 +107,14 @@ impl Executable {
     /// Runs the kernels and waits for them.
     ///
     /// # Errors
-    /// What a kernel found wrong with its data.
-    pub fn run(&self) -> Result<()> {
-        let arena = self.runtime.arena(self.program.arena_bytes())?;
+    /// What a kernel found wrong with its data, and how far the run came.
+    pub fn run(&self) -> Result<(), Box<FailedRun>> {
+        let fail = |Failure { error, done }| {
+            let (program, bindings) = (Arc::clone(&self.program), Arc::clone(&self.bindings));
+            Box::new(FailedRun { error, done, program, bindings })
+        };
+        let arena = self.runtime.arena(self.program.arena_bytes());
+        let arena = arena.map_err(|error| fail(Failure { error, done: Some(0) }))?;
         let fence = Fence::default();
         let work = Work {
             program: Arc::clone(&self.program),
@@ -119,11 +124,57 @@ impl Executable {
             fence: fence.clone(),
         };
         Stream::run(&self.runtime.0.stream, work);
-        fence.wait()
+        fence.wait_or_tell().map_err(fail)
     }
 
     /// The kernels, for reports.
     pub fn program(&self) -> &Program {
         &self.program
+    }
+}
+
+/// A run of an [`Executable`] that failed.
+#[derive(thiserror::Error)]
+#[error("{error}")]
+pub struct FailedRun {
+    error: ArrayError,
+    /// Kernels that had run, if that is known.
+    done: Option<usize>,
+    program: Arc<Program>,
+    bindings: Arc<Bindings>,
+}
+
+impl FailedRun {
+    /// Whether a kernel that mutates this state had run; `None` if it is not known how far the run came.
+    pub fn has_mutated(&self, state: &Array) -> Option<bool> {
+        let storage = state.0.storage()?;
+        let is_state = |operand: &Operand| match operand.slot {
+            Slot::External(i) => self.bindings.externals[i].buffer.is_same(&storage.buffer),
+            _ => false,
+        };
+        let mutates = |kernel: &Kernel| kernel.op.mutated_inputs().any(|i| is_state(&kernel.inputs[i]));
+        let mut all = self.program.kernels().iter();
+        match self.done {
+            Some(done) => Some(all.take(done).any(mutates)),
+            None => {
+                if all.any(mutates) {
+                    None
+                } else {
+                    Some(false)
+                }
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for FailedRun {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "FailedRun({:?}, kernels done: {:?})", self.error, self.done)
+    }
+}
+
+impl From<Box<FailedRun>> for ArrayError {
+    fn from(failed: Box<FailedRun>) -> ArrayError {
+        failed.error
     }
 }

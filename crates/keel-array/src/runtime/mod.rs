@@ -15,7 +15,7 @@ use crate::program::graph::{Collected, Purpose, collect};
 use crate::program::{Binding, Bindings, Graph, OutputMemory, Program, ProgramCache};
 use crate::{Layout, Result};
 
-pub use executable::Executable;
+pub use executable::{Executable, FailedRun};
 pub use host::Element;
 pub(crate) use stream::Fence;
 use stream::{Stream, Work};

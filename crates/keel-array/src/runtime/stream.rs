@@ -11,22 +11,37 @@ use crate::{ArrayError, Result};
 /// Submissions that may wait in the queue; a further one waits for a place.
 const QUEUE_MAX: usize = 8;
 
+/// Why work failed, and how far it had come.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    pub error: ArrayError,
+    /// Kernels of the program that had run, if that is known.
+    pub done: Option<usize>,
+}
+
+type Outcome = Result<(), Failure>;
+
 /// Tells when work is done, and whether it failed.
 #[derive(Clone, Default)]
-pub(crate) struct Fence(Arc<(Mutex<Option<Result<()>>>, Condvar)>);
+pub(crate) struct Fence(Arc<(Mutex<Option<Outcome>>, Condvar)>);
 
 impl Fence {
-    fn slot(&self) -> MutexGuard<'_, Option<Result<()>>> {
+    fn slot(&self) -> MutexGuard<'_, Option<Outcome>> {
         self.0.0.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn pass(&self, outcome: Result<()>) {
+    fn pass(&self, outcome: Outcome) {
         *self.slot() = Some(outcome);
         self.0.1.notify_all();
     }
 
     /// Waits for the work.
     pub fn wait(&self) -> Result<()> {
+        self.wait_or_tell().map_err(|failure| failure.error)
+    }
+
+    /// Waits for the work, and tells how far it came if it failed.
+    pub fn wait_or_tell(&self) -> Outcome {
         let mut slot = self.slot();
         loop {
             match &*slot {
@@ -38,7 +53,7 @@ impl Fence {
 
     /// The error, if the work is done and failed.
     fn failure(&self) -> Option<ArrayError> {
-        self.slot().as_ref().and_then(|outcome| outcome.clone().err())
+        self.slot().as_ref().and_then(|outcome| outcome.clone().err()).map(|failure| failure.error)
     }
 }
 
@@ -61,13 +76,8 @@ impl Submission {
             return;
         }
         let outcome = match self.needs.iter().find_map(Fence::failure) {
-            Some(error) => Err(error),
-            None => backend.launch(&Launch::new(
-                &self.program,
-                self.piece.clone(),
-                &self.bindings,
-                self.arena.as_ref(),
-            )),
+            Some(error) => Err(Failure { error, done: Some(self.piece.start) }),
+            None => self.launch(backend),
         };
         if self.last || outcome.is_err() {
             let fence = self.fence.clone();
@@ -75,6 +85,11 @@ impl Submission {
             drop(self);
             fence.pass(outcome);
         }
+    }
+
+    fn launch(&self, backend: &dyn Backend) -> Outcome {
+        let launch = Launch::new(&self.program, self.piece.clone(), &self.bindings, self.arena.as_ref());
+        backend.launch(&launch).map_err(|error| Failure { error, done: launch.done() })
     }
 }
 
@@ -161,7 +176,7 @@ impl Stream {
             *self.shared.queued() += 1;
             if let Err(back) = sender.send(submission) {
                 let lost = ArrayError::Kernel { op: "stream".into(), reason: "its thread has ended".into() };
-                back.0.fence.pass(Err(lost));
+                back.0.fence.pass(Err(Failure { error: lost, done: None }));
                 *self.shared.queued() -= 1;
             }
         }

@@ -54,7 +54,14 @@ pub(super) fn run(pool: &ThreadPool, launch: &Launch<'_>, watch: Watch<'_>) -> R
         let reason = format!("a kernel panicked, which is a bug of the backend: {message}");
         return Err(ArrayError::Kernel { op: "launch".into(), reason });
     }
-    failure.error.into_inner().unwrap_or_else(|e| e.into_inner()).map_or(Ok(()), |(_, error)| Err(error))
+    match failure.error.into_inner().unwrap_or_else(|e| e.into_inner()) {
+        Some((kernel, error)) => {
+            // A kernel looks at its data before it writes anything.
+            launch.note_done(kernel);
+            Err(error)
+        }
+        None => Ok(()),
+    }
 }
 
 fn walk(calls: &Calls<'_>, failure: &Failure, watch: Watch<'_>, worker: &Worker<'_>) {

@@ -1,7 +1,7 @@
 //! Programs that are traced once and run again and again.
 
 use super::{active, counting, runtime, runtime_with};
-use keel_array::{Array, Category, DType, Runtime, RuntimeOptions};
+use keel_array::{Array, Batch, Category, ConvWindow, DType, RowLog, Runtime, RuntimeOptions};
 
 fn storage(runtime: &Runtime, n: usize) -> Array {
     Array::persistent(runtime, Category::Staging, [n], DType::F32).expect("there is memory")
@@ -69,6 +69,44 @@ fn what_cannot_be_prepared_is_refused() {
     let sum = x.cumsum(0, false, false).expect("an axis");
     let rest = x.cumsum(0, true, false).expect("an axis");
     assert!(refused(&[(&sum, &x), (&rest, &place)]).contains("still reads it"));
+}
+
+/// Data that a kernel finds wrong stops a run between two kernels; what the first ones did to their state is known.
+#[test]
+fn a_run_that_failed_tells_which_state_it_has_changed() {
+    let runtime = runtime();
+    let rows = |n: u32| {
+        let batch = |values: &[u32]| Array::from_slice(&runtime, values, [values.len()]).expect("memory");
+        let table = batch(&[0]).reshape([1, 1]).expect("one element");
+        Batch {
+            row_start: batch(&[0, n]),
+            slot: batch(&[0]),
+            position: batch(&[0]),
+            table,
+            accepted: batch(&[0]),
+        }
+    };
+    let windows = [(); 3].map(|()| ConvWindow {
+        rows: Array::persistent(&runtime, Category::Recurrent, [1, 3, 5], DType::F32).expect("memory"),
+        open: None,
+    });
+    // The second kernel is given more rows than there are.
+    let batches = [rows(2), rows(7), rows(2)];
+    let (x, weight) = (counting(&runtime, &[2, 5]), counting(&runtime, &[4, 5]));
+    let y = runtime.trace(|| {
+        windows
+            .iter()
+            .zip(&batches)
+            .try_fold(x, |x, (window, batch)| x.causal_conv(&weight, window, batch, RowLog::None))
+    });
+    let y = y.expect("shapes fit");
+    let place = Array::persistent(&runtime, Category::Staging, [2, 5], DType::F32).expect("memory");
+    let failed = runtime.prepare(&[(&y, &place)]).expect("fits").run().expect_err("there are two rows");
+    let changed = windows.each_ref().map(|window| failed.has_mutated(&window.rows));
+    assert_eq!(changed, [Some(true), Some(false), Some(false)]);
+    assert_eq!(failed.has_mutated(&weight), Some(false));
+    let values = windows.map(|window| window.rows.to_vec::<f32>().expect("in memory"));
+    assert!(values[0].iter().any(|&x| x != 0.0) && values[1..].iter().flatten().all(|&x| x == 0.0));
 }
 
 /// A step may leave its result where its input was, once the input has been read.

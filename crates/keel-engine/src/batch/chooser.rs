@@ -11,6 +11,8 @@ pub(super) struct BatchChooser {
     drafts: bool,
     /// Of tokens that were chosen and not reported yet.
     logprobs: Vec<TokenLogprobs>,
+    /// How many of them there were when the round began.
+    reported: usize,
     /// What the constraint said. It is the sequence's own error: the round, which others share, goes on.
     failure: Option<EngineError>,
 }
@@ -18,7 +20,7 @@ pub(super) struct BatchChooser {
 impl BatchChooser {
     /// `drafts` says whether the sequence may draft at all.
     pub fn new(inner: SamplerChooser, top_logprobs: Option<usize>, drafts: bool) -> BatchChooser {
-        BatchChooser { inner, top_logprobs, drafts, logprobs: Vec::new(), failure: None }
+        BatchChooser { inner, top_logprobs, drafts, logprobs: Vec::new(), reported: 0, failure: None }
     }
 
     /// The log probabilities of the tokens chosen since the last call, if they were asked for.
@@ -47,6 +49,18 @@ const FAILED: Choice = Choice { token: 0, is_last: true };
 impl Chooser for BatchChooser {
     fn can_draft(&self) -> bool {
         self.drafts && self.inner.can_draft()
+    }
+
+    fn begin(&mut self) {
+        self.inner.begin();
+        self.reported = self.logprobs.len();
+    }
+
+    fn abandon(&mut self) -> Result<()> {
+        self.logprobs.truncate(self.reported);
+        let abandoned = self.inner.abandon();
+        self.or_fail(abandoned, ());
+        Ok(())
     }
 
     fn draft(&mut self, logits: &mut [f32]) -> Result<u32> {

@@ -256,7 +256,7 @@ impl Batcher {
         let drawn = match drawn {
             Ok(drawn) => drawn,
             Err(error) => {
-                // How far the step came is unknown, so none of its sequences can go on.
+                // It is likely to fail again, and not all backends know how far it came: its sequences end.
                 let message = error.to_string();
                 rows.iter().rev().for_each(|&i| self.fail(i, EngineError::Step(message.clone())));
                 return;

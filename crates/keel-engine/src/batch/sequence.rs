@@ -130,6 +130,7 @@ impl Running {
 
     /// Draws the next token from the logits, which are overwritten.
     pub fn draw(&mut self, logits: &mut [f32]) -> Result<Drawn> {
+        self.chooser.begin();
         let choice = self.chooser.choose(logits, None)?;
         self.take(&[choice.token], choice.is_last)
     }

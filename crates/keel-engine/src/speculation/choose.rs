@@ -30,6 +30,15 @@ pub trait Chooser {
     /// What the constraint says.
     fn draft(&mut self, logits: &mut [f32]) -> Result<u32>;
 
+    /// A round begins: [`Chooser::abandon`] comes back to here.
+    fn begin(&mut self);
+
+    /// The round failed: everything is again as when it began, and the same tokens will be chosen when it is tried again.
+    ///
+    /// # Errors
+    /// What the constraint says.
+    fn abandon(&mut self) -> Result<()>;
+
     /// May change the drafts of a round, once they are complete.
     fn revise(&mut self, _drafts: &mut [u32]) {}
 
@@ -58,8 +67,12 @@ pub struct SamplerChooser {
     sampler: Sampler,
     constraint: Option<Box<dyn Constraint>>,
     end_tokens: Vec<u32>,
-    /// Drafts that are not retracted yet, and whether the sampler had never seen them.
-    drafts: Vec<(u32, bool)>,
+    /// Drafts that are not retracted yet.
+    drafts: Trail,
+    /// Tokens that were chosen in this round.
+    chosen: Trail,
+    /// The sampler's random state when the round began.
+    random: u64,
     /// The drafts of the round and what they were drawn from; kept from round to round for their memory.
     proposals: Vec<(u32, Vec<(u32, f32)>)>,
     target: Vec<(u32, f32)>,
@@ -74,10 +87,12 @@ impl SamplerChooser {
         end_tokens: Vec<u32>,
     ) -> SamplerChooser {
         SamplerChooser {
-            sampler,
             constraint,
             end_tokens,
-            drafts: Vec::new(),
+            drafts: Trail::default(),
+            chosen: Trail::default(),
+            random: sampler.random(),
+            sampler,
             proposals: Vec::new(),
             target: Vec::new(),
             residual: Residual::default(),
@@ -91,14 +106,42 @@ impl SamplerChooser {
         Ok(())
     }
 
-    /// What follows from a token that has been noted by the sampler.
+    /// What follows from a token.
     fn chosen(&mut self, token: u32) -> Result<Choice> {
+        self.chosen.tokens.push((token, self.sampler.note(token)));
         let mut is_last = self.end_tokens.contains(&token);
         if let Some(constraint) = self.constraint.as_mut().filter(|_| !is_last) {
             constraint.accept(token).map_err(EngineError::Constraint)?;
+            self.chosen.constrained += 1;
             is_last = constraint.is_complete();
         }
         Ok(Choice { token, is_last })
+    }
+}
+
+/// Tokens that sampler and constraint can forget again.
+#[derive(Debug, Default)]
+struct Trail {
+    /// Tokens, and whether the sampler had never seen them.
+    tokens: Vec<(u32, bool)>,
+    /// How many of them the constraint took: it takes none once it is complete.
+    constrained: usize,
+}
+
+impl Trail {
+    fn undo(&mut self, sampler: &mut Sampler, constraint: Option<&mut Box<dyn Constraint>>) -> Result<()> {
+        while let Some((token, was_new)) = self.tokens.pop() {
+            sampler.forget(token, was_new);
+        }
+        match (std::mem::take(&mut self.constrained), constraint) {
+            (taken @ 1.., Some(constraint)) => constraint.rollback(taken).map_err(EngineError::Constraint),
+            _ => Ok(()),
+        }
+    }
+
+    fn clear(&mut self) {
+        self.tokens.clear();
+        self.constrained = 0;
     }
 }
 
@@ -107,10 +150,21 @@ impl Chooser for SamplerChooser {
         self.constraint.as_ref().is_none_or(|constraint| constraint.can_roll_back())
     }
 
+    fn begin(&mut self) {
+        self.chosen.clear();
+        self.random = self.sampler.random();
+    }
+
+    fn abandon(&mut self) -> Result<()> {
+        self.sampler.set_random(self.random);
+        let retracted = self.retract();
+        retracted.and(self.chosen.undo(&mut self.sampler, self.constraint.as_mut()))
+    }
+
     fn draft(&mut self, logits: &mut [f32]) -> Result<u32> {
         self.process(logits)?;
         self.sampler.penalise(logits);
-        let at = self.drafts.len();
+        let at = self.drafts.tokens.len();
         if self.proposals.len() == at {
             self.proposals.push(Default::default());
         }
@@ -120,27 +174,20 @@ impl Chooser for SamplerChooser {
         *proposed = token;
         if let Some(constraint) = self.constraint.as_mut().filter(|constraint| !constraint.is_complete()) {
             constraint.accept(token).map_err(EngineError::Constraint)?;
+            self.drafts.constrained += 1;
         }
-        self.drafts.push((token, self.sampler.note(token)));
+        self.drafts.tokens.push((token, self.sampler.note(token)));
         Ok(token)
     }
 
     fn retract(&mut self) -> Result<()> {
-        if let Some(constraint) = &mut self.constraint
-            && !self.drafts.is_empty()
-        {
-            constraint.rollback(self.drafts.len()).map_err(EngineError::Constraint)?;
-        }
-        while let Some((token, was_new)) = self.drafts.pop() {
-            self.sampler.forget(token, was_new);
-        }
-        Ok(())
+        self.drafts.undo(&mut self.sampler, self.constraint.as_mut())
     }
 
     fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice> {
         self.process(logits)?;
         let Some((at, draft)) = draft else {
-            let token = self.sampler.sample(logits);
+            let token = self.sampler.pick(logits);
             return self.chosen(token);
         };
         self.sampler.penalise(logits);
@@ -151,12 +198,10 @@ impl Chooser for SamplerChooser {
         let drawn = self.proposals.get(at).filter(|(proposed, _)| *proposed == draft);
         let q = drawn.map_or(&certain[..], |(_, distribution)| distribution);
         let token = self.residual.judge(&self.target, q, draft, uniforms);
-        self.sampler.note(token);
         self.chosen(token)
     }
 
     fn take(&mut self, token: u32) -> Result<Choice> {
-        self.sampler.note(token);
         self.chosen(token)
     }
 }
@@ -322,6 +367,51 @@ mod tests {
         assert_eq!(choice, Choice { token: 2, is_last: false });
     }
 
+    #[test]
+    fn an_abandoned_round_chooses_the_same_again() {
+        let mut chooser = SamplerChooser::new(sampler(options(3)), Some(Box::new(Turns(0))), Vec::new());
+        let round = |chooser: &mut SamplerChooser| {
+            chooser.begin();
+            let drafts = [(); 3].map(|()| chooser.draft(&mut HEAD.clone()).expect("allowed"));
+            chooser.retract().expect("rolls back");
+            let mut choose = |draft| chooser.choose(&mut TARGET.clone(), draft).expect("allowed").token;
+            let tokens = [choose(Some((0, drafts[0]))), choose(Some((1, drafts[1]))), choose(None)];
+            (drafts, tokens)
+        };
+        let seen = |chooser: &SamplerChooser| {
+            let mut logits = [1.0; 8];
+            chooser.sampler.penalise(&mut logits);
+            logits
+        };
+        let before = seen(&chooser);
+        let first = round(&mut chooser);
+        chooser.abandon().expect("rolls back");
+        assert_eq!(seen(&chooser), before);
+        // Also halfway through drafting.
+        chooser.begin();
+        chooser.draft(&mut HEAD.clone()).expect("allowed");
+        chooser.abandon().expect("rolls back");
+        assert_eq!(round(&mut chooser), first);
+        assert_ne!(seen(&chooser), before);
+    }
+
+    #[test]
+    fn drafts_behind_the_end_of_a_grammar_are_not_taken_back_from_it() {
+        let sampler = Sampler::new(SamplerOptions::default(), &[]).expect("in range");
+        let mut chooser = SamplerChooser::new(sampler, Some(Box::new(Turns(0))), Vec::new());
+        let choose = |chooser: &mut SamplerChooser| {
+            chooser.begin();
+            chooser.choose(&mut [0.0; 8], None).expect("allowed").token
+        };
+        assert_eq!(choose(&mut chooser), 0);
+        // It is complete behind four more.
+        for _ in 0..8 {
+            chooser.draft(&mut [0.0; 8]).expect("allowed");
+        }
+        chooser.retract().expect("rolls back");
+        assert_eq!(choose(&mut chooser), 1);
+    }
+
     /// Tokens in turn: 0, 1, 2, 0, ... and no others.
     struct Turns(u32);
 
@@ -346,7 +436,7 @@ mod tests {
             true
         }
         fn rollback(&mut self, tokens: usize) -> Result<(), String> {
-            self.0 -= tokens as u32;
+            self.0 = self.0.checked_sub(tokens as u32).ok_or("more than came")?;
             Ok(())
         }
     }

@@ -22,6 +22,7 @@
 mod choose;
 mod counters;
 mod depth;
+mod draft;
 mod iterator;
 mod round;
 
@@ -82,7 +83,8 @@ impl Speculation {
         &self.counters
     }
 
-    /// Takes back the last `tokens` tokens of the last round and the rows in which they were drawn.
+    /// Takes back the last `tokens` tokens of the last round, which must not have failed, and the rows in which they were
+    /// drawn.
     ///
     /// # Panics
     /// If the last round did not give that many.

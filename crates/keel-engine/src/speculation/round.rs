@@ -1,4 +1,8 @@
 //! One round of a batch.
+//!
+//! A round is a transaction. Until all of its tokens are chosen, nothing is changed that cannot be taken back: the pass of
+//! the model leaves its rows open, what the head writes is written again by its next pass, and choosers remember where they
+//! began. Then positions, rows that the head is behind and counters move on, and that cannot fail.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +11,6 @@ use keel_cache::SequenceCache;
 
 use super::choose::Chooser;
 use super::{Speculation, SpeculationOptions};
-use crate::options::HEAD_LAG_MAX;
 use crate::step::{Outcome, Rows};
 use crate::{Engine, EngineError, Result};
 
@@ -34,6 +37,24 @@ pub struct Round {
     pub is_last: bool,
 }
 
+/// What a round does with one sequence, until it is done.
+pub(super) struct Part {
+    /// Drafts to be made.
+    pub depth: usize,
+    /// The drafts.
+    pub drafts: Vec<u32>,
+    /// Rows that the head was behind and has run by themselves.
+    pub caught_up: usize,
+    /// Whether the round named the last of those rows.
+    was_named: bool,
+}
+
+/// Tokens that were chosen, with the hidden states of the rows before them.
+struct Judged {
+    round: Round,
+    hidden: Vec<f32>,
+}
+
 impl Engine {
     /// The hidden state of the last token of a prompt that has just been run, for [`Speculation::new`].
     ///
@@ -49,154 +70,105 @@ impl Engine {
     }
 
     /// Drafts, verifies and accepts for all sequences of a batch, each at its own depth. One without drafts takes part
-    /// with one row. After an error the sequences cannot go on.
+    /// with one row.
+    ///
+    /// After an error every sequence is as before the round, apart from pages that it may have got for it, and a round that
+    /// is tried again chooses the same tokens. A sequence that cannot go on says so: with
+    /// [`keel_cache::CacheError::TornState`] where the backend does not know how far a pass of the model came.
     ///
     /// # Errors
-    /// Ids out of range, [`EngineError::Context`] if not even one more token fits, what the constraints and the
-    /// runtime say.
+    /// Ids out of range, [`EngineError::Context`] if not even one more token fits, what the constraints (also if they
+    /// cannot go back) and the runtime say.
     pub fn round(&mut self, batch: &mut [RoundSequence<'_>]) -> Result<Vec<Round>> {
         if batch.is_empty() || batch.len() > self.options.sequences {
             let (count, most) = (batch.len(), self.options.sequences);
             return Err(EngineError::Option(format!("a round of {count} sequences, not 1 to {most}")));
         }
-        for sequence in batch.iter() {
+        for sequence in batch.iter_mut() {
             self.admit(sequence.cache, &[sequence.last])?;
+            self.finish_commit(sequence.cache)?;
         }
-        let depths = self.depths(batch);
-        for (sequence, depth) in batch.iter_mut().zip(&depths) {
-            self.cache.reserve(sequence.cache, depth + 1)?;
-            sequence.speculation.name_last(sequence.last);
-            self.catch_up(sequence, *depth)?;
+        let mut parts = self.parts(batch);
+        for (sequence, part) in batch.iter_mut().zip(&parts) {
+            self.cache.reserve(sequence.cache, part.depth + 1)?;
         }
-        let start = Instant::now();
-        let drafts = self.draft(batch, &depths)?;
-        let drafting = start.elapsed();
-        let start = Instant::now();
-        self.verify(batch, &drafts)?;
-        let verifying = start.elapsed();
-        let rows = batch.len() + drafts.iter().map(Vec::len).sum::<usize>();
-        self.costs.note_verify(rows, verifying.as_secs_f64());
-        self.costs.note_round(rows == batch.len());
-        let start = Instant::now();
-        let rounds = self.accept(batch, &drafts)?;
-        share_times(batch, &depths, [drafting, verifying, start.elapsed()]);
-        Ok(rounds)
+        for (sequence, part) in batch.iter_mut().zip(&mut parts) {
+            sequence.chooser.begin();
+            part.was_named = sequence.speculation.name_last(sequence.last);
+        }
+        match self.run_round(batch, &mut parts) {
+            Ok((judged, times)) => {
+                let rows = batch.len() + parts.iter().map(|part| part.drafts.len()).sum::<usize>();
+                self.costs.note_verify(rows, times[1].as_secs_f64());
+                self.costs.note_round(rows == batch.len());
+                share_times(batch, &parts, times);
+                let all = batch.iter_mut().zip(&parts).zip(judged);
+                Ok(all.map(|((sequence, part), judged)| sequence.move_on(part, judged)).collect())
+            }
+            Err(error) => {
+                let abandoned = batch.iter_mut().zip(&parts).map(|(sequence, part)| sequence.abandon(part));
+                abandoned.fold(Ok(()), Result::and)?;
+                Err(error)
+            }
+        }
     }
 
     /// Drafts of each sequence: what its control says, within what is left of the sequence and the context.
-    fn depths(&self, batch: &[RoundSequence<'_>]) -> Vec<usize> {
+    fn parts(&self, batch: &[RoundSequence<'_>]) -> Vec<Part> {
         let sequences = batch.len();
         batch
             .iter()
             .map(|s| {
                 let room = (self.options.context - s.cache.len()).min(s.tokens_max).saturating_sub(1);
                 let most = if s.chooser.can_draft() { self.options.drafts.min(room) } else { 0 };
-                s.speculation.control.choose(&self.costs, sequences, most, s.speculation.lag_rows())
+                let depth =
+                    s.speculation.control.choose(&self.costs, sequences, most, s.speculation.lag_rows());
+                Part { depth, drafts: Vec::new(), caught_up: 0, was_named: false }
             })
             .collect()
     }
 
-    /// Runs rows that the head is behind, if they are many and no draft does it anyway.
-    fn catch_up(&mut self, sequence: &mut RoundSequence<'_>, depth: usize) -> Result<()> {
-        let lag = sequence.speculation.lag_rows();
-        if lag < HEAD_LAG_MAX && (depth == 0 || lag <= self.options.open_rows()) {
-            return Ok(());
+    /// Everything that may fail, and the times of drafting, verifying and choosing.
+    fn run_round(
+        &mut self,
+        batch: &mut [RoundSequence<'_>],
+        parts: &mut [Part],
+    ) -> Result<(Vec<Judged>, [Duration; 3])> {
+        for (sequence, part) in batch.iter().zip(parts.iter_mut()) {
+            self.catch_up(sequence, part)?;
         }
-        // The last row stays for the next draft.
-        let done = if depth == 0 { lag.min(HEAD_LAG_MAX) } else { lag - 1 };
-        let width = self.model.config.hidden;
-        let Speculation { lag_hidden, lag_tokens, .. } = &mut *sequence.speculation;
-        self.stepper.write_draft_input(&lag_hidden[..done * width])?;
-        let first = sequence.cache.len() - lag;
-        let rows = Rows { sequence: sequence.cache, tokens: &lag_tokens[..done], first, next: None };
-        self.run(Regime::Decode, Outcome::HeadState, &[rows])?;
-        // A pass of the head commits nothing, and neither moves the sequence on.
-        lag_hidden.drain(..done * width);
-        lag_tokens.drain(..done);
-        Ok(())
+        let start = Instant::now();
+        self.draft(batch, parts)?;
+        let drafting = start.elapsed();
+        let start = Instant::now();
+        self.verify(batch, parts)?;
+        let verifying = start.elapsed();
+        let start = Instant::now();
+        let judged = self.judge(batch, parts)?;
+        Ok((judged, [drafting, verifying, start.elapsed()]))
     }
 
-    /// The drafts of each sequence. The first pass of the head runs the rows it is behind, each further one its own
-    /// result and the draft made of it.
-    fn draft(&mut self, batch: &mut [RoundSequence<'_>], depths: &[usize]) -> Result<Vec<Vec<u32>>> {
-        let mut drafts: Vec<Vec<u32>> = vec![Vec::new(); batch.len()];
-        let deepest = depths.iter().copied().max().unwrap_or(0);
-        let mut logits = Vec::new();
-        // Results of the last pass, in its order.
-        let mut hidden: Vec<(usize, Vec<f32>)> = Vec::new();
-        for pass in 0..deepest {
-            let start = Instant::now();
-            let active: Vec<usize> = (0..batch.len()).filter(|&i| depths[i] > pass).collect();
-            let mut input = Vec::new();
-            let mut rows = Vec::with_capacity(active.len());
-            for &i in &active {
-                let RoundSequence { cache, speculation, .. } = &batch[i];
-                if pass == 0 {
-                    input.extend_from_slice(&speculation.lag_hidden);
-                    let first = cache.len() - speculation.lag_rows();
-                    rows.push(Rows { sequence: cache, tokens: &speculation.lag_tokens, first, next: None });
-                } else {
-                    let own = hidden.iter().find(|(of, _)| *of == i);
-                    input.extend_from_slice(own.map_or(&[], |(_, hidden)| hidden));
-                    let (first, tokens) = (cache.len() + pass - 1, &drafts[i][pass - 1..]);
-                    rows.push(Rows { sequence: cache, tokens, first, next: None });
-                }
-            }
-            self.stepper.write_draft_input(&input)?;
-            self.run(Regime::Decode, Outcome::Draft, &rows)?;
-            hidden.clear();
-            for (row, &i) in active.iter().enumerate() {
-                if pass == 0 {
-                    batch[i].speculation.lag_hidden.clear();
-                    batch[i].speculation.lag_tokens.clear();
-                }
-                self.stepper.read_logits(row, &mut logits)?;
-                drafts[i].push(batch[i].chooser.draft(&mut logits)?);
-                let mut own = Vec::new();
-                self.stepper.append_draft_hidden(row, &mut own)?;
-                hidden.push((i, own));
-            }
-            self.costs.note_draft(active.len(), start.elapsed().as_secs_f64());
-        }
-        for (sequence, drafts) in batch.iter_mut().zip(&mut drafts) {
-            sequence.chooser.retract()?;
-            sequence.chooser.revise(drafts);
-        }
-        Ok(drafts)
-    }
-
-    /// Runs the last token of each sequence and its drafts.
-    fn verify(&mut self, batch: &[RoundSequence<'_>], drafts: &[Vec<u32>]) -> Result<()> {
+    /// Runs the last token of each sequence and its drafts. Rows stay open also where there are no drafts, so that a pass
+    /// that fails can be run again.
+    fn verify(&mut self, batch: &[RoundSequence<'_>], parts: &[Part]) -> Result<()> {
         let tokens: Vec<Vec<u32>> =
-            batch.iter().zip(drafts).map(|(s, drafts)| [&[s.last][..], drafts].concat()).collect();
+            batch.iter().zip(parts).map(|(s, part)| [&[s.last][..], &part.drafts].concat()).collect();
         let rows: Vec<Rows<'_>> =
             batch.iter().zip(&tokens).map(|(s, tokens)| Rows::behind(s.cache, tokens)).collect();
-        self.run(Regime::Decode, verify_outcome(drafts), &rows)
+        self.run(Regime::Decode, Outcome::OpenRows, &rows)
     }
 
-    /// Chooses the tokens of each sequence and moves it on by as many.
-    fn accept(&mut self, batch: &mut [RoundSequence<'_>], drafts: &[Vec<u32>]) -> Result<Vec<Round>> {
-        let is_open = verify_outcome(drafts) == Outcome::OpenRows;
-        let (mut rounds, mut logits, mut row) = (Vec::with_capacity(batch.len()), Vec::new(), 0);
-        for (sequence, drafts) in batch.iter_mut().zip(drafts) {
-            let round = self.choose_tokens(sequence, (row, drafts), &mut logits)?;
-            let kept = round.tokens.len();
-            if is_open {
-                sequence.cache.accept(kept);
-            } else {
-                sequence.cache.advance(kept);
-            }
-            let accepted =
-                round.tokens.iter().zip(drafts).take_while(|(token, draft)| token == draft).count();
-            let speculation = &mut *sequence.speculation;
-            self.stepper.append_row_hidden(row, kept, &mut speculation.lag_hidden)?;
-            speculation.lag_tokens.extend_from_slice(&round.tokens);
-            speculation.control.note(drafts.len(), accepted);
-            speculation.counters.note_round(drafts.len(), accepted, kept);
-            row += drafts.len() + 1;
-            rounds.push(round);
+    /// Chooses the tokens of each sequence.
+    fn judge(&self, batch: &mut [RoundSequence<'_>], parts: &[Part]) -> Result<Vec<Judged>> {
+        let (mut all, mut logits, mut row) = (Vec::with_capacity(batch.len()), Vec::new(), 0);
+        for (sequence, part) in batch.iter_mut().zip(parts) {
+            let round = self.choose_tokens(sequence, (row, &part.drafts), &mut logits)?;
+            let mut hidden = Vec::new();
+            self.stepper.append_row_hidden(row, round.tokens.len(), &mut hidden)?;
+            all.push(Judged { round, hidden });
+            row += part.drafts.len() + 1;
         }
-        Ok(rounds)
+        Ok(all)
     }
 
     /// The tokens of a sequence whose rows begin at `row`.
@@ -229,30 +201,60 @@ impl Engine {
     }
 }
 
-/// Without drafts there is nothing to take back.
-fn verify_outcome(drafts: &[Vec<u32>]) -> Outcome {
-    if drafts.iter().all(Vec::is_empty) { Outcome::Rows } else { Outcome::OpenRows }
+impl RoundSequence<'_> {
+    /// Takes the outcome of a round.
+    fn move_on(&mut self, part: &Part, Judged { round, hidden }: Judged) -> Round {
+        let (kept, drafted) = (round.tokens.len(), part.drafts.len());
+        let accepted =
+            round.tokens.iter().zip(&part.drafts).take_while(|(token, draft)| token == draft).count();
+        self.cache.accept(kept);
+        let speculation = &mut *self.speculation;
+        let run_by_head = if drafted > 0 { speculation.lag_rows() } else { part.caught_up };
+        speculation.forget_lag(run_by_head);
+        speculation.lag_hidden.extend_from_slice(&hidden);
+        speculation.lag_tokens.extend_from_slice(&round.tokens);
+        speculation.control.note(drafted, accepted);
+        speculation.counters.note_round(drafted, accepted, kept);
+        round
+    }
+
+    /// Takes back what a round that failed has changed.
+    fn abandon(&mut self, part: &Part) -> Result<()> {
+        if part.was_named {
+            self.speculation.lag_tokens.pop();
+        }
+        self.chooser.abandon()
+    }
 }
 
 impl Speculation {
-    fn lag_rows(&self) -> usize {
+    pub(super) fn lag_rows(&self) -> usize {
         self.lag_tokens.len()
     }
 
-    /// Behind a prompt, the first token is known only now.
-    fn name_last(&mut self, last: u32) {
-        if self.lag_tokens.is_empty() && !self.lag_hidden.is_empty() {
+    /// Behind a prompt, the first token is known only now. Returns whether it was.
+    fn name_last(&mut self, last: u32) -> bool {
+        let is_unknown = self.lag_tokens.is_empty() && !self.lag_hidden.is_empty();
+        if is_unknown {
             self.lag_tokens.push(last);
         }
+        is_unknown
+    }
+
+    /// Forgets the first rows that the head was behind.
+    fn forget_lag(&mut self, rows: usize) {
+        let width = self.lag_hidden.len() / self.lag_tokens.len().max(1);
+        self.lag_hidden.drain(..rows * width);
+        self.lag_tokens.drain(..rows);
     }
 }
 
-fn share_times(batch: &mut [RoundSequence<'_>], depths: &[usize], [draft, verify, commit]: [Duration; 3]) {
-    let drafting = depths.iter().filter(|&&depth| depth > 0).count() as u32;
+fn share_times(batch: &mut [RoundSequence<'_>], parts: &[Part], [draft, verify, commit]: [Duration; 3]) {
+    let drafting = parts.iter().filter(|part| part.depth > 0).count() as u32;
     let all = batch.len() as u32;
-    for (sequence, &depth) in batch.iter_mut().zip(depths) {
+    for (sequence, part) in batch.iter_mut().zip(parts) {
         let counters = &mut sequence.speculation.counters;
-        if depth > 0 {
+        if part.depth > 0 {
             counters.draft_time += draft / drafting;
         }
         counters.verify_time += verify / all;

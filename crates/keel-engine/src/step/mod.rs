@@ -3,7 +3,7 @@
 mod results;
 mod staging;
 
-use keel_array::{Array, Executable, Regime, RowLog, Runtime};
+use keel_array::{Array, ArrayError, Executable, Regime, RowLog, Runtime};
 use keel_cache::{LayerStorage, ModelCache};
 use keel_models::HybridModel;
 use keel_models::blocks::StepContext;
@@ -35,16 +35,19 @@ pub(crate) enum Outcome {
     MtpHidden,
     /// Logits of rows of the hidden buffer.
     Head,
-    /// Logits and hidden states of every row, each committed.
-    Rows,
-    /// The same, rows left open.
+    /// Logits and hidden states of every row, and the rows left open.
     OpenRows,
     /// Hidden states of the multi-token-prediction head in the last row of each sequence, and their logits.
     Draft,
     /// Keys and values of the multi-token-prediction head.
     HeadState,
-    /// Accepted open rows committed, none run.
-    Commit,
+    /// Accepted open rows committed, none run, but for those of the first windows and states.
+    Commit { windows: usize, states: usize },
+}
+
+impl Outcome {
+    /// Of all layers.
+    pub const COMMIT: Outcome = Outcome::Commit { windows: 0, states: 0 };
 }
 
 /// The shape of a step.
@@ -148,7 +151,7 @@ impl Stepper {
                 let input = self.results.head_input()?.prefix(shape.rows)?;
                 vec![(model.logits(&input)?, self.results.logits.prefix(shape.rows)?)]
             }
-            Outcome::Rows | Outcome::OpenRows => {
+            Outcome::OpenRows => {
                 let hidden = model.hidden(&tokens, layers, &context)?;
                 let logits = model.logits(&hidden)?;
                 vec![
@@ -157,8 +160,8 @@ impl Stepper {
                 ]
             }
             Outcome::Draft | Outcome::HeadState => self.trace_draft(model, layers, shape, &context)?,
-            Outcome::Commit => {
-                let results = model.commit(layers, &context)?.into_iter();
+            Outcome::Commit { windows, states } => {
+                let results = model.commit(layers, &context, (windows, states))?.into_iter();
                 let sum = results.map(Ok).reduce(|sum, y| sum?.add(&y?));
                 let place = self.results.draft()?.committed.clone();
                 sum.transpose()?.into_iter().zip(place).collect()
@@ -216,20 +219,20 @@ impl Stepper {
         Ok(pairs)
     }
 
-    /// Runs a step over the rows given.
-    pub fn run(
+    /// The step over the rows given, ready to run.
+    pub fn step_for(
         &mut self,
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
         (regime, outcome): (Regime, Outcome),
         rows: &[Rows<'_>],
-    ) -> Result<()> {
+    ) -> Result<&Executable> {
         self.staging.fill(rows)?;
         // A step that only commits has one row, of no sequence.
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
         let shape = StepShape { regime, rows: count, sequences: rows.len(), outcome };
-        Ok(self.step(runtime, model, cache, shape)?.run()?)
+        self.step(runtime, model, cache, shape)
     }
 
     /// Copies row `row` of the logits of the last step.
@@ -247,7 +250,7 @@ impl Stepper {
         read_rows(&self.results.last_hidden, row, 1, hidden)
     }
 
-    /// Appends hidden states of rows of the last step with [`Outcome::Rows`] or [`Outcome::OpenRows`].
+    /// Appends hidden states of rows of the last step with [`Outcome::OpenRows`].
     pub fn append_row_hidden(&self, row: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
         append_rows(&self.results.draft()?.rows, row, rows, hidden)
     }
@@ -282,7 +285,7 @@ impl Stepper {
             let rows = block.len() / model.config.hidden;
             self.results.head_input()?.write(block)?;
             let shape = StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome: Outcome::Head };
-            self.step(runtime, model, cache, shape)?.run()?;
+            self.step(runtime, model, cache, shape)?.run().map_err(ArrayError::from)?;
             for row in 0..rows {
                 self.read_logits(row, &mut row_logits)?;
                 sink(&row_logits)?;

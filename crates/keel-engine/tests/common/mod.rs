@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use keel_array::{Compute, Runtime, RuntimeOptions};
+use keel_cache::{LayerStorage, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
@@ -89,4 +90,48 @@ pub fn resident_bytes() -> Option<f64> {
 pub fn argmax(logits: &[f32]) -> u32 {
     let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
     best.expect("a vocabulary is not empty").0 as u32
+}
+
+/// Bytes of the windows and states of a sequence.
+pub fn recurrent_bytes(engine: &Engine, sequence: &SequenceCache) -> Vec<u8> {
+    let mut all = Vec::new();
+    for layer in engine.cache().layers() {
+        if let LayerStorage::Recurrent { window, state } = layer {
+            for array in [&window.rows, &state.state] {
+                let entry = array.bytes() / array.shape()[0];
+                let mut bytes = vec![0; entry];
+                array.read_bytes(sequence.slot() as usize * entry, &mut bytes).expect("the slot exists");
+                all.extend(bytes);
+            }
+        }
+    }
+    all
+}
+
+/// Asserts that two sequences are in the same state to the bit: what is committed, and what they answer next, which
+/// reads every key and value.
+pub fn expect_same_state(engine: &mut Engine, mut left: SequenceCache, mut right: SequenceCache) {
+    engine.commit(&mut left).expect("runs");
+    assert_eq!((left.len(), left.accepted()), (right.len(), 0));
+    assert!(recurrent_bytes(engine, &left) == recurrent_bytes(engine, &right), "windows and states differ");
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    for token in [7, 300] {
+        engine.decode(&mut [&mut left], &[token]).expect("runs");
+        engine.logits(0, &mut a).expect("there");
+        engine.decode(&mut [&mut right], &[token]).expect("runs");
+        engine.logits(0, &mut b).expect("there");
+        assert!(a == b, "keys or values differ");
+    }
+    engine.release(left);
+    engine.release(right);
+}
+
+/// A sequence that was decoded plainly.
+pub fn decoded(engine: &mut Engine, prompt: &[u32], tokens: &[u32]) -> SequenceCache {
+    let mut sequence = engine.open().expect("a slot is free");
+    engine.prefill(&mut sequence, prompt, &mut Vec::new(), &mut |_| ()).expect("fits");
+    for &token in tokens {
+        engine.decode(&mut [&mut sequence], &[token]).expect("runs");
+    }
+    sequence
 }

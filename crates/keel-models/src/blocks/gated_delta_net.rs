@@ -59,14 +59,24 @@ impl GatedDeltaNet {
         self.output.apply_onto(&normed.reshape([tokens, self.value_heads * self.value_dim])?, residual)
     }
 
-    /// Commits the accepted open rows of a step without rows of its own. The result, f32 `[1, Hv, Dv]`, means nothing.
+    /// Commits the accepted open rows of a step without rows of its own, those of the window only if there is one to be
+    /// committed. The result, f32 `[1, Hv, Dv]`, means nothing.
     ///
     /// # Errors
     /// If the operands do not fit.
-    pub fn commit(&self, window: &ConvWindow, state: &DeltaState, step: &StepContext) -> Result<Array> {
+    pub fn commit(
+        &self,
+        window: Option<&ConvWindow>,
+        state: &DeltaState,
+        step: &StepContext,
+    ) -> Result<Array> {
         // A row that belongs to no sequence.
         let row = |width: usize| Array::full(self.conv.runtime(), [1, width], DType::F32, 0.0);
-        let mixed = row(self.conv.shape()[1])?.causal_conv(&self.conv, window, &step.batch, step.log)?;
+        let mixed = row(self.conv.shape()[1])?;
+        let mixed = match window {
+            Some(window) => mixed.causal_conv(&self.conv, window, &step.batch, step.log)?,
+            None => mixed,
+        };
         self.delta(&mixed, (&row(self.value_heads)?, &row(self.value_heads)?), state, step)
     }
 

@@ -1,0 +1,303 @@
+//! A round that fails leaves every sequence as it was: position, keys and values, windows, states, drafts and what is drawn
+//! next. Failures are injected at every launch of a round, in programs that are cut into many.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use common::{decoded, expect_same_state, fixture};
+use keel_array::{
+    ArrayError, Backend, Compute, DeviceMemory, Kernel, Launch, RowBlock, Runtime, RuntimeOptions, WeightSpec,
+};
+use keel_cache::{CacheError, SequenceCache};
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
+use keel_engine::{
+    Depth, Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, Sampler, SamplerOptions,
+    SpeculationCounters, SpeculationOptions, TokenIterator,
+};
+
+/// Says when a launch fails.
+#[derive(Default)]
+struct Faults {
+    /// Launches that succeed before one fails; the largest number is never reached.
+    until: AtomicUsize,
+    /// Let the launch run first, and do not say how far it came.
+    is_silent: AtomicBool,
+}
+
+impl Faults {
+    fn set(&self, launches: usize) {
+        self.until.store(launches, Ordering::Relaxed);
+    }
+
+    fn clear(&self) {
+        self.set(usize::MAX);
+    }
+}
+
+struct Faulty {
+    inner: CpuBackend,
+    faults: Arc<Faults>,
+}
+
+impl Backend for Faulty {
+    fn name(&self) -> &str {
+        "faulty"
+    }
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.inner.allocate(bytes)
+    }
+    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
+        self.inner.write(memory, offset, bytes);
+    }
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        self.inner.read(memory, offset, bytes);
+    }
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
+        self.inner.workspace_bytes(kernel)
+    }
+    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let left = self.faults.until.load(Ordering::Relaxed);
+        if left > 0 {
+            self.faults.set(if left == usize::MAX { left } else { left - 1 });
+            return self.inner.launch(launch);
+        }
+        self.faults.clear();
+        if self.faults.is_silent.load(Ordering::Relaxed) {
+            self.inner.launch(launch)?;
+        } else {
+            launch.note_done(0);
+        }
+        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+    }
+    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
+        self.inner.packed_bytes(spec)
+    }
+    fn pack(
+        &self,
+        spec: &WeightSpec,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        block: &RowBlock<'_>,
+    ) -> Result<(), ArrayError> {
+        self.inner.pack(spec, memory, offset, block)
+    }
+}
+
+/// An engine for three sequences whose programs are cut into pieces of so many kernels.
+fn engine(folder: &Path, piece: usize) -> (Engine, Arc<Faults>) {
+    let faults = Arc::new(Faults::default());
+    faults.clear();
+    let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
+    let backend = Faulty { inner, faults: Arc::clone(&faults) };
+    let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
+    let runtime = Runtime::new(Arc::new(backend), options);
+    let options = EngineOptions {
+        context: 512,
+        sequences: 3,
+        prefill_step: 64,
+        drafts: 5,
+        compute: Compute::Auto,
+        ..EngineOptions::default()
+    };
+    (common::engine(folder, &runtime, options), faults)
+}
+
+fn demo() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
+}
+
+struct Member {
+    prompt: Vec<u32>,
+    cache: SequenceCache,
+    speculation: Speculation,
+    chooser: SamplerChooser,
+    tokens: Vec<u32>,
+}
+
+impl Member {
+    fn join(engine: &mut Engine, prompt: &[u32], depth: usize, sampler: SamplerOptions) -> Member {
+        let mut cache = engine.open().expect("a slot is free");
+        let mut logits = Vec::new();
+        engine.prefill(&mut cache, prompt, &mut logits, &mut |_| ()).expect("fits");
+        let options = SpeculationOptions { depth: Depth::Fixed(depth), ..Default::default() };
+        let speculation = Speculation::new(options, engine.last_hidden().expect("drafts were planned"));
+        let sampler = Sampler::new(sampler, prompt).expect("in range");
+        let mut chooser = SamplerChooser::new(sampler, None, Vec::new());
+        let first = chooser.choose(&mut logits, None).expect("free").token;
+        Member { prompt: prompt.to_vec(), cache, speculation, chooser, tokens: vec![first] }
+    }
+
+    /// Position, open rows, and what was counted.
+    fn standing(&self) -> (usize, usize, SpeculationCounters) {
+        (self.cache.len(), self.cache.accepted(), self.speculation.counters().clone())
+    }
+}
+
+/// One that drafts and draws, one that decodes plainly, one that drafts greedily with penalties.
+fn members(engine: &mut Engine) -> Vec<Member> {
+    let drawn = SamplerOptions { temperature: 1.0, top_p: 0.95, seed: 7, ..SamplerOptions::default() };
+    let penalised =
+        SamplerOptions { repetition_penalty: 1.3, frequency_penalty: 0.2, ..SamplerOptions::default() };
+    vec![
+        Member::join(engine, &[1, 250, 33, 400, 12, 5], 5, drawn),
+        Member::join(engine, &[1, 9], 0, SamplerOptions::default()),
+        Member::join(engine, &[77; 66], 2, penalised),
+    ]
+}
+
+fn round(engine: &mut Engine, members: &mut [Member]) -> keel_engine::Result<()> {
+    let mut batch: Vec<RoundSequence<'_>> = members
+        .iter_mut()
+        .map(|m| RoundSequence {
+            last: m.tokens[m.tokens.len() - 1],
+            tokens_max: 100,
+            cache: &mut m.cache,
+            speculation: &mut m.speculation,
+            chooser: &mut m.chooser,
+        })
+        .collect();
+    let rounds = engine.round(&mut batch)?;
+    members.iter_mut().zip(rounds).for_each(|(member, round)| member.tokens.extend(round.tokens));
+    Ok(())
+}
+
+/// Lets a round fail at launch after launch until it succeeds, and then a few times at random ones; every failure may come
+/// while the next attempt makes up for the one before. Returns the failures.
+fn fail_everywhere(engine: &mut Engine, faults: &Faults, members: &mut [Member]) -> usize {
+    let before: Vec<_> = members.iter().map(Member::standing).collect();
+    let mut launches_max = 0;
+    let mut random = keel_testkit::random::Random::new(11);
+    loop {
+        faults.set(if launches_max % 3 == 2 { random.below(launches_max) } else { launches_max });
+        let outcome = round(engine, members);
+        faults.clear();
+        let Err(error) = outcome else { return launches_max };
+        assert!(error.to_string().contains("injected"), "{error}");
+        for (member, before) in members.iter().zip(&before) {
+            let (len, accepted, counters) = member.standing();
+            assert_eq!(len, before.0);
+            // Rows that were accepted may have been committed meanwhile.
+            assert!(accepted == before.1 || accepted == 0);
+            assert_eq!(counters, before.2);
+        }
+        launches_max += 1;
+    }
+}
+
+#[test]
+fn a_round_may_fail_at_any_launch_and_be_tried_again() {
+    // The folder, kernels of a piece, rounds, and launches of a round at least.
+    let moe = fixture("qwen3_5_moe").map(|folder| (folder, 3, 3, 50));
+    for (folder, piece, rounds, launches_min) in
+        [(demo(), 1, 2, 100), (demo(), 512, 8, 6)].into_iter().chain(moe)
+    {
+        let (mut engine, faults) = engine(&folder, piece);
+        let mut undisturbed = members(&mut engine);
+        (0..rounds + 3).for_each(|_| round(&mut engine, &mut undisturbed).expect("the round runs"));
+        let wanted: Vec<Vec<u32>> = undisturbed.iter().map(|m| m.tokens.clone()).collect();
+        undisturbed.into_iter().for_each(|m| engine.release(m.cache));
+
+        let mut disturbed = members(&mut engine);
+        let mut failures = 0;
+        // The first round has nothing to commit, the next ones have.
+        for _ in 0..rounds {
+            failures += fail_everywhere(&mut engine, &faults, &mut disturbed);
+        }
+        (0..3).for_each(|_| round(&mut engine, &mut disturbed).expect("the round runs"));
+        let got: Vec<Vec<u32>> = disturbed.iter().map(|m| m.tokens.clone()).collect();
+        assert_eq!(got, wanted, "{} in pieces of {piece}", folder.display());
+        assert!(failures >= rounds * launches_min, "{failures} failures in {rounds} rounds");
+        // Three slots: two make way for the sequence to compare with.
+        let last = disturbed.pop().expect("there are three");
+        disturbed.into_iter().for_each(|m| engine.release(m.cache));
+        let straight = decoded(&mut engine, &last.prompt, &last.tokens[..last.tokens.len() - 1]);
+        expect_same_state(&mut engine, last.cache, straight);
+        assert!(engine.cache().is_idle());
+    }
+}
+
+#[test]
+fn an_iterator_that_failed_gives_a_sequence_that_can_go_on() {
+    let prompt = [1, 250, 33, 400, 12, 5];
+    let (mut engine, faults) = engine(&demo(), 16);
+    let options = || GenerateOptions { max_tokens: 40, ..GenerateOptions::default() };
+    let sequence = engine.open().expect("a slot is free");
+    let plain = TokenIterator::new(&mut engine, sequence, &prompt, options(), &mut |_| ()).expect("fits");
+    let truth: Vec<u32> = plain.map(|token| token.expect("runs")).collect();
+    let (sequence, mut got) = (engine.open().expect("a slot is free"), Vec::new());
+    let how = SpeculationOptions { depth: Depth::Fixed(3), ..Default::default() };
+    let mut tokens =
+        MtpTokenIterator::new(&mut engine, sequence, &prompt, options(), how, &mut |_| ()).expect("fits");
+    got.extend(tokens.by_ref().take(9).map(|token| token.expect("runs")));
+    // Late in the verify pass.
+    faults.set(20);
+    let failed = loop {
+        match tokens.next().expect("it does not end") {
+            Ok(token) => got.push(token),
+            Err(error) => break error,
+        }
+    };
+    assert!(failed.to_string().contains("injected"));
+    let mut sequence = tokens.into_sequence();
+    assert_eq!((sequence.len(), &got[..]), (prompt.len() + got.len() - 1, &truth[..got.len()]));
+    let (mut logits, mut last) = (Vec::new(), got[got.len() - 1]);
+    for &want in &truth[got.len()..] {
+        engine.decode(&mut [&mut sequence], &[last]).expect("runs");
+        engine.logits(0, &mut logits).expect("there");
+        last = common::argmax(&logits);
+        assert_eq!(last, want);
+    }
+}
+
+#[test]
+fn a_sequence_that_cannot_be_mended_says_so() {
+    let prompt = [1, 250, 33, 400, 12, 5];
+    let is_torn = |error: EngineError| matches!(error, EngineError::Cache(CacheError::TornState { .. }));
+    let (mut engine, faults) = engine(&demo(), 512);
+    let mut one = vec![Member::join(&mut engine, &prompt, 3, SamplerOptions::default())];
+    round(&mut engine, &mut one).expect("the round runs");
+    faults.is_silent.store(true, Ordering::Relaxed);
+    // A pass of the head touches no state of the model.
+    faults.set(1);
+    round(&mut engine, &mut one).expect_err("injected");
+    round(&mut engine, &mut one).expect("it is tried again");
+    // The pass of the model comes behind three of the head.
+    faults.set(3);
+    assert!(!is_torn(round(&mut engine, &mut one).expect_err("injected")));
+    assert!(is_torn(round(&mut engine, &mut one).expect_err("nobody knows its state")));
+    let Member { mut cache, .. } = one.pop().expect("there is one");
+    assert!(is_torn(engine.commit(&mut cache).expect_err("nobody knows its state")));
+    assert!(is_torn(engine.decode(&mut [&mut cache], &[1]).expect_err("nobody knows its state")));
+    assert!(engine.cache_mut().checkpoint(&mut cache).is_err());
+    // From the start on it is as good as new.
+    engine.cache_mut().reset(&mut cache).expect("clears");
+    engine.prefill(&mut cache, &prompt, &mut Vec::new(), &mut |_| ()).expect("runs");
+    faults.is_silent.store(false, Ordering::Relaxed);
+    let straight = decoded(&mut engine, &prompt, &[]);
+    expect_same_state(&mut engine, cache, straight);
+    assert!(engine.cache().is_idle());
+}
+
+#[test]
+fn a_step_of_a_prompt_that_fails_halfway_is_not_built_upon() {
+    let prompt: Vec<u32> = (0..130).map(|i| i * 3 % 500).collect();
+    let (mut engine, faults) = engine(&demo(), 8);
+    let mut sequence = engine.open().expect("a slot is free");
+    // Nothing has changed before the first layer's convolution.
+    faults.set(0);
+    engine.prefill(&mut sequence, &prompt, &mut Vec::new(), &mut |_| ()).expect_err("injected");
+    faults.set(30);
+    engine.prefill(&mut sequence, &prompt, &mut Vec::new(), &mut |_| ()).expect_err("injected");
+    faults.clear();
+    let again = engine.prefill(&mut sequence, &prompt, &mut Vec::new(), &mut |_| ());
+    let message = again.expect_err("its state is torn").to_string();
+    assert!(message.contains("recurrent layers had moved on; release it"), "{message}");
+    engine.release(sequence);
+    let again = decoded(&mut engine, &prompt, &[]);
+    let straight = decoded(&mut engine, &prompt, &[]);
+    expect_same_state(&mut engine, again, straight);
+}
