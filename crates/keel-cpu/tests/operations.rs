@@ -1,11 +1,10 @@
 //! Every operation against its oracle: on every instruction set, with one worker and with several.
 
-use keel_array::{
-    Backend, DeviceMemory, Kernel, Launch, Result, RowBlock, Runtime, RuntimeOptions, WeightSpec,
-};
+use keel_array::{Backend, Launch, Result, Runtime, RuntimeOptions};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_testkit::checks;
+use keel_testkit::disturbed::{Disturbance, Disturbed};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -28,42 +27,14 @@ fn every_operation_agrees_with_its_oracle() {
     }
 }
 
-/// A backend with one broken kernel: it spoils an element of one operation's result.
+/// One broken kernel: it spoils an element of one operation's result.
 struct Broken {
-    inner: CpuBackend,
     op: &'static str,
 }
 
-impl Backend for Broken {
-    fn name(&self) -> &str {
-        "broken"
-    }
-    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
-        self.inner.allocate(bytes)
-    }
-    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
-        self.inner.write(memory, offset, bytes);
-    }
-    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
-        self.inner.read(memory, offset, bytes);
-    }
-    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
-        self.inner.workspace_bytes(kernel)
-    }
-    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
-        self.inner.packed_bytes(spec)
-    }
-    fn pack(
-        &self,
-        spec: &WeightSpec,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        block: &RowBlock<'_>,
-    ) -> Result<()> {
-        self.inner.pack(spec, memory, offset, block)
-    }
-    fn launch(&self, launch: &Launch<'_>) -> Result<()> {
-        self.inner.launch(launch)?;
+impl Disturbance for Broken {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
+        backend.launch(launch)?;
         for kernel in launch.kernels().iter().filter(|k| k.op.name() == self.op) {
             let output = &kernel.outputs[0];
             let elements = output.layout.shape.elements();
@@ -75,9 +46,9 @@ impl Backend for Broken {
             let (buffer, start) = launch.resolve(output.slot);
             let at = start + (output.layout.offset + elements - 1) * size;
             let mut bytes = vec![0; size];
-            self.inner.read(buffer.memory(), at, &mut bytes);
+            backend.read(buffer.memory(), at, &mut bytes);
             bytes[size - 1] ^= if size == 1 { 1 } else { 0x41 };
-            self.inner.write(buffer.memory(), at, &bytes);
+            backend.write(buffer.memory(), at, &bytes);
         }
         Ok(())
     }
@@ -96,8 +67,8 @@ fn a_broken_kernel_of_any_operation_is_caught() {
     let missed: Vec<&str> = ops
         .into_iter()
         .filter(|&op| {
-            let broken = Broken { inner: backend(Isa::best(), 2), op };
-            let runtime = Runtime::new(Arc::new(broken), RuntimeOptions::default());
+            let broken = Disturbed::new(Arc::new(backend(Isa::best(), 2)), Arc::new(Broken { op }));
+            let runtime = Runtime::new(broken, RuntimeOptions::default());
             let mut checks = checks::all().into_iter().filter(|check| check.op == op);
             let caught =
                 checks.any(|check| catch_unwind(AssertUnwindSafe(|| (check.run)(&runtime))).is_err());

@@ -9,39 +9,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::{Running, cpu, engine_options, read, request, send, wait_for};
-use keel_array::{ArrayError, Backend, DeviceMemory, Kernel, Launch, RowBlock, WeightSpec};
+use keel_array::{ArrayError, Backend, Launch};
 use keel_server::{PrefixStore, ServerOptions};
+use keel_testkit::disturbed::{Disturbance, Disturbed};
 use serde_json::{Value, json};
 
-/// A backend whose launches fail while `failing` is above zero, each counting it down.
-struct Faulty {
-    inner: Arc<dyn Backend>,
-    failing: Arc<AtomicUsize>,
-}
+/// Launches fail while the number is above zero, each counting it down.
+#[derive(Default)]
+struct Failing(AtomicUsize);
 
-impl Backend for Faulty {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
-        self.inner.allocate(bytes)
-    }
-
-    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
-        self.inner.write(memory, offset, bytes);
-    }
-
-    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
-        self.inner.read(memory, offset, bytes);
-    }
-
-    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
-        self.inner.workspace_bytes(kernel)
-    }
-
-    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        let failing = self.failing.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
+impl Disturbance for Failing {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let failing = self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
         if failing.is_ok() {
             let reason = "injected".to_string();
             return Err(ArrayError::Allocation {
@@ -50,21 +29,7 @@ impl Backend for Faulty {
                 reason,
             });
         }
-        self.inner.launch(launch)
-    }
-
-    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
-        self.inner.packed_bytes(spec)
-    }
-
-    fn pack(
-        &self,
-        spec: &WeightSpec,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        block: &RowBlock<'_>,
-    ) -> Result<(), ArrayError> {
-        self.inner.pack(spec, memory, offset, block)
+        backend.launch(launch)
     }
 }
 
@@ -74,9 +39,9 @@ fn completion(max_tokens: usize) -> Value {
 
 #[test]
 fn a_failed_step_fails_its_requests_and_no_later_one() {
-    let failing = Arc::new(AtomicUsize::new(0));
-    let backend = Arc::new(Faulty { inner: cpu(), failing: Arc::clone(&failing) });
-    let server = Running::on(backend, engine_options(), ServerOptions::default());
+    let failing = Arc::new(Failing::default());
+    let server =
+        Running::on(Disturbed::new(cpu(), Arc::clone(&failing)), engine_options(), ServerOptions::default());
     let good = server.ask("/v1/completions", &completion(20));
     for _ in 0..3 {
         let body = completion(1500).to_string();
@@ -86,13 +51,13 @@ fn a_failed_step_fails_its_requests_and_no_later_one() {
             let running = server.app.engine.status().running;
             running.len() == 3 && running.iter().all(|r| r.generated_tokens > 0)
         });
-        failing.store(1, Ordering::SeqCst);
+        failing.0.store(1, Ordering::SeqCst);
         for client in clients {
             let reply = read(client);
             assert_eq!(reply.status, 500, "{}", reply.body);
             assert!(!reply.body.contains("injected"), "details are for the log: {}", reply.body);
         }
-        failing.store(0, Ordering::SeqCst);
+        failing.0.store(0, Ordering::SeqCst);
         let again = server.ask("/v1/completions", &completion(20));
         assert_eq!(again["choices"], good["choices"], "what failed has left nothing behind");
     }

@@ -1,8 +1,9 @@
-//! Naive oracles, shared case lists, tolerances and fixtures (test use only).
+//! Naive oracles, shared case lists, tolerances, fixtures and disturbances (test use only).
 
 pub mod cases;
 pub mod checks;
 pub mod compare;
+pub mod disturbed;
 pub mod fixtures;
 pub mod naive;
 pub mod random;

@@ -22,8 +22,8 @@ struct Highest {
 }
 
 fn ten_thousand_nodes(options: RuntimeOptions) -> Highest {
-    let watched = Arc::new(Watched::new(backend()));
-    let runtime = Runtime::new(watched.clone(), options);
+    let (watched, backend) = Watched::over(backend());
+    let runtime = Runtime::new(backend, options);
     let mut state = counting(&runtime, &[ELEMENTS]);
     let mut highest = Highest { pending_ops: 0, kernels_of_a_launch: 0, launches: 0, bytes: 0 };
     for _ in 0..NODES / 2 {
@@ -104,9 +104,9 @@ fn by_default_no_more_waits_than_a_submission_may_touch() {
 
 #[test]
 fn submissions_are_bounded_in_bytes() {
-    let watched = Arc::new(Watched::new(backend()));
+    let (watched, backend) = Watched::over(backend());
     let options = RuntimeOptions { submission_bytes: 3 * 4096, ..RuntimeOptions::default() };
-    let runtime = Runtime::new(watched.clone(), options);
+    let runtime = Runtime::new(backend, options);
     let mut x = counting(&runtime, &[1024]);
     for _ in 0..10 {
         x = x.cumsum(0, false, false).expect("an axis");

@@ -3,7 +3,6 @@
 use super::watched::Watched;
 use super::{backend, runtime};
 use keel_array::{Array, CustomKernel, DType, HostSlice, HostSliceMut, Runtime, RuntimeOptions, Shape};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 const KERNELS: usize = 64;
@@ -56,10 +55,9 @@ fn sixty_four_kernels_compose_without_evaluation_in_between() {
 
 /// As above with the device held back until all handles are dropped. Returns whether the result is right.
 fn drop_handles_in_flight(forgetful: bool) -> bool {
-    let watched = Arc::new(Watched::new(backend()));
+    let (watched, backend) = Watched::over(backend());
     watched.forgetful.store(forgetful, Ordering::Relaxed);
-    let runtime =
-        Runtime::new(watched.clone(), RuntimeOptions { submission_ops: 8, ..RuntimeOptions::default() });
+    let runtime = Runtime::new(backend, RuntimeOptions { submission_ops: 8, ..RuntimeOptions::default() });
     (0..5).all(|round| {
         watched.close();
         let (result, want) = graph(&runtime, round);

@@ -1,0 +1,78 @@
+//! A backend with something in the way of its launches and allocations: faults, gates, counters.
+
+use keel_array::{Backend, DeviceMemory, Kernel, Launch, Result, RowBlock, WeightSpec};
+use std::sync::Arc;
+
+/// What a test does around a backend's work; what is not overridden just happens.
+pub trait Disturbance: Send + Sync + 'static {
+    /// In place of a launch.
+    ///
+    /// # Errors
+    /// The backend's own, or what the test wants to go wrong.
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
+        backend.launch(launch)
+    }
+
+    /// In place of an allocation.
+    ///
+    /// # Errors
+    /// The backend's own, or what the test wants to go wrong.
+    fn allocate(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        backend.allocate(bytes)
+    }
+}
+
+/// A backend whose launches and allocations go through a [`Disturbance`].
+pub struct Disturbed<D> {
+    backend: Arc<dyn Backend>,
+    disturbance: Arc<D>,
+}
+
+impl<D: Disturbance> Disturbed<D> {
+    /// Puts a disturbance in front of a backend. The test keeps its own handle to steer it.
+    pub fn new(backend: Arc<dyn Backend>, disturbance: Arc<D>) -> Arc<Disturbed<D>> {
+        Arc::new(Disturbed { backend, disturbance })
+    }
+}
+
+impl<D: Disturbance> Backend for Disturbed<D> {
+    fn name(&self) -> &str {
+        self.backend.name()
+    }
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.disturbance.allocate(&*self.backend, bytes)
+    }
+    fn is_planning(&self) -> bool {
+        self.backend.is_planning()
+    }
+    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
+        self.backend.write(memory, offset, bytes);
+    }
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        self.backend.read(memory, offset, bytes);
+    }
+    fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
+        self.backend.copy(from, to, bytes);
+    }
+    fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
+        self.backend.clear(memory, offset, bytes);
+    }
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
+        self.backend.workspace_bytes(kernel)
+    }
+    fn launch(&self, launch: &Launch<'_>) -> Result<()> {
+        self.disturbance.launch(&*self.backend, launch)
+    }
+    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
+        self.backend.packed_bytes(spec)
+    }
+    fn pack(
+        &self,
+        spec: &WeightSpec,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        block: &RowBlock<'_>,
+    ) -> Result<()> {
+        self.backend.pack(spec, memory, offset, block)
+    }
+}
