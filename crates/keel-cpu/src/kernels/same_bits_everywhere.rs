@@ -3,7 +3,7 @@
 use super::activation::{sigmoid_gate, swiglu};
 use super::attention::{
     Attention, KvPages, KvPagesMut, PAGE, PageTable, attention_decode, attention_prefill,
-    decode_workspace_len, prefill_workspace_len,
+    decode_workspace_len, kv_write, prefill_workspace_len,
 };
 use super::causal_conv::{CausalConv, causal_conv};
 use super::gated_delta::{
@@ -11,7 +11,7 @@ use super::gated_delta::{
 };
 use super::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
 use super::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
-use super::rope::{QkNormRope, qk_norm_rope, rope_table};
+use super::rope::{Rope, rope};
 use super::rows::{Batch, Rows, RowsMut};
 use crate::isa::Isa;
 use crate::pool::ThreadPool;
@@ -129,22 +129,28 @@ fn gated_delta_in_both_regimes() {
 
 #[test]
 fn rope_and_attention_in_both_regimes() {
-    let (heads, kv_heads, head_size, pairs) = (5, 1, 80, 20);
+    let (heads, kv_heads, head_size) = (5, 1, 80);
     let mut random = Random::new(3);
     let (q_len, kv_len) = (heads * head_size, kv_heads * head_size);
     let qkv = random.uniforms(ROWS * (q_len + 2 * kv_len), -2.0, 2.0);
-    let norms = [random.uniforms(head_size, 0.5, 1.5), random.uniforms(head_size, 0.5, 1.5)];
+    let norm = random.uniforms(head_size, 0.5, 1.5);
     let x = Rows::whole(&qkv, q_len + 2 * kv_len);
-    let positions: Vec<u32> = (0..ROWS as u32).collect();
-    let frequencies: Vec<f64> = (0..pairs).map(|i| 0.7f64.powi(i)).collect();
+    let positions: Vec<i32> = (0..ROWS as i32).collect();
+    let frequencies: Vec<f32> = (0..20).map(|i| 0.7f32.powi(i)).collect();
     let table = PageTable { pages: &[0], stride: 1 };
     for prefill in [false, true] {
         check("attention", 2 * ROWS * q_len, |pool, y| {
             let (turned, y) = y.split_at_mut(ROWS * q_len);
-            let (mut cos, mut sin) =
-                (vec![0.0; ROWS * frequencies.len()], vec![0.0; ROWS * frequencies.len()]);
-            let out = [&mut cos, &mut sin].map(|x| RowsMut::whole(SharedMut::new(x), frequencies.len()));
-            pool.run(|w| rope_table(&positions, &frequencies, &[], out[0], out[1], w));
+            let rotation = Rope {
+                x: x.columns(0..q_len),
+                head_size,
+                positions: &positions,
+                inverse_frequencies: &frequencies,
+                axes: &[],
+                norm: Some((&norm, 1e-6)),
+                y: RowsMut::whole(SharedMut::new(turned), q_len),
+            };
+            pool.run(|w| rope(&rotation, w));
             let (mut keys, mut values) = (vec![bf16::ZERO; PAGE * kv_len], vec![bf16::ZERO; PAGE * kv_len]);
             let pages = KvPagesMut {
                 keys: SharedMut::new(&mut keys),
@@ -152,20 +158,8 @@ fn rope_and_attention_in_both_regimes() {
                 kv_heads,
                 head_size,
             };
-            let rope = QkNormRope {
-                q: x.columns(0..q_len),
-                k: x.columns(q_len..q_len + kv_len),
-                v: x.columns(q_len + kv_len..q_len + 2 * kv_len),
-                query_stride: head_size,
-                norm: Some((&norms[0], &norms[1])),
-                eps: 1e-6,
-                rope: (Rows::whole(&cos, frequencies.len()), Rows::whole(&sin, frequencies.len())),
-                batch: BATCH,
-                table,
-                pages,
-                y: RowsMut::whole(SharedMut::new(turned), q_len),
-            };
-            pool.run(|w| qk_norm_rope(&rope, w));
+            let (k, v) = (x.columns(q_len..q_len + kv_len), x.columns(q_len + kv_len..q_len + 2 * kv_len));
+            pool.run(|w| kv_write(k, v, BATCH, table, pages, w));
             let workspace = match prefill {
                 false => decode_workspace_len(ROWS, heads, head_size, 1),
                 true => prefill_workspace_len(2, head_size),

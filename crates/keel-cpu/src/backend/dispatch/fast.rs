@@ -2,10 +2,9 @@
 
 use super::Call;
 use crate::kernels::activation::{sigmoid_gate, swiglu};
-use crate::kernels::generic::rope::{FREQUENCIES_MAX, Rope, rope};
 use crate::kernels::generic::rotate_pairs::{Rounds, rotate_pairs};
 use crate::kernels::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
-use crate::kernels::rope::mrope_axes;
+use crate::kernels::rope::{FREQUENCIES_MAX, Rope, mrope_axes, rope};
 use crate::pool::Worker;
 use keel_array::{ArrayError, Op, RopeSpec};
 
@@ -69,6 +68,6 @@ fn rotate(
         norm,
         y: call.outputs[0].rows_mut(2),
     };
-    rope(&task, call.isa, worker);
+    rope(&task, worker);
     Ok(())
 }

@@ -10,7 +10,6 @@ pub mod create;
 pub mod experts;
 pub mod matmul;
 pub mod reduce;
-pub mod rope;
 pub mod rotate_pairs;
 pub mod scalar;
 pub mod sort;
