@@ -1,9 +1,10 @@
 //! A model in memory: planned, refused or loaded.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use keel_array::{AttentionSpec, Category, Compute, MemoryReport, Runtime, RuntimeOptions};
+use keel_array::{AttentionSpec, Backend, Category, Compute, MemoryReport, Runtime, RuntimeOptions};
 use keel_engine::{Engine, EngineError, EngineOptions};
 use keel_models::HybridConfig;
 use keel_models::loading::Parameters;
@@ -77,8 +78,13 @@ impl Session {
 /// # Errors
 /// If the device cannot be had.
 pub fn runtime(device: &DeviceArgs, compute: Compute) -> Result<Runtime> {
+    Ok(runtime_on(device.backend(compute)?, device))
+}
+
+/// A runtime on a backend of the device, with the device's memory limit.
+pub fn runtime_on(backend: Arc<dyn Backend>, device: &DeviceArgs) -> Runtime {
     let options = RuntimeOptions { memory_limit: device.memory_limit, ..RuntimeOptions::default() };
-    Ok(Runtime::new(device.backend(compute)?, options))
+    Runtime::new(backend, options)
 }
 
 /// Whether a tensor belongs to the part of a checkpoint that reads images.

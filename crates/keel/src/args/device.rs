@@ -10,6 +10,7 @@ use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
 
 use super::parse_bytes;
+use crate::failure::usage;
 
 /// The device and its bounds.
 #[derive(Clone, Debug, Args)]
@@ -102,5 +103,16 @@ impl DeviceArgs {
             Device::Cpu => Arc::new(CpuBackend::new(self.cpu_options())),
             Device::Cuda(n) => Arc::new(CudaBackend::new(&Self::cuda_options(n, compute))?),
         })
+    }
+
+    /// A CPU backend that measures the time of each operation.
+    ///
+    /// # Errors
+    /// If the device is a GPU.
+    pub fn profiled_backend(&self) -> Result<CpuBackend> {
+        match self.device {
+            Device::Cpu => Ok(CpuBackend::new(CpuOptions { profile: true, ..self.cpu_options() })),
+            Device::Cuda(_) => Err(usage("--profile is for --device cpu")),
+        }
     }
 }

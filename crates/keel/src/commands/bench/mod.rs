@@ -3,11 +3,13 @@
 mod cost;
 mod machine;
 mod plot;
+mod profile;
 mod runs;
 mod serve;
 mod speculative;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
@@ -22,6 +24,7 @@ use crate::session::{self, Session, context_for};
 use cost::Cost;
 use machine::Machine;
 use plot::Recorder;
+use profile::Profile;
 use runs::{Runs, Spread};
 use speculative::SpeculativeRuns;
 
@@ -58,6 +61,9 @@ pub struct BenchArgs {
     /// Draw memory over time per category to an SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
+    /// Run once more and print where the time goes, by operation (CPU only).
+    #[arg(long)]
+    profile: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -75,6 +81,8 @@ struct Report {
     runs: Runs,
     /// The same again with drafts, side by side.
     speculative: Option<SpeculativeRuns>,
+    /// Time by operation, of a run of its own.
+    profile: Option<Profile>,
     machine: Machine,
     cost: Cost,
     memory: Memory,
@@ -113,13 +121,21 @@ fn measure(
     speculation: Option<SpeculationOptions>,
 ) -> Result<Report> {
     let machine = Machine::measure(&args.device)?;
-    let runtime = session::runtime(&args.device, options.compute)?;
+    let (runtime, profiled) = if args.profile {
+        let backend = Arc::new(args.device.profiled_backend()?);
+        (session::runtime_on(Arc::clone(&backend) as _, &args.device), Some(backend))
+    } else {
+        (session::runtime(&args.device, options.compute)?, None)
+    };
     let recorder = args.plot.as_ref().map(|_| Recorder::start(runtime.ledger()));
     let mut session = Session::open(&args.device, &runtime, &*subject.parameters, &subject.json, options)?;
     let runs = Runs::time(&mut session.engine, args.prompt, args.generated, args.repeat.into())?;
     let repeats = usize::from(args.repeat);
     let speculative = speculation
         .map(|how| SpeculativeRuns::time(&mut session.engine, (args.prompt, args.generated), repeats, how))
+        .transpose()?;
+    let profile = profiled
+        .map(|backend| Profile::take(&mut session.engine, &backend, args.prompt, args.generated))
         .transpose()?;
     if let (Some(recorder), Some(path)) = (recorder, &args.plot) {
         recorder.stop().draw(path)?;
@@ -133,6 +149,7 @@ fn measure(
         subject: subject.name.clone(),
         runs,
         speculative,
+        profile,
         memory: session.memory(),
         load_s: session.load_time.as_secs_f64(),
         decode_floor,
@@ -172,6 +189,9 @@ impl Report {
         if let Some(speculative) = &self.speculative {
             object["speculation"] = speculative.to_json();
         }
+        if let Some(profile) = &self.profile {
+            object["profile"] = profile.to_json();
+        }
         object
     }
 
@@ -196,6 +216,9 @@ impl Report {
         text += &row("decode  ", args.generated, decode, Some(self.decode_floor), "bandwidth");
         if let Some(speculative) = &self.speculative {
             text += &speculative.to_text(args.generated);
+        }
+        if let Some(profile) = &self.profile {
+            text += &profile.to_text();
         }
         text + "\n" + &self.memory.to_table()
     }

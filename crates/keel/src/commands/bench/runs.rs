@@ -83,26 +83,46 @@ impl Runs {
 /// One run; tokens per second of prefill and decode.
 fn run(engine: &mut Engine, prompt: usize, gen_len: usize) -> Result<(f64, f64)> {
     let batch = engine.options().sequences;
-    let vocab = engine.model().config.vocab;
-    let mut sequences = (0..batch).map(|_| engine.open()).collect::<Result<Vec<_>, _>>()?;
-    let mut logits = Vec::new();
     let start = Instant::now();
+    let mut sequences = prefill(engine, prompt)?;
+    let prefill = rate(batch * prompt, start.elapsed());
+    let start = Instant::now();
+    decode(engine, &mut sequences, gen_len)?;
+    let decode = rate(batch * gen_len, start.elapsed());
+    release(engine, sequences)?;
+    Ok((prefill, decode))
+}
+
+/// All sequences of the engine, each behind a prompt of its own.
+pub fn prefill(engine: &mut Engine, prompt: usize) -> Result<Vec<SequenceCache>> {
+    let vocab = engine.model().config.vocab;
+    let mut sequences =
+        (0..engine.options().sequences).map(|_| engine.open()).collect::<Result<Vec<_>, _>>()?;
+    let mut logits = Vec::new();
     for (i, sequence) in sequences.iter_mut().enumerate() {
         engine.prefill(sequence, &random_ids(i, prompt, vocab), &mut logits, &mut |_| ())?;
     }
-    let prefill = rate(batch * prompt, start.elapsed());
     check(&logits)?;
-    let steps = random_ids(batch, gen_len, vocab);
-    let start = Instant::now();
-    for id in steps {
+    Ok(sequences)
+}
+
+/// So many steps of all sequences together.
+pub fn decode(engine: &mut Engine, sequences: &mut [SequenceCache], gen_len: usize) -> Result<()> {
+    let (batch, vocab) = (sequences.len(), engine.model().config.vocab);
+    for id in random_ids(batch, gen_len, vocab) {
         let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
         engine.decode(&mut all, &vec![id; batch])?;
     }
-    let decode = rate(batch * gen_len, start.elapsed());
+    Ok(())
+}
+
+/// Gives the sequences back, after a look at the last logits.
+pub fn release(engine: &mut Engine, sequences: Vec<SequenceCache>) -> Result<()> {
+    let mut logits = Vec::new();
     engine.logits(0, &mut logits)?;
     check(&logits)?;
     sequences.into_iter().for_each(|sequence| engine.release(sequence));
-    Ok((prefill, decode))
+    Ok(())
 }
 
 /// A time means nothing if the result is not sane.
