@@ -129,6 +129,8 @@ impl<S: Lanes, const M: usize> Complete<S, M> {
 #[inline(always)]
 pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>) {
     let coding = const { &C::CODING };
+    // A constant: asking the layout at each unit made the compiler keep all activations of a group on the stack.
+    let unit = const { TILE_ROWS * C::CODING.unit_bytes() };
     let (mut x, mut left, mut right) = (block.x[0], block.tiles[0], block.tiles[1]);
     let end = left.wrapping_add(block.layout.tile_bytes());
     let mut ahead = block.ahead;
@@ -162,7 +164,6 @@ pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>)
                     x = x.add(M * (BLOCK / 2 + 8));
                 }
             }
-            let unit = block.layout.unit_bytes();
             (left, right) = (left.add(unit), right.add(unit));
         }
         last.add_share(coding, 0, 1, &mut sums);
