@@ -1,5 +1,6 @@
 //! One sequence from prompt to end, token by token.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use keel_cache::SequenceCache;
@@ -40,19 +41,65 @@ impl FinishReason {
     }
 }
 
+/// When a sequence ends, and why it did.
+pub(crate) struct Course {
+    end_tokens: Vec<u32>,
+    left: usize,
+    finished: Option<FinishReason>,
+    prefill_time: Duration,
+}
+
+impl Course {
+    /// Of a sequence whose prompt, begun at `start`, has just been run.
+    pub fn new(end_tokens: Vec<u32>, max_tokens: usize, start: Instant) -> Course {
+        Course { end_tokens, left: max_tokens, finished: None, prefill_time: start.elapsed() }
+    }
+
+    pub fn prefill_time(&self) -> Duration {
+        self.prefill_time
+    }
+
+    pub fn finish_reason(&self) -> Option<FinishReason> {
+        self.finished
+    }
+
+    /// The next token, which `draw` gives if there is one, unless it is one that ends the sequence. `draw` gets the number
+    /// of tokens that may still come.
+    pub fn next(
+        &mut self,
+        draw: impl FnOnce(usize) -> Result<ControlFlow<FinishReason, u32>>,
+    ) -> Option<Result<u32>> {
+        if self.finished.is_some() {
+            return None;
+        }
+        if self.left == 0 {
+            self.finished = Some(FinishReason::Length);
+            return None;
+        }
+        let (token, reason) = match draw(self.left) {
+            Ok(ControlFlow::Continue(id)) if !self.end_tokens.contains(&id) => {
+                self.left -= 1;
+                return Some(Ok(id));
+            }
+            Ok(ControlFlow::Continue(_)) => (None, FinishReason::Stop),
+            Ok(ControlFlow::Break(reason)) => (None, reason),
+            Err(error) => (Some(Err(error)), FinishReason::Stop),
+        };
+        self.finished = Some(reason);
+        token
+    }
+}
+
 /// The tokens of one sequence as they are generated. The prompt has been run when it is made; each call of `next`
 /// runs one step.
 pub struct TokenIterator<'e> {
     engine: &'e mut Engine,
     sequence: SequenceCache,
     sampler: Sampler,
-    end_tokens: Vec<u32>,
     logits: Vec<f32>,
     /// Drawn, given out, not yet run through the model.
     last: Option<u32>,
-    left: usize,
-    finished: Option<FinishReason>,
-    prefill_time: Duration,
+    course: Course,
 }
 
 impl<'e> TokenIterator<'e> {
@@ -82,12 +129,9 @@ impl<'e> TokenIterator<'e> {
         };
         Ok(TokenIterator {
             sampler,
-            end_tokens: options.end_tokens,
             logits,
             last: None,
-            left: options.max_tokens,
-            finished: None,
-            prefill_time: start.elapsed(),
+            course: Course::new(options.end_tokens, options.max_tokens, start),
             engine,
             sequence,
         })
@@ -95,12 +139,12 @@ impl<'e> TokenIterator<'e> {
 
     /// Time that the prompt took.
     pub fn prefill_time(&self) -> Duration {
-        self.prefill_time
+        self.course.prefill_time()
     }
 
     /// Why the sequence ended, once it has.
     pub fn finish_reason(&self) -> Option<FinishReason> {
-        self.finished
+        self.course.finish_reason()
     }
 
     /// Ends the iteration and gives the sequence back for a further turn. It holds the prompt and the generated
@@ -112,35 +156,6 @@ impl<'e> TokenIterator<'e> {
     /// Ends the iteration and releases the sequence's memory.
     pub fn release(self) {
         self.engine.release(self.sequence);
-    }
-
-    fn advance(&mut self) -> Result<Option<u32>> {
-        if self.finished.is_some() {
-            return Ok(None);
-        }
-        if self.left == 0 {
-            self.finished = Some(FinishReason::Length);
-            return Ok(None);
-        }
-        if let Some(last) = self.last {
-            match self.engine.decode(&mut [&mut self.sequence], &[last]) {
-                Ok(()) => {}
-                Err(EngineError::Context { .. }) => {
-                    self.finished = Some(FinishReason::Length);
-                    return Ok(None);
-                }
-                Err(error) => return Err(error),
-            }
-            self.engine.logits(0, &mut self.logits)?;
-        }
-        let id = self.sampler.sample(&mut self.logits);
-        if self.end_tokens.contains(&id) {
-            self.finished = Some(FinishReason::Stop);
-            return Ok(None);
-        }
-        self.left -= 1;
-        self.last = Some(id);
-        Ok(Some(id))
     }
 }
 
@@ -166,10 +181,18 @@ impl Iterator for TokenIterator<'_> {
     type Item = Result<u32>;
 
     fn next(&mut self) -> Option<Result<u32>> {
-        let item = self.advance().transpose();
-        if matches!(item, Some(Err(_))) {
-            self.finished = Some(FinishReason::Stop);
-        }
-        item
+        let TokenIterator { engine, sequence, sampler, logits, last, course } = self;
+        course.next(|_| {
+            if let Some(last) = *last {
+                match engine.decode(&mut [sequence], &[last]) {
+                    Ok(()) => engine.logits(0, logits)?,
+                    Err(EngineError::Context { .. }) => return Ok(ControlFlow::Break(FinishReason::Length)),
+                    Err(error) => return Err(error),
+                }
+            }
+            let id = sampler.sample(logits);
+            *last = Some(id);
+            Ok(ControlFlow::Continue(id))
+        })
     }
 }

@@ -176,6 +176,32 @@ fn the_head_of_the_built_in_model_drafts_well() {
     assert!(share(0) > 0.75 && share(2) > 0.45, "{counters:?}");
 }
 
+#[test]
+fn sampled_sequences_follow_measured_costs_unless_they_must_come_again() {
+    let mut engine = engine(&demo(), &runtime(2), options(1, 8, Compute::Auto));
+    let mut run = |repeatable| {
+        let sampler = SamplerOptions { temperature: 0.7, seed: 5, ..SamplerOptions::default() };
+        let options = GenerateOptions { sampler, ..until(120) };
+        let how = SpeculationOptions { repeatable, ..Default::default() };
+        let sequence = engine.open().expect("a slot is free");
+        let mut tokens =
+            MtpTokenIterator::new(&mut engine, sequence, &[1, 250, 33], options, how, &mut |_| ())
+                .expect("fits");
+        let first: Vec<u32> = tokens.by_ref().take(2).map(|token| token.expect("runs")).collect();
+        let plain_first = tokens.counters().plain_rounds;
+        let rest: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
+        let drafted = tokens.counters().drafted_total();
+        tokens.release();
+        ([first, rest].concat(), plain_first, drafted)
+    };
+    // With nothing measured, a plain round comes first; nominal costs are known from the start.
+    let (_, plain_rounds, drafted) = run(false);
+    assert!(plain_rounds == 1 && drafted > 0);
+    let (tokens, plain_rounds, _) = run(true);
+    assert_eq!(plain_rounds, 0);
+    assert_eq!(run(true).0, tokens);
+}
+
 /// A sequence of a batch.
 struct Member {
     cache: keel_cache::SequenceCache,

@@ -1,35 +1,39 @@
 //! One sequence that drafts for itself, token by token.
 
 use std::collections::VecDeque;
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use keel_cache::SequenceCache;
 
 use super::{Chooser, RoundSequence, SamplerChooser, Speculation, SpeculationCounters, SpeculationOptions};
+use crate::generate::Course;
 use crate::{Engine, EngineError, FinishReason, GenerateOptions, Result, Sampler};
 
 /// As [`crate::TokenIterator`], with several tokens to a step where drafts are accepted. The tokens are the same if
 /// greedy, and have the same distribution if sampled.
 pub struct MtpTokenIterator<'e> {
+    rounds: Rounds<'e>,
+    course: Course,
+}
+
+/// The rounds of one sequence.
+struct Rounds<'e> {
     engine: &'e mut Engine,
     sequence: SequenceCache,
     speculation: Speculation,
     chooser: Box<dyn Chooser>,
-    end_tokens: Vec<u32>,
     /// Tokens that were given by the last round and not taken yet.
     ready: VecDeque<u32>,
     /// The token that was drawn last; it has not been run.
     last: u32,
     /// Whether a round may follow.
     is_open: bool,
-    left: usize,
-    finished: Option<FinishReason>,
-    prefill_time: Duration,
 }
 
 impl<'e> MtpTokenIterator<'e> {
     /// Runs `prompt` behind what `sequence` holds. `progress` gets the prompt tokens done. The engine must have been
-    /// made with drafts. Sampled sequences are [`SpeculationOptions::repeatable`].
+    /// made with drafts. A greedy sequence has no need to be [`SpeculationOptions::repeatable`] and is not.
     ///
     /// # Errors
     /// As [`crate::TokenIterator::new`]. The sequence is released then.
@@ -41,7 +45,7 @@ impl<'e> MtpTokenIterator<'e> {
         mut speculation: SpeculationOptions,
         progress: &mut dyn FnMut(usize),
     ) -> Result<MtpTokenIterator<'e>> {
-        speculation.repeatable |= options.sampler.temperature > 0.0;
+        speculation.repeatable &= options.sampler.temperature > 0.0;
         let sampler = Sampler::new(options.sampler.clone(), &[&options.seen[..], prompt].concat());
         let chooser = sampler.map(|s| SamplerChooser::new(s, None, options.end_tokens.clone()));
         match chooser {
@@ -86,83 +90,70 @@ impl<'e> MtpTokenIterator<'e> {
                 return Err(error);
             }
         };
-        Ok(MtpTokenIterator {
+        let rounds = Rounds {
             engine,
             sequence,
             speculation,
             chooser,
-            end_tokens: options.end_tokens,
             ready: VecDeque::from([choice.token]),
             last: choice.token,
             is_open: !choice.is_last,
-            left: options.max_tokens,
-            finished: None,
-            prefill_time: start.elapsed(),
-        })
+        };
+        Ok(MtpTokenIterator { rounds, course: Course::new(options.end_tokens, options.max_tokens, start) })
     }
 
     /// Time that the prompt took.
     pub fn prefill_time(&self) -> Duration {
-        self.prefill_time
+        self.course.prefill_time()
     }
 
     /// Why the sequence ended, once it has.
     pub fn finish_reason(&self) -> Option<FinishReason> {
-        self.finished
+        self.course.finish_reason()
     }
 
     /// What speculation came to.
     pub fn counters(&self) -> &SpeculationCounters {
-        self.speculation.counters()
+        self.rounds.speculation.counters()
     }
 
     /// Ends the iteration and gives the sequence back for a further turn. It holds the prompt and the generated tokens
     /// but the last, without those that were not taken.
-    pub fn into_sequence(mut self) -> SequenceCache {
+    pub fn into_sequence(self) -> SequenceCache {
+        let Rounds { mut sequence, mut speculation, ready, .. } = self.rounds;
         // The first token came with the prompt: no row stands for it.
-        if self.counters().rounds > 0 {
-            self.speculation.take_back(&mut self.sequence, self.ready.len());
+        if speculation.counters().rounds > 0 {
+            speculation.take_back(&mut sequence, ready.len());
         }
-        self.sequence
+        sequence
     }
 
     /// Ends the iteration and releases the sequence's memory.
     pub fn release(self) {
-        self.engine.release(self.sequence);
+        self.rounds.engine.release(self.rounds.sequence);
     }
+}
 
-    fn advance(&mut self) -> Result<Option<u32>> {
-        if self.finished.is_some() {
-            return Ok(None);
+impl Rounds<'_> {
+    /// The next token, of at most `left` that may still come.
+    fn draw(&mut self, left: usize) -> Result<ControlFlow<FinishReason, u32>> {
+        if self.ready.is_empty() && self.is_open && !self.run_round(left)? {
+            return Ok(ControlFlow::Break(FinishReason::Length));
         }
-        if self.left == 0 {
-            self.finished = Some(FinishReason::Length);
-            return Ok(None);
-        }
-        if self.ready.is_empty() && self.is_open && !self.run_round()? {
-            self.finished = Some(FinishReason::Length);
-            return Ok(None);
-        }
-        match self.ready.pop_front() {
-            Some(id) if !self.end_tokens.contains(&id) => {
-                self.left -= 1;
-                Ok(Some(id))
-            }
-            _ => {
-                self.finished = Some(FinishReason::Stop);
-                Ok(None)
-            }
-        }
+        Ok(match self.ready.pop_front() {
+            Some(id) => ControlFlow::Continue(id),
+            None => ControlFlow::Break(FinishReason::Stop),
+        })
     }
 
     /// Gets tokens ready; false if the context is full.
-    fn run_round(&mut self) -> Result<bool> {
+    fn run_round(&mut self, left: usize) -> Result<bool> {
         let round = self.engine.round(&mut [RoundSequence {
             cache: &mut self.sequence,
             speculation: &mut self.speculation,
             chooser: &mut *self.chooser,
             last: self.last,
-            tokens_max: self.left,
+            tokens_max: left,
         }]);
         match round {
             Ok(rounds) => {
@@ -183,10 +174,7 @@ impl Iterator for MtpTokenIterator<'_> {
     type Item = Result<u32>;
 
     fn next(&mut self) -> Option<Result<u32>> {
-        let item = self.advance().transpose();
-        if matches!(item, Some(Err(_))) {
-            self.finished = Some(FinishReason::Stop);
-        }
-        item
+        let MtpTokenIterator { rounds, course } = self;
+        course.next(|left| rounds.draw(left))
     }
 }

@@ -43,7 +43,7 @@ pub struct SpeculationOptions {
     /// Take drafts without comparing them with what the model says: the text may differ from what it would be.
     pub optimistic: bool,
     /// Let the depth follow from accepted drafts and nominal costs, not measured ones, so that the same seed draws the same
-    /// tokens. Greedy tokens are the same anyway.
+    /// tokens: which draws are made depends on where drafts begin and end. Greedy tokens are the same anyway.
     pub repeatable: bool,
 }
 

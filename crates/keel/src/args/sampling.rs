@@ -23,9 +23,10 @@ pub struct SamplingArgs {
     /// Leave out tokens less probable than this share of the most probable.
     #[arg(long, value_name = "P")]
     min_p: Option<f32>,
-    /// The same seed draws the same text.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    seed: u64,
+    /// The same seed draws the same text. Where drafts are made, their number then follows from nominal costs, as measured
+    /// ones differ from run to run [default: 0, and measured costs].
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
     /// Weakens tokens seen before: 1 changes nothing.
     #[arg(long, value_name = "X")]
     repetition_penalty: Option<f32>,
@@ -52,6 +53,11 @@ fn parse_bias(text: &str) -> Result<(u32, f32)> {
 }
 
 impl SamplingArgs {
+    /// Whether the same text is to be drawn again.
+    pub fn is_repeatable(&self) -> bool {
+        self.seed.is_some()
+    }
+
     /// The options, with the checkpoint's recommendations where nothing was given. A checkpoint that does not ask
     /// for sampling is decoded greedily.
     ///
@@ -79,7 +85,7 @@ impl SamplingArgs {
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             logit_bias: self.logit_bias.clone(),
-            seed: self.seed,
+            seed: self.seed.unwrap_or_default(),
         };
         Sampler::new(options.clone(), &[])?;
         Ok(options)

@@ -7,7 +7,7 @@ use clap::Args;
 use keel_engine::{DRAFTS_MAX, Depth, SpeculationOptions};
 use keel_models::has_mtp_head;
 
-use super::{Device, Subject};
+use super::{Device, SamplingArgs, Subject};
 use crate::failure::usage;
 use crate::source::Model;
 
@@ -55,9 +55,15 @@ impl SpeculateArgs {
     ///
     /// # Errors
     /// If drafts are asked for and there is no head, or optimism without drafts.
-    pub fn for_model(&self, model: &Model, device: Device) -> Result<Option<SpeculationOptions>> {
+    pub fn for_model(
+        &self,
+        model: &Model,
+        device: Device,
+        sampling: &SamplingArgs,
+    ) -> Result<Option<SpeculationOptions>> {
         let options = self.options(has_mtp_head(&model.config, &*model.parameters()))?;
-        Ok(options.filter(|options| device == Device::Cpu || options.depth != Depth::Auto))
+        let options = options.filter(|options| device == Device::Cpu || options.depth != Depth::Auto);
+        Ok(options.map(|options| SpeculationOptions { repeatable: sampling.is_repeatable(), ..options }))
     }
 
     /// How a checkpoint or a shape is run. With random weights every draft is wrong, so auto is off.

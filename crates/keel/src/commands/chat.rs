@@ -55,7 +55,7 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let template = text.template()?;
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
-    let speculation = args.speculate.for_model(&model, args.device.device())?;
+    let speculation = args.speculate.for_model(&model, args.device.device(), &args.sampling)?;
     let drafts = drafts_max(speculation);
     let options = EngineOptions { context, checkpoints: CHECKPOINTS, drafts, ..args.engine.options() };
     let sampler = args.sampling.options(&text.defaults)?;

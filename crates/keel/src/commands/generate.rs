@@ -81,7 +81,8 @@ impl How {
         }
         let stream = text.map(|text| TextStream::new(&text.tokenizer, &args.sampling.stop)).transpose()?;
         // The head is filled while the prompt is run in the prefill regime.
-        let speculation = args.speculate.for_model(model, args.device.device())?.filter(|_| !args.one_by_one);
+        let speculation = args.speculate.for_model(model, args.device.device(), &args.sampling)?;
+        let speculation = speculation.filter(|_| !args.one_by_one);
         Ok(How { options, speculation, stream })
     }
 }
