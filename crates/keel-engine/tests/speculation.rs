@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use common::{decoded, engine, expect_same_state, expected, fixture, runtime};
 use keel_array::{Category, Compute};
+use keel_engine::batch::Constraint;
 use keel_engine::speculation::{
     Choice, Chooser, Round, RoundSequence, SamplerChooser, Speculation, SpeculationOptions,
 };
@@ -200,6 +201,79 @@ fn sampled_sequences_follow_measured_costs_unless_they_must_come_again() {
     let (tokens, plain_rounds, _) = run(true);
     assert_eq!(plain_rounds, 0);
     assert_eq!(run(true).0, tokens);
+}
+
+/// Tokens of one parity in turn, for so many tokens.
+struct Alternate {
+    taken: usize,
+    end: usize,
+}
+
+impl Constraint for Alternate {
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        logits.iter_mut().skip(self.taken % 2).step_by(2).for_each(|logit| *logit = f32::NEG_INFINITY);
+        Ok(())
+    }
+
+    fn accept(&mut self, token: u32) -> Result<(), String> {
+        if token as usize % 2 == self.taken % 2 {
+            return Err(format!("token {token} comes at place {}", self.taken));
+        }
+        self.taken += 1;
+        Ok(())
+    }
+
+    fn is_complete(&self) -> bool {
+        self.taken >= self.end
+    }
+
+    fn can_roll_back(&self) -> bool {
+        true
+    }
+
+    fn rollback(&mut self, tokens: usize) -> Result<(), String> {
+        self.taken = self.taken.checked_sub(tokens).ok_or("more than came")?;
+        Ok(())
+    }
+}
+
+#[test]
+fn penalties_and_constraints_bind_drafts_and_tokens_alike() {
+    let mut engine = engine(&demo(), &runtime(2), options(1, 8, Compute::Auto));
+    let prompt = [1, 250, 33, 700, 12, 5];
+    let mut run = |depth: usize, is_bound: bool| {
+        let sampler = SamplerOptions {
+            repetition_penalty: 1.15,
+            frequency_penalty: 0.3,
+            presence_penalty: 0.2,
+            logit_bias: vec![(17, 2.0)],
+            ..SamplerOptions::default()
+        };
+        let sampler = Sampler::new(sampler, &prompt).expect("in range");
+        let constraint: Option<Box<dyn Constraint>> =
+            if is_bound { Some(Box::new(Alternate { taken: 0, end: 203 })) } else { None };
+        let chooser = Box::new(SamplerChooser::new(sampler, constraint, Vec::new()));
+        let sequence = engine.open().expect("a slot is free");
+        let how = (until(300), fixed(depth));
+        let mut tokens =
+            MtpTokenIterator::with_chooser(&mut engine, sequence, &prompt, how, chooser, &mut |_| ())
+                .expect("fits");
+        let ids: Vec<u32> = tokens.by_ref().map(|token| token.expect("every round runs")).collect();
+        let counters = tokens.counters().clone();
+        tokens.release();
+        (ids, counters)
+    };
+    for (is_bound, len) in [(false, 300), (true, 203)] {
+        let (want, _) = run(0, is_bound);
+        assert_eq!(want.len(), len);
+        for depth in [1, 3, 8] {
+            let (ids, counters) = run(depth, is_bound);
+            assert_eq!(ids, want, "depth {depth}, bound: {is_bound}");
+            // Without the head's drafts being bound, half of them would be refused for their parity alone.
+            let share = counters.accepted[0] as f64 / counters.drafted[0] as f64;
+            assert!(share > 0.3, "{share}");
+        }
+    }
 }
 
 /// A sequence of a batch.

@@ -100,6 +100,10 @@ pub(crate) fn recurrent_layer(
 }
 
 /// The multi-token-prediction head, if the config names one and the checkpoint still has it: converters drop it.
+///
+/// `mtp_num_hidden_layers` counts the layers between its projection and its norm, of which there is one each: they run one
+/// behind the other for every draft. (vLLM takes layer i for draft i instead. No published checkpoint has more than one;
+/// drafts would be worse, no text different.)
 fn mtp_head(reader: &FamilyReader<'_>) -> Result<Option<MtpHead>> {
     let c = reader.config;
     let known = reader.loader.parameters();

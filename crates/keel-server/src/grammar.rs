@@ -28,36 +28,61 @@ impl GrammarFactory {
     pub fn constraint(&self, grammar: &Grammar, form: &AnswerForm) -> Result<Box<dyn Constraint>> {
         let factory =
             self.factory.as_ref().map_err(|reason| TextError::Grammar { reason: reason.clone() })?;
-        let waits_for = self.think_end.filter(|_| form.begins_in_reasoning);
-        Ok(Box::new(Masked { state: factory.start(&grammar.0)?, waits_for }))
+        let begins_behind = self.think_end.filter(|_| form.begins_in_reasoning);
+        Ok(Box::new(Masked { state: factory.start(&grammar.0)?, begins_behind, has_begun: false, bound: 0 }))
     }
 }
 
 struct Masked {
     state: GrammarState,
-    /// The grammar begins behind this token.
-    waits_for: Option<u32>,
+    /// The grammar begins behind this token, if it does not at once.
+    begins_behind: Option<u32>,
+    /// Whether that token has come.
+    has_begun: bool,
+    /// Tokens since the grammar began.
+    bound: usize,
+}
+
+impl Masked {
+    /// The token that the grammar waits for.
+    fn waits_for(&self) -> Option<u32> {
+        self.begins_behind.filter(|_| !self.has_begun)
+    }
 }
 
 impl Constraint for Masked {
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
-        match self.waits_for {
+        match self.waits_for() {
             Some(_) => Ok(()),
             None => self.state.mask(logits).map_err(|e| e.to_string()),
         }
     }
 
     fn accept(&mut self, token: u32) -> Result<(), String> {
-        match self.waits_for {
-            Some(wanted) => {
-                self.waits_for = (token != wanted).then_some(wanted);
-                Ok(())
+        match self.waits_for() {
+            Some(wanted) => self.has_begun = token == wanted,
+            None => {
+                self.state.accept(token).map_err(|e| e.to_string())?;
+                self.bound += 1;
             }
-            None => self.state.accept(token).map_err(|e| e.to_string()),
         }
+        Ok(())
     }
 
     fn is_complete(&self) -> bool {
-        self.waits_for.is_none() && self.state.is_complete()
+        self.waits_for().is_none() && self.state.is_complete()
+    }
+
+    fn can_roll_back(&self) -> bool {
+        true
+    }
+
+    fn rollback(&mut self, tokens: usize) -> Result<(), String> {
+        let bound = tokens.min(self.bound);
+        self.state.rollback(bound).map_err(|e| e.to_string())?;
+        self.bound -= bound;
+        // Of those before it, the last is the one that it begins behind.
+        self.has_begun &= bound == tokens;
+        Ok(())
     }
 }

@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{Running, read, send, wait_for};
+use common::{Running, engine_options, read, send, wait_for};
+use keel_engine::{Depth, EngineOptions};
+use keel_server::ServerOptions;
 use serde_json::{Value, json};
 
 fn text_of(chunks: &[Value]) -> String {
@@ -178,6 +180,28 @@ fn a_schema_a_tool_and_a_grammar_are_followed() {
     let answer = server.ask("/v1/chat/completions", &with(chat("Yes?"), grammar));
     assert!(["yes", "no"].contains(&answer["choices"][0]["message"]["content"].as_str().expect("text")));
     server.assert_all_is_back();
+}
+
+#[test]
+fn what_follows_a_grammar_drafts_and_is_the_same() {
+    let schema = json!({"type": "object", "properties": {"name": {"type": "string", "maxLength": 40},
+        "story": {"type": "string", "maxLength": 200}}, "required": ["name", "story"], "additionalProperties": false});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
+    let body = with(chat("Tell me of a cat."), json!({"response_format": format, "max_tokens": 150}));
+    let ask = |drafts: usize| {
+        let mut options = ServerOptions { model_id: "demo".into(), ..ServerOptions::default() };
+        options.batch.speculation.depth = Depth::Fixed(drafts);
+        let server = Running::with(EngineOptions { drafts, ..engine_options() }, options);
+        let answer = server.ask("/v1/chat/completions", &body);
+        let drafted = server.app.engine.status().speculation.drafted_total();
+        server.assert_all_is_back();
+        (answer["choices"][0]["message"]["content"].clone(), drafted)
+    };
+    let (plain, none) = ask(0);
+    let (drafted, some) = ask(4);
+    assert_eq!((plain.as_str().map(str::is_empty), none), (Some(false), 0));
+    assert_eq!(drafted, plain);
+    assert!(some > 20, "{some} drafts");
 }
 
 #[test]

@@ -170,6 +170,14 @@ impl GrammarState {
         self.0.consume_token(token).map_err(refused)
     }
 
+    /// Takes back the last `tokens` tokens that were accepted.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`] if there were fewer.
+    pub fn rollback(&mut self, tokens: usize) -> Result<(), TextError> {
+        self.0.rollback(tokens).map_err(refused)
+    }
+
     /// Whether nothing can follow.
     pub fn is_complete(&self) -> bool {
         self.0.is_stopped()

@@ -72,6 +72,42 @@ fn random_output_calls_a_tool() {
 }
 
 #[test]
+fn what_is_taken_back_leaves_no_trace() {
+    let (factory, _) = factory();
+    let schema = json!({"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}, "n": {"type": "integer",
+        "minimum": 0, "maximum": 99}}, "required": ["kind", "n"], "additionalProperties": false});
+    let mut state = factory.start(&GrammarSource::JsonSchema(schema)).expect("the grammar is right");
+    let allowed = |state: &mut keel_text::GrammarState| -> Vec<u32> {
+        let mut logits = vec![0.0f32; 5000];
+        state.mask(&mut logits).expect("within bounds");
+        (0u32..).zip(&logits).filter(|(_, logit)| logit.is_finite()).map(|(id, _)| id).collect()
+    };
+    let mut random = 5u64;
+    let mut pick = |ids: &[u32]| {
+        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ids[(random >> 33) as usize % ids.len()]
+    };
+    let mut to_the_end = 0;
+    while !state.is_complete() {
+        let here = allowed(&mut state);
+        // Up to five tokens ahead, the end among them where it comes.
+        let mut ahead = 0;
+        while ahead < 5 && !state.is_complete() {
+            let ids = allowed(&mut state);
+            state.accept(pick(&ids)).expect("it was allowed");
+            ahead += 1;
+        }
+        to_the_end += usize::from(state.is_complete());
+        state.rollback(ahead).expect("so many came");
+        assert!(!state.is_complete());
+        assert_eq!(allowed(&mut state), here);
+        state.accept(pick(&here)).expect("it was allowed");
+    }
+    assert!(to_the_end > 0);
+    assert!(state.rollback(1000).is_err(), "more than came");
+}
+
+#[test]
 fn random_output_matches_an_expression() {
     let text = draw(&GrammarSource::Regex("[ab]{3}-[0-9]{2}".into()), 9);
     assert!(text.len() == 6 && text.as_bytes()[3] == b'-', "{text}");
