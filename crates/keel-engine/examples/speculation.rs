@@ -79,7 +79,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let depths = (1..=DRAFTS_MAX).map(|depth| (format!("fixed {depth}"), Depth::Fixed(depth), false));
     let auto = [("auto", false), ("auto, always wrong", true)];
     for (name, depth, is_wrong) in
-        auto.map(|(name, is_wrong)| (name.into(), Depth::Auto, is_wrong)).into_iter().chain(depths)
+        auto.map(|(name, is_wrong)| (name.into(), Depth::Auto, is_wrong)).into_iter().chain(depths.filter(|_| std::env::args().nth(3).is_none()))
     {
         let (mut plain_rates, mut rates, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
         let mut counters = SpeculationCounters::default();

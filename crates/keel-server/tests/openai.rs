@@ -193,8 +193,8 @@ fn what_follows_a_grammar_drafts_and_is_the_same() {
         options.batch.speculation.depth = Depth::Fixed(drafts);
         let server = Running::with(EngineOptions { drafts, ..engine_options() }, options);
         let answer = server.ask("/v1/chat/completions", &body);
-        let drafted = server.app.engine.status().speculation.drafted_total();
         server.assert_all_is_back();
+        let drafted = server.app.engine.status().speculation.drafted_total();
         (answer["choices"][0]["message"]["content"].clone(), drafted)
     };
     let (plain, none) = ask(0);

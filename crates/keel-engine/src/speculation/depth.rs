@@ -16,7 +16,9 @@ pub(super) const POSITIONS: usize = DRAFTS_MAX;
 const ACCEPTANCE_PRIOR: f64 = 0.7;
 /// Weight of the newest observation, once there are many.
 const ACCEPTANCE_WEIGHT: f64 = 0.06;
+/// Weights of a time above the mean and of one below: others on the machine make passes slower and never faster.
 const COST_WEIGHT: f64 = 0.1;
+const LOWER_COST_WEIGHT: f64 = 0.5;
 /// A first draft that is accepted when drafting is tried again is believed at least so much.
 const RETRY_ACCEPTANCE: f64 = 0.6;
 /// Plain rounds until drafting is tried again, at first and at most.
@@ -100,9 +102,12 @@ fn note(times: &mut BTreeMap<usize, Mean>, rows: usize, seconds: f64) {
         Mean { seconds: seconds.min(mean.seconds), is_first: false }
     } else {
         // A pass that was interrupted says nothing about the next.
-        let seconds = mean.seconds + COST_WEIGHT * (seconds.min(2.0 * mean.seconds) - mean.seconds);
-        Mean { seconds, is_first: false }
+        let change = seconds.min(2.0 * mean.seconds) - mean.seconds;
+        let weight = if change < 0.0 { LOWER_COST_WEIGHT } else { COST_WEIGHT };
+        Mean { seconds: mean.seconds + weight * change, is_first: false }
     };
+    // Fewer rows take no longer. If they seemed to, that was long ago or the machine was busy.
+    times.range_mut(..rows).for_each(|(_, mean)| mean.seconds = mean.seconds.min(seconds));
 }
 
 /// The measured time at the nearest number of rows, with a guess for what the difference adds, and never less than that of
@@ -273,6 +278,18 @@ mod tests {
         let mut control = DepthControl::new(Depth::Auto, false);
         (0..20).for_each(|_| control.note(1, 0));
         assert_eq!(control.choose(&costs, 1, 8, 1), 0);
+    }
+
+    #[test]
+    fn a_disturbance_is_soon_forgotten() {
+        let mut costs = costs();
+        (0..200).for_each(|_| costs.note_verify(1, 3e-3));
+        assert!(costs.round(1, 0) > 2.9e-3);
+        costs.note_verify(2, 1.1e-3);
+        assert!(costs.round(1, 0) < 1.11e-3, "a pass of two rows took less");
+        (0..200).for_each(|_| costs.note_draft(1, 3e-3));
+        (0..5).for_each(|_| costs.note_draft(1, 2e-4));
+        assert!(costs.round(1, 1) < 1.11e-3 + 3e-4);
     }
 
     #[test]
