@@ -1,9 +1,9 @@
 //! How much speculation gains on the built-in model, and what it costs when every draft is wrong.
 //!
-//! `cargo run --release -p keel-engine --example speculation -- [TOKENS] [REPEATS]`
+//! `cargo run --release -p keel-engine --example speculation -- [TOKENS] [REPEATS] [auto]`
 //!
-//! Runs `auto`, `auto` with a drafter that is always wrong, and fixed depths, each between two runs of plain decoding,
-//! and prints the medians of the rates and of the ratios of neighbours.
+//! Runs `auto`, `auto` with a drafter that is always wrong, and unless the last argument is `auto` fixed depths, each between
+//! two runs of plain decoding, and prints the medians of the rates and of the ratios of neighbours.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -68,6 +68,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let number = |i: usize, default: usize| std::env::args().nth(i).map_or(Ok(default), |n| n.parse());
     let (tokens, repeats) = (number(1, 512)?, number(2, 5)?);
+    let auto_alone = std::env::args().nth(3).is_some_and(|arg| arg == "auto");
     let checkpoint = Checkpoint::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo"))?;
     let backend = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
     let runtime = Runtime::new(Arc::new(backend), RuntimeOptions::default());
@@ -78,8 +79,10 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let (truth, _) = plain(&mut engine, tokens)?;
     let depths = (1..=DRAFTS_MAX).map(|depth| (format!("fixed {depth}"), Depth::Fixed(depth), false));
     let auto = [("auto", false), ("auto, always wrong", true)];
-    for (name, depth, is_wrong) in
-        auto.map(|(name, is_wrong)| (name.into(), Depth::Auto, is_wrong)).into_iter().chain(depths.filter(|_| std::env::args().nth(3).is_none()))
+    for (name, depth, is_wrong) in auto
+        .map(|(name, is_wrong)| (name.into(), Depth::Auto, is_wrong))
+        .into_iter()
+        .chain(depths.filter(|_| !auto_alone))
     {
         let (mut plain_rates, mut rates, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
         let mut counters = SpeculationCounters::default();

@@ -8,9 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use common::{decoded, expect_same_state, fixture};
-use keel_array::{
-    ArrayError, Backend, Compute, DeviceMemory, Kernel, Launch, RowBlock, Runtime, RuntimeOptions, WeightSpec,
-};
+use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
 use keel_cache::{CacheError, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
@@ -18,6 +16,7 @@ use keel_engine::{
     Depth, Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, Sampler, SamplerOptions,
     SpeculationCounters, SpeculationOptions, TokenIterator,
 };
+use keel_testkit::disturbed::{Disturbance, Disturbed};
 
 /// Says when a launch fails.
 #[derive(Default)]
@@ -38,52 +37,20 @@ impl Faults {
     }
 }
 
-struct Faulty {
-    inner: CpuBackend,
-    faults: Arc<Faults>,
-}
-
-impl Backend for Faulty {
-    fn name(&self) -> &str {
-        "faulty"
-    }
-    fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
-        self.inner.allocate(bytes)
-    }
-    fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
-        self.inner.write(memory, offset, bytes);
-    }
-    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
-        self.inner.read(memory, offset, bytes);
-    }
-    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
-        self.inner.workspace_bytes(kernel)
-    }
-    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        let left = self.faults.until.load(Ordering::Relaxed);
+impl Disturbance for Faults {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let left = self.until.load(Ordering::Relaxed);
         if left > 0 {
-            self.faults.set(if left == usize::MAX { left } else { left - 1 });
-            return self.inner.launch(launch);
+            self.set(if left == usize::MAX { left } else { left - 1 });
+            return backend.launch(launch);
         }
-        self.faults.clear();
-        if self.faults.is_silent.load(Ordering::Relaxed) {
-            self.inner.launch(launch)?;
+        self.clear();
+        if self.is_silent.load(Ordering::Relaxed) {
+            backend.launch(launch)?;
         } else {
             launch.note_done(0);
         }
         Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
-    }
-    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
-        self.inner.packed_bytes(spec)
-    }
-    fn pack(
-        &self,
-        spec: &WeightSpec,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        block: &RowBlock<'_>,
-    ) -> Result<(), ArrayError> {
-        self.inner.pack(spec, memory, offset, block)
     }
 }
 
@@ -92,9 +59,9 @@ fn engine(folder: &Path, piece: usize) -> (Engine, Arc<Faults>) {
     let faults = Arc::new(Faults::default());
     faults.clear();
     let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
-    let backend = Faulty { inner, faults: Arc::clone(&faults) };
+    let backend = Disturbed::new(Arc::new(inner), Arc::clone(&faults));
     let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
-    let runtime = Runtime::new(Arc::new(backend), options);
+    let runtime = Runtime::new(backend, options);
     let options = EngineOptions {
         context: 512,
         sequences: 3,
