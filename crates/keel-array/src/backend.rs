@@ -62,6 +62,13 @@ pub trait Backend: Send + Sync + 'static {
     /// Scratch that this kernel needs, placed in the arena beside the operands.
     fn workspace_bytes(&self, kernel: &Kernel) -> usize;
 
+    /// True if `reader`, given what `producer` reads, makes its input number `input` for itself: the value is then never
+    /// in memory. It is asked only about values without another use, and about producers that change no state.
+    fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
+        let _ = (reader, input, producer);
+        false
+    }
+
     /// Runs some kernels of a program in order and returns when their results are in memory.
     ///
     /// # Errors
@@ -71,6 +78,13 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Bytes of a weight in this device's own layout.
     fn packed_bytes(&self, spec: &WeightSpec) -> usize;
+
+    /// Repeats the first `rows` rows of expert 0, which were packed, over the whole weight; false if it cannot.
+    /// For weights that are made up.
+    fn repeat_rows(&self, spec: &WeightSpec, memory: &dyn DeviceMemory, offset: usize, rows: usize) -> bool {
+        let _ = (spec, memory, offset, rows);
+        false
+    }
 
     /// Brings rows of a weight into this device's layout, in `memory` at byte `offset`.
     ///

@@ -124,6 +124,14 @@ impl Weight {
         self.runtime.exclusive(|backend| backend.pack(spec, self.buffer.memory(), 0, block))
     }
 
+    /// Repeats the first `rows` rows of the first expert, stored before, over the whole weight: for weights that are made
+    /// up. False if the device does not do this; every row is then to be stored.
+    pub fn repeat(&self, rows: usize) -> bool {
+        let repeat =
+            |backend: &dyn crate::Backend| backend.repeat_rows(&self.spec, self.buffer.memory(), 0, rows);
+        self.runtime.backend().is_planning() || self.runtime.exclusive(repeat)
+    }
+
     /// Shape and coding.
     pub fn spec(&self) -> &WeightSpec {
         &self.spec

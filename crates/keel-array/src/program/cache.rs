@@ -80,7 +80,10 @@ fn host_bytes(graph: &Graph, program: &Program) -> usize {
     let kernels: usize = program
         .kernels()
         .iter()
-        .map(|k: &Kernel| size_of::<Kernel>() + (k.inputs.len() + k.outputs.len()) * operand)
+        .map(|k: &Kernel| {
+            let kernels = 1 + k.absorbed.len();
+            kernels * size_of::<Kernel>() + (k.inputs.len() + k.reads().len() + k.outputs.len()) * operand
+        })
         .sum();
     let calls: usize = graph
         .calls

@@ -103,5 +103,5 @@ fn fold(made: Kernel, kernel: Kernel, input: usize) -> Kernel {
         FusedStep::Binary(op, a, b) => FusedStep::Binary(op, place(a), place(b)),
     }));
     let op = Op::Fused(Arc::new(Fused { steps: chain }));
-    Kernel { op, inputs, outputs: kernel.outputs, workspace: None }
+    Kernel::new(op, inputs, kernel.outputs)
 }

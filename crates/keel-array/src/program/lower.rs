@@ -70,12 +70,7 @@ impl Draft {
 
     fn copy(&mut self, from: &Operand) -> Operand {
         let to = self.temp(Layout::contiguous(from.layout.shape.clone()), from.dtype);
-        self.kernels.push(Kernel {
-            op: Op::Copy,
-            inputs: vec![from.clone()],
-            outputs: vec![to.clone()],
-            workspace: None,
-        });
+        self.kernels.push(Kernel::new(Op::Copy, vec![from.clone()], vec![to.clone()]));
         to
     }
 
@@ -101,7 +96,7 @@ impl Draft {
             .collect();
         let outputs: Vec<Operand> =
             specs.iter().map(|(shape, dtype)| self.temp(Layout::contiguous(shape.clone()), *dtype)).collect();
-        self.kernels.push(Kernel { op, inputs, outputs: outputs.clone(), workspace: None });
+        self.kernels.push(Kernel::new(op, inputs, outputs.clone()));
         outputs
     }
 

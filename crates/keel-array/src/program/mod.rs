@@ -3,11 +3,13 @@
 //! 1. [`graph`]: collect the pending calls into plain data, which is also the key of the program cache.
 //! 2. [`lower`]: views become strides, copies appear where a kernel cannot walk them.
 //! 3. [`fuse`]: chains of element-wise kernels become one.
-//! 4. [`plan`]: every intermediate gets its place in one arena; inputs that nobody needs again are reused.
-//! 5. [`verify`]: the plan is checked before it is run for the first time.
+//! 4. [`absorb`]: values that a backend makes inside the kernels that read them disappear.
+//! 5. [`plan`]: every intermediate gets its place in one arena; inputs that nobody needs again are reused.
+//! 6. [`verify`]: the plan is checked before it is run for the first time.
 //!
 //! A program knows no memory. [`Bindings`] give it the buffers of one evaluation.
 
+mod absorb;
 mod cache;
 mod fuse;
 pub(crate) mod graph;
@@ -46,6 +48,8 @@ pub enum Slot {
     },
     /// An intermediate that has no place yet; gone once a program is planned.
     Temp(usize),
+    /// Never in memory: the kernel that reads it makes it, as this one of its absorbed kernels would.
+    Absorbed(usize),
 }
 
 /// An operand of a kernel: memory, and how to walk it.
@@ -70,6 +74,8 @@ pub struct Kernel {
     pub outputs: Vec<Operand>,
     /// Scratch in the arena: offset and bytes.
     pub workspace: Option<Range<usize>>,
+    /// Producers that this kernel runs within itself; see [`Backend::absorbs`].
+    pub absorbed: Vec<Kernel>,
 }
 
 /// Memory of an output.
@@ -95,6 +101,7 @@ impl Program {
     pub(crate) fn compile(graph: &Graph, backend: &dyn Backend, options: &RuntimeOptions) -> Program {
         let mut draft = lower::lower(graph);
         fuse::fuse(&mut draft);
+        absorb::absorb(&mut draft, backend);
         let mut program = plan::plan(draft, graph, backend);
         program.pieces = cut(&program.kernels, options);
         verify::verify(&program, graph);
@@ -138,9 +145,41 @@ fn cut(kernels: &[Kernel], options: &RuntimeOptions) -> Vec<Range<usize>> {
 }
 
 impl Kernel {
+    /// A kernel that neither scratch nor absorbed kernels have been given to yet.
+    pub(crate) fn new(op: Op, inputs: Vec<Operand>, outputs: Vec<Operand>) -> Kernel {
+        Kernel { op, inputs, outputs, workspace: None, absorbed: Vec::new() }
+    }
+
+    /// The operands that it reads from memory, those of absorbed kernels included.
+    pub fn reads(&self) -> Vec<&Operand> {
+        let own = self.inputs.iter().filter(|input| !matches!(input.slot, Slot::Absorbed(_)));
+        own.chain(self.absorbed.iter().flat_map(Kernel::reads)).collect()
+    }
+
+    /// The kernel that makes input number `input` within this one, if it was absorbed.
+    pub fn maker(&self, input: usize) -> Option<&Kernel> {
+        match self.inputs[input].slot {
+            Slot::Absorbed(i) => Some(&self.absorbed[i]),
+            _ => None,
+        }
+    }
+
+    /// Calls `f` with every operand in memory.
+    fn for_each_operand(&mut self, f: &mut impl FnMut(&mut Operand)) {
+        self.for_each_input(f);
+        self.outputs.iter_mut().for_each(f);
+    }
+
+    fn for_each_input(&mut self, f: &mut impl FnMut(&mut Operand)) {
+        self.inputs.iter_mut().filter(|input| !matches!(input.slot, Slot::Absorbed(_))).for_each(&mut *f);
+        for absorbed in &mut self.absorbed {
+            absorbed.for_each_input(f);
+        }
+    }
+
     /// Bytes of all operands, an upper bound on the memory traffic of most kernels.
     pub fn touched_bytes(&self) -> usize {
-        let operands = self.inputs.iter().chain(&self.outputs);
+        let operands = self.reads().into_iter().chain(&self.outputs);
         operands.map(|o| bytes_of(o.dtype, o.layout.shape.elements())).fold(0, usize::saturating_add)
     }
 }
@@ -217,6 +256,7 @@ impl<'a> Launch<'a> {
             Slot::Output(i) => bound(&self.bindings.outputs[i]),
             Slot::Arena { offset, .. } => (self.arena(), offset),
             Slot::Temp(_) => unreachable!("a planned program has no unplaced operand"),
+            Slot::Absorbed(_) => unreachable!("what a kernel makes for itself is not in memory"),
         }
     }
 

@@ -1,4 +1,4 @@
-//! Stage 4: the memory plan.
+//! Stage 5: the memory plan.
 //!
 //! Walks the kernels in order with the set of live intermediates. A result takes over the memory of an input
 //! that dies there, if the kernel allows it; otherwise the lowest gap of the arena that is large enough.
@@ -14,9 +14,7 @@ pub(super) fn plan(draft: Draft, graph: &Graph, backend: &dyn Backend) -> Progra
     let mut kernels = draft.kernels;
     for (i, kernel) in kernels.iter_mut().enumerate() {
         planner.place_outputs(i, kernel);
-        for operand in kernel.inputs.iter_mut().chain(&mut kernel.outputs) {
-            operand.slot = planner.resolve(operand.slot);
-        }
+        kernel.for_each_operand(&mut |operand| operand.slot = planner.resolve(operand.slot));
         planner.place_workspace(kernel, backend);
         planner.release_after(i);
     }
@@ -45,7 +43,7 @@ impl<'a> Planner<'a> {
         let mut last_external_use = vec![0; graph.externals.len()];
         let mut mutated = vec![false; graph.externals.len()];
         for (i, kernel) in draft.kernels.iter().enumerate() {
-            for operand in kernel.inputs.iter().chain(&kernel.outputs) {
+            for operand in kernel.reads().into_iter().chain(&kernel.outputs) {
                 match operand.slot {
                     Slot::Temp(t) => last_use[t] = i,
                     Slot::External(e) => last_external_use[e] = i,
@@ -98,6 +96,10 @@ impl<'a> Planner<'a> {
 
     /// The place of an input that dies at kernel `i` and whose memory fits output `t` exactly.
     fn reuse(&mut self, i: usize, kernel: &Kernel, number: usize, t: usize) -> Option<Slot> {
+        if !kernel.absorbed.is_empty() {
+            // An absorbed kernel may read what the result would be written over.
+            return None;
+        }
         let output = &kernel.outputs[number];
         for (n, input) in kernel.inputs.iter().enumerate() {
             let same = input.dtype == output.dtype && input.layout == output.layout;

@@ -1,4 +1,4 @@
-//! Stage 5: a plan is checked before it is used. A failure is a bug of ours, so it names the kernel and stops.
+//! Stage 6: a plan is checked before it is used. A failure is a bug of ours, so it names the kernel and stops.
 
 use super::graph::Graph;
 use super::{OutputMemory, Program, Slot};
@@ -9,7 +9,7 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
     let mut holds: Vec<(usize, usize, usize)> = Vec::new(); // (first byte, end, intermediate)
     for (i, kernel) in program.kernels.iter().enumerate() {
         let name = kernel.op.name();
-        for input in &kernel.inputs {
+        for input in kernel.reads() {
             if let Slot::Arena { temp, offset } = input.slot {
                 let intact = holds.iter().any(|&(start, _, t)| (start, t) == (offset, temp));
                 assert!(
@@ -39,7 +39,7 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
         for &(start, end, temp) in &written {
             assert!(end <= program.arena_bytes, "kernel {i} ({name}) writes past the arena");
             if temp == usize::MAX {
-                let clash = kernel.inputs.iter().chain(&kernel.outputs).any(|o| match o.slot {
+                let clash = kernel.reads().into_iter().chain(&kernel.outputs).any(|o| match o.slot {
                     Slot::Arena { offset, .. } => {
                         offset < end && start < offset + bytes_of(o.dtype, o.layout.end())
                     }

@@ -80,7 +80,7 @@ fn check_destinations(program: &Program, bindings: &Bindings) -> Result<()> {
             }
             _ => false,
         };
-        let last_read = program.kernels().iter().rposition(|k| k.inputs.iter().any(reads));
+        let last_read = program.kernels().iter().rposition(|k| k.reads().into_iter().any(reads));
         if last_read >= written && last_read.is_some() {
             return Err(refuse(format!("destination {i} is written while the graph still reads it")));
         }

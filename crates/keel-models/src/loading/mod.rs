@@ -77,6 +77,12 @@ pub trait Parameters {
     /// If it is missing.
     fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>>;
 
+    /// True if one row of a linear layer is as good as any other, so that a device may repeat some of them: those of a
+    /// model that is made up.
+    fn rows_are_alike(&self) -> bool {
+        false
+    }
+
     /// True if norms are stored as scales also where the model type stores offsets from one.
     fn norms_are_scales(&self) -> bool {
         false
@@ -261,13 +267,25 @@ impl<'a> Loader<'a> {
         let rows = experts.first().map_or(0, |pieces| pieces.iter().map(Piece::len).sum());
         let spec = WeightSpec { experts: experts.len(), rows, cols, format, compute: self.compute };
         let weight = Weight::allocate(self.runtime, spec)?;
-        if !self.runtime.backend().is_planning() {
+        if !self.runtime.backend().is_planning() && !self.repeated(&weight, experts)? {
             for (expert, pieces) in experts.iter().enumerate() {
                 self.fill(&weight, expert, pieces)?;
             }
         }
         (self.progress)(weight.bytes() as u64);
         Ok(weight)
+    }
+
+    /// Fills a weight by repeating its first block, if its rows are alike and the device can.
+    fn repeated(&self, weight: &Weight, experts: &[Vec<Piece>]) -> Result<bool> {
+        let first = experts.first().and_then(|pieces| pieces.first());
+        let Some(piece) = first.filter(|_| self.parameters.rows_are_alike()) else { return Ok(false) };
+        let rows = weight.spec().rows.min(BLOCK_ROWS);
+        let mut assembler = RowAssembler::new(weight, 0);
+        let sink = &mut |count, data: RowData<'_>| assembler.push(count, data);
+        self.parameters.linear_rows(&piece.module, piece.expert, 0..rows, weight.spec(), sink)?;
+        assembler.flush()?;
+        Ok(weight.repeat(rows))
     }
 
     fn fill(&self, weight: &Weight, expert: usize, pieces: &[Piece]) -> Result<()> {

@@ -11,7 +11,8 @@ use crate::Result;
 /// Standard deviation of the elements, small enough that activations stay finite through any depth.
 const DEVIATION: f32 = 0.02;
 
-/// Random parameters of one format. Names decide the values, so that the same shape is the same model.
+/// Random parameters of one format. Names decide the values, so that the same shape is the same model on a device. One
+/// that can repeats the first rows of each weight, so that a model of any size is there within seconds.
 pub struct RandomParameters {
     /// Format of all linear layers whose input is a multiple of the group size; bf16 elsewhere.
     pub format: WeightFormat,
@@ -83,6 +84,10 @@ impl Parameters for RandomParameters {
             random_block(&mut generator, spec, count, sink)?;
         }
         Ok(())
+    }
+
+    fn rows_are_alike(&self) -> bool {
+        true
     }
 
     fn norms_are_scales(&self) -> bool {

@@ -1,0 +1,56 @@
+//! Stage 4: a value that its readers can make for themselves needs neither memory nor a kernel.
+//!
+//! Only a backend knows what its kernels can take in: a norm in front of a product, a gate behind it. It is asked about
+//! each producer and each of its readers; all of them must agree. A producer with several readers is run in each.
+
+use std::collections::HashMap;
+
+use super::lower::Draft;
+use super::{Kernel, Slot};
+use crate::backend::Backend;
+
+pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
+    let mut readers: HashMap<usize, Vec<(usize, usize)>> = HashMap::new();
+    let mut mutated: Vec<usize> = Vec::new();
+    for (reader, kernel) in draft.kernels.iter().enumerate() {
+        for (n, input) in kernel.inputs.iter().enumerate() {
+            match input.slot {
+                Slot::Temp(t) => readers.entry(t).or_default().push((reader, n)),
+                Slot::External(e) if kernel.op.mutated_inputs().contains(&n) => mutated.push(e),
+                _ => {}
+            }
+        }
+    }
+    let mut kernels: Vec<Option<Kernel>> = draft.kernels.drain(..).map(Some).collect();
+    // In order: a producer that was absorbed is absorbed further with its reader.
+    for i in 0..kernels.len() {
+        let Some(producer) = kernels[i].take() else { continue };
+        let places = match producer.outputs[..] {
+            [ref output] => match output.slot {
+                Slot::Temp(t) if draft.temps[t].output.is_none() => readers.get(&t),
+                _ => None,
+            },
+            _ => None,
+        };
+        let stable = producer.op.mutated_inputs().is_empty()
+            && producer.reads().iter().all(|o| !matches!(o.slot, Slot::External(e) if mutated.contains(&e)));
+        let taken = places.filter(|places| {
+            stable
+                && places.iter().enumerate().all(|(n, &(reader, input))| {
+                    let once = places[..n].iter().all(|earlier| earlier.0 != reader);
+                    once && kernels[reader].as_ref().is_some_and(|r| backend.absorbs(r, input, &producer))
+                })
+        });
+        let Some(taken) = taken else {
+            kernels[i] = Some(producer);
+            continue;
+        };
+        for &(reader, input) in taken {
+            if let Some(reader) = &mut kernels[reader] {
+                reader.inputs[input].slot = Slot::Absorbed(reader.absorbed.len());
+                reader.absorbed.push(producer.clone());
+            }
+        }
+    }
+    draft.kernels = kernels.into_iter().flatten().collect();
+}
