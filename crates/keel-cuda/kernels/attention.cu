@@ -10,11 +10,11 @@
 // Launch:
 //   kv_write         grid T, block 128
 //   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory 4 (48 D + 688) bytes
-//   attention_merge  grid (T, H), block 128; not needed with one split
+//   attention_merge  grid (T, H), block 128, shared memory 4 splits bytes; not needed with one split
 // A block takes 16 pairs (row, head of the group) of one sequence against the keys of its split, 32 at a time.
 // split_keys: keys of a split, a multiple of 256, so that splits * split_keys >= 256 P (a row's bits then depend on its
 // own keys alone); 0: the keys that there are, cut evenly.
-// partial: f32 [splits, T, H, D + 2]: sum of e^(s - m) v, then m, then sum of e^(s - m). Splits without keys write nothing.
+// partial: splits T H (D + 2) floats, see paged.cuh. Splits without keys write nothing.
 //
 // Bytes of decode: 2 KV D bytes_of(element) a key. Floor: those at the memory's rate.
 
@@ -55,6 +55,7 @@ static __device__ __forceinline__ void store4(bf16* p, float4 x) {
 extern "C" __global__ void __launch_bounds__(128)
 kv_write(const float* k, const float* v, kv_t* keys, kv_t* values, const u32* table, const u32* row_start,
          const u32* position, u32 sequences, u32 pages) {
+    take_turn();
     u32 t = blockIdx.x, b, row;
     if (!locate(row_start, sequences, 1, 1, t, b, row)) return;
     u32 at = position[b] + row, page = table[b * pages + at / PAGE];
@@ -71,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(128)
 attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
           const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys, float* partial,
           float* y) {
+    take_turn();
     // Groups of rows for the products with V: as many as there are threads for all columns.
     constexpr int ROW_GROUPS = 128 / QUADS >= 16 ? 16 : 128 / QUADS >= 8 ? 8 : 128 / QUADS >= 4 ? 4 : 128 / QUADS >= 2 ? 2 : 1;
     constexpr int ROWS = BM / ROW_GROUPS;
@@ -174,9 +176,7 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
             totals[m] = total[i];
             if (gridDim.z > 1 && m < count) {
                 u64 row = first_row + (first + m) / G, head = kv * G + (first + m) % G;
-                float* out = partial + (((u64)blockIdx.z * total_rows + row) * H + head) * (D + 2) + D;
-                out[0] = largest[i];
-                out[1] = total[i];
+                *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) = make_float2(largest[i], total[i]);
             }
         }
     }
@@ -188,10 +188,7 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
         if (m >= count) continue;
         u64 row = first_row + (first + m) / G, head = kv * G + (first + m) % G;
         if (gridDim.z > 1) {
-            // Eight bytes are all that rows of D + 2 values are aligned to.
-            float* out = partial + (((u64)blockIdx.z * total_rows + row) * H + head) * (D + 2) + column;
-            *(float2*)out = make_float2(sums[r].x, sums[r].y);
-            *(float2*)(out + 2) = make_float2(sums[r].z, sums[r].w);
+            store4(split_sums(partial, total_rows, blockIdx.z, row, head) + column, sums[r]);
         } else {
             float f = 1.0f / totals[m];
             store4(y + (row * H + head) * D + column,
@@ -200,68 +197,73 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
     }
 }
 
-/// Adds up the splits of a row and head.
+/// Adds up the splits of a row and head: four columns a thread, D / 4 threads and 128 / (D / 4) shares of the splits.
 extern "C" __global__ void __launch_bounds__(128)
-attention_merge(const float* partial, const u32* row_start, const u32* position, u32 sequences, u32 total_rows,
-                u32 splits, u32 split_keys, float* y) {
-    constexpr int MANY = 128;
-    __shared__ float weights[MANY];
+attention_merge(float* partial, const u32* row_start, const u32* position, u32 sequences, u32 total_rows, u32 splits,
+                u32 split_keys, float* y) {
+    take_turn();
+    // A share of splits for every D / 4 threads.
+    constexpr int SHARES = 128 / QUADS;
+    DYNAMIC_SHARED(float, weights);
+    __shared__ __align__(16) float4 parts[128];
     u32 t = blockIdx.x, head = blockIdx.y, b, row;
     if (!locate(row_start, sequences, 1, 1, t, b, row)) return;
     const u32 start = position[b], high = start + row_start[b + 1] - row_start[b], lane = threadIdx.x % 32;
-    const u64 stride = (u64)total_rows * H * (D + 2);
-    partial += ((u64)t * H + head) * (D + 2);
-    float largest = -INF, total = 0.0f, sums[(D + 127) / 128];
-#pragma unroll
-    for (int i = 0; i < (D + 127) / 128; i++) sums[i] = 0.0f;
-    for (u32 base = 0; base < splits; base += MANY) {
-        u32 many = min(splits - base, MANY);
-        // Every warp finds the largest for itself; it takes one round of loads.
-        float m[MANY / 32], now = largest;
-#pragma unroll
-        for (int i = 0; i < MANY / 32; i++) {
-            u32 s = i * 32 + lane, from, to;
-            m[i] = -INF;
-            if (s < many) {
-                split_range(start, high, WINDOW, base + s, splits, split_keys, from, to);
-                if (sees(start + row, WINDOW, from, to)) m[i] = partial[(base + s) * stride + D];
-            }
-            now = fmaxf(now, m[i]);
-        }
-        now = warp_max(now);
-        float before = largest == -INF ? 0.0f : expf(largest - now), sum = 0.0f;
-        u32 first = many, last = 0;
-#pragma unroll
-        for (int i = 0; i < MANY / 32; i++) {
-            u32 s = i * 32 + lane;
-            float weight = m[i] == -INF ? 0.0f : expf(m[i] - now);
-            if (m[i] != -INF) sum += weight * partial[(base + s) * stride + D + 1];
-            if (threadIdx.x < 32) weights[s] = weight;
-            // Splits that this row sees lie side by side; the others were not written.
-            u32 seen = __ballot_sync(FULL_WARP, m[i] != -INF);
-            if (seen != 0) {
-                if (first == many) first = i * 32 + __ffs(seen) - 1;
-                last = i * 32 + 32 - __clz(seen);
-            }
-        }
-        total = total * before + warp_sum(sum);
+    // Splits that a row sees lie side by side; the others were not written.
+    u32 begin = splits, end = 0;
+    float largest = -INF, total = 0.0f;
+    for (u32 s = lane; s < splits; s += 32) {
+        u32 from, to;
+        split_range(start, high, WINDOW, s, splits, split_keys, from, to);
+        if (!sees(start + row, WINDOW, from, to)) continue;
+        begin = min(begin, s);
+        end = s + 1;
+        // Every warp adds up for itself, in the same order; the first leaves the weights.
+        float2 x = *split_scale(partial, splits, total_rows, s, t, head);
+        float now = fmaxf(largest, x.x);
+        total = total * (largest == -INF ? 0.0f : expf(largest - now)) + x.y * (x.x == -INF ? 0.0f : expf(x.x - now));
         largest = now;
-        __syncthreads();
+        if (threadIdx.x < 32) weights[s] = x.x;
+    }
+    float now = warp_max(largest);
+    total = warp_sum(largest == -INF ? 0.0f : total * expf(largest - now));
 #pragma unroll
-        for (int i = 0; i < (D + 127) / 128; i++) {
-            u32 d = i * 128 + threadIdx.x;
-            float x = sums[i] * before;
-            if (d < D) {
-#pragma unroll 16
-                for (u32 s = first; s < last; s++) x = fmaf(weights[s], partial[(base + s) * stride + d], x);
+    for (int d = 16; d > 0; d >>= 1) {
+        begin = min(begin, __shfl_xor_sync(FULL_WARP, begin, d));
+        end = max(end, __shfl_xor_sync(FULL_WARP, end, d));
+    }
+    // A lane finds what it wrote itself.
+    for (u32 s = threadIdx.x; s < end && threadIdx.x < 32; s += 32) {
+        if (s >= begin) weights[s] = expf(weights[s] - now);
+    }
+    __syncthreads();
+    const u32 share = threadIdx.x / QUADS, column = threadIdx.x % QUADS * 4;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (share < SHARES) {
+        const float* in = split_sums(partial, total_rows, 0, t, head) + column;
+        const u64 stride = (u64)total_rows * (H * D);
+        // Loads of several splits are under way together.
+        for (u32 s = begin + share; s < end; s += 16 * SHARES) {
+            float4 part[16];
+#pragma unroll
+            for (int j = 0; j < 16; j++)
+                part[j] = s + j * SHARES < end ? load4(in + (s + j * SHARES) * stride) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (int j = 0; j < 16; j++) {
+                float weight = s + j * SHARES < end ? weights[s + j * SHARES] : 0.0f;
+                sum = make_float4(fmaf(weight, part[j].x, sum.x), fmaf(weight, part[j].y, sum.y),
+                                  fmaf(weight, part[j].z, sum.z), fmaf(weight, part[j].w, sum.w));
             }
-            sums[i] = x;
         }
-        __syncthreads();
     }
+    parts[threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.x >= QUADS) return;
 #pragma unroll
-    for (int i = 0; i < (D + 127) / 128; i++) {
-        u32 d = i * 128 + threadIdx.x;
-        if (d < D) y[((u64)t * H + head) * D + d] = sums[i] / total;
+    for (int i = 1; i < SHARES; i++) {
+        float4 other = parts[i * QUADS + threadIdx.x];
+        sum = make_float4(sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w);
     }
+    float f = 1.0f / total;
+    store4(y + ((u64)t * H + head) * D + column, make_float4(sum.x * f, sum.y * f, sum.z * f, sum.w * f));
 }

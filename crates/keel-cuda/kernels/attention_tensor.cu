@@ -9,8 +9,9 @@
 //                      64 pairs (row, head of the group) against 64 keys at a time, a warp 16 of the pairs; keys come
 //                      while the last tile's values are multiplied and the other way round. Long blocks start first.
 //   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory max(2 (16 + 32 WARPS) (D + 8),
-//                      64 WARPS (D + 2)) bytes. A block takes 16 pairs, each of its warps 16 keys at a time. units = B where
-//                      no sequence has more than 16 pairs, else ceil(T G / 16) + B.
+//                      64 WARPS (D + 2), 128 (splits + 1)) bytes. A block takes 16 pairs, each of its warps 16 keys at a
+//                      time. units = B where no sequence has more than 16 pairs, else ceil(T G / 16) + B.
+//   attention_decode_merged  the same; the last block of some pairs adds up their splits
 //
 // Floor of prefill: 4 D H T^2 / 2 operations at the tensor cores' rate; of decode: 4 KV D bytes a key.
 
@@ -176,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(128)
 attention_prefill(const float* q, const bf16* keys, const bf16* values, const u32* table, const u32* row_start,
                   const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys,
                   float* partial, float* y) {
+    take_turn();
     DYNAMIC_SHARED(bf16, shared);
     bf16 *q_tile = shared, *key_tile = shared + BM * LINE, *value_tile = shared + (BM + BN) * LINE;
 
@@ -235,40 +237,27 @@ attention_prefill(const float* q, const bf16* keys, const bf16* values, const u3
         if (m >= count) continue;
         u64 row = first_row + (first + m) / G, head = kv * G + (first + m) % G;
         bool split = gridDim.z > 1;
-        float* out = split ? partial + (((u64)blockIdx.z * total_rows + row) * H + head) * (D + 2) : y + (row * H + head) * D;
+        float* out = split ? split_sums(partial, total_rows, blockIdx.z, row, head) : y + (row * H + head) * D;
         float f = split ? 1.0f : 1.0f / softmax.total[half];
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
             *(float2*)(out + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * half] * f, sums[n][2 * half + 1] * f);
-        if (split && lane % 4 == 0) {
-            // In natural units, as attention_merge wants it.
-            out[D] = softmax.largest[half] * scale;
-            out[D + 1] = softmax.total[half];
-        }
+        // In natural units, as attention_merge wants it.
+        if (split && lane % 4 == 0)
+            *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) =
+                make_float2(softmax.largest[half] * scale, softmax.total[half]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-attention_decode(const float* q, const bf16* keys, const bf16* values, const u32* table, const u32* row_start,
-                 const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys,
-                 float* partial, float* y) {
+/// The keys of one split for 16 pairs of sequence b from pair `first` on.
+static __device__ __forceinline__ void attend_split(bf16* shared, const float* q, const bf16* keys, const bf16* values,
+                                                    const u32* my_table, u32 first_row, u32 first, u32 count, u32 start, u32 kv,
+                                                    u32 from, u32 to, u32 total_rows, float scale, float* partial, float* y) {
     constexpr int CHUNK = 16;
-    DYNAMIC_SHARED(bf16, shared);
+    const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     bf16 *q_tile = shared, *key_tile = shared + 16 * LINE + warp * (2 * CHUNK * LINE), *value_tile = key_tile + CHUNK * LINE;
 
-    u32 b = blockIdx.x, unit = 0;
-    if (gridDim.x != sequences && !locate(row_start, sequences, G, 16, blockIdx.x, b, unit)) return;
-    const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, start = position[b], kv = blockIdx.y;
-    if (pairs == 0) return;
-    const u32 first = unit * 16, count = min(pairs - first, 16);
-    const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
-    u32 from, to;
-    split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, split_keys, from, to);
-    visible_range(first_position, last_position, WINDOW, from, to);
-    if (from >= to) return;
-
-    const u32* my_table = table + b * pages;
     auto load = [&](bf16* tile, const bf16* pool, u32 key) {
         if (key < to) {
             const bf16* page = pool + (((u64)my_table[key / PAGE] * KV + kv) * PAGE + key % PAGE) * D;
@@ -345,14 +334,30 @@ attention_decode(const float* q, const bf16* keys, const bf16* values, const u32
         }
         u64 row = first_row + (first + m) / G, head = kv * G + (first + m) % G;
         if (gridDim.z > 1) {
-            float* out = partial + (((u64)blockIdx.z * total_rows + row) * H + head) * (D + 2);
-            *(float2*)(out + d) = sum;
-            if (d == 0) {
-                out[D] = largest;
-                out[D + 1] = total;
-            }
+            *(float2*)(split_sums(partial, total_rows, blockIdx.z, row, head) + d) = sum;
+            if (d == 0)
+                *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) = make_float2(largest, total);
         } else {
             *(float2*)(y + (row * H + head) * D + d) = make_float2(sum.x / total, sum.y / total);
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+attention_decode(const float* q, const bf16* keys, const bf16* values, const u32* table, const u32* row_start,
+                 const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys,
+                 float* partial, float* y) {
+    take_turn();
+    DYNAMIC_SHARED(bf16, shared);
+    u32 b = blockIdx.x, unit = 0;
+    if (gridDim.x != sequences && !locate(row_start, sequences, G, 16, blockIdx.x, b, unit)) return;
+    const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, start = position[b], kv = blockIdx.y;
+    if (pairs == 0) return;
+    const u32 first = unit * 16, count = min(pairs - first, 16), high = start + pairs / G;
+    u32 from, to;
+    split_range(start, high, WINDOW, blockIdx.z, gridDim.z, split_keys, from, to);
+    visible_range(start + first / G, start + (first + count - 1) / G, WINDOW, from, to);
+    if (from < to)
+        attend_split(shared, q, keys, values, table + b * pages, first_row, first, count, start, kv, from, to, total_rows, scale,
+                     partial, y);
 }

@@ -19,6 +19,7 @@ extern "C" __global__ void check_batch(
     u32* row_start, u32* slot, u32* position, u32* table, u32* accepted, u32 sequences, u32 rows, u32 slots, u32 pages, u32 table_width,
     u32 window, u32 grid, u32 records, u32 keep_open, Fault* fault, u32 kernel
 ) {
+    take_turn();
     __shared__ u32 what, number, bound;
     if (threadIdx.x == 0) what = 0;
     __syncthreads();

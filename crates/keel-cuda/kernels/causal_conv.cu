@@ -74,6 +74,7 @@ static __device__ __forceinline__ void convolve(const float* __restrict__ x, con
 extern "C" __global__ void __launch_bounds__(128)
 causal_conv(const float* x, const float* w, float* window, float* open, const u32* row_start, const u32* slot,
             const u32* accepted, u32 keep_open, float* y) {
+    take_turn();
     u32 channel = blockIdx.x * 128 + threadIdx.x, b = blockIdx.y;
     if (channel >= C) return;
     u32 first = row_start[b], rows = row_start[b + 1] - first;
@@ -86,6 +87,7 @@ causal_conv(const float* x, const float* w, float* window, float* open, const u3
 extern "C" __global__ void __launch_bounds__(128)
 causal_conv_prefill(const float* x, const float* w, float* window, const u32* row_start, const u32* slot,
                     u32 sequences, float* y) {
+    take_turn();
     u32 channel = blockIdx.x * 128 + threadIdx.x, tile = blockIdx.y;
     if (channel >= C) return;
     for (u32 b = 0; b < sequences; b++) {

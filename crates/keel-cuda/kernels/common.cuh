@@ -104,6 +104,25 @@ __device__ inline bf16x2 __hfma2(bf16x2 a, bf16x2 b, bf16x2 c) {
 }
 __device__ inline bf16x2 __hsub2(bf16x2 a, bf16x2 b) { return __hfma2(b, two_bf16(-1.0f, -1.0f), a); }
 
+// Hopper and later: kernels of a stream overlap. A kernel lets the next one start its blocks at once; the next waits until
+// all before it have ended. Before the wait it reads packed weights, nothing else, and writes nothing. A kernel that does
+// not wait is launched without overlap, for what comes behind it would take its end for the end of those before.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The first statement of a kernel that has nothing to do before.
+__device__ inline void take_turn() {
+    let_next_start();
+    wait_for_inputs();
+}
+
 // Where the elements of an operand lie, in elements from its first. The host has merged axes that lie seamlessly
 // behind each other; rank 0 is a gap-free operand.
 struct Strides {
@@ -121,21 +140,26 @@ struct Strides {
     }
 };
 
-// The first wrong datum that a launch has met, read by the host behind it: number of the kernel plus one, what is
-// wrong, and two numbers for the message.
-struct Fault {
+// The first wrong datum that a launch has met: number of the kernel plus one, what is wrong, and two numbers for the message.
+struct Wrong {
     u32 kernel;
     u32 what;
     u32 number;
     u32 bound;
 };
 
+// On the device, where kernels race for it, and in the host's memory, where the host looks behind the launch.
+struct Fault {
+    Wrong first;
+    volatile Wrong* told;
+};
+
 __device__ inline void report(Fault* fault, u32 kernel, u32 what, u32 number, u32 bound) {
-    if (atomicCAS(&fault->kernel, 0u, kernel + 1) == 0u) {
-        fault->what = what;
-        fault->number = number;
-        fault->bound = bound;
-    }
+    if (atomicCAS(&fault->first.kernel, 0u, kernel + 1) != 0u) return;
+    fault->told->what = what;
+    fault->told->number = number;
+    fault->told->bound = bound;
+    fault->told->kernel = kernel + 1;
 }
 
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }

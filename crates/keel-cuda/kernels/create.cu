@@ -3,11 +3,13 @@
 #include "common.cuh"
 
 extern "C" __global__ void fill(ELEM* y, u64 n, float value) {
+    take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) y[i] = From<ELEM>::f32(value);
 }
 
 extern "C" __global__ void arange(ELEM* y, u64 n, double start, double step) {
+    take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const double x = start + step * (double)i;
@@ -26,16 +28,19 @@ __device__ inline float random_uniform(u64 seed, u64 counter) {
 }
 
 extern "C" __global__ void bits(u32* y, u64 n, u64 seed) {
+    take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) y[i] = (u32)(random_bits(seed, i) >> 32);
 }
 
 extern "C" __global__ void uniform(float* y, u64 n, u64 seed) {
+    take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) y[i] = random_uniform(seed, i);
 }
 
 extern "C" __global__ void normal(float* y, u64 n, u64 seed) {
+    take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const double u = random_uniform(seed, 2 * i), v = random_uniform(seed, 2 * i + 1);

@@ -2,5 +2,6 @@
 #include "common.cuh"
 
 extern "C" __global__ void initial(ELEM* y, u64 n, float value) {
+    take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) y[i] = From<ELEM>::f32(value);
 }

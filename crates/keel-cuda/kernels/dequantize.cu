@@ -9,8 +9,7 @@
 #ifdef BITS
 extern "C" __global__ void __launch_bounds__(256) dequantize(const u32 *codes, const PAIR_T *pairs, bf16 *out, u32 experts) {
     const int lane = threadIdx.x % 32;
-    let_next_start();
-    wait_for_inputs();
+    take_turn();
     const u32 tile = blockIdx.x * 8 + threadIdx.x / 32;
     if (tile >= experts * (u32)(N_TILES * K_TILES)) return;
     const int kt = tile % K_TILES, rt = tile / K_TILES % N_TILES;
@@ -40,8 +39,7 @@ extern "C" __global__ void embedding_rows(
     const WEIGHT_T *weight,
 #endif
     const INDEX *ids, float *y, Fault *fault, u32 kernel) {
-    let_next_start();
-    wait_for_inputs();
+    take_turn();
     const u32 id = (u32)ids[blockIdx.x];
     if (id >= DIM_N) {
         if (threadIdx.x == 0) report(fault, kernel, 0, id, DIM_N);
@@ -70,8 +68,7 @@ extern "C" __global__ void embedding_rows(
 
 // bf16 of f32, `pairs` of them. Grid ceil(pairs / 4 / 256), block 256; 4 bytes read and 2 written for each.
 extern "C" __global__ void to_bf16(const float2 *x, bf16x2 *y, long long pairs) {
-    let_next_start();
-    wait_for_inputs();
+    take_turn();
     const long long first = ((long long)blockIdx.x * 256 + threadIdx.x) * 4;
     if (first + 4 <= pairs) {
         float4 a = ((const float4 *)(x + first))[0], b = ((const float4 *)(x + first))[1];

@@ -12,6 +12,7 @@ __device__ inline float gelu_tanh(float x) {
 #if defined(CHAIN)
 // ELEM: float, f16 or bf16. PARAMETERS: one pointer and one Strides for each input. LOADS: v0 = x0[s0.at(i)] and so on.
 extern "C" __global__ void chain(ELEM* y, u64 n PARAMETERS) {
+    take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         LOADS
         CHAIN
@@ -22,6 +23,7 @@ extern "C" __global__ void chain(ELEM* y, u64 n PARAMETERS) {
 
 #if defined(FROM) && defined(TO)
 extern "C" __global__ void cast(const FROM* x, Strides from, TO* y, u64 n) {
+    take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const FROM value = x[from.at(i)];
         y[i] = From<FROM>::IS_FLOAT ? From<TO>::f32(to_f32(value)) : From<TO>::i64_(to_i64(value));
@@ -32,6 +34,7 @@ extern "C" __global__ void cast(const FROM* x, Strides from, TO* y, u64 n) {
 #if defined(INTEGER)
 // ELEM: an integer type or flag; EXPRESSION over a (and b) of type i64; RESULT: type of the result.
 extern "C" __global__ void integer(const ELEM* x, Strides sx, const ELEM* z, Strides sz, RESULT* y, u64 n) {
+    take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const i64 a = to_i64(x[sx.at(i)]), b = to_i64(z[sz.at(i)]);
         (void)a; (void)b;
@@ -43,6 +46,7 @@ extern "C" __global__ void integer(const ELEM* x, Strides sx, const ELEM* z, Str
 #if defined(COMPARE)
 // ELEM: a float type; EXPRESSION over floats a and b.
 extern "C" __global__ void compare(const ELEM* x, Strides sx, const ELEM* z, Strides sz, flag* y, u64 n) {
+    take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const float a = to_f32(x[sx.at(i)]), b = to_f32(z[sz.at(i)]);
         y[i] = flag{(u8)(EXPRESSION)};
@@ -53,6 +57,7 @@ extern "C" __global__ void compare(const ELEM* x, Strides sx, const ELEM* z, Str
 #if defined(SELECT)
 // ELEM: an unsigned type of the element's size.
 extern "C" __global__ void select(const flag* c, Strides sc, const ELEM* a, Strides sa, const ELEM* b, Strides sb, ELEM* y, u64 n) {
+    take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x)
         y[i] = c[sc.at(i)].byte ? a[sa.at(i)] : b[sb.at(i)];
 }

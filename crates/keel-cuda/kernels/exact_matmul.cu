@@ -30,8 +30,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT) exact_rows(WEIGHT_ARGUM
                                                                     const float *residual, float *y) {
     __shared__ float partial[SPLIT][DIM_T][17];
     const int lane = threadIdx.x % 32, split = threadIdx.x / 32, rt = blockIdx.x;
-    let_next_start();
-    wait_for_inputs();
+    take_turn();
     size_t expert = 0;
 #if GATHER
     expert = experts[blockIdx.y];
@@ -90,8 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) exact_tiled(WEIGHT_ARGUMENTS, 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int n0 = blockIdx.x * 128, t0 = blockIdx.y * 64;
     const int n_thread = threadIdx.x % 16 * 4, t_thread = threadIdx.x / 16 * 4; // rows n_thread + {0..3, 64..67}
-    let_next_start();
-    wait_for_inputs();
+    take_turn();
     const Weights weights = WEIGHT;
     float acc[4][8] = {};
     for (int kt = 0; kt < K_TILES; kt++) {

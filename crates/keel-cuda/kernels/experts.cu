@@ -4,6 +4,7 @@
 // Softmax probabilities of the k largest of E logits, the lower index among equals, divided by their sum if
 // `normalise`. E floats of dynamic shared memory.
 extern "C" __global__ void route_top_k(const float* logits, float* weights, u32* chosen, u32 experts, u32 k, u32 normalise) {
+    take_turn();
     extern __shared__ float row[];
     __shared__ float keys[256];
     __shared__ u32 places[256];
@@ -59,6 +60,7 @@ extern "C" __global__ void combine(
     const float* experts, const float* weights, const float* shared, const float* gate, const float* residual, float* y,
     u32 choices, u32 width, u32 with_shared
 ) {
+    take_turn();
     const u64 token = blockIdx.y;
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= width) return;

@@ -55,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(128)
 gated_delta(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, float* state,
             const u32* row_start, const u32* slot, float* records, const u32* accepted, u32* counters, u32 keep_open,
             float* y) {
+    take_turn();
     __shared__ Tokens tokens;
     __shared__ Sums sums;
     __shared__ __align__(16) float v[TILE][COLUMNS];

@@ -8,6 +8,7 @@ extern "C" __global__ void gated_delta_any(
     const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, float* state,
     const u32* row_start, const u32* slot, float* y
 ) {
+    take_turn();
     __shared__ float q[DK], k[DK], shared[33];
     const u32 head = blockIdx.x, sequence = blockIdx.y, key_head = head / (HV / HK);
     float* s = state + ((u64)slot[sequence] * HV + head) * DK * DV;

@@ -9,7 +9,7 @@
 //   S   <- e^(G_63) S + K^T (e^(G_63 - G) U)
 //
 // Two launches. gated_delta_prepare works on all chunks at once: norms, gates, T and P. It inverts blocks of 16 rows by
-// substitution and puts two and four of them together, all in f32. gated_delta_chunks walks a sequence's chunks one after
+// substitution in f32 and puts two and four of them together. gated_delta_chunks walks a sequence's chunks one after
 // the other; its states stay in registers, transposed: a warp holds 16 columns of S as the rows of its accumulators, so
 // that S, V - K S and U feed the next product as they lie there and warps never meet.
 // Sequences start at multiples of 64 positions; the last chunk may be ragged (absent rows have beta 0 and k 0).
@@ -19,10 +19,12 @@
 // Macros: HK, HV, DK, DV (DK and DV multiples of 16, DK at most 256), QKV_STRIDE, A_STRIDE, B_STRIDE,
 // STAGES (chunks in shared memory, 3), SPLIT (1: the state enters products as two bf16, so that 16 bits of it count).
 // Launch, with chunks = ceil(T / 64) + B:
-//   gated_delta_prepare  grid (chunks, HK), block 128, shared memory max(256 (DK + 8), 22016) + 512 HV / HK
+//   gated_delta_prepare  grid (HK, chunks), block 256, shared memory
+//                        max(256 (DK + 8), 44032) + 512 HV / HK
 //   gated_delta_chunks   grid (HV * ceil(DV / 32), B), block 128 (two warps multiply, two copy),
-//                        shared memory STAGES (256 (DK + 8) + 27904)
-// workspace: for each chunk k and q normed [HK, 2, 64, DK + 8] bf16, then T and P [HV, 2, 64, 72] bf16, then G [HV, 64] f32.
+//                        shared memory STAGES (256 (DK + 8) + 28160)
+// workspace: for each chunk k and q normed [HK, 2, 64, DK + 8] bf16, then T and P [HV, 2, 64, 72] bf16,
+// then e^G and e^(G_63 - G) [HV, 2, 64] f32.
 //
 // Bytes: 4 (2 HK DK + 2 HV DV) a token for qkv and y, and the workspace twice where it does not stay in L2.
 
@@ -45,12 +47,15 @@
 #define KEY_TILE (ROWS * KEY_LINE)
 #define PAIR_TILE (ROWS * PAIR_LINE)
 #define MATRIX_LINE 68
+#define MATRIX_BYTES ((ROWS * MATRIX_LINE + 32 * 36) * 4)
+// Bytes of k and q, then of two matrices.
+#define PREPARE_TILES (4 * KEY_TILE > 2 * MATRIX_BYTES ? 4 * KEY_TILE : 2 * MATRIX_BYTES)
 
 /// Where a chunk's part of the workspace lies.
 struct Chunk {
     bf16* keys;   // [2, 64, KEY_LINE] of one key head: k, q
     bf16* pairs;  // [2, 64, PAIR_LINE] of one value head: T, P
-    float* gates; // [64] of one value head: G
+    float* gates; // [2, 64] of one value head: e^G, e^(G_63 - G)
 };
 static __device__ __forceinline__ Chunk chunk_of(void* workspace, u32 chunks, u32 chunk, u32 head) {
     bf16* keys = (bf16*)workspace;
@@ -59,7 +64,7 @@ static __device__ __forceinline__ Chunk chunk_of(void* workspace, u32 chunks, u3
     Chunk c;
     c.keys = keys + ((u64)chunk * HK + head / SHARE) * (2 * KEY_TILE);
     c.pairs = pairs + ((u64)chunk * HV + head) * (2 * PAIR_TILE);
-    c.gates = gates + ((u64)chunk * HV + head) * ROWS;
+    c.gates = gates + ((u64)chunk * HV + head) * (2 * ROWS);
     return c;
 }
 
@@ -74,27 +79,30 @@ template <int LINE> static __device__ __forceinline__ const bf16* column_major(c
     return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
 }
 
-/// `c -= a b` or `c = a b` for square f32 blocks in shared memory; a thread has `HEIGHT` rows of four columns.
-template <int SIZE, int HEIGHT>
-static __device__ __forceinline__ void multiply(float4 (&c)[HEIGHT], const float* a, u32 a_line, const float* b, u32 b_line,
-                                                u32 row, u32 column) {
+/// `c = a b` on 16 rows of a and 8 columns of b [SIZE], f32 in shared memory, as tf32: the results are rounded to bf16 in
+/// the end, which loses more.
+template <int SIZE>
+static __device__ __forceinline__ void multiply(float (&c)[4], const float* a, u32 a_line, const float* b, u32 b_line) {
+    const u32 group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    c[0] = c[1] = c[2] = c[3] = 0.0f;
+    a += group * a_line + quad;
+    b += quad * b_line + group;
 #pragma unroll
-    for (int i = 0; i < HEIGHT; i++) c[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-    for (int k = 0; k < SIZE; k++) {
-        float4 y = *(const float4*)(b + k * b_line + column);
-#pragma unroll
-        for (int i = 0; i < HEIGHT; i++) {
-            float x = a[(row + i) * a_line + k];
-            c[i] = make_float4(fmaf(x, y.x, c[i].x), fmaf(x, y.y, c[i].y), fmaf(x, y.z, c[i].z), fmaf(x, y.w, c[i].w));
-        }
-    }
+    for (int k = 0; k < SIZE; k += 8)
+        mma_tf32(c, a[k], a[8 * a_line + k], a[k + 4], a[8 * a_line + k + 4], b[k * b_line], b[(k + 4) * b_line]);
 }
 
-/// Inverts I + M for the strictly lower triangular M [64, 64], in place. All 128 threads call it.
-static __device__ __forceinline__ void invert(float* matrix, float* scratch) {
+/// Writes what `multiply` gives.
+static __device__ __forceinline__ void store_tile(float* to, u32 line, const float (&c)[4], float sign) {
+    to += threadIdx.x % 32 / 4 * line + threadIdx.x % 4 * 2;
+    *(float2*)to = make_float2(sign * c[0], sign * c[1]);
+    *(float2*)(to + 8 * line) = make_float2(sign * c[2], sign * c[3]);
+}
+
+/// Inverts I + M for the strictly lower triangular M [64, 64], in place. Half a block of 256 threads calls it.
+static __device__ __forceinline__ void invert(float* matrix, float* scratch, u32 half) {
     constexpr u32 LINE = MATRIX_LINE, SCRATCH = 36;
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     {
         // Warp w solves (I + M) x = e_j on diagonal block w; lane j has column j.
         float* block = matrix + warp * 16 * (LINE + 1);
@@ -103,7 +111,13 @@ static __device__ __forceinline__ void invert(float* matrix, float* scratch) {
         for (int i = 0; i < 16; i++) {
             x[i] = i == lane ? 1.0f : 0.0f;
 #pragma unroll
-            for (int m = 0; m < i; m++) x[i] = fmaf(-block[i * LINE + m], x[m], x[i]);
+            for (int m = 0; m < i; m += 4) {
+                float4 y = *(const float4*)(block + i * LINE + m);
+                x[i] = fmaf(-y.x, x[m], x[i]);
+                if (m + 1 < i) x[i] = fmaf(-y.y, x[m + 1], x[i]);
+                if (m + 2 < i) x[i] = fmaf(-y.z, x[m + 2], x[i]);
+                if (m + 3 < i) x[i] = fmaf(-y.w, x[m + 3], x[i]);
+            }
         }
         __syncwarp();
         if (lane < 16) {
@@ -111,54 +125,57 @@ static __device__ __forceinline__ void invert(float* matrix, float* scratch) {
             for (int i = 0; i < 16; i++) block[i * LINE + lane] = x[i];
         }
     }
-    __syncthreads();
+    barrier(1 + half, 128);
     {
-        // Blocks of 32 from two of 16: [T0 0; -T1 M10 T0 T1].
-        const u32 pair = threadIdx.x / 64, row = threadIdx.x % 64 / 4, column = threadIdx.x % 4 * 4;
-        float* block = matrix + pair * 32 * (LINE + 1);
-        float4 c[1];
-        multiply<16, 1>(c, block + 16 * LINE, LINE, block, LINE, row, column);
-        *(float4*)(scratch + (pair * 16 + row) * SCRATCH + column) = c[0];
-        __syncthreads();
-        multiply<16, 1>(c, block + 16 * (LINE + 1), LINE, scratch + pair * 16 * SCRATCH, SCRATCH, row, column);
-        *(float4*)(block + (16 + row) * LINE + column) = make_float4(-c[0].x, -c[0].y, -c[0].z, -c[0].w);
+        // Blocks of 32 from two of 16: [T0 0; -T1 M10 T0 T1]. Two warps a pair, eight columns each.
+        float *block = matrix + warp / 2 * 32 * (LINE + 1), *part = scratch + warp / 2 * 16 * SCRATCH, c[4];
+        const u32 column = warp % 2 * 8;
+        multiply<16>(c, block + 16 * LINE, LINE, block + column, LINE);
+        store_tile(part + column, SCRATCH, c, 1.0f);
+        barrier(1 + half, 128);
+        multiply<16>(c, block + 16 * (LINE + 1), LINE, part + column, SCRATCH);
+        store_tile(block + 16 * LINE + column, LINE, c, -1.0f);
     }
-    __syncthreads();
+    barrier(1 + half, 128);
     {
-        // The same for blocks of 32.
-        const u32 row = threadIdx.x / 8 * 2, column = threadIdx.x % 8 * 4;
-        float4 c[2];
-        multiply<32, 2>(c, matrix + 32 * LINE, LINE, matrix, LINE, row, column);
-        *(float4*)(scratch + row * SCRATCH + column) = c[0];
-        *(float4*)(scratch + (row + 1) * SCRATCH + column) = c[1];
-        __syncthreads();
-        multiply<32, 2>(c, matrix + 32 * (LINE + 1), LINE, scratch, SCRATCH, row, column);
+        // The same for blocks of 32: a warp has 16 rows of 16 columns.
+        const u32 row = warp % 2 * 16, column = warp / 2 * 16;
+        float c[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            *(float4*)(matrix + (32 + row + i) * LINE + column) = make_float4(-c[i].x, -c[i].y, -c[i].z, -c[i].w);
+        for (int n = 0; n < 2; n++) {
+            multiply<32>(c[n], matrix + (32 + row) * LINE, LINE, matrix + column + n * 8, LINE);
+            store_tile(scratch + row * SCRATCH + column + n * 8, SCRATCH, c[n], 1.0f);
+        }
+        barrier(1 + half, 128);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            multiply<32>(c[n], matrix + (32 + row) * LINE + 32, LINE, scratch + column + n * 8, SCRATCH);
+            store_tile(matrix + (32 + row) * LINE + column + n * 8, LINE, c[n], -1.0f);
+        }
     }
-    __syncthreads();
+    barrier(1 + half, 128);
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(256, 3)
 gated_delta_prepare(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias,
                     const u32* row_start, u32 sequences, u32 chunks, void* workspace) {
-    constexpr int PART = 2 * KEY_TILE * 2 > (ROWS * MATRIX_LINE + 32 * 36) * 4 ? 2 * KEY_TILE * 2 : (ROWS * MATRIX_LINE + 32 * 36) * 4;
+    take_turn();
     DYNAMIC_SHARED(char, shared);
-    // The matrix to invert takes the place of k and q once their products lie in registers.
+    // The matrices to invert take the place of k and q once their products lie in registers.
     bf16 *k_tile = (bf16*)shared, *q_tile = k_tile + KEY_TILE;
-    float *matrix = (float*)shared, *scratch = matrix + ROWS * MATRIX_LINE;
-    float (*gates)[ROWS] = (float (*)[ROWS])(shared + PART), (*betas)[ROWS] = gates + SHARE;
+    float* matrices = (float*)shared;
+    // Sums of log decays to base 2, and betas.
+    float (*gates)[ROWS] = (float (*)[ROWS])(shared + PREPARE_TILES), (*betas)[ROWS] = gates + SHARE;
 
     u32 sequence, unit;
-    if (!locate(row_start, sequences, 1, ROWS, blockIdx.x, sequence, unit)) return;
+    if (!locate(row_start, sequences, 1, ROWS, blockIdx.y, sequence, unit)) return;
     const u32 first = row_start[sequence] + unit * ROWS, rows = min(row_start[sequence + 1] - first, ROWS);
-    const u32 key_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 key_head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     // Norms: a warp takes a row, four values a lane.
     constexpr int QUADS = (DK + 127) / 128;
 #pragma unroll 4
-    for (u32 t = warp; t < ROWS; t += 4) {
+    for (u32 t = warp; t < ROWS; t += 8) {
         const float* q = qkv + (u64)(first + t) * QKV_STRIDE + key_head * DK;
         float4 x[QUADS], z[QUADS];
         float qq = 0.0f, kk = 0.0f;
@@ -181,10 +198,10 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
             }
         }
     }
-    // Gates: a warp takes a value head, rows 2 lane and 2 lane + 1 a lane.
-    for (u32 r = warp; r < SHARE; r += 4) {
+    // Gates: a warp takes a value head, a lane rows 2 lane and 2 lane + 1.
+    for (u32 r = warp; r < SHARE; r += 8) {
         u32 head = key_head * SHARE + r;
-        float g[2], rate = -expf(a_log[head]), bias = dt_bias[head];
+        float g[2], rate = -1.4426950408889634f * expf(a_log[head]), bias = dt_bias[head];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             u32 t = 2 * lane + i;
@@ -203,65 +220,79 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
             float before = __shfl_up_sync(FULL_WARP, until, d);
             if (lane >= d) until += before;
         }
-        gates[r][2 * lane] = until - g[1];
-        gates[r][2 * lane + 1] = until;
-        *(float2*)(chunk_of(workspace, chunks, blockIdx.x, head).gates + 2 * lane) = make_float2(until - g[1], until);
+        float all = __shfl_sync(FULL_WARP, until, 31), odd = until, even = until - g[1];
+        gates[r][2 * lane] = even;
+        gates[r][2 * lane + 1] = odd;
+        float* out = chunk_of(workspace, chunks, blockIdx.y, head).gates + 2 * lane;
+        *(float2*)out = make_float2(exp2f(even), exp2f(odd));
+        *(float2*)(out + ROWS) = make_float2(exp2f(all - even), exp2f(all - odd));
     }
     __syncthreads();
 
-    uint4* keys_out = (uint4*)chunk_of(workspace, chunks, blockIdx.x, key_head * SHARE).keys;
-    for (u32 i = threadIdx.x; i < 2 * KEY_TILE / 8; i += 128) keys_out[i] = ((const uint4*)k_tile)[i];
+    uint4* keys_out = (uint4*)chunk_of(workspace, chunks, blockIdx.y, key_head * SHARE).keys;
+    for (u32 i = threadIdx.x; i < 2 * KEY_TILE / 8; i += 256) keys_out[i] = ((const uint4*)k_tile)[i];
 
-    // Rows 16 warp.. of K K^T and Q K^T; columns past the diagonal block are not needed.
-    float kk[8][4], qk[8][4];
+    // The first four warps have 16 rows each of K K^T, the others of Q K^T; columns past the diagonal block are not needed.
+    const bool inverts = warp < 4;
+    const u32 row = warp % 4 * 16;
+    float products[8][4];
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) kk[n][i] = qk[n][i] = 0.0f;
-    }
+    for (int n = 0; n < 8; n++) products[n][0] = products[n][1] = products[n][2] = products[n][3] = 0.0f;
 #pragma unroll 2
     for (int k = 0; k < DK / 16; k++) {
-        u32 ak[4], aq[4];
-        load_matrices(ak, row_major<KEY_LINE>(k_tile, warp * 16, k * 16));
-        load_matrices(aq, row_major<KEY_LINE>(q_tile, warp * 16, k * 16));
+        u32 x[4];
+        load_matrices(x, row_major<KEY_LINE>(inverts ? k_tile : q_tile, row, k * 16));
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            if (n <= warp) {
-                u32 x[4];
-                load_matrices(x, column_major<KEY_LINE>(k_tile, n * 16, k * 16));
-                mma(kk[2 * n], ak, x[0], x[1]);
-                mma(kk[2 * n + 1], ak, x[2], x[3]);
-                mma(qk[2 * n], aq, x[0], x[1]);
-                mma(qk[2 * n + 1], aq, x[2], x[3]);
+            if (n * 16 <= row) {
+                u32 z[4];
+                load_matrices(z, column_major<KEY_LINE>(k_tile, n * 16, k * 16));
+                mma(products[2 * n], x, z[0], z[1]);
+                mma(products[2 * n + 1], x, z[2], z[3]);
             }
         }
     }
+    __syncthreads();
 
-    for (u32 r = 0; r < SHARE; r++) {
-        Chunk out = chunk_of(workspace, chunks, blockIdx.x, key_head * SHARE + r);
-        __syncthreads();
+    // Two value heads at a time: half of the warps lay out both matrices while the others write both P, then each half
+    // inverts one.
+    for (u32 pair = 0; pair < SHARE; pair += 2) {
+        for (u32 r = pair; r < min(pair + 2, SHARE); r++) {
+            bf16* scores = chunk_of(workspace, chunks, blockIdx.y, key_head * SHARE + r).pairs + PAIR_TILE;
+            float* matrix = matrices + (r - pair) * (MATRIX_BYTES / 4);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 i = warp * 16 + lane / 4 + 8 * half;
-            float gate = gates[r][i], beta = betas[r][i];
+            for (int half = 0; half < 2; half++) {
+                u32 i = row + lane / 4 + 8 * half;
+                float gate = gates[r][i], beta = betas[r][i];
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
-                u32 j = n * 8 + lane % 4 * 2;
-                // Exponents are at most 0 where they count; elsewhere they could overflow.
-                float e0 = j <= i ? expf(gate - gates[r][j]) : 0.0f, e1 = j + 1 <= i ? expf(gate - gates[r][j + 1]) : 0.0f;
-                *(float2*)(matrix + i * MATRIX_LINE + j) =
-                    make_float2(j < i ? beta * e0 * kk[n][2 * half] : 0.0f, j + 1 < i ? beta * e1 * kk[n][2 * half + 1] : 0.0f);
-                *(u32*)(out.pairs + PAIR_TILE + i * PAIR_LINE + j) = pack_bf16(e0 * qk[n][2 * half], e1 * qk[n][2 * half + 1]);
+                for (int n = 0; n < 8; n++) {
+                    u32 j = n * 8 + lane % 4 * 2;
+                    float2 gate_j = *(const float2*)&gates[r][j];
+                    // Exponents are at most 0 where they count; elsewhere they could overflow.
+                    float x0 = j <= i ? products[n][2 * half] * exp2f(gate - gate_j.x) : 0.0f;
+                    float x1 = j + 1 <= i ? products[n][2 * half + 1] * exp2f(gate - gate_j.y) : 0.0f;
+                    if (inverts) {
+                        *(float2*)(matrix + i * MATRIX_LINE + j) = make_float2(j < i ? beta * x0 : 0.0f, j + 1 < i ? beta * x1 : 0.0f);
+                    } else {
+                        *(u32*)(scores + i * PAIR_LINE + j) = pack_bf16(x0, x1);
+                    }
+                }
             }
         }
         __syncthreads();
-        invert(matrix, scratch);
-        for (u32 i = threadIdx.x; i < ROWS * 16; i += 128) {
-            u32 row = i / 16, column = i % 16 * 4;
-            float4 x = *(const float4*)(matrix + row * MATRIX_LINE + column), beta = *(const float4*)&betas[r][column];
-            *(uint2*)(out.pairs + row * PAIR_LINE + column) =
-                make_uint2(pack_bf16(x.x * beta.x, x.y * beta.y), pack_bf16(x.z * beta.z, x.w * beta.w));
+        const u32 half = warp / 4, r = pair + half;
+        if (r < SHARE) {
+            float* matrix = matrices + half * (MATRIX_BYTES / 4);
+            invert(matrix, matrix + ROWS * MATRIX_LINE, half);
+            bf16* out = chunk_of(workspace, chunks, blockIdx.y, key_head * SHARE + r).pairs;
+            for (u32 i = threadIdx.x % 128; i < ROWS * 16; i += 128) {
+                u32 line = i / 16, column = i % 16 * 4;
+                float4 x = *(const float4*)(matrix + line * MATRIX_LINE + column), beta = *(const float4*)&betas[r][column];
+                *(uint2*)(out + line * PAIR_LINE + column) =
+                    make_uint2(pack_bf16(x.x * beta.x, x.y * beta.y), pack_bf16(x.z * beta.z, x.w * beta.w));
+            }
         }
+        if (pair + 2 < SHARE) __syncthreads();
     }
 }
 
@@ -270,7 +301,7 @@ struct __align__(16) Stage {
     bf16 keys[2 * KEY_TILE];
     bf16 pairs[2 * PAIR_TILE];
     float values[ROWS * VALUE_LINE];
-    float gates[ROWS];
+    float gates[2][ROWS];
 };
 
 /// c [16 columns, 64 rows] += a [16 columns, 16 of DK] times columns 16 k.. of `tile` [64, DK].
@@ -318,6 +349,7 @@ static __device__ __forceinline__ u32 remainder_of(u32 rounded, float low, float
 extern "C" __global__ void __launch_bounds__(128, 1)
 gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u32* slot, u32 chunks, void* workspace,
                    float* y) {
+    take_turn();
     DYNAMIC_SHARED(char, shared);
     Stage* stages = (Stage*)shared;
     const u32 sequence = blockIdx.y, head = blockIdx.x / BLOCKS, block_column = blockIdx.x % BLOCKS * COLUMNS;
@@ -340,7 +372,7 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
             for (u32 i = thread; i < 2 * KEY_TILE / 8; i += 64) copy_async(stage.keys + i * 8, from.keys + i * 8, true);
 #pragma unroll 2
             for (u32 i = thread; i < 2 * PAIR_TILE / 8; i += 64) copy_async(stage.pairs + i * 8, from.pairs + i * 8, true);
-            if (thread < ROWS / 4) copy_async(stage.gates + thread * 4, from.gates + thread * 4, true);
+            if (thread < ROWS / 2) copy_async(&stage.gates[0][0] + thread * 4, from.gates + thread * 4, true);
 #pragma unroll 2
             for (u32 i = thread; i < ROWS * (COLUMNS / 4); i += 64) {
                 u32 t = i / (COLUMNS / 4), column = i % (COLUMNS / 4) * 4;
@@ -382,7 +414,6 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
         if (!active) continue;
         const Stage& stage = stages[c % STAGES];
         const bf16 *k_tile = stage.keys, *q_tile = stage.keys + KEY_TILE;
-        const float last = stage.gates[ROWS - 1];
 
         float u[8][4], out[8][4];
 #pragma unroll
@@ -411,7 +442,7 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 t = n * 8 + quad * 2 + i % 2;
-                float e = expf(stage.gates[t]);
+                float e = stage.gates[0][t];
                 u[n][i] = stage.values[t * VALUE_LINE + warp * 16 + group + i / 2 * 8] - e * u[n][i];
                 out[n][i] *= e;
             }
@@ -424,11 +455,11 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
         multiply_lower(out, operand, stage.pairs + PAIR_TILE);
 
         // S = e^(G_63) S + K^T (e^(G_63 - G) U)
-        float decay = expf(last);
+        const float decay = stage.gates[0][ROWS - 1];
 #pragma unroll
         for (int n = 0; n < 8; n++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) u[n][i] *= expf(last - stage.gates[n * 8 + quad * 2 + i % 2]);
+            for (int i = 0; i < 4; i++) u[n][i] *= stage.gates[1][n * 8 + quad * 2 + i % 2];
         }
         as_operand(operand, u);
 #pragma unroll

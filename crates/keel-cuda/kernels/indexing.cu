@@ -4,6 +4,7 @@
 
 // y [count, width] = x[indices] for blocks of `width` elements.
 extern "C" __global__ void take(const ELEM* x, const INDEX* indices, ELEM* y, u64 n, u64 width, u32 entries, Fault* fault, u32 kernel) {
+    take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const INDEX index = indices[i / width];
         if ((u32)index >= entries) {
@@ -16,6 +17,7 @@ extern "C" __global__ void take(const ELEM* x, const INDEX* indices, ELEM* y, u6
 
 // y [rows, picks] = x[row, indices[row, pick]] for rows of `width` elements.
 extern "C" __global__ void take_along(const ELEM* x, const INDEX* indices, ELEM* y, u64 n, u64 picks, u32 width, Fault* fault, u32 kernel) {
+    take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const INDEX index = indices[i];
         if ((u32)index >= width) {

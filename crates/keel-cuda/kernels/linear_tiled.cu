@@ -275,8 +275,7 @@ __device__ __forceinline__ float2 gated(float2 a, float2 b) {
 }
 // Step i of 16 columns has slots 4 i, 4 i + 1 of lane t at 2 t, and the next two at 8 + 2 t: a thread writes one such eight.
 extern "C" __global__ void __launch_bounds__(256) to_bf16_tiles(const float *x, bf16 *out, u32 rows) {
-    let_next_start();
-    wait_for_inputs();
+    take_turn();
     const size_t item = (size_t)blockIdx.x * 256 + threadIdx.x;
     if (item >= (size_t)rows * (K_TILES * 8)) return;
     const u32 eight = item % 8, kt = item / 8 % K_TILES;
@@ -296,8 +295,7 @@ extern "C" __global__ void __launch_bounds__(256) to_bf16_tiles(const float *x, 
 }
 
 extern "C" __global__ void __launch_bounds__(256) add_parts(const float4 *parts, const float4 *residual, float4 *y, u32 elements) {
-    let_next_start();
-    wait_for_inputs();
+    take_turn();
     const u32 i = blockIdx.x * 256 + threadIdx.x, quads = elements / 4;
     if (i >= quads) return;
     float4 sum = parts[i];
@@ -322,8 +320,7 @@ extern "C" __global__ void __launch_bounds__(32 * GROUP_WARPS) group_rows(const 
     __shared__ u32 at[GROUP_WARPS][EXPERTS]; // first counts, then where the next row of an expert goes
     __shared__ u32 counts[EXPERTS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    let_next_start();
-    wait_for_inputs();
+    take_turn();
     for (int e = lane; e < EXPERTS; e += 32) at[warp][e] = 0;
     __syncwarp();
     // Each warp has consecutive rows, so that rows stay in order.

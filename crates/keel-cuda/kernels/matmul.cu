@@ -4,6 +4,7 @@
 #include "common.cuh"
 
 extern "C" __global__ void matmul(const ELEM* a, Strides sa, const ELEM* b, Strides sb, ELEM* y, u64 m, u64 n, u64 k) {
+    take_turn();
     __shared__ float left[32][33], right[32][33];
     const u64 batch = blockIdx.z, row0 = (u64)blockIdx.y * 32, col0 = (u64)blockIdx.x * 32;
     const u32 tx = threadIdx.x % 32, ty = threadIdx.x / 32;

@@ -54,3 +54,14 @@ static __device__ __forceinline__ void visible_range(u32 first, u32 last, u32 wi
 static __device__ __forceinline__ bool sees(u32 position, u32 window, u32 from, u32 to) {
     return from < to && from <= position && (window == 0 || to + window > position + 1);
 }
+
+#ifdef KV
+/// What a split leaves of a row and head: sums of e^(s - m) v [D], and m and the sum of e^(s - m). Partial results are all the
+/// former [splits, T, H, D], then all the latter [splits, T, H, 2].
+static __device__ __forceinline__ float* split_sums(float* partial, u32 rows, u32 split, u32 row, u32 head) {
+    return partial + (((u64)split * rows + row) * H + head) * D;
+}
+static __device__ __forceinline__ float2* split_scale(float* partial, u32 splits, u32 rows, u32 split, u32 row, u32 head) {
+    return (float2*)(partial + (u64)splits * rows * (H * D)) + ((u64)split * rows + row) * H + head;
+}
+#endif

@@ -16,6 +16,11 @@ static __device__ __forceinline__ u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
+/// Barrier `id` (1 to 15; 0 is __syncthreads) of `threads` threads.
+static __device__ __forceinline__ void barrier(u32 id, u32 threads) {
+    asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
 /// 16 bytes from global to shared memory, in the background; zeros if not `valid`.
 static __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from),
@@ -53,6 +58,18 @@ static __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32
                  "{%0,%1,%2,%3};\n"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// `c += a b` for tf32 16x8 by 8x8. A: rows group, group + 8, then the same 4 columns on, of column quad; B: rows quad, quad + 4
+/// of column group; C as above.
+static __device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+    u32 x[6];
+    float from[6] = {a0, a1, a2, a3, b0, b1};
+#pragma unroll
+    for (int i = 0; i < 6; i++) asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(x[i]) : "f"(from[i]));
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]));
 }
 
 /// Two floats as bf16 in one register, `low` in the low half.

@@ -12,7 +12,9 @@
 //
 // Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or DENSE=1; SPLIT, ROW_WARPS, PASSES (these fix the bits: choose them from N and K, never from T)
 //   FUSED=1    x is quantised by each block in shared memory (T K <= ~100,000); 0: `prepare_rows` has done it
-//   NORM=1     (with FUSED) x is first multiplied by norm[k] / sqrt(mean x^2 + EPS)
+//   NORM=1     x is first multiplied by norm[k] / sqrt(mean x^2 + EPS)
+//   GATE=1     x is first multiplied by sigmoid(gate); GATE=2: normed by heads of HEAD_DIM as by NORM, then multiplied by
+//              silu(gate). gate [T, heads, HEAD_DIM], GATE_ROW values from row to row, GATE_HEAD from head to head
 //   SWIGLU=1   W is [gate; up], N = 2 F, F a multiple of 16; y[t, f] = silu(gate) up, [T, F]
 //   GATHER=J'  grid.y = rows of y; row r is x[r / J'] W[experts[r]]^T; T = 1
 // Grid: ceil(row tiles / (ROW_WARPS * PASSES)), row tiles = ceil(N / 16) or F / 16. Block: 32 * SPLIT * ROW_WARPS.
@@ -27,6 +29,12 @@
 #endif
 #ifndef NORM
 #define NORM 0
+#endif
+#ifndef GATE
+#define GATE 0
+#endif
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
 #endif
 #ifndef SWIGLU
 #define SWIGLU 0
@@ -151,20 +159,58 @@ __device__ __forceinline__ void scale_slots(float (&v)[16], float by, const floa
     for (int s = 0; s < 16; s++) v[s] = __fmul_rn(__fmul_rn(v[s], by), w[s]);
 }
 
-// Rows of x for FUSED=0: x [T, K] (with NORM=1, norm [K]) -> X_BYTES + X_SCALE_BYTES. Grid T, block PREPARE_THREADS.
+#define HEAD_TILES (GATE == 2 ? HEAD_DIM / 64 : 1) // tiles that are normed together: on neighbouring quads of a warp
+// An index of tiles, beyond `count` one of the last head again, which then is made twice with the same values.
+__device__ __forceinline__ int within(int tile, int count) { return min(tile, count - HEAD_TILES + tile % HEAD_TILES); }
+#if GATE == 2
+#define HEAD_NORM norm
+#else
+#define HEAD_NORM nullptr
+#endif
+#if GATE
+static_assert(GATE == 1 || HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256 || HEAD_DIM == 512, "the tiles of a head share a warp");
+// All lanes of a warp call it.
+__device__ __forceinline__ void gate_slots(float (&v)[16], const float *norm, const float *gate, int row, int kt, int t) {
+    gate += (size_t)row * GATE_ROW;
+    float by = 1;
+    float w[16];
+#if GATE == 2
+    float sum = tile_square_sum(v);
+    for (int d = 4; d < 4 * HEAD_TILES; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    by = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)HEAD_DIM), EPS)));
+    load_slots(w, norm - kt / HEAD_TILES * HEAD_DIM, kt, t);
+#endif
+#pragma unroll
+    for (int s = 0; s < 16; s += 4) {
+        const int k = 64 * kt + 32 * (s / 8) + 8 * t + s % 8;
+        if (DIM_K % 64 != 0 && k >= DIM_K) continue;
+        const float4 four = *(const float4 *)(gate + (size_t)(k / HEAD_DIM) * GATE_HEAD + k % HEAD_DIM);
+        const float z[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float share = __fdiv_rn(1.0f, 1.0f + expf(-z[i]));
+            v[s + i] = GATE == 2 ? v[s + i] * by * w[s + i] * (z[i] * share) : v[s + i] * share;
+        }
+    }
+}
+#endif
+
+// Rows of x for FUSED=0: x [T, K] (with NORM=1 or GATE=2, norm; with GATE, gate) -> X_BYTES + X_SCALE_BYTES. Grid T, block PREPARE_THREADS.
 #define PREPARE_THREADS (K_TILES >= 256 ? 1024 : (K_TILES * 4 + 31) / 32 * 32)
 #define PREPARE_ITEMS ((K_TILES * 4 + PREPARE_THREADS - 1) / PREPARE_THREADS)
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const float *x,
-#if NORM
+#if NORM || GATE == 2
                                                                            const float *norm,
+#endif
+#if GATE
+                                                                           const float *gate,
 #endif
                                                                            u8 *prepared) {
     const int t = threadIdx.x % 4, row = blockIdx.x;
-    let_next_start();
-    wait_for_inputs();
+    take_turn();
     float v[PREPARE_ITEMS][16];
     // Quads beyond the end repeat the last tile: all lanes take part in the shuffles.
-#define ITEM(i) min((int)threadIdx.x / 4 + (i) * (PREPARE_THREADS / 4), K_TILES - 1)
+#define ITEM(i) within((int)threadIdx.x / 4 + (i) * (PREPARE_THREADS / 4), K_TILES)
 #pragma unroll
     for (int i = 0; i < PREPARE_ITEMS; i++) load_slots(v[i], x + (size_t)row * DIM_K, ITEM(i), t);
 #if NORM
@@ -178,6 +224,9 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const
     float by = row_norm(sums);
 #pragma unroll
     for (int i = 0; i < PREPARE_ITEMS; i++) scale_slots(v[i], by, norm, ITEM(i), t);
+#elif GATE
+#pragma unroll
+    for (int i = 0; i < PREPARE_ITEMS; i++) gate_slots(v[i], HEAD_NORM, gate, row, ITEM(i), t);
 #endif
 #pragma unroll
     for (int i = 0; i < PREPARE_ITEMS; i++) prepare_tile(v[i], prepared, (float2 *)(prepared + X_BYTES), ITEM(i), row, t);
@@ -336,8 +385,11 @@ linear_rows(const bf16 *weight,
 linear_rows(const u32 *codes, const PAIR_T *pairs,
 #endif
             const float *x_or_prepared,
-#if NORM && FUSED
+#if FUSED && (NORM || GATE == 2)
             const float *norm,
+#endif
+#if FUSED && GATE
+            const float *gate,
 #endif
 #if GATHER
             const u32 *experts, u32 stack, Fault *fault, u32 kernel,
@@ -399,7 +451,7 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
 #define ITEMS ((DIM_T * K_TILES + 8 * WARPS - 1) / (8 * WARPS))
 #define HELD (ITEMS < 3 ? ITEMS : 1)
     float v[HELD][16];
-#define ITEM(i) min(warp * 8 + lane / 4 + (i) * WARPS * 8, DIM_T * K_TILES - 1) // beyond the end the last again, with the same values
+#define ITEM(i) within(warp * 8 + lane / 4 + (i) * WARPS * 8, DIM_T * K_TILES)
 #define LOAD(i) load_slots(v[(i) % HELD], x_or_prepared + (size_t)(ITEM(i) / K_TILES) * DIM_K, ITEM(i) % K_TILES, lane % 4)
     if (HELD == ITEMS) {
 #pragma unroll
@@ -429,6 +481,8 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
         int row = ITEM(i) / K_TILES, kt = ITEM(i) % K_TILES;
 #if NORM
         scale_slots(v[i % HELD], DIM_T == 1 ? only : norms[row], norm, kt, lane % 4);
+#elif GATE
+        gate_slots(v[i % HELD], HEAD_NORM, gate, row, kt, lane % 4);
 #endif
         prepare_tile(v[i % HELD], x, x_scale, kt, row, lane % 4);
     }

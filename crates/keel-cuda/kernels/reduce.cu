@@ -11,6 +11,7 @@ __device__ inline ELEM from_acc(float x) { return From<ELEM>::f32(x); }
 __device__ inline ELEM from_acc(i64 x) { return From<ELEM>::i64_(x); }
 
 extern "C" __global__ void reduce(const ELEM* x, ELEM* y, u64 width) {
+    take_turn();
     __shared__ ACC shared[256];
     const ELEM* row = x + blockIdx.x * width;
     ACC total = FIRST;
@@ -40,6 +41,7 @@ __device__ inline bool comes_first(KEY a, u32 i, KEY b, u32 j) {
 }
 
 extern "C" __global__ void arg_reduce(const ELEM* x, u32* y, u64 width) {
+    take_turn();
     __shared__ KEY keys[256];
     __shared__ u32 places[256];
     const ELEM* row = x + blockIdx.x * width;
@@ -69,6 +71,7 @@ extern "C" __global__ void arg_reduce(const ELEM* x, u32* y, u64 width) {
 
 #if defined(SOFTMAX)
 extern "C" __global__ void softmax(const ELEM* x, ELEM* y, u64 width) {
+    take_turn();
     __shared__ float shared[256];
     const ELEM* row = x + blockIdx.x * width;
     ELEM* out = y + blockIdx.x * width;
@@ -97,6 +100,7 @@ extern "C" __global__ void softmax(const ELEM* x, ELEM* y, u64 width) {
 
 #if defined(LAYER_NORM)
 extern "C" __global__ void layer_norm(const ELEM* x, const ELEM* weight, const ELEM* bias, ELEM* y, u64 width, float eps) {
+    take_turn();
     __shared__ float shared[33];
     const ELEM* row = x + blockIdx.x * width;
     ELEM* out = y + blockIdx.x * width;
@@ -122,6 +126,7 @@ __device__ inline ELEM from_sum(float x) { return From<ELEM>::f32(x); }
 __device__ inline ELEM from_sum(i64 x) { return From<ELEM>::i64_(x); }
 
 extern "C" __global__ void cumsum(const ELEM* x, ELEM* y, u64 width) {
+    take_turn();
     __shared__ ACC before[257];
     const ELEM* row = x + blockIdx.x * width;
     ELEM* out = y + blockIdx.x * width;

@@ -7,6 +7,7 @@ __device__ inline float inverse_rms(float squares, u32 width, float eps, float* 
 }
 
 extern "C" __global__ void rms_norm(const float* x, u64 stride, const float* w, float* y, u32 width, float eps) {
+    take_turn();
     __shared__ float shared[33];
     const float* row = x + blockIdx.x * stride;
     float* out = y + (u64)blockIdx.x * width;
@@ -18,6 +19,7 @@ extern "C" __global__ void rms_norm(const float* x, u64 stride, const float* w, 
 
 // sum = x + residual, y = its norm; sum may be residual's own memory.
 extern "C" __global__ void add_rms_norm(const float* x, const float* residual, const float* w, float* sum, float* y, u32 width, float eps) {
+    take_turn();
     __shared__ float shared[33];
     const u64 first = (u64)blockIdx.x * width;
     float squares = 0.0f;
@@ -33,6 +35,7 @@ extern "C" __global__ void add_rms_norm(const float* x, const float* residual, c
 
 // y = rms_norm(x) * w * silu(z)
 extern "C" __global__ void gated_rms_norm(const float* x, u64 x_stride, const float* w, const float* z, u64 z_stride, u32 heads, float* y, u32 width, float eps) {
+    take_turn();
     __shared__ float shared[33];
     const u64 token = blockIdx.x / heads, head = blockIdx.x % heads;
     const float* row = x + token * x_stride + head * width;

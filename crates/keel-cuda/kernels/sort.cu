@@ -15,12 +15,14 @@ __device__ inline bool comes_first(KEY a, u32 i, KEY b, u32 j) {
 }
 
 extern "C" __global__ void number(u32* order, u64 total, u64 padded) {
+    take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < total) order[i] = (u32)(i % padded);
 }
 
 // One stage: pairs at distance `step` within runs of `run`, ascending or descending by turns.
 extern "C" __global__ void stage(const ELEM* x, u32* order, u64 total, u64 width, u64 padded, u64 run, u64 step) {
+    take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= total) return;
     const u64 row = i / padded, at = i % padded, other = at ^ step;
@@ -38,6 +40,7 @@ extern "C" __global__ void stage(const ELEM* x, u32* order, u64 total, u64 width
 }
 
 extern "C" __global__ void gather(const ELEM* x, const u32* order, ELEM* values, u32* indices, u64 total, u64 width, u64 padded) {
+    take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= total) return;
     const u64 row = i / width;
@@ -47,6 +50,7 @@ extern "C" __global__ void gather(const ELEM* x, const u32* order, ELEM* values,
 }
 
 extern "C" __global__ void top_k(const ELEM* x, ELEM* values, u32* indices, u64 width, u32 k) {
+    take_turn();
     __shared__ KEY keys[256];
     __shared__ u32 places[256];
     const ELEM* row = x + blockIdx.x * width;

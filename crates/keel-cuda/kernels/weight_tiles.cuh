@@ -129,19 +129,6 @@ __device__ __forceinline__ const PAIR_T *pairs_of(const PAIR_T *pairs, size_t rt
 }
 #endif
 
-// Lets the next kernel of the stream start its blocks (it may load weights, nothing else, before `wait_for_inputs`).
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-// Until here nothing that an earlier kernel wrote may be read, and nothing written.
-__device__ __forceinline__ void wait_for_inputs() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // ---- weights as f32, for the kernels that multiply in f32 and those that write dense rows ----
 
 #ifdef BITS

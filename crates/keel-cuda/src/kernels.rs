@@ -2,12 +2,16 @@
 
 use std::sync::Arc;
 
+/// Entry point of a user's kernel.
+pub(crate) const CUSTOM_ENTRY: &str = "custom_kernel";
+
 /// Headers that every source may include.
 pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("common.cuh", include_str!("../kernels/common.cuh")),
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("gated_delta.cuh", include_str!("../kernels/gated_delta.cuh")),
     ("paged.cuh", include_str!("../kernels/paged.cuh")),
+    ("rope.cuh", include_str!("../kernels/rope.cuh")),
     ("weight_tiles.cuh", include_str!("../kernels/weight_tiles.cuh")),
 ];
 
@@ -33,6 +37,7 @@ macro_rules! sources {
 }
 
 sources! {
+    DELIVER = "deliver.cu",
     CREATE = "create.cu",
     LAYOUT = "layout.cu",
     ELEMENTWISE = "elementwise.cu",
@@ -54,6 +59,7 @@ sources! {
     GATED_DELTA_CHUNKED = "gated_delta_chunked.cu",
     GATED_DELTA_ANY = "gated_delta_any.cu",
     CUSTOM = "custom.cu",
+    ATTENTION_ENTER = "attention_enter.cu",
     ATTENTION = "attention.cu",
     ATTENTION_TENSOR = "attention_tensor.cu",
 }
@@ -82,6 +88,12 @@ impl KernelKey {
     pub fn define(mut self, name: &'static str, value: impl ToString) -> KernelKey {
         self.defines.push((name, value.to_string()));
         self
+    }
+
+    /// Whether the kernel waits for those before it by itself, so that it may be launched before they have ended. All of
+    /// ours do; those of a user do not.
+    pub fn waits(&self) -> bool {
+        self.entry != CUSTOM_ENTRY
     }
 
     /// File, entry point and constants, for messages.

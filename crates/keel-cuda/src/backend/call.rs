@@ -1,11 +1,14 @@
 //! A kernel with its memory, and how it reaches the stream.
 
-use super::operand::Bound;
+use super::operand::{Bound, BoundKernel};
 use super::{Gpu, Precision};
 use crate::driver::{Arguments, Product, driver};
 use crate::error::Result;
 use crate::kernels::KernelKey;
-use keel_array::{ArrayError, Kernel};
+use cudarc::driver::sys;
+use keel_array::ArrayError;
+use std::cell::RefCell;
+use std::ops::Deref;
 
 /// Counters that kernels find at zero and leave at zero: blocks of a launch count each other with them.
 pub(super) const COUNTERS: usize = 1 << 16;
@@ -14,10 +17,9 @@ pub(super) const COUNTERS: usize = 1 << 16;
 pub(super) struct Call<'a> {
     pub gpu: &'a Gpu,
     pub precision: Precision,
-    pub kernel: &'a Kernel,
+    pub bound: BoundKernel<'a>,
     /// Number of the kernel within the launch, for reports.
     pub index: usize,
-    pub inputs: Vec<Bound<'a>>,
     pub outputs: Vec<Bound<'a>>,
     /// Address of what `workspace_bytes` asked for.
     pub scratch: u64,
@@ -25,6 +27,16 @@ pub(super) struct Call<'a> {
     pub fault: u64,
     /// Address of [`COUNTERS`] counters.
     pub counters: u64,
+    /// What the launch has checked so far: what lasts is checked once.
+    pub checked: &'a RefCell<Vec<Arguments>>,
+}
+
+impl<'a> Deref for Call<'a> {
+    type Target = BoundKernel<'a>;
+
+    fn deref(&self) -> &BoundKernel<'a> {
+        &self.bound
+    }
 }
 
 /// Blocks, threads and dynamic shared memory of a launch.
@@ -58,42 +70,50 @@ impl Geometry {
     }
 }
 
+impl Gpu {
+    /// Puts a kernel on the stream.
+    pub(super) fn launch(&self, key: &KernelKey, geometry: Geometry, mut arguments: Arguments) -> Result<()> {
+        let function = self.modules.function(key, geometry.shared_bytes)?;
+        let mut pointers = arguments.pointers();
+        let Geometry { grid, block, shared_bytes } = geometry;
+        let mut overlap = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: Default::default(),
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let overlaps = key.waits() && self.device.capability >= (9, 0);
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0 as u32,
+            gridDimY: grid.1 as u32,
+            gridDimZ: grid.2 as u32,
+            blockDimX: block.0 as u32,
+            blockDimY: block.1 as u32,
+            blockDimZ: block.2 as u32,
+            sharedMemBytes: shared_bytes as u32,
+            hStream: self.device.stream(),
+            attrs: &raw mut overlap,
+            numAttrs: u32::from(overlaps),
+        };
+        // SAFETY: the arguments match the entry point's parameters, which the tests of every operation exercise; all
+        // addresses were checked against their memory, which the launch owns until the stream has passed. A kernel that
+        // may start before those before it have ended waits for them, see `common.cuh`.
+        unsafe { driver!(cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut())) }
+    }
+}
+
 impl Call<'_> {
     /// Puts a kernel on the stream. A grid without blocks is nothing to do.
     pub fn launch(
         &self,
         key: &KernelKey,
         geometry: Geometry,
-        mut arguments: Arguments,
+        arguments: Arguments,
     ) -> Result<(), ArrayError> {
         let (x, y, z) = geometry.grid;
         if x * y * z == 0 {
             return Ok(());
         }
-        self.try_launch(key, geometry, &mut arguments).map_err(|e| e.in_op(self.kernel.op.name()))
-    }
-
-    fn try_launch(&self, key: &KernelKey, geometry: Geometry, arguments: &mut Arguments) -> Result<()> {
-        let function = self.gpu.modules.function(key, geometry.shared_bytes)?;
-        let mut pointers = arguments.pointers();
-        let (x, y, z) = geometry.grid;
-        // SAFETY: the arguments match the entry point's parameters, which the tests of every operation exercise; all
-        // addresses were checked against their memory, which the launch owns until the stream has passed.
-        unsafe {
-            driver!(cuLaunchKernel(
-                function.0,
-                x as u32,
-                y as u32,
-                z as u32,
-                geometry.block.0 as u32,
-                geometry.block.1 as u32,
-                geometry.block.2 as u32,
-                geometry.shared_bytes as u32,
-                self.gpu.device.stream(),
-                pointers.as_mut_ptr(),
-                std::ptr::null_mut(),
-            ))
-        }
+        self.gpu.launch(key, geometry, arguments).map_err(|e| e.in_op(self.kernel.op.name()))
     }
 
     /// The error of this kernel.

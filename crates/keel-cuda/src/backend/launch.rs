@@ -1,12 +1,14 @@
 //! Running kernels: eagerly at first, from the second time on as a captured graph.
 
-use super::call::{COUNTERS, Call};
+use super::call::{COUNTERS, Call, Geometry};
 use super::dispatch;
-use super::operand::Bound;
+use super::operand::{Bound, BoundKernel};
 use super::{Gpu, Precision};
-use crate::driver::{CudaMemory, Device, Graph, PinnedBuffer, capture, driver};
+use crate::driver::{Arguments, CudaMemory, Delivery, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
+use crate::kernels::{DELIVER, KernelKey};
 use keel_array::{ArrayError, Kernel, Launch};
+use std::cell::RefCell;
 use std::sync::Arc;
 
 /// Pinned bytes that host data passes through on its way to the device, and as many on the way back.
@@ -15,8 +17,13 @@ const STAGING_BYTES: usize = 4 << 20;
 /// Graphs kept at a time.
 const GRAPHS_MAX: usize = 64;
 
-/// `Fault` of `common.cuh`.
-const FAULT_BYTES: usize = 16;
+/// `Wrong` of `common.cuh`, and `Fault`, which adds an address.
+const WRONG_BYTES: usize = 16;
+const FAULT_BYTES: usize = WRONG_BYTES + size_of::<u64>();
+
+/// Writes that one kernel delivers, and bytes of such a write: what a step is told is smaller.
+const DELIVERIES: usize = 16;
+const DELIVERY_BYTES_MAX: usize = 64 << 10;
 
 /// What a graph was captured with: the prepared program, where the piece begins, and where the arena was.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -51,10 +58,17 @@ pub(super) struct Session {
 
 impl Session {
     pub fn new(device: &Arc<Device>) -> Result<Session> {
+        let fault = CudaMemory::zeroed(device, FAULT_BYTES, false)?;
+        let fault_seen = PinnedBuffer::new(device, WRONG_BYTES)?;
+        let told = (fault_seen.address() as u64).to_ne_bytes();
+        let at = fault.range(WRONG_BYTES, told.len());
+        device.synchronize()?;
+        // SAFETY: within the memory; the copy is done when the call returns.
+        unsafe { driver!(cuMemcpyHtoD_v2(at, told.as_ptr().cast(), told.len()))? };
         Ok(Session {
             seen: Vec::new(),
-            fault: CudaMemory::zeroed(device, FAULT_BYTES, false)?,
-            fault_seen: PinnedBuffer::new(device, FAULT_BYTES)?,
+            fault,
+            fault_seen,
             counters: CudaMemory::zeroed(device, COUNTERS * size_of::<u32>(), false)?,
             outgoing: PinnedBuffer::new(device, STAGING_BYTES)?,
             outgoing_used: 0,
@@ -83,83 +97,101 @@ impl Session {
     }
 
     /// Host bytes to the device, behind what is on the stream. Returns before they are there.
-    pub fn write(&mut self, device: &Device, memory: &CudaMemory, offset: usize, bytes: &[u8]) {
-        let outcome = self.try_write(device, memory, offset, bytes);
+    pub fn write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) {
+        let outcome = self.try_write(gpu, memory, offset, bytes);
         self.note(outcome);
     }
 
-    fn try_write(&mut self, device: &Device, memory: &CudaMemory, offset: usize, bytes: &[u8]) -> Result<()> {
+    fn try_write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) -> Result<()> {
+        let device = &*gpu.device;
         device.bind()?;
+        let start = memory.range(offset, bytes.len());
+        let to = start..start + bytes.len() as u64;
+        if bytes.len() <= DELIVERY_BYTES_MAX && start.is_multiple_of(4) && bytes.len().is_multiple_of(4) {
+            let full = device.deliveries().len() == DELIVERIES;
+            if full || device.deliveries().iter().any(|delivery| delivery.touches(&to)) {
+                self.deliver(gpu)?;
+            }
+            let from = self.stage(gpu, bytes)? as u64;
+            device.deliveries().push(Delivery { to, from });
+            return Ok(());
+        }
+        self.deliver(gpu)?;
         for (i, piece) in bytes.chunks(STAGING_BYTES).enumerate() {
-            if self.outgoing_used + piece.len() > STAGING_BYTES {
-                self.synchronize(device)?;
-            }
-            let start = self.outgoing_used;
-            self.outgoing.bytes()[start..start + piece.len()].copy_from_slice(piece);
-            self.outgoing_used += piece.len();
-            let to = memory.range(offset + i * STAGING_BYTES, piece.len());
+            let from = self.stage(gpu, piece)?;
+            let to = start + (i * STAGING_BYTES) as u64;
             // SAFETY: within both; the pinned bytes are not overwritten before the stream has passed.
-            unsafe {
-                let from = self.outgoing.address().add(start).cast();
-                driver!(cuMemcpyHtoDAsync_v2(to, from, piece.len(), device.stream()))?;
-            }
+            unsafe { driver!(cuMemcpyHtoDAsync_v2(to, from.cast(), piece.len(), device.stream()))? };
         }
         Ok(())
     }
 
+    /// Copies bytes to pinned memory, where they stay until the stream has passed what reads them.
+    fn stage(&mut self, gpu: &Gpu, bytes: &[u8]) -> Result<*mut u8> {
+        if self.outgoing_used + bytes.len() > STAGING_BYTES {
+            self.deliver(gpu)?;
+            self.synchronize(&gpu.device)?;
+        }
+        let start = self.outgoing_used;
+        self.outgoing.bytes()[start..start + bytes.len()].copy_from_slice(bytes);
+        self.outgoing_used = (start + bytes.len()).next_multiple_of(16).min(STAGING_BYTES);
+        // SAFETY: within the pinned memory.
+        Ok(unsafe { self.outgoing.address().add(start) })
+    }
+
+    /// Puts the small writes that wait on the stream.
+    fn deliver(&mut self, gpu: &Gpu) -> Result<()> {
+        let waiting = std::mem::take(&mut *gpu.device.deliveries());
+        if waiting.is_empty() {
+            return Ok(());
+        }
+        let mut words = Vec::with_capacity(3 * DELIVERIES);
+        for Delivery { to, from } in &waiting {
+            words.extend([to.start, *from, (to.end - to.start) / 4]);
+        }
+        words.resize(3 * DELIVERIES, 0);
+        let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
+        gpu.launch(&key, Geometry::rows(waiting.len(), 128), Arguments::default().words(&words))
+    }
+
     /// Bytes of the device to the host, once the stream has passed what is on it.
-    pub fn read(&mut self, device: &Device, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) {
-        let outcome = self.try_read(device, memory, offset, bytes);
+    pub fn read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) {
+        let outcome = self.try_read(gpu, memory, offset, bytes);
         self.note(outcome);
     }
 
-    fn try_read(
-        &mut self,
-        device: &Device,
-        memory: &CudaMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<()> {
-        device.bind()?;
+    fn try_read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        gpu.device.bind()?;
+        self.deliver(gpu)?;
         for (i, piece) in bytes.chunks_mut(STAGING_BYTES).enumerate() {
             let from = memory.range(offset + i * STAGING_BYTES, piece.len());
+            let to = self.incoming.address().cast();
             // SAFETY: within both; the pinned bytes are read after the stream has passed.
-            unsafe {
-                driver!(cuMemcpyDtoHAsync_v2(
-                    self.incoming.address().cast(),
-                    from,
-                    piece.len(),
-                    device.stream()
-                ))?;
-            }
-            self.synchronize(device)?;
+            unsafe { driver!(cuMemcpyDtoHAsync_v2(to, from, piece.len(), gpu.device.stream()))? };
+            self.synchronize(&gpu.device)?;
             piece.copy_from_slice(&self.incoming.bytes()[..piece.len()]);
         }
         Ok(())
     }
 
     /// Bytes of the device to another place on it.
-    pub fn copy(
-        &mut self,
-        device: &Device,
-        from: (&CudaMemory, usize),
-        to: (&CudaMemory, usize),
-        bytes: usize,
-    ) {
+    pub fn copy(&mut self, gpu: &Gpu, from: (&CudaMemory, usize), to: (&CudaMemory, usize), bytes: usize) {
         let (from, to) = (from.0.range(from.1, bytes), to.0.range(to.1, bytes));
+        let stream = gpu.device.stream();
+        let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
         // SAFETY: within both memories.
-        let outcome = device
-            .bind()
-            .and_then(|()| unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, device.stream())) });
+        let outcome =
+            outcome.and_then(|()| unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, stream)) });
         self.note(outcome);
     }
 
     /// Zeroes bytes of the device.
-    pub fn clear(&mut self, device: &Device, memory: &CudaMemory, offset: usize, bytes: usize) {
+    pub fn clear(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: usize) {
         let at = memory.range(offset, bytes);
+        let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
         // SAFETY: within the memory.
         let outcome =
-            device.bind().and_then(|()| unsafe { driver!(cuMemsetD8Async(at, 0, bytes, device.stream())) });
+            outcome.and_then(|()| unsafe { driver!(cuMemsetD8Async(at, 0, bytes, gpu.device.stream())) });
         self.note(outcome);
     }
 
@@ -169,7 +201,7 @@ impl Session {
             return Err(error.in_op("copy"));
         }
         let device = &gpu.device;
-        device.bind().map_err(|e| e.in_op("launch"))?;
+        device.bind().and_then(|()| self.deliver(gpu)).map_err(|e| e.in_op("launch"))?;
         let record = |session: &Session| session.record(gpu, precision, launch);
         match launch.prepared() {
             None => record(self)?,
@@ -214,10 +246,10 @@ impl Session {
         outcome
     }
 
-    /// Puts the kernels on the stream, and behind them the report of wrong data.
+    /// Puts the kernels on the stream.
     fn record(&self, gpu: &Gpu, precision: Precision, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let checked = RefCell::default();
         for (index, kernel) in launch.kernels().iter().enumerate() {
-            let inputs = kernel.inputs.iter().map(|o| Bound::new(launch, o)).collect();
             let outputs = kernel.outputs.iter().map(|o| Bound::new(launch, o)).collect();
             let scratch = kernel
                 .workspace
@@ -226,26 +258,17 @@ impl Session {
             let call = Call {
                 gpu,
                 precision,
-                kernel,
+                bound: BoundKernel::new(launch, kernel),
                 index,
-                inputs,
                 outputs,
                 scratch,
                 fault: self.fault.at(0),
                 counters: self.counters.at(0),
+                checked: &checked,
             };
             dispatch::run(&call)?;
         }
-        // SAFETY: both are FAULT_BYTES long and live as long as the session.
-        let copied = unsafe {
-            driver!(cuMemcpyDtoHAsync_v2(
-                self.fault_seen.address().cast(),
-                self.fault.at(0),
-                FAULT_BYTES,
-                gpu.device.stream(),
-            ))
-        };
-        copied.map_err(|e| e.in_op("launch"))
+        Ok(())
     }
 
     /// The error that a kernel of the launch has reported.
@@ -254,8 +277,9 @@ impl Session {
             self.fault_seen.bytes().as_chunks::<4>().0.iter().map(|b| u32::from_ne_bytes(*b)).collect();
         let &[kernel, what, number, bound] = &words[..] else { unreachable!("four words") };
         let Some(kernel) = kernels.get((kernel as usize).wrapping_sub(1)) else { return Ok(()) };
-        // SAFETY: FAULT_BYTES long.
-        let cleared = unsafe { driver!(cuMemsetD8Async(self.fault.at(0), 0, FAULT_BYTES, device.stream())) };
+        self.fault_seen.bytes().fill(0);
+        // SAFETY: WRONG_BYTES and more long.
+        let cleared = unsafe { driver!(cuMemsetD8Async(self.fault.at(0), 0, WRONG_BYTES, device.stream())) };
         self.note(cleared);
         let reason = dispatch::describe_fault(kernel, what, number, bound);
         Err(ArrayError::Kernel { op: kernel.op.name().into(), reason })

@@ -129,29 +129,29 @@ impl Backend for CudaBackend {
 
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
         let gpu = self.gpu();
-        gpu.session().write(&gpu.device, CudaMemory::of(memory), offset, bytes);
+        gpu.session().write(gpu, CudaMemory::of(memory), offset, bytes);
     }
 
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
         match &self.gpu {
             None => bytes.fill(0),
-            Some(gpu) => gpu.session().read(&gpu.device, CudaMemory::of(memory), offset, bytes),
+            Some(gpu) => gpu.session().read(gpu, CudaMemory::of(memory), offset, bytes),
         }
     }
 
     fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
         let gpu = self.gpu();
-        gpu.session().copy(
-            &gpu.device,
-            (CudaMemory::of(from.0), from.1),
-            (CudaMemory::of(to.0), to.1),
-            bytes,
-        );
+        let (from, to) = ((CudaMemory::of(from.0), from.1), (CudaMemory::of(to.0), to.1));
+        gpu.session().copy(gpu, from, to, bytes);
     }
 
     fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
         let gpu = self.gpu();
-        gpu.session().clear(&gpu.device, CudaMemory::of(memory), offset, bytes);
+        gpu.session().clear(gpu, CudaMemory::of(memory), offset, bytes);
+    }
+
+    fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
+        dispatch::absorbs(reader, input, producer)
     }
 
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {
@@ -165,6 +165,19 @@ impl Backend for CudaBackend {
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
         weights::Layout::of(spec).bytes()
+    }
+
+    fn repeat_rows(&self, spec: &WeightSpec, memory: &dyn DeviceMemory, offset: usize, rows: usize) -> bool {
+        for section in weights::Layout::of(spec).sections(spec, rows) {
+            let mut filled = section.first;
+            while filled < section.bytes {
+                let bytes = filled.min(section.bytes - filled);
+                let (from, to) = (offset + section.offset, offset + section.offset + filled);
+                self.copy((memory, from), (memory, to), bytes);
+                filled += bytes;
+            }
+        }
+        true
     }
 
     fn pack(

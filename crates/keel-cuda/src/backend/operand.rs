@@ -1,15 +1,47 @@
 //! Operands of a kernel as device addresses, and the ways in which kernels walk them.
 
 use crate::driver::CudaMemory;
-use keel_array::{DType, Launch, Layout, Operand};
+use keel_array::{DType, Kernel, Launch, Layout, Operand, Slot};
 
 /// An operand with its place in device memory.
 #[derive(Clone, Copy)]
 pub(super) struct Bound<'a> {
-    /// Address of the layout's first element.
+    /// Address of the layout's first element; 0 for what the kernel makes for itself.
     pub address: u64,
     pub layout: &'a Layout,
     pub dtype: DType,
+    /// True if the memory was there before the launch and holds the same value throughout, unless it is state.
+    pub lasting: bool,
+}
+
+/// A kernel with its operands, and with those of the kernels that it has absorbed.
+pub(super) struct BoundKernel<'a> {
+    pub kernel: &'a Kernel,
+    pub inputs: Vec<Bound<'a>>,
+    absorbed: Vec<BoundKernel<'a>>,
+}
+
+impl<'a> BoundKernel<'a> {
+    pub fn new(launch: &Launch<'a>, kernel: &'a Kernel) -> BoundKernel<'a> {
+        BoundKernel {
+            kernel,
+            inputs: kernel.inputs.iter().map(|o| Bound::new(launch, o)).collect(),
+            absorbed: kernel.absorbed.iter().map(|k| BoundKernel::new(launch, k)).collect(),
+        }
+    }
+
+    /// What makes input number `input` within this kernel, if it was absorbed.
+    pub fn maker(&self, input: usize) -> Option<&BoundKernel<'a>> {
+        match self.kernel.inputs[input].slot {
+            Slot::Absorbed(i) => Some(&self.absorbed[i]),
+            _ => None,
+        }
+    }
+
+    /// Input number `input`; where it would be a copy out of strides, what it would be copied from.
+    pub fn strided(&self, input: usize) -> Bound<'a> {
+        self.maker(input).map_or(self.inputs[input], |copy| copy.inputs[0])
+    }
 }
 
 impl<'a> Bound<'a> {
@@ -18,12 +50,16 @@ impl<'a> Bound<'a> {
     /// # Panics
     /// If it does not lie within its memory.
     pub fn new(launch: &Launch<'a>, operand: &'a Operand) -> Bound<'a> {
+        if let Slot::Absorbed(_) = operand.slot {
+            return Bound { address: 0, layout: &operand.layout, dtype: operand.dtype, lasting: false };
+        }
         let (buffer, start) = launch.resolve(operand.slot);
         let size = operand.dtype.size();
         let first = start + operand.layout.offset * size;
         let address = CudaMemory::of(buffer.memory())
             .range(first, (operand.layout.end() - operand.layout.offset) * size);
-        Bound { address, layout: &operand.layout, dtype: operand.dtype }
+        let lasting = matches!(operand.slot, Slot::External(_));
+        Bound { address, layout: &operand.layout, dtype: operand.dtype, lasting }
     }
 
     /// Number of elements.
@@ -47,6 +83,11 @@ impl<'a> Bound<'a> {
         self.layout.row_stride(inner).expect("the program copies uneven rows")
     }
 
+    /// Distances of rows and of heads, in elements, of values [T, heads, D].
+    pub fn head_strides(&self) -> (usize, usize) {
+        head_strides(self.layout).expect("a copy is absorbed only if its source is made of heads")
+    }
+
     /// Bytes from the first element to the end of the last.
     fn span(&self) -> std::ops::Range<u64> {
         let bytes = (self.layout.end() - self.layout.offset) * self.dtype.size();
@@ -62,6 +103,14 @@ impl<'a> Bound<'a> {
     /// The structure `Strides` of `common.cuh`.
     pub fn strides(&self) -> Vec<u64> {
         strides(self.layout)
+    }
+}
+
+/// Distances of rows and of heads of a layout [T, heads, D] whose heads are gap-free.
+pub(super) fn head_strides(layout: &Layout) -> Option<(usize, usize)> {
+    match (&layout.shape[..], &layout.strides[..]) {
+        ([_, _, width], &[row, head, step]) if step == 1 || *width == 1 => Some((row, head)),
+        _ => None,
     }
 }
 
@@ -116,6 +165,16 @@ pub(super) fn bits_type(dtype: DType) -> &'static str {
 mod tests {
     use super::*;
     use keel_array::Shape;
+
+    #[test]
+    fn heads_within_wider_rows_have_strides() {
+        let wide = Layout::contiguous(Shape::from([5, 12]));
+        let heads =
+            wide.slice(&[0, 4], &Shape::from([5, 8])).reshape(&Shape::from([5, 2, 4])).expect("whole rows");
+        let halves = heads.slice(&[0, 0, 2], &Shape::from([5, 2, 2]));
+        assert_eq!(head_strides(&halves), Some((12, 4)));
+        assert_eq!(head_strides(&wide), None);
+    }
 
     #[test]
     fn seamless_axes_are_walked_as_one() {

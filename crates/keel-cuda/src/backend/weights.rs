@@ -47,6 +47,23 @@ impl Layout {
     pub fn bytes(&self) -> usize {
         self.end
     }
+
+    /// Codes, and scales and biases where there are any; the first bytes of each are those of the weight's first `rows`
+    /// rows, which end with a tile or the weight.
+    pub fn sections(&self, spec: &WeightSpec, rows: usize) -> Vec<Section> {
+        let unit_rows = if self.pair_bytes == 0 { 1 } else { TILE_ROWS };
+        let (first, units) = (rows.div_ceil(unit_rows), spec.experts * spec.rows.div_ceil(unit_rows));
+        let section = |offset, unit: usize| Section { offset, first: first * unit, bytes: units * unit };
+        let pairs = (self.pair_bytes > 0).then(|| section(self.pairs, self.pair_bytes));
+        std::iter::once(section(0, self.code_bytes)).chain(pairs).collect()
+    }
+}
+
+/// A part of a packed weight: where it lies, how long it is, and how long its first rows are.
+pub(super) struct Section {
+    pub offset: usize,
+    pub first: usize,
+    pub bytes: usize,
 }
 
 /// Groups of a row, in whole tiles; groups of 128 span two.
@@ -284,6 +301,9 @@ mod tests {
         assert_eq!((parts[0].offset, parts[0].bytes.len()), (7 * 2 * 640, 2 * 2 * 640));
         assert_eq!((parts[1].offset, parts[1].bytes.len()), (layout.pairs + 7 * 256, 2 * 256));
         assert_eq!(layout.bytes(), layout.pairs + 9 * 256);
+        let [codes, pairs] = &layout.sections(&spec, 32)[..] else { panic!("codes and pairs") };
+        assert_eq!((codes.offset, codes.first, codes.bytes), (0, 2 * 2 * 640, 9 * 2 * 640));
+        assert_eq!((pairs.offset, pairs.first, pairs.bytes), (layout.pairs, 2 * 256, 9 * 256));
         let uneven = RowBlock { expert: 0, first_row: 8, rows: 19, data };
         assert!(pack(&spec, &uneven).is_err());
     }

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 const ALIGN: usize = 8;
 
 /// The values of a kernel's parameters, in order.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Arguments {
     words: Vec<u64>,
     starts: Vec<usize>,

@@ -4,9 +4,27 @@ use super::{check, driver};
 use crate::{CudaError, error::Result};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUstream};
 use std::ffi::CStr;
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard};
 
 /// The CUDA version whose driver interface the kernels and graphs need: 12.0.
 const DRIVER_MIN: i32 = 12_000;
+
+/// A small write of the host, on its way.
+#[derive(Clone, Debug)]
+pub(crate) struct Delivery {
+    /// Device addresses.
+    pub to: Range<u64>,
+    /// Address in pinned memory.
+    pub from: u64,
+}
+
+impl Delivery {
+    /// True if it writes any of these addresses.
+    pub fn touches(&self, addresses: &Range<u64>) -> bool {
+        self.to.start < addresses.end && addresses.start < self.to.end
+    }
+}
 
 /// A GPU with its primary context and the one stream on which everything runs.
 pub(crate) struct Device {
@@ -19,6 +37,7 @@ pub(crate) struct Device {
     pub multiprocessors: usize,
     /// Bytes of shared memory that a block may have.
     pub shared_bytes_max: usize,
+    deliveries: Mutex<Vec<Delivery>>,
 }
 
 // SAFETY: the driver's handles may be used from any thread that has made the context current, which every method does.
@@ -76,7 +95,13 @@ impl Device {
             capability: (major, minor),
             multiprocessors: multiprocessors as usize,
             shared_bytes_max: shared as usize,
+            deliveries: Mutex::default(),
         })
+    }
+
+    /// Writes of the host that wait for the next launch.
+    pub fn deliveries(&self) -> MutexGuard<'_, Vec<Delivery>> {
+        self.deliveries.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// Makes the context current on this thread.

@@ -69,6 +69,9 @@ impl DeviceMemory for CudaMemory {
 impl Drop for CudaMemory {
     fn drop(&mut self) {
         let Some(device) = &self.device else { return };
+        // What the host has last written nobody will read.
+        let gone = self.start..self.start + self.bytes as u64;
+        device.deliveries().retain(|delivery| !delivery.touches(&gone));
         // Nothing can be done about a device that refuses to free.
         let _ = device.bind();
         if self.poison {

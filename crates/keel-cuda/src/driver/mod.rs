@@ -12,7 +12,7 @@ mod modules;
 pub(crate) use arguments::Arguments;
 pub(crate) use blas::{Blas, Product, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES};
 pub use compiler::{Architecture, compile};
-pub(crate) use device::Device;
+pub(crate) use device::{Delivery, Device};
 pub(crate) use graph::{Graph, capture};
 pub(crate) use memory::{CudaMemory, PinnedBuffer};
 pub(crate) use modules::Modules;

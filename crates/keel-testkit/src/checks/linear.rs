@@ -56,7 +56,7 @@ fn products(runtime: &Runtime) {
 }
 
 /// A dense weight `[experts, rows, cols]`, filled in two blocks.
-fn dense_weight(
+pub(super) fn dense_weight(
     runtime: &Runtime,
     values: &[f32],
     rows: usize,
@@ -81,7 +81,7 @@ fn dense_weight(
     weight
 }
 
-fn affine_weight(runtime: &Runtime, stack: &[Affine], bits: usize, compute: Compute) -> Weight {
+pub(super) fn affine_weight(runtime: &Runtime, stack: &[Affine], bits: usize, compute: Compute) -> Weight {
     let Affine { k, group, .. } = stack[0];
     let rows = stack[0].quants.len() / k;
     let format =

@@ -2,6 +2,7 @@
 //!
 //! A backend passes if every [`Check`] returns; a check panics and names the worst element where it does not.
 
+mod chains;
 mod elementwise;
 mod fast;
 mod indexing;
@@ -37,6 +38,7 @@ pub fn all() -> Vec<Check> {
         fast::CHECKS,
         sequence::CHECKS,
         open_rows::CHECKS,
+        chains::CHECKS,
     ]
     .concat()
 }

@@ -2,11 +2,12 @@
 //! of the keys.
 
 use super::batch::{BatchCheck, check_batch};
-use super::{Bound, Call, Geometry};
+use super::fast::rotation;
+use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::Precision;
 use crate::driver::Arguments;
-use crate::kernels::{ATTENTION, ATTENTION_TENSOR, KernelKey, Source};
-use keel_array::{ArrayError, AttentionSpec, DType, Regime, Shape};
+use crate::kernels::{ATTENTION, ATTENTION_ENTER, ATTENTION_TENSOR, KernelKey, Source};
+use keel_array::{ArrayError, AttentionSpec, DType, Kernel, Op, Regime, RopeSpec, Shape};
 
 /// Pairs of row and head that a block takes, in decode and in f32; four times as many in prefill on tensor cores.
 const TILE: usize = 16;
@@ -32,17 +33,25 @@ fn shares(spec: &AttentionSpec, kv_heads: usize, table: &Shape) -> usize {
     }
 }
 
-/// Scratch of the partial results: for each share, row and head a sum for each column, the largest score, and the
-/// weights' total.
-pub(super) fn workspace_bytes(spec: &AttentionSpec, q: &Shape, kv_heads: usize, table: &Shape) -> usize {
-    match shares(spec, kv_heads, table) {
-        1 => 0,
-        shares => shares * q[0] * q[1] * (q[2] + 2) * size_of::<f32>(),
-    }
+/// Scratch: queries that the operation turns itself, then the partial results: for each share, row and head a sum for each
+/// column, the largest score, and the weights' total.
+pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel) -> usize {
+    let shape = |i: usize| &kernel.inputs[i].layout.shape;
+    let (q, kv_heads, table) = (shape(0), shape(1)[1], shape(5));
+    let turned = kernel.maker(0).map_or(0, |_| turned_bytes(q));
+    turned
+        + match shares(spec, kv_heads, table) {
+            1 => 0,
+            shares => shares * q[0] * q[1] * (q[2] + 2) * size_of::<f32>(),
+        }
+}
+
+fn turned_bytes(q: &Shape) -> usize {
+    (q.elements() * size_of::<f32>()).next_multiple_of(16)
 }
 
 pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayError> {
-    let [q, k, v, keys, values, table, row_start, position] = &call.inputs[..] else {
+    let [q, _, v, keys, values, table, row_start, position] = &call.inputs[..] else {
         unreachable!("eight operands")
     };
     let task = Task::new(spec, call)?;
@@ -54,18 +63,39 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         ..BatchCheck::default()
     };
     check_batch(call, row_start, &check)?;
-    let arguments = all(&[k, v, keys, values, table, row_start, position]);
-    let arguments = arguments.u32(task.sequences).u32(task.pages);
-    call.launch(&task.key(ATTENTION, "kv_write"), Geometry::rows(task.rows, 128), arguments)?;
+    let (mut queries, mut partial) = (q.address, call.scratch);
+    if call.maker(0).is_some() {
+        (queries, partial) = (call.scratch, call.scratch + turned_bytes(&q.layout.shape) as u64);
+    }
+    match [0, 1].map(|i| call.maker(i)) {
+        [Some(q), Some(k)] if turn(q).rotates_as(&turn(k)) => task.enter(Some(q), Some(k), queries)?,
+        [q, k] => {
+            if q.is_some() {
+                task.enter(q, None, queries)?;
+            }
+            match k {
+                Some(_) => task.enter(None, k, queries)?,
+                None => {
+                    let arguments = all(&[&call.inputs[1], v, keys, values, table, row_start, position]);
+                    let arguments = arguments.u32(task.sequences).u32(task.pages);
+                    let geometry = Geometry::rows(task.rows, 128);
+                    call.launch(&task.key(ATTENTION, "kv_write"), geometry, arguments)?;
+                }
+            }
+        }
+    }
     let shares = shares(spec, task.kv_heads, &table.layout.shape);
     let y = call.outputs[0].address;
-    let arguments = all(&[q, keys, values, table, row_start, position])
+    let arguments = Arguments::default().pointer(queries);
+    let arguments = [keys, values, table, row_start, position]
+        .into_iter()
+        .fold(arguments, |arguments, operand| arguments.pointer(operand.address))
         .u32(task.sequences)
         .u32(task.pages)
         .u32(task.rows)
         .f32(spec.scale.get())
         .u32(0)
-        .pointer(call.scratch)
+        .pointer(partial)
         .pointer(y);
     let (key, geometry) = task.kernel(shares);
     call.launch(&key, geometry, arguments)?;
@@ -73,10 +103,48 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         return Ok(());
     }
     let arguments =
-        Arguments::default().pointer(call.scratch).pointer(row_start.address).pointer(position.address);
+        Arguments::default().pointer(partial).pointer(row_start.address).pointer(position.address);
     let arguments = arguments.u32(task.sequences).u32(task.rows).u32(shares).u32(0).pointer(y);
-    let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes: 0 };
+    let shared_bytes = shares * size_of::<f32>();
+    let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes };
     call.launch(&task.key(ATTENTION, "attention_merge"), geometry, arguments)
+}
+
+/// The rotation of queries or keys.
+struct Turn<'a> {
+    heads: &'a BoundKernel<'a>,
+    spec: &'a RopeSpec,
+    /// Weight and eps.
+    norm: Option<(u64, f32)>,
+}
+
+fn turn<'a>(maker: &'a BoundKernel<'a>) -> Turn<'a> {
+    let (spec, norm) = match &maker.kernel.op {
+        Op::Rope(spec) => (spec, None),
+        Op::NormRope { rope, eps } => (rope, Some((maker.inputs[3].address, eps.get()))),
+        op => unreachable!("{} is not absorbed by attention", op.name()),
+    };
+    Turn { heads: maker, spec, norm }
+}
+
+impl Turn<'_> {
+    fn rotates_as(&self, other: &Turn<'_>) -> bool {
+        self.spec == other.spec && self.norm.is_some() == other.norm.is_some()
+    }
+
+    /// `Turn` of the source.
+    fn words(&self) -> [u64; 4] {
+        let (weight, eps) = self.norm.unwrap_or((0, 0.0));
+        let [positions, inverse] = [1, 2].map(|i| self.heads.inputs[i].address);
+        [positions, inverse, weight, u64::from(eps.to_bits())]
+    }
+}
+
+/// `Heads` of the source: address, and the distances of rows and heads.
+fn heads(maker: &BoundKernel<'_>) -> [u64; 3] {
+    let x = maker.strided(0);
+    let (row, head) = if maker.maker(0).is_some() { x.head_strides() } else { (x.row_stride(2), x.width()) };
+    [x.address, row as u64, head as u64]
 }
 
 fn all(operands: &[&Bound<'_>]) -> Arguments {
@@ -124,6 +192,44 @@ impl<'a> Task<'a> {
             .define("V_STRIDE", stride(2))
             .define("KV_BF16", u8::from(self.call.inputs[3].dtype == DType::BF16))
             .define("WINDOW", self.spec.window.unwrap_or(0))
+    }
+
+    /// Turns queries into `queries`, and keys into their pages, beside which values go.
+    fn enter(
+        &self,
+        q: Option<&BoundKernel<'_>>,
+        k: Option<&BoundKernel<'_>>,
+        queries: u64,
+    ) -> Result<(), ArrayError> {
+        let Some(any) = q.or(k) else { unreachable!("queries or keys are turned") };
+        let [_, _, v, keys, values, table, row_start, position] = &self.call.inputs[..] else {
+            unreachable!("eight operands")
+        };
+        let arguments = Arguments::default()
+            .words(&heads(q.unwrap_or(any)))
+            .words(&heads(k.unwrap_or(any)))
+            .words(&[v.address, v.row_stride(2) as u64, self.size as u64])
+            .words(&turn(q.unwrap_or(any)).words())
+            .words(&turn(k.unwrap_or(any)).words())
+            .pointer(queries);
+        let arguments = [keys, values, table, row_start, position]
+            .into_iter()
+            .fold(arguments, |arguments, operand| arguments.pointer(operand.address))
+            .u32(self.sequences)
+            .u32(self.pages)
+            .u32(self.rows);
+        let key = KernelKey::new(ATTENTION_ENTER, "attention_enter")
+            .define("H", self.heads)
+            .define("KV", self.kv_heads)
+            .define("D", self.size)
+            .define("KV_BF16", u8::from(keys.dtype == DType::BF16))
+            .define("QUERIES", u8::from(q.is_some()))
+            .define("KEYS", u8::from(k.is_some()));
+        let key = rotation(key, turn(any).spec, turn(any).norm.is_some());
+        let taken =
+            if q.is_some() { self.heads } else { 0 } + if k.is_some() { 2 * self.kv_heads } else { 0 };
+        let grid = ((self.rows * taken).div_ceil(4), 1, 1);
+        self.call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, arguments)
     }
 
     /// The kernel that attends.

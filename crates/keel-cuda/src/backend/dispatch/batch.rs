@@ -54,6 +54,7 @@ impl Log<'_> {
     }
 }
 
+/// Checks the batch of an operation. Layers share theirs: what lasts is checked once in a launch.
 pub(super) fn check_batch(
     call: &Call<'_>,
     row_start: &Bound<'_>,
@@ -74,9 +75,22 @@ pub(super) fn check_batch(
         .u32(check.window)
         .u32(check.grid)
         .u32(check.log.map_or(0, |log| log.capacity()))
-        .u32(check.log.map_or(0, |log| usize::from(log.keep_open)))
-        .pointer(call.fault)
-        .u32(call.index);
+        .u32(check.log.map_or(0, |log| usize::from(log.keep_open)));
+    let operands = [
+        Some(row_start),
+        check.slot.map(|s| s.0),
+        check.position,
+        check.table.map(|t| t.0),
+        check.log.map(|log| log.accepted),
+    ];
+    if operands.into_iter().flatten().all(|operand| operand.lasting) {
+        let mut checked = call.checked.borrow_mut();
+        if checked.contains(&arguments) {
+            return Ok(());
+        }
+        checked.push(arguments.clone());
+    }
+    let arguments = arguments.pointer(call.fault).u32(call.index);
     let geometry = Geometry { grid: (1, 1, 1), block: (256, 1, 1), shared_bytes: 0 };
     call.launch(&KernelKey::new(BATCH, "check_batch"), geometry, arguments)
 }

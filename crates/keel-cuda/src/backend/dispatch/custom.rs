@@ -3,7 +3,7 @@
 use super::{Bound, Call, Geometry};
 use crate::backend::operand::c_type;
 use crate::driver::Arguments;
-use crate::kernels::{CUSTOM, KernelKey};
+use crate::kernels::{CUSTOM, CUSTOM_ENTRY, KernelKey};
 use keel_array::{ArrayError, CudaSource, CustomKernel};
 use std::fmt::Write;
 
@@ -21,7 +21,7 @@ pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>) -> Result<(), ArrayErr
         let arguments = Arguments::default().pointer(y.address).u64(y.len()).f32(kernel.initial());
         call.launch(&key, Geometry::elements(y.len()), arguments)?;
     }
-    let key = KernelKey { source: text(source, call).into(), ..KernelKey::new(CUSTOM, "custom_kernel") };
+    let key = KernelKey { source: text(source, call).into(), ..KernelKey::new(CUSTOM, CUSTOM_ENTRY) };
     let operands = call.inputs.iter().chain(&call.outputs);
     let arguments =
         operands.fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address));
@@ -48,7 +48,7 @@ fn text(source: &CudaSource, call: &Call<'_>) -> String {
         .collect();
     let parameters = parameters.join(", ");
     text + &format!(
-        "{}\nextern \"C\" __global__ void custom_kernel({parameters}) {{\n{}\n}}\n",
+        "{}\nextern \"C\" __global__ void {CUSTOM_ENTRY}({parameters}) {{\n{}\n}}\n",
         source.header, source.body
     )
 }

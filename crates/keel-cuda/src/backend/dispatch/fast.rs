@@ -1,6 +1,6 @@
 //! Norms, rotary embedding and gates.
 
-use super::{Call, Geometry};
+use super::{Call, Geometry, linear};
 use crate::driver::Arguments;
 use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, ROPE};
 use keel_array::{ArrayError, Op, RopeSpec};
@@ -49,6 +49,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
             op: call.kernel.op.name().into(),
             reason: "columns cannot be turned in pairs on the GPU yet; run this model on the CPU".into(),
         }),
+        Op::SwiGlu if call.maker(0).is_some() => linear::gated_linear(call),
         Op::SwiGlu => {
             let arguments = Arguments::default()
                 .pointer(x.address)
@@ -59,7 +60,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
             call.launch(&KernelKey::new(ACTIVATION, "swiglu"), Geometry::elements(y.len()), arguments)
         }
         Op::SigmoidGate => {
-            let gate = &call.inputs[1];
+            let (x, gate) = (call.strided(0), call.strided(1));
             let arguments = Arguments::default()
                 .pointer(x.address)
                 .words(&x.strides())
@@ -80,18 +81,18 @@ fn row_geometry(rows: usize, width: usize) -> Geometry {
 
 fn rotate(spec: &RopeSpec, norm: Option<(u64, f32)>, call: &Call<'_>) -> Result<(), ArrayError> {
     const WARPS: usize = 4;
-    let (x, y) = (&call.inputs[0], &call.outputs[0]);
+    let (x, y) = (call.strided(0), &call.outputs[0]);
     let (tokens, heads) = (x.layout.shape[0], x.layout.shape[1]);
-    let axes: Vec<String> = frequency_axes(spec).iter().map(usize::to_string).collect();
-    let key = KernelKey::new(ROPE, "rope")
-        .define("D", x.width())
-        .define("R", spec.rotary)
-        .define("NORM", u8::from(norm.is_some()))
-        .define("AXES", format!("{{{}}}", axes.join(",")));
+    let (stride, head_stride) = match call.maker(0) {
+        Some(_) => x.head_strides(),
+        None => (x.row_stride(2), x.width()),
+    };
+    let key = rotation(KernelKey::new(ROPE, "rope"), spec, norm.is_some()).define("D", x.width());
     let (weight, eps) = norm.unwrap_or((0, 0.0));
     let arguments = Arguments::default()
         .pointer(x.address)
-        .u64(x.row_stride(2))
+        .u64(stride)
+        .u64(head_stride)
         .pointer(call.inputs[1].address)
         .pointer(call.inputs[2].address)
         .pointer(weight)
@@ -101,6 +102,14 @@ fn rotate(spec: &RopeSpec, norm: Option<(u64, f32)>, call: &Call<'_>) -> Result<
         .u32(heads);
     let grid = ((tokens * heads).div_ceil(WARPS), 1, 1);
     call.launch(&key, Geometry { grid, block: (32 * WARPS, 1, 1), shared_bytes: 0 }, arguments)
+}
+
+/// The constants of `rope.cuh` but the head size.
+pub(super) fn rotation(key: KernelKey, spec: &RopeSpec, normed: bool) -> KernelKey {
+    let axes: Vec<String> = frequency_axes(spec).iter().map(usize::to_string).collect();
+    key.define("R", spec.rotary)
+        .define("NORM", u8::from(normed))
+        .define("AXES", format!("{{{}}}", axes.join(",")))
 }
 
 /// Which row of the positions turns each frequency; see [`RopeSpec`].

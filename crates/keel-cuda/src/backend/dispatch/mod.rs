@@ -1,5 +1,6 @@
 //! From the operations of the array runtime to kernel launches, by family.
 
+mod absorb;
 mod attention;
 mod batch;
 mod create;
@@ -15,7 +16,8 @@ mod sequence;
 
 use super::Precision;
 use super::call::{COUNTERS, Call, Geometry};
-use super::operand::Bound;
+use super::operand::{Bound, BoundKernel};
+pub(super) use absorb::absorbs;
 use keel_array::{ArrayError, Kernel, Op};
 
 /// Puts a kernel's launches on the stream.
@@ -59,6 +61,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, precision: Precision) -> usize {
     match &kernel.op {
         Op::Sort { .. } => reduce::workspace_bytes(kernel),
         Op::Linear { .. } | Op::GatherLinear { .. } => matmul::workspace_bytes(kernel),
+        Op::SwiGlu => kernel.maker(0).map_or(0, matmul::workspace_bytes),
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {
             sequence::workspace_bytes(kernel, precision)
         }

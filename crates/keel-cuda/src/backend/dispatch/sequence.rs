@@ -33,7 +33,7 @@ fn shared_state(call: &Call<'_>) -> Option<(usize, usize)> {
 pub(super) fn workspace_bytes(kernel: &Kernel, precision: Precision) -> usize {
     let shape = |i: usize| &kernel.inputs[i].layout.shape;
     match &kernel.op {
-        Op::PagedAttention(spec) => attention::workspace_bytes(spec, shape(0), shape(1)[1], shape(5)),
+        Op::PagedAttention(spec) => attention::workspace_bytes(spec, kernel),
         Op::GatedDelta(spec) if spec.regime == Regime::Prefill && chunked(spec, precision) => {
             chunk_bytes(spec) * chunks(shape(0)[0], shape(7)[0])
         }
@@ -166,7 +166,7 @@ fn chunks(rows: usize, sequences: usize) -> usize {
 
 /// Scratch of a chunk: k and q of each key head, two matrices and the gates of each value head.
 fn chunk_bytes(spec: &GatedDeltaSpec) -> usize {
-    spec.key_heads * 2 * GRID * (spec.key_dim + 8) * 2 + spec.value_heads * (2 * GRID * 72 * 2 + GRID * 4)
+    spec.key_heads * 2 * GRID * (spec.key_dim + 8) * 2 + spec.value_heads * (2 * GRID * 72 * 2 + 2 * GRID * 4)
 }
 
 /// Whether rows can be read 16 bytes at a time.
@@ -187,7 +187,7 @@ fn delta_chunked(
     };
     let (sequences, dk) = (slot.len(), spec.key_dim);
     let chunks = chunks(qkv.layout.shape[0], sequences);
-    let stage_bytes = 256 * (dk + 8) + 27_904;
+    let stage_bytes = 256 * (dk + 8) + 28_160;
     let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(STAGES_MAX);
     if stages == 0 {
         return Err(call.error(format!("key heads of {dk} do not fit this GPU; use --compute f32")));
@@ -198,8 +198,8 @@ fn delta_chunked(
     };
     let arguments =
         all(&[qkv, a, b, a_log, dt_bias, row_start]).u32(sequences).u32(chunks).pointer(call.scratch);
-    let shared_bytes = (256 * (dk + 8)).max(22_016) + 512 * spec.value_heads / spec.key_heads;
-    let geometry = Geometry { grid: (chunks, spec.key_heads, 1), block: (128, 1, 1), shared_bytes };
+    let shared_bytes = (256 * (dk + 8)).max(44_032) + 512 * spec.value_heads / spec.key_heads;
+    let geometry = Geometry { grid: (spec.key_heads, chunks, 1), block: (256, 1, 1), shared_bytes };
     call.launch(&key("gated_delta_prepare"), geometry, arguments)?;
     let arguments = all(&[qkv, state, row_start, slot])
         .u32(chunks)

@@ -1,7 +1,7 @@
 //! f32 throughout, for every format.
 
 use super::super::{Bound, Call, Geometry};
-use super::{address, packed, row_tiles, split, weight_key};
+use super::{address, exact_split, packed, row_tiles, weight_key};
 use crate::driver::Arguments;
 use crate::kernels::EXACT_MATMUL;
 use keel_array::{ArrayError, WeightSpec};
@@ -12,7 +12,7 @@ pub(super) fn exact_rows(
     rows: usize,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let split = split(weight, 1);
+    let split = exact_split(weight);
     let key = weight_key(EXACT_MATMUL, "exact_rows", weight).define("DIM_T", rows).define("SPLIT", split);
     let arguments = packed(Arguments::default(), weight, &call.inputs[1])
         .pointer(call.inputs[0].address)

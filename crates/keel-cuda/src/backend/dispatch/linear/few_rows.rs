@@ -1,80 +1,205 @@
 //! Products of few rows: one pass over the weight, x rounded to 8 bits for affine codes.
 
-use super::super::{Bound, Call, Geometry};
-use super::{BLOCKS_WANTED, address, col_tiles, packed, row_tiles, split, weight_key};
+use super::super::{Bound, BoundKernel, Call, Geometry};
+use super::tuning::Tuning;
+use super::{address, col_tiles, packed, row_tiles, weight_key};
 use crate::driver::Arguments;
 use crate::kernels::{KernelKey, QUANTIZED_MATMUL};
-use keel_array::{ArrayError, WeightFormat, WeightSpec};
+use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
 
-/// Elements of x up to which each block rounds x for itself instead of reading what another kernel has prepared.
+/// Elements of a row of x up to which each block rounds it for itself instead of reading what another kernel has prepared.
 const FUSED_MAX: usize = 1 << 15;
 
-/// The kernel for few rows, and what it takes.
-pub(super) struct FewRows {
-    pub key: KernelKey,
-    pub split: usize,
-    pub passes: usize,
-    pub fused: bool,
-    pub prepared_bytes: usize,
-    pub shared_bytes: usize,
+/// Whether each block prepares x: a single row, and rows of x that experts choose.
+fn is_fused(weight: &WeightSpec, rows: usize, gathers: bool) -> bool {
+    gathers || rows == 1 && weight.cols <= FUSED_MAX
 }
 
-/// `gather` is the rows of y for each row of x where experts are chosen, 0 where there is one weight.
-pub(super) fn few_rows_kernel(weight: &WeightSpec, rows: usize, gather: usize) -> FewRows {
-    let dense = matches!(weight.format, WeightFormat::Dense(_));
-    let (group, bits) = match weight.format {
-        WeightFormat::Affine { group_size, bits, .. } => (usize::from(group_size), bits),
-        _ => (0, 0),
+/// Bytes of x as the kernel multiplies it.
+fn prepared_bytes(weight: &WeightSpec, rows: usize) -> usize {
+    let row_bytes = match weight.format {
+        WeightFormat::Affine { group_size: 32, .. } => 64 + 2 * 8,
+        WeightFormat::Affine { .. } => 64 + 8,
+        _ => 256,
     };
-    // Tiles that a warp loads at once: the kernel's own choice.
-    let long = weight.cols > 8192 && weight.rows < 5000;
-    let unit = if dense || bits == 8 || long { 2 } else { 4 };
-    let split = split(weight, unit);
-    let fused = gather > 0 || rows * weight.cols <= FUSED_MAX;
-    let (row_bytes, parts) = if dense { (256, 0) } else { (64, if group == 32 { 2 } else { 1 }) };
-    let prepared_bytes = col_tiles(weight) * rows * (row_bytes + 8 * parts);
-    // Several row tiles for a block, one after the other, where there are many: its start is paid once.
-    let passes = if gather == 0 { (row_tiles(weight) / (8 * BLOCKS_WANTED)).clamp(1, 4) } else { 1 };
-    let partial_bytes = split * rows * 17 * size_of::<f32>() * if passes > 1 { 2 } else { 1 };
-    let key = weight_key(QUANTIZED_MATMUL, "linear_rows", weight)
-        .define("DENSE", u8::from(dense))
-        .define("DIM_T", rows)
-        .define("SPLIT", split)
-        .define("UNIT", unit)
-        .define("PASSES", passes)
-        .define("FUSED", u8::from(fused))
-        .define("GATHER", gather);
-    let shared_bytes = partial_bytes + if fused { prepared_bytes } else { 0 };
-    FewRows { key, split, passes, fused, prepared_bytes, shared_bytes }
+    col_tiles(weight) * rows * row_bytes
 }
 
-pub(super) fn few_rows(
-    weight: &WeightSpec,
-    residual: Option<&Bound<'_>>,
-    rows: usize,
-    call: &Call<'_>,
-) -> Result<(), ArrayError> {
-    let kernel = few_rows_kernel(weight, rows, 0);
-    let mut x = call.inputs[0].address;
-    if !kernel.fused {
-        let tiles = 4 * col_tiles(weight);
-        let block = if col_tiles(weight) >= 256 { 1024 } else { tiles.next_multiple_of(32) };
-        let key = KernelKey { entry: "prepare_rows", ..kernel.key.clone() };
-        call.launch(
-            &key,
-            Geometry::rows(rows, block),
-            Arguments::default().pointer(x).pointer(call.scratch),
-        )?;
-        x = call.scratch;
+/// Scratch of a product of few rows.
+pub(super) fn few_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
+    if is_fused(weight, rows, false) { 0 } else { prepared_bytes(weight, rows) }
+}
+
+/// What x goes through on its way in.
+#[derive(Clone, Copy)]
+enum Entry<'a> {
+    Plain,
+    /// The norm of each row: weight, eps.
+    Norm(Bound<'a>, f32),
+    /// A gate.
+    Gate(Bound<'a>),
+    /// The norm of each head, times the SiLU of a gate: weight, eps, gate.
+    HeadNorm(Bound<'a>, f32, Bound<'a>),
+}
+
+/// A product of few rows, with what comes before and behind it.
+pub(super) struct FewRows<'a> {
+    weight: &'a WeightSpec,
+    packed: Bound<'a>,
+    x: Bound<'a>,
+    entry: Entry<'a>,
+    /// Chosen experts, and how many there are for each row of x.
+    experts: Option<(Bound<'a>, usize)>,
+    /// The result is `silu(first half) * second half`.
+    gated: bool,
+}
+
+impl<'a> FewRows<'a> {
+    /// The product of `Op::Linear` or `Op::GatherLinear`.
+    pub fn of(weight: &'a WeightSpec, product: &BoundKernel<'a>) -> FewRows<'a> {
+        let (x, entry) = match product.maker(0) {
+            None => (product.inputs[0], Entry::Plain),
+            Some(maker) => (maker.inputs[0], entry_of(maker)),
+        };
+        let experts = match product.kernel.op {
+            Op::GatherLinear { .. } => {
+                let fanout = product.inputs[2].len() / (product.inputs[0].len() / weight.cols);
+                Some((product.inputs[2], fanout))
+            }
+            _ => None,
+        };
+        FewRows { weight, packed: product.inputs[1], x, entry, experts, gated: false }
     }
-    let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-        .pointer(x)
-        .pointer(address(residual))
-        .pointer(call.outputs[0].address);
-    let geometry = Geometry {
-        grid: (row_tiles(weight).div_ceil(kernel.passes), 1, 1),
-        block: (32 * kernel.split, 1, 1),
-        shared_bytes: kernel.shared_bytes,
-    };
-    call.launch(&kernel.key, geometry, arguments)
+
+    /// The same with SwiGLU behind it.
+    pub fn gated(self) -> FewRows<'a> {
+        FewRows { gated: true, ..self }
+    }
+
+    fn rows(&self) -> usize {
+        self.x.len() / self.weight.cols
+    }
+
+    /// Constants of both entries of the source, and the tuning that they follow from.
+    fn key(&self, tuning: &Tuning, rows: usize, fused: bool) -> KernelKey {
+        let key = weight_key(QUANTIZED_MATMUL, "linear_rows", self.weight)
+            .define("DENSE", u8::from(matches!(self.weight.format, WeightFormat::Dense(_))))
+            .define("DIM_T", rows)
+            .define("SPLIT", tuning.split)
+            .define("UNIT", tuning.unit)
+            .define("PASSES", tuning.passes)
+            .define("ROW_WARPS", tuning.row_warps)
+            .define("MIN_BLOCKS", tuning.blocks_min)
+            .define("BULK", u8::from(tuning.stages > 0))
+            .define("STAGES", tuning.stages.max(1))
+            .define("FUSED", u8::from(fused))
+            .define("SWIGLU", u8::from(self.gated))
+            .define("GATHER", self.experts.map_or(0, |(_, fanout)| fanout));
+        let literal = |eps: f32| format!("{eps:e}f");
+        match self.entry {
+            Entry::Plain => key,
+            Entry::Norm(_, eps) => key.define("NORM", 1).define("EPS", literal(eps)),
+            Entry::Gate(gate) => gate_constants(key.define("GATE", 1), gate),
+            Entry::HeadNorm(_, eps, gate) => {
+                gate_constants(key.define("GATE", 2).define("EPS", literal(eps)), gate)
+            }
+        }
+    }
+
+    /// The operands of [`Entry`], as the kernels take them.
+    fn entry_arguments(&self, arguments: Arguments) -> Arguments {
+        match self.entry {
+            Entry::Plain => arguments,
+            Entry::Norm(weight, _) => arguments.pointer(weight.address),
+            Entry::Gate(gate) => arguments.pointer(gate.address),
+            Entry::HeadNorm(weight, _, gate) => arguments.pointer(weight.address).pointer(gate.address),
+        }
+    }
+
+    /// Operands are read 16 bytes at a time.
+    fn check_aligned(&self, call: &Call<'_>) -> Result<(), ArrayError> {
+        let operands = match self.entry {
+            Entry::Plain => [None, None],
+            Entry::Norm(weight, _) => [Some(weight), None],
+            Entry::Gate(gate) => [None, Some(gate)],
+            Entry::HeadNorm(weight, _, gate) => [Some(weight), Some(gate)],
+        };
+        match operands.into_iter().flatten().find(|operand| !operand.address.is_multiple_of(16)) {
+            None => Ok(()),
+            Some(odd) => {
+                let shape = &odd.layout.shape;
+                Err(call.error(format!(
+                    "an operand {shape} of what comes before the product does not begin at a multiple of 16 bytes; make it contiguous"
+                )))
+            }
+        }
+    }
+
+    /// Puts the product on the stream.
+    pub fn run(&self, residual: Option<&Bound<'_>>, call: &Call<'_>) -> Result<(), ArrayError> {
+        self.check_aligned(call)?;
+        let gathers = self.experts.is_some();
+        let fused = is_fused(self.weight, self.rows(), gathers);
+        let rows = if gathers { 1 } else { self.rows() };
+        let tuning = Tuning::of(self.weight, rows, self.gated, gathers).for_device(&call.gpu.device);
+        let key = self.key(&tuning, rows, fused);
+        let mut x = self.x.address;
+        if !fused {
+            let tiles = 4 * col_tiles(self.weight);
+            let block = if col_tiles(self.weight) >= 256 { 1024 } else { tiles.next_multiple_of(32) };
+            let key = KernelKey { entry: "prepare_rows", ..key.clone() };
+            let arguments = self.entry_arguments(Arguments::default().pointer(x)).pointer(call.scratch);
+            call.launch(&key, Geometry::rows(rows, block), arguments)?;
+            x = call.scratch;
+        }
+        let mut arguments = packed(Arguments::default(), self.weight, &self.packed).pointer(x);
+        if fused {
+            arguments = self.entry_arguments(arguments);
+        }
+        if let Some((experts, _)) = self.experts {
+            arguments = arguments
+                .pointer(experts.address)
+                .u32(self.weight.experts)
+                .pointer(call.fault)
+                .u32(call.index);
+        }
+        let arguments = arguments.pointer(address(residual)).pointer(call.outputs[0].address);
+        let tiles = row_tiles(self.weight) / if self.gated { 2 } else { 1 };
+        let chosen = self.experts.map_or(1, |(experts, _)| experts.len());
+        let geometry = Geometry {
+            grid: (tiles.div_ceil(tuning.row_warps * tuning.passes), chosen, 1),
+            block: (32 * tuning.split * tuning.row_warps, 1, 1),
+            shared_bytes: self.shared_bytes(&tuning, rows, fused),
+        };
+        call.launch(&key, geometry, arguments)
+    }
+
+    /// `SHARED_BYTES` of the source.
+    fn shared_bytes(&self, tuning: &Tuning, rows: usize, fused: bool) -> usize {
+        let halves = if self.gated { 2 } else { 1 };
+        let partial_bytes = tuning.warps() * halves * rows * 17 * size_of::<f32>();
+        let prepared = if fused { prepared_bytes(self.weight, rows) } else { 0 };
+        let norms = match self.entry {
+            Entry::Norm(..) if fused => rows * (col_tiles(self.weight) + 1) * size_of::<f32>(),
+            _ => 0,
+        };
+        tuning.ring_bytes(self.weight, halves)
+            + prepared
+            + partial_bytes * if tuning.passes > 1 { 2 } else { 1 }
+            + norms
+    }
+}
+
+fn entry_of<'a>(maker: &BoundKernel<'a>) -> Entry<'a> {
+    match maker.kernel.op {
+        Op::RmsNorm { eps } => Entry::Norm(maker.inputs[1], eps.get()),
+        Op::GatedRmsNorm { eps } => Entry::HeadNorm(maker.inputs[1], eps.get(), maker.strided(2)),
+        Op::SigmoidGate => Entry::Gate(maker.strided(1)),
+        ref op => unreachable!("{} is not absorbed by a product", op.name()),
+    }
+}
+
+fn gate_constants(key: KernelKey, gate: Bound<'_>) -> KernelKey {
+    let (row, head) = gate.head_strides();
+    key.define("HEAD_DIM", gate.width()).define("GATE_ROW", row).define("GATE_HEAD", head)
 }

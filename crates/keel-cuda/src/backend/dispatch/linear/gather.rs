@@ -1,9 +1,9 @@
 //! Products with an expert for each row: one by one, or sorted by expert where there are many.
 
 use super::super::{Call, Geometry};
-use super::few_rows::few_rows_kernel;
+use super::few_rows::FewRows;
 use super::tiled::{half_rows_bytes, tile_of, tiled_key, tiled_shared_bytes, to_half_tiles};
-use super::{Arithmetic, FEW_ROWS, arithmetic, packed, row_tiles, split, weight_key};
+use super::{Arithmetic, FEW_ROWS, arithmetic, exact_split, packed, row_tiles, weight_key};
 use crate::driver::Arguments;
 use crate::kernels::{EXACT_MATMUL, KernelKey};
 use keel_array::{ArrayError, WeightSpec};
@@ -17,37 +17,24 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
             grouped(weight, fanout, call)
         }
         Arithmetic::Exact => {
-            let split = split(weight, 1);
+            let split = exact_split(weight);
             let key = weight_key(EXACT_MATMUL, "exact_rows", weight)
                 .define("DIM_T", 1)
                 .define("SPLIT", split)
                 .define("GATHER", fanout);
-            gather_rows(&key, split, 0, weight, call)
+            let arguments = packed(Arguments::default(), weight, &call.inputs[1])
+                .pointer(call.inputs[0].address)
+                .pointer(experts.address)
+                .u32(weight.experts)
+                .pointer(call.fault)
+                .u32(call.index)
+                .pointer(0)
+                .pointer(call.outputs[0].address);
+            let grid = (row_tiles(weight), experts.len(), 1);
+            call.launch(&key, Geometry { grid, block: (32 * split, 1, 1), shared_bytes: 0 }, arguments)
         }
-        _ => {
-            let kernel = few_rows_kernel(weight, 1, fanout);
-            gather_rows(&kernel.key, kernel.split, kernel.shared_bytes, weight, call)
-        }
+        _ => FewRows::of(weight, call).run(None, call),
     }
-}
-
-fn gather_rows(
-    key: &KernelKey,
-    split: usize,
-    shared_bytes: usize,
-    weight: &WeightSpec,
-    call: &Call<'_>,
-) -> Result<(), ArrayError> {
-    let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-        .pointer(call.inputs[0].address)
-        .pointer(call.inputs[2].address)
-        .u32(weight.experts)
-        .pointer(call.fault)
-        .u32(call.index)
-        .pointer(0)
-        .pointer(call.outputs[0].address);
-    let grid = (row_tiles(weight), call.inputs[2].len(), 1);
-    call.launch(key, Geometry { grid, block: (32 * split, 1, 1), shared_bytes }, arguments)
 }
 
 /// Whether rows are sorted by expert and multiplied together: with many rows, and no more experts than the sort takes.

@@ -11,6 +11,7 @@ mod exact;
 mod few_rows;
 mod gather;
 mod tiled;
+mod tuning;
 
 use super::{Bound, Call, Geometry};
 use crate::backend::operand::c_type;
@@ -19,10 +20,10 @@ use crate::driver::Arguments;
 use crate::kernels::{DEQUANTIZE, KernelKey, Source};
 use blas::{blas_scratch, through_blas};
 use exact::{exact_rows, exact_tiled};
-use few_rows::{few_rows, few_rows_kernel};
+use few_rows::{FewRows, few_rows_bytes};
 pub(super) use gather::gather;
 use gather::{grouped_scratch, takes_groups};
-use keel_array::{ArrayError, Compute, DType, Kernel, WeightFormat, WeightSpec};
+use keel_array::{ArrayError, Compute, DType, Kernel, Op, WeightFormat, WeightSpec};
 use tiled::{half_rows_bytes, parts, tiled};
 
 /// Rows that are multiplied in one pass over the weight, whose bits do not depend on how many they are.
@@ -33,7 +34,7 @@ const TILED_ROWS_MAX: usize = 256;
 
 /// Columns of a tile of a packed weight, and rows.
 const TILE_COLS: usize = 64;
-const TILE_ROWS: usize = 16;
+pub(super) const TILE_ROWS: usize = 16;
 
 /// Rows of a weight from which on tensor cores are worth the preparation of x.
 const TENSOR_ROWS_MIN: usize = 64;
@@ -100,7 +101,7 @@ pub(super) fn linear(
     match arithmetic(weight) {
         Arithmetic::Exact if rows <= FEW_ROWS => exact_rows(weight, residual, rows, call),
         Arithmetic::Exact => exact_tiled(weight, residual, rows, call),
-        _ if rows <= FEW_ROWS => few_rows(weight, residual, rows, call),
+        _ if rows <= FEW_ROWS => FewRows::of(weight, call).run(residual, call),
         Arithmetic::Affine if rows <= TILED_ROWS_MAX && call.gpu.has_wgmma() => {
             tiled(weight, residual, rows, call)
         }
@@ -112,10 +113,31 @@ fn address(operand: Option<&Bound<'_>>) -> u64 {
     operand.map_or(0, |operand| operand.address)
 }
 
-/// Warps that share the columns of a row tile, in units of so many column tiles. A function of the weight's shape alone,
+/// Whether a product is one of few rows, which takes in what comes before it.
+pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel) -> bool {
+    let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
+    arithmetic(weight) != Arithmetic::Exact
+        && match kernel.op {
+            Op::GatherLinear { .. } => !takes_groups(weight, elements(2)),
+            _ => elements(0) / weight.cols <= FEW_ROWS,
+        }
+}
+
+/// SwiGLU behind a product of few rows, in one kernel.
+pub(super) fn gated_linear(call: &Call<'_>) -> Result<(), ArrayError> {
+    let Some(product) = call.maker(0) else { unreachable!("the product was absorbed") };
+    match &product.kernel.op {
+        Op::Linear { weight, .. } | Op::GatherLinear { weight } => {
+            FewRows::of(weight, product).gated().run(None, call)
+        }
+        op => unreachable!("{} is no product", op.name()),
+    }
+}
+
+/// Warps that share the columns of a row tile in f32, in units of a column tile. A function of the weight's shape alone,
 /// since it orders the sums: about eight, as many as have equal shares, and more where few row tiles meet long columns.
-fn split(weight: &WeightSpec, tiles_at_once: usize) -> usize {
-    let units = col_tiles(weight).div_ceil(tiles_at_once);
+fn exact_split(weight: &WeightSpec) -> usize {
+    let units = col_tiles(weight);
     let long = weight.cols > 8192 && weight.rows < 5000;
     let best = if long { 12..=18 } else { 5..=10 };
     // The largest number of warps that divides the units leaves none idle.
@@ -139,10 +161,7 @@ pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel) -> us
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     match arithmetic(weight) {
         Arithmetic::Exact => 0,
-        _ if rows <= FEW_ROWS => {
-            let kernel = few_rows_kernel(weight, rows, 0);
-            if kernel.fused { 0 } else { kernel.prepared_bytes }
-        }
+        _ if rows <= FEW_ROWS => few_rows_bytes(weight, rows),
         arithmetic => {
             let blas = blas_scratch(weight, rows).end;
             if arithmetic != Arithmetic::Affine || rows > TILED_ROWS_MAX {

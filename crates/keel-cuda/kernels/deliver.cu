@@ -1,0 +1,21 @@
+// Small writes of the host, together: what a step is told (ids, positions, tables) is spread over as many arrays, and a copy
+// for each would cost more than the bytes. The words come from the host's pinned memory.
+//
+// Launch: a block of 128 threads for each delivery. Bytes: each word once over the bus.
+#include "common.cuh"
+
+struct Delivery {
+    u32* to;
+    const u32* from;
+    u64 words;
+};
+
+struct Deliveries {
+    Delivery list[DELIVERIES];
+};
+
+extern "C" __global__ void __launch_bounds__(128) deliver(Deliveries deliveries) {
+    take_turn();
+    const Delivery mine = deliveries.list[blockIdx.x];
+    for (u64 i = threadIdx.x; i < mine.words; i += 128) mine.to[i] = mine.from[i];
+}

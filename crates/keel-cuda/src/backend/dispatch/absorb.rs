@@ -1,0 +1,83 @@
+//! Which producers our kernels take in.
+//!
+//! | reader | producers |
+//! |---|---|
+//! | product of few rows | a norm, the gated norm of heads, a gate in front of it |
+//! | SwiGLU | a product of few rows |
+//! | rotation, gate | a copy of heads out of strides |
+//! | attention in decode | the rotations of queries and keys |
+
+use super::linear;
+use crate::backend::operand::head_strides;
+use keel_array::{Kernel, Layout, Op, Regime, Slot, WeightSpec};
+
+/// Columns that a warp prepares together: the tiles of a head have to be among them.
+const HEAD_MAX: usize = 512;
+
+/// See `Backend::absorbs`.
+pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kernel) -> bool {
+    if !whole(&reader.inputs[input].layout, producer) {
+        return false;
+    }
+    match (&reader.op, input) {
+        (Op::Linear { weight, .. }, 0) if linear::takes_few_rows(weight, reader) => {
+            enters(weight, producer) || enters_by_heads(weight, producer)
+        }
+        (Op::GatherLinear { weight }, 0) if linear::takes_few_rows(weight, reader) => {
+            enters(weight, producer)
+        }
+        (Op::SwiGlu, 0) => match &producer.op {
+            Op::Linear { weight, residual: false } | Op::GatherLinear { weight } => {
+                linear::takes_few_rows(weight, producer) && weight.rows.is_multiple_of(2 * linear::TILE_ROWS)
+            }
+            _ => false,
+        },
+        (Op::Rope(_) | Op::NormRope { .. }, 0) | (Op::SigmoidGate, 0 | 1) => copies_heads(producer),
+        (Op::PagedAttention(spec), 0 | 1) => {
+            spec.regime == Regime::Decode && matches!(producer.op, Op::Rope(_) | Op::NormRope { .. })
+        }
+        _ => false,
+    }
+}
+
+/// Whether a reader sees all elements of the value, in their order.
+fn whole(seen: &Layout, producer: &Kernel) -> bool {
+    seen.offset == 0
+        && seen.is_contiguous()
+        && seen.shape.elements() == producer.outputs[0].layout.shape.elements()
+}
+
+/// Norms of the rows that a weight multiplies.
+fn enters(weight: &WeightSpec, producer: &Kernel) -> bool {
+    let x = &producer.inputs[0].layout;
+    matches!(producer.op, Op::RmsNorm { .. }) && x.is_contiguous() && x.shape.last() == Some(&weight.cols)
+}
+
+/// Gates, and norms of heads with gates: `[T, heads, D]`.
+fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
+    let gate = match &producer.op {
+        Op::GatedRmsNorm { .. } => 2,
+        Op::SigmoidGate => 1,
+        _ => return false,
+    };
+    let Some(&size) = producer.outputs[0].layout.shape.last() else { return false };
+    let fits = match gate {
+        1 => size.is_multiple_of(8),
+        _ => size.is_power_of_two() && (64..=HEAD_MAX).contains(&size),
+    };
+    let read = match producer.maker(gate) {
+        Some(copy) => &copy.inputs[0],
+        None => &producer.inputs[gate],
+    };
+    // Read 16 bytes at a time. An intermediate begins at a multiple of that; what comes from outside may not.
+    let strides = head_strides(&read.layout).filter(|_| matches!(read.slot, Slot::Temp(_)));
+    let aligned = strides.is_some_and(|(row, head)| row.is_multiple_of(4) && head.is_multiple_of(4));
+    let x = &producer.inputs[0].layout;
+    let columns: usize = read.layout.shape.iter().skip(1).product();
+    let plain = x.is_contiguous() && producer.maker(0).is_none() && columns == weight.cols;
+    fits && aligned && plain && read.layout.offset.is_multiple_of(4)
+}
+
+fn copies_heads(producer: &Kernel) -> bool {
+    matches!(producer.op, Op::Copy) && head_strides(&producer.inputs[0].layout).is_some()
+}

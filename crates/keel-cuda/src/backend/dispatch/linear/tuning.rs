@@ -1,0 +1,124 @@
+//! How a product of few rows is cut. What orders the sums (`split`, `unit`) follows from the weight's shape and from what is
+//! absorbed, never from the number of rows: a row has the same bits whatever stands beside it. The figures are those that
+//! measured best on an H100.
+
+use super::{BLOCKS_WANTED, col_tiles, row_tiles};
+use crate::driver::Device;
+use keel_array::{WeightFormat, WeightSpec};
+
+/// The cut of a product of few rows; see `quantized_matmul.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tuning {
+    /// Warps that share the columns of a row tile.
+    pub split: usize,
+    /// Column tiles that a warp loads at once.
+    pub unit: usize,
+    /// Row tiles that a block takes one after the other.
+    pub passes: usize,
+    /// Row tiles that it takes at a time.
+    pub row_warps: usize,
+    /// Fetches under way through shared memory; 0 for loads into registers.
+    pub stages: usize,
+    /// Blocks that a multiprocessor is to have room for.
+    pub blocks_min: usize,
+}
+
+impl Tuning {
+    pub fn of(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool) -> Tuning {
+        let tiles = col_tiles(weight);
+        let plain = Tuning { split: 1, unit: 4, passes: 1, row_warps: 1, stages: 0, blocks_min: 1 };
+        let WeightFormat::Affine { bits, group_size, .. } = weight.format else {
+            let unit = if gated { 1 } else { 2 };
+            let passes = if gathers { 1 } else { passes(weight, rows) };
+            return Tuning { split: divisor(tiles.div_ceil(unit), 5, 8), unit, passes, ..plain };
+        };
+        // Groups of 128 lie over two tiles.
+        let unit_min = if group_size == 128 { 2 } else { 1 };
+        if gathers {
+            let split = divisor(tiles.div_ceil(2), 4, 4);
+            // Short columns leave a block of one row tile too few warps.
+            let row_warps = if gated || tiles > 16 { 1 } else { 4 };
+            let stages = if row_warps > 1 { 4 } else { 0 };
+            return Tuning { split, unit: 2, row_warps, stages, ..plain };
+        }
+        if gated {
+            let split = divisor(tiles.div_ceil(unit_min), 5, 10);
+            let passes = if rows == 1 && row_tiles(weight) > 4 * BLOCKS_WANTED { 2 } else { 1 };
+            return Tuning { split, unit: unit_min, passes, stages: 4, ..plain };
+        }
+        if weight.cols > 8192 && weight.rows < 5000 {
+            let split = divisor(tiles.div_ceil(2), 12, 18);
+            let blocks_min = if rows <= 8 { 2 } else { 1 };
+            return Tuning { split, unit: 2, stages: if tiles <= 144 { 4 } else { 3 }, blocks_min, ..plain };
+        }
+        let unit = if bits == 8 { 2 } else { 4 };
+        let (split, blocks_min) = (divisor(tiles.div_ceil(unit), 5, 8), if rows > 1 { 3 } else { 1 });
+        Tuning { split, unit, passes: passes(weight, rows), blocks_min, ..plain }
+    }
+
+    /// Without what the device does not have: fetches through shared memory came with Hopper.
+    pub fn for_device(self, device: &Device) -> Tuning {
+        if device.capability >= (9, 0) { self } else { Tuning { stages: 0, ..self } }
+    }
+
+    /// Warps of a block.
+    pub fn warps(&self) -> usize {
+        self.split * self.row_warps
+    }
+
+    /// `RING_BYTES` of the source, for a warp that works on so many row tiles at once.
+    pub fn ring_bytes(&self, weight: &WeightSpec, halves: usize) -> usize {
+        let (WeightFormat::Affine { bits, group_size, scale_dtype }, 1..) = (weight.format, self.stages)
+        else {
+            return 0;
+        };
+        let parts = if group_size == 32 { 2 } else { 1 };
+        let shared_by = if group_size == 128 { 2 } else { 1 };
+        let slot = halves
+            * (self.unit * 128 * usize::from(bits)
+                + self.unit.div_ceil(shared_by) * 32 * parts * scale_dtype.size());
+        let fetches = self.warps() * self.stages;
+        fetches * slot + (fetches * 8).next_multiple_of(16)
+    }
+}
+
+/// Row tiles for a block, where they are many: its start is paid once.
+fn passes(weight: &WeightSpec, rows: usize) -> usize {
+    match row_tiles(weight) / BLOCKS_WANTED {
+        _ if rows > 1 => 1,
+        0..8 => 1,
+        8..64 => 3,
+        _ => 4,
+    }
+}
+
+/// The largest number from `least` to `most` that divides `units`, so that no warp is idle; else what there is, to `most`.
+fn divisor(units: usize, least: usize, most: usize) -> usize {
+    (least..=most).rev().find(|warps| units.is_multiple_of(*warps)).unwrap_or(most).min(units)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keel_array::{Compute, DType};
+
+    #[test]
+    fn rows_do_not_change_the_order_of_sums() {
+        for (bits, group_size) in [(4, 64), (3, 32), (8, 128)] {
+            let format = WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 };
+            for (rows, cols) in [(12_352, 2560), (18_432, 2560), (2560, 9216), (4096, 12_288), (1024, 1024)] {
+                let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
+                for gated in [false, true] {
+                    let of = |rows| Tuning::of(&spec, rows, gated, false);
+                    assert!((2..=16).all(|t| (of(t).split, of(t).unit) == (of(1).split, of(1).unit)));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn warps_share_evenly_where_they_can() {
+        assert_eq!([divisor(10, 5, 8), divisor(16, 5, 8), divisor(72, 12, 18)], [5, 8, 18]);
+        assert_eq!([divisor(11, 5, 8), divisor(2, 5, 8)], [8, 2]);
+    }
+}

@@ -1,0 +1,202 @@
+//! Operations in a row, which a backend may run as one: together they must give what they give one by one.
+
+use super::sequence::batch;
+use super::{Check, download, expect_within, upload};
+use crate::cases::quantized_matmul::weights;
+use crate::checks::linear::{affine_weight, dense_weight};
+use crate::naive::tensor::Tensor;
+use crate::random::Random;
+use crate::tolerance;
+use keel_array::{Array, AttentionSpec, Compute, DType, KvPool, Regime, Result, RopeSpec, Runtime, Weight};
+
+pub(super) const CHECKS: &[Check] = &[
+    Check { op: "linear", run: norm_then_product },
+    Check { op: "linear", run: heads_then_product },
+    Check { op: "swiglu", run: product_then_gate },
+    Check { op: "gather_linear", run: norm_then_experts },
+    Check { op: "paged_attention", run: rotation_then_attention },
+];
+
+const EPS: f32 = 1e-5;
+
+/// Rows on both sides of where kernels for few rows end.
+const ROWS: [usize; 6] = [1, 2, 5, 16, 17, 33];
+
+fn draw(runtime: &Runtime, random: &mut Random, shape: &[usize]) -> Array {
+    upload(runtime, &Tensor::random(random, shape, -1.0, 1.0), DType::F32)
+}
+
+/// Weights `[rows, cols]` of several codings.
+fn codings(runtime: &Runtime, random: &mut Random, rows: usize, cols: usize) -> Vec<(String, Weight)> {
+    let dense: Vec<f32> = (0..rows * cols).map(|_| random.uniform(-1.0, 1.0)).collect();
+    let mut all =
+        vec![("bf16".into(), dense_weight(runtime, &dense, rows, cols, DType::BF16, Compute::Auto))];
+    for (bits, group) in [(4, 64), (3, 32), (8, 128)] {
+        let w = weights(random, rows, cols, bits, group);
+        let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::Auto);
+        all.push((format!("{bits} bits in groups of {group}"), weight));
+    }
+    all
+}
+
+/// What is done with each value between: evaluated, or nothing.
+type Step<'a> = dyn Fn(Array) -> Array + 'a;
+
+/// Asserts that `build` gives the same whether each step is evaluated by itself or all are built first.
+///
+/// Rounding inputs to 8 bits turns a difference in the last bit into one of a step, for few of them.
+fn expect_same(what: &str, build: &dyn Fn(&Step<'_>) -> Result<Array>) {
+    let apart = build(&|x| {
+        x.eval().expect("a case runs");
+        x
+    });
+    let together = build(&|x| x);
+    let want = download(&apart.expect("shapes fit"));
+    expect_within(what, &together.expect("shapes fit"), &want, tolerance::INT8_ACTIVATIONS);
+}
+
+fn norm_then_product(runtime: &Runtime) {
+    const K: usize = 384;
+    let mut random = Random::new(90);
+    for (coding, weight) in codings(runtime, &mut random, K, K) {
+        let w = draw(runtime, &mut random, &[K]);
+        for rows in ROWS {
+            let x = draw(runtime, &mut random, &[rows, K]);
+            let other = draw(runtime, &mut random, &[rows, K]);
+            for (residual, from) in [("itself", &x), ("another", &other)] {
+                expect_same(
+                    &format!("{rows} rows normed, multiplied by {coding}, onto {residual}"),
+                    &|step| step(x.rms_norm(&w, EPS)?).linear_add(&weight, from),
+                );
+            }
+            // The sum is used twice, so that its memory may not be given to the product.
+            expect_same(&format!("{rows} rows added, normed, multiplied by {coding}"), &|step| {
+                let sum = step(x.add(&other)?);
+                step(sum.rms_norm(&w, EPS)?).linear_add(&weight, &sum)
+            });
+            expect_same(&format!("{rows} rows added, normed, multiplied by {coding} alone"), &|step| {
+                step(step(x.add(&other)?).rms_norm(&w, EPS)?).linear(&weight)
+            });
+        }
+    }
+}
+
+fn heads_then_product(runtime: &Runtime) {
+    const N: usize = 80;
+    let mut random = Random::new(91);
+    for (heads, size) in [(3, 128), (6, 64), (2, 256)] {
+        let k = heads * size;
+        for (coding, weight) in codings(runtime, &mut random, N, k) {
+            let w = draw(runtime, &mut random, &[size]);
+            for rows in ROWS {
+                let x = draw(runtime, &mut random, &[rows, heads, size]);
+                let wide = draw(runtime, &mut random, &[rows, 2 * k + 12]);
+                let what = format!("{rows} rows of {heads} heads of {size}, {coding}");
+                let whole = |gated: Array| gated.reshape([rows, k]);
+                expect_same(&format!("gated norm of {what}"), &|step| {
+                    let z = wide.add(&wide)?.slice_axis(-1, 8, 8 + k)?.reshape([rows, heads, size])?;
+                    whole(step(x.gated_rms_norm(&w, &z, EPS)?))?.linear(&weight)
+                });
+                expect_same(&format!("gate of {what}"), &|step| {
+                    let both =
+                        wide.add(&wide)?.slice_axis(-1, 4, 4 + 2 * k)?.reshape([rows, heads, 2 * size])?;
+                    let gate = both.slice_axis(-1, size, 2 * size)?;
+                    whole(step(x.sigmoid_gate(&gate)?))?.linear(&weight)
+                });
+            }
+        }
+    }
+}
+
+fn product_then_gate(runtime: &Runtime) {
+    const K: usize = 320;
+    let mut random = Random::new(92);
+    // Halves that end with a tile, and halves that do not.
+    for n in [96, 72] {
+        for (coding, weight) in codings(runtime, &mut random, n, 2 * K) {
+            let w = draw(runtime, &mut random, &[2 * K]);
+            for rows in ROWS {
+                let x = draw(runtime, &mut random, &[rows, 2 * K]);
+                let what = format!("SwiGLU of {rows} rows by {coding} to {n}");
+                expect_same(&what, &|step| step(x.linear(&weight)?).swiglu());
+                expect_same(&format!("{what}, normed"), &|step| {
+                    step(step(x.rms_norm(&w, EPS)?).linear(&weight)?).swiglu()
+                });
+            }
+        }
+    }
+}
+
+fn norm_then_experts(runtime: &Runtime) {
+    const EXPERTS: usize = 5;
+    const CHOICES: usize = 2;
+    const K: usize = 256;
+    const F: usize = 64;
+    let mut random = Random::new(93);
+    for group in [64, 32] {
+        let mut stack = |rows: usize, cols: usize| {
+            let stack: Vec<_> = (0..EXPERTS).map(|_| weights(&mut random, rows, cols, 4, group)).collect();
+            affine_weight(runtime, &stack, 4, Compute::Auto)
+        };
+        let (gate_up, down) = (stack(2 * F, K), stack(80, F));
+        let router = affine_weight(runtime, &[weights(&mut random, 64, K, 8, 64)], 8, Compute::Auto);
+        let w = draw(runtime, &mut random, &[K]);
+        for rows in ROWS {
+            let x = draw(runtime, &mut random, &[rows, K]);
+            let chosen = Tensor::integers(&mut random, &[rows, CHOICES], 0, EXPERTS as i64);
+            let chosen = upload(runtime, &chosen, DType::U32);
+            expect_same(&format!("{rows} rows normed, by {CHOICES} experts, groups of {group}"), &|step| {
+                let normed = step(x.rms_norm(&w, EPS)?);
+                let inner = step(step(normed.gather_linear(&gate_up, &chosen)?).swiglu()?);
+                let outer = inner.gather_linear(&down, &chosen)?;
+                // The norm has two readers.
+                outer.mul(&normed.linear(&router)?.slice_axis(-1, 0, 1)?.reshape([rows, 1, 1])?)
+            });
+        }
+    }
+}
+
+fn rotation_then_attention(runtime: &Runtime) {
+    let mut random = Random::new(94);
+    let rope = |rotary| RopeSpec { rotary, sections: None, interleaved: false };
+    for (heads, kv_heads, size, rotary) in [(6, 2, 64, 32), (4, 1, 128, 128), (4, 4, 80, 16)] {
+        for rows in [&[(300, 1)][..], &[(5, 3), (0, 1), (511, 2)]] {
+            let tokens: usize = rows.iter().map(|r| r.1).sum();
+            let (q_norm, k_norm) = (draw(runtime, &mut random, &[size]), draw(runtime, &mut random, &[size]));
+            let wide = draw(runtime, &mut random, &[tokens, (2 * heads + 2 * kv_heads) * size]);
+            let inverse: Vec<f32> =
+                (0..rotary / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / rotary as f32)).collect();
+            let inverse = Array::from_slice(runtime, &inverse, [rotary / 2]).expect("memory");
+            let at: Vec<i32> = rows.iter().flat_map(|&(first, n)| first as i32..(first + n) as i32).collect();
+            let at = Array::from_slice(runtime, &at, [tokens]).expect("memory");
+            let pool_shape = [3 * rows.len() + 1, kv_heads, 256, size];
+            let history = Tensor::random(&mut random, &pool_shape, -1.0, 1.0);
+            for dtype in [DType::F32, DType::BF16] {
+                for (turn_q, turn_k) in [(2, 2), (1, 1), (2, 1), (2, 0), (0, 1)] {
+                    let what =
+                        format!("{heads} heads of {size} at {rows:?}, {dtype}, turned {turn_q}, {turn_k}");
+                    expect_same(&what, &|step| {
+                        let pool = || upload(runtime, &history, DType::F32).cast(dtype)?.detach();
+                        let pool = KvPool { keys: pool()?, values: pool()? };
+                        let wide = wide.add(&wide)?;
+                        let part = |start: usize, heads: usize, each: usize| {
+                            let part = wide.slice_axis(-1, start * size, (start + heads * each) * size)?;
+                            part.reshape([tokens, heads, each * size])?.slice_axis(-1, 0, size)
+                        };
+                        let turn = |x: Array, how: usize, norm: &Array| match how {
+                            0 => Ok(x),
+                            1 => x.rope(&at, &inverse, rope(rotary)),
+                            _ => x.norm_rope(&at, &inverse, norm, rope(rotary), EPS),
+                        };
+                        let q = step(turn(part(0, heads, 2)?, turn_q, &q_norm)?);
+                        let k = step(turn(part(2 * heads, kv_heads, 1)?, turn_k, &k_norm)?);
+                        let v = part(2 * heads + kv_heads, kv_heads, 1)?;
+                        let spec =
+                            AttentionSpec { scale: 0.125.into(), window: None, regime: Regime::Decode };
+                        q.paged_attention(&k, &v, &pool, &batch(runtime, rows, 3), spec)
+                    });
+                }
+            }
+        }
+    }
+}
