@@ -26,6 +26,8 @@ pub struct Engine {
     pub(crate) options: EngineOptions,
     /// What rounds of speculation have been measured to cost.
     pub(crate) costs: Costs,
+    /// Whether a decode step is one launch, which either runs or does not.
+    pub(crate) steps_are_whole: bool,
 }
 
 impl Engine {
@@ -55,8 +57,15 @@ impl Engine {
         };
         let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_dtype()), size)?;
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
-        let mut engine =
-            Engine { runtime: runtime.clone(), model, cache, stepper, options, costs: Costs::default() };
+        let mut engine = Engine {
+            runtime: runtime.clone(),
+            model,
+            cache,
+            stepper,
+            options,
+            costs: Costs::default(),
+            steps_are_whole: true,
+        };
         engine.prepare_largest_steps()?;
         runtime.ledger().freeze();
         Ok(engine)
@@ -82,7 +91,8 @@ impl Engine {
             shapes.extend(self.draft_steps());
         }
         for shape in shapes {
-            self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape)?;
+            let launches = self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape)?;
+            self.steps_are_whole &= shape.regime == Regime::Prefill || launches <= 1;
         }
         Ok(())
     }
@@ -94,10 +104,12 @@ impl Engine {
         let mut shapes = vec![
             step(1, 1, Outcome::COMMIT),
             step(HEAD_LAG_MAX, 1, Outcome::HeadState),
+            step(sequences, sequences, Outcome::Rows),
             step(sequences, sequences, Outcome::OpenRows),
             step(sequences * open_rows, sequences, Outcome::OpenRows),
             step(sequences * open_rows, sequences, Outcome::Draft),
             step(sequences, sequences, Outcome::Draft),
+            step(1, 1, Outcome::Rows),
         ];
         for rows in 1..=open_rows {
             shapes.push(step(rows, 1, Outcome::Draft));

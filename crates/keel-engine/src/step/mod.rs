@@ -35,7 +35,9 @@ pub(crate) enum Outcome {
     MtpHidden,
     /// Logits of rows of the hidden buffer.
     Head,
-    /// Logits and hidden states of every row, and the rows left open.
+    /// Logits and hidden states of every row, each committed.
+    Rows,
+    /// The same, rows left open.
     OpenRows,
     /// Hidden states of the multi-token-prediction head in the last row of each sequence, and their logits.
     Draft,
@@ -110,15 +112,15 @@ impl Stepper {
         }
     }
 
-    /// Prepares a step ahead of its first run, so that its memory is part of the plan.
+    /// Prepares a step ahead of its first run, so that its memory is part of the plan. Returns in how many launches it runs.
     pub fn prepare(
         &mut self,
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
         shape: StepShape,
-    ) -> Result<()> {
-        self.step(runtime, model, cache, shape).map(drop)
+    ) -> Result<usize> {
+        Ok(self.step(runtime, model, cache, shape)?.program().pieces().len())
     }
 
     fn context(&self, shape: StepShape) -> Result<StepContext> {
@@ -151,7 +153,7 @@ impl Stepper {
                 let input = self.results.head_input()?.prefix(shape.rows)?;
                 vec![(model.logits(&input)?, self.results.logits.prefix(shape.rows)?)]
             }
-            Outcome::OpenRows => {
+            Outcome::Rows | Outcome::OpenRows => {
                 let hidden = model.hidden(&tokens, layers, &context)?;
                 let logits = model.logits(&hidden)?;
                 vec![
@@ -250,7 +252,7 @@ impl Stepper {
         read_rows(&self.results.last_hidden, row, 1, hidden)
     }
 
-    /// Appends hidden states of rows of the last step with [`Outcome::OpenRows`].
+    /// Appends hidden states of rows of the last step with [`Outcome::Rows`] or [`Outcome::OpenRows`].
     pub fn append_row_hidden(&self, row: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
         append_rows(&self.results.draft()?.rows, row, rows, hidden)
     }

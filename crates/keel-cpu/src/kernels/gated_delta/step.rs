@@ -101,16 +101,20 @@ impl Unit<'_, '_> {
         let keys = self.step.start;
         let ahead =
             Block { data: self.step.workspace, start: keys + 2 * shape.key_size, stride: columns, columns };
+        let rows = task.batch.rows_of(self.b);
+        let accepted = task.log.map_or(0, |log| log.accepted[self.b] as usize);
+        // The update of the last record shares a sweep with the first row, if there is one.
+        let shared = task.log.as_ref().filter(|_| accepted > 0 && !rows.is_empty());
         if let Some(log) = &task.log {
-            for i in 0..log.accepted[self.b] as usize {
-                self.apply_record::<S, N>(s, log, slot, i, &committed);
+            for i in 0..accepted - usize::from(shared.is_some()) {
+                let Record { k, decay, u } = self.record::<S, N>(s, log, slot, i, columns);
+                update::<S, N>(s, &committed, &committed, k, decay, u);
             }
         }
         // SAFETY: this part of the workspace is this worker's alone.
         let (q, k) = unsafe { self.step.workspace.range(keys..keys + 2 * shape.key_size) }
             .split_at_mut(shape.key_size);
         let open = task.log.filter(|log| log.keep_open);
-        let rows = task.batch.rows_of(self.b);
         let mut from = committed;
         for (i, t) in rows.clone().enumerate() {
             task.inputs.query(s, t, key_head, q);
@@ -126,7 +130,9 @@ impl Unit<'_, '_> {
             let column = self.head * shape.value_size + self.start;
             // SAFETY: this unit alone has these columns of the row.
             let y = unsafe { task.y.part(t, column..column + columns) };
-            let u = attend::<S, N>(s, &from, &token, v, y);
+            let before =
+                shared.filter(|_| i == 0).map(|log| self.record(s, log, slot, accepted - 1, columns));
+            let u = attend::<S, N>(s, &from, before, &token, v, y);
             match &open {
                 None => update::<S, N>(s, &from, &committed, token.k, token.decay, u),
                 Some(log) => {
@@ -141,16 +147,16 @@ impl Unit<'_, '_> {
         columns
     }
 
-    /// `S = e^g S + k u^T` with record `i` of the slot.
+    /// Record `i` of the slot, as this unit sees it.
     #[inline(always)]
-    fn apply_record<S: Simd, const N: usize>(
+    fn record<'l, S: Simd, const N: usize>(
         &self,
         s: S,
-        log: &DeltaLog<'_>,
+        log: &DeltaLog<'l>,
         slot: usize,
         i: usize,
-        state: &Block<'_>,
-    ) {
+        columns: usize,
+    ) -> Record<'l, S, N> {
         let shape = &self.step.task.inputs.shape;
         let start = (slot * log.capacity + i) * shape.record_len();
         let key = start + self.step.task.inputs.key_head(self.head) * shape.key_size;
@@ -159,8 +165,8 @@ impl Unit<'_, '_> {
         // SAFETY: keys and decays are only read until the barrier; other units read them too.
         let (k, log_decay) =
             unsafe { (&*log.records.range(key..key + shape.key_size), log.records.range(gate..gate + 1)[0]) };
-        let u = load_row::<S, N>(s, self.record_u(log, slot, i, state.columns));
-        update::<S, N>(s, state, state, k, decay(s, log_decay), u);
+        let u = load_row::<S, N>(s, self.record_u(log, slot, i, columns));
+        Record { k, decay: decay(s, log_decay), u }
     }
 
     /// This unit's columns of u in record `i` of the slot.
@@ -174,11 +180,20 @@ impl Unit<'_, '_> {
     }
 }
 
-/// `y = q S' + (q . k) u`; returns `u = beta * (v - k S')`.
+/// What it takes to repeat a row's update of some columns.
+struct Record<'a, S: Simd, const N: usize> {
+    k: &'a [f32],
+    decay: f32,
+    u: [S::V; N],
+}
+
+/// `y = q S' + (q . k) u`; returns `u = beta * (v - k S')`. The state first takes the update of the record `before`, with
+/// the operations of [`update`].
 #[inline(always)]
 fn attend<S: Simd, const N: usize>(
     s: S,
     state: &Block<'_>,
+    before: Option<Record<'_, S, N>>,
     token: &Token<'_>,
     v: &[f32],
     y: &mut [f32],
@@ -188,7 +203,15 @@ fn attend<S: Simd, const N: usize>(
     for (i, (&k, &q)) in token.k.iter().zip(token.q).enumerate() {
         let (k, q) = (s.splat(k), s.splat(q));
         // SAFETY: the block is this unit's alone.
-        let row = load_row::<S, N>(s, unsafe { state.row(i) });
+        let mut row = load_row::<S, N>(s, unsafe { state.row(i) });
+        if let Some(before) = &before {
+            let (k, decay) = (s.splat(before.k[i]), s.splat(before.decay));
+            for (x, &u) in row.iter_mut().zip(&before.u) {
+                *x = s.fma(k, u, s.mul(*x, decay));
+            }
+            // SAFETY: as above, and the row has been read.
+            store_row::<S, N>(s, row, unsafe { state.row(i) });
+        }
         for n in 0..N {
             let decayed = s.mul(row[n], decay);
             ks[n] = s.fma(k, decayed, ks[n]);
