@@ -20,7 +20,7 @@ pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(blo
         let mut ahead = block.ahead;
         for g in 0..block.layout.tile_bytes() / unit {
             if let Some(ahead) = ahead.as_mut() {
-                ahead.ask::<S>(block.layout.tile_bytes());
+                ahead.ask::<S>();
             }
             let at = tiles.map(|tile| tile.add(group * BITS * 2));
             let scale = [params::<S>(at[0], float), params::<S>(at[1], float)];

@@ -30,7 +30,7 @@ pub(super) unsafe fn int8<S: Lanes, T: Tiles, const BITS: usize>(block: &Block<'
         T::configure(part);
         for _ in 0..block.layout.tile_bytes() / unit {
             if let Some(ahead) = ahead.as_mut() {
-                ahead.ask::<S>(block.layout.tile_bytes());
+                ahead.ask::<S>();
             }
             for (panel, tile) in panels.0.iter_mut().zip(tiles) {
                 let mut panel = panel.as_mut_ptr();

@@ -37,7 +37,7 @@ pub(super) unsafe fn bf16<S: Lanes, T: Bf16Tiles, const M: usize>(block: &Block<
         for start in (0..k).step_by(CHUNK) {
             for _ in (start..k.min(start + CHUNK)).step_by(dense::CHUNK) {
                 if let Some(ahead) = ahead.as_mut() {
-                    ahead.ask::<S>(block.layout.tile_bytes());
+                    ahead.ask::<S>();
                 }
             }
             let inputs = CHUNK.min(k - start);

@@ -147,12 +147,12 @@ pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>)
             rows: none.as_ptr(),
         };
         while left < end {
-            if let Some(ahead) = ahead.as_mut() {
-                ahead.ask::<S>(block.layout.tile_bytes());
-            }
             let params = [left, right].map(|tile| tile.add(TILE_ROWS * coding.code_bytes()));
             let params = [Params::<S>::load(coding, params[0]), Params::<S>::load(coding, params[1])];
             for b in 0..coding.blocks {
+                if let Some(ahead) = ahead.as_mut() {
+                    ahead.ask::<S>();
+                }
                 let w = [left, right].map(|tile| tile.add(b * 64 * coding.bits));
                 if coding.group == BLOCK {
                     group::<S, C, M, 0, 8>(w, &params, b, x, &mut last, &mut sums);

@@ -154,7 +154,7 @@ unsafe fn input<S: Lanes, const M: usize>(
 /// As [`Lanes`]; `block` describes weights of type `D` and `M` rows of its activations.
 #[inline(always)]
 pub(super) unsafe fn dense<S: Lanes, D: Weights, const M: usize>(block: &Block<'_>) {
-    let (k, tile_bytes) = (block.layout.k(), block.layout.tile_bytes());
+    let k = block.layout.k();
     let x = &block.x.map(|row| row.cast::<D::X>());
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
@@ -162,7 +162,7 @@ pub(super) unsafe fn dense<S: Lanes, D: Weights, const M: usize>(block: &Block<'
         let mut ahead = block.ahead;
         for start in (0..k).step_by(CHUNK) {
             if let Some(ahead) = ahead.as_mut() {
-                ahead.ask::<S>(tile_bytes);
+                ahead.ask::<S>();
             }
             let mut dots = [[S::splat(0.0); PAIR]; M];
             D::multiply::<S, M>(&mut dots, block.tiles, x, start..k.min(start + CHUNK));

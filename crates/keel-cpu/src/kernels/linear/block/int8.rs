@@ -24,7 +24,7 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const M: usize>(block: &B
         let mut ahead = block.ahead;
         while tiles[0] < end {
             if let Some(ahead) = ahead.as_mut() {
-                ahead.ask::<S>(block.layout.tile_bytes());
+                ahead.ask::<S>();
             }
             let mut dots = [[S::splat_i(0); PAIR]; M];
             for part in 0..group / BLOCK {

@@ -76,7 +76,7 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const GROUP: usize, const
         let mut ahead = block.ahead;
         while left < end {
             if let Some(ahead) = ahead.as_mut() {
-                ahead.ask::<S>(block.layout.tile_bytes());
+                ahead.ask::<S>();
             }
             let mut dots = [[S::splat_i(0); PAIR]; M];
             macro_rules! part {

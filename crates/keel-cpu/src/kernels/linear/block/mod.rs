@@ -24,6 +24,7 @@ mod int8;
 mod int8_overlapped;
 mod unpack;
 
+use super::coding::Coding;
 use super::format::TILE_ROWS;
 use super::lanes::Lanes;
 pub(super) use dispatch::{BlockFns, Kernel, block_fns};
@@ -58,22 +59,24 @@ pub(super) struct Block<'a> {
 /// Weights that come next: a block's share of a pair of tiles, asked for little by little.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
-    /// Within the left tile, as far as `end`; may be any addresses.
+    /// Within the pair, one tile after the other, as far as `end`; may be any addresses.
     next: *const u8,
     end: *const u8,
-    /// Bytes of each tile to ask for with each group or chunk of inputs.
+    /// Bytes to ask for with each group or chunk of inputs.
     step: usize,
 }
 
 impl Ahead {
     /// Share `block` of `blocks` of the pair at `pair`.
     pub(super) fn share(layout: &super::PackedLayout, pair: *const u8, block: usize, blocks: usize) -> Ahead {
-        let inputs = match layout.format() {
-            super::WeightFormat::Dense(_) => dense::CHUNK,
-            super::WeightFormat::Affine { .. } | super::WeightFormat::Blocks(_) => 1,
+        let step = match layout.format() {
+            super::WeightFormat::Dense(_) => layout.unit_bytes() * dense::CHUNK,
+            super::WeightFormat::Affine { .. } => layout.unit_bytes(),
+            // Units of 256 inputs at once would fill the queue that demand loads wait in, too.
+            super::WeightFormat::Blocks(format) => layout.unit_bytes() / Coding::of(format).blocks,
         };
-        let step = (layout.unit_bytes() * inputs).min(layout.tile_bytes());
-        let at = |block: usize| pair.wrapping_add(layout.tile_bytes() * block / blocks);
+        let (step, pair_bytes) = (PAIR * step.min(layout.tile_bytes()), PAIR * layout.tile_bytes());
+        let at = |block: usize| pair.wrapping_add(pair_bytes * block / blocks);
         Ahead { next: at(block), end: at(block + 1), step: (step / blocks).next_multiple_of(64) }
     }
 
@@ -82,16 +85,13 @@ impl Ahead {
     /// # Safety
     /// As [`Lanes`].
     #[inline(always)]
-    unsafe fn ask<S: Lanes>(&mut self, tile_bytes: usize) {
+    unsafe fn ask<S: Lanes>(&mut self) {
         if self.next >= self.end {
             return;
         }
         for line in (0..self.step).step_by(64) {
             // SAFETY: a prefetch may be of any address.
-            unsafe {
-                S::prefetch(self.next.wrapping_add(line));
-                S::prefetch(self.next.wrapping_add(line + tile_bytes));
-            }
+            unsafe { S::prefetch(self.next.wrapping_add(line)) }
         }
         self.next = self.next.wrapping_add(self.step);
     }
