@@ -52,4 +52,4 @@ pub use stop::{StopMatcher, StopStep};
 pub use stream::StreamDetokenizer;
 pub use template::{ChatRequest, ChatTemplate, Message};
 pub use tokenizer::Tokenizer;
-pub use vocabulary::{TokenKind, Vocabulary};
+pub use vocabulary::{ExportedVocabulary, TokenKind, Vocabulary};

@@ -39,6 +39,7 @@ mod partial;
 pub mod quantize;
 mod safetensors;
 mod source;
+mod stream;
 mod view;
 
 pub use affine::{AffineFormat, AffineTensor, ModuleQuantization, Quantization};

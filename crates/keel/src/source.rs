@@ -1,6 +1,6 @@
 //! From `--model` to an opened checkpoint.
 
-mod gguf_text;
+pub mod gguf_text;
 #[cfg(feature = "hub")]
 mod hub;
 
@@ -108,7 +108,7 @@ fn cannot_use(path: &Path) -> String {
 }
 
 /// Whether a path is that of a GGUF file.
-fn is_gguf(path: &Path) -> bool {
+pub fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && path.is_file()
 }
 

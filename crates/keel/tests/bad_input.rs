@@ -251,6 +251,19 @@ fn quantising_what_cannot_be_quantised() {
     misuse(&["quantize", arg(&dense), arg(&out), "--bits", "1"], "1 bits in groups of 64 do not exist");
     fail(&["quantize", arg(&dense), arg(&out), "--module", "nothing=8"], "an override names it");
     assert!(!out.join("config.json").exists());
+    let file = dir.path().join("out.gguf");
+    misuse(&["quantize", arg(&dense), arg(&out), "--to", "gguf"], "the name of a GGUF file ends in .gguf");
+    misuse(
+        &["quantize", arg(&dense), arg(&file), "--type", "Q2_K"],
+        "--type Q2_K is not a type that is written",
+    );
+    misuse(&["quantize", arg(&dense), arg(&file), "--module", "attn_q=8"], "not a type that is written");
+    fail(&["quantize", arg(&dense), arg(&file), "--module", "nothing=Q8_0"], "an override names it");
+    assert!(!file.exists());
+    let Some(rotated) = fixture("qwen3_5_paro") else { return };
+    fail(&["quantize", arg(&rotated), arg(&file)], "its input is rotated");
+    fs::write(&file, "kept").expect("the folder is writable");
+    fail(&["quantize", arg(&dense), arg(&file)], "exists already");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 
 use common::{arg, fixture, floats, joined, json, keel_with_input, relative_error, stderr, succeed};
 use keel_text::{ChatRequest, ChatTemplate, Message, TextFiles, Tokenizer};
+use serde_json::Value;
 
 #[test]
 fn generate_continues_a_text_and_reports_below_it() {
@@ -211,6 +212,36 @@ fn a_quantised_copy_runs_and_more_bits_stay_closer() {
         let (eight, four) = (quantisation_error(&folder, "8"), quantisation_error(&folder, "4"));
         assert!(eight > 1e-6 && eight < 0.3 && eight < four / 2.0, "{name}: {eight} and {four}");
     }
+}
+
+/// Tokens of the prompt, and greedy tokens behind it.
+fn greedy(model: &Path) -> (Value, Value) {
+    let command = ["generate", "Once upon a time, there", "--model", arg(model), "--temperature", "0"];
+    let report = json(&[&command[..], &["--max-tokens", "24", "--compute", "f32", "--json"]].concat());
+    (report["prompt_tokens"].clone(), report["tokens"].clone())
+}
+
+#[test]
+fn a_model_keeps_its_words_in_every_form() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let (file, folder) = (dir.path().join("demo.gguf"), dir.path().join("dense"));
+    json(&["quantize", arg(&demo), arg(&file), "--type", "F32", "--json"]);
+    succeed(&["quantize", arg(&file), arg(&folder), "--to", "safetensors"]);
+    let want = greedy(&demo);
+    assert_eq!(greedy(&file), want);
+    assert_eq!(greedy(&folder), want);
+    let facts = json(&["inspect", arg(&file), "--json"]);
+    assert_eq!(facts["model_type"], "qwen3_5");
+    assert_eq!(facts["chat_template"], true);
+
+    let (mixed, again) = (dir.path().join("mixed.gguf"), dir.path().join("mlx"));
+    let types = ["--type", "Q8_0", "--module", "attn_v=Q5_0", "--module", "token_embd=F16"];
+    let report = json(&[&["quantize", arg(&file), arg(&mixed), "--json"], &types[..]].concat());
+    assert!(report["output_bytes"].as_u64() < report["source_bytes"].as_u64(), "{report}");
+    assert_eq!(greedy(&mixed).0, want.0, "the tokenizer came along");
+    succeed(&["quantize", arg(&mixed), arg(&again), "--bits", "8"]);
+    assert_eq!(greedy(&again).0, want.0);
 }
 
 #[test]

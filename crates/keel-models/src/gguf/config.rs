@@ -47,6 +47,12 @@ fn merged(mut into: Value, from: Value) -> Value {
     into
 }
 
+/// The kinds of layers from a list that says which are of this one; the others see everything.
+fn kinds(is: &[GgufValue], layers: u64, kind: &str) -> Value {
+    let kind = |is: &GgufValue| if is.as_bool() == Some(true) { kind } else { "full_attention" };
+    is.iter().take(layers as usize).map(kind).collect()
+}
+
 /// Metadata of one architecture.
 struct Keys<'a> {
     file: &'a GgufFile,
@@ -137,14 +143,18 @@ impl Keys<'_> {
             62 => self.size("embedding_length")? / self.size("attention.head_count")?.max(1),
             _ => self.head_dim()?,
         };
-        let every = self.get("attention.sliding_window_pattern").and_then(GgufValue::as_u64).unwrap_or(6);
-        Ok(json!({
+        let pattern = self.get("attention.sliding_window_pattern");
+        let mut config = json!({
             "model_type": "gemma3_text",
             "sliding_window": self.size("attention.sliding_window")?,
-            "sliding_window_pattern": every,
+            "sliding_window_pattern": pattern.and_then(GgufValue::as_u64).unwrap_or(6),
             "query_pre_attn_scalar": query_scalar,
             "rope_local_base_freq": self.number("rope.freq_base_swa").unwrap_or(10_000.0),
-        }))
+        });
+        if let Some(slides) = pattern.and_then(GgufValue::as_array) {
+            config["layer_types"] = kinds(slides, layers, "sliding_attention");
+        }
+        Ok(config)
     }
 
     fn experts(&self) -> Result<Value> {
@@ -171,11 +181,7 @@ impl Keys<'_> {
             "mtp_num_hidden_layers": head_layers,
         });
         if let Some(recurrent) = self.get("attention.recurrent_layers").and_then(GgufValue::as_array) {
-            let kind = |is: &GgufValue| match is.as_bool() {
-                Some(true) => "linear_attention",
-                _ => "full_attention",
-            };
-            config["layer_types"] = recurrent.iter().take(layers as usize).map(kind).collect();
+            config["layer_types"] = kinds(recurrent, layers, "linear_attention");
         }
         Ok(config)
     }

@@ -4,13 +4,48 @@
 //! here.
 
 mod config;
+mod export;
+mod import;
+mod metadata;
 mod names;
 mod order;
 mod parameters;
 
+use keel_weights::gguf::{GgufFile, GgufValue};
+
 pub use config::config;
+pub use export::CheckpointAsGguf;
+pub use import::GgufAsCheckpoint;
+pub use metadata::metadata;
 pub use parameters::GgufParameters;
 
 /// Architectures that [`config`] reads.
 pub const ARCHITECTURES: [&str; 8] =
     ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "qwen35", "qwen35moe", "qwen3next"];
+
+/// The architecture that a file names; empty if it names none.
+fn architecture(file: &GgufFile) -> &str {
+    file.metadata().get("general.architecture").and_then(GgufValue::as_str).unwrap_or_default()
+}
+
+/// The architecture whose files hold models of a `model_type`.
+fn architecture_of(model_type: &str) -> Option<&'static str> {
+    Some(match model_type.strip_suffix("_text").unwrap_or(model_type) {
+        "llama" => "llama",
+        "qwen2" => "qwen2",
+        "qwen3" => "qwen3",
+        "qwen3_moe" => "qwen3moe",
+        "gemma3" => "gemma3",
+        "qwen3_5" => "qwen35",
+        "qwen3_5_moe" => "qwen35moe",
+        "qwen3_next" => "qwen3next",
+        _ => return None,
+    })
+}
+
+/// Whether a norm is the scale minus one in Hugging Face checkpoints of an architecture; in GGUF files none is.
+fn is_offset_norm(arch: &str, name: &str) -> bool {
+    matches!(arch, "gemma3" | "qwen35" | "qwen35moe" | "qwen3next")
+        && name.contains("norm")
+        && !name.contains("linear_attn.")
+}

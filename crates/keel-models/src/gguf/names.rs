@@ -36,6 +36,14 @@ const PARTS: [(&str, &str); 31] = [
     ("linear_attn.dt_bias", "ssm_dt.bias"),
 ];
 
+/// What is the multi-token-prediction head's own.
+const HEAD: [(&str, &str); 4] = [
+    ("fc", "eh_proj"),
+    ("pre_fc_norm_embedding", "enorm"),
+    ("pre_fc_norm_hidden", "hnorm"),
+    ("norm", "shared_head_norm"),
+];
+
 /// What differs between architectures.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Names {
@@ -48,6 +56,15 @@ pub(super) struct Names {
 }
 
 impl Names {
+    /// The names of an architecture.
+    pub fn new(arch: &str, layers: usize) -> Names {
+        Names {
+            layers,
+            post_attention_norm: matches!(arch, "gemma3" | "qwen35" | "qwen35moe" | "qwen3next"),
+            joint_alpha_beta: arch == "qwen3next",
+        }
+    }
+
     /// The tensor that holds a parameter; `None` if there is no such name.
     pub fn tensor(&self, name: &str) -> Option<String> {
         let (module, suffix) = split(name);
@@ -74,6 +91,40 @@ impl Names {
         self.part(layer.parse().ok()?, part)
     }
 
+    /// The parameters, without `weight` or `bias`, that a tensor of the file holds: what [`Names::module`] finds by. Two
+    /// where the tensor joins two layers, none for a tensor that is no parameter.
+    pub fn parameters(&self, tensor: &str, fused_experts: bool) -> Vec<String> {
+        let top = match tensor {
+            "token_embd" => Some("model.embed_tokens"),
+            "output_norm" => Some("model.norm"),
+            "output" => Some("lm_head"),
+            _ => None,
+        };
+        if let Some(top) = top {
+            return vec![top.into()];
+        }
+        let Some((layer, part)) = tensor.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
+            return Vec::new();
+        };
+        let Ok(layer) = layer.parse::<usize>() else { return Vec::new() };
+        if let Some(own) = part.strip_prefix("nextn.") {
+            let own = HEAD.iter().filter(|(_, name)| *name == own && layer == self.layers);
+            return own.map(|(name, _)| format!("mtp.{name}")).collect();
+        }
+        let layer = match layer.checked_sub(self.layers) {
+            None => format!("model.layers.{layer}"),
+            Some(layer) => format!("mtp.layers.{layer}"),
+        };
+        let found: Vec<&str> = match part {
+            "post_attention_norm" => vec!["post_attention_layernorm"],
+            "ffn_norm" if !self.post_attention_norm => vec!["post_attention_layernorm"],
+            "ssm_ba" if self.joint_alpha_beta => vec!["linear_attn.in_proj_a", "linear_attn.in_proj_b"],
+            "ffn_down_exps" if fused_experts => vec!["mlp.experts.down_proj"],
+            part => PARTS.iter().filter(|(_, name)| *name == part).map(|(name, _)| *name).take(1).collect(),
+        };
+        found.into_iter().map(|part| format!("{layer}.{part}")).collect()
+    }
+
     fn part(&self, layer: usize, part: &str) -> Option<String> {
         let found = match part {
             "post_attention_layernorm" if self.post_attention_norm => "post_attention_norm",
@@ -89,19 +140,13 @@ impl Names {
         if let Some((layer, part)) = module.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
             return self.part(self.layers + layer.parse::<usize>().ok()?, part);
         }
-        let own = match module {
-            "fc" => "eh_proj",
-            "pre_fc_norm_embedding" => "enorm",
-            "pre_fc_norm_hidden" => "hnorm",
-            "norm" => "shared_head_norm",
-            _ => return None,
-        };
+        let (_, own) = HEAD.iter().find(|(name, _)| *name == module)?;
         Some(format!("blk.{}.nextn.{own}", self.layers))
     }
 }
 
 /// A name without its `.weight` or `.bias`, and that.
-fn split(name: &str) -> (&str, &str) {
+pub(super) fn split(name: &str) -> (&str, &str) {
     for suffix in [".weight", ".bias"] {
         if let Some(module) = name.strip_suffix(suffix) {
             return (module, suffix);
@@ -132,6 +177,15 @@ mod tests {
             ("mtp.norm.weight", "blk.4.nextn.shared_head_norm.weight"),
         ] {
             assert_eq!(names.tensor(hugging_face).as_deref(), Some(gguf));
+            let (tensor, (parameter, _)) = (split(gguf).0, split(hugging_face));
+            let whole = if gguf.ends_with("ssm_dt.bias") { gguf } else { tensor };
+            assert_eq!(names.parameters(whole, false), [parameter]);
+        }
+        let both = ["a", "b"].map(|part| format!("model.layers.1.linear_attn.in_proj_{part}"));
+        assert_eq!(plain.parameters("blk.1.ssm_ba", false), both);
+        assert_eq!(plain.parameters("blk.0.ffn_down_exps", true), ["model.layers.0.mlp.experts.down_proj"]);
+        for unknown in ["rope_freqs", "blk.x.attn_q", "blk.0.attn_rot_embd", "blk.3.nextn.eh_proj"] {
+            assert!(names.parameters(unknown, false).is_empty(), "{unknown}");
         }
         assert_eq!(plain.tensor("model.layers.0.linear_attn.in_proj_b").as_deref(), Some("blk.0.ssm_ba"));
         assert_eq!(

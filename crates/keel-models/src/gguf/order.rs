@@ -1,5 +1,7 @@
 //! Rows that GGUF files keep in another order than Hugging Face checkpoints.
 
+use crate::HybridConfig;
+
 /// Where a row lies in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RowOrder {
@@ -50,10 +52,91 @@ impl RowOrder {
         }
     }
 
+    /// The row that the file's row `stored` holds: the inverse of [`RowOrder::row`]. Not for tensors that hold two layers.
+    pub fn row_of(self, stored: usize) -> usize {
+        match self {
+            RowOrder::Same | RowOrder::EveryOther { .. } => stored,
+            RowOrder::PairedHalves { size } => {
+                let (head, within) = (stored / size, stored % size);
+                head * size + within % 2 * (size / 2) + within / 2
+            }
+            RowOrder::TiledHeads { first, .. } if stored < first => stored,
+            RowOrder::TiledHeads { first, key_heads, ratio, size } => {
+                let (head, within) = ((stored - first) / size, (stored - first) % size);
+                first + (head % key_heads * ratio + head / key_heads) * size + within
+            }
+        }
+    }
+
     /// Rows of the tensor for each row of the layer.
     pub fn share(self) -> usize {
         if matches!(self, RowOrder::EveryOther { .. }) { 2 } else { 1 }
     }
+}
+
+/// Where the rows of a layer or the elements of a small parameter lie in the files of an architecture.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Orders {
+    /// Queries and keys have the halves of their rotary pairs side by side.
+    paired_halves: bool,
+    /// a and b of recurrent layers lie in one tensor.
+    joint_alpha_beta: bool,
+    /// Value heads are ordered value by value.
+    pub tiled: bool,
+    head_dim: usize,
+    key_heads: usize,
+    ratio: usize,
+    key_dim: usize,
+    value_dim: usize,
+}
+
+impl Orders {
+    /// The orders of a model in the files of an architecture.
+    pub fn new(arch: &str, config: &HybridConfig) -> Orders {
+        Orders {
+            paired_halves: arch == "llama",
+            joint_alpha_beta: arch == "qwen3next",
+            tiled: matches!(arch, "qwen35" | "qwen35moe") && config.key_heads != config.value_heads,
+            head_dim: config.head_dim,
+            key_heads: config.key_heads,
+            ratio: config.value_heads.checked_div(config.key_heads).unwrap_or(1),
+            key_dim: config.key_dim,
+            value_dim: config.value_dim,
+        }
+    }
+
+    /// The order of the rows of a parameter.
+    pub fn rows(&self, name: &str) -> RowOrder {
+        let ratio = self.ratio;
+        match part_of(name) {
+            "q_proj" | "k_proj" if self.paired_halves => RowOrder::PairedHalves { size: self.head_dim },
+            "in_proj_b" if self.joint_alpha_beta => RowOrder::EveryOther { from: 0, ratio },
+            "in_proj_a" if self.joint_alpha_beta => RowOrder::EveryOther { from: 1, ratio },
+            "in_proj_qkv" | "conv1d" if self.tiled => {
+                self.heads(2 * self.key_heads * self.key_dim, self.value_dim)
+            }
+            "in_proj_z" if self.tiled => self.heads(0, self.value_dim),
+            "in_proj_a" | "in_proj_b" | "A_log" | "dt_bias" if self.tiled => self.heads(0, 1),
+            _ => RowOrder::Same,
+        }
+    }
+
+    /// The order of the columns of a parameter.
+    pub fn cols(&self, name: &str) -> RowOrder {
+        match part_of(name) {
+            "out_proj" if self.tiled => self.heads(0, self.value_dim),
+            _ => RowOrder::Same,
+        }
+    }
+
+    fn heads(&self, first: usize, size: usize) -> RowOrder {
+        RowOrder::TiledHeads { first, key_heads: self.key_heads, ratio: self.ratio, size }
+    }
+}
+
+/// The last part of a parameter's name, without `weight` or `bias`.
+fn part_of(name: &str) -> &str {
+    super::names::split(name).0.rsplit('.').next().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -62,6 +145,16 @@ mod tests {
 
     fn rows(order: RowOrder, count: usize) -> Vec<usize> {
         (0..count).map(|row| order.row(row)).collect()
+    }
+
+    #[test]
+    fn rows_go_back_where_they_came_from() {
+        let tiled = RowOrder::TiledHeads { first: 5, key_heads: 3, ratio: 2, size: 4 };
+        for order in [RowOrder::Same, RowOrder::PairedHalves { size: 8 }, tiled] {
+            for row in 0..5 + 3 * 2 * 4 {
+                assert_eq!(order.row_of(order.row(row)), row, "{order:?}");
+            }
+        }
     }
 
     #[test]

@@ -3,11 +3,12 @@
 use std::ops::Range;
 
 use keel_array::{RowData, WeightFormat, WeightSpec};
-use keel_weights::gguf::{GgufFile, GgufValue};
+use keel_weights::gguf::GgufFile;
 use keel_weights::{LinearFormat, LinearTensor, TensorSource};
 
+use super::architecture;
 use super::names::Names;
-use super::order::RowOrder;
+use super::order::{Orders, RowOrder};
 use crate::loading::{BLOCK_ROWS, Parameters, RowSink};
 use crate::{HybridConfig, ModelError, Result};
 
@@ -15,48 +16,20 @@ use crate::{HybridConfig, ModelError, Result};
 pub struct GgufParameters<'a> {
     file: &'a GgufFile,
     names: Names,
-    config: HybridConfig,
-    /// Queries and keys have the halves of their rotary pairs side by side.
-    paired_halves: bool,
-    /// Value heads are ordered value by value.
-    tiled: bool,
+    orders: Orders,
+    conv_width: usize,
 }
 
 impl<'a> GgufParameters<'a> {
     /// The parameters of a file whose config has these numbers.
     pub fn new(file: &'a GgufFile, config: &HybridConfig) -> GgufParameters<'a> {
-        let arch = file.metadata().get("general.architecture").and_then(GgufValue::as_str);
-        let arch = arch.unwrap_or_default();
-        let names = Names {
-            layers: config.layers.len(),
-            post_attention_norm: matches!(arch, "gemma3" | "qwen35" | "qwen35moe" | "qwen3next"),
-            joint_alpha_beta: arch == "qwen3next",
-        };
-        GgufParameters {
-            file,
-            names,
-            config: config.clone(),
-            paired_halves: arch == "llama",
-            tiled: matches!(arch, "qwen35" | "qwen35moe") && config.key_heads != config.value_heads,
-        }
+        let arch = architecture(file);
+        let (names, orders) = (Names::new(arch, config.layers.len()), Orders::new(arch, config));
+        GgufParameters { file, names, orders, conv_width: config.conv_width }
     }
 
-    /// Where the rows of a layer or the elements of a small parameter lie.
     fn order(&self, name: &str) -> RowOrder {
-        let c = &self.config;
-        let module = name.strip_suffix(".weight").or(name.strip_suffix(".bias")).unwrap_or(name);
-        let part = module.rsplit('.').next().unwrap_or_default();
-        let ratio = c.value_heads.checked_div(c.key_heads).unwrap_or(1);
-        let tiled = |first, size| RowOrder::TiledHeads { first, key_heads: c.key_heads, ratio, size };
-        match part {
-            "q_proj" | "k_proj" if self.paired_halves => RowOrder::PairedHalves { size: c.head_dim },
-            "in_proj_b" if self.names.joint_alpha_beta => RowOrder::EveryOther { from: 0, ratio },
-            "in_proj_a" if self.names.joint_alpha_beta => RowOrder::EveryOther { from: 1, ratio },
-            "in_proj_qkv" | "conv1d" if self.tiled => tiled(2 * c.key_heads * c.key_dim, c.value_dim),
-            "in_proj_z" if self.tiled => tiled(0, c.value_dim),
-            "in_proj_a" | "in_proj_b" | "A_log" | "dt_bias" if self.tiled => tiled(0, 1),
-            _ => RowOrder::Same,
-        }
+        self.orders.rows(name)
     }
 
     fn module(&self, module: &str) -> Result<String> {
@@ -154,7 +127,7 @@ impl Parameters for GgufParameters<'_> {
         }
         let order = self.order(name);
         if order != RowOrder::Same {
-            let width = if name.ends_with("conv1d.weight") { self.config.conv_width } else { 1 };
+            let width = if name.ends_with("conv1d.weight") { self.conv_width } else { 1 };
             let stored = values.clone();
             for (row, out) in values.chunks_exact_mut(width).enumerate().take(elements / width) {
                 let at = order.row(row) * width;
@@ -169,7 +142,7 @@ impl Parameters for GgufParameters<'_> {
     }
 
     fn value_heads_are_tiled(&self) -> bool {
-        self.tiled
+        self.orders.tiled
     }
 }
 

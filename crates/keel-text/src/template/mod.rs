@@ -19,6 +19,11 @@ use crate::{SpecialTokens, TextError, TextFiles};
 
 pub use request::{ChatRequest, Message};
 
+/// The text of the template for plain conversations, if there is one.
+pub(crate) fn source_text(files: &TextFiles<'_>) -> Result<Option<String>, TextError> {
+    Ok(source::find(files)?.and_then(|sources| sources.default))
+}
+
 /// The chat template of a checkpoint, compiled.
 ///
 /// It sees `messages`, `tools`, `documents` (always none), `add_generation_prompt`, the special tokens as

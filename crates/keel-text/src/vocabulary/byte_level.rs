@@ -38,6 +38,18 @@ fn steps(pre: &str) -> Option<Steps> {
     })
 }
 
+/// The name of a way to cut text: by these patterns, after digits were set apart.
+pub(super) fn name_of(patterns: &[&str], single_digits: bool) -> Option<&'static str> {
+    let pattern = match patterns {
+        [] => GPT2,
+        [pattern] => *pattern,
+        _ => return None,
+    };
+    ["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"].into_iter().find(|pre| {
+        steps(pre).is_some_and(|steps| (steps.pattern, steps.single_digits) == (pattern, single_digits))
+    })
+}
+
 /// The `tokenizer.json`.
 pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
     let Some(steps) = steps(vocabulary.pre) else {

@@ -3,6 +3,7 @@
 //! It is written as the files that a Hugging Face checkpoint would have, in memory, so that one reader checks both.
 
 mod byte_level;
+mod export;
 mod sentencepiece;
 
 use std::borrow::Cow;
@@ -10,6 +11,8 @@ use std::borrow::Cow;
 use serde_json::{Map, Value, json};
 
 use crate::{TextError, TextFile, TextFiles};
+
+pub use export::ExportedVocabulary;
 
 /// What a token is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

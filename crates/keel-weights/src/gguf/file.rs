@@ -47,6 +47,11 @@ impl GgufFile {
         self.header.metadata()
     }
 
+    /// The whole file.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.map.bytes()
+    }
+
     fn entry(&self, name: &str) -> Result<(&str, &GgufEntry)> {
         let found = self.header.tensors().get_key_value(name);
         found.map(|(name, entry)| (name.as_str(), entry)).ok_or_else(|| missing(self, name, &self.path))

@@ -9,7 +9,11 @@
 
 use std::{collections::BTreeMap, ops::Range};
 
-use super::{GgmlType, GgufValue, cursor::Cursor, metadata::ValueReader};
+use super::{
+    GgmlType, GgufValue,
+    cursor::Cursor,
+    metadata::{ALIGNMENT_KEY, ValueReader},
+};
 use crate::{HeaderProblem, source::element_count};
 
 /// The most dimensions a tensor may have.
@@ -36,7 +40,9 @@ pub struct GgufEntry {
 #[derive(Clone, Debug, Default)]
 pub struct GgufHeader {
     tensors: BTreeMap<String, GgufEntry>,
-    metadata: BTreeMap<String, GgufValue>,
+    metadata: Metadata,
+    /// Where each value lies in the file, with its type.
+    values: Places,
 }
 
 impl GgufHeader {
@@ -55,7 +61,7 @@ impl GgufHeader {
         check_magic(&mut cursor)?;
         let tensors = cursor.u64()?;
         let pairs = cursor.count(PAIR_BYTES_MIN)?;
-        let metadata = read_metadata(&mut cursor, pairs)?;
+        let (metadata, values) = read_metadata(&mut cursor, pairs)?;
         if tensors > (cursor.left() / TENSOR_BYTES_MIN) as u64 {
             return Err(syntax(format!("it claims {tensors} tensors, {} bytes are left", cursor.left())));
         }
@@ -72,7 +78,7 @@ impl GgufHeader {
             }
         }
         check_overlaps(&entries, data_start)?;
-        Ok(GgufHeader { tensors: entries, metadata })
+        Ok(GgufHeader { tensors: entries, metadata, values })
     }
 
     /// All tensors by name.
@@ -83,6 +89,11 @@ impl GgufHeader {
     /// All metadata by key.
     pub fn metadata(&self) -> &BTreeMap<String, GgufValue> {
         &self.metadata
+    }
+
+    /// A metadata value as `file`, the bytes that were parsed, has it: its type and what follows.
+    pub(crate) fn raw_value<'f>(&self, file: &'f [u8], key: &str) -> Option<&'f [u8]> {
+        file.get(self.values.get(key)?.clone())
     }
 }
 
@@ -102,26 +113,30 @@ fn check_magic(cursor: &mut Cursor<'_>) -> Result<(), HeaderProblem> {
     }
 }
 
-fn read_metadata(
-    cursor: &mut Cursor<'_>,
-    pairs: usize,
-) -> Result<BTreeMap<String, GgufValue>, HeaderProblem> {
+/// Values by key.
+type Metadata = BTreeMap<String, GgufValue>;
+/// Where they lie, with their types.
+type Places = BTreeMap<String, Range<usize>>;
+
+fn read_metadata(cursor: &mut Cursor<'_>, pairs: usize) -> Result<(Metadata, Places), HeaderProblem> {
     let mut reader = ValueReader::default();
-    let mut metadata = BTreeMap::new();
+    let (mut metadata, mut values) = (BTreeMap::new(), BTreeMap::new());
     for _ in 0..pairs {
         let key = cursor.string()?;
+        let start = cursor.position();
         let value = reader.typed(cursor)?;
+        values.insert(key.clone(), start..cursor.position());
         if metadata.insert(key.clone(), value).is_some() {
             return Err(syntax(format!("metadata key '{key}' appears twice")));
         }
     }
-    Ok(metadata)
+    Ok((metadata, values))
 }
 
 fn alignment(metadata: &BTreeMap<String, GgufValue>) -> Result<u64, HeaderProblem> {
-    let Some(value) = metadata.get("general.alignment") else { return Ok(ALIGNMENT_DEFAULT) };
+    let Some(value) = metadata.get(ALIGNMENT_KEY) else { return Ok(ALIGNMENT_DEFAULT) };
     let usable = |alignment: &u64| alignment.is_power_of_two() && *alignment <= ALIGNMENT_MAX;
-    value.as_u64().filter(usable).ok_or_else(|| syntax(format!("general.alignment is {value:?}")))
+    value.as_u64().filter(usable).ok_or_else(|| syntax(format!("{ALIGNMENT_KEY} is {value:?}")))
 }
 
 /// A tensor's description as the file has it, unchecked.

@@ -3,6 +3,9 @@
 use super::cursor::Cursor;
 use crate::HeaderProblem;
 
+/// Where a file says at which multiples its tensors begin.
+pub(super) const ALIGNMENT_KEY: &str = "general.alignment";
+
 /// How deep arrays may nest; real files have one level.
 const DEPTH_MAX: usize = 4;
 

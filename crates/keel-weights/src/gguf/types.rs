@@ -14,32 +14,49 @@ pub enum GgmlType {
     Blocks(BlockFormat),
 }
 
+/// The numbers of the types.
+const TYPES: [(u32, GgmlType); 18] = {
+    use GgmlType::{Blocks, Plain};
+    [
+        (0, Plain(DType::F32)),
+        (1, Plain(DType::F16)),
+        (2, Blocks(BlockFormat::Q4_0)),
+        (3, Blocks(BlockFormat::Q4_1)),
+        (6, Blocks(BlockFormat::Q5_0)),
+        (7, Blocks(BlockFormat::Q5_1)),
+        (8, Blocks(BlockFormat::Q8_0)),
+        (10, Blocks(BlockFormat::Q2K)),
+        (11, Blocks(BlockFormat::Q3K)),
+        (12, Blocks(BlockFormat::Q4K)),
+        (13, Blocks(BlockFormat::Q5K)),
+        (14, Blocks(BlockFormat::Q6K)),
+        (20, Blocks(BlockFormat::IQ4NL)),
+        (23, Blocks(BlockFormat::IQ4XS)),
+        (26, Plain(DType::I32)),
+        (27, Plain(DType::I64)),
+        (30, Plain(DType::BF16)),
+        (39, Blocks(BlockFormat::MXFP4)),
+    ]
+};
+
 impl GgmlType {
     /// The type of this number in a file, or `None` for one that is not read here.
     pub(super) fn from_id(id: u32) -> Option<GgmlType> {
-        let plain = |dtype| Some(GgmlType::Plain(dtype));
-        let blocks = |format| Some(GgmlType::Blocks(format));
-        match id {
-            0 => plain(DType::F32),
-            1 => plain(DType::F16),
-            2 => blocks(BlockFormat::Q4_0),
-            3 => blocks(BlockFormat::Q4_1),
-            6 => blocks(BlockFormat::Q5_0),
-            7 => blocks(BlockFormat::Q5_1),
-            8 => blocks(BlockFormat::Q8_0),
-            10 => blocks(BlockFormat::Q2K),
-            11 => blocks(BlockFormat::Q3K),
-            12 => blocks(BlockFormat::Q4K),
-            13 => blocks(BlockFormat::Q5K),
-            14 => blocks(BlockFormat::Q6K),
-            20 => blocks(BlockFormat::IQ4NL),
-            23 => blocks(BlockFormat::IQ4XS),
-            26 => plain(DType::I32),
-            27 => plain(DType::I64),
-            30 => plain(DType::BF16),
-            39 => blocks(BlockFormat::MXFP4),
-            _ => None,
-        }
+        TYPES.iter().find(|(number, _)| *number == id).map(|(_, kind)| *kind)
+    }
+
+    /// The type's number in a file.
+    ///
+    /// # Panics
+    /// For an element type that files do not have.
+    pub(super) fn id(self) -> u32 {
+        let found = TYPES.iter().find(|(_, kind)| *kind == self);
+        found.unwrap_or_else(|| panic!("{self} has no number")).0
+    }
+
+    /// The type of this name, as files are described: `Q4_K`, `f16`.
+    pub fn from_name(name: &str) -> Option<GgmlType> {
+        TYPES.iter().map(|(_, kind)| *kind).find(|kind| kind.to_string().eq_ignore_ascii_case(name))
     }
 
     /// The dtype of elements that are stored one by one; `None` for blocks.

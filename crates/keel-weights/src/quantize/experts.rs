@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use super::recipe::module_of;
-use crate::{Result, TensorInfo, TensorSource};
+use crate::{TensorInfo, TensorSpec};
 
 /// The stacks that tensors of the source become.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,22 +28,22 @@ pub(super) struct Experts {
 }
 
 impl Experts {
-    pub(super) fn find(source: &dyn TensorSource) -> Result<Experts> {
+    pub(super) fn find(tensors: &[TensorSpec]) -> Experts {
         let mut apart: BTreeMap<String, BTreeMap<usize, String>> = BTreeMap::new();
         let mut first: BTreeMap<String, (Vec<usize>, keel_array::DType)> = BTreeMap::new();
-        for name in source.names() {
-            let info = source.info(name)?;
+        for TensorSpec { name, dtype, shape } in tensors {
+            let info = TensorInfo { dtype: *dtype, shape };
             let Some((stack, number)) = module_of(name, &info).and_then(expert) else { continue };
-            let kind = (info.shape.to_vec(), info.dtype);
+            let kind = (shape.clone(), *dtype);
             if *first.entry(stack.clone()).or_insert_with(|| kind.clone()) == kind {
-                apart.entry(stack).or_default().insert(number, name.into());
+                apart.entry(stack).or_default().insert(number, name.clone());
             } else {
                 // Experts of several shapes are no stack.
-                apart.entry(stack).or_default().insert(usize::MAX, name.into());
+                apart.entry(stack).or_default().insert(usize::MAX, name.clone());
             }
         }
         apart.retain(|_, experts| experts.keys().copied().eq(0..experts.len()));
-        Ok(Experts { apart })
+        Experts { apart }
     }
 
     /// What becomes of tensor `name` of a module that can be quantised; `None` for an expert that is done together with the first.

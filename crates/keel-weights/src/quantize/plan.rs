@@ -1,19 +1,19 @@
 //! What becomes of each tensor, from headers alone.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
 use super::experts::Experts;
 use super::recipe::{QuantizeRecipe, is_tail, module_of};
-use crate::{AffineFormat, Result, TensorInfo, TensorSource, TensorSpec, WeightsError};
+use crate::{AffineFormat, Result, TensorInfo, TensorSpec, WeightsError};
 use keel_array::DType;
 
 /// What becomes of one tensor of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Step {
     /// The source's tensor.
-    pub name: String,
+    pub source: TensorSpec,
     /// Where its rows go.
     pub targets: Vec<Target>,
     /// Rows that go to a target before the next one has its turn; 0: everything goes to the only one.
@@ -23,8 +23,8 @@ pub(super) struct Step {
 /// Where rows go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
-    /// They are copied to this tensor.
-    Copy(String),
+    /// They are copied to this tensor, of the same type or another float.
+    Copy(String, DType),
     /// They are quantised.
     Quantize {
         /// Codes, scales and biases, in this order.
@@ -46,16 +46,31 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new(source: &dyn TensorSource, recipe: &QuantizeRecipe) -> Result<Plan> {
-        let experts = Experts::find(source)?;
+    /// Every tensor as it is, floats of more than one dimension in another type if one is given.
+    pub(super) fn dense(tensors: &[TensorSpec], dtype: Option<DType>) -> Plan {
+        let mut plan = Plan { steps: Vec::new(), outputs: Vec::new(), section: Value::Null };
+        for source in tensors {
+            let is_matrix = source.dtype.is_float() && source.shape.len() > 1;
+            let dtype = dtype.filter(|_| is_matrix).unwrap_or(source.dtype);
+            plan.outputs.push(TensorSpec { dtype, ..source.clone() });
+            plan.steps.push(Step::copy(source, dtype));
+        }
+        plan
+    }
+
+    /// Matrices quantised by a recipe.
+    pub(super) fn affine(tensors: &[TensorSpec], recipe: &QuantizeRecipe) -> Result<Plan> {
+        let experts = Experts::find(tensors);
         let mut plan = Plan { steps: Vec::new(), outputs: Vec::new(), section: describe(recipe.format) };
         let mut overrides = Map::new();
         let mut unused: BTreeSet<&str> = recipe.overrides.keys().map(String::as_str).collect();
-        for name in source.names() {
-            let info = source.info(name)?;
+        let by_name: BTreeMap<&str, &TensorSpec> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+        for source in tensors {
+            let (name, dtype) = (&source.name, source.dtype);
+            let info = TensorInfo { dtype, shape: &source.shape };
             let Some(module) = module_of(name, &info) else {
-                plan.outputs.push(spec(name, &info));
-                plan.steps.push(Step::copy(name));
+                plan.outputs.push(source.clone());
+                plan.steps.push(Step::copy(source, dtype));
                 continue;
             };
             let Some(stacks) = experts.stacks_of(name, module, &info) else { continue };
@@ -63,7 +78,7 @@ impl Plan {
             for stack in &stacks.modules {
                 unused.retain(|path| !is_tail(stack, path));
                 let format = recipe.format_of(stack);
-                let parts = format.and_then(|f| Some((f, outputs(stack, f, info.dtype, &stacks.shape)?)));
+                let parts = format.and_then(|f| Some((f, outputs(stack, f, dtype, &stacks.shape)?)));
                 targets.push(match parts {
                     Some((format, specs)) => {
                         let outputs = specs.each_ref().map(|spec| spec.name.clone());
@@ -71,10 +86,10 @@ impl Plan {
                         Target::Quantize { outputs, format }
                     }
                     None => {
-                        let name = if stacks.is_moved { format!("{stack}.weight") } else { name.into() };
+                        let name = if stacks.is_moved { format!("{stack}.weight") } else { name.clone() };
                         let shape = stacks.shape.clone();
-                        plan.outputs.push(TensorSpec { name: name.clone(), dtype: info.dtype, shape });
-                        Target::Copy(name)
+                        plan.outputs.push(TensorSpec { name: name.clone(), dtype, shape });
+                        Target::Copy(name, dtype)
                     }
                 });
                 match format {
@@ -86,7 +101,11 @@ impl Plan {
                 };
             }
             let turn_rows = stacks.turn_rows;
-            let step = |name: &String| Step { name: name.clone(), targets: targets.clone(), turn_rows };
+            let step = |name: &String| Step {
+                source: by_name[name.as_str()].clone(),
+                targets: targets.clone(),
+                turn_rows,
+            };
             plan.steps.extend(stacks.sources.iter().map(step));
         }
         if let Some(path) = unused.first() {
@@ -95,7 +114,7 @@ impl Plan {
         }
         plan.section["mode"] = "affine".into();
         let section = plan.section.as_object_mut().expect("an object");
-        let nested = source.names().any(|name| name.starts_with(NESTED));
+        let nested = tensors.iter().any(|tensor| tensor.name.starts_with(NESTED));
         for (module, value) in overrides {
             if let Some(alias) = name_in_mlx(&module).filter(|_| nested) {
                 section.insert(alias, value.clone());
@@ -107,8 +126,8 @@ impl Plan {
 }
 
 impl Step {
-    fn copy(name: &str) -> Step {
-        Step { name: name.into(), targets: vec![Target::Copy(name.into())], turn_rows: 0 }
+    fn copy(source: &TensorSpec, dtype: DType) -> Step {
+        Step { source: source.clone(), targets: vec![Target::Copy(source.name.clone(), dtype)], turn_rows: 0 }
     }
 }
 
@@ -122,10 +141,6 @@ fn name_in_mlx(module: &str) -> Option<String> {
         None if module.starts_with("mtp.") => None,
         None => Some(format!("language_model.{module}")),
     }
-}
-
-fn spec(name: &str, info: &TensorInfo<'_>) -> TensorSpec {
-    TensorSpec { name: name.into(), dtype: info.dtype, shape: info.shape.into() }
 }
 
 /// The three tensors of a module, or `None` if its rows are not whole groups.

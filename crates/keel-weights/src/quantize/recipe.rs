@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::{AffineFormat, TensorInfo};
 
+/// Bytes of a shard of an output where nothing else is asked for.
+pub(super) const SHARD_BYTES_MAX: u64 = 5_000_000_000;
+
 /// How to quantise a checkpoint.
 ///
 /// Every matrix, embeddings and output head included, and every stack of expert matrices is quantised in
@@ -28,7 +31,7 @@ pub struct QuantizeRecipe {
 impl QuantizeRecipe {
     /// A recipe without overrides, in shards of 5 GB.
     pub fn new(format: AffineFormat) -> QuantizeRecipe {
-        QuantizeRecipe { format, overrides: BTreeMap::new(), shard_bytes_max: 5_000_000_000 }
+        QuantizeRecipe { format, overrides: BTreeMap::new(), shard_bytes_max: SHARD_BYTES_MAX }
     }
 
     /// The format of a module whose dense weight can be quantised.

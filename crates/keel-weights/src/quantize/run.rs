@@ -1,20 +1,25 @@
 //! The conversion itself: read rows, quantise them, append them to the output.
 
-use std::{fs, io, path::Path};
+use std::{collections::BTreeMap, fs, io, path::Path};
 
+use keel_array::DType;
 use rayon::prelude::*;
+use serde_json::Value;
 
 use super::{
-    plan::{Plan, Target},
+    plan::{Plan, Step, Target},
     recipe::QuantizeRecipe,
+    source::{RowSource, cols, rows},
 };
 use crate::{
-    AffineFormat, Checkpoint, Result, ShardedWriter, TensorSource, TensorSpec, TensorView, WeightsError,
+    AffineFormat, Checkpoint, Result, ShardedWriter, TensorSource, TensorSpec, WeightsError,
     affine::quantize_rows, float, json,
 };
 
 /// Values that are decoded at a time: 16 MiB of f32.
-const CHUNK_VALUES: usize = 4 << 20;
+pub(super) const CHUNK_VALUES: usize = 4 << 20;
+/// Values that a thread decodes at a time.
+const TASK_VALUES: usize = 1 << 16;
 
 /// The extensions of the files that are copied beside the weights: tokenizer, template, generation settings.
 const COPIED_EXTENSIONS: [&str; 5] = ["json", "jinja", "txt", "model", "tiktoken"];
@@ -68,15 +73,64 @@ pub fn quantize_checkpoint(
 ) -> Result<QuantizeReport> {
     let source = Checkpoint::open(source)?;
     check_source(&source)?;
-    let plan = Plan::new(&source, recipe)?;
-    prepare_target(target)?;
-    let report = write_weights(&source, &plan, target, recipe.shard_bytes_max, progress)?;
+    let form = SafetensorsForm::Affine(recipe);
+    let (report, section) = write_safetensors(&source, target, source.metadata(), &form, progress)?;
     copy_side_files(source.folder(), target)?;
-    let mut config = source.config().clone();
-    config["quantization"] = plan.section.clone();
-    config["quantization_config"] = plan.section;
-    json::write(&target.join("config.json"), &config)?;
+    write_config(target, source.config(), section)?;
     Ok(report)
+}
+
+/// How [`write_safetensors`] stores matrices.
+#[derive(Clone, Copy, Debug)]
+pub enum SafetensorsForm<'a> {
+    /// One float each, in this type or in that of the source.
+    Dense(Option<DType>),
+    /// In MLX's affine form.
+    Affine(&'a QuantizeRecipe),
+}
+
+/// Writes the weights of `source` into the folder `target`, which must not hold a checkpoint yet, and returns the
+/// `quantization` section that belongs into its config.json; null for dense weights.
+///
+/// # Memory
+/// As [`quantize_checkpoint`].
+///
+/// # Errors
+/// As [`quantize_checkpoint`].
+pub fn write_safetensors(
+    source: &dyn RowSource,
+    target: &Path,
+    metadata: &BTreeMap<String, String>,
+    form: &SafetensorsForm<'_>,
+    progress: &mut dyn FnMut(QuantizeProgress<'_>),
+) -> Result<(QuantizeReport, Value)> {
+    let tensors = source.tensors()?;
+    let (plan, shard_bytes_max) = match form {
+        SafetensorsForm::Dense(dtype) => (Plan::dense(&tensors, *dtype), super::recipe::SHARD_BYTES_MAX),
+        SafetensorsForm::Affine(recipe) => (Plan::affine(&tensors, recipe)?, recipe.shard_bytes_max),
+    };
+    prepare_target(target)?;
+    let writer = ShardedWriter::create(target, &plan.outputs, metadata, shard_bytes_max)?;
+    let report = write_weights(source, &plan, writer, progress)?;
+    Ok((report, plan.section))
+}
+
+/// Writes config.json with a `quantization` section, or without one if that is null. It makes the folder a checkpoint.
+///
+/// # Errors
+/// [`WeightsError::Io`] if it cannot be written.
+pub fn write_config(target: &Path, config: &Value, section: Value) -> Result<()> {
+    let mut config = config.clone();
+    if let Some(config) = config.as_object_mut() {
+        for key in ["quantization", "quantization_config"] {
+            if section.is_null() {
+                config.remove(key);
+            } else {
+                config.insert(key.into(), section.clone());
+            }
+        }
+    }
+    json::write(&target.join("config.json"), &config)
 }
 
 fn check_source(source: &Checkpoint) -> Result<()> {
@@ -102,30 +156,25 @@ fn prepare_target(target: &Path) -> Result<()> {
 }
 
 fn write_weights(
-    source: &Checkpoint,
+    source: &dyn RowSource,
     plan: &Plan,
-    target: &Path,
-    shard_bytes_max: u64,
+    mut writer: ShardedWriter,
     progress: &mut dyn FnMut(QuantizeProgress<'_>),
 ) -> Result<QuantizeReport> {
-    let mut writer = ShardedWriter::create(target, &plan.outputs, source.metadata(), shard_bytes_max)?;
-    let mut report = QuantizeReport { source_bytes: source.total_bytes(), ..Default::default() };
-    report.output_bytes = plan.outputs.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum();
+    let mut report = QuantizeReport {
+        source_bytes: plan.steps.iter().map(|step| source.stored_bytes(&step.source)).sum(),
+        output_bytes: plan.outputs.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum(),
+        ..Default::default()
+    };
     let (mut done_bytes, total_bytes) = (0, report.source_bytes);
     for step in &plan.steps {
-        let mut advance = |bytes: usize| {
-            done_bytes += bytes as u64;
-            progress(QuantizeProgress { tensor: &step.name, done_bytes, total_bytes });
-        };
-        let view = source.tensor(&step.name)?;
-        match &step.targets[..] {
-            [Target::Copy(to)] => {
-                writer.append(to, view.bytes())?;
-                advance(view.bytes().len());
-            }
-            targets => write_turns(source, &view, (targets, step.turn_rows), &mut writer, &mut advance)?,
-        }
-        source.release(&step.name);
+        let (before, rows_all) = (done_bytes, rows(&step.source.shape).max(1) as u64);
+        let (mut rows_done, step_bytes) = (0, source.stored_bytes(&step.source));
+        write_step(source, step, &mut writer, &mut |rows| {
+            rows_done += rows as u64;
+            done_bytes = before + step_bytes * rows_done / rows_all;
+            progress(QuantizeProgress { tensor: &step.source.name, done_bytes, total_bytes });
+        })?;
         let is_quantized = step.targets.iter().any(|target| matches!(target, Target::Quantize { .. }));
         *(if is_quantized { &mut report.quantized } else { &mut report.copied }) += 1;
     }
@@ -134,45 +183,73 @@ fn write_weights(
 }
 
 /// Writes the rows of a tensor to its targets, which take turns.
-fn write_turns(
-    source: &dyn TensorSource,
-    view: &TensorView<'_>,
-    (targets, turn_rows): (&[Target], usize),
+fn write_step(
+    source: &dyn RowSource,
+    step: &Step,
     writer: &mut ShardedWriter,
     advance: &mut dyn FnMut(usize),
 ) -> Result<()> {
-    let turn_rows = if turn_rows == 0 { view.rows() } else { turn_rows };
-    let row_bytes = view.cols() * view.dtype().size();
-    let chunk_rows = (CHUNK_VALUES / view.cols()).clamp(1, turn_rows);
+    let spec = &step.source;
+    let (all, cols) = (rows(&spec.shape), cols(&spec.shape));
+    if all == 0 || cols == 0 {
+        return Ok(());
+    }
+    let turn_rows = if step.turn_rows == 0 { all } else { step.turn_rows };
+    let chunk_rows = (CHUNK_VALUES / cols).clamp(1, turn_rows);
+    let mut values = Vec::new();
     let mut chunk: Option<Chunk> = None;
-    for (turn, target) in (0..view.rows()).step_by(turn_rows).zip(targets.iter().cycle()) {
+    for (turn, target) in (0..all).step_by(turn_rows).zip(step.targets.iter().cycle()) {
         for start in (turn..turn + turn_rows).step_by(chunk_rows) {
             let rows = start..(start + chunk_rows).min(turn + turn_rows);
             match target {
-                Target::Copy(to) => {
-                    writer.append(to, &view.bytes()[rows.start * row_bytes..rows.end * row_bytes])?;
+                Target::Copy(to, dtype) if *dtype == spec.dtype => {
+                    writer.append(to, &source.rows_bytes(spec, rows.clone())?)?;
+                }
+                Target::Copy(to, dtype) => {
+                    decode(source, spec, rows.clone(), &mut values)?;
+                    let mut bytes = vec![0; values.len() * dtype.size()];
+                    float::encode(*dtype, &values, &mut bytes);
+                    writer.append(to, &bytes)?;
                 }
                 Target::Quantize { outputs, format } => {
+                    decode(source, spec, rows.clone(), &mut values)?;
                     let chunk = match &mut chunk {
                         Some(chunk) if chunk.format == *format => chunk,
-                        other => other.insert(Chunk::new(*format, view, chunk_rows)),
+                        other => other.insert(Chunk::new(*format, spec, chunk_rows)),
                     };
-                    for (name, bytes) in outputs.iter().zip(chunk.quantize(view, rows.start, rows.end)?) {
+                    for (name, bytes) in outputs.iter().zip(chunk.quantize(spec, rows.start, &values)?) {
                         writer.append(name, bytes)?;
                     }
                 }
             }
-            source.release_rows(view.name(), rows.clone());
-            advance(rows.len() * row_bytes);
+            source.release_rows(&spec.name, rows.clone());
+            advance(rows.len());
         }
     }
     Ok(())
 }
 
+/// Decodes rows by all threads, and finds values that are not finite.
+pub(super) fn decode(
+    source: &dyn RowSource,
+    spec: &TensorSpec,
+    rows: std::ops::Range<usize>,
+    values: &mut Vec<f32>,
+) -> Result<()> {
+    let cols = cols(&spec.shape);
+    let task_rows = (TASK_VALUES / cols).max(1);
+    values.resize(rows.len() * cols, 0.0);
+    values.par_chunks_mut(task_rows * cols).enumerate().try_for_each(|(i, values)| {
+        let first = rows.start + i * task_rows;
+        source.rows_f32(&spec.name, first..first + values.len() / cols, values)?;
+        let mut rows = values.chunks_exact(cols).enumerate();
+        rows.try_for_each(|(row, values)| check_finite(&spec.name, first + row, values))
+    })
+}
+
 /// The buffers of a chunk of rows.
 struct Chunk {
     format: AffineFormat,
-    values: Vec<f32>,
     packed: Vec<u8>,
     scales: Vec<f32>,
     biases: Vec<f32>,
@@ -181,13 +258,12 @@ struct Chunk {
 }
 
 impl Chunk {
-    fn new(format: AffineFormat, view: &TensorView<'_>, rows: usize) -> Chunk {
-        let values = rows * view.cols();
+    fn new(format: AffineFormat, spec: &TensorSpec, rows: usize) -> Chunk {
+        let values = rows * cols(&spec.shape);
         let groups = values / format.group_size();
-        let group_bytes = groups * view.dtype().size();
+        let group_bytes = groups * spec.dtype.size();
         Chunk {
             format,
-            values: vec![0.0; values],
             packed: vec![0; format.packed_bytes(values)],
             scales: vec![0.0; groups],
             biases: vec![0.0; groups],
@@ -196,22 +272,15 @@ impl Chunk {
         }
     }
 
-    /// The bytes of codes, scales and biases of rows `start..end`.
-    fn quantize(&mut self, view: &TensorView<'_>, start: usize, end: usize) -> Result<[&[u8]; 3]> {
-        let (cols, dtype) = (view.cols(), view.dtype());
-        let values = &mut self.values[..(end - start) * cols];
-        let rows = values.par_chunks_exact_mut(cols).enumerate();
-        rows.try_for_each(|(i, values)| {
-            let row = start + i;
-            view.rows_f32(row..row + 1, values)?;
-            check_finite(view.name(), row, values)
-        })?;
+    /// The bytes of codes, scales and biases of rows from `start` on.
+    fn quantize(&mut self, spec: &TensorSpec, start: usize, values: &[f32]) -> Result<[&[u8]; 3]> {
+        let (cols, dtype) = (cols(&spec.shape), spec.dtype);
         let groups = values.len() / self.format.group_size();
         let packed = &mut self.packed[..self.format.packed_bytes(values.len())];
         let (scales, biases) = (&mut self.scales[..groups], &mut self.biases[..groups]);
         quantize_rows(self.format, cols, values, packed, scales, biases);
         // The span of a group of huge f32 values can overflow although each of them is finite.
-        check_finite(view.name(), start, scales)?;
+        check_finite(&spec.name, start, scales)?;
         let scale_bytes = &mut self.scale_bytes[..groups * dtype.size()];
         let bias_bytes = &mut self.bias_bytes[..groups * dtype.size()];
         float::encode(dtype, scales, scale_bytes);
@@ -220,7 +289,7 @@ impl Chunk {
     }
 }
 
-fn check_finite(name: &str, row: usize, values: &[f32]) -> Result<()> {
+pub(super) fn check_finite(name: &str, row: usize, values: &[f32]) -> Result<()> {
     // Without a way out of the loop it compiles to vector code.
     if values.iter().fold(true, |finite, value| finite & value.is_finite()) {
         return Ok(());
@@ -228,7 +297,11 @@ fn check_finite(name: &str, row: usize, values: &[f32]) -> Result<()> {
     Err(WeightsError::NotFinite { name: name.into(), row })
 }
 
-fn copy_side_files(source: &Path, target: &Path) -> Result<()> {
+/// Copies what lies beside the weights of a checkpoint: tokenizer, template, generation settings.
+///
+/// # Errors
+/// [`WeightsError::Io`] if a file cannot be read or written.
+pub fn copy_side_files(source: &Path, target: &Path) -> Result<()> {
     // A checkpoint opened by a bare file name has an empty folder, which means the current one.
     let folder = if source.as_os_str().is_empty() { Path::new(".") } else { source };
     let listed: io::Result<Vec<_>> = fs::read_dir(folder).and_then(Iterator::collect);

@@ -6,7 +6,7 @@ use keel_array::DType;
 use serde_json::{Map, Value, json};
 
 use super::header::format_name;
-use crate::source::element_count;
+use crate::{source::element_count, stream::Places};
 
 /// A tensor to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub(super) struct Layout {
     /// Length field and JSON, padded to a multiple of eight bytes.
     pub header: Vec<u8>,
     /// Offset from the start of the file, and length.
-    pub places: BTreeMap<String, (u64, u64)>,
+    pub places: Places,
 }
 
 impl Layout {

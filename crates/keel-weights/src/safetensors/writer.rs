@@ -1,14 +1,9 @@
 //! Writing one safetensors file, tensor by tensor, piece by piece.
 
-use std::{
-    collections::BTreeMap,
-    fs::File,
-    io::{self, Seek, SeekFrom, Write},
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, path::Path};
 
 use super::layout::{Layout, TensorSpec};
-use crate::{Result, WeightsError, partial::PartialFile};
+use crate::{Result, WeightsError, stream::StreamedFile};
 
 /// Writes a safetensors file whose tensors are declared first and then filled in pieces, in any order, so
 /// that none of them has to be in memory as a whole.
@@ -34,11 +29,7 @@ use crate::{Result, WeightsError, partial::PartialFile};
 /// # Ok::<(), keel_weights::WeightsError>(())
 /// ```
 #[derive(Debug)]
-pub struct SafetensorsWriter {
-    path: PathBuf,
-    file: PartialFile,
-    stream: Stream<File>,
-}
+pub struct SafetensorsWriter(StreamedFile);
 
 impl SafetensorsWriter {
     /// Starts the file at `path`, which will replace one that is there.
@@ -53,9 +44,7 @@ impl SafetensorsWriter {
     ) -> Result<SafetensorsWriter> {
         let layout = Layout::new(tensors, metadata)
             .map_err(|problem| WeightsError::Output { path: path.into(), problem })?;
-        let (file, handle) = PartialFile::create(path)?;
-        let stream = Stream::start(handle, layout).map_err(WeightsError::io("write", path))?;
-        Ok(SafetensorsWriter { path: path.into(), file, stream })
+        StreamedFile::create(path, &layout.header, layout.places).map(SafetensorsWriter)
     }
 
     /// Appends to the bytes of a tensor: row-major, little-endian. Tensors may be filled in turns.
@@ -64,11 +53,7 @@ impl SafetensorsWriter {
     /// [`WeightsError::Output`] if the tensor was not declared or is full, [`WeightsError::Io`] if the write
     /// fails, as it does on a full disk.
     pub fn append(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
-        match self.stream.append(name, bytes) {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(problem)) => Err(WeightsError::Output { path: self.path.clone(), problem }),
-            Err(source) => Err(WeightsError::io("write", &self.path)(source)),
-        }
+        self.0.append(name, bytes)
     }
 
     /// Completes the file and gives it its name.
@@ -77,61 +62,13 @@ impl SafetensorsWriter {
     /// [`WeightsError::Output`] if a tensor lacks bytes, [`WeightsError::Io`] if the file cannot be completed.
     /// In both cases nothing is left behind.
     pub fn finish(self) -> Result<()> {
-        if let Some(problem) = self.stream.incomplete() {
-            return Err(WeightsError::Output { path: self.path, problem });
-        }
-        self.stream.target.sync_all().map_err(WeightsError::io("write", &self.path))?;
-        self.file.commit()
-    }
-}
-
-/// The tensors of a file on their way to `target`.
-#[derive(Debug)]
-struct Stream<W> {
-    target: W,
-    tensors: BTreeMap<String, Progress>,
-}
-
-/// How far one tensor has been written.
-#[derive(Debug)]
-struct Progress {
-    next: u64,
-    end: u64,
-}
-
-impl<W: Write + Seek> Stream<W> {
-    fn start(mut target: W, layout: Layout) -> io::Result<Stream<W>> {
-        target.write_all(&layout.header)?;
-        let progress = |(name, (offset, bytes))| (name, Progress { next: offset, end: offset + bytes });
-        let tensors = layout.places.into_iter().map(progress).collect();
-        Ok(Stream { target, tensors })
-    }
-
-    /// The outer error is the system's, the inner one the caller's.
-    fn append(&mut self, name: &str, bytes: &[u8]) -> io::Result<Result<(), String>> {
-        let Some(progress) = self.tensors.get_mut(name) else {
-            return Ok(Err(format!("tensor '{name}' was not declared")));
-        };
-        let (given, left) = (bytes.len() as u64, progress.end - progress.next);
-        if given > left {
-            return Ok(Err(format!("tensor '{name}' was given {given} bytes, it has room for {left}")));
-        }
-        self.target.seek(SeekFrom::Start(progress.next))?;
-        self.target.write_all(bytes)?;
-        progress.next += given;
-        Ok(Ok(()))
-    }
-
-    /// What is missing, if anything is.
-    fn incomplete(&self) -> Option<String> {
-        let (name, progress) = self.tensors.iter().find(|(_, progress)| progress.next < progress.end)?;
-        Some(format!("tensor '{name}' lacks {} bytes", progress.end - progress.next))
+        self.0.finish()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::Cursor;
+    use std::io;
 
     use keel_array::DType;
 
@@ -149,33 +86,6 @@ mod tests {
     fn files(folder: &Path) -> Vec<String> {
         let name = |entry: io::Result<std::fs::DirEntry>| entry.unwrap().file_name().into_string().unwrap();
         std::fs::read_dir(folder).unwrap().map(name).collect()
-    }
-
-    /// A disk with room for `left` bytes.
-    struct SmallDisk {
-        file: Cursor<Vec<u8>>,
-        left: usize,
-    }
-
-    impl Write for SmallDisk {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            if self.left == 0 {
-                return Err(io::ErrorKind::StorageFull.into());
-            }
-            let bytes = &bytes[..bytes.len().min(self.left)];
-            self.left -= bytes.len();
-            self.file.write(bytes)
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    impl Seek for SmallDisk {
-        fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-            self.file.seek(to)
-        }
     }
 
     #[test]
@@ -245,18 +155,5 @@ mod tests {
         let nowhere = folder.path().join("missing/w.safetensors");
         let error = SafetensorsWriter::create(&nowhere, &[], &no_metadata()).unwrap_err();
         assert!(error.to_string().starts_with("cannot create "), "{error}");
-    }
-
-    #[test]
-    fn a_full_disk_is_the_systems_error() {
-        let specs = [spec("a", DType::U8, &[100])];
-        let layout = || Layout::new(&specs, &no_metadata()).unwrap();
-        let room = |left| SmallDisk { file: Cursor::new(Vec::new()), left };
-        let kind = |error: io::Error| error.kind();
-        assert_eq!(kind(Stream::start(room(10), layout()).err().unwrap()), io::ErrorKind::StorageFull);
-        let mut stream = Stream::start(room(layout().header.len() + 60), layout()).unwrap();
-        stream.append("a", &[1; 50]).unwrap().unwrap();
-        assert_eq!(kind(stream.append("a", &[1; 50]).unwrap_err()), io::ErrorKind::StorageFull);
-        assert_eq!(stream.incomplete().unwrap(), "tensor 'a' lacks 50 bytes");
     }
 }

@@ -1,8 +1,8 @@
-//! The text side of a GGUF file, from its metadata.
+//! The text side of a GGUF file, from and to its metadata.
 
 use anyhow::Result;
-use keel_text::{TextFiles, TokenKind, Vocabulary};
-use keel_weights::gguf::{GgufFile, GgufValue};
+use keel_text::{ExportedVocabulary, TextFiles, TokenKind, Vocabulary};
+use keel_weights::gguf::{GgufFile, GgufMetadata, GgufValue};
 
 /// Whether a file has a vocabulary.
 pub fn has_vocabulary(file: &GgufFile) -> bool {
@@ -52,6 +52,50 @@ pub fn text_files(file: &GgufFile, name: String) -> Result<TextFiles<'static>> {
         sampling: sampling.collect(),
     };
     Ok(TextFiles::from_vocabulary(&vocabulary)?)
+}
+
+/// The metadata that [`text_files`] reads.
+pub fn write_vocabulary(vocabulary: &ExportedVocabulary, metadata: &mut GgufMetadata) {
+    let key = |name: &str| format!("tokenizer.ggml.{name}");
+    metadata.string(&key("model"), vocabulary.model);
+    metadata.string(&key("pre"), vocabulary.pre);
+    let tokens: Vec<&str> = vocabulary.tokens.iter().map(|(text, _)| text.as_str()).collect();
+    metadata.strings(&key("tokens"), &tokens);
+    let kind = |(id, kind): (usize, TokenKind)| match kind {
+        _ if vocabulary.unk == Some(id as u32) && vocabulary.model == "llama" => 2,
+        TokenKind::Normal => 1,
+        TokenKind::Control => 3,
+        TokenKind::UserDefined => 4,
+        TokenKind::Other => 5,
+        TokenKind::Byte => 6,
+    };
+    let kinds: Vec<i32> = vocabulary.tokens.iter().map(|(_, kind)| *kind).enumerate().map(kind).collect();
+    metadata.i32s(&key("token_type"), &kinds);
+    if !vocabulary.scores.is_empty() {
+        metadata.f32s(&key("scores"), &vocabulary.scores);
+    }
+    if !vocabulary.merges.is_empty() {
+        let merges: Vec<&str> = vocabulary.merges.iter().map(String::as_str).collect();
+        metadata.strings(&key("merges"), &merges);
+    }
+    for (name, id) in [
+        ("bos_token_id", vocabulary.bos),
+        ("eos_token_id", vocabulary.eos),
+        ("eot_token_id", vocabulary.eot),
+        ("unknown_token_id", vocabulary.unk),
+        ("padding_token_id", vocabulary.pad),
+    ] {
+        if let Some(id) = id {
+            metadata.u32(&key(name), id);
+        }
+    }
+    metadata.bool(&key("add_bos_token"), vocabulary.add_bos);
+    if let Some(prefix) = vocabulary.add_space_prefix {
+        metadata.bool(&key("add_space_prefix"), prefix);
+    }
+    if let Some(template) = &vocabulary.chat_template {
+        metadata.string("tokenizer.chat_template", template);
+    }
 }
 
 /// The metadata of the tokenizer.

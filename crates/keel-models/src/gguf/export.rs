@@ -1,0 +1,342 @@
+//! A checkpoint as the tensors of a GGUF file, for writing one.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use keel_array::DType;
+use keel_weights::quantize::{Dequantised, RowSource};
+use keel_weights::{Checkpoint, TensorSpec, WeightsError};
+
+use super::names::Names;
+use super::order::{Orders, RowOrder};
+use super::{architecture_of, is_offset_norm};
+use crate::{HybridConfig, ModelError, Result, RopeScaling};
+
+/// Inverse frequencies of `rope_freqs.weight` are divided by its elements.
+const DIVISORS: &str = "rope_freqs.weight";
+
+/// The tensors of a checkpoint under the names, in the shapes and in the order of a GGUF file, decoded where they are
+/// quantised.
+pub struct CheckpointAsGguf<'a> {
+    source: Dequantised<'a>,
+    tensors: BTreeMap<String, Tensor>,
+    /// Of the rotary frequencies; empty if they are not stretched by a table.
+    divisors: Vec<f32>,
+}
+
+/// One tensor of the file.
+struct Tensor {
+    spec: TensorSpec,
+    /// Where its rows come from, one behind the other.
+    parts: Vec<Part>,
+    rows: RowOrder,
+    columns: RowOrder,
+    change: Change,
+}
+
+/// Rows of a tensor of the checkpoint: `len` rows from `offset` on of each run of `stride`.
+#[derive(Clone, Debug)]
+struct Part {
+    name: String,
+    rows: usize,
+    stride: usize,
+    offset: usize,
+    len: usize,
+}
+
+/// How values differ from the checkpoint's.
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    None,
+    /// The offset of a norm from one becomes its scale.
+    PlusOne,
+    /// `A_log` becomes `-e^A_log`.
+    NegativeExponential,
+}
+
+impl<'a> CheckpointAsGguf<'a> {
+    /// The tensors of a checkpoint whose config has these numbers.
+    ///
+    /// # Errors
+    /// [`ModelError::UnknownModelType`], [`ModelError::Config`] for a tensor that has no name in GGUF files, and what
+    /// [`Dequantised::new`] says.
+    pub fn new(checkpoint: &'a Checkpoint, config: &HybridConfig) -> Result<CheckpointAsGguf<'a>> {
+        let arch = architecture_of(&config.model_type).ok_or_else(|| ModelError::UnknownModelType {
+            found: config.model_type.clone(),
+            supported: crate::MODEL_TYPES.join(", "),
+        })?;
+        let source = Dequantised::new(checkpoint)?;
+        let specs = source.tensors()?;
+        // As the readers of checkpoints tell: MLX's converter transposes the convolution and shifts the norms.
+        let is_mlx = specs.iter().any(|spec| {
+            spec.name.ends_with("conv1d.weight") && matches!(spec.shape[..], [_, width, 1] if width > 1)
+        });
+        let builder = Builder {
+            arch,
+            names: Names::new(arch, config.layers.len()),
+            orders: Orders::new(arch, config),
+            norms_are_offsets: !is_mlx,
+            config,
+        };
+        let mut tensors = BTreeMap::new();
+        let mut experts: BTreeMap<String, BTreeMap<usize, TensorSpec>> = BTreeMap::new();
+        for spec in specs {
+            let Some(name) = text_name(&spec.name) else { continue };
+            if name == "lm_head.weight" && config.tied {
+                continue;
+            }
+            if let Some((stack, number)) = expert(&name) {
+                experts.entry(stack).or_default().insert(number, spec);
+                continue;
+            }
+            for tensor in builder.tensors(&name, &spec)? {
+                tensors.insert(tensor.spec.name.clone(), tensor);
+            }
+        }
+        for (stack, experts) in experts {
+            let tensor = builder.stack(&stack, experts)?;
+            tensors.insert(tensor.spec.name.clone(), tensor);
+        }
+        Ok(CheckpointAsGguf { source, tensors, divisors: divisors(config) })
+    }
+
+    /// Whether the file has a multi-token-prediction head.
+    pub fn has_mtp_head(&self) -> bool {
+        self.tensors.keys().any(|name| name.contains(".nextn."))
+    }
+}
+
+/// A tensor's name without what stands before a language model beside a vision tower; `None` for what is not part of the
+/// language model.
+fn text_name(name: &str) -> Option<String> {
+    for (root, stands_for) in
+        [("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", "")]
+    {
+        if let Some(rest) = name.strip_prefix(root) {
+            return Some(format!("{stands_for}{rest}"));
+        }
+    }
+    let is_text = ["model.", "mtp.", "lm_head."].iter().any(|root| name.starts_with(root));
+    let is_vision = name.split('.').any(|part| part == "visual" || part.starts_with("vision"));
+    (is_text && !is_vision && !name.ends_with("rotary_emb.inv_freq")).then(|| name.into())
+}
+
+/// The stack and the number of an expert that the checkpoint keeps apart.
+fn expert(name: &str) -> Option<(String, usize)> {
+    let (layer, rest) = name.split_once(".experts.")?;
+    let (number, part) = rest.split_once('.')?;
+    Some((format!("{layer}.switch_mlp.{part}"), number.parse().ok()?))
+}
+
+/// Makes tensors of the file.
+struct Builder<'c> {
+    arch: &'static str,
+    names: Names,
+    orders: Orders,
+    norms_are_offsets: bool,
+    config: &'c HybridConfig,
+}
+
+impl Builder<'_> {
+    /// What a tensor of the checkpoint becomes.
+    fn tensors(&self, name: &str, spec: &TensorSpec) -> Result<Vec<Tensor>> {
+        let whole = |rows| Part { name: spec.name.clone(), rows, stride: rows, offset: 0, len: rows };
+        if let (Some(layer), &[experts, rows, cols]) =
+            (name.strip_suffix(".experts.gate_up_proj"), &spec.shape[..])
+        {
+            let half = |offset: usize| {
+                let len = rows / 2;
+                let part = Part { rows: experts * len, stride: rows, offset, len, ..whole(rows) };
+                (part, vec![experts, len, cols])
+            };
+            let halves = [("gate_proj", half(0)), ("up_proj", half(rows / 2))];
+            let tensor = |(part, (rows, shape))| {
+                self.tensor(&format!("{layer}.switch_mlp.{part}.weight"), spec.dtype, shape, vec![rows])
+            };
+            return halves.into_iter().map(tensor).collect();
+        }
+        if let Some(layer) = name.strip_suffix(".in_proj_qkvz.weight") {
+            return self.split_qkvz(layer, spec);
+        }
+        if let Some(layer) = name.strip_suffix(".in_proj_ba.weight") {
+            // The file keeps it as it is.
+            let parts = vec![whole(rows_of(&spec.shape))];
+            let mut tensor =
+                self.tensor(&format!("{layer}.in_proj_b.weight"), spec.dtype, spec.shape.clone(), parts)?;
+            tensor.rows = RowOrder::Same;
+            return Ok(vec![tensor]);
+        }
+        let name = match name.strip_suffix(".experts.down_proj") {
+            Some(layer) => format!("{layer}.switch_mlp.down_proj.weight"),
+            None => name.to_string(),
+        };
+        let mut shape = spec.shape.clone();
+        if name.ends_with("conv1d.weight") {
+            shape.retain(|&dim| dim != 1);
+        }
+        let parts = vec![whole(rows_of(&shape))];
+        Ok(vec![self.tensor(&name, spec.dtype, shape, parts)?])
+    }
+
+    /// The projection of `qwen3_next`, which has q, k, v and z key head by key head, in two.
+    fn split_qkvz(&self, layer: &str, spec: &TensorSpec) -> Result<Vec<Tensor>> {
+        let c = self.config;
+        let values = c.value_heads / c.key_heads * c.value_dim;
+        let stride = 2 * c.key_dim + 2 * values;
+        let part =
+            |offset, len| Part { name: spec.name.clone(), rows: c.key_heads * len, stride, offset, len };
+        let qkv = vec![part(0, c.key_dim), part(c.key_dim, c.key_dim), part(2 * c.key_dim, values)];
+        let z = vec![part(2 * c.key_dim + values, values)];
+        if rows_of(&spec.shape) != c.key_heads * stride {
+            return Err(ModelError::Shape {
+                name: spec.name.clone(),
+                expected: format!("{} rows", c.key_heads * stride),
+                got: format!("{:?}", spec.shape),
+            });
+        }
+        let tensor = |name: &str, parts: Vec<Part>| {
+            let rows = parts.iter().map(|part| part.rows).sum();
+            self.tensor(&format!("{layer}.{name}.weight"), spec.dtype, vec![rows, c.hidden], parts)
+        };
+        Ok(vec![tensor("in_proj_qkv", qkv)?, tensor("in_proj_z", z)?])
+    }
+
+    /// Experts that the checkpoint keeps apart.
+    fn stack(&self, name: &str, experts: BTreeMap<usize, TensorSpec>) -> Result<Tensor> {
+        let first = &experts.values().next().expect("a stack has an expert").clone();
+        let alike = experts.values().all(|spec| (&spec.shape, spec.dtype) == (&first.shape, first.dtype));
+        if !alike || !experts.keys().copied().eq(0..experts.len()) {
+            let reason = format!("the experts of {name} are not of one shape and type, or some are missing");
+            return Err(ModelError::Config(reason));
+        }
+        let rows = rows_of(&first.shape);
+        let part = |spec: TensorSpec| Part { name: spec.name, rows, stride: rows, offset: 0, len: rows };
+        let shape = [&[experts.len()], &first.shape[..]].concat();
+        self.tensor(name, first.dtype, shape, experts.into_values().map(part).collect())
+    }
+
+    fn tensor(&self, name: &str, dtype: DType, shape: Vec<usize>, parts: Vec<Part>) -> Result<Tensor> {
+        let stored = self.names.tensor(name).ok_or_else(|| {
+            ModelError::Config(format!("GGUF files of {} have no name for {name}", self.arch))
+        })?;
+        let change = if name.ends_with("A_log") {
+            Change::NegativeExponential
+        } else if self.norms_are_offsets && is_offset_norm(self.arch, name) {
+            Change::PlusOne
+        } else {
+            Change::None
+        };
+        let (rows, columns) = (self.orders.rows(name), self.orders.cols(name));
+        Ok(Tensor { spec: TensorSpec { name: stored, dtype, shape }, parts, rows, columns, change })
+    }
+}
+
+/// The divisors that a file has for stretched frequencies; empty where its metadata say it.
+fn divisors(config: &HybridConfig) -> Vec<f32> {
+    match &config.rope_scaling {
+        RopeScaling::Llama3 { .. } | RopeScaling::Divisors(_) => {
+            let plain = RopeScaling::None.inverse_frequencies(config.rope_theta, config.rotary);
+            plain
+                .iter()
+                .zip(config.inverse_frequencies())
+                .map(|(plain, stretched)| plain / stretched)
+                .collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn rows_of(shape: &[usize]) -> usize {
+    shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
+}
+
+impl Tensor {
+    /// The part that holds row `row` in the checkpoint's order, and which row of its tensor that is.
+    fn find(&self, mut row: usize) -> Option<(&Part, usize)> {
+        for part in &self.parts {
+            if row < part.rows {
+                return Some((part, row / part.len * part.stride + part.offset + row % part.len));
+            }
+            row -= part.rows;
+        }
+        None
+    }
+
+    /// The rows that follow `row` in its run, it included.
+    fn run(&self, mut row: usize) -> usize {
+        for part in &self.parts {
+            if row < part.rows {
+                return part.len - row % part.len;
+            }
+            row -= part.rows;
+        }
+        1
+    }
+}
+
+impl RowSource for CheckpointAsGguf<'_> {
+    fn tensors(&self) -> keel_weights::Result<Vec<TensorSpec>> {
+        let mut specs: Vec<TensorSpec> = self.tensors.values().map(|tensor| tensor.spec.clone()).collect();
+        if !self.divisors.is_empty() {
+            let shape = vec![self.divisors.len()];
+            specs.push(TensorSpec { name: DIVISORS.into(), dtype: DType::F32, shape });
+        }
+        Ok(specs)
+    }
+
+    fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> keel_weights::Result<()> {
+        if name == DIVISORS {
+            out.copy_from_slice(&self.divisors);
+            return Ok(());
+        }
+        let missing = || WeightsError::Module {
+            module: name.into(),
+            problem: "the checkpoint does not have it".into(),
+        };
+        let tensor = self.tensors.get(name).ok_or_else(missing)?;
+        if tensor.spec.shape.len() < 2 {
+            let part = &tensor.parts[0];
+            let mut values = vec![0.0; out.len()];
+            self.source.rows_f32(&part.name, 0..1, &mut values)?;
+            out.iter_mut().enumerate().for_each(|(i, out)| *out = values[tensor.rows.row_of(i)]);
+        } else {
+            self.matrix_rows(tensor, rows, out)?;
+        }
+        match tensor.change {
+            Change::None => {}
+            Change::PlusOne => out.iter_mut().for_each(|x| *x += 1.0),
+            Change::NegativeExponential => out.iter_mut().for_each(|x| *x = -x.exp()),
+        }
+        Ok(())
+    }
+}
+
+impl CheckpointAsGguf<'_> {
+    fn matrix_rows(&self, tensor: &Tensor, rows: Range<usize>, out: &mut [f32]) -> keel_weights::Result<()> {
+        let cols = tensor.spec.shape.last().copied().unwrap_or(1);
+        let mut row = rows.start;
+        while row < rows.end {
+            let (from, count) = match tensor.rows {
+                RowOrder::Same => (row, tensor.run(row).min(rows.end - row)),
+                order => (order.row_of(row), 1),
+            };
+            let (part, at) = tensor.find(from).expect("the parts make up the tensor");
+            let out = &mut out[(row - rows.start) * cols..][..count * cols];
+            self.source.rows_f32(&part.name, self.stored_rows(part, at..at + count, cols), out)?;
+            row += count;
+        }
+        if tensor.columns != RowOrder::Same {
+            for row in out.chunks_exact_mut(cols) {
+                let stored = row.to_vec();
+                row.iter_mut().enumerate().for_each(|(col, out)| *out = stored[tensor.columns.row_of(col)]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows of `cols` values as rows of the checkpoint's tensor, which for a convolution in MLX's form are single values.
+    fn stored_rows(&self, part: &Part, rows: Range<usize>, cols: usize) -> Range<usize> {
+        let width = self.source.cols_of(&part.name).unwrap_or(cols);
+        rows.start * cols / width..rows.end * cols / width
+    }
+}

@@ -1,0 +1,155 @@
+//! A GGUF file as the tensors of a Hugging Face checkpoint, for writing one.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use keel_array::DType;
+use keel_weights::gguf::GgufFile;
+use keel_weights::quantize::RowSource;
+use keel_weights::{TensorSource, TensorSpec, WeightsError};
+
+use super::names::{Names, split};
+use super::order::{Orders, RowOrder};
+use super::{architecture, is_offset_norm};
+use crate::{HybridConfig, ModelError, Result};
+
+/// The tensors of a GGUF file under the names, in the shapes and in the order of a checkpoint of its model type. Experts
+/// are stacked as MLX does. Values in blocks are f16 there, the others what they are in the file.
+pub struct GgufAsCheckpoint<'a> {
+    file: &'a GgufFile,
+    tensors: BTreeMap<String, Parameter>,
+}
+
+/// One tensor of the checkpoint.
+struct Parameter {
+    /// The file's tensor, and how many columns that has.
+    tensor: String,
+    cols: usize,
+    rows: RowOrder,
+    columns: RowOrder,
+    change: Change,
+    spec: TensorSpec,
+}
+
+/// How values differ from the file's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    None,
+    /// The scale of a norm becomes an offset from one.
+    MinusOne,
+    /// `-e^A_log` becomes `A_log`.
+    Log,
+}
+
+impl<'a> GgufAsCheckpoint<'a> {
+    /// The tensors of a file whose config has these numbers.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`] for a tensor that has no name in checkpoints.
+    pub fn new(file: &'a GgufFile, config: &HybridConfig) -> Result<GgufAsCheckpoint<'a>> {
+        let arch = architecture(file);
+        let (names, orders) = (Names::new(arch, config.layers.len()), Orders::new(arch, config));
+        let fused = file.names().any(|name| name.contains("ffn_gate_up_exps"));
+        let mut tensors = BTreeMap::new();
+        // The config says what the divisors of the rotary frequencies say.
+        for stored in file.tensors()?.into_iter().filter(|spec| spec.name != "rope_freqs.weight") {
+            let whole = names.parameters(&stored.name, fused);
+            let (module, suffix) = split(&stored.name);
+            let (parameters, suffix) =
+                if whole.is_empty() { (names.parameters(module, fused), suffix) } else { (whole, "") };
+            if parameters.is_empty() {
+                let reason = format!("tensor {} of the GGUF file is not known", stored.name);
+                return Err(ModelError::Config(reason));
+            }
+            for parameter in parameters {
+                let suffix = if parameter.contains(".experts.") { "" } else { suffix };
+                let parameter = parameter_of(&stored, &orders, (arch, file), format!("{parameter}{suffix}"));
+                tensors.insert(parameter.spec.name.clone(), parameter);
+            }
+        }
+        Ok(GgufAsCheckpoint { file, tensors })
+    }
+
+    fn parameter(&self, name: &str) -> keel_weights::Result<&Parameter> {
+        let missing =
+            || WeightsError::Module { module: name.into(), problem: "the GGUF file does not have it".into() };
+        self.tensors.get(name).ok_or_else(missing)
+    }
+}
+
+fn parameter_of(
+    stored: &TensorSpec,
+    orders: &Orders,
+    (arch, file): (&str, &GgufFile),
+    name: String,
+) -> Parameter {
+    let rows = orders.rows(&name);
+    let mut shape = stored.shape.clone();
+    if let Some(first) = shape.first_mut() {
+        *first /= rows.share();
+    }
+    if name.ends_with("conv1d.weight") {
+        shape.insert(1, 1);
+    }
+    let change = if name.ends_with("A_log") {
+        Change::Log
+    } else if is_offset_norm(arch, &name) {
+        Change::MinusOne
+    } else {
+        Change::None
+    };
+    let in_blocks = file.info(&stored.name).is_err();
+    let dtype = if in_blocks { DType::F16 } else { stored.dtype };
+    let is_vector = stored.shape.len() < 2;
+    Parameter {
+        tensor: stored.name.clone(),
+        // The elements of a vector are rows of their own where they have an order.
+        cols: if is_vector && rows != RowOrder::Same { 1 } else { stored.shape.last().copied().unwrap_or(1) },
+        rows,
+        columns: orders.cols(&name),
+        change,
+        spec: TensorSpec { name, dtype, shape },
+    }
+}
+
+impl RowSource for GgufAsCheckpoint<'_> {
+    fn tensors(&self) -> keel_weights::Result<Vec<TensorSpec>> {
+        Ok(self.tensors.values().map(|parameter| parameter.spec.clone()).collect())
+    }
+
+    fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> keel_weights::Result<()> {
+        let parameter = self.parameter(name)?;
+        let Parameter { tensor, cols, rows: order, .. } = parameter;
+        if *order == RowOrder::Same {
+            self.file.rows_f32(tensor, rows, out)?;
+        } else if parameter.spec.shape.len() < 2 {
+            let stored = self.file.tensor(tensor)?.to_f32()?;
+            for (row, out) in out.iter_mut().enumerate() {
+                *out = stored[order.row(row)];
+            }
+        } else {
+            for (row, out) in rows.zip(out.chunks_exact_mut(*cols)) {
+                let at = order.row(row);
+                self.file.rows_f32(tensor, at..at + 1, out)?;
+            }
+        }
+        if parameter.columns != RowOrder::Same {
+            for row in out.chunks_exact_mut(*cols) {
+                let stored = row.to_vec();
+                row.iter_mut().enumerate().for_each(|(col, out)| *out = stored[parameter.columns.row(col)]);
+            }
+        }
+        match parameter.change {
+            Change::None => {}
+            Change::MinusOne => out.iter_mut().for_each(|x| *x -= 1.0),
+            Change::Log => out.iter_mut().for_each(|x| *x = (-*x).ln()),
+        }
+        Ok(())
+    }
+
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        if let Some(parameter) = self.tensors.get(name).filter(|parameter| parameter.rows == RowOrder::Same) {
+            RowSource::release_rows(self.file, &parameter.tensor, rows);
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! The metadata of a GGUF file, from a config: what [`config`](super::config) reads back.
+
+use keel_weights::gguf::GgufMetadata;
+use serde_json::Value;
+
+use super::architecture_of;
+use crate::config::Fields;
+use crate::{HybridConfig, MixerKind, ModelError, Result, RopeScaling};
+
+/// The metadata of a model with these numbers, tokenizer aside.
+///
+/// `has_mtp_head` says whether the file will have the tensors of the multi-token-prediction head.
+///
+/// # Errors
+/// [`ModelError::UnknownModelType`], and [`ModelError::Config`] for what files of the architecture cannot say.
+pub fn metadata(json: &Value, config: &HybridConfig, has_mtp_head: bool) -> Result<GgufMetadata> {
+    let arch = architecture_of(&config.model_type).ok_or_else(|| ModelError::UnknownModelType {
+        found: config.model_type.clone(),
+        supported: crate::MODEL_TYPES.join(", "),
+    })?;
+    let mut keys = Keys { arch, metadata: GgufMetadata::default(), config };
+    keys.metadata.string("general.architecture", arch);
+    keys.common(if has_mtp_head { config.mtp_layers } else { 0 })?;
+    keys.windows()?;
+    keys.experts()?;
+    keys.recurrent(&Fields::new(json))?;
+    keys.rope()?;
+    Ok(keys.metadata)
+}
+
+/// Keys of one architecture.
+struct Keys<'a> {
+    arch: &'static str,
+    metadata: GgufMetadata,
+    config: &'a HybridConfig,
+}
+
+impl Keys<'_> {
+    fn size(&mut self, key: &str, value: usize) -> Result<()> {
+        let key = format!("{}.{key}", self.arch);
+        let value = u32::try_from(value)
+            .map_err(|_| ModelError::Config(format!("{value} does not fit the 32 bits of {key}")))?;
+        self.metadata.u32(&key, value);
+        Ok(())
+    }
+
+    fn number(&mut self, key: &str, value: f64) {
+        self.metadata.f32(&format!("{}.{key}", self.arch), value as f32);
+    }
+
+    fn common(&mut self, head_layers: usize) -> Result<()> {
+        let c = self.config;
+        self.size("block_count", c.layers.len() + head_layers)?;
+        if head_layers > 0 {
+            self.size("nextn_predict_layers", head_layers)?;
+        }
+        for (key, value) in [
+            ("context_length", c.context_max),
+            ("embedding_length", c.hidden),
+            ("vocab_size", c.vocab),
+            ("attention.head_count", c.heads),
+            ("attention.head_count_kv", c.kv_heads),
+            ("attention.key_length", c.head_dim),
+            ("attention.value_length", c.head_dim),
+            ("rope.dimension_count", c.rotary),
+        ] {
+            self.size(key, value)?;
+        }
+        if c.intermediate > 0 {
+            self.size("feed_forward_length", c.intermediate)?;
+        }
+        self.number("attention.layer_norm_rms_epsilon", f64::from(c.eps));
+        self.number("rope.freq_base", c.rope_theta);
+        Ok(())
+    }
+
+    fn windows(&mut self) -> Result<()> {
+        let c = self.config;
+        let slides = |kind: &MixerKind| *kind == MixerKind::SlidingAttention;
+        if c.window == 0 {
+            return Ok(());
+        }
+        if self.arch != "gemma3" {
+            let reason = format!("GGUF files of {} cannot say that layers see a window", self.arch);
+            return Err(ModelError::Config(reason));
+        }
+        self.size("attention.sliding_window", c.window)?;
+        self.number("rope.freq_base_swa", c.sliding_rope_theta);
+        // Files say how often a layer sees everything, or else which layers do not.
+        let every = c.layers.iter().position(|kind| !slides(kind)).map_or(c.layers.len() + 1, |i| i + 1);
+        if c.layers.iter().enumerate().all(|(i, kind)| slides(kind) != (i + 1).is_multiple_of(every)) {
+            return self.size("attention.sliding_window_pattern", every);
+        }
+        let sliding: Vec<bool> = c.layers.iter().map(slides).collect();
+        self.metadata.bools("gemma3.attention.sliding_window_pattern", &sliding);
+        Ok(())
+    }
+
+    fn experts(&mut self) -> Result<()> {
+        let Some(moe) = &self.config.moe else { return Ok(()) };
+        if !moe.normalise || !moe.dense_layers.is_empty() {
+            let reason = "GGUF files cannot say that experts' weights are not normalised, or that some layers have none";
+            return Err(ModelError::Config(reason.into()));
+        }
+        self.size("expert_count", moe.experts)?;
+        self.size("expert_used_count", moe.chosen)?;
+        self.size("expert_feed_forward_length", moe.intermediate)?;
+        if moe.shared_intermediate > 0 {
+            self.size("expert_shared_feed_forward_length", moe.shared_intermediate)?;
+        }
+        Ok(())
+    }
+
+    fn recurrent(&mut self, fields: &Fields<'_>) -> Result<()> {
+        let c = self.config;
+        if !c.layers.contains(&MixerKind::GatedDelta) {
+            return Ok(());
+        }
+        for (key, value) in [
+            ("ssm.conv_kernel", c.conv_width),
+            ("ssm.inner_size", c.value_heads * c.value_dim),
+            ("ssm.state_size", c.key_dim),
+            ("ssm.time_step_rank", c.value_heads),
+            ("ssm.group_count", c.key_heads),
+        ] {
+            self.size(key, value)?;
+        }
+        let every = c.layers.iter().position(|kind| *kind == MixerKind::Attention).map_or(0, |i| i + 1);
+        let regular = |(i, kind): (usize, &MixerKind)| {
+            every > 0 && (*kind == MixerKind::Attention) == (i + 1).is_multiple_of(every)
+        };
+        if c.layers.iter().enumerate().all(regular) {
+            self.size("full_attention_interval", every)?;
+        } else {
+            let recurrent: Vec<bool> = c.layers.iter().map(|kind| *kind == MixerKind::GatedDelta).collect();
+            self.metadata.bools(&format!("{}.attention.recurrent_layers", self.arch), &recurrent);
+        }
+        // The axes of positions in pictures, in pairs; text has the same position on all of them.
+        let sections = fields.get("rope_parameters").and_then(|rope| rope["mrope_section"].as_array());
+        let mut sections: Vec<i32> =
+            sections.into_iter().flatten().filter_map(|n| n.as_i64()?.try_into().ok()).collect();
+        if sections.is_empty() {
+            sections.push((c.rotary / 2) as i32);
+        }
+        sections.resize(4, 0);
+        self.metadata.i32s(&format!("{}.rope.dimension_sections", self.arch), &sections);
+        Ok(())
+    }
+
+    fn rope(&mut self) -> Result<()> {
+        let key = |name: &str| format!("{}.rope.scaling.{name}", self.arch);
+        match self.config.rope_scaling {
+            // Tables are tensors.
+            RopeScaling::None | RopeScaling::Llama3 { .. } | RopeScaling::Divisors(_) => Ok(()),
+            RopeScaling::Linear { factor } => {
+                self.metadata.string(&key("type"), "linear");
+                self.number("rope.scaling.factor", factor);
+                Ok(())
+            }
+            RopeScaling::Yarn { factor, fast, slow, original, .. } => {
+                self.metadata.string(&key("type"), "yarn");
+                self.number("rope.scaling.factor", factor);
+                self.number("rope.scaling.yarn_beta_fast", fast);
+                self.number("rope.scaling.yarn_beta_slow", slow);
+                self.size("rope.scaling.original_context_length", original as usize)
+            }
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! The vocabulary of a tokenizer's files, for files that hold one instead.
+
+use std::collections::HashMap;
+
+use serde_json::Value;
+
+use super::{TokenKind, byte_level};
+use crate::{TextError, TextFile, TextFiles, Tokenizer};
+
+/// A vocabulary and what belongs to it: the fields are those of [`Vocabulary`](super::Vocabulary), which see.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[allow(missing_docs, reason = "documented there")]
+pub struct ExportedVocabulary {
+    pub model: &'static str,
+    pub pre: &'static str,
+    pub tokens: Vec<(String, TokenKind)>,
+    pub scores: Vec<f32>,
+    pub merges: Vec<String>,
+    pub bos: Option<u32>,
+    pub eos: Option<u32>,
+    pub eot: Option<u32>,
+    pub unk: Option<u32>,
+    pub pad: Option<u32>,
+    pub add_bos: bool,
+    pub add_space_prefix: Option<bool>,
+    pub chat_template: Option<String>,
+}
+
+impl TextFiles<'_> {
+    /// The vocabulary of these files, with `size` tokens: what is between the tokenizer's and the model's is filled up.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenizer`] for a tokenizer that is neither byte-level nor SentencePiece pair encoding, or cuts text in a way
+    /// that has no name.
+    pub fn vocabulary(&self, size: usize) -> Result<ExportedVocabulary, TextError> {
+        let wrong = |reason: String| TextError::Tokenizer { file: self.tokenizer.name.clone(), reason };
+        let tokenizer = Tokenizer::new(self)?;
+        let json: Value = serde_json::from_slice(&self.tokenizer.bytes).map_err(|e| wrong(e.to_string()))?;
+        let is_byte_level = contains(&json["pre_tokenizer"], &|part| part["type"] == "ByteLevel");
+        let is_sentencepiece = contains(&json["normalizer"], &|part| part["content"] == "▁");
+        let mut vocabulary = match (is_byte_level, is_sentencepiece) {
+            (true, _) => byte_level(&json),
+            (false, true) => sentencepiece(&json),
+            (false, false) => Err("only byte-level and SentencePiece pair encoding can be written".into()),
+        }
+        .map_err(wrong)?;
+        let count = size.max(tokenizer.vocab_size());
+        vocabulary.tokens = tokens(&json, count, vocabulary.model == "llama");
+        vocabulary.bos = tokenizer.bos_id();
+        vocabulary.add_bos =
+            vocabulary.bos.is_some() && tokenizer.encode("a", true)?.first().copied() == vocabulary.bos;
+        let special = tokenizer.special_tokens();
+        let named = |text: &Option<String>| tokenizer.token_to_id(text.as_deref()?);
+        vocabulary.eos = named(&special.eos).or_else(|| tokenizer.eos_ids().first().copied());
+        vocabulary.eot = tokenizer.eos_ids().iter().copied().find(|id| Some(*id) != vocabulary.eos);
+        vocabulary.pad = named(&special.pad);
+        vocabulary.unk = named(&special.unk)
+            .or_else(|| json["model"]["unk_token"].as_str().and_then(|text| tokenizer.token_to_id(text)));
+        vocabulary.chat_template = crate::template::source_text(self)?;
+        if vocabulary.model == "llama" {
+            vocabulary.scores = scores(&json, &vocabulary.tokens);
+        }
+        Ok(vocabulary)
+    }
+
+    /// The files with the names that they have in a checkpoint's folder, config.json aside.
+    pub fn to_write(&self) -> Vec<(&'static str, &[u8])> {
+        let files: [(&str, Option<&TextFile<'_>>); 4] = [
+            ("tokenizer.json", Some(&self.tokenizer)),
+            ("tokenizer_config.json", self.tokenizer_config.as_ref()),
+            ("generation_config.json", self.generation_config.as_ref()),
+            ("chat_template.jinja", self.chat_template.as_ref()),
+        ];
+        files.into_iter().filter_map(|(name, file)| Some((name, &*file?.bytes))).collect()
+    }
+}
+
+/// Whether a step or one that it consists of is as asked for.
+fn contains(step: &Value, is: &dyn Fn(&Value) -> bool) -> bool {
+    let inner = ["pretokenizers", "normalizers", "decoders"].iter().filter_map(|key| step[*key].as_array());
+    is(step) || inner.flatten().any(|step| contains(step, is))
+}
+
+fn byte_level(json: &Value) -> Result<ExportedVocabulary, String> {
+    let steps = &json["pre_tokenizer"];
+    let mut patterns = Vec::new();
+    collect_patterns(steps, &mut patterns);
+    let single_digits =
+        contains(steps, &|step| step["type"] == "Digits" && step["individual_digits"] == true);
+    let pre = byte_level::name_of(&patterns, single_digits).ok_or_else(|| {
+        let patterns = patterns.join("  ");
+        format!("text is cut in a way that files have no name for (pattern {patterns:?}, single digits {single_digits})")
+    })?;
+    let merge = |merge: &Value| match merge {
+        Value::String(text) => Some(text.clone()),
+        pair => Some(format!("{} {}", pair[0].as_str()?, pair[1].as_str()?)),
+    };
+    let merges = json["model"]["merges"].as_array().into_iter().flatten().filter_map(merge).collect();
+    Ok(ExportedVocabulary { model: "gpt2", pre, merges, ..ExportedVocabulary::default() })
+}
+
+fn collect_patterns<'a>(step: &'a Value, patterns: &mut Vec<&'a str>) {
+    patterns.extend(step["pattern"]["Regex"].as_str());
+    step["pretokenizers"].as_array().into_iter().flatten().for_each(|step| collect_patterns(step, patterns));
+}
+
+fn sentencepiece(json: &Value) -> Result<ExportedVocabulary, String> {
+    if json["model"]["type"].as_str().is_some_and(|kind| kind != "BPE") {
+        return Err(format!(
+            "SentencePiece with a model of type {} cannot be written",
+            json["model"]["type"]
+        ));
+    }
+    let prefix = contains(&json["normalizer"], &|step| step["type"] == "Prepend");
+    Ok(ExportedVocabulary {
+        model: "llama",
+        pre: "default",
+        add_space_prefix: Some(prefix),
+        ..ExportedVocabulary::default()
+    })
+}
+
+/// Texts and kinds of all ids below `count`.
+fn tokens(json: &Value, count: usize, has_bytes: bool) -> Vec<(String, TokenKind)> {
+    let mut tokens: Vec<(String, TokenKind)> =
+        (0..count).map(|id| (format!("[PAD{id}]"), TokenKind::Other)).collect();
+    let mut set = |id: &Value, text: &str, kind: TokenKind| {
+        let slot = id.as_u64().and_then(|id| tokens.get_mut(usize::try_from(id).ok()?));
+        if let Some(slot) = slot {
+            *slot = (text.into(), kind);
+        }
+    };
+    let is_byte = |text: &str| {
+        let digits = text.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+        has_bytes && digits.is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
+    };
+    for (text, id) in json["model"]["vocab"].as_object().into_iter().flatten() {
+        set(id, text, if is_byte(text) { TokenKind::Byte } else { TokenKind::Normal });
+    }
+    for token in json["added_tokens"].as_array().into_iter().flatten() {
+        let kind = if token["special"] == true { TokenKind::Control } else { TokenKind::UserDefined };
+        set(&token["id"], token["content"].as_str().unwrap_or_default(), kind);
+    }
+    tokens
+}
+
+/// The negative rank of the first merge that makes each token; for those that none makes, less than all of them.
+fn scores(json: &Value, tokens: &[(String, TokenKind)]) -> Vec<f32> {
+    let merges: &[Value] = json["model"]["merges"].as_array().map_or(&[], Vec::as_slice);
+    let mut ranks = HashMap::with_capacity(merges.len());
+    for (rank, merge) in merges.iter().enumerate() {
+        let made = match merge {
+            Value::String(text) => text.replacen(' ', "", 1),
+            pair => [&pair[0], &pair[1]].map(|part| part.as_str().unwrap_or_default()).concat(),
+        };
+        ranks.entry(made).or_insert(rank);
+    }
+    let score = |(text, kind): &(String, TokenKind)| match kind {
+        TokenKind::Normal => -(ranks.get(text).copied().unwrap_or(merges.len()) as f32),
+        _ => 0.0,
+    };
+    tokens.iter().map(score).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Vocabulary;
+    use super::*;
+
+    /// What becomes of a vocabulary that is written as files and read from them.
+    fn round_trip(vocabulary: &Vocabulary<'_>, size: usize) -> ExportedVocabulary {
+        TextFiles::from_vocabulary(vocabulary).expect("known").vocabulary(size).expect("has a name")
+    }
+
+    #[test]
+    fn byte_level_vocabularies_come_back() {
+        let kinds = [("a", TokenKind::Normal), ("b", TokenKind::Normal), ("ab", TokenKind::Normal)];
+        let special =
+            [("<think>", TokenKind::UserDefined), ("<s>", TokenKind::Control), ("</s>", TokenKind::Control)];
+        for pre in ["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"] {
+            let back = round_trip(
+                &Vocabulary {
+                    model: "gpt2",
+                    pre,
+                    tokens: kinds.into_iter().chain(special).collect(),
+                    merges: vec!["a b"],
+                    bos: Some(4),
+                    eos: Some(5),
+                    add_bos: Some(true),
+                    chat_template: Some("{{ 1 }}"),
+                    ..Vocabulary::default()
+                },
+                8,
+            );
+            assert_eq!((back.model, back.pre), ("gpt2", pre));
+            let owned = |(text, kind): (&str, TokenKind)| (text.to_string(), kind);
+            let tokens: Vec<_> = kinds.into_iter().chain(special).map(owned).collect();
+            assert_eq!(back.tokens[..6], tokens);
+            assert_eq!(back.tokens[6..], [6, 7].map(|i| (format!("[PAD{i}]"), TokenKind::Other)));
+            assert_eq!((back.bos, back.eos, back.add_bos), (Some(4), Some(5), true));
+            assert_eq!(
+                (back.merges, back.chat_template.as_deref()),
+                (vec!["a b".to_string()], Some("{{ 1 }}"))
+            );
+        }
+    }
+
+    #[test]
+    fn sentencepiece_keeps_the_order_of_merges() {
+        let mut tokens = vec![("<unk>", TokenKind::Control), ("<0x41>", TokenKind::Byte)];
+        tokens.extend(["▁", "a", "b", "ab", "▁a", "▁ab"].map(|text| (text, TokenKind::Normal)));
+        let scores = vec![0.0, 0.0, -9.0, -9.0, -9.0, -1.0, -3.0, -2.0];
+        let vocabulary = Vocabulary {
+            model: "llama",
+            tokens: tokens.clone(),
+            scores,
+            unk: Some(0),
+            ..Vocabulary::default()
+        };
+        let back = round_trip(&vocabulary, 8);
+        assert_eq!((back.model, back.add_space_prefix, back.unk), ("llama", Some(true), Some(0)));
+        assert_eq!(back.tokens[1].1, TokenKind::Byte);
+        let score = |text: &str| back.scores[tokens.iter().position(|token| token.0 == text).expect("there")];
+        assert!(score("ab") > score("▁ab") && score("▁ab") > score("▁a") && score("▁a") > score("a"));
+    }
+
+    #[test]
+    fn what_has_no_name_is_refused() {
+        let tokenizer = |pre: &str| {
+            format!(
+                r#"{{"version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null, "decoder": null,
+                "pre_tokenizer": {pre}, "model": {{"type": "BPE", "vocab": {{"a": 0}}, "merges": []}}}}"#
+            )
+        };
+        let refused = |pre: &str| {
+            let json = tokenizer(pre);
+            TextFiles::in_memory(json.as_bytes()).vocabulary(1).expect_err("has no name").to_string()
+        };
+        let byte_level =
+            r#"{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}"#;
+        let split =
+            r#"{"type": "Split", "pattern": {"Regex": "\\p{L}"}, "behavior": "Isolated", "invert": false}"#;
+        let both = format!(r#"{{"type": "Sequence", "pretokenizers": [{split}, {byte_level}]}}"#);
+        assert!(refused(&both).contains("no name for"), "{}", refused(&both));
+        assert!(refused("null").contains("only byte-level and SentencePiece"));
+    }
+}

@@ -1,0 +1,110 @@
+//! Steps, and offsets, that leave little of a few values behind when these are rounded.
+
+/// Grids tried on each side of the plain one.
+const TRIES: i32 = 9;
+/// By how many levels the span that a try's grid covers grows from one to the next.
+const STRIDE: f32 = 0.1;
+
+/// The step `d` for which `d * q` with whole `q` in `low..=high` comes close to the values in the mean square; 0 for zeros.
+///
+/// The largest value lies on the longer side of the levels, so `low` has to be at least as far from zero as `high`. Around
+/// that step a few others are tried, each replaced by the best one for the levels that it leads to.
+pub(super) fn symmetric(values: &[f32], low: i32, high: i32) -> f32 {
+    let extreme = values.iter().copied().fold(0.0f32, |a, b| if b.abs() > a.abs() { b } else { a });
+    if extreme == 0.0 {
+        return 0.0;
+    }
+    let (mut best, mut best_gain) = (extreme / low as f32, f32::NEG_INFINITY);
+    for i in -TRIES..=TRIES {
+        let inverse = (low as f32 + i as f32 * STRIDE) / extreme;
+        let (mut xq, mut qq) = (0.0f32, 0.0f32);
+        for x in values {
+            let q = level(x * inverse, low, high);
+            xq += x * q;
+            qq += q * q;
+        }
+        // What the best step for these levels takes away from the sum of squares.
+        let gain = xq * xq / qq;
+        if gain > best_gain {
+            (best, best_gain) = (xq / qq, gain);
+        }
+    }
+    if best.is_finite() { best } else { extreme / low as f32 }
+}
+
+/// The step `d >= 0` and the offset `m >= 0` for which `d * q - m` with whole `q` in `0..=high` comes close to the values in the
+/// mean square.
+pub(super) fn offset(values: &[f32], high: i32) -> (f32, f32) {
+    let low = values.iter().copied().fold(0.0f32, f32::min);
+    let top = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let span = top - low;
+    if span <= 0.0 {
+        return (0.0, -low);
+    }
+    let plain = (span / high as f32, -low);
+    let (mut best, mut best_error) = (plain, error(values, plain, high));
+    for i in -TRIES..=TRIES {
+        let inverse = (high as f32 + i as f32 * STRIDE) / span;
+        let Some(found) = least_squares(values, |x| level((x - low) * inverse, 0, high)) else { continue };
+        let left = error(values, found, high);
+        if left < best_error {
+            (best, best_error) = (found, left);
+        }
+    }
+    best
+}
+
+/// The step and offset that fit levels best; `None` if no step above zero does.
+fn least_squares(values: &[f32], level: impl Fn(f32) -> f32) -> Option<(f32, f32)> {
+    let n = values.len() as f32;
+    let (mut q1, mut q2, mut x1, mut xq) = (0.0f32, 0.0f32, 0.0f32, 0.0f32);
+    for &x in values {
+        let q = level(x);
+        q1 += q;
+        q2 += q * q;
+        x1 += x;
+        xq += x * q;
+    }
+    let step = (n * xq - x1 * q1) / (n * q2 - q1 * q1);
+    let offset = (step * q1 - x1) / n;
+    // An offset cannot be negative: without one the step alone is fitted.
+    let (step, offset) = if offset < 0.0 { (xq / q2, 0.0) } else { (step, offset) };
+    (step > 0.0 && step.is_finite() && offset.is_finite()).then_some((step, offset))
+}
+
+/// The sum of squares that a step and an offset leave.
+fn error(values: &[f32], (step, offset): (f32, f32), high: i32) -> f32 {
+    let left = |x: &f32| x - (step * level((x + offset) / step, 0, high) - offset);
+    values.iter().map(|x| left(x).powi(2)).sum()
+}
+
+/// The nearest level.
+pub(super) fn level(x: f32, low: i32, high: i32) -> f32 {
+    x.round_ties_even().clamp(low as f32, high as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_on_a_grid_are_met() {
+        let on_grid: Vec<f32> = (-8..8).map(|q| q as f32 * 0.3).collect();
+        assert!((symmetric(&on_grid, -8, 7).abs() - 0.3).abs() < 1e-6);
+        let turned: Vec<f32> = on_grid.iter().map(|x| -x).collect();
+        assert!((symmetric(&turned, -8, 7) + 0.3).abs() < 1e-6, "the largest value takes the longer side");
+        let shifted: Vec<f32> = (0..16).map(|q| q as f32 * 0.25 - 1.5).collect();
+        let (step, offset) = offset(&shifted, 15);
+        assert!((step - 0.25).abs() < 1e-6 && (offset - 1.5).abs() < 1e-5, "{step} {offset}");
+    }
+
+    #[test]
+    fn what_has_no_span_needs_no_step() {
+        assert_eq!(symmetric(&[0.0; 4], -8, 7), 0.0);
+        assert_eq!(offset(&[-2.0; 4], 15), (0.0, 2.0));
+        // An offset is never negative, so positive values reach down to zero.
+        let (step, zero) = offset(&[3.0; 4], 15);
+        assert_eq!(zero, 0.0);
+        assert!((step * level(3.0 / step, 0, 15) - 3.0).abs() < 1e-6);
+    }
+}

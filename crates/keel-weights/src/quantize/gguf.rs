@@ -1,0 +1,310 @@
+//! Writing weights into a GGUF file, matrices in block codings.
+
+use std::{collections::BTreeMap, path::Path};
+
+use keel_array::{BlockFormat, DType};
+use rayon::prelude::*;
+
+use super::{
+    QuantizeProgress, QuantizeReport,
+    recipe::is_tail,
+    run::{CHUNK_VALUES, decode},
+    source::{RowSource, cols, rows},
+};
+use crate::{
+    Result, TensorSpec, WeightsError, float,
+    gguf::{GgmlType, GgufMetadata, GgufTensorSpec, GgufWriter, can_encode, encode},
+};
+
+/// Which type each tensor of a GGUF file has.
+///
+/// Matrices have `base`, with these exceptions:
+///
+/// * what is small and steers much stays f32: vectors, norms, the convolution, routers;
+/// * `mixed` gives more bits to some matrices on which the result depends most;
+/// * where rows are not whole blocks of 256, a coding in blocks of 32 of at least as many bits stands in;
+/// * `overrides` win over all of these.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GgufRecipe {
+    /// The type of matrices that nothing else is said about.
+    pub base: GgmlType,
+    /// Whether the output head (or the embedding that serves as one), and the values and the feed-forward half's second
+    /// matrix in the first and last eighth of the layers and every third between, have `Q6_K`.
+    pub mixed: bool,
+    /// A type by tensor name, without `.weight`, or by its last parts: `output`, `blk.0.attn_v`, `ffn_down`.
+    /// The longest match wins.
+    pub overrides: BTreeMap<String, GgmlType>,
+}
+
+impl GgufRecipe {
+    /// The recipe of a name: that of a type, or `Q4_K_M` and `Q5_K_M` for mixed ones.
+    pub fn from_name(name: &str) -> Option<GgufRecipe> {
+        let upper = name.to_ascii_uppercase();
+        let (base, mixed) = match upper.strip_suffix("_M") {
+            Some(base @ ("Q4_K" | "Q5_K")) => (base, true),
+            Some(_) => return None,
+            None => (upper.as_str(), false),
+        };
+        let base = GgmlType::from_name(base).filter(|&kind| is_written(kind))?;
+        Some(GgufRecipe { base, mixed, overrides: BTreeMap::new() })
+    }
+
+    /// The number by which files name their recipe, `general.file_type`.
+    fn file_type(&self) -> u32 {
+        match (self.base, self.mixed) {
+            (GgmlType::Plain(DType::F16), _) => 1,
+            (GgmlType::Plain(DType::BF16), _) => 32,
+            (GgmlType::Blocks(BlockFormat::Q4_0), _) => 2,
+            (GgmlType::Blocks(BlockFormat::Q8_0), _) => 7,
+            (GgmlType::Blocks(BlockFormat::Q5_0), _) => 8,
+            (GgmlType::Blocks(BlockFormat::Q4K), false) => 14,
+            (GgmlType::Blocks(BlockFormat::Q4K), true) => 15,
+            (GgmlType::Blocks(BlockFormat::Q5K), false) => 16,
+            (GgmlType::Blocks(BlockFormat::Q5K), true) => 17,
+            (GgmlType::Blocks(BlockFormat::Q6K), _) => 18,
+            _ => 0,
+        }
+    }
+
+    /// The type of a tensor in a model of this many layers.
+    fn type_of(&self, spec: &TensorSpec, layers: usize, tied: bool) -> GgmlType {
+        let module = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
+        let matching = self.overrides.iter().filter(|(path, _)| is_tail(module, path));
+        if let Some((_, kind)) = matching.max_by_key(|(path, _)| path.len()) {
+            return *kind;
+        }
+        if !can_be_blocks(spec) {
+            return GgmlType::Plain(if spec.dtype.is_float() { DType::F32 } else { spec.dtype });
+        }
+        let kind = if self.mixed && matters_more(module, layers, tied) {
+            GgmlType::Blocks(BlockFormat::Q6K)
+        } else {
+            self.base
+        };
+        fitting(kind, cols(&spec.shape))
+    }
+}
+
+/// Whether [`write_gguf`] writes a type.
+pub fn is_written(kind: GgmlType) -> bool {
+    match kind {
+        GgmlType::Plain(dtype) => dtype.is_float(),
+        GgmlType::Blocks(format) => can_encode(format),
+    }
+}
+
+/// Whether a tensor is a matrix, or a stack, whose values may be rounded.
+fn can_be_blocks(spec: &TensorSpec) -> bool {
+    let kept =
+        ["norm", "ssm_conv1d", "ffn_gate_inp", "rope_freqs"].iter().any(|part| spec.name.contains(part));
+    spec.shape.len() > 1 && spec.dtype.is_float() && !kept && spec.name.ends_with(".weight")
+}
+
+/// Whether a mixed recipe has more bits for a matrix.
+fn matters_more(module: &str, layers: usize, tied: bool) -> bool {
+    let Some((layer, part)) = module.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
+        return module == "output" || tied && module == "token_embd";
+    };
+    let Ok(layer) = layer.parse::<usize>() else { return false };
+    let eighth = layers / 8;
+    let is_chosen = layer < eighth || layer >= 7 * layers / 8 || (layer - eighth) % 3 == 2;
+    is_chosen && (part == "attn_v" || part.starts_with("ffn_down"))
+}
+
+/// The type, or another where rows are not whole blocks.
+fn fitting(kind: GgmlType, cols: usize) -> GgmlType {
+    let fits = |kind: GgmlType| kind.row_bytes(cols).is_some();
+    let shorter = match kind {
+        _ if fits(kind) => return kind,
+        GgmlType::Blocks(BlockFormat::Q4K) => GgmlType::Blocks(BlockFormat::Q5_0),
+        _ => GgmlType::Blocks(BlockFormat::Q8_0),
+    };
+    if fits(shorter) { shorter } else { GgmlType::Plain(DType::F16) }
+}
+
+/// Writes the tensors of `source`, which have the names of the format, behind `metadata`.
+///
+/// # Memory
+/// A chunk of rows: 16 MiB of f32, or one row if that is more, and its blocks.
+///
+/// # Errors
+/// [`WeightsError::Module`] for an override that matches nothing or does not fit, [`WeightsError::NotFinite`] for weights that
+/// are not finite or too large for a coding's scales, [`WeightsError::Output`] and [`WeightsError::Io`] if the file cannot be
+/// written. No unfinished file is left behind.
+pub fn write_gguf(
+    source: &dyn RowSource,
+    target: &Path,
+    mut metadata: GgufMetadata,
+    recipe: &GgufRecipe,
+    progress: &mut dyn FnMut(QuantizeProgress<'_>),
+) -> Result<QuantizeReport> {
+    let tensors = source.tensors()?;
+    let outputs = outputs(&tensors, recipe)?;
+    metadata.u32("general.file_type", recipe.file_type());
+    metadata.u32("general.quantization_version", 2);
+    let mut writer = GgufWriter::create(target, &metadata, &outputs)?;
+    let mut report = QuantizeReport {
+        source_bytes: tensors.iter().map(|spec| source.stored_bytes(spec)).sum(),
+        output_bytes: outputs.iter().filter_map(GgufTensorSpec::bytes).map(|bytes| bytes as u64).sum(),
+        ..Default::default()
+    };
+    let (mut done_bytes, total_bytes) = (0, report.source_bytes);
+    for (spec, output) in tensors.iter().zip(&outputs) {
+        write_tensor(source, spec, output, &mut writer)?;
+        done_bytes += source.stored_bytes(spec);
+        progress(QuantizeProgress { tensor: &spec.name, done_bytes, total_bytes });
+        let is_quantized = output.kind.dtype().is_none();
+        *(if is_quantized { &mut report.quantized } else { &mut report.copied }) += 1;
+    }
+    writer.finish()?;
+    Ok(report)
+}
+
+/// The tensors of the file.
+fn outputs(tensors: &[TensorSpec], recipe: &GgufRecipe) -> Result<Vec<GgufTensorSpec>> {
+    let wrong = |module: &str, problem: String| Err(WeightsError::Module { module: module.into(), problem });
+    for (path, kind) in &recipe.overrides {
+        let named =
+            |spec: &TensorSpec| is_tail(spec.name.strip_suffix(".weight").unwrap_or(&spec.name), path);
+        let Some(spec) = tensors.iter().find(|spec| named(spec)) else {
+            return wrong(path, "an override names it, but no tensor of the file is called that".into());
+        };
+        let fits = kind.row_bytes(cols(&spec.shape)).is_some();
+        if !is_written(*kind) || !fits || !spec.dtype.is_float() {
+            return wrong(
+                path,
+                format!("{} of shape {:?} cannot be written as {kind}", spec.name, spec.shape),
+            );
+        }
+    }
+    let layer = |spec: &TensorSpec| spec.name.strip_prefix("blk.")?.split('.').next()?.parse::<usize>().ok();
+    let layers = tensors.iter().filter_map(layer).max().map_or(0, |last| last.saturating_add(1));
+    let tied = !tensors.iter().any(|spec| spec.name == "output.weight");
+    let output = |spec: &TensorSpec| GgufTensorSpec {
+        name: spec.name.clone(),
+        kind: recipe.type_of(spec, layers, tied),
+        shape: spec.shape.clone(),
+    };
+    Ok(tensors.iter().map(output).collect())
+}
+
+fn write_tensor(
+    source: &dyn RowSource,
+    spec: &TensorSpec,
+    output: &GgufTensorSpec,
+    writer: &mut GgufWriter,
+) -> Result<()> {
+    let (all, cols) = (rows(&spec.shape), cols(&spec.shape));
+    if let GgmlType::Blocks(format) = output.kind
+        && let Some(blocks) = source.blocks(&spec.name, format)
+    {
+        return writer.append(&spec.name, blocks);
+    }
+    let mut values = Vec::new();
+    for start in (0..all).step_by((CHUNK_VALUES / cols.max(1)).max(1)) {
+        let rows = start..(start + (CHUNK_VALUES / cols).max(1)).min(all);
+        if !spec.dtype.is_float() {
+            writer.append(&spec.name, &source.rows_bytes(spec, rows)?)?;
+            continue;
+        }
+        decode(source, spec, rows.clone(), &mut values)?;
+        let bytes = encode_rows(output, start, cols, &values)?;
+        writer.append(&spec.name, &bytes)?;
+        source.release_rows(&spec.name, rows);
+    }
+    Ok(())
+}
+
+/// Rows from `start` on in the type of the output.
+fn encode_rows(output: &GgufTensorSpec, start: usize, cols: usize, values: &[f32]) -> Result<Vec<u8>> {
+    let format = match output.kind {
+        GgmlType::Plain(dtype) => {
+            let mut bytes = vec![0; values.len() * dtype.size()];
+            float::encode(dtype, values, &mut bytes);
+            return Ok(bytes);
+        }
+        GgmlType::Blocks(format) => format,
+    };
+    let row_bytes = cols / format.values() * format.bytes();
+    let mut bytes = vec![0; values.len() / cols * row_bytes];
+    let rows = bytes.par_chunks_exact_mut(row_bytes).zip(values.par_chunks_exact(cols)).enumerate();
+    rows.try_for_each(|(row, (bytes, values))| {
+        let encoded = encode(format, values, bytes);
+        let damaged = || WeightsError::NotFinite { name: output.name.clone(), row: start + row };
+        encoded.then_some(()).ok_or_else(damaged)
+    })?;
+    Ok(bytes)
+}
+
+/// The metadata of a file, for another of the same model.
+pub fn metadata_of(file: &crate::gguf::GgufFile) -> GgufMetadata {
+    let mut metadata = GgufMetadata::default();
+    for key in file.metadata().keys() {
+        if let Some(value) = file.header().raw_value(file.bytes(), key) {
+            metadata.raw(key, value);
+        }
+    }
+    metadata
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(name: &str, shape: &[usize]) -> TensorSpec {
+        TensorSpec { name: name.into(), dtype: DType::BF16, shape: shape.into() }
+    }
+
+    #[test]
+    fn a_mixed_recipe_gives_more_bits_where_they_matter() {
+        let mut recipe = GgufRecipe::from_name("q4_k_m").unwrap();
+        recipe.overrides.insert("blk.7.attn_v".into(), GgmlType::Plain(DType::F16));
+        let tensors: Vec<TensorSpec> = (0..16)
+            .flat_map(|layer| {
+                ["attn_v", "attn_q", "ffn_down"].map(|part| format!("blk.{layer}.{part}.weight"))
+            })
+            .chain(["token_embd.weight".to_string()])
+            .map(|name| spec(&name, &[3, 256]))
+            .collect();
+        let outputs = outputs(&tensors, &recipe).unwrap();
+        let of = |name: &str| outputs.iter().find(|output| output.name == name).unwrap().kind.to_string();
+        assert_eq!(of("token_embd.weight"), "Q6_K", "it is the output head as well");
+        for (layer, more) in
+            [(0, true), (1, true), (2, false), (3, false), (4, true), (13, true), (14, true), (12, false)]
+        {
+            for part in ["attn_v", "ffn_down"] {
+                let expected = if more { "Q6_K" } else { "Q4_K" };
+                assert_eq!(of(&format!("blk.{layer}.{part}.weight")), expected, "layer {layer}");
+            }
+        }
+        assert_eq!((of("blk.7.attn_v.weight"), of("blk.4.attn_q.weight")), ("F16".into(), "Q4_K".into()));
+    }
+
+    #[test]
+    fn what_steers_much_and_what_does_not_fit_has_another_type() {
+        let recipe = GgufRecipe::from_name("Q4_K").unwrap();
+        let of = |name: &str, shape: &[usize]| recipe.type_of(&spec(name, shape), 1, false).to_string();
+        assert_eq!(of("blk.0.attn_norm.weight", &[256]), "F32");
+        assert_eq!(of("blk.0.ffn_gate_inp.weight", &[8, 256]), "F32");
+        assert_eq!(of("blk.0.ssm_conv1d.weight", &[512, 4]), "F32");
+        assert_eq!(of("blk.0.ssm_a", &[4]), "F32");
+        assert_eq!(of("blk.0.ffn_up_exps.weight", &[2, 8, 512]), "Q4_K");
+        assert_eq!(of("blk.0.ffn_up.weight", &[8, 96]), "Q5_0");
+        assert_eq!(of("blk.0.ffn_up.weight", &[8, 40]), "F16");
+        for unknown in ["Q2_K", "Q8_0_M", "I32", "Q9"] {
+            assert_eq!(GgufRecipe::from_name(unknown), None);
+        }
+    }
+
+    #[test]
+    fn overrides_that_match_nothing_or_do_not_fit_are_refused() {
+        let mut recipe = GgufRecipe::from_name("F16").unwrap();
+        let blocks = GgmlType::Blocks(BlockFormat::Q6K);
+        let message =
+            |recipe: &GgufRecipe| outputs(&[spec("a.weight", &[2, 96])], recipe).unwrap_err().to_string();
+        recipe.overrides.insert("b".into(), blocks);
+        assert!(message(&recipe).starts_with("module 'b': an override names it"));
+        recipe.overrides = BTreeMap::from([("a".into(), blocks)]);
+        assert!(message(&recipe).ends_with("a.weight of shape [2, 96] cannot be written as Q6_K"));
+    }
+}

@@ -1,0 +1,202 @@
+//! What is converted: named tensors, read some rows at a time.
+
+use std::{borrow::Cow, collections::BTreeMap, ops::Range};
+
+use keel_array::{BlockFormat, DType};
+
+use crate::{
+    Checkpoint, LinearFormat, LinearTensor, Result, TensorSource, TensorSpec, WeightsError, float,
+    gguf::{GgmlType, GgufFile},
+};
+
+/// Tensors on their way to another form.
+///
+/// Names and shapes are those that the output will have, the leading dimensions multiplied are rows.
+pub trait RowSource: Sync {
+    /// All tensors, sorted by name, with the types that copies of them have.
+    ///
+    /// # Errors
+    /// If a tensor cannot be converted.
+    fn tensors(&self) -> Result<Vec<TensorSpec>>;
+
+    /// Decodes rows of a float tensor into `out`, `rows.len() * cols` values.
+    ///
+    /// # Errors
+    /// If there is no such tensor, or no such rows.
+    fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> Result<()>;
+
+    /// Rows as bytes of the type that [`tensors`](RowSource::tensors) gives.
+    ///
+    /// # Errors
+    /// As [`rows_f32`](RowSource::rows_f32).
+    fn rows_bytes(&self, spec: &TensorSpec, rows: Range<usize>) -> Result<Cow<'_, [u8]>> {
+        let mut values = vec![0.0; rows.len() * cols(&spec.shape)];
+        self.rows_f32(&spec.name, rows, &mut values)?;
+        let mut bytes = vec![0; values.len() * spec.dtype.size()];
+        float::encode(spec.dtype, &values, &mut bytes);
+        Ok(Cow::Owned(bytes))
+    }
+
+    /// The blocks of a tensor that is stored in this coding, row order and all; `None` if it is stored otherwise.
+    fn blocks(&self, name: &str, format: BlockFormat) -> Option<&[u8]> {
+        let _ = (name, format);
+        None
+    }
+
+    /// Bytes that a tensor takes where it is.
+    fn stored_bytes(&self, spec: &TensorSpec) -> u64 {
+        spec.bytes().unwrap_or(0) as u64
+    }
+
+    /// Says that rows have been read.
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        let _ = (name, rows);
+    }
+}
+
+/// The last dimension.
+pub(super) fn cols(shape: &[usize]) -> usize {
+    shape.last().copied().unwrap_or(1)
+}
+
+/// The product of the other dimensions.
+pub(super) fn rows(shape: &[usize]) -> usize {
+    shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
+}
+
+impl RowSource for Checkpoint {
+    fn tensors(&self) -> Result<Vec<TensorSpec>> {
+        let spec = |name: &str| {
+            let info = self.info(name)?;
+            Ok(TensorSpec { name: name.into(), dtype: info.dtype, shape: info.shape.into() })
+        };
+        self.names().map(spec).collect()
+    }
+
+    fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        self.tensor(name)?.rows_f32(rows, out)
+    }
+
+    fn rows_bytes(&self, spec: &TensorSpec, rows: Range<usize>) -> Result<Cow<'_, [u8]>> {
+        let view = self.tensor(&spec.name)?;
+        let row_bytes = view.cols() * view.dtype().size();
+        Ok(Cow::Borrowed(&view.bytes()[rows.start * row_bytes..rows.end * row_bytes]))
+    }
+
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        TensorSource::release_rows(self, name, rows);
+    }
+}
+
+/// A quantised checkpoint, presented dense.
+pub struct Dequantised<'a> {
+    checkpoint: &'a Checkpoint,
+    tensors: BTreeMap<String, TensorSpec>,
+}
+
+impl<'a> Dequantised<'a> {
+    /// The tensors of `checkpoint`, those of quantised modules as one weight each.
+    ///
+    /// # Errors
+    /// [`WeightsError::Module`] if a module's tensors do not fit, or its input is turned before it is multiplied.
+    pub fn new(checkpoint: &'a Checkpoint) -> Result<Dequantised<'a>> {
+        const PARTS: [&str; 5] = ["scales", "biases", "qzeros", "g_idx", "weight_scale_inv"];
+        if let Some(module) = checkpoint.names().find_map(|name| name.strip_suffix(".theta")) {
+            let problem = "its input is rotated (ParoQuant), which other forms cannot say".into();
+            return Err(WeightsError::Module { module: module.into(), problem });
+        }
+        let mut tensors = BTreeMap::new();
+        for name in checkpoint.names() {
+            let (module, part) = name.rsplit_once('.').unwrap_or((name, ""));
+            let is_quantised = part == "qweight" || part == "weight" && is_packed(checkpoint, module);
+            let spec = if is_quantised {
+                let info = checkpoint.linear_info(module)?;
+                let dtype = match info.format {
+                    LinearFormat::Dense(dtype) => dtype,
+                    LinearFormat::Affine { scales, .. } => scales,
+                    LinearFormat::Awq { .. } => DType::F16,
+                    _ => DType::BF16,
+                };
+                let shape = info.experts.into_iter().chain([info.rows, info.cols]).collect();
+                TensorSpec { name: format!("{module}.weight"), dtype, shape }
+            } else if PARTS.contains(&part) {
+                continue;
+            } else {
+                let info = checkpoint.info(name)?;
+                TensorSpec { name: name.into(), dtype: info.dtype, shape: info.shape.into() }
+            };
+            tensors.insert(spec.name.clone(), spec);
+        }
+        Ok(Dequantised { checkpoint, tensors })
+    }
+}
+
+/// Whether a weight has scales beside it.
+fn is_packed(checkpoint: &Checkpoint, module: &str) -> bool {
+    ["scales", "weight_scale_inv"].iter().any(|part| checkpoint.contains(&format!("{module}.{part}")))
+}
+
+impl RowSource for Dequantised<'_> {
+    fn tensors(&self) -> Result<Vec<TensorSpec>> {
+        Ok(self.tensors.values().cloned().collect())
+    }
+
+    fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        match name.strip_suffix(".weight").filter(|_| !self.checkpoint.contains(name) || self.is_linear(name))
+        {
+            Some(module) => self.checkpoint.linear(module)?.rows_f32(rows, out),
+            None => self.checkpoint.tensor(name)?.rows_f32(rows, out),
+        }
+    }
+
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        TensorSource::release_rows(self.checkpoint, name, rows);
+    }
+}
+
+impl Dequantised<'_> {
+    /// The last dimension of a tensor.
+    pub fn cols_of(&self, name: &str) -> Option<usize> {
+        self.tensors.get(name).map(|spec| cols(&spec.shape))
+    }
+
+    fn is_linear(&self, name: &str) -> bool {
+        name.strip_suffix(".weight").is_some_and(|module| is_packed(self.checkpoint, module))
+    }
+}
+
+impl RowSource for GgufFile {
+    /// Copies of what is not in blocks keep their types; blocks have none, so that f32 stands for them.
+    fn tensors(&self) -> Result<Vec<TensorSpec>> {
+        let spec = |name: &str| {
+            let entry = &self.header().tensors()[name];
+            let dtype = match entry.kind {
+                Ok(kind) => kind.dtype().unwrap_or(DType::F32),
+                Err(_) => self.info(name)?.dtype,
+            };
+            Ok(TensorSpec { name: name.into(), dtype, shape: entry.shape.clone() })
+        };
+        self.names().map(spec).collect()
+    }
+
+    fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let module = name.strip_suffix(".weight").filter(|_| self.info(name).is_err());
+        match module.map(|module| self.linear(module)).transpose()? {
+            Some(LinearTensor::Blocks(blocks)) => blocks.rows_f32(rows, out),
+            _ => self.tensor(name)?.rows_f32(rows, out),
+        }
+    }
+
+    fn blocks(&self, name: &str, format: BlockFormat) -> Option<&[u8]> {
+        let entry = self.header().tensors().get(name)?;
+        (entry.kind == Ok(GgmlType::Blocks(format))).then(|| &self.bytes()[entry.range.clone()])
+    }
+
+    fn stored_bytes(&self, spec: &TensorSpec) -> u64 {
+        self.header().tensors().get(&spec.name).map_or(0, |entry| entry.range.len() as u64)
+    }
+
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        TensorSource::release_rows(self, name, rows);
+    }
+}

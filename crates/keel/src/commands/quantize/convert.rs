@@ -1,0 +1,106 @@
+//! From one form to another.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use keel_models::HybridConfig;
+use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint};
+use keel_text::TextFiles;
+use keel_weights::Checkpoint;
+use keel_weights::gguf::GgufFile;
+use keel_weights::quantize::{
+    Dequantised, QuantizeProgress, QuantizeReport, SafetensorsForm, copy_side_files, metadata_of,
+    quantize_checkpoint, write_config, write_gguf, write_safetensors,
+};
+use serde_json::Value;
+
+use super::Output;
+use crate::source::{self, gguf_text};
+
+type Progress<'p> = dyn FnMut(QuantizeProgress<'_>) + 'p;
+
+/// Writes the model at `source` in the form asked for.
+///
+/// # Errors
+/// If the source cannot be read or expressed in that form, or the target cannot be written.
+pub fn convert(
+    source: &Path,
+    target: &Path,
+    output: &Output,
+    progress: &mut Progress<'_>,
+) -> Result<QuantizeReport> {
+    if let Output::Gguf(_) = output
+        && target.exists()
+    {
+        bail!("{} exists already; name another file", target.display());
+    }
+    if source::is_gguf(source) {
+        let file = GgufFile::open(source)?;
+        return from_gguf(&file, source, target, output, progress);
+    }
+    match output {
+        Output::Mlx(recipe) => Ok(quantize_checkpoint(source, target, recipe, progress)?),
+        _ => from_checkpoint(&Checkpoint::open(source)?, target, output, progress),
+    }
+}
+
+fn from_checkpoint(
+    checkpoint: &Checkpoint,
+    target: &Path,
+    output: &Output,
+    progress: &mut Progress<'_>,
+) -> Result<QuantizeReport> {
+    let folder = checkpoint.folder();
+    let Output::Gguf(recipe) = output else {
+        let Output::Safetensors(dtype) = output else { unreachable!("MLX's form is made elsewhere") };
+        let form = SafetensorsForm::Dense(*dtype);
+        let dense = Dequantised::new(checkpoint)?;
+        let (report, section) = write_safetensors(&dense, target, checkpoint.metadata(), &form, progress)?;
+        copy_side_files(folder, target)?;
+        write_config(target, checkpoint.config(), section)?;
+        return Ok(report);
+    };
+    let config = keel_models::read_config(checkpoint.config())?;
+    let tensors = CheckpointAsGguf::new(checkpoint, &config)?;
+    let mut metadata = keel_models::gguf::metadata(checkpoint.config(), &config, tensors.has_mtp_head())?;
+    let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or("model");
+    metadata.string("general.name", name);
+    if folder.join("tokenizer.json").exists() {
+        let files = TextFiles::read(folder)?;
+        let vocabulary =
+            files.vocabulary(config.vocab).context("the tokenizer cannot be written into a GGUF file")?;
+        gguf_text::write_vocabulary(&vocabulary, &mut metadata);
+    } else {
+        metadata.string("tokenizer.ggml.model", "none");
+    }
+    Ok(write_gguf(&tensors, target, metadata, recipe, progress)?)
+}
+
+fn from_gguf(
+    file: &GgufFile,
+    path: &Path,
+    target: &Path,
+    output: &Output,
+    progress: &mut Progress<'_>,
+) -> Result<QuantizeReport> {
+    let form = match output {
+        Output::Gguf(recipe) => return Ok(write_gguf(file, target, metadata_of(file), recipe, progress)?),
+        Output::Mlx(recipe) => SafetensorsForm::Affine(recipe),
+        Output::Safetensors(dtype) => SafetensorsForm::Dense(*dtype),
+    };
+    let json: Value = keel_models::gguf::config(file)?;
+    let config: HybridConfig = keel_models::read_config(&json)?;
+    let tensors = GgufAsCheckpoint::new(file, &config)?;
+    let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    let (report, section) = write_safetensors(&tensors, target, &metadata, &form, progress)?;
+    if gguf_text::has_vocabulary(file) {
+        let files = gguf_text::text_files(file, path.display().to_string())?;
+        for (name, bytes) in files.to_write() {
+            let path = target.join(name);
+            std::fs::write(&path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+    }
+    write_config(target, &json, section)?;
+    Ok(report)
+}

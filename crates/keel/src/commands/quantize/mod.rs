@@ -1,0 +1,198 @@
+//! `keel quantize`: a checkpoint in another form.
+
+mod convert;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use clap::{Args, ValueEnum};
+use keel_array::DType;
+use keel_weights::AffineFormat;
+use keel_weights::gguf::GgmlType;
+use keel_weights::quantize::{GgufRecipe, QuantizeRecipe, is_written};
+use serde_json::json;
+
+use crate::args::{affine_format, parse_bytes};
+use crate::failure::usage;
+use crate::report::human_bytes;
+use crate::{output, progress, source};
+
+/// Write a copy of a checkpoint in another form: quantised as MLX does, as a GGUF file, or dense.
+///
+/// The source is a folder of safetensors (for MLX's form a dense one) or a GGUF file. As MLX does: routers and gates of shared
+/// experts take 8 bits; norms, A_log, dt_bias, the convolution and the vision tower stay as they are. In a GGUF file these are
+/// f32, and the vision tower is left out.
+#[derive(Debug, Args)]
+pub struct QuantizeArgs {
+    /// The checkpoint: a folder, a weights file or a hub name.
+    #[arg(value_name = "MODEL")]
+    source: String,
+    /// The folder to write, or the GGUF file.
+    #[arg(value_name = "OUT")]
+    target: PathBuf,
+    /// The form to write; without it, gguf if OUT ends in .gguf, and mlx otherwise.
+    #[arg(long, value_name = "FORM")]
+    to: Option<Form>,
+    /// GGUF: the type of matrices (Q4_0, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32), or Q4_K_M or Q5_K_M, which give Q6_K to
+    /// those on which most depends.
+    #[arg(long = "type", value_name = "TYPE", default_value = "Q4_K_M")]
+    recipe: String,
+    /// Safetensors: the type of matrices, f32, f16 or bf16; without it that of the source.
+    #[arg(long, value_name = "DTYPE")]
+    dtype: Option<Float>,
+    /// MLX: bits per weight: 2, 3, 4, 5, 6 or 8.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    bits: usize,
+    /// MLX: weights that share a scale: 32, 64 or 128.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    group_size: usize,
+    /// Another format for a module, by the end of its path, or for a tensor of a GGUF file, without .weight; may be repeated.
+    /// MLX: NAME=BITS, NAME=BITS/GROUP_SIZE or NAME=dense; GGUF: NAME=TYPE.
+    #[arg(long = "module", value_name = "NAME=FORMAT")]
+    overrides: Vec<String>,
+    /// Bytes of a safetensors file at most, unless one tensor alone has more.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "5G")]
+    shard_size: u64,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What can be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Form {
+    /// Safetensors, quantised as MLX does.
+    Mlx,
+    /// A GGUF file.
+    Gguf,
+    /// Safetensors, dense.
+    Safetensors,
+}
+
+/// Types of dense matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Float {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl From<Float> for DType {
+    fn from(float: Float) -> DType {
+        match float {
+            Float::F32 => DType::F32,
+            Float::F16 => DType::F16,
+            Float::Bf16 => DType::BF16,
+        }
+    }
+}
+
+/// A form with all that belongs to it.
+enum Output {
+    Mlx(QuantizeRecipe),
+    Gguf(GgufRecipe),
+    Safetensors(Option<DType>),
+}
+
+/// Runs the command.
+pub fn run(args: &QuantizeArgs) -> Result<()> {
+    let output_form = output_form(args)?;
+    let source = source::locate(Some(&args.source))?;
+    let bar = progress::bytes("converting", 0);
+    let report = convert::convert(&source, &args.target, &output_form, &mut |progress| {
+        bar.set_length(progress.total_bytes);
+        bar.set_position(progress.done_bytes);
+    });
+    bar.finish_and_clear();
+    let report = report?;
+    if args.json {
+        return output::json(&json!({
+            "quantized": report.quantized,
+            "copied": report.copied,
+            "source_bytes": report.source_bytes,
+            "output_bytes": report.output_bytes,
+        }));
+    }
+    output::line(&format!(
+        "{}: {} tensors quantised, {} copied, {} from {}",
+        args.target.display(),
+        report.quantized,
+        report.copied,
+        human_bytes(report.output_bytes),
+        human_bytes(report.source_bytes)
+    ))
+}
+
+fn output_form(args: &QuantizeArgs) -> Result<Output> {
+    let is_gguf = args.target.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+    match args.to.unwrap_or(if is_gguf { Form::Gguf } else { Form::Mlx }) {
+        Form::Mlx => {
+            let mut recipe = QuantizeRecipe::new(affine_format(args.bits, args.group_size)?);
+            recipe.shard_bytes_max = args.shard_size;
+            recipe.overrides = overrides(args, |text| parse_override(text, args.group_size))?;
+            Ok(Output::Mlx(recipe))
+        }
+        Form::Gguf if !is_gguf => {
+            Err(usage(format!("{}: the name of a GGUF file ends in .gguf", args.target.display())))
+        }
+        Form::Gguf => {
+            let unknown = || usage(format!("--type {} is not a type that is written", args.recipe));
+            let mut recipe = GgufRecipe::from_name(&args.recipe).ok_or_else(unknown)?;
+            recipe.overrides = overrides(args, parse_type)?;
+            Ok(Output::Gguf(recipe))
+        }
+        Form::Safetensors if !args.overrides.is_empty() => Err(usage("--module is for quantised forms")),
+        Form::Safetensors => Ok(Output::Safetensors(args.dtype.map(DType::from))),
+    }
+}
+
+fn overrides<T>(
+    args: &QuantizeArgs,
+    parse: impl Fn(&str) -> Result<(String, T)>,
+) -> Result<BTreeMap<String, T>> {
+    args.overrides.iter().map(|text| parse(text).with_context(|| format!("--module {text}"))).collect()
+}
+
+fn parse_type(text: &str) -> Result<(String, GgmlType)> {
+    let (name, wanted) = text.split_once('=').context("expected NAME=TYPE")?;
+    let kind = GgmlType::from_name(wanted).filter(|&kind| is_written(kind));
+    let unknown = || usage(format!("{wanted} is not a type that is written"));
+    Ok((name.into(), kind.ok_or_else(unknown)?))
+}
+
+fn parse_override(text: &str, group_size: usize) -> Result<(String, Option<AffineFormat>)> {
+    let (module, wanted) = text.split_once('=').context("expected NAME=FORMAT")?;
+    if wanted == "dense" {
+        return Ok((module.into(), None));
+    }
+    let (bits, group_size) = match wanted.split_once('/') {
+        Some((bits, group_size)) => {
+            (bits, group_size.parse().context("the group size is not a whole number")?)
+        }
+        None => (wanted, group_size),
+    };
+    let bits = bits.parse().context("the bits are neither a whole number nor dense")?;
+    Ok((module.into(), Some(affine_format(bits, group_size)?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overrides_name_a_module_and_a_format() {
+        let parse = |text| parse_override(text, 32).map_err(|e| e.to_string());
+        assert_eq!(parse("lm_head=dense"), Ok(("lm_head".into(), None)));
+        assert_eq!(parse("mlp.down_proj=6"), Ok(("mlp.down_proj".into(), AffineFormat::new(6, 32))));
+        assert_eq!(parse("x=8/128"), Ok(("x".into(), AffineFormat::new(8, 128))));
+        for wrong in ["x", "x=", "x=7", "x=4/48", "x=4/"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+        let (name, kind) = parse_type("attn_v=q6_k").expect("a type");
+        assert_eq!((name.as_str(), kind.to_string()), ("attn_v", "Q6_K".into()));
+        for wrong in ["x", "x=4", "x=Q2_K", "x=I32"] {
+            assert!(parse_type(wrong).is_err(), "{wrong}");
+        }
+    }
+}
