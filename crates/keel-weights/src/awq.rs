@@ -1,8 +1,14 @@
-//! AWQ's packing of 4-bit weights, which ParoQuant shares (Lin et al., 2023; Liang et al., 2025).
+//! 4-bit weights with 4-bit zeros, as AWQ and GPTQ pack them (Lin et al., 2023; Frantar et al., 2022); ParoQuant shares AWQ's
+//! form (Liang et al., 2025).
 //!
-//! `weight[n, k] = scale[g, n] * (q[k, n] - zero[g, n])` with `g = k / group_size`. `qweight` i32 `[K, N / 8]` and `qzeros` i32
-//! `[K / group_size, N / 8]` hold eight outputs a word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on;
-//! `scales` are f16 `[K / group_size, N]`.
+//! `weight[n, k] = scale[g, n] * (q[k, n] - zero[g, n])` with `g = k / group_size`; `scales` are f16 or bf16 `[K / group_size, N]`.
+//! Words are i32 and hold eight values:
+//!
+//! * AWQ: outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on: `qweight` `[K, N / 8]`, `qzeros`
+//!   `[K / group_size, N / 8]`.
+//! * GPTQ: inputs in `qweight` `[K / 8, N]`, outputs in `qzeros`, both in their order. Zeros are stored less one, unless the config's
+//!   `checkpoint_format` is `gptq_v2`. `g_idx` i32 `[K]` names the group of each input; only the groups of `k / group_size` are read,
+//!   because inputs in another order would need scales of their own.
 //!
 //! ParoQuant's layers first scale their input and turn it in pairs: `channel_scales` f16 `[1, K]`, `theta` f16 `[R, K / 2]`
 //! and `pairs` i16 `[R, K]`, which count from the start of their group.
@@ -14,7 +20,20 @@ use keel_array::DType;
 use crate::{LinearFormat, LinearInfo, Result, TensorInfo, TensorSource, TensorView, WeightsError, float};
 
 /// Bit at which output `i` of eight lies in its word.
-const SHIFTS: [u32; 8] = [0, 16, 4, 20, 8, 24, 12, 28];
+const AWQ_SHIFTS: [u32; 8] = [0, 16, 4, 20, 8, 24, 12, 28];
+
+/// The largest groups that kernels have; larger ones are read as several with the same scale.
+const GROUP_MAX: usize = 128;
+
+/// Which values share a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Packing {
+    Awq,
+    Gptq {
+        /// What is added to zeros as they are stored.
+        zero_offset: u8,
+    },
+}
 
 /// A 4-bit weight, borrowed from its checkpoint.
 #[derive(Clone, Copy, Debug)]
@@ -22,8 +41,11 @@ pub struct AwqTensor<'a> {
     qweight: TensorView<'a>,
     qzeros: TensorView<'a>,
     scales: TensorView<'a>,
+    packing: Packing,
     rows: usize,
-    group_size: usize,
+    cols: usize,
+    /// Inputs that share a scale in the file.
+    stored_group: usize,
 }
 
 /// What stands before a ParoQuant layer.
@@ -43,27 +65,47 @@ impl<'a> AwqTensor<'a> {
     /// # Errors
     /// [`WeightsError::Module`] if its tensors do not fit each other.
     pub(crate) fn open<S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<AwqTensor<'a>> {
-        let info = info(source, module)?;
+        let sizes = sizes(source, module)?;
         let tensor = |part: &str| source.tensor(&format!("{module}.{part}"));
         let (qweight, qzeros, scales) = (tensor("qweight")?, tensor("qzeros")?, tensor("scales")?);
-        let LinearFormat::Awq { group_size } = info.format else { unreachable!("info reads AWQ") };
-        Ok(AwqTensor { qweight, qzeros, scales, rows: info.rows, group_size })
+        let Sizes { packing, rows, cols, stored_group } = sizes;
+        if packing != Packing::Awq && source.contains(&format!("{module}.g_idx")) {
+            check_groups(module, tensor("g_idx")?, cols, stored_group)?;
+        }
+        Ok(AwqTensor { qweight, qzeros, scales, packing, rows, cols, stored_group })
     }
 
     /// Its sizes and format.
     pub fn info(&self) -> LinearInfo {
-        let format = LinearFormat::Awq { group_size: self.group_size };
-        LinearInfo { experts: None, rows: self.rows, cols: self.cols(), format }
+        let format = LinearFormat::Awq { group_size: self.group_size() };
+        LinearInfo { experts: None, rows: self.rows, cols: self.cols, format }
     }
 
     /// Inputs.
     pub fn cols(&self) -> usize {
-        self.qweight.rows()
+        self.cols
     }
 
     /// Inputs that share a scale.
     pub fn group_size(&self) -> usize {
-        self.group_size
+        group_size(self.stored_group)
+    }
+
+    /// The code of an input of an output.
+    fn code(&self, k: usize, row: usize) -> u8 {
+        match self.packing {
+            Packing::Awq => nibble(&self.qweight, k * (self.rows / 8) + row / 8, AWQ_SHIFTS[row % 8]),
+            Packing::Gptq { .. } => nibble(&self.qweight, k / 8 * self.rows + row, k as u32 % 8 * 4),
+        }
+    }
+
+    /// The zero of a group of an output.
+    fn zero(&self, group: usize, row: usize) -> u8 {
+        let word = group * (self.rows / 8) + row / 8;
+        match self.packing {
+            Packing::Awq => nibble(&self.qzeros, word, AWQ_SHIFTS[row % 8]),
+            Packing::Gptq { zero_offset } => nibble(&self.qzeros, word, row as u32 % 8 * 4) + zero_offset,
+        }
     }
 
     /// Rows `range` as affine codes, scales and biases, `weight = scale * code + bias`.
@@ -80,32 +122,26 @@ impl<'a> AwqTensor<'a> {
         scales: &mut [f32],
         biases: &mut [f32],
     ) -> Result<()> {
-        let (cols, groups) = (self.cols(), self.cols() / self.group_size);
+        let (cols, group_size) = (self.cols, self.group_size());
+        let groups = cols / group_size;
         crate::view::check_rows(self.qweight.name(), self.rows, cols, &range, codes.len())?;
         for lens in [scales.len(), biases.len()] {
             crate::view::check_rows(self.scales.name(), self.rows, groups, &range, lens)?;
         }
-        let code = |tensor: &TensorView<'_>, k: usize, row: usize| {
-            let word = tensor.bytes().as_chunks::<4>().0[k * self.rows / 8 + row / 8];
-            (u32::from_le_bytes(word) >> SHIFTS[row % 8] & 15) as u8
-        };
         let mut group_scales = vec![0.0; self.rows];
         for k in 0..cols {
-            let group = k / self.group_size;
-            let starts = k % self.group_size == 0;
+            let (group, stored) = (k / group_size, k / self.stored_group);
+            let starts = k % group_size == 0;
             if starts {
-                float::decode(
-                    self.scales.dtype(),
-                    self.scales.row_bytes(group..group + 1)?,
-                    &mut group_scales,
-                );
+                let bytes = self.scales.row_bytes(stored..stored + 1)?;
+                float::decode(self.scales.dtype(), bytes, &mut group_scales);
             }
             for (i, row) in range.clone().enumerate() {
-                codes[i * cols + k] = code(&self.qweight, k, row);
+                codes[i * cols + k] = self.code(k, row);
                 if starts {
                     let scale = group_scales[row];
                     scales[i * groups + group] = scale;
-                    biases[i * groups + group] = -scale * f32::from(code(&self.qzeros, group, row));
+                    biases[i * groups + group] = -scale * f32::from(self.zero(stored, row));
                 }
             }
         }
@@ -117,42 +153,97 @@ impl<'a> AwqTensor<'a> {
     /// # Errors
     /// [`WeightsError::Rows`] if the rows do not exist or `out` has another length.
     pub fn rows_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let groups = range.len().saturating_mul(self.cols() / self.group_size);
+        let groups = range.len().saturating_mul(self.cols / self.group_size());
         let mut codes = vec![0; out.len()];
         let (mut scales, mut biases) = (vec![0.0; groups], vec![0.0; groups]);
         self.rows_affine(range, &mut codes, &mut scales, &mut biases)?;
         for (i, (out, code)) in out.iter_mut().zip(codes).enumerate() {
-            let group = i / self.group_size;
+            let group = i / self.group_size();
             *out = scales[group] * f32::from(code) + biases[group];
         }
         Ok(())
     }
 }
 
-/// Sizes of an AWQ layer, checked against each other.
+/// Four bits of a word.
+fn nibble(tensor: &TensorView<'_>, word: usize, shift: u32) -> u8 {
+    (u32::from_le_bytes(tensor.bytes().as_chunks::<4>().0[word]) >> shift & 15) as u8
+}
+
+/// The groups that kernels see.
+fn group_size(stored: usize) -> usize {
+    if stored.is_multiple_of(GROUP_MAX) { GROUP_MAX } else { stored }
+}
+
+/// Checks that inputs belong to groups in their order.
+fn check_groups(module: &str, groups: TensorView<'_>, cols: usize, group: usize) -> Result<()> {
+    let groups = groups.expect_shape(&[cols])?;
+    let problem = if groups.dtype() != DType::I32 {
+        format!("g_idx is {}, expected i32", groups.dtype())
+    } else {
+        let of = |k: usize| i32::from_le_bytes(groups.bytes().as_chunks::<4>().0[k]);
+        let Some(k) = (0..cols).find(|&k| usize::try_from(of(k)) != Ok(k / group)) else { return Ok(()) };
+        format!(
+            "input {k} belongs to group {}, not {}: activation order (desc_act) is not read, because its groups do not lie side \
+             by side; use a checkpoint that was made with desc_act false",
+            of(k),
+            k / group
+        )
+    };
+    Err(WeightsError::Module { module: module.into(), problem })
+}
+
+/// What the shapes of a layer say.
+struct Sizes {
+    packing: Packing,
+    rows: usize,
+    cols: usize,
+    stored_group: usize,
+}
+
+/// Sizes and format of an AWQ or GPTQ layer, checked against each other.
 pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
+    let Sizes { rows, cols, stored_group, .. } = sizes(source, module)?;
+    let format = LinearFormat::Awq { group_size: group_size(stored_group) };
+    Ok(LinearInfo { experts: None, rows, cols, format })
+}
+
+fn sizes<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<Sizes> {
     let part = |part: &str| source.info(&format!("{module}.{part}"));
     let (qweight, qzeros, scales) = (part("qweight")?, part("qzeros")?, part("scales")?);
+    let wrong = |problem: String| Err(WeightsError::Module { module: module.into(), problem });
+    let gptq = source.quantization().and_then(|quantization| quantization.gptq());
+    if let Some(bits) = gptq.map(|gptq| gptq.bits).filter(|&bits| bits != 4) {
+        return wrong(format!("config.json gives GPTQ with {bits} bits; 4 are read"));
+    }
     let matrix = |info: TensorInfo<'_>| match info.shape {
         &[rows, cols] if rows > 0 && cols > 0 => Some((rows, cols)),
         _ => None,
     };
     let shapes = (matrix(qweight), matrix(qzeros), matrix(scales));
-    let types = qweight.dtype == DType::I32 && qzeros.dtype == DType::I32 && scales.dtype == DType::F16;
-    if let (Some((cols, words)), Some((groups, zero_words)), Some((scale_groups, rows))) = shapes
+    let types = qweight.dtype == DType::I32
+        && qzeros.dtype == DType::I32
+        && matches!(scales.dtype, DType::F16 | DType::BF16);
+    if let (Some((lines, width)), Some((groups, zero_words)), Some((scale_groups, rows))) = shapes
         && types
-        && words.checked_mul(8) == Some(rows)
-        && (groups, zero_words) == (scale_groups, words)
-        && cols.is_multiple_of(groups)
+        && zero_words.checked_mul(8) == Some(rows)
+        && groups == scale_groups
     {
-        let format = LinearFormat::Awq { group_size: cols / groups };
-        return Ok(LinearInfo { experts: None, rows, cols, format });
+        let zero_offset = gptq.map_or(1, |gptq| gptq.zero_offset);
+        let found = match lines.checked_mul(8) {
+            _ if width == zero_words => Some((Packing::Awq, lines)),
+            Some(cols) if width == rows => Some((Packing::Gptq { zero_offset }, cols)),
+            _ => None,
+        };
+        if let Some((packing, cols)) = found.filter(|(_, cols)| cols.is_multiple_of(groups)) {
+            return Ok(Sizes { packing, rows, cols, stored_group: cols / groups });
+        }
     }
-    let problem = format!(
-        "qweight {} {:?}, qzeros {} {:?} and scales {} {:?} are not AWQ's i32 [K, N / 8], i32 [G, N / 8] and f16 [G, N]",
+    wrong(format!(
+        "qweight {} {:?}, qzeros {} {:?} and scales {} {:?} are neither AWQ's i32 [K, N / 8], i32 [G, N / 8] and f16 [G, N] nor \
+         GPTQ's, which has i32 [K / 8, N] first",
         qweight.dtype, qweight.shape, qzeros.dtype, qzeros.shape, scales.dtype, scales.shape
-    );
-    Err(WeightsError::Module { module: module.into(), problem })
+    ))
 }
 
 /// The rotation of a ParoQuant layer; `None` if the layer has none.
@@ -161,9 +252,7 @@ pub(crate) fn rotation<S: TensorSource + ?Sized>(source: &S, module: &str) -> Re
     if !source.contains(&name("theta")) {
         return Ok(None);
     }
-    let LinearInfo { cols, format: LinearFormat::Awq { group_size }, .. } = info(source, module)? else {
-        unreachable!("info reads AWQ")
-    };
+    let Sizes { cols, stored_group: group_size, .. } = sizes(source, module)?;
     let angles = source.tensor(&name("theta"))?;
     let rounds = angles.rows();
     let angles = angles.expect_shape(&[rounds, cols / 2])?.to_f32()?;

@@ -31,6 +31,8 @@ mod awq;
 mod checkpoint;
 mod error;
 pub mod float;
+mod fp4;
+mod fp8;
 pub mod gguf;
 mod json;
 mod linear;
@@ -46,6 +48,8 @@ pub use affine::{AffineFormat, AffineTensor, ModuleQuantization, Quantization};
 pub use awq::{AwqTensor, RotationValues};
 pub use checkpoint::Checkpoint;
 pub use error::{HeaderProblem, WeightsError};
+pub use fp4::{Fp4Mode, Fp4Tensor};
+pub use fp8::Fp8Tensor;
 pub use linear::{LinearFormat, LinearInfo, LinearTensor};
 pub use safetensors::{
     SafetensorsFile, SafetensorsHeader, SafetensorsWriter, ShardedWriter, StoredDType, TensorEntry,

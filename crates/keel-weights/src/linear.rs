@@ -8,6 +8,8 @@ use crate::{
     Result, TensorInfo, TensorSource, TensorView, WeightsError,
     affine::{AffineFormat, AffineTensor, ModuleQuantization, affine_cols},
     awq::{self, AwqTensor},
+    fp4::{self, Fp4Mode, Fp4Tensor},
+    fp8::{self, Fp8Tensor},
     gguf::BlockTensor,
 };
 
@@ -39,11 +41,15 @@ pub enum LinearFormat {
     },
     /// In blocks.
     Blocks(BlockFormat),
-    /// 4 bits with 4-bit zeros and f16 scales, as AWQ and ParoQuant pack them.
+    /// 4 bits with 4-bit zeros and f16 scales, as AWQ, ParoQuant and GPTQ pack them.
     Awq {
         /// Inputs that share a scale.
         group_size: usize,
     },
+    /// 8-bit floats with an f32 scale for each 128 by 128.
+    Fp8,
+    /// 4-bit floats in MLX's form.
+    Fp4(Fp4Mode),
 }
 
 impl LinearInfo {
@@ -70,6 +76,10 @@ impl LinearInfo {
                 let groups = self.cols / group_size;
                 rows * self.cols / 2 + rows * groups / 2 + rows * groups * DType::F16.size()
             }
+            LinearFormat::Fp8 => {
+                rows * self.cols + rows.div_ceil(128) * self.cols.div_ceil(128) * DType::F32.size()
+            }
+            LinearFormat::Fp4(mode) => rows * (self.cols / 2 + self.cols / mode.group_size()),
             LinearFormat::Blocks(format) => rows * (self.cols / format.values() * format.bytes()),
         }
     }
@@ -85,8 +95,12 @@ pub enum LinearTensor<'a> {
     Affine(AffineTensor<'a>),
     /// In blocks of a GGUF type.
     Blocks(BlockTensor<'a>),
-    /// AWQ's 4 bits.
+    /// AWQ's and GPTQ's 4 bits.
     Awq(AwqTensor<'a>),
+    /// 8-bit floats.
+    Fp8(Fp8Tensor<'a>),
+    /// 4-bit floats.
+    Fp4(Fp4Tensor<'a>),
 }
 
 impl LinearTensor<'_> {
@@ -98,6 +112,8 @@ impl LinearTensor<'_> {
                 LinearInfo::new(blocks.shape(), LinearFormat::Blocks(blocks.format()))
             }
             LinearTensor::Awq(awq) => awq.info(),
+            LinearTensor::Fp8(fp8) => fp8.info(),
+            LinearTensor::Fp4(fp4) => fp4.info(),
             LinearTensor::Affine(affine) => {
                 let (experts, rows, cols) = (affine.experts(), affine.rows(), affine.cols());
                 let format =
@@ -120,6 +136,8 @@ impl LinearTensor<'_> {
             LinearTensor::Affine(affine) => affine.rows_f32(range, out),
             LinearTensor::Blocks(blocks) => blocks.rows_f32(range, out),
             LinearTensor::Awq(awq) => awq.rows_f32(range, out),
+            LinearTensor::Fp8(fp8) => fp8.rows_f32(range, out),
+            LinearTensor::Fp4(fp4) => fp4.rows_f32(range, out),
         }
     }
 }
@@ -129,6 +147,10 @@ pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result
     let scales = format!("{module}.scales");
     if source.contains(&format!("{module}.qweight")) {
         awq::info(source, module)
+    } else if source.contains(&format!("{module}.weight_scale_inv")) {
+        fp8::info(source, module)
+    } else if let Some(mode) = fp4_mode(source, module).filter(|_| source.contains(&scales)) {
+        fp4::info(source, module, mode)
     } else if source.contains(&scales) {
         affine_info(source, module, source.info(&format!("{module}.weight"))?, source.info(&scales)?)
     } else {
@@ -142,7 +164,13 @@ pub(crate) fn open<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) ->
     if source.contains(&format!("{module}.qweight")) {
         return AwqTensor::open(source, module).map(LinearTensor::Awq);
     }
+    if source.contains(&format!("{module}.weight_scale_inv")) {
+        return Fp8Tensor::open(source, module).map(LinearTensor::Fp8);
+    }
     let scales = format!("{module}.scales");
+    if let Some(mode) = fp4_mode(source, module).filter(|_| source.contains(&scales)) {
+        return Fp4Tensor::open(source, module, mode).map(LinearTensor::Fp4);
+    }
     let weight = source.tensor(&weight_name(source, module))?;
     if !source.contains(&scales) {
         dense_info(module, weight.name(), TensorInfo { dtype: weight.dtype(), shape: weight.shape() })?;
@@ -151,6 +179,14 @@ pub(crate) fn open<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) ->
     let (scales, biases) = (source.tensor(&scales)?, source.tensor(&format!("{module}.biases"))?);
     let format = affine_format(source, module, weight.shape(), scales.shape())?;
     AffineTensor::new(format, weight, scales, biases).map(LinearTensor::Affine)
+}
+
+/// The kind of 4-bit floats that the config gives a module.
+fn fp4_mode<S: TensorSource + ?Sized>(source: &S, module: &str) -> Option<Fp4Mode> {
+    match source.quantization()?.of_module(module) {
+        ModuleQuantization::Fp4(mode) => Some(*mode),
+        _ => None,
+    }
 }
 
 fn dense_info(module: &str, name: &str, weight: TensorInfo<'_>) -> Result<LinearInfo> {
@@ -206,9 +242,12 @@ fn affine_format<S: TensorSource + ?Sized>(
         }
         Some(ModuleQuantization::Unsupported(what)) => {
             return problem(format!(
-                "config.json gives {what}; only affine quantisation with bits 2, 3, 4, 5, 6 \
-                or 8 and groups of 32, 64 or 128 is read"
+                "config.json gives {what}; read are affine quantisation with bits 2, 3, 4, 5, 6 or 8 and groups of 32, 64 \
+                or 128, and the modes mxfp4 (groups of 32) and nvfp4 (16)"
             ));
+        }
+        Some(ModuleQuantization::Fp4(_)) => {
+            return problem("its 4-bit floats were taken for affine codes".into());
         }
         None => return problem("it has scales, but config.json has no 'quantization' section".into()),
     };

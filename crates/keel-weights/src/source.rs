@@ -89,7 +89,7 @@ pub trait TensorSource {
     /// [`release`](TensorSource::release)s all tensors of a linear layer.
     fn release_linear(&self, module: &str) {
         self.release(module);
-        for part in ["weight", "scales", "biases", "qweight", "qzeros"] {
+        for part in ["weight", "scales", "biases", "qweight", "qzeros", "g_idx", "weight_scale_inv"] {
             self.release(&format!("{module}.{part}"));
         }
     }

@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use keel_array::{DType, RowData, WeightFormat, WeightSpec};
+use keel_array::{BlockFormat, DType, RowData, WeightFormat, WeightSpec};
 use keel_weights::affine::unpack_row;
 use keel_weights::{
-    AffineTensor, AwqTensor, LinearFormat, LinearTensor, RotationValues, TensorSource, TensorView, float,
+    AffineTensor, AwqTensor, Fp4Mode, LinearFormat, LinearTensor, RotationValues, TensorSource, TensorView,
+    float,
 };
 
 use super::{BLOCK_ROWS, Parameters, RowSink};
@@ -52,6 +53,10 @@ impl Parameters for CheckpointParameters<'_> {
             LinearFormat::Awq { group_size } => {
                 Ok(WeightFormat::Affine { bits: 4, group_size: group_size as u16, scale_dtype: DType::F32 })
             }
+            LinearFormat::Fp4(Fp4Mode::Mxfp4) => Ok(WeightFormat::Blocks(BlockFormat::MXFP4)),
+            // No packed form here scales 16 columns or 128 by 128 by a float. bf16 holds every product of a 4-bit and an 8-bit
+            // float, and those of an 8-bit float and its scale to 8 bits of mantissa, four more than it has.
+            LinearFormat::Fp4(Fp4Mode::Nvfp4) | LinearFormat::Fp8 => Ok(WeightFormat::Dense(DType::BF16)),
             other => Err(ModelError::Config(format!("{module}: format {other:?} is not supported"))),
         }
     }
@@ -75,6 +80,10 @@ impl Parameters for CheckpointParameters<'_> {
                 }
                 LinearTensor::Affine(affine) => affine_block(affine, stored, sink)?,
                 LinearTensor::Awq(awq) => awq_block(awq, stored, sink)?,
+                LinearTensor::Fp4(fp4) if fp4.info().format == LinearFormat::Fp4(Fp4Mode::Mxfp4) => {
+                    sink(stored.len(), RowData::Blocks(&fp4.rows_blocks(stored.clone())?))?
+                }
+                LinearTensor::Fp4(_) | LinearTensor::Fp8(_) => decoded_block(&tensor, stored, sink)?,
                 LinearTensor::Blocks(blocks) => {
                     sink(stored.len(), RowData::Blocks(blocks.rows_bytes(stored.clone())?))?
                 }
@@ -95,6 +104,15 @@ impl Parameters for CheckpointParameters<'_> {
     fn values(&self, name: &str, _elements: usize) -> Result<Vec<f32>> {
         Ok(self.0.tensor(name)?.to_f32()?)
     }
+}
+
+/// Rows decoded to bf16.
+fn decoded_block(tensor: &LinearTensor<'_>, stored: Range<usize>, sink: &mut RowSink<'_>) -> Result<()> {
+    let mut values = vec![0.0; stored.len() * tensor.info().cols];
+    tensor.rows_f32(stored.clone(), &mut values)?;
+    let mut bytes = vec![0; values.len() * DType::BF16.size()];
+    float::encode(DType::BF16, &values, &mut bytes);
+    sink(stored.len(), RowData::Dense(&bytes))
 }
 
 fn awq_block(awq: &AwqTensor<'_>, stored: Range<usize>, sink: &mut RowSink<'_>) -> Result<()> {

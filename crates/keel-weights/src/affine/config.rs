@@ -13,12 +13,22 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use super::AffineFormat;
+use crate::fp4::Fp4Mode;
 
 /// How the config says that modules are quantised: a default, and overrides by module path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quantization {
     default: ModuleQuantization,
+    gptq: Option<Gptq>,
     overrides: BTreeMap<String, ModuleQuantization>,
+}
+
+/// What the config says about GPTQ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Gptq {
+    pub bits: u64,
+    /// What is added to zeros as they are stored.
+    pub zero_offset: u8,
 }
 
 /// How the config says that one module is quantised.
@@ -28,6 +38,8 @@ pub enum ModuleQuantization {
     Dense,
     /// In MLX's affine form.
     Affine(AffineFormat),
+    /// In 4-bit floats, in MLX's form.
+    Fp4(Fp4Mode),
     /// In a way that this crate does not read; the string says which.
     Unsupported(String),
 }
@@ -44,7 +56,11 @@ impl Quantization {
             section.get("quant_method").and_then(Value::as_str).filter(|&name| name != "mlx")
         {
             let default = ModuleQuantization::Unsupported(format!("quant_method '{method}'"));
-            return Some(Quantization { default, overrides: BTreeMap::new() });
+            let gptq = (method == "gptq").then(|| Gptq {
+                bits: section.get("bits").and_then(Value::as_u64).unwrap_or(4),
+                zero_offset: u8::from(section.get("checkpoint_format").is_none_or(|form| form != "gptq_v2")),
+            });
+            return Some(Quantization { default, gptq, overrides: BTreeMap::new() });
         }
         let default = parse_format(section, None);
         let mut overrides = BTreeMap::new();
@@ -57,7 +73,12 @@ impl Quantization {
             };
             overrides.insert(module.clone(), parsed);
         }
-        Some(Quantization { default, overrides })
+        Some(Quantization { default, gptq: None, overrides })
+    }
+
+    /// What it says about GPTQ, if it is that.
+    pub(crate) fn gptq(&self) -> Option<Gptq> {
+        self.gptq
     }
 
     /// What holds for the module at this path: its override, or the default.
@@ -69,10 +90,21 @@ impl Quantization {
 /// The format in `object`, whose missing keys are those of `defaults`.
 fn parse_format(object: &Map<String, Value>, defaults: Option<&Map<String, Value>>) -> ModuleQuantization {
     let get = |key| object.get(key).or_else(|| defaults?.get(key));
-    if let Some(mode) = get("mode").filter(|mode| mode.as_str() != Some("affine")) {
-        return ModuleQuantization::Unsupported(format!("mode {mode}"));
-    }
     let number = |key| get(key).and_then(Value::as_u64).and_then(|number| usize::try_from(number).ok());
+    // A mode is not taken over from the default, as mlx does not; with it go the sizes.
+    if let Some(mode) = object.get("mode").filter(|mode| mode.as_str() != Some("affine")) {
+        let fits = |known: &Fp4Mode| {
+            let is =
+                |key, size: usize| object.get(key).is_none_or(|value| value.as_u64() == Some(size as u64));
+            is("bits", 4) && is("group_size", known.group_size())
+        };
+        return match mode.as_str().and_then(Fp4Mode::from_name).filter(fits) {
+            Some(known) => ModuleQuantization::Fp4(known),
+            None => {
+                ModuleQuantization::Unsupported(format!("mode {mode} in {}", Value::Object(object.clone())))
+            }
+        };
+    }
     let format = number("bits").zip(number("group_size"));
     match format.and_then(|(bits, group_size)| AffineFormat::new(bits, group_size)) {
         Some(format) => ModuleQuantization::Affine(format),
@@ -97,9 +129,10 @@ mod tests {
     #[test]
     fn overrides_win_over_the_default() {
         let config = json!({"quantization": {
-            "group_size": 64, "bits": 4, "mode": "affine",
+            "group_size": 64, "bits": 4, "mode": "affine", "a.plain": {"bits": 8},
             "a.gate": {"group_size": 32, "bits": 8}, "a.half": {"bits": 6}, "a.dense": false, "a.same": true,
-            "a.fp": {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+            "a.fp": {"group_size": 32, "bits": 4, "mode": "mxfp4"}, "a.nv": {"group_size": 16, "mode": "nvfp4"},
+            "a.wide": {"group_size": 64, "mode": "nvfp4"}
         }});
         let quantization = Quantization::from_config(&config).unwrap();
         assert_eq!(*quantization.of_module("a.proj"), affine(4, 64));
@@ -107,7 +140,13 @@ mod tests {
         assert_eq!(*quantization.of_module("a.half"), affine(6, 64));
         assert_eq!(*quantization.of_module("a.dense"), ModuleQuantization::Dense);
         assert_eq!(*quantization.of_module("a.same"), affine(4, 64));
-        assert_eq!(*quantization.of_module("a.fp"), ModuleQuantization::Unsupported("mode \"mxfp4\"".into()));
+        assert_eq!(*quantization.of_module("a.fp"), ModuleQuantization::Fp4(Fp4Mode::Mxfp4));
+        assert_eq!(*quantization.of_module("a.nv"), ModuleQuantization::Fp4(Fp4Mode::Nvfp4));
+        assert_eq!(*quantization.of_module("a.plain"), affine(8, 64));
+        let ModuleQuantization::Unsupported(what) = quantization.of_module("a.wide") else {
+            panic!("groups of 64")
+        };
+        assert!(what.contains("nvfp4") && what.contains("64"), "{what}");
     }
 
     #[test]

@@ -1,0 +1,261 @@
+//! GPTQ's packing, 8-bit floats in blocks and MLX's 4-bit floats, read through the public API against decoders that are plain to
+//! read; shapes and groups that do not fit are refused.
+
+use std::fs;
+use std::path::Path;
+
+use half::f16;
+use keel_array::{BlockFormat, DType};
+use keel_weights::{Checkpoint, Fp4Mode, LinearFormat, LinearTensor, TensorSource};
+use serde_json::{Value, json};
+
+/// Name, type as files have it, shape, bytes.
+type Tensor = (&'static str, &'static str, Vec<usize>, Vec<u8>);
+
+/// A checkpoint of these tensors. It is written by hand, because the types go beyond the writer's.
+fn checkpoint(folder: &Path, quantization: Value, tensors: &[Tensor]) -> Checkpoint {
+    let mut header = serde_json::Map::new();
+    let mut data = Vec::new();
+    for (name, kind, shape, bytes) in tensors {
+        let begin = data.len();
+        data.extend(bytes);
+        header.insert(
+            (*name).into(),
+            json!({"dtype": kind, "shape": shape, "data_offsets": [begin, data.len()]}),
+        );
+    }
+    let header = Value::Object(header).to_string();
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
+    fs::write(folder.join("model.safetensors"), file).unwrap();
+    let config = json!({"quantization_config": quantization});
+    fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    Checkpoint::open(folder).unwrap()
+}
+
+fn words(values: impl Iterator<Item = u32>) -> Vec<u8> {
+    values.flat_map(u32::to_le_bytes).collect()
+}
+
+/// Eight four-bit values in a word, in order.
+fn word(value: impl Fn(usize) -> u32) -> u32 {
+    (0..8).fold(0, |word, i| word | value(i) << (4 * i))
+}
+
+const K: usize = 96;
+const N: usize = 24;
+const GROUP: usize = 32;
+
+fn code(k: usize, n: usize) -> u32 {
+    ((k * 7 + n * 3 + k * n) % 16) as u32
+}
+
+fn zero(group: usize, n: usize) -> u32 {
+    ((group * 5 + n) % 16) as u32
+}
+
+fn scale(group: usize, n: usize) -> f32 {
+    0.25 + (group * N + n) as f32 / 64.0
+}
+
+/// A GPTQ layer whose input `k` belongs to group `group_of(k)`.
+fn gptq(group_of: impl Fn(usize) -> i32) -> Vec<Tensor> {
+    let qweight = (0..K / 8).flat_map(|line| (0..N).map(move |n| word(|i| code(line * 8 + i, n))));
+    let qzeros = (0..K / GROUP).flat_map(|g| (0..N / 8).map(move |w| word(|i| zero(g, w * 8 + i))));
+    let scales =
+        (0..K / GROUP).flat_map(|g| (0..N).flat_map(move |n| f16::from_f32(scale(g, n)).to_le_bytes()));
+    vec![
+        ("m.qweight", "I32", vec![K / 8, N], words(qweight)),
+        ("m.qzeros", "I32", vec![K / GROUP, N / 8], words(qzeros)),
+        ("m.scales", "F16", vec![K / GROUP, N], scales.collect()),
+        ("m.g_idx", "I32", vec![K], (0..K).flat_map(|k| group_of(k).to_le_bytes()).collect()),
+    ]
+}
+
+fn sorted(k: usize) -> i32 {
+    (k / GROUP) as i32
+}
+
+#[test]
+fn gptq_packs_inputs_and_stores_zeros_less_one() {
+    for (form, offset) in [("gptq", 1.0), ("gptq_v2", 0.0)] {
+        let folder = tempfile::tempdir().unwrap();
+        let config =
+            json!({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": form});
+        let source = checkpoint(folder.path(), config, &gptq(sorted));
+        let info = source.linear_info("m").unwrap();
+        assert_eq!((info.experts, info.rows, info.cols), (None, N, K));
+        assert_eq!(info.format, LinearFormat::Awq { group_size: GROUP });
+        let mut rows = vec![0.0; 5 * K];
+        source.linear("m").unwrap().rows_f32(17..22, &mut rows).unwrap();
+        for (i, value) in rows.iter().enumerate() {
+            let (n, k) = (17 + i / K, i % K);
+            let g = k / GROUP;
+            let expected = scale(g, n) * (code(k, n) as f32 - (zero(g, n) as f32 + offset));
+            assert!(
+                (value - expected).abs() < 1e-5,
+                "{form}, output {n}, input {k}: {value}, expected {expected}"
+            );
+        }
+    }
+}
+
+#[test]
+fn groups_larger_than_kernels_have_are_several() {
+    let folder = tempfile::tempdir().unwrap();
+    let (k, n) = (256, 8);
+    let tensors = [
+        ("m.qweight", "I32", vec![k / 8, n], words((0..k / 8 * n).map(|i| i as u32))),
+        ("m.qzeros", "I32", vec![1, 1], words([0x7777_7777].into_iter())),
+        ("m.scales", "F16", vec![1, n], (0..n).flat_map(|n| f16::from_f32(n as f32).to_le_bytes()).collect()),
+    ];
+    let source = checkpoint(folder.path(), json!({"quant_method": "gptq", "bits": 4}), &tensors);
+    assert_eq!(source.linear_info("m").unwrap().format, LinearFormat::Awq { group_size: 128 });
+    let mut row = vec![0.0; k];
+    source.linear("m").unwrap().rows_f32(3..4, &mut row).unwrap();
+    for (at, value) in row.iter().enumerate() {
+        let code = (at / 8 * n + 3) as u32 >> (at % 8 * 4) & 15;
+        assert_eq!(*value, 3.0 * (code as f32 - 8.0));
+    }
+}
+
+#[test]
+fn activation_order_and_other_bits_are_refused() {
+    let message = |config: Value, tensors: &[Tensor]| {
+        let folder = tempfile::tempdir().unwrap();
+        let source = checkpoint(folder.path(), config, tensors);
+        source.linear("m").unwrap_err().to_string()
+    };
+    let four = || json!({"quant_method": "gptq", "bits": 4});
+    let swapped = gptq(|k| if k == 40 { 0 } else { sorted(k) });
+    let refused = message(four(), &swapped);
+    assert!(
+        refused.contains("input 40 belongs to group 0, not 1") && refused.contains("desc_act"),
+        "{refused}"
+    );
+    assert!(message(four(), &gptq(|_| -1)).contains("belongs to group -1"));
+    assert!(message(json!({"quant_method": "gptq", "bits": 8}), &gptq(sorted)).contains("GPTQ with 8 bits"));
+    let mut short = gptq(sorted);
+    short[3].2 = vec![K - 1];
+    short[3].3.truncate(4 * (K - 1));
+    assert!(message(four(), &short).contains("g_idx"), "{}", message(four(), &short));
+    let mut wrong = gptq(sorted);
+    wrong[0].2 = vec![N, K / 8];
+    assert!(message(four(), &wrong).contains("nor GPTQ's"), "{}", message(four(), &wrong));
+}
+
+/// The value of an 8-bit float, from its definition.
+fn e4m3(code: u8) -> f32 {
+    let sign = if code >> 7 == 1 { -1.0 } else { 1.0 };
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7) / 8.0);
+    sign * if exponent == 0 { mantissa * 2f32.powi(-6) } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) }
+}
+
+/// Codes that are numbers.
+fn finite(i: usize) -> u8 {
+    let code = (i * 37 % 251) as u8;
+    if code & 0x7f == 0x7f { 0 } else { code }
+}
+
+#[test]
+fn eight_bit_floats_have_a_scale_for_each_block() {
+    let (n, k) = (130, 257);
+    let scale = |row: usize, col: usize| 0.5 + row as f32 + 4.0 * col as f32;
+    let scales = (0..2).flat_map(|r| (0..3).flat_map(move |c| scale(r, c).to_le_bytes()));
+    let tensors = [
+        ("m.weight", "F8_E4M3", vec![n, k], (0..n * k).map(finite).collect()),
+        ("m.weight_scale_inv", "F32", vec![2, 3], scales.collect()),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    let config = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+    let source = checkpoint(folder.path(), config.clone(), &tensors);
+    let info = source.linear_info("m").unwrap();
+    assert_eq!((info.rows, info.cols, info.format), (n, k, LinearFormat::Fp8));
+    assert_eq!(info.bytes(), n * k + 6 * 4);
+    let mut rows = vec![0.0; 4 * k];
+    source.linear("m").unwrap().rows_f32(126..130, &mut rows).unwrap();
+    for (i, value) in rows.iter().enumerate() {
+        let (row, col) = (126 + i / k, i % k);
+        assert_eq!(
+            *value,
+            e4m3(finite(row * k + col)) * scale(row / 128, col / 128),
+            "row {row}, column {col}"
+        );
+    }
+    assert!(source.linear("m").unwrap().rows_f32(127..131, &mut rows).is_err());
+
+    for (part, shape) in [(1, vec![2, 2]), (1, vec![6]), (0, vec![n * k]), (0, vec![1, n, k])] {
+        let mut wrong = tensors.clone();
+        let keep =
+            shape.iter().product::<usize>() * wrong[part].3.len() / wrong[part].2.iter().product::<usize>();
+        wrong[part].2 = shape;
+        wrong[part].3.truncate(keep);
+        let folder = tempfile::tempdir().unwrap();
+        let message =
+            checkpoint(folder.path(), config.clone(), &wrong).linear_info("m").unwrap_err().to_string();
+        assert!(message.starts_with("module 'm': "), "{message}");
+    }
+    let mut wider = tensors;
+    (wider[0].1, wider[0].2) = ("F8_E5M2", vec![n, k]);
+    let folder = tempfile::tempdir().unwrap();
+    let message = checkpoint(folder.path(), config, &wider).linear_info("m").unwrap_err().to_string();
+    assert!(message.contains("F8_E5M2"), "{message}");
+}
+
+#[test]
+fn four_bit_floats_are_those_of_mlx() {
+    const LEVELS: [f32; 16] =
+        [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+    let (experts, n, k) = (2, 3, 64);
+    let code = |i: usize| (i * 5 + i / 16) % 16;
+    for (mode, known, group) in [("mxfp4", Fp4Mode::Mxfp4, 32), ("nvfp4", Fp4Mode::Nvfp4, 16)] {
+        let groups = k / group;
+        let scale = |i: usize| if known == Fp4Mode::Mxfp4 { 120 + i as u8 } else { finite(i + 9) };
+        let weight = words((0..experts * n * k / 8).map(|w| word(|i| code(w * 8 + i) as u32)));
+        let tensors = [
+            ("m.weight", "U32", vec![experts, n, k / 8], weight),
+            ("m.scales", "U8", vec![experts, n, groups], (0..experts * n * groups).map(scale).collect()),
+        ];
+        let folder = tempfile::tempdir().unwrap();
+        let config = json!({"bits": 4, "group_size": group, "mode": mode});
+        let source = checkpoint(folder.path(), config.clone(), &tensors);
+        let info = source.linear_info("m").unwrap();
+        assert_eq!(
+            (info.experts, info.rows, info.cols, info.format),
+            (Some(experts), n, k, LinearFormat::Fp4(known))
+        );
+        assert_eq!(info.bytes(), experts * n * (k / 2 + groups));
+        let linear = source.linear("m").unwrap();
+        let mut rows = vec![0.0; 3 * k];
+        linear.rows_f32(2..5, &mut rows).unwrap();
+        for (i, value) in rows.iter().enumerate() {
+            let at = 2 * k + i;
+            let scale = match known {
+                Fp4Mode::Mxfp4 => 2f32.powi(i32::from(scale(at / group)) - 127),
+                _ => e4m3(scale(at / group)),
+            };
+            assert_eq!(*value, LEVELS[code(at)] * scale, "{mode}, value {at}");
+        }
+        if known == Fp4Mode::Mxfp4 {
+            let LinearTensor::Fp4(fp4) = linear else { panic!("{linear:?}") };
+            let mut again = vec![0.0; 3 * k];
+            BlockFormat::MXFP4.decode(&fp4.rows_blocks(2..5).unwrap(), &mut again);
+            assert_eq!(again, rows);
+        }
+        let mut wrong = tensors.clone();
+        wrong[1].2 = vec![experts, n * groups, 1];
+        let folder = tempfile::tempdir().unwrap();
+        let message = checkpoint(folder.path(), config, &wrong).linear_info("m").unwrap_err().to_string();
+        assert!(message.contains("are not u32") && message.contains("module 'm'"), "{message}");
+    }
+}
+
+#[test]
+fn types_of_the_parts_are_checked() {
+    let folder = tempfile::tempdir().unwrap();
+    let tensors: [Tensor; 2] =
+        [("m.weight", "U32", vec![2, 8], vec![0; 64]), ("m.scales", "F32", vec![2, 2], vec![0; 16])];
+    let source = checkpoint(folder.path(), json!({"bits": 4, "group_size": 32, "mode": "mxfp4"}), &tensors);
+    let message = source.linear_info("m").unwrap_err().to_string();
+    assert!(message.contains("scales f32 [2, 2]"), "{message}");
+    assert_eq!(source.tensor("m.scales").unwrap().dtype(), DType::F32);
+}
