@@ -95,12 +95,15 @@ impl Parameters for GgufParameters<'_> {
                 other => Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
             }
         };
+        let stored_name = format!("{}.weight", self.module(module)?);
         let mut gathered = Vec::new();
         for first in rows.clone().step_by(BLOCK_ROWS) {
             let block = first..rows.end.min(first + BLOCK_ROWS);
             if order == RowOrder::Same {
                 let bytes = bytes(base + block.start..base + block.end)?;
                 sink(block.len(), row_data(&tensor, bytes))?;
+                // So that a tensor's file pages go as its weight grows, and it is never there twice.
+                self.file.release_rows(&stored_name, base + block.start..base + block.end);
                 continue;
             }
             gathered.clear();

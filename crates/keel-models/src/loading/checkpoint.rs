@@ -89,6 +89,10 @@ impl Parameters for CheckpointParameters<'_> {
                 }
                 other => return Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
             }
+            // So that a tensor's file pages go as its weight grows, and it is never there twice.
+            for part in ["weight", "scales", "biases"] {
+                self.0.release_rows(&format!("{module}.{part}"), base + block.start..base + block.end);
+            }
         }
         Ok(())
     }
