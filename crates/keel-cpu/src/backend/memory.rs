@@ -10,7 +10,13 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 
 /// From here on memory is mapped: its pages come when they are touched, and large ones where the system has them.
-const MAPPED_BYTES_MIN: usize = 2 << 20;
+const MAPPED_BYTES_MIN: usize = LARGE_PAGE;
+
+/// A large page. Mapped memory starts at one, so that none of its whole large pages is left in small ones.
+const LARGE_PAGE: usize = 2 << 20;
+
+/// The end of a mapping becomes a large page, too, if what that wastes is at most one part in so many.
+const WASTE_PARTS_MIN: usize = 32;
 
 /// What freed memory is filled with on request: a NaN in every float type, an index out of every range.
 pub(super) const POISON: u8 = 0xff;
@@ -49,17 +55,7 @@ impl HostMemory {
     /// Zeroed memory.
     pub fn zeroed(bytes: usize, poison: bool) -> Result<HostMemory, String> {
         if bytes >= MAPPED_BYTES_MIN {
-            let map = MmapMut::map_anon(bytes).map_err(|e| e.to_string())?;
-            // Large pages are a wish: without them the memory is only slower.
-            #[cfg(target_os = "linux")]
-            let _ = map.advise(Advice::HugePage);
-            let map = MmapRaw::from(map);
-            return Ok(HostMemory {
-                start: map.as_mut_ptr(),
-                region: Region::Mapped { _map: map },
-                bytes,
-                poison,
-            });
+            return HostMemory::mapped(bytes, poison);
         }
         // Aligned by hand: an aligned allocation would be zeroed by touching all of it.
         let layout = Layout::from_size_align(bytes + ALIGNMENT, 1).map_err(|e| e.to_string())?;
@@ -71,6 +67,26 @@ impl HostMemory {
         // SAFETY: fewer than ALIGNMENT bytes further on, within the allocation.
         let start = unsafe { allocation.add(allocation.align_offset(ALIGNMENT)) };
         Ok(HostMemory { start, region: Region::Heap { allocation, layout }, bytes, poison })
+    }
+
+    /// Zeroed memory of its own pages, from a large page on.
+    fn mapped(bytes: usize, poison: bool) -> Result<HostMemory, String> {
+        let too_much = || format!("{bytes} bytes are more than can be mapped");
+        let padded = bytes.checked_next_multiple_of(LARGE_PAGE).ok_or_else(too_much)?;
+        let reserved = padded.checked_add(LARGE_PAGE).ok_or_else(too_much)?;
+        let map = MmapMut::map_anon(reserved).map_err(|e| e.to_string())?;
+        let before = map.as_ptr().align_offset(LARGE_PAGE);
+        // Large pages are a wish: without them the memory is only slower.
+        #[cfg(target_os = "linux")]
+        {
+            let waste = padded - bytes;
+            let large = if waste <= bytes / WASTE_PARTS_MIN { padded } else { padded - LARGE_PAGE };
+            let _ = map.advise_range(Advice::HugePage, before, large);
+        }
+        let map = MmapRaw::from(map);
+        // SAFETY: less than a large page further on, within the mapping.
+        let start = unsafe { map.as_mut_ptr().add(before) };
+        Ok(HostMemory { start, region: Region::Mapped { _map: map }, bytes, poison })
     }
 
     /// The memory that this backend made.
@@ -149,6 +165,16 @@ mod tests {
             memory.read(0, &mut read);
             assert!(read.iter().all(|&b| b == 0), "{bytes}");
         }
+    }
+
+    #[test]
+    fn mapped_memory_starts_at_a_large_page() {
+        for bytes in [LARGE_PAGE, LARGE_PAGE + 1, 5 * LARGE_PAGE - 1] {
+            let memory = HostMemory::zeroed(bytes, false).expect("there is memory");
+            assert!(memory.start().addr().is_multiple_of(LARGE_PAGE), "{bytes}");
+            memory.write(bytes - 1, &[7]);
+        }
+        assert!(HostMemory::zeroed(usize::MAX - LARGE_PAGE, false).is_err());
     }
 
     #[test]
