@@ -2,6 +2,7 @@
 
     python compare.py --keel target/release/keel --gguf CACHE/qwen3.5-0.8b-q4_0.gguf --rounds 5
     python compare.py --keel ... --gguf ... --prompt 8192 --gen 32 --rounds 3
+    python compare.py --keel ... --model CACHE/gemma-3-270m-q4_k_m.gguf --rounds 5      the same file for both
 
 A round runs every contender once, each in its own process, and measures the memory's read bandwidth: shared machines
 drift by tens of percent within minutes, so only figures of one round are comparable. Ratios are therefore medians of
@@ -164,9 +165,11 @@ def contenders_of(args: argparse.Namespace) -> list[Contender]:
     contenders = []
     if args.keel:
         weights = ["--dtype", "bf16"] if args.bits == 16 else ["--bits", str(args.bits)]
-        command = [args.keel, "bench", "--shape", args.shape, *weights, *sizes, "--repeat", "1", "--json"]
-        contenders.append(Contender(f"keel {args.bits} bits", command + shlex.split(args.keel_extra)))
-    for path in args.gguf:
+        model = ["--model", str(args.model)] if args.model else ["--shape", args.shape, *weights]
+        name = f"keel {args.model.stem}" if args.model else f"keel {args.bits} bits"
+        command = [args.keel, "bench", *model, *sizes, "--repeat", "1", "--json"]
+        contenders.append(Contender(name, command + shlex.split(args.keel_extra)))
+    for path in [args.model, *args.gguf] if args.model else args.gguf:
         command = [sys.executable, str(HERE / "bench_llama.py"), str(path), *sizes, "--repeats", "1"]
         contenders.append(Contender(f"llama.cpp {path.stem}", command))
     if args.mlx:
@@ -200,6 +203,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keel", help="the keel binary")
     parser.add_argument("--keel-extra", default="", help="more arguments of `keel bench`, in one string")
     parser.add_argument("--shape", default="qwen3.5-0.8b", help="of keel and mlx-lm")
+    parser.add_argument("--model", type=Path, help="a GGUF file for keel, in place of a shape, and llama.cpp")
     parser.add_argument("--bits", type=int, default=4, help="of keel's weights; 16 is bfloat16")
     parser.add_argument(
         "--gguf", type=Path, action="append", default=[], help="a file for llama.cpp; may be repeated"
