@@ -10,6 +10,23 @@ extern "C" __global__ void swiglu(const float* x, u64 stride, float* y, u64 rows
     }
 }
 
+// The same as bf16, for products on tensor cores: eight columns a thread, width a multiple of 8, rows aligned to 16 bytes.
+extern "C" __global__ void swiglu_bf16(const float* x, u64 stride, uint4* y, u64 rows, u32 width) {
+    take_turn();
+    const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x, eights = width / 8;
+    if (i >= rows * eights) return;
+    const float* row = x + i / eights * stride + i % eights * 8;
+    u32 words[4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float4 gate = *(const float4*)(row + 4 * half), up = *(const float4*)(row + width + 4 * half);
+        const bf16x2 low = two_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y), high = two_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w);
+        words[2 * half] = *(const u32*)&low;
+        words[2 * half + 1] = *(const u32*)&high;
+    }
+    y[i] = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // y = x * sigmoid(gate); rows of `width` elements with strides of their own.
 extern "C" __global__ void sigmoid_gate(
     const float* x, Strides sx, const float* gate, Strides sg, float* y, u64 n

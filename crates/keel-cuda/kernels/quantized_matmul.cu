@@ -72,6 +72,8 @@
 #define THREADS (32 * WARPS)
 #define OUT (SWIGLU ? DIM_N / 2 : DIM_N)
 #define OUT_TILES ((OUT + 15) / 16)
+// A large product has not asked for all of its weight when it starts: what the next kernel fetched ahead would delay it.
+#define LARGE (OUT_TILES > 528)
 #define N8 ((DIM_T + 7) / 8) // mma tiles of rows of x
 #define UNITS ((K_TILES + UNIT - 1) / UNIT)
 #if DENSE
@@ -117,7 +119,7 @@ __device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2
         float peak = top[part];
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-        float to_integer = peak > 0 ? __fdiv_rn(127.0f, peak) : 0.0f;
+        float to_integer = peak > 0 ? __fdividef(127.0f, peak) : 0.0f;
         int sum = 0;
         for (int w = part * 2; w < (PARTS == 2 ? part * 2 + 2 : 4); w++) {
             u32 word = 0;
@@ -130,7 +132,7 @@ __device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2
         }
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        float c = __fdiv_rn(peak, 127.0f);
+        float c = __fmul_rn(peak, 1.0f / 127.0f);
         if (t == 0) x_scale[(kt * PARTS + part) * DIM_T + row] = make_float2(c, __fmul_rn(c, (float)sum));
     }
     *(uint4 *)(x + (size_t)(kt * DIM_T + row) * ROW_BYTES + t * 16) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -152,9 +154,7 @@ __device__ __forceinline__ float row_norm(const float *tile_sums) {
     for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
     return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)DIM_K), EPS)));
 }
-__device__ __forceinline__ void scale_slots(float (&v)[16], float by, const float *norm, int kt, int t) {
-    float w[16];
-    load_slots(w, norm, kt, t);
+__device__ __forceinline__ void scale_slots(float (&v)[16], float by, const float (&w)[16]) {
 #pragma unroll
     for (int s = 0; s < 16; s++) v[s] = __fmul_rn(__fmul_rn(v[s], by), w[s]);
 }
@@ -172,25 +172,27 @@ static_assert(GATE == 1 || HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256 
 // All lanes of a warp call it.
 __device__ __forceinline__ void gate_slots(float (&v)[16], const float *norm, const float *gate, int row, int kt, int t) {
     gate += (size_t)row * GATE_ROW;
-    float by = 1;
-    float w[16];
-#if GATE == 2
-    float sum = tile_square_sum(v);
-    for (int d = 4; d < 4 * HEAD_TILES; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    by = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)HEAD_DIM), EPS)));
-    load_slots(w, norm - kt / HEAD_TILES * HEAD_DIM, kt, t);
-#endif
+    float z[16], w[16];
+    // All loads are under way before the first value is used.
 #pragma unroll
     for (int s = 0; s < 16; s += 4) {
         const int k = 64 * kt + 32 * (s / 8) + 8 * t + s % 8;
-        if (DIM_K % 64 != 0 && k >= DIM_K) continue;
-        const float4 four = *(const float4 *)(gate + (size_t)(k / HEAD_DIM) * GATE_HEAD + k % HEAD_DIM);
-        const float z[4] = {four.x, four.y, four.z, four.w};
+        float4 four = make_float4(0, 0, 0, 0);
+        if (DIM_K % 64 == 0 || k < DIM_K) four = *(const float4 *)(gate + (size_t)(k / HEAD_DIM) * GATE_HEAD + k % HEAD_DIM);
+        z[s] = four.x, z[s + 1] = four.y, z[s + 2] = four.z, z[s + 3] = four.w;
+    }
+    float by = 1;
+#if GATE == 2
+    load_slots(w, norm - kt / HEAD_TILES * HEAD_DIM, kt, t);
+    float sum = tile_square_sum(v);
+    for (int d = 4; d < 4 * HEAD_TILES; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    by = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)HEAD_DIM), EPS)));
+#endif
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float share = __fdiv_rn(1.0f, 1.0f + expf(-z[i]));
-            v[s + i] = GATE == 2 ? v[s + i] * by * w[s + i] * (z[i] * share) : v[s + i] * share;
-        }
+    for (int s = 0; s < 16; s++) {
+        // Off by a few units in the last place, where rounding to 8 bits follows.
+        const float share = __fdividef(1.0f, 1.0f + __expf(-z[s]));
+        v[s] = GATE == 2 ? v[s] * by * w[s] * (z[s] * share) : v[s] * share;
     }
 }
 #endif
@@ -215,6 +217,9 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const
     for (int i = 0; i < PREPARE_ITEMS; i++) load_slots(v[i], x + (size_t)row * DIM_K, ITEM(i), t);
 #if NORM
     __shared__ float sums[K_TILES];
+    float w[PREPARE_ITEMS][16];
+#pragma unroll
+    for (int i = 0; i < PREPARE_ITEMS; i++) load_slots(w[i], norm, ITEM(i), t);
 #pragma unroll
     for (int i = 0; i < PREPARE_ITEMS; i++) {
         float sum = tile_square_sum(v[i]);
@@ -223,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const
     __syncthreads();
     float by = row_norm(sums);
 #pragma unroll
-    for (int i = 0; i < PREPARE_ITEMS; i++) scale_slots(v[i], by, norm, ITEM(i), t);
+    for (int i = 0; i < PREPARE_ITEMS; i++) scale_slots(v[i], by, w[i]);
 #elif GATE
 #pragma unroll
     for (int i = 0; i < PREPARE_ITEMS; i++) gate_slots(v[i], HEAD_NORM, gate, row, ITEM(i), t);
@@ -397,9 +402,10 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
             const float *residual, // may be null
             float *y) {
     extern __shared__ uint4 shared[];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Told that it is the same for all lanes, the compiler keeps the addresses of fetches in uniform registers.
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
     const int split = warp % SPLIT, row_warp = warp / SPLIT;
-    let_next_start();
+    if (!LARGE) let_next_start();
     int tile = blockIdx.x * ROW_WARPS + row_warp;
     size_t expert = 0;
 #if GATHER
@@ -443,6 +449,8 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
     wait_for_inputs();
 #endif
 
+    if (LARGE) let_next_start();
+
 #if FUSED
     u8 *x = free_memory;
     float2 *x_scale = (float2 *)(x + X_BYTES);
@@ -452,15 +460,26 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
 #define HELD (ITEMS < 3 ? ITEMS : 1)
     float v[HELD][16];
 #define ITEM(i) within(warp * 8 + lane / 4 + (i) * WARPS * 8, DIM_T * K_TILES)
+#define BUSY(i) (DIM_T * K_TILES % (8 * WARPS) == 0 || warp * 8 + (i) * WARPS * 8 < DIM_T * K_TILES)
 #define LOAD(i) load_slots(v[(i) % HELD], x_or_prepared + (size_t)(ITEM(i) / K_TILES) * DIM_K, ITEM(i) % K_TILES, lane % 4)
     if (HELD == ITEMS) {
 #pragma unroll
-        for (int i = 0; i < HELD; i++) LOAD(i);
+        for (int i = 0; i < HELD; i++)
+            if (BUSY(i)) LOAD(i);
     }
 #if NORM
+    // The weight comes with x: behind the barrier it would be waited for again.
+    float scales[HELD][16];
+#define LOAD_NORM(i) load_slots(scales[(i) % HELD], norm, ITEM(i) % K_TILES, lane % 4)
+    if (HELD == ITEMS) {
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+            if (BUSY(i)) LOAD_NORM(i);
+    }
     float *sums = partials + PARTIAL_FLOATS * (PASSES > 1 ? 2 : 1), *norms = sums + DIM_T * K_TILES;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
+        if (!BUSY(i)) continue;
         if (HELD != ITEMS) LOAD(i);
         float sum = tile_square_sum(v[i % HELD]);
         if (lane % 4 == 0) sums[ITEM(i)] = sum;
@@ -473,14 +492,16 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
         }
         __syncthreads();
     }
-    const float only = DIM_T == 1 ? row_norm(sums) : 0;
+    const float only = DIM_T == 1 && BUSY(0) ? row_norm(sums) : 0;
 #endif
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
+        if (!BUSY(i)) continue;
         if (HELD != ITEMS) LOAD(i);
         int row = ITEM(i) / K_TILES, kt = ITEM(i) % K_TILES;
 #if NORM
-        scale_slots(v[i % HELD], DIM_T == 1 ? only : norms[row], norm, kt, lane % 4);
+        if (HELD != ITEMS) LOAD_NORM(i);
+        scale_slots(v[i % HELD], DIM_T == 1 ? only : norms[row], scales[i % HELD]);
 #elif GATE
         gate_slots(v[i % HELD], HEAD_NORM, gate, row, kt, lane % 4);
 #endif
@@ -496,6 +517,17 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
     for (int pass = 0; pass < PASSES; pass++) {
         const int following = tile + gridDim.x * ROW_WARPS;
         float acc[HALVES][N8][4] = {};
+        // What the sums are added to comes while they are made.
+#define SUMS (ROW_WARPS * DIM_T * 16)
+#define SUM_ROW(i) ((i) / 16 % DIM_T)
+#define SUM_COLUMN(i) ((tile - row_warp + (i) / 16 / DIM_T) * 16 + (i) % 16)
+        float kept[(SUMS + THREADS - 1) / THREADS];
+#pragma unroll
+        for (int j = 0; j * THREADS < SUMS; j++) {
+            const int i = threadIdx.x + j * THREADS;
+            const bool there = !SWIGLU && residual && i < SUMS && SUM_COLUMN(i) < OUT;
+            kept[j] = there ? residual[(size_t)SUM_ROW(i) * OUT + SUM_COLUMN(i)] : 0.0f;
+        }
 #if BULK
         for (int unit = split; unit < UNITS && tile < OUT_TILES; unit += SPLIT) {
             const u8 *slot = ring + stage * SLOT_BYTES;
@@ -537,24 +569,24 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
                     if (row < DIM_T) partial[(((row_warp * HALVES + h) * DIM_T + row) * SPLIT + split) * 17 + n] = acc[h][j][e];
                 }
         __syncthreads();
-        for (int i = threadIdx.x; i < ROW_WARPS * DIM_T * 16; i += THREADS) {
-            int n = i % 16, row = i / 16 % DIM_T, r = i / 16 / DIM_T;
-            int column = ((tile - row_warp + r) * 16) + n;
+#pragma unroll
+        for (int j = 0; j * THREADS < SUMS; j++) {
+            const int i = threadIdx.x + j * THREADS, n = i % 16, row = SUM_ROW(i), column = SUM_COLUMN(i);
+            if (i >= SUMS || column >= OUT) continue;
             float sum[HALVES];
 #pragma unroll
             for (int h = 0; h < HALVES; h++) {
-                const float *from = partial + ((r * HALVES + h) * DIM_T + row) * SPLIT * 17 + n;
+                const float *from = partial + ((i / 16 / DIM_T * HALVES + h) * DIM_T + row) * SPLIT * 17 + n;
                 sum[h] = from[0];
+#pragma unroll
                 for (int s = 1; s < SPLIT; s++) sum[h] = __fadd_rn(sum[h], from[s * 17]);
             }
-            if (column < OUT) {
-                size_t at = (size_t)row * OUT + column;
+            const size_t at = (size_t)row * OUT + column;
 #if SWIGLU
-                y[at] = __fdiv_rn(sum[0], 1.0f + expf(-sum[0])) * sum[1];
+            y[at] = __fdividef(sum[0], 1.0f + __expf(-sum[0])) * sum[1];
 #else
-                y[at] = residual ? __fadd_rn(residual[at], sum[0]) : sum[0];
+            y[at] = residual ? __fadd_rn(kept[j], sum[0]) : sum[0];
 #endif
-            }
         }
         tile = following;
     }

@@ -53,7 +53,11 @@ fn keys() -> Vec<KernelKey> {
         let sorted = [("KEY", acc), ("DESCENDING", "1")];
         add(kernels::SORT, &["number", "stage", "gather", "top_k"], &typed(&sorted));
     }
-    add(kernels::RMS_NORM, &["rms_norm", "add_rms_norm", "gated_rms_norm"], &[]);
+    add(
+        kernels::RMS_NORM,
+        &["rms_norm", "rms_norm_bf16", "gated_heads_bf16", "add_rms_norm", "gated_rms_norm"],
+        &[],
+    );
     let turned = [("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}"), ("H", "6"), ("KV", "2")];
     for [kv_bf16, queries, keys] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
         let which = [("KV_BF16", kv_bf16), ("QUERIES", queries), ("KEYS", keys)];
@@ -61,8 +65,10 @@ fn keys() -> Vec<KernelKey> {
     }
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
-    add(kernels::ACTIVATION, &["swiglu", "sigmoid_gate"], &[]);
+    add(kernels::ACTIVATION, &["swiglu", "swiglu_bf16", "sigmoid_gate"], &[]);
     add(kernels::EXPERTS, &["route_top_k", "combine"], &[]);
+    let choice = [("EXPERTS", "60"), ("CHOICES", "4"), ("NORMALISE", "1")];
+    add(kernels::EXPERTS, &["route_few"], &choice);
     for weight in [
         [("WEIGHT_T", "bf16"), ("DENSE", "1")].as_slice(),
         &[("BITS", "4"), ("GROUP", "64"), ("PAIR_T", "bf16"), ("DENSE", "0")],

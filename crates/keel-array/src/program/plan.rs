@@ -96,14 +96,11 @@ impl<'a> Planner<'a> {
 
     /// The place of an input that dies at kernel `i` and whose memory fits output `t` exactly.
     fn reuse(&mut self, i: usize, kernel: &Kernel, number: usize, t: usize) -> Option<Slot> {
-        if !kernel.absorbed.is_empty() {
-            // An absorbed kernel may read what the result would be written over.
-            return None;
-        }
         let output = &kernel.outputs[number];
         for (n, input) in kernel.inputs.iter().enumerate() {
             let same = input.dtype == output.dtype && input.layout == output.layout;
-            if !kernel.op.may_reuse(n, number) || !same || overlaps_another(kernel, n) {
+            if !kernel.op.may_reuse(n, number) || !same || overlaps_another(kernel, n) || absorbed(kernel, n)
+            {
                 continue;
             }
             match input.slot {
@@ -157,6 +154,12 @@ fn overlaps_another(kernel: &Kernel, n: usize) -> bool {
     let others = kernel.inputs.iter().enumerate().filter(|(m, _)| *m != n);
     let in_step = |other: &Operand| kernel.op.is_elementwise() && other.layout == this.layout;
     others.into_iter().any(|(_, other)| other.slot == this.slot && !in_step(other))
+}
+
+/// True if an absorbed kernel reads the memory of input `n`: it may do so after parts of the result are written.
+fn absorbed(kernel: &Kernel, n: usize) -> bool {
+    let slot = kernel.inputs[n].slot;
+    kernel.absorbed.iter().flat_map(Kernel::reads).any(|operand| operand.slot == slot)
 }
 
 /// Offsets of live intermediates, lowest first.

@@ -3,6 +3,7 @@
 //! | reader | producers |
 //! |---|---|
 //! | product of few rows | a norm, the gated norm of heads, a gate in front of it |
+//! | product of many rows | the same or SwiGLU, on the way to bf16 |
 //! | SwiGLU | a product of few rows |
 //! | rotation, gate | a copy of heads out of strides |
 //! | attention in decode | the rotations of queries and keys |
@@ -22,6 +23,9 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
     match (&reader.op, input) {
         (Op::Linear { weight, .. }, 0) if linear::takes_few_rows(weight, reader) => {
             enters(weight, producer) || enters_by_heads(weight, producer)
+        }
+        (Op::Linear { weight, .. }, 0) if linear::surely_through_blas(weight, reader) => {
+            enters_as_bf16(weight, producer) || enters_by_heads(weight, producer)
         }
         (Op::GatherLinear { weight }, 0) if linear::takes_few_rows(weight, reader) => {
             enters(weight, producer)
@@ -62,7 +66,7 @@ fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
     };
     let Some(&size) = producer.outputs[0].layout.shape.last() else { return false };
     let fits = match gate {
-        1 => size.is_multiple_of(8),
+        1 => size.is_multiple_of(8) && size <= HEAD_MAX,
         _ => size.is_power_of_two() && (64..=HEAD_MAX).contains(&size),
     };
     let read = match producer.maker(gate) {
@@ -76,6 +80,21 @@ fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
     let columns: usize = read.layout.shape.iter().skip(1).product();
     let plain = x.is_contiguous() && producer.maker(0).is_none() && columns == weight.cols;
     fits && aligned && plain && read.layout.offset.is_multiple_of(4)
+}
+
+/// What may come before a product of many rows, in the kernel that rounds them to bf16.
+fn enters_as_bf16(weight: &WeightSpec, producer: &Kernel) -> bool {
+    let x = &producer.inputs[0];
+    // Read 16 bytes at a time. An intermediate begins at a multiple of that; what comes from outside may not.
+    let aligned = x.layout.row_stride(1).is_some_and(|stride| stride.is_multiple_of(4))
+        && x.layout.offset.is_multiple_of(4)
+        && matches!(x.slot, Slot::Temp(_));
+    let fits = match producer.op {
+        Op::SwiGlu => producer.absorbed.is_empty(),
+        Op::RmsNorm { .. } => weight.cols <= 4 * 1024,
+        _ => false,
+    };
+    aligned && fits && producer.outputs[0].layout.shape.last() == Some(&weight.cols)
 }
 
 fn copies_heads(producer: &Kernel) -> bool {

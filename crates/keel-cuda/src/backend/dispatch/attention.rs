@@ -13,10 +13,10 @@ use keel_array::{ArrayError, AttentionSpec, DType, Kernel, Op, Regime, RopeSpec,
 const TILE: usize = 16;
 
 /// Keys that a share is worth being cut off for.
-const SHARE_KEYS: usize = 128;
+const SHARE_KEYS: usize = 64;
 
 /// Blocks that keep a device's memory busy.
-const BLOCKS_WANTED: usize = 264;
+const BLOCKS_WANTED: usize = 132;
 
 /// Shares at most: each leaves partial results in scratch.
 const SHARES_MAX: usize = 64;

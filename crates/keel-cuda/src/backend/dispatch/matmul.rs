@@ -42,6 +42,18 @@ fn matmul(call: &Call<'_>) -> Result<(), ArrayError> {
 fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayError> {
     let x = &call.inputs[0];
     let experts = x.width();
+    if experts <= 512 && k <= 32 {
+        let key = KernelKey::new(EXPERTS, "route_few")
+            .define("EXPERTS", experts)
+            .define("CHOICES", k)
+            .define("NORMALISE", u8::from(normalise));
+        let arguments = Arguments::default()
+            .pointer(x.address)
+            .pointer(call.outputs[0].address)
+            .pointer(call.outputs[1].address)
+            .u32(x.rows());
+        return call.launch(&key, Geometry::rows(x.rows().div_ceil(4), 128), arguments);
+    }
     let arguments = Arguments::default()
         .pointer(x.address)
         .pointer(call.outputs[0].address)

@@ -4,8 +4,8 @@ use super::super::{Bound, Call, Geometry};
 use super::exact::exact_tiled;
 use super::{col_tiles, packed, row_tiles, weight_key};
 use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, Product};
-use crate::kernels::{DEQUANTIZE, KernelKey};
-use keel_array::{ArrayError, WeightFormat, WeightSpec};
+use crate::kernels::{ACTIVATION, DEQUANTIZE, KernelKey, RMS_NORM};
+use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
 
 /// Bytes that the library's scratch is aligned to; the arena promises less.
 const BLAS_ALIGN: usize = 256;
@@ -26,6 +26,52 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize) -> BlasScratch {
     BlasScratch { x, w, end: end + BLAS_ALIGN }
 }
 
+/// x as bf16, behind the norm or the gate that the product has absorbed.
+fn to_bf16(weight: &WeightSpec, rows: usize, to: u64, call: &Call<'_>) -> Result<(), ArrayError> {
+    let Some(maker) = call.maker(0) else {
+        // Two columns at a time: with an odd number of columns there is no pair to end a row, nor does it matter.
+        let pairs = (rows * weight.cols).div_ceil(2);
+        let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to).u64(pairs);
+        let key =
+            KernelKey::new(DEQUANTIZE, "to_bf16").define("DIM_N", weight.rows).define("DIM_K", weight.cols);
+        return call.launch(&key, Geometry::rows(pairs.div_ceil(1024), 256), arguments);
+    };
+    let x = &maker.inputs[0];
+    let odd = |operand: &&Bound<'_>| !operand.address.is_multiple_of(16);
+    if let Some(odd) = maker.inputs.iter().filter(|operand| operand.address != 0).find(odd) {
+        let shape = &odd.layout.shape;
+        return Err(
+            call.error(format!("{shape} does not begin at a multiple of 16 bytes; make it contiguous"))
+        );
+    }
+    let heads = |gate: Bound<'_>, norm: u64, eps: f32| {
+        let (row, head) = gate.head_strides();
+        let (size, count) = (gate.width(), weight.cols / gate.width());
+        let arguments = Arguments::default().pointer(x.address).pointer(gate.address).u64(row).u64(head);
+        let arguments = arguments.pointer(norm).pointer(to).u32(rows * count).u32(count).u32(size).f32(eps);
+        let blocks = (rows * count).div_ceil(8);
+        call.launch(&KernelKey::new(RMS_NORM, "gated_heads_bf16"), Geometry::rows(blocks, 256), arguments)
+    };
+    match maker.kernel.op {
+        Op::SwiGlu => {
+            let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1));
+            let arguments = arguments.pointer(to).u64(rows).u32(weight.cols);
+            let blocks = (rows * weight.cols / 8).div_ceil(256);
+            call.launch(&KernelKey::new(ACTIVATION, "swiglu_bf16"), Geometry::rows(blocks, 256), arguments)
+        }
+        Op::RmsNorm { eps } => {
+            let norm = maker.inputs[1].address;
+            let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1)).pointer(norm);
+            let arguments = arguments.pointer(to).u32(weight.cols).f32(eps.get());
+            let block = (weight.cols / 4).next_multiple_of(32);
+            call.launch(&KernelKey::new(RMS_NORM, "rms_norm_bf16"), Geometry::rows(rows, block), arguments)
+        }
+        Op::GatedRmsNorm { eps } => heads(maker.strided(2), maker.inputs[1].address, eps.get()),
+        Op::SigmoidGate => heads(maker.strided(1), 0, 0.0),
+        ref op => unreachable!("{} is not absorbed by a product of many rows", op.name()),
+    }
+}
+
 pub(super) fn through_blas(
     weight: &WeightSpec,
     residual: Option<&Bound<'_>>,
@@ -35,11 +81,7 @@ pub(super) fn through_blas(
     let scratch = blas_scratch(weight, rows);
     let own = call.scratch.next_multiple_of(BLAS_ALIGN as u64);
     let (x, mut w) = (own + scratch.x as u64, call.inputs[1].address);
-    // Two columns at a time: with an odd number of columns there is no pair to end a row, nor does it matter.
-    let pairs = (rows * weight.cols).div_ceil(2);
-    let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(x).u64(pairs);
-    let key = KernelKey::new(DEQUANTIZE, "to_bf16").define("DIM_N", weight.rows).define("DIM_K", weight.cols);
-    call.launch(&key, Geometry::rows(pairs.div_ceil(1024), 256), arguments)?;
+    to_bf16(weight, rows, x, call)?;
     if let WeightFormat::Affine { .. } = weight.format {
         w = own + scratch.w as u64;
         let tiles = row_tiles(weight) * col_tiles(weight);
@@ -58,6 +100,7 @@ pub(super) fn through_blas(
     // What the library refuses, our own kernel multiplies, more slowly.
     match call.multiply(product, (x, w, y.address), own) {
         Ok(()) => Ok(()),
+        Err(error) if call.maker(0).is_some() => Err(call.error(error.to_string())),
         Err(error) => {
             tracing::debug!("{error}; multiplied without cuBLASLt");
             exact_tiled(weight, residual, rows, call)

@@ -141,7 +141,8 @@ impl<'a> FewRows<'a> {
         let gathers = self.experts.is_some();
         let fused = is_fused(self.weight, self.rows(), gathers);
         let rows = if gathers { 1 } else { self.rows() };
-        let tuning = Tuning::of(self.weight, rows, self.gated, gathers).for_device(&call.gpu.device);
+        let tuning = Tuning::of(self.weight, rows, self.gated, gathers);
+        let tuning = tuning.for_device(&call.gpu.device, |tuning| self.shared_bytes(tuning, rows, fused));
         let key = self.key(&tuning, rows, fused);
         let mut x = self.x.address;
         if !fused {

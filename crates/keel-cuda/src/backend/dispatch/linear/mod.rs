@@ -123,6 +123,13 @@ pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel) -> bool {
         }
 }
 
+/// Whether cuBLASLt surely takes a product, so that x is needed as bf16 alone.
+pub(super) fn surely_through_blas(weight: &WeightSpec, kernel: &Kernel) -> bool {
+    let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
+    let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
+    rows > TILED_ROWS_MAX && arithmetic(weight) != Arithmetic::Exact && even(weight.rows) && even(weight.cols)
+}
+
 /// SwiGLU behind a product of few rows, in one kernel.
 pub(super) fn gated_linear(call: &Call<'_>) -> Result<(), ArrayError> {
     let Some(product) = call.maker(0) else { unreachable!("the product was absorbed") };

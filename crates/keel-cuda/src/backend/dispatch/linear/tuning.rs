@@ -23,17 +23,18 @@ pub(super) struct Tuning {
     pub blocks_min: usize,
 }
 
+/// Row tiles beyond which a product is large: more than a device has blocks for at a time.
+const LARGE: usize = 4 * BLOCKS_WANTED;
+
 impl Tuning {
     pub fn of(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool) -> Tuning {
         let tiles = col_tiles(weight);
         let plain = Tuning { split: 1, unit: 4, passes: 1, row_warps: 1, stages: 0, blocks_min: 1 };
-        let WeightFormat::Affine { bits, group_size, .. } = weight.format else {
+        let WeightFormat::Affine { bits, .. } = weight.format else {
             let unit = if gated { 1 } else { 2 };
             let passes = if gathers { 1 } else { passes(weight, rows) };
             return Tuning { split: divisor(tiles.div_ceil(unit), 5, 8), unit, passes, ..plain };
         };
-        // Groups of 128 lie over two tiles.
-        let unit_min = if group_size == 128 { 2 } else { 1 };
         if gathers {
             let split = divisor(tiles.div_ceil(2), 4, 4);
             // Short columns leave a block of one row tile too few warps.
@@ -42,23 +43,36 @@ impl Tuning {
             return Tuning { split, unit: 2, row_warps, stages, ..plain };
         }
         if gated {
-            let split = divisor(tiles.div_ceil(unit_min), 5, 10);
-            let passes = if rows == 1 && row_tiles(weight) > 4 * BLOCKS_WANTED { 2 } else { 1 };
-            return Tuning { split, unit: unit_min, passes, stages: 4, ..plain };
+            let (split, stages) = if tiles < 64 { (10, 2) } else { (8, 3) };
+            let split = divisor(tiles.div_ceil(2), 5, split);
+            let passes = if rows == 1 && row_tiles(weight) > LARGE { 2 } else { 1 };
+            return Tuning { split, unit: 2, passes, stages, ..plain };
         }
         if weight.cols > 8192 && weight.rows < 5000 {
             let split = divisor(tiles.div_ceil(2), 12, 18);
-            let blocks_min = if rows <= 8 { 2 } else { 1 };
-            return Tuning { split, unit: 2, stages: if tiles <= 144 { 4 } else { 3 }, blocks_min, ..plain };
+            let (stages, blocks_min) = (if tiles <= 144 { 3 } else { 4 }, if rows <= 8 { 2 } else { 1 });
+            return Tuning { split, unit: 2, stages, blocks_min, ..plain };
         }
-        let unit = if bits == 8 { 2 } else { 4 };
-        let (split, blocks_min) = (divisor(tiles.div_ceil(unit), 5, 8), if rows > 1 { 3 } else { 1 });
+        // Large products go through shared memory, in units that leave each warp two of a row tile.
+        let large = row_tiles(weight) > LARGE && row_tiles(weight) < 8 * BLOCKS_WANTED;
+        let (unit, most) = match bits {
+            _ if large && tiles < 64 => (2, 10),
+            8 => (2, 8),
+            _ => (4, 8),
+        };
+        let (split, blocks_min) = (divisor(tiles.div_ceil(unit), 5, most), if rows > 1 { 3 } else { 1 });
+        if large && rows == 1 {
+            let stages = if tiles < 64 { 2 } else { 3 };
+            return Tuning { split, unit, passes: 2, stages, blocks_min, ..plain };
+        }
         Tuning { split, unit, passes: passes(weight, rows), blocks_min, ..plain }
     }
 
-    /// Without what the device does not have: fetches through shared memory came with Hopper.
-    pub fn for_device(self, device: &Device) -> Tuning {
-        if device.capability >= (9, 0) { self } else { Tuning { stages: 0, ..self } }
+    /// Without what the device does not have: fetches through shared memory came with Hopper, and not every device has room
+    /// for them.
+    pub fn for_device(self, device: &Device, shared_bytes: impl Fn(&Tuning) -> usize) -> Tuning {
+        let takes = device.capability >= (9, 0) && shared_bytes(&self) <= device.shared_bytes_max;
+        if takes { self } else { Tuning { stages: 0, ..self } }
     }
 
     /// Warps of a block.

@@ -1,0 +1,144 @@
+//! The failures that the design makes impossible, on a GPU, freed memory poisoned. Needs one: `KEEL_TEST_CUDA=1`.
+
+use keel_array::{Array, CudaSource, CustomKernel, DType, Runtime, RuntimeOptions, Shape};
+use keel_cuda::{CudaBackend, CudaOptions};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A runtime on a GPU; `None` where there is none to be tested.
+fn runtime() -> Option<Runtime> {
+    if std::env::var_os("KEEL_TEST_CUDA").is_none() {
+        eprintln!("skipped: set KEEL_TEST_CUDA=1 on a machine with a GPU");
+        return None;
+    }
+    let options = CudaOptions { poison_freed: true, ..CudaOptions::default() };
+    let backend = CudaBackend::new(&options).expect("a GPU");
+    Some(Runtime::new(Arc::new(backend), RuntimeOptions::default()))
+}
+
+fn counting(runtime: &Runtime, shape: &[usize]) -> Array {
+    let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| i as f32).collect();
+    Array::from_slice(runtime, &values, shape).expect("memory")
+}
+
+/// Failure 1: a slice that outlives its parent pins no more than twice what it shows.
+#[test]
+fn tails_of_chunks_do_not_pin_the_chunks() {
+    let Some(runtime) = runtime() else { return };
+    let mut growth = Vec::new();
+    let mut kept = Vec::new();
+    for i in 0..20 {
+        let first = Array::full(&runtime, [1], DType::F32, i as f32).expect("an addressable shape");
+        let input = counting(&runtime, &[512, 64]).add(&first).expect("shapes broadcast");
+        input.eval().expect("a chunk runs");
+        let tail = input.slice(&[510, 0], &[512, 64]).expect("within the chunk");
+        tail.eval().expect("a slice runs");
+        drop(input);
+        kept.push(tail);
+        growth.push(runtime.ledger().active().total());
+    }
+    let tail_bytes = kept[0].bytes() as u64;
+    assert!(growth[1..].windows(2).all(|pair| pair[1] - pair[0] == tail_bytes), "{growth:?}");
+    for (i, tail) in kept.iter().enumerate() {
+        let want: Vec<f32> = (510 * 64..512 * 64).map(|x| x as f32 + i as f32).collect();
+        assert_eq!(tail.to_vec::<f32>().expect("evaluated"), want);
+    }
+}
+
+/// Failure 3: an evaluated array has no parents.
+#[test]
+fn the_last_handle_frees_at_once() {
+    let Some(runtime) = runtime() else { return };
+    let active = || runtime.ledger().active().total();
+    let (x, w) = (counting(&runtime, &[64, 64]), counting(&runtime, &[64, 64]));
+    let bytes = x.bytes() as u64;
+    let y = x.matmul(&w).and_then(|y| y.softmax(1)).and_then(|y| y.matmul(&x)).expect("extents fit");
+    drop((x, w));
+    y.eval().expect("a graph runs");
+    runtime.clear_cache();
+    assert_eq!(active(), bytes, "an evaluated array holds itself");
+    drop(y);
+    assert_eq!(active(), 0);
+}
+
+const KERNELS: usize = 64;
+const ELEMENTS: usize = 1000;
+
+/// `z = (3 x + 5 y) mod 2^24`: the order of two launches and a stale operand both change the bits.
+fn step(x: u32, y: u32) -> u32 {
+    x.wrapping_mul(3).wrapping_add(y.wrapping_mul(5)) & 0xff_ffff
+}
+
+fn kernel() -> CustomKernel {
+    let source = CudaSource {
+        inputs: vec!["x".into(), "y".into()],
+        outputs: vec!["z".into()],
+        header: String::new(),
+        body: "const u32 i = blockIdx.x * blockDim.x + threadIdx.x;\n\
+               if (i < x_size) z[i] = (3u * x[i] + 5u * y[i]) & 0xffffffu;"
+            .into(),
+        constants: Vec::new(),
+        grid: [ELEMENTS.div_ceil(128), 1, 1],
+        block: [128, 1, 1],
+        shared_bytes: 0,
+        any_strides: false,
+    };
+    CustomKernel::cuda("step", vec![(Shape::from([ELEMENTS]), DType::U32)], 0.0, source)
+}
+
+/// 64 kernels, each on the two results before it, `between` done to each result, all handles but the last dropped; and
+/// the value.
+fn graph(runtime: &Runtime, round: usize, between: impl Fn(&Array)) -> (Array, Vec<u32>) {
+    let kernel = kernel();
+    let values = |seed: usize| -> Vec<u32> { (0..ELEMENTS).map(|i| (i * 7 + seed) as u32).collect() };
+    let (mut x, mut y) = (values(round), values(round + 50));
+    let array = |values: &[u32]| Array::from_slice(runtime, values, [ELEMENTS]).expect("there is memory");
+    let (mut lazy_x, mut lazy_y) = (array(&x), array(&y));
+    for _ in 0..KERNELS {
+        let lazy_z = kernel.apply(&[&lazy_x, &lazy_y]).expect("one runtime").remove(0);
+        between(&lazy_z);
+        (lazy_x, lazy_y) = (lazy_y, lazy_z);
+        let z = x.iter().zip(&y).map(|(x, y)| step(*x, *y)).collect();
+        (x, y) = (y, z);
+    }
+    (lazy_y, y)
+}
+
+/// Failure 4: kernels composed in one lazy graph, their handles dropped while the work is in flight.
+#[test]
+fn sixty_four_kernels_compose_a_thousand_times() {
+    let Some(runtime) = runtime() else { return };
+    for round in 0..1000 {
+        let (result, want) = graph(&runtime, round, |_| ());
+        runtime.async_eval(&[&result]).expect("the graph is submitted");
+        // Takes the memory of whatever was freed too early.
+        let _others = Array::full(&runtime, [ELEMENTS], DType::F32, f32::NAN).expect("an addressable shape");
+        assert_eq!(result.to_vec::<u32>().expect("the graph runs"), want, "round {round}");
+    }
+    let time = |between: &dyn Fn(&Array)| {
+        let start = Instant::now();
+        for round in 0..100 {
+            graph(&runtime, round, between).0.eval().expect("the graph runs");
+        }
+        start.elapsed().as_secs_f64() * 1e4
+    };
+    let (composed, apart) = (time(&|_| ()), time(&|x| x.eval().expect("a kernel runs")));
+    eprintln!("64 kernels composed: {composed:.0} us; evaluated one by one: {apart:.0} us");
+    runtime.clear_cache();
+    assert_eq!(runtime.ledger().active().total(), 0);
+}
+
+/// Failure 5: a graph that grows without end is submitted piece by piece.
+#[test]
+fn a_graph_past_its_bounds_is_submitted_by_itself() {
+    let Some(runtime) = runtime() else { return };
+    let (mut x, one) =
+        (counting(&runtime, &[33]), Array::full(&runtime, [33], DType::F32, 1.0).expect("a shape"));
+    for _ in 0..20_000 {
+        x = x.add(&one).expect("shapes fit");
+        assert!(runtime.pending_ops() <= RuntimeOptions::default().pending_ops + 1);
+    }
+    assert!(runtime.submissions() > 1);
+    let want: Vec<f32> = (0..33).map(|i| (i + 20_000) as f32).collect();
+    assert_eq!(x.to_vec::<f32>().expect("a graph runs"), want);
+}
