@@ -189,12 +189,43 @@ impl HybridModel {
         layers: &[LayerStorage],
         step: &StepContext,
     ) -> Result<Array> {
-        let embedded = head.embedding_norm.apply(&next_tokens.embedding(&self.embedding)?)?;
-        let hidden = head.hidden_norm.apply(hidden)?;
-        let mut x = Array::concatenate(&[&embedded, &hidden], -1)?.linear(&head.fc)?;
+        let mut x = self.mtp_input(head, hidden, next_tokens)?;
         for (block, storage) in head.blocks.iter().zip(layers) {
             x = block.apply(&x, storage, step)?;
         }
         Ok(head.norm.apply(&x)?)
+    }
+
+    /// As [`HybridModel::mtp_hidden`], for the head's keys and values alone: the rest of its last layer is not run. The
+    /// result, f32 `[T, H D]`, means nothing.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn mtp_remember(
+        &self,
+        head: &MtpHead,
+        hidden: &Array,
+        next_tokens: &Array,
+        layers: &[LayerStorage],
+        step: &StepContext,
+    ) -> Result<Array> {
+        let mut x = self.mtp_input(head, hidden, next_tokens)?;
+        let (Some((last, blocks)), Some((storage, before))) = (head.blocks.split_last(), layers.split_last())
+        else {
+            unreachable!("a head has a layer")
+        };
+        for (block, storage) in blocks.iter().zip(before) {
+            x = block.apply(&x, storage, step)?;
+        }
+        let (Mixer::Attention(mixer), LayerStorage::Attention(pool)) = (&last.mixer, storage) else {
+            unreachable!("the layers of a head attend to everything before")
+        };
+        Ok(mixer.remember(&last.mixer_norm.apply(&x)?, pool, step)?)
+    }
+
+    fn mtp_input(&self, head: &MtpHead, hidden: &Array, next_tokens: &Array) -> Result<Array> {
+        let embedded = head.embedding_norm.apply(&next_tokens.embedding(&self.embedding)?)?;
+        let hidden = head.hidden_norm.apply(hidden)?;
+        Ok(Array::concatenate(&[&embedded, &hidden], -1)?.linear(&head.fc)?)
     }
 }

@@ -161,7 +161,14 @@ impl Stepper {
                     (logits, self.results.logits.prefix(shape.rows)?),
                 ]
             }
-            Outcome::Draft | Outcome::HeadState => self.trace_draft(model, layers, shape, &context)?,
+            Outcome::Draft => self.trace_draft(model, layers, shape, &context)?,
+            Outcome::HeadState => {
+                let head = model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
+                let own = &layers[model.blocks.len()..];
+                let rows = model.mtp_remember(head, &self.draft_input(shape)?, &tokens, own, &context)?;
+                let last = rows.take(&self.staging.last_rows.prefix(1)?)?;
+                vec![(last, self.results.draft()?.remembered.clone())]
+            }
             Outcome::Commit { windows, states } => {
                 let results = model.commit(layers, &context, (windows, states))?.into_iter();
                 let sum = results.map(Ok).reduce(|sum, y| sum?.add(&y?));
@@ -208,17 +215,19 @@ impl Stepper {
         shape: StepShape,
         context: &StepContext,
     ) -> Result<Pairs> {
-        let results = self.results.draft()?;
-        let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
-        let (input, tokens) = (head.hidden.prefix(shape.rows)?, self.staging.tokens.prefix(shape.rows)?);
-        let hidden = trace_mtp(model, layers, (&input, &tokens), context)?;
+        let tokens = self.staging.tokens.prefix(shape.rows)?;
+        let hidden = trace_mtp(model, layers, (&self.draft_input(shape)?, &tokens), context)?;
         let last = hidden.take(&self.staging.last_rows.prefix(shape.sequences)?)?;
-        let mut pairs = Vec::new();
-        if shape.outcome == Outcome::Draft {
-            pairs.push((model.logits(&last)?, self.results.logits.prefix(shape.sequences)?));
-        }
-        pairs.push((last, results.head.prefix(shape.sequences)?));
-        Ok(pairs)
+        Ok(vec![
+            (model.logits(&last)?, self.results.logits.prefix(shape.sequences)?),
+            (last, self.results.draft()?.head.prefix(shape.sequences)?),
+        ])
+    }
+
+    /// Hidden states for rows of the head.
+    fn draft_input(&self, shape: StepShape) -> Result<Array> {
+        let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
+        Ok(head.hidden.prefix(shape.rows)?)
     }
 
     /// The step over the rows given, ready to run.

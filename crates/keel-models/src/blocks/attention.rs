@@ -46,6 +46,29 @@ impl Attention {
         pool: &KvPool,
         step: &StepContext,
     ) -> Result<Array> {
+        let (mut mixed, gate) = self.mix(x, pool, step)?;
+        if let Some(gate) = gate {
+            mixed = mixed.sigmoid_gate(&gate)?;
+        }
+        let mixed = mixed.reshape([x.shape()[0], self.heads * self.head_dim])?;
+        match residual {
+            Some(residual) => self.output.apply_onto(&mixed, residual),
+            None => self.output.apply_wide(&mixed),
+        }
+    }
+
+    /// Writes the keys and values of x `[T, hidden]`, already normed, for later rows. The result, f32 `[T, H D]`, is what the
+    /// rows themselves would go on with.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn remember(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<Array> {
+        let (mixed, _) = self.mix(x, pool, step)?;
+        mixed.reshape([x.shape()[0], self.heads * self.head_dim])
+    }
+
+    /// What the heads see, f32 `[T, H, D]`, and the gate on it.
+    fn mix(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<(Array, Option<Array>)> {
         let (tokens, d) = (x.shape()[0], self.head_dim);
         let parts = self.projection.apply(x)?;
         let (query, gate) = if self.gated {
@@ -59,15 +82,7 @@ impl Attention {
         let value = parts[2].reshape([tokens, self.kv_heads, d])?;
         let spec = AttentionSpec { scale: Real::from(self.scale), window: self.window, regime: step.regime };
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
-        let mut mixed = query.paged_attention(&key, &value, pool, batch, spec)?;
-        if let Some(gate) = gate {
-            mixed = mixed.sigmoid_gate(&gate)?;
-        }
-        let mixed = mixed.reshape([tokens, self.heads * d])?;
-        match residual {
-            Some(residual) => self.output.apply_onto(&mixed, residual),
-            None => self.output.apply_wide(&mixed),
-        }
+        Ok((query.paged_attention(&key, &value, pool, batch, spec)?, gate))
     }
 
     /// The rotary embedding of heads `[T, heads, D]`, normed first where the model does so.
