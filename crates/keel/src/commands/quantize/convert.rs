@@ -59,7 +59,7 @@ fn from_checkpoint(
         let (report, section) = write_safetensors(&dense, target, checkpoint.metadata(), &form, progress)?;
         copy_side_files(folder, target)?;
         write_config(target, checkpoint.config(), section)?;
-        return Ok(report);
+        return Ok(QuantizeReport { source_bytes: checkpoint.total_bytes(), ..report });
     };
     let config = keel_models::read_config(checkpoint.config())?;
     let tensors = CheckpointAsGguf::new(checkpoint, &config)?;
@@ -74,7 +74,8 @@ fn from_checkpoint(
     } else {
         metadata.string("tokenizer.ggml.model", "none");
     }
-    Ok(write_gguf(&tensors, target, metadata, recipe, progress)?)
+    let report = write_gguf(&tensors, target, metadata, recipe, progress)?;
+    Ok(QuantizeReport { source_bytes: checkpoint.total_bytes(), ..report })
 }
 
 fn from_gguf(
@@ -102,5 +103,6 @@ fn from_gguf(
         }
     }
     write_config(target, &json, section)?;
-    Ok(report)
+    let source_bytes = file.header().tensors().values().map(|entry| entry.range.len() as u64).sum();
+    Ok(QuantizeReport { source_bytes, ..report })
 }
