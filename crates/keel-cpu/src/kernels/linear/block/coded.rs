@@ -2,13 +2,14 @@
 //!
 //! With `w = s (l - z) + o` and `x = c p` the sum over a group is `s c (sum(l p) - z sum(p)) + o c sum(p)`. The first
 //! factor is exact in i32, starting from `-z sum(p)`, which is made when the row is quantised, as is `c sum(p)`.
-//! A group's conversion to f32 is spread between the dot products of the next one, see [`super::int8_overlapped`].
+//! A group's conversion to f32 is spread between the dot products of the next one, see [`super::complete`].
 //!
 //! Floor: reading the tiles; for many rows 4 or 8 dot products a group and 2 or 3 multiply-adds on the same units.
 
 use super::super::coding::{Coding, Scales};
 use super::super::format::{BLOCK, TILE_ROWS};
 use super::super::lanes::Lanes;
+use super::complete::Complete;
 use super::unpack::{for_each_quad, quad};
 use super::{Block, PAIR};
 use keel_array::BlockFormat;
@@ -93,37 +94,6 @@ impl<S: Lanes> Params<S> {
     }
 }
 
-/// A group whose dots are complete.
-struct Complete<S: Lanes, const M: usize> {
-    dots: [[S::I; PAIR]; M],
-    scale: [S::F; PAIR],
-    offset: [S::F; PAIR],
-    /// `(c, c sum(p))`, or `(c, -z sum(p))`, of each row.
-    rows: *const [f32; 2],
-}
-
-impl<S: Lanes, const M: usize> Complete<S, M> {
-    /// Adds the share of the group's sums that goes with quad `q` of `quads`.
-    ///
-    /// # Safety
-    /// As [`Lanes`]; `rows` has `M` rows.
-    #[inline(always)]
-    unsafe fn add_share(&self, coding: &Coding, q: usize, quads: usize, sums: &mut [[S::F; PAIR]; M]) {
-        for i in q * M * PAIR / quads..(q + 1) * M * PAIR / quads {
-            let (m, t) = (i / PAIR, i % PAIR);
-            // SAFETY: as the caller promises.
-            unsafe {
-                let [row_scale, row_sum] = *self.rows.add(m);
-                let scaled = S::mul(S::to_f32(self.dots[m][t]), self.scale[t]);
-                sums[m][t] = S::fma(scaled, S::splat(row_scale), sums[m][t]);
-                if coding.scales.has_offset() {
-                    sums[m][t] = S::fma(self.offset[t], S::splat(row_sum), sums[m][t]);
-                }
-            }
-        }
-    }
-}
-
 /// # Safety
 /// As [`Lanes`]; `block` describes weights in the coding `C` and `M` rows of activations quantised for it.
 #[inline(always)]
@@ -137,15 +107,9 @@ pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>)
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
         super::ask_for_results::<S, M>(block);
-        let (nothing, none) = (S::splat(0.0), [[0.0; 2]; M]);
-        let mut sums = [[nothing; PAIR]; M];
-        // Zeros before the first group: sums that start at zero stay zero.
-        let mut last = Complete::<S, M> {
-            dots: [[S::splat_i(0); PAIR]; M],
-            scale: [nothing; PAIR],
-            offset: [nothing; PAIR],
-            rows: none.as_ptr(),
-        };
+        let none = [[0.0; 2]; M];
+        let mut sums = [[S::splat(0.0); PAIR]; M];
+        let mut last = Complete::<S, M>::nothing(&none);
         while left < end {
             let params = [left, right].map(|tile| tile.add(TILE_ROWS * coding.code_bytes()));
             let params = [Params::<S>::load(coding, params[0]), Params::<S>::load(coding, params[1])];
@@ -166,7 +130,7 @@ pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>)
             }
             (left, right) = (left.add(unit), right.add(unit));
         }
-        last.add_share(coding, 0, 1, &mut sums);
+        last.add_share(coding.scales.has_offset(), 0, 1, &mut sums);
         super::store::<S, M>(block, &sums);
     }
 }
@@ -208,7 +172,7 @@ unsafe fn group<S: Lanes, C: Coded, const M: usize, const FIRST: usize, const EN
                         };
                     }
                 }
-                last.add_share(coding, J - FIRST, END - FIRST, sums);
+                last.add_share(coding.scales.has_offset(), J - FIRST, END - FIRST, sums);
             }
         });
         let ([left_scale, left_offset], [right_scale, right_offset]) =

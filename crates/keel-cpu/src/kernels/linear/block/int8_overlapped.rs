@@ -1,8 +1,8 @@
 //! Affine weights against activations quantised to i8, for many rows: bound by arithmetic.
 //!
 //! The sums are those of [`super::int8`], operation by operation, in another order of time: what a group's integer
-//! dots become in f32 is worked off one element at a time between the dot products of the next group. Done at once
-//! it leaves the dot product units idle, since processors do not look far enough ahead to start the next group.
+//! dots become in f32 is worked off one element at a time between the dot products of the next group, see
+//! [`super::complete`].
 //!
 //! Floor: for each row, tile and group of 64, 16 dot products and 3 multiply-adds on the same units, so 84% of the
 //! dot products' peak. Twelve dots of a group and twelve of the one before leave registers for the weights.
@@ -10,46 +10,9 @@
 use super::super::WeightFormat;
 use super::super::format::{BLOCK, TILE_ROWS};
 use super::super::lanes::Lanes;
+use super::complete::Complete;
 use super::unpack::{for_each_quad, params, quad};
 use super::{Block, PAIR};
-
-/// A group whose dots are complete.
-struct Complete<S: Lanes, const M: usize> {
-    dots: [[S::I; PAIR]; M],
-    scale: [S::F; PAIR],
-    bias: [S::F; PAIR],
-    /// `(c, c * sum p)` of each row.
-    rows: *const [f32; 2],
-}
-
-impl<S: Lanes, const M: usize> Complete<S, M> {
-    /// Adds the group to the sums of tile `t` of row `m`.
-    ///
-    /// # Safety
-    /// As [`Lanes`]; `rows` has row `m`.
-    #[inline(always)]
-    unsafe fn add(&self, m: usize, t: usize, sums: &mut [[S::F; PAIR]; M]) {
-        // SAFETY: as the caller promises.
-        unsafe {
-            let [row_scale, row_sum] = *self.rows.add(m);
-            let scaled = S::mul(S::to_f32(self.dots[m][t]), self.scale[t]);
-            let sum = S::fma(scaled, S::splat(row_scale), sums[m][t]);
-            sums[m][t] = S::fma(self.bias[t], S::splat(row_sum), sum);
-        }
-    }
-
-    /// The share of that work which goes with quad `q` of `quads`.
-    ///
-    /// # Safety
-    /// As [`Lanes`]; `rows` has `M` rows.
-    #[inline(always)]
-    unsafe fn add_share(&self, q: usize, quads: usize, sums: &mut [[S::F; PAIR]; M]) {
-        for i in q * M * PAIR / quads..(q + 1) * M * PAIR / quads {
-            // SAFETY: as the caller promises.
-            unsafe { self.add(i / PAIR, i % PAIR, sums) }
-        }
-    }
-}
 
 /// # Safety
 /// As [`Lanes`]; `block` describes affine weights of `BITS` bits in groups of `GROUP` and `M` rows of quantised
@@ -64,15 +27,9 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const GROUP: usize, const
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
         super::ask_for_results::<S, M>(block);
-        let (nothing, none) = (S::splat(0.0), [[0.0; 2]; M]);
-        let mut sums = [[nothing; PAIR]; M];
-        // Zeros before the first group: sums that start at zero stay zero.
-        let mut last = Complete::<S, M> {
-            dots: [[S::splat_i(0); PAIR]; M],
-            scale: [nothing; PAIR],
-            bias: [nothing; PAIR],
-            rows: none.as_ptr(),
-        };
+        let none = [[0.0; 2]; M];
+        let mut sums = [[S::splat(0.0); PAIR]; M];
+        let mut last = Complete::<S, M>::nothing(&none);
         let mut ahead = block.ahead;
         while left < end {
             if let Some(ahead) = ahead.as_mut() {
@@ -91,7 +48,7 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const GROUP: usize, const
                                 dots[0] = S::dot_u8_i8::<BITS>(dots[0], w[0], x);
                                 dots[1] = S::dot_u8_i8::<BITS>(dots[1], w[1], x);
                             }
-                            last.add_share($part * 8 + J, GROUP / 4, &mut sums);
+                            last.add_share(true, $part * 8 + J, GROUP / 4, &mut sums);
                         });
                     }
                 };
@@ -105,13 +62,13 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const GROUP: usize, const
             last = Complete {
                 dots,
                 scale: [params::<S>(at[0], float), params::<S>(at[1], float)],
-                bias: [params::<S>(at[0].add(biases), float), params::<S>(at[1].add(biases), float)],
+                offset: [params::<S>(at[0].add(biases), float), params::<S>(at[1].add(biases), float)],
                 rows: x.add(M * GROUP).cast(),
             };
             x = x.add(M * (GROUP + size_of::<[f32; 2]>()));
             (left, right) = (left.add(unit), right.add(unit));
         }
-        last.add_share(0, 1, &mut sums);
+        last.add_share(true, 0, 1, &mut sums);
         super::store::<S, M>(block, &sums);
     }
 }

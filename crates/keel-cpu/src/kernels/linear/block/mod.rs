@@ -18,6 +18,7 @@ mod affine_f32;
 mod amx;
 mod amx_bf16;
 mod coded;
+mod complete;
 mod dense;
 mod dispatch;
 mod int8;
