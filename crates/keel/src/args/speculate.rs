@@ -50,8 +50,8 @@ impl FromStr for Speculate {
 }
 
 impl SpeculateArgs {
-    /// How a checkpoint is run; `None` is without speculation. On a GPU, where its text was not yet compared with that
-    /// of plain decoding, auto is off.
+    /// How a checkpoint is run; `None` is without speculation. On a GPU, where the built-in model gains nothing by it and
+    /// no larger one was timed, auto is off.
     ///
     /// # Errors
     /// If drafts are asked for and there is no head, or optimism without drafts.
