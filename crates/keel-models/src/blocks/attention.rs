@@ -46,7 +46,7 @@ impl Attention {
         pool: &KvPool,
         step: &StepContext,
     ) -> Result<Array> {
-        let (mut mixed, gate) = self.mix(x, pool, step)?;
+        let (mut mixed, gate) = self.mix(x, pool, step, self.window)?;
         if let Some(gate) = gate {
             mixed = mixed.sigmoid_gate(&gate)?;
         }
@@ -57,18 +57,24 @@ impl Attention {
         }
     }
 
-    /// Writes the keys and values of x `[T, hidden]`, already normed, for later rows. The result, f32 `[T, H D]`, is what the
-    /// rows themselves would go on with.
+    /// Writes the keys and values of x `[T, hidden]`, already normed, for later rows. The result, f32 `[T, H D]`, is there to be
+    /// evaluated: what the heads see is of no use, so each row looks at itself alone.
     ///
     /// # Errors
     /// If the operands do not fit.
     pub fn remember(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<Array> {
-        let (mixed, _) = self.mix(x, pool, step)?;
+        let (mixed, _) = self.mix(x, pool, step, Some(1))?;
         mixed.reshape([x.shape()[0], self.heads * self.head_dim])
     }
 
-    /// What the heads see, f32 `[T, H, D]`, and the gate on it.
-    fn mix(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<(Array, Option<Array>)> {
+    /// What the heads see within `window`, f32 `[T, H, D]`, and the gate on it.
+    fn mix(
+        &self,
+        x: &Array,
+        pool: &KvPool,
+        step: &StepContext,
+        window: Option<usize>,
+    ) -> Result<(Array, Option<Array>)> {
         let (tokens, d) = (x.shape()[0], self.head_dim);
         let parts = self.projection.apply(x)?;
         let (query, gate) = if self.gated {
@@ -80,7 +86,7 @@ impl Attention {
         let query = self.turn(&query, self.q_norm.as_ref(), step)?;
         let key = self.turn(&parts[1].reshape([tokens, self.kv_heads, d])?, self.k_norm.as_ref(), step)?;
         let value = parts[2].reshape([tokens, self.kv_heads, d])?;
-        let spec = AttentionSpec { scale: Real::from(self.scale), window: self.window, regime: step.regime };
+        let spec = AttentionSpec { scale: Real::from(self.scale), window, regime: step.regime };
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
         Ok((query.paged_attention(&key, &value, pool, batch, spec)?, gate))
     }
