@@ -8,24 +8,16 @@ use common::{all_logits, exact, expected, fixture, relative_error, runtime};
 use keel_engine::Engine;
 use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint, GgufParameters};
 use keel_models::loading::{CheckpointParameters, Parameters};
+use keel_testkit::fixtures::{HYBRID, PLAIN};
 use keel_weights::Checkpoint;
 use keel_weights::gguf::GgufFile;
 use keel_weights::quantize::{GgufRecipe, SafetensorsForm, write_config, write_gguf, write_safetensors};
 use serde_json::Value;
 
 /// Fixtures that GGUF files can hold: all but those whose layers turn their input.
-const HELD: [&str; 10] = [
-    "llama",
-    "qwen3",
-    "qwen3_moe",
-    "gemma3_text",
-    "qwen3_5",
-    "qwen3_5_real_head_dims",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "qwen3_5_mlx_4bit",
-    "qwen3_5_moe_mlx_4bit",
-];
+fn held() -> impl Iterator<Item = &'static str> {
+    HYBRID.into_iter().chain(PLAIN)
+}
 
 fn check(name: &str, form: &str, folder: &Path, parameters: &dyn Parameters, json: &Value) {
     let mut engine = Engine::load(&runtime(2), parameters, json, exact(), &|_| ())
@@ -69,7 +61,7 @@ fn there_and_back(name: &str, folder: &Path, scratch: &Path) {
 #[test]
 fn fixtures_survive_the_way_there_and_back() {
     let scratch = tempfile::tempdir().expect("a temporary folder");
-    for name in HELD {
+    for name in held() {
         if let Some(folder) = fixture(name) {
             there_and_back(name, &folder, scratch.path());
         }
