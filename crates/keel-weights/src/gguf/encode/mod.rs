@@ -125,8 +125,10 @@ mod tests {
     }
 
     proptest! {
+        /// The search asks for the least mean square and may give up a single value for it, so the mean square is what is bounded:
+        /// the plain step is among those tried.
         #[test]
-        fn values_come_back_within_a_step(
+        fn values_come_back_within_the_plain_step_in_the_mean_square(
             values in proptest::collection::vec(-3.0f32..3.0, 256),
             exponent in -30i32..12,
             format in proptest::sample::select(&WRITTEN[..]),
@@ -134,18 +136,23 @@ mod tests {
             let values: Vec<f32> = values.iter().map(|x| x * 2f32.powi(exponent)).collect();
             let back = round_trip(format, &values);
             let largest = values.iter().fold(0.0f32, |a, b| a.max(b.abs()));
-            // Whole levels, the scales of sub-blocks and the f16 of the step itself, whose smallest is 2^-24.
-            let share = match format {
-                BlockFormat::Q8_0 => 0.006,
-                BlockFormat::Q4_0 => 0.16,
-                BlockFormat::Q4K => 0.12,
-                BlockFormat::Q5_0 => 0.08,
-                BlockFormat::Q5K => 0.07,
-                _ => 0.05,
+            // Of the largest value: a step where levels are symmetric (one side has a level less), half a step where there is
+            // an offset, and what the top level moves when scales, and offsets, are rounded to their whole numbers.
+            let (sub_block, share) = match format {
+                BlockFormat::Q8_0 => (32, 1.0 / 128.0),
+                BlockFormat::Q4_0 => (32, 1.0 / 8.0),
+                BlockFormat::Q5_0 => (32, 1.0 / 16.0),
+                BlockFormat::Q4K => (32, 1.0 / 15.0 + 1.5 / 63.0),
+                BlockFormat::Q5K => (32, 1.0 / 31.0 + 1.5 / 63.0),
+                _ => (16, 1.0 / 32.0 + 0.5 / 128.0),
             };
+            // The f16 of the step: 11 bits, or its smallest value, under the largest scales and levels.
+            let share = share * (1.0 + 2f32.powi(-10));
             let smallest = 2f32.powi(-24) * 128.0 * 32.0;
-            for (x, y) in values.iter().zip(back) {
-                prop_assert!((x - y).abs() <= share * largest + smallest, "{}: {} became {}", format, x, y);
+            for (values, back) in values.chunks_exact(sub_block).zip(back.chunks_exact(sub_block)) {
+                let left: f32 = values.iter().zip(back).map(|(x, y)| (x - y).powi(2)).sum();
+                let left = (left / sub_block as f32).sqrt();
+                prop_assert!(left <= share * largest + smallest, "{format}: {left} of {largest} is left");
             }
         }
     }
