@@ -1,6 +1,6 @@
 //! A model with its memory, ready to run sequences.
 
-use keel_array::{ArrayError, Regime, Runtime};
+use keel_array::{ArrayError, Regime, RowLog, Runtime};
 use keel_cache::{CacheSize, Interruption, ModelCache, SequenceCache};
 use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
@@ -26,8 +26,6 @@ pub struct Engine {
     pub(crate) options: EngineOptions,
     /// What rounds of speculation have been measured to cost.
     pub(crate) costs: Costs,
-    /// Whether a decode step is one launch, which either runs or does not.
-    pub(crate) steps_are_whole: bool,
 }
 
 impl Engine {
@@ -57,15 +55,8 @@ impl Engine {
         };
         let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_dtype()), size)?;
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
-        let mut engine = Engine {
-            runtime: runtime.clone(),
-            model,
-            cache,
-            stepper,
-            options,
-            costs: Costs::default(),
-            steps_are_whole: true,
-        };
+        let mut engine =
+            Engine { runtime: runtime.clone(), model, cache, stepper, options, costs: Costs::default() };
         engine.prepare_largest_steps()?;
         runtime.ledger().freeze();
         Ok(engine)
@@ -91,8 +82,7 @@ impl Engine {
             shapes.extend(self.draft_steps());
         }
         for shape in shapes {
-            let launches = self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape)?;
-            self.steps_are_whole &= shape.regime == Regime::Prefill || launches <= 1;
+            self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape)?;
         }
         Ok(())
     }
@@ -104,12 +94,10 @@ impl Engine {
         let mut shapes = vec![
             step(1, 1, Outcome::COMMIT),
             step(HEAD_LAG_MAX, 1, Outcome::HeadState),
-            step(sequences, sequences, Outcome::Rows),
             step(sequences, sequences, Outcome::OpenRows),
             step(sequences * open_rows, sequences, Outcome::OpenRows),
             step(sequences * open_rows, sequences, Outcome::Draft),
             step(sequences, sequences, Outcome::Draft),
-            step(1, 1, Outcome::Rows),
         ];
         for rows in 1..=open_rows {
             shapes.push(step(rows, 1, Outcome::Draft));
@@ -295,18 +283,20 @@ impl Engine {
         let Err(failed) = step.run() else { return Ok(()) };
         let (settled, commits_rows) = match outcome {
             Outcome::Commit { windows, states } => ((windows, states), false),
-            outcome => ((0, 0), outcome != Outcome::OpenRows),
+            outcome => ((0, 0), self.stepper.row_log(regime, outcome) != RowLog::KeepOpen),
         };
         let slots = rows.iter().map(|row| row.sequence.slot());
         self.cache.note_failure(slots, &failed, settled, commits_rows);
         Err(ArrayError::from(failed).into())
     }
 
-    /// Runs one more token of each sequence. The logits are read with [`Engine::logits`].
+    /// Runs one more token of each sequence. The logits are read with [`Engine::logits`]. In an engine that drafts the row
+    /// is left open, and the next step commits it.
     ///
     /// # Errors
-    /// Ids out of range, a full context, what the runtime says. If it failed after it had changed recurrent state, the
-    /// sequences answer [`keel_cache::CacheError::TornState`] from then on.
+    /// Ids out of range, a full context, what the runtime says. In an engine that drafts every sequence is as before then, as
+    /// after a round that failed. Without a log, sequences whose recurrent state had changed already answer
+    /// [`keel_cache::CacheError::TornState`] from then on.
     pub fn decode(&mut self, sequences: &mut [&mut SequenceCache], tokens: &[u32]) -> Result<()> {
         if sequences.len() != tokens.len() || sequences.len() > self.options.sequences {
             let reason = format!(
@@ -328,7 +318,8 @@ impl Engine {
             .map(|(sequence, token)| Rows::behind(sequence, std::slice::from_ref(token)))
             .collect();
         self.run(Regime::Decode, Outcome::LastLogits, &rows)?;
-        sequences.iter_mut().for_each(|s| s.advance(1));
+        let is_open = self.stepper.row_log(Regime::Decode, Outcome::LastLogits) == RowLog::KeepOpen;
+        sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
         Ok(())
     }
 

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use common::{decoded, expect_same_state, fixture};
-use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
-use keel_cache::{CacheError, SequenceCache};
+use common::{decoded, expect_same_state, fixture, recurrent_bytes};
+use keel_array::{ArrayError, Backend, Compute, Launch, Op, Runtime, RuntimeOptions};
+use keel_cache::{CacheError, Interruption, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
 use keel_engine::{
@@ -25,6 +25,8 @@ struct Faults {
     until: AtomicUsize,
     /// Let the launch run first, and do not say how far it came.
     is_silent: AtomicBool,
+    /// Break the page table of the launch instead: the first attention in it finds out, behind kernels that have run.
+    breaks_pages: AtomicBool,
 }
 
 impl Faults {
@@ -40,11 +42,18 @@ impl Faults {
 impl Disturbance for Faults {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let left = self.until.load(Ordering::Relaxed);
-        if left > 0 {
-            self.set(if left == usize::MAX { left } else { left - 1 });
+        let attention = launch.kernels().iter().find(|k| matches!(k.op, Op::PagedAttention(_)));
+        let breaks_pages = self.breaks_pages.load(Ordering::Relaxed);
+        if left > 0 || breaks_pages && attention.is_none() {
+            self.set(if left == usize::MAX { left } else { left.saturating_sub(1) });
             return backend.launch(launch);
         }
         self.clear();
+        if let Some(attention) = attention.filter(|_| breaks_pages) {
+            let (table, at) = launch.resolve(attention.inputs[5].slot);
+            backend.write(table.memory(), at, &u32::MAX.to_le_bytes());
+            return backend.launch(launch);
+        }
         if self.is_silent.load(Ordering::Relaxed) {
             backend.launch(launch)?;
         } else {
@@ -185,6 +194,105 @@ fn a_round_may_fail_at_any_launch_and_be_tried_again() {
         expect_same_state(&mut engine, last.cache, straight);
         assert!(engine.cache().is_idle());
     }
+}
+
+/// What a sequence is after each of its tokens: the bytes of windows and states, and the logits behind the token.
+type Course = Vec<(Vec<u8>, Vec<f32>)>;
+
+/// Plain decoding in an engine without a log, which commits every token at once.
+fn plain_course(folder: &Path, prompt: &[u32], tokens: &[u32]) -> Course {
+    let backend = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+    let runtime = Runtime::new(Arc::new(backend), RuntimeOptions::default());
+    let options =
+        EngineOptions { context: 512, prefill_step: 64, compute: Compute::Auto, ..EngineOptions::default() };
+    let mut engine = common::engine(folder, &runtime, options);
+    let mut sequence = decoded(&mut engine, prompt, &[]);
+    let mut logits = Vec::new();
+    let each = tokens.iter().map(|&token| {
+        engine.decode(&mut [&mut sequence], &[token]).expect("runs");
+        engine.logits(0, &mut logits).expect("there");
+        (recurrent_bytes(&engine, &sequence), logits.clone())
+    });
+    each.collect()
+}
+
+/// Asserts that a sequence that holds the first `tokens` tokens of a course is what it was there, and goes on as it did.
+fn expect_on_course(
+    engine: &mut Engine,
+    sequence: &SequenceCache,
+    course: &Course,
+    (tokens, next): (usize, u32),
+) {
+    let mut twin = engine.cache_mut().fork(sequence).expect("a slot is free");
+    engine.commit(&mut twin).expect("runs");
+    if let Some(before) = tokens.checked_sub(1) {
+        assert!(recurrent_bytes(engine, &twin) == course[before].0, "windows or states differ");
+    }
+    let mut logits = Vec::new();
+    engine.decode(&mut [&mut twin], &[next]).expect("runs");
+    engine.logits(0, &mut logits).expect("there");
+    assert!(logits == course[tokens].1, "keys or values differ");
+    engine.release(twin);
+}
+
+#[test]
+fn a_plain_step_happens_or_has_not_been() {
+    let (prompt, tokens) = (vec![1, 250, 33, 400, 12, 5], [9, 77, 300]);
+    let moe = fixture("qwen3_5_moe").map(|folder| (folder, 1, 20));
+    for (folder, piece, launches_min) in [(demo(), 1, 100), (demo(), 7, 10)].into_iter().chain(moe) {
+        let course = plain_course(&folder, &prompt, &tokens);
+        let (mut engine, faults) = engine(&folder, piece);
+        let mut sequence = decoded(&mut engine, &prompt, &[]);
+        for (i, &token) in tokens.iter().enumerate() {
+            let mut launches = 0;
+            loop {
+                faults.set(launches);
+                let outcome = engine.decode(&mut [&mut sequence], &[token]);
+                faults.clear();
+                let Err(error) = outcome else { break };
+                assert!(error.to_string().contains("injected"), "{error}");
+                assert_eq!(sequence.len(), prompt.len() + i);
+                expect_on_course(&mut engine, &sequence, &course, (i, token));
+                launches += 1;
+            }
+            assert!(launches >= launches_min, "{launches} launches in pieces of {piece}");
+        }
+        engine.release(sequence);
+    }
+}
+
+#[test]
+fn a_plain_step_that_fails_within_its_launch_has_not_been() {
+    let (prompt, tokens) = (vec![1, 250, 33, 400, 12, 5], [9, 77, 300]);
+    let course = plain_course(&demo(), &prompt, &tokens);
+    let (mut engine, faults) = engine(&demo(), 512);
+    faults.breaks_pages.store(true, Ordering::Relaxed);
+    let mut sequence = decoded(&mut engine, &prompt, &[]);
+    for (i, &token) in tokens.iter().enumerate() {
+        for _ in 0..2 {
+            faults.set(0);
+            let error = engine.decode(&mut [&mut sequence], &[token]).expect_err("the table is broken");
+            assert!(error.to_string().contains("paged_attention"), "{error}");
+            assert_eq!(sequence.len(), prompt.len() + i);
+            // Three layers have committed the row before, if there is one, and the others have not.
+            let left = engine.cache().interruption(&sequence);
+            assert_eq!(left, Some(Interruption::Settling { windows: 3, states: 3 }));
+            expect_on_course(&mut engine, &sequence, &course, (i, token));
+        }
+        engine.decode(&mut [&mut sequence], &[token]).expect("runs");
+    }
+    let mut one = vec![Member::join(&mut engine, &prompt, 0, SamplerOptions::default())];
+    for _ in 0..3 {
+        round(&mut engine, &mut one).expect("the round runs");
+        let before = one[0].standing();
+        faults.set(0);
+        round(&mut engine, &mut one).expect_err("the table is broken");
+        assert_eq!(one[0].standing(), before);
+    }
+    round(&mut engine, &mut one).expect("the round runs");
+    let Member { cache, tokens, .. } = one.pop().expect("there is one");
+    let straight = decoded(&mut engine, &prompt, &tokens[..tokens.len() - 1]);
+    expect_same_state(&mut engine, cache, straight);
 }
 
 #[test]

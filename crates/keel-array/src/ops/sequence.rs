@@ -99,7 +99,8 @@ impl ConvSpec {
 /// value heads, then `g` of all value heads. With a log and `n = accepted[b]`, the state of sequence `b` first takes the
 /// updates of its records `0..n` in order, `S = e^g S + k^T u`, each with the operations and so the bits that the row's own
 /// step would have used. [`RowLog::KeepOpen`] then computes the step's rows from there without writing the state, and
-/// leaves row `i` of a sequence as its record `i`. Records `0..n` are read before any is overwritten.
+/// leaves row `i` of a sequence as its record `i`. Records `0..n` are read before any is overwritten. Accepted rows are those
+/// of the positions before `position`; in which order the records of a slot lie is the backend's own.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct GatedDeltaSpec {
     /// `Hk`.

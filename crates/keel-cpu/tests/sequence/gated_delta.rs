@@ -107,6 +107,9 @@ impl Slots {
     }
 }
 
+/// How a step uses the log: positions of the first rows, records to apply, and whether rows stay open.
+type Log<'a> = (&'a [usize], &'a [u32], bool);
+
 /// One step over sequences with `rows` rows each, living in `slot`; returns `y`.
 fn step(
     data: &Data,
@@ -114,12 +117,13 @@ fn step(
     slot: &[u32],
     slots: &mut Slots,
     regime: Regime,
-    log: Option<(&[u32], bool)>,
+    log: Option<Log<'_>>,
     workers: usize,
 ) -> Vec<f32> {
     let shape = data.cpu_shape();
     let row_start = row_starts(rows.iter().copied());
-    let position = vec![0; rows.len()];
+    let position: Vec<u32> =
+        (0..rows.len()).map(|b| log.map_or(0, |(positions, ..)| positions[b] as u32)).collect();
     let width = shape.value_heads * shape.value_size;
     let mut y = vec![f32::NAN; rows.iter().sum::<usize>() * width];
     let mut workspace = match regime {
@@ -132,7 +136,7 @@ fn step(
         batch: Batch { row_start: &row_start, position: &position },
         slot,
         state: SharedMut::new(&mut slots.state),
-        log: log.map(|(accepted, keep_open)| DeltaLog { records, capacity, accepted, keep_open }),
+        log: log.map(|(_, accepted, keep_open)| DeltaLog { records, capacity, accepted, keep_open }),
         y: RowsMut::whole(SharedMut::new(&mut y), width),
     };
     let workspace = SharedMut::new(&mut workspace);
@@ -291,7 +295,8 @@ fn accepted_rows_have_the_bits_of_plain_decoding() {
                     data.b.extend(part.b);
                 }
             }
-            let y = step(&data, &rows, &[1, 0], &mut slots, Regime::Decode, Some((&accepted, true)), 2);
+            let y =
+                step(&data, &rows, &[1, 0], &mut slots, Regime::Decode, Some((&done, &accepted, true)), 2);
             let mut from = 0;
             for b in 0..2 {
                 let got = &y[from * width..(from + right[b]) * width];
@@ -306,7 +311,7 @@ fn accepted_rows_have_the_bits_of_plain_decoding() {
         assert!(rounds > 10);
         // A step without rows settles what was accepted last.
         let nothing = truth[0].rows(0, 0);
-        step(&nothing, &[0, 0], &[1, 0], &mut slots, Regime::Decode, Some((&accepted, false)), 2);
+        step(&nothing, &[0, 0], &[1, 0], &mut slots, Regime::Decode, Some((&done, &accepted, false)), 2);
         assert_same_bits("settled state", &slots.state, &plain.state);
     }
 }
@@ -318,8 +323,8 @@ fn a_committing_step_settles_the_log_first() {
     let mut plain = Slots::random(&data.cpu_shape(), 1, 3);
     let mut slots = plain.clone();
     let want = step(&data, &[7], &[0], &mut plain, Regime::Decode, None, 1);
-    let mut got = step(&data.rows(0, 3), &[3], &[0], &mut slots, Regime::Decode, Some((&[0], true)), 2);
-    got.extend(step(&data.rows(3, 7), &[4], &[0], &mut slots, Regime::Decode, Some((&[3], false)), 2));
+    let mut got = step(&data.rows(0, 3), &[3], &[0], &mut slots, Regime::Decode, Some((&[0], &[0], true)), 2);
+    got.extend(step(&data.rows(3, 7), &[4], &[0], &mut slots, Regime::Decode, Some((&[3], &[3], false)), 2));
     assert_same_bits("y", &got, &want);
     assert_same_bits("state", &slots.state, &plain.state);
 }
@@ -329,7 +334,7 @@ fn an_open_step_leaves_the_state_alone() {
     let data = Data::random(SHAPES[3], 4, 22);
     let start = Slots::random(&data.cpu_shape(), 1, 4);
     let mut slots = start.clone();
-    step(&data, &[4], &[0], &mut slots, Regime::Decode, Some((&[0], true)), 2);
+    step(&data, &[4], &[0], &mut slots, Regime::Decode, Some((&[0], &[0], true)), 2);
     assert_same_bits("state", &slots.state, &start.state);
     assert!(slots.log.iter().all(|x| x.is_finite()), "every value of the four records is written");
 }

@@ -102,9 +102,8 @@ impl Engine {
                 self.costs.note_verify(rows, times[1].as_secs_f64());
                 self.costs.note_round(rows == batch.len());
                 share_times(batch, &parts, times);
-                let is_open = self.verify_outcome(&parts) == Outcome::OpenRows;
                 let all = batch.iter_mut().zip(&parts).zip(judged);
-                Ok(all.map(|((sequence, part), judged)| sequence.move_on(part, judged, is_open)).collect())
+                Ok(all.map(|((sequence, part), judged)| sequence.move_on(part, judged)).collect())
             }
             Err(error) => {
                 let abandoned = batch.iter_mut().zip(&parts).map(|(sequence, part)| sequence.abandon(part));
@@ -155,13 +154,7 @@ impl Engine {
             batch.iter().zip(parts).map(|(s, part)| [&[s.last][..], &part.drafts].concat()).collect();
         let rows: Vec<Rows<'_>> =
             batch.iter().zip(&tokens).map(|(s, tokens)| Rows::behind(s.cache, tokens)).collect();
-        self.run(Regime::Decode, self.verify_outcome(parts), &rows)
-    }
-
-    /// Without drafts there is nothing to take back, unless a pass may fail between two of its launches.
-    fn verify_outcome(&self, parts: &[Part]) -> Outcome {
-        let is_plain = parts.iter().all(|part| part.drafts.is_empty());
-        if is_plain && self.steps_are_whole { Outcome::Rows } else { Outcome::OpenRows }
+        self.run(Regime::Decode, Outcome::OpenRows, &rows)
     }
 
     /// Chooses the tokens of each sequence.
@@ -209,15 +202,11 @@ impl Engine {
 
 impl RoundSequence<'_> {
     /// Takes the outcome of a round.
-    fn move_on(&mut self, part: &Part, Judged { round, hidden }: Judged, is_open: bool) -> Round {
+    fn move_on(&mut self, part: &Part, Judged { round, hidden }: Judged) -> Round {
         let (kept, drafted) = (round.tokens.len(), part.drafts.len());
         let accepted =
             round.tokens.iter().zip(&part.drafts).take_while(|(token, draft)| token == draft).count();
-        if is_open {
-            self.cache.accept(kept);
-        } else {
-            self.cache.advance(kept);
-        }
+        self.cache.accept(kept);
         let speculation = &mut *self.speculation;
         let run_by_head = if drafted > 0 { speculation.lag_rows() } else { part.caught_up };
         speculation.forget_lag(run_by_head);

@@ -35,9 +35,7 @@ pub(crate) enum Outcome {
     MtpHidden,
     /// Logits of rows of the hidden buffer.
     Head,
-    /// Logits and hidden states of every row, each committed.
-    Rows,
-    /// The same, rows left open.
+    /// Logits and hidden states of every row, which is left open.
     OpenRows,
     /// Hidden states of the multi-token-prediction head in the last row of each sequence, and their logits.
     Draft,
@@ -112,27 +110,32 @@ impl Stepper {
         }
     }
 
-    /// Prepares a step ahead of its first run, so that its memory is part of the plan. Returns in how many launches it runs.
+    /// Prepares a step ahead of its first run, so that its memory is part of the plan.
     pub fn prepare(
         &mut self,
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
         shape: StepShape,
-    ) -> Result<usize> {
-        Ok(self.step(runtime, model, cache, shape)?.program().pieces().len())
+    ) -> Result<()> {
+        self.step(runtime, model, cache, shape).map(|_| ())
+    }
+
+    /// What a step does with rows that may be taken back. Where they can be left open, every decode step settles those of the
+    /// one before, and a step of generated tokens leaves its own open: it is whole or has not been.
+    pub fn row_log(&self, regime: Regime, outcome: Outcome) -> RowLog {
+        match (regime, outcome) {
+            (Regime::Prefill, _) => RowLog::None,
+            _ if self.staging.head.is_none() => RowLog::None,
+            (_, Outcome::OpenRows | Outcome::LastLogits) => RowLog::KeepOpen,
+            _ => RowLog::Commit,
+        }
     }
 
     fn context(&self, shape: StepShape) -> Result<StepContext> {
         let (batch, window_batch) = self.staging.batches(shape.sequences)?;
         let positions = self.staging.positions.prefix(shape.rows)?;
-        // Where rows can be left open, every decode step settles those of the one before.
-        let log = match (shape.regime, shape.outcome) {
-            (Regime::Prefill, _) => RowLog::None,
-            (_, Outcome::OpenRows) => RowLog::KeepOpen,
-            _ if self.staging.head.is_some() => RowLog::Commit,
-            _ => RowLog::None,
-        };
+        let log = self.row_log(shape.regime, shape.outcome);
         Ok(StepContext { batch, window_batch, positions, regime: shape.regime, log })
     }
 
@@ -153,7 +156,7 @@ impl Stepper {
                 let input = self.results.head_input()?.prefix(shape.rows)?;
                 vec![(model.logits(&input)?, self.results.logits.prefix(shape.rows)?)]
             }
-            Outcome::Rows | Outcome::OpenRows => {
+            Outcome::OpenRows => {
                 let hidden = model.hidden(&tokens, layers, &context)?;
                 let logits = model.logits(&hidden)?;
                 vec![
@@ -261,7 +264,7 @@ impl Stepper {
         read_rows(&self.results.last_hidden, row, 1, hidden)
     }
 
-    /// Appends hidden states of rows of the last step with [`Outcome::Rows`] or [`Outcome::OpenRows`].
+    /// Appends hidden states of rows of the last step with [`Outcome::OpenRows`].
     pub fn append_row_hidden(&self, row: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
         append_rows(&self.results.draft()?.rows, row, rows, hidden)
     }

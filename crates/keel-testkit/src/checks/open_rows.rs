@@ -24,8 +24,9 @@ const SEQUENCES: usize = 3;
 const CAPACITY: usize = 4;
 const ROUNDS: usize = 12;
 
-/// One step of the batch: rows of each sequence, how many of them stay, and how many stayed the last time.
+/// One step of the batch: where each sequence stands, its rows, how many of them stay, and how many stayed the last time.
 struct Round {
+    position: Vec<usize>,
     rows: Vec<usize>,
     stay: Vec<usize>,
     accepted: Vec<usize>,
@@ -34,7 +35,7 @@ struct Round {
 
 /// Rounds with and without rows for each sequence, a committing one among them and one without rows at the end.
 fn rounds(random: &mut Random) -> Vec<Round> {
-    let mut accepted = vec![0; SEQUENCES];
+    let (mut position, mut accepted) = (vec![0; SEQUENCES], vec![0; SEQUENCES]);
     let mut rounds = Vec::new();
     for round in 0..=ROUNDS {
         let last = round == ROUNDS;
@@ -46,14 +47,17 @@ fn rounds(random: &mut Random) -> Vec<Round> {
             .map(|&n| if log == RowLog::Commit || n == 0 { n } else { 1 + random.below(n) })
             .collect();
         let open = if log == RowLog::Commit { vec![0; SEQUENCES] } else { stay.clone() };
-        rounds.push(Round { rows, stay, accepted: std::mem::replace(&mut accepted, open), log });
+        let behind = position.iter().zip(&stay).map(|(at, stay)| at + stay).collect();
+        let position = std::mem::replace(&mut position, behind);
+        rounds.push(Round { position, rows, stay, accepted: std::mem::replace(&mut accepted, open), log });
     }
     rounds
 }
 
 /// The batch of a round and its number of rows: one at least, which may belong to no sequence.
 fn staged(runtime: &Runtime, round: &Round) -> (Batch, Vec<(usize, usize)>, usize) {
-    let sequences: Vec<(usize, usize)> = round.rows.iter().map(|&n| (0, n)).collect();
+    let sequences: Vec<(usize, usize)> =
+        round.position.iter().copied().zip(round.rows.iter().copied()).collect();
     let accepted: Vec<u32> = round.accepted.iter().map(|&n| n as u32).collect();
     let mut batch = batch(runtime, &sequences, 1);
     batch.accepted = Array::from_slice(runtime, &accepted, [SEQUENCES]).expect("memory");
@@ -163,7 +167,8 @@ fn counts_are_checked(runtime: &Runtime) {
     let mut window = ConvWindow { rows: rows.expect("memory"), open: log(runtime, 5) };
     let round = |rows: usize, accepted: usize| {
         let log = RowLog::KeepOpen;
-        staged(runtime, &Round { rows: vec![rows, 0, 0], stay: vec![], accepted: vec![0, accepted, 0], log })
+        let (position, accepted) = (vec![0; SEQUENCES], vec![0, accepted, 0]);
+        staged(runtime, &Round { position, rows: vec![rows, 0, 0], stay: vec![], accepted, log })
     };
     for (rows, accepted, message) in [
         (1, CAPACITY + 1, "sequence 1 accepted 5 rows, and its log holds 4"),

@@ -19,6 +19,11 @@
 //! may be taken back does not write the state: it leaves records. The next step is told how many were
 //! accepted, applies those and writes the state once. Taking back rows moves a count, no bytes.
 //!
+//! The record of the token at position `p` is record `p mod capacity` of its slot. While the rows of a step and those
+//! accepted before it fit into the log together, no new record takes the place of one that is still to be read, and each
+//! head block writes its share of the records at once. Otherwise keys and decays, which all blocks of a head read, wait
+//! for a barrier.
+//!
 //! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes a token of one sequence.
 //! The first sweep (k S', q S') brings a block to L2, the second updates it there.
 
@@ -36,14 +41,41 @@ use step::{BLOCK, Step};
 /// Records of the rows that the last step left open.
 #[derive(Clone, Copy)]
 pub struct DeltaLog<'a> {
-    /// `[slots, capacity, record_len]`, by slot of the sequence.
+    /// `[slots, capacity, record_len]`, by slot of the sequence and position of the token.
     pub records: SharedMut<'a, f32>,
     /// Records of a slot.
     pub capacity: usize,
-    /// Records to apply before this step's rows, `[B]`.
+    /// Records to apply before this step's rows, `[B]`: those of the positions before them.
     pub accepted: &'a [u32],
     /// Leave this step's rows open (at most `capacity` for each sequence) instead of committing them.
     pub keep_open: bool,
+}
+
+impl DeltaLog<'_> {
+    /// Whether records of this step's rows take places of records that it reads.
+    fn overlaps_itself(&self, batch: &Batch<'_>) -> bool {
+        let rows = (0..batch.sequences()).map(|b| batch.rows_of(b).len());
+        self.keep_open && rows.zip(self.accepted).any(|(rows, &n)| rows + n as usize > self.capacity)
+    }
+
+    /// Where the record of row `i` of a sequence begins, if the step's first row is at `position`.
+    #[inline(always)]
+    fn record_at(&self, shape: &GatedDeltaShape, slot: usize, position: u32, i: usize) -> usize {
+        (slot * self.capacity + (position as usize + i) % self.capacity) * shape.record_len()
+    }
+
+    /// The same for record `i` of the `accepted` before that row.
+    #[inline(always)]
+    fn accepted_at(
+        &self,
+        shape: &GatedDeltaShape,
+        slot: usize,
+        (position, accepted): (u32, u32),
+        i: usize,
+    ) -> usize {
+        // No more are accepted than there are records.
+        self.record_at(shape, slot, position, self.capacity - accepted as usize + i)
+    }
 }
 
 /// What `gated_delta` reads and writes.
@@ -51,7 +83,7 @@ pub struct DeltaLog<'a> {
 pub struct GatedDelta<'a> {
     /// Rows of all sequences.
     pub inputs: GatedDeltaInputs<'a>,
-    /// Rows of each sequence. Positions are not read.
+    /// Rows of each sequence. Positions are read where there is a log.
     pub batch: Batch<'a>,
     /// Slot of each sequence, `[B]`, all different.
     pub slot: &'a [u32],
@@ -100,15 +132,16 @@ pub fn gated_delta(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>, worker:
         );
     }
     let start = worker.index * worker_len(shape);
-    simd::run_at(worker.isa, Step { task, workspace, start, worker });
-    if let Some(log) = task.log.filter(|log| log.keep_open) {
+    let overlapping = task.log.filter(|log| log.overlaps_itself(&task.batch));
+    simd::run_at(worker.isa, Step { task, workspace, start, worker, writes_keys: overlapping.is_none() });
+    if let Some(log) = overlapping {
         // Keys and decays of a head are read by all its blocks, so they are replaced when all are done.
         worker.barrier();
         simd::run_at(worker.isa, WriteKeys { task, log, worker });
     }
 }
 
-/// Keys and decays of the rows kept open.
+/// Keys and decays of the rows kept open, where they could not be written at once.
 struct WriteKeys<'a, 'w> {
     task: &'a GatedDelta<'a>,
     log: DeltaLog<'a>,
@@ -122,8 +155,8 @@ impl VectorKernel for WriteKeys<'_, '_> {
         let shape = &inputs.shape;
         for t in self.worker.claim(batch.rows(), 1).flatten() {
             let b = batch.sequence_of(t);
-            let record = self.task.slot[b] as usize * self.log.capacity + t - batch.rows_of(b).start;
-            let keys = record * shape.record_len();
+            let (slot, i) = (self.task.slot[b] as usize, t - batch.rows_of(b).start);
+            let keys = self.log.record_at(shape, slot, batch.position[b], i);
             let gates = keys + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size;
             // SAFETY: each row has one record, and each row is claimed once.
             let (keys, gates) = unsafe {

@@ -1,5 +1,7 @@
 //! One step on a block of columns of one head's state.
 
+use std::ops::Range;
+
 use super::{DeltaLog, GatedDelta};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
@@ -39,6 +41,8 @@ pub(super) struct Step<'a, 'w> {
     /// Where this worker's part of the workspace starts.
     pub(super) start: usize,
     pub(super) worker: &'a Worker<'w>,
+    /// Keys and decays of open rows may be written while other units read those of accepted ones.
+    pub(super) writes_keys: bool,
 }
 
 impl VectorKernel for Step<'_, '_> {
@@ -101,13 +105,16 @@ impl Unit<'_, '_> {
         let keys = self.step.start;
         let ahead =
             Block { data: self.step.workspace, start: keys + 2 * shape.key_size, stride: columns, columns };
-        let rows = task.batch.rows_of(self.b);
-        let accepted = task.log.map_or(0, |log| log.accepted[self.b] as usize);
+        let (rows, position) = (task.batch.rows_of(self.b), task.batch.position[self.b]);
+        let accepted = task.log.map_or(0, |log| log.accepted[self.b]);
+        let before = |log, i| {
+            self.record::<S, N>(s, log, log.accepted_at(shape, slot, (position, accepted), i), columns)
+        };
         // The update of the last record shares a sweep with the first row, if there is one.
         let shared = task.log.as_ref().filter(|_| accepted > 0 && !rows.is_empty());
         if let Some(log) = &task.log {
-            for i in 0..accepted - usize::from(shared.is_some()) {
-                let Record { k, decay, u } = self.record::<S, N>(s, log, slot, i, columns);
+            for i in 0..accepted as usize - usize::from(shared.is_some()) {
+                let Record { k, decay, u } = before(log, i);
                 update::<S, N>(s, &committed, &committed, k, decay, u);
             }
         }
@@ -119,24 +126,28 @@ impl Unit<'_, '_> {
         for (i, t) in rows.clone().enumerate() {
             task.inputs.query(s, t, key_head, q);
             task.inputs.key(s, t, key_head, k);
+            let log_decay = task.inputs.log_decay(t, self.head);
             let token = Token {
                 qk: s.dot(q, k),
                 q,
                 k,
-                decay: decay(s, task.inputs.log_decay(t, self.head)),
+                decay: decay(s, log_decay),
                 beta: task.inputs.beta(s, t, self.head),
             };
             let v = &task.inputs.value(t, self.head)[self.start..self.start + columns];
             let column = self.head * shape.value_size + self.start;
             // SAFETY: this unit alone has these columns of the row.
             let y = unsafe { task.y.part(t, column..column + columns) };
-            let before =
-                shared.filter(|_| i == 0).map(|log| self.record(s, log, slot, accepted - 1, columns));
-            let u = attend::<S, N>(s, &from, before, &token, v, y);
+            let last = shared.filter(|_| i == 0).map(|log| before(log, accepted as usize - 1));
+            let u = attend::<S, N>(s, &from, last, &token, v, y);
             match &open {
                 None => update::<S, N>(s, &from, &committed, token.k, token.decay, u),
                 Some(log) => {
-                    store_row::<S, N>(s, u, self.record_u(log, slot, i, columns));
+                    let record = log.record_at(shape, slot, position, i);
+                    store_row::<S, N>(s, u, self.record_u(log, record, columns));
+                    if self.step.writes_keys && self.start == 0 {
+                        self.write_key(log, record, token.k, log_decay);
+                    }
                     if t + 1 < rows.end {
                         update::<S, N>(s, &from, &ahead, token.k, token.decay, u);
                         from = ahead;
@@ -147,34 +158,56 @@ impl Unit<'_, '_> {
         columns
     }
 
-    /// Record `i` of the slot, as this unit sees it.
+    /// The record that begins at `start`, as this unit sees it.
     #[inline(always)]
     fn record<'l, S: Simd, const N: usize>(
         &self,
         s: S,
         log: &DeltaLog<'l>,
-        slot: usize,
-        i: usize,
+        start: usize,
         columns: usize,
     ) -> Record<'l, S, N> {
-        let shape = &self.step.task.inputs.shape;
-        let start = (slot * log.capacity + i) * shape.record_len();
-        let key = start + self.step.task.inputs.key_head(self.head) * shape.key_size;
-        let gate =
-            start + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size + self.head;
-        // SAFETY: keys and decays are only read until the barrier; other units read them too.
-        let (k, log_decay) =
-            unsafe { (&*log.records.range(key..key + shape.key_size), log.records.range(gate..gate + 1)[0]) };
-        let u = load_row::<S, N>(s, self.record_u(log, slot, i, columns));
+        let key = self.key_of(start);
+        let gate = self.gate_of(start);
+        // SAFETY: keys and decays of accepted records are only read, by other units too, until the barrier, if there is one.
+        let (k, log_decay) = unsafe { (&*log.records.range(key), log.records.range(gate..gate + 1)[0]) };
+        let u = load_row::<S, N>(s, self.record_u(log, start, columns));
         Record { k, decay: decay(s, log_decay), u }
     }
 
-    /// This unit's columns of u in record `i` of the slot.
+    /// The place of this head's key in the record that begins at `start`.
     #[inline(always)]
-    fn record_u<'l>(&self, log: &DeltaLog<'l>, slot: usize, i: usize, columns: usize) -> &'l mut [f32] {
+    fn key_of(&self, start: usize) -> Range<usize> {
+        let inputs = &self.step.task.inputs;
+        let key = start + inputs.key_head(self.head) * inputs.shape.key_size;
+        key..key + inputs.shape.key_size
+    }
+
+    /// The place of this head's decay in the record that begins at `start`.
+    #[inline(always)]
+    fn gate_of(&self, start: usize) -> usize {
         let shape = &self.step.task.inputs.shape;
-        let start = (slot * log.capacity + i) * shape.record_len() + shape.key_heads * shape.key_size;
-        let start = start + self.head * shape.value_size + self.start;
+        start + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size + self.head
+    }
+
+    /// Writes this head's decay of a record that nobody reads in this step, and the key that it is the first to read.
+    #[inline(always)]
+    fn write_key(&self, log: &DeltaLog<'_>, start: usize, key: &[f32], log_decay: f32) {
+        let (inputs, gate) = (&self.step.task.inputs, self.gate_of(start));
+        // SAFETY: one unit of each head comes here.
+        let gate = unsafe { log.records.range(gate..gate + 1) };
+        gate[0] = log_decay;
+        if self.head == 0 || inputs.key_head(self.head - 1) != inputs.key_head(self.head) {
+            // SAFETY: the same, of one head.
+            unsafe { log.records.range(self.key_of(start)) }.copy_from_slice(key);
+        }
+    }
+
+    /// This unit's columns of u in the record that begins at `start`.
+    #[inline(always)]
+    fn record_u<'l>(&self, log: &DeltaLog<'l>, start: usize, columns: usize) -> &'l mut [f32] {
+        let shape = &self.step.task.inputs.shape;
+        let start = start + shape.key_heads * shape.key_size + self.head * shape.value_size + self.start;
         // SAFETY: this unit alone has these columns of this head, and holds one record at a time.
         unsafe { log.records.range(start..start + columns) }
     }
