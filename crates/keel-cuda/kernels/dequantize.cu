@@ -1,13 +1,14 @@
 // Dense rows of a packed weight, and bf16 rows of x: what cuBLASLt multiplies in long prefills.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T (or WEIGHT_T, embedding_rows alone)
-//   dequantize      w bf16 [experts N][K] = scale q + bias, rounded once. A warp turns one 16 x 64 tile.
-//                   Arguments codes, pairs, w, experts. Grid ceil(experts * row tiles * column tiles / 8), block 256. Floor: (BITS / 8 + 2) bytes per weight.
-//   embedding_rows  y f32 [T][K]: rows `ids` (INDEX: u32 or i32) of the weight. Arguments codes, pairs | weight, ids, y, fault, kernel. Grid T, block 128.
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK, BLOCK_VALUES, BLOCK_BYTES (or WEIGHT_T, embedding_rows alone)
+//   dequantize      w bf16 [experts N][K], the weights rounded once. A warp turns one 16 x 64 tile.
+//                   Arguments codes, pairs | blocks, w, experts. Grid ceil(experts * row tiles * column tiles / 8), block 256.
+//                   Floor: 2 bytes per weight besides its own.
+//   embedding_rows  y f32 [T][K]: rows `ids` (INDEX: u32 or i32) of the weight. Arguments codes, pairs | blocks | weight, ids, y, fault, kernel. Grid T, block 128.
 #include "weight_tiles.cuh"
 
-#ifdef BITS
-extern "C" __global__ void __launch_bounds__(256) dequantize(const u32 *codes, const PAIR_T *pairs, bf16 *out, u32 experts) {
+#if defined(BITS) || defined(BLOCK)
+extern "C" __global__ void __launch_bounds__(256) dequantize(WEIGHT_ARGUMENTS, bf16 *out, u32 experts) {
     const int lane = threadIdx.x % 32;
     take_turn();
     const u32 tile = blockIdx.x * 8 + threadIdx.x / 32;
@@ -15,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(const u32 *codes, c
     const int kt = tile % K_TILES, rt = tile / K_TILES % N_TILES;
     const size_t expert = tile / (u32)(K_TILES * N_TILES);
     float w[2][16];
-    widen_tile(w, expert_of({codes, pairs}, expert), rt, kt, lane);
+    widen_tile(w, expert_of(WEIGHT, expert), rt, kt, lane);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int n = 16 * rt + 8 * h + lane / 4;
@@ -32,13 +33,7 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(const u32 *codes, c
 #endif
 
 #ifdef INDEX
-extern "C" __global__ void embedding_rows(
-#ifdef BITS
-    const u32 *codes, const PAIR_T *pairs,
-#else
-    const WEIGHT_T *weight,
-#endif
-    const INDEX *ids, float *y, Fault *fault, u32 kernel) {
+extern "C" __global__ void embedding_rows(WEIGHT_ARGUMENTS, const INDEX *ids, float *y, Fault *fault, u32 kernel) {
     take_turn();
     const u32 id = (u32)ids[blockIdx.x];
     if (id >= DIM_N) {
@@ -50,7 +45,7 @@ extern "C" __global__ void embedding_rows(
     const int lane_of_row = 4 * (id % 8) + threadIdx.x % 4;
     for (int kt = threadIdx.x / 4; kt < K_TILES; kt += blockDim.x / 4) {
         float w[2][16];
-        widen_tile(w, {codes, pairs}, id / 16, kt, lane_of_row);
+        widen_tile(w, WEIGHT, id / 16, kt, lane_of_row);
         for (int s = 0; s < 16; s += 4) {
             int k = 64 * kt + 32 * (s / 8) + 8 * (threadIdx.x % 4) + s % 8;
             bool upper = id % 16 >= 8;
@@ -58,6 +53,13 @@ extern "C" __global__ void embedding_rows(
                 *(float4 *)(row + k) = make_float4(upper ? w[1][s] : w[0][s], upper ? w[1][s + 1] : w[0][s + 1],
                                                    upper ? w[1][s + 2] : w[0][s + 2], upper ? w[1][s + 3] : w[0][s + 3]);
         }
+    }
+#elif defined(BLOCK)
+    for (int k = 8 * threadIdx.x; k < DIM_K; k += 8 * blockDim.x) {
+        float v[8];
+        eight_values(v, blocks + id * BLOCK_ROW_BYTES, k);
+        *(float4 *)(row + k) = make_float4(v[0], v[1], v[2], v[3]);
+        *(float4 *)(row + k + 4) = make_float4(v[4], v[5], v[6], v[7]);
     }
 #else
     for (int k = threadIdx.x; k < DIM_K; k += blockDim.x) row[k] = to_f32(weight[(size_t)id * DIM_K + k]);

@@ -14,8 +14,13 @@
 //   3 = 2-bit plane of q % 4, 1-bit plane of q / 4
 // Section 2, at a multiple of 256 bytes: (scale, bias) of each row and group,
 //   groups of 64, 128: [expert][N / 16][groups][g][half][2];   groups of 32: [expert][N / 16][K / 64][g][m][half][2]
+//
+// Dense weights and those in blocks lie row by row; the same lanes take the same columns of them.
 #pragma once
 #include "common.cuh"
+#ifdef BLOCK
+#include "weight_blocks.cuh"
+#endif
 
 #ifndef PAIR_T
 #define PAIR_T bf16 // type of scales and biases
@@ -132,6 +137,8 @@ __device__ __forceinline__ const PAIR_T *pairs_of(const PAIR_T *pairs, size_t rt
 // ---- weights as f32, for the kernels that multiply in f32 and those that write dense rows ----
 
 #ifdef BITS
+#define WEIGHT_ARGUMENTS const u32 *codes, const PAIR_T *pairs
+#define WEIGHT Weights{codes, pairs}
 struct Weights {
     const u32 *codes;    // section 1, of the first row tile of this expert
     const PAIR_T *pairs; // section 2, likewise
@@ -155,10 +162,34 @@ __device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &fro
             w[h][s] = __fmaf_rn(to_f32(p.v[part][h][0]), __uint_as_float(q) - 8388608.0f, to_f32(p.v[part][h][1]));
         }
 }
+#elif defined(BLOCK)
+#define WEIGHT_ARGUMENTS const u8 *blocks
+#define WEIGHT Weights{blocks}
+struct Weights {
+    const u8 *blocks; // [DIM_N][BLOCK_ROW_BYTES] of this expert
+};
+#define BLOCK_ROW_BYTES ((size_t)(DIM_K / BLOCK_VALUES) * BLOCK_BYTES)
+__device__ __forceinline__ Weights expert_of(Weights w, size_t expert) { return {w.blocks + expert * DIM_N * BLOCK_ROW_BYTES}; }
+__device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &from, int rt, int kt, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const u8 *row = from.blocks + (size_t)min(16 * rt + 8 * h + lane / 4, DIM_N - 1) * BLOCK_ROW_BYTES;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const int k = 64 * kt + 32 * m + 8 * (lane % 4);
+            float v[8] = {};
+            if (DIM_K % 64 == 0 || k < DIM_K) eight_values(v, row, k);
+#pragma unroll
+            for (int i = 0; i < 8; i++) w[h][8 * m + i] = v[i];
+        }
+    }
+}
 #else
 #ifndef WEIGHT_T
 #define WEIGHT_T bf16 // type of dense weights
 #endif
+#define WEIGHT_ARGUMENTS const WEIGHT_T *weight
+#define WEIGHT Weights{weight}
 struct Weights {
     const WEIGHT_T *dense; // [DIM_N][DIM_K] of this expert
 };

@@ -12,6 +12,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("gated_delta.cuh", include_str!("../kernels/gated_delta.cuh")),
     ("paged.cuh", include_str!("../kernels/paged.cuh")),
     ("rope.cuh", include_str!("../kernels/rope.cuh")),
+    ("weight_blocks.cuh", include_str!("../kernels/weight_blocks.cuh")),
     ("weight_tiles.cuh", include_str!("../kernels/weight_tiles.cuh")),
 ];
 
@@ -47,9 +48,11 @@ sources! {
     MATMUL = "matmul.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE = "rope.cu",
+    ROTATE_PAIRS = "rotate_pairs.cu",
     ACTIVATION = "activation.cu",
     EXPERTS = "experts.cu",
     QUANTIZED_MATMUL = "quantized_matmul.cu",
+    BLOCK_MATMUL = "block_matmul.cu",
     EXACT_MATMUL = "exact_matmul.cu",
     DEQUANTIZE = "dequantize.cu",
     LINEAR_TILED = "linear_tiled.cu",

@@ -1,5 +1,6 @@
 //! Every kernel compiles for every generation of GPUs that is supported; this needs the compiler, but no GPU.
 
+use keel_array::BlockFormat;
 use keel_cuda::kernels::{self, KernelKey, SOURCES, Source};
 use keel_cuda::{Architecture, CudaError, compile};
 
@@ -65,6 +66,7 @@ fn keys() -> Vec<KernelKey> {
     }
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
+    add(kernels::ROTATE_PAIRS, &["rotate_pairs"], &[]);
     add(kernels::ACTIVATION, &["swiglu", "swiglu_bf16", "sigmoid_gate"], &[]);
     add(kernels::EXPERTS, &["route_top_k", "combine"], &[]);
     let choice = [("EXPERTS", "60"), ("CHOICES", "4"), ("NORMALISE", "1")];
@@ -117,6 +119,22 @@ fn keys() -> Vec<KernelKey> {
             let plain = [("BT", "128"), ("SPLITS", "4")];
             let entries = ["linear_tiled", "to_bf16_tiles", "add_parts"];
             add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
+        }
+    }
+    add(kernels::BLOCK_MATMUL, &["prepare_rows"], &[]);
+    for format in BlockFormat::ALL {
+        let [name, values, bytes] =
+            [format.to_string(), format.values().to_string(), format.bytes().to_string()];
+        let blocks = [("BLOCK", &*name), ("BLOCK_VALUES", &values), ("BLOCK_BYTES", &bytes)];
+        let shape = [("DIM_N", "96"), ("DIM_K", "768"), ("INDEX", "u32"), ("DIM_T", "1"), ("GATHER", "2")];
+        let constants = [&shape[..], &blocks].concat();
+        let few = [("DIM_N", "96"), ("DIM_K", "768"), ("DIM_T", "3")];
+        add(kernels::BLOCK_MATMUL, &["block_rows"], &[&few[..], &blocks].concat());
+        // The others differ in how values are decoded alone.
+        if format == BlockFormat::Q4K {
+            add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &constants);
+            add(kernels::DEQUANTIZE, &["embedding_rows", "dequantize"], &constants);
+            add(kernels::BLOCK_MATMUL, &["block_rows"], &constants);
         }
     }
     add(kernels::DELIVER, &["deliver"], &[("DELIVERIES", "16")]);

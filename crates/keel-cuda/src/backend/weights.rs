@@ -1,6 +1,6 @@
 //! Weights of linear layers in the device's layout.
 //!
-//! Dense weights lie row-major. Affine ones lie in tiles of 16 rows and 64 columns as `weight_tiles.cuh` defines them:
+//! Dense weights and those in blocks lie row-major, as they are stored. Affine ones lie in tiles of 16 rows and 64 columns as `weight_tiles.cuh` defines them:
 //! first the codes of all tiles, then, from a multiple of 256 bytes, scale and bias of each row and group side by side.
 
 use half::{bf16, f16};
@@ -16,7 +16,7 @@ pub(super) struct Layout {
     /// First byte of scales and biases.
     pub pairs: usize,
     end: usize,
-    /// Bytes of what a block of rows is counted in: 16 rows of an affine weight, one of a dense one.
+    /// Bytes of what a block of rows is counted in: 16 rows of an affine weight, one of any other.
     code_bytes: usize,
     pair_bytes: usize,
 }
@@ -128,10 +128,12 @@ pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>,
                 },
             ])
         }
-        (RowData::Blocks(_), WeightFormat::Blocks(format)) => wrong(format!(
-            "weights in {format} blocks cannot be multiplied on the GPU yet; use --device cpu, or weights in \
-             safetensors"
-        )),
+        (RowData::Blocks(bytes), WeightFormat::Blocks(_))
+            if bytes.len() == block.rows * layout.code_bytes =>
+        {
+            let row = block.expert * spec.rows + block.first_row;
+            Ok(vec![Part { offset: row * layout.code_bytes, bytes: bytes.to_vec() }])
+        }
         _ => wrong(format!("the rows are not coded as the weight, {:?}, or not as many", spec.format)),
     }
 }

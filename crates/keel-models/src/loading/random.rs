@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-use keel_array::{DType, RowData, WeightFormat, WeightSpec};
+use keel_array::{BlockFormat, DType, RowData, WeightFormat, WeightSpec};
 
 use super::{BLOCK_ROWS, Parameters, RowSink};
 use crate::Result;
@@ -14,7 +14,7 @@ const DEVIATION: f32 = 0.02;
 /// Random parameters of one format. Names decide the values, so that the same shape is the same model on a device. One
 /// that can repeats the first rows of each weight, so that a model of any size is there within seconds.
 pub struct RandomParameters {
-    /// Format of all linear layers whose input is a multiple of the group size; bf16 elsewhere.
+    /// Format of all linear layers whose input is whole groups or blocks; bf16 elsewhere.
     pub format: WeightFormat,
 }
 
@@ -63,6 +63,9 @@ impl Parameters for RandomParameters {
     ) -> Result<WeightFormat> {
         Ok(match self.format {
             WeightFormat::Affine { group_size, .. } if !cols.is_multiple_of(usize::from(group_size)) => {
+                WeightFormat::Dense(DType::BF16)
+            }
+            WeightFormat::Blocks(blocks) if !cols.is_multiple_of(blocks.values()) => {
                 WeightFormat::Dense(DType::BF16)
             }
             format => format,
@@ -128,16 +131,15 @@ fn random_block(
             sink(rows, RowData::Dense(&bytes))
         }
         WeightFormat::Blocks(format) => {
-            let reason = format!("random weights are not made in blocks of {format}");
-            Err(crate::ModelError::Config(reason))
+            let scales = random_scales(generator, format);
+            let mut bytes = random_bytes(generator, elements / format.values() * format.bytes());
+            bytes.chunks_exact_mut(format.bytes()).for_each(|block| scales.put(format, block));
+            sink(rows, RowData::Blocks(&bytes))
         }
         WeightFormat::Affine { bits, group_size, .. } => {
             let mask = ((1u16 << bits) - 1) as u8;
-            let mut codes = Vec::with_capacity(elements + 8);
-            while codes.len() < elements {
-                codes.extend(generator.next().to_le_bytes().map(|byte| byte & mask));
-            }
-            codes.truncate(elements);
+            let mut codes = random_bytes(generator, elements);
+            codes.iter_mut().for_each(|code| *code &= mask);
             // Evenly spread codes have this deviation per step.
             let steps = f32::from(mask) + 1.0;
             let scale = bf16::from_f32(DEVIATION * 12f32.sqrt() / steps).to_f32();
@@ -147,6 +149,82 @@ fn random_block(
                 rows,
                 RowData::Affine { codes: &codes, scales: &vec![scale; groups], biases: &vec![bias; groups] },
             )
+        }
+    }
+}
+
+fn random_bytes(generator: &mut Generator, count: usize) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(count + 8);
+    while bytes.len() < count {
+        bytes.extend(generator.next().to_le_bytes());
+    }
+    bytes.truncate(count);
+    bytes
+}
+
+/// The f16 scales of blocks of random levels: the second, where there is one, takes the values' mean away.
+struct BlockScales([f16; 2]);
+
+impl BlockScales {
+    fn put(&self, format: BlockFormat, block: &mut [u8]) {
+        for (at, scale) in format.scale_offsets().iter().zip(self.0) {
+            block[*at..at + 2].copy_from_slice(&scale.to_le_bytes());
+        }
+        if format == BlockFormat::MXFP4 {
+            // Its scale is an exponent: 2^-7 of levels that deviate by three.
+            block[0] = 120;
+        }
+    }
+}
+
+/// Scales under which random levels have mean 0 and the deviation of all our values.
+fn random_scales(generator: &mut Generator, format: BlockFormat) -> BlockScales {
+    const SAMPLE: usize = 64;
+    let bytes = random_bytes(generator, SAMPLE * format.bytes());
+    let moments = |scales: [f32; 2]| {
+        let mut bytes = bytes.clone();
+        let scales = BlockScales(scales.map(f16::from_f32));
+        bytes.chunks_exact_mut(format.bytes()).for_each(|block| scales.put(format, block));
+        let mut values = vec![0.0; SAMPLE * format.values()];
+        format.decode(&bytes, &mut values);
+        let mean = values.iter().sum::<f32>() / values.len() as f32;
+        let square = values.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / values.len() as f32;
+        (mean, square.sqrt())
+    };
+    let ((mean, deviation), (offset, _)) = (moments([1.0, 0.0]), moments([0.0, 1.0]));
+    let scale = DEVIATION / deviation;
+    let balance = if offset == 0.0 { 0.0 } else { -scale * mean / offset };
+    BlockScales([f16::from_f32(scale), f16::from_f32(balance)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keel_array::Compute;
+
+    #[test]
+    fn random_blocks_have_the_deviation_of_all_values() {
+        for format in BlockFormat::ALL {
+            let (rows, cols) = (64, 768);
+            let spec = WeightSpec {
+                experts: 1,
+                rows,
+                cols,
+                format: WeightFormat::Blocks(format),
+                compute: Compute::Auto,
+            };
+            let mut values = vec![0.0; rows * cols];
+            let mut decode = |_: usize, data: RowData<'_>| {
+                let RowData::Blocks(bytes) = data else { panic!("blocks were asked for") };
+                format.decode(bytes, &mut values);
+                Ok(())
+            };
+            random_block(&mut Generator::of_name("weight"), &spec, rows, &mut decode).expect("whole blocks");
+            let mean = values.iter().sum::<f32>() / values.len() as f32;
+            let square = values.iter().map(|x| x * x).sum::<f32>() / values.len() as f32;
+            // Codings without an offset have one level more below zero than above.
+            assert!(mean.abs() < 0.15 * DEVIATION, "{format}: mean {mean}");
+            assert!((square.sqrt() / DEVIATION - 1.0).abs() < 0.2, "{format}: {}", square.sqrt());
         }
     }
 }

@@ -1,12 +1,13 @@
 //! A model on disk, or a shape with random weights.
 
 use anyhow::Result;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use keel_array::{DType, WeightFormat};
 use keel_models::loading::{Parameters, RandomParameters};
 use keel_models::{HybridConfig, SHAPE_NAMES};
 use keel_weights::AffineFormat;
 use keel_weights::affine::{AFFINE_BITS, AFFINE_GROUP_SIZES};
+use keel_weights::gguf::GgmlType;
 use serde_json::Value;
 
 use crate::failure::usage;
@@ -27,16 +28,9 @@ pub struct SubjectArgs {
     /// Random weights that share a scale: 32, 64 or 128.
     #[arg(long, value_name = "N", requires = "shape", default_value_t = 64)]
     group_size: usize,
-    /// Dense random weights of this type.
-    #[arg(long, value_enum, value_name = "TYPE", requires = "shape", conflicts_with_all = ["bits", "group_size"])]
-    dtype: Option<DTypeArg>,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum DTypeArg {
-    Bf16,
-    F16,
-    F32,
+    /// Random weights of this type instead: bf16, f16, f32, or one of GGUF's block codings such as Q4_K.
+    #[arg(long, value_name = "TYPE", requires = "shape", conflicts_with_all = ["bits", "group_size"])]
+    dtype: Option<String>,
 }
 
 /// What is planned or timed.
@@ -86,17 +80,21 @@ impl SubjectArgs {
             config: keel_models::read_config(&json)?,
             json,
             parameters: Box::new(RandomParameters { format }),
-            quantised: self.dtype.is_none(),
+            quantised: !matches!(format, WeightFormat::Dense(_)),
         })
     }
 
     fn random_format(&self) -> Result<WeightFormat> {
-        if let Some(dtype) = self.dtype {
-            return Ok(WeightFormat::Dense(match dtype {
-                DTypeArg::Bf16 => DType::BF16,
-                DTypeArg::F16 => DType::F16,
-                DTypeArg::F32 => DType::F32,
-            }));
+        if let Some(name) = &self.dtype {
+            return match GgmlType::from_name(name) {
+                Some(GgmlType::Plain(dtype @ (DType::BF16 | DType::F16 | DType::F32))) => {
+                    Ok(WeightFormat::Dense(dtype))
+                }
+                Some(GgmlType::Blocks(format)) => Ok(WeightFormat::Blocks(format)),
+                _ => Err(usage(format!(
+                    "--dtype {name} is not known; there are bf16, f16, f32 and GGUF's block codings"
+                ))),
+            };
         }
         affine_format(self.bits, self.group_size)?;
         let (bits, group_size) = (self.bits as u8, self.group_size as u16);

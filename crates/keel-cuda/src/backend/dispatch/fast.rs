@@ -2,7 +2,7 @@
 
 use super::{Call, Geometry, linear};
 use crate::driver::Arguments;
-use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, ROPE};
+use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, ROPE, ROTATE_PAIRS};
 use keel_array::{ArrayError, Op, RopeSpec};
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
@@ -45,10 +45,19 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         }
         Op::Rope(spec) => rotate(spec, None, call),
         Op::NormRope { rope, eps } => rotate(rope, Some((call.inputs[3].address, eps.get())), call),
-        Op::RotatePairs => Err(ArrayError::Kernel {
-            op: call.kernel.op.name().into(),
-            reason: "columns cannot be turned in pairs on the GPU yet; run this model on the CPU".into(),
-        }),
+        Op::RotatePairs => {
+            let [_, scales, pairs, turns] = &call.inputs[..] else { unreachable!("four operands") };
+            let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1));
+            let arguments =
+                [scales, pairs, turns, y].iter().fold(arguments, |a, operand| a.pointer(operand.address));
+            let arguments = arguments.u32(x.width()).u32(pairs.layout.shape[0]);
+            let arguments = arguments.pointer(call.fault).u32(call.index);
+            call.launch(
+                &KernelKey::new(ROTATE_PAIRS, "rotate_pairs"),
+                row_geometry(x.rows(), x.width()),
+                arguments,
+            )
+        }
         Op::SwiGlu if call.maker(0).is_some() => linear::gated_linear(call),
         Op::SwiGlu => {
             let arguments = Arguments::default()

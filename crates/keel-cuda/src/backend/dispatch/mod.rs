@@ -76,6 +76,7 @@ pub(super) fn describe_fault(kernel: &Kernel, what: u32, number: u32, bound: u32
             batch::describe_fault(what, number, bound)
         }
         (Op::GatherLinear { .. }, _) => format!("expert {number} of a stack of {bound}"),
+        (Op::RotatePairs, _) => format!("a pair names column {number} of {bound}"),
         // An index that is negative as an i32 is out of every range.
         _ if number > i32::MAX as u32 => {
             format!("index {} is out of range for {bound} entries", number as i32)

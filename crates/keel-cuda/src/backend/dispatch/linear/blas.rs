@@ -1,4 +1,4 @@
-//! Products of many rows through cuBLASLt, an affine weight widened to bf16 in scratch.
+//! Products of many rows through cuBLASLt, a quantised weight widened to bf16 in scratch.
 
 use super::super::{Bound, Call, Geometry};
 use super::exact::exact_tiled;
@@ -21,7 +21,7 @@ pub(super) struct BlasScratch {
 pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize) -> BlasScratch {
     let x = BLAS_WORKSPACE_BYTES;
     let w = x + (rows * weight.cols * size_of::<u16>()).next_multiple_of(BLAS_ALIGN);
-    let widened = matches!(weight.format, WeightFormat::Affine { .. });
+    let widened = !matches!(weight.format, WeightFormat::Dense(_));
     let end = w + if widened { weight.rows * weight.cols * size_of::<u16>() } else { 0 };
     BlasScratch { x, w, end: end + BLAS_ALIGN }
 }
@@ -82,7 +82,7 @@ pub(super) fn through_blas(
     let own = call.scratch.next_multiple_of(BLAS_ALIGN as u64);
     let (x, mut w) = (own + scratch.x as u64, call.inputs[1].address);
     to_bf16(weight, rows, x, call)?;
-    if let WeightFormat::Affine { .. } = weight.format {
+    if !matches!(weight.format, WeightFormat::Dense(_)) {
         w = own + scratch.w as u64;
         let tiles = row_tiles(weight) * col_tiles(weight);
         let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).u32(1);
