@@ -6,6 +6,7 @@
 use keel_array::{AttentionSpec, RopeSpec};
 use serde_json::Value;
 
+use crate::fields::Fields;
 use crate::rope::{self, RopeScaling};
 use crate::{ModelError, Result};
 
@@ -219,57 +220,8 @@ impl HybridConfig {
     }
 }
 
-/// The text part of a config, and the top level for what is found only there.
-pub(crate) struct Fields<'a> {
-    text: &'a Value,
-    top: &'a Value,
-}
-
-impl<'a> Fields<'a> {
-    pub fn new(config: &'a Value) -> Fields<'a> {
-        let text = if config["text_config"].is_object() { &config["text_config"] } else { config };
-        Fields { text, top: config }
-    }
-
-    /// `model_type` at the top level.
-    pub fn model_type(&self) -> String {
-        self.top["model_type"].as_str().unwrap_or_default().to_string()
-    }
-
-    pub fn get(&self, key: &str) -> Option<&Value> {
-        [self.text, self.top].into_iter().filter_map(|v| v.get(key)).find(|v| !v.is_null())
-    }
-
-    pub fn size(&self, key: &str) -> Result<usize> {
-        let value = self.get(key).ok_or_else(|| ModelError::Config(format!("{key} is missing")))?;
-        let number = value.as_u64().and_then(|n| usize::try_from(n).ok());
-        number.ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a whole number")))
-    }
-
-    pub fn size_or(&self, key: &str, default: usize) -> Result<usize> {
-        if self.get(key).is_some() { self.size(key) } else { Ok(default) }
-    }
-
-    pub fn number_or(&self, key: &str, default: f64) -> Result<f64> {
-        let Some(value) = self.get(key) else { return Ok(default) };
-        value.as_f64().ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a number")))
-    }
-
-    pub fn flag(&self, key: &str) -> bool {
-        self.get(key).and_then(Value::as_bool).unwrap_or(false)
-    }
-
-    /// A rope number from `rope_parameters` (or `rope_scaling`), or from beside the others.
-    pub fn rope(&self, key: &str, default: f64) -> Result<f64> {
-        let nested = ["rope_parameters", "rope_scaling"].iter().find_map(|k| self.get(k)?.get(key));
-        match nested.filter(|value| !value.is_null()) {
-            Some(value) => value
-                .as_f64()
-                .ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a number"))),
-            None => self.number_or(key, default),
-        }
-    }
-
+/// What is read in several steps.
+impl Fields<'_> {
     /// How the frequencies of a layer type are stretched.
     pub fn rope_scaling(&self, layer_type: &str) -> Result<RopeScaling> {
         let context = self.size_or("max_position_embeddings", 32768)?;

@@ -6,7 +6,7 @@
 use serde_json::Value;
 
 use crate::blocks::Activation;
-use crate::config::Fields;
+use crate::fields::Fields;
 use crate::hybrid::HybridModel;
 use crate::loading::Loader;
 use crate::rope;

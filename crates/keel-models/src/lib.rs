@@ -9,6 +9,7 @@
 pub mod blocks;
 mod config;
 mod error;
+mod fields;
 mod gemma3_text;
 pub mod gguf;
 mod hybrid;

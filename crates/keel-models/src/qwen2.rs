@@ -4,7 +4,7 @@
 
 use serde_json::Value;
 
-use crate::config::Fields;
+use crate::fields::Fields;
 use crate::hybrid::HybridModel;
 use crate::loading::Loader;
 use crate::transformer::{self, Traits};

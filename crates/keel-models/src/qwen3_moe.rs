@@ -4,7 +4,7 @@
 
 use serde_json::Value;
 
-use crate::config::Fields;
+use crate::fields::Fields;
 use crate::{HybridConfig, ModelError, Result};
 
 pub(crate) use crate::qwen3::load;

@@ -7,7 +7,7 @@ use std::f64::consts::{PI, TAU};
 
 use serde_json::Value;
 
-use crate::config::Fields;
+use crate::fields::Fields;
 use crate::{ModelError, Result};
 
 /// How frequencies are stretched.

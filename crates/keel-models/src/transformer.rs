@@ -5,7 +5,7 @@
 use serde_json::Value;
 
 use crate::blocks::{Activation, Attention, FeedForward, GatedLayer, RmsNorm};
-use crate::config::Fields;
+use crate::fields::Fields;
 use crate::hybrid::{Block, HybridModel, Mixer};
 use crate::loading::{Loader, Piece};
 use crate::naming::FamilyReader;

@@ -4,7 +4,7 @@ use keel_weights::gguf::GgufMetadata;
 use serde_json::Value;
 
 use super::architecture_of;
-use crate::config::Fields;
+use crate::fields::Fields;
 use crate::{HybridConfig, MixerKind, ModelError, Result, RopeScaling};
 
 /// The metadata of a model with these numbers, tokenizer aside.
