@@ -152,6 +152,53 @@ impl Buffer {
     }
 }
 
+/// Memory of the host with an owner in the ledger, for what is kept away from the device. It is given back on drop.
+pub struct HostBuffer {
+    bytes: Vec<u8>,
+    charge: Charge,
+}
+
+impl HostBuffer {
+    /// Reserves in the ledger, then allocates zeroed bytes; none on a backend that only plans.
+    pub(crate) fn allocate(
+        backend: &dyn Backend,
+        ledger: &Ledger,
+        category: Category,
+        bytes: usize,
+    ) -> Result<HostBuffer> {
+        let charge = ledger.charge(category, bytes as u64)?;
+        let bytes = if backend.is_planning() { 0 } else { bytes };
+        // Zeroed memory that is not touched is not there yet, but asking for it aborts where it cannot be had.
+        Vec::<u8>::new().try_reserve_exact(bytes).map_err(|error| ArrayError::Allocation {
+            category,
+            requested: bytes as u64,
+            reason: error.to_string(),
+        })?;
+        Ok(HostBuffer { bytes: vec![0; bytes], charge })
+    }
+
+    /// The category it is charged to.
+    pub fn category(&self) -> Category {
+        self.charge.category()
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The bytes, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+impl std::fmt::Debug for HostBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "HostBuffer({} bytes, {})", self.bytes.len(), self.category())
+    }
+}
+
 impl std::fmt::Debug for Buffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Buffer({} bytes, {})", self.bytes(), self.category())

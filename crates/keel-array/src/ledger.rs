@@ -29,13 +29,15 @@ pub enum Category {
     Workspace,
     /// Small buffers that the host fills for each step.
     Staging,
+    /// Host memory for sequences that are parked.
+    Swap,
     /// Arrays that the user of the library made.
     User,
 }
 
 impl Category {
     /// All categories, in the order of reports.
-    pub const ALL: [Category; 9] = [
+    pub const ALL: [Category; 10] = [
         Category::Weights,
         Category::Kv,
         Category::Recurrent,
@@ -44,6 +46,7 @@ impl Category {
         Category::Activations,
         Category::Workspace,
         Category::Staging,
+        Category::Swap,
         Category::User,
     ];
 
@@ -58,6 +61,7 @@ impl Category {
             Category::Activations => "activations",
             Category::Workspace => "workspace",
             Category::Staging => "staging",
+            Category::Swap => "swap",
             Category::User => "user",
         }
     }

@@ -27,7 +27,7 @@ mod shape;
 mod weight;
 
 pub use array::Array;
-pub use backend::{Backend, Buffer, DeviceMemory};
+pub use backend::{Backend, Buffer, DeviceMemory, HostBuffer};
 pub use blocks::BlockFormat;
 pub use custom::{CudaSource, CustomKernel, HostCall, HostFn, HostSlice, HostSliceMut};
 pub use dtype::DType;

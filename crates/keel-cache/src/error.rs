@@ -26,6 +26,18 @@ pub enum CacheError {
         /// Slots of the pool.
         total: usize,
     },
+    /// Host memory has no room for a sequence.
+    #[error(
+        "parking the sequence takes {needed_bytes} bytes of host memory: {free_bytes} of {total_bytes} are free"
+    )]
+    NoSwap {
+        /// Bytes needed.
+        needed_bytes: usize,
+        /// Bytes free.
+        free_bytes: usize,
+        /// Bytes in all.
+        total_bytes: usize,
+    },
     /// There is no checkpoint to go back to.
     #[error("cannot go back to token {wanted}: the recurrent state is kept at {kept:?}")]
     NoCheckpoint {

@@ -7,58 +7,14 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use keel_array::{Array, DType};
+use keel_array::DType;
 use keel_weights::{SafetensorsFile, SafetensorsWriter, TensorSource, TensorSpec, WeightsError};
 
-use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache};
+use crate::parts::parts;
+use crate::{CacheError, ModelCache, Result, SequenceCache};
 
 /// Names the layout of the file; a change of layout changes it.
 const FORMAT: &str = "keel-prompt-cache-1";
-
-/// One tensor of the file and the entries of a pool that it consists of.
-struct Part<'a> {
-    name: String,
-    pool: &'a Array,
-    entries: Vec<u32>,
-    /// Entries are a dimension of the tensor; a slot is not.
-    stacked: bool,
-}
-
-impl Part<'_> {
-    fn shape(&self) -> Vec<usize> {
-        let entry = self.pool.shape()[1..].iter().copied();
-        self.stacked.then_some(self.entries.len()).into_iter().chain(entry).collect()
-    }
-
-    fn entry_bytes(&self) -> usize {
-        self.pool.bytes() / self.pool.shape()[0]
-    }
-}
-
-/// Everything that a sequence holds, in the order of the layers.
-fn parts<'a>(cache: &'a ModelCache, sequence: &SequenceCache) -> Vec<Part<'a>> {
-    let mut parts = Vec::new();
-    for (i, layer) in cache.layers().iter().enumerate() {
-        let mut part = |name: &str, pool, entries, stacked| {
-            parts.push(Part { name: format!("layers.{i}.{name}"), pool, entries, stacked });
-        };
-        match layer {
-            LayerStorage::Attention(pool) => {
-                part("keys", &pool.keys, sequence.pages().to_vec(), true);
-                part("values", &pool.values, sequence.pages().to_vec(), true);
-            }
-            LayerStorage::Sliding(pool) => {
-                part("keys", &pool.keys, sequence.window_pages().to_vec(), true);
-                part("values", &pool.values, sequence.window_pages().to_vec(), true);
-            }
-            LayerStorage::Recurrent { window, state } => {
-                part("window", &window.rows, vec![sequence.slot()], false);
-                part("state", &state.state, vec![sequence.slot()], false);
-            }
-        }
-    }
-    parts
-}
 
 impl ModelCache {
     /// Writes what a sequence holds to `path`, under the name of the model and the tokens it has seen.
@@ -72,7 +28,7 @@ impl ModelCache {
             let problem = format!("{} tokens were given for a cache of {}", tokens.len(), sequence.len());
             return Err(CacheError::File { path: path.into(), problem });
         }
-        let parts = parts(self, sequence);
+        let parts = parts(self.layers(), sequence, tokens.len());
         let mut specs: Vec<TensorSpec> = parts
             .iter()
             .map(|p| TensorSpec { name: p.name.clone(), dtype: p.pool.dtype(), shape: p.shape() })
@@ -132,7 +88,7 @@ impl ModelCache {
 
     fn fill_from(&mut self, file: &SafetensorsFile, sequence: &mut SequenceCache, len: usize) -> Result<()> {
         self.reserve(sequence, len)?;
-        for part in parts(self, sequence) {
+        for part in parts(self.layers(), sequence, len) {
             let tensor = file.tensor(&part.name)?.expect_shape(&part.shape())?;
             if tensor.dtype() != part.pool.dtype() {
                 let (found, needed) = (tensor.dtype().to_string(), "the type of this engine's cache");

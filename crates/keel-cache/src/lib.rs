@@ -14,6 +14,8 @@
 //! checkpoints               copies of the slot at multiples of 64
 //! ```
 //!
+//! A sequence can be parked in host memory ([`ModelCache::swap_out`]) while others need its pages.
+//!
 //! A [`PrefixTree`] remembers pages and states of sequences that have ended, for later ones that begin alike.
 
 #![forbid(unsafe_code)]
@@ -23,10 +25,12 @@ mod file;
 mod interruption;
 mod model_cache;
 mod pages;
+mod parts;
 mod prefix;
 mod sequence;
 mod shared;
 mod spec;
+mod swap;
 
 pub use error::{CacheError, Result};
 pub use interruption::Interruption;
@@ -35,3 +39,4 @@ pub use pages::PageAllocator;
 pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree};
 pub use sequence::SequenceCache;
 pub use spec::{CacheSize, CacheSpec, LayerSpec};
+pub use swap::SwapSize;

@@ -2,8 +2,9 @@
 
 use keel_array::{Array, AttentionSpec, Category, ConvWindow, DType, DeltaState, KvPool, Runtime};
 
+use crate::swap::SwapSpace;
 use crate::{
-    CacheError, CacheSize, CacheSpec, Interruption, LayerSpec, PageAllocator, Result, SequenceCache,
+    CacheError, CacheSize, CacheSpec, Interruption, LayerSpec, PageAllocator, Result, SequenceCache, SwapSize,
 };
 
 /// The persistent arrays of one layer.
@@ -106,7 +107,7 @@ fn recurrent(
 pub struct ModelCache {
     pub(crate) spec: CacheSpec,
     size: CacheSize,
-    layers: Vec<LayerStorage>,
+    pub(crate) layers: Vec<LayerStorage>,
     /// Saved slots of the recurrent layers, in the order of the layers.
     saved: Vec<LayerStorage>,
     pub(crate) pages: PageAllocator,
@@ -115,6 +116,7 @@ pub struct ModelCache {
     pub(crate) free_checkpoints: Vec<u32>,
     /// By slot: what a failed step has left of it.
     pub(crate) interruptions: Vec<Option<Interruption>>,
+    pub(crate) swap: SwapSpace,
 }
 
 impl ModelCache {
@@ -134,6 +136,7 @@ impl ModelCache {
                 .collect::<Result<_>>()?
         };
         Ok(ModelCache {
+            swap: SwapSpace::allocate(runtime, SwapSize::new(&spec, &size))?,
             layers,
             saved,
             pages: PageAllocator::new(size.pages()),
@@ -161,11 +164,12 @@ impl ModelCache {
         &self.layers
     }
 
-    /// True if no sequence is open and no page, slot or checkpoint is missing.
+    /// True if no sequence is open and no page, slot, checkpoint or host memory is missing.
     pub fn is_idle(&self) -> bool {
         [&self.pages, &self.window_pages].iter().all(|p| p.is_conserved() && p.free() == p.total())
             && self.free_slots.len() == self.size.sequences
             && self.free_checkpoints.len() == self.size.checkpoints
+            && self.swap.is_empty()
     }
 
     /// A new, empty sequence.
@@ -173,17 +177,13 @@ impl ModelCache {
     /// # Errors
     /// [`CacheError::NoSlot`] if all are taken.
     pub fn open(&mut self) -> Result<SequenceCache> {
-        let slot = self.free_slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })?;
-        let sequence = SequenceCache {
-            pages: Vec::new(),
-            window_pages: Vec::new(),
-            slot,
-            cached_len: 0,
-            accepted: 0,
-            checkpoints: Vec::new(),
-        };
+        let slot = self.take_slot()?;
         self.clear_slot(slot)?;
-        Ok(sequence)
+        Ok(SequenceCache::new(slot, 0, 0))
+    }
+
+    pub(crate) fn take_slot(&mut self) -> Result<u32> {
+        self.free_slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })
     }
 
     /// Makes room for `rows` more tokens. Growth never copies.
@@ -203,10 +203,23 @@ impl ModelCache {
 
     /// Ends a sequence; everything it held goes back.
     pub fn release(&mut self, mut sequence: SequenceCache) {
-        self.drop_checkpoints_after(&mut sequence, None);
-        sequence.pages.iter().for_each(|&page| self.pages.release(page));
-        sequence.window_pages.iter().for_each(|&page| self.window_pages.release(page));
+        match sequence.parked.take() {
+            Some(blocks) => self.swap.give_back(blocks),
+            None => self.take_pages_and_slot(&mut sequence),
+        }
+    }
+
+    /// Takes everything that a sequence holds on the device.
+    pub(crate) fn take_pages_and_slot(&mut self, sequence: &mut SequenceCache) {
+        self.drop_checkpoints_after(sequence, None);
+        self.take_pages(sequence);
+        self.interruptions[sequence.slot as usize] = None;
         self.free_slots.push(sequence.slot);
+    }
+
+    fn take_pages(&mut self, sequence: &mut SequenceCache) {
+        sequence.pages.drain(..).for_each(|page| self.pages.release(page));
+        sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
     }
 
     /// Forgets all tokens of a sequence.
@@ -215,10 +228,9 @@ impl ModelCache {
     /// What the runtime says.
     pub fn reset(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.drop_checkpoints_after(sequence, None);
-        sequence.pages.drain(..).for_each(|page| self.pages.release(page));
-        sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
+        self.take_pages(sequence);
         (sequence.cached_len, sequence.accepted) = (0, 0);
-        self.clear_slot(sequence.slot)
+        self.clear_slot(sequence.slot())
     }
 
     /// Saves the state as it is now, so that the sequence can come back here. The oldest checkpoint of the
@@ -235,7 +247,7 @@ impl ModelCache {
             self.free_checkpoints.push(sequence.checkpoints.remove(0).1);
         }
         let Some(entry) = self.free_checkpoints.pop() else { return Ok(()) };
-        self.copy_slot(sequence.slot, entry, true)?;
+        self.copy_slot(sequence.slot(), entry, true)?;
         sequence.checkpoints.push((sequence.cached_len, entry));
         Ok(())
     }
@@ -265,12 +277,12 @@ impl ModelCache {
         };
         self.drop_checkpoints_after(sequence, Some(at));
         if let Some(entry) = entry {
-            self.copy_slot(sequence.slot, entry, false)?;
+            self.copy_slot(sequence.slot(), entry, false)?;
         }
         let keep = at.div_ceil(AttentionSpec::PAGE);
         sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
         (sequence.cached_len, sequence.accepted) = (at, 0);
-        self.interruptions[sequence.slot as usize] = None;
+        self.interruptions[sequence.slot() as usize] = None;
         self.own_last_page(sequence)?;
         Ok(at)
     }
@@ -305,15 +317,7 @@ impl ModelCache {
     /// # Errors
     /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; what the runtime says.
     pub fn fork(&mut self, sequence: &SequenceCache) -> Result<SequenceCache> {
-        let slot = self.free_slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })?;
-        let mut twin = SequenceCache {
-            pages: Vec::new(),
-            window_pages: Vec::new(),
-            slot,
-            cached_len: sequence.cached_len,
-            accepted: sequence.accepted,
-            checkpoints: Vec::new(),
-        };
+        let mut twin = SequenceCache::new(self.take_slot()?, sequence.cached_len, sequence.accepted);
         match self.fork_into(sequence, &mut twin) {
             Ok(()) => Ok(twin),
             Err(error) => {
@@ -328,7 +332,7 @@ impl ModelCache {
         for layer in &self.layers {
             let log = if sequence.accepted > 0 { layer.log_arrays() } else { vec![] };
             for array in layer.slot_arrays().into_iter().chain(log) {
-                array.copy_entry(sequence.slot as usize, array, twin.slot as usize)?;
+                array.copy_entry(sequence.slot() as usize, array, twin.slot as usize)?;
             }
         }
         // Rotating pages are written again, so none can be shared.

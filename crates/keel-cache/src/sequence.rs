@@ -15,9 +15,24 @@ pub struct SequenceCache {
     pub(crate) accepted: usize,
     /// Positions with a saved slot, and which.
     pub(crate) checkpoints: Vec<(usize, u32)>,
+    /// Blocks of host memory, where it is parked; it holds nothing else then.
+    pub(crate) parked: Option<Vec<u32>>,
 }
 
 impl SequenceCache {
+    /// Without pages.
+    pub(crate) fn new(slot: u32, cached_len: usize, accepted: usize) -> SequenceCache {
+        SequenceCache {
+            pages: Vec::new(),
+            window_pages: Vec::new(),
+            slot,
+            cached_len,
+            accepted,
+            checkpoints: Vec::new(),
+            parked: None,
+        }
+    }
+
     /// Tokens whose keys, values and state are in the cache; also the position of the next token. The state of the
     /// last [`SequenceCache::accepted`] of them is in the log.
     pub fn offset(&self) -> usize {
@@ -34,6 +49,11 @@ impl SequenceCache {
         self.cached_len == 0
     }
 
+    /// True where it lies in host memory: it has to be brought back before anything else is done with it.
+    pub fn is_parked(&self) -> bool {
+        self.parked.is_some()
+    }
+
     /// Pages in order of position.
     pub fn pages(&self) -> &[u32] {
         &self.pages
@@ -46,7 +66,11 @@ impl SequenceCache {
     }
 
     /// The slot of the recurrent state.
+    ///
+    /// # Panics
+    /// If it is parked.
     pub fn slot(&self) -> u32 {
+        assert!(!self.is_parked(), "a parked sequence has no slot");
         self.slot
     }
 

@@ -31,7 +31,7 @@ impl ModelCache {
         }
         self.expect_settled(sequence)?;
         let Some(entry) = self.free_checkpoints.pop() else { return Ok(None) };
-        match self.copy_slot(sequence.slot, entry, true) {
+        match self.copy_slot(sequence.slot(), entry, true) {
             Ok(()) => Ok(Some(entry)),
             Err(error) => {
                 self.free_checkpoints.push(entry);
@@ -46,7 +46,7 @@ impl ModelCache {
     /// What the runtime says.
     pub fn overwrite_state(&mut self, sequence: &SequenceCache, entry: u32) -> Result<()> {
         self.expect_settled(sequence)?;
-        self.copy_slot(sequence.slot, entry, true)
+        self.copy_slot(sequence.slot(), entry, true)
     }
 
     /// Gives a saved state back.

@@ -93,6 +93,12 @@ impl CacheSpec {
         self.layers.iter().map(|l| l.token_bytes(self.kv_dtype)).sum()
     }
 
+    /// Those of sliding layers, in as many pages as their windows need.
+    pub fn window_token_bytes(&self) -> usize {
+        let sliding = self.layers.iter().filter(|layer| matches!(layer, LayerSpec::Sliding { .. }));
+        sliding.map(|layer| layer.token_bytes(self.kv_dtype)).sum()
+    }
+
     /// The largest window of the sliding layers.
     pub fn window(&self) -> Option<usize> {
         let windows = self.layers.iter().filter_map(|layer| match layer {
@@ -144,6 +150,8 @@ pub struct CacheSize {
     pub pool_pages: Option<usize>,
     /// Rows of a sequence that a step may leave open, to be taken back or committed later.
     pub open_rows: usize,
+    /// Host memory for parked sequences.
+    pub swap_bytes: usize,
 }
 
 impl CacheSize {

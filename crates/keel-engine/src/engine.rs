@@ -52,6 +52,7 @@ impl Engine {
             checkpoints: options.checkpoints,
             pool_pages: options.pool_pages,
             open_rows: options.open_rows(),
+            swap_bytes: options.swap_bytes,
         };
         let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_dtype()), size)?;
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;

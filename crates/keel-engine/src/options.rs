@@ -27,6 +27,9 @@ pub struct EngineOptions {
     /// Pages of keys and values; `None` is enough for every sequence at full length. With fewer, what a sequence may
     /// need has to be set aside before it starts.
     pub pool_pages: Option<usize>,
+    /// Host memory for sequences that are parked while others need their pages: a batch then lets in more than fits. 0
+    /// keeps the promise instead.
+    pub swap_bytes: usize,
     /// Arithmetic of the linear layers; f32 also keeps keys and values in f32.
     pub compute: Compute,
     /// Drafts of the multi-token-prediction head that one step may verify, at most [`DRAFTS_MAX`]; 0 does without it.
@@ -43,6 +46,7 @@ impl Default for EngineOptions {
             prefill_step: 2048,
             checkpoints: 0,
             pool_pages: None,
+            swap_bytes: 0,
             compute: Compute::Auto,
             drafts: 0,
             all_logits: false,

@@ -4,10 +4,11 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{engine, expected, fixture, runtime};
+use common::batching::{assert_all_is_back, finish, prompt, run};
+use common::{engine, fixture, runtime};
 use keel_array::Compute;
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
-use keel_engine::{Depth, EngineError, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
+use keel_engine::{Depth, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
 
 const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
 
@@ -27,53 +28,6 @@ fn options() -> EngineOptions {
 fn batcher(name: &str, batch: BatchOptions) -> Option<Batcher> {
     let folder = fixture(name)?;
     Some(Batcher::new(engine(&folder, &runtime(2), options()), batch))
-}
-
-fn prompt(name: &str, seed: u32, len: usize) -> Vec<u32> {
-    let ids = expected(&fixture(name).expect("there")).ids;
-    (0..len as u32).map(|i| (ids[i as usize % ids.len()] + i * 7 + seed * 13) % 500).collect()
-}
-
-/// What came of a request.
-#[derive(Debug, Default)]
-struct Outcome {
-    tokens: Vec<u32>,
-    cached: usize,
-    finish: Option<FinishReason>,
-    error: Option<EngineError>,
-}
-
-/// Runs until nothing is left; outcomes by request id.
-fn finish(batcher: &mut Batcher, count: usize) -> Vec<Outcome> {
-    let mut outcomes: Vec<Outcome> = (0..count).map(|_| Outcome::default()).collect();
-    let now = Instant::now();
-    for _ in 0..10_000 {
-        if batcher.is_idle() {
-            return outcomes;
-        }
-        for (id, event) in batcher.step(now) {
-            let outcome = &mut outcomes[id as usize];
-            match event {
-                BatchEvent::Started { cached_tokens, .. } => outcome.cached = cached_tokens,
-                BatchEvent::Prefilled(_) => {}
-                BatchEvent::Token { id, .. } => outcome.tokens.push(id),
-                BatchEvent::Finished(reason) => outcome.finish = Some(reason),
-                BatchEvent::Failed(error) => outcome.error = Some(error),
-            }
-        }
-    }
-    panic!("the batch does not come to an end");
-}
-
-fn run(batcher: &mut Batcher, requests: Vec<BatchRequest>) -> Vec<Outcome> {
-    let count = requests.len();
-    requests.into_iter().for_each(|r| batcher.submit(r, Instant::now()).expect("accepted"));
-    finish(batcher, count)
-}
-
-fn assert_all_is_back(batcher: &mut Batcher) {
-    batcher.forget_prefixes();
-    assert!(batcher.engine().cache().is_idle(), "{:?}", batcher.status());
 }
 
 #[test]

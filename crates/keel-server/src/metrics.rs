@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use keel_array::Category;
 use keel_engine::SpeculationCounters;
+use keel_engine::batch::ParkingStatus;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
@@ -38,6 +39,11 @@ struct Bytes {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Direction {
+    direction: Word,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Position {
     position: u64,
 }
@@ -50,6 +56,9 @@ struct Inner {
     registry: Registry,
     running: Gauge,
     waiting: Gauge,
+    parked: Gauge,
+    parkings: Counter,
+    swap_bytes: Family<Direction, Counter>,
     prompt_tokens: Counter,
     cached_tokens: Counter,
     generated_tokens: Counter,
@@ -67,6 +76,8 @@ struct Inner {
     accepted: Family<Position, Counter>,
     /// What the counters of drafts hold already.
     counted: Mutex<SpeculationCounters>,
+    /// What those of parking do.
+    counted_parking: Mutex<ParkingStatus>,
 }
 
 /// Seconds, from a millisecond to a minute.
@@ -87,6 +98,9 @@ impl Metrics {
             registry: Registry::with_prefix("keel"),
             running: Gauge::default(),
             waiting: Gauge::default(),
+            parked: Gauge::default(),
+            parkings: Counter::default(),
+            swap_bytes: Family::default(),
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
             generated_tokens: Counter::default(),
@@ -103,6 +117,7 @@ impl Metrics {
             drafted: Family::default(),
             accepted: Family::default(),
             counted: Mutex::default(),
+            counted_parking: Mutex::default(),
         };
         inner.register();
         Metrics(Arc::new(inner))
@@ -114,6 +129,7 @@ impl Metrics {
         let status = engine.status();
         inner.running.set(status.running.len() as i64);
         inner.waiting.set(status.waiting as i64);
+        self.count_parking(&status.parking);
         inner.free_pages.set(status.free_pages as i64);
         inner.prefix_pages.set(status.prefix_pages as i64);
         inner.prefix_states.set(status.prefix_states as i64);
@@ -145,6 +161,21 @@ impl Metrics {
         *counted = now;
     }
 
+    /// The same for parked sequences.
+    fn count_parking(&self, now: &ParkingStatus) {
+        let inner = &self.0;
+        let mut counted = inner.counted_parking.lock().unwrap_or_else(|e| e.into_inner());
+        inner.parked.set(now.parked as i64);
+        inner.parkings.inc_by(now.times.saturating_sub(counted.times));
+        for (direction, now, before) in
+            [("out", now.bytes_out, counted.bytes_out), ("in", now.bytes_in, counted.bytes_in)]
+        {
+            let label = Direction { direction: Word(direction) };
+            inner.swap_bytes.get_or_create(&label).inc_by(now.saturating_sub(before));
+        }
+        *counted = *now;
+    }
+
     fn set_memory(&self, category: Category, kind: &'static str, bytes: u64) {
         let labels = Bytes { category: Word(category.name()), kind: Word(kind) };
         self.0.memory.get_or_create(&labels).set(bytes as i64);
@@ -161,6 +192,9 @@ impl Inner {
         let r = &mut self.registry;
         r.register("requests_running", "Sequences that run", self.running.clone());
         r.register("requests_waiting", "Requests in the queue", self.waiting.clone());
+        r.register("requests_parked", "Sequences in host memory", self.parked.clone());
+        r.register("parkings", "Times that a sequence was parked", self.parkings.clone());
+        r.register("swap_bytes", "Bytes copied to host memory and back", self.swap_bytes.clone());
         r.register("prompt_tokens", "Prompt tokens of started requests", self.prompt_tokens.clone());
         r.register(
             "prompt_tokens_cached",

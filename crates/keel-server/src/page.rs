@@ -47,6 +47,7 @@ pub(crate) async fn status(State(app): State<Arc<App>>) -> Json<Value> {
         "allocated": bytes(&allocated),
         "peak": bytes(&ledger.peak()),
         "waiting": batch.waiting,
+        "parked": {"sequences": batch.parking.parked, "bytes": batch.parking.bytes},
         "running": batch.running.iter().map(sequence).collect::<Vec<_>>(),
         "pages": {"total": batch.pages, "free": batch.free_pages, "remembered": batch.prefix_pages},
         "remembered_states": batch.prefix_states,

@@ -117,3 +117,28 @@ fn silent_streams_are_kept_open_by_comments() {
     assert!(reply.body.contains(": ping"), "{}", reply.body);
     drop(other);
 }
+
+#[test]
+fn overcommitted_requests_are_parked_and_all_answered() {
+    let crowded = EngineOptions { pool_pages: Some(5), swap_bytes: 64 << 20, ..engine_options() };
+    let server = Running::with(crowded, ServerOptions::default());
+    let body = json!({
+        "prompt": "Once upon a time", "max_tokens": 600, "temperature": 0, "ignore_eos": true, "n": 4
+    });
+    let answer = server.ask("/v1/completions", &body);
+    let texts: Vec<&Value> = (0..4).map(|i| &answer["choices"][i]["text"]).collect();
+    assert!(texts[0].is_string() && texts.iter().all(|text| text == &texts[0]), "{answer}");
+    assert_eq!(answer["usage"]["completion_tokens"], 4 * 600);
+    server.wait_until_idle();
+    let metrics = server.get("/metrics").body;
+    let value = |name: &str| -> f64 {
+        let line = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("no {name} in {metrics}")).parse().expect("a number")
+    };
+    assert!(value("keel_parkings_total") >= 1.0);
+    assert_eq!(value("keel_requests_parked"), 0.0);
+    let [out, back] = ["out", "in"].map(|way| value(&format!("keel_swap_bytes_total{{direction=\"{way}\"}}")));
+    assert!(out > 0.0 && out == back, "{out} out, {back} in");
+    assert_eq!(server.get("/status").json()["parked"]["sequences"], 0);
+    server.assert_all_is_back();
+}

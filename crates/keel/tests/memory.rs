@@ -83,6 +83,14 @@ fn prefill_grows_by_the_bytes_of_keys_and_values() {
 }
 
 #[test]
+fn host_memory_for_parked_sequences_is_a_category_of_its_own() {
+    let of = |swap: &str| json(&["plan", "--context", "512", "--swap", swap, "--json"]);
+    let (without, with) = (of("0"), of("8Mi"));
+    assert_eq!((&without["swap"], &with["swap"]), (&Value::from(0), &Value::from(8 << 20)));
+    assert_eq!(total(&with), total(&without) + (8 << 20));
+}
+
+#[test]
 fn a_shape_is_planned_without_a_checkpoint() {
     let shape = ["plan", "--shape", "qwen3.5-35b-a3b", "--context", "8192", "--batch", "2", "--json"];
     let plan = json(&shape);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::array::{Array, State, Storage};
-use crate::backend::{Backend, Buffer};
+use crate::backend::{Backend, Buffer, HostBuffer};
 use crate::ledger::{Category, Ledger};
 use crate::program::graph::{Collected, Purpose, collect};
 use crate::program::{Binding, Bindings, Graph, OutputMemory, Program, ProgramCache};
@@ -123,6 +123,14 @@ impl Runtime {
     /// If the limit would be exceeded, the plan is frozen, or the system refuses.
     pub fn allocate(&self, category: Category, bytes: usize) -> Result<Buffer> {
         Buffer::allocate(self.backend(), self.ledger(), category, bytes)
+    }
+
+    /// Zeroed memory of the host under a category.
+    ///
+    /// # Errors
+    /// As [`Runtime::allocate`].
+    pub fn allocate_host(&self, category: Category, bytes: usize) -> Result<HostBuffer> {
+        HostBuffer::allocate(self.backend(), self.ledger(), category, bytes)
     }
 
     /// Makes the arena large enough for a program of this many bytes, ahead of its first run.

@@ -1,11 +1,14 @@
 //! Continuous batching: many sequences on one engine, which join and leave between steps.
 //!
 //! A request waits until the pages for its prompt and all its tokens can be promised (`policy.rs`), then runs to its
-//! end: an admitted request never fails for memory. Each [`Batcher::step`] advances every answer by a token and
+//! end: an admitted request never fails for memory. Where the engine has memory on the host to park sequences in, more are
+//! let in than can be promised (`crowd.rs`); none of them fails for memory either. Each [`Batcher::step`] advances every answer by a token and
 //! prompts by chunks under a token budget. Everything here is synchronous and knows no clock: the caller says what
 //! time it is.
 
 mod chooser;
+mod crowd;
+mod parking;
 mod persist;
 mod policy;
 mod prefixes;
@@ -18,10 +21,12 @@ use std::time::Instant;
 use keel_array::AttentionSpec;
 use keel_cache::PrefixHit;
 
+pub use crowd::{Crowd, Holding, Next};
 pub use persist::Restored;
 pub use policy::{Demand, PromptRest, Supply, share_prefill};
 pub use request::{
-    BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, RequestId, SequenceStatus, TokenLogprobs,
+    BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, RequestId,
+    SequenceStatus, TokenLogprobs,
 };
 
 use crate::speculation::{RoundSequence, Speculation};
@@ -40,7 +45,12 @@ pub struct Batcher {
     engine: Engine,
     options: BatchOptions,
     waiting: VecDeque<Waiting>,
+    /// In the order in which they started.
     running: Vec<Running>,
+    /// Newer than all that run, in the same order.
+    parked: VecDeque<Running>,
+    /// What parking came to so far.
+    parking: ParkingStatus,
     prefixes: Prefixes,
     /// Of sequences that have ended.
     speculation: SpeculationCounters,
@@ -59,6 +69,8 @@ impl Batcher {
             options,
             waiting: VecDeque::new(),
             running: Vec::new(),
+            parked: VecDeque::new(),
+            parking: ParkingStatus::default(),
             speculation: SpeculationCounters::default(),
             turn: 0,
             logits: Vec::new(),
@@ -73,7 +85,7 @@ impl Batcher {
 
     /// True if nothing runs or waits.
     pub fn is_idle(&self) -> bool {
-        self.running.is_empty() && self.waiting.is_empty()
+        self.running.is_empty() && self.parked.is_empty() && self.waiting.is_empty()
     }
 
     /// Puts a request into the queue.
@@ -125,6 +137,9 @@ impl Batcher {
         if let Some(at) = self.running.iter().position(|r| r.id == id) {
             self.leave(at);
         }
+        if let Some(at) = self.parked.iter().position(|r| r.id == id) {
+            self.end_parked(at);
+        }
     }
 
     /// Ends everything.
@@ -132,6 +147,9 @@ impl Batcher {
         self.waiting.clear();
         while !self.running.is_empty() {
             self.leave(0);
+        }
+        while !self.parked.is_empty() {
+            self.end_parked(0);
         }
     }
 
@@ -145,6 +163,7 @@ impl Batcher {
         BatchStatus {
             waiting: self.waiting.len(),
             running: self.running.iter().map(Running::status).collect(),
+            parking: self.parking_status(),
             pages: self.engine.cache().size().pages(),
             free_pages: self.engine.cache().free_pages(),
             prefix_pages: self.prefixes.tree().pages().count(),
@@ -157,6 +176,7 @@ impl Batcher {
     /// Lets requests in, advances every answer by a token and prompts by chunks, and returns what happened.
     pub fn step(&mut self, now: Instant) -> Vec<(RequestId, BatchEvent)> {
         self.expire(now);
+        self.bring_back();
         self.let_in(now);
         self.decode();
         self.prefill();
@@ -186,13 +206,14 @@ impl Batcher {
         while let Some(at) = self.running.iter().position(is_late) {
             self.fail(at, EngineError::Deadline);
         }
+        self.expire_parked(is_late);
     }
 
     /// Starts requests in the order in which they came, as long as the next one fits. One whose prompt another is just
-    /// running keeps its place and lets those behind it pass.
+    /// running keeps its place and lets those behind it pass. Whoever is parked comes before them all.
     fn let_in(&mut self, now: Instant) {
         let mut at = 0;
-        while self.running.len() < self.engine.options().sequences {
+        while self.parked.is_empty() && self.running.len() < self.engine.options().sequences {
             let Some(next) = self.waiting.get(at) else { return };
             let hit = self.prefixes.find(&next.request.prompt);
             if self.running.iter().any(|r| r.will_leave(&next.request.prompt, hit.len)) {
@@ -212,21 +233,31 @@ impl Batcher {
 
     /// What of a hit can be used without breaking a promise; `None` if the request has to wait.
     fn promise(&self, request: &BatchRequest, hit: PrefixHit) -> Option<PrefixHit> {
+        let shared = hit.len / AttentionSpec::PAGE;
+        let pinned = self.prefixes.evictable_of(self.engine.cache(), &hit.pages);
+        if self.can_start(request, shared, pinned) {
+            return Some(hit);
+        }
+        // What it would share may stand in its own way.
+        let anew = PrefixHit { len: 0, pages: Vec::new(), state: None, known_len: hit.known_len };
+        self.can_start(request, 0, 0).then_some(anew)
+    }
+
+    /// Whether there is room for a request that shares so many pages.
+    fn can_start(&self, request: &BatchRequest, shared: usize, pinned: usize) -> bool {
+        let all = pages_at_full_length(request.prompt.len(), request.max_tokens);
+        if let Some(crowd) = self.crowd() {
+            let newcomer = Holding::new(0, request.prompt.len().div_ceil(AttentionSpec::PAGE), all);
+            let running = self.running_holdings();
+            return crowd.can_start(self.available_pages(), &running, newcomer, shared, pinned);
+        }
         let cache = self.engine.cache();
         let supply = Supply {
             free: cache.free_pages(),
             evictable: self.prefixes.evictable(cache),
             promised: self.running.iter().map(Running::pages_missing).sum(),
         };
-        let all = pages_at_full_length(request.prompt.len(), request.max_tokens);
-        let shared = hit.len / AttentionSpec::PAGE;
-        let pinned = self.prefixes.evictable_of(cache, &hit.pages);
-        if supply.can_promise(Demand { own: all - shared, pinned }) {
-            return Some(hit);
-        }
-        // What it would share may stand in its own way.
-        let anew = PrefixHit { len: 0, pages: Vec::new(), state: None, known_len: hit.known_len };
-        supply.can_promise(Demand { own: all, pinned: 0 }).then_some(anew)
+        supply.can_promise(Demand { own: all - shared, pinned })
     }
 
     fn start(&mut self, waiting: Waiting, hit: &PrefixHit) -> Result<()> {
@@ -245,11 +276,16 @@ impl Batcher {
 
     /// Runs the last token of every answer, with drafts behind it where the engine makes them, and draws what follows.
     fn decode(&mut self) {
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].is_decoding()).collect();
+        let drafts = self.engine.options().drafts;
+        let pages = |batch: &Batcher, i: usize| {
+            if batch.running[i].is_decoding() { batch.pages_for(i, drafts + 1) } else { 0 }
+        };
+        let holds = self.make_way(pages);
+        self.running.iter_mut().zip(holds).for_each(|(running, holds)| running.holds = holds);
+        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].decodes_now()).collect();
         if rows.is_empty() {
             return;
         }
-        let drafts = self.engine.options().drafts;
         let missing = rows.iter().map(|&i| self.pages_for(i, drafts + 1)).sum();
         self.prefixes.make_room(self.engine.cache_mut(), missing, &[]);
         let drawn = if drafts > 0 { self.round() } else { self.decode_plainly(&rows) };
@@ -275,7 +311,7 @@ impl Batcher {
     /// A token for each answer.
     fn decode_plainly(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
         let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
-            self.running.iter_mut().filter(|r| r.is_decoding()).map(|r| (r.last(), &mut r.cache)).unzip();
+            self.running.iter_mut().filter(|r| r.decodes_now()).map(|r| (r.last(), &mut r.cache)).unzip();
         self.engine.decode(&mut sequences, &tokens)?;
         Ok(rows.iter().enumerate().map(|(row, &i)| self.draw(i, row)).collect())
     }
@@ -283,10 +319,10 @@ impl Batcher {
     /// One or more tokens for each answer.
     fn round(&mut self) -> Result<Vec<Result<Drawn>>> {
         let keeps_state = self.options.reuse_generated && self.engine.cache().spec().is_recurrent();
-        let decoding = self.running.iter_mut().filter(|r| r.is_decoding());
+        let decoding = self.running.iter_mut().filter(|r| r.decodes_now());
         let mut batch: Vec<RoundSequence<'_>> = decoding.filter_map(|r| r.in_round(keeps_state)).collect();
         let rounds = self.engine.round(&mut batch)?;
-        let decoding = self.running.iter_mut().filter(|r| r.speculation.is_some());
+        let decoding = self.running.iter_mut().filter(|r| r.decodes_now());
         Ok(decoding.zip(rounds).map(|(r, round)| r.take(&round.tokens, round.is_last)).collect())
     }
 
@@ -301,6 +337,9 @@ impl Batcher {
         let shares = share_prefill(&rests, budget.min(step_max), self.turn);
         let mut ended = Vec::new();
         for (&i, share) in rows.iter().zip(shares).filter(|(_, share)| *share > 0) {
+            if !self.make_way_for(i, share) {
+                continue;
+            }
             let outcome = self.prefill_chunk(i, share);
             let done = self.running[i].cache.len();
             let outcome = match outcome {
@@ -320,10 +359,16 @@ impl Batcher {
         ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
     }
 
+    /// Whether a chunk of a prompt finds its pages. If not, it is not run in this step; the sequence may have been parked.
+    fn make_way_for(&mut self, i: usize, rows: usize) -> bool {
+        let holds = self.make_way(|batch, of| if of == i { batch.running[i].pages_behind(rows) } else { 0 });
+        holds.get(i) == Some(&false)
+    }
+
     fn prefill_chunk(&mut self, i: usize, rows: usize) -> Result<()> {
         let running = &mut self.running[i];
         let at = running.cache.len();
-        let pages = (at + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(running.cache.pages().len());
+        let pages = running.pages_behind(rows);
         self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
         let next = running.tokens.get(at + rows).copied();
         self.engine.prefill_chunk(&mut running.cache, &running.tokens[at..at + rows], next)?;
@@ -338,8 +383,7 @@ impl Batcher {
     /// Pages that the next `rows` tokens of a sequence begin.
     fn pages_for(&self, i: usize, rows: usize) -> usize {
         let running = &self.running[i];
-        let rows = rows.min(running.rows_max(false));
-        (running.cache.len() + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(running.cache.pages().len())
+        running.pages_behind(rows.min(running.rows_max(false)))
     }
 
     /// Keeps the state of an answer at its last grid point, for a next turn.
@@ -405,18 +449,29 @@ impl Batcher {
 
     /// Takes a sequence out of the batch and its memory back. What it knows is remembered up to its last state.
     fn leave(&mut self, i: usize) -> RequestId {
-        let running = self.running.remove(i);
-        if let Some(speculation) = &running.speculation {
-            self.speculation.add(speculation.counters());
-        }
+        let mut running = self.running.remove(i);
+        self.remember_answer(&mut running);
+        let id = running.id;
+        self.give_back(running);
+        id
+    }
+
+    /// Remembers what a sequence knows up to its last state.
+    fn remember_answer(&mut self, running: &mut Running) {
         let cache = self.engine.cache_mut();
-        if let Some((at, state)) = running.rolling {
+        if let Some((at, state)) = running.rolling.take() {
             self.prefixes.remember(cache, &running.tokens[..at], &running.cache, Some(state));
         } else if self.options.reuse_generated && !cache.spec().is_recurrent() {
             let whole = running.cache.len() / keel_cache::BLOCK * keel_cache::BLOCK;
             self.prefixes.remember(cache, &running.tokens[..whole], &running.cache, None);
         }
-        cache.release(running.cache);
-        running.id
+    }
+
+    /// Takes the memory of a sequence that has ended.
+    fn give_back(&mut self, running: Running) {
+        if let Some(speculation) = &running.speculation {
+            self.speculation.add(speculation.counters());
+        }
+        self.engine.cache_mut().release(running.cache);
     }
 }

@@ -44,7 +44,8 @@ pub struct BatchRequest {
     pub id: RequestId,
     /// Token ids.
     pub prompt: Vec<u32>,
-    /// Tokens at most. Room for all of them is set aside before the request starts.
+    /// Tokens at most. Room for all of them is set aside before the request starts, unless the engine has host memory to
+    /// park sequences in.
     pub max_tokens: usize,
     /// How tokens are drawn.
     pub sampler: SamplerOptions,
@@ -171,6 +172,23 @@ pub struct SequenceStatus {
     pub accepted: u64,
 }
 
+/// Sequences that lie in host memory while others have their pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ParkingStatus {
+    /// Sequences that are parked now.
+    pub parked: usize,
+    /// Bytes that they take.
+    pub bytes: u64,
+    /// Bytes there are for them.
+    pub bytes_max: u64,
+    /// How often a sequence was parked.
+    pub times: u64,
+    /// Bytes copied to the host so far.
+    pub bytes_out: u64,
+    /// Bytes copied back so far.
+    pub bytes_in: u64,
+}
+
 /// Counts of a batch at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct BatchStatus {
@@ -178,6 +196,8 @@ pub struct BatchStatus {
     pub waiting: usize,
     /// The running sequences.
     pub running: Vec<SequenceStatus>,
+    /// Those that are parked.
+    pub parking: ParkingStatus,
     /// Pages of the pool.
     pub pages: usize,
     /// Pages that nobody holds.

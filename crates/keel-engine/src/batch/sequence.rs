@@ -24,6 +24,8 @@ pub(super) struct Running {
     /// The state at the last grid point of the answer: position and checkpoint.
     pub rolling: Option<(usize, u32)>,
     pub deadline: Option<Instant>,
+    /// Takes no part in this step.
+    pub holds: bool,
     /// Set behind the prompt, where the engine drafts.
     pub speculation: Option<Speculation>,
     max_tokens: usize,
@@ -57,6 +59,7 @@ impl Running {
             stops,
             rolling: None,
             deadline: request.deadline,
+            holds: false,
             speculation: None,
             max_tokens: request.max_tokens,
             chooser: BatchChooser::new(chooser, request.top_logprobs, request.speculate),
@@ -67,6 +70,11 @@ impl Running {
     /// Whether its prompt has been run.
     pub fn is_decoding(&self) -> bool {
         self.cache.len() >= self.prompt_len
+    }
+
+    /// Whether it decodes in this step.
+    pub fn decodes_now(&self) -> bool {
+        self.is_decoding() && !self.holds
     }
 
     /// What is left of its prompt.
@@ -97,10 +105,18 @@ impl Running {
         at > self.prompt_len && at.is_multiple_of(PREFILL_GRID)
     }
 
+    pub fn pages_at_full_length(&self) -> usize {
+        pages_at_full_length(self.prompt_len, self.max_tokens)
+    }
+
     /// Pages that it was promised and does not have yet.
     pub fn pages_missing(&self) -> usize {
-        let all = pages_at_full_length(self.prompt_len, self.max_tokens);
-        all.saturating_sub(self.cache.pages().len())
+        self.pages_at_full_length().saturating_sub(self.cache.pages().len())
+    }
+
+    /// Pages that its next `rows` tokens begin.
+    pub fn pages_behind(&self, rows: usize) -> usize {
+        (self.cache.len() + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(self.cache.pages().len())
     }
 
     /// The token that was drawn last, which has not been run.
@@ -172,7 +188,7 @@ impl Running {
             prefilled_tokens: self.cache.len().min(self.prompt_len),
             generated_tokens: self.tokens.len() - self.prompt_len,
             pages: self.cache.pages().len(),
-            pages_promised: pages_at_full_length(self.prompt_len, self.max_tokens),
+            pages_promised: self.pages_at_full_length(),
             slot: self.cache.slot(),
             drafted: counters.drafted_total(),
             accepted: counters.accepted_total(),

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unused_imports)] // each test file uses its part
 
+pub mod batching;
+
 use std::path::Path;
 use std::sync::Arc;
 

@@ -124,7 +124,7 @@ impl Running {
     pub fn wait_until_idle(&self) {
         wait_for("nothing runs", || {
             let status = self.app.engine.status();
-            status.running.is_empty() && status.waiting == 0
+            status.running.is_empty() && status.waiting == 0 && status.parking.parked == 0
         });
     }
 

@@ -25,6 +25,9 @@ pub struct PlanArgs {
     /// Sequences at once.
     #[arg(long, value_name = "B", default_value_t = 1)]
     batch: usize,
+    /// Host memory for parked sequences, as with `keel serve --overcommit`.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value_t = 0)]
+    swap: u64,
     /// Print the longest context (for the batch) and the largest batch (for the context) that fit in so many bytes.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     limit: Option<u64>,
@@ -45,7 +48,9 @@ pub fn run(args: &PlanArgs) -> Result<()> {
     let subject = args.subject.subject(model.as_ref())?;
     let context = context_for(&subject.config, args.context).context("--context")?;
     let drafts = drafts_max(args.speculate.for_subject(&subject, model.is_none())?);
-    let options = EngineOptions { context, sequences: args.batch, drafts, ..args.engine.options() };
+    let swap_bytes = args.swap as usize;
+    let options =
+        EngineOptions { context, sequences: args.batch, drafts, swap_bytes, ..args.engine.options() };
     match args.limit {
         Some(limit) => print_fit(args, &subject, options, limit),
         None => print_plan(args, &subject, options),

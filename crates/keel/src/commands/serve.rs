@@ -46,6 +46,14 @@ pub struct ServeArgs {
     /// tokens, or for all sequences at full length if that is less.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     kv_cache: Option<u64>,
+    /// Let in more requests than the memory of keys and values can promise: a request starts when there is room for its
+    /// prompt. Where pages run short the newest sequence is parked in host memory, and goes on with the same tokens when
+    /// others have ended; none fails for memory.
+    #[arg(long)]
+    overcommit: bool,
+    /// Host memory for parked sequences; by default enough for all keys, values and states.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, requires = "overcommit")]
+    swap: Option<u64>,
     /// Memory for recurrent states of remembered prefixes. Each answer at work takes one, too.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "128Mi")]
     prefix_states: u64,
@@ -110,6 +118,10 @@ pub fn run(args: &ServeArgs) -> Result<()> {
             options.context,
             human_bytes(session.planned.get(Category::Kv)),
         );
+        if args.overcommit {
+            let swap = human_bytes(session.planned.get(Category::Swap));
+            tracing::info!("more is let in than fits: {swap} of host memory are for parked sequences");
+        }
         let address = listener.local_addr()?;
         tracing::info!("{} is served at http://{address}", server_options.model_id);
         let server = Server::new(session.engine, text, server_options)?;
@@ -148,7 +160,11 @@ fn engine_options(args: &ServeArgs, model: &Model) -> Result<EngineOptions> {
     let state_bytes = one.get(Category::Checkpoints);
     let reuses = !args.no_prefix_reuse && state_bytes > 0;
     let states = if reuses { (args.prefix_states / state_bytes.max(1)) as usize + args.sequences } else { 0 };
-    Ok(EngineOptions { pool_pages: Some(pages.clamp(1, all_pages)), checkpoints: states, ..base })
+    let pages = pages.clamp(1, all_pages);
+    let all_bytes =
+        one.get(Category::Kv) * pages as u64 + one.get(Category::Recurrent) * args.sequences as u64;
+    let swap_bytes = if args.overcommit { args.swap.unwrap_or(all_bytes) as usize } else { 0 };
+    Ok(EngineOptions { pool_pages: Some(pages), checkpoints: states, swap_bytes, ..base })
 }
 
 fn server_options(args: &ServeArgs, model: &Model) -> Result<ServerOptions> {

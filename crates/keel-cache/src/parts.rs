@@ -1,0 +1,62 @@
+//! Everything that a sequence holds, as a list: what is saved, or set aside.
+
+use keel_array::{Array, AttentionSpec};
+
+use crate::{LayerStorage, SequenceCache};
+
+/// A part of what a sequence holds, in the order of the layers.
+pub(crate) struct Part<'a> {
+    /// Its name in files.
+    pub name: String,
+    /// The array with the entries of all sequences.
+    pub pool: &'a Array,
+    /// Those of this one.
+    pub entries: Vec<u32>,
+    /// Entries are a dimension of the part; a slot is not.
+    stacked: bool,
+}
+
+impl Part<'_> {
+    pub fn shape(&self) -> Vec<usize> {
+        let entry = self.pool.shape()[1..].iter().copied();
+        self.stacked.then_some(self.entries.len()).into_iter().chain(entry).collect()
+    }
+
+    pub fn entry_bytes(&self) -> usize {
+        self.pool.bytes() / self.pool.shape()[0]
+    }
+
+    /// Bytes of all entries.
+    pub fn bytes(&self) -> usize {
+        self.entries.len() * self.entry_bytes()
+    }
+}
+
+/// Everything that a sequence holds of its first `len` tokens, which are all that it has or will have next.
+pub(crate) fn parts<'a>(layers: &'a [LayerStorage], sequence: &SequenceCache, len: usize) -> Vec<Part<'a>> {
+    let used = len.div_ceil(AttentionSpec::PAGE);
+    let window_used = used.min(sequence.window_pages().len());
+    let pages = &sequence.pages()[..used];
+    let window_pages = &sequence.window_pages()[..window_used];
+    let mut parts = Vec::new();
+    for (i, layer) in layers.iter().enumerate() {
+        let mut part = |name: &str, pool, entries: &[u32], stacked| {
+            parts.push(Part { name: format!("layers.{i}.{name}"), pool, entries: entries.to_vec(), stacked });
+        };
+        match layer {
+            LayerStorage::Attention(pool) => {
+                part("keys", &pool.keys, pages, true);
+                part("values", &pool.values, pages, true);
+            }
+            LayerStorage::Sliding(pool) => {
+                part("keys", &pool.keys, window_pages, true);
+                part("values", &pool.values, window_pages, true);
+            }
+            LayerStorage::Recurrent { window, state } => {
+                part("window", &window.rows, &[sequence.slot()], false);
+                part("state", &state.state, &[sequence.slot()], false);
+            }
+        }
+    }
+    parts
+}

@@ -1,0 +1,187 @@
+//! Sequences that are parked in host memory, to make room for others.
+//!
+//! A parked sequence holds no page and no slot. What it held lies in blocks of a buffer that was allocated with the cache,
+//! one part after the other, and comes back bit for bit, into other pages and another slot:
+//!
+//! ```text
+//! device   pages 7, 3 | slot 2        image    layer 0: page 7, page 3 | layer 1: window, state | ...
+//! host     blocks 5, 0, 9             image cut into blocks of 64 KiB, in this order
+//! ```
+
+use keel_array::{AttentionSpec, Category, HostBuffer, Runtime};
+
+use crate::parts::{Part, parts};
+use crate::{CacheError, CacheSize, CacheSpec, ModelCache, Result, SequenceCache};
+
+/// Bytes of a block of host memory.
+const BLOCK_BYTES: usize = 64 << 10;
+
+/// How much of host memory there is, and what a sequence takes of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SwapSize {
+    /// Blocks in all; 0 where no sequence can be parked.
+    pub blocks: usize,
+    /// Bytes of a page in all layers that see everything.
+    pub page_bytes: usize,
+    /// Bytes that a sequence takes at most beside its pages: its slot, and the pages of its windows.
+    pub fixed_bytes: usize,
+}
+
+impl SwapSize {
+    /// Blocks of `size.swap_bytes`.
+    pub(crate) fn new(spec: &CacheSpec, size: &CacheSize) -> SwapSize {
+        let window_page = spec.window_token_bytes() * AttentionSpec::PAGE;
+        SwapSize {
+            blocks: size.swap_bytes / BLOCK_BYTES,
+            page_bytes: (spec.token_bytes() - spec.window_token_bytes()) * AttentionSpec::PAGE,
+            fixed_bytes: spec.slot_bytes() + spec.window_pages(size) * window_page,
+        }
+    }
+
+    /// Blocks that a sequence of so many pages takes at most.
+    pub fn blocks_for(&self, pages: usize) -> usize {
+        (pages * self.page_bytes + self.fixed_bytes).div_ceil(BLOCK_BYTES)
+    }
+
+    /// Bytes of so many blocks.
+    pub fn bytes(blocks: usize) -> usize {
+        blocks * BLOCK_BYTES
+    }
+}
+
+/// The buffer and its books.
+#[derive(Debug)]
+pub(crate) struct SwapSpace {
+    size: SwapSize,
+    memory: HostBuffer,
+    free: Vec<u32>,
+}
+
+impl SwapSpace {
+    pub fn allocate(runtime: &Runtime, size: SwapSize) -> Result<SwapSpace> {
+        let memory = runtime.allocate_host(Category::Swap, SwapSize::bytes(size.blocks))?;
+        Ok(SwapSpace { size, memory, free: (0..size.blocks as u32).rev().collect() })
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.free.len() == self.size.blocks
+    }
+
+    pub fn give_back(&mut self, blocks: Vec<u32>) {
+        self.free.extend(blocks);
+    }
+
+    fn take(&mut self, count: usize) -> Result<Vec<u32>> {
+        let free = self.free.len();
+        if count > free {
+            let [needed_bytes, free_bytes, total_bytes] =
+                [count, free, self.size.blocks].map(SwapSize::bytes);
+            return Err(CacheError::NoSwap { needed_bytes, free_bytes, total_bytes });
+        }
+        Ok(self.free.split_off(free - count))
+    }
+}
+
+/// The places of an image in host memory, in order.
+struct Places<'a> {
+    blocks: &'a [u32],
+    at: usize,
+}
+
+impl Places<'_> {
+    /// Where the next bytes lie, at most `most` of them: start and length.
+    fn next(&mut self, most: usize) -> (usize, usize) {
+        let (block, within) = (self.at / BLOCK_BYTES, self.at % BLOCK_BYTES);
+        let len = most.min(BLOCK_BYTES - within);
+        self.at += len;
+        (self.blocks[block] as usize * BLOCK_BYTES + within, len)
+    }
+}
+
+/// Calls `copy` for every piece of an image: a part, the place in its array, the place in host memory, and the bytes.
+fn each_piece(
+    parts: &[Part<'_>],
+    blocks: &[u32],
+    mut copy: impl FnMut(&Part<'_>, usize, usize, usize) -> Result<()>,
+) -> Result<()> {
+    let mut places = Places { blocks, at: 0 };
+    for part in parts {
+        let entry_bytes = part.entry_bytes();
+        for &entry in &part.entries {
+            let mut done = 0;
+            while done < entry_bytes {
+                let (host, len) = places.next(entry_bytes - done);
+                copy(part, entry as usize * entry_bytes + done, host, len)?;
+                done += len;
+            }
+        }
+    }
+    Ok(())
+}
+
+impl ModelCache {
+    /// How much of host memory there is for parked sequences.
+    pub fn swap_size(&self) -> SwapSize {
+        self.swap.size
+    }
+
+    /// Blocks of host memory that hold nothing.
+    pub fn free_swap_blocks(&self) -> usize {
+        self.swap.free.len()
+    }
+
+    /// Copies what a sequence holds to host memory, and takes its pages and its slot. Its checkpoints are given up.
+    ///
+    /// # Errors
+    /// [`CacheError::NoSwap`]; [`CacheError::OpenRows`], [`CacheError::TornState`]; what the runtime says. The sequence is
+    /// unchanged then.
+    pub fn swap_out(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        self.expect_settled(sequence)?;
+        let parts = parts(&self.layers, sequence, sequence.len());
+        let image_bytes = parts.iter().map(Part::bytes).sum::<usize>();
+        let blocks = self.swap.take(image_bytes.div_ceil(BLOCK_BYTES))?;
+        let memory = self.swap.memory.bytes_mut();
+        let copied = each_piece(&parts, &blocks, |part, at, host, len| {
+            Ok(part.pool.read_bytes(at, &mut memory[host..host + len])?)
+        });
+        if let Err(error) = copied {
+            self.swap.give_back(blocks);
+            return Err(error);
+        }
+        self.take_pages_and_slot(sequence);
+        sequence.parked = Some(blocks);
+        Ok(())
+    }
+
+    /// Brings a parked sequence back.
+    ///
+    /// # Errors
+    /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; what the runtime says. It is still parked then.
+    pub fn swap_in(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        let Some(blocks) = sequence.parked.take() else { return Ok(()) };
+        match self.fill_from_host(sequence, &blocks) {
+            Ok(()) => {
+                self.swap.give_back(blocks);
+                Ok(())
+            }
+            Err(error) => {
+                sequence.parked = Some(blocks);
+                Err(error)
+            }
+        }
+    }
+
+    fn fill_from_host(&mut self, sequence: &mut SequenceCache, blocks: &[u32]) -> Result<()> {
+        sequence.slot = self.take_slot()?;
+        let filled = self.reserve(sequence, 0).and_then(|()| {
+            let memory = self.swap.memory.bytes();
+            each_piece(&parts(&self.layers, sequence, sequence.len()), blocks, |part, at, host, len| {
+                Ok(part.pool.write_bytes(at, &memory[host..host + len])?)
+            })
+        });
+        if filled.is_err() {
+            self.take_pages_and_slot(sequence);
+        }
+        filled
+    }
+}

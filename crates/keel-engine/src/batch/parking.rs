@@ -1,0 +1,131 @@
+//! Letting in more than fits: sequences are parked on the host while others need their pages (`crowd.rs` decides).
+
+use keel_array::AttentionSpec;
+use keel_cache::SwapSize;
+
+use super::Batcher;
+use super::crowd::{Crowd, Holding, Next};
+use super::request::{BatchEvent, ParkingStatus};
+use super::sequence::Running;
+use crate::{EngineError, Result};
+
+impl Batcher {
+    /// The bounds within which more is let in than can be promised; `None` where the promise is kept.
+    pub(super) fn crowd(&self) -> Option<Crowd> {
+        let cache = self.engine.cache();
+        let swap = cache.swap_size();
+        (swap.blocks > 0).then_some(Crowd { pages: cache.size().pages(), swap })
+    }
+
+    /// Pages that are free or can be.
+    pub(super) fn available_pages(&self) -> usize {
+        let cache = self.engine.cache();
+        cache.free_pages() + self.prefixes.evictable(cache)
+    }
+
+    pub(super) fn running_holdings(&self) -> Vec<Holding> {
+        self.running.iter().map(Running::holding).collect()
+    }
+
+    /// Brings parked sequences back as long as there is room, the one that was parked last first.
+    pub(super) fn bring_back(&mut self) {
+        let Some(crowd) = self.crowd() else { return };
+        while let Some(next) = self.parked.front().map(Running::holding) {
+            if !crowd.can_return(self.available_pages(), &self.running_holdings(), next) {
+                return;
+            }
+            let Some(mut running) = self.parked.pop_front() else { return };
+            self.prefixes.make_room(self.engine.cache_mut(), next.held, &[]);
+            let before = self.engine.cache().free_swap_blocks();
+            let outcome = self.engine.cache_mut().swap_in(&mut running.cache);
+            let blocks = self.engine.cache().free_swap_blocks() - before;
+            self.parking.bytes_in += SwapSize::bytes(blocks) as u64;
+            match outcome {
+                Ok(()) => self.running.push(running),
+                Err(error) => {
+                    let id = running.id;
+                    self.give_back(running);
+                    self.emit(id, BatchEvent::Failed(error.into()));
+                }
+            }
+        }
+    }
+
+    /// Makes sure that the next step finds its pages: `wanted` says how many it adds to a running sequence. The newest are
+    /// parked where they would be missing. Says who holds still in this step.
+    pub(super) fn make_way(&mut self, wanted: impl Fn(&Batcher, usize) -> usize) -> Vec<bool> {
+        let Some(crowd) = self.crowd() else { return vec![false; self.running.len()] };
+        loop {
+            let wants: Vec<usize> = (0..self.running.len()).map(|i| wanted(self, i)).collect();
+            if wants.iter().all(|&pages| pages == 0) {
+                return vec![false; wants.len()];
+            }
+            let parked: Vec<Holding> = self.parked.iter().map(Running::holding).collect();
+            match crowd.next(self.available_pages(), &self.running_holdings(), &parked, &wants) {
+                Next::Run(holds) => return holds,
+                Next::ParkNewest => self.park_newest(),
+            }
+        }
+    }
+
+    fn park_newest(&mut self) {
+        let Some(mut newest) = self.running.pop() else { return };
+        match self.park(&mut newest) {
+            Ok(()) => self.parked.push_front(newest),
+            Err(error) => {
+                self.running.push(newest);
+                self.fail(self.running.len() - 1, error);
+            }
+        }
+    }
+
+    fn park(&mut self, running: &mut Running) -> Result<()> {
+        self.engine.commit(&mut running.cache)?;
+        // Its pages are about to go, so what a next turn can use of them is remembered now.
+        self.remember_answer(running);
+        let before = self.engine.cache().free_swap_blocks();
+        self.engine.cache_mut().swap_out(&mut running.cache)?;
+        let blocks = before - self.engine.cache().free_swap_blocks();
+        self.parking.times += 1;
+        self.parking.bytes_out += SwapSize::bytes(blocks) as u64;
+        Ok(())
+    }
+
+    /// Ends a parked request.
+    pub(super) fn end_parked(&mut self, at: usize) {
+        let Some(running) = self.parked.remove(at) else { return };
+        self.give_back(running);
+    }
+
+    /// Fails those of the parked sequences for which `is_late` says so.
+    pub(super) fn expire_parked(&mut self, is_late: impl Fn(&Running) -> bool) {
+        while let Some(at) = self.parked.iter().position(&is_late) {
+            let id = self.parked[at].id;
+            self.end_parked(at);
+            self.emit(id, BatchEvent::Failed(EngineError::Deadline));
+        }
+    }
+
+    pub(super) fn parking_status(&self) -> ParkingStatus {
+        let cache = self.engine.cache();
+        let total = cache.swap_size().blocks;
+        ParkingStatus {
+            parked: self.parked.len(),
+            bytes: SwapSize::bytes(total - cache.free_swap_blocks()) as u64,
+            bytes_max: SwapSize::bytes(total) as u64,
+            ..self.parking
+        }
+    }
+}
+
+impl Running {
+    /// Its pages, for decisions.
+    pub fn holding(&self) -> Holding {
+        let held = if self.cache.is_parked() {
+            self.cache.len().div_ceil(AttentionSpec::PAGE)
+        } else {
+            self.cache.pages().len()
+        };
+        Holding::new(held, self.prompt_len.div_ceil(AttentionSpec::PAGE), self.pages_at_full_length())
+    }
+}

@@ -1,0 +1,56 @@
+//! Running a batch to its end.
+
+use std::time::Instant;
+
+use keel_engine::batch::{BatchEvent, BatchRequest, Batcher};
+use keel_engine::{EngineError, FinishReason};
+
+use super::{expected, fixture};
+
+/// Ids that differ with the seed and with the fixture.
+pub fn prompt(name: &str, seed: u32, len: usize) -> Vec<u32> {
+    let ids = expected(&fixture(name).expect("there")).ids;
+    (0..len as u32).map(|i| (ids[i as usize % ids.len()] + i * 7 + seed * 13) % 500).collect()
+}
+
+/// What came of a request.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    pub tokens: Vec<u32>,
+    pub cached: usize,
+    pub finish: Option<FinishReason>,
+    pub error: Option<EngineError>,
+}
+
+/// Runs until nothing is left; outcomes by request id.
+pub fn finish(batcher: &mut Batcher, count: usize) -> Vec<Outcome> {
+    let mut outcomes: Vec<Outcome> = (0..count).map(|_| Outcome::default()).collect();
+    let now = Instant::now();
+    for _ in 0..10_000 {
+        if batcher.is_idle() {
+            return outcomes;
+        }
+        for (id, event) in batcher.step(now) {
+            let outcome = &mut outcomes[id as usize];
+            match event {
+                BatchEvent::Started { cached_tokens, .. } => outcome.cached = cached_tokens,
+                BatchEvent::Prefilled(_) => {}
+                BatchEvent::Token { id, .. } => outcome.tokens.push(id),
+                BatchEvent::Finished(reason) => outcome.finish = Some(reason),
+                BatchEvent::Failed(error) => outcome.error = Some(error),
+            }
+        }
+    }
+    panic!("the batch does not come to an end");
+}
+
+pub fn run(batcher: &mut Batcher, requests: Vec<BatchRequest>) -> Vec<Outcome> {
+    let count = requests.len();
+    requests.into_iter().for_each(|r| batcher.submit(r, Instant::now()).expect("accepted"));
+    finish(batcher, count)
+}
+
+pub fn assert_all_is_back(batcher: &mut Batcher) {
+    batcher.forget_prefixes();
+    assert!(batcher.engine().cache().is_idle(), "{:?}", batcher.status());
+}

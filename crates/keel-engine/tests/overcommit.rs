@@ -1,0 +1,239 @@
+//! Where more is let in than fits, sequences are parked on the host and come back as if nothing had been.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use common::batching::{Outcome, assert_all_is_back, finish, prompt, run};
+use common::{HYBRID, PLAIN, decoded, engine, expect_same_state, fixture, runtime};
+use keel_array::{ArrayError, Backend, Category, Launch, Runtime, RuntimeOptions};
+use keel_cache::CacheError;
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher};
+use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
+use keel_testkit::disturbed::{Disturbance, Disturbed};
+
+fn options() -> EngineOptions {
+    EngineOptions {
+        context: 1024,
+        sequences: 8,
+        prefill_step: 256,
+        checkpoints: 12,
+        // Two long texts are let in, and end with three pages each.
+        pool_pages: Some(5),
+        swap_bytes: 64 << 20,
+        ..EngineOptions::default()
+    }
+}
+
+fn demo() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
+}
+
+fn batch() -> BatchOptions {
+    let speculation = SpeculationOptions { depth: Depth::Fixed(2), ..SpeculationOptions::default() };
+    BatchOptions { step_tokens: 256, speculation, ..BatchOptions::default() }
+}
+
+/// A prompt of one page or two, and a short answer; every fourth is so long that it takes three pages in the end. Some
+/// prompts begin alike.
+fn request(i: usize) -> BatchRequest {
+    let ids = |seed: usize, len: usize| (0..len).map(move |j| ((j * 7 + seed * 13 + 5) % 500) as u32);
+    let own = ids(i, 120 + (i * 37) % 100);
+    let prompt = if i.is_multiple_of(3) { ids(99, 128).chain(own).collect() } else { own.collect() };
+    let max_tokens = if i % 4 == 1 { 400 + i } else { 1 + (i * 53) % 20 };
+    let mut request = BatchRequest::new(i as u64, prompt, max_tokens);
+    if i.is_multiple_of(5) {
+        request.sampler = SamplerOptions { temperature: 1.0, seed: i as u64, ..SamplerOptions::default() };
+        request.speculate = false;
+    }
+    request
+}
+
+/// Requests at once in a pool that is too small, against each by itself with room for all of it.
+fn expect_what_each_gets_alone(folder: &Path, drafts: usize, count: usize) {
+    let crowded = EngineOptions { drafts, ..options() };
+    let mut busy = Batcher::new(engine(folder, &runtime(2), crowded), batch());
+    let together = run(&mut busy, (0..count).map(request).collect());
+    let parking = busy.status().parking;
+    assert!(parking.times as usize > count / 16, "too few were parked to tell: {parking:?}");
+    assert_eq!((parking.parked, parking.bytes), (0, 0));
+    assert_eq!(parking.bytes_out, parking.bytes_in);
+    let roomy = EngineOptions { sequences: 1, drafts: 0, pool_pages: None, swap_bytes: 0, ..options() };
+    let anew = BatchOptions { reuse_prefixes: false, ..batch() };
+    let mut quiet = Batcher::new(engine(folder, &runtime(2), roomy), anew);
+    for (i, outcome) in together.iter().enumerate() {
+        let alone = &run(&mut quiet, vec![BatchRequest { id: 0, ..request(i) }])[0];
+        assert_eq!(outcome.tokens, alone.tokens, "{}: request {i}", folder.display());
+        assert_eq!(outcome.finish, alone.finish);
+    }
+    let drafted = busy.status().speculation.drafted_total();
+    assert_eq!(drafted > 100, drafts > 0, "{drafted} drafts");
+    assert_all_is_back(&mut busy);
+}
+
+#[test]
+fn every_sequence_that_was_parked_gets_the_tokens_it_gets_alone() {
+    for (name, drafts) in [("qwen3_5", 3), ("gemma3_text", 0)] {
+        let Some(folder) = fixture(name) else { return };
+        expect_what_each_gets_alone(&folder, drafts, 64);
+    }
+}
+
+#[test]
+fn so_does_the_built_in_model() {
+    expect_what_each_gets_alone(&demo(), 2, 14);
+}
+
+#[test]
+fn nothing_fails_for_memory_whatever_the_host_has_room_for() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let roomy = engine(&folder, &runtime(1), options());
+    let one = roomy.cache().swap_size().blocks_for(1);
+    drop(roomy);
+    for blocks in [1, 2 * one + 1] {
+        let options = EngineOptions { swap_bytes: blocks << 16, drafts: 2, ..options() };
+        let mut batcher = Batcher::new(engine(&folder, &runtime(2), options), batch());
+        for outcome in run(&mut batcher, (0..30).map(request).collect()) {
+            assert!(outcome.error.is_none() && outcome.finish.is_some(), "{blocks} blocks: {outcome:?}");
+        }
+        assert_all_is_back(&mut batcher);
+    }
+}
+
+const DEADLINE: Duration = Duration::from_secs(1000);
+
+/// Steps until somebody is parked.
+fn crowd(batcher: &mut Batcher, count: usize, now: Instant) {
+    for i in 0..count {
+        let mut request = BatchRequest::new(i as u64, prompt("qwen3_5", i as u32, 200), 500);
+        request.deadline = Some(now + DEADLINE);
+        batcher.submit(request, now).expect("it fits alone");
+    }
+    for _ in 0..2000 {
+        if batcher.status().parking.parked > 0 {
+            return;
+        }
+        batcher.step(now);
+    }
+    panic!("nobody was parked: {:?}", batcher.status());
+}
+
+#[test]
+fn a_parked_request_can_be_cancelled_and_be_late() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let mut batcher = Batcher::new(engine(&folder, &runtime(2), options()), batch());
+    let parked = |batcher: &Batcher| -> Vec<u64> {
+        let status = batcher.status();
+        (0..2).filter(|id| status.running.iter().all(|r| r.id != *id)).collect()
+    };
+    let now = Instant::now();
+    crowd(&mut batcher, 2, now);
+    assert_eq!(parked(&batcher), [1], "the newest");
+    assert!(batcher.status().parking.bytes > 0);
+    batcher.cancel(1);
+    assert_eq!((batcher.status().parking.parked, batcher.status().parking.bytes), (0, 0));
+    batcher.cancel(0);
+    crowd(&mut batcher, 2, now);
+    assert_eq!(parked(&batcher), [1]);
+    let events = batcher.step(now + DEADLINE);
+    let is_late =
+        |id| events.iter().any(|(of, e)| *of == id && matches!(e, BatchEvent::Failed(EngineError::Deadline)));
+    assert!(is_late(0) && is_late(1), "{events:?}");
+    assert!(batcher.is_idle());
+    crowd(&mut batcher, 2, now);
+    batcher.cancel_all();
+    assert!(batcher.is_idle());
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn a_sequence_comes_back_bit_for_bit_into_other_pages() {
+    for name in HYBRID.iter().chain(&PLAIN) {
+        let Some(folder) = fixture(name) else { return };
+        let options = EngineOptions { sequences: 3, pool_pages: None, checkpoints: 0, ..options() };
+        let mut engine = engine(&folder, &runtime(2), options);
+        let text: Vec<u32> = (0..600).map(|i| (i * 7 + 3) % 500).collect();
+        let mut parked = decoded(&mut engine, &text[..590], &text[590..]);
+        let (pages, slot) = (parked.pages().to_vec(), parked.slot());
+        assert_eq!(pages.len(), 3);
+        engine.cache_mut().swap_out(&mut parked).expect("there is room");
+        assert!(parked.is_parked() && parked.pages().is_empty());
+        // Another takes its place and overwrites everything.
+        let other = decoded(&mut engine, &text[5..300], &text[300..310]);
+        assert!(other.slot() == slot && pages.contains(&other.pages()[0]), "{name}");
+        engine.cache_mut().swap_in(&mut parked).expect("there is room");
+        assert!(parked.slot() != slot && parked.pages() != pages, "{name}");
+        engine.release(other);
+        let alike = decoded(&mut engine, &text[..590], &text[590..]);
+        expect_same_state(&mut engine, parked, alike);
+        assert!(engine.cache().is_idle(), "{name}");
+    }
+}
+
+#[test]
+fn host_memory_is_planned_and_bounded() {
+    let runtime = runtime(1);
+    let options = EngineOptions { swap_bytes: 3 << 20, pool_pages: None, drafts: 2, ..options() };
+    let mut engine = engine(&demo(), &runtime, options);
+    assert_eq!(runtime.ledger().active().get(Category::Swap), 3 << 20);
+    let charges = runtime.ledger().charges();
+    let mut parked = Vec::new();
+    let refused = loop {
+        let mut sequence = decoded(&mut engine, &[1, 2, 3], &[4]);
+        engine.commit(&mut sequence).expect("runs");
+        match engine.cache_mut().swap_out(&mut sequence) {
+            Ok(()) => parked.push(sequence),
+            Err(error) => break (sequence, error),
+        }
+    };
+    assert!(!parked.is_empty());
+    assert!(matches!(refused.1, CacheError::NoSwap { total_bytes: 3145728, .. }), "{}", refused.1);
+    assert_eq!(refused.0.len(), 4, "it is as it was");
+    engine.release(refused.0);
+    parked.into_iter().for_each(|sequence| engine.release(sequence));
+    assert!(engine.cache().is_idle());
+    assert_eq!(runtime.ledger().charges(), charges, "nothing is allocated on the way");
+}
+
+/// Launches fail while it is set.
+#[derive(Default)]
+struct Failing(AtomicBool);
+
+impl Disturbance for Failing {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        if self.0.load(Ordering::Relaxed) {
+            return Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() });
+        }
+        backend.launch(launch)
+    }
+}
+
+#[test]
+fn a_failed_step_spares_those_that_are_parked() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let failing = Arc::new(Failing::default());
+    let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+    let backend = Disturbed::new(Arc::new(cpu), Arc::clone(&failing));
+    let runtime = Runtime::new(backend, RuntimeOptions::default());
+    let mut batcher = Batcher::new(engine(&folder, &runtime, options()), batch());
+    let now = Instant::now();
+    crowd(&mut batcher, 4, now);
+    let running: Vec<u64> = batcher.status().running.iter().map(|r| r.id).collect();
+    failing.0.store(true, Ordering::Relaxed);
+    let failed: Vec<u64> = batcher
+        .step(now)
+        .into_iter()
+        .filter_map(|(id, event)| matches!(event, BatchEvent::Failed(_)).then_some(id))
+        .collect();
+    failing.0.store(false, Ordering::Relaxed);
+    assert!(running.iter().all(|id| failed.contains(id)), "{running:?} ran, {failed:?} failed");
+    let rest: Vec<Outcome> = finish(&mut batcher, 4);
+    let ended = rest.iter().filter(|outcome| outcome.finish.is_some()).count();
+    assert_eq!(ended, 4 - failed.len(), "the others come to their ends");
+    assert!(ended > 0);
+    assert_all_is_back(&mut batcher);
+}
