@@ -30,6 +30,15 @@ pub trait Backend: Send + Sync + 'static {
     /// The system's reason, if it refuses.
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String>;
 
+    /// As [`Backend::allocate`], for memory that stays for long and is read as a whole, such as weights: a backend may
+    /// lay it together.
+    ///
+    /// # Errors
+    /// The system's reason, if it refuses.
+    fn allocate_lasting(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.allocate(bytes)
+    }
+
     /// True if memory is only counted, never touched: the backend of `keel plan`.
     fn is_planning(&self) -> bool {
         false
@@ -118,11 +127,12 @@ impl Buffer {
         bytes: usize,
     ) -> Result<Buffer> {
         let charge = ledger.charge(category, bytes as u64)?;
-        let memory = backend.allocate(bytes).map_err(|reason| ArrayError::Allocation {
-            category,
-            requested: bytes as u64,
-            reason,
-        })?;
+        let memory = match category {
+            Category::Weights => backend.allocate_lasting(bytes),
+            _ => backend.allocate(bytes),
+        };
+        let refused = |reason| ArrayError::Allocation { category, requested: bytes as u64, reason };
+        let memory = memory.map_err(refused)?;
         Ok(Buffer(Arc::new(BufferInner { memory, bytes, charge })))
     }
 

@@ -268,6 +268,13 @@ fn main() {
             Matrix::new(3584, 1024, format, Compute::Int8, 0).bench(&machine, 512);
         }
     }
+    if wanted("stream") {
+        for format in [BlockFormat::Q4K, BlockFormat::Q6K] {
+            for (n, k) in [(151_936, 1536), (17_920, 1536), (1536, 8960), (1536, 1536)] {
+                streamed(n, k, WeightFormat::Blocks(format), Compute::Int8).bench(&machine, 1);
+            }
+        }
+    }
     if wanted("experts") {
         let experts = Experts::new(128, 512, 2048, q4);
         for rows in [1, 4, 512] {

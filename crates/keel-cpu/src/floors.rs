@@ -6,6 +6,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::backend::memory::HostMemory;
 use crate::isa::Isa;
 use crate::pool::ThreadPool;
 
@@ -25,6 +26,20 @@ pub fn read_bandwidth(pool: &ThreadPool, buffer: &[u64], budget: Duration) -> f6
         best = best.max(size_of_val(buffer) as f64 / pass.elapsed().as_secs_f64());
     }
     best
+}
+
+/// As [`read_bandwidth`], of `bytes` of memory such as weights lie in: large pages, where the system has them. Small
+/// ones are read more slowly.
+///
+/// # Panics
+/// If the system has no such memory.
+pub fn weights_bandwidth(pool: &ThreadPool, bytes: usize, budget: Duration) -> f64 {
+    let memory = HostMemory::zeroed(bytes, false).unwrap_or_else(|e| panic!("{bytes} bytes to read: {e}"));
+    // SAFETY: the memory is zeroed, aligned for words, and nobody else has it.
+    let words =
+        unsafe { std::slice::from_raw_parts_mut(memory.start().cast::<u64>(), bytes / size_of::<u64>()) };
+    words.fill(1);
+    read_bandwidth(pool, words, budget)
 }
 
 /// Wrapping sum in eight chains, which any vector width streams faster than memory delivers.
@@ -169,5 +184,6 @@ mod tests {
             assert!(peaks.f32_fma.is_none_or(|rate| rate > 1e8), "{peaks:?}");
         }
         assert!(read_bandwidth(&pool, &[1; 4096], Duration::ZERO) > 1e6);
+        assert!(weights_bandwidth(&pool, 4 << 20, Duration::ZERO) > 1e6);
     }
 }

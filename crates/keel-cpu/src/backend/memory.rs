@@ -9,6 +9,8 @@ use memmap2::{Advice, MmapMut, MmapRaw};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 
+use super::slab::Part;
+
 /// From here on memory is mapped: its pages come when they are touched, and large ones where the system has them.
 const MAPPED_BYTES_MIN: usize = LARGE_PAGE;
 
@@ -22,7 +24,7 @@ const WASTE_PARTS_MIN: usize = 32;
 pub(super) const POISON: u8 = 0xff;
 
 /// Zeroed bytes, aligned to [`ALIGNMENT`]; or only their number.
-pub(super) struct HostMemory {
+pub(crate) struct HostMemory {
     region: Region,
     start: *mut u8,
     bytes: usize,
@@ -39,6 +41,8 @@ enum Region {
     Mapped {
         _map: MmapRaw,
     },
+    /// Beside others that stay.
+    Part(Part),
 }
 
 // SAFETY: the memory belongs to this value alone; who may touch the bytes when is said above.
@@ -71,22 +75,18 @@ impl HostMemory {
 
     /// Zeroed memory of its own pages, from a large page on.
     fn mapped(bytes: usize, poison: bool) -> Result<HostMemory, String> {
-        let too_much = || format!("{bytes} bytes are more than can be mapped");
-        let padded = bytes.checked_next_multiple_of(LARGE_PAGE).ok_or_else(too_much)?;
-        let reserved = padded.checked_add(LARGE_PAGE).ok_or_else(too_much)?;
-        let map = MmapMut::map_anon(reserved).map_err(|e| e.to_string())?;
-        let before = map.as_ptr().align_offset(LARGE_PAGE);
-        // Large pages are a wish: without them the memory is only slower.
-        #[cfg(target_os = "linux")]
-        {
-            let waste = padded - bytes;
-            let large = if waste <= bytes / WASTE_PARTS_MIN { padded } else { padded - LARGE_PAGE };
-            let _ = map.advise_range(Advice::HugePage, before, large);
-        }
-        let map = MmapRaw::from(map);
+        let waste = bytes.checked_next_multiple_of(LARGE_PAGE).map_or(0, |padded| padded - bytes);
+        let whole = waste <= bytes / WASTE_PARTS_MIN;
+        let large = if whole { bytes + waste } else { bytes / LARGE_PAGE * LARGE_PAGE };
+        let (map, first) = map_large_pages(bytes, large)?;
         // SAFETY: less than a large page further on, within the mapping.
-        let start = unsafe { map.as_mut_ptr().add(before) };
+        let start = unsafe { map.as_mut_ptr().add(first) };
         Ok(HostMemory { start, region: Region::Mapped { _map: map }, bytes, poison })
+    }
+
+    /// A part of a slab, which is zeroed.
+    pub(super) fn part(part: Part, poison: bool) -> HostMemory {
+        HostMemory { start: part.start(), bytes: part.bytes(), region: Region::Part(part), poison }
     }
 
     /// The memory that this backend made.
@@ -133,6 +133,21 @@ impl HostMemory {
     }
 }
 
+/// A mapping with room for `bytes` from a large page on, and where that begins; the first `large` of them are to be in
+/// large pages.
+pub(super) fn map_large_pages(bytes: usize, large: usize) -> Result<(MmapRaw, usize), String> {
+    let padded = bytes.checked_next_multiple_of(LARGE_PAGE).and_then(|padded| padded.checked_add(LARGE_PAGE));
+    let reserved = padded.ok_or_else(|| format!("{bytes} bytes are more than can be mapped"))?;
+    let map = MmapMut::map_anon(reserved).map_err(|e| e.to_string())?;
+    let first = map.as_ptr().align_offset(LARGE_PAGE);
+    // Large pages are a wish: without them the memory is only slower.
+    #[cfg(target_os = "linux")]
+    let _ = map.advise_range(Advice::HugePage, first, large);
+    #[cfg(not(target_os = "linux"))]
+    let _ = large;
+    Ok((map.into(), first))
+}
+
 impl DeviceMemory for HostMemory {
     fn as_any(&self) -> &dyn Any {
         self
@@ -145,9 +160,11 @@ impl Drop for HostMemory {
             // SAFETY: this value owns the bytes, and nobody holds it any more.
             unsafe { self.start.write_bytes(POISON, self.bytes) };
         }
-        if let Region::Heap { allocation, layout } = self.region {
+        match &self.region {
             // SAFETY: allocated with this layout, freed once.
-            unsafe { dealloc(allocation, layout) };
+            Region::Heap { allocation, layout } => unsafe { dealloc(*allocation, *layout) },
+            Region::Part(part) if !self.poison => part.give_back(),
+            _ => {}
         }
     }
 }

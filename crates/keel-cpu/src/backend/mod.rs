@@ -5,9 +5,10 @@
 
 mod dispatch;
 mod launch;
-mod memory;
+pub(crate) mod memory;
 mod operand;
 mod profile;
+mod slab;
 mod weights;
 
 use crate::isa::Isa;
@@ -16,6 +17,7 @@ use keel_array::{ArrayError, Backend, DeviceMemory, Kernel, Launch, RowBlock, We
 use memory::HostMemory;
 pub use profile::KernelTime;
 use profile::Profile;
+use slab::Slabs;
 
 /// How a [`CpuBackend`] works.
 #[derive(Clone, Debug, Default)]
@@ -40,6 +42,7 @@ pub struct CpuBackend {
     workers: usize,
     options: CpuOptions,
     profile: Profile,
+    slabs: Slabs,
 }
 
 impl CpuBackend {
@@ -49,7 +52,7 @@ impl CpuBackend {
         let workers = options.threads.unwrap_or_else(available).max(1);
         let isa = options.isa.unwrap_or_else(Isa::best);
         let pool = ThreadPool::at(if options.planning { 1 } else { workers }, isa);
-        CpuBackend { pool, workers, options, profile: Profile::default() }
+        CpuBackend { pool, workers, options, profile: Profile::default(), slabs: Slabs::default() }
     }
 
     /// A backend that gives the numbers of [`CpuBackend::new`] with the same options, and allocates nothing.
@@ -85,6 +88,13 @@ impl Backend for CpuBackend {
             HostMemory::zeroed(bytes, self.options.poison_freed)?
         };
         Ok(Box::new(memory))
+    }
+
+    fn allocate_lasting(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        if self.options.planning {
+            return self.allocate(bytes);
+        }
+        Ok(Box::new(self.slabs.allocate(bytes, self.options.poison_freed)?))
     }
 
     fn is_planning(&self) -> bool {

@@ -3,7 +3,7 @@
 use super::memory::HostMemory;
 use crate::isa::Isa;
 use crate::kernels::blocks::{self, BlockWeight};
-use crate::kernels::linear::{self, Compute, FloatType, Linear, PackedLayout, Rows, TILE_ROWS, WeightFormat};
+use crate::kernels::linear::{self, Compute, FloatType, Linear, PAIR_ROWS, PackedLayout, Rows, WeightFormat};
 use half::{bf16, f16};
 use keel_array::{ArrayError, BlockFormat, DType, RowBlock, RowData, WeightSpec};
 
@@ -89,9 +89,9 @@ pub(super) fn pack(
     }
     let layout = layout(spec);
     let rows = block.first_row..block.first_row + block.rows;
-    if !rows.start.is_multiple_of(TILE_ROWS) || !(rows.end.is_multiple_of(TILE_ROWS) || rows.end == spec.rows)
+    if !rows.start.is_multiple_of(PAIR_ROWS) || !(rows.end.is_multiple_of(PAIR_ROWS) || rows.end == spec.rows)
     {
-        return wrong(format!("rows {rows:?} of {} are not whole tiles of {TILE_ROWS} rows", spec.rows));
+        return wrong(format!("rows {rows:?} of {} are not whole tiles of {PAIR_ROWS} rows", spec.rows));
     }
     let values = block.rows * spec.cols;
     let dense;

@@ -9,6 +9,12 @@ use std::ops::Range;
 /// Rows of a weight tile: one lane each.
 pub const TILE_ROWS: usize = LANES;
 
+/// Tiles that lie together and are computed together: each activation that is loaded serves both.
+pub(super) const PAIR: usize = 2;
+
+/// Rows of a pair of tiles.
+pub const PAIR_ROWS: usize = PAIR * TILE_ROWS;
+
 /// Consecutive inputs of a block, the unit in which quantised values are interleaved: `bits` vectors of 64
 /// bytes hold 32 values of each of 16 rows, whatever the number of bits.
 pub(super) const BLOCK: usize = 32;
@@ -59,7 +65,9 @@ pub enum WeightFormat {
 /// Where everything lies in a packed `[E, N, K]` stack of weight matrices (`E` is 1 but for experts).
 ///
 /// Sixteen consecutive rows of one matrix form a tile; tiles follow each other, matrix by matrix, and rows
-/// past `N` in a matrix's last tile are zeros. Within a tile, for 16 rows `r`:
+/// past `N` in a matrix's last tile are zeros. Units of quantised tiles take turns with those of the tile beside
+/// them, so that a pair, which is computed together, is read as one stream; a last tile without another lies by
+/// itself, as dense tiles do. Within a tile, for 16 rows `r`:
 ///
 /// * affine: for each group `[group / 32][bits x 64 bytes]`, then `scale[r]`, then `bias[r]`. A block of 32
 ///   inputs is bit planes of 4, 2 and 1 bits (6 bits: a 4 and a 2); 8 bits are a plane of their own. A vector
@@ -183,7 +191,18 @@ impl PackedLayout {
         unit_bytes(self.format)
     }
 
-    /// The bytes that hold `rows` of one matrix, which start at a tile's edge and end at one or at `N`.
+    /// Where the units of tile `tile` lie, counted from the first of `tiles`: tiles of one matrix, from a pair's first
+    /// on to a pair's last or to the matrix's last.
+    pub(super) const fn units(&self, tile: usize, tiles: usize) -> Units {
+        let alone = tile / PAIR * PAIR + PAIR > tiles;
+        if alone || matches!(self.format, WeightFormat::Dense(_)) {
+            return Units { first: tile * self.tile_bytes, stride: self.unit_bytes() };
+        }
+        let first = tile / PAIR * PAIR * self.tile_bytes + tile % PAIR * self.unit_bytes();
+        Units { first, stride: PAIR * self.unit_bytes() }
+    }
+
+    /// The bytes that hold `rows` of one matrix, which start at the edge of a pair of tiles and end at one or at `N`.
     ///
     /// # Panics
     /// If they do not, or do not lie in the stack.
@@ -192,9 +211,9 @@ impl PackedLayout {
             matrix < self.matrices
                 && rows.start <= rows.end
                 && rows.end <= self.n
-                && rows.start.is_multiple_of(TILE_ROWS)
-                && (rows.end.is_multiple_of(TILE_ROWS) || rows.end == self.n),
-            "rows {rows:?} of matrix {matrix} are not whole tiles of a stack of {} matrices of {} rows",
+                && rows.start.is_multiple_of(PAIR_ROWS)
+                && (rows.end.is_multiple_of(PAIR_ROWS) || rows.end == self.n),
+            "rows {rows:?} of matrix {matrix} are not whole pairs of tiles of a stack of {} matrices of {} rows",
             self.matrices,
             self.n
         );
@@ -202,6 +221,14 @@ impl PackedLayout {
         let tiles = first + rows.start / TILE_ROWS..first + rows.end.div_ceil(TILE_ROWS);
         tiles.start * self.tile_bytes..tiles.end * self.tile_bytes
     }
+}
+
+/// Where the units of a tile begin, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Units {
+    pub first: usize,
+    /// From one unit of the tile to the next.
+    pub stride: usize,
 }
 
 /// Bytes of a packed `[N, K]` matrix, for memory plans: [`PackedLayout::bytes`].
@@ -253,9 +280,28 @@ mod tests {
     #[test]
     fn rows_of_a_stack_tile_it() {
         let layout = PackedLayout::stacked(3, 40, 128, Q4).unwrap();
-        assert_eq!(layout.row_bytes(0, 0..16).start, 0);
-        assert_eq!(layout.row_bytes(0, 16..40).end, layout.row_bytes(1, 0..32).start);
+        assert_eq!(layout.row_bytes(0, 0..32).start, 0);
+        assert_eq!(layout.row_bytes(0, 32..40).end, layout.row_bytes(1, 0..32).start);
         assert_eq!(layout.row_bytes(2, 32..40).end, layout.bytes());
+    }
+
+    #[test]
+    fn units_of_a_pair_take_turns_and_a_tile_without_another_lies_alone() {
+        for format in [Q4, WeightFormat::Blocks(BlockFormat::Q6K), WeightFormat::Dense(FloatType::F32)] {
+            let layout = PackedLayout::new(40, 512, format).unwrap();
+            let (unit, tiles) = (layout.unit_bytes(), layout.tiles());
+            let mut places: Vec<usize> = (0..tiles)
+                .flat_map(|tile| {
+                    let Units { first, stride } = layout.units(tile, tiles);
+                    (0..layout.tile_bytes() / unit).map(move |u| first + u * stride)
+                })
+                .collect();
+            assert_eq!(layout.units(2, tiles), Units { first: 2 * layout.tile_bytes(), stride: unit });
+            let dense = matches!(format, WeightFormat::Dense(_));
+            assert_eq!(places[1], if dense { unit } else { 2 * unit });
+            places.sort_unstable();
+            assert!(places.iter().enumerate().all(|(i, place)| *place == i * unit), "{format:?}");
+        }
     }
 
     #[test]

@@ -51,7 +51,7 @@ mod routing;
 mod rows;
 mod schedule;
 
-pub use format::{FloatType, PackedLayout, TILE_ROWS, WeightFormat, packed_bytes};
+pub use format::{FloatType, PAIR_ROWS, PackedLayout, TILE_ROWS, WeightFormat, packed_bytes};
 pub use pack::{Rows, pack, unpack_row};
 
 use crate::isa::Isa;
@@ -230,13 +230,10 @@ impl Linear {
         scratch: SharedMut<'_, u8>,
     ) {
         let row_bytes = activations::row_bytes(&self.layout, self.compute);
-        let (mut x_rows, mut x_stride) = (x.as_ptr().cast(), self.layout.k() * size_of::<f32>());
-        if row_bytes > 0 {
-            let sizes = self.blocks.sizes();
-            activations::prepare(worker, self.isa, &self.layout, self.compute, x, rows, sizes, scratch);
-            worker.barrier();
-            (x_rows, x_stride) = (scratch.as_ptr().cast_const(), row_bytes);
-        }
+        let (x_rows, x_stride) = match row_bytes {
+            0 => (x.as_ptr().cast(), self.layout.k() * size_of::<f32>()),
+            _ => (scratch.as_ptr().cast_const(), row_bytes),
+        };
         let call = Call {
             layout: &self.layout,
             blocks: self.blocks,
@@ -247,6 +244,12 @@ impl Linear {
             y,
             add: epilogue == Epilogue::Add,
         };
+        if row_bytes > 0 {
+            schedule::ask_for_first(worker, &call, rows.0);
+            let sizes = self.blocks.sizes();
+            activations::prepare(worker, self.isa, &self.layout, self.compute, x, rows, sizes, scratch);
+            worker.barrier();
+        }
         schedule::run(worker, &call, rows.0, rows.1);
     }
 

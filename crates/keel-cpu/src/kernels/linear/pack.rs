@@ -1,7 +1,7 @@
 //! Weights into their packed layout, a few rows at a time, and a row back out of it.
 
 use super::coding::{Coding, Parts, Scales, scale_and_offset};
-use super::format::{BLOCK, FloatType, PackedLayout, TILE_ROWS, WeightFormat};
+use super::format::{BLOCK, FloatType, PackedLayout, TILE_ROWS, Units, WeightFormat};
 use half::{bf16, f16};
 
 /// Rows of a weight matrix as a checkpoint holds them, unpacked: `R` rows of `K` inputs.
@@ -22,8 +22,8 @@ pub enum Rows<'a> {
     Blocks(&'a [u8]),
 }
 
-/// Packs `rows`, which start at a tile's edge, into `out`: the bytes that [`PackedLayout::row_bytes`] names for
-/// them. Any rows can be packed in any order and from any thread, and 16 at a time are enough.
+/// Packs `rows`, which start at the edge of a pair of tiles, into `out`: the bytes that [`PackedLayout::row_bytes`]
+/// names for them. Any rows can be packed in any order and from any thread, and 32 at a time are enough.
 ///
 /// # Panics
 /// If the kind of rows is not the layout's, or lengths do not fit each other.
@@ -41,27 +41,31 @@ pub fn pack(layout: &PackedLayout, rows: Rows<'_>, out: &mut [u8]) {
         }
         _ => panic!("rows {:?} packed as {:?}", std::mem::discriminant(&rows), layout.format()),
     };
-    assert_eq!(out.len(), count.div_ceil(TILE_ROWS) * layout.tile_bytes(), "bytes for {count} rows");
-    for (tile, out) in out.chunks_exact_mut(layout.tile_bytes()).enumerate() {
+    let tiles = count.div_ceil(TILE_ROWS);
+    assert_eq!(out.len(), tiles * layout.tile_bytes(), "bytes for {count} rows");
+    out.fill(0);
+    for tile in 0..tiles {
         let tile_rows = tile * TILE_ROWS..count.min((tile + 1) * TILE_ROWS);
-        out.fill(0);
+        let units = layout.units(tile, tiles);
+        let out = &mut out[units.first..];
         match (rows, layout.format()) {
             (Rows::Dense(values), WeightFormat::Dense(float)) => {
                 pack_dense(&values[tile_rows.start * k..tile_rows.end * k], k, float, out);
             }
             (Rows::Affine { quants, scales, biases }, WeightFormat::Affine { bits, group, params }) => {
                 let groups = tile_rows.start * k / group..tile_rows.end * k / group;
-                pack_quants(&quants[tile_rows.start * k..tile_rows.end * k], layout, bits, group, out);
-                pack_params(&scales[groups.clone()], layout, params, group * bits * 2, out);
+                let quants = &quants[tile_rows.start * k..tile_rows.end * k];
+                pack_quants(quants, k, (bits, group), units, out);
+                pack_params(&scales[groups.clone()], k / group, params, group * bits * 2, units, out);
                 let biases_at = group * bits * 2 + TILE_ROWS * params.bytes();
-                pack_params(&biases[groups], layout, params, biases_at, out);
+                pack_params(&biases[groups], k / group, params, biases_at, units, out);
             }
             (Rows::Blocks(bytes), WeightFormat::Blocks(format)) => {
                 let row_bytes = k / format.values() * format.bytes();
                 let blocks = &bytes[tile_rows.start * row_bytes..tile_rows.end * row_bytes];
                 for (row, blocks) in blocks.chunks_exact(row_bytes).enumerate() {
-                    let units = out.chunks_exact_mut(layout.unit_bytes());
-                    for (unit, block) in units.zip(blocks.chunks_exact(format.bytes())) {
+                    for (i, block) in blocks.chunks_exact(format.bytes()).enumerate() {
+                        let unit = &mut out[i * units.stride..][..layout.unit_bytes()];
                         pack_parts(&Coding::of(format), &Parts::of(format, block), row, unit);
                     }
                 }
@@ -159,13 +163,14 @@ fn pack_parts(coding: &Coding, parts: &Parts, row: usize, unit: &mut [u8]) {
     }
 }
 
-fn pack_quants(quants: &[u8], layout: &PackedLayout, bits: usize, group: usize, out: &mut [u8]) {
+fn pack_quants(quants: &[u8], k: usize, (bits, group): (usize, usize), units: Units, out: &mut [u8]) {
     assert!(quants.iter().all(|q| usize::from(*q) < 1 << bits), "a quantised value of more than {bits} bits");
     for plane in planes(bits) {
         let (places, mask) = (std::array::from_fn::<_, 8, _>(|quad| plane.fields(0, quad)), plane.mask());
-        for (row, quants) in quants.chunks_exact(layout.k()).enumerate() {
+        for (row, quants) in quants.chunks_exact(k).enumerate() {
             for (block, quants) in quants.chunks_exact(BLOCK).enumerate() {
-                let at = block_at(layout, bits, group, block) + 4 * row;
+                let (unit, block) = (block / (group / BLOCK), block % (group / BLOCK));
+                let at = unit * units.stride + block * bits * 64 + 4 * row;
                 let (quads, _) = quants.as_chunks::<4>();
                 for (quad, (at_quad, shift)) in quads.iter().zip(places) {
                     let word = &mut out[at + at_quad..at + at_quad + 4];
@@ -178,17 +183,10 @@ fn pack_quants(quants: &[u8], layout: &PackedLayout, bits: usize, group: usize, 
     }
 }
 
-/// Where a block of 32 inputs lies in a tile, in bytes.
-fn block_at(layout: &PackedLayout, bits: usize, group: usize, block: usize) -> usize {
-    let blocks = group / BLOCK;
-    block / blocks * layout.unit_bytes() + block % blocks * bits * 64
-}
-
-fn pack_params(values: &[f32], layout: &PackedLayout, params: FloatType, at: usize, out: &mut [u8]) {
-    let groups = layout.tile_bytes() / layout.unit_bytes();
+fn pack_params(values: &[f32], groups: usize, params: FloatType, at: usize, units: Units, out: &mut [u8]) {
     for (row, values) in values.chunks_exact(groups).enumerate() {
-        for (unit, value) in out.chunks_exact_mut(layout.unit_bytes()).zip(values) {
-            put_float(unit, at + row * params.bytes(), params, *value);
+        for (group, value) in values.iter().enumerate() {
+            put_float(out, group * units.stride + at + row * params.bytes(), params, *value);
         }
     }
 }
@@ -218,8 +216,9 @@ fn get_float(bytes: &[u8], at: usize, float: FloatType) -> f32 {
 pub fn unpack_row(layout: &PackedLayout, bytes: &[u8], matrix: usize, row: usize, out: &mut [f32]) {
     assert!(bytes.len() == layout.bytes() && out.len() == layout.k(), "lengths do not fit the layout");
     assert!(matrix < layout.matrices() && row < layout.n(), "row {row} of matrix {matrix}");
-    let tile = (matrix * layout.tiles() + row / TILE_ROWS) * layout.tile_bytes();
-    let (tile, row) = (&bytes[tile..tile + layout.tile_bytes()], row % TILE_ROWS);
+    let Units { first, stride } = layout.units(row / TILE_ROWS, layout.tiles());
+    let (tile, row) = (&bytes[matrix * layout.tiles() * layout.tile_bytes() + first..], row % TILE_ROWS);
+    let units = |len: usize| tile.chunks(stride).map(move |unit| &unit[..len]);
     match layout.format() {
         WeightFormat::Dense(float) => {
             for (i, out) in out.iter_mut().enumerate() {
@@ -228,9 +227,7 @@ pub fn unpack_row(layout: &PackedLayout, bytes: &[u8], matrix: usize, row: usize
         }
         WeightFormat::Blocks(format) => {
             let coding = Coding::of(format);
-            for (unit, out) in
-                tile.chunks_exact(layout.unit_bytes()).zip(out.chunks_exact_mut(coding.inputs()))
-            {
+            for (unit, out) in units(layout.unit_bytes()).zip(out.chunks_exact_mut(coding.inputs())) {
                 let (blocks, params) = unit.split_at(TILE_ROWS * coding.code_bytes());
                 for (i, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
                     let (scale, offset) = scale_and_offset(&coding, params, 4 * i / coding.group, row);
@@ -244,7 +241,7 @@ pub fn unpack_row(layout: &PackedLayout, bytes: &[u8], matrix: usize, row: usize
             }
         }
         WeightFormat::Affine { bits, group, params } => {
-            for (unit, out) in tile.chunks_exact(layout.unit_bytes()).zip(out.chunks_exact_mut(group)) {
+            for (unit, out) in units(layout.unit_bytes()).zip(out.chunks_exact_mut(group)) {
                 let (blocks, tail) = unit.split_at(group * bits * 2);
                 let scale = get_float(tail, row * params.bytes(), params);
                 let bias = get_float(tail, (TILE_ROWS + row) * params.bytes(), params);
@@ -285,7 +282,7 @@ mod tests {
                 let scales: Vec<f32> = (0..n * k / group).map(|i| (i % 29) as f32 / 16.0).collect();
                 let biases: Vec<f32> = (0..n * k / group).map(|i| (i % 31) as f32 - 15.0).collect();
                 let mut bytes = vec![0xa5; layout.bytes()];
-                for (rows, matrix) in [(16..n, 1), (0..16, 1)] {
+                for (rows, matrix) in [(32..n, 1), (0..32, 1)] {
                     let (a, b) = (rows.start * k, rows.end * k);
                     let source = Rows::Affine {
                         quants: &quants[a..b],
@@ -322,7 +319,7 @@ mod tests {
             let bytes: Vec<u8> = (0..n * row_bytes).map(|_| next()).collect();
             let layout = PackedLayout::stacked(2, n, k, WeightFormat::Blocks(format)).unwrap();
             let mut packed = vec![0xa5; layout.bytes()];
-            for rows in [16..n, 0..16] {
+            for rows in [32..n, 0..32] {
                 let source = Rows::Blocks(&bytes[rows.start * row_bytes..rows.end * row_bytes]);
                 pack(&layout, source, &mut packed[layout.row_bytes(1, rows)]);
             }

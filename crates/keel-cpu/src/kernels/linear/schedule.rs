@@ -6,10 +6,10 @@
 //! With few blocks of rows, memory is what binds: each pair meets all of them while it is in the first-level cache.
 //! With many, each block meets all pairs of the unit: its activations stay in the first-level cache, the unit's
 //! weights in the second, and its results are written side by side. Either way the weights that come next are
-//! asked for evenly all the time, each block its share.
+//! asked for evenly all the time, each block its share; a single block asks for what lies a fixed distance ahead.
 
-use super::block::{Ahead, Block, BlockFns, MAX_ROWS, PAIR};
-use super::format::{PackedLayout, TILE_ROWS};
+use super::block::{Ahead, Block, BlockFns, MAX_ROWS};
+use super::format::{PAIR, PackedLayout, TILE_ROWS, WeightFormat};
 use super::rows::{RowBlock, RowMap, Segment};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
@@ -51,6 +51,13 @@ struct Unit {
     segment: Segment,
     pairs: Range<usize>,
     positions: Range<usize>,
+}
+
+impl Unit {
+    /// Where pair `pair` of the unit's matrix begins.
+    fn pair(&self, call: &Call<'_>, pair: usize) -> *const u8 {
+        tile(call, &self.segment, pair * PAIR)
+    }
 }
 
 /// How segments are cut into units. Only the time depends on it, no result.
@@ -103,11 +110,24 @@ impl<'a> Cut<'a> {
     }
 }
 
+/// Asks for the first weights that this worker will read in [`run`], while the activations are not there yet.
+pub(super) fn ask_for_first(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment]) {
+    let cut = Cut::new(call, segments, worker.count);
+    if worker.index < cut.len() {
+        let unit = cut.unit(worker.index, &mut 0, &mut 0);
+        Ahead::first(unit.pair(call, unit.pairs.start));
+    }
+}
+
 /// Computes all segments; every worker makes the same call, and no other claims until the next barrier.
 pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], map: RowMap<'_>) {
     let cut = Cut::new(call, segments, worker.count);
     let (mut at, mut first) = (0, 0);
-    let mut units = worker.claim(cut.len(), 1).map(|claim| cut.unit(claim.start, &mut at, &mut first));
+    // The first unit of each worker is fixed, so that it could be asked for.
+    let own = (worker.index < cut.len()).then_some(worker.index);
+    let claims =
+        worker.claim(cut.len().saturating_sub(worker.count), 1).map(|claim| worker.count + claim.start);
+    let mut units = own.into_iter().chain(claims).map(|index| cut.unit(index, &mut at, &mut first));
     // One unit is claimed ahead, to ask for its weights in time.
     let mut current = units.next();
     while let Some(unit) = current {
@@ -121,10 +141,11 @@ pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], ma
 fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) {
     let blocks = || unit.segment.blocks(unit.positions.clone(), call.blocks.sizes()).enumerate();
     let count = blocks().count();
-    let share = |(unit, pair): (&Unit, usize), block| {
-        Ahead::share(call.layout, tile(call, &unit.segment, pair * PAIR), block, count)
-    };
-    if count <= FEW_BLOCKS {
+    let share =
+        |(unit, pair): (&Unit, usize), block| Ahead::share(call.layout, unit.pair(call, pair), block, count);
+    if count == 1 && !matches!(call.layout.format(), WeightFormat::Dense(_)) {
+        blocks().for_each(|(_, block)| stream(call, unit, next, block, map));
+    } else if count <= FEW_BLOCKS {
         for pair in unit.pairs.clone() {
             let after = next.map(|next| (next, next.pairs.start));
             let coming = if pair + 1 < unit.pairs.end { Some((unit, pair + 1)) } else { after };
@@ -137,7 +158,7 @@ fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) 
         for (i, block) in blocks() {
             let ahead = |pair: usize| {
                 let next = next?;
-                let pair = next.pairs.start + pair - unit.pairs.start;
+                let pair = next.pairs.start + pair;
                 (pair < next.pairs.end).then(|| share((next, pair), i))
             };
             run_block(call, unit, unit.pairs.clone(), block, ahead, map);
@@ -145,12 +166,23 @@ fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) 
     }
 }
 
+/// All pairs of a unit against its only block of rows, as one stream of weights that goes on in the next unit.
+fn stream(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, block: RowBlock, map: RowMap<'_>) {
+    let pair_bytes = PAIR * call.layout.tile_bytes();
+    let start = unit.pair(call, unit.pairs.start);
+    let end = start.wrapping_add(unit.pairs.len() * pair_bytes);
+    let then = next.map_or(std::ptr::null(), |next| next.pair(call, next.pairs.start));
+    let ahead =
+        |pair: usize| Some(Ahead::behind(call.layout, start.wrapping_add(pair * pair_bytes), end, then));
+    run_block(call, unit, unit.pairs.clone(), block, ahead, map);
+}
+
 /// Where tile `tile` of a segment's matrix begins.
 fn tile(call: &Call<'_>, segment: &Segment, tile: usize) -> *const u8 {
     &raw const call.weights[(segment.matrix as usize * call.layout.tiles() + tile) * call.layout.tile_bytes()]
 }
 
-/// Some pairs of tiles against one block of rows.
+/// Some pairs of tiles against one block of rows; `ahead` is asked about each, counted from the first.
 fn run_block(
     call: &Call<'_>,
     unit: &Unit,
@@ -166,6 +198,7 @@ fn run_block(
     let mut block = Block {
         layout,
         tiles: [std::ptr::null(); PAIR],
+        stride: 0,
         ahead: None,
         x: [x; MAX_ROWS],
         y: [std::ptr::null_mut(); MAX_ROWS],
@@ -184,11 +217,12 @@ fn run_block(
         block.y[row] = y.as_mut_ptr();
     }
     let mut left = tile(call, &unit.segment, pairs.start * PAIR);
-    for pair in pairs {
+    for pair in 0..pairs.len() {
         let width = columns.len() - block.column;
         // The right tile of the last pair may be missing: the left one stands in, and nothing is written.
-        let right = if width > TILE_ROWS { left.wrapping_add(layout.tile_bytes()) } else { left };
-        block.tiles = [left, right];
+        let tiles = width.div_ceil(TILE_ROWS).min(PAIR);
+        block.tiles = [0, tiles - 1].map(|tile| left.wrapping_add(layout.units(tile, tiles).first));
+        block.stride = layout.units(0, tiles).stride;
         block.columns = [width.min(TILE_ROWS), width.saturating_sub(TILE_ROWS).min(TILE_ROWS)];
         block.ahead = ahead(pair);
         // SAFETY: `Linear::new` has checked the CPU and chose the kernel for the layout; tiles, rows and

@@ -55,13 +55,12 @@ impl Machine {
         let backend = CpuBackend::planning(device.cpu_options());
         let (threads, isa) = (backend.threads(), backend.isa());
         let pool = ThreadPool::new(threads);
-        let buffer = vec![1u64; BUFFER_BYTES / size_of::<u64>()];
         let peaks = floors::peaks(&pool, isa, PEAK_BUDGET);
         Machine {
             device: "cpu".into(),
             instructions: isa.to_string(),
             threads,
-            read_bytes_per_s: floors::read_bandwidth(&pool, &buffer, BANDWIDTH_BUDGET),
+            read_bytes_per_s: floors::weights_bandwidth(&pool, BUFFER_BYTES, BANDWIDTH_BUDGET),
             f32_fma: peaks.f32_fma,
             int8_dot: peaks.int8_dot,
             bf16_dot: peaks.bf16_dot,

@@ -12,13 +12,12 @@ use super::{Block, PAIR};
 pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(block: &Block<'_>) {
     let WeightFormat::Affine { group, params: float, .. } = block.layout.format() else { unreachable!() };
     let x = block.x.map(|row| row.cast::<f32>());
-    let unit = block.layout.unit_bytes();
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
         let mut sums = [[S::splat(0.0); PAIR]; M];
         let mut tiles = block.tiles;
         let mut ahead = block.ahead;
-        for g in 0..block.layout.tile_bytes() / unit {
+        for g in 0..block.layout.k() / group {
             if let Some(ahead) = ahead.as_mut() {
                 ahead.ask::<S>();
             }
@@ -46,7 +45,7 @@ pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(blo
                 for m in 0..M {
                     sums[m][t] = S::add(sums[m][t], dots[m][t]);
                 }
-                tiles[t] = tiles[t].add(unit);
+                tiles[t] = tiles[t].wrapping_add(block.stride);
             }
         }
         super::store::<S, M>(block, &sums);

@@ -19,7 +19,6 @@ struct Aligned<T>(T);
 #[inline(always)]
 pub(super) unsafe fn int8<S: Lanes, T: Tiles, const BITS: usize>(block: &Block<'_>) {
     let WeightFormat::Affine { group, params: float, .. } = block.layout.format() else { unreachable!() };
-    let unit = block.layout.unit_bytes();
     let part = group.min(PART);
     let mut panels = Aligned([[0u8; TILE * MAX_GROUP]; PAIR]);
     let mut dots = Aligned([[0i32; TILE * TILE]; PAIR]);
@@ -28,7 +27,7 @@ pub(super) unsafe fn int8<S: Lanes, T: Tiles, const BITS: usize>(block: &Block<'
         let mut sums = [[S::splat(0.0); PAIR]; TILE];
         let (mut tiles, mut x, mut ahead) = (block.tiles, block.x[0], block.ahead);
         T::configure(part);
-        for _ in 0..block.layout.tile_bytes() / unit {
+        for _ in 0..block.layout.k() / group {
             if let Some(ahead) = ahead.as_mut() {
                 ahead.ask::<S>();
             }
@@ -57,7 +56,7 @@ pub(super) unsafe fn int8<S: Lanes, T: Tiles, const BITS: usize>(block: &Block<'
                     let sum = S::fma(scaled, S::splat(row_scale), sums[t]);
                     sums[t] = S::fma(bias, S::splat(row_sum), sum);
                 }
-                tiles[t] = tiles[t].add(unit);
+                tiles[t] = tiles[t].wrapping_add(block.stride);
             }
             x = scales.add(TILE).cast();
         }

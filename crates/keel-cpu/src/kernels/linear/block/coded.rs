@@ -99,10 +99,9 @@ impl<S: Lanes> Params<S> {
 #[inline(always)]
 pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>) {
     let coding = const { &C::CODING };
-    // A constant: asking the layout at each unit made the compiler keep all activations of a group on the stack.
-    let unit = const { TILE_ROWS * C::CODING.unit_bytes() };
     let (mut x, mut left, mut right) = (block.x[0], block.tiles[0], block.tiles[1]);
-    let end = left.wrapping_add(block.layout.tile_bytes());
+    // Asked for once: at each unit it made the compiler keep all activations of a group on the stack.
+    let (units, stride) = (block.layout.k() / coding.inputs(), block.stride);
     let mut ahead = block.ahead;
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
@@ -110,7 +109,7 @@ pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>)
         let none = [[0.0; 2]; M];
         let mut sums = [[S::splat(0.0); PAIR]; M];
         let mut last = Complete::<S, M>::nothing(&none);
-        while left < end {
+        for _ in 0..units {
             let params = [left, right].map(|tile| tile.add(TILE_ROWS * coding.code_bytes()));
             let params = [Params::<S>::load(coding, params[0]), Params::<S>::load(coding, params[1])];
             for b in 0..coding.blocks {
@@ -128,7 +127,7 @@ pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>)
                     x = x.add(M * (BLOCK / 2 + 8));
                 }
             }
-            (left, right) = (left.add(unit), right.add(unit));
+            (left, right) = (left.wrapping_add(stride), right.wrapping_add(stride));
         }
         last.add_share(coding.scales.has_offset(), 0, 1, &mut sums);
         super::store::<S, M>(block, &sums);

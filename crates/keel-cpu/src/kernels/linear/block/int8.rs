@@ -15,14 +15,13 @@ use super::{Block, PAIR};
 #[inline(always)]
 pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const M: usize>(block: &Block<'_>) {
     let WeightFormat::Affine { group, params: float, .. } = block.layout.format() else { unreachable!() };
-    let (mut x, unit) = (block.x[0], block.layout.unit_bytes());
-    let end = block.tiles[0].wrapping_add(block.layout.tile_bytes());
+    let mut x = block.x[0];
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
         let mut sums = [[S::splat(0.0); PAIR]; M];
         let mut tiles = block.tiles;
         let mut ahead = block.ahead;
-        while tiles[0] < end {
+        for _ in 0..block.layout.k() / group {
             if let Some(ahead) = ahead.as_mut() {
                 ahead.ask::<S>();
             }
@@ -50,7 +49,7 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const M: usize>(block: &B
                     let sum = S::fma(scaled, S::splat(row_scale), sums[m][t]);
                     sums[m][t] = S::fma(bias, S::splat(row_sum), sum);
                 }
-                tiles[t] = tiles[t].add(unit);
+                tiles[t] = tiles[t].wrapping_add(block.stride);
             }
             x = x.add(M * size_of::<[f32; 2]>());
         }

@@ -23,7 +23,6 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const GROUP: usize, const
 ) {
     let WeightFormat::Affine { params: float, .. } = block.layout.format() else { unreachable!() };
     let (mut x, mut left, mut right) = (block.x[0], block.tiles[0], block.tiles[1]);
-    let (unit, end) = (block.layout.unit_bytes(), left.wrapping_add(block.layout.tile_bytes()));
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
         super::ask_for_results::<S, M>(block);
@@ -31,7 +30,7 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const GROUP: usize, const
         let mut sums = [[S::splat(0.0); PAIR]; M];
         let mut last = Complete::<S, M>::nothing(&none);
         let mut ahead = block.ahead;
-        while left < end {
+        for _ in 0..block.layout.k() / GROUP {
             if let Some(ahead) = ahead.as_mut() {
                 ahead.ask::<S>();
             }
@@ -66,7 +65,7 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const GROUP: usize, const
                 rows: x.add(M * GROUP).cast(),
             };
             x = x.add(M * (GROUP + size_of::<[f32; 2]>()));
-            (left, right) = (left.add(unit), right.add(unit));
+            (left, right) = (left.wrapping_add(block.stride), right.wrapping_add(block.stride));
         }
         last.add_share(true, 0, 1, &mut sums);
         super::store::<S, M>(block, &sums);

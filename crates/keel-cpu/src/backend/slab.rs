@@ -1,0 +1,146 @@
+//! Memory for what stays: one allocation behind the other, on large pages.
+//!
+//! Weights have a mapping together. Apart, those below a large page would lie in small ones, as would the end of each
+//! larger one: a fifth of a small model, read with more page walks and prefetched no further than a page.
+
+use keel_array::ALIGNMENT;
+use memmap2::MmapRaw;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use super::memory::{HostMemory, map_large_pages};
+
+/// Address space of a slab. Its pages come when they are touched, so what stays unused costs nothing.
+const SLAB_BYTES: usize = 256 << 20;
+
+/// Larger allocations have a mapping of their own.
+const PART_BYTES_MAX: usize = SLAB_BYTES / 4;
+
+/// Smallest page of any system that is asked to take memory back.
+const PAGE: usize = 64 << 10;
+
+/// Hands out parts of slabs. A slab is unmapped when the last of its parts is gone; no part is handed out twice.
+#[derive(Default)]
+pub(super) struct Slabs {
+    open: Mutex<Option<Open>>,
+}
+
+/// The slab that parts are taken from.
+struct Open {
+    slab: Arc<Slab>,
+    /// Bytes handed out, a multiple of [`ALIGNMENT`].
+    used: usize,
+}
+
+/// A mapping from `start` on.
+struct Slab {
+    map: MmapRaw,
+    /// Where the first large page begins.
+    first: usize,
+}
+
+/// Bytes of a slab that belong to one allocation.
+pub(super) struct Part {
+    slab: Arc<Slab>,
+    range: Range<usize>,
+}
+
+impl Slabs {
+    /// Zeroed memory.
+    pub fn allocate(&self, bytes: usize, poison: bool) -> Result<HostMemory, String> {
+        if bytes > PART_BYTES_MAX {
+            return HostMemory::zeroed(bytes, poison);
+        }
+        let mut open = self.open.lock().unwrap_or_else(|e| e.into_inner());
+        let slab = match open.take() {
+            Some(slab) if slab.used + bytes <= SLAB_BYTES => slab,
+            _ => Open { slab: Arc::new(Slab::new()?), used: 0 },
+        };
+        let range = slab.used..slab.used + bytes;
+        let used = range.end.next_multiple_of(ALIGNMENT);
+        *open = Some(Open { slab: Arc::clone(&slab.slab), used });
+        Ok(HostMemory::part(Part { slab: slab.slab, range }, poison))
+    }
+}
+
+impl Slab {
+    fn new() -> Result<Slab, String> {
+        let (map, first) = map_large_pages(SLAB_BYTES, SLAB_BYTES)?;
+        Ok(Slab { map, first })
+    }
+}
+
+impl Part {
+    /// Where it begins.
+    pub fn start(&self) -> *mut u8 {
+        self.slab.map.as_mut_ptr().wrapping_add(self.slab.first + self.range.start)
+    }
+
+    /// Number of bytes.
+    pub fn bytes(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Gives back the pages that are this part's alone, since others may stay. Nobody uses it any more.
+    pub fn give_back(&self) {
+        let start = (self.slab.first + self.range.start).next_multiple_of(PAGE);
+        let end = (self.slab.first + self.range.end) / PAGE * PAGE;
+        #[cfg(unix)]
+        if start < end {
+            // SAFETY: these bytes belong to this part alone, and what they hold is no longer wanted.
+            let _ = unsafe {
+                let advice = memmap2::UncheckedAdvice::DontNeed;
+                self.slab.map.unchecked_advise_range(advice, start, end - start)
+            };
+        }
+        #[cfg(not(unix))]
+        let _ = start..end;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_zeroed_aligned_and_apart() {
+        let slabs = Slabs::default();
+        let sizes =
+            [1, 63, 64, 65, 300_000, PART_BYTES_MAX, PART_BYTES_MAX, PART_BYTES_MAX, PART_BYTES_MAX + 1, 7];
+        let parts: Vec<HostMemory> =
+            sizes.iter().map(|bytes| slabs.allocate(*bytes, false).expect("there is memory")).collect();
+        for (i, (part, bytes)) in parts.iter().zip(sizes).enumerate() {
+            assert!(part.start().addr().is_multiple_of(ALIGNMENT), "{bytes}");
+            let mut ends = [1; 2];
+            part.read(0, &mut ends[..1]);
+            part.read(bytes - 1, &mut ends[1..]);
+            assert_eq!(ends, [0, 0], "{bytes} bytes");
+            part.write(0, &[i as u8 + 1]);
+            part.write(bytes - 1, &[i as u8 + 1]);
+        }
+        for (i, part) in parts.iter().enumerate() {
+            let mut first = [0];
+            part.read(0, &mut first);
+            assert_eq!(first, [i as u8 + 1]);
+        }
+    }
+
+    #[test]
+    fn what_is_gone_leaves_its_neighbours_alone() {
+        let slabs = Slabs::default();
+        let [before, gone, behind] = [3 * PAGE + 5; 3].map(|bytes| {
+            let part = slabs.allocate(bytes, false).expect("there is memory");
+            part.write(0, &vec![7; bytes]);
+            part
+        });
+        let slab = gone.start();
+        drop(gone);
+        for part in [&before, &behind] {
+            let mut read = vec![0; part.bytes()];
+            part.read(0, &mut read);
+            assert!(read.iter().all(|byte| *byte == 7));
+        }
+        let next = slabs.allocate(9, false).expect("there is memory");
+        assert!(next.start() > slab, "nothing is handed out twice");
+    }
+}
