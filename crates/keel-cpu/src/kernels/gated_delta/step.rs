@@ -106,15 +106,12 @@ impl Unit<'_, '_> {
         let ahead =
             Block { data: self.step.workspace, start: keys + 2 * shape.key_size, stride: columns, columns };
         let (rows, position) = (task.batch.rows_of(self.b), task.batch.position[self.b]);
-        let accepted = task.log.map_or(0, |log| log.accepted[self.b]);
-        let before = |log, i| {
-            self.record::<S, N>(s, log, log.accepted_at(shape, slot, (position, accepted), i), columns)
-        };
+        let accepted = task.log.map_or(0, |log| log.accepted[self.b] as usize);
         // The update of the last record shares a sweep with the first row, if there is one.
         let shared = task.log.as_ref().filter(|_| accepted > 0 && !rows.is_empty());
         if let Some(log) = &task.log {
-            for i in 0..accepted as usize - usize::from(shared.is_some()) {
-                let Record { k, decay, u } = before(log, i);
+            for i in 0..accepted - usize::from(shared.is_some()) {
+                let Record { k, decay, u } = self.accepted::<S, N>(s, log, i, columns);
                 update::<S, N>(s, &committed, &committed, k, decay, u);
             }
         }
@@ -138,7 +135,11 @@ impl Unit<'_, '_> {
             let column = self.head * shape.value_size + self.start;
             // SAFETY: this unit alone has these columns of the row.
             let y = unsafe { task.y.part(t, column..column + columns) };
-            let last = shared.filter(|_| i == 0).map(|log| before(log, accepted as usize - 1));
+            // A closure here would not be compiled for the instructions of `S`.
+            let last = match shared {
+                Some(log) if i == 0 => Some(self.accepted(s, log, accepted - 1, columns)),
+                _ => None,
+            };
             let u = attend::<S, N>(s, &from, last, &token, v, y);
             match &open {
                 None => update::<S, N>(s, &from, &committed, token.k, token.decay, u),
@@ -156,6 +157,21 @@ impl Unit<'_, '_> {
             }
         }
         columns
+    }
+
+    /// Record `i` of those that were accepted, as this unit sees it.
+    #[inline(always)]
+    fn accepted<'l, S: Simd, const N: usize>(
+        &self,
+        s: S,
+        log: &DeltaLog<'l>,
+        i: usize,
+        columns: usize,
+    ) -> Record<'l, S, N> {
+        let task = self.step.task;
+        let first = (task.batch.position[self.b], log.accepted[self.b]);
+        let start = log.accepted_at(&task.inputs.shape, task.slot[self.b] as usize, first, i);
+        self.record(s, log, start, columns)
     }
 
     /// The record that begins at `start`, as this unit sees it.
