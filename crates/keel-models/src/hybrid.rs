@@ -197,7 +197,7 @@ impl HybridModel {
     }
 
     /// As [`HybridModel::mtp_hidden`], for the head's keys and values alone: the rest of its last layer is not run. The
-    /// result, f32 `[T, H D]`, means nothing.
+    /// result, f32 `[T, KV D]`, means nothing.
     ///
     /// # Errors
     /// If the operands do not fit.

@@ -145,7 +145,8 @@ impl GatedDeltaSpec {
 pub struct AttentionSpec {
     /// Factor on `q . k`.
     pub scale: Real,
-    /// Tokens that a row sees, itself included; `None` for all before it.
+    /// Tokens that a row sees, itself included; `None` for all before it. With `Some(0)` rows are written for later ones and
+    /// see nothing: the output means nothing, and `q` is not read.
     pub window: Option<usize>,
     /// How rows are computed.
     pub regime: Regime,

@@ -25,7 +25,7 @@ pub(super) struct DraftResults {
     pub rows: Array,
     /// Hidden states of the multi-token-prediction head, f32 `[sequences, hidden]`.
     pub head: Array,
-    /// What a pass of the head for its keys and values gives, f32 `[1, H D]`.
+    /// What a pass of the head for its keys and values gives, f32 `[1, KV D]`.
     pub remembered: Array,
     /// What a step without rows gives, f32 `[1, Hv, Dv]`; none without recurrent layers.
     pub committed: Option<Array>,
@@ -46,7 +46,7 @@ impl Results {
             _ => Some(DraftResults {
                 rows: output(&[options.decode_rows(), hidden])?,
                 head: output(&[options.sequences, hidden])?,
-                remembered: output(&[1, model.config.heads * model.config.head_dim])?,
+                remembered: output(&[1, model.config.kv_heads * model.config.head_dim])?,
                 committed: recurrent.map(|shape| output(&shape)).transpose()?,
             }),
         };

@@ -46,7 +46,7 @@ impl Attention {
         pool: &KvPool,
         step: &StepContext,
     ) -> Result<Array> {
-        let (mut mixed, gate) = self.mix(x, pool, step, self.window)?;
+        let (mut mixed, gate) = self.mix(x, pool, step)?;
         if let Some(gate) = gate {
             mixed = mixed.sigmoid_gate(&gate)?;
         }
@@ -57,24 +57,23 @@ impl Attention {
         }
     }
 
-    /// Writes the keys and values of x `[T, hidden]`, already normed, for later rows. The result, f32 `[T, H D]`, is there to be
-    /// evaluated: what the heads see is of no use, so each row looks at itself alone.
+    /// Writes the keys and values of x `[T, hidden]`, already normed, for later rows. The result, f32 `[T, KV D]`, is there
+    /// to be evaluated and means nothing.
     ///
     /// # Errors
     /// If the operands do not fit.
     pub fn remember(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<Array> {
-        let (mixed, _) = self.mix(x, pool, step, Some(1))?;
-        mixed.reshape([x.shape()[0], self.heads * self.head_dim])
+        let parts = self.projection.apply(x)?;
+        let (key, value) = self.key_and_value(&parts, step)?;
+        let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
+        let spec = AttentionSpec { scale: Real::from(self.scale), window: Some(0), regime: step.regime };
+        // Nothing reads the queries.
+        let seen = value.paged_attention(&key, &value, pool, batch, spec)?;
+        seen.reshape([x.shape()[0], self.kv_heads * self.head_dim])
     }
 
-    /// What the heads see within `window`, f32 `[T, H, D]`, and the gate on it.
-    fn mix(
-        &self,
-        x: &Array,
-        pool: &KvPool,
-        step: &StepContext,
-        window: Option<usize>,
-    ) -> Result<(Array, Option<Array>)> {
+    /// What the heads see, f32 `[T, H, D]`, and the gate on it.
+    fn mix(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<(Array, Option<Array>)> {
         let (tokens, d) = (x.shape()[0], self.head_dim);
         let parts = self.projection.apply(x)?;
         let (query, gate) = if self.gated {
@@ -84,11 +83,16 @@ impl Attention {
             (parts[0].reshape([tokens, self.heads, d])?, None)
         };
         let query = self.turn(&query, self.q_norm.as_ref(), step)?;
-        let key = self.turn(&parts[1].reshape([tokens, self.kv_heads, d])?, self.k_norm.as_ref(), step)?;
-        let value = parts[2].reshape([tokens, self.kv_heads, d])?;
-        let spec = AttentionSpec { scale: Real::from(self.scale), window, regime: step.regime };
+        let (key, value) = self.key_and_value(&parts, step)?;
+        let spec = AttentionSpec { scale: Real::from(self.scale), window: self.window, regime: step.regime };
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
         Ok((query.paged_attention(&key, &value, pool, batch, spec)?, gate))
+    }
+
+    /// Keys, turned, and values, each f32 `[T, KV, D]`, of the parts of the projection.
+    fn key_and_value(&self, parts: &[Array], step: &StepContext) -> Result<(Array, Array)> {
+        let heads = |part: &Array| part.reshape([part.shape()[0], self.kv_heads, self.head_dim]);
+        Ok((self.turn(&heads(&parts[1])?, self.k_norm.as_ref(), step)?, heads(&parts[2])?))
     }
 
     /// The rotary embedding of heads `[T, heads, D]`, normed first where the model does so.

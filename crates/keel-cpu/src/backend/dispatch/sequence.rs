@@ -195,6 +195,10 @@ fn attention<E: KvElement + Plain>(
     let rows = batch::batch(row_start, position.values(), q.layout.shape[0])?;
     let table = batch::page_table(table, &rows, spec.window, keys.layout.shape[0])?;
     let pages = KvPagesMut { keys: keys.shared::<E>(), values: values.shared::<E>(), kv_heads, head_size };
+    if spec.window == Some(0) {
+        kv_write(k.rows(2), v.rows(2), rows, table, pages, worker);
+        return Ok(());
+    }
     let whole = Attention {
         q: q.rows(2),
         batch: rows,
