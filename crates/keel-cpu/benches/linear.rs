@@ -148,7 +148,7 @@ impl Matrix {
         let columns = n.min(PATTERN_ROWS);
         let mut w = vec![0.0; columns * k];
         for (row, w) in w.chunks_exact_mut(k).enumerate() {
-            unpack_row(layout, &self.copies[0].0, 0, row, w);
+            unpack_row(Isa::best(), layout, &self.copies[0].0, 0, row, w);
         }
         for row in [0, x.len() / k - 1] {
             let want = matmul_transposed(&x[row * k..(row + 1) * k], &w, k);
@@ -207,7 +207,7 @@ impl Experts {
         // All experts are the same matrix.
         let mut w = vec![0.0; PATTERN_ROWS * k];
         for (row, w) in w.chunks_exact_mut(k).enumerate() {
-            unpack_row(layout, &self.weights.0, 0, row, w);
+            unpack_row(Isa::best(), layout, &self.weights.0, 0, row, w);
         }
         let want = matmul_transposed(&x[..k], &w, k);
         assert_close("experts", &y[..PATTERN_ROWS], &want, tolerance::INT8_ACTIVATIONS);

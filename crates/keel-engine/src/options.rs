@@ -8,7 +8,7 @@ use crate::{EngineError, Result};
 pub const PREFILL_GRID: usize = 64;
 
 /// Rows by which the multi-token-prediction head may stay behind a sequence that does not draft.
-pub(crate) const HEAD_LAG_MAX: usize = 32;
+pub(crate) const HEAD_LAG_MAX: usize = 64;
 
 /// Most drafts of a sequence that one step verifies.
 pub const DRAFTS_MAX: usize = 8;
@@ -86,8 +86,13 @@ impl EngineOptions {
     pub(crate) fn decode_rows(&self) -> usize {
         match self.drafts {
             0 => self.sequences,
-            drafts => (self.sequences * (drafts + 1)).max(HEAD_LAG_MAX),
+            drafts => self.sequences * (drafts + 1),
         }
+    }
+
+    /// Rows of the largest pass of the multi-token-prediction head by itself; 0 without drafts.
+    pub(crate) fn head_rows(&self) -> usize {
+        if self.drafts == 0 { 0 } else { self.decode_rows().max(HEAD_LAG_MAX) }
     }
 
     /// Type of keys and values.

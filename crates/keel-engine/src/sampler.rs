@@ -221,13 +221,15 @@ impl Sampler {
 
 /// Index of the largest; the first among equals. NaN never wins.
 fn argmax(logits: &[f32]) -> u32 {
-    let mut best = (0, f32::NEG_INFINITY);
-    for (i, &logit) in (0u32..).zip(logits) {
-        if logit > best.1 {
-            best = (i, logit);
+    // Side by side, which the compiler makes vectors of; with an index in each comparison it would not.
+    let mut greatest = [f32::NEG_INFINITY; 32];
+    for chunk in logits.chunks(greatest.len()) {
+        for (greatest, &logit) in greatest.iter_mut().zip(chunk) {
+            *greatest = if logit > *greatest { logit } else { *greatest };
         }
     }
-    best.0
+    let greatest = greatest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    logits.iter().position(|&logit| logit == greatest).unwrap_or(0) as u32
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ use crate::{ArrayError, DType, Layout, Result, Runtime, Shape};
 pub trait Element: Copy + Default + 'static {
     /// The dtype.
     const DTYPE: DType;
-    /// Appends the little-endian bytes.
-    fn put(self, bytes: &mut Vec<u8>);
+    /// Writes the little-endian bytes, as many as the dtype's size.
+    fn put(self, bytes: &mut [u8]);
     /// From little-endian bytes of the dtype's size.
     fn get(bytes: &[u8]) -> Self;
 }
@@ -19,8 +19,9 @@ pub trait Element: Copy + Default + 'static {
 macro_rules! element {
     ($($t:ty => $dtype:ident),*) => { $(impl Element for $t {
         const DTYPE: DType = DType::$dtype;
-        fn put(self, bytes: &mut Vec<u8>) {
-            bytes.extend_from_slice(&self.to_le_bytes());
+        #[inline]
+        fn put(self, bytes: &mut [u8]) {
+            bytes.copy_from_slice(&self.to_le_bytes());
         }
         fn get(bytes: &[u8]) -> Self {
             bytes.try_into().map(<$t>::from_le_bytes).unwrap_or_default()
@@ -32,8 +33,8 @@ element!(u8 => U8, u32 => U32, i32 => I32, i64 => I64, half::f16 => F16, half::b
 
 impl Element for bool {
     const DTYPE: DType = DType::Bool;
-    fn put(self, bytes: &mut Vec<u8>) {
-        bytes.push(u8::from(self));
+    fn put(self, bytes: &mut [u8]) {
+        bytes.fill(u8::from(self));
     }
     fn get(bytes: &[u8]) -> bool {
         bytes.first().is_some_and(|&b| b != 0)
@@ -108,8 +109,9 @@ impl Array {
                 got: self.dtype(),
             });
         }
-        let mut bytes = Vec::with_capacity(size_of_val(values));
-        values.iter().for_each(|v| v.put(&mut bytes));
+        let mut bytes = vec![0; size_of_val(values)];
+        // The size of a chunk is known to the compiler, which makes one copy of this.
+        bytes.chunks_exact_mut(size_of::<T>()).zip(values).for_each(|(bytes, value)| value.put(bytes));
         self.write_bytes(0, &bytes)
     }
 

@@ -21,9 +21,13 @@ const COST_WEIGHT: f64 = 0.1;
 const LOWER_COST_WEIGHT: f64 = 0.5;
 /// A first draft that is accepted when drafting is tried again is believed at least so much.
 const RETRY_ACCEPTANCE: f64 = 0.6;
+/// Drafts of a sequence's first round at most: nobody knows yet what they are worth.
+const FIRST_DEPTH: usize = 2;
 /// Plain rounds until drafting is tried again, at first and at most.
-const RETRY_AFTER: u64 = 2 * HEAD_LAG_MAX as u64;
-const RETRY_AFTER_MAX: u64 = 64 * HEAD_LAG_MAX as u64;
+const RETRY_AFTER: u64 = HEAD_LAG_MAX as u64;
+const RETRY_AFTER_MAX: u64 = 32 * HEAD_LAG_MAX as u64;
+/// Where plain decoding has won for so many rounds, depths are compared once in so many.
+const COMPARED_EVERY: u64 = 8;
 /// A plain round is measured anew after so many rounds.
 const PLAIN_EVERY: u64 = 256;
 /// What another row is assumed to add to a pass, until it has been measured.
@@ -157,7 +161,8 @@ impl DepthControl {
         let costs = self.nominal.as_ref().unwrap_or(costs);
         match self.depth {
             Depth::Fixed(depth) => depth.min(most),
-            Depth::Auto if most == 0 || is_measured && costs.wants_plain(sequences) => 0,
+            Depth::Auto if most == 0 || self.stays_plain() => 0,
+            Depth::Auto if is_measured && costs.wants_plain(sequences) => 0,
             Depth::Auto => match self.best(costs, sequences, most) {
                 0 if self.plain_rounds >= self.retry_after && lag <= POSITIONS => 1,
                 _ if lag > POSITIONS => 0,
@@ -166,11 +171,18 @@ impl DepthControl {
         }
     }
 
+    /// Whether it is not yet time to compare depths again.
+    fn stays_plain(&self) -> bool {
+        (COMPARED_EVERY..self.retry_after).contains(&self.plain_rounds)
+            && !self.plain_rounds.is_multiple_of(COMPARED_EVERY)
+    }
+
     /// The depth with most tokens per second.
     fn best(&self, costs: &Costs, sequences: usize, most: usize) -> usize {
         let (mut best, mut best_rate) = (0, 0.0);
         let (mut tokens, mut all_accepted, mut share) = (1.0, 1.0, ACCEPTANCE_PRIOR);
-        for k in 0..=most.min(POSITIONS) {
+        let most = if self.observed[0] == 0 { most.min(FIRST_DEPTH) } else { most.min(POSITIONS) };
+        for k in 0..=most {
             if k > 0 {
                 // A position that was never reached is believed to be as good as the one before it.
                 share = if self.observed[k - 1] > 0 { self.acceptance[k - 1] } else { share };

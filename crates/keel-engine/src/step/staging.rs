@@ -55,7 +55,7 @@ impl Staging {
         pages_per_sequence: usize,
     ) -> Result<Staging> {
         let sequences = options.sequences;
-        let rows = options.prefill_rows().max(options.decode_rows());
+        let rows = options.prefill_rows().max(options.decode_rows()).max(options.head_rows());
         let input = |shape: &[usize], dtype| Array::persistent(runtime, Category::Staging, shape, dtype);
         let table = input(&[sequences, pages_per_sequence], DType::U32)?;
         let window_table = match model.config.window {
@@ -66,7 +66,7 @@ impl Staging {
             0 => None,
             _ => Some(HeadStaging {
                 next_tokens: input(&[options.prefill_rows()], DType::U32)?,
-                hidden: input(&[options.decode_rows(), model.config.hidden], DType::F32)?,
+                hidden: input(&[options.head_rows(), model.config.hidden], DType::F32)?,
             }),
         };
         Ok(Staging {

@@ -55,7 +55,7 @@ fn embedding<I: Index>(
     for i in worker.claim(ids.len(), 1).flatten() {
         let row = position(ids[i], spec.rows)?;
         // SAFETY: each row is claimed once.
-        unpack_row(&layout, weight, 0, row, unsafe { y.row(i) });
+        unpack_row(worker.isa, &layout, weight, 0, row, unsafe { y.row(i) });
     }
     Ok(())
 }

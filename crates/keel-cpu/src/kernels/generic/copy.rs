@@ -62,21 +62,22 @@ pub fn concatenate<'a, T: Plain>(
     // A unit is a piece of one run of one part.
     let pieces = |run: usize| run.div_ceil(GRAIN);
     let units: usize = (0..count).map(|p| pieces(part(p).run) * outer).sum();
-    for unit in worker.claim(units, 1).flatten() {
-        let (mut unit, mut at) = (unit, 0);
+    // Short runs are claimed several at a time.
+    let grain = (GRAIN * count / width.max(1)).max(1);
+    for claimed in worker.claim(units, grain) {
+        let (mut unit, mut first, mut at) = (claimed.start, 0, 0);
         for p in 0..count {
             let Part { x, run } = part(p);
-            if unit >= pieces(run) * outer {
-                unit -= pieces(run) * outer;
-                at += run;
-                continue;
+            let behind = first + pieces(run) * outer;
+            while unit < claimed.end.min(behind) {
+                let (o, start) = ((unit - first) / pieces(run), (unit - first) % pieces(run) * GRAIN);
+                let len = GRAIN.min(run - start);
+                let to = o * width + at + start;
+                // SAFETY: each piece of each run is claimed once.
+                x.read(o * run + start, unsafe { y.range(to..to + len) });
+                unit += 1;
             }
-            let (o, start) = (unit / pieces(run), unit % pieces(run) * GRAIN);
-            let len = GRAIN.min(run - start);
-            let to = o * width + at + start;
-            // SAFETY: each piece of each run is claimed once.
-            x.read(o * run + start, unsafe { y.range(to..to + len) });
-            break;
+            (first, at) = (behind, at + run);
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use super::coding::{Coding, Parts, Scales, scale_and_offset};
 use super::format::{BLOCK, FloatType, PackedLayout, TILE_ROWS, Units, WeightFormat};
+use crate::isa::Isa;
+use crate::simd::{self, LANES, Simd, VectorKernel};
 use half::{bf16, f16};
 
 /// Rows of a weight matrix as a checkpoint holds them, unpacked: `R` rows of `K` inputs.
@@ -213,7 +215,7 @@ fn get_float(bytes: &[u8], at: usize, float: FloatType) -> f32 {
 ///
 /// # Panics
 /// If the row is not in the stack, `bytes` is not the whole stack, or `out` is not `K` long.
-pub fn unpack_row(layout: &PackedLayout, bytes: &[u8], matrix: usize, row: usize, out: &mut [f32]) {
+pub fn unpack_row(isa: Isa, layout: &PackedLayout, bytes: &[u8], matrix: usize, row: usize, out: &mut [f32]) {
     assert!(bytes.len() == layout.bytes() && out.len() == layout.k(), "lengths do not fit the layout");
     assert!(matrix < layout.matrices() && row < layout.n(), "row {row} of matrix {matrix}");
     let Units { first, stride } = layout.units(row / TILE_ROWS, layout.tiles());
@@ -245,17 +247,42 @@ pub fn unpack_row(layout: &PackedLayout, bytes: &[u8], matrix: usize, row: usize
                 let (blocks, tail) = unit.split_at(group * bits * 2);
                 let scale = get_float(tail, row * params.bytes(), params);
                 let bias = get_float(tail, (TILE_ROWS + row) * params.bytes(), params);
-                for (i, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                    let (block, quad) = (i / (BLOCK / 4), i % (BLOCK / 4));
-                    let block = &blocks[block * 64 * bits..(block + 1) * 64 * bits];
-                    *out = quants(block, bits, row, quad).map(|q| scale.mul_add(f32::from(q), bias));
-                }
+                simd::run_at(isa, UnpackGroup { blocks, bits, row, scale, bias, out });
             }
         }
     }
 }
 
+/// A group of a row of affine weights.
+struct UnpackGroup<'a> {
+    blocks: &'a [u8],
+    bits: usize,
+    row: usize,
+    scale: f32,
+    bias: f32,
+    out: &'a mut [f32],
+}
+
+impl VectorKernel for UnpackGroup<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let UnpackGroup { blocks, bits, row, scale, bias, out } = self;
+        for (i, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            let (block, quad) = (i / (BLOCK / 4), i % (BLOCK / 4));
+            let block = &blocks[block * 64 * bits..(block + 1) * 64 * bits];
+            for (out, q) in out.iter_mut().zip(quants(block, bits, row, quad)) {
+                *out = f32::from(q);
+            }
+        }
+        let (scale, bias) = (s.splat(scale), s.splat(bias));
+        for out in out.as_chunks_mut::<LANES>().0 {
+            s.store(s.fma(scale, s.load(out), bias), out);
+        }
+    }
+}
+
 /// Inputs `4 * quad .. 4 * quad + 4` of a row of a block.
+#[inline(always)]
 fn quants(block: &[u8], bits: usize, row: usize, quad: usize) -> [u8; 4] {
     let merged = planes(bits).iter().fold(0, |quants, plane| {
         let (at, shift) = plane.fields(row, quad);
@@ -293,7 +320,7 @@ mod tests {
                 }
                 let mut row = vec![0.0; k];
                 for r in 0..n {
-                    unpack_row(&layout, &bytes, 1, r, &mut row);
+                    unpack_row(Isa::best(), &layout, &bytes, 1, r, &mut row);
                     for (i, value) in row.iter().enumerate() {
                         let g = (r * k + i) / group;
                         let expected = scales[g] * f32::from(quants[r * k + i]) + biases[g];
@@ -325,7 +352,7 @@ mod tests {
             }
             let (mut got, mut want) = (vec![0.0f32; k], vec![0.0f32; k]);
             for row in 0..n {
-                unpack_row(&layout, &packed, 1, row, &mut got);
+                unpack_row(Isa::best(), &layout, &packed, 1, row, &mut got);
                 format.decode(&bytes[row * row_bytes..], &mut want);
                 for (i, (got, want)) in got.iter().zip(&want).enumerate() {
                     let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
@@ -349,7 +376,7 @@ mod tests {
             pack(&layout, Rows::Dense(&values), &mut bytes);
             let mut row = vec![0.0; k];
             for r in 0..n {
-                unpack_row(&layout, &bytes, 0, r, &mut row);
+                unpack_row(Isa::best(), &layout, &bytes, 0, r, &mut row);
                 let expected: Vec<f32> = values[r * k..(r + 1) * k].iter().map(|x| round(*x)).collect();
                 assert_eq!(row, expected);
             }
