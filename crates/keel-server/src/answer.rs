@@ -124,7 +124,7 @@ impl Answer {
                 self.timer.started(cached_tokens, queued);
                 Ok(())
             }
-            Some(BatchEvent::Failed(error)) => Err(error.into()),
+            Some(BatchEvent::Failed(error)) => Err(self.failed(error.into())),
             Some(_) => unreachable!("a request starts first"),
             None => Err(ServerError::EngineStopped),
         }
@@ -150,11 +150,16 @@ impl Answer {
             match self.events.recv().await {
                 Some(BatchEvent::Token { id, logprobs }) => self.take(id, logprobs)?,
                 Some(BatchEvent::Finished(reason)) => self.finish(reason)?,
-                Some(BatchEvent::Failed(error)) => return Err(error.into()),
+                Some(BatchEvent::Failed(error)) => return Err(self.failed(error.into())),
                 Some(BatchEvent::Started { .. } | BatchEvent::Prefilled(_)) => {}
                 None => return Err(ServerError::EngineStopped),
             }
         }
+    }
+
+    fn failed(&mut self, error: ServerError) -> ServerError {
+        self.timer.failed(error.reply().code);
+        error
     }
 
     fn take(&mut self, id: u32, logprobs: Option<TokenLogprobs>) -> Result<()> {

@@ -97,7 +97,7 @@ pub(crate) async fn create(
     }
     let streams = body.stream.unwrap_or(false);
     let ask = ask(&app, body).await?;
-    let mut answers = app.start(ask).await?;
+    let mut answers = app.start("/v1/messages", ask).await?;
     let model = app.options.model_id.clone();
     if streams {
         // There is one, because the form knows no `n`.

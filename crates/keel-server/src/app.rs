@@ -7,6 +7,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use keel_engine::SamplerOptions;
 use keel_engine::batch::BatchRequest;
 use keel_text::AnswerForm;
+use tracing::field::Empty;
 
 use crate::answer::{Answer, AnswerStyle};
 use crate::error::{Result, ServerError, wrong};
@@ -89,8 +90,8 @@ impl App {
         ask.max_tokens.unwrap_or_else(|| self.options.max_tokens_default.min(room.max(1)))
     }
 
-    /// Starts the answers and waits until they run.
-    pub(crate) async fn start(&self, ask: Ask) -> Result<Vec<Answer>> {
+    /// Starts the answers and waits until they run. `endpoint` is where the request came in.
+    pub(crate) async fn start(&self, endpoint: &'static str, ask: Ask) -> Result<Vec<Answer>> {
         if self.is_draining() {
             return Err(ServerError::Draining);
         }
@@ -127,7 +128,18 @@ impl App {
                 form: ask.form.clone(),
                 logprobs: ask.top_logprobs.is_some(),
             };
-            let timer = RequestTimer::new(self.metrics.clone(), id, ask.prompt.len());
+            let span = tracing::info_span!(
+                "request",
+                id,
+                endpoint,
+                model = self.options.model_id,
+                prompt = ask.prompt.len(),
+                max_tokens,
+                cached = Empty,
+                generated = Empty,
+                reason = Empty
+            );
+            let timer = RequestTimer::new(self.metrics.clone(), span, ask.prompt.len());
             answers.push(Answer::new(events, &self.text.tokenizer, style, ask.prompt.len(), timer)?);
         }
         for answer in &mut answers {

@@ -13,6 +13,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
+use tracing::Span;
 
 use crate::answer::{Ending, Usage};
 use crate::worker::EngineHandle;
@@ -220,30 +221,32 @@ impl Inner {
     }
 }
 
-/// Times one request, and logs a line when it is over.
+/// Times one request, and logs a line within its span when it is over.
 pub struct RequestTimer {
     metrics: Metrics,
-    id: u64,
+    span: Span,
     arrived: Instant,
     queued: Duration,
     first: Option<Instant>,
     last: Option<Instant>,
     usage: Usage,
     ending: Option<Ending>,
+    failure: Option<&'static str>,
 }
 
 impl RequestTimer {
-    /// A request that has arrived now.
-    pub fn new(metrics: Metrics, id: u64, prompt_tokens: usize) -> RequestTimer {
+    /// A request that has arrived now. Its span gets the fields `cached`, `generated` and `reason` in time.
+    pub fn new(metrics: Metrics, span: Span, prompt_tokens: usize) -> RequestTimer {
         RequestTimer {
             metrics,
-            id,
+            span,
             arrived: Instant::now(),
             queued: Duration::ZERO,
             first: None,
             last: None,
             usage: Usage { prompt: prompt_tokens, ..Usage::default() },
             ending: None,
+            failure: None,
         }
     }
 
@@ -252,6 +255,7 @@ impl RequestTimer {
         let m = &self.metrics.0;
         self.queued = queued;
         self.usage.cached = cached_tokens;
+        self.span.record("cached", cached_tokens);
         m.queue_time.observe(queued.as_secs_f64());
         m.prompt_tokens.inc_by(self.usage.prompt as u64);
         m.cached_tokens.inc_by(cached_tokens as u64);
@@ -277,6 +281,11 @@ impl RequestTimer {
         self.ending = Some(ending);
         self.usage = usage;
     }
+
+    /// It has failed, with this code of [`crate::Reply`].
+    pub fn failed(&mut self, code: &'static str) {
+        self.failure = Some(code);
+    }
 }
 
 impl Drop for RequestTimer {
@@ -286,21 +295,20 @@ impl Drop for RequestTimer {
             Some(Ending::Stop) => "stop",
             Some(Ending::Length) => "length",
             Some(Ending::ToolCalls) => "tool_calls",
-            None => "cancelled",
+            None => self.failure.unwrap_or("cancelled"),
         };
         m.finished.get_or_create(&Reason { reason: Word(reason) }).inc();
         m.request_time.observe(self.arrived.elapsed().as_secs_f64());
         let ms = |d: Duration| (d.as_secs_f64() * 1e4).round() / 10.0;
-        tracing::info!(
-            request = self.id,
-            reason,
-            prompt = self.usage.prompt,
-            cached = self.usage.cached,
-            generated = self.usage.completion,
-            queued_ms = ms(self.queued),
-            first_token_ms = self.first.map_or(f64::NAN, |at| ms(at - self.arrived)),
-            total_ms = ms(self.arrived.elapsed()),
-            "request"
-        );
+        self.span.record("generated", self.usage.completion);
+        self.span.record("reason", reason);
+        self.span.in_scope(|| {
+            tracing::info!(
+                queued_ms = ms(self.queued),
+                first_token_ms = self.first.map_or(f64::NAN, |at| ms(at - self.arrived)),
+                total_ms = ms(self.arrived.elapsed()),
+                "ended"
+            );
+        });
     }
 }

@@ -14,6 +14,7 @@ use keel_array::{Ledger, MemoryReport};
 use keel_engine::EngineError;
 use keel_engine::batch::{BatchEvent, BatchRequest, BatchStatus, Batcher, RequestId};
 use tokio::sync::{mpsc, oneshot};
+use tracing::field::Empty;
 
 use crate::error::{Result, ServerError};
 use crate::options::PrefixStore;
@@ -72,7 +73,8 @@ impl EngineHandle {
             context: engine.options().context,
             vocab: engine.model().config.vocab,
         });
-        let worker = Worker { batcher, commands, live: HashMap::new(), shared: Arc::clone(&shared), store };
+        let worker =
+            Worker { batcher, commands, live: HashMap::new(), shared: Arc::clone(&shared), store, steps: 0 };
         let thread = std::thread::Builder::new().name("keel-engine".into()).spawn(move || worker.run())?;
         Ok((EngineHandle { inbox, shared }, thread))
     }
@@ -151,6 +153,8 @@ struct Worker {
     live: HashMap<RequestId, mpsc::UnboundedSender<BatchEvent>>,
     shared: Arc<Shared>,
     store: Option<PrefixStore>,
+    /// Counts steps.
+    steps: u64,
 }
 
 /// Notes that the thread has ended, by whatever way.
@@ -171,12 +175,32 @@ impl Worker {
                 self.batcher.cancel_all();
                 self.live.clear();
             }
-            for (id, event) in self.batcher.step(Instant::now()) {
-                self.deliver(id, event);
-            }
-            *self.shared.status.lock().unwrap_or_else(|e| e.into_inner()) = self.batcher.status();
+            self.step();
         }
         self.save();
+    }
+
+    fn step(&mut self) {
+        self.steps += 1;
+        let span = tracing::debug_span!(
+            "step",
+            number = self.steps,
+            tokens = Empty,
+            running = Empty,
+            waiting = Empty,
+            parked = Empty
+        );
+        let _in_span = span.enter();
+        let events = self.batcher.step(Instant::now());
+        let status = self.batcher.status();
+        span.record("tokens", events.iter().filter(|(_, e)| matches!(e, BatchEvent::Token { .. })).count());
+        span.record("running", status.running.len());
+        span.record("waiting", status.waiting);
+        span.record("parked", status.parking.parked);
+        for (id, event) in events {
+            self.deliver(id, event);
+        }
+        *self.shared.status.lock().unwrap_or_else(|e| e.into_inner()) = status;
     }
 
     /// Leaves what is remembered to the next server.

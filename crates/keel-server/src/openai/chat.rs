@@ -65,7 +65,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<ChatBod
     let streams = body.stream.unwrap_or(false);
     let worker = Arc::clone(&app);
     let ask = blocking(move || ask(&worker, body)).await?;
-    let answers = app.start(ask).await?;
+    let answers = app.start("/v1/chat/completions", ask).await?;
     let head = Head {
         id: fresh_id("chatcmpl-"),
         created: seconds_since_1970(),

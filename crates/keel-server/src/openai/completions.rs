@@ -65,7 +65,7 @@ pub(crate) async fn create(
     let (asks, echoes) = blocking(move || asks(&worker, body)).await?;
     let mut answers = Vec::new();
     for ask in asks {
-        answers.extend(app.start(ask).await?);
+        answers.extend(app.start("/v1/completions", ask).await?);
     }
     let head = Head {
         id: fresh_id("cmpl-"),

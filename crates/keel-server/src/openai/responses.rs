@@ -76,7 +76,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<Respons
     app.check_model(chat.model())?;
     let worker = Arc::clone(&app);
     let ask = blocking(move || super::chat::ask(&worker, chat)).await?;
-    let mut answers = app.start(ask).await?;
+    let mut answers = app.start("/v1/responses", ask).await?;
     if streams {
         // There is one, because the form knows no `n`.
         let answer = answers.swap_remove(0);
