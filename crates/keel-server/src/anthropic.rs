@@ -15,6 +15,7 @@ use crate::answer::{Answer, Ending, Piece, Usage};
 use crate::app::{App, Ask, fresh_id};
 use crate::collect::{Collected, Outbox, collect, respond};
 use crate::error::{Result, ServerError, wrong};
+use crate::http::parse;
 use crate::openai::chat::{self, ChatBody, blocking};
 
 /// An error in Anthropic's form.
@@ -51,7 +52,7 @@ impl IntoResponse for AnthropicError {
 }
 
 #[derive(Debug, Deserialize)]
-struct MessagesBody {
+pub(crate) struct MessagesBody {
     model: Option<String>,
     max_tokens: Option<usize>,
     system: Option<Value>,
@@ -75,15 +76,14 @@ struct InputMessage {
 fn read(app: &App, bytes: Result<axum::body::Bytes, BytesRejection>) -> Result<MessagesBody> {
     let limit = app.options.body_bytes_max;
     let bytes = bytes.map_err(|_| ServerError::BodyTooLarge { limit })?;
-    serde_json::from_slice(&bytes).map_err(|error| ServerError::Body(error.to_string()))
+    parse(&bytes)
 }
 
 async fn ask(app: &Arc<App>, body: MessagesBody) -> Result<Ask> {
     app.check_model(body.model.as_deref())?;
-    let chat: ChatBody =
-        serde_json::from_value(to_chat(body)?).map_err(|error| ServerError::Body(error.to_string()))?;
+    let chat = chat(body)?;
     let worker = Arc::clone(app);
-    blocking(move || chat::ask(&worker, chat)).await
+    blocking(move || chat::ask(&worker.text, worker.engine.vocab(), chat)).await
 }
 
 /// Answers a conversation.
@@ -119,6 +119,10 @@ pub(crate) async fn count_tokens(
 }
 
 /// The same request as a chat.
+pub(crate) fn chat(body: MessagesBody) -> Result<ChatBody> {
+    serde_json::from_value(to_chat(body)?).map_err(|error| ServerError::Body(error.to_string()))
+}
+
 fn to_chat(body: MessagesBody) -> Result<Value> {
     let mut messages = Vec::new();
     if let Some(system) = body.system.filter(|s| !s.is_null()) {

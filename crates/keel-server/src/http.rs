@@ -27,8 +27,13 @@ impl<T: DeserializeOwned> FromRequest<Arc<App>> for Body<T> {
         let limit = app.options.body_bytes_max;
         let bytes =
             Bytes::from_request(request, app).await.map_err(|_| ServerError::BodyTooLarge { limit })?;
-        serde_json::from_slice(&bytes).map(Body).map_err(|error| ServerError::Body(error.to_string()))
+        parse(&bytes).map(Body)
     }
+}
+
+/// A body as JSON.
+pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    serde_json::from_slice(bytes).map_err(|error| ServerError::Body(error.to_string()))
 }
 
 /// OpenAI's form of an error.

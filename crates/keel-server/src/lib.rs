@@ -21,6 +21,7 @@ mod openai;
 mod openapi;
 mod options;
 mod page;
+pub mod requests;
 mod routes;
 mod sampling;
 mod serve;

@@ -16,15 +16,15 @@ use crate::openai::chat::blocking;
 #[derive(Debug, Deserialize)]
 pub(crate) struct TokenizeBody {
     #[serde(alias = "content", alias = "prompt")]
-    text: String,
+    pub text: String,
     #[serde(default)]
-    add_special_tokens: bool,
+    pub add_special_tokens: bool,
 }
 
 /// Ids.
 #[derive(Debug, Deserialize)]
 pub(crate) struct DetokenizeBody {
-    tokens: Vec<u32>,
+    pub tokens: Vec<u32>,
 }
 
 /// Ids of a text.

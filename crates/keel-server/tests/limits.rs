@@ -137,7 +137,8 @@ fn overcommitted_requests_are_parked_and_all_answered() {
     };
     assert!(value("keel_parkings_total") >= 1.0);
     assert_eq!(value("keel_requests_parked"), 0.0);
-    let [out, back] = ["out", "in"].map(|way| value(&format!("keel_swap_bytes_total{{direction=\"{way}\"}}")));
+    let [out, back] =
+        ["out", "in"].map(|way| value(&format!("keel_swap_bytes_total{{direction=\"{way}\"}}")));
     assert!(out > 0.0 && out == back, "{out} out, {back} in");
     assert_eq!(server.get("/status").json()["parked"]["sequences"], 0);
     server.assert_all_is_back();

@@ -20,6 +20,7 @@ use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::{Body, error_json};
 use crate::sampling::{OneOrMany, SamplingFields};
+use crate::text::ModelText;
 
 const TOP_LOGPROBS_MAX: usize = 20;
 
@@ -64,7 +65,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<ChatBod
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let streams = body.stream.unwrap_or(false);
     let worker = Arc::clone(&app);
-    let ask = blocking(move || ask(&worker, body)).await?;
+    let ask = blocking(move || ask(&worker.text, worker.engine.vocab(), body)).await?;
     let answers = app.start("/v1/chat/completions", ask).await?;
     let head = Head {
         id: fresh_id("chatcmpl-"),
@@ -88,7 +89,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
 }
 
 /// The request in the engine's terms.
-pub(crate) fn ask(app: &App, body: ChatBody) -> Result<Ask> {
+pub(crate) fn ask(text: &ModelText, vocab: usize, body: ChatBody) -> Result<Ask> {
     let tools = Tools::new(body.tools, body.tool_choice.as_ref(), body.parallel_tool_calls.unwrap_or(true))?;
     let asked = response_grammar(body.response_format.as_ref())?;
     let top_logprobs = match (body.logprobs.unwrap_or(false), body.top_logprobs) {
@@ -104,12 +105,12 @@ pub(crate) fn ask(app: &App, body: ChatBody) -> Result<Ask> {
     }
     let messages = to_template(body.messages)?;
     let offered = (!tools.offered.is_empty()).then_some(&tools.offered[..]);
-    let prompt = app.text.encode_chat(&messages, offered, Some(&variables))?;
-    let reasons = app.text.reasons();
+    let prompt = text.encode_chat(&messages, offered, Some(&variables))?;
+    let reasons = text.reasons();
     Ok(Ask {
         marks: vec![prompt.shared_len],
         max_tokens: body.max_completion_tokens.or(body.max_tokens),
-        sampler: body.sampling.options(&app.text.defaults, app.engine.vocab())?,
+        sampler: body.sampling.options(&text.defaults, vocab)?,
         seed: body.sampling.seed(),
         stop: body.stop.map_or(Vec::new(), OneOrMany::into_vec),
         choices: body.n.unwrap_or(1),

@@ -20,6 +20,7 @@ use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, wrong};
 use crate::http::{Body, error_json};
 use crate::sampling::{OneOrMany, SamplingFields};
+use crate::text::ModelText;
 
 const TOP_LOGPROBS_MAX: usize = 20;
 /// What OpenAI takes where nothing is said.
@@ -62,7 +63,8 @@ pub(crate) async fn create(
     let streams = body.stream.unwrap_or(false);
     let choices = body.n.unwrap_or(1);
     let worker = Arc::clone(&app);
-    let (asks, echoes) = blocking(move || asks(&worker, body)).await?;
+    let (asks, echoes) =
+        blocking(move || asks(&worker.text, worker.engine.vocab(), worker.options.choices_max, body)).await?;
     let mut answers = Vec::new();
     for ask in asks {
         answers.extend(app.start("/v1/completions", ask).await?);
@@ -81,8 +83,13 @@ pub(crate) async fn create(
 }
 
 /// One ask for each prompt, and the text that each choice begins with.
-fn asks(app: &App, body: CompletionBody) -> Result<(Vec<Ask>, Vec<String>)> {
-    let encode = |text: &String| Ok(app.text.tokenizer.encode(text, true)?);
+pub(crate) fn asks(
+    model: &ModelText,
+    vocab: usize,
+    choices_max: usize,
+    body: CompletionBody,
+) -> Result<(Vec<Ask>, Vec<String>)> {
+    let encode = |text: &String| Ok(model.tokenizer.encode(text, true)?);
     let prompts = match &body.prompt {
         Prompt::Text(text) => vec![encode(text)?],
         Prompt::Texts(texts) => texts.iter().map(encode).collect::<Result<_>>()?,
@@ -95,17 +102,17 @@ fn asks(app: &App, body: CompletionBody) -> Result<(Vec<Ask>, Vec<String>)> {
     if body.logprobs.is_some_and(|n| n > TOP_LOGPROBS_MAX) {
         return Err(wrong("logprobs", format!("expected 0 to {TOP_LOGPROBS_MAX}")));
     }
-    let sampler = body.sampling.options(&app.text.defaults, app.engine.vocab())?;
+    let sampler = body.sampling.options(&model.defaults, vocab)?;
     let grammar = response_grammar(body.response_format.as_ref())?;
     let stop = body.stop.map_or(Vec::new(), OneOrMany::into_vec);
     let choices = body.n.unwrap_or(1);
-    if choices > app.options.choices_max {
-        return Err(wrong("n", format!("{choices} answers, expected 1 to {}", app.options.choices_max)));
+    if choices > choices_max {
+        return Err(wrong("n", format!("{choices} answers, expected 1 to {choices_max}")));
     }
     let mut echoes = Vec::new();
     for prompt in &prompts {
         let echo =
-            if body.echo.unwrap_or(false) { app.text.tokenizer.decode(prompt, true)? } else { String::new() };
+            if body.echo.unwrap_or(false) { model.tokenizer.decode(prompt, true)? } else { String::new() };
         echoes.extend(std::iter::repeat_n(echo, choices));
     }
     let ask = |prompt| Ask {

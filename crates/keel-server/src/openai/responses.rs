@@ -71,11 +71,10 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<Respons
             "max_output_tokens": body.max_output_tokens,
         }),
     };
-    let chat: ChatBody =
-        serde_json::from_value(to_chat(body)?).map_err(|error| ServerError::Body(error.to_string()))?;
+    let chat = chat(body)?;
     app.check_model(chat.model())?;
     let worker = Arc::clone(&app);
-    let ask = blocking(move || super::chat::ask(&worker, chat)).await?;
+    let ask = blocking(move || super::chat::ask(&worker.text, worker.engine.vocab(), chat)).await?;
     let mut answers = app.start("/v1/responses", ask).await?;
     if streams {
         // There is one, because the form knows no `n`.
@@ -87,6 +86,10 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<Respons
 }
 
 /// The same request as a chat.
+pub(crate) fn chat(body: ResponseBody) -> Result<ChatBody> {
+    serde_json::from_value(to_chat(body)?).map_err(|error| ServerError::Body(error.to_string()))
+}
+
 fn to_chat(body: ResponseBody) -> Result<Value> {
     let mut messages = Vec::new();
     messages.extend(body.instructions.map(|text| json!({"role": "system", "content": text})));

@@ -6,6 +6,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
+use super::events::{Events, PIECE_BYTES_MAX};
 use super::load::Planned;
 
 /// Where the load goes.
@@ -107,15 +108,9 @@ impl Client {
             total_s: 0.0,
             asked,
         };
-        let (mut rest, mut pieces, mut last) = (String::new(), 0, asked);
+        let (mut events, mut pieces, mut last) = (Events::default(), 0, asked);
         while let Some(chunk) = response.chunk().await? {
-            rest.push_str(&String::from_utf8_lossy(&chunk));
-            while let Some(end) = rest.find('\n') {
-                let line: String = rest.drain(..=end).collect();
-                let Some(data) = line.trim_end().strip_prefix("data: ").filter(|d| *d != "[DONE]") else {
-                    continue;
-                };
-                let event: Value = serde_json::from_str(data).context("the server sent no JSON")?;
+            for event in events.push(&chunk)? {
                 if let Some(message) = event["error"]["message"].as_str() {
                     bail!("{message}");
                 }
@@ -205,6 +200,9 @@ impl Response {
         self.reader.read_line(&mut line).await?;
         let size = usize::from_str_radix(line.trim().split(';').next().unwrap_or_default(), 16);
         let size = size.context("the answer was cut off")?;
+        if size > PIECE_BYTES_MAX {
+            bail!("the server sent {size} bytes in one piece");
+        }
         let mut chunk = vec![0; size + 2];
         self.reader.read_exact(&mut chunk).await?;
         chunk.truncate(size);

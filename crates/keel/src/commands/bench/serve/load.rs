@@ -54,9 +54,15 @@ const WORDS: [&str; 32] = [
 ];
 
 /// splitmix64: enough to draw lengths and moments.
-struct Random(u64);
+pub struct Random(pub u64);
 
 impl Random {
+    /// A number below `end`.
+    #[cfg(test)]
+    pub fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -152,6 +158,31 @@ mod tests {
         assert!((35.0..45.0).contains(&end_s), "2000 at 50 a second: {end_s}");
         let first: Vec<&str> = requests[0].prompt.split(' ').collect();
         assert!((9..=13).contains(&first.len()) && requests[1].prompt.starts_with(&first[..4].join(" ")));
+    }
+
+    #[test]
+    fn damaged_files_are_errors_and_never_panics() {
+        const FILE: &str = "{\"prompt\": \"a \\u00e9\", \"max_tokens\": 3}\n{\"max_tokens\": 40, \"prompt\": \"b\", \"x\": [1]}\n";
+        const WORDS: [&str; 8] =
+            ["null", "-1", "1e99", "18446744073709551616", "\n", "{}", "[[", "\"prompt\""];
+        let mut read = 0;
+        for case in 0..5000 {
+            let mut random = Random(case);
+            let mut file: Vec<char> = FILE.chars().collect();
+            for _ in 0..=random.below(3) {
+                let at = random.below(file.len());
+                let end = (at + random.below(9)).min(file.len());
+                let word = WORDS[random.below(WORDS.len())];
+                drop(file.splice(at..end, word.chars().take(random.below(2) * word.len())));
+            }
+            let file: String = file.into_iter().collect();
+            if let Ok(load) = Load::parse(&file, 5.0, case) {
+                assert!(load.requests.len() <= file.lines().count());
+                assert!(load.requests.iter().map(|r| r.prompt.len()).sum::<usize>() <= file.len());
+                read += 1;
+            }
+        }
+        assert!((100..4500).contains(&read), "{read} were read");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! is too slow shows it in its times.
 
 mod client;
+mod events;
 mod load;
 mod report;
 

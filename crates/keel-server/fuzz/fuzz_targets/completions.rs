@@ -1,0 +1,13 @@
+//! Reads bodies of `/v1/completions`, whatever is in them.
+
+#![no_main]
+
+use keel_server::requests::Endpoint;
+use libfuzzer_sys::fuzz_target;
+
+#[path = "../../tests/common/reading.rs"]
+mod reading;
+
+fuzz_target!(|body: &[u8]| {
+    reading::exercise(Endpoint::Completions, body);
+});

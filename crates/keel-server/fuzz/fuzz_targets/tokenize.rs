@@ -1,0 +1,14 @@
+//! Reads bodies of `/tokenize` and `/detokenize`, whatever is in them.
+
+#![no_main]
+
+use keel_server::requests::Endpoint;
+use libfuzzer_sys::fuzz_target;
+
+#[path = "../../tests/common/reading.rs"]
+mod reading;
+
+fuzz_target!(|body: &[u8]| {
+    reading::exercise(Endpoint::Tokenize, body);
+    reading::exercise(Endpoint::Detokenize, body);
+});

@@ -1,0 +1,83 @@
+//! Requests read as the endpoints read them, up to the point where the engine would be asked: for the fuzz targets and the
+//! test that runs them over seeded mutations.
+
+use keel_engine::Sampler;
+use keel_text::StopMatcher;
+
+use crate::anthropic;
+use crate::app::Ask;
+use crate::error::Result;
+use crate::http::parse;
+use crate::openai::{chat, completions, responses};
+use crate::options::ServerOptions;
+use crate::text::ModelText;
+use crate::tokenize::{DetokenizeBody, TokenizeBody};
+
+/// An endpoint that reads a body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/completions`.
+    Completions,
+    /// `/v1/responses`.
+    Responses,
+    /// `/v1/messages`, and its token count.
+    Messages,
+    /// `/tokenize`.
+    Tokenize,
+    /// `/detokenize`.
+    Detokenize,
+}
+
+/// Reads a body, and makes everything of it that a request needs before it runs: prompts, sampler, stop strings and grammar,
+/// whose first tokens are drawn. Returns how many tokens the prompts have.
+///
+/// # Errors
+/// What is wrong with the body: one of the client's errors, never one of ours.
+pub fn read(endpoint: Endpoint, body: &[u8], text: &ModelText, vocab: usize) -> Result<usize> {
+    let asks = match endpoint {
+        Endpoint::Chat => vec![chat::ask(text, vocab, parse(body)?)?],
+        Endpoint::Responses => vec![chat::ask(text, vocab, responses::chat(parse(body)?)?)?],
+        Endpoint::Messages => vec![chat::ask(text, vocab, anthropic::chat(parse(body)?)?)?],
+        Endpoint::Completions => {
+            completions::asks(text, vocab, ServerOptions::default().choices_max, parse(body)?)?.0
+        }
+        Endpoint::Tokenize => {
+            let body: TokenizeBody = parse(body)?;
+            return Ok(text.tokenizer.encode(&body.text, body.add_special_tokens)?.len());
+        }
+        Endpoint::Detokenize => {
+            let body: DetokenizeBody = parse(body)?;
+            text.tokenizer.decode(&body.tokens, false)?;
+            return Ok(body.tokens.len());
+        }
+    };
+    for ask in &asks {
+        prepare(ask, text, vocab)?;
+    }
+    Ok(asks.iter().map(|ask| ask.prompt.len()).sum())
+}
+
+/// Tokens that are drawn from a grammar.
+const DRAWN: usize = 4;
+
+fn prepare(ask: &Ask, text: &ModelText, vocab: usize) -> Result<()> {
+    StopMatcher::new(&ask.stop)?;
+    // The batch refuses ids out of range before it makes a sampler.
+    let known: Vec<u32> = ask.prompt.iter().copied().filter(|&id| (id as usize) < vocab).collect();
+    let mut sampler = Sampler::new(ask.sampler.clone(), &known)?;
+    let Some(grammar) = &ask.grammar else { return Ok(()) };
+    let mut constraint = text.grammars.constraint(grammar, &ask.form)?;
+    for _ in 0..DRAWN {
+        let mut logits = vec![0.0; vocab];
+        if constraint.is_complete() || constraint.mask(&mut logits).is_err() {
+            break;
+        }
+        let token = sampler.sample(&mut logits);
+        if constraint.accept(token).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}

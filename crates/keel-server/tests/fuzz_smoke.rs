@@ -1,0 +1,182 @@
+//! Damaged bodies through everything that reads requests: seeded mutations, no panics and no errors of ours.
+//!
+//! `fuzz/` runs the same function on inputs that libFuzzer finds. To look at one case again, run
+//! `KEEL_FUZZ_CASE=1234 cargo test -p keel-server --test fuzz_smoke`.
+
+#[path = "common/reading.rs"]
+mod reading;
+
+use keel_server::requests::Endpoint;
+use reading::exercise;
+
+const MUTATIONS: u64 = 30_000;
+const WORKERS: u64 = 2;
+
+/// Sound bodies that together use every field.
+const BODIES: [(Endpoint, &str); 12] = [
+    (
+        Endpoint::Chat,
+        r#"{"model":"m","messages":[{"role":"system","content":"Be kind."},{"role":"user","content":[{"type":"text","text":"Hi"}]}],
+        "max_tokens":5,"temperature":0.5,"top_p":0.9,"top_k":20,"min_p":0.1,"seed":7,"n":2,"stop":["a","b"],
+        "presence_penalty":0.1,"frequency_penalty":-0.1,"logit_bias":{"5":-100},"logprobs":true,"top_logprobs":3,
+        "stream":true,"stream_options":{"include_usage":true},"chat_template_kwargs":{"x":[1]},"reasoning_effort":"none"}"#,
+    ),
+    (
+        Endpoint::Chat,
+        r#"{"messages":[{"role":"user","content":"Weather?"},{"role":"assistant","content":null,"tool_calls":[{"id":"1",
+        "type":"function","function":{"name":"f","arguments":"{\"x\": 1}"}}]},{"role":"tool","tool_call_id":"1","content":"2"}],
+        "tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{"x":{"type":"integer"}}}}}],
+        "tool_choice":"required","parallel_tool_calls":true}"#,
+    ),
+    (
+        Endpoint::Chat,
+        r#"{"messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_schema","json_schema":{"name":"a",
+        "schema":{"type":"object","properties":{"a":{"enum":[1,"b"]},"c":{"type":"array","items":{"type":"string","maxLength":9}}},
+        "required":["a"],"additionalProperties":false}}}}"#,
+    ),
+    (
+        Endpoint::Chat,
+        r#"{"messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_object"}}"#,
+    ),
+    (
+        Endpoint::Completions,
+        r#"{"prompt":"Once","max_tokens":9,"echo":true,"logprobs":2,"stop":"\n","ignore_eos":true,"n":3}"#,
+    ),
+    (
+        Endpoint::Completions,
+        r#"{"prompt":[[1,2,3],[4]],"response_format":{"type":"json_object"},"repetition_penalty":1.1}"#,
+    ),
+    (
+        Endpoint::Responses,
+        r#"{"input":[{"role":"user","content":[{"type":"input_text","text":"Hi"}]},{"type":"function_call","call_id":"c",
+        "name":"f","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":[1]},{"type":"reasoning"}],
+        "instructions":"Be kind.","max_output_tokens":4,"text":{"format":{"type":"text"}},"reasoning":{"effort":"low"},
+        "tools":[{"type":"function","name":"f","parameters":{"type":"object"}}],"tool_choice":"auto","temperature":1}"#,
+    ),
+    (Endpoint::Responses, r#"{"input":"Hi","stream":true,"top_p":0.5,"seed":3}"#),
+    (
+        Endpoint::Messages,
+        r#"{"max_tokens":5,"system":[{"type":"text","text":"Be kind."}],"messages":[{"role":"user","content":"Hi"},
+        {"role":"assistant","content":[{"type":"thinking","thinking":"hm"},{"type":"text","text":"a"},{"type":"tool_use","id":"1",
+        "name":"f","input":{"x":1}}]},{"role":"user","content":[{"type":"tool_result","tool_use_id":"1","content":"2"}]}],
+        "tools":[{"name":"f","description":"d","input_schema":{"type":"object"}}],"tool_choice":{"type":"tool","name":"f"},
+        "thinking":{"type":"disabled"},"stop_sequences":["x"],"top_k":5,"temperature":0.1}"#,
+    ),
+    (
+        Endpoint::Messages,
+        r#"{"messages":[{"role":"user","content":"Hi"}],"tool_choice":{"type":"auto","disable_parallel_tool_use":true}}"#,
+    ),
+    (Endpoint::Tokenize, r#"{"text":"a \ud83d\ude00 b","add_special_tokens":true}"#),
+    (Endpoint::Detokenize, r#"{"tokens":[1,2,3,65,300]}"#),
+];
+
+#[test]
+fn damaged_bodies_never_panic_and_are_the_clients_errors() {
+    for (endpoint, body) in BODIES {
+        assert!(exercise(endpoint, body.as_bytes()), "{endpoint:?} {body}");
+    }
+    if let Ok(case) = std::env::var("KEEL_FUZZ_CASE") {
+        run_case(case.parse().expect("a number"));
+        return;
+    }
+    let read: u64 = std::thread::scope(|scope| {
+        let worker = |first: u64| {
+            (first..MUTATIONS).step_by(WORKERS as usize).filter(|&case| run_case(case)).count() as u64
+        };
+        let workers: Vec<_> = (0..WORKERS).map(|first| scope.spawn(move || worker(first))).collect();
+        workers.into_iter().map(|worker| worker.join().expect("it reports its case")).sum()
+    });
+    // Mutations that all break, or none, would test nothing.
+    assert!((MUTATIONS / 20..MUTATIONS * 9 / 10).contains(&read), "{read} of {MUTATIONS} were read");
+}
+
+/// Runs one mutation; whether it is still a request. A panic is reported with the number of the case.
+fn run_case(case: u64) -> bool {
+    let mut random = Random(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
+    let (endpoint, body) = BODIES[random.below(BODIES.len())];
+    let mut body = body.as_bytes().to_vec();
+    for _ in 0..=random.below(3) {
+        mutate(&mut body, &mut random);
+    }
+    match std::panic::catch_unwind(|| exercise(endpoint, &body)) {
+        Ok(read) => read,
+        Err(_) => panic!("case {case} panicked: {endpoint:?} {}", String::from_utf8_lossy(&body)),
+    }
+}
+
+/// Xorshift: enough to pick positions, and the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % end.max(1) as u64) as usize
+    }
+}
+
+/// Words that mean something to one of the readers.
+const WORDS: [&str; 33] = [
+    "null",
+    "true",
+    "-1",
+    "0",
+    "1e999",
+    "1e38",
+    "4294967295",
+    "18446744073709551615",
+    "18446744073709551616",
+    "0.5",
+    "\"\"",
+    "[]",
+    "{}",
+    "[[[[{}]]]]",
+    "\"\\u0000\"",
+    "\"\\ud800\"",
+    "\u{ffff}",
+    "\"type\":\"x\",",
+    "\"$ref\":\"#\",",
+    "\"type\":[\"object\",\"null\"],",
+    "\"pattern\":\"(a|b)*c{1,99}\",",
+    "\"minItems\":99999,",
+    "\"anyOf\":[{},false],",
+    "\"additionalProperties\":true,",
+    "\"n\":0,",
+    "\"stop\":[\"\"],",
+    "\"required\"",
+    "\"grammar\"",
+    "\"image_url\"",
+    "<tool_call>",
+    "</think>",
+    ",",
+    "\"",
+];
+
+fn mutate(body: &mut Vec<u8>, random: &mut Random) {
+    let at = random.below(body.len() + 1);
+    let end = (at + random.below(24)).min(body.len());
+    let word = WORDS[random.below(WORDS.len())].as_bytes();
+    match random.below(8) {
+        0 if at < body.len() => body[at] = random.below(256) as u8,
+        1 if at < body.len() => body[at] ^= 1 << random.below(8),
+        2 => drop(body.drain(at..end)),
+        3 => drop(body.splice(at..end, word.iter().copied())),
+        4 => drop(body.splice(at..at, word.iter().copied())),
+        5 => replace_value(body, at, word),
+        6 => {
+            // Repeat a stretch, which makes duplicates and nesting.
+            let stretch = body[at..end].to_vec();
+            drop(body.splice(at..at, stretch));
+        }
+        _ => body.truncate(at),
+    }
+}
+
+/// Puts a word in the place of the next value, so that the body mostly stays JSON.
+fn replace_value(body: &mut Vec<u8>, at: usize, word: &[u8]) {
+    let Some(colon) = body[at..].iter().position(|&b| b == b':') else { return };
+    let start = at + colon + 1;
+    let len = body[start..].iter().position(|b| b",}]".contains(b)).unwrap_or(0);
+    drop(body.splice(start..start + len, word.iter().copied()));
+}

@@ -1,0 +1,12 @@
+//! Starts schemas, grammars and regular expressions, whatever they are.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+
+#[path = "../../tests/common/answering.rs"]
+mod answering;
+
+fuzz_target!(|data: &[u8]| {
+    answering::exercise_grammar(data);
+});

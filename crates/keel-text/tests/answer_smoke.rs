@@ -1,0 +1,148 @@
+//! Answers and grammars of all sorts: seeded mutations, no panics. `fuzz/` runs the same functions on inputs that libFuzzer
+//! finds.
+
+#[path = "common/answering.rs"]
+mod answering;
+
+use answering::{exercise_answer, exercise_grammar};
+
+/// Xorshift: enough to pick positions, and the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % end.max(1) as u64) as usize
+    }
+}
+
+const ANSWERS: [&str; 6] = [
+    "<think>\nLet me see.\n</think>\n\nIt is <tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"1\", \"y\": 2}}\n</tool_call>\n",
+    "<tool_call>\n<function=f>\n<parameter=x>\na\nb\n</parameter>\n<parameter=y>\n7\n</parameter>\n</function>\n</tool_call>",
+    "{\"name\": \"get\", \"parameters\": {\"a\": [1, {\"b\": null}]}}",
+    "<|python_tag|>{\"name\": \"f\", \"parameters\": {}}",
+    "Hello <tool_call> there </think> \u{1f600}",
+    "a</think>  <tool_call>{\"name\": \"get\"}</tool_call><tool_call>{\"name\": \"nobody\"}</tool_call> b",
+];
+
+const ANSWER_WORDS: [&str; 16] = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    "<function=f>",
+    "</function>",
+    "<parameter=",
+    "<parameter=y>",
+    "</parameter>",
+    "<|python_tag|>",
+    "{\"name\": \"f\", \"arguments\": ",
+    "}",
+    "<",
+    "\n ",
+    "\u{e9}",
+];
+
+const GRAMMARS: [(u8, &str); 7] = [
+    (
+        0,
+        "{\"type\": \"object\", \"properties\": {\"a\": {\"type\": \"integer\", \"minimum\": 3}, \"b\": {\"enum\": [\"x\", 1, null]}}, \"required\": [\"a\"]}",
+    ),
+    (
+        0,
+        "{\"anyOf\": [{\"type\": \"array\", \"items\": {\"$ref\": \"#/$defs/n\"}, \"minItems\": 1}, {\"const\": true}], \"$defs\": {\"n\": {\"type\": \"number\"}}}",
+    ),
+    (0, "{\"type\": \"string\", \"pattern\": \"^[a-z]{2,5}$\", \"maxLength\": 9}"),
+    (1, "start: \"a\" b+\nb: /[0-9]{1,3}/ | \"x\"\n"),
+    (1, "start: item (\",\" item)*\nitem: %json {\"type\": \"object\"}\n"),
+    (2, "(yes|no|[0-9]+(\\.[0-9]{2})?)"),
+    (2, "a.*b\\d\\w[^x]"),
+];
+
+const GRAMMAR_WORDS: [&str; 20] = [
+    "null",
+    "-1",
+    "1e999",
+    "99999",
+    "[]",
+    "{}",
+    "true",
+    "\"$ref\": \"#\",",
+    "\"type\": \"object\",",
+    "\"pattern\": \"(\",",
+    "\"allOf\": [{}],",
+    "\"minItems\": 9,",
+    "{2,}",
+    "*",
+    "(",
+    "|",
+    "\\",
+    "%json {",
+    "start: start\n",
+    "\u{1f600}",
+];
+
+fn mutate(text: &mut Vec<u8>, words: &[&str], random: &mut Random) {
+    for _ in 0..=random.below(3) {
+        let at = random.below(text.len() + 1);
+        let end = (at + random.below(16)).min(text.len());
+        let word = words[random.below(words.len())].as_bytes();
+        match random.below(6) {
+            0 if at < text.len() => text[at] = random.below(256) as u8,
+            1 => drop(text.drain(at..end)),
+            2 => drop(text.splice(at..end, word.iter().copied())),
+            3 | 4 => drop(text.splice(at..at, word.iter().copied())),
+            _ => {
+                let stretch = text[at..end].to_vec();
+                drop(text.splice(at..at, stretch));
+            }
+        }
+    }
+}
+
+/// How many of so many mutations `exercise` took. A panic is reported with its case.
+fn survive(
+    cases: u64,
+    words: &[&str],
+    base: impl Fn(&mut Random) -> Vec<u8>,
+    exercise: fn(&[u8]) -> bool,
+) -> u64 {
+    let run = |case: u64| {
+        let mut random = Random(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
+        let mut data = base(&mut random);
+        let first = data.remove(0);
+        mutate(&mut data, words, &mut random);
+        data.insert(0, first);
+        match std::panic::catch_unwind(|| exercise(&data)) {
+            Ok(taken) => taken,
+            Err(_) => panic!("case {case} panicked: {:?}", String::from_utf8_lossy(&data)),
+        }
+    };
+    (0..cases).filter(|&case| run(case)).count() as u64
+}
+
+#[test]
+fn answers_of_all_sorts_come_apart_alike_however_they_are_cut() {
+    let base = |random: &mut Random| {
+        let text = ANSWERS[random.below(ANSWERS.len())];
+        [&[random.below(256) as u8], text.as_bytes()].concat()
+    };
+    let called = survive(20_000, &ANSWER_WORDS, base, exercise_answer);
+    assert!((500..10_000).contains(&called), "{called} called a tool");
+}
+
+#[test]
+fn damaged_grammars_are_errors() {
+    for (kind, text) in GRAMMARS {
+        assert!(exercise_grammar(&[&[kind], text.as_bytes()].concat()), "{text}");
+    }
+    let base = |random: &mut Random| {
+        let (kind, text) = GRAMMARS[random.below(GRAMMARS.len())];
+        [&[kind], text.as_bytes()].concat()
+    };
+    let taken = survive(2_000, &GRAMMAR_WORDS, base, exercise_grammar);
+    assert!((100..1_900).contains(&taken), "{taken} were grammars");
+}

@@ -1,0 +1,108 @@
+//! Takes answers apart, and starts grammars. Shared by the smoke tests and the fuzz targets.
+
+use std::sync::LazyLock;
+
+use keel_text::{
+    AnswerForm, AnswerParser, AnswerPart, GrammarFactory, GrammarSource, TextError, TextFiles, Tokenizer,
+};
+use serde_json::{Value, json};
+
+/// A tokenizer whose vocabulary is bytes.
+const TOKENIZER: &[u8] = include_bytes!("../assets/byte_level/tokenizer.json");
+const TOKENIZER_CONFIG: &[u8] = include_bytes!("../assets/byte_level/tokenizer_config.json");
+
+/// The parts of an answer, those of one kind that follow each other put together.
+fn parts(form: &AnswerForm, pieces: &[&str]) -> Vec<AnswerPart> {
+    let mut parser = AnswerParser::new(form.clone());
+    let mut parts = Vec::new();
+    pieces.iter().for_each(|piece| parser.push(piece, &mut parts));
+    parser.finish(&mut parts);
+    let mut joined: Vec<AnswerPart> = Vec::new();
+    for part in parts {
+        match (joined.last_mut(), part) {
+            (Some(AnswerPart::Text(all)), AnswerPart::Text(more))
+            | (Some(AnswerPart::Reasoning(all)), AnswerPart::Reasoning(more)) => all.push_str(&more),
+            (_, part) => joined.push(part),
+        }
+    }
+    joined
+}
+
+/// Takes an answer apart, whole and in pieces. The first byte says what it may consist of. Returns whether it calls a tool.
+///
+/// # Panics
+/// If the pieces lead to other parts than the whole, a call is none of those offered, or text is made of nothing.
+#[allow(dead_code)] // each target uses its part
+pub fn exercise_answer(data: &[u8]) -> bool {
+    let Some((&kind, text)) = data.split_first() else { return false };
+    let text = String::from_utf8_lossy(text);
+    let string = json!({"name": "f", "parameters": {"properties": {"x": {"type": "string"}, "y": {"type": "integer"}}}});
+    let tools =
+        if kind & 1 == 0 { vec![] } else { vec![json!({"function": string}), json!({"name": "get"})] };
+    let form = AnswerForm { reasoning: kind & 2 != 0, begins_in_reasoning: kind & 4 != 0, tools };
+    let whole = parts(&form, &[&text]);
+    let step = 1 + usize::from(kind >> 3);
+    let chars: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
+    let cuts: Vec<usize> = chars.iter().copied().step_by(step).chain([text.len()]).collect();
+    let pieces: Vec<&str> = cuts.windows(2).map(|cut| &text[cut[0]..cut[1]]).collect();
+    assert_eq!(parts(&form, &pieces), whole, "pieces of {step} characters");
+    let mut bytes = 0;
+    let mut calls = false;
+    for part in &whole {
+        match part {
+            AnswerPart::Text(text) | AnswerPart::Reasoning(text) => bytes += text.len(),
+            AnswerPart::ToolCall { name, arguments } => {
+                assert!(kind & 1 == 1 && (name == "f" || name == "get"), "{name} was not offered");
+                let arguments: Value = serde_json::from_str(arguments).expect("arguments are JSON");
+                assert!(arguments.is_object());
+                calls = true;
+            }
+        }
+    }
+    assert!(bytes <= text.len(), "{bytes} bytes of {}", text.len());
+    calls
+}
+
+static GRAMMARS: LazyLock<(GrammarFactory, usize)> = LazyLock::new(|| {
+    let files = TextFiles::in_memory(TOKENIZER).with_tokenizer_config(TOKENIZER_CONFIG);
+    let tokenizer = Tokenizer::new(&files).expect("it is right");
+    (GrammarFactory::new(&files, &tokenizer).expect("its vocabulary is bytes"), tokenizer.vocab_size())
+});
+
+/// Starts a grammar and follows it for some tokens. The first byte says whether the rest is a schema, a Lark grammar or a
+/// regular expression. Returns whether it is one.
+///
+/// # Panics
+/// If a library's panic had to be caught, or a token that may come is refused.
+#[allow(dead_code)] // each target uses its part
+pub fn exercise_grammar(data: &[u8]) -> bool {
+    let Some((&kind, text)) = data.split_first() else { return false };
+    let text = String::from_utf8_lossy(text).into_owned();
+    let source = match kind % 3 {
+        0 => match serde_json::from_str(&text) {
+            Ok(schema) => GrammarSource::JsonSchema(schema),
+            Err(_) => return false,
+        },
+        1 => GrammarSource::Lark(text),
+        _ => GrammarSource::Regex(text),
+    };
+    let (factory, vocab) = &*GRAMMARS;
+    let mut state = match factory.start(&source) {
+        Ok(state) => state,
+        Err(TextError::Panicked { op, reason }) => panic!("{op}: caught a panic: {reason}"),
+        Err(error) => {
+            assert!(!error.to_string().is_empty());
+            return false;
+        }
+    };
+    for step in 0..6 {
+        let mut logits = vec![0.0f32; *vocab];
+        if state.is_complete() || state.mask(&mut logits).is_err() {
+            break;
+        }
+        let allowed: Vec<usize> = (0..*vocab).filter(|&id| logits[id] == 0.0).collect();
+        let Some(&token) = allowed.get((step * 31 + usize::from(kind)) % allowed.len().max(1)) else { break };
+        state.accept(token as u32).expect("the mask said that it may come");
+    }
+    true
+}
