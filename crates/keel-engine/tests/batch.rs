@@ -2,13 +2,17 @@
 
 mod common;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::batching::{assert_all_is_back, finish, prompt, run};
+use common::batching::{Outcome, assert_all_is_back, finish, prompt, run, step};
 use common::{engine, fixture, runtime};
-use keel_array::Compute;
+use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
+use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
-use keel_engine::{Depth, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
+use keel_engine::{Depth, EngineError, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
+use keel_testkit::disturbed::{Disturbance, Disturbed};
 
 const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
 
@@ -296,5 +300,89 @@ fn a_folder_that_cannot_be_written_is_an_error_and_no_harm() {
     let error = batcher.save_prefixes("m", &file.join("below")).expect_err("a file is no folder");
     assert!(error.to_string().contains("cannot be saved"), "{error}");
     assert_eq!(run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)])[0].cached, 192);
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn times_that_jump_back_or_ahead_without_a_deadline_change_nothing() {
+    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let hours = Duration::from_secs(5 * 3600);
+    let now = Instant::now() + hours;
+    let requests = || (0..7).map(|i| BatchRequest::new(i, prompt("qwen3_5", i as u32, 100), 20));
+    let still = run(&mut batcher, requests().collect());
+    batcher.forget_prefixes();
+    for jump in [now - hours, now + hours] {
+        requests().for_each(|r| batcher.submit(r, now).expect("accepted"));
+        // All but one, which waits for a slot, have begun.
+        let mut tokens = vec![Vec::new(); 7];
+        let mut times = [now, jump, now, jump].into_iter().cycle();
+        while !batcher.is_idle() {
+            let waits = batcher.status().waiting > 0;
+            let time = times.next().expect("it cycles");
+            // One that waits has a limit, which a jump ahead would exceed.
+            for (id, event) in batcher.step(if waits { time.min(now) } else { time }) {
+                match event {
+                    BatchEvent::Token { id: token, .. } => tokens[id as usize].push(token),
+                    BatchEvent::Failed(error) => panic!("{id}: {error}"),
+                    _ => {}
+                }
+            }
+        }
+        assert!(tokens.iter().zip(&still).all(|(tokens, still)| *tokens == still.tokens));
+    }
+    assert_all_is_back(&mut batcher);
+}
+
+/// Counts launches, and fails one.
+#[derive(Default)]
+struct Launches {
+    done: AtomicUsize,
+    /// The launch that fails, counted from the start; 0 is none.
+    fails: AtomicUsize,
+}
+
+impl Disturbance for Launches {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let number = self.done.fetch_add(1, Ordering::SeqCst) + 1;
+        if number == self.fails.load(Ordering::SeqCst) {
+            return Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() });
+        }
+        backend.launch(launch)
+    }
+}
+
+#[test]
+fn a_failed_prompt_fails_alone() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let launches = Arc::new(Launches::default());
+    let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+    let backend = Disturbed::new(Arc::new(cpu), Arc::clone(&launches));
+    let runtime = Runtime::new(backend, RuntimeOptions::default());
+    let mut batcher = Batcher::new(engine(&folder, &runtime, options()), BatchOptions::default());
+    let requests = || (0..3).map(|i| BatchRequest::new(i, prompt("qwen3_5", i as u32, 90), 20));
+    let good = run(&mut batcher, requests().collect());
+    batcher.forget_prefixes();
+    let now = Instant::now();
+    for request in requests().take(2) {
+        batcher.submit(request, now).expect("accepted");
+    }
+    let mut outcomes: Vec<Outcome> = (0..3).map(|_| Outcome::default()).collect();
+    let before = loop {
+        let before = launches.done.load(Ordering::SeqCst);
+        step(&mut batcher, now, &mut outcomes);
+        if outcomes[..2].iter().all(|outcome| outcome.tokens.len() > 2) {
+            break launches.done.load(Ordering::SeqCst) - before;
+        }
+    };
+    // A step of both answers takes so many launches; the next is that of the newcomer's prompt.
+    launches.fails.store(launches.done.load(Ordering::SeqCst) + before + 1, Ordering::SeqCst);
+    batcher.submit(requests().nth(2).expect("three"), now).expect("accepted");
+    while !batcher.is_idle() {
+        step(&mut batcher, now, &mut outcomes);
+    }
+    assert!(matches!(outcomes[2].error, Some(EngineError::Array(_))), "{:?}", outcomes[2]);
+    for i in 0..2 {
+        assert_eq!((&outcomes[i].tokens, outcomes[i].finish), (&good[i].tokens, good[i].finish));
+    }
     assert_all_is_back(&mut batcher);
 }

@@ -53,12 +53,13 @@ pub(crate) struct Ask {
 impl App {
     /// Puts the parts together.
     pub fn new(engine: EngineHandle, text: ModelText, options: ServerOptions) -> Arc<App> {
+        let created = seconds_since_1970((options.wall_clock)());
         Arc::new(App {
             engine,
             text,
             options,
             metrics: Metrics::new(),
-            created: seconds_since_1970(),
+            created,
             draining: AtomicBool::new(false),
         })
     }
@@ -71,6 +72,11 @@ impl App {
     /// Whether requests are refused because the server ends.
     pub fn is_draining(&self) -> bool {
         self.draining.load(Ordering::Acquire)
+    }
+
+    /// Seconds since 1970, by the wall clock.
+    pub(crate) fn now(&self) -> u64 {
+        seconds_since_1970((self.options.wall_clock)())
     }
 
     /// Refuses a model that is not the one served.
@@ -149,9 +155,9 @@ impl App {
     }
 }
 
-/// Seconds since 1970.
-pub(crate) fn seconds_since_1970() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+/// Seconds since 1970; 0 before.
+fn seconds_since_1970(now: SystemTime) -> u64 {
+    now.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 /// A seed that differs from call to call.

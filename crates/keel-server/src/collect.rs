@@ -1,6 +1,7 @@
 //! Answers as a whole, and answers as a stream.
 
 use std::future::Future;
+use std::time::Duration;
 
 use axum::response::Response;
 use axum::response::sse::Event;
@@ -91,19 +92,62 @@ impl Outbox {
 /// Events that may wait for a slow client.
 const OUTBOX: usize = 64;
 
+/// How long a client may take to read a stream, in deadlines of a request: the engine's own comes first.
+const READING_TIME: u32 = 2;
+
 /// A response whose events `produce` sends. When the client leaves, `produce` is dropped wherever it waits, and with it
 /// its answers.
 pub(crate) fn respond<F: Future<Output = ()> + Send + 'static>(
     app: &App,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,
 ) -> Response {
+    sse(
+        app,
+        ReceiverStream::new(spawn_within(app.options.deadline.saturating_mul(READING_TIME), produce)).map(Ok),
+    )
+}
+
+/// What `produce` sends. A client that takes longer than `limit` to read it is cut off: it would keep a task and its answers
+/// for as long as it likes.
+fn spawn_within<F: Future<Output = ()> + Send + 'static>(
+    limit: Duration,
+    produce: impl FnOnce(Outbox) -> F + Send + 'static,
+) -> mpsc::Receiver<Event> {
     let (sender, receiver) = mpsc::channel(OUTBOX);
     tokio::spawn(async move {
         let outbox = Outbox(sender.clone());
         tokio::select! {
             () = sender.closed() => {}
+            () = tokio::time::sleep(limit) => {}
             () = produce(outbox) => {}
         }
     });
-    sse(app, ReceiverStream::new(receiver).map(Ok))
+    receiver
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_client_that_never_reads_costs_a_bounded_outbox_until_its_time_is_over() {
+        let held = Arc::new(());
+        let answer = Arc::clone(&held);
+        let mut receiver = spawn_within(Duration::from_millis(1), |outbox| async move {
+            let _answer = answer;
+            loop {
+                outbox.event(Event::default().data("x")).await;
+            }
+        });
+        while Arc::strong_count(&held) > 1 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let mut events = 0;
+        while receiver.recv().await.is_some() {
+            events += 1;
+        }
+        assert_eq!(events, OUTBOX);
+    }
 }

@@ -5,11 +5,12 @@ mod common;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime};
 
 use common::{Running, cpu, engine_options, read, request, send, wait_for};
-use keel_array::{ArrayError, Backend, Launch};
+use keel_array::{ArrayError, Backend, DeviceMemory, Launch};
+use keel_engine::EngineOptions;
 use keel_server::{PrefixStore, ServerOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 use serde_json::{Value, json};
@@ -112,6 +113,128 @@ fn many_idle_connections_and_many_streams() {
     assert!(texts[0].len() > 20 && texts.iter().all(|text| *text == texts[0]), "{texts:?}");
     drop(idle);
     server.assert_all_is_back();
+}
+
+/// No memory can be had while it is set.
+#[derive(Default)]
+struct NoMemory(AtomicBool);
+
+impl Disturbance for NoMemory {
+    fn allocate(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        if self.0.load(Ordering::SeqCst) {
+            return Err("injected".into());
+        }
+        backend.allocate(bytes)
+    }
+}
+
+#[test]
+fn a_server_that_has_started_needs_no_more_memory() {
+    let full = Arc::new(NoMemory::default());
+    let crowded = EngineOptions { pool_pages: Some(5), swap_bytes: 64 << 20, ..engine_options() };
+    let server = Running::on(Disturbed::new(cpu(), Arc::clone(&full)), crowded, ServerOptions::default());
+    full.0.store(true, Ordering::SeqCst);
+    let mut many = completion(40);
+    many["n"] = json!(5);
+    let schema = json!({"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}});
+    let asked = [
+        completion(300),
+        many,
+        json!({"prompt": "The dog ran. ".repeat(60), "max_tokens": 20, "temperature": 0.8, "logprobs": 3}),
+        json!({"prompt": "x", "max_tokens": 10, "response_format": schema}),
+    ];
+    for body in &asked {
+        server.ask("/v1/completions", body);
+    }
+    server.assert_all_is_back();
+}
+
+/// Seconds by which the wall clock of the next test is wrong.
+static JUMP: AtomicI64 = AtomicI64::new(0);
+
+fn jumping_clock() -> SystemTime {
+    let jump = JUMP.load(Ordering::SeqCst);
+    let span = Duration::from_secs(jump.unsigned_abs());
+    let now = SystemTime::now();
+    if jump < 0 { now.checked_sub(span).unwrap_or(SystemTime::UNIX_EPOCH) } else { now + span }
+}
+
+#[test]
+fn a_clock_that_jumps_changes_the_date_and_nothing_else() {
+    const HOURS: i64 = 3600;
+    const BEFORE_1970: i64 = -100 * 366 * 24 * HOURS;
+    let options = ServerOptions { wall_clock: jumping_clock, ..ServerOptions::default() };
+    let server = Running::with(engine_options(), options);
+    let mut body = completion(60);
+    body["prompt"] = json!("The little dog ran over the hill. ".repeat(20));
+    let first = server.ask("/v1/completions", &body);
+    let start = first["created"].as_i64().expect("a date");
+    for jump in [5 * HOURS, -5 * HOURS, BEFORE_1970] {
+        JUMP.store(0, Ordering::SeqCst);
+        let mut long = completion(400);
+        long["stream"] = json!(true);
+        let running = send(server.address, "POST", "/v1/completions", &[], long.to_string().as_bytes());
+        // It has begun when its head is there.
+        running.peek(&mut [0]).expect("answered");
+        JUMP.store(jump, Ordering::SeqCst);
+        let again = server.ask("/v1/completions", &body);
+        assert_eq!(again["choices"], first["choices"]);
+        let cached = again["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
+        assert!(cached > Some(0), "what was remembered still is: {again}");
+        let created = again["created"].as_i64().expect("a date");
+        if jump == BEFORE_1970 {
+            assert_eq!(created, 0);
+        } else {
+            let off = created - start - jump;
+            assert!((0..HOURS).contains(&off), "{off} s from where the clock jumped to");
+        }
+        let texts = read(running).events().len();
+        assert!(texts > 10, "a request that runs meanwhile ends as it would have");
+    }
+    server.assert_all_is_back();
+}
+
+/// Every file that a save of prefixes of this process may begin becomes a full device.
+#[cfg(target_os = "linux")]
+fn fill_disk(folder: &std::path::Path, names: &[String]) {
+    std::fs::create_dir_all(folder).expect("made");
+    for name in names {
+        std::os::unix::fs::symlink("/dev/full", folder.join(name)).expect("linked");
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_stops_nothing_and_leaves_no_half_file() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let partial = |i: usize| format!(".0.safetensors.{}-{i}.partial", std::process::id());
+    let cases = [("first text", (0..1000).map(partial).collect()), ("index", vec!["index.new".to_string()])];
+    for (what, names) in cases {
+        let folder = dir.path().join(what);
+        fill_disk(&folder, &names);
+        let store = || {
+            let store = PrefixStore { folder: folder.clone(), model: "m".into() };
+            ServerOptions { prefix_store: Some(store), ..ServerOptions::default() }
+        };
+        let mut body = completion(12);
+        body["prompt"] = json!("The little dog ran over the hill. ".repeat(30));
+        let mut full = Running::with(engine_options(), store());
+        let answer = full.ask("/v1/completions", &body);
+        full.drain();
+        full.join();
+        let left: Vec<_> = std::fs::read_dir(&folder)
+            .expect("there")
+            .map(|entry| entry.expect("readable"))
+            .filter(|entry| entry.file_type().is_ok_and(|kind| !kind.is_symlink()))
+            .collect();
+        assert!(left.is_empty(), "{what}: {left:?}");
+        names.iter().for_each(|name| drop(std::fs::remove_file(folder.join(name))));
+        let mut roomy = Running::with(engine_options(), store());
+        assert_eq!(roomy.ask("/v1/completions", &body)["choices"], answer["choices"]);
+        roomy.drain();
+        roomy.join();
+        assert!(folder.join("index.json").exists(), "{what}: with room it is saved");
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::net::TcpStream;
 use std::time::Duration;
 
 use common::{Running, engine_options, read, request, send, wait_for};
@@ -43,26 +44,40 @@ fn bodies_beyond_the_limit_and_foreign_origins_are_refused() {
     assert_eq!(allowed.header("access-control-allow-origin"), Some("https://example.org"));
 }
 
-#[test]
-fn a_full_queue_is_429_and_a_long_wait_503() {
+/// A server for one request at a time, and one request that runs on it.
+fn occupied(batch: BatchOptions) -> (Running, TcpStream) {
     let engine = EngineOptions { sequences: 1, ..engine_options() };
-    let batch =
-        BatchOptions { queue_limit: 1, queue_timeout: Duration::from_millis(300), ..BatchOptions::default() };
     let server = Running::with(engine, ServerOptions { batch, ..ServerOptions::default() });
-    let post =
-        |body: &Value| send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
-    let first = post(&long(true));
+    let first = post(&server, &long(true));
     wait_for("it runs", || server.app.engine.status().running.len() == 1);
-    let second = post(&long(true));
+    (server, first)
+}
+
+fn post(server: &Running, body: &Value) -> TcpStream {
+    send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes())
+}
+
+#[test]
+fn a_full_queue_is_429() {
+    let (server, first) = occupied(BatchOptions { queue_limit: 1, ..BatchOptions::default() });
+    let second = post(&server, &long(true));
     wait_for("it waits", || server.app.engine.status().waiting == 1);
-    let third = read(post(&long(true)));
+    let third = read(post(&server, &long(true)));
     assert_eq!((third.status, third.header("retry-after")), (429, Some("1")), "{}", third.body);
-    let second = read(second);
-    assert_eq!((second.status, second.header("retry-after")), (503, Some("5")), "{}", second.body);
-    drop(first);
+    drop((first, second));
     server.assert_all_is_back();
     let metrics = server.get("/metrics").body;
     assert!(metrics.contains("keel_requests_refused_total{reason=\"queue_full\"} 1"), "{metrics}");
+}
+
+#[test]
+fn a_long_wait_is_503() {
+    let (server, first) =
+        occupied(BatchOptions { queue_timeout: Duration::from_millis(1), ..BatchOptions::default() });
+    let second = read(post(&server, &long(true)));
+    assert_eq!((second.status, second.header("retry-after")), (503, Some("5")), "{}", second.body);
+    drop(first);
+    server.assert_all_is_back();
 }
 
 #[test]

@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io::{self, BufReader, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use keel_cache::{BLOCK, CacheError};
 use serde_json::{Value, json};
@@ -14,6 +14,7 @@ use super::Batcher;
 use crate::{EngineError, Result};
 
 const INDEX: &str = "index.json";
+const INDEX_NEW: &str = "index.new";
 const FORMAT: &str = "keel-prefix-cache-1";
 /// The most recently used are kept.
 const TEXTS_MAX: usize = 256;
@@ -32,11 +33,23 @@ impl Batcher {
     /// run. Returns how many texts were written.
     ///
     /// # Errors
-    /// What the disk says. The folder then restores as much as was there before, or nothing.
+    /// What the disk says. Nothing of it is left in the folder then.
     pub fn save_prefixes(&mut self, model: &str, folder: &Path) -> Result<usize> {
         assert!(self.is_idle(), "prefixes are saved when nothing runs");
         std::fs::create_dir_all(folder).map_err(|e| disk(folder, &e))?;
         let _ = std::fs::remove_file(folder.join(INDEX));
+        let mut written = vec![folder.join(INDEX_NEW)];
+        let saved =
+            self.write_texts(model, folder, &mut written).and_then(|files| write_index(model, folder, files));
+        if saved.is_err() {
+            // Without an index nobody would read them.
+            written.iter().for_each(|path| drop(std::fs::remove_file(path)));
+        }
+        saved
+    }
+
+    /// The entries of the index. The paths of all files are noted before they are there.
+    fn write_texts(&mut self, model: &str, folder: &Path, written: &mut Vec<PathBuf>) -> Result<Vec<Value>> {
         let mut texts = self.prefixes.tree().texts();
         texts.drain(..texts.len().saturating_sub(TEXTS_MAX));
         let mut files = Vec::new();
@@ -47,6 +60,7 @@ impl Batcher {
             }
             let name = format!("{i}.safetensors");
             let path = folder.join(&name);
+            written.push(path.clone());
             let cache = self.engine.cache_mut();
             let sequence = cache.resume(tokens.len(), pages, *state)?;
             let saved = cache.save(&sequence, tokens, model, &path);
@@ -55,12 +69,7 @@ impl Batcher {
             let (bytes, checksum) = checksum(&path).map_err(|e| disk(&path, &e))?;
             files.push(json!({"name": name, "bytes": bytes, "crc32": checksum}));
         }
-        let index = json!({"format": FORMAT, "model": model, "files": files});
-        // Under another name first: an index is whole or not there.
-        let (new, path) = (folder.join("index.new"), folder.join(INDEX));
-        std::fs::write(&new, index.to_string()).map_err(|e| disk(&new, &e))?;
-        std::fs::rename(&new, &path).map_err(|e| disk(&path, &e))?;
-        Ok(files.len())
+        Ok(files)
     }
 
     /// Remembers what an earlier batch of the same model has written to a folder. Never fails: what cannot be read is a
@@ -111,6 +120,17 @@ impl Batcher {
         cache.release(sequence);
         if whole { Ok(has_room) } else { Err(format!("{name}: it ends within a block")) }
     }
+}
+
+/// Returns how many files it names.
+fn write_index(model: &str, folder: &Path, files: Vec<Value>) -> Result<usize> {
+    let count = files.len();
+    let index = json!({"format": FORMAT, "model": model, "files": files});
+    // Under another name first: an index is whole or not there.
+    let (new, path) = (folder.join(INDEX_NEW), folder.join(INDEX));
+    std::fs::write(&new, index.to_string()).map_err(|e| disk(&new, &e))?;
+    std::fs::rename(&new, &path).map_err(|e| disk(&path, &e))?;
+    Ok(count)
 }
 
 fn read_index(path: &Path, model: &str) -> Result<Vec<Value>, String> {

@@ -22,6 +22,20 @@ pub struct Outcome {
     pub error: Option<EngineError>,
 }
 
+/// One step; outcomes by request id.
+pub fn step(batcher: &mut Batcher, now: Instant, outcomes: &mut [Outcome]) {
+    for (id, event) in batcher.step(now) {
+        let outcome = &mut outcomes[id as usize];
+        match event {
+            BatchEvent::Started { cached_tokens, .. } => outcome.cached = cached_tokens,
+            BatchEvent::Prefilled(_) => {}
+            BatchEvent::Token { id, .. } => outcome.tokens.push(id),
+            BatchEvent::Finished(reason) => outcome.finish = Some(reason),
+            BatchEvent::Failed(error) => outcome.error = Some(error),
+        }
+    }
+}
+
 /// Runs until nothing is left; outcomes by request id.
 pub fn finish(batcher: &mut Batcher, count: usize) -> Vec<Outcome> {
     let mut outcomes: Vec<Outcome> = (0..count).map(|_| Outcome::default()).collect();
@@ -30,16 +44,7 @@ pub fn finish(batcher: &mut Batcher, count: usize) -> Vec<Outcome> {
         if batcher.is_idle() {
             return outcomes;
         }
-        for (id, event) in batcher.step(now) {
-            let outcome = &mut outcomes[id as usize];
-            match event {
-                BatchEvent::Started { cached_tokens, .. } => outcome.cached = cached_tokens,
-                BatchEvent::Prefilled(_) => {}
-                BatchEvent::Token { id, .. } => outcome.tokens.push(id),
-                BatchEvent::Finished(reason) => outcome.finish = Some(reason),
-                BatchEvent::Failed(error) => outcome.error = Some(error),
-            }
-        }
+        step(batcher, now, &mut outcomes);
     }
     panic!("the batch does not come to an end");
 }

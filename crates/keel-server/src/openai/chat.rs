@@ -15,7 +15,7 @@ use super::messages::{ChatMessage, to_template};
 use super::tools::{Tools, response_grammar};
 use super::{chat_logprobs, finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, Usage};
-use crate::app::{App, Ask, fresh_id, seconds_since_1970};
+use crate::app::{App, Ask, fresh_id};
 use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::{Body, error_json};
@@ -67,11 +67,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<ChatBod
     let worker = Arc::clone(&app);
     let ask = blocking(move || ask(&worker.text, worker.engine.vocab(), body)).await?;
     let answers = app.start("/v1/chat/completions", ask).await?;
-    let head = Head {
-        id: fresh_id("chatcmpl-"),
-        created: seconds_since_1970(),
-        model: app.options.model_id.clone(),
-    };
+    let head = Head { id: fresh_id("chatcmpl-"), created: app.now(), model: app.options.model_id.clone() };
     if streams {
         return Ok(respond(&app, move |outbox| stream(head, answers, outbox, with_usage)));
     }

@@ -15,7 +15,7 @@ use super::chat::{StreamOptions, blocking};
 use super::tools::response_grammar;
 use super::{finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
-use crate::app::{App, Ask, fresh_id, seconds_since_1970};
+use crate::app::{App, Ask, fresh_id};
 use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, wrong};
 use crate::http::{Body, error_json};
@@ -69,12 +69,8 @@ pub(crate) async fn create(
     for ask in asks {
         answers.extend(app.start("/v1/completions", ask).await?);
     }
-    let head = Head {
-        id: fresh_id("cmpl-"),
-        created: seconds_since_1970(),
-        model: app.options.model_id.clone(),
-        choices,
-    };
+    let head =
+        Head { id: fresh_id("cmpl-"), created: app.now(), model: app.options.model_id.clone(), choices };
     if streams {
         return Ok(respond(&app, move |outbox| stream(head, answers, echoes, outbox, with_usage)));
     }

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::chat::{ChatBody, blocking};
 use crate::answer::{Answer, Ending, Piece, Usage};
-use crate::app::{App, fresh_id, seconds_since_1970};
+use crate::app::{App, fresh_id};
 use crate::collect::{Collected, Outbox, collect, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::{Body, error_json};
@@ -59,7 +59,7 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<Respons
     let streams = body.stream.unwrap_or(false);
     let head = Head {
         id: fresh_id("resp_"),
-        created: seconds_since_1970(),
+        created: app.now(),
         model: app.options.model_id.clone(),
         echoed: json!({
             "tools": body.rest.get("tools").cloned().unwrap_or(json!([])),
