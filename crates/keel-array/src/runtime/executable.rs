@@ -38,7 +38,8 @@ impl Runtime {
         }
         let targets: Vec<&Array> = results.iter().map(|(value, _)| *value).collect();
         let collected = collect(&targets, Purpose::Prepare);
-        let program = self.program(collected.graph.clone());
+        // Whoever prepares a program keeps it; the cache would keep it beside them, and its graph.
+        let program = self.compile(&collected.graph);
         let mut outputs = Vec::with_capacity(collected.outputs.len());
         for node in &collected.outputs {
             let pair = results.iter().find(|(value, _)| Arc::ptr_eq(node, &value.0));

@@ -238,14 +238,19 @@ impl Runtime {
         if let Some(program) = self.programs().get(&graph) {
             return program;
         }
-        let program = Arc::new(Program::compile(&graph, self.backend(), &self.0.options));
+        let program = self.compile(&graph);
+        self.programs().insert(graph, Arc::clone(&program));
+        program
+    }
+
+    fn compile(&self, graph: &Graph) -> Arc<Program> {
+        let program = Program::compile(graph, self.backend(), &self.0.options);
         tracing::debug!(
             kernels = program.kernels().len(),
             arena_bytes = program.arena_bytes(),
             "compiled a program"
         );
-        self.programs().insert(graph, Arc::clone(&program));
-        program
+        Arc::new(program)
     }
 
     /// Memory for a program's outputs, and everything bound to its slots.

@@ -14,6 +14,9 @@ use super::slab::Part;
 /// From here on memory is mapped: its pages come when they are touched, and large ones where the system has them.
 const MAPPED_BYTES_MIN: usize = LARGE_PAGE;
 
+/// A page is at least so large.
+const PAGE: usize = 4096;
+
 /// A large page. Mapped memory starts at one, so that none of its whole large pages is left in small ones.
 const LARGE_PAGE: usize = 2 << 20;
 
@@ -87,6 +90,15 @@ impl HostMemory {
     /// A part of a slab, which is zeroed.
     pub(super) fn part(part: Part, poison: bool) -> HostMemory {
         HostMemory { start: part.start(), bytes: part.bytes(), region: Region::Part(part), poison }
+    }
+
+    /// Has the system back all of it now, rather than each page when it is first written.
+    pub fn touch(&self) {
+        let last = self.bytes.checked_sub(1);
+        for offset in (0..self.bytes).step_by(PAGE).chain(last) {
+            // SAFETY: within the memory, which is zeroed and which nobody else knows yet.
+            unsafe { self.start.add(offset).write_volatile(0) };
+        }
     }
 
     /// The memory that this backend made.
@@ -192,6 +204,26 @@ mod tests {
             memory.write(bytes - 1, &[7]);
         }
         assert!(HostMemory::zeroed(usize::MAX - LARGE_PAGE, false).is_err());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn touched_memory_is_backed_by_pages() {
+        use std::io::{Read, Seek, SeekFrom};
+        // One word for each page of the address space; not every system shows it.
+        let Ok(mut pages) = std::fs::File::open("/proc/self/pagemap") else { return };
+        for bytes in [5 * PAGE, 3 * LARGE_PAGE + 1] {
+            let memory = HostMemory::zeroed(bytes, false).expect("there is memory");
+            memory.touch();
+            let start = memory.start().addr();
+            for page in start / PAGE..(start + bytes).div_ceil(PAGE) {
+                let mut word = [0; 8];
+                pages.seek(SeekFrom::Start(page as u64 * 8)).expect("it is there");
+                pages.read_exact(&mut word).expect("a word");
+                let in_memory_or_swapped = u64::from_ne_bytes(word) >> 62;
+                assert_ne!(in_memory_or_swapped, 0, "{bytes} bytes: page {page:#x}");
+            }
+        }
     }
 
     #[test]

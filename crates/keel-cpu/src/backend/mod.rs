@@ -29,6 +29,9 @@ pub struct CpuOptions {
     /// Fill memory with NaN before it is freed, and scratch before it is lent, so that a use after free and a read of
     /// what was never written are seen. For tests.
     pub poison_freed: bool,
+    /// Take all pages of an allocation from the system at once, not each when it is first used: what was planned is
+    /// then resident from the start, and cannot be missing later.
+    pub resident: bool,
     /// Measure the time of each kernel, see [`CpuBackend::take_profile`].
     pub profile: bool,
     /// Count memory, touch none and run nothing: the backend of a memory plan.
@@ -87,6 +90,9 @@ impl Backend for CpuBackend {
         } else {
             HostMemory::zeroed(bytes, self.options.poison_freed)?
         };
+        if self.options.resident && !self.options.planning {
+            memory.touch();
+        }
         Ok(Box::new(memory))
     }
 

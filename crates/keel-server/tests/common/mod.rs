@@ -50,6 +50,7 @@ pub fn engine(backend: Arc<dyn Backend>, options: EngineOptions) -> Engine {
 pub struct Running {
     pub address: SocketAddr,
     pub app: Arc<App>,
+    tasks: tokio::runtime::Handle,
     drain: Option<oneshot::Sender<()>>,
     abort: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -69,13 +70,16 @@ impl Running {
         let (drain, drained) = oneshot::channel();
         let (abort, aborted) = oneshot::channel();
         let thread = std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+            // As `keel serve` makes it.
+            let mut runtime = tokio::runtime::Builder::new_multi_thread();
+            let runtime = runtime.worker_threads(2).max_blocking_threads(4).enable_all().build();
             runtime.expect("a runtime").block_on(async {
                 let listener = bind("127.0.0.1:0").await.expect("a free port");
                 let address = listener.local_addr().expect("it is bound");
                 let text = ModelText::new(&TextFiles::read(&demo()).expect("there")).expect("right");
                 let server = Server::new(engine(backend, engine_options), text, options).expect("starts");
-                sender.send((address, Arc::clone(server.app()))).expect("the test waits");
+                let tasks = tokio::runtime::Handle::current();
+                sender.send((address, Arc::clone(server.app()), tasks)).expect("the test waits");
                 let either = |signal: oneshot::Receiver<()>| async move {
                     if signal.await.is_err() {
                         std::future::pending::<()>().await;
@@ -84,8 +88,13 @@ impl Running {
                 server.run(listener, either(drained), either(aborted)).await.expect("serves");
             });
         });
-        let (address, app) = receiver.recv().expect("the server starts");
-        Running { address, app, drain: Some(drain), abort: Some(abort), thread: Some(thread) }
+        let (address, app, tasks) = receiver.recv().expect("the server starts");
+        Running { address, app, tasks, drain: Some(drain), abort: Some(abort), thread: Some(thread) }
+    }
+
+    /// Tasks of the server that have not ended.
+    pub fn tasks(&self) -> usize {
+        self.tasks.metrics().num_alive_tasks()
     }
 
     /// Begins to shut down.

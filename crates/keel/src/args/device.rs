@@ -24,6 +24,9 @@ pub struct DeviceArgs {
     /// Instructions to use at most, to compare: by default the best that the machine has.
     #[arg(long, value_enum, value_name = "LEVEL")]
     cpu_isa: Option<IsaArg>,
+    /// Take all planned memory from the system at the start, not as it is first used (CPU).
+    #[arg(long)]
+    resident: bool,
     /// Hard limit on tensor memory, for example 800M or 1.5Gi.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub memory_limit: Option<u64>,
@@ -78,7 +81,12 @@ impl DeviceArgs {
     /// How the CPU backend is made.
     pub fn cpu_options(&self) -> CpuOptions {
         let threads = self.threads.map(|n| n as usize);
-        CpuOptions { threads, isa: self.cpu_isa.map(Isa::from), ..CpuOptions::default() }
+        CpuOptions {
+            threads,
+            isa: self.cpu_isa.map(Isa::from),
+            resident: self.resident,
+            ..CpuOptions::default()
+        }
     }
 
     fn cuda_options(ordinal: usize, compute: Compute) -> CudaOptions {

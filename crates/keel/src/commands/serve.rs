@@ -20,6 +20,9 @@ const CONTEXT_DEFAULT: usize = 8192;
 /// Tokens of keys and values of all sequences together, unless bytes are asked for.
 const POOL_TOKENS_DEFAULT: usize = 65536;
 
+/// Threads that render templates and tokenize. Each keeps some memory, whatever it did last.
+const TEXT_THREADS: usize = 4;
+
 /// Serve the model over HTTP, with OpenAI's API: many requests at once, memory promised before a request starts.
 ///
 /// SIGTERM or Ctrl-C lets running requests end; a second one ends them.
@@ -106,7 +109,11 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     let text = ModelText::new(&model.text_files()?)?;
     let options = engine_options(args, &model)?;
     let server_options = server_options(args, &model)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(TEXT_THREADS)
+        .enable_all()
+        .build()?;
     runtime.block_on(async {
         // Before the model is loaded: a port in use should be known at once.
         let listener = bind(&format!("{}:{}", args.host, args.port)).await?;
