@@ -6,7 +6,7 @@
 
 use crate::isa::Isa;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
@@ -39,6 +39,8 @@ struct Shared {
     phase: AtomicUsize,
     /// Next unclaimed unit of the current phase, see [`Worker::claim`].
     cursor: AtomicUsize,
+    /// For each worker, what is taken of its share of the units, see [`Worker::claim_near`].
+    shares: Box<[Taken]>,
     /// Bumped for each job; workers wait for it to change.
     generation: AtomicUsize,
     /// Helper threads that have left the current job.
@@ -49,6 +51,40 @@ struct Shared {
     poisoned: AtomicBool,
     job: Mutex<Option<Job>>,
     wake: Condvar,
+}
+
+/// How many units of a worker's share are taken in one phase, from the front by the worker itself and from the back by
+/// others. On a cache line of its own (two, which processors fetch together).
+#[repr(align(128))]
+struct Taken(AtomicU64);
+
+impl Taken {
+    /// Bits of each count; the phase has the bits above both.
+    const BITS: u32 = 20;
+
+    /// Nothing is taken in `phase`.
+    fn none(phase: usize) -> u64 {
+        (phase as u64) << (2 * Self::BITS)
+    }
+
+    /// Takes one of `len` units in `phase`.
+    fn take(&self, phase: usize, len: usize, from_back: bool) -> Option<usize> {
+        let (none, mask) = (Taken::none(phase), (1 << Self::BITS) - 1);
+        let mut word = self.0.load(Ordering::Relaxed);
+        loop {
+            // The first to come in a phase finds the counts of one before.
+            let counts = if (word ^ none) >> (2 * Self::BITS) == 0 { word } else { none };
+            let (front, back) = ((counts & mask) as usize, (counts >> Self::BITS & mask) as usize);
+            if front + back >= len {
+                return None;
+            }
+            let taken = counts + if from_back { 1 << Self::BITS } else { 1 };
+            match self.0.compare_exchange_weak(word, taken, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Some(if from_back { len - 1 - back } else { front }),
+                Err(now) => word = now,
+            }
+        }
+    }
 }
 
 /// The closure of the current job, with its lifetime erased.
@@ -91,9 +127,13 @@ impl Worker<'_> {
 
     /// This worker's fixed share of `0..total`, cut at multiples of `grain`.
     pub fn split(&self, total: usize, grain: usize) -> Range<usize> {
+        self.share_of(self.index, total, grain)
+    }
+
+    fn share_of(&self, index: usize, total: usize, grain: usize) -> Range<usize> {
         let grains = total.div_ceil(grain);
-        let start = grains * self.index / self.count * grain;
-        let end = grains * (self.index + 1) / self.count * grain;
+        let start = grains * index / self.count * grain;
+        let end = grains * (index + 1) / self.count * grain;
         start.min(total)..end.min(total)
     }
 
@@ -103,6 +143,28 @@ impl Worker<'_> {
         std::iter::from_fn(move || {
             let start = self.shared.cursor.fetch_add(grain, Ordering::Relaxed);
             (start < total).then(|| start..(start + grain).min(total))
+        })
+    }
+
+    /// Pieces of `0..total`, at most one unit but for huge numbers of them: this worker's share ([`Worker::split`]) in
+    /// order, so that what it reads is one stream, then what others have left of theirs, from the back. As with
+    /// [`Worker::claim`], every worker makes the call, once between two barriers.
+    pub fn claim_near(&self, total: usize) -> impl Iterator<Item = Range<usize>> + '_ {
+        let phase = self.shared.phase.load(Ordering::Acquire);
+        let grain = total.div_ceil(self.count << (Taken::BITS - 1)).max(1);
+        let mut visited = 0;
+        std::iter::from_fn(move || {
+            while visited < self.count {
+                let owner = (self.index + visited) % self.count;
+                let share = self.share_of(owner, total, grain);
+                let taken = self.shared.shares[owner].take(phase, share.len().div_ceil(grain), visited > 0);
+                if let Some(i) = taken {
+                    let start = share.start + i * grain;
+                    return Some(start..(start + grain).min(share.end));
+                }
+                visited += 1;
+            }
+            None
         })
     }
 }
@@ -131,6 +193,7 @@ impl ThreadPool {
             arrived: AtomicUsize::new(0),
             phase: AtomicUsize::new(0),
             cursor: AtomicUsize::new(0),
+            shares: (0..workers).map(|_| Taken(AtomicU64::new(0))).collect(),
             generation: AtomicUsize::new(0),
             finished: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
@@ -170,6 +233,9 @@ impl ThreadPool {
         shared.arrived.store(0, Ordering::Relaxed);
         shared.cursor.store(0, Ordering::Relaxed);
         shared.poisoned.store(false, Ordering::Relaxed);
+        // A phase that this job does not reach.
+        let before = Taken::none(shared.phase.load(Ordering::Relaxed).wrapping_sub(1));
+        shared.shares.iter().for_each(|share| share.0.store(before, Ordering::Relaxed));
         let job: &(dyn Fn(&Worker<'_>) + Sync) = &job;
         // SAFETY: only the lifetime changes. The pointer is used by workers between here and the final
         // barrier below, while `job` is alive; `finish` takes it away before this function returns.
@@ -276,6 +342,48 @@ mod tests {
             }
             assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 500));
         }
+    }
+
+    #[test]
+    fn every_unit_is_claimed_once_whoever_is_slow() {
+        for (workers, slow) in [(1, 0), (2, 0), (2, 1), (3, 1)] {
+            let pool = ThreadPool::new(workers);
+            for total in [0, 1, 2, 3, 101] {
+                let counts: Vec<AtomicUsize> = (0..total).map(|_| AtomicUsize::new(0)).collect();
+                for job in 0..50 {
+                    pool.run(|worker| {
+                        for phase in 0..3 {
+                            let mut own = worker.split(total, 1);
+                            let mut stolen = false;
+                            for unit in worker.claim_near(total).flatten() {
+                                counts[unit].fetch_add(1, Ordering::Relaxed);
+                                stolen |= !worker.split(total, 1).contains(&unit);
+                                assert!(stolen || own.next() == Some(unit), "a share is walked in order");
+                                if worker.index == slow && (job + phase) % 2 == 0 {
+                                    std::thread::yield_now();
+                                }
+                            }
+                            // A job may end without a barrier, and the next has the same phase.
+                            if phase < 2 {
+                                worker.barrier();
+                            }
+                        }
+                    });
+                }
+                assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 150), "{total}: {counts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn more_units_than_can_be_counted_are_claimed_in_pieces() {
+        let (total, pool) = ((3 << Taken::BITS) + 5, ThreadPool::new(2));
+        let claimed = AtomicUsize::new(0);
+        pool.run(|worker| {
+            let units: usize = worker.claim_near(total).map(|piece| piece.len()).sum();
+            claimed.fetch_add(units, Ordering::Relaxed);
+        });
+        assert_eq!(claimed.into_inner(), total);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Which worker computes which part of a linear layer, and in which order.
 //!
-//! A unit is a run of tile pairs of one matrix against a chunk of rows. Units are claimed one by one, since the
-//! machine may be shared and a fixed half would wait for the slower worker.
+//! A unit is a run of tile pairs of one matrix against a chunk of rows. Each worker walks a share of the units in order,
+//! which makes its weights one stream, and then takes what others have left: the machine may be shared, and a fixed
+//! share would wait for the slower worker.
 //!
 //! With few blocks of rows, memory is what binds: each pair meets all of them while it is in the first-level cache.
 //! With many, each block meets all pairs of the unit: its activations stay in the first-level cache, the unit's
@@ -21,8 +22,8 @@ const CHUNK_BYTES: usize = 256 << 10;
 /// Weights of a unit: a fraction of that cache, and with few rows some microseconds of one core's bandwidth.
 const UNIT_BYTES: usize = 128 << 10;
 
-/// The least where memory binds: shorter runs cost bandwidth.
-const STREAMED_UNIT_BYTES: usize = 128 << 10;
+/// The least where memory binds: what another worker takes begins a stream of its own.
+const STREAMED_UNIT_BYTES: usize = 32 << 10;
 
 /// Units that each worker should have: while one works on its last and the one claimed ahead, others may wait.
 const UNITS_PER_WORKER: usize = 32;
@@ -92,8 +93,11 @@ impl<'a> Cut<'a> {
         self.segments.iter().map(|segment| self.units_of(segment)).sum()
     }
 
-    /// Unit `index`, counted on from `first`, the first unit of segment `at`; both move on to its segment.
+    /// Unit `index`, looked for from `first` on, the first unit of segment `at`; both move to its segment.
     fn unit(&self, index: usize, at: &mut usize, first: &mut usize) -> Unit {
+        if index < *first {
+            (*at, *first) = (0, 0);
+        }
         while index - *first >= self.units_of(&self.segments[*at]) {
             *first += self.units_of(&self.segments[*at]);
             *at += 1;
@@ -113,8 +117,9 @@ impl<'a> Cut<'a> {
 /// Asks for the first weights that this worker will read in [`run`], while the activations are not there yet.
 pub(super) fn ask_for_first(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment]) {
     let cut = Cut::new(call, segments, worker.count);
-    if worker.index < cut.len() {
-        let unit = cut.unit(worker.index, &mut 0, &mut 0);
+    let share = worker.split(cut.len(), 1);
+    if !share.is_empty() {
+        let unit = cut.unit(share.start, &mut 0, &mut 0);
         Ahead::first(unit.pair(call, unit.pairs.start));
     }
 }
@@ -123,11 +128,8 @@ pub(super) fn ask_for_first(worker: &Worker<'_>, call: &Call<'_>, segments: &[Se
 pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], map: RowMap<'_>) {
     let cut = Cut::new(call, segments, worker.count);
     let (mut at, mut first) = (0, 0);
-    // The first unit of each worker is fixed, so that it could be asked for.
-    let own = (worker.index < cut.len()).then_some(worker.index);
-    let claims =
-        worker.claim(cut.len().saturating_sub(worker.count), 1).map(|claim| worker.count + claim.start);
-    let mut units = own.into_iter().chain(claims).map(|index| cut.unit(index, &mut at, &mut first));
+    let claims = worker.claim_near(cut.len()).flatten();
+    let mut units = claims.map(|index| cut.unit(index, &mut at, &mut first));
     // One unit is claimed ahead, to ask for its weights in time.
     let mut current = units.next();
     while let Some(unit) = current {
@@ -243,7 +245,8 @@ mod tests {
         let cut = Cut { segments: &segments, pairs: 7, chunk_rows: 8, unit_pairs: 3 };
         let mut seen = vec![[0; 7]; 21];
         let (mut at, mut first) = (0, 0);
-        for index in 0..cut.len() {
+        let (front, back) = (0..cut.len() / 2, cut.len() / 2..cut.len());
+        for index in front.chain(back.rev()) {
             let unit = cut.unit(index, &mut at, &mut first);
             for position in unit.positions {
                 assert_eq!(unit.segment.matrix, if position < 20 { 2 } else { 5 });
