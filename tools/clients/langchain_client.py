@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 URL = os.environ.get("KEEL_URL", "http://127.0.0.1:8080")
 chat = ChatOpenAI(base_url=f"{URL}/v1", api_key="none", model=os.environ.get("KEEL_MODEL", "demo"), temperature=0,
-                  max_tokens=60, max_retries=0)
+                  max_tokens=100, max_retries=0)
 answer = chat.invoke("Tell me a story about a dog.")
 assert answer.content and answer.usage_metadata["output_tokens"] > 0
 assert "".join(chunk.content for chunk in chat.stream("Tell me a story about a dog.")) == answer.content
