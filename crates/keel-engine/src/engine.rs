@@ -26,6 +26,8 @@ pub struct Engine {
     pub(crate) options: EngineOptions,
     /// What rounds of speculation have been measured to cost.
     pub(crate) costs: Costs,
+    /// Logits of the row that a round is choosing from.
+    pub(crate) row_logits: Vec<f32>,
 }
 
 impl Engine {
@@ -56,8 +58,15 @@ impl Engine {
         };
         let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_dtype()), size)?;
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
-        let mut engine =
-            Engine { runtime: runtime.clone(), model, cache, stepper, options, costs: Costs::default() };
+        let mut engine = Engine {
+            runtime: runtime.clone(),
+            model,
+            cache,
+            stepper,
+            options,
+            costs: Costs::default(),
+            row_logits: Vec::new(),
+        };
         engine.prepare_largest_steps()?;
         runtime.ledger().freeze();
         Ok(engine)

@@ -21,8 +21,6 @@ const COST_WEIGHT: f64 = 0.1;
 const LOWER_COST_WEIGHT: f64 = 0.5;
 /// A first draft that is accepted when drafting is tried again is believed at least so much.
 const RETRY_ACCEPTANCE: f64 = 0.6;
-/// Drafts of a sequence's first round at most: nobody knows yet what they are worth.
-const FIRST_DEPTH: usize = 2;
 /// Plain rounds until drafting is tried again, at first and at most.
 const RETRY_AFTER: u64 = HEAD_LAG_MAX as u64;
 const RETRY_AFTER_MAX: u64 = 32 * HEAD_LAG_MAX as u64;
@@ -181,8 +179,7 @@ impl DepthControl {
     fn best(&self, costs: &Costs, sequences: usize, most: usize) -> usize {
         let (mut best, mut best_rate) = (0, 0.0);
         let (mut tokens, mut all_accepted, mut share) = (1.0, 1.0, ACCEPTANCE_PRIOR);
-        let most = if self.observed[0] == 0 { most.min(FIRST_DEPTH) } else { most.min(POSITIONS) };
-        for k in 0..=most {
+        for k in 0..=most.min(POSITIONS) {
             if k > 0 {
                 // A position that was never reached is believed to be as good as the one before it.
                 share = if self.observed[k - 1] > 0 { self.acceptance[k - 1] } else { share };

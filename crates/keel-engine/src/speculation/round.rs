@@ -158,8 +158,10 @@ impl Engine {
     }
 
     /// Chooses the tokens of each sequence.
-    fn judge(&self, batch: &mut [RoundSequence<'_>], parts: &[Part]) -> Result<Vec<Judged>> {
-        let (mut all, mut logits, mut row) = (Vec::with_capacity(batch.len()), Vec::new(), 0);
+    fn judge(&mut self, batch: &mut [RoundSequence<'_>], parts: &[Part]) -> Result<Vec<Judged>> {
+        // Kept from round to round for its memory; a round that fails goes without.
+        let mut logits = std::mem::take(&mut self.row_logits);
+        let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
         for (sequence, part) in batch.iter_mut().zip(parts) {
             let round = self.choose_tokens(sequence, (row, &part.drafts), &mut logits)?;
             let mut hidden = Vec::new();
@@ -167,6 +169,7 @@ impl Engine {
             all.push(Judged { round, hidden });
             row += part.drafts.len() + 1;
         }
+        self.row_logits = logits;
         Ok(all)
     }
 

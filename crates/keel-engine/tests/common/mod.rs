@@ -110,25 +110,28 @@ pub fn recurrent_bytes(engine: &Engine, sequence: &SequenceCache) -> Vec<u8> {
     all
 }
 
-/// Asserts that two sequences are in the same state to the bit: what is committed, and what they answer next, which
-/// reads every key and value.
-pub fn expect_same_state(engine: &mut Engine, mut left: SequenceCache, mut right: SequenceCache) {
-    for sequence in [&mut left, &mut right] {
-        engine.commit(sequence).expect("runs");
-        assert_eq!(sequence.accepted(), 0);
-    }
-    assert_eq!(left.len(), right.len());
-    assert!(recurrent_bytes(engine, &left) == recurrent_bytes(engine, &right), "windows and states differ");
-    let (mut a, mut b) = (Vec::new(), Vec::new());
-    for token in [7, 300] {
-        engine.decode(&mut [&mut left], &[token]).expect("runs");
-        engine.logits(0, &mut a).expect("there");
-        engine.decode(&mut [&mut right], &[token]).expect("runs");
-        engine.logits(0, &mut b).expect("there");
-        assert!(a == b, "keys or values differ");
-    }
-    engine.release(left);
-    engine.release(right);
+/// What a sequence is: its length, windows and states once all is committed, and its next answers, which read every key
+/// and value. Releases it.
+pub fn state_of(engine: &mut Engine, mut sequence: SequenceCache) -> (usize, Vec<u8>, Vec<Vec<f32>>) {
+    engine.commit(&mut sequence).expect("runs");
+    assert_eq!(sequence.accepted(), 0);
+    let (len, committed) = (sequence.len(), recurrent_bytes(engine, &sequence));
+    let answers = [7, 300].map(|token| {
+        let mut logits = Vec::new();
+        engine.decode(&mut [&mut sequence], &[token]).expect("runs");
+        engine.logits(0, &mut logits).expect("there");
+        logits
+    });
+    engine.release(sequence);
+    (len, committed, answers.into())
+}
+
+/// Asserts that two sequences are in the same state to the bit.
+pub fn expect_same_state(engine: &mut Engine, left: SequenceCache, right: SequenceCache) {
+    let (left, right) = (state_of(engine, left), state_of(engine, right));
+    assert_eq!(left.0, right.0);
+    assert!(left.1 == right.1, "windows and states differ");
+    assert!(left.2 == right.2, "keys or values differ");
 }
 
 /// A sequence that was decoded plainly.
