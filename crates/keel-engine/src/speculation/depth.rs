@@ -26,6 +26,9 @@ const RETRY_AFTER: u64 = HEAD_LAG_MAX as u64;
 const RETRY_AFTER_MAX: u64 = 32 * HEAD_LAG_MAX as u64;
 /// Where plain decoding has won for so many rounds, depths are compared once in so many.
 const COMPARED_EVERY: u64 = 8;
+/// Once in so many rounds with drafts there is one more than seems best: what a depth costs is known only from trying it,
+/// and the first trial may have been disturbed.
+const DEEPER_EVERY: u64 = 16;
 /// A plain round is measured anew after so many rounds.
 const PLAIN_EVERY: u64 = 256;
 /// What another row is assumed to add to a pass, until it has been measured.
@@ -132,6 +135,7 @@ pub(super) struct DepthControl {
     acceptance: [f64; POSITIONS],
     observed: [u64; POSITIONS],
     plain_rounds: u64,
+    drafting_rounds: u64,
     retry_after: u64,
 }
 
@@ -144,6 +148,7 @@ impl DepthControl {
             acceptance: [ACCEPTANCE_PRIOR; POSITIONS],
             observed: [0; POSITIONS],
             plain_rounds: 0,
+            drafting_rounds: 0,
             retry_after: RETRY_AFTER,
         }
     }
@@ -163,7 +168,11 @@ impl DepthControl {
             Depth::Auto if is_measured && costs.wants_plain(sequences) => 0,
             Depth::Auto => match self.best(costs, sequences, most) {
                 0 if self.plain_rounds >= self.retry_after && lag <= POSITIONS => 1,
+                0 => 0,
                 _ if lag > POSITIONS => 0,
+                best if self.drafting_rounds % DEEPER_EVERY == DEEPER_EVERY - 1 => {
+                    (best + 1).min(most).min(POSITIONS)
+                }
                 best => best,
             },
         }
@@ -200,6 +209,7 @@ impl DepthControl {
             self.plain_rounds += 1;
             return;
         }
+        self.drafting_rounds += 1;
         let was_retry = self.plain_rounds >= self.retry_after;
         // The first draft that was refused is the last that was judged.
         for i in 0..drafted.min(accepted + 1) {
@@ -287,6 +297,24 @@ mod tests {
         let mut control = DepthControl::new(Depth::Auto, false);
         (0..20).for_each(|_| control.note(1, 0));
         assert_eq!(control.choose(&costs, 1, 8, 1), 0);
+    }
+
+    #[test]
+    fn a_depth_that_was_slow_at_first_is_tried_again() {
+        let mut costs = Costs::default();
+        [1e-3, 1.1e-3, 9e-3].iter().enumerate().for_each(|(i, &seconds)| costs.note_verify(i + 1, seconds));
+        costs.note_draft(1, 2e-4);
+        let mut control = DepthControl::new(Depth::Auto, false);
+        let mut depths = Vec::new();
+        for _ in 0..64 {
+            let depth = control.choose(&costs, 1, 8, 1);
+            costs.note_verify(depth + 1, 1e-3 + 1e-4 * depth as f64);
+            costs.note_round(depth == 0);
+            control.note(depth, depth);
+            depths.push(depth);
+        }
+        assert!(depths[..8].iter().all(|&depth| depth == 1), "three rows seem slow: {depths:?}");
+        assert!(depths[48..].iter().all(|&depth| depth >= 6), "they are not: {depths:?}");
     }
 
     #[test]
