@@ -77,6 +77,22 @@ impl CpuBackend {
     pub fn isa(&self) -> Isa {
         self.pool.isa()
     }
+
+    /// What `make` allocates, or only its number of bytes.
+    fn memory(
+        &self,
+        bytes: usize,
+        make: impl FnOnce(usize, bool) -> Result<HostMemory, String>,
+    ) -> Result<Box<dyn DeviceMemory>, String> {
+        if self.options.planning {
+            return Ok(Box::new(HostMemory::counted(bytes)));
+        }
+        let memory = make(bytes, self.options.poison_freed)?;
+        if self.options.resident {
+            memory.touch();
+        }
+        Ok(Box::new(memory))
+    }
 }
 
 impl Backend for CpuBackend {
@@ -85,22 +101,11 @@ impl Backend for CpuBackend {
     }
 
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
-        let memory = if self.options.planning {
-            HostMemory::counted(bytes)
-        } else {
-            HostMemory::zeroed(bytes, self.options.poison_freed)?
-        };
-        if self.options.resident && !self.options.planning {
-            memory.touch();
-        }
-        Ok(Box::new(memory))
+        self.memory(bytes, HostMemory::zeroed)
     }
 
     fn allocate_lasting(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
-        if self.options.planning {
-            return self.allocate(bytes);
-        }
-        Ok(Box::new(self.slabs.allocate(bytes, self.options.poison_freed)?))
+        self.memory(bytes, |bytes, poison| self.slabs.allocate(bytes, poison))
     }
 
     fn is_planning(&self) -> bool {
