@@ -61,6 +61,15 @@ pub enum CacheError {
         /// Layers that had moved on; 0 if it is not known how many.
         layers: usize,
     },
+    /// Keys and values cannot be kept in 8 or 4 bits.
+    #[error(
+        "keys and values of {head_dim} values a head cannot be kept in 8 or 4 bits, which takes groups of 32; do without \
+         --kv-bits"
+    )]
+    HeadSize {
+        /// Values of a head.
+        head_dim: usize,
+    },
     /// A saved cache cannot be used.
     #[error("{path}: {problem}", path = path.display())]
     File {

@@ -1,7 +1,7 @@
 //! A sequence's cache on disk, for a later process to continue from.
 //!
 //! A safetensors file: `tokens` u32 `[len]`; for each attention layer `layers.N.keys` and `.values`, the used pages
-//! `[pages, KV, 256, D]` (in sliding layers in the order in which they rotate); for each recurrent layer `layers.N.window` and `.state`. The metadata names the format
+//! `[pages, KV, 256, W]` (in sliding layers in the order in which they rotate); for each recurrent layer `layers.N.window` and `.state`. The metadata names the format
 //! and the model, so that a cache is not mistaken for that of another model.
 
 use std::collections::BTreeMap;

@@ -10,7 +10,7 @@ use crate::{
 /// The persistent arrays of one layer.
 #[derive(Clone, Debug)]
 pub enum LayerStorage {
-    /// Keys and values `[pages, KV, 256, D]`.
+    /// Keys and values `[pages, KV, 256, W]`; see [`KvPool`].
     Attention(KvPool),
     /// The same, on pages of their own that rotate.
     Sliding(KvPool),
@@ -30,8 +30,11 @@ impl LayerStorage {
         (cache, size): (&CacheSpec, &CacheSize),
     ) -> Result<LayerStorage> {
         let pool = |pages: usize, kv_heads: usize, head_dim: usize| -> Result<KvPool> {
-            let shape = [pages, kv_heads, AttentionSpec::PAGE, head_dim];
-            let array = || Array::persistent(runtime, Category::Kv, shape, cache.kv_dtype);
+            let Some(elements) = cache.kv.row_elements(head_dim) else {
+                return Err(CacheError::HeadSize { head_dim });
+            };
+            let shape = [pages, kv_heads, AttentionSpec::PAGE, elements];
+            let array = || Array::persistent(runtime, Category::Kv, shape, cache.kv.dtype());
             Ok(KvPool { keys: array()?, values: array()? })
         };
         Ok(match *spec {

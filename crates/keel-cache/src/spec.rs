@@ -1,6 +1,6 @@
 //! What the layers of a model keep, and how much of it.
 
-use keel_array::{AttentionSpec, DType};
+use keel_array::{AttentionSpec, DType, KvFormat};
 
 /// The memory of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,11 +39,12 @@ pub enum LayerSpec {
 }
 
 impl LayerSpec {
-    /// Bytes that grow with each token; in a sliding layer until its window is full.
-    pub fn token_bytes(&self, kv_dtype: DType) -> usize {
+    /// Bytes that grow with each token; in a sliding layer until its window is full. 0 where the form cannot keep such heads,
+    /// which no cache is allocated for.
+    pub fn token_bytes(&self, kv: KvFormat) -> usize {
         match self {
             LayerSpec::Attention { kv_heads, head_dim } | LayerSpec::Sliding { kv_heads, head_dim, .. } => {
-                2 * kv_heads * head_dim * kv_dtype.size()
+                2 * kv_heads * kv.row_elements(*head_dim).unwrap_or(0) * kv.dtype().size()
             }
             LayerSpec::Recurrent { .. } => 0,
         }
@@ -83,20 +84,20 @@ impl LayerSpec {
 pub struct CacheSpec {
     /// In the order of the layers.
     pub layers: Vec<LayerSpec>,
-    /// Type of keys and values: f32 or bf16.
-    pub kv_dtype: DType,
+    /// How keys and values are kept.
+    pub kv: KvFormat,
 }
 
 impl CacheSpec {
     /// KV bytes of one token in all layers.
     pub fn token_bytes(&self) -> usize {
-        self.layers.iter().map(|l| l.token_bytes(self.kv_dtype)).sum()
+        self.layers.iter().map(|l| l.token_bytes(self.kv)).sum()
     }
 
     /// Those of sliding layers, in as many pages as their windows need.
     pub fn window_token_bytes(&self) -> usize {
         let sliding = self.layers.iter().filter(|layer| matches!(layer, LayerSpec::Sliding { .. }));
-        sliding.map(|layer| layer.token_bytes(self.kv_dtype)).sum()
+        sliding.map(|layer| layer.token_bytes(self.kv)).sum()
     }
 
     /// The largest window of the sliding layers.

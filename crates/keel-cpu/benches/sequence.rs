@@ -273,7 +273,7 @@ impl Kv {
         (layer, first): (usize, usize),
         q: &[f32],
         y: &mut [f32],
-        kernel: impl FnOnce(&Attention<'_, bf16>),
+        kernel: impl FnOnce(&Attention<'_, KvPages<'_, bf16>>),
     ) {
         let width = ATTENTION.heads * ATTENTION.head_size;
         let attention = Attention {

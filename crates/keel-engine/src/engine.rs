@@ -56,7 +56,7 @@ impl Engine {
             open_rows: options.open_rows(),
             swap_bytes: options.swap_bytes,
         };
-        let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_dtype()), size)?;
+        let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_format()), size)?;
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
         let mut engine = Engine {
             runtime: runtime.clone(),

@@ -1,6 +1,6 @@
 //! How an engine is made.
 
-use keel_array::{Compute, DType};
+use keel_array::{Compute, KvFormat};
 
 use crate::{EngineError, Result};
 
@@ -30,8 +30,10 @@ pub struct EngineOptions {
     /// Host memory for sequences that are parked while others need their pages: a batch then lets in more than fits. 0
     /// keeps the promise instead.
     pub swap_bytes: usize,
-    /// Arithmetic of the linear layers; f32 also keeps keys and values in f32.
+    /// Arithmetic of the linear layers.
     pub compute: Compute,
+    /// How keys and values are kept; `None` is f32 where `compute` is, else bf16.
+    pub kv: Option<KvFormat>,
     /// Drafts of the multi-token-prediction head that one step may verify, at most [`DRAFTS_MAX`]; 0 does without it.
     pub drafts: usize,
     /// Also be able to give the logits of every prompt token, and those of the multi-token-prediction head.
@@ -48,6 +50,7 @@ impl Default for EngineOptions {
             pool_pages: None,
             swap_bytes: 0,
             compute: Compute::Auto,
+            kv: None,
             drafts: 0,
             all_logits: false,
         }
@@ -95,8 +98,9 @@ impl EngineOptions {
         if self.drafts == 0 { 0 } else { self.decode_rows().max(HEAD_LAG_MAX) }
     }
 
-    /// Type of keys and values.
-    pub fn kv_dtype(&self) -> DType {
-        if self.compute == Compute::F32 { DType::F32 } else { DType::BF16 }
+    /// How keys and values are kept.
+    pub fn kv_format(&self) -> KvFormat {
+        let default = if self.compute == Compute::F32 { KvFormat::F32 } else { KvFormat::Bf16 };
+        self.kv.unwrap_or(default)
     }
 }

@@ -1,6 +1,6 @@
 //! A model put together: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
-use keel_array::{Array, ConvWindow, DeltaState, Weight};
+use keel_array::{Array, ConvWindow, DeltaState, KvFormat, Weight};
 use keel_cache::{CacheSpec, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
@@ -106,7 +106,7 @@ pub struct HybridModel {
 
 impl HybridModel {
     /// What a sequence of this model remembers: the layers, then those of the multi-token-prediction head.
-    pub fn cache_spec(&self, kv_dtype: keel_array::DType) -> CacheSpec {
+    pub fn cache_spec(&self, kv: KvFormat) -> CacheSpec {
         let c = &self.config;
         let attention = LayerSpec::Attention { kv_heads: c.kv_heads, head_dim: c.head_dim };
         let sliding = LayerSpec::Sliding { kv_heads: c.kv_heads, head_dim: c.head_dim, window: c.window };
@@ -124,7 +124,7 @@ impl HybridModel {
             MixerKind::GatedDelta => recurrent,
         };
         let head = self.mtp.iter().flat_map(|mtp| mtp.blocks.iter().map(|_| attention));
-        CacheSpec { layers: c.layers.iter().map(of_kind).chain(head).collect(), kv_dtype }
+        CacheSpec { layers: c.layers.iter().map(of_kind).chain(head).collect(), kv }
     }
 
     /// Hidden states after the final norm, f32 `[T, hidden]`, of token ids u32 `[T]`.

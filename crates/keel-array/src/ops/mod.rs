@@ -3,6 +3,7 @@
 mod elementwise;
 mod fast;
 mod indexing;
+mod kv_format;
 mod linear;
 mod reduce;
 mod sequence;
@@ -16,6 +17,7 @@ use crate::{CustomKernel, DType};
 pub use elementwise::{Binary, Fused, FusedStep, Source, Unary};
 pub use fast::{PairRotation, RopeSpec};
 pub use indexing::RandomKind;
+pub use kv_format::KvFormat;
 pub use reduce::Reduction;
 pub use sequence::{
     AttentionSpec, Batch, ConvSpec, ConvWindow, DeltaState, GatedDeltaSpec, KvPool, Regime, RowLog,

@@ -18,7 +18,7 @@
 use std::ops::Range;
 
 use super::fast::expect_f32;
-use super::{Op, Real};
+use super::{KvFormat, Op, Real};
 use crate::error::expect_shape;
 use crate::{Array, ArrayError, DType, Result, Shape};
 
@@ -182,8 +182,8 @@ pub struct DeltaState {
     pub records: Option<Array>,
 }
 
-/// Keys and values of one layer, each f32 or bf16 `[pages, KV, 256, D]`. The order of the elements within a page is
-/// the backend's own.
+/// Keys and values of one layer, each `[pages, KV, 256, W]` with the type and the elements `W` of a [`KvFormat`] for heads of
+/// `D`. The order of the elements within a page is the backend's own.
 #[derive(Clone, Debug)]
 pub struct KvPool {
     /// Keys.
@@ -316,18 +316,22 @@ impl Array {
         expect_shape(OP, "k", &[tokens, kv_heads, size], k.shape())?;
         expect_shape(OP, "v", &[tokens, kv_heads, size], v.shape())?;
         for (operand, array) in [("key pool", &pool.keys), ("value pool", &pool.values)] {
+            let elements = extent(&pool.keys, 3);
             expect_shape(
                 OP,
                 operand,
-                &[extent(&pool.keys, 0), kv_heads, AttentionSpec::PAGE, size],
+                &[extent(&pool.keys, 0), kv_heads, AttentionSpec::PAGE, elements],
                 array.shape(),
             )?;
-            if !matches!(array.dtype(), DType::F32 | DType::BF16) || array.dtype() != pool.keys.dtype() {
-                return Err(ArrayError::DType {
+            let format = KvFormat::of(array.dtype(), elements, size);
+            if format.is_none() || array.dtype() != pool.keys.dtype() {
+                let (dtype, shape) = (array.dtype(), array.shape());
+                return Err(ArrayError::Argument {
                     op: OP,
-                    operand,
-                    expected: "f32 or bf16, both alike",
-                    got: array.dtype(),
+                    reason: format!(
+                        "the {operand} is {dtype} {shape}: for heads of {size}, expected f32 or bf16 with {size} elements for \
+                         each token, or u8 with those of 8 or 4 bits; both pools alike"
+                    ),
                 });
             }
         }

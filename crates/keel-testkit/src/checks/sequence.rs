@@ -4,22 +4,28 @@ use super::{Check, expect, expect_within, rounded, upload};
 use crate::naive::attention::attention;
 use crate::naive::causal_conv::causal_conv;
 use crate::naive::gated_delta::{Inputs, gated_delta};
+use crate::naive::kv_coding::coded;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::{cases, tolerance};
+use half::bf16;
 use keel_array::{
-    Array, AttentionSpec, Batch, Category, ConvWindow, DType, DeltaState, GatedDeltaSpec, KvPool, Regime,
-    RowLog, Runtime,
+    Array, AttentionSpec, Batch, Category, ConvWindow, DType, DeltaState, GatedDeltaSpec, KvFormat, KvPool,
+    Regime, RowLog, Runtime,
 };
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "causal_conv", run: conv },
     Check { op: "gated_delta", run: |r| delta(r, Regime::Decode) },
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, DType::F32) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, DType::F32) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, DType::BF16) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, DType::BF16) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F32) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F32) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bf16) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bf16) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits8) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits8) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits4) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits4) },
     Check { op: "causal_conv", run: slots_must_differ },
     Check { op: "paged_attention", run: pools_must_differ },
 ];
@@ -159,16 +165,31 @@ fn delta(runtime: &Runtime, regime: Regime) {
     }
 }
 
-fn attend(runtime: &Runtime, regime: Regime, dtype: DType) {
+/// Keys or values as the pool keeps them.
+fn kept_values(x: &[f32], format: KvFormat) -> Vec<f32> {
+    match format {
+        KvFormat::F32 => x.to_vec(),
+        KvFormat::Bf16 => x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
+        KvFormat::Bits8 => coded(x, 8),
+        KvFormat::Bits4 => coded(x, 4),
+    }
+}
+
+fn attend(runtime: &Runtime, regime: Regime, format: KvFormat) {
     let mut random = Random::new(72);
     for shape in cases::attention::SHAPES {
+        let Some(elements) = format.row_elements(shape.head_size) else { continue };
         for sequences in cases::attention::BATCHES {
             let pages = sequences.iter().map(|(first, rows)| (first + rows).div_ceil(256)).max().unwrap_or(0);
-            let pool_shape = [pages * sequences.len() + 1, shape.kv_heads, 256, shape.head_size];
+            let pool_shape = [pages * sequences.len() + 1, shape.kv_heads, 256, elements];
+            // NaN throughout: bytes of ones are such steps, too.
             let pool = || {
-                let values = vec![f32::NAN; pool_shape.iter().product()];
-                let array = Array::from_slice(runtime, &values, pool_shape).expect("memory");
-                array.cast(dtype).and_then(|a| a.detach()).expect("memory")
+                let count = pool_shape.iter().product();
+                if format.dtype() == DType::U8 {
+                    return Array::from_slice(runtime, &vec![0xffu8; count], pool_shape).expect("memory");
+                }
+                let array = Array::from_slice(runtime, &vec![f32::NAN; count], pool_shape).expect("memory");
+                array.cast(format.dtype()).and_then(|a| a.detach()).expect("memory")
             };
             let pool = KvPool { keys: pool(), values: pool() };
             let width = shape.kv_heads * shape.head_size;
@@ -183,9 +204,7 @@ fn attend(runtime: &Runtime, regime: Regime, dtype: DType) {
                 if tokens == 0 {
                     continue;
                 }
-                let kv = |random: &mut Random| {
-                    rounded(&draw(random, &[tokens, shape.kv_heads, shape.head_size]), dtype)
-                };
+                let kv = |random: &mut Random| draw(random, &[tokens, shape.kv_heads, shape.head_size]);
                 let q = draw(&mut random, &[tokens, shape.heads, shape.head_size]);
                 let (k, v) = (kv(&mut random), kv(&mut random));
                 let y = up(runtime, &q)
@@ -197,7 +216,8 @@ fn attend(runtime: &Runtime, regime: Regime, dtype: DType) {
                         if check { spec(regime, shape.window) } else { spec(Regime::Prefill, Some(0)) },
                     )
                     .expect("shapes fit");
-                let (q, k, v) = (floats(&q), floats(&k), floats(&v));
+                let (q, k, v) =
+                    (floats(&q), kept_values(&floats(&k), format), kept_values(&floats(&v), format));
                 for (b, (keys, values)) in kept.iter_mut().enumerate() {
                     keys.extend_from_slice(rows_of(&k, &rows, b, width));
                     values.extend_from_slice(rows_of(&v, &rows, b, width));
@@ -208,7 +228,7 @@ fn attend(runtime: &Runtime, regime: Regime, dtype: DType) {
                 };
                 if check {
                     let want: Vec<f64> = (0..rows.len()).flat_map(one).collect();
-                    let what = format!("paged_attention {shape:?} of {rows:?}, {regime:?}, {dtype}");
+                    let what = format!("paged_attention {shape:?} of {rows:?}, {regime:?}, {format:?}");
                     expect_within(&what, &y, &want, tolerance::F32 * 2.0);
                 } else {
                     y.eval().expect("a case runs");

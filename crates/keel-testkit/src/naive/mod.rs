@@ -6,6 +6,7 @@ pub mod elementwise;
 pub mod experts;
 pub mod gated_delta;
 pub mod indexing;
+pub mod kv_coding;
 pub mod matmul;
 pub mod quantized_matmul;
 pub mod reduce;

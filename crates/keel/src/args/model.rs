@@ -1,7 +1,7 @@
 //! Which model, and how it is run.
 
 use clap::{Args, ValueEnum};
-use keel_array::Compute;
+use keel_array::{Compute, KvFormat};
 use keel_engine::{EngineOptions, PREFILL_GRID};
 
 /// The model.
@@ -22,6 +22,20 @@ pub struct EngineArgs {
     /// Arithmetic of the linear layers: auto takes the fastest that keeps the accuracy of the weights' format.
     #[arg(long, value_enum, default_value = "auto")]
     pub compute: ComputeArg,
+    /// Bits of each key and value in memory: 16 (bf16), or 8 or 4 with a step for each 32 values. Fewer take less memory and
+    /// change the result; by default 16, and 32 with --compute f32.
+    #[arg(long, value_name = "N", value_parser = parse_kv_bits)]
+    pub kv_bits: Option<KvFormat>,
+}
+
+fn parse_kv_bits(text: &str) -> Result<KvFormat, String> {
+    match text {
+        "32" => Ok(KvFormat::F32),
+        "16" => Ok(KvFormat::Bf16),
+        "8" => Ok(KvFormat::Bits8),
+        "4" => Ok(KvFormat::Bits4),
+        _ => Err("not one of 32, 16, 8 and 4".into()),
+    }
 }
 
 fn parse_prefill_step(text: &str) -> Result<usize, String> {
@@ -37,6 +51,7 @@ impl EngineArgs {
         EngineOptions {
             prefill_step: self.prefill_step,
             compute: self.compute.into(),
+            kv: self.kv_bits,
             ..EngineOptions::default()
         }
     }

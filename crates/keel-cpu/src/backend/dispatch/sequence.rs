@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::{Bound, Call, batch};
 use crate::kernels::attention::{
-    Attention, KvElement, KvPages, KvPagesMut, PageTable, attention_decode, attention_prefill,
-    decode_workspace_len, kv_write, prefill_workspace_len,
+    Attention, CodedPages, CodedPagesMut, KvElement, KvPages, KvPagesMut, KvRead, KvWrite, PageTable,
+    attention_decode, attention_prefill, decode_workspace_len, kv_write, prefill_workspace_len,
 };
 use crate::kernels::causal_conv::{CausalConv, ConvLog, causal_conv};
 use crate::kernels::gated_delta::{
@@ -17,7 +17,7 @@ use crate::kernels::rows::{Batch, Rows};
 use crate::pool::Worker;
 use crate::simd::LANES;
 use half::bf16;
-use keel_array::{ArrayError, AttentionSpec, ConvSpec, DType, GatedDeltaSpec, Kernel, Op, Regime, RowLog};
+use keel_array::{ArrayError, AttentionSpec, ConvSpec, GatedDeltaSpec, Kernel, KvFormat, Op, Regime, RowLog};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
     if call.inputs[0].len() == 0 {
@@ -29,9 +29,11 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
     let outcome = match &call.kernel.op {
         Op::CausalConv(spec) => conv(spec, call, worker),
         Op::GatedDelta(spec) => delta(spec, call, worker),
-        Op::PagedAttention(spec) => match call.inputs[3].dtype {
-            DType::BF16 => attention::<bf16>(spec, call, worker),
-            _ => attention::<f32>(spec, call, worker),
+        Op::PagedAttention(spec) => match kv_format(call.kernel) {
+            KvFormat::F32 => plain_attention::<f32>(spec, call, worker),
+            KvFormat::Bf16 => plain_attention::<bf16>(spec, call, worker),
+            KvFormat::Bits8 => coded_attention::<8>(spec, call, worker),
+            KvFormat::Bits4 => coded_attention::<4>(spec, call, worker),
         },
         op => unreachable!("{} has no memory", op.name()),
     };
@@ -55,10 +57,16 @@ pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
         },
         Op::PagedAttention(spec) => {
             let (rows, heads, size) = (shape(0)[0], shape(0)[1], shape(0)[2]);
-            match spec.regime {
+            let page_scratch = match kv_format(kernel) {
+                KvFormat::F32 | KvFormat::Bf16 => 0,
+                KvFormat::Bits8 => 2 * CodedPages::<8>::scratch_len(size),
+                KvFormat::Bits4 => 2 * CodedPages::<4>::scratch_len(size),
+            };
+            let own = match spec.regime {
                 Regime::Prefill => prefill_workspace_len(workers, size),
                 Regime::Decode => decode_workspace_len(rows, heads, size, shape(5)[1]),
-            }
+            };
+            own + workers * page_scratch
         }
         _ => 0,
     };
@@ -180,36 +188,64 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<
     Ok(())
 }
 
-fn attention<E: KvElement + Plain>(
+/// The form of the pools of a `PagedAttention`.
+fn kv_format(kernel: &Kernel) -> KvFormat {
+    let (q, keys) = (&kernel.inputs[0], &kernel.inputs[3]);
+    let format = KvFormat::of(keys.dtype, keys.layout.shape[3], q.layout.shape[2]);
+    format.unwrap_or_else(|| unreachable!("the operation was built with pools of such a form"))
+}
+
+fn plain_attention<E: KvElement + Plain>(
     spec: &AttentionSpec,
     call: &Call<'_>,
     worker: &Worker<'_>,
 ) -> Result<(), String> {
-    let [q, k, v, keys, values, table, row_start, position] = call.inputs else {
-        unreachable!("eight operands")
-    };
+    let [q, k, _, keys, values, ..] = call.inputs else { unreachable!("eight operands") };
     let (kv_heads, head_size) = (k.layout.shape[1], q.width());
-    if !head_size.is_multiple_of(LANES) {
-        return Err(format!("heads of {head_size}; expected a multiple of {LANES}"));
+    let read = KvPages { keys: keys.values::<E>(), values: values.values::<E>(), kv_heads, head_size };
+    let write = KvPagesMut { keys: keys.shared::<E>(), values: values.shared::<E>(), kv_heads, head_size };
+    attention(spec, (read, write), call, worker)
+}
+
+fn coded_attention<const BITS: usize>(
+    spec: &AttentionSpec,
+    call: &Call<'_>,
+    worker: &Worker<'_>,
+) -> Result<(), String> {
+    let [q, k, _, keys, values, ..] = call.inputs else { unreachable!("eight operands") };
+    let (kv_heads, head_size) = (k.layout.shape[1], q.width());
+    let read = CodedPages::<BITS> { keys: keys.values(), values: values.values(), kv_heads, head_size };
+    let write = CodedPagesMut::<BITS> { keys: keys.shared(), values: values.shared(), kv_heads, head_size };
+    attention(spec, (read, write), call, worker)
+}
+
+fn attention<P: KvRead>(
+    spec: &AttentionSpec,
+    (pages, written): (P, impl KvWrite),
+    call: &Call<'_>,
+    worker: &Worker<'_>,
+) -> Result<(), String> {
+    let [q, k, v, keys, _, table, row_start, position] = call.inputs else { unreachable!("eight operands") };
+    if !q.width().is_multiple_of(LANES) {
+        return Err(format!("heads of {}; expected a multiple of {LANES}", q.width()));
     }
     let rows = batch::batch(row_start, position.values(), q.layout.shape[0])?;
     let table = batch::page_table(table, &rows, spec.window, keys.layout.shape[0])?;
-    let pages = KvPagesMut { keys: keys.shared::<E>(), values: values.shared::<E>(), kv_heads, head_size };
     if spec.window == Some(0) {
-        kv_write(k.rows(2), v.rows(2), rows, table, pages, worker);
+        kv_write(k.rows(2), v.rows(2), rows, table, written, worker);
         return Ok(());
     }
     let whole = Attention {
         q: q.rows(2),
         batch: rows,
         table,
-        pages: KvPages { keys: keys.values::<E>(), values: values.values::<E>(), kv_heads, head_size },
+        pages,
         scale: spec.scale.get(),
         window: spec.window,
         y: call.outputs[0].rows_mut(2),
     };
-    let write_and_attend = |task: &Attention<'_, E>, k: Rows<'_>, v: Rows<'_>| {
-        kv_write(k, v, task.batch, task.table, pages, worker);
+    let write_and_attend = |task: &Attention<'_, P>, k: Rows<'_>, v: Rows<'_>| {
+        kv_write(k, v, task.batch, task.table, written, worker);
         worker.barrier();
         match spec.regime {
             Regime::Prefill => attention_prefill(task, call.scratch(), worker),

@@ -11,7 +11,7 @@
 
 use super::page::{score_tile, softmax_page, weigh_values};
 use super::segments::{pages_of, segment_of};
-use super::{Attention, HEAD_SIZE_MAX, KvElement, MASKED, PAGE, TILE};
+use super::{Attention, HEAD_SIZE_MAX, KvRead, MASKED, PAGE, TILE};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, exp};
@@ -30,27 +30,33 @@ fn segments(pages: usize) -> usize {
     pages.checked_sub(1).map_or(0, |last| segment_of(last) + 1)
 }
 
-/// Attention in the decode regime. `workspace` holds [`decode_workspace_len`] values.
+/// Attention in the decode regime. `workspace` holds [`decode_workspace_len`] values, and behind them what each worker needs
+/// to read pages.
 ///
 /// # Panics
 /// If the shapes disagree, `D` is not a multiple of 16, the workspace is too small, or a page lies outside the pool.
-pub fn attention_decode<E: KvElement>(
-    attention: &Attention<'_, E>,
+pub fn attention_decode<P: KvRead>(
+    attention: &Attention<'_, P>,
     workspace: SharedMut<'_, f32>,
     worker: &Worker<'_>,
 ) {
     attention.check();
-    let size = attention.pages.head_size;
+    let size = attention.pages.head_size();
     assert!(size.is_multiple_of(LANES) && size <= HEAD_SIZE_MAX, "attention_decode: heads of {size} values");
     let pages = attention.table.stride;
-    let needed = decode_workspace_len(attention.batch.rows(), attention.heads(), size, pages);
+    let partials = decode_workspace_len(attention.batch.rows(), attention.heads(), size, pages);
+    let (page_scratch, needed) =
+        (attention.page_scratch(), partials + worker.count * attention.page_scratch());
     assert!(
         workspace.len() >= needed,
         "attention_decode: workspace of {} values, {needed} needed",
         workspace.len()
     );
+    let start = partials + worker.index * page_scratch;
+    // SAFETY: each worker uses its own part, behind the partials.
+    let scratch = unsafe { workspace.range(start..start + page_scratch) };
     let partials = Partials { data: workspace, heads: attention.heads(), segments: segments(pages), size };
-    simd::run_at(worker.isa, Sweep { attention, partials, worker });
+    simd::run_at(worker.isa, Sweep { attention, partials, scratch, worker });
     worker.barrier();
     simd::run_at(worker.isa, Join { attention, partials, worker });
 }
@@ -77,28 +83,29 @@ impl<'a> Partials<'a> {
 
 /// The pages that rows at `positions` see.
 #[inline(always)]
-fn pages_seen<E>(attention: &Attention<'_, E>, positions: Range<usize>) -> Range<usize> {
+fn pages_seen<P: KvRead>(attention: &Attention<'_, P>, positions: Range<usize>) -> Range<usize> {
     attention.first_seen(positions.start) / PAGE..(positions.end - 1) / PAGE + 1
 }
 
 /// The positions of the rows of sequence `b`.
 #[inline(always)]
-fn positions_of<E>(attention: &Attention<'_, E>, b: usize) -> Range<usize> {
+fn positions_of<P: KvRead>(attention: &Attention<'_, P>, b: usize) -> Range<usize> {
     let first = attention.batch.position[b] as usize;
     first..first + attention.batch.rows_of(b).len()
 }
 
-struct Sweep<'a, 'w, E> {
-    attention: &'a Attention<'a, E>,
+struct Sweep<'a, 'w, P> {
+    attention: &'a Attention<'a, P>,
     partials: Partials<'a>,
+    scratch: &'a mut [f32],
     worker: &'a Worker<'w>,
 }
 
-impl<E: KvElement> VectorKernel for Sweep<'_, '_, E> {
+impl<P: KvRead> VectorKernel for Sweep<'_, '_, P> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let attention = self.attention;
-        let kv_heads = attention.pages.kv_heads;
+        let kv_heads = attention.pages.kv_heads();
         // Not the whole page table: it has room for contexts that no sequence may have yet.
         let ends = (0..attention.batch.sequences()).map(|b| positions_of(attention, b).end.div_ceil(PAGE));
         let segments = segments(ends.max().unwrap_or(0));
@@ -111,7 +118,7 @@ impl<E: KvElement> VectorKernel for Sweep<'_, '_, E> {
             let (seen, held) = (pages_seen(attention, positions), pages_of(segment));
             let pages = seen.start.max(held.start)..seen.end.min(held.end);
             if !pages.is_empty() {
-                sweep_segment(s, attention, &self.partials, (b, segment, kv), pages);
+                sweep_segment(s, attention, &self.partials, (b, segment, kv), pages, &mut *self.scratch);
             }
         }
     }
@@ -119,14 +126,17 @@ impl<E: KvElement> VectorKernel for Sweep<'_, '_, E> {
 
 /// All queries of sequence `b` that read key-value head `kv`, against the `pages` of a segment in order.
 #[inline(always)]
-fn sweep_segment<S: Simd, E: KvElement>(
+fn sweep_segment<S: Simd, P: KvRead>(
     s: S,
-    attention: &Attention<'_, E>,
+    attention: &Attention<'_, P>,
     partials: &Partials<'_>,
     (b, segment, kv): (usize, usize, usize),
     pages: Range<usize>,
+    scratch: &mut [f32],
 ) {
-    let ratio = attention.heads() / attention.pages.kv_heads;
+    let ratio = attention.heads() / attention.pages.kv_heads();
+    let positions = positions_of(attention, b);
+    let (key_scratch, value_scratch) = scratch.split_at_mut(scratch.len() / 2);
     let rows = attention.batch.rows_of(b);
     let queries = rows.len() * ratio;
     for i in 0..queries {
@@ -136,8 +146,13 @@ fn sweep_segment<S: Simd, E: KvElement>(
         partial[partials.size] = MASKED;
     }
     for page in pages {
+        let within = |position: usize| position.saturating_sub(page * PAGE).min(PAGE);
+        let seen = within(attention.first_seen(positions.start))..within(positions.end);
+        let (stored, tiles) = (attention.table.page(b, page), seen.start / TILE..seen.end.div_ceil(TILE));
+        let keys = attention.pages.keys(stored, kv, tiles, key_scratch);
+        let values = attention.pages.values(stored, kv, seen, value_scratch);
         for start in (0..queries).step_by(GROUP) {
-            let sweep = PageSweep { attention, partials, b, segment, page, kv, ratio, start };
+            let sweep = PageSweep { attention, partials, keys, values, b, segment, page, kv, ratio, start };
             match queries - start {
                 1 => sweep.group::<S, 1>(s),
                 2 => sweep.group::<S, 2>(s),
@@ -148,9 +163,11 @@ fn sweep_segment<S: Simd, E: KvElement>(
     }
 }
 
-struct PageSweep<'a, 'b, E> {
-    attention: &'a Attention<'b, E>,
+struct PageSweep<'a, 'b, P: KvRead> {
+    attention: &'a Attention<'b, P>,
     partials: &'a Partials<'b>,
+    keys: &'a [P::Element],
+    values: &'a [P::Element],
     b: usize,
     segment: usize,
     page: usize,
@@ -160,12 +177,11 @@ struct PageSweep<'a, 'b, E> {
     start: usize,
 }
 
-impl<E: KvElement> PageSweep<'_, '_, E> {
+impl<P: KvRead> PageSweep<'_, '_, P> {
     #[inline(always)]
     fn group<S: Simd, const Q: usize>(&self, s: S) {
         let attention = self.attention;
-        let size = attention.pages.head_size;
-        let page = attention.table.page(self.b, self.page);
+        let size = attention.pages.head_size();
         let first_row = attention.batch.row_start[self.b] as usize;
         let row = |i: usize| first_row + (self.start + i) / self.ratio;
         let head = |i: usize| self.kv * self.ratio + (self.start + i) % self.ratio;
@@ -193,9 +209,14 @@ impl<E: KvElement> PageSweep<'_, '_, E> {
 
         let mut weights = [[0.0; PAGE]; Q];
         let tiles = from / TILE..to.div_ceil(TILE);
-        let keys = attention.pages.keys_of(page, self.kv);
         for tile in tiles.clone() {
-            score_tile(s, &queries[..size], &keys[tile * TILE * size..][..TILE * size], tile, &mut weights);
+            score_tile(
+                s,
+                &queries[..size],
+                &self.keys[tile * TILE * size..][..TILE * size],
+                tile,
+                &mut weights,
+            );
         }
         let start = tiles.start * TILE;
         for i in 0..Q {
@@ -213,17 +234,17 @@ impl<E: KvElement> PageSweep<'_, '_, E> {
         // SAFETY: as above, and the borrows of the loop have ended.
         let mut outputs: [&mut [f32]; Q] =
             std::array::from_fn(|i| unsafe { self.partials.get(row(i), head(i), self.segment) });
-        weigh_values(s, &weights, attention.pages.values_of(page, self.kv), from..to, &mut outputs);
+        weigh_values(s, &weights, self.values, from..to, &mut outputs);
     }
 }
 
-struct Join<'a, 'w, E> {
-    attention: &'a Attention<'a, E>,
+struct Join<'a, 'w, P> {
+    attention: &'a Attention<'a, P>,
     partials: Partials<'a>,
     worker: &'a Worker<'w>,
 }
 
-impl<E: KvElement> VectorKernel for Join<'_, '_, E> {
+impl<P: KvRead> VectorKernel for Join<'_, '_, P> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let attention = self.attention;
@@ -238,7 +259,7 @@ impl<E: KvElement> VectorKernel for Join<'_, '_, E> {
     }
 }
 
-impl<E: KvElement> Join<'_, '_, E> {
+impl<P: KvRead> Join<'_, '_, P> {
     /// `y = sum_p e^(m_p - m) o_p / sum_p e^(m_p - m) l_p`, segments `p` in order.
     #[inline(always)]
     fn join_segments<S: Simd>(&self, s: S, t: usize, head: usize, segments: Range<usize>) {

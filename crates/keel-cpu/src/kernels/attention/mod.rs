@@ -9,14 +9,16 @@
 //! [`attention_prefill`] serves many and is bound by arithmetic. Both take keys in whole pages anchored at
 //! position 0, in order, so that a row's bits depend on nothing but its own query and the pages.
 
+mod coded;
 mod decode;
 mod page;
 mod pages;
 mod prefill;
 mod segments;
 
+pub use coded::{CodedPages, CodedPagesMut};
 pub use decode::{attention_decode, decode_workspace_len};
-pub use pages::{KvElement, KvPages, KvPagesMut, PAGE, PageTable, TILE, kv_write};
+pub use pages::{KvElement, KvPages, KvPagesMut, KvRead, KvWrite, PAGE, PageTable, TILE, kv_write};
 pub use prefill::{attention_prefill, prefill_workspace_len};
 
 use super::rows::{Batch, Rows, RowsMut};
@@ -32,7 +34,7 @@ const MASKED: f32 = -1e30;
 
 /// What attention reads and writes.
 #[derive(Clone, Copy)]
-pub struct Attention<'a, E> {
+pub struct Attention<'a, P> {
     /// `[T, H * D]`
     pub q: Rows<'a>,
     /// Rows and positions of each sequence. Their keys and values must be in the pages already.
@@ -40,7 +42,7 @@ pub struct Attention<'a, E> {
     /// Where each sequence's tokens live.
     pub table: PageTable<'a>,
     /// Keys and values.
-    pub pages: KvPages<'a, E>,
+    pub pages: P,
     /// Factor on the scores, usually `D^-0.5`.
     pub scale: f32,
     /// A row sees this many positions, its own included; `None`: all of them.
@@ -49,10 +51,10 @@ pub struct Attention<'a, E> {
     pub y: RowsMut<'a>,
 }
 
-impl<E> Attention<'_, E> {
+impl<P: KvRead> Attention<'_, P> {
     /// Query heads.
     fn heads(&self) -> usize {
-        self.q.width() / self.pages.head_size
+        self.q.width() / self.pages.head_size()
     }
 
     /// First position that the row at `position` sees.
@@ -60,8 +62,13 @@ impl<E> Attention<'_, E> {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
+    /// `f32` values of scratch that each worker needs to read pages: for keys, and as many for values.
+    fn page_scratch(&self) -> usize {
+        2 * P::scratch_len(self.pages.head_size())
+    }
+
     fn check(&self) {
-        let (size, kv_heads) = (self.pages.head_size, self.pages.kv_heads);
+        let (size, kv_heads) = (self.pages.head_size(), self.pages.kv_heads());
         assert!(
             self.q.width().is_multiple_of(size) && self.heads().is_multiple_of(kv_heads) && self.heads() > 0
         );

@@ -13,6 +13,7 @@ use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::Simd;
 use half::bf16;
+use std::ops::Range;
 
 /// Tokens of a page.
 pub const PAGE: usize = 256;
@@ -79,17 +80,62 @@ pub struct KvPages<'a, E> {
     pub head_size: usize,
 }
 
-impl<'a, E: KvElement> KvPages<'a, E> {
-    /// The keys `[4, D, 64]` of one head of a page.
+/// Pools of pages that attention reads.
+pub trait KvRead: Copy + Send + Sync {
+    /// What a page is read as.
+    type Element: KvElement;
+
+    /// KV
+    fn kv_heads(&self) -> usize;
+
+    /// D
+    fn head_size(&self) -> usize;
+
+    /// Values of scratch that a worker needs for the keys of a page, and as many for the values.
+    fn scratch_len(head_size: usize) -> usize;
+
+    /// The keys `[4, D, 64]` of one head of a page; those of other `tiles` than asked for may be anything.
+    fn keys<'s>(
+        &'s self,
+        page: usize,
+        head: usize,
+        tiles: Range<usize>,
+        scratch: &'s mut [f32],
+    ) -> &'s [Self::Element];
+
+    /// The values `[256, D]` of one head of a page; those of other `tokens` than asked for may be anything.
+    fn values<'s>(
+        &'s self,
+        page: usize,
+        head: usize,
+        tokens: Range<usize>,
+        scratch: &'s mut [f32],
+    ) -> &'s [Self::Element];
+}
+
+impl<E: KvElement> KvRead for KvPages<'_, E> {
+    type Element = E;
+
+    fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    fn head_size(&self) -> usize {
+        self.head_size
+    }
+
+    fn scratch_len(_head_size: usize) -> usize {
+        0
+    }
+
     #[inline(always)]
-    pub(super) fn keys_of(&self, page: usize, head: usize) -> &'a [E] {
+    fn keys<'s>(&'s self, page: usize, head: usize, _: Range<usize>, _: &'s mut [f32]) -> &'s [E] {
         let start = (page * self.kv_heads + head) * PAGE * self.head_size;
         &self.keys[start..start + PAGE * self.head_size]
     }
 
-    /// The values `[256, D]` of one head of a page.
     #[inline(always)]
-    pub(super) fn values_of(&self, page: usize, head: usize) -> &'a [E] {
+    fn values<'s>(&'s self, page: usize, head: usize, _: Range<usize>, _: &'s mut [f32]) -> &'s [E] {
         let start = (page * self.kv_heads + head) * PAGE * self.head_size;
         &self.values[start..start + PAGE * self.head_size]
     }
@@ -108,7 +154,14 @@ pub struct KvPagesMut<'a, E> {
     pub head_size: usize,
 }
 
-impl<E: KvElement> KvPagesMut<'_, E> {
+/// Pools of pages that tokens are written to.
+pub trait KvWrite: Copy + Send + Sync {
+    /// KV
+    fn kv_heads(&self) -> usize;
+
+    /// D
+    fn head_size(&self) -> usize;
+
     /// Writes one token of one head.
     ///
     /// # Safety
@@ -116,8 +169,20 @@ impl<E: KvElement> KvPagesMut<'_, E> {
     ///
     /// # Panics
     /// If the token lies outside the pool.
+    unsafe fn write(&self, page: usize, head: usize, slot: usize, key: &[f32], value: &[f32]);
+}
+
+impl<E: KvElement> KvWrite for KvPagesMut<'_, E> {
+    fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    fn head_size(&self) -> usize {
+        self.head_size
+    }
+
     #[inline(always)]
-    pub(crate) unsafe fn write(&self, page: usize, head: usize, slot: usize, key: &[f32], value: &[f32]) {
+    unsafe fn write(&self, page: usize, head: usize, slot: usize, key: &[f32], value: &[f32]) {
         let size = self.head_size;
         let start = (page * self.kv_heads + head) * PAGE * size;
         let (tile, row) = (start + slot / TILE * TILE * size, start + slot * size);
@@ -158,15 +223,15 @@ impl PageTable<'_> {
 ///
 /// # Panics
 /// If the shapes disagree or a page lies outside the pool.
-pub fn kv_write<E: KvElement>(
+pub fn kv_write<P: KvWrite>(
     k: Rows<'_>,
     v: Rows<'_>,
     batch: Batch<'_>,
     table: PageTable<'_>,
-    pages: KvPagesMut<'_, E>,
+    pages: P,
     worker: &Worker<'_>,
 ) {
-    let (size, heads) = (pages.head_size, pages.kv_heads);
+    let (size, heads) = (pages.head_size(), pages.kv_heads());
     assert!(k.width() == heads * size && v.width() == heads * size);
     assert!(k.len() >= batch.rows() && v.len() >= batch.rows());
     // Tokens of one tile of keys share cache lines, so one worker writes all of them.

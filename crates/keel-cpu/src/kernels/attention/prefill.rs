@@ -6,7 +6,7 @@
 //!
 //! Floor: `4 * D` operations for each query head and pair of positions, half of the square of a prompt.
 
-use super::{Attention, KvElement, MASKED, PAGE, TILE};
+use super::{Attention, KvRead, MASKED, PAGE, TILE};
 use crate::kernels::small_gemm::{SmallGemm, Start};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
@@ -26,37 +26,43 @@ fn worker_len(head_size: usize) -> usize {
     BLOCK * (2 * head_size + PAGE + 3)
 }
 
-/// Attention in the prefill regime. `workspace` holds [`prefill_workspace_len`] values.
+/// Attention in the prefill regime. `workspace` holds [`prefill_workspace_len`] values, and behind them what each worker needs
+/// to read pages.
 ///
 /// # Panics
 /// If the shapes disagree, `D` is not a multiple of 16, the workspace is too small, or a page lies outside the pool.
-pub fn attention_prefill<E: KvElement>(
-    attention: &Attention<'_, E>,
+pub fn attention_prefill<P: KvRead>(
+    attention: &Attention<'_, P>,
     workspace: SharedMut<'_, f32>,
     worker: &Worker<'_>,
 ) {
     attention.check();
-    let size = attention.pages.head_size;
+    let size = attention.pages.head_size();
     assert!(size.is_multiple_of(LANES), "heads of {size} values, not a multiple of {LANES}");
-    let needed = prefill_workspace_len(worker.count, size);
+    let (blocks, page_scratch) = (prefill_workspace_len(worker.count, size), attention.page_scratch());
+    let needed = blocks + worker.count * page_scratch;
     assert!(
         workspace.len() >= needed,
         "attention_prefill: workspace of {} values, {needed} needed",
         workspace.len()
     );
-    let start = worker.index * worker_len(size);
-    // SAFETY: each worker uses its own part.
-    let scratch = unsafe { workspace.range(start..start + worker_len(size)) };
-    simd::run_at(worker.isa, Task { attention, scratch, worker });
+    let (start, pages) = (worker.index * worker_len(size), blocks + worker.index * page_scratch);
+    // SAFETY: each worker uses its own parts.
+    let (scratch, pages) = unsafe {
+        (workspace.range(start..start + worker_len(size)), workspace.range(pages..pages + page_scratch))
+    };
+    simd::run_at(worker.isa, Task { attention, scratch, pages, worker });
 }
 
-struct Task<'a, 'w, E> {
-    attention: &'a Attention<'a, E>,
+struct Task<'a, 'w, P> {
+    attention: &'a Attention<'a, P>,
     scratch: &'a mut [f32],
+    /// For what is read of a page.
+    pages: &'a mut [f32],
     worker: &'a Worker<'w>,
 }
 
-impl<E: KvElement> VectorKernel for Task<'_, '_, E> {
+impl<P: KvRead> VectorKernel for Task<'_, '_, P> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let attention = self.attention;
@@ -71,15 +77,15 @@ impl<E: KvElement> VectorKernel for Task<'_, '_, E> {
             let positions = start.max(first)..(start + BLOCK).min(first + rows.len());
             if !positions.is_empty() {
                 let t = rows.start + positions.start - first;
-                Block { attention, b, head, t, positions }.run(s, &mut *self.scratch);
+                Block { attention, b, head, t, positions }.run(s, &mut *self.scratch, &mut *self.pages);
             }
         }
     }
 }
 
 /// The rows of one block of positions, for one query head.
-struct Block<'a, 'b, E> {
-    attention: &'a Attention<'b, E>,
+struct Block<'a, 'b, P> {
+    attention: &'a Attention<'b, P>,
     b: usize,
     head: usize,
     /// First row.
@@ -87,10 +93,10 @@ struct Block<'a, 'b, E> {
     positions: Range<usize>,
 }
 
-impl<E: KvElement> Block<'_, '_, E> {
+impl<P: KvRead> Block<'_, '_, P> {
     #[inline(always)]
-    fn run<S: Simd>(&self, s: S, scratch: &mut [f32]) {
-        let size = self.attention.pages.head_size;
+    fn run<S: Simd>(&self, s: S, scratch: &mut [f32], pages: &mut [f32]) {
+        let size = self.attention.pages.head_size();
         let (queries, scratch) = scratch.split_at_mut(BLOCK * size);
         let (outputs, scratch) = scratch.split_at_mut(BLOCK * size);
         let (scores, scratch) = scratch.split_at_mut(BLOCK * PAGE);
@@ -109,14 +115,14 @@ impl<E: KvElement> Block<'_, '_, E> {
         for page in first / PAGE..(self.positions.end - 1) / PAGE + 1 {
             let seen = first.saturating_sub(page * PAGE)..(self.positions.end - page * PAGE).min(PAGE);
             let tiles = seen.start / TILE * TILE..seen.end.next_multiple_of(TILE);
-            self.score(s, queries, page, tiles.clone(), scores);
+            self.score(s, queries, page, tiles.clone(), scores, pages);
             for i in 0..self.positions.len() {
                 let row = &mut scores[i * PAGE..][tiles.clone()];
                 let seen = self.seen(i, page * PAGE + tiles.start, row.len());
                 let state = (&mut largest[i], &mut sums[i]);
                 factors[i] = softmax_row(s, row, seen, state);
             }
-            self.weigh(s, scores, page, seen, factors, outputs);
+            self.weigh(s, scores, page, seen, (factors, outputs), pages);
         }
         self.finish(s, outputs, sums);
     }
@@ -131,9 +137,19 @@ impl<E: KvElement> Block<'_, '_, E> {
 
     /// Scores of all rows against the keys `tiles` of a page.
     #[inline(always)]
-    fn score<S: Simd>(&self, s: S, queries: &[f32], page: usize, tiles: Range<usize>, scores: &mut [f32]) {
-        let (attention, size) = (self.attention, self.attention.pages.head_size);
-        let keys = attention.pages.keys_of(attention.table.page(self.b, page), self.kv_head());
+    fn score<S: Simd>(
+        &self,
+        s: S,
+        queries: &[f32],
+        page: usize,
+        tiles: Range<usize>,
+        scores: &mut [f32],
+        scratch: &mut [f32],
+    ) {
+        let (attention, size) = (self.attention, self.attention.pages.head_size());
+        let stored = attention.table.page(self.b, page);
+        let keys =
+            attention.pages.keys(stored, self.kv_head(), tiles.start / TILE..tiles.end / TILE, scratch);
         for start in tiles.step_by(TILE) {
             let tile = &keys[start * size..][..TILE * size];
             let gemm = SmallGemm {
@@ -156,11 +172,12 @@ impl<E: KvElement> Block<'_, '_, E> {
         weights: &[f32],
         page: usize,
         seen: Range<usize>,
-        factors: &[f32],
-        outputs: &mut [f32],
+        (factors, outputs): (&[f32], &mut [f32]),
+        scratch: &mut [f32],
     ) {
-        let (attention, size) = (self.attention, self.attention.pages.head_size);
-        let values = attention.pages.values_of(attention.table.page(self.b, page), self.kv_head());
+        let (attention, size) = (self.attention, self.attention.pages.head_size());
+        let stored = attention.table.page(self.b, page);
+        let values = attention.pages.values(stored, self.kv_head(), seen.clone(), scratch);
         let gemm = SmallGemm {
             m: self.positions.len(),
             n: size,
@@ -175,7 +192,7 @@ impl<E: KvElement> Block<'_, '_, E> {
     /// `y = outputs / sums`
     #[inline(always)]
     fn finish<S: Simd>(&self, s: S, outputs: &[f32], sums: &[f32]) {
-        let size = self.attention.pages.head_size;
+        let size = self.attention.pages.head_size();
         for i in 0..self.positions.len() {
             // SAFETY: this unit alone has this head of these rows.
             let y = unsafe { self.attention.y.part(self.t + i, self.head * size..(self.head + 1) * size) };
@@ -187,7 +204,7 @@ impl<E: KvElement> Block<'_, '_, E> {
 
     #[inline(always)]
     fn kv_head(&self) -> usize {
-        self.head / (self.attention.heads() / self.attention.pages.kv_heads)
+        self.head / (self.attention.heads() / self.attention.pages.kv_heads())
     }
 }
 

@@ -54,6 +54,10 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     let [q, _, v, keys, values, table, row_start, position] = &call.inputs[..] else {
         unreachable!("eight operands")
     };
+    if keys.dtype == DType::U8 {
+        let reason = "keys and values in 8 or 4 bits are not read on the GPU yet; do without --kv-bits";
+        return Err(call.error(reason.into()));
+    }
     let task = Task::new(spec, call)?;
     let check = BatchCheck {
         rows: task.rows,

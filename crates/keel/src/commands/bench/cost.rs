@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use keel_array::Category;
+use keel_cache::LayerSpec;
 use keel_engine::{Engine, EngineOptions};
 use keel_models::blocks::FeedForward;
 use keel_models::loading::Parameters;
@@ -51,8 +52,9 @@ impl Cost {
         let expert_bytes = expert_bytes(model);
         let moe = model.config.moe.as_ref();
         let layers_of = |wanted| model.config.layers.iter().filter(|kind| **kind == wanted).count();
-        let kv_width = 2 * model.config.kv_heads * model.config.head_dim;
-        let layer_bytes = (kv_width * engine.options().kv_dtype().size()) as f64;
+        let (kv_heads, head_dim) = (model.config.kv_heads, model.config.head_dim);
+        let layer = LayerSpec::Attention { kv_heads, head_dim };
+        let layer_bytes = layer.token_bytes(engine.options().kv_format()) as f64;
         Ok(Cost {
             weights_bytes: ledger.get(Category::Weights),
             shared_bytes: (read - expert_bytes) as f64,
