@@ -4,7 +4,7 @@
     python compare_servers.py --keel target/release/keel --model FILE.gguf --clients 16 --requests 32 --rounds 2
 
 Each client streams one completion after the other. All prompts differ from their first word on, so that neither side
-reuses a prefix. A token is what the usage counts, or an event of the stream where there is none.
+reuses a prefix. `--idle` connections are open meanwhile. A token is what the usage counts, or an event of the stream where there is none.
 """
 
 import argparse
@@ -32,16 +32,20 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+SERVERS = {"keel": "keel serve", "llama": "llama.cpp's server"}
+
+
 def commands(args, port: int) -> dict[str, list[str]]:
     threads = str(args.threads)
-    return {
-        "keel serve": [args.keel, "serve", "--model", args.model, "--port", str(port), "--threads", threads,
+    both = {
+        SERVERS["keel"]: [args.keel, "serve", "--model", args.model, "--port", str(port), "--threads", threads,
                        "--context", str(args.context), "--sequences", str(args.clients)],
         # It answers one request at a time; without the last option a new one would end the one that runs.
-        "llama.cpp's server": [sys.executable, "-m", "llama_cpp.server", "--model", args.model, "--port", str(port),
+        SERVERS["llama"]: [sys.executable, "-m", "llama_cpp.server", "--model", args.model, "--port", str(port),
                                "--n_threads", threads, "--n_threads_batch", threads, "--n_ctx", str(args.context),
                                "--interrupt_requests", "false"],
     }
+    return both if args.only is None else {SERVERS[args.only]: both[SERVERS[args.only]]}
 
 
 async def complete(client: httpx.AsyncClient, model: str, text: str, tokens: int) -> tuple[float, float, int]:
@@ -63,9 +67,18 @@ async def complete(client: httpx.AsyncClient, model: str, text: str, tokens: int
     return first or 0.0, time.perf_counter() - began, count
 
 
+async def touch(client: httpx.AsyncClient, connections: int):
+    """A small request on each of so many connections, which are kept."""
+    for reply in await asyncio.gather(*(client.get("/v1/models") for _ in range(connections))):
+        reply.raise_for_status()
+
+
 async def load(url: str, args) -> dict[str, float]:
+    kept = httpx.Limits(max_connections=args.idle, max_keepalive_connections=args.idle, keepalive_expiry=None)
     limits = httpx.Limits(max_connections=args.clients)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+    async with (httpx.AsyncClient(base_url=url, timeout=None, limits=kept) as idle,
+                httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client):
+        await touch(idle, args.idle)
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await complete(client, model, prompt(10_000, args.words), args.tokens)
         waiting = iter(range(args.requests))
@@ -78,6 +91,7 @@ async def load(url: str, args) -> dict[str, float]:
         began = time.perf_counter()
         await asyncio.gather(*(one_client() for _ in range(args.clients)))
         seconds = time.perf_counter() - began
+        await touch(idle, args.idle)
     firsts, alls = sorted(a[0] for a in answers), sorted(a[1] for a in answers)
     return {"tokens/s": sum(a[2] for a in answers) / seconds, "tokens": sum(a[2] for a in answers),
             "first token p50, ms": statistics.median(firsts) * 1e3, "first token max, ms": firsts[-1] * 1e3,
@@ -107,7 +121,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keel", required=True)
     parser.add_argument("--model", required=True)
-    for name, default in [("clients", 16), ("requests", 32), ("tokens", 64), ("words", 60), ("rounds", 2),
+    parser.add_argument("--only", choices=list(SERVERS), help="time one of them alone")
+    for name, default in [("clients", 16), ("idle", 0), ("requests", 32), ("tokens", 64), ("words", 60), ("rounds", 2),
                           ("threads", os.cpu_count()), ("context", 2048)]:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
