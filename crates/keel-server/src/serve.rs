@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use axum::serve::ListenerExt;
 use keel_engine::Engine;
 use keel_engine::batch::Batcher;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 
 use crate::app::App;
 use crate::error::{Result, ServerError};
@@ -67,6 +68,7 @@ impl Server {
         let routes = router(Arc::clone(&app)).into_make_service_with_connect_info::<SocketAddr>();
         let draining = Arc::clone(&app);
         let aborting = app.engine.clone();
+        let listener = listener.tap_io(send_at_once);
         let served = axum::serve(listener, routes).with_graceful_shutdown(async move {
             drain.await;
             draining.drain();
@@ -92,6 +94,14 @@ impl Server {
     }
 }
 
+/// Has small writes of a connection sent at once. Or the first event of a stream would wait behind the headers for the
+/// acknowledgement that a client delays, some 40 ms.
+fn send_at_once(connection: &mut TcpStream) {
+    if let Err(error) = connection.set_nodelay(true) {
+        tracing::debug!("small writes of a connection wait: {error}");
+    }
+}
+
 /// Completes at the first SIGTERM or SIGINT after the call.
 pub async fn wait_for_signal() {
     let interrupt = tokio::signal::ctrl_c();
@@ -110,4 +120,20 @@ pub async fn wait_for_signal() {
     }
     #[cfg(not(unix))]
     drop(interrupt.await);
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::serve::Listener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn small_writes_do_not_wait() {
+        let mut listener = bind("127.0.0.1:0").await.expect("a free port").tap_io(send_at_once);
+        let address = listener.local_addr().expect("it is bound");
+        let _client = TcpStream::connect(address).await.expect("it listens");
+        let (connection, _) = listener.accept().await;
+        assert!(connection.nodelay().expect("it is open"));
+    }
 }
