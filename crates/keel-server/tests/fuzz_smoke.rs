@@ -7,6 +7,7 @@
 mod reading;
 
 use keel_server::requests::Endpoint;
+use keel_testkit::random::Random;
 use reading::exercise;
 
 const MUTATIONS: u64 = 30_000;
@@ -92,7 +93,7 @@ fn damaged_bodies_never_panic_and_are_the_clients_errors() {
 
 /// Runs one mutation; whether it is still a request. A panic is reported with the number of the case.
 fn run_case(case: u64) -> bool {
-    let mut random = Random(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
+    let mut random = Random::new(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
     let (endpoint, body) = BODIES[random.below(BODIES.len())];
     let mut body = body.as_bytes().to_vec();
     for _ in 0..=random.below(3) {
@@ -101,18 +102,6 @@ fn run_case(case: u64) -> bool {
     match std::panic::catch_unwind(|| exercise(endpoint, &body)) {
         Ok(read) => read,
         Err(_) => panic!("case {case} panicked: {endpoint:?} {}", String::from_utf8_lossy(&body)),
-    }
-}
-
-/// Xorshift: enough to pick positions, and the same everywhere.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % end.max(1) as u64) as usize
     }
 }
 

@@ -5,18 +5,7 @@
 mod answering;
 
 use answering::{exercise_answer, exercise_grammar};
-
-/// Xorshift: enough to pick positions, and the same everywhere.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % end.max(1) as u64) as usize
-    }
-}
+use keel_testkit::random::Random;
 
 const ANSWERS: [&str; 6] = [
     "<think>\nLet me see.\n</think>\n\nIt is <tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"1\", \"y\": 2}}\n</tool_call>\n",
@@ -111,7 +100,7 @@ fn survive(
     exercise: fn(&[u8]) -> bool,
 ) -> u64 {
     let run = |case: u64| {
-        let mut random = Random(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
+        let mut random = Random::new(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
         let mut data = base(&mut random);
         let first = data.remove(0);
         mutate(&mut data, words, &mut random);

@@ -9,6 +9,7 @@ mod exercise;
 
 use common::{asset, files_of};
 use exercise::{Input, exercise};
+use keel_testkit::random::Random;
 
 const MUTATIONS: u64 = 20_000;
 const WORKERS: usize = 4;
@@ -34,7 +35,7 @@ fn damaged_files_never_panic() {
 
 /// Runs one mutation; whether everything opened. A panic is reported with the number of the case.
 fn run_case(bases: &[Input], case: u64) -> bool {
-    let mut random = Random(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
+    let mut random = Random::new(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
     let mut input = bases[random.below(bases.len())].clone();
     mutate(&mut input, &mut random);
     match std::panic::catch_unwind(|| exercise(&input)) {
@@ -130,7 +131,7 @@ fn mutate_once(file: &mut Vec<u8>, random: &mut Random) {
     let end = (at + random.below(24)).min(file.len());
     let word = WORDS[random.below(WORDS.len())].as_bytes();
     match random.below(7) {
-        0 if at < file.len() => file[at] = random.next() as u8,
+        0 if at < file.len() => file[at] = random.bits() as u8,
         1 if at < file.len() => file[at] ^= 1 << random.below(8),
         2 => drop(file.drain(at..end)),
         3 => drop(file.splice(at..end, word.iter().copied())),
@@ -154,21 +155,4 @@ fn copy_value(file: &mut Vec<u8>, random: &mut Random) {
     let (from, to) = (random.below(commas.len() - 1), random.below(commas.len() - 1));
     let piece = file[commas[from] + 1..commas[from + 1]].to_vec();
     drop(file.splice(commas[to] + 1..commas[to + 1], piece));
-}
-
-/// The generator SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit.max(1) as u64) as usize
-    }
 }

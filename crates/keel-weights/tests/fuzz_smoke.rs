@@ -6,21 +6,10 @@ mod checks;
 use std::{collections::BTreeMap, panic, path::Path};
 
 use keel_array::DType;
+use keel_testkit::random::Random;
 use keel_weights::{SafetensorsWriter, TensorSpec};
 
 const MUTATED_FILES: u64 = 20_000;
-
-/// Xorshift: enough to pick positions, and the same everywhere.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % end.max(1) as u64) as usize
-    }
-}
 
 /// Pieces that mean something to the parser.
 const TOKENS: [&[u8]; 14] = [
@@ -73,7 +62,7 @@ fn survive(sound: &[u8], check: fn(&[u8]) -> bool, repair: impl Fn(&mut [u8])) {
     let mut accepted = 0;
     for seed in 1..=MUTATED_FILES {
         let mut file = sound.to_vec();
-        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         mutate(&mut file, &mut random);
         if random.below(4) > 0 {
             repair(&mut file);
