@@ -75,12 +75,11 @@ impl<'a, T> SharedMut<'a, T> {
         SharedMut { ptr: self.ptr.wrapping_add(range.start), len: range.len(), _borrow: PhantomData }
     }
 
+    #[inline(always)]
     fn check(self, range: &Range<usize>) {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "range {range:?} of a shared slice of {} values",
-            self.len
-        );
+        if range.start > range.end || range.end > self.len {
+            outside(range.start, range.end, self.len);
+        }
     }
 
     /// The values at `range`, to write.
@@ -91,11 +90,19 @@ impl<'a, T> SharedMut<'a, T> {
     ///
     /// # Panics
     /// If `range` does not lie within the slice.
+    #[inline(always)]
     pub unsafe fn range(self, range: Range<usize>) -> &'a mut [T] {
         self.check(&range);
         // SAFETY: in bounds as asserted; the caller promises that nobody else uses these values.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.end - range.start) }
     }
+}
+
+/// Out of line, and given numbers: to have what it prints in memory would cost a hot loop several stores a round.
+#[cold]
+#[inline(never)]
+fn outside(start: usize, end: usize, len: usize) -> ! {
+    panic!("range {start}..{end} of a shared slice of {len} values")
 }
 
 #[cfg(test)]

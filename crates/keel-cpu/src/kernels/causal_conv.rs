@@ -97,9 +97,9 @@ impl VectorKernel for Task<'_, '_> {
         let few = self.conv.batch.most_rows() < MANY_ROWS;
         let width = if few { BLOCK } else { WIDE_BLOCK };
         let blocks = self.conv.x.width().div_ceil(width);
-        // Few rows are no work but cold memory: neighbouring blocks are one stream for the prefetcher.
-        let grain = if few { blocks.div_ceil(2 * self.worker.count) } else { 1 };
-        for unit in self.worker.claim(self.conv.slot.len() * blocks, grain).flatten() {
+        // Few rows are no work but cold memory: neighbouring blocks are one stream for the prefetcher, and the windows that
+        // a worker wrote in the step before are in its own cache, if in any.
+        for unit in self.worker.claim_near(self.conv.slot.len() * blocks).flatten() {
             Channels::of(self.conv, unit / blocks, unit % blocks * width, width).run(s);
         }
     }

@@ -257,8 +257,8 @@ fn a_decode_step_of_many_rows_is_that_many_steps() {
 /// have the bits of plain decoding, and their states as well.
 #[test]
 fn accepted_rows_have_the_bits_of_plain_decoding() {
-    for (n, &shape) in SHAPES.iter().enumerate() {
-        let capacity = 4;
+    // More records than one sweep repeats, too.
+    for (n, (&shape, capacity)) in SHAPES.iter().flat_map(|shape| [(shape, 4), (shape, 9)]).enumerate() {
         let mut random = Random::new(40 + n as u64);
         let first = Data::random(shape, 60, 11);
         let second = Data {

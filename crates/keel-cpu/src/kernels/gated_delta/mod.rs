@@ -24,8 +24,9 @@
 //! head block writes its share of the records at once. Otherwise keys and decays, which all blocks of a head read, wait
 //! for a barrier.
 //!
-//! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes a token of one sequence.
-//! The first sweep (k S', q S') brings a block to L2, the second updates it there.
+//! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes a token of one sequence. There is a sweep for each
+//! row: it repeats the updates that the state has not had yet (of accepted records, or of the row before) while it sums
+//! k S' and q S'. Only a row that is committed at once needs a second one, in L2.
 
 mod inputs;
 mod step;
@@ -100,9 +101,9 @@ pub fn gated_delta_workspace_len(shape: &GatedDeltaShape, workers: usize) -> usi
     workers * worker_len(shape)
 }
 
-/// A query, a key, and a block of the state that runs ahead of the committed one.
+/// A query, the keys of a row and the one before it, and a block of the state that runs ahead of the committed one.
 fn worker_len(shape: &GatedDeltaShape) -> usize {
-    shape.key_size * (2 + BLOCK)
+    shape.key_size * (3 + BLOCK)
 }
 
 /// The gated delta rule in the decode regime. `workspace` holds [`gated_delta_workspace_len`] values.

@@ -11,6 +11,8 @@ use crate::simd::{LANES, Simd, VectorKernel, exp};
 pub(super) const BLOCK: usize = 8 * LANES;
 /// Columns of a unit where heads are too few to balance the workers.
 const NARROW_BLOCK: usize = 2 * LANES;
+/// Most records that one sweep over a state repeats.
+const RECORDS: usize = 4;
 
 /// A block of columns of a matrix `[Dk, columns]`.
 #[derive(Clone, Copy)]
@@ -50,9 +52,12 @@ impl VectorKernel for Step<'_, '_> {
     fn run<S: Simd>(self, s: S) {
         let shape = self.task.inputs.shape;
         let heads = self.task.slot.len() * shape.value_heads;
-        let width = if heads < 4 * self.worker.count { NARROW_BLOCK } else { BLOCK };
+        let wide = heads * shape.value_size.div_ceil(BLOCK);
+        let is_balanced = wide >= 4 * self.worker.count || wide.is_multiple_of(self.worker.count);
+        let width = if is_balanced { BLOCK } else { NARROW_BLOCK };
         let blocks = shape.value_size.div_ceil(width);
-        for unit in self.worker.claim(heads * blocks, 1).flatten() {
+        // A worker comes back to the states that it wrote in the step before: they are in its own cache, if in any.
+        for unit in self.worker.claim_near(heads * blocks).flatten() {
             let (group, block) = (unit / blocks, unit % blocks);
             let (b, head) = (group / shape.value_heads, group % shape.value_heads);
             let end = ((block + 1) * width).min(shape.value_size);
@@ -102,27 +107,31 @@ impl Unit<'_, '_> {
             stride: shape.value_size,
             columns,
         };
+        let size = shape.key_size;
         let keys = self.step.start;
-        let ahead =
-            Block { data: self.step.workspace, start: keys + 2 * shape.key_size, stride: columns, columns };
+        let ahead = Block { data: self.step.workspace, start: keys + 3 * size, stride: columns, columns };
         let (rows, position) = (task.batch.rows_of(self.b), task.batch.position[self.b]);
-        let accepted = task.log.map_or(0, |log| log.accepted[self.b] as usize);
-        // The update of the last record shares a sweep with the first row, if there is one.
-        let shared = task.log.as_ref().filter(|_| accepted > 0 && !rows.is_empty());
-        if let Some(log) = &task.log {
-            for i in 0..accepted - usize::from(shared.is_some()) {
-                let Record { k, decay, u } = self.accepted::<S, N>(s, log, i, columns);
-                update::<S, N>(s, &committed, &committed, k, decay, u);
+        // What `from` does not have yet.
+        let mut records = Records::none(s);
+        for i in 0..task.log.map_or(0, |log| log.accepted[self.b] as usize) {
+            let Some(log) = &task.log else { break };
+            if records.are_full() {
+                update(s, &committed, &committed, &records);
+                records = Records::none(s);
             }
+            records.add(self.accepted::<S, N>(s, log, i, columns));
         }
         // SAFETY: this part of the workspace is this worker's alone.
-        let (q, k) = unsafe { self.step.workspace.range(keys..keys + 2 * shape.key_size) }
-            .split_at_mut(shape.key_size);
+        let q = unsafe { self.step.workspace.range(keys..keys + size) };
         let open = task.log.filter(|log| log.keep_open);
-        let mut from = committed;
+        let (mut from, mut to) = (committed, committed);
         for (i, t) in rows.clone().enumerate() {
+            let key = keys + (1 + i % 2) * size;
+            // SAFETY: as above; the record of the row before has the other key.
+            let k = unsafe { self.step.workspace.range(key..key + size) };
             task.inputs.query(s, t, key_head, q);
             task.inputs.key(s, t, key_head, k);
+            let k = &*k;
             let log_decay = task.inputs.log_decay(t, self.head);
             let token = Token {
                 qk: s.dot(q, k),
@@ -135,26 +144,21 @@ impl Unit<'_, '_> {
             let column = self.head * shape.value_size + self.start;
             // SAFETY: this unit alone has these columns of the row.
             let y = unsafe { task.y.part(t, column..column + columns) };
-            // A closure here would not be compiled for the instructions of `S`.
-            let last = match shared {
-                Some(log) if i == 0 => Some(self.accepted(s, log, accepted - 1, columns)),
-                _ => None,
-            };
-            let u = attend::<S, N>(s, &from, last, &token, v, y);
-            match &open {
-                None => update::<S, N>(s, &from, &committed, token.k, token.decay, u),
-                Some(log) => {
-                    let record = log.record_at(shape, slot, position, i);
-                    store_row::<S, N>(s, u, self.record_u(log, record, columns));
-                    if self.step.writes_keys && self.start == 0 {
-                        self.write_key(log, record, token.k, log_decay);
-                    }
-                    if t + 1 < rows.end {
-                        update::<S, N>(s, &from, &ahead, token.k, token.decay, u);
-                        from = ahead;
-                    }
+            let u = attend::<S, N>(s, (&from, &to), &records, &token, v, y);
+            if let Some(log) = &open {
+                let record = log.record_at(shape, slot, position, i);
+                store_row::<S, N>(s, u, self.record_u(log, record, columns));
+                if self.step.writes_keys && self.start == 0 {
+                    self.write_key(log, record, k, log_decay);
                 }
+                // The committed state stays; that of the rows runs ahead of it.
+                (from, to) = (to, ahead);
             }
+            records = Records::none(s);
+            records.add(Record { k, decay: token.decay, u });
+        }
+        if open.is_none() || rows.is_empty() {
+            update(s, &committed, &committed, &records);
         }
         columns
     }
@@ -229,20 +233,57 @@ impl Unit<'_, '_> {
     }
 }
 
-/// What it takes to repeat a row's update of some columns.
+/// What it takes to repeat a row's update of some columns: `S = decay * S + k u^T`.
+#[derive(Clone, Copy)]
 struct Record<'a, S: Simd, const N: usize> {
     k: &'a [f32],
     decay: f32,
     u: [S::V; N],
 }
 
-/// `y = q S' + (q . k) u`; returns `u = beta * (v - k S')`. The state first takes the update of the record `before`, with
-/// the operations of [`update`].
+/// Updates that a state has not had yet, first to last.
+struct Records<'a, S: Simd, const N: usize> {
+    all: [Record<'a, S, N>; RECORDS],
+    len: usize,
+}
+
+impl<'a, S: Simd, const N: usize> Records<'a, S, N> {
+    #[inline(always)]
+    fn none(s: S) -> Self {
+        Records { all: [Record { k: &[], decay: 1.0, u: [s.splat(0.0); N] }; RECORDS], len: 0 }
+    }
+
+    #[inline(always)]
+    fn are_full(&self) -> bool {
+        self.len == RECORDS
+    }
+
+    #[inline(always)]
+    fn add(&mut self, record: Record<'a, S, N>) {
+        self.all[self.len] = record;
+        self.len += 1;
+    }
+
+    /// Row `i` of a state after these updates of it.
+    #[inline(always)]
+    fn repeat(&self, s: S, mut row: [S::V; N], i: usize) -> [S::V; N] {
+        for record in &self.all[..self.len] {
+            let (k, decay) = (s.splat(record.k[i]), s.splat(record.decay));
+            for (x, &u) in row.iter_mut().zip(&record.u) {
+                *x = s.fma(k, u, s.mul(*x, decay));
+            }
+        }
+        row
+    }
+}
+
+/// `y = q S' + (q . k) u`; returns `u = beta * (v - k S')`. The state is `from` after the updates of `records`, which is left
+/// in `to` if there are any.
 #[inline(always)]
 fn attend<S: Simd, const N: usize>(
     s: S,
-    state: &Block<'_>,
-    before: Option<Record<'_, S, N>>,
+    (from, to): (&Block<'_>, &Block<'_>),
+    records: &Records<'_, S, N>,
     token: &Token<'_>,
     v: &[f32],
     y: &mut [f32],
@@ -251,15 +292,12 @@ fn attend<S: Simd, const N: usize>(
     let decay = s.splat(token.decay);
     for (i, (&k, &q)) in token.k.iter().zip(token.q).enumerate() {
         let (k, q) = (s.splat(k), s.splat(q));
-        // SAFETY: the block is this unit's alone.
-        let mut row = load_row::<S, N>(s, unsafe { state.row(i) });
-        if let Some(before) = &before {
-            let (k, decay) = (s.splat(before.k[i]), s.splat(before.decay));
-            for (x, &u) in row.iter_mut().zip(&before.u) {
-                *x = s.fma(k, u, s.mul(*x, decay));
-            }
-            // SAFETY: as above, and the row has been read.
-            store_row::<S, N>(s, row, unsafe { state.row(i) });
+        // SAFETY: the blocks are this unit's alone, and a row is read before it is written.
+        let mut row = load_row::<S, N>(s, unsafe { from.row(i) });
+        if records.len > 0 {
+            row = records.repeat(s, row, i);
+            // SAFETY: as above.
+            store_row::<S, N>(s, row, unsafe { to.row(i) });
         }
         for n in 0..N {
             let decayed = s.mul(row[n], decay);
@@ -277,26 +315,17 @@ fn attend<S: Simd, const N: usize>(
     u
 }
 
-/// `to = decay * from + k u^T`
+/// `to` becomes `from` after the updates of `records`.
 #[inline(always)]
-fn update<S: Simd, const N: usize>(
-    s: S,
-    from: &Block<'_>,
-    to: &Block<'_>,
-    k: &[f32],
-    decay: f32,
-    u: [S::V; N],
-) {
-    let decay = s.splat(decay);
-    for (i, &k) in k.iter().enumerate() {
-        let k = s.splat(k);
+fn update<S: Simd, const N: usize>(s: S, from: &Block<'_>, to: &Block<'_>, records: &Records<'_, S, N>) {
+    if records.len == 0 {
+        return;
+    }
+    for i in 0..records.all[0].k.len() {
         // SAFETY: the blocks are this unit's alone, and a row is read before it is written.
-        let mut row = load_row::<S, N>(s, unsafe { from.row(i) });
-        for n in 0..N {
-            row[n] = s.fma(k, u[n], s.mul(row[n], decay));
-        }
+        let row = load_row::<S, N>(s, unsafe { from.row(i) });
         // SAFETY: as above.
-        store_row::<S, N>(s, row, unsafe { to.row(i) });
+        store_row::<S, N>(s, records.repeat(s, row, i), unsafe { to.row(i) });
     }
 }
 
