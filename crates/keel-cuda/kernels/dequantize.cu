@@ -1,13 +1,13 @@
 // Dense rows of a packed weight, and bf16 rows of x: what cuBLASLt multiplies in long prefills.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK, BLOCK_VALUES, BLOCK_BYTES (or WEIGHT_T, embedding_rows alone)
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK (or WEIGHT_T, embedding_rows alone)
 //   dequantize      w bf16 [experts N][K], the weights rounded once. A warp turns one 16 x 64 tile.
-//                   Arguments codes, pairs | blocks, w, experts. Grid ceil(experts * row tiles * column tiles / 8), block 256.
+//                   Arguments codes, pairs, w, experts. Grid ceil(experts * row tiles * column tiles / 8), block 256.
 //                   Floor: 2 bytes per weight besides its own.
-//   embedding_rows  y f32 [T][K]: rows `ids` (INDEX: u32 or i32) of the weight. Arguments codes, pairs | blocks | weight, ids, y, fault, kernel. Grid T, block 128.
+//   embedding_rows  y f32 [T][K]: rows `ids` (INDEX: u32 or i32) of the weight. Arguments codes, pairs | weight, ids, y, fault, kernel. Grid T, block 128.
 #include "weight_tiles.cuh"
 
-#if defined(BITS) || defined(BLOCK)
+#ifdef BITS
 extern "C" __global__ void __launch_bounds__(256) dequantize(WEIGHT_ARGUMENTS, bf16 *out, u32 experts) {
     const int lane = threadIdx.x % 32;
     take_turn();
@@ -53,13 +53,6 @@ extern "C" __global__ void embedding_rows(WEIGHT_ARGUMENTS, const INDEX *ids, fl
                 *(float4 *)(row + k) = make_float4(upper ? w[1][s] : w[0][s], upper ? w[1][s + 1] : w[0][s + 1],
                                                    upper ? w[1][s + 2] : w[0][s + 2], upper ? w[1][s + 3] : w[0][s + 3]);
         }
-    }
-#elif defined(BLOCK)
-    for (int k = 8 * threadIdx.x; k < DIM_K; k += 8 * blockDim.x) {
-        float v[8];
-        eight_values(v, blocks + id * BLOCK_ROW_BYTES, k);
-        *(float4 *)(row + k) = make_float4(v[0], v[1], v[2], v[3]);
-        *(float4 *)(row + k + 4) = make_float4(v[4], v[5], v[6], v[7]);
     }
 #else
     for (int k = threadIdx.x; k < DIM_K; k += blockDim.x) row[k] = to_f32(weight[(size_t)id * DIM_K + k]);

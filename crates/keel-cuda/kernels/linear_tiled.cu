@@ -1,12 +1,12 @@
 // y[t, n] = sum_k x[t, k] W[n, k] for 17 rows of x up to thousands, W dequantised on its way into Hopper's tensor cores (sm_90a).
-// x in bf16, W rounded to bf16 from scale q + bias, sums in f32. One matrix, or the experts of a mixture with rows grouped by expert.
+// x in bf16, W rounded to bf16, sums in f32. One matrix, or the experts of a mixture with rows grouped by expert.
 //
 // The block: two warpgroups, each 64 rows of W (a warp has one row tile) by BT rows of x. W is wgmma's A operand and is made in
 // registers: a lane's slots of a tile are its fragments for four steps of 16 columns, if the columns of x are permuted alike, which `to_bf16_tiles` does.
 // Tiles of W come two by two through each warp's own ring in shared memory, filled by the copy engine; tiles of x [BT][64] bf16 likewise through
 // a ring of the block's, filled by cp.async (rows may be gathered), swizzled as wgmma reads them. While one tile multiplies the next is widened.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T; BT (32, 64, 128); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); SPLITS (0 < SPLITS, parts of K)
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT (32, 64, 128); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); SPLITS (0 < SPLITS, parts of K)
 //   linear_tiled    codes, pairs, x bf16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows; GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
 //                   then residual (GROUPED=0 and SPLITS=1 only, may be null), y f32 ([SPLITS][rows][N] if SPLITS > 1: add them with add_parts).
 //                   Grid (GROUPED ? MOST_TILES : ceil(rows / BT), ceil(row tiles / 8), SPLITS), block 256, dynamic shared memory TILED_SHARED.
@@ -35,7 +35,7 @@
 #define X_STAGES (BT == 128 ? 2 : 4)
 #endif
 #define W_UNIT 2 // tiles of a fetch, of W or x, and of a step
-#define W_SLOT (W_UNIT * TILE_WORDS * 4 + W_UNIT / SHARE * PAIR_BYTES)
+#define W_SLOT COPY_BYTES(W_UNIT)
 #define X_TILE (BT * 128)
 #define X_SLOT (W_UNIT * X_TILE)
 #define TILED_SHARED (1024 + X_STAGES * X_SLOT + 8 * W_STAGES * (W_SLOT + 8))
@@ -87,6 +87,28 @@ __device__ __forceinline__ u64 describe(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
+// What widens a level: affine weights with scales in bf16 by bf16 arithmetic, two at a time; others in f32, then rounded.
+__device__ __forceinline__ bf16x2 twice(bf16 v) { return twice_bf16(v); }
+__device__ __forceinline__ float twice(f16 v) { return to_f32(v); }
+__device__ __forceinline__ float twice(float v) { return v; }
+#ifdef BLOCK
+typedef float Factor;
+#else
+typedef decltype(twice(PAIR_T())) Factor;
+#endif
+struct Widening {
+    Factor scale, bias;
+};
+// Of the eight columns of lane t in columns 32 m and on of a tile.
+__device__ __forceinline__ Widening widening(const SlotPairs (&p)[TILE_SLOTS], int m, int half, int t) {
+#ifdef BLOCK
+    const Scaling s = scaling_at(p, m, half, t);
+    return {s.scale, bias_of(s)};
+#else
+    const PAIR_T *pair = (const PAIR_T *)p[0].subs + 2 * (2 * (PARTS == 2 ? m : 0) + half);
+    return {twice(pair[0]), twice(pair[1])};
+#endif
+}
 // Two slots as bf16: scale q + bias.
 __device__ __forceinline__ u32 widen_two(u32 q, int which, bf16x2 scale, bf16x2 bias) {
     if (BITS <= 6) { // 0x4300 | q is the bf16 128 + q
@@ -99,17 +121,14 @@ __device__ __forceinline__ u32 widen_two(u32 q, int which, bf16x2 scale, bf16x2 
     bf16x2 w = two_bf16(fmaf(lo, to_f32(scale.x), to_f32(bias.x)), fmaf(hi, to_f32(scale.x), to_f32(bias.x)));
     return *(u32 *)&w;
 }
-template <class P> __device__ __forceinline__ u32 widen_two(u32 q, int which, P scale, P bias) {
+__device__ __forceinline__ u32 widen_two(u32 q, int which, float scale, float bias) {
     float lo = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7542 : 0x7540)) - 8388608.0f;
     float hi = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7543 : 0x7541)) - 8388608.0f;
     bf16x2 w = two_bf16(fmaf(lo, scale, bias), fmaf(hi, scale, bias));
     return *(u32 *)&w;
 }
-__device__ __forceinline__ bf16x2 twice(bf16 v) { return twice_bf16(v); }
-__device__ __forceinline__ float twice(f16 v) { return to_f32(v); }
-__device__ __forceinline__ float twice(float v) { return v; }
 
-extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *codes, const PAIR_T *pairs, const bf16 *x,
+extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *codes, const u8 *pairs, const bf16 *x,
 #if GROUPED
                                                                const u32 *row_of, const uint4 *tiles,
 #else
@@ -146,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
         const int slot = (f - fetch_begin) % W_STAGES, n = min(W_UNIT, K_TILES - f * W_UNIT);
         if (lane == 0) {
             expect_bytes(full + slot, tile_bytes(n));
-            fetch_tiles(w_ring + slot * W_SLOT, w_ring + slot * W_SLOT + W_UNIT * TILE_WORDS * 4, full + slot, w, min(rt, N_TILES - 1), f * W_UNIT, n);
+            fetch_tiles<W_UNIT>(w_ring + slot * W_SLOT, full + slot, w, min(rt, N_TILES - 1), f * W_UNIT, n);
         }
     };
     if (lane == 0) init_barriers(full, W_STAGES);
@@ -189,17 +208,18 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
     // A tile's fragments for four steps of 16 columns.
     auto widen_fragments = [&](u32(&a)[4][4], const u8 *slot, int i) {
         TileCodes c;
-        TilePairs p;
-        load_codes<true>(c, (const u32 *)slot + i * TILE_WORDS, lane);
-        load_pairs<true>(p, (const PAIR_T *)(slot + W_UNIT * TILE_WORDS * 4 + i / SHARE * PAIR_BYTES), lane / 4);
+        SlotPairs p[TILE_SLOTS];
+        const TilesAt at = copy_at<W_UNIT>(slot);
+        load_codes<true>(c, at.codes + i * TILE_WORDS, lane);
+#pragma unroll
+        for (int s = 0; s < TILE_SLOTS; s++) load_pairs<true>(p[s], at, i * TILE_SLOTS + s, lane / 4);
 #pragma unroll
         for (int s = 0; s < 4; s++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const u32 q = four_codes(c, h, s);
-                const int part = PARTS == 2 ? s / 2 : 0;
-                a[s][h] = widen_two(q, 0, twice(p.v[part][h][0]), twice(p.v[part][h][1]));
-                a[s][h + 2] = widen_two(q, 1, twice(p.v[part][h][0]), twice(p.v[part][h][1]));
+                const Widening by = widening(p, s / 2, h, lane % 4);
+                a[s][h] = widen_two(q, 0, by.scale, by.bias), a[s][h + 2] = widen_two(q, 1, by.scale, by.bias);
             }
     };
     auto multiply = [&](const u32(&a)[4][4], u32 x_tile) {

@@ -1,16 +1,17 @@
 // y[t, n] = sum_k x[t, k] W[n, k] (+ residual[t, n]) for 1 to 16 rows of x: the products of decoding.
 //
-// Affine weights: each 64 columns of a row of x (32 where the weight's groups have 32) become p = round(x / c),
-// c = max |x| / 127, and y = sum over these groups of  c scale (sum q p) + bias (c sum p): exact integer sums from
-// mma.m16n8k32 (rows of W are its M, rows of x its N), then f32 in an order that depends on N and K alone. So the bits of a row of y
-// do not depend on T, nor on which of the rows stand beside it.
+// Affine weights and block codings: each 64 columns of a row of x (32 where the weight's groups have fewer than 64) become
+// p = round(x / c), c = max |x| / 127, and y = sum over the weight's groups of  c scale (sum q p) + bias (c sum p): exact integer
+// sums from mma.m16n8k32 (rows of W are its M, rows of x its N), then f32 in an order that depends on N and K alone. So the bits of
+// a row of y do not depend on T, nor on which of the rows stand beside it. Of a single row, the tensor cores' other seven columns
+// take other groups of the same row: the sums of a unit stand in four lanes, which scale one slot each.
 // Dense bf16 weights (DENSE=1): x is split into bf16 parts hi + lo, both multiplied on the tensor cores, sums in f32.
 //
 // The block: SPLIT x ROW_WARPS warps. Warp (s, r) takes the row tile r of the block's, and of its columns the units
 // s, s + SPLIT, ... of UNIT tiles; each unit is loaded while the one before is multiplied. The SPLIT partial sums are
 // added in shared memory in the order of s. With PASSES > 1 a block goes on to the row tiles one grid further.
 //
-// Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or DENSE=1; SPLIT, ROW_WARPS, PASSES (these fix the bits: choose them from N and K, never from T)
+// Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or BLOCK or DENSE=1; SPLIT, ROW_WARPS, PASSES (these fix the bits: choose them from N and K, never from T)
 //   FUSED=1    x is quantised by each block in shared memory (T K <= ~100,000); 0: `prepare_rows` has done it
 //   NORM=1     x is first multiplied by norm[k] / sqrt(mean x^2 + EPS)
 //   GATE=1     x is first multiplied by sigmoid(gate); GATE=2: normed by heads of HEAD_DIM as by NORM, then multiplied by
@@ -56,7 +57,7 @@
 #if DENSE
 #define UNIT (2 / HALVES)
 #else
-#define UNIT (HALVES == 2 || BITS == 8 ? 2 : 4)
+#define UNIT (HALVES == 2 || BITS == 8 || GROUP == 16 ? 2 : 4)
 #endif
 #endif
 #ifndef MIN_BLOCKS
@@ -82,6 +83,9 @@
 #else
 #define ROW_BYTES 64
 #define X_PARTS PARTS
+#define ALONE (DIM_T == 1)
+#define SLOTS (UNIT * TILE_SLOTS) // of a unit: their sums are kept apart, each in a lane of a quad if ALONE
+static_assert(SLOTS <= 4, "a lane for each slot");
 #endif
 // A prepared row of x: section 1 [K_TILES][T][ROW_BYTES], section 2 [K_TILES][PARTS][T] (c, c sum p) as float2.
 #define X_BYTES (K_TILES * DIM_T * ROW_BYTES)
@@ -108,20 +112,22 @@ __device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2
         to[1] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
     }
 #else
+    // Runs that share c: 64 columns, or 32 where groups have fewer than 64.
+    const int runs = PARTS == 1 ? 1 : 2;
     float top[2];
     for (int m = 0; m < 2; m++) {
         top[m] = 0;
         for (int i = 0; i < 8; i++) top[m] = fmaxf(top[m], fabsf(v[8 * m + i]));
     }
-    if (PARTS == 1) top[0] = top[1] = fmaxf(top[0], top[1]);
+    if (runs == 1) top[0] = top[1] = fmaxf(top[0], top[1]);
     u32 words[4];
-    for (int part = 0; part < PARTS; part++) {
-        float peak = top[part];
+    for (int run = 0; run < runs; run++) {
+        float peak = top[run];
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
         float to_integer = peak > 0 ? __fdividef(127.0f, peak) : 0.0f;
         int sum = 0;
-        for (int w = part * 2; w < (PARTS == 2 ? part * 2 + 2 : 4); w++) {
+        for (int w = run * 2; w < (runs == 2 ? run * 2 + 2 : 4); w++) {
             u32 word = 0;
             for (int b = 0; b < 4; b++) {
                 int p = __float2int_rn(__fmul_rn(v[4 * w + b], to_integer));
@@ -131,9 +137,10 @@ __device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2
             words[w] = word;
         }
         sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (PARTS < 4) sum += __shfl_xor_sync(~0u, sum, 2); // groups of 16 are those of two lanes
         float c = __fmul_rn(peak, 1.0f / 127.0f);
-        if (t == 0) x_scale[(kt * PARTS + part) * DIM_T + row] = make_float2(c, __fmul_rn(c, (float)sum));
+        const int part = PARTS == 4 ? 2 * run + t / 2 : run;
+        if (t == 0 || PARTS == 4 && t == 2) x_scale[(kt * PARTS + part) * DIM_T + row] = make_float2(c, __fmul_rn(c, (float)sum));
     }
     *(uint4 *)(x + (size_t)(kt * DIM_T + row) * ROW_BYTES + t * 16) = make_uint4(words[0], words[1], words[2], words[3]);
 #endif
@@ -251,21 +258,15 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+#if DENSE
 // What a lane holds of one column tile.
 struct Tile {
-#if DENSE
     uint4 w[HALVES][2][2]; // [32 columns][row g, row g + 8]: 8 columns from 8 t
-#else
-    TileCodes codes[HALVES];
-    TilePairs pairs[HALVES];
-#endif
 };
-
 __device__ __forceinline__ void load_tile(Tile &tile, const Weights &w, int row_tile, int kt, int lane) {
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
         int rt = row_tile + h * OUT_TILES;
-#if DENSE
         for (int m = 0; m < 2; m++) {
             int k = 64 * kt + 32 * m + 8 * (lane % 4);
             for (int r = 0; r < 2; r++) {
@@ -273,14 +274,8 @@ __device__ __forceinline__ void load_tile(Tile &tile, const Weights &w, int row_
                 tile.w[h][m][r] = DIM_K % 64 == 0 || k < DIM_K ? stream16(w.dense + (size_t)n * DIM_K + k) : make_uint4(0, 0, 0, 0);
             }
         }
-#else
-        load_codes(tile.codes[h], codes_of(w.codes, rt, kt), lane);
-        load_pairs(tile.pairs[h], pairs_of(w.pairs, rt, kt), lane / 4);
-#endif
     }
 }
-
-// The tiles of one unit, in registers.
 struct Unit {
     Tile tiles[UNIT];
 };
@@ -290,25 +285,70 @@ __device__ __forceinline__ void load_unit(Unit &u, const Weights &w, int row_til
         if (K_TILES % UNIT == 0 || unit * UNIT + i < K_TILES) load_tile(u.tiles[i], w, row_tile, unit * UNIT + i, lane);
 }
 
+struct Sums {
+    float v[HALVES][N8][4];
+};
+__device__ __forceinline__ void multiply_unit(Sums &acc, const Unit &u, const u8 *x, const float2 *, int unit, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < UNIT; i++) {
+        const int kt = unit * UNIT + i;
+        if (K_TILES % UNIT != 0 && kt >= K_TILES) break;
+#pragma unroll
+        for (int j = 0; j < N8; j++)
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                const uint4 *b = (const uint4 *)(x + (size_t)(kt * DIM_T + min(8 * j + g, DIM_T - 1)) * ROW_BYTES + m * 128 + t * 32);
+                uint4 hi = b[0], lo = b[1];
+#pragma unroll
+                for (int h = 0; h < HALVES; h++) {
+                    const uint4 p = u.tiles[i].w[h][m][0], q = u.tiles[i].w[h][m][1];
+                    mma_bf16(acc.v[h][j], p.x, q.x, p.y, q.y, lo.x, lo.y);
+                    mma_bf16(acc.v[h][j], p.x, q.x, p.y, q.y, hi.x, hi.y);
+                    mma_bf16(acc.v[h][j], p.z, q.z, p.w, q.w, lo.z, lo.w);
+                    mma_bf16(acc.v[h][j], p.z, q.z, p.w, q.w, hi.z, hi.w);
+                }
+            }
+    }
+}
+#else
+// What a lane holds of a unit: of a single row, only what scales the slot that is its own.
+struct Unit {
+    TileCodes codes[UNIT][HALVES];
+    SlotPairs pairs[ALONE ? 1 : SLOTS][HALVES];
+};
+__device__ __forceinline__ int tiles_of(int unit) { return K_TILES % UNIT == 0 ? UNIT : min(UNIT, K_TILES - unit * UNIT); }
+
+template <bool SHARED_MEMORY = false>
+__device__ __forceinline__ void load_half(Unit &u, int h, const TilesAt &at, int tiles, int lane) {
+#pragma unroll
+    for (int i = 0; i < UNIT; i++)
+        if (i < tiles) load_codes<SHARED_MEMORY>(u.codes[i][h], at.codes + i * TILE_WORDS, lane);
+#pragma unroll
+    for (int s = 0; s < (ALONE ? 1 : SLOTS); s++) {
+        const int slot = ALONE ? min(lane % 4, tiles * TILE_SLOTS - 1) : s;
+        if (ALONE || s < tiles * TILE_SLOTS) load_pairs<SHARED_MEMORY>(u.pairs[s][h], at, slot, lane / 4);
+    }
+}
+__device__ __forceinline__ void load_unit(Unit &u, const Weights &w, int row_tile, int unit, int lane) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) load_half(u, h, tiles_at(w, row_tile + h * OUT_TILES, unit * UNIT), tiles_of(unit), lane);
+}
+
 #if BULK
-// The units of one warp on their way through shared memory: slot i % STAGES holds the i-th.
-#define CODE_BYTES (UNIT * TILE_WORDS * 4)
-#define HALF_BYTES (CODE_BYTES + (UNIT + SHARE - 1) / SHARE * PAIR_BYTES)
+// The units of one warp on their way through shared memory: slot i % STAGES of the ring holds the i-th.
+#define HALF_BYTES COPY_BYTES(UNIT)
 #define SLOT_BYTES (HALVES * HALF_BYTES)
 static_assert(UNIT % SHARE == 0, "a unit holds whole groups");
 
 __device__ __forceinline__ void fetch_unit_of(u8 *slot, u64 *full, const Weights &w, int row_tile, int unit) {
-    const int tiles = min(UNIT, K_TILES - unit * UNIT);
+    const int tiles = tiles_of(unit);
     expect_bytes(full, HALVES * tile_bytes(tiles));
-    for (int h = 0; h < HALVES; h++)
-        fetch_tiles(slot + h * HALF_BYTES, slot + h * HALF_BYTES + CODE_BYTES, full, w, row_tile + h * OUT_TILES, unit * UNIT, tiles);
+    for (int h = 0; h < HALVES; h++) fetch_tiles<UNIT>(slot + h * HALF_BYTES, full, w, row_tile + h * OUT_TILES, unit * UNIT, tiles);
 }
-__device__ __forceinline__ void tile_of_slot(Tile &tile, const u8 *slot, int i, int lane) {
+__device__ __forceinline__ void unit_of_slot(Unit &u, const u8 *slot, int unit, int lane) {
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
-        load_codes<true>(tile.codes[h], (const u32 *)(slot + h * HALF_BYTES) + i * TILE_WORDS, lane);
-        load_pairs<true>(tile.pairs[h], (const PAIR_T *)(slot + h * HALF_BYTES + CODE_BYTES + i / SHARE * PAIR_BYTES), lane / 4);
-    }
+    for (int h = 0; h < HALVES; h++) load_half<true>(u, h, copy_at<UNIT>(slot + h * HALF_BYTES), tiles_of(unit), lane);
 }
 #endif
 
@@ -316,70 +356,125 @@ __device__ __forceinline__ void tile_of_slot(Tile &tile, const u8 *slot, int i, 
 #define MAGIC_BITS 0x4B400000
 #define MAGIC 12582912.0f
 
-__device__ __forceinline__ void multiply_tile(float (&acc)[HALVES][N8][4], const Tile &tile, const u8 *x,
-                                              const float2 *x_scale, int kt, int lane) {
-    const int g = lane / 4, t = lane % 4;
-#if DENSE
+// Rows g and g + 8 of 32 columns, as operands.
+__device__ __forceinline__ void operands_of(u32 (&a)[4], const TileCodes &codes, int m) {
+    a[0] = four_codes(codes, 0, 2 * m), a[1] = four_codes(codes, 1, 2 * m);
+    a[2] = four_codes(codes, 0, 2 * m + 1), a[3] = four_codes(codes, 1, 2 * m + 1);
+}
+// acc + the share of one scale group: `sum` as the product left it, `cx` = (c, c sum p).
+__device__ __forceinline__ float scaled_sum(int sum, Scaling s, float2 cx, float acc) {
+    acc = __fmaf_rn(__fsub_rn(__int_as_float(sum), MAGIC), __fmul_rn(s.scale, cx.x), acc);
+    return __fmaf_rn(bias_of(s), cx.y, acc);
+}
+
+#if ALONE
+// Rows g and g + 8 in the slot that is the lane's own.
+struct Sums {
+    float v[HALVES][2];
+};
+// Column 2 s + p of x in the product is part p of slot s and zero elsewhere, so that lane t gets the sums of slot t.
+__device__ __forceinline__ void multiply_unit(Sums &acc, const Unit &u, const u8 *x, const float2 *x_scale, int unit, int lane) {
+    const int g = lane / 4, t = lane % 4, kt = unit * UNIT, tiles = tiles_of(unit), slots = tiles * TILE_SLOTS;
+    u32 b[4];
+    const u8 *columns = x + (kt + min(g / 2 / TILE_SLOTS, tiles - 1)) * ROW_BYTES + t * 16;
+    if (PARTS == 1) {
+        const uint4 v = *(const uint4 *)columns;
+        b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
+    } else {
+        const uint2 v = *(const uint2 *)(columns + (PARTS == 2 ? g % 2 : g / 2 % 2) * 8);
+        const bool zero = PARTS == 4 && t / 2 != g % 2;
+        b[0] = b[2] = zero ? 0 : v.x, b[1] = b[3] = zero ? 0 : v.y;
+    }
+    int sums[HALVES][4];
 #pragma unroll
-    for (int j = 0; j < N8; j++) {
+    for (int h = 0; h < HALVES; h++) sums[h][0] = sums[h][1] = sums[h][2] = sums[h][3] = MAGIC_BITS;
+#pragma unroll
+    for (int i = 0; i < UNIT; i++) {
+        if (i >= tiles) break;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            const uint4 *b = (const uint4 *)(x + (size_t)(kt * DIM_T + min(8 * j + g, DIM_T - 1)) * ROW_BYTES + m * 128 + t * 32);
-            uint4 hi = b[0], lo = b[1];
+            const bool mine = PARTS == 1 ? g == 2 * i : PARTS == 2 ? g == 2 * i + m : g / 2 == 2 * i + m;
+            const u32 b0 = mine ? b[2 * m] : 0, b1 = mine ? b[2 * m + 1] : 0;
 #pragma unroll
             for (int h = 0; h < HALVES; h++) {
-                const uint4 p = tile.w[h][m][0], q = tile.w[h][m][1];
-                mma_bf16(acc[h][j], p.x, q.x, p.y, q.y, lo.x, lo.y);
-                mma_bf16(acc[h][j], p.x, q.x, p.y, q.y, hi.x, hi.y);
-                mma_bf16(acc[h][j], p.z, q.z, p.w, q.w, lo.z, lo.w);
-                mma_bf16(acc[h][j], p.z, q.z, p.w, q.w, hi.z, hi.w);
+                u32 a[4];
+                operands_of(a, u.codes[i][h], m);
+                mma_u8(sums[h], a, b0, b1);
             }
         }
     }
+    const bool busy = SLOTS == 4 && K_TILES % UNIT == 0 || t < slots;
+#pragma unroll
+    for (int part = 0; part < SLOT_PARTS; part++) {
+        float2 cx = x_scale[kt * PARTS + min(t, slots - 1) * SLOT_PARTS + part];
+        if (!busy) cx = make_float2(0, 0);
+#pragma unroll
+        for (int h = 0; h < HALVES; h++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) acc.v[h][r] = scaled_sum(sums[h][2 * r + part], scaling(u.pairs[0][h], part, r), cx, acc.v[h][r]);
+    }
+}
 #else
-    u32 a[HALVES][2][4];
+struct Sums {
+    float v[HALVES][N8][4][SLOTS];
+};
+__device__ __forceinline__ void multiply_unit(Sums &acc, const Unit &u, const u8 *x, const float2 *x_scale, int unit, int lane) {
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int h = 0; h < HALVES; h++)
+    for (int i = 0; i < UNIT; i++) {
+        const int kt = unit * UNIT + i;
+        if (i >= tiles_of(unit)) break;
+        u32 a[HALVES][2][4];
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-            a[h][m][0] = four_codes(tile.codes[h], 0, 2 * m);
-            a[h][m][1] = four_codes(tile.codes[h], 1, 2 * m);
-            a[h][m][2] = four_codes(tile.codes[h], 0, 2 * m + 1);
-            a[h][m][3] = four_codes(tile.codes[h], 1, 2 * m + 1);
-        }
+        for (int h = 0; h < HALVES; h++)
 #pragma unroll
-    for (int j = 0; j < N8; j++) {
-        const uint4 b = *(const uint4 *)(x + (size_t)(kt * DIM_T + min(8 * j + g, DIM_T - 1)) * ROW_BYTES + t * 16);
+            for (int m = 0; m < 2; m++) operands_of(a[h][m], u.codes[i][h], m);
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-            const float2 *scales = x_scale + (kt * PARTS + part) * DIM_T;
-            float2 c0, c1;
-            if (DIM_T == 1) {
-                c0 = c1 = scales[0];
-            } else if (DIM_T % 2 == 0) {
-                float4 both = *(const float4 *)(scales + min(8 * j + 2 * t, DIM_T - 2));
-                c0 = make_float2(both.x, both.y), c1 = make_float2(both.z, both.w);
-            } else {
-                c0 = scales[min(8 * j + 2 * t, DIM_T - 1)], c1 = scales[min(8 * j + 2 * t + 1, DIM_T - 1)];
-            }
+        for (int j = 0; j < N8; j++) {
+            const uint4 b = *(const uint4 *)(x + (size_t)(kt * DIM_T + min(8 * j + g, DIM_T - 1)) * ROW_BYTES + t * 16);
 #pragma unroll
-            for (int h = 0; h < HALVES; h++) {
-                int c[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
-                if (PARTS == 1 || part == 0) mma_u8(c, a[h][0], b.x, b.y);
-                if (PARTS == 1 || part == 1) mma_u8(c, a[h][1], b.z, b.w);
-                const PAIR_T(&pair)[2][2] = tile.pairs[h].v[part];
+            for (int part = 0; part < PARTS; part++) {
+                const float2 *scales = x_scale + (kt * PARTS + part) * DIM_T;
+                float2 c0, c1;
+                if (DIM_T % 2 == 0) {
+                    float4 both = *(const float4 *)(scales + min(8 * j + 2 * t, DIM_T - 2));
+                    c0 = make_float2(both.x, both.y), c1 = make_float2(both.z, both.w);
+                } else {
+                    c0 = scales[min(8 * j + 2 * t, DIM_T - 1)], c1 = scales[min(8 * j + 2 * t + 1, DIM_T - 1)];
+                }
+                const bool in_part = PARTS < 4 || t / 2 == part % 2;
+                const int slot = i * TILE_SLOTS + part / SLOT_PARTS;
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    if (DIM_T == 1 && (e & 1)) continue;
-                    const float2 cx = e & 1 ? c1 : c0;
-                    const float sum = __fsub_rn(__int_as_float(c[e]), MAGIC);
-                    float &to = acc[h][j][e];
-                    to = __fmaf_rn(sum, __fmul_rn(to_f32(pair[e / 2][0]), cx.x), to);
-                    to = __fmaf_rn(to_f32(pair[e / 2][1]), cx.y, to);
+                for (int h = 0; h < HALVES; h++) {
+                    int sums[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
+                    if (part * 2 < PARTS || PARTS == 1) mma_u8(sums, a[h][0], in_part ? b.x : 0, in_part ? b.y : 0);
+                    if (part * 2 >= PARTS || PARTS == 1) mma_u8(sums, a[h][1], in_part ? b.z : 0, in_part ? b.w : 0);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        float &to = acc.v[h][j][e][slot];
+                        to = scaled_sum(sums[e], scaling(u.pairs[slot][h], part % SLOT_PARTS, e / 2), e & 1 ? c1 : c0, to);
+                    }
                 }
             }
         }
     }
+}
+#endif
+#endif
+
+// A lane's sums, for rows 8 j + 2 t + e % 2 of x and g + 8 (e / 2) of the tile. All lanes of a quad call it; of a single row
+// each has them.
+__device__ __forceinline__ float sum_of(const Sums &acc, int h, int j, int e) {
+#if DENSE
+    return acc.v[h][j][e];
+#elif ALONE
+    float v = acc.v[h][e / 2];
+    v = __fadd_rn(v, __shfl_xor_sync(~0u, v, 1));
+    return __fadd_rn(v, __shfl_xor_sync(~0u, v, 2));
+#else
+    const float (&v)[SLOTS] = acc.v[h][j][e];
+    const float first = __fadd_rn(v[0], SLOTS > 1 ? v[1 % SLOTS] : 0.0f);
+    return __fadd_rn(first, SLOTS > 2 ? __fadd_rn(v[2 % SLOTS], v[3 % SLOTS]) : 0.0f);
 #endif
 }
 
@@ -387,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if DENSE
 linear_rows(const bf16 *weight,
 #else
-linear_rows(const u32 *codes, const PAIR_T *pairs,
+linear_rows(const u32 *codes, const u8 *pairs,
 #endif
             const float *x_or_prepared,
 #if FUSED && (NORM || GATE == 2)
@@ -516,7 +611,7 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
 
     for (int pass = 0; pass < PASSES; pass++) {
         const int following = tile + gridDim.x * ROW_WARPS;
-        float acc[HALVES][N8][4] = {};
+        Sums acc = {};
         // What the sums are added to comes while they are made.
 #define SUMS (ROW_WARPS * DIM_T * 16)
 #define SUM_ROW(i) ((i) / 16 % DIM_T)
@@ -532,13 +627,9 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
         for (int unit = split; unit < UNITS && tile < OUT_TILES; unit += SPLIT) {
             const u8 *slot = ring + stage * SLOT_BYTES;
             wait_full(full + stage, parity);
-#pragma unroll
-            for (int i = 0; i < UNIT; i++) {
-                if (K_TILES % UNIT != 0 && unit * UNIT + i >= K_TILES) break;
-                Tile now;
-                tile_of_slot(now, slot, i, lane);
-                multiply_tile(acc, now, x, x_scale, unit * UNIT + i, lane);
-            }
+            Unit now;
+            unit_of_slot(now, slot, unit, lane);
+            multiply_unit(acc, now, x, x_scale, unit, lane);
             __syncwarp(); // all lanes have read the slot
             fetch_next(stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -552,9 +643,7 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
             } else if (PASSES > 1 && pass + 1 < PASSES && following < OUT_TILES) {
                 load_unit(next, w, following, split, lane);
             }
-#pragma unroll
-            for (int i = 0; i < UNIT; i++)
-                if (K_TILES % UNIT == 0 || unit * UNIT + i < K_TILES) multiply_tile(acc, now.tiles[i], x, x_scale, unit * UNIT + i, lane);
+            multiply_unit(acc, now, x, x_scale, unit, lane);
         }
 #endif
         // Partial sums [row warp][half][row of x][split][17]
@@ -565,8 +654,10 @@ linear_rows(const u32 *codes, const PAIR_T *pairs,
             for (int j = 0; j < N8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
+                    if (DIM_T == 1 && (e & 1)) continue;
+                    const float sum = sum_of(acc, h, j, e);
                     int row = 8 * j + 2 * (lane % 4) + (e & 1), n = lane / 4 + 8 * (e / 2);
-                    if (row < DIM_T) partial[(((row_warp * HALVES + h) * DIM_T + row) * SPLIT + split) * 17 + n] = acc[h][j][e];
+                    if (row < DIM_T) partial[(((row_warp * HALVES + h) * DIM_T + row) * SPLIT + split) * 17 + n] = sum;
                 }
         __syncthreads();
 #pragma unroll

@@ -1,9 +1,9 @@
-// Affine weights as the kernels read them, and the rows of x that meet them. Put in front of the kernels' sources.
+// Quantised weights as the kernels read them, and the rows of x that meet them. Put in front of the kernels' sources.
 //
-// A weight [N, K] is cut into tiles of 16 rows and 64 columns, padded with zero codes, scales and biases. Lane
-// (g, t) = (lane / 4, lane % 4) of a warp holds 16 codes of row g ("half" 0) and 16 of row g + 8 (half 1): its slot s
-// is column 32 (s / 8) + 8 t + s % 8 of the tile. These are operands of mma.m16n8k32 as they lie, for a product does
-// not care in which order its columns are summed, and a warp reads each tile as consecutive 16-byte words.
+// A weight [N, K] is cut into tiles of 16 rows and 64 columns, padded with zeros. Lane (g, t) = (lane / 4, lane % 4) of a
+// warp holds 16 codes of row g ("half" 0) and 16 of row g + 8 (half 1): its slot s is column 32 (s / 8) + 8 t + s % 8 of the
+// tile. These are operands of mma.m16n8k32 as they lie, for a product does not care in which order its columns are summed,
+// and a warp reads each tile as consecutive 16-byte words.
 //
 // Section 1, codes: [expert][N / 16][K / 64] tiles of 128 BITS bytes. A tile is a sequence of planes, each [lane][words]:
 //   8 bits:  half 0, 4 words (byte b of word r is slot 4 r + b); then half 1, 4 words
@@ -12,26 +12,29 @@
 //   1 bit:   1 word: bit 4 h + r of byte b is slot 4 r + b of half h
 //   6 = 4-bit plane of q % 16, then 2-bit plane of q / 16; 5 = 4-bit plane, 1-bit plane of q / 16;
 //   3 = 2-bit plane of q % 4, 1-bit plane of q / 4
-// Section 2, at a multiple of 256 bytes: (scale, bias) of each row and group,
-//   groups of 64, 128: [expert][N / 16][groups][g][half][2];   groups of 32: [expert][N / 16][K / 64][g][m][half][2]
+// Section 2, at a multiple of 256 bytes: what scales each GROUP of columns of a row, SUB_BYTES,
+//   groups of 16, 32, 64: [expert][N / 16][K / 64][g][group of the tile][half]; of 128: [expert][N / 16][K / 128][g][half]
+//   Affine weights: (scale, bias), two PAIR_T. Block codings: see weight_blocks.cuh; where these have SUPER_BYTES for each 256
+//   columns of a row, [g][half] of them stand in front of each four tiles' subs.
 //
-// Dense weights and those in blocks lie row by row; the same lanes take the same columns of them.
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK. Dense weights lie row by row; the same lanes take the same columns of them.
 #pragma once
 #include "common.cuh"
 #ifdef BLOCK
 #include "weight_blocks.cuh"
+#elif defined(BITS)
+#define SUB_BYTES (2 * (int)sizeof(PAIR_T))
+#define SUPER_BYTES 0
 #endif
 
-#ifndef PAIR_T
-#define PAIR_T bf16 // type of scales and biases
-#endif
 #define K_TILES ((DIM_K + 63) / 64)
 #define N_TILES ((DIM_N + 15) / 16)
 #define TILE_WORDS (32 * BITS)
-#define PARTS (GROUP == 32 ? 2 : 1)          // scale groups of a tile
+#define PARTS (GROUP < 64 ? 64 / GROUP : 1)  // scale groups of a tile
 #define SHARE (GROUP == 128 ? 2 : 1)         // tiles that share a scale group
-#define PAIR_GROUPS ((K_TILES + SHARE - 1) / SHARE) // along DIM_K, each of PARTS
-
+#define SUB_TILE (16 * PARTS * SUB_BYTES)    // bytes of the scale groups of one tile, or of SHARE tiles
+#define SUPER_TILE (16 * SUPER_BYTES)        // and of what four tiles share
+#define PAIR_ROW ((size_t)((K_TILES + SHARE - 1) / SHARE * SUB_TILE + (SUPER_BYTES ? K_TILES / 4 * SUPER_TILE : 0))) // of a row tile
 
 // One 16-byte store: left to itself the compiler may split it.
 __device__ __forceinline__ void store16(void *p, u32 a, u32 b, u32 c, u32 d) {
@@ -88,6 +91,9 @@ __device__ __forceinline__ void load_codes(TileCodes &c, const u32 *tile, int la
 
 // Slots 4 r .. 4 r + 3 of a half, one per byte. h and r are constants once unrolled.
 __device__ __forceinline__ u32 four_codes(const TileCodes &c, int h, int r) {
+#if defined(BLOCK) && HAS_TABLE
+    return four_of_table((c.w[2 * h + r / 2] >> (4 * (r & 1))) & 0x0f0f0f0fu);
+#endif
     if (BITS == 8) return c.w[4 * h + r];
     u32 q = 0;
     int at = 0, shift = 0;
@@ -109,80 +115,103 @@ __device__ __forceinline__ u32 four_codes(const TileCodes &c, int h, int r) {
     return q;
 }
 
-// (scale, bias) of a lane's two rows, for each part of a tile.
-struct TilePairs {
-    PAIR_T v[PARTS][2][2]; // [part][half][scale, bias]
+// A slot is a run of columns of a tile with one or two scale groups: the tile, or half of it where groups have 16 columns.
+#define TILE_SLOTS (PARTS == 4 ? 2 : 1)
+#define SLOT_PARTS (PARTS >= 2 ? 2 : 1)
+#define SUB_SLOT (SLOT_PARTS * 2 * SUB_BYTES) // bytes of a lane's two rows
+
+// What scales a lane's two rows in one slot, as it lies.
+struct SlotPairs {
+    u32 subs[SUB_SLOT / 4]; // [part][half]
+    u32 supers[SUPER_BYTES ? SUPER_BYTES / 2 : 1]; // [half]
 };
 
-template <bool SHARED_MEMORY = false>
-__device__ __forceinline__ void load_pairs(TilePairs &p, const PAIR_T *pairs, int g) {
-    const PAIR_T *at = pairs + g * (PARTS * 4);
-    if (sizeof(TilePairs) == 8) {
-        *(uint2 *)&p = SHARED_MEMORY ? *(const uint2 *)at : stream8(at);
+template <bool SHARED_MEMORY, int BYTES> __device__ __forceinline__ void load_words(u32 *to, const u8 *from) {
+    if (BYTES == 4) {
+        *to = SHARED_MEMORY ? *(const u32 *)from : stream4(from);
+    } else if (BYTES == 8) {
+        const uint2 v = SHARED_MEMORY ? *(const uint2 *)from : stream8(from);
+        to[0] = v.x, to[1] = v.y;
     } else {
-        for (int i = 0; i < (int)sizeof(TilePairs) / 16; i++)
-            ((uint4 *)&p)[i] = SHARED_MEMORY ? ((const uint4 *)at)[i] : stream16((const uint4 *)at + i);
+        for (int i = 0; i < BYTES / 16; i++) {
+            const uint4 v = SHARED_MEMORY ? ((const uint4 *)from)[i] : stream16((const uint4 *)from + i);
+            to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+        }
     }
 }
 
-// Address of the codes of row tile `rt` (of all experts) and column tile `kt`, and of its pairs.
-__device__ __forceinline__ const u32 *codes_of(const u32 *codes, size_t rt, int kt) {
-    return codes + (rt * K_TILES + kt) * TILE_WORDS;
+// Where consecutive tiles of a row tile lie, up to four with the same supers.
+struct TilesAt {
+    const u32 *codes;
+    const u8 *subs, *supers;
+};
+// Slot `slot` of those from `at`, row g and g + 8.
+template <bool SHARED_MEMORY = false>
+__device__ __forceinline__ void load_pairs(SlotPairs &p, const TilesAt &at, int slot, int g) {
+    const int place = slot / TILE_SLOTS / SHARE * SUB_TILE + (g * TILE_SLOTS + slot % TILE_SLOTS) * SUB_SLOT;
+    load_words<SHARED_MEMORY, SUB_SLOT>(p.subs, at.subs + place);
+#if SUPER_BYTES
+    load_words<SHARED_MEMORY, 2 * SUPER_BYTES>(p.supers, at.supers + g * (2 * SUPER_BYTES));
+#endif
 }
-__device__ __forceinline__ const PAIR_T *pairs_of(const PAIR_T *pairs, size_t rt, int kt) {
-    return pairs + (rt * PAIR_GROUPS + kt / SHARE) * (8 * PARTS * 4);
+
+// What multiplies a level and what is added, for a lane's row `half` in part `part` of a slot. Both are constants once unrolled.
+#ifdef BLOCK
+__device__ __forceinline__ Scaling scaling(const SlotPairs &p, int part, int half) { return scaling_of(p.subs, 2 * part + half, p.supers, half); }
+#else
+struct Scaling {
+    float scale, offset;
+};
+__device__ __forceinline__ Scaling scaling(const SlotPairs &p, int part, int half) {
+    const PAIR_T *pair = (const PAIR_T *)p.subs + 2 * (2 * part + half);
+    return {to_f32(pair[0]), to_f32(pair[1])};
 }
+__device__ __forceinline__ float value_of(float level, Scaling s) { return __fmaf_rn(s.scale, level, s.offset); } // rounded once
+__device__ __forceinline__ float bias_of(Scaling s) { return s.offset; }
+#endif
 #endif
 
 // ---- weights as f32, for the kernels that multiply in f32 and those that write dense rows ----
 
 #ifdef BITS
-#define WEIGHT_ARGUMENTS const u32 *codes, const PAIR_T *pairs
+// What scales the eight columns of lane t in columns 32 m and on of a tile.
+__device__ __forceinline__ Scaling scaling_at(const SlotPairs (&p)[TILE_SLOTS], int m, int half, int t) {
+    if (PARTS < 4) return scaling(p[0], PARTS == 2 ? m : 0, half);
+    const SlotPairs &of = p[m % TILE_SLOTS];
+    const Scaling low = scaling(of, 0, half), high = scaling(of, SLOT_PARTS - 1, half);
+    return t < 2 ? low : high;
+}
+#define WEIGHT_ARGUMENTS const u32 *codes, const u8 *pairs
 #define WEIGHT Weights{codes, pairs}
 struct Weights {
-    const u32 *codes;    // section 1, of the first row tile of this expert
-    const PAIR_T *pairs; // section 2, likewise
+    const u32 *codes; // section 1, of the first row tile of this expert
+    const u8 *pairs;  // section 2, likewise
 };
 __device__ __forceinline__ Weights expert_of(Weights w, size_t expert) {
-    return {w.codes + expert * N_TILES * K_TILES * TILE_WORDS, w.pairs + expert * N_TILES * PAIR_GROUPS * (8 * PARTS * 4)};
+    return {w.codes + expert * N_TILES * K_TILES * TILE_WORDS, w.pairs + expert * N_TILES * PAIR_ROW};
 }
-// The 16 slots of each half of a tile: scale q + bias, rounded once.
+// Row tile `rt` from column tile `kt` on, a multiple of SHARE.
+__device__ __forceinline__ TilesAt tiles_at(const Weights &w, int rt, int kt) {
+    const u8 *row = w.pairs + rt * PAIR_ROW;
+    const u8 *supers = row + kt / 4 * (SUPER_TILE + 4 * SUB_TILE);
+    const u8 *subs = SUPER_BYTES ? supers + SUPER_TILE + kt % 4 * SUB_TILE : row + kt / SHARE * SUB_TILE;
+    return {w.codes + ((size_t)rt * K_TILES + kt) * TILE_WORDS, subs, supers};
+}
+// The 16 slots of each half of a tile.
 __device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &from, int rt, int kt, int lane) {
     TileCodes c;
-    TilePairs p;
-    load_codes(c, codes_of(from.codes, rt, kt), lane);
-    load_pairs(p, pairs_of(from.pairs, rt, kt), lane / 4);
+    SlotPairs p[TILE_SLOTS];
+    const TilesAt at = tiles_at(from, rt, kt);
+    load_codes(c, at.codes, lane);
+    for (int s = 0; s < TILE_SLOTS; s++) load_pairs(p[s], at, s, lane / 4);
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int s = 0; s < 16; s++) {
             // A byte in the low bits of 2^23 is the float 2^23 + q.
-            u32 q = __byte_perm(four_codes(c, h, s / 4), 0x4B000000u, 0x7540 | (s % 4));
-            int part = PARTS == 2 ? s / 8 : 0;
-            w[h][s] = __fmaf_rn(to_f32(p.v[part][h][0]), __uint_as_float(q) - 8388608.0f, to_f32(p.v[part][h][1]));
+            const u32 q = __byte_perm(four_codes(c, h, s / 4), 0x4B000000u, 0x7540 | (s % 4));
+            w[h][s] = value_of(__uint_as_float(q) - 8388608.0f, scaling_at(p, s / 8, h, lane % 4));
         }
-}
-#elif defined(BLOCK)
-#define WEIGHT_ARGUMENTS const u8 *blocks
-#define WEIGHT Weights{blocks}
-struct Weights {
-    const u8 *blocks; // [DIM_N][BLOCK_ROW_BYTES] of this expert
-};
-#define BLOCK_ROW_BYTES ((size_t)(DIM_K / BLOCK_VALUES) * BLOCK_BYTES)
-__device__ __forceinline__ Weights expert_of(Weights w, size_t expert) { return {w.blocks + expert * DIM_N * BLOCK_ROW_BYTES}; }
-__device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &from, int rt, int kt, int lane) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const u8 *row = from.blocks + (size_t)min(16 * rt + 8 * h + lane / 4, DIM_N - 1) * BLOCK_ROW_BYTES;
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            const int k = 64 * kt + 32 * m + 8 * (lane % 4);
-            float v[8] = {};
-            if (DIM_K % 64 == 0 || k < DIM_K) eight_values(v, row, k);
-#pragma unroll
-            for (int i = 0; i < 8; i++) w[h][8 * m + i] = v[i];
-        }
-    }
 }
 #else
 #ifndef WEIGHT_T
@@ -253,12 +282,19 @@ __device__ __forceinline__ void fetch_bytes(void *to, const void *from, u32 byte
                  "r"(bytes), "r"(shared_address(full)) : "memory");
 }
 #ifdef BITS
-#define PAIR_BYTES (32 * PARTS * (int)sizeof(PAIR_T)) // of one scale group of 16 rows
-__device__ __forceinline__ u32 tile_bytes(int tiles) { return tiles * TILE_WORDS * 4 + (tiles + SHARE - 1) / SHARE * PAIR_BYTES; }
-// `tiles` column tiles from kt (a multiple of SHARE) of one row tile.
-__device__ __forceinline__ void fetch_tiles(u8 *codes, u8 *pairs, u64 *full, const Weights &w, int rt, int kt, int tiles) {
-    fetch_bytes(codes, codes_of(w.codes, rt, kt), tiles * TILE_WORDS * 4, full);
-    fetch_bytes(pairs, pairs_of(w.pairs, rt, kt), (tiles + SHARE - 1) / SHARE * PAIR_BYTES, full);
+// A copy of up to COUNT tiles in shared memory: codes, subs, supers.
+#define COPY_BYTES(COUNT) ((COUNT) * TILE_WORDS * 4 + (COUNT + SHARE - 1) / SHARE * SUB_TILE + SUPER_TILE)
+__device__ __forceinline__ u32 tile_bytes(int tiles) { return tiles * TILE_WORDS * 4 + (tiles + SHARE - 1) / SHARE * SUB_TILE + SUPER_TILE; }
+template <int COUNT> __device__ __forceinline__ TilesAt copy_at(const u8 *copy) {
+    const u8 *subs = copy + COUNT * TILE_WORDS * 4;
+    return {(const u32 *)copy, subs, subs + (COUNT + SHARE - 1) / SHARE * SUB_TILE};
+}
+// `tiles` (at most COUNT) column tiles from kt, a multiple of SHARE, of one row tile.
+template <int COUNT> __device__ __forceinline__ void fetch_tiles(u8 *copy, u64 *full, const Weights &w, int rt, int kt, int tiles) {
+    const TilesAt from = tiles_at(w, rt, kt), to = copy_at<COUNT>(copy);
+    fetch_bytes((void *)to.codes, from.codes, tiles * TILE_WORDS * 4, full);
+    fetch_bytes((void *)to.subs, from.subs, (tiles + SHARE - 1) / SHARE * SUB_TILE, full);
+    if (SUPER_BYTES) fetch_bytes((void *)to.supers, from.supers, SUPER_TILE, full);
 }
 #endif
 #endif

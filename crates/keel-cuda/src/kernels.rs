@@ -52,7 +52,6 @@ sources! {
     ACTIVATION = "activation.cu",
     EXPERTS = "experts.cu",
     QUANTIZED_MATMUL = "quantized_matmul.cu",
-    BLOCK_MATMUL = "block_matmul.cu",
     EXACT_MATMUL = "exact_matmul.cu",
     DEQUANTIZE = "dequantize.cu",
     LINEAR_TILED = "linear_tiled.cu",

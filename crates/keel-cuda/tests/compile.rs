@@ -121,20 +121,21 @@ fn keys() -> Vec<KernelKey> {
             add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
         }
     }
-    add(kernels::BLOCK_MATMUL, &["prepare_rows"], &[]);
     for format in BlockFormat::ALL {
-        let [name, values, bytes] =
-            [format.to_string(), format.values().to_string(), format.bytes().to_string()];
-        let blocks = [("BLOCK", &*name), ("BLOCK_VALUES", &values), ("BLOCK_BYTES", &bytes)];
-        let shape = [("DIM_N", "96"), ("DIM_K", "768"), ("INDEX", "u32"), ("DIM_T", "1"), ("GATHER", "2")];
-        let constants = [&shape[..], &blocks].concat();
-        let few = [("DIM_N", "96"), ("DIM_K", "768"), ("DIM_T", "3")];
-        add(kernels::BLOCK_MATMUL, &["block_rows"], &[&few[..], &blocks].concat());
+        let name = format.to_string();
+        let weight = [("DIM_N", "96"), ("DIM_K", "768"), ("BLOCK", &*name), ("SPLIT", "2"), ("UNIT", "2")];
+        let with = |rest: &[(&'static str, &'static str)]| [&weight[..], rest].concat();
+        let (single, few) = ([("DIM_T", "1"), ("GATHER", "2")], [("DIM_T", "3")]);
+        add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
+        add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));
         // The others differ in how values are decoded alone.
-        if format == BlockFormat::Q4K {
-            add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &constants);
-            add(kernels::DEQUANTIZE, &["embedding_rows", "dequantize"], &constants);
-            add(kernels::BLOCK_MATMUL, &["block_rows"], &constants);
+        if matches!(format, BlockFormat::Q4K | BlockFormat::Q6K) {
+            add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));
+            add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &with(&single));
+            add(kernels::DEQUANTIZE, &["embedding_rows"], &with(&[("INDEX", "u32")]));
+            add(kernels::LINEAR_TILED, &["linear_tiled"], &with(&[("BT", "128"), ("SPLITS", "4")]));
+            let fetched = [("DIM_T", "1"), ("SWIGLU", "1"), ("BULK", "1"), ("STAGES", "2")];
+            add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&fetched));
         }
     }
     add(kernels::DELIVER, &["deliver"], &[("DELIVERIES", "16")]);
@@ -202,7 +203,9 @@ fn every_kernel_compiles_for_every_architecture() {
     let keys = keys();
     let mut failures = Vec::new();
     for capability in ARCHITECTURES {
-        for key in keys.iter().filter(|key| capability == (9, 0) || key.entry != "linear_tiled") {
+        let hoppers =
+            |key: &KernelKey| key.entry == "linear_tiled" || key.defines.contains(&("BULK", "1".into()));
+        for key in keys.iter().filter(|key| capability == (9, 0) || !hoppers(key)) {
             match compile(key, Architecture { capability }) {
                 Ok(code) => assert!(!code.is_empty(), "{}", key.name()),
                 Err(error @ CudaError::Missing { .. })

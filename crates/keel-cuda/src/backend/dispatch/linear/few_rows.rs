@@ -1,8 +1,9 @@
-//! Products of few rows: one pass over the weight, x rounded to 8 bits for affine codes.
+//! Products of few rows: one pass over the weight, x rounded to 8 bits for quantised weights.
 
 use super::super::{Bound, BoundKernel, Call, Geometry};
 use super::tuning::Tuning;
 use super::{address, col_tiles, packed, row_tiles, weight_key};
+use crate::backend::weights::Coding;
 use crate::driver::Arguments;
 use crate::kernels::{KernelKey, QUANTIZED_MATMUL};
 use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
@@ -17,11 +18,7 @@ fn is_fused(weight: &WeightSpec, rows: usize, gathers: bool) -> bool {
 
 /// Bytes of x as the kernel multiplies it.
 fn prepared_bytes(weight: &WeightSpec, rows: usize) -> usize {
-    let row_bytes = match weight.format {
-        WeightFormat::Affine { group_size: 32, .. } => 64 + 2 * 8,
-        WeightFormat::Affine { .. } => 64 + 8,
-        _ => 256,
-    };
+    let row_bytes = Coding::of(weight.format).map_or(256, |coding| 64 + coding.parts() * 8);
     col_tiles(weight) * rows * row_bytes
 }
 

@@ -1,7 +1,6 @@
 //! Products with an expert for each row: one by one, or sorted by expert where there are many.
 
 use super::super::{Call, Geometry};
-use super::blocks::block_rows;
 use super::few_rows::FewRows;
 use super::tiled::{half_rows_bytes, tile_of, tiled_key, tiled_shared_bytes, to_half_tiles};
 use super::{Arithmetic, FEW_ROWS, arithmetic, exact_split, packed, row_tiles, weight_key};
@@ -14,10 +13,9 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
     let experts = &call.inputs[2];
     let fanout = experts.len() / (call.inputs[0].len() / weight.cols);
     match arithmetic(weight) {
-        Arithmetic::Affine if takes_groups(weight, experts.len()) && call.gpu.has_wgmma() => {
+        Arithmetic::Codes if takes_groups(weight, experts.len()) && call.gpu.has_wgmma() => {
             grouped(weight, fanout, call)
         }
-        Arithmetic::Blocks => block_rows(weight, None, Some(fanout), call),
         Arithmetic::Exact => {
             let split = exact_split(weight);
             let key = weight_key(EXACT_MATMUL, "exact_rows", weight)

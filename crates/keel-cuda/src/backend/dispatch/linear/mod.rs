@@ -1,13 +1,12 @@
 //! Products with packed weights. Which kernel multiplies depends on shapes alone:
 //!
-//! | rows | affine weight | weight in blocks | dense bf16 weight | f32 arithmetic, other dense weights |
-//! |---|---|---|---|---|
-//! | up to [`FEW_ROWS`] | integer products, one pass over the weight | the same | bf16 products | `exact_rows` |
-//! | up to [`TILED_ROWS_MAX`] | widened on the way into the tensor cores (Hopper) | as more rows | cuBLASLt | `exact_tiled` |
-//! | more | widened to bf16 in scratch, then cuBLASLt | the same | cuBLASLt | `exact_tiled` |
+//! | rows | quantised weight | dense bf16 weight | f32 arithmetic, other dense weights |
+//! |---|---|---|---|
+//! | up to [`FEW_ROWS`] | integer products, one pass over the weight | bf16 products | `exact_rows` |
+//! | up to [`TILED_ROWS_MAX`] | widened on the way into the tensor cores (Hopper) | cuBLASLt | `exact_tiled` |
+//! | more | widened to bf16 in scratch, then cuBLASLt | cuBLASLt | `exact_tiled` |
 
 mod blas;
-mod blocks;
 mod exact;
 mod few_rows;
 mod gather;
@@ -20,7 +19,6 @@ use crate::backend::weights::Layout;
 use crate::driver::Arguments;
 use crate::kernels::{DEQUANTIZE, KernelKey, Source};
 use blas::{blas_scratch, through_blas};
-use blocks::{block_rows, block_rows_bytes};
 use exact::{exact_rows, exact_tiled};
 use few_rows::{FewRows, few_rows_bytes};
 pub(super) use gather::gather;
@@ -49,10 +47,8 @@ const BLOCKS_WANTED: usize = 132;
 enum Arithmetic {
     /// f32 throughout.
     Exact,
-    /// Affine codes.
-    Affine,
-    /// Blocks, as they are stored.
-    Blocks,
+    /// Integer codes, affine or in blocks.
+    Codes,
     /// bf16 as stored.
     Half,
 }
@@ -60,8 +56,7 @@ enum Arithmetic {
 fn arithmetic(weight: &WeightSpec) -> Arithmetic {
     match weight.format {
         _ if weight.compute == Compute::F32 || weight.rows < TENSOR_ROWS_MIN => Arithmetic::Exact,
-        WeightFormat::Affine { .. } => Arithmetic::Affine,
-        WeightFormat::Blocks(_) => Arithmetic::Blocks,
+        WeightFormat::Affine { .. } | WeightFormat::Blocks(_) => Arithmetic::Codes,
         // Lanes of the tensor cores' kernels take eight columns at a time.
         WeightFormat::Dense(DType::BF16) if weight.cols.is_multiple_of(8) => Arithmetic::Half,
         _ => Arithmetic::Exact,
@@ -84,20 +79,15 @@ fn weight_key(source: Source, entry: &'static str, weight: &WeightSpec) -> Kerne
         WeightFormat::Affine { bits, group_size, scale_dtype } => {
             key.define("BITS", bits).define("GROUP", group_size).define("PAIR_T", c_type(scale_dtype))
         }
-        WeightFormat::Blocks(format) => key
-            .define("BLOCK", format)
-            .define("BLOCK_VALUES", format.values())
-            .define("BLOCK_BYTES", format.bytes()),
+        WeightFormat::Blocks(format) => key.define("BLOCK", format),
     }
 }
 
 /// The pointers of a packed weight: codes and pairs, or rows.
 fn packed(arguments: Arguments, weight: &WeightSpec, operand: &Bound<'_>) -> Arguments {
     match weight.format {
-        WeightFormat::Affine { .. } => {
-            arguments.pointer(operand.address).pointer(operand.address + Layout::of(weight).pairs as u64)
-        }
-        _ => arguments.pointer(operand.address),
+        WeightFormat::Dense(_) => arguments.pointer(operand.address),
+        _ => arguments.pointer(operand.address).pointer(operand.address + Layout::of(weight).pairs as u64),
     }
 }
 
@@ -109,13 +99,10 @@ pub(super) fn linear(
 ) -> Result<(), ArrayError> {
     let rows = call.inputs[0].len() / weight.cols;
     match arithmetic(weight) {
-        Arithmetic::Exact | Arithmetic::Blocks if rows <= FEW_ROWS => {
-            exact_rows(weight, residual, rows, call)
-        }
+        Arithmetic::Exact if rows <= FEW_ROWS => exact_rows(weight, residual, rows, call),
         Arithmetic::Exact => exact_tiled(weight, residual, rows, call),
-        Arithmetic::Blocks if rows <= FEW_ROWS => block_rows(weight, residual, None, call),
         _ if rows <= FEW_ROWS => FewRows::of(weight, call).run(residual, call),
-        Arithmetic::Affine if rows <= TILED_ROWS_MAX && call.gpu.has_wgmma() => {
+        Arithmetic::Codes if rows <= TILED_ROWS_MAX && call.gpu.has_wgmma() => {
             tiled(weight, residual, rows, call)
         }
         _ => through_blas(weight, residual, rows, call),
@@ -129,7 +116,7 @@ fn address(operand: Option<&Bound<'_>>) -> u64 {
 /// Whether a product is one of few rows, which takes in what comes before it.
 pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel) -> bool {
     let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
-    matches!(arithmetic(weight), Arithmetic::Affine | Arithmetic::Half)
+    matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::Half)
         && match kernel.op {
             Op::GatherLinear { .. } => !takes_groups(weight, elements(2)),
             _ => elements(0) / weight.cols <= FEW_ROWS,
@@ -181,11 +168,10 @@ pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel) -> us
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     match arithmetic(weight) {
         Arithmetic::Exact => 0,
-        Arithmetic::Blocks if rows <= FEW_ROWS => block_rows_bytes(weight, rows),
         _ if rows <= FEW_ROWS => few_rows_bytes(weight, rows),
         arithmetic => {
             let blas = blas_scratch(weight, rows).end;
-            if arithmetic != Arithmetic::Affine || rows > TILED_ROWS_MAX {
+            if arithmetic != Arithmetic::Codes || rows > TILED_ROWS_MAX {
                 return blas;
             }
             let parts = parts(weight, rows);
@@ -200,10 +186,9 @@ pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel) -> us
     let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
     let rows = elements(2);
     match arithmetic(weight) {
-        Arithmetic::Affine if takes_groups(weight, rows) => {
+        Arithmetic::Codes if takes_groups(weight, rows) => {
             grouped_scratch(weight, elements(0) / weight.cols, rows)[2]
         }
-        Arithmetic::Blocks => block_rows_bytes(weight, elements(0) / weight.cols),
         _ => 0,
     }
 }

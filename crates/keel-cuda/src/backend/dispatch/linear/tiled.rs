@@ -2,9 +2,10 @@
 
 use super::super::{Bound, Call, Geometry};
 use super::{BLOCKS_WANTED, TILE_COLS, address, col_tiles, packed, row_tiles, weight_key};
+use crate::backend::weights::Coding;
 use crate::driver::Arguments;
 use crate::kernels::{KernelKey, LINEAR_TILED};
-use keel_array::{ArrayError, WeightFormat, WeightSpec};
+use keel_array::{ArrayError, WeightSpec};
 
 /// Rows of x that a block of `linear_tiled` takes.
 pub(super) fn tile_of(rows: usize) -> usize {
@@ -32,12 +33,8 @@ pub(super) fn tiled_key(entry: &'static str, weight: &WeightSpec, rows: usize, p
 /// Dynamic shared memory of `linear_tiled`: rings of fetches of two column tiles, one of x for the block, one of W for each
 /// warp, and the barriers of the latter.
 pub(super) fn tiled_shared_bytes(weight: &WeightSpec, tile: usize) -> usize {
-    let WeightFormat::Affine { bits, group_size, scale_dtype } = weight.format else {
-        unreachable!("tiles of affine weights")
-    };
-    let pair_bytes = 32 * if group_size == 32 { 2 } else { 1 } * scale_dtype.size();
-    let shared_groups = if group_size == 128 { 1 } else { 2 };
-    let slot = 2 * 128 * usize::from(bits) + shared_groups * pair_bytes;
+    let Some(coding) = Coding::of(weight.format) else { unreachable!("tiles of quantised weights") };
+    let slot = coding.copy_bytes(2);
     let (x_stages, w_stages) = (if tile == 128 { 2 } else { 4 }, if tile == 32 { 8 } else { 4 });
     1024 + x_stages * 2 * tile * 128 + 8 * w_stages * (slot + 8)
 }

@@ -3,8 +3,9 @@
 //! measured best on an H100.
 
 use super::{BLOCKS_WANTED, col_tiles, row_tiles};
+use crate::backend::weights::Coding;
 use crate::driver::Device;
-use keel_array::{WeightFormat, WeightSpec};
+use keel_array::WeightSpec;
 
 /// The cut of a product of few rows; see `quantized_matmul.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +31,7 @@ impl Tuning {
     pub fn of(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool) -> Tuning {
         let tiles = col_tiles(weight);
         let plain = Tuning { split: 1, unit: 4, passes: 1, row_warps: 1, stages: 0, blocks_min: 1 };
-        let WeightFormat::Affine { bits, .. } = weight.format else {
+        let Some(coding) = Coding::of(weight.format) else {
             let unit = if gated { 1 } else { 2 };
             let passes = if gathers { 1 } else { passes(weight, rows) };
             return Tuning { split: divisor(tiles.div_ceil(unit), 5, 8), unit, passes, ..plain };
@@ -55,9 +56,10 @@ impl Tuning {
         }
         // Large products go through shared memory, in units that leave each warp two of a row tile.
         let large = row_tiles(weight) > LARGE && row_tiles(weight) < 8 * BLOCKS_WANTED;
-        let (unit, most) = match bits {
+        let (unit, most) = match coding.bits {
             _ if large && tiles < 64 => (2, 10),
             8 => (2, 8),
+            _ if coding.group == 16 => (2, 8),
             _ => (4, 8),
         };
         let (split, blocks_min) = (divisor(tiles.div_ceil(unit), 5, most), if rows > 1 { 3 } else { 1 });
@@ -82,15 +84,8 @@ impl Tuning {
 
     /// `RING_BYTES` of the source, for a warp that works on so many row tiles at once.
     pub fn ring_bytes(&self, weight: &WeightSpec, halves: usize) -> usize {
-        let (WeightFormat::Affine { bits, group_size, scale_dtype }, 1..) = (weight.format, self.stages)
-        else {
-            return 0;
-        };
-        let parts = if group_size == 32 { 2 } else { 1 };
-        let shared_by = if group_size == 128 { 2 } else { 1 };
-        let slot = halves
-            * (self.unit * 128 * usize::from(bits)
-                + self.unit.div_ceil(shared_by) * 32 * parts * scale_dtype.size());
+        let (Some(coding), 1..) = (Coding::of(weight.format), self.stages) else { return 0 };
+        let slot = halves * coding.copy_bytes(self.unit);
         let fetches = self.warps() * self.stages;
         fetches * slot + (fetches * 8).next_multiple_of(16)
     }
@@ -114,7 +109,7 @@ fn divisor(units: usize, least: usize, most: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keel_array::{Compute, DType};
+    use keel_array::{Compute, DType, WeightFormat};
 
     #[test]
     fn rows_do_not_change_the_order_of_sums() {

@@ -1,8 +1,13 @@
 //! Weights of linear layers in the device's layout.
 //!
-//! Dense weights and those in blocks lie row-major, as they are stored. Affine ones lie in tiles of 16 rows and 64 columns as `weight_tiles.cuh` defines them:
-//! first the codes of all tiles, then, from a multiple of 256 bytes, scale and bias of each row and group side by side.
+//! Dense weights lie row-major, as they are stored. Quantised ones lie in tiles of 16 rows and 64 columns as `weight_tiles.cuh`
+//! defines them: first the codes of all tiles, then, from a multiple of 256 bytes, what scales each row and group.
 
+mod blocks;
+mod coding;
+
+use blocks::taken_apart;
+pub(super) use coding::Coding;
 use half::{bf16, f16};
 use keel_array::{ArrayError, DType, RowBlock, RowData, WeightFormat, WeightSpec};
 
@@ -16,7 +21,7 @@ pub(super) struct Layout {
     /// First byte of scales and biases.
     pub pairs: usize,
     end: usize,
-    /// Bytes of what a block of rows is counted in: 16 rows of an affine weight, one of any other.
+    /// Bytes of what a block of rows is counted in: 16 rows of a quantised weight, one of any other.
     code_bytes: usize,
     pair_bytes: usize,
 }
@@ -24,18 +29,14 @@ pub(super) struct Layout {
 impl Layout {
     /// The layout of a weight; saturates for one that cannot be addressed, which no allocation grants.
     pub fn of(spec: &WeightSpec) -> Layout {
-        let (units, code_bytes, pair_bytes) = match spec.format {
-            WeightFormat::Dense(dtype) => (spec.rows, spec.cols.saturating_mul(dtype.size()), 0),
-            WeightFormat::Affine { bits, group_size, scale_dtype } => {
+        let (units, code_bytes, pair_bytes) = match (Coding::of(spec.format), spec.format) {
+            (Some(coding), _) => {
                 let tiles = spec.cols.div_ceil(TILE_COLS);
-                let groups = pair_groups(spec.cols, usize::from(group_size));
-                (
-                    spec.rows.div_ceil(TILE_ROWS),
-                    tiles.saturating_mul(TILE_ROWS * TILE_COLS / 8 * usize::from(bits)),
-                    groups.saturating_mul(2 * TILE_ROWS * scale_dtype.size()),
-                )
+                let code_bytes = tiles.saturating_mul(coding.code_bytes());
+                (spec.rows.div_ceil(TILE_ROWS), code_bytes, coding.pair_bytes(tiles))
             }
-            WeightFormat::Blocks(format) => (spec.rows, format.row_bytes(spec.cols).unwrap_or(usize::MAX), 0),
+            (None, WeightFormat::Dense(dtype)) => (spec.rows, spec.cols.saturating_mul(dtype.size()), 0),
+            (None, format) => unreachable!("{format:?} lies in tiles"),
         };
         let units = spec.experts.saturating_mul(units);
         let codes = units.saturating_mul(code_bytes);
@@ -64,16 +65,6 @@ pub(super) struct Section {
     pub offset: usize,
     pub first: usize,
     pub bytes: usize,
-}
-
-/// Groups of a row, in whole tiles; groups of 128 span two.
-fn pair_groups(cols: usize, group: usize) -> usize {
-    let tiles = cols.div_ceil(TILE_COLS);
-    match group {
-        32 => 2 * tiles,
-        64 => tiles,
-        _ => tiles.div_ceil(2),
-    }
 }
 
 /// Bytes for a place in a weight.
@@ -106,36 +97,52 @@ pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>,
             if let Some(code) = codes.iter().find(|&&code| u32::from(code) >> bits != 0) {
                 return wrong(format!("code {code} does not fit {bits} bits"));
             }
-            let end = block.first_row + block.rows;
-            if !block.first_row.is_multiple_of(TILE_ROWS)
-                || !(end.is_multiple_of(TILE_ROWS) || end == spec.rows)
-            {
-                return wrong(format!(
-                    "rows {}..{end} of {} are not whole tiles of {TILE_ROWS} rows",
-                    block.first_row, spec.rows
-                ));
+            let mut subs = vec![0; 2 * groups * scale_dtype.size()];
+            let pairs = scales.iter().zip(biases.iter());
+            for (sub, (&scale, &bias)) in subs.chunks_exact_mut(2 * scale_dtype.size()).zip(pairs) {
+                put(scale, scale_dtype, &mut sub[..scale_dtype.size()]);
+                put(bias, scale_dtype, &mut sub[scale_dtype.size()..]);
             }
-            let first = block.expert * spec.rows.div_ceil(TILE_ROWS) + block.first_row / TILE_ROWS;
-            let task = Tiles { codes, rows: block.rows, cols: spec.cols, bits: usize::from(bits) };
-            let group = usize::from(group_size);
-            let pairs =
-                Pairs { scales, biases, rows: block.rows, cols: spec.cols, group, dtype: scale_dtype };
-            Ok(vec![
-                Part { offset: first * layout.code_bytes, bytes: task.pack(layout.code_bytes) },
-                Part {
-                    offset: layout.pairs + first * layout.pair_bytes,
-                    bytes: pairs.pack(layout.pair_bytes),
-                },
-            ])
+            pack_tiles(spec, block, &Rows { codes, subs: &subs, supers: &[] })
         }
-        (RowData::Blocks(bytes), WeightFormat::Blocks(_))
-            if bytes.len() == block.rows * layout.code_bytes =>
+        (RowData::Blocks(bytes), WeightFormat::Blocks(format))
+            if format.row_bytes(spec.cols).is_some_and(|row| bytes.len() == block.rows * row) =>
         {
-            let row = block.expert * spec.rows + block.first_row;
-            Ok(vec![Part { offset: row * layout.code_bytes, bytes: bytes.to_vec() }])
+            let (codes, subs, supers) = taken_apart(format, bytes);
+            pack_tiles(spec, block, &Rows { codes: &codes, subs: &subs, supers: &supers })
         }
         _ => wrong(format!("the rows are not coded as the weight, {:?}, or not as many", spec.format)),
     }
+}
+
+/// Rows of a quantised weight: a code for each value `[rows, cols]`, and as bytes what scales each group `[rows, groups]` and what
+/// each 256 columns share.
+struct Rows<'a> {
+    codes: &'a [u8],
+    subs: &'a [u8],
+    supers: &'a [u8],
+}
+
+fn pack_tiles(spec: &WeightSpec, block: &RowBlock<'_>, rows: &Rows<'_>) -> Result<Vec<Part>, ArrayError> {
+    let Some(coding) = Coding::of(spec.format) else { unreachable!("dense rows have no tiles") };
+    let layout = Layout::of(spec);
+    let end = block.first_row + block.rows;
+    if !block.first_row.is_multiple_of(TILE_ROWS) || !(end.is_multiple_of(TILE_ROWS) || end == spec.rows) {
+        let reason = format!(
+            "rows {}..{end} of {} are not whole tiles of {TILE_ROWS} rows",
+            block.first_row, spec.rows
+        );
+        return Err(ArrayError::Argument { op: "pack_weight", reason });
+    }
+    let first = block.expert * spec.rows.div_ceil(TILE_ROWS) + block.first_row / TILE_ROWS;
+    let tiles = Tiles { codes: rows.codes, rows: block.rows, cols: spec.cols, bits: coding.bits };
+    Ok(vec![
+        Part { offset: first * layout.code_bytes, bytes: tiles.pack(layout.code_bytes) },
+        Part {
+            offset: layout.pairs + first * layout.pair_bytes,
+            bytes: coding.pack_pairs(rows, block.rows, layout.pair_bytes),
+        },
+    ])
 }
 
 /// Codes `[rows, cols]` to be laid out in tiles.
@@ -205,36 +212,6 @@ fn pack_tile(tile: &[[u8; TILE_COLS]; TILE_ROWS], bits: usize, out: &mut [u8]) {
                 }
             }
         }
-    }
-}
-
-/// Scales and biases `[rows, cols / group]` to be laid out side by side.
-struct Pairs<'a> {
-    scales: &'a [f32],
-    biases: &'a [f32],
-    rows: usize,
-    cols: usize,
-    group: usize,
-    dtype: DType,
-}
-
-impl Pairs<'_> {
-    /// `[row tiles][column tiles or pairs of them][row % 8][group of the tile][half][scale, bias]`
-    fn pack(&self, row_tile_bytes: usize) -> Vec<u8> {
-        let (groups, size) = (self.cols / self.group, self.dtype.size());
-        let parts = if self.group == 32 { 2 } else { 1 };
-        let mut packed = vec![0; self.rows.div_ceil(TILE_ROWS) * row_tile_bytes];
-        for row in 0..self.rows {
-            let (row_tile, g, half) = (row / TILE_ROWS, row % 8, row % TILE_ROWS / 8);
-            for group in 0..groups {
-                let place = ((group / parts * 8 + g) * parts + group % parts) * 2 + half;
-                let at = row_tile * row_tile_bytes + place * 2 * size;
-                let i = row * groups + group;
-                put(self.scales[i], self.dtype, &mut packed[at..at + size]);
-                put(self.biases[i], self.dtype, &mut packed[at + size..at + 2 * size]);
-            }
-        }
-        packed
     }
 }
 
