@@ -175,8 +175,9 @@ impl Engine {
     /// `progress` gets the tokens done after each step.
     ///
     /// # Errors
-    /// Ids out of range, a prompt that does not fit, what the runtime says. The sequence then holds the steps done, unless
-    /// the one that failed had changed recurrent state: then it answers [`keel_cache::CacheError::TornState`].
+    /// Ids out of range, a prompt that does not fit, what the runtime says. The sequence then holds the steps done. If the one
+    /// that failed had changed recurrent state, that is only so where the state before it is kept: at the start and at a
+    /// checkpoint. Elsewhere the sequence answers [`keel_cache::CacheError::TornState`] until it is rewound.
     pub fn prefill(
         &mut self,
         sequence: &mut SequenceCache,
@@ -216,7 +217,10 @@ impl Engine {
             let at = sequence.offset();
             let to_save = if at < save_at { save_at - at } else { usize::MAX };
             let (tokens, after) = rest.split_at(rest.len().min(self.options.prefill_step).min(to_save));
-            step(self, sequence, tokens, after.first().copied())?;
+            if let Err(error) = step(self, sequence, tokens, after.first().copied()) {
+                self.take_back_step(sequence);
+                return Err(error);
+            }
             sequence.advance(tokens.len());
             if save_at > 0 && sequence.offset() == save_at {
                 self.cache.checkpoint(sequence)?;
@@ -256,9 +260,22 @@ impl Engine {
         }
         self.commit(sequence)?;
         self.cache.reserve(sequence, rows)?;
-        self.run_prefill(sequence, tokens, next)?;
+        if let Err(error) = self.run_prefill(sequence, tokens, next) {
+            self.take_back_step(sequence);
+            return Err(error);
+        }
         sequence.advance(rows);
         Ok(())
+    }
+
+    /// A step of a prompt failed. Where the state that the sequence had before is kept, it gets it back; otherwise it stays
+    /// torn, as it does if this fails, too.
+    fn take_back_step(&mut self, sequence: &mut SequenceCache) {
+        let at = sequence.offset();
+        let is_kept = at == 0 || sequence.checkpoints().any(|kept| kept == at);
+        if is_kept && self.cache.expect_whole(sequence).is_err() {
+            let _ = self.cache.rewind(sequence, at);
+        }
     }
 
     /// Makes the open rows that were accepted part of the state. Steps do so by themselves; saving and checkpoints of a

@@ -75,6 +75,7 @@ fn engine(folder: &Path, piece: usize) -> (Engine, Arc<Faults>) {
         context: 512,
         sequences: 3,
         prefill_step: 64,
+        checkpoints: 2,
         drafts: 5,
         compute: Compute::Auto,
         ..EngineOptions::default()
@@ -357,22 +358,51 @@ fn a_sequence_that_cannot_be_mended_says_so() {
     assert!(engine.cache().is_idle());
 }
 
+/// Runs a prompt in which launch number `launches` fails.
+fn fail_prompt(
+    engine: &mut Engine,
+    faults: &Faults,
+    sequence: &mut SequenceCache,
+    (prompt, launches): (&[u32], usize),
+) {
+    faults.set(launches);
+    let error = engine.prefill(sequence, prompt, &mut Vec::new(), &mut |_| ()).expect_err("injected");
+    faults.clear();
+    assert!(error.to_string().contains("injected"), "{error}");
+}
+
 #[test]
-fn a_step_of_a_prompt_that_fails_halfway_is_not_built_upon() {
+fn a_step_of_a_prompt_that_fails_halfway_is_taken_back_or_not_built_upon() {
     let prompt: Vec<u32> = (0..130).map(|i| i * 3 % 500).collect();
     let (mut engine, faults) = engine(&demo(), 8);
+    let straight = decoded(&mut engine, &prompt, &[]);
     let mut sequence = engine.open().expect("a slot is free");
-    // Nothing has changed before the first layer's convolution.
-    faults.set(0);
-    engine.prefill(&mut sequence, &prompt, &mut Vec::new(), &mut |_| ()).expect_err("injected");
-    faults.set(30);
-    engine.prefill(&mut sequence, &prompt, &mut Vec::new(), &mut |_| ()).expect_err("injected");
-    faults.clear();
-    let again = engine.prefill(&mut sequence, &prompt, &mut Vec::new(), &mut |_| ());
+    // Before anything has changed, and in the midst of the first step: the state before it is none.
+    for launches in [0, 1, 8, 15] {
+        fail_prompt(&mut engine, &faults, &mut sequence, (&prompt, launches));
+        assert_eq!(sequence.len(), 0);
+        engine.cache().expect_whole(&sequence).expect("it is as before");
+    }
+    // The state between the steps is kept nowhere.
+    fail_prompt(&mut engine, &faults, &mut sequence, (&prompt, 30));
+    assert_eq!(sequence.len(), 64);
+    let again = engine.prefill(&mut sequence, &prompt[64..], &mut Vec::new(), &mut |_| ());
     let message = again.expect_err("its state is torn").to_string();
     assert!(message.contains("recurrent layers had moved on; release it"), "{message}");
-    engine.release(sequence);
-    let again = decoded(&mut engine, &prompt, &[]);
-    let straight = decoded(&mut engine, &prompt, &[]);
-    expect_same_state(&mut engine, again, straight);
+    engine.cache_mut().rewind(&mut sequence, 64).expect("clears");
+    assert_eq!(sequence.len(), 0);
+    // At a checkpoint it is.
+    let mut launches = 31;
+    while sequence.checkpoints().next() != Some(128) {
+        engine.cache_mut().reset(&mut sequence).expect("clears");
+        fail_prompt(&mut engine, &faults, &mut sequence, (&prompt, launches));
+        launches += 1;
+    }
+    for launches in [4, 9] {
+        fail_prompt(&mut engine, &faults, &mut sequence, (&prompt[128..], launches));
+        assert_eq!(sequence.len(), 128);
+        engine.cache().expect_whole(&sequence).expect("it is as before");
+    }
+    engine.prefill(&mut sequence, &prompt[128..], &mut Vec::new(), &mut |_| ()).expect("runs");
+    expect_same_state(&mut engine, sequence, straight);
 }

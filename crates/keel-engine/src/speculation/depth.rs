@@ -12,8 +12,10 @@ use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 /// Positions of drafts.
 pub(super) const POSITIONS: usize = DRAFTS_MAX;
 
-/// Share of accepted drafts that a sequence starts with.
+/// Share of accepted drafts that a sequence starts with, and as how many observations that counts: one draft that is refused
+/// says little, and two in a row end drafting.
 const ACCEPTANCE_PRIOR: f64 = 0.7;
+const PRIOR_OBSERVATIONS: u64 = 2;
 /// Weight of the newest observation, once there are many.
 const ACCEPTANCE_WEIGHT: f64 = 0.06;
 /// Weights of a time above the mean and of one below: others on the machine make passes slower and never faster.
@@ -21,9 +23,12 @@ const COST_WEIGHT: f64 = 0.1;
 const LOWER_COST_WEIGHT: f64 = 0.5;
 /// A first draft that is accepted when drafting is tried again is believed at least so much.
 const RETRY_ACCEPTANCE: f64 = 0.6;
-/// Plain rounds until drafting is tried again, at first and at most.
-const RETRY_AFTER: u64 = HEAD_LAG_MAX as u64;
+/// Plain rounds until drafting is tried again: at first (the head's next pass then runs the rows that it is behind), after one
+/// trial that failed (it has just been caught up), and at most; each further one takes so many times as long.
+const RETRY_AFTER: u64 = POSITIONS as u64;
+const SECOND_RETRY_AFTER: u64 = HEAD_LAG_MAX as u64;
 const RETRY_AFTER_MAX: u64 = 32 * HEAD_LAG_MAX as u64;
+const RETRY_GROWTH: u64 = 4;
 /// Where plain decoding has won for so many rounds, depths are compared once in so many.
 const COMPARED_EVERY: u64 = 8;
 /// Once in so many rounds with drafts there is one more than seems best: what a depth costs is known only from trying it,
@@ -184,11 +189,14 @@ impl DepthControl {
             && !self.plain_rounds.is_multiple_of(COMPARED_EVERY)
     }
 
-    /// The depth with most tokens per second.
+    /// The depth with most tokens per second. Wrong drafts are dearest in the first rounds, where nothing is known: a
+    /// position is drafted for once the one before it has been judged.
     fn best(&self, costs: &Costs, sequences: usize, most: usize) -> usize {
+        let judged = self.observed.iter().take_while(|&&n| n > 0).count();
+        let most = most.min(judged + 1).min(POSITIONS);
         let (mut best, mut best_rate) = (0, 0.0);
         let (mut tokens, mut all_accepted, mut share) = (1.0, 1.0, ACCEPTANCE_PRIOR);
-        for k in 0..=most.min(POSITIONS) {
+        for k in 0..=most {
             if k > 0 {
                 // A position that was never reached is believed to be as good as the one before it.
                 share = if self.observed[k - 1] > 0 { self.acceptance[k - 1] } else { share };
@@ -215,7 +223,7 @@ impl DepthControl {
         for i in 0..drafted.min(accepted + 1) {
             let is_accepted = if i < accepted { 1.0 } else { 0.0 };
             self.observed[i] += 1;
-            let weight = ACCEPTANCE_WEIGHT.max(1.0 / (self.observed[i] + 1) as f64);
+            let weight = ACCEPTANCE_WEIGHT.max(1.0 / (self.observed[i] + PRIOR_OBSERVATIONS) as f64);
             self.acceptance[i] += weight * (is_accepted - self.acceptance[i]);
         }
         if !was_retry {
@@ -224,7 +232,8 @@ impl DepthControl {
             self.acceptance[0] = self.acceptance[0].max(RETRY_ACCEPTANCE);
             (self.plain_rounds, self.retry_after) = (0, RETRY_AFTER);
         } else {
-            (self.plain_rounds, self.retry_after) = (0, (2 * self.retry_after).min(RETRY_AFTER_MAX));
+            let later = (RETRY_GROWTH * self.retry_after).clamp(SECOND_RETRY_AFTER, RETRY_AFTER_MAX);
+            (self.plain_rounds, self.retry_after) = (0, later);
         }
     }
 }
