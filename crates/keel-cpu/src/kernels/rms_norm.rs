@@ -73,9 +73,9 @@ pub(super) fn scale_by_weight<S: Simd>(s: S, x: &[f32], scale: f32, weight: &[f3
     lanes!(s, y, [x = x, w = weight] => s.mul(s.mul(x, scale), w));
 }
 
-/// Rows that a worker takes at a time.
-fn grain(width: usize) -> usize {
-    (GRAIN_VALUES / width.max(1)).max(1)
+/// Rows of `rows` that a worker takes at a time: where they are few, its even share.
+fn grain(width: usize, rows: usize, worker: &Worker<'_>) -> usize {
+    (GRAIN_VALUES / width.max(1)).clamp(1, rows.div_ceil(worker.count).max(1))
 }
 
 struct Norm<'a, 'w> {
@@ -89,7 +89,8 @@ struct Norm<'a, 'w> {
 impl VectorKernel for Norm<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for t in self.worker.claim(self.x.len(), grain(self.x.width())).flatten() {
+        let (rows, width) = (self.x.len(), self.x.width());
+        for t in self.worker.claim(rows, grain(width, rows, self.worker)).flatten() {
             let x = self.x.row(t);
             // SAFETY: each row is claimed once.
             let y = unsafe { self.y.row(t) };
@@ -110,7 +111,8 @@ struct AddNorm<'a, 'w> {
 impl VectorKernel for AddNorm<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for t in self.worker.claim(self.x.len(), grain(self.x.width())).flatten() {
+        let (rows, width) = (self.x.len(), self.x.width());
+        for t in self.worker.claim(rows, grain(width, rows, self.worker)).flatten() {
             // SAFETY: each row is claimed once.
             let (residual, y) = unsafe { (self.residual.row(t), self.y.row(t)) };
             add_in_place(s, self.x.row(t), residual);
@@ -147,7 +149,8 @@ impl VectorKernel for GatedNorm<'_, '_> {
     fn run<S: Simd>(self, s: S) {
         let size = self.weight.len();
         let heads = self.x.width() / size;
-        for unit in self.worker.claim(self.x.len() * heads, grain(size)).flatten() {
+        let units = self.x.len() * heads;
+        for unit in self.worker.claim(units, grain(size, units, self.worker)).flatten() {
             let (t, head) = (unit / heads, unit % heads);
             let columns = head * size..(head + 1) * size;
             let (x, gate) = (&self.x.row(t)[columns.clone()], &self.gate.row(t)[columns.clone()]);

@@ -176,7 +176,8 @@ level!(
     "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"
 );
 
-/// Int8 in blocks of six rows, with conversions between dot products; smaller blocks are those of `avx512_dots`.
+/// Int8 in blocks of up to six rows: a second block would read the weights again. The largest have their conversions between
+/// dot products; smaller ones are those of `avx512_dots`.
 #[cfg(target_arch = "x86_64")]
 mod overlapped {
     use super::*;
@@ -193,11 +194,13 @@ mod overlapped {
         macro_rules! rows {
             ($bits:literal, $group:literal) => {
                 BlockFns {
-                    sizes: &[6, 4, 2, 1],
+                    sizes: &[6, 5, 4, 3, 2, 1],
                     fns: const {
                         &[
                             int8::<$bits, $group, 6> as BlockFn,
+                            int8::<$bits, $group, 5>,
                             avx512_dots::int8::<$bits, 4>,
+                            avx512_dots::int8::<$bits, 3>,
                             avx512_dots::int8::<$bits, 2>,
                             avx512_dots::int8::<$bits, 1>,
                         ]
