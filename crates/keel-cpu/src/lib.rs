@@ -6,6 +6,7 @@ pub mod error;
 pub mod floors;
 pub mod isa;
 pub mod kernels;
+pub mod memory;
 pub mod pool;
 pub mod shared_slice;
 mod simd;

@@ -70,6 +70,12 @@ impl<'a> TextFiles<'a> {
         }
     }
 
+    /// Gives the bytes of `tokenizer.json` back, which only [`Tokenizer::new`](crate::Tokenizer::new) reads: they are
+    /// the most by far. What is left has templates and settings.
+    pub fn forget_tokenizer(&mut self) {
+        self.tokenizer.bytes = Cow::Borrowed(&[]);
+    }
+
     /// Adds the bytes of a `tokenizer_config.json`.
     pub fn with_tokenizer_config(mut self, bytes: &'a [u8]) -> Self {
         self.tokenizer_config = Some(named("tokenizer_config.json", bytes));

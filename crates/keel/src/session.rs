@@ -73,6 +73,13 @@ impl Session {
     }
 }
 
+/// Lets go of a model's files once it is loaded, and of what the heap has free since: a vocabulary as a file has it takes
+/// several times what the tokenizer keeps of it.
+pub fn close(model: Model) {
+    drop(model);
+    keel_cpu::memory::give_back_free();
+}
+
 /// A runtime on the device, with its memory limit.
 ///
 /// # Errors

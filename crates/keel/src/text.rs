@@ -23,12 +23,10 @@ impl ModelText {
     /// # Errors
     /// If one of them is missing or broken.
     pub fn open(model: &Model) -> Result<ModelText> {
-        let files = model.text_files()?;
-        Ok(ModelText {
-            tokenizer: Tokenizer::new(&files)?,
-            defaults: GenerationDefaults::new(&files)?,
-            files,
-        })
+        let mut files = model.text_files()?;
+        let tokenizer = Tokenizer::new(&files)?;
+        files.forget_tokenizer();
+        Ok(ModelText { tokenizer, defaults: GenerationDefaults::new(&files)?, files })
     }
 
     /// The chat template.

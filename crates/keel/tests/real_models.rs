@@ -5,7 +5,9 @@
 
 mod common;
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use common::{arg, json, succeed};
 use serde_json::Value;
@@ -86,4 +88,68 @@ fn a_chat_model_answers() {
     let command = ["generate", question, "--chat", "--model", arg(&file), "--temperature", "0", "--quiet"];
     let answer = succeed(&[&command[..], &["--max-tokens", "40"]].concat());
     assert!(answer.contains("Paris"), "{answer}");
+}
+
+/// Resident bytes of a process without its program and libraries: the heap, what is mapped for tensors, and the model's file.
+#[cfg(target_os = "linux")]
+fn resident(process: u32) -> Option<u64> {
+    let (mut total, mut counts) = (0, true);
+    for line in std::fs::read_to_string(format!("/proc/{process}/smaps")).ok()?.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let first = words.next()?;
+        if !first.ends_with(':') {
+            let path = words.nth(4).unwrap_or_default();
+            counts = path != env!("CARGO_BIN_EXE_keel") && !path.contains(".so");
+        } else if first == "Rss:" && counts {
+            total += words.next()?.parse::<u64>().ok()? * 1024;
+        }
+    }
+    Some(total)
+}
+
+/// Decodes behind a prompt that fills most of the context, so that nearly all planned memory has been touched.
+#[cfg(target_os = "linux")]
+fn decodes_within_file_and_plan(name: &str) {
+    let Some((file, _)) = model(name) else { return };
+    let plan = json(&["plan", "--model", arg(&file), "--context", "768", "--json"]);
+    let state = plan.as_object().expect("categories").iter().filter(|(category, _)| *category != "weights");
+    let state: u64 = state.filter_map(|(_, bytes)| bytes.as_u64()).sum();
+    let allowed = std::fs::metadata(&file).expect("it is there").len() * 105 / 100 + state;
+    // A reader that the system holds up may find that all is over.
+    let most = (0..10).map(|_| most_while_decoding(&file)).find(|&most| most > 0).expect("it was seen");
+    println!("{name}: {most} bytes are resident, {allowed} allowed, {state} of them state");
+    assert!(most <= allowed, "{name}: {most} bytes are resident, {allowed} allowed");
+}
+
+/// The most that is resident from the first token on; 0 where the program had ended before it was seen.
+#[cfg(target_os = "linux")]
+fn most_while_decoding(file: &Path) -> u64 {
+    let prompt = "One day a small dog met a cat. ".repeat(60);
+    let options =
+        ["--temperature", "0", "--max-tokens", "200", "--ignore-eos", "--context", "768", "--quiet"];
+    let mut keel = Command::new(env!("CARGO_BIN_EXE_keel"))
+        .args(["generate", &prompt, "--model", arg(file)])
+        .args(options)
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("keel starts");
+    let mut text = keel.stdout.take().expect("piped");
+    let (mut most, mut piece) = (0, [0; 64]);
+    while let Ok(1..) = text.read(&mut piece) {
+        most = most.max(resident(keel.id()).unwrap_or(0));
+    }
+    assert!(keel.wait().expect("it ends").success());
+    most
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn smollm2_decodes_within_its_file_and_its_plan() {
+    decodes_within_file_and_plan("smollm2-135m-instruct-q4_1");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn gemma_3_decodes_within_its_file_and_its_plan() {
+    decodes_within_file_and_plan("gemma-3-270m-q4_k_m");
 }

@@ -11,13 +11,14 @@ use std::any::Any;
 
 use super::slab::Part;
 
-/// From here on memory is mapped: its pages come when they are touched, and large ones where the system has them.
-const MAPPED_BYTES_MIN: usize = LARGE_PAGE;
+/// From here on memory is mapped: its pages come when they are touched and go when it is freed, while the heap zeroes what it
+/// takes from free blocks, and keeps it.
+const MAPPED_BYTES_MIN: usize = 128 << 10;
 
 /// A page is at least so large.
 const PAGE: usize = 4096;
 
-/// A large page. Mapped memory starts at one, so that none of its whole large pages is left in small ones.
+/// From here on mapped memory is in large pages where the system has them. It starts at one, so that none of its whole large pages is left in small ones.
 const LARGE_PAGE: usize = 2 << 20;
 
 /// The end of a mapping becomes a large page, too, if what that wastes is at most one part in so many.
@@ -76,8 +77,13 @@ impl HostMemory {
         Ok(HostMemory { start, region: Region::Heap { allocation, layout }, bytes, poison })
     }
 
-    /// Zeroed memory of its own pages, from a large page on.
+    /// Zeroed memory of its own pages, from a large page on if it has room for one.
     fn mapped(bytes: usize, poison: bool) -> Result<HostMemory, String> {
+        if bytes < LARGE_PAGE {
+            let map: MmapRaw = MmapMut::map_anon(bytes).map_err(|e| e.to_string())?.into();
+            let start = map.as_mut_ptr();
+            return Ok(HostMemory { start, region: Region::Mapped { _map: map }, bytes, poison });
+        }
         let waste = bytes.checked_next_multiple_of(LARGE_PAGE).map_or(0, |padded| padded - bytes);
         let whole = waste <= bytes / WASTE_PARTS_MIN;
         let large = if whole { bytes + waste } else { bytes / LARGE_PAGE * LARGE_PAGE };
@@ -187,7 +193,8 @@ mod tests {
 
     #[test]
     fn memory_is_zeroed_and_aligned_whatever_its_size() {
-        for bytes in [0, 1, 63, 64, 65, MAPPED_BYTES_MIN - 1, MAPPED_BYTES_MIN, MAPPED_BYTES_MIN + 5] {
+        let edges = [MAPPED_BYTES_MIN, LARGE_PAGE].map(|edge| [edge - 1, edge, edge + 5]);
+        for bytes in edges.into_iter().flatten().chain([0, 1, 63, 64, 65]) {
             let memory = HostMemory::zeroed(bytes, true).expect("there is memory");
             assert!(memory.start().addr().is_multiple_of(ALIGNMENT), "{bytes}");
             let mut read = vec![1; bytes];

@@ -2,6 +2,7 @@
 
 mod bpe;
 mod check;
+mod model;
 mod read;
 
 use std::fmt;

@@ -8,15 +8,19 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 use tokenizers::{
     AddedToken, DecoderWrapper, Model, ModelWrapper, NormalizerWrapper, PostProcessorWrapper,
-    PreTokenizerWrapper, Tokenizer,
+    PreTokenizerWrapper, TokenizerImpl,
 };
 
-use super::bpe::BpeJson;
-use super::check;
+use super::model::TextModel;
+use super::{bpe, check};
+
+/// The library's steps around a model.
+pub(super) type Steps =
+    TokenizerImpl<TextModel, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// A tokenizer that was read, and what the rest of this crate wants to know about it.
 pub(super) struct Parts {
-    pub(super) inner: Tokenizer,
+    pub(super) inner: Steps,
     /// Ids are below this.
     pub(super) vocab_size: usize,
     /// Ids of the special tokens, ascending.
@@ -76,7 +80,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
         json.decoder.as_ref().is_some_and(|decoder| check::contains_type(decoder, "ByteFallback"));
 
     let (model, id_max) = read_model(json.model)?;
-    let mut inner = Tokenizer::new(model);
+    let mut inner = Steps::new(model);
     let normalizer: Option<NormalizerWrapper> = part("normalizer", json.normalizer)?;
     inner.with_normalizer(normalizer).map_err(|err| format!("normalizer: {err}"))?;
     inner.with_pre_tokenizer(part::<PreTokenizerWrapper>("pre_tokenizer", json.pre_tokenizer)?);
@@ -90,18 +94,17 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
 }
 
 /// The model and its largest id.
-fn read_model(json: &RawValue) -> Result<(ModelWrapper, u32), String> {
+fn read_model(json: &RawValue) -> Result<(TextModel, u32), String> {
     let invalid = |err: serde_json::Error| format!("model: not valid: {err}");
     let kind: ModelKind = serde_json::from_str(json.get()).map_err(invalid)?;
     if kind.kind.as_deref() == Some("BPE") || (kind.kind.is_none() && kind.merges.is_some()) {
-        let bpe: BpeJson = serde_json::from_str(json.get()).map_err(invalid)?;
-        bpe.check().map_err(|reason| format!("model: {reason}"))?;
-        let id_max = bpe.id_max();
-        return Ok((bpe.build()?.into(), id_max));
+        let model = bpe::read(json.get()).map_err(|reason| format!("model: {reason}"))?;
+        let id_max = model.id_max();
+        return Ok((TextModel::Bpe(Box::new(model)), id_max));
     }
     let model: ModelWrapper = serde_json::from_str(json.get()).map_err(invalid)?;
     let id_max = model.get_vocab().values().copied().max().ok_or("model: the vocabulary is empty")?;
-    Ok((model, id_max))
+    Ok((TextModel::Library(Box::new(model)), id_max))
 }
 
 /// Reads one of the optional steps around the model.
@@ -113,7 +116,7 @@ fn part<T: DeserializeOwned>(name: &str, json: Option<Value>) -> Result<Option<T
 ///
 /// The library gives a new token the next free id whatever the file says. A different id would silently
 /// shift every later token of the model, so it is an error here.
-fn add_tokens(inner: &mut Tokenizer, tokens: &[AddedJson]) -> Result<Vec<u32>, String> {
+fn add_tokens(inner: &mut Steps, tokens: &[AddedJson]) -> Result<Vec<u32>, String> {
     if let Some(token) = tokens.iter().find(|token| token.content.is_empty()) {
         return Err(format!("added token {} is empty", token.id));
     }
@@ -143,6 +146,6 @@ fn add_tokens(inner: &mut Tokenizer, tokens: &[AddedJson]) -> Result<Vec<u32>, S
     Ok(special_ids)
 }
 
-fn byte_tokens(inner: &Tokenizer) -> HashMap<u32, u8> {
+fn byte_tokens(inner: &Steps) -> HashMap<u32, u8> {
     (0..=u8::MAX).filter_map(|byte| Some((inner.token_to_id(&format!("<0x{byte:02X}>"))?, byte))).collect()
 }

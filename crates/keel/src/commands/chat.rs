@@ -12,7 +12,7 @@ use keel_engine::{EngineOptions, GenerateOptions, PREFILL_GRID, SamplerOptions, 
 use keel_text::{ChatTemplate, Message};
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
-use crate::session::{Session, context_for};
+use crate::session::{Session, close, context_for};
 use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
 use crate::tokens::Tokens;
@@ -61,6 +61,7 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let sampler = args.sampling.options(&text.defaults)?;
     TextStream::new(&text.tokenizer, &args.sampling.stop)?;
     let session = Session::load(&args.device, &model, options)?;
+    close(model);
     Conversation::new(args, (sampler, speculation), text, template, session).talk()
 }
 

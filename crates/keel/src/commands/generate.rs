@@ -12,7 +12,7 @@ use serde_json::json;
 use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
 use crate::failure::usage;
 use crate::report::{Memory, Timing};
-use crate::session::{Session, check_ids, context_for};
+use crate::session::{Session, check_ids, close, context_for};
 use crate::source::Model;
 use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
@@ -124,6 +124,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         ..args.engine.options()
     };
     let mut session = Session::load(&args.device, &model, options)?;
+    close(model);
     let outcome = generate(args, &mut session, &prompt, how)?;
     report(args, &outcome)
 }

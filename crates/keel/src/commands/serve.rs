@@ -118,6 +118,7 @@ pub fn run(args: &ServeArgs) -> Result<()> {
         // Before the model is loaded: a port in use should be known at once.
         let listener = bind(&format!("{}:{}", args.host, args.port)).await?;
         let session = Session::load(&args.device, &model, options)?;
+        session::close(model);
         tracing::info!(
             "{} for {} sequences of up to {} tokens, {} of it keys and values",
             human_bytes(session.planned.total()),

@@ -1,0 +1,77 @@
+//! A word while its pairs are merged.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// No symbol on that side.
+const NONE: u32 = u32::MAX;
+
+/// A token of the word.
+#[derive(Clone, Copy)]
+struct Symbol {
+    /// Its place in the vocabulary.
+    token: u32,
+    /// Bytes of the word that it covers; 0 once it was merged into the one before.
+    bytes: u32,
+    before: u32,
+    after: u32,
+}
+
+/// Tokens of a word, from left to right.
+#[derive(Default)]
+pub(super) struct Word {
+    symbols: Vec<Symbol>,
+}
+
+impl Word {
+    /// Adds a token that covers so many bytes.
+    pub(super) fn push(&mut self, token: u32, bytes: u32) {
+        let at = self.symbols.len() as u32;
+        let before = at.checked_sub(1).unwrap_or(NONE);
+        if let Some(last) = self.symbols.last_mut() {
+            last.after = at;
+        }
+        self.symbols.push(Symbol { token, bytes, before, after: NONE });
+    }
+
+    /// Merges pairs until none is left: always the one of the lowest rank, of equal ones the first. `merge` gives
+    /// rank and result of a pair.
+    pub(super) fn merge_all(&mut self, mut merge: impl FnMut(u32, u32) -> Option<(u32, u32)>) {
+        let mut queue = BinaryHeap::with_capacity(self.symbols.len());
+        for at in 1..self.symbols.len() {
+            let pair = merge(self.symbols[at - 1].token, self.symbols[at].token);
+            queue.extend(pair.map(|(rank, result)| Reverse((rank, at as u32 - 1, result))));
+        }
+        while let Some(Reverse((_, at, result))) = queue.pop() {
+            let left = self.symbols[at as usize];
+            if left.bytes == 0 || left.after == NONE {
+                continue;
+            }
+            let right = self.symbols[left.after as usize];
+            // The pair may be another one by now.
+            if merge(left.token, right.token).is_none_or(|(_, now)| now != result) {
+                continue;
+            }
+            self.symbols[left.after as usize].bytes = 0;
+            let merged =
+                Symbol { token: result, bytes: left.bytes + right.bytes, after: right.after, ..left };
+            self.symbols[at as usize] = merged;
+            if merged.after != NONE {
+                let next = &mut self.symbols[merged.after as usize];
+                next.before = at;
+                let pair = merge(result, next.token);
+                queue.extend(pair.map(|(rank, result)| Reverse((rank, at, result))));
+            }
+            if merged.before != NONE {
+                let pair = merge(self.symbols[merged.before as usize].token, result);
+                queue.extend(pair.map(|(rank, result)| Reverse((rank, merged.before, result))));
+            }
+        }
+    }
+
+    /// Tokens and the bytes that each covers.
+    pub(super) fn tokens(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        let alive = self.symbols.iter().filter(|symbol| symbol.bytes > 0);
+        alive.map(|symbol| (symbol.token, symbol.bytes))
+    }
+}
