@@ -1,7 +1,8 @@
 //! Real weights, where tools/real_models/fetch.sh has put them: the same tokens as llama.cpp makes of the same values.
 //!
-//! The references are of tools/real_models/reference.py, from the file with its tensors decoded to f32: of the quantised
-//! file llama.cpp rounds activations too, which turns near ties over in most prompts.
+//! References are of tools/real_models/reference.py, from the file with its tensors decoded to f32, where any prompt will do; and of
+//! tools/real_models/decided.py, from the quantised file itself. There activations are rounded to 8 bits on both sides, which
+//! turns near ties over, so it has prompts alone whose tokens are all far from one.
 
 mod common;
 
@@ -19,13 +20,17 @@ const PARTED_MAX: usize = 1;
 const NEAR_TIE: f64 = 0.05;
 
 fn model(name: &str) -> Option<(PathBuf, Value)> {
+    with_reference(name, name)
+}
+
+fn with_reference(name: &str, reference: &str) -> Option<(PathBuf, Value)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let file = root.join("../../.cache/real_models").join(format!("{name}.gguf"));
     if !file.is_file() {
         println!("skipped: no {name}; tools/real_models/fetch.sh fetches it");
         return None;
     }
-    let reference = root.join("tests/data/real_models").join(format!("{name}.json"));
+    let reference = root.join("tests/data/real_models").join(format!("{reference}.json"));
     let reference = std::fs::read_to_string(reference).expect("the reference is there");
     Some((file, serde_json::from_str(&reference).expect("JSON")))
 }
@@ -40,24 +45,47 @@ fn parting(got: &[u64], want: &[u64]) -> Option<usize> {
     got.iter().zip(want).position(|(a, b)| a != b)
 }
 
+/// The tokens with which `keel` continues a prompt of a reference, as many as the reference has.
+fn continued(file: &Path, prompt: &Value, compute: &str) -> Vec<u64> {
+    let text = prompt["text"].as_str().expect("text");
+    let count = ids(&prompt["greedy"]).len().to_string();
+    let command = ["generate", text, "--model", arg(file), "--temperature", "0", "--max-tokens", &count];
+    let report = json(&[&command[..], &["--ignore-eos", "--json", "--compute", compute]].concat());
+    assert_eq!(report["prompt_tokens"], ids(&prompt["ids"]).len(), "{}: ids of {text:?}", file.display());
+    ids(&report["tokens"])
+}
+
+/// Compares exact products on both sides.
 fn compare(name: &str) {
     let Some((file, reference)) = model(name) else { return };
     let mut parted = Vec::new();
     for prompt in reference["prompts"].as_array().expect("a list") {
-        let text = prompt["text"].as_str().expect("text");
-        let greedy = ids(&prompt["greedy"]);
-        let count = greedy.len().to_string();
-        let command = ["generate", text, "--model", arg(&file), "--temperature", "0", "--max-tokens", &count];
-        let report = json(&[&command[..], &["--ignore-eos", "--json", "--compute", "f32"]].concat());
-        assert_eq!(report["prompt_tokens"], ids(&prompt["ids"]).len(), "{name}: ids of {text:?}");
-        if let Some(at) = parting(&ids(&report["tokens"]), &greedy) {
-            let margin = prompt["margin"][at].as_f64().expect("a number");
-            println!("{name}: {text:?} parts at token {at}, where the top two are {margin} apart");
-            assert!(margin < NEAR_TIE, "{name}: {text:?}, token {at}, margin {margin}");
+        if let Some(at) = parting(&continued(&file, prompt, "f32"), &ids(&prompt["greedy"])) {
+            let (text, margin) = (&prompt["text"], prompt["margin"][at].as_f64().expect("a number"));
+            println!("{name}: {text} parts at token {at}, where the top two are {margin} apart");
+            assert!(margin < NEAR_TIE, "{name}: {text}, token {at}, margin {margin}");
             parted.push(text);
         }
     }
     assert!(parted.len() <= PARTED_MAX, "{name}: {parted:?} part from the reference");
+}
+
+/// Compares the fast products on both sides, of the same file.
+fn compare_quantised(name: &str) {
+    let Some((file, reference)) = with_reference(name, &format!("{name}.decided")) else { return };
+    let prompts = reference["prompts"].as_array().expect("a list");
+    assert_eq!(prompts.len(), 10);
+    let parts = |prompt: &&Value| continued(&file, prompt, "auto") != ids(&prompt["greedy"]);
+    let parted: Vec<&Value> = prompts.iter().filter(parts).map(|prompt| &prompt["text"]).collect();
+    println!("{name}: {} of {} are equal", prompts.len() - parted.len(), prompts.len());
+    assert!(parted.len() <= PARTED_MAX, "{name}: {parted:?} part from llama.cpp on the same file");
+}
+
+#[test]
+fn decided_continuations_are_those_of_llama_cpp_on_the_same_file() {
+    for name in ["smollm2-135m-instruct-q4_1", "gemma-3-270m-q4_k_m", "qwen2.5-coder-1.5b-q4_k_m"] {
+        compare_quantised(name);
+    }
 }
 
 #[test]
