@@ -234,7 +234,8 @@ impl Array {
 
     /// The weight's memory as an operand.
     pub(crate) fn of_weight(weight: &Weight) -> Array {
-        let layout = Layout::contiguous(Shape::from([weight.bytes()]));
+        let layout =
+            Layout { offset: weight.place.start, ..Layout::contiguous(Shape::from([weight.bytes()])) };
         Array::ready(
             &weight.runtime,
             DType::U8,

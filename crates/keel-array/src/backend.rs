@@ -1,6 +1,7 @@
 //! What a device offers to the runtime.
 
 use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::ledger::{Category, Charge, Ledger};
@@ -87,6 +88,12 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Bytes of a weight in this device's own layout.
     fn packed_bytes(&self, spec: &WeightSpec) -> usize;
+
+    /// Where some rows of a packed matrix begin, in bytes, if they lie there as they would in a weight that has no others.
+    fn first_byte_of_rows(&self, spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
+        let _ = (spec, rows);
+        None
+    }
 
     /// Repeats the first `rows` rows of expert 0, which were packed, over the whole weight; false if it cannot.
     /// For weights that are made up.

@@ -3,6 +3,8 @@
 //! Quantised weights keep their bits in memory; no wider copy of them exists. A weight may be filled block of
 //! rows by block of rows, so that loading needs one block of staging whatever the size of the tensor.
 
+use std::ops::Range;
+
 use crate::{Array, ArrayError, BlockFormat, Buffer, Category, DType, Result, Runtime};
 
 /// How the elements of a weight are coded.
@@ -86,6 +88,8 @@ pub enum RowData<'a> {
 pub struct Weight {
     pub(crate) runtime: Runtime,
     pub(crate) buffer: Buffer,
+    /// Where it begins in the buffer, and its bytes.
+    pub(crate) place: Range<usize>,
     spec: WeightSpec,
 }
 
@@ -98,7 +102,7 @@ impl Weight {
         check(&spec)?;
         let bytes = runtime.backend().packed_bytes(&spec);
         let buffer = runtime.allocate(Category::Weights, bytes)?;
-        Ok(Weight { runtime: runtime.clone(), buffer, spec })
+        Ok(Weight { runtime: runtime.clone(), buffer, place: 0..bytes, spec })
     }
 
     /// Stores a block of rows. Blocks begin at multiples of 256 rows and, but for the last, are as long: devices pack
@@ -121,15 +125,28 @@ impl Weight {
         if self.runtime.backend().is_planning() {
             return Ok(());
         }
-        self.runtime.exclusive(|backend| backend.pack(spec, self.buffer.memory(), 0, block))
+        self.runtime.exclusive(|backend| backend.pack(spec, self.buffer.memory(), self.place.start, block))
     }
 
     /// Repeats the first `rows` rows of the first expert, stored before, over the whole weight: for weights that are made
     /// up. False if the device does not do this; every row is then to be stored.
     pub fn repeat(&self, rows: usize) -> bool {
-        let repeat =
-            |backend: &dyn crate::Backend| backend.repeat_rows(&self.spec, self.buffer.memory(), 0, rows);
+        let repeat = |backend: &dyn crate::Backend| {
+            backend.repeat_rows(&self.spec, self.buffer.memory(), self.place.start, rows)
+        };
         self.runtime.backend().is_planning() || self.runtime.exclusive(repeat)
+    }
+
+    /// Some rows as a weight of their own, which shares the memory; `None` where the device does not keep them so, or they are
+    /// not within the weight.
+    pub fn rows(&self, rows: Range<usize>) -> Option<Weight> {
+        let is_within = self.spec.experts == 1 && rows.start < rows.end && rows.end <= self.spec.rows;
+        let first =
+            is_within.then(|| self.runtime.backend().first_byte_of_rows(&self.spec, rows.clone()))??;
+        let spec = WeightSpec { rows: rows.len(), ..self.spec };
+        let start = self.place.start + first;
+        let place = start..start + self.runtime.backend().packed_bytes(&spec);
+        (place.end <= self.place.end).then(|| Weight { place, spec, ..self.clone() })
     }
 
     /// Shape and coding.
@@ -139,7 +156,7 @@ impl Weight {
 
     /// Bytes in memory.
     pub fn bytes(&self) -> usize {
-        self.buffer.bytes()
+        self.place.len()
     }
 
     /// The packed bytes as an operand.

@@ -16,7 +16,7 @@ use keel_engine::{
 use proptest::prelude::*;
 
 /// The fixtures with a multi-token-prediction head.
-const WITH_HEAD: [&str; 3] = ["qwen3_5", "qwen3_5_real_head_dims", "qwen3_5_moe"];
+const WITH_HEAD: [&str; 4] = ["qwen3_5", "qwen3_5_real_head_dims", "qwen3_5_moe", "qwen3_5_paro"];
 const DEPTHS: [usize; 5] = [1, 2, 3, 5, 8];
 
 /// The models of these tests: folder and a prompt.

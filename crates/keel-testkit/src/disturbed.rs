@@ -1,6 +1,7 @@
 //! A backend with something in the way of its launches and allocations: faults, gates, counters.
 
 use keel_array::{Backend, DeviceMemory, Kernel, Launch, Result, RowBlock, WeightSpec};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// What a test does around a backend's work; what is not overridden just happens.
@@ -62,6 +63,9 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     }
     fn launch(&self, launch: &Launch<'_>) -> Result<()> {
         self.disturbance.launch(&*self.backend, launch)
+    }
+    fn first_byte_of_rows(&self, spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
+        self.backend.first_byte_of_rows(spec, rows)
     }
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
         self.backend.packed_bytes(spec)

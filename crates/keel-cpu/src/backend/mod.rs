@@ -18,6 +18,7 @@ use memory::HostMemory;
 pub use profile::KernelTime;
 use profile::Profile;
 use slab::Slabs;
+use std::ops::Range;
 
 /// How a [`CpuBackend`] works.
 #[derive(Clone, Debug, Default)]
@@ -139,6 +140,10 @@ impl Backend for CpuBackend {
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
         weights::packed_bytes(spec)
+    }
+
+    fn first_byte_of_rows(&self, spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
+        weights::first_byte_of_rows(spec, rows)
     }
 
     fn pack(

@@ -6,6 +6,7 @@ use crate::kernels::blocks::{self, BlockWeight};
 use crate::kernels::linear::{self, Compute, FloatType, Linear, PAIR_ROWS, PackedLayout, Rows, WeightFormat};
 use half::{bf16, f16};
 use keel_array::{ArrayError, BlockFormat, DType, RowBlock, RowData, WeightSpec};
+use std::ops::Range;
 
 /// The coding of a weight whose blocks stay as they came: one that is computed with in f32. For other arithmetic blocks
 /// are packed as other weights are.
@@ -42,6 +43,16 @@ pub(super) fn packed_bytes(spec: &WeightSpec) -> usize {
         Some(format) => blocks::packed_bytes(format, spec.experts.saturating_mul(spec.rows), spec.cols),
         None => layout(spec).bytes(),
     }
+}
+
+/// Where some rows of a packed matrix begin, if they lie there as they would alone: whole pairs of tiles.
+pub(super) fn first_byte_of_rows(spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
+    if let Some(format) = raw_blocks(spec) {
+        return Some(blocks::packed_bytes(format, rows.start, spec.cols));
+    }
+    let is_edge = |row: usize| row.is_multiple_of(PAIR_ROWS) || row == spec.rows;
+    let are_whole = rows.start.is_multiple_of(PAIR_ROWS) && is_edge(rows.end);
+    are_whole.then(|| layout(spec).row_bytes(0, rows).start)
 }
 
 fn float_type(dtype: DType) -> FloatType {
@@ -154,5 +165,50 @@ fn widen(bytes: &[u8], dtype: DType) -> Vec<f32> {
         DType::F16 => halves(|x| f16::from_bits(x).to_f32()),
         DType::BF16 => halves(|x| bf16::from_bits(x).to_f32()),
         _ => bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CpuBackend, CpuOptions};
+    use keel_array::{Array, Compute, Runtime, RuntimeOptions, Weight};
+    use std::sync::Arc;
+
+    /// A weight of 4 bits with codes of their own everywhere.
+    fn weight(runtime: &Runtime, rows: usize, compute: Compute) -> Weight {
+        let (cols, format) =
+            (128, keel_array::WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::F32 });
+        let weight =
+            Weight::allocate(runtime, WeightSpec { experts: 1, rows, cols, format, compute }).unwrap();
+        let codes: Vec<u8> = (0..rows * cols).map(|i| (i * 2_654_435_761 >> 7) as u8 & 15).collect();
+        let scales: Vec<f32> = (0..rows * 2).map(|i| 0.1 + (i % 11) as f32).collect();
+        let biases: Vec<f32> = scales.iter().map(|scale| -7.0 * scale).collect();
+        let data = RowData::Affine { codes: &codes, scales: &scales, biases: &biases };
+        weight.fill(&RowBlock { expert: 0, first_row: 0, rows, data }).unwrap();
+        weight
+    }
+
+    #[test]
+    fn rows_of_a_weight_give_what_they_give_within_it() {
+        let runtime =
+            Runtime::new(Arc::new(CpuBackend::new(CpuOptions::default())), RuntimeOptions::default());
+        let x: Vec<f32> = (0..3 * 128).map(|i| (i as f32 * 0.37).sin()).collect();
+        let x = Array::from_slice(&runtime, &x, [3, 128]).unwrap();
+        for compute in [Compute::Auto, Compute::F32] {
+            let whole = weight(&runtime, 120, compute);
+            let all = x.linear(&whole).unwrap().to_vec::<f32>().unwrap();
+            for rows in [32..64, 64..120, 0..120] {
+                let part = whole.rows(rows.clone()).expect("whole pairs of tiles");
+                let got = x.linear(&part).unwrap().to_vec::<f32>().unwrap();
+                let want: Vec<f32> = all.chunks(120).flat_map(|row| row[rows.clone()].to_vec()).collect();
+                assert_eq!(got, want, "{rows:?} in {compute:?}");
+                let again = part.rows(0..rows.len()).expect("the same rows");
+                assert_eq!(again.bytes(), part.bytes());
+            }
+            for rows in [16..64, 32..80, 32..32, 32..121] {
+                assert!(whole.rows(rows.clone()).is_none(), "{rows:?}");
+            }
+        }
     }
 }

@@ -31,6 +31,9 @@ impl Engine {
     /// result and the draft made of it.
     pub(super) fn draft(&mut self, batch: &mut [RoundSequence<'_>], parts: &mut [Part]) -> Result<()> {
         let deepest = parts.iter().map(|part| part.depth).max().unwrap_or(0);
+        if deepest == 0 {
+            return Ok(());
+        }
         let width = self.model.config.hidden;
         let mut logits = Vec::new();
         // Results of the last pass, in its order.

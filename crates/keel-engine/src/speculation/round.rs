@@ -47,12 +47,8 @@ pub(super) struct Part {
     pub caught_up: usize,
     /// Whether the round named the last of those rows.
     was_named: bool,
-}
-
-/// Tokens that were chosen, with the hidden states of the rows before them.
-struct Judged {
-    round: Round,
-    hidden: Vec<f32>,
+    /// Values of the hidden states of rows that the head is behind, when the round began.
+    lag_values: usize,
 }
 
 impl Engine {
@@ -95,6 +91,7 @@ impl Engine {
         for (sequence, part) in batch.iter_mut().zip(&mut parts) {
             sequence.chooser.begin();
             part.was_named = sequence.speculation.name_last(sequence.last);
+            part.lag_values = sequence.speculation.lag_hidden.len();
         }
         match self.run_round(batch, &mut parts) {
             Ok((judged, times)) => {
@@ -103,7 +100,7 @@ impl Engine {
                 self.costs.note_round(rows == batch.len());
                 share_times(batch, &parts, times);
                 let all = batch.iter_mut().zip(&parts).zip(judged);
-                Ok(all.map(|((sequence, part), judged)| sequence.move_on(part, judged)).collect())
+                Ok(all.map(|((sequence, part), round)| sequence.move_on(part, round)).collect())
             }
             Err(error) => {
                 let abandoned = batch.iter_mut().zip(&parts).map(|(sequence, part)| sequence.abandon(part));
@@ -123,7 +120,7 @@ impl Engine {
                 let most = if s.chooser.can_draft() { self.options.drafts.min(room) } else { 0 };
                 let depth =
                     s.speculation.control.choose(&self.costs, sequences, most, s.speculation.lag_rows());
-                Part { depth, drafts: Vec::new(), caught_up: 0, was_named: false }
+                Part { depth, drafts: Vec::new(), caught_up: 0, was_named: false, lag_values: 0 }
             })
             .collect()
     }
@@ -133,7 +130,7 @@ impl Engine {
         &mut self,
         batch: &mut [RoundSequence<'_>],
         parts: &mut [Part],
-    ) -> Result<(Vec<Judged>, [Duration; 3])> {
+    ) -> Result<(Vec<Round>, [Duration; 3])> {
         for (sequence, part) in batch.iter().zip(parts.iter_mut()) {
             self.catch_up(sequence, part)?;
         }
@@ -157,16 +154,16 @@ impl Engine {
         self.run(Regime::Decode, Outcome::OpenRows, &rows)
     }
 
-    /// Chooses the tokens of each sequence.
-    fn judge(&mut self, batch: &mut [RoundSequence<'_>], parts: &[Part]) -> Result<Vec<Judged>> {
+    /// Chooses the tokens of each sequence, and takes the hidden states of their rows for the head.
+    fn judge(&mut self, batch: &mut [RoundSequence<'_>], parts: &[Part]) -> Result<Vec<Round>> {
         // Kept from round to round for its memory; a round that fails goes without.
         let mut logits = std::mem::take(&mut self.row_logits);
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
         for (sequence, part) in batch.iter_mut().zip(parts) {
             let round = self.choose_tokens(sequence, (row, &part.drafts), &mut logits)?;
-            let mut hidden = Vec::new();
-            self.stepper.append_row_hidden(row, round.tokens.len(), &mut hidden)?;
-            all.push(Judged { round, hidden });
+            let lag = &mut sequence.speculation.lag_hidden;
+            self.stepper.append_row_hidden(row, round.tokens.len(), lag)?;
+            all.push(round);
             row += part.drafts.len() + 1;
         }
         self.row_logits = logits;
@@ -205,16 +202,15 @@ impl Engine {
 
 impl RoundSequence<'_> {
     /// Takes the outcome of a round.
-    fn move_on(&mut self, part: &Part, Judged { round, hidden }: Judged) -> Round {
+    fn move_on(&mut self, part: &Part, round: Round) -> Round {
         let (kept, drafted) = (round.tokens.len(), part.drafts.len());
         let accepted =
             round.tokens.iter().zip(&part.drafts).take_while(|(token, draft)| token == draft).count();
         self.cache.accept(kept);
         let speculation = &mut *self.speculation;
         let run_by_head = if drafted > 0 { speculation.lag_rows() } else { part.caught_up };
-        speculation.forget_lag(run_by_head);
-        speculation.lag_hidden.extend_from_slice(&hidden);
         speculation.lag_tokens.extend_from_slice(&round.tokens);
+        speculation.forget_lag(run_by_head);
         speculation.control.note(drafted, accepted);
         speculation.counters.note_round(drafted, accepted, kept);
         round
@@ -225,6 +221,7 @@ impl RoundSequence<'_> {
         if part.was_named {
             self.speculation.lag_tokens.pop();
         }
+        self.speculation.lag_hidden.truncate(part.lag_values);
         self.chooser.abandon()
     }
 }

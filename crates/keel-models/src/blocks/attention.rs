@@ -63,8 +63,7 @@ impl Attention {
     /// # Errors
     /// If the operands do not fit.
     pub fn remember(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<Array> {
-        let parts = self.projection.apply(x)?;
-        let (key, value) = self.key_and_value(&parts, step)?;
+        let (key, value) = self.key_and_value(&self.projection.apply_from(1, x)?, step)?;
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
         let spec = AttentionSpec { scale: Real::from(self.scale), window: Some(0), regime: step.regime };
         // Nothing reads the queries.
@@ -83,16 +82,16 @@ impl Attention {
             (parts[0].reshape([tokens, self.heads, d])?, None)
         };
         let query = self.turn(&query, self.q_norm.as_ref(), step)?;
-        let (key, value) = self.key_and_value(&parts, step)?;
+        let (key, value) = self.key_and_value(&parts[1..], step)?;
         let spec = AttentionSpec { scale: Real::from(self.scale), window: self.window, regime: step.regime };
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
         Ok((query.paged_attention(&key, &value, pool, batch, spec)?, gate))
     }
 
-    /// Keys, turned, and values, each f32 `[T, KV, D]`, of the parts of the projection.
+    /// Keys, turned, and values, each f32 `[T, KV, D]`, of these parts of the projection.
     fn key_and_value(&self, parts: &[Array], step: &StepContext) -> Result<(Array, Array)> {
         let heads = |part: &Array| part.reshape([part.shape()[0], self.kv_heads, self.head_dim]);
-        Ok((self.turn(&heads(&parts[1])?, self.k_norm.as_ref(), step)?, heads(&parts[2])?))
+        Ok((self.turn(&heads(&parts[0])?, self.k_norm.as_ref(), step)?, heads(&parts[1])?))
     }
 
     /// The rotary embedding of heads `[T, heads, D]`, normed first where the model does so.

@@ -426,6 +426,31 @@ impl Projection {
         self.widths.iter().map(part).collect()
     }
 
+    /// As [`Projection::apply`], of the layers from number `first` on. What the others would give is not computed where the
+    /// device can do without.
+    ///
+    /// # Errors
+    /// If x does not fit.
+    pub fn apply_from(&self, first: usize, x: &Array) -> keel_array::Result<Vec<Array>> {
+        if let (Some(weights), None) = (self.weights_from(first), &self.bias) {
+            let widths = self.widths[first..].to_vec();
+            let rotations = self.rotations[self.rotations.len() - weights.len()..].to_vec();
+            return Projection { weights, rotations, widths, bias: None }.apply(x);
+        }
+        Ok(self.apply(x)?.split_off(first))
+    }
+
+    /// The weights of the layers from number `first` on, if they can be told from the others.
+    fn weights_from(&self, first: usize) -> Option<Vec<Weight>> {
+        match &self.weights[..] {
+            [whole] if self.widths.len() > 1 => {
+                let start = self.widths[..first].iter().sum();
+                whole.rows(start..whole.spec().rows).map(|rest| vec![rest])
+            }
+            each => Some(each[first..].to_vec()),
+        }
+    }
+
     /// `residual + W x` for a projection of one layer.
     ///
     /// # Errors
