@@ -91,7 +91,7 @@ impl<'a> FamilyReader<'a> {
     pub fn feed_forward(&self, prefix: &str) -> Result<FeedForward> {
         match &self.config.moe {
             None => Ok(FeedForward::Dense(self.swiglu(prefix, self.config.intermediate)?)),
-            Some(moe) => Ok(FeedForward::Experts(self.experts(prefix, moe)?)),
+            Some(moe) => Ok(FeedForward::Experts(Box::new(self.experts(prefix, moe)?))),
         }
     }
 

@@ -84,7 +84,7 @@ pub enum FeedForward {
     /// One gated layer.
     Dense(GatedLayer),
     /// Experts.
-    Experts(MixtureOfExperts),
+    Experts(Box<MixtureOfExperts>),
 }
 
 impl FeedForward {
