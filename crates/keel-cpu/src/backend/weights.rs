@@ -181,7 +181,7 @@ mod tests {
             (128, keel_array::WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::F32 });
         let weight =
             Weight::allocate(runtime, WeightSpec { experts: 1, rows, cols, format, compute }).unwrap();
-        let codes: Vec<u8> = (0..rows * cols).map(|i| (i * 2_654_435_761 >> 7) as u8 & 15).collect();
+        let codes: Vec<u8> = (0..rows * cols).map(|i| ((i * 2_654_435_761) >> 7) as u8 & 15).collect();
         let scales: Vec<f32> = (0..rows * 2).map(|i| 0.1 + (i % 11) as f32).collect();
         let biases: Vec<f32> = scales.iter().map(|scale| -7.0 * scale).collect();
         let data = RowData::Affine { codes: &codes, scales: &scales, biases: &biases };
