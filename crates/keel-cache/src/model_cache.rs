@@ -45,9 +45,7 @@ impl LayerStorage {
                 let pages = size.sequences * cache.window_pages(size);
                 LayerStorage::Sliding(pool(pages, kv_heads, head_dim)?)
             }
-            LayerSpec::Recurrent { .. } => {
-                recurrent(runtime, Category::Recurrent, spec, size.sequences, size.open_rows)?
-            }
+            LayerSpec::Recurrent { .. } => recurrent(runtime, spec, size.sequences, size.open_rows)?,
         })
     }
 
@@ -84,18 +82,12 @@ impl LayerStorage {
     }
 }
 
-/// `slots` windows and states of `category`, each with room for `open_rows` open rows.
-fn recurrent(
-    runtime: &Runtime,
-    category: Category,
-    spec: &LayerSpec,
-    slots: usize,
-    open_rows: usize,
-) -> Result<LayerStorage> {
+/// `slots` windows and states, each with room for `open_rows` open rows.
+fn recurrent(runtime: &Runtime, spec: &LayerSpec, slots: usize, open_rows: usize) -> Result<LayerStorage> {
     let &LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim, .. } = spec else {
         unreachable!("only recurrent layers have slots");
     };
-    let array = |shape: &[usize]| Array::persistent(runtime, category, shape, DType::F32);
+    let array = |shape: &[usize]| Array::persistent(runtime, Category::Recurrent, shape, DType::F32);
     let log = |width: usize| match open_rows {
         0 => Ok(None),
         _ => Array::persistent(runtime, Category::DeltaLog, [slots, open_rows, width], DType::F32).map(Some),
@@ -111,8 +103,10 @@ pub struct ModelCache {
     pub(crate) spec: CacheSpec,
     size: CacheSize,
     pub(crate) layers: Vec<LayerStorage>,
-    /// Saved slots of the recurrent layers, in the order of the layers.
-    saved: Vec<LayerStorage>,
+    /// Saved slots, f32 `[checkpoints, windows and states of all recurrent layers]`: what is saved together lies together,
+    /// so that the first use of a checkpoint has the system back no more memory than it fills. None where nothing is
+    /// recurrent.
+    saved: Option<Array>,
     pub(crate) pages: PageAllocator,
     window_pages: PageAllocator,
     pub(crate) free_slots: Vec<u32>,
@@ -130,13 +124,13 @@ impl ModelCache {
     pub fn allocate(runtime: &Runtime, spec: CacheSpec, size: CacheSize) -> Result<ModelCache> {
         let layers = spec.layers.iter().map(|l| LayerStorage::allocate(runtime, l, (&spec, &size)));
         let layers = layers.collect::<Result<_>>()?;
-        let saved = if size.checkpoints == 0 {
-            Vec::new()
-        } else {
-            let recurrent_layers = spec.layers.iter().filter(|l| matches!(l, LayerSpec::Recurrent { .. }));
-            recurrent_layers
-                .map(|l| recurrent(runtime, Category::Checkpoints, l, size.checkpoints, 0))
-                .collect::<Result<_>>()?
+        let saved = match spec.slot_bytes() / DType::F32.size() {
+            0 => None,
+            _ if size.checkpoints == 0 => None,
+            len => {
+                let shape = [size.checkpoints, len];
+                Some(Array::persistent(runtime, Category::Checkpoints, shape, DType::F32)?)
+            }
         };
         Ok(ModelCache {
             swap: SwapSpace::allocate(runtime, SwapSize::new(&spec, &size))?,
@@ -364,14 +358,17 @@ impl ModelCache {
 
     /// Copies a slot to a checkpoint (`save`) or back.
     pub(crate) fn copy_slot(&self, slot: u32, entry: u32, save: bool) -> Result<()> {
-        let live = self.layers.iter().flat_map(LayerStorage::slot_arrays);
-        let kept = self.saved.iter().flat_map(LayerStorage::slot_arrays);
-        for (live, kept) in live.zip(kept) {
+        let Some(saved) = &self.saved else { return Ok(()) };
+        let mut kept = entry as usize * saved.shape()[1];
+        for live in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
+            let len = live.shape()[1..].iter().product();
+            let at = slot as usize * len;
             if save {
-                live.copy_entry(slot as usize, kept, entry as usize)?;
+                live.copy_elements(at, saved, kept, len)?;
             } else {
-                kept.copy_entry(entry as usize, live, slot as usize)?;
+                saved.copy_elements(kept, live, at, len)?;
             }
+            kept += len;
         }
         Ok(())
     }

@@ -4,6 +4,7 @@ mod amx;
 mod backend;
 pub mod error;
 pub mod floors;
+pub mod heap;
 pub mod isa;
 pub mod kernels;
 pub mod memory;

@@ -97,6 +97,29 @@ impl Engine {
         Ok(())
     }
 
+    /// Traces the steps of batches of every size, and those in which prompts end, whatever their length, ahead of the first
+    /// request: few wait for one then, and the engine takes as much of the host's memory from the start as it will.
+    ///
+    /// # Errors
+    /// What the runtime says.
+    pub fn prepare_batch_steps(&mut self) -> Result<()> {
+        let step = |regime, rows, sequences, outcome| StepShape { regime, rows, sequences, outcome };
+        let (decode, open_rows) = (Regime::Decode, self.options.open_rows());
+        let batches = (1..=self.options.sequences).flat_map(|sequences| match open_rows {
+            0 => vec![step(decode, sequences, sequences, Outcome::LastLogits)],
+            _ => vec![
+                step(decode, sequences * open_rows, sequences, Outcome::OpenRows),
+                step(decode, sequences, sequences, Outcome::Draft),
+                step(decode, sequences, sequences, Outcome::OpenRows),
+            ],
+        });
+        let prompt_ends = (1..=PREFILL_GRID).map(|rows| step(Regime::Prefill, rows, 1, Outcome::LastLogits));
+        for shape in batches.chain(prompt_ends) {
+            self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape)?;
+        }
+        Ok(())
+    }
+
     /// The steps of one sequence that drafts, and the largest of all sequences.
     fn draft_steps(&self) -> Vec<StepShape> {
         let (sequences, open_rows) = (self.options.sequences, self.options.open_rows());

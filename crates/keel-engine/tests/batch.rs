@@ -333,18 +333,19 @@ fn times_that_jump_back_or_ahead_without_a_deadline_change_nothing() {
     assert_all_is_back(&mut batcher);
 }
 
-/// Counts launches, and fails one.
+/// Counts launches, and fails one and the next, which is its second attempt.
 #[derive(Default)]
 struct Launches {
     done: AtomicUsize,
-    /// The launch that fails, counted from the start; 0 is none.
+    /// The first launch that fails, counted from the start; 0 is none.
     fails: AtomicUsize,
 }
 
 impl Disturbance for Launches {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let number = self.done.fetch_add(1, Ordering::SeqCst) + 1;
-        if number == self.fails.load(Ordering::SeqCst) {
+        let fails = self.fails.load(Ordering::SeqCst);
+        if fails > 0 && (number == fails || number == fails + 1) {
             return Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() });
         }
         backend.launch(launch)

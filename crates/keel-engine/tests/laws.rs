@@ -130,6 +130,17 @@ fn live_bytes_after_200_generations_equal_those_after_the_first() {
 }
 
 #[test]
+fn what_a_checkpoint_saves_lies_together() {
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let charges = |checkpoints| {
+        let runtime = runtime(1);
+        engine(&folder, &runtime, EngineOptions { checkpoints, ..exact() });
+        runtime.ledger().charges()
+    };
+    assert_eq!(charges(5), charges(0) + 1, "the states of all layers have one array");
+}
+
+#[test]
 fn rewinding_and_running_again_is_as_if_never_left() {
     for name in HYBRID {
         let Some(folder) = fixture(name) else { continue };

@@ -1,5 +1,6 @@
 //! Counters and histograms, and the timer that every request carries.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -59,6 +60,7 @@ struct Inner {
     waiting: Gauge,
     parked: Gauge,
     parkings: Counter,
+    failed_steps: Counter,
     swap_bytes: Family<Direction, Counter>,
     prompt_tokens: Counter,
     cached_tokens: Counter,
@@ -101,6 +103,7 @@ impl Metrics {
             waiting: Gauge::default(),
             parked: Gauge::default(),
             parkings: Counter::default(),
+            failed_steps: Counter::default(),
             swap_bytes: Family::default(),
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
@@ -134,6 +137,7 @@ impl Metrics {
         inner.free_pages.set(status.free_pages as i64);
         inner.prefix_pages.set(status.prefix_pages as i64);
         inner.prefix_states.set(status.prefix_states as i64);
+        inner.failed_steps.inner().fetch_max(status.failed_steps, Ordering::Relaxed);
         self.count_drafts(status.speculation);
         let ledger = engine.ledger();
         for (kind, report) in
@@ -195,6 +199,7 @@ impl Inner {
         r.register("requests_waiting", "Requests in the queue", self.waiting.clone());
         r.register("requests_parked", "Sequences in host memory", self.parked.clone());
         r.register("parkings", "Times that a sequence was parked", self.parkings.clone());
+        r.register("failed_steps", "Steps that failed, tried again or not", self.failed_steps.clone());
         r.register("swap_bytes", "Bytes copied to host memory and back", self.swap_bytes.clone());
         r.register("prompt_tokens", "Prompt tokens of started requests", self.prompt_tokens.clone());
         r.register(

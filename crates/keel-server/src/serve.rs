@@ -38,11 +38,12 @@ pub async fn bind(address: &str) -> Result<TcpListener> {
 }
 
 impl Server {
-    /// Starts the engine's thread.
+    /// Makes the engine ready for batches of any size, and starts its thread.
     ///
     /// # Errors
-    /// If the system gives no thread.
-    pub fn new(engine: Engine, text: ModelText, options: ServerOptions) -> Result<Server> {
+    /// What the engine says; if the system gives no thread.
+    pub fn new(mut engine: Engine, text: ModelText, options: ServerOptions) -> Result<Server> {
+        engine.prepare_batch_steps()?;
         let batcher = Batcher::new(engine, options.batch);
         let (handle, thread) = EngineHandle::start(batcher, options.prefix_store.clone())?;
         Ok(Server { app: App::new(handle, text, options), thread })

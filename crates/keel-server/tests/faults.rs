@@ -17,12 +17,19 @@ use serde_json::{Value, json};
 
 /// Launches fail while the number is above zero, each counting it down.
 #[derive(Default)]
-struct Failing(AtomicUsize);
+struct Failing {
+    launches: AtomicUsize,
+    /// Whether the backend says that none of their kernels has run.
+    tells: AtomicBool,
+}
 
 impl Disturbance for Failing {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        let failing = self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
+        let failing = self.launches.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
         if failing.is_ok() {
+            if self.tells.load(Ordering::SeqCst) {
+                launch.note_done(0);
+            }
             let reason = "injected".to_string();
             return Err(ArrayError::Allocation {
                 category: keel_array::Category::Workspace,
@@ -38,30 +45,54 @@ fn completion(max_tokens: usize) -> Value {
     json!({"prompt": "Once upon a time", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true})
 }
 
+/// Three clients whose answers have begun.
+fn three_answers(server: &Running) -> Vec<TcpStream> {
+    let body = completion(1500).to_string();
+    let clients: Vec<TcpStream> =
+        (0..3).map(|_| send(server.address, "POST", "/v1/completions", &[], body.as_bytes())).collect();
+    wait_for("they run", || {
+        let running = server.app.engine.status().running;
+        running.len() == 3 && running.iter().all(|r| r.generated_tokens > 0)
+    });
+    clients
+}
+
 #[test]
-fn a_failed_step_fails_its_requests_and_no_later_one() {
+fn a_fault_that_stays_fails_its_requests_and_no_later_one() {
     let failing = Arc::new(Failing::default());
     let server =
         Running::on(Disturbed::new(cpu(), Arc::clone(&failing)), engine_options(), ServerOptions::default());
     let good = server.ask("/v1/completions", &completion(20));
     for _ in 0..3 {
-        let body = completion(1500).to_string();
-        let clients: Vec<TcpStream> =
-            (0..3).map(|_| send(server.address, "POST", "/v1/completions", &[], body.as_bytes())).collect();
-        wait_for("they run", || {
-            let running = server.app.engine.status().running;
-            running.len() == 3 && running.iter().all(|r| r.generated_tokens > 0)
-        });
-        failing.0.store(1, Ordering::SeqCst);
+        let clients = three_answers(&server);
+        failing.launches.store(usize::MAX, Ordering::SeqCst);
         for client in clients {
             let reply = read(client);
             assert_eq!(reply.status, 500, "{}", reply.body);
             assert!(!reply.body.contains("injected"), "details are for the log: {}", reply.body);
         }
-        failing.0.store(0, Ordering::SeqCst);
+        failing.launches.store(0, Ordering::SeqCst);
         let again = server.ask("/v1/completions", &completion(20));
         assert_eq!(again["choices"], good["choices"], "what failed has left nothing behind");
     }
+    server.assert_all_is_back();
+}
+
+#[test]
+fn a_fault_that_passes_fails_nobody() {
+    let failing = Arc::new(Failing::default());
+    failing.tells.store(true, Ordering::SeqCst);
+    let server =
+        Running::on(Disturbed::new(cpu(), Arc::clone(&failing)), engine_options(), ServerOptions::default());
+    let good = server.ask("/v1/completions", &completion(1500));
+    let clients = three_answers(&server);
+    failing.launches.store(1, Ordering::SeqCst);
+    for client in clients {
+        let reply = read(client);
+        assert_eq!((reply.status, &reply.json()["choices"]), (200, &good["choices"]), "{}", reply.body);
+    }
+    let metrics = server.get("/metrics").body;
+    assert!(metrics.contains("keel_failed_steps_total 1\n"), "{metrics}");
     server.assert_all_is_back();
 }
 

@@ -194,15 +194,37 @@ impl Array {
             );
             return Err(ArrayError::Argument { op: OP, reason });
         }
+        let entry = self.shape().elements() / count(self);
+        self.copy_elements(from * entry, target, to * entry, entry)
+    }
+
+    /// Overwrites `count` elements of `target` from its element `to` on, counted row-major, with those of this array from
+    /// its element `from` on. Both are persistent storage of one type; where they are the same array, the two runs must not overlap.
+    ///
+    /// # Errors
+    /// If the types differ, there are not so many elements, or an array is not contiguous in memory.
+    pub fn copy_elements(&self, from: usize, target: &Array, to: usize, count: usize) -> Result<()> {
+        const OP: &str = "copy_elements";
+        let has = |a: &Array, at: usize| at.checked_add(count).is_some_and(|end| end <= a.shape().elements());
+        if self.dtype() != target.dtype() || !has(self, from) || !has(target, to) {
+            let reason = format!(
+                "{count} elements at {from} of {} {} to those at {to} of {} {}",
+                self.dtype(),
+                self.shape(),
+                target.dtype(),
+                target.shape()
+            );
+            return Err(ArrayError::Argument { op: OP, reason });
+        }
         let (source, start) = self.contiguous_storage(OP)?;
         let (goal, goal_start) = target.contiguous_storage(OP)?;
         if self.runtime().backend().is_planning() {
             return Ok(());
         }
-        let entry = self.bytes() / count(self);
+        let size = self.dtype().size();
         self.runtime().exclusive(|backend| {
-            let from = (source.memory(), start + from * entry);
-            backend.copy(from, (goal.memory(), goal_start + to * entry), entry);
+            let from = (source.memory(), start + from * size);
+            backend.copy(from, (goal.memory(), goal_start + to * size), count * size);
         });
         Ok(())
     }

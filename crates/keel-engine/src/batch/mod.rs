@@ -6,6 +6,7 @@
 //! prompts by chunks under a token budget. Everything here is synchronous and knows no clock: the caller says what
 //! time it is.
 
+mod attempts;
 mod chooser;
 mod crowd;
 mod parking;
@@ -34,6 +35,11 @@ use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
 
+/// Those of the running sequences, in order.
+fn members<'a>(running: &'a mut [Running], rows: &'a [usize]) -> impl Iterator<Item = &'a mut Running> {
+    running.iter_mut().enumerate().filter(|(i, _)| rows.binary_search(i).is_ok()).map(|(_, running)| running)
+}
+
 struct Waiting {
     request: BatchRequest,
     sampler: Sampler,
@@ -56,6 +62,8 @@ pub struct Batcher {
     speculation: SpeculationCounters,
     /// Counts steps, so that prompts take turns.
     turn: usize,
+    /// Steps that have failed, tried again or not.
+    failed_steps: u64,
     logits: Vec<f32>,
     events: Vec<(RequestId, BatchEvent)>,
 }
@@ -73,6 +81,7 @@ impl Batcher {
             parking: ParkingStatus::default(),
             speculation: SpeculationCounters::default(),
             turn: 0,
+            failed_steps: 0,
             logits: Vec::new(),
             events: Vec::new(),
         }
@@ -170,6 +179,7 @@ impl Batcher {
             idle_prefix_pages: self.prefixes.evictable(self.engine.cache()),
             prefix_states: self.prefixes.tree().states(),
             speculation: self.speculation.clone(),
+            failed_steps: self.failed_steps,
         }
     }
 
@@ -288,18 +298,8 @@ impl Batcher {
         }
         let missing = rows.iter().map(|&i| self.pages_for(i, drafts + 1)).sum();
         self.prefixes.make_room(self.engine.cache_mut(), missing, &[]);
-        let drawn = if drafts > 0 { self.round() } else { self.decode_plainly(&rows) };
-        let drawn = match drawn {
-            Ok(drawn) => drawn,
-            Err(error) => {
-                // It is likely to fail again, and not all backends know how far it came: its sequences end.
-                let message = error.to_string();
-                rows.iter().rev().for_each(|&i| self.fail(i, EngineError::Step(message.clone())));
-                return;
-            }
-        };
         let mut ended = Vec::new();
-        for (&i, drawn) in rows.iter().zip(drawn) {
+        for (i, drawn) in self.decode_rows(&rows) {
             let drawn = self.keep_state(i).and(drawn);
             if let Some(end) = self.report(i, drawn) {
                 ended.push((i, end));
@@ -308,21 +308,26 @@ impl Batcher {
         ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
     }
 
+    /// A token or more for each of these answers.
+    fn decode_together(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
+        if self.engine.options().drafts > 0 { self.round(rows) } else { self.decode_plainly(rows) }
+    }
+
     /// A token for each answer.
     fn decode_plainly(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
         let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
-            self.running.iter_mut().filter(|r| r.decodes_now()).map(|r| (r.last(), &mut r.cache)).unzip();
+            members(&mut self.running, rows).map(|r| (r.last(), &mut r.cache)).unzip();
         self.engine.decode(&mut sequences, &tokens)?;
         Ok(rows.iter().enumerate().map(|(row, &i)| self.draw(i, row)).collect())
     }
 
     /// One or more tokens for each answer.
-    fn round(&mut self) -> Result<Vec<Result<Drawn>>> {
+    fn round(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
         let keeps_state = self.options.reuse_generated && self.engine.cache().spec().is_recurrent();
-        let decoding = self.running.iter_mut().filter(|r| r.decodes_now());
+        let decoding = members(&mut self.running, rows);
         let mut batch: Vec<RoundSequence<'_>> = decoding.filter_map(|r| r.in_round(keeps_state)).collect();
         let rounds = self.engine.round(&mut batch)?;
-        let decoding = self.running.iter_mut().filter(|r| r.decodes_now());
+        let decoding = members(&mut self.running, rows);
         Ok(decoding.zip(rounds).map(|(r, round)| r.take(&round.tokens, round.is_last)).collect())
     }
 
@@ -366,12 +371,11 @@ impl Batcher {
     }
 
     fn prefill_chunk(&mut self, i: usize, rows: usize) -> Result<()> {
-        let running = &mut self.running[i];
-        let at = running.cache.len();
-        let pages = running.pages_behind(rows);
+        let at = self.running[i].cache.len();
+        let pages = self.running[i].pages_behind(rows);
         self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
-        let next = running.tokens.get(at + rows).copied();
-        self.engine.prefill_chunk(&mut running.cache, &running.tokens[at..at + rows], next)?;
+        self.run_prompt(i, rows)?;
+        let running = &self.running[i];
         if running.is_at_stop() {
             let cache = self.engine.cache_mut();
             let state = self.prefixes.save_state(cache, &running.cache)?;
@@ -388,13 +392,13 @@ impl Batcher {
 
     /// Keeps the state of an answer at its last grid point, for a next turn.
     fn keep_state(&mut self, i: usize) -> Result<()> {
-        let running = &mut self.running[i];
+        let running = &self.running[i];
         if !self.options.reuse_generated || !running.is_at_grid_of_answer() {
             return Ok(());
         }
-        self.engine.commit(&mut running.cache)?;
-        let cache = self.engine.cache_mut();
         let at = running.cache.len();
+        self.commit(i)?;
+        let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
         if !cache.spec().is_recurrent() {
             return Ok(());
         }

@@ -210,4 +210,6 @@ pub struct BatchStatus {
     pub prefix_states: usize,
     /// What speculation came to, of all sequences that have ended.
     pub speculation: SpeculationCounters,
+    /// Steps that have failed, tried again or not.
+    pub failed_steps: u64,
 }

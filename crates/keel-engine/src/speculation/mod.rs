@@ -33,6 +33,7 @@ pub use depth::Depth;
 pub use iterator::MtpTokenIterator;
 pub use round::{Round, RoundSequence};
 
+use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 use depth::DepthControl;
 
 /// How sequences draft.
@@ -62,7 +63,9 @@ pub struct Speculation {
 impl Speculation {
     /// For a sequence whose prompt has just been run. `last_hidden` is the hidden state of its last token, from
     /// [`crate::Engine::last_hidden`].
-    pub fn new(options: SpeculationOptions, last_hidden: Vec<f32>) -> Speculation {
+    pub fn new(options: SpeculationOptions, mut last_hidden: Vec<f32>) -> Speculation {
+        // One place for as many rows as ever wait, not one after the other as they become more.
+        last_hidden.reserve_exact((HEAD_LAG_MAX + DRAFTS_MAX) * last_hidden.len());
         Speculation {
             options,
             control: DepthControl::new(options.depth, options.repeatable),

@@ -15,8 +15,8 @@ use results::{Results, append_rows, read_rows};
 pub(crate) use staging::Rows;
 use staging::Staging;
 
-/// Prepared steps kept at a time. Prompts end in steps of any length, and sequences of a batch draft by different
-/// numbers, so old ones make room.
+/// Prepared steps kept at a time, if each has as many kernels as the longest: a step takes memory of the host by its kernels.
+/// Prompts end in steps of any length, and sequences of a batch draft by different numbers, so old ones make room.
 const STEPS_MAX: usize = 96;
 
 /// Rows of logits that are computed at a time when every row is wanted.
@@ -63,7 +63,10 @@ pub(crate) struct StepShape {
 pub(crate) struct Stepper {
     staging: Staging,
     results: Results,
+    /// The least recently used first.
     prepared: Vec<(StepShape, Executable)>,
+    /// Kernels of the longest step so far.
+    kernels_longest: usize,
 }
 
 /// What a traced step computes, and where it goes.
@@ -78,7 +81,12 @@ impl Stepper {
         pages_per_sequence: usize,
     ) -> Result<Stepper> {
         let staging = Staging::allocate(runtime, model, options, pages_per_sequence)?;
-        Ok(Stepper { staging, results: Results::allocate(runtime, model, options)?, prepared: Vec::new() })
+        Ok(Stepper {
+            staging,
+            results: Results::allocate(runtime, model, options)?,
+            prepared: Vec::new(),
+            kernels_longest: 0,
+        })
     }
 
     /// The prepared step of a shape, traced if it is new.
@@ -93,20 +101,28 @@ impl Stepper {
             let found = self.prepared.remove(i);
             self.prepared.push(found);
         } else {
-            if self.prepared.len() == STEPS_MAX {
-                self.prepared.remove(0);
-            }
             let executable = runtime.trace(|| {
                 let pairs = self.trace(model, cache.layers(), shape)?;
                 let pairs: Vec<(&Array, &Array)> =
                     pairs.iter().map(|(value, place)| (value, place)).collect();
                 Ok::<_, EngineError>(runtime.prepare(&pairs)?)
             })?;
+            self.make_room(executable.program().kernels().len());
             self.prepared.push((shape, executable));
         }
         match self.prepared.last() {
             Some((_, executable)) => Ok(executable),
             None => unreachable!("a step was just pushed"),
+        }
+    }
+
+    /// Drops old steps until one of so many kernels can be kept, too.
+    fn make_room(&mut self, kernels: usize) {
+        self.kernels_longest = self.kernels_longest.max(kernels);
+        let mut kept: usize = self.prepared.iter().map(|(_, step)| step.program().kernels().len()).sum();
+        while kept + kernels > STEPS_MAX * self.kernels_longest {
+            let (_, oldest) = self.prepared.remove(0);
+            kept -= oldest.program().kernels().len();
         }
     }
 

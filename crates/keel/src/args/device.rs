@@ -24,7 +24,7 @@ pub struct DeviceArgs {
     /// Instructions to use at most, to compare: by default the best that the machine has.
     #[arg(long, value_enum, value_name = "LEVEL")]
     cpu_isa: Option<IsaArg>,
-    /// Take all planned memory from the system at the start, not as it is first used (CPU).
+    /// Take all planned memory from the system at the start, not as it is first used (CPU). `keel serve` does by itself.
     #[arg(long)]
     resident: bool,
     /// Hard limit on tensor memory, for example 800M or 1.5Gi.
@@ -76,6 +76,11 @@ impl DeviceArgs {
     /// The device.
     pub fn device(&self) -> Device {
         self.device
+    }
+
+    /// The same, with all planned memory taken from the system at the start.
+    pub fn with_resident_memory(&self) -> DeviceArgs {
+        DeviceArgs { resident: true, ..self.clone() }
     }
 
     /// How the CPU backend is made.

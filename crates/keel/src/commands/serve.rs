@@ -60,6 +60,10 @@ pub struct ServeArgs {
     /// Memory for recurrent states of remembered prefixes. Each answer at work takes one, too.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "128Mi")]
     prefix_states: u64,
+    /// Take planned memory from the system as it is first used (CPU). By default all is taken at the start: then none is
+    /// missing later, and no request waits while the system clears pages.
+    #[arg(long, conflicts_with = "resident")]
+    on_demand: bool,
     /// Do not remember prefixes.
     #[arg(long)]
     no_prefix_reuse: bool,
@@ -105,6 +109,7 @@ pub struct ServeArgs {
 
 /// Runs the command.
 pub fn run(args: &ServeArgs) -> Result<()> {
+    keel_cpu::heap::share_arena();
     let model = source::open(args.model.model.as_deref())?;
     let text = ModelText::new(&model.text_files()?)?;
     let options = engine_options(args, &model)?;
@@ -117,7 +122,8 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     runtime.block_on(async {
         // Before the model is loaded: a port in use should be known at once.
         let listener = bind(&format!("{}:{}", args.host, args.port)).await?;
-        let session = Session::load(&args.device, &model, options)?;
+        let device = if args.on_demand { args.device.clone() } else { args.device.with_resident_memory() };
+        let session = Session::load(&device, &model, options)?;
         session::close(model);
         tracing::info!(
             "{} for {} sequences of up to {} tokens, {} of it keys and values",

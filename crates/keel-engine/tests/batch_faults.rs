@@ -1,0 +1,171 @@
+//! Steps of a batch that fail: a fault that passes costs nobody an answer, one that stays costs those alone that it is about.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use common::batching::{Outcome, assert_all_is_back, finish, run, step};
+use common::{PLAIN, engine, fixture};
+use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::{Depth, EngineError, EngineOptions, SpeculationOptions};
+use keel_testkit::disturbed::{Disturbance, Disturbed};
+
+/// Fails launches by their number. Its kernels have not run then, and it says so.
+#[derive(Default)]
+struct Faults {
+    launches: AtomicUsize,
+    failing: Mutex<BTreeSet<usize>>,
+}
+
+impl Faults {
+    /// Launches so far.
+    fn launches(&self) -> usize {
+        self.launches.load(Ordering::SeqCst)
+    }
+
+    /// Fails those of the launches to come, the next one being 0.
+    fn fail(&self, launches: impl IntoIterator<Item = usize>) {
+        let next = self.launches();
+        *self.failing.lock().expect("held by nobody who panics") =
+            launches.into_iter().map(|i| next + i).collect();
+    }
+}
+
+impl Disturbance for Faults {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let number = self.launches.fetch_add(1, Ordering::SeqCst);
+        if self.failing.lock().expect("held by nobody who panics").contains(&number) {
+            launch.note_done(0);
+            return Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() });
+        }
+        backend.launch(launch)
+    }
+}
+
+fn demo() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
+}
+
+fn batcher(folder: &Path, drafts: usize) -> (Batcher, Arc<Faults>) {
+    let faults = Arc::new(Faults::default());
+    let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+    let runtime = Runtime::new(Disturbed::new(Arc::new(cpu), Arc::clone(&faults)), RuntimeOptions::default());
+    let options = EngineOptions {
+        context: 512,
+        sequences: 4,
+        prefill_step: 128,
+        checkpoints: 12,
+        drafts,
+        ..EngineOptions::default()
+    };
+    let speculation = SpeculationOptions { depth: Depth::Fixed(2), ..SpeculationOptions::default() };
+    let batch = BatchOptions { speculation, ..BatchOptions::default() };
+    (Batcher::new(engine(folder, &runtime, options), batch), faults)
+}
+
+const COUNT: usize = 3;
+
+/// Prompts that end off the grid, and answers that cross it.
+fn requests() -> Vec<BatchRequest> {
+    let ids = |i: u32| (0..100 + 11 * i).map(move |j| (j * 7 + i * 13 + 5) % 500).collect();
+    (0..COUNT as u32).map(|i| BatchRequest::new(i.into(), ids(i), 50)).collect()
+}
+
+/// Submits them and runs until all have drawn a token.
+fn begin(batcher: &mut Batcher) -> Vec<Outcome> {
+    let mut outcomes: Vec<Outcome> = (0..COUNT).map(|_| Outcome::default()).collect();
+    let now = Instant::now();
+    requests().into_iter().for_each(|request| batcher.submit(request, now).expect("accepted"));
+    while outcomes.iter().any(|outcome| outcome.tokens.is_empty()) {
+        step(batcher, now, &mut outcomes);
+    }
+    outcomes
+}
+
+/// Runs them to their ends.
+fn end(batcher: &mut Batcher, mut outcomes: Vec<Outcome>) -> Vec<Outcome> {
+    for (outcome, rest) in outcomes.iter_mut().zip(finish(batcher, COUNT)) {
+        outcome.tokens.extend(rest.tokens);
+        (outcome.finish, outcome.error) = (rest.finish, rest.error);
+    }
+    outcomes
+}
+
+#[test]
+fn a_fault_that_passes_costs_nobody_an_answer() {
+    let plain = fixture(PLAIN[0]).map(|folder| (folder, 0));
+    for (folder, drafts) in [(demo(), 2), (demo(), 0)].into_iter().chain(plain) {
+        let (mut batcher, faults) = batcher(&folder, drafts);
+        let before = faults.launches();
+        let good = run(&mut batcher, requests());
+        let launches = faults.launches() - before;
+        assert!(good.iter().all(|outcome| outcome.tokens.len() == 50), "{good:?}");
+        for number in (0..launches).step_by(1 + launches / 20) {
+            batcher.forget_prefixes();
+            let failed = batcher.status().failed_steps;
+            faults.fail([number]);
+            let outcomes = run(&mut batcher, requests());
+            for (outcome, good) in outcomes.iter().zip(&good) {
+                let what = (&outcome.tokens, outcome.finish);
+                assert_eq!(
+                    what,
+                    (&good.tokens, good.finish),
+                    "{drafts} drafts, launch {number}: {outcome:?}"
+                );
+            }
+            assert_eq!(batcher.status().failed_steps, failed + 1, "launch {number} was not tried again");
+        }
+        assert_all_is_back(&mut batcher);
+    }
+}
+
+#[test]
+fn a_fault_that_stays_with_one_sequence_ends_that_one_alone() {
+    let (mut batcher, faults) = batcher(&demo(), 0);
+    let good = run(&mut batcher, requests());
+    for unlucky in 0..COUNT {
+        batcher.forget_prefixes();
+        let outcomes = begin(&mut batcher);
+        // Both attempts of all together, then that of one by itself.
+        faults.fail([0, 1, 2 + unlucky]);
+        let outcomes = end(&mut batcher, outcomes);
+        for (i, (outcome, good)) in outcomes.iter().zip(&good).enumerate() {
+            if i == unlucky {
+                assert!(
+                    matches!(&outcome.error, Some(EngineError::Step(cause)) if cause.contains("injected"))
+                );
+                assert_eq!(outcome.tokens, good.tokens[..outcome.tokens.len()]);
+            } else {
+                assert_eq!(
+                    (&outcome.tokens, outcome.finish),
+                    (&good.tokens, good.finish),
+                    "{i}: {outcome:?}"
+                );
+            }
+        }
+    }
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn a_fault_that_stays_with_all_ends_all_and_leaves_nothing() {
+    for drafts in [0, 2] {
+        let (mut batcher, faults) = batcher(&demo(), drafts);
+        let good = run(&mut batcher, requests());
+        let outcomes = begin(&mut batcher);
+        faults.fail(0..1000);
+        let outcomes = end(&mut batcher, outcomes);
+        assert!(outcomes.iter().all(|o| matches!(o.error, Some(EngineError::Step(_)))), "{outcomes:?}");
+        faults.fail([]);
+        batcher.forget_prefixes();
+        let again = run(&mut batcher, requests());
+        assert!(again.iter().zip(&good).all(|(again, good)| again.tokens == good.tokens), "{drafts} drafts");
+        assert_all_is_back(&mut batcher);
+    }
+}
