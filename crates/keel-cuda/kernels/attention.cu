@@ -3,10 +3,10 @@
 //   y[t, h] = sum_j softmax_j(scale q[t, h] . k[j, h / G]) v[j, h / G],  j <= position of t,  j > position - WINDOW
 //
 // q [T, H, D] (Q_STRIDE values from row to row), k and v [T, KV, D] (K_STRIDE, V_STRIDE), y [T, H, D];
-// pools [pages, KV, 256, D] f32 or bf16; table [B, P]. kv_write puts the new rows into their pages first.
+// pools [pages, KV, 256, D] f32 or bf16, or coded (kv_coded.cuh); table [B, P]. kv_write puts the new rows into their pages first.
 //
 // Macros: H, KV, D (a multiple of 8, at most 256), Q_STRIDE, K_STRIDE, V_STRIDE (multiples of 4, 16-byte bases),
-// KV_BF16 (0 or 1), WINDOW (0: none).
+// KV_BF16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none).
 // Launch:
 //   kv_write         grid T, block 128
 //   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory 4 (48 D + 688) bytes
@@ -28,7 +28,13 @@
 #define BN 32
 #define QUADS (D / 4)
 
-#if KV_BF16
+#ifndef KV_BITS
+#define KV_BITS 0
+#endif
+#if KV_BITS
+#include "kv_coded.cuh"
+typedef u8 kv_t;
+#elif KV_BF16
 typedef bf16 kv_t;
 #else
 typedef float kv_t;
@@ -59,12 +65,32 @@ kv_write(const float* k, const float* v, kv_t* keys, kv_t* values, const u32* ta
     u32 t = blockIdx.x, b, row;
     if (!locate(row_start, sequences, 1, 1, t, b, row)) return;
     u32 at = position[b] + row, page = table[b * pages + at / PAGE];
+#if KV_BITS
+    // A warp codes a group of a key or of a value.
+    for (u32 i = threadIdx.x / 32; i < 2 * KV * GROUPS_OF_ROW; i += 4) {
+        const bool key = i < KV * GROUPS_OF_ROW;
+        const u32 head = i / GROUPS_OF_ROW % KV, group = i % GROUPS_OF_ROW, d = head * D + group * 32 + threadIdx.x % 32;
+        const float x = key ? k[(u64)t * K_STRIDE + d] : v[(u64)t * V_STRIDE + d];
+        store_group((key ? keys : values) + head_page(page, head), at % PAGE, group, x);
+    }
+    return;
+#else
     for (u32 i = threadIdx.x; i < KV * QUADS; i += 128) {
         u32 head = i / QUADS, d = i % QUADS * 4;
         u64 to = (((u64)page * KV + head) * PAGE + at % PAGE) * D + d;
         store4(keys + to, load4(k + (u64)t * K_STRIDE + head * D + d));
         store4(values + to, load4(v + (u64)t * V_STRIDE + head * D + d));
     }
+#endif
+}
+
+/// Values d .. d + 3 of token `token` of a page of a pool.
+static __device__ __forceinline__ float4 kept4(const kv_t* pool, u32 page, u32 head, u32 token, u32 d) {
+#if KV_BITS
+    return coded4(pool + head_page(page, head), token, d);
+#else
+    return load4(pool + (((u64)page * KV + head) * PAGE + token) * D + d);
+#endif
 }
 
 /// y is written where there is one split, partial otherwise.
@@ -112,12 +138,12 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
 
     for (u32 tile = from; tile < to; tile += BN) {
         // A tile never straddles a page.
-        u64 base = (((u64)table[b * pages + tile / PAGE] * KV + kv) * PAGE + tile % PAGE) * D;
+        const u32 page = table[b * pages + tile / PAGE], token = tile % PAGE;
         u32 present = min(to - tile, BN);
         __syncthreads();
         for (u32 i = threadIdx.x; i < BN * QUADS; i += 128) {
             u32 n = i / QUADS, d = i % QUADS * 4;
-            *(float4*)&kv_tile[n][d] = n < present ? load4(keys + base + n * D + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            *(float4*)&kv_tile[n][d] = n < present ? kept4(keys, page, kv, token + n, d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
         __syncthreads();
         float score[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -147,7 +173,7 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
         __syncthreads();
         for (u32 i = threadIdx.x; i < BN * QUADS; i += 128) {
             u32 n = i / QUADS, d = i % QUADS * 4;
-            *(float4*)&kv_tile[n][d] = n < present ? load4(values + base + n * D + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            *(float4*)&kv_tile[n][d] = n < present ? kept4(values, page, kv, token + n, d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
         __syncthreads();
         if (has_columns) {

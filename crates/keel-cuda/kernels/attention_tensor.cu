@@ -1,8 +1,8 @@
-// Causal attention with grouped heads over paged bf16 keys and values, on tensor cores: the fast mode of attention.cu,
+// Causal attention with grouped heads over paged keys and values, bf16 or coded (kv_coded.cuh), on tensor cores: the fast mode of attention.cu,
 // whose formula, operands, splits and merge kernel it shares. Products take bf16 and add up in f32; q and the softmax's
 // weights are rounded to bf16, all else is f32.
 //
-// Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, WINDOW, WARPS (of the decode kernel, 8; 4 where shared
+// Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW, WARPS (of the decode kernel, 8; 4 where shared
 // memory is short).
 // Launch:
 //   attention_prefill  grid (KV, ceil(T G / 64) + B, splits), block 128, shared memory 2 * 192 (D + 8) bytes. A block takes
@@ -11,7 +11,6 @@
 //   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory max(2 (16 + 32 WARPS) (D + 8),
 //                      64 WARPS (D + 2), 128 (splits + 1)) bytes. A block takes 16 pairs, each of its warps 16 keys at a
 //                      time. units = B where no sequence has more than 16 pairs, else ceil(T G / 16) + B.
-//   attention_decode_merged  the same; the last block of some pairs adds up their splits
 //
 // Floor of prefill: 4 D H T^2 / 2 operations at the tensor cores' rate; of decode: 4 KV D bytes a key.
 
@@ -22,6 +21,15 @@
 #endif
 #ifndef WARPS
 #define WARPS 8
+#endif
+#ifndef KV_BITS
+#define KV_BITS 0
+#endif
+#if KV_BITS
+#include "kv_coded.cuh"
+typedef u8 kv_t;
+#else
+typedef bf16 kv_t;
 #endif
 #define G (H / KV)
 // A row of a tile in shared memory: 16 bytes more than the row's own put eight rows on different banks.
@@ -39,6 +47,15 @@ static __device__ __forceinline__ const bf16* row_major(const bf16* tile, u32 ro
 static __device__ __forceinline__ const bf16* column_major(const bf16* tile, u32 row, u32 column) {
     u32 lane = threadIdx.x % 32;
     return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
+}
+
+/// Values d .. d + 7 of token `token` of a page on their way to a tile; zeros if it is not `there`.
+static __device__ __forceinline__ void fetch8(bf16* to, const kv_t* pool, u32 page, u32 head, u32 token, u32 d, bool there) {
+#if KV_BITS
+    *(uint4*)to = there ? coded8(pool + head_page(page, head), token, d) : make_uint4(0, 0, 0, 0);
+#else
+    copy_async(to, pool + (((u64)page * KV + head) * PAGE + token) * D + d, there);
+#endif
 }
 
 /// `pairs` pairs of q from `first` on, as bf16; rows without a pair are zero. Pair i is row i / G and head i % G.
@@ -174,7 +191,7 @@ static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-attention_prefill(const float* q, const bf16* keys, const bf16* values, const u32* table, const u32* row_start,
+attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
                   const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys,
                   float* partial, float* y) {
     take_turn();
@@ -192,12 +209,12 @@ attention_prefill(const float* q, const bf16* keys, const bf16* values, const u3
     visible_range(first_position, last_position, WINDOW, from, to);
     if (from >= to) return;
 
-    auto load = [&](bf16* tile, const bf16* pool, u32 key) {
+    auto load = [&](bf16* tile, const kv_t* pool, u32 key) {
         // A tile never straddles a page. Absent rows become zeros: what memory holds may be NaN.
-        const bf16* page = pool + (((u64)table[b * pages + key / PAGE] * KV + kv) * PAGE + key % PAGE) * D;
+        const u32 page = table[b * pages + key / PAGE];
         for (u32 i = threadIdx.x; i < BN * (D / 8); i += 128) {
             u32 n = i / (D / 8), d = i % (D / 8) * 8;
-            copy_async(tile + n * LINE + d, page + n * D + d, key + n < to);
+            fetch8(tile + n * LINE + d, pool, page, kv, key % PAGE + n, d, key + n < to);
         }
     };
     load(key_tile, keys, from);
@@ -250,7 +267,7 @@ attention_prefill(const float* q, const bf16* keys, const bf16* values, const u3
 }
 
 /// The keys of one split for 16 pairs of sequence b from pair `first` on.
-static __device__ __forceinline__ void attend_split(bf16* shared, const float* q, const bf16* keys, const bf16* values,
+static __device__ __forceinline__ void attend_split(bf16* shared, const float* q, const kv_t* keys, const kv_t* values,
                                                     const u32* my_table, u32 first_row, u32 first, u32 count, u32 start, u32 kv,
                                                     u32 from, u32 to, u32 total_rows, float scale, float* partial, float* y) {
     constexpr int CHUNK = 16;
@@ -258,13 +275,13 @@ static __device__ __forceinline__ void attend_split(bf16* shared, const float* q
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     bf16 *q_tile = shared, *key_tile = shared + 16 * LINE + warp * (2 * CHUNK * LINE), *value_tile = key_tile + CHUNK * LINE;
 
-    auto load = [&](bf16* tile, const bf16* pool, u32 key) {
+    auto load = [&](bf16* tile, const kv_t* pool, u32 key) {
         if (key < to) {
-            const bf16* page = pool + (((u64)my_table[key / PAGE] * KV + kv) * PAGE + key % PAGE) * D;
+            const u32 page = my_table[key / PAGE];
 #pragma unroll
             for (u32 i = lane; i < CHUNK * (D / 8); i += 32) {
                 u32 n = i / (D / 8), d = i % (D / 8) * 8;
-                copy_async(tile + n * LINE + d, page + n * D + d, key + n < to);
+                fetch8(tile + n * LINE + d, pool, page, kv, key % PAGE + n, d, key + n < to);
             }
         }
         copy_commit();
@@ -344,7 +361,7 @@ static __device__ __forceinline__ void attend_split(bf16* shared, const float* q
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-attention_decode(const float* q, const bf16* keys, const bf16* values, const u32* table, const u32* row_start,
+attention_decode(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
                  const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys,
                  float* partial, float* y) {
     take_turn();

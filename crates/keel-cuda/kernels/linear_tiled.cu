@@ -6,7 +6,8 @@
 // Tiles of W come two by two through each warp's own ring in shared memory, filled by the copy engine; tiles of x [BT][64] bf16 likewise through
 // a ring of the block's, filled by cp.async (rows may be gathered), swizzled as wgmma reads them. While one tile multiplies the next is widened.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT (32, 64, 128); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); SPLITS (0 < SPLITS, parts of K)
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT (32, 64, 128); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); SPLITS (0 < SPLITS, parts of K);
+//   X_STAGES and W_STAGES, tiles by two in the rings of x and of W
 //   linear_tiled    codes, pairs, x bf16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows; GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
 //                   then residual (GROUPED=0 and SPLITS=1 only, may be null), y f32 ([SPLITS][rows][N] if SPLITS > 1: add them with add_parts).
 //                   Grid (GROUPED ? MOST_TILES : ceil(rows / BT), ceil(row tiles / 8), SPLITS), block 256, dynamic shared memory TILED_SHARED.
@@ -27,12 +28,6 @@
 #endif
 #ifndef SWIGLU
 #define SWIGLU 0
-#endif
-#ifndef W_STAGES
-#define W_STAGES (BT == 32 ? 8 : 4)
-#endif
-#ifndef X_STAGES
-#define X_STAGES (BT == 128 ? 2 : 4)
 #endif
 #define W_UNIT 2 // tiles of a fetch, of W or x, and of a step
 #define W_SLOT COPY_BYTES(W_UNIT)

@@ -10,6 +10,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("common.cuh", include_str!("../kernels/common.cuh")),
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("gated_delta.cuh", include_str!("../kernels/gated_delta.cuh")),
+    ("kv_coded.cuh", include_str!("../kernels/kv_coded.cuh")),
     ("paged.cuh", include_str!("../kernels/paged.cuh")),
     ("rope.cuh", include_str!("../kernels/rope.cuh")),
     ("weight_blocks.cuh", include_str!("../kernels/weight_blocks.cuh")),

@@ -114,9 +114,15 @@ fn keys() -> Vec<KernelKey> {
             add(
                 kernels::LINEAR_TILED,
                 &["group_rows"],
-                &[&exact.concat()[..2], weight, &[("BT", "32")], &grouped].concat(),
+                &[
+                    &exact.concat()[..2],
+                    weight,
+                    &[("BT", "32"), ("X_STAGES", "4"), ("W_STAGES", "8")],
+                    &grouped,
+                ]
+                .concat(),
             );
-            let plain = [("BT", "128"), ("SPLITS", "4")];
+            let plain = [("BT", "128"), ("SPLITS", "4"), ("X_STAGES", "2"), ("W_STAGES", "2")];
             let entries = ["linear_tiled", "to_bf16_tiles", "add_parts"];
             add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
         }
@@ -133,7 +139,11 @@ fn keys() -> Vec<KernelKey> {
             add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));
             add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &with(&single));
             add(kernels::DEQUANTIZE, &["embedding_rows"], &with(&[("INDEX", "u32")]));
-            add(kernels::LINEAR_TILED, &["linear_tiled"], &with(&[("BT", "128"), ("SPLITS", "4")]));
+            add(
+                kernels::LINEAR_TILED,
+                &["linear_tiled"],
+                &with(&[("BT", "32"), ("SPLITS", "4"), ("X_STAGES", "4"), ("W_STAGES", "8")]),
+            );
             let fetched = [("DIM_T", "1"), ("SWIGLU", "1"), ("BULK", "1"), ("STAGES", "2")];
             add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&fetched));
         }
@@ -157,6 +167,11 @@ fn keys() -> Vec<KernelKey> {
         add(kernels::ATTENTION, &entries, &[&defines[..], &strides].concat());
         let tensor = [&defines[..], &strides, &[("WARPS", "4")]].concat();
         add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
+        let bits = [("KV_BITS", if d == "256" { "8" } else { "4" })];
+        let coded =
+            [&tensor[..2], &[("D", "96"), ("KV_BF16", "0"), ("WINDOW", "40")], &tensor[5..], &bits].concat();
+        add(kernels::ATTENTION, &entries, &coded);
+        add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &coded);
     }
     keys
 }

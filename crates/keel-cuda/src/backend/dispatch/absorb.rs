@@ -10,7 +10,7 @@
 
 use super::linear;
 use crate::backend::operand::head_strides;
-use keel_array::{Kernel, Layout, Op, Regime, Slot, WeightSpec};
+use keel_array::{DType, Kernel, Layout, Op, Regime, Slot, WeightSpec};
 
 /// Columns that a warp prepares together: the tiles of a head have to be among them.
 const HEAD_MAX: usize = 512;
@@ -37,6 +37,8 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             _ => false,
         },
         (Op::Rope(_) | Op::NormRope { .. }, 0) | (Op::SigmoidGate, 0 | 1) => copies_heads(producer),
+        // Keys are coded by groups, which lanes that turn a head do not see.
+        (Op::PagedAttention(_), 1) if reader.inputs[3].dtype == DType::U8 => false,
         (Op::PagedAttention(spec), 0 | 1) => {
             spec.regime == Regime::Decode && matches!(producer.op, Op::Rope(_) | Op::NormRope { .. })
         }

@@ -7,7 +7,7 @@ use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::Precision;
 use crate::driver::Arguments;
 use crate::kernels::{ATTENTION, ATTENTION_ENTER, ATTENTION_TENSOR, KernelKey, Source};
-use keel_array::{ArrayError, AttentionSpec, DType, Kernel, Op, Regime, RopeSpec, Shape};
+use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
 
 /// Pairs of row and head that a block takes, in decode and in f32; four times as many in prefill on tensor cores.
 const TILE: usize = 16;
@@ -54,10 +54,6 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     let [q, _, v, keys, values, table, row_start, position] = &call.inputs[..] else {
         unreachable!("eight operands")
     };
-    if keys.dtype == DType::U8 {
-        let reason = "keys and values in 8 or 4 bits are not read on the GPU yet; do without --kv-bits";
-        return Err(call.error(reason.into()));
-    }
     let task = Task::new(spec, call)?;
     let check = BatchCheck {
         rows: task.rows,
@@ -198,7 +194,18 @@ impl<'a> Task<'a> {
             .define("K_STRIDE", stride(1))
             .define("V_STRIDE", stride(2))
             .define("KV_BF16", u8::from(self.call.inputs[3].dtype == DType::BF16))
+            .define("KV_BITS", self.coded_bits())
             .define("WINDOW", self.spec.window.unwrap_or(0))
+    }
+
+    /// Bits of a value in coded pools, 0 in others.
+    fn coded_bits(&self) -> usize {
+        let keys = &self.call.inputs[3];
+        match KvFormat::of(keys.dtype, keys.width(), self.size) {
+            Some(KvFormat::Bits8) => 8,
+            Some(KvFormat::Bits4) => 4,
+            _ => 0,
+        }
     }
 
     /// Turns queries into `queries`, and keys into their pages, beside which values go.
@@ -245,7 +252,7 @@ impl<'a> Task<'a> {
         let tiles = |tile: usize| (self.rows * group).div_ceil(tile) + self.sequences;
         let line = self.size + 8;
         let tensor = self.call.precision == Precision::Fast
-            && self.call.inputs[3].dtype == DType::BF16
+            && self.call.inputs[3].dtype != DType::F32
             && self.size.is_multiple_of(16);
         let shared_max = self.call.gpu.device.shared_bytes_max;
         if tensor && self.spec.regime == Regime::Prefill && 2 * 192 * line <= shared_max {

@@ -22,12 +22,28 @@ pub(super) fn parts(weight: &WeightSpec, rows: usize) -> usize {
         return 1;
     }
     let blocks = rows.div_ceil(tile_of(rows)) * row_tiles(weight).div_ceil(8);
-    (BLOCKS_WANTED / blocks).clamp(1, 8).min(col_tiles(weight).div_ceil(8))
+    // With more than 32 rows a multiprocessor has room for two.
+    let wanted = if tile_of(rows) == 32 { BLOCKS_WANTED } else { 2 * BLOCKS_WANTED };
+    (wanted / blocks).clamp(1, 8).min(col_tiles(weight).div_ceil(8))
 }
 
 /// The key of an entry of `linear_tiled.cu`, whose constants all entries share.
 pub(super) fn tiled_key(entry: &'static str, weight: &WeightSpec, rows: usize, parts: usize) -> KernelKey {
-    weight_key(LINEAR_TILED, entry, weight).define("BT", tile_of(rows)).define("SPLITS", parts)
+    let (x_stages, w_stages) = stages(tile_of(rows));
+    weight_key(LINEAR_TILED, entry, weight)
+        .define("BT", tile_of(rows))
+        .define("SPLITS", parts)
+        .define("X_STAGES", x_stages)
+        .define("W_STAGES", w_stages)
+}
+
+/// Stages of the rings of x and of W, so that two blocks fit a multiprocessor where that is faster than deep rings.
+fn stages(tile: usize) -> (usize, usize) {
+    match tile {
+        32 => (4, 8),
+        64 => (2, 4),
+        _ => (2, 2),
+    }
 }
 
 /// Dynamic shared memory of `linear_tiled`: rings of fetches of two column tiles, one of x for the block, one of W for each
@@ -35,7 +51,7 @@ pub(super) fn tiled_key(entry: &'static str, weight: &WeightSpec, rows: usize, p
 pub(super) fn tiled_shared_bytes(weight: &WeightSpec, tile: usize) -> usize {
     let Some(coding) = Coding::of(weight.format) else { unreachable!("tiles of quantised weights") };
     let slot = coding.copy_bytes(2);
-    let (x_stages, w_stages) = (if tile == 128 { 2 } else { 4 }, if tile == 32 { 8 } else { 4 });
+    let (x_stages, w_stages) = stages(tile);
     1024 + x_stages * 2 * tile * 128 + 8 * w_stages * (slot + 8)
 }
 

@@ -1,0 +1,62 @@
+// Pages whose keys and values have KV_BITS, 8 or 4, bits: see keel_array::KvFormat for what the codes mean.
+//
+// A head's page is 256 (D KV_BITS / 8 + D / 16) bytes: codes [256][D], then steps bf16 [256][D / 32]. Codes of 8 bits are signed
+// bytes; of 4 bits, byte i of a row holds values 2 i (low) and 2 i + 1, each plus 8.
+#pragma once
+#include "paged.cuh"
+
+#define CODE_ROW (D * KV_BITS / 8)
+#define GROUPS_OF_ROW (D / 32)
+
+/// The page of a head, in bytes from the start of the pool.
+static __device__ __forceinline__ u64 head_page(u32 page, u32 head) { return ((u64)page * KV + head) * (PAGE * (CODE_ROW + 2 * GROUPS_OF_ROW)); }
+
+static __device__ __forceinline__ float step_of(const u8* page, u32 token, u32 d) {
+    return to_f32(((const bf16*)(page + PAGE * CODE_ROW))[token * GROUPS_OF_ROW + d / 32]);
+}
+/// Byte `i` of a word as a float, less `zero`.
+static __device__ __forceinline__ float level_of(u32 word, int i, float zero) {
+    return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 | i)) - (8388608.0f + zero);
+}
+/// Values d .. d + 3 of a token, d a multiple of 4.
+static __device__ __forceinline__ float4 coded4(const u8* page, u32 token, u32 d) {
+    const float step = step_of(page, token, d);
+    const u8* at = page + token * CODE_ROW + d * KV_BITS / 8;
+    u32 levels;
+    float zero;
+    if (KV_BITS == 8) {
+        levels = *(const u32*)at ^ 0x80808080u, zero = 128.0f;
+    } else {
+        const u32 x = *(const u16*)at;
+        levels = (x & 15) | (x & 0xf0) << 4 | (x & 0xf00) << 8 | (x & 0xf000) << 12, zero = 8.0f;
+    }
+    return make_float4(level_of(levels, 0, zero) * step, level_of(levels, 1, zero) * step, level_of(levels, 2, zero) * step,
+                       level_of(levels, 3, zero) * step);
+}
+/// Values d .. d + 7 of a token as bf16, d a multiple of 8.
+static __device__ __forceinline__ uint4 coded8(const u8* page, u32 token, u32 d) {
+    const float4 x = coded4(page, token, d), y = coded4(page, token, d + 4);
+    return make_uint4(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w), pack_bf16(y.x, y.y), pack_bf16(y.z, y.w));
+}
+
+/// Codes group `group` of a token's head: lane i of the warp has value i.
+static __device__ __forceinline__ void store_group(u8* page, u32 token, u32 group, float x) {
+    const u32 lane = threadIdx.x % 32;
+    const float peak = warp_max(fabsf(x));
+    float farthest = peak;
+    if (KV_BITS == 4) {
+        const u32 first = __ffs(__ballot_sync(FULL_WARP, fabsf(x) == peak));
+        farthest = first == 0 ? 0.0f : __shfl_sync(FULL_WARP, x, first - 1);
+    }
+    const bf16 step = From<bf16>::f32(KV_BITS == 8 ? __fdiv_rn(farthest, 127.0f) : __fdiv_rn(farthest, -8.0f));
+    const float width = to_f32(step), inverse = width == 0.0f ? 0.0f : __fdiv_rn(1.0f, width);
+    const float level = rintf(__fmul_rn(x, inverse));
+    u8* row = page + token * CODE_ROW;
+    if (KV_BITS == 8) {
+        row[group * 32 + lane] = (u8)(signed char)fminf(fmaxf(level, -127.0f), 127.0f);
+    } else {
+        const u32 code = (u32)(fminf(fmaxf(level, -8.0f), 7.0f) + 8.0f), next = __shfl_down_sync(FULL_WARP, code, 1);
+        if (lane % 2 == 0) row[group * 16 + lane / 2] = (u8)(code | next << 4);
+    }
+    if (lane == 0) ((bf16*)(page + PAGE * CODE_ROW))[token * GROUPS_OF_ROW + group] = step;
+}
