@@ -121,7 +121,11 @@ impl<'a> FamilyReader<'a> {
         let down: Vec<_> = (0..moe.experts).map(|e| layout.down(prefix, moe, hidden, e)).collect();
         Ok(MixtureOfExperts {
             router: self.loader.projection(router, hidden)?,
+            gate_up_rotation: self
+                .loader
+                .experts_rotation(&format!("{prefix}experts.gate_up_weight_"), &gate_up)?,
             gate_up: self.loader.experts(&gate_up, hidden)?,
+            down_rotation: self.loader.experts_rotation(&format!("{prefix}experts.down_weight_"), &down)?,
             down: self.loader.experts(&down, moe.intermediate)?,
             shared,
             chosen: moe.chosen,
@@ -146,7 +150,7 @@ impl ExpertLayout {
         let has = |name: &str| loader.parameters().contains(&format!("{prefix}{name}"));
         if has("switch_mlp.gate_proj.weight") {
             ExpertLayout::Switch
-        } else if has("experts.0.gate_proj.weight") {
+        } else if has("experts.0.gate_proj.weight") || has("experts.0.gate_proj.qweight") {
             ExpertLayout::Separate
         } else {
             ExpertLayout::Fused

@@ -10,8 +10,9 @@
 //!   `checkpoint_format` is `gptq_v2`. `g_idx` i32 `[K]` names the group of each input; only the groups of `k / group_size` are read,
 //!   because inputs in another order would need scales of their own.
 //!
-//! ParoQuant's layers first scale their input and turn it in pairs: `channel_scales` f16 `[1, K]`, `theta` f16 `[R, K / 2]`
-//! and `pairs` i16 `[R, K]`, which count from the start of their group.
+//! ParoQuant's layers first scale their input and turn it in pairs: `channel_scales` f16 `[1, K]` or `[K]`, `theta` f16 `[R, K / 2]`
+//! and `pairs` i16 `[R, K]`, which count from the start of their group. The experts of a layer share two such rotations:
+//! `experts.gate_up_weight_theta` and so on stand beside `experts.0.gate_proj.qweight`, and `experts.down_weight_theta`.
 
 use std::ops::Range;
 
@@ -246,9 +247,14 @@ fn sizes<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<Sizes> {
     ))
 }
 
-/// The rotation of a ParoQuant layer; `None` if the layer has none.
-pub(crate) fn rotation<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<Option<RotationValues>> {
-    let name = |part: &str| format!("{module}.{part}");
+/// The rotation of a ParoQuant layer; `None` if the layer has none. The names of its tensors begin with `prefix`; `module` is the
+/// layer, or one of those that share it.
+pub(crate) fn rotation<S: TensorSource + ?Sized>(
+    source: &S,
+    prefix: &str,
+    module: &str,
+) -> Result<Option<RotationValues>> {
+    let name = |part: &str| format!("{prefix}{part}");
     if !source.contains(&name("theta")) {
         return Ok(None);
     }
@@ -256,7 +262,13 @@ pub(crate) fn rotation<S: TensorSource + ?Sized>(source: &S, module: &str) -> Re
     let angles = source.tensor(&name("theta"))?;
     let rounds = angles.rows();
     let angles = angles.expect_shape(&[rounds, cols / 2])?.to_f32()?;
-    let scales = source.tensor(&name("channel_scales"))?.expect_shape(&[1, cols])?.to_f32()?;
+    let scales = source.tensor(&name("channel_scales"))?;
+    let scales = if scales.shape().len() == 1 {
+        scales.expect_shape(&[cols])?
+    } else {
+        scales.expect_shape(&[1, cols])?
+    };
+    let scales = scales.to_f32()?;
     let (kind, shape, bytes) = source.raw(&name("pairs"))?;
     let wrong = |problem: String| WeightsError::Module { module: module.into(), problem };
     if kind != "I16" || *shape != [rounds, cols] {

@@ -59,7 +59,16 @@ pub trait TensorSource {
     /// # Errors
     /// As for [`linear_info`](TensorSource::linear_info).
     fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
-        awq::rotation(self, module)
+        awq::rotation(self, &format!("{module}."), module)
+    }
+
+    /// The rotation that several modules share, `module` among them, if there is one: its tensors are `<prefix>theta`,
+    /// `<prefix>pairs` and `<prefix>channel_scales`.
+    ///
+    /// # Errors
+    /// As for [`linear_info`](TensorSource::linear_info).
+    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
+        awq::rotation(self, prefix, module)
     }
 
     /// How the config says that modules are quantised; `None` if it says nothing.

@@ -1,8 +1,8 @@
 //! The second half of a block: a gated layer, or a mixture of experts.
 
-use keel_array::{Array, Result, Weight};
+use keel_array::{Array, PairRotation, Result, Weight};
 
-use crate::loading::Projection;
+use crate::loading::{Projection, input};
 
 /// What the gate of a gated layer goes through.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,8 +50,12 @@ impl GatedLayer {
 pub struct MixtureOfExperts {
     /// Router rows `[E]`, then, with a shared expert, its gate row.
     pub router: Projection,
+    /// What `gate_up` reads goes through this first, once for all experts.
+    pub gate_up_rotation: Option<PairRotation>,
     /// `[E, 2F, hidden]`, gate rows then up rows.
     pub gate_up: Weight,
+    /// What `down` reads goes through this first.
+    pub down_rotation: Option<PairRotation>,
     /// `[E, hidden, F]`.
     pub down: Weight,
     /// An expert that every token passes, weighted by its gate.
@@ -66,8 +70,8 @@ impl MixtureOfExperts {
     fn apply(&self, x: &Array, residual: &Array) -> Result<Array> {
         let routed = self.router.apply(x)?;
         let (weights, experts) = routed[0].route_top_k(self.chosen, self.normalise)?;
-        let inner = x.gather_linear(&self.gate_up, &experts)?.swiglu()?;
-        let outputs = inner.gather_linear(&self.down, &experts)?;
+        let inner = input(x, &self.gate_up_rotation)?.gather_linear(&self.gate_up, &experts)?.swiglu()?;
+        let outputs = input(&inner, &self.down_rotation)?.gather_linear(&self.down, &experts)?;
         match &self.shared {
             None => outputs.combine_experts(&weights, residual, None),
             Some(shared) => {

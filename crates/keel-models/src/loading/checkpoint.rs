@@ -105,6 +105,10 @@ impl Parameters for CheckpointParameters<'_> {
         Ok(self.0.rotation(module)?)
     }
 
+    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
+        Ok(self.0.shared_rotation(prefix, module)?)
+    }
+
     fn values(&self, name: &str, _elements: usize) -> Result<Vec<f32>> {
         Ok(self.0.tensor(name)?.to_f32()?)
     }

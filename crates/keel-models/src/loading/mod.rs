@@ -66,6 +66,16 @@ pub trait Parameters {
         Ok(None)
     }
 
+    /// As [`rotation`](Parameters::rotation), for one that several layers share, `module` among them: the names of its
+    /// parameters begin with `prefix`.
+    ///
+    /// # Errors
+    /// If it is misshapen.
+    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
+        let _ = (prefix, module);
+        Ok(None)
+    }
+
     /// Says that a layer, or one expert of it, has been read.
     fn release(&self, module: &str) {
         let _ = module;
@@ -225,6 +235,22 @@ impl<'a> Loader<'a> {
     /// As [`Loader::projection`].
     pub fn single(&self, piece: Piece, cols: usize) -> Result<Projection> {
         self.projection(vec![piece], cols)
+    }
+
+    /// What the input of a layer's experts goes through first. Each of the modules may be one of theirs.
+    ///
+    /// # Errors
+    /// If it is misshapen, an expert has one of its own, or memory runs out.
+    pub fn experts_rotation(&self, prefix: &str, experts: &[Vec<Piece>]) -> Result<Option<PairRotation>> {
+        let Some(first) = experts.first().and_then(|pieces| pieces.first()) else { return Ok(None) };
+        for piece in experts.iter().flatten() {
+            if self.parameters.rotation(&piece.module)?.is_some() {
+                let reason = format!("{}: an expert with a rotation of its own is not read", piece.module);
+                return Err(crate::ModelError::Config(reason));
+            }
+        }
+        let values = self.parameters.shared_rotation(prefix, &first.module)?;
+        values.map(|values| self.rotation(&values)).transpose()
     }
 
     fn rotation(&self, values: &RotationValues) -> Result<PairRotation> {
@@ -468,6 +494,6 @@ impl Projection {
 }
 
 /// What a layer reads of x.
-fn input(x: &Array, rotation: &Option<PairRotation>) -> keel_array::Result<Array> {
+pub fn input(x: &Array, rotation: &Option<PairRotation>) -> keel_array::Result<Array> {
     rotation.as_ref().map_or(Ok(x.clone()), |rotation| x.rotate_pairs(rotation))
 }

@@ -101,7 +101,9 @@ impl<'a> Dequantised<'a> {
     /// [`WeightsError::Module`] if a module's tensors do not fit, or its input is turned before it is multiplied.
     pub fn new(checkpoint: &'a Checkpoint) -> Result<Dequantised<'a>> {
         const PARTS: [&str; 5] = ["scales", "biases", "qzeros", "g_idx", "weight_scale_inv"];
-        if let Some(module) = checkpoint.names().find_map(|name| name.strip_suffix(".theta")) {
+        let turned =
+            |name: &'a str| name.strip_suffix(".theta").or_else(|| name.strip_suffix("_weight_theta"));
+        if let Some(module) = checkpoint.names().find_map(turned) {
             let problem = "its input is rotated (ParoQuant), which other forms cannot say".into();
             return Err(WeightsError::Module { module: module.into(), problem });
         }

@@ -1,0 +1,195 @@
+//! ParoQuant's experts, which share a rotation, against the same model with dense weights that do the same.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use common::{arg, copy_of, floats, relative_error, succeed};
+use half::f16;
+use keel_weights::{SafetensorsFile, TensorSource};
+use serde_json::json;
+
+const GROUP: usize = 32;
+const ROUNDS: usize = 3;
+
+/// Numbers that look drawn.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % bound
+    }
+
+    /// Between -1 and 1, exact in f16.
+    fn unit(&mut self) -> f32 {
+        f16::from_f32(self.below(2001) as f32 / 1000.0 - 1.0).to_f32()
+    }
+}
+
+/// Tensors to be written: type, shape, bytes.
+type Tensors = BTreeMap<String, (&'static str, Vec<usize>, Vec<u8>)>;
+
+fn f16s(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect()
+}
+
+/// A rotation of `cols` inputs.
+struct Rotation {
+    scales: Vec<f32>,
+    pairs: Vec<usize>,
+    angles: Vec<f32>,
+}
+
+impl Rotation {
+    fn new(numbers: &mut Numbers, cols: usize) -> Rotation {
+        let mut pairs = Vec::new();
+        for _ in 0..ROUNDS * cols / GROUP {
+            let mut group: Vec<usize> = (0..GROUP).collect();
+            (1..GROUP).for_each(|i| group.swap(i, numbers.below(i + 1)));
+            pairs.extend(group);
+        }
+        let scales = (0..cols).map(|_| 1.5 + numbers.unit() / 2.0).collect();
+        let scales: Vec<f32> = f16_exact(scales);
+        let angles = (0..ROUNDS * cols / 2).map(|_| numbers.unit()).collect();
+        Rotation { scales, pairs, angles }
+    }
+
+    /// As the format has it: scale, then turn pair by pair, round by round.
+    fn apply(&self, x: &mut [f64]) {
+        let cols = x.len();
+        x.iter_mut().zip(&self.scales).for_each(|(x, scale)| *x *= f64::from(*scale));
+        for (i, pair) in self.pairs.chunks_exact(2).enumerate() {
+            let start = i * 2 % cols / GROUP * GROUP;
+            let (a, b) = (start + pair[0], start + pair[1]);
+            let (sin, cos) = f64::from(self.angles[i]).sin_cos();
+            (x[a], x[b]) = (x[a] * cos + x[b] * sin, x[b] * cos - x[a] * sin);
+        }
+    }
+
+    fn write(&self, prefix: &str, tensors: &mut Tensors) {
+        let cols = self.scales.len();
+        let pairs = self.pairs.iter().flat_map(|p| (*p as i16).to_le_bytes()).collect();
+        tensors.insert(format!("{prefix}channel_scales"), ("F16", vec![1, cols], f16s(&self.scales)));
+        tensors.insert(format!("{prefix}theta"), ("F16", vec![ROUNDS, cols / 2], f16s(&self.angles)));
+        tensors.insert(format!("{prefix}pairs"), ("I16", vec![ROUNDS, cols], pairs));
+    }
+}
+
+fn f16_exact(values: Vec<f32>) -> Vec<f32> {
+    values.into_iter().map(|v| f16::from_f32(v).to_f32()).collect()
+}
+
+/// Writes a 4-bit weight to `packed`, and what it does behind the rotation to `dense`.
+fn linear(
+    numbers: &mut Numbers,
+    module: &str,
+    (rows, cols): (usize, usize),
+    rotation: &Rotation,
+    (packed, dense): (&mut Tensors, &mut Tensors),
+) {
+    const SHIFTS: [u32; 8] = [0, 16, 4, 20, 8, 24, 12, 28];
+    let groups = cols / GROUP;
+    let codes: Vec<u32> = (0..cols * rows).map(|_| numbers.below(16) as u32).collect();
+    let zeros: Vec<u32> = (0..groups * rows).map(|_| numbers.below(16) as u32).collect();
+    let scales = f16_exact((0..groups * rows).map(|_| 0.01 + 0.005 * numbers.unit()).collect());
+    let words = |values: &[u32]| -> Vec<u8> {
+        let word =
+            |eight: &[u32]| eight.iter().zip(SHIFTS).fold(0, |word, (value, shift)| word | value << shift);
+        values.chunks_exact(8).flat_map(|eight| word(eight).to_le_bytes()).collect()
+    };
+    packed.insert(format!("{module}.qweight"), ("I32", vec![cols, rows / 8], words(&codes)));
+    packed.insert(format!("{module}.qzeros"), ("I32", vec![groups, rows / 8], words(&zeros)));
+    packed.insert(format!("{module}.scales"), ("F16", vec![groups, rows], f16s(&scales)));
+    let mut effective = vec![0.0f32; rows * cols];
+    for input in 0..cols {
+        let mut x = vec![0.0; cols];
+        x[input] = 1.0;
+        rotation.apply(&mut x);
+        for row in 0..rows {
+            let weight = |k: usize| {
+                let g = k / GROUP * rows + row;
+                f64::from(scales[g]) * (f64::from(codes[k * rows + row]) - f64::from(zeros[g]))
+            };
+            effective[row * cols + input] = (0..cols).map(|k| weight(k) * x[k]).sum::<f64>() as f32;
+        }
+    }
+    let bytes = effective.iter().flat_map(|v| v.to_le_bytes()).collect();
+    dense.insert(format!("{module}.weight"), ("F32", vec![rows, cols], bytes));
+}
+
+fn save(folder: &Path, tensors: &Tensors) {
+    let mut header = serde_json::Map::new();
+    let mut data = Vec::new();
+    for (name, (dtype, shape, bytes)) in tensors {
+        let offsets = [data.len(), data.len() + bytes.len()];
+        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
+        data.extend_from_slice(bytes);
+    }
+    let header = serde_json::to_vec(&header).expect("JSON");
+    let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
+    std::fs::write(folder.join("model.safetensors"), file).expect("the folder is writable");
+}
+
+#[test]
+fn experts_that_share_a_rotation_give_what_their_dense_weights_give() {
+    let (Some(packed_folder), Some(dense_folder)) = (copy_of("qwen3_moe"), copy_of("qwen3_moe")) else {
+        return;
+    };
+    let path = packed_folder.path().join("model.safetensors");
+    let file = SafetensorsFile::open(&path).expect("a fixture");
+    let mut packed = Tensors::new();
+    for name in file.names().filter(|name| !name.contains(".experts.")) {
+        let tensor = file.tensor(name).expect("it is there");
+        packed.insert(name.into(), ("BF16", tensor.shape().to_vec(), tensor.bytes().to_vec()));
+    }
+    let mut dense = packed.clone();
+    let (mut numbers, hidden, inner) = (Numbers(7), 128, 64);
+    for layer in 0..4 {
+        let prefix = format!("model.layers.{layer}.mlp.experts.");
+        let (wide, narrow) = (Rotation::new(&mut numbers, hidden), Rotation::new(&mut numbers, inner));
+        wide.write(&format!("{prefix}gate_up_weight_"), &mut packed);
+        narrow.write(&format!("{prefix}down_weight_"), &mut packed);
+        for expert in 0..8 {
+            for (name, shape, rotation) in [
+                ("gate_proj", (inner, hidden), &wide),
+                ("up_proj", (inner, hidden), &wide),
+                ("down_proj", (hidden, inner), &narrow),
+            ] {
+                let module = format!("{prefix}{expert}.{name}");
+                linear(&mut numbers, &module, shape, rotation, (&mut packed, &mut dense));
+            }
+        }
+    }
+    drop(file);
+    save(packed_folder.path(), &packed);
+    save(dense_folder.path(), &dense);
+    let config = packed_folder.path().join("config.json");
+    let mut json: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&config).expect("there")).expect("JSON");
+    json["quantization_config"] =
+        json!({"quant_method": "paroquant", "bits": 4, "group_size": GROUP, "krot": ROUNDS});
+    std::fs::write(&config, json.to_string()).expect("the folder is writable");
+
+    let out = tempfile::tempdir().expect("a temporary folder");
+    let ids: Vec<String> = (0..70).map(|i| (i * 37 % 500).to_string()).collect();
+    let logits = |folder: &Path, name: &str, extra: &[&str]| {
+        let file = out.path().join(name);
+        let model = ["logits", "--model", arg(folder), "--ids", &ids.join(","), "--out", arg(&file)];
+        succeed(&[&model[..], extra].concat());
+        floats(&file, "logits")
+    };
+    let want = logits(dense_folder.path(), "dense", &["--compute", "f32"]);
+    for extra in [&[][..], &["--one-by-one"]] {
+        let got = logits(packed_folder.path(), "packed", &[&["--compute", "f32"][..], extra].concat());
+        let error = relative_error(&got, &want);
+        assert!(error <= 1e-4, "{extra:?}: {error:.1e}");
+    }
+    // Fast products round activations to 8 bits.
+    let error = relative_error(&logits(packed_folder.path(), "fast", &[]), &want);
+    assert!(error <= 0.1, "fast: {error:.1e}");
+    // Rotations turn no weight into another form that has none.
+    let target = out.path().join("quantised.gguf");
+    common::fail(&["quantize", arg(packed_folder.path()), arg(&target)], "rotated");
+}
