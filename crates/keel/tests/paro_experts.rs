@@ -2,38 +2,15 @@
 
 mod common;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
+use common::written::{Numbers, Tensors, f16_exact, f16s, save, set_quantization, words};
 use common::{arg, copy_of, floats, relative_error, succeed};
-use half::f16;
 use keel_weights::{SafetensorsFile, TensorSource};
 use serde_json::json;
 
 const GROUP: usize = 32;
 const ROUNDS: usize = 3;
-
-/// Numbers that look drawn.
-struct Numbers(u64);
-
-impl Numbers {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % bound
-    }
-
-    /// Between -1 and 1, exact in f16.
-    fn unit(&mut self) -> f32 {
-        f16::from_f32(self.below(2001) as f32 / 1000.0 - 1.0).to_f32()
-    }
-}
-
-/// Tensors to be written: type, shape, bytes.
-type Tensors = BTreeMap<String, (&'static str, Vec<usize>, Vec<u8>)>;
-
-fn f16s(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect()
-}
 
 /// A rotation of `cols` inputs.
 struct Rotation {
@@ -77,10 +54,6 @@ impl Rotation {
     }
 }
 
-fn f16_exact(values: Vec<f32>) -> Vec<f32> {
-    values.into_iter().map(|v| f16::from_f32(v).to_f32()).collect()
-}
-
 /// Writes a 4-bit weight to `packed`, and what it does behind the rotation to `dense`.
 fn linear(
     numbers: &mut Numbers,
@@ -94,13 +67,8 @@ fn linear(
     let codes: Vec<u32> = (0..cols * rows).map(|_| numbers.below(16) as u32).collect();
     let zeros: Vec<u32> = (0..groups * rows).map(|_| numbers.below(16) as u32).collect();
     let scales = f16_exact((0..groups * rows).map(|_| 0.01 + 0.005 * numbers.unit()).collect());
-    let words = |values: &[u32]| -> Vec<u8> {
-        let word =
-            |eight: &[u32]| eight.iter().zip(SHIFTS).fold(0, |word, (value, shift)| word | value << shift);
-        values.chunks_exact(8).flat_map(|eight| word(eight).to_le_bytes()).collect()
-    };
-    packed.insert(format!("{module}.qweight"), ("I32", vec![cols, rows / 8], words(&codes)));
-    packed.insert(format!("{module}.qzeros"), ("I32", vec![groups, rows / 8], words(&zeros)));
+    packed.insert(format!("{module}.qweight"), ("I32", vec![cols, rows / 8], words(&codes, SHIFTS)));
+    packed.insert(format!("{module}.qzeros"), ("I32", vec![groups, rows / 8], words(&zeros, SHIFTS)));
     packed.insert(format!("{module}.scales"), ("F16", vec![groups, rows], f16s(&scales)));
     let mut effective = vec![0.0f32; rows * cols];
     for input in 0..cols {
@@ -117,19 +85,6 @@ fn linear(
     }
     let bytes = effective.iter().flat_map(|v| v.to_le_bytes()).collect();
     dense.insert(format!("{module}.weight"), ("F32", vec![rows, cols], bytes));
-}
-
-fn save(folder: &Path, tensors: &Tensors) {
-    let mut header = serde_json::Map::new();
-    let mut data = Vec::new();
-    for (name, (dtype, shape, bytes)) in tensors {
-        let offsets = [data.len(), data.len() + bytes.len()];
-        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
-        data.extend_from_slice(bytes);
-    }
-    let header = serde_json::to_vec(&header).expect("JSON");
-    let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
-    std::fs::write(folder.join("model.safetensors"), file).expect("the folder is writable");
 }
 
 #[test]
@@ -165,12 +120,8 @@ fn experts_that_share_a_rotation_give_what_their_dense_weights_give() {
     drop(file);
     save(packed_folder.path(), &packed);
     save(dense_folder.path(), &dense);
-    let config = packed_folder.path().join("config.json");
-    let mut json: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(&config).expect("there")).expect("JSON");
-    json["quantization_config"] =
-        json!({"quant_method": "paroquant", "bits": 4, "group_size": GROUP, "krot": ROUNDS});
-    std::fs::write(&config, json.to_string()).expect("the folder is writable");
+    let quantization = json!({"quant_method": "paroquant", "bits": 4, "group_size": GROUP, "krot": ROUNDS});
+    set_quantization(packed_folder.path(), quantization);
 
     let out = tempfile::tempdir().expect("a temporary folder");
     let ids: Vec<String> = (0..70).map(|i| (i * 37 % 500).to_string()).collect();

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unused_imports)] // each test file uses its part
 
+pub mod written;
+
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};

@@ -1,0 +1,64 @@
+//! Checkpoints written by tests, tensor by tensor.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use half::f16;
+use serde_json::{Value, json};
+
+/// Numbers that look drawn.
+pub struct Numbers(pub u64);
+
+impl Numbers {
+    /// An integer below `bound`.
+    pub fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % bound
+    }
+
+    /// Between -1 and 1, exact in f16.
+    pub fn unit(&mut self) -> f32 {
+        f16::from_f32(self.below(2001) as f32 / 1000.0 - 1.0).to_f32()
+    }
+}
+
+/// Tensors to be written: type, shape, bytes.
+pub type Tensors = BTreeMap<String, (&'static str, Vec<usize>, Vec<u8>)>;
+
+/// Values as f16.
+pub fn f16s(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect()
+}
+
+/// Values rounded to f16.
+pub fn f16_exact(values: Vec<f32>) -> Vec<f32> {
+    values.into_iter().map(|v| f16::from_f32(v).to_f32()).collect()
+}
+
+/// Eight values of 4 bits in a word, each at its shift.
+pub fn words(values: &[u32], shifts: [u32; 8]) -> Vec<u8> {
+    let word = |eight: &[u32]| eight.iter().zip(shifts).fold(0, |word, (value, shift)| word | value << shift);
+    values.chunks_exact(8).flat_map(|eight| word(eight).to_le_bytes()).collect()
+}
+
+/// Writes them as the weights of a folder.
+pub fn save(folder: &Path, tensors: &Tensors) {
+    let mut header = serde_json::Map::new();
+    let mut data = Vec::new();
+    for (name, (dtype, shape, bytes)) in tensors {
+        let offsets = [data.len(), data.len() + bytes.len()];
+        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
+        data.extend_from_slice(bytes);
+    }
+    let header = serde_json::to_vec(&header).expect("JSON");
+    let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
+    std::fs::write(folder.join("model.safetensors"), file).expect("the folder is writable");
+}
+
+/// Says in a folder's config how its weights are quantised.
+pub fn set_quantization(folder: &Path, quantization: Value) {
+    let path = folder.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).expect("there")).expect("JSON");
+    config["quantization_config"] = quantization;
+    std::fs::write(&path, config.to_string()).expect("the folder is writable");
+}
