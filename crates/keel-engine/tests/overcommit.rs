@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::batching::{Outcome, assert_all_is_back, finish, prompt, run};
 use common::{HYBRID, PLAIN, decoded, engine, expect_same_state, fixture, runtime};
-use keel_array::{ArrayError, Backend, Category, Launch, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, Category, KvFormat, Launch, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher};
@@ -54,7 +54,8 @@ fn request(i: usize) -> BatchRequest {
 }
 
 /// Requests at once in a pool that is too small, against each by itself with room for all of it.
-fn expect_what_each_gets_alone(folder: &Path, drafts: usize, count: usize) {
+fn expect_what_each_gets_alone(folder: &Path, drafts: usize, count: usize, kv: Option<KvFormat>) {
+    let options = || EngineOptions { kv, ..options() };
     let crowded = EngineOptions { drafts, ..options() };
     let mut busy = Batcher::new(engine(folder, &runtime(2), crowded), batch());
     let together = run(&mut busy, (0..count).map(request).collect());
@@ -79,13 +80,15 @@ fn expect_what_each_gets_alone(folder: &Path, drafts: usize, count: usize) {
 fn every_sequence_that_was_parked_gets_the_tokens_it_gets_alone() {
     for (name, drafts) in [("qwen3_5", 3), ("gemma3_text", 0)] {
         let Some(folder) = fixture(name) else { return };
-        expect_what_each_gets_alone(&folder, drafts, 64);
+        expect_what_each_gets_alone(&folder, drafts, 64, None);
     }
 }
 
 #[test]
-fn so_does_the_built_in_model() {
-    expect_what_each_gets_alone(&demo(), 2, 14);
+fn so_does_the_built_in_model_however_it_keeps_keys_and_values() {
+    for kv in [KvFormat::Bf16, KvFormat::Bits8, KvFormat::Bits4] {
+        expect_what_each_gets_alone(&demo(), 2, 14, Some(kv));
+    }
 }
 
 #[test]
