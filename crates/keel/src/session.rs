@@ -77,7 +77,7 @@ impl Session {
 /// several times what the tokenizer keeps of it.
 pub fn close(model: Model) {
     drop(model);
-    keel_cpu::memory::give_back_free();
+    keel_cpu::heap::give_back_free();
 }
 
 /// A runtime on the device, with its memory limit.
