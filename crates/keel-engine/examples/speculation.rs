@@ -28,6 +28,10 @@ const PROMPT: [u32; 4] = [509, 496, 258, 420];
 struct AlwaysWrong(SamplerChooser, Vec<u32>, usize);
 
 impl Chooser for AlwaysWrong {
+    fn is_argmax(&self) -> bool {
+        self.0.is_argmax()
+    }
+
     fn draft(&mut self, logits: &mut [f32]) -> Result<u32> {
         self.0.draft(logits)
     }
@@ -58,6 +62,7 @@ impl Chooser for AlwaysWrong {
     }
 
     fn take(&mut self, token: u32) -> Result<Choice> {
+        self.2 += 1;
         self.0.take(token)
     }
 }

@@ -100,6 +100,17 @@ impl Sampler {
         if self.options.temperature == 0.0 { argmax(logits) } else { self.draw(logits) }
     }
 
+    /// Whether it always draws the token with the greatest logit.
+    pub(crate) fn is_argmax(&self) -> bool {
+        let o = &self.options;
+        o.temperature == 0.0 && !self.has_penalties() && o.logit_bias.is_empty()
+    }
+
+    fn has_penalties(&self) -> bool {
+        let o = &self.options;
+        o.repetition_penalty != 1.0 || o.presence_penalty != 0.0 || o.frequency_penalty != 0.0
+    }
+
     /// The state that the next draw follows from.
     pub(crate) fn random(&self) -> u64 {
         self.random
@@ -140,7 +151,7 @@ impl Sampler {
     /// Overwrites logits by the penalties.
     pub(crate) fn penalise(&self, logits: &mut [f32]) {
         let o = &self.options;
-        if o.repetition_penalty != 1.0 || o.presence_penalty != 0.0 || o.frequency_penalty != 0.0 {
+        if self.has_penalties() {
             for (&id, &generated) in &self.seen {
                 let Some(logit) = logits.get_mut(id as usize) else { continue };
                 *logit =

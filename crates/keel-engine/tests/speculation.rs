@@ -92,6 +92,10 @@ impl Adversary {
 }
 
 impl Chooser for Adversary {
+    fn is_argmax(&self) -> bool {
+        self.chooser.is_argmax()
+    }
+
     fn draft(&mut self, logits: &mut [f32]) -> keel_engine::Result<u32> {
         self.chooser.draft(logits)
     }

@@ -51,6 +51,10 @@ impl Chooser for BatchChooser {
         self.drafts && self.inner.can_draft()
     }
 
+    fn is_argmax(&self) -> bool {
+        self.top_logprobs.is_none() && self.failure.is_none() && self.inner.is_argmax()
+    }
+
     fn begin(&mut self) {
         self.inner.begin();
         self.reported = self.logprobs.len();

@@ -24,6 +24,12 @@ pub trait Chooser {
         true
     }
 
+    /// Whether drafts and tokens are now those with the greatest logit, whatever the others are. Then nobody reads the
+    /// logits: drafts are made without asking, and tokens are told to [`Chooser::take`].
+    fn is_argmax(&self) -> bool {
+        false
+    }
+
     /// Draws a draft from the head's logits, which are overwritten, as if the drafts before it had stayed.
     ///
     /// # Errors
@@ -55,7 +61,7 @@ pub trait Chooser {
     /// What the constraint says.
     fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice>;
 
-    /// Takes a token without asking the model.
+    /// Takes a token that was found without this.
     ///
     /// # Errors
     /// What the constraint says.
@@ -148,6 +154,10 @@ impl Trail {
 impl Chooser for SamplerChooser {
     fn can_draft(&self) -> bool {
         self.constraint.as_ref().is_none_or(|constraint| constraint.can_roll_back())
+    }
+
+    fn is_argmax(&self) -> bool {
+        self.constraint.is_none() && self.sampler.is_argmax()
     }
 
     fn begin(&mut self) {

@@ -59,9 +59,15 @@ impl Engine {
             self.stepper.write_draft_input(&input)?;
             self.run(Regime::Decode, Outcome::Draft, &rows)?;
             hidden.clear();
+            let greatest = self.stepper.read_greatest(active.len())?;
             for (row, &i) in active.iter().enumerate() {
-                self.stepper.read_logits(row, &mut logits)?;
-                parts[i].drafts.push(batch[i].chooser.draft(&mut logits)?);
+                let draft = if batch[i].chooser.is_argmax() {
+                    greatest[row]
+                } else {
+                    self.stepper.read_logits(row, &mut logits)?;
+                    batch[i].chooser.draft(&mut logits)?
+                };
+                parts[i].drafts.push(draft);
                 let mut own = Vec::new();
                 self.stepper.append_draft_hidden(row, &mut own)?;
                 hidden.push((i, own));

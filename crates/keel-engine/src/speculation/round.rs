@@ -159,8 +159,10 @@ impl Engine {
         // Kept from round to round for its memory; a round that fails goes without.
         let mut logits = std::mem::take(&mut self.row_logits);
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
+        let rows = batch.len() + parts.iter().map(|part| part.drafts.len()).sum::<usize>();
+        let greatest = self.stepper.read_greatest(rows)?;
         for (sequence, part) in batch.iter_mut().zip(parts) {
-            let round = self.choose_tokens(sequence, (row, &part.drafts), &mut logits)?;
+            let round = self.choose_tokens(sequence, (row, &part.drafts), &greatest, &mut logits)?;
             let lag = &mut sequence.speculation.lag_hidden;
             self.stepper.append_row_hidden(row, round.tokens.len(), lag)?;
             all.push(round);
@@ -170,11 +172,12 @@ impl Engine {
         Ok(all)
     }
 
-    /// The tokens of a sequence whose rows begin at `row`.
+    /// The tokens of a sequence whose rows begin at `row`; `greatest` are the tokens with the greatest logits of all rows.
     fn choose_tokens(
         &self,
         sequence: &mut RoundSequence<'_>,
         (row, drafts): (usize, &[u32]),
+        greatest: &[u32],
         logits: &mut Vec<f32>,
     ) -> Result<Round> {
         let SpeculationOptions { optimistic, .. } = sequence.speculation.options;
@@ -183,6 +186,7 @@ impl Engine {
             let draft = drafts.get(i).copied();
             let choice = match draft {
                 Some(draft) if optimistic => sequence.chooser.take(draft)?,
+                _ if sequence.chooser.is_argmax() => sequence.chooser.take(greatest[row + i])?,
                 _ => {
                     self.stepper.read_logits(row + i, logits)?;
                     sequence.chooser.choose(logits, draft.map(|draft| (i, draft)))?

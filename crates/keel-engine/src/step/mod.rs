@@ -11,7 +11,7 @@ use keel_models::blocks::StepContext;
 use crate::engine::LogitSink;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
-use results::{Results, append_rows, read_rows};
+use results::{Results, append_rows, read_ids, read_rows};
 pub(crate) use staging::Rows;
 use staging::Staging;
 
@@ -175,8 +175,10 @@ impl Stepper {
             Outcome::OpenRows => {
                 let hidden = model.hidden(&tokens, layers, &context)?;
                 let logits = model.logits(&hidden)?;
+                let draft = self.results.draft()?;
                 vec![
-                    (hidden, self.results.draft()?.rows.prefix(shape.rows)?),
+                    (hidden, draft.rows.prefix(shape.rows)?),
+                    (logits.argmax(-1)?, draft.greatest.prefix(shape.rows)?),
                     (logits, self.results.logits.prefix(shape.rows)?),
                 ]
             }
@@ -237,9 +239,11 @@ impl Stepper {
         let tokens = self.staging.tokens.prefix(shape.rows)?;
         let hidden = trace_mtp(model, layers, (&self.draft_input(shape)?, &tokens), context)?;
         let last = hidden.take(&self.staging.last_rows.prefix(shape.sequences)?)?;
+        let (logits, draft) = (model.logits(&last)?, self.results.draft()?);
         Ok(vec![
-            (model.logits(&last)?, self.results.logits.prefix(shape.sequences)?),
-            (last, self.results.draft()?.head.prefix(shape.sequences)?),
+            (logits.argmax(-1)?, draft.greatest.prefix(shape.sequences)?),
+            (logits, self.results.logits.prefix(shape.sequences)?),
+            (last, draft.head.prefix(shape.sequences)?),
         ])
     }
 
@@ -268,6 +272,12 @@ impl Stepper {
     /// Copies row `row` of the logits of the last step.
     pub fn read_logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
         read_rows(&self.results.logits, row, 1, logits)
+    }
+
+    /// The tokens with the greatest logits of the first rows of the last step with [`Outcome::OpenRows`] or
+    /// [`Outcome::Draft`].
+    pub fn read_greatest(&self, rows: usize) -> Result<Vec<u32>> {
+        read_ids(&self.results.draft()?.greatest, rows)
     }
 
     /// Copies rows of the hidden states of the last step.

@@ -25,6 +25,8 @@ pub(super) struct DraftResults {
     pub rows: Array,
     /// Hidden states of the multi-token-prediction head, f32 `[sequences, hidden]`.
     pub head: Array,
+    /// The token with the greatest logit of each row of logits, u32 `[decode rows]`.
+    pub greatest: Array,
     /// What a pass of the head for its keys and values gives, f32 `[1, KV D]`.
     pub remembered: Array,
     /// What a step without rows gives, f32 `[1, Hv, Dv]`; none without recurrent layers.
@@ -46,6 +48,12 @@ impl Results {
             _ => Some(DraftResults {
                 rows: output(&[options.decode_rows(), hidden])?,
                 head: output(&[options.sequences, hidden])?,
+                greatest: Array::persistent(
+                    runtime,
+                    Category::Activations,
+                    [options.decode_rows()],
+                    DType::U32,
+                )?,
                 remembered: output(&[1, model.config.kv_heads * model.config.head_dim])?,
                 committed: recurrent.map(|shape| output(&shape)).transpose()?,
             }),
@@ -94,4 +102,11 @@ pub(super) fn append_rows(array: &Array, row: usize, rows: usize, values: &mut V
 pub(super) fn read_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
     values.clear();
     append_rows(array, row, rows, values)
+}
+
+/// The first entries of a u32 buffer.
+pub(super) fn read_ids(array: &Array, count: usize) -> Result<Vec<u32>> {
+    let mut bytes = vec![0; count * size_of::<u32>()];
+    array.read_bytes(0, &mut bytes)?;
+    Ok(bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect())
 }

@@ -97,6 +97,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize, isa: Isa) -> usiz
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {
             sequence::workspace_bytes(kernel, workers)
         }
+        Op::ArgReduce { .. } => reduce::workspace_bytes(kernel, workers),
         _ => 0,
     }
 }

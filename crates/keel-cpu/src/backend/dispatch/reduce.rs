@@ -1,11 +1,13 @@
 //! Reductions, sorting and running sums of the last axis.
 
 use super::Call;
-use crate::kernels::generic::reduce::{arg_reduce, cumsum, layer_norm, reduce, softmax};
+use crate::kernels::generic::reduce::{
+    DIVIDED_ROWS_MAX, arg_reduce, argmax_divided, cumsum, layer_norm, reduce, softmax,
+};
 use crate::kernels::generic::scalar::{with_float, with_scalar};
 use crate::kernels::generic::sort::{Order, sort, top_k};
 use crate::pool::Worker;
-use keel_array::Op;
+use keel_array::{DType, Kernel, Op};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) {
     let (x, y, isa) = (&call.inputs[0], &call.outputs[0], call.isa);
@@ -14,6 +16,9 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) {
         Op::Reduce(reduction) => with_scalar!(x.dtype, T => {
             reduce::<T>(*reduction, x.values(), width, y.shared(), isa, worker);
         }),
+        Op::ArgReduce { .. } if is_divided(call.kernel) => {
+            argmax_divided(x.values(), width, y.shared(), call.scratch(), worker);
+        }
         Op::ArgReduce { largest } => with_scalar!(x.dtype, T => {
             arg_reduce::<T>(*largest, x.values(), width, y.shared(), worker);
         }),
@@ -34,4 +39,16 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) {
         }),
         op => unreachable!("{} is not a reduction", op.name()),
     }
+}
+
+pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
+    let rows = kernel.outputs[0].layout.shape.elements();
+    if is_divided(kernel) { 2 * rows * workers * size_of::<u32>() } else { 0 }
+}
+
+/// Whether all workers look for the largest of each row.
+fn is_divided(kernel: &Kernel) -> bool {
+    let rows = kernel.outputs[0].layout.shape.elements();
+    let is_argmax = matches!(kernel.op, Op::ArgReduce { largest: true });
+    is_argmax && kernel.inputs[0].dtype == DType::F32 && (1..=DIVIDED_ROWS_MAX).contains(&rows)
 }

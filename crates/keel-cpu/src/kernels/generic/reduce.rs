@@ -245,3 +245,88 @@ pub fn arg_reduce<T: Scalar>(
         unsafe { y.range(row..row + 1).fill(best as u32) };
     }
 }
+
+/// Rows up to which [`argmax_divided`] divides the columns: those of a step of decoding.
+pub const DIVIDED_ROWS_MAX: usize = 32;
+
+/// The largest as [`arg_reduce`] has it, of a few long rows: each worker looks through its share of the columns, which of
+/// logits are for the most part those that it has just computed.
+///
+/// # Panics
+/// If the lengths do not fit, or `scratch` has fewer than two words for each row and worker.
+pub fn argmax_divided(
+    x: &[f32],
+    width: usize,
+    y: SharedMut<'_, u32>,
+    scratch: SharedMut<'_, u32>,
+    worker: &Worker<'_>,
+) {
+    let rows = y.len();
+    assert!(x.len() == rows * width && scratch.len() >= 2 * rows * worker.count);
+    let (share, words) = (worker.split(width, 64), 2 * rows * worker.index);
+    // SAFETY: each worker has words of its own.
+    let own = unsafe { scratch.range(words..words + 2 * rows) };
+    for (row, own) in own.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+        let (value, at) = first_greatest(&x[row * width..][share.clone()]);
+        *own = [value.to_bits(), (share.start + at) as u32];
+    }
+    worker.barrier();
+    if worker.index > 0 {
+        return;
+    }
+    // SAFETY: behind the barrier nobody writes the words, and only this worker comes here.
+    let (words, y) = unsafe { (scratch.range(0..2 * rows * worker.count), y.range(0..rows)) };
+    for (row, y) in y.iter_mut().enumerate() {
+        let of = |worker: usize| {
+            let at = 2 * (rows * worker + row);
+            (f32::from_bits(words[at]), words[at + 1])
+        };
+        let best = (1..worker.count).map(of).fold(of(0), |best, other| {
+            let is_better = other.0 > best.0 || best.0.is_nan() && !other.0.is_nan();
+            if is_better { other } else { best }
+        });
+        *y = best.1;
+    }
+}
+
+/// The first among the greatest; NaN and 0 if there is no number.
+fn first_greatest(x: &[f32]) -> (f32, usize) {
+    // Side by side, which the compiler makes vectors of.
+    let mut greatest = [f32::NEG_INFINITY; 32];
+    for chunk in x.chunks(greatest.len()) {
+        for (greatest, &x) in greatest.iter_mut().zip(chunk) {
+            *greatest = if x > *greatest { x } else { *greatest };
+        }
+    }
+    let greatest = greatest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    x.iter().position(|&x| x == greatest).map_or((f32::NAN, 0), |at| (greatest, at))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::ThreadPool;
+
+    #[test]
+    fn a_divided_search_finds_what_one_worker_finds() {
+        let (nan, none) = (f32::NAN, f32::NEG_INFINITY);
+        let mut rows: Vec<Vec<f32>> = (0..5)
+            .map(|row| (0..200).map(|i| ((i * 37 + row * 11) % 101) as f32 * 0.5 - 20.0).collect())
+            .collect();
+        rows.push(vec![nan; 200]);
+        rows.push(vec![none; 200]);
+        rows.push((0..200).map(|i| if i == 150 { none } else { nan }).collect());
+        rows.push((0..200).map(|i| if i % 70 == 69 { 0.0 } else { -0.0 }).collect());
+        let x = rows.concat();
+        let (mut want, mut got) = (vec![u32::MAX; 9], vec![u32::MAX; 9]);
+        for workers in [1, 2, 3] {
+            let pool = ThreadPool::new(workers);
+            let y = SharedMut::new(&mut want);
+            pool.run(|worker| arg_reduce(true, &x, 200, y, worker));
+            let mut scratch = vec![u32::MAX; 2 * 9 * workers];
+            let (y, scratch) = (SharedMut::new(&mut got), SharedMut::new(&mut scratch));
+            pool.run(|worker| argmax_divided(&x, 200, y, scratch, worker));
+            assert_eq!(got, want, "{workers} workers");
+        }
+    }
+}
