@@ -248,6 +248,40 @@ fn a_model_keeps_its_words_in_every_form() {
 }
 
 #[test]
+fn a_text_is_scored_and_a_quantisation_is_judged_by_it() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let [own, turned, four, eight] =
+        ["own.txt", "turned.txt", "four.gguf", "eight.gguf"].map(|name| dir.path().join(name));
+    let text =
+        succeed(&["generate", "Once upon a time", "--temperature", "0", "--max-tokens", "300", "--quiet"]);
+    let words: Vec<&str> = text.split_whitespace().rev().collect();
+    std::fs::write(&own, &text).expect("the folder is writable");
+    std::fs::write(&turned, words.join(" ")).expect("the folder is writable");
+    let eval = |text: &Path, model: &[&str]| {
+        json(&[&["eval", "--perplexity", arg(text), "--window", "128", "--json"], model].concat())
+    };
+    let number = |report: &Value, key: &str| report[key].as_f64().unwrap_or(f64::NAN);
+
+    let itself = eval(&own, &["--kl", arg(&demo)]);
+    assert_eq!((number(&itself, "kl_divergence"), number(&itself, "same_top")), (0.0, 1.0), "{itself}");
+    // Of its own best words the model is sure; not of the same in another order.
+    let (own_perplexity, turned_perplexity) =
+        (number(&itself, "perplexity"), number(&eval(&turned, &[]), "perplexity"));
+    assert!((1.0..3.0).contains(&own_perplexity), "{itself}");
+    assert!(turned_perplexity > 10.0 * own_perplexity, "{turned_perplexity} and {own_perplexity}");
+
+    succeed(&["quantize", arg(&demo), arg(&four), "--type", "Q4_0"]);
+    succeed(&["quantize", arg(&demo), arg(&eight), "--type", "Q8_0"]);
+    let judge = |file: &Path| {
+        let report = eval(&own, &["--model", arg(file), "--kl", arg(&demo)]);
+        number(&report, "kl_divergence")
+    };
+    let (four, eight) = (judge(&four), judge(&eight));
+    assert!(0.0 < eight && 4.0 * eight < four && four < 1.0, "4 bits {four}, 8 bits {eight}");
+}
+
+#[test]
 fn bench_measures_beside_a_floor_and_draws() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let plot = dir.path().join("memory.svg");
