@@ -44,6 +44,27 @@ fn bodies_beyond_the_limit_and_foreign_origins_are_refused() {
     assert_eq!(allowed.header("access-control-allow-origin"), Some("https://example.org"));
 }
 
+#[test]
+fn heads_images_and_grammars_are_bounded() {
+    let server = Running::start();
+    let names: Vec<String> = (0..150).map(|i| format!("x-{i}")).collect();
+    let headers: Vec<(&str, &str)> = names.iter().map(|name| (name.as_str(), "1")).collect();
+    assert_eq!(request(server.address, "GET", "/v1/models", &headers, b"").status, 431);
+    let image = json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}});
+    let grammar = json!({"type": "grammar", "grammar": "a".repeat(257 << 10)});
+    let wrong = [
+        (json!({"messages": [{"role": "user", "content": [image]}]}), "image_url"),
+        (
+            json!({"messages": [{"role": "user", "content": "x"}], "response_format": grammar}),
+            "at most 262144",
+        ),
+    ];
+    for (body, reason) in wrong {
+        let reply = server.post("/v1/chat/completions", &body);
+        assert!(reply.status == 400 && reply.body.contains(reason), "{} {}", reply.status, reply.body);
+    }
+}
+
 /// A server for one request at a time, and one request that runs on it.
 fn occupied(batch: BatchOptions) -> (Running, TcpStream) {
     let engine = EngineOptions { sequences: 1, ..engine_options() };
