@@ -385,7 +385,8 @@ __device__ __forceinline__ void multiply_unit(Sums &acc, const Unit &u, const u8
         const bool zero = PARTS == 4 && t / 2 != g % 2;
         b[0] = b[2] = zero ? 0 : v.x, b[1] = b[3] = zero ? 0 : v.y;
     }
-    int sums[HALVES][4];
+    // A product waits for the one before it, so each half of the columns adds up for itself.
+    int sums[HALVES][4], others[HALVES][4] = {};
 #pragma unroll
     for (int h = 0; h < HALVES; h++) sums[h][0] = sums[h][1] = sums[h][2] = sums[h][3] = MAGIC_BITS;
 #pragma unroll
@@ -399,10 +400,14 @@ __device__ __forceinline__ void multiply_unit(Sums &acc, const Unit &u, const u8
             for (int h = 0; h < HALVES; h++) {
                 u32 a[4];
                 operands_of(a, u.codes[i][h], m);
-                mma_u8(sums[h], a, b0, b1);
+                mma_u8(m ? others[h] : sums[h], a, b0, b1);
             }
         }
     }
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sums[h][e] += others[h][e];
     const bool busy = SLOTS == 4 && K_TILES % UNIT == 0 || t < slots;
 #pragma unroll
     for (int part = 0; part < SLOT_PARTS; part++) {

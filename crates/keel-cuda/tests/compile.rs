@@ -3,6 +3,8 @@
 use keel_array::BlockFormat;
 use keel_cuda::kernels::{self, KernelKey, SOURCES, Source};
 use keel_cuda::{Architecture, CudaError, compile};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const ARCHITECTURES: [(u32, u32); 3] = [(8, 0), (9, 0), (12, 0)];
 
@@ -216,12 +218,17 @@ fn every_kernel_waits_for_its_inputs() {
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
     let keys = keys();
-    let mut failures = Vec::new();
-    for capability in ARCHITECTURES {
-        let hoppers =
-            |key: &KernelKey| key.entry == "linear_tiled" || key.defines.contains(&("BULK", "1".into()));
-        for key in keys.iter().filter(|key| capability == (9, 0) || !hoppers(key)) {
-            match compile(key, Architecture { capability }) {
+    let hoppers =
+        |key: &KernelKey| key.entry == "linear_tiled" || key.defines.contains(&("BULK", "1".into()));
+    let tasks: Vec<_> = ARCHITECTURES
+        .into_iter()
+        .flat_map(|capability| keys.iter().map(move |key| (capability, key)))
+        .filter(|(capability, key)| *capability == (9, 0) || !hoppers(key))
+        .collect();
+    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let compile_all = || {
+        while let Some((capability, key)) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match compile(key, Architecture { capability: *capability }) {
                 Ok(code) => assert!(!code.is_empty(), "{}", key.name()),
                 Err(error @ CudaError::Missing { .. })
                     if std::env::var_os("KEEL_REQUIRE_NVRTC").is_none() =>
@@ -229,9 +236,12 @@ fn every_kernel_compiles_for_every_architecture() {
                     eprintln!("skipped: {error}");
                     return;
                 }
-                Err(error) => failures.push(error.to_string()),
+                Err(error) => failures.lock().expect("nobody panics").push(error.to_string()),
             }
         }
-    }
+    };
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| (0..workers).for_each(|_| _ = scope.spawn(compile_all)));
+    let failures = failures.into_inner().expect("nobody panics");
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
