@@ -123,6 +123,11 @@ __device__ inline void take_turn() {
     wait_for_inputs();
 }
 
+// Byte `i` of a word as a float, less `zero`, a whole number: a byte in the low bits of 2^23 is the float 2^23 + byte.
+__device__ __forceinline__ float byte_as_float(u32 word, int i, float zero = 0.0f) {
+    return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 | i)) - (8388608.0f + zero);
+}
+
 // Where the elements of an operand lie, in elements from its first. The host has merged axes that lie seamlessly
 // behind each other; rank 0 is a gap-free operand.
 struct Strides {

@@ -14,10 +14,6 @@ static __device__ __forceinline__ u64 head_page(u32 page, u32 head) { return ((u
 static __device__ __forceinline__ float step_of(const u8* page, u32 token, u32 d) {
     return to_f32(((const bf16*)(page + PAGE * CODE_ROW))[token * GROUPS_OF_ROW + d / 32]);
 }
-/// Byte `i` of a word as a float, less `zero`.
-static __device__ __forceinline__ float level_of(u32 word, int i, float zero) {
-    return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 | i)) - (8388608.0f + zero);
-}
 /// Values d .. d + 3 of a token, d a multiple of 4.
 static __device__ __forceinline__ float4 coded4(const u8* page, u32 token, u32 d) {
     const float step = step_of(page, token, d);
@@ -30,8 +26,8 @@ static __device__ __forceinline__ float4 coded4(const u8* page, u32 token, u32 d
         const u32 x = *(const u16*)at;
         levels = (x & 15) | (x & 0xf0) << 4 | (x & 0xf00) << 8 | (x & 0xf000) << 12, zero = 8.0f;
     }
-    return make_float4(level_of(levels, 0, zero) * step, level_of(levels, 1, zero) * step, level_of(levels, 2, zero) * step,
-                       level_of(levels, 3, zero) * step);
+    return make_float4(byte_as_float(levels, 0, zero) * step, byte_as_float(levels, 1, zero) * step, byte_as_float(levels, 2, zero) * step,
+                       byte_as_float(levels, 3, zero) * step);
 }
 /// Values d .. d + 7 of a token as bf16, d a multiple of 8.
 static __device__ __forceinline__ uint4 coded8(const u8* page, u32 token, u32 d) {

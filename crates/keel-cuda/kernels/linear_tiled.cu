@@ -111,14 +111,12 @@ __device__ __forceinline__ u32 widen_two(u32 q, int which, bf16x2 scale, bf16x2 
         bf16x2 w = __hfma2(__hsub2(*(bf16x2 *)&v, twice_bf16(128.0f)), scale, bias);
         return *(u32 *)&w;
     }
-    float lo = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7542 : 0x7540)) - 8388608.0f;
-    float hi = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7543 : 0x7541)) - 8388608.0f;
+    const float lo = byte_as_float(q, 2 * which), hi = byte_as_float(q, 2 * which + 1);
     bf16x2 w = two_bf16(fmaf(lo, to_f32(scale.x), to_f32(bias.x)), fmaf(hi, to_f32(scale.x), to_f32(bias.x)));
     return *(u32 *)&w;
 }
 __device__ __forceinline__ u32 widen_two(u32 q, int which, float scale, float bias) {
-    float lo = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7542 : 0x7540)) - 8388608.0f;
-    float hi = __uint_as_float(__byte_perm(q, 0x4B000000u, which ? 0x7543 : 0x7541)) - 8388608.0f;
+    const float lo = byte_as_float(q, 2 * which), hi = byte_as_float(q, 2 * which + 1);
     bf16x2 w = two_bf16(fmaf(lo, scale, bias), fmaf(hi, scale, bias));
     return *(u32 *)&w;
 }

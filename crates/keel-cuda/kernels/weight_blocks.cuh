@@ -61,9 +61,6 @@ __device__ __forceinline__ u32 four_of_table(u32 levels) {
 }
 #endif
 
-// Byte `which` of a word as a float: a byte in the low bits of 2^23 is the float 2^23 + byte.
-__device__ __forceinline__ float unsigned_byte(u32 word, int which) { return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 | which)) - 8388608.0f; }
-__device__ __forceinline__ float signed_byte(u32 word, int which) { return __uint_as_float(__byte_perm(word ^ 0x80808080u, 0x4B000000u, 0x7540 | which)) - 8388736.0f; }
 __device__ __forceinline__ float half_of(u32 word, int which) { return to_f32(f16{(u16)(which ? word >> 16 : word)}); }
 
 struct Scaling {
@@ -79,13 +76,13 @@ __device__ __forceinline__ Scaling scaling_of(const u32 *subs, int i, const u32 
 #elif BLOCK == Q4_1 || BLOCK == Q5_1
     s.scale = half_of(subs[i], 0), s.offset = half_of(subs[i], 1);
 #elif BLOCK == Q4_K || BLOCK == Q5_K
-    s.scale = __fmul_rn(half_of(supers[j], 0), unsigned_byte(subs[i / 2], i % 2 * 2));
-    s.offset = -__fmul_rn(half_of(supers[j], 1), unsigned_byte(subs[i / 2], i % 2 * 2 + 1));
+    s.scale = __fmul_rn(half_of(supers[j], 0), byte_as_float(subs[i / 2], i % 2 * 2));
+    s.offset = -__fmul_rn(half_of(supers[j], 1), byte_as_float(subs[i / 2], i % 2 * 2 + 1));
 #elif BLOCK == Q2_K
-    s.scale = __fmul_rn(half_of(supers[j], 0), unsigned_byte(subs[i / 4] & 0x0f0f0f0fu, i % 4));
-    s.offset = -__fmul_rn(half_of(supers[j], 1), unsigned_byte(subs[i / 4] >> 4 & 0x0f0f0f0fu, i % 4));
+    s.scale = __fmul_rn(half_of(supers[j], 0), byte_as_float(subs[i / 4] & 0x0f0f0f0fu, i % 4));
+    s.offset = -__fmul_rn(half_of(supers[j], 1), byte_as_float(subs[i / 4] >> 4 & 0x0f0f0f0fu, i % 4));
 #elif SUPER_BYTES == 2
-    s.scale = __fmul_rn(half_of(supers[j / 2], j % 2), signed_byte(subs[i / 4], i % 4));
+    s.scale = __fmul_rn(half_of(supers[j / 2], j % 2), byte_as_float(subs[i / 4] ^ 0x80808080u, i % 4, 128.0f));
 #else
     s.scale = half_of(subs[i / 2], i % 2);
 #endif

@@ -208,9 +208,7 @@ __device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &fro
     for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int s = 0; s < 16; s++) {
-            // A byte in the low bits of 2^23 is the float 2^23 + q.
-            const u32 q = __byte_perm(four_codes(c, h, s / 4), 0x4B000000u, 0x7540 | (s % 4));
-            w[h][s] = value_of(__uint_as_float(q) - 8388608.0f, scaling_at(p, s / 8, h, lane % 4));
+            w[h][s] = value_of(byte_as_float(four_codes(c, h, s / 4), s % 4), scaling_at(p, s / 8, h, lane % 4));
         }
 }
 #else
