@@ -10,11 +10,9 @@ attention is computed in another order, which turns nearer ties over (docs/perfo
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-import llama_cpp
-from reference import record
+from reference import opened, record, write
 
 PROMPTS = [
     "1, 2, 3, 4, 5, 6, 7, 8, 9, 10,",
@@ -70,9 +68,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    llama = llama_cpp.Llama(
-        str(args.model), n_ctx=512, n_threads=args.threads, n_threads_batch=args.threads, verbose=False
-    )
+    llama = opened(args.model, args.threads)
     kept = []
     for text in PROMPTS:
         made = record(llama, text, args.tokens)
@@ -81,11 +77,7 @@ def main() -> None:
         if len(kept) == 10:
             break
     print(f"{len(kept)} prompts of the first {PROMPTS.index(text) + 1} are decided")
-    head = json.dumps(
-        {"made_with": f"llama-cpp-python {llama_cpp.__version__}", "file": args.model.name, "margin": args.margin}
-    )
-    lines = ",\n".join(json.dumps(r, ensure_ascii=False, separators=(",", ":")) for r in kept)
-    args.out.write_text(f'{head[:-1]}, "prompts": [\n{lines}\n]}}\n')
+    write(args.out, args.model, kept, margin=args.margin)
 
 
 if __name__ == "__main__":

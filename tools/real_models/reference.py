@@ -45,6 +45,17 @@ def record(llama: llama_cpp.Llama, text: str, tokens: int) -> dict:
     return {"text": text, "ids": ids, "greedy": greedy, "margin": margin}
 
 
+def opened(model: Path, threads: int) -> llama_cpp.Llama:
+    return llama_cpp.Llama(str(model), n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False, logits_all=False)
+
+
+def write(out: Path, model: Path, records: list[dict], **more: float) -> None:
+    head = json.dumps({"made_with": f"llama-cpp-python {llama_cpp.__version__}", "file": model.name, **more})
+    # A line for each prompt, so that a change can be read.
+    lines = ",\n".join(json.dumps(r, ensure_ascii=False, separators=(",", ":")) for r in records)
+    out.write_text(f'{head[:-1]}, "prompts": [\n{lines}\n]}}\n')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,15 +65,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    llama = llama_cpp.Llama(
-        str(args.model), n_ctx=512, n_threads=args.threads, n_threads_batch=args.threads, verbose=False, logits_all=False
-    )
-    records = [record(llama, text, args.tokens) for text in PROMPTS]
-    version = llama_cpp.__version__
-    head = json.dumps({"made_with": f"llama-cpp-python {version}", "file": args.model.name})
-    # A line for each prompt, so that a change can be read.
-    lines = ",\n".join(json.dumps(r, ensure_ascii=False, separators=(",", ":")) for r in records)
-    args.out.write_text(f'{head[:-1]}, "prompts": [\n{lines}\n]}}\n')
+    llama = opened(args.model, args.threads)
+    write(args.out, args.model, [record(llama, text, args.tokens) for text in PROMPTS])
 
 
 if __name__ == "__main__":
