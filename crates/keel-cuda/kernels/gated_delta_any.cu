@@ -1,18 +1,56 @@
-// The gated delta rule for heads of any size, one token at a time; the formula is that of gated_delta.cu, which is faster and
-// takes value sizes that are multiples of 4. One block for each sequence and value head, one thread a column of the state,
-// which stays in memory. For sizes that no published model has.
-// Constants: HK, HV, DK, DV, QKV_STRIDE, A_STRIDE, B_STRIDE. Shared memory: 2 DK floats.
+// The gated delta rule for heads of any size, one token at a time; formula, operands and the delta log are those of
+// gated_delta.cu, which is faster and takes value sizes that are multiples of 4. For sizes that no published model has.
+//
+// One block for each sequence and key head, one thread a column of the states of all value heads that read the key head: so no
+// block reads a record that another writes. States stay in memory. Where rows stay open a state is not to change: what it
+// is before a row follows from the committed one and the records of the rows before, anew for each row.
+//
+// Constants: HK, HV, DK, DV, QKV_STRIDE, A_STRIDE, B_STRIDE, LOG (records of a slot; 0 without a log).
+// Launch: grid (HK, B), block a multiple of 32. Shared memory: 2 DK floats.
+// Bytes: of each row 16 DK DV HV (8 in a log, read once for each open row before).
 #include "common.cuh"
 
+#define SHARE (HV / HK)
+#define RECORD (HK * DK + HV * (DV + 1))
+
+/// Where the parts of a record lie that a block reads or writes: k [DK], u [SHARE DV], log decays [SHARE].
+struct Record {
+    float *k, *u, *log_decay;
+};
+static __device__ __forceinline__ Record record_of(float* records, u32 row, u32 key_head) {
+    float* record = records + (u64)row * RECORD;
+    return {record + key_head * DK, record + HK * DK + key_head * (SHARE * DV), record + HK * DK + HV * DV + key_head * SHARE};
+}
+
+/// Element i of a column of a state, behind `rows` records.
+static __device__ __forceinline__ float replayed(float s, float* records, u32 rows, u32 key_head, u32 i, u32 column) {
+    for (u32 r = 0; r < rows; ++r) {
+        const Record record = record_of(records, r, key_head);
+        s = fmaf(record.k[i], record.u[column], s * expf(record.log_decay[column / DV]));
+    }
+    return s;
+}
+
+/// records and accepted are null without a log.
 extern "C" __global__ void gated_delta_any(
     const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, float* state,
-    const u32* row_start, const u32* slot, float* y
+    const u32* row_start, const u32* slot, float* records, const u32* accepted, u32 keep_open, float* y
 ) {
     take_turn();
     __shared__ float q[DK], k[DK], shared[33];
-    const u32 head = blockIdx.x, sequence = blockIdx.y, key_head = head / (HV / HK);
-    float* s = state + ((u64)slot[sequence] * HV + head) * DK * DV;
-    for (u32 t = row_start[sequence]; t < row_start[sequence + 1]; ++t) {
+    const u32 key_head = blockIdx.x, sequence = blockIdx.y, begin = row_start[sequence], end = row_start[sequence + 1];
+    float* states = state + ((u64)slot[sequence] * HV + key_head * SHARE) * (DK * DV);
+    if (LOG > 0 && records != nullptr) {
+        records += (u64)slot[sequence] * LOG * RECORD;
+        const u32 applied = accepted[sequence];
+        for (u32 column = threadIdx.x; applied > 0 && column < SHARE * DV; column += blockDim.x) {
+            float* s = states + column / DV * (DK * DV) + column % DV;
+            for (u32 i = 0; i < DK; ++i) s[i * DV] = replayed(s[i * DV], records, applied, key_head, i, column);
+        }
+    }
+    for (u32 t = begin; t < end; ++t) {
+        // All have done with q, k and the records before.
+        __syncthreads();
         const float* row = qkv + (u64)t * QKV_STRIDE;
         float qq = 0.0f, kk = 0.0f;
         for (u32 i = threadIdx.x; i < DK; i += blockDim.x) {
@@ -23,19 +61,36 @@ extern "C" __global__ void gated_delta_any(
         }
         const float q_scale = 1.0f / (sqrtf(block_sum(qq, shared) + 1e-6f) * sqrtf((float)DK));
         const float k_scale = 1.0f / sqrtf(block_sum(kk, shared) + 1e-6f);
-        const float beta = sigmoid(b[(u64)t * B_STRIDE + head]);
-        const float decay = expf(-expf(a_log[head]) * softplus(a[(u64)t * A_STRIDE + head] + dt_bias[head]));
-        for (u32 j = threadIdx.x; j < DV; j += blockDim.x) {
-            float seen = 0.0f, out = 0.0f;
-            for (u32 i = 0; i < DK; ++i) seen = fmaf(k[i] * k_scale, s[i * DV + j] * decay, seen);
-            const float u = beta * (row[2 * HK * DK + head * DV + j] - seen);
-            for (u32 i = 0; i < DK; ++i) {
-                const float next = fmaf(k[i] * k_scale, u, s[i * DV + j] * decay);
-                s[i * DV + j] = next;
-                out = fmaf(q[i] * q_scale, next, out);
-            }
-            y[((u64)t * HV + head) * DV + j] = out;
+        for (u32 i = threadIdx.x; i < DK; i += blockDim.x) {
+            q[i] *= q_scale;
+            k[i] *= k_scale;
         }
         __syncthreads();
+        const u32 open = LOG > 0 && keep_open ? t - begin : 0;
+        for (u32 column = threadIdx.x; column < SHARE * DV; column += blockDim.x) {
+            const u32 head = key_head * SHARE + column / DV;
+            float* s = states + column / DV * (DK * DV) + column % DV;
+            const float log_decay = -expf(a_log[head]) * softplus(a[(u64)t * A_STRIDE + head] + dt_bias[head]);
+            const float decay = expf(log_decay), beta = sigmoid(b[(u64)t * B_STRIDE + head]);
+            float seen = 0.0f, out = 0.0f;
+            for (u32 i = 0; i < DK; ++i)
+                seen = fmaf(k[i], replayed(s[i * DV], records, open, key_head, i, column) * decay, seen);
+            const float u = beta * (row[2 * HK * DK + key_head * (SHARE * DV) + column] - seen);
+            for (u32 i = 0; i < DK; ++i) {
+                const float next = fmaf(k[i], u, replayed(s[i * DV], records, open, key_head, i, column) * decay);
+                if (!(LOG > 0 && keep_open)) s[i * DV] = next;
+                out = fmaf(q[i], next, out);
+            }
+            y[((u64)t * HV + key_head * SHARE) * DV + column] = out;
+            if (LOG > 0 && keep_open) {
+                const Record record = record_of(records, t - begin, key_head);
+                record.u[column] = u;
+                if (column % DV == 0) record.log_decay[column / DV] = log_decay;
+            }
+        }
+        if (LOG > 0 && keep_open) {
+            const Record record = record_of(records, t - begin, key_head);
+            for (u32 i = threadIdx.x; i < DK; i += blockDim.x) record.k[i] = k[i];
+        }
     }
 }

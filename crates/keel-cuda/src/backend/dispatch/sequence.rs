@@ -124,15 +124,13 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
         .into_iter()
         .fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address));
     let y = call.outputs[0].address;
+    let (records, accepted, keep_open) = log_arguments(log);
     if !spec.value_dim.is_multiple_of(4) {
-        if log.is_some() {
-            return Err(
-                call.error(format!("a log takes value heads of a multiple of 4, not {}", spec.value_dim))
-            );
-        }
         let key = constants(KernelKey::new(GATED_DELTA_ANY, "gated_delta_any"));
-        let block = (spec.value_dim.next_multiple_of(32).min(256), 1, 1);
-        let geometry = Geometry { grid: (spec.value_heads, slot.len(), 1), block, shared_bytes: 0 };
+        let columns = spec.value_heads / spec.key_heads * spec.value_dim;
+        let block = (columns.next_multiple_of(32).min(256), 1, 1);
+        let geometry = Geometry { grid: (spec.key_heads, slot.len(), 1), block, shared_bytes: 0 };
+        let arguments = arguments.pointer(records).pointer(accepted).u32(keep_open);
         return call.launch(&key, geometry, arguments.pointer(y));
     }
     if spec.regime == Regime::Prefill && chunked(spec, call.precision) && aligned(qkv) {
@@ -145,7 +143,6 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
             COUNTERS / spec.key_heads
         )));
     }
-    let (records, accepted, keep_open) = log_arguments(log);
     let arguments =
         arguments.pointer(records).pointer(accepted).pointer(call.counters).u32(keep_open).pointer(y);
     let key = constants(KernelKey::new(GATED_DELTA, "gated_delta"));
