@@ -12,8 +12,8 @@
 //   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory 4 (48 D + 688) bytes
 //   attention_merge  grid (T, H), block 128, shared memory 4 splits bytes; not needed with one split
 // A block takes 16 pairs (row, head of the group) of one sequence against the keys of its split, 32 at a time.
-// split_keys: keys of a split, a multiple of 256, so that splits * split_keys >= 256 P (a row's bits then depend on its
-// own keys alone); 0: the keys that there are, cut evenly.
+// by_position: splits are cut at positions (share_start of paged.cuh), of which 256 P keys need `splits`: a row's bits then depend
+// on its own keys alone. 0: the keys that there are, cut evenly.
 // partial: splits T H (D + 2) floats, see paged.cuh. Splits without keys write nothing.
 //
 // Bytes of decode: 2 KV D bytes_of(element) a key. Floor: those at the memory's rate.
@@ -96,7 +96,7 @@ static __device__ __forceinline__ float4 kept4(const kv_t* pool, u32 page, u32 h
 /// y is written where there is one split, partial otherwise.
 extern "C" __global__ void __launch_bounds__(128)
 attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
-          const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys, float* partial,
+          const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position, float* partial,
           float* y) {
     take_turn();
     // Groups of rows for the products with V: as many as there are threads for all columns.
@@ -117,7 +117,7 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     u32 from, to;
-    split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, split_keys, from, to);
+    split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, by_position, from, to);
     visible_range(start + first / G, start + (first + count - 1) / G, WINDOW, from, to);
     if (from >= to) return;
 
@@ -226,7 +226,7 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
 /// Adds up the splits of a row and head: four columns a thread, D / 4 threads and 128 / (D / 4) shares of the splits.
 extern "C" __global__ void __launch_bounds__(128)
 attention_merge(float* partial, const u32* row_start, const u32* position, u32 sequences, u32 total_rows, u32 splits,
-                u32 split_keys, float* y) {
+                u32 by_position, float* y) {
     take_turn();
     // A share of splits for every D / 4 threads.
     constexpr int SHARES = 128 / QUADS;
@@ -240,7 +240,7 @@ attention_merge(float* partial, const u32* row_start, const u32* position, u32 s
     float largest = -INF, total = 0.0f;
     for (u32 s = lane; s < splits; s += 32) {
         u32 from, to;
-        split_range(start, high, WINDOW, s, splits, split_keys, from, to);
+        split_range(start, high, WINDOW, s, splits, by_position, from, to);
         if (!sees(start + row, WINDOW, from, to)) continue;
         begin = min(begin, s);
         end = s + 1;

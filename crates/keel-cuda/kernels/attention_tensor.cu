@@ -192,7 +192,7 @@ static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start
 
 extern "C" __global__ void __launch_bounds__(128)
 attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
-                  const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys,
+                  const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position,
                   float* partial, float* y) {
     take_turn();
     DYNAMIC_SHARED(bf16, shared);
@@ -205,7 +205,7 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
     u32 from, to;
-    split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, split_keys, from, to);
+    split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, by_position, from, to);
     visible_range(first_position, last_position, WINDOW, from, to);
     if (from >= to) return;
 
@@ -286,8 +286,9 @@ static __device__ __forceinline__ void attend_split(bf16* shared, const float* q
         }
         copy_commit();
     };
-    // A warp's next keys come while it works on the values of the last, and the other way round.
-    const u32 mine = from + warp * CHUNK, step = WARPS * CHUNK;
+    // A warp's next keys come while it works on the values of the last, and the other way round. Which warp has a key depends
+    // on the key's position alone.
+    const u32 step = WARPS * CHUNK, mine = from + (warp * CHUNK + step - from % step) % step;
     load(key_tile, keys, mine);
     load(value_tile, values, mine);
     load_queries(q_tile, q + (u64)first_row * Q_STRIDE + kv * G * D, first, count, 16, 32 * WARPS);
@@ -355,14 +356,16 @@ static __device__ __forceinline__ void attend_split(bf16* shared, const float* q
             if (d == 0)
                 *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) = make_float2(largest, total);
         } else {
-            *(float2*)(y + (row * H + head) * D + d) = make_float2(sum.x / total, sum.y / total);
+            // As attention_merge does of a single split.
+            const float f = 1.0f / total;
+            *(float2*)(y + (row * H + head) * D + d) = make_float2(sum.x * f, sum.y * f);
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 attention_decode(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
-                 const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 split_keys,
+                 const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position,
                  float* partial, float* y) {
     take_turn();
     DYNAMIC_SHARED(bf16, shared);
@@ -372,7 +375,7 @@ attention_decode(const float* q, const kv_t* keys, const kv_t* values, const u32
     if (pairs == 0) return;
     const u32 first = unit * 16, count = min(pairs - first, 16), high = start + pairs / G;
     u32 from, to;
-    split_range(start, high, WINDOW, blockIdx.z, gridDim.z, split_keys, from, to);
+    split_range(start, high, WINDOW, blockIdx.z, gridDim.z, by_position, from, to);
     visible_range(start + first / G, start + (first + count - 1) / G, WINDOW, from, to);
     if (from < to)
         attend_split(shared, q, keys, values, table + b * pages, first_row, first, count, start, kv, from, to, total_rows, scale,

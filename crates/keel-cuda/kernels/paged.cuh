@@ -29,18 +29,24 @@ static __device__ __forceinline__ bool locate(const u32* row_start, u32 sequence
     return false;
 }
 
+/// Where a split begins whose place does not depend on the batch: 16 of a page, 16 of two, 16 of four and so on.
+static __device__ __forceinline__ u32 share_start(u32 split) {
+    const u32 run = split / 16;
+    return PAGE * (16 * ((1u << run) - 1) + (split % 16 << run));
+}
+
 /// Keys from..to of a split of a sequence whose rows are at positions first..high; empty if from >= to.
-/// `split_keys` 0 cuts the keys that there are evenly; otherwise bounds are multiples of it, whatever the batch.
-static __device__ __forceinline__ void split_range(u32 first, u32 high, u32 window, u32 split, u32 splits, u32 split_keys,
+/// The keys that there are are cut evenly, or at positions that are the same for every sequence.
+static __device__ __forceinline__ void split_range(u32 first, u32 high, u32 window, u32 split, u32 splits, u32 by_position,
                                                    u32& from, u32& to) {
     u32 low = window > 0 && first + 1 > window ? (first + 1 - window) / 64 * 64 : 0;
-    if (split_keys == 0) {
-        split_keys = ((high - low + splits - 1) / splits + 63) / 64 * 64;
+    if (by_position) {
+        from = max(share_start(split), low);
+        to = min(high, share_start(split + 1));
+    } else {
+        const u32 split_keys = ((high - low + splits - 1) / splits + 63) / 64 * 64;
         from = low + split * split_keys;
         to = min(high, from + split_keys);
-    } else {
-        from = max(split * split_keys, low);
-        to = min(high, (split + 1) * split_keys);
     }
 }
 

@@ -284,6 +284,15 @@ impl Op {
         }
     }
 
+    /// How an operation with memory computes rows.
+    pub(crate) fn regime(&self) -> Option<Regime> {
+        match self {
+            Op::GatedDelta(spec) => Some(spec.regime),
+            Op::PagedAttention(spec) => Some(spec.regime),
+            _ => None,
+        }
+    }
+
     /// Whether an output may take over the memory of an input that nobody else needs. The kernel then finds the
     /// input where it writes the output.
     pub(crate) fn may_reuse(&self, input: usize, output: usize) -> bool {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
 use crate::array::{Array, Call, Node, State, Storage};
-use crate::ops::Op;
+use crate::ops::{Op, Regime};
 use crate::{DType, Layout, Shape};
 
 /// An operand of a call.
@@ -40,6 +40,15 @@ pub(crate) struct Graph {
     pub externals: Vec<External>,
     /// Values that outlive the evaluation.
     pub outputs: Vec<(usize, usize)>,
+}
+
+impl Graph {
+    /// The regime of the operations with memory; `None` without any, or if there are both.
+    pub fn regime(&self) -> Option<Regime> {
+        let mut regimes = self.calls.iter().filter_map(|call| call.op.regime());
+        let first = regimes.next()?;
+        regimes.all(|other| other == first).then_some(first)
+    }
 }
 
 /// A graph with the memory and the nodes it stands for.

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::backend::Backend;
-use crate::ops::{Op, bytes_of};
+use crate::ops::{Op, Regime, bytes_of};
 use crate::runtime::RuntimeOptions;
 use crate::{Buffer, DType, Layout};
 
@@ -76,6 +76,9 @@ pub struct Kernel {
     pub workspace: Option<Range<usize>>,
     /// Producers that this kernel runs within itself; see [`Backend::absorbs`].
     pub absorbed: Vec<Kernel>,
+    /// How the program's operations with memory compute rows; `None` if it has none, or both ways. A backend whose
+    /// products must not depend on the number of rows chooses them by this.
+    pub regime: Option<Regime>,
 }
 
 /// Memory of an output.
@@ -101,6 +104,8 @@ impl Program {
     pub(crate) fn compile(graph: &Graph, backend: &dyn Backend, options: &RuntimeOptions) -> Program {
         let mut draft = lower::lower(graph);
         fuse::fuse(&mut draft);
+        let regime = graph.regime();
+        draft.kernels.iter_mut().for_each(|kernel| kernel.regime = regime);
         absorb::absorb(&mut draft, backend);
         let mut program = plan::plan(draft, graph, backend);
         program.pieces = cut(&program.kernels, options);
@@ -145,9 +150,9 @@ fn cut(kernels: &[Kernel], options: &RuntimeOptions) -> Vec<Range<usize>> {
 }
 
 impl Kernel {
-    /// A kernel that neither scratch nor absorbed kernels have been given to yet.
+    /// A kernel that has not been given scratch, absorbed kernels or a regime yet.
     pub(crate) fn new(op: Op, inputs: Vec<Operand>, outputs: Vec<Operand>) -> Kernel {
-        Kernel { op, inputs, outputs, workspace: None, absorbed: Vec::new() }
+        Kernel { op, inputs, outputs, workspace: None, absorbed: Vec::new(), regime: None }
     }
 
     /// The operands that it reads from memory, those of absorbed kernels included.

@@ -1,7 +1,7 @@
 //! A kernel with its memory, and how it reaches the stream.
 
 use super::operand::{Bound, BoundKernel};
-use super::{Gpu, Precision};
+use super::{Gpu, Mode};
 use crate::driver::{Arguments, Product, driver};
 use crate::error::Result;
 use crate::kernels::KernelKey;
@@ -16,7 +16,7 @@ pub(super) const COUNTERS: usize = 1 << 16;
 /// A kernel with its memory.
 pub(super) struct Call<'a> {
     pub gpu: &'a Gpu,
-    pub precision: Precision,
+    pub mode: Mode,
     pub bound: BoundKernel<'a>,
     /// Number of the kernel within the launch, for reports.
     pub index: usize,
@@ -130,14 +130,16 @@ impl Call<'_> {
 
     /// Copies bytes on the stream; nothing if they are there already.
     pub fn bring(&self, from: &Bound<'_>, to: &Bound<'_>) -> Result<(), ArrayError> {
-        if from.address == to.address {
+        let copied = self.copy(from.address, to.address, from.len() * from.dtype.size());
+        copied.map_err(|e| e.in_op(self.kernel.op.name()))
+    }
+
+    /// Copies bytes by address, from and to operands of the kernel or its scratch.
+    pub fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        if from == to {
             return Ok(());
         }
-        let bytes = from.len() * from.dtype.size();
-        // SAFETY: both operands are contiguous, as long, and checked against their memory.
-        let copied = unsafe {
-            driver!(cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, self.gpu.device.stream()))
-        };
-        copied.map_err(|e| e.in_op(self.kernel.op.name()))
+        // SAFETY: contiguous parts of operands that were checked against their memory, or of the kernel's scratch.
+        unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, self.gpu.device.stream())) }
     }
 }

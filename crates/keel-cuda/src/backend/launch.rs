@@ -3,7 +3,7 @@
 use super::call::{COUNTERS, Call, Geometry};
 use super::dispatch;
 use super::operand::{Bound, BoundKernel};
-use super::{Gpu, Precision};
+use super::{Gpu, Mode};
 use crate::driver::{Arguments, CudaMemory, Delivery, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
 use crate::kernels::{DELIVER, KernelKey};
@@ -196,13 +196,13 @@ impl Session {
     }
 
     /// Runs the kernels of a launch and waits for them.
-    pub fn run(&mut self, gpu: &Gpu, precision: Precision, launch: &Launch<'_>) -> Result<(), ArrayError> {
+    pub fn run(&mut self, gpu: &Gpu, mode: Mode, launch: &Launch<'_>) -> Result<(), ArrayError> {
         if let Some(error) = self.failed.take() {
             return Err(error.in_op("copy"));
         }
         let device = &gpu.device;
         device.bind().and_then(|()| self.deliver(gpu)).map_err(|e| e.in_op("launch"))?;
-        let record = |session: &Session| session.record(gpu, precision, launch);
+        let record = |session: &Session| session.record(gpu, mode, launch);
         match launch.prepared() {
             None => record(self)?,
             Some((prepared, first_kernel)) => {
@@ -247,7 +247,7 @@ impl Session {
     }
 
     /// Puts the kernels on the stream.
-    fn record(&self, gpu: &Gpu, precision: Precision, launch: &Launch<'_>) -> Result<(), ArrayError> {
+    fn record(&self, gpu: &Gpu, mode: Mode, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let checked = RefCell::default();
         for (index, kernel) in launch.kernels().iter().enumerate() {
             let outputs = kernel.outputs.iter().map(|o| Bound::new(launch, o)).collect();
@@ -257,7 +257,7 @@ impl Session {
                 .map_or(0, |range| CudaMemory::of(launch.arena().memory()).range(range.start, range.len()));
             let call = Call {
                 gpu,
-                precision,
+                mode,
                 bound: BoundKernel::new(launch, kernel),
                 index,
                 outputs,

@@ -29,14 +29,30 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Arithmetic.
     pub precision: Precision,
+    /// Choose kernels, and the order of their sums, so that within a regime a row's bits do not depend on the size of a
+    /// prefill step (a multiple of 64), on the sequences and drafts beside it, or on what was saved and loaded before.
+    pub deterministic: bool,
     /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
     pub poison_freed: bool,
+}
+
+/// What of the options decides about kernels.
+#[derive(Clone, Copy, Debug)]
+struct Mode {
+    precision: Precision,
+    deterministic: bool,
+}
+
+impl CudaOptions {
+    fn mode(&self) -> Mode {
+        Mode { precision: self.precision, deterministic: self.deterministic }
+    }
 }
 
 /// The CUDA backend.
 pub struct CudaBackend {
     name: String,
-    precision: Precision,
+    mode: Mode,
     poison_freed: bool,
     gpu: Option<Gpu>,
 }
@@ -65,7 +81,7 @@ impl CudaBackend {
         };
         Ok(CudaBackend {
             name: format!("cuda:{} ({})", options.ordinal, gpu.device.name),
-            precision: options.precision,
+            mode: options.mode(),
             poison_freed: options.poison_freed,
             gpu: Some(gpu),
         })
@@ -75,7 +91,7 @@ impl CudaBackend {
     /// allocates nothing.
     pub fn planning(options: &CudaOptions) -> CudaBackend {
         let name = format!("cuda:{}", options.ordinal);
-        CudaBackend { name, precision: options.precision, poison_freed: false, gpu: None }
+        CudaBackend { name, mode: options.mode(), poison_freed: false, gpu: None }
     }
 
     /// Free and total bytes of the device, as its driver sees them; `None` for a plan.
@@ -151,16 +167,16 @@ impl Backend for CudaBackend {
     }
 
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
-        dispatch::absorbs(reader, input, producer)
+        dispatch::absorbs(reader, input, producer, self.mode)
     }
 
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {
-        dispatch::workspace_bytes(kernel, self.precision)
+        dispatch::workspace_bytes(kernel, self.mode)
     }
 
     fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let gpu = self.gpu();
-        gpu.session().run(gpu, self.precision, launch)
+        gpu.session().run(gpu, self.mode, launch)
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {

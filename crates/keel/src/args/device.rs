@@ -27,6 +27,10 @@ pub struct DeviceArgs {
     /// Take all planned memory from the system at the start, not as it is first used (CPU). `keel serve` does by itself.
     #[arg(long)]
     resident: bool,
+    /// Choose kernels so that, within prefill and within decode, bits do not depend on the prefill step, on other sequences, on
+    /// drafts or on reuse. Slower on a GPU; on the CPU it always holds.
+    #[arg(long)]
+    deterministic: bool,
     /// Hard limit on tensor memory, for example 800M or 1.5Gi.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub memory_limit: Option<u64>,
@@ -94,16 +98,16 @@ impl DeviceArgs {
         }
     }
 
-    fn cuda_options(ordinal: usize, compute: Compute) -> CudaOptions {
+    fn cuda_options(&self, ordinal: usize, compute: Compute) -> CudaOptions {
         let precision = if compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
-        CudaOptions { ordinal, precision, ..CudaOptions::default() }
+        CudaOptions { ordinal, precision, deterministic: self.deterministic, ..CudaOptions::default() }
     }
 
     /// A backend that counts memory and touches none; it needs no GPU.
     pub fn planning_backend(&self, compute: Compute) -> Arc<dyn Backend> {
         match self.device {
             Device::Cpu => Arc::new(CpuBackend::planning(self.cpu_options())),
-            Device::Cuda(n) => Arc::new(CudaBackend::planning(&Self::cuda_options(n, compute))),
+            Device::Cuda(n) => Arc::new(CudaBackend::planning(&self.cuda_options(n, compute))),
         }
     }
 
@@ -114,7 +118,7 @@ impl DeviceArgs {
     pub fn backend(&self, compute: Compute) -> Result<Arc<dyn Backend>> {
         Ok(match self.device {
             Device::Cpu => Arc::new(CpuBackend::new(self.cpu_options())),
-            Device::Cuda(n) => Arc::new(CudaBackend::new(&Self::cuda_options(n, compute))?),
+            Device::Cuda(n) => Arc::new(CudaBackend::new(&self.cuda_options(n, compute))?),
         })
     }
 

@@ -9,6 +9,7 @@
 //! | attention in decode | the rotations of queries and keys |
 
 use super::linear;
+use crate::backend::Mode;
 use crate::backend::operand::head_strides;
 use keel_array::{DType, Kernel, Layout, Op, Regime, Slot, WeightSpec};
 
@@ -16,23 +17,24 @@ use keel_array::{DType, Kernel, Layout, Op, Regime, Slot, WeightSpec};
 const HEAD_MAX: usize = 512;
 
 /// See `Backend::absorbs`.
-pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kernel) -> bool {
+pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kernel, mode: Mode) -> bool {
     if !whole(&reader.inputs[input].layout, producer) {
         return false;
     }
     match (&reader.op, input) {
-        (Op::Linear { weight, .. }, 0) if linear::takes_few_rows(weight, reader) => {
+        (Op::Linear { weight, .. }, 0) if linear::takes_few_rows(weight, reader, mode) => {
             enters(weight, producer) || enters_by_heads(weight, producer)
         }
-        (Op::Linear { weight, .. }, 0) if linear::surely_through_blas(weight, reader) => {
+        (Op::Linear { weight, .. }, 0) if linear::surely_through_blas(weight, reader, mode) => {
             enters_as_bf16(weight, producer) || enters_by_heads(weight, producer)
         }
-        (Op::GatherLinear { weight }, 0) if linear::takes_few_rows(weight, reader) => {
+        (Op::GatherLinear { weight }, 0) if linear::takes_few_rows(weight, reader, mode) => {
             enters(weight, producer)
         }
         (Op::SwiGlu, 0) => match &producer.op {
             Op::Linear { weight, residual: false } | Op::GatherLinear { weight } => {
-                linear::takes_few_rows(weight, producer) && weight.rows.is_multiple_of(2 * linear::TILE_ROWS)
+                linear::takes_few_rows(weight, producer, mode)
+                    && weight.rows.is_multiple_of(2 * linear::TILE_ROWS)
             }
             _ => false,
         },

@@ -4,7 +4,7 @@
 use super::batch::{BatchCheck, check_batch};
 use super::fast::rotation;
 use super::{Bound, BoundKernel, Call, Geometry};
-use crate::backend::Precision;
+use crate::backend::{Mode, Precision};
 use crate::driver::Arguments;
 use crate::kernels::{ATTENTION, ATTENTION_ENTER, ATTENTION_TENSOR, KernelKey, Source};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
@@ -21,26 +21,48 @@ const BLOCKS_WANTED: usize = 132;
 /// Shares at most: each leaves partial results in scratch.
 const SHARES_MAX: usize = 64;
 
-/// Into how many shares the keys of a decode step are cut. A function of shapes alone, since a graph fixes the grid.
-fn shares(spec: &AttentionSpec, kv_heads: usize, table: &Shape) -> usize {
+/// How the keys of a sequence are shared among blocks; see `split_range` of `paged.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shares {
+    count: usize,
+    /// Shares are cut at positions that are the same for every sequence, not evenly.
+    by_position: bool,
+}
+
+/// A function of shapes alone, since a graph fixes the grid. In the deterministic mode which share a key is in depends on its
+/// position alone; how many there are only on the longest context that the table can name.
+fn shares(spec: &AttentionSpec, kv_heads: usize, table: &Shape, mode: Mode) -> Shares {
     let (sequences, pages) = (table[0].max(1), table[1]);
-    match spec.regime {
+    let by_position = mode.deterministic && spec.regime == Regime::Decode;
+    let count = match spec.regime {
         Regime::Prefill => 1,
+        Regime::Decode if by_position => shares_by_position(pages * AttentionSpec::PAGE),
         Regime::Decode => {
             let worth = (pages * AttentionSpec::PAGE).div_ceil(SHARE_KEYS).max(1);
             (BLOCKS_WANTED / (sequences * kv_heads)).clamp(1, SHARES_MAX).min(worth)
         }
-    }
+    };
+    Shares { count, by_position }
+}
+
+/// Shares that so many keys are in: 16 of a page, 16 of two, 16 of four and so on, which keeps blocks busy from short
+/// contexts on and partial results few in long ones. `share_start` of `paged.cuh`.
+fn shares_by_position(keys: usize) -> usize {
+    let start = |share: usize| {
+        let run = share / 16;
+        AttentionSpec::PAGE * (16 * ((1 << run) - 1) + share % 16 * (1 << run))
+    };
+    (1..).find(|&share| start(share) >= keys).unwrap_or(1)
 }
 
 /// Scratch: queries that the operation turns itself, then the partial results: for each share, row and head a sum for each
 /// column, the largest score, and the weights' total.
-pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel) -> usize {
+pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel, mode: Mode) -> usize {
     let shape = |i: usize| &kernel.inputs[i].layout.shape;
     let (q, kv_heads, table) = (shape(0), shape(1)[1], shape(5));
     let turned = kernel.maker(0).map_or(0, |_| turned_bytes(q));
     turned
-        + match shares(spec, kv_heads, table) {
+        + match shares(spec, kv_heads, table, mode).count {
             1 => 0,
             shares => shares * q[0] * q[1] * (q[2] + 2) * size_of::<f32>(),
         }
@@ -87,7 +109,7 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     if spec.window == Some(0) {
         return Ok(());
     }
-    let shares = shares(spec, task.kv_heads, &table.layout.shape);
+    let Shares { count: shares, by_position } = shares(spec, task.kv_heads, &table.layout.shape, call.mode);
     let y = call.outputs[0].address;
     let arguments = Arguments::default().pointer(queries);
     let arguments = [keys, values, table, row_start, position]
@@ -97,7 +119,7 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         .u32(task.pages)
         .u32(task.rows)
         .f32(spec.scale.get())
-        .u32(0)
+        .u32(usize::from(by_position))
         .pointer(partial)
         .pointer(y);
     let (key, geometry) = task.kernel(shares);
@@ -107,7 +129,8 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     }
     let arguments =
         Arguments::default().pointer(partial).pointer(row_start.address).pointer(position.address);
-    let arguments = arguments.u32(task.sequences).u32(task.rows).u32(shares).u32(0).pointer(y);
+    let arguments = arguments.u32(task.sequences).u32(task.rows).u32(shares);
+    let arguments = arguments.u32(usize::from(by_position)).pointer(y);
     let shared_bytes = shares * size_of::<f32>();
     let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes };
     call.launch(&task.key(ATTENTION, "attention_merge"), geometry, arguments)
@@ -251,7 +274,7 @@ impl<'a> Task<'a> {
         let group = self.heads / self.kv_heads;
         let tiles = |tile: usize| (self.rows * group).div_ceil(tile) + self.sequences;
         let line = self.size + 8;
-        let tensor = self.call.precision == Precision::Fast
+        let tensor = self.call.mode.precision == Precision::Fast
             && self.call.inputs[3].dtype != DType::F32
             && self.size.is_multiple_of(16);
         let shared_max = self.call.gpu.device.shared_bytes_max;
@@ -282,5 +305,26 @@ impl<'a> Task<'a> {
             shared_bytes: size_of::<f32>() * (48 * self.size + 688),
         };
         (self.key(ATTENTION, "attention"), geometry)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[test]
+    fn shares_by_position_hold_every_key() {
+        assert_eq!([1, 256, 257, 4096, 4097, 12_288].map(shares_by_position), [1, 1, 2, 16, 17, 32]);
+        assert_eq!([12_289, 131_072].map(shares_by_position), [33, 81]);
+    }
+
+    #[test]
+    fn in_the_deterministic_mode_shares_do_not_depend_on_the_batch() {
+        let spec = AttentionSpec { scale: 1.0.into(), window: None, regime: Regime::Decode };
+        let count = |sequences: usize, deterministic| {
+            let mode = Mode { precision: Precision::Fast, deterministic };
+            shares(&spec, 4, &Shape::from([sequences, 32]), mode).count
+        };
+        assert!([2, 20, 200].iter().all(|&sequences| count(sequences, true) == count(1, true)));
+        assert_ne!(count(1, false), count(20, false), "the fast mode shares for the device");
     }
 }

@@ -1,6 +1,7 @@
 //! Products of arrays, and the two ends of a mixture of experts.
 
 use super::{Call, Geometry, linear};
+use crate::backend::Mode;
 use crate::backend::operand::c_type;
 use crate::driver::Arguments;
 use crate::kernels::{EXPERTS, KernelKey, MATMUL};
@@ -17,10 +18,10 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     }
 }
 
-pub(super) fn workspace_bytes(kernel: &Kernel) -> usize {
+pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     match &kernel.op {
-        Op::Linear { weight, .. } => linear::linear_workspace_bytes(weight, kernel),
-        Op::GatherLinear { weight } => linear::gather_workspace_bytes(weight, kernel),
+        Op::Linear { weight, .. } => linear::linear_workspace_bytes(weight, kernel, mode),
+        Op::GatherLinear { weight } => linear::gather_workspace_bytes(weight, kernel, mode),
         _ => 0,
     }
 }

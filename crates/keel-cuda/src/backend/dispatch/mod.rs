@@ -14,7 +14,7 @@ mod matmul;
 mod reduce;
 mod sequence;
 
-use super::Precision;
+use super::Mode;
 use super::call::{COUNTERS, Call, Geometry};
 use super::operand::{Bound, BoundKernel};
 pub(super) use absorb::absorbs;
@@ -57,13 +57,13 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
 }
 
 /// Scratch of a kernel.
-pub(super) fn workspace_bytes(kernel: &Kernel, precision: Precision) -> usize {
+pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     match &kernel.op {
         Op::Sort { .. } => reduce::workspace_bytes(kernel),
-        Op::Linear { .. } | Op::GatherLinear { .. } => matmul::workspace_bytes(kernel),
-        Op::SwiGlu => kernel.maker(0).map_or(0, matmul::workspace_bytes),
+        Op::Linear { .. } | Op::GatherLinear { .. } => matmul::workspace_bytes(kernel, mode),
+        Op::SwiGlu => kernel.maker(0).map_or(0, |product| matmul::workspace_bytes(product, mode)),
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {
-            sequence::workspace_bytes(kernel, precision)
+            sequence::workspace_bytes(kernel, mode)
         }
         _ => 0,
     }

@@ -2,7 +2,7 @@
 
 use super::batch::{BatchCheck, Log, check_batch};
 use super::{Bound, COUNTERS, Call, Geometry, attention};
-use crate::backend::Precision;
+use crate::backend::{Mode, Precision};
 use crate::driver::Arguments;
 use crate::kernels::{CAUSAL_CONV, GATED_DELTA, GATED_DELTA_ANY, GATED_DELTA_CHUNKED, KernelKey};
 use keel_array::{ArrayError, ConvSpec, GatedDeltaSpec, Kernel, Op, Regime, RowLog};
@@ -30,11 +30,11 @@ fn shared_state(call: &Call<'_>) -> Option<(usize, usize)> {
     pairs.find(|&(state, other)| call.inputs[state].overlaps(&call.inputs[other]))
 }
 
-pub(super) fn workspace_bytes(kernel: &Kernel, precision: Precision) -> usize {
+pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     let shape = |i: usize| &kernel.inputs[i].layout.shape;
     match &kernel.op {
-        Op::PagedAttention(spec) => attention::workspace_bytes(spec, kernel),
-        Op::GatedDelta(spec) if spec.regime == Regime::Prefill && chunked(spec, precision) => {
+        Op::PagedAttention(spec) => attention::workspace_bytes(spec, kernel, mode),
+        Op::GatedDelta(spec) if spec.regime == Regime::Prefill && chunked(spec, mode.precision) => {
             chunk_bytes(spec) * chunks(shape(0)[0], shape(7)[0])
         }
         _ => 0,
@@ -133,7 +133,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
         let arguments = arguments.pointer(records).pointer(accepted).u32(keep_open);
         return call.launch(&key, geometry, arguments.pointer(y));
     }
-    if spec.regime == Regime::Prefill && chunked(spec, call.precision) && aligned(qkv) {
+    if spec.regime == Regime::Prefill && chunked(spec, call.mode.precision) && aligned(qkv) {
         return delta_chunked(spec, constants, call);
     }
     if slot.len() * spec.key_heads > COUNTERS {

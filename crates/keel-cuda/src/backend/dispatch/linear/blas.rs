@@ -1,9 +1,11 @@
 //! Products of many rows through cuBLASLt, a quantised weight widened to bf16 in scratch.
 
 use super::super::{Bound, Call, Geometry};
+use super::choice::BLAS_BLOCK;
 use super::exact::exact_tiled;
-use super::{col_tiles, packed, row_tiles, weight_key};
+use super::{at_row, col_tiles, packed, row_tiles, weight_key};
 use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, Product};
+use crate::error;
 use crate::kernels::{ACTIVATION, DEQUANTIZE, KernelKey, RMS_NORM};
 use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
 
@@ -11,19 +13,23 @@ use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
 const BLAS_ALIGN: usize = 256;
 
 /// Where the scratch of a product through cuBLASLt lies, from a multiple of [`BLAS_ALIGN`] on: the library's own, x as
-/// bf16, W as bf16. `end` includes what the alignment may take.
+/// bf16, W as bf16, the last block of y where rows are multiplied in blocks. `end` includes what the alignment may take.
 pub(super) struct BlasScratch {
     x: usize,
     w: usize,
+    last: usize,
     pub end: usize,
 }
 
-pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize) -> BlasScratch {
+pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) -> BlasScratch {
     let x = BLAS_WORKSPACE_BYTES;
+    let rows = if in_blocks { rows.next_multiple_of(BLAS_BLOCK) } else { rows };
     let w = x + (rows * weight.cols * size_of::<u16>()).next_multiple_of(BLAS_ALIGN);
     let widened = !matches!(weight.format, WeightFormat::Dense(_));
-    let end = w + if widened { weight.rows * weight.cols * size_of::<u16>() } else { 0 };
-    BlasScratch { x, w, end: end + BLAS_ALIGN }
+    let last = w + if widened { weight.rows * weight.cols * size_of::<u16>() } else { 0 };
+    let last = last.next_multiple_of(BLAS_ALIGN);
+    let end = last + if in_blocks { BLAS_BLOCK * weight.rows * size_of::<f32>() } else { 0 };
+    BlasScratch { x, w, last, end: end + BLAS_ALIGN }
 }
 
 /// x as bf16, behind the norm or the gate that the product has absorbed.
@@ -75,10 +81,10 @@ fn to_bf16(weight: &WeightSpec, rows: usize, to: u64, call: &Call<'_>) -> Result
 pub(super) fn through_blas(
     weight: &WeightSpec,
     residual: Option<&Bound<'_>>,
-    rows: usize,
+    (rows, in_blocks): (usize, bool),
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let scratch = blas_scratch(weight, rows);
+    let scratch = blas_scratch(weight, rows, in_blocks);
     let own = call.scratch.next_multiple_of(BLAS_ALIGN as u64);
     let (x, mut w) = (own + scratch.x as u64, call.inputs[1].address);
     to_bf16(weight, rows, x, call)?;
@@ -96,9 +102,16 @@ pub(super) fn through_blas(
     if let Some(residual) = residual {
         call.bring(residual, y)?;
     }
-    let product = Product { rows, cols: weight.rows, inner: weight.cols, accumulate: residual.is_some() };
+    let accumulate = residual.is_some();
+    let multiplied = match in_blocks {
+        false => {
+            let product = Product { rows, cols: weight.rows, inner: weight.cols, accumulate };
+            call.multiply(product, (x, w, y.address), own)
+        }
+        true => multiply_blocks(weight, accumulate, (x, w, own + scratch.last as u64), own, call),
+    };
     // What the library refuses, our own kernel multiplies, more slowly.
-    match call.multiply(product, (x, w, y.address), own) {
+    match multiplied {
         Ok(()) => Ok(()),
         Err(error) if call.maker(0).is_some() => Err(call.error(error.to_string())),
         Err(error) => {
@@ -106,4 +119,31 @@ pub(super) fn through_blas(
             exact_tiled(weight, residual, rows, call)
         }
     }
+}
+
+/// y in blocks of [`BLAS_BLOCK`] rows. The last is made in `last`, with rows behind those of x that are not used.
+fn multiply_blocks(
+    weight: &WeightSpec,
+    accumulate: bool,
+    (x, w, last): (u64, u64, u64),
+    own: u64,
+    call: &Call<'_>,
+) -> error::Result<()> {
+    let product = Product { rows: BLAS_BLOCK, cols: weight.rows, inner: weight.cols, accumulate };
+    let rows = call.outputs[0].len() / weight.rows;
+    for first in (0..rows).step_by(BLAS_BLOCK) {
+        let y = at_row(call.outputs[0].address, first, weight.rows);
+        let x = x + (first * weight.cols * size_of::<u16>()) as u64;
+        let bytes = BLAS_BLOCK.min(rows - first) * weight.rows * size_of::<f32>();
+        if first + BLAS_BLOCK <= rows {
+            call.multiply(product, (x, w, y), own)?;
+            continue;
+        }
+        if accumulate {
+            call.copy(y, last, bytes)?;
+        }
+        call.multiply(product, (x, w, last), own)?;
+        call.copy(last, y, bytes)?;
+    }
+    Ok(())
 }

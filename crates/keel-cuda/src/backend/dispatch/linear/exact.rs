@@ -1,11 +1,12 @@
 //! f32 throughout, for every format.
 
 use super::super::{Bound, Call, Geometry};
-use super::{address, exact_split, packed, row_tiles, weight_key};
+use super::{FEW_ROWS, address, at_row, exact_split, packed, row_tiles, weight_key};
 use crate::driver::Arguments;
 use crate::kernels::EXACT_MATMUL;
 use keel_array::{ArrayError, WeightSpec};
 
+/// [`FEW_ROWS`] at a time: a row's bits do not depend on those beside it.
 pub(super) fn exact_rows(
     weight: &WeightSpec,
     residual: Option<&Bound<'_>>,
@@ -13,12 +14,17 @@ pub(super) fn exact_rows(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let split = exact_split(weight);
-    let key = weight_key(EXACT_MATMUL, "exact_rows", weight).define("DIM_T", rows).define("SPLIT", split);
-    let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-        .pointer(call.inputs[0].address)
-        .pointer(address(residual))
-        .pointer(call.outputs[0].address);
-    call.launch(&key, Geometry::rows(row_tiles(weight), 32 * split), arguments)
+    for first in (0..rows).step_by(FEW_ROWS) {
+        let count = FEW_ROWS.min(rows - first);
+        let key =
+            weight_key(EXACT_MATMUL, "exact_rows", weight).define("DIM_T", count).define("SPLIT", split);
+        let arguments = packed(Arguments::default(), weight, &call.inputs[1])
+            .pointer(at_row(call.inputs[0].address, first, weight.cols))
+            .pointer(at_row(address(residual), first, weight.rows))
+            .pointer(at_row(call.outputs[0].address, first, weight.rows));
+        call.launch(&key, Geometry::rows(row_tiles(weight), 32 * split), arguments)?;
+    }
+    Ok(())
 }
 
 pub(super) fn exact_tiled(

@@ -2,11 +2,12 @@
 
 use super::super::{Bound, BoundKernel, Call, Geometry};
 use super::tuning::Tuning;
-use super::{address, col_tiles, packed, row_tiles, weight_key};
+use super::{FEW_ROWS, address, at_row, col_tiles, packed, row_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::driver::Arguments;
 use crate::kernels::{KernelKey, QUANTIZED_MATMUL};
 use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
+use std::ops::Range;
 
 /// Elements of a row of x up to which each block rounds it for itself instead of reading what another kernel has prepared.
 const FUSED_MAX: usize = 1 << 15;
@@ -103,13 +104,14 @@ impl<'a> FewRows<'a> {
         }
     }
 
-    /// The operands of [`Entry`], as the kernels take them.
-    fn entry_arguments(&self, arguments: Arguments) -> Arguments {
+    /// The operands of [`Entry`] from a row on, as the kernels take them.
+    fn entry_arguments(&self, arguments: Arguments, row: usize) -> Arguments {
+        let gate_at = |gate: Bound<'_>| at_row(gate.address, row, gate.head_strides().0);
         match self.entry {
             Entry::Plain => arguments,
             Entry::Norm(weight, _) => arguments.pointer(weight.address),
-            Entry::Gate(gate) => arguments.pointer(gate.address),
-            Entry::HeadNorm(weight, _, gate) => arguments.pointer(weight.address).pointer(gate.address),
+            Entry::Gate(gate) => arguments.pointer(gate_at(gate)),
+            Entry::HeadNorm(weight, _, gate) => arguments.pointer(weight.address).pointer(gate_at(gate)),
         }
     }
 
@@ -132,27 +134,44 @@ impl<'a> FewRows<'a> {
         }
     }
 
-    /// Puts the product on the stream.
+    /// Puts the product on the stream, [`FEW_ROWS`] at a time.
     pub fn run(&self, residual: Option<&Bound<'_>>, call: &Call<'_>) -> Result<(), ArrayError> {
         self.check_aligned(call)?;
-        let gathers = self.experts.is_some();
-        let fused = is_fused(self.weight, self.rows(), gathers);
-        let rows = if gathers { 1 } else { self.rows() };
+        if self.experts.is_some() {
+            return self.launch(0..1, residual, call);
+        }
+        let rows = self.rows();
+        (0..rows).step_by(FEW_ROWS).try_for_each(|first| {
+            let end = rows.min(first + FEW_ROWS);
+            self.launch(first..end, residual, call)
+        })
+    }
+
+    /// Some rows of x. Where experts are chosen for them, each is a product of its own, and all are run.
+    fn launch(
+        &self,
+        rows: Range<usize>,
+        residual: Option<&Bound<'_>>,
+        call: &Call<'_>,
+    ) -> Result<(), ArrayError> {
+        let (first, rows, gathers) = (rows.start, rows.len(), self.experts.is_some());
+        let fused = is_fused(self.weight, rows, gathers);
         let tuning = Tuning::of(self.weight, rows, self.gated, gathers);
         let tuning = tuning.for_device(&call.gpu.device, |tuning| self.shared_bytes(tuning, rows, fused));
         let key = self.key(&tuning, rows, fused);
-        let mut x = self.x.address;
+        let mut x = at_row(self.x.address, first, self.weight.cols);
         if !fused {
             let tiles = 4 * col_tiles(self.weight);
             let block = if col_tiles(self.weight) >= 256 { 1024 } else { tiles.next_multiple_of(32) };
             let key = KernelKey { entry: "prepare_rows", ..key.clone() };
-            let arguments = self.entry_arguments(Arguments::default().pointer(x)).pointer(call.scratch);
+            let arguments =
+                self.entry_arguments(Arguments::default().pointer(x), first).pointer(call.scratch);
             call.launch(&key, Geometry::rows(rows, block), arguments)?;
             x = call.scratch;
         }
         let mut arguments = packed(Arguments::default(), self.weight, &self.packed).pointer(x);
         if fused {
-            arguments = self.entry_arguments(arguments);
+            arguments = self.entry_arguments(arguments, first);
         }
         if let Some((experts, _)) = self.experts {
             arguments = arguments
@@ -161,7 +180,12 @@ impl<'a> FewRows<'a> {
                 .pointer(call.fault)
                 .u32(call.index);
         }
-        let arguments = arguments.pointer(address(residual)).pointer(call.outputs[0].address);
+        let width = self.weight.rows / if self.gated { 2 } else { 1 };
+        let arguments = arguments.pointer(at_row(address(residual), first, width)).pointer(at_row(
+            call.outputs[0].address,
+            first,
+            width,
+        ));
         let tiles = row_tiles(self.weight) / if self.gated { 2 } else { 1 };
         let chosen = self.experts.map_or(1, |(experts, _)| experts.len());
         let geometry = Geometry {

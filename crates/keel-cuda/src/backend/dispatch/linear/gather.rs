@@ -3,7 +3,7 @@
 use super::super::{Call, Geometry};
 use super::few_rows::FewRows;
 use super::tiled::{half_rows_bytes, tile_of, tiled_key, tiled_shared_bytes, to_half_tiles};
-use super::{Arithmetic, FEW_ROWS, arithmetic, exact_split, packed, row_tiles, weight_key};
+use super::{Arithmetic, arithmetic, exact_split, packed, row_tiles, takes_groups, weight_key};
 use crate::driver::Arguments;
 use crate::kernels::{EXACT_MATMUL, KernelKey};
 use keel_array::{ArrayError, WeightSpec};
@@ -13,7 +13,7 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
     let experts = &call.inputs[2];
     let fanout = experts.len() / (call.inputs[0].len() / weight.cols);
     match arithmetic(weight) {
-        Arithmetic::Codes if takes_groups(weight, experts.len()) && call.gpu.has_wgmma() => {
+        Arithmetic::Codes if takes_groups(weight, experts.len(), call.choice()) && call.gpu.has_wgmma() => {
             grouped(weight, fanout, call)
         }
         Arithmetic::Exact => {
@@ -35,11 +35,6 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
         }
         _ => FewRows::of(weight, call).run(None, call),
     }
-}
-
-/// Whether rows are sorted by expert and multiplied together: with many rows, and no more experts than the sort takes.
-pub(super) fn takes_groups(weight: &WeightSpec, rows: usize) -> bool {
-    rows > 8 * FEW_ROWS && weight.experts <= 256
 }
 
 /// Tiles of rows that the sort may find at most.

@@ -1,12 +1,18 @@
-//! Products with packed weights. Which kernel multiplies depends on shapes alone:
+//! Products with packed weights. Which kernel multiplies depends on shapes alone, see `choice.rs`; in the fast mode:
 //!
 //! | rows | quantised weight | dense bf16 weight | f32 arithmetic, other dense weights |
 //! |---|---|---|---|
 //! | up to [`FEW_ROWS`] | integer products, one pass over the weight | bf16 products | `exact_rows` |
-//! | up to [`TILED_ROWS_MAX`] | widened on the way into the tensor cores (Hopper) | cuBLASLt | `exact_tiled` |
+//! | up to 256 | widened on the way into the tensor cores (Hopper) | cuBLASLt | `exact_tiled` |
 //! | more | widened to bf16 in scratch, then cuBLASLt | cuBLASLt | `exact_tiled` |
+//!
+//! In the deterministic mode rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time, and others the
+//! second: with all of K in one block, cuBLASLt (and, without Hopper, for quantised weights) in blocks of 64 rows. Then a
+//! row's bits follow from its own values: sums are ordered by the weight's shape. What is left to the hardware is that an
+//! element of a tensor core's product depends on its row and column alone, not on where in a tile they lie.
 
 mod blas;
+mod choice;
 mod exact;
 mod few_rows;
 mod gather;
@@ -14,23 +20,23 @@ mod tiled;
 mod tuning;
 
 use super::{Bound, Call, Geometry};
+use crate::backend::Mode;
 use crate::backend::operand::c_type;
 use crate::backend::weights::Layout;
 use crate::driver::Arguments;
 use crate::kernels::{DEQUANTIZE, KernelKey, Source};
 use blas::{blas_scratch, through_blas};
+pub(super) use choice::surely_through_blas;
+use choice::{Choice, Way, takes_groups, way};
 use exact::{exact_rows, exact_tiled};
 use few_rows::{FewRows, few_rows_bytes};
 pub(super) use gather::gather;
-use gather::{grouped_scratch, takes_groups};
+use gather::grouped_scratch;
 use keel_array::{ArrayError, Compute, DType, Kernel, Op, WeightFormat, WeightSpec};
-use tiled::{half_rows_bytes, parts, tiled};
+use tiled::{half_rows_bytes, tiled};
 
 /// Rows that are multiplied in one pass over the weight, whose bits do not depend on how many they are.
 const FEW_ROWS: usize = 16;
-
-/// Rows up to which widening the weight in registers, for each 128 rows anew, is faster than widening it once in memory.
-const TILED_ROWS_MAX: usize = 256;
 
 /// Columns of a tile of a packed weight, and rows.
 const TILE_COLS: usize = 64;
@@ -98,14 +104,19 @@ pub(super) fn linear(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let rows = call.inputs[0].len() / weight.cols;
-    match arithmetic(weight) {
-        Arithmetic::Exact if rows <= FEW_ROWS => exact_rows(weight, residual, rows, call),
-        Arithmetic::Exact => exact_tiled(weight, residual, rows, call),
-        _ if rows <= FEW_ROWS => FewRows::of(weight, call).run(residual, call),
-        Arithmetic::Codes if rows <= TILED_ROWS_MAX && call.gpu.has_wgmma() => {
-            tiled(weight, residual, rows, call)
-        }
-        _ => through_blas(weight, residual, rows, call),
+    match way(weight, rows, call.choice(), call.gpu.has_wgmma()) {
+        Way::ExactRows => exact_rows(weight, residual, rows, call),
+        Way::ExactTiled => exact_tiled(weight, residual, rows, call),
+        Way::FewRows => FewRows::of(weight, call).run(residual, call),
+        Way::Tiled { parts } => tiled(weight, residual, (rows, parts), call),
+        Way::Blas { in_blocks } => through_blas(weight, residual, (rows, in_blocks), call),
+    }
+}
+
+impl Call<'_> {
+    /// What decides about the kernels of a product.
+    fn choice(&self) -> Choice {
+        Choice::of(self.kernel, self.mode)
     }
 }
 
@@ -113,21 +124,19 @@ fn address(operand: Option<&Bound<'_>>) -> u64 {
     operand.map_or(0, |operand| operand.address)
 }
 
-/// Whether a product is one of few rows, which takes in what comes before it.
-pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel) -> bool {
-    let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
-    matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::Half)
-        && match kernel.op {
-            Op::GatherLinear { .. } => !takes_groups(weight, elements(2)),
-            _ => elements(0) / weight.cols <= FEW_ROWS,
-        }
+/// Address of a row of f32, rows `stride` elements apart; 0 where there is no operand.
+fn at_row(address: u64, row: usize, stride: usize) -> u64 {
+    if address == 0 { 0 } else { address + (row * stride * size_of::<f32>()) as u64 }
 }
 
-/// Whether cuBLASLt surely takes a product, so that x is needed as bf16 alone.
-pub(super) fn surely_through_blas(weight: &WeightSpec, kernel: &Kernel) -> bool {
-    let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
-    let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
-    rows > TILED_ROWS_MAX && arithmetic(weight) != Arithmetic::Exact && even(weight.rows) && even(weight.cols)
+/// Whether a product is one of few rows, which takes in what comes before it.
+pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
+    let (elements, choice) = (|i: usize| kernel.inputs[i].layout.shape.elements(), Choice::of(kernel, mode));
+    matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::Half)
+        && match kernel.op {
+            Op::GatherLinear { .. } => !takes_groups(weight, elements(2), choice),
+            _ => way(weight, elements(0) / weight.cols, choice, false) == Way::FewRows,
+        }
 }
 
 /// SwiGLU behind a product of few rows, in one kernel.
@@ -164,29 +173,26 @@ pub(super) fn embedding(weight: &WeightSpec, call: &Call<'_>) -> Result<(), Arra
 }
 
 /// Scratch of `Linear`. The same on every device, so that a plan needs none: the largest that any takes.
-pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel) -> usize {
+pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> usize {
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
-    match arithmetic(weight) {
-        Arithmetic::Exact => 0,
-        _ if rows <= FEW_ROWS => few_rows_bytes(weight, rows),
-        arithmetic => {
-            let blas = blas_scratch(weight, rows).end;
-            if arithmetic != Arithmetic::Codes || rows > TILED_ROWS_MAX {
-                return blas;
-            }
-            let parts = parts(weight, rows);
+    let bytes = |has_wgmma| match way(weight, rows, Choice::of(kernel, mode), has_wgmma) {
+        Way::ExactRows | Way::ExactTiled => 0,
+        Way::FewRows => few_rows_bytes(weight, rows.min(FEW_ROWS)),
+        Way::Tiled { parts } => {
             let sums = if parts == 1 { 0 } else { parts * rows * weight.rows * size_of::<f32>() };
-            blas.max(half_rows_bytes(weight, rows).next_multiple_of(256) + sums)
+            half_rows_bytes(weight, rows).next_multiple_of(256) + sums
         }
-    }
+        Way::Blas { in_blocks } => blas_scratch(weight, rows, in_blocks).end,
+    };
+    bytes(false).max(bytes(true))
 }
 
 /// Scratch of `GatherLinear`.
-pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel) -> usize {
+pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> usize {
     let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
     let rows = elements(2);
     match arithmetic(weight) {
-        Arithmetic::Codes if takes_groups(weight, rows) => {
+        Arithmetic::Codes if takes_groups(weight, rows, Choice::of(kernel, mode)) => {
             grouped_scratch(weight, elements(0) / weight.cols, rows)[2]
         }
         _ => 0,

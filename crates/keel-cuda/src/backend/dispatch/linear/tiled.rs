@@ -72,13 +72,13 @@ pub(super) fn to_half_tiles(
     call.launch(&key, Geometry::rows(blocks, 256), arguments)
 }
 
+/// The product with K in so many parts.
 pub(super) fn tiled(
     weight: &WeightSpec,
     residual: Option<&Bound<'_>>,
-    rows: usize,
+    (rows, parts): (usize, usize),
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let parts = parts(weight, rows);
     let key = tiled_key("linear_tiled", weight, rows, parts);
     to_half_tiles(&key, weight, rows, call)?;
     let sums = call.scratch + half_rows_bytes(weight, rows).next_multiple_of(256) as u64;

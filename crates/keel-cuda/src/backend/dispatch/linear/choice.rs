@@ -1,0 +1,143 @@
+//! Which kernel multiplies. In the fast mode the number of rows decides; in the deterministic one the regime does, so that
+//! nothing that orders a row's sums depends on the rows beside it.
+
+use super::tiled::parts;
+use super::{Arithmetic, FEW_ROWS, arithmetic};
+use crate::backend::Mode;
+use keel_array::{Kernel, Regime, WeightSpec};
+
+/// Rows up to which widening the weight in registers, for each 128 rows anew, is faster than widening it once in memory.
+const TILED_ROWS_MAX: usize = 256;
+
+/// Rows that cuBLASLt multiplies at a time in the deterministic mode: always as many, so that it always chooses the same
+/// algorithm, and few enough to lie in one tile of it, so that no row has another share of the sums than the next.
+pub(super) const BLAS_BLOCK: usize = 64;
+
+/// What decides about kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::backend::dispatch) enum Choice {
+    /// The number of rows.
+    Rows,
+    /// The regime alone.
+    Regime(Regime),
+}
+
+impl Choice {
+    /// For a kernel. A program without memory is no step of decoding.
+    pub fn of(kernel: &Kernel, mode: Mode) -> Choice {
+        match mode.deterministic {
+            false => Choice::Rows,
+            true => Choice::Regime(kernel.regime.unwrap_or(Regime::Prefill)),
+        }
+    }
+
+    fn is_few(self, rows: usize) -> bool {
+        match self {
+            Choice::Rows => rows <= FEW_ROWS,
+            Choice::Regime(regime) => regime == Regime::Decode,
+        }
+    }
+}
+
+/// How a product is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// `exact_rows`, [`FEW_ROWS`] at a time.
+    ExactRows,
+    /// `exact_tiled`.
+    ExactTiled,
+    /// `linear_rows`, [`FEW_ROWS`] at a time.
+    FewRows,
+    /// `linear_tiled`, with so many parts of K.
+    Tiled { parts: usize },
+    /// cuBLASLt; in blocks of [`BLAS_BLOCK`] rows or all at once.
+    Blas { in_blocks: bool },
+}
+
+/// How a product is run on a device with or without Hopper's matrix instructions.
+pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: bool) -> Way {
+    let few = choice.is_few(rows);
+    match (arithmetic(weight), choice) {
+        (Arithmetic::Exact, _) if few => Way::ExactRows,
+        (Arithmetic::Exact, _) => Way::ExactTiled,
+        _ if few => Way::FewRows,
+        (Arithmetic::Codes, Choice::Rows) if has_wgmma && rows <= TILED_ROWS_MAX => {
+            Way::Tiled { parts: parts(weight, rows) }
+        }
+        (Arithmetic::Codes, Choice::Regime(_)) if has_wgmma => Way::Tiled { parts: 1 },
+        (_, choice) => Way::Blas { in_blocks: choice != Choice::Rows },
+    }
+}
+
+/// Whether cuBLASLt surely takes a product whole, so that x is needed as bf16 alone.
+pub(in crate::backend::dispatch) fn surely_through_blas(
+    weight: &WeightSpec,
+    kernel: &Kernel,
+    mode: Mode,
+) -> bool {
+    let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
+    let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
+    let whole = [false, true].map(|wgmma| way(weight, rows, Choice::of(kernel, mode), wgmma));
+    whole == [Way::Blas { in_blocks: false }; 2]
+        && rows > TILED_ROWS_MAX
+        && even(weight.rows)
+        && even(weight.cols)
+}
+
+/// Whether rows with an expert each are sorted by expert and multiplied together, where the device can: with many rows,
+/// and no more experts than the sort takes.
+pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: Choice) -> bool {
+    let many = match choice {
+        Choice::Rows => rows > 8 * FEW_ROWS,
+        Choice::Regime(regime) => regime == Regime::Prefill,
+    };
+    many && weight.experts <= 256
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keel_array::{BlockFormat, Compute, DType, WeightFormat};
+
+    fn weights() -> Vec<WeightSpec> {
+        let formats = [
+            WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 },
+            WeightFormat::Blocks(BlockFormat::Q4K),
+            WeightFormat::Dense(DType::BF16),
+            WeightFormat::Dense(DType::F32),
+        ];
+        let shapes = [(1, 32, 2560), (1, 2560, 9216), (1, 18_432, 2560), (128, 1536, 2048), (512, 512, 2048)];
+        let computes = [Compute::Auto, Compute::F32];
+        let each = formats.into_iter().flat_map(|format| shapes.map(|shape| (format, shape)));
+        each.flat_map(|(format, (experts, rows, cols))| {
+            computes.map(|compute| WeightSpec { experts, rows, cols, format, compute })
+        })
+        .collect()
+    }
+
+    const ROWS: [usize; 9] = [1, 7, 16, 17, 20, 64, 100, 256, 4096];
+
+    #[test]
+    fn in_a_regime_every_number_of_rows_goes_the_same_way() {
+        for weight in weights() {
+            for (regime, wgmma) in [Regime::Prefill, Regime::Decode].into_iter().zip([false, true]) {
+                let choice = Choice::Regime(regime);
+                let ways = ROWS.map(|rows| way(&weight, rows, choice, wgmma));
+                assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {regime:?}: {ways:?}");
+                assert!(!ways.contains(&Way::Blas { in_blocks: false }));
+                let grouped = ROWS.map(|rows| takes_groups(&weight, rows, choice));
+                assert!(grouped.iter().all(|takes| *takes == grouped[0]));
+            }
+        }
+    }
+
+    #[test]
+    fn in_the_fast_mode_rows_decide() {
+        let weight = weights()[2];
+        let ways = [16, 17, 256, 257].map(|rows| way(&weight, rows, Choice::Rows, true));
+        assert!(matches!(
+            ways,
+            [Way::FewRows, Way::Tiled { .. }, Way::Tiled { .. }, Way::Blas { in_blocks: false }]
+        ));
+    }
+}

@@ -1,0 +1,261 @@
+//! How work is cut never changes a bit, on a GPU in its deterministic mode: `KEEL_TEST_CUDA=1` where there is one. Elsewhere
+//! the CPU is held to the same.
+
+mod common;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use common::{all_logits, argmax};
+use keel_array::{Compute, DType, Runtime, RuntimeOptions, WeightFormat};
+use keel_cuda::{CudaBackend, CudaOptions, Precision};
+use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions};
+use keel_models::loading::RandomParameters;
+use serde_json::{Value, json};
+
+/// A model, and in which arithmetic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Subject {
+    /// The built-in model.
+    BuiltIn,
+    /// The same in f32.
+    Exact,
+    /// A model of its shape with dense weights.
+    Dense,
+    /// With experts, weights of 4 bits, larger heads and coded keys.
+    Experts,
+}
+
+fn has_gpu() -> bool {
+    std::env::var_os("KEEL_TEST_CUDA").is_some()
+}
+
+/// Token ids of a prompt.
+fn prompt(len: usize, seed: usize) -> Vec<u32> {
+    (0..len).map(|i| ((i * 37 + i * i % 101 + seed * 211) % 4000) as u32).collect()
+}
+
+/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
+fn demo() -> PathBuf {
+    let built = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    if built.is_dir() { built } else { "models/demo".into() }
+}
+
+impl Subject {
+    fn compute(self) -> Compute {
+        if self == Subject::Exact { Compute::F32 } else { Compute::Auto }
+    }
+
+    fn runtime(self) -> Runtime {
+        let precision = if self == Subject::Exact { Precision::F32 } else { Precision::Fast };
+        let options = CudaOptions { precision, deterministic: true, ..CudaOptions::default() };
+        if !has_gpu() {
+            return common::runtime(2);
+        }
+        let backend = CudaBackend::new(&options).expect("a GPU");
+        Runtime::new(Arc::new(backend), RuntimeOptions::default())
+    }
+
+    fn engine(self, options: EngineOptions) -> Engine {
+        let options = EngineOptions { compute: self.compute(), ..options };
+        let mut config: Value =
+            serde_json::from_slice(&std::fs::read(demo().join("config.json")).expect("there")).expect("JSON");
+        let format = match self {
+            Subject::BuiltIn | Subject::Exact => return common::engine(&demo(), &self.runtime(), options),
+            Subject::Dense => WeightFormat::Dense(DType::BF16),
+            Subject::Experts => WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 },
+        };
+        if self == Subject::Experts {
+            let text = config["text_config"].as_object_mut().expect("a map");
+            for (name, value) in [
+                ("model_type", json!("qwen3_5_moe_text")),
+                ("num_hidden_layers", json!(4)),
+                (
+                    "layer_types",
+                    json!(["linear_attention", "full_attention", "linear_attention", "full_attention"]),
+                ),
+                ("full_attention_interval", json!(2)),
+                ("head_dim", json!(128)),
+                ("linear_value_head_dim", json!(128)),
+                ("num_experts", json!(16)),
+                ("num_experts_per_tok", json!(3)),
+                ("moe_intermediate_size", json!(192)),
+                ("shared_expert_intermediate_size", json!(128)),
+                ("mlp_only_layers", json!([])),
+            ] {
+                text.insert(name.into(), value);
+            }
+            config["model_type"] = "qwen3_5_moe".into();
+        }
+        let parameters = RandomParameters { format };
+        Engine::load(&self.runtime(), &parameters, &config, options, &|_| ()).expect("the model loads")
+    }
+}
+
+fn options() -> EngineOptions {
+    EngineOptions { context: 1024, sequences: 40, prefill_step: 256, ..EngineOptions::default() }
+}
+
+/// Fails where two rows of logits are not the same bits.
+fn expect_same(left: &[f32], right: &[f32], what: std::fmt::Arguments<'_>) {
+    assert_eq!(left.len(), right.len(), "{what}");
+    assert!(left.iter().all(|x| x.is_finite()), "{what}: not finite");
+    let differs = left.iter().zip(right).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    assert!(differs == 0, "{what}: {differs} of {} differ", left.len());
+}
+
+fn prefill_steps(subject: Subject) {
+    let ids = prompt(530, 0);
+    let logits = |prefill_step| {
+        let options = EngineOptions { prefill_step, sequences: 1, all_logits: true, ..options() };
+        all_logits(&mut subject.engine(options), &ids, false, false).0
+    };
+    let whole = logits(1024);
+    for step in [64, 128, 256, 512] {
+        expect_same(&logits(step), &whole, format_args!("{subject:?}: step {step}"));
+    }
+}
+
+/// Logits of a few steps of the sequences given, run together, by sequence.
+fn decoded(engine: &mut Engine, numbers: &[usize]) -> Vec<Vec<f32>> {
+    let mut sequences = Vec::new();
+    for &i in numbers {
+        let mut sequence = engine.open().expect("a slot is free");
+        // Some cross a page of keys while they are decoded.
+        let ids = prompt([3, 64, 254, 65, 130, 17, 511][i % 7], i);
+        engine.prefill(&mut sequence, &ids, &mut Vec::new(), &mut |_| ()).expect("runs");
+        sequences.push(sequence);
+    }
+    let mut all = vec![Vec::new(); numbers.len()];
+    for step in 0..4 {
+        let next: Vec<u32> = numbers.iter().map(|i| (i * 97 + step * 13) as u32 % 4000).collect();
+        engine.decode(&mut sequences.iter_mut().collect::<Vec<_>>(), &next).expect("runs");
+        for (row, all) in all.iter_mut().enumerate() {
+            let mut logits = Vec::new();
+            engine.logits(row, &mut logits).expect("there");
+            all.extend(logits);
+        }
+    }
+    sequences.into_iter().for_each(|sequence| engine.release(sequence));
+    all
+}
+
+fn batches(subject: Subject) {
+    let mut engine = subject.engine(options());
+    let counts: &[usize] = if has_gpu() { &[7, 20, 40] } else { &[7] };
+    let numbers: Vec<usize> = (0..counts[counts.len() - 1]).collect();
+    let alone: Vec<Vec<f32>> = numbers.iter().map(|&i| decoded(&mut engine, &[i]).remove(0)).collect();
+    for &count in counts {
+        for (i, row) in decoded(&mut engine, &numbers[..count]).iter().enumerate() {
+            expect_same(row, &alone[i], format_args!("{subject:?}: sequence {i} of {count}"));
+        }
+    }
+    // A table with room for longer contexts shares keys as a short one does.
+    let mut longer = subject.engine(EngineOptions { context: 4096, sequences: 2, ..options() });
+    for i in [2, 6] {
+        let row = decoded(&mut longer, &[i]).remove(0);
+        expect_same(&row, &alone[i], format_args!("{subject:?}: sequence {i} in a longer context"));
+    }
+}
+
+fn speculation(subject: Subject) {
+    let run = |drafts: usize| {
+        let options = EngineOptions { sequences: 1, drafts: drafts.max(1), ..options() };
+        let mut engine =
+            subject.engine(if drafts == 0 { EngineOptions { drafts, ..options } } else { options });
+        let ids = prompt(250, 1);
+        let mut sequence = engine.open().expect("a slot is free");
+        if drafts == 0 {
+            let (mut logits, mut tokens) = (Vec::new(), Vec::new());
+            engine.prefill(&mut sequence, &ids, &mut logits, &mut |_| ()).expect("runs");
+            for _ in 0..48 {
+                tokens.push(argmax(&logits));
+                engine.decode(&mut [&mut sequence], &tokens[tokens.len() - 1..]).expect("runs");
+                engine.logits(0, &mut logits).expect("there");
+            }
+            engine.release(sequence);
+            return (tokens, logits);
+        }
+        let how = SpeculationOptions { depth: Depth::Fixed(drafts), ..Default::default() };
+        let max = GenerateOptions { max_tokens: 48, ..GenerateOptions::default() };
+        let mut tokens =
+            MtpTokenIterator::new(&mut engine, sequence, &ids, max, how, &mut |_| ()).expect("fits");
+        let got: Vec<u32> = tokens.by_ref().collect::<Result<_, _>>().expect("every round runs");
+        let drafted = tokens.counters().drafted_total();
+        assert!(drafted > 20, "{subject:?}: {drafted} drafts");
+        // What the rounds have left answers as what plain decoding leaves.
+        let (mut sequence, mut logits) = (tokens.into_sequence(), Vec::new());
+        for token in &got[sequence.offset() - ids.len()..] {
+            engine.decode(&mut [&mut sequence], &[*token]).expect("runs");
+        }
+        engine.logits(0, &mut logits).expect("there");
+        engine.release(sequence);
+        (got, logits)
+    };
+    let plain = run(0);
+    for drafts in [1, 3] {
+        let (tokens, logits) = run(drafts);
+        assert_eq!(tokens, plain.0, "{subject:?}: {drafts} drafts");
+        expect_same(&logits, &plain.1, format_args!("{subject:?}: {drafts} drafts"));
+    }
+}
+
+fn what_was_kept(subject: Subject) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("cache");
+    let ids = prompt(333, 2);
+    let options = EngineOptions { sequences: 2, checkpoints: 3, ..options() };
+    let mut first = subject.engine(options.clone());
+    let mut whole = Vec::new();
+    let mut sequence = first.open().expect("a slot is free");
+    first.prefill(&mut sequence, &ids, &mut whole, &mut |_| ()).expect("runs");
+    // On, back to what was kept on the way, and on from there.
+    first.decode(&mut [&mut sequence], &[7]).expect("runs");
+    let back = first.cache_mut().rewind(&mut sequence, 333).expect("rewinds");
+    assert_eq!(back, 320, "the last grid point before the end of the prompt has a checkpoint");
+    let mut again = Vec::new();
+    first.prefill(&mut sequence, &ids[back..], &mut again, &mut |_| ()).expect("runs");
+    expect_same(&again, &whole, format_args!("{subject:?}: rewound"));
+    first.release(sequence);
+    let mut sequence = first.open().expect("a slot is free");
+    first.prefill(&mut sequence, &ids[..128], &mut Vec::new(), &mut |_| ()).expect("runs");
+    first.cache().save(&sequence, &ids[..128], "a model", &path).expect("saves");
+    first.release(sequence);
+    drop(first);
+    let mut second = subject.engine(options);
+    let (mut sequence, seen) = second.cache_mut().load("a model", &path).expect("loads");
+    second.prefill(&mut sequence, &ids[seen.len()..], &mut again, &mut |_| ()).expect("runs");
+    expect_same(&again, &whole, format_args!("{subject:?}: saved and loaded"));
+    second.release(sequence);
+}
+
+/// Tests run side by side, since most of the time goes to compiling kernels.
+macro_rules! laws {
+    ($($subject:ident as $name:ident),*) => {
+        $(mod $name {
+            use super::Subject::$subject as SUBJECT;
+
+            #[test]
+            fn the_prefill_step_does_not_change_a_bit() {
+                super::prefill_steps(SUBJECT);
+            }
+
+            #[test]
+            fn sequences_in_a_batch_get_the_bits_they_get_alone() {
+                super::batches(SUBJECT);
+            }
+
+            #[test]
+            fn speculation_does_not_change_a_bit() {
+                super::speculation(SUBJECT);
+            }
+
+            #[test]
+            fn what_was_kept_continues_with_the_same_bits() {
+                super::what_was_kept(SUBJECT);
+            }
+        })*
+    };
+}
+
+laws!(BuiltIn as built_in, Exact as exact, Dense as dense, Experts as experts);
