@@ -1,7 +1,8 @@
 //! What the kernels of a program are, as planned; this needs no GPU.
 
 use keel_array::{
-    Array, Category, Compute, DType, Runtime, RuntimeOptions, Weight, WeightFormat, WeightSpec,
+    Array, AttentionSpec, Batch, Category, Compute, DType, KvPool, Regime, Runtime, RuntimeOptions, Weight,
+    WeightFormat, WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
@@ -41,4 +42,55 @@ fn norms_and_gates_disappear_into_products_of_few_rows() {
     assert_eq!((&names[..], arena_bytes), (&["swiglu".to_owned(), "linear".to_owned()][..], 4 * 512));
     assert_eq!(feed_forward(16).0, ["swiglu", "linear"]);
     assert_eq!(feed_forward(17).0, ["rms_norm", "linear", "swiglu", "linear"]);
+}
+
+/// Names of the kernels of a layer with attention, each with those that it has absorbed.
+fn layer(rows: usize, regime: Regime, deterministic: bool) -> Vec<String> {
+    let options = CudaOptions { deterministic, ..CudaOptions::default() };
+    let runtime = Runtime::new(Arc::new(CudaBackend::planning(&options)), RuntimeOptions::default());
+    let (queries, gate_up, down) =
+        (weight(&runtime, 512, K), weight(&runtime, 2 * 512, 512), weight(&runtime, K, 512));
+    let array = |shape: &[usize], dtype| {
+        Array::persistent(&runtime, Category::Activations, shape, dtype).expect("memory")
+    };
+    let floats = |shape: &[usize]| array(shape, DType::F32);
+    let (x, scale, place) = (floats(&[rows, K]), floats(&[K]), floats(&[rows, K]));
+    let (k, v) = (floats(&[rows, 2, 64]), floats(&[rows, 2, 64]));
+    let pages = [3, 2, 256, 64];
+    let pool = KvPool { keys: array(&pages, DType::BF16), values: array(&pages, DType::BF16) };
+    let numbers = |shape: &[usize]| array(shape, DType::U32);
+    let batch = Batch {
+        row_start: numbers(&[2]),
+        slot: numbers(&[1]),
+        position: numbers(&[1]),
+        table: numbers(&[1, 2]),
+        accepted: numbers(&[1]),
+    };
+    let spec = AttentionSpec { scale: 0.125.into(), window: None, regime };
+    runtime.trace(|| {
+        let y = || {
+            let q = x.rms_norm(&scale, 1e-6)?.linear(&queries)?.reshape([rows, 8, 64])?;
+            let seen = q.paged_attention(&k, &v, &pool, &batch, spec.clone())?.reshape([rows, 512])?;
+            seen.linear(&gate_up)?.swiglu()?.linear_add(&down, &x)
+        };
+        let y = y().expect("shapes fit");
+        let prepared = runtime.prepare(&[(&y, &place)]).expect("a program");
+        let name = |kernel: &keel_array::Kernel| {
+            let absorbed: Vec<&str> = kernel.absorbed.iter().map(|kernel| kernel.op.name()).collect();
+            format!("{} {absorbed:?}", kernel.op.name())
+        };
+        prepared.program().kernels().iter().map(name).collect()
+    })
+}
+
+#[test]
+fn in_the_deterministic_mode_the_kernels_of_a_regime_are_always_the_same() {
+    for regime in [Regime::Prefill, Regime::Decode] {
+        let one = layer(1, regime, true);
+        for rows in [7, 16, 17, 64, 300] {
+            assert_eq!(layer(rows, regime, true), one, "{regime:?}, {rows} rows");
+        }
+    }
+    assert_eq!(layer(300, Regime::Decode, true), layer(1, Regime::Decode, false));
+    assert_ne!(layer(17, Regime::Decode, false), layer(16, Regime::Decode, false), "the fast mode counts rows");
 }

@@ -77,6 +77,17 @@ fn speculation_changes_the_counters_and_not_the_text() {
 }
 
 #[test]
+fn the_cpu_is_deterministic_without_being_told() {
+    let command = ["generate", "Once upon a time", "--temperature", "0", "--max-tokens", "20", "--json"];
+    let told = json(&[&command[..], &["--deterministic"]].concat());
+    assert_eq!(told["tokens"], json(&command)["tokens"]);
+    // A plan for a GPU needs none. Decode shares keys by position, whatever the batch: more partial sums.
+    let plan = ["plan", "--device", "cuda:0", "--batch", "64", "--json"];
+    let arena = |flags: &[&str]| json(&[&plan[..], flags].concat())["activations"].as_u64();
+    assert!(arena(&["--deterministic"]) > arena(&[]));
+}
+
+#[test]
 fn the_seed_decides_and_greedy_needs_none() {
     let text = |flags: &[&str]| {
         let command = ["generate", "The dog", "--max-tokens", "24", "--quiet"];
