@@ -5,6 +5,9 @@
 // q [T, H, D] (Q_STRIDE values from row to row), k and v [T, KV, D] (K_STRIDE, V_STRIDE), y [T, H, D];
 // pools [pages, KV, 256, D] f32 or bf16, or coded (kv_coded.cuh); table [B, P]. kv_write puts the new rows into their pages first.
 //
+// A window's pages are those that it needs, and come round: positions more than the window apart may share a page. So prompts are
+// written and attended in runs of 64 rows of each sequence, a launch of kv_write and one of attention for each (RUNS = 1, `run`).
+//
 // Macros: H, KV, D (a multiple of 8, at most 256), Q_STRIDE, K_STRIDE, V_STRIDE (multiples of 4, 16-byte bases),
 // KV_BF16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none).
 // Launch:
@@ -60,11 +63,12 @@ static __device__ __forceinline__ void store4(bf16* p, float4 x) {
 
 extern "C" __global__ void __launch_bounds__(128)
 kv_write(const float* k, const float* v, kv_t* keys, kv_t* values, const u32* table, const u32* row_start,
-         const u32* position, u32 sequences, u32 pages) {
+         const u32* position, u32 sequences, u32 pages, u32 run) {
     take_turn();
-    u32 t = blockIdx.x, b, row;
-    if (!locate(row_start, sequences, 1, 1, t, b, row)) return;
-    u32 at = position[b] + row, page = table[b * pages + at / PAGE];
+    u32 b, row;
+    if (!locate(row_start, sequences, 1, 1, blockIdx.x, b, row, run)) return;
+    const u32 t = rows_of(row_start, b, run).first + row;
+    u32 at = position[b] + t - row_start[b], page = table[b * pages + at / PAGE];
 #if KV_BITS
     // A warp codes a group of a key or of a value.
     for (u32 i = threadIdx.x / 32; i < 2 * KV * GROUPS_OF_ROW; i += 4) {
@@ -96,7 +100,7 @@ static __device__ __forceinline__ float4 kept4(const kv_t* pool, u32 page, u32 h
 /// y is written where there is one split, partial otherwise.
 extern "C" __global__ void __launch_bounds__(128)
 attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
-          const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position, float* partial,
+          const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position, u32 run, float* partial,
           float* y) {
     take_turn();
     // Groups of rows for the products with V: as many as there are threads for all columns.
@@ -111,9 +115,10 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
     auto& totals = tiles.totals;
 
     u32 b, unit;
-    if (!locate(row_start, sequences, G, BM, blockIdx.x, b, unit)) return;
-    const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, kv = blockIdx.y;
-    const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b];
+    if (!locate(row_start, sequences, G, BM, blockIdx.x, b, unit, run)) return;
+    const SequenceRows rows = rows_of(row_start, b, run);
+    const u32 first_row = rows.first, pairs = rows.count * G, kv = blockIdx.y;
+    const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b] + first_row - row_start[b];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     u32 from, to;

@@ -193,15 +193,16 @@ static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start
 extern "C" __global__ void __launch_bounds__(128)
 attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
                   const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position,
-                  float* partial, float* y) {
+                  u32 run, float* partial, float* y) {
     take_turn();
     DYNAMIC_SHARED(bf16, shared);
     bf16 *q_tile = shared, *key_tile = shared + BM * LINE, *value_tile = shared + (BM + BN) * LINE;
 
     u32 b, unit;
-    if (!locate(row_start, sequences, G, BM, gridDim.y - 1 - blockIdx.y, b, unit)) return;
-    const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, kv = blockIdx.x;
-    const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b];
+    if (!locate(row_start, sequences, G, BM, gridDim.y - 1 - blockIdx.y, b, unit, run)) return;
+    const SequenceRows rows = rows_of(row_start, b, run);
+    const u32 first_row = rows.first, pairs = rows.count * G, kv = blockIdx.x;
+    const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b] + first_row - row_start[b];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
     u32 from, to;
@@ -366,7 +367,7 @@ static __device__ __forceinline__ void attend_split(bf16* shared, const float* q
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 attention_decode(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
                  const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position,
-                 float* partial, float* y) {
+                 u32, float* partial, float* y) {
     take_turn();
     DYNAMIC_SHARED(bf16, shared);
     u32 b = blockIdx.x, unit = 0;

@@ -17,7 +17,7 @@
 
 extern "C" __global__ void check_batch(
     u32* row_start, u32* slot, u32* position, u32* table, u32* accepted, u32 sequences, u32 rows, u32 slots, u32 pages, u32 table_width,
-    u32 window, u32 grid, u32 records, u32 keep_open, Fault* fault, u32 kernel
+    u32 window, u32 run, u32 grid, u32 records, u32 keep_open, Fault* fault, u32 kernel
 ) {
     take_turn();
     __shared__ u32 what, number, bound;
@@ -43,11 +43,14 @@ extern "C" __global__ void check_batch(
         if (used > table_width) { what = TABLE_SHORT; number = (u32)stop; bound = table_width; continue; }
         for (u64 i = seen; i < used; ++i)
             if (table[(u64)b * table_width + i] >= pages) { what = PAGE_MISSING; number = table[(u64)b * table_width + i]; bound = pages; }
-        // Pages that left a window may come again for later positions, but not while rows of one step still see them: all
-        // rows of a step are written before the first attends.
-        for (u64 i = start / PAGE; window && i < used; ++i)
-            for (u64 j = seen; j < i; ++j)
-                if (table[(u64)b * table_width + i] == table[(u64)b * table_width + j]) { what = PAGE_TWICE; number = end - first; bound = window; }
+        // Pages that left a window may come again for later positions, but not while rows of one run still see them: all
+        // rows of a run are written before the first attends.
+        for (u64 at = start; window && at < stop; at += run) {
+            const u64 end_of_run = min(stop, at + run), from = at + 1 > window ? (at + 1 - window) / PAGE : 0;
+            for (u64 i = at / PAGE; i * PAGE < end_of_run; ++i)
+                for (u64 j = from; j < i; ++j)
+                    if (table[(u64)b * table_width + i] == table[(u64)b * table_width + j]) { what = PAGE_TWICE; number = (u32)(end_of_run - at); bound = window; }
+        }
     }
     __syncthreads();
     if (what == 0) return;

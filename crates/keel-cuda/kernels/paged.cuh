@@ -3,15 +3,33 @@
 #include "ptx.cuh"
 
 #define PAGE 256
+// Rows of a sequence that are written and attended together, where pages come round (RUNS); see attention.cu.
+#define RUN 64
+#ifndef RUNS
+#define RUNS 0
+#endif
+
+/// The rows of a sequence that a launch works on: all, or those of one run of them.
+struct SequenceRows {
+    u32 first, count;
+};
+static __device__ __forceinline__ SequenceRows rows_of(const u32* row_start, u32 sequence, u32 run) {
+    u32 first = row_start[sequence], end = row_start[sequence + 1];
+    if (RUNS) {
+        first = min(first + run * RUN, end);
+        end = min(end, first + RUN);
+    }
+    return {first, end - first};
+}
 
 /// The sequence to which unit `index` belongs when each has ceil(rows * per_row / size) of them, and the unit within it.
 /// Returns false past the last. All lanes of a warp call this.
 static __device__ __forceinline__ bool locate(const u32* row_start, u32 sequences, u32 per_row, u32 size, u32 index,
-                                              u32& sequence, u32& unit) {
+                                              u32& sequence, u32& unit, u32 run = 0) {
     u32 lane = threadIdx.x % 32;
     for (u32 base = 0; base < sequences; base += 32) {
         u32 b = base + lane, count = 0;
-        if (b < sequences) count = ((row_start[b + 1] - row_start[b]) * per_row + size - 1) / size;
+        if (b < sequences) count = (rows_of(row_start, b, run).count * per_row + size - 1) / size;
         u32 until = count;
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) {

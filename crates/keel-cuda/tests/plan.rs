@@ -92,5 +92,9 @@ fn in_the_deterministic_mode_the_kernels_of_a_regime_are_always_the_same() {
         }
     }
     assert_eq!(layer(300, Regime::Decode, true), layer(1, Regime::Decode, false));
-    assert_ne!(layer(17, Regime::Decode, false), layer(16, Regime::Decode, false), "the fast mode counts rows");
+    assert_ne!(
+        layer(17, Regime::Decode, false),
+        layer(16, Regime::Decode, false),
+        "the fast mode counts rows"
+    );
 }

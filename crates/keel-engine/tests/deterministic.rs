@@ -22,8 +22,10 @@ enum Subject {
     Exact,
     /// A model of its shape with dense weights.
     Dense,
-    /// With experts, weights of 4 bits, larger heads and coded keys.
+    /// With experts, weights of 4 bits and larger heads.
     Experts,
+    /// With windows, whose pages come round within a step.
+    Windows,
 }
 
 fn has_gpu() -> bool {
@@ -63,8 +65,23 @@ impl Subject {
         let format = match self {
             Subject::BuiltIn | Subject::Exact => return common::engine(&demo(), &self.runtime(), options),
             Subject::Dense => WeightFormat::Dense(DType::BF16),
-            Subject::Experts => WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 },
+            Subject::Experts | Subject::Windows => {
+                WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 }
+            }
         };
+        if self == Subject::Windows {
+            config = json!({
+                "model_type": "gemma3_text", "hidden_size": 384, "intermediate_size": 768, "vocab_size": 4096,
+                "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "query_pre_attn_scalar": 64,
+                "sliding_window": 100, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 4096, "tie_word_embeddings": true,
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 1e6, "rope_type": "default"},
+                    "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}
+                }
+            });
+        }
         if self == Subject::Experts {
             let text = config["text_config"].as_object_mut().expect("a map");
             for (name, value) in [
@@ -104,6 +121,7 @@ fn expect_same(left: &[f32], right: &[f32], what: std::fmt::Arguments<'_>) {
     assert!(differs == 0, "{what}: {differs} of {} differ", left.len());
 }
 
+/// The size of a prefill step does not change a bit.
 fn prefill_steps(subject: Subject) {
     let ids = prompt(530, 0);
     let logits = |prefill_step| {
@@ -140,6 +158,7 @@ fn decoded(engine: &mut Engine, numbers: &[usize]) -> Vec<Vec<f32>> {
     all
 }
 
+/// Sequences in a batch get the bits that they get alone.
 fn batches(subject: Subject) {
     let mut engine = subject.engine(options());
     let counts: &[usize] = if has_gpu() { &[7, 20, 40] } else { &[7] };
@@ -158,6 +177,7 @@ fn batches(subject: Subject) {
     }
 }
 
+/// Drafts do not change a bit.
 fn speculation(subject: Subject) {
     let run = |drafts: usize| {
         let options = EngineOptions { sequences: 1, drafts: drafts.max(1), ..options() };
@@ -200,6 +220,7 @@ fn speculation(subject: Subject) {
     }
 }
 
+/// What was rewound to, or saved and loaded, continues with the same bits.
 fn what_was_kept(subject: Subject) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("cache");
@@ -231,31 +252,23 @@ fn what_was_kept(subject: Subject) {
 
 /// Tests run side by side, since most of the time goes to compiling kernels.
 macro_rules! laws {
-    ($($subject:ident as $name:ident),*) => {
+    ($($subject:ident as $name:ident: $($law:ident),*;)*) => {
         $(mod $name {
-            use super::Subject::$subject as SUBJECT;
-
-            #[test]
-            fn the_prefill_step_does_not_change_a_bit() {
-                super::prefill_steps(SUBJECT);
-            }
-
-            #[test]
-            fn sequences_in_a_batch_get_the_bits_they_get_alone() {
-                super::batches(SUBJECT);
-            }
-
-            #[test]
-            fn speculation_does_not_change_a_bit() {
-                super::speculation(SUBJECT);
-            }
-
-            #[test]
-            fn what_was_kept_continues_with_the_same_bits() {
-                super::what_was_kept(SUBJECT);
-            }
+            $(
+                #[test]
+                fn $law() {
+                    super::$law(super::Subject::$subject);
+                }
+            )*
         })*
     };
 }
 
-laws!(BuiltIn as built_in, Exact as exact, Dense as dense, Experts as experts);
+laws! {
+    BuiltIn as built_in: prefill_steps, batches, speculation, what_was_kept;
+    Exact as exact: prefill_steps, batches, speculation, what_was_kept;
+    Dense as dense: prefill_steps, batches, speculation, what_was_kept;
+    Experts as experts: prefill_steps, batches, speculation, what_was_kept;
+    // It has no head that drafts, and no states to be kept.
+    Windows as windows: prefill_steps, batches;
+}

@@ -26,6 +26,9 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits8) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits4) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits4) },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F32) },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bf16) },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8) },
     Check { op: "causal_conv", run: slots_must_differ },
     Check { op: "paged_attention", run: pools_must_differ },
 ];
@@ -234,6 +237,53 @@ fn attend(runtime: &Runtime, regime: Regime, format: KvFormat) {
                     y.eval().expect("a case runs");
                 }
             }
+        }
+    }
+}
+
+/// Steps of prompts longer than what a window's pages hold: pages come round while a step is run.
+fn attend_in_rings(runtime: &Runtime, format: KvFormat) {
+    const STEPS: [[usize; 2]; 2] = [[320, 64], [641, 200]];
+    const PAGES: usize = 4;
+    let mut random = Random::new(73);
+    for shape in cases::attention::SHAPES {
+        let (Some(window), Some(elements)) = (shape.window, format.row_elements(shape.head_size)) else {
+            continue;
+        };
+        let ring = (window - 1).div_ceil(256) + 1;
+        let pool_shape = [2 * ring + 1, shape.kv_heads, 256, elements];
+        let array = || Array::persistent(runtime, Category::Kv, pool_shape, format.dtype()).expect("memory");
+        let pool = KvPool { keys: array(), values: array() };
+        let table: Vec<u32> =
+            (0..2).flat_map(|b| (0..PAGES).map(move |i| (1 + b * ring + i % ring) as u32)).collect();
+        let table = Array::from_slice(runtime, &table, [2, PAGES]).expect("memory");
+        let mut kept: [(Vec<f32>, Vec<f32>); 2] = Default::default();
+        let mut first = [0, 0];
+        for rows in STEPS {
+            let sequences = [(first[0], rows[0]), (first[1], rows[1])];
+            let draw =
+                |random: &mut Random, heads| draw(random, &[rows.iter().sum(), heads, shape.head_size]);
+            let (q, k) = (draw(&mut random, shape.heads), draw(&mut random, shape.kv_heads));
+            let v = draw(&mut random, shape.kv_heads);
+            let spec =
+                AttentionSpec { scale: shape.scale.into(), window: shape.window, regime: Regime::Prefill };
+            let batch = Batch { table: table.clone(), ..batch(runtime, &sequences, PAGES) };
+            let y = up(runtime, &q)
+                .paged_attention(&up(runtime, &k), &up(runtime, &v), &pool, &batch, spec)
+                .expect("shapes fit");
+            let (q, k, v) = (floats(&q), kept_values(&floats(&k), format), kept_values(&floats(&v), format));
+            let width = shape.kv_heads * shape.head_size;
+            let want: Vec<f64> = (0..2)
+                .flat_map(|b| {
+                    kept[b].0.extend_from_slice(rows_of(&k, &sequences, b, width));
+                    kept[b].1.extend_from_slice(rows_of(&v, &sequences, b, width));
+                    let q = rows_of(&q, &sequences, b, shape.heads * shape.head_size);
+                    attention(*shape, q, first[b], &kept[b].0, &kept[b].1)
+                })
+                .collect();
+            let what = format!("paged_attention {shape:?} of {sequences:?} in rings of {ring}, {format:?}");
+            expect_within(&what, &y, &want, tolerance::F32 * 2.0);
+            first = [first[0] + rows[0], first[1] + rows[1]];
         }
     }
 }

@@ -73,7 +73,7 @@ fn turned_bytes(q: &Shape) -> usize {
 }
 
 pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayError> {
-    let [q, _, v, keys, values, table, row_start, position] = &call.inputs[..] else {
+    let [q, _, _, keys, _, table, row_start, position] = &call.inputs[..] else {
         unreachable!("eight operands")
     };
     let task = Task::new(spec, call)?;
@@ -82,9 +82,16 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         position: Some(position),
         table: Some((table, keys.layout.shape[0])),
         window: spec.window.unwrap_or(0),
+        run: task.run_rows(),
         ..BatchCheck::default()
     };
     check_batch(call, row_start, &check)?;
+    if task.runs() > 1 {
+        return (0..task.runs()).try_for_each(|run| {
+            task.write(run)?;
+            task.attend(q.address, run, Shares { count: 1, by_position: false }, 0)
+        });
+    }
     let (mut queries, mut partial) = (q.address, call.scratch);
     if call.maker(0).is_some() {
         (queries, partial) = (call.scratch, call.scratch + turned_bytes(&q.layout.shape) as u64);
@@ -97,41 +104,23 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
             }
             match k {
                 Some(_) => task.enter(None, k, queries)?,
-                None => {
-                    let arguments = all(&[&call.inputs[1], v, keys, values, table, row_start, position]);
-                    let arguments = arguments.u32(task.sequences).u32(task.pages);
-                    let geometry = Geometry::rows(task.rows, 128);
-                    call.launch(&task.key(ATTENTION, "kv_write"), geometry, arguments)?;
-                }
+                None => task.write(0)?,
             }
         }
     }
     if spec.window == Some(0) {
         return Ok(());
     }
-    let Shares { count: shares, by_position } = shares(spec, task.kv_heads, &table.layout.shape, call.mode);
-    let y = call.outputs[0].address;
-    let arguments = Arguments::default().pointer(queries);
-    let arguments = [keys, values, table, row_start, position]
-        .into_iter()
-        .fold(arguments, |arguments, operand| arguments.pointer(operand.address))
-        .u32(task.sequences)
-        .u32(task.pages)
-        .u32(task.rows)
-        .f32(spec.scale.get())
-        .u32(usize::from(by_position))
-        .pointer(partial)
-        .pointer(y);
-    let (key, geometry) = task.kernel(shares);
-    call.launch(&key, geometry, arguments)?;
-    if shares == 1 {
+    let shares = shares(spec, task.kv_heads, &table.layout.shape, call.mode);
+    task.attend(queries, 0, shares, partial)?;
+    if shares.count == 1 {
         return Ok(());
     }
     let arguments =
         Arguments::default().pointer(partial).pointer(row_start.address).pointer(position.address);
-    let arguments = arguments.u32(task.sequences).u32(task.rows).u32(shares);
-    let arguments = arguments.u32(usize::from(by_position)).pointer(y);
-    let shared_bytes = shares * size_of::<f32>();
+    let arguments = arguments.u32(task.sequences).u32(task.rows).u32(shares.count);
+    let arguments = arguments.u32(usize::from(shares.by_position)).pointer(call.outputs[0].address);
+    let shared_bytes = shares.count * size_of::<f32>();
     let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes };
     call.launch(&task.key(ATTENTION, "attention_merge"), geometry, arguments)
 }
@@ -219,6 +208,20 @@ impl<'a> Task<'a> {
             .define("KV_BF16", u8::from(self.call.inputs[3].dtype == DType::BF16))
             .define("KV_BITS", self.coded_bits())
             .define("WINDOW", self.spec.window.unwrap_or(0))
+            .define("RUNS", u8::from(self.runs() > 1))
+    }
+
+    /// Launches that rows are cut into: a window's pages may come round within a long prompt. Decode is never as long.
+    fn runs(&self) -> usize {
+        match (self.spec.regime, self.spec.window) {
+            (Regime::Prefill, Some(1..)) => self.rows.div_ceil(AttentionSpec::RUN).max(1),
+            _ => 1,
+        }
+    }
+
+    /// Rows of a sequence in a launch, at most.
+    fn run_rows(&self) -> usize {
+        if self.runs() > 1 { AttentionSpec::RUN } else { self.rows }
     }
 
     /// Bits of a value in coded pools, 0 in others.
@@ -269,10 +272,45 @@ impl<'a> Task<'a> {
         self.call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, arguments)
     }
 
+    /// Writes the keys and values of a run to their pages.
+    fn write(&self, run: usize) -> Result<(), ArrayError> {
+        let [_, k, v, keys, values, table, row_start, position] = &self.call.inputs[..] else {
+            unreachable!("eight operands")
+        };
+        let arguments = all(&[k, v, keys, values, table, row_start, position]);
+        let arguments = arguments.u32(self.sequences).u32(self.pages).u32(run);
+        let rows = self.rows.min(self.sequences * self.run_rows());
+        self.call.launch(&self.key(ATTENTION, "kv_write"), Geometry::rows(rows, 128), arguments)
+    }
+
+    /// Attends the rows of a run: to y, or to `partial` where there are several shares.
+    fn attend(&self, queries: u64, run: usize, shares: Shares, partial: u64) -> Result<(), ArrayError> {
+        let [.., keys, values, table, row_start, position] = &self.call.inputs[..] else {
+            unreachable!("eight operands")
+        };
+        let arguments = Arguments::default().pointer(queries);
+        let arguments = [keys, values, table, row_start, position]
+            .into_iter()
+            .fold(arguments, |arguments, operand| arguments.pointer(operand.address))
+            .u32(self.sequences)
+            .u32(self.pages)
+            .u32(self.rows)
+            .f32(self.spec.scale.get())
+            .u32(usize::from(shares.by_position))
+            .u32(run)
+            .pointer(partial)
+            .pointer(self.call.outputs[0].address);
+        let (key, geometry) = self.kernel(shares.count);
+        self.call.launch(&key, geometry, arguments)
+    }
+
     /// The kernel that attends.
     fn kernel(&self, shares: usize) -> (KernelKey, Geometry) {
         let group = self.heads / self.kv_heads;
-        let tiles = |tile: usize| (self.rows * group).div_ceil(tile) + self.sequences;
+        let tiles = |tile: usize| {
+            let most = self.sequences * (self.run_rows() * group).div_ceil(tile);
+            most.min((self.rows * group).div_ceil(tile) + self.sequences)
+        };
         let line = self.size + 8;
         let tensor = self.call.mode.precision == Precision::Fast
             && self.call.inputs[3].dtype != DType::F32

@@ -15,8 +15,8 @@ pub(super) fn describe_fault(what: u32, number: u32, bound: u32) -> String {
         6 => format!("a sequence is in page {number} of {bound}"),
         8 => format!("sequence {} accepted {number} rows, and its log holds {}", bound & 0xffff, bound >> 16),
         10 => format!(
-            "the pages of a window of {bound} come round within a step of {number} rows, which the GPU does not take: use \
-             --prefill-step 64"
+            "the pages of a window of {bound} come round within {number} rows that are attended together: the table names \
+             too few"
         ),
         9 => format!("{number} rows of a sequence are to be kept open in {bound}"),
         _ => format!("a sequence starts at {number}; prefill starts at multiples of {bound}"),
@@ -33,6 +33,8 @@ pub(super) struct BatchCheck<'a> {
     /// Page table, and how many pages there are.
     pub table: Option<(&'a Bound<'a>, usize)>,
     pub window: usize,
+    /// Rows of a sequence that are attended together, if it has a window.
+    pub run: usize,
     /// What positions are multiples of.
     pub grid: usize,
     pub log: Option<Log<'a>>,
@@ -73,6 +75,7 @@ pub(super) fn check_batch(
         .u32(check.table.map_or(0, |t| t.1))
         .u32(check.table.map_or(0, |t| t.0.width()))
         .u32(check.window)
+        .u32(check.run)
         .u32(check.grid)
         .u32(check.log.map_or(0, |log| log.capacity()))
         .u32(check.log.map_or(0, |log| usize::from(log.keep_open)));
