@@ -169,7 +169,8 @@ fn keys() -> Vec<KernelKey> {
         add(kernels::ATTENTION, &entries, &[&defines[..], &strides].concat());
         let tensor = [&defines[..], &strides, &[("WARPS", "4")]].concat();
         add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
-        let bits = [("KV_BITS", if d == "256" { "8" } else { "4" })];
+        let (bits, runs) = if d == "256" { ("8", "0") } else { ("4", "1") };
+        let bits = [("KV_BITS", bits), ("RUNS", runs)];
         let coded =
             [&tensor[..2], &[("D", "96"), ("KV_BF16", "0"), ("WINDOW", "40")], &tensor[5..], &bits].concat();
         add(kernels::ATTENTION, &entries, &coded);
