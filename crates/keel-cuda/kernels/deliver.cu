@@ -1,6 +1,9 @@
 // Small writes of the host, together: what a step is told (ids, positions, tables) is spread over as many arrays, and a copy
 // for each would cost more than the bytes. The words come from the host's pinned memory.
 //
+// What is delivered may be packed weights, which the kernels behind read before they wait: none may start until all of it is
+// there.
+//
 // Launch: a block of 128 threads for each delivery. Bytes: each word once over the bus.
 #include "common.cuh"
 
@@ -15,7 +18,9 @@ struct Deliveries {
 };
 
 extern "C" __global__ void __launch_bounds__(128) deliver(Deliveries deliveries) {
-    take_turn();
+    wait_for_inputs();
     const Delivery mine = deliveries.list[blockIdx.x];
     for (u64 i = threadIdx.x; i < mine.words; i += 128) mine.to[i] = mine.from[i];
+    __threadfence();
+    let_next_start();
 }
