@@ -34,7 +34,7 @@ pub enum Compute {
     Auto,
     /// Weights widened to f32, f32 multiply-add.
     F32,
-    /// bf16 products, f32 sums.
+    /// Activations in 16 bits at least (bf16 or f16, as the device gains accuracy), f32 sums.
     Bf16,
 }
 

@@ -1,5 +1,5 @@
 // Gates. Bytes moved: operands once, result once.
-#include "common.cuh"
+#include "half.cuh"
 
 // y [rows, width] = silu(x[:, :width]) * x[:, width:], rows of x `stride` apart.
 extern "C" __global__ void swiglu(const float* x, u64 stride, float* y, u64 rows, u32 width) {
@@ -10,8 +10,8 @@ extern "C" __global__ void swiglu(const float* x, u64 stride, float* y, u64 rows
     }
 }
 
-// The same as bf16, for products on tensor cores: eight columns a thread, width a multiple of 8, rows aligned to 16 bytes.
-extern "C" __global__ void swiglu_bf16(const float* x, u64 stride, uint4* y, u64 rows, u32 width) {
+// The same in 16 bits, for products on tensor cores (see half.cuh): eight columns a thread, width a multiple of 8, rows aligned to 16 bytes.
+extern "C" __global__ void swiglu_half(const float* x, u64 stride, uint4* y, u64 rows, u32 width) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x, eights = width / 8;
     if (i >= rows * eights) return;
@@ -20,9 +20,8 @@ extern "C" __global__ void swiglu_bf16(const float* x, u64 stride, uint4* y, u64
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float4 gate = *(const float4*)(row + 4 * half), up = *(const float4*)(row + width + 4 * half);
-        const bf16x2 low = two_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y), high = two_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w);
-        words[2 * half] = *(const u32*)&low;
-        words[2 * half + 1] = *(const u32*)&high;
+        words[2 * half] = two_inputs(silu(gate.x) * up.x, silu(gate.y) * up.y);
+        words[2 * half + 1] = two_inputs(silu(gate.z) * up.z, silu(gate.w) * up.w);
     }
     y[i] = make_uint4(words[0], words[1], words[2], words[3]);
 }

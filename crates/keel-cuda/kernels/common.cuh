@@ -18,6 +18,7 @@ struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 // Two of them in a register, x in the low half.
 struct __align__(4) bf16x2 { bf16 x, y; };
+struct __align__(4) f16x2 { f16 x, y; };
 // A boolean of one byte: anything but zero is true.
 struct flag { u8 byte; };
 
@@ -94,15 +95,23 @@ __device__ inline bf16x2 two_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return *(bf16x2*)&r;
 }
-__device__ inline bf16x2 twice_bf16(bf16 x) { return bf16x2{x, x}; }
-__device__ inline bf16x2 twice_bf16(float x) { return two_bf16(x, x); }
-// a b + c, each half rounded once.
-__device__ inline bf16x2 __hfma2(bf16x2 a, bf16x2 b, bf16x2 c) {
+// What is beyond the range becomes its greatest value.
+__device__ inline f16x2 two_f16(float low, float high) {
     u32 r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(*(u32*)&a), "r"(*(u32*)&b), "r"(*(u32*)&c));
-    return *(bf16x2*)&r;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return *(f16x2*)&r;
 }
-__device__ inline bf16x2 __hsub2(bf16x2 a, bf16x2 b) { return __hfma2(b, two_bf16(-1.0f, -1.0f), a); }
+// a b + c, each half rounded once.
+__device__ inline f16x2 __hfma2(f16x2 a, f16x2 b, f16x2 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(*(u32*)&a), "r"(*(u32*)&b), "r"(*(u32*)&c));
+    return *(f16x2*)&r;
+}
+__device__ inline f16x2 __hsub2(f16x2 a, f16x2 b) {
+    u32 r;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(*(u32*)&a), "r"(*(u32*)&b));
+    return *(f16x2*)&r;
+}
 
 // Hopper and later: kernels of a stream overlap. A kernel lets the next one start its blocks at once; the next waits until
 // all before it have ended. Before the wait it reads packed weights, nothing else, and writes nothing. A kernel that does

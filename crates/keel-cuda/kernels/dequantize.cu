@@ -1,14 +1,15 @@
-// Dense rows of a packed weight, and bf16 rows of x: what cuBLASLt multiplies in long prefills.
+// Rows of a weight and of x in 16 bits (see half.cuh): what cuBLASLt multiplies in long prefills.
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK (or WEIGHT_T, embedding_rows alone)
-//   dequantize      w bf16 [experts N][K], the weights rounded once. A warp turns one 16 x 64 tile.
+//   dequantize      w f16 [experts N][K], the weights rounded once. A warp turns one 16 x 64 tile.
 //                   Arguments codes, pairs, w, experts. Grid ceil(experts * row tiles * column tiles / 8), block 256.
 //                   Floor: 2 bytes per weight besides its own.
 //   embedding_rows  y f32 [T][K]: rows `ids` (INDEX: u32 or i32) of the weight. Arguments codes, pairs | weight, ids, y, fault, kernel. Grid T, block 128.
+#include "half.cuh"
 #include "weight_tiles.cuh"
 
 #ifdef BITS
-extern "C" __global__ void __launch_bounds__(256) dequantize(WEIGHT_ARGUMENTS, bf16 *out, u32 experts) {
+extern "C" __global__ void __launch_bounds__(256) dequantize(WEIGHT_ARGUMENTS, u16 *out, u32 experts) {
     const int lane = threadIdx.x % 32;
     take_turn();
     const u32 tile = blockIdx.x * 8 + threadIdx.x / 32;
@@ -26,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(WEIGHT_ARGUMENTS, b
             int k = 64 * kt + 32 * m + 8 * (lane % 4);
             if (k >= DIM_K) continue; // DIM_K is a multiple of 32
             const float *v = &w[h][8 * m];
-            store16(out + (expert * DIM_N + n) * DIM_K + k, pair_of_bf16(v[0], v[1]), pair_of_bf16(v[2], v[3]), pair_of_bf16(v[4], v[5]), pair_of_bf16(v[6], v[7]));
+            auto two = [&](int i) { return two_weights(WEIGHT_FACTOR * v[i], WEIGHT_FACTOR * v[i + 1]); };
+            store16(out + (expert * DIM_N + n) * DIM_K + k, two(0), two(2), two(4), two(6));
         }
     }
 }
@@ -61,14 +63,25 @@ extern "C" __global__ void embedding_rows(WEIGHT_ARGUMENTS, const INDEX *ids, fl
 
 #endif
 
-// bf16 of f32, `pairs` of them. Grid ceil(pairs / 4 / 256), block 256; 4 bytes read and 2 written for each.
-extern "C" __global__ void to_bf16(const float2 *x, bf16x2 *y, long long pairs) {
+// x in 16 bits, `pairs` of them. Grid ceil(pairs / 4 / 256), block 256; 4 bytes read and 2 written for each.
+extern "C" __global__ void to_half(const float2 *x, u32 *y, long long pairs) {
     take_turn();
     const long long first = ((long long)blockIdx.x * 256 + threadIdx.x) * 4;
     if (first + 4 <= pairs) {
         float4 a = ((const float4 *)(x + first))[0], b = ((const float4 *)(x + first))[1];
-        store16(y + first, pair_of_bf16(a.x, a.y), pair_of_bf16(a.z, a.w), pair_of_bf16(b.x, b.y), pair_of_bf16(b.z, b.w));
+        store16(y + first, two_inputs(a.x, a.y), two_inputs(a.z, a.w), two_inputs(b.x, b.y), two_inputs(b.z, b.w));
     } else {
-        for (long long i = first; i < pairs; i++) y[i] = two_bf16(x[i].x, x[i].y);
+        for (long long i = first; i < pairs; i++) y[i] = two_inputs(x[i].x, x[i].y);
     }
+}
+
+// x as the sum of two bf16, hi and lo, `pairs` of them: 16 bits of it. Grid ceil(pairs / 256), block 256; 4 bytes read and written for each.
+extern "C" __global__ void __launch_bounds__(256) to_two_bf16(const float2 *x, bf16x2 *hi, bf16x2 *lo, long long pairs) {
+    take_turn();
+    const long long i = (long long)blockIdx.x * 256 + threadIdx.x;
+    if (i >= pairs) return;
+    const float2 v = x[i];
+    const bf16x2 rounded = two_bf16(v.x, v.y);
+    hi[i] = rounded;
+    lo[i] = two_bf16(v.x - to_f32(rounded.x), v.y - to_f32(rounded.y));
 }

@@ -15,7 +15,8 @@
 // many were accepted, applies those and writes the state once.
 //
 // Macros: HK, HV, DK, DV (DV a multiple of 4), QKV_STRIDE, A_STRIDE, B_STRIDE (all multiples of 1; qkv + v part 4-byte
-// aligned only), LOG (records of a slot; 0 without a log).
+// aligned only), LOG (records of a slot; 0 without a log). EARLY=1, SLOTS: no kernel that may still run writes the state or
+// where sequences are, so both are fetched while those before this one end.
 // Launch: block 128; grid (HV * ceil(DV / 32), B). Shared memory: static. A block holds 32 columns of one head's state
 // in registers: thread (group of 16, lane of 8) has rows group, group + 16, ... of 4 columns. Any number of rows.
 // counters: u32 [B, HK], zero before the first launch and left zero; only read where keep_open.
@@ -23,6 +24,11 @@
 // Bytes: 8 HV DK DV of each sequence (4 where rows stay open and nothing was accepted). Floor: those at the memory's rate.
 
 #include "gated_delta.cuh"
+
+#ifndef EARLY
+#define EARLY 0
+#define SLOTS 1
+#endif
 
 /// q, k and gates of rows first..first + rows, normed, and this block's columns of v.
 static __device__ __forceinline__ void load_tokens(Tokens& tokens, float (&v)[TILE][COLUMNS], const float* qkv,
@@ -55,17 +61,21 @@ extern "C" __global__ void __launch_bounds__(128)
 gated_delta(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, float* state,
             const u32* row_start, const u32* slot, float* records, const u32* accepted, u32* counters, u32 keep_open,
             float* y) {
-    take_turn();
+    let_next_start();
+    if (!EARLY) wait_for_inputs();
     __shared__ Tokens tokens;
     __shared__ Sums sums;
     __shared__ __align__(16) float v[TILE][COLUMNS];
     const u32 head = blockIdx.x / BLOCKS, sequence = blockIdx.y, key_head = head / SHARE;
     const u32 block_column = blockIdx.x % BLOCKS * COLUMNS;
-    const u32 begin = row_start[sequence], end = row_start[sequence + 1], my_slot = slot[sequence];
+    const u32 my_slot = EARLY ? min(slot[sequence], SLOTS - 1) : slot[sequence];
 
     float* s_block = state + ((u64)my_slot * HV + head) * (DK * DV);
     Part part;
     load_part(part, s_block, block_column);
+    if (EARLY) wait_for_inputs();
+    // Of a batch that is wrong no sequence has rows from now on.
+    const u32 begin = row_start[sequence], end = row_start[sequence + 1];
     // The first tokens are ready before the state has arrived.
     load_tokens(tokens, v, qkv, a, b, a_log, dt_bias, begin, min(end - begin, TILE), head, block_column);
 

@@ -1,4 +1,4 @@
-// The gated delta rule in the prefill regime: chunks of 64 rows, products on tensor cores (bf16, sums in f32).
+// The gated delta rule in the prefill regime: chunks of 64 rows, products on tensor cores (f16, sums in f32).
 //
 // Within a chunk let G_i be the sum of log decays up to row i, S the state before it, and (rows are tokens)
 //
@@ -17,13 +17,13 @@
 // qkv [T, 2 HK DK + HV DV] (QKV_STRIDE; 16-byte rows), a and b [T, HV] (A_STRIDE, B_STRIDE), state [slots, HV, DK, DV],
 // y [T, HV, DV].
 // Macros: HK, HV, DK, DV (DK and DV multiples of 16, DK at most 256), QKV_STRIDE, A_STRIDE, B_STRIDE,
-// STAGES (chunks in shared memory, 3), SPLIT (1: the state enters products as two bf16, so that 16 bits of it count).
+// STAGES (chunks in shared memory, 3).
 // Launch, with chunks = ceil(T / 64) + B:
 //   gated_delta_prepare  grid (HK, chunks), block 256, shared memory
 //                        max(256 (DK + 8), 44032) + 512 HV / HK
 //   gated_delta_chunks   grid (HV * ceil(DV / 32), B), block 128 (two warps multiply, two copy),
 //                        shared memory STAGES (256 (DK + 8) + 28160)
-// workspace: for each chunk k and q normed [HK, 2, 64, DK + 8] bf16, then T and P [HV, 2, 64, 72] bf16,
+// workspace: for each chunk k and q normed [HK, 2, 64, DK + 8] f16, then T and P [HV, 2, 64, 72] f16,
 // then e^G and e^(G_63 - G) [HV, 2, 64] f32.
 //
 // Bytes: 4 (2 HK DK + 2 HV DV) a token for qkv and y, and the workspace twice where it does not stay in L2.
@@ -32,9 +32,6 @@
 
 #ifndef STAGES
 #define STAGES 3
-#endif
-#ifndef SPLIT
-#define SPLIT 0
 #endif
 #define ROWS 64
 #define COLUMNS 32
@@ -53,13 +50,13 @@
 
 /// Where a chunk's part of the workspace lies.
 struct Chunk {
-    bf16* keys;   // [2, 64, KEY_LINE] of one key head: k, q
-    bf16* pairs;  // [2, 64, PAIR_LINE] of one value head: T, P
+    f16* keys;   // [2, 64, KEY_LINE] of one key head: k, q
+    f16* pairs;  // [2, 64, PAIR_LINE] of one value head: T, P
     float* gates; // [2, 64] of one value head: e^G, e^(G_63 - G)
 };
 static __device__ __forceinline__ Chunk chunk_of(void* workspace, u32 chunks, u32 chunk, u32 head) {
-    bf16* keys = (bf16*)workspace;
-    bf16* pairs = keys + (u64)chunks * HK * 2 * KEY_TILE;
+    f16* keys = (f16*)workspace;
+    f16* pairs = keys + (u64)chunks * HK * 2 * KEY_TILE;
     float* gates = (float*)(pairs + (u64)chunks * HV * 2 * PAIR_TILE);
     Chunk c;
     c.keys = keys + ((u64)chunk * HK + head / SHARE) * (2 * KEY_TILE);
@@ -69,18 +66,18 @@ static __device__ __forceinline__ Chunk chunk_of(void* workspace, u32 chunks, u3
 }
 
 /// Addresses for load_matrices: A, or B from rows [k][n] with load_matrices_transposed.
-template <int LINE> static __device__ __forceinline__ const bf16* row_major(const bf16* tile, u32 row, u32 column) {
+template <int LINE> static __device__ __forceinline__ const f16* row_major(const f16* tile, u32 row, u32 column) {
     u32 lane = threadIdx.x % 32;
     return tile + (row + lane % 16) * LINE + column + lane / 16 * 8;
 }
 /// B from rows [n][k].
-template <int LINE> static __device__ __forceinline__ const bf16* column_major(const bf16* tile, u32 row, u32 column) {
+template <int LINE> static __device__ __forceinline__ const f16* column_major(const f16* tile, u32 row, u32 column) {
     u32 lane = threadIdx.x % 32;
     return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
 }
 
-/// `c = a b` on 16 rows of a and 8 columns of b [SIZE], f32 in shared memory, as tf32: the results are rounded to bf16 in
-/// the end, which loses more.
+/// `c = a b` on 16 rows of a and 8 columns of b [SIZE], f32 in shared memory, as tf32, whose significands
+/// are as long as those of the f16 that the results become.
 template <int SIZE>
 static __device__ __forceinline__ void multiply(float (&c)[4], const float* a, u32 a_line, const float* b, u32 b_line) {
     const u32 group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
@@ -162,7 +159,7 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
     take_turn();
     DYNAMIC_SHARED(char, shared);
     // The matrices to invert take the place of k and q once their products lie in registers.
-    bf16 *k_tile = (bf16*)shared, *q_tile = k_tile + KEY_TILE;
+    f16 *k_tile = (f16*)shared, *q_tile = k_tile + KEY_TILE;
     float* matrices = (float*)shared;
     // Sums of log decays to base 2, and betas.
     float (*gates)[ROWS] = (float (*)[ROWS])(shared + PREPARE_TILES), (*betas)[ROWS] = gates + SHARE;
@@ -193,8 +190,8 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
         for (int i = 0; i < QUADS; i++) {
             u32 d = i * 128 + lane * 4;
             if (d < DK) {
-                *(uint2*)(q_tile + t * KEY_LINE + d) = make_uint2(pack_bf16(x[i].x * fq, x[i].y * fq), pack_bf16(x[i].z * fq, x[i].w * fq));
-                *(uint2*)(k_tile + t * KEY_LINE + d) = make_uint2(pack_bf16(z[i].x * fk, z[i].y * fk), pack_bf16(z[i].z * fk, z[i].w * fk));
+                *(uint2*)(q_tile + t * KEY_LINE + d) = make_uint2(pack_f16(x[i].x * fq, x[i].y * fq), pack_f16(x[i].z * fq, x[i].w * fq));
+                *(uint2*)(k_tile + t * KEY_LINE + d) = make_uint2(pack_f16(z[i].x * fk, z[i].y * fk), pack_f16(z[i].z * fk, z[i].w * fk));
             }
         }
     }
@@ -247,8 +244,8 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
             if (n * 16 <= row) {
                 u32 z[4];
                 load_matrices(z, column_major<KEY_LINE>(k_tile, n * 16, k * 16));
-                mma(products[2 * n], x, z[0], z[1]);
-                mma(products[2 * n + 1], x, z[2], z[3]);
+                mma_f16(products[2 * n], x, z[0], z[1]);
+                mma_f16(products[2 * n + 1], x, z[2], z[3]);
             }
         }
     }
@@ -258,7 +255,7 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
     // inverts one.
     for (u32 pair = 0; pair < SHARE; pair += 2) {
         for (u32 r = pair; r < min(pair + 2, SHARE); r++) {
-            bf16* scores = chunk_of(workspace, chunks, blockIdx.y, key_head * SHARE + r).pairs + PAIR_TILE;
+            f16* scores = chunk_of(workspace, chunks, blockIdx.y, key_head * SHARE + r).pairs + PAIR_TILE;
             float* matrix = matrices + (r - pair) * (MATRIX_BYTES / 4);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -274,7 +271,7 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
                     if (inverts) {
                         *(float2*)(matrix + i * MATRIX_LINE + j) = make_float2(j < i ? beta * x0 : 0.0f, j + 1 < i ? beta * x1 : 0.0f);
                     } else {
-                        *(u32*)(scores + i * PAIR_LINE + j) = pack_bf16(x0, x1);
+                        *(u32*)(scores + i * PAIR_LINE + j) = pack_f16(x0, x1);
                     }
                 }
             }
@@ -284,12 +281,12 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
         if (r < SHARE) {
             float* matrix = matrices + half * (MATRIX_BYTES / 4);
             invert(matrix, matrix + ROWS * MATRIX_LINE, half);
-            bf16* out = chunk_of(workspace, chunks, blockIdx.y, key_head * SHARE + r).pairs;
+            f16* out = chunk_of(workspace, chunks, blockIdx.y, key_head * SHARE + r).pairs;
             for (u32 i = threadIdx.x % 128; i < ROWS * 16; i += 128) {
                 u32 line = i / 16, column = i % 16 * 4;
                 float4 x = *(const float4*)(matrix + line * MATRIX_LINE + column), beta = *(const float4*)&betas[r][column];
                 *(uint2*)(out + line * PAIR_LINE + column) =
-                    make_uint2(pack_bf16(x.x * beta.x, x.y * beta.y), pack_bf16(x.z * beta.z, x.w * beta.w));
+                    make_uint2(pack_f16(x.x * beta.x, x.y * beta.y), pack_f16(x.z * beta.z, x.w * beta.w));
             }
         }
         if (pair + 2 < SHARE) __syncthreads();
@@ -298,52 +295,47 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
 
 /// What a chunk needs in shared memory.
 struct __align__(16) Stage {
-    bf16 keys[2 * KEY_TILE];
-    bf16 pairs[2 * PAIR_TILE];
+    f16 keys[2 * KEY_TILE];
+    f16 pairs[2 * PAIR_TILE];
     float values[ROWS * VALUE_LINE];
     float gates[2][ROWS];
 };
 
 /// c [16 columns, 64 rows] += a [16 columns, 16 of DK] times columns 16 k.. of `tile` [64, DK].
-static __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const u32 (&a)[4], const bf16* tile, u32 k) {
+static __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const u32 (&a)[4], const f16* tile, u32 k) {
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         u32 x[4];
         load_matrices(x, column_major<KEY_LINE>(tile, n * 16, k * 16));
-        mma(c[2 * n], a, x[0], x[1]);
-        mma(c[2 * n + 1], a, x[2], x[3]);
+        mma_f16(c[2 * n], a, x[0], x[1]);
+        mma_f16(c[2 * n + 1], a, x[2], x[3]);
     }
 }
 
 /// c [16 columns, 64 rows] += a [16 columns, 64] times the lines of a lower triangular tile [64, 64].
-static __device__ __forceinline__ void multiply_lower(float (&c)[8][4], const u32 (&a)[4][4], const bf16* tile) {
+static __device__ __forceinline__ void multiply_lower(float (&c)[8][4], const u32 (&a)[4][4], const f16* tile) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
 #pragma unroll
         for (int n = k; n < 4; n++) {
             u32 x[4];
             load_matrices(x, column_major<PAIR_LINE>(tile, n * 16, k * 16));
-            mma(c[2 * n], a[k], x[0], x[1]);
-            mma(c[2 * n + 1], a[k], x[2], x[3]);
+            mma_f16(c[2 * n], a[k], x[0], x[1]);
+            mma_f16(c[2 * n + 1], a[k], x[2], x[3]);
         }
     }
 }
 
 /// Accumulators [16, 16] as the left operand of the next product.
 static __device__ __forceinline__ void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
-    a[0] = pack_bf16(left[0], left[1]);
-    a[1] = pack_bf16(left[2], left[3]);
-    a[2] = pack_bf16(right[0], right[1]);
-    a[3] = pack_bf16(right[2], right[3]);
+    a[0] = pack_f16(left[0], left[1]);
+    a[1] = pack_f16(left[2], left[3]);
+    a[2] = pack_f16(right[0], right[1]);
+    a[3] = pack_f16(right[2], right[3]);
 }
 static __device__ __forceinline__ void as_operand(u32 (&a)[4][4], const float (&c)[8][4]) {
 #pragma unroll
     for (int k = 0; k < 4; k++) as_operand(a[k], c[2 * k], c[2 * k + 1]);
-}
-
-/// What `as_operand` rounded away of one register.
-static __device__ __forceinline__ u32 remainder_of(u32 rounded, float low, float high) {
-    return pack_bf16(low - low_bf16(rounded), high - high_bf16(rounded));
 }
 
 extern "C" __global__ void __launch_bounds__(128, 1)
@@ -413,7 +405,7 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
         __syncthreads();
         if (!active) continue;
         const Stage& stage = stages[c % STAGES];
-        const bf16 *k_tile = stage.keys, *q_tile = stage.keys + KEY_TILE;
+        const f16 *k_tile = stage.keys, *q_tile = stage.keys + KEY_TILE;
 
         float u[8][4], out[8][4];
 #pragma unroll
@@ -427,13 +419,6 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
             as_operand(part, s[2 * k], s[2 * k + 1]);
             multiply_rows(u, part, k_tile, k);
             multiply_rows(out, part, q_tile, k);
-#if SPLIT
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                part[i] = remainder_of(part[i], s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
-            multiply_rows(u, part, k_tile, k);
-            multiply_rows(out, part, q_tile, k);
-#endif
         }
         // V - e^G (K S), then U.
         u32 operand[4][4];
@@ -473,8 +458,8 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
             for (int n = 0; n < DK / 16; n++) {
                 u32 x[4];
                 load_matrices_transposed(x, row_major<KEY_LINE>(k_tile, k * 16, n * 16));
-                mma(s[2 * n], operand[k], x[0], x[1]);
-                mma(s[2 * n + 1], operand[k], x[2], x[3]);
+                mma_f16(s[2 * n], operand[k], x[0], x[1]);
+                mma_f16(s[2 * n + 1], operand[k], x[2], x[3]);
             }
         }
 

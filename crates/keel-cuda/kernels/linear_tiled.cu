@@ -1,23 +1,24 @@
 // y[t, n] = sum_k x[t, k] W[n, k] for 17 rows of x up to thousands, W dequantised on its way into Hopper's tensor cores (sm_90a).
-// x in bf16, W rounded to bf16, sums in f32. One matrix, or the experts of a mixture with rows grouped by expert.
+// x and W in f16 (see half.cuh), sums in f32. One matrix, or the experts of a mixture with rows grouped by expert.
 //
 // The block: two warpgroups, each 64 rows of W (a warp has one row tile) by BT rows of x. W is wgmma's A operand and is made in
-// registers: a lane's slots of a tile are its fragments for four steps of 16 columns, if the columns of x are permuted alike, which `to_bf16_tiles` does.
-// Tiles of W come two by two through each warp's own ring in shared memory, filled by the copy engine; tiles of x [BT][64] bf16 likewise through
+// registers: a lane's slots of a tile are its fragments for four steps of 16 columns, if the columns of x are permuted alike, which `to_half_tiles` does.
+// Tiles of W come two by two through each warp's own ring in shared memory, filled by the copy engine; tiles of x [BT][64] f16 likewise through
 // a ring of the block's, filled by cp.async (rows may be gathered), swizzled as wgmma reads them. While one tile multiplies the next is widened.
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT (32, 64, 128); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); SPLITS (0 < SPLITS, parts of K);
 //   X_STAGES and W_STAGES, tiles by two in the rings of x and of W
-//   linear_tiled    codes, pairs, x bf16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows; GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
+//   linear_tiled    codes, pairs, x f16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows; GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
 //                   then residual (GROUPED=0 and SPLITS=1 only, may be null), y f32 ([SPLITS][rows][N] if SPLITS > 1: add them with add_parts).
 //                   Grid (GROUPED ? MOST_TILES : ceil(rows / BT), ceil(row tiles / 8), SPLITS), block 256, dynamic shared memory TILED_SHARED.
 //                   Bytes moved: the weight's for each BT rows of x. Floor: the larger of these / (3.0 TB/s) and 2 N K rows / (700 TFLOP/s).
-//   to_bf16_tiles   x f32 [rows][K] -> bf16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K], silu(first half) * second half. Arguments x, out, u32 rows.
+//   to_half_tiles   x f32 [rows][K] -> f16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K], silu(first half) * second half. Arguments x, out, u32 rows.
 //                   Grid ceil(rows * K_TILES * 8 / 256), block 256.
 //   add_parts       parts [SPLITS][rows][N], residual or null, y, u32 elements (rows N, a multiple of 4). Grid ceil(elements / 1024), block 256.
 //   group_rows      EXPERTS, BT. chosen u32 [R] -> row_of u32 [R]: rows by expert, in order within one; tiles u32: [count, 0, 0, 0], then (expert, first, rows, 0) of each.
 //                   Arguments chosen, R, row_of, tiles, fault, kernel. Grid 1, block 1024, no dynamic shared memory (EXPERTS * 132 bytes static, <= 48 KB: EXPERTS <= 256;
 //                   up to 512 with GROUP_WARPS=16, block 512). tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(R, ceil(R / BT) + EXPERTS).
+#include "half.cuh"
 #include "weight_tiles.cuh"
 
 #ifndef GROUPED
@@ -39,7 +40,7 @@
 #if __CUDA_ARCH_FEAT_SM90_ALL
 __device__ __forceinline__ void wgmma(float (&d)[4][4], const u32 (&a)[4], u64 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
         "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
         : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
@@ -48,7 +49,7 @@ __device__ __forceinline__ void wgmma(float (&d)[4][4], const u32 (&a)[4], u64 b
 }
 __device__ __forceinline__ void wgmma(float (&d)[8][4], const u32 (&a)[4], u64 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
         "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
@@ -60,7 +61,7 @@ __device__ __forceinline__ void wgmma(float (&d)[8][4], const u32 (&a)[4], u64 b
 }
 __device__ __forceinline__ void wgmma(float (&d)[16][4], const u32 (&a)[4], u64 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -77,19 +78,18 @@ __device__ __forceinline__ void wgmma(float (&d)[16][4], const u32 (&a)[4], u64 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// wgmma's description of a tile [BT][64] of bf16 in shared memory, rows of 128 bytes swizzled by 16-byte chunks.
+// wgmma's description of a tile [BT][64] of 16 bits in shared memory, rows of 128 bytes swizzled by 16-byte chunks.
 __device__ __forceinline__ u64 describe(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
-// What widens a level: affine weights with scales in bf16 by bf16 arithmetic, two at a time; others in f32, then rounded.
-__device__ __forceinline__ bf16x2 twice(bf16 v) { return twice_bf16(v); }
-__device__ __forceinline__ float twice(f16 v) { return to_f32(v); }
-__device__ __forceinline__ float twice(float v) { return v; }
+// What widens a level: affine weights with scales in 16 bits by f16 arithmetic, two at a time; others in f32, then rounded.
+template <typename T> __device__ __forceinline__ f16x2 factor_of(T v) { return two_f16(WEIGHT_FACTOR * to_f32(v), WEIGHT_FACTOR * to_f32(v)); }
+__device__ __forceinline__ float factor_of(float v) { return WEIGHT_FACTOR * v; }
 #ifdef BLOCK
 typedef float Factor;
 #else
-typedef decltype(twice(PAIR_T())) Factor;
+typedef decltype(factor_of(PAIR_T())) Factor;
 #endif
 struct Widening {
     Factor scale, bias;
@@ -98,30 +98,24 @@ struct Widening {
 __device__ __forceinline__ Widening widening(const SlotPairs (&p)[TILE_SLOTS], int m, int half, int t) {
 #ifdef BLOCK
     const Scaling s = scaling_at(p, m, half, t);
-    return {s.scale, bias_of(s)};
+    return {factor_of(s.scale), factor_of(bias_of(s))};
 #else
     const PAIR_T *pair = (const PAIR_T *)p[0].subs + 2 * (2 * (PARTS == 2 ? m : 0) + half);
-    return {twice(pair[0]), twice(pair[1])};
+    return {factor_of(pair[0]), factor_of(pair[1])};
 #endif
 }
-// Two slots as bf16: scale q + bias.
-__device__ __forceinline__ u32 widen_two(u32 q, int which, bf16x2 scale, bf16x2 bias) {
-    if (BITS <= 6) { // 0x4300 | q is the bf16 128 + q
-        u32 v = __byte_perm(q, 0x43434343u, which ? 0x4342 : 0x4140);
-        bf16x2 w = __hfma2(__hsub2(*(bf16x2 *)&v, twice_bf16(128.0f)), scale, bias);
-        return *(u32 *)&w;
-    }
-    const float lo = byte_as_float(q, 2 * which), hi = byte_as_float(q, 2 * which + 1);
-    bf16x2 w = two_bf16(fmaf(lo, to_f32(scale.x), to_f32(bias.x)), fmaf(hi, to_f32(scale.x), to_f32(bias.x)));
-    return *(u32 *)&w;
+// Two slots: scale q + bias. 0x6400 | q is the f16 1024 + q.
+__device__ __forceinline__ u32 widen_two(u32 q, int which, f16x2 scale, f16x2 bias) {
+    const u32 v = __byte_perm(q, 0x64646464u, which ? 0x4342 : 0x4140), offset = 0x64006400u;
+    const f16x2 w = __hfma2(__hsub2(*(const f16x2 *)&v, *(const f16x2 *)&offset), scale, bias);
+    return *(const u32 *)&w;
 }
 __device__ __forceinline__ u32 widen_two(u32 q, int which, float scale, float bias) {
     const float lo = byte_as_float(q, 2 * which), hi = byte_as_float(q, 2 * which + 1);
-    bf16x2 w = two_bf16(fmaf(lo, scale, bias), fmaf(hi, scale, bias));
-    return *(u32 *)&w;
+    return two_weights(fmaf(lo, scale, bias), fmaf(hi, scale, bias));
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *codes, const u8 *pairs, const bf16 *x,
+extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *codes, const u8 *pairs, const f16 *x,
 #if GROUPED
                                                                const u32 *row_of, const uint4 *tiles,
 #else
@@ -169,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
 #endif
 
     // Each thread brings the same 16 bytes of BT / 32 rows of each tile of x. Rows beyond the last repeat it.
-    const bf16 *from[BT / 32];
+    const f16 *from[BT / 32];
     const int chunk = threadIdx.x % 8;
 #pragma unroll
     for (int i = 0; i < BT / 32; i++) {
@@ -287,7 +281,7 @@ __device__ __forceinline__ float2 gated(float2 a, float2 b) {
     return make_float2(__fdiv_rn(a.x, 1.0f + expf(-a.x)) * b.x, __fdiv_rn(a.y, 1.0f + expf(-a.y)) * b.y);
 }
 // Step i of 16 columns has slots 4 i, 4 i + 1 of lane t at 2 t, and the next two at 8 + 2 t: a thread writes one such eight.
-extern "C" __global__ void __launch_bounds__(256) to_bf16_tiles(const float *x, bf16 *out, u32 rows) {
+extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, f16 *out, u32 rows) {
     take_turn();
     const size_t item = (size_t)blockIdx.x * 256 + threadIdx.x;
     if (item >= (size_t)rows * (K_TILES * 8)) return;
@@ -302,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(256) to_bf16_tiles(const float *x, 
             f = *(const float2 *)(row + column + 8 * t);
             if (SWIGLU) f = gated(f, *(const float2 *)(row + DIM_K + column + 8 * t));
         }
-        v[t] = pair_of_bf16(f.x, f.y);
+        v[t] = two_inputs(f.x, f.y);
     }
     store16((uint4 *)out + item, v[0], v[1], v[2], v[3]);
 }

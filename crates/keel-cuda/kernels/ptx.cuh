@@ -1,7 +1,7 @@
 // Device instructions that C++ has no word for, and small sums over a warp.
 //
 // Fragments of mma.m16n8k16 (lane = 4 * group + quad):
-//   A 16x16, 4 registers of two bf16: rows group, group + 8 | the same, 8 columns on; columns 2 quad, 2 quad + 1
+//   A 16x16, 4 registers of two bf16 or f16: rows group, group + 8 | the same, 8 columns on; columns 2 quad, 2 quad + 1
 //   B 16x8,  2 registers: rows 2 quad, 2 quad + 1 | 8 rows on; column group
 //   C 16x8,  4 floats: row group, columns 2 quad, 2 quad + 1 | row group + 8
 #pragma once
@@ -36,7 +36,7 @@ template <int PENDING> static __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
 }
 
-/// Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
+/// Four 8x8 matrices of 16 bits; lane l gives the address of row l % 8 of matrix l / 8.
 static __device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -60,6 +60,14 @@ static __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/// The same for f16.
+static __device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};\n"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 /// `c += a b` for tf32 16x8 by 8x8. A: rows group, group + 8, then the same 4 columns on, of column quad; B: rows quad, quad + 4
 /// of column group; C as above.
 static __device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
@@ -77,6 +85,12 @@ static __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
     return r;
+}
+
+/// Two floats as f16 in one register, `low` in the low half; what is beyond the range becomes its greatest value.
+static __device__ __forceinline__ u32 pack_f16(float low, float high) {
+    const f16x2 r = two_f16(low, high);
+    return *(const u32*)&r;
 }
 
 /// The low and the high bf16 of a register.

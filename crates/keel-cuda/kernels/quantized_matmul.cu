@@ -17,6 +17,8 @@
 //   GATE=1     x is first multiplied by sigmoid(gate); GATE=2: normed by heads of HEAD_DIM as by NORM, then multiplied by
 //              silu(gate). gate [T, heads, HEAD_DIM], GATE_ROW values from row to row, GATE_HEAD from head to head
 //   SWIGLU=1   W is [gate; up], N = 2 F, F a multiple of 16; y[t, f] = silu(gate) up, [T, F]
+//   CONV=W     T = 1: columns CONV_FROM to CONV_FROM + CONV_C of y go on through causal_conv.cu's convolution of width W, one
+//              row of one sequence without a log: conv_y [CONV_C]. No other column and no value of y differs
 //   GATHER=J'  grid.y = rows of y; row r is x[r / J'] W[experts[r]]^T; T = 1
 // Grid: ceil(row tiles / (ROW_WARPS * PASSES)), row tiles = ceil(N / 16) or F / 16. Block: 32 * SPLIT * ROW_WARPS.
 // Shared memory: see SHARED_BYTES below. Bytes moved: the weight's, once. Floor: these / (3.0 TB/s).
@@ -42,6 +44,9 @@
 #endif
 #ifndef GATHER
 #define GATHER 0
+#endif
+#ifndef CONV
+#define CONV 0
 #endif
 #ifndef ROW_WARPS
 #define ROW_WARPS 1
@@ -500,7 +505,11 @@ linear_rows(const u32 *codes, const u8 *pairs,
             const u32 *experts, u32 stack, Fault *fault, u32 kernel,
 #endif
             const float *residual, // may be null
-            float *y) {
+            float *y
+#if CONV
+            , const float *conv_weight, float *window, const u32 *row_start, const u32 *slot, float *conv_y
+#endif
+) {
     extern __shared__ uint4 shared[];
     // Told that it is the same for all lanes, the compiler keeps the addresses of fetches in uniform registers.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
@@ -628,6 +637,19 @@ linear_rows(const u32 *codes, const u8 *pairs,
             const bool there = !SWIGLU && residual && i < SUMS && SUM_COLUMN(i) < OUT;
             kept[j] = there ? residual[(size_t)SUM_ROW(i) * OUT + SUM_COLUMN(i)] : 0.0f;
         }
+#if CONV
+        static_assert(DIM_T == 1 && SUMS <= THREADS && !SWIGLU && !GATHER, "a thread for each column");
+        const int channel = SUM_COLUMN((int)threadIdx.x) - CONV_FROM;
+        // A sequence without rows keeps its window.
+        const bool convolves = threadIdx.x < SUMS && channel >= 0 && channel < CONV_C && row_start[1] == 1;
+        float *const my_window = window + (convolves ? (size_t)slot[0] * (CONV - 1) * CONV_C + channel : 0);
+        float taps[CONV], recent[CONV];
+#pragma unroll
+        for (int k = 0; k < CONV; k++) {
+            taps[k] = convolves ? conv_weight[k * CONV_C + channel] : 0.0f;
+            recent[k] = convolves && k < CONV - 1 ? my_window[k * CONV_C] : 0.0f;
+        }
+#endif
 #if BULK
         for (int unit = split; unit < UNITS && tile < OUT_TILES; unit += SPLIT) {
             const u8 *slot = ring + stage * SLOT_BYTES;
@@ -682,6 +704,17 @@ linear_rows(const u32 *codes, const u8 *pairs,
             y[at] = __fdividef(sum[0], 1.0f + __expf(-sum[0])) * sum[1];
 #else
             y[at] = residual ? __fadd_rn(kept[j], sum[0]) : sum[0];
+#endif
+#if CONV
+            if (convolves) {
+                recent[CONV - 1] = sum[0];
+                float through = 0.0f;
+#pragma unroll
+                for (int k = 0; k < CONV; k++) through = fmaf(taps[k], recent[k], through);
+#pragma unroll
+                for (int k = 1; k < CONV; k++) my_window[(k - 1) * CONV_C] = recent[k];
+                conv_y[channel] = silu(through);
+            }
 #endif
         }
         tile = following;

@@ -1,6 +1,6 @@
 // RMS norms of rows of `width` f32: y = x / sqrt(mean(x^2) + eps) * w. One block a row; the row is read once from
 // memory and once from the cache. Rows of x (and z) are `stride` elements apart; y is gap-free.
-#include "common.cuh"
+#include "half.cuh"
 
 __device__ inline float inverse_rms(float squares, u32 width, float eps, float* shared) {
     return 1.0f / sqrtf(block_sum(squares, shared) / (float)width + eps);
@@ -17,8 +17,8 @@ extern "C" __global__ void rms_norm(const float* x, u64 stride, const float* w, 
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) out[i] = row[i] * scale * w[i];
 }
 
-// The same as bf16, for products on tensor cores: four columns a thread, width a multiple of 4 and at most 4 blockDim.x.
-extern "C" __global__ void rms_norm_bf16(const float* x, u64 stride, const float* w, uint2* y, u32 width, float eps) {
+// The same in 16 bits, for products on tensor cores (see half.cuh): four columns a thread, width a multiple of 4 and at most 4 blockDim.x.
+extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float* w, uint2* y, u32 width, float eps) {
     take_turn();
     __shared__ float shared[33];
     const u32 fours = width / 4, i = threadIdx.x;
@@ -29,13 +29,13 @@ extern "C" __global__ void rms_norm_bf16(const float* x, u64 stride, const float
     }
     const float by = inverse_rms(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w))), width, eps, shared);
     if (i >= fours) return;
-    const bf16x2 low = two_bf16(v.x * by * scale.x, v.y * by * scale.y), high = two_bf16(v.z * by * scale.z, v.w * by * scale.w);
-    y[(u64)blockIdx.x * fours + i] = make_uint2(*(const u32*)&low, *(const u32*)&high);
+    y[(u64)blockIdx.x * fours + i] =
+        make_uint2(two_inputs(v.x * by * scale.x, v.y * by * scale.y), two_inputs(v.z * by * scale.z, v.w * by * scale.w));
 }
 
-// y = bf16 of x * sigmoid(gate) for heads [rows, D]; with w of rms_norm(x) * w * silu(gate). One warp a head, four columns a lane,
+// y = x * sigmoid(gate) in 16 bits for heads [rows, D]; with w of rms_norm(x) * w * silu(gate). One warp a head, four columns a lane,
 // D a multiple of 4 and at most 512. gate has a stride from token to token and one from head to head.
-extern "C" __global__ void __launch_bounds__(256) gated_heads_bf16(const float* x, const float* gate, u64 gate_row, u64 gate_head, const float* w, bf16* y, u32 rows, u32 heads, u32 d, float eps) {
+extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* x, const float* gate, u64 gate_row, u64 gate_head, const float* w, u16* y, u32 rows, u32 heads, u32 d, float eps) {
     take_turn();
     const u32 row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(256) gated_heads_bf16(const float* 
         for (int j = 0; j < 4; j++) squares = fmaf(v[j].x, v[j].x, fmaf(v[j].y, v[j].y, fmaf(v[j].z, v[j].z, fmaf(v[j].w, v[j].w, squares))));
         by = 1.0f / sqrtf(warp_sum(squares) / (float)d + eps);
     }
-    // Off by a few units in the last place, where rounding to bf16 follows.
+    // Off by a few units in the last place, where rounding to 16 bits follows.
     auto share = [](float z) { return __fdividef(1.0f, 1.0f + __expf(-z)); };
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -71,8 +71,7 @@ extern "C" __global__ void __launch_bounds__(256) gated_heads_bf16(const float* 
             const float4 n = *(const float4*)(w + i);
             f = make_float4(by * n.x * z[j].x * f.x, by * n.y * z[j].y * f.y, by * n.z * z[j].z * f.z, by * n.w * z[j].w * f.w);
         }
-        const bf16x2 low = two_bf16(v[j].x * f.x, v[j].y * f.y), high = two_bf16(v[j].z * f.z, v[j].w * f.w);
-        *(uint2*)(y + i) = make_uint2(*(const u32*)&low, *(const u32*)&high);
+        *(uint2*)(y + i) = make_uint2(two_inputs(v[j].x * f.x, v[j].y * f.y), two_inputs(v[j].z * f.z, v[j].w * f.w));
     }
 }
 

@@ -40,10 +40,6 @@
 __device__ __forceinline__ void store16(void *p, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
-__device__ __forceinline__ u32 pair_of_bf16(float a, float b) {
-    bf16x2 v = two_bf16(a, b);
-    return *(u32 *)&v;
-}
 
 // Weights are read once: they pass by L1.
 __device__ __forceinline__ uint4 stream16(const void *p) {

@@ -8,6 +8,7 @@ pub(crate) const CUSTOM_ENTRY: &str = "custom_kernel";
 /// Headers that every source may include.
 pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("common.cuh", include_str!("../kernels/common.cuh")),
+    ("half.cuh", include_str!("../kernels/half.cuh")),
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("gated_delta.cuh", include_str!("../kernels/gated_delta.cuh")),
     ("kv_coded.cuh", include_str!("../kernels/kv_coded.cuh")),

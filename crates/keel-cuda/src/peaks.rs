@@ -1,6 +1,6 @@
 //! What a GPU can do at most, measured now.
 
-use crate::driver::{BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, Product, driver};
+use crate::driver::{BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, HalfType, Product, driver};
 use crate::error::Result;
 use std::sync::Arc;
 use std::time::Instant;
@@ -74,7 +74,8 @@ fn product_rate(device: &Arc<Device>) -> Result<f64> {
     let (x, w) = (half(1)?, half(2)?);
     let y = CudaMemory::zeroed(device, 4 * PRODUCT * PRODUCT, false)?;
     let workspace = CudaMemory::zeroed(device, BLAS_WORKSPACE_BYTES, false)?;
-    let product = Product { rows: PRODUCT, cols: PRODUCT, inner: PRODUCT, accumulate: false };
+    let product =
+        Product { rows: PRODUCT, cols: PRODUCT, inner: PRODUCT, accumulate: false, half: HalfType::Bf16 };
     let seconds = time(device, || {
         // SAFETY: all memories have the product's sizes and live past the last synchronisation.
         unsafe { blas.multiply(device, product, (x.at(0), w.at(0), y.at(0)), workspace.at(0)) }

@@ -58,9 +58,12 @@ fn keys() -> Vec<KernelKey> {
     }
     add(
         kernels::RMS_NORM,
-        &["rms_norm", "rms_norm_bf16", "gated_heads_bf16", "add_rms_norm", "gated_rms_norm"],
+        &["rms_norm", "rms_norm_half", "gated_heads_half", "add_rms_norm", "gated_rms_norm"],
         &[],
     );
+    let half = [("HALF_BF16", "1")];
+    add(kernels::RMS_NORM, &["rms_norm_half", "gated_heads_half"], &half);
+    add(kernels::ACTIVATION, &["swiglu_half"], &half);
     let turned = [("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}"), ("H", "6"), ("KV", "2")];
     for [kv_bf16, queries, keys] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
         let which = [("KV_BF16", kv_bf16), ("QUERIES", queries), ("KEYS", keys)];
@@ -69,7 +72,7 @@ fn keys() -> Vec<KernelKey> {
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
     add(kernels::ROTATE_PAIRS, &["rotate_pairs"], &[]);
-    add(kernels::ACTIVATION, &["swiglu", "swiglu_bf16", "sigmoid_gate"], &[]);
+    add(kernels::ACTIVATION, &["swiglu", "swiglu_half", "sigmoid_gate"], &[]);
     add(kernels::EXPERTS, &["route_top_k", "combine"], &[]);
     let choice = [("EXPERTS", "60"), ("CHOICES", "4"), ("NORMALISE", "1")];
     add(kernels::EXPERTS, &["route_few"], &choice);
@@ -99,17 +102,20 @@ fn keys() -> Vec<KernelKey> {
             &[("NORM", "1"), ("SWIGLU", "1")][..],
             &[("GATE", "1"), ("SWIGLU", "0")],
             &[("GATE", "2"), ("SWIGLU", "0")],
+            &[("NORM", "1"), ("CONV", "4"), ("CONV_C", "48"), ("CONV_FROM", "16")],
         ] {
             let single = [&single[..], entry, &gate].concat();
             add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
-            let prepared = [&[("DIM_T", "5"), ("FUSED", "0"), ("GATHER", "0")], entry, &gate].concat();
-            add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&prepared));
+            if entry.iter().all(|(name, _)| *name != "CONV") {
+                let prepared = [&[("DIM_T", "5"), ("FUSED", "0"), ("GATHER", "0")], entry, &gate].concat();
+                add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&prepared));
+            }
         }
         let exact = &weight[..weight.len() - 1];
         let exact =
             [&[("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("GATHER", "2")], exact];
         add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &exact.concat());
-        add(kernels::DEQUANTIZE, &["embedding_rows", "to_bf16"], &exact.concat());
+        add(kernels::DEQUANTIZE, &["embedding_rows", "to_half", "to_two_bf16"], &exact.concat());
         if affine {
             add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
             let grouped = [("GROUPED", "1"), ("FANOUT", "2"), ("EXPERTS", "64"), ("SPLITS", "1")];
@@ -125,7 +131,7 @@ fn keys() -> Vec<KernelKey> {
                 .concat(),
             );
             let plain = [("BT", "128"), ("SPLITS", "4"), ("X_STAGES", "2"), ("W_STAGES", "2")];
-            let entries = ["linear_tiled", "to_bf16_tiles", "add_parts"];
+            let entries = ["linear_tiled", "to_half_tiles", "add_parts"];
             add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
         }
     }
@@ -157,6 +163,8 @@ fn keys() -> Vec<KernelKey> {
     let heads = [("HK", "2"), ("HV", "4"), ("DK", "32"), ("DV", "48")];
     let strides = [("QKV_STRIDE", "400"), ("A_STRIDE", "400"), ("B_STRIDE", "400"), ("LOG", "3")];
     add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides].concat());
+    let early = [("EARLY", "1"), ("SLOTS", "5")];
+    add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &early].concat());
     let wide = [("HK", "16"), ("HV", "32"), ("DK", "128"), ("DV", "128"), ("STAGES", "2")];
     let entries = ["gated_delta_prepare", "gated_delta_chunks"];
     add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides].concat());

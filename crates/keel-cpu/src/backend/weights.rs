@@ -8,11 +8,12 @@ use half::{bf16, f16};
 use keel_array::{ArrayError, BlockFormat, DType, RowBlock, RowData, WeightSpec};
 use std::ops::Range;
 
-/// The coding of a weight whose blocks stay as they came: one that is computed with in f32. For other arithmetic blocks
-/// are packed as other weights are.
+/// The coding of a weight whose blocks stay as they came: one whose activations are not to be rounded to 8 bits, which is
+/// computed with in f32. Otherwise blocks are packed as other weights are.
 pub(super) fn raw_blocks(spec: &WeightSpec) -> Option<BlockFormat> {
     match (spec.format, spec.compute) {
-        (keel_array::WeightFormat::Blocks(format), keel_array::Compute::F32) => Some(format),
+        (keel_array::WeightFormat::Blocks(_), keel_array::Compute::Auto) => None,
+        (keel_array::WeightFormat::Blocks(format), _) => Some(format),
         _ => None,
     }
 }
@@ -71,8 +72,8 @@ pub(super) fn linear(spec: &WeightSpec, isa: Isa) -> Linear {
         keel_array::Compute::Bf16 if Compute::Bf16.takes(layout.format()) && isa >= Isa::Avx512Vnni => {
             Compute::Bf16
         }
-        keel_array::Compute::Bf16 if !matches!(layout.format(), WeightFormat::Blocks(_)) => Compute::F32,
-        keel_array::Compute::Bf16 | keel_array::Compute::Auto => Compute::fastest(layout.format(), isa),
+        keel_array::Compute::Bf16 => Compute::F32,
+        keel_array::Compute::Auto => Compute::fastest(layout.format(), isa),
     };
     Linear::new(layout, compute, isa)
 }

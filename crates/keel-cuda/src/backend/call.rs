@@ -8,7 +8,7 @@ use crate::kernels::KernelKey;
 use cudarc::driver::sys;
 use keel_array::ArrayError;
 use std::cell::RefCell;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 
 /// Counters that kernels find at zero and leave at zero: blocks of a launch count each other with them.
 pub(super) const COUNTERS: usize = 1 << 16;
@@ -29,6 +29,8 @@ pub(super) struct Call<'a> {
     pub counters: u64,
     /// What the launch has checked so far: what lasts is checked once.
     pub checked: &'a RefCell<Vec<Arguments>>,
+    /// Where kernels of the launch have written so far, of what was there before it.
+    pub written: &'a RefCell<Vec<Range<u64>>>,
 }
 
 impl<'a> Deref for Call<'a> {
@@ -114,6 +116,20 @@ impl Call<'_> {
             return Ok(());
         }
         self.gpu.launch(key, geometry, arguments).map_err(|e| e.in_op(self.kernel.op.name()))
+    }
+
+    /// Whether an operand is as it was before the launch, so that it may be read while other kernels of the launch run.
+    pub fn is_untouched(&self, operand: &Bound<'_>) -> bool {
+        let span = operand.span();
+        let apart = |written: &Range<u64>| written.end <= span.start || span.end <= written.start;
+        operand.lasting && self.written.borrow().iter().all(apart)
+    }
+
+    /// Notes what of the memory that was there before the launch this kernel writes.
+    pub fn note_written(&self) {
+        let states = self.kernel.op.mutated_inputs().map(|i| self.inputs[i]);
+        let written = states.chain(self.outputs.iter().copied()).filter(|operand| operand.lasting);
+        self.written.borrow_mut().extend(written.map(|operand| operand.span()));
     }
 
     /// The error of this kernel.

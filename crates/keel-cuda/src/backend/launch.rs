@@ -233,40 +233,53 @@ impl Session {
         // Least recently used first.
         let mut seen = self.seen.remove(i);
         if seen.graph.is_none() {
-            seen.graph = Some(capture(device, || record(self).map_err(Captured)).map_err(|Captured(e)| e)?);
-            self.captured += 1;
+            seen.graph = capture(device, || record(self).map_err(Captured)).map_err(|Captured(e)| e)?;
+            self.captured += u64::from(seen.graph.is_some());
         } else {
             self.replayed += 1;
         }
-        let Some(graph) = &seen.graph else { unreachable!("captured above") };
-        // SAFETY: the launch owns the memory of the prepared program, whose addresses never change; the arena's
-        // address is part of the key; and the caller waits for the stream.
-        let outcome = unsafe { graph.launch() }.map_err(|e| e.in_op("launch"));
+        let outcome = match &seen.graph {
+            // SAFETY: the launch owns the memory of the prepared program, whose addresses never change; the arena's
+            // address is part of the key; and the caller waits for the stream.
+            Some(graph) => unsafe { graph.launch() }.map_err(|e| e.in_op("launch")),
+            None => record(self),
+        };
         self.seen.push(seen);
         outcome
     }
 
     /// Puts the kernels on the stream.
     fn record(&self, gpu: &Gpu, mode: Mode, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        let checked = RefCell::default();
-        for (index, kernel) in launch.kernels().iter().enumerate() {
-            let outputs = kernel.outputs.iter().map(|o| Bound::new(launch, o)).collect();
-            let scratch = kernel
+        let (checked, written) = (RefCell::default(), RefCell::default());
+        let bind = |(index, kernel)| Call {
+            gpu,
+            mode,
+            bound: BoundKernel::new(launch, kernel),
+            index,
+            outputs: kernel.outputs.iter().map(|o| Bound::new(launch, o)).collect(),
+            scratch: kernel
                 .workspace
                 .as_ref()
-                .map_or(0, |range| CudaMemory::of(launch.arena().memory()).range(range.start, range.len()));
-            let call = Call {
-                gpu,
-                mode,
-                bound: BoundKernel::new(launch, kernel),
-                index,
-                outputs,
-                scratch,
-                fault: self.fault.at(0),
-                counters: self.counters.at(0),
-                checked: &checked,
+                .map_or(0, |range| CudaMemory::of(launch.arena().memory()).range(range.start, range.len())),
+            fault: self.fault.at(0),
+            counters: self.counters.at(0),
+            checked: &checked,
+            written: &written,
+        };
+        let mut calls = launch.kernels().iter().enumerate().map(bind).peekable();
+        while let Some(call) = calls.next() {
+            let with_next = match calls.peek() {
+                Some(next) => dispatch::run_both(&call, next)?,
+                None => false,
             };
-            dispatch::run(&call)?;
+            if with_next {
+                if let Some(next) = calls.next() {
+                    next.note_written();
+                }
+            } else {
+                dispatch::run(&call)?;
+            }
+            call.note_written();
         }
         Ok(())
     }

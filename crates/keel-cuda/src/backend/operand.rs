@@ -38,6 +38,12 @@ impl<'a> BoundKernel<'a> {
         }
     }
 
+    /// True if some of what the kernel reads lies in the memory of `written`.
+    pub fn reads(&self, written: &Bound<'_>) -> bool {
+        let own = self.inputs.iter().any(|input| input.address != 0 && input.overlaps(written));
+        own || self.absorbed.iter().any(|kernel| kernel.reads(written))
+    }
+
     /// Input number `input`; where it would be a copy out of strides, what it would be copied from.
     pub fn strided(&self, input: usize) -> Bound<'a> {
         self.maker(input).map_or(self.inputs[input], |copy| copy.inputs[0])
@@ -89,7 +95,7 @@ impl<'a> Bound<'a> {
     }
 
     /// Bytes from the first element to the end of the last.
-    fn span(&self) -> std::ops::Range<u64> {
+    pub fn span(&self) -> std::ops::Range<u64> {
         let bytes = (self.layout.end() - self.layout.offset) * self.dtype.size();
         self.address..self.address + bytes as u64
     }
@@ -98,6 +104,12 @@ impl<'a> Bound<'a> {
     pub fn overlaps(&self, other: &Bound<'_>) -> bool {
         let (a, b) = (self.span(), other.span());
         a.start < b.end && b.start < a.end
+    }
+
+    /// True if all of it lies in the memory of `other`.
+    pub fn lies_within(&self, other: &Bound<'_>) -> bool {
+        let (a, b) = (self.span(), other.span());
+        b.start <= a.start && a.end <= b.end
     }
 
     /// The structure `Strides` of `common.cuh`.

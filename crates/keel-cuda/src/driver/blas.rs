@@ -1,4 +1,4 @@
-//! cuBLASLt: bf16 products on tensor cores with f32 sums.
+//! cuBLASLt: products of 16-bit floats on tensor cores with f32 sums.
 
 use super::Device;
 use crate::CudaError;
@@ -11,13 +11,21 @@ use std::sync::Mutex;
 /// Scratch that the library gets for each product, in bytes: what its maker advises for Hopper.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// `y [rows, cols] = x [rows, inner] w [cols, inner]^T`, x and w bf16, y f32; onto what y holds if `accumulate`.
+/// What is multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum HalfType {
+    Bf16,
+    F16,
+}
+
+/// `y [rows, cols] = x [rows, inner] w [cols, inner]^T`, y f32; onto what y holds if `accumulate`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Product {
     pub rows: usize,
     pub cols: usize,
     pub inner: usize,
     pub accumulate: bool,
+    pub half: HalfType,
 }
 
 struct Plan {
@@ -75,7 +83,10 @@ impl Blas {
             sys::cudaDataType_t::CUDA_R_32F,
         )?;
         // The library's matrices are column-major: row-major [cols, inner] is its [inner, cols], to be transposed.
-        let half = sys::cudaDataType_t::CUDA_R_16BF;
+        let half = match product.half {
+            HalfType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+            HalfType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        };
         let weight = result::create_matrix_layout(half, inner as u64, cols as u64, inner as i64)?;
         let input = result::create_matrix_layout(half, inner as u64, rows as u64, inner as i64)?;
         let single = sys::cudaDataType_t::CUDA_R_32F;

@@ -2,7 +2,7 @@
 
 use super::{Device, driver};
 use crate::error::Result;
-use cudarc::driver::sys::{CUgraphExec, CUstreamCaptureMode};
+use cudarc::driver::sys::{CUgraphExec, CUstreamCaptureMode, CUstreamCaptureStatus};
 use std::sync::Arc;
 
 /// A captured list of launches.
@@ -14,20 +14,27 @@ pub(crate) struct Graph {
 // SAFETY: a handle of the driver, used by one thread at a time: the runtime's stream sees to it.
 unsafe impl Send for Graph {}
 
-/// What `record` puts on the device's stream, as a graph. Nothing is run.
+/// What `record` puts on the device's stream, as a graph. Nothing is run. `None` if another user of the device has broken the
+/// capture off: what waits for the whole device on one thread ends the captures of all others.
 pub(crate) fn capture<E: From<crate::CudaError>>(
     device: &Arc<Device>,
     record: impl FnOnce() -> Result<(), E>,
-) -> Result<Graph, E> {
+) -> Result<Option<Graph>, E> {
     let stream = device.stream();
     // SAFETY: the stream is idle and no other thread uses it.
     unsafe {
         driver!(cuStreamBeginCapture_v2(stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?
     };
     let recorded = record();
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the stream is the one above, the pointer is to a local.
+    unsafe { driver!(cuStreamIsCapturing(stream, &mut status))? };
     let mut graph = std::ptr::null_mut();
     // SAFETY: ends the capture begun above, also when recording failed.
     let ended = unsafe { driver!(cuStreamEndCapture(stream, &mut graph)) };
+    if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED {
+        return Ok(None);
+    }
     recorded?;
     ended?;
     let mut executable = std::ptr::null_mut();
@@ -38,7 +45,7 @@ pub(crate) fn capture<E: From<crate::CudaError>>(
         made
     };
     made?;
-    Ok(Graph { device: Arc::clone(device), executable })
+    Ok(Some(Graph { device: Arc::clone(device), executable }))
 }
 
 impl Graph {

@@ -10,7 +10,7 @@ mod memory;
 mod modules;
 
 pub(crate) use arguments::Arguments;
-pub(crate) use blas::{Blas, Product, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES};
+pub(crate) use blas::{Blas, HalfType, Product, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES};
 pub use compiler::{Architecture, compile};
 pub(crate) use device::{Delivery, Device};
 pub(crate) use graph::{Graph, capture};

@@ -127,13 +127,14 @@ fn affine(runtime: &Runtime) {
             let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
             let what = format!("linear [{t}, {n}, {k}] of {bits} bits in groups of {group}");
             let array = upload(runtime, &x, DType::F32);
-            let exact = array.linear(&affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::F32));
-            expect_within(
-                &what,
-                &exact.expect("extents fit"),
-                &quantized_matmul(&floats(&x), &w),
-                tolerance::F32,
-            );
+            let want = quantized_matmul(&floats(&x), &w);
+            for (compute, limit) in
+                [(Compute::F32, tolerance::F32), (Compute::Bf16, tolerance::BF16_ACTIVATIONS)]
+            {
+                let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, compute);
+                let y = array.linear(&weight).expect("extents fit");
+                expect_within(&format!("{what}, {compute:?}"), &y, &want, limit);
+            }
             let fast = array.linear(&affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::Auto));
             let rounded = quantised_activations(&floats(&x), group);
             let fast = fast.expect("extents fit");
@@ -184,9 +185,11 @@ fn in_blocks(runtime: &Runtime) {
     for format in BlockFormat::ALL {
         let blocks = 768 / format.values();
         for (t, n) in [(1, 33), (3, 31), (17, 64), (65, 15)] {
-            for (compute, limit) in
-                [(Compute::F32, tolerance::F32), (Compute::Auto, tolerance::INT8_ACTIVATIONS)]
-            {
+            for (compute, limit) in [
+                (Compute::F32, tolerance::F32),
+                (Compute::Auto, tolerance::INT8_ACTIVATIONS),
+                (Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+            ] {
                 let (weight, w, k) = block_weight(runtime, &mut random, format, (1, n, blocks), compute);
                 let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
                 let y = upload(runtime, &x, DType::F32).linear(&weight).expect("extents fit");
@@ -248,9 +251,15 @@ fn onto_a_residual(runtime: &Runtime) {
 
 fn gathered(runtime: &Runtime) {
     let mut random = Random::new(54);
-    for (tokens, choices, experts, n, k) in [(1, 2, 5, 33, 64), (7, 3, 4, 17, 128), (65, 2, 9, 31, 64)] {
+    for (tokens, choices, experts, n, k, compute, limit) in [
+        (1, 2, 5, 33, 64, Compute::F32, tolerance::F32),
+        (7, 3, 4, 17, 128, Compute::F32, tolerance::F32),
+        (65, 2, 9, 31, 64, Compute::F32, tolerance::F32),
+        (1, 3, 5, 65, 192, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+        (33, 4, 7, 95, 128, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+    ] {
         let stack: Vec<Affine> = (0..experts).map(|_| weights(&mut random, n, k, 4, 32)).collect();
-        let weight = affine_weight(runtime, &stack, 4, Compute::F32);
+        let weight = affine_weight(runtime, &stack, 4, compute);
         let chosen = Tensor::integers(&mut random, &[tokens, choices], 0, experts as i64);
         let choice: Vec<u32> = chosen.values.iter().map(|&e| e as u32).collect();
         for shape in [&[tokens, k][..], &[tokens, choices, k]] {
@@ -258,9 +267,9 @@ fn gathered(runtime: &Runtime) {
             for dtype in [DType::U32, DType::I32] {
                 let y =
                     upload(runtime, &x, DType::F32).gather_linear(&weight, &upload(runtime, &chosen, dtype));
-                let values = gather_quantized_matmul(&floats(&x), &stack, &choice);
-                let want = Tensor { shape: vec![tokens, choices, n], values };
-                expect(&format!("gather_linear of {shape:?}"), &y.expect("extents fit"), &want);
+                let want = gather_quantized_matmul(&floats(&x), &stack, &choice);
+                let what = format!("gather_linear of {shape:?}, {compute:?}");
+                expect_within(&what, &y.expect("extents fit"), &want, limit);
             }
         }
     }

@@ -64,7 +64,7 @@ pub enum ComputeArg {
     Auto,
     /// f32 throughout, keys and values included.
     F32,
-    /// bf16 products, f32 sums.
+    /// Activations in 16 bits, never fewer; f32 sums.
     Bf16,
 }
 

@@ -3,7 +3,7 @@
 //! | reader | producers |
 //! |---|---|
 //! | product of few rows | a norm, the gated norm of heads, a gate in front of it |
-//! | product of many rows | the same or SwiGLU, on the way to bf16 |
+//! | product of many rows | the same or SwiGLU, on the way to 16 bits |
 //! | SwiGLU | a product of few rows |
 //! | rotation, gate | a copy of heads out of strides |
 //! | attention in decode | the rotations of queries and keys |
@@ -26,7 +26,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             enters(weight, producer) || enters_by_heads(weight, producer)
         }
         (Op::Linear { weight, .. }, 0) if linear::surely_through_blas(weight, reader, mode) => {
-            enters_as_bf16(weight, producer) || enters_by_heads(weight, producer)
+            enters_as_half(weight, producer) || enters_by_heads(weight, producer)
         }
         (Op::GatherLinear { weight }, 0) if linear::takes_few_rows(weight, reader, mode) => {
             enters(weight, producer)
@@ -86,8 +86,8 @@ fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
     fits && aligned && plain && read.layout.offset.is_multiple_of(4)
 }
 
-/// What may come before a product of many rows, in the kernel that rounds them to bf16.
-fn enters_as_bf16(weight: &WeightSpec, producer: &Kernel) -> bool {
+/// What may come before a product of many rows, in the kernel that rounds them to 16 bits.
+fn enters_as_half(weight: &WeightSpec, producer: &Kernel) -> bool {
     let x = &producer.inputs[0];
     // Read 16 bytes at a time. An intermediate begins at a multiple of that; what comes from outside may not.
     let aligned = x.layout.row_stride(1).is_some_and(|stride| stride.is_multiple_of(4))

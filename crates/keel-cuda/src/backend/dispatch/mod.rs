@@ -56,6 +56,12 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     }
 }
 
+/// Puts the launches of two kernels that follow each other on the stream as one, if they fit each other. False if not; then
+/// nothing has been done.
+pub(super) fn run_both(call: &Call<'_>, next: &Call<'_>) -> Result<bool, ArrayError> {
+    sequence::run_behind_product(call, next)
+}
+
 /// Scratch of a kernel.
 pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     match &kernel.op {

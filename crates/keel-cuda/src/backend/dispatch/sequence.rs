@@ -1,6 +1,7 @@
 //! Operations with memory: convolution, gated delta rule, attention.
 
 use super::batch::{BatchCheck, Log, check_batch};
+use super::linear::{self, Convolution};
 use super::{Bound, COUNTERS, Call, Geometry, attention};
 use crate::backend::{Mode, Precision};
 use crate::driver::Arguments;
@@ -88,6 +89,37 @@ fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     call.launch(&key("causal_conv"), geometry(sequences), arguments)
 }
 
+/// A convolution and the product whose columns it reads, in one launch, where a step of one row has them side by side. False
+/// if they do not fit each other; then nothing has been done.
+pub(super) fn run_behind_product(product: &Call<'_>, conv: &Call<'_>) -> Result<bool, ArrayError> {
+    let (Op::Linear { weight, residual: false }, Op::CausalConv(spec)) =
+        (&product.kernel.op, &conv.kernel.op)
+    else {
+        return Ok(false);
+    };
+    let (y, convolved) = (&product.outputs[0], &conv.outputs[0]);
+    let [x, taps, window, row_start, slot] = conv.inputs[..] else { return Ok(false) };
+    let one_row = y.len() == weight.rows && slot.len() == 1 && x.layout.shape[0] == 1;
+    if !one_row || !linear::takes_few_rows(weight, product.kernel, product.mode) || !x.lies_within(y) {
+        return Ok(false);
+    }
+    // Blocks of the product read its operands while others are through already.
+    let in_place = product.kernel.workspace.is_none() && !product.reads(convolved) && !convolved.overlaps(y);
+    if !in_place || shared_state(conv).is_some() {
+        return Ok(false);
+    }
+    let slots = Some((&slot, window.layout.shape[0]));
+    check_batch(conv, &row_start, &BatchCheck { rows: 1, slot: slots, ..BatchCheck::default() })?;
+    let behind = Convolution {
+        width: spec.width,
+        channels: x.width(),
+        first_column: (x.address - y.address) as usize / size_of::<f32>(),
+        operands: [taps, window, row_start, slot, *convolved],
+    };
+    linear::convolved_linear(product, behind)?;
+    Ok(true)
+}
+
 fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     const COLUMNS: usize = 32;
     let [qkv, a, b, a_log, dt_bias, state, rest @ ..] = &call.inputs[..] else {
@@ -145,7 +177,10 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     }
     let arguments =
         arguments.pointer(records).pointer(accepted).pointer(call.counters).u32(keep_open).pointer(y);
-    let key = constants(KernelKey::new(GATED_DELTA, "gated_delta"));
+    let early = [state, row_start, slot].iter().all(|operand| call.is_untouched(operand));
+    let key = constants(KernelKey::new(GATED_DELTA, "gated_delta"))
+        .define("EARLY", u8::from(early))
+        .define("SLOTS", state.layout.shape[0]);
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), slot.len(), 1);
     call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, arguments)
 }

@@ -1,19 +1,20 @@
-//! Products of many rows through cuBLASLt, a quantised weight widened to bf16 in scratch.
+//! Products of many rows through cuBLASLt: a quantised weight is widened to f16 in scratch, a dense one multiplied as it lies,
+//! twice if x is to keep 16 bits.
 
 use super::super::{Bound, Call, Geometry};
 use super::choice::BLAS_BLOCK;
 use super::exact::exact_tiled;
 use super::{at_row, col_tiles, packed, row_tiles, weight_key};
-use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, Product};
+use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, HalfType, Product};
 use crate::error;
 use crate::kernels::{ACTIVATION, DEQUANTIZE, KernelKey, RMS_NORM};
-use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
+use keel_array::{ArrayError, Compute, Op, WeightFormat, WeightSpec};
 
 /// Bytes that the library's scratch is aligned to; the arena promises less.
 const BLAS_ALIGN: usize = 256;
 
-/// Where the scratch of a product through cuBLASLt lies, from a multiple of [`BLAS_ALIGN`] on: the library's own, x as
-/// bf16, W as bf16, the last block of y where rows are multiplied in blocks. `end` includes what the alignment may take.
+/// Where the scratch of a product through cuBLASLt lies, from a multiple of [`BLAS_ALIGN`] on: the library's own, x in 16
+/// bits, W as f16, the last block of y where rows are multiplied in blocks. `end` includes what the alignment may take.
 pub(super) struct BlasScratch {
     x: usize,
     w: usize,
@@ -24,22 +25,56 @@ pub(super) struct BlasScratch {
 pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) -> BlasScratch {
     let x = BLAS_WORKSPACE_BYTES;
     let rows = if in_blocks { rows.next_multiple_of(BLAS_BLOCK) } else { rows };
-    let w = x + (rows * weight.cols * size_of::<u16>()).next_multiple_of(BLAS_ALIGN);
-    let widened = !matches!(weight.format, WeightFormat::Dense(_));
-    let last = w + if widened { weight.rows * weight.cols * size_of::<u16>() } else { 0 };
+    let w = x + x_parts(weight) * x_bytes(weight, rows);
+    let last =
+        w + if operands(weight) == HalfType::F16 { weight.rows * weight.cols * size_of::<u16>() } else { 0 };
     let last = last.next_multiple_of(BLAS_ALIGN);
     let end = last + if in_blocks { BLAS_BLOCK * weight.rows * size_of::<f32>() } else { 0 };
     BlasScratch { x, w, last, end: end + BLAS_ALIGN }
 }
 
-/// x as bf16, behind the norm or the gate that the product has absorbed.
-fn to_bf16(weight: &WeightSpec, rows: usize, to: u64, call: &Call<'_>) -> Result<(), ArrayError> {
+fn operands(weight: &WeightSpec) -> HalfType {
+    match weight.format {
+        WeightFormat::Dense(_) => HalfType::Bf16,
+        _ => HalfType::F16,
+    }
+}
+
+/// Whether x enters as the sum of two bf16, each of which is multiplied.
+pub(super) fn splits_x(weight: &WeightSpec) -> bool {
+    weight.compute == Compute::Bf16 && operands(weight) == HalfType::Bf16
+}
+
+fn x_parts(weight: &WeightSpec) -> usize {
+    if splits_x(weight) { 2 } else { 1 }
+}
+
+/// Bytes of x in 16 bits.
+fn x_bytes(weight: &WeightSpec, rows: usize) -> usize {
+    (rows * weight.cols * size_of::<u16>()).next_multiple_of(BLAS_ALIGN)
+}
+
+/// x in 16 bits, behind the norm or the gate that the product has absorbed; in two parts if it is split, `part_bytes` apart.
+fn to_half(
+    weight: &WeightSpec,
+    rows: usize,
+    (to, part_bytes): (u64, usize),
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let half_key = |source, entry| {
+        KernelKey::new(source, entry).define("HALF_BF16", u8::from(operands(weight) == HalfType::Bf16))
+    };
     let Some(maker) = call.maker(0) else {
         // Two columns at a time: with an odd number of columns there is no pair to end a row, nor does it matter.
         let pairs = (rows * weight.cols).div_ceil(2);
+        if splits_x(weight) {
+            let key = weight_key(DEQUANTIZE, "to_two_bf16", weight);
+            let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to);
+            let arguments = arguments.pointer(to + part_bytes as u64).u64(pairs);
+            return call.launch(&key, Geometry::rows(pairs.div_ceil(256), 256), arguments);
+        }
         let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to).u64(pairs);
-        let key =
-            KernelKey::new(DEQUANTIZE, "to_bf16").define("DIM_N", weight.rows).define("DIM_K", weight.cols);
+        let key = half_key(DEQUANTIZE, "to_half").define("DIM_N", weight.rows).define("DIM_K", weight.cols);
         return call.launch(&key, Geometry::rows(pairs.div_ceil(1024), 256), arguments);
     };
     let x = &maker.inputs[0];
@@ -56,21 +91,21 @@ fn to_bf16(weight: &WeightSpec, rows: usize, to: u64, call: &Call<'_>) -> Result
         let arguments = Arguments::default().pointer(x.address).pointer(gate.address).u64(row).u64(head);
         let arguments = arguments.pointer(norm).pointer(to).u32(rows * count).u32(count).u32(size).f32(eps);
         let blocks = (rows * count).div_ceil(8);
-        call.launch(&KernelKey::new(RMS_NORM, "gated_heads_bf16"), Geometry::rows(blocks, 256), arguments)
+        call.launch(&half_key(RMS_NORM, "gated_heads_half"), Geometry::rows(blocks, 256), arguments)
     };
     match maker.kernel.op {
         Op::SwiGlu => {
             let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1));
             let arguments = arguments.pointer(to).u64(rows).u32(weight.cols);
             let blocks = (rows * weight.cols / 8).div_ceil(256);
-            call.launch(&KernelKey::new(ACTIVATION, "swiglu_bf16"), Geometry::rows(blocks, 256), arguments)
+            call.launch(&half_key(ACTIVATION, "swiglu_half"), Geometry::rows(blocks, 256), arguments)
         }
         Op::RmsNorm { eps } => {
             let norm = maker.inputs[1].address;
             let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1)).pointer(norm);
             let arguments = arguments.pointer(to).u32(weight.cols).f32(eps.get());
             let block = (weight.cols / 4).next_multiple_of(32);
-            call.launch(&KernelKey::new(RMS_NORM, "rms_norm_bf16"), Geometry::rows(rows, block), arguments)
+            call.launch(&half_key(RMS_NORM, "rms_norm_half"), Geometry::rows(rows, block), arguments)
         }
         Op::GatedRmsNorm { eps } => heads(maker.strided(2), maker.inputs[1].address, eps.get()),
         Op::SigmoidGate => heads(maker.strided(1), 0, 0.0),
@@ -87,8 +122,9 @@ pub(super) fn through_blas(
     let scratch = blas_scratch(weight, rows, in_blocks);
     let own = call.scratch.next_multiple_of(BLAS_ALIGN as u64);
     let (x, mut w) = (own + scratch.x as u64, call.inputs[1].address);
-    to_bf16(weight, rows, x, call)?;
-    if !matches!(weight.format, WeightFormat::Dense(_)) {
+    let part_bytes = (scratch.w - scratch.x) / x_parts(weight);
+    to_half(weight, rows, (x, part_bytes), call)?;
+    if operands(weight) == HalfType::F16 {
         w = own + scratch.w as u64;
         let tiles = row_tiles(weight) * col_tiles(weight);
         let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).u32(1);
@@ -103,22 +139,26 @@ pub(super) fn through_blas(
         call.bring(residual, y)?;
     }
     let accumulate = residual.is_some();
-    let multiplied = match in_blocks {
-        false => {
-            let product = Product { rows, cols: weight.rows, inner: weight.cols, accumulate };
-            call.multiply(product, (x, w, y.address), own)
-        }
+    let multiply = |x: u64, accumulate: bool| match in_blocks {
+        false => call.multiply(product_of(weight, rows, accumulate), (x, w, y.address), own),
         true => multiply_blocks(weight, accumulate, (x, w, own + scratch.last as u64), own, call),
     };
-    // What the library refuses, our own kernel multiplies, more slowly.
-    match multiplied {
+    match multiply(x, accumulate) {
+        Ok(()) if splits_x(weight) => {
+            multiply(x + part_bytes as u64, true).map_err(|error| call.error(error.to_string()))
+        }
         Ok(()) => Ok(()),
         Err(error) if call.maker(0).is_some() => Err(call.error(error.to_string())),
+        // What the library refuses, our own kernel multiplies, more slowly.
         Err(error) => {
             tracing::debug!("{error}; multiplied without cuBLASLt");
             exact_tiled(weight, residual, rows, call)
         }
     }
+}
+
+fn product_of(weight: &WeightSpec, rows: usize, accumulate: bool) -> Product {
+    Product { rows, cols: weight.rows, inner: weight.cols, accumulate, half: operands(weight) }
 }
 
 /// y in blocks of [`BLAS_BLOCK`] rows. The last is made in `last`, with rows behind those of x that are not used.
@@ -129,7 +169,7 @@ fn multiply_blocks(
     own: u64,
     call: &Call<'_>,
 ) -> error::Result<()> {
-    let product = Product { rows: BLAS_BLOCK, cols: weight.rows, inner: weight.cols, accumulate };
+    let product = product_of(weight, BLAS_BLOCK, accumulate);
     let rows = call.outputs[0].len() / weight.rows;
     for first in (0..rows).step_by(BLAS_BLOCK) {
         let y = at_row(call.outputs[0].address, first, weight.rows);

@@ -1,6 +1,7 @@
 //! Which kernel multiplies. In the fast mode the number of rows decides; in the deterministic one the regime does, so that
 //! nothing that orders a row's sums depends on the rows beside it.
 
+use super::blas::splits_x;
 use super::tiled::parts;
 use super::{Arithmetic, FEW_ROWS, arithmetic};
 use crate::backend::Mode;
@@ -60,16 +61,20 @@ pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: b
     match (arithmetic(weight), choice) {
         (Arithmetic::Exact, _) if few => Way::ExactRows,
         (Arithmetic::Exact, _) => Way::ExactTiled,
-        _ if few => Way::FewRows,
-        (Arithmetic::Codes, Choice::Rows) if has_wgmma && rows <= TILED_ROWS_MAX => {
+        (Arithmetic::Codes | Arithmetic::Half, _) if few => Way::FewRows,
+        (Arithmetic::Codes | Arithmetic::WidenedCodes, Choice::Rows)
+            if has_wgmma && rows <= TILED_ROWS_MAX =>
+        {
             Way::Tiled { parts: parts(weight, rows) }
         }
-        (Arithmetic::Codes, Choice::Regime(_)) if has_wgmma => Way::Tiled { parts: 1 },
+        (Arithmetic::Codes | Arithmetic::WidenedCodes, Choice::Regime(_)) if has_wgmma => {
+            Way::Tiled { parts: 1 }
+        }
         (_, choice) => Way::Blas { in_blocks: choice != Choice::Rows },
     }
 }
 
-/// Whether cuBLASLt surely takes a product whole, so that x is needed as bf16 alone.
+/// Whether cuBLASLt surely takes a product whole, so that x is needed in 16 bits alone.
 pub(in crate::backend::dispatch) fn surely_through_blas(
     weight: &WeightSpec,
     kernel: &Kernel,
@@ -79,6 +84,7 @@ pub(in crate::backend::dispatch) fn surely_through_blas(
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     let whole = [false, true].map(|wgmma| way(weight, rows, Choice::of(kernel, mode), wgmma));
     whole == [Way::Blas { in_blocks: false }; 2]
+        && !splits_x(weight)
         && rows > TILED_ROWS_MAX
         && even(weight.rows)
         && even(weight.cols)
@@ -91,6 +97,7 @@ pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: Choice) -> 
         Choice::Rows => rows > 8 * FEW_ROWS,
         Choice::Regime(regime) => regime == Regime::Prefill,
     };
+    let many = many || arithmetic(weight) == Arithmetic::WidenedCodes;
     many && weight.experts <= 256
 }
 
@@ -107,7 +114,7 @@ mod tests {
             WeightFormat::Dense(DType::F32),
         ];
         let shapes = [(1, 32, 2560), (1, 2560, 9216), (1, 18_432, 2560), (128, 1536, 2048), (512, 512, 2048)];
-        let computes = [Compute::Auto, Compute::F32];
+        let computes = [Compute::Auto, Compute::F32, Compute::Bf16];
         let each = formats.into_iter().flat_map(|format| shapes.map(|shape| (format, shape)));
         each.flat_map(|(format, (experts, rows, cols))| {
             computes.map(|compute| WeightSpec { experts, rows, cols, format, compute })
@@ -133,11 +140,14 @@ mod tests {
 
     #[test]
     fn in_the_fast_mode_rows_decide() {
-        let weight = weights()[2];
+        let large = |weight: &WeightSpec| weight.compute == Compute::Auto && weight.rows == 2560;
+        let weight = weights().into_iter().find(large).expect("a quantised weight");
         let ways = [16, 17, 256, 257].map(|rows| way(&weight, rows, Choice::Rows, true));
         assert!(matches!(
             ways,
             [Way::FewRows, Way::Tiled { .. }, Way::Tiled { .. }, Way::Blas { in_blocks: false }]
         ));
+        let wide = WeightSpec { compute: Compute::Bf16, ..weight };
+        assert!(matches!(way(&wide, 1, Choice::Rows, true), Way::Tiled { .. }), "x never in 8 bits");
     }
 }

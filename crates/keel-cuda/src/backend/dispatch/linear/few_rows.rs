@@ -40,6 +40,15 @@ enum Entry<'a> {
     HeadNorm(Bound<'a>, f32, Bound<'a>),
 }
 
+/// A convolution of one row of one sequence, whose input is some of the product's columns.
+pub(in crate::backend::dispatch) struct Convolution<'a> {
+    pub width: usize,
+    pub channels: usize,
+    pub first_column: usize,
+    /// Weight, window, rows of the sequences, slots, y.
+    pub operands: [Bound<'a>; 5],
+}
+
 /// A product of few rows, with what comes before and behind it.
 pub(super) struct FewRows<'a> {
     weight: &'a WeightSpec,
@@ -50,6 +59,7 @@ pub(super) struct FewRows<'a> {
     experts: Option<(Bound<'a>, usize)>,
     /// The result is `silu(first half) * second half`.
     gated: bool,
+    behind: Option<Convolution<'a>>,
 }
 
 impl<'a> FewRows<'a> {
@@ -66,12 +76,17 @@ impl<'a> FewRows<'a> {
             }
             _ => None,
         };
-        FewRows { weight, packed: product.inputs[1], x, entry, experts, gated: false }
+        FewRows { weight, packed: product.inputs[1], x, entry, experts, gated: false, behind: None }
     }
 
     /// The same with SwiGLU behind it.
     pub fn gated(self) -> FewRows<'a> {
         FewRows { gated: true, ..self }
+    }
+
+    /// The same with a convolution of some of its columns behind it, of a single row.
+    pub fn convolved(self, behind: Convolution<'a>) -> FewRows<'a> {
+        FewRows { behind: Some(behind), ..self }
     }
 
     fn rows(&self) -> usize {
@@ -93,6 +108,13 @@ impl<'a> FewRows<'a> {
             .define("FUSED", u8::from(fused))
             .define("SWIGLU", u8::from(self.gated))
             .define("GATHER", self.experts.map_or(0, |(_, fanout)| fanout));
+        let key = match &self.behind {
+            None => key,
+            Some(conv) => key
+                .define("CONV", conv.width)
+                .define("CONV_C", conv.channels)
+                .define("CONV_FROM", conv.first_column),
+        };
         let literal = |eps: f32| format!("{eps:e}f");
         match self.entry {
             Entry::Plain => key,
@@ -181,11 +203,14 @@ impl<'a> FewRows<'a> {
                 .u32(call.index);
         }
         let width = self.weight.rows / if self.gated { 2 } else { 1 };
-        let arguments = arguments.pointer(at_row(address(residual), first, width)).pointer(at_row(
+        let mut arguments = arguments.pointer(at_row(address(residual), first, width)).pointer(at_row(
             call.outputs[0].address,
             first,
             width,
         ));
+        if let Some(conv) = &self.behind {
+            arguments = conv.operands.iter().fold(arguments, |arguments, x| arguments.pointer(x.address));
+        }
         let tiles = row_tiles(self.weight) / if self.gated { 2 } else { 1 };
         let chosen = self.experts.map_or(1, |(experts, _)| experts.len());
         let geometry = Geometry {

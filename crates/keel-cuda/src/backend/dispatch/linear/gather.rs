@@ -13,10 +13,12 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
     let experts = &call.inputs[2];
     let fanout = experts.len() / (call.inputs[0].len() / weight.cols);
     match arithmetic(weight) {
-        Arithmetic::Codes if takes_groups(weight, experts.len(), call.choice()) && call.gpu.has_wgmma() => {
+        Arithmetic::Codes | Arithmetic::WidenedCodes
+            if takes_groups(weight, experts.len(), call.choice()) && call.gpu.has_wgmma() =>
+        {
             grouped(weight, fanout, call)
         }
-        Arithmetic::Exact => {
+        Arithmetic::Exact | Arithmetic::WidenedCodes => {
             let split = exact_split(weight);
             let key = weight_key(EXACT_MATMUL, "exact_rows", weight)
                 .define("DIM_T", 1)
@@ -42,7 +44,7 @@ fn tiles_max(weight: &WeightSpec, rows: usize) -> usize {
     rows.min(rows.div_ceil(tile_of(rows.div_ceil(weight.experts))) + weight.experts)
 }
 
-/// Where the scratch of grouped rows lies: x as bf16, the rows by expert, the tiles.
+/// Where the scratch of grouped rows lies: x as f16, the rows by expert, the tiles.
 pub(super) fn grouped_scratch(weight: &WeightSpec, inputs: usize, rows: usize) -> [usize; 3] {
     let row_of = half_rows_bytes(weight, inputs).next_multiple_of(256);
     let tiles = row_of + (rows * size_of::<u32>()).next_multiple_of(256);

@@ -3,8 +3,11 @@
 //! | rows | quantised weight | dense bf16 weight | f32 arithmetic, other dense weights |
 //! |---|---|---|---|
 //! | up to [`FEW_ROWS`] | integer products, one pass over the weight | bf16 products | `exact_rows` |
-//! | up to 256 | widened on the way into the tensor cores (Hopper) | cuBLASLt | `exact_tiled` |
-//! | more | widened to bf16 in scratch, then cuBLASLt | cuBLASLt | `exact_tiled` |
+//! | up to 256 | widened to f16 on the way into the tensor cores (Hopper) | cuBLASLt | `exact_tiled` |
+//! | more | widened to f16 in scratch, then cuBLASLt | cuBLASLt | `exact_tiled` |
+//!
+//! With `Compute::Bf16` x keeps more: few rows meet a quantised weight in f16 as more do, and a dense weight meets x as the
+//! sum of two bf16, however many rows there are.
 //!
 //! In the deterministic mode rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time, and others the
 //! second: with all of K in one block, cuBLASLt (and, without Hopper, for quantised weights) in blocks of 64 rows. Then a
@@ -29,6 +32,7 @@ use blas::{blas_scratch, through_blas};
 pub(super) use choice::surely_through_blas;
 use choice::{Choice, Way, takes_groups, way};
 use exact::{exact_rows, exact_tiled};
+pub(super) use few_rows::Convolution;
 use few_rows::{FewRows, few_rows_bytes};
 pub(super) use gather::gather;
 use gather::grouped_scratch;
@@ -55,6 +59,8 @@ enum Arithmetic {
     Exact,
     /// Integer codes, affine or in blocks.
     Codes,
+    /// The same, with x in 16 bits however few rows there are.
+    WidenedCodes,
     /// bf16 as stored.
     Half,
 }
@@ -62,7 +68,10 @@ enum Arithmetic {
 fn arithmetic(weight: &WeightSpec) -> Arithmetic {
     match weight.format {
         _ if weight.compute == Compute::F32 || weight.rows < TENSOR_ROWS_MIN => Arithmetic::Exact,
-        WeightFormat::Affine { .. } | WeightFormat::Blocks(_) => Arithmetic::Codes,
+        WeightFormat::Affine { .. } | WeightFormat::Blocks(_) => match weight.compute {
+            Compute::Bf16 => Arithmetic::WidenedCodes,
+            _ => Arithmetic::Codes,
+        },
         // Lanes of the tensor cores' kernels take eight columns at a time.
         WeightFormat::Dense(DType::BF16) if weight.cols.is_multiple_of(8) => Arithmetic::Half,
         _ => Arithmetic::Exact,
@@ -139,6 +148,14 @@ pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -
         }
 }
 
+/// A product of one row with a convolution of some of its columns behind it, in one kernel.
+pub(super) fn convolved_linear<'a>(call: &Call<'a>, behind: Convolution<'a>) -> Result<(), ArrayError> {
+    match &call.kernel.op {
+        Op::Linear { weight, .. } => FewRows::of(weight, &call.bound).convolved(behind).run(None, call),
+        op => unreachable!("{} is no product", op.name()),
+    }
+}
+
 /// SwiGLU behind a product of few rows, in one kernel.
 pub(super) fn gated_linear(call: &Call<'_>) -> Result<(), ArrayError> {
     let Some(product) = call.maker(0) else { unreachable!("the product was absorbed") };
@@ -192,7 +209,9 @@ pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
     let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
     let rows = elements(2);
     match arithmetic(weight) {
-        Arithmetic::Codes if takes_groups(weight, rows, Choice::of(kernel, mode)) => {
+        Arithmetic::Codes | Arithmetic::WidenedCodes
+            if takes_groups(weight, rows, Choice::of(kernel, mode)) =>
+        {
             grouped_scratch(weight, elements(0) / weight.cols, rows)[2]
         }
         _ => 0,

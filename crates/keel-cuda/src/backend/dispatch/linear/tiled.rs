@@ -55,7 +55,7 @@ pub(super) fn tiled_shared_bytes(weight: &WeightSpec, tile: usize) -> usize {
     1024 + x_stages * 2 * tile * 128 + 8 * w_stages * (slot + 8)
 }
 
-/// Bytes of rows of x as bf16, in whole tiles of columns.
+/// Bytes of rows of x as f16, in whole tiles of columns.
 pub(super) fn half_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
     rows * col_tiles(weight) * TILE_COLS * size_of::<u16>()
 }
@@ -66,7 +66,7 @@ pub(super) fn to_half_tiles(
     rows: usize,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let key = KernelKey { entry: "to_bf16_tiles", ..key.clone() };
+    let key = KernelKey { entry: "to_half_tiles", ..key.clone() };
     let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(call.scratch).u32(rows);
     let blocks = (rows * col_tiles(weight) * 8).div_ceil(256);
     call.launch(&key, Geometry::rows(blocks, 256), arguments)
