@@ -23,6 +23,7 @@ mod ledger;
 mod ops;
 mod program;
 mod runtime;
+pub mod sampling;
 mod shape;
 mod weight;
 

@@ -46,6 +46,7 @@ sources! {
     ELEMENTWISE = "elementwise.cu",
     REDUCE = "reduce.cu",
     SORT = "sort.cu",
+    SAMPLE = "sample.cu",
     INDEXING = "indexing.cu",
     MATMUL = "matmul.cu",
     RMS_NORM = "rms_norm.cu",

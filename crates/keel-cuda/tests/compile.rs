@@ -156,6 +156,7 @@ fn keys() -> Vec<KernelKey> {
             add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&fetched));
         }
     }
+    add(kernels::SAMPLE, &["greatest", "weigh", "draw"], &[]);
     add(kernels::DELIVER, &["deliver"], &[("DELIVERIES", "16")]);
     add(kernels::BATCH, &["check_batch"], &[]);
     let conv = [("C", "96"), ("K", "4"), ("X_STRIDE", "100"), ("OPEN", "3")];

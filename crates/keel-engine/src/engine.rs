@@ -1,5 +1,6 @@
 //! A model with its memory, ready to run sequences.
 
+use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Regime, RowLog, Runtime};
 use keel_cache::{CacheSize, Interruption, ModelCache, SequenceCache};
 use keel_models::HybridModel;
@@ -348,13 +349,25 @@ impl Engine {
     /// after a round that failed. Without a log, sequences whose recurrent state had changed already answer
     /// [`keel_cache::CacheError::TornState`] from then on.
     pub fn decode(&mut self, sequences: &mut [&mut SequenceCache], tokens: &[u32]) -> Result<()> {
-        if sequences.len() != tokens.len() || sequences.len() > self.options.sequences {
-            let reason = format!(
-                "{} tokens for {} sequences, of at most {}",
-                tokens.len(),
-                sequences.len(),
-                self.options.sequences
-            );
+        self.decode_and_draw(sequences, tokens, &vec![None; tokens.len()]).map(drop)
+    }
+
+    /// As [`Engine::decode`], and draws the token behind each sequence that has a [`Draw`], on the device that has the logits:
+    /// 4 bytes a sequence come to the host.
+    ///
+    /// # Errors
+    /// As [`Engine::decode`].
+    pub fn decode_and_draw(
+        &mut self,
+        sequences: &mut [&mut SequenceCache],
+        tokens: &[u32],
+        draws: &[Option<Draw>],
+    ) -> Result<Vec<Option<u32>>> {
+        let count = sequences.len();
+        if count != tokens.len() || count != draws.len() || count > self.options.sequences {
+            let (ids, most) = (tokens.len(), self.options.sequences);
+            let reason =
+                format!("{ids} tokens and {} draws for {count} sequences, of at most {most}", draws.len());
             return Err(EngineError::Option(reason));
         }
         for (sequence, token) in sequences.iter_mut().zip(tokens) {
@@ -365,12 +378,20 @@ impl Engine {
         let rows: Vec<Rows<'_>> = sequences
             .iter()
             .zip(tokens)
-            .map(|(sequence, token)| Rows::behind(sequence, std::slice::from_ref(token)))
+            .zip(draws)
+            .map(|((sequence, token), &draw)| Rows {
+                draw,
+                ..Rows::behind(sequence, std::slice::from_ref(token))
+            })
             .collect();
         self.run(Regime::Decode, Outcome::LastLogits, &rows)?;
         let is_open = self.stepper.row_log(Regime::Decode, Outcome::LastLogits) == RowLog::KeepOpen;
         sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
-        Ok(())
+        if draws.iter().all(Option::is_none) {
+            return Ok(vec![None; count]);
+        }
+        let drawn = self.stepper.read_tokens(count)?;
+        Ok(drawn.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
     }
 
     /// Copies the logits of sequence `row` of the last step.

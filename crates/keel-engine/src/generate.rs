@@ -183,14 +183,19 @@ impl Iterator for TokenIterator<'_> {
     fn next(&mut self) -> Option<Result<u32>> {
         let TokenIterator { engine, sequence, sampler, logits, last, course } = self;
         course.next(|_| {
+            let mut drawn = None;
             if let Some(last) = *last {
-                match engine.decode(&mut [sequence], &[last]) {
-                    Ok(()) => engine.logits(0, logits)?,
+                match engine.decode_and_draw(&mut [sequence], &[last], &[sampler.draw_ahead()]) {
+                    Ok(tokens) => drawn = tokens[0],
                     Err(EngineError::Context { .. }) => return Ok(ControlFlow::Break(FinishReason::Length)),
                     Err(error) => return Err(error),
                 }
+                if drawn.is_none() {
+                    engine.logits(0, logits)?;
+                }
             }
-            let id = sampler.sample(logits);
+            let id = drawn.unwrap_or_else(|| sampler.pick(logits));
+            sampler.note(id);
             *last = Some(id);
             Ok(ControlFlow::Continue(id))
         })

@@ -1,9 +1,13 @@
 //! From logits to a token.
 //!
 //! Order: repetition, presence and frequency penalties, logit bias, then (unless greedy) temperature, top-k, top-p,
-//! min-p, and a draw from what is left.
+//! min-p, and a draw from what is left, as [`keel_array::sampling`] defines them to the bit. Where nothing but these is asked
+//! for, the device that has the logits draws the same token.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
+
+use keel_array::sampling::{Draw, EXPONENT_MIN, enough, id_of, order, target, weight};
 
 use crate::{EngineError, Result};
 
@@ -72,8 +76,9 @@ pub struct Sampler {
     /// Tokens of the prompt and generated ones, for the repetition penalty.
     /// The value counts how often a token was generated.
     seen: HashMap<u32, u32>,
-    /// Reused from token to token.
-    candidates: Vec<(u32, f32)>,
+    /// Tokens that may be drawn, most probable first, with their weights. Reused from token to token, as is their order.
+    candidates: Vec<(u32, u64)>,
+    orders: Vec<u64>,
 }
 
 impl Sampler {
@@ -84,7 +89,8 @@ impl Sampler {
     pub fn new(options: SamplerOptions, prompt: &[u32]) -> Result<Sampler> {
         options.check()?;
         let seen = prompt.iter().map(|&id| (id, 0)).collect();
-        Ok(Sampler { random: options.seed, options, seen, candidates: Vec::new() })
+        let (candidates, orders) = (Vec::new(), Vec::new());
+        Ok(Sampler { random: options.seed, options, seen, candidates, orders })
     }
 
     /// The next token. The logits are overwritten by the penalties.
@@ -103,7 +109,24 @@ impl Sampler {
     /// Whether it always draws the token with the greatest logit.
     pub(crate) fn is_argmax(&self) -> bool {
         let o = &self.options;
-        o.temperature == 0.0 && !self.has_penalties() && o.logit_bias.is_empty()
+        o.temperature == 0.0 && !self.changes_logits()
+    }
+
+    /// How the next token can be drawn where the logits are, if they are drawn from as they come. The draw is made by this:
+    /// [`Sampler::pick`] would follow from the next state.
+    pub(crate) fn draw_ahead(&mut self) -> Option<Draw> {
+        if self.changes_logits() {
+            return None;
+        }
+        let SamplerOptions { temperature, top_k, top_p, min_p, .. } = self.options;
+        Some(match temperature {
+            0.0 => Draw::GREATEST,
+            _ => Draw { temperature, top_k, top_p, min_p, uniform: self.uniform() },
+        })
+    }
+
+    fn changes_logits(&self) -> bool {
+        self.has_penalties() || !self.options.logit_bias.is_empty()
     }
 
     fn has_penalties(&self) -> bool {
@@ -140,12 +163,13 @@ impl Sampler {
     /// The probabilities with which [`Sampler::sample`] would draw from penalised logits; one token if greedy.
     pub(crate) fn distribution(&mut self, penalised: &[f32], weights: &mut Vec<(u32, f32)>) {
         weights.clear();
-        if self.options.temperature == 0.0 || !self.gather(penalised) {
+        let total = if self.options.temperature == 0.0 { 0 } else { self.shape_distribution(penalised) };
+        if total == 0 {
             weights.push((argmax(penalised), 1.0));
             return;
         }
-        let total = self.shape_distribution();
-        weights.extend(self.candidates.iter().map(|&(id, weight)| (id, weight / total)));
+        let share = |weight: u64| (weight as f64 / total as f64) as f32;
+        weights.extend(self.candidates.iter().map(|&(id, weight)| (id, share(weight))));
     }
 
     /// Overwrites logits by the penalties.
@@ -168,55 +192,51 @@ impl Sampler {
         }
     }
 
-    /// Makes the tokens with finite logits the candidates; false if there are none.
-    fn gather(&mut self, logits: &[f32]) -> bool {
-        self.candidates.clear();
-        self.candidates.extend((0u32..).zip(logits.iter().copied()).filter(|(_, l)| l.is_finite()));
-        !self.candidates.is_empty()
-    }
-
     fn draw(&mut self, logits: &[f32]) -> u32 {
-        if !self.gather(logits) {
-            return argmax(logits);
-        }
-        let total = self.shape_distribution();
-        let mut left = self.uniform() * total;
-        for &(id, p) in &self.candidates {
-            left -= p;
-            if left < 0.0 {
+        let uniform = self.uniform();
+        let mut left = target(uniform, self.shape_distribution(logits));
+        for &(id, weight) in &self.candidates {
+            if left < weight {
                 return id;
             }
+            left -= weight;
         }
-        // Rounding may leave a crumb; the most probable takes it.
-        self.candidates[0].0
+        // No logit is finite.
+        0
     }
 
-    /// Turns the candidates' logits into weights, most probable first, drops those that the options exclude, and
-    /// returns the sum of the rest.
-    fn shape_distribution(&mut self) -> f32 {
+    /// Makes the tokens that the options allow the candidates, and returns the sum of their weights; 0 if there are none.
+    fn shape_distribution(&mut self, logits: &[f32]) -> u64 {
         let o = &self.options;
+        let greatest = greatest(logits, f32::MAX);
+        let exponent = |logit: f32| (logit - greatest) / o.temperature;
+        // Some that have no weight may be among them, behind all that have one.
+        let span = o.temperature * -EXPONENT_MIN;
+        let weighted = greatest - span - 1e-5 * (greatest.abs() + span)..=greatest;
+        let orders = &mut self.orders;
+        orders.clear();
+        let is_weighted = |(_, logit): &(u32, &f32)| weighted.contains(logit) && logit.is_finite();
+        orders.extend((0..).zip(logits).filter(is_weighted).map(|(id, &logit)| order(logit, id)));
+        if (1..orders.len()).contains(&o.top_k) {
+            orders.select_nth_unstable_by_key(o.top_k - 1, |&order| Reverse(order));
+            orders.truncate(o.top_k);
+        }
+        orders.sort_unstable_by_key(|&order| Reverse(order));
+        let exponent_of = |id: u32| exponent(logits[id as usize]);
         let kept = &mut self.candidates;
-        let by_weight = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
-        if o.top_k > 0 && o.top_k < kept.len() {
-            kept.select_nth_unstable_by(o.top_k - 1, by_weight);
-            kept.truncate(o.top_k);
-        }
-        kept.sort_unstable_by(by_weight);
-        let max = kept[0].1;
-        kept.iter_mut().for_each(|c| c.1 = ((c.1 - max) / o.temperature).exp());
-        let total: f32 = kept.iter().map(|c| c.1).sum();
+        kept.clear();
+        kept.extend(orders.iter().map(|&order| id_of(order)).map(|id| (id, weight(exponent_of(id)))));
         if o.top_p < 1.0 {
-            let mut sum = 0.0;
-            let enough = kept.iter().position(|c| {
+            let enough = enough(o.top_p, kept.iter().map(|c| c.1).sum());
+            let mut sum = 0;
+            let last = kept.iter().position(|c| {
                 sum += c.1;
-                sum >= o.top_p * total
+                sum >= enough
             });
-            kept.truncate(enough.map_or(kept.len(), |i| i + 1));
+            kept.truncate(last.map_or(kept.len(), |last| last + 1));
         }
-        if o.min_p > 0.0 {
-            let below = kept.iter().position(|c| c.1 < o.min_p);
-            kept.truncate(below.unwrap_or(kept.len()).max(1));
-        }
+        let least = o.min_p.ln();
+        kept.truncate(kept.partition_point(|&(id, _)| exponent_of(id) >= least));
         kept.iter().map(|c| c.1).sum()
     }
 
@@ -232,15 +252,20 @@ impl Sampler {
 
 /// Index of the largest; the first among equals. NaN never wins.
 fn argmax(logits: &[f32]) -> u32 {
+    let greatest = greatest(logits, f32::INFINITY);
+    logits.iter().position(|&logit| logit == greatest).unwrap_or(0) as u32
+}
+
+/// The largest that is not above `most`.
+fn greatest(logits: &[f32], most: f32) -> f32 {
     // Side by side, which the compiler makes vectors of; with an index in each comparison it would not.
     let mut greatest = [f32::NEG_INFINITY; 32];
     for chunk in logits.chunks(greatest.len()) {
         for (greatest, &logit) in greatest.iter_mut().zip(chunk) {
-            *greatest = if logit > *greatest { logit } else { *greatest };
+            *greatest = if logit > *greatest && logit <= most { logit } else { *greatest };
         }
     }
-    let greatest = greatest.into_iter().fold(f32::NEG_INFINITY, f32::max);
-    logits.iter().position(|&logit| logit == greatest).unwrap_or(0) as u32
+    greatest.into_iter().fold(f32::NEG_INFINITY, f32::max)
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use common::{PLAIN, engine, fixture};
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
-use keel_engine::{Depth, EngineError, EngineOptions, SpeculationOptions};
+use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 
 /// Fails launches by their number. Its kernels have not run then, and it says so.
@@ -71,10 +71,13 @@ fn batcher(folder: &Path, drafts: usize) -> (Batcher, Arc<Faults>) {
 
 const COUNT: usize = 3;
 
-/// Prompts that end off the grid, and answers that cross it.
+/// Prompts that end off the grid, and answers that cross it, one of them sampled.
 fn requests() -> Vec<BatchRequest> {
     let ids = |i: u32| (0..100 + 11 * i).map(move |j| (j * 7 + i * 13 + 5) % 500).collect();
-    (0..COUNT as u32).map(|i| BatchRequest::new(i.into(), ids(i), 50)).collect()
+    let mut requests: Vec<_> = (0..COUNT as u32).map(|i| BatchRequest::new(i.into(), ids(i), 50)).collect();
+    requests[1].sampler = SamplerOptions { temperature: 0.8, seed: 3, ..SamplerOptions::default() };
+    requests[1].speculate = false;
+    requests
 }
 
 /// Submits them and runs until all have drawn a token.

@@ -21,6 +21,11 @@ pub trait Disturbance: Send + Sync + 'static {
     fn allocate(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         backend.allocate(bytes)
     }
+
+    /// In place of a copy to the host.
+    fn read(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        backend.read(memory, offset, bytes);
+    }
 }
 
 /// A backend whose launches and allocations go through a [`Disturbance`].
@@ -50,7 +55,7 @@ impl<D: Disturbance> Backend for Disturbed<D> {
         self.backend.write(memory, offset, bytes);
     }
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
-        self.backend.read(memory, offset, bytes);
+        self.disturbance.read(&*self.backend, memory, offset, bytes);
     }
     fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
         self.backend.copy(from, to, bytes);

@@ -6,6 +6,7 @@ mod indexing;
 mod kv_format;
 mod linear;
 mod reduce;
+mod sampling;
 mod sequence;
 mod views;
 
@@ -115,6 +116,8 @@ pub enum Op {
         /// How many.
         k: usize,
     },
+    /// A token for each row of logits f32 `[R, V]`; draws f32 `[R, 5]`. See [`crate::sampling`].
+    Sample,
     /// `[.., M, K] x [.., K, N]`, any strides.
     Matmul,
     /// Blocks of operand 0 along its first axis, chosen by operand 1 (u32 or i32).
@@ -245,6 +248,7 @@ impl Op {
             Op::CumSum { .. } => "cumsum",
             Op::Sort { .. } => "sort",
             Op::TopK { .. } => "top_k",
+            Op::Sample => "sample",
             Op::Matmul => "matmul",
             Op::Take => "take",
             Op::TakeAlong => "take_along_axis",

@@ -14,6 +14,7 @@ pub mod linear;
 pub mod rms_norm;
 pub mod rope;
 pub mod rows;
+pub mod sample;
 mod small_gemm;
 
 #[cfg(test)]

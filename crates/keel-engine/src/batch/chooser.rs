@@ -1,5 +1,7 @@
 //! How a sequence of a batch chooses its tokens, with log probabilities where they were asked for.
 
+use keel_array::sampling::Draw;
+
 use super::request::TokenLogprobs;
 use crate::speculation::{Choice, Chooser, SamplerChooser};
 use crate::{EngineError, Result};
@@ -53,6 +55,10 @@ impl Chooser for BatchChooser {
 
     fn is_argmax(&self) -> bool {
         self.top_logprobs.is_none() && self.failure.is_none() && self.inner.is_argmax()
+    }
+
+    fn draw_ahead(&mut self) -> Option<Draw> {
+        if self.top_logprobs.is_none() && self.failure.is_none() { self.inner.draw_ahead() } else { None }
     }
 
     fn begin(&mut self) {

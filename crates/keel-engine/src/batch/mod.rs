@@ -315,10 +315,21 @@ impl Batcher {
 
     /// A token for each answer.
     fn decode_plainly(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
+        let draws: Vec<_> = members(&mut self.running, rows).map(Running::draw_ahead).collect();
         let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
             members(&mut self.running, rows).map(|r| (r.last(), &mut r.cache)).unzip();
-        self.engine.decode(&mut sequences, &tokens)?;
-        Ok(rows.iter().enumerate().map(|(row, &i)| self.draw(i, row)).collect())
+        let drawn = match self.engine.decode_and_draw(&mut sequences, &tokens, &draws) {
+            Ok(drawn) => drawn,
+            Err(error) => {
+                members(&mut self.running, rows).try_for_each(Running::abandon_draw)?;
+                return Err(error);
+            }
+        };
+        let token = |(row, (&i, drawn)): (usize, (&usize, Option<u32>))| match drawn {
+            Some(token) => self.running[i].take_drawn(token),
+            None => self.draw(i, row),
+        };
+        Ok(rows.iter().zip(drawn).enumerate().map(token).collect())
     }
 
     /// One or more tokens for each answer.

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use keel_array::AttentionSpec;
+use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
 use super::chooser::BatchChooser;
@@ -142,6 +143,23 @@ impl Running {
             last,
             tokens_max,
         })
+    }
+
+    /// How its next token can be drawn on the device, if the host has no need to.
+    pub fn draw_ahead(&mut self) -> Option<Draw> {
+        self.chooser.begin();
+        self.chooser.draw_ahead()
+    }
+
+    /// The step failed: the draw was not made.
+    pub fn abandon_draw(&mut self) -> Result<()> {
+        self.chooser.abandon()
+    }
+
+    /// Takes the token that the device has drawn.
+    pub fn take_drawn(&mut self, token: u32) -> Result<Drawn> {
+        let choice = self.chooser.take(token)?;
+        self.take(&[choice.token], choice.is_last)
     }
 
     /// Draws the next token from the logits, which are overwritten.

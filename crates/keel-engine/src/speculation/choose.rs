@@ -5,6 +5,8 @@
 //! are what the sampler makes of the logits: penalties, bias, constraint, temperature and filters come before. Greedy
 //! distributions have one token, so a draft stays if it is the model's.
 
+use keel_array::sampling::Draw;
+
 use crate::batch::Constraint;
 use crate::{EngineError, Result, Sampler};
 
@@ -28,6 +30,12 @@ pub trait Chooser {
     /// logits: drafts are made without asking, and tokens are told to [`Chooser::take`].
     fn is_argmax(&self) -> bool {
         false
+    }
+
+    /// How the next token can be drawn from the logits by whoever has them, if it needs nothing else of this. It is told to
+    /// [`Chooser::take`] then; the draw counts as made until [`Chooser::abandon`].
+    fn draw_ahead(&mut self) -> Option<Draw> {
+        None
     }
 
     /// Draws a draft from the head's logits, which are overwritten, as if the drafts before it had stayed.
@@ -158,6 +166,10 @@ impl Chooser for SamplerChooser {
 
     fn is_argmax(&self) -> bool {
         self.constraint.is_none() && self.sampler.is_argmax()
+    }
+
+    fn draw_ahead(&mut self) -> Option<Draw> {
+        if self.constraint.is_none() { self.sampler.draw_ahead() } else { None }
     }
 
     fn begin(&mut self) {

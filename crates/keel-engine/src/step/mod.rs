@@ -27,7 +27,7 @@ pub(crate) const HEAD_ROWS: usize = 64;
 pub(crate) enum Outcome {
     /// Nothing else: more of the prompt follows.
     State,
-    /// Logits of the last row of each sequence.
+    /// Logits of the last row of each sequence; behind a decode step also tokens drawn from them.
     LastLogits,
     /// Hidden states of every row.
     Hidden,
@@ -214,7 +214,12 @@ impl Stepper {
         let last = hidden.take(&last_rows)?;
         let mut pairs = Vec::new();
         if shape.outcome == Outcome::LastLogits {
-            pairs.push((model.logits(&last)?, self.results.logits.prefix(shape.sequences)?));
+            let logits = model.logits(&last)?;
+            if shape.regime == Regime::Decode {
+                let tokens = logits.sample(&self.staging.draws.prefix(shape.sequences)?)?;
+                pairs.push((tokens, self.results.tokens.prefix(shape.sequences)?));
+            }
+            pairs.push((logits, self.results.logits.prefix(shape.sequences)?));
         }
         let head = self.staging.head.as_ref().filter(|_| shape.regime == Regime::Prefill);
         if let Some(head) = head {
@@ -272,6 +277,11 @@ impl Stepper {
     /// Copies row `row` of the logits of the last step.
     pub fn read_logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
         read_rows(&self.results.logits, row, 1, logits)
+    }
+
+    /// Tokens that the last decode step drew for its first sequences.
+    pub fn read_tokens(&self, sequences: usize) -> Result<Vec<u32>> {
+        read_ids(&self.results.tokens, sequences)
     }
 
     /// The tokens with the greatest logits of the first rows of the last step with [`Outcome::OpenRows`] or

@@ -10,6 +10,8 @@ use crate::{EngineError, Result};
 pub(super) struct Results {
     /// f32 `[rows, V]`.
     pub logits: Array,
+    /// Tokens drawn behind a decode step, u32 `[sequences]`.
+    pub tokens: Array,
     /// f32 `[sequences, hidden]`.
     pub last_hidden: Array,
     /// f32 `[prefill rows, hidden]`, if every row may be asked for.
@@ -36,6 +38,7 @@ pub(super) struct DraftResults {
 impl Results {
     pub fn allocate(runtime: &Runtime, model: &HybridModel, options: &EngineOptions) -> Result<Results> {
         let output = |shape: &[usize]| Array::persistent(runtime, Category::Activations, shape, DType::F32);
+        let ids = |count| Array::persistent(runtime, Category::Activations, [count], DType::U32);
         let (hidden, vocab) = (model.config.hidden, model.config.vocab);
         let all = |rows: usize| if options.all_logits { output(&[rows, hidden]).map(Some) } else { Ok(None) };
         let logit_rows = options.decode_rows().max(if options.all_logits { HEAD_ROWS } else { 0 });
@@ -48,18 +51,14 @@ impl Results {
             _ => Some(DraftResults {
                 rows: output(&[options.decode_rows(), hidden])?,
                 head: output(&[options.sequences, hidden])?,
-                greatest: Array::persistent(
-                    runtime,
-                    Category::Activations,
-                    [options.decode_rows()],
-                    DType::U32,
-                )?,
+                greatest: ids(options.decode_rows())?,
                 remembered: output(&[1, model.config.kv_heads * model.config.head_dim])?,
                 committed: recurrent.map(|shape| output(&shape)).transpose()?,
             }),
         };
         Ok(Results {
             logits: output(&[logit_rows, vocab])?,
+            tokens: ids(options.sequences)?,
             last_hidden: output(&[options.sequences, hidden])?,
             hidden: all(options.prefill_rows().max(options.sequences))?,
             head_input: all(HEAD_ROWS)?,

@@ -1,5 +1,6 @@
 //! Buffers that the host fills before a step.
 
+use keel_array::sampling::Draw;
 use keel_array::{Array, Batch, Category, DType, Runtime};
 use keel_cache::SequenceCache;
 use keel_models::HybridModel;
@@ -15,12 +16,14 @@ pub(crate) struct Rows<'a> {
     pub first: usize,
     /// The token behind the last row, where it is known: the multi-token-prediction head reads it.
     pub next: Option<u32>,
+    /// How the token behind a decode step is drawn, if not by the host.
+    pub draw: Option<Draw>,
 }
 
 impl<'a> Rows<'a> {
     /// Rows behind what the sequence holds.
     pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
-        Rows { sequence, tokens, first: sequence.offset(), next: None }
+        Rows { sequence, tokens, first: sequence.offset(), next: None, draw: None }
     }
 }
 
@@ -36,6 +39,8 @@ pub(super) struct Staging {
     window_table: Array,
     accepted: Array,
     pub last_rows: Array,
+    /// How tokens are drawn, f32 `[sequences, 5]`.
+    pub draws: Array,
     pub head: Option<HeadStaging>,
 }
 
@@ -79,6 +84,7 @@ impl Staging {
             window_table,
             accepted: input(&[sequences], DType::U32)?,
             last_rows: input(&[sequences], DType::U32)?,
+            draws: input(&[sequences, Draw::WORDS], DType::F32)?,
             head,
         })
     }
@@ -103,7 +109,7 @@ impl Staging {
         let (mut row_start, mut last_rows) = (vec![0u32], Vec::new());
         let (mut slots, mut firsts, mut accepted) = (Vec::new(), Vec::new(), Vec::new());
         let mut table = Vec::with_capacity(rows.len() * pages);
-        for Rows { sequence, tokens: ids, first, next } in rows {
+        for Rows { sequence, tokens: ids, first, next, .. } in rows {
             tokens.extend_from_slice(ids);
             next_tokens.extend(ids.iter().skip(1).copied().chain([next.unwrap_or_default()]));
             positions.extend((*first..first + ids.len()).map(|p| p as i32));
@@ -124,6 +130,8 @@ impl Staging {
         self.accepted.write(&accepted)?;
         self.fill_windows(rows)?;
         self.last_rows.write(&last_rows)?;
+        let words = |row: &Rows<'_>| row.draw.as_ref().map_or(Draw::NOTHING, Draw::words);
+        self.draws.write(&rows.iter().flat_map(words).collect::<Vec<f32>>())?;
         match &self.head {
             Some(head) if next_tokens.len() <= head.next_tokens.shape()[0] => {
                 Ok(head.next_tokens.write(&next_tokens)?)

@@ -10,6 +10,7 @@ mod layout;
 mod linear;
 mod open_rows;
 mod reduce;
+mod sample;
 mod sequence;
 
 use crate::compare::assert_close;
@@ -33,6 +34,7 @@ pub fn all() -> Vec<Check> {
         elementwise::CHECKS,
         layout::CHECKS,
         reduce::CHECKS,
+        sample::CHECKS,
         indexing::CHECKS,
         linear::CHECKS,
         fast::CHECKS,

@@ -13,6 +13,7 @@ pub mod reduce;
 pub mod rms_norm;
 pub mod rope;
 pub mod rotate_pairs;
+pub mod sample;
 pub mod tensor;
 
 /// `x / (1 + e^-x)`

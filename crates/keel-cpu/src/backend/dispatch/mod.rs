@@ -68,6 +68,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         | Op::CumSum { .. }
         | Op::Sort { .. }
         | Op::TopK { .. }
+        | Op::Sample
         | Op::LayerNorm { .. } => reduce::run(call, worker),
         Op::Take | Op::TakeAlong | Op::Embedding { .. } => return indexing::run(call, worker),
         Op::RmsNorm { .. }
@@ -97,7 +98,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize, isa: Isa) -> usiz
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {
             sequence::workspace_bytes(kernel, workers)
         }
-        Op::ArgReduce { .. } => reduce::workspace_bytes(kernel, workers),
+        Op::ArgReduce { .. } | Op::Sample => reduce::workspace_bytes(kernel, workers),
         _ => 0,
     }
 }

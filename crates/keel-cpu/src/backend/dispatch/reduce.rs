@@ -6,6 +6,7 @@ use crate::kernels::generic::reduce::{
 };
 use crate::kernels::generic::scalar::{with_float, with_scalar};
 use crate::kernels::generic::sort::{Order, sort, top_k};
+use crate::kernels::sample::{sample, scratch_words};
 use crate::pool::Worker;
 use keel_array::{DType, Kernel, Op};
 
@@ -33,6 +34,9 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) {
         Op::TopK { k } => with_scalar!(x.dtype, T => {
             top_k::<T>(x.values(), width, *k, y.shared(), call.outputs[1].shared(), worker);
         }),
+        Op::Sample => {
+            sample((x.values(), width), call.inputs[1].values(), y.shared(), call.scratch(), worker);
+        }
         Op::LayerNorm { eps } => with_float!(x.dtype, T => {
             let (weight, bias) = (call.inputs[1].values(), call.inputs[2].values());
             layer_norm::<T>(x.values(), weight, bias, eps.get(), y.shared(), isa, worker);
@@ -43,6 +47,9 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) {
 
 pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
     let rows = kernel.outputs[0].layout.shape.elements();
+    if matches!(kernel.op, Op::Sample) {
+        return scratch_words(rows, workers) * size_of::<u64>();
+    }
     if is_divided(kernel) { 2 * rows * workers * size_of::<u32>() } else { 0 }
 }
 

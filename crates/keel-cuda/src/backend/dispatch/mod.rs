@@ -12,6 +12,7 @@ mod layout;
 mod linear;
 mod matmul;
 mod reduce;
+mod sample;
 mod sequence;
 
 use super::Mode;
@@ -36,6 +37,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         | Op::Sort { .. }
         | Op::TopK { .. }
         | Op::LayerNorm { .. } => reduce::run(call),
+        Op::Sample => sample::run(call),
         Op::Take | Op::TakeAlong | Op::Embedding { .. } => indexing::run(call),
         Op::RmsNorm { .. }
         | Op::AddRmsNorm { .. }
@@ -66,6 +68,7 @@ pub(super) fn run_both(call: &Call<'_>, next: &Call<'_>) -> Result<bool, ArrayEr
 pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     match &kernel.op {
         Op::Sort { .. } => reduce::workspace_bytes(kernel),
+        Op::Sample => sample::workspace_bytes(kernel),
         Op::Linear { .. } | Op::GatherLinear { .. } => matmul::workspace_bytes(kernel, mode),
         Op::SwiGlu => kernel.maker(0).map_or(0, |product| matmul::workspace_bytes(product, mode)),
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {

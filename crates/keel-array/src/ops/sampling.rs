@@ -1,0 +1,38 @@
+//! Drawing tokens from logits.
+
+use super::Op;
+use crate::error::expect_shape;
+use crate::sampling::Draw;
+use crate::{Array, ArrayError, DType, Result, Shape};
+
+impl Array {
+    /// A token for each row of logits, as [`crate::sampling`] says: `draws` holds [`Draw::words`] for each row. The token of a
+    /// row with [`Draw::NOTHING`] is undefined.
+    ///
+    /// # Shapes
+    /// logits `[R, V]`, draws `[R, 5]` to tokens `[R]`; V is from 1 to [`Draw::WIDTH_MAX`].
+    ///
+    /// # Dtypes
+    /// f32 and f32 to u32; weights are summed in 64-bit integers.
+    ///
+    /// # Errors
+    /// If shapes or types are others.
+    pub fn sample(&self, draws: &Array) -> Result<Array> {
+        const OP: &str = "sample";
+        for (operand, array) in [("logits", self), ("draws", draws)] {
+            if array.dtype() != DType::F32 {
+                return Err(ArrayError::DType { op: OP, operand, expected: "f32", got: array.dtype() });
+            }
+        }
+        let &[rows, width] = &self.shape()[..] else {
+            let (expected, got) = ("[rows, vocabulary]".into(), self.shape().clone());
+            return Err(ArrayError::Shape { op: OP, operand: "logits", expected, got });
+        };
+        if !(1..=Draw::WIDTH_MAX).contains(&width) {
+            let reason = format!("rows of {width} logits are not within 1 to {}", Draw::WIDTH_MAX);
+            return Err(ArrayError::Argument { op: OP, reason });
+        }
+        expect_shape(OP, "draws", &[rows, Draw::WORDS], draws.shape())?;
+        Array::build(Op::Sample, &[self, draws], Shape::from([rows]), DType::U32)
+    }
+}

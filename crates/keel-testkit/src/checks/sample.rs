@@ -1,0 +1,126 @@
+//! Tokens drawn from logits: the same as the oracle's, to the bit.
+
+use super::Check;
+use crate::naive::sample::sample;
+use crate::random::Random;
+use keel_array::sampling::Draw;
+use keel_array::{Array, Runtime};
+
+pub(super) const CHECKS: &[Check] = &[
+    Check { op: "sample", run: every_option },
+    Check { op: "sample", run: odd_rows },
+    Check { op: "sample", run: crowded_rows },
+    Check { op: "sample", run: a_token_depends_on_its_row_alone },
+];
+
+/// Widths around a power of two, of one element, and of several parts.
+const WIDTHS: [usize; 6] = [1, 2, 33, 511, 4097, 20_011];
+
+/// What a backend draws from rows of `width` logits.
+fn drawn(runtime: &Runtime, logits: &[f32], width: usize, draws: &[Option<Draw>]) -> Vec<u32> {
+    let words: Vec<f32> =
+        draws.iter().flat_map(|draw| draw.as_ref().map_or(Draw::NOTHING, Draw::words)).collect();
+    let logits =
+        Array::from_slice(runtime, logits, [draws.len(), width]).expect("there is memory for a case");
+    let words =
+        Array::from_slice(runtime, &words, [draws.len(), Draw::WORDS]).expect("there is memory for a case");
+    logits.sample(&words).expect("shapes fit").to_vec().expect("a case runs")
+}
+
+#[track_caller]
+fn expect(runtime: &Runtime, what: &str, logits: &[f32], width: usize, draws: &[Draw]) {
+    let got = drawn(runtime, logits, width, &draws.iter().copied().map(Some).collect::<Vec<_>>());
+    for ((row, draw), got) in logits.chunks(width).zip(draws).zip(got) {
+        assert_eq!(got, sample(row, draw), "{what}, {width} logits, {draw:?}");
+    }
+}
+
+/// Every combination of options, each in a row of its own.
+fn options(random: &mut Random) -> Vec<Draw> {
+    let mut draws = Vec::new();
+    for temperature in [0.0, 0.05, 0.7, 1.0, 30.0] {
+        for top_k in [0, 1, 2, 40, 1_000_000] {
+            for top_p in [1.0, 0.95, 0.4, f32::MIN_POSITIVE] {
+                for min_p in [0.0, 0.03, 1.0] {
+                    let uniform = random.uniform(0.0, 1.0);
+                    draws.push(Draw { temperature, top_k, top_p, min_p, uniform });
+                }
+            }
+        }
+    }
+    draws
+}
+
+fn every_option(runtime: &Runtime) {
+    let mut random = Random::new(60);
+    for width in WIDTHS {
+        let mut draws = options(&mut random);
+        // The oracle's time goes with the square of the width.
+        if width > 1000 {
+            draws = draws.into_iter().skip(width % 7).step_by(11).collect();
+        }
+        let logits = random.uniforms(draws.len() * width, -9.0, 6.0);
+        expect(runtime, "even logits", &logits, width, &draws);
+        // Few different values, so that there are equals, of both signs.
+        let rough: Vec<f32> = logits.iter().map(|x| (x / 4.0).round()).collect();
+        expect(runtime, "equal logits", &rough, width, &draws);
+    }
+}
+
+fn odd_rows(runtime: &Runtime) {
+    let (nan, none, most) = (f32::NAN, f32::NEG_INFINITY, f32::INFINITY);
+    let rows = [
+        [none, none, none, 2.5, none],
+        [nan, -0.0, 0.0, -1.0, nan],
+        [nan, nan, nan, nan, nan],
+        [none, none, nan, none, none],
+        [1.0, most, 2.0, nan, none],
+        [f32::MAX, f32::MIN, 0.0, f32::MAX, 1.0],
+        [1e-42, 0.0, -1e-42, -0.0, none],
+    ];
+    for uniform in [0.0, 0.3, 1.0 - f32::EPSILON / 2.0] {
+        for (temperature, top_p, min_p) in
+            [(0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (1e-30, 0.9, 0.1), (100.0, 0.5, 0.0)]
+        {
+            let draws = [Draw { temperature, top_k: 0, top_p, min_p, uniform }; 7];
+            expect(runtime, "odd rows", &rows.concat(), 5, &draws);
+        }
+    }
+}
+
+/// Thousands of candidates of one weight or nearly so: boundaries between equals are decided by their ids.
+fn crowded_rows(runtime: &Runtime) {
+    let mut random = Random::new(61);
+    let width = 6007;
+    let draws: Vec<Draw> = (0..24)
+        .map(|i| Draw {
+            temperature: [1.0, 50.0, 0.5][i % 3],
+            top_k: [0, 3000, 5999, 1200][i % 4],
+            top_p: [1.0, 0.7][i % 2],
+            min_p: [0.0, 0.9][i / 12],
+            uniform: random.uniform(0.0, 1.0),
+        })
+        .collect();
+    for (what, spread) in [("one value", 0.0), ("close values", 1e-6), ("a hair apart", 1e-2)] {
+        let logits: Vec<f32> = (0..draws.len() * width).map(|_| -3.0 + random.uniform(0.0, spread)).collect();
+        expect(runtime, what, &logits, width, &draws);
+    }
+}
+
+/// Law 7: neither its neighbours nor rows from which nothing is drawn change a row's token.
+fn a_token_depends_on_its_row_alone(runtime: &Runtime) {
+    let mut random = Random::new(62);
+    let (rows, width) = (37, 1234);
+    let logits = random.uniforms(rows * width, -4.0, 4.0);
+    let draws: Vec<Option<Draw>> = options(&mut random).into_iter().step_by(7).take(rows).map(Some).collect();
+    let together = drawn(runtime, &logits, width, &draws);
+    for (i, draw) in draws.iter().enumerate().step_by(5) {
+        let alone = drawn(runtime, &logits[i * width..][..width], width, &[*draw]);
+        assert_eq!(alone, together[i..=i], "row {i}");
+    }
+    let some: Vec<Option<Draw>> = draws.iter().enumerate().map(|(i, d)| d.filter(|_| i % 3 == 1)).collect();
+    let got = drawn(runtime, &logits, width, &some);
+    (1..rows)
+        .step_by(3)
+        .for_each(|i| assert_eq!(got[i], together[i], "row {i} beside rows that are left out"));
+}
