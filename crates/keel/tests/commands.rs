@@ -314,4 +314,11 @@ fn bench_measures_beside_a_floor_and_draws() {
     assert_eq!(report["memory"]["planned"], report["memory"]["peak"]);
     let drawing = std::fs::read_to_string(&plot).expect("drawn");
     assert!(drawing.contains("weights") && drawing.contains("</svg>"));
+    assert_eq!(report["draw"], "none");
+    for draw in ["greedy", "sampled", "host"] {
+        let report =
+            json(&["bench", "--prompt", "64", "--gen", "2", "--repeat", "1", "--json", "--draw", draw]);
+        assert!(report["decode_tokens_per_second"].as_f64().is_some_and(|x| x > 0.0), "{report}");
+        assert_eq!(report["draw"], draw);
+    }
 }

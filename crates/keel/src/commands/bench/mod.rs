@@ -1,6 +1,7 @@
 //! `keel bench`: speed, beside what the machine allows at most.
 
 mod cost;
+mod drawing;
 mod machine;
 mod plot;
 mod profile;
@@ -22,6 +23,7 @@ use crate::output;
 use crate::report::{Memory, human_bytes};
 use crate::session::{self, Session, context_for};
 use cost::Cost;
+use drawing::Drawing;
 use machine::Machine;
 use plot::Recorder;
 use profile::Profile;
@@ -52,6 +54,9 @@ pub struct BenchArgs {
     /// Timed repeats.
     #[arg(long, value_name = "R", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     repeat: u16,
+    /// What follows each timed step.
+    #[arg(long, value_enum, default_value_t)]
+    draw: Drawing,
     #[command(flatten)]
     speculate: SpeculateArgs,
     #[command(flatten)]
@@ -129,13 +134,13 @@ fn measure(
     };
     let recorder = args.plot.as_ref().map(|_| Recorder::start(runtime.ledger()));
     let mut session = Session::open(&args.device, &runtime, &*subject.parameters, &subject.json, options)?;
-    let runs = Runs::time(&mut session.engine, args.prompt, args.generated, args.repeat.into())?;
     let repeats = usize::from(args.repeat);
+    let runs = Runs::time(&mut session.engine, (args.prompt, args.generated), repeats, args.draw)?;
     let speculative = speculation
         .map(|how| SpeculativeRuns::time(&mut session.engine, (args.prompt, args.generated), repeats, how))
         .transpose()?;
     let profile = profiled
-        .map(|backend| Profile::take(&mut session.engine, &backend, args.prompt, args.generated))
+        .map(|backend| Profile::take(&mut session.engine, &backend, (args.prompt, args.generated), args.draw))
         .transpose()?;
     if let (Some(recorder), Some(path)) = (recorder, &args.plot) {
         recorder.stop().draw(path)?;
@@ -171,6 +176,7 @@ impl Report {
             "generated_tokens": args.generated,
             "batch": args.batch,
             "repeat": args.repeat,
+            "draw": args.draw.name(),
             "prefill_tokens_per_second": prefill.median,
             "prefill_tokens_per_second_min": prefill.min,
             "prefill_tokens_per_second_max": prefill.max,

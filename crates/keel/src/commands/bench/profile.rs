@@ -7,6 +7,7 @@ use keel_cpu::{CpuBackend, KernelTime};
 use keel_engine::Engine;
 use serde_json::{Value, json};
 
+use super::drawing::Drawing;
 use super::runs;
 
 /// Operations that take less than this share of a regime's time are summed up in text.
@@ -23,12 +24,17 @@ impl Profile {
     ///
     /// # Errors
     /// What the engine says; logits that are not finite.
-    pub fn take(engine: &mut Engine, backend: &CpuBackend, prompt: usize, gen_len: usize) -> Result<Profile> {
+    pub fn take(
+        engine: &mut Engine,
+        backend: &CpuBackend,
+        (prompt, gen_len): (usize, usize),
+        drawing: Drawing,
+    ) -> Result<Profile> {
         // What ran before is not part of it.
         backend.take_profile();
         let mut sequences = runs::prefill(engine, prompt)?;
         let prefill = backend.take_profile();
-        runs::decode(engine, &mut sequences, gen_len)?;
+        runs::decode(engine, &mut sequences, gen_len, drawing)?;
         let decode = backend.take_profile();
         runs::release(engine, sequences)?;
         Ok(Profile { prefill, decode })

@@ -7,6 +7,7 @@ use anyhow::{Result, bail};
 use keel_cache::SequenceCache;
 use keel_engine::Engine;
 
+use super::drawing::Drawing;
 use crate::progress;
 use crate::report::rate;
 
@@ -54,13 +55,18 @@ impl Runs {
     ///
     /// # Errors
     /// What the engine says; logits that are not finite.
-    pub fn time(engine: &mut Engine, prompt: usize, gen_len: usize, repeats: usize) -> Result<Runs> {
+    pub fn time(
+        engine: &mut Engine,
+        (prompt, gen_len): (usize, usize),
+        repeats: usize,
+        drawing: Drawing,
+    ) -> Result<Runs> {
         let mut runs = Runs::default();
         let batch = engine.options().sequences;
-        run(engine, prompt.min(WARM_UP.0), gen_len.min(WARM_UP.1))?;
+        run(engine, prompt.min(WARM_UP.0), gen_len.min(WARM_UP.1), drawing)?;
         let bar = progress::tokens("running", repeats * batch * (prompt + gen_len));
         for _ in 0..repeats {
-            let (prefill, decode) = run(engine, prompt, gen_len)?;
+            let (prefill, decode) = run(engine, prompt, gen_len, drawing)?;
             runs.prefill.push(prefill);
             runs.decode.push(decode);
             bar.inc((batch * (prompt + gen_len)) as u64);
@@ -81,13 +87,13 @@ impl Runs {
 }
 
 /// One run; tokens per second of prefill and decode.
-fn run(engine: &mut Engine, prompt: usize, gen_len: usize) -> Result<(f64, f64)> {
+fn run(engine: &mut Engine, prompt: usize, gen_len: usize, drawing: Drawing) -> Result<(f64, f64)> {
     let batch = engine.options().sequences;
     let start = Instant::now();
     let mut sequences = prefill(engine, prompt)?;
     let prefill = rate(batch * prompt, start.elapsed());
     let start = Instant::now();
-    decode(engine, &mut sequences, gen_len)?;
+    decode(engine, &mut sequences, gen_len, drawing)?;
     let decode = rate(batch * gen_len, start.elapsed());
     release(engine, sequences)?;
     Ok((prefill, decode))
@@ -107,11 +113,15 @@ pub fn prefill(engine: &mut Engine, prompt: usize) -> Result<Vec<SequenceCache>>
 }
 
 /// So many steps of all sequences together.
-pub fn decode(engine: &mut Engine, sequences: &mut [SequenceCache], gen_len: usize) -> Result<()> {
+pub fn decode(
+    engine: &mut Engine,
+    sequences: &mut [SequenceCache],
+    gen_len: usize,
+    drawing: Drawing,
+) -> Result<()> {
     let (batch, vocab) = (sequences.len(), engine.model().config.vocab);
     for id in random_ids(batch, gen_len, vocab) {
-        let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
-        engine.decode(&mut all, &vec![id; batch])?;
+        drawing.step(engine, sequences, &vec![id; batch])?;
     }
     Ok(())
 }
