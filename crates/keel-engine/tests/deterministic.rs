@@ -226,7 +226,7 @@ fn what_was_kept(subject: Subject) {
     let path = folder.path().join("cache");
     let ids = prompt(333, 2);
     let options = EngineOptions { sequences: 2, checkpoints: 3, ..options() };
-    let mut first = subject.engine(options.clone());
+    let mut first = subject.engine(options);
     let mut whole = Vec::new();
     let mut sequence = first.open().expect("a slot is free");
     first.prefill(&mut sequence, &ids, &mut whole, &mut |_| ()).expect("runs");

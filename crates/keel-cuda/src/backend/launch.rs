@@ -3,12 +3,14 @@
 use super::call::{COUNTERS, Call, Geometry};
 use super::dispatch;
 use super::operand::{Bound, BoundKernel};
+use super::read_ahead::ReadAhead;
 use super::{Gpu, Mode};
 use crate::driver::{Arguments, CudaMemory, Delivery, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
 use crate::kernels::{DELIVER, KernelKey};
-use keel_array::{ArrayError, Kernel, Launch};
+use keel_array::{ArrayError, Kernel, Launch, Slot};
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Pinned bytes that host data passes through on its way to the device, and as many on the way back.
@@ -37,6 +39,10 @@ struct GraphKey {
 struct Seen {
     key: GraphKey,
     graph: Option<Graph>,
+    /// Addresses of its results.
+    outputs: Vec<Range<u64>>,
+    /// Those that come to the host with it.
+    ahead: Range<u64>,
 }
 
 /// What passes between host and device on the stream, and the graphs.
@@ -50,10 +56,13 @@ pub(super) struct Session {
     /// Bytes of `outgoing` that the device may not have read yet.
     outgoing_used: usize,
     incoming: PinnedBuffer,
+    /// Of what `incoming` holds.
+    ahead: ReadAhead,
     /// A copy that failed: reported by the next launch.
     failed: Option<CudaError>,
     captured: u64,
     replayed: u64,
+    waits: u64,
 }
 
 impl Session {
@@ -73,9 +82,11 @@ impl Session {
             outgoing: PinnedBuffer::new(device, STAGING_BYTES)?,
             outgoing_used: 0,
             incoming: PinnedBuffer::new(device, STAGING_BYTES)?,
+            ahead: ReadAhead::default(),
             failed: None,
             captured: 0,
             replayed: 0,
+            waits: 0,
         })
     }
 
@@ -84,8 +95,19 @@ impl Session {
         (self.captured, self.replayed)
     }
 
+    /// How often the host has waited for the stream.
+    pub fn waits(&self) -> u64 {
+        self.waits
+    }
+
+    /// Memory is handed out: what lies there is no longer what came to the host.
+    pub fn note_allocation(&mut self) {
+        self.ahead.forget();
+    }
+
     fn synchronize(&mut self, device: &Device) -> Result<()> {
         self.outgoing_used = 0;
+        self.waits += 1;
         device.synchronize()
     }
 
@@ -105,6 +127,7 @@ impl Session {
     fn try_write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) -> Result<()> {
         let device = &*gpu.device;
         device.bind()?;
+        self.ahead.forget();
         let start = memory.range(offset, bytes.len());
         let to = start..start + bytes.len() as u64;
         if bytes.len() <= DELIVERY_BYTES_MAX && start.is_multiple_of(4) && bytes.len().is_multiple_of(4) {
@@ -161,6 +184,18 @@ impl Session {
     }
 
     fn try_read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        let start = memory.range(offset, bytes.len());
+        let wanted = start..start + bytes.len() as u64;
+        if let Some(at) = self.ahead.find(&wanted) {
+            bytes.copy_from_slice(&self.incoming.bytes()[at..at + bytes.len()]);
+            return Ok(());
+        }
+        // The last launch's, if it was one of a prepared program.
+        if let Some(seen) = self.seen.last_mut().filter(|seen| self.ahead.is_worth_it(&wanted, &seen.outputs))
+        {
+            seen.ahead = wanted;
+        }
+        self.ahead.forget();
         gpu.device.bind()?;
         self.deliver(gpu)?;
         for (i, piece) in bytes.chunks_mut(STAGING_BYTES).enumerate() {
@@ -176,6 +211,7 @@ impl Session {
 
     /// Bytes of the device to another place on it.
     pub fn copy(&mut self, gpu: &Gpu, from: (&CudaMemory, usize), to: (&CudaMemory, usize), bytes: usize) {
+        self.ahead.forget();
         let (from, to) = (from.0.range(from.1, bytes), to.0.range(to.1, bytes));
         let stream = gpu.device.stream();
         let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
@@ -187,6 +223,7 @@ impl Session {
 
     /// Zeroes bytes of the device.
     pub fn clear(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: usize) {
+        self.ahead.forget();
         let at = memory.range(offset, bytes);
         let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
         // SAFETY: within the memory.
@@ -202,23 +239,38 @@ impl Session {
         }
         let device = &gpu.device;
         device.bind().and_then(|()| self.deliver(gpu)).map_err(|e| e.in_op("launch"))?;
+        self.ahead.forget();
         let record = |session: &Session| session.record(gpu, mode, launch);
+        let mut ahead = None;
         match launch.prepared() {
             None => record(self)?,
             Some((prepared, first_kernel)) => {
                 let arena = launch.has_arena().then(|| CudaMemory::of(launch.arena().memory()).at(0));
                 let key = GraphKey { prepared, first_kernel, arena: arena.unwrap_or(0) };
-                self.run_prepared(device, key, record)?;
+                self.run_prepared(device, key, launch, record)?;
+                ahead = self.seen.last().map(|seen| seen.ahead.clone());
             }
         }
+        self.bring(device, ahead.as_ref()).map_err(|e| e.in_op("launch"))?;
         self.synchronize(device).map_err(|e| e.in_op("launch"))?;
+        ahead.into_iter().for_each(|ahead| self.ahead.launched(ahead));
         self.fault(device, launch.kernels())
+    }
+
+    /// Puts the copy of what the host will read on the stream.
+    fn bring(&self, device: &Device, ahead: Option<&Range<u64>>) -> Result<()> {
+        let Some(ahead) = ahead.filter(|ahead| !ahead.is_empty()) else { return Ok(()) };
+        let (to, bytes) = (self.incoming.address().cast(), (ahead.end - ahead.start) as usize);
+        // SAFETY: the launch owns its results, of which these bytes are some, fewer than the pinned ones; and the caller
+        // waits for the stream.
+        unsafe { driver!(cuMemcpyDtoHAsync_v2(to, ahead.start, bytes, device.stream())) }
     }
 
     fn run_prepared(
         &mut self,
         device: &Arc<Device>,
         key: GraphKey,
+        launch: &Launch<'_>,
         record: impl Fn(&Session) -> Result<(), ArrayError>,
     ) -> Result<(), ArrayError> {
         let Some(i) = self.seen.iter().position(|s| s.key == key) else {
@@ -227,7 +279,7 @@ impl Session {
             if self.seen.len() == GRAPHS_MAX {
                 self.seen.remove(0);
             }
-            self.seen.push(Seen { key, graph: None });
+            self.seen.push(Seen { key, graph: None, outputs: results(launch), ahead: 0..0 });
             return Ok(());
         };
         // Least recently used first.
@@ -297,6 +349,17 @@ impl Session {
         let reason = dispatch::describe_fault(kernel, what, number, bound);
         Err(ArrayError::Kernel { op: kernel.op.name().into(), reason })
     }
+}
+
+/// Addresses of what a launch leaves behind; destinations of prepared programs are gap-free.
+fn results(launch: &Launch<'_>) -> Vec<Range<u64>> {
+    let outputs = launch.kernels().iter().flat_map(|kernel| &kernel.outputs);
+    let outputs = outputs.filter(|operand| matches!(operand.slot, Slot::Output(_)));
+    let addresses = |operand| {
+        let bound = Bound::new(launch, operand);
+        bound.address..bound.address + (bound.len() * bound.dtype.size()) as u64
+    };
+    outputs.map(addresses).collect()
 }
 
 /// The error of a recording, apart from those of the driver.

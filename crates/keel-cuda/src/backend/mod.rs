@@ -4,6 +4,7 @@ mod call;
 mod dispatch;
 mod launch;
 mod operand;
+mod read_ahead;
 mod weights;
 
 use crate::driver::{Blas, CudaMemory, Device, Modules};
@@ -107,6 +108,12 @@ impl CudaBackend {
         self.gpu.as_ref().map_or((0, 0), |gpu| gpu.session().counts())
     }
 
+    /// How often the host has waited for the device: once for each launch, and once for each copy to the host that was not
+    /// read first behind the launch before, too.
+    pub fn wait_count(&self) -> u64 {
+        self.gpu.as_ref().map_or(0, |gpu| gpu.session().waits())
+    }
+
     /// The device. A plan has none, and the runtime asks it for nothing that needs one.
     fn gpu(&self) -> &Gpu {
         self.gpu.as_ref().unwrap_or_else(|| unreachable!("a plan touches no memory"))
@@ -133,6 +140,7 @@ impl Backend for CudaBackend {
         let memory = match &self.gpu {
             None => CudaMemory::counted(bytes),
             Some(gpu) => {
+                gpu.session().note_allocation();
                 CudaMemory::zeroed(&gpu.device, bytes, self.poison_freed).map_err(|e| e.to_string())?
             }
         };

@@ -1,0 +1,94 @@
+//! Steps of decoding on a GPU, once they are captured: one submission, one wait for it and its token, no allocation. Needs a GPU:
+//! `KEEL_TEST_CUDA=1`.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use common::{argmax, engine};
+use keel_array::sampling::Draw;
+use keel_array::{Runtime, RuntimeOptions};
+use keel_cache::SequenceCache;
+use keel_cuda::{CudaBackend, CudaOptions};
+use keel_engine::{Engine, EngineOptions};
+
+const STEPS: usize = 64;
+const SEQUENCES: usize = 3;
+
+/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
+fn demo() -> PathBuf {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    if built.is_dir() { built } else { "models/demo".into() }
+}
+
+/// The model on a GPU, and sequences behind prompts; `None` where there is no GPU to be tested.
+fn prefilled() -> Option<(Arc<CudaBackend>, Engine, Vec<SequenceCache>)> {
+    if std::env::var_os("KEEL_TEST_CUDA").is_none() {
+        eprintln!("skipped: set KEEL_TEST_CUDA=1 on a machine with a GPU");
+        return None;
+    }
+    let backend = Arc::new(CudaBackend::new(&CudaOptions::default()).expect("a GPU"));
+    let runtime = Runtime::new(Arc::clone(&backend) as _, RuntimeOptions::default());
+    let options = EngineOptions { context: 512, sequences: SEQUENCES, ..EngineOptions::default() };
+    let mut engine = engine(&demo(), &runtime, options);
+    let sequences = (0..SEQUENCES).map(|i| {
+        let mut sequence = engine.open().expect("a slot is free");
+        let prompt: Vec<u32> = (0..70).map(|j| (j * 7 + i as u32 * 13 + 5) % 500).collect();
+        engine.prefill(&mut sequence, &prompt, &mut Vec::new(), &mut |_| ()).expect("fits");
+        sequence
+    });
+    let sequences = sequences.collect();
+    Some((backend, engine, sequences))
+}
+
+/// Draws of a step: greedy, sampled, and left to the host.
+fn draws(step: usize) -> [Option<Draw>; SEQUENCES] {
+    let uniform = (step * 37 % 64) as f32 / 64.0;
+    let sampled = Draw { temperature: 0.8, top_k: 40, top_p: 0.95, min_p: 0.02, uniform };
+    [Some(Draw::GREATEST), Some(sampled), None]
+}
+
+#[test]
+fn a_steady_step_waits_once_and_allocates_nothing() {
+    let Some((backend, mut engine, mut sequences)) = prefilled() else { return };
+    let mut tokens = [7; SEQUENCES];
+    let mut run = |engine: &mut Engine, steps: std::ops::Range<usize>| {
+        for step in steps {
+            let mut all: Vec<_> = sequences.iter_mut().collect();
+            let drawn = engine.decode_and_draw(&mut all, &tokens, &draws(step)).expect("runs");
+            tokens.iter_mut().zip(drawn).for_each(|(token, drawn)| *token = drawn.unwrap_or(7));
+        }
+    };
+    // Kernel by kernel, captured, and twice as they will be.
+    run(&mut engine, 0..4);
+    let counts = |engine: &Engine| {
+        let (captured, replayed) = backend.graph_counts();
+        let ledger = engine.runtime().ledger();
+        ([captured, ledger.charges(), ledger.active().total()], [replayed, backend.wait_count()])
+    };
+    let before = counts(&engine);
+    run(&mut engine, 4..4 + STEPS);
+    let after = counts(&engine);
+    assert_eq!(after.0, before.0, "graphs captured, allocations, bytes");
+    assert_eq!(after.1, before.1.map(|count| count + STEPS as u64), "submissions and waits");
+}
+
+#[test]
+fn tokens_that_come_with_their_step_are_those_of_its_logits() {
+    let Some((_, mut engine, mut sequences)) = prefilled() else { return };
+    let (mut tokens, mut logits, mut moved) = ([7; SEQUENCES], Vec::new(), 0);
+    for step in 0..STEPS {
+        let mut all: Vec<_> = sequences.iter_mut().collect();
+        let drawn = engine.decode_and_draw(&mut all, &tokens, &draws(step)).expect("runs");
+        engine.logits(0, &mut logits).expect("there");
+        assert_eq!(drawn[0], Some(argmax(&logits)), "step {step}");
+        engine.logits(1, &mut logits).expect("there");
+        let sampled = drawn[1].expect("it was drawn for");
+        let above = logits.iter().filter(|&&logit| logit > logits[sampled as usize]).count();
+        assert!(above < 40, "step {step}: token {sampled} has {above} before it");
+        moved += usize::from(tokens[1] != sampled);
+        tokens = [drawn[0].expect("as above"), sampled, 7];
+    }
+    assert!(moved > STEPS / 2, "only {moved} of {STEPS} tokens differ from those before them");
+}
