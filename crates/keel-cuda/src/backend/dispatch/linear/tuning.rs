@@ -109,12 +109,14 @@ fn divisor(units: usize, least: usize, most: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keel_array::{Compute, DType, WeightFormat};
+    use keel_array::{BlockFormat, Compute, DType, WeightFormat};
 
     #[test]
     fn rows_do_not_change_the_order_of_sums() {
-        for (bits, group_size) in [(4, 64), (3, 32), (8, 128)] {
-            let format = WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 };
+        let affine = |(bits, group_size)| WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 };
+        let formats = [(4, 64), (3, 32), (8, 128)].map(affine).into_iter();
+        let dense = [WeightFormat::Dense(DType::BF16)];
+        for format in formats.chain(BlockFormat::ALL.map(WeightFormat::Blocks)).chain(dense) {
             for (rows, cols) in [(12_352, 2560), (18_432, 2560), (2560, 9216), (4096, 12_288), (1024, 1024)] {
                 let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
                 for gated in [false, true] {
