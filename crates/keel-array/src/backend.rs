@@ -40,6 +40,35 @@ pub trait Backend: Send + Sync + 'static {
         self.allocate(bytes)
     }
 
+    /// Bytes that an arena of at least `bytes` takes: the granularity in which this backend has it grow.
+    fn arena_bytes(&self, bytes: usize) -> usize {
+        bytes
+    }
+
+    /// As [`Backend::allocate`], for the arena of a stream: of [`Backend::arena_bytes`] of something.
+    ///
+    /// # Errors
+    /// The system's reason, if it refuses.
+    fn allocate_arena(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.allocate(bytes)
+    }
+
+    /// Makes an arena larger where it lies, which queued work may be using: its address and what it holds stay, and what is
+    /// added is zeroed. False if it cannot grow in place; another then takes its place.
+    ///
+    /// # Errors
+    /// The system's reason, if it refuses; the arena is as it was.
+    fn grow_arena(&self, arena: &dyn DeviceMemory, bytes: usize) -> Result<bool, String> {
+        let _ = (arena, bytes);
+        Ok(false)
+    }
+
+    /// Told that nothing runs and nobody needs what the arena holds: the system may have it, and other memory that is idle,
+    /// until it is used again. The arena then holds anything.
+    fn rest(&self, arena: Option<&dyn DeviceMemory>) {
+        let _ = arena;
+    }
+
     /// True if memory is only counted, never touched: the backend of `keel plan`.
     fn is_planning(&self) -> bool {
         false
@@ -117,7 +146,6 @@ pub trait Backend: Send + Sync + 'static {
 
 struct BufferInner {
     memory: Box<dyn DeviceMemory>,
-    bytes: usize,
     charge: Charge,
 }
 
@@ -133,19 +161,44 @@ impl Buffer {
         category: Category,
         bytes: usize,
     ) -> Result<Buffer> {
-        let charge = ledger.charge(category, bytes as u64)?;
-        let memory = match category {
+        Buffer::charged(ledger, category, bytes, || match category {
             Category::Weights => backend.allocate_lasting(bytes),
             _ => backend.allocate(bytes),
-        };
+        })
+    }
+
+    /// As [`Buffer::allocate`], for the arena of a stream.
+    pub(crate) fn allocate_arena(backend: &dyn Backend, ledger: &Ledger, bytes: usize) -> Result<Buffer> {
+        Buffer::charged(ledger, Category::Activations, bytes, || backend.allocate_arena(bytes))
+    }
+
+    fn charged(
+        ledger: &Ledger,
+        category: Category,
+        bytes: usize,
+        allocate: impl FnOnce() -> Result<Box<dyn DeviceMemory>, String>,
+    ) -> Result<Buffer> {
+        let charge = ledger.charge(category, bytes as u64)?;
         let refused = |reason| ArrayError::Allocation { category, requested: bytes as u64, reason };
-        let memory = memory.map_err(refused)?;
-        Ok(Buffer(Arc::new(BufferInner { memory, bytes, charge })))
+        let memory = allocate().map_err(refused)?;
+        Ok(Buffer(Arc::new(BufferInner { memory, charge })))
+    }
+
+    /// Makes an arena larger where it lies, for all its handles; false if the backend cannot.
+    pub(crate) fn grow_arena(&self, backend: &dyn Backend, ledger: &Ledger, bytes: usize) -> Result<bool> {
+        let category = self.category();
+        let more = ledger.charge(category, bytes.saturating_sub(self.bytes()) as u64)?;
+        let refused = |reason| ArrayError::Allocation { category, requested: more.bytes(), reason };
+        let grown = backend.grow_arena(self.memory(), bytes).map_err(refused)?;
+        if grown {
+            self.0.charge.absorb(more);
+        }
+        Ok(grown)
     }
 
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
-        self.0.bytes
+        self.0.charge.bytes() as usize
     }
 
     /// The category it is charged to.

@@ -5,6 +5,7 @@
 //! is alive: the categories add up to the active bytes at any time.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::{ArrayError, Result};
@@ -138,7 +139,7 @@ impl Ledger {
         books.peak_total = books.peak_total.max(books.active_total);
         let i = category as usize;
         books.peak.0[i] = books.peak.0[i].max(books.active.0[i]);
-        Ok(Charge { ledger: self.clone(), category, bytes })
+        Ok(Charge { ledger: self.clone(), category, bytes: AtomicU64::new(bytes) })
     }
 
     /// Bytes in use, by category.
@@ -194,7 +195,7 @@ impl Ledger {
 pub struct Charge {
     ledger: Ledger,
     category: Category,
-    bytes: u64,
+    bytes: AtomicU64,
 }
 
 impl Charge {
@@ -202,13 +203,25 @@ impl Charge {
     pub fn category(&self) -> Category {
         self.category
     }
+
+    /// The bytes charged.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Takes over what another charge of the same category in the same books holds.
+    pub(crate) fn absorb(&self, other: Charge) {
+        assert!(self.category == other.category && Arc::ptr_eq(&self.ledger.books, &other.ledger.books));
+        self.bytes.fetch_add(other.bytes.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+    }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
+        let bytes = *self.bytes.get_mut();
         let mut books = self.ledger.books();
-        books.active_total -= self.bytes;
-        books.active.0[self.category as usize] -= self.bytes;
+        books.active_total -= bytes;
+        books.active.0[self.category as usize] -= bytes;
     }
 }
 

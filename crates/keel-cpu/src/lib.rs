@@ -2,6 +2,7 @@
 
 mod amx;
 mod backend;
+pub mod code;
 pub mod error;
 pub mod floors;
 pub mod heap;

@@ -26,6 +26,27 @@ pub trait Disturbance: Send + Sync + 'static {
     fn read(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
         backend.read(memory, offset, bytes);
     }
+
+    /// In place of an arena's allocation.
+    ///
+    /// # Errors
+    /// As [`Disturbance::allocate`].
+    fn allocate_arena(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.allocate(backend, bytes)
+    }
+
+    /// In place of an arena's growth.
+    ///
+    /// # Errors
+    /// As [`Disturbance::allocate`].
+    fn grow_arena(
+        &self,
+        backend: &dyn Backend,
+        arena: &dyn DeviceMemory,
+        bytes: usize,
+    ) -> Result<bool, String> {
+        backend.grow_arena(arena, bytes)
+    }
 }
 
 /// A backend whose launches and allocations go through a [`Disturbance`].
@@ -47,6 +68,18 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     }
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         self.disturbance.allocate(&*self.backend, bytes)
+    }
+    fn arena_bytes(&self, bytes: usize) -> usize {
+        self.backend.arena_bytes(bytes)
+    }
+    fn allocate_arena(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.disturbance.allocate_arena(&*self.backend, bytes)
+    }
+    fn grow_arena(&self, arena: &dyn DeviceMemory, bytes: usize) -> Result<bool, String> {
+        self.disturbance.grow_arena(&*self.backend, arena, bytes)
+    }
+    fn rest(&self, arena: Option<&dyn DeviceMemory>) {
+        self.backend.rest(arena);
     }
     fn is_planning(&self) -> bool {
         self.backend.is_planning()

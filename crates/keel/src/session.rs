@@ -73,11 +73,20 @@ impl Session {
     }
 }
 
-/// Lets go of a model's files once it is loaded, and of what the heap has free since: a vocabulary as a file has it takes
-/// several times what the tokenizer keeps of it.
+/// Lets go of a model's files once it is loaded, of what the heap has free since, as a vocabulary in a file's form takes
+/// several times what the tokenizer keeps of it, and of the code that loaded it.
 pub fn close(model: Model) {
     drop(model);
     keel_cpu::heap::give_back_free();
+    keel_cpu::code::give_back();
+}
+
+/// Lets go of what a prompt needed and the tokens behind it do not: most of the arena, free blocks of the heap, and code. It
+/// comes back by itself when there is a prompt again.
+pub fn settle(runtime: &Runtime) {
+    runtime.rest();
+    keel_cpu::heap::give_back_free();
+    keel_cpu::code::give_back();
 }
 
 /// A runtime on the device, with its memory limit.

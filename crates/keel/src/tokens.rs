@@ -8,6 +8,8 @@ use keel_engine::{
     TokenIterator,
 };
 
+use crate::session;
+
 /// One of the two iterators.
 pub enum Tokens<'e> {
     /// A token to a step.
@@ -26,7 +28,7 @@ macro_rules! either {
 }
 
 impl<'e> Tokens<'e> {
-    /// Runs the prompt.
+    /// Runs the prompt, and then keeps in memory what further tokens need.
     ///
     /// # Errors
     /// As [`TokenIterator::new`].
@@ -37,7 +39,8 @@ impl<'e> Tokens<'e> {
         (options, speculation): (GenerateOptions, Option<SpeculationOptions>),
         progress: &mut dyn FnMut(usize),
     ) -> Result<Tokens<'e>> {
-        Ok(match speculation {
+        let runtime = engine.runtime().clone();
+        let tokens = match speculation {
             None => {
                 let tokens = TokenIterator::new(engine, sequence, prompt, options, progress)?;
                 Tokens::Plain(Box::new(tokens))
@@ -46,7 +49,9 @@ impl<'e> Tokens<'e> {
                 let tokens = MtpTokenIterator::new(engine, sequence, prompt, options, how, progress)?;
                 Tokens::Speculative(Box::new(tokens))
             }
-        })
+        };
+        session::settle(&runtime);
+        Ok(tokens)
     }
 
     /// Time that the prompt took.

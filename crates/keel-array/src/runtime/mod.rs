@@ -1,5 +1,6 @@
 //! The runtime: one backend with its ledger, programs, arena and stream.
 
+mod arena;
 mod executable;
 mod host;
 mod stream;
@@ -15,6 +16,7 @@ use crate::program::graph::{Collected, Purpose, collect};
 use crate::program::{Binding, Bindings, Graph, OutputMemory, Program, ProgramCache};
 use crate::{Layout, Result};
 
+use arena::Arena;
 pub use executable::{Executable, FailedRun};
 pub use host::Element;
 pub(crate) use stream::Fence;
@@ -59,7 +61,7 @@ struct Inner {
     ledger: Ledger,
     options: RuntimeOptions,
     programs: Mutex<ProgramCache>,
-    arena: Mutex<Option<Buffer>>,
+    arena: Arena,
     stream: Stream,
     pending_ops: AtomicUsize,
     pending_bytes: AtomicUsize,
@@ -95,7 +97,7 @@ impl Runtime {
             ledger,
             programs: Mutex::new(ProgramCache::new(options.program_cache_bytes)),
             options,
-            arena: Mutex::new(None),
+            arena: Arena::default(),
             pending_ops: AtomicUsize::new(0),
             pending_bytes: AtomicUsize::new(0),
             submissions: AtomicUsize::new(0),
@@ -141,6 +143,13 @@ impl Runtime {
         self.arena(bytes).map(drop)
     }
 
+    /// Lets the system have the memory of the arena until it is used again, where the backend can: a prompt needs far more
+    /// of it than the tokens that follow. It stays allocated and charged.
+    pub fn rest(&self) {
+        let arena = self.0.arena.get();
+        self.exclusive(|backend| backend.rest(arena.as_ref().map(Buffer::memory)));
+    }
+
     /// Evaluates arrays and waits for them. What fails makes all arrays that were evaluated with it read as that
     /// error; arrays that were evaluated before keep their values.
     ///
@@ -167,7 +176,7 @@ impl Runtime {
     /// Frees the arena and the cached programs.
     pub fn clear_cache(&self) {
         self.synchronize();
-        *self.arena_slot() = None;
+        self.0.arena.clear();
         self.programs().clear();
     }
 
@@ -216,22 +225,8 @@ impl Runtime {
         self.0.programs.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn arena_slot(&self) -> MutexGuard<'_, Option<Buffer>> {
-        self.0.arena.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    /// The arena, at least this large. One that is too small is given back before the larger one is taken.
     fn arena(&self, bytes: usize) -> Result<Option<Buffer>> {
-        if bytes == 0 {
-            return Ok(None);
-        }
-        let mut slot = self.arena_slot();
-        if slot.as_ref().is_none_or(|arena| arena.bytes() < bytes) {
-            self.synchronize();
-            *slot = None;
-            *slot = Some(self.allocate(Category::Activations, bytes)?);
-        }
-        Ok(slot.clone())
+        self.0.arena.at_least(self, bytes)
     }
 
     fn program(&self, graph: Graph) -> Arc<Program> {

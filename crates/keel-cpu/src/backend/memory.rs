@@ -43,7 +43,7 @@ enum Region {
         layout: Layout,
     },
     Mapped {
-        _map: MmapRaw,
+        map: MmapRaw,
     },
     /// Beside others that stay.
     Part(Part),
@@ -82,7 +82,7 @@ impl HostMemory {
         if bytes < LARGE_PAGE {
             let map: MmapRaw = MmapMut::map_anon(bytes).map_err(|e| e.to_string())?.into();
             let start = map.as_mut_ptr();
-            return Ok(HostMemory { start, region: Region::Mapped { _map: map }, bytes, poison });
+            return Ok(HostMemory { start, region: Region::Mapped { map }, bytes, poison });
         }
         let waste = bytes.checked_next_multiple_of(LARGE_PAGE).map_or(0, |padded| padded - bytes);
         let whole = waste <= bytes / WASTE_PARTS_MIN;
@@ -90,7 +90,7 @@ impl HostMemory {
         let (map, first) = map_large_pages(bytes, large)?;
         // SAFETY: less than a large page further on, within the mapping.
         let start = unsafe { map.as_mut_ptr().add(first) };
-        Ok(HostMemory { start, region: Region::Mapped { _map: map }, bytes, poison })
+        Ok(HostMemory { start, region: Region::Mapped { map }, bytes, poison })
     }
 
     /// A part of a slab, which is zeroed.
@@ -104,6 +104,23 @@ impl HostMemory {
         for offset in (0..self.bytes).step_by(PAGE).chain(last) {
             // SAFETY: within the memory, which is zeroed and which nobody else knows yet.
             unsafe { self.start.add(offset).write_volatile(0) };
+        }
+    }
+
+    /// Gives its whole pages back to the system until they are used again; what it held is gone. They come back small, since
+    /// what is left of its use may be a part of a large one.
+    pub fn discard(&self) {
+        if self.poison && !self.start.is_null() {
+            // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+            return unsafe { self.start.write_bytes(POISON, self.bytes) };
+        }
+        #[cfg(unix)]
+        if let Region::Mapped { map } = &self.region {
+            #[cfg(target_os = "linux")]
+            let _ = map.advise_range(Advice::NoHugePage, 0, map.len());
+            let advice = memmap2::UncheckedAdvice::DontNeed;
+            // SAFETY: these bytes belong to this value alone, and what they hold is no longer wanted.
+            let _ = unsafe { map.unchecked_advise_range(advice, 0, map.len()) };
         }
     }
 
@@ -229,6 +246,30 @@ mod tests {
                 pages.read_exact(&mut word).expect("a word");
                 let in_memory_or_swapped = u64::from_ne_bytes(word) >> 62;
                 assert_ne!(in_memory_or_swapped, 0, "{bytes} bytes: page {page:#x}");
+            }
+        }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn discarded_memory_can_be_written_again() {
+        for bytes in [100, MAPPED_BYTES_MIN, LARGE_PAGE, 2 * LARGE_PAGE + 5] {
+            for poison in [false, true] {
+                let memory = HostMemory::zeroed(bytes, poison).expect("there is memory");
+                memory.write(0, &vec![7; bytes]);
+                memory.discard();
+                let mut read = vec![0; bytes];
+                memory.read(0, &mut read);
+                // Where the heap has it, it stays.
+                let expected = match (poison, bytes < MAPPED_BYTES_MIN) {
+                    (true, _) => POISON,
+                    (false, true) => 7,
+                    (false, false) => 0,
+                };
+                assert!(read.iter().all(|byte| *byte == expected), "{bytes} bytes, poison: {poison}");
+                memory.write(bytes - 1, &[9]);
+                memory.read(bytes - 1, &mut read[..1]);
+                assert_eq!(read[0], 9);
             }
         }
     }

@@ -109,6 +109,16 @@ impl Backend for CpuBackend {
         self.memory(bytes, |bytes, poison| self.slabs.allocate(bytes, poison))
     }
 
+    fn rest(&self, arena: Option<&dyn DeviceMemory>) {
+        if self.options.resident {
+            return;
+        }
+        if let Some(arena) = arena {
+            HostMemory::of(arena).discard();
+        }
+        self.slabs.give_back_unused();
+    }
+
     fn is_planning(&self) -> bool {
         self.options.planning
     }

@@ -61,12 +61,36 @@ impl Slabs {
         *open = Some(Open { slab: Arc::clone(&slab.slab), used });
         Ok(HostMemory::part(Part { slab: slab.slab, range }, poison))
     }
+
+    /// Gives back the rest of the last large page that is in use, until it is handed out.
+    pub fn give_back_unused(&self) {
+        let open = self.open.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(Open { slab, used }) = &*open {
+            slab.give_back(*used..SLAB_BYTES);
+        }
+    }
 }
 
 impl Slab {
     fn new() -> Result<Slab, String> {
         let (map, first) = map_large_pages(SLAB_BYTES, SLAB_BYTES)?;
         Ok(Slab { map, first })
+    }
+
+    /// Gives back the whole pages of bytes that nobody uses.
+    fn give_back(&self, range: Range<usize>) {
+        let start = (self.first + range.start).next_multiple_of(PAGE);
+        let end = (self.first + range.end) / PAGE * PAGE;
+        #[cfg(unix)]
+        if start < end {
+            // SAFETY: what these bytes hold is no longer wanted, or was never written.
+            let _ = unsafe {
+                let advice = memmap2::UncheckedAdvice::DontNeed;
+                self.map.unchecked_advise_range(advice, start, end - start)
+            };
+        }
+        #[cfg(not(unix))]
+        let _ = start..end;
     }
 }
 
@@ -83,18 +107,7 @@ impl Part {
 
     /// Gives back the pages that are this part's alone, since others may stay. Nobody uses it any more.
     pub fn give_back(&self) {
-        let start = (self.slab.first + self.range.start).next_multiple_of(PAGE);
-        let end = (self.slab.first + self.range.end) / PAGE * PAGE;
-        #[cfg(unix)]
-        if start < end {
-            // SAFETY: these bytes belong to this part alone, and what they hold is no longer wanted.
-            let _ = unsafe {
-                let advice = memmap2::UncheckedAdvice::DontNeed;
-                self.slab.map.unchecked_advise_range(advice, start, end - start)
-            };
-        }
-        #[cfg(not(unix))]
-        let _ = start..end;
+        self.slab.give_back(self.range.clone());
     }
 }
 
@@ -140,6 +153,10 @@ mod tests {
             part.read(0, &mut read);
             assert!(read.iter().all(|byte| *byte == 7));
         }
+        slabs.give_back_unused();
+        let mut last = [0];
+        behind.read(behind.bytes() - 1, &mut last);
+        assert_eq!(last, [7]);
         let next = slabs.allocate(9, false).expect("there is memory");
         assert!(next.start() > slab, "nothing is handed out twice");
     }

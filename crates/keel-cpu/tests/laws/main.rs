@@ -1,6 +1,7 @@
 //! The laws of the array runtime, on the CPU: who owns memory and for how long, how much is submitted at once, and
 //! that evaluating lazily changes no bit. The numbered failures are those of the design.
 
+mod arena;
 mod bounds;
 mod custom_kernels;
 mod ownership;

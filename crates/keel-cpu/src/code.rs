@@ -1,0 +1,115 @@
+//! The pages of the program's and its libraries' code and constants.
+
+/// Lets go of the pages of code and constants that this process has read so far: loading a model takes other code than running
+/// it does. What is needed again comes from the system's page cache, within microseconds, and little beside it. A hint: where the
+/// system does not say what it has mapped, nothing happens.
+pub fn give_back() {
+    #[cfg(target_os = "linux")]
+    linux::give_back();
+}
+
+#[cfg(target_os = "linux")]
+mod linux {
+    use std::ops::Range;
+    use std::path::Path;
+    use std::sync::OnceLock;
+
+    /// Beside a page that is used the system maps those around it, 16 or as many as its cache holds together, but none of
+    /// another mapping. So mappings are cut into pieces of this many bytes.
+    const PIECE: usize = 16 << 10;
+
+    pub fn give_back() {
+        static CODE: OnceLock<Vec<Range<usize>>> = OnceLock::new();
+        for range in CODE.get_or_init(cut_code) {
+            advise(range.clone(), libc::MADV_DONTNEED);
+        }
+    }
+
+    /// The mappings of code, now in pieces: every other one is told to be left out of core dumps, where code is not anyway.
+    fn cut_code() -> Vec<Range<usize>> {
+        let (Ok(maps), Ok(program)) =
+            (std::fs::read_to_string("/proc/self/smaps"), std::fs::read_link("/proc/self/exe"))
+        else {
+            return Vec::new();
+        };
+        let code = unchanged_code(&maps, &program);
+        for range in &code {
+            for start in range.clone().step_by(2 * PIECE) {
+                advise(start..range.end.min(start + PIECE), libc::MADV_DONTDUMP);
+            }
+        }
+        code
+    }
+
+    fn advise(range: Range<usize>, advice: libc::c_int) {
+        // SAFETY: within a private mapping of the program or a library, which stays where it is until the process ends, cannot be
+        // written, and has no page that differs from the file: one that is dropped is read back when it is used.
+        unsafe { libc::madvise(range.start as *mut libc::c_void, range.len(), advice) };
+    }
+
+    /// Addresses of read-only mappings of the program and of libraries, those left out in which the loader or a debugger has
+    /// changed a page: there the file is not what the pages hold.
+    pub fn unchanged_code(smaps: &str, program: &Path) -> Vec<Range<usize>> {
+        let mut found = Vec::new();
+        let mut mapping = None;
+        for line in smaps.lines() {
+            if let Some(changed) = line.strip_prefix("Anonymous:") {
+                found.extend(mapping.take().filter(|_| changed.trim() == "0 kB"));
+            } else if line.split_once(' ').is_some_and(|(first, _)| !first.ends_with(':')) {
+                mapping = code(line, program);
+            }
+        }
+        found
+    }
+
+    /// The addresses of a mapping, `START-END PERMISSIONS OFFSET DEVICE INODE PATH`, if it is read-only code or constants.
+    fn code(mapping: &str, program: &Path) -> Option<Range<usize>> {
+        let mut words = mapping.split_ascii_whitespace();
+        let (start, end) = words.next()?.split_once('-')?;
+        let is_constant = ["r-xp", "r--p"].contains(&words.next()?);
+        let path = words.nth(3)?;
+        let is_code = Path::new(path) == program || path.ends_with(".so") || path.contains(".so.");
+        let address = |text| usize::from_str_radix(text, 16).ok();
+        (is_constant && is_code && path.starts_with('/')).then_some(address(start)?..address(end)?)
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn mappings_that_were_changed_or_can_be_are_left_alone() {
+        let mapping = |head: &str, changed: usize| {
+            format!("{head}\nSize:  8 kB\nRss:  8 kB\nAnonymous:  {changed} kB\nVmFlags: rd mr mw me \n")
+        };
+        let smaps = [
+            mapping("1000-3000 r--p 00000000 fe:00 12                         /bin/keel", 0),
+            mapping("3000-5000 r-xp 00002000 fe:00 12                         /bin/keel", 0),
+            mapping("5000-6000 r--p 00004000 fe:00 12                         /bin/keel", 4),
+            mapping("6000-7000 rw-p 00005000 fe:00 12                         /bin/keel", 0),
+            mapping("7000-8000 r-xp 00000000 fe:00 13                         /lib/libc.so.6", 0),
+            mapping("8000-9000 r-xs 00000000 fe:00 13                         /lib/libc.so.6", 0),
+            mapping("9000-a000 r--p 00000000 fe:00 14                         /models/a.gguf", 0),
+            mapping("a000-b000 r--p 00000000 00:00 0 ", 0),
+            mapping("b000-c000 r-xp 00000000 00:00 0                          [vdso]", 0),
+        ];
+        let found = linux::unchanged_code(&smaps.concat(), Path::new("/bin/keel"));
+        assert_eq!(found, [0x1000..0x3000, 0x3000..0x5000, 0x7000..0x8000]);
+        assert_eq!(linux::unchanged_code("nonsense\n\n:\nAnonymous:\n1-2 r-xp", Path::new("/")), []);
+    }
+
+    #[test]
+    fn code_that_was_given_back_still_runs() {
+        let maps = std::fs::read_to_string("/proc/self/smaps").expect("the system says what is mapped");
+        let program = std::env::current_exe().expect("it has a name");
+        assert!(!linux::unchanged_code(&maps, &program).is_empty());
+        let text = |n: u32| format!("{n:>8.3e}");
+        let before = text(12_345);
+        for _ in 0..10 {
+            give_back();
+            assert_eq!(text(12_345), before);
+        }
+    }
+}
