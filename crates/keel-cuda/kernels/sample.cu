@@ -5,8 +5,8 @@
 // Candidates fall into buckets by (l - max) / temperature, which follow each other as the candidates do. Counts and weights of the
 // buckets say in which of them a boundary lies; its members alone are compared with each other.
 //
-//   greatest   grid (PARTS, R): first candidate of each part; zeroes the buckets
-//   weigh      grid (PARTS, R): counts and weights of the buckets; writes the token where that is the greatest logit
+//   greatest   grid (R, PARTS): first candidate of each part; zeroes the buckets
+//   weigh      grid (R, PARTS): counts and weights of the buckets; writes the token where that is the greatest logit
 //   draw       grid R: boundaries of top-k, top-p and min-p, and the token
 //
 // draws: float [R, 5], temperature (below 0: nothing is drawn), top-k, top-p, ln(min-p) and what decides, in [0, 1).
@@ -78,7 +78,7 @@ __device__ inline u64 warp_total(u64 x) {
 }
 
 // Parts of a row, as even as can be.
-__device__ inline u32 part_start(u32 part, u32 width) { return (u32)((u64)width * part / gridDim.x); }
+__device__ inline u32 part_start(u32 part, u32 width) { return (u32)((u64)width * part / gridDim.y); }
 
 // The first candidate of a row, out of those of its parts.
 __device__ inline u64 first_of(const u64* first, u32 row, u32 parts) {
@@ -90,10 +90,10 @@ __device__ inline u64 first_of(const u64* first, u32 row, u32 parts) {
 
 extern "C" __global__ void __launch_bounds__(SPREAD) greatest(const float* logits, const float* draws, u64* first, Totals* buckets, u32 width) {
     take_turn();
-    const u32 row = blockIdx.y, part = blockIdx.x;
+    const u32 row = blockIdx.x, part = blockIdx.y;
     const Draw draw = draw_of(draws, row);
     if (draw.temperature < 0.0f) return;
-    const u32 share = (BUCKETS + gridDim.x - 1) / gridDim.x;
+    const u32 share = (BUCKETS + gridDim.y - 1) / gridDim.y;
     for (u32 i = part * share + threadIdx.x; i < min((part + 1) * share, BUCKETS); i += SPREAD)
         buckets[(u64)row * BUCKETS + i] = Totals{0, 0};
     const float* x = logits + (u64)row * width;
@@ -112,15 +112,15 @@ extern "C" __global__ void __launch_bounds__(SPREAD) greatest(const float* logit
     __syncthreads();
     if (threadIdx.x != 0) return;
     for (int i = 1; i < SPREAD / 32; ++i) best = shared[i] > best ? shared[i] : best;
-    first[(u64)row * gridDim.x + part] = best;
+    first[(u64)row * gridDim.y + part] = best;
 }
 
 extern "C" __global__ void __launch_bounds__(SPREAD) weigh(const float* logits, const float* draws, const u64* first, Totals* buckets, u32* y, u32 width) {
     take_turn();
-    const u32 row = blockIdx.y, part = blockIdx.x;
+    const u32 row = blockIdx.x, part = blockIdx.y;
     const Draw draw = draw_of(draws, row);
     if (draw.temperature < 0.0f) return;
-    const u64 best = first_of(first, row, gridDim.x);
+    const u64 best = first_of(first, row, gridDim.y);
     const u32 id = best == 0 ? 0u : ~(u32)best;
     if (draw.temperature == 0.0f || best == 0) {
         if (part == 0 && threadIdx.x == 0) y[row] = id;

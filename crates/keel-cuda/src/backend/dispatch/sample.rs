@@ -34,7 +34,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     let (rows, width, parts) = extents(logits.layout);
     let (buckets, first) = (call.scratch, call.scratch + (rows * BUCKETS * BUCKET_BYTES) as u64);
     let key = |entry| KernelKey::new(SAMPLE, entry);
-    let spread = Geometry { grid: (parts, rows, 1), ..Geometry::rows(parts, SPREAD) };
+    let spread = Geometry { grid: (rows, parts, 1), ..Geometry::rows(rows, SPREAD) };
     let given = || Arguments::default().pointer(logits.address).pointer(draws.address).pointer(first);
     call.launch(&key("greatest"), spread, given().pointer(buckets).u32(width))?;
     let given = || given().pointer(buckets).pointer(y.address).u32(width);
