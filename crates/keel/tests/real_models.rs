@@ -23,13 +23,19 @@ fn model(name: &str) -> Option<(PathBuf, Value)> {
     with_reference(name, name)
 }
 
-fn with_reference(name: &str, reference: &str) -> Option<(PathBuf, Value)> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let file = root.join("../../.cache/real_models").join(format!("{name}.gguf"));
+fn fetched(name: &str) -> Option<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache/real_models");
+    let file = folder.join(format!("{name}.gguf"));
     if !file.is_file() {
         println!("skipped: no {name}; tools/real_models/fetch.sh fetches it");
         return None;
     }
+    Some(file)
+}
+
+fn with_reference(name: &str, reference: &str) -> Option<(PathBuf, Value)> {
+    let file = fetched(name)?;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let reference = root.join("tests/data/real_models").join(format!("{reference}.json"));
     let reference = std::fs::read_to_string(reference).expect("the reference is there");
     Some((file, serde_json::from_str(&reference).expect("JSON")))
@@ -138,7 +144,7 @@ struct Full {
 /// behind a short one.
 #[cfg(target_os = "linux")]
 fn decodes_within_file_and_plan(name: &str) {
-    let Some((file, _)) = model(name) else { return };
+    let Some(file) = fetched(name) else { return };
     let large_pages = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
     if large_pages.is_ok_and(|choice| choice.contains("[always]")) {
         println!("skipped: the system backs any memory with large pages, unasked");
