@@ -3,13 +3,15 @@
 // weights are rounded to bf16, all else is f32.
 //
 // Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW, WARPS (of the decode kernel, 8; 4 where shared
-// memory is short).
+// memory is short), KV_STAGES (of the decode kernel: tiles of keys and of values that a warp has under way, 1). EARLY=1, POOL_PAGES: no kernel that may
+// still run writes keys and values before this step's, nor where they are, so attention_decode fetches them while those before it end; each
+// sequence is one unit then.
 // Launch:
 //   attention_prefill  grid (KV, ceil(T G / 64) + B, splits), block 128, shared memory 2 * 192 (D + 8) bytes. A block takes
 //                      64 pairs (row, head of the group) against 64 keys at a time, a warp 16 of the pairs; keys come
 //                      while the last tile's values are multiplied and the other way round. Long blocks start first.
-//   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory max(2 (16 + 32 WARPS) (D + 8),
-//                      64 WARPS (D + 2), 128 (splits + 1)) bytes. A block takes 16 pairs, each of its warps 16 keys at a
+//   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory max(2 (16 + 32 WARPS KV_STAGES) (D + 8),
+//                      64 WARPS (D + 2)) bytes. A block takes 16 pairs, each of its warps 16 keys at a
 //                      time. units = B where no sequence has more than 16 pairs, else ceil(T G / 16) + B.
 //
 // Floor of prefill: 4 D H T^2 / 2 operations at the tensor cores' rate; of decode: 4 KV D bytes a key.
@@ -21,6 +23,13 @@
 #endif
 #ifndef WARPS
 #define WARPS 8
+#endif
+#ifndef KV_STAGES
+#define KV_STAGES 1
+#endif
+#ifndef EARLY
+#define EARLY 0
+#define POOL_PAGES 1
 #endif
 #ifndef KV_BITS
 #define KV_BITS 0
@@ -269,16 +278,19 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
 
 /// The keys of one split for 16 pairs of sequence b from pair `first` on.
 static __device__ __forceinline__ void attend_split(bf16* shared, const float* q, const kv_t* keys, const kv_t* values,
-                                                    const u32* my_table, u32 first_row, u32 first, u32 count, u32 start, u32 kv,
+                                                    const u32* my_table, u32 pages, const u32* row_start, u32 first_row, u32 first, u32 count, u32 start, u32 kv,
                                                     u32 from, u32 to, u32 total_rows, float scale, float* partial, float* y) {
     constexpr int CHUNK = 16;
     const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    bf16 *q_tile = shared, *key_tile = shared + 16 * LINE + warp * (2 * CHUNK * LINE), *value_tile = key_tile + CHUNK * LINE;
+    bf16 *q_tile = shared, *tiles = shared + 16 * LINE + warp * (KV_STAGES * 2 * CHUNK * LINE);
+    auto key_tile = [&](u32 stage) { return tiles + stage * (2 * CHUNK * LINE); };
+    auto value_tile = [&](u32 stage) { return tiles + (stage * 2 + 1) * (CHUNK * LINE); };
 
-    auto load = [&](bf16* tile, const kv_t* pool, u32 key) {
-        if (key < to) {
-            const u32 page = my_table[key / PAGE];
+    auto load = [&](bf16* tile, const kv_t* pool, u32 key, bool now = true) {
+        if (key < to && now) {
+            // What has not been checked yet stays within the table and the pool.
+            const u32 page = EARLY ? min(my_table[min(key / PAGE, pages - 1)], POOL_PAGES - 1) : my_table[key / PAGE];
 #pragma unroll
             for (u32 i = lane; i < CHUNK * (D / 8); i += 32) {
                 u32 n = i / (D / 8), d = i % (D / 8) * 8;
@@ -290,8 +302,29 @@ static __device__ __forceinline__ void attend_split(bf16* shared, const float* q
     // A warp's next keys come while it works on the values of the last, and the other way round. Which warp has a key depends
     // on the key's position alone.
     const u32 step = WARPS * CHUNK, mine = from + (warp * CHUNK + step - from % step) % step;
-    load(key_tile, keys, mine);
-    load(value_tile, values, mine);
+    auto is_old = [&](u32 key) { return !EARLY || key + CHUNK <= start; };
+#pragma unroll
+    for (u32 s = 0; s < KV_STAGES; s++) {
+        load(key_tile(s), keys, mine + s * step, is_old(mine + s * step));
+        load(value_tile(s), values, mine + s * step, is_old(mine + s * step));
+    }
+    if (EARLY) {
+        wait_for_inputs();
+        // Of a batch that is wrong no sequence has rows from now on.
+        if (row_start[0] == row_start[1]) {
+            copy_wait<0>();
+            return;
+        }
+        bool late = false;
+#pragma unroll
+        for (u32 s = 0; s < KV_STAGES; s++) {
+            if (mine + s * step >= to || is_old(mine + s * step)) continue;
+            late = true;
+            load(key_tile(s), keys, mine + s * step);
+            load(value_tile(s), values, mine + s * step);
+        }
+        if (late) copy_wait<0>();
+    }
     load_queries(q_tile, q + (u64)first_row * Q_STRIDE + kv * G * D, first, count, 16, 32 * WARPS);
     __syncthreads();
 
@@ -301,21 +334,23 @@ static __device__ __forceinline__ void attend_split(bf16* shared, const float* q
 #pragma unroll
     for (int n = 0; n < D / 8; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
     const float factor = scale * 1.4426950408889634f;
+    u32 stage = 0;
     for (u32 key = mine; key < to; key += step) {
-        copy_wait<1>();
+        copy_wait<2 * KV_STAGES - 1>();
         __syncwarp();
         float scores[2][4];
-        multiply_keys<2, 4>(scores, q_tile, 0, key_tile);
+        multiply_keys<2, 4>(scores, q_tile, 0, key_tile(stage));
         __syncwarp();
-        load(key_tile, keys, key + step);
+        load(key_tile(stage), keys, key + KV_STAGES * step);
         if (key + CHUNK > first_position + 1 || key + CHUNK > to || (WINDOW > 0 && key + WINDOW <= last_position))
             hide<2>(scores, start, first, key, to);
         softmax.weigh<2>(scores, sums, factor);
-        copy_wait<1>();
+        copy_wait<2 * KV_STAGES - 1>();
         __syncwarp();
-        multiply_values<2>(sums, scores, value_tile);
+        multiply_values<2>(sums, scores, value_tile(stage));
         __syncwarp();
-        load(value_tile, values, key + step);
+        load(value_tile(stage), values, key + KV_STAGES * step);
+        if (++stage == KV_STAGES) stage = 0;
     }
     softmax.finish();
 
@@ -368,17 +403,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 attention_decode(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
                  const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position,
                  u32, float* partial, float* y) {
-    take_turn();
+    let_next_start();
+    if (!EARLY) wait_for_inputs();
     DYNAMIC_SHARED(bf16, shared);
     u32 b = blockIdx.x, unit = 0;
     if (gridDim.x != sequences && !locate(row_start, sequences, G, 16, blockIdx.x, b, unit)) return;
     const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, start = position[b], kv = blockIdx.y;
-    if (pairs == 0) return;
+    if (pairs == 0) {
+        if (EARLY) wait_for_inputs();
+        return;
+    }
     const u32 first = unit * 16, count = min(pairs - first, 16), high = start + pairs / G;
     u32 from, to;
     split_range(start, high, WINDOW, blockIdx.z, gridDim.z, by_position, from, to);
     visible_range(start + first / G, start + (first + count - 1) / G, WINDOW, from, to);
-    if (from < to)
-        attend_split(shared, q, keys, values, table + b * pages, first_row, first, count, start, kv, from, to, total_rows, scale,
+    if (from >= to) {
+        if (EARLY) wait_for_inputs();
+    } else {
+        attend_split(shared, q, keys, values, table + b * pages, pages, row_start + b, first_row, first, count, start, kv, from, to, total_rows, scale,
                      partial, y);
+    }
 }

@@ -15,7 +15,7 @@
 //   to_half_tiles   x f32 [rows][K] -> f16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K], silu(first half) * second half. Arguments x, out, u32 rows.
 //                   Grid ceil(rows * K_TILES * 8 / 256), block 256.
 //   add_parts       parts [SPLITS][rows][N], residual or null, y, u32 elements (rows N, a multiple of 4). Grid ceil(elements / 1024), block 256.
-//   group_rows      EXPERTS, BT. chosen u32 [R] -> row_of u32 [R]: rows by expert, in order within one; tiles u32: [count, 0, 0, 0], then (expert, first, rows, 0) of each.
+//   group_rows      EXPERTS, BT. chosen u32 [R] -> row_of u32 [R]: rows by expert; tiles u32: [count, 0, 0, 0], then (expert, first, rows, 0) of each.
 //                   Arguments chosen, R, row_of, tiles, fault, kernel. Grid 1, block 1024, no dynamic shared memory (EXPERTS * 132 bytes static, <= 48 KB: EXPERTS <= 256;
 //                   up to 512 with GROUP_WARPS=16, block 512). tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(R, ceil(R / BT) + EXPERTS).
 #include "half.cuh"
@@ -115,6 +115,10 @@ __device__ __forceinline__ u32 widen_two(u32 q, int which, float scale, float bi
     return two_weights(fmaf(lo, scale, bias), fmaf(hi, scale, bias));
 }
 
+template <int N> struct Extent {
+    static constexpr int VALUE = N;
+};
+
 extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *codes, const u8 *pairs, const f16 *x,
 #if GROUPED
                                                                const u32 *row_of, const uint4 *tiles,
@@ -162,116 +166,125 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
     wait_for_inputs();
 #endif
 
-    // Each thread brings the same 16 bytes of BT / 32 rows of each tile of x. Rows beyond the last repeat it.
-    const f16 *from[BT / 32];
-    const int chunk = threadIdx.x % 8;
+    // N rows of the tile, of which `count` are there.
+    auto multiply_tile = [&](auto extent) {
+        constexpr int N = decltype(extent)::VALUE;
+        // Each thread brings the same 16 bytes of N / 32 rows of each tile of x. Rows beyond the last repeat it.
+        const f16 *from[N / 32];
+        const int chunk = threadIdx.x % 8;
 #pragma unroll
-    for (int i = 0; i < BT / 32; i++) {
-        int row = first + min(i * 32 + (int)threadIdx.x / 8, count - 1);
+        for (int i = 0; i < N / 32; i++) {
+            int row = first + min(i * 32 + (int)threadIdx.x / 8, count - 1);
 #if GROUPED
-        row = row_of[row] / FANOUT;
+            row = row_of[row] / FANOUT;
 #endif
-        from[i] = x + (size_t)row * (64 * K_TILES) + chunk * 8;
-    }
-    auto fetch_x = [&](int f) {
-        if (f < fetch_end) {
+            from[i] = x + (size_t)row * (64 * K_TILES) + chunk * 8;
+        }
+        auto fetch_x = [&](int f) {
+            if (f < fetch_end) {
 #pragma unroll
-            for (int tile = 0; tile < W_UNIT; tile++) {
-                if (K_TILES % W_UNIT != 0 && f * W_UNIT + tile >= K_TILES) break;
-                const u32 to = shared_address(x_ring) + (f - fetch_begin) % X_STAGES * X_SLOT + tile * X_TILE;
+                for (int tile = 0; tile < W_UNIT; tile++) {
+                    if (K_TILES % W_UNIT != 0 && f * W_UNIT + tile >= K_TILES) break;
+                    const u32 to = shared_address(x_ring) + (f - fetch_begin) % X_STAGES * X_SLOT + tile * X_TILE;
 #pragma unroll
-                for (int i = 0; i < BT / 32; i++) {
-                    const int row = i * 32 + threadIdx.x / 8;
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + row * 128 + ((chunk ^ (row & 7)) * 16)),
-                                 "l"(from[i] + (f * W_UNIT + tile) * 64) : "memory");
+                    for (int i = 0; i < N / 32; i++) {
+                        const int row = i * 32 + threadIdx.x / 8;
+                        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + row * 128 + ((chunk ^ (row & 7)) * 16)),
+                                     "l"(from[i] + (f * W_UNIT + tile) * 64) : "memory");
+                    }
                 }
             }
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    };
-    for (int i = 0; i < X_STAGES - 1; i++) fetch_x(fetch_begin + i);
+            asm volatile("cp.async.commit_group;" ::: "memory");
+        };
+        for (int i = 0; i < X_STAGES - 1; i++) fetch_x(fetch_begin + i);
 
-    float acc[BT / 8][4] = {};
-    // A tile's fragments for four steps of 16 columns.
-    auto widen_fragments = [&](u32(&a)[4][4], const u8 *slot, int i) {
-        TileCodes c;
-        SlotPairs p[TILE_SLOTS];
-        const TilesAt at = copy_at<W_UNIT>(slot);
-        load_codes<true>(c, at.codes + i * TILE_WORDS, lane);
+        float acc[N / 8][4] = {};
+        // A tile's fragments for four steps of 16 columns.
+        auto widen_fragments = [&](u32(&a)[4][4], const u8 *slot, int i) {
+            TileCodes c;
+            SlotPairs p[TILE_SLOTS];
+            const TilesAt at = copy_at<W_UNIT>(slot);
+            load_codes<true>(c, at.codes + i * TILE_WORDS, lane);
 #pragma unroll
-        for (int s = 0; s < TILE_SLOTS; s++) load_pairs<true>(p[s], at, i * TILE_SLOTS + s, lane / 4);
+            for (int s = 0; s < TILE_SLOTS; s++) load_pairs<true>(p[s], at, i * TILE_SLOTS + s, lane / 4);
 #pragma unroll
-        for (int s = 0; s < 4; s++)
+            for (int s = 0; s < 4; s++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const u32 q = four_codes(c, h, s);
-                const Widening by = widening(p, s / 2, h, lane % 4);
-                a[s][h] = widen_two(q, 0, by.scale, by.bias), a[s][h + 2] = widen_two(q, 1, by.scale, by.bias);
-            }
-    };
-    auto multiply = [&](const u32(&a)[4][4], u32 x_tile) {
-        const u64 b = describe(x_tile);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                for (int h = 0; h < 2; h++) {
+                    const u32 q = four_codes(c, h, s);
+                    const Widening by = widening(p, s / 2, h, lane % 4);
+                    a[s][h] = widen_two(q, 0, by.scale, by.bias), a[s][h + 2] = widen_two(q, 1, by.scale, by.bias);
+                }
+        };
+        auto multiply = [&](const u32(&a)[4][4], u32 x_tile) {
+            const u64 b = describe(x_tile);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int s = 0; s < 4; s++) wgmma(acc, a[s], b + s * 2);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    };
-    u32 even[4][4], odd[4][4];
-    int w_stage = 0, x_stage = 0;
-    u32 w_parity = 0;
+            for (int s = 0; s < 4; s++) wgmma(acc, a[s], b + s * 2);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        };
+        u32 even[4][4], odd[4][4];
+        int w_stage = 0, x_stage = 0;
+        u32 w_parity = 0;
 #pragma unroll 1
-    for (int f = fetch_begin; f < fetch_end; f++) {
-        const u8 *slot = w_ring + w_stage * W_SLOT;
-        const u32 x_slot = shared_address(x_ring) + x_stage * X_SLOT;
-        wait_full(full + w_stage, w_parity);
-        widen_fragments(even, slot, 0);
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        asm volatile("cp.async.wait_group %0;" ::"n"(X_STAGES - 2) : "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads(); // the tiles of x are there, and all warps have done with those before
-        fetch_x(f + X_STAGES - 1);
-        multiply(even, x_slot);
-        const bool both = K_TILES % W_UNIT == 0 || f * W_UNIT + 1 < K_TILES;
-        if (both) widen_fragments(odd, slot, 1);
-        __syncwarp(); // all lanes have read the slot
-        fetch_weights(f + W_STAGES);
-        if (both) multiply(odd, x_slot + X_TILE);
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); // `even` may be written again
-        if (++w_stage == W_STAGES) w_stage = 0, w_parity ^= 1;
-        if (++x_stage == X_STAGES) x_stage = 0;
-    }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (int j = 0; j < BT / 8; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) asm volatile("" : "+f"(acc[j][e])::"memory");
-
-    if (rt >= N_TILES) return;
-#pragma unroll
-    for (int j = 0; j < BT / 8; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int row = 8 * j + 2 * (lane % 4) + e;
-            if (row >= count) continue;
-#if GROUPED
-            const size_t to = row_of[first + row];
-#else
-            const size_t to = first + row;
-#endif
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int n = 16 * rt + 8 * h + lane / 4;
-                if (n >= DIM_N) continue;
-                const size_t at = to * DIM_N + n;
-#if !GROUPED && SPLITS == 1
-                y[at] = residual ? residual[at] + acc[j][e + 2 * h] : acc[j][e + 2 * h];
-#elif !GROUPED
-                y[(size_t)blockIdx.z * rows * DIM_N + at] = acc[j][e + 2 * h];
-#else
-                y[at] = acc[j][e + 2 * h];
-#endif
-            }
+        for (int f = fetch_begin; f < fetch_end; f++) {
+            const u8 *slot = w_ring + w_stage * W_SLOT;
+            const u32 x_slot = shared_address(x_ring) + x_stage * X_SLOT;
+            wait_full(full + w_stage, w_parity);
+            widen_fragments(even, slot, 0);
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            asm volatile("cp.async.wait_group %0;" ::"n"(X_STAGES - 2) : "memory");
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            __syncthreads(); // the tiles of x are there, and all warps have done with those before
+            fetch_x(f + X_STAGES - 1);
+            multiply(even, x_slot);
+            const bool both = K_TILES % W_UNIT == 0 || f * W_UNIT + 1 < K_TILES;
+            if (both) widen_fragments(odd, slot, 1);
+            __syncwarp(); // all lanes have read the slot
+            fetch_weights(f + W_STAGES);
+            if (both) multiply(odd, x_slot + X_TILE);
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); // `even` may be written again
+            if (++w_stage == W_STAGES) w_stage = 0, w_parity ^= 1;
+            if (++x_stage == X_STAGES) x_stage = 0;
         }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+        for (int j = 0; j < N / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) asm volatile("" : "+f"(acc[j][e])::"memory");
+
+        if (rt >= N_TILES) return;
+#pragma unroll
+        for (int j = 0; j < N / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int row = 8 * j + 2 * (lane % 4) + e;
+                if (row >= count) continue;
+#if GROUPED
+                const size_t to = row_of[first + row];
+#else
+                const size_t to = first + row;
+#endif
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int n = 16 * rt + 8 * h + lane / 4;
+                    if (n >= DIM_N) continue;
+                    const size_t at = to * DIM_N + n;
+#if !GROUPED && SPLITS == 1
+                    y[at] = residual ? residual[at] + acc[j][e + 2 * h] : acc[j][e + 2 * h];
+#elif !GROUPED
+                    y[(size_t)blockIdx.z * rows * DIM_N + at] = acc[j][e + 2 * h];
+#else
+                    y[at] = acc[j][e + 2 * h];
+#endif
+                }
+            }
+    };
+#if GROUPED && BT > 32
+    // Experts' last tiles are mostly short.
+    if (count <= BT / 2) return multiply_tile(Extent<BT / 2>());
+#endif
+    multiply_tile(Extent<BT>());
 }
 #endif
 #endif
@@ -330,23 +343,27 @@ extern "C" __global__ void __launch_bounds__(32 * GROUP_WARPS) group_rows(const 
     take_turn();
     for (int e = lane; e < EXPERTS; e += 32) at[warp][e] = 0;
     __syncwarp();
-    // Each warp has consecutive rows, so that rows stay in order.
+    // Each warp counts rows of its own.
     const u32 share = (R + 32 * GROUP_WARPS - 1) / (32 * GROUP_WARPS) * 32, begin = min(warp * share, R), end = min(begin + share, R);
-    auto expert_at = [&](u32 i) { return i + lane < end ? min(chosen[i + lane], (u32)EXPERTS - 1) : EXPERTS; };
+    // Experts of rows i + 32 j + lane; NOBODY beyond the end.
+    constexpr u32 NOBODY = ~0u;
+    auto load = [&](u32(&e)[AHEAD], u32 i) {
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const u32 row = i + 32 * j + lane;
+            e[j] = row < end ? min(chosen[row], NOBODY - 1) : NOBODY;
+        }
+    };
+    // An expert that does not exist is reported; its rows go to the last, and are not used.
+    auto existing = [](u32 e) { return min(e, (u32)EXPERTS - 1); };
     for (u32 i = begin; i < end; i += 32 * AHEAD) {
         u32 e[AHEAD];
+        load(e, i);
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            e[j] = expert_at(i + 32 * j);
-            // An expert that does not exist is reported; its rows go to the last, and are not used.
-            const u32 row = i + 32 * j + lane;
-            if (row < end && chosen[row] >= EXPERTS) report(fault, kernel, 1, chosen[row], EXPERTS);
-        }
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            const u32 same = __match_any_sync(~0u, e[j]);
-            if (e[j] < EXPERTS && (same & ((1u << lane) - 1)) == 0) at[warp][e[j]] += __popc(same);
-            __syncwarp();
+            if (e[j] == NOBODY) continue;
+            if (e[j] >= EXPERTS) report(fault, kernel, 1, e[j], EXPERTS);
+            atomicAdd(&at[warp][existing(e[j])], 1u);
         }
     }
     __syncthreads();
@@ -383,15 +400,11 @@ extern "C" __global__ void __launch_bounds__(32 * GROUP_WARPS) group_rows(const 
     __syncthreads();
     for (u32 i = begin; i < end; i += 32 * AHEAD) {
         u32 e[AHEAD];
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) e[j] = expert_at(i + 32 * j);
+        load(e, i);
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            const u32 same = __match_any_sync(~0u, e[j]), before = __popc(same & ((1u << lane) - 1));
-            if (e[j] < EXPERTS) row_of[counts[e[j]] + at[warp][e[j]] + before] = i + 32 * j + lane;
-            __syncwarp();
-            if (e[j] < EXPERTS && before == 0) at[warp][e[j]] += __popc(same);
-            __syncwarp();
+            if (e[j] == NOBODY) continue;
+            row_of[counts[existing(e[j])] + atomicAdd(&at[warp][existing(e[j])], 1u)] = i + 32 * j + lane;
         }
     }
 }

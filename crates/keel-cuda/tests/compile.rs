@@ -178,6 +178,8 @@ fn keys() -> Vec<KernelKey> {
         add(kernels::ATTENTION, &entries, &[&defines[..], &strides].concat());
         let tensor = [&defines[..], &strides, &[("WARPS", "4")]].concat();
         add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
+        let early = [("KV_STAGES", "2"), ("EARLY", "1"), ("POOL_PAGES", "9")];
+        add(kernels::ATTENTION_TENSOR, &["attention_decode"], &[&tensor[..], &early].concat());
         let (bits, runs) = if d == "256" { ("8", "0") } else { ("4", "1") };
         let bits = [("KV_BITS", bits), ("RUNS", runs)];
         let coded =

@@ -1,4 +1,5 @@
 //! Every operation against its oracle, over the case lists that all backends share. Needs a GPU: `KEEL_TEST_CUDA=1`.
+//! `KEEL_TEST_OPS=linear,sort` takes some of them alone, for tools under which all take too long.
 
 use keel_array::{Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
@@ -16,7 +17,11 @@ fn every_operation_agrees_with_its_oracle() {
         eprintln!("skipped: set KEEL_TEST_CUDA=1 on a machine with a GPU");
         return;
     }
-    let checks = keel_testkit::checks::all();
+    let mut checks = keel_testkit::checks::all();
+    if let Ok(wanted) = std::env::var("KEEL_TEST_OPS") {
+        checks.retain(|check| wanted.split(',').any(|op| op == check.op));
+        assert!(!checks.is_empty(), "{wanted} names no operation");
+    }
     let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     // Most of the time goes to compiling kernels.
     std::thread::scope(|scope| {

@@ -31,6 +31,15 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         (Op::GatherLinear { weight }, 0) if linear::takes_few_rows(weight, reader, mode) => {
             enters(weight, producer)
         }
+        (Op::GatherLinear { weight }, 0) if linear::surely_in_groups(weight, reader, mode) => {
+            let x = &producer.inputs[0];
+            // Read 8 bytes at a time, as an intermediate that lies gap-free can be.
+            let aligned = x.layout.is_contiguous() && x.layout.offset.is_multiple_of(2);
+            matches!(producer.op, Op::SwiGlu)
+                && producer.absorbed.is_empty()
+                && aligned
+                && matches!(x.slot, Slot::Temp(_))
+        }
         (Op::SwiGlu, 0) => match &producer.op {
             Op::Linear { weight, residual: false } | Op::GatherLinear { weight } => {
                 linear::takes_few_rows(weight, producer, mode)

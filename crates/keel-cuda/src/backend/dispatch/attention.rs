@@ -324,18 +324,31 @@ impl<'a> Task<'a> {
             };
             return (self.key(ATTENTION_TENSOR, "attention_prefill"), geometry);
         }
-        let decode_bytes = |warps: usize| (2 * (16 + 32 * warps) * line).max(64 * warps * (self.size + 2));
-        let warps = [8, 4].into_iter().find(|&warps| decode_bytes(warps) <= shared_max);
-        if let (true, Regime::Decode, Some(warps)) = (tensor, self.spec.regime, warps) {
+        let decode_bytes = |warps: usize, stages: usize| {
+            (2 * (16 + 32 * warps * stages) * line).max(64 * warps * (self.size + 2))
+        };
+        // Alone on its multiprocessor a block keeps more keys under way.
+        let few = self.sequences * self.kv_heads * shares <= BLOCKS_WANTED;
+        let several = few && self.pages * AttentionSpec::PAGE > shares * 8 * TILE;
+        let cuts = [(8, 2), (8, 1), (4, 1)].into_iter().filter(|&(_, stages)| several || stages == 1);
+        let cut = cuts.into_iter().find(|&(warps, stages)| decode_bytes(warps, stages) <= shared_max);
+        if let (true, Regime::Decode, Some((warps, stages))) = (tensor, self.spec.regime, cut) {
             // A tile holds the pairs of any sequence if it holds those of all.
             let single = self.rows * group <= TILE;
             let units = if single { self.sequences } else { tiles(TILE) };
             let geometry = Geometry {
                 grid: (units, self.kv_heads, shares),
                 block: (32 * warps, 1, 1),
-                shared_bytes: decode_bytes(warps),
+                shared_bytes: decode_bytes(warps, stages),
             };
-            return (self.key(ATTENTION_TENSOR, "attention_decode").define("WARPS", warps), geometry);
+            let key = self.key(ATTENTION_TENSOR, "attention_decode");
+            let key = key.define("WARPS", warps).define("KV_STAGES", stages);
+            let early = single && self.spec.window.is_none() && self.coded_bits() == 0;
+            let key = match early && self.call.inputs[3..].iter().all(|x| self.call.is_untouched(x)) {
+                true => key.define("EARLY", 1).define("POOL_PAGES", self.call.inputs[3].layout.shape[0]),
+                false => key,
+            };
+            return (key, geometry);
         }
         let geometry = Geometry {
             grid: (tiles(TILE), self.kv_heads, shares),

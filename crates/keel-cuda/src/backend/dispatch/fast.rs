@@ -1,6 +1,6 @@
 //! Norms, rotary embedding and gates.
 
-use super::{Call, Geometry, linear};
+use super::{Bound, Call, Geometry, linear};
 use crate::driver::Arguments;
 use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, ROPE, ROTATE_PAIRS};
 use keel_array::{ArrayError, Op, RopeSpec};
@@ -59,15 +59,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
             )
         }
         Op::SwiGlu if call.maker(0).is_some() => linear::gated_linear(call),
-        Op::SwiGlu => {
-            let arguments = Arguments::default()
-                .pointer(x.address)
-                .u64(x.row_stride(1))
-                .pointer(y.address)
-                .u64(y.rows())
-                .u32(y.width());
-            call.launch(&KernelKey::new(ACTIVATION, "swiglu"), Geometry::elements(y.len()), arguments)
-        }
+        Op::SwiGlu => swiglu(x, y, call),
         Op::SigmoidGate => {
             let (x, gate) = (call.strided(0), call.strided(1));
             let arguments = Arguments::default()
@@ -81,6 +73,17 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         }
         op => unreachable!("{} is no norm, rotation or gate", op.name()),
     }
+}
+
+/// `y = silu(first half of x) * second half`, gap-free.
+pub(super) fn swiglu(x: &Bound<'_>, y: &Bound<'_>, call: &Call<'_>) -> Result<(), ArrayError> {
+    let arguments = Arguments::default()
+        .pointer(x.address)
+        .u64(x.row_stride(1))
+        .pointer(y.address)
+        .u64(y.rows())
+        .u32(y.width());
+    call.launch(&KernelKey::new(ACTIVATION, "swiglu"), Geometry::elements(y.len()), arguments)
 }
 
 /// A block for each row, as wide as the row keeps busy.

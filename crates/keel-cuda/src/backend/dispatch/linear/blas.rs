@@ -14,7 +14,8 @@ use keel_array::{ArrayError, Compute, Op, WeightFormat, WeightSpec};
 const BLAS_ALIGN: usize = 256;
 
 /// Where the scratch of a product through cuBLASLt lies, from a multiple of [`BLAS_ALIGN`] on: the library's own, x in 16
-/// bits, W as f16, the last block of y where rows are multiplied in blocks. `end` includes what the alignment may take.
+/// bits, W where it is widened or padded, the last block of y where rows are multiplied in blocks, y where it is padded. `end`
+/// includes what the alignment may take.
 pub(super) struct BlasScratch {
     x: usize,
     w: usize,
@@ -26,10 +27,16 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) ->
     let x = BLAS_WORKSPACE_BYTES;
     let rows = if in_blocks { rows.next_multiple_of(BLAS_BLOCK) } else { rows };
     let w = x + x_parts(weight) * x_bytes(weight, rows);
-    let last =
-        w + if operands(weight) == HalfType::F16 { weight.rows * weight.cols * size_of::<u16>() } else { 0 };
+    let (padded, is_padded) = (padded_rows(weight), padded_rows(weight) != weight.rows);
+    let remade = operands(weight) == HalfType::F16 || is_padded;
+    let last = w + if remade { padded * weight.cols * size_of::<u16>() } else { 0 };
     let last = last.next_multiple_of(BLAS_ALIGN);
-    let end = last + if in_blocks { BLAS_BLOCK * weight.rows * size_of::<f32>() } else { 0 };
+    let end = last
+        + match in_blocks {
+            true => BLAS_BLOCK * weight.rows * size_of::<f32>(),
+            false if is_padded => rows * padded * size_of::<f32>(),
+            false => 0,
+        };
     BlasScratch { x, w, last, end: end + BLAS_ALIGN }
 }
 
@@ -47,6 +54,11 @@ pub(super) fn splits_x(weight: &WeightSpec) -> bool {
 
 fn x_parts(weight: &WeightSpec) -> usize {
     if splits_x(weight) { 2 } else { 1 }
+}
+
+/// Rows of a weight, and columns of y, that the library has fast kernels for. What the last ones hold is not used.
+fn padded_rows(weight: &WeightSpec) -> usize {
+    weight.rows.next_multiple_of(8)
 }
 
 /// Bytes of x in 16 bits.
@@ -134,20 +146,36 @@ pub(super) fn through_blas(
             arguments,
         )?;
     }
-    let y = &call.outputs[0];
+    let (y, accumulate) = (&call.outputs[0], residual.is_some());
     if let Some(residual) = residual {
         call.bring(residual, y)?;
     }
-    let accumulate = residual.is_some();
+    let cols = if accumulate || in_blocks { weight.rows } else { padded_rows(weight) };
+    let mut to = y.address;
+    if cols != weight.rows {
+        let (from, scratch_w) = (w, own + scratch.w as u64);
+        let copied = call.copy(from, scratch_w, weight.rows * weight.cols * size_of::<u16>());
+        copied.map_err(|error| call.error(error.to_string()))?;
+        (w, to) = (scratch_w, own + scratch.last as u64);
+    }
     let multiply = |x: u64, accumulate: bool| match in_blocks {
-        false => call.multiply(product_of(weight, rows, accumulate), (x, w, y.address), own),
+        false => {
+            let product = Product { cols, ..product_of(weight, rows, accumulate) };
+            call.multiply(product, (x, w, to), own)
+        }
         true => multiply_blocks(weight, accumulate, (x, w, own + scratch.last as u64), own, call),
     };
     match multiply(x, accumulate) {
-        Ok(()) if splits_x(weight) => {
-            multiply(x + part_bytes as u64, true).map_err(|error| call.error(error.to_string()))
+        Ok(()) => {
+            if splits_x(weight) {
+                multiply(x + part_bytes as u64, true).map_err(|error| call.error(error.to_string()))?;
+            }
+            if to == y.address {
+                return Ok(());
+            }
+            let copied = call.copy_rows((to, cols), y.address, (rows, weight.rows));
+            copied.map_err(|error| call.error(error.to_string()))
         }
-        Ok(()) => Ok(()),
         Err(error) if call.maker(0).is_some() => Err(call.error(error.to_string())),
         // What the library refuses, our own kernel multiplies, more slowly.
         Err(error) => {

@@ -90,6 +90,17 @@ pub(in crate::backend::dispatch) fn surely_through_blas(
         && even(weight.cols)
 }
 
+/// Whether rows of a weight that widens are sorted by expert on every device that can.
+pub(in crate::backend::dispatch) fn surely_in_groups(
+    weight: &WeightSpec,
+    kernel: &Kernel,
+    mode: Mode,
+) -> bool {
+    let rows = kernel.inputs[2].layout.shape.elements();
+    matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::WidenedCodes)
+        && takes_groups(weight, rows, Choice::of(kernel, mode))
+}
+
 /// Whether rows with an expert each are sorted by expert and multiplied together, where the device can: with many rows,
 /// and no more experts than the sort takes.
 pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: Choice) -> bool {

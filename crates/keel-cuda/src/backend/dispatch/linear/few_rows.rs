@@ -69,6 +69,11 @@ impl<'a> FewRows<'a> {
             None => (product.inputs[0], Entry::Plain),
             Some(maker) => (maker.inputs[0], entry_of(maker)),
         };
+        FewRows { entry, ..FewRows::over(weight, product, x) }
+    }
+
+    /// The same with rows from elsewhere.
+    pub fn over(weight: &'a WeightSpec, product: &BoundKernel<'a>, x: Bound<'a>) -> FewRows<'a> {
         let experts = match product.kernel.op {
             Op::GatherLinear { .. } => {
                 let fanout = product.inputs[2].len() / (product.inputs[0].len() / weight.cols);
@@ -76,7 +81,8 @@ impl<'a> FewRows<'a> {
             }
             _ => None,
         };
-        FewRows { weight, packed: product.inputs[1], x, entry, experts, gated: false, behind: None }
+        let packed = product.inputs[1];
+        FewRows { weight, packed, x, entry: Entry::Plain, experts, gated: false, behind: None }
     }
 
     /// The same with SwiGLU behind it.

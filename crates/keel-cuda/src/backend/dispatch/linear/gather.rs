@@ -1,23 +1,24 @@
 //! Products with an expert for each row: one by one, or sorted by expert where there are many.
 
-use super::super::{Call, Geometry};
+use super::super::fast::swiglu;
+use super::super::{Bound, Call, Geometry};
 use super::few_rows::FewRows;
 use super::tiled::{half_rows_bytes, tile_of, tiled_key, tiled_shared_bytes, to_half_tiles};
 use super::{Arithmetic, arithmetic, exact_split, packed, row_tiles, takes_groups, weight_key};
 use crate::driver::Arguments;
 use crate::kernels::{EXACT_MATMUL, KernelKey};
-use keel_array::{ArrayError, WeightSpec};
+use keel_array::{ArrayError, Op, WeightSpec};
 
 /// `y[t, j] = x[t or t, j] W[e[t, j]]^T`.
 pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     let experts = &call.inputs[2];
     let fanout = experts.len() / (call.inputs[0].len() / weight.cols);
+    let widens = matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::WidenedCodes);
+    if widens && takes_groups(weight, experts.len(), call.choice()) && call.gpu.has_wgmma() {
+        return grouped(weight, fanout, call);
+    }
+    let made = made_input(call)?;
     match arithmetic(weight) {
-        Arithmetic::Codes | Arithmetic::WidenedCodes
-            if takes_groups(weight, experts.len(), call.choice()) && call.gpu.has_wgmma() =>
-        {
-            grouped(weight, fanout, call)
-        }
         Arithmetic::Exact | Arithmetic::WidenedCodes => {
             let split = exact_split(weight);
             let key = weight_key(EXACT_MATMUL, "exact_rows", weight)
@@ -25,7 +26,7 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
                 .define("SPLIT", split)
                 .define("GATHER", fanout);
             let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-                .pointer(call.inputs[0].address)
+                .pointer(made.unwrap_or(call.inputs[0]).address)
                 .pointer(experts.address)
                 .u32(weight.experts)
                 .pointer(call.fault)
@@ -35,7 +36,22 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
             let grid = (row_tiles(weight), experts.len(), 1);
             call.launch(&key, Geometry { grid, block: (32 * split, 1, 1), shared_bytes: 0 }, arguments)
         }
-        _ => FewRows::of(weight, call).run(None, call),
+        _ => match made {
+            Some(x) => FewRows::over(weight, call, x).run(None, call),
+            None => FewRows::of(weight, call).run(None, call),
+        },
+    }
+}
+
+/// The rows that are multiplied, in scratch, where SwiGLU was absorbed: only groups of rows take it in.
+fn made_input<'a>(call: &Call<'a>) -> Result<Option<Bound<'a>>, ArrayError> {
+    match call.maker(0) {
+        Some(maker) if matches!(maker.kernel.op, Op::SwiGlu) => {
+            let made = Bound { address: call.scratch, ..call.inputs[0] };
+            swiglu(&maker.inputs[0], &made, call)?;
+            Ok(Some(made))
+        }
+        _ => Ok(None),
     }
 }
 

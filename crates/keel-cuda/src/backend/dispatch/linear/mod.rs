@@ -29,8 +29,8 @@ use crate::backend::weights::Layout;
 use crate::driver::Arguments;
 use crate::kernels::{DEQUANTIZE, KernelKey, Source};
 use blas::{blas_scratch, through_blas};
-pub(super) use choice::surely_through_blas;
 use choice::{Choice, Way, takes_groups, way};
+pub(super) use choice::{surely_in_groups, surely_through_blas};
 use exact::{exact_rows, exact_tiled};
 pub(super) use few_rows::Convolution;
 use few_rows::{FewRows, few_rows_bytes};
@@ -212,7 +212,10 @@ pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
         Arithmetic::Codes | Arithmetic::WidenedCodes
             if takes_groups(weight, rows, Choice::of(kernel, mode)) =>
         {
-            grouped_scratch(weight, elements(0) / weight.cols, rows)[2]
+            let grouped = grouped_scratch(weight, elements(0) / weight.cols, rows)[2];
+            // What has been absorbed comes to memory where the device cannot group.
+            let made = if kernel.maker(0).is_some() { elements(0) * size_of::<f32>() } else { 0 };
+            grouped.max(made)
         }
         _ => 0,
     }

@@ -66,8 +66,13 @@ pub(super) fn to_half_tiles(
     rows: usize,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let key = KernelKey { entry: "to_half_tiles", ..key.clone() };
-    let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(call.scratch).u32(rows);
+    let mut key = KernelKey { entry: "to_half_tiles", ..key.clone() };
+    let mut x = call.inputs[0].address;
+    if let Some(swiglu) = call.maker(0) {
+        key = key.define("SWIGLU", 1);
+        x = swiglu.inputs[0].address;
+    }
+    let arguments = Arguments::default().pointer(x).pointer(call.scratch).u32(rows);
     let blocks = (rows * col_tiles(weight) * 8).div_ceil(256);
     call.launch(&key, Geometry::rows(blocks, 256), arguments)
 }
