@@ -98,3 +98,17 @@ fn in_the_deterministic_mode_the_kernels_of_a_regime_are_always_the_same() {
         "the fast mode counts rows"
     );
 }
+
+/// The device maps no less at a time, so this is what an arena of a few bytes takes there.
+#[test]
+fn an_arena_is_planned_in_whole_granules() {
+    const GRANULE: usize = 2 << 20;
+    let planning = CudaBackend::planning(&CudaOptions::default());
+    let runtime = Runtime::new(Arc::new(planning), RuntimeOptions::default());
+    for (bytes, granules) in [(0, 0), (1, 1), (GRANULE, 1), (GRANULE + 1, 2), (5 * GRANULE - 1, 5), (1, 5)] {
+        runtime.reserve_arena(bytes).expect("there is no limit");
+        let planned = runtime.ledger().active().get(Category::Activations);
+        assert_eq!(planned, (granules * GRANULE) as u64, "{bytes}");
+    }
+    assert_eq!(runtime.ledger().peak_total(), (5 * GRANULE) as u64, "never two arenas at a time");
+}

@@ -81,8 +81,8 @@ fn the_cpu_is_deterministic_without_being_told() {
     let command = ["generate", "Once upon a time", "--temperature", "0", "--max-tokens", "20", "--json"];
     let told = json(&[&command[..], &["--deterministic"]].concat());
     assert_eq!(told["tokens"], json(&command)["tokens"]);
-    // A plan for a GPU needs none. Decode shares keys by position, whatever the batch: more partial sums.
-    let plan = ["plan", "--device", "cuda:0", "--batch", "64", "--json"];
+    // A plan for a GPU needs none. Decode shares keys by position, whatever the batch: more partial sums, many steps of the arena.
+    let plan = ["plan", "--device", "cuda:0", "--batch", "256", "--json"];
     let arena = |flags: &[&str]| json(&[&plan[..], flags].concat())["activations"].as_u64();
     assert!(arena(&["--deterministic"]) > arena(&[]));
 }

@@ -7,7 +7,7 @@ mod operand;
 mod read_ahead;
 mod weights;
 
-use crate::driver::{Blas, CudaMemory, Device, Modules};
+use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
 use keel_array::{ArrayError, Backend, DeviceMemory, Kernel, Launch, RowBlock, WeightSpec};
 use launch::Session;
@@ -145,6 +145,28 @@ impl Backend for CudaBackend {
             }
         };
         Ok(Box::new(memory))
+    }
+
+    /// Whole granules, which is what is mapped; a device without such memory takes as much.
+    fn arena_bytes(&self, bytes: usize) -> usize {
+        bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes)
+    }
+
+    fn allocate_arena(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        let Some(gpu) = &self.gpu else { return self.allocate(bytes) };
+        match CudaMemory::growing(&gpu.device, bytes, self.poison_freed) {
+            Ok(Some(memory)) => return Ok(Box::new(memory)),
+            Ok(None) => {}
+            Err(error) => tracing::debug!("no memory that grows: {error}"),
+        }
+        self.allocate(bytes)
+    }
+
+    fn grow_arena(&self, arena: &dyn DeviceMemory, bytes: usize) -> Result<bool, String> {
+        let Some(gpu) = &self.gpu else { return Ok(false) };
+        // What is recorded on the stream meanwhile would have the zeroing in it.
+        let _session = gpu.session();
+        CudaMemory::of(arena).grow(bytes).map_err(|e| e.to_string())
     }
 
     fn is_planning(&self) -> bool {

@@ -37,6 +37,8 @@ pub(crate) struct Device {
     pub multiprocessors: usize,
     /// Bytes of shared memory that a block may have.
     pub shared_bytes_max: usize,
+    /// Whether memory can be mapped into address space that was reserved before.
+    pub maps_memory: bool,
     deliveries: Mutex<Vec<Delivery>>,
 }
 
@@ -84,6 +86,7 @@ impl Device {
         }
         let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let shared = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let maps = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)?;
         let mut stream = std::ptr::null_mut();
         // SAFETY: the context is current; the stream is destroyed when this value is dropped.
         unsafe { driver!(cuStreamCreate(&mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))? };
@@ -95,8 +98,14 @@ impl Device {
             capability: (major, minor),
             multiprocessors: multiprocessors as usize,
             shared_bytes_max: shared as usize,
+            maps_memory: maps != 0,
             deliveries: Mutex::default(),
         })
+    }
+
+    /// Its number among the devices of the process.
+    pub fn ordinal(&self) -> CUdevice {
+        self.device
     }
 
     /// Writes of the host that wait for the next launch.

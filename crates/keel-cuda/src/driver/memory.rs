@@ -1,27 +1,30 @@
 //! Device memory, and pinned host memory for what passes between the two.
 
-use super::{Device, driver};
+use super::{Device, Reservation, driver};
 use crate::error::Result;
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_PORTABLE, CUdeviceptr};
 use keel_array::DeviceMemory;
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// What freed memory is filled with on request: a NaN in every float type, an index out of every range.
 const POISON: u8 = 0xff;
 
 /// Zeroed device memory; or only its size, for a plan.
 pub(crate) struct CudaMemory {
+    /// Of memory that grows where it lies. It goes before the device.
+    reservation: Option<Mutex<Reservation>>,
     device: Option<Arc<Device>>,
     start: CUdeviceptr,
-    bytes: usize,
+    bytes: AtomicUsize,
     poison: bool,
 }
 
 impl CudaMemory {
     /// No memory, of this size.
     pub fn counted(bytes: usize) -> CudaMemory {
-        CudaMemory { device: None, start: 0, bytes, poison: false }
+        CudaMemory { reservation: None, device: None, start: 0, bytes: bytes.into(), poison: false }
     }
 
     /// Zeroed memory.
@@ -30,10 +33,50 @@ impl CudaMemory {
         let mut start = 0;
         // SAFETY: the pointer is to a local; a size of zero is refused by the driver, hence one byte at least.
         unsafe { driver!(cuMemAlloc_v2(&mut start, bytes.max(1)))? };
-        let memory = CudaMemory { device: Some(Arc::clone(device)), start, bytes, poison };
-        // SAFETY: within the allocation.
-        unsafe { driver!(cuMemsetD8Async(start, 0, bytes.max(1), device.stream()))? };
+        let device = Some(Arc::clone(device));
+        let memory = CudaMemory { reservation: None, device, start, bytes: bytes.into(), poison };
+        memory.zero(0, bytes.max(1))?;
         Ok(memory)
+    }
+
+    /// Zeroed memory that grows where it lies; `None` if the device has no such memory.
+    pub fn growing(device: &Arc<Device>, bytes: usize, poison: bool) -> Result<Option<CudaMemory>> {
+        device.bind()?;
+        let Some(reservation) = Reservation::new(device)? else { return Ok(None) };
+        let start = reservation.start();
+        let (device, reservation) = (Some(Arc::clone(device)), Some(Mutex::new(reservation)));
+        let memory = CudaMemory { reservation, device, start, bytes: 0.into(), poison };
+        Ok(memory.grow(bytes)?.then_some(memory))
+    }
+
+    /// Adds zeroed memory behind what is there, until there are so many bytes; false if it cannot grow where it lies.
+    pub fn grow(&self, bytes: usize) -> Result<bool> {
+        let (Some(device), Some(reservation)) = (&self.device, &self.reservation) else {
+            return Ok(false);
+        };
+        device.bind()?;
+        let mut reservation = reservation.lock().unwrap_or_else(|e| e.into_inner());
+        let before = self.bytes();
+        if bytes <= before {
+            return Ok(true);
+        }
+        if !reservation.grow(device, bytes)? {
+            return Ok(false);
+        }
+        self.zero(before, bytes - before)?;
+        self.bytes.store(bytes, Ordering::Release);
+        Ok(true)
+    }
+
+    /// Zeroes bytes that are there, behind what is on the stream.
+    fn zero(&self, offset: usize, len: usize) -> Result<()> {
+        let Some(device) = &self.device else { return Ok(()) };
+        // SAFETY: within the allocation.
+        unsafe { driver!(cuMemsetD8Async(self.at(offset), 0, len, device.stream())) }
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Acquire)
     }
 
     /// The memory that this backend made.
@@ -52,9 +95,9 @@ impl CudaMemory {
     /// If they are not within the memory.
     pub fn range(&self, offset: usize, len: usize) -> CUdeviceptr {
         assert!(
-            offset.checked_add(len).is_some_and(|end| end <= self.bytes),
+            offset.checked_add(len).is_some_and(|end| end <= self.bytes()),
             "{len} bytes at {offset} of device memory of {}",
-            self.bytes
+            self.bytes()
         );
         self.at(offset)
     }
@@ -69,19 +112,21 @@ impl DeviceMemory for CudaMemory {
 impl Drop for CudaMemory {
     fn drop(&mut self) {
         let Some(device) = &self.device else { return };
+        let bytes = self.bytes();
         // What the host has last written nobody will read.
-        let gone = self.start..self.start + self.bytes as u64;
+        let gone = self.start..self.start + bytes as u64;
         device.deliveries().retain(|delivery| !delivery.touches(&gone));
         // Nothing can be done about a device that refuses to free.
         let _ = device.bind();
-        if self.poison {
+        if self.poison && bytes > 0 {
             // SAFETY: this value owns the bytes, and no submission holds it any more.
-            let _ =
-                unsafe { driver!(cuMemsetD8Async(self.start, POISON, self.bytes.max(1), device.stream())) };
+            let _ = unsafe { driver!(cuMemsetD8Async(self.start, POISON, bytes, device.stream())) };
         }
         let _ = device.synchronize();
-        // SAFETY: allocated by `zeroed`, freed once, and the stream is idle.
-        let _ = unsafe { driver!(cuMemFree_v2(self.start)) };
+        if self.reservation.is_none() {
+            // SAFETY: allocated by `zeroed`, freed once, and the stream is idle.
+            let _ = unsafe { driver!(cuMemFree_v2(self.start)) };
+        }
     }
 }
 

@@ -8,6 +8,7 @@ mod device;
 mod graph;
 mod memory;
 mod modules;
+mod reservation;
 
 pub(crate) use arguments::Arguments;
 pub(crate) use blas::{Blas, HalfType, Product, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES};
@@ -16,6 +17,8 @@ pub(crate) use device::{Delivery, Device};
 pub(crate) use graph::{Graph, capture};
 pub(crate) use memory::{CudaMemory, PinnedBuffer};
 pub(crate) use modules::Modules;
+pub(crate) use reservation::GRANULE;
+use reservation::Reservation;
 
 use crate::CudaError;
 use cudarc::driver::sys::{self, CUresult};
