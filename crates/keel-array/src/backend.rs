@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::ledger::{Category, Charge, Ledger};
 use crate::program::{Kernel, Launch};
+use crate::usage::DeviceUsage;
 use crate::weight::{RowBlock, WeightSpec};
 use crate::{ArrayError, Result};
 
@@ -67,6 +68,11 @@ pub trait Backend: Send + Sync + 'static {
     /// until it is used again. The arena then holds anything.
     fn rest(&self, arena: Option<&dyn DeviceMemory>) {
         let _ = arena;
+    }
+
+    /// Memory of the device as its driver counts it; `None` where tensors lie in the host's memory, and for a plan.
+    fn device_usage(&self) -> Option<DeviceUsage> {
+        None
     }
 
     /// True if memory is only counted, never touched: the backend of `keel plan`.

@@ -25,6 +25,7 @@ mod program;
 mod runtime;
 pub mod sampling;
 mod shape;
+mod usage;
 mod weight;
 
 pub use array::Array;
@@ -42,4 +43,5 @@ pub use ops::{
 pub use program::{ALIGNMENT, Kernel, Launch, Operand, Program, Slot};
 pub use runtime::{Element, Executable, FailedRun, Runtime, RuntimeOptions};
 pub use shape::{Layout, Shape};
+pub use usage::DeviceUsage;
 pub use weight::{Compute, RowBlock, RowData, Weight, WeightFormat, WeightSpec};

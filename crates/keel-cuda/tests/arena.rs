@@ -36,7 +36,7 @@ fn the_arena_grows_where_it_lies() {
     let options = CudaOptions { poison_freed: true, ..CudaOptions::default() };
     let backend = Arc::new(CudaBackend::new(&options).expect("a GPU"));
     let runtime = Runtime::new(Arc::clone(&backend) as Arc<dyn Backend>, RuntimeOptions::default());
-    let free = || backend.memory_info().expect("the driver answers").expect("not a plan").0;
+    let free = || backend.device_usage().expect("the driver answers").free;
 
     let (small, sums) = prepare(&runtime, 33);
     assert_eq!(arena_bytes(&runtime), GRANULE as u64);

@@ -41,6 +41,11 @@ struct Bytes {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Kind {
+    kind: Word,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Direction {
     direction: Word,
 }
@@ -75,6 +80,7 @@ struct Inner {
     free_pages: Gauge,
     prefix_states: Gauge,
     memory: Family<Bytes, Gauge>,
+    device_memory: Family<Kind, Gauge>,
     drafted: Family<Position, Counter>,
     accepted: Family<Position, Counter>,
     /// What the counters of drafts hold already.
@@ -118,6 +124,7 @@ impl Metrics {
             free_pages: Gauge::default(),
             prefix_states: Gauge::default(),
             memory: Family::default(),
+            device_memory: Family::default(),
             drafted: Family::default(),
             accepted: Family::default(),
             counted: Mutex::default(),
@@ -145,6 +152,11 @@ impl Metrics {
         {
             for (category, bytes) in report.iter() {
                 self.set_memory(category, kind, bytes);
+            }
+        }
+        if let Some((usage, driver)) = engine.device_usage() {
+            for (kind, bytes) in [("total", usage.total), ("free", usage.free), ("driver", driver)] {
+                inner.device_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
             }
         }
         let mut text = String::new();
@@ -223,6 +235,11 @@ impl Inner {
         r.register("drafts", "Drafts made, by position behind the last token", self.drafted.clone());
         r.register("drafts_accepted", "Drafts accepted, by position", self.accepted.clone());
         r.register("memory_bytes", "Bytes per category of the ledger", self.memory.clone());
+        r.register(
+            "device_memory_bytes",
+            "Bytes of a GPU as its driver counts them: all, free, and what the driver has beside the ledger",
+            self.device_memory.clone(),
+        );
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use keel_array::{Ledger, MemoryReport};
+use keel_array::{DeviceUsage, Ledger, MemoryReport, Runtime};
 use keel_engine::EngineError;
 use keel_engine::batch::{BatchEvent, BatchRequest, BatchStatus, Batcher, RequestId};
 use tokio::sync::{mpsc, oneshot};
@@ -41,7 +41,7 @@ struct Shared {
     status: Mutex<BatchStatus>,
     aborted: AtomicBool,
     stopped: AtomicBool,
-    ledger: Ledger,
+    runtime: Runtime,
     planned: MemoryReport,
     context: usize,
     vocab: usize,
@@ -68,7 +68,7 @@ impl EngineHandle {
             status: Mutex::new(batcher.status()),
             aborted: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
-            ledger: engine.runtime().ledger().clone(),
+            runtime: engine.runtime().clone(),
             planned: engine.runtime().ledger().active(),
             context: engine.options().context,
             vocab: engine.model().config.vocab,
@@ -91,7 +91,12 @@ impl EngineHandle {
 
     /// The account of memory.
     pub fn ledger(&self) -> &Ledger {
-        &self.shared.ledger
+        self.shared.runtime.ledger()
+    }
+
+    /// Memory of the device as its driver counts it, and what of it the driver has for itself; `None` on the CPU.
+    pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
+        self.shared.runtime.device_usage()
     }
 
     /// What the engine had allocated when it was ready, which is all that it ever needs.

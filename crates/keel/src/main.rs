@@ -7,6 +7,7 @@
 
 mod args;
 mod commands;
+mod driver;
 mod failure;
 mod output;
 mod progress;

@@ -3,8 +3,10 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use keel_array::{Ledger, MemoryReport};
+use keel_array::{MemoryReport, Runtime};
 use serde_json::{Map, Value, json};
+
+use crate::driver::Driver;
 
 /// What was planned, and what then came of it.
 #[derive(Clone, Copy, Debug)]
@@ -17,15 +19,24 @@ pub struct Memory {
     pub peak: MemoryReport,
     /// Of the process, as the system counts; absent where it cannot be read.
     pub resident: Option<u64>,
+    /// Of the device's driver, beside all these; absent on the CPU.
+    pub driver: Option<Driver>,
 }
 
 impl Memory {
-    /// What the ledger reads now, beside the plan.
-    pub fn measure(planned: MemoryReport, ledger: &Ledger) -> Memory {
-        Memory { planned, allocated: ledger.active(), peak: ledger.peak(), resident: resident_bytes() }
+    /// What the ledger, the system and the driver read now, beside the plan.
+    pub fn measure(planned: MemoryReport, runtime: &Runtime) -> Memory {
+        let ledger = runtime.ledger();
+        Memory {
+            planned,
+            allocated: ledger.active(),
+            peak: ledger.peak(),
+            resident: resident_bytes(),
+            driver: Driver::measure(runtime),
+        }
     }
 
-    /// `planned`, `allocated` and `peak` by category, and `resident`.
+    /// `planned`, `allocated` and `peak` by category, `resident` and `driver`.
     pub fn to_json(self) -> Value {
         let mut object = json!({
             "planned": categories(&self.planned),
@@ -35,10 +46,13 @@ impl Memory {
         if let Some(resident) = self.resident {
             object["resident"] = resident.into();
         }
+        if let Some(driver) = self.driver {
+            object["driver"] = driver.to_json();
+        }
         object
     }
 
-    /// A line per category in use, the sum, and the resident set.
+    /// A line per category in use, the sum, what the driver has beside it, and the resident set.
     pub fn to_table(self) -> String {
         let columns = [self.planned, self.allocated, self.peak];
         let mut table = format!("{:<12}{:>12}{:>12}{:>12}\n", "memory", "planned", "allocated", "peak");
@@ -53,6 +67,9 @@ impl Memory {
             }
         }
         row("total", columns.map(|report| report.total()));
+        if let Some(driver) = self.driver {
+            let _ = writeln!(table, "{:<12}{:>36}  {}", "driver", human_bytes(driver.bytes), driver.what());
+        }
         if let Some(resident) = self.resident {
             let _ = writeln!(table, "{:<12}{:>36}", "resident", human_bytes(resident));
         }

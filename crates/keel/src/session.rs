@@ -10,7 +10,8 @@ use keel_models::HybridConfig;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
-use crate::args::DeviceArgs;
+use crate::args::{Device, DeviceArgs};
+use crate::driver::Driver;
 use crate::progress;
 use crate::report::{Memory, human_bytes};
 use crate::source::Model;
@@ -26,7 +27,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Plans, compares the plan with the memory limit, and loads into a runtime of [`runtime`].
+    /// Plans, compares the plan with the memory limit, and loads into a runtime of [`runtime`]. The limit is the one asked for;
+    /// on a GPU it is by default what is free there, less some room for its driver.
     ///
     /// # Errors
     /// What the plan says; a plan above the limit; what loading says.
@@ -38,9 +40,12 @@ impl Session {
         options: EngineOptions,
     ) -> Result<Session> {
         let planned = plan(device, parameters, config, options)?;
-        if let Some(limit) = device.memory_limit.filter(|&limit| planned.total() > limit) {
-            bail!(too_little_memory(&planned, limit, &options));
+        let limit = device.memory_limit.or_else(|| limit_of_device(runtime, &planned));
+        if let Some(limit) = limit.filter(|&limit| planned.total() > limit) {
+            let whose = if device.memory_limit.is_none() { OF_DEVICE } else { "" };
+            bail!(too_little_memory(&planned, limit, whose, &options));
         }
+        runtime.ledger().set_limit(limit);
         let start = Instant::now();
         let bar = progress::bytes("loading", planned.get(Category::Weights));
         let engine = Engine::load(runtime, parameters, config, options, &|bytes| bar.inc(bytes));
@@ -69,7 +74,7 @@ impl Session {
 
     /// The memory report as of now.
     pub fn memory(&self) -> Memory {
-        Memory::measure(self.planned, self.engine.runtime().ledger())
+        Memory::measure(self.planned, self.engine.runtime())
     }
 }
 
@@ -122,6 +127,14 @@ pub fn plan(
     Ok(keel_engine::plan::plan(&backend, parameters, config, options)?)
 }
 
+/// What the driver of the device holds before a model is loaded; `None` on the CPU, and where there is no such GPU.
+pub fn driver(device: &DeviceArgs, compute: Compute) -> Option<Driver> {
+    if device.device() == Device::Cpu {
+        return None;
+    }
+    Driver::measure(&runtime(device, compute).ok()?)
+}
+
 /// Refuses ids that the model does not have, before anything is loaded.
 ///
 /// # Errors
@@ -145,12 +158,20 @@ pub fn context_for(config: &HybridConfig, tokens: usize) -> Result<usize> {
     Ok(tokens.max(1).next_multiple_of(AttentionSpec::PAGE).min(context_max))
 }
 
-fn too_little_memory(planned: &MemoryReport, limit: u64, options: &EngineOptions) -> String {
+/// Said of a limit that nobody asked for.
+const OF_DEVICE: &str = ", what the GPU has free now less room for its driver";
+
+/// The limit of a GPU if none is asked for. Parked sequences take none of its memory.
+fn limit_of_device(runtime: &Runtime, planned: &MemoryReport) -> Option<u64> {
+    Driver::measure(runtime).map(|driver| driver.limit() + planned.get(Category::Swap))
+}
+
+fn too_little_memory(planned: &MemoryReport, limit: u64, whose: &str, options: &EngineOptions) -> String {
     let used = planned.iter().filter(|(_, bytes)| *bytes > 0);
     let parts: Vec<String> = used.map(|(category, bytes)| format!("{category} {bytes}")).collect();
     format!(
         "out of memory: {} bytes ({}) are needed for a context of {} and {} sequence(s), 0 are in use of a limit \
-         of {limit} ({}): {}; lower the context or the prefill step, or raise --memory-limit",
+         of {limit} ({}{whose}): {}; lower the context or the prefill step, or raise --memory-limit",
         planned.total(),
         human_bytes(planned.total()),
         options.context,

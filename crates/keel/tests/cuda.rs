@@ -37,3 +37,39 @@ fn memory_does_not_grow_over_256_speculative_steps() {
         assert_eq!(short["memory"]["peak"], long["memory"]["peak"], "{mode:?}");
     }
 }
+
+/// What the driver counts is tensors, which the plan has to the byte, and the driver's own line, which does not depend on them:
+/// with 61,440 tokens more it is the same but for what memory is mapped in.
+#[test]
+fn the_plan_and_the_driver_are_all_that_the_device_has_in_use() {
+    const GRANULE: u64 = 2 << 20;
+    // Keys and values of 6 layers, and the arena.
+    const POOLS: u64 = 2 * 6 + 1;
+    let shape = ["--shape", "qwen3.5-0.8b", "--bits", "4"];
+    let total = |report: &Value| {
+        report.as_object().expect("categories").values().filter_map(Value::as_u64).sum::<u64>()
+    };
+    let run = |prompt: usize| {
+        let (prompt, context) = (prompt.to_string(), (prompt + 8).to_string());
+        let plan = on_gpu(&[&["plan", "--context", &context][..], &shape].concat())?;
+        let how = ["bench", "--prompt", &prompt, "--gen", "8", "--repeat", "1"];
+        let memory = on_gpu(&[&how[..], &shape].concat())?["memory"].take();
+        for kind in ["planned", "allocated", "peak"] {
+            assert_eq!(total(&memory[kind]), total(&plan), "{kind} of {prompt}");
+        }
+        let driver = memory["driver"].clone();
+        let of = |field: &str| driver[field].as_u64().unwrap_or(0);
+        let in_use = of("total") - of("free");
+        assert_eq!(in_use, of("others") + of("bytes") + total(&plan), "{driver}");
+        eprintln!(
+            "{prompt}: {in_use} bytes in use, {} planned, {driver}; before: {}",
+            total(&plan),
+            plan["driver"]
+        );
+        let room = of("bytes").saturating_sub(plan["driver"]["bytes"].as_u64().expect("measured"));
+        assert!(room <= 512 << 20, "{room} bytes of code: more than the room that the default limit leaves");
+        Some(of("bytes"))
+    };
+    let (Some(short), Some(long)) = (run(4096), run(65536)) else { return };
+    assert!(long.abs_diff(short) <= POOLS * GRANULE, "{short} and {long}");
+}

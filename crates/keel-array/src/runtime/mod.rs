@@ -14,7 +14,7 @@ use crate::backend::{Backend, Buffer, HostBuffer};
 use crate::ledger::{Category, Ledger};
 use crate::program::graph::{Collected, Purpose, collect};
 use crate::program::{Binding, Bindings, Graph, OutputMemory, Program, ProgramCache};
-use crate::{Layout, Result};
+use crate::{DeviceUsage, Layout, Result};
 
 use arena::Arena;
 pub use executable::{Executable, FailedRun};
@@ -112,6 +112,13 @@ impl Runtime {
     /// The account of this runtime's memory.
     pub fn ledger(&self) -> &Ledger {
         &self.0.ledger
+    }
+
+    /// Memory of the device as its driver counts it, and how much of that the driver has for itself
+    /// ([`DeviceUsage::driver_bytes`]); `None` where tensors lie in the host's memory, and for a plan.
+    pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
+        let usage = self.backend().device_usage()?;
+        Some((usage, usage.driver_bytes(&self.ledger().active())))
     }
 
     /// True if both are handles to the same runtime.

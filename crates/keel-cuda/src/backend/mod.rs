@@ -9,7 +9,7 @@ mod weights;
 
 use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
-use keel_array::{ArrayError, Backend, DeviceMemory, Kernel, Launch, RowBlock, WeightSpec};
+use keel_array::{ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, RowBlock, WeightSpec};
 use launch::Session;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -95,17 +95,14 @@ impl CudaBackend {
         CudaBackend { name, mode: options.mode(), poison_freed: false, gpu: None }
     }
 
-    /// Free and total bytes of the device, as its driver sees them; `None` for a plan.
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn memory_info(&self) -> Result<Option<(u64, u64)>> {
-        self.gpu.as_ref().map(|gpu| gpu.device.memory_info()).transpose()
-    }
-
     /// Graphs captured, and submissions that re-used one.
     pub fn graph_counts(&self) -> (u64, u64) {
         self.gpu.as_ref().map_or((0, 0), |gpu| gpu.session().counts())
+    }
+
+    /// File, entry point and constants of every kernel that has been launched.
+    pub fn kernels(&self) -> Vec<String> {
+        self.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.modules.names())
     }
 
     /// How often the host has waited for the device: once for each launch, and once for each copy to the host that was not
@@ -167,6 +164,11 @@ impl Backend for CudaBackend {
         // What is recorded on the stream meanwhile would have the zeroing in it.
         let _session = gpu.session();
         CudaMemory::of(arena).grow(bytes).map_err(|e| e.to_string())
+    }
+
+    /// As cuMemGetInfo has it. What was free before comes from NVML, if it is there: asking the driver takes a context.
+    fn device_usage(&self) -> Option<DeviceUsage> {
+        self.gpu.as_ref()?.device.usage().ok()
     }
 
     fn is_planning(&self) -> bool {

@@ -1,8 +1,10 @@
 //! A device: its context, its stream, and what it is.
 
+use super::nvml::Nvml;
 use super::{check, driver};
 use crate::{CudaError, error::Result};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUstream};
+use keel_array::DeviceUsage;
 use std::ffi::CStr;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
@@ -39,6 +41,8 @@ pub(crate) struct Device {
     pub shared_bytes_max: usize,
     /// Whether memory can be mapped into address space that was reserved before.
     pub maps_memory: bool,
+    /// Bytes that were free before the context was there, which takes some itself.
+    free_before: Option<u64>,
     deliveries: Mutex<Vec<Delivery>>,
 }
 
@@ -71,12 +75,20 @@ impl Device {
         if ordinal >= count as usize {
             return Err(CudaError::NoDevice { ordinal, count: count as usize });
         }
+        // SAFETY: a device that exists.
+        unsafe { driver!(cuDeviceGet(&mut device, ordinal as i32))? };
+        let nvml = Nvml::open(device);
+        let free_at_first = nvml.as_ref().and_then(Nvml::free_bytes);
         // SAFETY: a device that exists; its primary context is released when this value is dropped.
         unsafe {
-            driver!(cuDeviceGet(&mut device, ordinal as i32))?;
             driver!(cuDevicePrimaryCtxRetain(&mut context, device))?;
             driver!(cuCtxSetCurrent(context))?;
         }
+        // What the driver says free is may leave out what NVML has in it, so each is compared with itself.
+        let context_bytes = free_at_first
+            .zip(nvml.as_ref().and_then(Nvml::free_bytes))
+            .map(|(before, after)| before.saturating_sub(after));
+        let (free, _) = memory_info()?;
         let name = name_of(device)?;
         let attribute = |a| attribute_of(device, a);
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -99,6 +111,7 @@ impl Device {
             multiprocessors: multiprocessors as usize,
             shared_bytes_max: shared as usize,
             maps_memory: maps != 0,
+            free_before: context_bytes.map(|bytes| free + bytes),
             deliveries: Mutex::default(),
         })
     }
@@ -133,10 +146,13 @@ impl Device {
     /// Free and total bytes of the device, as the driver sees them.
     pub fn memory_info(&self) -> Result<(u64, u64)> {
         self.bind()?;
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: the pointers are to locals.
-        unsafe { driver!(cuMemGetInfo_v2(&mut free, &mut total))? };
-        Ok((free as u64, total as u64))
+        memory_info()
+    }
+
+    /// The same, and what was free before the device was opened.
+    pub fn usage(&self) -> Result<DeviceUsage> {
+        let (free, total) = self.memory_info()?;
+        Ok(DeviceUsage { total, free, free_before: self.free_before })
     }
 }
 
@@ -149,6 +165,14 @@ impl Drop for Device {
             let _ = check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device));
         }
     }
+}
+
+/// Free and total bytes of the device whose context is current.
+fn memory_info() -> Result<(u64, u64)> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: the pointers are to locals.
+    unsafe { driver!(cuMemGetInfo_v2(&mut free, &mut total))? };
+    Ok((free as u64, total as u64))
 }
 
 fn name_of(device: CUdevice) -> Result<String> {

@@ -8,6 +8,7 @@ mod device;
 mod graph;
 mod memory;
 mod modules;
+mod nvml;
 mod reservation;
 
 pub(crate) use arguments::Arguments;

@@ -36,6 +36,11 @@ impl Modules {
         Modules { device: Arc::clone(device), loaded: Mutex::default() }
     }
 
+    /// File, entry point and constants of every kernel that is loaded.
+    pub fn names(&self) -> Vec<String> {
+        self.loaded.lock().unwrap_or_else(|e| e.into_inner()).keys().map(KernelKey::name).collect()
+    }
+
     /// The kernel, compiled and loaded if it is new. `shared_bytes` is the most dynamic shared memory that it is
     /// launched with.
     pub fn function(&self, key: &KernelKey, shared_bytes: usize) -> Result<Function> {

@@ -1,6 +1,7 @@
 //! Operations in a row, which a backend may run as one: together they must give what they give one by one.
 
 use super::sequence::batch;
+use super::share::is_mine;
 use super::{Check, download, expect_within, upload};
 use crate::cases::quantized_matmul::weights;
 use crate::checks::linear::{affine_weight, dense_weight};
@@ -60,7 +61,7 @@ fn norm_then_product(runtime: &Runtime) {
     let mut random = Random::new(90);
     for (coding, weight) in codings(runtime, &mut random, K, K) {
         let w = draw(runtime, &mut random, &[K]);
-        for rows in ROWS {
+        for rows in ROWS.into_iter().filter(|rows| is_mine(&("norm", &coding, rows))) {
             let x = draw(runtime, &mut random, &[rows, K]);
             let other = draw(runtime, &mut random, &[rows, K]);
             for (residual, from) in [("itself", &x), ("another", &other)] {
@@ -88,7 +89,7 @@ fn heads_then_product(runtime: &Runtime) {
         let k = heads * size;
         for (coding, weight) in codings(runtime, &mut random, N, k) {
             let w = draw(runtime, &mut random, &[size]);
-            for rows in ROWS {
+            for rows in ROWS.into_iter().filter(|rows| is_mine(&("heads", &coding, heads, rows))) {
                 let x = draw(runtime, &mut random, &[rows, heads, size]);
                 let wide = draw(runtime, &mut random, &[rows, 2 * k + 12]);
                 let what = format!("{rows} rows of {heads} heads of {size}, {coding}");
@@ -115,7 +116,7 @@ fn product_then_gate(runtime: &Runtime) {
     for n in [96, 72] {
         for (coding, weight) in codings(runtime, &mut random, n, 2 * K) {
             let w = draw(runtime, &mut random, &[2 * K]);
-            for rows in ROWS {
+            for rows in ROWS.into_iter().filter(|rows| is_mine(&("gate", &coding, n, rows))) {
                 let x = draw(runtime, &mut random, &[rows, 2 * K]);
                 let what = format!("SwiGLU of {rows} rows by {coding} to {n}");
                 expect_same(&what, &|step| step(x.linear(&weight)?).swiglu());
@@ -141,7 +142,7 @@ fn norm_then_experts(runtime: &Runtime) {
         let (gate_up, down) = (stack(2 * F, K), stack(80, F));
         let router = affine_weight(runtime, &[weights(&mut random, 64, K, 8, 64)], 8, Compute::Auto);
         let w = draw(runtime, &mut random, &[K]);
-        for rows in ROWS {
+        for rows in ROWS.into_iter().filter(|rows| is_mine(&("experts", group, rows))) {
             let x = draw(runtime, &mut random, &[rows, K]);
             let chosen = Tensor::integers(&mut random, &[rows, CHOICES], 0, EXPERTS as i64);
             let chosen = upload(runtime, &chosen, DType::U32);
@@ -172,7 +173,8 @@ fn rotation_then_attention(runtime: &Runtime) {
             let pool_shape = [3 * rows.len() + 1, kv_heads, 256, size];
             let history = Tensor::random(&mut random, &pool_shape, -1.0, 1.0);
             for dtype in [DType::F32, DType::BF16] {
-                for (turn_q, turn_k) in [(2, 2), (1, 1), (2, 1), (2, 0), (0, 1)] {
+                let turns = [(2, 2), (1, 1), (2, 1), (2, 0), (0, 1)].into_iter();
+                for (turn_q, turn_k) in turns.filter(|turns| is_mine(&("turns", heads, rows, dtype, turns))) {
                     let what =
                         format!("{heads} heads of {size} at {rows:?}, {dtype}, turned {turn_q}, {turn_k}");
                     expect_same(&what, &|step| {

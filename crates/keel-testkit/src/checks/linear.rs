@@ -1,5 +1,6 @@
 //! Matrix products, with weights and without, and the mixture of experts around them.
 
+use super::share::is_mine;
 use super::{Check, FLOATS, download, expect, expect_within, layouts, rounded, upload};
 use crate::cases::quantized_matmul::weights;
 use crate::naive::matmul::{matmul, matmul_transposed};
@@ -17,15 +18,18 @@ use keel_array::{
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "matmul", run: products },
-    Check { op: "linear", run: dense },
-    Check { op: "linear", run: affine },
-    Check { op: "linear", run: in_blocks },
     Check { op: "linear", run: onto_a_residual },
     Check { op: "gather_linear", run: gathered },
     Check { op: "gather_linear", run: expert_out_of_range },
     Check { op: "embedding", run: embedding },
     Check { op: "route_top_k", run: routing },
     Check { op: "combine_experts", run: combination },
+];
+
+pub(super) const BY_CASE: &[Check] = &[
+    Check { op: "linear", run: dense },
+    Check { op: "linear", run: affine },
+    Check { op: "linear", run: in_blocks },
 ];
 
 fn floats(x: &Tensor) -> Vec<f32> {
@@ -98,7 +102,7 @@ pub(super) fn affine_weight(runtime: &Runtime, stack: &[Affine], bits: usize, co
 fn dense(runtime: &Runtime) {
     let mut random = Random::new(51);
     for &(t, n, k) in cases::matmul::SHAPES {
-        for dtype in FLOATS {
+        for dtype in FLOATS.into_iter().filter(|dtype| is_mine(&("dense", t, n, k, dtype))) {
             let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
             let w = floats(&rounded(&Tensor::random(&mut random, &[n, k], -1.0, 1.0), dtype));
             let want = Tensor { shape: vec![t, n], values: matmul_transposed(&floats(&x), &w, k) };
@@ -122,7 +126,8 @@ fn affine(runtime: &Runtime) {
     let mut random = Random::new(52);
     let kinds = cases::quantized_matmul::BITS.iter().zip(cases::quantized_matmul::GROUPS.iter().cycle());
     for (&bits, &group) in kinds {
-        for &(t, n, k) in cases::quantized_matmul::SHAPES {
+        let shapes = cases::quantized_matmul::SHAPES.iter();
+        for &(t, n, k) in shapes.filter(|shape| is_mine(&("affine", bits, group, shape))) {
             let w = weights(&mut random, n, k, bits, group);
             let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
             let what = format!("linear [{t}, {n}, {k}] of {bits} bits in groups of {group}");
@@ -182,7 +187,7 @@ fn block_weight(
 
 fn in_blocks(runtime: &Runtime) {
     let mut random = Random::new(59);
-    for format in BlockFormat::ALL {
+    for format in BlockFormat::ALL.into_iter().filter(|format| is_mine(&("blocks", format))) {
         let blocks = 768 / format.values();
         for (t, n) in [(1, 33), (3, 31), (17, 64), (65, 15)] {
             for (compute, limit) in [

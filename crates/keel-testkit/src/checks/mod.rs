@@ -12,6 +12,7 @@ mod open_rows;
 mod reduce;
 mod sample;
 mod sequence;
+mod share;
 
 use crate::compare::assert_close;
 use crate::naive::tensor::Tensor;
@@ -28,9 +29,13 @@ pub struct Check {
     pub run: fn(&Runtime),
 }
 
-/// One check or more for every operation.
+/// Checks of so many cases that they can be shared out one by one.
+const BY_CASE: &[&[Check]] = &[linear::BY_CASE, sequence::BY_CASE, chains::CHECKS];
+
+/// One check or more for every operation. With `KEEL_TEST_SHARD=i/n` it is the i-th of n shares of them, counted from 0: every
+/// case of every check belongs to one of the n processes.
 pub fn all() -> Vec<Check> {
-    [
+    let whole = [
         elementwise::CHECKS,
         layout::CHECKS,
         reduce::CHECKS,
@@ -40,9 +45,8 @@ pub fn all() -> Vec<Check> {
         fast::CHECKS,
         sequence::CHECKS,
         open_rows::CHECKS,
-        chains::CHECKS,
-    ]
-    .concat()
+    ];
+    share::mine(BY_CASE, &whole)
 }
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];

@@ -1,5 +1,6 @@
 //! Operations with memory, over batches of sequences in scattered slots and pages.
 
+use super::share::is_mine;
 use super::{Check, expect, expect_within, rounded, upload};
 use crate::naive::attention::attention;
 use crate::naive::causal_conv::causal_conv;
@@ -16,6 +17,11 @@ use keel_array::{
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "causal_conv", run: conv },
+    Check { op: "causal_conv", run: slots_must_differ },
+    Check { op: "paged_attention", run: pools_must_differ },
+];
+
+pub(super) const BY_CASE: &[Check] = &[
     Check { op: "gated_delta", run: |r| delta(r, Regime::Decode) },
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F32) },
@@ -29,8 +35,6 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F32) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bf16) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8) },
-    Check { op: "causal_conv", run: slots_must_differ },
-    Check { op: "paged_attention", run: pools_must_differ },
 ];
 
 pub(super) fn draw(random: &mut Random, shape: &[usize]) -> Tensor {
@@ -112,7 +116,8 @@ fn conv(runtime: &Runtime) {
 fn delta(runtime: &Runtime, regime: Regime) {
     let mut random = Random::new(71);
     for shape in cases::gated_delta::SHAPES {
-        for rows in cases::gated_delta::BATCHES {
+        let batches = cases::gated_delta::BATCHES.iter();
+        for rows in batches.filter(|rows| is_mine(&("delta", regime, shape, rows))) {
             let sequences: Vec<(usize, usize)> = rows.iter().map(|&n| (64, n)).collect();
             let (tokens, hv) = (rows.iter().sum::<usize>(), shape.value_heads);
             let row = 2 * shape.key_heads * shape.key_size + hv * shape.value_size;
@@ -182,7 +187,8 @@ fn attend(runtime: &Runtime, regime: Regime, format: KvFormat) {
     let mut random = Random::new(72);
     for shape in cases::attention::SHAPES {
         let Some(elements) = format.row_elements(shape.head_size) else { continue };
-        for sequences in cases::attention::BATCHES {
+        let batches = cases::attention::BATCHES.iter();
+        for sequences in batches.filter(|rows| is_mine(&("attend", regime, format, shape, rows))) {
             let pages = sequences.iter().map(|(first, rows)| (first + rows).div_ceil(256)).max().unwrap_or(0);
             let pool_shape = [pages * sequences.len() + 1, shape.kv_heads, 256, elements];
             // NaN throughout: bytes of ones are such steps, too.
@@ -246,7 +252,7 @@ fn attend_in_rings(runtime: &Runtime, format: KvFormat) {
     const STEPS: [[usize; 2]; 2] = [[320, 64], [641, 200]];
     const PAGES: usize = 4;
     let mut random = Random::new(73);
-    for shape in cases::attention::SHAPES {
+    for shape in cases::attention::SHAPES.iter().filter(|shape| is_mine(&("rings", format, shape))) {
         let (Some(window), Some(elements)) = (shape.window, format.row_elements(shape.head_size)) else {
             continue;
         };

@@ -31,7 +31,8 @@ pub struct DeviceArgs {
     /// drafts or on reuse. Slower on a GPU; on the CPU it always holds.
     #[arg(long)]
     deterministic: bool,
-    /// Hard limit on tensor memory, for example 800M or 1.5Gi.
+    /// Hard limit on tensor memory, for example 800M or 1.5Gi. On a GPU by default what is free there, less 512 MiB for the
+    /// code of kernels and for others; none on the CPU.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub memory_limit: Option<u64>,
 }

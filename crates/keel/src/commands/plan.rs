@@ -7,14 +7,16 @@ use keel_engine::plan::fit;
 use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
+use crate::driver::ROOM_BYTES;
 use crate::output;
 use crate::report::{categories, human_bytes, plan_table};
 use crate::session::{self, context_for};
 
 /// Print the memory that a run will take, by category, without loading weights.
 ///
-/// The numbers are those of `generate` with the same context. With --limit, print instead the longest context and
-/// the largest batch that fit.
+/// The numbers are those of `generate` with the same context. On a machine with the GPU that --device names, what its driver
+/// takes beside them is measured and printed, too. With --limit, print instead the longest context and the largest batch
+/// that fit.
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     #[command(flatten)]
@@ -37,7 +39,7 @@ pub struct PlanArgs {
     engine: EngineArgs,
     #[command(flatten)]
     device: DeviceArgs,
-    /// Print one JSON object of category to bytes; with --limit, of `context` and `batch`.
+    /// Print one JSON object of category to bytes (and `driver` on a GPU); with --limit, of `context` and `batch`.
     #[arg(long)]
     json: bool,
 }
@@ -59,11 +61,22 @@ pub fn run(args: &PlanArgs) -> Result<()> {
 
 fn print_plan(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<()> {
     let planned = session::plan(&args.device, &*subject.parameters, &subject.json, options)?;
+    let driver = session::driver(&args.device, options.compute);
     if args.json {
-        return output::json(&categories(&planned));
+        let mut object = categories(&planned);
+        if let Some(driver) = driver {
+            object["driver"] = driver.to_json();
+        }
+        return output::json(&object);
     }
     output::line(&format!("context {}, batch {}\n", options.context, options.sequences))?;
-    output::text(&plan_table(&planned))
+    output::text(&plan_table(&planned))?;
+    let Some(driver) = driver else { return Ok(()) };
+    output::line(&format!("driver      {}; code is added as it is first used", driver.to_line()))?;
+    let (limit, room) = (human_bytes(driver.limit()), human_bytes(ROOM_BYTES));
+    output::line(&format!(
+        "limit       {limit} (by default: what is free now, less {room} for code and others)"
+    ))
 }
 
 fn print_fit(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions, limit: u64) -> Result<()> {

@@ -132,6 +132,9 @@ pub fn run(args: &ServeArgs) -> Result<()> {
             options.context,
             human_bytes(session.planned.get(Category::Kv)),
         );
+        if let Some(driver) = session.memory().driver {
+            tracing::info!("the driver has {}", driver.to_line());
+        }
         if args.overcommit {
             let swap = human_bytes(session.planned.get(Category::Swap));
             tracing::info!("more is let in than fits: {swap} of host memory are for parked sequences");
