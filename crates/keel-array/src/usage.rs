@@ -9,7 +9,7 @@ pub struct DeviceUsage {
     pub total: u64,
     /// Bytes that no program has now.
     pub free: u64,
-    /// Bytes that no program had before this backend was made; `None` where nothing tells.
+    /// Bytes that no program had before this process first used the device; `None` where nothing tells.
     pub free_before: Option<u64>,
 }
 
@@ -19,17 +19,18 @@ impl DeviceUsage {
         self.total.saturating_sub(self.free)
     }
 
-    /// Bytes that other programs had before this backend was made; `None` where nothing tells.
+    /// Bytes that other programs had before this process first used the device; `None` where nothing tells.
     pub fn others(&self) -> Option<u64> {
         self.free_before.map(|free| self.total.saturating_sub(free))
     }
 
-    /// What the driver has taken for this backend beside tensor memory: `in use - others - tensors`, tensors being those
+    /// What the driver has taken for this process beside tensor memory: `in use - others - tensors`, tensors being those
     /// of `allocated` that lie on the device.
     ///
     /// It is the context, the code of kernels that have been used so far, what libraries hold, and the rest of the last
-    /// granule of each allocation. What other programs have taken since the backend was made counts, too, and all that they
-    /// have where [`DeviceUsage::others`] is unknown: one device is one account to its driver.
+    /// granule of each allocation. What other programs have taken since then counts, too, and all that they have where
+    /// [`DeviceUsage::others`] is unknown, and the tensors of this process's other runtimes: to its driver one device is one
+    /// account.
     pub fn driver_bytes(&self, allocated: &MemoryReport) -> u64 {
         let tensors = allocated.total() - allocated.get(Category::Swap);
         self.in_use().saturating_sub(self.others().unwrap_or(0)).saturating_sub(tensors)

@@ -5,6 +5,7 @@ use super::{check, driver};
 use crate::{CudaError, error::Result};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUstream};
 use keel_array::DeviceUsage;
+use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
@@ -41,7 +42,7 @@ pub(crate) struct Device {
     pub shared_bytes_max: usize,
     /// Whether memory can be mapped into address space that was reserved before.
     pub maps_memory: bool,
-    /// Bytes that were free before the context was there, which takes some itself.
+    /// Bytes that were free before this process had a context, which takes some itself.
     free_before: Option<u64>,
     deliveries: Mutex<Vec<Delivery>>,
 }
@@ -77,18 +78,13 @@ impl Device {
         }
         // SAFETY: a device that exists.
         unsafe { driver!(cuDeviceGet(&mut device, ordinal as i32))? };
-        let nvml = Nvml::open(device);
-        let free_at_first = nvml.as_ref().and_then(Nvml::free_bytes);
+        let before = Before::of(device);
         // SAFETY: a device that exists; its primary context is released when this value is dropped.
         unsafe {
             driver!(cuDevicePrimaryCtxRetain(&mut context, device))?;
             driver!(cuCtxSetCurrent(context))?;
         }
-        // What the driver says free is may leave out what NVML has in it, so each is compared with itself.
-        let context_bytes = free_at_first
-            .zip(nvml.as_ref().and_then(Nvml::free_bytes))
-            .map(|(before, after)| before.saturating_sub(after));
-        let (free, _) = memory_info()?;
+        let free_before = before.free_bytes(device, memory_info()?.0);
         let name = name_of(device)?;
         let attribute = |a| attribute_of(device, a);
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -111,7 +107,7 @@ impl Device {
             multiprocessors: multiprocessors as usize,
             shared_bytes_max: shared as usize,
             maps_memory: maps != 0,
-            free_before: context_bytes.map(|bytes| free + bytes),
+            free_before,
             deliveries: Mutex::default(),
         })
     }
@@ -164,6 +160,33 @@ impl Drop for Device {
             let _ = check("cuStreamDestroy", sys::cuStreamDestroy_v2(self.stream));
             let _ = check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device));
         }
+    }
+}
+
+/// What was free on each device before this process first opened it: a context that it gives up later may stay, where a library
+/// holds it, too. `None` where nothing tells.
+static FREE_BEFORE: Mutex<BTreeMap<CUdevice, Option<u64>>> = Mutex::new(BTreeMap::new());
+
+/// What NVML says before there is a context. Devices are opened one at a time, so that none sees another's context.
+struct Before {
+    known: MutexGuard<'static, BTreeMap<CUdevice, Option<u64>>>,
+    nvml: Option<Nvml>,
+    free: Option<u64>,
+}
+
+impl Before {
+    fn of(device: CUdevice) -> Before {
+        let known = FREE_BEFORE.lock().unwrap_or_else(|e| e.into_inner());
+        let nvml = if known.contains_key(&device) { None } else { Nvml::open(device) };
+        Before { free: nvml.as_ref().and_then(Nvml::free_bytes), known, nvml }
+    }
+
+    /// What was free before, given what is now, with a context. What the driver says is free may leave out what NVML has in it,
+    /// so each is compared with itself.
+    fn free_bytes(mut self, device: CUdevice, free: u64) -> Option<u64> {
+        let after = self.nvml.as_ref().and_then(Nvml::free_bytes);
+        let before = self.free.zip(after).map(|(before, after)| free + before.saturating_sub(after));
+        *self.known.entry(device).or_insert(before)
     }
 }
 
