@@ -18,6 +18,7 @@
 // by_position: splits are cut at positions (share_start of paged.cuh), of which 256 P keys need `splits`: a row's bits then depend
 // on its own keys alone. 0: the keys that there are, cut evenly.
 // partial: splits T H (D + 2) floats, see paged.cuh. Splits without keys write nothing.
+// EARLY=1 (of attention_merge): no kernel that may still run writes where sequences are, so that is read while those before end.
 //
 // Bytes of decode: 2 KV D bytes_of(element) a key. Floor: those at the memory's rate.
 
@@ -25,6 +26,9 @@
 
 #ifndef WINDOW
 #define WINDOW 0
+#endif
+#ifndef EARLY
+#define EARLY 0
 #endif
 #define G (H / KV)
 #define BM 16
@@ -232,14 +236,17 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
 extern "C" __global__ void __launch_bounds__(128)
 attention_merge(float* partial, const u32* row_start, const u32* position, u32 sequences, u32 total_rows, u32 splits,
                 u32 by_position, float* y) {
-    take_turn();
+    let_next_start();
+    if (!EARLY) wait_for_inputs();
     // A share of splits for every D / 4 threads.
     constexpr int SHARES = 128 / QUADS;
     DYNAMIC_SHARED(float, weights);
     __shared__ __align__(16) float4 parts[128];
-    u32 t = blockIdx.x, head = blockIdx.y, b, row;
-    if (!locate(row_start, sequences, 1, 1, t, b, row)) return;
-    const u32 start = position[b], high = start + row_start[b + 1] - row_start[b], lane = threadIdx.x % 32;
+    u32 t = blockIdx.x, head = blockIdx.y, b = 0, row = 0;
+    const bool located = locate(row_start, sequences, 1, 1, t, b, row);
+    const u32 start = located ? position[b] : 0, high = located ? start + row_start[b + 1] - row_start[b] : 0, lane = threadIdx.x % 32;
+    if (EARLY) wait_for_inputs();
+    if (!located) return;
     // Splits that a row sees lie side by side; the others were not written.
     u32 begin = splits, end = 0;
     float largest = -INF, total = 0.0f;

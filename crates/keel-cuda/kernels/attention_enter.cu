@@ -4,10 +4,15 @@
 // Constants: H, KV, D, KV_BF16, and of the rotation R, NORM, AXES; QUERIES and KEYS, 0 where another launch sees to the
 // queries, or to keys and values. q, k and v have strides of their own from row to row and from head to head. A row beyond
 // those of all sequences writes no page.
+// EARLY=1: no kernel that may still run writes positions or where sequences are, so angles and pages are found while those before
+// this one end.
 // Launch: one warp a head of q, k or v; block 128, grid ceil(T HEADS / 4). Bytes: q, k and v once in, once out.
 #include "paged.cuh"
 #include "rope.cuh"
 
+#ifndef EARLY
+#define EARLY 0
+#endif
 #if KV_BF16
 typedef bf16 kv_t;
 #else
@@ -32,22 +37,29 @@ struct Turn {
 extern "C" __global__ void __launch_bounds__(128)
 attention_enter(Heads q, Heads k, Heads v, Turn turn_q, Turn turn_k, float* turned, kv_t* keys, kv_t* values, const u32* table,
                 const u32* row_start, const u32* position, u32 sequences, u32 pages, u32 rows) {
-    take_turn();
+    let_next_start();
+    if (!EARLY) wait_for_inputs();
     const u32 unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 row = unit / HEADS, head = unit % HEADS;
-    if (row >= rows) return;
-    if (head < Q_HEADS) {
+    const u32 row = min(unit / HEADS, rows - 1), head = unit % HEADS;
+    const bool is_query = head < Q_HEADS;
+    // Part by part: a structure that is chosen at run time would go through local memory.
+    const Turn turn = {is_query ? turn_q.positions : turn_k.positions, is_query ? turn_q.inverse : turn_k.inverse,
+                       is_query ? turn_q.norm : turn_k.norm, is_query ? turn_q.eps : turn_k.eps};
+    const Angles angles(turn.positions, turn.inverse, rows, row);
+    u32 b = 0, own = 0;
+    const bool located = is_query || locate(row_start, sequences, 1, 1, row, b, own);
+    const u32 at = is_query || !located ? 0 : position[b] + own, page = is_query || !located ? 0 : table[b * pages + at / PAGE];
+    if (EARLY) wait_for_inputs();
+    if (unit / HEADS >= rows || !located) return;
+    if (is_query) {
         float* to = turned + ((u64)row * H + head) * D;
-        turn_head(q.at + row * q.row + head * q.head, turn_q.positions, turn_q.inverse, turn_q.norm, turn_q.eps, rows, row,
-                  [&](u32 i, float value) { to[i] = value; });
+        turn_head(q.at + row * q.row + head * q.head, angles, turn.norm, turn.eps, [&](u32 i, float value) { to[i] = value; });
         return;
     }
-    u32 b, own;
-    if (!locate(row_start, sequences, 1, 1, row, b, own)) return;
-    const u32 at = position[b] + own, page = table[b * pages + at / PAGE], kv = (head - Q_HEADS) % KV;
+    const u32 kv = (head - Q_HEADS) % KV;
     const u64 place = (((u64)page * KV + kv) * PAGE + at % PAGE) * D;
     if (head < Q_HEADS + KV) {
-        turn_head(k.at + row * k.row + kv * k.head, turn_k.positions, turn_k.inverse, turn_k.norm, turn_k.eps, rows, row,
+        turn_head(k.at + row * k.row + kv * k.head, angles, turn.norm, turn.eps,
                   [&](u32 i, float value) { keys[place + i] = From<kv_t>::f32(value); });
     } else {
         const float* from = v.at + row * v.row + kv * v.head;

@@ -3,7 +3,7 @@
 // weights are rounded to bf16, all else is f32.
 //
 // Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW, WARPS (of the decode kernel, 8; 4 where shared
-// memory is short), KV_STAGES (of the decode kernel: tiles of keys and of values that a warp has under way, 1). EARLY=1, POOL_PAGES: no kernel that may
+// memory is short), KV_STAGES (of the decode kernel: tiles of keys and of values that a warp has under way, 1). EARLY=1: no kernel that may
 // still run writes keys and values before this step's, nor where they are, so attention_decode fetches them while those before it end; each
 // sequence is one unit then.
 // Launch:
@@ -29,7 +29,6 @@
 #endif
 #ifndef EARLY
 #define EARLY 0
-#define POOL_PAGES 1
 #endif
 #ifndef KV_BITS
 #define KV_BITS 0
@@ -278,7 +277,7 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
 
 /// The keys of one split for 16 pairs of sequence b from pair `first` on.
 static __device__ __forceinline__ void attend_split(bf16* shared, const float* q, const kv_t* keys, const kv_t* values,
-                                                    const u32* my_table, u32 pages, const u32* row_start, u32 first_row, u32 first, u32 count, u32 start, u32 kv,
+                                                    const u32* my_table, u32 first_row, u32 first, u32 count, u32 start, u32 kv,
                                                     u32 from, u32 to, u32 total_rows, float scale, float* partial, float* y) {
     constexpr int CHUNK = 16;
     const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
@@ -289,8 +288,7 @@ static __device__ __forceinline__ void attend_split(bf16* shared, const float* q
 
     auto load = [&](bf16* tile, const kv_t* pool, u32 key, bool now = true) {
         if (key < to && now) {
-            // What has not been checked yet stays within the table and the pool.
-            const u32 page = EARLY ? min(my_table[min(key / PAGE, pages - 1)], POOL_PAGES - 1) : my_table[key / PAGE];
+            const u32 page = my_table[key / PAGE];
 #pragma unroll
             for (u32 i = lane; i < CHUNK * (D / 8); i += 32) {
                 u32 n = i / (D / 8), d = i % (D / 8) * 8;
@@ -310,11 +308,6 @@ static __device__ __forceinline__ void attend_split(bf16* shared, const float* q
     }
     if (EARLY) {
         wait_for_inputs();
-        // Of a batch that is wrong no sequence has rows from now on.
-        if (row_start[0] == row_start[1]) {
-            copy_wait<0>();
-            return;
-        }
         bool late = false;
 #pragma unroll
         for (u32 s = 0; s < KV_STAGES; s++) {
@@ -420,7 +413,7 @@ attention_decode(const float* q, const kv_t* keys, const kv_t* values, const u32
     if (from >= to) {
         if (EARLY) wait_for_inputs();
     } else {
-        attend_split(shared, q, keys, values, table + b * pages, pages, row_start + b, first_row, first, count, start, kv, from, to, total_rows, scale,
+        attend_split(shared, q, keys, values, table + b * pages, first_row, first, count, start, kv, from, to, total_rows, scale,
                      partial, y);
     }
 }

@@ -1,7 +1,8 @@
 // Checks the arrays that say which rows belong to which sequence, before kernels trust them. One block of 256 threads.
 // A batch that is wrong is reported and emptied on the device (every sequence without rows, in slot 0 and page 0), so
 // that the kernels behind touch nothing that is not theirs. Where a message names two numbers beside the wrong one, they
-// share a word, 16 bits each. Pointers that an operation does not have are null.
+// share a word, 16 bits each. Pointers that an operation does not have are null. No kernel starts before the check is done, so
+// that those behind may read these arrays before they wait.
 #include "common.cuh"
 
 #define ROWS_WRONG 2
@@ -19,7 +20,7 @@ extern "C" __global__ void check_batch(
     u32* row_start, u32* slot, u32* position, u32* table, u32* accepted, u32 sequences, u32 rows, u32 slots, u32 pages, u32 table_width,
     u32 window, u32 run, u32 grid, u32 records, u32 keep_open, Fault* fault, u32 kernel
 ) {
-    take_turn();
+    wait_for_inputs();
     __shared__ u32 what, number, bound;
     if (threadIdx.x == 0) what = 0;
     __syncthreads();
@@ -62,4 +63,5 @@ extern "C" __global__ void check_batch(
         if (accepted) accepted[b] = 0;
         for (u32 i = 0; table && i < table_width; ++i) table[(u64)b * table_width + i] = 0;
     }
+    __threadfence();
 }

@@ -15,7 +15,7 @@
 // many were accepted, applies those and writes the state once.
 //
 // Macros: HK, HV, DK, DV (DV a multiple of 4), QKV_STRIDE, A_STRIDE, B_STRIDE (all multiples of 1; qkv + v part 4-byte
-// aligned only), LOG (records of a slot; 0 without a log). EARLY=1, SLOTS: no kernel that may still run writes the state or
+// aligned only), LOG (records of a slot; 0 without a log). EARLY=1: no kernel that may still run writes the state or
 // where sequences are, so both are fetched while those before this one end.
 // Launch: block 128; grid (HV * ceil(DV / 32), B). Shared memory: static. A block holds 32 columns of one head's state
 // in registers: thread (group of 16, lane of 8) has rows group, group + 16, ... of 4 columns. Any number of rows.
@@ -27,7 +27,6 @@
 
 #ifndef EARLY
 #define EARLY 0
-#define SLOTS 1
 #endif
 
 /// q, k and gates of rows first..first + rows, normed, and this block's columns of v.
@@ -47,12 +46,13 @@ static __device__ __forceinline__ void load_tokens(Tokens& tokens, float (&v)[TI
         }
         u32 column = block_column + lane;
         v[t][lane] = column < DV ? q[2 * HK * DK - head / SHARE * DK + head * DV + column] : 0.0f;
-        if (lane == 0) {
-            tokens.beta[t] = sigmoid(b[(u64)(first + t) * B_STRIDE + head]);
-            tokens.log_decay[t] = log_decay_of(a[(u64)(first + t) * A_STRIDE + head], a_log[head], dt_bias[head]);
-        }
         // A lane reads back what it wrote.
         norm_token(tokens, t, lane);
+    }
+    // By another warp than the norms, which take as long.
+    for (u32 t = (warp + 2) % 4; t < rows && lane == 0; t += 4) {
+        tokens.beta[t] = sigmoid(b[(u64)(first + t) * B_STRIDE + head]);
+        tokens.log_decay[t] = log_decay_of(a[(u64)(first + t) * A_STRIDE + head], a_log[head], dt_bias[head]);
     }
 }
 
@@ -68,14 +68,12 @@ gated_delta(const float* qkv, const float* a, const float* b, const float* a_log
     __shared__ __align__(16) float v[TILE][COLUMNS];
     const u32 head = blockIdx.x / BLOCKS, sequence = blockIdx.y, key_head = head / SHARE;
     const u32 block_column = blockIdx.x % BLOCKS * COLUMNS;
-    const u32 my_slot = EARLY ? min(slot[sequence], SLOTS - 1) : slot[sequence];
+    const u32 my_slot = slot[sequence], begin = row_start[sequence], end = row_start[sequence + 1];
 
     float* s_block = state + ((u64)my_slot * HV + head) * (DK * DV);
     Part part;
     load_part(part, s_block, block_column);
     if (EARLY) wait_for_inputs();
-    // Of a batch that is wrong no sequence has rows from now on.
-    const u32 begin = row_start[sequence], end = row_start[sequence + 1];
     // The first tokens are ready before the state has arrived.
     load_tokens(tokens, v, qkv, a, b, a_log, dt_bias, begin, min(end - begin, TILE), head, block_column);
 

@@ -11,5 +11,6 @@ extern "C" __global__ void rope(
     if (unit >= (u64)tokens * heads) return;
     const u64 token = unit / heads, head = unit % heads;
     float* out = y + unit * D;
-    turn_head(x + token * stride + head * head_stride, positions, inverse, w, eps, tokens, token, [&](u32 i, float value) { out[i] = value; });
+    const Angles angles(positions, inverse, tokens, token);
+    turn_head(x + token * stride + head * head_stride, angles, w, eps, [&](u32 i, float value) { out[i] = value; });
 }

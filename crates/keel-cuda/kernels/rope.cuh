@@ -9,11 +9,28 @@
 __device__ const u8 axes[] = AXES;
 #endif
 
+#define TURNS ((R / 2 + 31) / 32) // of a lane
+#define TURNS_HELD (TURNS > 0 ? TURNS : 1)
+
+// The rotation at a token's position, each lane's share of it. It does not depend on the head.
+struct Angles {
+    float sine[TURNS_HELD], cosine[TURNS_HELD];
+
+    __device__ __forceinline__ Angles(const i32* positions, const float* inverse, u64 tokens, u64 token) {
+#if R > 0
+#pragma unroll
+        for (int j = 0; j < TURNS; j++) {
+            const u32 i = min(j * 32 + threadIdx.x % 32, R / 2 - 1);
+            const double turns = (double)positions[(u64)axes[i] * tokens + token] * (double)inverse[i] * 0.15915494309189535;
+            sincospif((float)(2.0 * (turns - floor(turns))), &sine[j], &cosine[j]);
+        }
+#endif
+    }
+};
+
 // One warp calls it; `put` gets each index and its value.
 template <typename Put>
-__device__ __forceinline__ void turn_head(
-    const float* row, const i32* positions, const float* inverse, const float* w, float eps, u64 tokens, u64 token, Put put
-) {
+__device__ __forceinline__ void turn_head(const float* row, const Angles& angles, const float* w, float eps, Put put) {
     const u32 lane = threadIdx.x % 32;
     float scale = 1.0f;
     if (NORM) {
@@ -22,14 +39,14 @@ __device__ __forceinline__ void turn_head(
         scale = 1.0f / sqrtf(warp_sum(squares) / (float)D + eps);
     }
 #if R > 0
-    for (u32 i = lane; i < R / 2; i += 32) {
-        const double turns = (double)positions[(u64)axes[i] * tokens + token] * (double)inverse[i] * 0.15915494309189535;
-        float sine, cosine;
-        sincospif((float)(2.0 * (turns - floor(turns))), &sine, &cosine);
+#pragma unroll
+    for (int j = 0; j < TURNS; j++) {
+        const u32 i = j * 32 + lane;
+        if (i >= R / 2) break;
         float a = row[i] * scale, b = row[i + R / 2] * scale;
         if (NORM) { a *= w[i]; b *= w[i + R / 2]; }
-        put(i, a * cosine - b * sine);
-        put(i + R / 2, b * cosine + a * sine);
+        put(i, a * angles.cosine[j] - b * angles.sine[j]);
+        put(i + R / 2, b * angles.cosine[j] + a * angles.sine[j]);
     }
 #endif
     for (u32 i = R + lane; i < D; i += 32) put(i, NORM ? row[i] * scale * w[i] : row[i] * scale);

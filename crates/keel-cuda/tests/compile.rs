@@ -66,7 +66,7 @@ fn keys() -> Vec<KernelKey> {
     add(kernels::ACTIVATION, &["swiglu_half"], &half);
     let turned = [("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}"), ("H", "6"), ("KV", "2")];
     for [kv_bf16, queries, keys] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
-        let which = [("KV_BF16", kv_bf16), ("QUERIES", queries), ("KEYS", keys)];
+        let which = [("KV_BF16", kv_bf16), ("QUERIES", queries), ("KEYS", keys), ("EARLY", kv_bf16)];
         add(kernels::ATTENTION_ENTER, &["attention_enter"], &[&turned[..], &which].concat());
     }
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
@@ -164,7 +164,7 @@ fn keys() -> Vec<KernelKey> {
     let heads = [("HK", "2"), ("HV", "4"), ("DK", "32"), ("DV", "48")];
     let strides = [("QKV_STRIDE", "400"), ("A_STRIDE", "400"), ("B_STRIDE", "400"), ("LOG", "3")];
     add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides].concat());
-    let early = [("EARLY", "1"), ("SLOTS", "5")];
+    let early = [("EARLY", "1")];
     add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &early].concat());
     let wide = [("HK", "16"), ("HV", "32"), ("DK", "128"), ("DV", "128"), ("STAGES", "2")];
     let entries = ["gated_delta_prepare", "gated_delta_chunks"];
@@ -176,9 +176,10 @@ fn keys() -> Vec<KernelKey> {
         let strides = [("Q_STRIDE", "2048"), ("K_STRIDE", "512"), ("V_STRIDE", "512")];
         let entries = ["kv_write", "attention", "attention_merge"];
         add(kernels::ATTENTION, &entries, &[&defines[..], &strides].concat());
+        add(kernels::ATTENTION, &["attention_merge"], &[&defines[..], &strides, &early].concat());
         let tensor = [&defines[..], &strides, &[("WARPS", "4")]].concat();
         add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
-        let early = [("KV_STAGES", "2"), ("EARLY", "1"), ("POOL_PAGES", "9")];
+        let early = [("KV_STAGES", "2"), ("EARLY", "1")];
         add(kernels::ATTENTION_TENSOR, &["attention_decode"], &[&tensor[..], &early].concat());
         let (bits, runs) = if d == "256" { ("8", "0") } else { ("4", "1") };
         let bits = [("KV_BITS", bits), ("RUNS", runs)];

@@ -122,7 +122,9 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     let arguments = arguments.u32(usize::from(shares.by_position)).pointer(call.outputs[0].address);
     let shared_bytes = shares.count * size_of::<f32>();
     let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes };
-    call.launch(&task.key(ATTENTION, "attention_merge"), geometry, arguments)
+    let early = [row_start, position].iter().all(|operand| call.is_untouched(operand));
+    let key = task.key(ATTENTION, "attention_merge").define("EARLY", u8::from(early));
+    call.launch(&key, geometry, arguments)
 }
 
 /// The rotation of queries or keys.
@@ -258,11 +260,14 @@ impl<'a> Task<'a> {
             .u32(self.sequences)
             .u32(self.pages)
             .u32(self.rows);
+        let turns = [q, k].into_iter().flatten().flat_map(|heads| &heads.inputs[1..3]);
+        let early = turns.chain([table, row_start, position]).all(|operand| self.call.is_untouched(operand));
         let key = KernelKey::new(ATTENTION_ENTER, "attention_enter")
             .define("H", self.heads)
             .define("KV", self.kv_heads)
             .define("D", self.size)
             .define("KV_BF16", u8::from(keys.dtype == DType::BF16))
+            .define("EARLY", u8::from(early))
             .define("QUERIES", u8::from(q.is_some()))
             .define("KEYS", u8::from(k.is_some()));
         let key = rotation(key, turn(any).spec, turn(any).norm.is_some());
@@ -345,7 +350,7 @@ impl<'a> Task<'a> {
             let key = key.define("WARPS", warps).define("KV_STAGES", stages);
             let early = single && self.spec.window.is_none() && self.coded_bits() == 0;
             let key = match early && self.call.inputs[3..].iter().all(|x| self.call.is_untouched(x)) {
-                true => key.define("EARLY", 1).define("POOL_PAGES", self.call.inputs[3].layout.shape[0]),
+                true => key.define("EARLY", 1),
                 false => key,
             };
             return (key, geometry);
