@@ -245,17 +245,37 @@ attention_merge(float* partial, const u32* row_start, const u32* position, u32 s
     u32 t = blockIdx.x, head = blockIdx.y, b = 0, row = 0;
     const bool located = locate(row_start, sequences, 1, 1, t, b, row);
     const u32 start = located ? position[b] : 0, high = located ? start + row_start[b + 1] - row_start[b] : 0, lane = threadIdx.x % 32;
-    if (EARLY) wait_for_inputs();
-    if (!located) return;
     // Splits that a row sees lie side by side; the others were not written.
     u32 begin = splits, end = 0;
-    float largest = -INF, total = 0.0f;
-    for (u32 s = lane; s < splits; s += 32) {
+    for (u32 s = lane; located && s < splits; s += 32) {
         u32 from, to;
         split_range(start, high, WINDOW, s, splits, by_position, from, to);
         if (!sees(start + row, WINDOW, from, to)) continue;
         begin = min(begin, s);
         end = s + 1;
+    }
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) {
+        begin = min(begin, __shfl_xor_sync(FULL_WARP, begin, d));
+        end = max(end, __shfl_xor_sync(FULL_WARP, end, d));
+    }
+    if (EARLY) wait_for_inputs();
+    if (!located) return;
+    // Loads of several splits are under way together, the first while their weights are found.
+    const u32 share = threadIdx.x / QUADS, column = threadIdx.x % QUADS * 4;
+    const float* in = split_sums(partial, total_rows, 0, t, head) + column;
+    const u64 stride = (u64)total_rows * (H * D);
+    float4 part[16];
+    auto load = [&](u32 first) {
+#pragma unroll
+        for (u32 j = 0; j < 16; j++) {
+            const bool there = share < SHARES && first + j * SHARES < end;
+            part[j] = there ? load4(in + (first + j * SHARES) * stride) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    };
+    load(begin + share);
+    float largest = -INF, total = 0.0f;
+    for (u32 s = begin + lane; s < end; s += 32) {
         // Every warp adds up for itself, in the same order; the first leaves the weights.
         float2 x = *split_scale(partial, splits, total_rows, s, t, head);
         float now = fmaxf(largest, x.x);
@@ -265,33 +285,17 @@ attention_merge(float* partial, const u32* row_start, const u32* position, u32 s
     }
     float now = warp_max(largest);
     total = warp_sum(largest == -INF ? 0.0f : total * expf(largest - now));
-#pragma unroll
-    for (int d = 16; d > 0; d >>= 1) {
-        begin = min(begin, __shfl_xor_sync(FULL_WARP, begin, d));
-        end = max(end, __shfl_xor_sync(FULL_WARP, end, d));
-    }
     // A lane finds what it wrote itself.
-    for (u32 s = threadIdx.x; s < end && threadIdx.x < 32; s += 32) {
-        if (s >= begin) weights[s] = expf(weights[s] - now);
-    }
+    for (u32 s = begin + threadIdx.x; s < end && threadIdx.x < 32; s += 32) weights[s] = expf(weights[s] - now);
     __syncthreads();
-    const u32 share = threadIdx.x / QUADS, column = threadIdx.x % QUADS * 4;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (share < SHARES) {
-        const float* in = split_sums(partial, total_rows, 0, t, head) + column;
-        const u64 stride = (u64)total_rows * (H * D);
-        // Loads of several splits are under way together.
-        for (u32 s = begin + share; s < end; s += 16 * SHARES) {
-            float4 part[16];
+    for (u32 s = begin + share; share < SHARES && s < end; s += 16 * SHARES) {
+        if (s != begin + share) load(s);
 #pragma unroll
-            for (int j = 0; j < 16; j++)
-                part[j] = s + j * SHARES < end ? load4(in + (s + j * SHARES) * stride) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-            for (int j = 0; j < 16; j++) {
-                float weight = s + j * SHARES < end ? weights[s + j * SHARES] : 0.0f;
-                sum = make_float4(fmaf(weight, part[j].x, sum.x), fmaf(weight, part[j].y, sum.y),
-                                  fmaf(weight, part[j].z, sum.z), fmaf(weight, part[j].w, sum.w));
-            }
+        for (int j = 0; j < 16; j++) {
+            float weight = s + j * SHARES < end ? weights[s + j * SHARES] : 0.0f;
+            sum = make_float4(fmaf(weight, part[j].x, sum.x), fmaf(weight, part[j].y, sum.y),
+                              fmaf(weight, part[j].z, sum.z), fmaf(weight, part[j].w, sum.w));
         }
     }
     parts[threadIdx.x] = sum;

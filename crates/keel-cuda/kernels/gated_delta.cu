@@ -61,7 +61,6 @@ extern "C" __global__ void __launch_bounds__(128)
 gated_delta(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, float* state,
             const u32* row_start, const u32* slot, float* records, const u32* accepted, u32* counters, u32 keep_open,
             float* y) {
-    let_next_start();
     if (!EARLY) wait_for_inputs();
     __shared__ Tokens tokens;
     __shared__ Sums sums;
@@ -74,6 +73,8 @@ gated_delta(const float* qkv, const float* a, const float* b, const float* a_log
     Part part;
     load_part(part, s_block, block_column);
     if (EARLY) wait_for_inputs();
+    // Not before: the next kernel may read what came before this one without waiting.
+    let_next_start();
     // The first tokens are ready before the state has arrived.
     load_tokens(tokens, v, qkv, a, b, a_log, dt_bias, begin, min(end - begin, TILE), head, block_column);
 

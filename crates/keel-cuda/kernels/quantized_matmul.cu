@@ -16,6 +16,7 @@
 //   NORM=1     x is first multiplied by norm[k] / sqrt(mean x^2 + EPS)
 //   GATE=1     x is first multiplied by sigmoid(gate); GATE=2: normed by heads of HEAD_DIM as by NORM, then multiplied by
 //              silu(gate). gate [T, heads, HEAD_DIM], GATE_ROW values from row to row, GATE_HEAD from head to head
+//   FACTORS_EARLY=1  no kernel that may still run writes norm or gate, so they are fetched while those before this one end
 //   SWIGLU=1   W is [gate; up], N = 2 F, F a multiple of 16; y[t, f] = silu(gate) up, [T, F]
 //   CONV=W     T = 1: columns CONV_FROM to CONV_FROM + CONV_C of y go on through causal_conv.cu's convolution of width W, one
 //              row of one sequence without a log: conv_y [CONV_C]. No other column and no value of y differs
@@ -53,6 +54,9 @@
 #endif
 #ifndef PASSES
 #define PASSES 1
+#endif
+#ifndef FACTORS_EARLY
+#define FACTORS_EARLY 0
 #endif
 #ifndef EPS
 #define EPS 1e-6f
@@ -181,21 +185,26 @@ __device__ __forceinline__ int within(int tile, int count) { return min(tile, co
 #endif
 #if GATE
 static_assert(GATE == 1 || HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256 || HEAD_DIM == 512, "the tiles of a head share a warp");
-// All lanes of a warp call it.
-__device__ __forceinline__ void gate_slots(float (&v)[16], const float *norm, const float *gate, int row, int kt, int t) {
-    gate += (size_t)row * GATE_ROW;
+struct Gate {
     float z[16], w[16];
-    // All loads are under way before the first value is used.
+};
+__device__ __forceinline__ void load_gate(Gate &g, const float *norm, const float *gate, int row, int kt, int t) {
+    gate += (size_t)row * GATE_ROW;
 #pragma unroll
     for (int s = 0; s < 16; s += 4) {
         const int k = 64 * kt + 32 * (s / 8) + 8 * t + s % 8;
         float4 four = make_float4(0, 0, 0, 0);
         if (DIM_K % 64 == 0 || k < DIM_K) four = *(const float4 *)(gate + (size_t)(k / HEAD_DIM) * GATE_HEAD + k % HEAD_DIM);
-        z[s] = four.x, z[s + 1] = four.y, z[s + 2] = four.z, z[s + 3] = four.w;
+        g.z[s] = four.x, g.z[s + 1] = four.y, g.z[s + 2] = four.z, g.z[s + 3] = four.w;
     }
+#if GATE == 2
+    load_slots(g.w, norm - kt / HEAD_TILES * HEAD_DIM, kt, t);
+#endif
+}
+// All lanes of a warp call it.
+__device__ __forceinline__ void gate_slots(float (&v)[16], const Gate &g) {
     float by = 1;
 #if GATE == 2
-    load_slots(w, norm - kt / HEAD_TILES * HEAD_DIM, kt, t);
     float sum = tile_square_sum(v);
     for (int d = 4; d < 4 * HEAD_TILES; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
     by = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)HEAD_DIM), EPS)));
@@ -203,8 +212,8 @@ __device__ __forceinline__ void gate_slots(float (&v)[16], const float *norm, co
 #pragma unroll
     for (int s = 0; s < 16; s++) {
         // Off by a few units in the last place, where rounding to 8 bits follows.
-        const float share = __fdividef(1.0f, 1.0f + __expf(-z[s]));
-        v[s] = GATE == 2 ? v[s] * by * w[s] * (z[s] * share) : v[s] * share;
+        const float share = __fdividef(1.0f, 1.0f + __expf(-g.z[s]));
+        v[s] = GATE == 2 ? v[s] * by * g.w[s] * (g.z[s] * share) : v[s] * share;
     }
 }
 #endif
@@ -242,8 +251,11 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const
 #pragma unroll
     for (int i = 0; i < PREPARE_ITEMS; i++) scale_slots(v[i], by, w[i]);
 #elif GATE
+    Gate g[PREPARE_ITEMS];
 #pragma unroll
-    for (int i = 0; i < PREPARE_ITEMS; i++) gate_slots(v[i], HEAD_NORM, gate, row, ITEM(i), t);
+    for (int i = 0; i < PREPARE_ITEMS; i++) load_gate(g[i], HEAD_NORM, gate, row, ITEM(i), t);
+#pragma unroll
+    for (int i = 0; i < PREPARE_ITEMS; i++) gate_slots(v[i], g[i]);
 #endif
 #pragma unroll
     for (int i = 0; i < PREPARE_ITEMS; i++) prepare_tile(v[i], prepared, (float2 *)(prepared + X_BYTES), ITEM(i), row, t);
@@ -517,6 +529,29 @@ linear_rows(const u32 *codes, const u8 *pairs,
     if (!LARGE) let_next_start();
     int tile = blockIdx.x * ROW_WARPS + row_warp;
     size_t expert = 0;
+#if FUSED
+    // Up to HELD tiles of x stay in registers between the norm and the rounding.
+#define ITEMS ((DIM_T * K_TILES + 8 * WARPS - 1) / (8 * WARPS))
+#define HELD (ITEMS < 3 ? ITEMS : 1)
+#define ITEM(i) within(warp * 8 + lane / 4 + (i) * WARPS * 8, DIM_T * K_TILES)
+#define BUSY(i) (DIM_T * K_TILES % (8 * WARPS) == 0 || warp * 8 + (i) * WARPS * 8 < DIM_T * K_TILES)
+    // What x is multiplied by comes with x: behind the barrier it would be waited for again.
+#if NORM
+    float scales[HELD][16];
+#define LOAD_FACTORS(i) load_slots(scales[(i) % HELD], norm, ITEM(i) % K_TILES, lane % 4)
+#elif GATE
+    Gate gates[HELD];
+#define LOAD_FACTORS(i) load_gate(gates[(i) % HELD], HEAD_NORM, gate, ITEM(i) / K_TILES, ITEM(i) % K_TILES, lane % 4)
+#else
+#define LOAD_FACTORS(i)
+#endif
+    auto load_factors = [&] {
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+            if (HELD == ITEMS && BUSY(i)) LOAD_FACTORS(i);
+    };
+    if (FACTORS_EARLY) load_factors();
+#endif
 #if GATHER
     wait_for_inputs(); // which expert is what the router found
     expert = experts[blockIdx.y];
@@ -564,27 +599,15 @@ linear_rows(const u32 *codes, const u8 *pairs,
     u8 *x = free_memory;
     float2 *x_scale = (float2 *)(x + X_BYTES);
     float *partials = (float *)(x + X_BYTES + X_SCALE_BYTES);
-    // Up to HELD tiles of x stay in registers between the norm and the rounding.
-#define ITEMS ((DIM_T * K_TILES + 8 * WARPS - 1) / (8 * WARPS))
-#define HELD (ITEMS < 3 ? ITEMS : 1)
     float v[HELD][16];
-#define ITEM(i) within(warp * 8 + lane / 4 + (i) * WARPS * 8, DIM_T * K_TILES)
-#define BUSY(i) (DIM_T * K_TILES % (8 * WARPS) == 0 || warp * 8 + (i) * WARPS * 8 < DIM_T * K_TILES)
 #define LOAD(i) load_slots(v[(i) % HELD], x_or_prepared + (size_t)(ITEM(i) / K_TILES) * DIM_K, ITEM(i) % K_TILES, lane % 4)
     if (HELD == ITEMS) {
 #pragma unroll
         for (int i = 0; i < HELD; i++)
             if (BUSY(i)) LOAD(i);
     }
+    if (!FACTORS_EARLY) load_factors();
 #if NORM
-    // The weight comes with x: behind the barrier it would be waited for again.
-    float scales[HELD][16];
-#define LOAD_NORM(i) load_slots(scales[(i) % HELD], norm, ITEM(i) % K_TILES, lane % 4)
-    if (HELD == ITEMS) {
-#pragma unroll
-        for (int i = 0; i < HELD; i++)
-            if (BUSY(i)) LOAD_NORM(i);
-    }
     float *sums = partials + PARTIAL_FLOATS * (PASSES > 1 ? 2 : 1), *norms = sums + DIM_T * K_TILES;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
@@ -609,10 +632,11 @@ linear_rows(const u32 *codes, const u8 *pairs,
         if (HELD != ITEMS) LOAD(i);
         int row = ITEM(i) / K_TILES, kt = ITEM(i) % K_TILES;
 #if NORM
-        if (HELD != ITEMS) LOAD_NORM(i);
+        if (HELD != ITEMS) LOAD_FACTORS(i);
         scale_slots(v[i % HELD], DIM_T == 1 ? only : norms[row], scales[i % HELD]);
 #elif GATE
-        gate_slots(v[i % HELD], HEAD_NORM, gate, row, kt, lane % 4);
+        if (HELD != ITEMS) LOAD_FACTORS(i);
+        gate_slots(v[i % HELD], gates[i % HELD]);
 #endif
         prepare_tile(v[i % HELD], x, x_scale, kt, row, lane % 4);
     }

@@ -99,9 +99,9 @@ fn keys() -> Vec<KernelKey> {
         let single = [("DIM_T", "1"), ("FUSED", "1"), ("GATHER", "0"), ("UNIT", "2")];
         let gate = [("HEAD_DIM", "128"), ("GATE_ROW", "800"), ("GATE_HEAD", "160")];
         for entry in [
-            &[("NORM", "1"), ("SWIGLU", "1")][..],
+            &[("NORM", "1"), ("SWIGLU", "1"), ("FACTORS_EARLY", "1")][..],
             &[("GATE", "1"), ("SWIGLU", "0")],
-            &[("GATE", "2"), ("SWIGLU", "0")],
+            &[("GATE", "2"), ("SWIGLU", "0"), ("FACTORS_EARLY", "1")],
             &[("NORM", "1"), ("CONV", "4"), ("CONV_C", "48"), ("CONV_FROM", "16")],
         ] {
             let single = [&single[..], entry, &gate].concat();

@@ -31,6 +31,8 @@ pub(super) struct Call<'a> {
     pub checked: &'a RefCell<Vec<Arguments>>,
     /// Where kernels of the launch have written so far, of what was there before it.
     pub written: &'a RefCell<Vec<Range<u64>>>,
+    /// Where kernels have written that may still run when the next one starts.
+    pub unsettled: &'a RefCell<Vec<Range<u64>>>,
 }
 
 impl<'a> Deref for Call<'a> {
@@ -121,14 +123,25 @@ impl Call<'_> {
     /// Whether an operand is as it was before the launch, so that it may be read while other kernels of the launch run.
     pub fn is_untouched(&self, operand: &Bound<'_>) -> bool {
         let span = operand.span();
-        let apart = |written: &Range<u64>| written.end <= span.start || span.end <= written.start;
-        operand.lasting && self.written.borrow().iter().all(apart)
+        operand.lasting && are_apart(&self.written.borrow(), &span)
+    }
+
+    /// Whether all of an operand is there before the kernel waits: what writes it had ended when the one in front waited.
+    pub fn is_settled(&self, operand: &Bound<'_>) -> bool {
+        self.is_untouched(operand) || are_apart(&self.unsettled.borrow(), &operand.span())
+    }
+
+    /// Notes that this kernel lets the next one start only when all in front of itself have ended.
+    pub fn settle(&self) {
+        self.unsettled.borrow_mut().clear();
     }
 
     /// Notes what of the memory that was there before the launch this kernel writes.
     pub fn note_written(&self) {
         let states = self.kernel.op.mutated_inputs().map(|i| self.inputs[i]);
-        let written = states.chain(self.outputs.iter().copied()).filter(|operand| operand.lasting);
+        let all = states.chain(self.outputs.iter().copied());
+        self.unsettled.borrow_mut().extend(all.clone().map(|operand| operand.span()));
+        let written = all.filter(|operand| operand.lasting);
         self.written.borrow_mut().extend(written.map(|operand| operand.span()));
     }
 
@@ -188,4 +201,8 @@ impl Call<'_> {
         // SAFETY: operands that were checked against their memory, or the kernel's scratch.
         unsafe { driver!(cuMemcpy2DAsync_v2(&copy, self.gpu.device.stream())) }
     }
+}
+
+fn are_apart(written: &[Range<u64>], span: &Range<u64>) -> bool {
+    written.iter().all(|written| written.end <= span.start || span.end <= written.start)
 }

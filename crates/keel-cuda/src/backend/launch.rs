@@ -302,7 +302,7 @@ impl Session {
 
     /// Puts the kernels on the stream.
     fn record(&self, gpu: &Gpu, mode: Mode, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        let (checked, written) = (RefCell::default(), RefCell::default());
+        let (checked, written, unsettled) = (RefCell::default(), RefCell::default(), RefCell::default());
         let bind = |(index, kernel)| Call {
             gpu,
             mode,
@@ -317,6 +317,7 @@ impl Session {
             counters: self.counters.at(0),
             checked: &checked,
             written: &written,
+            unsettled: &unsettled,
         };
         let mut calls = launch.kernels().iter().enumerate().map(bind).peekable();
         while let Some(call) = calls.next() {

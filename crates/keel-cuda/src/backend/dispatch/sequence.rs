@@ -181,7 +181,9 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     let key = constants(KernelKey::new(GATED_DELTA, "gated_delta"))
         .define("EARLY", u8::from(early));
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), slot.len(), 1);
-    call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, arguments)
+    call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, arguments)?;
+    call.settle();
+    Ok(())
 }
 
 /// Whether prefill works on tensor cores, in chunks.

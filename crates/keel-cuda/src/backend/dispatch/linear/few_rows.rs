@@ -1,7 +1,7 @@
 //! Products of few rows: one pass over the weight, x rounded to 8 bits for quantised weights.
 
 use super::super::{Bound, BoundKernel, Call, Geometry};
-use super::tuning::Tuning;
+use super::tuning::{LARGE, Tuning};
 use super::{FEW_ROWS, address, at_row, col_tiles, packed, row_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::driver::Arguments;
@@ -143,15 +143,19 @@ impl<'a> FewRows<'a> {
         }
     }
 
-    /// Operands are read 16 bytes at a time.
-    fn check_aligned(&self, call: &Call<'_>) -> Result<(), ArrayError> {
-        let operands = match self.entry {
+    /// What x is multiplied by on its way in.
+    fn factors(&self) -> [Option<Bound<'a>>; 2] {
+        match self.entry {
             Entry::Plain => [None, None],
             Entry::Norm(weight, _) => [Some(weight), None],
             Entry::Gate(gate) => [None, Some(gate)],
             Entry::HeadNorm(weight, _, gate) => [Some(weight), Some(gate)],
-        };
-        match operands.into_iter().flatten().find(|operand| !operand.address.is_multiple_of(16)) {
+        }
+    }
+
+    /// Operands are read 16 bytes at a time.
+    fn check_aligned(&self, call: &Call<'_>) -> Result<(), ArrayError> {
+        match self.factors().into_iter().flatten().find(|operand| !operand.address.is_multiple_of(16)) {
             None => Ok(()),
             Some(odd) => {
                 let shape = &odd.layout.shape;
@@ -217,6 +221,8 @@ impl<'a> FewRows<'a> {
         if let Some(conv) = &self.behind {
             arguments = conv.operands.iter().fold(arguments, |arguments, x| arguments.pointer(x.address));
         }
+        let early = fused && self.factors().into_iter().flatten().all(|operand| call.is_settled(&operand));
+        let key = key.define("FACTORS_EARLY", u8::from(early));
         let tiles = row_tiles(self.weight) / if self.gated { 2 } else { 1 };
         let chosen = self.experts.map_or(1, |(experts, _)| experts.len());
         let geometry = Geometry {
@@ -224,7 +230,11 @@ impl<'a> FewRows<'a> {
             block: (32 * tuning.split * tuning.row_warps, 1, 1),
             shared_bytes: self.shared_bytes(&tuning, rows, fused),
         };
-        call.launch(&key, geometry, arguments)
+        call.launch(&key, geometry, arguments)?;
+        if tiles > LARGE {
+            call.settle();
+        }
+        Ok(())
     }
 
     /// `SHARED_BYTES` of the source.
