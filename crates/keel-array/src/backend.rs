@@ -13,6 +13,21 @@ use crate::{ArrayError, Result};
 /// Bytes that pass through the host at a time where a backend has no copy of its own: within the first-level cache.
 const PIECE_BYTES: usize = 16 << 10;
 
+/// Bytes that come to the host with a launch that is not waited for, at most; see [`Backend::enqueue`].
+pub const RESULT_BYTES_MAX: usize = 4096;
+
+/// Launches that may be under way at a time; see [`Backend::enqueue`].
+pub const LAUNCHES_MAX: usize = 8;
+
+/// A launch that was not waited for.
+#[derive(Debug)]
+pub struct Ticket {
+    /// The backend's number for it.
+    pub number: u64,
+    /// What came to the host with it, where it has ended already.
+    pub result: Vec<u8>,
+}
+
 /// Memory of a device. The backend that allocated it knows its concrete type.
 pub trait DeviceMemory: Any + Send + Sync {
     /// For the backend to recognise its own memory.
@@ -120,6 +135,43 @@ pub trait Backend: Send + Sync + 'static {
     /// What a kernel found wrong with its data, naming the operation. With [`Launch::note_done`] it says how far it came;
     /// only then can the state that the kernels write be used further.
     fn launch(&self, launch: &Launch<'_>) -> Result<()>;
+
+    /// True if the host can go on while what it [enqueues](Backend::enqueue) runs.
+    fn is_queueing(&self) -> bool {
+        false
+    }
+
+    /// As [`Backend::launch`], but does not wait, if the backend [is queueing](Backend::is_queueing): what the host writes,
+    /// reads or launches from then on comes behind it. What it touches stays in place until [`Backend::wait`] has returned.
+    /// The bytes of `result`, words of 4 and at most [`RESULT_BYTES_MAX`], come to the host as its last kernel has left them.
+    /// At most [`LAUNCHES_MAX`] are under way at a time.
+    ///
+    /// # Errors
+    /// As [`Backend::launch`], as far as it is known yet.
+    fn enqueue(
+        &self,
+        launch: &Launch<'_>,
+        result: Option<(&dyn DeviceMemory, Range<usize>)>,
+    ) -> Result<Ticket> {
+        self.launch(launch)?;
+        let mut ticket = Ticket { number: 0, result: Vec::new() };
+        if let Some((memory, at)) = result {
+            ticket.result.resize(at.len(), 0);
+            self.read(memory, at.start, &mut ticket.result);
+        }
+        Ok(ticket)
+    }
+
+    /// Waits for a launch that was enqueued, and hands out the bytes of its result. Each one is waited for, in the order in
+    /// which they were enqueued.
+    ///
+    /// # Errors
+    /// As [`Backend::launch`].
+    fn wait(&self, ticket: Ticket, launch: &Launch<'_>, result: &mut [u8]) -> Result<()> {
+        let _ = launch;
+        result.copy_from_slice(&ticket.result);
+        Ok(())
+    }
 
     /// Bytes of a weight in this device's own layout.
     fn packed_bytes(&self, spec: &WeightSpec) -> usize;

@@ -29,7 +29,7 @@ mod usage;
 mod weight;
 
 pub use array::Array;
-pub use backend::{Backend, Buffer, DeviceMemory, HostBuffer};
+pub use backend::{Backend, Buffer, DeviceMemory, HostBuffer, LAUNCHES_MAX, RESULT_BYTES_MAX, Ticket};
 pub use blocks::BlockFormat;
 pub use custom::{CudaSource, CustomKernel, HostCall, HostFn, HostSlice, HostSliceMut};
 pub use dtype::DType;
@@ -41,7 +41,7 @@ pub use ops::{
     View,
 };
 pub use program::{ALIGNMENT, Kernel, Launch, Operand, Program, Slot};
-pub use runtime::{Element, Executable, FailedRun, Runtime, RuntimeOptions};
+pub use runtime::{Element, Executable, FailedRun, PendingRun, RUNS_MAX, Runtime, RuntimeOptions};
 pub use shape::{Layout, Shape};
 pub use usage::DeviceUsage;
 pub use weight::{Compute, RowBlock, RowData, Weight, WeightFormat, WeightSpec};

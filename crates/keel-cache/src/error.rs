@@ -61,6 +61,15 @@ pub enum CacheError {
         /// Layers that had moved on; 0 if it is not known how many.
         layers: usize,
     },
+    /// Steps of a sequence were run that nobody wanted, and its state cannot go back.
+    #[error(
+        "the state of the sequence is ahead of its {len} tokens: a step had been submitted that was not wanted any more; \
+         release it, or rewind it to a checkpoint"
+    )]
+    AheadState {
+        /// Tokens of the sequence.
+        len: usize,
+    },
     /// Keys and values cannot be kept in 8 or 4 bits.
     #[error(
         "keys and values of {head_dim} values a head cannot be kept in 8 or 4 bits, which takes groups of 32; do without \

@@ -7,7 +7,7 @@
 
 use keel_array::FailedRun;
 
-use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache};
+use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache, SequenceMark};
 
 /// How far a failed step came with the state of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +24,8 @@ pub enum Interruption {
         /// Layers that have moved on; 0 if that is not known.
         layers: usize,
     },
+    /// Steps were run behind it that do not belong to the sequence.
+    Ahead,
 }
 
 impl ModelCache {
@@ -32,13 +34,14 @@ impl ModelCache {
         self.interruptions[sequence.slot() as usize]
     }
 
-    /// Refuses a sequence whose state is torn.
+    /// Refuses a sequence whose state is torn, or not that of its tokens.
     ///
     /// # Errors
-    /// [`CacheError::TornState`].
+    /// [`CacheError::TornState`], [`CacheError::AheadState`].
     pub fn expect_whole(&self, sequence: &SequenceCache) -> Result<()> {
         match self.interruption(sequence) {
             Some(Interruption::Torn { layers }) => Err(CacheError::TornState { layers }),
+            Some(Interruption::Ahead) => Err(CacheError::AheadState { len: sequence.cached_len }),
             _ => Ok(()),
         }
     }
@@ -62,6 +65,29 @@ impl ModelCache {
         if let Some(interruption) = interruption {
             slots.into_iter().for_each(|slot| self.interruptions[slot as usize] = Some(interruption));
         }
+    }
+
+    /// Goes back to where a sequence was before the last of its steps, which have run and are not wanted. What they have
+    /// left behind the position is written again. Windows and states can only go back where the rows are all still open;
+    /// otherwise the sequence answers [`CacheError::AheadState`] until it is rewound.
+    pub fn take_back_to(&mut self, sequence: &mut SequenceCache, mark: SequenceMark) {
+        let rows = sequence.cached_len - mark.cached_len;
+        let is_kept = sequence.accepted == rows || !self.spec().is_recurrent();
+        let is_whole = is_kept && self.window_is_whole(sequence, mark.cached_len);
+        self.shorten(sequence, SequenceMark { accepted: 0, ..mark });
+        if !is_whole {
+            self.note_ahead([sequence.slot()]);
+        }
+    }
+
+    /// Goes back to where a sequence was before a step that failed, which is [noted](ModelCache::note_failure) apart.
+    pub fn undo(&mut self, sequence: &mut SequenceCache, mark: SequenceMark) {
+        self.shorten(sequence, mark);
+    }
+
+    /// Notes that the states of these slots are not those of their sequences' tokens.
+    pub fn note_ahead(&mut self, slots: impl IntoIterator<Item = u32>) {
+        slots.into_iter().for_each(|slot| self.interruptions[slot as usize] = Some(Interruption::Ahead));
     }
 
     /// Notes that a sequence's accepted rows are committed in all layers.

@@ -4,7 +4,8 @@ use keel_array::{Array, AttentionSpec, Category, ConvWindow, DType, DeltaState, 
 
 use crate::swap::SwapSpace;
 use crate::{
-    CacheError, CacheSize, CacheSpec, Interruption, LayerSpec, PageAllocator, Result, SequenceCache, SwapSize,
+    CacheError, CacheSize, CacheSpec, Interruption, LayerSpec, PageAllocator, Result, SequenceCache,
+    SequenceMark, SwapSize,
 };
 
 /// The persistent arrays of one layer.
@@ -276,16 +277,21 @@ impl ModelCache {
         if let Some(entry) = entry {
             self.copy_slot(sequence.slot(), entry, false)?;
         }
-        let keep = at.div_ceil(AttentionSpec::PAGE);
-        sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
-        (sequence.cached_len, sequence.accepted) = (at, 0);
+        self.shorten(sequence, SequenceMark { cached_len: at, accepted: 0 });
         self.interruptions[sequence.slot() as usize] = None;
         self.own_last_page(sequence)?;
         Ok(at)
     }
 
+    /// Gives back the pages behind a position, which becomes the sequence's.
+    pub(crate) fn shorten(&mut self, sequence: &mut SequenceCache, mark: SequenceMark) {
+        let keep = mark.cached_len.div_ceil(AttentionSpec::PAGE);
+        sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
+        (sequence.cached_len, sequence.accepted) = (mark.cached_len, mark.accepted);
+    }
+
     /// Whether what a row at `position` would see is still in the pages of the sliding layers.
-    fn window_is_whole(&self, sequence: &SequenceCache, position: usize) -> bool {
+    pub(crate) fn window_is_whole(&self, sequence: &SequenceCache, position: usize) -> bool {
         let Some(window) = self.spec.window() else { return true };
         let last = sequence.cached_len.saturating_sub(1) / AttentionSpec::PAGE;
         let oldest = (last + 1).saturating_sub(sequence.window_pages.len());

@@ -1,5 +1,7 @@
 //! A model with its memory, ready to run sequences.
 
+use std::collections::VecDeque;
+
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Regime, RowLog, Runtime};
 use keel_cache::{CacheSize, Interruption, ModelCache, SequenceCache};
@@ -7,6 +9,7 @@ use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
 use serde_json::Value;
 
+use crate::ahead::StepUnderWay;
 use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
 use crate::speculation::Costs;
 use crate::step::{HEAD_ROWS, Outcome, Rows, StepShape, Stepper};
@@ -20,6 +23,8 @@ type PrefillStep<'a> = dyn FnMut(&mut Engine, &SequenceCache, &[u32], Option<u32
 
 /// A model and everything it needs, allocated. From here on nothing is allocated outside the plan.
 pub struct Engine {
+    /// Steps that nobody has waited for, the first first. They end before the memory below goes.
+    pub(crate) under_way: VecDeque<StepUnderWay>,
     pub(crate) runtime: Runtime,
     pub(crate) model: HybridModel,
     pub(crate) cache: ModelCache,
@@ -60,6 +65,7 @@ impl Engine {
         let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_format()), size)?;
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
         let mut engine = Engine {
+            under_way: VecDeque::new(),
             runtime: runtime.clone(),
             model,
             cache,
@@ -327,6 +333,7 @@ impl Engine {
     }
 
     pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
+        self.finish_under_way()?;
         for row in rows {
             self.cache.expect_whole(row.sequence)?;
         }
@@ -385,8 +392,7 @@ impl Engine {
             })
             .collect();
         self.run(Regime::Decode, Outcome::LastLogits, &rows)?;
-        let is_open = self.stepper.row_log(Regime::Decode, Outcome::LastLogits) == RowLog::KeepOpen;
-        sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
+        self.note_decoded(sequences);
         if draws.iter().all(Option::is_none) {
             return Ok(vec![None; count]);
         }
@@ -394,7 +400,7 @@ impl Engine {
         Ok(drawn.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
     }
 
-    /// Copies the logits of sequence `row` of the last step.
+    /// Copies the logits of sequence `row` of the last step, also if that is still under way.
     ///
     /// # Errors
     /// If there is no such row.

@@ -20,6 +20,9 @@ pub struct GenerateOptions {
     pub one_by_one: bool,
     /// Tokens that the sequence holds already, before the prompt: for the repetition penalty.
     pub seen: Vec<u32>,
+    /// The sequence will be released or rewound behind the text, never continued where it ends. Then a device may always be
+    /// a step ahead of the host: see [`Engine::can_take_back`].
+    pub disposable: bool,
 }
 
 /// Why a sequence ended.
@@ -99,6 +102,8 @@ pub struct TokenIterator<'e> {
     logits: Vec<f32>,
     /// Drawn, given out, not yet run through the model.
     last: Option<u32>,
+    /// Whether a step is submitted before the token of the one before is known.
+    is_ahead: bool,
     course: Course,
 }
 
@@ -127,7 +132,9 @@ impl<'e> TokenIterator<'e> {
                 return Err(error);
             }
         };
+        let is_safe = options.disposable || engine.can_take_back();
         Ok(TokenIterator {
+            is_ahead: is_safe && engine.runs_ahead() && sampler.draws_ahead(),
             sampler,
             logits,
             last: None,
@@ -148,15 +155,56 @@ impl<'e> TokenIterator<'e> {
     }
 
     /// Ends the iteration and gives the sequence back for a further turn. It holds the prompt and the generated
-    /// tokens but the last.
-    pub fn into_sequence(self) -> SequenceCache {
+    /// tokens but the last; if it is disposable, it may have to be rewound before it goes on.
+    pub fn into_sequence(mut self) -> SequenceCache {
+        self.take_back_steps();
         self.sequence
     }
 
     /// Ends the iteration and releases the sequence's memory.
-    pub fn release(self) {
+    pub fn release(mut self) {
+        self.take_back_steps();
         self.engine.release(self.sequence);
     }
+
+    /// Takes back the step behind the last token.
+    fn take_back_steps(&mut self) {
+        let outcome = self.engine.take_back_steps(&mut [&mut self.sequence]);
+        outcome.unwrap_or_else(|error| unreachable!("the steps under way are this sequence's: {error}"));
+    }
+}
+
+/// Runs a token and draws the next; `None` if the host is to draw it, from the logits of this step.
+fn step(
+    engine: &mut Engine,
+    sequence: &mut SequenceCache,
+    sampler: &mut Sampler,
+    last: u32,
+) -> Result<Option<u32>> {
+    Ok(engine.decode_and_draw(&mut [sequence], &[last], &[sampler.draw_ahead()])?[0])
+}
+
+/// As [`step`], but submits the step behind it before it waits for this one, unless this token is the last of `left`.
+fn step_ahead(
+    engine: &mut Engine,
+    sequence: &mut SequenceCache,
+    sampler: &mut Sampler,
+    (last, left): (u32, usize),
+) -> Result<Option<u32>> {
+    let mut submit = |engine: &mut Engine, sequence: &mut SequenceCache, token: Option<&[u32]>| {
+        let before = sampler.random();
+        let Some(draw) = sampler.draw_ahead() else { unreachable!("the device draws for this sampler") };
+        let submitted = engine.submit_decode(&mut [sequence], token, &[draw]);
+        submitted.inspect_err(|_| sampler.set_random(before))
+    };
+    if engine.steps_under_way() == 0 {
+        submit(engine, sequence, Some(&[last]))?;
+    }
+    if left > 1 && sequence.len() < engine.options().context {
+        // What stands in its way is met again when its token is wanted.
+        submit(engine, sequence, None).ok();
+    }
+    Ok(Some(engine.take_drawn(&mut [sequence])?[0]))
 }
 
 /// What [`Engine::prefill`] does, in the decode regime.
@@ -181,12 +229,16 @@ impl Iterator for TokenIterator<'_> {
     type Item = Result<u32>;
 
     fn next(&mut self) -> Option<Result<u32>> {
-        let TokenIterator { engine, sequence, sampler, logits, last, course } = self;
-        course.next(|_| {
+        let TokenIterator { engine, sequence, sampler, logits, last, is_ahead, course } = self;
+        course.next(|left| {
             let mut drawn = None;
             if let Some(last) = *last {
-                match engine.decode_and_draw(&mut [sequence], &[last], &[sampler.draw_ahead()]) {
-                    Ok(tokens) => drawn = tokens[0],
+                let outcome = match is_ahead {
+                    true => step_ahead(engine, sequence, sampler, (last, left)),
+                    false => step(engine, sequence, sampler, last),
+                };
+                match outcome {
+                    Ok(token) => drawn = token,
                     Err(EngineError::Context { .. }) => return Ok(ControlFlow::Break(FinishReason::Length)),
                     Err(error) => return Err(error),
                 }

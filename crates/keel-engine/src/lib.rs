@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod ahead;
 pub mod batch;
 mod engine;
 mod error;

@@ -125,6 +125,11 @@ impl Sampler {
         })
     }
 
+    /// Whether every token can be drawn where the logits are.
+    pub(crate) fn draws_ahead(&self) -> bool {
+        !self.changes_logits()
+    }
+
     fn changes_logits(&self) -> bool {
         self.has_penalties() || !self.options.logit_bias.is_empty()
     }

@@ -75,6 +75,42 @@ fn a_steady_step_waits_once_and_allocates_nothing() {
 }
 
 #[test]
+fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
+    let Some((backend, mut engine, mut sequences)) = prefilled() else { return };
+    let draws = |step: usize| draws(step).map(|draw| draw.unwrap_or(Draw::GREATEST));
+    let mut all: Vec<_> = sequences.iter_mut().collect();
+    engine.submit_decode(&mut all, Some(&[7; SEQUENCES]), &draws(0)).expect("runs");
+    let mut run = |engine: &mut Engine, steps: std::ops::Range<usize>| {
+        for step in steps {
+            let before = (backend.graph_counts().1, backend.wait_count());
+            engine.submit_decode(&mut all, None, &draws(step)).expect("runs");
+            let submitted = (backend.graph_counts().1, backend.wait_count());
+            engine.take_drawn(&mut all).expect("runs");
+            if step >= 4 {
+                assert_eq!(
+                    submitted,
+                    (before.0 + 1, before.1),
+                    "step {step} was submitted, and none waited for"
+                );
+                assert_eq!(backend.wait_count(), before.1 + 1, "the wait for the step before");
+                assert_eq!((engine.steps_under_way(), engine.runtime().runs_under_way()), (1, 1));
+            }
+        }
+    };
+    run(&mut engine, 1..4);
+    let steady = |engine: &Engine| {
+        let ledger = engine.runtime().ledger();
+        (backend.graph_counts().0, ledger.charges(), ledger.active().total())
+    };
+    let before = (steady(&engine), backend.graph_counts().1, backend.wait_count());
+    run(&mut engine, 4..4 + STEPS);
+    let after = (steady(&engine), backend.graph_counts().1, backend.wait_count());
+    let steps = STEPS as u64;
+    assert_eq!(after, (before.0, before.1 + steps, before.2 + steps), "nothing but submissions and waits");
+    engine.take_drawn(&mut all).expect("runs");
+}
+
+#[test]
 fn tokens_that_come_with_their_step_are_those_of_its_logits() {
     let Some((_, mut engine, mut sequences)) = prefilled() else { return };
     let (mut tokens, mut logits, mut moved) = ([7; SEQUENCES], Vec::new(), 0);

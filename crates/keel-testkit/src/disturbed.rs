@@ -1,6 +1,6 @@
 //! A backend with something in the way of its launches and allocations: faults, gates, counters.
 
-use keel_array::{Backend, DeviceMemory, Kernel, Launch, Result, RowBlock, WeightSpec};
+use keel_array::{Backend, DeviceMemory, Kernel, Launch, Result, RowBlock, Ticket, WeightSpec};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -26,6 +26,14 @@ pub trait Disturbance: Send + Sync + 'static {
     fn read(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
         backend.read(memory, offset, bytes);
     }
+
+    /// Whether the host is to go on as if launches were queued. They run where they are enqueued.
+    fn is_queueing(&self) -> bool {
+        false
+    }
+
+    /// Told that a launch which was enqueued is waited for.
+    fn note_wait(&self) {}
 
     /// In place of an arena's allocation.
     ///
@@ -101,6 +109,14 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     }
     fn launch(&self, launch: &Launch<'_>) -> Result<()> {
         self.disturbance.launch(&*self.backend, launch)
+    }
+    fn is_queueing(&self) -> bool {
+        self.disturbance.is_queueing()
+    }
+    fn wait(&self, ticket: Ticket, _: &Launch<'_>, result: &mut [u8]) -> Result<()> {
+        self.disturbance.note_wait();
+        result.copy_from_slice(&ticket.result);
+        Ok(())
     }
     fn first_byte_of_rows(&self, spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
         self.backend.first_byte_of_rows(spec, rows)

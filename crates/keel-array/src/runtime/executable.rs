@@ -13,10 +13,11 @@ use crate::{ArrayError, Result, Runtime};
 
 /// A graph with its memory. What changes from run to run is data in the persistent arrays it was traced with:
 /// the host overwrites them and runs the same kernels again. A run allocates nothing.
+#[derive(Clone)]
 pub struct Executable {
-    runtime: Runtime,
-    program: Arc<Program>,
-    bindings: Arc<Bindings>,
+    pub(super) runtime: Runtime,
+    pub(super) program: Arc<Program>,
+    pub(super) bindings: Arc<Bindings>,
 }
 
 static NEXT_PREPARED: AtomicU64 = AtomicU64::new(0);
@@ -110,12 +111,8 @@ impl Executable {
     /// # Errors
     /// What a kernel found wrong with its data, and how far the run came.
     pub fn run(&self) -> Result<(), Box<FailedRun>> {
-        let fail = |Failure { error, done }| {
-            let (program, bindings) = (Arc::clone(&self.program), Arc::clone(&self.bindings));
-            Box::new(FailedRun { error, done, program, bindings })
-        };
         let arena = self.runtime.arena(self.program.arena_bytes());
-        let arena = arena.map_err(|error| fail(Failure { error, done: Some(0) }))?;
+        let arena = arena.map_err(|error| self.failed(Failure { error, done: Some(0) }))?;
         let fence = Fence::default();
         let work = Work {
             program: Arc::clone(&self.program),
@@ -125,7 +122,13 @@ impl Executable {
             fence: fence.clone(),
         };
         Stream::run(&self.runtime.0.stream, work);
-        fence.wait_or_tell().map_err(fail)
+        fence.wait_or_tell().map_err(|failure| self.failed(failure))
+    }
+
+    /// The failure of a run.
+    pub(super) fn failed(&self, Failure { error, done }: Failure) -> Box<FailedRun> {
+        let (program, bindings) = (Arc::clone(&self.program), Arc::clone(&self.bindings));
+        Box::new(FailedRun { error, done, program, bindings })
     }
 
     /// The kernels, for reports.

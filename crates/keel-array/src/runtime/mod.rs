@@ -3,6 +3,7 @@
 mod arena;
 mod executable;
 mod host;
+mod pending;
 mod stream;
 
 use std::cell::Cell;
@@ -19,6 +20,7 @@ use crate::{DeviceUsage, Layout, Result};
 use arena::Arena;
 pub use executable::{Executable, FailedRun};
 pub use host::Element;
+pub use pending::{PendingRun, RUNS_MAX};
 pub(crate) use stream::Fence;
 use stream::{Stream, Work};
 
@@ -66,6 +68,8 @@ struct Inner {
     pending_ops: AtomicUsize,
     pending_bytes: AtomicUsize,
     submissions: AtomicUsize,
+    /// Of prepared programs, not waited for yet.
+    runs_under_way: AtomicUsize,
 }
 
 thread_local! {
@@ -101,6 +105,7 @@ impl Runtime {
             pending_ops: AtomicUsize::new(0),
             pending_bytes: AtomicUsize::new(0),
             submissions: AtomicUsize::new(0),
+            runs_under_way: AtomicUsize::new(0),
         }))
     }
 
@@ -196,6 +201,11 @@ impl Runtime {
     /// Submissions made so far.
     pub fn submissions(&self) -> usize {
         self.0.submissions.load(Ordering::Relaxed)
+    }
+
+    /// Runs of [`Executable::submit`] that nobody has waited for yet: at most [`RUNS_MAX`].
+    pub fn runs_under_way(&self) -> usize {
+        self.0.runs_under_way.load(Ordering::Relaxed)
     }
 
     /// Runs `build`, whose operations on this thread are not submitted by themselves however many they are: for a

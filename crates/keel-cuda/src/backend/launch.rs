@@ -3,12 +3,14 @@
 use super::call::{COUNTERS, Call, Geometry};
 use super::dispatch;
 use super::operand::{Bound, BoundKernel};
+use super::queue::{Queue, WAITED, WRONG_BYTES};
 use super::read_ahead::ReadAhead;
+use super::staging::Ring;
 use super::{Gpu, Mode};
 use crate::driver::{Arguments, CudaMemory, Delivery, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
 use crate::kernels::{DELIVER, KernelKey};
-use keel_array::{ArrayError, Kernel, Launch, Slot};
+use keel_array::{ArrayError, Kernel, Launch, Slot, Ticket};
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,8 +21,7 @@ const STAGING_BYTES: usize = 4 << 20;
 /// Graphs kept at a time.
 const GRAPHS_MAX: usize = 64;
 
-/// `Wrong` of `common.cuh`, and `Fault`, which adds an address.
-const WRONG_BYTES: usize = 16;
+/// `Fault` of `common.cuh`: `Wrong`, and the address of a slot.
 const FAULT_BYTES: usize = WRONG_BYTES + size_of::<u64>();
 
 /// Writes that one kernel delivers, and bytes of such a write: what a step is told is smaller.
@@ -50,11 +51,13 @@ pub(super) struct Session {
     // Graphs go first: they refer to the memory below.
     seen: Vec<Seen>,
     fault: CudaMemory,
-    fault_seen: PinnedBuffer,
+    /// The slot that kernels report to from the next delivery on.
+    reports_to: usize,
+    queue: Queue,
     counters: CudaMemory,
     outgoing: PinnedBuffer,
-    /// Bytes of `outgoing` that the device may not have read yet.
-    outgoing_used: usize,
+    /// Of what `outgoing` holds that the device may not have read yet.
+    outgoing_ring: Ring,
     incoming: PinnedBuffer,
     /// Of what `incoming` holds.
     ahead: ReadAhead,
@@ -68,8 +71,8 @@ pub(super) struct Session {
 impl Session {
     pub fn new(device: &Arc<Device>) -> Result<Session> {
         let fault = CudaMemory::zeroed(device, FAULT_BYTES, false)?;
-        let fault_seen = PinnedBuffer::new(device, WRONG_BYTES)?;
-        let told = (fault_seen.address() as u64).to_ne_bytes();
+        let queue = Queue::new(device)?;
+        let told = queue.address(WAITED).to_ne_bytes();
         let at = fault.range(WRONG_BYTES, told.len());
         device.synchronize()?;
         // SAFETY: within the memory; the copy is done when the call returns.
@@ -77,10 +80,11 @@ impl Session {
         Ok(Session {
             seen: Vec::new(),
             fault,
-            fault_seen,
+            reports_to: WAITED,
+            queue,
             counters: CudaMemory::zeroed(device, COUNTERS * size_of::<u32>(), false)?,
             outgoing: PinnedBuffer::new(device, STAGING_BYTES)?,
-            outgoing_used: 0,
+            outgoing_ring: Ring::default(),
             incoming: PinnedBuffer::new(device, STAGING_BYTES)?,
             ahead: ReadAhead::default(),
             failed: None,
@@ -106,9 +110,10 @@ impl Session {
     }
 
     fn synchronize(&mut self, device: &Device) -> Result<()> {
-        self.outgoing_used = 0;
         self.waits += 1;
-        device.synchronize()
+        device.synchronize()?;
+        self.outgoing_ring.pass_all(STAGING_BYTES);
+        Ok(())
     }
 
     fn note<T>(&mut self, outcome: Result<T>) {
@@ -131,13 +136,7 @@ impl Session {
         let start = memory.range(offset, bytes.len());
         let to = start..start + bytes.len() as u64;
         if bytes.len() <= DELIVERY_BYTES_MAX && start.is_multiple_of(4) && bytes.len().is_multiple_of(4) {
-            let full = device.deliveries().len() == DELIVERIES;
-            if full || device.deliveries().iter().any(|delivery| delivery.touches(&to)) {
-                self.deliver(gpu)?;
-            }
-            let from = self.stage(gpu, bytes)? as u64;
-            device.deliveries().push(Delivery { to, from });
-            return Ok(());
+            return self.post(gpu, to, bytes);
         }
         self.deliver(gpu)?;
         for (i, piece) in bytes.chunks(STAGING_BYTES).enumerate() {
@@ -149,15 +148,28 @@ impl Session {
         Ok(())
     }
 
+    /// Notes a small write for the next delivery.
+    fn post(&mut self, gpu: &Gpu, to: Range<u64>, bytes: &[u8]) -> Result<()> {
+        let device = &*gpu.device;
+        let full = device.deliveries().len() == DELIVERIES;
+        if full || device.deliveries().iter().any(|delivery| delivery.touches(&to)) {
+            self.deliver(gpu)?;
+        }
+        let from = self.stage(gpu, bytes)? as u64;
+        device.deliveries().push(Delivery { to, from });
+        Ok(())
+    }
+
     /// Copies bytes to pinned memory, where they stay until the stream has passed what reads them.
     fn stage(&mut self, gpu: &Gpu, bytes: &[u8]) -> Result<*mut u8> {
-        if self.outgoing_used + bytes.len() > STAGING_BYTES {
+        let mut place = self.outgoing_ring.take(bytes.len(), STAGING_BYTES);
+        if place.is_none() {
             self.deliver(gpu)?;
             self.synchronize(&gpu.device)?;
+            place = self.outgoing_ring.take(bytes.len(), STAGING_BYTES);
         }
-        let start = self.outgoing_used;
-        self.outgoing.bytes()[start..start + bytes.len()].copy_from_slice(bytes);
-        self.outgoing_used = (start + bytes.len()).next_multiple_of(16).min(STAGING_BYTES);
+        let start = place.unwrap_or_else(|| unreachable!("an empty ring has room for a piece"));
+        self.outgoing.bytes(start..start + bytes.len()).copy_from_slice(bytes);
         // SAFETY: within the pinned memory.
         Ok(unsafe { self.outgoing.address().add(start) })
     }
@@ -168,13 +180,8 @@ impl Session {
         if waiting.is_empty() {
             return Ok(());
         }
-        let mut words = Vec::with_capacity(3 * DELIVERIES);
-        for Delivery { to, from } in &waiting {
-            words.extend([to.start, *from, (to.end - to.start) / 4]);
-        }
-        words.resize(3 * DELIVERIES, 0);
-        let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
-        gpu.launch(&key, Geometry::rows(waiting.len(), 128), Arguments::default().words(&words))
+        let triple = |Delivery { to, from }: &Delivery| [to.start, *from, (to.end - to.start) / 4];
+        carry(gpu, &waiting.iter().map(triple).collect::<Vec<_>>())
     }
 
     /// Bytes of the device to the host, once the stream has passed what is on it.
@@ -187,7 +194,7 @@ impl Session {
         let start = memory.range(offset, bytes.len());
         let wanted = start..start + bytes.len() as u64;
         if let Some(at) = self.ahead.find(&wanted) {
-            bytes.copy_from_slice(&self.incoming.bytes()[at..at + bytes.len()]);
+            bytes.copy_from_slice(self.incoming.bytes(at..at + bytes.len()));
             return Ok(());
         }
         // The last launch's, if it was one of a prepared program.
@@ -204,7 +211,7 @@ impl Session {
             // SAFETY: within both; the pinned bytes are read after the stream has passed.
             unsafe { driver!(cuMemcpyDtoHAsync_v2(to, from, piece.len(), gpu.device.stream()))? };
             self.synchronize(&gpu.device)?;
-            piece.copy_from_slice(&self.incoming.bytes()[..piece.len()]);
+            piece.copy_from_slice(self.incoming.bytes(0..piece.len()));
         }
         Ok(())
     }
@@ -234,27 +241,90 @@ impl Session {
 
     /// Runs the kernels of a launch and waits for them.
     pub fn run(&mut self, gpu: &Gpu, mode: Mode, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let ahead = self.put(gpu, mode, launch, WAITED)?;
+        let device = &gpu.device;
+        self.bring(device, ahead.as_ref()).map_err(|e| e.in_op("launch"))?;
+        self.synchronize(device).map_err(|e| e.in_op("launch"))?;
+        ahead.into_iter().for_each(|ahead| self.ahead.launched(ahead));
+        self.fault(device, WAITED, launch.kernels())
+    }
+
+    /// Puts the kernels of a launch on the stream, and the way of its result to the host behind them.
+    pub fn enqueue(
+        &mut self,
+        gpu: &Gpu,
+        mode: Mode,
+        launch: &Launch<'_>,
+        result: Option<Range<u64>>,
+    ) -> Result<Ticket, ArrayError> {
+        let slot = self.queue.next_slot()?;
+        self.put(gpu, mode, launch, slot)?;
+        if let Some(from) = result {
+            // The engine that copies would have to be waited for by the kernels of the next launch; a kernel is faster.
+            let words = (from.end - from.start).div_ceil(4);
+            carry(gpu, &[[self.queue.result_address(slot), from.start, words]])
+                .map_err(|e| e.in_op("launch"))?;
+        }
+        let number = self.queue.push(self.outgoing_ring.mark())?;
+        Ok(Ticket { number, result: Vec::new() })
+    }
+
+    /// Waits for a launch that was enqueued.
+    pub fn wait(
+        &mut self,
+        gpu: &Gpu,
+        number: u64,
+        launch: &Launch<'_>,
+        result: &mut [u8],
+    ) -> Result<(), ArrayError> {
+        gpu.device.bind().map_err(|e| e.in_op("launch"))?;
+        self.waits += 1;
+        let (entry, outcome) = self.queue.wait(number);
+        outcome.map_err(|e| e.in_op("launch"))?;
+        self.outgoing_ring.pass(entry.staged);
+        result.copy_from_slice(self.queue.result(entry.slot, 0..result.len()));
+        self.fault(&gpu.device, entry.slot, launch.kernels())
+    }
+
+    /// Puts the host's writes and the kernels of a launch, which report to this slot, on the stream. Returns what is to come
+    /// to the host with them.
+    ///
+    /// Kernels of a launch may read what lasts before those in front of them have ended. Where a launch before this one may
+    /// still run, the delivery of the slot keeps the two apart.
+    fn put(
+        &mut self,
+        gpu: &Gpu,
+        mode: Mode,
+        launch: &Launch<'_>,
+        slot: usize,
+    ) -> Result<Option<Range<u64>>, ArrayError> {
         if let Some(error) = self.failed.take() {
             return Err(error.in_op("copy"));
         }
         let device = &gpu.device;
-        device.bind().and_then(|()| self.deliver(gpu)).map_err(|e| e.in_op("launch"))?;
+        let ready = device.bind().and_then(|()| self.report_to(gpu, slot)).and_then(|()| self.deliver(gpu));
+        ready.map_err(|e| e.in_op("launch"))?;
         self.ahead.forget();
         let record = |session: &Session| session.record(gpu, mode, launch);
-        let mut ahead = None;
-        match launch.prepared() {
-            None => record(self)?,
-            Some((prepared, first_kernel)) => {
-                let arena = launch.has_arena().then(|| CudaMemory::of(launch.arena().memory()).at(0));
-                let key = GraphKey { prepared, first_kernel, arena: arena.unwrap_or(0) };
-                self.run_prepared(device, key, launch, record)?;
-                ahead = self.seen.last().map(|seen| seen.ahead.clone());
-            }
+        let Some((prepared, first_kernel)) = launch.prepared() else {
+            record(self)?;
+            return Ok(None);
+        };
+        let arena = launch.has_arena().then(|| CudaMemory::of(launch.arena().memory()).at(0));
+        let key = GraphKey { prepared, first_kernel, arena: arena.unwrap_or(0) };
+        self.run_prepared(device, key, launch, record)?;
+        Ok(self.seen.last().map(|seen| seen.ahead.clone()))
+    }
+
+    /// Lets the kernels behind the next delivery report to a slot.
+    fn report_to(&mut self, gpu: &Gpu, slot: usize) -> Result<()> {
+        if self.reports_to != slot {
+            let told = self.queue.address(slot).to_ne_bytes();
+            let at = self.fault.range(WRONG_BYTES, told.len());
+            self.post(gpu, at..at + told.len() as u64, &told)?;
+            self.reports_to = slot;
         }
-        self.bring(device, ahead.as_ref()).map_err(|e| e.in_op("launch"))?;
-        self.synchronize(device).map_err(|e| e.in_op("launch"))?;
-        ahead.into_iter().for_each(|ahead| self.ahead.launched(ahead));
-        self.fault(device, launch.kernels())
+        Ok(())
     }
 
     /// Puts the copy of what the host will read on the stream.
@@ -292,7 +362,7 @@ impl Session {
         }
         let outcome = match &seen.graph {
             // SAFETY: the launch owns the memory of the prepared program, whose addresses never change; the arena's
-            // address is part of the key; and the caller waits for the stream.
+            // address is part of the key; and whoever launches keeps both until the stream has passed.
             Some(graph) => unsafe { graph.launch() }.map_err(|e| e.in_op("launch")),
             None => record(self),
         };
@@ -337,19 +407,27 @@ impl Session {
         Ok(())
     }
 
-    /// The error that a kernel of the launch has reported.
-    fn fault(&mut self, device: &Device, kernels: &[Kernel]) -> Result<(), ArrayError> {
-        let words: Vec<u32> =
-            self.fault_seen.bytes().as_chunks::<4>().0.iter().map(|b| u32::from_ne_bytes(*b)).collect();
+    /// The error that a kernel of a slot's launch, which has ended, has reported.
+    fn fault(&mut self, device: &Device, slot: usize, kernels: &[Kernel]) -> Result<(), ArrayError> {
+        let wrong = self.queue.wrong(slot);
+        let words: Vec<u32> = wrong.as_chunks::<4>().0.iter().map(|b| u32::from_ne_bytes(*b)).collect();
         let &[kernel, what, number, bound] = &words[..] else { unreachable!("four words") };
         let Some(kernel) = kernels.get((kernel as usize).wrapping_sub(1)) else { return Ok(()) };
-        self.fault_seen.bytes().fill(0);
+        wrong.fill(0);
         // SAFETY: WRONG_BYTES and more long.
         let cleared = unsafe { driver!(cuMemsetD8Async(self.fault.at(0), 0, WRONG_BYTES, device.stream())) };
         self.note(cleared);
         let reason = dispatch::describe_fault(kernel, what, number, bound);
         Err(ArrayError::Kernel { op: kernel.op.name().into(), reason })
     }
+}
+
+/// Puts a kernel on the stream that carries words: to where, from where, and how many, of at most as many as fit.
+fn carry(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
+    let mut words: Vec<u64> = deliveries.concat();
+    words.resize(3 * DELIVERIES, 0);
+    let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
+    gpu.launch(&key, Geometry::rows(deliveries.len(), 128), Arguments::default().words(&words))
 }
 
 /// Addresses of what a launch leaves behind; destinations of prepared programs are gap-free.

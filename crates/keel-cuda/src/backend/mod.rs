@@ -4,13 +4,18 @@ mod call;
 mod dispatch;
 mod launch;
 mod operand;
+mod queue;
 mod read_ahead;
+mod staging;
 mod weights;
 
 use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
-use keel_array::{ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, RowBlock, WeightSpec};
+use keel_array::{
+    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, RowBlock, Ticket, WeightSpec,
+};
 use launch::Session;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The arithmetic of what the operations themselves leave open.
@@ -105,8 +110,8 @@ impl CudaBackend {
         self.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.modules.names())
     }
 
-    /// How often the host has waited for the device: once for each launch, and once for each copy to the host that was not
-    /// read first behind the launch before, too.
+    /// How often the host has waited for the device: once for each launch, and once for each copy to the host that did not
+    /// come with one.
     pub fn wait_count(&self) -> u64 {
         self.gpu.as_ref().map_or(0, |gpu| gpu.session().waits())
     }
@@ -209,6 +214,28 @@ impl Backend for CudaBackend {
     fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let gpu = self.gpu();
         gpu.session().run(gpu, self.mode, launch)
+    }
+
+    fn is_queueing(&self) -> bool {
+        self.gpu.is_some()
+    }
+
+    fn enqueue(
+        &self,
+        launch: &Launch<'_>,
+        result: Option<(&dyn DeviceMemory, Range<usize>)>,
+    ) -> Result<Ticket, ArrayError> {
+        let gpu = self.gpu();
+        let result = result.map(|(memory, at)| {
+            let start = CudaMemory::of(memory).range(at.start, at.len());
+            start..start + at.len() as u64
+        });
+        gpu.session().enqueue(gpu, self.mode, launch, result)
+    }
+
+    fn wait(&self, ticket: Ticket, launch: &Launch<'_>, result: &mut [u8]) -> Result<(), ArrayError> {
+        let gpu = self.gpu();
+        gpu.session().wait(gpu, ticket.number, launch, result)
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {

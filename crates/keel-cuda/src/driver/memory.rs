@@ -5,6 +5,7 @@ use crate::error::Result;
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_PORTABLE, CUdeviceptr};
 use keel_array::DeviceMemory;
 use std::any::Any;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -149,10 +150,14 @@ impl PinnedBuffer {
         Ok(PinnedBuffer { start: start.cast(), bytes })
     }
 
-    /// The bytes. The caller has waited for the device to be done with them.
-    pub fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: allocated with this size, and zeroed by the system before it is first seen.
-        unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }
+    /// Some of the bytes. The caller has waited for the device to be done with these.
+    ///
+    /// # Panics
+    /// If they are not within the memory.
+    pub fn bytes(&mut self, at: Range<usize>) -> &mut [u8] {
+        assert!(at.start <= at.end && at.end <= self.bytes, "{at:?} of {} pinned bytes", self.bytes);
+        // SAFETY: within the allocation, which the system has zeroed before it is first seen, and nobody else uses these.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at.start), at.len()) }
     }
 
     /// Address for the driver.

@@ -3,7 +3,7 @@
 mod results;
 mod staging;
 
-use keel_array::{Array, ArrayError, Executable, Regime, RowLog, Runtime};
+use keel_array::{Array, ArrayError, Executable, PendingRun, Regime, RowLog, Runtime};
 use keel_cache::{LayerStorage, ModelCache};
 use keel_models::HybridModel;
 use keel_models::blocks::StepContext;
@@ -217,7 +217,7 @@ impl Stepper {
             let logits = model.logits(&last)?;
             if shape.regime == Regime::Decode {
                 let tokens = logits.sample(&self.staging.draws.prefix(shape.sequences)?)?;
-                pairs.push((tokens, self.results.tokens.prefix(shape.sequences)?));
+                pairs.push((tokens, self.staging.tokens.prefix(shape.sequences)?));
             }
             pairs.push((logits, self.results.logits.prefix(shape.sequences)?));
         }
@@ -274,14 +274,27 @@ impl Stepper {
         self.step(runtime, model, cache, shape)
     }
 
-    /// Copies row `row` of the logits of the last step.
+    /// Submits a decode step over the rows given, one of each sequence, whose tokens come to the host with it.
+    pub fn submit(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        rows: &[Rows<'_>],
+    ) -> Result<PendingRun> {
+        let drawn = self.staging.tokens.prefix(rows.len())?;
+        let step = self.step_for(runtime, model, cache, (Regime::Decode, Outcome::LastLogits), rows)?;
+        Ok(step.submit(&drawn))
+    }
+
+    /// Copies row `row` of the logits of the last step, submitted or run.
     pub fn read_logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
         read_rows(&self.results.logits, row, 1, logits)
     }
 
     /// Tokens that the last decode step drew for its first sequences.
     pub fn read_tokens(&self, sequences: usize) -> Result<Vec<u32>> {
-        read_ids(&self.results.tokens, sequences)
+        read_ids(&self.staging.tokens, sequences)
     }
 
     /// The tokens with the greatest logits of the first rows of the last step with [`Outcome::OpenRows`] or

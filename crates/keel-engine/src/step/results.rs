@@ -10,8 +10,6 @@ use crate::{EngineError, Result};
 pub(super) struct Results {
     /// f32 `[rows, V]`.
     pub logits: Array,
-    /// Tokens drawn behind a decode step, u32 `[sequences]`.
-    pub tokens: Array,
     /// f32 `[sequences, hidden]`.
     pub last_hidden: Array,
     /// f32 `[prefill rows, hidden]`, if every row may be asked for.
@@ -58,7 +56,6 @@ impl Results {
         };
         Ok(Results {
             logits: output(&[logit_rows, vocab])?,
-            tokens: ids(options.sequences)?,
             last_hidden: output(&[options.sequences, hidden])?,
             hidden: all(options.prefill_rows().max(options.sequences))?,
             head_input: all(HEAD_ROWS)?,

@@ -18,17 +18,20 @@ pub(crate) struct Rows<'a> {
     pub next: Option<u32>,
     /// How the token behind a decode step is drawn, if not by the host.
     pub draw: Option<Draw>,
+    /// The token is there already: the step before this one draws it, of the same sequences in the same order.
+    pub is_drawn: bool,
 }
 
 impl<'a> Rows<'a> {
     /// Rows behind what the sequence holds.
     pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
-        Rows { sequence, tokens, first: sequence.offset(), next: None, draw: None }
+        Rows { sequence, tokens, first: sequence.offset(), next: None, draw: None, is_drawn: false }
     }
 }
 
 /// The buffers, for the largest step.
 pub(super) struct Staging {
+    /// A decode step leaves the tokens here that it has drawn, where the next one finds them.
     pub tokens: Array,
     pub positions: Array,
     row_start: Array,
@@ -121,7 +124,9 @@ impl Staging {
             table.extend_from_slice(sequence.pages());
             table.resize(row_start.len().saturating_sub(1) * pages, 0);
         }
-        self.tokens.write(&tokens)?;
+        if !rows.iter().any(|row| row.is_drawn) {
+            self.tokens.write(&tokens)?;
+        }
         self.positions.write(&positions)?;
         self.row_start.write(&row_start)?;
         self.slot.write(&slots)?;

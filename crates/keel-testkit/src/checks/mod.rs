@@ -13,6 +13,7 @@ mod reduce;
 mod sample;
 mod sequence;
 mod share;
+mod submitted;
 
 use crate::compare::assert_close;
 use crate::naive::tensor::Tensor;
@@ -45,6 +46,7 @@ pub fn all() -> Vec<Check> {
         fast::CHECKS,
         sequence::CHECKS,
         open_rows::CHECKS,
+        submitted::CHECKS,
     ];
     share::mine(BY_CASE, &whole)
 }

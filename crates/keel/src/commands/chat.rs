@@ -199,6 +199,8 @@ impl<'a> Conversation<'a> {
             end_tokens: self.text.end_tokens(),
             one_by_one: false,
             seen: prompt[..at].to_vec(),
+            // The next turn begins with going back to the grid.
+            disposable: true,
         };
         let mut stream = TextStream::new(&self.text.tokenizer, &self.args.sampling.stop)?;
         let bar = progress::tokens("prompt", prompt.len());

@@ -75,6 +75,7 @@ impl How {
             end_tokens,
             one_by_one: args.one_by_one,
             seen: Vec::new(),
+            disposable: true,
         };
         if text.is_none() && !args.sampling.stop.is_empty() {
             return Err(usage("--stop needs a tokenizer, and this model has none"));

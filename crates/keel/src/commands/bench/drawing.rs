@@ -21,34 +21,67 @@ pub enum Drawing {
 }
 
 impl Drawing {
-    /// Runs a token of each sequence and draws what follows.
+    /// Runs a step of all sequences for each of these ids, and draws what follows. Where the device draws while the host does
+    /// other things, steps run the tokens that those before them have drawn, and the host is a step behind.
     ///
     /// # Errors
     /// What the engine says.
-    pub fn step(self, engine: &mut Engine, sequences: &mut [SequenceCache], ids: &[u32]) -> Result<()> {
+    pub fn steps(self, engine: &mut Engine, sequences: &mut [SequenceCache], ids: &[u32]) -> Result<()> {
         let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
-        let options =
-            SamplerOptions { temperature: 0.7, top_k: 20, top_p: 0.95, seed: 1, ..SamplerOptions::default() };
-        let SamplerOptions { temperature, top_k, top_p, min_p, .. } = options;
-        let draw = match self {
+        let draws = vec![self.draw(); all.len()];
+        match draws.iter().copied().collect::<Option<Vec<Draw>>>() {
+            Some(draws) if engine.runs_ahead() => run_ahead(engine, &mut all, ids, &draws),
+            _ => ids.iter().try_for_each(|&id| {
+                engine.decode_and_draw(&mut all, &vec![id; draws.len()], &draws)?;
+                if self == Drawing::Host { draw_on_host(engine, draws.len()) } else { Ok(()) }
+            }),
+        }
+    }
+
+    /// What the device is told.
+    fn draw(self) -> Option<Draw> {
+        let SamplerOptions { temperature, top_k, top_p, min_p, .. } = sampled();
+        match self {
             Drawing::None | Drawing::Host => None,
             Drawing::Greedy => Some(Draw::GREATEST),
             Drawing::Sampled => Some(Draw { temperature, top_k, top_p, min_p, uniform: 0.5 }),
-        };
-        engine.decode_and_draw(&mut all, ids, &vec![draw; ids.len()])?;
-        if self == Drawing::Host {
-            let mut sampler = Sampler::new(options, &[])?;
-            let mut logits = Vec::new();
-            for row in 0..ids.len() {
-                engine.logits(row, &mut logits)?;
-                sampler.sample(&mut logits);
-            }
         }
-        Ok(())
     }
 
     /// The name on the command line.
     pub fn name(self) -> String {
         self.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
     }
+}
+
+fn sampled() -> SamplerOptions {
+    SamplerOptions { temperature: 0.7, top_k: 20, top_p: 0.95, seed: 1, ..SamplerOptions::default() }
+}
+
+/// As many steps as there are ids, the first of which is run by all sequences.
+fn run_ahead(
+    engine: &mut Engine,
+    sequences: &mut [&mut SequenceCache],
+    ids: &[u32],
+    draws: &[Draw],
+) -> Result<()> {
+    for (i, id) in ids.iter().enumerate() {
+        if i == 0 {
+            engine.submit_decode(sequences, Some(&vec![*id; draws.len()]), draws)?;
+        }
+        if i + 1 < ids.len() {
+            engine.submit_decode(sequences, None, draws)?;
+        }
+        engine.take_drawn(sequences)?;
+    }
+    Ok(())
+}
+
+fn draw_on_host(engine: &Engine, rows: usize) -> Result<()> {
+    let (mut sampler, mut logits) = (Sampler::new(sampled(), &[])?, Vec::new());
+    for row in 0..rows {
+        engine.logits(row, &mut logits)?;
+        sampler.sample(&mut logits);
+    }
+    Ok(())
 }

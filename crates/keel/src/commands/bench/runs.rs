@@ -120,10 +120,7 @@ pub fn decode(
     drawing: Drawing,
 ) -> Result<()> {
     let (batch, vocab) = (sequences.len(), engine.model().config.vocab);
-    for id in random_ids(batch, gen_len, vocab) {
-        drawing.step(engine, sequences, &vec![id; batch])?;
-    }
-    Ok(())
+    drawing.steps(engine, sequences, &random_ids(batch, gen_len, vocab))
 }
 
 /// Gives the sequences back, after a look at the last logits.

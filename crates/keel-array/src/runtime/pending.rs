@@ -1,0 +1,152 @@
+//! Runs that the host does not wait for: the next one is submitted while one is under way.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use super::executable::{Executable, FailedRun};
+use super::stream::Failure;
+use crate::backend::{Buffer, LAUNCHES_MAX, RESULT_BYTES_MAX, Ticket};
+use crate::program::{Binding, Launch};
+use crate::{Array, ArrayError};
+
+/// Runs that may be under way at a time.
+pub const RUNS_MAX: usize = 2;
+
+/// Pieces of a run that are under way at a time; those of longer programs wait for each other.
+const PIECES_MAX: usize = LAUNCHES_MAX / RUNS_MAX;
+
+/// A run under way. It owns what it touches until the device is done with it; dropping it waits.
+pub struct PendingRun {
+    executable: Executable,
+    arena: Option<Buffer>,
+    /// Of its pieces, the first first.
+    tickets: VecDeque<(Range<usize>, Ticket)>,
+    /// Where the bytes lie that the host gets, and how many they are.
+    result: Option<Binding>,
+    result_bytes: usize,
+    failure: Option<Failure>,
+}
+
+impl Executable {
+    /// As [`Executable::run`], but returns before the kernels have run, where the backend
+    /// [is queueing](crate::Backend::is_queueing). What the host writes from then on is for later runs. `result`, a
+    /// destination of this program of at most [`RESULT_BYTES_MAX`] bytes, comes to the host as this run leaves it, whatever
+    /// later ones do to it.
+    ///
+    /// What goes wrong is said by [`PendingRun::wait`]: also that `result` is too large, not of whole words of 4 bytes or not
+    /// in memory, or that [`RUNS_MAX`] are under way already.
+    pub fn submit(&self, result: &Array) -> PendingRun {
+        let under_way = self.runtime.0.runs_under_way.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut run = PendingRun {
+            executable: self.clone(),
+            arena: None,
+            tickets: VecDeque::new(),
+            result: place_of(result),
+            result_bytes: result.bytes(),
+            failure: None,
+        };
+        let refusal = if run.result.is_none() {
+            Some(format!("{result:?} is not contiguous in memory"))
+        } else if result.bytes() > RESULT_BYTES_MAX {
+            Some(format!("{result:?} takes {} bytes, more than {RESULT_BYTES_MAX}", result.bytes()))
+        } else if !result.bytes().is_multiple_of(4) {
+            Some(format!("{result:?} takes {} bytes, which are not whole words of 4", result.bytes()))
+        } else if under_way > RUNS_MAX {
+            Some(format!("{RUNS_MAX} runs are under way; wait for one first"))
+        } else {
+            None
+        };
+        let outcome = match refusal {
+            Some(reason) => {
+                Err(Failure { error: ArrayError::Argument { op: "submit", reason }, done: Some(0) })
+            }
+            None => run.enqueue(),
+        };
+        run.failure = outcome.err();
+        run
+    }
+}
+
+/// Where an array lies, if it is contiguous in memory.
+fn place_of(array: &Array) -> Option<Binding> {
+    let storage = array.0.storage().filter(|storage| storage.layout.is_contiguous())?;
+    Some(Binding { offset: storage.layout.offset * array.dtype().size(), buffer: storage.buffer })
+}
+
+impl PendingRun {
+    /// Hands the pieces to the backend.
+    fn enqueue(&mut self) -> Result<(), Failure> {
+        let program = self.executable.program.clone();
+        let arena = self.executable.runtime.arena(program.arena_bytes());
+        self.arena = arena.map_err(|error| Failure { error, done: Some(0) })?;
+        for (i, piece) in program.pieces().iter().enumerate() {
+            if self.tickets.len() == PIECES_MAX {
+                self.wait_for_first(&mut [])?;
+            }
+            self.enqueue_piece(piece.clone(), i + 1 == program.pieces().len())?;
+        }
+        Ok(())
+    }
+
+    fn enqueue_piece(&mut self, piece: Range<usize>, is_last: bool) -> Result<(), Failure> {
+        let Executable { runtime, program, bindings } = &self.executable;
+        let launch = Launch::new(program, piece.clone(), bindings, self.arena.as_ref());
+        let result = self.result.as_ref().filter(|_| is_last);
+        let result = result.map(|at| (at.buffer.memory(), at.offset..at.offset + self.result_bytes));
+        let ticket = runtime.exclusive(|backend| backend.enqueue(&launch, result));
+        let ticket = ticket.map_err(|error| Failure { error, done: launch.done() })?;
+        self.tickets.push_back((piece, ticket));
+        Ok(())
+    }
+
+    fn wait_for_first(&mut self, result: &mut [u8]) -> Result<(), Failure> {
+        let Some((piece, ticket)) = self.tickets.pop_front() else { return Ok(()) };
+        let Executable { runtime, program, bindings } = &self.executable;
+        let launch = Launch::new(program, piece, bindings, self.arena.as_ref());
+        let outcome = runtime.exclusive(|backend| backend.wait(ticket, &launch, result));
+        outcome.map_err(|error| Failure { error, done: launch.done() })
+    }
+
+    /// Waits until the kernels have run, and gets the bytes of the result.
+    ///
+    /// # Errors
+    /// What a kernel found wrong with its data, and how far the run came.
+    ///
+    /// # Panics
+    /// If the result has another size.
+    pub fn wait(mut self, result: &mut [u8]) -> Result<(), Box<FailedRun>> {
+        assert_eq!(result.len(), self.result_bytes, "bytes of the result");
+        let Err(failure) = self.finish(result) else { return Ok(()) };
+        Err(self.executable.failed(failure))
+    }
+
+    /// Waits for every piece. The first failure counts.
+    fn finish(&mut self, result: &mut [u8]) -> Result<(), Failure> {
+        let mut outcome = Ok(());
+        while !self.tickets.is_empty() {
+            let is_last = self.tickets.len() == 1 && self.failure.is_none();
+            let waited = self.wait_for_first(if is_last { &mut *result } else { &mut [] });
+            outcome = outcome.and(waited);
+        }
+        outcome.and(self.failure.take().map_or(Ok(()), Err))
+    }
+}
+
+impl Drop for PendingRun {
+    fn drop(&mut self) {
+        if !self.tickets.is_empty() {
+            let mut unread = vec![0; self.result_bytes];
+            if let Err(failure) = self.finish(&mut unread) {
+                tracing::debug!("a run that nobody waited for failed: {}", failure.error);
+            }
+        }
+        self.executable.runtime.0.runs_under_way.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl std::fmt::Debug for PendingRun {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "PendingRun({} pieces under way)", self.tickets.len())
+    }
+}

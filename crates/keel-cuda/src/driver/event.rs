@@ -1,0 +1,45 @@
+//! Events: marks on the stream that the host waits for.
+
+use super::{Device, driver};
+use crate::error::Result;
+use cudarc::driver::sys::{CUevent, CUevent_flags};
+use std::sync::Arc;
+
+/// A mark that can be put on the stream again and again.
+pub(crate) struct Event {
+    device: Arc<Device>,
+    event: CUevent,
+}
+
+// SAFETY: a handle of the driver, used by one thread at a time: whoever has the session.
+unsafe impl Send for Event {}
+
+impl Event {
+    pub fn new(device: &Arc<Device>) -> Result<Event> {
+        device.bind()?;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: the pointer is to a local; destroyed on drop.
+        unsafe { driver!(cuEventCreate(&mut event, CUevent_flags::CU_EVENT_DISABLE_TIMING as u32))? };
+        Ok(Event { device: Arc::clone(device), event })
+    }
+
+    /// Puts the mark behind what is on the stream.
+    pub fn record(&self) -> Result<()> {
+        // SAFETY: event and stream live as long as this value.
+        unsafe { driver!(cuEventRecord(self.event, self.device.stream())) }
+    }
+
+    /// Waits until the stream has passed the mark.
+    pub fn wait(&self) -> Result<()> {
+        // SAFETY: the event lives as long as this value.
+        unsafe { driver!(cuEventSynchronize(self.event)) }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let _ = self.device.bind();
+        // SAFETY: created by `new`, destroyed once; the driver keeps what the stream still needs of it.
+        let _ = unsafe { driver!(cuEventDestroy_v2(self.event)) };
+    }
+}

@@ -1,0 +1,387 @@
+//! The host one step behind the device: the tokens are those of a host that waits for each step, and a step too many leaves no
+//! trace. On the CPU the backend only says that it queues; with `KEEL_TEST_CUDA=1` the same on a GPU, which does.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use common::{decoded, engine, fixture, state_of};
+use keel_array::sampling::Draw;
+use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
+use keel_cache::{CacheError, SequenceCache};
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_cuda::{CudaBackend, CudaOptions};
+use keel_engine::{
+    Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, Sampler, SamplerOptions, TokenIterator,
+};
+use keel_testkit::disturbed::{Disturbance, Disturbed};
+
+const TOKENS: usize = 24;
+
+/// A CPU that says it queues: counts launches, waits, and lets a launch fail.
+struct Queueing {
+    /// `L` for a launch, `W` for a wait.
+    events: Mutex<String>,
+    /// Launches that succeed before one fails.
+    until: AtomicUsize,
+}
+
+impl Queueing {
+    fn note(&self, event: char) {
+        self.events.lock().expect("nobody panics here").push(event);
+    }
+
+    fn take_events(&self) -> String {
+        std::mem::take(&mut self.events.lock().expect("nobody panics here"))
+    }
+}
+
+impl Disturbance for Queueing {
+    fn is_queueing(&self) -> bool {
+        true
+    }
+
+    fn note_wait(&self) {
+        self.note('W');
+    }
+
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        self.note('L');
+        let left = self.until.load(Ordering::Relaxed);
+        self.until.store(left.saturating_sub(1), Ordering::Relaxed);
+        if left > 0 {
+            return backend.launch(launch);
+        }
+        self.until.store(usize::MAX, Ordering::Relaxed);
+        launch.note_done(0);
+        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+    }
+}
+
+/// A runtime on the CPU whose programs are cut into pieces of so many kernels.
+fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
+    let queueing = Queueing { events: Mutex::default(), until: AtomicUsize::new(usize::MAX) };
+    let queueing = Arc::new(queueing);
+    let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
+    let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
+    (Runtime::new(Disturbed::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)
+}
+
+/// That, new, in one piece and in many, and a GPU if there is one to be tested.
+fn runtimes() -> Vec<Runtime> {
+    let mut runtimes = vec![queueing(512).0, queueing(16).0];
+    if std::env::var_os("KEEL_TEST_CUDA").is_some() {
+        let options = CudaOptions { deterministic: true, poison_freed: true, ..CudaOptions::default() };
+        let backend = CudaBackend::new(&options).expect("a GPU");
+        runtimes.push(Runtime::new(Arc::new(backend), RuntimeOptions::default()));
+    }
+    runtimes
+}
+
+/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
+fn demo() -> PathBuf {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    if built.is_dir() { built } else { "models/demo".into() }
+}
+
+fn options(drafts: usize) -> EngineOptions {
+    EngineOptions { context: 256, sequences: 3, checkpoints: 2, drafts, ..EngineOptions::default() }
+}
+
+fn prompt() -> Vec<u32> {
+    (0..70).map(|i| (i * 7 + 5) % 500).collect()
+}
+
+fn sampled() -> SamplerOptions {
+    SamplerOptions { temperature: 0.9, top_k: 40, top_p: 0.97, seed: 11, ..SamplerOptions::default() }
+}
+
+fn until(max_tokens: usize, sampler: SamplerOptions, end_tokens: Vec<u32>) -> GenerateOptions {
+    GenerateOptions { max_tokens, sampler, end_tokens, ..GenerateOptions::default() }
+}
+
+/// A sequence behind the prompt and tokens of its own that were run one by one, each waited for; and these tokens, with the
+/// one behind them.
+fn waited_for(engine: &mut Engine, sampler: SamplerOptions, tokens: usize) -> (SequenceCache, Vec<u32>) {
+    let mut sampler = Sampler::new(sampler, &prompt()).expect("in range");
+    let (mut sequence, mut logits) = (engine.open().expect("a slot is free"), Vec::new());
+    engine.prefill(&mut sequence, &prompt(), &mut logits, &mut |_| ()).expect("fits");
+    let mut drawn = vec![sampler.sample(&mut logits)];
+    for _ in 1..tokens {
+        engine.decode(&mut [&mut sequence], &drawn[drawn.len() - 1..]).expect("runs");
+        engine.logits(0, &mut logits).expect("there");
+        drawn.push(sampler.sample(&mut logits));
+    }
+    (sequence, drawn)
+}
+
+fn iterator(engine: &mut Engine, options: GenerateOptions) -> TokenIterator<'_> {
+    let sequence = engine.open().expect("a slot is free");
+    TokenIterator::new(engine, sequence, &prompt(), options, &mut |_| ()).expect("fits")
+}
+
+/// Models with and without recurrent layers, and drafts, which bring a log.
+fn models() -> Vec<(PathBuf, usize)> {
+    let fixtures = ["qwen3_5", "llama", "gemma3_text"].into_iter().filter_map(fixture);
+    let mut models = vec![(demo(), 0), (demo(), 1)];
+    models.extend(fixtures.map(|folder| (folder, 0)));
+    models
+}
+
+#[test]
+fn tokens_are_those_of_a_host_that_waits() {
+    for (folder, drafts) in models() {
+        for runtime in runtimes() {
+            let mut engine = engine(&folder, &runtime, options(drafts));
+            assert!(engine.runs_ahead());
+            for sampler in [SamplerOptions::default(), sampled()] {
+                let (sequence, want) = waited_for(&mut engine, sampler.clone(), TOKENS);
+                engine.release(sequence);
+                for disposable in [false, true] {
+                    let options = until(TOKENS, sampler.clone(), Vec::new());
+                    let mut tokens = iterator(&mut engine, GenerateOptions { disposable, ..options });
+                    let got: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
+                    assert_eq!(got, want, "{}: {drafts} drafts, {sampler:?}", folder.display());
+                    assert_eq!(tokens.finish_reason(), Some(FinishReason::Length));
+                    tokens.release();
+                }
+            }
+            assert!(engine.cache().is_idle());
+        }
+    }
+}
+
+#[test]
+fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
+    let (runtime, queueing) = queueing(512);
+    let mut engine = engine(&demo(), &runtime, options(0));
+    for (disposable, steps) in [(true, "LLWLWLWLWW"), (false, "LLLLL")] {
+        let options = until(6, sampled(), Vec::new());
+        let mut tokens = iterator(&mut engine, GenerateOptions { disposable, ..options });
+        queueing.take_events();
+        assert_eq!(tokens.by_ref().count(), 6);
+        assert_eq!(queueing.take_events(), steps, "of 5 steps");
+        tokens.release();
+    }
+    // What needs the host between two steps waits for each.
+    let penalised = SamplerOptions { repetition_penalty: 1.2, ..sampled() };
+    let mut tokens =
+        iterator(&mut engine, GenerateOptions { disposable: true, ..until(4, penalised, vec![]) });
+    queueing.take_events();
+    assert_eq!(tokens.by_ref().count(), 4);
+    assert_eq!(queueing.take_events(), "LLL");
+    tokens.release();
+}
+
+#[test]
+fn the_step_behind_the_end_leaves_no_trace() {
+    for (folder, drafts) in models() {
+        for runtime in runtimes() {
+            let mut engine = engine(&folder, &runtime, options(drafts));
+            let can_take_back = engine.can_take_back();
+            for sampler in [SamplerOptions::default(), sampled()] {
+                let (sequence, drawn) = waited_for(&mut engine, sampler.clone(), TOKENS);
+                engine.release(sequence);
+                // The first token in the middle that had not come before ends the text.
+                let Some(at) = (3..TOKENS - 3).find(|&i| !drawn[..i].contains(&drawn[i])) else { continue };
+                let (straight, _) = waited_for(&mut engine, sampler.clone(), at + 1);
+                let want = (straight.len(), state_of(&mut engine, straight));
+                for disposable in [false, true] {
+                    let options = until(TOKENS, sampler.clone(), vec![drawn[at]]);
+                    let mut tokens = iterator(&mut engine, GenerateOptions { disposable, ..options });
+                    let got: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
+                    assert_eq!((&got[..], tokens.finish_reason()), (&drawn[..at], Some(FinishReason::Stop)));
+                    let mut sequence = tokens.into_sequence();
+                    assert_eq!(engine.steps_under_way(), 0);
+                    assert_eq!(sequence.len(), want.0);
+                    if can_take_back || !disposable {
+                        assert_eq!(state_of(&mut engine, sequence), want.1, "{}", folder.display());
+                        continue;
+                    }
+                    let refusal = engine.decode(&mut [&mut sequence], &[1]).expect_err("it is ahead");
+                    let is_ahead = matches!(refusal, EngineError::Cache(CacheError::AheadState { .. }));
+                    assert!(is_ahead, "{refusal}");
+                    expect_rewound(&mut engine, sequence, &prompt()[64..], &drawn[..at]);
+                }
+            }
+            assert!(engine.cache().is_idle());
+        }
+    }
+}
+
+/// Goes back to the checkpoint of the prompt and from there on as if nothing had been.
+fn expect_rewound(engine: &mut Engine, mut sequence: SequenceCache, rest: &[u32], tokens: &[u32]) {
+    assert_eq!(engine.cache_mut().rewind(&mut sequence, 64).expect("it is kept"), 64);
+    engine.prefill(&mut sequence, rest, &mut Vec::new(), &mut |_| ()).expect("fits");
+    for token in tokens {
+        engine.decode(&mut [&mut sequence], &[*token]).expect("runs");
+    }
+    let straight = decoded(engine, &prompt(), tokens);
+    common::expect_same_state(engine, sequence, straight);
+}
+
+/// Three sequences behind prompts of their own.
+fn three(engine: &mut Engine) -> Vec<SequenceCache> {
+    let sequences = (0..3).map(|i| {
+        let mut sequence = engine.open().expect("a slot is free");
+        let prompt: Vec<u32> = (0..60 + 5 * i).map(|j| (j * 7 + i * 13 + 5) % 500).collect();
+        engine.prefill(&mut sequence, &prompt, &mut Vec::new(), &mut |_| ()).expect("fits");
+        sequence
+    });
+    sequences.collect()
+}
+
+/// Greedy, and sampled in two ways.
+fn draws(step: usize) -> [Draw; 3] {
+    let uniform = |salt: usize| (step * 37 % 64 + salt) as f32 / 96.0;
+    let sampled =
+        |salt| Draw { temperature: 0.8, top_k: 40, top_p: 0.95, min_p: 0.02, uniform: uniform(salt) };
+    [Draw::GREATEST, sampled(0), sampled(30)]
+}
+
+/// The tokens of each step, one or two steps under way, or none.
+fn batch_tokens(engine: &mut Engine, steps: usize, is_ahead: bool) -> (Vec<Vec<u32>>, Vec<SequenceCache>) {
+    let mut sequences = three(engine);
+    let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
+    let mut tokens = vec![vec![7, 8, 9]];
+    for step in 0..steps {
+        if !is_ahead {
+            let drawn = engine.decode_and_draw(&mut all, &tokens[step], &draws(step).map(Some));
+            tokens.push(drawn.expect("runs").into_iter().flatten().collect());
+            continue;
+        }
+        if engine.steps_under_way() == 0 {
+            engine.submit_decode(&mut all, Some(&tokens[step]), &draws(step)).expect("nothing is under way");
+        }
+        // Now and then the host is not ahead.
+        if step % 7 != 4 && step + 1 < steps {
+            engine.submit_decode(&mut all, None, &draws(step + 1)).expect("one is under way");
+            let refused = engine.submit_decode(&mut all, None, &draws(step + 2)).expect_err("two are");
+            assert!(refused.to_string().contains("take the tokens of one first"), "{refused}");
+        }
+        tokens.push(engine.take_drawn(&mut all).expect("runs"));
+    }
+    assert_eq!(engine.steps_under_way(), 0);
+    (tokens, sequences)
+}
+
+#[test]
+fn sequences_of_a_batch_are_drawn_for_apart() {
+    for (folder, drafts) in models() {
+        for runtime in runtimes() {
+            let mut engine = engine(&folder, &runtime, options(drafts));
+            let (want, sequences) = batch_tokens(&mut engine, TOKENS, false);
+            let states: Vec<_> = sequences.into_iter().map(|s| state_of(&mut engine, s)).collect();
+            let (got, sequences) = batch_tokens(&mut engine, TOKENS, true);
+            assert_eq!(got, want, "{}: {drafts} drafts", folder.display());
+            let ahead: Vec<_> = sequences.into_iter().map(|s| state_of(&mut engine, s)).collect();
+            assert!(ahead == states, "{}: {drafts} drafts", folder.display());
+        }
+    }
+}
+
+#[test]
+fn what_else_runs_ends_what_is_under_way() {
+    for runtime in runtimes() {
+        let mut engine = engine(&demo(), &runtime, options(0));
+        let mut sequences = three(&mut engine);
+        let [one, two, three] = &mut sequences[..] else { unreachable!("three") };
+        let draw = [Draw::GREATEST];
+        let foreign = engine.submit_decode(&mut [&mut *one], None, &draw).expect_err("none is under way");
+        assert!(foreign.to_string().contains("no step under way draws the tokens"), "{foreign}");
+        engine.submit_decode(&mut [&mut *one], Some(&[5]), &draw).expect("runs");
+        engine.submit_decode(&mut [&mut *two], None, &draw).expect_err("it is another sequence's");
+        engine.submit_decode(&mut [&mut *two], Some(&[5]), &draw).expect("runs");
+        engine.take_drawn(&mut [&mut *two]).expect_err("another comes first");
+        engine.decode(&mut [&mut *three], &[5]).expect("runs");
+        assert_eq!(engine.steps_under_way(), 0);
+        assert_eq!([one.len(), two.len(), three.len()], [61, 66, 71]);
+        engine.take_drawn(&mut [&mut *one]).expect_err("it has ended");
+        let refused = engine.submit_decode(&mut [one], Some(&[1 << 20]), &draw).expect_err("no token");
+        assert!(matches!(refused, EngineError::TokenId { .. }));
+        sequences.into_iter().for_each(|sequence| engine.release(sequence));
+        let (sequence, _) = waited_for(&mut engine, sampled(), TOKENS);
+        let tokens = iterator(
+            &mut engine,
+            GenerateOptions { disposable: true, ..until(TOKENS, sampled(), Vec::new()) },
+        );
+        // An iterator that is dropped leaves a step behind, which the next use ends.
+        assert_eq!(tokens.take(3).count(), 3);
+        assert_eq!(engine.steps_under_way(), 1);
+        let mut other = decoded(&mut engine, &prompt(), &[1, 2]);
+        assert_eq!((engine.steps_under_way(), other.len()), (0, 72));
+        engine.commit(&mut other).expect("it is whole");
+        engine.release(sequence);
+    }
+}
+
+/// Where launch number `launches` of the steps fails, the tokens before it come, then the error; and the sequence is where it was
+/// before the step, or says that it cannot be. Returns whether it went on.
+fn fail_at(
+    engine: &mut Engine,
+    queueing: &Queueing,
+    (launches, pieces): (usize, usize),
+    want: &[u32],
+) -> bool {
+    let options = until(want.len(), SamplerOptions::default(), Vec::new());
+    let mut tokens = iterator(engine, GenerateOptions { disposable: true, ..options });
+    queueing.until.store(launches, Ordering::Relaxed);
+    let mut got = Vec::new();
+    let error = loop {
+        match tokens.next().expect("it does not end") {
+            Ok(token) => got.push(token),
+            Err(error) => break error,
+        }
+    };
+    assert!(error.to_string().contains("injected"), "{error}");
+    assert_eq!(got, want[..1 + launches / pieces], "launch {launches}");
+    assert!(tokens.next().is_none());
+    let mut sequence = tokens.into_sequence();
+    assert_eq!(sequence.len(), prompt().len() + got.len() - 1);
+    let mut logits = Vec::new();
+    for i in got.len()..want.len() {
+        match engine.decode(&mut [&mut sequence], &[want[i - 1]]) {
+            Ok(()) => engine.logits(0, &mut logits).expect("there"),
+            Err(EngineError::Cache(CacheError::AheadState { .. } | CacheError::TornState { .. }))
+                if i == got.len() && engine.cache().spec().is_recurrent() =>
+            {
+                expect_rewound(engine, sequence, &prompt()[64..], &got[..got.len() - 1]);
+                return false;
+            }
+            Err(error) => panic!("launch {launches}: {error}"),
+        }
+        assert_eq!(common::argmax(&logits), want[i], "launch {launches}");
+    }
+    let straight = decoded(engine, &prompt(), &want[..want.len() - 1]);
+    common::expect_same_state(engine, sequence, straight);
+    true
+}
+
+#[test]
+fn a_step_that_fails_is_the_one_that_says_so() {
+    const STEPS: usize = 5;
+    for (folder, drafts) in models() {
+        let (runtime, queueing) = queueing(16);
+        let mut engine = engine(&folder, &runtime, options(drafts));
+        let (sequence, want) = waited_for(&mut engine, SamplerOptions::default(), STEPS + 1);
+        engine.release(sequence);
+        let options = until(STEPS + 1, SamplerOptions::default(), Vec::new());
+        let mut tokens = iterator(&mut engine, GenerateOptions { disposable: true, ..options });
+        queueing.take_events();
+        assert_eq!(tokens.by_ref().count(), STEPS + 1);
+        let launches = queueing.take_events().matches('L').count();
+        tokens.release();
+        let pieces = launches / STEPS;
+        assert_eq!(pieces * STEPS, launches);
+        for at in (0..launches).step_by(if pieces > 3 { 3 } else { 1 }) {
+            let goes_on = fail_at(&mut engine, &queueing, (at, pieces), &want);
+            let is_last = at / pieces == STEPS - 1;
+            let is_kept = !engine.cache().spec().is_recurrent() || is_last && drafts > 0;
+            assert!(goes_on || !is_kept, "{}: launch {at} of {launches}", folder.display());
+        }
+        assert!(engine.cache().is_idle());
+        assert_eq!(engine.runtime().runs_under_way(), 0);
+    }
+}
