@@ -1,16 +1,16 @@
-// The two ends of a mixture of experts. One block a token.
+// The two ends of a mixture of experts. Rows of logits, and gates, may lie `stride` elements apart.
 #include "common.cuh"
 
 // Softmax probabilities of the k largest of E logits, the lower index among equals, divided by their sum if
 // `normalise`. E floats of dynamic shared memory.
-extern "C" __global__ void route_top_k(const float* logits, float* weights, u32* chosen, u32 experts, u32 k, u32 normalise) {
+extern "C" __global__ void route_top_k(const float* logits, u32 stride, float* weights, u32* chosen, u32 experts, u32 k, u32 normalise) {
     take_turn();
     extern __shared__ float row[];
     __shared__ float keys[256];
     __shared__ u32 places[256];
     __shared__ float shared[33];
     __shared__ float largest;
-    const float* x = logits + (u64)blockIdx.x * experts;
+    const float* x = logits + (u64)blockIdx.x * stride;
     float* w = weights + (u64)blockIdx.x * k;
     u32* e = chosen + (u64)blockIdx.x * k;
     for (u32 i = threadIdx.x; i < experts; i += blockDim.x) row[i] = x[i];
@@ -56,59 +56,24 @@ extern "C" __global__ void route_top_k(const float* logits, float* weights, u32*
 }
 
 #ifdef CHOICES
-// The same for up to 512 experts and 32 choices, one warp a token: constants EXPERTS, CHOICES and NORMALISE. Grid ceil(T / 4),
-// block 128.
-#define HELD ((EXPERTS + 31) / 32)
-extern "C" __global__ void __launch_bounds__(128) route_few(const float* logits, float* weights, u32* chosen, u32 tokens) {
+#include "routing.cuh"
+// The same for up to 512 experts and 32 choices, one warp a token. Grid ceil(T / 4), block 128.
+extern "C" __global__ void __launch_bounds__(128) route_few(const float* logits, u32 stride, float* weights, u32* chosen, u32 tokens) {
     take_turn();
     const u32 lane = threadIdx.x % 32, token = blockIdx.x * 4 + threadIdx.x / 32;
     if (token >= tokens) return;
-    float x[HELD], largest = -INFINITY, total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        const u32 e = 32 * i + lane;
-        const float value = e < EXPERTS ? logits[(u64)token * EXPERTS + e] : -INFINITY;
-        // NaN is chosen last.
-        x[i] = value == value ? value : -INFINITY;
-        largest = fmaxf(largest, x[i]);
-    }
-    largest = warp_max(largest);
-    if (!NORMALISE) {
-#pragma unroll
-        for (int i = 0; i < HELD; i++) total += expf(x[i] - largest);
-        total = warp_sum(total);
-    }
-    float mine = 0.0f;
-    u32 taken = 0, which = 0; // bit i of `taken`: x[i] is chosen; lane j keeps choice j
-    for (u32 j = 0; j < CHOICES; j++) {
-        float best = -INFINITY;
-        u32 at = EXPERTS;
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
-            const u32 e = 32 * i + lane;
-            if (!(taken >> i & 1) && e < EXPERTS && (at == EXPERTS || x[i] > best)) { best = x[i]; at = e; }
-        }
-#pragma unroll
-        for (int d = 16; d > 0; d >>= 1) {
-            const float other = __shfl_xor_sync(0xffffffffu, best, d);
-            const u32 place = __shfl_xor_sync(0xffffffffu, at, d);
-            if (place < EXPERTS && (at == EXPERTS || other > best || (other == best && place < at))) { best = other; at = place; }
-        }
-        if (at % 32 == lane) taken |= 1u << (at / 32);
-        const float weight = expf(best - largest);
-        if (NORMALISE) total += weight;
-        if (lane == j) { mine = weight; which = at; }
-    }
+    const Choice choice = choose_experts(logits + (u64)token * stride, CHOICES);
+    const float probability = probability_of(choice);
     if (lane < CHOICES) {
-        weights[(u64)token * CHOICES + lane] = mine / total;
-        chosen[(u64)token * CHOICES + lane] = which;
+        weights[(u64)token * CHOICES + lane] = probability;
+        chosen[(u64)token * CHOICES + lane] = choice.expert;
     }
 }
 #endif
 
 // y = sum_j w[j] experts[j] + sigmoid(gate) shared + residual; SHARED: 0 or 1.
 extern "C" __global__ void combine(
-    const float* experts, const float* weights, const float* shared, const float* gate, const float* residual, float* y,
+    const float* experts, const float* weights, const float* shared, const float* gate, u32 stride, const float* residual, float* y,
     u32 choices, u32 width, u32 with_shared
 ) {
     take_turn();
@@ -117,6 +82,6 @@ extern "C" __global__ void combine(
     if (i >= width) return;
     float sum = 0.0f;
     for (u32 j = 0; j < choices; ++j) sum = fmaf(weights[token * choices + j], experts[(token * choices + j) * width + i], sum);
-    if (with_shared) sum = fmaf(sigmoid(gate[token]), shared[token * width + i], sum);
+    if (with_shared) sum = fmaf(sigmoid(gate[token * stride]), shared[token * width + i], sum);
     y[token * width + i] = sum + residual[token * width + i];
 }

@@ -20,6 +20,7 @@
 //   SWIGLU=1   W is [gate; up], N = 2 F, F a multiple of 16; y[t, f] = silu(gate) up, [T, F]
 //   CONV=W     T = 1: columns CONV_FROM to CONV_FROM + CONV_C of y go on through causal_conv.cu's convolution of width W, one
 //              row of one sequence without a log: conv_y [CONV_C]. No other column and no value of y differs
+//   LATE=1     the next kernel starts once all before this one have ended
 //   GATHER=J'  grid.y = rows of y; row r is x[r / J'] W[experts[r]]^T; T = 1
 // Grid: ceil(row tiles / (ROW_WARPS * PASSES)), row tiles = ceil(N / 16) or F / 16. Block: 32 * SPLIT * ROW_WARPS.
 // Shared memory: see SHARED_BYTES below. Bytes moved: the weight's, once. Floor: these / (3.0 TB/s).
@@ -74,6 +75,9 @@
 #endif
 #ifndef BULK
 #define BULK 0
+#endif
+#ifndef LATE
+#define LATE 0
 #endif
 #ifndef STAGES
 #define STAGES 4
@@ -218,6 +222,7 @@ __device__ __forceinline__ void gate_slots(float (&v)[16], const Gate &g) {
 }
 #endif
 
+#ifndef PARTS_ONLY
 // Rows of x for FUSED=0: x [T, K] (with NORM=1 or GATE=2, norm; with GATE, gate) -> X_BYTES + X_SCALE_BYTES. Grid T, block PREPARE_THREADS.
 #define PREPARE_THREADS (K_TILES >= 256 ? 1024 : (K_TILES * 4 + 31) / 32 * 32)
 #define PREPARE_ITEMS ((K_TILES * 4 + PREPARE_THREADS - 1) / PREPARE_THREADS)
@@ -261,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const
     for (int i = 0; i < PREPARE_ITEMS; i++) prepare_tile(v[i], prepared, (float2 *)(prepared + X_BYTES), ITEM(i), row, t);
 #undef ITEM
 }
+#endif
 
 // ---- one unit: load, then multiply ----
 
@@ -500,6 +506,7 @@ __device__ __forceinline__ float sum_of(const Sums &acc, int h, int j, int e) {
 #endif
 }
 
+#ifndef PARTS_ONLY // mixture.cu has entries of its own
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if DENSE
 linear_rows(const bf16 *weight,
@@ -526,7 +533,7 @@ linear_rows(const u32 *codes, const u8 *pairs,
     // Told that it is the same for all lanes, the compiler keeps the addresses of fetches in uniform registers.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
     const int split = warp % SPLIT, row_warp = warp / SPLIT;
-    if (!LARGE) let_next_start();
+    if (!LARGE && !LATE) let_next_start();
     int tile = blockIdx.x * ROW_WARPS + row_warp;
     size_t expert = 0;
 #if FUSED
@@ -593,7 +600,7 @@ linear_rows(const u32 *codes, const u8 *pairs,
     wait_for_inputs();
 #endif
 
-    if (LARGE) let_next_start();
+    if (LARGE || LATE) let_next_start();
 
 #if FUSED
     u8 *x = free_memory;
@@ -744,3 +751,4 @@ linear_rows(const u32 *codes, const u8 *pairs,
         tile = following;
     }
 }
+#endif

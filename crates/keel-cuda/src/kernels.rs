@@ -14,6 +14,9 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("kv_coded.cuh", include_str!("../kernels/kv_coded.cuh")),
     ("paged.cuh", include_str!("../kernels/paged.cuh")),
     ("rope.cuh", include_str!("../kernels/rope.cuh")),
+    ("routing.cuh", include_str!("../kernels/routing.cuh")),
+    // Parts of it are those of mixtures, too.
+    ("quantized_matmul.cu", include_str!("../kernels/quantized_matmul.cu")),
     ("weight_blocks.cuh", include_str!("../kernels/weight_blocks.cuh")),
     ("weight_tiles.cuh", include_str!("../kernels/weight_tiles.cuh")),
 ];
@@ -55,6 +58,7 @@ sources! {
     ACTIVATION = "activation.cu",
     EXPERTS = "experts.cu",
     QUANTIZED_MATMUL = "quantized_matmul.cu",
+    MIXTURE = "mixture.cu",
     EXACT_MATMUL = "exact_matmul.cu",
     DEQUANTIZE = "dequantize.cu",
     LINEAR_TILED = "linear_tiled.cu",

@@ -111,6 +111,27 @@ fn keys() -> Vec<KernelKey> {
                 add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&prepared));
             }
         }
+        if affine {
+            let choice =
+                [("EXPERTS", "70"), ("CHOICES", "3"), ("MIN_BLOCKS", "2"), ("DIM_N", "96"), ("DIM_K", "384")];
+            for [normalise, early, always, added] in
+                [["1", "1", "1", "0"], ["0", "0", "0", "1"], ["0", "0", "0", "0"]]
+            {
+                let how = [
+                    ("NORMALISE", normalise),
+                    ("EARLY", early),
+                    ("ALWAYS", always),
+                    ("ADDED", added),
+                    ("LOGITS_ROW", "71"),
+                    ("SHARE_ROW", "71"),
+                ];
+                let with = |rest: &[(&'static str, &'static str)]| [&choice[..], &how, weight, rest].concat();
+                let gate_up = [("SWIGLU", "1"), ("SPLIT", "8"), ("UNIT", "2"), ("NORM", normalise)];
+                add(kernels::MIXTURE, &["chosen_gate_up"], &with(&gate_up));
+                let down = [("SWIGLU", "0"), ("SPLIT", "6"), ("UNIT", "2")];
+                add(kernels::MIXTURE, &["chosen_down"], &with(&down));
+            }
+        }
         let exact = &weight[..weight.len() - 1];
         let exact =
             [&[("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("GATHER", "2")], exact];

@@ -10,8 +10,12 @@ use std::sync::Arc;
 const K: usize = 256;
 
 fn weight(runtime: &Runtime, rows: usize, cols: usize) -> Weight {
+    stack(runtime, 1, rows, cols)
+}
+
+fn stack(runtime: &Runtime, experts: usize, rows: usize, cols: usize) -> Weight {
     let format = WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 };
-    let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
+    let spec = WeightSpec { experts, rows, cols, format, compute: Compute::Auto };
     Weight::allocate(runtime, spec).expect("a weight")
 }
 
@@ -42,6 +46,12 @@ fn norms_and_gates_disappear_into_products_of_few_rows() {
     assert_eq!((&names[..], arena_bytes), (&["swiglu".to_owned(), "linear".to_owned()][..], 4 * 512));
     assert_eq!(feed_forward(16).0, ["swiglu", "linear"]);
     assert_eq!(feed_forward(17).0, ["rms_norm", "linear", "swiglu", "linear"]);
+}
+
+/// A kernel with those that it has absorbed.
+fn described(kernel: &keel_array::Kernel) -> String {
+    let absorbed: Vec<&str> = kernel.absorbed.iter().map(|kernel| kernel.op.name()).collect();
+    format!("{} {absorbed:?}", kernel.op.name())
 }
 
 /// Names of the kernels of a layer with attention, each with those that it has absorbed.
@@ -75,11 +85,7 @@ fn layer(rows: usize, regime: Regime, deterministic: bool) -> Vec<String> {
         };
         let y = y().expect("shapes fit");
         let prepared = runtime.prepare(&[(&y, &place)]).expect("a program");
-        let name = |kernel: &keel_array::Kernel| {
-            let absorbed: Vec<&str> = kernel.absorbed.iter().map(|kernel| kernel.op.name()).collect();
-            format!("{} {absorbed:?}", kernel.op.name())
-        };
-        prepared.program().kernels().iter().map(name).collect()
+        prepared.program().kernels().iter().map(described).collect()
     })
 }
 
@@ -97,6 +103,55 @@ fn in_the_deterministic_mode_the_kernels_of_a_regime_are_always_the_same() {
         layer(16, Regime::Decode, false),
         "the fast mode counts rows"
     );
+}
+
+/// Kernels of a mixture, each with those that it has absorbed, and bytes of the arena.
+fn mixture(rows: usize, shared: usize) -> (Vec<String>, usize) {
+    const EXPERTS: usize = 70;
+    const F: usize = 128;
+    let planning = CudaBackend::planning(&CudaOptions::default());
+    let runtime = Runtime::new(Arc::new(planning), RuntimeOptions::default());
+    let array = |shape: &[usize]| {
+        Array::persistent(&runtime, Category::Activations, shape, DType::F32).expect("memory")
+    };
+    let router = weight(&runtime, EXPERTS + 1, K);
+    let (gate_up, down) = (stack(&runtime, EXPERTS, 2 * F, K), stack(&runtime, EXPERTS, K, F));
+    let (always_up, always_down) = (weight(&runtime, 2 * shared, K), weight(&runtime, K, shared));
+    let (x, scale, place) = (array(&[rows, K]), array(&[K]), array(&[rows, K]));
+    runtime.trace(|| {
+        let y = || {
+            let normed = x.rms_norm(&scale, 1e-6)?;
+            let routed = normed.linear(&router)?;
+            let (weights, chosen) = routed.slice_axis(-1, 0, EXPERTS)?.route_top_k(3, true)?;
+            let outputs = normed.gather_linear(&gate_up, &chosen)?.swiglu()?.gather_linear(&down, &chosen)?;
+            let always = normed.linear(&always_up)?.swiglu()?.linear(&always_down)?;
+            let gate = routed.slice_axis(-1, EXPERTS, EXPERTS + 1)?;
+            outputs.combine_experts(&weights, &x, Some((&always, &gate)))
+        };
+        let y = y().expect("shapes fit");
+        let prepared = runtime.prepare(&[(&y, &place)]).expect("a program");
+        let program = prepared.program();
+        (program.kernels().iter().map(described).collect(), program.arena_bytes())
+    })
+}
+
+#[test]
+fn a_mixture_of_few_rows_ends_with_its_products() {
+    let enters = ["linear [\"rms_norm\"]", "route_top_k []", "swiglu [\"gather_linear\"]"];
+    let (names, arena_bytes) = mixture(1, 128);
+    let ends = ["swiglu [\"linear\"]", "combine_experts [\"gather_linear\", \"linear\"]"];
+    assert_eq!(names, [&enters[..], &ends].concat());
+    // Logits, choices, and what the products read that are added up: none of what these give.
+    assert!(arena_bytes < 4 * (71 + 2 * 3 + 4 * 128) + 5 * 256, "{arena_bytes}");
+    // A shared expert of another width is a product of its own.
+    let ends = ["swiglu [\"linear\"]", "linear []", "combine_experts [\"gather_linear\"]"];
+    assert_eq!(mixture(1, 192).0, [&enters[..], &ends].concat());
+    // Of several rows, logits and gates stand side by side.
+    let several = mixture(2, 128).0;
+    assert_eq!(several[1], "route_top_k [\"copy\"]");
+    assert_eq!(several[4..], ["combine_experts [\"gather_linear\", \"linear\", \"copy\"]"]);
+    // Many rows are sorted by expert.
+    assert!(mixture(200, 128).0.ends_with(&["combine_experts [\"copy\"]".to_owned()]));
 }
 
 /// The device maps no less at a time, so this is what an arena of a few bytes takes there.

@@ -24,6 +24,8 @@ enum Subject {
     Dense,
     /// With experts, weights of 4 bits and larger heads.
     Experts,
+    /// With more of them, so that the router is a product of tensor cores, and a shared expert as wide as the others.
+    AlikeExperts,
     /// With windows, whose pages come round within a step.
     Windows,
 }
@@ -65,7 +67,7 @@ impl Subject {
         let format = match self {
             Subject::BuiltIn | Subject::Exact => return common::engine(&demo(), &self.runtime(), options),
             Subject::Dense => WeightFormat::Dense(DType::BF16),
-            Subject::Experts | Subject::Windows => {
+            Subject::Experts | Subject::AlikeExperts | Subject::Windows => {
                 WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 }
             }
         };
@@ -82,7 +84,8 @@ impl Subject {
                 }
             });
         }
-        if self == Subject::Experts {
+        if matches!(self, Subject::Experts | Subject::AlikeExperts) {
+            let (experts, shared_width) = if self == Subject::Experts { (16, 128) } else { (72, 192) };
             let text = config["text_config"].as_object_mut().expect("a map");
             for (name, value) in [
                 ("model_type", json!("qwen3_5_moe_text")),
@@ -94,10 +97,10 @@ impl Subject {
                 ("full_attention_interval", json!(2)),
                 ("head_dim", json!(128)),
                 ("linear_value_head_dim", json!(128)),
-                ("num_experts", json!(16)),
+                ("num_experts", json!(experts)),
                 ("num_experts_per_tok", json!(3)),
                 ("moe_intermediate_size", json!(192)),
-                ("shared_expert_intermediate_size", json!(128)),
+                ("shared_expert_intermediate_size", json!(shared_width)),
                 ("mlp_only_layers", json!([])),
             ] {
                 text.insert(name.into(), value);
@@ -269,6 +272,7 @@ laws! {
     Exact as exact: prefill_steps, batches, speculation, what_was_kept;
     Dense as dense: prefill_steps, batches, speculation, what_was_kept;
     Experts as experts: prefill_steps, batches, speculation, what_was_kept;
+    AlikeExperts as alike_experts: batches, speculation;
     // It has no head that drafts, and no states to be kept.
     Windows as windows: prefill_steps, batches;
 }

@@ -389,20 +389,10 @@ impl Session {
             written: &written,
             unsettled: &unsettled,
         };
-        let mut calls = launch.kernels().iter().enumerate().map(bind).peekable();
-        while let Some(call) = calls.next() {
-            let with_next = match calls.peek() {
-                Some(next) => dispatch::run_both(&call, next)?,
-                None => false,
-            };
-            if with_next {
-                if let Some(next) = calls.next() {
-                    next.note_written();
-                }
-            } else {
-                dispatch::run(&call)?;
-            }
-            call.note_written();
+        let calls: Vec<Call<'_>> = launch.kernels().iter().enumerate().map(bind).collect();
+        let mut rest = &calls[..];
+        while !rest.is_empty() {
+            rest = &rest[dispatch::run_some(rest)?..];
         }
         Ok(())
     }

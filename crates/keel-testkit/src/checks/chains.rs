@@ -4,17 +4,21 @@ use super::sequence::batch;
 use super::share::is_mine;
 use super::{Check, download, expect_within, upload};
 use crate::cases::quantized_matmul::weights;
-use crate::checks::linear::{affine_weight, dense_weight};
+use crate::checks::linear::{affine_weight, block_weight, dense_weight};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;
-use keel_array::{Array, AttentionSpec, Compute, DType, KvPool, Regime, Result, RopeSpec, Runtime, Weight};
+use keel_array::{
+    Array, AttentionSpec, BlockFormat, Compute, DType, KvPool, Regime, Result, RopeSpec, Runtime, Weight,
+};
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "linear", run: norm_then_product },
     Check { op: "linear", run: heads_then_product },
     Check { op: "swiglu", run: product_then_gate },
     Check { op: "gather_linear", run: norm_then_experts },
+    Check { op: "combine_experts", run: whole_mixture },
+    Check { op: "combine_experts", run: given_experts },
     Check { op: "paged_attention", run: rotation_then_attention },
 ];
 
@@ -153,6 +157,120 @@ fn norm_then_experts(runtime: &Runtime) {
                 // The norm has two readers.
                 outer.mul(&normed.linear(&router)?.slice_axis(-1, 0, 1)?.reshape([rows, 1, 1])?)
             });
+        }
+    }
+}
+
+/// Numbers of a mixture: experts, choices of a token, columns of x, width of an expert, and of the shared one (0: none).
+type MixtureSizes = (usize, usize, usize, usize, usize);
+
+/// Its weights, by coding: router, gate and up, down, and the latter two of the shared expert.
+struct MixtureWeights {
+    router: Weight,
+    gate_up: Weight,
+    down: Weight,
+    shared: Option<(Weight, Weight)>,
+}
+
+impl MixtureWeights {
+    fn new(
+        runtime: &Runtime,
+        (experts, _, k, f, shared): MixtureSizes,
+        mut stack: impl FnMut(usize, usize, usize) -> Weight,
+        random: &mut Random,
+    ) -> MixtureWeights {
+        let router = affine_weight(runtime, &[weights(random, experts + 1, k, 8, 32)], 8, Compute::Auto);
+        let (gate_up, down) = (stack(experts, 2 * f, k), stack(experts, k, f));
+        let shared = (shared > 0).then(|| (stack(1, 2 * shared, k), stack(1, k, shared)));
+        MixtureWeights { router, gate_up, down, shared }
+    }
+}
+
+fn whole_mixture(runtime: &Runtime) {
+    let mut random = Random::new(95);
+    let sizes: [MixtureSizes; 5] = [
+        (129, 3, 320, 96, 96),   // units of columns that end within one
+        (70, 8, 64, 1792, 1792), // more units of all products than warps hold
+        (40, 4, 256, 128, 256),  // another width of the shared expert
+        (300, 5, 192, 64, 0),
+        (66, 2, 512, 256, 256),
+    ];
+    for (sizes, coding) in
+        sizes.into_iter().zip([Some((4, 32)), Some((4, 64)), Some((8, 128)), Some((3, 64)), None])
+    {
+        let mut other = Random::new(96);
+        let stack = |experts: usize, rows: usize, cols: usize| match coding {
+            Some((bits, group)) => {
+                let stack: Vec<_> =
+                    (0..experts).map(|_| weights(&mut other, rows, cols, bits, group)).collect();
+                affine_weight(runtime, &stack, bits, Compute::Auto)
+            }
+            None => {
+                let blocks = cols / BlockFormat::Q6K.values();
+                block_weight(runtime, &mut other, BlockFormat::Q6K, (experts, rows, blocks), Compute::Auto).0
+            }
+        };
+        let w = MixtureWeights::new(runtime, sizes, stack, &mut random);
+        let (experts, choices, k, ..) = sizes;
+        let norm = draw(runtime, &mut random, &[k]);
+        for rows in ROWS.into_iter().filter(|rows| is_mine(&("mixture", sizes, rows))) {
+            let (x, other) = (draw(runtime, &mut random, &[rows, k]), draw(runtime, &mut random, &[rows, k]));
+            for (normed, normalise) in [(false, true), (true, false)] {
+                let what =
+                    format!("{rows} rows through a mixture of {sizes:?}, {coding:?}, normed: {normed}");
+                expect_same(&what, &|step| {
+                    let x = step(x.add(&other)?);
+                    let enter = || if normed { x.rms_norm(&norm, EPS) } else { Ok(x.clone()) };
+                    // Rounded in the same kernel either way: nearly equal logits have the same order in both.
+                    let routed = step(enter()?.linear(&w.router)?);
+                    let logits = routed.slice_axis(-1, 0, experts)?;
+                    let (probabilities, chosen) = logits.route_top_k(choices, normalise)?;
+                    let entered = step(enter()?);
+                    let inner = step(step(entered.gather_linear(&w.gate_up, &chosen)?).swiglu()?);
+                    let outputs = step(inner.gather_linear(&w.down, &chosen)?);
+                    let Some((gate_up, down)) = &w.shared else {
+                        return outputs.combine_experts(&probabilities, &x, None);
+                    };
+                    let inner = step(step(entered.linear(gate_up)?).swiglu()?);
+                    let always = step(inner.linear(down)?);
+                    let gate = routed.slice_axis(-1, experts, experts + 1)?;
+                    outputs.combine_experts(&probabilities, &x, Some((&always, &gate)))
+                });
+            }
+        }
+    }
+}
+
+/// A combination of products by experts that no router has chosen.
+fn given_experts(runtime: &Runtime) {
+    const EXPERTS: usize = 5;
+    const CHOICES: usize = 3;
+    let mut random = Random::new(97);
+    for (n, f) in [(80, 128), (65, 64)] {
+        let stack: Vec<_> = (0..EXPERTS).map(|_| weights(&mut random, n, f, 4, 64)).collect();
+        let down = affine_weight(runtime, &stack, 4, Compute::Auto);
+        for rows in ROWS.into_iter().filter(|rows| is_mine(&("given", n, rows))) {
+            let mut draw = |shape: &[usize]| draw(runtime, &mut random, shape);
+            let (inner, probabilities) = (draw(&[rows, CHOICES, f]), draw(&[rows, CHOICES]));
+            let (residual, always, gate) = (draw(&[rows, n]), draw(&[rows, n]), draw(&[rows, 1]));
+            let chosen = Tensor::integers(&mut random, &[rows, CHOICES], 0, EXPERTS as i64);
+            let combined = |step: &Step<'_>, chosen: &Array| {
+                let inner = step(inner.add(&inner)?);
+                let outputs = step(inner.gather_linear(&down, chosen)?);
+                outputs.combine_experts(&probabilities, &residual, Some((&always, &gate)))
+            };
+            for dtype in [DType::U32, DType::I32] {
+                let chosen = upload(runtime, &chosen, dtype);
+                expect_same(&format!("{rows} rows of {CHOICES} experts by {dtype}"), &|step| {
+                    combined(step, &chosen)
+                });
+            }
+            let wrong = upload(runtime, &chosen.map(|e| if e == 0.0 { 9.0 } else { e }), DType::U32);
+            if chosen.values.contains(&0.0) {
+                let error =
+                    combined(&|x| x, &wrong).expect("extents fit").eval().expect_err("no such expert");
+                assert!(error.to_string().contains("expert 9 of a stack of 5"), "{error}");
+            }
         }
     }
 }

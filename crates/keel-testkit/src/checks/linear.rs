@@ -155,7 +155,7 @@ fn affine(runtime: &Runtime) {
 }
 
 /// A weight of random blocks with scales near 0.1, its decoded values, and its columns.
-fn block_weight(
+pub(super) fn block_weight(
     runtime: &Runtime,
     random: &mut Random,
     format: BlockFormat,

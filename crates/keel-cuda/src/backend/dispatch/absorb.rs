@@ -5,10 +5,12 @@
 //! | product of few rows | a norm, the gated norm of heads, a gate in front of it |
 //! | product of many rows | the same or SwiGLU, on the way to 16 bits |
 //! | SwiGLU | a product of few rows |
+//! | combination of experts | the down projections of few rows, of the chosen and of the shared expert |
+//! | choice of experts, combination | a copy of logits, or of a gate, out of strides |
 //! | rotation, gate | a copy of heads out of strides |
 //! | attention in decode | the rotations of queries and keys |
 
-use super::linear;
+use super::linear::{self, mixture};
 use crate::backend::Mode;
 use crate::backend::operand::head_strides;
 use keel_array::{DType, Kernel, Layout, Op, Regime, Slot, WeightSpec};
@@ -47,6 +49,17 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             }
             _ => false,
         },
+        (Op::CombineExperts { .. }, 0) => match &producer.op {
+            Op::GatherLinear { weight } => mixture::takes_down(reader, weight, producer, mode),
+            _ => false,
+        },
+        (Op::CombineExperts { shared: true }, 2) => match &producer.op {
+            Op::Linear { weight, residual: false } => {
+                mixture::takes_shared_down(reader, weight, producer, mode)
+            }
+            _ => false,
+        },
+        (Op::RouteTopK { .. }, 0) | (Op::CombineExperts { shared: true }, 3) => copies_rows(producer),
         (Op::Rope(_) | Op::NormRope { .. }, 0) | (Op::SigmoidGate, 0 | 1) => copies_heads(producer),
         // Keys are coded by groups, which lanes that turn a head do not see.
         (Op::PagedAttention(_), 1) if reader.inputs[3].dtype == DType::U8 => false,
@@ -108,6 +121,11 @@ fn enters_as_half(weight: &WeightSpec, producer: &Kernel) -> bool {
         _ => false,
     };
     aligned && fits && producer.outputs[0].layout.shape.last() == Some(&weight.cols)
+}
+
+fn copies_rows(producer: &Kernel) -> bool {
+    let from = &producer.inputs[0].layout;
+    matches!(producer.op, Op::Copy) && from.shape.rank() == 2 && from.row_stride(1).is_some()
 }
 
 fn copies_heads(producer: &Kernel) -> bool {

@@ -13,6 +13,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         Op::Linear { weight, residual } => linear::linear(weight, residual.then(|| &call.inputs[2]), call),
         Op::GatherLinear { weight } => linear::gather(weight, call),
         Op::RouteTopK { k, normalise } => route_top_k(*k, *normalise, call),
+        Op::CombineExperts { .. } if call.maker(0).is_some() => linear::mixture::combine(call, None),
         Op::CombineExperts { shared } => combine_experts(*shared, call),
         op => unreachable!("{} is no matrix product", op.name()),
     }
@@ -41,7 +42,7 @@ fn matmul(call: &Call<'_>) -> Result<(), ArrayError> {
 }
 
 fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayError> {
-    let x = &call.inputs[0];
+    let x = &call.strided(0);
     let experts = x.width();
     if experts <= 512 && k <= 32 {
         let key = KernelKey::new(EXPERTS, "route_few")
@@ -50,6 +51,7 @@ fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayEr
             .define("NORMALISE", u8::from(normalise));
         let arguments = Arguments::default()
             .pointer(x.address)
+            .u32(x.row_stride(1))
             .pointer(call.outputs[0].address)
             .pointer(call.outputs[1].address)
             .u32(x.rows());
@@ -57,6 +59,7 @@ fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayEr
     }
     let arguments = Arguments::default()
         .pointer(x.address)
+        .u32(x.row_stride(1))
         .pointer(call.outputs[0].address)
         .pointer(call.outputs[1].address)
         .u32(experts)
@@ -70,12 +73,13 @@ fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayEr
 fn combine_experts(shared: bool, call: &Call<'_>) -> Result<(), ArrayError> {
     let (x, y) = (&call.inputs[0], &call.outputs[0]);
     let residual = &call.inputs[call.inputs.len() - 1];
-    let always = |i: usize| if shared { call.inputs[i].address } else { 0 };
+    let (always, gate) = if shared { (call.inputs[2].address, Some(call.strided(3))) } else { (0, None) };
     let arguments = Arguments::default()
         .pointer(x.address)
         .pointer(call.inputs[1].address)
-        .pointer(always(2))
-        .pointer(always(3))
+        .pointer(always)
+        .pointer(gate.map_or(0, |gate| gate.address))
+        .u32(gate.map_or(0, |gate| gate.row_stride(1)))
         .pointer(residual.address)
         .pointer(y.address)
         .u32(call.inputs[1].width())

@@ -22,7 +22,7 @@ pub(super) use absorb::absorbs;
 use keel_array::{ArrayError, Kernel, Op};
 
 /// Puts a kernel's launches on the stream.
-pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
+fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     if call.outputs.iter().all(|y| y.len() == 0) {
         return Ok(());
     }
@@ -58,10 +58,19 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     }
 }
 
-/// Puts the launches of two kernels that follow each other on the stream as one, if they fit each other. False if not; then
-/// nothing has been done.
-pub(super) fn run_both(call: &Call<'_>, next: &Call<'_>) -> Result<bool, ArrayError> {
-    sequence::run_behind_product(call, next)
+/// Puts the launches of the first kernel on the stream, and of those behind it that share a launch with it or with each other.
+/// Returns how many kernels that were, and has noted what they write.
+pub(super) fn run_some(calls: &[Call<'_>]) -> Result<usize, ArrayError> {
+    let several = linear::mixture::run(calls)?;
+    if several > 0 {
+        return Ok(several);
+    }
+    let done = match calls {
+        [call, next, ..] if sequence::run_behind_product(call, next)? => 2,
+        _ => run(&calls[0]).map(|()| 1)?,
+    };
+    calls[..done].iter().for_each(Call::note_written);
+    Ok(done)
 }
 
 /// Scratch of a kernel.
@@ -84,7 +93,9 @@ pub(super) fn describe_fault(kernel: &Kernel, what: u32, number: u32, bound: u32
         (Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_), _) => {
             batch::describe_fault(what, number, bound)
         }
-        (Op::GatherLinear { .. }, _) => format!("expert {number} of a stack of {bound}"),
+        (Op::GatherLinear { .. } | Op::CombineExperts { .. }, _) => {
+            format!("expert {number} of a stack of {bound}")
+        }
         (Op::RotatePairs, _) => format!("a pair names column {number} of {bound}"),
         // An index that is negative as an i32 is out of every range.
         _ if number > i32::MAX as u32 => {

@@ -178,8 +178,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     let arguments =
         arguments.pointer(records).pointer(accepted).pointer(call.counters).u32(keep_open).pointer(y);
     let early = [state, row_start, slot].iter().all(|operand| call.is_untouched(operand));
-    let key = constants(KernelKey::new(GATED_DELTA, "gated_delta"))
-        .define("EARLY", u8::from(early));
+    let key = constants(KernelKey::new(GATED_DELTA, "gated_delta")).define("EARLY", u8::from(early));
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), slot.len(), 1);
     call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, arguments)?;
     call.settle();

@@ -30,7 +30,7 @@ pub(super) fn few_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
 
 /// What x goes through on its way in.
 #[derive(Clone, Copy)]
-enum Entry<'a> {
+pub(super) enum Entry<'a> {
     Plain,
     /// The norm of each row: weight, eps.
     Norm(Bound<'a>, f32),
@@ -52,14 +52,16 @@ pub(in crate::backend::dispatch) struct Convolution<'a> {
 /// A product of few rows, with what comes before and behind it.
 pub(super) struct FewRows<'a> {
     weight: &'a WeightSpec,
-    packed: Bound<'a>,
-    x: Bound<'a>,
-    entry: Entry<'a>,
+    pub packed: Bound<'a>,
+    pub x: Bound<'a>,
+    pub entry: Entry<'a>,
     /// Chosen experts, and how many there are for each row of x.
     experts: Option<(Bound<'a>, usize)>,
     /// The result is `silu(first half) * second half`.
     gated: bool,
     behind: Option<Convolution<'a>>,
+    /// The next kernel starts once all before this one have ended.
+    late: bool,
 }
 
 impl<'a> FewRows<'a> {
@@ -82,7 +84,7 @@ impl<'a> FewRows<'a> {
             _ => None,
         };
         let packed = product.inputs[1];
-        FewRows { weight, packed, x, entry: Entry::Plain, experts, gated: false, behind: None }
+        FewRows { weight, packed, x, entry: Entry::Plain, experts, gated: false, behind: None, late: false }
     }
 
     /// The same with SwiGLU behind it.
@@ -95,7 +97,12 @@ impl<'a> FewRows<'a> {
         FewRows { behind: Some(behind), ..self }
     }
 
-    fn rows(&self) -> usize {
+    /// The same, where the next kernel is not to start before all before this one have ended.
+    pub fn late(self) -> FewRows<'a> {
+        FewRows { late: true, ..self }
+    }
+
+    pub fn rows(&self) -> usize {
         self.x.len() / self.weight.cols
     }
 
@@ -113,6 +120,7 @@ impl<'a> FewRows<'a> {
             .define("STAGES", tuning.stages.max(1))
             .define("FUSED", u8::from(fused))
             .define("SWIGLU", u8::from(self.gated))
+            .define("LATE", u8::from(self.late))
             .define("GATHER", self.experts.map_or(0, |(_, fanout)| fanout));
         let key = match &self.behind {
             None => key,
@@ -153,9 +161,22 @@ impl<'a> FewRows<'a> {
         }
     }
 
-    /// Operands are read 16 bytes at a time.
+    /// The rows, and what they are multiplied by.
+    pub fn operands(&self) -> impl Iterator<Item = Bound<'a>> {
+        self.factors().into_iter().flatten().chain([self.x])
+    }
+
+    /// The first factor that does not begin at a multiple of 16 bytes, which are read at a time.
+    fn misaligned(&self) -> Option<Bound<'a>> {
+        self.factors().into_iter().flatten().find(|operand| !operand.address.is_multiple_of(16))
+    }
+
+    pub fn is_aligned(&self) -> bool {
+        self.misaligned().is_none()
+    }
+
     fn check_aligned(&self, call: &Call<'_>) -> Result<(), ArrayError> {
-        match self.factors().into_iter().flatten().find(|operand| !operand.address.is_multiple_of(16)) {
+        match self.misaligned() {
             None => Ok(()),
             Some(odd) => {
                 let shape = &odd.layout.shape;
@@ -164,6 +185,21 @@ impl<'a> FewRows<'a> {
                 )))
             }
         }
+    }
+
+    /// Whether another product multiplies the same rows.
+    pub fn has_rows_of(&self, other: &FewRows<'_>) -> bool {
+        let enter_alike = match (self.entry, other.entry) {
+            (Entry::Plain, Entry::Plain) => true,
+            (Entry::Norm(a, a_eps), Entry::Norm(b, b_eps)) => {
+                a.address == b.address && a_eps.to_bits() == b_eps.to_bits()
+            }
+            _ => false,
+        };
+        enter_alike
+            && self.x.address == other.x.address
+            && self.x.len() == other.x.len()
+            && self.weight.cols == other.weight.cols
     }
 
     /// Puts the product on the stream, [`FEW_ROWS`] at a time.
@@ -231,7 +267,7 @@ impl<'a> FewRows<'a> {
             shared_bytes: self.shared_bytes(&tuning, rows, fused),
         };
         call.launch(&key, geometry, arguments)?;
-        if tiles > LARGE {
+        if self.late || tiles > LARGE {
             call.settle();
         }
         Ok(())

@@ -19,6 +19,7 @@ mod choice;
 mod exact;
 mod few_rows;
 mod gather;
+pub(super) mod mixture;
 mod tiled;
 mod tuning;
 

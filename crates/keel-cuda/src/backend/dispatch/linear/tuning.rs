@@ -37,16 +37,20 @@ impl Tuning {
             let passes = if gathers { 1 } else { passes(weight, rows) };
             return Tuning { split: divisor(tiles.div_ceil(unit), 5, 8), unit, passes, ..plain };
         };
-        if gathers {
+        if gathers && !gated {
             let split = divisor(tiles.div_ceil(2), 4, 4);
             // Short columns leave a block of one row tile too few warps.
-            let row_warps = if gated || tiles > 16 { 1 } else { 4 };
+            let row_warps = if tiles > 16 { 1 } else { 4 };
             let stages = if row_warps > 1 { 4 } else { 0 };
             return Tuning { split, unit: 2, row_warps, stages, ..plain };
         }
         if gated {
             let (split, stages) = if tiles < 64 { (10, 2) } else { (8, 3) };
             let split = divisor(tiles.div_ceil(2), 5, split);
+            if gathers {
+                // As without experts: a shared expert is run beside those that are chosen, or by itself.
+                return Tuning { split, unit: 2, ..plain };
+            }
             let passes = if rows == 1 && row_tiles(weight) > LARGE { 2 } else { 1 };
             return Tuning { split, unit: 2, passes, stages, ..plain };
         }
@@ -125,6 +129,16 @@ mod tests {
                     assert!((2..=16).all(|t| (of(t).split, of(t).unit) == (of(1).split, of(1).unit)));
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_shared_expert_is_summed_as_the_chosen_ones() {
+        for (bits, cols) in [(4, 2048), (4, 3072), (8, 4096), (3, 320)] {
+            let format = WeightFormat::Affine { bits, group_size: 64, scale_dtype: DType::BF16 };
+            let spec = WeightSpec { experts: 256, rows: 1024, cols, format, compute: Compute::Auto };
+            let [alone, chosen] = [false, true].map(|gathers| Tuning::of(&spec, 1, true, gathers));
+            assert_eq!((alone.split, alone.unit), (chosen.split, chosen.unit));
         }
     }
 

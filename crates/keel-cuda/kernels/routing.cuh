@@ -1,0 +1,58 @@
+// The experts of a token: of E = EXPERTS logits the CHOICES largest, the lower index among equals, NaN last, with their softmax
+// probabilities, divided by their sum if NORMALISE. One warp a token, E <= 512, CHOICES <= 32; whoever routes finds the same bits.
+#pragma once
+#include "common.cuh"
+
+#define LOGITS_HELD ((EXPERTS + 31) / 32) // by a lane: those of experts 32 i + lane
+
+// Larger for a larger float, above 0; -0 as +0 and NaN as the least.
+__device__ __forceinline__ u32 rank_of(float x) {
+    const u32 bits = __float_as_uint(x == x ? x + 0.0f : -INFINITY);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float ranked(u32 rank) { return __uint_as_float(rank >> 31 ? rank & 0x7fffffffu : ~rank); }
+
+// What a lane has found: lane j choice j.
+struct Choice {
+    float x[LOGITS_HELD];
+    u32 expert, rank, first; // `first`: the rank of choice 0
+};
+// The first `count` choices. All lanes call it.
+__device__ __forceinline__ Choice choose_experts(const float *logits, u32 count) {
+    const u32 lane = threadIdx.x % 32;
+    Choice c = {};
+    u32 ranks[LOGITS_HELD];
+#pragma unroll
+    for (int i = 0; i < LOGITS_HELD; i++) c.x[i] = 32 * i + lane < EXPERTS ? logits[32 * i + lane] : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < LOGITS_HELD; i++) ranks[i] = 32 * i + lane < EXPERTS ? rank_of(c.x[i]) : 0;
+#pragma unroll 1
+    for (u32 j = 0; j < count; j++) {
+        u32 top = 0, at = 0xffffffffu;
+#pragma unroll
+        for (int i = 0; i < LOGITS_HELD; i++) top = max(top, ranks[i]);
+        top = __reduce_max_sync(~0u, top);
+#pragma unroll
+        for (int i = 0; i < LOGITS_HELD; i++) at = min(at, ranks[i] == top ? 32 * i + lane : 0xffffffffu);
+        at = __reduce_min_sync(~0u, at);
+#pragma unroll
+        for (int i = 0; i < LOGITS_HELD; i++)
+            if (at == 32 * i + lane) ranks[i] = 0;
+        if (j == 0) c.first = top;
+        if (j == lane) c.rank = top, c.expert = at;
+    }
+    return c;
+}
+// Lane j returns the probability of choice j, once all have been found. All lanes call it.
+__device__ __forceinline__ float probability_of(const Choice &c) {
+    const float largest = ranked(c.first), weight = expf(ranked(c.rank) - largest);
+    float total = 0.0f;
+    if (NORMALISE) {
+        for (int j = 0; j < CHOICES; j++) total += __shfl_sync(~0u, weight, j);
+    } else {
+#pragma unroll
+        for (int i = 0; i < LOGITS_HELD; i++) total += expf((c.x[i] == c.x[i] ? c.x[i] : -INFINITY) - largest);
+        total = warp_sum(total);
+    }
+    return weight / total;
+}
