@@ -21,8 +21,10 @@ extern "C" __global__ void check_batch(
     u32 window, u32 run, u32 grid, u32 records, u32 keep_open, Fault* fault, u32 kernel
 ) {
     wait_for_inputs();
-    __shared__ u32 what, number, bound;
-    if (threadIdx.x == 0) what = 0;
+    // Of those that find something wrong the first thread reports, so that its numbers belong together.
+    __shared__ u32 reporter;
+    u32 what = 0, number = 0, bound = 0;
+    if (threadIdx.x == 0) reporter = ~0u;
     __syncthreads();
     for (u32 b = threadIdx.x; b < sequences; b += blockDim.x) {
         const u32 first = row_start[b], end = row_start[b + 1];
@@ -53,9 +55,10 @@ extern "C" __global__ void check_batch(
                     if (table[(u64)b * table_width + i] == table[(u64)b * table_width + j]) { what = PAGE_TWICE; number = (u32)(end_of_run - at); bound = window; }
         }
     }
+    if (what != 0) atomicMin(&reporter, threadIdx.x);
     __syncthreads();
-    if (what == 0) return;
-    if (threadIdx.x == 0) report(fault, kernel, what, number, bound);
+    if (reporter == ~0u) return;
+    if (threadIdx.x == reporter) report(fault, kernel, what, number, bound);
     for (u32 b = threadIdx.x; b <= sequences; b += blockDim.x) row_start[b] = 0;
     for (u32 b = threadIdx.x; b < sequences; b += blockDim.x) {
         if (slot) slot[b] = 0;
