@@ -9,9 +9,13 @@ use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// Checks that run side by side.
 const THREADS_MAX: usize = 12;
+
+/// A check that takes longer is named.
+const SLOW: Duration = Duration::from_secs(10);
 
 #[test]
 fn every_operation_agrees_with_its_oracle() {
@@ -54,6 +58,11 @@ fn every_operation_agrees_with_its_oracle() {
 /// What a check says against a runtime of its own; `None` if it passes.
 fn complaint(check: &Check, backend: &Arc<CudaBackend>) -> Option<String> {
     let runtime = Runtime::new(Arc::clone(backend) as Arc<dyn Backend>, RuntimeOptions::default());
-    let panic = catch_unwind(AssertUnwindSafe(|| (check.run)(&runtime))).err()?;
+    let start = Instant::now();
+    let panic = catch_unwind(AssertUnwindSafe(|| (check.run)(&runtime))).err();
+    if start.elapsed() > SLOW {
+        eprintln!("{}: {:.0} s", check.op, start.elapsed().as_secs_f64());
+    }
+    let panic = panic?;
     Some(panic.downcast_ref::<String>().cloned().unwrap_or_default())
 }

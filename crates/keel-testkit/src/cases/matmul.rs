@@ -1,4 +1,4 @@
-//! Sizes of matrix products: around tiles of 16 and 32 columns, blocks of 8 rows and chunks of 256 inputs.
+//! Sizes of matrix products: around tiles of 16 and 32 columns, blocks of 8 rows (of W, too) and chunks of 256 inputs.
 
 /// `(T, N, K)` of `x [T, K]` times `w [N, K]` transposed.
 pub const SHAPES: &[(usize, usize, usize)] = &[
@@ -10,6 +10,7 @@ pub const SHAPES: &[(usize, usize, usize)] = &[
     (9, 63, 64),
     (16, 33, 128),
     (17, 65, 129),
+    (33, 67, 72),
     (64, 127, 31),
     (65, 129, 257),
     (130, 64, 15),

@@ -31,7 +31,8 @@ pub struct Check {
 }
 
 /// Checks of so many cases that they can be shared out one by one.
-const BY_CASE: &[&[Check]] = &[linear::BY_CASE, sequence::BY_CASE, chains::CHECKS];
+const BY_CASE: &[&[Check]] =
+    &[linear::BY_CASE, sequence::BY_CASE, chains::CHECKS, reduce::BY_CASE, sample::BY_CASE];
 
 /// One check or more for every operation. With `KEEL_TEST_SHARD=i/n` it is the i-th of n shares of them, counted from 0: every
 /// case of every check belongs to one of the n processes.
