@@ -52,7 +52,8 @@ impl Tuning {
                 return Tuning { split, unit: 2, ..plain };
             }
             let passes = if rows == 1 && row_tiles(weight) > LARGE { 2 } else { 1 };
-            return Tuning { split, unit: 2, passes, stages, ..plain };
+            // The compiler then finds a way with fewer registers, which the next kernel's blocks wait for.
+            return Tuning { split, unit: 2, passes, stages, blocks_min: 2, ..plain };
         }
         if weight.cols > 8192 && weight.rows < 5000 {
             let split = divisor(tiles.div_ceil(2), 12, 18);
