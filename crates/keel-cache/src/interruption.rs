@@ -7,7 +7,7 @@
 
 use keel_array::FailedRun;
 
-use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache, SequenceMark};
+use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache};
 
 /// How far a failed step came with the state of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,22 +67,21 @@ impl ModelCache {
         }
     }
 
-    /// Goes back to where a sequence was before the last of its steps, which have run and are not wanted. What they have
-    /// left behind the position is written again. Windows and states can only go back where the rows are all still open;
-    /// otherwise the sequence answers [`CacheError::AheadState`] until it is rewound.
-    pub fn take_back_to(&mut self, sequence: &mut SequenceCache, mark: SequenceMark) {
-        let rows = sequence.cached_len - mark.cached_len;
-        let is_kept = sequence.accepted == rows || !self.spec().is_recurrent();
-        let is_whole = is_kept && self.window_is_whole(sequence, mark.cached_len);
-        self.shorten(sequence, SequenceMark { accepted: 0, ..mark });
-        if !is_whole {
+    /// Notes that `steps` decode steps were run behind the sequence that do not belong to it. What they have left of keys and
+    /// values is written again. Windows and states are those of the sequence only if it was one step, which
+    /// left its row open; otherwise the sequence answers [`CacheError::AheadState`] until it is rewound.
+    pub fn forget_steps(&mut self, sequence: &mut SequenceCache, steps: usize, leaves_open: bool) {
+        let at = sequence.cached_len;
+        let is_kept = !self.spec().is_recurrent() || leaves_open && steps == 1;
+        let has_window = self.window_is_whole(sequence, at + steps, at);
+        // The step has committed what was accepted before.
+        self.shorten(sequence, at);
+        if !has_window {
+            self.drop_window(sequence);
+        }
+        if !is_kept || !has_window {
             self.note_ahead([sequence.slot()]);
         }
-    }
-
-    /// Goes back to where a sequence was before a step that failed, which is [noted](ModelCache::note_failure) apart.
-    pub fn undo(&mut self, sequence: &mut SequenceCache, mark: SequenceMark) {
-        self.shorten(sequence, mark);
     }
 
     /// Notes that the states of these slots are not those of their sequences' tokens.

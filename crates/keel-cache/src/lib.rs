@@ -37,6 +37,6 @@ pub use interruption::Interruption;
 pub use model_cache::{LayerStorage, ModelCache};
 pub use pages::PageAllocator;
 pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree};
-pub use sequence::{SequenceCache, SequenceMark};
+pub use sequence::SequenceCache;
 pub use spec::{CacheSize, CacheSpec, LayerSpec};
 pub use swap::SwapSize;

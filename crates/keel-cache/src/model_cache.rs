@@ -4,8 +4,7 @@ use keel_array::{Array, AttentionSpec, Category, ConvWindow, DType, DeltaState, 
 
 use crate::swap::SwapSpace;
 use crate::{
-    CacheError, CacheSize, CacheSpec, Interruption, LayerSpec, PageAllocator, Result, SequenceCache,
-    SequenceMark, SwapSize,
+    CacheError, CacheSize, CacheSpec, Interruption, LayerSpec, PageAllocator, Result, SequenceCache, SwapSize,
 };
 
 /// The persistent arrays of one layer.
@@ -269,7 +268,8 @@ impl ModelCache {
         } else {
             Some((position, None))
         };
-        let Some((at, entry)) = at.filter(|&(at, _)| self.window_is_whole(sequence, at)) else {
+        let Some((at, entry)) = at.filter(|&(at, _)| self.window_is_whole(sequence, sequence.cached_len, at))
+        else {
             self.reset(sequence)?;
             return Ok(0);
         };
@@ -277,23 +277,29 @@ impl ModelCache {
         if let Some(entry) = entry {
             self.copy_slot(sequence.slot(), entry, false)?;
         }
-        self.shorten(sequence, SequenceMark { cached_len: at, accepted: 0 });
+        self.shorten(sequence, at);
         self.interruptions[sequence.slot() as usize] = None;
         self.own_last_page(sequence)?;
         Ok(at)
     }
 
-    /// Gives back the pages behind a position, which becomes the sequence's.
-    pub(crate) fn shorten(&mut self, sequence: &mut SequenceCache, mark: SequenceMark) {
-        let keep = mark.cached_len.div_ceil(AttentionSpec::PAGE);
+    /// Makes a position, behind which nothing is open, the sequence's, and gives back the pages behind it.
+    pub(crate) fn shorten(&mut self, sequence: &mut SequenceCache, at: usize) {
+        let keep = at.div_ceil(AttentionSpec::PAGE);
         sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
-        (sequence.cached_len, sequence.accepted) = (mark.cached_len, mark.accepted);
+        (sequence.cached_len, sequence.accepted) = (at, 0);
     }
 
-    /// Whether what a row at `position` would see is still in the pages of the sliding layers.
-    pub(crate) fn window_is_whole(&self, sequence: &SequenceCache, position: usize) -> bool {
+    /// Gives back the pages of sliding layers, which hold something else now.
+    pub(crate) fn drop_window(&mut self, sequence: &mut SequenceCache) {
+        sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
+    }
+
+    /// Whether what a row at `position` would see is still in the pages of the sliding layers, `written` tokens having been
+    /// written to them.
+    pub(crate) fn window_is_whole(&self, sequence: &SequenceCache, written: usize, position: usize) -> bool {
         let Some(window) = self.spec.window() else { return true };
-        let last = sequence.cached_len.saturating_sub(1) / AttentionSpec::PAGE;
+        let last = written.saturating_sub(1) / AttentionSpec::PAGE;
         let oldest = (last + 1).saturating_sub(sequence.window_pages.len());
         (position + 1).saturating_sub(window) / AttentionSpec::PAGE >= oldest
     }

@@ -19,13 +19,6 @@ pub struct SequenceCache {
     pub(crate) parked: Option<Vec<u32>>,
 }
 
-/// How long a sequence was; see [`crate::ModelCache::take_back_to`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SequenceMark {
-    pub(crate) cached_len: usize,
-    pub(crate) accepted: usize,
-}
-
 impl SequenceCache {
     /// Without pages.
     pub(crate) fn new(slot: u32, cached_len: usize, accepted: usize) -> SequenceCache {
@@ -112,11 +105,6 @@ impl SequenceCache {
         assert!(rows <= self.accepted, "{rows} of {} open rows are to be taken back", self.accepted);
         self.accepted -= rows;
         self.cached_len -= rows;
-    }
-
-    /// How long it is, to go back to after steps that did not happen.
-    pub fn mark(&self) -> SequenceMark {
-        SequenceMark { cached_len: self.cached_len, accepted: self.accepted }
     }
 
     pub(crate) fn expect_committed(&self) -> Result<()> {

@@ -8,13 +8,14 @@
 //! device              | step 1         | step 2         | step 3         ...
 //! ```
 //!
-//! The token that ends a text is known when the step behind it is under way. That step is taken back: its keys and values lie
-//! behind the end and are written again; its row is still open where the engine has a log. Gated-delta states without
-//! one have moved on, so such a sequence cannot go on from there ([`Engine::can_take_back`]), only from a checkpoint.
+//! A sequence grows when its token is taken. The one that ends a text is seen when the step behind it is under way. That step is
+//! given up: its keys and values lie behind the end and are written again; its row is still open where the engine has a log.
+//! Gated-delta states without one have moved on, so such a sequence cannot go on from there ([`Engine::can_take_back`]), only
+//! from a checkpoint.
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, FailedRun, PendingRun, RUNS_MAX, Regime, RowLog};
-use keel_cache::{SequenceCache, SequenceMark};
+use keel_cache::SequenceCache;
 
 use crate::step::{Outcome, Rows};
 use crate::{Engine, EngineError, Result};
@@ -22,26 +23,28 @@ use crate::{Engine, EngineError, Result};
 /// A step that nobody has waited for.
 pub(crate) struct StepUnderWay {
     run: PendingRun,
+    /// Of its sequences.
     slots: Vec<u32>,
-    /// Where its sequences were before.
-    marks: Vec<SequenceMark>,
 }
 
 /// One that has been waited for.
 struct EndedStep {
     slots: Vec<u32>,
-    marks: Vec<SequenceMark>,
     /// The tokens that it has drawn.
     outcome: Result<Vec<u32>, Box<FailedRun>>,
 }
 
 impl StepUnderWay {
     fn wait(self) -> EndedStep {
-        let StepUnderWay { run, slots, marks } = self;
+        let StepUnderWay { run, slots } = self;
         let mut bytes = vec![0; slots.len() * size_of::<u32>()];
         let outcome = run.wait(&mut bytes);
         let tokens = || bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect();
-        EndedStep { slots, marks, outcome: outcome.map(|()| tokens()) }
+        EndedStep { slots, outcome: outcome.map(|()| tokens()) }
+    }
+
+    fn has(&self, sequence: &SequenceCache) -> bool {
+        self.slots.contains(&sequence.slot())
     }
 }
 
@@ -53,7 +56,7 @@ impl Engine {
 
     /// Whether a step that nobody wanted leaves no trace: not with gated-delta states and no log to leave rows open in.
     pub fn can_take_back(&self) -> bool {
-        !self.cache.spec().is_recurrent() || self.options.open_rows() > 0
+        !self.cache.spec().is_recurrent() || self.leaves_open()
     }
 
     /// Steps under way, at most two.
@@ -61,9 +64,9 @@ impl Engine {
         self.under_way.len()
     }
 
-    /// As [`Engine::decode_and_draw`], but returns as soon as the step is submitted, the sequences a token longer.
-    /// [`Engine::take_drawn`] waits for the tokens. Without `tokens` each sequence runs the one that the step before, which
-    /// is still under way, draws for it.
+    /// As [`Engine::decode_and_draw`], but returns as soon as the step is submitted. [`Engine::take_drawn`] waits for the
+    /// tokens; until then the sequences stay as long as they were. Without `tokens` each sequence runs the one that the step
+    /// before, which is still under way, draws for it.
     ///
     /// # Errors
     /// Ids out of range, a full context, two steps under way already, tokens of a step that is not under way or of other
@@ -94,110 +97,126 @@ impl Engine {
         let unknown = vec![0; count];
         let tokens_or_unknown = tokens.unwrap_or(&unknown);
         for (sequence, token) in sequences.iter_mut().zip(tokens_or_unknown) {
-            self.admit(sequence, &[*token])?;
-            if self.under_way.is_empty() {
-                self.finish_commit(sequence)?;
-            }
-            self.cache.expect_whole(sequence)?;
-            self.cache.reserve(sequence, 1)?;
+            self.make_room_ahead(sequence, *token)?;
         }
         let rows = sequences.iter().zip(tokens_or_unknown).zip(draws);
         let rows: Vec<Rows<'_>> = rows
-            .map(|((sequence, token), &draw)| Rows {
-                draw: Some(draw),
-                is_drawn: tokens.is_none(),
-                ..Rows::behind(sequence, std::slice::from_ref(token))
+            .map(|((sequence, token), &draw)| {
+                let row = Rows::behind(sequence, std::slice::from_ref(token));
+                let ahead = self.steps_of(sequence);
+                let accepted = match ahead {
+                    0 => row.accepted,
+                    _ => usize::from(self.leaves_open()),
+                };
+                let first = row.first + ahead;
+                Rows { first, accepted, draw: Some(draw), is_drawn: tokens.is_none(), ..row }
             })
             .collect();
         let run = self.stepper.submit(&self.runtime, &self.model, &self.cache, &rows)?;
-        let marks = sequences.iter().map(|sequence| sequence.mark()).collect();
-        self.under_way.push_back(StepUnderWay { run, slots, marks });
-        self.note_decoded(sequences);
+        self.under_way.push_back(StepUnderWay { run, slots });
         Ok(())
     }
 
-    /// Waits for the first step under way, which is one of these sequences, and returns the tokens that it has drawn.
-    ///
-    /// # Errors
-    /// What the runtime says. The sequences are then where they were before that step, and what was under way behind it is
-    /// taken back, too; as after [`Engine::decode`] they may be torn. If no step of these sequences is the first.
-    pub fn take_drawn(&mut self, sequences: &mut [&mut SequenceCache]) -> Result<Vec<u32>> {
-        let EndedStep { slots, marks, outcome } = self.first_of(sequences)?.wait();
-        outcome.map_err(|failed| {
-            self.leave_behind(sequences, &marks, (&slots, Some(&failed)));
-            ArrayError::from(failed).into()
-        })
+    /// Checks that a sequence can run one more token behind those that are under way, and gets its pages.
+    fn make_room_ahead(&mut self, sequence: &mut SequenceCache, token: u32) -> Result<()> {
+        let ahead = self.steps_of(sequence);
+        self.admit(sequence, &[vec![0; ahead], vec![token]].concat())?;
+        if self.under_way.is_empty() {
+            self.finish_commit(sequence)?;
+        }
+        self.cache.expect_whole(sequence)?;
+        Ok(self.cache.reserve(sequence, ahead + 1)?)
     }
 
-    /// Waits for what is under way of these sequences, and takes it back. Where that
-    /// [cannot be](Engine::can_take_back), they answer [`keel_cache::CacheError::AheadState`] until they are rewound.
+    /// Steps under way that a sequence is in.
+    fn steps_of(&self, sequence: &SequenceCache) -> usize {
+        self.under_way.iter().filter(|step| step.has(sequence)).count()
+    }
+
+    /// Waits for the first step under way and returns the tokens that it has drawn for these sequences, which are then a token
+    /// longer. They are all of the step's, or those of them that go on.
     ///
     /// # Errors
-    /// If the steps under way are of other sequences.
-    pub fn take_back_steps(&mut self, sequences: &mut [&mut SequenceCache]) -> Result<()> {
+    /// What the runtime says. The sequences stay as long as they were, and what is under way behind the step is given up; as
+    /// after [`Engine::decode`] they may be torn. If they are not in the first step under way.
+    pub fn take_drawn(&mut self, sequences: &mut [&mut SequenceCache]) -> Result<Vec<u32>> {
+        let EndedStep { slots, outcome } = self.first_of(sequences)?.wait();
+        let drawn = match outcome {
+            Ok(drawn) => drawn,
+            Err(failed) => {
+                self.note_unwanted(sequences, Some(&failed));
+                return Err(ArrayError::from(failed).into());
+            }
+        };
+        self.note_decoded(sequences);
+        let of = |slot| slots.iter().position(|&of| of == slot).map_or(0, |row| drawn[row]);
+        Ok(sequences.iter().map(|sequence| of(sequence.slot())).collect())
+    }
+
+    /// Waits for what is under way, and gives it up. `sequences` are those of its sequences that are still of use. Where a step
+    /// [cannot be taken back](Engine::can_take_back), they answer [`keel_cache::CacheError::AheadState`] until they are rewound.
+    ///
+    /// # Errors
+    /// If the sequences are not in the first step under way.
+    pub fn give_up_steps(&mut self, sequences: &mut [&mut SequenceCache]) -> Result<()> {
         if self.under_way.is_empty() {
             return Ok(());
         }
-        let EndedStep { slots, marks, outcome } = self.first_of(sequences)?.wait();
-        self.leave_behind(sequences, &marks, (&slots, outcome.err().as_deref()));
+        let EndedStep { outcome, .. } = self.first_of(sequences)?.wait();
+        self.note_unwanted(sequences, outcome.err().as_deref());
         Ok(())
     }
 
-    /// The first step under way, if it is one of these sequences.
+    /// The first step under way, if these sequences are in it.
     fn first_of(&mut self, sequences: &[&mut SequenceCache]) -> Result<StepUnderWay> {
-        let is_theirs =
-            |step: &StepUnderWay| step.slots.iter().copied().eq(sequences.iter().map(|s| s.slot()));
-        if self.under_way.front().is_some_and(is_theirs)
+        let has_them = |step: &StepUnderWay| sequences.iter().all(|sequence| step.has(sequence));
+        if self.under_way.front().is_some_and(has_them)
             && let Some(step) = self.under_way.pop_front()
         {
             return Ok(step);
         }
-        Err(EngineError::Option("no step of these sequences is the first under way".into()))
+        Err(EngineError::Option("the sequences are not in the first step under way".into()))
     }
 
-    /// Takes the sequences back to where they were before a step that has ended, and all behind it, which end here. If it has
-    /// failed and was the last, it is the failure that says what they are now.
-    fn leave_behind(
-        &mut self,
-        sequences: &mut [&mut SequenceCache],
-        marks: &[SequenceMark],
-        (slots, failed): (&[u32], Option<&FailedRun>),
-    ) {
-        let was_last = self.under_way.is_empty();
-        self.under_way.clear();
-        for (sequence, &mark) in sequences.iter_mut().zip(marks) {
-            match failed {
-                Some(_) if was_last => self.cache.undo(sequence, mark),
-                _ => self.cache.take_back_to(sequence, mark),
-            }
+    /// A step of the sequences has ended and does not count, nor do those behind it, which end here. If it has failed and was
+    /// the last, it is the failure that says what the sequences are now.
+    fn note_unwanted(&mut self, sequences: &mut [&mut SequenceCache], failed: Option<&FailedRun>) {
+        let later = std::mem::take(&mut self.under_way);
+        if let Some(failed) = failed.filter(|_| later.is_empty()) {
+            let slots = sequences.iter().map(|sequence| sequence.slot());
+            self.cache.note_failure(slots, failed, (0, 0), !self.leaves_open());
+            return;
         }
-        if let Some(failed) = failed.filter(|_| was_last) {
-            let commits_rows = self.stepper.row_log(Regime::Decode, Outcome::LastLogits) != RowLog::KeepOpen;
-            self.cache.note_failure(slots.iter().copied(), failed, (0, 0), commits_rows);
+        let leaves_open = self.leaves_open();
+        for sequence in sequences {
+            let steps = 1 + later.iter().filter(|step| step.has(sequence)).count();
+            self.cache.forget_steps(sequence, steps, leaves_open);
         }
     }
 
-    /// Ends what is under way, before something else runs. Its sequences have the tokens that it ran.
+    /// Ends what is under way, before something else runs: nobody will take its tokens. Its sequences cannot be used before
+    /// they are rewound.
     ///
     /// # Errors
-    /// That of a step whose tokens nobody has taken. Its sequences cannot be used before they are rewound.
+    /// What went wrong in a step.
     pub(crate) fn finish_under_way(&mut self) -> Result<()> {
         let mut outcome = Ok(());
         while let Some(step) = self.under_way.pop_front() {
-            let EndedStep { slots, outcome: ended, .. } = step.wait();
-            if outcome.is_ok() {
-                outcome = ended.map(drop);
-            }
-            if outcome.is_err() {
-                self.cache.note_ahead(slots);
-            }
+            let EndedStep { slots, outcome: ended } = step.wait();
+            self.cache.note_ahead(slots);
+            outcome = outcome.and(ended.map(drop));
         }
         Ok(outcome.map_err(ArrayError::from)?)
     }
 
     /// Notes that a decode step has a row more of each sequence.
     pub(crate) fn note_decoded(&self, sequences: &mut [&mut SequenceCache]) {
-        let is_open = self.stepper.row_log(Regime::Decode, Outcome::LastLogits) == RowLog::KeepOpen;
+        let is_open = self.leaves_open();
         sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
+    }
+
+    /// Whether a plain decode step leaves its rows open.
+    fn leaves_open(&self) -> bool {
+        self.stepper.row_log(Regime::Decode, Outcome::LastLogits) == RowLog::KeepOpen
     }
 }

@@ -157,19 +157,19 @@ impl<'e> TokenIterator<'e> {
     /// Ends the iteration and gives the sequence back for a further turn. It holds the prompt and the generated
     /// tokens but the last; if it is disposable, it may have to be rewound before it goes on.
     pub fn into_sequence(mut self) -> SequenceCache {
-        self.take_back_steps();
+        self.give_up_steps();
         self.sequence
     }
 
     /// Ends the iteration and releases the sequence's memory.
     pub fn release(mut self) {
-        self.take_back_steps();
+        self.give_up_steps();
         self.engine.release(self.sequence);
     }
 
-    /// Takes back the step behind the last token.
-    fn take_back_steps(&mut self) {
-        let outcome = self.engine.take_back_steps(&mut [&mut self.sequence]);
+    /// Gives up the step behind the last token.
+    fn give_up_steps(&mut self) {
+        let outcome = self.engine.give_up_steps(&mut [&mut self.sequence]);
         outcome.unwrap_or_else(|error| unreachable!("the steps under way are this sequence's: {error}"));
     }
 }
@@ -200,7 +200,7 @@ fn step_ahead(
     if engine.steps_under_way() == 0 {
         submit(engine, sequence, Some(&[last]))?;
     }
-    if left > 1 && sequence.len() < engine.options().context {
+    if left > 1 && sequence.len() + engine.steps_under_way() < engine.options().context {
         // What stands in its way is met again when its token is wanted.
         submit(engine, sequence, None).ok();
     }

@@ -4,81 +4,17 @@
 mod common;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::Ordering;
 
+use common::queueing::{Queueing, queueing, runtimes};
 use common::{decoded, engine, fixture, state_of};
 use keel_array::sampling::Draw;
-use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cache::{CacheError, SequenceCache};
-use keel_cpu::{CpuBackend, CpuOptions};
-use keel_cuda::{CudaBackend, CudaOptions};
 use keel_engine::{
     Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, Sampler, SamplerOptions, TokenIterator,
 };
-use keel_testkit::disturbed::{Disturbance, Disturbed};
 
 const TOKENS: usize = 24;
-
-/// A CPU that says it queues: counts launches, waits, and lets a launch fail.
-struct Queueing {
-    /// `L` for a launch, `W` for a wait.
-    events: Mutex<String>,
-    /// Launches that succeed before one fails.
-    until: AtomicUsize,
-}
-
-impl Queueing {
-    fn note(&self, event: char) {
-        self.events.lock().expect("nobody panics here").push(event);
-    }
-
-    fn take_events(&self) -> String {
-        std::mem::take(&mut self.events.lock().expect("nobody panics here"))
-    }
-}
-
-impl Disturbance for Queueing {
-    fn is_queueing(&self) -> bool {
-        true
-    }
-
-    fn note_wait(&self) {
-        self.note('W');
-    }
-
-    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        self.note('L');
-        let left = self.until.load(Ordering::Relaxed);
-        self.until.store(left.saturating_sub(1), Ordering::Relaxed);
-        if left > 0 {
-            return backend.launch(launch);
-        }
-        self.until.store(usize::MAX, Ordering::Relaxed);
-        launch.note_done(0);
-        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
-    }
-}
-
-/// A runtime on the CPU whose programs are cut into pieces of so many kernels.
-fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
-    let queueing = Queueing { events: Mutex::default(), until: AtomicUsize::new(usize::MAX) };
-    let queueing = Arc::new(queueing);
-    let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
-    let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
-    (Runtime::new(Disturbed::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)
-}
-
-/// That, new, in one piece and in many, and a GPU if there is one to be tested.
-fn runtimes() -> Vec<Runtime> {
-    let mut runtimes = vec![queueing(512).0, queueing(16).0];
-    if std::env::var_os("KEEL_TEST_CUDA").is_some() {
-        let options = CudaOptions { deterministic: true, poison_freed: true, ..CudaOptions::default() };
-        let backend = CudaBackend::new(&options).expect("a GPU");
-        runtimes.push(Runtime::new(Arc::new(backend), RuntimeOptions::default()));
-    }
-    runtimes
-}
 
 /// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
 fn demo() -> PathBuf {
@@ -297,8 +233,12 @@ fn what_else_runs_ends_what_is_under_way() {
         engine.take_drawn(&mut [&mut *two]).expect_err("another comes first");
         engine.decode(&mut [&mut *three], &[5]).expect("runs");
         assert_eq!(engine.steps_under_way(), 0);
-        assert_eq!([one.len(), two.len(), three.len()], [61, 66, 71]);
+        assert_eq!([one.len(), two.len(), three.len()], [60, 65, 71]);
         engine.take_drawn(&mut [&mut *one]).expect_err("it has ended");
+        let refused = engine.decode(&mut [&mut *two], &[5]).expect_err("its token was not taken");
+        assert!(refused.to_string().contains("ahead of its 65 tokens"), "{refused}");
+        assert_eq!(engine.cache_mut().rewind(one, 60).expect("clears"), 0, "there is no checkpoint");
+        engine.prefill(one, &[3], &mut Vec::new(), &mut |_| ()).expect("fits");
         let refused = engine.submit_decode(&mut [one], Some(&[1 << 20]), &draw).expect_err("no token");
         assert!(matches!(refused, EngineError::TokenId { .. }));
         sequences.into_iter().for_each(|sequence| engine.release(sequence));

@@ -37,6 +37,21 @@ impl BatchChooser {
         self.failure.take()
     }
 
+    /// Whether the next tokens can be drawn from the logits by whoever has them.
+    pub fn draws_ahead(&self) -> bool {
+        self.top_logprobs.is_none() && self.failure.is_none() && self.inner.draws_ahead()
+    }
+
+    /// As [`Chooser::draw_ahead`], for the token behind the one that is still to be taken.
+    pub fn draw_behind(&mut self) -> Option<Draw> {
+        self.inner.draw_behind()
+    }
+
+    /// Undoes [`BatchChooser::draw_behind`].
+    pub fn forget_behind(&mut self) {
+        self.inner.forget_behind();
+    }
+
     /// Keeps a failure for later; what stands in its place is never shown.
     fn or_fail<T>(&mut self, outcome: Result<T>, instead: T) -> T {
         outcome.unwrap_or_else(|error| {

@@ -6,6 +6,7 @@
 //! prompts by chunks under a token budget. Everything here is synchronous and knows no clock: the caller says what
 //! time it is.
 
+mod ahead;
 mod attempts;
 mod chooser;
 mod crowd;
@@ -53,6 +54,8 @@ pub struct Batcher {
     waiting: VecDeque<Waiting>,
     /// In the order in which they started.
     running: Vec<Running>,
+    /// Those whose next step is under way, in the order of its rows.
+    ahead: Vec<RequestId>,
     /// Newer than all that run, in the same order.
     parked: VecDeque<Running>,
     /// What parking came to so far.
@@ -77,6 +80,7 @@ impl Batcher {
             options,
             waiting: VecDeque::new(),
             running: Vec::new(),
+            ahead: Vec::new(),
             parked: VecDeque::new(),
             parking: ParkingStatus::default(),
             speculation: SpeculationCounters::default(),
@@ -292,7 +296,7 @@ impl Batcher {
         };
         let holds = self.make_way(pages);
         self.running.iter_mut().zip(holds).for_each(|(running, holds)| running.holds = holds);
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].decodes_now()).collect();
+        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.is_due(&self.running[i])).collect();
         if rows.is_empty() {
             return;
         }
@@ -315,6 +319,9 @@ impl Batcher {
 
     /// A token for each answer.
     fn decode_plainly(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
+        if let Some(drawn) = self.decode_ahead(rows) {
+            return drawn;
+        }
         let draws: Vec<_> = members(&mut self.running, rows).map(Running::draw_ahead).collect();
         let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
             members(&mut self.running, rows).map(|r| (r.last(), &mut r.cache)).unzip();
@@ -468,6 +475,7 @@ impl Batcher {
         self.remember_answer(&mut running);
         let id = running.id;
         self.give_back(running);
+        self.give_up_ahead();
         id
     }
 

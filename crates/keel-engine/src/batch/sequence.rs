@@ -151,7 +151,27 @@ impl Running {
         self.chooser.draw_ahead()
     }
 
-    /// The step failed: the draw was not made.
+    /// Whether the device can draw its next tokens.
+    pub fn draws_ahead(&self) -> bool {
+        self.chooser.draws_ahead()
+    }
+
+    /// As [`Running::draw_ahead`], for the step behind the one whose token is still to be taken.
+    pub fn draw_behind(&mut self) -> Option<Draw> {
+        self.chooser.draw_behind()
+    }
+
+    /// The step that [`Running::draw_behind`] was for is not run.
+    pub fn forget_behind(&mut self) {
+        self.chooser.forget_behind();
+    }
+
+    /// The step that [`Running::draw_behind`] was for is the next whose token is taken.
+    pub fn begin_drawn(&mut self) {
+        self.chooser.begin();
+    }
+
+    /// The step failed: the draw was not made, nor one behind it.
     pub fn abandon_draw(&mut self) -> Result<()> {
         self.chooser.abandon()
     }

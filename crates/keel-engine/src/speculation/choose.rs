@@ -87,6 +87,8 @@ pub struct SamplerChooser {
     chosen: Trail,
     /// The sampler's random state when the round began.
     random: u64,
+    /// That when the next one began, where its draw has been made already.
+    random_behind: Option<u64>,
     /// The drafts of the round and what they were drawn from; kept from round to round for their memory.
     proposals: Vec<(u32, Vec<(u32, f32)>)>,
     target: Vec<(u32, f32)>,
@@ -106,10 +108,29 @@ impl SamplerChooser {
             drafts: Trail::default(),
             chosen: Trail::default(),
             random: sampler.random(),
+            random_behind: None,
             sampler,
             proposals: Vec::new(),
             target: Vec::new(),
             residual: Residual::default(),
+        }
+    }
+
+    /// Whether every token can be drawn from the logits by whoever has them.
+    pub(crate) fn draws_ahead(&self) -> bool {
+        self.constraint.is_none() && self.sampler.draws_ahead()
+    }
+
+    /// As [`Chooser::draw_ahead`], for the round behind this one, which begins when this one's token has been taken.
+    pub(crate) fn draw_behind(&mut self) -> Option<Draw> {
+        self.random_behind = Some(self.sampler.random());
+        self.draw_ahead()
+    }
+
+    /// Undoes [`SamplerChooser::draw_behind`].
+    pub(crate) fn forget_behind(&mut self) {
+        if let Some(random) = self.random_behind.take() {
+            self.sampler.set_random(random);
         }
     }
 
@@ -174,11 +195,12 @@ impl Chooser for SamplerChooser {
 
     fn begin(&mut self) {
         self.chosen.clear();
-        self.random = self.sampler.random();
+        self.random = self.random_behind.take().unwrap_or(self.sampler.random());
     }
 
     fn abandon(&mut self) -> Result<()> {
         self.sampler.set_random(self.random);
+        self.random_behind = None;
         let retracted = self.retract();
         retracted.and(self.chosen.undo(&mut self.sampler, self.constraint.as_mut()))
     }

@@ -21,8 +21,7 @@ impl Engine {
         let rows = if part.depth == 0 { lag.min(HEAD_LAG_MAX) } else { lag - 1 };
         self.stepper.write_draft_input(&speculation.lag_hidden[..rows * self.model.config.hidden])?;
         let (first, tokens) = (sequence.cache.len() - lag, &speculation.lag_tokens[..rows]);
-        let rows_of =
-            Rows { sequence: sequence.cache, tokens, first, next: None, draw: None, is_drawn: false };
+        let rows_of = Rows { first, ..Rows::behind(sequence.cache, tokens) };
         self.run(Regime::Decode, Outcome::HeadState, &[rows_of])?;
         part.caught_up = rows;
         Ok(())
@@ -55,7 +54,7 @@ impl Engine {
                     input.extend_from_slice(own.map_or(&[], |(_, hidden)| hidden));
                     (cache.len() + pass - 1, &part.drafts[pass - 1..])
                 };
-                rows.push(Rows { sequence: cache, tokens, first, next: None, draw: None, is_drawn: false });
+                rows.push(Rows { first, ..Rows::behind(cache, tokens) });
             }
             self.stepper.write_draft_input(&input)?;
             self.run(Regime::Decode, Outcome::Draft, &rows)?;

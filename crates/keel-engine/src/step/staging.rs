@@ -18,6 +18,8 @@ pub(crate) struct Rows<'a> {
     pub next: Option<u32>,
     /// How the token behind a decode step is drawn, if not by the host.
     pub draw: Option<Draw>,
+    /// Open rows of the step before that stay, which this one commits.
+    pub accepted: usize,
     /// The token is there already: the step before this one draws it, of the same sequences in the same order.
     pub is_drawn: bool,
 }
@@ -25,7 +27,8 @@ pub(crate) struct Rows<'a> {
 impl<'a> Rows<'a> {
     /// Rows behind what the sequence holds.
     pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
-        Rows { sequence, tokens, first: sequence.offset(), next: None, draw: None, is_drawn: false }
+        let (first, accepted) = (sequence.offset(), sequence.accepted());
+        Rows { sequence, tokens, first, next: None, draw: None, accepted, is_drawn: false }
     }
 }
 
@@ -112,7 +115,7 @@ impl Staging {
         let (mut row_start, mut last_rows) = (vec![0u32], Vec::new());
         let (mut slots, mut firsts, mut accepted) = (Vec::new(), Vec::new(), Vec::new());
         let mut table = Vec::with_capacity(rows.len() * pages);
-        for Rows { sequence, tokens: ids, first, next, .. } in rows {
+        for Rows { sequence, tokens: ids, first, next, accepted: open, .. } in rows {
             tokens.extend_from_slice(ids);
             next_tokens.extend(ids.iter().skip(1).copied().chain([next.unwrap_or_default()]));
             positions.extend((*first..first + ids.len()).map(|p| p as i32));
@@ -120,7 +123,7 @@ impl Staging {
             last_rows.push((tokens.len() as u32).saturating_sub(1));
             slots.push(sequence.slot());
             firsts.push(*first as u32);
-            accepted.push(sequence.accepted() as u32);
+            accepted.push(*open as u32);
             table.extend_from_slice(sequence.pages());
             table.resize(row_start.len().saturating_sub(1) * pages, 0);
         }

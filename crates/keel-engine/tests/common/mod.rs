@@ -3,6 +3,7 @@
 #![allow(dead_code, unused_imports)] // each test file uses its part
 
 pub mod batching;
+pub mod queueing;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,0 +1,185 @@
+//! Batches on a backend that queues: every answer is the one it is where each step is waited for, whoever joins, ends or leaves
+//! while a step is under way. With `KEEL_TEST_CUDA=1` the same on a GPU.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use common::batching::{Outcome, assert_all_is_back, finish, run, step};
+use common::queueing::{queueing, runtimes};
+use common::{engine, fixture};
+use keel_array::Runtime;
+use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::{EngineOptions, FinishReason, SamplerOptions};
+
+/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
+fn demo() -> PathBuf {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    if built.is_dir() { built } else { "models/demo".into() }
+}
+
+fn models() -> Vec<PathBuf> {
+    let fixtures = ["llama", "gemma3_text", "qwen3_5_moe"].into_iter().filter_map(fixture);
+    [demo()].into_iter().chain(fixtures).collect()
+}
+
+fn batcher(folder: &Path, runtime: &Runtime) -> Batcher {
+    let options = EngineOptions {
+        context: 512,
+        sequences: 4,
+        prefill_step: 128,
+        checkpoints: 12,
+        pool_pages: Some(9),
+        ..EngineOptions::default()
+    };
+    Batcher::new(engine(folder, runtime, options), BatchOptions::default())
+}
+
+/// Greedy, sampled, and one in six that needs the host; answers that cross the grid and pages, and some of one token.
+fn request(i: usize, end_tokens: Vec<u32>) -> BatchRequest {
+    let ids = (0..30 + 37 * i % 240).map(|j| ((j * 7 + i * 131 + 5) % 500) as u32).collect();
+    let mut request = BatchRequest::new(i as u64, ids, [45, 1, 80, 20, 7, 2][i % 6]);
+    let sampled =
+        SamplerOptions { temperature: 0.9, top_k: 50, seed: i as u64 + 3, ..SamplerOptions::default() };
+    match i % 6 {
+        0 | 3 => {}
+        5 => request.sampler = SamplerOptions { repetition_penalty: 1.2, ..sampled },
+        _ => request.sampler = sampled,
+    }
+    request.end_tokens = end_tokens;
+    request
+}
+
+const REQUESTS: usize = 18;
+
+/// A request every so many steps, some of which are cancelled after a while.
+fn traffic(batcher: &mut Batcher, every: usize, ends: &[Vec<u32>]) -> Vec<Outcome> {
+    let mut outcomes: Vec<Outcome> = (0..REQUESTS).map(|_| Outcome::default()).collect();
+    let now = Instant::now();
+    for at in 0..5_000 {
+        if at % every == 0 && at / every < REQUESTS {
+            batcher.submit(request(at / every, ends[at / every].clone()), now).expect("accepted");
+        }
+        if at % every == 2 && at / every > 4 {
+            let id = at / every - 4;
+            if id % 5 == 2 {
+                batcher.cancel(id as u64);
+            }
+        }
+        step(batcher, now, &mut outcomes);
+        assert!(batcher.engine().steps_under_way() <= 1, "between steps");
+    }
+    assert!(batcher.is_idle());
+    assert_eq!(batcher.engine().steps_under_way(), 0);
+    outcomes
+}
+
+#[test]
+fn answers_are_those_of_steps_that_are_waited_for() {
+    for folder in models() {
+        let mut alone = batcher(&folder, &common::runtime(2));
+        let no_ends = vec![Vec::new(); REQUESTS];
+        let whole: Vec<Outcome> =
+            (0..REQUESTS).map(|i| run_alone(&mut alone, request(i, Vec::new()))).collect();
+        // A token from the middle of each answer that has one ends every other of them.
+        let end_of = |(i, outcome): (usize, &Outcome)| match outcome.tokens.get(outcome.tokens.len() / 2) {
+            Some(&end) if i % 2 == 0 => vec![end],
+            _ => Vec::new(),
+        };
+        let ends: Vec<Vec<u32>> = whole.iter().enumerate().map(end_of).collect();
+        let ended: Vec<Outcome> =
+            (0..REQUESTS).map(|i| run_alone(&mut alone, request(i, ends[i].clone()))).collect();
+        assert!(ended.iter().any(|outcome| outcome.finish == Some(FinishReason::Stop)));
+        for runtime in runtimes() {
+            let mut batcher = batcher(&folder, &runtime);
+            for (every, ends, want) in [(11, &no_ends, &whole), (23, &ends, &ended), (2, &ends, &ended)] {
+                for (i, got) in traffic(&mut batcher, every, ends).into_iter().enumerate() {
+                    let what = format!("{}: request {i}, one each {every} steps", folder.display());
+                    assert!(got.error.is_none(), "{what}: {:?}", got.error);
+                    if got.finish.is_some() {
+                        assert_eq!(
+                            (got.tokens, got.finish),
+                            (want[i].tokens.clone(), want[i].finish),
+                            "{what}"
+                        );
+                    } else {
+                        assert!(i % 5 == 2, "{what} was not cancelled");
+                        assert!(want[i].tokens.starts_with(&got.tokens), "{what}");
+                    }
+                }
+            }
+            assert_all_is_back(&mut batcher);
+        }
+    }
+}
+
+fn run_alone(batcher: &mut Batcher, mut request: BatchRequest) -> Outcome {
+    request.id = 0;
+    let outcome = run(batcher, vec![request]).remove(0);
+    batcher.forget_prefixes();
+    outcome
+}
+
+#[test]
+fn a_steady_batch_is_a_step_ahead() {
+    let (runtime, queueing) = queueing(512);
+    let mut batcher = batcher(&demo(), &runtime);
+    let (mut outcomes, now) = ([Outcome::default(), Outcome::default()], Instant::now());
+    for i in [0, 3] {
+        let ids = (0..70).map(|j| (j * 7 + i * 13 + 5) as u32 % 500).collect();
+        batcher.submit(BatchRequest::new(u64::from(i != 0), ids, 40), now).expect("accepted");
+    }
+    while outcomes.iter().any(|outcome| outcome.tokens.is_empty()) {
+        step(&mut batcher, now, &mut outcomes);
+    }
+    queueing.take_events();
+    for _ in 0..10 {
+        step(&mut batcher, now, &mut outcomes);
+    }
+    assert_eq!(queueing.take_events(), format!("L{}", "LW".repeat(10)));
+    // Who comes is let in behind the step under way, and nothing is submitted behind that.
+    let ids = (0..20).collect();
+    batcher.submit(BatchRequest::new(0, ids, 1), now).expect("accepted");
+    step(&mut batcher, now, &mut outcomes);
+    assert_eq!(queueing.take_events(), "WL", "the tokens that were drawn, then the prompt");
+    // One that leaves does so at once.
+    step(&mut batcher, now, &mut outcomes);
+    assert_eq!(batcher.engine().steps_under_way(), 1);
+    batcher.cancel(1);
+    assert_eq!(batcher.engine().steps_under_way(), 1, "another waits for its token");
+    batcher.cancel_all();
+    assert_eq!(batcher.engine().steps_under_way(), 0);
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn a_step_that_fails_ends_nobody_it_need_not() {
+    for folder in models() {
+        let (runtime, queueing) = queueing(512);
+        let mut batcher = batcher(&folder, &runtime);
+        let requests = || (0..3).map(|i| request([0, 2, 3][i], Vec::new())).enumerate();
+        let all = || requests().map(|(i, request)| BatchRequest { id: i as u64, ..request }).collect();
+        let want = run(&mut batcher, all());
+        batcher.forget_prefixes();
+        let is_recurrent = batcher.engine().cache().spec().is_recurrent();
+        for launches in [6, 7, 20, 41, 60] {
+            let list: Vec<BatchRequest> = all();
+            list.into_iter().for_each(|r| batcher.submit(r, Instant::now()).expect("accepted"));
+            queueing.until.store(launches, Ordering::Relaxed);
+            for (i, got) in finish(&mut batcher, 3).into_iter().enumerate() {
+                match got.error {
+                    None => assert_eq!(got.tokens, want[i].tokens, "{}: {launches}", folder.display()),
+                    // Its state is ahead of it.
+                    Some(error) => {
+                        assert!(is_recurrent, "{}: {launches}: {error}", folder.display());
+                        assert!(want[i].tokens.starts_with(&got.tokens));
+                    }
+                }
+            }
+            assert!(batcher.status().failed_steps > 0);
+            assert_all_is_back(&mut batcher);
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! Backends that let the host go on while they work.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_cuda::{CudaBackend, CudaOptions};
+use keel_testkit::disturbed::{Disturbance, Disturbed};
+
+/// A CPU that says it queues: counts launches, waits, and lets a launch fail.
+pub struct Queueing {
+    /// `L` for a launch, `W` for a wait.
+    pub events: Mutex<String>,
+    /// Launches that succeed before one fails.
+    pub until: AtomicUsize,
+}
+
+impl Queueing {
+    fn note(&self, event: char) {
+        self.events.lock().expect("nobody panics here").push(event);
+    }
+
+    pub fn take_events(&self) -> String {
+        std::mem::take(&mut self.events.lock().expect("nobody panics here"))
+    }
+}
+
+impl Disturbance for Queueing {
+    fn is_queueing(&self) -> bool {
+        true
+    }
+
+    fn note_wait(&self) {
+        self.note('W');
+    }
+
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        self.note('L');
+        let left = self.until.load(Ordering::Relaxed);
+        self.until.store(left.saturating_sub(1), Ordering::Relaxed);
+        if left > 0 {
+            return backend.launch(launch);
+        }
+        self.until.store(usize::MAX, Ordering::Relaxed);
+        launch.note_done(0);
+        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+    }
+}
+
+/// A runtime on the CPU whose programs are cut into pieces of so many kernels.
+pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
+    let queueing = Queueing { events: Mutex::default(), until: AtomicUsize::new(usize::MAX) };
+    let queueing = Arc::new(queueing);
+    let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
+    let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
+    (Runtime::new(Disturbed::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)
+}
+
+/// That, new, in one piece and in many, and a GPU if there is one to be tested.
+pub fn runtimes() -> Vec<Runtime> {
+    let mut runtimes = vec![queueing(512).0, queueing(16).0];
+    if std::env::var_os("KEEL_TEST_CUDA").is_some() {
+        let options = CudaOptions { deterministic: true, poison_freed: true, ..CudaOptions::default() };
+        let backend = CudaBackend::new(&options).expect("a GPU");
+        runtimes.push(Runtime::new(Arc::new(backend), RuntimeOptions::default()));
+    }
+    runtimes
+}
