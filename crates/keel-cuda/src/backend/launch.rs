@@ -1,32 +1,25 @@
 //! Running kernels: eagerly at first, from the second time on as a captured graph.
 
-use super::call::{COUNTERS, Call, Geometry};
+use super::call::{COUNTERS, Call};
 use super::dispatch;
 use super::operand::{Bound, BoundKernel};
 use super::queue::{Queue, WAITED, WRONG_BYTES};
 use super::read_ahead::ReadAhead;
 use super::staging::Ring;
+use super::transfer::{STAGING_BYTES, carry};
 use super::{Gpu, Mode};
-use crate::driver::{Arguments, CudaMemory, Delivery, Device, Graph, PinnedBuffer, capture, driver};
+use crate::driver::{CudaMemory, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
-use crate::kernels::{DELIVER, KernelKey};
 use keel_array::{ArrayError, Kernel, Launch, Slot, Ticket};
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Pinned bytes that host data passes through on its way to the device, and as many on the way back.
-const STAGING_BYTES: usize = 4 << 20;
 
 /// Graphs kept at a time.
 const GRAPHS_MAX: usize = 64;
 
 /// `Fault` of `common.cuh`: `Wrong`, and the address of a slot.
 const FAULT_BYTES: usize = WRONG_BYTES + size_of::<u64>();
-
-/// Writes that one kernel delivers, and bytes of such a write: what a step is told is smaller.
-const DELIVERIES: usize = 16;
-const DELIVERY_BYTES_MAX: usize = 64 << 10;
 
 /// What a graph was captured with: the prepared program, where the piece begins, and where the arena was.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,32 +30,32 @@ struct GraphKey {
 }
 
 /// A prepared piece that has run: without a graph once, with one from then on.
-struct Seen {
+pub(super) struct Seen {
     key: GraphKey,
     graph: Option<Graph>,
     /// Addresses of its results.
-    outputs: Vec<Range<u64>>,
+    pub outputs: Vec<Range<u64>>,
     /// Those that come to the host with it.
-    ahead: Range<u64>,
+    pub ahead: Range<u64>,
 }
 
 /// What passes between host and device on the stream, and the graphs.
 pub(super) struct Session {
     // Graphs go first: they refer to the memory below.
-    seen: Vec<Seen>,
+    pub(super) seen: Vec<Seen>,
     fault: CudaMemory,
     /// The slot that kernels report to from the next delivery on.
     reports_to: usize,
     queue: Queue,
     counters: CudaMemory,
-    outgoing: PinnedBuffer,
+    pub(super) outgoing: PinnedBuffer,
     /// Of what `outgoing` holds that the device may not have read yet.
-    outgoing_ring: Ring,
-    incoming: PinnedBuffer,
+    pub(super) outgoing_ring: Ring,
+    pub(super) incoming: PinnedBuffer,
     /// Of what `incoming` holds.
-    ahead: ReadAhead,
+    pub(super) ahead: ReadAhead,
     /// A copy that failed: reported by the next launch.
-    failed: Option<CudaError>,
+    pub(super) failed: Option<CudaError>,
     captured: u64,
     replayed: u64,
     waits: u64,
@@ -109,134 +102,11 @@ impl Session {
         self.ahead.forget();
     }
 
-    fn synchronize(&mut self, device: &Device) -> Result<()> {
+    pub(super) fn synchronize(&mut self, device: &Device) -> Result<()> {
         self.waits += 1;
         device.synchronize()?;
         self.outgoing_ring.pass_all(STAGING_BYTES);
         Ok(())
-    }
-
-    fn note<T>(&mut self, outcome: Result<T>) {
-        if let Err(error) = outcome {
-            tracing::error!("{error}");
-            self.failed.get_or_insert(error);
-        }
-    }
-
-    /// Host bytes to the device, behind what is on the stream. Returns before they are there.
-    pub fn write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) {
-        let outcome = self.try_write(gpu, memory, offset, bytes);
-        self.note(outcome);
-    }
-
-    fn try_write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) -> Result<()> {
-        let device = &*gpu.device;
-        device.bind()?;
-        self.ahead.forget();
-        let start = memory.range(offset, bytes.len());
-        let to = start..start + bytes.len() as u64;
-        if bytes.len() <= DELIVERY_BYTES_MAX && start.is_multiple_of(4) && bytes.len().is_multiple_of(4) {
-            return self.post(gpu, to, bytes);
-        }
-        self.deliver(gpu)?;
-        for (i, piece) in bytes.chunks(STAGING_BYTES).enumerate() {
-            let from = self.stage(gpu, piece)?;
-            let to = start + (i * STAGING_BYTES) as u64;
-            // SAFETY: within both; the pinned bytes are not overwritten before the stream has passed.
-            unsafe { driver!(cuMemcpyHtoDAsync_v2(to, from.cast(), piece.len(), device.stream()))? };
-        }
-        Ok(())
-    }
-
-    /// Notes a small write for the next delivery.
-    fn post(&mut self, gpu: &Gpu, to: Range<u64>, bytes: &[u8]) -> Result<()> {
-        let device = &*gpu.device;
-        let full = device.deliveries().len() == DELIVERIES;
-        if full || device.deliveries().iter().any(|delivery| delivery.touches(&to)) {
-            self.deliver(gpu)?;
-        }
-        let from = self.stage(gpu, bytes)? as u64;
-        device.deliveries().push(Delivery { to, from });
-        Ok(())
-    }
-
-    /// Copies bytes to pinned memory, where they stay until the stream has passed what reads them.
-    fn stage(&mut self, gpu: &Gpu, bytes: &[u8]) -> Result<*mut u8> {
-        let mut place = self.outgoing_ring.take(bytes.len(), STAGING_BYTES);
-        if place.is_none() {
-            self.deliver(gpu)?;
-            self.synchronize(&gpu.device)?;
-            place = self.outgoing_ring.take(bytes.len(), STAGING_BYTES);
-        }
-        let start = place.unwrap_or_else(|| unreachable!("an empty ring has room for a piece"));
-        self.outgoing.bytes(start..start + bytes.len()).copy_from_slice(bytes);
-        // SAFETY: within the pinned memory.
-        Ok(unsafe { self.outgoing.address().add(start) })
-    }
-
-    /// Puts the small writes that wait on the stream.
-    fn deliver(&mut self, gpu: &Gpu) -> Result<()> {
-        let waiting = std::mem::take(&mut *gpu.device.deliveries());
-        if waiting.is_empty() {
-            return Ok(());
-        }
-        let triple = |Delivery { to, from }: &Delivery| [to.start, *from, (to.end - to.start) / 4];
-        carry(gpu, &waiting.iter().map(triple).collect::<Vec<_>>())
-    }
-
-    /// Bytes of the device to the host, once the stream has passed what is on it.
-    pub fn read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) {
-        let outcome = self.try_read(gpu, memory, offset, bytes);
-        self.note(outcome);
-    }
-
-    fn try_read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        let start = memory.range(offset, bytes.len());
-        let wanted = start..start + bytes.len() as u64;
-        if let Some(at) = self.ahead.find(&wanted) {
-            bytes.copy_from_slice(self.incoming.bytes(at..at + bytes.len()));
-            return Ok(());
-        }
-        // The last launch's, if it was one of a prepared program.
-        if let Some(seen) = self.seen.last_mut().filter(|seen| self.ahead.is_worth_it(&wanted, &seen.outputs))
-        {
-            seen.ahead = wanted;
-        }
-        self.ahead.forget();
-        gpu.device.bind()?;
-        self.deliver(gpu)?;
-        for (i, piece) in bytes.chunks_mut(STAGING_BYTES).enumerate() {
-            let from = memory.range(offset + i * STAGING_BYTES, piece.len());
-            let to = self.incoming.address().cast();
-            // SAFETY: within both; the pinned bytes are read after the stream has passed.
-            unsafe { driver!(cuMemcpyDtoHAsync_v2(to, from, piece.len(), gpu.device.stream()))? };
-            self.synchronize(&gpu.device)?;
-            piece.copy_from_slice(self.incoming.bytes(0..piece.len()));
-        }
-        Ok(())
-    }
-
-    /// Bytes of the device to another place on it.
-    pub fn copy(&mut self, gpu: &Gpu, from: (&CudaMemory, usize), to: (&CudaMemory, usize), bytes: usize) {
-        self.ahead.forget();
-        let (from, to) = (from.0.range(from.1, bytes), to.0.range(to.1, bytes));
-        let stream = gpu.device.stream();
-        let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
-        // SAFETY: within both memories.
-        let outcome =
-            outcome.and_then(|()| unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, stream)) });
-        self.note(outcome);
-    }
-
-    /// Zeroes bytes of the device.
-    pub fn clear(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: usize) {
-        self.ahead.forget();
-        let at = memory.range(offset, bytes);
-        let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
-        // SAFETY: within the memory.
-        let outcome =
-            outcome.and_then(|()| unsafe { driver!(cuMemsetD8Async(at, 0, bytes, gpu.device.stream())) });
-        self.note(outcome);
     }
 
     /// Runs the kernels of a launch and waits for them.
@@ -410,14 +280,6 @@ impl Session {
         let reason = dispatch::describe_fault(kernel, what, number, bound);
         Err(ArrayError::Kernel { op: kernel.op.name().into(), reason })
     }
-}
-
-/// Puts a kernel on the stream that carries words: to where, from where, and how many, of at most as many as fit.
-fn carry(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
-    let mut words: Vec<u64> = deliveries.concat();
-    words.resize(3 * DELIVERIES, 0);
-    let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
-    gpu.launch(&key, Geometry::rows(deliveries.len(), 128), Arguments::default().words(&words))
 }
 
 /// Addresses of what a launch leaves behind; destinations of prepared programs are gap-free.

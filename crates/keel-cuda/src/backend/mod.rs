@@ -7,6 +7,7 @@ mod operand;
 mod queue;
 mod read_ahead;
 mod staging;
+mod transfer;
 mod weights;
 
 use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};

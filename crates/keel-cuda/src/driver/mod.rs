@@ -1,5 +1,6 @@
 //! The thin layer over the driver, the run-time compiler and cuBLASLt. `unsafe` is here, where a backend launches
-//! (`backend/call.rs`, `backend/launch.rs`), and in `peaks.rs`, nowhere else in this crate.
+//! or copies
+//! (`backend/call.rs`, `backend/launch.rs`, `backend/transfer.rs`), and in `peaks.rs`, nowhere else in this crate.
 
 mod arguments;
 mod blas;

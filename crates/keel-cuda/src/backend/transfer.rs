@@ -1,0 +1,151 @@
+//! Bytes between host and device, in the order of the stream.
+//!
+//! Small writes of the host wait in pinned memory for the next launch, in front of which one kernel delivers them.
+
+use super::Gpu;
+use super::call::Geometry;
+use super::launch::Session;
+use crate::driver::{Arguments, CudaMemory, Delivery, driver};
+use crate::error::Result;
+use crate::kernels::{DELIVER, KernelKey};
+use std::ops::Range;
+
+/// Pinned bytes that host data passes through on its way to the device, and as many on the way back.
+pub(super) const STAGING_BYTES: usize = 4 << 20;
+
+/// Writes that one kernel delivers, and bytes of such a write: what a step is told is smaller.
+const DELIVERIES: usize = 16;
+const DELIVERY_BYTES_MAX: usize = 64 << 10;
+
+impl Session {
+    pub(super) fn note<T>(&mut self, outcome: Result<T>) {
+        if let Err(error) = outcome {
+            tracing::error!("{error}");
+            self.failed.get_or_insert(error);
+        }
+    }
+
+    /// Host bytes to the device, behind what is on the stream. Returns before they are there.
+    pub fn write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) {
+        let outcome = self.try_write(gpu, memory, offset, bytes);
+        self.note(outcome);
+    }
+
+    fn try_write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) -> Result<()> {
+        let device = &*gpu.device;
+        device.bind()?;
+        self.ahead.forget();
+        let start = memory.range(offset, bytes.len());
+        let to = start..start + bytes.len() as u64;
+        if bytes.len() <= DELIVERY_BYTES_MAX && start.is_multiple_of(4) && bytes.len().is_multiple_of(4) {
+            return self.post(gpu, to, bytes);
+        }
+        self.deliver(gpu)?;
+        for (i, piece) in bytes.chunks(STAGING_BYTES).enumerate() {
+            let from = self.stage(gpu, piece)?;
+            let to = start + (i * STAGING_BYTES) as u64;
+            // SAFETY: within both; the pinned bytes are not overwritten before the stream has passed.
+            unsafe { driver!(cuMemcpyHtoDAsync_v2(to, from.cast(), piece.len(), device.stream()))? };
+        }
+        Ok(())
+    }
+
+    /// Notes a small write for the next delivery.
+    pub(super) fn post(&mut self, gpu: &Gpu, to: Range<u64>, bytes: &[u8]) -> Result<()> {
+        let device = &*gpu.device;
+        let full = device.deliveries().len() == DELIVERIES;
+        if full || device.deliveries().iter().any(|delivery| delivery.touches(&to)) {
+            self.deliver(gpu)?;
+        }
+        let from = self.stage(gpu, bytes)? as u64;
+        device.deliveries().push(Delivery { to, from });
+        Ok(())
+    }
+
+    /// Copies bytes to pinned memory, where they stay until the stream has passed what reads them.
+    fn stage(&mut self, gpu: &Gpu, bytes: &[u8]) -> Result<*mut u8> {
+        let mut place = self.outgoing_ring.take(bytes.len(), STAGING_BYTES);
+        if place.is_none() {
+            self.deliver(gpu)?;
+            self.synchronize(&gpu.device)?;
+            place = self.outgoing_ring.take(bytes.len(), STAGING_BYTES);
+        }
+        let start = place.unwrap_or_else(|| unreachable!("an empty ring has room for a piece"));
+        self.outgoing.bytes(start..start + bytes.len()).copy_from_slice(bytes);
+        // SAFETY: within the pinned memory.
+        Ok(unsafe { self.outgoing.address().add(start) })
+    }
+
+    /// Puts the small writes that wait on the stream.
+    pub(super) fn deliver(&mut self, gpu: &Gpu) -> Result<()> {
+        let waiting = std::mem::take(&mut *gpu.device.deliveries());
+        if waiting.is_empty() {
+            return Ok(());
+        }
+        let triple = |Delivery { to, from }: &Delivery| [to.start, *from, (to.end - to.start) / 4];
+        carry(gpu, &waiting.iter().map(triple).collect::<Vec<_>>())
+    }
+
+    /// Bytes of the device to the host, once the stream has passed what is on it.
+    pub fn read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) {
+        let outcome = self.try_read(gpu, memory, offset, bytes);
+        self.note(outcome);
+    }
+
+    fn try_read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        let start = memory.range(offset, bytes.len());
+        let wanted = start..start + bytes.len() as u64;
+        if let Some(at) = self.ahead.find(&wanted) {
+            bytes.copy_from_slice(self.incoming.bytes(at..at + bytes.len()));
+            return Ok(());
+        }
+        // The last launch's, if it was one of a prepared program.
+        if let Some(seen) = self.seen.last_mut().filter(|seen| self.ahead.is_worth_it(&wanted, &seen.outputs))
+        {
+            seen.ahead = wanted;
+        }
+        self.ahead.forget();
+        gpu.device.bind()?;
+        self.deliver(gpu)?;
+        for (i, piece) in bytes.chunks_mut(STAGING_BYTES).enumerate() {
+            let from = memory.range(offset + i * STAGING_BYTES, piece.len());
+            let to = self.incoming.address().cast();
+            // SAFETY: within both; the pinned bytes are read after the stream has passed.
+            unsafe { driver!(cuMemcpyDtoHAsync_v2(to, from, piece.len(), gpu.device.stream()))? };
+            self.synchronize(&gpu.device)?;
+            piece.copy_from_slice(self.incoming.bytes(0..piece.len()));
+        }
+        Ok(())
+    }
+
+    /// Bytes of the device to another place on it.
+    pub fn copy(&mut self, gpu: &Gpu, from: (&CudaMemory, usize), to: (&CudaMemory, usize), bytes: usize) {
+        self.ahead.forget();
+        let (from, to) = (from.0.range(from.1, bytes), to.0.range(to.1, bytes));
+        let stream = gpu.device.stream();
+        let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
+        // SAFETY: within both memories.
+        let outcome =
+            outcome.and_then(|()| unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, stream)) });
+        self.note(outcome);
+    }
+
+    /// Zeroes bytes of the device.
+    pub fn clear(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: usize) {
+        self.ahead.forget();
+        let at = memory.range(offset, bytes);
+        let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
+        // SAFETY: within the memory.
+        let outcome =
+            outcome.and_then(|()| unsafe { driver!(cuMemsetD8Async(at, 0, bytes, gpu.device.stream())) });
+        self.note(outcome);
+    }
+}
+
+/// Puts a kernel on the stream that carries words: to where, from where, and how many, of at most as many as fit.
+pub(super) fn carry(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
+    let mut words: Vec<u64> = deliveries.concat();
+    words.resize(3 * DELIVERIES, 0);
+    let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
+    gpu.launch(&key, Geometry::rows(deliveries.len(), 128), Arguments::default().words(&words))
+}
