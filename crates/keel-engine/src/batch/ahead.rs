@@ -18,8 +18,8 @@ impl Batcher {
     /// Whether a step can be submitted behind the one of these answers, before its tokens are known.
     fn can_submit_behind(&self, rows: &[usize]) -> bool {
         let options = self.engine.options();
-        let is_steady = self.waiting.is_empty() && self.parked.is_empty() && rows.len() == self.running.len();
-        if !self.engine.runs_ahead() || options.drafts > 0 || options.swap_bytes > 0 || !is_steady {
+        let is_plain = options.drafts == 0 && options.swap_bytes == 0;
+        if !self.engine.runs_ahead() || !is_plain || rows.len() < self.running.len() {
             return false;
         }
         let keeps_states = self.options.reuse_generated && self.engine.cache().spec().is_recurrent();
