@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use common::batching::{Outcome, assert_all_is_back, finish, run, step};
-use common::queueing::{queueing, runtimes};
+use common::queueing::{queueing, waiting_and_queueing};
 use common::{engine, fixture};
 use keel_array::Runtime;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
@@ -79,39 +79,42 @@ fn traffic(batcher: &mut Batcher, every: usize, ends: &[Vec<u32>]) -> Vec<Outcom
 #[test]
 fn answers_are_those_of_steps_that_are_waited_for() {
     for folder in models() {
-        let mut alone = batcher(&folder, &common::runtime(2));
-        let no_ends = vec![Vec::new(); REQUESTS];
-        let whole: Vec<Outcome> =
-            (0..REQUESTS).map(|i| run_alone(&mut alone, request(i, Vec::new()))).collect();
-        // A token from the middle of each answer that has one ends every other of them.
-        let end_of = |(i, outcome): (usize, &Outcome)| match outcome.tokens.get(outcome.tokens.len() / 2) {
-            Some(&end) if i % 2 == 0 => vec![end],
-            _ => Vec::new(),
-        };
-        let ends: Vec<Vec<u32>> = whole.iter().enumerate().map(end_of).collect();
-        let ended: Vec<Outcome> =
-            (0..REQUESTS).map(|i| run_alone(&mut alone, request(i, ends[i].clone()))).collect();
-        assert!(ended.iter().any(|outcome| outcome.finish == Some(FinishReason::Stop)));
-        for runtime in runtimes() {
-            let mut batcher = batcher(&folder, &runtime);
+        for (waiting, queueing) in waiting_and_queueing() {
+            let mut alone = batcher(&folder, &waiting);
+            assert!(!alone.engine().runs_ahead());
+            let no_ends = vec![Vec::new(); REQUESTS];
+            let whole: Vec<Outcome> =
+                (0..REQUESTS).map(|i| run_alone(&mut alone, request(i, Vec::new()))).collect();
+            // A token from the middle of every other answer ends it.
+            let end_of = |(i, outcome): (usize, &Outcome)| match outcome.tokens.get(outcome.tokens.len() / 2)
+            {
+                Some(&end) if i % 2 == 0 => vec![end],
+                _ => Vec::new(),
+            };
+            let ends: Vec<Vec<u32>> = whole.iter().enumerate().map(end_of).collect();
+            let ended: Vec<Outcome> =
+                (0..REQUESTS).map(|i| run_alone(&mut alone, request(i, ends[i].clone()))).collect();
+            assert!(ended.iter().any(|outcome| outcome.finish == Some(FinishReason::Stop)));
+            let mut batcher = batcher(&folder, &queueing);
+            assert!(batcher.engine().runs_ahead());
             for (every, ends, want) in [(11, &no_ends, &whole), (23, &ends, &ended), (2, &ends, &ended)] {
                 for (i, got) in traffic(&mut batcher, every, ends).into_iter().enumerate() {
-                    let what = format!("{}: request {i}, one each {every} steps", folder.display());
-                    assert!(got.error.is_none(), "{what}: {:?}", got.error);
-                    if got.finish.is_some() {
-                        assert_eq!(
-                            (got.tokens, got.finish),
-                            (want[i].tokens.clone(), want[i].finish),
-                            "{what}"
-                        );
-                    } else {
-                        assert!(i % 5 == 2, "{what} was not cancelled");
-                        assert!(want[i].tokens.starts_with(&got.tokens), "{what}");
-                    }
+                    expect_answer(&format!("{}, one in {every} steps", folder.display()), i, got, &want[i]);
                 }
             }
             assert_all_is_back(&mut batcher);
         }
+    }
+}
+
+/// Asserts that a request has got what it gets alone, or a part of that if it was cancelled.
+fn expect_answer(what: &str, i: usize, got: Outcome, want: &Outcome) {
+    assert!(got.error.is_none(), "{what}: request {i}: {:?}", got.error);
+    if got.finish.is_some() {
+        assert_eq!((&got.tokens, got.finish), (&want.tokens, want.finish), "{what}: request {i}");
+    } else {
+        assert!(i % 5 == 2, "{what}: request {i} was not cancelled");
+        assert!(want.tokens.starts_with(&got.tokens), "{what}: request {i}");
     }
 }
 

@@ -60,10 +60,25 @@ pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
 /// That, new, in one piece and in many, and a GPU if there is one to be tested.
 pub fn runtimes() -> Vec<Runtime> {
     let mut runtimes = vec![queueing(512).0, queueing(16).0];
-    if std::env::var_os("KEEL_TEST_CUDA").is_some() {
-        let options = CudaOptions { deterministic: true, poison_freed: true, ..CudaOptions::default() };
-        let backend = CudaBackend::new(&options).expect("a GPU");
-        runtimes.push(Runtime::new(Arc::new(backend), RuntimeOptions::default()));
-    }
+    runtimes.extend(gpu().map(|gpu| Runtime::new(gpu, RuntimeOptions::default())));
     runtimes
+}
+
+/// The same, each with a runtime in front that waits for every launch and computes alike.
+pub fn waiting_and_queueing() -> Vec<(Runtime, Runtime)> {
+    struct Waiting;
+    impl Disturbance for Waiting {}
+    let waiting = |queueing: &Runtime| {
+        let gpu = if queueing.backend().name().starts_with("cuda") { gpu() } else { None };
+        let gpu = gpu.map(|gpu| Disturbed::new(gpu, Arc::new(Waiting)));
+        gpu.map_or_else(|| super::runtime(2), |gpu| Runtime::new(gpu, RuntimeOptions::default()))
+    };
+    runtimes().into_iter().map(|queueing| (waiting(&queueing), queueing)).collect()
+}
+
+/// A GPU, if there is one to be tested.
+fn gpu() -> Option<Arc<dyn Backend>> {
+    std::env::var_os("KEEL_TEST_CUDA")?;
+    let options = CudaOptions { deterministic: true, poison_freed: true, ..CudaOptions::default() };
+    Some(Arc::new(CudaBackend::new(&options).expect("a GPU")))
 }
