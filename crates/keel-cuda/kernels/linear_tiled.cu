@@ -13,11 +13,13 @@
 //                   Grid (GROUPED ? MOST_TILES : ceil(rows / BT), ceil(row tiles / 8), SPLITS), block 256, dynamic shared memory TILED_SHARED.
 //                   Bytes moved: the weight's for each BT rows of x. Floor: the larger of these / (3.0 TB/s) and 2 N K rows / (700 TFLOP/s).
 //   to_half_tiles   x f32 [rows][K] -> f16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K], silu(first half) * second half. Arguments x, out, u32 rows.
-//                   Grid ceil(rows * K_TILES * 8 / 256), block 256.
+//                   Grid ceil(rows * K_TILES * 8 / 256), block 256. GROUPED=1: EXPERTS <= 256; its first ceil(R / share) blocks count the rows of each expert in a share of
+//                   chosen u32 [R], counts u32 [shares][EXPERTS]. More arguments chosen, R, share, counts, fault, kernel.
 //   add_parts       parts [SPLITS][rows][N], residual or null, y, u32 elements (rows N, a multiple of 4). Grid ceil(elements / 1024), block 256.
-//   group_rows      EXPERTS, BT. chosen u32 [R] -> row_of u32 [R]: rows by expert; tiles u32: [count, 0, 0, 0], then (expert, first, rows, 0) of each.
-//                   Arguments chosen, R, row_of, tiles, fault, kernel. Grid 1, block 1024, no dynamic shared memory (EXPERTS * 132 bytes static, <= 48 KB: EXPERTS <= 256;
-//                   up to 512 with GROUP_WARPS=16, block 512). tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(R, ceil(R / BT) + EXPERTS).
+//   group_rows      GROUPED=1, EXPERTS, BT. chosen, counts -> row_of u32 [R]: rows by expert, of one expert in their order; tiles u32: [count, 0, 0, 0], then
+//                   (expert, first, rows, 0) of each. Every block adds up the counts and places its share. Arguments chosen, R, share, counts, row_of, tiles.
+//                   Grid ceil(R / share), block 1024. tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(R, ceil(R / BT) + EXPERTS).
+//                   Floor: 8 bytes a row and the counts once a block, 1 us; the launch is more.
 #include "half.cuh"
 #include "weight_tiles.cuh"
 
@@ -293,10 +295,40 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
 __device__ __forceinline__ float2 gated(float2 a, float2 b) {
     return make_float2(__fdiv_rn(a.x, 1.0f + expf(-a.x)) * b.x, __fdiv_rn(a.y, 1.0f + expf(-a.y)) * b.y);
 }
+#if GROUPED
+// An expert that does not exist is reported; its rows go to the last, and are not used.
+__device__ __forceinline__ u32 existing(u32 expert) { return min(expert, (u32)EXPERTS - 1); }
+
+// A block's share of the rows, counted by expert.
+__device__ void count_share(const u32 *chosen, u32 R, u32 share, u32 *counts, Fault *fault, u32 kernel) {
+    __shared__ u32 n[EXPERTS];
+    for (u32 e = threadIdx.x; e < EXPERTS; e += 256) n[e] = 0;
+    __syncthreads();
+    const u32 begin = blockIdx.x * share, end = min(begin + share, R);
+#pragma unroll 4
+    for (u32 row = begin + threadIdx.x; row < end; row += 256) {
+        const u32 e = chosen[row];
+        if (e >= EXPERTS) report(fault, kernel, 1, e, EXPERTS);
+        atomicAdd(&n[existing(e)], 1u);
+    }
+    __syncthreads();
+    for (u32 e = threadIdx.x; e < EXPERTS; e += 256) counts[blockIdx.x * EXPERTS + e] = n[e];
+}
+#endif
 // Step i of 16 columns has slots 4 i, 4 i + 1 of lane t at 2 t, and the next two at 8 + 2 t: a thread writes one such eight.
-extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, f16 *out, u32 rows) {
+extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, f16 *out, u32 rows
+#if GROUPED
+                                                               , const u32 *chosen, u32 R, u32 share, u32 *counts, Fault *fault, u32 kernel
+#endif
+) {
     take_turn();
-    const size_t item = (size_t)blockIdx.x * 256 + threadIdx.x;
+    u32 block = blockIdx.x;
+#if GROUPED
+    const u32 shares = (R + share - 1) / share;
+    if (block < shares) return count_share(chosen, R, share, counts, fault, kernel);
+    block -= shares;
+#endif
+    const size_t item = (size_t)block * 256 + threadIdx.x;
     if (item >= (size_t)rows * (K_TILES * 8)) return;
     const u32 eight = item % 8, kt = item / 8 % K_TILES;
     const float *row = x + item / (K_TILES * 8) * (DIM_K * (SWIGLU ? 2 : 1));
@@ -330,82 +362,73 @@ extern "C" __global__ void __launch_bounds__(256) add_parts(const float4 *parts,
     y[i] = sum;
 }
 
-#ifdef EXPERTS
-#define AHEAD 8 // loads under way
-#ifndef GROUP_WARPS
-#define GROUP_WARPS 32
-#endif
-extern "C" __global__ void __launch_bounds__(32 * GROUP_WARPS) group_rows(const u32 *chosen, u32 R, u32 *row_of, uint4 *tiles, Fault *fault,
-                                                                       u32 kernel) {
-    __shared__ u32 at[GROUP_WARPS][EXPERTS]; // first counts, then where the next row of an expert goes
-    __shared__ u32 counts[EXPERTS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if GROUPED
+#define PARTS_OF_SHARES 4
+extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen, u32 R, u32 share, const u32 *counts, u32 *row_of, uint4 *tiles) {
+    __shared__ u32 of_all[PARTS_OF_SHARES][EXPERTS], of_those_before[PARTS_OF_SHARES][EXPERTS];
+    __shared__ u32 next[EXPERTS];   // where the next row of an expert goes
+    __shared__ u16 at[32][EXPERTS]; // a warp's rows of each expert, then how many of the round come before them
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, shares = (R + share - 1) / share;
     take_turn();
-    for (int e = lane; e < EXPERTS; e += 32) at[warp][e] = 0;
-    __syncwarp();
-    // Each warp counts rows of its own.
-    const u32 share = (R + 32 * GROUP_WARPS - 1) / (32 * GROUP_WARPS) * 32, begin = min(warp * share, R), end = min(begin + share, R);
-    // Experts of rows i + 32 j + lane; NOBODY beyond the end.
-    constexpr u32 NOBODY = ~0u;
-    auto load = [&](u32(&e)[AHEAD], u32 i) {
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            const u32 row = i + 32 * j + lane;
-            e[j] = row < end ? min(chosen[row], NOBODY - 1) : NOBODY;
+    for (u32 i = threadIdx.x; i < PARTS_OF_SHARES * EXPERTS; i += 1024) {
+        const u32 part = i / EXPERTS, e = i % EXPERTS;
+        u32 all = 0, before = 0;
+#pragma unroll 8
+        for (u32 s = part; s < shares; s += PARTS_OF_SHARES) {
+            const u32 n = counts[s * EXPERTS + e];
+            all += n;
+            if (s < blockIdx.x) before += n;
         }
-    };
-    // An expert that does not exist is reported; its rows go to the last, and are not used.
-    auto existing = [](u32 e) { return min(e, (u32)EXPERTS - 1); };
-    for (u32 i = begin; i < end; i += 32 * AHEAD) {
-        u32 e[AHEAD];
-        load(e, i);
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            if (e[j] == NOBODY) continue;
-            if (e[j] >= EXPERTS) report(fault, kernel, 1, e[j], EXPERTS);
-            atomicAdd(&at[warp][existing(e[j])], 1u);
-        }
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e < EXPERTS; e += 32 * GROUP_WARPS) {
-        u32 sum = 0;
-        for (int w = 0; w < GROUP_WARPS; w++) {
-            u32 n = at[w][e];
-            at[w][e] = sum;
-            sum += n;
-        }
-        counts[e] = sum;
+        of_all[part][e] = all, of_those_before[part][e] = before;
     }
     __syncthreads();
     // One warp: where each expert's rows begin, and its tiles.
     if (warp == 0) {
+        auto sum = [](const u32(&x)[PARTS_OF_SHARES][EXPERTS], u32 e) {
+            u32 sum = 0;
+            for (int part = 0; part < PARTS_OF_SHARES; part++) sum += x[part][e];
+            return sum;
+        };
         u32 rows_before = 0, tiles_before = 0;
-        for (int first = 0; first < EXPERTS; first += 32) {
-            const int e = first + lane;
-            u32 n = e < EXPERTS ? counts[e] : 0, t = (n + BT - 1) / BT, rows = n, cells = t;
+        for (u32 first = 0; first < EXPERTS; first += 32) {
+            const u32 e = first + lane, n = e < EXPERTS ? sum(of_all, e) : 0, t = (n + BT - 1) / BT;
+            u32 rows = n, cells = t;
             for (int d = 1; d < 32; d *= 2) {
-                u32 r = __shfl_up_sync(~0u, rows, d), c = __shfl_up_sync(~0u, cells, d);
+                const u32 r = __shfl_up_sync(~0u, rows, d), c = __shfl_up_sync(~0u, cells, d);
                 if (lane >= d) rows += r, cells += c;
             }
-            u32 begins = rows_before + rows - n;
+            const u32 begins = rows_before + rows - n;
             if (e < EXPERTS) {
-                counts[e] = begins;
-                for (u32 i = 0; i < t; i++) tiles[1 + tiles_before + cells - t + i] = make_uint4(e, begins + i * BT, min(n - i * BT, (u32)BT), 0);
+                next[e] = begins + sum(of_those_before, e);
+                if (blockIdx.x == 0)
+                    for (u32 i = 0; i < t; i++) tiles[1 + tiles_before + cells - t + i] = make_uint4(e, begins + i * BT, min(n - i * BT, (u32)BT), 0);
             }
             rows_before += __shfl_sync(~0u, rows, 31);
             tiles_before += __shfl_sync(~0u, cells, 31);
         }
-        if (lane == 0) tiles[0] = make_uint4(tiles_before, 0, 0, 0);
+        if (blockIdx.x == 0 && lane == 0) tiles[0] = make_uint4(tiles_before, 0, 0, 0);
     }
-    __syncthreads();
-    for (u32 i = begin; i < end; i += 32 * AHEAD) {
-        u32 e[AHEAD];
-        load(e, i);
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            if (e[j] == NOBODY) continue;
-            row_of[counts[existing(e[j])] + atomicAdd(&at[warp][existing(e[j])], 1u)] = i + 32 * j + lane;
-        }
+    const u32 begin = blockIdx.x * share, end = min(begin + share, R);
+    for (u32 round = begin; round < end; round += 1024) {
+        const u32 row = round + threadIdx.x;
+        const bool is_there = row < end;
+        const u32 e = is_there ? existing(chosen[row]) : EXPERTS;
+        for (u32 i = lane; i < EXPERTS; i += 32) at[warp][i] = 0;
+        __syncwarp();
+        const u32 same = __match_any_sync(~0u, e), rank = __popc(same & ((1u << lane) - 1));
+        if (is_there && rank == 0) at[warp][e] = __popc(same);
+        __syncthreads(); // `next` of this round, too
+        u32 in_round = 0;
+        if (threadIdx.x < EXPERTS)
+            for (int w = 0; w < 32; w++) {
+                const u32 n = at[w][threadIdx.x];
+                at[w][threadIdx.x] = in_round;
+                in_round += n;
+            }
+        __syncthreads();
+        if (is_there) row_of[next[e] + at[warp][e] + rank] = row;
+        __syncthreads();
+        if (threadIdx.x < EXPERTS) next[threadIdx.x] += in_round;
     }
 }
 #endif

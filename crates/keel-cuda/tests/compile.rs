@@ -142,7 +142,7 @@ fn keys() -> Vec<KernelKey> {
             let grouped = [("GROUPED", "1"), ("FANOUT", "2"), ("EXPERTS", "64"), ("SPLITS", "1")];
             add(
                 kernels::LINEAR_TILED,
-                &["group_rows"],
+                &["group_rows", "to_half_tiles"],
                 &[
                     &exact.concat()[..2],
                     weight,

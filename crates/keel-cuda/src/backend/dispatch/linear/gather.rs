@@ -4,7 +4,7 @@ use super::super::fast::swiglu;
 use super::super::{Bound, Call, Geometry};
 use super::few_rows::FewRows;
 use super::tiled::{half_rows_bytes, tile_of, tiled_key, tiled_shared_bytes, to_half_tiles};
-use super::{Arithmetic, arithmetic, exact_split, packed, row_tiles, takes_groups, weight_key};
+use super::{Arithmetic, arithmetic, exact_split, packed, row_tiles, surely_in_groups, weight_key};
 use crate::driver::Arguments;
 use crate::kernels::{EXACT_MATMUL, KernelKey};
 use keel_array::{ArrayError, Op, WeightSpec};
@@ -13,8 +13,7 @@ use keel_array::{ArrayError, Op, WeightSpec};
 pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     let experts = &call.inputs[2];
     let fanout = experts.len() / (call.inputs[0].len() / weight.cols);
-    let widens = matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::WidenedCodes);
-    if widens && takes_groups(weight, experts.len(), call.choice()) && call.gpu.has_wgmma() {
+    if surely_in_groups(weight, call.kernel, call.mode) && call.gpu.has_wgmma() {
         return grouped(weight, fanout, call);
     }
     let made = made_input(call)?;
@@ -60,31 +59,51 @@ fn tiles_max(weight: &WeightSpec, rows: usize) -> usize {
     rows.min(rows.div_ceil(tile_of(rows.div_ceil(weight.experts))) + weight.experts)
 }
 
-/// Where the scratch of grouped rows lies: x as f16, the rows by expert, the tiles.
-pub(super) fn grouped_scratch(weight: &WeightSpec, inputs: usize, rows: usize) -> [usize; 3] {
+/// Rows that a block counts and then places, at least: one for each of its threads. There are no more than [`SHARES_MAX`] such
+/// shares, as each block adds up the counts of all.
+const SHARE_MIN: usize = 1024;
+const SHARES_MAX: usize = 64;
+
+fn share_of(rows: usize) -> usize {
+    rows.div_ceil(SHARES_MAX).next_multiple_of(SHARE_MIN)
+}
+
+/// Where the scratch of grouped rows lies: x as f16 from its beginning on, then the rows by expert, the tiles, the counts.
+pub(super) struct GroupedScratch {
+    row_of: usize,
+    tiles: usize,
+    counts: usize,
+    pub end: usize,
+}
+
+pub(super) fn grouped_scratch(weight: &WeightSpec, inputs: usize, rows: usize) -> GroupedScratch {
+    let words = |count: usize| count * size_of::<u32>();
     let row_of = half_rows_bytes(weight, inputs).next_multiple_of(256);
-    let tiles = row_of + (rows * size_of::<u32>()).next_multiple_of(256);
-    [row_of, tiles, tiles + 16 * (1 + tiles_max(weight, rows))]
+    let tiles = row_of + words(rows).next_multiple_of(256);
+    let counts = tiles + 16 * (1 + tiles_max(weight, rows));
+    let end = counts + words(rows.div_ceil(share_of(rows)) * weight.experts);
+    GroupedScratch { row_of, tiles, counts, end }
 }
 
 fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), ArrayError> {
     let rows = call.inputs[2].len();
-    let [row_of, tiles, _] = grouped_scratch(weight, rows / fanout, rows).map(|at| call.scratch + at as u64);
+    let scratch = grouped_scratch(weight, rows / fanout, rows);
+    let [row_of, tiles, counts] =
+        [scratch.row_of, scratch.tiles, scratch.counts].map(|at| call.scratch + at as u64);
     // A tile holds rows of one expert; about so many there are.
     let per_expert = rows.div_ceil(weight.experts);
     let key = tiled_key("linear_tiled", weight, per_expert, 1)
         .define("GROUPED", 1)
         .define("FANOUT", fanout)
         .define("EXPERTS", weight.experts);
-    to_half_tiles(&key, weight, rows / fanout, call)?;
-    let arguments = Arguments::default()
-        .pointer(call.inputs[2].address)
-        .u32(rows)
-        .pointer(row_of)
-        .pointer(tiles)
-        .pointer(call.fault)
-        .u32(call.index);
-    call.launch(&KernelKey { entry: "group_rows", ..key.clone() }, Geometry::rows(1, 1024), arguments)?;
+    let share = share_of(rows);
+    let shares = rows.div_ceil(share);
+    let chosen =
+        |arguments: Arguments| arguments.pointer(call.inputs[2].address).u32(rows).u32(share).pointer(counts);
+    let count = |arguments| chosen(arguments).pointer(call.fault).u32(call.index);
+    to_half_tiles(&key, weight, rows / fanout, (shares, &count), call)?;
+    let arguments = chosen(Arguments::default()).pointer(row_of).pointer(tiles);
+    call.launch(&KernelKey { entry: "group_rows", ..key.clone() }, Geometry::rows(shares, 1024), arguments)?;
     let arguments = packed(Arguments::default(), weight, &call.inputs[1])
         .pointer(call.scratch)
         .pointer(row_of)

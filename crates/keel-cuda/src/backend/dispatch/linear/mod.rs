@@ -209,15 +209,10 @@ pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
 pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> usize {
     let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
     let rows = elements(2);
-    match arithmetic(weight) {
-        Arithmetic::Codes | Arithmetic::WidenedCodes
-            if takes_groups(weight, rows, Choice::of(kernel, mode)) =>
-        {
-            let grouped = grouped_scratch(weight, elements(0) / weight.cols, rows)[2];
-            // What has been absorbed comes to memory where the device cannot group.
-            let made = if kernel.maker(0).is_some() { elements(0) * size_of::<f32>() } else { 0 };
-            grouped.max(made)
-        }
-        _ => 0,
+    if !surely_in_groups(weight, kernel, mode) {
+        return 0;
     }
+    // What has been absorbed comes to memory where the device cannot group.
+    let made = if kernel.maker(0).is_some() { elements(0) * size_of::<f32>() } else { 0 };
+    grouped_scratch(weight, elements(0) / weight.cols, rows).end.max(made)
 }

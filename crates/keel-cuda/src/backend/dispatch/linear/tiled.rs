@@ -60,10 +60,12 @@ pub(super) fn half_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
     rows * col_tiles(weight) * TILE_COLS * size_of::<u16>()
 }
 
+/// x as f16 in the scratch. What `first` blocks of the launch do besides takes further arguments.
 pub(super) fn to_half_tiles(
     key: &KernelKey,
     weight: &WeightSpec,
     rows: usize,
+    (first, more): (usize, &dyn Fn(Arguments) -> Arguments),
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let mut key = KernelKey { entry: "to_half_tiles", ..key.clone() };
@@ -73,8 +75,8 @@ pub(super) fn to_half_tiles(
         x = swiglu.inputs[0].address;
     }
     let arguments = Arguments::default().pointer(x).pointer(call.scratch).u32(rows);
-    let blocks = (rows * col_tiles(weight) * 8).div_ceil(256);
-    call.launch(&key, Geometry::rows(blocks, 256), arguments)
+    let blocks = first + (rows * col_tiles(weight) * 8).div_ceil(256);
+    call.launch(&key, Geometry::rows(blocks, 256), more(arguments))
 }
 
 /// The product with K in so many parts.
@@ -85,7 +87,7 @@ pub(super) fn tiled(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let key = tiled_key("linear_tiled", weight, rows, parts);
-    to_half_tiles(&key, weight, rows, call)?;
+    to_half_tiles(&key, weight, rows, (0, &|arguments| arguments), call)?;
     let sums = call.scratch + half_rows_bytes(weight, rows).next_multiple_of(256) as u64;
     let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(call.scratch).u32(rows);
     let (arguments, target) = match parts {
