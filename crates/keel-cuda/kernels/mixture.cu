@@ -72,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) chosen_gate_up
 ) {
     __shared__ __align__(16) u8 prepared[PREPARED_BYTES];
     __shared__ float sums[K_TILES], partials[HALVES * SPLIT * 17];
+    __shared__ u32 found;
     float2 *const x_scale = (float2 *)(prepared + X_BYTES);
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), tile = blockIdx.x;
     const u32 token = blockIdx.y / PRODUCTS, j = blockIdx.y % PRODUCTS;
@@ -92,8 +93,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) chosen_gate_up
     // One block of a token tells which experts it has: the last, whose own weights need no choice where there is a shared expert.
     const bool tells = blockIdx.x == 0 && j == PRODUCTS - 1;
     if (!is_always) {
-        choice = choose_experts(logits, j + 1);
-        w = expert_of(w, __shfl_sync(~0u, choice.expert, j));
+        // By one warp: all of them would be in each other's way.
+        if (warp == 0) {
+            choice = choose_experts(logits, j + 1);
+            if (lane == j) found = choice.expert;
+        }
+        __syncthreads();
+        w = expert_of(w, found);
     }
     Unit held[HELD_UNITS];
 #pragma unroll
@@ -197,10 +203,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) chosen_down(const u32 *cod
     };
 #pragma unroll
     for (int i = 0; i < HELD_UNITS; i++) load(i);
-    let_next_start();
 #if EARLY
     wait_for_inputs();
 #endif
+    let_next_start(); // behind the wait: what it fetches ahead would delay these weights
     // What the sums are added to comes while they are made.
     const int n = 16 * tile + threadIdx.x;
     const bool sums_up = threadIdx.x < 16 && n < DIM_N;

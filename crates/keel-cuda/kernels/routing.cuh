@@ -26,20 +26,26 @@ __device__ __forceinline__ Choice choose_experts(const float *logits, u32 count)
     for (int i = 0; i < LOGITS_HELD; i++) c.x[i] = 32 * i + lane < EXPERTS ? logits[32 * i + lane] : -INFINITY;
 #pragma unroll
     for (int i = 0; i < LOGITS_HELD; i++) ranks[i] = 32 * i + lane < EXPERTS ? rank_of(c.x[i]) : 0;
-#pragma unroll 1
-    for (u32 j = 0; j < count; j++) {
-        u32 top = 0, at = 0xffffffffu;
-#pragma unroll
-        for (int i = 0; i < LOGITS_HELD; i++) top = max(top, ranks[i]);
-        top = __reduce_max_sync(~0u, top);
-#pragma unroll
-        for (int i = 0; i < LOGITS_HELD; i++) at = min(at, ranks[i] == top ? 32 * i + lane : 0xffffffffu);
-        at = __reduce_min_sync(~0u, at);
+    // The best that the lane has left, the lower index among equals.
+    u32 best, which;
+    auto find_best = [&] {
+        best = 0, which = lane;
 #pragma unroll
         for (int i = 0; i < LOGITS_HELD; i++)
-            if (at == 32 * i + lane) ranks[i] = 0;
+            if (ranks[i] > best) best = ranks[i], which = 32 * i + lane;
+    };
+    find_best();
+#pragma unroll 1
+    for (u32 j = 0; j < count; j++) {
+        const u32 top = __reduce_max_sync(~0u, best), at = __reduce_min_sync(~0u, best == top ? which : 0xffffffffu);
         if (j == 0) c.first = top;
         if (j == lane) c.rank = top, c.expert = at;
+        if (at == which) {
+#pragma unroll
+            for (int i = 0; i < LOGITS_HELD; i++)
+                if (at == 32 * i + lane) ranks[i] = 0;
+            find_best();
+        }
     }
     return c;
 }

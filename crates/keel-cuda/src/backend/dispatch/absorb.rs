@@ -10,7 +10,7 @@
 //! | rotation, gate | a copy of heads out of strides |
 //! | attention in decode | the rotations of queries and keys |
 
-use super::linear::{self, mixture};
+use super::linear::{self, combination};
 use crate::backend::Mode;
 use crate::backend::operand::head_strides;
 use keel_array::{DType, Kernel, Layout, Op, Regime, Slot, WeightSpec};
@@ -50,12 +50,12 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             _ => false,
         },
         (Op::CombineExperts { .. }, 0) => match &producer.op {
-            Op::GatherLinear { weight } => mixture::takes_down(reader, weight, producer, mode),
+            Op::GatherLinear { weight } => combination::takes_down(reader, weight, producer, mode),
             _ => false,
         },
         (Op::CombineExperts { shared: true }, 2) => match &producer.op {
             Op::Linear { weight, residual: false } => {
-                mixture::takes_shared_down(reader, weight, producer, mode)
+                combination::takes_shared_down(reader, weight, producer, mode)
             }
             _ => false,
         },

@@ -16,6 +16,7 @@
 
 mod blas;
 mod choice;
+pub(super) mod combination;
 mod exact;
 mod few_rows;
 mod gather;

@@ -1,0 +1,172 @@
+//! The end of a mixture for few tokens: the chosen experts' down projection, and a shared expert's of the same shape, in the launch
+//! that adds them up. See `mixture.cu`.
+
+use super::super::{Call, Geometry};
+use super::mixture::CHOICES_MAX;
+use super::{Arithmetic, arithmetic, col_tiles, packed, row_tiles, takes_few_rows, weight_key};
+use crate::backend::Mode;
+use crate::backend::weights::Coding;
+use crate::driver::Arguments;
+use crate::kernels::{KernelKey, MIXTURE};
+use keel_array::{ArrayError, Kernel, Op, Slot, WeightSpec};
+
+/// Bytes of shared memory of a block.
+const SHARED_MAX: usize = 40 << 10;
+
+/// Warps of a block, at most.
+const WARPS_MAX: usize = 20;
+
+/// Whether a combination runs the experts' down projection within itself.
+pub(in crate::backend::dispatch) fn takes_down(
+    combination: &Kernel,
+    weight: &WeightSpec,
+    product: &Kernel,
+    mode: Mode,
+) -> bool {
+    let (x, choices) = (&product.inputs[0], combination.inputs[1].layout.shape.last().copied().unwrap_or(0));
+    let own_rows = x.layout.shape.elements() == product.inputs[2].layout.shape.elements() * weight.cols;
+    arithmetic(weight) == Arithmetic::Codes
+        && takes_few_rows(weight, product, mode)
+        && own_rows
+        && is_plain(product)
+        && choices <= CHOICES_MAX
+        && Down::of(weight, choices + 1).shared_bytes(weight) <= SHARED_MAX
+}
+
+/// Whether it runs the shared expert's, too: a product like the others.
+pub(in crate::backend::dispatch) fn takes_shared_down(
+    combination: &Kernel,
+    weight: &WeightSpec,
+    product: &Kernel,
+    mode: Mode,
+) -> bool {
+    let alike = combination.maker(0).is_some_and(|down| match &down.op {
+        Op::GatherLinear { weight: stack } => is_alike(stack, weight),
+        _ => false,
+    });
+    alike && takes_few_rows(weight, product, mode) && is_plain(product)
+}
+
+/// Whether what is multiplied lies in memory, 16 bytes at a time.
+fn is_plain(product: &Kernel) -> bool {
+    let x = &product.inputs[0];
+    product.absorbed.is_empty() && matches!(x.slot, Slot::Temp(_)) && x.layout.offset.is_multiple_of(4)
+}
+
+/// Whether a weight is coded and shaped as one of a stack.
+pub(super) fn is_alike(stack: &WeightSpec, weight: &WeightSpec) -> bool {
+    *weight == WeightSpec { experts: 1, ..*stack }
+}
+
+/// How a combination is cut; a function of the weight's shape and the number of products alone, for it orders the sums.
+struct Down {
+    products: usize,
+    unit: usize,
+    units: usize,
+    warps: usize,
+}
+
+impl Down {
+    fn of(weight: &WeightSpec, products: usize) -> Down {
+        let coding = Coding::of(weight.format);
+        let narrow = coding.is_some_and(|coding| coding.bits == 8 || coding.group == 16);
+        let unit = if narrow { 2 } else { 4 };
+        let units = products * col_tiles(weight).div_ceil(unit);
+        let turns = units.div_ceil(WARPS_MAX);
+        Down { products, unit, units, warps: units.div_ceil(turns) }
+    }
+
+    fn shared_bytes(&self, weight: &WeightSpec) -> usize {
+        let parts = Coding::of(weight.format).map_or(1, |coding| coding.parts());
+        self.products * (col_tiles(weight) * (64 + 8 * parts)).next_multiple_of(16)
+            + self.units * 17 * size_of::<f32>()
+            + CHOICES_MAX * 8
+    }
+}
+
+/// A combination with the products that it has absorbed. With the routing that chose the experts it finds these for itself, ahead
+/// of its turn if the logits are there.
+pub(in crate::backend::dispatch) fn combine(
+    call: &Call<'_>,
+    route: Option<&Call<'_>>,
+) -> Result<(), ArrayError> {
+    let Some(down) = call.maker(0) else { unreachable!("the product was absorbed") };
+    let route = route.filter(|route| call.is_settled(&route.strided(0)));
+    let Op::GatherLinear { weight } = &down.kernel.op else { unreachable!("experts' products are combined") };
+    let (probabilities, residual) = (&call.inputs[1], &call.inputs[call.inputs.len() - 1]);
+    let (choices, tokens) = (probabilities.width(), probabilities.rows());
+    let has_shared = call.inputs.len() == 5;
+    let always = call.maker(2).filter(|_| has_shared);
+    let cut = Down::of(weight, choices + usize::from(always.is_some()));
+    let normalises =
+        route.is_some_and(|route| matches!(route.kernel.op, Op::RouteTopK { normalise: true, .. }));
+    let mut key = mixture_key("chosen_down", weight, choices, normalises)
+        .define("SWIGLU", 0)
+        .define("SPLIT", cut.warps)
+        .define("UNIT", cut.unit)
+        .define("ALWAYS", u8::from(always.is_some()))
+        .define("ADDED", u8::from(has_shared && always.is_none()))
+        .define("EARLY", u8::from(route.is_some()));
+    let mut arguments = packed(Arguments::default(), weight, &down.inputs[1]);
+    if let Some(always) = always {
+        let Op::Linear { weight, .. } = &always.kernel.op else { unreachable!("a product was absorbed") };
+        arguments = packed(arguments, weight, &always.inputs[1]);
+    }
+    arguments = arguments.pointer(down.inputs[0].address);
+    if has_shared {
+        let (input, gate) = (always.map_or(&call.inputs[2], |always| &always.inputs[0]), call.strided(3));
+        key = key.define("SHARE_ROW", gate.row_stride(1));
+        arguments = arguments.pointer(input.address).pointer(gate.address);
+    }
+    arguments = match route {
+        Some(route) => {
+            let logits = route.strided(0);
+            key = key.define("LOGITS_ROW", logits.row_stride(1));
+            arguments.pointer(logits.address)
+        }
+        None => arguments
+            .pointer(probabilities.address)
+            .pointer(down.inputs[2].address)
+            .pointer(call.fault)
+            .u32(call.index),
+    };
+    let arguments = arguments.pointer(residual.address).pointer(call.outputs[0].address);
+    let grid = (row_tiles(weight), tokens, 1);
+    let geometry = Geometry { grid, block: (32 * cut.warps, 1, 1), shared_bytes: 0 };
+    call.launch(&key, geometry, arguments)?;
+    call.settle();
+    Ok(())
+}
+
+/// Constants of both entries of the source.
+pub(super) fn mixture_key(
+    entry: &'static str,
+    weight: &WeightSpec,
+    choices: usize,
+    normalises: bool,
+) -> KernelKey {
+    weight_key(MIXTURE, entry, weight)
+        .define("EXPERTS", weight.experts)
+        .define("CHOICES", choices)
+        .define("NORMALISE", u8::from(normalises))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keel_array::{Compute, DType, WeightFormat};
+
+    #[test]
+    fn warps_share_the_units_of_all_products() {
+        let of = |bits, cols, products| {
+            let format = WeightFormat::Affine { bits, group_size: 64, scale_dtype: DType::BF16 };
+            let spec = WeightSpec { experts: 256, rows: 2048, cols, format, compute: Compute::Auto };
+            let down = Down::of(&spec, products);
+            (down.unit, down.units, down.warps)
+        };
+        assert_eq!(of(4, 512, 9), (4, 18, 18));
+        assert_eq!(of(8, 512, 9), (2, 36, 18));
+        assert_eq!(of(4, 1024, 11), (4, 44, 15));
+        assert_eq!(of(4, 64, 2), (4, 2, 2));
+    }
+}
