@@ -85,3 +85,11 @@ extern "C" __global__ void __launch_bounds__(256) to_two_bf16(const float2 *x, b
     hi[i] = rounded;
     lo[i] = two_bf16(v.x - to_f32(rounded.x), v.y - to_f32(rounded.y));
 }
+
+#ifdef ROW
+// y f32 [rows][DIM_N] out of rows that are ROW wide. Grid rows, block up to 256. Bytes moved: y's, twice.
+extern "C" __global__ void leave_padding(const float *padded, float *y) {
+    take_turn();
+    for (u32 n = threadIdx.x; n < DIM_N; n += blockDim.x) y[(size_t)blockIdx.x * DIM_N + n] = padded[(size_t)blockIdx.x * ROW + n];
+}
+#endif

@@ -136,7 +136,11 @@ fn keys() -> Vec<KernelKey> {
         let exact =
             [&[("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("GATHER", "2")], exact];
         add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &exact.concat());
-        add(kernels::DEQUANTIZE, &["embedding_rows", "to_half", "to_two_bf16"], &exact.concat());
+        add(
+            kernels::DEQUANTIZE,
+            &["embedding_rows", "to_half", "to_two_bf16", "leave_padding"],
+            &[&exact.concat()[..], &[("ROW", "104")]].concat(),
+        );
         if affine {
             add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
             let grouped = [("GROUPED", "1"), ("FANOUT", "2"), ("EXPERTS", "64"), ("SPLITS", "1")];

@@ -171,36 +171,6 @@ impl Call<'_> {
         // SAFETY: contiguous parts of operands that were checked against their memory, or of the kernel's scratch.
         unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, self.gpu.device.stream())) }
     }
-
-    /// Copies rows of f32, of which `from` has one each `stride` elements, to a gap-free place.
-    pub fn copy_rows(
-        &self,
-        (from, stride): (u64, usize),
-        to: u64,
-        (rows, width): (usize, usize),
-    ) -> Result<()> {
-        let device = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
-        let copy = sys::CUDA_MEMCPY2D {
-            srcXInBytes: 0,
-            srcY: 0,
-            srcMemoryType: device,
-            srcHost: std::ptr::null(),
-            srcDevice: from,
-            srcArray: std::ptr::null_mut(),
-            srcPitch: stride * size_of::<f32>(),
-            dstXInBytes: 0,
-            dstY: 0,
-            dstMemoryType: device,
-            dstHost: std::ptr::null_mut(),
-            dstDevice: to,
-            dstArray: std::ptr::null_mut(),
-            dstPitch: width * size_of::<f32>(),
-            WidthInBytes: width * size_of::<f32>(),
-            Height: rows,
-        };
-        // SAFETY: operands that were checked against their memory, or the kernel's scratch.
-        unsafe { driver!(cuMemcpy2DAsync_v2(&copy, self.gpu.device.stream())) }
-    }
 }
 
 fn are_apart(written: &[Range<u64>], span: &Range<u64>) -> bool {

@@ -1,7 +1,8 @@
 //! Weights of linear layers in the device's layout.
 //!
-//! Dense weights lie row-major, as they are stored. Quantised ones lie in tiles of 16 rows and 64 columns as `weight_tiles.cuh`
-//! defines them: first the codes of all tiles, then, from a multiple of 256 bytes, what scales each row and group.
+//! Dense weights lie row-major, as they are stored, a single one of bf16 with room for [`padded_rows`]. Quantised ones lie in
+//! tiles of 16 rows and 64 columns as `weight_tiles.cuh` defines them: first the codes of all tiles, then, from a multiple of 256
+//! bytes, what scales each row and group.
 
 mod blocks;
 mod coding;
@@ -14,6 +15,11 @@ use keel_array::{ArrayError, DType, RowBlock, RowData, WeightFormat, WeightSpec}
 const PAIRS_ALIGN: usize = 256;
 const TILE_ROWS: usize = 16;
 const TILE_COLS: usize = 64;
+
+/// Rows of a matrix that cuBLASLt has fast kernels for: multiples of 8.
+pub(super) fn padded_rows(rows: usize) -> usize {
+    rows.checked_next_multiple_of(8).unwrap_or(rows)
+}
 
 /// Where the parts of a weight lie, in bytes from its first.
 #[derive(Clone, Copy, Debug)]
@@ -35,7 +41,11 @@ impl Layout {
                 let code_bytes = tiles.saturating_mul(coding.code_bytes());
                 (spec.rows.div_ceil(TILE_ROWS), code_bytes, coding.pair_bytes(tiles))
             }
-            (None, WeightFormat::Dense(dtype)) => (spec.rows, spec.cols.saturating_mul(dtype.size()), 0),
+            (None, WeightFormat::Dense(dtype)) => {
+                let padded = spec.experts == 1 && dtype == DType::BF16;
+                let rows = if padded { padded_rows(spec.rows) } else { spec.rows };
+                (rows, spec.cols.saturating_mul(dtype.size()), 0)
+            }
             (None, format) => unreachable!("{format:?} lies in tiles"),
         };
         let units = spec.experts.saturating_mul(units);
@@ -266,6 +276,17 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_dense_weight_has_room_for_rows_that_are_multiplied_and_not_used() {
+        let bytes = |experts, rows, dtype| {
+            let format = WeightFormat::Dense(dtype);
+            Layout::of(&WeightSpec { experts, rows, cols: 128, format, compute: Compute::Auto }).bytes()
+        };
+        assert_eq!([256, 257, 264, 265].map(|rows| bytes(1, rows, DType::BF16) / 256), [256, 264, 264, 272]);
+        assert_eq!(bytes(3, 257, DType::BF16), 3 * 257 * 256, "experts lie one behind the other");
+        assert_eq!(bytes(1, 257, DType::F32), 257 * 512, "f32 never goes through the library");
     }
 
     #[test]

@@ -5,8 +5,9 @@ use super::super::{Bound, Call, Geometry};
 use super::choice::BLAS_BLOCK;
 use super::exact::exact_tiled;
 use super::{at_row, col_tiles, packed, row_tiles, weight_key};
+use crate::backend::weights::padded_rows;
 use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, HalfType, Product};
-use crate::error;
+use crate::error::{CudaError, Result};
 use crate::kernels::{ACTIVATION, DEQUANTIZE, KernelKey, RMS_NORM};
 use keel_array::{ArrayError, Compute, Op, WeightFormat, WeightSpec};
 
@@ -14,7 +15,7 @@ use keel_array::{ArrayError, Compute, Op, WeightFormat, WeightSpec};
 const BLAS_ALIGN: usize = 256;
 
 /// Where the scratch of a product through cuBLASLt lies, from a multiple of [`BLAS_ALIGN`] on: the library's own, x in 16
-/// bits, W where it is widened or padded, the last block of y where rows are multiplied in blocks, y where it is padded. `end`
+/// bits, W where it is widened, the last block of y where rows are multiplied in blocks, y where it is padded. `end`
 /// includes what the alignment may take.
 pub(super) struct BlasScratch {
     x: usize,
@@ -27,9 +28,9 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) ->
     let x = BLAS_WORKSPACE_BYTES;
     let rows = if in_blocks { rows.next_multiple_of(BLAS_BLOCK) } else { rows };
     let w = x + x_parts(weight) * x_bytes(weight, rows);
-    let (padded, is_padded) = (padded_rows(weight), padded_rows(weight) != weight.rows);
-    let remade = operands(weight) == HalfType::F16 || is_padded;
-    let last = w + if remade { padded * weight.cols * size_of::<u16>() } else { 0 };
+    let (padded, is_padded) = (padded_rows(weight.rows), padded_rows(weight.rows) != weight.rows);
+    let is_widened = operands(weight) == HalfType::F16;
+    let last = w + if is_widened { padded * weight.cols * size_of::<u16>() } else { 0 };
     let last = last.next_multiple_of(BLAS_ALIGN);
     let end = last
         + match in_blocks {
@@ -54,11 +55,6 @@ pub(super) fn splits_x(weight: &WeightSpec) -> bool {
 
 fn x_parts(weight: &WeightSpec) -> usize {
     if splits_x(weight) { 2 } else { 1 }
-}
-
-/// Rows of a weight, and columns of y, that the library has fast kernels for. What the last ones hold is not used.
-fn padded_rows(weight: &WeightSpec) -> usize {
-    weight.rows.next_multiple_of(8)
 }
 
 /// Bytes of x in 16 bits.
@@ -150,14 +146,8 @@ pub(super) fn through_blas(
     if let Some(residual) = residual {
         call.bring(residual, y)?;
     }
-    let cols = if accumulate || in_blocks { weight.rows } else { padded_rows(weight) };
-    let mut to = y.address;
-    if cols != weight.rows {
-        let (from, scratch_w) = (w, own + scratch.w as u64);
-        let copied = call.copy(from, scratch_w, weight.rows * weight.cols * size_of::<u16>());
-        copied.map_err(|error| call.error(error.to_string()))?;
-        (w, to) = (scratch_w, own + scratch.last as u64);
-    }
+    let cols = if accumulate || in_blocks { weight.rows } else { padded_rows(weight.rows) };
+    let to = if cols == weight.rows { y.address } else { own + scratch.last as u64 };
     let multiply = |x: u64, accumulate: bool| match in_blocks {
         false => {
             let product = Product { cols, ..product_of(weight, rows, accumulate) };
@@ -165,18 +155,20 @@ pub(super) fn through_blas(
         }
         true => multiply_blocks(weight, accumulate, (x, w, own + scratch.last as u64), own, call),
     };
+    let in_op = |error: CudaError| error.in_op(call.kernel.op.name());
     match multiply(x, accumulate) {
         Ok(()) => {
             if splits_x(weight) {
-                multiply(x + part_bytes as u64, true).map_err(|error| call.error(error.to_string()))?;
+                multiply(x + part_bytes as u64, true).map_err(in_op)?;
             }
             if to == y.address {
                 return Ok(());
             }
-            let copied = call.copy_rows((to, cols), y.address, (rows, weight.rows));
-            copied.map_err(|error| call.error(error.to_string()))
+            let key = weight_key(DEQUANTIZE, "leave_padding", weight).define("ROW", cols);
+            let arguments = Arguments::default().pointer(to).pointer(y.address);
+            call.launch(&key, Geometry::rows(rows, weight.rows.min(256).next_multiple_of(32)), arguments)
         }
-        Err(error) if call.maker(0).is_some() => Err(call.error(error.to_string())),
+        Err(error) if call.maker(0).is_some() => Err(in_op(error)),
         // What the library refuses, our own kernel multiplies, more slowly.
         Err(error) => {
             tracing::debug!("{error}; multiplied without cuBLASLt");
@@ -196,7 +188,7 @@ fn multiply_blocks(
     (x, w, last): (u64, u64, u64),
     own: u64,
     call: &Call<'_>,
-) -> error::Result<()> {
+) -> Result<()> {
     let product = product_of(weight, BLAS_BLOCK, accumulate);
     let rows = call.outputs[0].len() / weight.rows;
     for first in (0..rows).step_by(BLAS_BLOCK) {
