@@ -14,9 +14,8 @@
 //   EARLY=1    chosen_gate_up: x is settled (see Call::is_settled) and rounded before the wait; so is its norm.
 //              chosen_down: logits are, so experts are found, and their weights fetched, while inner is still being made.
 // Bytes moved: those of the chosen experts' weights, once. Floor: these / (3.0 TB/s).
-#define PARTS_ONLY
 #define DIM_T 1
-#include "quantized_matmul.cu"
+#include "few_rows.cuh"
 #include "routing.cuh"
 
 #define PRODUCTS (CHOICES + ALWAYS) // of a token

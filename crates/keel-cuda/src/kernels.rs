@@ -8,6 +8,7 @@ pub(crate) const CUSTOM_ENTRY: &str = "custom_kernel";
 /// Headers that every source may include.
 pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("common.cuh", include_str!("../kernels/common.cuh")),
+    ("few_rows.cuh", include_str!("../kernels/few_rows.cuh")),
     ("half.cuh", include_str!("../kernels/half.cuh")),
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("gated_delta.cuh", include_str!("../kernels/gated_delta.cuh")),
@@ -15,8 +16,6 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("paged.cuh", include_str!("../kernels/paged.cuh")),
     ("rope.cuh", include_str!("../kernels/rope.cuh")),
     ("routing.cuh", include_str!("../kernels/routing.cuh")),
-    // Parts of it are those of mixtures, too.
-    ("quantized_matmul.cu", include_str!("../kernels/quantized_matmul.cu")),
     ("weight_blocks.cuh", include_str!("../kernels/weight_blocks.cuh")),
     ("weight_tiles.cuh", include_str!("../kernels/weight_tiles.cuh")),
 ];
