@@ -63,8 +63,6 @@
 #define THREADS (32 * WARPS)
 #define OUT (SWIGLU ? DIM_N / 2 : DIM_N)
 #define OUT_TILES ((OUT + 15) / 16)
-// A large product has not asked for all of its weight when it starts: what the next kernel fetched ahead would delay it.
-#define LARGE (OUT_TILES > 528)
 #define N8 ((DIM_T + 7) / 8) // mma tiles of rows of x
 #define UNITS ((K_TILES + UNIT - 1) / UNIT)
 #if DENSE

@@ -96,7 +96,7 @@ linear_rows(const u32 *codes, const u8 *pairs,
     // Told that it is the same for all lanes, the compiler keeps the addresses of fetches in uniform registers.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
     const int split = warp % SPLIT, row_warp = warp / SPLIT;
-    if (!LARGE && !LATE) let_next_start();
+    if (!LATE) let_next_start();
     int tile = blockIdx.x * ROW_WARPS + row_warp;
     size_t expert = 0;
 #if FUSED
@@ -163,7 +163,7 @@ linear_rows(const u32 *codes, const u8 *pairs,
     wait_for_inputs();
 #endif
 
-    if (LARGE || LATE) let_next_start();
+    if (LATE) let_next_start();
 
 #if FUSED
     u8 *x = free_memory;

@@ -2,7 +2,7 @@
 
 use super::operand::{Bound, BoundKernel};
 use super::{Gpu, Mode};
-use crate::driver::{Arguments, Product, driver};
+use crate::driver::{Arguments, Product, driver, overlap};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use cudarc::driver::sys;
@@ -174,5 +174,5 @@ impl Call<'_> {
 }
 
 fn are_apart(written: &[Range<u64>], span: &Range<u64>) -> bool {
-    written.iter().all(|written| written.end <= span.start || span.end <= written.start)
+    written.iter().all(|written| !overlap(written, span))
 }

@@ -1,6 +1,6 @@
 //! Operands of a kernel as device addresses, and the ways in which kernels walk them.
 
-use crate::driver::CudaMemory;
+use crate::driver::{CudaMemory, overlap};
 use keel_array::{DType, Kernel, Launch, Layout, Operand, Slot};
 
 /// An operand with its place in device memory.
@@ -102,8 +102,7 @@ impl<'a> Bound<'a> {
 
     /// True if they have memory in common.
     pub fn overlaps(&self, other: &Bound<'_>) -> bool {
-        let (a, b) = (self.span(), other.span());
-        a.start < b.end && b.start < a.end
+        overlap(&self.span(), &other.span())
     }
 
     /// True if all of it lies in the memory of `other`.

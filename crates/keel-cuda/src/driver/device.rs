@@ -25,8 +25,13 @@ pub(crate) struct Delivery {
 impl Delivery {
     /// True if it writes any of these addresses.
     pub fn touches(&self, addresses: &Range<u64>) -> bool {
-        self.to.start < addresses.end && addresses.start < self.to.end
+        overlap(&self.to, addresses)
     }
+}
+
+/// Whether two runs of addresses have some in common.
+pub(crate) fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
 }
 
 /// A GPU with its primary context and the one stream on which everything runs.

@@ -15,7 +15,7 @@ mod reservation;
 pub(crate) use arguments::Arguments;
 pub(crate) use blas::{Blas, HalfType, Product, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES};
 pub use compiler::{Architecture, compile};
-pub(crate) use device::{Delivery, Device};
+pub(crate) use device::{Delivery, Device, overlap};
 pub(crate) use event::Event;
 pub(crate) use graph::{Graph, capture};
 pub(crate) use memory::{CudaMemory, PinnedBuffer};

@@ -60,7 +60,7 @@ pub(super) struct FewRows<'a> {
     /// The result is `silu(first half) * second half`.
     gated: bool,
     behind: Option<Convolution<'a>>,
-    /// The next kernel starts once all before this one have ended.
+    /// See [`FewRows::late`].
     late: bool,
 }
 
@@ -102,6 +102,17 @@ impl<'a> FewRows<'a> {
         FewRows { late: true, ..self }
     }
 
+    /// Whether the next kernel starts once all before this one have ended: where that is asked for, and behind a large product,
+    /// which has not asked for all of its weight when it starts, so that what the next kernel fetches ahead would delay it.
+    fn is_late(&self) -> bool {
+        self.late || self.tiles() > LARGE
+    }
+
+    /// Row tiles of y.
+    fn tiles(&self) -> usize {
+        row_tiles(self.weight) / if self.gated { 2 } else { 1 }
+    }
+
     pub fn rows(&self) -> usize {
         self.x.len() / self.weight.cols
     }
@@ -120,7 +131,7 @@ impl<'a> FewRows<'a> {
             .define("STAGES", tuning.stages.max(1))
             .define("FUSED", u8::from(fused))
             .define("SWIGLU", u8::from(self.gated))
-            .define("LATE", u8::from(self.late))
+            .define("LATE", u8::from(self.is_late()))
             .define("GATHER", self.experts.map_or(0, |(_, fanout)| fanout));
         let key = match &self.behind {
             None => key,
@@ -152,23 +163,24 @@ impl<'a> FewRows<'a> {
     }
 
     /// What x is multiplied by on its way in.
-    fn factors(&self) -> [Option<Bound<'a>>; 2] {
-        match self.entry {
-            Entry::Plain => [None, None],
-            Entry::Norm(weight, _) => [Some(weight), None],
-            Entry::Gate(gate) => [None, Some(gate)],
-            Entry::HeadNorm(weight, _, gate) => [Some(weight), Some(gate)],
-        }
+    fn factors(&self) -> impl Iterator<Item = Bound<'a>> {
+        let (norm, gate) = match self.entry {
+            Entry::Plain => (None, None),
+            Entry::Norm(weight, _) => (Some(weight), None),
+            Entry::Gate(gate) => (None, Some(gate)),
+            Entry::HeadNorm(weight, _, gate) => (Some(weight), Some(gate)),
+        };
+        norm.into_iter().chain(gate)
     }
 
     /// The rows, and what they are multiplied by.
     pub fn operands(&self) -> impl Iterator<Item = Bound<'a>> {
-        self.factors().into_iter().flatten().chain([self.x])
+        self.factors().chain([self.x])
     }
 
     /// The first factor that does not begin at a multiple of 16 bytes, which are read at a time.
     fn misaligned(&self) -> Option<Bound<'a>> {
-        self.factors().into_iter().flatten().find(|operand| !operand.address.is_multiple_of(16))
+        self.factors().find(|operand| !operand.address.is_multiple_of(16))
     }
 
     pub fn is_aligned(&self) -> bool {
@@ -257,17 +269,16 @@ impl<'a> FewRows<'a> {
         if let Some(conv) = &self.behind {
             arguments = conv.operands.iter().fold(arguments, |arguments, x| arguments.pointer(x.address));
         }
-        let early = fused && self.factors().into_iter().flatten().all(|operand| call.is_settled(&operand));
+        let early = fused && self.factors().all(|operand| call.is_settled(&operand));
         let key = key.define("FACTORS_EARLY", u8::from(early));
-        let tiles = row_tiles(self.weight) / if self.gated { 2 } else { 1 };
         let chosen = self.experts.map_or(1, |(experts, _)| experts.len());
         let geometry = Geometry {
-            grid: (tiles.div_ceil(tuning.row_warps * tuning.passes), chosen, 1),
+            grid: (self.tiles().div_ceil(tuning.row_warps * tuning.passes), chosen, 1),
             block: (32 * tuning.split * tuning.row_warps, 1, 1),
             shared_bytes: self.shared_bytes(&tuning, rows, fused),
         };
         call.launch(&key, geometry, arguments)?;
-        if self.late || tiles > LARGE {
+        if self.is_late() {
             call.settle();
         }
         Ok(())

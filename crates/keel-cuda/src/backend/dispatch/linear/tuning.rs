@@ -24,8 +24,7 @@ pub(super) struct Tuning {
     pub blocks_min: usize,
 }
 
-/// Row tiles beyond which a product is large: more than a device has blocks for at a time. `LARGE` of the source: the next kernel
-/// starts only when all in front of a large product have ended.
+/// Row tiles beyond which a product is large: more than a device has blocks for at a time.
 pub(super) const LARGE: usize = 4 * BLOCKS_WANTED;
 
 impl Tuning {
