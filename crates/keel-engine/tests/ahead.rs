@@ -3,31 +3,22 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
+use common::drawn::{prompt, waited_for};
 use common::queueing::{Queueing, queueing, runtimes};
-use common::{decoded, engine, fixture, state_of};
+use common::{decoded, demo, engine, fixture, state_of};
 use keel_array::sampling::Draw;
 use keel_cache::{CacheError, SequenceCache};
 use keel_engine::{
-    Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, Sampler, SamplerOptions, TokenIterator,
+    Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SamplerOptions, TokenIterator,
 };
 
 const TOKENS: usize = 24;
 
-/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
-fn demo() -> PathBuf {
-    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    if built.is_dir() { built } else { "models/demo".into() }
-}
-
 fn options(drafts: usize) -> EngineOptions {
     EngineOptions { context: 256, sequences: 3, checkpoints: 2, drafts, ..EngineOptions::default() }
-}
-
-fn prompt() -> Vec<u32> {
-    (0..70).map(|i| (i * 7 + 5) % 500).collect()
 }
 
 fn sampled() -> SamplerOptions {
@@ -36,21 +27,6 @@ fn sampled() -> SamplerOptions {
 
 fn until(max_tokens: usize, sampler: SamplerOptions, end_tokens: Vec<u32>) -> GenerateOptions {
     GenerateOptions { max_tokens, sampler, end_tokens, ..GenerateOptions::default() }
-}
-
-/// A sequence behind the prompt and tokens of its own that were run one by one, each waited for; and these tokens, with the
-/// one behind them.
-fn waited_for(engine: &mut Engine, sampler: SamplerOptions, tokens: usize) -> (SequenceCache, Vec<u32>) {
-    let mut sampler = Sampler::new(sampler, &prompt()).expect("in range");
-    let (mut sequence, mut logits) = (engine.open().expect("a slot is free"), Vec::new());
-    engine.prefill(&mut sequence, &prompt(), &mut logits, &mut |_| ()).expect("fits");
-    let mut drawn = vec![sampler.sample(&mut logits)];
-    for _ in 1..tokens {
-        engine.decode(&mut [&mut sequence], &drawn[drawn.len() - 1..]).expect("runs");
-        engine.logits(0, &mut logits).expect("there");
-        drawn.push(sampler.sample(&mut logits));
-    }
-    (sequence, drawn)
 }
 
 fn iterator(engine: &mut Engine, options: GenerateOptions) -> TokenIterator<'_> {

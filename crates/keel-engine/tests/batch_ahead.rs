@@ -9,16 +9,10 @@ use std::time::Instant;
 
 use common::batching::{Outcome, assert_all_is_back, finish, run, step};
 use common::queueing::{queueing, waiting_and_queueing};
-use common::{engine, fixture};
+use common::{demo, engine, fixture};
 use keel_array::Runtime;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{EngineOptions, FinishReason, SamplerOptions};
-
-/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
-fn demo() -> PathBuf {
-    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    if built.is_dir() { built } else { "models/demo".into() }
-}
 
 fn models() -> Vec<PathBuf> {
     let fixtures = ["llama", "gemma3_text", "qwen3_5_moe"].into_iter().filter_map(fixture);

@@ -3,13 +3,13 @@
 mod common;
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use common::batching::{Outcome, assert_all_is_back, finish, run, step};
-use common::{PLAIN, engine, fixture};
+use common::{PLAIN, demo, engine, fixture};
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
@@ -46,10 +46,6 @@ impl Disturbance for Faults {
         }
         backend.launch(launch)
     }
-}
-
-fn demo() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
 fn batcher(folder: &Path, drafts: usize) -> (Batcher, Arc<Faults>) {

@@ -3,10 +3,9 @@
 
 mod common;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use common::{all_logits, argmax};
+use common::{all_logits, argmax, demo};
 use keel_array::{Compute, DType, Runtime, RuntimeOptions, WeightFormat};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
 use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions};
@@ -37,12 +36,6 @@ fn has_gpu() -> bool {
 /// Token ids of a prompt.
 fn prompt(len: usize, seed: usize) -> Vec<u32> {
     (0..len).map(|i| ((i * 37 + i * i % 101 + seed * 211) % 4000) as u32).collect()
-}
-
-/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
-fn demo() -> PathBuf {
-    let built = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    if built.is_dir() { built } else { "models/demo".into() }
 }
 
 impl Subject {

@@ -2,26 +2,18 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{engine, fixture, runtime};
+use common::drawn::{prompt, waited_for};
+use common::{demo, engine, fixture, runtime};
 use keel_array::sampling::Draw;
 use keel_array::{Backend, DeviceMemory, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::{Engine, EngineOptions, GenerateOptions, Sampler, SamplerOptions, TokenIterator};
+use keel_engine::{Engine, EngineOptions, GenerateOptions, SamplerOptions, TokenIterator};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 
 const TOKENS: usize = 40;
-
-fn demo() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
-}
-
-fn prompt() -> Vec<u32> {
-    (0..70).map(|i| (i * 7 + 5) % 500).collect()
-}
 
 fn options() -> EngineOptions {
     EngineOptions { context: 256, sequences: 2, ..EngineOptions::default() }
@@ -37,16 +29,8 @@ fn iterated(engine: &mut Engine, sampler: SamplerOptions) -> Vec<u32> {
 }
 
 /// The same with all logits on the host.
-fn sampled_by_the_host(engine: &mut Engine, options: SamplerOptions) -> Vec<u32> {
-    let mut sampler = Sampler::new(options, &prompt()).expect("in range");
-    let (mut sequence, mut logits) = (engine.open().expect("a slot is free"), Vec::new());
-    engine.prefill(&mut sequence, &prompt(), &mut logits, &mut |_| ()).expect("fits");
-    let mut tokens = vec![sampler.sample(&mut logits)];
-    for _ in 1..TOKENS {
-        engine.decode(&mut [&mut sequence], &tokens[tokens.len() - 1..]).expect("runs");
-        engine.logits(0, &mut logits).expect("there");
-        tokens.push(sampler.sample(&mut logits));
-    }
+fn sampled_by_the_host(engine: &mut Engine, sampler: SamplerOptions) -> Vec<u32> {
+    let (sequence, tokens) = waited_for(engine, sampler, TOKENS);
     engine.release(sequence);
     tokens
 }

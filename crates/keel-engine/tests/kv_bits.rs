@@ -2,9 +2,7 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
-
-use common::{all_logits, engine, relative_error, runtime};
+use common::{all_logits, demo, engine, relative_error, runtime};
 use keel_array::{Category, Compute, KvFormat};
 use keel_engine::{
     Depth, Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions,
@@ -12,10 +10,6 @@ use keel_engine::{
 };
 
 const CODED: [KvFormat; 2] = [KvFormat::Bits8, KvFormat::Bits4];
-
-fn demo() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
-}
 
 fn options(kv: KvFormat) -> EngineOptions {
     EngineOptions { context: 512, sequences: 2, all_logits: true, kv: Some(kv), ..EngineOptions::default() }

@@ -2,13 +2,13 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::batching::{Outcome, assert_all_is_back, finish, prompt, run};
-use common::{HYBRID, PLAIN, decoded, engine, expect_same_state, fixture, runtime};
+use common::{HYBRID, PLAIN, decoded, demo, engine, expect_same_state, fixture, runtime};
 use keel_array::{ArrayError, Backend, Category, KvFormat, Launch, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
@@ -27,10 +27,6 @@ fn options() -> EngineOptions {
         swap_bytes: 64 << 20,
         ..EngineOptions::default()
     }
-}
-
-fn demo() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
 fn batch() -> BatchOptions {

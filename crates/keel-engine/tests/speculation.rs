@@ -4,7 +4,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{decoded, engine, expect_same_state, expected, fixture, runtime, state_of};
+use common::{decoded, demo, engine, expect_same_state, expected, fixture, runtime, state_of};
 use keel_array::{Category, Compute};
 use keel_engine::batch::Constraint;
 use keel_engine::speculation::{
@@ -27,10 +27,6 @@ fn models() -> Vec<(PathBuf, Vec<u32>)> {
         (folder, ids)
     }));
     models
-}
-
-fn demo() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
 fn options(sequences: usize, drafts: usize, compute: Compute) -> EngineOptions {

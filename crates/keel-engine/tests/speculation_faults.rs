@@ -3,11 +3,11 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use common::{decoded, expect_same_state, fixture, recurrent_bytes};
+use common::{decoded, demo, expect_same_state, fixture, recurrent_bytes};
 use keel_array::{ArrayError, Backend, Compute, Launch, Op, Runtime, RuntimeOptions};
 use keel_cache::{CacheError, Interruption, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
@@ -81,10 +81,6 @@ fn engine(folder: &Path, piece: usize) -> (Engine, Arc<Faults>) {
         ..EngineOptions::default()
     };
     (common::engine(folder, &runtime, options), faults)
-}
-
-fn demo() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
 struct Member {

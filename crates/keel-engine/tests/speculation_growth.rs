@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::path::PathBuf;
 use std::sync::Mutex;
 
 use common::{engine, resident_bytes, runtime};
@@ -16,7 +15,7 @@ use keel_engine::{
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn demo() -> (Runtime, Engine) {
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let folder = common::demo();
     let options =
         EngineOptions { context: 2560, prefill_step: 256, drafts: 8, checkpoints: 1, ..Default::default() };
     let runtime = runtime(2);

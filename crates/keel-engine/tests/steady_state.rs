@@ -3,10 +3,9 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use common::{argmax, engine};
+use common::{argmax, demo, engine};
 use keel_array::sampling::Draw;
 use keel_array::{Runtime, RuntimeOptions};
 use keel_cache::SequenceCache;
@@ -15,12 +14,6 @@ use keel_engine::{Engine, EngineOptions};
 
 const STEPS: usize = 64;
 const SEQUENCES: usize = 3;
-
-/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
-fn demo() -> PathBuf {
-    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    if built.is_dir() { built } else { "models/demo".into() }
-}
 
 /// The model on a GPU, and sequences behind prompts; `None` where there is no GPU to be tested.
 fn prefilled() -> Option<(Arc<CudaBackend>, Engine, Vec<SequenceCache>)> {

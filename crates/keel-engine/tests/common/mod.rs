@@ -3,9 +3,10 @@
 #![allow(dead_code, unused_imports)] // each test file uses its part
 
 pub mod batching;
+pub mod drawn;
 pub mod queueing;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use keel_array::{Compute, Runtime, RuntimeOptions};
@@ -16,6 +17,12 @@ use keel_models::loading::CheckpointParameters;
 pub use keel_testkit::compare::relative_error;
 pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
 use keel_weights::{Checkpoint, SafetensorsFile, TensorSource};
+
+/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
+pub fn demo() -> PathBuf {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    if built.is_dir() { built } else { "models/demo".into() }
+}
 
 pub fn runtime(threads: usize) -> Runtime {
     let backend =

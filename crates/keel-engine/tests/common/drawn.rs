@@ -1,0 +1,23 @@
+//! Tokens as the host draws them, to compare with.
+
+use keel_cache::SequenceCache;
+use keel_engine::{Engine, Sampler, SamplerOptions};
+
+pub fn prompt() -> Vec<u32> {
+    (0..70).map(|i| (i * 7 + 5) % 500).collect()
+}
+
+/// A sequence behind the prompt and tokens of its own that were run one by one, each waited for; and these tokens, with the
+/// one behind them.
+pub fn waited_for(engine: &mut Engine, sampler: SamplerOptions, tokens: usize) -> (SequenceCache, Vec<u32>) {
+    let mut sampler = Sampler::new(sampler, &prompt()).expect("in range");
+    let (mut sequence, mut logits) = (engine.open().expect("a slot is free"), Vec::new());
+    engine.prefill(&mut sequence, &prompt(), &mut logits, &mut |_| ()).expect("fits");
+    let mut drawn = vec![sampler.sample(&mut logits)];
+    for _ in 1..tokens {
+        engine.decode(&mut [&mut sequence], &drawn[drawn.len() - 1..]).expect("runs");
+        engine.logits(0, &mut logits).expect("there");
+        drawn.push(sampler.sample(&mut logits));
+    }
+    (sequence, drawn)
+}
