@@ -1,10 +1,11 @@
 //! What the kernels of a program are, as planned; this needs no GPU.
 
 use keel_array::{
-    Array, AttentionSpec, Batch, Category, Compute, DType, KvPool, Regime, Runtime, RuntimeOptions, Weight,
-    WeightFormat, WeightSpec,
+    Array, AttentionSpec, Backend, Batch, Category, Compute, DType, KvPool, Regime, Runtime, RuntimeOptions,
+    Weight, WeightFormat, WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions};
+use keel_testkit::disturbed::{Disturbance, Disturbed};
 use std::sync::Arc;
 
 const K: usize = 256;
@@ -19,10 +20,13 @@ fn stack(runtime: &Runtime, experts: usize, rows: usize, cols: usize) -> Weight 
     Weight::allocate(runtime, spec).expect("a weight")
 }
 
+fn planning() -> Arc<dyn Backend> {
+    Arc::new(CudaBackend::planning(&CudaOptions::default()))
+}
+
 /// Names of the kernels of the second half of a layer, and bytes of the arena.
-fn feed_forward(rows: usize) -> (Vec<String>, usize) {
-    let planning = CudaBackend::planning(&CudaOptions::default());
-    let runtime = Runtime::new(Arc::new(planning), RuntimeOptions::default());
+fn feed_forward(backend: Arc<dyn Backend>, rows: usize) -> (Vec<String>, usize) {
+    let runtime = Runtime::new(backend, RuntimeOptions::default());
     let (gate_up, down) = (weight(&runtime, 2 * 512, K), weight(&runtime, K, 512));
     let array = |shape: &[usize]| {
         Array::persistent(&runtime, Category::Activations, shape, DType::F32).expect("memory")
@@ -42,10 +46,21 @@ fn feed_forward(rows: usize) -> (Vec<String>, usize) {
 #[test]
 fn norms_and_gates_disappear_into_products_of_few_rows() {
     // A single row is rounded by each block for itself: the arena holds what is between the two kernels.
-    let (names, arena_bytes) = feed_forward(1);
+    let (names, arena_bytes) = feed_forward(planning(), 1);
     assert_eq!((&names[..], arena_bytes), (&["swiglu".to_owned(), "linear".to_owned()][..], 4 * 512));
-    assert_eq!(feed_forward(16).0, ["swiglu", "linear"]);
-    assert_eq!(feed_forward(17).0, ["rms_norm", "linear", "swiglu", "linear"]);
+    assert_eq!(feed_forward(planning(), 16).0, ["swiglu", "linear"]);
+    assert_eq!(feed_forward(planning(), 17).0, ["rms_norm", "linear", "swiglu", "linear"]);
+}
+
+/// Others compare with what such a backend computes, to the bit.
+#[test]
+fn a_backend_with_something_in_the_way_runs_the_same_kernels() {
+    struct Nothing;
+    impl Disturbance for Nothing {}
+    for rows in [1, 16, 17, 200] {
+        let disturbed = Disturbed::new(planning(), Arc::new(Nothing));
+        assert_eq!(feed_forward(disturbed, rows), feed_forward(planning(), rows), "{rows} rows");
+    }
 }
 
 /// A kernel with those that it has absorbed.
@@ -109,8 +124,7 @@ fn in_the_deterministic_mode_the_kernels_of_a_regime_are_always_the_same() {
 fn mixture(rows: usize, shared: usize) -> (Vec<String>, usize) {
     const EXPERTS: usize = 70;
     const F: usize = 128;
-    let planning = CudaBackend::planning(&CudaOptions::default());
-    let runtime = Runtime::new(Arc::new(planning), RuntimeOptions::default());
+    let runtime = Runtime::new(planning(), RuntimeOptions::default());
     let array = |shape: &[usize]| {
         Array::persistent(&runtime, Category::Activations, shape, DType::F32).expect("memory")
     };
@@ -158,8 +172,7 @@ fn a_mixture_of_few_rows_ends_with_its_products() {
 #[test]
 fn an_arena_is_planned_in_whole_granules() {
     const GRANULE: usize = 2 << 20;
-    let planning = CudaBackend::planning(&CudaOptions::default());
-    let runtime = Runtime::new(Arc::new(planning), RuntimeOptions::default());
+    let runtime = Runtime::new(planning(), RuntimeOptions::default());
     for (bytes, granules) in [(0, 0), (1, 1), (GRANULE, 1), (GRANULE + 1, 2), (5 * GRANULE - 1, 5), (1, 5)] {
         runtime.reserve_arena(bytes).expect("there is no limit");
         let planned = runtime.ledger().active().get(Category::Activations);

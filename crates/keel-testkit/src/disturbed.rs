@@ -1,6 +1,6 @@
 //! A backend with something in the way of its launches and allocations: faults, gates, counters.
 
-use keel_array::{Backend, DeviceMemory, Kernel, Launch, Result, RowBlock, Ticket, WeightSpec};
+use keel_array::{Backend, DeviceMemory, DeviceUsage, Kernel, Launch, Result, RowBlock, Ticket, WeightSpec};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -57,7 +57,8 @@ pub trait Disturbance: Send + Sync + 'static {
     }
 }
 
-/// A backend whose launches and allocations go through a [`Disturbance`].
+/// A backend whose launches and allocations go through a [`Disturbance`]. It runs the kernels that the one behind it would: what
+/// that one absorbs decides about the order of sums.
 pub struct Disturbed<D> {
     backend: Arc<dyn Backend>,
     disturbance: Arc<D>,
@@ -89,6 +90,9 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     fn rest(&self, arena: Option<&dyn DeviceMemory>) {
         self.backend.rest(arena);
     }
+    fn device_usage(&self) -> Option<DeviceUsage> {
+        self.backend.device_usage()
+    }
     fn is_planning(&self) -> bool {
         self.backend.is_planning()
     }
@@ -107,6 +111,9 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {
         self.backend.workspace_bytes(kernel)
     }
+    fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
+        self.backend.absorbs(reader, input, producer)
+    }
     fn launch(&self, launch: &Launch<'_>) -> Result<()> {
         self.disturbance.launch(&*self.backend, launch)
     }
@@ -123,6 +130,9 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     }
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
         self.backend.packed_bytes(spec)
+    }
+    fn repeat_rows(&self, spec: &WeightSpec, memory: &dyn DeviceMemory, offset: usize, rows: usize) -> bool {
+        self.backend.repeat_rows(spec, memory, offset, rows)
     }
     fn pack(
         &self,
