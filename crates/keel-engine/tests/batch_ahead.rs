@@ -108,7 +108,8 @@ fn expect_answer(what: &str, i: usize, got: Outcome, want: &Outcome) {
         assert_eq!((&got.tokens, got.finish), (&want.tokens, want.finish), "{what}: request {i}");
     } else {
         assert!(i % 5 == 2, "{what}: request {i} was not cancelled");
-        assert!(want.tokens.starts_with(&got.tokens), "{what}: request {i}");
+        let begin = &want.tokens[..got.tokens.len().min(want.tokens.len())];
+        assert_eq!(got.tokens, begin, "{what}: request {i}");
     }
 }
 
