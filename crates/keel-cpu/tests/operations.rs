@@ -20,7 +20,7 @@ fn every_operation_agrees_with_its_oracle() {
     for (i, isa) in Isa::available().enumerate() {
         let runtime = Runtime::new(Arc::new(backend(isa, 1 + i % 3)), RuntimeOptions::default());
         for check in checks::all() {
-            (check.run)(&runtime);
+            check.run(&runtime);
         }
         runtime.clear_cache();
         assert_eq!(runtime.ledger().active().total(), 0, "memory left behind at {isa}");
@@ -70,8 +70,7 @@ fn a_broken_kernel_of_any_operation_is_caught() {
             let broken = Disturbed::new(Arc::new(backend(Isa::best(), 2)), Arc::new(Broken { op }));
             let runtime = Runtime::new(broken, RuntimeOptions::default());
             let mut checks = checks::all().into_iter().filter(|check| check.op == op);
-            let caught =
-                checks.any(|check| catch_unwind(AssertUnwindSafe(|| (check.run)(&runtime))).is_err());
+            let caught = checks.any(|check| catch_unwind(AssertUnwindSafe(|| check.run(&runtime))).is_err());
             !caught
         })
         .collect();

@@ -1,14 +1,18 @@
 //! Every operation against its oracle, over the case lists that all backends share. Needs a GPU: `KEEL_TEST_CUDA=1`.
-//! For tools under which all take too long, `KEEL_TEST_OPS=linear,sort` takes some of them alone, `KEEL_TEST_SHARD=i/n` a share of
-//! all cases, and `KEEL_TEST_KERNELS=FILE` writes down which kernels were launched.
+//!
+//! `KEEL_TEST_OPS=linear,sort` takes some operations alone. `KEEL_TEST_KERNELS=FILE` writes down the cases, each with the kernels
+//! that it launches: a line for each, with a tab between the two. For tools under which all cases take too long,
+//! `KEEL_TEST_CASES=FILE` takes those alone that such a file names, which may be parts of such lines.
 
 use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
-use keel_testkit::checks::Check;
-use std::collections::BTreeSet;
+use keel_testkit::checks::{Listed, watch_cases};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// Checks that run side by side.
@@ -16,6 +20,9 @@ const THREADS_MAX: usize = 12;
 
 /// A check that takes longer is named.
 const SLOW: Duration = Duration::from_secs(10);
+
+/// What is launched in front of the first case.
+const NO_CASE: &str = "";
 
 #[test]
 fn every_operation_agrees_with_its_oracle() {
@@ -26,11 +33,10 @@ fn every_operation_agrees_with_its_oracle() {
     let mut checks = keel_testkit::checks::all();
     if let Ok(wanted) = std::env::var("KEEL_TEST_OPS") {
         checks.retain(|check| wanted.split(',').any(|op| op == check.op));
-        let is_shared_out = std::env::var_os("KEEL_TEST_SHARD").is_some();
-        assert!(is_shared_out || !checks.is_empty(), "{wanted} names no operation");
+        assert!(!checks.is_empty(), "{wanted} names no operation");
     }
     let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let kernels = Mutex::new(BTreeSet::new());
+    let launched = Mutex::new(Launched::default());
     // Most of the time goes to compiling kernels.
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX) {
@@ -38,31 +44,83 @@ fn every_operation_agrees_with_its_oracle() {
                 let options =
                     CudaOptions { precision: Precision::F32, poison_freed: true, ..CudaOptions::default() };
                 let backend = Arc::new(CudaBackend::new(&options).expect("a GPU"));
+                let record = Record::begin(&backend);
                 while let Some(check) = checks.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let Some(said) = complaint(check, &backend) else { continue };
                     wrong.lock().expect("no check panics here").push((check.op, said));
                 }
-                kernels.lock().expect("no check panics here").extend(backend.kernels());
+                launched.lock().expect("no check panics here").join(record.borrow_mut().end());
             });
         }
     });
-    let kernels: Vec<String> = kernels.into_inner().expect("no check panics here").into_iter().collect();
-    eprintln!("{} different kernels were launched", kernels.len());
+    let launched = launched.into_inner().expect("no check panics here");
+    eprintln!("{} different kernels were launched in {} cases", launched.kernels(), launched.0.len());
     if let Some(file) = std::env::var_os("KEEL_TEST_KERNELS") {
-        std::fs::write(file, kernels.join("\n") + "\n").expect("a file that can be written");
+        std::fs::write(file, launched.lines()).expect("a file that can be written");
     }
     let wrong = wrong.into_inner().expect("no check panics here");
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 /// What a check says against a runtime of its own; `None` if it passes.
-fn complaint(check: &Check, backend: &Arc<CudaBackend>) -> Option<String> {
+fn complaint(check: &Listed, backend: &Arc<CudaBackend>) -> Option<String> {
     let runtime = Runtime::new(Arc::clone(backend) as Arc<dyn Backend>, RuntimeOptions::default());
     let start = Instant::now();
-    let panic = catch_unwind(AssertUnwindSafe(|| (check.run)(&runtime))).err();
+    let panic = catch_unwind(AssertUnwindSafe(|| check.run(&runtime))).err();
     if start.elapsed() > SLOW {
         eprintln!("{}: {:.0} s", check.op, start.elapsed().as_secs_f64());
     }
     let panic = panic?;
     Some(panic.downcast_ref::<String>().cloned().unwrap_or_default())
+}
+
+/// Kernels by the case that launched them.
+#[derive(Default)]
+struct Launched(BTreeMap<String, BTreeSet<String>>);
+
+impl Launched {
+    fn join(&mut self, other: Launched) {
+        other.0.into_iter().for_each(|(case, kernels)| self.0.entry(case).or_default().extend(kernels));
+    }
+
+    fn kernels(&self) -> usize {
+        self.0.values().flatten().collect::<BTreeSet<_>>().len()
+    }
+
+    fn lines(&self) -> String {
+        let lines = |(case, kernels): (&String, &BTreeSet<String>)| match kernels.len() {
+            0 => format!("{case}\t\n"),
+            _ => kernels.iter().map(|kernel| format!("{case}\t{kernel}\n")).collect(),
+        };
+        self.0.iter().map(lines).collect()
+    }
+}
+
+/// What the cases of one thread launch.
+struct Record {
+    /// Not the last handle: what a thread keeps for its own goes after everything else.
+    backend: Weak<CudaBackend>,
+    case: String,
+    launched: Launched,
+}
+
+impl Record {
+    fn begin(backend: &Arc<CudaBackend>) -> Rc<RefCell<Record>> {
+        let (backend, case) = (Arc::downgrade(backend), NO_CASE.to_owned());
+        let record = Rc::new(RefCell::new(Record { backend, case, launched: Launched::default() }));
+        let watched = Rc::clone(&record);
+        watch_cases(move |case| watched.borrow_mut().turn_to(case));
+        record
+    }
+
+    fn turn_to(&mut self, case: &str) {
+        let before = std::mem::replace(&mut self.case, case.to_owned());
+        let kernels = self.backend.upgrade().map_or_else(Vec::new, |backend| backend.take_kernels());
+        self.launched.0.entry(before).or_default().extend(kernels);
+    }
+
+    fn end(&mut self) -> Launched {
+        self.turn_to(NO_CASE);
+        std::mem::take(&mut self.launched)
+    }
 }

@@ -106,9 +106,10 @@ impl CudaBackend {
         self.gpu.as_ref().map_or((0, 0), |gpu| gpu.session().counts())
     }
 
-    /// File, entry point and constants of every kernel that has been launched.
-    pub fn kernels(&self) -> Vec<String> {
-        self.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.modules.names())
+    /// File, entry point and constants of every kernel that has been launched since the last call, other than in a graph that
+    /// was captured before.
+    pub fn take_kernels(&self) -> Vec<String> {
+        self.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.modules.take_names())
     }
 
     /// How often the host has waited for the device: once for each launch, and once for each copy to the host that did not

@@ -18,6 +18,8 @@ pub(crate) struct Function(pub CUfunction);
 struct Module {
     module: CUmodule,
     function: CUfunction,
+    /// Since the last [`Modules::take_names`].
+    was_asked_for: bool,
 }
 
 /// Every kernel that was asked for so far.
@@ -36,17 +38,22 @@ impl Modules {
         Modules { device: Arc::clone(device), loaded: Mutex::default() }
     }
 
-    /// File, entry point and constants of every kernel that is loaded.
-    pub fn names(&self) -> Vec<String> {
-        self.loaded.lock().unwrap_or_else(|e| e.into_inner()).keys().map(KernelKey::name).collect()
+    /// File, entry point and constants of every kernel that was asked for since the last call.
+    pub fn take_names(&self) -> Vec<String> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());
+        let asked_for = |module: &mut Module| std::mem::take(&mut module.was_asked_for);
+        loaded.iter_mut().filter_map(|(key, module)| asked_for(module).then(|| key.name())).collect()
     }
 
     /// The kernel, compiled and loaded if it is new. `shared_bytes` is the most dynamic shared memory that it is
     /// launched with.
     pub fn function(&self, key: &KernelKey, shared_bytes: usize) -> Result<Function> {
         let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());
-        let function = match loaded.get(key) {
-            Some(module) => module.function,
+        let function = match loaded.get_mut(key) {
+            Some(module) => {
+                module.was_asked_for = true;
+                module.function
+            }
             None => {
                 let code = compile(key, Architecture { capability: self.device.capability })?;
                 let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -56,7 +63,7 @@ impl Modules {
                     driver!(cuModuleLoadData(&mut module, code.as_ptr().cast()))?;
                     driver!(cuModuleGetFunction(&mut function, module, entry.as_ptr()))?;
                 }
-                loaded.insert(key.clone(), Module { module, function });
+                loaded.insert(key.clone(), Module { module, function, was_asked_for: true });
                 function
             }
         };

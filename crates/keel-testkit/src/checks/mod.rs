@@ -1,6 +1,6 @@
 //! Checks of a backend through the array runtime: every operation against its oracle, over the shared case lists.
 //!
-//! A backend passes if every [`Check`] returns; a check panics and names the worst element where it does not.
+//! A backend passes if every [`Listed`] check returns; a check panics and names the worst element where it does not.
 
 mod chains;
 mod elementwise;
@@ -21,35 +21,65 @@ use crate::tolerance;
 use half::{bf16, f16};
 use keel_array::{Array, DType, Runtime};
 
-/// A check of one operation.
+pub use share::watch_cases;
+
+/// What checks one operation.
 #[derive(Clone, Copy, Debug)]
-pub struct Check {
+struct Check {
     /// The operation's name, as in its kernels and errors.
-    pub op: &'static str,
+    op: &'static str,
     /// Runs it; panics where a result is wrong.
-    pub run: fn(&Runtime),
+    run: fn(&Runtime),
 }
 
-/// Checks of so many cases that they can be shared out one by one.
+/// A check of one operation, as it stands in the list of all.
+#[derive(Clone, Copy, Debug)]
+pub struct Listed {
+    /// The operation's name, as in its kernels and errors.
+    pub op: &'static str,
+    number: usize,
+    tells_cases: bool,
+    run: fn(&Runtime),
+}
+
+impl Listed {
+    /// Runs it, or those of its cases that the file names which `KEEL_TEST_CASES` names.
+    ///
+    /// # Panics
+    /// Where a result is wrong.
+    pub fn run(&self, runtime: &Runtime) {
+        if share::begin(format!("{} {}", self.number, self.op))
+            && (self.tells_cases || share::is_mine(&"whole"))
+        {
+            (self.run)(runtime);
+        }
+    }
+}
+
+/// Checks that tell their cases apart.
 const BY_CASE: &[&[Check]] =
     &[linear::BY_CASE, sequence::BY_CASE, chains::CHECKS, reduce::BY_CASE, sample::BY_CASE];
 
-/// One check or more for every operation. With `KEEL_TEST_SHARD=i/n` it is the i-th of n shares of them, counted from 0: every
-/// case of every check belongs to one of the n processes.
-pub fn all() -> Vec<Check> {
-    let whole = [
-        elementwise::CHECKS,
-        layout::CHECKS,
-        reduce::CHECKS,
-        sample::CHECKS,
-        indexing::CHECKS,
-        linear::CHECKS,
-        fast::CHECKS,
-        sequence::CHECKS,
-        open_rows::CHECKS,
-        submitted::CHECKS,
-    ];
-    share::mine(BY_CASE, &whole)
+/// Checks that are one case each.
+const WHOLE: &[&[Check]] = &[
+    elementwise::CHECKS,
+    layout::CHECKS,
+    reduce::CHECKS,
+    sample::CHECKS,
+    indexing::CHECKS,
+    linear::CHECKS,
+    fast::CHECKS,
+    sequence::CHECKS,
+    open_rows::CHECKS,
+    submitted::CHECKS,
+];
+
+/// One check or more for every operation.
+pub fn all() -> Vec<Listed> {
+    let by_case = BY_CASE.concat().into_iter().map(|check| (check, true));
+    let whole = WHOLE.concat().into_iter().map(|check| (check, false));
+    let listed = |(number, (Check { op, run }, tells_cases))| Listed { op, number, tells_cases, run };
+    by_case.chain(whole).enumerate().map(listed).collect()
 }
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];

@@ -1,78 +1,93 @@
-//! Sharing the checks out among processes, for tools under which one takes too long.
+//! Telling cases apart, so that tools under which all of them take too long can be given some, and be told which one runs.
 
-use super::Check;
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::fmt::Debug;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::OnceLock;
 
-/// Which share of the cases is whose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Share {
-    index: u64,
-    count: u64,
+/// Told the name of a case.
+type Watcher = Box<dyn FnMut(&str)>;
+
+thread_local! {
+    /// The check that this thread runs.
+    static CHECK: RefCell<String> = const { RefCell::new(String::new()) };
+    static WATCHER: RefCell<Option<Watcher>> = const { RefCell::new(None) };
 }
 
-/// All of them.
-const WHOLE: Share = Share { index: 0, count: 1 };
+/// Names of cases: the share of a process.
+#[derive(Debug, PartialEq, Eq)]
+struct Share(HashSet<String>);
 
 impl Share {
-    /// `2/64` is the third of 64.
-    fn parse(text: &str) -> Option<Share> {
-        let (index, count) = text.split_once('/')?;
-        let share = Share { index: index.parse().ok()?, count: count.parse().ok()? };
-        (share.index < share.count).then_some(share)
+    /// A name a line; what stands behind a tab does not count.
+    fn parse(text: &str) -> Share {
+        let name = |line: &str| line.split('\t').next().unwrap_or_default().to_owned();
+        Share(text.lines().map(name).filter(|name| !name.is_empty()).collect())
     }
 
-    /// That of this process, as the variable `KEEL_TEST_SHARD` has it.
-    fn of_process() -> Share {
-        static SHARE: OnceLock<Share> = OnceLock::new();
-        *SHARE.get_or_init(|| match std::env::var("KEEL_TEST_SHARD") {
-            Ok(text) => Share::parse(&text).unwrap_or_else(|| panic!("{text:?} is no share such as 2/64")),
-            Err(_) => WHOLE,
-        })
+    /// That of this process, as the file has it that the variable `KEEL_TEST_CASES` names; `None` for all cases.
+    fn of_process() -> Option<&'static Share> {
+        static SHARE: OnceLock<Option<Share>> = OnceLock::new();
+        let read = || {
+            let file = std::env::var_os("KEEL_TEST_CASES")?;
+            let text = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+            Some(Share::parse(&text))
+        };
+        SHARE.get_or_init(read).as_ref()
     }
 
-    fn has(self, case: &impl Debug) -> bool {
-        let mut hasher = DefaultHasher::new();
-        format!("{case:?}").hash(&mut hasher);
-        hasher.finish() % self.count == self.index
+    fn has_any_of(&self, check: &str) -> bool {
+        self.0.iter().any(|case| case.strip_prefix(check).is_some_and(|rest| rest.starts_with(' ')))
     }
 }
 
-/// Whether a case, told from the others of its check by what it prints, is one of this process. Every case is that of one
-/// process.
+/// Has this thread tell `watcher` the name of each case that it runs, ahead of it. Data that a check makes for several cases
+/// counts as the case before.
+pub fn watch_cases(watcher: impl FnMut(&str) + 'static) {
+    WATCHER.set(Some(Box::new(watcher)));
+}
+
+/// Begins a check; false if none of its cases is to be run.
+pub(super) fn begin(check: String) -> bool {
+    let is_mine = Share::of_process().is_none_or(|share| share.has_any_of(&check));
+    CHECK.set(check);
+    is_mine
+}
+
+/// Whether a case, told from the others of its check by what it prints, is one of this process. If so, it runs now.
 pub(super) fn is_mine(case: &impl Debug) -> bool {
-    Share::of_process().has(case)
-}
-
-/// The checks of this process: those that share their cases out themselves, and some of the others.
-pub fn mine(by_case: &[&[Check]], whole: &[&[Check]]) -> Vec<Check> {
-    let share = Share::of_process();
-    let whole = whole.concat().into_iter().enumerate().filter(|(i, check)| share.has(&(check.op, i)));
-    by_case.concat().into_iter().chain(whole.map(|(_, check)| check)).collect()
+    let name = CHECK.with_borrow(|check| format!("{check} {case:?}"));
+    let is_mine = Share::of_process().is_none_or(|share| share.0.contains(&name));
+    if is_mine {
+        WATCHER.with_borrow_mut(|watcher| watcher.iter_mut().for_each(|watcher| watcher(&name)));
+    }
+    is_mine
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_case_is_in_one_share() {
-        for count in [1, 3, 64] {
-            for case in 0..200 {
-                let owners =
-                    (0..count).filter(|&index| Share { index, count }.has(&("linear", case))).count();
-                assert_eq!(owners, 1, "{case} of {count}");
-            }
-        }
-        assert!(WHOLE.has(&1) && WHOLE.has(&"what"));
-    }
+    use std::rc::Rc;
 
     #[test]
     fn a_share_is_read() {
-        assert_eq!(Share::parse("2/64"), Some(Share { index: 2, count: 64 }));
-        for wrong in ["", "3", "3/3", "-1/2", "0/0", "a/b"] {
-            assert_eq!(Share::parse(wrong), None, "{wrong:?}");
+        let share = Share::parse(
+            "3 sum (F32, [5, 31])\tsum.cu:sum []\n3 sum (F32, [5, 31])\n\n12 sort \"whole\"\t\n",
+        );
+        assert_eq!(share, Share(["3 sum (F32, [5, 31])", "12 sort \"whole\""].map(String::from).into()));
+        assert!(share.has_any_of("3 sum") && share.has_any_of("12 sort"));
+        assert!(!share.has_any_of("3 su") && !share.has_any_of("2 sort") && !share.has_any_of("4 sum"));
+    }
+
+    #[test]
+    fn cases_are_told_apart_by_their_check() {
+        let seen = Rc::new(RefCell::new(Vec::new()));
+        let names = Rc::clone(&seen);
+        watch_cases(move |case| names.borrow_mut().push(case.to_owned()));
+        for check in ["3 sum", "4 max"] {
+            assert!(begin(check.into()));
+            assert!(is_mine(&("f32", [5, 31])));
         }
+        assert_eq!(*seen.borrow(), ["3 sum (\"f32\", [5, 31])", "4 max (\"f32\", [5, 31])"]);
     }
 }
