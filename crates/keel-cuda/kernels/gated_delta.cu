@@ -7,6 +7,9 @@
 //   y    = q S + (q . k) u        equal to q (S + k u^T): one reduction a token instead of two
 //   S    = S + k u^T
 //
+// That one reduction takes q and k as they came, the state without its decay, and the lengths of q and k besides: scaled is what it
+// gives.
+//
 // qkv [T, 2 HK DK + HV DV] (QKV_STRIDE values from row to row), a and b [T, HV] (A_STRIDE, B_STRIDE),
 // state [slots, HV, DK, DV] f32 in place, y [T, HV, DV].
 //
@@ -29,31 +32,20 @@
 #define EARLY 0
 #endif
 
-/// q, k and gates of rows first..first + rows, normed, and this block's columns of v.
-static __device__ __forceinline__ void load_tokens(Tokens& tokens, float (&v)[TILE][COLUMNS], const float* qkv,
-                                                   const float* a, const float* b, const float* a_log, const float* dt_bias,
-                                                   u32 first, u32 rows, u32 head, u32 block_column) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (u32 t = warp; t < rows; t += 4) {
-        const float* q = qkv + (u64)(first + t) * QKV_STRIDE + head / SHARE * DK;
+/// A row as this thread takes it.
+static __device__ __forceinline__ void load_token(Token& token, const Part& part, const float* qkv, const float* a, const float* b,
+                                                  u32 row, u32 head) {
+    const float* q = qkv + (u64)row * QKV_STRIDE + head / SHARE * DK;
+    const float* v = qkv + (u64)row * QKV_STRIDE + 2 * HK * DK + head * DV + part.column;
 #pragma unroll
-        for (int i = 0; i < (ROWS * GROUPS + 31) / 32; i++) {
-            u32 j = i * 32 + lane;
-            if (j < ROWS * GROUPS) {
-                tokens.q[t][j] = j < DK ? q[j] : 0.0f;
-                tokens.k[t][j] = j < DK ? q[HK * DK + j] : 0.0f;
-            }
-        }
-        u32 column = block_column + lane;
-        v[t][lane] = column < DV ? q[2 * HK * DK - head / SHARE * DK + head * DV + column] : 0.0f;
-        // A lane reads back what it wrote.
-        norm_token(tokens, t, lane);
+    for (int r = 0; r < ROWS; r++) {
+        const u32 at = r * GROUPS + part.group;
+        token.q[r] = at < DK ? q[at] : 0.0f;
+        token.k[r] = at < DK ? q[HK * DK + at] : 0.0f;
     }
-    // By another warp than the norms, which take as long.
-    for (u32 t = (warp + 2) % 4; t < rows && lane == 0; t += 4) {
-        tokens.beta[t] = sigmoid(b[(u64)(first + t) * B_STRIDE + head]);
-        tokens.log_decay[t] = log_decay_of(a[(u64)(first + t) * A_STRIDE + head], a_log[head], dt_bias[head]);
-    }
+    token.v = part.valid ? make_float4(v[0], v[1], v[2], v[3]) : zero4();
+    token.a = a[(u64)row * A_STRIDE + head];
+    token.b = b[(u64)row * B_STRIDE + head];
 }
 
 /// records, accepted and counters are null without a log.
@@ -62,21 +54,20 @@ gated_delta(const float* qkv, const float* a, const float* b, const float* a_log
             const u32* row_start, const u32* slot, float* records, const u32* accepted, u32* counters, u32 keep_open,
             float* y) {
     if (!EARLY) wait_for_inputs();
-    __shared__ Tokens tokens;
     __shared__ Sums sums;
-    __shared__ __align__(16) float v[TILE][COLUMNS];
+    __shared__ float k_factors[TILE];
     const u32 head = blockIdx.x / BLOCKS, sequence = blockIdx.y, key_head = head / SHARE;
-    const u32 block_column = blockIdx.x % BLOCKS * COLUMNS;
     const u32 my_slot = slot[sequence], begin = row_start[sequence], end = row_start[sequence + 1];
 
     float* s_block = state + ((u64)my_slot * HV + head) * (DK * DV);
     Part part;
-    load_part(part, s_block, block_column);
+    load_part(part, s_block, blockIdx.x % BLOCKS * COLUMNS);
+    const Decay decay = decay_of(a_log, dt_bias, head);
     if (EARLY) wait_for_inputs();
     // Not before: the next kernel may read what came before this one without waiting.
     let_next_start();
-    // The first tokens are ready before the state has arrived.
-    load_tokens(tokens, v, qkv, a, b, a_log, dt_bias, begin, min(end - begin, TILE), head, block_column);
+    Token next;
+    if (begin < end) load_token(next, part, qkv, a, b, begin, head);
 
     bool last = false;
     u32 applied = 0;
@@ -89,15 +80,13 @@ gated_delta(const float* qkv, const float* a, const float* b, const float* a_log
     if (keep_open && applied > 0) store_part(part, s_block);
 
     for (u32 tile = begin; tile < end; tile += TILE) {
-        u32 rows = min(end - tile, TILE);
-        if (tile > begin) {
-            __syncthreads();
-            load_tokens(tokens, v, qkv, a, b, a_log, dt_bias, tile, rows, head, block_column);
-        }
-        __syncthreads();
+        const u32 rows = min(end - tile, TILE);
         for (u32 t = 0; t < rows; t++) {
+            const Token token = next;
+            if (tile + t + 1 < end) load_token(next, part, qkv, a, b, tile + t + 1, head);
             float4 u, out;
-            step(part, tokens, sums, t, *(const float4*)&v[t][part.lane * 4], u, out);
+            const float k_factor = step(part, token, decay, sums, t, u, out);
+            if (LOG > 0 && keep_open && threadIdx.x == 0) k_factors[t] = k_factor;
             if (part.group == 0 && part.valid) {
                 *(float4*)(y + ((u64)(tile + t) * HV + head) * DV + part.column) = out;
                 if (LOG > 0 && keep_open) {
@@ -110,8 +99,11 @@ gated_delta(const float* qkv, const float* a, const float* b, const float* a_log
                 }
             }
         }
-        if (LOG > 0 && last)
-            write_keys(records + (u64)(tile - begin) * RECORD, tokens, a, a_log, dt_bias, tile, rows, key_head);
+        if (LOG > 0 && keep_open) {
+            __syncthreads(); // of what `k_factors` holds
+            if (last) write_keys(records + (u64)(tile - begin) * RECORD, qkv, k_factors, a, a_log, dt_bias, tile, rows, key_head);
+            __syncthreads();
+        }
     }
     if (!keep_open && (end > begin || applied > 0)) store_part(part, s_block);
 }

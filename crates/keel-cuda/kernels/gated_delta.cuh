@@ -11,19 +11,31 @@
 #define SHARE (HV / HK)
 #define GROUPS 16
 #define ROWS ((DK + GROUPS - 1) / GROUPS)
-#define TILE 8
+#define TILE 8 // rows whose records are written together
 #define RECORD (HK * DK + HV * (DV + 1))
 
-/// A few tokens as one head sees them: q and k, raw and then normed in place, and their gates.
-struct Tokens {
-    float q[TILE][ROWS * GROUPS];
-    float k[TILE][ROWS * GROUPS];
-    float qk[TILE], beta[TILE], log_decay[TILE];
+/// One token as a thread sees it: rows group, group + 16, ... of q and k as they came, its columns of v, and the head's gates.
+struct Token {
+    float q[ROWS], k[ROWS];
+    float4 v;
+    float a, b;
 };
 
-/// Sums of the four warps, two buffers by turns: a block is at most one token ahead of its slowest warp.
+/// Of a head: e^a_log and dt_bias.
+struct Decay {
+    float rate, bias;
+};
+
+/// Sums of a thread's rows, and then of all rows: k S, q S, and q q, k k, q k.
+struct Products {
+    float4 ks, qs;
+    float qq, kk, qk;
+};
+
+/// Products of the four warps, two buffers by turns: a block is at most one token ahead of its slowest warp.
 struct Sums {
-    float4 parts[2][2][4][COLUMNS / 4];
+    float4 states[2][2][4][COLUMNS / 4];
+    float lengths[2][3][4];
 };
 
 /// This thread's part of the state.
@@ -35,36 +47,14 @@ struct Part {
 
 static __device__ __forceinline__ float4 zero4() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
 
-static __device__ __forceinline__ float log_decay_of(float a, float a_log, float dt_bias) {
-    float x = a + dt_bias;
-    // Beyond 20 softplus(x) and x agree in f32.
-    return -expf(a_log) * (x > 20.0f ? x : log1pf(expf(x)));
+static __device__ __forceinline__ Decay decay_of(const float* a_log, const float* dt_bias, u32 head) {
+    return {expf(a_log[head]), dt_bias[head]};
 }
 
-/// Norms q and k of token t in place; one warp calls it. Values past DK are zero and stay so.
-static __device__ __forceinline__ void norm_token(Tokens& tokens, u32 t, u32 lane) {
-    constexpr int WIDTH = ROWS * GROUPS, EACH = (WIDTH + 31) / 32;
-    float x[EACH], z[EACH], qq = 0.0f, kk = 0.0f, qk = 0.0f;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        u32 j = i * 32 + lane;
-        x[i] = j < WIDTH ? tokens.q[t][j] : 0.0f;
-        z[i] = j < WIDTH ? tokens.k[t][j] : 0.0f;
-        qq = fmaf(x[i], x[i], qq);
-        kk = fmaf(z[i], z[i], kk);
-        qk = fmaf(x[i], z[i], qk);
-    }
-    float q_factor = 1.0f / (sqrtf(warp_sum(qq) + 1e-6f) * sqrtf((float)DK)), k_factor = 1.0f / sqrtf(warp_sum(kk) + 1e-6f);
-    qk = warp_sum(qk);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        u32 j = i * 32 + lane;
-        if (j < WIDTH) {
-            tokens.q[t][j] = x[i] * q_factor;
-            tokens.k[t][j] = z[i] * k_factor;
-        }
-    }
-    if (lane == 0) tokens.qk[t] = qk * q_factor * k_factor;
+static __device__ __forceinline__ float log_decay_of(float a, const Decay& decay) {
+    float x = a + decay.bias;
+    // Beyond 20 softplus(x) and x agree in f32.
+    return -decay.rate * (x > 20.0f ? x : log1pf(expf(x)));
 }
 
 /// `s = decay * s + k u^T` on one row.
@@ -76,15 +66,12 @@ static __device__ __forceinline__ void update(float4& s, float decay, float k, c
 }
 
 /// Sum over the four groups of a warp, which lie 8 lanes apart.
+static __device__ __forceinline__ float sum_groups(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 8);
+    return x + __shfl_xor_sync(FULL_WARP, x, 16);
+}
 static __device__ __forceinline__ float4 sum_groups(float4 x) {
-#pragma unroll
-    for (int lane = 8; lane <= 16; lane <<= 1) {
-        x.x += __shfl_xor_sync(FULL_WARP, x.x, lane);
-        x.y += __shfl_xor_sync(FULL_WARP, x.y, lane);
-        x.z += __shfl_xor_sync(FULL_WARP, x.z, lane);
-        x.w += __shfl_xor_sync(FULL_WARP, x.w, lane);
-    }
-    return x;
+    return make_float4(sum_groups(x.x), sum_groups(x.y), sum_groups(x.z), sum_groups(x.w));
 }
 
 static __device__ __forceinline__ void add(float4& x, const float4& y) {
@@ -127,40 +114,62 @@ static __device__ __forceinline__ void apply_record(Part& part, const float* rec
     }
 }
 
-/// Token t on the state: u and y of this thread's columns (all groups get the same bits). One barrier.
-static __device__ __forceinline__ void step(Part& part, const Tokens& tokens, Sums& sums, u32 t, const float4& v, float4& u,
-                                            float4& y) {
-    const u32 warp = threadIdx.x / 32;
-    float decay = expf(tokens.log_decay[t]);
-    float4 ks = zero4(), qs = zero4();
+static __device__ __forceinline__ void add_row(float4& sum, float by, const float4& s) {
+    sum = make_float4(fmaf(by, s.x, sum.x), fmaf(by, s.y, sum.y), fmaf(by, s.z, sum.z), fmaf(by, s.w, sum.w));
+}
+
+static __device__ __forceinline__ Products products_of_rows(const Part& part, const Token& token) {
+    Products p = {zero4(), zero4(), 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        u32 row = r * GROUPS + part.group;
-        float k = tokens.k[t][row], q = tokens.q[t][row];
-        const float4& s = part.s[r];
-        float4 d = make_float4(s.x * decay, s.y * decay, s.z * decay, s.w * decay);
-        ks = make_float4(fmaf(k, d.x, ks.x), fmaf(k, d.y, ks.y), fmaf(k, d.z, ks.z), fmaf(k, d.w, ks.w));
-        qs = make_float4(fmaf(q, d.x, qs.x), fmaf(q, d.y, qs.y), fmaf(q, d.z, qs.z), fmaf(q, d.w, qs.w));
+        const float q = token.q[r], k = token.k[r];
+        add_row(p.ks, k, part.s[r]);
+        add_row(p.qs, q, part.s[r]);
+        p.qq = fmaf(q, q, p.qq);
+        p.kk = fmaf(k, k, p.kk);
+        p.qk = fmaf(q, k, p.qk);
     }
-    ks = sum_groups(ks);
-    qs = sum_groups(qs);
-    if (threadIdx.x % 32 < 8) {
-        sums.parts[t & 1][0][warp][part.lane] = ks;
-        sums.parts[t & 1][1][warp][part.lane] = qs;
+    return p;
+}
+
+/// Sums over the block, the same bits in all groups. `t` counts the calls. One barrier.
+static __device__ __forceinline__ Products sum_products(Products p, const Part& part, Sums& sums, u32 t) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto& states = sums.states[t & 1];
+    auto& lengths = sums.lengths[t & 1];
+    p.ks = sum_groups(p.ks), p.qs = sum_groups(p.qs);
+    p.qq = sum_groups(p.qq), p.kk = sum_groups(p.kk), p.qk = sum_groups(p.qk);
+    if (lane < 8) {
+        states[0][warp][part.lane] = p.ks;
+        states[1][warp][part.lane] = p.qs;
     }
+    if (lane == 0) lengths[0][warp] = p.qq, lengths[1][warp] = p.kk, lengths[2][warp] = p.qk;
     __syncthreads();
-    ks = sums.parts[t & 1][0][0][part.lane];
-    qs = sums.parts[t & 1][1][0][part.lane];
+    p.ks = states[0][0][part.lane], p.qs = states[1][0][part.lane];
+    p.qq = lengths[0][0], p.kk = lengths[1][0], p.qk = lengths[2][0];
 #pragma unroll
     for (int w = 1; w < 4; w++) {
-        add(ks, sums.parts[t & 1][0][w][part.lane]);
-        add(qs, sums.parts[t & 1][1][w][part.lane]);
+        add(p.ks, states[0][w][part.lane]);
+        add(p.qs, states[1][w][part.lane]);
+        p.qq += lengths[0][w], p.kk += lengths[1][w], p.qk += lengths[2][w];
     }
-    float beta = tokens.beta[t], qk = tokens.qk[t];
-    u = make_float4(beta * (v.x - ks.x), beta * (v.y - ks.y), beta * (v.z - ks.z), beta * (v.w - ks.w));
-    y = make_float4(fmaf(qk, u.x, qs.x), fmaf(qk, u.y, qs.y), fmaf(qk, u.z, qs.z), fmaf(qk, u.w, qs.w));
+    return p;
+}
+
+/// One token on the state: u and y of this thread's columns, all groups with the same bits. Returns 1 / |k|. What q and k are
+/// scaled by and the decay are only wanted behind the sums, which therefore wait for neither.
+static __device__ __forceinline__ float step(Part& part, const Token& token, const Decay& head, Sums& sums, u32 t, float4& u,
+                                             float4& y) {
+    const float decay = expf(log_decay_of(token.a, head)), beta = sigmoid(token.b);
+    const Products p = sum_products(products_of_rows(part, token), part, sums, t);
+    const float q_factor = 1.0f / (sqrtf(p.qq + 1e-6f) * sqrtf((float)DK)), k_factor = 1.0f / sqrtf(p.kk + 1e-6f);
+    const float of_k = k_factor * decay, of_q = q_factor * decay, qk = p.qk * q_factor * k_factor;
+    const float4 v = token.v, ks = p.ks, qs = p.qs;
+    u = make_float4(beta * (v.x - of_k * ks.x), beta * (v.y - of_k * ks.y), beta * (v.z - of_k * ks.z), beta * (v.w - of_k * ks.w));
+    y = make_float4(fmaf(qk, u.x, of_q * qs.x), fmaf(qk, u.y, of_q * qs.y), fmaf(qk, u.z, of_q * qs.z), fmaf(qk, u.w, of_q * qs.w));
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) update(part.s[r], decay, tokens.k[t][r * GROUPS + part.group], u);
+    for (int r = 0; r < ROWS; r++) update(part.s[r], decay, __fmul_rn(token.k[r], k_factor), u);
+    return k_factor;
 }
 
 /// Says that this block has read what all blocks of a key head share; true for the last of them, which may replace it.
@@ -179,14 +188,15 @@ static __device__ __forceinline__ bool last_to_read(u32* counters, u32 key_head)
 }
 
 /// Keys and decays of `rows` rows from `first` on, as records from `record` on. For the last reader of a key head.
-static __device__ __forceinline__ void write_keys(float* record, const Tokens& tokens, const float* a, const float* a_log,
-                                                  const float* dt_bias, u32 first, u32 rows, u32 key_head) {
+static __device__ __forceinline__ void write_keys(float* record, const float* qkv, const float* k_factors, const float* a,
+                                                  const float* a_log, const float* dt_bias, u32 first, u32 rows, u32 key_head) {
     for (u32 t = 0; t < rows; t++, record += RECORD) {
-        for (u32 i = threadIdx.x; i < DK; i += 128) record[key_head * DK + i] = tokens.k[t][i];
+        const float* k = qkv + (u64)(first + t) * QKV_STRIDE + HK * DK + key_head * DK;
+        for (u32 i = threadIdx.x; i < DK; i += 128) record[key_head * DK + i] = __fmul_rn(k[i], k_factors[t]);
         // The decays of all value heads that read this key head.
         if (threadIdx.x < SHARE) {
-            u32 h = key_head * SHARE + threadIdx.x;
-            record[HK * DK + HV * DV + h] = log_decay_of(a[(u64)(first + t) * A_STRIDE + h], a_log[h], dt_bias[h]);
+            const u32 h = key_head * SHARE + threadIdx.x;
+            record[HK * DK + HV * DV + h] = log_decay_of(a[(u64)(first + t) * A_STRIDE + h], decay_of(a_log, dt_bias, h));
         }
     }
 }
