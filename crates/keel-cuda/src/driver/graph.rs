@@ -21,7 +21,7 @@ pub(crate) fn capture<E: From<crate::CudaError>>(
     record: impl FnOnce() -> Result<(), E>,
 ) -> Result<Option<Graph>, E> {
     let stream = device.stream();
-    // SAFETY: the stream is idle and no other thread uses it.
+    // SAFETY: no other thread uses the stream; what runs on it already is not captured.
     unsafe {
         driver!(cuStreamBeginCapture_v2(stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?
     };
