@@ -44,13 +44,17 @@ impl Tuning {
             return Tuning { split, unit: 2, row_warps, stages, ..plain };
         }
         if gated {
-            let (split, stages) = if tiles < 64 { (10, 2) } else { (8, 3) };
-            let split = divisor(tiles.div_ceil(2), 5, split);
+            let short = tiles < 64;
+            let split = divisor(tiles.div_ceil(2), 5, if short { 10 } else { 8 });
             if gathers {
                 // As without experts: a shared expert is run beside those that are chosen, or by itself.
                 return Tuning { split, unit: 2, ..plain };
             }
-            let passes = if rows == 1 && row_tiles(weight) > LARGE { 2 } else { 1 };
+            let (stages, passes) = match rows == 1 && row_tiles(weight) > LARGE {
+                // Two blocks with this much under way fit a multiprocessor, and take all row tiles between them.
+                true if short && coding.bits <= 4 => (4, 3),
+                large => (if short { 2 } else { 3 }, if large { 2 } else { 1 }),
+            };
             // The compiler then finds a way with fewer registers, which the next kernel's blocks wait for.
             return Tuning { split, unit: 2, passes, stages, blocks_min: 2, ..plain };
         }
