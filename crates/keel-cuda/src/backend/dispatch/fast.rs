@@ -1,6 +1,6 @@
 //! Norms, rotary embedding and gates.
 
-use super::{Bound, Call, Geometry, linear};
+use super::{Bound, Call, Geometry};
 use crate::driver::Arguments;
 use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, ROPE, ROTATE_PAIRS};
 use keel_array::{ArrayError, Op, RopeSpec};
@@ -58,7 +58,6 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
                 arguments,
             )
         }
-        Op::SwiGlu if call.maker(0).is_some() => linear::gated_linear(call),
         Op::SwiGlu => swiglu(x, y, call),
         Op::SigmoidGate => {
             let (x, gate) = (call.strided(0), call.strided(1));

@@ -2,7 +2,6 @@
 //! twice if x is to keep 16 bits.
 
 use super::super::{Bound, Call, Geometry};
-use super::choice::BLAS_BLOCK;
 use super::exact::exact_tiled;
 use super::{at_row, col_tiles, packed, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
@@ -10,6 +9,10 @@ use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, HalfType, Product};
 use crate::error::{CudaError, Result};
 use crate::kernels::{ACTIVATION, DEQUANTIZE, KernelKey, RMS_NORM};
 use keel_array::{ArrayError, Compute, Op, WeightFormat, WeightSpec};
+
+/// Rows that cuBLASLt multiplies at a time in the deterministic mode: always as many, so that it always chooses the same
+/// algorithm, and few enough to lie in one tile of it, so that no row has another share of the sums than the next.
+const BLAS_BLOCK: usize = 64;
 
 /// Bytes that the library's scratch is aligned to; the arena promises less.
 const BLAS_ALIGN: usize = 256;

@@ -10,10 +10,6 @@ use keel_array::{Kernel, Regime, WeightSpec};
 /// Rows up to which widening the weight in registers, for each 128 rows anew, is faster than widening it once in memory.
 const TILED_ROWS_MAX: usize = 256;
 
-/// Rows that cuBLASLt multiplies at a time in the deterministic mode: always as many, so that it always chooses the same
-/// algorithm, and few enough to lie in one tile of it, so that no row has another share of the sums than the next.
-pub(super) const BLAS_BLOCK: usize = 64;
-
 /// What decides about kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::backend::dispatch) enum Choice {
@@ -51,7 +47,7 @@ pub(super) enum Way {
     FewRows,
     /// `linear_tiled`, with so many parts of K.
     Tiled { parts: usize },
-    /// cuBLASLt; in blocks of [`BLAS_BLOCK`] rows or all at once.
+    /// cuBLASLt; in blocks of as many rows each or all at once.
     Blas { in_blocks: bool },
 }
 
