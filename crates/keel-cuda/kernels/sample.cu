@@ -2,36 +2,87 @@
 // each weighs 2^40 e^((l - max) / temperature), rounded. See `keel_array::sampling`, which this follows to the bit: weights are
 // summed as whole numbers, and products and sums of e^x are rounded one by one.
 //
-// Candidates fall into buckets by (l - max) / temperature, which follow each other as the candidates do. Counts and weights of the
-// buckets say in which of them a boundary lies; its members alone are compared with each other.
+// Candidates fall into buckets by (l - max) / temperature, which follow each other as the candidates do and divide evenly what
+// lies between the first candidate and the last that has a weight. Counts and weights of the buckets say in which of them a
+// boundary lies, or, where it depends on one before it, in which of a few. The members of those are listed, and one block
+// decides among them in shared memory. Where they are too many (thousands of equals), it decides among the row itself.
 //
-//   greatest   grid (R, PARTS): first candidate of each part; zeroes the buckets
+//   greatest   grid (R, PARTS): first and last candidate of each part; clears the board
 //   weigh      grid (R, PARTS): counts and weights of the buckets; writes the token where that is the greatest logit
-//   draw       grid R: boundaries of top-k, top-p and min-p, and the token
+//   draw       grid (R, PARTS): lists the members of the buckets in which the boundaries of top-k and top-p and the token can
+//              lie; the last block of a row to come decides
 //
 // draws: float [R, 5], temperature (below 0: nothing is drawn), top-k, top-p, ln(min-p) and what decides, in [0, 1).
-// first: u64 [R, PARTS]; buckets: Totals [R, BUCKETS].
-// Bytes: the row once; once more where it is drawn from, and once for each boundary out of the second-level cache. A pass over
-// 248,320 logits by one block: 1 MB at about 100 GB/s, 10 us.
+// ends: Ends [R, PARTS]; boards: Board [R].
+// Bytes: the row three times, twice of them out of the second-level cache: under 1 us for 248,320 logits. The floor is that of three
+// launches that wait for each other, 2 us each, and of what stands in line in the block that decides: four trips to the cache for its
+// list and its turn, 0.7 us each, and some 40 barriers of 1,024 threads, 0.1 us each with what lies between two.
 #include "common.cuh"
 
-#define BUCKETS 512u
-#define BUCKETS_PER_UNIT 18.0f
+#define THREADS 1024u
+#define WARPS (THREADS / 32)
+// Logits of a thread at a time. Sums of 20 bits of all weights of a chunk, and of the 21 above, fit into 32.
+#define EACH 3
+#define CHUNK (EACH * THREADS)
+// Thread i has bucket i.
+#define BUCKETS THREADS
+#define LISTED 4096u
+#define DIVISIONS 256u
+#define FEW 64u
 #define EXPONENT_MIN -27.75f
 #define DRAW_WORDS 5
-// Members of a bucket that are compared with each other; more are divided further.
-#define HELD 1024
-#define SPREAD 256
-#define DIVISIONS 256
-
-struct Totals {
-    u64 count, mass;
-};
+#define ALL_LANES 0xffffffffu
 
 struct Draw {
     float temperature;
     u64 top_k;
     float top_p, log_min_p, uniform;
+};
+
+// What candidates count and weigh.
+struct Totals {
+    u64 count, mass;
+    __device__ Totals operator+(Totals b) const { return {count + b.count, mass + b.mass}; }
+    __device__ Totals operator-(Totals b) const { return {count - b.count, mass - b.mass}; }
+    __device__ Totals of_lane(u32 lane) const {
+        return {__shfl_sync(ALL_LANES, count, lane), __shfl_sync(ALL_LANES, mass, lane)};
+    }
+};
+
+// Orders of the first and of the last candidate; 0 and the greatest number if there is none.
+struct Ends {
+    u64 first, last;
+    __device__ Ends operator+(Ends b) const { return {first > b.first ? first : b.first, last < b.last ? last : b.last}; }
+    __device__ Ends of_lane(u32 lane) const {
+        return {__shfl_sync(ALL_LANES, first, lane), __shfl_sync(ALL_LANES, last, lane)};
+    }
+};
+#define NO_ENDS Ends{0, ~0ull}
+
+// What the blocks of a row tell each other.
+struct Board {
+    u64 masses[BUCKETS];
+    u64 list[LISTED];
+    u32 counts[BUCKETS];
+    // The weight of the candidates that min-p keeps.
+    u64 probable;
+    u32 listed, arrived;
+};
+
+// A part among others, what is before it, and what is in it.
+struct Place {
+    u32 part;
+    Totals before, within;
+};
+
+// A candidate, and the weight of those through it.
+struct Located {
+    u64 order, mass;
+};
+
+// The least and the greatest that a number can be.
+struct Span {
+    u64 low, high;
 };
 
 __device__ inline Draw draw_of(const float* draws, u32 row) {
@@ -54,7 +105,6 @@ __device__ inline float power(float x) {
 }
 
 __device__ inline bool is_within(float exponent) { return exponent >= EXPONENT_MIN && exponent <= 0.0f; }
-__device__ inline u32 bucket_of(float exponent) { return (u32)__fmul_rn(exponent, -BUCKETS_PER_UNIT); }
 __device__ inline u64 weight_of(float exponent) { return __float2ull_rn(__fmul_rn(power(exponent), 1099511627776.0f)); }
 
 // Greater for what comes first; -0 equals 0, NaN comes last.
@@ -63,257 +113,384 @@ __device__ inline u64 order_of(float logit, u32 id) {
     const u32 key = logit != logit ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
     return (u64)key << 32 | (u32)~id;
 }
+__device__ inline float logit_of(u64 order) {
+    const u32 key = (u32)(order >> 32);
+    return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+}
+__device__ inline u32 id_of(u64 order) { return ~(u32)order; }
+
+// What candidates must weigh to have this share of a mass that is not 0.
+__device__ inline u64 enough(float top_p, u64 mass) {
+    const u64 share = (u64)ceil((double)top_p * (double)mass);
+    return share < 1 ? 1 : share > mass ? mass : share;
+}
+// The weight below the candidate that is drawn.
+__device__ inline u64 target_of(float uniform, u64 kept) {
+    const u64 below = (u64)((double)uniform * (double)kept);
+    return below < kept ? below : kept - 1;
+}
 
 // Of all lanes, the same in each.
-__device__ inline u64 warp_greatest(u64 x) {
-    for (int step = 16; step > 0; step >>= 1) {
-        const u64 other = __shfl_xor_sync(0xffffffffu, x, step);
-        x = other > x ? other : x;
-    }
+template <typename T> __device__ inline T over_warp(T x) {
+    for (u32 step = 16; step > 0; step >>= 1) x = x + x.of_lane(threadIdx.x % 32 ^ step);
     return x;
 }
-__device__ inline u64 warp_total(u64 x) {
-    for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
-    return x;
+// Of all threads, the same in each. Shuffles of all warps stand in line for one another, so the warps' results are one warp's.
+template <typename T> __device__ inline T over_block(T x, T (&shared)[WARPS + 1]) {
+    x = over_warp(x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        x = over_warp(shared[threadIdx.x]);
+        if (threadIdx.x == 0) shared[WARPS] = x;
+    }
+    __syncthreads();
+    return shared[WARPS];
+}
+
+// Of the lanes up to this one.
+__device__ inline Totals through_own(Totals own) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 step = 1; step < 32; step <<= 1) {
+        const Totals other = own.of_lane(lane - step & 31);
+        if (lane >= step) own = own + other;
+    }
+    return own;
+}
+// Of the threads before this one, and of all.
+struct Sums {
+    Totals before, all;
+};
+__device__ inline Sums sums_of(Totals own, Totals (&shared)[WARPS + 1]) {
+    const Totals through = through_own(own);
+    __syncthreads();
+    if (threadIdx.x % 32 == 31) shared[threadIdx.x / 32 + 1] = through;
+    if (threadIdx.x == 0) shared[0] = Totals{0, 0};
+    __syncthreads();
+    if (threadIdx.x < 32) shared[threadIdx.x + 1] = through_own(shared[threadIdx.x + 1]);
+    __syncthreads();
+    return {shared[threadIdx.x / 32] + through - own, shared[WARPS]};
 }
 
 // Parts of a row, as even as can be.
 __device__ inline u32 part_start(u32 part, u32 width) { return (u32)((u64)width * part / gridDim.y); }
 
-// The first candidate of a row, out of those of its parts.
-__device__ inline u64 first_of(const u64* first, u32 row, u32 parts) {
-    const u64* own = first + (u64)row * parts;
-    u64 best = 0;
-    for (u32 i = 0; i < parts; ++i) best = own[i] > best ? own[i] : best;
-    return best;
-}
-
-extern "C" __global__ void __launch_bounds__(SPREAD) greatest(const float* logits, const float* draws, u64* first, Totals* buckets, u32 width) {
-    take_turn();
-    const u32 row = blockIdx.x, part = blockIdx.y;
-    const Draw draw = draw_of(draws, row);
-    if (draw.temperature < 0.0f) return;
-    const u32 share = (BUCKETS + gridDim.y - 1) / gridDim.y;
-    for (u32 i = part * share + threadIdx.x; i < min((part + 1) * share, BUCKETS); i += SPREAD)
-        buckets[(u64)row * BUCKETS + i] = Totals{0, 0};
-    const float* x = logits + (u64)row * width;
-    const float most = draw.temperature > 0.0f ? 3.402823466e38f : INFINITY;
-    const u32 end = part_start(part + 1, width);
-    u64 best = 0;
-    for (u32 i = part_start(part, width) + threadIdx.x; i < end; i += SPREAD) {
-        const float logit = x[i];
-        const bool counts = draw.temperature > 0.0f ? fabsf(logit) <= most : logit == logit;
-        const u64 order = counts ? order_of(logit, i) : 0;
-        best = order > best ? order : best;
-    }
-    __shared__ u64 shared[SPREAD / 32];
-    best = warp_greatest(best);
-    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = best;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (int i = 1; i < SPREAD / 32; ++i) best = shared[i] > best ? shared[i] : best;
-    first[(u64)row * gridDim.y + part] = best;
-}
-
-extern "C" __global__ void __launch_bounds__(SPREAD) weigh(const float* logits, const float* draws, const u64* first, Totals* buckets, u32* y, u32 width) {
-    take_turn();
-    const u32 row = blockIdx.x, part = blockIdx.y;
-    const Draw draw = draw_of(draws, row);
-    if (draw.temperature < 0.0f) return;
-    const u64 best = first_of(first, row, gridDim.y);
-    const u32 id = best == 0 ? 0u : ~(u32)best;
-    if (draw.temperature == 0.0f || best == 0) {
-        if (part == 0 && threadIdx.x == 0) y[row] = id;
-        return;
-    }
-    __shared__ u32 counts[BUCKETS];
-    __shared__ u64 masses[BUCKETS];
-    for (u32 i = threadIdx.x; i < BUCKETS; i += SPREAD) { counts[i] = 0; masses[i] = 0; }
-    __syncthreads();
-    const float* x = logits + (u64)row * width;
-    const float largest = x[id];
-    const u32 end = part_start(part + 1, width);
-    for (u32 i = part_start(part, width) + threadIdx.x; i < end; i += SPREAD) {
-        const float exponent = __fdiv_rn(__fsub_rn(x[i], largest), draw.temperature);
-        if (!is_within(exponent)) continue;
-        const u32 bucket = bucket_of(exponent);
-        atomicAdd(&counts[bucket], 1u);
-        atomicAdd(&masses[bucket], weight_of(exponent));
-    }
-    __syncthreads();
-    Totals* own = buckets + (u64)row * BUCKETS;
-    for (u32 i = threadIdx.x; i < BUCKETS; i += SPREAD) {
-        if (counts[i] == 0) continue;
-        atomicAdd(&own[i].count, (u64)counts[i]);
-        atomicAdd(&own[i].mass, masses[i]);
-    }
-}
-
-// A row with its draw.
-struct Row {
-    const float* logits;
-    u32 width;
-    float largest, temperature;
-
-    __device__ float exponent(u32 id) const { return __fdiv_rn(__fsub_rn(logits[id], largest), temperature); }
-
-    // Calls f with order and exponent of each member of a bucket, each on some thread of the block.
-    template <typename F> __device__ void each_member(u32 bucket, F f) const {
-        // Cheaper than a division, and wide enough for its rounding.
-        const float slack = 1e-5f * (fabsf(largest) + temperature * -EXPONENT_MIN);
-        const float low = largest - temperature * ((float)(bucket + 1) / BUCKETS_PER_UNIT) - slack;
-        const float high = largest - temperature * ((float)bucket / BUCKETS_PER_UNIT) + slack;
-#pragma unroll 4
-        for (u32 id = threadIdx.x; id < width; id += blockDim.x) {
-            const float logit = logits[id];
-            if (!(logit >= low && logit <= high)) continue;
-            const float x = exponent(id);
-            if (is_within(x) && bucket_of(x) == bucket) f(order_of(logit, id), x);
-        }
-    }
-};
-
-struct Shared {
-    Totals buckets[BUCKETS];
-    Totals divided[DIVISIONS];
-    u64 orders[HELD], masses[HELD];
-    // What a search has found: the part, what is before it, and what is in it.
-    u32 part;
-    Totals before, within;
-    u32 held;
-    u64 mass;
+// This thread's logits of a chunk of the block's part: x[k] is that of `id` + k THREADS, NaN behind the end.
+struct Logits {
+    float x[EACH];
     u32 id;
 };
 
-// The first part that together with those before it, `before` among them, measures more than `target`. By one warp.
-__device__ inline void find(Shared& s, const Totals* parts, u32 count, bool by_count, u64 target, Totals before) {
-    __syncthreads();
+// A row's part that is the block's, chunk by chunk.
+struct Part {
+    const float* row;
+    u32 start, end;
+
+    __device__ Part(const float* row, u32 width)
+        : row(row), start(part_start(blockIdx.y, width)), end(part_start(blockIdx.y + 1, width)) {}
+    __device__ Logits chunk(u32 at) const {
+        Logits own;
+        own.id = at + threadIdx.x;
+#pragma unroll
+        for (u32 k = 0; k < EACH; ++k) own.x[k] = own.id + k * THREADS < end ? row[own.id + k * THREADS] : NAN;
+        return own;
+    }
+};
+
+// The ends of a row, out of those of its parts.
+__device__ inline Ends ends_of(const Ends* ends, Ends& shared) {
     if (threadIdx.x < 32) {
-        const u32 lane = threadIdx.x, run = count / 32;
-        Totals own = {0, 0};
-        for (u32 i = lane * run; i < (lane + 1) * run; ++i) { own.count += parts[i].count; own.mass += parts[i].mass; }
-        Totals sum = before;
-        for (u32 other = 0; other < 31; ++other) {
-            const u64 others = __shfl_sync(0xffffffffu, own.count, other), weight = __shfl_sync(0xffffffffu, own.mass, other);
-            if (other < lane) { sum.count += others; sum.mass += weight; }
-        }
-        for (u32 i = lane * run; i < (lane + 1) * run; ++i) {
-            const Totals next = {sum.count + parts[i].count, sum.mass + parts[i].mass};
-            if ((by_count ? sum.count : sum.mass) <= target && (by_count ? next.count : next.mass) > target) {
-                s.part = i;
-                s.before = sum;
-                s.within = parts[i];
-            }
-            sum = next;
-        }
+        Ends own = NO_ENDS;
+        for (u32 i = threadIdx.x; i < gridDim.y; i += 32) own = own + ends[(u64)blockIdx.x * gridDim.y + i];
+        own = over_warp(own);
+        if (threadIdx.x == 0) shared = own;
     }
     __syncthreads();
+    return shared;
 }
 
-// The first candidate that together with those before it measures more than `target`: leaves its id in `s.id` and their weight
-// in `s.mass`. By the whole block.
-__device__ inline void locate(Shared& s, const Row& row, bool by_count, u64 target) {
-    find(s, s.buckets, BUCKETS, by_count, target, Totals{0, 0});
-    const u32 bucket = s.part;
-    u64 low = 0, high = ~0ull, count = s.within.count;
-    while (count > HELD) {
-        const Totals before = s.before;
-        const int bits = 64 - __clzll((i64)(high - low)), shift = bits > 8 ? bits - 8 : 0;
-        for (u32 i = threadIdx.x; i < DIVISIONS; i += blockDim.x) s.divided[i] = Totals{0, 0};
-        __syncthreads();
-        row.each_member(bucket, [&](u64 order, float exponent) {
-            if (order < low || order > high) return;
-            Totals& part = s.divided[(high - order) >> shift];
-            atomicAdd(&part.count, 1ull);
-            atomicAdd(&part.mass, weight_of(exponent));
-        });
-        find(s, s.divided, DIVISIONS, by_count, target, before);
-        high -= (u64)s.part << shift;
-        const u64 span = (1ull << shift) - 1, least = high > span ? high - span : 0;
-        low = low > least ? low : least;
-        count = s.within.count;
+// A row from which is drawn.
+struct Row {
+    const float* logits;
+    u32 width;
+    float largest, temperature, buckets_per_unit;
+
+    __device__ Row(const float* logits, u32 width, float temperature, Ends ends)
+        : logits(logits), width(width), largest(logit_of(ends.first)), temperature(temperature) {
+        const float reach = fminf(-exponent(logit_of(ends.last)), -EXPONENT_MIN);
+        buckets_per_unit = __fdiv_rn((float)BUCKETS, fmaxf(reach, 1e-20f));
     }
-    const Totals before = s.before;
+    __device__ float exponent(float logit) const { return __fdiv_rn(__fsub_rn(logit, largest), temperature); }
+    __device__ u32 bucket_of(float exponent) const {
+        return (u32)fminf(__fmul_rn(-exponent, buckets_per_unit), (float)(BUCKETS - 1));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) greatest(const float* logits, const float* draws, Ends* ends, Board* boards, u32 width) {
+    take_turn();
+    __shared__ Ends shared[WARPS + 1];
+    const u32 row = blockIdx.x;
+    const float temperature = draws[(u64)row * DRAW_WORDS];
+    if (temperature < 0.0f) return;
+    if (blockIdx.y == 0) {
+        Board& board = boards[row];
+        board.masses[threadIdx.x] = 0;
+        board.counts[threadIdx.x] = 0;
+        if (threadIdx.x == 0) {
+            board.probable = 0;
+            board.listed = board.arrived = 0;
+        }
+    }
+    const Part part(logits + (u64)row * width, width);
+    const float most = temperature > 0.0f ? 3.402823466e38f : INFINITY;
+    Ends best = NO_ENDS;
+    for (u32 at = part.start; at < part.end; at += CHUNK) {
+        const Logits own = part.chunk(at);
+#pragma unroll
+        for (u32 k = 0; k < EACH; ++k) {
+            const u64 order = order_of(own.x[k], own.id + k * THREADS);
+            if (fabsf(own.x[k]) <= most) best = best + Ends{order, order};
+        }
+    }
+    best = over_block(best, shared);
+    if (threadIdx.x == 0) ends[(u64)row * gridDim.y + blockIdx.y] = best;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) weigh(const float* logits, const float* draws, const Ends* ends, Board* boards, u32* y, u32 width) {
+    take_turn();
+    __shared__ Ends both;
+    __shared__ Totals sums[WARPS + 1];
+    // Low 20 bits of the weights, and the others.
+    __shared__ u32 counts[BUCKETS], lows[BUCKETS], highs[BUCKETS];
+    const Draw draw = draw_of(draws, blockIdx.x);
+    const bool is_greedy = draw.temperature == 0.0f;
+    if (draw.temperature < 0.0f || (is_greedy && blockIdx.y > 0)) return;
+    const float* start = logits + (u64)blockIdx.x * width;
+    const Part part(start, width);
+    Logits own = part.chunk(part.start);
+    const Ends best = ends_of(ends, both);
+    if (is_greedy || best.first == 0) {
+        if (blockIdx.y == 0 && threadIdx.x == 0) y[blockIdx.x] = best.first == 0 ? 0u : id_of(best.first);
+        return;
+    }
+    const Row row(start, width, draw.temperature, best);
+    Totals bucket = {0, 0};
+    u64 probable = 0;
+    for (u32 at = part.start; at < part.end; at += CHUNK) {
+        if (at > part.start) own = part.chunk(at);
+        counts[threadIdx.x] = lows[threadIdx.x] = highs[threadIdx.x] = 0;
+        __syncthreads();
+#pragma unroll
+        for (u32 k = 0; k < EACH; ++k) {
+            const float exponent = row.exponent(own.x[k]);
+            if (!is_within(exponent)) continue;
+            const u32 i = row.bucket_of(exponent);
+            const u64 weight = weight_of(exponent);
+            atomicAdd(&counts[i], 1u);
+            atomicAdd(&lows[i], (u32)weight & 0xfffffu);
+            atomicAdd(&highs[i], (u32)(weight >> 20));
+            if (exponent >= draw.log_min_p) probable += weight;
+        }
+        __syncthreads();
+        bucket = bucket + Totals{counts[threadIdx.x], ((u64)highs[threadIdx.x] << 20) + lows[threadIdx.x]};
+    }
+    Board& board = boards[blockIdx.x];
+    if (bucket.count > 0) {
+        atomicAdd(&board.counts[threadIdx.x], (u32)bucket.count);
+        atomicAdd(&board.masses[threadIdx.x], bucket.mass);
+    }
+    if (!is_within(draw.log_min_p)) return;
+    probable = over_block(Totals{0, probable}, sums).mass;
+    if (threadIdx.x == 0) atomicAdd(&board.probable, probable);
+}
+
+struct Shared {
+    Ends ends[WARPS + 1];
+    Totals sums[WARPS + 1];
+    // A bit for each bucket whose members are listed, and how many they are.
+    u32 wanted[WARPS], to_list;
+    Place place;
+    Totals divided[DIVISIONS];
+    u64 orders[LISTED];
+    u32 held, from;
+    bool is_last;
+    // Members with their own weights.
+    Located few[FEW], found;
+    u32 few_held;
+};
+
+// The part that holds what comes behind `target` of all: each thread has a part, and what is before it.
+__device__ inline Place find(Shared& s, Totals before, Totals own, bool by_count, u64 target) {
+    __syncthreads();
+    const u64 from = by_count ? before.count : before.mass, size = by_count ? own.count : own.mass;
+    if (from <= target && target - from < size) s.place = Place{threadIdx.x, before, own};
+    __syncthreads();
+    return s.place;
+}
+
+// The cuts one after the other. `boundary` is given how it is measured and what must be before it, which depends on the boundary
+// before, and returns the weight of what it keeps; the last is that of the token.
+template <typename F> __device__ inline void cut(const Draw& draw, Totals all, u64 probable, F boundary) {
+    Span kept = {all.mass, all.mass};
+    if (draw.top_k > 0 && draw.top_k < all.count) kept = boundary(true, Span{draw.top_k - 1, draw.top_k - 1});
+    if (draw.top_p < 1.0f) kept = boundary(false, Span{enough(draw.top_p, kept.low) - 1, enough(draw.top_p, kept.high) - 1});
+    if (is_within(draw.log_min_p)) kept = Span{min(kept.low, probable), min(kept.high, probable)};
+    boundary(false, Span{target_of(draw.uniform, kept.low), target_of(draw.uniform, kept.high)});
+}
+
+// Calls f with order and exponent of each member of a bucket in a span of orders, each on some thread of the block. They are
+// looked for in `s.orders` or in the row.
+template <typename F> __device__ inline void each_member(const Shared& s, const Row& row, bool held, u32 bucket, Span span, F f) {
+    const u32 count = held ? s.held : row.width;
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < count; i += THREADS) {
+        const u64 order = held ? s.orders[i] : order_of(row.logits[i], i);
+        if (order < span.low || order > span.high) continue;
+        const float exponent = row.exponent(logit_of(order));
+        if (is_within(exponent) && row.bucket_of(exponent) == bucket) f(order, exponent);
+    }
+}
+
+// Brings the members of a bucket in a span of orders into `s.orders`.
+__device__ inline void hold(Shared& s, const Row& row, u32 bucket, Span span) {
     __syncthreads();
     if (threadIdx.x == 0) s.held = 0;
     __syncthreads();
-    row.each_member(bucket, [&](u64 order, float exponent) {
-        if (order < low || order > high) return;
-        const u32 at = atomicAdd(&s.held, 1u);
-        s.orders[at] = order;
-        s.masses[at] = weight_of(exponent);
+    each_member(s, row, false, bucket, span, [&](u64 order, float) { s.orders[atomicAdd(&s.held, 1u)] = order; });
+    __syncthreads();
+}
+
+// The candidate behind `target` of all, out of a part of few members. By the whole block.
+__device__ inline Located locate_among_few(Shared& s, const Row& row, bool held, u32 bucket, Span span, Totals before, bool by_count, u64 target) {
+    if (threadIdx.x == 0) s.few_held = 0;
+    __syncthreads();
+    each_member(s, row, held, bucket, span, [&](u64 order, float exponent) {
+        s.few[atomicAdd(&s.few_held, 1u)] = Located{order, weight_of(exponent)};
     });
     __syncthreads();
-    for (u32 i = threadIdx.x; i < s.held; i += blockDim.x) {
-        const u64 order = s.orders[i];
-        Totals sum = before;
-        for (u32 j = 0; j < s.held; ++j)
-            if (s.orders[j] > order) { sum.count += 1; sum.mass += s.masses[j]; }
-        const u64 through = by_count ? sum.count + 1 : sum.mass + s.masses[i];
-        if ((by_count ? sum.count : sum.mass) <= target && through > target) {
-            s.id = ~(u32)order;
-            s.mass = sum.mass + s.masses[i];
+    if (threadIdx.x < s.few_held) {
+        const Located own = s.few[threadIdx.x];
+        for (u32 i = 0; i < s.few_held; ++i)
+            if (s.few[i].order > own.order) before = before + Totals{1, s.few[i].mass};
+        const u64 from = by_count ? before.count : before.mass, size = by_count ? 1 : own.mass;
+        if (from <= target && target - from < size) s.found = Located{own.order, before.mass + own.mass};
+    }
+    __syncthreads();
+    return s.found;
+}
+
+// The candidate behind `target` of all. By the whole block. `s.orders` has the members of all buckets that matter, unless they are
+// too many.
+__device__ inline Located locate(Shared& s, const Row& row, bool is_crowded, Totals before, Totals own, bool by_count, u64 target) {
+    Place at = find(s, before, own, by_count, target);
+    const u32 bucket = at.part;
+    Span span = {0, ~0ull};
+    bool held = !is_crowded;
+    while (at.within.count > FEW) {
+        if (!held && at.within.count <= LISTED) {
+            hold(s, row, bucket, span);
+            held = true;
+        }
+        Ends ends = NO_ENDS;
+        each_member(s, row, held, bucket, span, [&](u64 order, float) { ends = ends + Ends{order, order}; });
+        ends = over_block(ends, s.ends);
+        const int bits = 64 - __clzll((i64)(ends.first - ends.last)), shift = bits > 8 ? bits - 8 : 0;
+        if (threadIdx.x < DIVISIONS) s.divided[threadIdx.x] = Totals{0, 0};
+        __syncthreads();
+        each_member(s, row, held, bucket, span, [&](u64 order, float exponent) {
+            Totals& part = s.divided[(ends.first - order) >> shift];
+            atomicAdd(&part.count, 1ull);
+            atomicAdd(&part.mass, weight_of(exponent));
+        });
+        __syncthreads();
+        const Totals part = threadIdx.x < DIVISIONS ? s.divided[threadIdx.x] : Totals{0, 0};
+        at = find(s, at.before + sums_of(part, s.sums).before, part, by_count, target);
+        const u64 high = ends.first - ((u64)at.part << shift), rest = (1ull << shift) - 1;
+        span = Span{high - ends.last > rest ? high - rest : ends.last, high};
+    }
+    return locate_among_few(s, row, held, bucket, span, at.before, by_count, target);
+}
+
+// Adds the members of wanted buckets in the block's part, whose first chunk is `own`, to the list of the row.
+__device__ inline void list_wanted(Shared& s, const Row& row, const Part& part, Logits own, Board& board) {
+    if (threadIdx.x == 0) s.held = 0;
+    __syncthreads();
+    for (u32 at = part.start; at < part.end; at += CHUNK) {
+        if (at > part.start) own = part.chunk(at);
+#pragma unroll
+        for (u32 k = 0; k < EACH; ++k) {
+            const float exponent = row.exponent(own.x[k]);
+            if (!is_within(exponent)) continue;
+            const u32 i = row.bucket_of(exponent);
+            if (s.wanted[i / 32] >> i % 32 & 1) s.orders[atomicAdd(&s.held, 1u)] = order_of(own.x[k], own.id + k * THREADS);
         }
     }
     __syncthreads();
+    if (threadIdx.x == 0 && s.held > 0) s.from = atomicAdd(&board.listed, s.held);
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < s.held; i += THREADS) board.list[s.from + i] = s.orders[i];
 }
 
-// The weight of the candidates with at least this exponent. By the whole block.
-__device__ inline u64 mass_down_to(Shared& s, const Row& row, float exponent) {
-    const u32 last = bucket_of(exponent);
-    u64 own = 0;
-    for (u32 i = threadIdx.x; i < last; i += blockDim.x) own += s.buckets[i].mass;
-    row.each_member(last, [&](u64, float x) { own += x >= exponent ? weight_of(x) : 0; });
-    own = warp_total(own);
+// Whether this block is the last of its row to come; it then has the list in `s.orders`.
+__device__ inline bool has_list(Shared& s, Board& board) {
     __syncthreads();
-    if (threadIdx.x == 0) s.mass = 0;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        s.is_last = atomicAdd(&board.arrived, 1u) == gridDim.y - 1;
+        __threadfence();
+        s.held = __ldcg(&board.listed);
+    }
     __syncthreads();
-    if (threadIdx.x % 32 == 0) atomicAdd(&s.mass, own);
+    if (!s.is_last) return false;
+    for (u32 i = threadIdx.x; i < s.held; i += THREADS) s.orders[i] = __ldcg(&board.list[i]);
     __syncthreads();
-    return s.mass;
+    return true;
 }
 
-extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, const float* draws, const u64* first, const Totals* buckets, u32* y, u32 width, u32 parts) {
+extern "C" __global__ void __launch_bounds__(THREADS) draw(const float* logits, const float* draws, const Ends* ends, Board* boards, u32* y, u32 width) {
     take_turn();
     __shared__ Shared s;
-    const u32 number = blockIdx.x;
-    const Draw draw = draw_of(draws, number);
+    const Draw draw = draw_of(draws, blockIdx.x);
     if (!(draw.temperature > 0.0f)) return;
-    const u64 best = first_of(first, number, parts);
-    if (best == 0) return;
-    const float* x = logits + (u64)number * width;
-    const Row row = {x, width, x[~(u32)best], draw.temperature};
-    Totals all = {0, 0};
-    for (u32 i = threadIdx.x; i < BUCKETS; i += blockDim.x) {
-        s.buckets[i] = buckets[(u64)number * BUCKETS + i];
-        all.count += s.buckets[i].count;
-        all.mass += s.buckets[i].mass;
-    }
-    if (threadIdx.x == 0) s.within = Totals{0, 0};
-    __syncthreads();
-    all.count = warp_total(all.count);
-    all.mass = warp_total(all.mass);
+    const float* start = logits + (u64)blockIdx.x * width;
+    const Part part(start, width);
+    const Logits first_chunk = part.chunk(part.start);
+    Board& board = boards[blockIdx.x];
+    const Totals own = {board.counts[threadIdx.x], board.masses[threadIdx.x]};
+    const u64 probable = board.probable;
+    const Ends best = ends_of(ends, s.ends[0]);
+    if (best.first == 0) return;
+    const Row row(start, width, draw.temperature, best);
+    if (threadIdx.x == 0) s.to_list = 0;
+    const Sums sums = sums_of(own, s.sums);
+    const Totals before = sums.before, all = sums.all;
+    bool is_wanted = false;
+    cut(draw, all, probable, [&](bool by_count, Span target) {
+        const Place low = find(s, before, own, by_count, target.low);
+        const Place high = target.high == target.low ? low : find(s, before, own, by_count, target.high);
+        is_wanted |= threadIdx.x >= low.part && threadIdx.x <= high.part;
+        // Each member weighs 1 or more.
+        return Span{low.before.mass + 1, high.before.mass + high.within.mass};
+    });
+    const u32 wanted = __ballot_sync(ALL_LANES, is_wanted);
+    const u32 members = __reduce_add_sync(ALL_LANES, is_wanted ? (u32)own.count : 0u);
     if (threadIdx.x % 32 == 0) {
-        atomicAdd(&s.within.count, all.count);
-        atomicAdd(&s.within.mass, all.mass);
+        s.wanted[threadIdx.x / 32] = wanted;
+        atomicAdd(&s.to_list, members);
     }
     __syncthreads();
-    all = s.within;
-    u64 kept = all.mass;
-    if (draw.top_k > 0 && draw.top_k < all.count) {
-        locate(s, row, true, draw.top_k - 1);
-        kept = s.mass;
+    const bool is_crowded = s.to_list > LISTED;
+    if (is_crowded && blockIdx.y > 0) return;
+    if (!is_crowded) {
+        list_wanted(s, row, part, first_chunk, board);
+        if (!has_list(s, board)) return;
     }
-    if (draw.top_p < 1.0f) {
-        const u64 share = (u64)ceil((double)draw.top_p * (double)kept);
-        locate(s, row, false, (share < 1 ? 1 : share > kept ? kept : share) - 1);
-        kept = s.mass;
-    }
-    if (is_within(draw.log_min_p)) {
-        const u64 probable = mass_down_to(s, row, draw.log_min_p);
-        kept = probable < kept ? probable : kept;
-    }
-    const u64 below = (u64)((double)draw.uniform * (double)kept);
-    locate(s, row, false, below < kept ? below : kept - 1);
-    if (threadIdx.x == 0) y[number] = s.id;
+    u64 token = 0;
+    cut(draw, all, probable, [&](bool by_count, Span target) {
+        const Located at = locate(s, row, is_crowded, before, own, by_count, target.low);
+        token = at.order;
+        return Span{at.mass, at.mass};
+    });
+    if (threadIdx.x == 0) y[blockIdx.x] = id_of(token);
 }
