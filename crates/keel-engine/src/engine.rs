@@ -87,6 +87,7 @@ impl Engine {
             step(Regime::Decode, 1, 1, Outcome::LastLogits),
             step(Regime::Decode, sequences, sequences, Outcome::LastLogits),
             step(Regime::Prefill, prefill, 1, Outcome::LastLogits),
+            StepShape::TOKEN,
         ];
         if self.options.all_logits {
             shapes.push(step(Regime::Prefill, prefill, 1, Outcome::Hidden));
@@ -215,14 +216,34 @@ impl Engine {
         logits: &mut Vec<f32>,
         progress: &mut dyn FnMut(usize),
     ) -> Result<()> {
+        self.run_prompt(sequence, prompt, progress)?;
+        self.stepper.read_logits(0, logits)
+    }
+
+    /// As [`Engine::prefill`], without reading the logits.
+    pub(crate) fn run_prompt(
+        &mut self,
+        sequence: &mut SequenceCache,
+        prompt: &[u32],
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<()> {
         let mut done = 0;
         self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, next| {
             engine.run_prefill(sequence, tokens, next)?;
             done += tokens.len();
             progress(done);
             Ok(())
-        })?;
-        self.stepper.read_logits(0, logits)
+        })
+    }
+
+    /// Draws the token behind a prompt that has just been run, or behind the first sequence of any other step that left logits,
+    /// on the device that has them: 4 bytes come to the host.
+    ///
+    /// # Errors
+    /// What the runtime says. It may be tried again then.
+    pub fn draw_last(&mut self, draw: Draw) -> Result<u32> {
+        self.finish_under_way()?;
+        self.stepper.draw(&self.runtime, &self.model, &self.cache, &draw)
     }
 
     /// Cuts a prompt into steps. With checkpoints, the last grid point gets a step of its own end.

@@ -100,6 +100,8 @@ pub struct TokenIterator<'e> {
     sequence: SequenceCache,
     sampler: Sampler,
     logits: Vec<f32>,
+    /// The token behind the prompt, if the device has drawn it; otherwise its logits are here.
+    first: Option<u32>,
     /// Drawn, given out, not yet run through the model.
     last: Option<u32>,
     /// Whether a step is submitted before the token of the one before is known.
@@ -122,11 +124,18 @@ impl<'e> TokenIterator<'e> {
     ) -> Result<TokenIterator<'e>> {
         let start = Instant::now();
         let mut logits = Vec::new();
-        let run = if options.one_by_one { run_one_by_one } else { Engine::prefill };
-        let prefilled = Sampler::new(options.sampler, &[&options.seen[..], prompt].concat())
-            .and_then(|sampler| run(engine, &mut sequence, prompt, &mut logits, progress).map(|()| sampler));
-        let sampler = match prefilled {
-            Ok(sampler) => sampler,
+        let run = if options.one_by_one { run_one_by_one } else { Engine::run_prompt };
+        let prefill = || {
+            let mut sampler = Sampler::new(options.sampler, &[&options.seen[..], prompt].concat())?;
+            run(engine, &mut sequence, prompt, progress)?;
+            let first = match sampler.draw_ahead() {
+                Some(draw) => Some(engine.draw_last(draw)?),
+                None => engine.logits(0, &mut logits).map(|()| None)?,
+            };
+            Ok((sampler, first))
+        };
+        let (sampler, first) = match prefill() {
+            Ok(prefilled) => prefilled,
             Err(error) => {
                 engine.release(sequence);
                 return Err(error);
@@ -137,6 +146,7 @@ impl<'e> TokenIterator<'e> {
             is_ahead: is_safe && engine.runs_ahead() && sampler.draws_ahead(),
             sampler,
             logits,
+            first,
             last: None,
             course: Course::new(options.end_tokens, options.max_tokens, start),
             engine,
@@ -207,12 +217,11 @@ fn step_ahead(
     Ok(Some(engine.take_drawn(&mut [sequence])?[0]))
 }
 
-/// What [`Engine::prefill`] does, in the decode regime.
+/// What [`Engine::prefill`] does, in the decode regime, without reading the logits.
 fn run_one_by_one(
     engine: &mut Engine,
     sequence: &mut SequenceCache,
     prompt: &[u32],
-    logits: &mut Vec<f32>,
     progress: &mut dyn FnMut(usize),
 ) -> Result<()> {
     if prompt.is_empty() {
@@ -222,16 +231,16 @@ fn run_one_by_one(
         engine.decode(&mut [sequence], &[token])?;
         progress(i + 1);
     }
-    engine.logits(0, logits)
+    Ok(())
 }
 
 impl Iterator for TokenIterator<'_> {
     type Item = Result<u32>;
 
     fn next(&mut self) -> Option<Result<u32>> {
-        let TokenIterator { engine, sequence, sampler, logits, last, is_ahead, course } = self;
+        let TokenIterator { engine, sequence, sampler, logits, first, last, is_ahead, course } = self;
         course.next(|left| {
-            let mut drawn = None;
+            let mut drawn = first.take();
             if let Some(last) = *last {
                 let outcome = match is_ahead {
                     true => step_ahead(engine, sequence, sampler, (last, left)),

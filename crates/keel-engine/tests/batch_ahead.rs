@@ -141,7 +141,11 @@ fn a_steady_batch_is_a_step_ahead() {
     let ids = (0..20).collect();
     batcher.submit(BatchRequest::new(0, ids, 1), now).expect("accepted");
     step(&mut batcher, now, &mut outcomes);
-    assert_eq!(queueing.take_events(), "WL", "the tokens that were drawn, then the prompt");
+    assert_eq!(
+        queueing.take_events(),
+        "WLL",
+        "the tokens that were drawn, then the prompt and the token behind it"
+    );
     // One that leaves does so at once.
     step(&mut batcher, now, &mut outcomes);
     assert_eq!(batcher.engine().steps_under_way(), 1);

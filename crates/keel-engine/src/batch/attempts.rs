@@ -3,6 +3,8 @@
 //! It is tried again: where the engine drafts, a step happens or has not been, so a fault that passes costs a step and nobody's
 //! answer. One that stays is looked for by running each sequence by itself, and ends those that fail then.
 
+use keel_array::sampling::Draw;
+
 use super::Batcher;
 use super::sequence::Drawn;
 use crate::{EngineError, Result};
@@ -46,6 +48,14 @@ impl Batcher {
         let at = running.cache.len();
         let next = running.tokens.get(at + rows).copied();
         self.engine.prefill_chunk(&mut running.cache, &running.tokens[at..at + rows], next)
+    }
+
+    /// Draws the token behind a prompt.
+    pub(super) fn draw_last(&mut self, draw: Draw) -> Result<u32> {
+        self.engine.draw_last(draw).or_else(|_| {
+            self.failed_steps += 1;
+            self.engine.draw_last(draw)
+        })
     }
 
     /// Makes the open rows of an answer part of its state.

@@ -436,7 +436,11 @@ impl Batcher {
             let hidden = self.engine.last_hidden()?;
             self.running[i].speculation = Some(Speculation::new(self.options.speculation, hidden));
         }
-        self.draw(i, 0)
+        let Some(draw) = self.running[i].draw_ahead() else { return self.draw(i, 0) };
+        match self.draw_last(draw) {
+            Ok(token) => self.running[i].take_drawn(token),
+            Err(error) => self.running[i].abandon_draw().and(Err(error)),
+        }
     }
 
     fn draw(&mut self, i: usize, row: usize) -> Result<Drawn> {

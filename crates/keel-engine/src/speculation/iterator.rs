@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use keel_cache::SequenceCache;
 
-use super::{Chooser, RoundSequence, SamplerChooser, Speculation, SpeculationCounters, SpeculationOptions};
+use super::{
+    Choice, Chooser, RoundSequence, SamplerChooser, Speculation, SpeculationCounters, SpeculationOptions,
+};
 use crate::generate::Course;
 use crate::{Engine, EngineError, FinishReason, GenerateOptions, Result, Sampler};
 
@@ -78,10 +80,9 @@ impl<'e> MtpTokenIterator<'e> {
     ) -> Result<MtpTokenIterator<'e>> {
         let start = Instant::now();
         let mut first = || {
-            let mut logits = Vec::new();
-            engine.prefill(&mut sequence, prompt, &mut logits, progress)?;
+            engine.run_prompt(&mut sequence, prompt, progress)?;
             let speculation = Speculation::new(speculation, engine.last_hidden()?);
-            Ok((speculation, chooser.choose(&mut logits, None)?))
+            Ok((speculation, choose_first(engine, &mut *chooser)?))
         };
         let (speculation, choice) = match first() {
             Ok(first) => first,
@@ -132,6 +133,16 @@ impl<'e> MtpTokenIterator<'e> {
     pub fn release(self) {
         self.rounds.engine.release(self.rounds.sequence);
     }
+}
+
+/// The token behind a prompt that has just been run.
+fn choose_first(engine: &mut Engine, chooser: &mut dyn Chooser) -> Result<Choice> {
+    if let Some(draw) = chooser.draw_ahead() {
+        return chooser.take(engine.draw_last(draw)?);
+    }
+    let mut logits = Vec::new();
+    engine.logits(0, &mut logits)?;
+    chooser.choose(&mut logits, None)
 }
 
 impl Rounds<'_> {

@@ -3,6 +3,7 @@
 mod results;
 mod staging;
 
+use keel_array::sampling::Draw;
 use keel_array::{Array, ArrayError, Executable, PendingRun, Regime, RowLog, Runtime};
 use keel_cache::{LayerStorage, ModelCache};
 use keel_models::HybridModel;
@@ -29,6 +30,8 @@ pub(crate) enum Outcome {
     State,
     /// Logits of the last row of each sequence; behind a decode step also tokens drawn from them.
     LastLogits,
+    /// A token drawn from the logits of one sequence that the step before has left. Nothing is run.
+    Token,
     /// Hidden states of every row.
     Hidden,
     /// Hidden states of the multi-token-prediction head for every row.
@@ -57,6 +60,11 @@ pub(crate) struct StepShape {
     pub rows: usize,
     pub sequences: usize,
     pub outcome: Outcome,
+}
+
+impl StepShape {
+    pub const TOKEN: StepShape =
+        StepShape { regime: Regime::Decode, rows: 1, sequences: 1, outcome: Outcome::Token };
 }
 
 /// Runs steps.
@@ -160,6 +168,10 @@ impl Stepper {
         let tokens = self.staging.tokens.prefix(shape.rows)?;
         Ok(match shape.outcome {
             Outcome::State | Outcome::LastLogits => self.trace_last(model, layers, shape, &context)?,
+            Outcome::Token => {
+                let token = self.results.logits.prefix(1)?.sample(&self.staging.draws.prefix(1)?)?;
+                vec![(token, self.staging.tokens.prefix(1)?)]
+            }
             Outcome::Hidden => {
                 vec![(model.hidden(&tokens, layers, &context)?, self.results.hidden()?.prefix(shape.rows)?)]
             }
@@ -285,6 +297,19 @@ impl Stepper {
         let drawn = self.staging.tokens.prefix(rows.len())?;
         let step = self.step_for(runtime, model, cache, (Regime::Decode, Outcome::LastLogits), rows)?;
         Ok(step.submit(&drawn))
+    }
+
+    /// Draws a token from the first row of the logits of the last step.
+    pub fn draw(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        draw: &Draw,
+    ) -> Result<u32> {
+        self.staging.draws.write(&draw.words())?;
+        self.step(runtime, model, cache, StepShape::TOKEN)?.run().map_err(ArrayError::from)?;
+        Ok(self.read_tokens(1)?[0])
     }
 
     /// Copies row `row` of the logits of the last step, submitted or run.
