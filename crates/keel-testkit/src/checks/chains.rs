@@ -51,13 +51,18 @@ type Step<'a> = dyn Fn(Array) -> Array + 'a;
 ///
 /// Rounding inputs to 8 bits turns a difference in the last bit into one of a step, for few of them.
 fn expect_same(what: &str, build: &dyn Fn(&Step<'_>) -> Result<Array>) {
+    expect_within_of(tolerance::INT8_ACTIVATIONS, what, build);
+}
+
+/// As [`expect_same`], within `tolerance` of each other.
+fn expect_within_of(tolerance: f64, what: &str, build: &dyn Fn(&Step<'_>) -> Result<Array>) {
     let apart = build(&|x| {
         x.eval().expect("a case runs");
         x
     });
     let together = build(&|x| x);
     let want = download(&apart.expect("shapes fit"));
-    expect_within(what, &together.expect("shapes fit"), &want, tolerance::INT8_ACTIVATIONS);
+    expect_within(what, &together.expect("shapes fit"), &want, tolerance);
 }
 
 fn norm_then_product(runtime: &Runtime) {
@@ -275,34 +280,56 @@ fn given_experts(runtime: &Runtime) {
     }
 }
 
-fn rotation_then_attention(runtime: &Runtime) {
+/// Heads, key-value heads, size, rotary part, window.
+type AttentionSizes = (usize, usize, usize, usize, Option<usize>);
+
+/// Two steps, the second of which reads what the first has left in pages.
+pub(super) fn rotation_then_attention(runtime: &Runtime) {
     let mut random = Random::new(94);
     let rope = |rotary| RopeSpec { rotary, sections: None, interleaved: false };
-    for (heads, kv_heads, size, rotary) in [(6, 2, 64, 32), (4, 1, 128, 128), (4, 4, 80, 16)] {
-        for rows in [&[(300, 1)][..], &[(5, 3), (0, 1), (511, 2)]] {
-            let tokens: usize = rows.iter().map(|r| r.1).sum();
-            let (q_norm, k_norm) = (draw(runtime, &mut random, &[size]), draw(runtime, &mut random, &[size]));
-            let wide = draw(runtime, &mut random, &[tokens, (2 * heads + 2 * kv_heads) * size]);
-            let inverse: Vec<f32> =
-                (0..rotary / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / rotary as f32)).collect();
-            let inverse = Array::from_slice(runtime, &inverse, [rotary / 2]).expect("memory");
-            let at: Vec<i32> = rows.iter().flat_map(|&(first, n)| first as i32..(first + n) as i32).collect();
-            let at = Array::from_slice(runtime, &at, [tokens]).expect("memory");
-            let pool_shape = [3 * rows.len() + 1, kv_heads, 256, size];
-            let history = Tensor::random(&mut random, &pool_shape, -1.0, 1.0);
-            for dtype in [DType::F32, DType::BF16] {
-                let turns = [(2, 2), (1, 1), (2, 1), (2, 0), (0, 1)].into_iter();
-                for (turn_q, turn_k) in turns.filter(|turns| is_mine(&("turns", heads, rows, dtype, turns))) {
-                    let what =
-                        format!("{heads} heads of {size} at {rows:?}, {dtype}, turned {turn_q}, {turn_k}");
-                    expect_same(&what, &|step| {
-                        let pool = || upload(runtime, &history, DType::F32).cast(dtype)?.detach();
-                        let pool = KvPool { keys: pool()?, values: pool()? };
-                        let wide = wide.add(&wide)?;
-                        let part = |start: usize, heads: usize, each: usize| {
-                            let part = wide.slice_axis(-1, start * size, (start + heads * each) * size)?;
-                            part.reshape([tokens, heads, each * size])?.slice_axis(-1, 0, size)
-                        };
+    let sizes: [AttentionSizes; 4] =
+        [(6, 2, 64, 32, None), (4, 1, 128, 128, Some(130)), (4, 4, 80, 16, Some(33)), (16, 2, 256, 64, None)];
+    let batches: [&[(usize, usize)]; 6] = [
+        &[(300, 1)],
+        &[(5, 3), (0, 1), (511, 2)],
+        // A row each, around a warp's keys, the ends of a share and a page, and a sequence without a row.
+        &[(31, 1), (32, 1), (33, 1), (255, 1), (256, 1), (0, 1), (70, 0), (703, 1)],
+        &[(2303, 1)],
+        // More pairs of row and head than a block takes.
+        &[(250, 16)],
+        &[(62, 9), (513, 8)],
+    ];
+    for (sizes, rows) in sizes.into_iter().flat_map(|sizes| batches.map(|rows| (sizes, rows))) {
+        let (heads, kv_heads, size, rotary, window) = sizes;
+        let tokens: usize = rows.iter().map(|r| r.1).sum();
+        let pages = rows.iter().map(|(first, n)| (first + 2 * n).div_ceil(256)).max().unwrap_or(0);
+        let (q_norm, k_norm) = (draw(runtime, &mut random, &[size]), draw(runtime, &mut random, &[size]));
+        let wide = draw(runtime, &mut random, &[tokens, (2 * heads + 2 * kv_heads) * size]);
+        let inverse: Vec<f32> =
+            (0..rotary / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / rotary as f32)).collect();
+        let inverse = Array::from_slice(runtime, &inverse, [rotary / 2]).expect("memory");
+        let pool_shape = [pages * rows.len() + 1, kv_heads, 256, size];
+        let history = draw(runtime, &mut random, &pool_shape);
+        // What one rotation has beside the other is one row's matter.
+        let turns: &[(usize, usize)] =
+            if tokens == 1 { &[(2, 2), (1, 1), (2, 1), (2, 0), (0, 1)] } else { &[(2, 2), (1, 1)] };
+        for dtype in [DType::F32, DType::BF16] {
+            for &(turn_q, turn_k) in
+                turns.iter().filter(|turns| is_mine(&("turns", sizes, rows, dtype, turns)))
+            {
+                let what = format!("{sizes:?} at {rows:?}, {dtype}, turned {turn_q}, {turn_k}");
+                expect_within_of(tolerance::F32, &what, &|step| {
+                    let pool = || history.add(&history)?.cast(dtype)?.detach();
+                    let pool = KvPool { keys: pool()?, values: pool()? };
+                    let wide = wide.add(&wide)?;
+                    let part = |start: usize, heads: usize, each: usize| {
+                        let part = wide.slice_axis(-1, start * size, (start + heads * each) * size)?;
+                        part.reshape([tokens, heads, each * size])?.slice_axis(-1, 0, size)
+                    };
+                    let attend = |behind: usize| {
+                        let rows: Vec<_> = rows.iter().map(|&(first, n)| (first + behind * n, n)).collect();
+                        let at = rows.iter().flat_map(|&(first, n)| first as i32..(first + n) as i32);
+                        let at = Array::from_slice(runtime, &at.collect::<Vec<_>>(), [tokens])?;
                         let turn = |x: Array, how: usize, norm: &Array| match how {
                             0 => Ok(x),
                             1 => x.rope(&at, &inverse, rope(rotary)),
@@ -311,11 +338,12 @@ fn rotation_then_attention(runtime: &Runtime) {
                         let q = step(turn(part(0, heads, 2)?, turn_q, &q_norm)?);
                         let k = step(turn(part(2 * heads, kv_heads, 1)?, turn_k, &k_norm)?);
                         let v = part(2 * heads + kv_heads, kv_heads, 1)?;
-                        let spec =
-                            AttentionSpec { scale: 0.125.into(), window: None, regime: Regime::Decode };
-                        q.paged_attention(&k, &v, &pool, &batch(runtime, rows, 3), spec)
-                    });
-                }
+                        let spec = AttentionSpec { scale: 0.125.into(), window, regime: Regime::Decode };
+                        q.paged_attention(&k, &v, &pool, &batch(runtime, &rows, pages), spec)
+                    };
+                    let before = attend(0)?;
+                    Array::concatenate(&[&before, &attend(1)?], 0)
+                });
             }
         }
     }

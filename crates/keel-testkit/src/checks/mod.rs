@@ -82,6 +82,14 @@ pub fn all() -> Vec<Listed> {
     by_case.chain(whole).enumerate().map(listed).collect()
 }
 
+/// Attention behind rotations against the same one by one. It holds a backend to itself, so it says something in any precision.
+///
+/// # Panics
+/// Where they differ.
+pub fn turned_attention(runtime: &Runtime) {
+    chains::rotation_then_attention(runtime);
+}
+
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 const INTEGERS: [DType; 4] = [DType::U8, DType::U32, DType::I32, DType::I64];
 
