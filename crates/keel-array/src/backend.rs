@@ -189,10 +189,11 @@ pub trait Backend: Send + Sync + 'static {
         false
     }
 
-    /// Brings rows of a weight into this device's layout, in `memory` at byte `offset`.
+    /// Brings rows of a weight into this device's layout, in `memory` at byte `offset`. The block lies within the weight, and its
+    /// elements are coded as the weight's and as many as its rows have: [`Weight::fill`](crate::Weight::fill) has seen to it.
     ///
     /// # Errors
-    /// If the block does not fit the specification.
+    /// If the rows are not those that this device packs together; what the device says.
     fn pack(
         &self,
         spec: &WeightSpec,

@@ -109,7 +109,7 @@ impl Weight {
     /// whole tiles of rows.
     ///
     /// # Errors
-    /// If the block does not lie within the weight or its data has the wrong size.
+    /// If the block does not lie within the weight, or its data is coded otherwise, has the wrong size or a code of more bits.
     pub fn fill(&self, block: &RowBlock<'_>) -> Result<()> {
         let spec = &self.spec;
         let end = block.first_row.checked_add(block.rows);
@@ -125,6 +125,7 @@ impl Weight {
         if self.runtime.backend().is_planning() {
             return Ok(());
         }
+        check_rows(spec, block)?;
         self.runtime.exclusive(|backend| backend.pack(spec, self.buffer.memory(), self.place.start, block))
     }
 
@@ -189,5 +190,38 @@ fn check(spec: &WeightSpec) -> Result<()> {
             wrong(format!("shape ({}, {}, {}) has no elements", spec.experts, spec.rows, spec.cols))
         }
         _ => Ok(()),
+    }
+}
+
+/// Whether the elements of a block that lies within a weight are coded as the weight, and as many as its rows have.
+fn check_rows(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<()> {
+    let wrong = |reason: String| Err(ArrayError::Argument { op: "pack_weight", reason });
+    let (rows, cols) = (block.rows, spec.cols);
+    let bytes_of = |got: usize, expected: usize, elements: &dyn std::fmt::Display| match got == expected {
+        true => Ok(()),
+        false => wrong(format!("{got} bytes for {rows} rows of {cols} {elements}, expected {expected}")),
+    };
+    match (block.data, spec.format) {
+        (RowData::Dense(bytes), WeightFormat::Dense(dtype)) => {
+            bytes_of(bytes.len(), rows * cols * dtype.size(), &dtype)
+        }
+        (RowData::Blocks(bytes), WeightFormat::Blocks(format)) => {
+            let row = format.row_bytes(cols).expect("weights have whole blocks");
+            bytes_of(bytes.len(), rows * row, &format_args!("values in {format}"))
+        }
+        (RowData::Affine { codes, scales, biases }, WeightFormat::Affine { bits, group_size, .. }) => {
+            let (values, groups) = (rows * cols, rows * cols / usize::from(group_size));
+            if codes.len() != values || scales.len() != groups || biases.len() != groups {
+                let (codes, scales, biases) = (codes.len(), scales.len(), biases.len());
+                return wrong(format!(
+                    "{codes} codes, {scales} scales and {biases} biases for {rows} rows of {cols}; expected {values}, and {groups} each"
+                ));
+            }
+            match codes.iter().find(|&&code| u32::from(code) >> bits != 0) {
+                Some(code) => wrong(format!("code {code} does not fit {bits} bits")),
+                None => Ok(()),
+            }
+        }
+        (_, format) => wrong(format!("the rows are not coded as the weight, {format:?}")),
     }
 }

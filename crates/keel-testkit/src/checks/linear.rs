@@ -19,6 +19,7 @@ use keel_array::{
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "matmul", run: broadcast_products },
     Check { op: "linear", run: onto_a_residual },
+    Check { op: "linear", run: rows_that_do_not_fit_their_weight },
     Check { op: "gather_linear", run: gathered },
     Check { op: "gather_linear", run: expert_out_of_range },
     Check { op: "embedding", run: embedding },
@@ -290,6 +291,43 @@ fn gathered(runtime: &Runtime) {
                 expect_within(&what, &y.expect("extents fit"), &want, limit);
             }
         }
+    }
+}
+
+fn rows_that_do_not_fit_their_weight(runtime: &Runtime) {
+    let (rows, cols) = (33, 64);
+    let refusal = |format: WeightFormat, data: RowData<'_>| {
+        let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
+        let weight = Weight::allocate(runtime, spec).expect("memory");
+        let error = weight.fill(&RowBlock { expert: 0, first_row: 0, rows, data }).expect_err("refused");
+        error.to_string()
+    };
+    let affine = WeightFormat::Affine { bits: 3, group_size: 32, scale_dtype: DType::F16 };
+    let blocks = WeightFormat::Blocks(BlockFormat::Q8_0);
+    let (codes, pairs, bytes) = (vec![7; rows * cols], vec![0.5; rows * 2], vec![0; rows * cols * 2]);
+    let mut wide_code = codes.clone();
+    wide_code[rows * cols - 1] = 8;
+    for (format, data, reason) in [
+        (
+            WeightFormat::Dense(DType::BF16),
+            RowData::Dense(&bytes[2..]),
+            "4222 bytes for 33 rows of 64 bf16, expected 4224",
+        ),
+        (blocks, RowData::Blocks(&bytes), "4224 bytes for 33 rows of 64 values in Q8_0, expected 2244"),
+        (affine, RowData::Affine { codes: &codes[1..], scales: &pairs, biases: &pairs }, "2111 codes"),
+        (affine, RowData::Affine { codes: &codes, scales: &pairs[1..], biases: &pairs }, "65 scales"),
+        (affine, RowData::Affine { codes: &codes, scales: &pairs, biases: &pairs[1..] }, "65 biases"),
+        (
+            affine,
+            RowData::Affine { codes: &wide_code, scales: &pairs, biases: &pairs },
+            "code 8 does not fit 3 bits",
+        ),
+        (affine, RowData::Dense(&bytes), "not coded as the weight"),
+        (blocks, RowData::Dense(&bytes), "not coded as the weight"),
+        (WeightFormat::Dense(DType::F16), RowData::Blocks(&bytes), "not coded as the weight"),
+    ] {
+        let error = refusal(format, data);
+        assert!(error.contains(reason), "{error}, expected {reason}");
     }
 }
 

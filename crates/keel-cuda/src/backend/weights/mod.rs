@@ -83,31 +83,15 @@ pub(super) struct Part {
     pub bytes: Vec<u8>,
 }
 
-/// A block of rows in the device's layout.
+/// A block of rows, which the runtime has checked, in the device's layout.
 pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>, ArrayError> {
-    let wrong = |reason: String| Err(ArrayError::Argument { op: "pack_weight", reason });
-    let layout = Layout::of(spec);
-    let values = block.rows * spec.cols;
-    match (&block.data, spec.format) {
-        (RowData::Dense(bytes), WeightFormat::Dense(dtype)) if bytes.len() == values * dtype.size() => {
+    match (block.data, spec.format) {
+        (RowData::Dense(bytes), _) => {
             let row = block.expert * spec.rows + block.first_row;
-            Ok(vec![Part { offset: row * layout.code_bytes, bytes: bytes.to_vec() }])
+            Ok(vec![Part { offset: row * Layout::of(spec).code_bytes, bytes: bytes.to_vec() }])
         }
-        (
-            RowData::Affine { codes, scales, biases },
-            WeightFormat::Affine { bits, group_size, scale_dtype },
-        ) => {
-            let groups = values / usize::from(group_size);
-            if codes.len() != values || scales.len() != groups || biases.len() != groups {
-                let (codes, scales, biases) = (codes.len(), scales.len(), biases.len());
-                return wrong(format!(
-                    "{codes} codes, {scales} scales and {biases} biases; expected {values} and {groups} each"
-                ));
-            }
-            if let Some(code) = codes.iter().find(|&&code| u32::from(code) >> bits != 0) {
-                return wrong(format!("code {code} does not fit {bits} bits"));
-            }
-            let mut subs = vec![0; 2 * groups * scale_dtype.size()];
+        (RowData::Affine { codes, scales, biases }, WeightFormat::Affine { scale_dtype, .. }) => {
+            let mut subs = vec![0; 2 * scales.len() * scale_dtype.size()];
             let pairs = scales.iter().zip(biases.iter());
             for (sub, (&scale, &bias)) in subs.chunks_exact_mut(2 * scale_dtype.size()).zip(pairs) {
                 put(scale, scale_dtype, &mut sub[..scale_dtype.size()]);
@@ -115,13 +99,11 @@ pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>,
             }
             pack_tiles(spec, block, &Rows { codes, subs: &subs, supers: &[] })
         }
-        (RowData::Blocks(bytes), WeightFormat::Blocks(format))
-            if format.row_bytes(spec.cols).is_some_and(|row| bytes.len() == block.rows * row) =>
-        {
+        (RowData::Blocks(bytes), WeightFormat::Blocks(format)) => {
             let (codes, subs, supers) = taken_apart(format, bytes);
             pack_tiles(spec, block, &Rows { codes: &codes, subs: &subs, supers: &supers })
         }
-        _ => wrong(format!("the rows are not coded as the weight, {:?}, or not as many", spec.format)),
+        (_, format) => unreachable!("rows coded otherwise than the weight, {format:?}"),
     }
 }
 
