@@ -57,11 +57,16 @@ pub(super) fn begin(check: String) -> bool {
 /// Whether a case, told from the others of its check by what it prints, is one of this process. If so, it runs now.
 pub(super) fn is_mine(case: &impl Debug) -> bool {
     let name = CHECK.with_borrow(|check| format!("{check} {case:?}"));
-    let is_mine = Share::of_process().is_none_or(|share| share.0.contains(&name));
+    let is_mine = CHECK.with_borrow(|check| has_case(Share::of_process(), check, &name));
     if is_mine {
         WATCHER.with_borrow_mut(|watcher| watcher.iter_mut().for_each(|watcher| watcher(&name)));
     }
     is_mine
+}
+
+/// A check that was not begun stands by itself, beside the list that shares are of: it has all of its cases.
+fn has_case(share: Option<&Share>, check: &str, name: &str) -> bool {
+    check.is_empty() || share.is_none_or(|share| share.0.contains(name))
 }
 
 #[cfg(test)]
@@ -77,6 +82,14 @@ mod tests {
         assert_eq!(share, Share(["3 sum (F32, [5, 31])", "12 sort \"whole\""].map(String::from).into()));
         assert!(share.has_any_of("3 sum") && share.has_any_of("12 sort"));
         assert!(!share.has_any_of("3 su") && !share.has_any_of("2 sort") && !share.has_any_of("4 sum"));
+    }
+
+    #[test]
+    fn a_share_is_of_the_list_of_checks_alone() {
+        let share = Share::parse("3 sum 5\n");
+        assert!(has_case(Some(&share), "3 sum", "3 sum 5") && !has_case(Some(&share), "3 sum", "3 sum 6"));
+        assert!(has_case(None, "4 max", "4 max 5"));
+        assert!(has_case(Some(&share), "", " 6"));
     }
 
     #[test]
