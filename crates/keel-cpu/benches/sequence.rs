@@ -6,7 +6,7 @@
 //! too: the timed calls walk over copies that together exceed the cache. The fastest pass is printed: other
 //! programs on the machine only ever make one slower.
 
-use half::bf16;
+use half::f16;
 use keel_cpu::floors;
 use keel_cpu::isa::Isa;
 use keel_cpu::kernels::attention::{
@@ -239,8 +239,8 @@ fn gated_delta_prefill(machine: &Machine) {
 
 /// Pages of `layers` layers with `tokens` tokens each.
 struct Kv {
-    keys: Vec<bf16>,
-    values: Vec<bf16>,
+    keys: Vec<f16>,
+    values: Vec<f16>,
     table: Vec<u32>,
     stride: usize,
 }
@@ -250,7 +250,7 @@ impl Kv {
         let stride = tokens.div_ceil(PAGE);
         let (kv_heads, head_size) = (ATTENTION.kv_heads, ATTENTION.head_size);
         let len = layers * stride * PAGE * kv_heads * head_size;
-        let (mut keys, mut values) = (vec![bf16::ZERO; len], vec![bf16::ZERO; len]);
+        let (mut keys, mut values) = (vec![f16::ZERO; len], vec![f16::ZERO; len]);
         let table: Vec<u32> = (0..(layers * stride) as u32).collect();
         let width = kv_heads * head_size;
         let pages = KvPagesMut {
@@ -273,7 +273,7 @@ impl Kv {
         (layer, first): (usize, usize),
         q: &[f32],
         y: &mut [f32],
-        kernel: impl FnOnce(&Attention<'_, KvPages<'_, bf16>>),
+        kernel: impl FnOnce(&Attention<'_, KvPages<'_, f16>>),
     ) {
         let width = ATTENTION.heads * ATTENTION.head_size;
         let attention = Attention {
@@ -294,9 +294,9 @@ impl Kv {
     }
 }
 
-/// Keys and values that bf16 holds exactly.
+/// Keys and values that f16 holds exactly.
 fn halves(random: &mut Random, len: usize) -> Vec<f32> {
-    (0..len).map(|_| bf16::from_f32(random.uniform(-1.0, 1.0)).to_f32()).collect()
+    (0..len).map(|_| f16::from_f32(random.uniform(-1.0, 1.0)).to_f32()).collect()
 }
 
 fn attention(machine: &Machine) {

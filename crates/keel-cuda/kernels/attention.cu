@@ -3,13 +3,13 @@
 //   y[t, h] = sum_j softmax_j(scale q[t, h] . k[j, h / G]) v[j, h / G],  j <= position of t,  j > position - WINDOW
 //
 // q [T, H, D] (Q_STRIDE values from row to row), k and v [T, KV, D] (K_STRIDE, V_STRIDE), y [T, H, D];
-// pools [pages, KV, 256, D] f32 or bf16, or coded (kv_coded.cuh); table [B, P]. kv_write puts the new rows into their pages first.
+// pools [pages, KV, 256, D] f32 or f16, or coded (kv_coded.cuh); table [B, P]. kv_write puts the new rows into their pages first.
 //
 // A window's pages are those that it needs, and come round: positions more than the window apart may share a page. So prompts are
 // written and attended in runs of 64 rows of each sequence, a launch of kv_write and one of attention for each (RUNS = 1, `run`).
 //
 // Macros: H, KV, D (a multiple of 8, at most 256), Q_STRIDE, K_STRIDE, V_STRIDE (multiples of 4, 16-byte bases),
-// KV_BF16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none).
+// KV_F16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none).
 // Launch:
 //   kv_write         grid T, block 128
 //   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory 4 (48 D + 688) bytes
@@ -41,8 +41,8 @@
 #if KV_BITS
 #include "kv_coded.cuh"
 typedef u8 kv_t;
-#elif KV_BF16
-typedef bf16 kv_t;
+#elif KV_F16
+typedef f16 kv_t;
 #else
 typedef float kv_t;
 #endif
@@ -56,13 +56,13 @@ struct __align__(16) Tiles {
 };
 
 static __device__ __forceinline__ float4 load4(const float* p) { return *(const float4*)p; }
-static __device__ __forceinline__ float4 load4(const bf16* p) {
+static __device__ __forceinline__ float4 load4(const f16* p) {
     uint2 x = *(const uint2*)p;
-    return make_float4(low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y));
+    return make_float4(low_f16(x.x), high_f16(x.x), low_f16(x.y), high_f16(x.y));
 }
 static __device__ __forceinline__ void store4(float* p, float4 x) { *(float4*)p = x; }
-static __device__ __forceinline__ void store4(bf16* p, float4 x) {
-    *(uint2*)p = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+static __device__ __forceinline__ void store4(f16* p, float4 x) {
+    *(uint2*)p = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));
 }
 
 extern "C" __global__ void __launch_bounds__(128)

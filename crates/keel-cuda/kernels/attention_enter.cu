@@ -1,7 +1,7 @@
 // What comes before attention in a decode step, in one launch: queries and keys are turned (rope.cuh), queries go to a buffer
 // [T, H, D], keys and values to their pages (attention.cu).
 //
-// Constants: H, KV, D, KV_BF16, and of the rotation R, NORM, AXES; QUERIES and KEYS, 0 where another launch sees to the
+// Constants: H, KV, D, KV_F16, and of the rotation R, NORM, AXES; QUERIES and KEYS, 0 where another launch sees to the
 // queries, or to keys and values. q, k and v have strides of their own from row to row and from head to head. A row beyond
 // those of all sequences writes no page.
 // EARLY=1: no kernel that may still run writes positions or where sequences are, so angles and pages are found while those before
@@ -13,10 +13,13 @@
 #ifndef EARLY
 #define EARLY 0
 #endif
-#if KV_BF16
-typedef bf16 kv_t;
+#if KV_F16
+typedef f16 kv_t;
+/// A value as pages keep it; what is beyond the range of f16 becomes its greatest value.
+static __device__ __forceinline__ kv_t kept(float x) { return two_f16(x, 0.0f).x; }
 #else
 typedef float kv_t;
+static __device__ __forceinline__ kv_t kept(float x) { return x; }
 #endif
 
 #define Q_HEADS (QUERIES ? H : 0)
@@ -60,9 +63,9 @@ attention_enter(Heads q, Heads k, Heads v, Turn turn_q, Turn turn_k, float* turn
     const u64 place = (((u64)page * KV + kv) * PAGE + at % PAGE) * D;
     if (head < Q_HEADS + KV) {
         turn_head(k.at + row * k.row + kv * k.head, angles, turn.norm, turn.eps,
-                  [&](u32 i, float value) { keys[place + i] = From<kv_t>::f32(value); });
+                  [&](u32 i, float value) { keys[place + i] = kept(value); });
     } else {
         const float* from = v.at + row * v.row + kv * v.head;
-        for (u32 i = lane; i < D; i += 32) values[place + i] = From<kv_t>::f32(from[i]);
+        for (u32 i = lane; i < D; i += 32) values[place + i] = kept(from[i]);
     }
 }

@@ -1,6 +1,6 @@
-// Causal attention with grouped heads over paged keys and values, bf16 or coded (kv_coded.cuh), on tensor cores: the fast mode of attention.cu,
-// whose formula, operands, splits and merge kernel it shares. Products take bf16 and add up in f32; q and the softmax's
-// weights are rounded to bf16, all else is f32.
+// Causal attention with grouped heads over paged keys and values, f16 or coded (kv_coded.cuh), on tensor cores: the fast mode of attention.cu,
+// whose formula, operands, splits and merge kernel it shares. Products take f16 and add up in f32; q and the softmax's
+// weights are rounded to f16, all else is f32.
 //
 // Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW, WARPS (of the decode kernel, 8; 4 where shared
 // memory is short), KV_STAGES (of the decode kernel: tiles of keys and of values that a warp has under way, 1). EARLY=1: no kernel that may
@@ -37,7 +37,7 @@
 #include "kv_coded.cuh"
 typedef u8 kv_t;
 #else
-typedef bf16 kv_t;
+typedef f16 kv_t;
 #endif
 #define G (H / KV)
 // A row of a tile in shared memory: 16 bytes more than the row's own put eight rows on different banks.
@@ -46,19 +46,19 @@ typedef bf16 kv_t;
 #define BM 64
 #define BN 64
 
-/// One row of 16 bf16 columns for load_matrices: the A operand, or B from rows [k][n] with load_matrices_transposed.
-static __device__ __forceinline__ const bf16* row_major(const bf16* tile, u32 row, u32 column) {
+/// One row of 16 f16 columns for load_matrices: the A operand, or B from rows [k][n] with load_matrices_transposed.
+static __device__ __forceinline__ const f16* row_major(const f16* tile, u32 row, u32 column) {
     u32 lane = threadIdx.x % 32;
     return tile + (row + lane % 16) * LINE + column + lane / 16 * 8;
 }
 /// The same for B from rows [n][k].
-static __device__ __forceinline__ const bf16* column_major(const bf16* tile, u32 row, u32 column) {
+static __device__ __forceinline__ const f16* column_major(const f16* tile, u32 row, u32 column) {
     u32 lane = threadIdx.x % 32;
     return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
 }
 
 /// Values d .. d + 7 of token `token` of a page on their way to a tile; zeros if it is not `there`.
-static __device__ __forceinline__ void fetch8(bf16* to, const kv_t* pool, u32 page, u32 head, u32 token, u32 d, bool there) {
+static __device__ __forceinline__ void fetch8(f16* to, const kv_t* pool, u32 page, u32 head, u32 token, u32 d, bool there) {
 #if KV_BITS
     *(uint4*)to = there ? coded8(pool + head_page(page, head), token, d) : make_uint4(0, 0, 0, 0);
 #else
@@ -66,14 +66,14 @@ static __device__ __forceinline__ void fetch8(bf16* to, const kv_t* pool, u32 pa
 #endif
 }
 
-/// `pairs` pairs of q from `first` on, as bf16; rows without a pair are zero. Pair i is row i / G and head i % G.
-static __device__ __forceinline__ void load_queries(bf16* tile, const float* q, u32 first, u32 count, u32 rows,
+/// `pairs` pairs of q from `first` on, as f16; rows without a pair are zero. Pair i is row i / G and head i % G.
+static __device__ __forceinline__ void load_queries(f16* tile, const float* q, u32 first, u32 count, u32 rows,
                                                     u32 threads) {
     for (u32 i = threadIdx.x; i < rows * (D / 4); i += threads) {
         u32 m = i / (D / 4), d = i % (D / 4) * 4;
         float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (m < count) x = *(const float4*)(q + (u64)((first + m) / G) * Q_STRIDE + (first + m) % G * D + d);
-        *(uint2*)(tile + m * LINE + d) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+        *(uint2*)(tile + m * LINE + d) = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));
     }
 }
 
@@ -130,7 +130,7 @@ struct Softmax {
 /// scores = 16 rows of q times TILES * 8 keys. With few tiles, CHAINS sums of every so many columns of q run side by side,
 /// since a product waits for the one before it.
 template <int TILES, int CHAINS>
-static __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], const bf16* q, u32 row, const bf16* keys) {
+static __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], const f16* q, u32 row, const f16* keys) {
     float sums[CHAINS][TILES][4];
 #pragma unroll
     for (int n = 0; n < CHAINS * TILES; n++) {
@@ -145,8 +145,8 @@ static __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], 
         for (int n = 0; n < TILES; n += 2) {
             u32 x[4];
             load_matrices(x, column_major(keys, n * 8, k * 16));
-            mma(sums[k % CHAINS][n], a, x[0], x[1]);
-            mma(sums[k % CHAINS][n + 1], a, x[2], x[3]);
+            mma_f16(sums[k % CHAINS][n], a, x[0], x[1]);
+            mma_f16(sums[k % CHAINS][n + 1], a, x[2], x[3]);
         }
     }
 #pragma unroll
@@ -163,18 +163,18 @@ static __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], 
 /// sums += weights of TILES * 8 keys times their values.
 template <int TILES>
 static __device__ __forceinline__ void multiply_values(float (&sums)[D / 8][4], const float (&weights)[TILES][4],
-                                                       const bf16* values) {
+                                                       const f16* values) {
 #pragma unroll
     for (int k = 0; k < TILES / 2; k++) {
-        u32 a[4] = {pack_bf16(weights[2 * k][0], weights[2 * k][1]), pack_bf16(weights[2 * k][2], weights[2 * k][3]),
-                    pack_bf16(weights[2 * k + 1][0], weights[2 * k + 1][1]),
-                    pack_bf16(weights[2 * k + 1][2], weights[2 * k + 1][3])};
+        u32 a[4] = {pack_f16(weights[2 * k][0], weights[2 * k][1]), pack_f16(weights[2 * k][2], weights[2 * k][3]),
+                    pack_f16(weights[2 * k + 1][0], weights[2 * k + 1][1]),
+                    pack_f16(weights[2 * k + 1][2], weights[2 * k + 1][3])};
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
             u32 x[4];
             load_matrices_transposed(x, row_major(values, k * 16, n * 8));
-            mma(sums[n], a, x[0], x[1]);
-            mma(sums[n + 1], a, x[2], x[3]);
+            mma_f16(sums[n], a, x[0], x[1]);
+            mma_f16(sums[n + 1], a, x[2], x[3]);
         }
     }
 }
@@ -203,8 +203,8 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
                   const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position,
                   u32 run, float* partial, float* y) {
     take_turn();
-    DYNAMIC_SHARED(bf16, shared);
-    bf16 *q_tile = shared, *key_tile = shared + BM * LINE, *value_tile = shared + (BM + BN) * LINE;
+    DYNAMIC_SHARED(f16, shared);
+    f16 *q_tile = shared, *key_tile = shared + BM * LINE, *value_tile = shared + (BM + BN) * LINE;
 
     u32 b, unit;
     if (!locate(row_start, sequences, G, BM, gridDim.y - 1 - blockIdx.y, b, unit, run)) return;
@@ -218,7 +218,7 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
     visible_range(first_position, last_position, WINDOW, from, to);
     if (from >= to) return;
 
-    auto load = [&](bf16* tile, const kv_t* pool, u32 key) {
+    auto load = [&](f16* tile, const kv_t* pool, u32 key) {
         // A tile never straddles a page. Absent rows become zeros: what memory holds may be NaN.
         const u32 page = table[b * pages + key / PAGE];
         for (u32 i = threadIdx.x; i < BN * (D / 8); i += 128) {
@@ -276,17 +276,17 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
 }
 
 /// The keys of one split for 16 pairs of sequence b from pair `first` on.
-static __device__ __forceinline__ void attend_split(bf16* shared, const float* q, const kv_t* keys, const kv_t* values,
+static __device__ __forceinline__ void attend_split(f16* shared, const float* q, const kv_t* keys, const kv_t* values,
                                                     const u32* my_table, u32 first_row, u32 first, u32 count, u32 start, u32 kv,
                                                     u32 from, u32 to, u32 total_rows, float scale, float* partial, float* y) {
     constexpr int CHUNK = 16;
     const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    bf16 *q_tile = shared, *tiles = shared + 16 * LINE + warp * (KV_STAGES * 2 * CHUNK * LINE);
+    f16 *q_tile = shared, *tiles = shared + 16 * LINE + warp * (KV_STAGES * 2 * CHUNK * LINE);
     auto key_tile = [&](u32 stage) { return tiles + stage * (2 * CHUNK * LINE); };
     auto value_tile = [&](u32 stage) { return tiles + (stage * 2 + 1) * (CHUNK * LINE); };
 
-    auto load = [&](bf16* tile, const kv_t* pool, u32 key, bool now = true) {
+    auto load = [&](f16* tile, const kv_t* pool, u32 key, bool now = true) {
         if (key < to && now) {
             const u32 page = my_table[key / PAGE];
 #pragma unroll
@@ -398,7 +398,7 @@ attention_decode(const float* q, const kv_t* keys, const kv_t* values, const u32
                  u32, float* partial, float* y) {
     let_next_start();
     if (!EARLY) wait_for_inputs();
-    DYNAMIC_SHARED(bf16, shared);
+    DYNAMIC_SHARED(f16, shared);
     u32 b = blockIdx.x, unit = 0;
     if (gridDim.x != sequences && !locate(row_start, sequences, G, 16, blockIdx.x, b, unit)) return;
     const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, start = position[b], kv = blockIdx.y;

@@ -29,10 +29,10 @@ static __device__ __forceinline__ float4 coded4(const u8* page, u32 token, u32 d
     return make_float4(byte_as_float(levels, 0, zero) * step, byte_as_float(levels, 1, zero) * step, byte_as_float(levels, 2, zero) * step,
                        byte_as_float(levels, 3, zero) * step);
 }
-/// Values d .. d + 7 of a token as bf16, d a multiple of 8.
+/// Values d .. d + 7 of a token as f16, d a multiple of 8.
 static __device__ __forceinline__ uint4 coded8(const u8* page, u32 token, u32 d) {
     const float4 x = coded4(page, token, d), y = coded4(page, token, d + 4);
-    return make_uint4(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w), pack_bf16(y.x, y.y), pack_bf16(y.z, y.w));
+    return make_uint4(pack_f16(x.x, x.y), pack_f16(x.z, x.w), pack_f16(y.x, y.y), pack_f16(y.z, y.w));
 }
 
 /// Codes group `group` of a token's head: lane i of the warp has value i.

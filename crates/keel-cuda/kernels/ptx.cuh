@@ -1,7 +1,7 @@
 // Device instructions that C++ has no word for, and small sums over a warp.
 //
 // Fragments of mma.m16n8k16 (lane = 4 * group + quad):
-//   A 16x16, 4 registers of two bf16 or f16: rows group, group + 8 | the same, 8 columns on; columns 2 quad, 2 quad + 1
+//   A 16x16, 4 registers of two f16: rows group, group + 8 | the same, 8 columns on; columns 2 quad, 2 quad + 1
 //   B 16x8,  2 registers: rows 2 quad, 2 quad + 1 | 8 rows on; column group
 //   C 16x8,  4 floats: row group, columns 2 quad, 2 quad + 1 | row group + 8
 #pragma once
@@ -52,15 +52,7 @@ static __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], con
                  : "memory");
 }
 
-/// `c += a b` for bf16 16x16 by 16x8.
-static __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                 "{%0,%1,%2,%3};\n"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-/// The same for f16.
+/// `c += a b` for f16 16x16 by 16x8.
 static __device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                  "{%0,%1,%2,%3};\n"
@@ -80,19 +72,12 @@ static __device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a
                  : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]));
 }
 
-/// Two floats as bf16 in one register, `low` in the low half.
-static __device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
 /// Two floats as f16 in one register, `low` in the low half; what is beyond the range becomes its greatest value.
 static __device__ __forceinline__ u32 pack_f16(float low, float high) {
     const f16x2 r = two_f16(low, high);
     return *(const u32*)&r;
 }
 
-/// The low and the high bf16 of a register.
-static __device__ __forceinline__ float low_bf16(u32 x) { return __uint_as_float(x << 16); }
-static __device__ __forceinline__ float high_bf16(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+/// The low and the high f16 of a register.
+static __device__ __forceinline__ float low_f16(u32 x) { return to_f32(f16{(unsigned short)x}); }
+static __device__ __forceinline__ float high_f16(u32 x) { return to_f32(f16{(unsigned short)(x >> 16)}); }

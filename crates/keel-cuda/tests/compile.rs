@@ -65,8 +65,8 @@ fn keys() -> Vec<KernelKey> {
     add(kernels::RMS_NORM, &["rms_norm_half", "gated_heads_half"], &half);
     add(kernels::ACTIVATION, &["swiglu_half"], &half);
     let turned = [("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}"), ("H", "6"), ("KV", "2")];
-    for [kv_bf16, queries, keys] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
-        let which = [("KV_BF16", kv_bf16), ("QUERIES", queries), ("KEYS", keys), ("EARLY", kv_bf16)];
+    for [kv_f16, queries, keys] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
+        let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", keys), ("EARLY", kv_f16)];
         add(kernels::ATTENTION_ENTER, &["attention_enter"], &[&turned[..], &which].concat());
     }
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
@@ -196,8 +196,8 @@ fn keys() -> Vec<KernelKey> {
     add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides].concat());
     add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides].concat());
     add(kernels::CUSTOM, &["initial"], &[("ELEM", "i32")]);
-    for (kv_bf16, d) in [("0", "80"), ("1", "256")] {
-        let defines = [("H", "8"), ("KV", "2"), ("D", d), ("KV_BF16", kv_bf16), ("WINDOW", "0")];
+    for (kv_f16, d) in [("0", "80"), ("1", "256")] {
+        let defines = [("H", "8"), ("KV", "2"), ("D", d), ("KV_F16", kv_f16), ("WINDOW", "0")];
         let strides = [("Q_STRIDE", "2048"), ("K_STRIDE", "512"), ("V_STRIDE", "512")];
         let entries = ["kv_write", "attention", "attention_merge"];
         add(kernels::ATTENTION, &entries, &[&defines[..], &strides].concat());
@@ -209,7 +209,7 @@ fn keys() -> Vec<KernelKey> {
         let (bits, runs) = if d == "256" { ("8", "0") } else { ("4", "1") };
         let bits = [("KV_BITS", bits), ("RUNS", runs)];
         let coded =
-            [&tensor[..2], &[("D", "96"), ("KV_BF16", "0"), ("WINDOW", "40")], &tensor[5..], &bits].concat();
+            [&tensor[..2], &[("D", "96"), ("KV_F16", "0"), ("WINDOW", "40")], &tensor[5..], &bits].concat();
         add(kernels::ATTENTION, &entries, &coded);
         add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &coded);
     }

@@ -32,7 +32,7 @@ pub struct EngineOptions {
     pub swap_bytes: usize,
     /// Arithmetic of the linear layers.
     pub compute: Compute,
-    /// How keys and values are kept; `None` is f32 where `compute` is, else bf16.
+    /// How keys and values are kept; `None` is f32 where `compute` is, else f16.
     pub kv: Option<KvFormat>,
     /// Drafts of the multi-token-prediction head that one step may verify, at most [`DRAFTS_MAX`]; 0 does without it.
     pub drafts: usize,
@@ -100,7 +100,7 @@ impl EngineOptions {
 
     /// How keys and values are kept.
     pub fn kv_format(&self) -> KvFormat {
-        let default = if self.compute == Compute::F32 { KvFormat::F32 } else { KvFormat::Bf16 };
+        let default = if self.compute == Compute::F32 { KvFormat::F32 } else { KvFormat::F16 };
         self.kv.unwrap_or(default)
     }
 }

@@ -47,10 +47,10 @@ fn greedy_tokens_match_the_reference() {
         let Some(greedy) = want.greedy else { continue };
         let mut engine = engine(&folder, &runtime(2), exact());
         let sequence = engine.open().expect("a slot is free");
-        let options = GenerateOptions { max_tokens: greedy.len(), ..GenerateOptions::default() };
+        let options = GenerateOptions { max_tokens: greedy.tokens.len(), ..GenerateOptions::default() };
         let tokens = TokenIterator::new(&mut engine, sequence, &want.ids, options, &mut |_| ())
             .expect("the prompt fits");
         let got: Vec<u32> = tokens.collect::<Result<_, _>>().expect("every step runs");
-        assert_eq!(got, greedy, "{name}");
+        assert_eq!(got, greedy.tokens, "{name}");
     }
 }

@@ -38,7 +38,7 @@ fn a_saved_cache_continues_with_the_same_bits_and_no_other_form_takes_it() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let path = dir.path().join("cache");
     let ids = prompt();
-    for (kv, other) in [(KvFormat::Bits8, KvFormat::Bits4), (KvFormat::Bits4, KvFormat::Bf16)] {
+    for (kv, other) in [(KvFormat::Bits8, KvFormat::Bits4), (KvFormat::Bits4, KvFormat::F16)] {
         let whole = all_logits(&mut engine(&demo(), &runtime(2), options(kv)), &ids, false, false).0;
         let mut first = engine(&demo(), &runtime(2), options(kv));
         let mut sequence = first.open().expect("a slot is free");
@@ -100,7 +100,7 @@ fn fewer_bits_take_less_memory_and_stay_near() {
     };
     let (full_bytes, want) = run(KvFormat::F32);
     let mut errors = Vec::new();
-    for (kv, part) in [(KvFormat::Bf16, (1, 2)), (KvFormat::Bits8, (17, 64)), (KvFormat::Bits4, (9, 64))] {
+    for (kv, part) in [(KvFormat::F16, (1, 2)), (KvFormat::Bits8, (17, 64)), (KvFormat::Bits4, (9, 64))] {
         let (bytes, logits) = run(kv);
         assert_eq!(bytes, full_bytes * part.0 / part.1, "{kv:?}");
         errors.push(relative_error(&logits, &want));
@@ -119,7 +119,7 @@ fn heads_that_are_no_groups_are_refused() {
         format: keel_array::WeightFormat::Dense(keel_array::DType::BF16),
     };
     let load = |kv| Engine::load(&runtime(1), &parameters, &config, options(kv), &|_| ());
-    assert!(load(KvFormat::Bf16).is_ok());
+    assert!(load(KvFormat::F16).is_ok());
     let Err(error @ EngineError::Cache(_)) = load(KvFormat::Bits8) else { panic!("48 is no multiple of 32") };
     assert!(error.to_string().contains("48 values a head"), "{error}");
 }

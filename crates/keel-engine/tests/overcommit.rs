@@ -82,7 +82,7 @@ fn every_sequence_that_was_parked_gets_the_tokens_it_gets_alone() {
 
 #[test]
 fn so_does_the_built_in_model_however_it_keeps_keys_and_values() {
-    for kv in [KvFormat::Bf16, KvFormat::Bits8, KvFormat::Bits4] {
+    for kv in [KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4] {
         expect_what_each_gets_alone(&demo(), 2, 14, Some(kv));
     }
 }

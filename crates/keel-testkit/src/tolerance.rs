@@ -18,6 +18,9 @@ pub const INT8_ACTIVATIONS: f64 = 1e-2;
 /// Rounding activations to bf16 (2^-9 of each), against an oracle that does not.
 pub const BF16_ACTIVATIONS: f64 = 3e-3;
 
+/// Operands rounded to f16 (2^-12 of each) in up to four products behind each other, against an oracle that does not.
+pub const F16_OPERANDS: f64 = 1e-3;
+
 /// A result stored as f16: half a unit in the last of 11 bits.
 pub const F16_STORED: f64 = 5e-4;
 

@@ -2,8 +2,12 @@
 //! `KEEL_TEST_BINARY` names it.
 
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use serde_json::Value;
+
+/// The memory of a device that a driver tells is everybody's, so one of these tests runs at a time.
+static DEVICE: Mutex<()> = Mutex::new(());
 
 /// What `keel` prints with `--device cuda:0 --json`; `None` where there is no GPU to be tested.
 fn on_gpu(args: &[&str]) -> Option<Value> {
@@ -22,6 +26,7 @@ fn on_gpu(args: &[&str]) -> Option<Value> {
 /// after 256 of them than after a few.
 #[test]
 fn memory_does_not_grow_over_256_speculative_steps() {
+    let _alone = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
     for mode in [&[][..], &["--speculate-optimistic"]] {
         let run = |tokens: &str| {
             let fixed = ["generate", "Once upon a time", "--context", "2560", "--speculate", "5"];
@@ -42,6 +47,7 @@ fn memory_does_not_grow_over_256_speculative_steps() {
 /// with 61,440 tokens more it is the same but for what memory is mapped in.
 #[test]
 fn the_plan_and_the_driver_are_all_that_the_device_has_in_use() {
+    let _alone = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
     const GRANULE: u64 = 2 << 20;
     // Keys and values of 6 layers, and the arena.
     const POOLS: u64 = 2 * 6 + 1;

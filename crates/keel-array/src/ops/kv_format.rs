@@ -8,13 +8,14 @@ use crate::DType;
 /// - 8 bits: `d = max |x| / 127`, `value = d q`, `q = round(x / d)` within -127 to 127;
 /// - 4 bits: `d = m / -8` with `m` the value farthest from zero, `value = d q`, `q = round(x / d)` within -8 to 7.
 ///
-/// `d` is rounded to bf16 before `q` is. So 1,088 and 576 bytes take the place of the 2,048 of 1,024 bf16 values.
+/// `d` is rounded to bf16 before `q` is. So 1,088 and 576 bytes take the place of the 2,048 of 1,024 f16 values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvFormat {
     /// As they are.
     F32,
-    /// Rounded to bf16.
-    Bf16,
+    /// Rounded to f16, which keeps eight times as much of a value as bf16 does; what is beyond its range of 65,504 becomes
+    /// the greatest value that it has.
+    F16,
     /// 8 bits and a share of a step.
     Bits8,
     /// 4 bits and a share of a step.
@@ -29,7 +30,7 @@ impl KvFormat {
     pub fn dtype(self) -> DType {
         match self {
             KvFormat::F32 => DType::F32,
-            KvFormat::Bf16 => DType::BF16,
+            KvFormat::F16 => DType::F16,
             KvFormat::Bits8 | KvFormat::Bits4 => DType::U8,
         }
     }
@@ -39,7 +40,7 @@ impl KvFormat {
     pub fn row_elements(self, head_size: usize) -> Option<usize> {
         let step_bytes = head_size / Self::GROUP * 2;
         match self {
-            KvFormat::F32 | KvFormat::Bf16 => Some(head_size),
+            KvFormat::F32 | KvFormat::F16 => Some(head_size),
             _ if !head_size.is_multiple_of(Self::GROUP) => None,
             KvFormat::Bits8 => Some(head_size + step_bytes),
             KvFormat::Bits4 => Some(head_size / 2 + step_bytes),
@@ -48,7 +49,7 @@ impl KvFormat {
 
     /// The form of arrays of this type and so many elements for a token's head.
     pub fn of(dtype: DType, elements: usize, head_size: usize) -> Option<KvFormat> {
-        [KvFormat::F32, KvFormat::Bf16, KvFormat::Bits8, KvFormat::Bits4]
+        [KvFormat::F32, KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4]
             .into_iter()
             .find(|format| format.dtype() == dtype && format.row_elements(head_size) == Some(elements))
     }
@@ -61,7 +62,7 @@ mod tests {
     #[test]
     fn arrays_tell_their_form() {
         for head_size in [32, 64, 96, 256] {
-            for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Bits8, KvFormat::Bits4] {
+            for format in [KvFormat::F32, KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4] {
                 let elements = format.row_elements(head_size).expect("whole groups");
                 assert_eq!(KvFormat::of(format.dtype(), elements, head_size), Some(format));
                 assert_eq!(KvFormat::of(format.dtype(), elements + 1, head_size), None);
@@ -69,6 +70,6 @@ mod tests {
         }
         assert_eq!(KvFormat::Bits8.row_elements(80), None);
         assert_eq!(KvFormat::Bits4.row_elements(256), Some(144));
-        assert_eq!(KvFormat::of(DType::F16, 64, 64), None);
+        assert_eq!(KvFormat::of(DType::BF16, 64, 64), None);
     }
 }

@@ -139,7 +139,7 @@ impl GatedDeltaSpec {
 /// and attended in runs that end at multiples of [`AttentionSpec::RUN`], so that pages which have left the window of a
 /// run can be written again by the next.
 ///
-/// Inputs: q f32 `[T, H, D]`; k, v f32 `[T, KV, D]`; key pool and value pool f32 or bf16 `[pages, KV, 256, D]`,
+/// Inputs: q f32 `[T, H, D]`; k, v f32 `[T, KV, D]`; key pool and value pool f32 or f16 `[pages, KV, 256, D]`,
 /// mutated; table; row_start; position. Output f32 `[T, H, D]`. `D` is a multiple of 16 and at most 512.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionSpec {
@@ -329,7 +329,7 @@ impl Array {
                 return Err(ArrayError::Argument {
                     op: OP,
                     reason: format!(
-                        "the {operand} is {dtype} {shape}: for heads of {size}, expected f32 or bf16 with {size} elements for \
+                        "the {operand} is {dtype} {shape}: for heads of {size}, expected f32 or f16 with {size} elements for \
                          each token, or u8 with those of 8 or 4 bits; both pools alike"
                     ),
                 });

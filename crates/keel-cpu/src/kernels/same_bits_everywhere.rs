@@ -16,7 +16,7 @@ use super::rows::{Batch, Rows, RowsMut};
 use crate::isa::Isa;
 use crate::pool::ThreadPool;
 use crate::shared_slice::SharedMut;
-use half::bf16;
+use half::f16;
 use keel_testkit::compare::assert_same_bits;
 use keel_testkit::random::Random;
 
@@ -151,7 +151,7 @@ fn rope_and_attention_in_both_regimes() {
                 y: RowsMut::whole(SharedMut::new(turned), q_len),
             };
             pool.run(|w| rope(&rotation, w));
-            let (mut keys, mut values) = (vec![bf16::ZERO; PAGE * kv_len], vec![bf16::ZERO; PAGE * kv_len]);
+            let (mut keys, mut values) = (vec![f16::ZERO; PAGE * kv_len], vec![f16::ZERO; PAGE * kv_len]);
             let pages = KvPagesMut {
                 keys: SharedMut::new(&mut keys),
                 values: SharedMut::new(&mut values),

@@ -3,15 +3,15 @@
 use super::{LANES, Simd, VectorKernel};
 use std::arch::x86_64::*;
 
-/// Proof that the CPU has AVX2 and FMA.
+/// Proof that the CPU has AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(());
 
-/// Runs `kernel` compiled for AVX2 and FMA.
+/// Runs `kernel` compiled for AVX2, FMA and F16C.
 ///
 /// # Safety
-/// The CPU must have AVX2 and FMA.
-#[target_feature(enable = "avx2,fma")]
+/// The CPU must have AVX2, FMA and F16C.
+#[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn run<K: VectorKernel>(kernel: K) {
     kernel.run(Avx2(()));
 }
@@ -24,13 +24,12 @@ macro_rules! op {
     };
 }
 
-/// Eight bf16 values at `p`.
+/// Eight f16 values at `p`.
 #[inline]
-#[target_feature(enable = "avx2")]
-unsafe fn widen_bf16(p: *const u16) -> __m256 {
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn widen_f16(p: *const u16) -> __m256 {
     // SAFETY: the caller promises eight values.
-    let halves = unsafe { _mm_loadu_si128(p.cast()) };
-    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
+    _mm256_cvtph_ps(unsafe { _mm_loadu_si128(p.cast()) })
 }
 
 /// The low bits of `n` added to the exponent of `p`.
@@ -62,9 +61,9 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn load_bf16_ptr(self, p: *const u16) -> Self::V {
+    unsafe fn load_f16_ptr(self, p: *const u16) -> Self::V {
         // SAFETY: as `op!`; the caller promises sixteen values.
-        unsafe { (widen_bf16(p), widen_bf16(p.add(8))) }
+        unsafe { (widen_f16(p), widen_f16(p.add(8))) }
     }
     #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {

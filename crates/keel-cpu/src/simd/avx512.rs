@@ -84,12 +84,9 @@ impl Simd for Avx512 {
         unsafe { _mm512_storeu_ps(p, v) }
     }
     #[inline(always)]
-    unsafe fn load_bf16_ptr(self, p: *const u16) -> Self::V {
+    unsafe fn load_f16_ptr(self, p: *const u16) -> Self::V {
         // SAFETY: as `op!`; the caller promises sixteen values.
-        unsafe {
-            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
-        }
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
     }
     #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {

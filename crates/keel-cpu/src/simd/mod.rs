@@ -97,11 +97,11 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `p` must be valid for writing sixteen values.
     unsafe fn store_ptr(self, v: Self::V, p: *mut f32);
-    /// Sixteen bf16 values at `p`, widened.
+    /// Sixteen f16 values at `p`, widened.
     ///
     /// # Safety
     /// `p` must be valid for reading sixteen values.
-    unsafe fn load_bf16_ptr(self, p: *const u16) -> Self::V;
+    unsafe fn load_f16_ptr(self, p: *const u16) -> Self::V;
     /// `a + b`
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a - b`
@@ -248,7 +248,7 @@ mod tests {
             let halves: [u16; LANES] = std::array::from_fn(|i| 0x3f80 + 77 * i as u16);
             let (va, vb) = (s.load(&a), s.load(&b));
             // SAFETY: the array has sixteen values.
-            let wide = unsafe { s.load_bf16_ptr(halves.as_ptr()) };
+            let wide = unsafe { s.load_f16_ptr(halves.as_ptr()) };
             let results = [
                 s.add(va, vb),
                 s.sub(va, vb),

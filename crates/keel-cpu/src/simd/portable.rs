@@ -1,6 +1,7 @@
 //! Vectors as plain arrays, for machines without a path of their own.
 
 use super::{LANES, Simd};
+use half::f16;
 
 /// Sixteen lanes as an array; the compiler may use whatever vectors the target's baseline has.
 #[derive(Clone, Copy)]
@@ -29,10 +30,10 @@ impl Simd for Portable {
         unsafe { p.cast::<[f32; LANES]>().write_unaligned(v) }
     }
     #[inline(always)]
-    unsafe fn load_bf16_ptr(self, p: *const u16) -> Self::V {
+    unsafe fn load_f16_ptr(self, p: *const u16) -> Self::V {
         // SAFETY: the caller promises sixteen values.
         let halves = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
-        lanes(|i| f32::from_bits(u32::from(halves[i]) << 16))
+        lanes(|i| f16::from_bits(halves[i]).to_f32_const())
     }
     #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {

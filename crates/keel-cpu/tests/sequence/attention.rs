@@ -1,5 +1,5 @@
 use super::row_starts;
-use half::bf16;
+use half::f16;
 use keel_cpu::kernels::attention::{
     Attention, KvElement, KvPages, KvPagesMut, PAGE, PageTable, attention_decode, attention_prefill,
     decode_workspace_len, kv_write, prefill_workspace_len,
@@ -28,7 +28,7 @@ struct Pool<E> {
     stride: usize,
 }
 
-impl<E: KvElement + From<bf16>> Pool<E> {
+impl<E: KvElement + From<f16>> Pool<E> {
     /// Pages of sequences with room for `capacity` tokens each.
     fn new(shape: Shape, sequences: usize, capacity: usize) -> Pool<E> {
         let stride = capacity.div_ceil(PAGE);
@@ -39,8 +39,8 @@ impl<E: KvElement + From<bf16>> Pool<E> {
         assert!((0..pages as u32).all(|page| table.contains(&page)));
         Pool {
             shape,
-            keys: vec![E::from(bf16::NAN); len],
-            values: vec![E::from(bf16::NAN); len],
+            keys: vec![E::from(f16::NAN); len],
+            values: vec![E::from(f16::NAN); len],
             table,
             stride,
         }
@@ -99,13 +99,13 @@ impl<E: KvElement + From<bf16>> Pool<E> {
     }
 }
 
-/// Random values that bf16 can hold, so that both page types have the same oracle.
+/// Random values that f16 can hold, so that both page types have the same oracle.
 fn halves(random: &mut Random, len: usize) -> Vec<f32> {
-    (0..len).map(|_| bf16::from_f32(random.uniform(-1.5, 1.5)).to_f32()).collect()
+    (0..len).map(|_| f16::from_f32(random.uniform(-1.5, 1.5)).to_f32()).collect()
 }
 
 /// Queries of a batch, and the pool with all that they may see.
-fn filled<E: KvElement + From<bf16>>(
+fn filled<E: KvElement + From<f16>>(
     shape: Shape,
     batch: &[(usize, usize)],
 ) -> (Pool<E>, Vec<f32>, Vec<f64>) {
@@ -124,7 +124,7 @@ fn filled<E: KvElement + From<bf16>>(
     (pool, queries, want)
 }
 
-fn follows_the_oracle<E: KvElement + From<bf16>>() {
+fn follows_the_oracle<E: KvElement + From<f16>>() {
     for &shape in SHAPES {
         for batch in BATCHES {
             let (pool, q, want) = filled::<E>(shape, batch);
@@ -142,15 +142,15 @@ fn both_regimes_follow_the_oracle_on_f32_pages() {
 }
 
 #[test]
-fn both_regimes_follow_the_oracle_on_bf16_pages() {
-    follows_the_oracle::<bf16>();
+fn both_regimes_follow_the_oracle_on_f16_pages() {
+    follows_the_oracle::<f16>();
 }
 
 #[test]
 fn workers_and_neighbours_do_not_change_a_bit() {
     for &shape in SHAPES {
         let batch = BATCHES[1];
-        let (pool, q, _) = filled::<bf16>(shape, batch);
+        let (pool, q, _) = filled::<f16>(shape, batch);
         for regime in [Regime::Decode, Regime::Prefill] {
             let together = pool.attend(&q, 0, batch, regime, 1);
             for workers in [2, 3] {
@@ -172,7 +172,7 @@ fn a_row_does_not_depend_on_the_rows_of_its_call() {
     for &shape in SHAPES {
         // Around the end of a page, where a row sees one page and the next row two.
         let (first, rows) = (193, 130);
-        let (pool, q, _) = filled::<bf16>(shape, &[(first, rows)]);
+        let (pool, q, _) = filled::<f16>(shape, &[(first, rows)]);
         let width = shape.heads * shape.head_size;
         for regime in [Regime::Decode, Regime::Prefill] {
             let whole = pool.attend(&q, 0, &[(first, rows)], regime, 2);
@@ -236,11 +236,11 @@ fn writing_token_by_token_leaves_the_same_pages_as_all_at_once() {
     let width = shape.kv_heads * shape.head_size;
     let mut random = Random::new(5);
     let (k, v) = (random.uniforms(300 * width, -1.0, 1.0), random.uniforms(300 * width, -1.0, 1.0));
-    let (mut whole, mut single) = (Pool::<bf16>::new(shape, 1, 300), Pool::<bf16>::new(shape, 1, 300));
+    let (mut whole, mut single) = (Pool::<f16>::new(shape, 1, 300), Pool::<f16>::new(shape, 1, 300));
     whole.write(0, 0, &k, &v, 3);
     for t in 0..300 {
         single.write(0, t, &k[t * width..(t + 1) * width], &v[t * width..(t + 1) * width], 2);
     }
-    let bits = |x: &[bf16]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let bits = |x: &[f16]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     assert!(bits(&whole.keys) == bits(&single.keys) && bits(&whole.values) == bits(&single.values));
 }

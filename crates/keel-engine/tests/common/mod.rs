@@ -52,7 +52,14 @@ pub struct Expected {
     pub logits: Vec<f32>,
     pub mtp_logits: Option<Vec<f32>>,
     /// Absent from the quantised fixtures.
-    pub greedy: Option<Vec<u32>>,
+    pub greedy: Option<Greedy>,
+}
+
+/// What the reference goes on with when it always takes the most probable token.
+pub struct Greedy {
+    pub tokens: Vec<u32>,
+    /// How far each token's logit is from the next one's.
+    pub margins: Vec<f32>,
 }
 
 pub fn expected(folder: &Path) -> Expected {
@@ -66,7 +73,9 @@ pub fn expected(folder: &Path) -> Expected {
         ids: ints("input_ids"),
         logits: floats("logits"),
         mtp_logits: file.contains("mtp_logits").then(|| floats("mtp_logits")),
-        greedy: file.contains("greedy_ids").then(|| ints("greedy_ids")),
+        greedy: file
+            .contains("greedy_ids")
+            .then(|| Greedy { tokens: ints("greedy_ids"), margins: floats("greedy_margin") }),
     }
 }
 

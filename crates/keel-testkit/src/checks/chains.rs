@@ -313,7 +313,7 @@ pub(super) fn rotation_then_attention(runtime: &Runtime) {
         // What one rotation has beside the other is one row's matter.
         let turns: &[(usize, usize)] =
             if tokens == 1 { &[(2, 2), (1, 1), (2, 1), (2, 0), (0, 1)] } else { &[(2, 2), (1, 1)] };
-        for dtype in [DType::F32, DType::BF16] {
+        for dtype in [DType::F32, DType::F16] {
             for &(turn_q, turn_k) in
                 turns.iter().filter(|turns| is_mine(&("turns", sizes, rows, dtype, turns)))
             {

@@ -90,6 +90,14 @@ pub fn turned_attention(runtime: &Runtime) {
     chains::rotation_then_attention(runtime);
 }
 
+/// Attention and the gated delta rule as a fast mode may run them, whose products take f16.
+///
+/// # Panics
+/// Where a result is further from the oracle than that rounding.
+pub fn fast_sequences(runtime: &Runtime) {
+    sequence::fast(runtime);
+}
+
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 const INTEGERS: [DType; 4] = [DType::U8, DType::U32, DType::I32, DType::I64];
 

@@ -2,40 +2,60 @@
 
 use super::share::is_mine;
 use super::{Check, expect, expect_within, rounded, upload};
-use crate::naive::attention::attention;
+use crate::naive::attention::{Shape, attention};
 use crate::naive::causal_conv::causal_conv;
 use crate::naive::gated_delta::{Inputs, gated_delta};
 use crate::naive::kv_coding::coded;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::{cases, tolerance};
-use half::bf16;
+use half::f16;
 use keel_array::{
     Array, AttentionSpec, Batch, Category, ConvWindow, DType, DeltaState, GatedDeltaSpec, KvFormat, KvPool,
-    Regime, RowLog, Runtime,
+    Regime, RopeSpec, RowLog, Runtime,
 };
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "causal_conv", run: conv },
     Check { op: "causal_conv", run: slots_must_differ },
+    Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, EXACT) },
     Check { op: "paged_attention", run: pools_must_differ },
 ];
 
 pub(super) const BY_CASE: &[Check] = &[
-    Check { op: "gated_delta", run: |r| delta(r, Regime::Decode) },
-    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F32) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F32) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bf16) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bf16) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits8) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits8) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits4) },
-    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits4) },
-    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F32) },
-    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bf16) },
-    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Decode, EXACT_DELTA) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, EXACT_DELTA) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F32, EXACT) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F32, EXACT) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F16, EXACT) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F16, EXACT) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits8, EXACT) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits8, EXACT) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits4, EXACT) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits4, EXACT) },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F32, EXACT) },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, EXACT) },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, EXACT) },
 ];
+
+/// Attention in f32, and the gated delta rule, whose state goes through every row.
+const EXACT: f64 = tolerance::F32 * 2.0;
+const EXACT_DELTA: f64 = tolerance::F32 * 4.0;
+
+/// What a backend's fast mode may multiply in f16: prompts' gated delta rule, and attention over anything but f32.
+pub(super) fn fast(runtime: &Runtime) {
+    let within = tolerance::F16_OPERANDS;
+    for regime in [Regime::Decode, Regime::Prefill] {
+        for format in [KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4] {
+            attend(runtime, regime, format, within);
+        }
+    }
+    for format in [KvFormat::F16, KvFormat::Bits8] {
+        attend_in_rings(runtime, format, within);
+    }
+    attend_beyond_the_range(runtime, within);
+    delta(runtime, Regime::Prefill, within);
+}
 
 pub(super) fn draw(random: &mut Random, shape: &[usize]) -> Tensor {
     rounded(&Tensor::random(random, shape, -1.0, 1.0), DType::F32)
@@ -113,7 +133,7 @@ fn conv(runtime: &Runtime) {
     }
 }
 
-fn delta(runtime: &Runtime, regime: Regime) {
+fn delta(runtime: &Runtime, regime: Regime, within: f64) {
     let mut random = Random::new(71);
     for shape in cases::gated_delta::SHAPES {
         let batches = cases::gated_delta::BATCHES.iter();
@@ -162,13 +182,8 @@ fn delta(runtime: &Runtime, regime: Regime) {
                 })
                 .collect();
             let what = format!("gated_delta {shape:?} of {rows:?}, {regime:?}");
-            expect_within(&what, &y, &want, tolerance::F32 * 4.0);
-            expect_within(
-                &format!("state of {what}"),
-                &persistent.state,
-                &states.concat(),
-                tolerance::F32 * 4.0,
-            );
+            expect_within(&what, &y, &want, within);
+            expect_within(&format!("state of {what}"), &persistent.state, &states.concat(), within);
         }
     }
 }
@@ -177,13 +192,13 @@ fn delta(runtime: &Runtime, regime: Regime) {
 fn kept_values(x: &[f32], format: KvFormat) -> Vec<f32> {
     match format {
         KvFormat::F32 => x.to_vec(),
-        KvFormat::Bf16 => x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
+        KvFormat::F16 => x.iter().map(|&x| f16::from_f32(x.clamp(-65504.0, 65504.0)).to_f32()).collect(),
         KvFormat::Bits8 => coded(x, 8),
         KvFormat::Bits4 => coded(x, 4),
     }
 }
 
-fn attend(runtime: &Runtime, regime: Regime, format: KvFormat) {
+fn attend(runtime: &Runtime, regime: Regime, format: KvFormat, within: f64) {
     let mut random = Random::new(72);
     for shape in cases::attention::SHAPES {
         let Some(elements) = format.row_elements(shape.head_size) else { continue };
@@ -238,7 +253,7 @@ fn attend(runtime: &Runtime, regime: Regime, format: KvFormat) {
                 if check {
                     let want: Vec<f64> = (0..rows.len()).flat_map(one).collect();
                     let what = format!("paged_attention {shape:?} of {rows:?}, {regime:?}, {format:?}");
-                    expect_within(&what, &y, &want, tolerance::F32 * 2.0);
+                    expect_within(&what, &y, &want, within);
                 } else {
                     y.eval().expect("a case runs");
                 }
@@ -248,7 +263,7 @@ fn attend(runtime: &Runtime, regime: Regime, format: KvFormat) {
 }
 
 /// Steps of prompts longer than what a window's pages hold: pages come round while a step is run.
-fn attend_in_rings(runtime: &Runtime, format: KvFormat) {
+fn attend_in_rings(runtime: &Runtime, format: KvFormat, within: f64) {
     const STEPS: [[usize; 2]; 2] = [[320, 64], [641, 200]];
     const PAGES: usize = 4;
     let mut random = Random::new(73);
@@ -288,8 +303,43 @@ fn attend_in_rings(runtime: &Runtime, format: KvFormat) {
                 })
                 .collect();
             let what = format!("paged_attention {shape:?} of {sequences:?} in rings of {ring}, {format:?}");
-            expect_within(&what, &y, &want, tolerance::F32 * 2.0);
+            expect_within(&what, &y, &want, within);
             first = [first[0] + rows[0], first[1] + rows[1]];
+        }
+    }
+}
+
+/// A key and a value beyond what f16 has. No query looks where the key is, but infinity times nothing is no number.
+fn attend_beyond_the_range(runtime: &Runtime, within: f64) {
+    const SHAPE: Shape = Shape { heads: 4, kv_heads: 2, head_size: 64, scale: 0.125, window: None };
+    const ROWS: usize = 3;
+    let mut random = Random::new(74);
+    let mut q = draw(&mut random, &[ROWS, SHAPE.heads, SHAPE.head_size]);
+    let mut k = draw(&mut random, &[ROWS, SHAPE.kv_heads, SHAPE.head_size]);
+    let mut v = draw(&mut random, &k.shape);
+    q.values.chunks_mut(SHAPE.head_size).for_each(|head| head[40] = 0.0);
+    k.values[40] = 1e6;
+    v.values[SHAPE.head_size + 7] = -1e6;
+    let (keys, values) = (kept_values(&floats(&k), KvFormat::F16), kept_values(&floats(&v), KvFormat::F16));
+    let want = attention(SHAPE, &floats(&q), 0, &keys, &values);
+    for regime in [Regime::Decode, Regime::Prefill] {
+        for turned in [false, true] {
+            let pool =
+                || Array::persistent(runtime, Category::Kv, [2, 2, 256, 64], DType::F16).expect("memory");
+            let pool = KvPool { keys: pool(), values: pool() };
+            // At position 0 nothing turns, but a backend may write turned keys in a way of its own.
+            let turn = |x: &Tensor| {
+                let x = up(runtime, x);
+                let at = Array::from_slice(runtime, &[0i32; ROWS], [ROWS]).expect("memory");
+                let inverse = Array::from_slice(runtime, &[1f32; 16], [16]).expect("memory");
+                let rope = RopeSpec { rotary: 32, sections: None, interleaved: false };
+                if turned { x.rope(&at, &inverse, rope).expect("shapes fit") } else { x }
+            };
+            let spec = AttentionSpec { scale: SHAPE.scale.into(), window: None, regime };
+            let y = turn(&q)
+                .paged_attention(&turn(&k), &up(runtime, &v), &pool, &batch(runtime, &[(0, ROWS)], 1), spec)
+                .expect("shapes fit");
+            expect_within(&format!("beyond f16, {regime:?}, turned: {turned}"), &y, &want, within);
         }
     }
 }

@@ -22,7 +22,7 @@ pub struct EngineArgs {
     /// Arithmetic of the linear layers: auto takes the fastest that keeps the accuracy of the weights' format.
     #[arg(long, value_enum, default_value = "auto")]
     pub compute: ComputeArg,
-    /// Bits of each key and value in memory: 16 (bf16), or 8 or 4 with a step for each 32 values. Fewer take less memory and
+    /// Bits of each key and value in memory: 16 (f16), or 8 or 4 with a step for each 32 values. Fewer take less memory and
     /// change the result; by default 16, and 32 with --compute f32.
     #[arg(long, value_name = "N", value_parser = parse_kv_bits)]
     pub kv_bits: Option<KvFormat>,
@@ -31,7 +31,7 @@ pub struct EngineArgs {
 fn parse_kv_bits(text: &str) -> Result<KvFormat, String> {
     match text {
         "32" => Ok(KvFormat::F32),
-        "16" => Ok(KvFormat::Bf16),
+        "16" => Ok(KvFormat::F16),
         "8" => Ok(KvFormat::Bits8),
         "4" => Ok(KvFormat::Bits4),
         _ => Err("not one of 32, 16, 8 and 4".into()),

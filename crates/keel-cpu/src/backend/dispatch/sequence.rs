@@ -16,7 +16,7 @@ use crate::kernels::generic::scalar::Plain;
 use crate::kernels::rows::{Batch, Rows};
 use crate::pool::Worker;
 use crate::simd::LANES;
-use half::bf16;
+use half::f16;
 use keel_array::{ArrayError, AttentionSpec, ConvSpec, GatedDeltaSpec, Kernel, KvFormat, Op, Regime, RowLog};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
@@ -31,7 +31,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         Op::GatedDelta(spec) => delta(spec, call, worker),
         Op::PagedAttention(spec) => match kv_format(call.kernel) {
             KvFormat::F32 => plain_attention::<f32>(spec, call, worker),
-            KvFormat::Bf16 => plain_attention::<bf16>(spec, call, worker),
+            KvFormat::F16 => plain_attention::<f16>(spec, call, worker),
             KvFormat::Bits8 => coded_attention::<8>(spec, call, worker),
             KvFormat::Bits4 => coded_attention::<4>(spec, call, worker),
         },
@@ -58,7 +58,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
         Op::PagedAttention(spec) => {
             let (rows, heads, size) = (shape(0)[0], shape(0)[1], shape(0)[2]);
             let page_scratch = match kv_format(kernel) {
-                KvFormat::F32 | KvFormat::Bf16 => 0,
+                KvFormat::F32 | KvFormat::F16 => 0,
                 KvFormat::Bits8 => 2 * CodedPages::<8>::scratch_len(size),
                 KvFormat::Bits4 => 2 * CodedPages::<4>::scratch_len(size),
             };

@@ -5,7 +5,7 @@
 //! each of them, the largest score, the sum of exponentials and the weighted sum of values; a second phase joins
 //! the segments of a row in order. Neither depends on who computed what.
 //!
-//! Floor: `2 * KV * D * len * sizeof(E)` bytes a layer and sequence, 16.8 MB at 8192 tokens of 2 bf16 heads of 256.
+//! Floor: `2 * KV * D * len * sizeof(E)` bytes a layer and sequence, 16.8 MB at 8192 tokens of 2 f16 heads of 256.
 
 #![allow(clippy::needless_range_loop, reason = "registers are numbered, not iterated")]
 

@@ -12,7 +12,7 @@ use crate::kernels::rows::{Batch, Rows};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::Simd;
-use half::bf16;
+use half::f16;
 use std::ops::Range;
 
 /// Tokens of a page.
@@ -23,14 +23,14 @@ pub const TILE: usize = 64;
 /// A number type that keys and values are kept in.
 pub trait KvElement: sealed::Load {}
 impl KvElement for f32 {}
-impl KvElement for bf16 {}
+impl KvElement for f16 {}
 
 /// Keeps the vector types of this crate out of its public face.
 pub(crate) mod sealed {
-    use super::{Simd, bf16};
+    use super::{Simd, f16};
 
     pub trait Load: Copy + Send + Sync + 'static {
-        /// Rounds to nearest, ties to even.
+        /// Rounds to nearest, ties to even; what is beyond the range becomes its greatest value.
         fn from_f32(x: f32) -> Self;
         /// Sixteen values at `p`, widened.
         ///
@@ -53,16 +53,16 @@ pub(crate) mod sealed {
         }
     }
 
-    impl Load for bf16 {
+    impl Load for f16 {
         #[inline(always)]
-        fn from_f32(x: f32) -> bf16 {
-            bf16::from_f32(x)
+        fn from_f32(x: f32) -> f16 {
+            f16::from_f32(x.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const()))
         }
         #[inline(always)]
         #[allow(private_bounds, private_interfaces)]
-        unsafe fn load<S: Simd>(s: S, p: *const bf16) -> S::V {
-            // SAFETY: the caller's promise; bf16 is a transparent u16.
-            unsafe { s.load_bf16_ptr(p.cast()) }
+        unsafe fn load<S: Simd>(s: S, p: *const f16) -> S::V {
+            // SAFETY: the caller's promise; f16 is a transparent u16.
+            unsafe { s.load_f16_ptr(p.cast()) }
         }
     }
 }

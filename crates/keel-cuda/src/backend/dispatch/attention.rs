@@ -207,7 +207,7 @@ impl<'a> Task<'a> {
             .define("Q_STRIDE", stride(0))
             .define("K_STRIDE", stride(1))
             .define("V_STRIDE", stride(2))
-            .define("KV_BF16", u8::from(self.call.inputs[3].dtype == DType::BF16))
+            .define("KV_F16", u8::from(self.call.inputs[3].dtype == DType::F16))
             .define("KV_BITS", self.coded_bits())
             .define("WINDOW", self.spec.window.unwrap_or(0))
             .define("RUNS", u8::from(self.runs() > 1))
@@ -266,7 +266,7 @@ impl<'a> Task<'a> {
             .define("H", self.heads)
             .define("KV", self.kv_heads)
             .define("D", self.size)
-            .define("KV_BF16", u8::from(keys.dtype == DType::BF16))
+            .define("KV_F16", u8::from(keys.dtype == DType::F16))
             .define("EARLY", u8::from(early))
             .define("QUERIES", u8::from(q.is_some()))
             .define("KEYS", u8::from(k.is_some()));

@@ -1,13 +1,12 @@
-//! Attention has kernels of its own in the fast mode. Behind rotations that it has taken in it gives what it gives behind the same one by
-//! one, and its pages hold the same. Needs a GPU: `KEEL_TEST_CUDA=1`.
+//! Attention and the gated delta rule have kernels of their own in the fast mode. Needs a GPU: `KEEL_TEST_CUDA=1`.
 
 use keel_array::{Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
-use keel_testkit::checks::turned_attention;
+use keel_testkit::checks::{fast_sequences, turned_attention};
 use std::sync::Arc;
 
-#[test]
-fn attention_is_the_same_with_its_rotations_as_behind_them() {
+/// Runs it in both fast modes, if there is a GPU.
+fn in_both_modes(check: fn(&Runtime)) {
     if std::env::var_os("KEEL_TEST_CUDA").is_none() {
         eprintln!("skipped: set KEEL_TEST_CUDA=1 on a machine with a GPU");
         return;
@@ -18,8 +17,19 @@ fn attention_is_the_same_with_its_rotations_as_behind_them() {
             scope.spawn(move || {
                 let options = CudaOptions { deterministic, poison_freed: true, ..CudaOptions::default() };
                 let backend = Arc::new(CudaBackend::new(&options).expect("a GPU"));
-                turned_attention(&Runtime::new(backend, RuntimeOptions::default()));
+                check(&Runtime::new(backend, RuntimeOptions::default()));
             });
         }
     });
+}
+
+/// And its pages hold the same.
+#[test]
+fn attention_is_the_same_with_its_rotations_as_behind_them() {
+    in_both_modes(turned_attention);
+}
+
+#[test]
+fn attention_and_the_gated_delta_rule_agree_with_their_oracles() {
+    in_both_modes(fast_sequences);
 }

@@ -1,0 +1,116 @@
+//! Every fixture against its reference on a GPU: `KEEL_TEST_CUDA=1` where there is one. With `--nocapture` the errors are
+//! printed.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Expected, all_logits, argmax, engine, exact, expected, fixture, models};
+use keel_array::{Compute, Runtime, RuntimeOptions};
+use keel_cuda::{CudaBackend, CudaOptions, Precision};
+use keel_engine::{Engine, EngineOptions};
+
+/// An arithmetic, and how far it may be from the reference.
+struct Setting {
+    name: &'static str,
+    compute: Compute,
+    deterministic: bool,
+    error_max: f32,
+}
+
+/// The default, whose activations may have 8 bits.
+const FAST: Setting =
+    Setting { name: "fast", compute: Compute::Auto, deterministic: false, error_max: f32::INFINITY };
+
+const SETTINGS: [Setting; 4] = [
+    Setting { name: "f32", compute: Compute::F32, deterministic: false, error_max: 1e-4 },
+    Setting { name: "f32, deterministic", compute: Compute::F32, deterministic: true, error_max: 1e-4 },
+    Setting { name: "bf16", compute: Compute::Bf16, deterministic: false, error_max: 2e-2 },
+    Setting { name: "bf16, deterministic", compute: Compute::Bf16, deterministic: true, error_max: 2e-2 },
+];
+
+impl Setting {
+    fn engine(&self, folder: &std::path::Path) -> Engine {
+        let precision = if self.compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
+        let deterministic = self.deterministic;
+        let options = CudaOptions { precision, deterministic, poison_freed: true, ..CudaOptions::default() };
+        let backend = CudaBackend::new(&options).expect("a GPU");
+        let runtime = Runtime::new(Arc::new(backend), RuntimeOptions::default());
+        engine(folder, &runtime, EngineOptions { compute: self.compute, ..exact() })
+    }
+}
+
+/// Every fixture that is there, with its reference; none where there is no GPU to be tested.
+fn references() -> Vec<(&'static str, std::path::PathBuf, Expected)> {
+    if std::env::var_os("KEEL_TEST_CUDA").is_none() {
+        println!("skipped: KEEL_TEST_CUDA is not set");
+        return Vec::new();
+    }
+    models()
+        .filter_map(|name| fixture(name).map(|folder| (name, folder.clone(), expected(&folder))))
+        .collect()
+}
+
+/// The greatest difference, and the greatest value that was wanted; a NaN is farther than any number.
+fn distance(got: &[f32], want: &[f32]) -> (f32, f32) {
+    assert_eq!(got.len(), want.len());
+    let farther = |far: f32, (a, b): (&f32, &f32)| {
+        let difference = (a - b).abs();
+        if difference.is_nan() { f32::INFINITY } else { far.max(difference) }
+    };
+    (got.iter().zip(want).fold(0.0, farther), want.iter().fold(0.0, |most, x| most.max(x.abs())))
+}
+
+#[test]
+fn logits_and_drafts_are_as_near_as_their_arithmetic() {
+    let mut wrong = Vec::new();
+    for (name, folder, want) in references() {
+        for setting in SETTINGS.iter().chain([&FAST]) {
+            let mut engine = setting.engine(&folder);
+            for one_by_one in [false, true] {
+                let (logits, drafts) =
+                    all_logits(&mut engine, &want.ids, one_by_one, want.mtp_logits.is_some());
+                let drafts = want.mtp_logits.as_ref().map(|want| ("drafts", distance(&drafts, want)));
+                let regime = if one_by_one { "one by one" } else { "prefill" };
+                for (what, (far, most)) in
+                    [("logits", distance(&logits, &want.logits))].into_iter().chain(drafts)
+                {
+                    let line = format!("{name}, {}, {regime}, {what}: {:.1e}", setting.name, far / most);
+                    println!("{line}");
+                    if far > setting.error_max * most {
+                        wrong.push(line);
+                    }
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "too far from the reference:\n{}", wrong.join("\n"));
+}
+
+/// The reference's own continuation is fed, so that one near tie does not end the comparison.
+#[test]
+fn greedy_tokens_are_the_references_where_its_margin_is_over_the_error() {
+    for (name, folder, want) in references() {
+        let Some(greedy) = &want.greedy else { continue };
+        for setting in SETTINGS.iter().chain([&FAST]) {
+            let mut engine = setting.engine(&folder);
+            let ids = [&want.ids, &greedy.tokens[..greedy.tokens.len() - 1]].concat();
+            let (logits, _) = all_logits(&mut engine, &ids, true, false);
+            let (error, _) = distance(&logits[..want.logits.len()], &want.logits);
+            let vocabulary = want.logits.len() / want.ids.len();
+            let rows = logits.chunks(vocabulary).skip(want.ids.len() - 1);
+            let mut decided = 0;
+            for (at, ((&token, &margin), row)) in
+                greedy.tokens.iter().zip(&greedy.margins).zip(rows).enumerate()
+            {
+                // Two logits may each be off by the error.
+                if margin > 2.0 * error {
+                    decided += 1;
+                    assert_eq!(argmax(row), token, "{name}, {}, token {at}, margin {margin}", setting.name);
+                }
+            }
+            println!("{name}, {}: {decided} of {} tokens decided", setting.name, greedy.tokens.len());
+            assert!(2 * decided > greedy.tokens.len(), "{name}, {}: {decided} tokens decided", setting.name);
+        }
+    }
+}
