@@ -82,7 +82,7 @@ fn layer(rows: usize, regime: Regime, deterministic: bool) -> Vec<String> {
     let (x, scale, place) = (floats(&[rows, K]), floats(&[K]), floats(&[rows, K]));
     let (k, v) = (floats(&[rows, 2, 64]), floats(&[rows, 2, 64]));
     let pages = [3, 2, 256, 64];
-    let pool = KvPool { keys: array(&pages, DType::BF16), values: array(&pages, DType::BF16) };
+    let pool = KvPool { keys: array(&pages, DType::F16), values: array(&pages, DType::F16) };
     let numbers = |shape: &[usize]| array(shape, DType::U32);
     let batch = Batch {
         row_start: numbers(&[2]),

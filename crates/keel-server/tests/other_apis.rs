@@ -21,7 +21,7 @@ fn events(body: &str) -> Vec<Value> {
 fn messages_answer_stream_count_and_refuse() {
     let server = Running::start();
     let system = "You tell stories about animals. ".repeat(10);
-    let body = json!({"model": "demo", "max_tokens": 30, "temperature": 0, "system": system,
+    let body = json!({"model": "demo", "max_tokens": 12, "temperature": 0, "system": system,
         "messages": [{"role": "user", "content": [{"type": "text", "text": "A dog, please."}]}]});
     let answer = server.ask("/v1/messages", &body);
     let text = answer["content"][0]["text"].as_str().expect("text").to_string();
