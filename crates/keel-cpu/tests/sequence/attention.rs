@@ -105,10 +105,7 @@ fn halves(random: &mut Random, len: usize) -> Vec<f32> {
 }
 
 /// Queries of a batch, and the pool with all that they may see.
-fn filled<E: KvElement + From<f16>>(
-    shape: Shape,
-    batch: &[(usize, usize)],
-) -> (Pool<E>, Vec<f32>, Vec<f64>) {
+fn filled<E: KvElement + From<f16>>(shape: Shape, batch: &[(usize, usize)]) -> (Pool<E>, Vec<f32>, Vec<f64>) {
     let mut random = Random::new(77);
     let capacity = batch.iter().map(|&(first, rows)| first + rows).max().unwrap();
     let mut pool = Pool::new(shape, batch.len(), capacity);

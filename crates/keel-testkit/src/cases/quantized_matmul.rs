@@ -18,6 +18,10 @@ pub const SHAPES: &[(usize, usize, usize)] = &[
     (130, 64, 256),
 ];
 
+/// `(N, K)` of products with so many rows of W that a device of 100 to 200 multiprocessors takes each in several goes, and of one with
+/// long rows: kernels are cut in ways of their own for these.
+pub const WIDE: &[(usize, usize)] = &[(8977, 384), (17_011, 128), (135_201, 64), (33, 8256)];
+
 /// Bits that affine weights can have.
 pub const BITS: &[usize] = &[2, 3, 4, 5, 6, 8];
 

@@ -16,6 +16,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "linear", run: norm_then_product },
     Check { op: "linear", run: heads_then_product },
     Check { op: "swiglu", run: product_then_gate },
+    Check { op: "swiglu", run: wide_product_then_gate },
     Check { op: "gather_linear", run: norm_then_experts },
     Check { op: "combine_experts", run: whole_mixture },
     Check { op: "combine_experts", run: given_experts },
@@ -133,6 +134,21 @@ fn product_then_gate(runtime: &Runtime) {
                     step(step(x.rms_norm(&w, EPS)?).linear(&weight)?).swiglu()
                 });
             }
+        }
+    }
+}
+
+/// The same of a weight with so many rows that kernels are cut in ways of their own, with short and with long rows.
+fn wide_product_then_gate(runtime: &Runtime) {
+    let mut random = Random::new(95);
+    for (n, k) in [(8512, 384), (8544, 4160)] {
+        let w = weights(&mut random, n, k, 4, 64);
+        let weight = affine_weight(runtime, std::slice::from_ref(&w), 4, Compute::Auto);
+        for rows in [1, 2, 4, 5].into_iter().filter(|rows| is_mine(&("wide gate", n, rows))) {
+            let x = draw(runtime, &mut random, &[rows, k]);
+            expect_same(&format!("SwiGLU of {rows} rows of {k} to {n}"), &|step| {
+                step(x.linear(&weight)?).swiglu()
+            });
         }
     }
 }

@@ -33,6 +33,7 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "linear", run: affine::<0> },
     Check { op: "linear", run: affine::<1> },
     Check { op: "linear", run: affine::<2> },
+    Check { op: "linear", run: wide },
     Check { op: "linear", run: in_blocks::<0> },
     Check { op: "linear", run: in_blocks::<1> },
     Check { op: "linear", run: in_blocks::<2> },
@@ -153,18 +154,33 @@ fn affine<const PART: usize>(runtime: &Runtime) {
                 let y = array.linear(&weight).expect("extents fit");
                 expect_within(&format!("{what}, {compute:?}"), &y, &want, limit);
             }
-            let fast = array.linear(&affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::Auto));
-            let rounded = quantised_activations(&floats(&x), group);
-            let fast = fast.expect("extents fit");
-            // A backend may quantise activations or not; either is within a step of the oracle that does. Sums that
-            // cancel are small beside their terms, so a step is measured by the size of a sum of random signs.
-            let want = quantized_matmul(&rounded, &w);
-            let largest = want.iter().fold(0.0f64, |a, b| a.max(b.abs()));
-            let size = typical_sum(&x.values, &w);
-            let limit = tolerance::INT8_ACTIVATIONS * (size / largest).max(1.0);
-            expect_within(&what, &fast, &want, limit);
+            expect_fast(runtime, &what, (&x, &array), &w, bits);
         }
     }
+}
+
+/// Products of few rows with much of W.
+fn wide(runtime: &Runtime) {
+    let mut random = Random::new(54);
+    for (&(n, k), bits) in cases::quantized_matmul::WIDE.iter().zip([4, 4, 4, 8]) {
+        let w = weights(&mut random, n, k, bits, 64);
+        for t in [1, 2, 4, 5].into_iter().filter(|t| is_mine(&("wide", n, k, t))) {
+            let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
+            let what = format!("linear [{t}, {n}, {k}] of {bits} bits");
+            expect_fast(runtime, &what, (&x, &upload(runtime, &x, DType::F32)), &w, bits);
+        }
+    }
+}
+
+/// Expects of a product what the oracle gives with quantised activations. A backend may quantise them or not; either is within a step
+/// of that. Sums that cancel are small beside their terms, so a step is measured by the size of a sum of random signs.
+fn expect_fast(runtime: &Runtime, what: &str, (x, array): (&Tensor, &Array), w: &Affine, bits: usize) {
+    let weight = affine_weight(runtime, std::slice::from_ref(w), bits, Compute::Auto);
+    let want = quantized_matmul(&quantised_activations(&floats(x), w.group), w);
+    let largest = want.iter().fold(0.0f64, |a, b| a.max(b.abs()));
+    let size = typical_sum(&x.values, w);
+    let limit = tolerance::INT8_ACTIVATIONS * (size / largest).max(1.0);
+    expect_within(what, &array.linear(&weight).expect("extents fit"), &want, limit);
 }
 
 /// A weight of random blocks with scales near 0.1, its decoded values, and its columns.

@@ -27,6 +27,9 @@ pub(super) struct Tuning {
 /// Row tiles beyond which a product is large: more than a device has blocks for at a time.
 pub(super) const LARGE: usize = 4 * BLOCKS_WANTED;
 
+/// Rows of x up to which a product is bound by the weight's way from memory: one, and those of drafts or of a small batch.
+const FETCH_BOUND_ROWS: usize = 4;
+
 impl Tuning {
     pub fn of(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool) -> Tuning {
         let tiles = col_tiles(weight);
@@ -50,7 +53,7 @@ impl Tuning {
                 // As without experts: a shared expert is run beside those that are chosen, or by itself.
                 return Tuning { split, unit: 2, ..plain };
             }
-            let (stages, passes) = match rows == 1 && row_tiles(weight) > LARGE {
+            let (stages, passes) = match rows <= FETCH_BOUND_ROWS && row_tiles(weight) > LARGE {
                 // Two blocks with this much under way fit a multiprocessor, and take all row tiles between them.
                 true if short && coding.bits <= 4 => (4, 3),
                 large => (if short { 2 } else { 3 }, if large { 2 } else { 1 }),
@@ -72,7 +75,7 @@ impl Tuning {
             _ => (4, 8),
         };
         let (split, blocks_min) = (divisor(tiles.div_ceil(unit), 5, most), if rows > 1 { 3 } else { 1 });
-        if large && rows == 1 {
+        if large && rows <= FETCH_BOUND_ROWS {
             let stages = if tiles < 64 { 2 } else { 3 };
             return Tuning { split, unit, passes: 2, stages, blocks_min, ..plain };
         }
@@ -103,7 +106,7 @@ impl Tuning {
 /// Row tiles for a block, where they are many: its start is paid once.
 fn passes(weight: &WeightSpec, rows: usize) -> usize {
     match row_tiles(weight) / BLOCKS_WANTED {
-        _ if rows > 1 => 1,
+        _ if rows > FETCH_BOUND_ROWS => 1,
         0..8 => 1,
         8..64 => 3,
         _ => 4,
