@@ -101,7 +101,7 @@ impl Engine {
         }
         let rows = sequences.iter().zip(tokens_or_unknown).zip(draws);
         let rows: Vec<Rows<'_>> = rows
-            .map(|((sequence, token), &draw)| {
+            .map(|((sequence, token), draw)| {
                 let row = Rows::behind(sequence, std::slice::from_ref(token));
                 let ahead = self.steps_of(sequence);
                 let accepted = match ahead {
@@ -109,7 +109,7 @@ impl Engine {
                     _ => usize::from(self.leaves_open()),
                 };
                 let first = row.first + ahead;
-                Rows { first, accepted, draw: Some(draw), is_drawn: tokens.is_none(), ..row }
+                Rows { first, accepted, draws: std::slice::from_ref(draw), is_drawn: tokens.is_none(), ..row }
             })
             .collect();
         let run = self.stepper.submit(&self.runtime, &self.model, &self.cache, &rows)?;

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use keel_array::sampling::Draw;
-use keel_array::{ArrayError, Regime, RowLog, Runtime};
+use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
 use keel_cache::{CacheSize, Interruption, ModelCache, SequenceCache};
 use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
@@ -354,19 +354,54 @@ impl Engine {
     }
 
     pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
+        let ended = self.step_for((regime, outcome), rows)?.run();
+        ended.map_err(|failed| self.note_failed((regime, outcome), rows, failed))
+    }
+
+    /// As [`Engine::run`] of a decode step, and the `count` tokens that it draws, which come to the host with it.
+    pub(crate) fn run_and_draw(
+        &mut self,
+        outcome: Outcome,
+        rows: &[Rows<'_>],
+        count: usize,
+    ) -> Result<Vec<u32>> {
+        let drawn = self.stepper.drawn(outcome, count)?;
+        let mut bytes = vec![0; drawn.bytes()];
+        let step = self.step_for((Regime::Decode, outcome), rows)?;
+        let ended = if bytes.len() <= RESULT_BYTES_MAX {
+            step.submit(&drawn).wait(&mut bytes)
+        } else {
+            let ended = step.run();
+            drawn.read_bytes(0, &mut bytes)?;
+            ended
+        };
+        ended.map_err(|failed| self.note_failed((Regime::Decode, outcome), rows, failed))?;
+        Ok(bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
+    }
+
+    /// The step over these rows, once nothing else is under way.
+    fn step_for(&mut self, how: (Regime, Outcome), rows: &[Rows<'_>]) -> Result<&Executable> {
         self.finish_under_way()?;
         for row in rows {
             self.cache.expect_whole(row.sequence)?;
         }
-        let step = self.stepper.step_for(&self.runtime, &self.model, &self.cache, (regime, outcome), rows)?;
-        let Err(failed) = step.run() else { return Ok(()) };
+        self.stepper.step_for(&self.runtime, &self.model, &self.cache, how, rows)
+    }
+
+    /// Notes what a step that failed has left of its sequences.
+    fn note_failed(
+        &mut self,
+        (regime, outcome): (Regime, Outcome),
+        rows: &[Rows<'_>],
+        failed: Box<FailedRun>,
+    ) -> EngineError {
         let (settled, commits_rows) = match outcome {
             Outcome::Commit { windows, states } => ((windows, states), false),
             outcome => ((0, 0), self.stepper.row_log(regime, outcome) != RowLog::KeepOpen),
         };
         let slots = rows.iter().map(|row| row.sequence.slot());
         self.cache.note_failure(slots, &failed, settled, commits_rows);
-        Err(ArrayError::from(failed).into())
+        ArrayError::from(failed).into()
     }
 
     /// Runs one more token of each sequence. The logits are read with [`Engine::logits`]. In an engine that drafts the row
@@ -407,8 +442,8 @@ impl Engine {
             .iter()
             .zip(tokens)
             .zip(draws)
-            .map(|((sequence, token), &draw)| Rows {
-                draw,
+            .map(|((sequence, token), draw)| Rows {
+                draws: draw.as_slice(),
                 ..Rows::behind(sequence, std::slice::from_ref(token))
             })
             .collect();

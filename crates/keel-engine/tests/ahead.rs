@@ -12,7 +12,8 @@ use common::{decoded, demo, engine, fixture, state_of};
 use keel_array::sampling::Draw;
 use keel_cache::{CacheError, SequenceCache};
 use keel_engine::{
-    Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SamplerOptions, TokenIterator,
+    Depth, Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, MtpTokenIterator,
+    SamplerOptions, SpeculationOptions, TokenIterator,
 };
 
 const TOKENS: usize = 24;
@@ -116,6 +117,40 @@ fn the_step_behind_the_end_leaves_no_trace() {
                     let is_ahead = matches!(refusal, EngineError::Cache(CacheError::AheadState { .. }));
                     assert!(is_ahead, "{refusal}");
                     expect_rewound(&mut engine, sequence, &prompt()[64..], &drawn[..at]);
+                }
+            }
+            assert!(engine.cache().is_idle());
+        }
+    }
+}
+
+/// Drafts are compared with what the device draws, so not even a sampled text shows that there were any.
+#[test]
+fn a_sampled_text_is_the_same_with_drafts() {
+    let fixtures = ["qwen3_5", "qwen3_5_moe"].into_iter().filter_map(fixture);
+    for folder in [demo()].into_iter().chain(fixtures) {
+        for runtime in runtimes() {
+            let mut engine = engine(&folder, &runtime, options(4));
+            for sampler in [SamplerOptions::default(), sampled()] {
+                let (sequence, want) = waited_for(&mut engine, sampler.clone(), TOKENS);
+                engine.release(sequence);
+                for depth in [Depth::Fixed(1), Depth::Fixed(4), Depth::Auto] {
+                    let speculation = SpeculationOptions { depth, ..SpeculationOptions::default() };
+                    let sequence = engine.open().expect("a slot is free");
+                    let options = until(TOKENS, sampler.clone(), Vec::new());
+                    let mut tokens = MtpTokenIterator::new(
+                        &mut engine,
+                        sequence,
+                        &prompt(),
+                        options,
+                        speculation,
+                        &mut |_| (),
+                    )
+                    .expect("fits");
+                    let got: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
+                    assert_eq!(got, want, "{}, {depth:?}, {sampler:?}", folder.display());
+                    assert!(depth == Depth::Auto || tokens.counters().drafted_total() > 0);
+                    tokens.release();
                 }
             }
             assert!(engine.cache().is_idle());

@@ -29,7 +29,7 @@ pub use config::{HybridConfig, MixerKind, MoeConfig};
 pub use error::{ModelError, Result};
 pub use hybrid::{Block, HybridModel, Mixer, MtpHead};
 pub use rope::RopeScaling;
-pub use shapes::{NAMES as SHAPE_NAMES, shape};
+pub use shapes::{NAMES as SHAPE_NAMES, shape, shape_with_head};
 
 use loading::Loader;
 use serde_json::Value;

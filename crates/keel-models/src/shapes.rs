@@ -68,6 +68,15 @@ pub fn shape(name: &str) -> Option<Value> {
     Some(config(&size))
 }
 
+/// The same with its multi-token-prediction head, of one layer as it is published; `None` where there is no such head.
+pub fn shape_with_head(name: &str) -> Option<Value> {
+    let mut config = shape(name)?;
+    config["model_type"].as_str()?.starts_with("qwen3_5").then(|| {
+        config["mtp_num_hidden_layers"] = 1.into();
+        config
+    })
+}
+
 fn qwen3_8b() -> Value {
     json!({
         "model_type": "qwen3",
@@ -145,5 +154,8 @@ mod tests {
             crate::read_config(&config).unwrap_or_else(|e| panic!("{name}: {e}"));
         }
         assert!(super::shape("qwen9").is_none());
+        let layers =
+            |name| Some(crate::read_config(&super::shape_with_head(name)?).expect("sound").mtp_layers);
+        assert_eq!(["qwen3.5-4b", "qwen3.5-35b-a3b", "qwen3-8b"].map(layers), [Some(1), Some(1), None]);
     }
 }

@@ -76,6 +76,14 @@ impl Chooser for BatchChooser {
         if self.top_logprobs.is_none() && self.failure.is_none() { self.inner.draw_ahead() } else { None }
     }
 
+    fn draw_rows(&mut self, count: usize) -> Option<Vec<Draw>> {
+        if self.top_logprobs.is_none() && self.failure.is_none() { self.inner.draw_rows(count) } else { None }
+    }
+
+    fn keep_draws(&mut self, count: usize) {
+        self.inner.keep_draws(count);
+    }
+
     fn begin(&mut self) {
         self.inner.begin();
         self.reported = self.logprobs.len();

@@ -38,6 +38,15 @@ pub trait Chooser {
         None
     }
 
+    /// As [`Chooser::draw_ahead`], for each of the next `count` tokens, however many of them come to be taken;
+    /// [`Chooser::keep_draws`] says how many. The drafts that they are compared with are then the head's greatest.
+    fn draw_rows(&mut self, _count: usize) -> Option<Vec<Draw>> {
+        None
+    }
+
+    /// So many of the draws of [`Chooser::draw_rows`] stay made; at least one.
+    fn keep_draws(&mut self, _count: usize) {}
+
     /// Draws a draft from the head's logits, which are overwritten, as if the drafts before it had stayed.
     ///
     /// # Errors
@@ -89,6 +98,8 @@ pub struct SamplerChooser {
     random: u64,
     /// That when the next one began, where its draw has been made already.
     random_behind: Option<u64>,
+    /// That behind each draw of [`Chooser::draw_rows`].
+    random_of_rows: Vec<u64>,
     /// The drafts of the round and what they were drawn from; kept from round to round for their memory.
     proposals: Vec<(u32, Vec<(u32, f32)>)>,
     target: Vec<(u32, f32)>,
@@ -109,6 +120,7 @@ impl SamplerChooser {
             chosen: Trail::default(),
             random: sampler.random(),
             random_behind: None,
+            random_of_rows: Vec::new(),
             sampler,
             proposals: Vec::new(),
             target: Vec::new(),
@@ -191,6 +203,22 @@ impl Chooser for SamplerChooser {
 
     fn draw_ahead(&mut self) -> Option<Draw> {
         if self.constraint.is_none() { self.sampler.draw_ahead() } else { None }
+    }
+
+    fn draw_rows(&mut self, count: usize) -> Option<Vec<Draw>> {
+        self.random_of_rows.clear();
+        let mut draw = || {
+            let draw = self.draw_ahead();
+            self.random_of_rows.push(self.sampler.random());
+            draw
+        };
+        (0..count).map(|_| draw()).collect()
+    }
+
+    fn keep_draws(&mut self, count: usize) {
+        if let Some(&random) = count.checked_sub(1).and_then(|last| self.random_of_rows.get(last)) {
+            self.sampler.set_random(random);
+        }
     }
 
     fn begin(&mut self) {

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use keel_array::Regime;
+use keel_array::sampling::Draw;
 
 use super::round::{Part, RoundSequence};
 use crate::options::HEAD_LAG_MAX;
@@ -28,21 +29,21 @@ impl Engine {
     }
 
     /// Makes the drafts of each sequence. The first pass of the head runs the rows it is behind, each further one its own
-    /// result and the draft made of it.
+    /// result and the draft made of it, which lie where it reads them unless the sequences are others.
     pub(super) fn draft(&mut self, batch: &mut [RoundSequence<'_>], parts: &mut [Part]) -> Result<()> {
         let deepest = parts.iter().map(|part| part.depth).max().unwrap_or(0);
         if deepest == 0 {
             return Ok(());
         }
-        let width = self.model.config.hidden;
-        let mut logits = Vec::new();
-        // Results of the last pass, in its order.
-        let mut hidden: Vec<(usize, Vec<f32>)> = Vec::new();
+        let (width, mut logits) = (self.model.config.hidden, Vec::new());
+        // The sequences of the last pass, in its order.
+        let mut before: Vec<usize> = Vec::new();
         for pass in 0..deepest {
             let start = Instant::now();
             let active: Vec<usize> = (0..batch.len()).filter(|&i| parts[i].depth > pass).collect();
-            let mut input = Vec::new();
-            let mut rows = Vec::with_capacity(active.len());
+            let stays = active == before;
+            let is_drawn = stays && active.iter().all(|&i| parts[i].draws.is_some());
+            let (mut input, mut rows) = (Vec::new(), Vec::with_capacity(active.len()));
             for &i in &active {
                 let (RoundSequence { cache, speculation, .. }, part) = (&batch[i], &parts[i]);
                 let (first, tokens) = if pass == 0 {
@@ -50,29 +51,29 @@ impl Engine {
                     let tokens = &speculation.lag_tokens[part.caught_up..];
                     (cache.len() - tokens.len(), tokens)
                 } else {
-                    let own = hidden.iter().find(|(of, _)| *of == i);
-                    input.extend_from_slice(own.map_or(&[], |(_, hidden)| hidden));
+                    if let Some(row) = before.iter().position(|&of| of == i).filter(|_| !stays) {
+                        self.stepper.append_draft_hidden(row, &mut input)?;
+                    }
                     (cache.len() + pass - 1, &part.drafts[pass - 1..])
                 };
-                rows.push(Rows { first, ..Rows::behind(cache, tokens) });
+                let draws: &[Draw] = if part.draws.is_some() { &[Draw::GREATEST] } else { &[] };
+                rows.push(Rows { first, draws, is_drawn, ..Rows::behind(cache, tokens) });
             }
-            self.stepper.write_draft_input(&input)?;
-            self.run(Regime::Decode, Outcome::Draft, &rows)?;
-            hidden.clear();
-            let greatest = self.stepper.read_greatest(active.len())?;
+            if !stays {
+                self.stepper.write_draft_input(&input)?;
+            }
+            let drawn = self.run_and_draw(Outcome::Draft, &rows, active.len())?;
             for (row, &i) in active.iter().enumerate() {
-                let draft = if batch[i].chooser.is_argmax() {
-                    greatest[row]
+                let draft = if parts[i].draws.is_some() {
+                    drawn[row]
                 } else {
                     self.stepper.read_logits(row, &mut logits)?;
                     batch[i].chooser.draft(&mut logits)?
                 };
                 parts[i].drafts.push(draft);
-                let mut own = Vec::new();
-                self.stepper.append_draft_hidden(row, &mut own)?;
-                hidden.push((i, own));
             }
-            self.costs.note_draft(active.len(), start.elapsed().as_secs_f64());
+            before = active;
+            self.costs.note_draft(before.len(), start.elapsed().as_secs_f64());
         }
         for (sequence, part) in batch.iter_mut().zip(parts) {
             sequence.chooser.retract()?;

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use keel_array::Regime;
+use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
 use super::choose::Chooser;
@@ -43,6 +43,8 @@ pub(super) struct Part {
     pub depth: usize,
     /// The drafts.
     pub drafts: Vec<u32>,
+    /// How the pass of the model draws a token behind each row; `None` if the chooser reads the logits.
+    pub draws: Option<Vec<Draw>>,
     /// Rows that the head was behind and has run by themselves.
     pub caught_up: usize,
     /// Whether the round named the last of those rows.
@@ -90,6 +92,7 @@ impl Engine {
         }
         for (sequence, part) in batch.iter_mut().zip(&mut parts) {
             sequence.chooser.begin();
+            part.draws = self.draws_of(&mut *sequence.chooser, part.depth + 1);
             part.was_named = sequence.speculation.name_last(sequence.last);
             part.lag_values = sequence.speculation.lag_hidden.len();
         }
@@ -120,9 +123,21 @@ impl Engine {
                 let most = if s.chooser.can_draft() { self.options.drafts.min(room) } else { 0 };
                 let depth =
                     s.speculation.control.choose(&self.costs, sequences, most, s.speculation.lag_rows());
-                Part { depth, drafts: Vec::new(), caught_up: 0, was_named: false, lag_values: 0 }
+                let (drafts, draws) = (Vec::new(), None);
+                Part { depth, drafts, draws, caught_up: 0, was_named: false, lag_values: 0 }
             })
             .collect()
+    }
+
+    /// How tokens behind so many rows are drawn by the device that has their logits: greedy ones always, others where reading
+    /// logits takes the host longer than worse drafts cost. A draft that the head holds for certain stays with the
+    /// probability that the model gives it, and what is drawn instead of it is not that draft: so it stays if it is what is drawn from the
+    /// model's logits, and the text is the one without drafts.
+    fn draws_of(&self, chooser: &mut dyn Chooser, rows: usize) -> Option<Vec<Draw>> {
+        if chooser.is_argmax() {
+            return Some(vec![Draw::GREATEST; rows]);
+        }
+        if self.runs_ahead() { chooser.draw_rows(rows) } else { None }
     }
 
     /// Everything that may fail, and the times of drafting, verifying and choosing.
@@ -138,31 +153,38 @@ impl Engine {
         self.draft(batch, parts)?;
         let drafting = start.elapsed();
         let start = Instant::now();
-        self.verify(batch, parts)?;
+        let drawn = self.verify(batch, parts)?;
         let verifying = start.elapsed();
         let start = Instant::now();
-        let judged = self.judge(batch, parts)?;
+        let judged = self.judge(batch, parts, &drawn)?;
         Ok((judged, [drafting, verifying, start.elapsed()]))
     }
 
-    /// Runs the last token of each sequence and its drafts.
-    fn verify(&mut self, batch: &[RoundSequence<'_>], parts: &[Part]) -> Result<()> {
+    /// Runs the last token of each sequence and its drafts. Returns what the device has drawn behind each of them.
+    fn verify(&mut self, batch: &[RoundSequence<'_>], parts: &[Part]) -> Result<Vec<u32>> {
         let tokens: Vec<Vec<u32>> =
             batch.iter().zip(parts).map(|(s, part)| [&[s.last][..], &part.drafts].concat()).collect();
-        let rows: Vec<Rows<'_>> =
-            batch.iter().zip(&tokens).map(|(s, tokens)| Rows::behind(s.cache, tokens)).collect();
-        self.run(Regime::Decode, Outcome::OpenRows, &rows)
+        let rows = batch.iter().zip(&tokens).zip(parts).map(|((s, tokens), part)| Rows {
+            draws: part.draws.as_deref().unwrap_or(&[]),
+            ..Rows::behind(s.cache, tokens)
+        });
+        let rows: Vec<Rows<'_>> = rows.collect();
+        let count = tokens.iter().map(Vec::len).sum();
+        self.run_and_draw(Outcome::OpenRows, &rows, count)
     }
 
     /// Chooses the tokens of each sequence, and takes the hidden states of their rows for the head.
-    fn judge(&mut self, batch: &mut [RoundSequence<'_>], parts: &[Part]) -> Result<Vec<Round>> {
+    fn judge(
+        &mut self,
+        batch: &mut [RoundSequence<'_>],
+        parts: &[Part],
+        drawn: &[u32],
+    ) -> Result<Vec<Round>> {
         // Kept from round to round for its memory; a round that fails goes without.
         let mut logits = std::mem::take(&mut self.row_logits);
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
-        let rows = batch.len() + parts.iter().map(|part| part.drafts.len()).sum::<usize>();
-        let greatest = self.stepper.read_greatest(rows)?;
         for (sequence, part) in batch.iter_mut().zip(parts) {
-            let round = self.choose_tokens(sequence, (row, &part.drafts), &greatest, &mut logits)?;
+            let round = self.choose_tokens(sequence, (row, part), drawn, &mut logits)?;
             let lag = &mut sequence.speculation.lag_hidden;
             self.stepper.append_row_hidden(row, round.tokens.len(), lag)?;
             all.push(round);
@@ -172,35 +194,37 @@ impl Engine {
         Ok(all)
     }
 
-    /// The tokens of a sequence whose rows begin at `row`; `greatest` are the tokens with the greatest logits of all rows.
+    /// The tokens of a sequence whose rows begin at `row`; `drawn` are those that the device has drawn behind all rows.
     fn choose_tokens(
         &self,
         sequence: &mut RoundSequence<'_>,
-        (row, drafts): (usize, &[u32]),
-        greatest: &[u32],
+        (row, part): (usize, &Part),
+        drawn: &[u32],
         logits: &mut Vec<f32>,
     ) -> Result<Round> {
+        let drafts = &part.drafts;
         let SpeculationOptions { optimistic, .. } = sequence.speculation.options;
-        let mut tokens = Vec::with_capacity(drafts.len() + 1);
+        let (mut tokens, mut is_last) = (Vec::with_capacity(drafts.len() + 1), false);
         for i in 0..=drafts.len() {
             let draft = drafts.get(i).copied();
             let choice = match draft {
                 Some(draft) if optimistic => sequence.chooser.take(draft)?,
-                _ if sequence.chooser.is_argmax() => sequence.chooser.take(greatest[row + i])?,
+                _ if part.draws.is_some() => sequence.chooser.take(drawn[row + i])?,
                 _ => {
                     self.stepper.read_logits(row + i, logits)?;
                     sequence.chooser.choose(logits, draft.map(|draft| (i, draft)))?
                 }
             };
             tokens.push(choice.token);
-            if choice.is_last {
-                return Ok(Round { tokens, is_last: true });
-            }
-            if draft != Some(choice.token) {
+            is_last = choice.is_last;
+            if is_last || draft != Some(choice.token) {
                 break;
             }
         }
-        Ok(Round { tokens, is_last: false })
+        if part.draws.is_some() {
+            sequence.chooser.keep_draws(tokens.len());
+        }
+        Ok(Round { tokens, is_last })
     }
 }
 

@@ -38,9 +38,9 @@ pub(crate) enum Outcome {
     MtpHidden,
     /// Logits of rows of the hidden buffer.
     Head,
-    /// Logits and hidden states of every row, which is left open.
+    /// Logits and hidden states of every row, which is left open, and tokens drawn from those logits.
     OpenRows,
-    /// Hidden states of the multi-token-prediction head in the last row of each sequence, and their logits.
+    /// Hidden states of the multi-token-prediction head in the last row of each sequence, their logits, and tokens drawn from those.
     Draft,
     /// Keys and values of the multi-token-prediction head.
     HeadState,
@@ -190,7 +190,10 @@ impl Stepper {
                 let draft = self.results.draft()?;
                 vec![
                     (hidden, draft.rows.prefix(shape.rows)?),
-                    (logits.argmax(-1)?, draft.greatest.prefix(shape.rows)?),
+                    (
+                        logits.sample(&self.staging.draws.prefix(shape.rows)?)?,
+                        draft.drawn.prefix(shape.rows)?,
+                    ),
                     (logits, self.results.logits.prefix(shape.rows)?),
                 ]
             }
@@ -256,11 +259,13 @@ impl Stepper {
         let tokens = self.staging.tokens.prefix(shape.rows)?;
         let hidden = trace_mtp(model, layers, (&self.draft_input(shape)?, &tokens), context)?;
         let last = hidden.take(&self.staging.last_rows.prefix(shape.sequences)?)?;
-        let (logits, draft) = (model.logits(&last)?, self.results.draft()?);
+        let logits = model.logits(&last)?;
+        // Where the next pass of the same sequences reads them.
+        let StepShape { sequences, .. } = shape;
         Ok(vec![
-            (logits.argmax(-1)?, draft.greatest.prefix(shape.sequences)?),
-            (logits, self.results.logits.prefix(shape.sequences)?),
-            (last, draft.head.prefix(shape.sequences)?),
+            (logits.sample(&self.staging.draws.prefix(sequences)?)?, self.staging.tokens.prefix(sequences)?),
+            (logits, self.results.logits.prefix(sequences)?),
+            (last, self.draft_input(StepShape { rows: sequences, ..shape })?),
         ])
     }
 
@@ -279,7 +284,7 @@ impl Stepper {
         (regime, outcome): (Regime, Outcome),
         rows: &[Rows<'_>],
     ) -> Result<&Executable> {
-        self.staging.fill(rows)?;
+        self.staging.fill(rows, outcome == Outcome::OpenRows)?;
         // A step that only commits has one row, of no sequence.
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
         let shape = StepShape { regime, rows: count, sequences: rows.len(), outcome };
@@ -317,15 +322,18 @@ impl Stepper {
         read_rows(&self.results.logits, row, 1, logits)
     }
 
-    /// Tokens that the last decode step drew for its first sequences.
+    /// Tokens that the last decode step, or pass of the head, drew for its first sequences.
     pub fn read_tokens(&self, sequences: usize) -> Result<Vec<u32>> {
         read_ids(&self.staging.tokens, sequences)
     }
 
-    /// The tokens with the greatest logits of the first rows of the last step with [`Outcome::OpenRows`] or
-    /// [`Outcome::Draft`].
-    pub fn read_greatest(&self, rows: usize) -> Result<Vec<u32>> {
-        read_ids(&self.results.draft()?.greatest, rows)
+    /// Where a step leaves the tokens that it draws, of so many rows: behind each row with [`Outcome::OpenRows`], else behind each
+    /// sequence.
+    pub fn drawn(&self, outcome: Outcome, rows: usize) -> Result<Array> {
+        Ok(match outcome {
+            Outcome::OpenRows => self.results.draft()?.drawn.prefix(rows)?,
+            _ => self.staging.tokens.prefix(rows)?,
+        })
     }
 
     /// Copies rows of the hidden states of the last step.
@@ -345,7 +353,8 @@ impl Stepper {
 
     /// Appends the hidden state of sequence `row` of the last step with [`Outcome::Draft`].
     pub fn append_draft_hidden(&self, row: usize, hidden: &mut Vec<f32>) -> Result<()> {
-        append_rows(&self.results.draft()?.head, row, 1, hidden)
+        let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
+        append_rows(&head.hidden, row, 1, hidden)
     }
 
     /// Sets the hidden states for the rows of a step with [`Outcome::Draft`] or [`Outcome::HeadState`].

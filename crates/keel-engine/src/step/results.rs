@@ -23,10 +23,10 @@ pub(super) struct Results {
 pub(super) struct DraftResults {
     /// Hidden states of the rows of a decode step, f32 `[decode rows, hidden]`.
     pub rows: Array,
-    /// Hidden states of the multi-token-prediction head, f32 `[sequences, hidden]`.
+    /// Hidden states of the multi-token-prediction head behind a prompt's rows, f32 `[sequences, hidden]`; nobody reads them.
     pub head: Array,
-    /// The token with the greatest logit of each row of logits, u32 `[decode rows]`.
-    pub greatest: Array,
+    /// The token drawn behind each open row, u32 `[decode rows]`.
+    pub drawn: Array,
     /// What a pass of the head for its keys and values gives, f32 `[1, KV D]`.
     pub remembered: Array,
     /// What a step without rows gives, f32 `[1, Hv, Dv]`; none without recurrent layers.
@@ -49,7 +49,7 @@ impl Results {
             _ => Some(DraftResults {
                 rows: output(&[options.decode_rows(), hidden])?,
                 head: output(&[options.sequences, hidden])?,
-                greatest: ids(options.decode_rows())?,
+                drawn: ids(options.decode_rows())?,
                 remembered: output(&[1, model.config.kv_heads * model.config.head_dim])?,
                 committed: recurrent.map(|shape| output(&shape)).transpose()?,
             }),

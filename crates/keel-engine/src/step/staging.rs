@@ -16,8 +16,8 @@ pub(crate) struct Rows<'a> {
     pub first: usize,
     /// The token behind the last row, where it is known: the multi-token-prediction head reads it.
     pub next: Option<u32>,
-    /// How the token behind a decode step is drawn, if not by the host.
-    pub draw: Option<Draw>,
+    /// How the token behind a decode step is drawn, or those behind each of its open rows. None if the host draws them.
+    pub draws: &'a [Draw],
     /// Open rows of the step before that stay, which this one commits.
     pub accepted: usize,
     /// The token is there already: the step before this one draws it, of the same sequences in the same order.
@@ -28,7 +28,7 @@ impl<'a> Rows<'a> {
     /// Rows behind what the sequence holds.
     pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
         let (first, accepted) = (sequence.offset(), sequence.accepted());
-        Rows { sequence, tokens, first, next: None, draw: None, accepted, is_drawn: false }
+        Rows { sequence, tokens, first, next: None, draws: &[], accepted, is_drawn: false }
     }
 }
 
@@ -45,7 +45,7 @@ pub(super) struct Staging {
     window_table: Array,
     accepted: Array,
     pub last_rows: Array,
-    /// How tokens are drawn, f32 `[sequences, 5]`.
+    /// How tokens are drawn, f32 `[decode rows, 5]`: a row for each sequence, or for each open row.
     pub draws: Array,
     pub head: Option<HeadStaging>,
 }
@@ -54,7 +54,7 @@ pub(super) struct Staging {
 pub(super) struct HeadStaging {
     /// The token behind each row of a prompt, u32 `[prefill rows]`.
     pub next_tokens: Array,
-    /// Hidden states for rows of its own, f32 `[head rows, hidden]`.
+    /// Hidden states for rows of its own, f32 `[head rows, hidden]`. A pass that drafts leaves its last row of each sequence here.
     pub hidden: Array,
 }
 
@@ -90,7 +90,7 @@ impl Staging {
             window_table,
             accepted: input(&[sequences], DType::U32)?,
             last_rows: input(&[sequences], DType::U32)?,
-            draws: input(&[sequences, Draw::WORDS], DType::F32)?,
+            draws: input(&[options.decode_rows(), Draw::WORDS], DType::F32)?,
             head,
         })
     }
@@ -108,8 +108,8 @@ impl Staging {
         Ok((batch, window_batch))
     }
 
-    /// Fills the buffers for the rows of a step.
-    pub fn fill(&self, rows: &[Rows<'_>]) -> Result<()> {
+    /// Fills the buffers for the rows of a step, which draws a token behind each of them if `draws_rows`, else behind each sequence.
+    pub fn fill(&self, rows: &[Rows<'_>], draws_rows: bool) -> Result<()> {
         let pages = self.table.shape()[1];
         let (mut tokens, mut next_tokens, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         let (mut row_start, mut last_rows) = (vec![0u32], Vec::new());
@@ -138,8 +138,13 @@ impl Staging {
         self.accepted.write(&accepted)?;
         self.fill_windows(rows)?;
         self.last_rows.write(&last_rows)?;
-        let words = |row: &Rows<'_>| row.draw.as_ref().map_or(Draw::NOTHING, Draw::words);
-        self.draws.write(&rows.iter().flat_map(words).collect::<Vec<f32>>())?;
+        let mut words = Vec::new();
+        for row in rows {
+            let count = if draws_rows { row.tokens.len() } else { 1 };
+            let of = |i: usize| row.draws.get(i).map_or(Draw::NOTHING, Draw::words);
+            words.extend((0..count).flat_map(of));
+        }
+        self.draws.write(&words)?;
         match &self.head {
             Some(head) if next_tokens.len() <= head.next_tokens.shape()[0] => {
                 Ok(head.next_tokens.write(&next_tokens)?)

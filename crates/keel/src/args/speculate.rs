@@ -15,8 +15,9 @@ use crate::source::Model;
 #[derive(Clone, Debug, Args)]
 pub struct SpeculateArgs {
     /// Tokens that the checkpoint's multi-token-prediction head drafts for one step to verify: 1 to 8, auto for as many
-    /// as pay, off. Greedy text is the same with all of them, and sampled text has the same distribution. Auto is off
-    /// where the checkpoint has no such head, and on a GPU.
+    /// as pay, off. Greedy text is the same with all of them, and sampled text has the same distribution (on a GPU it is the
+    /// same text where the device draws it). Auto is off where the checkpoint has no such head, and on a GPU: 2 to 4 are worth
+    /// trying there.
     #[arg(long, value_name = "N|auto|off", default_value = "auto")]
     pub speculate: Speculate,
     /// Take every draft without comparing it with what the model says. WARNING: the text is then not the model's: it may
@@ -50,8 +51,13 @@ impl FromStr for Speculate {
 }
 
 impl SpeculateArgs {
-    /// How a checkpoint is run; `None` is without speculation. On a GPU, where the built-in model gains nothing by it and
-    /// no larger one was timed, auto is off.
+    /// Whether there have to be drafts.
+    pub fn is_asked_for(&self) -> bool {
+        matches!(self.speculate, Speculate::Drafts(_))
+    }
+
+    /// How a checkpoint is run; `None` is without speculation. On a GPU auto is off: steps of an engine that can draft take a tenth
+    /// longer there, and rounds do not run ahead of the host, which a model whose drafts fail would pay for.
     ///
     /// # Errors
     /// If drafts are asked for and there is no head, or optimism without drafts.

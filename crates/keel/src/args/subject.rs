@@ -56,11 +56,11 @@ impl SubjectArgs {
         if self.shape.is_some() { Ok(None) } else { source::open(self.model.as_deref()).map(Some) }
     }
 
-    /// The model that was opened, or the shape.
+    /// The model that was opened, or the shape, with its multi-token-prediction head if it has one and it `drafts`.
     ///
     /// # Errors
     /// A shape or format that does not exist.
-    pub fn subject<'a>(&self, model: Option<&'a Model>) -> Result<Subject<'a>> {
+    pub fn subject<'a>(&self, model: Option<&'a Model>, drafts: bool) -> Result<Subject<'a>> {
         if let Some(model) = model {
             return Ok(Subject {
                 name: model.path.display().to_string(),
@@ -71,7 +71,8 @@ impl SubjectArgs {
             });
         }
         let name = self.shape.clone().unwrap_or_default();
-        let Some(json) = keel_models::shape(&name) else {
+        let with_head = if drafts { keel_models::shape_with_head(&name) } else { None };
+        let Some(json) = with_head.or_else(|| keel_models::shape(&name)) else {
             return Err(usage(format!("--shape {name} is not known; there are {}", SHAPE_NAMES.join(", "))));
         };
         let format = self.random_format()?;

@@ -47,7 +47,7 @@ pub struct PlanArgs {
 /// Runs the command.
 pub fn run(args: &PlanArgs) -> Result<()> {
     let model = args.subject.open()?;
-    let subject = args.subject.subject(model.as_ref())?;
+    let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
     let context = context_for(&subject.config, args.context).context("--context")?;
     let drafts = drafts_max(args.speculate.for_subject(&subject, model.is_none())?);
     let swap_bytes = args.swap as usize;

@@ -106,7 +106,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         return Err(usage("--prompt and --gen take at least one token"));
     }
     let model = args.subject.open()?;
-    let subject = args.subject.subject(model.as_ref())?;
+    let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
     let tokens = args.prompt.saturating_add(args.generated);
     let speculation = args.speculate.for_subject(&subject, model.is_none())?;
     let options = EngineOptions {

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
+use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
 use keel_engine::{Engine, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions};
@@ -113,15 +114,24 @@ impl Sequences {
 
 fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<(Vec<Vec<u32>>, f64)> {
     let mut all = Sequences::start(engine, prompt)?;
-    let mut logits = Vec::new();
+    let mut last: Vec<u32> = all.tokens.iter().map(|tokens| tokens[tokens.len() - 1]).collect();
+    let draws = vec![Draw::GREATEST; last.len()];
     let start = Instant::now();
-    for _ in 1..wanted {
-        let last: Vec<u32> = all.tokens.iter().map(|tokens| tokens[tokens.len() - 1]).collect();
-        engine.decode(&mut all.caches.iter_mut().collect::<Vec<_>>(), &last)?;
-        for (row, (tokens, chooser)) in all.tokens.iter_mut().zip(&mut all.choosers).enumerate() {
-            engine.logits(row, &mut logits)?;
-            tokens.push(chooser.choose(&mut logits, None)?.token);
-        }
+    let mut caches: Vec<&mut SequenceCache> = all.caches.iter_mut().collect();
+    for i in 1..wanted {
+        last = if engine.runs_ahead() {
+            if i == 1 {
+                engine.submit_decode(&mut caches, Some(&last), &draws)?;
+            }
+            if i + 1 < wanted {
+                engine.submit_decode(&mut caches, None, &draws)?;
+            }
+            engine.take_drawn(&mut caches)?
+        } else {
+            let draws: Vec<Option<Draw>> = draws.iter().copied().map(Some).collect();
+            engine.decode_and_draw(&mut caches, &last, &draws)?.into_iter().flatten().collect()
+        };
+        all.tokens.iter_mut().zip(&last).for_each(|(tokens, &token)| tokens.push(token));
     }
     Ok(all.finish(engine, start))
 }
