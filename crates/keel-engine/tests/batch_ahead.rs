@@ -20,7 +20,12 @@ fn models() -> Vec<PathBuf> {
 }
 
 fn batcher(folder: &Path, runtime: &Runtime) -> Batcher {
+    drafting(folder, runtime, 0)
+}
+
+fn drafting(folder: &Path, runtime: &Runtime, drafts: usize) -> Batcher {
     let options = EngineOptions {
+        drafts,
         context: 512,
         sequences: 4,
         prefill_step: 128,
@@ -97,6 +102,31 @@ fn answers_are_those_of_steps_that_are_waited_for() {
                 }
             }
             assert_all_is_back(&mut batcher);
+        }
+    }
+}
+
+/// The device draws in rounds, too, so that sampled answers do not depend on how many drafts their neighbours had. What the host draws for
+/// keeps its distribution, not its text.
+#[test]
+fn answers_with_drafts_are_those_without() {
+    for folder in [demo()].into_iter().chain(fixture("qwen3_5_moe")) {
+        for (waiting, queueing) in waiting_and_queueing() {
+            let mut alone = batcher(&folder, &waiting);
+            let mut together = drafting(&folder, &queueing, 3);
+            let drawn_there: Vec<usize> = (0..REQUESTS).filter(|i| i % 6 != 5).collect();
+            let numbered = |(id, &i): (usize, &usize)| BatchRequest {
+                id: id as u64,
+                speculate: false, // but where it changes nothing
+                ..request(i, Vec::new())
+            };
+            let outcomes = run(&mut together, drawn_there.iter().enumerate().map(numbered).collect());
+            assert!(together.status().speculation.drafted_total() > 0);
+            for (got, &i) in outcomes.into_iter().zip(&drawn_there) {
+                let want = run_alone(&mut alone, request(i, Vec::new()));
+                expect_answer(&format!("{} with drafts", folder.display()), i, got, &want);
+            }
+            assert_all_is_back(&mut together);
         }
     }
 }

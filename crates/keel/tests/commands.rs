@@ -82,9 +82,18 @@ fn the_cpu_is_deterministic_without_being_told() {
     let told = json(&[&command[..], &["--deterministic"]].concat());
     assert_eq!(told["tokens"], json(&command)["tokens"]);
     // A plan for a GPU needs none. Decode shares keys by position, whatever the batch: more partial sums, many steps of the arena.
-    let plan = ["plan", "--device", "cuda:0", "--batch", "256", "--json"];
+    let plan = ["plan", "--device", "cuda:0", "--shape", "qwen3.5-0.8b", "--batch", "64", "--json"];
     let arena = |flags: &[&str]| json(&[&plan[..], flags].concat())["activations"].as_u64();
     assert!(arena(&["--deterministic"]) > arena(&[]));
+}
+
+/// As `generate` does, which drafts by itself on the CPU alone.
+#[test]
+fn a_plan_for_a_gpu_has_drafts_only_if_they_are_asked_for() {
+    let log = |flags: &[&str]| json(&[&["plan", "--json"], flags].concat())["delta_log"].as_u64();
+    assert!(log(&[]) > Some(0));
+    assert_eq!(log(&["--device", "cuda:0"]), Some(0));
+    assert!(log(&["--device", "cuda:0", "--speculate", "3"]) > Some(0));
 }
 
 #[test]

@@ -59,8 +59,9 @@ pub struct BatchRequest {
     pub marks: Vec<usize>,
     /// The request fails when this has passed.
     pub deadline: Option<Instant>,
-    /// Whether it may draft, where the engine can. How many drafts pay depends on the load, and with them the order in
-    /// which random numbers are used: a sampled text that its seed should decide must not draft. A greedy one may.
+    /// Whether it may draft, where the engine can, even if that makes another text of the same distribution. How many drafts
+    /// pay depends on the load, and with them the order in which random numbers are used: for a sampled text that its seed should decide
+    /// say no. It then drafts only where a device draws its tokens, which are the same with drafts.
     pub speculate: bool,
 }
 

@@ -67,8 +67,7 @@ impl SpeculateArgs {
         device: Device,
         sampling: &SamplingArgs,
     ) -> Result<Option<SpeculationOptions>> {
-        let options = self.options(has_mtp_head(&model.config, &*model.parameters()))?;
-        let options = options.filter(|options| device == Device::Cpu || options.depth != Depth::Auto);
+        let options = self.on(device, has_mtp_head(&model.config, &*model.parameters()))?;
         Ok(options.map(|options| SpeculationOptions { repeatable: sampling.is_repeatable(), ..options }))
     }
 
@@ -76,9 +75,20 @@ impl SpeculateArgs {
     ///
     /// # Errors
     /// As [`SpeculateArgs::for_model`].
-    pub fn for_subject(&self, subject: &Subject<'_>, is_random: bool) -> Result<Option<SpeculationOptions>> {
+    pub fn for_subject(
+        &self,
+        subject: &Subject<'_>,
+        device: Device,
+        is_random: bool,
+    ) -> Result<Option<SpeculationOptions>> {
         let is_pointless = is_random && self.speculate == Speculate::Auto;
-        self.options(!is_pointless && has_mtp_head(&subject.config, &*subject.parameters))
+        self.on(device, !is_pointless && has_mtp_head(&subject.config, &*subject.parameters))
+    }
+
+    /// As [`SpeculateArgs::options`], on a device.
+    fn on(&self, device: Device, has_head: bool) -> Result<Option<SpeculationOptions>> {
+        let options = self.options(has_head)?;
+        Ok(options.filter(|options| device == Device::Cpu || options.depth != Depth::Auto))
     }
 
     /// How a model with or without a head is run; `None` is without speculation.

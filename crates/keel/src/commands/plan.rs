@@ -49,7 +49,7 @@ pub fn run(args: &PlanArgs) -> Result<()> {
     let model = args.subject.open()?;
     let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
     let context = context_for(&subject.config, args.context).context("--context")?;
-    let drafts = drafts_max(args.speculate.for_subject(&subject, model.is_none())?);
+    let drafts = drafts_max(args.speculate.for_subject(&subject, args.device.device(), model.is_none())?);
     let swap_bytes = args.swap as usize;
     let options =
         EngineOptions { context, sequences: args.batch, drafts, swap_bytes, ..args.engine.options() };

@@ -74,7 +74,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FOLDER", conflicts_with = "no_prefix_reuse")]
     prefix_cache_dir: Option<PathBuf>,
     /// Drafts of the multi-token-prediction head that a step may verify for each sequence, if the model has one; how many
-    /// are made is measured, down to none. A sampled request with a seed makes none.
+    /// are made is measured, down to none. A sampled request with a seed makes none on the CPU.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=DRAFTS_MAX as i64))]
     drafts: u8,
     /// Tokens of one step, of answers and prompts together: a long prompt delays others by no more than this.

@@ -108,7 +108,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let model = args.subject.open()?;
     let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
     let tokens = args.prompt.saturating_add(args.generated);
-    let speculation = args.speculate.for_subject(&subject, model.is_none())?;
+    let speculation = args.speculate.for_subject(&subject, args.device.device(), model.is_none())?;
     let options = EngineOptions {
         drafts: drafts_max(speculation),
         context: context_for(&subject.config, tokens).context("--prompt and --gen")?,
