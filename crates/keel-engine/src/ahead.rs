@@ -17,7 +17,7 @@ use keel_array::sampling::Draw;
 use keel_array::{ArrayError, FailedRun, PendingRun, RUNS_MAX, Regime, RowLog};
 use keel_cache::SequenceCache;
 
-use crate::step::{Outcome, Rows};
+use crate::step::{Outcome, Rows, ids_of};
 use crate::{Engine, EngineError, Result};
 
 /// A step that nobody has waited for.
@@ -39,8 +39,7 @@ impl StepUnderWay {
         let StepUnderWay { run, slots } = self;
         let mut bytes = vec![0; slots.len() * size_of::<u32>()];
         let outcome = run.wait(&mut bytes);
-        let tokens = || bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect();
-        EndedStep { slots, outcome: outcome.map(|()| tokens()) }
+        EndedStep { slots, outcome: outcome.map(|()| ids_of(&bytes)) }
     }
 
     fn has(&self, sequence: &SequenceCache) -> bool {

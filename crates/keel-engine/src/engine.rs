@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::ahead::StepUnderWay;
 use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
 use crate::speculation::Costs;
-use crate::step::{HEAD_ROWS, Outcome, Rows, StepShape, Stepper};
+use crate::step::{HEAD_ROWS, Outcome, Rows, StepShape, Stepper, ids_of};
 use crate::{EngineError, Result};
 
 /// Takes one row of logits at a time.
@@ -367,16 +367,14 @@ impl Engine {
     ) -> Result<Vec<u32>> {
         let drawn = self.stepper.drawn(outcome, count)?;
         let mut bytes = vec![0; drawn.bytes()];
-        let step = self.step_for((Regime::Decode, outcome), rows)?;
-        let ended = if bytes.len() <= RESULT_BYTES_MAX {
-            step.submit(&drawn).wait(&mut bytes)
-        } else {
-            let ended = step.run();
+        if bytes.len() > RESULT_BYTES_MAX {
+            self.run(Regime::Decode, outcome, rows)?;
             drawn.read_bytes(0, &mut bytes)?;
-            ended
-        };
-        ended.map_err(|failed| self.note_failed((Regime::Decode, outcome), rows, failed))?;
-        Ok(bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
+        } else {
+            let ended = self.step_for((Regime::Decode, outcome), rows)?.submit(&drawn).wait(&mut bytes);
+            ended.map_err(|failed| self.note_failed((Regime::Decode, outcome), rows, failed))?;
+        }
+        Ok(ids_of(&bytes))
     }
 
     /// The step over these rows, once nothing else is under way.

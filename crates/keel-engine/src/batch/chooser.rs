@@ -37,9 +37,19 @@ impl BatchChooser {
         self.failure.take()
     }
 
+    /// Lets the sequence draft if its tokens are drawn by whoever has the logits, and so are the same with drafts.
+    pub fn draft_if_drawn_ahead(&mut self) {
+        self.drafts |= self.draws_ahead();
+    }
+
+    /// Whether only the sampler may want logits.
+    fn needs_no_logits(&self) -> bool {
+        self.top_logprobs.is_none() && self.failure.is_none()
+    }
+
     /// Whether the next tokens can be drawn from the logits by whoever has them.
     pub fn draws_ahead(&self) -> bool {
-        self.top_logprobs.is_none() && self.failure.is_none() && self.inner.draws_ahead()
+        self.needs_no_logits() && self.inner.draws_ahead()
     }
 
     /// As [`Chooser::draw_ahead`], for the token behind the one that is still to be taken.
@@ -69,15 +79,15 @@ impl Chooser for BatchChooser {
     }
 
     fn is_argmax(&self) -> bool {
-        self.top_logprobs.is_none() && self.failure.is_none() && self.inner.is_argmax()
+        self.needs_no_logits() && self.inner.is_argmax()
     }
 
     fn draw_ahead(&mut self) -> Option<Draw> {
-        if self.top_logprobs.is_none() && self.failure.is_none() { self.inner.draw_ahead() } else { None }
+        if self.needs_no_logits() { self.inner.draw_ahead() } else { None }
     }
 
     fn draw_rows(&mut self, count: usize) -> Option<Vec<Draw>> {
-        if self.top_logprobs.is_none() && self.failure.is_none() { self.inner.draw_rows(count) } else { None }
+        if self.needs_no_logits() { self.inner.draw_rows(count) } else { None }
     }
 
     fn keep_draws(&mut self, count: usize) {

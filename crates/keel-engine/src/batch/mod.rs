@@ -284,12 +284,11 @@ impl Batcher {
         } else {
             Vec::new()
         };
-        let is_drawn_ahead = self.engine.runs_ahead()
-            && request.constraint.is_none()
-            && request.top_logprobs.is_none()
-            && sampler.draws_ahead();
-        let request = BatchRequest { speculate: request.speculate || is_drawn_ahead, ..request };
-        self.running.push(Running::new(request, sequence, stops, sampler));
+        let mut running = Running::new(request, sequence, stops, sampler);
+        if self.engine.runs_ahead() {
+            running.draft_if_drawn_ahead();
+        }
+        self.running.push(running);
         Ok(())
     }
 

@@ -151,6 +151,11 @@ impl Running {
         self.chooser.draw_ahead()
     }
 
+    /// As [`BatchChooser::draft_if_drawn_ahead`].
+    pub fn draft_if_drawn_ahead(&mut self) {
+        self.chooser.draft_if_drawn_ahead();
+    }
+
     /// Whether the device can draw its next tokens.
     pub fn draws_ahead(&self) -> bool {
         self.chooser.draws_ahead()

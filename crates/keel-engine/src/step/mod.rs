@@ -12,6 +12,7 @@ use keel_models::blocks::StepContext;
 use crate::engine::LogitSink;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
+pub(crate) use results::ids_of;
 use results::{Results, append_rows, read_ids, read_rows};
 pub(crate) use staging::Rows;
 use staging::Staging;

@@ -104,5 +104,10 @@ pub(super) fn read_rows(array: &Array, row: usize, rows: usize, values: &mut Vec
 pub(super) fn read_ids(array: &Array, count: usize) -> Result<Vec<u32>> {
     let mut bytes = vec![0; count * size_of::<u32>()];
     array.read_bytes(0, &mut bytes)?;
-    Ok(bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect())
+    Ok(ids_of(&bytes))
+}
+
+/// The ids that the bytes of a u32 buffer hold.
+pub(crate) fn ids_of(bytes: &[u8]) -> Vec<u32> {
+    bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
 }

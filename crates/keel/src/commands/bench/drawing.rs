@@ -30,7 +30,10 @@ impl Drawing {
         let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
         let draws = vec![self.draw(); all.len()];
         match draws.iter().copied().collect::<Option<Vec<Draw>>>() {
-            Some(draws) if engine.runs_ahead() => run_ahead(engine, &mut all, ids, &draws),
+            Some(draws) if engine.runs_ahead() => {
+                let first = vec![ids.first().copied().unwrap_or_default(); draws.len()];
+                run_ahead(engine, &mut all, (&first, ids.len()), &draws, |_| ())
+            }
             _ => ids.iter().try_for_each(|&id| {
                 engine.decode_and_draw(&mut all, &vec![id; draws.len()], &draws)?;
                 if self == Drawing::Host { draw_on_host(engine, draws.len()) } else { Ok(()) }
@@ -58,21 +61,25 @@ fn sampled() -> SamplerOptions {
     SamplerOptions { temperature: 0.7, top_k: 20, top_p: 0.95, seed: 1, ..SamplerOptions::default() }
 }
 
-/// As many steps as there are ids, the first of which is run by all sequences.
-fn run_ahead(
+/// So many steps, the first of which runs these tokens; `take` gets the tokens that each has drawn.
+///
+/// # Errors
+/// What the engine says.
+pub fn run_ahead(
     engine: &mut Engine,
     sequences: &mut [&mut SequenceCache],
-    ids: &[u32],
+    (first, steps): (&[u32], usize),
     draws: &[Draw],
+    mut take: impl FnMut(&[u32]),
 ) -> Result<()> {
-    for (i, id) in ids.iter().enumerate() {
-        if i == 0 {
-            engine.submit_decode(sequences, Some(&vec![*id; draws.len()]), draws)?;
+    for step in 0..steps {
+        if step == 0 {
+            engine.submit_decode(sequences, Some(first), draws)?;
         }
-        if i + 1 < ids.len() {
+        if step + 1 < steps {
             engine.submit_decode(sequences, None, draws)?;
         }
-        engine.take_drawn(sequences)?;
+        take(&engine.take_drawn(sequences)?);
     }
     Ok(())
 }

@@ -9,6 +9,7 @@ use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculati
 use keel_engine::{Engine, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions};
 use serde_json::{Value, json};
 
+use super::drawing::run_ahead;
 use super::runs::{Spread, random_ids};
 use crate::report::rate;
 use crate::speculation::SpeculationReport;
@@ -117,21 +118,17 @@ fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<(Vec<V
     let mut last: Vec<u32> = all.tokens.iter().map(|tokens| tokens[tokens.len() - 1]).collect();
     let draws = vec![Draw::GREATEST; last.len()];
     let start = Instant::now();
-    let mut caches: Vec<&mut SequenceCache> = all.caches.iter_mut().collect();
-    for i in 1..wanted {
-        last = if engine.runs_ahead() {
-            if i == 1 {
-                engine.submit_decode(&mut caches, Some(&last), &draws)?;
-            }
-            if i + 1 < wanted {
-                engine.submit_decode(&mut caches, None, &draws)?;
-            }
-            engine.take_drawn(&mut caches)?
-        } else {
-            let draws: Vec<Option<Draw>> = draws.iter().copied().map(Some).collect();
-            engine.decode_and_draw(&mut caches, &last, &draws)?.into_iter().flatten().collect()
-        };
-        all.tokens.iter_mut().zip(&last).for_each(|(tokens, &token)| tokens.push(token));
+    let Sequences { caches, tokens, .. } = &mut all;
+    let mut caches: Vec<&mut SequenceCache> = caches.iter_mut().collect();
+    let mut take = |drawn: &[u32]| tokens.iter_mut().zip(drawn).for_each(|(all, &token)| all.push(token));
+    if engine.runs_ahead() {
+        run_ahead(engine, &mut caches, (&last, wanted - 1), &draws, take)?;
+    } else {
+        let draws: Vec<Option<Draw>> = draws.into_iter().map(Some).collect();
+        for _ in 1..wanted {
+            last = engine.decode_and_draw(&mut caches, &last, &draws)?.into_iter().flatten().collect();
+            take(&last);
+        }
     }
     Ok(all.finish(engine, start))
 }
