@@ -1,0 +1,145 @@
+//! Kernels of a GPU by themselves, beside its floors. `cargo bench -p keel-cuda --bench kernels [-- FILTER]` takes device 0
+//! and up to 8 GB of its memory.
+//!
+//! What is timed is one more of them in a graph: the time of 3 N less that of N, over 2 N, medians of 20 runs each. So what it takes
+//! to start a graph and to wait for it is not in it; what the start of one kernel hides behind the end of the one before it is,
+//! as in a step. Each has data of its own, together more than the cache holds, random throughout. A line counts the bytes that
+//! cannot be saved, each once, beside the rate of a copy within the device (reads and writes), or the operations beside those of
+//! cuBLASLt's largest bf16 product. That they compute what they should is the matter of `--test operations` and `--test fast_mode`.
+
+mod products;
+mod sequence;
+
+use keel_array::{Array, Category, DType, Result, Runtime, RuntimeOptions};
+use keel_cuda::{CudaBackend, CudaOptions, GpuPeaks};
+use keel_testkit::random::Random;
+use std::error::Error;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Runs behind those that load and capture.
+const RUNS: usize = 20;
+const WARM_UP: usize = 3;
+
+/// More than any cache holds.
+const COLD_BYTES: usize = 256 << 20;
+
+/// Instances of a kernel in the shorter graph, at most.
+const INSTANCES: usize = 128;
+
+/// What a kernel cannot do without.
+#[derive(Clone, Copy)]
+enum Floor {
+    /// Bytes read and written.
+    Bytes(usize),
+    /// Operations of tensor cores, a multiply-add counted as two, for so many rows.
+    Operations(f64, usize),
+}
+
+struct Bench {
+    runtime: Runtime,
+    peaks: GpuPeaks,
+    filter: String,
+}
+
+fn main() -> std::result::Result<(), Box<dyn Error>> {
+    let filter = std::env::args().skip(1).find(|arg| !arg.starts_with("--")).unwrap_or_default();
+    let peaks = GpuPeaks::measure(0)?;
+    println!(
+        "{}, copy {:.2} TB/s, bf16 {:.0} TFLOP/s",
+        peaks.name,
+        peaks.copy_bytes_per_s / 1e12,
+        peaks.bf16_ops_per_s / 1e12
+    );
+    let backend = Arc::new(CudaBackend::new(&CudaOptions::default())?);
+    let bench = Bench { runtime: Runtime::new(backend, RuntimeOptions::default()), peaks, filter };
+    products::time(&bench)?;
+    sequence::time(&bench)?;
+    Ok(())
+}
+
+impl Bench {
+    /// Times `op` on instances of what `data` makes and prints a line, if the filter asks for it. `cold` bytes of an instance are
+    /// its own and have to come from memory.
+    fn time<D>(
+        &self,
+        name: &str,
+        floor: Floor,
+        cold: usize,
+        mut data: impl FnMut() -> Result<D>,
+        op: impl Fn(&D) -> Result<Array>,
+    ) -> Result<()> {
+        if !name.contains(&self.filter) {
+            return Ok(());
+        }
+        let few = COLD_BYTES.div_ceil(cold).clamp(1, INSTANCES);
+        let instances = (0..3 * few).map(|_| data()).collect::<Result<Vec<D>>>()?;
+        let (short, long) = (self.graph(&instances[..few], &op)?, self.graph(&instances, &op)?);
+        self.report(name, floor, (long - short) / (2 * few) as f64);
+        Ok(())
+    }
+
+    /// Seconds of a graph of these instances.
+    fn graph<D>(&self, instances: &[D], op: impl Fn(&D) -> Result<Array>) -> Result<f64> {
+        let lazy = self.runtime.trace(|| instances.iter().map(&op).collect::<Result<Vec<Array>>>())?;
+        let places = lazy
+            .iter()
+            .map(|y| Array::persistent(&self.runtime, Category::Activations, y.shape().clone(), y.dtype()))
+            .collect::<Result<Vec<Array>>>()?;
+        let results: Vec<(&Array, &Array)> = lazy.iter().zip(&places).collect();
+        let graph = self.runtime.prepare(&results)?;
+        let mut seconds = Vec::with_capacity(RUNS);
+        for run in 0..WARM_UP + RUNS {
+            let start = Instant::now();
+            graph.run()?;
+            if run >= WARM_UP {
+                seconds.push(start.elapsed().as_secs_f64());
+            }
+        }
+        seconds.sort_by(f64::total_cmp);
+        Ok(seconds[RUNS / 2])
+    }
+
+    fn report(&self, name: &str, floor: Floor, seconds: f64) {
+        let us = seconds * 1e6;
+        match floor {
+            Floor::Bytes(bytes) => {
+                let (rate, peak) = (bytes as f64 / seconds, self.peaks.copy_bytes_per_s);
+                let (floor, share) = (bytes as f64 / peak * 1e6, 100.0 * rate / peak);
+                println!("{name:58} {us:9.1} us, floor {floor:8.1}: {:5.2} TB/s, {share:3.0}%", rate / 1e12);
+            }
+            Floor::Operations(operations, rows) => {
+                let (rate, peak) = (operations / seconds, self.peaks.bf16_ops_per_s);
+                let (floor, share) = (operations / peak * 1e6, 100.0 * rate / peak);
+                println!(
+                    "{name:58} {us:9.1} us, floor {floor:8.1}: {:5.0} TFLOP/s, {share:3.0}%, {:.1} ns a row",
+                    rate / 1e12,
+                    seconds / rows as f64 * 1e9
+                );
+            }
+        }
+    }
+
+    /// Memory of random numbers in `-1..1`.
+    fn random(&self, shape: &[usize]) -> Result<Array> {
+        self.random_within(shape, DType::F32, -1.0, 1.0)
+    }
+
+    /// Random numbers in f32 or f16, the same block of them again and again.
+    fn random_within(&self, shape: &[usize], dtype: DType, low: f32, high: f32) -> Result<Array> {
+        /// Odd, so that rows of the usual lengths differ.
+        const BLOCK: usize = (1 << 20) + 1;
+        let array = Array::persistent(&self.runtime, Category::Activations, shape, dtype)?;
+        let elements: usize = shape.iter().product();
+        let values = Random::new(elements as u64).uniforms(elements.min(BLOCK), low, high);
+        let bytes: Vec<u8> = match dtype {
+            DType::F16 => values.iter().flat_map(|&x| half::f16::from_f32(x).to_le_bytes()).collect(),
+            _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        };
+        for start in (0..elements * dtype.size()).step_by(bytes.len()) {
+            let len = bytes.len().min(elements * dtype.size() - start);
+            array.write_bytes(start, &bytes[..len])?;
+        }
+        Ok(array)
+    }
+}
