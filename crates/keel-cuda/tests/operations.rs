@@ -1,4 +1,5 @@
-//! Every operation against its oracle, over the case lists that all backends share. Needs a GPU: `KEEL_TEST_CUDA=1`.
+//! Every operation against its oracle, over the case lists that all backends share, in f32; and what the fast modes have kernels of
+//! their own for. Needs a GPU: `KEEL_TEST_CUDA=1`.
 //!
 //! `KEEL_TEST_OPS=linear,sort` takes some operations alone. `KEEL_TEST_KERNELS=FILE` writes down the cases, each with the kernels
 //! that it launches: a line for each, with a tab between the two. For tools under which all cases take too long,
@@ -6,7 +7,7 @@
 
 use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
-use keel_testkit::checks::{Listed, watch_cases};
+use keel_testkit::checks::{self, Listed, watch_cases};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,15 +25,42 @@ const SLOW: Duration = Duration::from_secs(10);
 /// What is launched in front of the first case.
 const NO_CASE: &str = "";
 
+/// How a backend computes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Way {
+    Exact,
+    Fast,
+    FastDeterministic,
+}
+
+impl Way {
+    fn checks(self) -> Vec<Listed> {
+        match self {
+            Way::Exact => checks::all(),
+            Way::Fast => checks::fast("fast "),
+            Way::FastDeterministic => checks::fast("deterministic "),
+        }
+    }
+
+    fn backend(self) -> Arc<CudaBackend> {
+        let precision = if self == Way::Exact { Precision::F32 } else { Precision::Fast };
+        let deterministic = self == Way::FastDeterministic;
+        let options = CudaOptions { precision, deterministic, poison_freed: true, ..CudaOptions::default() };
+        Arc::new(CudaBackend::new(&options).expect("a GPU"))
+    }
+}
+
 #[test]
 fn every_operation_agrees_with_its_oracle() {
     if std::env::var_os("KEEL_TEST_CUDA").is_none() {
         eprintln!("skipped: set KEEL_TEST_CUDA=1 on a machine with a GPU");
         return;
     }
-    let mut checks = keel_testkit::checks::all();
+    let ways = [Way::Exact, Way::Fast, Way::FastDeterministic];
+    let mut checks: Vec<_> =
+        ways.into_iter().flat_map(|way| way.checks().into_iter().map(move |check| (way, check))).collect();
     if let Ok(wanted) = std::env::var("KEEL_TEST_OPS") {
-        checks.retain(|check| wanted.split(',').any(|op| op == check.op));
+        checks.retain(|(_, check)| wanted.split(',').any(|op| op == check.op));
         assert!(!checks.is_empty(), "{wanted} names no operation");
     }
     let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
@@ -41,15 +69,15 @@ fn every_operation_agrees_with_its_oracle() {
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX) {
             scope.spawn(|| {
-                let options =
-                    CudaOptions { precision: Precision::F32, poison_freed: true, ..CudaOptions::default() };
-                let backend = Arc::new(CudaBackend::new(&options).expect("a GPU"));
-                let record = Record::begin(&backend);
-                while let Some(check) = checks.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let Some(said) = complaint(check, &backend) else { continue };
+                let mut backends = BTreeMap::new();
+                while let Some((way, check)) = checks.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let backend = backends.entry(way).or_insert_with(|| way.backend());
+                    let record = Record::begin(backend);
+                    let said = complaint(check, backend);
+                    launched.lock().expect("no check panics here").join(record.borrow_mut().end());
+                    let Some(said) = said else { continue };
                     wrong.lock().expect("no check panics here").push((check.op, said));
                 }
-                launched.lock().expect("no check panics here").join(record.borrow_mut().end());
             });
         }
     });
@@ -96,7 +124,7 @@ impl Launched {
     }
 }
 
-/// What the cases of one thread launch.
+/// What the cases of one check launch.
 struct Record {
     /// Not the last handle: what a thread keeps for its own goes after everything else.
     backend: Weak<CudaBackend>,

@@ -5,7 +5,7 @@
 //! to start a graph and to wait for it is not in it; what the start of one kernel hides behind the end of the one before it is,
 //! as in a step. Each has data of its own, together more than the cache holds, random throughout. A line counts the bytes that
 //! cannot be saved, each once, beside the rate of a copy within the device (reads and writes), or the operations beside those of
-//! cuBLASLt's largest bf16 product. That they compute what they should is the matter of `--test operations` and `--test fast_mode`.
+//! cuBLASLt's largest bf16 product. That they compute what they should is the matter of `--test operations`.
 
 mod products;
 mod sequence;

@@ -6,6 +6,7 @@ use crate::naive::attention::Shape;
 pub const SHAPES: &[Shape] = &[
     Shape { heads: 1, kv_heads: 1, head_size: 32, scale: 0.177, window: None },
     Shape { heads: 6, kv_heads: 2, head_size: 64, scale: 0.125, window: Some(16) },
+    Shape { heads: 9, kv_heads: 3, head_size: 64, scale: 0.13, window: None },
     Shape { heads: 8, kv_heads: 2, head_size: 80, scale: 0.11, window: None },
     Shape { heads: 5, kv_heads: 1, head_size: 96, scale: 0.1, window: Some(65) },
     Shape { heads: 4, kv_heads: 4, head_size: 128, scale: 0.3, window: None },
@@ -21,4 +22,6 @@ pub const BATCHES: &[&[(usize, usize)]] = &[
     &[(192, 130)],
     &[(512, 65), (31, 33)],
     &[(4607, 2)],
+    // More pairs than a block takes, of heads in groups, behind keys that end within a tile.
+    &[(300, 197), (0, 0), (90, 45)],
 ];

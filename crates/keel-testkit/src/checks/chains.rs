@@ -15,6 +15,7 @@ use keel_array::{
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "linear", run: norm_then_product },
     Check { op: "linear", run: heads_then_product },
+    Check { op: "linear", run: rows_rounded_for_products },
     Check { op: "swiglu", run: product_then_gate },
     Check { op: "swiglu", run: wide_product_then_gate },
     Check { op: "gather_linear", run: norm_then_experts },
@@ -22,6 +23,10 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "combine_experts", run: given_experts },
     Check { op: "paged_attention", run: rotation_then_attention },
 ];
+
+/// Those that hold a backend to itself, whatever its arithmetic.
+pub(super) const IN_ANY_PRECISION: &[Check] =
+    &[Check { op: "paged_attention", run: rotation_then_attention }];
 
 const EPS: f32 = 1e-5;
 
@@ -113,6 +118,40 @@ fn heads_then_product(runtime: &Runtime) {
                         wide.add(&wide)?.slice_axis(-1, 4, 4 + 2 * k)?.reshape([rows, heads, 2 * size])?;
                     let gate = both.slice_axis(-1, size, 2 * size)?;
                     whole(step(x.sigmoid_gate(&gate)?))?.linear(&weight)
+                });
+            }
+        }
+    }
+}
+
+/// So many rows that what comes before a product may round them to 16 bits for it.
+fn rows_rounded_for_products(runtime: &Runtime) {
+    const N: usize = 320;
+    let mut random = Random::new(98);
+    for (heads, size) in [(6, 64), (4, 128)] {
+        let k = heads * size;
+        for (coding, weight) in codings(runtime, &mut random, N, k) {
+            let (w, of_head) = (draw(runtime, &mut random, &[k]), draw(runtime, &mut random, &[size]));
+            for rows in
+                [17, 33, 130, 300].into_iter().filter(|rows| is_mine(&("rounded", &coding, heads, rows)))
+            {
+                let wide = draw(runtime, &mut random, &[rows, 2 * k]);
+                let what = format!("{rows} rows of {heads} heads of {size}, multiplied by {coding}");
+                let part = |first: usize| wide.add(&wide)?.slice_axis(-1, first, first + k);
+                let as_heads = |first: usize| part(first)?.reshape([rows, heads, size]);
+                expect_same(&format!("norm of {what}"), &|step| {
+                    step(step(part(0)?.add(&part(k)?)?).rms_norm(&w, EPS)?).linear(&weight)
+                });
+                expect_same(&format!("SwiGLU of {what}"), &|step| {
+                    step(step(wide.add(&wide)?).swiglu()?).linear(&weight)
+                });
+                expect_same(&format!("gated norm of {what}"), &|step| {
+                    let x = step(as_heads(0)?.add(&as_heads(k)?)?);
+                    step(x.gated_rms_norm(&of_head, &as_heads(k)?, EPS)?).reshape([rows, k])?.linear(&weight)
+                });
+                expect_same(&format!("gate of {what}"), &|step| {
+                    let x = step(as_heads(0)?.add(&as_heads(k)?)?);
+                    step(x.sigmoid_gate(&as_heads(k)?)?).reshape([rows, k])?.linear(&weight)
                 });
             }
         }
@@ -300,7 +339,7 @@ fn given_experts(runtime: &Runtime) {
 type AttentionSizes = (usize, usize, usize, usize, Option<usize>);
 
 /// Two steps, the second of which reads what the first has left in pages.
-pub(super) fn rotation_then_attention(runtime: &Runtime) {
+fn rotation_then_attention(runtime: &Runtime) {
     let mut random = Random::new(94);
     let rope = |rotary| RopeSpec { rotary, sections: None, interleaved: false };
     let sizes: [AttentionSizes; 4] =

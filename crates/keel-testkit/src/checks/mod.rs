@@ -37,6 +37,8 @@ struct Check {
 pub struct Listed {
     /// The operation's name, as in its kernels and errors.
     pub op: &'static str,
+    /// Stands in front of the names of cases; nothing for the mode that is exact.
+    mode: &'static str,
     number: usize,
     tells_cases: bool,
     run: fn(&Runtime),
@@ -48,7 +50,7 @@ impl Listed {
     /// # Panics
     /// Where a result is wrong.
     pub fn run(&self, runtime: &Runtime) {
-        if share::begin(format!("{} {}", self.number, self.op))
+        if share::begin(format!("{}{} {}", self.mode, self.number, self.op))
             && (self.tells_cases || share::is_mine(&"whole"))
         {
             (self.run)(runtime);
@@ -78,24 +80,18 @@ const WHOLE: &[&[Check]] = &[
 pub fn all() -> Vec<Listed> {
     let by_case = BY_CASE.concat().into_iter().map(|check| (check, true));
     let whole = WHOLE.concat().into_iter().map(|check| (check, false));
-    let listed = |(number, (Check { op, run }, tells_cases))| Listed { op, number, tells_cases, run };
-    by_case.chain(whole).enumerate().map(listed).collect()
+    listed("", by_case.chain(whole))
 }
 
-/// Attention behind rotations against the same one by one. It holds a backend to itself, so it says something in any precision.
-///
-/// # Panics
-/// Where they differ.
-pub fn turned_attention(runtime: &Runtime) {
-    chains::rotation_then_attention(runtime);
+/// Attention and the gated delta rule as a fast mode may run them, whose products take f16; and attention behind rotations against
+/// the same one by one, which says something in any precision. `mode` tells these from the checks of other modes.
+pub fn fast(mode: &'static str) -> Vec<Listed> {
+    listed(mode, sequence::FAST.iter().chain(chains::IN_ANY_PRECISION).map(|&check| (check, true)))
 }
 
-/// Attention and the gated delta rule as a fast mode may run them, whose products take f16.
-///
-/// # Panics
-/// Where a result is further from the oracle than that rounding.
-pub fn fast_sequences(runtime: &Runtime) {
-    sequence::fast(runtime);
+fn listed(mode: &'static str, checks: impl Iterator<Item = (Check, bool)>) -> Vec<Listed> {
+    let listed = |(number, (Check { op, run }, tells_cases))| Listed { op, mode, number, tells_cases, run };
+    checks.enumerate().map(listed).collect()
 }
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];

@@ -18,7 +18,6 @@ use keel_array::{
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "causal_conv", run: conv },
     Check { op: "causal_conv", run: slots_must_differ },
-    Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, EXACT) },
     Check { op: "paged_attention", run: pools_must_differ },
 ];
 
@@ -36,6 +35,7 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, EXACT) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, EXACT) },
+    Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, EXACT) },
 ];
 
 /// Attention in f32, and the gated delta rule, whose state goes through every row.
@@ -43,19 +43,36 @@ const EXACT: f64 = tolerance::F32 * 2.0;
 const EXACT_DELTA: f64 = tolerance::F32 * 4.0;
 
 /// What a backend's fast mode may multiply in f16: prompts' gated delta rule, and attention over anything but f32.
-pub(super) fn fast(runtime: &Runtime) {
-    let within = tolerance::F16_OPERANDS;
-    for regime in [Regime::Decode, Regime::Prefill] {
-        for format in [KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4] {
-            attend(runtime, regime, format, within);
-        }
-    }
-    for format in [KvFormat::F16, KvFormat::Bits8] {
-        attend_in_rings(runtime, format, within);
-    }
-    attend_beyond_the_range(runtime, within);
-    delta(runtime, Regime::Prefill, within);
-}
+pub(super) const FAST: &[Check] = &[
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, tolerance::F16_OPERANDS) },
+    Check {
+        op: "paged_attention",
+        run: |r| attend(r, Regime::Decode, KvFormat::F16, tolerance::F16_OPERANDS),
+    },
+    Check {
+        op: "paged_attention",
+        run: |r| attend(r, Regime::Prefill, KvFormat::F16, tolerance::F16_OPERANDS),
+    },
+    Check {
+        op: "paged_attention",
+        run: |r| attend(r, Regime::Decode, KvFormat::Bits8, tolerance::F16_OPERANDS),
+    },
+    Check {
+        op: "paged_attention",
+        run: |r| attend(r, Regime::Prefill, KvFormat::Bits8, tolerance::F16_OPERANDS),
+    },
+    Check {
+        op: "paged_attention",
+        run: |r| attend(r, Regime::Decode, KvFormat::Bits4, tolerance::F16_OPERANDS),
+    },
+    Check {
+        op: "paged_attention",
+        run: |r| attend(r, Regime::Prefill, KvFormat::Bits4, tolerance::F16_OPERANDS),
+    },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, tolerance::F16_OPERANDS) },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, tolerance::F16_OPERANDS) },
+    Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, tolerance::F16_OPERANDS) },
+];
 
 pub(super) fn draw(random: &mut Random, shape: &[usize]) -> Tensor {
     rounded(&Tensor::random(random, shape, -1.0, 1.0), DType::F32)
@@ -322,25 +339,23 @@ fn attend_beyond_the_range(runtime: &Runtime, within: f64) {
     v.values[SHAPE.head_size + 7] = -1e6;
     let (keys, values) = (kept_values(&floats(&k), KvFormat::F16), kept_values(&floats(&v), KvFormat::F16));
     let want = attention(SHAPE, &floats(&q), 0, &keys, &values);
-    for regime in [Regime::Decode, Regime::Prefill] {
-        for turned in [false, true] {
-            let pool =
-                || Array::persistent(runtime, Category::Kv, [2, 2, 256, 64], DType::F16).expect("memory");
-            let pool = KvPool { keys: pool(), values: pool() };
-            // At position 0 nothing turns, but a backend may write turned keys in a way of its own.
-            let turn = |x: &Tensor| {
-                let x = up(runtime, x);
-                let at = Array::from_slice(runtime, &[0i32; ROWS], [ROWS]).expect("memory");
-                let inverse = Array::from_slice(runtime, &[1f32; 16], [16]).expect("memory");
-                let rope = RopeSpec { rotary: 32, sections: None, interleaved: false };
-                if turned { x.rope(&at, &inverse, rope).expect("shapes fit") } else { x }
-            };
-            let spec = AttentionSpec { scale: SHAPE.scale.into(), window: None, regime };
-            let y = turn(&q)
-                .paged_attention(&turn(&k), &up(runtime, &v), &pool, &batch(runtime, &[(0, ROWS)], 1), spec)
-                .expect("shapes fit");
-            expect_within(&format!("beyond f16, {regime:?}, turned: {turned}"), &y, &want, within);
-        }
+    let cases = [Regime::Decode, Regime::Prefill].map(|regime| [(regime, false), (regime, true)]).concat();
+    for (regime, turned) in cases.into_iter().filter(|case| is_mine(&("beyond", case))) {
+        let pool = || Array::persistent(runtime, Category::Kv, [2, 2, 256, 64], DType::F16).expect("memory");
+        let pool = KvPool { keys: pool(), values: pool() };
+        // At position 0 nothing turns, but a backend may write turned keys in a way of its own.
+        let turn = |x: &Tensor| {
+            let x = up(runtime, x);
+            let at = Array::from_slice(runtime, &[0i32; ROWS], [ROWS]).expect("memory");
+            let inverse = Array::from_slice(runtime, &[1f32; 16], [16]).expect("memory");
+            let rope = RopeSpec { rotary: 32, sections: None, interleaved: false };
+            if turned { x.rope(&at, &inverse, rope).expect("shapes fit") } else { x }
+        };
+        let spec = AttentionSpec { scale: SHAPE.scale.into(), window: None, regime };
+        let y = turn(&q)
+            .paged_attention(&turn(&k), &up(runtime, &v), &pool, &batch(runtime, &[(0, ROWS)], 1), spec)
+            .expect("shapes fit");
+        expect_within(&format!("beyond f16, {regime:?}, turned: {turned}"), &y, &want, within);
     }
 }
 
