@@ -11,19 +11,18 @@ extern "C" __global__ void swiglu(const float* x, u64 stride, float* y, u64 rows
 }
 
 // The same in 16 bits, for products on tensor cores (see half.cuh): eight columns a thread, width a multiple of 8, rows aligned to 16 bytes.
-extern "C" __global__ void swiglu_half(const float* x, u64 stride, uint4* y, u64 rows, u32 width) {
+extern "C" __global__ void swiglu_half(const float* x, u64 stride, u16* y, u64 rows, u32 width) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x, eights = width / 8;
     if (i >= rows * eights) return;
-    const float* row = x + i / eights * stride + i % eights * 8;
-    u32 words[4];
+    const u32 column = i % eights * 8;
+    const float* row = x + i / eights * stride + column;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float4 gate = *(const float4*)(row + 4 * half), up = *(const float4*)(row + width + 4 * half);
-        words[2 * half] = two_inputs(silu(gate.x) * up.x, silu(gate.y) * up.y);
-        words[2 * half + 1] = two_inputs(silu(gate.z) * up.z, silu(gate.w) * up.w);
+        put_four(y + i / eights * width, column + 4 * half,
+                 make_float4(silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z, silu(gate.w) * up.w));
     }
-    y[i] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // y = x * sigmoid(gate); rows of `width` elements with strides of their own.

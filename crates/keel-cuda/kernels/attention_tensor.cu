@@ -45,6 +45,7 @@ typedef f16 kv_t;
 #define STEPS (D / 16)
 #define BM 64
 #define BN 64
+#include "softmax.cuh"
 
 /// One row of 16 f16 columns for load_matrices: the A operand, or B from rows [k][n] with load_matrices_transposed.
 static __device__ __forceinline__ const f16* row_major(const f16* tile, u32 row, u32 column) {
@@ -76,56 +77,6 @@ static __device__ __forceinline__ void load_queries(f16* tile, const float* q, u
         *(uint2*)(tile + m * LINE + d) = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));
     }
 }
-
-/// What a thread knows of two of its warp's 16 pairs (rows lane / 4 and 8 on) while keys go by.
-struct Softmax {
-    float largest[2], total[2];
-
-    __device__ __forceinline__ void start() {
-        largest[0] = largest[1] = -INF;
-        total[0] = total[1] = 0.0f;
-    }
-
-    /// Turns scores of TILES * 8 keys into weights; `sums` shrinks to the new largest score.
-    template <int TILES>
-    __device__ __forceinline__ void weigh(float (&scores)[TILES][4], float (&sums)[D / 8][4], float factor) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float now = largest[half];
-#pragma unroll
-            for (int n = 0; n < TILES; n++) now = fmaxf(now, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-            now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 1));
-            now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 2));
-            // A row that has seen no key has only scores of -inf; its base is 0 so that their weights become 0.
-            float base = now == -INF ? 0.0f : now * factor;
-            float shrink = exp2f(largest[half] * factor - base);
-            largest[half] = now;
-            total[half] *= shrink;
-#pragma unroll
-            for (int n = 0; n < TILES; n++) {
-#pragma unroll
-                for (int i = 2 * half; i < 2 * half + 2; i++) {
-                    scores[n][i] = exp2f(fmaf(scores[n][i], factor, -base));
-                    total[half] += scores[n][i];
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < D / 8; n++) {
-                sums[n][2 * half] *= shrink;
-                sums[n][2 * half + 1] *= shrink;
-            }
-        }
-    }
-
-    /// Adds up what the four threads of a row have.
-    __device__ __forceinline__ void finish() {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            total[half] += __shfl_xor_sync(FULL_WARP, total[half], 1);
-            total[half] += __shfl_xor_sync(FULL_WARP, total[half], 2);
-        }
-    }
-};
 
 /// scores = 16 rows of q times TILES * 8 keys. With few tiles, CHAINS sums of every so many columns of q run side by side,
 /// since a product waits for the one before it.
@@ -175,25 +126,6 @@ static __device__ __forceinline__ void multiply_values(float (&sums)[D / 8][4], 
             load_matrices_transposed(x, row_major(values, k * 16, n * 8));
             mma_f16(sums[n], a, x[0], x[1]);
             mma_f16(sums[n + 1], a, x[2], x[3]);
-        }
-    }
-}
-
-/// Scores that a row may not see become -inf. Rows are pairs `pair` + lane / 4 and 8 on, keys `key` and on.
-template <int TILES>
-static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start, u32 pair, u32 key, u32 to) {
-    u32 lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        u32 at = start + (pair + lane / 4 + 8 * half) / G, end = min(at + 1, to);
-        u32 begin = WINDOW > 0 && at + 1 > WINDOW ? at + 1 - WINDOW : 0;
-#pragma unroll
-        for (int n = 0; n < TILES; n++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                u32 j = key + n * 8 + lane % 4 * 2 + i;
-                if (j >= end || j < begin) scores[n][2 * half + i] = -INF;
-            }
         }
     }
 }
@@ -249,7 +181,9 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
         copy_commit();
         if (tile + BN > first_position + 1 || tile + BN > to || (WINDOW > 0 && tile + WINDOW <= last_position))
             hide<BN / 8>(scores, start, first + warp * 16, tile, to);
-        softmax.weigh<BN / 8>(scores, sums, factor);
+        float shrink[2];
+        softmax.weigh<BN / 8>(scores, factor, shrink);
+        shrink_sums(sums, shrink);
         copy_wait<1>();
         __syncthreads();
         multiply_values<BN / 8>(sums, scores, value_tile);
@@ -337,7 +271,9 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
         load(key_tile(stage), keys, key + KV_STAGES * step);
         if (key + CHUNK > first_position + 1 || key + CHUNK > to || (WINDOW > 0 && key + WINDOW <= last_position))
             hide<2>(scores, start, first, key, to);
-        softmax.weigh<2>(scores, sums, factor);
+        float shrink[2];
+        softmax.weigh<2>(scores, factor, shrink);
+        shrink_sums(sums, shrink);
         copy_wait<2 * KV_STAGES - 1>();
         __syncwarp();
         multiply_values<2>(sums, scores, value_tile(stage));

@@ -22,6 +22,7 @@
 //                   Floor: 8 bytes a row and the counts once a block, 1 us; the launch is more.
 #include "half.cuh"
 #include "weight_tiles.cuh"
+#include "wgmma.cuh"
 
 #ifndef GROUPED
 #define GROUPED 0
@@ -40,51 +41,6 @@
 
 #ifdef BT
 #if __CUDA_ARCH_FEAT_SM90_ALL
-__device__ __forceinline__ void wgmma(float (&d)[4][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void wgmma(float (&d)[8][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void wgmma(float (&d)[16][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
-          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
-          "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]),
-          "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]),
-          "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-          "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
-          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// wgmma's description of a tile [BT][64] of 16 bits in shared memory, rows of 128 bytes swizzled by 16-byte chunks.
-__device__ __forceinline__ u64 describe(u32 address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
 // What widens a level: affine weights with scales in 16 bits by f16 arithmetic, two at a time; others in f32, then rounded.
 template <typename T> __device__ __forceinline__ f16x2 factor_of(T v) { return two_f16(WEIGHT_FACTOR * to_f32(v), WEIGHT_FACTOR * to_f32(v)); }
 __device__ __forceinline__ float factor_of(float v) { return WEIGHT_FACTOR * v; }
@@ -191,12 +147,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
 #pragma unroll
                     for (int i = 0; i < N / 32; i++) {
                         const int row = i * 32 + threadIdx.x / 8;
-                        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + row * 128 + ((chunk ^ (row & 7)) * 16)),
-                                     "l"(from[i] + (f * W_UNIT + tile) * 64) : "memory");
+                        copy_async_to(to + panel_offset(row, chunk), from[i] + (f * W_UNIT + tile) * 64);
                     }
                 }
             }
-            asm volatile("cp.async.commit_group;" ::: "memory");
+            copy_commit();
         };
         for (int i = 0; i < X_STAGES - 1; i++) fetch_x(fetch_begin + i);
 
@@ -219,11 +174,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
                 }
         };
         auto multiply = [&](const u32(&a)[4][4], u32 x_tile) {
-            const u64 b = describe(x_tile);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            const u64 b = panel_of_rows(x_tile);
+            wgmma_fence();
 #pragma unroll
-            for (int s = 0; s < 4; s++) wgmma(acc, a[s], b + s * 2);
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            for (int s = 0; s < 4; s++) wgmma<N, 0, false>(acc, a[s], b + s * 2);
+            wgmma_commit();
         };
         u32 even[4][4], odd[4][4];
         int w_stage = 0, x_stage = 0;
@@ -234,9 +189,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
             const u32 x_slot = shared_address(x_ring) + x_stage * X_SLOT;
             wait_full(full + w_stage, w_parity);
             widen_fragments(even, slot, 0);
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            asm volatile("cp.async.wait_group %0;" ::"n"(X_STAGES - 2) : "memory");
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            wgmma_wait<0>();
+            copy_wait<X_STAGES - 2>();
+            publish_to_products();
             __syncthreads(); // the tiles of x are there, and all warps have done with those before
             fetch_x(f + X_STAGES - 1);
             multiply(even, x_slot);
@@ -245,15 +200,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
             __syncwarp(); // all lanes have read the slot
             fetch_weights(f + W_STAGES);
             if (both) multiply(odd, x_slot + X_TILE);
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); // `even` may be written again
+            wgmma_wait<1>(); // `even` may be written again
             if (++w_stage == W_STAGES) w_stage = 0, w_parity ^= 1;
             if (++x_stage == X_STAGES) x_stage = 0;
         }
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-        for (int j = 0; j < N / 8; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) asm volatile("" : "+f"(acc[j][e])::"memory");
+        wgmma_wait<0>();
+        settle(acc);
 
         if (rt >= N_TILES) return;
 #pragma unroll

@@ -8,6 +8,10 @@
 #ifndef RUNS
 #define RUNS 0
 #endif
+// Keys of which evenly cut splits are multiples.
+#ifndef SPLIT_STEP
+#define SPLIT_STEP 64
+#endif
 
 /// The rows of a sequence that a launch works on: all, or those of one run of them.
 struct SequenceRows {
@@ -62,7 +66,7 @@ static __device__ __forceinline__ void split_range(u32 first, u32 high, u32 wind
         from = max(share_start(split), low);
         to = min(high, share_start(split + 1));
     } else {
-        const u32 split_keys = ((high - low + splits - 1) / splits + 63) / 64 * 64;
+        const u32 split_keys = ((high - low + splits - 1) / splits + SPLIT_STEP - 1) / SPLIT_STEP * SPLIT_STEP;
         from = low + split * split_keys;
         to = min(high, from + split_keys);
     }

@@ -22,10 +22,11 @@ static __device__ __forceinline__ void barrier(u32 id, u32 threads) {
 }
 
 /// 16 bytes from global to shared memory, in the background; zeros if not `valid`.
+static __device__ __forceinline__ void copy_async_to(u32 to, const void* from, bool valid = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
 static __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
+    copy_async_to(shared_address(to), from, valid);
 }
 
 /// Closes a group of copies.
@@ -76,6 +77,13 @@ static __device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a
 static __device__ __forceinline__ u32 pack_f16(float low, float high) {
     const f16x2 r = two_f16(low, high);
     return *(const u32*)&r;
+}
+
+/// 2^x as the device has it; what is below the normal numbers is 0.
+static __device__ __forceinline__ float exp2_flushed(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 /// The low and the high f16 of a register.

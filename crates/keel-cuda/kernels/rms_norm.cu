@@ -18,7 +18,7 @@ extern "C" __global__ void rms_norm(const float* x, u64 stride, const float* w, 
 }
 
 // The same in 16 bits, for products on tensor cores (see half.cuh): four columns a thread, width a multiple of 4 and at most 4 blockDim.x.
-extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float* w, uint2* y, u32 width, float eps) {
+extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float* w, u16* y, u32 width, float eps) {
     take_turn();
     __shared__ float shared[33];
     const u32 fours = width / 4, i = threadIdx.x;
@@ -29,8 +29,8 @@ extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float
     }
     const float by = inverse_rms(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w))), width, eps, shared);
     if (i >= fours) return;
-    y[(u64)blockIdx.x * fours + i] =
-        make_uint2(two_inputs(v.x * by * scale.x, v.y * by * scale.y), two_inputs(v.z * by * scale.z, v.w * by * scale.w));
+    put_four(y + (u64)blockIdx.x * width, 4 * i,
+             make_float4(v.x * by * scale.x, v.y * by * scale.y, v.z * by * scale.z, v.w * by * scale.w));
 }
 
 // y = x * sigmoid(gate) in 16 bits for heads [rows, D]; with w of rms_norm(x) * w * silu(gate). One warp a head, four columns a lane,
@@ -39,8 +39,9 @@ extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* 
     take_turn();
     const u32 row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
+    const u32 first = row % heads * d; // column of the token's row
     x += (u64)row * d;
-    y += (u64)row * d;
+    y += (u64)(row / heads) * heads * d;
     gate += row / heads * gate_row + row % heads * gate_head;
     float4 v[4], z[4];
     // All loads are under way before the first value is used.
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* 
             const float4 n = *(const float4*)(w + i);
             f = make_float4(by * n.x * z[j].x * f.x, by * n.y * z[j].y * f.y, by * n.z * z[j].z * f.z, by * n.w * z[j].w * f.w);
         }
-        *(uint2*)(y + i) = make_uint2(two_inputs(v[j].x * f.x, v[j].y * f.y), two_inputs(v[j].z * f.z, v[j].w * f.w));
+        put_four(y, first + i, make_float4(v[j].x * f.x, v[j].y * f.y, v[j].z * f.z, v[j].w * f.w));
     }
 }
 

@@ -19,7 +19,7 @@
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK. Dense weights lie row by row; the same lanes take the same columns of them.
 #pragma once
-#include "common.cuh"
+#include "ptx.cuh"
 #ifdef BLOCK
 #include "weight_blocks.cuh"
 #elif defined(BITS)
@@ -257,7 +257,6 @@ __device__ __forceinline__ void load_slots(float (&v)[16], const float *row, int
 
 // ---- tiles through shared memory: one lane has the copy engine fetch them, a barrier tells when they are there (sm_90 and later) ----
 
-__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void init_barriers(u64 *full, int count) {
     for (int i = 0; i < count; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(full + i)) : "memory");

@@ -16,8 +16,10 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("paged.cuh", include_str!("../kernels/paged.cuh")),
     ("rope.cuh", include_str!("../kernels/rope.cuh")),
     ("routing.cuh", include_str!("../kernels/routing.cuh")),
+    ("softmax.cuh", include_str!("../kernels/softmax.cuh")),
     ("weight_blocks.cuh", include_str!("../kernels/weight_blocks.cuh")),
     ("weight_tiles.cuh", include_str!("../kernels/weight_tiles.cuh")),
+    ("wgmma.cuh", include_str!("../kernels/wgmma.cuh")),
 ];
 
 /// A source file with its entry points.
@@ -70,6 +72,7 @@ sources! {
     ATTENTION_ENTER = "attention_enter.cu",
     ATTENTION = "attention.cu",
     ATTENTION_TENSOR = "attention_tensor.cu",
+    ATTENTION_WGMMA = "attention_wgmma.cu",
 }
 
 /// A kernel with its constants: what is compiled once and kept.

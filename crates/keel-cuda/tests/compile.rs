@@ -61,9 +61,10 @@ fn keys() -> Vec<KernelKey> {
         &["rms_norm", "rms_norm_half", "gated_heads_half", "add_rms_norm", "gated_rms_norm"],
         &[],
     );
-    let half = [("HALF_BF16", "1")];
-    add(kernels::RMS_NORM, &["rms_norm_half", "gated_heads_half"], &half);
-    add(kernels::ACTIVATION, &["swiglu_half"], &half);
+    for half in [("HALF_BF16", "1"), ("HALF_TILES", "1")] {
+        add(kernels::RMS_NORM, &["rms_norm_half", "gated_heads_half"], &[half]);
+        add(kernels::ACTIVATION, &["swiglu_half"], &[half]);
+    }
     let turned = [("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}"), ("H", "6"), ("KV", "2")];
     for [kv_f16, queries, keys] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
         let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", keys), ("EARLY", kv_f16)];
@@ -213,6 +214,18 @@ fn keys() -> Vec<KernelKey> {
         add(kernels::ATTENTION, &entries, &coded);
         add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &coded);
     }
+    for (d, keys) in [("64", "128"), ("128", "128"), ("256", "64")] {
+        let defines = [
+            ("H", "8"),
+            ("KV", "2"),
+            ("D", d),
+            ("Q_STRIDE", "2048"),
+            ("WINDOW", "0"),
+            ("BN", keys),
+            ("SPLIT_STEP", keys),
+        ];
+        add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
+    }
     keys
 }
 
@@ -256,8 +269,10 @@ fn every_kernel_waits_for_its_inputs() {
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
     let keys = keys();
-    let hoppers =
-        |key: &KernelKey| key.entry == "linear_tiled" || key.defines.contains(&("BULK", "1".into()));
+    let hoppers = |key: &KernelKey| {
+        ["linear_tiled", "attention_prefill_wide"].contains(&key.entry)
+            || key.defines.contains(&("BULK", "1".into()))
+    };
     let tasks: Vec<_> = ARCHITECTURES
         .into_iter()
         .flat_map(|capability| keys.iter().map(move |key| (capability, key)))

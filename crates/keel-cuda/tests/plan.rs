@@ -49,7 +49,9 @@ fn norms_and_gates_disappear_into_products_of_few_rows() {
     let (names, arena_bytes) = feed_forward(planning(), 1);
     assert_eq!((&names[..], arena_bytes), (&["swiglu".to_owned(), "linear".to_owned()][..], 4 * 512));
     assert_eq!(feed_forward(planning(), 16).0, ["swiglu", "linear"]);
-    assert_eq!(feed_forward(planning(), 17).0, ["rms_norm", "linear", "swiglu", "linear"]);
+    // Of more rows what lies in the arena is rounded where it is made; x does not.
+    assert_eq!(feed_forward(planning(), 17).0, ["rms_norm", "linear", "linear"]);
+    assert_eq!(feed_forward(planning(), 300).0, ["rms_norm", "linear", "linear"]);
 }
 
 /// Others compare with what such a backend computes, to the bit.

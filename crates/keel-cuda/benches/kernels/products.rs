@@ -22,6 +22,8 @@ pub fn time(bench: &Bench) -> Result<()> {
         ("bf16", bf16, 2560, 18_432, 1),
         ("4 bits", four_bits, 2560, 18_432, 4),
         ("4 bits", four_bits, 2560, 18_432, 16),
+        ("4 bits", four_bits, 2560, 18_432, 32),
+        ("4 bits", four_bits, 9216, 2560, 32),
         ("4 bits", four_bits, 2560, 18_432, 64),
         ("4 bits", four_bits, 2560, 18_432, 4096),
     ];

@@ -21,8 +21,8 @@ pub fn time(bench: &Bench) -> Result<()> {
         for (context, sequences) in [(4096, 1), (32_768, 1), (4096, 16)] {
             attention_step(bench, heads, context, sequences)?;
         }
-        for rows in [4096, 16_384] {
-            attention_of_a_prompt(bench, heads, rows)?;
+        for (rows, before) in [(4096, 0), (16_384, 0), (128, 32_768)] {
+            attention_of_a_prompt(bench, heads, rows, before)?;
         }
     }
     Ok(())
@@ -142,14 +142,15 @@ fn attention_step(bench: &Bench, heads: Heads, context: usize, sequences: usize)
     })
 }
 
-fn attention_of_a_prompt(bench: &Bench, heads: Heads, rows: usize) -> Result<()> {
+fn attention_of_a_prompt(bench: &Bench, heads: Heads, rows: usize, before: usize) -> Result<()> {
     let [q, k, v] = heads.inputs(bench, rows)?;
-    let batch = batch(bench, 1, 0, rows)?;
-    // Half of the square, once for the scores and once for the sums.
-    let operations = (2 * heads.query * heads.size * rows) as f64 * rows as f64;
-    let name = format!("attention of a prompt, {}, {rows} rows", heads.named());
-    let (floor, pool) = (Floor::Operations(operations, rows), || heads.pool(bench, rows.div_ceil(PAGE)));
-    bench.time(&name, floor, super::COLD_BYTES, pool, |pool| {
+    let batch = batch(bench, 1, before, rows)?;
+    // Each row with the keys that it sees, once for the scores and once for the sums.
+    let seen = rows as f64 * (before as f64 + rows as f64 / 2.0);
+    let operations = (4 * heads.query * heads.size) as f64 * seen;
+    let name = format!("attention of a prompt, {}, {rows} rows behind {before}", heads.named());
+    let pool = || heads.pool(bench, (before + rows).div_ceil(PAGE));
+    bench.time(&name, Floor::Operations(operations, rows), super::COLD_BYTES, pool, |pool| {
         q.paged_attention(&k, &v, pool, &batch, heads.spec(Regime::Prefill))
     })
 }

@@ -27,7 +27,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         (Op::Linear { weight, .. }, 0) if linear::takes_few_rows(weight, reader, mode) => {
             enters(weight, producer) || enters_by_heads(weight, producer)
         }
-        (Op::Linear { weight, .. }, 0) if linear::surely_through_blas(weight, reader, mode) => {
+        (Op::Linear { weight, .. }, 0) if linear::surely_in_half(weight, reader, mode) => {
             enters_as_half(weight, producer) || enters_by_heads(weight, producer)
         }
         (Op::GatherLinear { weight }, 0) if linear::takes_few_rows(weight, reader, mode) => {

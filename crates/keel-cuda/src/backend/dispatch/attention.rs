@@ -6,20 +6,25 @@ use super::fast::rotation;
 use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::{Mode, Precision};
 use crate::driver::Arguments;
-use crate::kernels::{ATTENTION, ATTENTION_ENTER, ATTENTION_TENSOR, KernelKey, Source};
+use crate::kernels::{ATTENTION, ATTENTION_ENTER, ATTENTION_TENSOR, ATTENTION_WGMMA, KernelKey, Source};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
 
 /// Pairs of row and head that a block takes, in decode and in f32; four times as many in prefill on tensor cores.
 const TILE: usize = 16;
 
-/// Keys that a share is worth being cut off for.
+/// Keys that a share is worth being cut off for, in decode and in prefill.
 const SHARE_KEYS: usize = 64;
+const PREFILL_SHARE_KEYS: usize = 256;
+
+/// Pairs of row and head that a block of the fastest prefill kernel takes.
+const WIDE_TILE: usize = 128;
 
 /// Blocks that keep a device's memory busy.
 const BLOCKS_WANTED: usize = 132;
 
 /// Shares at most: each leaves partial results in scratch.
 const SHARES_MAX: usize = 64;
+const PREFILL_SHARES_MAX: usize = 16;
 
 /// How the keys of a sequence are shared among blocks; see `split_range` of `paged.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,16 +35,22 @@ struct Shares {
 }
 
 /// A function of shapes alone, since a graph fixes the grid. In the deterministic mode which share a key is in depends on its
-/// position alone; how many there are only on the longest context that the table can name.
-fn shares(spec: &AttentionSpec, kv_heads: usize, table: &Shape, mode: Mode) -> Shares {
+/// position alone; how many there are only on the longest context that the table can name. Few rows of a prompt share keys, too, as
+/// they may stand behind a long context: their blocks alone would leave most of a device idle.
+fn shares(spec: &AttentionSpec, q: &Shape, kv_heads: usize, table: &Shape, mode: Mode) -> Shares {
     let (sequences, pages) = (table[0].max(1), table[1]);
     let by_position = mode.deterministic && spec.regime == Regime::Decode;
+    let worth = |share: usize| (pages * AttentionSpec::PAGE).div_ceil(share).max(1);
     let count = match spec.regime {
-        Regime::Prefill => 1,
+        Regime::Prefill if mode.deterministic || spec.window.is_some() => 1,
+        Regime::Prefill => {
+            let units = (q[0] * q[1] / kv_heads.max(1)).div_ceil(WIDE_TILE) + sequences - 1;
+            let fill = BLOCKS_WANTED / (units * kv_heads).max(1);
+            fill.clamp(1, PREFILL_SHARES_MAX).min(worth(PREFILL_SHARE_KEYS))
+        }
         Regime::Decode if by_position => shares_by_position(pages * AttentionSpec::PAGE),
         Regime::Decode => {
-            let worth = (pages * AttentionSpec::PAGE).div_ceil(SHARE_KEYS).max(1);
-            (BLOCKS_WANTED / (sequences * kv_heads)).clamp(1, SHARES_MAX).min(worth)
+            (BLOCKS_WANTED / (sequences * kv_heads)).clamp(1, SHARES_MAX).min(worth(SHARE_KEYS))
         }
     };
     Shares { count, by_position }
@@ -62,7 +73,7 @@ pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel, mode: Mode)
     let (q, kv_heads, table) = (shape(0), shape(1)[1], shape(5));
     let turned = kernel.maker(0).map_or(0, |_| turned_bytes(q));
     turned
-        + match shares(spec, kv_heads, table, mode).count {
+        + match shares(spec, q, kv_heads, table, mode).count {
             1 => 0,
             shares => shares * q[0] * q[1] * (q[2] + 2) * size_of::<f32>(),
         }
@@ -111,7 +122,7 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     if spec.window == Some(0) {
         return Ok(());
     }
-    let shares = shares(spec, task.kv_heads, &table.layout.shape, call.mode);
+    let shares = shares(spec, &q.layout.shape, task.kv_heads, &table.layout.shape, call.mode);
     task.attend(queries, 0, shares, partial)?;
     if shares.count == 1 {
         return Ok(());
@@ -124,6 +135,10 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes };
     let early = [row_start, position].iter().all(|operand| call.is_untouched(operand));
     let key = task.key(ATTENTION, "attention_merge").define("EARLY", u8::from(early));
+    let key = match task.wide_keys() {
+        Some(keys) => key.define("SPLIT_STEP", keys),
+        None => key,
+    };
     call.launch(&key, geometry, arguments)
 }
 
@@ -309,6 +324,19 @@ impl<'a> Task<'a> {
         self.call.launch(&key, geometry, arguments)
     }
 
+    /// Keys that the kernel for Hopper's instructions takes at a time, where it is the one that attends.
+    fn wide_keys(&self) -> Option<usize> {
+        let takes = self.call.gpu.has_wgmma()
+            && self.call.mode.precision == Precision::Fast
+            && self.call.inputs[3].dtype == DType::F16
+            && (self.spec.regime, self.spec.window) == (Regime::Prefill, None);
+        match self.size {
+            64 | 128 if takes => Some(128),
+            256 if takes => Some(64),
+            _ => None,
+        }
+    }
+
     /// The kernel that attends.
     fn kernel(&self, shares: usize) -> (KernelKey, Geometry) {
         let group = self.heads / self.kv_heads;
@@ -321,6 +349,15 @@ impl<'a> Task<'a> {
             && self.call.inputs[3].dtype != DType::F32
             && self.size.is_multiple_of(16);
         let shared_max = self.call.gpu.device.shared_bytes_max;
+        if let Some(keys) = self.wide_keys() {
+            let geometry = Geometry {
+                grid: (self.kv_heads, tiles(WIDE_TILE), shares),
+                block: (256, 1, 1),
+                shared_bytes: 1024 + 2 * (WIDE_TILE + 4 * keys) * self.size,
+            };
+            let key = self.key(ATTENTION_WGMMA, "attention_prefill_wide");
+            return (key.define("BN", keys).define("SPLIT_STEP", keys), geometry);
+        }
         if tensor && self.spec.regime == Regime::Prefill && 2 * 192 * line <= shared_max {
             let geometry = Geometry {
                 grid: (self.kv_heads, tiles(4 * TILE), shares),
@@ -373,14 +410,26 @@ mod tests {
         assert_eq!([12_289, 131_072].map(shares_by_position), [33, 81]);
     }
 
+    fn count(regime: Regime, (rows, sequences, pages): (usize, usize, usize), deterministic: bool) -> usize {
+        let spec = AttentionSpec { scale: 1.0.into(), window: None, regime };
+        let mode = Mode { precision: Precision::Fast, deterministic };
+        shares(&spec, &Shape::from([rows, 16, 256]), 4, &Shape::from([sequences, pages]), mode).count
+    }
+
     #[test]
     fn in_the_deterministic_mode_shares_do_not_depend_on_the_batch() {
-        let spec = AttentionSpec { scale: 1.0.into(), window: None, regime: Regime::Decode };
-        let count = |sequences: usize, deterministic| {
-            let mode = Mode { precision: Precision::Fast, deterministic };
-            shares(&spec, 4, &Shape::from([sequences, 32]), mode).count
+        let decode = |sequences: usize, deterministic| {
+            count(Regime::Decode, (sequences, sequences, 32), deterministic)
         };
-        assert!([2, 20, 200].iter().all(|&sequences| count(sequences, true) == count(1, true)));
-        assert_ne!(count(1, false), count(20, false), "the fast mode shares for the device");
+        assert!([2, 20, 200].iter().all(|&sequences| decode(sequences, true) == decode(1, true)));
+        assert_ne!(decode(1, false), decode(20, false), "the fast mode shares for the device");
+        assert!([64, 100, 2048].iter().all(|&rows| count(Regime::Prefill, (rows, 1, 512), true) == 1));
+    }
+
+    #[test]
+    fn few_rows_of_a_prompt_share_keys_as_far_as_these_are_worth_it() {
+        let prefill = |rows, pages| count(Regime::Prefill, (rows, 1, pages), false);
+        assert_eq!([64, 100, 300, 1024, 2048].map(|rows| prefill(rows, 512)), [16, 8, 3, 1, 1]);
+        assert_eq!([1, 2, 7].map(|pages| prefill(64, pages)), [1, 2, 7]);
     }
 }

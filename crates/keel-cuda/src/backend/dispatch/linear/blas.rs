@@ -3,12 +3,13 @@
 
 use super::super::{Bound, Call, Geometry};
 use super::exact::exact_tiled;
+use super::half::absorbed_to_half;
 use super::{at_row, col_tiles, packed, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
 use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, HalfType, Product};
 use crate::error::{CudaError, Result};
-use crate::kernels::{ACTIVATION, DEQUANTIZE, KernelKey, RMS_NORM};
-use keel_array::{ArrayError, Compute, Op, WeightFormat, WeightSpec};
+use crate::kernels::{DEQUANTIZE, KernelKey};
+use keel_array::{ArrayError, Compute, WeightFormat, WeightSpec};
 
 /// Rows that cuBLASLt multiplies at a time in the deterministic mode: always as many, so that it always chooses the same
 /// algorithm, and few enough to lie in one tile of it, so that no row has another share of the sums than the next.
@@ -65,63 +66,29 @@ fn x_bytes(weight: &WeightSpec, rows: usize) -> usize {
     (rows * weight.cols * size_of::<u16>()).next_multiple_of(BLAS_ALIGN)
 }
 
-/// x in 16 bits, behind the norm or the gate that the product has absorbed; in two parts if it is split, `part_bytes` apart.
+/// x in 16 bits, behind what the product has absorbed; in two parts if it is split, `part_bytes` apart.
 fn to_half(
     weight: &WeightSpec,
     rows: usize,
     (to, part_bytes): (u64, usize),
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let half_key = |source, entry| {
-        KernelKey::new(source, entry).define("HALF_BF16", u8::from(operands(weight) == HalfType::Bf16))
-    };
-    let Some(maker) = call.maker(0) else {
-        // Two columns at a time: with an odd number of columns there is no pair to end a row, nor does it matter.
-        let pairs = (rows * weight.cols).div_ceil(2);
-        if splits_x(weight) {
-            let key = weight_key(DEQUANTIZE, "to_two_bf16", weight);
-            let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to);
-            let arguments = arguments.pointer(to + part_bytes as u64).u64(pairs);
-            return call.launch(&key, Geometry::rows(pairs.div_ceil(256), 256), arguments);
-        }
-        let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to).u64(pairs);
-        let key = half_key(DEQUANTIZE, "to_half").define("DIM_N", weight.rows).define("DIM_K", weight.cols);
-        return call.launch(&key, Geometry::rows(pairs.div_ceil(1024), 256), arguments);
-    };
-    let x = &maker.inputs[0];
-    let odd = |operand: &&Bound<'_>| !operand.address.is_multiple_of(16);
-    if let Some(odd) = maker.inputs.iter().filter(|operand| operand.address != 0).find(odd) {
-        let shape = &odd.layout.shape;
-        return Err(
-            call.error(format!("{shape} does not begin at a multiple of 16 bytes; make it contiguous"))
-        );
+    let is_bf16 = u8::from(operands(weight) == HalfType::Bf16);
+    if let Some(maker) = call.maker(0) {
+        return absorbed_to_half(maker, weight, rows, (to, ("HALF_BF16", is_bf16)), call);
     }
-    let heads = |gate: Bound<'_>, norm: u64, eps: f32| {
-        let (row, head) = gate.head_strides();
-        let (size, count) = (gate.width(), weight.cols / gate.width());
-        let arguments = Arguments::default().pointer(x.address).pointer(gate.address).u64(row).u64(head);
-        let arguments = arguments.pointer(norm).pointer(to).u32(rows * count).u32(count).u32(size).f32(eps);
-        let blocks = (rows * count).div_ceil(8);
-        call.launch(&half_key(RMS_NORM, "gated_heads_half"), Geometry::rows(blocks, 256), arguments)
-    };
-    match maker.kernel.op {
-        Op::SwiGlu => {
-            let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1));
-            let arguments = arguments.pointer(to).u64(rows).u32(weight.cols);
-            let blocks = (rows * weight.cols / 8).div_ceil(256);
-            call.launch(&half_key(ACTIVATION, "swiglu_half"), Geometry::rows(blocks, 256), arguments)
-        }
-        Op::RmsNorm { eps } => {
-            let norm = maker.inputs[1].address;
-            let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1)).pointer(norm);
-            let arguments = arguments.pointer(to).u32(weight.cols).f32(eps.get());
-            let block = (weight.cols / 4).next_multiple_of(32);
-            call.launch(&half_key(RMS_NORM, "rms_norm_half"), Geometry::rows(rows, block), arguments)
-        }
-        Op::GatedRmsNorm { eps } => heads(maker.strided(2), maker.inputs[1].address, eps.get()),
-        Op::SigmoidGate => heads(maker.strided(1), 0, 0.0),
-        ref op => unreachable!("{} is not absorbed by a product of many rows", op.name()),
+    // Two columns at a time: with an odd number of columns there is no pair to end a row, nor does it matter.
+    let pairs = (rows * weight.cols).div_ceil(2);
+    if splits_x(weight) {
+        let key = weight_key(DEQUANTIZE, "to_two_bf16", weight);
+        let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to);
+        let arguments = arguments.pointer(to + part_bytes as u64).u64(pairs);
+        return call.launch(&key, Geometry::rows(pairs.div_ceil(256), 256), arguments);
     }
+    let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to).u64(pairs);
+    let key = KernelKey::new(DEQUANTIZE, "to_half").define("HALF_BF16", is_bf16);
+    let key = key.define("DIM_N", weight.rows).define("DIM_K", weight.cols);
+    call.launch(&key, Geometry::rows(pairs.div_ceil(1024), 256), arguments)
 }
 
 pub(super) fn through_blas(

@@ -70,18 +70,18 @@ pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: b
     }
 }
 
-/// Whether cuBLASLt surely takes a product whole, so that x is needed in 16 bits alone.
-pub(in crate::backend::dispatch) fn surely_through_blas(
-    weight: &WeightSpec,
-    kernel: &Kernel,
-    mode: Mode,
-) -> bool {
+/// Whether every device multiplies x in 16 bits, so that it is needed in these alone; what it then takes cuBLASLt does not refuse.
+pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
     let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
-    let whole = [false, true].map(|wgmma| way(weight, rows, Choice::of(kernel, mode), wgmma));
-    whole == [Way::Blas { in_blocks: false }; 2]
+    let in_half = |has_wgmma| match way(weight, rows, Choice::of(kernel, mode), has_wgmma) {
+        Way::Blas { in_blocks } => !in_blocks,
+        Way::Tiled { .. } => !mode.deterministic,
+        Way::ExactRows | Way::ExactTiled | Way::FewRows => false,
+    };
+    [false, true].into_iter().all(in_half)
         && !splits_x(weight)
-        && rows > TILED_ROWS_MAX
+        && rows > FEW_ROWS
         && even(weight.rows)
         && even(weight.cols)
 }

@@ -1,6 +1,7 @@
 //! Products whose weight is widened on its way into Hopper's tensor cores.
 
 use super::super::{Bound, Call, Geometry};
+use super::half::absorbed_to_half;
 use super::{BLOCKS_WANTED, TILE_COLS, address, col_tiles, packed, row_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::driver::Arguments;
@@ -87,7 +88,10 @@ pub(super) fn tiled(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let key = tiled_key("linear_tiled", weight, rows, parts);
-    to_half_tiles(&key, weight, rows, (0, &|arguments| arguments), call)?;
+    match call.maker(0) {
+        Some(maker) => absorbed_to_half(maker, weight, rows, (call.scratch, ("HALF_TILES", 1)), call)?,
+        None => to_half_tiles(&key, weight, rows, (0, &|arguments| arguments), call)?,
+    }
     let sums = call.scratch + half_rows_bytes(weight, rows).next_multiple_of(256) as u64;
     let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(call.scratch).u32(rows);
     let (arguments, target) = match parts {

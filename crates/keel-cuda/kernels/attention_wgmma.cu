@@ -1,0 +1,173 @@
+// attention_prefill of attention_tensor.cu with Hopper's matrix instructions: the same formula, operands and roundings, for pages in f16
+// and no window.
+//
+// A block has 128 pairs of row and head, each of two warpgroups 64 of them, against BN keys at a time. While a tile's weights are
+// multiplied by its values, and the tensor cores work on that, the scores of the next are turned into weights; copies are a tile
+// further ahead. Tiles lie in panels as wgmma.cuh says, two of keys and two of values.
+//
+// Macros: H, KV, D (64, 128, 256), Q_STRIDE, WINDOW=0, BN (64 where D = 256, else 128), SPLIT_STEP=BN.
+// Launch: grid (KV, ceil(T G / 128) + B, splits), block 256, shared memory 1024 + 2 (128 + 4 BN) D bytes. Long blocks start first.
+//
+// Floor: 4 D H T^2 / 2 operations at the tensor cores' rate.
+
+#include "paged.cuh"
+#include "wgmma.cuh"
+
+#define G (H / KV)
+#define BM 128
+#include "softmax.cuh"
+
+#define PANELS (D / 64)
+#define Q_PANEL (BM * 128)
+#define KV_PANEL (BN * 128)
+#define KV_TILE (PANELS * KV_PANEL)
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+extern "C" __global__ void __launch_bounds__(256, 1)
+attention_prefill_wide(const float* q, const f16* keys, const f16* values, const u32* table, const u32* row_start,
+                       const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position, u32, float* partial,
+                       float* y) {
+    take_turn();
+    DYNAMIC_SHARED(u8, shared);
+    const u32 q_tile = (shared_address(shared) + 1023) / 1024 * 1024, key_tiles = q_tile + PANELS * Q_PANEL,
+              value_tiles = key_tiles + 2 * KV_TILE;
+
+    u32 b, unit;
+    if (!locate(row_start, sequences, G, BM, gridDim.y - 1 - blockIdx.y, b, unit)) return;
+    const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, kv = blockIdx.x;
+    const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b];
+    const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
+    u32 from, to;
+    split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, by_position, from, to);
+    visible_range(first_position, last_position, WINDOW, from, to);
+    if (from >= to) return;
+
+    // Each thread brings the same 16 bytes of every so many rows of a tile, which lie alike in their panels. Splits begin at multiples of BN,
+    // so a tile never straddles a page. Absent rows become zeros: what memory holds may be NaN.
+    constexpr u32 ROW_STEP = 256 / (D / 8);
+    const u32 row = threadIdx.x / (D / 8), chunk = threadIdx.x % (D / 8);
+    const u32 place = chunk / 8 * KV_PANEL + panel_offset(row, chunk % 8);
+    auto page_of = [&](u32 key) { return table[b * pages + min(key, to - 1) / PAGE]; };
+    auto load = [&](u32 tile, const f16* pool, u32 page, u32 key) {
+        if (key >= to) return;
+        const f16* rows = pool + (((u64)page * KV + kv) * PAGE + key % PAGE + row) * D + chunk * 8;
+#pragma unroll
+        for (u32 i = 0; i < BN; i += ROW_STEP)
+            copy_async_to(tile + place + i * 128, rows + i * D, key + row + i < to);
+    };
+    const u32 first_page = page_of(from);
+    // Of the tile that is worked on next and the one behind it, asked for a tile ahead.
+    u32 page = page_of(from + BN), next_page = page_of(from + 2 * BN);
+    load(key_tiles, keys, first_page, from);
+    copy_commit();
+    load(value_tiles, values, first_page, from);
+    load(key_tiles + KV_TILE, keys, page, from + BN);
+    copy_commit();
+
+    for (u32 i = threadIdx.x; i < BM * (D / 8); i += 256) {
+        const u32 m = i / (D / 8), c = i % (D / 8);
+        float4 x[2] = {};
+        if (m < count) {
+            const float4* eight = (const float4*)(q + (u64)(first_row + (first + m) / G) * Q_STRIDE + (kv * G + (first + m) % G) * D + c * 8);
+            x[0] = eight[0], x[1] = eight[1];
+        }
+        const u32 place = q_tile + c / 8 * Q_PANEL + panel_offset(m, c % 8);
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(pack_f16(x[0].x, x[0].y)), "r"(pack_f16(x[0].z, x[0].w)),
+                     "r"(pack_f16(x[1].x, x[1].y)), "r"(pack_f16(x[1].z, x[1].w)) : "memory");
+    }
+
+    const u32 group = threadIdx.x / 128, lane = threadIdx.x % 32, m = threadIdx.x / 32 * 16;
+    float scores[BN / 8][4], sums[D / 8][4] = {};
+    auto multiply_keys = [&](u32 tile) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < D / 16; k++)
+            wgmma(scores, panel_of_rows(q_tile + k / 4 * Q_PANEL + group * (64 * 128)) + k % 4 * 2,
+                  panel_of_rows(tile + k / 4 * KV_PANEL) + k % 4 * 2, k > 0);
+        wgmma_commit();
+    };
+    u32 weights[BN / 16][4];
+    auto multiply_values = [&](u32 tile) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BN / 16; k++) {
+            const u64 rows = panels_of_columns(tile, KV_PANEL) + k * 128;
+            if constexpr (D == 256) {
+                wgmma<128, 0, true>(sums, weights[k], rows);
+                wgmma<128, 128, true>(sums, weights[k], rows + (2 * KV_PANEL >> 4));
+            } else {
+                wgmma<D, 0, true>(sums, weights[k], rows);
+            }
+        }
+        wgmma_commit();
+    };
+    Softmax softmax;
+    softmax.start();
+    const float factor = scale * 1.4426950408889634f;
+    float shrink[2];
+    auto weigh = [&](u32 key) {
+        settle(scores);
+        if (key + BN > first_position + 1) hide<BN / 8>(scores, start, first + m, key, to);
+        softmax.weigh<BN / 8>(scores, factor, shrink);
+    };
+    auto round_weights = [&] {
+#pragma unroll
+        for (int k = 0; k < BN / 16; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                weights[k][i] = pack_f16(scores[2 * k + i / 2][i % 2 * 2], scores[2 * k + i / 2][i % 2 * 2 + 1]);
+    };
+
+    copy_wait<1>();
+    publish_to_products();
+    __syncthreads();
+    multiply_keys(key_tiles);
+    wgmma_wait<0>();
+    weigh(from);
+    round_weights();
+    u32 odd = 0;
+#pragma unroll 1
+    for (u32 key = from + BN; key < to; key += BN, odd ^= 1) {
+        copy_wait<0>();
+        publish_to_products();
+        // The keys of this tile and the values of the one before are there, and all warps have done with those before.
+        __syncthreads();
+        multiply_keys(key_tiles + (odd ^ 1) * KV_TILE);
+        multiply_values(value_tiles + odd * KV_TILE);
+        load(value_tiles + (odd ^ 1) * KV_TILE, values, page, key);
+        load(key_tiles + odd * KV_TILE, keys, next_page, key + BN);
+        copy_commit();
+        page = next_page, next_page = page_of(key + 2 * BN);
+        wgmma_wait<1>();
+        weigh(key);
+        wgmma_wait<0>();
+        settle(sums);
+        shrink_sums(sums, shrink);
+        round_weights();
+    }
+    copy_wait<0>();
+    publish_to_products();
+    __syncthreads();
+    multiply_values(value_tiles + odd * KV_TILE);
+    wgmma_wait<0>();
+    settle(sums);
+    softmax.finish();
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 pair = m + lane / 4 + 8 * half;
+        if (pair >= count) continue;
+        const u64 row = first_row + (first + pair) / G, head = kv * G + (first + pair) % G;
+        const bool split = gridDim.z > 1;
+        float* out = split ? split_sums(partial, total_rows, blockIdx.z, row, head) : y + (row * H + head) * D;
+        const float f = split ? 1.0f : 1.0f / softmax.total[half];
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            *(float2*)(out + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * half] * f, sums[n][2 * half + 1] * f);
+        // In natural units, as attention_merge wants it.
+        if (split && lane % 4 == 0)
+            *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) =
+                make_float2(softmax.largest[half] * scale, softmax.total[half]);
+    }
+}
+#endif

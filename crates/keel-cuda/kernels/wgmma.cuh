@@ -1,0 +1,79 @@
+// Hopper's matrix instructions (sm_90a): a warpgroup multiplies 64 rows of A, f16, by a tile of B in shared memory, and goes on meanwhile.
+//
+// Tiles lie in panels of 64 columns: rows of 128 bytes, whose 16-byte chunk c is at c ^ (row % 8); a panel begins at a multiple
+// of 1024 bytes. Sums are fragments as mma.sync has them: warp w of the warpgroup has rows 16 w and on, d[j] columns 8 j and on.
+#pragma once
+#include "ptx.cuh"
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+/// Where a 16-byte chunk of a row of a panel lies.
+static __device__ __forceinline__ u32 panel_offset(u32 row, u32 chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
+
+/// A tile whose columns are summed over: step s of 16 columns begins 2 s further in the same panel.
+static __device__ __forceinline__ u64 panel_of_rows(u32 address) {
+    return (u64)(address >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+/// A tile whose rows are summed over, its panels `panel_bytes` apart: step s of 16 rows begins 128 s further.
+static __device__ __forceinline__ u64 panels_of_columns(u32 address, u32 panel_bytes) {
+    return (u64)(address >> 4) | (u64)(panel_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+/// Registers and shared memory written so far are what products started from here on see.
+static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+/// Closes a group of products.
+static __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+/// Waits until at most `PENDING` groups are under way. Sums that are read behind it have to be settled.
+template <int PENDING> static __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+/// Keeps the compiler from reading sums ahead of the wait.
+template <int TILES> static __device__ __forceinline__ void settle(float (&d)[TILES][4]) {
+#pragma unroll
+    for (int j = 0; j < TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) asm volatile("" : "+f"(d[j][e])::"memory");
+}
+/// What other threads' instructions wrote to shared memory becomes what products read; a barrier comes behind it.
+static __device__ __forceinline__ void publish_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#define SUMS_1(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+#define SUMS_4(d, j) SUMS_1(d, j), SUMS_1(d, j + 1), SUMS_1(d, j + 2), SUMS_1(d, j + 3)
+#define SUMS_8(d, j) SUMS_4(d, j), SUMS_4(d, j + 4)
+#define SUMS_16(d, j) SUMS_8(d, j), SUMS_8(d, j + 8)
+#define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64                                                                                                           \
+    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                          \
+             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+/// Columns FROM .. FROM + N of d += A B, with A in registers, a fragment of 16 columns, and B from panel_of_rows, or with
+/// BY_COLUMNS from panels_of_columns.
+template <int N, int FROM, bool BY_COLUMNS, int TILES>
+static __device__ __forceinline__ void wgmma(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {
+    static_assert(N == 32 || N == 64 || N == 128, "an instruction of these widths");
+    constexpr int J = FROM / 8;
+    if constexpr (N == 32)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" NAMES_16 "}, {%16, %17, %18, %19}, %20, 1, 1, 1, %21;"
+                     : SUMS_4(d, J) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)BY_COLUMNS));
+    if constexpr (N == 64)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, %37;"
+                     : SUMS_8(d, J) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)BY_COLUMNS));
+    if constexpr (N == 128)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" NAMES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, %69;"
+                     : SUMS_16(d, J) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)BY_COLUMNS));
+}
+
+/// d = A B, or d += A B if `add`, with A and B from panel_of_rows.
+template <int TILES> static __device__ __forceinline__ void wgmma(float (&d)[TILES][4], u64 a, u64 b, bool add) {
+    static_assert(TILES == 8 || TILES == 16, "an instruction of these widths");
+    if constexpr (TILES == 8)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" NAMES_32 "}, %32, %33, p, 1, 1, 0, 0; }"
+                     : SUMS_8(d, 0) : "l"(a), "l"(b), "r"((int)add));
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" NAMES_64 "}, %64, %65, p, 1, 1, 0, 0; }"
+                     : SUMS_16(d, 0) : "l"(a), "l"(b), "r"((int)add));
+}
+#endif

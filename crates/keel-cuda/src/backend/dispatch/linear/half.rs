@@ -1,0 +1,52 @@
+//! x in 16 bits for products on tensor cores, made by the kernel that rounds it out of what comes before: a norm, the gated norm of
+//! heads, a gate, SwiGLU.
+
+use super::super::{Bound, BoundKernel, Call, Geometry};
+use crate::driver::Arguments;
+use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, Source};
+use keel_array::{ArrayError, Op, WeightSpec};
+
+/// Leaves what `maker` makes at `to`, as the constant of `half.cuh` says.
+pub(super) fn absorbed_to_half(
+    maker: &BoundKernel<'_>,
+    weight: &WeightSpec,
+    rows: usize,
+    (to, form): (u64, (&'static str, u8)),
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let key = |source: Source, entry| KernelKey::new(source, entry).define(form.0, form.1);
+    let x = &maker.inputs[0];
+    let odd = |operand: &&Bound<'_>| !operand.address.is_multiple_of(16);
+    if let Some(odd) = maker.inputs.iter().filter(|operand| operand.address != 0).find(odd) {
+        let shape = &odd.layout.shape;
+        return Err(
+            call.error(format!("{shape} does not begin at a multiple of 16 bytes; make it contiguous"))
+        );
+    }
+    let heads = |gate: Bound<'_>, norm: u64, eps: f32| {
+        let (row, head) = gate.head_strides();
+        let (size, count) = (gate.width(), weight.cols / gate.width());
+        let arguments = Arguments::default().pointer(x.address).pointer(gate.address).u64(row).u64(head);
+        let arguments = arguments.pointer(norm).pointer(to).u32(rows * count).u32(count).u32(size).f32(eps);
+        let blocks = (rows * count).div_ceil(8);
+        call.launch(&key(RMS_NORM, "gated_heads_half"), Geometry::rows(blocks, 256), arguments)
+    };
+    match maker.kernel.op {
+        Op::SwiGlu => {
+            let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1));
+            let arguments = arguments.pointer(to).u64(rows).u32(weight.cols);
+            let blocks = (rows * weight.cols / 8).div_ceil(256);
+            call.launch(&key(ACTIVATION, "swiglu_half"), Geometry::rows(blocks, 256), arguments)
+        }
+        Op::RmsNorm { eps } => {
+            let norm = maker.inputs[1].address;
+            let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1)).pointer(norm);
+            let arguments = arguments.pointer(to).u32(weight.cols).f32(eps.get());
+            let block = (weight.cols / 4).next_multiple_of(32);
+            call.launch(&key(RMS_NORM, "rms_norm_half"), Geometry::rows(rows, block), arguments)
+        }
+        Op::GatedRmsNorm { eps } => heads(maker.strided(2), maker.inputs[1].address, eps.get()),
+        Op::SigmoidGate => heads(maker.strided(1), 0, 0.0),
+        ref op => unreachable!("{} is not absorbed by a product of many rows", op.name()),
+    }
+}
