@@ -190,23 +190,7 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
         __syncthreads();
     }
     softmax.finish();
-
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        u32 m = warp * 16 + lane / 4 + 8 * half;
-        if (m >= count) continue;
-        u64 row = first_row + (first + m) / G, head = kv * G + (first + m) % G;
-        bool split = gridDim.z > 1;
-        float* out = split ? split_sums(partial, total_rows, blockIdx.z, row, head) : y + (row * H + head) * D;
-        float f = split ? 1.0f : 1.0f / softmax.total[half];
-#pragma unroll
-        for (int n = 0; n < D / 8; n++)
-            *(float2*)(out + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * half] * f, sums[n][2 * half + 1] * f);
-        // In natural units, as attention_merge wants it.
-        if (split && lane % 4 == 0)
-            *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) =
-                make_float2(softmax.largest[half] * scale, softmax.total[half]);
-    }
+    leave_rows(sums, softmax, {first_row, first, count, kv, total_rows}, warp * 16, scale, partial, y);
 }
 
 /// The keys of one split for 16 pairs of sequence b from pair `first` on.

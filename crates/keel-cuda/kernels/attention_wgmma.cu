@@ -71,12 +71,12 @@ attention_prefill_wide(const float* q, const f16* keys, const f16* values, const
             const float4* eight = (const float4*)(q + (u64)(first_row + (first + m) / G) * Q_STRIDE + (kv * G + (first + m) % G) * D + c * 8);
             x[0] = eight[0], x[1] = eight[1];
         }
-        const u32 place = q_tile + c / 8 * Q_PANEL + panel_offset(m, c % 8);
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(pack_f16(x[0].x, x[0].y)), "r"(pack_f16(x[0].z, x[0].w)),
+        const u32 at = q_tile + c / 8 * Q_PANEL + panel_offset(m, c % 8);
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(pack_f16(x[0].x, x[0].y)), "r"(pack_f16(x[0].z, x[0].w)),
                      "r"(pack_f16(x[1].x, x[1].y)), "r"(pack_f16(x[1].z, x[1].w)) : "memory");
     }
 
-    const u32 group = threadIdx.x / 128, lane = threadIdx.x % 32, m = threadIdx.x / 32 * 16;
+    const u32 group = threadIdx.x / 128, m = threadIdx.x / 32 * 16;
     float scores[BN / 8][4], sums[D / 8][4] = {};
     auto multiply_keys = [&](u32 tile) {
         wgmma_fence();
@@ -152,22 +152,6 @@ attention_prefill_wide(const float* q, const f16* keys, const f16* values, const
     wgmma_wait<0>();
     settle(sums);
     softmax.finish();
-
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const u32 pair = m + lane / 4 + 8 * half;
-        if (pair >= count) continue;
-        const u64 row = first_row + (first + pair) / G, head = kv * G + (first + pair) % G;
-        const bool split = gridDim.z > 1;
-        float* out = split ? split_sums(partial, total_rows, blockIdx.z, row, head) : y + (row * H + head) * D;
-        const float f = split ? 1.0f : 1.0f / softmax.total[half];
-#pragma unroll
-        for (int n = 0; n < D / 8; n++)
-            *(float2*)(out + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * half] * f, sums[n][2 * half + 1] * f);
-        // In natural units, as attention_merge wants it.
-        if (split && lane % 4 == 0)
-            *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) =
-                make_float2(softmax.largest[half] * scale, softmax.total[half]);
-    }
+    leave_rows(sums, softmax, {first_row, first, count, kv, total_rows}, m, scale, partial, y);
 }
 #endif

@@ -1,7 +1,7 @@
 // The softmax of attention on tensor cores, over scores in the fragments of a product: a warp has 16 pairs of row and head, a lane
-// two of them (lane / 4 and 8 on) and two of every 8 keys. Macros: G (heads of a group), WINDOW.
+// two of them (lane / 4 and 8 on) and two of every 8 keys. Macros: H, KV, D, G (heads of a group), WINDOW.
 #pragma once
-#include "ptx.cuh"
+#include "paged.cuh"
 
 /// What a thread knows of two of its warp's 16 pairs (rows lane / 4 and 8 on) while keys go by.
 struct Softmax {
@@ -73,5 +73,32 @@ static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start
                 if (j >= end || j < begin) scores[n][2 * half + i] = -INF;
             }
         }
+    }
+}
+
+/// The pairs of a block of prefill: `count` from `first` on of the sequence that begins at row `first_row`, of one head of keys.
+struct Pairs {
+    u32 first_row, first, count, kv, total_rows;
+};
+
+/// Leaves the rows of a warp, whose first is pair `m` of the block: in y, or where keys are split what attention_merge adds up.
+static __device__ __forceinline__ void leave_rows(const float (&sums)[D / 8][4], const Softmax& softmax, const Pairs& pairs, u32 m, float scale,
+                                                  float* partial, float* y) {
+    const u32 lane = threadIdx.x % 32;
+    const bool split = gridDim.z > 1;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 pair = m + lane / 4 + 8 * half;
+        if (pair >= pairs.count) continue;
+        const u64 row = pairs.first_row + (pairs.first + pair) / G, head = pairs.kv * G + (pairs.first + pair) % G;
+        float* out = split ? split_sums(partial, pairs.total_rows, blockIdx.z, row, head) : y + (row * H + head) * D;
+        const float f = split ? 1.0f : 1.0f / softmax.total[half];
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            *(float2*)(out + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * half] * f, sums[n][2 * half + 1] * f);
+        // In natural units, as attention_merge wants it.
+        if (split && lane % 4 == 0)
+            *split_scale(partial, gridDim.z, pairs.total_rows, blockIdx.z, row, head) =
+                make_float2(softmax.largest[half] * scale, softmax.total[half]);
     }
 }

@@ -101,23 +101,21 @@ impl Bench {
     }
 
     fn report(&self, name: &str, floor: Floor, seconds: f64) {
-        let us = seconds * 1e6;
-        match floor {
-            Floor::Bytes(bytes) => {
-                let (rate, peak) = (bytes as f64 / seconds, self.peaks.copy_bytes_per_s);
-                let (floor, share) = (bytes as f64 / peak * 1e6, 100.0 * rate / peak);
-                println!("{name:58} {us:9.1} us, floor {floor:8.1}: {:5.2} TB/s, {share:3.0}%", rate / 1e12);
-            }
+        let GpuPeaks { copy_bytes_per_s, bf16_ops_per_s, .. } = self.peaks;
+        let (amount, peak, unit, per_row) = match floor {
+            Floor::Bytes(bytes) => (bytes as f64, copy_bytes_per_s, "TB/s", String::new()),
             Floor::Operations(operations, rows) => {
-                let (rate, peak) = (operations / seconds, self.peaks.bf16_ops_per_s);
-                let (floor, share) = (operations / peak * 1e6, 100.0 * rate / peak);
-                println!(
-                    "{name:58} {us:9.1} us, floor {floor:8.1}: {:5.0} TFLOP/s, {share:3.0}%, {:.1} ns a row",
-                    rate / 1e12,
-                    seconds / rows as f64 * 1e9
-                );
+                let per_row = format!(", {:.1} ns a row", seconds / rows as f64 * 1e9);
+                (operations, bf16_ops_per_s, "TFLOP/s", per_row)
             }
-        }
+        };
+        println!(
+            "{name:70} {:9.1} us, floor {:8.1}: {:6.2} {unit}, {:3.0}%{per_row}",
+            seconds * 1e6,
+            amount / peak * 1e6,
+            amount / seconds / 1e12,
+            100.0 * amount / seconds / peak,
+        );
     }
 
     /// Memory of random numbers in `-1..1`.

@@ -10,25 +10,24 @@ use std::cell::Cell;
 const MADE_UP: usize = 256;
 
 pub fn time(bench: &Bench) -> Result<()> {
-    let four_bits = WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 };
-    let eight_bits = WeightFormat::Affine { bits: 8, group_size: 64, scale_dtype: DType::BF16 };
-    let bf16 = WeightFormat::Dense(DType::BF16);
+    let affine = |bits| WeightFormat::Affine { bits, group_size: 64, scale_dtype: DType::BF16 };
+    let (four_bits, bf16) = (affine(4), WeightFormat::Dense(DType::BF16));
     let products = [
-        ("4 bits", four_bits, 2560, 248_320, 1),
-        ("4 bits", four_bits, 2560, 18_432, 1),
-        ("4 bits", four_bits, 9216, 2560, 1),
-        ("4 bits", four_bits, 4096, 24_576, 1),
-        ("8 bits", eight_bits, 2560, 18_432, 1),
-        ("bf16", bf16, 2560, 18_432, 1),
-        ("4 bits", four_bits, 2560, 18_432, 4),
-        ("4 bits", four_bits, 2560, 18_432, 16),
-        ("4 bits", four_bits, 2560, 18_432, 32),
-        ("4 bits", four_bits, 9216, 2560, 32),
-        ("4 bits", four_bits, 2560, 18_432, 64),
-        ("4 bits", four_bits, 2560, 18_432, 4096),
+        (four_bits, 2560, 248_320, 1),
+        (four_bits, 2560, 18_432, 1),
+        (four_bits, 9216, 2560, 1),
+        (four_bits, 4096, 24_576, 1),
+        (affine(8), 2560, 18_432, 1),
+        (bf16, 2560, 18_432, 1),
+        (four_bits, 2560, 18_432, 4),
+        (four_bits, 2560, 18_432, 16),
+        (four_bits, 2560, 18_432, 32),
+        (four_bits, 9216, 2560, 32),
+        (four_bits, 2560, 18_432, 64),
+        (four_bits, 2560, 18_432, 4096),
     ];
-    for (coding, format, cols, outputs, rows) in products {
-        product(bench, coding, format, (cols, outputs), rows)?;
+    for (format, cols, outputs, rows) in products {
+        product(bench, format, (cols, outputs), rows)?;
     }
     mixture(bench, four_bits)?;
     draws(bench, "greedy", Draw::GREATEST)?;
@@ -39,14 +38,12 @@ pub fn time(bench: &Bench) -> Result<()> {
     )
 }
 
-fn product(
-    bench: &Bench,
-    coding: &str,
-    format: WeightFormat,
-    (cols, outputs): (usize, usize),
-    rows: usize,
-) -> Result<()> {
-    let bytes = bytes_of(bench, format, 1, outputs, cols);
+fn product(bench: &Bench, format: WeightFormat, (cols, outputs): (usize, usize), rows: usize) -> Result<()> {
+    let coding = match format {
+        WeightFormat::Affine { bits, .. } => format!("{bits} bits"),
+        _ => "bf16".to_owned(),
+    };
+    let bytes = bytes_of(bench, format, outputs, cols);
     let needed = bytes + 4 * rows * (cols + outputs);
     let floor = if rows > 256 {
         Floor::Operations(2.0 * (rows * cols * outputs) as f64, rows)
@@ -70,7 +67,7 @@ fn mixture(bench: &Bench, format: WeightFormat) -> Result<()> {
     const WIDTH: usize = 2048;
     const INNER: usize = 512;
     let stack = |experts, rows, cols| weight(bench, format, experts, rows, cols);
-    let bytes = |rows, cols| bytes_of(bench, format, 1, rows, cols);
+    let bytes = |rows, cols| bytes_of(bench, format, rows, cols);
     let needed = bytes(EXPERTS + 1, WIDTH) + (CHOICES + 1) * (bytes(2 * INNER, WIDTH) + bytes(WIDTH, INNER));
     let name = format!("mixture of {EXPERTS} experts of {INNER}, {CHOICES} chosen and one shared");
     let scale = bench.random(&[WIDTH])?;
@@ -114,8 +111,9 @@ fn spec(format: WeightFormat, experts: usize, rows: usize, cols: usize) -> Weigh
     WeightSpec { experts, rows, cols, format, compute: Compute::Auto }
 }
 
-fn bytes_of(bench: &Bench, format: WeightFormat, experts: usize, rows: usize, cols: usize) -> usize {
-    bench.runtime.backend().packed_bytes(&spec(format, experts, rows, cols))
+/// Bytes of one matrix.
+fn bytes_of(bench: &Bench, format: WeightFormat, rows: usize, cols: usize) -> usize {
+    bench.runtime.backend().packed_bytes(&spec(format, 1, rows, cols))
 }
 
 fn weight(bench: &Bench, format: WeightFormat, experts: usize, rows: usize, cols: usize) -> Result<Weight> {

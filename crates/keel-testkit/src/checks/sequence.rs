@@ -42,36 +42,21 @@ pub(super) const BY_CASE: &[Check] = &[
 const EXACT: f64 = tolerance::F32 * 2.0;
 const EXACT_DELTA: f64 = tolerance::F32 * 4.0;
 
+/// Products of f16.
+const FAST_WITHIN: f64 = tolerance::F16_OPERANDS;
+
 /// What a backend's fast mode may multiply in f16: prompts' gated delta rule, and attention over anything but f32.
 pub(super) const FAST: &[Check] = &[
-    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, tolerance::F16_OPERANDS) },
-    Check {
-        op: "paged_attention",
-        run: |r| attend(r, Regime::Decode, KvFormat::F16, tolerance::F16_OPERANDS),
-    },
-    Check {
-        op: "paged_attention",
-        run: |r| attend(r, Regime::Prefill, KvFormat::F16, tolerance::F16_OPERANDS),
-    },
-    Check {
-        op: "paged_attention",
-        run: |r| attend(r, Regime::Decode, KvFormat::Bits8, tolerance::F16_OPERANDS),
-    },
-    Check {
-        op: "paged_attention",
-        run: |r| attend(r, Regime::Prefill, KvFormat::Bits8, tolerance::F16_OPERANDS),
-    },
-    Check {
-        op: "paged_attention",
-        run: |r| attend(r, Regime::Decode, KvFormat::Bits4, tolerance::F16_OPERANDS),
-    },
-    Check {
-        op: "paged_attention",
-        run: |r| attend(r, Regime::Prefill, KvFormat::Bits4, tolerance::F16_OPERANDS),
-    },
-    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, tolerance::F16_OPERANDS) },
-    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, tolerance::F16_OPERANDS) },
-    Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, tolerance::F16_OPERANDS) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F16, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F16, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits8, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits8, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits4, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits4, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, FAST_WITHIN) },
 ];
 
 pub(super) fn draw(random: &mut Random, shape: &[usize]) -> Tensor {

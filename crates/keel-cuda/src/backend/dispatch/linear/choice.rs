@@ -70,7 +70,7 @@ pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: b
     }
 }
 
-/// Whether every device multiplies x in 16 bits, so that it is needed in these alone; what it then takes cuBLASLt does not refuse.
+/// Whether x is needed in 16 bits alone: every device multiplies it in these, and cuBLASLt, where it does so, surely takes the shape.
 pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
     let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
