@@ -28,7 +28,7 @@ class Keel:
         return subprocess.run(line, capture_output=True, text=True, check=True).stdout
 
     def greedy(self, text: str, count: int) -> list[int]:
-        flags = ["--temperature", "0", "--max-tokens", str(count), "--ignore-eos", "--json"]
+        flags = ["--raw", "--temperature", "0", "--max-tokens", str(count), "--ignore-eos", "--json"]
         return json.loads(self.run("generate", text, *flags))["tokens"]
 
     def logits(self, ids: list[int], compute: str) -> np.ndarray:

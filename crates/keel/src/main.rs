@@ -7,6 +7,7 @@
 
 mod args;
 mod commands;
+mod constrained;
 mod driver;
 mod failure;
 mod output;

@@ -1,6 +1,6 @@
 //! Standard output, whose failures are errors like any other: `println!` would panic when a reader has gone.
 
-use std::io::{Write, stdout};
+use std::io::{Write, stderr, stdout};
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -9,6 +9,11 @@ use serde_json::Value;
 pub fn text(text: &str) -> Result<()> {
     let mut out = stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to standard output")
+}
+
+/// Prints text on standard error: what is about the result and no part of it. Nobody may be reading there, which is no failure.
+pub fn aside(text: &str) {
+    let _ = stderr().lock().write_all(text.as_bytes());
 }
 
 /// Prints a line.

@@ -2,11 +2,15 @@
 
 use anyhow::{Context, Result, bail};
 use keel_text::{
-    ChatRequest, ChatTemplate, GenerationDefaults, Message, StopMatcher, StreamDetokenizer, TextFiles,
-    Tokenizer,
+    ChatRequest, ChatTemplate, GenerationDefaults, GrammarFactory, GrammarSource, Message, StopMatcher,
+    StreamDetokenizer, TextFiles, Tokenizer,
 };
 
+use crate::constrained::Form;
 use crate::source::Model;
+
+/// Tokens at a prompt's end that show whether the answer begins with reasoning.
+const TAIL_TOKENS: usize = 4;
 
 /// The text side of a checkpoint.
 pub struct ModelText {
@@ -34,10 +38,20 @@ impl ModelText {
     /// # Errors
     /// If there is none, or it is broken.
     pub fn template(&self) -> Result<ChatTemplate> {
-        match ChatTemplate::new(&self.files)? {
+        match self.find_template()? {
             Some(template) => Ok(template),
-            None => bail!("this model has no chat template; use generate without --chat"),
+            None => bail!(
+                "this model has no chat template: it continues texts and answers nobody; use keel generate --raw"
+            ),
         }
+    }
+
+    /// The chat template, if the checkpoint has one.
+    ///
+    /// # Errors
+    /// If it is broken.
+    pub fn find_template(&self) -> Result<Option<ChatTemplate>> {
+        Ok(ChatTemplate::new(&self.files)?)
     }
 
     /// Ids of a text to be continued as it stands.
@@ -55,6 +69,18 @@ impl ModelText {
     pub fn encode_chat(&self, template: &ChatTemplate, messages: &[Message]) -> Result<Vec<u32>> {
         let prompt = template.render(&ChatRequest::new(messages))?;
         Ok(self.tokenizer.encode(&prompt, false)?)
+    }
+
+    /// A schema or grammar, ready for the answer to `prompt`.
+    ///
+    /// # Errors
+    /// If the grammar is refused, or the vocabulary cannot be used for one.
+    pub fn form(&self, model: &Model, source: &GrammarSource, prompt: &[u32]) -> Result<Form> {
+        let state = GrammarFactory::new(&model.text_files()?, &self.tokenizer)?.start(source)?;
+        let end = &prompt[prompt.len().saturating_sub(TAIL_TOKENS)..];
+        let reasons = self.tokenizer.decode(end, false)?.trim_end().ends_with("<think>");
+        let begins_after = self.tokenizer.token_to_id("</think>").filter(|_| reasons);
+        Ok(Form { state, begins_after })
     }
 
     /// Ids that end a text.

@@ -8,14 +8,27 @@ use keel_engine::{
     TokenIterator,
 };
 
+use crate::constrained::{ConstrainedTokens, Form};
 use crate::session;
 
-/// One of the two iterators.
+/// How tokens are drawn.
+pub struct How {
+    /// Number, sampling and end.
+    pub options: GenerateOptions,
+    /// Drafts, if there are any. A constrained text has none.
+    pub speculation: Option<SpeculationOptions>,
+    /// What the text must look like, if anything.
+    pub form: Option<Form>,
+}
+
+/// One of the iterators.
 pub enum Tokens<'e> {
     /// A token to a step.
     Plain(Box<TokenIterator<'e>>),
     /// One or more.
     Speculative(Box<MtpTokenIterator<'e>>),
+    /// A token to a step, within a grammar.
+    Constrained(Box<ConstrainedTokens<'e>>),
 }
 
 macro_rules! either {
@@ -23,6 +36,7 @@ macro_rules! either {
         match $self {
             Tokens::Plain($tokens) => $value,
             Tokens::Speculative($tokens) => $value,
+            Tokens::Constrained($tokens) => $value,
         }
     };
 }
@@ -36,16 +50,21 @@ impl<'e> Tokens<'e> {
         engine: &'e mut Engine,
         sequence: SequenceCache,
         prompt: &[u32],
-        (options, speculation): (GenerateOptions, Option<SpeculationOptions>),
+        how: How,
         progress: &mut dyn FnMut(usize),
     ) -> Result<Tokens<'e>> {
         let runtime = engine.runtime().clone();
-        let tokens = match speculation {
-            None => {
+        let How { options, speculation, form } = how;
+        let tokens = match (form, speculation) {
+            (Some(form), _) => {
+                let tokens = ConstrainedTokens::new(engine, sequence, prompt, options, form, progress)?;
+                Tokens::Constrained(Box::new(tokens))
+            }
+            (None, None) => {
                 let tokens = TokenIterator::new(engine, sequence, prompt, options, progress)?;
                 Tokens::Plain(Box::new(tokens))
             }
-            Some(how) => {
+            (None, Some(how)) => {
                 let tokens = MtpTokenIterator::new(engine, sequence, prompt, options, how, progress)?;
                 Tokens::Speculative(Box::new(tokens))
             }
@@ -67,7 +86,7 @@ impl<'e> Tokens<'e> {
     /// What speculation came to.
     pub fn counters(&self) -> Option<&SpeculationCounters> {
         match self {
-            Tokens::Plain(_) => None,
+            Tokens::Plain(_) | Tokens::Constrained(_) => None,
             Tokens::Speculative(tokens) => Some(tokens.counters()),
         }
     }

@@ -6,22 +6,94 @@ use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::{arg, fixture, floats, joined, json, keel_with_input, relative_error, stderr, succeed};
+use common::{arg, fail, fixture, floats, joined, json, keel_with_input, relative_error, stderr, succeed};
 use keel_text::{ChatRequest, ChatTemplate, Message, TextFiles, Tokenizer};
 use serde_json::Value;
 
+/// Standard output and standard error of a run that succeeds.
+fn both(args: &[&str], input: &str) -> (String, String) {
+    let output = keel_with_input(args, input);
+    assert!(output.status.success(), "keel {}: {}", args.join(" "), stderr(&output));
+    (String::from_utf8(output.stdout.clone()).expect("UTF-8"), stderr(&output))
+}
+
 #[test]
-fn generate_continues_a_text_and_reports_below_it() {
+fn generate_writes_the_text_alone_and_reports_elsewhere() {
     // Without a seed, how many drafts are made, and so which draws, follows from what rounds take.
-    let command = ["generate", "Once upon a time", "--max-tokens", "12", "--seed", "3"];
-    let text = succeed(&command);
-    assert!(text.starts_with("Once upon a time"), "{text}");
-    let (_, report) = text.split_once("\n\n").expect("an empty line before the report");
+    let command = ["generate", "Once upon a time", "-n", "12", "--seed", "3"];
+    let (text, report) = both(&command, "");
+    assert!(text.ends_with('\n') && text.trim().len() > 20 && text.lines().count() == 1, "{text:?}");
     for word in ["tokens/s", "planned", "allocated", "peak", "weights", "kv", "recurrent", "total"] {
-        assert!(report.contains(word), "{word}: {text}");
+        assert!(report.contains(word) && !text.contains(word), "{word}: {report}");
     }
-    let quiet = succeed(&[&command[..], &["--quiet"]].concat());
-    assert!(text.contains(quiet.trim_end()), "{quiet:?} is not in {text:?}");
+    let quiet = both(&[&command[..], &["-q"]].concat(), "");
+    assert_eq!(quiet, (text.clone(), String::new()));
+    let (echoed, _) = both(&[&command[..], &["--echo"]].concat(), "");
+    assert_eq!(echoed, format!("Once upon a time{text}"));
+}
+
+#[test]
+fn a_prompt_comes_from_an_argument_an_option_a_file_or_a_pipe() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let file = dir.path().join("prompt");
+    std::fs::write(&file, "The dog").expect("writable");
+    let flags = ["generate", "--temp", "0", "-n", "16", "-q", "-c", "256"];
+    let of = |prompt: &[&str], input| both(&[&flags[..], prompt].concat(), input).0;
+    let want = of(&["The dog"], "not read");
+    assert_eq!(of(&["-p", "The dog"], ""), want);
+    assert_eq!(of(&["-f", arg(&file)], ""), want);
+    assert_eq!(of(&[], "The dog\n"), want, "a pipe; its last line break is no part of the text");
+    assert_eq!(of(&["-"], "The dog\r\n"), want);
+    assert_eq!(of(&["-f", "-"], "The dog"), want);
+    assert_ne!(of(&["-"], "The dog\n\n"), want, "other line breaks are");
+}
+
+#[test]
+fn a_model_with_a_template_is_asked_and_the_built_in_one_tells_stories() {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let flags = ["generate", "Tell me a story about a cat.", "--temp", "0", "-n", "24", "-q"];
+    let of = |extra: &[&str]| succeed(&[&flags[..], extra].concat());
+    let (asked, continued) = (of(&["--chat"]), of(&[]));
+    assert_ne!(asked, continued);
+    assert_eq!(of(&["--model", arg(&demo)]), asked);
+    assert_eq!(of(&["--model", arg(&demo), "--raw"]), continued);
+    assert_eq!(of(&["--raw"]), continued);
+    assert_ne!(of(&["--system", "Be a pirate."]), asked, "a system prompt asks, too");
+
+    // Without its template it is a base model, and says so before it is loaded.
+    let base = tempfile::tempdir().expect("a temporary folder");
+    for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
+        std::fs::copy(demo.join(file), base.path().join(file)).expect("copied");
+    }
+    let settings = std::fs::read_to_string(demo.join("tokenizer_config.json")).expect("there");
+    let mut settings: Value = serde_json::from_str(&settings).expect("JSON");
+    settings.as_object_mut().expect("an object").remove("chat_template");
+    std::fs::write(base.path().join("tokenizer_config.json"), settings.to_string()).expect("writable");
+    let model = ["--model", arg(base.path())];
+    let (text, report) = both(&[&flags[..6], &model].concat(), "");
+    assert_eq!(text, continued);
+    let (remark, load) = (report.find("no chat template"), report.find("load "));
+    assert!(remark.is_some() && remark < load, "{report}");
+    assert!(both(&[&flags[..], &model].concat(), "").1.is_empty());
+    fail(&[&flags[..], &model, &["--chat"]].concat(), "no chat template");
+}
+
+#[test]
+fn a_text_follows_a_schema_or_a_grammar() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let (schema, grammar) = (dir.path().join("schema.json"), dir.path().join("grammar.lark"));
+    let wanted = r#"{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "legs": {"enum": [2, 4]}},
+        "required": ["name", "legs"], "additionalProperties": false}"#;
+    std::fs::write(&schema, wanted).expect("writable");
+    std::fs::write(&grammar, "start: \"yes\" | \"no\"\n").expect("writable");
+    let flags = ["generate", "A dog is an animal:", "-n", "120", "-q"];
+    let text = succeed(&[&flags[..], &["--schema", arg(&schema)]].concat());
+    let value: Value = serde_json::from_str(&text).expect("JSON");
+    assert!(value["name"].is_string() && [2, 4].map(Value::from).contains(&value["legs"]), "{text}");
+    let text = succeed(&[&flags[..], &["--grammar", arg(&grammar)]].concat());
+    assert!(["yes\n", "no\n"].contains(&text.as_str()), "{text}");
+    std::fs::write(&schema, "{").expect("writable");
+    fail(&[&flags[..], &["--schema", arg(&schema)]].concat(), "is no JSON");
 }
 
 #[test]
@@ -70,9 +142,10 @@ fn speculation_changes_the_counters_and_not_the_text() {
     }
     let optimistic = generate(&["--speculate", "2", "--speculate-optimistic"]);
     assert!(optimistic["speculation"]["warning"].as_str().is_some_and(|text| text.contains("may differ")));
-    let text =
-        succeed(&["generate", "Once", "--max-tokens", "9", "--speculate", "2", "--speculate-optimistic"]);
-    assert!(text.contains("speculate") && text.contains("WARNING"), "{text}");
+    let command = ["generate", "Once", "--max-tokens", "9", "--speculate", "2", "--speculate-optimistic"];
+    let (text, report) = both(&command, "");
+    assert!(report.contains("speculate") && report.contains("WARNING"), "{report}");
+    assert!(!text.contains("WARNING"), "{text}");
     assert!(succeed(&["generate", "--help"]).contains("WARNING: the text is then not the model's"));
 }
 
@@ -239,7 +312,8 @@ fn a_quantised_copy_runs_and_more_bits_stay_closer() {
 /// Tokens of the prompt, and greedy tokens behind it.
 fn greedy(model: &Path) -> (Value, Value) {
     let command = ["generate", "Once upon a time, there", "--model", arg(model), "--temperature", "0"];
-    let report = json(&[&command[..], &["--max-tokens", "24", "--compute", "f32", "--json"]].concat());
+    let flags = ["--raw", "--max-tokens", "24", "--compute", "f32", "--json"];
+    let report = json(&[&command[..], &flags].concat());
     (report["prompt_tokens"].clone(), report["tokens"].clone())
 }
 

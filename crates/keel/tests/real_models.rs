@@ -55,7 +55,8 @@ fn parting(got: &[u64], want: &[u64]) -> Option<usize> {
 fn continued(file: &Path, prompt: &Value, compute: &str) -> Vec<u64> {
     let text = prompt["text"].as_str().expect("text");
     let count = ids(&prompt["greedy"]).len().to_string();
-    let command = ["generate", text, "--model", arg(file), "--temperature", "0", "--max-tokens", &count];
+    let command =
+        ["generate", text, "--raw", "--model", arg(file), "--temperature", "0", "--max-tokens", &count];
     let report = json(&[&command[..], &["--ignore-eos", "--json", "--compute", compute]].concat());
     assert_eq!(report["prompt_tokens"], ids(&prompt["ids"]).len(), "{}: ids of {text:?}", file.display());
     ids(&report["tokens"])
@@ -119,7 +120,7 @@ fn a_gguf_file_says_what_it_is() {
 fn a_chat_model_answers() {
     let Some((file, _)) = model("smollm2-135m-instruct-q4_1") else { return };
     let question = "What is the capital of France? Answer in one sentence.";
-    let command = ["generate", question, "--chat", "--model", arg(&file), "--temperature", "0", "--quiet"];
+    let command = ["generate", question, "--model", arg(&file), "--temperature", "0", "--quiet"];
     let answer = succeed(&[&command[..], &["--max-tokens", "40"]].concat());
     assert!(answer.contains("Paris"), "{answer}");
 }
@@ -179,7 +180,7 @@ fn most_while_decoding(file: &Path, full: &Full) -> u64 {
     let options =
         ["--temperature", "0", "--max-tokens", &context, "--ignore-eos", "--context", &context, "--quiet"];
     let mut keel = Command::new(env!("CARGO_BIN_EXE_keel"))
-        .args(["generate", &prompt, "--model", arg(file)])
+        .args(["generate", &prompt, "--raw", "--model", arg(file)])
         .args(options)
         .stdout(Stdio::piped())
         .spawn()

@@ -2,16 +2,20 @@
 
 mod bytes;
 mod device;
+mod form;
 mod ids;
 mod model;
+mod prompt;
 mod sampling;
 mod speculate;
 mod subject;
 
 pub use bytes::parse_bytes;
 pub use device::{Device, DeviceArgs};
+pub use form::FormArgs;
 pub use ids::IdArgs;
 pub use model::{EngineArgs, ModelArgs};
+pub use prompt::{Asking, PromptArgs};
 pub use sampling::SamplingArgs;
 pub use speculate::{SpeculateArgs, drafts_max};
 pub use subject::{Subject, SubjectArgs, affine_format};

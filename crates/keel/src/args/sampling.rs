@@ -9,10 +9,10 @@ use keel_text::GenerationDefaults;
 #[derive(Clone, Debug, Args)]
 pub struct SamplingArgs {
     /// Tokens to generate at most.
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, short = 'n', aliases = ["n-predict", "num-predict", "max-new-tokens"], value_name = "N", default_value_t = 256)]
     pub max_tokens: usize,
     /// Divides the logits; 0 always takes the most probable token.
-    #[arg(long, value_name = "T")]
+    #[arg(long, short = 't', alias = "temp", value_name = "T")]
     temperature: Option<f32>,
     /// Draw from the smallest set of tokens with this probability.
     #[arg(long, value_name = "P")]
@@ -28,7 +28,7 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
     /// Weakens tokens seen before: 1 changes nothing.
-    #[arg(long, value_name = "X")]
+    #[arg(long, alias = "repeat-penalty", value_name = "X")]
     repetition_penalty: Option<f32>,
     /// Subtracted from the logits of tokens generated before.
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]

@@ -15,7 +15,7 @@ use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs
 use crate::session::{Session, close, context_for};
 use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
-use crate::tokens::Tokens;
+use crate::tokens::{How, Tokens};
 use crate::{output, progress, source};
 
 /// Where the context of a conversation ends, unless another is asked for or the model's own is shorter.
@@ -204,7 +204,8 @@ impl<'a> Conversation<'a> {
         };
         let mut stream = TextStream::new(&self.text.tokenizer, &self.args.sampling.stop)?;
         let bar = progress::tokens("prompt", prompt.len());
-        let how = (options, self.speculation.as_ref().map(|report| report.options));
+        let speculation = self.speculation.as_ref().map(|report| report.options);
+        let how = How { options, speculation, form: None };
         let mut tokens =
             Tokens::start(&mut self.session.engine, sequence, &prompt[at..], how, &mut |done| {
                 bar.set_position((at + done) as u64);

@@ -1,72 +1,72 @@
-//! `keel generate`: continues a text.
+//! `keel generate`: answers or continues a text.
 
-use std::path::PathBuf;
+use std::io::{IsTerminal, stdout};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use keel_engine::{Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SpeculationOptions};
-use keel_text::{GenerationDefaults, Message};
+use keel_engine::{Engine, EngineError, EngineOptions, FinishReason, GenerateOptions};
+use keel_text::{ChatTemplate, GenerationDefaults, Message};
 use serde_json::json;
 
-use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
+use crate::args::{
+    Asking, DeviceArgs, EngineArgs, FormArgs, ModelArgs, PromptArgs, SamplingArgs, SpeculateArgs, drafts_max,
+};
 use crate::failure::usage;
 use crate::report::{Memory, Timing};
 use crate::session::{Session, check_ids, close, context_for};
 use crate::source::Model;
 use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
-use crate::tokens::Tokens;
+use crate::tokens::{How, Tokens};
 use crate::{output, progress, source};
 
-/// Continue a text, or answer it in the model's chat template.
+/// Answer a text, or continue it.
+///
+/// A model with a chat template is asked through it; --raw continues the text instead, as a model without one does. The built-in
+/// model continues texts, and answers with --chat. The text alone goes to standard output; speed and memory go to standard error.
 #[derive(Debug, Args)]
 pub struct GenerateArgs {
-    /// The text.
-    #[arg(conflicts_with_all = ["ids", "ids_file", "prompt_file"])]
-    prompt: Option<String>,
-    /// Read the text from a file.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["ids", "ids_file"])]
-    prompt_file: Option<PathBuf>,
     #[command(flatten)]
-    ids: IdArgs,
-    #[command(flatten)]
+    prompt: PromptArgs,
+    #[command(flatten, next_help_heading = "Model")]
     model: ModelArgs,
-    /// Wrap the text as a user's turn in the chat template of the checkpoint.
-    #[arg(long, conflicts_with_all = ["ids", "ids_file"])]
-    chat: bool,
     /// Tokens of prompt and text together to plan memory for, rounded up to pages of 256; by default as many as the
     /// prompt and --max-tokens need.
-    #[arg(long, value_name = "N")]
+    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", help_heading = "Memory and arithmetic")]
     context: Option<usize>,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Sampling")]
     sampling: SamplingArgs,
-    /// Run every token of the prompt through the decode regime, to compare.
-    #[arg(long)]
-    one_by_one: bool,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Form of the text")]
+    form: FormArgs,
+    #[command(flatten, next_help_heading = "Speculation")]
     speculate: SpeculateArgs,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Memory and arithmetic")]
     engine: EngineArgs,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Device")]
     device: DeviceArgs,
-    /// Print one JSON object, when all is done.
-    #[arg(long)]
+    /// Run every token of the prompt through the decode regime, to compare.
+    #[arg(long, help_heading = "Memory and arithmetic", conflicts_with_all = ["schema", "grammar"])]
+    one_by_one: bool,
+    /// Print one JSON object on standard output, when all is done.
+    #[arg(long, help_heading = "Output")]
     json: bool,
-    /// Print the text alone.
-    #[arg(long, short, conflicts_with = "json")]
+    /// Print the prompt before the text that continues it. Without this it is printed on a terminal alone.
+    #[arg(long, help_heading = "Output", conflicts_with = "json")]
+    echo: bool,
+    /// Leave out the speed, the memory and what else goes to standard error.
+    #[arg(long, short, conflicts_with = "json", help_heading = "Output")]
     quiet: bool,
 }
 
 /// How it is continued, checked before the model is loaded.
-struct How {
-    options: GenerateOptions,
-    speculation: Option<SpeculationOptions>,
+struct Course {
+    how: How,
     stream: Option<TextStream>,
 }
 
-impl How {
-    fn new(args: &GenerateArgs, model: &Model, text: Option<&ModelText>) -> Result<How> {
+impl Course {
+    fn new(args: &GenerateArgs, model: &Model, text: Option<&ModelText>, prompt: &Prompt) -> Result<Course> {
         let defaults = text.map_or(GenerationDefaults::default(), |text| text.defaults.clone());
         let end_tokens = text.filter(|_| !args.sampling.ignore_eos).map_or(Vec::new(), ModelText::end_tokens);
         let options = GenerateOptions {
@@ -81,10 +81,22 @@ impl How {
             return Err(usage("--stop needs a tokenizer, and this model has none"));
         }
         let stream = text.map(|text| TextStream::new(&text.tokenizer, &args.sampling.stop)).transpose()?;
-        // The head is filled while the prompt is run in the prefill regime.
+        let form = match (args.form.read()?, text) {
+            (None, _) => None,
+            (Some(source), Some(text)) => Some(text.form(model, &source, &prompt.ids)?),
+            (Some(_), None) => {
+                return Err(usage("--schema and --grammar need a tokenizer, and this model has none"));
+            }
+        };
+        if form.is_some() && args.speculate.is_asked_for() {
+            return Err(usage("--speculate: a text that follows a schema or a grammar is not drafted here"));
+        }
+        if args.one_by_one && args.speculate.is_asked_for() {
+            return Err(usage("--speculate: the head is filled by prefill, which --one-by-one goes without"));
+        }
         let speculation = args.speculate.for_model(model, args.device.device(), &args.sampling)?;
-        let speculation = speculation.filter(|_| !args.one_by_one);
-        Ok(How { options, speculation, stream })
+        let speculation = speculation.filter(|_| !args.one_by_one && form.is_none());
+        Ok(Course { how: How { options, speculation, form }, stream })
     }
 }
 
@@ -98,19 +110,23 @@ struct Outcome {
     memory: Memory,
 }
 
-/// What is continued.
+/// What is answered or continued.
 struct Prompt {
     ids: Vec<u32>,
-    /// What is printed before the continuation, so that the whole can be read.
+    /// Printed before the continuation, so that the whole can be read.
     echo: String,
 }
 
 /// Runs the command.
 pub fn run(args: &GenerateArgs) -> Result<()> {
     let model = source::open(args.model.model.as_deref())?;
-    let given = args.ids.read()?;
+    let given = args.prompt.read_ids()?;
     let text = open_text(&model, given.is_some())?;
     let prompt = match given {
+        Some(ids) if args.echo => {
+            let ids_alone = format!("--echo prints a text; the prompt is {} token ids", ids.len());
+            return Err(usage(ids_alone));
+        }
         Some(ids) => Prompt { ids, echo: String::new() },
         None => encode(args, text.as_ref().context("a text needs a tokenizer")?)?,
     };
@@ -118,15 +134,15 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         bail!("the prompt is empty: there is nothing to continue");
     }
     check_ids(&model.config, &prompt.ids)?;
-    let how = How::new(args, &model, text.as_ref())?;
+    let course = Course::new(args, &model, text.as_ref(), &prompt)?;
     let options = EngineOptions {
         context: context(args, &model, prompt.ids.len())?,
-        drafts: drafts_max(how.speculation),
+        drafts: drafts_max(course.how.speculation),
         ..args.engine.options()
     };
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);
-    let outcome = generate(args, &mut session, &prompt, how)?;
+    let outcome = generate(args, &mut session, &prompt, course)?;
     report(args, &outcome)
 }
 
@@ -153,29 +169,41 @@ fn open_text(model: &Model, optional: bool) -> Result<Option<ModelText>> {
 }
 
 fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {
-    let written = match (&args.prompt, &args.prompt_file) {
-        (Some(prompt), _) => prompt.clone(),
-        (None, Some(path)) => {
-            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?
-        }
-        (None, None) => {
-            return Err(usage("nothing to continue: give a text, --prompt-file, --ids or --ids-file"));
-        }
+    let written = args.prompt.read_text()?;
+    let Some(template) = template(args, text)? else {
+        let shows = args.echo || (stdout().is_terminal() && !args.quiet);
+        let echo = if shows { written.clone() } else { String::new() };
+        return Ok(Prompt { ids: text.encode_text(&written)?, echo });
     };
-    if args.chat {
-        let ids = text.encode_chat(&text.template()?, &[Message::new("user", written)])?;
-        return Ok(Prompt { ids, echo: String::new() });
+    if args.echo {
+        return Err(usage("--echo is for a text that is continued; this one is answered (see --raw)"));
     }
-    Ok(Prompt { ids: text.encode_text(&written)?, echo: written })
+    let system = args.prompt.system.iter().map(|system| Message::new("system", system.clone()));
+    let messages: Vec<Message> = system.chain([Message::new("user", written)]).collect();
+    Ok(Prompt { ids: text.encode_chat(&template, &messages)?, echo: String::new() })
 }
 
-fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, how: How) -> Result<Outcome> {
-    let How { options, speculation, mut stream } = how;
-    let mut tokens = start(&mut session.engine, &prompt.ids, (options, speculation))?;
-    let prefill = tokens.prefill_time();
-    if !args.quiet {
-        show(args, &prompt.echo)?;
+/// The chat template that the text is wrapped in, if it is. Says so where a model that was named has none.
+fn template(args: &GenerateArgs, text: &ModelText) -> Result<Option<ChatTemplate>> {
+    let template = match args.prompt.asking(args.model.model.is_none()) {
+        Asking::Raw => return Ok(None),
+        Asking::Template => Some(text.template()?),
+        Asking::TemplateIfAny => {
+            text.find_template().context("--raw continues the text without the chat template")?
+        }
+    };
+    if template.is_none() && !args.quiet {
+        tracing::info!("this model has no chat template, as base models do: it continues the text");
     }
+    Ok(template)
+}
+
+fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course: Course) -> Result<Outcome> {
+    let Course { how, mut stream } = course;
+    let speculation = how.speculation;
+    let mut tokens = start(&mut session.engine, &prompt.ids, how)?;
+    let prefill = tokens.prefill_time();
+    show(args, &prompt.echo)?;
     let decode_start = Instant::now();
     let mut ids = Vec::new();
     for id in tokens.by_ref() {
@@ -218,11 +246,7 @@ fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, how: Ho
 }
 
 /// Runs the prompt, with a bar.
-fn start<'e>(
-    engine: &'e mut Engine,
-    prompt: &[u32],
-    how: (GenerateOptions, Option<SpeculationOptions>),
-) -> Result<Tokens<'e>> {
+fn start<'e>(engine: &'e mut Engine, prompt: &[u32], how: How) -> Result<Tokens<'e>> {
     let bar = progress::tokens("prompt", prompt.len());
     let sequence = engine.open()?;
     let tokens = Tokens::start(engine, sequence, prompt, how, &mut |done| bar.set_position(done as u64));
@@ -256,13 +280,16 @@ fn report(args: &GenerateArgs, outcome: &Outcome) -> Result<()> {
         let ids: Vec<String> = outcome.tokens.iter().map(u32::to_string).collect();
         output::text(&ids.join(","))?;
     }
+    if !outcome.text.ends_with('\n') {
+        output::line("")?;
+    }
     if args.quiet {
-        return output::line("");
+        return Ok(());
     }
-    output::line("\n")?;
-    output::line(&outcome.timing.to_line())?;
+    output::aside(&format!("\n{}\n", outcome.timing.to_line()));
     if let Some(speculation) = &outcome.speculation {
-        output::line(&speculation.to_line())?;
+        output::aside(&format!("{}\n", speculation.to_line()));
     }
-    output::text(&outcome.memory.to_table())
+    output::aside(&outcome.memory.to_table());
+    Ok(())
 }

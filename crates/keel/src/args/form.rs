@@ -1,0 +1,37 @@
+//! What an answer must look like.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use keel_text::GrammarSource;
+
+/// A schema or a grammar that the text follows.
+#[derive(Clone, Debug, Default, Args)]
+pub struct FormArgs {
+    /// The text is JSON that follows the JSON schema in this file. The model is not told: say in the prompt what is wanted.
+    #[arg(long, alias = "json-schema", value_name = "FILE", conflicts_with = "grammar")]
+    schema: Option<PathBuf>,
+    /// The text follows the grammar in this file (Lark, as llguidance reads it).
+    #[arg(long, alias = "grammar-file", value_name = "FILE")]
+    grammar: Option<PathBuf>,
+}
+
+impl FormArgs {
+    /// The schema or grammar, if there is one.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or a schema is no JSON.
+    pub fn read(&self) -> Result<Option<GrammarSource>> {
+        let text = |flag: &str, path: &PathBuf| {
+            std::fs::read_to_string(path).with_context(|| format!("{flag} {}", path.display()))
+        };
+        if let Some(path) = &self.schema {
+            let schema = serde_json::from_str(&text("--schema", path)?);
+            let schema = schema.with_context(|| format!("--schema {} is no JSON", path.display()))?;
+            return Ok(Some(GrammarSource::JsonSchema(schema)));
+        }
+        let grammar = self.grammar.as_ref().map(|path| text("--grammar", path)).transpose()?;
+        Ok(grammar.map(GrammarSource::Lark))
+    }
+}

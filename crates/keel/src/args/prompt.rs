@@ -1,0 +1,107 @@
+//! What is asked, and how.
+
+use std::io::{IsTerminal, Read, stdin};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use clap::Args;
+
+use super::IdArgs;
+use crate::failure::usage;
+
+/// The prompt.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Prompt")]
+pub struct PromptArgs {
+    /// The text; - reads standard input, as does no text where standard input is a file or a pipe.
+    #[arg(conflicts_with_all = ["prompt", "prompt_file", "ids", "ids_file"], help_heading = None)]
+    text: Option<String>,
+    /// The text, as an option.
+    #[arg(long, short = 'p', value_name = "TEXT", conflicts_with_all = ["prompt_file", "ids", "ids_file"], allow_hyphen_values = true)]
+    prompt: Option<String>,
+    /// Read the text from a file; - is standard input.
+    #[arg(long, short = 'f', alias = "file", value_name = "FILE", conflicts_with_all = ["ids", "ids_file"])]
+    prompt_file: Option<PathBuf>,
+    #[command(flatten)]
+    ids: IdArgs,
+    /// Ask: wrap the text as a user's turn in the checkpoint's chat template. A model that has a template is asked without this;
+    /// the built-in model, which was made for stories, continues the text unless it is told to answer.
+    #[arg(long, conflicts_with_all = ["ids", "ids_file"])]
+    chat: bool,
+    /// Continue the text as it stands, also if the checkpoint has a chat template.
+    #[arg(long, conflicts_with = "chat")]
+    raw: bool,
+    /// What the model is told before the user's turn.
+    #[arg(long, short = 's', alias = "system-prompt", value_name = "TEXT", conflicts_with_all = ["raw", "ids", "ids_file"])]
+    pub system: Option<String>,
+}
+
+/// How a text is put to the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asking {
+    /// In the chat template, which has to be there.
+    Template,
+    /// In the chat template if there is one.
+    TemplateIfAny,
+    /// As it stands.
+    Raw,
+}
+
+impl PromptArgs {
+    /// Token ids given instead of a text.
+    ///
+    /// # Errors
+    /// As [`IdArgs::read`].
+    pub fn read_ids(&self) -> Result<Option<Vec<u32>>> {
+        self.ids.read()
+    }
+
+    /// How the text is put to the model.
+    pub fn asking(&self, is_built_in: bool) -> Asking {
+        if self.raw {
+            Asking::Raw
+        } else if self.chat || self.system.is_some() {
+            Asking::Template
+        } else if is_built_in {
+            Asking::Raw
+        } else {
+            Asking::TemplateIfAny
+        }
+    }
+
+    /// The text.
+    ///
+    /// # Errors
+    /// If there is none, or it cannot be read.
+    pub fn read_text(&self) -> Result<String> {
+        let is_stdin = |text: &str| text == "-";
+        match (self.text.as_ref().or(self.prompt.as_ref()), &self.prompt_file) {
+            (Some(text), _) if !is_stdin(text) => Ok(text.clone()),
+            (None, Some(path)) if path.to_str().is_none_or(|path| !is_stdin(path)) => {
+                std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+            }
+            (None, None) if stdin().is_terminal() => Err(usage(NOTHING)),
+            (given, file) => match read_stdin()? {
+                text if text.is_empty() && given.is_none() && file.is_none() => {
+                    Err(usage(format!("{NOTHING}; standard input is empty")))
+                }
+                text => Ok(text),
+            },
+        }
+    }
+}
+
+const NOTHING: &str =
+    "nothing to continue: give a text, --prompt-file, --ids or --ids-file, or write to standard input";
+
+/// Standard input without its last line break, as a shell takes the output of a command.
+fn read_stdin() -> Result<String> {
+    let mut text = String::new();
+    stdin().lock().read_to_string(&mut text).context("cannot read standard input as text")?;
+    let end = text.trim_end_matches('\n').len().max(text.len().saturating_sub(1));
+    text.truncate(end);
+    if text.ends_with('\r') {
+        text.pop();
+    }
+    Ok(text)
+}

@@ -1,0 +1,150 @@
+//! The tokens of one sequence that follows a schema or a grammar.
+
+use std::time::{Duration, Instant};
+
+use keel_cache::SequenceCache;
+use keel_engine::{Engine, EngineError, FinishReason, GenerateOptions, Result, Sampler};
+use keel_text::GrammarState;
+
+/// A grammar at its start, and the token that ends the reasoning before it, if the answer begins with reasoning.
+pub struct Form {
+    /// The grammar.
+    pub state: GrammarState,
+    /// The grammar begins after this token; `None` begins at once.
+    pub begins_after: Option<u32>,
+}
+
+impl Form {
+    fn mask(&mut self, logits: &mut [f32]) -> Result<()> {
+        if self.begins_after.is_some() {
+            return Ok(());
+        }
+        self.state.mask(logits).map_err(|error| EngineError::Constraint(error.to_string()))
+    }
+
+    fn accept(&mut self, token: u32) -> Result<()> {
+        match self.begins_after {
+            Some(wanted) if wanted == token => self.begins_after = None,
+            Some(_) => {}
+            None => self.state.accept(token).map_err(|error| EngineError::Constraint(error.to_string()))?,
+        }
+        Ok(())
+    }
+
+    fn is_complete(&self) -> bool {
+        self.begins_after.is_none() && self.state.is_complete()
+    }
+}
+
+/// As [`keel_engine::TokenIterator`], with tokens that the form allows. The host draws each of them.
+pub struct ConstrainedTokens<'e> {
+    engine: &'e mut Engine,
+    sequence: SequenceCache,
+    sampler: Sampler,
+    form: Form,
+    /// Of the token to draw next, if they have been read.
+    logits: Vec<f32>,
+    /// Drawn, given out, not yet run through the model.
+    last: Option<u32>,
+    end_tokens: Vec<u32>,
+    left: usize,
+    finished: Option<FinishReason>,
+    prefill_time: Duration,
+}
+
+impl<'e> ConstrainedTokens<'e> {
+    /// Runs `prompt` after what `sequence` holds. `progress` gets the prompt tokens done.
+    ///
+    /// # Errors
+    /// As [`keel_engine::TokenIterator::new`]. The sequence is released then.
+    pub fn new(
+        engine: &'e mut Engine,
+        mut sequence: SequenceCache,
+        prompt: &[u32],
+        options: GenerateOptions,
+        form: Form,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<ConstrainedTokens<'e>> {
+        let start = Instant::now();
+        let mut logits = Vec::new();
+        let sampler = Sampler::new(options.sampler, &[&options.seen[..], prompt].concat());
+        let run =
+            sampler.and_then(|s| engine.prefill(&mut sequence, prompt, &mut logits, progress).map(|()| s));
+        match run {
+            Ok(sampler) => Ok(ConstrainedTokens {
+                engine,
+                sequence,
+                sampler,
+                form,
+                logits,
+                last: None,
+                end_tokens: options.end_tokens,
+                left: options.max_tokens,
+                finished: None,
+                prefill_time: start.elapsed(),
+            }),
+            Err(error) => {
+                engine.release(sequence);
+                Err(error)
+            }
+        }
+    }
+
+    /// Time that the prompt took.
+    pub fn prefill_time(&self) -> Duration {
+        self.prefill_time
+    }
+
+    /// Why the sequence ended, once it has.
+    pub fn finish_reason(&self) -> Option<FinishReason> {
+        self.finished
+    }
+
+    /// Ends the iteration and gives the sequence back.
+    pub fn into_sequence(self) -> SequenceCache {
+        self.sequence
+    }
+
+    /// The next token; `None` if it would be an end token.
+    fn draw(&mut self) -> Result<Option<u32>> {
+        if let Some(last) = self.last.take() {
+            self.engine.decode(&mut [&mut self.sequence], &[last])?;
+            self.engine.logits(0, &mut self.logits)?;
+        }
+        self.form.mask(&mut self.logits)?;
+        let id = self.sampler.sample(&mut self.logits);
+        if self.end_tokens.contains(&id) {
+            return Ok(None);
+        }
+        self.form.accept(id)?;
+        self.last = Some(id);
+        Ok(Some(id))
+    }
+}
+
+impl Iterator for ConstrainedTokens<'_> {
+    type Item = Result<u32>;
+
+    fn next(&mut self) -> Option<Result<u32>> {
+        if self.finished.is_some() {
+            return None;
+        }
+        if self.form.is_complete() {
+            self.finished = Some(FinishReason::Stop);
+            return None;
+        }
+        if self.left == 0 {
+            self.finished = Some(FinishReason::Length);
+            return None;
+        }
+        self.left -= 1;
+        let (token, reason) = match self.draw() {
+            Ok(Some(id)) => return Some(Ok(id)),
+            Ok(None) => (None, FinishReason::Stop),
+            Err(EngineError::Context { .. }) => (None, FinishReason::Length),
+            Err(error) => (Some(Err(error)), FinishReason::Stop),
+        };
+        self.finished = Some(reason);
+        token
+    }
+}
