@@ -162,8 +162,8 @@ pub trait Backend: Send + Sync + 'static {
         Ok(ticket)
     }
 
-    /// Waits for a launch that was enqueued, and hands out the bytes of its result. Each one is waited for, in the order in
-    /// which they were enqueued.
+    /// Waits for a launch that was enqueued, and hands out the bytes of its result. Each one is waited for once. A later
+    /// one may be waited for first; the results of those before it stay until they are asked for.
     ///
     /// # Errors
     /// As [`Backend::launch`].

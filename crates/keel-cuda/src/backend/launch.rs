@@ -135,7 +135,7 @@ impl Session {
             carry(gpu, &[[self.queue.result_address(slot), from.start, words]])
                 .map_err(|e| e.in_op("launch"))?;
         }
-        let number = self.queue.push(self.outgoing_ring.mark())?;
+        let number = self.queue.push(slot, self.outgoing_ring.mark())?;
         Ok(Ticket { number, result: Vec::new() })
     }
 

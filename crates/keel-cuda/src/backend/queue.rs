@@ -1,12 +1,11 @@
 //! Launches that the host has not waited for.
 //!
-//! Each has a slot of pinned memory, where its kernels report what is wrong and its result arrives, and an event behind it.
-//! Slot 0 is that of the launches that are waited for at once.
+//! Each has a slot of pinned memory and an event. Its kernels report what is wrong to the slot, and its result arrives
+//! there. The event follows the launch on the stream. Slot 0 is that of the launches that are waited for at once.
 
 use crate::driver::{Device, Event, PinnedBuffer};
 use crate::error::Result;
 use keel_array::{ArrayError, LAUNCHES_MAX, RESULT_BYTES_MAX};
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -19,29 +18,60 @@ const SLOT_BYTES: usize = WRONG_BYTES + RESULT_BYTES_MAX;
 pub(super) const WAITED: usize = 0;
 
 /// A launch under way.
+#[derive(Clone, Copy)]
 pub(super) struct Entry {
     number: u64,
     pub slot: usize,
-    /// What had been staged for it and for those before it.
+    /// How much had been staged for it and for the launches before it.
     pub staged: u64,
 }
 
+/// Which launch has which slot.
+#[derive(Default)]
+struct Slots {
+    /// In the order of their launch.
+    under_way: Vec<Entry>,
+    next: u64,
+}
+
+impl Slots {
+    /// A slot that no launch under way has.
+    fn free(&self) -> Option<usize> {
+        (WAITED + 1..=LAUNCHES_MAX).find(|&slot| self.under_way.iter().all(|entry| entry.slot != slot))
+    }
+
+    /// Gives a free slot to a launch. Returns the number of the launch.
+    fn take(&mut self, slot: usize, staged: u64) -> u64 {
+        let number = self.next;
+        self.under_way.push(Entry { number, slot, staged });
+        self.next += 1;
+        number
+    }
+
+    /// Frees the slot of a launch.
+    ///
+    /// # Panics
+    /// If no such launch is under way: each one is waited for once.
+    fn give_back(&mut self, number: u64) -> Entry {
+        let at = self.under_way.iter().position(|entry| entry.number == number);
+        let at = at.unwrap_or_else(|| panic!("launch {number} is not under way"));
+        self.under_way.remove(at)
+    }
+}
+
 pub(super) struct Queue {
-    slots: PinnedBuffer,
+    memory: PinnedBuffer,
     /// Of the slots but the first.
     events: Vec<Event>,
-    /// The first first.
-    entries: VecDeque<Entry>,
-    next: u64,
+    slots: Slots,
 }
 
 impl Queue {
     pub fn new(device: &Arc<Device>) -> Result<Queue> {
         Ok(Queue {
-            slots: PinnedBuffer::new(device, (1 + LAUNCHES_MAX) * SLOT_BYTES)?,
+            memory: PinnedBuffer::new(device, (1 + LAUNCHES_MAX) * SLOT_BYTES)?,
             events: (0..LAUNCHES_MAX).map(|_| Event::new(device)).collect::<Result<_>>()?,
-            entries: VecDeque::with_capacity(LAUNCHES_MAX),
-            next: 0,
+            slots: Slots::default(),
         })
     }
 
@@ -50,42 +80,36 @@ impl Queue {
     /// # Errors
     /// If as many are under way as may.
     pub fn next_slot(&self) -> Result<usize, ArrayError> {
-        if self.entries.len() == LAUNCHES_MAX {
+        self.slots.free().ok_or_else(|| {
             let reason = format!("{LAUNCHES_MAX} launches are under way; wait for one first");
-            return Err(ArrayError::Argument { op: "launch", reason });
-        }
-        Ok(1 + (self.next % LAUNCHES_MAX as u64) as usize)
+            ArrayError::Argument { op: "launch", reason }
+        })
     }
 
-    /// Notes that a launch is on the stream, whole, and puts its event there. Returns its number.
-    pub fn push(&mut self, staged: u64) -> Result<u64, ArrayError> {
-        let slot = self.next_slot()?;
+    /// Notes that the launch with the [next slot](Queue::next_slot) is on the stream, whole, and puts its event there.
+    /// Returns its number.
+    pub fn push(&mut self, slot: usize, staged: u64) -> Result<u64, ArrayError> {
         self.events[slot - 1].record().map_err(|e| e.in_op("launch"))?;
-        let number = self.next;
-        self.entries.push_back(Entry { number, slot, staged });
-        self.next += 1;
-        Ok(number)
+        Ok(self.slots.take(slot, staged))
     }
 
-    /// Waits for the first launch, which has this number.
-    ///
-    /// # Panics
-    /// If it has another: launches are waited for in their order.
+    /// Waits for the launch with this number, and so for those before it on the stream. Their slots keep what arrived
+    /// there until they are waited for as well: a run of many pieces waits for its own first pieces while the last
+    /// pieces of the run before it are still unread.
     pub fn wait(&mut self, number: u64) -> (Entry, Result<()>) {
-        let entry = self.entries.pop_front().filter(|entry| entry.number == number);
-        let entry = entry.unwrap_or_else(|| panic!("launch {number} is not the first of those under way"));
+        let entry = self.slots.give_back(number);
         let outcome = self.events[entry.slot - 1].wait();
         (entry, outcome)
     }
 
     /// Address of a slot: of what its kernels report, and behind it of its result.
     pub fn address(&self, slot: usize) -> u64 {
-        self.slots.address() as u64 + (slot * SLOT_BYTES) as u64
+        self.memory.address() as u64 + (slot * SLOT_BYTES) as u64
     }
 
     /// What the kernels of a slot's launch, which has ended, have reported.
     pub fn wrong(&mut self, slot: usize) -> &mut [u8] {
-        self.slots.bytes(slot * SLOT_BYTES..slot * SLOT_BYTES + WRONG_BYTES)
+        self.memory.bytes(slot * SLOT_BYTES..slot * SLOT_BYTES + WRONG_BYTES)
     }
 
     /// Address of the result in a slot.
@@ -96,6 +120,43 @@ impl Queue {
     /// The result of a slot's launch, which has ended.
     pub fn result(&mut self, slot: usize, bytes: Range<usize>) -> &[u8] {
         let start = slot * SLOT_BYTES + WRONG_BYTES;
-        self.slots.bytes(start + bytes.start..start + bytes.end)
+        self.memory.bytes(start + bytes.start..start + bytes.end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_launch_may_be_waited_for_before_earlier_ones() {
+        let mut slots = Slots::default();
+        let take = |slots: &mut Slots| {
+            let slot = slots.free().expect("a free slot");
+            (slots.take(slot, 0), slot)
+        };
+        // Two runs, each with half of the slots: the second has more pieces and waits for its own.
+        let first: Vec<_> = (0..LAUNCHES_MAX / 2).map(|_| take(&mut slots)).collect();
+        let mut second: Vec<_> = (0..LAUNCHES_MAX / 2).map(|_| take(&mut slots)).collect();
+        assert_eq!(slots.free(), None);
+        for piece in 0..20 {
+            let (number, slot) = second.remove(0);
+            assert_eq!(slots.give_back(number).slot, slot);
+            second.push(take(&mut slots));
+            assert_eq!(second.last().map(|&(_, slot)| slot), Some(slot), "piece {piece}: the one free slot");
+        }
+        for (number, slot) in first.into_iter().chain(second) {
+            assert_eq!(slots.give_back(number).slot, slot, "no other launch had it in between");
+        }
+        assert!(slots.under_way.is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "launch 0 is not under way")]
+    fn a_launch_is_waited_for_once() {
+        let mut slots = Slots::default();
+        let number = slots.take(1, 0);
+        slots.give_back(number);
+        slots.give_back(number);
     }
 }

@@ -57,10 +57,16 @@ pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
     (Runtime::new(Disturbed::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)
 }
 
-/// That, new, in one piece and in many, and a GPU if there is one to be tested.
+/// Kernels of a piece where programs have many pieces: more than may be under way at a time.
+const PIECE: usize = 16;
+
+/// That, new, in one piece and in many, and the same on a GPU if there is one to be tested.
 pub fn runtimes() -> Vec<Runtime> {
-    let mut runtimes = vec![queueing(512).0, queueing(16).0];
-    runtimes.extend(gpu().map(|gpu| Runtime::new(gpu, RuntimeOptions::default())));
+    let mut runtimes = vec![queueing(512).0, queueing(PIECE).0];
+    let in_pieces = RuntimeOptions { submission_ops: PIECE, ..RuntimeOptions::default() };
+    for options in [RuntimeOptions::default(), in_pieces] {
+        runtimes.extend(gpu().map(|gpu| Runtime::new(gpu, options)));
+    }
     runtimes
 }
 
