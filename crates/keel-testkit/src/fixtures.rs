@@ -29,3 +29,20 @@ pub fn fixture(name: &str) -> Option<PathBuf> {
     }
     Some(folder)
 }
+
+/// The models with eyes.
+pub const VLM: [&str; 4] = ["vlm_qwen3_5", "vlm_qwen3_5_moe", "vlm_qwen3_vl", "vlm_gemma3"];
+
+/// The folder of a model with eyes, or `None` (and a line that says so) where the shared folder is not beside the repository.
+///
+/// # Panics
+/// Where it is not there and `KEEL_REQUIRE_FIXTURES` is set: a run that must not skip anything says so.
+pub fn vlm_fixture(name: &str) -> Option<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures_vlm").join(name);
+    if folder.is_dir() {
+        return Some(folder);
+    }
+    assert!(std::env::var_os("KEEL_REQUIRE_FIXTURES").is_none(), "no fixture {name} in {}", folder.display());
+    println!("skipped: no fixture {name}");
+    None
+}

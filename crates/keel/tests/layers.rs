@@ -6,13 +6,14 @@ use serde_json::Value;
 
 /// Each crate with those that it may use, lowest first. In tests it may also use any crate above its own row, and
 /// the oracles of keel-testkit.
-const LAYERS: [(&str, &[&str]); 11] = [
+const LAYERS: [(&str, &[&str]); 12] = [
     ("keel-array", &[]),
     ("keel-testkit", &["keel-array"]),
     ("keel-cpu", &["keel-array"]),
     ("keel-cuda", &["keel-array"]),
     ("keel-weights", &["keel-array"]),
     ("keel-text", &[]),
+    ("keel-vision", &[]),
     ("keel-cache", &["keel-array", "keel-weights"]),
     ("keel-models", &["keel-array", "keel-weights", "keel-cache"]),
     ("keel-engine", &["keel-array", "keel-cache", "keel-models"]),
@@ -25,6 +26,7 @@ const LAYERS: [(&str, &[&str]); 11] = [
             "keel-cuda",
             "keel-weights",
             "keel-text",
+            "keel-vision",
             "keel-cache",
             "keel-models",
             "keel-engine",

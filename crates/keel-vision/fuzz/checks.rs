@@ -1,0 +1,57 @@
+//! What must hold for any bytes at all: shared by the fuzz targets and by `tests/fuzz_smoke.rs`.
+
+#![allow(dead_code, reason = "each target uses one of these functions")]
+
+use keel_vision::{DecodeLimits, Picture, ProcessorFiles, decode};
+use serde_json::{Map, Value, json};
+
+/// Small, so that a fuzzer spends its time on parsers.
+const LIMITS: DecodeLimits = DecodeLimits { file_bytes: 1 << 20, pixels: 1 << 18 };
+
+/// Decodes and prepares `file` as a picture. Returns whether it was accepted.
+pub fn picture(file: &[u8]) -> bool {
+    let picture = match decode(file, LIMITS) {
+        Ok(picture) => picture,
+        Err(problem) => {
+            assert!(!problem.to_string().is_empty());
+            return false;
+        }
+    };
+    assert_eq!(picture.rgb.len(), picture.width * picture.height * 3);
+    let patches = json!({"patch_size": 8, "size": {"shortest_edge": 1024, "longest_edge": 4096}});
+    let whole = json!({"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 16},
+        "do_pan_and_scan": true, "pan_and_scan_min_crop_size": 4});
+    for file in [patches, whole] {
+        let files = ProcessorFiles::new(None, Some(file), None);
+        let processor = files.image(&Map::new()).expect("sound");
+        for one in processor.process(&picture).into_iter().flatten() {
+            assert!(one.values.iter().all(|value| value.abs() <= 3.0));
+            assert_eq!(one.resized.rgb.len(), one.resized.width * one.resized.height * 3);
+        }
+    }
+    true
+}
+
+/// Reads `file` as each of the processor files and prepares a small picture. Returns whether it was accepted.
+pub fn processor(file: &[u8]) -> bool {
+    let Ok(json) = serde_json::from_slice::<Value>(file) else { return false };
+    let files = ProcessorFiles::new(Some(json.clone()), Some(json.clone()), Some(json));
+    let picture = Picture { width: 5, height: 3, rgb: (0..45).collect() };
+    let image = files.image(&Map::new());
+    if let Ok(video) = files.video(&Map::new()) {
+        assert!(video.sample(7, 2.0).expect("frames").iter().all(|&frame| frame < 7));
+    }
+    match image {
+        Ok(processor) => {
+            // A file may ask for a size that takes gigabytes; what the engine plans for is checked before.
+            if processor.values_max().is_some_and(|values| values < 1 << 22) {
+                let _ = processor.process(&picture);
+            }
+            true
+        }
+        Err(problem) => {
+            assert!(!problem.to_string().is_empty());
+            false
+        }
+    }
+}

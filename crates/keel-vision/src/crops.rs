@@ -1,0 +1,59 @@
+//! Pan and scan (Gemma 3): a long picture is shown whole and in pieces along its long side.
+//!
+//! Reference: `pan_and_scan` of transformers' `image_processing_gemma3.py`.
+
+use crate::Picture;
+
+/// When a picture is cut, and into how many pieces.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PanAndScan {
+    /// Shortest side of a piece.
+    pub min_crop: usize,
+    /// Most pieces.
+    pub max_crops: usize,
+    /// Long side over short side from which on a picture is cut.
+    pub min_ratio: f64,
+}
+
+/// The pieces; none where the picture is not long enough, or they would be too small.
+pub fn crops(picture: &Picture, how: PanAndScan) -> Vec<Picture> {
+    let (width, height) = (picture.width, picture.height);
+    let wide = width >= height;
+    let (long, short) = if wide { (width, height) } else { (height, width) };
+    let ratio = long as f64 / short.max(1) as f64;
+    if ratio < how.min_ratio || short == 0 {
+        return Vec::new();
+    }
+    let count = (long / how.min_crop.max(1)).min((ratio + 0.5).floor() as usize).max(2).min(how.max_crops);
+    if count == 0 {
+        return Vec::new();
+    }
+    let piece = long.div_ceil(count);
+    if piece.min(short) < how.min_crop {
+        return Vec::new();
+    }
+    (0..count)
+        .map(|i| match wide {
+            true => picture.crop(piece * i, 0, piece, height),
+            false => picture.crop(0, piece * i, width, piece),
+        })
+        .filter(|crop| crop.width > 0 && crop.height > 0)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_picture_is_cut_along_its_long_side() {
+        let picture = |width, height| Picture { width, height, rgb: vec![0; width * height * 3] };
+        let how = PanAndScan { min_crop: 48, max_crops: 4, min_ratio: 1.2 };
+        let sizes = |w, h| crops(&picture(w, h), how).iter().map(|c| (c.width, c.height)).collect::<Vec<_>>();
+        assert_eq!(sizes(112, 80), [(56, 80), (56, 80)]);
+        assert_eq!(sizes(80, 201), [(80, 67), (80, 67), (80, 67)]);
+        assert_eq!(sizes(100, 90), [], "nearly square");
+        assert_eq!(sizes(80, 60), [], "pieces of 40 are too small");
+        assert_eq!(sizes(99, 50), [(50, 50), (49, 50)]);
+    }
+}

@@ -1,0 +1,112 @@
+//! Files to 8-bit RGB.
+//!
+//! Alpha is dropped, not blended; palettes are looked up and their transparency ignored; CMYK becomes RGB as Pillow does it;
+//! 16-bit values keep their upper 8 bits; the orientation that EXIF names is applied. Of a GIF the first frame is read.
+
+use std::io::Cursor;
+
+use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits};
+
+use crate::{Picture, Result, VisionError};
+
+/// Bounds on a file. They are checked before memory is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecodeLimits {
+    /// Most bytes of the file.
+    pub file_bytes: usize,
+    /// Most pixels.
+    pub pixels: u64,
+}
+
+impl Default for DecodeLimits {
+    fn default() -> DecodeLimits {
+        DecodeLimits { file_bytes: 64 << 20, pixels: 64 << 20 }
+    }
+}
+
+/// Largest decoded pixel: RGBA with 16 bits each.
+const PIXEL_BYTES_MAX: u64 = 8;
+
+/// What decoders may take besides the picture itself.
+const DECODER_BYTES: u64 = 64 << 20;
+
+/// Decodes a picture.
+///
+/// # Errors
+/// A file or picture above the limits, of a kind that is not read, broken or cut short, or of a single pixel.
+pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
+    if bytes.len() > limits.file_bytes {
+        return Err(VisionError::FileBytes { bytes: bytes.len(), limit: limits.file_bytes });
+    }
+    let format = image::guess_format(bytes).map_err(|_| VisionError::Format)?;
+    if !matches!(format, ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::WebP | ImageFormat::Gif) {
+        return Err(VisionError::Format);
+    }
+    if format == ImageFormat::Jpeg && !jpeg_has_end(bytes) {
+        return Err(VisionError::Decode("the file ends before the picture does".into()));
+    }
+    let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
+    let mut allowed = Limits::default();
+    allowed.max_alloc = Some(limits.pixels.saturating_mul(PIXEL_BYTES_MAX).saturating_add(DECODER_BYTES));
+    reader.limits(allowed);
+    let mut decoder = reader.into_decoder().map_err(broken)?;
+    let (width, height) = decoder.dimensions();
+    if u64::from(width) * u64::from(height) > limits.pixels {
+        return Err(VisionError::Pixels { width, height, pixels_max: limits.pixels });
+    }
+    if width == 0 || height == 0 || (width, height) == (1, 1) {
+        return Err(VisionError::Empty { width: width as usize, height: height as usize });
+    }
+    let orientation = decoder.orientation().map_err(broken)?;
+    let mut decoded = DynamicImage::from_decoder(decoder).map_err(broken)?;
+    decoded.apply_orientation(orientation);
+    Ok(picture_of(decoded))
+}
+
+fn broken(error: ImageError) -> VisionError {
+    match error {
+        ImageError::Unsupported(_) => VisionError::Format,
+        other => VisionError::Decode(other.to_string()),
+    }
+}
+
+/// Whether the end marker follows the start of the scan. The decoder itself fills what is missing with grey.
+fn jpeg_has_end(bytes: &[u8]) -> bool {
+    let mut at = 2;
+    while let Some(&[0xff, marker, high, low]) = bytes.get(at..at + 4) {
+        if marker == 0xff {
+            at += 1;
+        } else if marker == 0xda {
+            // Within a scan the byte after 0xff is 0 or a restart marker.
+            return bytes[at + 4..].windows(2).any(|pair| pair == [0xff, 0xd9]);
+        } else {
+            at += 2 + usize::from(u16::from_be_bytes([high, low]));
+        }
+    }
+    false
+}
+
+fn picture_of(decoded: DynamicImage) -> Picture {
+    let (width, height) = (decoded.width() as usize, decoded.height() as usize);
+    let high = |value: &u16| (value >> 8) as u8;
+    let rgb = match decoded {
+        DynamicImage::ImageRgb8(buffer) => buffer.into_raw(),
+        DynamicImage::ImageLuma8(buffer) => buffer.iter().flat_map(|&v| [v; 3]).collect(),
+        DynamicImage::ImageLumaA8(buffer) => {
+            buffer.as_chunks::<2>().0.iter().flat_map(|p| [p[0]; 3]).collect()
+        }
+        DynamicImage::ImageRgba8(buffer) => {
+            buffer.as_chunks::<4>().0.iter().flat_map(|p| [p[0], p[1], p[2]]).collect()
+        }
+        DynamicImage::ImageLuma16(buffer) => buffer.iter().flat_map(|v| [high(v); 3]).collect(),
+        DynamicImage::ImageLumaA16(buffer) => {
+            buffer.as_chunks::<2>().0.iter().flat_map(|p| [high(&p[0]); 3]).collect()
+        }
+        DynamicImage::ImageRgb16(buffer) => buffer.iter().map(high).collect(),
+        DynamicImage::ImageRgba16(buffer) => {
+            buffer.as_chunks::<4>().0.iter().flat_map(|p| [high(&p[0]), high(&p[1]), high(&p[2])]).collect()
+        }
+        other => other.into_rgb8().into_raw(),
+    };
+    Picture { width, height, rgb }
+}

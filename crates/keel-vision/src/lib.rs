@@ -1,0 +1,35 @@
+//! Pictures and videos to what a vision tower reads.
+//!
+//! * [`decode()`] turns a file into 8-bit RGB, within [`DecodeLimits`] that are checked before anything is allocated.
+//! * [`resize`] is the antialiased resampler of the reference implementation, to the bit.
+//! * [`ImageProcessor`] and [`VideoProcessor`] follow the processor files of a checkpoint: sizes, normalisation, patches.
+//! * [`expand`] repeats the placeholders of a rendered prompt, one for each row that the tower gives.
+//!
+//! Files come from strangers: what is wrong with one is said in a [`VisionError`]; nothing in them makes this crate panic.
+
+#![forbid(unsafe_code)]
+
+mod crops;
+mod decode;
+mod error;
+mod fields;
+mod patches;
+mod picture;
+mod pixels;
+mod processor;
+mod prompt;
+mod resample;
+mod size;
+mod video;
+
+pub use crops::{PanAndScan, crops};
+pub use decode::{DecodeLimits, decode};
+pub use error::{Result, VisionError};
+pub use patches::Grid;
+pub use picture::Picture;
+pub use pixels::PixelScale;
+pub use processor::{ImageProcessor, Layout, ProcessedImage, ProcessorFiles};
+pub use prompt::{ImageSpan, Placeholders, VideoSpan, expand};
+pub use resample::{Filter, resize};
+pub use size::{image_size, video_size};
+pub use video::{FPS_DEFAULT, ProcessedVideo, VideoProcessor, seconds, timestamps};

@@ -1,0 +1,37 @@
+//! A decoded picture.
+
+/// 8-bit RGB, row by row, three bytes a pixel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Picture {
+    /// Pixels in a row.
+    pub width: usize,
+    /// Rows.
+    pub height: usize,
+    /// `height * width * 3` bytes.
+    pub rgb: Vec<u8>,
+}
+
+impl Picture {
+    /// The part that begins at `(left, top)`; what lies outside is left out.
+    pub fn crop(&self, left: usize, top: usize, width: usize, height: usize) -> Picture {
+        let (left, top) = (left.min(self.width), top.min(self.height));
+        let (width, height) = (width.min(self.width - left), height.min(self.height - top));
+        let rows = (top..top + height).map(|y| (y * self.width + left) * 3);
+        let rgb = rows.flat_map(|start| &self.rgb[start..start + width * 3]).copied().collect();
+        Picture { width, height, rgb }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_crop_ends_where_the_picture_does() {
+        let picture = Picture { width: 3, height: 2, rgb: (0..18).collect() };
+        assert_eq!(picture.crop(1, 1, 1, 1).rgb, [12, 13, 14]);
+        let corner = picture.crop(2, 0, 5, 5);
+        assert_eq!((corner.width, corner.height), (1, 2));
+        assert_eq!(corner.rgb, [6, 7, 8, 15, 16, 17]);
+    }
+}

@@ -1,0 +1,354 @@
+//! The processor files of a checkpoint, and pictures as they say.
+//!
+//! `processor_config.json` holds the image and the video processor side by side and comes first, as in the reference; older
+//! checkpoints have `preprocessor_config.json` and `video_preprocessor_config.json`.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::crops::{PanAndScan, crops};
+use crate::fields::Fields;
+use crate::patches::{PatchShape, patches, planes};
+use crate::pixels::ScaleDefaults;
+use crate::size::image_size;
+use crate::{Filter, Grid, Picture, PixelScale, Result, VideoProcessor, VisionError, resize};
+
+const PROCESSOR: &str = "processor_config.json";
+const IMAGE: &str = "preprocessor_config.json";
+const VIDEO: &str = "video_preprocessor_config.json";
+
+/// A processor file is a few hundred bytes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// The processor files of a checkpoint.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ProcessorFiles {
+    processor: Option<Value>,
+    image: Option<Value>,
+    video: Option<Value>,
+}
+
+impl ProcessorFiles {
+    /// Reads those that a folder has.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is not JSON.
+    pub fn read(folder: &Path) -> Result<ProcessorFiles> {
+        let read = |name: &str| -> Result<Option<Value>> {
+            let path = folder.join(name);
+            let wrong = |reason: String| VisionError::Processor { file: path.display().to_string(), reason };
+            let Ok(metadata) = path.metadata() else { return Ok(None) };
+            if metadata.len() > FILE_BYTES_MAX {
+                return Err(wrong(format!("{} bytes, at most {FILE_BYTES_MAX} are read", metadata.len())));
+            }
+            let text = std::fs::read_to_string(&path).map_err(|error| wrong(error.to_string()))?;
+            serde_json::from_str(&text).map(Some).map_err(|error| wrong(error.to_string()))
+        };
+        Ok(ProcessorFiles { processor: read(PROCESSOR)?, image: read(IMAGE)?, video: read(VIDEO)? })
+    }
+
+    /// Files in memory.
+    pub fn new(processor: Option<Value>, image: Option<Value>, video: Option<Value>) -> ProcessorFiles {
+        ProcessorFiles { processor, image, video }
+    }
+
+    fn nested(&self, key: &str) -> Option<&Value> {
+        self.processor.as_ref()?.get(key).filter(|value| value.is_object())
+    }
+
+    /// How pictures are processed, with these settings instead of the file's.
+    ///
+    /// # Errors
+    /// No file says so, or it has a value that cannot be followed.
+    pub fn image(&self, instead: &Map<String, Value>) -> Result<ImageProcessor> {
+        let (file, json) = match (self.nested("image_processor"), &self.image) {
+            (Some(nested), _) => (PROCESSOR, nested),
+            (None, Some(own)) => (IMAGE, own),
+            (None, None) => return Err(missing(IMAGE)),
+        };
+        ImageProcessor::from_json(file, &merged(json, instead))
+    }
+
+    /// How videos are processed, with these settings instead of the file's.
+    ///
+    /// # Errors
+    /// As [`ProcessorFiles::image`].
+    pub fn video(&self, instead: &Map<String, Value>) -> Result<VideoProcessor> {
+        let (file, json) = match (self.nested("video_processor"), &self.video, &self.image) {
+            (Some(nested), ..) => (PROCESSOR, nested),
+            (None, Some(own), _) => (VIDEO, own),
+            (None, None, Some(image)) => (IMAGE, image),
+            (None, None, None) => return Err(missing(VIDEO)),
+        };
+        VideoProcessor::from_json(file, &merged(json, instead))
+    }
+
+    /// Tokens of a picture, where a file fixes them.
+    pub fn image_seq_length(&self) -> Option<usize> {
+        self.processor.as_ref()?.get("image_seq_length")?.as_u64().map(|n| n as usize)
+    }
+}
+
+fn missing(file: &str) -> VisionError {
+    VisionError::Processor {
+        file: file.into(),
+        reason: format!("the checkpoint has neither it nor {PROCESSOR}, so pictures cannot be prepared"),
+    }
+}
+
+fn merged(json: &Value, instead: &Map<String, Value>) -> Value {
+    let mut all = json.as_object().cloned().unwrap_or_default();
+    all.extend(instead.iter().map(|(key, value)| (key.clone(), value.clone())));
+    Value::Object(all)
+}
+
+/// What a picture becomes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// Any size: patches in blocks (Qwen).
+    Patches {
+        /// Pixels along a side of a patch.
+        side: usize,
+        /// Patches along a side of a block, which becomes one token.
+        merge: usize,
+        /// Frames of a patch; a picture counts as so many equal ones.
+        frames: usize,
+        /// Least and most pixels.
+        pixels: (usize, usize),
+    },
+    /// One size (Gemma 3): `[channel, height, width]`.
+    Whole {
+        /// Rows.
+        height: usize,
+        /// Pixels in a row.
+        width: usize,
+    },
+}
+
+/// Prepares pictures.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ImageProcessor {
+    /// What a picture becomes.
+    pub layout: Layout,
+    filter: Filter,
+    resizes: bool,
+    scale: PixelScale,
+    pan_and_scan: Option<PanAndScan>,
+    /// Everything above in one line.
+    settings: String,
+}
+
+/// A picture as a tower reads it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ProcessedImage {
+    /// Rows of patches, or planes; see [`Layout`].
+    pub values: Vec<f32>,
+    /// The patches; one of everything where a picture is read whole.
+    pub grid: Grid,
+    /// The picture at the size that it is read in.
+    pub resized: Picture,
+}
+
+impl ImageProcessor {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// A value that cannot be followed.
+    pub fn from_json(file: &str, json: &Value) -> Result<ImageProcessor> {
+        let fields = Fields { file, json };
+        let class = json["image_processor_type"].as_str().unwrap_or_default();
+        let whole =
+            class.starts_with("Gemma3") || fields.get("size").is_some_and(|s| s["height"].is_number());
+        let (layout, filter, defaults) = if whole {
+            let side = |key: &str| match fields.get("size").and_then(|size| size.get(key)) {
+                Some(value) => fields.whole(key, value),
+                None => Ok(224),
+            };
+            let layout = Layout::Whole { height: side("height")?, width: side("width")? };
+            (layout, Filter::Bilinear, ScaleDefaults::HALF)
+        } else {
+            let shape = patch_shape(&fields, 14)?;
+            let pixels = pixel_bounds(&fields, (56 * 56, 28 * 28 * 1280))?;
+            let PatchShape { side, merge, frames } = shape;
+            (Layout::Patches { side, merge, frames, pixels }, Filter::Bicubic, ScaleDefaults::CLIP)
+        };
+        let pan_and_scan = match fields.flag_or("do_pan_and_scan", false)? {
+            false => None,
+            true => Some(PanAndScan {
+                min_crop: fields.size_or("pan_and_scan_min_crop_size", 256)?,
+                max_crops: fields.size_or("pan_and_scan_max_num_crops", 4)?,
+                min_ratio: fields.number("pan_and_scan_min_ratio_to_activate")?.unwrap_or(1.2),
+            }),
+        };
+        Ok(ImageProcessor {
+            layout,
+            filter: filter_of(&fields, filter)?,
+            resizes: fields.flag_or("do_resize", true)?,
+            scale: PixelScale::from_fields(&fields, &defaults)?,
+            pan_and_scan,
+            settings: json.to_string(),
+        })
+    }
+
+    /// The settings in one line, to tell processors apart.
+    pub fn settings(&self) -> &str {
+        &self.settings
+    }
+
+    /// Most values of a picture; `None` where its own size decides.
+    pub fn values_max(&self) -> Option<usize> {
+        match self.layout {
+            Layout::Whole { height, width } => height.checked_mul(width)?.checked_mul(3),
+            Layout::Patches { frames, pixels, .. } if self.resizes => pixels.1.checked_mul(3 * frames),
+            Layout::Patches { .. } => None,
+        }
+    }
+
+    /// A picture, followed by its crops where it is cut.
+    ///
+    /// # Errors
+    /// A shape that cannot be brought to a size of the tower's.
+    pub fn process(&self, picture: &Picture) -> Result<Vec<ProcessedImage>> {
+        let pieces = self.pan_and_scan.map_or(Vec::new(), |how| crops(picture, how));
+        std::iter::once(picture).chain(&pieces).map(|piece| self.process_one(piece)).collect()
+    }
+
+    fn process_one(&self, picture: &Picture) -> Result<ProcessedImage> {
+        let (height, width) = self.target(picture)?;
+        let resized = resize(picture, width, height, self.filter);
+        let (values, grid) = match self.layout {
+            Layout::Whole { .. } => (planes(&resized, &self.scale), Grid { t: 1, h: 1, w: 1 }),
+            Layout::Patches { side, merge, frames, .. } => {
+                patches(&[&resized], PatchShape { side, merge, frames }, &self.scale)
+            }
+        };
+        Ok(ProcessedImage { values, grid, resized })
+    }
+
+    /// Height and width that a picture is read in.
+    fn target(&self, picture: &Picture) -> Result<(usize, usize)> {
+        let own = (picture.height, picture.width);
+        match self.layout {
+            Layout::Whole { height, width } if self.resizes || own == (height, width) => Ok((height, width)),
+            Layout::Patches { side, merge, pixels, .. } if self.resizes => {
+                image_size(own, side * merge, pixels)
+            }
+            Layout::Patches { side, merge, .. } => unresized(own, side * merge),
+            Layout::Whole { height, width } => Err(VisionError::Prompt(format!(
+                "the picture is {} x {}, the tower reads {width} x {height}, and do_resize is false",
+                own.1, own.0
+            ))),
+        }
+    }
+}
+
+/// The size of a picture that is not resized, which must be whole blocks.
+pub(crate) fn unresized((height, width): (usize, usize), factor: usize) -> Result<(usize, usize)> {
+    if height.is_multiple_of(factor) && width.is_multiple_of(factor) && height * width > 0 {
+        return Ok((height, width));
+    }
+    Err(VisionError::Prompt(format!(
+        "the picture is {width} x {height}, sides must be multiples of {factor}, and do_resize is false"
+    )))
+}
+
+pub(crate) fn patch_shape(fields: &Fields<'_>, side: usize) -> Result<PatchShape> {
+    let shape = PatchShape {
+        side: fields.size_or("patch_size", side)?,
+        merge: fields.size_or("merge_size", 2)?,
+        frames: fields.size_or("temporal_patch_size", 2)?,
+    };
+    if shape.side > 1024 || shape.merge > 64 || shape.frames > 64 {
+        let PatchShape { side, merge, frames } = shape;
+        return Err(fields.error(format!(
+            "patch_size, merge_size and temporal_patch_size are {side}, {merge} and {frames}; expected at most 1024, 64 \
+             and 64"
+        )));
+    }
+    Ok(shape)
+}
+
+/// Least and most pixels: `size.shortest_edge` and `longest_edge`, which are counts of pixels in spite of their names, or
+/// `min_pixels` and `max_pixels`.
+pub(crate) fn pixel_bounds(fields: &Fields<'_>, default: (usize, usize)) -> Result<(usize, usize)> {
+    let bound = |older: &str, edge: &str, default: usize| {
+        let nested = fields.get("size").and_then(|size| {
+            [edge, older].into_iter().find_map(|key| size.get(key).filter(|value| !value.is_null()))
+        });
+        match (fields.get(older), nested) {
+            (Some(value), _) => fields.whole(older, value),
+            (None, Some(value)) => fields.whole(edge, value),
+            (None, None) => Ok(default),
+        }
+    };
+    let bounds =
+        (bound("min_pixels", "shortest_edge", default.0)?, bound("max_pixels", "longest_edge", default.1)?);
+    if bounds.0 > bounds.1 {
+        return Err(fields.error(format!("at least {} and at most {} pixels cannot be", bounds.0, bounds.1)));
+    }
+    Ok(bounds)
+}
+
+/// The filter that Pillow's number names.
+pub(crate) fn filter_of(fields: &Fields<'_>, default: Filter) -> Result<Filter> {
+    match fields.get("resample") {
+        None => Ok(default),
+        Some(value) => match value.as_u64() {
+            Some(2) => Ok(Filter::Bilinear),
+            Some(3) => Ok(Filter::Bicubic),
+            _ => {
+                Err(fields.error(format!("resample is {value}; 2 (bilinear) and 3 (bicubic) are supported")))
+            }
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_nested_file_comes_first() {
+        let nested = json!({"image_processor": {"patch_size": 16, "size": {"shortest_edge": 64, "longest_edge": 4096}}});
+        let older = json!({"patch_size": 14, "min_pixels": 100, "max_pixels": 200});
+        let layout = |files: &ProcessorFiles| files.image(&Map::new()).expect("sound").layout;
+        let both = ProcessorFiles::new(Some(nested), Some(older.clone()), None);
+        let expected = Layout::Patches { side: 16, merge: 2, frames: 2, pixels: (64, 4096) };
+        assert_eq!(layout(&both), expected);
+        let own = ProcessorFiles::new(Some(json!({"processor_class": "x"})), Some(older), None);
+        let expected = Layout::Patches { side: 14, merge: 2, frames: 2, pixels: (100, 200) };
+        assert_eq!(layout(&own), expected);
+    }
+
+    #[test]
+    fn wrong_values_are_named() {
+        for (json, key) in [
+            (json!({"patch_size": 0}), "patch_size"),
+            (json!({"patch_size": "big"}), "patch_size"),
+            (json!({"merge_size": 1_000_000}), "merge_size"),
+            (json!({"resample": 1}), "resample"),
+            (json!({"image_std": [0.5, 0.5]}), "image_std"),
+            (json!({"image_std": 0}), "image_std"),
+            (json!({"min_pixels": 10, "max_pixels": 5}), "10"),
+            (json!({"do_resize": 3}), "do_resize"),
+        ] {
+            let message = ImageProcessor::from_json("f.json", &json).expect_err("unsound").to_string();
+            assert!(message.contains(key) && message.starts_with("f.json"), "{message}");
+        }
+        let none = ProcessorFiles::default().image(&Map::new()).expect_err("no file").to_string();
+        assert!(none.contains("preprocessor_config.json"), "{none}");
+    }
+
+    #[test]
+    fn a_picture_that_is_not_resized_must_fit() {
+        let json = json!({"patch_size": 2, "do_resize": false});
+        let processor = ImageProcessor::from_json("f.json", &json).expect("sound");
+        let picture = |width, height| Picture { width, height, rgb: vec![9; width * height * 3] };
+        let one = &processor.process(&picture(8, 4)).expect("fits")[0];
+        assert_eq!((one.grid, one.values.len()), (Grid { t: 1, h: 2, w: 4 }, 8 * 24));
+        let message = processor.process(&picture(8, 5)).expect_err("does not fit").to_string();
+        assert!(message.contains("8 x 5") && message.contains("multiples of 4"), "{message}");
+    }
+}

@@ -1,0 +1,106 @@
+//! The size that a picture is brought to: sides are multiples of a factor, the number of pixels lies within bounds.
+//!
+//! Reference: `smart_resize` of transformers' `image_processing_qwen2_vl.py` and `video_processing_qwen3_vl.py`. Rounding is
+//! Python's: a tie goes to the even multiple.
+
+use crate::{Result, VisionError};
+
+/// One side may be this many times the other.
+const ASPECT_MAX: usize = 200;
+
+/// Height and width of a picture of `height` by `width` pixels, with `pixels` as least and most.
+///
+/// # Errors
+/// If one side is more than 200 times the other, or a side is 0.
+pub fn image_size(
+    (height, width): (usize, usize),
+    factor: usize,
+    pixels: (usize, usize),
+) -> Result<(usize, usize)> {
+    check_aspect(height, width)?;
+    Ok(within((height, width), factor, (1, 1), pixels))
+}
+
+/// As [`image_size`], where the bounds count the pixels of all `frames`.
+///
+/// # Errors
+/// As [`image_size`].
+pub fn video_size(
+    frames: usize,
+    (mut height, mut width): (usize, usize),
+    factor: usize,
+    frames_per_patch: usize,
+    pixels: (usize, usize),
+) -> Result<(usize, usize)> {
+    check_aspect(height, width)?;
+    if height < factor || width < factor {
+        let scale = (factor as f64 / height as f64).max(factor as f64 / width as f64);
+        (height, width) = ((height as f64 * scale) as usize, (width as f64 * scale) as usize);
+    }
+    // The rounded number of frames decides, the real one scales.
+    let counted = rounded(frames, frames_per_patch);
+    Ok(within((height, width), factor, (counted, frames), pixels))
+}
+
+fn check_aspect(height: usize, width: usize) -> Result<()> {
+    let (long, short) = (height.max(width), height.min(width));
+    if short == 0 {
+        return Err(VisionError::Empty { width, height });
+    }
+    if long > ASPECT_MAX * short {
+        return Err(VisionError::Aspect { width, height, limit: ASPECT_MAX });
+    }
+    Ok(())
+}
+
+/// The multiple of `factor` next to `side`, the even one of two.
+fn rounded(side: usize, factor: usize) -> usize {
+    (side as f64 / factor as f64).round_ties_even() as usize * factor
+}
+
+fn within(
+    (height, width): (usize, usize),
+    factor: usize,
+    (counted, frames): (usize, usize),
+    (least, most): (usize, usize),
+) -> (usize, usize) {
+    let (h, w) = (rounded(height, factor), rounded(width, factor));
+    let total = counted.saturating_mul(h).saturating_mul(w);
+    let area = frames as f64 * height as f64 * width as f64;
+    let f = factor as f64;
+    if total > most {
+        let shrink = (area / most as f64).sqrt();
+        let side = |n: usize| ((n as f64 / shrink / f).floor() as usize * factor).max(factor);
+        (side(height), side(width))
+    } else if total < least {
+        let grow = (least as f64 / area).sqrt();
+        let side = |n: usize| (n as f64 * grow / f).ceil() as usize * factor;
+        (side(height), side(width))
+    } else {
+        (h, w)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Values of the reference.
+    #[test]
+    fn sizes_are_those_of_the_reference() {
+        let bounds = (8192, 24576);
+        // 112 / 32 and 80 / 32 are ties.
+        assert_eq!(image_size((80, 112), 32, bounds).expect("sound"), (64, 128));
+        assert_eq!(image_size((47, 99), 32, bounds).expect("sound"), (64, 160));
+        assert_eq!(image_size((333, 700), 32, bounds).expect("sound"), (96, 224));
+        assert_eq!(video_size(5, (60, 80), 32, 2, (4096, 60000)).expect("sound"), (64, 64));
+    }
+
+    #[test]
+    fn long_strips_and_empty_pictures_are_refused() {
+        let refused = |h, w| image_size((h, w), 32, (3136, 1 << 20)).expect_err("refused").to_string();
+        assert!(refused(3, 20000).contains("20000 x 3"), "{}", refused(3, 20000));
+        assert!(refused(0, 5).contains("5 x 0"));
+        image_size((1, 200), 32, (3136, 1 << 20)).expect("200 times is the limit");
+    }
+}

@@ -1,0 +1,99 @@
+//! The functions of the fuzz targets over seeded mutations of sound files, for where no fuzzer runs.
+
+#[path = "../fuzz/checks.rs"]
+mod checks;
+
+use std::path::Path;
+
+use keel_testkit::random::Random;
+use keel_vision::{DecodeLimits, decode};
+
+const MUTATED_FILES: u64 = 400;
+
+fn data(name: &str) -> Vec<u8> {
+    std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)).expect("readable")
+}
+
+fn mutate(file: &mut Vec<u8>, random: &mut Random) {
+    for _ in 0..1 + random.below(3) {
+        let at = random.below(file.len());
+        match random.below(5) {
+            0 => file[at] ^= 1 << random.below(8),
+            1 => file[at] = random.below(256) as u8,
+            2 => file.truncate(at.max(1)),
+            3 => drop(file.drain(at..(at + 1 + random.below(20)).min(file.len()))),
+            _ => {
+                let stretch = file[at..(at + random.below(60)).min(file.len())].to_vec();
+                file.splice(at..at, stretch);
+            }
+        }
+        if file.is_empty() {
+            file.push(0);
+        }
+    }
+}
+
+fn survive(sound: &[u8], check: fn(&[u8]) -> bool) {
+    assert!(check(sound));
+    let mut refused = 0;
+    for seed in 1..=MUTATED_FILES {
+        let mut file = sound.to_vec();
+        mutate(&mut file, &mut Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+        refused += u64::from(!check(&file));
+    }
+    assert!(refused > MUTATED_FILES / 20, "{refused} refused");
+}
+
+#[test]
+fn mutated_pictures_never_panic() {
+    for name in ["bilevel.png", "palette_trns.png", "progressive_420.jpg"] {
+        survive(&data(name), checks::picture);
+    }
+}
+
+#[test]
+fn mutated_processor_files_never_panic() {
+    survive(
+        br#"{"image_processor": {"patch_size": 16, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "resample": 3,
+        "size": {"shortest_edge": 8192, "longest_edge": 24576}, "temporal_patch_size": 2, "fps": 2, "do_resize": true}}"#,
+        checks::processor,
+    );
+}
+
+#[test]
+fn truncated_files_are_refused() {
+    for name in ["bilevel.png", "palette_trns.png", "progressive_420.jpg"] {
+        let sound = data(name);
+        for end in [0, 1, 20, sound.len() / 2, sound.len() * 9 / 10] {
+            let message = decode(&sound[..end], DecodeLimits::default()).expect_err(name).to_string();
+            assert!(!message.is_empty() && !message.contains('\n'), "{name} cut at {end}: {message}");
+        }
+    }
+}
+
+/// The header of a PNG that claims a size, and no data.
+fn claimed(width: u32, height: u32) -> Vec<u8> {
+    let mut file = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR".to_vec();
+    file.extend(width.to_be_bytes());
+    file.extend(height.to_be_bytes());
+    file.extend([8, 2, 0, 0, 0]);
+    let crc = !file[12..29].iter().fold(!0u32, |crc, byte| {
+        (0..8).fold(
+            crc ^ u32::from(*byte),
+            |crc, _| if crc & 1 == 1 { crc >> 1 ^ 0xedb8_8320 } else { crc >> 1 },
+        )
+    });
+    file.extend(crc.to_be_bytes());
+    file.extend(b"\0\0\0\0IDAT\x35\xaf\x06\x1e");
+    file
+}
+
+#[test]
+fn bombs_are_refused_by_the_size_that_they_claim() {
+    let refused = |w, h| decode(&claimed(w, h), DecodeLimits::default()).expect_err("a bomb").to_string();
+    assert!(refused(50_000, 50_000).contains("50000 x 50000"), "{}", refused(50_000, 50_000));
+    assert!(refused(1, 1).contains("1 x 1"), "{}", refused(1, 1));
+    let small = DecodeLimits { file_bytes: 10, ..DecodeLimits::default() };
+    let message = decode(&data("bilevel.png"), small).expect_err("too large").to_string();
+    assert!(message.contains("at most 10"), "{message}");
+}
