@@ -55,6 +55,26 @@ impl Checkpoint {
         Ok(Checkpoint { path: path.into(), folder, config, quantization, files, owners })
     }
 
+    /// A checkpoint that is part of the program: the bytes of its config.json and of its one weights file, which are neither
+    /// copied nor read here. Errors call it by `name`, and that is its [`folder`](Self::folder), which need not exist.
+    ///
+    /// # Errors
+    /// [`WeightsError::Json`] or [`WeightsError::Header`] if a part is broken.
+    pub fn in_memory(name: &Path, config: &[u8], weights: &'static [u8]) -> Result<Checkpoint> {
+        let config = check_config(json::parse(&name.join("config.json"), config)?, name)?;
+        let file = SafetensorsFile::in_memory(&name.join(SINGLE_FILE), weights)?;
+        let owners = file.names().map(|tensor| (tensor.to_string(), 0)).collect();
+        let quantization = Quantization::from_config(&config);
+        Ok(Checkpoint {
+            path: name.into(),
+            folder: name.into(),
+            config,
+            quantization,
+            files: vec![file],
+            owners,
+        })
+    }
+
     /// The parsed config.json.
     pub fn config(&self) -> &Value {
         &self.config
@@ -147,11 +167,14 @@ fn read_config(folder: &Path) -> Result<Value> {
     if !path.exists() {
         return Err(WeightsError::NoConfig { path });
     }
-    let config: Value = json::read(&path, CONFIG_BYTES_MAX)?;
-    if !config.is_object() {
-        return Err(WeightsError::Json { path, problem: "it is not a JSON object".into() });
+    check_config(json::read(&path, CONFIG_BYTES_MAX)?, folder)
+}
+
+fn check_config(config: Value, folder: &Path) -> Result<Value> {
+    if config.is_object() {
+        return Ok(config);
     }
-    Ok(config)
+    Err(WeightsError::Json { path: folder.join("config.json"), problem: "it is not a JSON object".into() })
 }
 
 #[derive(Deserialize)]
@@ -239,6 +262,24 @@ mod tests {
             checkpoint.release_rows("m.a", 0..100);
             assert_eq!(checkpoint.tensor("m.a").unwrap().bytes(), [1, 2]);
         }
+    }
+
+    #[test]
+    fn a_checkpoint_of_the_program_reads_as_one_on_disk() {
+        let bytes: &'static [u8] = weights(&[("m.a", &[1, 2]), ("m.b", &[3])]).leak();
+        let checkpoint = Checkpoint::in_memory("built-in".as_ref(), b"{\"x\": 7}", bytes).unwrap();
+        assert_eq!((checkpoint.config()["x"].as_u64(), checkpoint.total_bytes()), (Some(7), 3));
+        let tensor = checkpoint.tensor("m.a").unwrap();
+        assert_eq!(tensor.bytes(), [1, 2]);
+        assert!(bytes.as_ptr_range().contains(&tensor.bytes().as_ptr()), "lent, not copied");
+        checkpoint.release("m.a");
+        assert_eq!(checkpoint.tensor("m.a").unwrap().bytes(), [1, 2]);
+        let error = |config: &[u8], weights| {
+            Checkpoint::in_memory("built-in".as_ref(), config, weights).unwrap_err().to_string()
+        };
+        assert!(error(b"[]", bytes).contains("built-in/config.json is not usable: it is not a JSON object"));
+        assert!(error(b"{", bytes).contains("built-in/config.json is not usable: EOF"));
+        assert!(error(b"{}", b"").contains("built-in/model.safetensors"));
     }
 
     #[test]

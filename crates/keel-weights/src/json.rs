@@ -14,7 +14,13 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path, bytes_max: u64) -> Result<T
         return Err(problem(format!("it has {bytes} bytes, at most {bytes_max} are accepted")));
     }
     let bytes = std::fs::read(path).map_err(WeightsError::io("read", path))?;
-    serde_json::from_slice(&bytes).map_err(|error| problem(error.to_string()))
+    parse(path, &bytes)
+}
+
+/// Parses the bytes of a JSON file that errors call by `path`.
+pub(crate) fn parse<T: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<T> {
+    let problem = |problem| WeightsError::Json { path: path.into(), problem };
+    serde_json::from_slice(bytes).map_err(|error| problem(error.to_string()))
 }
 
 /// Writes `value` to `path`, indented, as a whole or not at all.

@@ -1,4 +1,4 @@
-//! Files mapped into memory, read-only. The one module of this crate with `unsafe` code.
+//! Files mapped into memory, read-only, and those that are part of the program. The one module of this crate with `unsafe` code.
 #![allow(unsafe_code)]
 
 use std::{fs::File, ops::Range, path::Path};
@@ -8,8 +8,11 @@ use crate::{Result, WeightsError};
 /// A whole file as a slice of bytes. Pages are read when first touched and stay clean, so the
 /// system can drop them under pressure.
 #[derive(Debug)]
-pub(crate) struct MappedFile {
-    map: memmap2::Mmap,
+pub(crate) enum MappedFile {
+    /// A file of its own.
+    Mapped(memmap2::Mmap),
+    /// Part of the program's file, which the system has mapped.
+    Static(&'static [u8]),
 }
 
 impl MappedFile {
@@ -24,12 +27,15 @@ impl MappedFile {
         // What remains is the contract of every mapped checkpoint: nobody truncates or rewrites the file
         // in place while it is loaded. Writers of this crate honour it by renaming finished files.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(WeightsError::io("map", path))?;
-        Ok(MappedFile { map })
+        Ok(MappedFile::Mapped(map))
     }
 
     /// The file's bytes.
     pub(crate) fn bytes(&self) -> &[u8] {
-        &self.map
+        match self {
+            MappedFile::Mapped(map) => map,
+            MappedFile::Static(bytes) => bytes,
+        }
     }
 
     /// [`release`](Self::release)s some rows of a tensor that lies at `tensor` and has this shape. Rows beyond its
@@ -42,18 +48,18 @@ impl MappedFile {
     }
 
     /// Drops the resident pages that lie wholly inside `range`; touching them again reads the file again.
-    /// This is a hint: where the system does not take it, the pages stay.
+    /// This is a hint: where the system does not take it, the pages stay. The program's own pages stay, too.
     pub(crate) fn release(&self, range: Range<usize>) {
         #[cfg(unix)]
-        {
+        if let MappedFile::Mapped(map) = self {
             const PAGE_BYTES: usize = 4096;
             let start = range.start.next_multiple_of(PAGE_BYTES);
-            let end = range.end.min(self.map.len()) / PAGE_BYTES * PAGE_BYTES;
+            let end = range.end.min(map.len()) / PAGE_BYTES * PAGE_BYTES;
             if start < end {
                 let advice = memmap2::UncheckedAdvice::DontNeed;
                 // SAFETY: the pages are clean pages of a read-only file mapping, so dropping them loses
                 // nothing: the next access reads the same bytes from the file.
-                let _ = unsafe { self.map.unchecked_advise_range(advice, start, end - start) };
+                let _ = unsafe { map.unchecked_advise_range(advice, start, end - start) };
             }
         }
         #[cfg(not(unix))]
@@ -77,6 +83,14 @@ mod tests {
         file.release(5000..5001);
         file.release(0..usize::MAX / 2);
         assert_eq!(file.bytes(), bytes);
+    }
+
+    #[test]
+    fn the_programs_own_bytes_stay() {
+        let file = MappedFile::Static(b"bytes");
+        file.release(0..5);
+        file.release_rows(&(0..5), &[5], 0..5);
+        assert_eq!(file.bytes(), b"bytes");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! From `--model` to an opened checkpoint.
 
+pub mod built_in;
 pub mod gguf_text;
 #[cfg(feature = "hub")]
 mod hub;
@@ -23,10 +24,12 @@ pub enum ModelFiles {
     Gguf(GgufFile),
 }
 
-/// A model on disk.
+/// A model on disk, or that of the program.
 pub struct Model {
-    /// Where it is.
+    /// Where it is. That of the program is nowhere and has a name for a path.
     pub path: PathBuf,
+    /// Whether it is part of the program.
+    pub is_built_in: bool,
     /// The files.
     pub files: ModelFiles,
     /// Its config, that of a GGUF file made from the metadata.
@@ -67,6 +70,7 @@ impl Model {
     /// Whether there is a tokenizer.
     pub fn has_tokenizer(&self) -> bool {
         match &self.files {
+            ModelFiles::Checkpoint(_) if self.is_built_in => true,
             ModelFiles::Checkpoint(checkpoint) => checkpoint.folder().join("tokenizer.json").exists(),
             ModelFiles::Gguf(file) => gguf_text::has_vocabulary(file),
         }
@@ -78,6 +82,7 @@ impl Model {
     /// If it is missing or of a kind that is not read.
     pub fn text_files(&self) -> Result<TextFiles<'static>> {
         match &self.files {
+            ModelFiles::Checkpoint(_) if self.is_built_in => Ok(built_in::text_files()),
             ModelFiles::Checkpoint(checkpoint) => Ok(TextFiles::read(checkpoint.folder())?),
             ModelFiles::Gguf(file) => gguf_text::text_files(file, self.path.display().to_string()),
         }
@@ -89,6 +94,7 @@ impl Model {
 /// # Errors
 /// If there is no model there, its config is incomplete, or its architecture is unknown.
 pub fn open(model: Option<&str>) -> Result<Model> {
+    let Some(model) = model else { return open_built_in() };
     let path = locate(model)?;
     let (path, files, json) = if is_gguf(&path) {
         let file = GgufFile::open(&path)?;
@@ -100,7 +106,15 @@ pub fn open(model: Option<&str>) -> Result<Model> {
         (checkpoint.folder().to_path_buf(), ModelFiles::Checkpoint(checkpoint), json)
     };
     let config = keel_models::read_config(&json).with_context(|| cannot_use(&path))?;
-    Ok(Model { path, files, json, config })
+    Ok(Model { path, is_built_in: false, files, json, config })
+}
+
+fn open_built_in() -> Result<Model> {
+    let checkpoint = built_in::checkpoint()?;
+    let json = checkpoint.config().clone();
+    let config = keel_models::read_config(&json)?;
+    let path = checkpoint.folder().to_path_buf();
+    Ok(Model { path, is_built_in: true, files: ModelFiles::Checkpoint(checkpoint), json, config })
 }
 
 fn cannot_use(path: &Path) -> String {
@@ -115,30 +129,15 @@ pub fn is_gguf(path: &Path) -> bool {
 /// The path that `--model` means.
 ///
 /// # Errors
-/// If the built-in model cannot be found, or a hub name not be downloaded.
-pub fn locate(model: Option<&str>) -> Result<PathBuf> {
-    match model {
-        None => built_in(),
-        Some(path) if Path::new(path).exists() => Ok(path.into()),
-        Some(name) if is_hub_name(name) => download(name),
-        Some(path) => bail!("--model {path}: there is no such file or folder"),
+/// If there is nothing of that name, or it cannot be downloaded.
+pub fn locate(model: &str) -> Result<PathBuf> {
+    if Path::new(model).exists() {
+        return Ok(model.into());
     }
-}
-
-/// The built-in model is not part of the binary: like any other it is mapped from its file, so that its pages can be
-/// shared and given back. It is looked for beside an installed binary, then in the repository that the binary was
-/// built from.
-fn built_in() -> Result<PathBuf> {
-    let installed = std::env::current_exe()
-        .ok()
-        .and_then(|exe| Some(exe.canonicalize().ok()?.parent()?.parent()?.join("share/keel/demo")));
-    let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    let candidates: Vec<PathBuf> = installed.into_iter().chain([repository]).collect();
-    if let Some(found) = candidates.iter().find(|path| path.join("config.json").is_file()) {
-        return found.canonicalize().with_context(|| format!("cannot open {}", found.display()));
+    if is_hub_name(model) {
+        return download(model);
     }
-    let places: Vec<String> = candidates.iter().map(|path| path.display().to_string()).collect();
-    bail!("the built-in model is not there (looked in {}); name a model with --model", places.join(" and "))
+    bail!("--model {model}: there is no such file or folder")
 }
 
 /// Whether a name has the form `owner/name`.

@@ -25,7 +25,18 @@ impl SafetensorsFile {
     /// # Errors
     /// [`WeightsError::Io`] if it cannot be opened, [`WeightsError::Header`] if it is broken.
     pub fn open(path: &Path) -> Result<SafetensorsFile> {
-        let map = MappedFile::open(path)?;
+        SafetensorsFile::with_bytes(path, MappedFile::open(path)?)
+    }
+
+    /// A file whose bytes are part of the program. Errors call it by `path`, which need not exist.
+    ///
+    /// # Errors
+    /// [`WeightsError::Header`] if it is broken.
+    pub fn in_memory(path: &Path, bytes: &'static [u8]) -> Result<SafetensorsFile> {
+        SafetensorsFile::with_bytes(path, MappedFile::Static(bytes))
+    }
+
+    fn with_bytes(path: &Path, map: MappedFile) -> Result<SafetensorsFile> {
         let header = SafetensorsHeader::parse(map.bytes())
             .map_err(|problem| WeightsError::Header { path: path.into(), problem })?;
         Ok(SafetensorsFile { path: path.into(), map, header })

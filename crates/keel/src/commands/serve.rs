@@ -212,6 +212,10 @@ fn server_options(args: &ServeArgs, model: &Model) -> Result<ServerOptions> {
 
 /// Tells a model's caches from those of others: its config, its files with their sizes and times, and the arithmetic.
 fn identity(args: &ServeArgs, model: &Model) -> Result<String> {
+    let compute = args.engine.options().compute;
+    if model.is_built_in {
+        return Ok(format!("{} {compute:?}", source::built_in::identity()));
+    }
     let path = &model.path;
     let cannot_read = || format!("cannot read {}", path.display());
     let paths = if path.is_dir() {
@@ -230,6 +234,5 @@ fn identity(args: &ServeArgs, model: &Model) -> Result<String> {
         }
     }
     files.sort();
-    let compute = args.engine.options().compute;
     Ok(format!("{} {compute:?} {}", model.json, files.join(" ")))
 }
