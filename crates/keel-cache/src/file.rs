@@ -2,7 +2,8 @@
 //!
 //! A safetensors file: `tokens` u32 `[len]`; for each attention layer `layers.N.keys` and `.values`, the used pages
 //! `[pages, KV, 256, W]` (in sliding layers in the order in which they rotate); for each recurrent layer `layers.N.window` and `.state`. The metadata names the format
-//! and the model, so that a cache is not mistaken for that of another model.
+//! and the model, so that a cache is not mistaken for that of another model, and say `turns: long` where keys turn by the
+//! frequencies of long sequences.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,6 +16,10 @@ use crate::{CacheError, ModelCache, Result, SequenceCache};
 
 /// Names the layout of the file; a change of layout changes it.
 const FORMAT: &str = "keel-prompt-cache-1";
+
+/// Key and value of the metadata where keys turn by the frequencies of long sequences.
+const TURNS: &str = "turns";
+const LONG: &str = "long";
 
 impl ModelCache {
     /// Writes what a sequence holds to `path`, under the name of the model and the tokens it has seen.
@@ -34,9 +39,12 @@ impl ModelCache {
             .map(|p| TensorSpec { name: p.name.clone(), dtype: p.pool.dtype(), shape: p.shape() })
             .collect();
         specs.push(TensorSpec { name: "tokens".into(), dtype: DType::U32, shape: vec![tokens.len()] });
-        let metadata = BTreeMap::from(
+        let mut metadata = BTreeMap::from(
             [("format", FORMAT), ("model", model)].map(|(k, v)| (k.to_string(), v.to_string())),
         );
+        if sequence.is_long() {
+            metadata.insert(TURNS.into(), LONG.into());
+        }
         let mut writer = SafetensorsWriter::create(path, &specs, &metadata)?;
         for part in &parts {
             let mut bytes = vec![0; part.entry_bytes()];
@@ -77,6 +85,7 @@ impl ModelCache {
             return Err(wrong(problem));
         }
         let mut sequence = self.open()?;
+        sequence.set_long(file.metadata().get(TURNS).is_some_and(|turns| turns == LONG));
         match self.fill_from(&file, &mut sequence, tokens.len()) {
             Ok(()) => Ok((sequence, tokens)),
             Err(error) => {

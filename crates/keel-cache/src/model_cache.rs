@@ -327,6 +327,7 @@ impl ModelCache {
     /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; what the runtime says.
     pub fn fork(&mut self, sequence: &SequenceCache) -> Result<SequenceCache> {
         let mut twin = SequenceCache::new(self.take_slot()?, sequence.cached_len, sequence.accepted);
+        twin.is_long = sequence.is_long;
         match self.fork_into(sequence, &mut twin) {
             Ok(()) => Ok(twin),
             Err(error) => {

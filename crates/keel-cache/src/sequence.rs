@@ -15,6 +15,8 @@ pub struct SequenceCache {
     pub(crate) accepted: usize,
     /// Positions with a saved slot, and which.
     pub(crate) checkpoints: Vec<(usize, u32)>,
+    /// It turns by the frequencies of long sequences, where the model has others for these.
+    pub(crate) is_long: bool,
     /// Blocks of host memory, where it is parked; it holds nothing else then.
     pub(crate) parked: Option<Vec<u32>>,
 }
@@ -29,6 +31,7 @@ impl SequenceCache {
             cached_len,
             accepted,
             checkpoints: Vec::new(),
+            is_long: false,
             parked: None,
         }
     }
@@ -72,6 +75,16 @@ impl SequenceCache {
     pub fn slot(&self) -> u32 {
         assert!(!self.is_parked(), "a parked sequence has no slot");
         self.slot
+    }
+
+    /// Whether it turns by the frequencies of long sequences, where the model has others for these.
+    pub fn is_long(&self) -> bool {
+        self.is_long
+    }
+
+    /// Says by which frequencies it turns, before its first token; afterwards only the holder of a remembered prefix does.
+    pub fn set_long(&mut self, is_long: bool) {
+        self.is_long = is_long;
     }
 
     /// Positions that [`crate::ModelCache::rewind`] can go back to, oldest first.

@@ -198,6 +198,45 @@ impl Engine {
         if tokens.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
+        match self.model.config.short_context() {
+            Some(original) if needed > original && !sequence.is_long() => {
+                Err(EngineError::Outgrown { needed, original })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a sequence of so many tokens turns by other frequencies than a short one. All its tokens do then, the first, too.
+    pub fn is_long(&self, tokens: usize) -> bool {
+        self.model.config.short_context().is_some_and(|original| tokens > original)
+    }
+
+    /// Whether a sequence can grow to so many tokens without turning by other frequencies.
+    pub fn can_grow(&self, sequence: &SequenceCache, tokens: usize) -> bool {
+        sequence.is_long() || !self.is_long(tokens)
+    }
+
+    /// Whether a sequence may come to turn by other frequencies.
+    pub(crate) fn may_outgrow(&self, sequence: &SequenceCache) -> bool {
+        self.model.config.short_context().is_some() && !sequence.is_long()
+    }
+
+    /// Lets an empty sequence turn as one of so many tokens.
+    pub(crate) fn settle_turns(&self, sequence: &mut SequenceCache, tokens: usize) {
+        if sequence.is_empty() {
+            sequence.set_long(self.is_long(tokens));
+        }
+    }
+
+    /// Runs all tokens of a sequence that has outgrown its frequencies again, by those of long ones.
+    pub(crate) fn run_as_long(&mut self, sequence: &mut SequenceCache, tokens: &[u32]) -> Result<()> {
+        self.finish_under_way()?;
+        self.cache.reset(sequence)?;
+        sequence.set_long(true);
+        for (i, step) in tokens.chunks(self.options.prefill_step).enumerate() {
+            let next = tokens.get((i + 1) * self.options.prefill_step).copied();
+            self.prefill_chunk(sequence, step, next)?;
+        }
         Ok(())
     }
 
@@ -253,6 +292,7 @@ impl Engine {
         prompt: &[u32],
         step: &mut PrefillStep<'_>,
     ) -> Result<()> {
+        self.settle_turns(sequence, sequence.len() + prompt.len());
         self.admit(sequence, prompt)?;
         if !sequence.offset().is_multiple_of(PREFILL_GRID) {
             let reason =
@@ -486,6 +526,7 @@ impl Engine {
                 engine.stepper.head(&engine.runtime, &engine.model, &engine.cache, &rows, sink)
             };
         if one_by_one {
+            self.settle_turns(sequence, sequence.len() + prompt.len());
             self.admit(sequence, prompt)?;
             self.commit(sequence)?;
             self.cache.reserve(sequence, prompt.len())?;

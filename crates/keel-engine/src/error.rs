@@ -30,6 +30,17 @@ pub enum EngineError {
         /// Tokens that fit.
         context: usize,
     },
+    /// A sequence would have to turn by other frequencies from its first token on.
+    #[error(
+        "{needed} tokens are more than the {original} up to which this model turns by the frequencies that the sequence \
+         began with; run it again from its start"
+    )]
+    Outgrown {
+        /// Tokens needed.
+        needed: usize,
+        /// `original_max_position_embeddings`.
+        original: usize,
+    },
     /// More memory than the whole pool has.
     #[error(
         "{needed_tokens} tokens of prompt and answer need {needed_bytes} bytes of keys and values, and there are \

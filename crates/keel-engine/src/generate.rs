@@ -106,6 +106,8 @@ pub struct TokenIterator<'e> {
     last: Option<u32>,
     /// Whether a step is submitted before the token of the one before is known.
     is_ahead: bool,
+    /// All tokens of a sequence that may outgrow its frequencies, the last one not run yet.
+    history: Option<Vec<u32>>,
     course: Course,
 }
 
@@ -124,9 +126,11 @@ impl<'e> TokenIterator<'e> {
     ) -> Result<TokenIterator<'e>> {
         let start = Instant::now();
         let mut logits = Vec::new();
+        let is_known = options.seen.len() == sequence.len();
+        let history = [&options.seen[..], prompt].concat();
         let run = if options.one_by_one { run_one_by_one } else { Engine::run_prompt };
         let prefill = || {
-            let mut sampler = Sampler::new(options.sampler, &[&options.seen[..], prompt].concat())?;
+            let mut sampler = Sampler::new(options.sampler, &history)?;
             run(engine, &mut sequence, prompt, progress)?;
             let first = match sampler.draw_ahead() {
                 Some(draw) => Some(engine.draw_last(draw)?),
@@ -148,6 +152,7 @@ impl<'e> TokenIterator<'e> {
             logits,
             first,
             last: None,
+            history: (is_known && engine.may_outgrow(&sequence)).then_some(history),
             course: Course::new(options.end_tokens, options.max_tokens, start),
             engine,
             sequence,
@@ -227,6 +232,7 @@ fn run_one_by_one(
     if prompt.is_empty() {
         return Err(EngineError::EmptyPrompt);
     }
+    engine.settle_turns(sequence, sequence.len() + prompt.len());
     for (i, &token) in prompt.iter().enumerate() {
         engine.decode(&mut [sequence], &[token])?;
         progress(i + 1);
@@ -238,13 +244,21 @@ impl Iterator for TokenIterator<'_> {
     type Item = Result<u32>;
 
     fn next(&mut self) -> Option<Result<u32>> {
-        let TokenIterator { engine, sequence, sampler, logits, first, last, is_ahead, course } = self;
+        let TokenIterator { engine, sequence, sampler, logits, first, last, is_ahead, history, course } =
+            self;
         course.next(|left| {
             let mut drawn = first.take();
             if let Some(last) = *last {
-                let outcome = match is_ahead {
+                let mut run = |engine: &mut Engine, sequence: &mut SequenceCache| match is_ahead {
                     true => step_ahead(engine, sequence, sampler, (last, left)),
                     false => step(engine, sequence, sampler, last),
+                };
+                let outcome = match (run(engine, sequence), history.as_ref().and_then(|all| all.split_last()))
+                {
+                    (Err(EngineError::Outgrown { .. }), Some((_, before))) => {
+                        engine.run_as_long(sequence, before).and_then(|()| run(engine, sequence))
+                    }
+                    (outcome, _) => outcome,
                 };
                 match outcome {
                     Ok(token) => drawn = token,
@@ -258,6 +272,10 @@ impl Iterator for TokenIterator<'_> {
             let id = drawn.unwrap_or_else(|| sampler.pick(logits));
             sampler.note(id);
             *last = Some(id);
+            match history {
+                Some(all) if !sequence.is_long() => all.push(id),
+                _ => *history = None,
+            }
             Ok(ControlFlow::Continue(id))
         })
     }

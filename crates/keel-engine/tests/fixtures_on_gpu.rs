@@ -9,6 +9,7 @@ use common::{Expected, all_logits, argmax, engine, exact, expected, fixture, mod
 use keel_array::{Compute, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
 use keel_engine::{Engine, EngineOptions};
+use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 
 /// An arithmetic, and how far it may be from the reference.
 struct Setting {
@@ -46,9 +47,9 @@ fn references() -> Vec<(&'static str, std::path::PathBuf, Expected)> {
         println!("skipped: KEEL_TEST_CUDA is not set");
         return Vec::new();
     }
-    models()
-        .filter_map(|name| fixture(name).map(|folder| (name, folder.clone(), expected(&folder))))
-        .collect()
+    let own = models().filter_map(|name| Some((name, fixture(name)?)));
+    let others = OTHERS.into_iter().filter_map(|name| Some((name, other_fixture(name)?)));
+    own.chain(others).map(|(name, folder)| (name, folder.clone(), expected(&folder))).collect()
 }
 
 /// The greatest difference, and the greatest value that was wanted; a NaN is farther than any number.

@@ -7,6 +7,7 @@ use std::path::Path;
 use common::{all_logits, exact, expected, fixture, relative_error, runtime};
 use keel_engine::Engine;
 use keel_models::gguf::GgufParameters;
+use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 use keel_weights::gguf::GgufFile;
 use keel_weights::{Checkpoint, TensorSource};
 use serde_json::Value;
@@ -54,6 +55,13 @@ impl Writer {
         self.pair(key, 8, &bytes);
     }
 
+    fn bools(&mut self, key: &str, values: &[bool]) {
+        let mut bytes = 7u32.to_le_bytes().to_vec();
+        bytes.extend((values.len() as u64).to_le_bytes());
+        bytes.extend(values.iter().map(|value| u8::from(*value)));
+        self.pair(key, 9, &bytes);
+    }
+
     fn bytes(&self) -> Vec<u8> {
         let mut file = b"GGUF".to_vec();
         file.extend(3u32.to_le_bytes());
@@ -96,6 +104,11 @@ impl Rules {
         self.text[key].as_u64().unwrap_or(0) as usize
     }
 
+    fn head_dim(&self) -> usize {
+        let computed = self.size("hidden_size") / self.size("num_attention_heads");
+        if self.text["head_dim"].is_u64() { self.size("head_dim") } else { computed }
+    }
+
     fn name(&self, name: &str) -> String {
         let layers = self.size("num_hidden_layers");
         let name = name.replace("model.language_model.", "model.");
@@ -110,7 +123,7 @@ impl Rules {
                 return format!("blk.{layers}.nextn.{to}{rest}");
             }
         }
-        let post_attention = if matches!(self.arch, "gemma3" | "qwen35" | "qwen35moe") {
+        let post_attention = if matches!(self.arch, "gemma3" | "olmo2" | "qwen35" | "qwen35moe") {
             "post_attention_norm"
         } else {
             "ffn_norm"
@@ -120,6 +133,10 @@ impl Rules {
             ("lm_head", "output"),
             ("model.embed_tokens", "token_embd"),
             ("model.norm", "output_norm"),
+            ("post_self_attn_layernorm", "post_attention_norm"),
+            ("post_mlp_layernorm", "post_ffw_norm"),
+            ("self_attn.qkv_proj", "attn_qkv"),
+            ("mlp.gate_up_proj", "ffn_up"),
             ("input_layernorm", "attn_norm"),
             ("post_attention_layernorm", post_attention),
             ("pre_feedforward_layernorm", "ffn_norm"),
@@ -158,8 +175,9 @@ impl Rules {
 
     fn transform(&self, name: &str, tensor: &mut Tensor) {
         let cols = tensor.shape.last().copied().unwrap_or(1);
-        if self.arch == "llama" && (name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight")) {
-            let d = self.size("head_dim");
+        let permutes = matches!(self.arch, "llama" | "mistral3" | "smollm3");
+        if permutes && (name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight")) {
+            let d = self.head_dim();
             reorder(&mut tensor.values, cols, |row| row / d * d + row % 2 * (d / 2) + row % d / 2);
         }
         let offsets = matches!(self.arch, "gemma3" | "qwen35" | "qwen35moe");
@@ -234,13 +252,59 @@ impl Rules {
         if inner > 0 {
             writer.size(&format!("{arch}.ssm.inner_size"), &inner.into());
         }
-        writer.float(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-6);
+        let eps = self.text["rms_norm_eps"].as_f64().unwrap_or(1e-6);
+        writer.float(&format!("{arch}.attention.layer_norm_rms_epsilon"), eps);
         let rope = &self.text["rope_parameters"];
         let global = if rope["full_attention"].is_object() { &rope["full_attention"] } else { rope };
         writer.float(&format!("{arch}.rope.freq_base"), global["rope_theta"].as_f64().expect("a base"));
         let share = rope["partial_rotary_factor"].as_f64().unwrap_or(1.0);
-        let turning = (self.size("head_dim") as f64 * share) as u64;
+        let turning = (self.head_dim() as f64 * share) as u64;
         writer.size(&format!("{arch}.rope.dimension_count"), &turning.into());
+        self.rope_scaling(writer, global);
+    }
+
+    fn rope_scaling(&self, writer: &mut Writer, rope: &Value) {
+        let key = |name: &str| format!("{}.{name}", self.arch);
+        match rope["rope_type"].as_str() {
+            Some("yarn") => {
+                writer.text(&key("rope.scaling.type"), "yarn");
+                for (theirs, ours) in [
+                    ("rope.scaling.factor", "factor"),
+                    ("rope.scaling.yarn_attn_factor", "attention_factor"),
+                    ("rope.scaling.yarn_beta_fast", "beta_fast"),
+                    ("rope.scaling.yarn_beta_slow", "beta_slow"),
+                    ("rope.scaling.yarn_log_multiplier", "mscale_all_dim"),
+                    ("attention.temperature_scale", "llama_4_scaling_beta"),
+                ] {
+                    if let Some(number) = rope[ours].as_f64() {
+                        writer.float(&key(theirs), number);
+                    }
+                }
+            }
+            Some("longrope") => {
+                writer.text(&key("rope.scaling.type"), "longrope");
+                let (whole, original) =
+                    (self.size("max_position_embeddings"), self.size("original_max_position_embeddings"));
+                let stretch = (whole as f64 / original as f64).ln() / (original as f64).ln();
+                writer.float(&key("rope.scaling.attn_factor"), (1.0 + stretch).sqrt());
+                for (name, list) in [("long", "long_factor"), ("short", "short_factor")] {
+                    let numbers = rope[list].as_array().expect("a list").iter().filter_map(Value::as_f64);
+                    let values: Vec<f32> = numbers.map(|number| number as f32).collect();
+                    let name = format!("rope_factors_{name}.weight");
+                    writer.tensors.push(Tensor { name, shape: vec![values.len()], values });
+                }
+            }
+            _ => return,
+        }
+        writer.size(&key("rope.scaling.original_context_length"), &rope["original_max_position_embeddings"]);
+    }
+
+    fn windows(&self, writer: &mut Writer) {
+        let kinds = self.text["layer_types"].as_array().into_iter().flatten();
+        if self.arch == "olmo2" {
+            let slides: Vec<bool> = kinds.map(|kind| kind == "sliding_attention").collect();
+            writer.bools("olmo2.attention.sliding_window_pattern", &slides);
+        }
     }
 }
 
@@ -267,6 +331,7 @@ fn convert(folder: &Path, arch: &'static str) -> Vec<u8> {
     let rules = Rules { arch, text: text.clone() };
     let mut writer = Writer::default();
     rules.metadata(&mut writer);
+    rules.windows(&mut writer);
     for name in source.names().filter(|name| !name.contains("visual")) {
         let fused = name
             .split_once(".experts.")
@@ -297,6 +362,12 @@ fn convert(folder: &Path, arch: &'static str) -> Vec<u8> {
 fn logits_of_converted_fixtures_match_the_reference() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     for (name, arch) in [
+        ("mistral", "llama"),
+        ("ministral3", "mistral3"),
+        ("phi4", "phi3"),
+        ("phi4_mini", "phi3"),
+        ("olmo3", "olmo2"),
+        ("glm4", "glm4"),
         ("llama", "llama"),
         ("qwen3", "qwen3"),
         ("qwen3_moe", "qwen3moe"),
@@ -304,7 +375,8 @@ fn logits_of_converted_fixtures_match_the_reference() {
         ("qwen3_5", "qwen35"),
         ("qwen3_5_moe", "qwen35moe"),
     ] {
-        let Some(folder) = fixture(name) else { continue };
+        let other = OTHERS.contains(&name);
+        let Some(folder) = (if other { other_fixture(name) } else { fixture(name) }) else { continue };
         let path = dir.path().join(format!("{name}.gguf"));
         std::fs::write(&path, convert(&folder, arch)).expect("the folder is writable");
         let file = GgufFile::open(&path).unwrap_or_else(|e| panic!("{name}: {e}"));

@@ -2,21 +2,33 @@
 
 mod common;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use common::{all_logits, exact, expected, fixture, relative_error, runtime};
+use common::{all_logits, engine, exact, expected, fixture, relative_error, runtime};
 use keel_engine::Engine;
 use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint, GgufParameters};
 use keel_models::loading::{CheckpointParameters, Parameters};
 use keel_testkit::fixtures::{HYBRID, PLAIN};
+use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 use keel_weights::Checkpoint;
 use keel_weights::gguf::GgufFile;
 use keel_weights::quantize::{GgufRecipe, SafetensorsForm, write_config, write_gguf, write_safetensors};
 use serde_json::Value;
 
-/// Fixtures that GGUF files can hold: all but those whose layers turn their input.
-fn held() -> impl Iterator<Item = &'static str> {
-    HYBRID.into_iter().chain(PLAIN)
+/// Fixtures that GGUF files can hold: all but those whose layers turn their input, of which a file of their architecture cannot
+/// say which layers see a window (`ministral`), or which know no positions unless it is every fourth (`smollm3`).
+fn held() -> impl Iterator<Item = (&'static str, PathBuf)> {
+    let own = HYBRID.into_iter().chain(PLAIN).filter_map(|name| Some((name, fixture(name)?)));
+    let others = OTHERS.into_iter().filter(|name| !["ministral", "smollm3"].contains(name));
+    own.chain(others.filter_map(|name| Some((name, other_fixture(name)?))))
+}
+
+fn check_logits(what: &str, want: (&[u32], &[f32]), parameters: &dyn Parameters, json: &Value) {
+    let mut engine = Engine::load(&runtime(2), parameters, json, exact(), &|_| ())
+        .unwrap_or_else(|e| panic!("{what}: {e}"));
+    let (logits, _) = all_logits(&mut engine, want.0, false, false);
+    let error = relative_error(&logits, want.1);
+    assert!(error <= 1e-4, "{what}: logits differ by {error:.1e}");
 }
 
 fn check(name: &str, form: &str, folder: &Path, parameters: &dyn Parameters, json: &Value) {
@@ -32,9 +44,9 @@ fn check(name: &str, form: &str, folder: &Path, parameters: &dyn Parameters, jso
     }
 }
 
-/// Converts a fixture there and back.
-fn there_and_back(name: &str, folder: &Path, scratch: &Path) {
-    let source = Checkpoint::open(folder).expect("the fixture opens");
+/// Converts a checkpoint there and back; each form has a name and is given to `check`.
+fn convert(name: &str, folder: &Path, scratch: &Path, mut check: impl FnMut(&str, &dyn Parameters, &Value)) {
+    let source = Checkpoint::open(folder).expect("the checkpoint opens");
     let config = keel_models::read_config(source.config()).expect("the config is complete");
     let tensors = CheckpointAsGguf::new(&source, &config).unwrap_or_else(|e| panic!("{name}: {e}"));
     let metadata = keel_models::gguf::metadata(source.config(), &config, tensors.has_mtp_head());
@@ -46,7 +58,7 @@ fn there_and_back(name: &str, folder: &Path, scratch: &Path) {
     let file = GgufFile::open(&path).expect("it was just written");
     let json = keel_models::gguf::config(&file).unwrap_or_else(|e| panic!("{name}: {e}"));
     let config = keel_models::read_config(&json).unwrap_or_else(|e| panic!("{name}: {e}"));
-    check(name, "GGUF", folder, &GgufParameters::new(&file, &config), &json);
+    check("GGUF", &GgufParameters::new(&file, &config), &json);
 
     let tensors = GgufAsCheckpoint::new(&file, &config).unwrap_or_else(|e| panic!("{name}: {e}"));
     let target = scratch.join(name);
@@ -55,17 +67,66 @@ fn there_and_back(name: &str, folder: &Path, scratch: &Path) {
         write_safetensors(&tensors, &target, &Default::default(), &form, &mut |_| ()).expect("written");
     write_config(&target, &json, section).expect("written");
     let back = Checkpoint::open(&target).expect("it was just written");
-    check(name, "back", folder, &CheckpointParameters(&back), back.config());
+    check("back", &CheckpointParameters(&back), back.config());
+}
+
+/// Converts a fixture.
+fn there_and_back(name: &str, folder: &Path, scratch: &Path) {
+    convert(name, folder, scratch, |form, parameters, json| check(name, form, folder, parameters, json));
+}
+
+/// Converts a checkpoint that gives these logits.
+fn there_and_back_to(name: &str, folder: &Path, scratch: &Path, ids: &[u32], logits: &[f32]) {
+    convert(name, folder, scratch, |form, parameters, json| {
+        check_logits(&format!("{name}, {form}"), (ids, logits), parameters, json);
+    });
 }
 
 #[test]
 fn fixtures_survive_the_way_there_and_back() {
     let scratch = tempfile::tempdir().expect("a temporary folder");
-    for name in held() {
-        if let Some(folder) = fixture(name) {
-            there_and_back(name, &folder, scratch.path());
-        }
+    for (name, folder) in held() {
+        there_and_back(name, &folder, scratch.path());
     }
+}
+
+/// What a writer says to a fixture whose config is changed.
+fn written(name: &str, change: impl FnOnce(&mut Value)) -> Option<Result<(), String>> {
+    let folder = other_fixture(name)?;
+    let source = Checkpoint::open(&folder).expect("the fixture opens");
+    let mut json = source.config().clone();
+    change(&mut json);
+    let config = keel_models::read_config(&json).expect("the config is complete");
+    let tensors = CheckpointAsGguf::new(&source, &config).expect("all tensors have names");
+    let metadata = keel_models::gguf::metadata(&json, &config, tensors.has_mtp_head());
+    Some(metadata.map(drop).map_err(|error| error.to_string()))
+}
+
+#[test]
+fn patterns_of_layers_that_a_file_cannot_say_are_refused() {
+    for (name, what) in [("ministral", "a window"), ("smollm3", "no positions")] {
+        let Some(outcome) = written(name, |_| ()) else { continue };
+        let message = outcome.expect_err("the file would be another model");
+        assert!(message.contains(what), "{name}: {message}");
+    }
+}
+
+/// Every fourth layer knows no positions: none of the fixture's three then. Its tensors are those of the fixture.
+#[test]
+fn the_usual_pattern_of_smollm3_survives_the_way_there_and_back() {
+    let Some(folder) = other_fixture("smollm3") else { return };
+    let scratch = tempfile::tempdir().expect("a temporary folder");
+    let usual = scratch.path().join("usual");
+    std::fs::create_dir(&usual).expect("the folder is writable");
+    std::fs::copy(folder.join("model.safetensors"), usual.join("model.safetensors")).expect("copied");
+    let source = Checkpoint::open(&folder).expect("the fixture opens");
+    let mut json = source.config().clone();
+    json["no_rope_layers"] = Value::Null;
+    json["no_rope_layer_interval"] = 4.into();
+    std::fs::write(usual.join("config.json"), json.to_string()).expect("the folder is writable");
+    let ids = expected(&folder).ids;
+    let logits = all_logits(&mut engine(&usual, &runtime(2), exact()), &ids, false, false).0;
+    there_and_back_to("smollm3", &usual, scratch.path(), &ids, &logits);
 }
 
 #[test]

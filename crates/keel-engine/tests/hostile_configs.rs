@@ -55,6 +55,21 @@ fn configs() -> Vec<Value> {
         with("llama", json!({})),
         with("qwen3_moe", experts),
         with("gemma3_text", window),
+        with("mistral", json!({"sliding_window": 20})),
+        with(
+            "ministral3",
+            json!({"rope_parameters": {"rope_type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}}),
+        ),
+        with("smollm3", json!({"no_rope_layer_interval": 2})),
+        with(
+            "phi3",
+            json!({"original_max_position_embeddings": 64, "partial_rotary_factor": 0.5,
+            "rope_scaling": {"type": "longrope", "short_factor": [1, 1, 1, 1, 1, 1, 1, 1],
+                "long_factor": [2, 2, 2, 2, 2, 2, 2, 2]}}),
+        ),
+        with("olmo3", json!({"sliding_window": 20, "attention_bias": true})),
+        with("glm4", json!({"partial_rotary_factor": 0.25, "attention_bias": true})),
     ]
 }
 

@@ -3,11 +3,12 @@
 //! Both layouts occur: everything at the top level, or the text model nested under `text_config`; rope numbers
 //! under `rope_parameters`, or `rope_theta` and `partial_rotary_factor` beside the others.
 
-use keel_array::{AttentionSpec, RopeSpec};
+use keel_array::AttentionSpec;
 use serde_json::Value;
 
 use crate::fields::Fields;
-use crate::rope::{self, RopeScaling};
+use crate::rope::{self, Contexts, RopeScaling};
+use crate::turning::QueryGrowth;
 use crate::{ModelError, Result};
 
 /// Largest width, count or length: far above all models, far below where products of two overflow.
@@ -75,12 +76,18 @@ pub struct HybridConfig {
     pub rotary: usize,
     /// How the rotary frequencies are stretched.
     pub rope_scaling: RopeScaling,
-    /// Base of the rotary frequencies of sliding layers, which are not stretched.
+    /// Base of the rotary frequencies of sliding layers.
     pub sliding_rope_theta: f64,
+    /// How those of sliding layers are stretched.
+    pub sliding_rope_scaling: RopeScaling,
+    /// Layers whose queries and keys are not turned at all.
+    pub unturned: Vec<usize>,
     /// Tokens that a row of a sliding layer sees, itself included; 0 without such layers.
     pub window: usize,
-    /// Factor on `q . k`.
+    /// Factor on `q . k`, without what a stretched rotation adds: see [`HybridConfig::score_scale`].
     pub attention_scale: f64,
+    /// Queries grow with their position.
+    pub query_growth: Option<QueryGrowth>,
     /// Whether attention's output has a gate.
     pub gated: bool,
     /// `Hk`; this and the next four are 0 without recurrent layers.
@@ -110,9 +117,6 @@ impl HybridConfig {
             .size_or("head_dim", fields.size("hidden_size")? / fields.size("num_attention_heads")?.max(1))?;
         let rotary = (head_dim as f64 * fields.rope("partial_rotary_factor", 1.0)?) as usize;
         let rope_scaling = fields.rope_scaling("full_attention")?;
-        if rope_scaling.attention_factor() != 1.0 {
-            return Err(ModelError::Config("yarn is not supported where only part of a head turns".into()));
-        }
         let parsed = HybridConfig {
             hidden: fields.size("hidden_size")?,
             vocab: fields.size("vocab_size")?,
@@ -128,8 +132,11 @@ impl HybridConfig {
             rotary,
             rope_scaling,
             sliding_rope_theta: 0.0,
+            sliding_rope_scaling: RopeScaling::None,
+            unturned: Vec::new(),
             window: 0,
             attention_scale: (head_dim as f64).powf(-0.5),
+            query_growth: None,
             gated: true,
             key_heads: fields.size("linear_num_key_heads")?,
             value_heads: fields.size("linear_num_value_heads")?,
@@ -188,35 +195,22 @@ impl HybridConfig {
             Some("intermediate_size is above 2^24")
         } else if !self.rope_theta.is_finite() || self.rope_theta <= 1.0 {
             Some("rope_theta is not a number above one")
-        } else if !window.is_empty() && (self.sliding_rope_theta.is_nan() || self.sliding_rope_theta <= 1.0) {
+        } else if !window.is_empty()
+            && (!self.sliding_rope_theta.is_finite() || self.sliding_rope_theta <= 1.0)
+        {
             Some("the rope_theta of sliding layers is not a number above one")
         } else if self.layers.len() > 4096 || self.mtp_layers > 8 {
             Some("num_hidden_layers is above 4096 or mtp_num_hidden_layers above 8")
         } else {
             None
         };
-        wrong.map_or(Ok(()), |reason| Err(ModelError::Config(reason.into())))
+        wrong.map_or(Ok(()), |reason| Err(ModelError::Config(reason.into())))?;
+        self.check_turns()
     }
 
     /// Channels of the convolution of a recurrent layer: q, k and v.
     pub fn conv_channels(&self) -> usize {
         2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-    }
-
-    /// The rotation of queries and keys. For text all sections of a multi-axis rotary embedding have the same
-    /// position, so they drop out.
-    pub fn rope(&self) -> RopeSpec {
-        RopeSpec { rotary: self.rotary, sections: None, interleaved: false }
-    }
-
-    /// Inverse rotary frequencies of layers that see everything.
-    pub fn inverse_frequencies(&self) -> Vec<f32> {
-        self.rope_scaling.inverse_frequencies(self.rope_theta, self.rotary)
-    }
-
-    /// Inverse rotary frequencies of sliding layers.
-    pub fn sliding_inverse_frequencies(&self) -> Vec<f32> {
-        RopeScaling::None.inverse_frequencies(self.sliding_rope_theta, self.rotary)
     }
 }
 
@@ -225,8 +219,16 @@ impl Fields<'_> {
     /// How the frequencies of a layer type are stretched.
     pub fn rope_scaling(&self, layer_type: &str) -> Result<RopeScaling> {
         let context = self.size_or("max_position_embeddings", 32768)?;
-        rope::parameters(self, layer_type)
-            .map_or(Ok(RopeScaling::None), |p| RopeScaling::from_json(p, context))
+        let original = self.size_or("original_max_position_embeddings", context)?;
+        rope::parameters(self, layer_type).map_or(Ok(RopeScaling::None), |p| {
+            RopeScaling::from_json(p, Contexts { whole: context, original })
+        })
+    }
+
+    /// The base of the frequencies of a layer type.
+    pub fn rope_theta(&self, layer_type: &str, default: f64) -> Result<f64> {
+        let theta = rope::parameters(self, layer_type).and_then(|p| p["rope_theta"].as_f64());
+        theta.map_or_else(|| self.rope("rope_theta", default), Ok)
     }
 
     /// The kinds that `layer_types` lists, if it is there.

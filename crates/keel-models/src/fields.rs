@@ -25,6 +25,11 @@ impl<'a> Fields<'a> {
         [self.text, self.top].into_iter().filter_map(|v| v.get(key)).find(|v| !v.is_null())
     }
 
+    /// Whether the text part has the key, be it null.
+    pub fn is_mentioned(&self, key: &str) -> bool {
+        self.text.get(key).is_some()
+    }
+
     pub fn size(&self, key: &str) -> Result<usize> {
         let value = self.get(key).ok_or_else(|| ModelError::Config(format!("{key} is missing")))?;
         let number = value.as_u64().and_then(|n| usize::try_from(n).ok());
@@ -44,7 +49,7 @@ impl<'a> Fields<'a> {
         self.get(key).and_then(Value::as_bool).unwrap_or(false)
     }
 
-    /// A rope number from `rope_parameters` (or `rope_scaling`), or from beside the others.
+    /// A rope number from `rope_parameters` (or `rope_scaling`), or from next to the others.
     pub fn rope(&self, key: &str, default: f64) -> Result<f64> {
         let nested = ["rope_parameters", "rope_scaling"].iter().find_map(|k| self.get(k)?.get(key));
         match nested.filter(|value| !value.is_null()) {

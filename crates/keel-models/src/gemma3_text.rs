@@ -10,8 +10,8 @@ use crate::fields::Fields;
 use crate::hybrid::HybridModel;
 use crate::loading::Loader;
 use crate::rope;
-use crate::transformer::{self, Traits};
-use crate::{HybridConfig, MixerKind, Result};
+use crate::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
+use crate::{HybridConfig, MixerKind, Result, RopeScaling};
 
 /// The numbers. Published configs leave out what the reference has as default.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
@@ -36,16 +36,20 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     {
         transformer::refuse(&fields, key)?;
     }
-    let mut parsed = transformer::config(&fields)?;
+    let mut parsed = transformer::config(&fields, Defaults::default())?;
     parsed.tied = fields.get("tie_word_embeddings").is_none_or(|tied| *tied != Value::Bool(false));
     let scalar = fields.number_or("query_pre_attn_scalar", 256.0)?;
-    parsed.attention_scale = scalar.powf(-0.5) * parsed.rope_scaling.attention_factor().powi(2);
+    parsed.attention_scale = scalar.powf(-0.5);
     let theta = |layer_type: &str, older: &str, default: f64| {
         let nested = rope::parameters(&fields, layer_type).and_then(|p| p["rope_theta"].as_f64());
         nested.map_or_else(|| fields.number_or(older, default), Ok)
     };
     parsed.rope_theta = theta("full_attention", "rope_theta", 1e6)?;
     parsed.sliding_rope_theta = theta("sliding_attention", "rope_local_base_freq", 1e4)?;
+    // Older configs stretch layers that see everything alone.
+    if !rope::is_by_layer_type(&fields) {
+        parsed.sliding_rope_scaling = RopeScaling::None;
+    }
     if fields.get("layer_types").is_none() {
         let every =
             fields.size_or("sliding_window_pattern", fields.size_or("_sliding_window_pattern", 6)?)?;
@@ -63,15 +67,25 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
 
 /// Reads a model.
 pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    let traits =
-        Traits { head_norms: true, four_norms: true, activation: Activation::GeluTanh, ..Traits::default() };
+    let traits = Traits {
+        head_norms: HeadNorms::Each,
+        norms: NormNames {
+            mixer: Some("input_layernorm"),
+            mixer_out: Some("post_attention_layernorm"),
+            ff: Some("pre_feedforward_layernorm"),
+            ff_out: Some("post_feedforward_layernorm"),
+        },
+        offset_norms: true,
+        scaled_embedding: true,
+        activation: Activation::GeluTanh,
+        ..Traits::default()
+    };
     transformer::load(loader, config, traits)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::RopeScaling;
     use serde_json::json;
 
     #[test]

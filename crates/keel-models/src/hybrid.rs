@@ -1,6 +1,6 @@
 //! A model put together: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
-use keel_array::{Array, ConvWindow, DeltaState, KvFormat, Weight};
+use keel_array::{Array, ConvWindow, DType, DeltaState, KvFormat, Weight};
 use keel_cache::{CacheSpec, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
@@ -19,54 +19,102 @@ pub enum Mixer {
 #[derive(Debug)]
 pub struct Block {
     /// Norm before the mixer.
-    pub mixer_norm: RmsNorm,
+    pub mixer_norm: Option<RmsNorm>,
     /// First half.
     pub mixer: Mixer,
     /// Norm of what the mixer gives, before it is added.
     pub mixer_out_norm: Option<RmsNorm>,
     /// Norm before the feed-forward half.
-    pub ff_norm: RmsNorm,
+    pub ff_norm: Option<RmsNorm>,
     /// Second half.
     pub ff: FeedForward,
     /// Norm of what the second half gives, before it is added.
     pub ff_out_norm: Option<RmsNorm>,
 }
 
+/// What a norm gives, or x where there is none.
+fn normed(norm: Option<&RmsNorm>, x: &Array) -> Result<Array> {
+    Ok(norm.map_or(Ok(x.clone()), |norm| norm.apply(x))?)
+}
+
 impl Block {
-    fn apply(&self, x: &Array, storage: &LayerStorage, step: &StepContext) -> Result<Array> {
-        let h = self.mixer_norm.apply(x)?;
+    fn apply(
+        &self,
+        x: &Array,
+        growth: Option<&Array>,
+        storage: &LayerStorage,
+        step: &StepContext,
+    ) -> Result<Array> {
+        let h = normed(self.mixer_norm.as_ref(), x)?;
         if let (Some(mixer_norm), Some(ff_norm)) = (&self.mixer_out_norm, &self.ff_out_norm) {
-            return self.apply_between_norms((x, &h), (mixer_norm, ff_norm), storage, step);
+            let attended = self.attend((&h, None), growth, storage, step)?;
+            return self.add_normed((x, &attended), (mixer_norm, ff_norm));
         }
         let x = match (&self.mixer, storage) {
-            (Mixer::Attention(mixer), LayerStorage::Attention(pool) | LayerStorage::Sliding(pool)) => {
-                mixer.apply(&h, Some(x), pool, step)?
-            }
+            (Mixer::Attention(_), _) => self.attend((&h, Some(x)), growth, storage, step)?,
             (Mixer::GatedDelta(mixer), LayerStorage::Recurrent { window, state }) => {
                 mixer.apply(&h, x, window, state, step)?
             }
             _ => unreachable!("the cache was made for this model's layers"),
         };
-        let h = self.ff_norm.apply(&x)?;
+        let h = normed(self.ff_norm.as_ref(), &x)?;
         Ok(self.ff.apply(&h, Some(&x))?)
     }
 
-    /// As [`Block::apply`] where both halves are normed again before they are added.
-    fn apply_between_norms(
+    /// Attention of rows, added to the residual, if there is one.
+    fn attend(
         &self,
-        (x, normed): (&Array, &Array),
-        (mixer_norm, ff_norm): (&RmsNorm, &RmsNorm),
+        (normed, residual): (&Array, Option<&Array>),
+        growth: Option<&Array>,
         storage: &LayerStorage,
         step: &StepContext,
     ) -> Result<Array> {
         let (Mixer::Attention(mixer), LayerStorage::Attention(pool) | LayerStorage::Sliding(pool)) =
             (&self.mixer, storage)
         else {
-            unreachable!("only attention layers are normed again")
+            unreachable!(
+                "the cache was made for this model's layers, of which no recurrent one is normed again"
+            )
         };
-        let mixed = mixer_norm.apply(&mixer.apply(normed, None, pool, step)?)?;
-        let (x, h) = self.ff_norm.add_and_apply(&mixed, x)?;
+        Ok(mixer.apply(normed, residual, growth, pool, step)?)
+    }
+
+    /// The rest of a block whose halves are normed again before they are added.
+    fn add_normed(
+        &self,
+        (x, attended): (&Array, &Array),
+        (mixer_norm, ff_norm): (&RmsNorm, &RmsNorm),
+    ) -> Result<Array> {
+        let mixed = mixer_norm.apply(attended)?;
+        let (x, h) = match &self.ff_norm {
+            Some(norm) => norm.add_and_apply(&mixed, x)?,
+            None => {
+                let x = mixed.add(x)?;
+                (x.clone(), x)
+            }
+        };
         Ok(ff_norm.apply(&self.ff.apply(&h, None)?)?.add(&x)?)
+    }
+}
+
+/// Factors on queries that follow from their positions: `1 + beta ln(1 + floor(position / original))`.
+#[derive(Debug)]
+pub struct GrowingQueries {
+    /// i32 `[1]`.
+    pub original: Array,
+    /// f32 `[1]`.
+    pub beta: Array,
+    /// f32 `[1]`.
+    pub one: Array,
+}
+
+impl GrowingQueries {
+    /// Factors of rows at these positions, f32 `[T, 1, 1]`.
+    fn of(&self, positions: &Array) -> Result<Array> {
+        // Whole numbers are divided without a rest, which is the floor.
+        let periods = positions.div(&self.original)?.cast(DType::F32)?;
+        let factors = periods.add(&self.one)?.log()?.mul(&self.beta)?.add(&self.one)?;
+        Ok(factors.reshape([positions.shape()[0], 1, 1])?)
     }
 }
 
@@ -94,6 +142,8 @@ pub struct HybridModel {
     pub embedding: Weight,
     /// Factor on embeddings, f32 `[1]`.
     pub embedding_scale: Option<Array>,
+    /// Factors on queries.
+    pub growing_queries: Option<GrowingQueries>,
     /// The layers.
     pub blocks: Vec<Block>,
     /// Final norm.
@@ -136,8 +186,9 @@ impl HybridModel {
         if let Some(scale) = &self.embedding_scale {
             x = x.mul(scale)?;
         }
+        let growth = self.growing_queries.as_ref().map(|queries| queries.of(&step.positions)).transpose()?;
         for (block, storage) in self.blocks.iter().zip(layers) {
-            x = block.apply(&x, storage, step)?;
+            x = block.apply(&x, growth.as_ref(), storage, step)?;
         }
         Ok(self.norm.apply(&x)?)
     }
@@ -191,7 +242,7 @@ impl HybridModel {
     ) -> Result<Array> {
         let mut x = self.mtp_input(head, hidden, next_tokens)?;
         for (block, storage) in head.blocks.iter().zip(layers) {
-            x = block.apply(&x, storage, step)?;
+            x = block.apply(&x, None, storage, step)?;
         }
         Ok(head.norm.apply(&x)?)
     }
@@ -215,12 +266,12 @@ impl HybridModel {
             unreachable!("a head has a layer")
         };
         for (block, storage) in blocks.iter().zip(before) {
-            x = block.apply(&x, storage, step)?;
+            x = block.apply(&x, None, storage, step)?;
         }
         let (Mixer::Attention(mixer), LayerStorage::Attention(pool)) = (&last.mixer, storage) else {
             unreachable!("the layers of a head attend to everything before")
         };
-        Ok(mixer.remember(&last.mixer_norm.apply(&x)?, pool, step)?)
+        Ok(mixer.remember(&normed(last.mixer_norm.as_ref(), &x)?, pool, step)?)
     }
 
     fn mtp_input(&self, head: &MtpHead, hidden: &Array, next_tokens: &Array) -> Result<Array> {

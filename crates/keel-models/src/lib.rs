@@ -12,10 +12,16 @@ mod error;
 mod fields;
 mod gemma3_text;
 pub mod gguf;
+mod glm4;
 mod hybrid;
 mod llama;
 pub mod loading;
+mod ministral;
+mod ministral3;
+mod mistral;
 mod naming;
+mod olmo3;
+mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
@@ -23,20 +29,38 @@ mod qwen3_moe;
 mod qwen3_next;
 mod rope;
 mod shapes;
+mod smollm3;
 mod transformer;
+mod turning;
 
 pub use config::{HybridConfig, MixerKind, MoeConfig};
 pub use error::{ModelError, Result};
-pub use hybrid::{Block, HybridModel, Mixer, MtpHead};
+pub use hybrid::{Block, GrowingQueries, HybridModel, Mixer, MtpHead};
 pub use rope::RopeScaling;
 pub use shapes::{NAMES as SHAPE_NAMES, shape, shape_with_head};
+pub use turning::QueryGrowth;
 
 use loading::Loader;
 use serde_json::Value;
 
 /// The model types that [`load`] knows.
-pub const MODEL_TYPES: [&str; 8] =
-    ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2", "qwen3", "qwen3_moe", "llama", "gemma3_text"];
+pub const MODEL_TYPES: [&str; 15] = [
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "gemma3_text",
+    "mistral",
+    "ministral",
+    "ministral3",
+    "smollm3",
+    "phi3",
+    "olmo3",
+    "glm4",
+];
 
 /// The numbers of a config, if the model is one that [`load`] knows.
 ///
@@ -86,6 +110,16 @@ fn family_of(config: &Value) -> Result<Family> {
         "qwen3" => family!(qwen3),
         "qwen3_moe" => family!(qwen3_moe),
         "gemma3_text" | "gemma3" => family!(gemma3_text),
+        "mistral" => family!(mistral),
+        "ministral" => family!(ministral),
+        "ministral3" => family!(ministral3),
+        // A vision tower next to one of two language models.
+        "mistral3" if config["text_config"]["model_type"] == "ministral3" => family!(ministral3),
+        "mistral3" => family!(mistral),
+        "smollm3" => family!(smollm3),
+        "phi3" => family!(phi3),
+        "olmo3" => family!(olmo3),
+        "glm4" => family!(glm4),
         other => {
             let supported = MODEL_TYPES.join(", ");
             Err(ModelError::UnknownModelType { found: other.into(), supported })

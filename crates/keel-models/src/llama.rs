@@ -7,20 +7,28 @@ use serde_json::Value;
 use crate::fields::Fields;
 use crate::hybrid::HybridModel;
 use crate::loading::Loader;
-use crate::transformer::{self, Traits};
+use crate::transformer::{self, Defaults, Traits};
 use crate::{HybridConfig, Result};
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    transformer::refuse(&fields, "mlp_bias")?;
-    let mut config = transformer::config(&fields)?;
+    transformer::activation(&fields)?;
+    let mut config = transformer::config(&fields, Defaults::default())?;
     config.window = 0;
     Ok(config)
 }
 
 /// Reads a model.
 pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    let bias = Fields::new(json).flag("attention_bias");
-    transformer::load(loader, config, Traits { qkv_bias: bias, output_bias: bias, ..Traits::default() })
+    let fields = Fields::new(json);
+    let bias = fields.flag("attention_bias");
+    let traits = Traits {
+        qkv_bias: bias,
+        output_bias: bias,
+        mlp_bias: fields.flag("mlp_bias"),
+        activation: transformer::activation(&fields)?,
+        ..Traits::default()
+    };
+    transformer::load(loader, config, traits)
 }

@@ -2,9 +2,11 @@
 
 use keel_array::Array;
 
-use crate::blocks::{Activation, Attention, FeedForward, GatedLayer, MixtureOfExperts, RmsNorm};
+use crate::blocks::{
+    Activation, Attention, FeedForward, GatedLayer, HeadNorm, MixtureOfExperts, RmsNorm, Rotation,
+};
 use crate::loading::{Loader, Piece};
-use crate::{HybridConfig, ModelError, MoeConfig, Result};
+use crate::{HybridConfig, MixerKind, ModelError, MoeConfig, Result};
 
 /// Reads the blocks that the family's model types share.
 pub(crate) struct FamilyReader<'a> {
@@ -14,8 +16,8 @@ pub(crate) struct FamilyReader<'a> {
     pub root: String,
     /// Norms are stored as offsets from one: the Hugging Face form. MLX's converter stores the scale itself.
     pub norms_are_offsets: bool,
-    /// Inverse rotary frequencies of layers that see everything.
-    pub frequencies: Array,
+    /// The rotation of layers that see everything.
+    pub rotation: Rotation,
 }
 
 impl<'a> FamilyReader<'a> {
@@ -31,12 +33,12 @@ impl<'a> FamilyReader<'a> {
             ))
         })?;
         // MLX's converter transposes the convolution and shifts the norms in one go, so one tells of the other.
-        let recurrent = config.layers.iter().position(|k| *k == crate::MixerKind::GatedDelta);
+        let recurrent = config.layers.iter().position(|k| *k == MixerKind::GatedDelta);
         let conv = recurrent
             .and_then(|i| loader.parameters().shape(&format!("{root}layers.{i}.linear_attn.conv1d.weight")));
         let scales = loader.parameters().norms_are_scales() || matches!(conv.as_deref(), Some([_, _, 1]));
-        let frequencies = loader.constant(&config.inverse_frequencies())?;
-        Ok(FamilyReader { loader, config, root: (*root).into(), norms_are_offsets: !scales, frequencies })
+        let rotation = rotation(loader, config, MixerKind::Attention)?;
+        Ok(FamilyReader { loader, config, root: (*root).into(), norms_are_offsets: !scales, rotation })
     }
 
     /// The output head's name.
@@ -74,15 +76,14 @@ impl<'a> FamilyReader<'a> {
         Ok(Attention {
             projection: self.loader.projection(pieces, c.hidden)?,
             gated: c.gated,
-            q_norm: Some(self.norm(&format!("{prefix}q_norm"), d)?),
-            k_norm: Some(self.norm(&format!("{prefix}k_norm"), d)?),
+            q_norm: Some(HeadNorm::Each(self.norm(&format!("{prefix}q_norm"), d)?)),
+            k_norm: Some(HeadNorm::Each(self.norm(&format!("{prefix}k_norm"), d)?)),
             output: self.loader.single(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?,
             heads: c.heads,
             kv_heads: c.kv_heads,
             head_dim: d,
-            rope: c.rope(),
-            frequencies: self.frequencies.clone(),
-            scale: c.attention_scale as f32,
+            rotation: Some(self.rotation.clone()),
+            scale: c.score_scale(MixerKind::Attention) as f32,
             window: None,
         })
     }
@@ -132,6 +133,17 @@ impl<'a> FamilyReader<'a> {
             normalise: moe.normalise,
         })
     }
+}
+
+/// The rotation of a kind of layers.
+pub(crate) fn rotation(loader: &Loader<'_>, config: &HybridConfig, kind: MixerKind) -> Result<Rotation> {
+    let constant = |values: Vec<f32>| loader.constant(&values);
+    Ok(Rotation {
+        spec: config.rope(),
+        frequencies: loader.constant(&config.frequencies_of(kind))?,
+        long_frequencies: config.long_frequencies_of(kind).map(constant).transpose()?,
+        query_scales: config.query_scales(kind).map(constant).transpose()?,
+    })
 }
 
 /// How the experts of a layer are stored.

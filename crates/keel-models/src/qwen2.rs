@@ -7,13 +7,13 @@ use serde_json::Value;
 use crate::fields::Fields;
 use crate::hybrid::HybridModel;
 use crate::loading::Loader;
-use crate::transformer::{self, Traits};
+use crate::transformer::{self, Defaults, Traits};
 use crate::{HybridConfig, Result};
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    let mut config = transformer::config(&fields)?;
+    let mut config = transformer::config(&fields, Defaults::default())?;
     transformer::windows_on_request(&fields, &mut config)?;
     Ok(config)
 }

@@ -7,13 +7,13 @@ use serde_json::Value;
 use crate::fields::Fields;
 use crate::hybrid::HybridModel;
 use crate::loading::Loader;
-use crate::transformer::{self, Traits};
+use crate::transformer::{self, Defaults, HeadNorms, Traits};
 use crate::{HybridConfig, Result};
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    let mut config = transformer::config(&fields)?;
+    let mut config = transformer::config(&fields, Defaults::default())?;
     transformer::windows_on_request(&fields, &mut config)?;
     Ok(config)
 }
@@ -21,6 +21,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
 /// Reads a model.
 pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
     let bias = Fields::new(json).flag("attention_bias");
-    let traits = Traits { qkv_bias: bias, output_bias: bias, head_norms: true, ..Traits::default() };
+    let traits =
+        Traits { qkv_bias: bias, output_bias: bias, head_norms: HeadNorms::Each, ..Traits::default() };
     transformer::load(loader, config, traits)
 }

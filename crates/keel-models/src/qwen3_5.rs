@@ -49,16 +49,25 @@ pub(crate) fn load_with(
     };
     let norm = reader.norm(&format!("{root}norm"), config.hidden)?;
     let mtp = mtp_head(&reader)?;
-    Ok(HybridModel { embedding, embedding_scale: None, blocks, norm, head, mtp, config })
+    Ok(HybridModel {
+        embedding,
+        embedding_scale: None,
+        growing_queries: None,
+        blocks,
+        norm,
+        head,
+        mtp,
+        config,
+    })
 }
 
 fn block(reader: &FamilyReader<'_>, prefix: &str, mixer: Mixer) -> Result<Block> {
     let hidden = reader.config.hidden;
     Ok(Block {
-        mixer_norm: reader.norm(&format!("{prefix}input_layernorm"), hidden)?,
+        mixer_norm: Some(reader.norm(&format!("{prefix}input_layernorm"), hidden)?),
         mixer,
         mixer_out_norm: None,
-        ff_norm: reader.norm(&format!("{prefix}post_attention_layernorm"), hidden)?,
+        ff_norm: Some(reader.norm(&format!("{prefix}post_attention_layernorm"), hidden)?),
         ff: reader.feed_forward(&format!("{prefix}mlp."))?,
         ff_out_norm: None,
     })

@@ -1,7 +1,7 @@
 //! Rotary frequencies, and the ways in which checkpoints stretch them over longer contexts.
 //!
 //! Unscaled, frequency `i` of `n / 2` is `theta^(-2i / n)`. The scalings are those of the Hugging Face reference
-//! implementation: `linear`, `llama3`, and YaRN (Peng et al., 2023).
+//! implementation: `linear`, `llama3`, YaRN (Peng et al., 2023) and LongRoPE (Ding et al., 2024).
 
 use std::f64::consts::{PI, TAU};
 
@@ -47,8 +47,29 @@ pub enum RopeScaling {
         /// The ramp's ends are rounded to whole frequencies.
         whole: bool,
     },
+    /// LongRoPE (Ding et al., 2024): a divisor for each frequency, others where a sequence is longer than the original
+    /// context; and scores are sharpened.
+    Long {
+        /// Divisors in sequences within the original context.
+        short: Vec<f64>,
+        /// Divisors in longer ones.
+        long: Vec<f64>,
+        /// Context of the first training.
+        original: usize,
+        /// Factor on queries and keys after the rotation.
+        attention: f64,
+    },
     /// A divisor for each frequency, as GGUF files have them.
     Divisors(Vec<f64>),
+}
+
+/// How long sequences may be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Contexts {
+    /// `max_position_embeddings`.
+    pub whole: usize,
+    /// `original_max_position_embeddings` of the top level; the whole where it is not there.
+    pub original: usize,
 }
 
 impl RopeScaling {
@@ -56,7 +77,7 @@ impl RopeScaling {
     ///
     /// # Errors
     /// An unknown kind, or a number that is missing or out of range.
-    pub(crate) fn from_json(parameters: &Value, context: usize) -> Result<RopeScaling> {
+    pub(crate) fn from_json(parameters: &Value, contexts: Contexts) -> Result<RopeScaling> {
         let kind = parameters.get("rope_type").or_else(|| parameters.get("type"));
         let kind = kind.and_then(Value::as_str).unwrap_or("default");
         let number = |key: &str, default: Option<f64>| {
@@ -70,7 +91,8 @@ impl RopeScaling {
                 ))
             })
         };
-        let original = || number("original_max_position_embeddings", Some(context as f64));
+        let original = || number("original_max_position_embeddings", Some(contexts.original as f64));
+        let stretch = |original: f64| number("factor", Some(contexts.whole as f64 / original));
         match kind {
             // Sections of several axes have the same position in text, so they drop out.
             "default" | "mrope" => Ok(RopeScaling::None),
@@ -81,15 +103,18 @@ impl RopeScaling {
                 high: number("high_freq_factor", None)?,
                 original: original()?,
             }),
+            // Older configs of Phi-3 say su or yarn.
+            "longrope" | "su" => long(parameters, original()?, &number, &stretch),
+            "yarn" if parameters["long_factor"].is_array() => {
+                long(parameters, original()?, &number, &stretch)
+            }
             "yarn" => {
-                let factor = number("factor", None)?;
+                let factor = stretch(original()?)?;
                 let gain = |scale: f64| if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 };
-                let scales = (parameters.get("mscale"), parameters.get("mscale_all_dim"));
-                let attention = match scales {
-                    (Some(_), Some(_)) => {
-                        gain(number("mscale", None)?) / gain(number("mscale_all_dim", None)?)
-                    }
-                    _ => gain(1.0),
+                let given = |key: &str| parameters[key].as_f64().is_some_and(|scale| scale != 0.0);
+                let attention = match given("mscale") && given("mscale_all_dim") {
+                    true => gain(number("mscale", None)?) / gain(number("mscale_all_dim", None)?),
+                    false => gain(1.0),
                 };
                 Ok(RopeScaling::Yarn {
                     factor,
@@ -105,14 +130,27 @@ impl RopeScaling {
                 Ok(RopeScaling::Divisors(list.filter_map(Value::as_f64).collect()))
             }
             other => Err(ModelError::Config(format!(
-                "rope_type {other:?} is not supported; supported are default, linear, llama3 and yarn"
+                "rope_type {other:?} is not supported; supported are default, linear, llama3, yarn and longrope"
             ))),
         }
     }
 
     /// Factor on queries and keys after the rotation.
     pub fn attention_factor(&self) -> f64 {
-        if let RopeScaling::Yarn { attention, .. } = self { *attention } else { 1.0 }
+        match self {
+            RopeScaling::Yarn { attention, .. } | RopeScaling::Long { attention, .. } => *attention,
+            _ => 1.0,
+        }
+    }
+
+    /// The scaling of sequences longer than the original context, and that context, where it is another one.
+    pub fn of_long_sequences(&self) -> Option<(RopeScaling, usize)> {
+        match self {
+            RopeScaling::Long { long, original, .. } => {
+                Some((RopeScaling::Divisors(long.clone()), *original))
+            }
+            _ => None,
+        }
     }
 
     /// The `rotary / 2` inverse frequencies.
@@ -132,10 +170,37 @@ impl RopeScaling {
                 let divided = ((i as f64 - from) / (to - from)).clamp(0.0, 1.0);
                 plain(i) * (1.0 - divided + divided / factor)
             }
-            RopeScaling::Divisors(ref divisors) => plain(i) / divisors.get(i).copied().unwrap_or(1.0),
+            RopeScaling::Divisors(ref divisors) | RopeScaling::Long { short: ref divisors, .. } => {
+                plain(i) / divisors.get(i).copied().unwrap_or(1.0)
+            }
         };
         (0..rotary / 2).map(|i| stretched(i) as f32).collect()
     }
+}
+
+/// LongRoPE's numbers.
+fn long(
+    parameters: &Value,
+    original: f64,
+    number: &dyn Fn(&str, Option<f64>) -> Result<f64>,
+    stretch: &dyn Fn(f64) -> Result<f64>,
+) -> Result<RopeScaling> {
+    let factor = stretch(original)?;
+    let attention = if factor > 1.0 { (1.0 + factor.ln() / original.ln()).sqrt() } else { 1.0 };
+    let list = |key: &str| -> Result<Vec<f64>> {
+        let numbers = parameters[key].as_array().into_iter().flatten().map(Value::as_f64);
+        let sound: Option<Vec<f64>> = numbers.map(|x| x.filter(|x| x.is_finite() && *x > 0.0)).collect();
+        sound.filter(|list| !list.is_empty()).ok_or_else(|| {
+            let found = &parameters[key];
+            ModelError::Config(format!("{key} of longrope is {found}, expected a list of numbers above 0"))
+        })
+    };
+    Ok(RopeScaling::Long {
+        short: list("short_factor")?,
+        long: list("long_factor")?,
+        original: original as usize,
+        attention: number("attention_factor", Some(attention))?,
+    })
 }
 
 /// The frequencies between which YaRN's ramp lies.
@@ -157,13 +222,24 @@ pub(crate) fn parameters<'a>(fields: &'a Fields<'_>, layer_type: &str) -> Option
     Some(found.get(layer_type).unwrap_or(found))
 }
 
+/// Whether the rope parameters are nested under the names of layer types.
+pub(crate) fn is_by_layer_type(fields: &Fields<'_>) -> bool {
+    let nested =
+        |p: &Value| p.get("full_attention").or(p.get("sliding_attention")).is_some_and(Value::is_object);
+    fields.get("rope_parameters").or_else(|| fields.get("rope_scaling")).is_some_and(nested)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
 
+    fn contexts(whole: usize) -> Contexts {
+        Contexts { whole, original: whole }
+    }
+
     fn frequencies(parameters: Value, theta: f64) -> Vec<f32> {
-        RopeScaling::from_json(&parameters, 4096).expect("sound").inverse_frequencies(theta, 16)
+        RopeScaling::from_json(&parameters, contexts(4096)).expect("sound").inverse_frequencies(theta, 16)
     }
 
     fn close(got: &[f32], want: &[f32]) {
@@ -190,7 +266,7 @@ mod tests {
     #[test]
     fn yarn_keeps_fast_turns_and_divides_slow_ones() {
         let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096});
-        let scaling = RopeScaling::from_json(&yarn, 32768).expect("sound");
+        let scaling = RopeScaling::from_json(&yarn, contexts(32768)).expect("sound");
         assert!((scaling.attention_factor() - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-12);
         let (got, plain) =
             (scaling.inverse_frequencies(10_000.0, 16), RopeScaling::None.inverse_frequencies(10_000.0, 16));
@@ -200,15 +276,46 @@ mod tests {
         close(&got[6..], &[plain[6] / 4.0, plain[7] / 4.0]);
     }
 
+    /// Phi-4-mini's numbers but for the lists.
+    #[test]
+    fn longrope_has_two_lists_and_a_factor_that_follows_from_the_contexts() {
+        let contexts = Contexts { whole: 131_072, original: 4096 };
+        for kind in ["longrope", "su", "yarn"] {
+            let json = json!({"type": kind, "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]});
+            let scaling = RopeScaling::from_json(&json, contexts).expect("sound");
+            assert!((scaling.attention_factor() - (1.0 + 32f64.ln() / 4096f64.ln()).sqrt()).abs() < 1e-12);
+            close(&scaling.inverse_frequencies(10_000.0, 4), &[1.0, 0.005]);
+            let (long, original) = scaling.of_long_sequences().expect("it has two lists");
+            assert_eq!(original, 4096);
+            close(&long.inverse_frequencies(10_000.0, 4), &[0.25, 0.001_25]);
+        }
+        let own =
+            json!({"type": "longrope", "short_factor": [1], "long_factor": [1], "attention_factor": 1.5});
+        assert_eq!(RopeScaling::from_json(&own, contexts).expect("sound").attention_factor(), 1.5);
+    }
+
+    #[test]
+    fn yarn_takes_its_factor_from_the_contexts_and_leaves_scores_where_its_scales_are_equal() {
+        let yarn = json!({"rope_type": "yarn", "original_max_position_embeddings": 1024, "mscale": 1.0,
+            "mscale_all_dim": 1.0});
+        let scaling = RopeScaling::from_json(&yarn, contexts(4096)).expect("sound");
+        assert!(matches!(scaling, RopeScaling::Yarn { factor: 4.0, attention: 1.0, .. }), "{scaling:?}");
+    }
+
     #[test]
     fn a_number_that_is_missing_or_unsound_is_named() {
         for (parameters, key) in [
             (json!({"rope_type": "linear"}), "factor"),
             (json!({"rope_type": "yarn", "factor": -1.0}), "factor"),
             (json!({"type": "llama3", "factor": 8, "low_freq_factor": "x"}), "low_freq_factor"),
-            (json!({"rope_type": "longrope"}), "longrope"),
+            (json!({"rope_type": "longrope"}), "short_factor of longrope"),
+            (
+                json!({"rope_type": "longrope", "short_factor": [1], "long_factor": [0]}),
+                "long_factor of longrope",
+            ),
+            (json!({"rope_type": "dynamic"}), "dynamic"),
         ] {
-            let message = RopeScaling::from_json(&parameters, 64).expect_err("unsound").to_string();
+            let message = RopeScaling::from_json(&parameters, contexts(64)).expect_err("unsound").to_string();
             assert!(message.contains(key), "{message}");
         }
     }

@@ -2,13 +2,15 @@
 //!
 //! The model types differ in a few [`Traits`] and in the kinds of their layers; each has a file of its own.
 
+use std::ops::Range;
+
 use serde_json::Value;
 
-use crate::blocks::{Activation, Attention, FeedForward, GatedLayer, RmsNorm};
+use crate::blocks::{Activation, Attention, FeedForward, GatedLayer, HeadNorm, Rotation};
 use crate::fields::Fields;
-use crate::hybrid::{Block, HybridModel, Mixer};
+use crate::hybrid::{Block, GrowingQueries, HybridModel, Mixer};
 use crate::loading::{Loader, Piece};
-use crate::naming::FamilyReader;
+use crate::naming::{self, FamilyReader};
 use crate::{HybridConfig, MixerKind, ModelError, Result};
 
 /// Most layers: a config that claims more is not believed.
@@ -21,52 +23,125 @@ pub(crate) struct Traits {
     pub qkv_bias: bool,
     /// Attention's output has a bias.
     pub output_bias: bool,
-    /// Queries and keys are normed head by head.
-    pub head_norms: bool,
-    /// The halves of a block are normed again before they are added, and norms are stored as offsets from one.
-    pub four_norms: bool,
+    /// The layers of the feed-forward half have biases.
+    pub mlp_bias: bool,
+    /// Norms of queries and keys.
+    pub head_norms: HeadNorms,
+    /// The norms of a block.
+    pub norms: NormNames,
+    /// Norms are stored as offsets from one.
+    pub offset_norms: bool,
+    /// Embeddings are multiplied with the square root of their width.
+    pub scaled_embedding: bool,
+    /// Queries, keys and values are one layer, `qkv_proj`.
+    pub fused_qkv: bool,
+    /// Gate and up are one layer, `gate_up_proj`.
+    pub fused_gate_up: bool,
+    /// Elements `2 j` and `2 j + 1` of a head turn together, not `j` and `j + rotary / 2`.
+    pub turns_neighbours: bool,
     /// Of the feed-forward half.
     pub activation: Activation,
 }
 
-/// The numbers that all of them name alike; every layer sees everything.
+/// Norms of queries and keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum HeadNorms {
+    #[default]
+    None,
+    /// Head by head.
+    Each,
+    /// All heads together.
+    Together,
+}
+
+/// The names of a block's norms; `None` where there is no norm.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NormNames {
+    /// Before attention.
+    pub mixer: Option<&'static str>,
+    /// Of what attention gives.
+    pub mixer_out: Option<&'static str>,
+    /// Before the feed-forward half.
+    pub ff: Option<&'static str>,
+    /// Of what the feed-forward half gives.
+    pub ff_out: Option<&'static str>,
+}
+
+impl Default for NormNames {
+    fn default() -> NormNames {
+        NormNames {
+            mixer: Some("input_layernorm"),
+            mixer_out: None,
+            ff: Some("post_attention_layernorm"),
+            ff_out: None,
+        }
+    }
+}
+
+/// What the reference takes where a config leaves a key out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Defaults {
+    /// As many as query heads if `None`.
+    pub kv_heads: Option<usize>,
+    /// Of the hidden width and the number of heads if `None`.
+    pub head_dim: Option<usize>,
+    pub context: usize,
+    pub eps: f64,
+    pub theta: f64,
+    /// `partial_rotary_factor`.
+    pub rotary: f64,
+    pub tied: bool,
+}
+
+impl Default for Defaults {
+    fn default() -> Defaults {
+        Defaults {
+            kv_heads: None,
+            head_dim: None,
+            context: 32768,
+            eps: 1e-6,
+            theta: 10_000.0,
+            rotary: 1.0,
+            tied: false,
+        }
+    }
+}
+
+/// The numbers that all of them name alike.
 ///
 /// # Errors
 /// [`ModelError::Config`] naming the key that is missing or wrong.
-pub(crate) fn config(fields: &Fields<'_>) -> Result<HybridConfig> {
+pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridConfig> {
     let (hidden, heads) = (fields.size("hidden_size")?, fields.size("num_attention_heads")?);
-    let head_dim = fields.size_or("head_dim", hidden / heads.max(1))?;
-    let rotary = (head_dim as f64 * fields.rope("partial_rotary_factor", 1.0)?) as usize;
+    let head_dim = fields.size_or("head_dim", defaults.head_dim.unwrap_or(hidden / heads.max(1)))?;
+    let rotary = (head_dim as f64 * fields.rope("partial_rotary_factor", defaults.rotary)?) as usize;
     let layers = fields.size("num_hidden_layers")?;
     if layers > LAYERS_MAX {
         return Err(ModelError::Config(format!(
             "num_hidden_layers is {layers}, at most {LAYERS_MAX} are read"
         )));
     }
-    let rope_scaling = fields.rope_scaling("full_attention")?;
-    if rotary != head_dim && rope_scaling.attention_factor() != 1.0 {
-        return Err(ModelError::Config("yarn is not supported where only part of a head turns".into()));
-    }
-    // YaRN multiplies turned queries and keys by a factor each, so scores by its square.
-    let sharpened = rope_scaling.attention_factor().powi(2);
     Ok(HybridConfig {
         model_type: fields.model_type(),
         hidden,
         vocab: fields.size("vocab_size")?,
         layers: fields.layer_types()?.unwrap_or(vec![MixerKind::Attention; layers]),
         mtp_layers: 0,
-        eps: fields.number_or("rms_norm_eps", 1e-6)? as f32,
-        tied: fields.flag("tie_word_embeddings"),
-        context_max: fields.size_or("max_position_embeddings", 32768)?,
+        eps: fields.number_or("rms_norm_eps", defaults.eps)? as f32,
+        tied: fields.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(defaults.tied),
+        context_max: fields.size_or("max_position_embeddings", defaults.context)?,
         heads,
-        kv_heads: fields.size_or("num_key_value_heads", heads)?,
+        kv_heads: fields.size_or("num_key_value_heads", defaults.kv_heads.unwrap_or(heads))?,
         head_dim,
-        rope_theta: fields.rope("rope_theta", 10000.0)?,
+        rope_theta: fields.rope_theta("full_attention", defaults.theta)?,
         rotary,
-        rope_scaling,
-        sliding_rope_theta: fields.rope("rope_theta", 10000.0)?,
+        rope_scaling: fields.rope_scaling("full_attention")?,
+        sliding_rope_theta: fields.rope_theta("sliding_attention", defaults.theta)?,
+        sliding_rope_scaling: fields.rope_scaling("sliding_attention")?,
+        unturned: Vec::new(),
         window: fields.size_or("sliding_window", 0)?,
-        attention_scale: (head_dim as f64).powf(-0.5) * sharpened,
+        attention_scale: (head_dim as f64).powf(-0.5),
+        query_growth: None,
         gated: false,
         key_heads: 0,
         value_heads: 0,
@@ -81,13 +156,50 @@ pub(crate) fn config(fields: &Fields<'_>) -> Result<HybridConfig> {
 /// The kinds of layers of a model type whose configs turn windows on by `use_sliding_window`.
 pub(crate) fn windows_on_request(fields: &Fields<'_>, config: &mut HybridConfig) -> Result<()> {
     if !fields.flag("use_sliding_window") || config.window == 0 {
-        config.layers.fill(MixerKind::Attention);
-        config.window = 0;
+        windows_nowhere(config);
     } else if fields.get("layer_types").is_none() {
         let from = fields.size_or("max_window_layers", config.layers.len())?;
         config.layers.iter_mut().skip(from).for_each(|kind| *kind = MixerKind::SlidingAttention);
     }
     Ok(())
+}
+
+/// The kinds of layers of a model type in which all see the window, if there is one, whatever `layer_types` says.
+pub(crate) fn windows_everywhere(config: &mut HybridConfig) {
+    config.layers.fill(MixerKind::SlidingAttention);
+    settle_windows(config);
+}
+
+/// Lets sliding layers see everything where a window cannot end within the context.
+pub(crate) fn settle_windows(config: &mut HybridConfig) {
+    let slides = config.layers.contains(&MixerKind::SlidingAttention);
+    if !slides || config.window == 0 || config.window >= config.context_max {
+        let alike = (config.rope_theta, &config.rope_scaling)
+            == (config.sliding_rope_theta, &config.sliding_rope_scaling);
+        if !slides || alike {
+            windows_nowhere(config);
+        }
+    }
+}
+
+fn windows_nowhere(config: &mut HybridConfig) {
+    config.layers.fill(MixerKind::Attention);
+    config.window = 0;
+}
+
+/// The function that `hidden_act` names.
+///
+/// # Errors
+/// If it is not known here.
+pub(crate) fn activation(fields: &Fields<'_>) -> Result<Activation> {
+    match fields.get("hidden_act").map_or(Some("silu"), Value::as_str) {
+        Some("silu" | "swish") => Ok(Activation::Silu),
+        Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
+        other => Err(ModelError::Config(format!(
+            "hidden_act is {}, which is not supported; supported are silu and gelu_pytorch_tanh",
+            other.unwrap_or("no text")
+        ))),
+    }
 }
 
 /// Refuses what a config asks for and is not done here.
@@ -104,21 +216,28 @@ pub(crate) fn refuse(fields: &Fields<'_>, key: &str) -> Result<()> {
 /// Reads a model.
 pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig, traits: Traits) -> Result<HybridModel> {
     let mut reader = FamilyReader::new(loader, &config)?;
-    reader.norms_are_offsets = traits.four_norms && !loader.parameters().norms_are_scales();
+    reader.norms_are_offsets = traits.offset_norms && !loader.parameters().norms_are_scales();
     let root = &reader.root;
     let embedding =
         loader.linear(Piece::whole(format!("{root}embed_tokens"), config.vocab), config.hidden)?;
     let sliding = match config.window {
-        0 => reader.frequencies.clone(),
-        _ => loader.constant(&config.sliding_inverse_frequencies())?,
+        0 => reader.rotation.clone(),
+        _ => naming::rotation(loader, &config, MixerKind::SlidingAttention)?,
     };
     let mut blocks = Vec::with_capacity(config.layers.len());
     for (i, kind) in config.layers.iter().enumerate() {
         let prefix = format!("{root}layers.{i}.");
         let mut mixer = attention(&reader, &format!("{prefix}self_attn."), traits)?;
+        mixer.scale = config.score_scale(*kind) as f32;
+        let mut rotation: &Rotation = &reader.rotation;
         if *kind == MixerKind::SlidingAttention {
-            mixer.frequencies = sliding.clone();
+            rotation = &sliding;
             mixer.window = Some(config.window);
+        }
+        mixer.rotation = Some(rotation.clone());
+        if config.unturned.contains(&i) {
+            mixer.rotation = None;
+            mixer.scale = config.attention_scale as f32;
         }
         blocks.push(block(&reader, &prefix, i, mixer, traits)?);
     }
@@ -128,40 +247,81 @@ pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig, traits: Traits) ->
         loader.linear(Piece::whole(reader.head_module(), config.vocab), config.hidden)?
     };
     let norm = reader.norm(&format!("{root}norm"), config.hidden)?;
-    let embedding_scale = traits.four_norms.then(|| (config.hidden as f32).sqrt());
+    let embedding_scale = traits.scaled_embedding.then(|| (config.hidden as f32).sqrt());
     let embedding_scale = embedding_scale.map(|scale| loader.constant(&[scale])).transpose()?;
-    Ok(HybridModel { embedding, embedding_scale, blocks, norm, head, mtp: None, config })
+    let growing_queries = growing_queries(loader, &config)?;
+    Ok(HybridModel { embedding, embedding_scale, growing_queries, blocks, norm, head, mtp: None, config })
+}
+
+fn growing_queries(loader: &Loader<'_>, config: &HybridConfig) -> Result<Option<GrowingQueries>> {
+    let Some(growth) = config.query_growth else { return Ok(None) };
+    Ok(Some(GrowingQueries {
+        original: loader.whole_constant(growth.original as i32)?,
+        beta: loader.constant(&[growth.beta as f32])?,
+        one: loader.constant(&[1.0])?,
+    }))
+}
+
+/// The rows of queries, keys and values.
+fn qkv_pieces(config: &HybridConfig, prefix: &str, traits: Traits) -> Vec<Piece> {
+    let d = config.head_dim;
+    let parts = [("q_proj", config.heads), ("k_proj", config.kv_heads), ("v_proj", config.kv_heads)];
+    let total = (config.heads + 2 * config.kv_heads) * d;
+    let mut start = 0;
+    let piece = |(name, heads): (&str, usize)| {
+        let first = if traits.fused_qkv { start } else { 0 };
+        start += heads * d;
+        let rows = match name {
+            "q_proj" | "k_proj" if traits.turns_neighbours => {
+                (0..heads).flat_map(|head| halves(first + head * d, d, config.rotary)).collect()
+            }
+            _ => std::iter::once(first..first + heads * d).collect(),
+        };
+        match traits.fused_qkv {
+            true => Piece::rows(format!("{prefix}qkv_proj"), total, rows),
+            false => Piece::rows(format!("{prefix}{name}"), heads * d, rows),
+        }
+    };
+    parts.map(piece).into()
+}
+
+/// The rows of a head whose neighbours turn together, in the order of one whose halves do. Scores do not change where
+/// queries and keys are brought into another order alike.
+fn halves(first: usize, size: usize, rotary: usize) -> impl Iterator<Item = Range<usize>> {
+    let turning = (0..2).flat_map(move |half| (0..rotary / 2).map(move |i| first + 2 * i + half));
+    let rest = first + rotary..first + size;
+    turning.map(|row| row..row + 1).chain((!rest.is_empty()).then_some(rest))
 }
 
 fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<Attention> {
     let c = reader.config;
     let (d, loader) = (c.head_dim, reader.loader);
-    let widths = [("q_proj", c.heads * d), ("k_proj", c.kv_heads * d), ("v_proj", c.kv_heads * d)];
-    let pieces = widths.map(|(name, rows)| Piece::whole(format!("{prefix}{name}"), rows));
-    let mut projection = loader.projection(pieces.into(), c.hidden)?;
-    if traits.qkv_bias {
-        let names = widths.map(|(name, rows)| (format!("{prefix}{name}.bias"), rows));
-        projection.bias = Some(loader.vectors(&names)?);
-    }
-    let head_norm = |name: &str| match traits.head_norms {
-        true => reader.norm(&format!("{prefix}{name}"), d).map(Some),
-        false => Ok(None),
+    let pieces = qkv_pieces(c, prefix, traits);
+    let bias = traits.qkv_bias.then(|| loader.biases(&pieces)).transpose()?;
+    let mut projection = loader.projection(pieces, c.hidden)?;
+    projection.bias = bias;
+    let head_norm = |name: &str, heads: usize| -> Result<Option<HeadNorm>> {
+        let name = format!("{prefix}{name}");
+        Ok(match traits.head_norms {
+            HeadNorms::None => None,
+            HeadNorms::Each => Some(HeadNorm::Each(reader.norm(&name, d)?)),
+            HeadNorms::Together => Some(HeadNorm::Together(reader.norm(&name, heads * d)?)),
+        })
     };
     let mut output = loader.single(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?;
     if traits.output_bias {
-        output.bias = Some(loader.vector(&format!("{prefix}o_proj.bias"), &[c.hidden], |b| b)?);
+        output.bias = Some(loader.biases(&[Piece::whole(format!("{prefix}o_proj"), c.hidden)])?);
     }
     Ok(Attention {
         projection,
         gated: false,
-        q_norm: head_norm("q_norm")?,
-        k_norm: head_norm("k_norm")?,
+        q_norm: head_norm("q_norm", c.heads)?,
+        k_norm: head_norm("k_norm", c.kv_heads)?,
         output,
         heads: c.heads,
         kv_heads: c.kv_heads,
         head_dim: d,
-        rope: c.rope(),
-        frequencies: reader.frequencies.clone(),
+        rotation: None,
         scale: c.attention_scale as f32,
         window: None,
     })
@@ -175,24 +335,15 @@ fn block(
     traits: Traits,
 ) -> Result<Block> {
     let hidden = reader.config.hidden;
-    let norm = |name: &str| reader.norm(&format!("{prefix}{name}"), hidden);
-    // Gemma's post_attention_layernorm norms what attention gives; elsewhere it norms what the second half is given.
-    let (mixer_out_norm, ff_norm, ff_out_norm): (Option<RmsNorm>, RmsNorm, Option<RmsNorm>) =
-        match traits.four_norms {
-            false => (None, norm("post_attention_layernorm")?, None),
-            true => (
-                Some(norm("post_attention_layernorm")?),
-                norm("pre_feedforward_layernorm")?,
-                Some(norm("post_feedforward_layernorm")?),
-            ),
-        };
+    let norm =
+        |name: Option<&str>| name.map(|name| reader.norm(&format!("{prefix}{name}"), hidden)).transpose();
     Ok(Block {
-        mixer_norm: norm("input_layernorm")?,
+        mixer_norm: norm(traits.norms.mixer)?,
         mixer: Mixer::Attention(mixer),
-        mixer_out_norm,
-        ff_norm,
+        mixer_out_norm: norm(traits.norms.mixer_out)?,
+        ff_norm: norm(traits.norms.ff)?,
         ff: feed_forward(reader, &format!("{prefix}mlp."), layer, traits)?,
-        ff_out_norm,
+        ff_out_norm: norm(traits.norms.ff_out)?,
     })
 }
 
@@ -206,6 +357,36 @@ fn feed_forward(
     if !dense {
         return reader.feed_forward(prefix);
     }
-    let layer = reader.swiglu(prefix, reader.config.intermediate)?;
-    Ok(FeedForward::Dense(GatedLayer { activation: traits.activation, ..layer }))
+    let (loader, hidden, width) = (reader.loader, reader.config.hidden, reader.config.intermediate);
+    let part = |name: &str| Piece::whole(format!("{prefix}{name}"), width);
+    let gate_up = match traits.fused_gate_up {
+        true => {
+            let half = |rows| Piece::rows(format!("{prefix}gate_up_proj"), 2 * width, vec![rows]);
+            vec![half(0..width), half(width..2 * width)]
+        }
+        false => vec![part("gate_proj"), part("up_proj")],
+    };
+    let down = Piece::whole(format!("{prefix}down_proj"), hidden);
+    let bias = |pieces: &[Piece]| traits.mlp_bias.then(|| loader.biases(pieces)).transpose();
+    let (gate_up_bias, down_bias) = (bias(&gate_up)?, bias(std::slice::from_ref(&down))?);
+    let mut layer = GatedLayer {
+        gate_up: loader.projection(gate_up, hidden)?,
+        down: loader.single(down, width)?,
+        activation: traits.activation,
+    };
+    (layer.gate_up.bias, layer.down.bias) = (gate_up_bias, down_bias);
+    Ok(FeedForward::Dense(layer))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_are_brought_into_halves() {
+        let rows: Vec<usize> = halves(10, 8, 6).flatten().collect();
+        assert_eq!(rows, [10, 12, 14, 11, 13, 15, 16, 17]);
+        let all: Vec<usize> = halves(0, 4, 4).flatten().collect();
+        assert_eq!(all, [0, 2, 1, 3]);
+    }
 }

@@ -5,6 +5,7 @@ pub mod checks;
 pub mod compare;
 pub mod disturbed;
 pub mod fixtures;
+pub mod fixtures_plain;
 pub mod naive;
 pub mod random;
 pub mod tolerance;

@@ -46,7 +46,7 @@ impl Batcher {
     fn run_prompt_once(&mut self, i: usize, rows: usize) -> Result<()> {
         let running = &mut self.running[i];
         let at = running.cache.len();
-        let next = running.tokens.get(at + rows).copied();
+        let next = running.next_of_prompt(at + rows);
         self.engine.prefill_chunk(&mut running.cache, &running.tokens[at..at + rows], next)
     }
 

@@ -229,8 +229,11 @@ impl Batcher {
         let mut at = 0;
         while self.parked.is_empty() && self.running.len() < self.engine.options().sequences {
             let Some(next) = self.waiting.get(at) else { return };
-            let hit = self.prefixes.find(&next.request.prompt);
-            if self.running.iter().any(|r| r.will_leave(&next.request.prompt, hit.len)) {
+            let is_long = self.engine.is_long(next.request.prompt.len());
+            let hit = self.prefixes.find(&next.request.prompt, is_long);
+            let turns_alike = |r: &&Running| r.cache.is_long() == is_long;
+            let running = &mut self.running.iter().filter(turns_alike);
+            if running.any(|r| r.will_leave(&next.request.prompt, hit.len)) {
                 at += 1;
                 continue;
             }
@@ -277,8 +280,9 @@ impl Batcher {
     fn start(&mut self, waiting: Waiting, hit: &PrefixHit) -> Result<()> {
         let copies = usize::from(!hit.len.is_multiple_of(AttentionSpec::PAGE));
         self.prefixes.make_room(self.engine.cache_mut(), copies, &hit.pages);
-        let sequence = self.engine.cache_mut().resume(hit.len, &hit.pages, hit.state)?;
+        let mut sequence = self.engine.cache_mut().resume(hit.len, &hit.pages, hit.state)?;
         let Waiting { request, sampler, .. } = waiting;
+        sequence.set_long(self.engine.is_long(request.prompt.len()));
         let stops = if self.options.reuse_prefixes {
             prefixes::stops(request.prompt.len(), hit.len, hit.known_len, &request.marks)
         } else {
@@ -294,6 +298,7 @@ impl Batcher {
 
     /// Runs the last token of every answer, with drafts behind it where the engine makes them, and draws what follows.
     fn decode(&mut self) {
+        self.run_outgrown_again();
         let drafts = self.engine.options().drafts;
         let pages = |batch: &Batcher, i: usize| {
             if batch.running[i].is_decoding() { batch.pages_for(i, drafts + 1) } else { 0 }
@@ -314,6 +319,24 @@ impl Batcher {
             }
         }
         ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
+    }
+
+    /// Answers that grow beyond the tokens up to which they turn as they do are run again as prompts.
+    fn run_outgrown_again(&mut self) {
+        for i in 0..self.running.len() {
+            let running = &mut self.running[i];
+            let grows = running.is_decoding() && !self.ahead.contains(&running.id);
+            if !grows || self.engine.can_grow(&running.cache, running.cache.len() + 1) {
+                continue;
+            }
+            match self.engine.cache_mut().reset(&mut running.cache) {
+                Ok(()) => {
+                    running.cache.set_long(true);
+                    running.run_again();
+                }
+                Err(error) => return self.fail(i, error.into()),
+            }
+        }
     }
 
     /// A token or more for each of these answers.
@@ -372,8 +395,10 @@ impl Batcher {
             let outcome = match outcome {
                 Ok(()) => {
                     let id = self.running[i].id;
-                    self.emit(id, BatchEvent::Prefilled(done));
-                    if self.running[i].is_decoding() { self.draw_first(i).map(Some) } else { Ok(None) }
+                    if !self.running[i].is_run_again() {
+                        self.emit(id, BatchEvent::Prefilled(done));
+                    }
+                    if self.running[i].awaits_first() { self.draw_first(i).map(Some) } else { Ok(None) }
                 }
                 Err(error) => Err(error),
             };

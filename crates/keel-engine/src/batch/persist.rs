@@ -11,6 +11,7 @@ use keel_cache::{BLOCK, CacheError};
 use serde_json::{Value, json};
 
 use super::Batcher;
+use super::prefixes::text_of;
 use crate::{EngineError, Result};
 
 const INDEX: &str = "index.json";
@@ -53,7 +54,8 @@ impl Batcher {
         let mut texts = self.prefixes.tree().texts();
         texts.drain(..texts.len().saturating_sub(TEXTS_MAX));
         let mut files = Vec::new();
-        for (i, (tokens, pages, state)) in texts.iter().enumerate() {
+        for (i, (key, pages, state)) in texts.into_iter().enumerate() {
+            let (is_long, tokens) = text_of(key);
             let copies = usize::from(!tokens.len().is_multiple_of(keel_array::AttentionSpec::PAGE));
             if self.engine.cache().free_pages() < copies {
                 continue;
@@ -62,8 +64,9 @@ impl Batcher {
             let path = folder.join(&name);
             written.push(path.clone());
             let cache = self.engine.cache_mut();
-            let sequence = cache.resume(tokens.len(), pages, *state)?;
-            let saved = cache.save(&sequence, tokens, model, &path);
+            let mut sequence = cache.resume(tokens.len(), &pages, state)?;
+            sequence.set_long(is_long);
+            let saved = cache.save(&sequence, &tokens, model, &path);
             cache.release(sequence);
             saved?;
             let (bytes, checksum) = checksum(&path).map_err(|e| disk(&path, &e))?;

@@ -1,5 +1,7 @@
 //! Remembered prefixes and the memory that they hold.
 
+use std::borrow::Cow;
+
 use keel_array::AttentionSpec;
 use keel_cache::{ModelCache, PrefixHit, PrefixTree, SequenceCache};
 
@@ -22,9 +24,9 @@ impl Prefixes {
         &self.tree
     }
 
-    /// Where a prompt can begin.
-    pub fn find(&mut self, prompt: &[u32]) -> PrefixHit {
-        self.tree.find(prompt)
+    /// Where a prompt can begin, which turns as a long one or not.
+    pub fn find(&mut self, prompt: &[u32], is_long: bool) -> PrefixHit {
+        self.tree.find(&key(prompt, is_long))
     }
 
     /// Pages that could be freed by forgetting.
@@ -70,7 +72,7 @@ impl Prefixes {
     ) {
         if self.enabled {
             let pages = &sequence.pages()[..tokens.len().div_ceil(AttentionSpec::PAGE)];
-            let inserted = self.tree.insert(tokens, pages, state);
+            let inserted = self.tree.insert(&key(tokens, sequence.is_long()), pages, state);
             cache.hold(&inserted);
             if inserted.took_state {
                 return;
@@ -85,6 +87,25 @@ impl Prefixes {
     pub fn clear(&mut self, cache: &mut ModelCache) {
         cache.take_back(&self.tree.clear());
     }
+}
+
+/// Set in the first token of texts that turn by the frequencies of long sequences: no id has it.
+const LONG: u32 = 1 << 31;
+
+/// A text in the tree. Long sequences share nothing with others.
+fn key(tokens: &[u32], is_long: bool) -> Cow<'_, [u32]> {
+    let mut key = Cow::Borrowed(tokens);
+    if is_long && !tokens.is_empty() {
+        key.to_mut()[0] |= LONG;
+    }
+    key
+}
+
+/// Whether a text of the tree is of a long sequence, and its tokens.
+pub(super) fn text_of(mut key: Vec<u32>) -> (bool, Vec<u32>) {
+    let is_long = key.first().is_some_and(|first| first & LONG != 0);
+    key.iter_mut().take(1).for_each(|first| *first &= !LONG);
+    (is_long, key)
 }
 
 /// Where the state of a prompt is saved, from `start` on: at the marks, where it leaves what is known, and as late as

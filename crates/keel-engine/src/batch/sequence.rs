@@ -19,6 +19,8 @@ pub(super) struct Running {
     /// Prompt and generated tokens; the cache holds all but those that are still to be run.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
+    /// Tokens that are run as a prompt: those of the prompt, and more where the sequence had to be run again.
+    run_len: usize,
     pub cached_tokens: usize,
     /// Positions on the grid where the prompt's state is saved, ascending.
     pub stops: Vec<usize>,
@@ -56,6 +58,7 @@ impl Running {
             cached_tokens: cache.len(),
             cache,
             prompt_len: request.prompt.len(),
+            run_len: request.prompt.len(),
             tokens: request.prompt,
             stops,
             rolling: None,
@@ -70,7 +73,27 @@ impl Running {
 
     /// Whether its prompt has been run.
     pub fn is_decoding(&self) -> bool {
-        self.cache.len() >= self.prompt_len
+        self.cache.len() >= self.run_len
+    }
+
+    /// Whether its prompt, or what stands for it, has just been run for the first time, so that no token behind it is known.
+    pub fn awaits_first(&self) -> bool {
+        self.is_decoding() && self.tokens.len() == self.run_len
+    }
+
+    /// Whether tokens of its answer are run as a prompt, because it turns by other frequencies from now on.
+    pub fn is_run_again(&self) -> bool {
+        self.run_len > self.prompt_len
+    }
+
+    /// The token at this position, if it is run as part of a prompt.
+    pub fn next_of_prompt(&self, at: usize) -> Option<u32> {
+        self.tokens[..self.run_len].get(at).copied()
+    }
+
+    /// Has forgotten what it held, and runs all its tokens but the last as a prompt.
+    pub fn run_again(&mut self) {
+        self.run_len = self.tokens.len() - 1;
     }
 
     /// Whether it decodes in this step.
@@ -81,8 +104,8 @@ impl Running {
     /// What is left of its prompt.
     pub fn prompt_rest(&self) -> PromptRest {
         let at = self.cache.len();
-        let end = self.stops.iter().copied().find(|&stop| stop > at).unwrap_or(self.prompt_len);
-        PromptRest { tokens: self.prompt_len - at, until_stop: end - at }
+        let end = self.stops.iter().copied().find(|&stop| stop > at).unwrap_or(self.run_len);
+        PromptRest { tokens: self.run_len - at, until_stop: end - at }
     }
 
     /// Whether the state at the current position is worth saving.

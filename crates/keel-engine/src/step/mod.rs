@@ -161,7 +161,8 @@ impl Stepper {
         let (batch, window_batch) = self.staging.batches(shape.sequences)?;
         let positions = self.staging.positions.prefix(shape.rows)?;
         let log = self.row_log(shape.regime, shape.outcome);
-        Ok(StepContext { batch, window_batch, positions, regime: shape.regime, log })
+        let turns = self.staging.turns(shape.rows)?;
+        Ok(StepContext { batch, window_batch, positions, turns, regime: shape.regime, log })
     }
 
     fn trace(&self, model: &HybridModel, layers: &[LayerStorage], shape: StepShape) -> Result<Pairs> {

@@ -4,6 +4,7 @@ use keel_array::sampling::Draw;
 use keel_array::{Array, Batch, Category, DType, Runtime};
 use keel_cache::SequenceCache;
 use keel_models::HybridModel;
+use keel_models::blocks::TurnPositions;
 
 use crate::Result;
 use crate::options::EngineOptions;
@@ -37,6 +38,8 @@ pub(super) struct Staging {
     /// A decode step leaves the tokens here that it has drawn, where the next one finds them.
     pub tokens: Array,
     pub positions: Array,
+    /// Where long sequences turn by other frequencies.
+    turns: Option<TurnPositions>,
     row_start: Array,
     slot: Array,
     position: Array,
@@ -73,6 +76,12 @@ impl Staging {
             0 => table.clone(),
             _ => input(&[sequences, pages_per_sequence], DType::U32)?,
         };
+        let turns = match model.config.short_context() {
+            None => None,
+            Some(_) => {
+                Some(TurnPositions { short: input(&[rows], DType::I32)?, long: input(&[rows], DType::I32)? })
+            }
+        };
         let head = match options.drafts {
             0 => None,
             _ => Some(HeadStaging {
@@ -83,6 +92,7 @@ impl Staging {
         Ok(Staging {
             tokens: input(&[rows], DType::U32)?,
             positions: input(&[rows], DType::I32)?,
+            turns,
             row_start: input(&[sequences + 1], DType::U32)?,
             slot: input(&[sequences], DType::U32)?,
             position: input(&[sequences], DType::U32)?,
@@ -93,6 +103,12 @@ impl Staging {
             draws: input(&[options.decode_rows(), Draw::WORDS], DType::F32)?,
             head,
         })
+    }
+
+    /// Positions by which rows turn, where long sequences turn by other frequencies.
+    pub fn turns(&self, rows: usize) -> Result<Option<TurnPositions>> {
+        let Some(turns) = &self.turns else { return Ok(None) };
+        Ok(Some(TurnPositions { short: turns.short.prefix(rows)?, long: turns.long.prefix(rows)? }))
     }
 
     /// The batch of a step of so many sequences, and the same for sliding layers.
@@ -131,6 +147,7 @@ impl Staging {
             self.tokens.write(&tokens)?;
         }
         self.positions.write(&positions)?;
+        self.fill_turns(rows)?;
         self.row_start.write(&row_start)?;
         self.slot.write(&slots)?;
         self.position.write(&firsts)?;
@@ -151,6 +168,21 @@ impl Staging {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Fills the positions by which rows turn: 0 for the frequencies that are not those of the row's sequence.
+    fn fill_turns(&self, rows: &[Rows<'_>]) -> Result<()> {
+        let Some(turns) = &self.turns else { return Ok(()) };
+        let (mut short, mut long) = (Vec::new(), Vec::new());
+        for Rows { sequence, tokens, first, .. } in rows {
+            let positions = (*first..first + tokens.len()).map(|p| p as i32);
+            let (own, other) =
+                if sequence.is_long() { (&mut long, &mut short) } else { (&mut short, &mut long) };
+            own.extend(positions);
+            other.resize(own.len(), 0);
+        }
+        turns.short.write(&short)?;
+        Ok(turns.long.write(&long)?)
     }
 
     /// Fills the page tables of sliding layers, whose pages rotate.

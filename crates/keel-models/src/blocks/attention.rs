@@ -5,6 +5,44 @@ use keel_array::{Array, AttentionSpec, KvPool, Real, Result, RopeSpec};
 use super::{RmsNorm, StepContext};
 use crate::loading::Projection;
 
+/// How queries and keys turn with their position.
+#[derive(Clone, Debug)]
+pub struct Rotation {
+    /// Which elements of a head turn.
+    pub spec: RopeSpec,
+    /// Inverse rotary frequencies, f32 `[rotary / 2]`.
+    pub frequencies: Array,
+    /// Those of long sequences, where these turn by others.
+    pub long_frequencies: Option<Array>,
+    /// Factors on the elements of a turned query, f32 `[D]`.
+    pub query_scales: Option<Array>,
+}
+
+impl Rotation {
+    /// Heads f32 `[T, heads, D]` turned, with this norm of each head before, if there is one.
+    fn apply(&self, x: &Array, norm: Option<&RmsNorm>, step: &StepContext) -> Result<Array> {
+        let (spec, own) = (&self.spec, &self.frequencies);
+        let turn = |x: &Array, positions: &Array, frequencies: &Array| match norm {
+            Some(norm) => x.norm_rope(positions, frequencies, &norm.scale, spec.clone(), norm.eps),
+            None => x.rope(positions, frequencies, spec.clone()),
+        };
+        match (&self.long_frequencies, &step.turns) {
+            // A row turns by one of the two; position 0 turns by nothing, to the bit.
+            (Some(long), Some(turns)) => turn(x, &turns.short, own)?.rope(&turns.long, long, spec.clone()),
+            _ => turn(x, &step.positions, own),
+        }
+    }
+}
+
+/// Norm of queries or of keys.
+#[derive(Debug)]
+pub enum HeadNorm {
+    /// Of each head, with the same scale `[D]`.
+    Each(RmsNorm),
+    /// Of all heads together, with a scale `[heads D]`.
+    Together(RmsNorm),
+}
+
 /// `o_proj(attention(rope(norm(q)), rope(norm(k)), v) [* sigmoid(gate)])`.
 #[derive(Debug)]
 pub struct Attention {
@@ -12,10 +50,10 @@ pub struct Attention {
     pub projection: Projection,
     /// Whether the output has a gate.
     pub gated: bool,
-    /// Norm of each query head.
-    pub q_norm: Option<RmsNorm>,
-    /// Norm of each key head.
-    pub k_norm: Option<RmsNorm>,
+    /// Norm of queries.
+    pub q_norm: Option<HeadNorm>,
+    /// Norm of keys.
+    pub k_norm: Option<HeadNorm>,
     /// Output projection.
     pub output: Projection,
     /// `H`.
@@ -24,10 +62,8 @@ pub struct Attention {
     pub kv_heads: usize,
     /// `D`.
     pub head_dim: usize,
-    /// Rotation of queries and keys.
-    pub rope: RopeSpec,
-    /// Inverse rotary frequencies, f32 `[rotary / 2]`.
-    pub frequencies: Array,
+    /// Rotation of queries and keys; `None` where they know no position.
+    pub rotation: Option<Rotation>,
     /// Factor on `q . k`.
     pub scale: f32,
     /// Tokens that a row sees, itself included; `None` for all before it.
@@ -35,7 +71,8 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// `attention(x)` for x `[T, hidden]`, already normed; added to the residual, if there is one.
+    /// `attention(x)` for x `[T, hidden]`, already normed; added to the residual, if there is one. Queries are multiplied with
+    /// `growth`, f32 `[T, 1, 1]`, if there is one.
     ///
     /// # Errors
     /// If the operands do not fit.
@@ -43,10 +80,11 @@ impl Attention {
         &self,
         x: &Array,
         residual: Option<&Array>,
+        growth: Option<&Array>,
         pool: &KvPool,
         step: &StepContext,
     ) -> Result<Array> {
-        let (mut mixed, gate) = self.mix(x, pool, step)?;
+        let (mut mixed, gate) = self.mix(x, growth, pool, step)?;
         if let Some(gate) = gate {
             mixed = mixed.sigmoid_gate(&gate)?;
         }
@@ -72,7 +110,13 @@ impl Attention {
     }
 
     /// What the heads see, f32 `[T, H, D]`, and the gate on it.
-    fn mix(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<(Array, Option<Array>)> {
+    fn mix(
+        &self,
+        x: &Array,
+        growth: Option<&Array>,
+        pool: &KvPool,
+        step: &StepContext,
+    ) -> Result<(Array, Option<Array>)> {
         let (tokens, d) = (x.shape()[0], self.head_dim);
         let parts = self.projection.apply(x)?;
         let (query, gate) = if self.gated {
@@ -81,7 +125,11 @@ impl Attention {
         } else {
             (parts[0].reshape([tokens, self.heads, d])?, None)
         };
-        let query = self.turn(&query, self.q_norm.as_ref(), step)?;
+        let mut query = self.turn(&query, self.q_norm.as_ref(), step)?;
+        let scales = self.rotation.as_ref().and_then(|rotation| rotation.query_scales.as_ref());
+        for factor in [scales, growth].into_iter().flatten() {
+            query = query.mul(factor)?;
+        }
         let (key, value) = self.key_and_value(&parts[1..], step)?;
         let spec = AttentionSpec { scale: Real::from(self.scale), window: self.window, regime: step.regime };
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
@@ -94,12 +142,20 @@ impl Attention {
         Ok((self.turn(&heads(&parts[0])?, self.k_norm.as_ref(), step)?, heads(&parts[1])?))
     }
 
-    /// The rotary embedding of heads `[T, heads, D]`, normed first where the model does so.
-    fn turn(&self, x: &Array, norm: Option<&RmsNorm>, step: &StepContext) -> Result<Array> {
-        let (positions, frequencies) = (&step.positions, &self.frequencies);
-        match norm {
-            Some(norm) => x.norm_rope(positions, frequencies, &norm.scale, self.rope.clone(), norm.eps),
-            None => x.rope(positions, frequencies, self.rope.clone()),
+    /// Heads f32 `[T, heads, D]` normed and turned, where the model does so.
+    fn turn(&self, x: &Array, norm: Option<&HeadNorm>, step: &StepContext) -> Result<Array> {
+        let (x, norm) = match norm {
+            Some(HeadNorm::Together(norm)) => {
+                let together = x.reshape([x.shape()[0], x.shape()[1] * self.head_dim])?;
+                (norm.apply(&together)?.reshape(x.shape().clone())?, None)
+            }
+            Some(HeadNorm::Each(norm)) => (x.clone(), Some(norm)),
+            None => (x.clone(), None),
+        };
+        match (&self.rotation, norm) {
+            (Some(rotation), norm) => rotation.apply(&x, norm, step),
+            (None, Some(norm)) => norm.apply(&x),
+            (None, None) => Ok(x),
         }
     }
 }

@@ -5,12 +5,21 @@ mod feed_forward;
 mod gated_delta_net;
 mod norm;
 
-pub use attention::Attention;
+pub use attention::{Attention, HeadNorm, Rotation};
 pub use feed_forward::{Activation, FeedForward, GatedLayer, MixtureOfExperts};
 pub use gated_delta_net::GatedDeltaNet;
 pub use norm::RmsNorm;
 
 use keel_array::{Array, Batch, Regime, RowLog};
+
+/// Positions of rows, i32 `[T]` each, where long sequences turn by other frequencies.
+#[derive(Clone, Debug)]
+pub struct TurnPositions {
+    /// 0 in rows of long sequences.
+    pub short: Array,
+    /// 0 in rows of all other sequences.
+    pub long: Array,
+}
 
 /// What the rows of a step have in common.
 #[derive(Clone, Debug)]
@@ -21,6 +30,8 @@ pub struct StepContext {
     pub window_batch: Batch,
     /// Position of each row, i32 `[T]`.
     pub positions: Array,
+    /// Positions by which rows turn, where long sequences turn by other frequencies.
+    pub turns: Option<TurnPositions>,
     /// How rows are computed.
     pub regime: Regime,
     /// Whether rows may be taken back.

@@ -4,7 +4,7 @@ use keel_weights::TensorSource;
 use keel_weights::gguf::{GgufFile, GgufValue};
 use serde_json::{Map, Value, json};
 
-use super::ARCHITECTURES;
+use super::{ARCHITECTURES, DIVISORS, LONG_DIVISORS, SHORT_DIVISORS, SMOLLM3_INTERVAL};
 use crate::{ModelError, Result};
 
 /// The config that a Hugging Face checkpoint of the same model would have.
@@ -18,6 +18,14 @@ pub fn config(file: &GgufFile) -> Result<Value> {
     let mut config = keys.common()?;
     let own = match arch {
         "llama" => keys.llama()?,
+        "mistral3" => keys.mistral3(),
+        "smollm3" => merged(
+            json!({"model_type": "smollm3", "no_rope_layer_interval": SMOLLM3_INTERVAL}),
+            keys.biases(),
+        ),
+        "phi3" => keys.phi3()?,
+        "olmo2" => keys.olmo2()?,
+        "glm4" => keys.glm4()?,
         "qwen2" => json!({"model_type": "qwen2"}),
         "qwen3" => json!({"model_type": "qwen3"}),
         "qwen3moe" => merged(json!({"model_type": "qwen3_moe"}), keys.experts()?),
@@ -133,7 +141,53 @@ impl Keys<'_> {
         if self.size_or_none("expert_count")?.unwrap_or(0) > 0 {
             return Err(ModelError::Config("llama with experts is not supported".into()));
         }
-        Ok(json!({"model_type": "llama", "attention_bias": self.file.contains("blk.0.attn_q.bias")}))
+        Ok(merged(json!({"model_type": "llama"}), self.biases()))
+    }
+
+    /// Which layers have biases.
+    fn biases(&self) -> Value {
+        json!({
+            "attention_bias": self.file.contains("blk.0.attn_q.bias"),
+            "mlp_bias": self.file.contains("blk.0.ffn_gate.bias"),
+        })
+    }
+
+    /// Mistral's models from Small 3.1 on, and Ministral 3, whose queries grow.
+    fn mistral3(&self) -> Value {
+        let grows = self.number("attention.temperature_scale").is_some();
+        json!({"model_type": if grows { "ministral3" } else { "mistral" }, "sliding_window": null})
+    }
+
+    fn phi3(&self) -> Result<Value> {
+        let window = self.size_or_none("attention.sliding_window")?.filter(|window| *window > 0);
+        Ok(json!({"model_type": "phi3", "sliding_window": window}))
+    }
+
+    /// OLMo 3, and OLMo 2, which has no windows.
+    fn olmo2(&self) -> Result<Value> {
+        let (layers, _) = self.layers()?;
+        let window = self.size_or_none("attention.sliding_window")?.filter(|window| *window > 0);
+        let pattern = self.get("attention.sliding_window_pattern");
+        let kinds = match pattern.and_then(GgufValue::as_array) {
+            _ if window.is_none() => (0..layers).map(|_| "full_attention").collect(),
+            Some(slides) => kinds(slides, layers, "sliding_attention"),
+            None => {
+                let every = pattern.and_then(GgufValue::as_u64).unwrap_or(4).max(1);
+                let slides = |i: &u64| !(i + 1).is_multiple_of(every);
+                (0..layers).map(|i| if slides(&i) { "sliding_attention" } else { "full_attention" }).collect()
+            }
+        };
+        Ok(json!({"model_type": "olmo3", "sliding_window": window, "layer_types": kinds}))
+    }
+
+    fn glm4(&self) -> Result<Value> {
+        // Where positions have several axes, files keep the rows in another order.
+        let axes = self.get("rope.dimension_sections").and_then(GgufValue::as_array).unwrap_or_default();
+        if axes.iter().filter(|axis| axis.as_u64() != Some(0)).count() > 1 {
+            let reason = "glm4.rope.dimension_sections is given: GLM-4V is not supported";
+            return Err(ModelError::Config(reason.into()));
+        }
+        Ok(merged(json!({"model_type": "glm4"}), self.biases()))
     }
 
     fn gemma3(&self) -> Result<Value> {
@@ -186,10 +240,28 @@ impl Keys<'_> {
         Ok(config)
     }
 
+    /// Two tables of divisors.
+    fn long_rope(&self) -> Result<Value> {
+        let table = |name: &str| -> Result<Vec<f32>> { Ok(self.file.tensor(name)?.to_f32()?) };
+        let mut scaling = json!({
+            "rope_type": "longrope",
+            "short_factor": table(SHORT_DIVISORS)?,
+            "long_factor": table(LONG_DIVISORS)?,
+            "original_max_position_embeddings": self.size("rope.scaling.original_context_length")?,
+        });
+        if let Some(factor) = self.number("rope.scaling.attn_factor") {
+            scaling["attention_factor"] = factor.into();
+        }
+        Ok(scaling)
+    }
+
     fn rope_scaling(&self) -> Result<Option<Value>> {
-        if self.file.contains("rope_freqs.weight") {
-            let divisors = self.file.tensor("rope_freqs.weight")?.to_f32()?;
+        if self.file.contains(DIVISORS) {
+            let divisors = self.file.tensor(DIVISORS)?.to_f32()?;
             return Ok(Some(json!({"rope_type": "divisors", "divisors": divisors})));
+        }
+        if self.file.contains(LONG_DIVISORS) {
+            return self.long_rope().map(Some);
         }
         let kind = self.get("rope.scaling.type").and_then(GgufValue::as_str).unwrap_or("none");
         // Old files give a linear factor alone.
@@ -205,7 +277,10 @@ impl Keys<'_> {
         };
         copy("factor", &["rope.scaling.factor", "rope.scale_linear"]);
         copy("original_max_position_embeddings", &["rope.scaling.original_context_length"]);
-        copy("attention_factor", &["rope.scaling.attn_factor"]);
+        copy("attention_factor", &["rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"]);
+        copy("mscale", &["rope.scaling.yarn_log_multiplier"]);
+        copy("mscale_all_dim", &["rope.scaling.yarn_log_multiplier"]);
+        copy("llama_4_scaling_beta", &["attention.temperature_scale"]);
         copy("beta_fast", &["rope.scaling.yarn_beta_fast"]);
         copy("beta_slow", &["rope.scaling.yarn_beta_slow"]);
         Ok(Some(Value::Object(scaling)))

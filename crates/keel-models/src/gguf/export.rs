@@ -9,19 +9,16 @@ use keel_weights::{Checkpoint, TensorSpec, WeightsError};
 
 use super::names::Names;
 use super::order::{Orders, RowOrder};
-use super::{architecture_of, is_offset_norm};
+use super::{DIVISORS, LONG_DIVISORS, SHORT_DIVISORS, architecture_of, is_offset_norm};
 use crate::{HybridConfig, ModelError, Result, RopeScaling};
-
-/// Inverse frequencies of `rope_freqs.weight` are divided by its elements.
-const DIVISORS: &str = "rope_freqs.weight";
 
 /// The tensors of a checkpoint under the names, in the shapes and in the order of a GGUF file, decoded where they are
 /// quantised.
 pub struct CheckpointAsGguf<'a> {
     source: Dequantised<'a>,
     tensors: BTreeMap<String, Tensor>,
-    /// Of the rotary frequencies; empty if they are not stretched by a table.
-    divisors: Vec<f32>,
+    /// Divisors of the rotary frequencies, where a table stretches them.
+    divisors: BTreeMap<&'static str, Vec<f32>>,
 }
 
 /// One tensor of the file.
@@ -117,7 +114,9 @@ fn text_name(name: &str) -> Option<String> {
         }
     }
     let is_text = ["model.", "mtp.", "lm_head."].iter().any(|root| name.starts_with(root));
-    let is_vision = name.split('.').any(|part| part == "visual" || part.starts_with("vision"));
+    let is_vision = name
+        .split('.')
+        .any(|part| part == "visual" || part == "multi_modal_projector" || part.starts_with("vision"));
     (is_text && !is_vision && !name.ends_with("rotary_emb.inv_freq")).then(|| name.into())
 }
 
@@ -231,18 +230,20 @@ impl Builder<'_> {
     }
 }
 
-/// The divisors that a file has for stretched frequencies; empty where its metadata say it.
-fn divisors(config: &HybridConfig) -> Vec<f32> {
+/// The divisors that a file has for stretched frequencies; none where its metadata say it.
+fn divisors(config: &HybridConfig) -> BTreeMap<&'static str, Vec<f32>> {
+    let table = |divisors: &[f64]| divisors.iter().map(|x| *x as f32).collect();
     match &config.rope_scaling {
         RopeScaling::Llama3 { .. } | RopeScaling::Divisors(_) => {
             let plain = RopeScaling::None.inverse_frequencies(config.rope_theta, config.rotary);
-            plain
-                .iter()
-                .zip(config.inverse_frequencies())
-                .map(|(plain, stretched)| plain / stretched)
-                .collect()
+            let stretched = config.inverse_frequencies();
+            let divisors = plain.iter().zip(stretched).map(|(plain, stretched)| plain / stretched);
+            BTreeMap::from([(DIVISORS, divisors.collect())])
         }
-        _ => Vec::new(),
+        RopeScaling::Long { short, long, .. } => {
+            BTreeMap::from([(SHORT_DIVISORS, table(short)), (LONG_DIVISORS, table(long))])
+        }
+        _ => BTreeMap::new(),
     }
 }
 
@@ -277,16 +278,18 @@ impl Tensor {
 impl RowSource for CheckpointAsGguf<'_> {
     fn tensors(&self) -> keel_weights::Result<Vec<TensorSpec>> {
         let mut specs: Vec<TensorSpec> = self.tensors.values().map(|tensor| tensor.spec.clone()).collect();
-        if !self.divisors.is_empty() {
-            let shape = vec![self.divisors.len()];
-            specs.push(TensorSpec { name: DIVISORS.into(), dtype: DType::F32, shape });
-        }
+        let tables = self.divisors.iter();
+        specs.extend(tables.map(|(name, divisors)| TensorSpec {
+            name: (*name).into(),
+            dtype: DType::F32,
+            shape: vec![divisors.len()],
+        }));
         Ok(specs)
     }
 
     fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> keel_weights::Result<()> {
-        if name == DIVISORS {
-            out.copy_from_slice(&self.divisors);
+        if let Some(divisors) = self.divisors.get(name) {
+            out.copy_from_slice(divisors);
             return Ok(());
         }
         let missing = || WeightsError::Module {

@@ -10,7 +10,7 @@ use keel_weights::{TensorSource, TensorSpec, WeightsError};
 
 use super::names::{Names, split};
 use super::order::{Orders, RowOrder};
-use super::{architecture, is_offset_norm};
+use super::{DIVISORS, LONG_DIVISORS, SHORT_DIVISORS, architecture, is_offset_norm};
 use crate::{HybridConfig, ModelError, Result};
 
 /// The tensors of a GGUF file under the names, in the shapes and in the order of a checkpoint of its model type. Experts
@@ -52,7 +52,8 @@ impl<'a> GgufAsCheckpoint<'a> {
         let fused = file.names().any(|name| name.contains("ffn_gate_up_exps"));
         let mut tensors = BTreeMap::new();
         // The config says what the divisors of the rotary frequencies say.
-        for stored in file.tensors()?.into_iter().filter(|spec| spec.name != "rope_freqs.weight") {
+        let is_said = |name: &str| [DIVISORS, SHORT_DIVISORS, LONG_DIVISORS].contains(&name);
+        for stored in file.tensors()?.into_iter().filter(|spec| !is_said(&spec.name)) {
             let whole = names.parameters(&stored.name, fused);
             let (module, suffix) = split(&stored.name);
             let (parameters, suffix) =

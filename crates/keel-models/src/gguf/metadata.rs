@@ -3,7 +3,7 @@
 use keel_weights::gguf::GgufMetadata;
 use serde_json::Value;
 
-use super::architecture_of;
+use super::{SMOLLM3_INTERVAL, architecture_of};
 use crate::fields::Fields;
 use crate::{HybridConfig, MixerKind, ModelError, Result, RopeScaling};
 
@@ -24,6 +24,7 @@ pub fn metadata(json: &Value, config: &HybridConfig, has_mtp_head: bool) -> Resu
     keys.windows()?;
     keys.experts()?;
     keys.recurrent(&Fields::new(json))?;
+    keys.turning()?;
     keys.rope()?;
     Ok(keys.metadata)
 }
@@ -77,15 +78,25 @@ impl Keys<'_> {
     fn windows(&mut self) -> Result<()> {
         let c = self.config;
         let slides = |kind: &MixerKind| *kind == MixerKind::SlidingAttention;
+        if self.arch == "phi3" {
+            // 0 stands for none. All layers see it.
+            return self.size("attention.sliding_window", c.window);
+        }
         if c.window == 0 {
             return Ok(());
         }
-        if self.arch != "gemma3" {
-            let reason = format!("GGUF files of {} cannot say that layers see a window", self.arch);
+        let turns_alike = c.sliding_rope_scaling == RopeScaling::None;
+        if !matches!(self.arch, "gemma3" | "olmo2") || !turns_alike {
+            let reason = format!("GGUF files of {} cannot say how layers that see a window do so", self.arch);
             return Err(ModelError::Config(reason));
         }
         self.size("attention.sliding_window", c.window)?;
         self.number("rope.freq_base_swa", c.sliding_rope_theta);
+        if self.arch == "olmo2" {
+            let sliding: Vec<bool> = c.layers.iter().map(slides).collect();
+            self.metadata.bools("olmo2.attention.sliding_window_pattern", &sliding);
+            return Ok(());
+        }
         // Files say how often a layer sees everything, or else which layers do not.
         let every = c.layers.iter().position(|kind| !slides(kind)).map_or(c.layers.len() + 1, |i| i + 1);
         if c.layers.iter().enumerate().all(|(i, kind)| slides(kind) != (i + 1).is_multiple_of(every)) {
@@ -147,8 +158,28 @@ impl Keys<'_> {
         Ok(())
     }
 
+    /// What files say of layers that turn in a way of their own, or rather what they leave out.
+    fn turning(&mut self) -> Result<()> {
+        let c = self.config;
+        let every = |layer: &usize| self.arch == "smollm3" && (layer + 1).is_multiple_of(SMOLLM3_INTERVAL);
+        if c.unturned != (0..c.layers.len()).filter(every).collect::<Vec<_>>() {
+            let reason = format!("GGUF files of {} cannot say which layers know no positions", self.arch);
+            return Err(ModelError::Config(reason));
+        }
+        let Some(growth) = c.query_growth else { return Ok(()) };
+        let same = matches!(c.rope_scaling, RopeScaling::Yarn { original, .. } if original as usize == growth.original);
+        if self.arch != "mistral3" || !same {
+            let reason =
+                format!("GGUF files of {} cannot say how queries grow with their position", self.arch);
+            return Err(ModelError::Config(reason));
+        }
+        self.number("attention.temperature_scale", growth.beta);
+        Ok(())
+    }
+
     fn rope(&mut self) -> Result<()> {
-        let key = |name: &str| format!("{}.rope.scaling.{name}", self.arch);
+        let arch = self.arch;
+        let key = |name: &str| format!("{arch}.rope.scaling.{name}");
         match self.config.rope_scaling {
             // Tables are tensors.
             RopeScaling::None | RopeScaling::Llama3 { .. } | RopeScaling::Divisors(_) => Ok(()),
@@ -157,7 +188,25 @@ impl Keys<'_> {
                 self.number("rope.scaling.factor", factor);
                 Ok(())
             }
-            RopeScaling::Yarn { factor, fast, slow, original, .. } => {
+            RopeScaling::Long { original, attention, .. } => {
+                self.metadata.string(&key("type"), "longrope");
+                self.number("rope.scaling.attn_factor", attention);
+                self.size("rope.scaling.original_context_length", original)
+            }
+            RopeScaling::Yarn { factor, fast, slow, original, attention, whole } => {
+                let usual = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+                if !whole || self.arch == "mistral3" && attention != 1.0 {
+                    let reason = format!(
+                        "GGUF files of {} cannot say truncate or attention_factor of yarn",
+                        self.arch
+                    );
+                    return Err(ModelError::Config(reason));
+                }
+                if self.arch == "mistral3" {
+                    self.number("rope.scaling.yarn_log_multiplier", 1.0);
+                } else if (attention - usual).abs() > 1e-9 {
+                    self.number("rope.scaling.yarn_attn_factor", attention);
+                }
                 self.metadata.string(&key("type"), "yarn");
                 self.number("rope.scaling.factor", factor);
                 self.number("rope.scaling.yarn_beta_fast", fast);

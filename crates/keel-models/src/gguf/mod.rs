@@ -20,8 +20,29 @@ pub use metadata::metadata;
 pub use parameters::GgufParameters;
 
 /// Architectures that [`config`] reads.
-pub const ARCHITECTURES: [&str; 8] =
-    ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "qwen35", "qwen35moe", "qwen3next"];
+pub const ARCHITECTURES: [&str; 13] = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "gemma3",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "mistral3",
+    "smollm3",
+    "phi3",
+    "olmo2",
+    "glm4",
+];
+
+/// Tensors that the config says: divisors of the rotary frequencies.
+const DIVISORS: &str = "rope_freqs.weight";
+const SHORT_DIVISORS: &str = "rope_factors_short.weight";
+const LONG_DIVISORS: &str = "rope_factors_long.weight";
+
+/// Every so many layers of `smollm3` one has queries and keys that are not turned: its files do not say it.
+const SMOLLM3_INTERVAL: usize = 4;
 
 /// The architecture that a file names; empty if it names none.
 fn architecture(file: &GgufFile) -> &str {
@@ -31,7 +52,12 @@ fn architecture(file: &GgufFile) -> &str {
 /// The architecture whose files hold models of a `model_type`.
 fn architecture_of(model_type: &str) -> Option<&'static str> {
     Some(match model_type.strip_suffix("_text").unwrap_or(model_type) {
-        "llama" => "llama",
+        "llama" | "mistral" | "ministral" => "llama",
+        "ministral3" | "mistral3" => "mistral3",
+        "smollm3" => "smollm3",
+        "phi3" => "phi3",
+        "olmo3" => "olmo2",
+        "glm4" => "glm4",
         "qwen2" => "qwen2",
         "qwen3" => "qwen3",
         "qwen3_moe" => "qwen3moe",

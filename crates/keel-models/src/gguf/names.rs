@@ -36,6 +36,15 @@ const PARTS: [(&str, &str); 31] = [
     ("linear_attn.dt_bias", "ssm_dt.bias"),
 ];
 
+/// Parts of a layer whose names are those of one architecture.
+const GLM4: [(&str, &str); 4] = [
+    ("post_self_attn_layernorm", "post_attention_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+    ("post_mlp_layernorm", "post_ffw_norm"),
+    ("mlp.gate_up_proj", "ffn_up"),
+];
+const PHI3: [(&str, &str); 2] = [("self_attn.qkv_proj", "attn_qkv"), ("mlp.gate_up_proj", "ffn_up")];
+
 /// What is the multi-token-prediction head's own.
 const HEAD: [(&str, &str); 4] = [
     ("fc", "eh_proj"),
@@ -53,6 +62,8 @@ pub(super) struct Names {
     pub post_attention_norm: bool,
     /// a and b of recurrent layers lie in one tensor.
     pub joint_alpha_beta: bool,
+    /// Names of the architecture's own, before all others.
+    pub own: &'static [(&'static str, &'static str)],
 }
 
 impl Names {
@@ -60,8 +71,13 @@ impl Names {
     pub fn new(arch: &str, layers: usize) -> Names {
         Names {
             layers,
-            post_attention_norm: matches!(arch, "gemma3" | "qwen35" | "qwen35moe" | "qwen3next"),
+            post_attention_norm: matches!(arch, "gemma3" | "olmo2" | "qwen35" | "qwen35moe" | "qwen3next"),
             joint_alpha_beta: arch == "qwen3next",
+            own: match arch {
+                "glm4" => &GLM4,
+                "phi3" => &PHI3,
+                _ => &[],
+            },
         }
     }
 
@@ -115,7 +131,9 @@ impl Names {
             None => format!("model.layers.{layer}"),
             Some(layer) => format!("mtp.layers.{layer}"),
         };
+        let own = self.own.iter().find(|(_, name)| *name == part);
         let found: Vec<&str> = match part {
+            _ if own.is_some() => own.iter().map(|(name, _)| *name).collect(),
             "post_attention_norm" => vec!["post_attention_layernorm"],
             "ffn_norm" if !self.post_attention_norm => vec!["post_attention_layernorm"],
             "ssm_ba" if self.joint_alpha_beta => vec!["linear_attn.in_proj_a", "linear_attn.in_proj_b"],
@@ -126,7 +144,9 @@ impl Names {
     }
 
     fn part(&self, layer: usize, part: &str) -> Option<String> {
+        let own = self.own.iter().find(|(name, _)| *name == part);
         let found = match part {
+            _ if own.is_some() => own?.1,
             "post_attention_layernorm" if self.post_attention_norm => "post_attention_norm",
             "post_attention_layernorm" => "ffn_norm",
             "linear_attn.in_proj_a" | "linear_attn.in_proj_b" if self.joint_alpha_beta => "ssm_ba",
@@ -160,8 +180,35 @@ mod tests {
     use super::*;
 
     #[test]
+    fn some_names_are_those_of_one_architecture() {
+        for (arch, part, tensor) in [
+            ("glm4", "post_attention_layernorm", "ffn_norm"),
+            ("glm4", "post_self_attn_layernorm", "post_attention_norm"),
+            ("glm4", "post_mlp_layernorm", "post_ffw_norm"),
+            ("glm4", "mlp.gate_up_proj", "ffn_up"),
+            ("glm4", "self_attn.q_proj", "attn_q"),
+            ("phi3", "self_attn.qkv_proj", "attn_qkv"),
+            ("phi3", "mlp.gate_up_proj", "ffn_up"),
+            ("phi3", "post_attention_layernorm", "ffn_norm"),
+            ("olmo2", "post_attention_layernorm", "post_attention_norm"),
+            ("olmo2", "post_feedforward_layernorm", "post_ffw_norm"),
+            ("olmo2", "mlp.up_proj", "ffn_up"),
+            ("smollm3", "mlp.up_proj", "ffn_up"),
+        ] {
+            let names = Names::new(arch, 2);
+            let found = names.module(&format!("model.layers.1.{part}"));
+            assert_eq!(found.as_deref(), Some(&*format!("blk.1.{tensor}")), "{arch}");
+            assert_eq!(
+                names.parameters(&format!("blk.1.{tensor}"), false),
+                [format!("model.layers.1.{part}")],
+                "{arch}"
+            );
+        }
+    }
+
+    #[test]
     fn names_are_those_of_the_format() {
-        let names = Names { layers: 4, post_attention_norm: true, joint_alpha_beta: false };
+        let names = Names { layers: 4, post_attention_norm: true, joint_alpha_beta: false, own: &[] };
         let plain = Names { post_attention_norm: false, joint_alpha_beta: true, ..names };
         for (hugging_face, gguf) in [
             ("model.embed_tokens.weight", "token_embd.weight"),

@@ -8,7 +8,7 @@ pub(super) enum RowOrder {
     /// In its place.
     Same,
     /// Each head of `size` rows has the two halves of its rotary pairs side by side: row `2 i + j` of a head is its
-    /// row `j size / 2 + i`. The `llama` architecture keeps queries and keys so.
+    /// row `j size / 2 + i`. The `llama` architecture and some like it keep queries and keys so.
     PairedHalves {
         /// Rows of a head.
         size: usize,
@@ -94,7 +94,7 @@ impl Orders {
     /// The orders of a model in the files of an architecture.
     pub fn new(arch: &str, config: &HybridConfig) -> Orders {
         Orders {
-            paired_halves: arch == "llama",
+            paired_halves: matches!(arch, "llama" | "mistral3" | "smollm3"),
             joint_alpha_beta: arch == "qwen3next",
             tiled: matches!(arch, "qwen35" | "qwen35moe") && config.key_heads != config.value_heads,
             head_dim: config.head_dim,

@@ -352,18 +352,20 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// Vectors one behind the other, each named with its length.
+    /// The biases of layers one behind the other, in the order of the layers' rows.
     ///
     /// # Errors
     /// As [`Loader::vector`].
-    pub fn vectors(&self, names: &[(String, usize)]) -> Result<Array> {
-        let elements = names.iter().map(|(_, len)| len).sum::<usize>();
+    pub fn biases(&self, pieces: &[Piece]) -> Result<Array> {
+        let elements = pieces.iter().map(Piece::len).sum::<usize>();
         let array = Array::persistent(self.runtime, Category::Weights, [elements], DType::F32)?;
         let mut all = Vec::with_capacity(elements);
-        for (name, len) in names {
-            self.check_elements(name, &[*len])?;
+        for piece in pieces {
+            let (name, (_, rows)) = (format!("{}.bias", piece.module), piece.extents);
+            self.check_elements(&name, &[rows])?;
             if !self.runtime.backend().is_planning() {
-                all.extend(self.parameters.values(name, *len)?);
+                let values = self.parameters.values(&name, rows)?;
+                piece.rows.iter().for_each(|range| all.extend_from_slice(&values[range.clone()]));
             }
         }
         if !self.runtime.backend().is_planning() {
@@ -404,6 +406,16 @@ impl<'a> Loader<'a> {
     pub fn constant(&self, values: &[f32]) -> Result<Array> {
         let array = Array::persistent(self.runtime, Category::Weights, [values.len()], DType::F32)?;
         array.write(values)?;
+        Ok(array)
+    }
+
+    /// As [`Loader::constant`], of a whole number.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub fn whole_constant(&self, value: i32) -> Result<Array> {
+        let array = Array::persistent(self.runtime, Category::Weights, [1], DType::I32)?;
+        array.write(&[value])?;
         Ok(array)
     }
 }

@@ -190,7 +190,10 @@ impl<'a> Conversation<'a> {
             Some(sequence) => sequence,
             None => self.session.engine.open()?,
         };
-        let common = common_len(&self.cached_ids, &prompt) / PREFILL_GRID * PREFILL_GRID;
+        let mut common = common_len(&self.cached_ids, &prompt) / PREFILL_GRID * PREFILL_GRID;
+        if !self.session.engine.can_grow(&sequence, prompt.len()) {
+            common = 0;
+        }
         let at = self.session.engine.cache_mut().rewind(&mut sequence, common)?;
         tracing::debug!("{at} of {} tokens are in the cache", prompt.len());
         let options = GenerateOptions {

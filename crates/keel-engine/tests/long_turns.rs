@@ -1,0 +1,135 @@
+//! LongRoPE: a sequence turns by one list of divisors up to the original context, by another beyond, all its tokens alike.
+
+mod common;
+
+use std::time::Instant;
+
+use common::batching::{assert_all_is_back, finish, run};
+use common::{all_logits, argmax, exact, runtime};
+use keel_array::{DType, WeightFormat};
+use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::{Engine, EngineError, GenerateOptions, TokenIterator};
+use keel_models::loading::RandomParameters;
+use serde_json::json;
+
+/// Tokens up to which sequences turn as short ones.
+const ORIGINAL: usize = 64;
+
+const SHORT: [f64; 6] = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5];
+const LONG: [f64; 6] = [2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+
+/// A model with these divisors, the second ones beyond `original` tokens.
+fn model(short: [f64; 6], long: [f64; 6], original: usize) -> Engine {
+    let config = json!({
+        "model_type": "phi3", "hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+        "max_position_embeddings": 4096, "original_max_position_embeddings": original, "rope_theta": 100.0,
+        "partial_rotary_factor": 0.75, "tie_word_embeddings": true,
+        "rope_scaling": {"type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 40.0}
+    });
+    let parameters = RandomParameters { format: WeightFormat::Dense(DType::F32) };
+    Engine::load(&runtime(2), &parameters, &config, exact(), &|_| ()).expect("the config is complete")
+}
+
+fn switching() -> Engine {
+    model(SHORT, LONG, ORIGINAL)
+}
+
+fn always(divisors: [f64; 6]) -> Engine {
+    model(divisors, divisors, 4000)
+}
+
+fn prompt(len: usize) -> Vec<u32> {
+    (0..len as u32).map(|i| (i * i * 7 + 5) % 300).collect()
+}
+
+#[test]
+fn the_length_of_the_whole_prompt_decides() {
+    for one_by_one in [false, true] {
+        let logits = |mut engine: Engine, len| all_logits(&mut engine, &prompt(len), one_by_one, false).0;
+        assert!(logits(switching(), ORIGINAL) == logits(always(SHORT), ORIGINAL), "a short prompt");
+        assert!(logits(switching(), ORIGINAL + 1) == logits(always(LONG), ORIGINAL + 1), "a long prompt");
+        assert!(logits(always(SHORT), 70) != logits(always(LONG), 70), "the lists make no difference");
+    }
+}
+
+fn greedy(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
+    let sequence = engine.open().expect("a slot is free");
+    let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
+    let mut tokens = TokenIterator::new(engine, sequence, prompt, options, &mut |_| ()).expect("fits");
+    let got = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
+    tokens.release();
+    got
+}
+
+/// What an answer is that begins as a short one and is run again as a long one.
+fn expected(len: usize, tokens: usize) -> Vec<u32> {
+    let mut all = prompt(len);
+    // The last of these is drawn behind token `ORIGINAL`.
+    all.extend(greedy(&mut always(SHORT), &prompt(len), ORIGINAL + 1 - len));
+    let mut engine = always(LONG);
+    let mut sequence = engine.open().expect("a slot is free");
+    let mut logits = Vec::new();
+    engine.prefill(&mut sequence, &all[..ORIGINAL], &mut logits, &mut |_| ()).expect("fits");
+    while all.len() < len + tokens {
+        engine.decode(&mut [&mut sequence], &all[all.len() - 1..]).expect("runs");
+        engine.logits(0, &mut logits).expect("there");
+        all.push(argmax(&logits));
+    }
+    all.split_off(len)
+}
+
+#[test]
+fn an_answer_that_grows_beyond_is_run_again() {
+    assert_eq!(greedy(&mut switching(), &prompt(50), 40), expected(50, 40));
+    let mut engine = switching();
+    let mut sequence = engine.open().expect("a slot is free");
+    engine.prefill(&mut sequence, &prompt(ORIGINAL), &mut Vec::new(), &mut |_| ()).expect("fits");
+    let error = engine.decode(&mut [&mut sequence], &[1]).expect_err("its keys turn as those of a short one");
+    assert!(matches!(error, EngineError::Outgrown { needed: 65, original: ORIGINAL }), "{error}");
+}
+
+#[test]
+fn answers_of_a_batch_are_run_again_each_for_itself() {
+    let mut batcher = Batcher::new(switching(), BatchOptions::default());
+    let lens = [50, 20, 100, 61];
+    let requests: Vec<BatchRequest> =
+        (0..).zip(lens).map(|(id, len)| BatchRequest::new(id, prompt(len), 30)).collect();
+    for (outcome, len) in run(&mut batcher, requests).into_iter().zip(lens) {
+        assert!(outcome.error.is_none(), "{:?}", outcome.error);
+        let want = match len {
+            100 => greedy(&mut always(LONG), &prompt(len), 30),
+            20 => greedy(&mut always(SHORT), &prompt(len), 30),
+            len => expected(len, 30),
+        };
+        assert_eq!(outcome.tokens, want, "a prompt of {len}");
+    }
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn long_sequences_share_prefixes_with_long_ones_alone() {
+    let mut batcher = Batcher::new(switching(), BatchOptions::default());
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let ask = |batcher: &mut Batcher, len| {
+        batcher.submit(BatchRequest::new(0, prompt(len), 4), Instant::now()).expect("accepted");
+        let outcome = finish(batcher, 1).pop().expect("one was asked for");
+        (outcome.cached, outcome.tokens)
+    };
+    assert_eq!(ask(&mut batcher, 200).0, 0);
+    let (cached, tokens) = ask(&mut batcher, 200);
+    assert!(cached >= ORIGINAL, "{cached} tokens");
+    assert_eq!(tokens, greedy(&mut always(LONG), &prompt(200), 4));
+    batcher.save_prefixes("model", dir.path()).expect("the folder is writable");
+    let mut second = Batcher::new(switching(), BatchOptions::default());
+    let restored = second.restore_prefixes("model", dir.path());
+    assert!(restored.texts > 0 && restored.problems.is_empty(), "{restored:?}");
+    assert_eq!(ask(&mut second, 200), (cached, tokens));
+    let mut third = Batcher::new(model(SHORT, LONG, 130), BatchOptions::default());
+    assert_eq!(ask(&mut third, 100).0, 0);
+    assert_eq!(ask(&mut third, 131).0, 0, "the short one's keys turn otherwise");
+    assert_eq!(ask(&mut third, 101).0, 64);
+    for batcher in [&mut batcher, &mut second, &mut third] {
+        assert_all_is_back(batcher);
+    }
+}

@@ -1,0 +1,48 @@
+//! `glm4`: GLM-4 of 2025 (GLM Team, 2024): four norms a block, neighbouring elements of half of a head turn together, one layer
+//! for gate and up.
+//!
+//! Reference: `modeling_glm4.py` of transformers.
+
+use serde_json::Value;
+
+use crate::fields::Fields;
+use crate::hybrid::HybridModel;
+use crate::loading::Loader;
+use crate::transformer::{self, Defaults, NormNames, Traits};
+use crate::{HybridConfig, Result};
+
+/// The numbers.
+pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
+    let fields = Fields::new(config);
+    transformer::activation(&fields)?;
+    let defaults = Defaults {
+        kv_heads: Some(2),
+        head_dim: Some(128),
+        context: 131_072,
+        eps: 1.5625e-7,
+        rotary: 0.5,
+        ..Defaults::default()
+    };
+    let mut config = transformer::config(&fields, defaults)?;
+    config.window = 0;
+    Ok(config)
+}
+
+/// Reads a model.
+pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
+    let fields = Fields::new(json);
+    let traits = Traits {
+        qkv_bias: fields.flag("attention_bias"),
+        norms: NormNames {
+            mixer: Some("input_layernorm"),
+            mixer_out: Some("post_self_attn_layernorm"),
+            ff: Some("post_attention_layernorm"),
+            ff_out: Some("post_mlp_layernorm"),
+        },
+        fused_gate_up: true,
+        turns_neighbours: true,
+        activation: transformer::activation(&fields)?,
+        ..Traits::default()
+    };
+    transformer::load(loader, config, traits)
+}

@@ -1,0 +1,63 @@
+//! `mistral`: Mistral 7B, Nemo, Small and what is built like them (Jiang et al., 2023): Llama's layers, all of which see a
+//! window in the first ones.
+//!
+//! Reference: `modeling_mistral.py` of transformers.
+
+use serde_json::Value;
+
+use crate::fields::Fields;
+use crate::hybrid::HybridModel;
+use crate::loading::Loader;
+use crate::transformer::{self, Defaults, Traits};
+use crate::{HybridConfig, Result};
+
+/// Window of a config that does not speak of one; those of models without a window say null.
+const WINDOW: usize = 4096;
+
+/// The numbers.
+pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
+    let fields = Fields::new(config);
+    transformer::activation(&fields)?;
+    let defaults = Defaults { kv_heads: Some(8), context: 131_072, ..Defaults::default() };
+    let mut config = transformer::config(&fields, defaults)?;
+    if !fields.is_mentioned("sliding_window") {
+        config.window = WINDOW;
+    }
+    transformer::windows_everywhere(&mut config);
+    Ok(config)
+}
+
+/// Reads a model.
+pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
+    let activation = transformer::activation(&Fields::new(json))?;
+    transformer::load(loader, config, Traits { activation, ..Traits::default() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MixerKind;
+    use serde_json::json;
+
+    fn with_window(window: Option<Value>) -> HybridConfig {
+        let mut json = json!({"model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 100,
+            "num_hidden_layers": 2, "num_attention_heads": 8, "max_position_embeddings": 32768,
+            "layer_types": ["full_attention", "sliding_attention"]});
+        if let Some(window) = window {
+            json["sliding_window"] = window;
+        }
+        config(&json).expect("the rest are defaults")
+    }
+
+    #[test]
+    fn the_window_is_for_all_layers_or_for_none() {
+        for (window, expected) in
+            [(None, 4096), (Some(Value::Null), 0), (Some(16.into()), 16), (Some(32768.into()), 0)]
+        {
+            let c = with_window(window);
+            let kind = if expected == 0 { MixerKind::Attention } else { MixerKind::SlidingAttention };
+            assert_eq!((c.window, &c.layers[..]), (expected, &[kind; 2][..]));
+            assert_eq!((c.kv_heads, c.head_dim), (8, 8));
+        }
+    }
+}

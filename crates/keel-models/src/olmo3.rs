@@ -1,0 +1,84 @@
+//! `olmo3`: OLMo 3 (Team OLMo, 2025): norms after the halves of a block and none before, norms of all query heads and of all
+//! key heads together, windows in most layers, YaRN in the others.
+//!
+//! Reference: `modeling_olmo3.py` of transformers.
+
+use serde_json::Value;
+
+use crate::fields::Fields;
+use crate::hybrid::HybridModel;
+use crate::loading::Loader;
+use crate::rope;
+use crate::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
+use crate::{HybridConfig, MixerKind, Result, RopeScaling};
+
+/// Layers from one that sees everything to the next, where a config does not list kinds.
+const FULL_EVERY: usize = 4;
+
+/// The numbers.
+pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
+    let fields = Fields::new(config);
+    transformer::activation(&fields)?;
+    let defaults = Defaults { context: 2048, eps: 1e-5, theta: 500_000.0, ..Defaults::default() };
+    let mut config = transformer::config(&fields, defaults)?;
+    if !fields.is_mentioned("sliding_window") {
+        config.window = 4096;
+    }
+    if fields.get("layer_types").is_none() {
+        for (i, kind) in config.layers.iter_mut().enumerate() {
+            if !(i + 1).is_multiple_of(FULL_EVERY) {
+                *kind = MixerKind::SlidingAttention;
+            }
+        }
+    }
+    // Published configs name the stretching without saying that it is for layers that see everything.
+    if !rope::is_by_layer_type(&fields) {
+        config.sliding_rope_scaling = RopeScaling::None;
+    }
+    transformer::settle_windows(&mut config);
+    Ok(config)
+}
+
+/// Reads a model.
+pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
+    let fields = Fields::new(json);
+    let bias = fields.flag("attention_bias");
+    let traits = Traits {
+        qkv_bias: bias,
+        output_bias: bias,
+        head_norms: HeadNorms::Together,
+        norms: NormNames {
+            mixer: None,
+            mixer_out: Some("post_attention_layernorm"),
+            ff: None,
+            ff_out: Some("post_feedforward_layernorm"),
+        },
+        activation: transformer::activation(&fields)?,
+        ..Traits::default()
+    };
+    transformer::load(loader, config, traits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn only_layers_that_see_everything_are_stretched() {
+        let mut json = json!({"model_type": "olmo3", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 100,
+            "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 65536,
+            "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2,
+                "original_max_position_embeddings": 8192}});
+        let c = config(&json).expect("the rest are defaults");
+        let (sliding, full) = (MixerKind::SlidingAttention, MixerKind::Attention);
+        assert_eq!((&c.layers[..], c.window), (&[sliding, sliding, sliding, full][..], 4096));
+        assert_eq!((c.rope_theta, c.sliding_rope_theta, c.kv_heads), (5e5, 5e5, 4));
+        assert_eq!((c.score_scale(sliding), c.score_scale(full)), (0.25, 0.25 * 1.2f64.powi(2)));
+        json["rope_parameters"] = json!({"full_attention": json["rope_scaling"].take(),
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}});
+        let c = config(&json).expect("the rest are defaults");
+        assert_eq!((c.rope_theta, c.sliding_rope_theta), (5e5, 1e4));
+        assert_eq!(c.sliding_rope_scaling, RopeScaling::Linear { factor: 2.0 });
+    }
+}

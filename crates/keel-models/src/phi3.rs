@@ -1,0 +1,29 @@
+//! `phi3`: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (Abdin et al., 2024): one layer for queries, keys and values and one for gate
+//! and up; the long ones have LongRoPE.
+//!
+//! Reference: `modeling_phi3.py` of transformers.
+
+use serde_json::Value;
+
+use crate::fields::Fields;
+use crate::hybrid::HybridModel;
+use crate::loading::Loader;
+use crate::transformer::{self, Defaults, Traits};
+use crate::{HybridConfig, Result};
+
+/// The numbers.
+pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
+    let fields = Fields::new(config);
+    transformer::activation(&fields)?;
+    let defaults = Defaults { context: 4096, eps: 1e-5, ..Defaults::default() };
+    let mut config = transformer::config(&fields, defaults)?;
+    transformer::windows_everywhere(&mut config);
+    Ok(config)
+}
+
+/// Reads a model.
+pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
+    let activation = transformer::activation(&Fields::new(json))?;
+    let traits = Traits { fused_qkv: true, fused_gate_up: true, activation, ..Traits::default() };
+    transformer::load(loader, config, traits)
+}

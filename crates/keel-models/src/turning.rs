@@ -1,0 +1,98 @@
+//! How the layers of a model turn queries and keys, and what scores are multiplied with.
+
+use keel_array::RopeSpec;
+
+use crate::rope::RopeScaling;
+use crate::{HybridConfig, MixerKind, ModelError, Result};
+
+/// Queries grow with their position `p`: they are multiplied by `1 + beta ln(1 + floor(p / original))`, as Llama 4 does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryGrowth {
+    /// How fast.
+    pub beta: f64,
+    /// Context of the first training, within which nothing grows.
+    pub original: usize,
+}
+
+impl HybridConfig {
+    /// The rotation of queries and keys. For text all sections of a multi-axis rotary embedding have the same
+    /// position, so they drop out.
+    pub fn rope(&self) -> RopeSpec {
+        RopeSpec { rotary: self.rotary, sections: None, interleaved: false }
+    }
+
+    /// Base and stretching of the frequencies of a kind of layers.
+    fn turns(&self, kind: MixerKind) -> (f64, &RopeScaling) {
+        match kind {
+            MixerKind::SlidingAttention => (self.sliding_rope_theta, &self.sliding_rope_scaling),
+            _ => (self.rope_theta, &self.rope_scaling),
+        }
+    }
+
+    /// Inverse rotary frequencies of layers that see everything.
+    pub fn inverse_frequencies(&self) -> Vec<f32> {
+        self.frequencies_of(MixerKind::Attention)
+    }
+
+    /// Inverse rotary frequencies of a kind of layers.
+    pub fn frequencies_of(&self, kind: MixerKind) -> Vec<f32> {
+        let (theta, scaling) = self.turns(kind);
+        scaling.inverse_frequencies(theta, self.rotary)
+    }
+
+    /// Inverse rotary frequencies of a kind of layers in sequences longer than the original context, where they are others.
+    pub fn long_frequencies_of(&self, kind: MixerKind) -> Option<Vec<f32>> {
+        let (theta, scaling) = self.turns(kind);
+        scaling.of_long_sequences().map(|(long, _)| long.inverse_frequencies(theta, self.rotary))
+    }
+
+    /// Sequences longer than this turn by other frequencies; `None` if all turn alike.
+    pub fn short_context(&self) -> Option<usize> {
+        self.rope_scaling.of_long_sequences().map(|(_, original)| original)
+    }
+
+    /// Factor on scores of a kind of layers. Turned queries and keys have a factor each; where whole heads turn that is the
+    /// square of it on scores.
+    pub fn score_scale(&self, kind: MixerKind) -> f64 {
+        let factor = self.turns(kind).1.attention_factor();
+        if self.rotary == self.head_dim {
+            self.attention_scale * factor.powi(2)
+        } else {
+            self.attention_scale
+        }
+    }
+
+    /// Factors on the elements of a turned query where only part of a head turns, and a factor belongs to that part.
+    pub fn query_scales(&self, kind: MixerKind) -> Option<Vec<f32>> {
+        let factor = self.turns(kind).1.attention_factor();
+        let square = |i: usize| if i < self.rotary { factor.powi(2) as f32 } else { 1.0 };
+        (factor != 1.0 && self.rotary < self.head_dim).then(|| (0..self.head_dim).map(square).collect())
+    }
+
+    /// Checks the numbers of the rotations.
+    pub(crate) fn check_turns(&self) -> Result<()> {
+        for scaling in [&self.rope_scaling, &self.sliding_rope_scaling] {
+            let RopeScaling::Long { short, long, original, .. } = scaling else { continue };
+            let expected = self.rotary / 2;
+            if short.len() != expected || long.len() != expected {
+                return Err(ModelError::Config(format!(
+                    "short_factor and long_factor have {} and {} numbers, expected {expected}: one for each \
+                     rotary frequency",
+                    short.len(),
+                    long.len()
+                )));
+            }
+            if *original < 2 {
+                let reason = format!("original_max_position_embeddings is {original}, expected at least 2");
+                return Err(ModelError::Config(reason));
+            }
+        }
+        if let Some(QueryGrowth { original, .. }) = self.query_growth
+            && (original == 0 || original > i32::MAX as usize)
+        {
+            let reason = format!("original_max_position_embeddings is {original}, expected 1 to 2^31 - 1");
+            return Err(ModelError::Config(reason));
+        }
+        Ok(())
+    }
+}
