@@ -45,6 +45,12 @@ enum Command {
     Eval(commands::eval::EvalArgs),
     Bench(commands::bench::BenchArgs),
     Serve(commands::serve::ServeArgs),
+    #[cfg(feature = "hub")]
+    Pull(commands::pull::PullArgs),
+    #[cfg(feature = "hub")]
+    List(commands::list::ListArgs),
+    #[cfg(feature = "hub")]
+    Rm(commands::rm::RmArgs),
 }
 
 fn main() -> ExitCode {
@@ -61,6 +67,12 @@ fn main() -> ExitCode {
             Command::Eval(args) => commands::eval::run(&args),
             Command::Bench(args) => commands::bench::run(&args),
             Command::Serve(args) => commands::serve::run(&args),
+            #[cfg(feature = "hub")]
+            Command::Pull(args) => commands::pull::run(&args),
+            #[cfg(feature = "hub")]
+            Command::List(args) => commands::list::run(&args),
+            #[cfg(feature = "hub")]
+            Command::Rm(args) => commands::rm::run(&args),
         }
     })
 }

@@ -52,7 +52,7 @@ fn files_below(folder: &Path) -> usize {
 fn the_binary_generates_what_it_planned() {
     let alone = Alone::new();
     let plan = alone.json(&["plan", "--context", "64", "--json"]);
-    let how = ["--max-tokens", "24", "--temperature", "0", "--json"];
+    let how = ["--raw", "--max-tokens", "24", "--temperature", "0", "--json"];
     let report = alone.json(&[&["generate", "Once upon a time"], &how[..]].concat());
     for kind in ["planned", "allocated", "peak"] {
         assert_eq!(report["memory"][kind], plan, "{kind}");

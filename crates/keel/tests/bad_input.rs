@@ -235,9 +235,12 @@ fn options_out_of_range() {
     with(&["--device", "cuda:99"], "cuda");
     fail(&["generate", "--model", "no-owner", "x"], "there is no such file or folder");
     fail(&["generate", "--model", "/nowhere/at/all", "x"], "there is no such file or folder");
-    if !cfg!(feature = "hub") {
-        fail(&["generate", "--model", "owner/name", "x"], "build it with --features hub");
-    }
+    let not_here = if cfg!(feature = "hub") {
+        "HF_HUB_OFFLINE forbids to download it"
+    } else {
+        "without the feature hub"
+    };
+    fail(&["generate", "--model", "owner/name", "x"], not_here);
 }
 
 #[test]

@@ -1,107 +1,46 @@
-//! Downloads, from a hub of our own. Run with `cargo test --release -p keel --features hub --test hub`.
+//! Downloads, from a hub of our own.
 
 #![cfg(feature = "hub")]
 
 mod common;
 
-use std::io::{BufRead, BufReader, Write};
-use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use std::sync::{Arc, Mutex};
+use std::process::Output;
 
-use common::{fixture, json, stderr};
+use common::hub::{Asked, COMMIT, Hub, Manners, keel_with_hub, sha256};
+use common::{arg, fixture, json, stderr, succeed};
 use serde_json::Value;
+use tempfile::TempDir;
 
-const REVISION: &str = "0123456789abcdef0123456789abcdef01234567";
+const WEIGHTS: &str = "model.safetensors";
+/// Nobody listens on port 9 of this machine, or it does not speak HTTP.
+const NOBODY: &str = "http://127.0.0.1:9";
+const HOW: [&str; 7] = ["--ids", "1,2,3", "--max-tokens", "4", "--temperature", "0", "--json"];
 
-/// A hub with one model, `owner/name`, for as long as the process lives.
-struct Hub {
-    endpoint: String,
-    /// Files of the model that were asked for.
-    asked: Arc<Mutex<Vec<String>>>,
+/// The files of a fixture, among others that a program for models has no use for.
+fn files_of(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let read =
+        |name: &str| (name.to_string(), std::fs::read(folder.join(name)).expect("the fixture is complete"));
+    let other = |name: &str| (name.to_string(), vec![7; 20_000]);
+    vec![
+        other("README.md"),
+        read("config.json"),
+        read(WEIGHTS),
+        other("onnx/config.json"),
+        other("pytorch_model.bin"),
+    ]
 }
 
-impl Hub {
-    fn start(folder: PathBuf) -> Hub {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
-        let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
-        let asked = Arc::new(Mutex::new(Vec::new()));
-        let log = Arc::clone(&asked);
-        std::thread::spawn(move || {
-            for stream in listener.incoming().flatten() {
-                // A client that hangs up is no concern of the hub.
-                let _ = answer(stream, &folder, &log);
-            }
-        });
-        Hub { endpoint, asked }
-    }
+/// A hub with a fixture, a home for its cache, and the tokens that the fixture makes from its folder.
+fn hub_with_fixture(manners: Manners) -> Option<(Hub, TempDir, Value)> {
+    let folder = fixture("qwen3_5")?;
+    let want = json(&[&["generate", "--model", arg(&folder)], &HOW[..]].concat())["tokens"].clone();
+    let home = tempfile::tempdir().expect("a temporary folder");
+    Some((Hub::start(files_of(&folder), manners), home, want))
 }
 
-/// Answers one request: the model's list of files, or a range of one of them.
-fn answer(mut stream: TcpStream, folder: &Path, asked: &Mutex<Vec<String>>) -> std::io::Result<()> {
-    let mut lines = BufReader::new(stream.try_clone()?).lines();
-    let request = lines.next().unwrap_or(Ok(String::new()))?;
-    let path = request.split(' ').nth(1).unwrap_or_default().to_string();
-    let mut range = None;
-    for line in lines {
-        let line = line?.to_ascii_lowercase();
-        if line.is_empty() {
-            break;
-        }
-        if let Some(bytes) = line.strip_prefix("range: bytes=") {
-            let (first, last) = bytes.split_once('-').expect("a range");
-            range = Some((first.parse::<usize>().expect("a number"), last.parse::<usize>().ok()));
-        }
-    }
-    let mut respond = |status: &str, headers: &str, body: &[u8]| {
-        let length = body.len();
-        write!(
-            stream,
-            "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n"
-        )?;
-        stream.write_all(body)
-    };
-    if path.starts_with("/api/models/owner/name") {
-        let names = ["README.md", "config.json", "model.safetensors", "onnx/config.json"];
-        let siblings: Vec<Value> = names.iter().map(|name| serde_json::json!({"rfilename": name})).collect();
-        let info = serde_json::json!({"siblings": siblings, "sha": REVISION}).to_string();
-        return respond("200 OK", "Content-Type: application/json\r\n", info.as_bytes());
-    }
-    let Some(file) = path.strip_prefix("/owner/name/resolve/main/") else {
-        return respond("404 Not Found", "", b"");
-    };
-    asked.lock().unwrap_or_else(|e| e.into_inner()).push(file.into());
-    let bytes = std::fs::read(folder.join(file))?;
-    let (first, last) = range.unwrap_or((0, None));
-    let last = last.unwrap_or(usize::MAX).min(bytes.len() - 1);
-    let headers = format!(
-        "ETag: \"{}-etag\"\r\nx-repo-commit: {REVISION}\r\nContent-Range: bytes {first}-{last}/{}\r\n",
-        file.replace('.', "-"),
-        bytes.len()
-    );
-    respond("206 Partial Content", &headers, &bytes[first..=last])
-}
-
-/// Continues three ids with a model of the hub.
-fn generate(model: &str, endpoint: &str, home: &Path) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_keel"))
-        .args([
-            "generate",
-            "--model",
-            model,
-            "--ids",
-            "1,2,3",
-            "--max-tokens",
-            "4",
-            "--temperature",
-            "0",
-            "--json",
-        ])
-        .env("HF_ENDPOINT", endpoint)
-        .env("HF_HOME", home)
-        .output()
-        .expect("keel starts")
+fn generate(hub: &Hub, home: &Path, model: &str, variables: &[(&str, &str)]) -> Output {
+    hub.keel(home, &[&["generate", "--model", model], &HOW[..]].concat(), variables)
 }
 
 fn tokens(output: &Output) -> Value {
@@ -109,39 +48,230 @@ fn tokens(output: &Output) -> Value {
     serde_json::from_slice::<Value>(&output.stdout).expect("JSON")["tokens"].clone()
 }
 
+/// The files that were asked for, each once.
+fn files_asked(asked: &[Asked]) -> Vec<String> {
+    let prefix = format!("/owner/name/resolve/{COMMIT}/");
+    let mut files: Vec<String> =
+        asked.iter().filter_map(|asked| asked.path.strip_prefix(&prefix).map(str::to_string)).collect();
+    files.sort();
+    files.dedup();
+    files
+}
+
+/// Asserts a failure of one line that says `reason`.
+fn refused(output: &Output, reason: &str) {
+    let message = stderr(output);
+    let last = message.lines().last().unwrap_or_default();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(last.starts_with("keel: ") && last.contains(reason), "expected {reason:?}: {message}");
+    assert!(!message.contains("panicked"), "{message}");
+}
+
+/// Where contents of the model are kept.
+fn blobs(home: &Path) -> PathBuf {
+    home.join("hub/models--owner--name/blobs")
+}
+
+fn count_in(folder: &Path) -> usize {
+    std::fs::read_dir(folder).map_or(0, Iterator::count)
+}
+
 #[test]
-fn a_hub_name_is_downloaded_once_and_then_taken_from_the_cache() {
-    let Some(folder) = fixture("qwen3_5") else { return };
-    let home = tempfile::tempdir().expect("a temporary folder");
-    let flags = ["--ids", "1,2,3", "--max-tokens", "4", "--temperature", "0", "--json"];
-    let want = json(&[&["generate", "--model", common::arg(&folder)], &flags[..]].concat())["tokens"].clone();
-    let hub = Hub::start(folder);
-    let asked = || {
-        let mut asked = hub.asked.lock().expect("no thread panicked").clone();
-        asked.sort();
-        asked.dedup();
-        asked
-    };
-    let first = generate("owner/name", &hub.endpoint, home.path());
+fn a_hub_name_is_downloaded_once_and_then_nobody_is_asked() {
+    let Some((hub, home, want)) = hub_with_fixture(Manners::default()) else { return };
+    let first = generate(&hub, home.path(), "owner/name", &[]);
     assert_eq!(tokens(&first), want);
-    assert_eq!(asked(), ["config.json", "model.safetensors"], "what is not used is not downloaded");
+    assert_eq!(
+        files_asked(&hub.take_asked()),
+        ["config.json", WEIGHTS],
+        "what is not used is not downloaded"
+    );
     assert!(!stderr(&first).contains('\r'), "no bar where nobody watches: {}", stderr(&first));
-    hub.asked.lock().expect("no thread panicked").clear();
-    assert_eq!(tokens(&generate("owner/name", &hub.endpoint, home.path())), want);
-    assert_eq!(asked(), [""; 0], "everything is there already");
-    // Nobody listens on port 9 of this machine, or it does not speak HTTP.
-    let offline = generate("owner/name", "http://127.0.0.1:9", home.path());
-    assert_eq!(tokens(&offline), want, "what was downloaded before needs no hub");
+    assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &[])), want);
+    assert_eq!(hub.take_asked(), [], "a model that is there needs no hub");
+    let named = [&["generate", "--model", "owner/name"], &HOW[..]].concat();
+    assert_eq!(tokens(&keel_with_hub(NOBODY, home.path(), &named, &[("HF_HUB_OFFLINE", "1")])), want);
+}
+
+#[test]
+fn a_download_that_breaks_off_goes_on_where_it_was() {
+    let manners = Manners { cut_after: Some(700_000), ..Manners::default() };
+    let Some((hub, home, want)) = hub_with_fixture(manners) else { return };
+    assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &[])), want);
+    let parts: Vec<Option<usize>> = hub
+        .take_asked()
+        .iter()
+        .filter(|asked| asked.path.ends_with(WEIGHTS))
+        .map(|asked| asked.start)
+        .collect();
+    assert!(parts.len() > 1, "the fixture is larger than one part");
+    let starts: Vec<Option<usize>> =
+        (0..parts.len()).map(|part| Some(part * 700_000).filter(|start| *start > 0)).collect();
+    assert_eq!(parts, starts, "each byte comes once");
+}
+
+#[test]
+fn what_an_ended_process_has_downloaded_is_kept() {
+    let Some((hub, home, want)) = hub_with_fixture(Manners::default()) else { return };
+    let folder = fixture("qwen3_5").expect("there");
+    let weights = std::fs::read(folder.join(WEIGHTS)).expect("there");
+    let half = weights.len() / 2;
+    std::fs::create_dir_all(blobs(home.path())).expect("writable");
+    let partial = blobs(home.path()).join(format!("{}.incomplete", sha256(&weights)));
+    std::fs::write(&partial, &weights[..half]).expect("writable");
+    assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &[])), want);
+    let asked = hub.take_asked();
+    let starts: Vec<_> = asked.iter().filter(|a| a.path.ends_with(WEIGHTS)).map(|a| a.start).collect();
+    assert_eq!(starts, [Some(half)]);
+    assert!(!partial.exists());
+}
+
+#[test]
+fn what_is_not_what_the_hub_says_is_refused_and_removed() {
+    let Some((hub, home, want)) = hub_with_fixture(Manners { lies: true, ..Manners::default() }) else {
+        return;
+    };
+    refused(&hub.keel(home.path(), &["pull", "owner/name"], &[]), "SHA-256");
+    assert_eq!(count_in(&blobs(home.path())), 1, "config.json alone is left");
+    refused(&generate(&hub, home.path(), "owner/name", &[]), "model.safetensors has the SHA-256");
+    // Half a file that is wrong is found out, too, and the next try starts anew.
+    hub.behave(Manners::default());
+    let weights = std::fs::read(fixture("qwen3_5").expect("there").join(WEIGHTS)).expect("there");
+    let partial = blobs(home.path()).join(format!("{}.incomplete", sha256(&weights)));
+    std::fs::write(&partial, vec![1; weights.len() / 2]).expect("writable");
+    refused(&generate(&hub, home.path(), "owner/name", &[]), "SHA-256");
+    assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &[])), want);
+}
+
+#[test]
+fn offline_what_is_there_runs_and_nothing_is_asked() {
+    let Some((hub, home, want)) = hub_with_fixture(Manners::default()) else { return };
+    let offline = [("HF_HUB_OFFLINE", "1")];
+    refused(&generate(&hub, home.path(), "owner/name", &offline), "HF_HUB_OFFLINE forbids");
+    refused(&hub.keel(home.path(), &["pull", "owner/name"], &offline), "HF_HUB_OFFLINE forbids");
+    assert_eq!(hub.take_asked(), []);
+    assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &[])), want);
+    hub.take_asked();
+    assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &offline)), want);
+    assert_eq!(hub.take_asked(), []);
+}
+
+#[test]
+fn the_token_goes_to_the_hub_and_to_nobody_else() {
+    let manners = Manners { token: Some("hf_secret"), redirects: true, ..Manners::default() };
+    let Some((hub, home, want)) = hub_with_fixture(manners) else { return };
+    let without = generate(&hub, home.path(), "owner/name", &[]);
+    refused(&without, "set HF_TOKEN");
+    let wrong = generate(&hub, home.path(), "owner/name", &[("HF_TOKEN", "hf_other")]);
+    refused(&wrong, "set HF_TOKEN");
+    assert!(!stderr(&wrong).contains("hf_other"), "a token is nobody's to read");
+    hub.take_asked();
+    assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &[("HF_TOKEN", "hf_secret")])), want);
+    let asked = hub.take_asked();
+    let (elsewhere, at_hub): (Vec<&Asked>, Vec<&Asked>) =
+        asked.iter().partition(|asked| asked.path.starts_with("/elsewhere/"));
+    assert_eq!((elsewhere.len(), elsewhere[0].token.as_deref()), (1, None), "{asked:?}");
+    assert!(at_hub.iter().all(|asked| asked.token.as_deref() == Some("hf_secret")), "{asked:?}");
+}
+
+#[test]
+fn a_revision_is_pinned() {
+    let Some((hub, home, want)) = hub_with_fixture(Manners::default()) else { return };
+    assert_eq!(tokens(&generate(&hub, home.path(), "owner/name@refs/pr/1", &[])), want);
+    assert!(
+        hub.take_asked()[0].path.contains("/revision/refs%2Fpr%2F1?"),
+        "a branch with slashes is one word"
+    );
+    let by_commit = format!("owner/name@{COMMIT}");
+    assert_eq!(tokens(&generate(&hub, home.path(), &by_commit, &[])), want);
+    assert_eq!(hub.take_asked(), [], "the same commit is there already");
+    // Another branch is another question, and here the same files.
+    assert_eq!(tokens(&generate(&hub, home.path(), "owner/name@v1.0", &[])), want);
+    assert_eq!(files_asked(&hub.take_asked()), [""; 0]);
+}
+
+#[test]
+fn one_of_several_gguf_files_is_picked() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let file = folder.path().join("demo.gguf");
+    succeed(&["quantize", arg(&demo), arg(&file), "--type", "Q8_0"]);
+    let bytes = std::fs::read(&file).expect("written");
+    let other = |name: &str| (name.to_string(), vec![0; 20_000]);
+    let files = vec![other("demo-Q4_K_M.gguf"), ("demo-Q8_0.gguf".into(), bytes), other("mmproj-Q8_0.gguf")];
+    let hub = Hub::start(files, Manners::default());
+    let home = tempfile::tempdir().expect("a temporary folder");
+    let how = ["--raw", "--max-tokens", "8", "--temperature", "0", "--json"];
+    let run = |model| {
+        hub.keel(home.path(), &[&["generate", "Once upon a time", "--model", model], &how[..]].concat(), &[])
+    };
+    let from_disk = json(&[&["generate", "Once upon a time", "--model", arg(&file)], &how[..]].concat());
+    assert_eq!(tokens(&run("owner/name:q8_0")), from_disk["tokens"]);
+    assert_eq!(files_asked(&hub.take_asked()), ["demo-Q8_0.gguf"]);
+    assert_eq!(tokens(&run("owner/name:Q8_0")), from_disk["tokens"]);
+    assert_eq!(hub.take_asked(), []);
+    refused(&run("owner/name:Q2_K"), "pick one with owner/name:CODING of demo-Q4_K_M.gguf, demo-Q8_0.gguf");
+}
+
+#[test]
+fn models_are_pulled_listed_and_removed() {
+    let Some((hub, home, _)) = hub_with_fixture(Manners::default()) else { return };
+    let run = |args: &[&str]| {
+        let output = hub.keel(home.path(), args, &[]);
+        assert!(output.status.success(), "{args:?}: {}", stderr(&output));
+        String::from_utf8(output.stdout).expect("UTF-8")
+    };
+    let parsed = |args: &[&str]| serde_json::from_str::<Value>(&run(args)).expect("JSON");
+    assert!(run(&["list"]).starts_with("no models in "));
+    let pulled = parsed(&["pull", "owner/name", "--json"]);
+    assert_eq!(pulled["revision"], COMMIT);
+    let list = parsed(&["list", "--json"]);
+    assert_eq!(
+        (list[0]["name"].as_str(), list[0]["complete"].as_bool()),
+        (Some("owner/name"), Some(true)),
+        "{list}"
+    );
+    assert_eq!(list[0]["bytes"], pulled["downloaded_bytes"]);
+    hub.take_asked();
+    assert!(run(&["pull", "owner/name"]).starts_with("owner/name: nothing new"));
+    assert_eq!(files_asked(&hub.take_asked()), [""; 0]);
+    assert!(run(&["list"]).contains("owner/name"));
+    assert!(run(&["rm", "owner/name"]).contains("owner/name is removed"));
+    assert_eq!(parsed(&["list", "--json"]), Value::Array(Vec::new()));
+    assert!(!blobs(home.path()).exists());
+    refused(&hub.keel(home.path(), &["rm", "owner/name"], &[]), "keel list shows what is");
+}
+
+#[test]
+fn names_that_are_none_ask_nobody() {
+    let home = tempfile::tempdir().expect("a temporary folder");
+    let hub = Hub::start(Vec::new(), Manners::default());
+    for name in ["name", "a/b/c", "../x", "owner/name@", "owner/name@../../x", "owner/name:../x", "o/n@a//b"]
+    {
+        let output = hub.keel(home.path(), &["pull", name], &[]);
+        assert_eq!(output.status.code(), Some(1), "{name}");
+        assert_eq!(stderr(&output).lines().count(), 1, "{name}: {}", stderr(&output));
+    }
+    assert_eq!(hub.take_asked(), []);
+    assert!(
+        hub.keel(home.path(), &["rm", "owner/name"], &[("HF_ENDPOINT", "nonsense")]).status.code() == Some(1)
+    );
 }
 
 #[test]
 fn a_model_that_the_hub_does_not_have_is_one_line() {
     let home = tempfile::tempdir().expect("a temporary folder");
-    let hub = Hub::start(home.path().into());
-    for endpoint in [&hub.endpoint, "http://127.0.0.1:9"] {
-        let output = generate("owner/other", endpoint, home.path());
+    let hub = Hub::start(Vec::new(), Manners::default());
+    for (endpoint, reason) in
+        [(hub.endpoint.as_str(), "it has no such model"), (NOBODY, "it cannot be reached")]
+    {
+        let named = ["generate", "--model", "owner/other", "--ids", "1"];
+        let output = keel_with_hub(endpoint, home.path(), &named, &[]);
         let message = stderr(&output);
         assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
-        assert!(message.starts_with("keel: cannot download owner/other from the hub"), "{message}");
+        let start = "keel: --model owner/other: there is no such file or folder here: cannot download owner/other from";
+        assert!(message.starts_with(start) && message.contains(reason), "{message}");
     }
+    let empty = hub.keel(home.path(), &["pull", "owner/name"], &[]);
+    refused(&empty, "there is nothing that keel runs");
 }

@@ -5,7 +5,13 @@ pub mod chat;
 pub mod eval;
 pub mod generate;
 pub mod inspect;
+#[cfg(feature = "hub")]
+pub mod list;
 pub mod logits;
 pub mod plan;
+#[cfg(feature = "hub")]
+pub mod pull;
 pub mod quantize;
+#[cfg(feature = "hub")]
+pub mod rm;
 pub mod serve;

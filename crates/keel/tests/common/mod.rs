@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unused_imports)] // each test file uses its part
 
+#[cfg(feature = "hub")]
+pub mod hub;
 pub mod written;
 
 use std::io::Write;
@@ -29,10 +31,12 @@ pub fn keel(args: &[&str]) -> Output {
     keel_with_input(args, "")
 }
 
-/// Runs keel with this on its standard input.
+/// Runs keel with this on its standard input. Where no device is named it is the CPU, and no hub is asked.
 pub fn keel_with_input(args: &[&str], input: &str) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
         .args(args)
+        .env("KEEL_DEVICE", "cpu")
+        .env("HF_HUB_OFFLINE", "1")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

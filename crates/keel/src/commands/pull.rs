@@ -1,0 +1,44 @@
+//! `keel pull`: downloads a model.
+
+use anyhow::Result;
+use clap::Args;
+use serde_json::json;
+
+use crate::output;
+use crate::report::human_bytes;
+use crate::source::hub::{self, HubName, Settings};
+
+/// Download a model from the hub, or what is new in it. A download that was interrupted goes on where it was; every file's
+/// size is checked, and of large ones the SHA-256.
+///
+/// HF_TOKEN is for models that ask who you are, HF_ENDPOINT names another hub, HF_HOME or HF_HUB_CACHE another folder.
+#[derive(Debug, Args)]
+pub struct PullArgs {
+    /// owner/name, owner/name@revision (a branch, a tag or a commit), or owner/name:CODING for one of several GGUF files, such
+    /// as owner/name:Q4_K_M.
+    #[arg(value_name = "NAME")]
+    name: String,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub fn run(args: &PullArgs) -> Result<()> {
+    let name = HubName::parse(&args.name)?;
+    let pulled = hub::pull(&name, &Settings::from_env()?)?;
+    if args.json {
+        return output::json(&json!({
+            "name": name.to_string(),
+            "path": pulled.path,
+            "revision": pulled.commit,
+            "downloaded_bytes": pulled.new_bytes,
+        }));
+    }
+    let new = match pulled.new_bytes {
+        0 => "nothing new".to_string(),
+        bytes => format!("{} downloaded", human_bytes(bytes)),
+    };
+    output::line(&format!("{name}: {new}; {}", pulled.path.display()))?;
+    output::line(&format!("run it with: keel generate --model {name} \"Once upon a time\""))
+}

@@ -1,0 +1,376 @@
+//! The folder of models, laid out as the hub's other clients have it, so that each finds what another has downloaded:
+//!
+//! ```text
+//! models--OWNER--NAME/blobs/HASH              the contents of a file; HASH.incomplete while it is on its way
+//! models--OWNER--NAME/refs/REVISION           the commit that a branch or tag was when it was last asked for
+//! models--OWNER--NAME/snapshots/COMMIT/FILE   a link to the contents
+//! ```
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use super::choice::{is_gguf_model, is_picked};
+use crate::source::hub_name::{HubName, is_commit};
+
+/// The folder of models.
+pub struct Cache {
+    root: PathBuf,
+}
+
+/// A model that is there.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// `owner/name`.
+    pub repository: String,
+    /// The commit.
+    pub commit: String,
+    /// Branches and tags that are this commit.
+    pub revisions: Vec<String>,
+    /// GGUF files; none of a checkpoint.
+    pub gguf: Vec<String>,
+    /// Whether it can be run.
+    pub is_complete: bool,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// When it was downloaded.
+    pub changed: Option<SystemTime>,
+}
+
+impl Cache {
+    pub fn new(root: PathBuf) -> Cache {
+        Cache { root }
+    }
+
+    /// Where it is.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The folder of a model.
+    pub fn repository(&self, name: &HubName) -> PathBuf {
+        self.root.join(format!("models--{}--{}", name.owner, name.name))
+    }
+
+    /// Where the contents of a file are kept.
+    pub fn blob(&self, name: &HubName, blob: &str) -> PathBuf {
+        self.repository(name).join("blobs").join(blob)
+    }
+
+    /// The folder of a commit's files.
+    pub fn snapshot(&self, name: &HubName, commit: &str) -> PathBuf {
+        self.repository(name).join("snapshots").join(commit)
+    }
+
+    /// What there is of a name: a folder, or the path of a GGUF file.
+    pub fn find(&self, name: &HubName) -> Option<PathBuf> {
+        let commit = match name.commit() {
+            Some(commit) => commit.to_string(),
+            None => read_ref(&self.repository(name).join("refs").join(name.revision()))?,
+        };
+        let folder = self.snapshot(name, &commit);
+        let Some(pick) = &name.pick else {
+            if is_checkpoint(&folder) {
+                return Some(folder);
+            }
+            let mut gguf = gguf_files(&folder);
+            return if gguf.len() == 1 { gguf.pop().map(|file| folder.join(file)) } else { None };
+        };
+        let mut picked = gguf_files(&folder);
+        picked.retain(|file| is_picked(file, pick));
+        picked.sort_by_key(|file| (file.matches('/').count(), file.len()));
+        picked.first().map(|file| folder.join(file))
+    }
+
+    /// Notes which commit a branch or tag is.
+    ///
+    /// # Errors
+    /// If the folder cannot be written.
+    pub fn note_revision(&self, name: &HubName, commit: &str) -> Result<()> {
+        if name.commit().is_some() {
+            return Ok(());
+        }
+        let path = self.repository(name).join("refs").join(name.revision());
+        let written =
+            path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&path, commit));
+        written.with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// Gives contents a name in a commit's folder.
+    ///
+    /// # Errors
+    /// If the folder cannot be written.
+    pub fn link(&self, name: &HubName, commit: &str, file: &str, blob: &str) -> Result<()> {
+        let path = self.snapshot(name, commit).join(file);
+        if path.exists() {
+            return Ok(());
+        }
+        let up = "../".repeat(2 + file.matches('/').count());
+        let link = || -> std::io::Result<()> {
+            path.parent().map_or(Ok(()), fs::create_dir_all)?;
+            // A link whose contents are gone.
+            let _ = fs::remove_file(&path);
+            link_to(&Path::new(&up).join("blobs").join(blob), &self.blob(name, blob), &path)
+        };
+        link().with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// All models, by name.
+    ///
+    /// # Errors
+    /// If the folder is there and cannot be read.
+    pub fn entries(&self) -> Result<Vec<Entry>> {
+        if !self.root.exists() {
+            return Ok(Vec::new());
+        }
+        let folders =
+            fs::read_dir(&self.root).with_context(|| format!("cannot read {}", self.root.display()))?;
+        let mut entries = Vec::new();
+        for folder in folders.flatten() {
+            let file_name = folder.file_name();
+            let Some(rest) = file_name.to_str().and_then(|name| name.strip_prefix("models--")) else {
+                continue;
+            };
+            let repository = rest.replacen("--", "/", 1);
+            let revisions = revisions_of(&folder.path());
+            for snapshot in names_in(&folder.path().join("snapshots")) {
+                if is_commit(&snapshot) {
+                    entries.push(entry(&folder.path(), &repository, &snapshot, &revisions));
+                }
+            }
+        }
+        entries.sort_by(|a, b| (&a.repository, &a.commit).cmp(&(&b.repository, &b.commit)));
+        Ok(entries)
+    }
+
+    /// Removes what a name means: a GGUF file, a revision, or the whole model; and contents that nothing is linked to any
+    /// more. Returns the bytes that this frees.
+    ///
+    /// # Errors
+    /// If it is not there, or cannot be removed.
+    pub fn remove(&self, name: &HubName) -> Result<u64> {
+        let folder = self.repository(name);
+        if !folder.is_dir() {
+            bail!("{} is not in {}; keel list shows what is", name.repository(), self.root.display());
+        }
+        let before = bytes_below(&folder);
+        let cannot_remove = || format!("cannot remove {name} from {}", self.root.display());
+        match (&name.revision, &name.pick) {
+            (None, None) => {
+                fs::remove_dir_all(&folder).with_context(cannot_remove)?;
+                return Ok(before);
+            }
+            (_, Some(_)) => {
+                let Some(path) = self.find(name) else {
+                    bail!("{name} is not in {}; keel list shows what is", self.root.display());
+                };
+                fs::remove_file(path).with_context(cannot_remove)?;
+            }
+            (Some(revision), None) => {
+                let in_refs = folder.join("refs").join(revision);
+                let commit = name.commit().map(str::to_string).or_else(|| read_ref(&in_refs));
+                let snapshot = commit.map(|commit| self.snapshot(name, &commit)).filter(|path| path.is_dir());
+                let Some(snapshot) = snapshot else {
+                    bail!("{name} is not in {}; keel list shows what is", self.root.display());
+                };
+                fs::remove_dir_all(snapshot).with_context(cannot_remove)?;
+                let _ = fs::remove_file(in_refs);
+            }
+        }
+        sweep(&folder).with_context(cannot_remove)?;
+        Ok(before.saturating_sub(bytes_below(&folder)))
+    }
+}
+
+/// Removes empty snapshots and contents without a link; the whole folder when no snapshot is left.
+fn sweep(folder: &Path) -> std::io::Result<()> {
+    let snapshots = folder.join("snapshots");
+    let mut linked = BTreeSet::new();
+    let mut left = 0;
+    for snapshot in names_in(&snapshots) {
+        let files = files_below(&snapshots.join(&snapshot), "");
+        if files.is_empty() {
+            fs::remove_dir_all(snapshots.join(&snapshot))?;
+            continue;
+        }
+        left += 1;
+        for file in files {
+            let target = fs::read_link(snapshots.join(&snapshot).join(file)).unwrap_or_default();
+            linked.extend(target.file_name().and_then(|name| name.to_str()).map(str::to_string));
+        }
+    }
+    if left == 0 {
+        return fs::remove_dir_all(folder);
+    }
+    let blobs = folder.join("blobs");
+    for blob in names_in(&blobs).into_iter().filter(|blob| !linked.contains(blob)) {
+        fs::remove_file(blobs.join(blob))?;
+    }
+    Ok(())
+}
+
+fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[(String, String)]) -> Entry {
+    let snapshot = folder.join("snapshots").join(commit);
+    let files = files_below(&snapshot, "");
+    let facts = |file: &String| fs::metadata(snapshot.join(file)).ok();
+    let is_whole = is_checkpoint(&snapshot);
+    let gguf = gguf_files(&snapshot);
+    Entry {
+        repository: repository.into(),
+        commit: commit.into(),
+        revisions: revisions.iter().filter(|(_, c)| c == commit).map(|(name, _)| name.clone()).collect(),
+        is_complete: is_whole || !gguf.is_empty(),
+        gguf: if is_whole { Vec::new() } else { gguf },
+        bytes: files.iter().filter_map(facts).map(|facts| facts.len()).sum(),
+        changed: files.iter().filter_map(facts).filter_map(|facts| facts.modified().ok()).max(),
+    }
+}
+
+/// Whether a folder has a config and all weights files that its index names.
+fn is_checkpoint(folder: &Path) -> bool {
+    if !folder.join("config.json").is_file() {
+        return false;
+    }
+    if folder.join("model.safetensors").is_file() {
+        return true;
+    }
+    let index = fs::read(folder.join("model.safetensors.index.json")).ok();
+    let index: Option<Value> = index.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    let shards = index.as_ref().and_then(|index| index["weight_map"].as_object());
+    shards.is_some_and(|map| map.values().all(|file| file.as_str().is_some_and(|f| folder.join(f).is_file())))
+}
+
+fn gguf_files(folder: &Path) -> Vec<String> {
+    let mut files = files_below(folder, "");
+    // A link may be left whose contents are gone.
+    files.retain(|file| is_gguf_model(file) && folder.join(file).is_file());
+    files
+}
+
+fn read_ref(path: &Path) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    Some(text.trim().to_string()).filter(|commit| is_commit(commit))
+}
+
+/// Branches and tags, with their commits.
+fn revisions_of(folder: &Path) -> Vec<(String, String)> {
+    let refs = folder.join("refs");
+    let names = files_below(&refs, "");
+    names.into_iter().filter_map(|name| read_ref(&refs.join(&name)).map(|commit| (name, commit))).collect()
+}
+
+fn names_in(folder: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let mut names: Vec<String> = entries.flatten().filter_map(|e| e.file_name().into_string().ok()).collect();
+    names.sort();
+    names
+}
+
+/// Files below a folder, with their folders' names before them. Links are files.
+fn files_below(folder: &Path, prefix: &str) -> Vec<String> {
+    let mut files = Vec::new();
+    for name in names_in(folder) {
+        let path = folder.join(&name);
+        let full = format!("{prefix}{name}");
+        if path.is_dir() && !path.is_symlink() {
+            files.extend(files_below(&path, &format!("{full}/")));
+        } else {
+            files.push(full);
+        }
+    }
+    files
+}
+
+/// Bytes of all files below a folder, links not followed.
+fn bytes_below(folder: &Path) -> u64 {
+    let bytes = |file: String| fs::symlink_metadata(folder.join(file)).map_or(0, |facts| facts.len());
+    files_below(folder, "").into_iter().map(bytes).sum()
+}
+
+#[cfg(unix)]
+fn link_to(relative: &Path, _contents: &Path, path: &Path) -> std::io::Result<()> {
+    std::os::unix::fs::symlink(relative, path)
+}
+
+/// Where links need rights that people do not have, the contents have a second name.
+#[cfg(not(unix))]
+fn link_to(_relative: &Path, contents: &Path, path: &Path) -> std::io::Result<()> {
+    fs::hard_link(contents, path).or_else(|_| fs::copy(contents, path).map(|_| ()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: &str = "0123456789abcdef0123456789abcdef01234567";
+    const TWO: &str = "1123456789abcdef0123456789abcdef01234567";
+
+    fn name(text: &str) -> HubName {
+        HubName::parse(text).expect("a name")
+    }
+
+    fn put(cache: &Cache, model: &str, commit: &str, files: &[(&str, &str)]) {
+        let name = name(model);
+        for (file, blob) in files {
+            let path = cache.blob(&name, blob);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("writable");
+            fs::write(path, "12345").expect("writable");
+            cache.link(&name, commit, file, blob).expect("linked");
+        }
+        cache.note_revision(&name, commit).expect("noted");
+    }
+
+    fn cache() -> (tempfile::TempDir, Cache) {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let cache = Cache::new(folder.path().join("hub"));
+        (folder, cache)
+    }
+
+    #[test]
+    fn a_model_is_found_once_it_is_complete() {
+        let (_folder, cache) = cache();
+        assert!(cache.find(&name("a/b")).is_none() && cache.entries().expect("none").is_empty());
+        put(&cache, "a/b", ONE, &[("config.json", "aa")]);
+        assert!(cache.find(&name("a/b")).is_none(), "without weights it is not there");
+        put(&cache, "a/b", ONE, &[("model.safetensors", "bb")]);
+        assert_eq!(cache.find(&name("a/b")), Some(cache.snapshot(&name("a/b"), ONE)));
+        assert_eq!(cache.find(&name(&format!("a/b@{ONE}"))), cache.find(&name("a/b")));
+        assert!(cache.find(&name("a/b@other")).is_none());
+        let entries = cache.entries().expect("readable");
+        assert_eq!((entries.len(), entries[0].bytes, entries[0].is_complete), (1, 10, true));
+        assert_eq!(
+            (entries[0].repository.as_str(), &entries[0].revisions[..]),
+            ("a/b", &["main".to_string()][..])
+        );
+    }
+
+    #[test]
+    fn gguf_files_are_found_by_pick() {
+        let (_folder, cache) = cache();
+        put(&cache, "a/b", ONE, &[("m-Q4_K_M.gguf", "aa")]);
+        assert!(cache.find(&name("a/b")).expect("the only one").ends_with("m-Q4_K_M.gguf"));
+        put(&cache, "a/b", ONE, &[("sub/m-Q8_0.gguf", "bb")]);
+        assert!(cache.find(&name("a/b")).is_none(), "one of two has to be picked");
+        let found = cache.find(&name("a/b:q8_0")).expect("picked");
+        assert_eq!(fs::read_to_string(found).expect("the link leads somewhere"), "12345");
+    }
+
+    #[test]
+    fn what_is_removed_frees_its_bytes_and_no_others() {
+        let (_folder, cache) = cache();
+        put(&cache, "a/b", ONE, &[("m-Q4_K_M.gguf", "aa"), ("m-Q8_0.gguf", "bb")]);
+        put(&cache, "a/b@new", TWO, &[("m-Q4_K_M.gguf", "aa"), ("m-Q8_0.gguf", "cc")]);
+        assert!(cache.remove(&name("a/b:Q2_K")).is_err() && cache.remove(&name("a/c")).is_err());
+        assert!(cache.remove(&name("a/b:Q8_0")).expect("there") >= 5);
+        assert!(!cache.blob(&name("a/b"), "bb").exists() && cache.blob(&name("a/b"), "aa").exists());
+        cache.remove(&name("a/b@new")).expect("there");
+        assert!(cache.blob(&name("a/b"), "aa").exists(), "another revision has it, too");
+        assert!(!cache.blob(&name("a/b"), "cc").exists());
+        cache.remove(&name("a/b:Q4_K_M")).expect("there");
+        assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
+    }
+}

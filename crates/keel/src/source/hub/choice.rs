@@ -1,0 +1,186 @@
+//! Which files of a model are downloaded.
+
+use anyhow::{Result, bail};
+
+use super::client::RemoteFile;
+use crate::source::hub_name::HubName;
+
+/// Of several GGUF files the one that is taken where nothing is picked: four bits and a half, the usual compromise.
+const USUAL_CODING: &str = "Q4_K_M";
+
+/// What runs a model.
+#[derive(Debug, PartialEq)]
+pub enum Wanted<'a> {
+    /// A checkpoint: config, weights and text files, in one folder.
+    Checkpoint(Vec<&'a RemoteFile>),
+    /// One GGUF file.
+    Gguf(&'a RemoteFile),
+}
+
+impl<'a> Wanted<'a> {
+    /// The files.
+    pub fn files(&self) -> Vec<&'a RemoteFile> {
+        match self {
+            Wanted::Checkpoint(files) => files.clone(),
+            Wanted::Gguf(file) => vec![file],
+        }
+    }
+
+    /// Chooses among the files of a model.
+    ///
+    /// # Errors
+    /// If none can be run, or it is not clear which; the message names those that there are.
+    pub fn choose(name: &HubName, files: &'a [RemoteFile]) -> Result<Wanted<'a>> {
+        let gguf: Vec<&RemoteFile> = files.iter().filter(|file| is_gguf_model(&file.path)).collect();
+        if let Some(pick) = &name.pick {
+            return choose_gguf(name, &gguf, pick).map(Wanted::Gguf);
+        }
+        let checkpoint = checkpoint_files(files);
+        if !checkpoint.is_empty() {
+            return Ok(Wanted::Checkpoint(checkpoint));
+        }
+        match gguf[..] {
+            [] => bail!(
+                "{name} on the hub has neither config.json with safetensors nor a GGUF file: there is nothing that keel runs"
+            ),
+            [only] if !is_split(&only.path) => Ok(Wanted::Gguf(only)),
+            _ => choose_gguf(name, &gguf, USUAL_CODING).map(Wanted::Gguf),
+        }
+    }
+}
+
+/// Config, weights and text files in the root of the model; empty if one of the first two is missing.
+fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
+    let in_root = || files.iter().filter(|file| !file.path.contains('/'));
+    let weights: Vec<&RemoteFile> = in_root().filter(|file| file.path.ends_with(".safetensors")).collect();
+    if weights.is_empty() || !in_root().any(|file| file.path == "config.json") {
+        return Vec::new();
+    }
+    // The same weights may be there once more under the names of another program.
+    let is_usual = |file: &&&RemoteFile| file.path.starts_with("model");
+    let has_usual = weights.iter().any(|file| is_usual(&file));
+    let weights = weights.iter().filter(|file| !has_usual || is_usual(file)).copied();
+    let is_text = |file: &&RemoteFile| file.path.ends_with(".json") || file.path.ends_with(".jinja");
+    in_root().filter(is_text).chain(weights).collect()
+}
+
+/// Whether a file is a model by itself, not a part for reading pictures or a table for quantising.
+pub fn is_gguf_model(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
+    name.ends_with(".gguf") && !name.contains("mmproj") && !name.contains("imatrix")
+}
+
+/// Whether a file is one part of several: `-00001-of-00003.gguf`.
+fn is_split(path: &str) -> bool {
+    let stem = path.strip_suffix(".gguf").unwrap_or(path);
+    let mut parts = stem.rsplit('-');
+    let is_number = |part: Option<&str>| {
+        part.is_some_and(|part| part.len() == 5 && part.chars().all(|c| c.is_ascii_digit()))
+    };
+    is_number(parts.next()) && parts.next() == Some("of") && is_number(parts.next())
+}
+
+/// Whether a GGUF file is the one that a pick means: its whole name, or a coding as one of its parts.
+pub fn is_picked(path: &str, pick: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
+    let pick = pick.to_ascii_lowercase();
+    if name == pick {
+        return true;
+    }
+    let stem = name.strip_suffix(".gguf").unwrap_or(&name);
+    stem.match_indices(&pick).any(|(at, _)| {
+        // Q4_K is not part of Q4_K_M, nor 4_K of Q4_K; UD-Q4_K_XL holds Q4_K_XL.
+        let is_edge = |c: Option<char>| c.is_none_or(|c| !c.is_ascii_alphanumeric() && c != '_');
+        is_edge(stem[..at].chars().next_back()) && is_edge(stem[at + pick.len()..].chars().next())
+    })
+}
+
+fn choose_gguf<'a>(name: &HubName, gguf: &[&'a RemoteFile], pick: &str) -> Result<&'a RemoteFile> {
+    let mut picked: Vec<&RemoteFile> =
+        gguf.iter().filter(|file| is_picked(&file.path, pick)).copied().collect();
+    // UD-Q4_K_M.gguf and Q4_K_M.gguf may lie next to each other: the plainer name is meant.
+    picked.sort_by_key(|file| (file.path.matches('/').count(), file.path.len()));
+    let repository = name.repository();
+    match picked.first() {
+        Some(file) if is_split(&file.path) => bail!(
+            "{} of {repository} is one part of several, which keel does not read: pick a coding that is in one file",
+            file.path
+        ),
+        Some(file) => Ok(file),
+        None if gguf.is_empty() => bail!("{repository} on the hub has no GGUF file to pick {pick} from"),
+        None => {
+            let names: Vec<&str> = gguf.iter().map(|file| file.path.as_str()).collect();
+            bail!(
+                "{repository} has no GGUF file for {pick}; pick one with {repository}:CODING of {}",
+                names.join(", ")
+            )
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files(paths: &[&str]) -> Vec<RemoteFile> {
+        let file = |path: &&str| RemoteFile { path: path.to_string(), size: None, sha256: None, blob: None };
+        paths.iter().map(file).collect()
+    }
+
+    fn chosen(name: &str, paths: &[&str]) -> Result<Vec<String>> {
+        let name = HubName::parse(name)?;
+        let files = files(paths);
+        let wanted = Wanted::choose(&name, &files)?;
+        let mut paths: Vec<String> = wanted.files().iter().map(|file| file.path.clone()).collect();
+        paths.sort();
+        Ok(paths)
+    }
+
+    #[test]
+    fn of_a_checkpoint_what_is_read_is_taken() {
+        let paths = [
+            "README.md",
+            "config.json",
+            "consolidated.safetensors",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "onnx/config.json",
+            "pytorch_model.bin",
+            "tokenizer.json",
+        ];
+        let want = [paths[1], paths[3], paths[4], paths[5], paths[8]];
+        assert_eq!(chosen("a/b", &paths).expect("a checkpoint"), want);
+    }
+
+    #[test]
+    fn of_gguf_files_the_one_that_is_picked() {
+        let paths = [
+            "m-Q4_K_M.gguf",
+            "m-Q4_K_S.gguf",
+            "m-UD-Q4_K_M.gguf",
+            "m-Q8_0.gguf",
+            "mmproj-F16.gguf",
+            "README.md",
+        ];
+        let of = |name: &str| chosen(name, &paths).map(|paths| paths.concat());
+        assert_eq!(of("a/b:Q4_K_M").expect("there"), "m-Q4_K_M.gguf");
+        assert_eq!(of("a/b:q8_0").expect("there"), "m-Q8_0.gguf");
+        assert_eq!(of("a/b:m-Q4_K_S.gguf").expect("there"), "m-Q4_K_S.gguf");
+        assert_eq!(of("a/b").expect("the usual one"), "m-Q4_K_M.gguf");
+        let missing = of("a/b:Q6_K").expect_err("not there").to_string();
+        assert!(missing.contains("no GGUF file for Q6_K") && missing.contains("m-Q8_0.gguf"), "{missing}");
+        assert!(of("a/b:F16").is_err(), "what reads pictures is no model");
+        assert!(of("a/b:Q4_K").is_err(), "a part of a coding's name is another coding");
+    }
+
+    #[test]
+    fn what_cannot_be_run_is_said() {
+        let error = |name: &str, paths: &[&str]| chosen(name, paths).expect_err("refused").to_string();
+        assert!(error("a/b", &["pytorch_model.bin", "config.json"]).contains("nothing that keel runs"));
+        assert!(error("a/b:Q8_0", &["config.json"]).contains("has no GGUF file"));
+        let split = ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
+        assert!(error("a/b:Q8_0", &split).contains("one part of several"));
+        assert_eq!(chosen("a/b", &["only-Q2_K.gguf"]).expect("there"), ["only-Q2_K.gguf"]);
+    }
+}

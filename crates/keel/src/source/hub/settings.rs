@@ -1,0 +1,113 @@
+//! What the environment says about the hub, in the variables that its other clients read.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+
+/// The hub itself.
+const ENDPOINT: &str = "https://huggingface.co";
+
+/// Which hub, as whom, and where models are kept.
+#[derive(Clone)]
+pub struct Settings {
+    /// Where the hub is, without a slash at the end: `HF_ENDPOINT`.
+    pub endpoint: String,
+    /// Who asks: `HF_TOKEN`, or the file that other clients leave after a login.
+    pub token: Option<String>,
+    /// Whether the network may not be used: `HF_HUB_OFFLINE`.
+    pub offline: bool,
+    /// The folder of models: `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME` or the user's cache folder.
+    pub cache: PathBuf,
+}
+
+impl Settings {
+    /// Reads the process's environment.
+    ///
+    /// # Errors
+    /// If a variable cannot be used, or nothing says where models are kept.
+    pub fn from_env() -> Result<Settings> {
+        Settings::read(&|name| std::env::var_os(name).and_then(|value| value.into_string().ok()))
+    }
+
+    fn read(variable: &dyn Fn(&str) -> Option<String>) -> Result<Settings> {
+        let variable = |name: &str| variable(name).map(|v| v.trim().to_string()).filter(|v| !v.is_empty());
+        let endpoint = variable("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
+        if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
+            bail!("HF_ENDPOINT is {endpoint:?}; it begins with https:// or http://");
+        }
+        let home = variable("HF_HOME").map(PathBuf::from).or_else(|| {
+            let cache = variable("XDG_CACHE_HOME").map(PathBuf::from);
+            let cache = cache.or_else(|| Some(PathBuf::from(variable("HOME")?).join(".cache")));
+            cache.map(|cache| cache.join("huggingface"))
+        });
+        let cache =
+            variable("HF_HUB_CACHE").map(PathBuf::from).or(home.as_ref().map(|home| home.join("hub")));
+        let Some(cache) = cache else {
+            bail!("nothing says where models are kept: set HF_HOME, or HOME");
+        };
+        let in_file = || {
+            let path = variable("HF_TOKEN_PATH").map(PathBuf::from).or(home.map(|home| home.join("token")))?;
+            std::fs::read_to_string(path).ok().map(|token| token.trim().to_string())
+        };
+        let token = variable("HF_TOKEN").or_else(in_file).filter(|token| !token.is_empty());
+        if token.as_ref().is_some_and(|token| !token.chars().all(|c| c.is_ascii_graphic())) {
+            bail!("HF_TOKEN holds characters that no token has");
+        }
+        let offline = variable("HF_HUB_OFFLINE")
+            .is_some_and(|value| ["1", "true", "yes", "on"].contains(&value.to_ascii_lowercase().as_str()));
+        Ok(Settings { endpoint: endpoint.trim_end_matches('/').into(), token, offline, cache })
+    }
+}
+
+/// The folder of models, for reports.
+///
+/// # Errors
+/// As [`Settings::from_env`].
+pub fn cache_folder() -> Result<PathBuf> {
+    Settings::from_env().map(|settings| settings.cache).context("the cache of models")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(variables: &[(&str, &str)]) -> Result<Settings> {
+        let find = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string());
+        Settings::read(&find)
+    }
+
+    #[test]
+    fn the_cache_is_where_other_clients_have_it() {
+        let cache = |variables: &[_]| read(variables).map(|s| s.cache.display().to_string()).ok();
+        let all = [("HF_HUB_CACHE", "/c"), ("HF_HOME", "/h"), ("XDG_CACHE_HOME", "/x"), ("HOME", "/u")];
+        assert_eq!(cache(&all).as_deref(), Some("/c"));
+        assert_eq!(cache(&all[1..]).as_deref(), Some("/h/hub"));
+        assert_eq!(cache(&all[2..]).as_deref(), Some("/x/huggingface/hub"));
+        assert_eq!(cache(&all[3..]).as_deref(), Some("/u/.cache/huggingface/hub"));
+        assert_eq!(cache(&[]), None);
+    }
+
+    #[test]
+    fn token_endpoint_and_offline() {
+        let home = ("HOME", "/nowhere/at/all");
+        let plain = read(&[home]).expect("enough");
+        assert_eq!((plain.endpoint.as_str(), plain.token, plain.offline), (ENDPOINT, None, false));
+        let set = [home, ("HF_TOKEN", " hf_x\n"), ("HF_ENDPOINT", "http://h:1/"), ("HF_HUB_OFFLINE", "YES")];
+        let set = read(&set).expect("enough");
+        assert_eq!(
+            (set.endpoint.as_str(), set.token.as_deref(), set.offline),
+            ("http://h:1", Some("hf_x"), true)
+        );
+        assert!(read(&[home, ("HF_TOKEN", "a\nb")]).is_err());
+        assert!(read(&[home, ("HF_ENDPOINT", "ftp://h")]).is_err());
+        assert!(!read(&[home, ("HF_HUB_OFFLINE", "0")]).expect("enough").offline);
+    }
+
+    #[test]
+    fn a_login_of_another_client_is_found() {
+        let home = tempfile::tempdir().expect("a temporary folder");
+        std::fs::write(home.path().join("token"), "hf_of_login\n").expect("writable");
+        let settings = read(&[("HF_HOME", home.path().to_str().expect("UTF-8"))]).expect("enough");
+        assert_eq!(settings.token.as_deref(), Some("hf_of_login"));
+    }
+}
