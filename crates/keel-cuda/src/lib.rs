@@ -15,6 +15,6 @@ pub mod kernels;
 mod peaks;
 
 pub use backend::{CudaBackend, CudaOptions, Precision};
-pub use driver::{Architecture, compile};
+pub use driver::{Architecture, GpuFacts, Survey, Version, compile};
 pub use error::CudaError;
 pub use peaks::GpuPeaks;

@@ -11,6 +11,7 @@ mod constrained;
 mod driver;
 mod failure;
 mod output;
+mod placement;
 mod progress;
 mod report;
 mod session;
@@ -21,7 +22,7 @@ mod tokens;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// Runs hybrid language models: memory known before the start, never exceeded, all given back.
 #[derive(Debug, Parser)]
@@ -51,6 +52,10 @@ enum Command {
     List(commands::list::ListArgs),
     #[cfg(feature = "hub")]
     Rm(commands::rm::RmArgs),
+    Doctor(commands::doctor::DoctorArgs),
+    Completions(commands::completions::CompletionsArgs),
+    #[command(hide = true)]
+    Man(commands::completions::ManArgs),
 }
 
 fn main() -> ExitCode {
@@ -73,6 +78,9 @@ fn main() -> ExitCode {
             Command::List(args) => commands::list::run(&args),
             #[cfg(feature = "hub")]
             Command::Rm(args) => commands::rm::run(&args),
+            Command::Doctor(args) => commands::doctor::run(&args),
+            Command::Completions(args) => commands::completions::run(&args, Cli::command()),
+            Command::Man(args) => commands::completions::run_man(&args, Cli::command()),
         }
     })
 }

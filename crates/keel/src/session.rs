@@ -45,6 +45,7 @@ impl Session {
             let whose = if device.memory_limit.is_none() { OF_DEVICE } else { "" };
             bail!(too_little_memory(&planned, limit, whose, &options));
         }
+        device.announce();
         runtime.ledger().set_limit(limit);
         let start = Instant::now();
         let bar = progress::bytes("loading", planned.get(Category::Weights));

@@ -196,6 +196,7 @@ fn a_stop_string_ends_the_text_before_it() {
 #[test]
 fn a_reader_that_leaves_is_no_failure() {
     let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
+        .env("KEEL_DEVICE", "cpu")
         .args(["generate", "Once upon a time", "--max-tokens", "200", "--ignore-eos"])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

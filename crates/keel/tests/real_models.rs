@@ -180,6 +180,7 @@ fn most_while_decoding(file: &Path, full: &Full) -> u64 {
     let options =
         ["--temperature", "0", "--max-tokens", &context, "--ignore-eos", "--context", &context, "--quiet"];
     let mut keel = Command::new(env!("CARGO_BIN_EXE_keel"))
+        .env("KEEL_DEVICE", "cpu")
         .args(["generate", &prompt, "--raw", "--model", arg(file)])
         .args(options)
         .stdout(Stdio::piped())

@@ -13,6 +13,7 @@ use common::{keel_with_input, stderr};
 /// A server on a free port, and its address.
 fn start() -> (Child, String) {
     let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
+        .env("KEEL_DEVICE", "cpu")
         .args(["serve", "--port", "0"])
         .stderr(Stdio::piped())
         .spawn()

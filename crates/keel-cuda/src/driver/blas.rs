@@ -63,15 +63,29 @@ fn refused(call: &'static str) -> impl Fn(result::CublasError) -> CudaError {
     move |error| CudaError::Driver { call, reason: format!("{error:?}") }
 }
 
+fn is_present() -> Result<()> {
+    // SAFETY: asks the loader whether the library can be opened.
+    if unsafe { sys::is_culib_present() } {
+        return Ok(());
+    }
+    let advice = "it is part of the CUDA toolkit and of the package nvidia-cublas; install either, and name its \
+                  folder in LD_LIBRARY_PATH";
+    Err(CudaError::Missing { library: "libcublasLt", advice })
+}
+
+/// The library's version.
+pub(super) fn version() -> Result<(u32, u32)> {
+    is_present()?;
+    // SAFETY: asks a library that is there for a number; it needs no device.
+    let version = unsafe { sys::cublasLtGetVersion() };
+    // 130001 is 13.0.1.
+    Ok((version as u32 / 10_000, version as u32 % 10_000 / 100))
+}
+
 impl Blas {
     /// The library, for the device whose context is current.
     pub fn new() -> Result<Blas> {
-        // SAFETY: asks the loader whether the library can be opened.
-        if !unsafe { sys::is_culib_present() } {
-            let advice = "it is part of the CUDA toolkit and of the package nvidia-cublas; install either, and name its \
-                          folder in LD_LIBRARY_PATH";
-            return Err(CudaError::Missing { library: "libcublasLt", advice });
-        }
+        is_present()?;
         let handle = result::create_handle().map_err(refused("cublasLtCreate"))?;
         Ok(Blas { handle, plans: Mutex::default() })
     }

@@ -38,12 +38,7 @@ impl Drop for Program {
 /// # Errors
 /// If the compiler is not there, or refuses the source.
 pub fn compile(key: &KernelKey, architecture: Architecture) -> Result<Vec<u8>> {
-    // SAFETY: asks the loader whether the library can be opened.
-    if !unsafe { sys::is_culib_present() } {
-        let advice = "it is part of the CUDA toolkit and of the package nvidia-cuda-nvrtc; install either, and name \
-                      its folder in LD_LIBRARY_PATH";
-        return Err(CudaError::Missing { library: "libnvrtc", advice });
-    }
+    is_present()?;
     let path = cached_path(key, architecture);
     if let Some(code) = path.as_ref().and_then(|path| std::fs::read(path).ok()) {
         return Ok(code);
@@ -53,6 +48,23 @@ pub fn compile(key: &KernelKey, architecture: Architecture) -> Result<Vec<u8>> {
         store(&path, &code);
     }
     Ok(code)
+}
+
+fn is_present() -> Result<()> {
+    // SAFETY: asks the loader whether the library can be opened.
+    if unsafe { sys::is_culib_present() } {
+        return Ok(());
+    }
+    let advice = "it is part of the CUDA toolkit and of the package nvidia-cuda-nvrtc; install either, and name \
+                  its folder in LD_LIBRARY_PATH";
+    Err(CudaError::Missing { library: "libnvrtc", advice })
+}
+
+/// The compiler's version.
+pub(super) fn version() -> Result<(u32, u32)> {
+    is_present()?;
+    let (major, minor) = compiler_version();
+    Ok((major as u32, minor as u32))
 }
 
 fn compile_source(key: &KernelKey, architecture: Architecture) -> Result<Vec<u8>> {
@@ -114,15 +126,21 @@ fn log_of(program: &Program) -> String {
     CStr::from_bytes_until_nul(&log).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Where the machine code of this kernel is kept: `KEEL_CACHE_DIR`, or `keel` in the user's cache folder.
-fn cached_path(key: &KernelKey, architecture: Architecture) -> Option<PathBuf> {
+/// Where compiled kernels are kept: below `KEEL_CACHE_DIR`, or `keel` in the user's cache folder.
+pub(super) fn cache_folder() -> Option<PathBuf> {
     let variable = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     let folder = variable("KEEL_CACHE_DIR")
         .or_else(|| variable("XDG_CACHE_HOME").map(|p| p.join("keel")))
         .or_else(|| variable("HOME").map(|p| p.join(".cache/keel")))?;
+    Some(folder.join("kernels"))
+}
+
+/// Where the machine code of this kernel is kept.
+fn cached_path(key: &KernelKey, architecture: Architecture) -> Option<PathBuf> {
+    let folder = cache_folder()?;
     let mut hasher = DefaultHasher::new();
     (key, architecture, HEADERS, compiler_version()).hash(&mut hasher);
-    Some(folder.join("kernels").join(format!("{}-{:016x}.cubin", key.entry, hasher.finish())))
+    Some(folder.join(format!("{}-{:016x}.cubin", key.entry, hasher.finish())))
 }
 
 fn compiler_version() -> (i32, i32) {

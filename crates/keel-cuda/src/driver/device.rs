@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 /// The CUDA version whose driver interface the kernels and graphs need: 12.0.
-const DRIVER_MIN: i32 = 12_000;
+pub(super) const DRIVER_MIN: i32 = 12_000;
 
 /// A small write of the host, on its way.
 #[derive(Clone, Debug)]
@@ -65,8 +65,7 @@ impl Device {
     pub fn open(ordinal: usize) -> Result<Device> {
         // SAFETY: asks the loader whether the library can be opened.
         if !unsafe { sys::is_culib_present() } {
-            let advice = "it is part of the NVIDIA driver; install the driver, or use --device cpu";
-            return Err(CudaError::Missing { library: "libcuda", advice });
+            return Err(no_driver());
         }
         let (mut found, mut count, mut device, mut context) = (0, 0, 0, std::ptr::null_mut());
         // SAFETY: the pointers are to locals of the right types, and cuInit comes before all else.
@@ -203,7 +202,13 @@ fn memory_info() -> Result<(u64, u64)> {
     Ok((free as u64, total as u64))
 }
 
-fn name_of(device: CUdevice) -> Result<String> {
+/// That the driver is not there.
+pub(super) fn no_driver() -> CudaError {
+    let advice = "it is part of the NVIDIA driver; install the driver, or use --device cpu";
+    CudaError::Missing { library: "libcuda", advice }
+}
+
+pub(super) fn name_of(device: CUdevice) -> Result<String> {
     let mut name = [0; 128];
     // SAFETY: the driver writes at most this many bytes, the last one a zero.
     unsafe { driver!(cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device))? };
@@ -211,7 +216,7 @@ fn name_of(device: CUdevice) -> Result<String> {
     Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
 }
 
-fn attribute_of(device: CUdevice, attribute: CUdevice_attribute) -> Result<u32> {
+pub(super) fn attribute_of(device: CUdevice, attribute: CUdevice_attribute) -> Result<u32> {
     let mut value = 0;
     // SAFETY: the pointer is to a local.
     unsafe { driver!(cuDeviceGetAttribute(&mut value, attribute, device))? };

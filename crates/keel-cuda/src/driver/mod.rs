@@ -11,6 +11,7 @@ mod memory;
 mod modules;
 mod nvml;
 mod reservation;
+mod survey;
 
 pub(crate) use arguments::Arguments;
 pub(crate) use blas::{Blas, HalfType, Product, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES};
@@ -22,6 +23,7 @@ pub(crate) use memory::{CudaMemory, PinnedBuffer};
 pub(crate) use modules::Modules;
 pub(crate) use reservation::GRANULE;
 use reservation::Reservation;
+pub use survey::{GpuFacts, Survey, Version};
 
 use crate::CudaError;
 use cudarc::driver::sys::{self, CUresult};

@@ -11,7 +11,7 @@ mod speculate;
 mod subject;
 
 pub use bytes::parse_bytes;
-pub use device::{Device, DeviceArgs};
+pub use device::{Device, DeviceArgs, machine};
 pub use form::FormArgs;
 pub use ids::IdArgs;
 pub use model::{EngineArgs, ModelArgs};

@@ -12,6 +12,7 @@ use keel_engine::{EngineOptions, GenerateOptions, PREFILL_GRID, SamplerOptions, 
 use keel_text::{ChatTemplate, Message};
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
+use crate::placement::settle;
 use crate::session::{Session, close, context_for};
 use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
@@ -55,9 +56,14 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let template = text.template()?;
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
-    let speculation = args.speculate.for_model(&model, args.device.device(), &args.sampling)?;
-    let drafts = drafts_max(speculation);
-    let options = EngineOptions { context, checkpoints: CHECKPOINTS, drafts, ..args.engine.options() };
+    let speculation = |device| args.speculate.for_model(&model, device, &args.sampling);
+    let options =
+        |drafts| EngineOptions { context, checkpoints: CHECKPOINTS, drafts, ..args.engine.options() };
+    settle(&args.device, &*model.parameters(), &model.json, |device| {
+        Ok(options(drafts_max(speculation(device.device())?)))
+    });
+    let speculation = speculation(args.device.device())?;
+    let options = options(drafts_max(speculation));
     let sampler = args.sampling.options(&text.defaults)?;
     TextStream::new(&text.tokenizer, &args.sampling.stop)?;
     let session = Session::load(&args.device, &model, options)?;

@@ -13,6 +13,7 @@ use crate::args::{
     Asking, DeviceArgs, EngineArgs, FormArgs, ModelArgs, PromptArgs, SamplingArgs, SpeculateArgs, drafts_max,
 };
 use crate::failure::usage;
+use crate::placement::settle;
 use crate::report::{Memory, Timing};
 use crate::session::{Session, check_ids, close, context_for};
 use crate::source::Model;
@@ -134,12 +135,14 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         bail!("the prompt is empty: there is nothing to continue");
     }
     check_ids(&model.config, &prompt.ids)?;
+    let context = context(args, &model, prompt.ids.len())?;
+    settle(&args.device, &*model.parameters(), &model.json, |device| {
+        let speculation = args.speculate.for_model(&model, device.device(), &args.sampling)?;
+        Ok(EngineOptions { context, drafts: drafts_max(speculation), ..args.engine.options() })
+    });
     let course = Course::new(args, &model, text.as_ref(), &prompt)?;
-    let options = EngineOptions {
-        context: context(args, &model, prompt.ids.len())?,
-        drafts: drafts_max(course.how.speculation),
-        ..args.engine.options()
-    };
+    let drafts = drafts_max(course.how.speculation);
+    let options = EngineOptions { context, drafts, ..args.engine.options() };
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);
     let outcome = generate(args, &mut session, &prompt, course)?;

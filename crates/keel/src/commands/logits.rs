@@ -12,6 +12,7 @@ use keel_weights::{SafetensorsWriter, TensorSpec};
 
 use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs};
 use crate::failure::usage;
+use crate::placement::settle;
 use crate::session::{Session, check_ids, context_for};
 use crate::{output, source};
 
@@ -49,6 +50,7 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
         all_logits: true,
         ..args.engine.options()
     };
+    settle(&args.device, &*model.parameters(), &model.json, |_| Ok(options));
     let mut session = Session::load(&args.device, &model, options)?;
     let shapes = write_logits(&mut session, &ids, args)?;
     output::line(&format!("{}: {}", args.out.display(), shapes.join(", ")))

@@ -2,6 +2,8 @@
 
 pub mod bench;
 pub mod chat;
+pub mod completions;
+pub mod doctor;
 pub mod eval;
 pub mod generate;
 pub mod inspect;

@@ -9,6 +9,7 @@ use serde_json::json;
 use crate::args::{DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
 use crate::driver::ROOM_BYTES;
 use crate::output;
+use crate::placement::settle;
 use crate::report::{categories, human_bytes, plan_table};
 use crate::session::{self, context_for};
 
@@ -49,10 +50,13 @@ pub fn run(args: &PlanArgs) -> Result<()> {
     let model = args.subject.open()?;
     let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
     let context = context_for(&subject.config, args.context).context("--context")?;
-    let drafts = drafts_max(args.speculate.for_subject(&subject, args.device.device(), model.is_none())?);
     let swap_bytes = args.swap as usize;
-    let options =
-        EngineOptions { context, sequences: args.batch, drafts, swap_bytes, ..args.engine.options() };
+    let options = |device| {
+        let drafts = drafts_max(args.speculate.for_subject(&subject, device, model.is_none())?);
+        Ok(EngineOptions { context, sequences: args.batch, drafts, swap_bytes, ..args.engine.options() })
+    };
+    settle(&args.device, &*subject.parameters, &subject.json, |device| options(device.device()));
+    let options = options(args.device.device())?;
     match args.limit {
         Some(limit) => print_fit(args, &subject, options, limit),
         None => print_plan(args, &subject, options),
@@ -61,6 +65,7 @@ pub fn run(args: &PlanArgs) -> Result<()> {
 
 fn print_plan(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<()> {
     let planned = session::plan(&args.device, &*subject.parameters, &subject.json, options)?;
+    args.device.announce();
     let driver = session::driver(&args.device, options.compute);
     if args.json {
         let mut object = categories(&planned);

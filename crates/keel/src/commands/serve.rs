@@ -11,6 +11,7 @@ use keel_engine::{DRAFTS_MAX, EngineError, EngineOptions, SpeculationOptions};
 use keel_server::{ModelText, PrefixStore, Server, ServerOptions, bind, wait_for_signal};
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, parse_bytes};
+use crate::placement::settle;
 use crate::report::human_bytes;
 use crate::session::{self, Session, context_for};
 use crate::source::{self, Model};
@@ -112,7 +113,8 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     keel_cpu::heap::share_arena();
     let model = source::open(args.model.model.as_deref())?;
     let text = ModelText::new(&model.text_files()?)?;
-    let options = engine_options(args, &model)?;
+    settle(&args.device, &*model.parameters(), &model.json, |device| engine_options(args, device, &model));
+    let options = engine_options(args, &args.device, &model)?;
     let server_options = server_options(args, &model)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -151,7 +153,7 @@ pub fn run(args: &ServeArgs) -> Result<()> {
 }
 
 /// As many pages and states as the bytes asked for have room for. What one takes is learned from plans.
-fn engine_options(args: &ServeArgs, model: &Model) -> Result<EngineOptions> {
+fn engine_options(args: &ServeArgs, device: &DeviceArgs, model: &Model) -> Result<EngineOptions> {
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
     let drafts = if model.config.mtp_layers > 0 { args.drafts.into() } else { 0 };
@@ -160,7 +162,7 @@ fn engine_options(args: &ServeArgs, model: &Model) -> Result<EngineOptions> {
     let parameters = model.parameters();
     let probe = |base| {
         let small = EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..base };
-        session::plan(&args.device, &*parameters, &model.json, small)
+        session::plan(device, &*parameters, &model.json, small)
     };
     let one = match probe(base) {
         // A config may speak of a head that the checkpoint was saved without.

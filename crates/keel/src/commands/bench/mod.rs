@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 use crate::args::{DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs, drafts_max};
 use crate::failure::usage;
 use crate::output;
+use crate::placement::settle;
 use crate::report::{Memory, human_bytes};
 use crate::session::{self, Session, context_for};
 use cost::Cost;
@@ -108,13 +109,15 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let model = args.subject.open()?;
     let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
     let tokens = args.prompt.saturating_add(args.generated);
-    let speculation = args.speculate.for_subject(&subject, args.device.device(), model.is_none())?;
-    let options = EngineOptions {
-        drafts: drafts_max(speculation),
-        context: context_for(&subject.config, tokens).context("--prompt and --gen")?,
-        sequences: args.batch.into(),
-        ..args.engine.options()
-    };
+    let context = context_for(&subject.config, tokens).context("--prompt and --gen")?;
+    let speculation = |device| args.speculate.for_subject(&subject, device, model.is_none());
+    let sequences = args.batch.into();
+    let options = |drafts| EngineOptions { drafts, context, sequences, ..args.engine.options() };
+    settle(&args.device, &*subject.parameters, &subject.json, |device| {
+        Ok(options(drafts_max(speculation(device.device())?)))
+    });
+    let speculation = speculation(args.device.device())?;
+    let options = options(drafts_max(speculation));
     let report = measure(args, &subject, options, speculation)?;
     if args.json { output::json(&report.to_json(args)) } else { output::text(&report.to_text(args)) }
 }

@@ -1,0 +1,132 @@
+//! `--device auto`: the first GPU on which the plan fits, else the CPU.
+
+use anyhow::Result;
+use keel_array::{Category, MemoryReport};
+use keel_cuda::{GpuFacts, Survey};
+use keel_engine::EngineOptions;
+use keel_models::loading::Parameters;
+use serde_json::Value;
+
+use crate::args::{Device, DeviceArgs, machine};
+use crate::driver::ROOM_BYTES;
+use crate::report::human_bytes;
+use crate::session;
+
+/// Bytes that a context and the libraries take on a device before there is a tensor, at most.
+const CONTEXT_BYTES: u64 = 1 << 30;
+
+/// Chooses the device if that is left to the program, by what the `options` of each candidate take. They may depend on the
+/// device, as drafts do. What cannot be planned on a GPU is left to the CPU, whose own plan says why.
+pub fn settle(
+    device: &DeviceArgs,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: impl Fn(&DeviceArgs) -> Result<EngineOptions>,
+) {
+    if !device.is_open() {
+        return;
+    }
+    let (chosen, why) = choose(machine(), &mut |ordinal| {
+        let candidate = device.on(Device::Cuda(ordinal));
+        let planned = session::plan(&candidate, parameters, config, options(&candidate)?)?;
+        Ok(on_device(&planned))
+    });
+    device.choose(chosen, why);
+}
+
+/// Parked sequences lie in the host's memory.
+fn on_device(planned: &MemoryReport) -> u64 {
+    planned.total() - planned.get(Category::Swap)
+}
+
+/// The device, and why, in one line. `bytes` is what a GPU has to hold, by its number.
+fn choose(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u64>) -> (Device, String) {
+    let on_cpu = |reason: String| (Device::Cpu, format!("running on the CPU: {reason}"));
+    if survey.driver.is_err() && survey.gpus.is_empty() {
+        return on_cpu("there is no NVIDIA driver".into());
+    }
+    if let Some(obstacle) = survey.obstacle() {
+        return on_cpu(format!("{obstacle} (see keel doctor)"));
+    }
+    let mut refusals = Vec::new();
+    for gpu in &survey.gpus {
+        let name = format!("cuda:{} ({})", gpu.ordinal, gpu.name);
+        match room_on(gpu).map(|room| (room, bytes(gpu.ordinal))) {
+            None => refusals.push(format!("{name} is of a generation before 8.0")),
+            Some((room, Ok(bytes))) if bytes <= room => {
+                let line = format!("{} are planned, {} are free", human_bytes(bytes), human_bytes(room));
+                return (Device::Cuda(gpu.ordinal), format!("running on {name}: {line}"));
+            }
+            Some((room, Ok(bytes))) => {
+                let (planned, room) = (human_bytes(bytes), human_bytes(room));
+                refusals.push(format!("{planned} are planned, and {name} has {room} free for it"));
+            }
+            Some((_, Err(error))) => refusals.push(format!("{name}: {error:#}")),
+        }
+    }
+    on_cpu(if refusals.is_empty() { "there is no NVIDIA GPU".into() } else { refusals.join("; ") })
+}
+
+/// Bytes of tensors that a GPU has room for; `None` if it cannot be used.
+fn room_on(gpu: &GpuFacts) -> Option<u64> {
+    let free = gpu.free_bytes.unwrap_or(gpu.total_bytes);
+    gpu.is_supported().then(|| free.saturating_sub(ROOM_BYTES + CONTEXT_BYTES))
+}
+
+#[cfg(test)]
+mod tests {
+    use keel_cuda::CudaError;
+
+    use super::*;
+
+    fn gpu(ordinal: usize, capability: (u32, u32), free: u64) -> GpuFacts {
+        let name = format!("GPU {ordinal}");
+        GpuFacts { ordinal, name, capability, total_bytes: 80 << 30, free_bytes: Some(free << 30) }
+    }
+
+    fn survey(gpus: Vec<GpuFacts>) -> Survey {
+        Survey { driver: Ok((13, 0)), gpus, compiler: Ok((13, 0)), blas: Ok((13, 0)), kernel_cache: None }
+    }
+
+    fn chosen(survey: &Survey, gib: u64) -> (Device, String) {
+        choose(survey, &mut |_| Ok(gib << 30))
+    }
+
+    #[test]
+    fn the_first_gpu_on_which_the_plan_fits() {
+        let survey =
+            survey(vec![gpu(0, (7, 5), 70), gpu(1, (8, 0), 10), gpu(2, (9, 0), 70), gpu(3, (9, 0), 70)]);
+        let (device, why) = chosen(&survey, 4);
+        assert_eq!(
+            (device, why.as_str()),
+            (Device::Cuda(1), "running on cuda:1 (GPU 1): 4.0 GiB are planned, 8.5 GiB are free")
+        );
+        assert_eq!(chosen(&survey, 40).0, Device::Cuda(2));
+        let (device, why) = chosen(&survey, 69);
+        assert_eq!(device, Device::Cpu, "the driver takes some, too");
+        for part in ["before 8.0", "69.0 GiB are planned", "cuda:3 (GPU 3) has 68.5 GiB free"] {
+            assert!(why.contains(part), "{why}");
+        }
+    }
+
+    #[test]
+    fn without_a_gpu_the_reason_is_said() {
+        let missing = |library| CudaError::Missing { library, advice: "install it" };
+        let no_driver = Survey { driver: Err(missing("libcuda")), ..survey(Vec::new()) };
+        assert_eq!(
+            chosen(&no_driver, 1),
+            (Device::Cpu, "running on the CPU: there is no NVIDIA driver".into())
+        );
+        assert_eq!(chosen(&survey(Vec::new()), 1).1, "running on the CPU: there is no NVIDIA GPU");
+        let no_compiler = Survey { compiler: Err(missing("libnvrtc")), ..survey(vec![gpu(0, (9, 0), 70)]) };
+        let (device, why) = chosen(&no_compiler, 1);
+        assert!(device == Device::Cpu && why.contains("libnvrtc was not found: install it"), "{why}");
+    }
+
+    #[test]
+    fn what_a_gpu_cannot_plan_is_left_to_the_cpu() {
+        let (device, why) =
+            choose(&survey(vec![gpu(0, (9, 0), 70)]), &mut |_| anyhow::bail!("no such kernel"));
+        assert!(device == Device::Cpu && why.contains("cuda:0 (GPU 0): no such kernel"), "{why}");
+    }
+}
