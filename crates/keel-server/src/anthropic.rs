@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::extract::rejection::BytesRejection;
+use axum::http::HeaderMap;
 use axum::response::sse::Event;
 use axum::response::{IntoResponse, Response};
 use keel_text::AnswerPart;
@@ -15,7 +16,7 @@ use crate::answer::{Answer, Ending, Piece, Usage};
 use crate::app::{App, Ask, fresh_id};
 use crate::collect::{Collected, Outbox, collect, respond};
 use crate::error::{Result, ServerError, wrong};
-use crate::http::parse;
+use crate::http::{check_media_type, parse};
 use crate::openai::chat::{self, ChatBody, blocking};
 
 /// An error in Anthropic's form.
@@ -30,6 +31,7 @@ impl<E: Into<ServerError>> From<E> for AnthropicError {
 fn error_json(error: &ServerError) -> Value {
     let kind = match error.reply().status.as_u16() {
         401 => "authentication_error",
+        403 => "permission_error",
         404 => "not_found_error",
         413 => "request_too_large",
         429 => "rate_limit_error",
@@ -73,7 +75,12 @@ struct InputMessage {
     content: Value,
 }
 
-fn read(app: &App, bytes: Result<axum::body::Bytes, BytesRejection>) -> Result<MessagesBody> {
+fn read(
+    app: &App,
+    headers: &HeaderMap,
+    bytes: Result<axum::body::Bytes, BytesRejection>,
+) -> Result<MessagesBody> {
+    check_media_type(headers)?;
     let limit = app.options.body_bytes_max;
     let bytes = bytes.map_err(|_| ServerError::BodyTooLarge { limit })?;
     parse(&bytes)
@@ -89,9 +96,10 @@ async fn ask(app: &Arc<App>, body: MessagesBody) -> Result<Ask> {
 /// Answers a conversation.
 pub(crate) async fn create(
     State(app): State<Arc<App>>,
+    headers: HeaderMap,
     bytes: Result<axum::body::Bytes, BytesRejection>,
 ) -> Result<Response, AnthropicError> {
-    let body = read(&app, bytes)?;
+    let body = read(&app, &headers, bytes)?;
     if body.max_tokens.is_none() {
         return Err(wrong("max_tokens", "it is missing").into());
     }
@@ -111,9 +119,10 @@ pub(crate) async fn create(
 /// Counts the tokens of a conversation.
 pub(crate) async fn count_tokens(
     State(app): State<Arc<App>>,
+    headers: HeaderMap,
     bytes: Result<axum::body::Bytes, BytesRejection>,
 ) -> Result<Response, AnthropicError> {
-    let body = read(&app, bytes)?;
+    let body = read(&app, &headers, bytes)?;
     let ask = ask(&app, body).await?;
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
 }

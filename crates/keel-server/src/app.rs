@@ -12,6 +12,7 @@ use tracing::field::Empty;
 use crate::answer::{Answer, AnswerStyle};
 use crate::error::{Result, ServerError, wrong};
 use crate::grammar::Grammar;
+use crate::keys::Keys;
 use crate::metrics::{Metrics, RequestTimer};
 use crate::options::ServerOptions;
 use crate::text::ModelText;
@@ -29,6 +30,7 @@ pub struct App {
     pub metrics: Metrics,
     /// When the server started, in seconds since 1970.
     pub created: u64,
+    pub(crate) keys: Keys,
     draining: AtomicBool,
 }
 
@@ -55,6 +57,7 @@ impl App {
     pub fn new(engine: EngineHandle, text: ModelText, options: ServerOptions) -> Arc<App> {
         let created = seconds_since_1970((options.wall_clock)());
         Arc::new(App {
+            keys: Keys::new(&options.keys),
             engine,
             text,
             options,

@@ -44,6 +44,54 @@ pub enum ServerError {
     /// A wrong key, or none.
     #[error("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")]
     Unauthorized,
+    /// A host that the server does not answer for: a page of another site may have given its name to our address.
+    #[error("the host {host:?} is not one of this server; start it with --allow-host NAME to add one")]
+    ForeignHost {
+        /// What the client called us.
+        host: String,
+    },
+    /// A page of another site.
+    #[error("pages of {origin:?} may not call this server; start it with --cors ORIGIN to let them")]
+    ForeignOrigin {
+        /// The site.
+        origin: String,
+    },
+    /// A body that is not declared as JSON.
+    #[error("the body is {found:?}; send it with content-type: application/json")]
+    MediaType {
+        /// What it is declared as.
+        found: String,
+    },
+    /// A key has come too often.
+    #[error("this key is good for {limit} requests a minute; try again in {seconds} s")]
+    KeyRate {
+        /// Requests a minute.
+        limit: u32,
+        /// When the next may come.
+        seconds: u32,
+    },
+    /// A key has too many requests under way.
+    #[error("this key is good for {limit} requests at once; wait until one has ended")]
+    KeyBusy {
+        /// Requests at once.
+        limit: u32,
+    },
+    /// A setting of the server is wrong.
+    #[error("{what}: {problem}")]
+    Setting {
+        /// The setting.
+        what: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The endpoint knows other methods.
+    #[error("{path} does not take {method}; the header allow names what it takes")]
+    Method {
+        /// The method.
+        method: String,
+        /// The path.
+        path: String,
+    },
     /// A body beyond the limit.
     #[error("the body is larger than {limit} bytes")]
     BodyTooLarge {
@@ -133,11 +181,21 @@ impl ServerError {
             ServerError::UnknownModel { .. } => reply(S::NOT_FOUND, INVALID, "model_not_found"),
             ServerError::UnknownEndpoint { .. } => reply(S::NOT_FOUND, INVALID, "unknown_url"),
             ServerError::Unauthorized => reply(S::UNAUTHORIZED, INVALID, "invalid_api_key"),
+            ServerError::ForeignHost { .. } => reply(S::FORBIDDEN, INVALID, "host_not_allowed"),
+            ServerError::ForeignOrigin { .. } => reply(S::FORBIDDEN, INVALID, "origin_not_allowed"),
+            ServerError::MediaType { .. } => {
+                reply(S::UNSUPPORTED_MEDIA_TYPE, INVALID, "unsupported_media_type")
+            }
+            ServerError::KeyRate { seconds, .. } => {
+                later(S::TOO_MANY_REQUESTS, "rate_limit_error", "key_rate_limit", *seconds)
+            }
+            ServerError::KeyBusy { .. } => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "key_busy", 1),
+            ServerError::Method { .. } => reply(S::METHOD_NOT_ALLOWED, INVALID, "method_not_allowed"),
             ServerError::BodyTooLarge { .. } => reply(S::PAYLOAD_TOO_LARGE, INVALID, "body_too_large"),
             ServerError::Draining => later(S::SERVICE_UNAVAILABLE, OURS, "shutting_down", 10),
             ServerError::Busy => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "too_many_requests", 1),
             ServerError::EngineStopped => reply(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped"),
-            ServerError::Listen { .. } | ServerError::Io(_) => {
+            ServerError::Listen { .. } | ServerError::Setting { .. } | ServerError::Io(_) => {
                 reply(S::INTERNAL_SERVER_ERROR, OURS, "system_failure")
             }
         }
@@ -163,6 +221,11 @@ impl ServerError {
 /// A field with a wrong value.
 pub(crate) fn wrong(field: &'static str, problem: impl Into<String>) -> ServerError {
     ServerError::Field { field, problem: problem.into() }
+}
+
+/// A setting with a wrong value.
+pub(crate) fn setting(what: &'static str, problem: impl Into<String>) -> ServerError {
+    ServerError::Setting { what, problem: problem.into() }
 }
 
 #[cfg(test)]

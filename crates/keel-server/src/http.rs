@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
-use axum::http::{HeaderValue, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::Stream;
@@ -24,11 +24,22 @@ impl<T: DeserializeOwned> FromRequest<Arc<App>> for Body<T> {
     type Rejection = ServerError;
 
     async fn from_request(request: Request, app: &Arc<App>) -> Result<Body<T>> {
+        check_media_type(request.headers())?;
         let limit = app.options.body_bytes_max;
         let bytes =
             Bytes::from_request(request, app).await.map_err(|_| ServerError::BodyTooLarge { limit })?;
         parse(&bytes).map(Body)
     }
+}
+
+/// Refuses what is not declared as JSON: a web page can send other types to any site without asking it first.
+pub(crate) fn check_media_type(headers: &HeaderMap) -> Result<()> {
+    let declared = headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
+    let kind = declared.split(|&byte| byte == b';').next().unwrap_or_default().trim_ascii();
+    if kind.eq_ignore_ascii_case(b"application/json") {
+        return Ok(());
+    }
+    Err(ServerError::MediaType { found: String::from_utf8_lossy(declared).into_owned() })
 }
 
 /// A body as JSON.
@@ -56,6 +67,9 @@ impl IntoResponse for ServerError {
         let mut response = (reply.status, Json(error_json(&self))).into_response();
         if let Some(seconds) = reply.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if reply.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         // For the layer that counts refusals.
         response.extensions_mut().insert(Refusal(reply.code));

@@ -5,6 +5,8 @@ use std::time::{Duration, SystemTime};
 
 use keel_engine::batch::BatchOptions;
 
+use crate::keys::ApiKey;
+
 /// Where remembered prefixes outlive the server.
 #[derive(Clone, Debug)]
 pub struct PrefixStore {
@@ -33,8 +35,10 @@ pub struct ServerOptions {
     pub choices_max: usize,
     /// Time between comments that keep a silent stream open.
     pub ping: Duration,
-    /// Key that every request must bring.
-    pub api_key: Option<String>,
+    /// Keys, of which every request must bring one; none lets all in.
+    pub keys: Vec<ApiKey>,
+    /// Names, besides those of loopback and addresses, under which clients reach the server; `*` is any.
+    pub hosts: Vec<String>,
     /// The time of day, which answers report. Nothing else depends on it: deadlines and times hang on a clock that never
     /// jumps.
     pub wall_clock: fn() -> SystemTime,
@@ -53,7 +57,8 @@ impl Default for ServerOptions {
             body_bytes_max: 8 << 20,
             choices_max: 16,
             ping: Duration::from_secs(10),
-            api_key: None,
+            keys: Vec::new(),
+            hosts: Vec::new(),
             cors_origins: Vec::new(),
             wall_clock: SystemTime::now,
         }

@@ -1,24 +1,29 @@
 //! Paths, and what every request passes through.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{HeaderValue, Method, Uri, header};
+use axum::http::{HeaderName, HeaderValue, Method, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::json;
-use subtle::ConstantTimeEq;
 use tower_http::cors::{AllowOrigin, Any, CorsLayer};
 
 use crate::app::App;
 use crate::error::{Result, ServerError};
+use crate::gate::Gate;
+use crate::held::holding;
 use crate::http::Refusal;
 use crate::{anthropic, openai, openapi, page, tokenize};
 
 /// All endpoints.
-pub fn router(app: Arc<App>) -> Router {
+///
+/// `listens` is the address that the server listens on, which decides who may call it by which name.
+pub fn router(app: Arc<App>, listens: SocketAddr) -> Router {
     let open = Router::new().route("/", get(page::page)).route("/health", get(health));
     let keyed = Router::new()
         .route("/v1/models", get(models))
@@ -37,13 +42,45 @@ pub fn router(app: Arc<App>) -> Router {
     let router = open
         .merge(keyed)
         .fallback(unknown)
-        .method_not_allowed_fallback(unknown)
-        .layer(DefaultBodyLimit::max(app.options.body_bytes_max))
-        .layer(middleware::from_fn_with_state(Arc::clone(&app), count_refusals));
-    match cors(&app.options.cors_origins) {
-        Some(cors) => router.layer(cors).with_state(app),
-        None => router.with_state(app),
+        .method_not_allowed_fallback(other_method)
+        .layer(DefaultBodyLimit::max(app.options.body_bytes_max));
+    let router = match cors(&app.options.cors_origins) {
+        Some(cors) => router.layer(cors),
+        None => router,
+    };
+    let gate = Arc::new(Gate::new(listens, &app.options));
+    router
+        .layer(middleware::from_fn_with_state(gate, check_site))
+        .layer(middleware::from_fn_with_state(Arc::clone(&app), count_refusals))
+        .layer(middleware::map_response(harden))
+        .with_state(app)
+}
+
+async fn check_site(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Result<Response> {
+    gate.check(request.version(), request.uri(), request.headers())?;
+    Ok(next.run(request).await)
+}
+
+/// What browsers may do with what we answer: take it for nothing but what it says it is, show it in no frame, give it to
+/// no other site, and tell no other site where they found it.
+const HARDENING: [(HeaderName, &str); 5] = [
+    (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (header::X_FRAME_OPTIONS, "DENY"),
+    (header::REFERRER_POLICY, "no-referrer"),
+    (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
+    (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+];
+
+async fn harden(mut response: Response) -> Response {
+    let headers = response.headers_mut();
+    // Pages of sites that were named may have it.
+    let is_shared = headers.contains_key(header::ACCESS_CONTROL_ALLOW_ORIGIN);
+    for (name, value) in HARDENING {
+        if !(is_shared && name == "cross-origin-resource-policy") {
+            headers.entry(name).or_insert(HeaderValue::from_static(value));
+        }
     }
+    response
 }
 
 /// Other sites may call only if they were named.
@@ -60,16 +97,14 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
 }
 
 async fn check_key(State(app): State<Arc<App>>, request: Request, next: Next) -> Result<Response> {
-    let Some(key) = &app.options.api_key else { return Ok(next.run(request).await) };
-    let headers = request.headers();
-    let bearer = headers.get(header::AUTHORIZATION).and_then(|v| v.as_bytes().strip_prefix(b"Bearer "));
-    let given = bearer.or(headers.get("x-api-key").map(HeaderValue::as_bytes)).unwrap_or_default();
-    // Compares in time that does not depend on where the two differ.
-    if bool::from(given.ct_eq(key.as_bytes())) {
-        Ok(next.run(request).await)
-    } else {
-        Err(ServerError::Unauthorized)
+    let is_work = request.method() == Method::POST;
+    let pass = app.keys.enter(request.headers(), is_work, Instant::now())?;
+    if let Some(pass) = &pass {
+        tracing::debug!(key = &*pass.name, path = request.uri().path(), "a key is good");
     }
+    let response = next.run(request).await;
+    // A stream is under way until its last byte.
+    Ok(holding(pass, response))
 }
 
 async fn count_refusals(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
@@ -82,6 +117,10 @@ async fn count_refusals(State(app): State<Arc<App>>, request: Request, next: Nex
 
 async fn unknown(method: Method, uri: Uri) -> ServerError {
     ServerError::UnknownEndpoint { method: method.to_string(), path: uri.path().to_string() }
+}
+
+async fn other_method(method: Method, uri: Uri) -> ServerError {
+    ServerError::Method { method: method.to_string(), path: uri.path().to_string() }
 }
 
 async fn health(State(app): State<Arc<App>>) -> Result<Response> {

@@ -66,7 +66,8 @@ impl Server {
         abort: impl Future<Output = ()> + Send + 'static,
     ) -> Result<()> {
         let Server { app, thread } = self;
-        let routes = router(Arc::clone(&app)).into_make_service_with_connect_info::<SocketAddr>();
+        let routes = router(Arc::clone(&app), listener.local_addr()?)
+            .into_make_service_with_connect_info::<SocketAddr>();
         let draining = Arc::clone(&app);
         let aborting = app.engine.clone();
         let listener = listener.tap_io(send_at_once);

@@ -15,7 +15,10 @@ const STREAMS: usize = 32;
 
 /// Asks on a connection and leaves it open.
 fn ask_and_keep(connection: &mut BufReader<TcpStream>) -> String {
-    connection.get_mut().write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").expect("the server reads");
+    connection
+        .get_mut()
+        .write_all(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        .expect("the server reads");
     let (mut line, mut length) = (String::new(), 0);
     connection.read_line(&mut line).expect("a status line");
     assert!(line.starts_with("HTTP/1.1 200"), "{line}");

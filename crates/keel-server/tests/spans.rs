@@ -7,7 +7,7 @@ use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 
 use common::{Running, engine_options, request, wait_for};
-use keel_server::ServerOptions;
+use keel_server::{ApiKey, ServerOptions};
 use serde_json::{Value, json};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -86,8 +86,8 @@ fn requests_and_steps_have_spans_without_text_or_key() {
     let recorder = Recorder::default();
     let subscriber = tracing_subscriber::registry().with(recorder.clone());
     tracing::subscriber::set_global_default(subscriber).expect("the only one of this process");
-    let options =
-        ServerOptions { model_id: "demo".into(), api_key: Some(KEY.into()), ..ServerOptions::default() };
+    let keys = vec![ApiKey::new("somebody", KEY).expect("a key")];
+    let options = ServerOptions { model_id: "demo".into(), keys, ..ServerOptions::default() };
     let server = Running::with(engine_options(), options);
     let messages = json!([{"role": "user", "content": "Tell me of zebrafish"}]);
     let asked = [

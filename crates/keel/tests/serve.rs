@@ -44,7 +44,10 @@ fn signal(child: &Child, name: &str) {
 fn sigterm_lets_a_running_answer_end() {
     let (mut child, address) = start();
     let body = r#"{"prompt": "Once", "max_tokens": 200, "ignore_eos": true, "stream": true}"#;
-    let head = format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
     let mut stream = send(&address, &format!("{head}{body}"));
     let mut text = vec![0; 400];
     stream.read_exact(&mut text).expect("it streams");
@@ -59,7 +62,10 @@ fn sigterm_lets_a_running_answer_end() {
 fn a_second_signal_does_not_wait() {
     let (mut child, address) = start();
     let body = r#"{"prompt": "Once", "max_tokens": 3000, "ignore_eos": true, "stream": true}"#;
-    let head = format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
     let mut stream = send(&address, &format!("{head}{body}"));
     let mut text = vec![0; 400];
     stream.read_exact(&mut text).expect("it streams");
@@ -83,4 +89,56 @@ fn a_port_in_use_is_an_error_of_one_line() {
         message.contains("cannot listen on 127.0.0.1") && message.trim_end().lines().count() == 1,
         "{message}"
     );
+}
+
+#[test]
+fn an_empty_key_is_wrong_usage_and_lets_nobody_in() {
+    let serve = |args: &[&str], variable: Option<&str>| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_keel"));
+        command.args(["serve", "--port", "0"]).args(args).env_remove("KEEL_API_KEY");
+        if let Some(key) = variable {
+            command.env("KEEL_API_KEY", key);
+        }
+        command.output().expect("keel ends")
+    };
+    for output in [serve(&["--api-key", ""], None), serve(&[], Some("")), serve(&["--api-key", "a b"], None)]
+    {
+        let message = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{message}");
+        assert!(message.contains("KEEL_API_KEY") && message.trim_end().lines().count() == 1, "{message}");
+    }
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("keys");
+    std::fs::write(&file, "alice\n").expect("written");
+    let output = serve(&["--api-key-file", &file.display().to_string()], None);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("line 1: expected NAME KEY"), "{}", stderr(&output));
+    let output = serve(&["--api-key-file", "/dev/zero"], None);
+    assert!(stderr(&output).contains("not a regular file"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_server_that_others_can_reach_asks_for_a_key_or_warns() {
+    let said = |args: &[&str]| {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
+            .args(["serve", "--port", "0"])
+            .args(args)
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("keel starts");
+        let reader = BufReader::new(child.stderr.take().expect("piped"));
+        let mut lines = String::new();
+        for line in reader.lines().map_while(Result::ok) {
+            lines.push_str(&line);
+            if line.contains("is served at") {
+                break;
+            }
+        }
+        child.kill().expect("it runs");
+        child.wait().expect("it ends");
+        lines
+    };
+    assert!(said(&["--host", "0.0.0.0"]).contains("ask for a key"));
+    assert!(!said(&["--host", "0.0.0.0", "--api-key", "k"]).contains("ask for a key"));
+    assert!(!said(&[]).contains("ask for a key"));
 }

@@ -182,7 +182,7 @@ impl Reply {
     }
 }
 
-/// Sends a request and returns the connection.
+/// Sends a request and returns the connection. A header without a value leaves out the one that is sent otherwise.
 pub fn send(
     address: SocketAddr,
     method: &str,
@@ -191,11 +191,17 @@ pub fn send(
     body: &[u8],
 ) -> TcpStream {
     let mut stream = TcpStream::connect(address).expect("the server listens");
-    let mut head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n");
-    for (name, value) in headers {
+    let mut head = format!("{method} {path} HTTP/1.1\r\nconnection: close\r\n");
+    let given = |name: &str| headers.iter().any(|(given, _)| given.eq_ignore_ascii_case(name));
+    for (name, value) in [("host", "localhost"), ("content-type", "application/json")] {
+        if !given(name) {
+            head.push_str(&format!("{name}: {value}\r\n"));
+        }
+    }
+    for (name, value) in headers.iter().filter(|(_, value)| !value.is_empty()) {
         head.push_str(&format!("{name}: {value}\r\n"));
     }
-    head.push_str(&format!("content-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len()));
+    head.push_str(&format!("content-length: {}\r\n\r\n", body.len()));
     stream.write_all(head.as_bytes()).expect("sent");
     // A server may refuse a body before it has read it.
     let _ = stream.write_all(body);

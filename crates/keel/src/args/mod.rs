@@ -1,5 +1,6 @@
 //! Flags that several commands share, in groups.
 
+mod access;
 mod bytes;
 mod device;
 mod form;
@@ -10,6 +11,7 @@ mod sampling;
 mod speculate;
 mod subject;
 
+pub use access::AccessArgs;
 pub use bytes::parse_bytes;
 pub use device::{Device, DeviceArgs, machine};
 pub use form::FormArgs;

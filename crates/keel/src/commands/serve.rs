@@ -10,7 +10,7 @@ use keel_engine::batch::BatchOptions;
 use keel_engine::{DRAFTS_MAX, EngineError, EngineOptions, SpeculationOptions};
 use keel_server::{ModelText, PrefixStore, Server, ServerOptions, bind, wait_for_signal};
 
-use crate::args::{DeviceArgs, EngineArgs, ModelArgs, parse_bytes};
+use crate::args::{AccessArgs, DeviceArgs, EngineArgs, ModelArgs, parse_bytes};
 use crate::placement::settle;
 use crate::report::human_bytes;
 use crate::session::{self, Session, context_for};
@@ -96,12 +96,8 @@ pub struct ServeArgs {
     /// Bytes of a request's body.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "8Mi")]
     body_limit: u64,
-    /// Key that every request must bring. The variable keeps it out of the list of processes.
-    #[arg(long, value_name = "KEY", env = "KEEL_API_KEY", hide_env_values = true)]
-    api_key: Option<String>,
-    /// Sites whose pages may call the server, scheme and host; may be repeated, * is any.
-    #[arg(long, value_name = "ORIGIN")]
-    cors: Vec<String>,
+    #[command(flatten)]
+    access: AccessArgs,
     #[command(flatten)]
     engine: EngineArgs,
     #[command(flatten)]
@@ -113,9 +109,9 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     keel_cpu::heap::share_arena();
     let model = source::open(args.model.model.as_deref())?;
     let text = ModelText::new(&model.text_files()?)?;
+    let server_options = server_options(args, &model)?;
     settle(&args.device, &*model.parameters(), &model.json, |device| engine_options(args, device, &model));
     let options = engine_options(args, &args.device, &model)?;
-    let server_options = server_options(args, &model)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(TEXT_THREADS)
@@ -142,6 +138,11 @@ pub fn run(args: &ServeArgs) -> Result<()> {
             tracing::info!("more is let in than fits: {swap} of host memory are for parked sequences");
         }
         let address = listener.local_addr()?;
+        if !address.ip().is_loopback() && server_options.keys.is_empty() {
+            tracing::warn!(
+                "anyone who reaches {address} may use this server: ask for a key with --api-key-file"
+            );
+        }
         tracing::info!("{} is served at http://{address}", server_options.model_id);
         let server = Server::new(session.engine, text, server_options)?;
         let abort = async {
@@ -205,8 +206,9 @@ fn server_options(args: &ServeArgs, model: &Model) -> Result<ServerOptions> {
         max_tokens_default: args.max_tokens,
         deadline: Duration::from_secs(args.deadline),
         body_bytes_max: args.body_limit as usize,
-        api_key: args.api_key.clone(),
-        cors_origins: args.cors.clone(),
+        keys: args.access.keys()?,
+        hosts: args.access.hosts(&args.host),
+        cors_origins: args.access.cors.clone(),
         prefix_store,
         ..ServerOptions::default()
     })

@@ -1,0 +1,305 @@
+//! Keys that requests bring: their names, and what each may ask for.
+
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use axum::http::{HeaderMap, header};
+use subtle::{Choice, ConstantTimeEq};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::error::{Result, ServerError, setting};
+
+/// Bytes of a key at most. Every comparison takes as long as one of this length.
+const KEY_BYTES_MAX: usize = 256;
+const NAME_BYTES_MAX: usize = 64;
+
+/// What one key may ask for. Reading (`GET`) is not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KeyLimits {
+    /// Requests a minute. As many may come at once after a minute of silence.
+    pub per_minute: Option<u32>,
+    /// Requests under way.
+    pub at_once: Option<u32>,
+}
+
+/// A key, its name and its limits. The name may be logged, the key never is.
+#[derive(Clone)]
+pub struct ApiKey {
+    name: Arc<str>,
+    padded: [u8; KEY_BYTES_MAX],
+    length: u64,
+    limits: KeyLimits,
+}
+
+impl std::fmt::Debug for ApiKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ApiKey")
+            .field("name", &self.name)
+            .field("limits", &self.limits)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ApiKey {
+    /// A key without limits.
+    ///
+    /// # Errors
+    /// [`ServerError::Setting`] if the key is empty, too long, or has bytes that a header cannot carry.
+    pub fn new(name: &str, key: &str) -> Result<ApiKey> {
+        let wrong = |problem: String| Err(setting("API key", format!("{name:?} {problem}")));
+        if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(|b| b.is_ascii_graphic()) {
+            return Err(setting(
+                "API key",
+                format!("its name {name:?} is not 1 to {NAME_BYTES_MAX} visible characters"),
+            ));
+        }
+        if key.is_empty() {
+            return wrong("is empty; leave it out to ask for no key".into());
+        }
+        if key.len() > KEY_BYTES_MAX {
+            return wrong(format!("has {} bytes, at most {KEY_BYTES_MAX} are accepted", key.len()));
+        }
+        if !key.bytes().all(|b| b.is_ascii_graphic()) {
+            return wrong("has spaces or characters that are not ASCII".into());
+        }
+        let (padded, length) = pad(key.as_bytes());
+        Ok(ApiKey { name: name.into(), padded, length, limits: KeyLimits::default() })
+    }
+
+    /// The same key with limits.
+    #[must_use]
+    pub fn with_limits(self, limits: KeyLimits) -> ApiKey {
+        ApiKey { limits, ..self }
+    }
+
+    /// Reads keys, one a line: a name, the key, and limits of its own as `per-minute=N` and `at-once=N`. Empty lines and lines
+    /// that begin with `#` are skipped. `limits` holds where a line says nothing.
+    ///
+    /// # Errors
+    /// [`ServerError::Setting`] with the number of the line.
+    pub fn parse_list(text: &str, limits: KeyLimits) -> Result<Vec<ApiKey>> {
+        let mut keys: Vec<ApiKey> = Vec::new();
+        for (number, line) in text.lines().enumerate().map(|(i, line)| (i + 1, line.trim())) {
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let key = Self::parse_line(line, limits)
+                .map_err(|problem| setting("API key file", format!("line {number}: {problem}")))?;
+            if keys.iter().any(|known| known.name == key.name) {
+                return Err(setting(
+                    "API key file",
+                    format!("line {number}: the name {:?} comes twice", key.name),
+                ));
+            }
+            keys.push(key);
+        }
+        if keys.is_empty() {
+            return Err(setting("API key file", "there is no key in it"));
+        }
+        Ok(keys)
+    }
+
+    fn parse_line(line: &str, mut limits: KeyLimits) -> std::result::Result<ApiKey, String> {
+        let mut words = line.split_whitespace();
+        let (Some(name), Some(key)) = (words.next(), words.next()) else {
+            return Err("expected NAME KEY".into());
+        };
+        for word in words {
+            let (what, number) = word.split_once('=').unwrap_or((word, ""));
+            let number = number.parse::<u32>().ok().filter(|&n| n > 0);
+            let number =
+                number.ok_or_else(|| format!("{what:?} needs a number above 0, such as {what}=10"))?;
+            match what {
+                "per-minute" => limits.per_minute = Some(number),
+                "at-once" => limits.at_once = Some(number),
+                _ => return Err(format!("{what:?} is no limit; expected per-minute=N or at-once=N")),
+            }
+        }
+        let key = ApiKey::new(name, key).map_err(|error| error.to_string())?;
+        Ok(key.with_limits(limits))
+    }
+
+    /// The name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn is(&self, padded: &[u8; KEY_BYTES_MAX], length: u64) -> Choice {
+        self.padded.ct_eq(padded) & self.length.ct_eq(&length)
+    }
+}
+
+/// What is longer is cut, and differs by its length.
+fn pad(bytes: &[u8]) -> ([u8; KEY_BYTES_MAX], u64) {
+    let mut padded = [0; KEY_BYTES_MAX];
+    let kept = bytes.len().min(KEY_BYTES_MAX);
+    padded[..kept].copy_from_slice(&bytes[..kept]);
+    (padded, bytes.len() as u64)
+}
+
+/// The keys of a server, with what they have used.
+pub(crate) struct Keys(Vec<Holder>);
+
+struct Holder {
+    key: ApiKey,
+    allowance: Mutex<Allowance>,
+    seats: Option<Arc<Semaphore>>,
+}
+
+/// A bucket of requests that fills with time.
+struct Allowance {
+    requests: f64,
+    as_of: Instant,
+}
+
+/// Leave to run a request. Dropping it gives its place back.
+#[derive(Debug)]
+pub(crate) struct Pass {
+    /// Name of the key.
+    pub name: Arc<str>,
+    _seat: Option<OwnedSemaphorePermit>,
+}
+
+impl Keys {
+    pub fn new(keys: &[ApiKey]) -> Keys {
+        let holder = |key: &ApiKey| Holder {
+            allowance: Mutex::new(Allowance {
+                requests: key.limits.per_minute.unwrap_or(0).into(),
+                as_of: Instant::now(),
+            }),
+            seats: key.limits.at_once.map(|n| Arc::new(Semaphore::new(n as usize))),
+            key: key.clone(),
+        };
+        Keys(keys.iter().map(holder).collect())
+    }
+
+    /// `None` if no key is asked for.
+    ///
+    /// # Errors
+    /// [`ServerError::Unauthorized`], [`ServerError::KeyRate`], [`ServerError::KeyBusy`].
+    pub fn enter(&self, headers: &HeaderMap, is_counted: bool, now: Instant) -> Result<Option<Pass>> {
+        if self.0.is_empty() {
+            return Ok(None);
+        }
+        let (padded, length) = pad(given(headers));
+        // All keys are compared, so that time tells neither which one it was nor where it differs.
+        let (mut found, mut matches) = (0u64, Choice::from(0));
+        for (at, holder) in (0u64..).zip(&self.0) {
+            let same = holder.key.is(&padded, length);
+            found |= at * u64::from(same.unwrap_u8());
+            matches |= same;
+        }
+        if !bool::from(matches) {
+            return Err(ServerError::Unauthorized);
+        }
+        self.0[found as usize].enter(is_counted, now).map(Some)
+    }
+}
+
+impl Holder {
+    fn enter(&self, is_counted: bool, now: Instant) -> Result<Pass> {
+        let name = Arc::clone(&self.key.name);
+        if !is_counted {
+            return Ok(Pass { name, _seat: None });
+        }
+        let seat = match &self.seats {
+            Some(seats) => Some(
+                Arc::clone(seats)
+                    .try_acquire_owned()
+                    .map_err(|_| ServerError::KeyBusy { limit: self.key.limits.at_once.unwrap_or(0) })?,
+            ),
+            None => None,
+        };
+        if let Some(per_minute) = self.key.limits.per_minute {
+            self.allowance.lock().unwrap_or_else(|e| e.into_inner()).take(per_minute, now)?;
+        }
+        Ok(Pass { name, _seat: seat })
+    }
+}
+
+impl Allowance {
+    fn take(&mut self, per_minute: u32, now: Instant) -> Result<()> {
+        let per_second = f64::from(per_minute) / 60.0;
+        let passed = now.saturating_duration_since(self.as_of).as_secs_f64();
+        self.requests = (self.requests + passed * per_second).min(per_minute.into());
+        self.as_of = now;
+        if self.requests >= 1.0 {
+            self.requests -= 1.0;
+            return Ok(());
+        }
+        let seconds = ((1.0 - self.requests) / per_second).ceil().max(1.0) as u32;
+        Err(ServerError::KeyRate { limit: per_minute, seconds })
+    }
+}
+
+/// The key that a request brings: `Authorization: Bearer KEY`, whose scheme has any case, or `x-api-key: KEY`.
+fn given(headers: &HeaderMap) -> &[u8] {
+    let authorization = headers.get(header::AUTHORIZATION).map_or(&b""[..], |value| value.as_bytes());
+    let (scheme, rest) = authorization.split_at(authorization.len().min(6));
+    let bearer =
+        (scheme.eq_ignore_ascii_case(b"bearer") && rest.starts_with(b" ")).then(|| rest.trim_ascii());
+    bearer.or(headers.get("x-api-key").map(|value| value.as_bytes())).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    fn with(value: &str) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        headers.insert(header::AUTHORIZATION, HeaderValue::from_str(value).expect("visible"));
+        headers
+    }
+
+    #[test]
+    fn keys_that_would_let_all_in_are_refused() {
+        for key in ["", "a b", "\u{e9}", "a\n", &"x".repeat(257)] {
+            assert!(ApiKey::new("a", key).is_err(), "{key:?}");
+        }
+        let text = "# who\n\nalice  k-1\nbob k-2 per-minute=2 at-once=1\n";
+        let keys = ApiKey::parse_list(text, KeyLimits::default()).expect("right");
+        assert_eq!((keys[0].name(), keys[1].name()), ("alice", "bob"));
+        assert_eq!(keys[1].limits, KeyLimits { per_minute: Some(2), at_once: Some(1) });
+        for wrong in ["", "# none", "alice", "a k\na l", "a k rate=1", "a k per-minute=0", "a k at-once"] {
+            assert!(ApiKey::parse_list(wrong, KeyLimits::default()).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn the_right_holder_is_found() {
+        let text = "alice first\nbob second\ncarol third";
+        let keys = Keys::new(&ApiKey::parse_list(text, KeyLimits::default()).expect("right"));
+        let name = |value: &str| {
+            keys.enter(&with(value), true, Instant::now()).map(|pass| pass.expect("a key is asked for").name)
+        };
+        for (value, holder) in
+            [("Bearer first", "alice"), ("bearer second", "bob"), ("BEARER  third", "carol")]
+        {
+            assert_eq!(&*name(value).expect("known"), holder);
+        }
+        for wrong in ["", "Bearer", "Bearer ", "Bearerfirst", "Basic first", "Bearer firs", "Bearer firstt"] {
+            assert!(matches!(name(wrong), Err(ServerError::Unauthorized)), "{wrong}");
+        }
+        assert!(Keys::new(&[]).enter(&HeaderMap::new(), true, Instant::now()).expect("open").is_none());
+    }
+
+    #[test]
+    fn a_key_has_a_rate_and_a_number_at_once() {
+        let text = "a k per-minute=2 at-once=1";
+        let keys = Keys::new(&ApiKey::parse_list(text, KeyLimits::default()).expect("right"));
+        let (headers, start) = (with("Bearer k"), Instant::now());
+        let enter = |seconds| keys.enter(&headers, true, start + Duration::from_secs(seconds));
+        let first = enter(0).expect("the first");
+        assert!(matches!(enter(0), Err(ServerError::KeyBusy { limit: 1 })));
+        assert!(keys.enter(&headers, false, start).is_ok(), "reading is not counted");
+        drop(first);
+        drop(enter(0).expect("the second"));
+        assert!(matches!(enter(0), Err(ServerError::KeyRate { limit: 2, seconds: 30 })));
+        assert!(matches!(enter(29), Err(ServerError::KeyRate { seconds: 1, .. })));
+        drop(enter(30).expect("one a half minute"));
+    }
+}

@@ -1,0 +1,87 @@
+//! Who may use a server, and from where.
+
+use std::io::Read;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use keel_server::{ApiKey, KeyLimits};
+
+use crate::failure::usage;
+
+/// Bytes of a file of keys.
+const KEY_FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Who may use a server, and from where.
+#[derive(Clone, Debug, Args)]
+pub struct AccessArgs {
+    /// Key that every request must bring. The variable keeps it out of the list of processes.
+    #[arg(long, value_name = "KEY", env = "KEEL_API_KEY", hide_env_values = true)]
+    api_key: Option<String>,
+    /// File of keys, one a line: NAME KEY, and limits of its own as per-minute=N and at-once=N. Every request must bring one of
+    /// them; logs tell the name.
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Requests a minute with one key, unless the file says otherwise; more are refused with 429.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    key_per_minute: Option<u32>,
+    /// Requests at once with one key, unless the file says otherwise; more are refused with 429.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    key_at_once: Option<u32>,
+    /// Sites whose pages may call the server, scheme and host; may be repeated, * is any.
+    #[arg(long, value_name = "ORIGIN")]
+    pub cors: Vec<String>,
+    /// Names under which clients reach the server, besides localhost and addresses; may be repeated, * is any. A server that
+    /// listens beyond loopback and asks for a key answers to any name.
+    #[arg(long, value_name = "NAME")]
+    allow_host: Vec<String>,
+}
+
+impl AccessArgs {
+    /// The keys; none lets all in.
+    pub fn keys(&self) -> Result<Vec<ApiKey>> {
+        let limits = KeyLimits { per_minute: self.key_per_minute, at_once: self.key_at_once };
+        let mut keys = Vec::new();
+        if let Some(key) = &self.api_key {
+            let key = ApiKey::new("default", key);
+            keys.push(key.map_err(|e| usage(format!("--api-key or KEEL_API_KEY: {e}")))?.with_limits(limits));
+        }
+        if let Some(path) = &self.api_key_file {
+            let text = read_keys(path)?;
+            keys.extend(ApiKey::parse_list(&text, limits).with_context(|| path.display().to_string())?);
+        }
+        if keys.is_empty() && limits != KeyLimits::default() {
+            return Err(usage(
+                "--key-per-minute and --key-at-once limit keys, and there is none; give --api-key-file",
+            ));
+        }
+        Ok(keys)
+    }
+
+    /// The names under which clients reach the server, with the one that it listens at.
+    pub fn hosts(&self, listens: &str) -> Vec<String> {
+        let named = listens.trim_matches(['[', ']']);
+        let is_address = named.parse::<IpAddr>().is_ok();
+        self.allow_host.iter().cloned().chain((!is_address).then(|| named.to_string())).collect()
+    }
+}
+
+fn read_keys(path: &Path) -> Result<String> {
+    let cannot_read = || format!("cannot read {}", path.display());
+    let facts = std::fs::metadata(path).with_context(cannot_read)?;
+    if !facts.is_file() {
+        bail!("{} is not a regular file", path.display());
+    }
+    #[cfg(unix)]
+    if std::os::unix::fs::MetadataExt::mode(&facts) & 0o077 != 0 {
+        tracing::warn!("others may read the keys in {}: chmod 600 it", path.display());
+    }
+    let mut text = String::new();
+    let file = std::fs::File::open(path).with_context(cannot_read)?;
+    file.take(KEY_FILE_BYTES_MAX + 1).read_to_string(&mut text).with_context(cannot_read)?;
+    if text.len() as u64 > KEY_FILE_BYTES_MAX {
+        bail!("{} has more than {KEY_FILE_BYTES_MAX} bytes", path.display());
+    }
+    Ok(text)
+}
