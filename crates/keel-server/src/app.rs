@@ -67,9 +67,11 @@ impl App {
         })
     }
 
-    /// From now on requests are refused; those that run go on.
+    /// From now on requests are refused; those that run go on. What is remembered is saved as soon as nothing runs: whoever
+    /// asked for the end may lose patience.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::Release);
+        self.engine.save_prefixes();
     }
 
     /// Whether requests are refused because the server ends.

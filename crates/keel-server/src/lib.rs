@@ -13,6 +13,7 @@ pub mod answer;
 mod anthropic;
 mod app;
 mod collect;
+mod connections;
 mod error;
 mod gate;
 mod grammar;

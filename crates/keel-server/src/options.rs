@@ -29,6 +29,18 @@ pub struct ServerOptions {
     pub max_tokens_default: usize,
     /// Time that a request may take, from its arrival to its last token.
     pub deadline: Duration,
+    /// How long requests that run may go on after the signal to end.
+    pub grace: Duration,
+    /// Connections at once. The system's limit of descriptors may allow fewer.
+    pub connections_max: usize,
+    /// Time for the head of a request to come.
+    pub head_timeout: Duration,
+    /// Time for a body to come; one that comes at 16 KiB a second has as long as it needs.
+    pub body_timeout: Duration,
+    /// Time that a connection may be open without a request.
+    pub idle_timeout: Duration,
+    /// Time that a client may read nothing of its answer.
+    pub write_timeout: Duration,
     /// Bytes of a request's body.
     pub body_bytes_max: usize,
     /// Answers of one request (`n`).
@@ -54,6 +66,12 @@ impl Default for ServerOptions {
             model_id: "keel".into(),
             max_tokens_default: 1024,
             deadline: Duration::from_secs(600),
+            grace: Duration::from_secs(10),
+            connections_max: 1024,
+            head_timeout: Duration::from_secs(10),
+            body_timeout: Duration::from_secs(30),
+            idle_timeout: Duration::from_secs(75),
+            write_timeout: Duration::from_secs(60),
             body_bytes_max: 8 << 20,
             choices_max: 16,
             ping: Duration::from_secs(10),

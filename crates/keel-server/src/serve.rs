@@ -1,18 +1,17 @@
 //! From an engine to a running server, and to its end.
 
-use std::future::{Future, IntoFuture};
-use std::net::SocketAddr;
-use std::pin::pin;
+use std::future::Future;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use axum::serve::ListenerExt;
 use keel_engine::Engine;
 use keel_engine::batch::Batcher;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 
 use crate::app::App;
+use crate::connections::Connections;
 use crate::error::{Result, ServerError};
 use crate::options::ServerOptions;
 use crate::routes::router;
@@ -54,8 +53,9 @@ impl Server {
         &self.app
     }
 
-    /// Answers until `drain` completes, then refuses what comes and lets what runs end. When `abort` completes, what
-    /// runs is ended, too. Returns when all memory of sequences is free and the engine is gone.
+    /// Answers until `drain` completes, then saves what is remembered and lets what runs end, but no longer than the grace of
+    /// the options. When `abort` completes, what runs is ended, too. Returns when all memory of sequences is free and the engine
+    /// is gone.
     ///
     /// # Errors
     /// If the socket fails.
@@ -66,42 +66,45 @@ impl Server {
         abort: impl Future<Output = ()> + Send + 'static,
     ) -> Result<()> {
         let Server { app, thread } = self;
-        let routes = router(Arc::clone(&app), listener.local_addr()?)
-            .into_make_service_with_connect_info::<SocketAddr>();
-        let draining = Arc::clone(&app);
-        let aborting = app.engine.clone();
-        let listener = listener.tap_io(send_at_once);
-        let served = axum::serve(listener, routes).with_graceful_shutdown(async move {
+        let routes = router(Arc::clone(&app), listener.local_addr()?);
+        let connections = Arc::new(Connections::new(&app.options));
+        let mut abort = pin!(abort);
+        let drained = async {
             drain.await;
-            draining.drain();
-        });
-        let mut served = pin!(served.into_future());
-        let ended = tokio::select! {
-            served = &mut served => Some(served),
-            () = abort => {
-                aborting.abort();
-                tokio::time::timeout(ABORT_TIME, &mut served).await.ok()
-            }
+            app.drain();
         };
-        drop(aborting);
-        drop(app);
-        match ended {
-            Some(outcome) => outcome?,
-            // A client that reads nothing keeps its connection; it is not waited for.
-            None => return Ok(()),
+        let is_aborted = tokio::select! {
+            () = connections.accept(listener, routes, drained) => false,
+            () = &mut abort => true,
+        };
+        if is_aborted {
+            app.engine.abort();
+        } else {
+            let_end(&app, &connections, abort).await;
         }
+        connections.close_all();
+        connections.all_closed().await;
+        drop(app);
         // The thread ends when the last handle is gone; a stream that is still being dropped may hold one.
         let _ = tokio::task::spawn_blocking(move || thread.join()).await;
         Ok(())
     }
 }
 
-/// Has small writes of a connection sent at once. Or the first event of a stream would wait behind the headers for the
-/// acknowledgement that a client delays, some 40 ms.
-fn send_at_once(connection: &mut TcpStream) {
-    if let Err(error) = connection.set_nodelay(true) {
-        tracing::debug!("small writes of a connection wait: {error}");
+/// Waits until what runs has ended, for the time of the options at most.
+async fn let_end(app: &App, connections: &Connections, abort: Pin<&mut impl Future<Output = ()>>) {
+    let grace = app.options.grace;
+    tokio::select! {
+        () = connections.all_closed() => return,
+        () = abort => {}
+        () = tokio::time::sleep(grace) => {
+            let left = connections.count();
+            tracing::warn!("{left} requests have not ended {} s after the signal and are cut off", grace.as_secs_f64());
+        }
     }
+    app.engine.abort();
+    // Streams say that they have failed, to clients that listen.
+    let _ = tokio::time::timeout(ABORT_TIME, connections.all_closed()).await;
 }
 
 /// Completes at the first SIGTERM or SIGINT after the call.
@@ -122,20 +125,4 @@ pub async fn wait_for_signal() {
     }
     #[cfg(not(unix))]
     drop(interrupt.await);
-}
-
-#[cfg(test)]
-mod tests {
-    use axum::serve::Listener;
-
-    use super::*;
-
-    #[tokio::test]
-    async fn small_writes_do_not_wait() {
-        let mut listener = bind("127.0.0.1:0").await.expect("a free port").tap_io(send_at_once);
-        let address = listener.local_addr().expect("it is bound");
-        let _client = TcpStream::connect(address).await.expect("it listens");
-        let (connection, _) = listener.accept().await;
-        assert!(connection.nodelay().expect("it is open"));
-    }
 }

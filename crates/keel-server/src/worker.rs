@@ -25,8 +25,14 @@ const INBOX: usize = 1024;
 type Accepted = oneshot::Sender<Result<(), EngineError>>;
 
 enum Command {
-    Submit { request: Box<BatchRequest>, events: mpsc::UnboundedSender<BatchEvent>, accepted: Accepted },
+    Submit {
+        request: Box<BatchRequest>,
+        events: mpsc::UnboundedSender<BatchEvent>,
+        accepted: Accepted,
+    },
     ForgetPrefixes(oneshot::Sender<()>),
+    /// The server is about to end.
+    SavePrefixes,
 }
 
 /// Reaches the engine's thread from any task. Cloning gives another handle; when the last is dropped the thread ends.
@@ -73,8 +79,16 @@ impl EngineHandle {
             context: engine.options().context,
             vocab: engine.model().config.vocab,
         });
-        let worker =
-            Worker { batcher, commands, live: HashMap::new(), shared: Arc::clone(&shared), store, steps: 0 };
+        let worker = Worker {
+            batcher,
+            commands,
+            live: HashMap::new(),
+            shared: Arc::clone(&shared),
+            store,
+            steps: 0,
+            saves: false,
+            saved_at: None,
+        };
         let thread = std::thread::Builder::new().name("keel-engine".into()).spawn(move || worker.run())?;
         Ok((EngineHandle { inbox, shared }, thread))
     }
@@ -144,6 +158,12 @@ impl EngineHandle {
         answer.await.map_err(|_| ServerError::EngineStopped)
     }
 
+    /// Has prefixes saved when nothing runs. What runs later is saved at the end.
+    pub(crate) fn save_prefixes(&self) {
+        // A full inbox means work, and with it a save at the end.
+        let _ = self.send(Command::SavePrefixes);
+    }
+
     fn send(&self, command: Command) -> Result<()> {
         self.inbox.try_send(command).map_err(|error| match error {
             TrySendError::Full(_) => ServerError::Busy,
@@ -160,6 +180,10 @@ struct Worker {
     store: Option<PrefixStore>,
     /// Counts steps.
     steps: u64,
+    /// Whether prefixes are to be saved as soon as nothing runs.
+    saves: bool,
+    /// The steps whose prefixes are saved.
+    saved_at: Option<u64>,
 }
 
 /// Notes that the thread has ended, by whatever way.
@@ -210,7 +234,8 @@ impl Worker {
 
     /// Leaves what is remembered to the next server.
     fn save(&mut self) {
-        let Some(store) = self.store.take() else { return };
+        let Some(store) = self.store.as_ref().filter(|_| self.saved_at != Some(self.steps)) else { return };
+        self.saved_at = Some(self.steps);
         match self.batcher.save_prefixes(&store.model, &store.folder) {
             Ok(texts) => tracing::info!("{texts} texts are saved to {}", store.folder.display()),
             Err(error) => tracing::warn!("{error}"),
@@ -220,6 +245,9 @@ impl Worker {
     /// Takes what has come; waits for something if there is nothing to run. False if nothing can come any more.
     fn take_commands(&mut self) -> bool {
         if self.batcher.is_idle() {
+            if self.saves {
+                self.save();
+            }
             match self.commands.recv() {
                 Ok(command) => self.obey(command),
                 Err(_) => return false,
@@ -245,8 +273,15 @@ impl Worker {
                 // If nobody waits for the answer the receiver of the events is gone, too.
                 let _ = accepted.send(outcome);
             }
+            Command::SavePrefixes => {
+                self.saves = true;
+                if self.batcher.is_idle() {
+                    self.save();
+                }
+            }
             Command::ForgetPrefixes(done) => {
                 self.batcher.forget_prefixes();
+                self.saved_at = None;
                 let _ = done.send(());
             }
         }

@@ -140,7 +140,8 @@ fn wrong_requests_are_refused_in_openais_form() {
     assert!(numbers.contains("2048") && numbers.contains("500"), "{numbers}");
     let ignored = server.ask("/v1/chat/completions", &chat_with(json!({"future_field": {"a": [1]}})));
     assert!(ignored["choices"][0]["finish_reason"].is_string(), "{ignored}");
-    assert_eq!(server.get("/v1/chat/completions").status, 404);
+    let wrong_method = server.get("/v1/chat/completions");
+    assert_eq!((wrong_method.status, wrong_method.header("allow")), (405, Some("POST")));
     server.assert_all_is_back();
 }
 

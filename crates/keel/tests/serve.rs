@@ -12,12 +12,12 @@ use common::{keel_with_input, stderr};
 
 /// A server on a free port, and its address.
 fn start() -> (Child, String) {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
-        .env("KEEL_DEVICE", "cpu")
-        .args(["serve", "--port", "0"])
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("keel starts");
+    ready(Command::new(env!("CARGO_BIN_EXE_keel")).args(["serve", "--port", "0"]))
+}
+
+/// The server that a command runs, and its address.
+fn ready(command: &mut Command) -> (Child, String) {
+    let mut child = command.env("KEEL_DEVICE", "cpu").stderr(Stdio::piped()).spawn().expect("keel starts");
     let mut reader = BufReader::new(child.stderr.take().expect("piped"));
     let address_of = |line: String| Some(line.split_once("is served at http://")?.1.trim_end().to_string());
     let address = reader.by_ref().lines().map_while(Result::ok).find_map(address_of);
@@ -141,4 +141,48 @@ fn a_server_that_others_can_reach_asks_for_a_key_or_warns() {
     assert!(said(&["--host", "0.0.0.0"]).contains("ask for a key"));
     assert!(!said(&["--host", "0.0.0.0", "--api-key", "k"]).contains("ask for a key"));
     assert!(!said(&[]).contains("ask for a key"));
+}
+
+#[test]
+fn options_beyond_reason_are_wrong_usage() {
+    let all = [
+        ["--sequences", "0"],
+        ["--sequences", "99999999999"],
+        ["--deadline", "18446744073709551615"],
+        ["--deadline", "0"],
+        ["--queue-timeout", "18446744073709551615"],
+        ["--grace", "18446744073709551615"],
+        ["--step-tokens", "0"],
+        ["--connections", "0"],
+    ];
+    for [option, value] in all {
+        let output = keel_with_input(&["serve", "--port", "0", option, value], "");
+        let message = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{option} {value}: {message}");
+        assert!(message.contains(option) && !message.contains("bug"), "{message}");
+    }
+    let swap = ["serve", "--port", "0", "--overcommit", "--swap", "18446744073709551615"];
+    let (mut child, address) = ready(Command::new(env!("CARGO_BIN_EXE_keel")).args(swap));
+    drop(send(&address, ""));
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+    let output = keel_with_input(&["serve", "--port", "0", "--prefix-states", "18446744073709551615"], "");
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(!message.contains("bug") && !message.contains("panicked"), "{message}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn few_descriptors_are_enough_for_those_who_ask() {
+    let script = format!("ulimit -n 64; exec {} serve --port 0", env!("CARGO_BIN_EXE_keel"));
+    let (mut child, address) = ready(Command::new("sh").args(["-c", &script]));
+    let half_open: Vec<TcpStream> = (0..100).map(|_| send(&address, "GET /hea")).collect();
+    let mut stream = send(&address, "GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("it answers");
+    assert!(text.starts_with("HTTP/1.1 200"), "{text}");
+    signal(&child, "-TERM");
+    assert!(child.wait().expect("it ends").success());
+    drop(half_open);
 }

@@ -10,7 +10,7 @@ use keel_engine::batch::BatchOptions;
 use keel_engine::{DRAFTS_MAX, EngineError, EngineOptions, SpeculationOptions};
 use keel_server::{ModelText, PrefixStore, Server, ServerOptions, bind, wait_for_signal};
 
-use crate::args::{AccessArgs, DeviceArgs, EngineArgs, ModelArgs, parse_bytes};
+use crate::args::{AccessArgs, DeviceArgs, EngineArgs, ModelArgs, PatienceArgs, parse_bytes, seconds};
 use crate::placement::settle;
 use crate::report::human_bytes;
 use crate::session::{self, Session, context_for};
@@ -21,12 +21,15 @@ const CONTEXT_DEFAULT: usize = 8192;
 /// Tokens of keys and values of all sequences together, unless bytes are asked for.
 const POOL_TOKENS_DEFAULT: usize = 65536;
 
+/// Of sequences, requests that wait, or tokens: so many that sums of them are numbers still.
+const COUNT_MAX: usize = 1 << 24;
+
 /// Threads that render templates and tokenize. Each keeps some memory, whatever it did last.
 const TEXT_THREADS: usize = 4;
 
 /// Serve the model over HTTP, with OpenAI's API: many requests at once, memory promised before a request starts.
 ///
-/// SIGTERM or Ctrl-C lets running requests end; a second one ends them.
+/// SIGTERM or Ctrl-C lets running requests end for the time of --grace; a second one ends them at once.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     #[command(flatten)]
@@ -41,7 +44,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
     /// Sequences at once.
-    #[arg(long, value_name = "N", default_value_t = 16)]
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = count)]
     sequences: usize,
     /// Tokens of one sequence, prompt and answer together; by default 8192, or the model's context if that is shorter.
     #[arg(long, value_name = "N")]
@@ -79,19 +82,19 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=DRAFTS_MAX as i64))]
     drafts: u8,
     /// Tokens of one step, of answers and prompts together: a long prompt delays others by no more than this.
-    #[arg(long, value_name = "N", default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = count)]
     step_tokens: usize,
     /// Requests that may wait; more are refused with 429.
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = count)]
     queue: usize,
     /// Seconds that a request may wait; then it is refused with 503.
-    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = seconds())]
     queue_timeout: u64,
     /// Seconds that a request may take in all.
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = seconds())]
     deadline: u64,
     /// Tokens of an answer where the request names no number.
-    #[arg(long, value_name = "N", default_value_t = 1024)]
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = count)]
     max_tokens: usize,
     /// Bytes of a request's body.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "8Mi")]
@@ -99,9 +102,19 @@ pub struct ServeArgs {
     #[command(flatten)]
     access: AccessArgs,
     #[command(flatten)]
+    patience: PatienceArgs,
+    #[command(flatten)]
     engine: EngineArgs,
     #[command(flatten)]
     device: DeviceArgs,
+}
+
+/// A number of things that there is room for: at least one.
+fn count(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(n) if (1..=COUNT_MAX).contains(&n) => Ok(n),
+        _ => Err(format!("expected a number from 1 to {COUNT_MAX}")),
+    }
 }
 
 /// Runs the command.
@@ -179,11 +192,19 @@ fn engine_options(args: &ServeArgs, device: &DeviceArgs, model: &Model) -> Resul
     };
     let state_bytes = one.get(Category::Checkpoints);
     let reuses = !args.no_prefix_reuse && state_bytes > 0;
-    let states = if reuses { (args.prefix_states / state_bytes.max(1)) as usize + args.sequences } else { 0 };
+    let wanted = (args.prefix_states / state_bytes.max(1)).min(COUNT_MAX as u64) as usize;
+    let states = if reuses { wanted + args.sequences } else { 0 };
     let pages = pages.clamp(1, all_pages);
     let all_bytes =
         one.get(Category::Kv) * pages as u64 + one.get(Category::Recurrent) * args.sequences as u64;
-    let swap_bytes = if args.overcommit { args.swap.unwrap_or(all_bytes) as usize } else { 0 };
+    let swap_bytes = if args.overcommit { args.swap.unwrap_or(all_bytes) } else { 0 };
+    if swap_bytes > all_bytes {
+        tracing::info!(
+            "--swap: {} hold all sequences at full length; no more is taken",
+            human_bytes(all_bytes)
+        );
+    }
+    let swap_bytes = swap_bytes.min(all_bytes) as usize;
     Ok(EngineOptions { pool_pages: Some(pages), checkpoints: states, swap_bytes, ..base })
 }
 
@@ -193,7 +214,7 @@ fn server_options(args: &ServeArgs, model: &Model) -> Result<ServerOptions> {
         Some(folder) => Some(PrefixStore { folder: folder.clone(), model: identity(args, model)? }),
         None => None,
     };
-    Ok(ServerOptions {
+    let mut options = ServerOptions {
         batch: BatchOptions {
             step_tokens: args.step_tokens,
             queue_limit: args.queue,
@@ -211,7 +232,9 @@ fn server_options(args: &ServeArgs, model: &Model) -> Result<ServerOptions> {
         cors_origins: args.access.cors.clone(),
         prefix_store,
         ..ServerOptions::default()
-    })
+    };
+    args.patience.apply(&mut options);
+    Ok(options)
 }
 
 /// Tells a model's caches from those of others: its config, its files with their sizes and times, and the arithmetic.

@@ -1,0 +1,273 @@
+//! Connections: how many there may be, how long each may take for what, and how they end.
+//!
+//! Each connection is a task of its own with a [`Link`], in which its bytes note what it is at. One watch goes over all links and
+//! closes those that have taken too long. Where there is no room for another connection, the one that has waited longest
+//! without a request makes room. So half-open connections neither stay nor keep others out.
+
+mod link;
+mod stream;
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Body;
+use axum::response::Response;
+use futures_util::future::BoxFuture;
+use hyper::Request;
+use hyper::body::{Body as _, Incoming};
+use hyper::server::conn::http1;
+use hyper::service::Service;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+
+use crate::held::holding;
+use crate::options::ServerOptions;
+use link::{Link, Phase, Times};
+use stream::{Answered, Arriving, Watched};
+
+/// Bytes of a request's head, and of what is read ahead of a body.
+const READ_BYTES_MAX: usize = 64 << 10;
+/// How often the watch goes round.
+const ROUND: Duration = Duration::from_millis(100);
+/// How long to wait after the system has refused a connection.
+const REFUSED_PAUSE: Duration = Duration::from_millis(20);
+/// Descriptors that are kept for files.
+const DESCRIPTORS_KEPT: usize = 16;
+/// Even a system without descriptors gets a server.
+const CONNECTIONS_MIN: usize = 4;
+
+const NO_ROOM: &[u8] =
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+
+/// All connections of a server.
+pub(crate) struct Connections {
+    links: Mutex<Links>,
+    limit: usize,
+    times: Times,
+    /// True from the drain on. Each connection's task holds a receiver, so that the last one's end is seen.
+    draining: watch::Sender<bool>,
+}
+
+#[derive(Default)]
+struct Links {
+    next: u64,
+    open: BTreeMap<u64, Arc<Link>>,
+}
+
+impl Connections {
+    pub fn new(options: &ServerOptions) -> Connections {
+        let times = Times {
+            head: options.head_timeout,
+            body: options.body_timeout,
+            idle: options.idle_timeout,
+            write: options.write_timeout,
+        };
+        let room = descriptors_left().map_or(usize::MAX, |left| left.saturating_sub(DESCRIPTORS_KEPT));
+        let limit = options.connections_max.min(room).max(CONNECTIONS_MIN);
+        if limit < options.connections_max {
+            tracing::warn!(
+                "{limit} connections at once, because the system gives no more descriptors (ulimit -n)"
+            );
+        }
+        Connections { links: Mutex::default(), limit, times, draining: watch::channel(false).0 }
+    }
+
+    fn links(&self) -> MutexGuard<'_, Links> {
+        self.links.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// How many are open.
+    pub fn count(&self) -> usize {
+        self.links().open.len()
+    }
+
+    /// Takes connections until `drain` completes. From then on the address is free, connections without a request are closed
+    /// and the others end with their answer.
+    pub async fn accept(
+        self: &Arc<Self>,
+        listener: TcpListener,
+        routes: Router,
+        drain: impl Future<Output = ()>,
+    ) {
+        let watch = tokio::spawn(Arc::clone(self).watch());
+        let mut drain = pin!(drain);
+        loop {
+            let accepted = tokio::select! {
+                () = &mut drain => break,
+                accepted = listener.accept() => accepted,
+            };
+            match accepted {
+                Ok((stream, _)) => self.take(stream, &routes),
+                Err(error) => {
+                    tracing::debug!("a connection could not be taken: {error}");
+                    self.make_room();
+                    tokio::time::sleep(REFUSED_PAUSE).await;
+                }
+            }
+        }
+        watch.abort();
+        self.draining.send_replace(true);
+    }
+
+    /// Completes when no connection is left.
+    pub async fn all_closed(&self) {
+        self.draining.closed().await;
+    }
+
+    /// Closes all, whatever they are at.
+    pub fn close_all(&self) {
+        self.links().open.values().for_each(|link| link.close.notify_one());
+    }
+
+    fn take(self: &Arc<Self>, stream: TcpStream, routes: &Router) {
+        if self.count() >= self.limit && !self.make_room() {
+            tokio::spawn(refuse(stream));
+            return;
+        }
+        send_at_once(&stream);
+        let link = Link::new(Instant::now());
+        let number = {
+            let mut links = self.links();
+            links.next += 1;
+            let number = links.next;
+            links.open.insert(number, Arc::clone(&link));
+            number
+        };
+        let entry = Entry { connections: Arc::clone(self), number };
+        tokio::spawn(serve(entry, link, stream, routes.clone(), self.draining.subscribe()));
+    }
+
+    /// Closes the connection that is missed least. False if all are being answered.
+    fn make_room(&self) -> bool {
+        let mut links = self.links();
+        let waiting = links.open.iter().filter_map(|(&number, link)| Some((link.dispensable()?, number)));
+        let Some((_, number)) = waiting.min() else { return false };
+        if let Some(link) = links.open.remove(&number) {
+            link.close.notify_one();
+        }
+        true
+    }
+
+    /// Closes what has taken too long, for ever.
+    async fn watch(self: Arc<Self>) {
+        loop {
+            tokio::time::sleep(ROUND).await;
+            let now = Instant::now();
+            for link in self.links().open.values() {
+                if let Some(reason) = link.overdue(now, &self.times) {
+                    tracing::debug!("a connection is closed: {reason}");
+                    link.close.notify_one();
+                }
+            }
+        }
+    }
+}
+
+/// A connection's place in the list, until its task ends.
+struct Entry {
+    connections: Arc<Connections>,
+    number: u64,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.connections.links().open.remove(&self.number);
+    }
+}
+
+/// Has small writes of a connection sent at once. Or the first event of a stream would wait behind the headers for the
+/// acknowledgement that a client delays, some 40 ms.
+fn send_at_once(connection: &TcpStream) {
+    if let Err(error) = connection.set_nodelay(true) {
+        tracing::debug!("small writes of a connection wait: {error}");
+    }
+}
+
+/// Says that there is no room, to a client that can hear it at once.
+async fn refuse(mut stream: TcpStream) {
+    let said = async {
+        stream.write_all(NO_ROOM).await?;
+        stream.shutdown().await
+    };
+    let _ = tokio::time::timeout(Duration::from_secs(1), said).await;
+}
+
+async fn serve(
+    _entry: Entry,
+    link: Arc<Link>,
+    stream: TcpStream,
+    routes: Router,
+    mut draining: watch::Receiver<bool>,
+) {
+    let entrance = Entrance { routes: TowerToHyperService::new(routes), link: Arc::clone(&link) };
+    let io = TokioIo::new(Watched { stream, link: Arc::clone(&link) });
+    let mut builder = http1::Builder::new();
+    let builder = builder.timer(TokioTimer::new()).header_read_timeout(None).max_buf_size(READ_BYTES_MAX);
+    let mut connection = pin!(builder.serve_connection(io, entrance));
+    let mut drains = false;
+    loop {
+        tokio::select! {
+            served = connection.as_mut() => {
+                if let Err(error) = served {
+                    tracing::debug!("a connection ended: {error}");
+                }
+                return;
+            }
+            () = link.close.notified() => return,
+            changed = draining.wait_for(|&draining| draining), if !drains => {
+                if changed.is_err() || link.phase() == Phase::Head {
+                    return;
+                }
+                drains = true;
+                connection.as_mut().graceful_shutdown();
+            }
+        }
+    }
+}
+
+/// Where requests of a connection come in.
+struct Entrance {
+    routes: TowerToHyperService<Router>,
+    link: Arc<Link>,
+}
+
+impl Service<Request<Incoming>> for Entrance {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Response, Infallible>>;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let link = Arc::clone(&self.link);
+        link.enter(if request.body().is_end_stream() { Phase::Answering } else { Phase::Body });
+        let request = request.map(|body| Body::new(Arriving { body, link: Arc::clone(&link) }));
+        let answer = self.routes.call(request);
+        Box::pin(async move {
+            let response = answer.await?;
+            link.enter(Phase::Answering);
+            Ok(holding(Answered(link), response))
+        })
+    }
+}
+
+/// Descriptors that this process may still open.
+#[cfg(target_os = "linux")]
+fn descriptors_left() -> Option<usize> {
+    let limits = std::fs::read_to_string("/proc/self/limits").ok()?;
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+    let limit: usize = line.split_whitespace().next()?.parse().ok()?;
+    Some(limit.saturating_sub(std::fs::read_dir("/proc/self/fd").ok()?.count()))
+}
+
+/// Other systems give 256 at least.
+#[cfg(not(target_os = "linux"))]
+fn descriptors_left() -> Option<usize> {
+    Some(256)
+}

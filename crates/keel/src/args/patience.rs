@@ -1,0 +1,50 @@
+//! How many connections a server keeps, and for how long.
+
+use std::time::Duration;
+
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
+
+/// A year. What is longer is a mistake, and more than clocks can add.
+const SECONDS_MAX: u64 = 365 * 24 * 3600;
+
+/// Reads a number of seconds that clocks can add.
+pub fn seconds() -> RangedU64ValueParser<u64> {
+    RangedU64ValueParser::new().range(1..=SECONDS_MAX)
+}
+
+/// How many connections a server keeps, and for how long.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct PatienceArgs {
+    /// Connections at once; fewer if the system gives fewer descriptors. Where there is no room for another, the one that has
+    /// waited longest without a request is closed.
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(4..))]
+    connections: u32,
+    /// Seconds for the head of a request to come.
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = seconds())]
+    head_timeout: u64,
+    /// Seconds for a body to come; one that comes at 16 KiB a second has as long as it needs.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = seconds())]
+    body_timeout: u64,
+    /// Seconds that a connection may be open without a request.
+    #[arg(long, value_name = "SECONDS", default_value_t = 75, value_parser = seconds())]
+    idle_timeout: u64,
+    /// Seconds that a client may read nothing of its answer.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = seconds())]
+    write_timeout: u64,
+    /// Seconds that requests may go on after SIGTERM; then they are cut off. Remembered prefixes are saved before.
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = RangedU64ValueParser::<u64>::new().range(0..=SECONDS_MAX))]
+    grace: u64,
+}
+
+impl PatienceArgs {
+    /// The same in the server's options.
+    pub fn apply(&self, options: &mut keel_server::ServerOptions) {
+        options.connections_max = self.connections as usize;
+        options.head_timeout = Duration::from_secs(self.head_timeout);
+        options.body_timeout = Duration::from_secs(self.body_timeout);
+        options.idle_timeout = Duration::from_secs(self.idle_timeout);
+        options.write_timeout = Duration::from_secs(self.write_timeout);
+        options.grace = Duration::from_secs(self.grace);
+    }
+}
