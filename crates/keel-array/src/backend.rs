@@ -17,7 +17,7 @@ const PIECE_BYTES: usize = 16 << 10;
 pub const RESULT_BYTES_MAX: usize = 4096;
 
 /// Launches that may be under way at a time; see [`Backend::enqueue`].
-pub const LAUNCHES_MAX: usize = 8;
+pub const LAUNCHES_MAX: usize = 16;
 
 /// A launch that was not waited for.
 #[derive(Debug)]
@@ -26,6 +26,17 @@ pub struct Ticket {
     pub number: u64,
     /// What came to the host with it, where it has ended already.
     pub result: Vec<u8>,
+}
+
+/// What a backend has done so far to be able to run programs, besides running them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Preparations {
+    /// Kernels compiled.
+    pub compiled: u64,
+    /// Kernels loaded on the device.
+    pub loaded: u64,
+    /// Programs recorded, to be run again as a whole.
+    pub captured: u64,
 }
 
 /// Memory of a device. The backend that allocated it knows its concrete type.
@@ -127,6 +138,27 @@ pub trait Backend: Send + Sync + 'static {
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
         let _ = (reader, input, producer);
         false
+    }
+
+    /// Whether a program costs much before its first run, such as a compilation. Whoever makes programs then makes few, and
+    /// pads what they work on.
+    fn is_compiling(&self) -> bool {
+        false
+    }
+
+    /// Does what can be done before the first run of each of these, without running them. `progress` gets what is done and
+    /// how much there is.
+    ///
+    /// # Errors
+    /// What a first run would say.
+    fn make_ready(&self, launches: &[Launch<'_>], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        let _ = (launches, progress);
+        Ok(())
+    }
+
+    /// What was prepared so far.
+    fn preparations(&self) -> Preparations {
+        Preparations::default()
     }
 
     /// Runs some kernels of a program in order and returns when their results are in memory.

@@ -29,7 +29,9 @@ mod usage;
 mod weight;
 
 pub use array::Array;
-pub use backend::{Backend, Buffer, DeviceMemory, HostBuffer, LAUNCHES_MAX, RESULT_BYTES_MAX, Ticket};
+pub use backend::{
+    Backend, Buffer, DeviceMemory, HostBuffer, LAUNCHES_MAX, Preparations, RESULT_BYTES_MAX, Ticket,
+};
 pub use blocks::BlockFormat;
 pub use custom::{CudaSource, CustomKernel, HostCall, HostFn, HostSlice, HostSliceMut};
 pub use dtype::DType;

@@ -26,10 +26,21 @@ impl ModelCache {
     /// # Errors
     /// What the runtime says.
     pub fn save_state(&mut self, sequence: &SequenceCache) -> Result<Option<u32>> {
+        if self.spec.is_recurrent() {
+            self.expect_settled(sequence)?;
+        }
+        self.save_state_ahead(sequence)
+    }
+
+    /// As [`ModelCache::save_state`], while steps of the sequence are under way, which commit their rows: the state that the last of
+    /// them leaves. The caller knows behind how many tokens that is.
+    ///
+    /// # Errors
+    /// What the runtime says.
+    pub fn save_state_ahead(&mut self, sequence: &SequenceCache) -> Result<Option<u32>> {
         if !self.spec.is_recurrent() {
             return Ok(None);
         }
-        self.expect_settled(sequence)?;
         let Some(entry) = self.free_checkpoints.pop() else { return Ok(None) };
         match self.copy_slot(sequence.slot(), entry, true) {
             Ok(()) => Ok(Some(entry)),

@@ -15,6 +15,8 @@
 #define LOG_SHORT 9
 #define PAGE_TWICE 10
 #define PAGE 256
+// The slot of a sequence that is none: it has no rows, and none to commit.
+#define NO_SLOT 0xffffffffu
 
 extern "C" __global__ void check_batch(
     u32* row_start, u32* slot, u32* position, u32* table, u32* accepted, u32 sequences, u32 rows, u32 slots, u32 pages, u32 table_width,
@@ -31,6 +33,7 @@ extern "C" __global__ void check_batch(
         if ((b == 0 && first != 0) || first > end || end > rows) { what = ROWS_WRONG; number = end; bound = rows; continue; }
         if (slot) {
             const u32 mine = slot[b];
+            if (mine == NO_SLOT && first == end && !(accepted && accepted[b])) continue;
             if (mine >= slots) { what = SLOT_MISSING; number = mine; bound = slots; continue; }
             for (u32 other = 0; other < b; ++other)
                 if (slot[other] == mine) { what = SLOT_TWICE; number = mine; bound = other << 16 | b; }

@@ -78,6 +78,7 @@ causal_conv(const float* x, const float* w, float* window, float* open, const u3
     u32 channel = blockIdx.x * 128 + threadIdx.x, b = blockIdx.y;
     if (channel >= C) return;
     u32 first = row_start[b], rows = row_start[b + 1] - first;
+    if (rows == 0 && !(accepted && accepted[b])) return;
     window += (u64)slot[b] * BEFORE * C + channel;
     if (open) open += (u64)slot[b] * OPEN * C + channel;
     convolve(x, w, window, open, y, channel, first, rows, 0, rows, accepted ? accepted[b] : 0, keep_open);

@@ -31,6 +31,8 @@
 #ifndef EARLY
 #define EARLY 0
 #endif
+// The slot of a sequence that is none.
+#define NO_SLOT 0xffffffffu
 
 /// A row as this thread takes it.
 static __device__ __forceinline__ void load_token(Token& token, const Part& part, const float* qkv, const float* a, const float* b,
@@ -58,6 +60,10 @@ gated_delta(const float* qkv, const float* a, const float* b, const float* a_log
     __shared__ float k_factors[TILE];
     const u32 head = blockIdx.x / BLOCKS, sequence = blockIdx.y, key_head = head / SHARE;
     const u32 my_slot = slot[sequence], begin = row_start[sequence], end = row_start[sequence + 1];
+    if (my_slot == NO_SLOT) {
+        if (EARLY) wait_for_inputs();
+        return;
+    }
 
     float* s_block = state + ((u64)my_slot * HV + head) * (DK * DV);
     Part part;

@@ -39,6 +39,7 @@ extern "C" __global__ void gated_delta_any(
     take_turn();
     __shared__ float q[DK], k[DK], shared[33];
     const u32 key_head = blockIdx.x, sequence = blockIdx.y, begin = row_start[sequence], end = row_start[sequence + 1];
+    if (begin == end && !(accepted && accepted[sequence])) return;
     float* states = state + ((u64)slot[sequence] * HV + key_head * SHARE) * (DK * DV);
     if (LOG > 0 && records != nullptr) {
         records += (u64)slot[sequence] * LOG * RECORD;

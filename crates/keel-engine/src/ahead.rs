@@ -14,11 +14,14 @@
 //! from a checkpoint.
 
 use keel_array::sampling::Draw;
-use keel_array::{ArrayError, FailedRun, PendingRun, RUNS_MAX, Regime, RowLog};
+use keel_array::{ArrayError, FailedRun, PendingRun, Regime, RowLog};
 use keel_cache::SequenceCache;
 
 use crate::step::{Outcome, Rows, ids_of};
 use crate::{Engine, EngineError, Result};
+
+/// Steps under way at most.
+const STEPS_MAX: usize = 2;
 
 /// A step that nobody has waited for.
 pub(crate) struct StepUnderWay {
@@ -83,8 +86,8 @@ impl Engine {
             let reason = format!("{given} tokens and {draws} draws for {count} sequences, of 1 to {most}");
             return Err(EngineError::Option(reason));
         }
-        if self.under_way.len() == RUNS_MAX {
-            let reason = format!("{RUNS_MAX} steps are under way; take the tokens of one first");
+        if self.under_way.len() == STEPS_MAX {
+            let reason = format!("{STEPS_MAX} steps are under way; take the tokens of one first");
             return Err(EngineError::Option(reason));
         }
         let slots: Vec<u32> = sequences.iter().map(|sequence| sequence.slot()).collect();

@@ -10,7 +10,7 @@ use keel_models::loading::{Loader, Parameters};
 use serde_json::Value;
 
 use crate::ahead::StepUnderWay;
-use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
+use crate::options::{EngineOptions, PREFILL_GRID};
 use crate::speculation::Costs;
 use crate::step::{HEAD_ROWS, Outcome, Rows, StepShape, Stepper, ids_of};
 use crate::{EngineError, Result};
@@ -20,6 +20,24 @@ pub type LogitSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
 
 /// Runs one step of a prompt: the tokens, and the one behind them unless they are the last.
 type PrefillStep<'a> = dyn FnMut(&mut Engine, &SequenceCache, &[u32], Option<u32>) -> Result<()> + 'a;
+
+/// The next tokens of a prompt, in [`Engine::prefill_chunks`].
+pub struct Chunk<'a> {
+    /// What holds the tokens before them: a multiple of 64.
+    pub sequence: &'a mut SequenceCache,
+    /// The tokens, a multiple of 64 unless the prompt ends with them.
+    pub tokens: &'a [u32],
+    /// The prompt's token behind them; `None` if it ends.
+    pub next: Option<u32>,
+    /// How the token behind the prompt is drawn, if the device does.
+    pub draw: Option<Draw>,
+}
+
+impl Chunk<'_> {
+    fn rows(&self) -> Rows<'_> {
+        Rows { next: self.next, draws: self.draw.as_slice(), ..Rows::behind(self.sequence, self.tokens) }
+    }
+}
 
 /// A model and everything it needs, allocated. From here on nothing is allocated outside the plan.
 pub struct Engine {
@@ -34,6 +52,42 @@ pub struct Engine {
     pub(crate) costs: Costs,
     /// Logits of the row that a round is choosing from.
     pub(crate) row_logits: Vec<f32>,
+    /// What had been done when the engine was made ready.
+    ready: Option<LateWork>,
+}
+
+/// What an engine does besides running steps, while somebody may be waiting.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LateWork {
+    /// Steps traced.
+    pub trace: u64,
+    /// Kernels compiled.
+    pub compile: u64,
+    /// Kernels loaded on the device.
+    pub load: u64,
+    /// Programs captured.
+    pub capture: u64,
+    /// Allocations.
+    pub allocate: u64,
+}
+
+impl LateWork {
+    /// The counts with their names.
+    pub fn named(&self) -> [(&'static str, u64); 5] {
+        let LateWork { trace, compile, load, capture, allocate } = *self;
+        [("trace", trace), ("compile", compile), ("load", load), ("capture", capture), ("allocate", allocate)]
+    }
+
+    /// What has been added since it was `before`.
+    fn since(self, before: LateWork) -> LateWork {
+        LateWork {
+            trace: self.trace - before.trace,
+            compile: self.compile - before.compile,
+            load: self.load - before.load,
+            capture: self.capture - before.capture,
+            allocate: self.allocate - before.allocate,
+        }
+    }
 }
 
 impl Engine {
@@ -73,78 +127,65 @@ impl Engine {
             options,
             costs: Costs::default(),
             row_logits: Vec::new(),
+            ready: None,
         };
-        engine.prepare_largest_steps()?;
+        engine.prepare_steps()?;
         runtime.ledger().freeze();
         Ok(engine)
     }
 
-    /// Traces the steps that need most memory, so that the arena is as large as it will ever be.
-    fn prepare_largest_steps(&mut self) -> Result<()> {
-        let (prefill, sequences) = (self.options.prefill_rows(), self.options.sequences);
-        let step = |regime, rows, sequences, outcome| StepShape { regime, rows, sequences, outcome };
-        let mut shapes = vec![
-            step(Regime::Decode, 1, 1, Outcome::LastLogits),
-            step(Regime::Decode, sequences, sequences, Outcome::LastLogits),
-            step(Regime::Prefill, prefill, 1, Outcome::LastLogits),
-            StepShape::TOKEN,
-        ];
-        if self.options.all_logits {
-            shapes.push(step(Regime::Prefill, prefill, 1, Outcome::Hidden));
-            shapes.push(step(Regime::Prefill, HEAD_ROWS, 1, Outcome::Head));
-            if self.model.mtp.is_some() {
-                shapes.push(step(Regime::Prefill, prefill, 1, Outcome::MtpHidden));
-            }
+    /// Traces every step that serving meets, and the largest of the others, so that the arena is as large as it will ever be.
+    fn prepare_steps(&mut self) -> Result<()> {
+        for shape in self.stepper.buckets().list() {
+            self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, true))?;
         }
-        if self.options.drafts > 0 {
-            shapes.extend(self.draft_steps());
+        if !self.options.all_logits {
+            return Ok(());
         }
-        for shape in shapes {
-            self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape)?;
+        let rows = self.stepper.buckets().prefill_rows_max();
+        let step = |rows, outcome| StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome };
+        let head = self.model.mtp.is_some().then(|| step(rows, Outcome::MtpHidden));
+        for shape in [step(rows, Outcome::Hidden), step(HEAD_ROWS, Outcome::Head)].into_iter().chain(head) {
+            self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, false))?;
         }
         Ok(())
     }
 
-    /// Traces the steps of batches of every size, and those in which prompts end, whatever their length, ahead of the first
-    /// request: few wait for one then, and the engine takes as much of the host's memory from the start as it will.
+    /// Does everything that the first requests would wait for: kernels are compiled and loaded, and every step of the list is
+    /// run for nobody. [`Engine::late_work`] counts what is done after this. `progress` gets what is done, how much and of how
+    /// much.
     ///
     /// # Errors
     /// What the runtime says.
-    pub fn prepare_batch_steps(&mut self) -> Result<()> {
-        let step = |regime, rows, sequences, outcome| StepShape { regime, rows, sequences, outcome };
-        let (decode, open_rows) = (Regime::Decode, self.options.open_rows());
-        let batches = (1..=self.options.sequences).flat_map(|sequences| match open_rows {
-            0 => vec![step(decode, sequences, sequences, Outcome::LastLogits)],
-            _ => vec![
-                step(decode, sequences * open_rows, sequences, Outcome::OpenRows),
-                step(decode, sequences, sequences, Outcome::Draft),
-                step(decode, sequences, sequences, Outcome::OpenRows),
-            ],
-        });
-        let prompt_ends = (1..=PREFILL_GRID).map(|rows| step(Regime::Prefill, rows, 1, Outcome::LastLogits));
-        for shape in batches.chain(prompt_ends) {
-            self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape)?;
+    pub fn make_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
+        if self.runtime.backend().is_compiling() {
+            let compiling = &mut |done, all| progress("compiling", done, all);
+            self.runtime.make_ready(&self.stepper.listed(), compiling)?;
+            self.stepper.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
         }
+        self.ready = Some(self.work_so_far());
         Ok(())
     }
 
-    /// The steps of one sequence that drafts, and the largest of all sequences.
-    fn draft_steps(&self) -> Vec<StepShape> {
-        let (sequences, open_rows) = (self.options.sequences, self.options.open_rows());
-        let step = |rows, sequences, outcome| StepShape { regime: Regime::Decode, rows, sequences, outcome };
-        let mut shapes = vec![
-            step(1, 1, Outcome::COMMIT),
-            step(HEAD_LAG_MAX, 1, Outcome::HeadState),
-            step(sequences, sequences, Outcome::OpenRows),
-            step(sequences * open_rows, sequences, Outcome::OpenRows),
-            step(sequences * open_rows, sequences, Outcome::Draft),
-            step(sequences, sequences, Outcome::Draft),
-        ];
-        for rows in 1..=open_rows {
-            shapes.push(step(rows, 1, Outcome::Draft));
-            shapes.push(step(rows, 1, Outcome::OpenRows));
+    fn work_so_far(&self) -> LateWork {
+        let done = self.runtime.backend().preparations();
+        LateWork {
+            trace: self.stepper.traced(),
+            compile: done.compiled,
+            load: done.loaded,
+            capture: done.captured,
+            allocate: self.runtime.ledger().charges(),
         }
-        shapes
+    }
+
+    /// Whether [`Engine::make_ready`] was called.
+    pub fn is_ready(&self) -> bool {
+        self.ready.is_some()
+    }
+
+    /// What was done since [`Engine::make_ready`] that should have been done by it: nothing.
+    pub fn late_work(&self) -> LateWork {
+        self.ready.map_or_else(LateWork::default, |ready| self.work_so_far().since(ready))
     }
 
     /// The runtime.
@@ -235,7 +276,7 @@ impl Engine {
         sequence.set_long(true);
         for (i, step) in tokens.chunks(self.options.prefill_step).enumerate() {
             let next = tokens.get((i + 1) * self.options.prefill_step).copied();
-            self.prefill_chunk(sequence, step, next)?;
+            self.prefill_chunks(&mut [Chunk { sequence, tokens: step, next, draw: None }])?;
         }
         Ok(())
     }
@@ -255,34 +296,29 @@ impl Engine {
         logits: &mut Vec<f32>,
         progress: &mut dyn FnMut(usize),
     ) -> Result<()> {
-        self.run_prompt(sequence, prompt, progress)?;
+        self.run_prompt(sequence, prompt, None, progress)?;
         self.stepper.read_logits(0, logits)
     }
 
-    /// As [`Engine::prefill`], without reading the logits.
+    /// As [`Engine::prefill`], without reading the logits. With `draw`, the device that has them draws the token behind the
+    /// prompt in the last step, and 4 bytes come to the host.
     pub(crate) fn run_prompt(
         &mut self,
         sequence: &mut SequenceCache,
         prompt: &[u32],
+        draw: Option<Draw>,
         progress: &mut dyn FnMut(usize),
-    ) -> Result<()> {
-        let mut done = 0;
+    ) -> Result<Option<u32>> {
+        let (mut done, mut first) = (0, None);
         self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, next| {
-            engine.run_prefill(sequence, tokens, next)?;
+            let draws = if next.is_none() { draw.as_slice() } else { &[] };
+            let drawn = engine.run_prefill(&[Rows { next, draws, ..Rows::behind(sequence, tokens) }])?;
+            first = drawn.first().copied();
             done += tokens.len();
             progress(done);
             Ok(())
-        })
-    }
-
-    /// Draws the token behind a prompt that has just been run, or behind the first sequence of any other step that left logits,
-    /// on the device that has them: 4 bytes come to the host.
-    ///
-    /// # Errors
-    /// What the runtime says. It may be tried again then.
-    pub fn draw_last(&mut self, draw: Draw) -> Result<u32> {
-        self.finish_under_way()?;
-        self.stepper.draw(&self.runtime, &self.model, &self.cache, &draw)
+        })?;
+        Ok(first)
     }
 
     /// Cuts a prompt into steps. With checkpoints, the last grid point gets a step of its own end.
@@ -307,7 +343,8 @@ impl Engine {
         while !rest.is_empty() {
             let at = sequence.offset();
             let to_save = if at < save_at { save_at - at } else { usize::MAX };
-            let (tokens, after) = rest.split_at(rest.len().min(self.options.prefill_step).min(to_save));
+            let rows = rest.len().min(self.options.prefill_step).min(to_save);
+            let (tokens, after) = rest.split_at(self.chunk_rows(rows));
             if let Err(error) = step(self, sequence, tokens, after.first().copied()) {
                 self.take_back_step(sequence);
                 return Err(error);
@@ -321,42 +358,75 @@ impl Engine {
         Ok(())
     }
 
-    fn run_prefill(&mut self, sequence: &SequenceCache, tokens: &[u32], next: Option<u32>) -> Result<()> {
-        let outcome = if next.is_none() { Outcome::LastLogits } else { Outcome::State };
-        self.run(Regime::Prefill, outcome, &[Rows { next, ..Rows::behind(sequence, tokens) }])
+    /// Runs a step of prompts. Returns the tokens that it draws behind them, nothing if no prompt asks for one.
+    fn run_prefill(&mut self, rows: &[Rows<'_>]) -> Result<Vec<u32>> {
+        let goes_on = rows.len() == 1 && rows[0].next.is_some();
+        let outcome = if goes_on { Outcome::State } else { Outcome::LastLogits };
+        if rows.iter().all(|row| row.draws.is_empty()) {
+            return self.run(Regime::Prefill, outcome, rows).map(|()| Vec::new());
+        }
+        self.run_and_draw((Regime::Prefill, outcome), rows, rows.len())
     }
 
-    /// Runs one step of a prompt, which must begin on the 64-token grid. `next` is the prompt's token behind it, `None`
-    /// if this is the last step; otherwise it must end on the grid. The logits of the last one are read with
-    /// [`Engine::logits`], row 0.
+    /// Of the next `rows` tokens of a prompt, how many a step by itself should run: all, or fewer on the grid.
+    pub fn chunk_rows(&self, rows: usize) -> usize {
+        self.stepper.buckets().chunk_rows(rows)
+    }
+
+    /// Prompts that one step may run.
+    pub fn chunks_max(&self) -> usize {
+        self.stepper.buckets().prompts()
+    }
+
+    /// Rows that one step of prompts may run.
+    pub fn prefill_rows_max(&self) -> usize {
+        self.stepper.buckets().prefill_rows_max()
+    }
+
+    /// Runs the next tokens of several prompts in one step. Returns the tokens drawn behind those that ask for one; the logits
+    /// behind prompt `i` are read with [`Engine::logits`], row `i`.
     ///
     /// # Errors
-    /// As [`Engine::prefill`]; the sequence is as before then, or torn.
-    pub fn prefill_chunk(
-        &mut self,
-        sequence: &mut SequenceCache,
-        tokens: &[u32],
-        next: Option<u32>,
-    ) -> Result<()> {
-        self.admit(sequence, tokens)?;
-        let (start, rows) = (sequence.offset(), tokens.len());
-        let ends_on_grid = next.is_none() || rows.is_multiple_of(PREFILL_GRID);
-        if !start.is_multiple_of(PREFILL_GRID) || !ends_on_grid || rows > self.options.prefill_rows() {
-            let most = self.options.prefill_rows();
+    /// As [`Engine::prefill`]; each sequence is as before then, or torn.
+    pub fn prefill_chunks(&mut self, chunks: &mut [Chunk<'_>]) -> Result<Vec<Option<u32>>> {
+        let rows: usize = chunks.iter().map(|chunk| chunk.tokens.len()).sum();
+        let (chunks_max, rows_max) = (self.chunks_max(), self.prefill_rows_max());
+        if chunks.is_empty() || chunks.len() > chunks_max || rows > rows_max {
+            let count = chunks.len();
             let reason = format!(
-                "a step of {rows} prompt tokens from token {start}: steps begin on the 64-token grid and have at \
-                 most {most}"
+                "a step of {rows} tokens of {count} prompts; there are at most {rows_max} of 1 to {chunks_max}"
             );
             return Err(EngineError::Option(reason));
         }
-        self.commit(sequence)?;
-        self.cache.reserve(sequence, rows)?;
-        if let Err(error) = self.run_prefill(sequence, tokens, next) {
-            self.take_back_step(sequence);
-            return Err(error);
+        for Chunk { sequence, tokens, next, .. } in chunks.iter_mut() {
+            self.admit(sequence, tokens)?;
+            let (start, rows) = (sequence.offset(), tokens.len());
+            let ends_on_grid = next.is_none() || rows.is_multiple_of(PREFILL_GRID);
+            if !start.is_multiple_of(PREFILL_GRID) || !ends_on_grid {
+                let reason = format!(
+                    "a step of {rows} prompt tokens from token {start}: steps begin on the 64-token grid, and end on it \
+                     unless the prompt ends"
+                );
+                return Err(EngineError::Option(reason));
+            }
+            self.commit(sequence)?;
+            self.cache.reserve(sequence, rows)?;
         }
-        sequence.advance(rows);
-        Ok(())
+        let rows: Vec<Rows<'_>> = chunks.iter().map(Chunk::rows).collect();
+        match self.run_prefill(&rows) {
+            Ok(drawn) => {
+                let drawn = drawn.into_iter().map(Some).chain(std::iter::repeat(None));
+                let drawn =
+                    chunks.iter().zip(drawn).map(|(chunk, token)| token.filter(|_| chunk.draw.is_some()));
+                let drawn = drawn.collect();
+                chunks.iter_mut().for_each(|chunk| chunk.sequence.advance(chunk.tokens.len()));
+                Ok(drawn)
+            }
+            Err(error) => {
+                chunks.iter_mut().for_each(|chunk| self.take_back_step(chunk.sequence));
+                Err(error)
+            }
+        }
     }
 
     /// A step of a prompt failed. Where the state that the sequence had before is kept, it gets it back; otherwise it stays
@@ -398,21 +468,21 @@ impl Engine {
         ended.map_err(|failed| self.note_failed((regime, outcome), rows, failed))
     }
 
-    /// As [`Engine::run`] of a decode step, and the `count` tokens that it draws, which come to the host with it.
+    /// As [`Engine::run`], and the `count` tokens that the step draws, which come to the host with it.
     pub(crate) fn run_and_draw(
         &mut self,
-        outcome: Outcome,
+        how: (Regime, Outcome),
         rows: &[Rows<'_>],
         count: usize,
     ) -> Result<Vec<u32>> {
-        let drawn = self.stepper.drawn(outcome, count)?;
+        let drawn = self.stepper.drawn(how, count)?;
         let mut bytes = vec![0; drawn.bytes()];
         if bytes.len() > RESULT_BYTES_MAX {
-            self.run(Regime::Decode, outcome, rows)?;
+            self.run(how.0, how.1, rows)?;
             drawn.read_bytes(0, &mut bytes)?;
         } else {
-            let ended = self.step_for((Regime::Decode, outcome), rows)?.submit(&drawn).wait(&mut bytes);
-            ended.map_err(|failed| self.note_failed((Regime::Decode, outcome), rows, failed))?;
+            let ended = self.step_for(how, rows)?.submit(&drawn).wait(&mut bytes);
+            ended.map_err(|failed| self.note_failed(how, rows, failed))?;
         }
         Ok(ids_of(&bytes))
     }

@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
+use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
 use crate::{Engine, EngineError, Result, Sampler, SamplerOptions};
@@ -131,11 +132,10 @@ impl<'e> TokenIterator<'e> {
         let run = if options.one_by_one { run_one_by_one } else { Engine::run_prompt };
         let prefill = || {
             let mut sampler = Sampler::new(options.sampler, &history)?;
-            run(engine, &mut sequence, prompt, progress)?;
-            let first = match sampler.draw_ahead() {
-                Some(draw) => Some(engine.draw_last(draw)?),
-                None => engine.logits(0, &mut logits).map(|()| None)?,
-            };
+            let first = run(engine, &mut sequence, prompt, sampler.draw_ahead(), progress)?;
+            if first.is_none() {
+                engine.logits(0, &mut logits)?;
+            }
             Ok((sampler, first))
         };
         let (sampler, first) = match prefill() {
@@ -222,22 +222,22 @@ fn step_ahead(
     Ok(Some(engine.take_drawn(&mut [sequence])?[0]))
 }
 
-/// What [`Engine::prefill`] does, in the decode regime, without reading the logits.
+/// What [`Engine::run_prompt`] does, in the decode regime.
 fn run_one_by_one(
     engine: &mut Engine,
     sequence: &mut SequenceCache,
     prompt: &[u32],
+    draw: Option<Draw>,
     progress: &mut dyn FnMut(usize),
-) -> Result<()> {
-    if prompt.is_empty() {
-        return Err(EngineError::EmptyPrompt);
-    }
+) -> Result<Option<u32>> {
     engine.settle_turns(sequence, sequence.len() + prompt.len());
+    let mut first = Err(EngineError::EmptyPrompt);
     for (i, &token) in prompt.iter().enumerate() {
-        engine.decode(&mut [sequence], &[token])?;
+        let draw = draw.filter(|_| i + 1 == prompt.len());
+        first = Ok(engine.decode_and_draw(&mut [sequence], &[token], &[draw])?[0]);
         progress(i + 1);
     }
-    Ok(())
+    first
 }
 
 impl Iterator for TokenIterator<'_> {

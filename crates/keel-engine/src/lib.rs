@@ -18,7 +18,7 @@ mod sampler;
 pub mod speculation;
 mod step;
 
-pub use engine::{Engine, LogitSink};
+pub use engine::{Chunk, Engine, LateWork, LogitSink};
 pub use error::{EngineError, Result};
 pub use generate::{FinishReason, GenerateOptions, TokenIterator};
 pub use options::{DRAFTS_MAX, EngineOptions, PREFILL_GRID};

@@ -75,11 +75,6 @@ impl EngineOptions {
         Err(EngineError::Option(wrong))
     }
 
-    /// Rows of the largest prefill step: no more than the context can fill.
-    pub fn prefill_rows(&self) -> usize {
-        self.prefill_step.min(self.context.next_multiple_of(PREFILL_GRID))
-    }
-
     /// Rows of a sequence that a step may leave open: the token drawn last and its drafts.
     pub(crate) fn open_rows(&self) -> usize {
         if self.drafts == 0 { 0 } else { self.drafts + 1 }

@@ -9,6 +9,7 @@ use keel_array::{Backend, MemoryReport, Runtime, RuntimeOptions};
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
+use crate::step::Buckets;
 use crate::{Engine, EngineOptions, Result};
 
 /// Bytes per category that an engine with these options will allocate. `backend` must be one that only plans.
@@ -27,6 +28,11 @@ pub fn plan(
     let report = runtime.ledger().active();
     drop(engine);
     Ok(report)
+}
+
+/// The shapes that steps of an engine with these options come in, in words. Each of them is part of [`plan`].
+pub fn steps(backend: &dyn Backend, options: EngineOptions) -> Vec<String> {
+    Buckets::new(&options, backend.is_compiling()).lines()
 }
 
 /// What fits under a limit.

@@ -173,8 +173,8 @@ fn a_steady_batch_is_a_step_ahead() {
     step(&mut batcher, now, &mut outcomes);
     assert_eq!(
         queueing.take_events(),
-        "WLL",
-        "the tokens that were drawn, then the prompt and the token behind it"
+        "WLW",
+        "the tokens that were drawn, then the prompt with the token behind it"
     );
     // One that leaves does so at once.
     step(&mut batcher, now, &mut outcomes);

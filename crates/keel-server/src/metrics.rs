@@ -66,6 +66,7 @@ struct Inner {
     parked: Gauge,
     parkings: Counter,
     failed_steps: Counter,
+    late_work: Family<Kind, Counter>,
     swap_bytes: Family<Direction, Counter>,
     prompt_tokens: Counter,
     cached_tokens: Counter,
@@ -110,6 +111,7 @@ impl Metrics {
             parked: Gauge::default(),
             parkings: Counter::default(),
             failed_steps: Counter::default(),
+            late_work: Family::default(),
             swap_bytes: Family::default(),
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
@@ -146,6 +148,10 @@ impl Metrics {
         inner.prefix_states.set(status.prefix_states as i64);
         inner.failed_steps.inner().fetch_max(status.failed_steps, Ordering::Relaxed);
         self.count_drafts(status.speculation);
+        for (kind, count) in status.late_work.named() {
+            let label = Kind { kind: Word(kind) };
+            inner.late_work.get_or_create(&label).inner().fetch_max(count, Ordering::Relaxed);
+        }
         let ledger = engine.ledger();
         for (kind, report) in
             [("planned", engine.planned()), ("allocated", ledger.active()), ("peak", ledger.peak())]
@@ -212,6 +218,7 @@ impl Inner {
         r.register("requests_parked", "Sequences in host memory", self.parked.clone());
         r.register("parkings", "Times that a sequence was parked", self.parkings.clone());
         r.register("failed_steps", "Steps that failed, tried again or not", self.failed_steps.clone());
+        r.register("late_work", "What was prepared after the start, by kind", self.late_work.clone());
         r.register("swap_bytes", "Bytes copied to host memory and back", self.swap_bytes.clone());
         r.register("prompt_tokens", "Prompt tokens of started requests", self.prompt_tokens.clone());
         r.register(

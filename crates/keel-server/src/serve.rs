@@ -42,7 +42,9 @@ impl Server {
     /// # Errors
     /// What the engine says; if the system gives no thread.
     pub fn new(mut engine: Engine, text: ModelText, options: ServerOptions) -> Result<Server> {
-        engine.prepare_batch_steps()?;
+        if !engine.is_ready() {
+            engine.make_ready(&mut |_, _, _| ())?;
+        }
         let batcher = Batcher::new(engine, options.batch);
         let (handle, thread) = EngineHandle::start(batcher, options.prefix_store.clone())?;
         Ok(Server { app: App::new(handle, text, options), thread })

@@ -93,6 +93,10 @@ fn a_fault_that_passes_fails_nobody() {
     }
     let metrics = server.get("/metrics").body;
     assert!(metrics.contains("keel_failed_steps_total 1\n"), "{metrics}");
+    for kind in ["trace", "compile", "load", "capture", "allocate"] {
+        let count = format!("keel_late_work_total{{kind=\"{kind}\"}} 0\n");
+        assert!(metrics.contains(&count), "{kind}: {metrics}");
+    }
     server.assert_all_is_back();
 }
 

@@ -1,6 +1,8 @@
 //! A backend with something in the way of its launches and allocations: faults, gates, counters.
 
-use keel_array::{Backend, DeviceMemory, DeviceUsage, Kernel, Launch, Result, RowBlock, Ticket, WeightSpec};
+use keel_array::{
+    Backend, DeviceMemory, DeviceUsage, Kernel, Launch, Preparations, Result, RowBlock, Ticket, WeightSpec,
+};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -30,6 +32,11 @@ pub trait Disturbance: Send + Sync + 'static {
     /// Whether the host is to go on as if launches were queued. They run where they are enqueued.
     fn is_queueing(&self) -> bool {
         false
+    }
+
+    /// Whether programs are to be few, as where they are compiled.
+    fn is_compiling(&self, backend: &dyn Backend) -> bool {
+        backend.is_compiling()
     }
 
     /// Told that a launch which was enqueued is waited for.
@@ -113,6 +120,15 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     }
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
         self.backend.absorbs(reader, input, producer)
+    }
+    fn is_compiling(&self) -> bool {
+        self.disturbance.is_compiling(&*self.backend)
+    }
+    fn make_ready(&self, launches: &[Launch<'_>], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        self.backend.make_ready(launches, progress)
+    }
+    fn preparations(&self) -> Preparations {
+        self.backend.preparations()
     }
     fn launch(&self, launch: &Launch<'_>) -> Result<()> {
         self.disturbance.launch(&*self.backend, launch)

@@ -65,7 +65,7 @@ fn main() -> ExitCode {
         match cli.command {
             Command::Generate(args) => commands::generate::run(&args),
             Command::Chat(args) => commands::chat::run(&args),
-            Command::Plan(args) => commands::plan::run(&args),
+            Command::Plan(args) => commands::plan::run(&args, cli.verbose),
             Command::Inspect(args) => commands::inspect::run(&args),
             Command::Quantize(args) => commands::quantize::run(&args),
             Command::Logits(args) => commands::logits::run(&args),

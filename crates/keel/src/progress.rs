@@ -14,6 +14,11 @@ pub fn tokens(what: &'static str, total: usize) -> ProgressBar {
     bar(what, total as u64, "{msg} {wide_bar} {pos}/{len} tokens")
 }
 
+/// A bar over programs or kernels.
+pub fn programs(what: &'static str, total: usize) -> ProgressBar {
+    bar(what, total as u64, "{msg} {wide_bar} {pos}/{len}")
+}
+
 fn bar(what: &'static str, total: u64, template: &str) -> ProgressBar {
     let target =
         if stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use indicatif::ProgressBar;
 use keel_array::{AttentionSpec, Backend, Category, Compute, MemoryReport, Runtime, RuntimeOptions};
 use keel_engine::{Engine, EngineError, EngineOptions};
 use keel_models::HybridConfig;
@@ -71,6 +72,25 @@ impl Session {
             tracing::info!("{vision} tensors of the vision tower are skipped: only text is read");
         }
         Ok(session)
+    }
+
+    /// Prepares everything that requests would wait for.
+    ///
+    /// # Errors
+    /// What the engine says.
+    pub fn make_ready(&mut self) -> Result<()> {
+        let start = Instant::now();
+        let mut bar: Option<(&'static str, ProgressBar)> = None;
+        let outcome = self.engine.make_ready(&mut |what, done, all| {
+            let (_, bar) = match bar.take_if(|(of, _)| *of == what) {
+                Some(same) => bar.insert(same),
+                None => bar.insert((what, progress::programs(what, all))),
+            };
+            bar.set_position(done as u64);
+        });
+        drop(bar);
+        tracing::info!("prepared in {:.1} s", start.elapsed().as_secs_f64());
+        Ok(outcome?)
     }
 
     /// The memory report as of now.

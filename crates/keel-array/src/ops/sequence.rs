@@ -46,7 +46,8 @@ pub enum RowLog {
 /// The sequences of a step. All arrays are u32 and filled before each run; kernels read them from memory.
 ///
 /// Rows from `row_start[B]` on belong to no sequence: nothing is computed for them. A sequence may have no rows; a
-/// step with a log still commits what it accepted.
+/// step with a log still commits what it accepted. One that has neither may be in [`Batch::NO_SLOT`]: nothing of it is read or
+/// written, so a step of fewer sequences can be padded with such.
 #[derive(Clone, Debug)]
 pub struct Batch {
     /// `[B + 1]`: rows `row_start[b]..row_start[b + 1]` belong to sequence `b`.
@@ -190,6 +191,11 @@ pub struct KvPool {
     pub keys: Array,
     /// Values.
     pub values: Array,
+}
+
+impl Batch {
+    /// The slot of a sequence that is none.
+    pub const NO_SLOT: u32 = u32::MAX;
 }
 
 impl Array {

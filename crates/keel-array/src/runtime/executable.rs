@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::external_bindings;
 use super::stream::{Failure, Fence, Stream, Work};
 use crate::array::Array;
+use crate::backend::Buffer;
 use crate::error::expect_shape;
 use crate::program::graph::{Purpose, collect};
-use crate::program::{Binding, Bindings, Kernel, Operand, Program, Slot};
+use crate::program::{Binding, Bindings, Kernel, Launch, Operand, Program, Slot};
 use crate::{ArrayError, Result, Runtime};
 
 /// A graph with its memory. What changes from run to run is data in the persistent arrays it was traced with:
@@ -129,6 +130,13 @@ impl Executable {
     pub(super) fn failed(&self, Failure { error, done }: Failure) -> Box<FailedRun> {
         let (program, bindings) = (Arc::clone(&self.program), Arc::clone(&self.bindings));
         Box::new(FailedRun { error, done, program, bindings })
+    }
+
+    /// Its pieces, as they will be launched.
+    pub(super) fn launches<'a>(&'a self, arena: Option<&'a Buffer>) -> impl Iterator<Item = Launch<'a>> {
+        let arena = arena.filter(|_| self.program.arena_bytes() > 0);
+        let pieces = self.program.pieces().iter();
+        pieces.map(move |piece| Launch::new(&self.program, piece.clone(), &self.bindings, arena))
     }
 
     /// The kernels, for reports.

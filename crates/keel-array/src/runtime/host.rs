@@ -96,6 +96,19 @@ impl Array {
         Ok(Array::ready(self.runtime(), self.dtype(), Storage { layout, ..storage }))
     }
 
+    /// As [`Array::prefix`], of `count` entries from entry `start` on.
+    ///
+    /// # Errors
+    /// As [`Array::prefix`].
+    pub fn entries(&self, start: usize, count: usize) -> Result<Array> {
+        let all = self.prefix(start + count)?;
+        let storage = all.0.storage().unwrap_or_else(|| unreachable!("a prefix is in memory"));
+        let shape: Shape = [count].iter().chain(&self.shape()[1..]).copied().collect();
+        let offset = storage.layout.offset + start * self.shape()[1..].iter().product::<usize>();
+        let layout = Layout { shape, offset, ..storage.layout.clone() };
+        Ok(Array::ready(self.runtime(), self.dtype(), Storage { layout, ..storage }))
+    }
+
     /// Overwrites the first elements of evaluated, contiguous storage.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ use crate::array::{Array, State, Storage};
 use crate::backend::{Backend, Buffer, HostBuffer};
 use crate::ledger::{Category, Ledger};
 use crate::program::graph::{Collected, Purpose, collect};
-use crate::program::{Binding, Bindings, Graph, OutputMemory, Program, ProgramCache};
+use crate::program::{Binding, Bindings, Graph, Launch, OutputMemory, Program, ProgramCache};
 use crate::{DeviceUsage, Layout, Result};
 
 use arena::Arena;
@@ -153,6 +153,17 @@ impl Runtime {
     /// As [`Runtime::allocate`].
     pub fn reserve_arena(&self, bytes: usize) -> Result<()> {
         self.arena(bytes).map(drop)
+    }
+
+    /// Does what can be done before the first run of these programs, without running them: see [`Backend::make_ready`].
+    ///
+    /// # Errors
+    /// What a first run would say.
+    pub fn make_ready(&self, programs: &[&Executable], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        let arena = self.0.arena.get();
+        let launches: Vec<Launch<'_>> =
+            programs.iter().flat_map(|program| program.launches(arena.as_ref())).collect();
+        self.exclusive(|backend| backend.make_ready(&launches, progress))
     }
 
     /// Lets the system have the memory of the arena until it is used again, where the backend can: a prompt needs far more

@@ -10,8 +10,8 @@ use crate::backend::{Buffer, LAUNCHES_MAX, RESULT_BYTES_MAX, Ticket};
 use crate::program::{Binding, Launch};
 use crate::{Array, ArrayError};
 
-/// Runs that may be under way at a time.
-pub const RUNS_MAX: usize = 2;
+/// Runs that may be under way at a time: two steps of two programs each.
+pub const RUNS_MAX: usize = 4;
 
 /// Pieces of a run that are under way at a time; those of longer programs wait for each other.
 const PIECES_MAX: usize = LAUNCHES_MAX / RUNS_MAX;

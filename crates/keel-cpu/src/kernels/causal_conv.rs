@@ -126,6 +126,9 @@ impl<'a, 'c> Channels<'a, 'c> {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S) {
         let rows = self.conv.batch.rows_of(self.b).len();
+        if rows == 0 && self.conv.log.is_none_or(|log| log.accepted[self.b] == 0) {
+            return;
+        }
         self.settle();
         for i in 0..rows {
             match self.before + 1 {

@@ -77,6 +77,10 @@ impl Geometry {
 impl Gpu {
     /// Puts a kernel on the stream.
     pub(super) fn launch(&self, key: &KernelKey, geometry: Geometry, mut arguments: Arguments) -> Result<()> {
+        if let Some(listed) = self.listed().as_mut() {
+            listed.push((key.clone(), geometry.shared_bytes));
+            return Ok(());
+        }
         let function = self.modules.function(key, geometry.shared_bytes)?;
         let mut pointers = arguments.pointers();
         let Geometry { grid, block, shared_bytes } = geometry;
@@ -152,6 +156,9 @@ impl Call<'_> {
 
     /// Puts a product of cuBLASLt on the stream: x, w and y by address, and the library's own scratch.
     pub fn multiply(&self, product: Product, operands: (u64, u64, u64), own: u64) -> Result<()> {
+        if self.gpu.is_listing() {
+            return Ok(());
+        }
         // SAFETY: the operands were checked against their memory or lie in the kernel's scratch, which the arena has
         // room for, as it has for the library's own.
         unsafe { self.gpu.blas.multiply(&self.gpu.device, product, operands, own) }
@@ -165,7 +172,7 @@ impl Call<'_> {
 
     /// Copies bytes by address, from and to operands of the kernel or its scratch.
     pub fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
-        if from == to {
+        if from == to || self.gpu.is_listing() {
             return Ok(());
         }
         // SAFETY: contiguous parts of operands that were checked against their memory, or of the kernel's scratch.

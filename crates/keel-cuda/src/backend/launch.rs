@@ -10,13 +10,15 @@ use super::transfer::{STAGING_BYTES, carry};
 use super::{Gpu, Mode};
 use crate::driver::{CudaMemory, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
+use crate::kernels::KernelKey;
 use keel_array::{ArrayError, Kernel, Launch, Slot, Ticket};
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Graphs kept at a time.
-const GRAPHS_MAX: usize = 64;
+/// Graphs kept at a time: more than an engine prepares steps.
+const GRAPHS_MAX: usize = 512;
 
 /// `Fault` of `common.cuh`: `Wrong`, and the address of a slot.
 const FAULT_BYTES: usize = WRONG_BYTES + size_of::<u64>();
@@ -265,6 +267,25 @@ impl Session {
             rest = &rest[dispatch::run_some(rest)?..];
         }
         Ok(())
+    }
+
+    /// The kernels that launches put on the stream, each once. Nothing is run.
+    pub fn kernels_of(
+        &self,
+        gpu: &Gpu,
+        mode: Mode,
+        launches: &[Launch<'_>],
+    ) -> Result<Vec<(KernelKey, usize)>, ArrayError> {
+        *gpu.listed() = Some(Vec::new());
+        let outcome = launches.iter().try_for_each(|launch| self.record(gpu, mode, launch));
+        let listed = gpu.listed().take().unwrap_or_default();
+        outcome?;
+        let mut most: HashMap<KernelKey, usize> = HashMap::new();
+        for (key, shared_bytes) in listed {
+            let bytes = most.entry(key).or_default();
+            *bytes = shared_bytes.max(*bytes);
+        }
+        Ok(most.into_iter().collect())
     }
 
     /// The error that a kernel of a slot's launch, which has ended, has reported.

@@ -12,8 +12,10 @@ mod weights;
 
 use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
+use crate::kernels::KernelKey;
 use keel_array::{
-    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, RowBlock, Ticket, WeightSpec,
+    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, Preparations, RowBlock, Ticket,
+    WeightSpec,
 };
 use launch::Session;
 use std::ops::Range;
@@ -71,6 +73,8 @@ struct Gpu {
     session: Mutex<Session>,
     modules: Modules,
     blas: Blas,
+    /// While kernels are listed, not launched: those so far, with the dynamic shared memory that they are launched with.
+    listed: Mutex<Option<Vec<(KernelKey, usize)>>>,
 }
 
 impl CudaBackend {
@@ -84,6 +88,7 @@ impl CudaBackend {
             session: Mutex::new(Session::new(&device)?),
             modules: Modules::new(&device),
             blas: Blas::new()?,
+            listed: Mutex::default(),
             device,
         };
         Ok(CudaBackend {
@@ -132,6 +137,15 @@ impl Gpu {
 
     fn session(&self) -> MutexGuard<'_, Session> {
         self.session.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn listed(&self) -> MutexGuard<'_, Option<Vec<(KernelKey, usize)>>> {
+        self.listed.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Whether what is put on the stream is only noted.
+    fn is_listing(&self) -> bool {
+        self.listed().is_some()
     }
 }
 
@@ -211,6 +225,27 @@ impl Backend for CudaBackend {
 
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {
         dispatch::workspace_bytes(kernel, self.mode)
+    }
+
+    fn is_compiling(&self) -> bool {
+        true
+    }
+
+    /// Kernels are compiled on all of the host's cores, then loaded. A library's products choose on their first run.
+    fn make_ready(
+        &self,
+        launches: &[Launch<'_>],
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<(), ArrayError> {
+        let Some(gpu) = &self.gpu else { return Ok(()) };
+        let keys = gpu.session().kernels_of(gpu, self.mode, launches)?;
+        gpu.device.bind().and_then(|()| gpu.modules.load_all(&keys, progress)).map_err(|e| e.in_op("compile"))
+    }
+
+    fn preparations(&self) -> Preparations {
+        let Some(gpu) = &self.gpu else { return Preparations::default() };
+        let (compiled, loaded) = gpu.modules.counts();
+        Preparations { compiled, loaded, captured: gpu.session().counts().0 }
     }
 
     fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {

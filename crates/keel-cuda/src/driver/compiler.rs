@@ -33,6 +33,15 @@ impl Drop for Program {
     }
 }
 
+/// Machine code of a kernel that was compiled before.
+pub fn cached(key: &KernelKey, architecture: Architecture) -> Option<Vec<u8>> {
+    // SAFETY: asks the loader whether the library can be opened. Its version is part of the path.
+    if !unsafe { sys::is_culib_present() } {
+        return None;
+    }
+    cached_path(key, architecture).and_then(|path| std::fs::read(path).ok())
+}
+
 /// Machine code of a kernel, from the cache on disk or from the compiler.
 ///
 /// # Errors

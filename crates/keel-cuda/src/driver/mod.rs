@@ -15,6 +15,7 @@ mod survey;
 
 pub(crate) use arguments::Arguments;
 pub(crate) use blas::{Blas, HalfType, Product, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES};
+pub(crate) use compiler::cached;
 pub use compiler::{Architecture, compile};
 pub(crate) use device::{Delivery, Device, overlap};
 pub(crate) use event::Event;

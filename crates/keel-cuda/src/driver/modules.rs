@@ -1,12 +1,16 @@
 //! Compiled kernels that are loaded on a device.
 
-use super::{Architecture, Device, compile, driver};
+use super::{Architecture, Device, cached, compile, driver};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::sync::{Arc, Mutex};
+use std::num::NonZero;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::available_parallelism;
 
 /// Dynamic shared memory that a block has without being asked for.
 const SHARED_DEFAULT: usize = 48 << 10;
@@ -26,6 +30,7 @@ struct Module {
 pub(crate) struct Modules {
     device: Arc<Device>,
     loaded: Mutex<HashMap<KernelKey, Module>>,
+    compiled: AtomicU64,
 }
 
 // SAFETY: handles of the driver may be used from any thread with the context current.
@@ -35,12 +40,89 @@ unsafe impl Sync for Modules {}
 
 impl Modules {
     pub fn new(device: &Arc<Device>) -> Modules {
-        Modules { device: Arc::clone(device), loaded: Mutex::default() }
+        Modules { device: Arc::clone(device), loaded: Mutex::default(), compiled: AtomicU64::new(0) }
+    }
+
+    fn loaded(&self) -> MutexGuard<'_, HashMap<KernelKey, Module>> {
+        self.loaded.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Kernels that were compiled, not found on disk, and kernels that are loaded.
+    pub fn counts(&self) -> (u64, u64) {
+        (self.compiled.load(Ordering::Relaxed), self.loaded().len() as u64)
+    }
+
+    /// Machine code of a kernel, from the disk or from the compiler.
+    fn code(&self, key: &KernelKey) -> Result<Vec<u8>> {
+        let architecture = Architecture { capability: self.device.capability };
+        match cached(key, architecture) {
+            Some(code) => Ok(code),
+            None => {
+                self.compiled.fetch_add(1, Ordering::Relaxed);
+                compile(key, architecture)
+            }
+        }
+    }
+
+    /// Loads kernels, each with the most dynamic shared memory that it is launched with. Those that are not on disk are
+    /// compiled on all of the host's cores. `progress` gets how many of how many are compiled.
+    pub fn load_all(
+        &self,
+        kernels: &[(KernelKey, usize)],
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<()> {
+        let is_new = |kernel: &&(KernelKey, usize)| !self.loaded().contains_key(&kernel.0);
+        let missing: Vec<&(KernelKey, usize)> = kernels.iter().filter(is_new).collect();
+        let threads = available_parallelism().map_or(1, NonZero::get).min(missing.len());
+        let next = AtomicUsize::new(0);
+        let (sender, codes) = channel();
+        let work = |sender: Sender<(usize, Result<Vec<u8>>)>| {
+            loop {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                let Some((key, _)) = missing.get(at) else { return };
+                if sender.send((at, self.code(key))).is_err() {
+                    return;
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                let (work, sender) = (&work, sender.clone());
+                scope.spawn(move || work(sender));
+            }
+            drop(sender);
+            let mut outcome = Ok(());
+            for (done, (at, code)) in codes.iter().enumerate() {
+                progress(done + 1, missing.len());
+                let (key, shared_bytes) = missing[at];
+                let loaded = code.and_then(|code| self.load(&mut self.loaded(), key, &code));
+                let set = loaded.and_then(|function| allow_shared(function, *shared_bytes));
+                outcome = outcome.and(set);
+            }
+            outcome
+        })
+    }
+
+    fn load(
+        &self,
+        loaded: &mut HashMap<KernelKey, Module>,
+        key: &KernelKey,
+        code: &[u8],
+    ) -> Result<CUfunction> {
+        let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let entry = CString::new(key.entry).expect("names hold no zero byte");
+        // SAFETY: the image is a cubin of the compiler; the context is current; pointers are to locals.
+        unsafe {
+            driver!(cuModuleLoadData(&mut module, code.as_ptr().cast()))?;
+            driver!(cuModuleGetFunction(&mut function, module, entry.as_ptr()))?;
+        }
+        loaded.insert(key.clone(), Module { module, function, was_asked_for: true });
+        Ok(function)
     }
 
     /// File, entry point and constants of every kernel that was asked for since the last call.
     pub fn take_names(&self) -> Vec<String> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());
+        let mut loaded = self.loaded();
         let asked_for = |module: &mut Module| std::mem::take(&mut module.was_asked_for);
         loaded.iter_mut().filter_map(|(key, module)| asked_for(module).then(|| key.name())).collect()
     }
@@ -48,32 +130,30 @@ impl Modules {
     /// The kernel, compiled and loaded if it is new. `shared_bytes` is the most dynamic shared memory that it is
     /// launched with.
     pub fn function(&self, key: &KernelKey, shared_bytes: usize) -> Result<Function> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());
+        let mut loaded = self.loaded();
         let function = match loaded.get_mut(key) {
             Some(module) => {
                 module.was_asked_for = true;
                 module.function
             }
             None => {
-                let code = compile(key, Architecture { capability: self.device.capability })?;
-                let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
-                let entry = CString::new(key.entry).expect("names hold no zero byte");
-                // SAFETY: the image is a cubin of the compiler; the context is current; pointers are to locals.
-                unsafe {
-                    driver!(cuModuleLoadData(&mut module, code.as_ptr().cast()))?;
-                    driver!(cuModuleGetFunction(&mut function, module, entry.as_ptr()))?;
-                }
-                loaded.insert(key.clone(), Module { module, function, was_asked_for: true });
-                function
+                let code = self.code(key)?;
+                self.load(&mut loaded, key, &code)?
             }
         };
-        if shared_bytes > SHARED_DEFAULT {
-            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function is loaded.
-            unsafe { driver!(cuFuncSetAttribute(function, attribute, shared_bytes as i32))? };
-        }
+        allow_shared(function, shared_bytes)?;
         Ok(Function(function))
     }
+}
+
+/// Lets a kernel have so much dynamic shared memory.
+fn allow_shared(function: CUfunction, bytes: usize) -> Result<()> {
+    if bytes <= SHARED_DEFAULT {
+        return Ok(());
+    }
+    let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    // SAFETY: the function is loaded.
+    unsafe { driver!(cuFuncSetAttribute(function, attribute, bytes as i32)) }
 }
 
 impl Drop for Modules {

@@ -3,8 +3,6 @@
 //! It is tried again: where the engine drafts, a step happens or has not been, so a fault that passes costs a step and nobody's
 //! answer. One that stays is looked for by running each sequence by itself, and ends those that fail then.
 
-use keel_array::sampling::Draw;
-
 use super::Batcher;
 use super::sequence::Drawn;
 use crate::{EngineError, Result};
@@ -34,30 +32,6 @@ impl Batcher {
         }
     }
 
-    /// Runs the next rows of a prompt.
-    pub(super) fn run_prompt(&mut self, i: usize, rows: usize) -> Result<()> {
-        self.run_prompt_once(i, rows).or_else(|error| {
-            self.failed_steps += 1;
-            // A sequence that is torn says no more than that.
-            if self.is_whole(i) { self.run_prompt_once(i, rows) } else { Err(error) }
-        })
-    }
-
-    fn run_prompt_once(&mut self, i: usize, rows: usize) -> Result<()> {
-        let running = &mut self.running[i];
-        let at = running.cache.len();
-        let next = running.next_of_prompt(at + rows);
-        self.engine.prefill_chunk(&mut running.cache, &running.tokens[at..at + rows], next)
-    }
-
-    /// Draws the token behind a prompt.
-    pub(super) fn draw_last(&mut self, draw: Draw) -> Result<u32> {
-        self.engine.draw_last(draw).or_else(|_| {
-            self.failed_steps += 1;
-            self.engine.draw_last(draw)
-        })
-    }
-
     /// Makes the open rows of an answer part of its state.
     pub(super) fn commit(&mut self, i: usize) -> Result<()> {
         self.engine.commit(&mut self.running[i].cache).or_else(|error| {
@@ -66,7 +40,7 @@ impl Batcher {
         })
     }
 
-    fn is_whole(&self, i: usize) -> bool {
+    pub(super) fn is_whole(&self, i: usize) -> bool {
         self.engine.cache().expect_whole(&self.running[i].cache).is_ok()
     }
 

@@ -14,6 +14,7 @@ mod parking;
 mod persist;
 mod policy;
 mod prefixes;
+mod prompts;
 mod request;
 mod sequence;
 
@@ -31,7 +32,7 @@ pub use request::{
     SequenceStatus, TokenLogprobs,
 };
 
-use crate::speculation::{RoundSequence, Speculation};
+use crate::speculation::RoundSequence;
 use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
@@ -184,6 +185,7 @@ impl Batcher {
             prefix_states: self.prefixes.tree().states(),
             speculation: self.speculation.clone(),
             failed_steps: self.failed_steps,
+            late_work: self.engine.late_work(),
         }
     }
 
@@ -376,61 +378,6 @@ impl Batcher {
         Ok(decoding.zip(rounds).map(|(r, round)| r.take(&round.tokens, round.is_last)).collect())
     }
 
-    /// Runs chunks of prompts, and draws the first token of those that are done.
-    fn prefill(&mut self) {
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| !self.running[i].is_decoding()).collect();
-        let rests: Vec<PromptRest> = rows.iter().map(|&i| self.running[i].prompt_rest()).collect();
-        let decoding = self.running.len() - rows.len();
-        let step_max = self.engine.options().prefill_rows();
-        let is_alone = decoding == 0 && rows.len() == 1 && self.waiting.is_empty();
-        let budget = if is_alone { step_max } else { self.options.step_tokens.saturating_sub(decoding) };
-        let shares = share_prefill(&rests, budget.min(step_max), self.turn);
-        let mut ended = Vec::new();
-        for (&i, share) in rows.iter().zip(shares).filter(|(_, share)| *share > 0) {
-            if !self.make_way_for(i, share) {
-                continue;
-            }
-            let outcome = self.prefill_chunk(i, share);
-            let done = self.running[i].cache.len();
-            let outcome = match outcome {
-                Ok(()) => {
-                    let id = self.running[i].id;
-                    if !self.running[i].is_run_again() {
-                        self.emit(id, BatchEvent::Prefilled(done));
-                    }
-                    if self.running[i].awaits_first() { self.draw_first(i).map(Some) } else { Ok(None) }
-                }
-                Err(error) => Err(error),
-            };
-            if let Some(drawn) = outcome.transpose()
-                && let Some(end) = self.report(i, drawn)
-            {
-                ended.push((i, end));
-            }
-        }
-        ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
-    }
-
-    /// Whether a chunk of a prompt finds its pages. If not, it is not run in this step; the sequence may have been parked.
-    fn make_way_for(&mut self, i: usize, rows: usize) -> bool {
-        let holds = self.make_way(|batch, of| if of == i { batch.running[i].pages_behind(rows) } else { 0 });
-        holds.get(i) == Some(&false)
-    }
-
-    fn prefill_chunk(&mut self, i: usize, rows: usize) -> Result<()> {
-        let at = self.running[i].cache.len();
-        let pages = self.running[i].pages_behind(rows);
-        self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
-        self.run_prompt(i, rows)?;
-        let running = &self.running[i];
-        if running.is_at_stop() {
-            let cache = self.engine.cache_mut();
-            let state = self.prefixes.save_state(cache, &running.cache)?;
-            self.prefixes.remember(cache, &running.tokens[..at + rows], &running.cache, state);
-        }
-        Ok(())
-    }
-
     /// Pages that the next `rows` tokens of a sequence begin.
     fn pages_for(&self, i: usize, rows: usize) -> usize {
         let running = &self.running[i];
@@ -457,19 +404,6 @@ impl Batcher {
             None => self.prefixes.save_state(cache, &running.cache)?.map(|entry| (at, entry)),
         };
         Ok(())
-    }
-
-    /// The token behind a prompt that has just been run.
-    fn draw_first(&mut self, i: usize) -> Result<Drawn> {
-        if self.engine.options().drafts > 0 {
-            let hidden = self.engine.last_hidden()?;
-            self.running[i].speculation = Some(Speculation::new(self.options.speculation, hidden));
-        }
-        let Some(draw) = self.running[i].draw_ahead() else { return self.draw(i, 0) };
-        match self.draw_last(draw) {
-            Ok(token) => self.running[i].take_drawn(token),
-            Err(error) => self.running[i].abandon_draw().and(Err(error)),
-        }
     }
 
     fn draw(&mut self, i: usize, row: usize) -> Result<Drawn> {

@@ -38,16 +38,21 @@ pub struct PromptRest {
     pub until_stop: usize,
 }
 
-/// Divides `budget` tokens among prompts: how many each runs in this step. Shares are equal, on the 64-token grid; what
-/// a short prompt leaves goes to the next. The first in turn is `turn`, which the caller counts up from step to step,
-/// so that none waits forever when there are more prompts than shares. At least one prompt advances.
-pub fn share_prefill(prompts: &[PromptRest], budget: usize, turn: usize) -> Vec<usize> {
+/// Tokens that a prompt whose turn it is gets at least, if there are as many: one that is cut is begun twice.
+const SHARE_MIN: usize = 4 * PREFILL_GRID;
+
+/// Divides `budget` tokens among prompts, of which at most `prompts_max` run: how many each runs in this step. Shares are
+/// equal, but worth a turn, and on the 64-token grid; what a short prompt leaves goes to the next. The first in turn is `turn`,
+/// which the caller counts up from step to step, so that none waits forever when there are more prompts than shares. At least
+/// one prompt advances.
+pub fn share_prefill(prompts: &[PromptRest], budget: usize, turn: usize, prompts_max: usize) -> Vec<usize> {
     let mut shares = vec![0; prompts.len()];
     let mut left = budget.max(PREFILL_GRID);
-    for i in 0..prompts.len() {
+    let count = prompts.len().min(prompts_max);
+    for i in 0..count {
         let at = (i + turn) % prompts.len();
         let prompt = prompts[at];
-        let share = (left / (prompts.len() - i)).max(PREFILL_GRID.min(left));
+        let share = (left / (count - i)).max(SHARE_MIN.min(left));
         let wanted = prompt.until_stop.min(prompt.tokens);
         let fits = if wanted <= share { wanted } else { share / PREFILL_GRID * PREFILL_GRID };
         shares[at] = fits;
@@ -78,18 +83,18 @@ mod tests {
 
     #[test]
     fn the_budget_is_shared_on_the_grid() {
-        assert_eq!(share_prefill(&[rest(1000), rest(1000)], 512, 0), [256, 256]);
-        assert_eq!(share_prefill(&[rest(10), rest(1000)], 512, 0), [10, 448]);
-        assert_eq!(share_prefill(&[rest(1000), rest(10), rest(70)], 512, 1), [384, 10, 70]);
-        assert_eq!(share_prefill(&[rest(1000)], 10, 0), [64], "something always advances");
-        assert_eq!(share_prefill(&[], 512, 3), [0; 0]);
+        assert_eq!(share_prefill(&[rest(1000), rest(1000)], 512, 0, 99), [256, 256]);
+        assert_eq!(share_prefill(&[rest(10), rest(1000)], 512, 0, 99), [10, 448]);
+        assert_eq!(share_prefill(&[rest(1000), rest(10), rest(70)], 512, 1, 99), [384, 10, 70]);
+        assert_eq!(share_prefill(&[rest(1000)], 10, 0, 99), [64], "something always advances");
+        assert_eq!(share_prefill(&[], 512, 3, 99), [0; 0]);
     }
 
     #[test]
     fn a_step_ends_where_the_state_is_saved() {
         let prompt = PromptRest { tokens: 300, until_stop: 128 };
-        assert_eq!(share_prefill(&[prompt], 512, 0), [128]);
-        assert_eq!(share_prefill(&[prompt], 100, 0), [64]);
+        assert_eq!(share_prefill(&[prompt], 512, 0, 99), [128]);
+        assert_eq!(share_prefill(&[prompt], 100, 0, 99), [64]);
     }
 
     #[test]
@@ -97,7 +102,7 @@ mod tests {
         let prompts = [rest(640); 9];
         let mut sums = vec![0; prompts.len()];
         for turn in 0..9 {
-            let shares = share_prefill(&prompts, 256, turn);
+            let shares = share_prefill(&prompts, 256, turn, 99);
             assert_eq!(shares.iter().sum::<usize>(), 256);
             sums.iter_mut().zip(shares).for_each(|(sum, share)| *sum += share);
         }
@@ -120,7 +125,9 @@ mod tests {
                 })
                 .collect();
             let (budget, turn) = (random(1024), random(20));
-            let shares = share_prefill(&prompts, budget, turn);
+            let most = 1 + random(9);
+            let shares = share_prefill(&prompts, budget, turn, most);
+            assert!(shares.iter().filter(|&&share| share > 0).count() <= most);
             assert!(shares.iter().sum::<usize>() <= budget.max(PREFILL_GRID), "{prompts:?} {budget}");
             assert!(shares.iter().any(|&share| share > 0), "{prompts:?} {budget} {turn}");
             for (share, prompt) in shares.iter().zip(&prompts) {

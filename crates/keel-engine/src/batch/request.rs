@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::{EngineError, FinishReason, SamplerOptions, SpeculationCounters, SpeculationOptions};
+use crate::{EngineError, FinishReason, LateWork, SamplerOptions, SpeculationCounters, SpeculationOptions};
 
 /// Names a request within its batch.
 pub type RequestId = u64;
@@ -213,4 +213,6 @@ pub struct BatchStatus {
     pub speculation: SpeculationCounters,
     /// Steps that have failed, tried again or not.
     pub failed_steps: u64,
+    /// What was done late, while somebody may have waited.
+    pub late_work: LateWork,
 }

@@ -78,7 +78,12 @@ impl Running {
 
     /// Whether its prompt, or what stands for it, has just been run for the first time, so that no token behind it is known.
     pub fn awaits_first(&self) -> bool {
-        self.is_decoding() && self.tokens.len() == self.run_len
+        self.awaits_first_at(self.cache.len())
+    }
+
+    /// The same, once so many tokens are run.
+    pub fn awaits_first_at(&self, at: usize) -> bool {
+        at >= self.run_len && self.tokens.len() == self.run_len
     }
 
     /// Whether tokens of its answer are run as a prompt, because it turns by other frequencies from now on.

@@ -62,7 +62,7 @@ impl Engine {
             if !stays {
                 self.stepper.write_draft_input(&input)?;
             }
-            let drawn = self.run_and_draw(Outcome::Draft, &rows, active.len())?;
+            let drawn = self.run_and_draw((Regime::Decode, Outcome::Draft), &rows, active.len())?;
             for (row, &i) in active.iter().enumerate() {
                 let draft = if parts[i].draws.is_some() {
                     drawn[row]

@@ -80,9 +80,9 @@ impl<'e> MtpTokenIterator<'e> {
     ) -> Result<MtpTokenIterator<'e>> {
         let start = Instant::now();
         let mut first = || {
-            engine.run_prompt(&mut sequence, prompt, progress)?;
+            let drawn = engine.run_prompt(&mut sequence, prompt, chooser.draw_ahead(), progress)?;
             let speculation = Speculation::new(speculation, engine.last_hidden()?);
-            Ok((speculation, choose_first(engine, &mut *chooser)?))
+            Ok((speculation, choose_first(engine, &mut *chooser, drawn)?))
         };
         let (speculation, choice) = match first() {
             Ok(first) => first,
@@ -135,10 +135,10 @@ impl<'e> MtpTokenIterator<'e> {
     }
 }
 
-/// The token behind a prompt that has just been run.
-fn choose_first(engine: &mut Engine, chooser: &mut dyn Chooser) -> Result<Choice> {
-    if let Some(draw) = chooser.draw_ahead() {
-        return chooser.take(engine.draw_last(draw)?);
+/// The token behind a prompt that has just been run, which may have drawn it.
+fn choose_first(engine: &Engine, chooser: &mut dyn Chooser, drawn: Option<u32>) -> Result<Choice> {
+    if let Some(token) = drawn {
+        return chooser.take(token);
     }
     let mut logits = Vec::new();
     engine.logits(0, &mut logits)?;

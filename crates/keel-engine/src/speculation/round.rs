@@ -6,6 +6,7 @@
 
 use std::time::{Duration, Instant};
 
+use keel_array::Regime;
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
@@ -59,11 +60,19 @@ impl Engine {
     /// # Errors
     /// If the engine was made without drafts.
     pub fn last_hidden(&self) -> Result<Vec<f32>> {
+        self.last_hidden_of(0)
+    }
+
+    /// As [`Engine::last_hidden`], for prompt `row` of [`Engine::prefill_chunks`].
+    ///
+    /// # Errors
+    /// As [`Engine::last_hidden`].
+    pub fn last_hidden_of(&self, row: usize) -> Result<Vec<f32>> {
         let mut hidden = Vec::new();
         if self.options.drafts == 0 {
             return Err(EngineError::Option("drafts were not planned for: set drafts".into()));
         }
-        self.stepper.read_last_hidden(0, &mut hidden)?;
+        self.stepper.read_last_hidden(row, &mut hidden)?;
         Ok(hidden)
     }
 
@@ -170,7 +179,7 @@ impl Engine {
         });
         let rows: Vec<Rows<'_>> = rows.collect();
         let count = tokens.iter().map(Vec::len).sum();
-        self.run_and_draw(Outcome::OpenRows, &rows, count)
+        self.run_and_draw((Regime::Decode, Outcome::OpenRows), &rows, count)
     }
 
     /// Chooses the tokens of each sequence, and takes the hidden states of their rows for the head.

@@ -1,13 +1,15 @@
 //! The prepared steps of a model: traced once per shape, run again with new data in the staging buffers.
 
+mod buckets;
 mod results;
 mod staging;
 
-use keel_array::sampling::Draw;
 use keel_array::{Array, ArrayError, Executable, PendingRun, Regime, RowLog, Runtime};
 use keel_cache::{LayerStorage, ModelCache};
 use keel_models::HybridModel;
 use keel_models::blocks::StepContext;
+
+pub(crate) use buckets::Buckets;
 
 use crate::engine::LogitSink;
 use crate::options::EngineOptions;
@@ -17,9 +19,8 @@ use results::{Results, append_rows, read_ids, read_rows};
 pub(crate) use staging::Rows;
 use staging::Staging;
 
-/// Prepared steps kept at a time, if each has as many kernels as the longest: a step takes memory of the host by its kernels.
-/// Prompts end in steps of any length, and sequences of a batch draft by different numbers, so old ones make room.
-const STEPS_MAX: usize = 96;
+/// Prepared steps kept beside those of the list: shapes that serving does not meet make room for each other.
+const OTHERS_MAX: usize = 32;
 
 /// Rows of logits that are computed at a time when every row is wanted.
 pub(crate) const HEAD_ROWS: usize = 64;
@@ -29,10 +30,8 @@ pub(crate) const HEAD_ROWS: usize = 64;
 pub(crate) enum Outcome {
     /// Nothing else: more of the prompt follows.
     State,
-    /// Logits of the last row of each sequence; behind a decode step also tokens drawn from them.
+    /// Logits of the last row of each sequence, and tokens drawn from them.
     LastLogits,
-    /// A token drawn from the logits of one sequence that the step before has left. Nothing is run.
-    Token,
     /// Hidden states of every row.
     Hidden,
     /// Hidden states of the multi-token-prediction head for every row.
@@ -63,19 +62,17 @@ pub(crate) struct StepShape {
     pub outcome: Outcome,
 }
 
-impl StepShape {
-    pub const TOKEN: StepShape =
-        StepShape { regime: Regime::Decode, rows: 1, sequences: 1, outcome: Outcome::Token };
-}
-
 /// Runs steps.
 pub(crate) struct Stepper {
+    buckets: Buckets,
     staging: Staging,
     results: Results,
-    /// The least recently used first.
-    prepared: Vec<(StepShape, Executable)>,
-    /// Kernels of the longest step so far.
-    kernels_longest: usize,
+    /// Those of the list, which stay.
+    listed: Vec<(StepShape, Executable)>,
+    /// Others, the least recently used first.
+    others: Vec<(StepShape, Executable)>,
+    /// Steps traced so far.
+    traced: u64,
 }
 
 /// What a traced step computes, and where it goes.
@@ -89,13 +86,26 @@ impl Stepper {
         options: &EngineOptions,
         pages_per_sequence: usize,
     ) -> Result<Stepper> {
-        let staging = Staging::allocate(runtime, model, options, pages_per_sequence)?;
+        let buckets = Buckets::new(options, runtime.backend().is_compiling());
+        let sizes = (buckets.prefill_rows_max(), pages_per_sequence);
         Ok(Stepper {
-            staging,
-            results: Results::allocate(runtime, model, options)?,
-            prepared: Vec::new(),
-            kernels_longest: 0,
+            staging: Staging::allocate(runtime, model, options, sizes)?,
+            results: Results::allocate(runtime, model, options, &buckets)?,
+            buckets,
+            listed: Vec::new(),
+            others: Vec::new(),
+            traced: 0,
         })
+    }
+
+    /// The shapes that steps come in.
+    pub fn buckets(&self) -> &Buckets {
+        &self.buckets
+    }
+
+    /// Steps traced so far.
+    pub fn traced(&self) -> u64 {
+        self.traced
     }
 
     /// The prepared step of a shape, traced if it is new.
@@ -106,44 +116,75 @@ impl Stepper {
         cache: &ModelCache,
         shape: StepShape,
     ) -> Result<&Executable> {
-        if let Some(i) = self.prepared.iter().position(|(s, _)| *s == shape) {
-            let found = self.prepared.remove(i);
-            self.prepared.push(found);
-        } else {
-            let executable = runtime.trace(|| {
-                let pairs = self.trace(model, cache.layers(), shape)?;
-                let pairs: Vec<(&Array, &Array)> =
-                    pairs.iter().map(|(value, place)| (value, place)).collect();
-                Ok::<_, EngineError>(runtime.prepare(&pairs)?)
-            })?;
-            self.make_room(executable.program().kernels().len());
-            self.prepared.push((shape, executable));
+        if let Some(i) = self.listed.iter().position(|(s, _)| *s == shape) {
+            return Ok(&self.listed[i].1);
         }
-        match self.prepared.last() {
+        let step = match self.others.iter().position(|(s, _)| *s == shape) {
+            Some(i) => self.others.remove(i),
+            None => (shape, self.trace_step(runtime, model, cache, shape)?),
+        };
+        if self.others.len() == OTHERS_MAX {
+            self.others.remove(0);
+        }
+        self.others.push(step);
+        match self.others.last() {
             Some((_, executable)) => Ok(executable),
             None => unreachable!("a step was just pushed"),
         }
     }
 
-    /// Drops old steps until one of so many kernels can be kept, too.
-    fn make_room(&mut self, kernels: usize) {
-        self.kernels_longest = self.kernels_longest.max(kernels);
-        let mut kept: usize = self.prepared.iter().map(|(_, step)| step.program().kernels().len()).sum();
-        while kept + kernels > STEPS_MAX * self.kernels_longest {
-            let (_, oldest) = self.prepared.remove(0);
-            kept -= oldest.program().kernels().len();
-        }
-    }
-
-    /// Prepares a step ahead of its first run, so that its memory is part of the plan.
-    pub fn prepare(
+    fn trace_step(
         &mut self,
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
         shape: StepShape,
+    ) -> Result<Executable> {
+        self.traced += 1;
+        runtime.trace(|| {
+            let pairs = self.trace(model, cache.layers(), shape)?;
+            let pairs: Vec<(&Array, &Array)> = pairs.iter().map(|(value, place)| (value, place)).collect();
+            Ok::<_, EngineError>(runtime.prepare(&pairs)?)
+        })
+    }
+
+    /// Prepares a step ahead of its first run, so that its memory is part of the plan. `stays` if it is one of the list.
+    pub fn prepare(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        (shape, stays): (StepShape, bool),
     ) -> Result<()> {
-        self.step(runtime, model, cache, shape).map(|_| ())
+        let mut all = self.listed.iter().chain(&self.others);
+        if all.any(|(prepared, _)| *prepared == shape) {
+            return Ok(());
+        }
+        let step = self.trace_step(runtime, model, cache, shape)?;
+        if stays {
+            self.listed.push((shape, step));
+        } else if !runtime.backend().is_planning() {
+            self.others.push((shape, step));
+        }
+        Ok(())
+    }
+
+    /// Those of the list that are prepared.
+    pub fn listed(&self) -> Vec<&Executable> {
+        self.listed.iter().map(|(_, step)| step).collect()
+    }
+
+    /// Runs every step of the list for nobody, twice: what a first and a second run do besides is then done.
+    pub fn run_for_nobody(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        for (i, (shape, step)) in self.listed.iter().enumerate() {
+            for _ in 0..2 {
+                self.staging.fill(&[], *shape, shape.outcome == Outcome::OpenRows)?;
+                let drawn = self.drawn((shape.regime, shape.outcome), 1)?;
+                step.submit(&drawn).wait(&mut vec![0; drawn.bytes()]).map_err(ArrayError::from)?;
+            }
+            progress(i + 1, self.listed.len());
+        }
+        Ok(())
     }
 
     /// What a step does with rows that may be taken back. Where they can be left open, every decode step settles those of the
@@ -170,10 +211,6 @@ impl Stepper {
         let tokens = self.staging.tokens.prefix(shape.rows)?;
         Ok(match shape.outcome {
             Outcome::State | Outcome::LastLogits => self.trace_last(model, layers, shape, &context)?,
-            Outcome::Token => {
-                let token = self.results.logits.prefix(1)?.sample(&self.staging.draws.prefix(1)?)?;
-                vec![(token, self.staging.tokens.prefix(1)?)]
-            }
             Outcome::Hidden => {
                 vec![(model.hidden(&tokens, layers, &context)?, self.results.hidden()?.prefix(shape.rows)?)]
             }
@@ -232,10 +269,8 @@ impl Stepper {
         let mut pairs = Vec::new();
         if shape.outcome == Outcome::LastLogits {
             let logits = model.logits(&last)?;
-            if shape.regime == Regime::Decode {
-                let tokens = logits.sample(&self.staging.draws.prefix(shape.sequences)?)?;
-                pairs.push((tokens, self.staging.tokens.prefix(shape.sequences)?));
-            }
+            let tokens = logits.sample(&self.staging.draws.prefix(shape.sequences)?)?;
+            pairs.push((tokens, self.drawn((shape.regime, shape.outcome), shape.sequences)?));
             pairs.push((logits, self.results.logits.prefix(shape.sequences)?));
         }
         let head = self.staging.head.as_ref().filter(|_| shape.regime == Regime::Prefill);
@@ -286,10 +321,10 @@ impl Stepper {
         (regime, outcome): (Regime, Outcome),
         rows: &[Rows<'_>],
     ) -> Result<&Executable> {
-        self.staging.fill(rows, outcome == Outcome::OpenRows)?;
         // A step that only commits has one row, of no sequence.
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
-        let shape = StepShape { regime, rows: count, sequences: rows.len(), outcome };
+        let shape = self.buckets.fit((regime, outcome), count, rows.len());
+        self.staging.fill(rows, shape, outcome == Outcome::OpenRows)?;
         self.step(runtime, model, cache, shape)
     }
 
@@ -306,19 +341,6 @@ impl Stepper {
         Ok(step.submit(&drawn))
     }
 
-    /// Draws a token from the first row of the logits of the last step.
-    pub fn draw(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        draw: &Draw,
-    ) -> Result<u32> {
-        self.staging.draws.write(&draw.words())?;
-        self.step(runtime, model, cache, StepShape::TOKEN)?.run().map_err(ArrayError::from)?;
-        Ok(self.read_tokens(1)?[0])
-    }
-
     /// Copies row `row` of the logits of the last step, submitted or run.
     pub fn read_logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
         read_rows(&self.results.logits, row, 1, logits)
@@ -331,9 +353,10 @@ impl Stepper {
 
     /// Where a step leaves the tokens that it draws, of so many rows: behind each row with [`Outcome::OpenRows`], else behind each
     /// sequence.
-    pub fn drawn(&self, outcome: Outcome, rows: usize) -> Result<Array> {
-        Ok(match outcome {
-            Outcome::OpenRows => self.results.draft()?.drawn.prefix(rows)?,
+    pub fn drawn(&self, how: (Regime, Outcome), rows: usize) -> Result<Array> {
+        Ok(match how {
+            (_, Outcome::OpenRows) => self.results.draft()?.drawn.prefix(rows)?,
+            (Regime::Prefill, _) => self.results.first_tokens.prefix(rows)?,
             _ => self.staging.tokens.prefix(rows)?,
         })
     }

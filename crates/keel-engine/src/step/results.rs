@@ -4,6 +4,7 @@ use keel_array::{Array, Category, DType, Runtime};
 use keel_models::{HybridModel, Mixer};
 
 use super::HEAD_ROWS;
+use super::buckets::Buckets;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
 
@@ -12,6 +13,8 @@ pub(super) struct Results {
     pub logits: Array,
     /// f32 `[sequences, hidden]`.
     pub last_hidden: Array,
+    /// The token drawn behind each prompt, u32 `[prompts]`.
+    pub first_tokens: Array,
     /// f32 `[prefill rows, hidden]`, if every row may be asked for.
     hidden: Option<Array>,
     /// Rows whose logits are computed, f32 `[HEAD_ROWS, hidden]`, if every row may be asked for.
@@ -34,7 +37,12 @@ pub(super) struct DraftResults {
 }
 
 impl Results {
-    pub fn allocate(runtime: &Runtime, model: &HybridModel, options: &EngineOptions) -> Result<Results> {
+    pub fn allocate(
+        runtime: &Runtime,
+        model: &HybridModel,
+        options: &EngineOptions,
+        buckets: &Buckets,
+    ) -> Result<Results> {
         let output = |shape: &[usize]| Array::persistent(runtime, Category::Activations, shape, DType::F32);
         let ids = |count| Array::persistent(runtime, Category::Activations, [count], DType::U32);
         let (hidden, vocab) = (model.config.hidden, model.config.vocab);
@@ -57,7 +65,8 @@ impl Results {
         Ok(Results {
             logits: output(&[logit_rows, vocab])?,
             last_hidden: output(&[options.sequences, hidden])?,
-            hidden: all(options.prefill_rows().max(options.sequences))?,
+            first_tokens: ids(buckets.prompts())?,
+            hidden: all(buckets.prefill_rows_max().max(options.sequences))?,
             head_input: all(HEAD_ROWS)?,
             draft,
         })

@@ -6,6 +6,7 @@ use keel_cache::SequenceCache;
 use keel_models::HybridModel;
 use keel_models::blocks::TurnPositions;
 
+use super::StepShape;
 use crate::Result;
 use crate::options::EngineOptions;
 
@@ -66,10 +67,10 @@ impl Staging {
         runtime: &Runtime,
         model: &HybridModel,
         options: &EngineOptions,
-        pages_per_sequence: usize,
+        (prefill_rows, pages_per_sequence): (usize, usize),
     ) -> Result<Staging> {
         let sequences = options.sequences;
-        let rows = options.prefill_rows().max(options.decode_rows()).max(options.head_rows());
+        let rows = prefill_rows.max(options.decode_rows()).max(options.head_rows());
         let input = |shape: &[usize], dtype| Array::persistent(runtime, Category::Staging, shape, dtype);
         let table = input(&[sequences, pages_per_sequence], DType::U32)?;
         let window_table = match model.config.window {
@@ -85,7 +86,7 @@ impl Staging {
         let head = match options.drafts {
             0 => None,
             _ => Some(HeadStaging {
-                next_tokens: input(&[options.prefill_rows()], DType::U32)?,
+                next_tokens: input(&[prefill_rows], DType::U32)?,
                 hidden: input(&[options.head_rows(), model.config.hidden], DType::F32)?,
             }),
         };
@@ -124,13 +125,14 @@ impl Staging {
         Ok((batch, window_batch))
     }
 
-    /// Fills the buffers for the rows of a step, which draws a token behind each of them if `draws_rows`, else behind each sequence.
-    pub fn fill(&self, rows: &[Rows<'_>], draws_rows: bool) -> Result<()> {
+    /// Fills the buffers for the rows of a step of this shape, which draws a token behind each row if `draws_rows`, else behind each
+    /// sequence. What the shape has beyond them belongs to nobody.
+    pub fn fill(&self, rows: &[Rows<'_>], shape: StepShape, draws_rows: bool) -> Result<()> {
         let pages = self.table.shape()[1];
         let (mut tokens, mut next_tokens, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         let (mut row_start, mut last_rows) = (vec![0u32], Vec::new());
         let (mut slots, mut firsts, mut accepted) = (Vec::new(), Vec::new(), Vec::new());
-        let mut table = Vec::with_capacity(rows.len() * pages);
+        let mut table = Vec::with_capacity(shape.sequences * pages);
         for Rows { sequence, tokens: ids, first, next, accepted: open, .. } in rows {
             tokens.extend_from_slice(ids);
             next_tokens.extend(ids.iter().skip(1).copied().chain([next.unwrap_or_default()]));
@@ -144,27 +146,29 @@ impl Staging {
             table.resize(row_start.len().saturating_sub(1) * pages, 0);
         }
         if !rows.iter().any(|row| row.is_drawn) {
-            self.tokens.write(&tokens)?;
+            self.tokens.write(&padded(tokens, shape.rows, 0))?;
         }
-        self.positions.write(&positions)?;
+        self.positions.write(&padded(positions, shape.rows, 0))?;
         self.fill_turns(rows)?;
-        self.row_start.write(&row_start)?;
-        self.slot.write(&slots)?;
-        self.position.write(&firsts)?;
-        self.table.write(&table)?;
-        self.accepted.write(&accepted)?;
+        let end = row_start.last().copied().unwrap_or_default();
+        self.row_start.write(&padded(row_start, shape.sequences + 1, end))?;
+        self.slot.write(&padded(slots, shape.sequences, Batch::NO_SLOT))?;
+        self.position.write(&padded(firsts, shape.sequences, 0))?;
+        self.table.write(&padded(table, shape.sequences * pages, 0))?;
+        self.accepted.write(&padded(accepted, shape.sequences, 0))?;
         self.fill_windows(rows)?;
-        self.last_rows.write(&last_rows)?;
+        self.last_rows.write(&padded(last_rows, shape.sequences, 0))?;
         let mut words = Vec::new();
         for row in rows {
             let count = if draws_rows { row.tokens.len() } else { 1 };
             let of = |i: usize| row.draws.get(i).map_or(Draw::NOTHING, Draw::words);
-            words.extend((0..count).flat_map(of));
+            words.extend((0..count).map(of));
         }
-        self.draws.write(&words)?;
+        let drawn = if draws_rows { shape.rows } else { shape.sequences };
+        self.draws.write(&padded(words, drawn, Draw::NOTHING).concat())?;
         match &self.head {
-            Some(head) if next_tokens.len() <= head.next_tokens.shape()[0] => {
-                Ok(head.next_tokens.write(&next_tokens)?)
+            Some(head) if shape.rows <= head.next_tokens.shape()[0] => {
+                Ok(head.next_tokens.write(&padded(next_tokens, shape.rows, 0))?)
             }
             _ => Ok(()),
         }
@@ -197,4 +201,10 @@ impl Staging {
             .collect();
         Ok(self.window_table.write(&table)?)
     }
+}
+
+/// With as many entries as there are to be.
+fn padded<T: Clone>(mut entries: Vec<T>, count: usize, nothing: T) -> Vec<T> {
+    entries.resize(count.max(entries.len()), nothing);
+    entries
 }

@@ -83,7 +83,7 @@ pub fn waiting_and_queueing() -> Vec<(Runtime, Runtime)> {
 }
 
 /// A GPU, if there is one to be tested.
-fn gpu() -> Option<Arc<dyn Backend>> {
+pub fn gpu() -> Option<Arc<dyn Backend>> {
     std::env::var_os("KEEL_TEST_CUDA")?;
     let options = CudaOptions { deterministic: true, poison_freed: true, ..CudaOptions::default() };
     Some(Arc::new(CudaBackend::new(&options).expect("a GPU")))

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use clap::Args;
 use keel_engine::EngineOptions;
-use keel_engine::plan::fit;
+use keel_engine::plan::{fit, steps};
 use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
@@ -17,7 +17,7 @@ use crate::session::{self, context_for};
 ///
 /// The numbers are those of `generate` with the same context. On a machine with the GPU that --device names, what its driver
 /// takes beside them is measured and printed, too. With --limit, print instead the longest context and the largest batch
-/// that fit.
+/// that fit. With --verbose, also the shapes that steps come in.
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     #[command(flatten)]
@@ -46,7 +46,7 @@ pub struct PlanArgs {
 }
 
 /// Runs the command.
-pub fn run(args: &PlanArgs) -> Result<()> {
+pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let model = args.subject.open()?;
     let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
     let context = context_for(&subject.config, args.context).context("--context")?;
@@ -59,8 +59,17 @@ pub fn run(args: &PlanArgs) -> Result<()> {
     let options = options(args.device.device())?;
     match args.limit {
         Some(limit) => print_fit(args, &subject, options, limit),
-        None => print_plan(args, &subject, options),
+        None => {
+            print_plan(args, &subject, options)?;
+            if verbose && !args.json { print_steps(args, options) } else { Ok(()) }
+        }
     }
+}
+
+fn print_steps(args: &PlanArgs, options: EngineOptions) -> Result<()> {
+    let backend = args.device.planning_backend(options.compute);
+    output::line("")?;
+    steps(&*backend, options).iter().try_for_each(|line| output::line(line))
 }
 
 fn print_plan(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<()> {

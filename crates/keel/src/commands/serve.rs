@@ -134,8 +134,9 @@ pub fn run(args: &ServeArgs) -> Result<()> {
         // Before the model is loaded: a port in use should be known at once.
         let listener = bind(&format!("{}:{}", args.host, args.port)).await?;
         let device = if args.on_demand { args.device.clone() } else { args.device.with_resident_memory() };
-        let session = Session::load(&device, &model, options)?;
+        let mut session = Session::load(&device, &model, options)?;
         session::close(model);
+        session.make_ready()?;
         tracing::info!(
             "{} for {} sequences of up to {} tokens, {} of it keys and values",
             human_bytes(session.planned.total()),

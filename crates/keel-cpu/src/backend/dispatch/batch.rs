@@ -20,10 +20,20 @@ pub(super) fn batch<'a>(
     Ok(Batch { row_start, position })
 }
 
-/// The slots of the sequences, which must exist and differ: each is written by its own sequence.
-pub(super) fn slots<'a>(slot: &Bound<'a>, available: usize) -> Result<&'a [u32], String> {
+/// The slots of the sequences, which must exist and differ: each is written by its own sequence. One that has no rows, and none
+/// to commit, may have no slot.
+pub(super) fn slots<'a>(
+    slot: &Bound<'a>,
+    available: usize,
+    batch: &Batch<'_>,
+    accepted: Option<&[u32]>,
+) -> Result<&'a [u32], String> {
     let slots: &[u32] = slot.values();
+    let is_idle = |b: usize| batch.rows_of(b).is_empty() && accepted.is_none_or(|accepted| accepted[b] == 0);
     for (b, &slot) in slots.iter().enumerate() {
+        if slot == keel_array::Batch::NO_SLOT && is_idle(b) {
+            continue;
+        }
         if slot as usize >= available {
             return Err(format!("sequence {b} is in slot {slot} of {available}"));
         }

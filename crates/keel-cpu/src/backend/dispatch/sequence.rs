@@ -81,9 +81,10 @@ fn conv(spec: &ConvSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), Str
         }
         _ => unreachable!("five operands, seven with a log"),
     };
-    let slots = batch::slots(slot, window.layout.shape[0])?;
     // Positions are not read; the slots are as many.
-    let rows = batch::batch(row_start, slots, x.layout.shape[0])?;
+    let rows = batch::batch(row_start, slot.values(), x.layout.shape[0])?;
+    let accepted = log.map(|(_, accepted)| accepted.values::<u32>());
+    let slots = batch::slots(slot, window.layout.shape[0], &rows, accepted)?;
     let task = CausalConv {
         x: x.rows(1),
         weight: weight.values(),
@@ -146,6 +147,8 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<
         _ => unreachable!("nine operands, eleven with a log"),
     };
     let rows = batch::batch(row_start, position.values(), qkv.layout.shape[0])?;
+    let accepted = log.map(|(_, accepted)| accepted.values::<u32>());
+    let slot = batch::slots(slot, state.layout.shape[0], &rows, accepted)?;
     let log = match log {
         None => None,
         Some((records, accepted)) => {
@@ -165,7 +168,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<
             dt_bias: dt_bias.values(),
         },
         batch: rows,
-        slot: batch::slots(slot, state.layout.shape[0])?,
+        slot,
         state: state.shared(),
         log,
         y: call.outputs[0].rows_mut(2),

@@ -100,6 +100,10 @@ impl Unit<'_, '_> {
     fn run<S: Simd, const N: usize>(&self, s: S, columns: usize) -> usize {
         let task = self.step.task;
         let shape = &task.inputs.shape;
+        let accepted = task.log.map_or(0, |log| log.accepted[self.b] as usize);
+        if task.batch.rows_of(self.b).is_empty() && accepted == 0 {
+            return columns;
+        }
         let (slot, key_head) = (task.slot[self.b] as usize, task.inputs.key_head(self.head));
         let committed = Block {
             data: task.state,
@@ -113,7 +117,7 @@ impl Unit<'_, '_> {
         let (rows, position) = (task.batch.rows_of(self.b), task.batch.position[self.b]);
         // What `from` does not have yet.
         let mut records = Records::none(s);
-        for i in 0..task.log.map_or(0, |log| log.accepted[self.b] as usize) {
+        for i in 0..accepted {
             let Some(log) = &task.log else { break };
             if records.are_full() {
                 update(s, &committed, &committed, &records);

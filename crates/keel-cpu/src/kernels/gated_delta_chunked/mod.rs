@@ -106,6 +106,9 @@ impl Head<'_> {
     fn run<S: Simd>(&self, s: S, m: &mut Scratch<'_>) {
         let shape = &self.task.inputs.shape;
         let rows = self.task.batch.rows_of(self.b);
+        if rows.is_empty() {
+            return;
+        }
         let start = (self.task.slot[self.b] as usize * shape.value_heads + self.head)
             * shape.key_size
             * shape.value_size;

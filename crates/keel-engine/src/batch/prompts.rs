@@ -1,0 +1,152 @@
+//! Chunks of prompts: those of several run in one step, which draws the first token of each that is done.
+
+use super::policy::{PromptRest, share_prefill};
+use super::request::BatchEvent;
+use super::sequence::Drawn;
+use super::{Batcher, members};
+use crate::speculation::Speculation;
+use crate::{Chunk, EngineError, Result};
+
+/// The next `rows` tokens of the prompt of running sequence `i`.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    i: usize,
+    rows: usize,
+}
+
+impl Batcher {
+    /// Runs chunks of prompts, and draws the first token of those that are done. A step that fails is tried again, then each
+    /// chunk by itself.
+    pub(super) fn prefill(&mut self) {
+        let parts = self.parts();
+        if parts.is_empty() {
+            return;
+        }
+        let mut ended = match self.run_twice(&parts) {
+            Ok(drawn) => self.finish_parts(&parts, drawn),
+            Err(error) if parts.len() == 1 => self.report_all(vec![(parts[0].i, Err(error))]),
+            Err(cause) => parts.iter().flat_map(|part| self.run_alone(*part, &cause)).collect(),
+        };
+        ended.sort_unstable_by_key(|(i, _)| *i);
+        ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
+    }
+
+    /// What the next step runs, once there are pages for it. Sequences may be parked for them.
+    fn parts(&mut self) -> Vec<Part> {
+        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| !self.running[i].is_decoding()).collect();
+        let rests: Vec<PromptRest> = rows.iter().map(|&i| self.running[i].prompt_rest()).collect();
+        let decoding = self.running.len() - rows.len();
+        let step_max = self.engine.prefill_rows_max();
+        let is_alone = decoding == 0 && rows.len() == 1 && self.waiting.is_empty();
+        let budget = if is_alone { step_max } else { self.options.step_tokens.saturating_sub(decoding) };
+        let mut shares = share_prefill(&rests, budget.min(step_max), self.turn, self.engine.chunks_max());
+        let mut all = shares.iter_mut().filter(|share| **share > 0);
+        if let (Some(only), None) = (all.next(), all.next()) {
+            *only = self.engine.chunk_rows(*only);
+        }
+        let mut parts = Vec::new();
+        for (&i, rows) in rows.iter().zip(shares).filter(|(_, share)| *share > 0) {
+            if !self.make_way_for(i, rows) {
+                continue;
+            }
+            let pages = self.running[i].pages_behind(rows);
+            self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
+            // Taken now, so that the next part does not count on them. What is missing is said by the step.
+            let _ = self.engine.cache_mut().reserve(&mut self.running[i].cache, rows);
+            parts.push(Part { i, rows });
+        }
+        parts.retain(|part| part.i < self.running.len());
+        parts
+    }
+
+    /// Whether a chunk of a prompt finds its pages. If not, it is not run in this step; the sequence may have been parked.
+    fn make_way_for(&mut self, i: usize, rows: usize) -> bool {
+        let holds = self.make_way(|batch, of| if of == i { batch.running[i].pages_behind(rows) } else { 0 });
+        holds.get(i) == Some(&false)
+    }
+
+    /// Runs the parts, a second time if that failed and left all of them whole.
+    fn run_twice(&mut self, parts: &[Part]) -> Result<Vec<Option<u32>>> {
+        self.run_parts(parts).or_else(|error| {
+            self.failed_steps += 1;
+            let is_whole = parts.iter().all(|part| self.is_whole(part.i));
+            if is_whole { self.run_parts(parts) } else { Err(error) }
+        })
+    }
+
+    /// Runs a part of a step that has failed. `cause` is what that said.
+    fn run_alone(&mut self, part: Part, cause: &EngineError) -> Vec<(usize, BatchEvent)> {
+        let outcome = match self.is_whole(part.i) {
+            true => self.run_parts(&[part]).inspect_err(|_| self.failed_steps += 1),
+            false => Err(EngineError::Step(cause.to_string())),
+        };
+        match outcome {
+            Ok(drawn) => self.finish_parts(&[part], drawn),
+            Err(error) => self.report_all(vec![(part.i, Err(error))]),
+        }
+    }
+
+    fn run_parts(&mut self, parts: &[Part]) -> Result<Vec<Option<u32>>> {
+        let rows: Vec<usize> = parts.iter().map(|part| part.i).collect();
+        let mut chunks = Vec::with_capacity(parts.len());
+        for (running, part) in members(&mut self.running, &rows).zip(parts) {
+            let at = running.cache.len();
+            let next = running.next_of_prompt(at + part.rows);
+            let draw = if running.awaits_first_at(at + part.rows) { running.draw_ahead() } else { None };
+            let tokens = &running.tokens[at..at + part.rows];
+            chunks.push(Chunk { sequence: &mut running.cache, tokens, next, draw });
+        }
+        let outcome = self.engine.prefill_chunks(&mut chunks);
+        if outcome.is_err() {
+            let drawing = chunks.iter().map(|chunk| chunk.draw.is_some()).collect::<Vec<_>>();
+            let drawing = members(&mut self.running, &rows).zip(drawing).filter(|(_, draws)| *draws);
+            drawing.map(|(running, _)| running).try_for_each(super::Running::abandon_draw)?;
+        }
+        outcome
+    }
+
+    /// Takes what a step of prompts has led to. Returns the answers that have ended, and how.
+    fn finish_parts(&mut self, parts: &[Part], drawn: Vec<Option<u32>>) -> Vec<(usize, BatchEvent)> {
+        let mut outcomes = Vec::new();
+        for (row, (part, token)) in parts.iter().zip(drawn).enumerate() {
+            let running = &self.running[part.i];
+            let (id, done) = (running.id, running.cache.len());
+            if !running.is_run_again() {
+                self.emit(id, BatchEvent::Prefilled(done));
+            }
+            let outcome = self.save_at_stop(part.i);
+            if outcome.is_err() || self.running[part.i].awaits_first() {
+                outcomes.push((part.i, outcome.and_then(|()| self.first_token(part.i, row, token))));
+            }
+        }
+        self.report_all(outcomes)
+    }
+
+    fn report_all(&mut self, outcomes: Vec<(usize, Result<Drawn>)>) -> Vec<(usize, BatchEvent)> {
+        let report = |(i, drawn)| self.report(i, drawn).map(|end| (i, end));
+        outcomes.into_iter().filter_map(report).collect()
+    }
+
+    /// Saves the state of a prompt where others may go on from it.
+    fn save_at_stop(&mut self, i: usize) -> Result<()> {
+        let running = &self.running[i];
+        if running.is_at_stop() {
+            let cache = self.engine.cache_mut();
+            let state = self.prefixes.save_state(cache, &running.cache)?;
+            self.prefixes.remember(cache, &running.tokens[..running.cache.len()], &running.cache, state);
+        }
+        Ok(())
+    }
+
+    /// The token behind a prompt, which was row `row` of the step that has ended.
+    fn first_token(&mut self, i: usize, row: usize, drawn: Option<u32>) -> Result<Drawn> {
+        if self.engine.options().drafts > 0 {
+            let hidden = self.engine.last_hidden_of(row)?;
+            self.running[i].speculation = Some(Speculation::new(self.options.speculation, hidden));
+        }
+        match drawn {
+            Some(token) => self.running[i].take_drawn(token),
+            None => self.draw(i, row),
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! The shapes that steps come in.
+//!
+//! A program is made for so many rows and so many sequences. Were there one for every number, each would be traced, compiled and
+//! captured when it is first met, while somebody waits. So there is a list, which follows from the options, and a step takes
+//! the next larger shape of it. Rows beyond the real ones belong to no sequence, and sequences beyond them are in no slot:
+//! they read and write nothing that is anybody's ([`keel_array::Batch`]).
+//!
+//! Where a new program is cheap and a row is dear (a CPU), the list is longer and its steps are finer.
+
+use keel_array::Regime;
+
+use super::{Outcome, StepShape};
+use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
+
+/// Prompts that a step runs at most.
+const PROMPTS_MAX: usize = 32;
+/// The same where each of them costs a row of the output head.
+const PROMPTS_MAX_FINE: usize = 8;
+
+/// The list of shapes.
+#[derive(Clone, Debug)]
+pub(crate) struct Buckets {
+    /// Sequences of a decode step, ascending.
+    sequences: Vec<usize>,
+    /// Rows of a sequence where rows are left open or drafts are made, on average, ascending: those of few sequences.
+    open_rows: Vec<usize>,
+    /// Rows of a step of prompts, ascending.
+    prefill_rows: Vec<usize>,
+    /// Prompts of a step that has several, at most.
+    prompts: usize,
+    /// Rows by which the multi-token-prediction head catches up, ascending.
+    lag_rows: Vec<usize>,
+    is_coarse: bool,
+}
+
+impl Buckets {
+    /// `is_coarse` where a program costs much before its first run.
+    pub fn new(options: &EngineOptions, is_coarse: bool) -> Buckets {
+        let prompts = prompts_max(options, is_coarse);
+        let open_most = options.open_rows();
+        let lags = [8, 16, 32, HEAD_LAG_MAX];
+        Buckets {
+            sequences: up_to(options.sequences, |n| next_sequences(n, is_coarse)),
+            open_rows: (1..=open_most).collect(),
+            prefill_rows: up_to(prefill_rows_max(options, is_coarse), |n| next_rows(n, is_coarse)),
+            prompts,
+            lag_rows: lags.into_iter().filter(|&rows| !is_coarse || rows == HEAD_LAG_MAX).collect(),
+            is_coarse,
+        }
+    }
+
+    /// Prompts that one step may run.
+    pub fn prompts(&self) -> usize {
+        self.prompts
+    }
+
+    /// Rows of the largest step of prompts.
+    pub fn prefill_rows_max(&self) -> usize {
+        self.prefill_rows.last().copied().unwrap_or(PREFILL_GRID)
+    }
+
+    /// How many of the next `rows` tokens of a prompt a step by itself should run: all, or fewer on the grid where most of
+    /// the padding would be for nothing.
+    pub fn chunk_rows(&self, rows: usize) -> usize {
+        const WASTE_MAX: usize = 8;
+        let padded = at_least(&self.prefill_rows, rows);
+        let whole = self.prefill_rows.iter().rev().find(|&&n| n <= rows && n.is_multiple_of(PREFILL_GRID));
+        match whole {
+            Some(&whole) if !self.is_coarse && WASTE_MAX * (padded - rows) > rows => whole,
+            _ => rows,
+        }
+    }
+
+    /// The shape for so many rows and sequences.
+    pub fn fit(&self, (regime, outcome): (Regime, Outcome), rows: usize, sequences: usize) -> StepShape {
+        let shape = |rows, sequences| StepShape { regime, rows, sequences, outcome };
+        let padded = at_least(&self.sequences, sequences.max(1));
+        match (regime, outcome) {
+            (Regime::Prefill, Outcome::State | Outcome::LastLogits) => {
+                let sequences = if sequences > 1 { self.prompts } else { 1 };
+                shape(at_least(&self.prefill_rows, rows), sequences)
+            }
+            (Regime::Decode, Outcome::LastLogits) => shape(padded, padded),
+            (Regime::Decode, Outcome::OpenRows | Outcome::Draft) => {
+                let each = self.open_rows_of(padded).find(|each| each * padded >= rows);
+                shape(each.map_or(rows, |each| each * padded), padded)
+            }
+            (Regime::Decode, Outcome::HeadState) => shape(at_least(&self.lag_rows, rows), 1),
+            // Of no sequence, or asked for where nobody waits.
+            _ => shape(rows, sequences),
+        }
+    }
+
+    /// Rows of a sequence, on average, in a step of so many that leaves rows open or makes drafts, ascending.
+    fn open_rows_of(&self, sequences: usize) -> impl Iterator<Item = usize> {
+        const FEW: usize = 4;
+        let (most, is_fine) = (self.open_rows.len(), !self.is_coarse && sequences <= FEW);
+        let is_kept = move |rows: &usize| is_fine || matches!(rows, 1 | 2 | 3 | 5) || *rows == most;
+        self.open_rows.iter().copied().filter(is_kept)
+    }
+
+    /// Every shape that serving meets, the largest first: their memory is found at once.
+    pub fn list(&self) -> Vec<StepShape> {
+        let decode =
+            |outcome| move |rows, sequences| StepShape { regime: Regime::Decode, rows, sequences, outcome };
+        let mut shapes = Vec::new();
+        for &rows in self.prefill_rows.iter().rev() {
+            let prefill =
+                |sequences, outcome| StepShape { regime: Regime::Prefill, rows, sequences, outcome };
+            if self.prompts > 1 {
+                shapes.push(prefill(self.prompts, Outcome::LastLogits));
+            }
+            shapes.push(prefill(1, Outcome::LastLogits));
+            // More of the prompt follows on the grid alone.
+            if rows.is_multiple_of(PREFILL_GRID) {
+                shapes.push(prefill(1, Outcome::State));
+            }
+        }
+        if self.open_rows.is_empty() {
+            shapes.extend(self.sequences.iter().rev().map(|&n| decode(Outcome::LastLogits)(n, n)));
+            return shapes;
+        }
+        for &n in self.sequences.iter().rev() {
+            let both =
+                |each: usize| [Outcome::OpenRows, Outcome::Draft].map(|outcome| decode(outcome)(each * n, n));
+            shapes.extend(self.open_rows_of(n).flat_map(both));
+        }
+        shapes.extend(self.lag_rows.iter().rev().map(|&rows| decode(Outcome::HeadState)(rows, 1)));
+        shapes.extend([decode(Outcome::LastLogits)(1, 1), decode(Outcome::COMMIT)(1, 1)]);
+        shapes
+    }
+
+    /// The list in words.
+    pub fn lines(&self) -> Vec<String> {
+        let numbers = |list: &[usize]| list.iter().map(usize::to_string).collect::<Vec<_>>().join(" ");
+        let mut lines = vec![
+            format!("sequences of a decode step: {}", numbers(&self.sequences)),
+            format!("rows of a step of prompts:  {}", numbers(&self.prefill_rows)),
+            format!("prompts of a step:          1 or up to {}", self.prompts),
+        ];
+        if !self.open_rows.is_empty() {
+            let rows: Vec<usize> = self.open_rows_of(self.sequences.len()).collect();
+            lines.push(format!("rows of a sequence that drafts: {}", numbers(&rows)));
+        }
+        lines.push(format!("programs: {}", self.list().len()));
+        lines
+    }
+}
+
+/// Prompts of a step, at most.
+fn prompts_max(options: &EngineOptions, is_coarse: bool) -> usize {
+    options.sequences.min(if is_coarse { PROMPTS_MAX } else { PROMPTS_MAX_FINE })
+}
+
+/// Rows of the largest step of prompts: no more than they can have together.
+pub(crate) fn prefill_rows_max(options: &EngineOptions, is_coarse: bool) -> usize {
+    let all = options.context.next_multiple_of(PREFILL_GRID).saturating_mul(prompts_max(options, is_coarse));
+    options.prefill_step.min(all)
+}
+
+/// The first number of an ascending list that is at least `n`; `n` itself if there is none.
+fn at_least(list: &[usize], n: usize) -> usize {
+    list.get(list.partition_point(|&entry| entry < n)).copied().unwrap_or(n)
+}
+
+/// 1 and what follows it, up to `most`, which ends the list.
+fn up_to(most: usize, next: impl Fn(usize) -> usize) -> Vec<usize> {
+    let mut list: Vec<usize> =
+        std::iter::successors(Some(next(0)), |&n| Some(next(n))).take_while(|&n| n < most).collect();
+    list.push(most);
+    list
+}
+
+/// The number of sequences that follows `n` in the list: each octave is divided the more finely the more there is to lose.
+fn next_sequences(n: usize, is_coarse: bool) -> usize {
+    let octave = 1 << n.max(1).ilog2();
+    match (n, is_coarse) {
+        (0, _) => 1,
+        (..16, false) => n + 1,
+        (..16, true) => 2 * n,
+        (16..128, true) => n + octave / 2,
+        _ => n + octave / 4,
+    }
+}
+
+/// The number of rows of prompts that follows `n` in the list.
+fn next_rows(n: usize, is_coarse: bool) -> usize {
+    let octave = 1 << n.max(1).ilog2();
+    match (n, is_coarse) {
+        (0, true) => 16,
+        (..64, true) => 64,
+        (0, false) => 1,
+        (..8, false) => 2 * n,
+        (..64, false) => n + 8,
+        (64..128, _) => 128,
+        (128..512, false) => n + 64,
+        _ => n + octave / 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options() -> EngineOptions {
+        EngineOptions { sequences: 256, context: 4096, drafts: 2, ..EngineOptions::default() }
+    }
+
+    #[test]
+    fn lists_ascend_to_what_the_options_say() {
+        let coarse = Buckets::new(&options(), true);
+        assert_eq!(coarse.sequences, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]);
+        assert_eq!(coarse.prefill_rows, [16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]);
+        let few = EngineOptions { sequences: 3, context: 100, ..EngineOptions::default() };
+        let fine = Buckets::new(&few, false);
+        assert_eq!((&fine.sequences[..], fine.prompts), (&[1, 2, 3][..], 3));
+        assert_eq!(fine.prefill_rows, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 192, 256, 320, 384]);
+    }
+
+    #[test]
+    fn every_step_has_a_shape_of_the_list_that_holds_it() {
+        for is_coarse in [false, true] {
+            for (drafts, sequences) in [(0, 1), (0, 37), (3, 5), (8, 256)] {
+                let options = EngineOptions { drafts, sequences, ..options() };
+                let buckets = Buckets::new(&options, is_coarse);
+                let list = buckets.list();
+                assert!(list.len() < 450, "{} shapes", list.len());
+                let expect = |how: (Regime, Outcome), rows: usize, sequences: usize| {
+                    let shape = buckets.fit(how, rows, sequences);
+                    assert!(list.contains(&shape), "{shape:?} for {rows} rows of {sequences}");
+                    assert!(shape.rows >= rows && shape.sequences >= sequences);
+                };
+                for n in 1..=sequences {
+                    if drafts == 0 || n == 1 {
+                        expect((Regime::Decode, Outcome::LastLogits), n, n);
+                    }
+                    for rows in (n..=n * (drafts + 1)).filter(|_| drafts > 0) {
+                        expect((Regime::Decode, Outcome::OpenRows), rows, n);
+                        expect((Regime::Decode, Outcome::Draft), rows, n);
+                    }
+                }
+                for rows in 1..=buckets.prefill_rows_max() {
+                    expect((Regime::Prefill, Outcome::LastLogits), rows, 1);
+                    expect((Regime::Prefill, Outcome::LastLogits), rows, buckets.prompts);
+                    let chunk = buckets.chunk_rows(rows);
+                    assert!(chunk == rows || chunk > 0 && chunk < rows && chunk.is_multiple_of(PREFILL_GRID));
+                    if rows.is_multiple_of(PREFILL_GRID) {
+                        expect((Regime::Prefill, Outcome::State), rows, 1);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn where_rows_are_dear_a_prompt_is_cut_before_it_is_padded() {
+        let buckets = Buckets::new(&options(), false);
+        assert_eq!(
+            [2048, 2000, 1100, 76, 60, 3].map(|rows| buckets.chunk_rows(rows)),
+            [2048, 2000, 1024, 64, 60, 3]
+        );
+        assert_eq!(Buckets::new(&options(), true).chunk_rows(1100), 1100);
+    }
+}
