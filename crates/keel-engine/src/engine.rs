@@ -43,6 +43,8 @@ impl Chunk<'_> {
 pub struct Engine {
     /// Steps that nobody has waited for, the first first. They end before the memory below goes.
     pub(crate) under_way: VecDeque<StepUnderWay>,
+    /// Steps submitted so far.
+    pub(crate) tickets: u64,
     pub(crate) runtime: Runtime,
     pub(crate) model: HybridModel,
     pub(crate) cache: ModelCache,
@@ -120,6 +122,7 @@ impl Engine {
         let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
         let mut engine = Engine {
             under_way: VecDeque::new(),
+            tickets: 0,
             runtime: runtime.clone(),
             model,
             cache,
@@ -431,7 +434,7 @@ impl Engine {
 
     /// A step of a prompt failed. Where the state that the sequence had before is kept, it gets it back; otherwise it stays
     /// torn, as it does if this fails, too.
-    fn take_back_step(&mut self, sequence: &mut SequenceCache) {
+    pub(crate) fn take_back_step(&mut self, sequence: &mut SequenceCache) {
         let at = sequence.offset();
         let is_kept = at == 0 || sequence.checkpoints().any(|kept| kept == at);
         if is_kept && self.cache.expect_whole(sequence).is_err() {

@@ -18,6 +18,7 @@ mod sampler;
 pub mod speculation;
 mod step;
 
+pub use ahead::{Ticket, Work, WorkRows};
 pub use engine::{Chunk, Engine, LateWork, LogitSink};
 pub use error::{EngineError, Result};
 pub use generate::{FinishReason, GenerateOptions, TokenIterator};

@@ -154,28 +154,30 @@ fn run_alone(batcher: &mut Batcher, mut request: BatchRequest) -> Outcome {
 fn a_steady_batch_is_a_step_ahead() {
     let (runtime, queueing) = queueing(512);
     let mut batcher = batcher(&demo(), &runtime);
-    let (mut outcomes, now) = ([Outcome::default(), Outcome::default()], Instant::now());
+    let (mut outcomes, now) = ([(); 3].map(|()| Outcome::default()), Instant::now());
     for i in [0, 3] {
         let ids = (0..70).map(|j| (j * 7 + i * 13 + 5) as u32 % 500).collect();
         batcher.submit(BatchRequest::new(u64::from(i != 0), ids, 40), now).expect("accepted");
     }
-    while outcomes.iter().any(|outcome| outcome.tokens.is_empty()) {
+    while outcomes[..2].iter().any(|outcome| outcome.tokens.is_empty()) {
         step(&mut batcher, now, &mut outcomes);
     }
     queueing.take_events();
     for _ in 0..10 {
         step(&mut batcher, now, &mut outcomes);
     }
-    assert_eq!(queueing.take_events(), format!("L{}", "LW".repeat(10)));
-    // Who comes is let in behind the step under way, and nothing is submitted behind that.
+    assert_eq!(queueing.take_events(), "LW".repeat(10));
+    // Who comes is let in behind the step under way, together with those who are there.
     let ids = (0..20).collect();
-    batcher.submit(BatchRequest::new(0, ids, 1), now).expect("accepted");
+    batcher.submit(BatchRequest::new(2, ids, 1), now).expect("accepted");
     step(&mut batcher, now, &mut outcomes);
     assert_eq!(
         queueing.take_events(),
-        "WLW",
-        "the tokens that were drawn, then the prompt with the token behind it"
+        "LLW",
+        "a token of both and the prompt, then the tokens of the step before"
     );
+    step(&mut batcher, now, &mut outcomes);
+    assert_eq!(queueing.take_events(), "LWW", "the next step before the prompt's token is seen");
     // One that leaves does so at once.
     step(&mut batcher, now, &mut outcomes);
     assert_eq!(batcher.engine().steps_under_way(), 1);

@@ -1,90 +1,249 @@
-//! Decoding with the host one step behind the device.
+//! Batches with the host one step behind the device.
 //!
-//! While the batch stays as it is and every token is drawn on the device, the next step is submitted before the tokens of this
-//! one are waited for. An answer that ends meanwhile, or is cancelled, leaves at once: the step under way writes behind its end, and
-//! whoever gets its memory comes behind that step. Whatever changes the batch (a prompt, an answer that ends or needs
-//! the host) takes what is under way first, and submits nothing behind it.
+//! Where every token is drawn on the device, what the next step runs follows from counts: a prompt moves on by its chunk, an answer by
+//! a token, whatever it is. So each call submits the next step, then takes the one before it. Arrivals, ends, cancellations and
+//! grid points change what is submitted next, not whether. An answer that ends by its token has a row too many in the step
+//! under way: that writes behind its end, and whoever gets its pages and slot comes behind that step. States are copied where
+//! they are to be kept, behind the step that leads to them and in front of the next.
+//!
+//! A step that fails gives up the one behind it; the next steps are waited for then, and what they find is dealt with one by one
+//! (`attempts.rs`).
 
-use super::sequence::{Drawn, Running};
+use super::request::{BatchEvent, RequestId};
+use super::sequence::Running;
 use super::{Batcher, members};
-use crate::{PREFILL_GRID, Result};
+use crate::{PREFILL_GRID, Result, Ticket, Work, WorkRows};
+
+/// A step under way.
+pub(super) struct Pending {
+    ticket: Ticket,
+    parts: Vec<Part>,
+}
+
+/// What a sequence has in it.
+struct Part {
+    id: RequestId,
+    rows: usize,
+    is_prompt: bool,
+    /// Whether a token is drawn behind its rows.
+    draws: bool,
+    /// The position behind its rows and the checkpoint with its state there, if that is kept.
+    saved: Option<(usize, u32)>,
+}
+
+/// The rows of a running sequence in the next step.
+struct Plan {
+    i: usize,
+    rows: usize,
+    is_prompt: bool,
+    draws: bool,
+}
 
 impl Batcher {
-    /// Whether it is an answer's turn: all of the step under way come before the others.
-    pub(super) fn is_due(&self, running: &Running) -> bool {
-        running.decodes_now() && (self.ahead.is_empty() || self.ahead.contains(&running.id))
-    }
-
-    /// Whether a step can be submitted behind the one of these answers, before its tokens are known.
-    fn can_submit_behind(&self, rows: &[usize]) -> bool {
+    /// Whether steps are submitted before those in front of them are taken.
+    pub(super) fn goes_ahead(&self) -> bool {
         let options = self.engine.options();
         let is_plain = options.drafts == 0 && options.swap_bytes == 0;
-        if !self.engine.runs_ahead() || !is_plain || rows.len() < self.running.len() {
-            return false;
-        }
-        let keeps_states = self.options.reuse_generated && self.engine.cache().spec().is_recurrent();
-        let goes_on = |running: &Running| {
-            let at_grid = (running.cache.len() + 1).is_multiple_of(PREFILL_GRID);
-            running.draws_ahead() && running.rows_max(false) > 1 && !(keeps_states && at_grid)
+        // One that outgrows its frequencies is run again, once all is taken.
+        let can_go = |running: &Running| {
+            running.draws_ahead() && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
         };
-        let pages: usize = self.running.iter().map(|running| running.pages_behind(2)).sum();
-        self.running.iter().all(goes_on) && pages <= self.engine.cache().free_pages()
+        self.engine.runs_ahead() && is_plain && !self.is_careful && self.running.iter().all(can_go)
     }
 
-    /// A token for each answer whose step is under way, or can be with one behind it; `None` if they are to be run one by one.
-    pub(super) fn decode_ahead(&mut self, rows: &[usize]) -> Option<Result<Vec<Result<Drawn>>>> {
-        let is_behind = self.can_submit_behind(rows);
-        if self.ahead.is_empty() && !is_behind {
+    /// Submits the next step, or the next two if none is under way, and takes the first.
+    pub(super) fn step_ahead(&mut self) {
+        loop {
+            let is_first = self.pending.is_empty();
+            let submitted = self.submit_next();
+            if submitted.as_ref().is_ok_and(|submitted| *submitted) && is_first {
+                continue;
+            }
+            if submitted.is_err() {
+                // What stands in its way is met again by a step that is waited for.
+                self.is_careful = true;
+            }
+            break;
+        }
+        self.take_first();
+        self.forget_unwanted();
+    }
+
+    /// Takes all that is under way, in front of steps that are waited for.
+    pub(super) fn settle(&mut self) {
+        while !self.pending.is_empty() {
+            self.take_first();
+        }
+    }
+
+    /// Waits for steps that nobody is left to take the tokens of.
+    pub(super) fn forget_unwanted(&mut self) {
+        if self.running.iter().all(|running| running.ahead.steps == 0) {
+            self.settle();
+        }
+    }
+
+    /// Submits what comes next; false if there is nothing.
+    fn submit_next(&mut self) -> Result<bool> {
+        let plans = self.plans();
+        if plans.is_empty() {
+            return Ok(false);
+        }
+        let pages = plans.iter().map(|plan| self.running[plan.i].pages_behind(plan.rows)).sum();
+        self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
+        let before: &[Part] = self.pending.back().map_or(&[], |pending| &pending.parts);
+        let indices: Vec<usize> = plans.iter().map(|plan| plan.i).collect();
+        let mut work = Vec::with_capacity(plans.len());
+        let mut parts = Vec::with_capacity(plans.len());
+        for (running, plan) in members(&mut self.running, &indices).zip(&plans) {
+            let draw = if plan.draws { running.draw_next() } else { None };
+            let at = running.virtual_len();
+            let rows = if plan.is_prompt {
+                let tokens = &running.tokens[at..at + plan.rows];
+                WorkRows::Prompt { tokens, is_end: running.prompt_ends_at(at + plan.rows) }
+            } else if let Some(&token) = running.tokens.get(at) {
+                WorkRows::Token(token)
+            } else {
+                let of = before.iter().position(|part| part.id == running.id);
+                WorkRows::Drawn(of.unwrap_or_else(|| unreachable!("the step before draws its token")))
+            };
+            let (id, rows_count) = (running.id, plan.rows);
+            work.push(Work { ahead: running.ahead.rows, sequence: &mut running.cache, rows, draw });
+            parts.push(Part {
+                id,
+                rows: rows_count,
+                is_prompt: plan.is_prompt,
+                draws: plan.draws,
+                saved: None,
+            });
+        }
+        let submitted = self.engine.submit(&mut work);
+        drop(work);
+        let ticket = match submitted {
+            Ok(ticket) => ticket,
+            Err(error) => {
+                let drawing = members(&mut self.running, &indices).zip(&plans).filter(|(_, plan)| plan.draws);
+                drawing.for_each(|(running, _)| running.forget_next_draw());
+                return Err(error);
+            }
+        };
+        for (part, plan) in parts.iter_mut().zip(&plans) {
+            let running = &mut self.running[plan.i];
+            running.ahead.rows += plan.rows;
+            running.ahead.steps += 1;
+            running.ahead.draws += usize::from(plan.draws);
+            part.saved = self.save_ahead(plan.i, plan.is_prompt);
+        }
+        self.pending.push_back(Pending { ticket, parts });
+        Ok(true)
+    }
+
+    /// What each sequence runs next: chunks of prompts, and a row of every answer that goes on, whatever was drawn meanwhile. In the order
+    /// of the sequences.
+    fn plans(&mut self) -> Vec<Plan> {
+        let answer = |(i, running): (usize, &Running)| {
+            let goes_on = running.is_answering() && running.draws_left() > 0;
+            goes_on.then_some(Plan { i, rows: 1, is_prompt: false, draws: true })
+        };
+        let answers = self.running.iter().enumerate().filter_map(answer);
+        let mut plans: Vec<Plan> = answers.collect();
+        let chunks = self.shares().into_iter().map(|(i, rows)| {
+            let running = &self.running[i];
+            Plan { i, rows, is_prompt: true, draws: running.awaits_first_at(running.virtual_len() + rows) }
+        });
+        plans.extend(chunks);
+        plans.sort_unstable_by_key(|plan| plan.i);
+        plans
+    }
+
+    /// Keeps the state that a step under way will leave, if it is to be kept: where others may go on from a prompt, and at an answer's
+    /// last grid point.
+    fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<(usize, u32)> {
+        let running = &self.running[i];
+        let at = running.virtual_len();
+        let at_grid =
+            at > running.prompt_len && at.is_multiple_of(PREFILL_GRID) && self.options.reuse_generated;
+        let is_kept = if is_prompt { running.stops.contains(&at) } else { at_grid };
+        if !is_kept {
             return None;
         }
-        let drawn = self.draw_ahead(rows, is_behind);
-        Some(match drawn {
-            Ok(drawn) => {
-                let took = rows.iter().zip(drawn).map(|(&i, token)| self.running[i].take_drawn(token));
-                Ok(took.collect())
-            }
-            Err(error) => {
-                self.ahead.clear();
-                let abandoned = members(&mut self.running, rows).try_for_each(Running::abandon_draw);
-                abandoned.and(Err(error))
-            }
-        })
+        let saved = self.prefixes.save_state_ahead(self.engine.cache_mut(), &running.cache);
+        // A state that cannot be kept is one that is computed again.
+        saved.ok().flatten().map(|entry| (at, entry))
     }
 
-    fn draw_ahead(&mut self, rows: &[usize], is_behind: bool) -> Result<Vec<u32>> {
-        let ids: Vec<_> = rows.iter().map(|&i| self.running[i].id).collect();
-        let under_way = std::mem::take(&mut self.ahead);
-        if under_way.is_empty() {
-            let draws: Option<Vec<_>> = members(&mut self.running, rows).map(Running::draw_ahead).collect();
-            let draws = draws.unwrap_or_else(|| unreachable!("the device draws for all of them"));
-            let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
-                members(&mut self.running, rows).map(|r| (r.last(), &mut r.cache)).unzip();
-            self.engine.submit_decode(&mut sequences, Some(&tokens), &draws)?;
-        } else {
-            members(&mut self.running, rows).for_each(Running::begin_drawn);
+    /// Takes the first step under way.
+    fn take_first(&mut self) {
+        let Some(Pending { ticket, parts }) = self.pending.pop_front() else { return };
+        match self.engine.take(ticket) {
+            Ok(tokens) => self.take_parts(parts, &tokens),
+            Err(_) => self.give_up_all(parts),
         }
-        if is_behind && (under_way.is_empty() || under_way == ids) {
-            let draws: Option<Vec<_>> = members(&mut self.running, rows).map(Running::draw_behind).collect();
-            let draws = draws.unwrap_or_else(|| unreachable!("the device draws for all of them"));
-            let mut sequences: Vec<_> = members(&mut self.running, rows).map(|r| &mut r.cache).collect();
-            match self.engine.submit_decode(&mut sequences, None, &draws) {
-                Ok(()) => self.ahead = ids,
-                // What stands in its way is met again by the step itself.
-                Err(_) => members(&mut self.running, rows).for_each(Running::forget_behind),
-            }
-        }
-        let mut sequences: Vec<_> = members(&mut self.running, rows).map(|r| &mut r.cache).collect();
-        self.engine.take_drawn(&mut sequences)
     }
 
-    /// Ends the step under way where nobody is left to take its tokens.
-    pub(super) fn give_up_ahead(&mut self) {
-        let ids = std::mem::take(&mut self.ahead);
-        if !ids.is_empty() && self.running.iter().all(|running| !ids.contains(&running.id)) {
-            let outcome = self.engine.give_up_steps(&mut []);
-            outcome.unwrap_or_else(|error| unreachable!("it is asked for no sequence: {error}"));
-        } else {
-            self.ahead = ids;
+    fn take_parts(&mut self, parts: Vec<Part>, tokens: &[u32]) {
+        let mut ended = Vec::new();
+        for (part, &token) in parts.into_iter().zip(tokens) {
+            let Some(i) = self.running.iter().position(|running| running.id == part.id) else {
+                // It has left meanwhile.
+                if let Some((_, entry)) = part.saved {
+                    self.engine.cache_mut().free_state(entry);
+                }
+                continue;
+            };
+            let running = &mut self.running[i];
+            running.cache.advance(part.rows);
+            running.ahead.rows -= part.rows;
+            running.ahead.steps -= 1;
+            let done = running.cache.len();
+            if part.is_prompt {
+                if !running.is_run_again() {
+                    self.emit(part.id, BatchEvent::Prefilled(done));
+                }
+                self.remember_stop(i, part.saved);
+            } else if let Some(saved) = part.saved {
+                self.running[i].rolling.replace(saved).into_iter().for_each(|(_, entry)| {
+                    self.engine.cache_mut().free_state(entry);
+                });
+            }
+            if part.draws {
+                let drawn = self.running[i].take_ahead(token);
+                ended.extend(self.report(i, drawn).map(|end| (part.id, end)));
+            }
+        }
+        for (id, end) in ended {
+            if let Some(i) = self.running.iter().position(|running| running.id == id) {
+                self.end(i, end);
+            }
+        }
+    }
+
+    /// Remembers a prompt up to where its state is kept, or where none is needed.
+    fn remember_stop(&mut self, i: usize, saved: Option<(usize, u32)>) {
+        let running = &self.running[i];
+        let at = running.cache.len();
+        if running.stops.contains(&at) {
+            let state = saved.map(|(_, entry)| entry);
+            self.prefixes.remember(self.engine.cache_mut(), &running.tokens[..at], &running.cache, state);
+        }
+    }
+
+    /// A step has failed, and those behind it are given up.
+    fn give_up_all(&mut self, first: Vec<Part>) {
+        self.failed_steps += 1;
+        self.is_careful = true;
+        let later: Vec<Part> =
+            std::mem::take(&mut self.pending).into_iter().flat_map(|pending| pending.parts).collect();
+        for running in self.running.iter_mut().filter(|running| running.ahead.steps > 0) {
+            let was_run_behind = later.iter().any(|part| part.id == running.id);
+            let ahead = std::mem::take(&mut running.ahead);
+            self.engine.give_up(&mut running.cache, ahead.rows, was_run_behind);
+            if ahead.draws > 0 {
+                running.abandon_ahead();
+            }
+        }
+        for (_, entry) in first.into_iter().chain(later).filter_map(|part| part.saved) {
+            self.engine.cache_mut().free_state(entry);
         }
     }
 }

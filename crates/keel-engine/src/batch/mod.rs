@@ -34,6 +34,7 @@ pub use request::{
 
 use crate::speculation::RoundSequence;
 use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
+use ahead::Pending;
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
 
@@ -55,8 +56,10 @@ pub struct Batcher {
     waiting: VecDeque<Waiting>,
     /// In the order in which they started.
     running: Vec<Running>,
-    /// Those whose next step is under way, in the order of its rows.
-    ahead: Vec<RequestId>,
+    /// Steps under way, the first first.
+    pending: VecDeque<Pending>,
+    /// Whether a step has failed and the next one is waited for.
+    is_careful: bool,
     /// Newer than all that run, in the same order.
     parked: VecDeque<Running>,
     /// What parking came to so far.
@@ -81,7 +84,8 @@ impl Batcher {
             options,
             waiting: VecDeque::new(),
             running: Vec::new(),
-            ahead: Vec::new(),
+            pending: VecDeque::new(),
+            is_careful: false,
             parked: VecDeque::new(),
             parking: ParkingStatus::default(),
             speculation: SpeculationCounters::default(),
@@ -194,8 +198,14 @@ impl Batcher {
         self.expire(now);
         self.bring_back();
         self.let_in(now);
-        self.decode();
-        self.prefill();
+        if self.goes_ahead() {
+            self.step_ahead();
+        } else {
+            self.settle();
+            self.is_careful = false;
+            self.decode();
+            self.prefill();
+        }
         self.turn = self.turn.wrapping_add(1);
         std::mem::take(&mut self.events)
     }
@@ -307,7 +317,7 @@ impl Batcher {
         };
         let holds = self.make_way(pages);
         self.running.iter_mut().zip(holds).for_each(|(running, holds)| running.holds = holds);
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.is_due(&self.running[i])).collect();
+        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].decodes_now()).collect();
         if rows.is_empty() {
             return;
         }
@@ -327,8 +337,7 @@ impl Batcher {
     fn run_outgrown_again(&mut self) {
         for i in 0..self.running.len() {
             let running = &mut self.running[i];
-            let grows = running.is_decoding() && !self.ahead.contains(&running.id);
-            if !grows || self.engine.can_grow(&running.cache, running.cache.len() + 1) {
+            if !running.is_decoding() || self.engine.can_grow(&running.cache, running.cache.len() + 1) {
                 continue;
             }
             match self.engine.cache_mut().reset(&mut running.cache) {
@@ -348,9 +357,6 @@ impl Batcher {
 
     /// A token for each answer.
     fn decode_plainly(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
-        if let Some(drawn) = self.decode_ahead(rows) {
-            return drawn;
-        }
         let draws: Vec<_> = members(&mut self.running, rows).map(Running::draw_ahead).collect();
         let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
             members(&mut self.running, rows).map(|r| (r.last(), &mut r.cache)).unzip();
@@ -442,7 +448,7 @@ impl Batcher {
         self.remember_answer(&mut running);
         let id = running.id;
         self.give_back(running);
-        self.give_up_ahead();
+        self.forget_unwanted();
         id
     }
 

@@ -50,15 +50,26 @@ impl Prefixes {
 
     /// A checkpoint with the state of a sequence, if one can be had.
     pub fn save_state(&mut self, cache: &mut ModelCache, sequence: &SequenceCache) -> Result<Option<u32>> {
-        if !self.enabled {
-            return Ok(None);
-        }
+        self.make_room_for_state(cache);
+        if self.enabled { Ok(cache.save_state(sequence)?) } else { Ok(None) }
+    }
+
+    /// As [`Prefixes::save_state`], of a sequence whose steps are still under way: what the last of them will leave.
+    pub fn save_state_ahead(
+        &mut self,
+        cache: &mut ModelCache,
+        sequence: &SequenceCache,
+    ) -> Result<Option<u32>> {
+        self.make_room_for_state(cache);
+        if self.enabled { Ok(cache.save_state_ahead(sequence)?) } else { Ok(None) }
+    }
+
+    fn make_room_for_state(&mut self, cache: &mut ModelCache) {
         if cache.free_states() == 0
             && let Some(evicted) = self.tree.evict_state()
         {
             cache.take_back(&evicted);
         }
-        Ok(cache.save_state(sequence)?)
     }
 
     /// Remembers the first `len` tokens of a sequence, with the state behind them. The state is freed if it is

@@ -31,9 +31,9 @@ impl Batcher {
         ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
     }
 
-    /// What the next step runs, once there are pages for it. Sequences may be parked for them.
-    fn parts(&mut self) -> Vec<Part> {
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| !self.running[i].is_decoding()).collect();
+    /// How many tokens of which prompts the next step should run.
+    pub(super) fn shares(&self) -> Vec<(usize, usize)> {
+        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| !self.running[i].is_answering()).collect();
         let rests: Vec<PromptRest> = rows.iter().map(|&i| self.running[i].prompt_rest()).collect();
         let decoding = self.running.len() - rows.len();
         let step_max = self.engine.prefill_rows_max();
@@ -44,8 +44,13 @@ impl Batcher {
         if let (Some(only), None) = (all.next(), all.next()) {
             *only = self.engine.chunk_rows(*only);
         }
+        rows.into_iter().zip(shares).filter(|(_, share)| *share > 0).collect()
+    }
+
+    /// What the next step runs, once there are pages for it. Sequences may be parked for them.
+    fn parts(&mut self) -> Vec<Part> {
         let mut parts = Vec::new();
-        for (&i, rows) in rows.iter().zip(shares).filter(|(_, share)| *share > 0) {
+        for (i, rows) in self.shares() {
             if !self.make_way_for(i, rows) {
                 continue;
             }

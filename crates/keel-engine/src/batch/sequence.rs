@@ -31,9 +31,20 @@ pub(super) struct Running {
     pub holds: bool,
     /// Set behind the prompt, where the engine drafts.
     pub speculation: Option<Speculation>,
+    /// What of it is under way.
+    pub ahead: Ahead,
     max_tokens: usize,
     chooser: BatchChooser,
     end_tokens: Vec<u32>,
+}
+
+/// What of a sequence is in steps under way.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Ahead {
+    pub rows: usize,
+    pub steps: usize,
+    /// Tokens that these steps draw for it.
+    pub draws: usize,
 }
 
 /// What a step led to.
@@ -65,6 +76,7 @@ impl Running {
             deadline: request.deadline,
             holds: false,
             speculation: None,
+            ahead: Ahead::default(),
             max_tokens: request.max_tokens,
             chooser: BatchChooser::new(chooser, request.top_logprobs, request.speculate),
             end_tokens: request.end_tokens,
@@ -101,6 +113,26 @@ impl Running {
         self.run_len = self.tokens.len() - 1;
     }
 
+    /// Tokens that it holds once all is taken that is under way.
+    pub fn virtual_len(&self) -> usize {
+        self.cache.len() + self.ahead.rows
+    }
+
+    /// As [`Running::is_decoding`], once all is taken that is under way.
+    pub fn is_answering(&self) -> bool {
+        self.virtual_len() >= self.run_len
+    }
+
+    /// Whether what it runs as a prompt ends at this position.
+    pub fn prompt_ends_at(&self, at: usize) -> bool {
+        at >= self.run_len
+    }
+
+    /// Tokens that may still be drawn, beside those that steps under way draw.
+    pub fn draws_left(&self) -> usize {
+        self.max_tokens - (self.tokens.len() - self.prompt_len) - self.ahead.draws
+    }
+
     /// Whether it decodes in this step.
     pub fn decodes_now(&self) -> bool {
         self.is_decoding() && !self.holds
@@ -108,7 +140,7 @@ impl Running {
 
     /// What is left of its prompt.
     pub fn prompt_rest(&self) -> PromptRest {
-        let at = self.cache.len();
+        let at = self.virtual_len();
         let end = self.stops.iter().copied().find(|&stop| stop > at).unwrap_or(self.run_len);
         PromptRest { tokens: self.run_len - at, until_stop: end - at }
     }
@@ -145,7 +177,7 @@ impl Running {
 
     /// Pages that its next `rows` tokens begin.
     pub fn pages_behind(&self, rows: usize) -> usize {
-        (self.cache.len() + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(self.cache.pages().len())
+        (self.virtual_len() + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(self.cache.pages().len())
     }
 
     /// The token that was drawn last, which has not been run.
@@ -189,19 +221,35 @@ impl Running {
         self.chooser.draws_ahead()
     }
 
-    /// As [`Running::draw_ahead`], for the step behind the one whose token is still to be taken.
-    pub fn draw_behind(&mut self) -> Option<Draw> {
-        self.chooser.draw_behind()
+    /// How the device draws the token of the next step, whether or not one is still to be taken.
+    pub fn draw_next(&mut self) -> Option<Draw> {
+        if self.ahead.draws == 0 { self.draw_ahead() } else { self.chooser.draw_behind() }
     }
 
-    /// The step that [`Running::draw_behind`] was for is not run.
-    pub fn forget_behind(&mut self) {
-        self.chooser.forget_behind();
+    /// The step that [`Running::draw_next`] was for is not run.
+    pub fn forget_next_draw(&mut self) {
+        if self.ahead.draws > 0 {
+            self.chooser.forget_behind();
+        } else {
+            self.abandon_ahead();
+        }
     }
 
-    /// The step that [`Running::draw_behind`] was for is the next whose token is taken.
-    pub fn begin_drawn(&mut self) {
-        self.chooser.begin();
+    /// Takes the token that the first step under way has drawn.
+    pub fn take_ahead(&mut self, token: u32) -> Result<Drawn> {
+        self.ahead.draws -= 1;
+        let drawn = self.take_drawn(token);
+        if self.ahead.draws > 0 {
+            self.chooser.begin();
+        }
+        drawn
+    }
+
+    /// The draws that are under way were not made.
+    pub fn abandon_ahead(&mut self) {
+        // Without a constraint there is nothing that cannot go back.
+        let abandoned = self.chooser.abandon();
+        debug_assert!(abandoned.is_ok(), "the device draws for it");
     }
 
     /// The step failed: the draw was not made, nor one behind it.

@@ -87,9 +87,8 @@ impl Stepper {
         pages_per_sequence: usize,
     ) -> Result<Stepper> {
         let buckets = Buckets::new(options, runtime.backend().is_compiling());
-        let sizes = (buckets.prefill_rows_max(), pages_per_sequence);
         Ok(Stepper {
-            staging: Staging::allocate(runtime, model, options, sizes)?,
+            staging: Staging::allocate(runtime, model, options, &buckets, pages_per_sequence)?,
             results: Results::allocate(runtime, model, options, &buckets)?,
             buckets,
             listed: Vec::new(),
@@ -262,7 +261,10 @@ impl Stepper {
         shape: StepShape,
         context: &StepContext,
     ) -> Result<Pairs> {
-        let tokens = self.staging.tokens.prefix(shape.rows)?;
+        let tokens = match shape.regime {
+            Regime::Prefill => self.staging.tokens.prefix(shape.rows)?,
+            Regime::Decode => self.staging.decoded(shape.rows)?,
+        };
         let last_rows = self.staging.last_rows.prefix(shape.sequences)?;
         let hidden = model.hidden(&tokens, layers, context)?;
         let last = hidden.take(&last_rows)?;
@@ -328,17 +330,17 @@ impl Stepper {
         self.step(runtime, model, cache, shape)
     }
 
-    /// Submits a decode step over the rows given, one of each sequence, whose tokens come to the host with it.
+    /// Submits a step over the rows given, whose tokens come to the host with it.
     pub fn submit(
         &mut self,
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
+        how: (Regime, Outcome),
         rows: &[Rows<'_>],
     ) -> Result<PendingRun> {
-        let drawn = self.staging.tokens.prefix(rows.len())?;
-        let step = self.step_for(runtime, model, cache, (Regime::Decode, Outcome::LastLogits), rows)?;
-        Ok(step.submit(&drawn))
+        let drawn = self.drawn(how, rows.len())?;
+        Ok(self.step_for(runtime, model, cache, how, rows)?.submit(&drawn))
     }
 
     /// Copies row `row` of the logits of the last step, submitted or run.
@@ -346,9 +348,14 @@ impl Stepper {
         read_rows(&self.results.logits, row, 1, logits)
     }
 
-    /// Tokens that the last decode step, or pass of the head, drew for its first sequences.
+    /// Tokens that the last decode step drew for its first sequences.
     pub fn read_tokens(&self, sequences: usize) -> Result<Vec<u32>> {
-        read_ids(&self.staging.tokens, sequences)
+        read_ids(&self.staging.drawn(Regime::Decode, sequences)?, sequences)
+    }
+
+    /// Where a later step finds the token that row `row` of a step draws, for [`Rows::drawn_at`].
+    pub fn place(&self, regime: Regime, row: usize) -> usize {
+        self.staging.place(regime, row)
     }
 
     /// Where a step leaves the tokens that it draws, of so many rows: behind each row with [`Outcome::OpenRows`], else behind each
@@ -356,8 +363,8 @@ impl Stepper {
     pub fn drawn(&self, how: (Regime, Outcome), rows: usize) -> Result<Array> {
         Ok(match how {
             (_, Outcome::OpenRows) => self.results.draft()?.drawn.prefix(rows)?,
-            (Regime::Prefill, _) => self.results.first_tokens.prefix(rows)?,
-            _ => self.staging.tokens.prefix(rows)?,
+            (_, Outcome::Draft) => self.staging.tokens.prefix(rows)?,
+            (regime, _) => self.staging.drawn(regime, rows)?,
         })
     }
 

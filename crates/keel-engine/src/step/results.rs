@@ -13,8 +13,6 @@ pub(super) struct Results {
     pub logits: Array,
     /// f32 `[sequences, hidden]`.
     pub last_hidden: Array,
-    /// The token drawn behind each prompt, u32 `[prompts]`.
-    pub first_tokens: Array,
     /// f32 `[prefill rows, hidden]`, if every row may be asked for.
     hidden: Option<Array>,
     /// Rows whose logits are computed, f32 `[HEAD_ROWS, hidden]`, if every row may be asked for.
@@ -65,7 +63,6 @@ impl Results {
         Ok(Results {
             logits: output(&[logit_rows, vocab])?,
             last_hidden: output(&[options.sequences, hidden])?,
-            first_tokens: ids(buckets.prompts())?,
             hidden: all(buckets.prefill_rows_max().max(options.sequences))?,
             head_input: all(HEAD_ROWS)?,
             draft,

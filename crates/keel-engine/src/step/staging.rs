@@ -1,12 +1,12 @@
 //! Buffers that the host fills before a step.
 
 use keel_array::sampling::Draw;
-use keel_array::{Array, Batch, Category, DType, Runtime};
+use keel_array::{Array, Batch, Category, DType, Regime, Runtime};
 use keel_cache::SequenceCache;
 use keel_models::HybridModel;
 use keel_models::blocks::TurnPositions;
 
-use super::StepShape;
+use super::{Buckets, Outcome, StepShape};
 use crate::Result;
 use crate::options::EngineOptions;
 
@@ -22,22 +22,30 @@ pub(crate) struct Rows<'a> {
     pub draws: &'a [Draw],
     /// Open rows of the step before that stay, which this one commits.
     pub accepted: usize,
-    /// The token is there already: the step before this one draws it, of the same sequences in the same order.
+    /// The token is there already: the pass of the head before this one draws it, of the same sequences in the same order.
     pub is_drawn: bool,
+    /// Where the token will be ([`Staging::place`]) that a step under way draws.
+    pub drawn_at: Option<usize>,
 }
 
 impl<'a> Rows<'a> {
     /// Rows behind what the sequence holds.
     pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
         let (first, accepted) = (sequence.offset(), sequence.accepted());
-        Rows { sequence, tokens, first, next: None, draws: &[], accepted, is_drawn: false }
+        Rows { sequence, tokens, first, next: None, draws: &[], accepted, is_drawn: false, drawn_at: None }
     }
 }
 
 /// The buffers, for the largest step.
 pub(super) struct Staging {
-    /// A decode step leaves the tokens here that it has drawn, where the next one finds them.
+    /// The rows of a step. A pass of the head leaves the tokens here that it has drawn, where the next one finds them.
     pub tokens: Array,
+    /// Tokens for the rows of a decode step, then those that the last one has drawn, then those that the last step of prompts
+    /// has: u32 `[2 sequences + prompts]`.
+    pool: Array,
+    /// Which of the pool each row of a decode step runs, u32 `[sequences]`.
+    source: Array,
+    sequences: usize,
     pub positions: Array,
     /// Where long sequences turn by other frequencies.
     turns: Option<TurnPositions>,
@@ -67,8 +75,10 @@ impl Staging {
         runtime: &Runtime,
         model: &HybridModel,
         options: &EngineOptions,
-        (prefill_rows, pages_per_sequence): (usize, usize),
+        buckets: &Buckets,
+        pages_per_sequence: usize,
     ) -> Result<Staging> {
+        let prefill_rows = buckets.prefill_rows_max();
         let sequences = options.sequences;
         let rows = prefill_rows.max(options.decode_rows()).max(options.head_rows());
         let input = |shape: &[usize], dtype| Array::persistent(runtime, Category::Staging, shape, dtype);
@@ -92,6 +102,9 @@ impl Staging {
         };
         Ok(Staging {
             tokens: input(&[rows], DType::U32)?,
+            pool: input(&[2 * sequences + buckets.prompts()], DType::U32)?,
+            source: input(&[sequences], DType::U32)?,
+            sequences,
             positions: input(&[rows], DType::I32)?,
             turns,
             row_start: input(&[sequences + 1], DType::U32)?,
@@ -125,6 +138,32 @@ impl Staging {
         Ok((batch, window_batch))
     }
 
+    /// The tokens that the rows of a decode step run, wherever they come from.
+    pub fn decoded(&self, rows: usize) -> Result<Array> {
+        Ok(self.pool.take(&self.source.prefix(rows)?)?)
+    }
+
+    /// Where the token of the pool lies that row `row` of a step draws.
+    pub fn place(&self, regime: Regime, row: usize) -> usize {
+        match regime {
+            Regime::Decode => self.sequences + row,
+            Regime::Prefill => 2 * self.sequences + row,
+        }
+    }
+
+    /// The places of the first rows.
+    pub fn drawn(&self, regime: Regime, rows: usize) -> Result<Array> {
+        Ok(self.pool.entries(self.place(regime, 0), rows)?)
+    }
+
+    /// Fills the pool and what a decode step takes of it.
+    fn fill_pool(&self, rows: &[Rows<'_>], shape: StepShape) -> Result<()> {
+        let tokens = rows.iter().flat_map(|row| row.tokens).copied().collect();
+        self.pool.write(&padded(tokens, shape.rows, 0))?;
+        let source = |i: usize| rows.get(i).and_then(|row| row.drawn_at).unwrap_or(i) as u32;
+        Ok(self.source.write(&(0..shape.rows).map(source).collect::<Vec<_>>())?)
+    }
+
     /// Fills the buffers for the rows of a step of this shape, which draws a token behind each row if `draws_rows`, else behind each
     /// sequence. What the shape has beyond them belongs to nobody.
     pub fn fill(&self, rows: &[Rows<'_>], shape: StepShape, draws_rows: bool) -> Result<()> {
@@ -145,7 +184,9 @@ impl Staging {
             table.extend_from_slice(sequence.pages());
             table.resize(row_start.len().saturating_sub(1) * pages, 0);
         }
-        if !rows.iter().any(|row| row.is_drawn) {
+        if (shape.regime, shape.outcome) == (Regime::Decode, Outcome::LastLogits) {
+            self.fill_pool(rows, shape)?;
+        } else if !rows.iter().any(|row| row.is_drawn) {
             self.tokens.write(&padded(tokens, shape.rows, 0))?;
         }
         self.positions.write(&padded(positions, shape.rows, 0))?;
