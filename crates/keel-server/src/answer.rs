@@ -100,7 +100,11 @@ impl Answer {
         Ok(Answer {
             events,
             tokenizer: tokenizer.clone(),
-            detokenizer: tokenizer.stream(true),
+            detokenizer: if style.form.has_parts() {
+                tokenizer.answer_stream()
+            } else {
+                tokenizer.stream(true)
+            },
             stops: StopMatcher::new(&style.stop)?,
             parser: AnswerParser::new(style.form),
             logprobs: style.logprobs,

@@ -20,7 +20,7 @@ impl GrammarFactory {
     pub fn new(files: &TextFiles<'_>, tokenizer: &Tokenizer) -> GrammarFactory {
         GrammarFactory {
             factory: keel_text::GrammarFactory::new(files, tokenizer).map_err(|e| e.to_string()),
-            think_end: tokenizer.token_to_id("</think>"),
+            think_end: AnswerForm::reasoning_end(tokenizer),
         }
     }
 

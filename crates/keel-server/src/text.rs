@@ -1,6 +1,8 @@
 //! The text side of the model that is served.
 
-use keel_text::{ChatRequest, ChatTemplate, GenerationDefaults, Message, TextError, TextFiles, Tokenizer};
+use keel_text::{
+    AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, Message, TextError, TextFiles, Tokenizer,
+};
 use serde_json::{Map, Value};
 
 use crate::error::{Result, wrong};
@@ -47,7 +49,7 @@ impl ModelText {
 
     /// Whether the model marks where its reasoning ends.
     pub fn reasons(&self) -> bool {
-        self.tokenizer.token_to_id("</think>").is_some()
+        AnswerForm::reasoning_end(&self.tokenizer).is_some()
     }
 
     /// Renders and encodes a conversation.

@@ -35,6 +35,8 @@ const PENDING_IDS_MAX: usize = 4;
 pub struct StreamDetokenizer {
     tokenizer: Tokenizer,
     skip_special: bool,
+    /// Special ids that are text all the same, ascending.
+    shown: Vec<u32>,
     /// Ids whose text is out, followed by the pending ones.
     window: Vec<u32>,
     /// How many ids at the front of the window are context.
@@ -54,10 +56,11 @@ struct ByteRun {
 }
 
 impl StreamDetokenizer {
-    pub(crate) fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
+    pub(crate) fn new(tokenizer: Tokenizer, skip_special: bool, shown: Vec<u32>) -> Self {
         StreamDetokenizer {
             tokenizer,
             skip_special,
+            shown,
             window: Vec::new(),
             context_len: 0,
             emitted: 0,
@@ -72,7 +75,8 @@ impl StreamDetokenizer {
     /// As [`Tokenizer::decode`].
     pub fn push(&mut self, id: u32) -> Result<&str, TextError> {
         self.piece.clear();
-        if !self.tokenizer.is_hidden(id, self.skip_special) {
+        let is_shown = self.shown.binary_search(&id).is_ok();
+        if is_shown || !self.tokenizer.is_hidden(id, self.skip_special) {
             match self.tokenizer.byte_of(id) {
                 Some(byte) => self.push_byte(id, byte)?,
                 None => self.push_token(id)?,
@@ -88,7 +92,7 @@ impl StreamDetokenizer {
     /// As [`Tokenizer::decode`].
     pub fn finish(&mut self) -> Result<&str, TextError> {
         self.piece.clear();
-        let text = self.tokenizer.decode(&self.window, self.skip_special)?;
+        let text = self.decode(&self.window)?;
         self.piece.push_str(text.get(self.emitted..).unwrap_or_default());
         self.abandon_run();
         self.window.clear();
@@ -97,10 +101,15 @@ impl StreamDetokenizer {
         Ok(&self.piece)
     }
 
+    /// The text of ids that got this far: none of them is hidden.
+    fn decode(&self, ids: &[u32]) -> Result<String, TextError> {
+        self.tokenizer.decode(ids, self.skip_special && self.shown.is_empty())
+    }
+
     fn push_token(&mut self, id: u32) -> Result<(), TextError> {
         self.abandon_run();
         self.window.push(id);
-        let text = self.tokenizer.decode(&self.window, self.skip_special)?;
+        let text = self.decode(&self.window)?;
         let settled = self.settled(&text);
         self.piece.push_str(settled.get(self.emitted..).unwrap_or_default());
         if settled.len() == text.len() {
@@ -113,7 +122,7 @@ impl StreamDetokenizer {
             // The bytes of the last unfinished character decode alike with and without it.
             self.window.drain(..self.window.len() - PENDING_IDS_MAX);
             self.context_len = 0;
-            let text = self.tokenizer.decode(&self.window, self.skip_special)?;
+            let text = self.decode(&self.window)?;
             self.emitted = self.settled(&text).len();
         }
         Ok(())
@@ -126,7 +135,7 @@ impl StreamDetokenizer {
         match std::str::from_utf8(&self.run.bytes) {
             Ok(_) if self.window.is_empty() => {
                 // A decoder may strip the beginning of a text.
-                self.piece.push_str(&self.tokenizer.decode(&self.run.ids, self.skip_special)?);
+                self.piece.push_str(&self.decode(&self.run.ids)?);
             }
             Ok(text) => self.piece.push_str(text),
             Err(err) if err.error_len().is_none() => return Ok(()),
@@ -163,7 +172,7 @@ impl StreamDetokenizer {
     /// Makes the whole window context.
     fn all_is_out(&mut self) -> Result<(), TextError> {
         self.context_len = self.window.len();
-        self.emitted = self.tokenizer.decode(&self.window, self.skip_special)?.len();
+        self.emitted = self.decode(&self.window)?.len();
         Ok(())
     }
 

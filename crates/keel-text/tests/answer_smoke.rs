@@ -7,16 +7,21 @@ mod answering;
 use answering::{exercise_answer, exercise_grammar};
 use keel_testkit::random::Random;
 
-const ANSWERS: [&str; 6] = [
+const ANSWERS: [&str; 11] = [
     "<think>\nLet me see.\n</think>\n\nIt is <tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"1\", \"y\": 2}}\n</tool_call>\n",
     "<tool_call>\n<function=f>\n<parameter=x>\na\nb\n</parameter>\n<parameter=y>\n7\n</parameter>\n</function>\n</tool_call>",
     "{\"name\": \"get\", \"parameters\": {\"a\": [1, {\"b\": null}]}}",
     "<|python_tag|>{\"name\": \"f\", \"parameters\": {}}",
     "Hello <tool_call> there </think> \u{1f600}",
+    "[THINK]a[/THINK][TOOL_CALLS][{\"name\": \"f\", \"arguments\": {\"x\": \"1\"}}]",
+    "b[TOOL_CALLS]f[ARGS]{\"y\": 2}[TOOL_CALLS]get[CALL_ID]c[ARGS]{}",
+    "<|tool_call|>[{\"name\": \"get\", \"arguments\": {}}]<|/tool_call|> c",
+    "f\n{\"x\": \"1\"}\nget\n{}",
+    "<function_calls>f(x='a\\n', y=-2)\nget(a=[1, {'b': None}])</function_calls> d",
     "a</think>  <tool_call>{\"name\": \"get\"}</tool_call><tool_call>{\"name\": \"nobody\"}</tool_call> b",
 ];
 
-const ANSWER_WORDS: [&str; 16] = [
+const ANSWER_WORDS: [&str; 24] = [
     "<think>",
     "</think>",
     "<tool_call>",
@@ -28,6 +33,14 @@ const ANSWER_WORDS: [&str; 16] = [
     "<parameter=y>",
     "</parameter>",
     "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[{",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+    "<function_calls>",
+    "</function_calls>",
+    "f\n",
     "{\"name\": \"f\", \"arguments\": ",
     "}",
     "<",

@@ -177,3 +177,25 @@ fn endless_invalid_bytes_cost_the_same_each() {
         assert_eq!(stream.finish().unwrap(), "\u{FFFD}");
     }
 }
+
+#[test]
+fn an_answers_markers_are_text_though_they_are_special() {
+    let mut json: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(asset("byte_level").join("tokenizer.json")).unwrap()).unwrap();
+    let added = json["added_tokens"].as_array_mut().unwrap();
+    for (id, content) in [(357, "[TOOL_CALLS]"), (358, "[ARGS]")] {
+        let mut token = added[0].clone();
+        (token["id"], token["content"]) = (id.into(), content.into());
+        added.push(token);
+    }
+    let json = json.to_string();
+    let tokenizer = Tokenizer::new(&keel_text::TextFiles::in_memory(json.as_bytes())).unwrap();
+    let text = "a é[TOOL_CALLS]f[ARGS]{\"x\": \"ü\"}<|im_end|>";
+    let ids = tokenizer.encode(text, false).unwrap();
+    assert!(ids.contains(&357) && ids.contains(&358));
+    let mut stream = tokenizer.answer_stream();
+    let mut shown: String = ids.iter().map(|&id| stream.push(id).unwrap().to_string()).collect();
+    shown.push_str(stream.finish().unwrap());
+    assert_eq!(shown, "a é[TOOL_CALLS]f[ARGS]{\"x\": \"ü\"}");
+    assert_eq!(tokenizer.decode(&ids, true).unwrap(), "a éf{\"x\": \"ü\"}");
+}

@@ -115,7 +115,7 @@ pub(crate) fn ask(text: &ModelText, vocab: usize, body: ChatBody) -> Result<Ask>
         grammar: tools.grammar.or(asked),
         form: AnswerForm {
             reasoning: reasons,
-            begins_in_reasoning: reasons && prompt.tail.trim_end().ends_with("<think>"),
+            begins_in_reasoning: reasons && AnswerForm::is_in_reasoning(&prompt.tail),
             tools: tools.offered,
         },
         prompt: prompt.ids,

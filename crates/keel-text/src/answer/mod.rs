@@ -4,20 +4,20 @@
 //! <think> reasoning </think> text <tool_call> call </tool_call> text ...
 //! ```
 //!
-//! A marker may be cut anywhere between two pieces, so the end of the text that could become one is held back.
+//! A marker may be cut anywhere between two pieces, so the end of the text that could become one is held back. The markers
+//! that models use are listed in `markers.rs`, the notations of calls in `tool_call.rs`.
 
+mod markers;
+mod pythonic;
 mod tool_call;
 
 use serde_json::Value;
 
-use tool_call::parse_call;
+use crate::Tokenizer;
 
-const THINK: &str = "<think>";
-const THINK_END: &str = "</think>";
-const CALL: &str = "<tool_call>";
-const CALL_END: &str = "</tool_call>";
-/// What Llama writes before a call; its end is the end of the answer.
-const PYTHON_TAG: &str = "<|python_tag|>";
+pub(crate) use markers::SHOWN;
+use markers::{CALLS, FUNCTOOLS, Markers, PYTHON_TAG, REASONING, overlap};
+use tool_call::{names, parse_calls};
 
 /// Bounds a call that never ends.
 const CALL_BYTES_MAX: usize = 1 << 20;
@@ -49,14 +49,32 @@ pub struct AnswerForm {
     pub tools: Vec<Value>,
 }
 
+impl AnswerForm {
+    /// Whether it may consist of anything but text.
+    pub fn has_parts(&self) -> bool {
+        self.reasoning || self.begins_in_reasoning || !self.tools.is_empty()
+    }
+
+    /// Whether a prompt that ends like this ends inside the reasoning.
+    pub fn is_in_reasoning(tail: &str) -> bool {
+        REASONING.iter().any(|markers| tail.trim_end().ends_with(markers.begin))
+    }
+
+    /// The token that ends the reasoning of a model, if it marks that.
+    pub fn reasoning_end(tokenizer: &Tokenizer) -> Option<u32> {
+        REASONING.iter().filter_map(|markers| tokenizer.token_to_id(markers.end?)).next()
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// Nothing but white space has come.
     Start,
     Reasoning,
     Text,
-    Call,
-    /// A call without markers: all that comes is JSON.
+    /// Between these.
+    Call(Markers),
+    /// Calls without markers: all that comes.
     BareCall,
 }
 
@@ -91,11 +109,13 @@ impl AnswerParser {
         match self.state {
             State::Reasoning => self.emit(rest.trim_end(), parts),
             State::Start | State::Text => self.emit(&rest, parts),
-            State::Call => self.end_call(&rest, &format!("{CALL}{rest}"), parts),
-            State::BareCall => {
-                let call = rest.trim().trim_start_matches(PYTHON_TAG);
-                self.end_call(call, &rest, parts);
+            State::Call(Markers { begin, end }) => {
+                let verbatim = format!("{begin}{rest}");
+                // Calls between these markers are told from text by the first of them.
+                let calls = if end.is_none() { &verbatim } else { &rest };
+                self.end_call(calls, &verbatim, parts);
             }
+            State::BareCall => self.end_call(&rest, &rest, parts),
         }
     }
 
@@ -108,15 +128,19 @@ impl AnswerParser {
     fn advance(&mut self, parts: &mut Vec<AnswerPart>) -> bool {
         match self.state {
             State::Start => self.begin(),
-            State::Reasoning => self.until(THINK_END, State::Text, parts),
+            State::Reasoning => {
+                let ends = REASONING.map(|markers| (markers.end.unwrap_or_default(), State::Text));
+                self.until(&ends, parts)
+            }
             State::Text if self.form.tools.is_empty() => {
                 let text = std::mem::take(&mut self.held);
                 self.emit(&text, parts);
                 false
             }
-            State::Text => self.until(CALL, State::Call, parts),
-            State::Call => self.collect_call(parts),
-            State::BareCall => false,
+            State::Text => self.until(&CALLS.map(|markers| (markers.begin, State::Call(markers))), parts),
+            State::Call(Markers { begin, end: Some(end) }) => self.collect_call(begin, end, parts),
+            State::Call(Markers { begin, end: None }) => self.bound_call(begin, parts),
+            State::BareCall => self.bound_call("", parts),
         }
     }
 
@@ -125,14 +149,20 @@ impl AnswerParser {
         let text = self.held.trim_start();
         let could_be = |marker: &str| marker.starts_with(text) || text.starts_with(marker);
         let (thinks, calls) = (self.form.reasoning, !self.form.tools.is_empty());
-        if thinks && could_be(THINK) {
-            if !text.starts_with(THINK) {
+        if thinks && REASONING.iter().any(|markers| could_be(markers.begin)) {
+            let Some(begun) = REASONING.iter().find_map(|markers| text.strip_prefix(markers.begin)) else {
                 return false;
-            }
-            self.held = text[THINK.len()..].to_string();
+            };
+            self.held = begun.to_string();
             (self.state, self.at_start) = (State::Reasoning, true);
-        } else if calls && (could_be(PYTHON_TAG) || could_be("{")) {
-            if !text.starts_with(PYTHON_TAG) && !text.starts_with('{') {
+            return true;
+        }
+        // GLM-4 writes the name of a tool on a line of its own.
+        let lines = names(&self.form.tools).map(|name| format!("{name}\n"));
+        let bare: Vec<String> =
+            [PYTHON_TAG, FUNCTOOLS, "{", "[{"].map(String::from).into_iter().chain(lines).collect();
+        if calls && bare.iter().any(|marker| could_be(marker)) {
+            if !bare.iter().any(|marker| text.starts_with(marker.as_str())) {
                 return false;
             }
             self.state = State::BareCall;
@@ -142,42 +172,48 @@ impl AnswerParser {
         true
     }
 
-    /// Emits text up to a marker, or as far as no marker can begin.
-    fn until(&mut self, marker: &str, next: State, parts: &mut Vec<AnswerPart>) -> bool {
-        if let Some(at) = self.held.find(marker) {
+    /// Emits text up to the first of these markers, or as far as none of them can begin.
+    fn until(&mut self, markers: &[(&str, State)], parts: &mut Vec<AnswerPart>) -> bool {
+        let found = markers.iter().filter_map(|(marker, next)| Some((self.held.find(marker)?, marker, next)));
+        if let Some((at, marker, next)) = found.min_by_key(|(at, ..)| *at) {
             let text = self.held[..at].trim_end().to_string();
             self.held.drain(..at + marker.len());
             self.emit(&text, parts);
-            (self.state, self.at_start) = (next, true);
+            (self.state, self.at_start) = (*next, true);
             return true;
         }
-        let undecided = self.held.len() - overlap(&self.held, marker);
-        let certain = self.held[..undecided].trim_end().len();
+        let begun = markers.iter().map(|(marker, _)| overlap(&self.held, marker)).max().unwrap_or(0);
+        let certain = self.held[..self.held.len() - begun].trim_end().len();
         let text: String = self.held.drain(..certain).collect();
         self.emit(&text, parts);
         false
     }
 
-    fn collect_call(&mut self, parts: &mut Vec<AnswerPart>) -> bool {
-        let Some(at) = self.held.find(CALL_END) else {
-            if self.held.len() > CALL_BYTES_MAX {
-                let text = format!("{CALL}{}", std::mem::take(&mut self.held));
-                self.state = State::Text;
-                self.emit(&text, parts);
-            }
-            return false;
-        };
-        let call: String = self.held.drain(..at + CALL_END.len()).collect();
+    fn collect_call(&mut self, begin: &str, end: &str, parts: &mut Vec<AnswerPart>) -> bool {
+        let Some(at) = self.held.find(end) else { return self.bound_call(begin, parts) };
+        let call: String = self.held.drain(..at + end.len()).collect();
         self.state = State::Text;
-        self.end_call(&call[..at], &format!("{CALL}{call}"), parts);
+        self.end_call(&call[..at], &format!("{begin}{call}"), parts);
         true
     }
 
-    fn end_call(&mut self, call: &str, verbatim: &str, parts: &mut Vec<AnswerPart>) {
-        match parse_call(call, &self.form.tools) {
-            Some((name, arguments)) => {
+    /// Gives up on a call that is too long to be one.
+    fn bound_call(&mut self, begin: &str, parts: &mut Vec<AnswerPart>) -> bool {
+        if self.held.len() > CALL_BYTES_MAX {
+            let text = format!("{begin}{}", std::mem::take(&mut self.held));
+            self.state = State::Text;
+            self.emit(&text, parts);
+        }
+        false
+    }
+
+    fn end_call(&mut self, calls: &str, verbatim: &str, parts: &mut Vec<AnswerPart>) {
+        match parse_calls(calls, &self.form.tools) {
+            Some(calls) => {
                 self.at_start = true;
-                parts.push(AnswerPart::ToolCall { name, arguments });
+                parts.extend(
+                    calls.into_iter().map(|(name, arguments)| AnswerPart::ToolCall { name, arguments }),
+                );
             }
             None => self.emit(verbatim, parts),
         }
@@ -194,11 +230,6 @@ impl AnswerParser {
             _ => AnswerPart::Text(text.into()),
         });
     }
-}
-
-/// Length of the longest end of `text` that `marker` begins with.
-fn overlap(text: &str, marker: &str) -> usize {
-    (1..marker.len()).rev().find(|&n| text.ends_with(&marker[..n])).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -271,6 +302,48 @@ mod tests {
         check(&form, &format!("<|python_tag|>{bare}"), &[call(r#"{"city":"Bern"}"#)]);
     }
 
+    /// As the models' chat templates write them, and so as they answer.
+    #[test]
+    fn calls_come_in_the_notations_of_many_houses() {
+        let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
+        let both = [call(r#"{"city":"Bern","days":2}"#), call("{\"city\":\"Z\u{fc}rich\"}")];
+        let (first, second) = (r#"{"city": "Bern", "days": 2}"#, "{\"city\": \"Z\u{fc}rich\"}");
+        let named = |arguments: &str| format!(r#"{{"name": "weather", "arguments": {arguments}}}"#);
+        let list = format!("[{}, {}]", named(first), named(second));
+        for (who, answer) in [
+            ("Mistral 7B v0.3, Nemo, Small 3", format!("[TOOL_CALLS]{list}")),
+            ("the same with a space", format!("[TOOL_CALLS] {list}")),
+            ("Mistral Small 3.2, Ministral 3", format!("[TOOL_CALLS]weather[ARGS]{first}[TOOL_CALLS]weather[ARGS]{second}")),
+            ("Devstral", format!("[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{first}[TOOL_CALLS]weather{second}")),
+            ("SmolLM3", format!("<tool_call>{}</tool_call>\n<tool_call>{}</tool_call>", named(first), named(second))),
+            ("Phi-4-mini", format!("<|tool_call|>{list}<|/tool_call|>")),
+            ("Phi-4-mini without its tokens", format!("functools{list}")),
+            ("GLM-4", format!("weather\n{first}\nweather\n{second}")),
+            (
+                "GLM-4.5",
+                "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n<arg_key>days</arg_key>\n\
+                 <arg_value>2</arg_value>\n</tool_call>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>\
+                 Z\u{fc}rich</arg_value>\n</tool_call>"
+                    .to_string(),
+            ),
+            (
+                "OLMo 3",
+                "<function_calls>weather(city=\"Bern\", days=2)\nweather(city='Z\\xfcrich')</function_calls>".to_string(),
+            ),
+        ] {
+            println!("{who}");
+            check(&form, &answer, &both);
+        }
+        let spoken = "Let me see.[TOOL_CALLS][{\"name\": \"weather\", \"arguments\": {}}]";
+        check(&form, spoken, &[text("Let me see."), call("{}")]);
+    }
+
+    #[test]
+    fn mistral_marks_its_reasoning_otherwise() {
+        let form = AnswerForm { reasoning: true, ..AnswerForm::default() };
+        check(&form, "[THINK]Hm.[/THINK]Yes.", &[AnswerPart::Reasoning("Hm.".into()), text("Yes.")]);
+    }
+
     #[test]
     fn what_is_no_call_is_text() {
         let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
@@ -280,6 +353,14 @@ mod tests {
             "<tool_call>{\"name\": \"weather\"",
             "{\"a\": 1}",
             "a < b and <tool",
+            "[TOOL_CALLS]weather",
+            "[TOOL_CALLS][{\"name\": \"other\"}]",
+            "weather\nis nice",
+            "weather",
+            "[{\"a\": 1}]",
+            "functools[1]",
+            "<function_calls>weather(city=home())</function_calls>",
+            "<|tool_call|>[]<|/tool_call|>",
         ] {
             check(&form, answer, &[text(answer)]);
         }

@@ -1,26 +1,77 @@
 //! The notations in which models call tools.
+//!
+//! | who | notation |
+//! |---|---|
+//! | Hermes, Qwen, Llama, SmolLM3 | a JSON object with `name` and `arguments` (or `parameters`) |
+//! | Phi-4-mini, Mistral up to 2024 | a JSON list of them |
+//! | Mistral from 2025 on | `[TOOL_CALLS]NAME[ARGS]{...}`, one after the other |
+//! | Qwen3-Coder | `<function=NAME> <parameter=KEY> VALUE </parameter> ... </function>` |
+//! | GLM-4 | `NAME`, a line end, a JSON object |
+//! | GLM from 4.5 on | `NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ...` |
+//! | OLMo 3 | `NAME(KEY=VALUE, ...)`, one after the other |
 
-use serde_json::{Map, Value};
+use serde_json::{Deserializer, Map, Value};
 
-/// Name and arguments (a JSON object, as text) of a call of one of `tools`; `None` if it is none.
-///
-/// Two notations are known: a JSON object with `name` and `arguments` (or `parameters`), and
-/// `<function=NAME> <parameter=KEY> VALUE </parameter> ... </function>`, where a value is a string if the tool's schema
-/// says so or it is no JSON.
-pub(super) fn parse_call(call: &str, tools: &[Value]) -> Option<(String, String)> {
-    let call = call.trim();
-    let (name, arguments) = if call.starts_with('{') { parse_json(call)? } else { parse_tags(call, tools)? };
-    find(tools, &name)?;
-    Some((name, Value::Object(arguments).to_string()))
+use super::markers::{FUNCTOOLS, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID, PYTHON_TAG};
+use super::pythonic;
+
+/// Name and arguments (a JSON object, as text).
+pub(super) type Call = (String, String);
+
+type Parsed = Option<Vec<(String, Map<String, Value>)>>;
+
+/// The calls of `tools` that a text consists of; `None` if any of it is none.
+pub(super) fn parse_calls(text: &str, tools: &[Value]) -> Option<Vec<Call>> {
+    let text = text.trim();
+    let text = text.strip_prefix(PYTHON_TAG).unwrap_or(text).trim();
+    let calls = if let Some(rest) = text.strip_prefix(MISTRAL) {
+        parse_mistral(rest)?
+    } else if text.starts_with(FUNCTOOLS) {
+        parse_json(&text[FUNCTOOLS.len() - 1..])?
+    } else if text.starts_with(['{', '[']) {
+        parse_json(text).or_else(|| pythonic::parse(text))?
+    } else if text.starts_with("<function=") {
+        vec![parse_tags(text, tools)?]
+    } else if text.contains("<arg_key>") {
+        vec![parse_keys(text, tools)?]
+    } else {
+        parse_named(text, tools).or_else(|| pythonic::parse(text))?
+    };
+    let known = calls.iter().all(|(name, _)| find(tools, name).is_some());
+    let as_text = |(name, arguments)| (name, Value::Object(arguments).to_string());
+    (known && !calls.is_empty()).then(|| calls.into_iter().map(as_text).collect())
 }
 
 /// A tool in OpenAI's form, by name.
 fn find<'a>(tools: &'a [Value], name: &str) -> Option<&'a Value> {
-    tools.iter().map(|tool| tool.get("function").unwrap_or(tool)).find(|tool| tool["name"] == name)
+    definitions(tools).find(|tool| tool["name"] == name)
 }
 
-fn parse_json(call: &str) -> Option<(String, Map<String, Value>)> {
-    let mut call: Map<String, Value> = serde_json::from_str(call).ok()?;
+fn definitions(tools: &[Value]) -> impl Iterator<Item = &Value> {
+    tools.iter().map(|tool| tool.get("function").unwrap_or(tool))
+}
+
+/// The names of tools.
+pub(super) fn names(tools: &[Value]) -> impl Iterator<Item = &str> {
+    definitions(tools).filter_map(|tool| tool["name"].as_str())
+}
+
+/// Objects, and lists of them, one after the other.
+fn parse_json(text: &str) -> Parsed {
+    let mut calls = Vec::new();
+    for value in Deserializer::from_str(text).into_iter::<Value>() {
+        match value.ok()? {
+            Value::Array(list) => {
+                calls.extend(list.into_iter().map(parse_object).collect::<Option<Vec<_>>>()?)
+            }
+            value => calls.push(parse_object(value)?),
+        }
+    }
+    Some(calls)
+}
+
+fn parse_object(call: Value) -> Option<(String, Map<String, Value>)> {
+    let Value::Object(mut call) = call else { return None };
     let name = call.get("name")?.as_str()?.to_string();
     let arguments = match call.remove("arguments").or_else(|| call.remove("parameters")) {
         None | Some(Value::Null) => Map::new(),
@@ -31,19 +82,67 @@ fn parse_json(call: &str) -> Option<(String, Map<String, Value>)> {
     Some((name, arguments))
 }
 
+/// What follows Mistral's marker: a list, or names with arguments that have the marker between them.
+fn parse_mistral(text: &str) -> Parsed {
+    if text.trim_start().starts_with(['[', '{']) {
+        return parse_json(text.trim());
+    }
+    let call = |text: &str| {
+        let end = text.find(MISTRAL_ARGUMENTS).or_else(|| text.find('{'))?;
+        let (name, arguments) = text.split_at(end);
+        let arguments = arguments.strip_prefix(MISTRAL_ARGUMENTS).unwrap_or(arguments);
+        let name = name.split(MISTRAL_ID).next().unwrap_or_default().trim();
+        Some((name.to_string(), serde_json::from_str(arguments.trim()).ok()?))
+    };
+    text.split(MISTRAL).map(call).collect()
+}
+
+/// Names of tools, each with its arguments after a line end.
+fn parse_named(text: &str, tools: &[Value]) -> Parsed {
+    let mut calls = Vec::new();
+    let mut rest = text;
+    while !rest.is_empty() {
+        let (name, after) = rest.split_once('\n')?;
+        find(tools, name.trim())?;
+        let mut values = Deserializer::from_str(after).into_iter::<Map<String, Value>>();
+        calls.push((name.trim().to_string(), values.next()?.ok()?));
+        rest = after[values.byte_offset()..].trim_start();
+    }
+    Some(calls)
+}
+
 fn parse_tags(call: &str, tools: &[Value]) -> Option<(String, Map<String, Value>)> {
     let (name, mut rest) = call.strip_prefix("<function=")?.split_once('>')?;
-    let properties = &find(tools, name)?["parameters"]["properties"];
     let mut arguments = Map::new();
     while let Some((_, parameter)) = rest.split_once("<parameter=") {
         let (key, after) = parameter.split_once('>')?;
         let (value, after) = after.split_once("</parameter>")?;
         let value = value.strip_prefix('\n').unwrap_or(value);
         let value = value.strip_suffix('\n').unwrap_or(value);
-        let is_text = properties[key]["type"] == "string";
-        let parsed = if is_text { None } else { serde_json::from_str(value).ok() };
-        arguments.insert(key.to_string(), parsed.unwrap_or_else(|| Value::String(value.to_string())));
+        arguments.insert(key.to_string(), typed(value, name, key, tools));
         rest = after;
     }
     Some((name.to_string(), arguments))
+}
+
+fn parse_keys(call: &str, tools: &[Value]) -> Option<(String, Map<String, Value>)> {
+    let (name, _) = call.split_once("<arg_key>")?;
+    let (name, mut rest) = (name.trim(), call);
+    let mut arguments = Map::new();
+    while let Some((_, pair)) = rest.split_once("<arg_key>") {
+        let (key, after) = pair.split_once("</arg_key>")?;
+        let (_, value) = after.split_once("<arg_value>")?;
+        let (value, after) = value.split_once("</arg_value>")?;
+        arguments.insert(key.trim().to_string(), typed(value, name, key.trim(), tools));
+        rest = after;
+    }
+    Some((name.to_string(), arguments))
+}
+
+/// A value that is written without quotes: a string if the tool's schema says so or it is no JSON.
+fn typed(value: &str, name: &str, key: &str, tools: &[Value]) -> Value {
+    let is_text =
+        find(tools, name).is_some_and(|tool| tool["parameters"]["properties"][key]["type"] == "string");
+    let parsed = if is_text { None } else { serde_json::from_str(value).ok() };
+    parsed.unwrap_or_else(|| Value::String(value.to_string()))
 }

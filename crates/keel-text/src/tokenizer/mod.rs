@@ -9,6 +9,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::answer::SHOWN;
 use crate::guard::guarded;
 use crate::special::eos_ids;
 use crate::{SpecialTokens, StreamDetokenizer, TextError, TextFiles};
@@ -115,7 +116,15 @@ impl Tokenizer {
 
     /// Starts decoding a stream of ids, one by one.
     pub fn stream(&self, skip_special: bool) -> StreamDetokenizer {
-        StreamDetokenizer::new(self.clone(), skip_special)
+        StreamDetokenizer::new(self.clone(), skip_special, Vec::new())
+    }
+
+    /// As [`Tokenizer::stream`] without special tokens, for an [`AnswerParser`](crate::AnswerParser): the tokens that models
+    /// write around reasoning and calls are part of the text, be they special or not.
+    pub fn answer_stream(&self) -> StreamDetokenizer {
+        let mut shown: Vec<u32> = SHOWN.iter().filter_map(|token| self.token_to_id(token)).collect();
+        shown.sort_unstable();
+        StreamDetokenizer::new(self.clone(), true, shown)
     }
 
     /// The id of a token given as the vocabulary writes it.
