@@ -103,13 +103,22 @@ fn configs() -> Vec<Value> {
         with("ministral", json!({"sliding_window": 9, "layer_types": kinds})),
         with("ministral3", json!({"rope_parameters": growing})),
         with("smollm3", json!({"no_rope_layers": [1, 0, 1], "tie_word_embeddings": true})),
-        with("phi3", json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}})),
+        with(
+            "phi3",
+            json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        ),
         with("phi3", long(64)),
         with("phi3", long(32)),
-        with("olmo3", json!({"sliding_window": 9, "layer_types": kinds, "rope_parameters": {
-            "full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}})),
-        with("glm4", json!({"attention_bias": true,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}})),
+        with(
+            "olmo3",
+            json!({"sliding_window": 9, "layer_types": kinds, "rope_parameters": {
+            "full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+        ),
+        with(
+            "glm4",
+            json!({"attention_bias": true,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        ),
     ]
 }
 
@@ -126,6 +135,14 @@ fn models_made_up_here_give_the_logits_of_plain_loops() {
             assert!(error <= 1e-4, "{config}: logits differ by {error:.1e}");
         }
     }
+}
+
+#[test]
+fn an_unknown_type_with_llamas_tensors_says_what_is_not_understood() {
+    let config = with("granite", json!({"attention_multiplier": 0.5, "rope_parameters": null}));
+    let refused = Engine::load(&runtime(1), &MadeUp, &config, exact(), &|_| ()).err();
+    let message = refused.expect("scores would be wrong").to_string();
+    assert!(message.contains("granite") && message.contains("attention_multiplier (0.5)"), "{message}");
 }
 
 /// Where the loops are wrong, what they are compared with is, too.

@@ -32,6 +32,7 @@ mod shapes;
 mod smollm3;
 mod transformer;
 mod turning;
+mod unknown;
 
 pub use config::{HybridConfig, MixerKind, MoeConfig};
 pub use error::{ModelError, Result};
@@ -72,13 +73,26 @@ pub fn read_config(config: &Value) -> Result<HybridConfig> {
     Ok(parsed)
 }
 
+/// As [`read_config`], where the parameters are known, too: an error about an unknown type whose tensors have Llama's names says
+/// which fields are not understood.
+///
+/// # Errors
+/// As [`read_config`].
+pub fn read_config_of(config: &Value, parameters: &dyn loading::Parameters) -> Result<HybridConfig> {
+    read_config(config).map_err(|error| match error {
+        ModelError::UnknownModelType { .. } => unknown::error(config, parameters),
+        error => error,
+    })
+}
+
 /// Reads the model that a config describes.
 ///
 /// # Errors
 /// An unknown `model_type`, a config that is incomplete, parameters that are missing or misshapen, or a memory
 /// limit that is too small.
 pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
-    (family_of(config)?.load)(loader, config, read_config(config)?)
+    let parsed = read_config_of(config, loader.parameters())?;
+    (family_of(config)?.load)(loader, config, parsed)
 }
 
 /// Whether the config names a multi-token-prediction head and the checkpoint still has it: converters drop it.

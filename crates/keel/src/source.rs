@@ -109,7 +109,13 @@ pub fn open(model: Option<&str>) -> Result<Model> {
         let json = checkpoint.config().clone();
         (checkpoint.folder().to_path_buf(), ModelFiles::Checkpoint(checkpoint), json)
     };
-    let config = keel_models::read_config(&json).with_context(|| cannot_use(&path))?;
+    let config = match &files {
+        ModelFiles::Checkpoint(checkpoint) => {
+            keel_models::read_config_of(&json, &CheckpointParameters(checkpoint))
+        }
+        ModelFiles::Gguf(_) => keel_models::read_config(&json),
+    };
+    let config = config.with_context(|| cannot_use(&path))?;
     Ok(Model { path, is_built_in: false, files, json, config })
 }
 

@@ -111,7 +111,7 @@ impl Model<'_> {
         }
     }
 
-    fn feed_forward(&self, prefix: &str) -> impl Fn(&[f64]) -> Vec<f64> {
+    fn feed_forward(&self, prefix: &str) -> impl Fn(&[f64]) -> Vec<f64> + use<> {
         let (hidden, width) = (self.size("hidden_size"), self.size("intermediate_size"));
         let gate_up = match self.kind {
             "phi3" | "glm4" => self.matrix(&format!("{prefix}gate_up_proj"), 2 * width, hidden),
