@@ -29,6 +29,7 @@ pub mod requests;
 mod routes;
 mod sampling;
 mod serve;
+mod status;
 mod text;
 mod tokenize;
 mod worker;

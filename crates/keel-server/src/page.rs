@@ -1,74 +1,133 @@
-//! The page at `/`, and the numbers that it shows.
+//! The page at `/`.
 
-use std::sync::Arc;
+use std::io::Write;
+use std::sync::OnceLock;
 
-use axum::Json;
-use axum::extract::State;
-use axum::http::header;
-use axum::response::{Html, IntoResponse, Response};
-use keel_array::{Category, MemoryReport};
-use keel_engine::batch::SequenceStatus;
-use serde_json::{Map, Value, json};
+use axum::body::Bytes;
+use axum::extract::Path;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use flate2::Compression;
+use flate2::write::GzEncoder;
 
-use crate::app::App;
+/// What the page may do: run and load what this server sends, and call this server. HTML becomes elements through
+/// DOMPurify alone. The browser tests in `web/` serve the page under the same policy.
+const POLICY: &str = include_str!("../assets/page/policy.txt");
 
-/// Built from `web/`, whose README says how.
-const PAGE: &str = include_str!("../assets/index.html");
+/// A file of the page, built from `web/`, whose README says how.
+struct Asset {
+    name: &'static str,
+    kind: &'static str,
+    bytes: &'static [u8],
+    /// Compressed when a browser first asks for it.
+    compressed: OnceLock<Bytes>,
+}
+
+macro_rules! asset {
+    ($name:literal, $kind:literal) => {
+        Asset {
+            name: $name,
+            kind: $kind,
+            bytes: include_bytes!(concat!("../assets/page/", $name)),
+            compressed: OnceLock::new(),
+        }
+    };
+}
+
+static INDEX: Asset = asset!("index.html", "text/html; charset=utf-8");
+
+static ASSETS: [Asset; 4] = [
+    asset!("app.js", "text/javascript; charset=utf-8"),
+    asset!("app.css", "text/css; charset=utf-8"),
+    asset!("icon.svg", "image/svg+xml"),
+    asset!("licences.txt", "text/plain; charset=utf-8"),
+];
 
 /// The page holds no data, so it needs no key.
-pub(crate) async fn page() -> Response {
-    let policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; \
-                  connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'";
-    ([(header::CONTENT_SECURITY_POLICY, policy)], Html(PAGE)).into_response()
+pub(crate) async fn page(headers: HeaderMap) -> Response {
+    // It names its files with their hashes, so it alone is asked for each time.
+    INDEX.respond(&headers, "no-cache")
 }
 
-/// Memory, and the running sequences.
-pub(crate) async fn status(State(app): State<Arc<App>>) -> Json<Value> {
-    let batch = app.engine.status();
-    let ledger = app.engine.ledger();
-    let allocated = ledger.active();
-    let kv_bytes = allocated.get(Category::Kv);
-    let of_pages = |pages: usize| kv_bytes * pages as u64 / batch.pages.max(1) as u64;
-    let (free, remembered) = (of_pages(batch.free_pages), of_pages(batch.idle_prefix_pages));
-    let mut now = Map::new();
-    for (category, bytes) in allocated.iter().filter(|(_, bytes)| *bytes > 0) {
-        if category == Category::Kv {
-            now.insert("kv, in use".into(), json!(bytes - free - remembered));
-            now.insert("kv, remembered".into(), json!(remembered));
-            now.insert("kv, free".into(), json!(free));
+/// A file that the page names.
+pub(crate) async fn asset(Path(name): Path<String>, headers: HeaderMap) -> Response {
+    match ASSETS.iter().find(|asset| asset.name == name) {
+        Some(asset) => asset.respond(&headers, "public, max-age=31536000, immutable"),
+        None => StatusCode::NOT_FOUND.into_response(),
+    }
+}
+
+impl Asset {
+    fn respond(&'static self, headers: &HeaderMap, cache: &'static str) -> Response {
+        let common = [
+            (header::CONTENT_TYPE, self.kind),
+            (header::CACHE_CONTROL, cache),
+            (header::VARY, "accept-encoding"),
+            (header::CONTENT_SECURITY_POLICY, POLICY),
+            (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+            (header::REFERRER_POLICY, "no-referrer"),
+        ];
+        if accepts_gzip(headers) {
+            (common, [(header::CONTENT_ENCODING, "gzip")], self.compressed()).into_response()
         } else {
-            now.insert(category.name().into(), json!(bytes));
+            (common, self.bytes).into_response()
         }
     }
-    Json(json!({
-        "model": app.options.model_id,
-        "now": now,
-        "planned": bytes(&app.engine.planned()),
-        "allocated": bytes(&allocated),
-        "peak": bytes(&ledger.peak()),
-        "waiting": batch.waiting,
-        "parked": {"sequences": batch.parking.parked, "bytes": batch.parking.bytes},
-        "running": batch.running.iter().map(sequence).collect::<Vec<_>>(),
-        "pages": {"total": batch.pages, "free": batch.free_pages, "remembered": batch.prefix_pages},
-        "remembered_states": batch.prefix_states,
-    }))
+
+    fn compressed(&self) -> Bytes {
+        let compress = || {
+            let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+            // Writing to a vector cannot fail.
+            let _ = encoder.write_all(self.bytes);
+            Bytes::from(encoder.finish().unwrap_or_default())
+        };
+        self.compressed.get_or_init(compress).clone()
+    }
 }
 
-fn bytes(report: &MemoryReport) -> Value {
-    report.iter().map(|(category, bytes)| (category.name().to_string(), json!(bytes))).collect()
-}
-
-fn sequence(s: &SequenceStatus) -> Value {
-    json!({
-        "id": s.id,
-        "prompt_tokens": s.prompt_tokens,
-        "cached_tokens": s.cached_tokens,
-        "prefilled_tokens": s.prefilled_tokens,
-        "generated_tokens": s.generated_tokens,
-        "pages": s.pages,
-        "pages_promised": s.pages_promised,
-        "slot": s.slot,
-        "drafted": s.drafted,
-        "accepted": s.accepted,
+/// Whether a client names gzip without refusing it (`q=0`).
+fn accepts_gzip(headers: &HeaderMap) -> bool {
+    let named = headers.get_all(header::ACCEPT_ENCODING);
+    named.iter().filter_map(|value| value.to_str().ok()).flat_map(|value| value.split(',')).any(|coding| {
+        let mut parts = coding.split(';').map(str::trim);
+        let is_gzip = parts.next().is_some_and(|name| name.eq_ignore_ascii_case("gzip"));
+        let is_refused = parts.any(|part| {
+            part.strip_prefix("q=").and_then(|q| q.parse::<f32>().ok()).is_some_and(|q| q == 0.0)
+        });
+        is_gzip && !is_refused
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    #[test]
+    fn gzip_is_sent_to_those_who_take_it() {
+        let asks = |value: &'static str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::ACCEPT_ENCODING, HeaderValue::from_static(value));
+            accepts_gzip(&headers)
+        };
+        assert!(asks("gzip, deflate, br") && asks("br;q=1.0, GZIP;q=0.8"));
+        assert!(!asks("identity") && !asks("gzip;q=0, br") && !accepts_gzip(&HeaderMap::new()));
+    }
+
+    #[test]
+    fn the_page_names_files_that_are_there_and_nothing_else() {
+        let html = std::str::from_utf8(INDEX.bytes).expect("text");
+        let named: Vec<&str> = html.split('"').filter(|part| part.starts_with('/')).collect();
+        assert_eq!(named.len(), 3, "{named:?}");
+        for path in named {
+            let (path, hash) = path.split_once("?v=").expect("a hash");
+            let name = path.strip_prefix("/page/").expect("a file of the page");
+            assert!(ASSETS.iter().any(|asset| asset.name == name), "{name}");
+            assert_eq!(hash.len(), 12);
+        }
+        let is_inline = |tag: &str| !tag.starts_with(" src=");
+        assert!(!html.split("<script").skip(1).any(is_inline), "the policy forbids inline code");
+        assert!(!html.contains("<style") && !html.contains(" style="), "the policy forbids inline style");
+    }
 }

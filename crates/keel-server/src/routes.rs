@@ -18,13 +18,16 @@ use crate::error::{Result, ServerError};
 use crate::gate::Gate;
 use crate::held::holding;
 use crate::http::Refusal;
-use crate::{anthropic, openai, openapi, page, tokenize};
+use crate::{anthropic, openai, openapi, page, status, tokenize};
 
 /// All endpoints.
 ///
 /// `listens` is the address that the server listens on, which decides who may call it by which name.
 pub fn router(app: Arc<App>, listens: SocketAddr) -> Router {
-    let open = Router::new().route("/", get(page::page)).route("/health", get(health));
+    let open = Router::new()
+        .route("/", get(page::page))
+        .route("/page/{file}", get(page::asset))
+        .route("/health", get(health));
     let keyed = Router::new()
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
@@ -34,7 +37,7 @@ pub fn router(app: Arc<App>, listens: SocketAddr) -> Router {
         .route("/v1/messages", post(anthropic::create))
         .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/openapi.json", get(async || Json(openapi::document())))
-        .route("/status", get(page::status))
+        .route("/status", get(status::status))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/metrics", get(metrics))

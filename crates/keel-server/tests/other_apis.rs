@@ -2,7 +2,8 @@
 
 mod common;
 
-use common::Running;
+use common::{Running, engine_options};
+use keel_server::{ApiKey, ServerOptions};
 use serde_json::{Value, json};
 
 /// Names and data of the events of a stream.
@@ -102,7 +103,7 @@ fn responses_answer_and_stream() {
 }
 
 #[test]
-fn the_document_names_every_endpoint_and_the_page_is_there() {
+fn the_document_names_every_endpoint_and_status_adds_up() {
     let server = Running::start();
     let document = server.get("/openapi.json").json();
     for (path, methods) in document["paths"].as_object().expect("paths") {
@@ -111,9 +112,6 @@ fn the_document_names_every_endpoint_and_the_page_is_there() {
             assert!(reply.status != 404, "{method} {path} is in the document and not served");
         }
     }
-    let page = server.get("/");
-    assert!(page.body.starts_with("<!doctype html>") && page.body.contains("</script>"));
-    assert!(page.header("content-security-policy").is_some_and(|p| p.contains("default-src 'none'")));
     let status = server.get("/status").json();
     let sum = |part: &Value| -> u64 {
         part.as_object().expect("categories").values().filter_map(Value::as_u64).sum()
@@ -123,4 +121,28 @@ fn the_document_names_every_endpoint_and_the_page_is_there() {
     let models = server.get("/v1/models").json();
     assert_eq!((&models["data"][0]["id"], server.get("/v1/models/demo").status), (&json!("demo"), 200));
     assert_eq!(server.get("/v1/models/other").status, 404);
+}
+
+#[test]
+fn the_page_and_its_files_are_served_under_a_strict_policy_and_without_a_key() {
+    let options =
+        ServerOptions { keys: vec![ApiKey::new("a", "secret").expect("a key")], ..ServerOptions::default() };
+    let server = Running::with(engine_options(), options);
+    let page = server.get("/");
+    assert!(page.body.starts_with("<!doctype html>"), "{}", page.body);
+    assert_eq!(page.header("cache-control"), Some("no-cache"));
+    for path in page.body.split('"').filter(|part| part.starts_with('/')) {
+        let file = server.get(path);
+        assert_eq!(file.status, 200, "{path}");
+        assert!(file.header("cache-control").is_some_and(|value| value.contains("immutable")), "{path}");
+        assert!(!file.body.is_empty() && file.header("content-encoding").is_none(), "{path}");
+        let policy = file.header("content-security-policy").unwrap_or_default();
+        for part in ["default-src 'none'", "script-src 'self'", "require-trusted-types-for 'script'"] {
+            assert!(policy.contains(part), "{path}: {policy}");
+        }
+        assert!(!policy.contains("unsafe"), "{path}: {policy}");
+        assert_eq!(file.header("x-content-type-options"), Some("nosniff"));
+    }
+    assert_eq!(server.get("/page/other.js").status, 404);
+    assert_eq!(server.get("/page/..%2F..%2FCargo.toml").status, 404);
 }

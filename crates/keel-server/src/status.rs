@@ -1,0 +1,62 @@
+//! `/status`: memory and the running sequences, which the page shows.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use keel_array::{Category, MemoryReport};
+use keel_engine::batch::SequenceStatus;
+use serde_json::{Map, Value, json};
+
+use crate::app::App;
+
+/// Memory, and the running sequences.
+pub(crate) async fn status(State(app): State<Arc<App>>) -> Json<Value> {
+    let batch = app.engine.status();
+    let ledger = app.engine.ledger();
+    let allocated = ledger.active();
+    let kv_bytes = allocated.get(Category::Kv);
+    let of_pages = |pages: usize| kv_bytes * pages as u64 / batch.pages.max(1) as u64;
+    let (free, remembered) = (of_pages(batch.free_pages), of_pages(batch.idle_prefix_pages));
+    let mut now = Map::new();
+    for (category, bytes) in allocated.iter().filter(|(_, bytes)| *bytes > 0) {
+        if category == Category::Kv {
+            now.insert("kv, in use".into(), json!(bytes - free - remembered));
+            now.insert("kv, remembered".into(), json!(remembered));
+            now.insert("kv, free".into(), json!(free));
+        } else {
+            now.insert(category.name().into(), json!(bytes));
+        }
+    }
+    Json(json!({
+        "model": app.options.model_id,
+        "now": now,
+        "planned": bytes(&app.engine.planned()),
+        "allocated": bytes(&allocated),
+        "peak": bytes(&ledger.peak()),
+        "waiting": batch.waiting,
+        "parked": {"sequences": batch.parking.parked, "bytes": batch.parking.bytes},
+        "running": batch.running.iter().map(sequence).collect::<Vec<_>>(),
+        "pages": {"total": batch.pages, "free": batch.free_pages, "remembered": batch.prefix_pages},
+        "remembered_states": batch.prefix_states,
+    }))
+}
+
+fn bytes(report: &MemoryReport) -> Value {
+    report.iter().map(|(category, bytes)| (category.name().to_string(), json!(bytes))).collect()
+}
+
+fn sequence(s: &SequenceStatus) -> Value {
+    json!({
+        "id": s.id,
+        "prompt_tokens": s.prompt_tokens,
+        "cached_tokens": s.cached_tokens,
+        "prefilled_tokens": s.prefilled_tokens,
+        "generated_tokens": s.generated_tokens,
+        "pages": s.pages,
+        "pages_promised": s.pages_promised,
+        "slot": s.slot,
+        "drafted": s.drafted,
+        "accepted": s.accepted,
+    })
+}

@@ -1,0 +1,47 @@
+// What the server tells about itself.
+
+import { json } from "./client";
+
+/** Bytes by category. */
+export type Bytes = Record<string, number>;
+
+export interface Sequence {
+  id: number;
+  prompt_tokens: number;
+  cached_tokens: number;
+  prefilled_tokens: number;
+  generated_tokens: number;
+  pages: number;
+  pages_promised: number;
+  slot: number;
+  drafted: number;
+  accepted: number;
+}
+
+export interface Status {
+  model: string;
+  /** Bytes now; the pages of keys and values are divided by who holds them. */
+  now: Bytes;
+  planned: Bytes;
+  allocated: Bytes;
+  peak: Bytes;
+  waiting: number;
+  running: Sequence[];
+}
+
+export interface Model {
+  id: string;
+  context_length?: number;
+}
+
+export function readStatus(): Promise<Status> {
+  return json("/status");
+}
+
+export async function readModels(): Promise<Model[]> {
+  return (await json<{ data: Model[] }>("/v1/models")).data;
+}
+
+export async function countTokens(text: string, signal: AbortSignal): Promise<number> {
+  return (await json<{ count: number }>("/tokenize", { text }, signal)).count;
+}

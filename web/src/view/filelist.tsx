@@ -1,0 +1,37 @@
+// Attached files: a chip with name and size; what they hold can be unfolded, or taken away before sending.
+
+import type { TextFile } from "../state/types";
+import { bytes } from "../text/format";
+import { Icon, IconButton } from "./icons";
+
+const size = (file: TextFile) => bytes(new Blob([file.text]).size);
+
+export function FileList({ files }: { files: TextFile[] }) {
+  if (files.length === 0) return null;
+  return (
+    <div class="files">
+      {files.map((file, index) => (
+        <details key={index} class="file">
+          <summary><Icon name="file" />{file.name} <span class="faint">{size(file)}</span></summary>
+          <pre tabIndex={0} role="group" aria-label={`Text of ${file.name}`}>{file.text}</pre>
+        </details>
+      ))}
+    </div>
+  );
+}
+
+export function FileChips({ files, remove }: { files: TextFile[]; remove: (index: number) => void }) {
+  if (files.length === 0) return null;
+  return (
+    <ul class="chips" aria-label="Attached files">
+      {files.map((file, index) => (
+        <li key={index} class="chip">
+          <Icon name="file" />
+          <span class="chip-name">{file.name}</span>
+          <span class="faint">{size(file)}</span>
+          <IconButton icon="close" label={`Take ${file.name} away`} onClick={() => remove(index)} />
+        </li>
+      ))}
+    </ul>
+  );
+}

@@ -1,0 +1,136 @@
+// Chats: kept, renamed, deleted, exported, imported; and the versions within one.
+import assert from "node:assert/strict";
+import { readFileSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { test } from "node:test";
+import { answers, ask, say, settled, withBrowser } from "../support/browser.mjs";
+
+const browser = withBrowser();
+const row = (page, title) => page.locator(".chat-row", { hasText: title });
+const menu = (page, title) => page.getByRole("button", { name: `More about “${title}”` });
+
+async function saved(page, click) {
+  const [download] = await Promise.all([page.waitForEvent("download"), click()]);
+  return { name: download.suggestedFilename(), text: readFileSync(await download.path(), "utf8"), path: await download.path() };
+}
+
+test("chats are kept in the browser, and go on after a reload", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    await ask(page, "First question");
+    await ask(page, "Second question");
+    await page.getByRole("button", { name: "New chat", exact: true }).click();
+    await ask(page, "Another chat");
+    await page.reload();
+    await row(page, "First question").getByRole("button").first().click();
+    assert.equal(await answers(page).count(), 2);
+    await ask(page, "Third question");
+    const sent = stub.requests.at(-1).messages;
+    assert.deepEqual(sent.map((message) => message.role).join(" "), "user assistant user assistant user");
+    assert.equal(sent[1].content, "Answer number 1 to “First question”.");
+  }));
+
+test("a chat is renamed, and a deleted one comes back", () =>
+  browser.visit({}, async ({ page }) => {
+    await ask(page, "A name to change");
+    await menu(page, "A name to change").click();
+    await page.getByRole("button", { name: "Rename" }).click();
+    await page.getByLabel("New name").fill("A better name");
+    await page.keyboard.press("Enter");
+    await row(page, "A better name").waitFor();
+    await page.reload();
+    await menu(page, "A better name").click();
+    await page.getByRole("button", { name: "Delete" }).click();
+    await row(page, "A better name").waitFor({ state: "detached" });
+    await page.getByRole("button", { name: "Undo" }).click();
+    await row(page, "A better name").waitFor();
+    await menu(page, "A better name").click();
+    await page.getByRole("button", { name: "Delete" }).click();
+    await page.reload();
+    await page.getByText("Kept in this browser").waitFor();
+    await page.waitForTimeout(200);
+    assert.equal(await page.locator(".chat-row").count(), 0);
+  }));
+
+test("chats leave as Markdown and JSON, and come back", () =>
+  browser.visit({}, async ({ page }) => {
+    await ask(page, "Please export me");
+    await menu(page, "Please export me").click();
+    const markdown = await saved(page, () => page.getByRole("button", { name: "Export as Markdown" }).click());
+    assert.equal(markdown.name, "please-export-me.md");
+    assert.ok(markdown.text.startsWith("# Please export me\n\n**You**\n\nPlease export me\n\n**Assistant**\n\nAnswer"), markdown.text);
+    await page.getByRole("button", { name: "Export or import chats" }).click();
+    const json = await saved(page, () => page.getByRole("button", { name: "Export all as JSON" }).click());
+    assert.equal(JSON.parse(json.text).chats.length, 1);
+    await page.getByLabel("A file of chats").setInputFiles(json.path);
+    await page.getByText("Imported a chat.").waitFor();
+    assert.equal(await page.locator(".chat-row").count(), 2);
+    const wrong = join(tmpdir(), `keel-page-${process.pid}.json`);
+    writeFileSync(wrong, '{"some": "file"}');
+    await page.getByLabel("A file of chats").setInputFiles(wrong);
+    await page.getByText("The file was not exported by this page.").waitFor();
+  }));
+
+test("another answer is a version next to the first", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    await ask(page, "Say something");
+    await page.getByRole("button", { name: "Another answer" }).click();
+    await page.getByLabel("Version 2 of 2").waitFor();
+    await settled(page);
+    assert.match(await answers(page).innerText(), /Answer number 2/);
+    assert.deepEqual(stub.requests[0].messages, stub.requests[1].messages);
+    await page.getByRole("button", { name: "Earlier version" }).click();
+    assert.match(await answers(page).innerText(), /Answer number 1/);
+    await ask(page, "Go on");
+    assert.match(stub.requests.at(-1).messages[1].content, /Answer number 1/);
+    await page.getByRole("button", { name: "Later version" }).click();
+    assert.equal(await answers(page).count(), 1);
+  }));
+
+test("an edited message is sent again, and the one before stays", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    await ask(page, "Old words");
+    await ask(page, "Follow-up");
+    await page.locator(".message.user").first().hover();
+    await page.getByRole("button", { name: "Edit and send again" }).first().click();
+    await page.getByLabel("Edit your message").fill("New words");
+    await page.getByLabel("Edit your message").press("Enter");
+    await page.getByText("to “New words”").waitFor();
+    await settled(page);
+    assert.deepEqual(stub.requests.at(-1).messages, [{ role: "user", content: "New words" }]);
+    await page.locator(".message.user").first().hover();
+    await page.getByRole("button", { name: "Earlier version" }).click();
+    assert.deepEqual(await page.locator(".bubble").allInnerTexts(), ["Old words", "Follow-up"]);
+    await page.getByRole("button", { name: "Edit and send again" }).first().click();
+    await page.getByLabel("Edit your message").press("Escape");
+    await page.getByLabel("Edit your message").waitFor({ state: "detached" });
+  }));
+
+test("a branch is a chat of its own", () =>
+  browser.visit({}, async ({ page }) => {
+    await ask(page, "Trunk");
+    await ask(page, "More");
+    await page.getByRole("button", { name: "Branch into a new chat from here" }).first().click();
+    await row(page, "Trunk (branch)").waitFor();
+    assert.equal(await answers(page).count(), 1);
+    await ask(page, "Elsewhere");
+    await page.locator(".chat-row:not(.current) .chat-name").click();
+    assert.deepEqual(await page.locator(".bubble").allInnerTexts(), ["Trunk", "More"]);
+  }));
+
+test("two chats are written at once, and another tab follows", () =>
+  browser.visit({}, async ({ page, stub, profile }) => {
+    await say(page, "slow one");
+    await answers(page).first().waitFor();
+    await page.getByRole("button", { name: "New chat", exact: true }).click();
+    await ask(page, "Quick one");
+    const other = await profile.newPage();
+    await other.goto(stub.url);
+    await row(other, "Quick one").waitFor();
+    await ask(page, "Quick two");
+    await row(other, "Quick one").getByRole("button").first().click();
+    await other.getByText("to “Quick two”").waitFor();
+    await row(page, "slow one").getByRole("button").first().click();
+    await settled(page);
+    assert.match(await answers(page).innerText(), /word399/);
+  }));

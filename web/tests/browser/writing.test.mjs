@@ -1,0 +1,158 @@
+// Writing, stopping, reading along, files and settings.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { CONTEXT } from "../support/stub.mjs";
+import { answers, ask, PHONE, say, settled, withBrowser } from "../support/browser.mjs";
+
+const browser = withBrowser();
+const files = (page) => page.locator("input[type=file][multiple]");
+
+test("Esc stops an answer, and the chat goes on from what there is", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    await say(page, "slow");
+    await page.getByText("word20").waitFor();
+    await page.keyboard.press("Escape");
+    await settled(page);
+    await page.getByText("Stopped.").waitFor();
+    const text = await answers(page).innerText();
+    assert.ok(!text.includes("word399"));
+    await ask(page, "Next");
+    assert.match(stub.requests.at(-1).messages[1].content, /^word0 /);
+  }));
+
+test("the page stays where the reader is, and follows again at the end", () =>
+  browser.visit({}, async ({ page }) => {
+    await say(page, "slow");
+    const log = page.locator(".log");
+    const position = () => log.evaluate((box) => ({ top: box.scrollTop, rest: box.scrollHeight - box.scrollTop - box.clientHeight }));
+    await page.getByText("word230").waitFor();
+    assert.ok((await position()).top > 0 && (await position()).rest < 48, "it follows");
+    await log.hover();
+    await page.mouse.wheel(0, -300);
+    await page.waitForTimeout(150);
+    const before = await position();
+    await page.getByText("word330").waitFor();
+    const after = await position();
+    assert.equal(after.top, before.top, "it does not move under a reader");
+    assert.ok(after.rest > before.rest);
+    await page.getByRole("button", { name: "To the latest message" }).click();
+    await settled(page);
+    assert.ok((await position()).rest < 48, "it follows again");
+  }));
+
+test("what a reader has selected stays selected while the answer grows", () =>
+  browser.visit({}, async ({ page }) => {
+    await say(page, "slow");
+    await page.getByText("word40").waitFor();
+    await page.evaluate(() => getSelection().selectAllChildren(document.querySelector(".answer .block p")));
+    const selected = await page.evaluate(() => getSelection().toString());
+    await page.getByText("word120").waitFor();
+    assert.equal(await page.evaluate(() => getSelection().toString()), selected);
+    assert.ok(selected.includes("word3"));
+    await page.keyboard.press("Escape");
+  }));
+
+test("Enter sends, Shift+Enter begins a line, and nothing empty is sent", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    await page.keyboard.press("Enter");
+    await page.keyboard.type("one");
+    await page.keyboard.press("Shift+Enter");
+    await page.keyboard.type("two");
+    await page.keyboard.press("Enter");
+    await settled(page);
+    assert.deepEqual(stub.requests.map((request) => request.messages[0].content), ["one\ntwo"]);
+  }));
+
+test("text files are attached by button, by drop and by paste; others are refused", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    await files(page).setInputFiles([
+      { name: "notes.txt", mimeType: "text/plain", buffer: Buffer.from("some notes\n") },
+      { name: "cat.png", mimeType: "image/png", buffer: Buffer.from([0x89, 0x50, 0x4e, 0x47, 0xff]) },
+    ]);
+    await page.getByText("cat.png is not text").waitFor();
+    await page.evaluate(() => {
+      const data = new DataTransfer();
+      data.items.add(new File(["dropped"], "drop.md"));
+      window.dispatchEvent(new DragEvent("dragover", { dataTransfer: data, cancelable: true }));
+      window.dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+      const pasted = new DataTransfer();
+      pasted.items.add(new File(["pasted"], "paste.csv"));
+      document.querySelector(".composer textarea").dispatchEvent(new ClipboardEvent("paste", { clipboardData: pasted, bubbles: true, cancelable: true }));
+    });
+    await page.locator(".chip").nth(2).waitFor();
+    await page.getByRole("button", { name: "Take drop.md away" }).click();
+    await ask(page, "Summarise");
+    assert.equal(stub.requests[0].messages[0].content, "File notes.txt:\n```\nsome notes\n```\n\nFile paste.csv:\n```\npasted\n```\n\nSummarise");
+    assert.equal(await page.locator(".chip").count(), 0);
+    await page.locator(".file summary").first().click();
+    assert.equal(await page.locator(".file pre").first().innerText(), "some notes\n");
+  }));
+
+test("tokens are counted while one writes, and too many are said so", () =>
+  browser.visit({}, async ({ page }) => {
+    await page.getByLabel("Your message").fill("x".repeat(400));
+    await page.getByText(`About 100 of ${CONTEXT.toLocaleString("en")} tokens`).waitFor();
+    await page.getByLabel("Your message").fill("x".repeat(20000));
+    await page.getByText("Too long for the model: About 5,000").waitFor();
+  }));
+
+test("settings go with the request, and belong to their chat", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    await page.getByRole("button", { name: "Settings of this chat" }).click();
+    await page.getByLabel("System prompt").fill("Be brief.");
+    await page.getByLabel("Temperature", { exact: true }).fill("0.3");
+    await page.getByLabel("Top-p", { exact: true }).fill("7");
+    await page.getByLabel("Seed").fill("42");
+    await page.getByLabel("Length").fill("100");
+    await page.getByLabel("JSON schema").fill("{");
+    await page.getByText("Not JSON yet").waitFor();
+    await page.getByLabel("JSON schema").fill('{"type": "object"}');
+    await page.getByLabel("Answer without reasoning").check();
+    await ask(page, "json please");
+    const { messages, temperature, top_p, seed, max_tokens, response_format, reasoning_effort } = stub.requests[0];
+    assert.deepEqual(messages[0], { role: "system", content: "Be brief." });
+    assert.deepEqual([temperature, top_p, seed, max_tokens, reasoning_effort], [0.3, 1, 42, 100, "none"]);
+    assert.deepEqual(response_format.json_schema.schema, { type: "object" });
+    assert.equal(await answers(page).locator("pre").innerText(), '{\n  "name": "Ada",\n  "age": 36\n}');
+    await page.getByRole("button", { name: "Clear all" }).click();
+    await ask(page, "Plain");
+    assert.deepEqual(Object.keys(stub.requests[1]).sort(), ["messages", "stream", "stream_options"]);
+    await page.reload();
+    assert.equal(await page.getByLabel("Seed").inputValue(), "42", "new chats begin with what was set for new chats");
+  }));
+
+test("a model is chosen where there are several", () =>
+  browser.visit({ stub: { models: ["small", "large"] } }, async ({ page, stub }) => {
+    await page.getByLabel("Model").selectOption("large");
+    await ask(page, "Hello");
+    assert.equal(stub.requests[0].model, "large");
+  }));
+
+test("the key is asked for where it is needed, and lies behind a button", () =>
+  browser.visit({ stub: { key: "secret" }, expectedErrors: [/status of 401/] }, async ({ page }) => {
+    await page.getByText("This server asks for a key.").waitFor();
+    assert.equal(await page.getByLabel("Key", { exact: true }).count(), 0);
+    await page.getByRole("button", { name: "API key" }).click();
+    assert.equal(await page.getByLabel("Key", { exact: true }).getAttribute("type"), "password");
+    await page.getByLabel("Key", { exact: true }).fill("secret");
+    await page.keyboard.press("Enter");
+    await page.getByText("This server asks for a key.").waitFor({ state: "detached" });
+    await ask(page, "Let me in");
+    assert.equal(await page.evaluate(() => localStorage.getItem("keel-api-key")), null, "kept for the tab alone");
+    assert.ok(!(await page.content()).includes("secret"));
+    await page.reload();
+    await page.locator(".plan-bar div").first().waitFor();
+  }));
+
+test("on a phone everything is there, one thing at a time", () =>
+  browser.visit({ viewport: PHONE }, async ({ page }) => {
+    await ask(page, "markdown");
+    await page.getByRole("button", { name: "Chats", exact: true }).click();
+    await page.getByRole("button", { name: "New chat", exact: true }).click();
+    await ask(page, "Second");
+    await page.getByRole("button", { name: "Memory", exact: true }).click();
+    await page.locator(".plan-bar").waitFor();
+    await page.keyboard.press("Escape");
+    await page.locator(".plan-bar").waitFor({ state: "detached" });
+    assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth), "no sideways scrolling");
+  }));

@@ -1,0 +1,72 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { load } from "../support/load.mjs";
+
+const { EventReader } = await load("api/sse.ts");
+const { asPrompt, readTextFile, FILE_BYTES_MAX } = await load("text/files.ts");
+const { toJson, toMarkdown, fromJson, fileName } = await load("text/export.ts");
+const { bytes, seconds, tokens } = await load("text/format.ts");
+
+test("events are read whatever pieces they come in", () => {
+  const whole = 'data: {"a": "ä"}\r\n\r\n: ping\n\ndata: [DONE]\n\n';
+  for (let cut = 0; cut <= whole.length; cut += 1) {
+    const reader = new EventReader();
+    const events = [...reader.push(whole.slice(0, cut)), ...reader.push(whole.slice(cut))];
+    assert.deepEqual(events, ['{"a": "ä"}', "[DONE]"]);
+  }
+});
+
+test("files come before the text, in fences that they do not close", () => {
+  const files = [{ name: "a.md", text: "```\ncode\n```\n" }, { name: "b.txt", text: "x" }];
+  assert.equal(asPrompt({ content: "Why?", files }), "File a.md:\n````\n```\ncode\n```\n````\n\nFile b.txt:\n```\nx\n```\n\nWhy?");
+  assert.equal(asPrompt({ content: "Why?" }), "Why?");
+});
+
+test("what is no text, or too large, is refused with its name", async () => {
+  const file = (name, content) => Object.assign(new Blob([content]), { name });
+  assert.deepEqual(await readTextFile(file("a.txt", "Grüße")), { name: "a.txt", text: "Grüße" });
+  await assert.rejects(readTextFile(file("a.png", new Uint8Array([0x89, 0x50, 0xff]))), /a\.png is not text/);
+  await assert.rejects(readTextFile(file("z.bin", "a\0b")), /z\.bin is not text/);
+  await assert.rejects(readTextFile(file("big", new Uint8Array(FILE_BYTES_MAX + 1))), /big has 1\.00 MiB/);
+});
+
+const chat = {
+  id: "c", title: "A chat", created: 1, changed: 2, leaf: "b", options: { system: "Be kind.", temperature: 0.5 },
+  messages: {
+    a: { id: "a", parent: null, role: "user", content: "Hi", at: 1, files: [{ name: "f", text: "t" }] },
+    b: { id: "b", parent: "a", role: "assistant", content: "**Hello**", at: 2, reasoning: "A greeting." },
+    x: { id: "x", parent: "a", role: "assistant", content: "Other", at: 3 },
+  },
+};
+
+test("an exported chat comes back with all its versions", () => {
+  assert.deepEqual(fromJson(toJson([chat])), [chat]);
+});
+
+test("Markdown holds what is shown", () => {
+  const text = toMarkdown(chat);
+  for (const part of ["# A chat", "Be kind.", "File f:", "Hi", "A greeting.", "**Hello**"]) assert.ok(text.includes(part), part);
+  assert.ok(!text.includes("Other"));
+});
+
+test("a file that is none of ours is refused, and strange fields are dropped", () => {
+  const file = (chats) => JSON.stringify({ format: "keel-chats", version: 1, chats });
+  assert.throws(() => fromJson("{"), /not JSON/);
+  assert.throws(() => fromJson("null"), /not exported/);
+  assert.throws(() => fromJson('{"format": "other"}'), /not exported/);
+  for (const damage of [null, {}, { ...chat, messages: { a: {} } }, { ...chat, leaf: 3 }, { ...chat, messages: { a: { ...chat.messages.a, role: "robot" } } }]) {
+    assert.throws(() => fromJson(file([damage])), /damaged/);
+  }
+  const odd = { ...chat.messages.b, counts: { prompt: "many" }, problem: 7, state: "dancing" };
+  const [read] = fromJson(file([{ ...chat, options: { seed: "one", topP: 0.5 }, messages: { ...chat.messages, b: odd } }]));
+  assert.deepEqual(read.messages.b, chat.messages.b);
+  assert.deepEqual(read.options, { topP: 0.5 });
+});
+
+test("numbers and names are readable", () => {
+  assert.deepEqual([bytes(0), bytes(1023), bytes(1536), bytes(5e9)], ["0 B", "1023 B", "1.50 KiB", "4.66 GiB"]);
+  assert.deepEqual([seconds(0.04), seconds(12.3), seconds(120), seconds(125)], ["0.0 s", "12 s", "2 min", "2 min 5 s"]);
+  assert.deepEqual([tokens(1), tokens(2500)], ["1 token", "2,500 tokens"]);
+  assert.equal(fileName("Ärger / mit: <b>", "md"), "arger-mit-b.md");
+  assert.equal(fileName("日本", "json"), "chat.json");
+});
