@@ -3,11 +3,12 @@
 //
 // The block: two warpgroups, each 64 rows of W (a warp has one row tile) by BT rows of x. W is wgmma's A operand and is made in
 // registers: a lane's slots of a tile are its fragments for four steps of 16 columns, if the columns of x are permuted alike, which `to_half_tiles` does.
-// Tiles of W come two by two through each warp's own ring in shared memory, filled by the copy engine; tiles of x [BT][64] f16 likewise through
-// a ring of the block's, filled by cp.async (rows may be gathered), swizzled as wgmma reads them. While one tile multiplies the next is widened.
+// Tiles of W come two by two through a ring of each warp in shared memory. Tiles of x [BT][64] f16 come through a ring of the block, swizzled as
+// wgmma reads them; their rows may be gathered. cp.async fills both rings: copies of 1 KB for each warp would keep the copy engine busier than
+// the memory. While one tile multiplies the next is widened.
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT (32, 64, 128); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); SPLITS (0 < SPLITS, parts of K);
-//   X_STAGES and W_STAGES, tiles by two in the rings of x and of W
+//   STAGES, fetches in the rings
 //   linear_tiled    codes, pairs, x f16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows; GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
 //                   then residual (GROUPED=0 and SPLITS=1 only, may be null), y f32 ([SPLITS][rows][N] if SPLITS > 1: add them with add_parts).
 //                   Grid (GROUPED ? MOST_TILES : ceil(rows / BT), ceil(row tiles / 8), SPLITS), block 256, dynamic shared memory TILED_SHARED.
@@ -37,7 +38,7 @@
 #define W_SLOT COPY_BYTES(W_UNIT)
 #define X_TILE (BT * 128)
 #define X_SLOT (W_UNIT * X_TILE)
-#define TILED_SHARED (1024 + X_STAGES * X_SLOT + 8 * W_STAGES * (W_SLOT + 8))
+#define TILED_SHARED (1024 + STAGES * (X_SLOT + 8 * W_SLOT))
 
 #ifdef BT
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -90,8 +91,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
     extern __shared__ u8 memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u8 *const x_ring = memory + (1024 - shared_address(memory) % 1024) % 1024;
-    u8 *const w_ring = x_ring + X_STAGES * X_SLOT + warp * (W_STAGES * W_SLOT);
-    u64 *const full = (u64 *)(x_ring + X_STAGES * X_SLOT + 8 * W_STAGES * W_SLOT) + warp * W_STAGES;
+    u8 *const w_ring = x_ring + STAGES * (X_SLOT + warp * W_SLOT);
     const int rt = blockIdx.y * 8 + warp;
     let_next_start();
     Weights w = {codes, pairs};
@@ -111,15 +111,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
     // Row tiles beyond the last fetch the last: their sums are not stored.
     auto fetch_weights = [&](int f) {
         if (f >= fetch_end) return;
-        const int slot = (f - fetch_begin) % W_STAGES, n = min(W_UNIT, K_TILES - f * W_UNIT);
-        if (lane == 0) {
-            expect_bytes(full + slot, tile_bytes(n));
-            fetch_tiles<W_UNIT>(w_ring + slot * W_SLOT, full + slot, w, min(rt, N_TILES - 1), f * W_UNIT, n);
-        }
+        const int slot = (f - fetch_begin) % STAGES, n = min(W_UNIT, K_TILES - f * W_UNIT);
+        copy_tiles_async<W_UNIT>(w_ring + slot * W_SLOT, w, min(rt, N_TILES - 1), f * W_UNIT, n, lane);
     };
-    if (lane == 0) init_barriers(full, W_STAGES);
-    __syncwarp();
-    for (int i = 0; i < W_STAGES; i++) fetch_weights(fetch_begin + i);
+    for (int i = 0; i < STAGES - 1; i++) fetch_weights(fetch_begin + i);
 #if !GROUPED
     wait_for_inputs();
 #endif
@@ -143,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
 #pragma unroll
                 for (int tile = 0; tile < W_UNIT; tile++) {
                     if (K_TILES % W_UNIT != 0 && f * W_UNIT + tile >= K_TILES) break;
-                    const u32 to = shared_address(x_ring) + (f - fetch_begin) % X_STAGES * X_SLOT + tile * X_TILE;
+                    const u32 to = shared_address(x_ring) + (f - fetch_begin) % STAGES * X_SLOT + tile * X_TILE;
 #pragma unroll
                     for (int i = 0; i < N / 32; i++) {
                         const int row = i * 32 + threadIdx.x / 8;
@@ -153,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
             }
             copy_commit();
         };
-        for (int i = 0; i < X_STAGES - 1; i++) fetch_x(fetch_begin + i);
+        for (int i = 0; i < STAGES - 1; i++) fetch_x(fetch_begin + i);
 
         float acc[N / 8][4] = {};
         // A tile's fragments for four steps of 16 columns.
@@ -181,28 +176,25 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
             wgmma_commit();
         };
         u32 even[4][4], odd[4][4];
-        int w_stage = 0, x_stage = 0;
-        u32 w_parity = 0;
+        int stage = 0;
 #pragma unroll 1
         for (int f = fetch_begin; f < fetch_end; f++) {
-            const u8 *slot = w_ring + w_stage * W_SLOT;
-            const u32 x_slot = shared_address(x_ring) + x_stage * X_SLOT;
-            wait_full(full + w_stage, w_parity);
+            const u8 *slot = w_ring + stage * W_SLOT;
+            const u32 x_slot = shared_address(x_ring) + stage * X_SLOT;
+            copy_wait<STAGES - 2>();
+            __syncwarp(); // the warp's tiles of W are there
             widen_fragments(even, slot, 0);
             wgmma_wait<0>();
-            copy_wait<X_STAGES - 2>();
             publish_to_products();
-            __syncthreads(); // the tiles of x are there, and all warps have done with those before
-            fetch_x(f + X_STAGES - 1);
+            __syncthreads(); // the tiles of x are there, and all warps have done with the tiles before
+            fetch_weights(f + STAGES - 1);
+            fetch_x(f + STAGES - 1);
             multiply(even, x_slot);
             const bool both = K_TILES % W_UNIT == 0 || f * W_UNIT + 1 < K_TILES;
             if (both) widen_fragments(odd, slot, 1);
-            __syncwarp(); // all lanes have read the slot
-            fetch_weights(f + W_STAGES);
             if (both) multiply(odd, x_slot + X_TILE);
             wgmma_wait<1>(); // `even` may be written again
-            if (++w_stage == W_STAGES) w_stage = 0, w_parity ^= 1;
-            if (++x_stage == X_STAGES) x_stage = 0;
+            if (++stage == STAGES) stage = 0;
         }
         wgmma_wait<0>();
         settle(acc);

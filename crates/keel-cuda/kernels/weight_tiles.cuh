@@ -289,5 +289,17 @@ template <int COUNT> __device__ __forceinline__ void fetch_tiles(u8 *copy, u64 *
     fetch_bytes((void *)to.subs, from.subs, (tiles + SHARE - 1) / SHARE * SUB_TILE, full);
     if (SUPER_BYTES) fetch_bytes((void *)to.supers, from.supers, SUPER_TILE, full);
 }
+// The same by all lanes of a warp, as part of the group of copies that they commit next.
+template <int COUNT> __device__ __forceinline__ void copy_tiles_async(u8 *copy, const Weights &w, int rt, int kt, int tiles, int lane) {
+    const TilesAt from = tiles_at(w, rt, kt), to = copy_at<COUNT>(copy);
+    auto part = [&](const void *to, const void *from, int bytes, int most) {
+#pragma unroll
+        for (int at = 16 * lane; at < most; at += 512)
+            if (at < bytes) copy_async_to(shared_address(to) + at, (const u8 *)from + at);
+    };
+    part(to.codes, from.codes, tiles * TILE_WORDS * 4, COUNT * TILE_WORDS * 4);
+    part(to.subs, from.subs, (tiles + SHARE - 1) / SHARE * SUB_TILE, (COUNT + SHARE - 1) / SHARE * SUB_TILE);
+    if (SUPER_BYTES) part(to.supers, from.supers, SUPER_TILE, SUPER_TILE);
+}
 #endif
 #endif

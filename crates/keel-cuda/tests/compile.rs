@@ -148,15 +148,9 @@ fn keys() -> Vec<KernelKey> {
             add(
                 kernels::LINEAR_TILED,
                 &["group_rows", "to_half_tiles"],
-                &[
-                    &exact.concat()[..2],
-                    weight,
-                    &[("BT", "32"), ("X_STAGES", "4"), ("W_STAGES", "8")],
-                    &grouped,
-                ]
-                .concat(),
+                &[&exact.concat()[..2], weight, &[("BT", "32"), ("STAGES", "6")], &grouped].concat(),
             );
-            let plain = [("BT", "128"), ("SPLITS", "4"), ("X_STAGES", "2"), ("W_STAGES", "2")];
+            let plain = [("BT", "128"), ("SPLITS", "4"), ("STAGES", "2")];
             let entries = ["linear_tiled", "to_half_tiles", "add_parts"];
             add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
         }
@@ -176,7 +170,7 @@ fn keys() -> Vec<KernelKey> {
             add(
                 kernels::LINEAR_TILED,
                 &["linear_tiled"],
-                &with(&[("BT", "32"), ("SPLITS", "4"), ("X_STAGES", "4"), ("W_STAGES", "8")]),
+                &with(&[("BT", "32"), ("SPLITS", "4"), ("STAGES", "6")]),
             );
             let fetched = [("DIM_T", "1"), ("SWIGLU", "1"), ("BULK", "1"), ("STAGES", "2")];
             add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&fetched));

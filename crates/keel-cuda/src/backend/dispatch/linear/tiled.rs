@@ -30,30 +30,26 @@ pub(super) fn parts(weight: &WeightSpec, rows: usize) -> usize {
 
 /// The key of an entry of `linear_tiled.cu`, whose constants all entries share.
 pub(super) fn tiled_key(entry: &'static str, weight: &WeightSpec, rows: usize, parts: usize) -> KernelKey {
-    let (x_stages, w_stages) = stages(tile_of(rows));
     weight_key(LINEAR_TILED, entry, weight)
         .define("BT", tile_of(rows))
         .define("SPLITS", parts)
-        .define("X_STAGES", x_stages)
-        .define("W_STAGES", w_stages)
+        .define("STAGES", stages(tile_of(rows)))
 }
 
-/// Stages of the rings of x and of W, so that two blocks fit a multiprocessor where that is faster than deep rings.
-fn stages(tile: usize) -> (usize, usize) {
+/// Stages of the rings of x and of W. Two blocks fit a multiprocessor.
+fn stages(tile: usize) -> usize {
     match tile {
-        32 => (4, 8),
-        64 => (2, 4),
-        _ => (2, 2),
+        32 => 6,
+        64 => 3,
+        _ => 2,
     }
 }
 
 /// Dynamic shared memory of `linear_tiled`: rings of fetches of two column tiles, one of x for the block, one of W for each
-/// warp, and the barriers of the latter.
+/// warp.
 pub(super) fn tiled_shared_bytes(weight: &WeightSpec, tile: usize) -> usize {
     let Some(coding) = Coding::of(weight.format) else { unreachable!("tiles of quantised weights") };
-    let slot = coding.copy_bytes(2);
-    let (x_stages, w_stages) = stages(tile);
-    1024 + x_stages * 2 * tile * 128 + 8 * w_stages * (slot + 8)
+    1024 + stages(tile) * (2 * tile * 128 + 8 * coding.copy_bytes(2))
 }
 
 /// Bytes of rows of x as f16, in whole tiles of columns.
