@@ -8,6 +8,7 @@ pub mod floors;
 pub mod heap;
 pub mod isa;
 pub mod kernels;
+pub mod memory;
 pub mod pool;
 pub mod shared_slice;
 mod simd;

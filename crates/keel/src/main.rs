@@ -10,6 +10,8 @@ mod commands;
 mod constrained;
 mod driver;
 mod failure;
+mod free;
+mod holding;
 mod output;
 mod placement;
 mod progress;
@@ -40,6 +42,7 @@ enum Command {
     Generate(commands::generate::GenerateArgs),
     Chat(commands::chat::ChatArgs),
     Plan(commands::plan::PlanArgs),
+    Fit(commands::fit::FitArgs),
     Inspect(commands::inspect::InspectArgs),
     Quantize(commands::quantize::QuantizeArgs),
     Logits(commands::logits::LogitsArgs),
@@ -61,11 +64,13 @@ enum Command {
 fn main() -> ExitCode {
     failure::guard(|| {
         let cli = Cli::parse();
-        log_to_stderr(cli.verbose);
+        let quiet = matches!(&cli.command, Command::Generate(args) if args.quiet);
+        log_to_stderr(cli.verbose, quiet);
         match cli.command {
             Command::Generate(args) => commands::generate::run(&args),
             Command::Chat(args) => commands::chat::run(&args),
             Command::Plan(args) => commands::plan::run(&args, cli.verbose),
+            Command::Fit(args) => commands::fit::run(&args),
             Command::Inspect(args) => commands::inspect::run(&args),
             Command::Quantize(args) => commands::quantize::run(&args),
             Command::Logits(args) => commands::logits::run(&args),
@@ -85,9 +90,13 @@ fn main() -> ExitCode {
     })
 }
 
-/// The libraries' remarks are shown on request; the program's own always.
-fn log_to_stderr(verbose: bool) {
-    let filter = if verbose { "info" } else { "warn,keel=info" };
+/// The libraries' remarks are shown on request, the program's own unless it is to be quiet.
+fn log_to_stderr(verbose: bool, quiet: bool) {
+    let filter = match (verbose, quiet) {
+        (true, _) => "info",
+        (false, true) => "warn",
+        (false, false) => "warn,keel=info",
+    };
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
         .with_writer(std::io::stderr)

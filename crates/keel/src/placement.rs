@@ -1,7 +1,6 @@
 //! `--device auto`: the first GPU on which the plan fits, else the CPU.
 
 use anyhow::Result;
-use keel_array::{Category, MemoryReport};
 use keel_cuda::{GpuFacts, Survey};
 use keel_engine::EngineOptions;
 use keel_models::loading::Parameters;
@@ -9,6 +8,7 @@ use serde_json::Value;
 
 use crate::args::{Device, DeviceArgs, machine};
 use crate::driver::ROOM_BYTES;
+use crate::free::on_device;
 use crate::report::human_bytes;
 use crate::session;
 
@@ -29,14 +29,9 @@ pub fn settle(
     let (chosen, why) = choose(machine(), &mut |ordinal| {
         let candidate = device.on(Device::Cuda(ordinal));
         let planned = session::plan(&candidate, parameters, config, options(&candidate)?)?;
-        Ok(on_device(&planned))
+        Ok(on_device(&planned, true))
     });
     device.choose(chosen, why);
-}
-
-/// Parked sequences lie in the host's memory.
-fn on_device(planned: &MemoryReport) -> u64 {
-    planned.total() - planned.get(Category::Swap)
 }
 
 /// The device, and why, in one line. `bytes` is what a GPU has to hold, by its number.

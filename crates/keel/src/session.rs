@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::args::{Device, DeviceArgs};
 use crate::driver::Driver;
+use crate::free::{self, Room};
 use crate::progress;
 use crate::report::{Memory, human_bytes};
 use crate::source::Model;
@@ -28,8 +29,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Plans, compares the plan with the memory limit, and loads into a runtime of [`runtime`]. The limit is the one asked for;
-    /// on a GPU it is by default what is free there, less some room for its driver.
+    /// Plans, compares the plan with the memory limit and with what is free, and loads into a runtime of [`runtime`]. Nothing is
+    /// loaded or allocated before. On a GPU the limit asked for stands in place of what is free there.
     ///
     /// # Errors
     /// What the plan says; a plan above the limit; what loading says.
@@ -41,11 +42,7 @@ impl Session {
         options: EngineOptions,
     ) -> Result<Session> {
         let planned = plan(device, parameters, config, options)?;
-        let limit = device.memory_limit.or_else(|| limit_of_device(runtime, &planned));
-        if let Some(limit) = limit.filter(|&limit| planned.total() > limit) {
-            let whose = if device.memory_limit.is_none() { OF_DEVICE } else { "" };
-            bail!(too_little_memory(&planned, limit, whose, &options));
-        }
+        let limit = check(device, runtime, &planned, &options)?;
         device.announce();
         runtime.ledger().set_limit(limit);
         let start = Instant::now();
@@ -179,24 +176,52 @@ pub fn context_for(config: &HybridConfig, tokens: usize) -> Result<usize> {
     Ok(tokens.max(1).next_multiple_of(AttentionSpec::PAGE).min(context_max))
 }
 
-/// Said of a limit that nobody asked for.
-const OF_DEVICE: &str = ", what the GPU has free now less room for its driver";
-
-/// The limit of a GPU if none is asked for. Parked sequences take none of its memory.
-fn limit_of_device(runtime: &Runtime, planned: &MemoryReport) -> Option<u64> {
-    Driver::measure(runtime).map(|driver| driver.limit() + planned.get(Category::Swap))
+/// Compares a plan with the limit asked for and with what the device and the host have free. Returns the ledger's limit.
+///
+/// # Errors
+/// If it does not fit, with the numbers.
+fn check(
+    device: &DeviceArgs,
+    runtime: &Runtime,
+    planned: &MemoryReport,
+    options: &EngineOptions,
+) -> Result<Option<u64>> {
+    let asked = device.memory_limit;
+    if let Some(limit) = asked.filter(|&limit| planned.total() > limit) {
+        bail!(too_little_memory(planned, planned.total(), limit, "--memory-limit", options));
+    }
+    let is_gpu = device.device() != Device::Cpu;
+    let host = Room::of_host();
+    if let Some(host) = host.filter(|host| free::on_host(planned, is_gpu) > host.bytes) {
+        let needed = free::on_host(planned, is_gpu);
+        bail!(too_little_memory(planned, needed, host.bytes, &host.why, options));
+    }
+    if !is_gpu || asked.is_some() {
+        return Ok(asked);
+    }
+    let Some(room) = Room::of(runtime) else { return Ok(None) };
+    if free::on_device(planned, is_gpu) > room.bytes {
+        bail!(too_little_memory(planned, free::on_device(planned, is_gpu), room.bytes, &room.why, options));
+    }
+    Ok(Some(room.bytes + planned.get(Category::Swap)))
 }
 
-fn too_little_memory(planned: &MemoryReport, limit: u64, whose: &str, options: &EngineOptions) -> String {
+fn too_little_memory(
+    planned: &MemoryReport,
+    needed: u64,
+    limit: u64,
+    whose: &str,
+    options: &EngineOptions,
+) -> String {
     let used = planned.iter().filter(|(_, bytes)| *bytes > 0);
     let parts: Vec<String> = used.map(|(category, bytes)| format!("{category} {bytes}")).collect();
     format!(
-        "out of memory: {} bytes ({}) are needed for a context of {} and {} sequence(s), 0 are in use of a limit \
-         of {limit} ({}{whose}): {}; lower the context or the prefill step, or raise --memory-limit",
-        planned.total(),
-        human_bytes(planned.total()),
+        "out of memory: {needed} bytes ({}) are needed for a context of {} and {} sequence(s), which is {} more than the {limit} \
+         ({}) of {whose}: {}; keel fit shows what fits: fewer bits, a shorter context, fewer sequences",
+        human_bytes(needed),
         options.context,
         options.sequences,
+        human_bytes(needed.saturating_sub(limit)),
         human_bytes(limit),
         parts.join(", ")
     )

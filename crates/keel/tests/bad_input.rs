@@ -270,6 +270,46 @@ fn quantising_what_cannot_be_quantised() {
 }
 
 #[test]
+fn options_that_contradict_each_other_are_refused() {
+    let Some(dense) = fixture("qwen3_5") else { return };
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let (folder, file) = (dir.path().join("out"), dir.path().join("out.gguf"));
+    let quantize = |out: &Path, flags: &[&str], reason: &str| {
+        misuse(&[&["quantize", arg(&dense), arg(out)], flags].concat(), reason);
+        assert!(!out.exists(), "{flags:?}");
+    };
+    quantize(&folder, &["--type", "Q4_0"], "--type is for --to gguf, and mlx is written");
+    quantize(&folder, &["--dtype", "f16"], "--dtype is for --to safetensors, and mlx is written");
+    quantize(&file, &["--bits", "4"], "--bits is for --to mlx, and gguf is written");
+    quantize(&file, &["--group-size", "32"], "--group-size is for --to mlx");
+    quantize(&file, &["--shard-size", "1G"], "--shard-size is for --to mlx");
+    quantize(&folder, &["--to", "safetensors", "--bits", "4"], "--bits is for --to mlx, and safetensors is");
+    quantize(&folder, &["--to", "safetensors", "--module", "a=4"], "--module is for --to mlx and gguf");
+    quantize(&file, &["--to", "mlx"], "the name is that of a GGUF file");
+    let pairs: [&[&str]; 12] = [
+        &["generate", "x", "--chat", "--raw"],
+        &["generate", "x", "--raw", "--system", "y"],
+        &["generate", "--ids", "1", "--chat"],
+        &["generate", "x", "-p", "y"],
+        &["generate", "x", "--echo", "--json"],
+        &["generate", "x", "--schema", "a", "--grammar", "b"],
+        &["generate", "x", "--schema", "a", "--one-by-one"],
+        &["serve", "--no-prefix-reuse", "--exact-prefix-reuse"],
+        &["serve", "--no-prefix-reuse", "--prefix-states", "1M"],
+        &["serve", "--swap", "1M"],
+        &["serve", "--on-demand", "--resident"],
+        &["fit", "a", "--model", "b"],
+    ];
+    for args in pairs {
+        let output = keel(args);
+        assert_eq!(output.status.code(), Some(2), "keel {}: {}", args.join(" "), stderr(&output));
+    }
+    misuse(&["generate", "x", "--one-by-one", "--speculate", "2"], "--one-by-one goes without");
+    misuse(&["generate", "x", "--chat", "--echo"], "--echo is for a text that is continued");
+    misuse(&["generate", "--ids", "1", "--echo"], "--echo prints a text");
+}
+
+#[test]
 fn wrong_usage_has_its_own_exit_code() {
     let cases: [&[&str]; 13] = [
         &[],

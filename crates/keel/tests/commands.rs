@@ -26,7 +26,7 @@ fn generate_writes_the_text_alone_and_reports_elsewhere() {
     for word in ["tokens/s", "planned", "allocated", "peak", "weights", "kv", "recurrent", "total"] {
         assert!(report.contains(word) && !text.contains(word), "{word}: {report}");
     }
-    let quiet = both(&[&command[..], &["-q"]].concat(), "");
+    let quiet = both(&[&command[..], &["-q", "--device", "cpu"]].concat(), "");
     assert_eq!(quiet, (text.clone(), String::new()));
     let (echoed, _) = both(&[&command[..], &["--echo"]].concat(), "");
     assert_eq!(echoed, format!("Once upon a time{text}"));

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{arg, copy_of, fixture, joined, json};
+use common::{arg, copy_of, fail, fixture, joined, json, misuse, succeed};
 use serde_json::Value;
 
 fn total(categories: &Value) -> u64 {
@@ -84,10 +84,10 @@ fn prefill_grows_by_the_bytes_of_keys_and_values() {
 
 #[test]
 fn host_memory_for_parked_sequences_is_a_category_of_its_own() {
-    let of = |swap: &str| json(&["plan", "--context", "512", "--swap", swap, "--json"]);
-    let (without, with) = (of("0"), of("8Mi"));
-    assert_eq!((&without["swap"], &with["swap"]), (&Value::from(0), &Value::from(8 << 20)));
-    assert_eq!(total(&with), total(&without) + (8 << 20));
+    let of = |swap: &str| json(&["plan", "--context", "512", "--overcommit", "--swap", swap, "--json"]);
+    let (without, with) = (of("0"), of("4Mi"));
+    assert_eq!((&without["swap"], &with["swap"]), (&Value::from(0), &Value::from(4 << 20)));
+    assert_eq!(total(&with), total(&without) + (4 << 20));
 }
 
 #[test]
@@ -101,4 +101,95 @@ fn a_shape_is_planned_without_a_checkpoint() {
     let weights = plan["weights"].as_f64().expect("a number");
     let dense = json(&[&shape[..], &["--dtype", "bf16"]].concat())["weights"].as_f64().expect("a number");
     assert!((3.4..3.7).contains(&(dense / weights)), "16 bits against 4.5: {dense} and {weights}");
+}
+
+#[test]
+fn what_no_machine_has_is_refused_with_numbers_before_anything_is_loaded() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    for file in ["model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(demo.join(file), dir.path().join(file)).expect("copied");
+    }
+    let config = std::fs::read_to_string(demo.join("config.json")).expect("there");
+    let mut config: Value = serde_json::from_str(&config).expect("JSON");
+    let longest = 1 << 24;
+    config["text_config"]["max_position_embeddings"] = longest.into();
+    std::fs::write(dir.path().join("config.json"), config.to_string()).expect("writable");
+    let model = ["--model", arg(dir.path()), "--context", "16777216"];
+    // 256 sequences of 16 million tokens: terabytes.
+    let serve = ["serve", "--port", "0", "--sequences", "256", "--kv-cache", "900T", "--on-demand"];
+    let start = std::time::Instant::now();
+    fail(&[&serve[..], &model].concat(), "more than the");
+    fail(&[&serve[..], &model].concat(), "has free now less");
+    assert!(start.elapsed().as_secs() < 60, "it was refused before it was taken");
+    // A limit that was asked for does not make memory.
+    fail(&[&serve[..], &model, &["--memory-limit", "999999T"]].concat(), "has free now less");
+    fail(&[&["generate", "Once", "--memory-limit", "20M"][..], &model[..2]].concat(), "of --memory-limit");
+}
+
+#[test]
+fn a_small_model_gets_a_small_pool_on_the_cpu() {
+    let plan = json(&["plan", "--serve", "--json"]);
+    let of = |category: &str| plan[category].as_u64().expect("a number");
+    // One sequence at full length, or as many bytes as the weights have.
+    let one = json(&["plan", "--sequences", "1", "--json"])["kv"].as_u64().expect("a number");
+    assert!(of("kv") <= of("weights").max(one), "{plan}");
+    assert!(of("checkpoints") < 2 * of("weights"), "{plan}");
+    let many = json(&["plan", "--serve", "--sequences", "64", "--kv-cache", "1G", "--json"]);
+    assert!(many["kv"].as_u64() > Some(of("kv")), "what is asked for is given: {many}");
+}
+
+#[test]
+fn what_fit_says_fits_and_its_commands_hold_what_it_says() {
+    let limit = "90M";
+    let fit = json(&["fit", "--limit", limit, "--json"]);
+    let lines = fit["fits"].as_array().expect("lines");
+    assert!(!lines.is_empty(), "{fit}");
+    for line in lines {
+        let command = line["command"].as_str().expect("a command");
+        let flags = command.strip_prefix("keel serve").expect("a server");
+        let plan: Vec<&str> = ["plan", "--json"].into_iter().chain(flags.split_whitespace()).collect();
+        let planned = total(&json(&plan));
+        assert_eq!(Some(planned), line["bytes"].as_u64(), "{command}");
+        assert!(planned <= 90_000_000, "{command}");
+    }
+    let first = &lines[0];
+    assert_eq!((&first["weights"], &first["kv_bits"]), (&"as it is".into(), &16.into()));
+    let table = succeed(&["fit", "--limit", limit]);
+    assert!(table.contains("best first") && table.contains("keel serve --sequences 1"), "{table}");
+    fail(&["fit", "--limit", "1M"], "nothing fits into 1000000 bytes");
+    fail(&["fit", "--limit", "1M"], "bytes (");
+}
+
+#[test]
+fn fit_offers_fewer_bits_where_they_buy_something() {
+    let shape = ["fit", "--shape", "qwen3.5-4b", "--limit", "6Gi", "--json"];
+    let fit = json(&shape);
+    let lines = fit["fits"].as_array().expect("lines");
+    let bits: Vec<&str> = lines.iter().filter_map(|line| line["weights"].as_str()).collect();
+    assert!(!bits.contains(&"bf16") && bits.contains(&"8 bits"), "{fit}");
+    let command = lines[0]["command"].as_str().expect("a command");
+    let words: Vec<&str> = command.split_whitespace().skip(1).chain(["--json"]).collect();
+    assert_eq!(Some(total(&json(&words))), lines[0]["bytes"].as_u64(), "{command}");
+
+    let Some(folder) = fixture("qwen3_5") else { return };
+    let whole = json(&["fit", arg(&folder), "--limit", "1G", "--json"]);
+    assert_eq!(whole["fits"].as_array().map(Vec::len), Some(3), "nothing is better than all: {whole}");
+    let most = total(&json(&["plan", "--model", arg(&folder), "--sequences", "1", "--json"]));
+    let tight = json(&["fit", arg(&folder), "--limit", &(most * 7 / 10).to_string(), "--json"]);
+    let command = tight["fits"][0]["command"].as_str().unwrap_or_default();
+    assert!(
+        command.starts_with("keel quantize ") || tight["fits"][0]["context"].as_u64() < Some(4096),
+        "{tight}"
+    );
+}
+
+#[test]
+fn what_takes_no_memory_refuses_a_memory_limit() {
+    for command in ["plan", "fit", "inspect"] {
+        misuse(&[command, "--memory-limit", "1G"], "--memory-limit");
+    }
+    misuse(&["plan", "--serve", "--batch", "4"], "a server has --sequences");
+    misuse(&["plan", "--serve", "--speculate", "2"], "a server has --drafts");
+    misuse(&["plan", "--serve", "--limit", "1G"], "keel fit");
 }

@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
@@ -12,7 +13,11 @@ use common::{keel_with_input, stderr};
 
 /// A server on a free port, and its address.
 fn start() -> (Child, String) {
-    ready(Command::new(env!("CARGO_BIN_EXE_keel")).args(["serve", "--port", "0"]))
+    start_with(&[])
+}
+
+fn start_with(flags: &[&str]) -> (Child, String) {
+    ready(Command::new(env!("CARGO_BIN_EXE_keel")).args(["serve", "--port", "0"]).args(flags))
 }
 
 /// The server that a command runs, and its address.
@@ -185,4 +190,44 @@ fn few_descriptors_are_enough_for_those_who_ask() {
     signal(&child, "-TERM");
     assert!(child.wait().expect("it ends").success());
     drop(half_open);
+}
+
+/// The bytes of a kind by category, from the server's metrics.
+fn ledger(address: &str, kind: &str) -> BTreeMap<String, u64> {
+    let mut stream = send(address, "GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("metrics");
+    let entry = |line: &str| {
+        let rest = line.strip_prefix("keel_memory_bytes{")?;
+        let (labels, bytes) = rest.split_once("} ")?;
+        let of = |key: &str| Some(labels.split_once(&format!("{key}=\""))?.1.split_once('"')?.0.to_string());
+        (of("kind")? == kind).then_some((of("category")?, bytes.trim().parse().ok()?))
+    };
+    text.lines().filter_map(entry).collect()
+}
+
+#[test]
+fn a_server_holds_the_very_bytes_that_plan_prints_for_the_same_options() {
+    let cases: [&[&str]; 3] = [
+        &["--sequences", "3", "--context", "1024", "--kv-cache", "3M", "--drafts", "1"],
+        &["--overcommit", "--sequences", "2", "--prefix-states", "4M", "--kv-bits", "8"],
+        &["--no-prefix-reuse", "--on-demand", "--drafts", "0", "-c", "512", "--sequences", "5"],
+    ];
+    for flags in cases {
+        let plan = common::json(&[&["plan", "--json"], flags].concat());
+        let plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
+        let (mut child, address) = start_with(flags);
+        let body = r#"{"prompt": "Once", "max_tokens": 20}"#;
+        let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
+                    content-type: application/json\r\n";
+        let mut stream = send(&address, &format!("{head}content-length: {}\r\n\r\n{body}", body.len()));
+        let mut text = String::new();
+        stream.read_to_string(&mut text).expect("an answer");
+        assert!(text.starts_with("HTTP/1.1 200"), "{text}");
+        for kind in ["planned", "allocated", "peak"] {
+            assert_eq!(ledger(&address, kind), plan, "{kind} with {flags:?}");
+        }
+        signal(&child, "-TERM");
+        assert!(child.wait().expect("it ends").success());
+    }
 }

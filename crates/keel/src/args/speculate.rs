@@ -56,6 +56,11 @@ impl SpeculateArgs {
         matches!(self.speculate, Speculate::Drafts(_))
     }
 
+    /// Whether it says anything but what holds by default.
+    pub fn is_given(&self) -> bool {
+        self.speculate != Speculate::Auto || self.speculate_optimistic
+    }
+
     /// How a checkpoint is run; `None` is without speculation. On a GPU auto is off: steps of an engine that can draft take a tenth
     /// longer there, and rounds do not run ahead of the host, which a model whose drafts fail would pay for.
     ///

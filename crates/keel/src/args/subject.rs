@@ -22,12 +22,12 @@ pub struct SubjectArgs {
     /// A published shape, with random weights: no checkpoint is needed.
     #[arg(long, value_name = "NAME", conflicts_with = "model")]
     shape: Option<String>,
-    /// Bits per random weight: 2, 3, 4, 5, 6 or 8.
-    #[arg(long, value_name = "N", requires = "shape", default_value_t = 4)]
-    bits: usize,
-    /// Random weights that share a scale: 32, 64 or 128.
-    #[arg(long, value_name = "N", requires = "shape", default_value_t = 64)]
-    group_size: usize,
+    /// Bits per random weight: 2, 3, 4, 5, 6 or 8. [default: 4]
+    #[arg(long, value_name = "N", requires = "shape")]
+    bits: Option<usize>,
+    /// Random weights that share a scale: 32, 64 or 128. [default: 64]
+    #[arg(long, value_name = "N", requires = "shape")]
+    group_size: Option<usize>,
     /// Random weights of this type instead: bf16, f16, f32, or one of GGUF's block codings such as Q4_K.
     #[arg(long, value_name = "TYPE", requires = "shape", conflicts_with_all = ["bits", "group_size"])]
     dtype: Option<String>,
@@ -47,7 +47,46 @@ pub struct Subject<'a> {
     pub quantised: bool,
 }
 
+impl<'a> Subject<'a> {
+    /// A model on disk.
+    pub fn of(model: &'a Model) -> Subject<'a> {
+        Subject {
+            name: model.path.display().to_string(),
+            config: model.config.clone(),
+            json: model.json.clone(),
+            parameters: model.parameters(),
+            quantised: model.is_quantised(),
+        }
+    }
+}
+
 impl SubjectArgs {
+    /// How the subject is named on a command line, with a space before it; empty for the built-in model.
+    pub fn flags(&self) -> String {
+        match (&self.model, &self.shape) {
+            (Some(model), _) => format!(" --model {}", quoted(model)),
+            (None, Some(shape)) => {
+                let number =
+                    |name: &str, n: Option<usize>| n.map_or(String::new(), |n| format!(" --{name} {n}"));
+                let dtype = self.dtype.as_ref().map_or(String::new(), |dtype| format!(" --dtype {dtype}"));
+                let (bits, group_size) = (number("bits", self.bits), number("group-size", self.group_size));
+                format!(" --shape {shape}{bits}{group_size}{dtype}")
+            }
+            (None, None) => String::new(),
+        }
+    }
+
+    /// A shape in the formats that are not asked for otherwise: dense, then in fewer and fewer bits. One, if it is no shape or
+    /// its format is given.
+    pub fn in_other_formats(&self) -> Vec<SubjectArgs> {
+        if self.shape.is_none() || self.dtype.is_some() || self.bits.is_some() {
+            return vec![self.clone()];
+        }
+        let dense = SubjectArgs { dtype: Some("bf16".into()), group_size: None, ..self.clone() };
+        let quantised = [8, 6, 4, 3].map(|bits| SubjectArgs { bits: Some(bits), ..self.clone() });
+        [dense].into_iter().chain(quantised).collect()
+    }
+
     /// Opens the model; `None` where a shape is asked for.
     ///
     /// # Errors
@@ -62,14 +101,20 @@ impl SubjectArgs {
     /// A shape or format that does not exist.
     pub fn subject<'a>(&self, model: Option<&'a Model>, drafts: bool) -> Result<Subject<'a>> {
         if let Some(model) = model {
-            return Ok(Subject {
-                name: model.path.display().to_string(),
-                config: model.config.clone(),
-                json: model.json.clone(),
-                parameters: model.parameters(),
-                quantised: model.is_quantised(),
-            });
+            return Ok(Subject::of(model));
         }
+        self.shape_of(drafts)
+    }
+
+    /// The shape, without its multi-token-prediction head.
+    ///
+    /// # Errors
+    /// A shape or format that does not exist.
+    pub fn shape_subject(&self) -> Result<Subject<'static>> {
+        self.shape_of(false)
+    }
+
+    fn shape_of(&self, drafts: bool) -> Result<Subject<'static>> {
         let name = self.shape.clone().unwrap_or_default();
         let with_head = if drafts { keel_models::shape_with_head(&name) } else { None };
         let Some(json) = with_head.or_else(|| keel_models::shape(&name)) else {
@@ -97,8 +142,9 @@ impl SubjectArgs {
                 ))),
             };
         }
-        affine_format(self.bits, self.group_size)?;
-        let (bits, group_size) = (self.bits as u8, self.group_size as u16);
+        let (bits, group_size) = (self.bits.unwrap_or(4), self.group_size.unwrap_or(64));
+        affine_format(bits, group_size)?;
+        let (bits, group_size) = (bits as u8, group_size as u16);
         Ok(WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 })
     }
 }
@@ -114,4 +160,13 @@ pub fn affine_format(bits: usize, group_size: usize) -> Result<AffineFormat> {
              {AFFINE_GROUP_SIZES:?}"
         ))
     })
+}
+
+/// A word as a shell reads it.
+pub fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=@+,".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        return word.into();
+    }
+    format!("'{}'", word.replace('\'', "'\\''"))
 }

@@ -57,7 +57,7 @@ pub struct GenerateArgs {
     echo: bool,
     /// Leave out the speed, the memory and what else goes to standard error.
     #[arg(long, short, conflicts_with = "json", help_heading = "Output")]
-    quiet: bool,
+    pub quiet: bool,
 }
 
 /// How it is continued, checked before the model is loaded.
@@ -195,7 +195,7 @@ fn template(args: &GenerateArgs, text: &ModelText) -> Result<Option<ChatTemplate
             text.find_template().context("--raw continues the text without the chat template")?
         }
     };
-    if template.is_none() && !args.quiet {
+    if template.is_none() {
         tracing::info!("this model has no chat template, as base models do: it continues the text");
     }
     Ok(template)

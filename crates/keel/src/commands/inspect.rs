@@ -13,6 +13,7 @@ use keel_weights::{Checkpoint, TensorSource};
 use serde_json::{Value, json};
 
 use crate::args::DeviceArgs;
+use crate::failure::usage;
 use crate::report::human_bytes;
 use crate::session::{self, context_for, is_vision};
 use crate::source::{Model, ModelFiles};
@@ -36,6 +37,11 @@ pub struct InspectArgs {
 
 /// Runs the command.
 pub fn run(args: &InspectArgs) -> Result<()> {
+    if args.device.memory_limit.is_some() {
+        return Err(usage(
+            "--memory-limit: nothing is loaded here; keel fit --limit tells what fits in so many bytes",
+        ));
+    }
     let model = source::open(args.path.as_deref().or(args.model.as_deref()))?;
     let facts = facts(&model, &args.device)?;
     if args.json {

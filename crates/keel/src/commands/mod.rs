@@ -5,6 +5,7 @@ pub mod chat;
 pub mod completions;
 pub mod doctor;
 pub mod eval;
+pub mod fit;
 pub mod generate;
 pub mod inspect;
 #[cfg(feature = "hub")]

@@ -2,44 +2,47 @@
 
 use anyhow::{Context, Result};
 use clap::Args;
+use keel_array::{AttentionSpec, MemoryReport};
 use keel_engine::EngineOptions;
 use keel_engine::plan::{fit, steps};
 use serde_json::json;
 
-use crate::args::{DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
+use crate::args::{Device, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
+use crate::commands::serve::ServeOptions;
 use crate::driver::ROOM_BYTES;
+use crate::failure::usage;
+use crate::free::{self, Room};
+use crate::holding;
 use crate::output;
 use crate::placement::settle;
 use crate::report::{categories, human_bytes, plan_table};
 use crate::session::{self, context_for};
 
+/// Tokens of a sequence of `generate`, unless another number is asked for or the model's own is smaller.
+const CONTEXT_DEFAULT: usize = 4096;
+
 /// Print the memory that a run will take, by category, without loading weights.
 ///
-/// The numbers are those of `generate` with the same context. On a machine with the GPU that --device names, what its driver
-/// takes beside them is measured and printed, too. With --limit, print instead the longest context and the largest batch
-/// that fit. With --verbose, also the shapes that steps come in.
+/// With --serve, or any option that only a server has, the numbers are those of `keel serve` with the same options; otherwise
+/// those of `keel generate` with the same context. On a machine with the GPU that --device names, what its driver takes beside
+/// them is measured and printed, too. With --verbose, so are the shapes that steps come in. `keel fit` tells what fits.
 #[derive(Debug, Args)]
 pub struct PlanArgs {
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Model")]
     subject: SubjectArgs,
-    /// Tokens of a sequence, prompt and generated together, rounded up to pages of 256.
-    #[arg(long, value_name = "N", default_value_t = 4096)]
-    context: usize,
-    /// Sequences at once.
-    #[arg(long, value_name = "B", default_value_t = 1)]
-    batch: usize,
-    /// Host memory for parked sequences, as with `keel serve --overcommit`.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value_t = 0)]
-    swap: u64,
+    /// Plan what `keel serve` holds.
+    #[arg(long)]
+    serve: bool,
+    /// Sequences at once, of `bench`; those of a server are --sequences.
+    #[arg(long, short, value_name = "B")]
+    batch: Option<usize>,
     /// Print the longest context (for the batch) and the largest batch (for the context) that fit in so many bytes.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     limit: Option<u64>,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Speculation of generate")]
     speculate: SpeculateArgs,
     #[command(flatten)]
-    engine: EngineArgs,
-    #[command(flatten)]
-    device: DeviceArgs,
+    server: ServeOptions,
     /// Print one JSON object of category to bytes (and `driver` on a GPU); with --limit, of `context` and `batch`.
     #[arg(long)]
     json: bool,
@@ -47,44 +50,87 @@ pub struct PlanArgs {
 
 /// Runs the command.
 pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
+    let (device, holding) = (&args.server.device, &args.server.holding);
+    if device.memory_limit.is_some() {
+        return Err(usage(
+            "--memory-limit: a plan takes no memory; --limit and keel fit tell what fits in so many bytes",
+        ));
+    }
+    let is_server = args.serve || holding.is_of_a_server();
+    if is_server {
+        check_no_run(args)?;
+    }
     let model = args.subject.open()?;
     let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
-    let context = context_for(&subject.config, args.context).context("--context")?;
-    let swap_bytes = args.swap as usize;
+    if is_server {
+        let held = holding::plan_server(&args.server, &subject)?;
+        return print_all(args, &held.planned, held.options, verbose);
+    }
+    let context = holding.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
+    let context = context_for(&subject.config, context).context("--context")?;
+    let sequences = args.batch.unwrap_or(1);
     let options = |device| {
         let drafts = drafts_max(args.speculate.for_subject(&subject, device, model.is_none())?);
-        Ok(EngineOptions { context, sequences: args.batch, drafts, swap_bytes, ..args.engine.options() })
+        Ok(EngineOptions { context, sequences, drafts, ..args.server.engine.options() })
     };
-    settle(&args.device, &*subject.parameters, &subject.json, |device| options(device.device()));
-    let options = options(args.device.device())?;
+    settle(device, &*subject.parameters, &subject.json, |device| options(device.device()));
+    let options = options(device.device())?;
     match args.limit {
         Some(limit) => print_fit(args, &subject, options, limit),
         None => {
-            print_plan(args, &subject, options)?;
-            if verbose && !args.json { print_steps(args, options) } else { Ok(()) }
+            let planned = session::plan(device, &*subject.parameters, &subject.json, options)?;
+            print_all(args, &planned, options, verbose)
         }
     }
 }
 
+/// Refuses, for a server, what only `generate` and `bench` have.
+fn check_no_run(args: &PlanArgs) -> Result<()> {
+    let wrong = if args.batch.is_some() {
+        "--batch is of bench: a server has --sequences"
+    } else if args.limit.is_some() {
+        "--limit: keel fit --limit tells what of a server fits in so many bytes"
+    } else if args.speculate.is_given() {
+        "--speculate is of generate: a server has --drafts"
+    } else {
+        return Ok(());
+    };
+    Err(usage(wrong))
+}
+
+fn print_all(args: &PlanArgs, planned: &MemoryReport, options: EngineOptions, verbose: bool) -> Result<()> {
+    print_plan(args, planned, options)?;
+    if verbose && !args.json { print_steps(args, options) } else { Ok(()) }
+}
+
 fn print_steps(args: &PlanArgs, options: EngineOptions) -> Result<()> {
-    let backend = args.device.planning_backend(options.compute);
+    let backend = args.server.device.planning_backend(options.compute);
     output::line("")?;
     steps(&*backend, options).iter().try_for_each(|line| output::line(line))
 }
 
-fn print_plan(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<()> {
-    let planned = session::plan(&args.device, &*subject.parameters, &subject.json, options)?;
-    args.device.announce();
-    let driver = session::driver(&args.device, options.compute);
+fn print_plan(args: &PlanArgs, planned: &MemoryReport, options: EngineOptions) -> Result<()> {
+    let device = &args.server.device;
+    device.announce();
+    let driver = session::driver(device, options.compute);
     if args.json {
-        let mut object = categories(&planned);
+        let mut object = categories(planned);
         if let Some(driver) = driver {
             object["driver"] = driver.to_json();
         }
         return output::json(&object);
     }
-    output::line(&format!("context {}, batch {}\n", options.context, options.sequences))?;
-    output::text(&plan_table(&planned))?;
+    let of_pool = match options.pool_pages {
+        Some(pages) => format!(", {} tokens of keys and values together", pages * AttentionSpec::PAGE),
+        None => String::new(),
+    };
+    output::line(&format!("context {}, batch {}{of_pool}\n", options.context, options.sequences))?;
+    output::text(&plan_table(planned))?;
+    if let Some(host) = Room::of_host() {
+        let needed = free::on_host(planned, device.device() != Device::Cpu);
+        let fits = if needed <= host.bytes { "fits" } else { "does not fit" };
+        output::line(&format!("free        {} ({}): it {fits}", human_bytes(host.bytes), host.why))?;
+    }
     let Some(driver) = driver else { return Ok(()) };
     output::line(&format!("driver      {}; code is added as it is first used", driver.to_line()))?;
     let (limit, room) = (human_bytes(driver.limit()), human_bytes(ROOM_BYTES));
@@ -94,7 +140,7 @@ fn print_plan(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions) ->
 }
 
 fn print_fit(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions, limit: u64) -> Result<()> {
-    let backend = args.device.planning_backend(options.compute);
+    let backend = args.server.device.planning_backend(options.compute);
     let fit = fit(&backend, &*subject.parameters, &subject.json, options, limit)?;
     if args.json {
         return output::json(&json!({"limit": limit, "context": fit.context, "batch": fit.sequences}));

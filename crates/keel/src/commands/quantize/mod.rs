@@ -36,28 +36,34 @@ pub struct QuantizeArgs {
     to: Option<Form>,
     /// GGUF: the type of matrices (Q4_0, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32), or Q4_K_M or Q5_K_M, which give Q6_K to
     /// those on which most depends.
-    #[arg(long = "type", value_name = "TYPE", default_value = "Q4_K_M")]
-    recipe: String,
+    /// [default: Q4_K_M]
+    #[arg(long = "type", value_name = "TYPE")]
+    recipe: Option<String>,
     /// Safetensors: the type of matrices, f32, f16 or bf16; without it that of the source.
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Float>,
-    /// MLX: bits per weight: 2, 3, 4, 5, 6 or 8.
-    #[arg(long, value_name = "N", default_value_t = 4)]
-    bits: usize,
-    /// MLX: weights that share a scale: 32, 64 or 128.
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    group_size: usize,
+    /// MLX: bits per weight: 2, 3, 4, 5, 6 or 8. [default: 4]
+    #[arg(long, value_name = "N")]
+    bits: Option<usize>,
+    /// MLX: weights that share a scale: 32, 64 or 128. [default: 64]
+    #[arg(long, value_name = "N")]
+    group_size: Option<usize>,
     /// Another format for a module, by the end of its path, or for a tensor of a GGUF file, without .weight; may be repeated.
     /// MLX: NAME=BITS, NAME=BITS/GROUP_SIZE or NAME=dense; GGUF: NAME=TYPE.
     #[arg(long = "module", value_name = "NAME=FORMAT")]
     overrides: Vec<String>,
-    /// Bytes of a safetensors file at most, unless one tensor alone has more.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "5G")]
-    shard_size: u64,
+    /// MLX: bytes of a safetensors file at most, unless one tensor alone has more. [default: 5G]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    shard_size: Option<u64>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
 }
+
+/// Without `--bits`, `--group-size` and `--type`.
+const BITS_DEFAULT: usize = 4;
+const GROUP_SIZE_DEFAULT: usize = 64;
+const RECIPE_DEFAULT: &str = "Q4_K_M";
 
 /// What can be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -68,6 +74,16 @@ enum Form {
     Gguf,
     /// Safetensors, dense.
     Safetensors,
+}
+
+impl Form {
+    fn name(self) -> &'static str {
+        match self {
+            Form::Mlx => "mlx",
+            Form::Gguf => "gguf",
+            Form::Safetensors => "safetensors",
+        }
+    }
 }
 
 /// Types of dense matrices.
@@ -126,25 +142,52 @@ pub fn run(args: &QuantizeArgs) -> Result<()> {
 
 fn output_form(args: &QuantizeArgs) -> Result<Output> {
     let is_gguf = args.target.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
-    match args.to.unwrap_or(if is_gguf { Form::Gguf } else { Form::Mlx }) {
+    let form = args.to.unwrap_or(if is_gguf { Form::Gguf } else { Form::Mlx });
+    check_options(args, form)?;
+    match form {
+        Form::Mlx | Form::Safetensors if is_gguf => Err(usage(format!(
+            "{}: the name is that of a GGUF file, and --to asks for a folder of safetensors",
+            args.target.display()
+        ))),
         Form::Mlx => {
-            let mut recipe = QuantizeRecipe::new(affine_format(args.bits, args.group_size)?);
-            recipe.shard_bytes_max = args.shard_size;
-            recipe.overrides = overrides(args, |text| parse_override(text, args.group_size))?;
+            let group_size = args.group_size.unwrap_or(GROUP_SIZE_DEFAULT);
+            let mut recipe =
+                QuantizeRecipe::new(affine_format(args.bits.unwrap_or(BITS_DEFAULT), group_size)?);
+            recipe.shard_bytes_max = args.shard_size.unwrap_or(recipe.shard_bytes_max);
+            recipe.overrides = overrides(args, |text| parse_override(text, group_size))?;
             Ok(Output::Mlx(recipe))
         }
         Form::Gguf if !is_gguf => {
             Err(usage(format!("{}: the name of a GGUF file ends in .gguf", args.target.display())))
         }
         Form::Gguf => {
-            let unknown = || usage(format!("--type {} is not a type that is written", args.recipe));
-            let mut recipe = GgufRecipe::from_name(&args.recipe).ok_or_else(unknown)?;
+            let name = args.recipe.as_deref().unwrap_or(RECIPE_DEFAULT);
+            let unknown = || usage(format!("--type {name} is not a type that is written"));
+            let mut recipe = GgufRecipe::from_name(name).ok_or_else(unknown)?;
             recipe.overrides = overrides(args, parse_type)?;
             Ok(Output::Gguf(recipe))
         }
-        Form::Safetensors if !args.overrides.is_empty() => Err(usage("--module is for quantised forms")),
         Form::Safetensors => Ok(Output::Safetensors(args.dtype.map(DType::from))),
     }
+}
+
+/// Refuses options of another form than the one that is written.
+fn check_options(args: &QuantizeArgs, form: Form) -> Result<()> {
+    let given = [
+        ("--type", args.recipe.is_some(), &[Form::Gguf][..]),
+        ("--dtype", args.dtype.is_some(), &[Form::Safetensors]),
+        ("--bits", args.bits.is_some(), &[Form::Mlx]),
+        ("--group-size", args.group_size.is_some(), &[Form::Mlx]),
+        ("--shard-size", args.shard_size.is_some(), &[Form::Mlx]),
+        ("--module", !args.overrides.is_empty(), &[Form::Mlx, Form::Gguf]),
+    ];
+    let Some((option, _, forms)) =
+        given.iter().find(|(_, is_given, forms)| *is_given && !forms.contains(&form))
+    else {
+        return Ok(());
+    };
+    let names: Vec<&str> = forms.iter().map(|form| form.name()).collect();
+    Err(usage(format!("{option} is for --to {}, and {} is written", names.join(" and "), form.name())))
 }
 
 fn overrides<T>(

@@ -1,0 +1,266 @@
+//! `keel fit`: what of a model fits into a machine.
+
+mod variants;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use keel_array::{AttentionSpec, Category, KvFormat, MemoryReport};
+use keel_engine::EngineOptions;
+use serde_json::{Value, json};
+
+use crate::args::{
+    Device, DeviceArgs, EngineArgs, HoldingArgs, Subject, SubjectArgs, count, parse_bytes, quoted,
+};
+use crate::failure::usage;
+use crate::free;
+use crate::holding::{self, Planner};
+use crate::report::human_bytes;
+use crate::source::Model;
+use crate::{output, source};
+use variants::Variant;
+
+/// Sequences that are tried unless a number is asked for.
+const SEQUENCES: [usize; 3] = [1, 4, 16];
+/// Shortest context that is worth a line, unless the model's own is shorter.
+const CONTEXT_LEAST: usize = 1024;
+
+/// Print what of a model fits into this machine: bits of the weights, bits of keys and values, sequences and context, best first,
+/// each with the command that serves it so.
+///
+/// Better is, in this order: more bits of weights, more bits of keys and values. Fewer bits get a line only where they make a
+/// longer context fit. The bytes are those of keel plan with the same options, to the byte for the model as it is; for a model that
+/// is still to be quantised they are those of a plan of its shape.
+#[derive(Debug, Args)]
+pub struct FitArgs {
+    /// A folder, a weights file or a hub name.
+    #[arg(value_name = "MODEL", conflicts_with_all = ["model", "shape"])]
+    path: Option<String>,
+    #[command(flatten, next_help_heading = "Model")]
+    subject: SubjectArgs,
+    /// Bytes to fit into, for example 24Gi; by default what the device has free now.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    limit: Option<u64>,
+    /// This context, not the longest that fits.
+    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N")]
+    context: Option<usize>,
+    /// So many sequences at once, not 1, 4 and 16.
+    #[arg(long, alias = "parallel", value_name = "N", value_parser = count)]
+    sequences: Option<usize>,
+    #[command(flatten, next_help_heading = "Arithmetic")]
+    engine: EngineArgs,
+    #[command(flatten, next_help_heading = "Device")]
+    device: DeviceArgs,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// One way to run the model that fits.
+struct Line {
+    weights: String,
+    kv: KvFormat,
+    options: EngineOptions,
+    planned: MemoryReport,
+    command: String,
+}
+
+/// Runs the command.
+pub fn run(args: &FitArgs) -> Result<()> {
+    if args.device.memory_limit.is_some() {
+        return Err(usage(
+            "--memory-limit: nothing is loaded here; --limit says into how many bytes it is to fit",
+        ));
+    }
+    let limit = limit(args)?;
+    let mut lines = Vec::new();
+    let model = match &args.path {
+        Some(path) => Some(source::open(Some(path))?),
+        None => args.subject.open()?,
+    };
+    let mut least: Option<(u64, String)> = None;
+    for variant in variants(args, model.as_ref())? {
+        fit_variant(args, &variant, limit, &mut lines, &mut least)?;
+    }
+    if lines.is_empty() {
+        let (bytes, what) = least.unwrap_or_default();
+        bail!(
+            "nothing fits into {limit} bytes ({}): {what} needs {bytes} bytes ({}), {} more; what would fit is that with a --limit \
+             or free memory of {bytes} bytes, or a smaller model",
+            human_bytes(limit),
+            human_bytes(bytes),
+            human_bytes(bytes.saturating_sub(limit)),
+        );
+    }
+    if args.json {
+        let lines: Vec<Value> = lines.iter().map(Line::to_json).collect();
+        return output::json(&json!({"limit": limit, "fits": lines}));
+    }
+    output::line(&format!("what fits into {} ({limit} bytes), best first:\n", human_bytes(limit)))?;
+    output::line(&format!(
+        "{:<10}{:>4}{:>11}{:>10}{:>12}{:>12}  command",
+        "weights", "kv", "sequences", "context", "needed", "left"
+    ))?;
+    lines.iter().try_for_each(|line| output::line(&line.to_line(limit, args)))
+}
+
+/// Into how many bytes it is to fit.
+fn limit(args: &FitArgs) -> Result<u64> {
+    if let Some(limit) = args.limit {
+        return Ok(limit);
+    }
+    match holding::room(&args.device, args.engine.options().compute) {
+        Some(room) => {
+            tracing::info!("{} are {}", human_bytes(room.bytes), room.why);
+            Ok(room.bytes)
+        }
+        None => Err(usage("nothing tells how much memory is free here: give --limit")),
+    }
+}
+
+/// The model as it is, and in fewer bits.
+fn variants<'a>(args: &'a FitArgs, model: Option<&'a Model>) -> Result<Vec<Variant<'a>>> {
+    let Some(model) = model else {
+        return args.subject.in_other_formats().into_iter().map(Variant::of_shape).collect();
+    };
+    let flags = match &args.path {
+        Some(path) => format!(" --model {}", quoted(path)),
+        None => args.subject.flags(),
+    };
+    Ok(Variant::of_model(model, &flags))
+}
+
+/// The lines of one form of the weights; each must make a longer context fit than those before it with as many sequences.
+fn fit_variant(
+    args: &FitArgs,
+    variant: &Variant<'_>,
+    limit: u64,
+    lines: &mut Vec<Line>,
+    least: &mut Option<(u64, String)>,
+) -> Result<()> {
+    let kv_formats = match args.engine.kv_bits {
+        Some(kv) => vec![kv],
+        None => vec![args.engine.options().kv_format(), KvFormat::Bits8, KvFormat::Bits4],
+    };
+    let sequences = args.sequences.map_or(SEQUENCES.to_vec(), |n| vec![n]);
+    for &kv in &kv_formats {
+        for &sequences in &sequences {
+            let so_far = lines.iter().filter(|line| line.options.sequences == sequences);
+            let longest = so_far.map(|line| line.options.context).max().unwrap_or(0);
+            let contexts = contexts(args, &variant.subject, longest);
+            let mut shortest = None;
+            let mut found = None;
+            for &context in &contexts {
+                let line = Line::plan(args, variant, kv, sequences, context)?;
+                if line.needed(&args.device) <= limit {
+                    found = Some(line);
+                    break;
+                }
+                shortest = Some(line);
+            }
+            match (found, shortest) {
+                (Some(line), _) => lines.push(line),
+                (None, Some(line))
+                    if least.as_ref().is_none_or(|(bytes, _)| line.needed(&args.device) < *bytes) =>
+                {
+                    *least = Some((line.needed(&args.device), line.what()));
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Contexts to try that are longer than `longest`, the longest first.
+fn contexts(args: &FitArgs, subject: &Subject<'_>, longest: usize) -> Vec<usize> {
+    let context_max = subject.config.context_max;
+    if let Some(context) = args.context {
+        return if longest == 0 { vec![context] } else { Vec::new() };
+    }
+    let halves = std::iter::successors(Some(context_max), |context| Some(context / 2));
+    let least = CONTEXT_LEAST.min(context_max);
+    halves.take_while(|&context| context >= least).filter(|&context| context > longest).collect()
+}
+
+impl Line {
+    fn plan(
+        args: &FitArgs,
+        variant: &Variant<'_>,
+        kv: KvFormat,
+        sequences: usize,
+        context: usize,
+    ) -> Result<Line> {
+        // As many pages as all sequences at full length need.
+        let holding = HoldingArgs {
+            sequences: Some(sequences),
+            context: Some(context),
+            kv_cache: Some(u64::MAX),
+            ..HoldingArgs::default()
+        };
+        let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
+        let planner = Planner::new(&holding, &variant.subject, &args.device, engine.options())?;
+        let planned = planner.plan(planner.wanted)?;
+        let default_kv = args.engine.kv_bits.is_none() && kv == args.engine.options().kv_format();
+        let kv_flag = if default_kv { String::new() } else { format!(" --kv-bits {}", bits_of(kv)) };
+        let device = match args.device.device() {
+            Device::Cpu => String::new(),
+            Device::Cuda(n) => format!(" --device cuda:{n}"),
+        };
+        let command = format!(
+            "{} --sequences {sequences} --context {context} --kv-cache {}{kv_flag}{device}",
+            variant.command,
+            planner.kv_bytes(&planner.wanted)
+        );
+        Ok(Line { weights: variant.name.clone(), kv, options: planner.wanted, planned, command })
+    }
+
+    fn needed(&self, device: &DeviceArgs) -> u64 {
+        free::on_device(&self.planned, device.device() != Device::Cpu)
+    }
+
+    fn what(&self) -> String {
+        format!(
+            "the least, {} weights, {} bits of keys and values, {} sequence(s) and a context of {},",
+            self.weights,
+            bits_of(self.kv),
+            self.options.sequences,
+            self.options.context
+        )
+    }
+
+    fn to_line(&self, limit: u64, args: &FitArgs) -> String {
+        let needed = self.needed(&args.device);
+        format!(
+            "{:<10}{:>4}{:>11}{:>10}{:>12}{:>12}  {}",
+            self.weights,
+            bits_of(self.kv),
+            self.options.sequences,
+            self.options.context,
+            human_bytes(needed),
+            human_bytes(limit - needed),
+            self.command
+        )
+    }
+
+    fn to_json(&self) -> Value {
+        json!({
+            "weights": self.weights,
+            "kv_bits": bits_of(self.kv),
+            "sequences": self.options.sequences,
+            "context": self.options.context,
+            "pool_tokens": self.options.pool_pages.map(|pages| pages * AttentionSpec::PAGE),
+            "bytes": self.planned.total(),
+            "weights_bytes": self.planned.get(Category::Weights),
+            "command": self.command,
+        })
+    }
+}
+
+fn bits_of(kv: KvFormat) -> usize {
+    match kv {
+        KvFormat::F32 => 32,
+        KvFormat::F16 => 16,
+        KvFormat::Bits8 => 8,
+        KvFormat::Bits4 => 4,
+    }
+}

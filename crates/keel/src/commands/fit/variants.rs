@@ -1,0 +1,131 @@
+//! The forms that a model's weights could have.
+
+use std::ops::Range;
+
+use anyhow::Result;
+use keel_array::{DType, WeightFormat, WeightSpec};
+use keel_models::loading::{Parameters, RowSink};
+use keel_weights::{RotationValues, TensorSource};
+
+use crate::args::{Subject, SubjectArgs};
+use crate::source::{Model, ModelFiles};
+
+/// Bits per weight that are tried where a model can be quantised.
+const BITS: [u8; 5] = [8, 6, 5, 4, 3];
+const GROUP_SIZE: u16 = 64;
+
+/// A form of the weights, and how a server of it is started.
+pub struct Variant<'a> {
+    /// For people: `as it is`, or the bits.
+    pub name: String,
+    /// What is planned.
+    pub subject: Subject<'a>,
+    /// The command that serves it, to which bounds are added.
+    pub command: String,
+}
+
+impl<'a> Variant<'a> {
+    /// A shape with random weights. It cannot be served, so the command plans it.
+    ///
+    /// # Errors
+    /// If there is no such shape or format.
+    pub fn of_shape(args: SubjectArgs) -> Result<Variant<'a>> {
+        let flags = args.flags();
+        let name = flags.split(" --").skip(2).collect::<Vec<_>>().join(" ");
+        let name = name.replace("bits ", "").replace("dtype ", "");
+        let name = if name.parse::<usize>().is_ok() { format!("{name} bits") } else { name };
+        Ok(Variant { name, subject: args.shape_subject()?, command: format!("keel plan{flags}") })
+    }
+
+    /// A model as it is, and quantised to fewer bits where it can be.
+    pub fn of_model(model: &'a Model, flags: &str) -> Vec<Variant<'a>> {
+        let own = Subject::of(model);
+        let mut variants =
+            vec![Variant { name: "as it is".into(), subject: own, command: format!("keel serve{flags}") }];
+        let file_bits = match &model.files {
+            // What is quantised already is not quantised again.
+            ModelFiles::Checkpoint(checkpoint) if checkpoint.quantization().is_some() => return variants,
+            ModelFiles::Checkpoint(_) => 16.0,
+            ModelFiles::Gguf(file) => {
+                let entries = file.header().tensors().values();
+                let (bytes, elements) = entries.fold((0, 0), |(bytes, elements), entry| {
+                    (bytes + entry.range.len(), elements + entry.shape.iter().product::<usize>())
+                });
+                8.0 * bytes as f64 / elements.max(1) as f64
+            }
+        };
+        if flags.is_empty() {
+            return variants;
+        }
+        let source = flags.trim_start_matches(" --model ");
+        // A scale and an offset of 16 bits for each group.
+        for bits in BITS.into_iter().filter(|&bits| f64::from(bits) + 0.5 < file_bits - 0.5) {
+            let format = WeightFormat::Affine { bits, group_size: GROUP_SIZE, scale_dtype: DType::BF16 };
+            let parameters = Box::new(Quantised { inner: model.parameters(), format });
+            let subject = Subject { parameters, quantised: true, ..Subject::of(model) };
+            let out = format!("{}-{bits}bit", source.trim_matches('\'').trim_end_matches(".gguf"));
+            let out = crate::args::quoted(out.trim_end_matches('/'));
+            let command = format!("keel quantize {source} {out} --bits {bits} && keel serve --model {out}");
+            variants.push(Variant { name: format!("{bits} bits"), subject, command });
+        }
+        variants
+    }
+}
+
+/// Parameters whose linear layers are quantised, to be planned: nobody reads their rows.
+struct Quantised<'a> {
+    inner: Box<dyn Parameters + 'a>,
+    format: WeightFormat,
+}
+
+impl Parameters for Quantised<'_> {
+    fn contains(&self, name: &str) -> bool {
+        self.inner.contains(name)
+    }
+
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.inner.shape(name)
+    }
+
+    fn linear_format(
+        &self,
+        module: &str,
+        experts: Option<usize>,
+        rows: usize,
+        cols: usize,
+    ) -> keel_models::Result<WeightFormat> {
+        let own = self.inner.linear_format(module, experts, rows, cols)?;
+        Ok(if cols.is_multiple_of(usize::from(GROUP_SIZE)) { self.format } else { own })
+    }
+
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        spec: &WeightSpec,
+        sink: &mut RowSink<'_>,
+    ) -> keel_models::Result<()> {
+        self.inner.linear_rows(module, expert, rows, spec, sink)
+    }
+
+    fn rotation(&self, module: &str) -> keel_models::Result<Option<RotationValues>> {
+        self.inner.rotation(module)
+    }
+
+    fn shared_rotation(&self, prefix: &str, module: &str) -> keel_models::Result<Option<RotationValues>> {
+        self.inner.shared_rotation(prefix, module)
+    }
+
+    fn values(&self, name: &str, elements: usize) -> keel_models::Result<Vec<f32>> {
+        self.inner.values(name, elements)
+    }
+
+    fn norms_are_scales(&self) -> bool {
+        self.inner.norms_are_scales()
+    }
+
+    fn value_heads_are_tiled(&self) -> bool {
+        self.inner.value_heads_are_tiled()
+    }
+}

@@ -1,0 +1,242 @@
+//! What a server will hold: from options, the model and the machine to an engine's bounds and its plan.
+
+use anyhow::{Context, Result};
+use keel_array::{AttentionSpec, Category, Compute, MemoryReport};
+use keel_engine::{EngineError, EngineOptions};
+
+use crate::args::{COUNT_MAX, Device, DeviceArgs, HoldingArgs, Subject};
+use crate::commands::serve::ServeOptions;
+use crate::failure::usage;
+use crate::free::{self, Room};
+use crate::placement::settle;
+use crate::report::human_bytes;
+use crate::session::{self, context_for};
+
+/// Tokens of a sequence unless another number is asked for or the model's own context is shorter.
+const CONTEXT_DEFAULT: usize = 8192;
+/// Tokens of keys and values of all sequences together, unless bytes are asked for.
+const POOL_TOKENS_DEFAULT: usize = 65536;
+/// Bytes of remembered recurrent states.
+const PREFIX_STATES_DEFAULT: u64 = 128 << 20;
+/// Sequences of a server, at most, unless more are asked for.
+const SEQUENCES_DEFAULT: usize = 16;
+/// Sequences of a small machine.
+const SEQUENCES_LEAST: usize = 4;
+const DRAFTS_DEFAULT: usize = 2;
+/// The context is not made shorter than this to fit a machine: what then does not fit is refused.
+const CONTEXT_LEAST: usize = 1024;
+
+/// A server's bounds, and the bytes that follow from them.
+#[derive(Clone, Copy, Debug)]
+pub struct Holding {
+    pub options: EngineOptions,
+    pub planned: MemoryReport,
+}
+
+/// What a server with these options holds. Where nothing is asked for, bounds are made smaller until the plan fits into what is
+/// free; what then does not fit is refused when it is loaded.
+///
+/// # Errors
+/// What the plan says; drafts without a head.
+pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding> {
+    settle(&args.device, &*subject.parameters, &subject.json, |device| {
+        Ok(Planner::new(&args.holding, subject, device, args.engine.options())?.wanted)
+    });
+    let planner = Planner::new(&args.holding, subject, &args.device, args.engine.options())?;
+    let room = room(&args.device, planner.wanted.compute);
+    let holding = planner.fit_into(room.as_ref().map(|room| room.bytes))?;
+    if args.holding.swap.is_some_and(|swap| swap > holding.options.swap_bytes as u64) {
+        let all = human_bytes(holding.options.swap_bytes as u64);
+        tracing::info!("--swap: {all} hold all sequences at full length; no more is taken");
+    }
+    if let Some(room) = room.filter(|_| holding.options != planner.wanted) {
+        tracing::info!(
+            "{} are {}: made for {} sequences of up to {} tokens, {} of keys and values, to fit",
+            human_bytes(room.bytes),
+            room.why,
+            holding.options.sequences,
+            holding.options.context,
+            human_bytes(holding.planned.get(Category::Kv))
+        );
+    }
+    Ok(holding)
+}
+
+/// What is free, asked before there is a runtime; `None` where nothing tells, as without the GPU.
+pub fn room(device: &DeviceArgs, compute: Compute) -> Option<Room> {
+    let mut room = match device.device() {
+        Device::Cpu => Room::of_host(),
+        _ => session::driver(device, compute).map(|driver| Room::of_gpu(&driver)),
+    };
+    if let Some(limit) = device.memory_limit
+        && room.as_ref().is_none_or(|room| limit < room.bytes)
+    {
+        room = Some(Room { bytes: limit, why: "--memory-limit".into() });
+    }
+    room
+}
+
+/// Turns bounds into plans.
+pub struct Planner<'a> {
+    args: &'a HoldingArgs,
+    subject: &'a Subject<'a>,
+    device: &'a DeviceArgs,
+    /// Keys and values of a page, and one saved state.
+    page_bytes: u64,
+    state_bytes: u64,
+    /// Recurrent state of one sequence.
+    slot_bytes: u64,
+    /// The bounds where memory is no matter.
+    pub wanted: EngineOptions,
+}
+
+impl<'a> Planner<'a> {
+    /// Learns from a small plan what a page and a state take.
+    ///
+    /// # Errors
+    /// What the plan says; drafts without a head.
+    pub fn new(
+        args: &'a HoldingArgs,
+        subject: &'a Subject<'a>,
+        device: &'a DeviceArgs,
+        base: EngineOptions,
+    ) -> Result<Planner<'a>> {
+        let context = args.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
+        let context = context_for(&subject.config, context).context("--context")?;
+        let has_head = subject.config.mtp_layers > 0;
+        let drafts = args.drafts.map_or(DRAFTS_DEFAULT, usize::from);
+        let drafts = if has_head { drafts } else { 0 };
+        let is_gpu = device.device() != Device::Cpu;
+        let sequences = args.sequences.unwrap_or(default_sequences(is_gpu));
+        let base = EngineOptions { context, sequences, drafts, ..base };
+        let mut planner =
+            Planner { args, subject, device, page_bytes: 1, state_bytes: 0, slot_bytes: 0, wanted: base };
+        let one = match planner.probe() {
+            // A config may speak of a head that the checkpoint was saved without.
+            Err(error) if matches!(error.downcast_ref(), Some(EngineError::NoMtpHead)) => {
+                planner.wanted.drafts = 0;
+                planner.probe()?
+            }
+            one => one?,
+        };
+        if args.drafts.is_some_and(|drafts| drafts > 0) && planner.wanted.drafts == 0 {
+            return Err(usage("--drafts: this model has no multi-token-prediction head"));
+        }
+        planner.page_bytes = one.get(Category::Kv).max(1);
+        planner.slot_bytes = one.get(Category::Recurrent);
+        planner.state_bytes = one.get(Category::Checkpoints);
+        planner.wanted = planner.defaults(&one, is_gpu);
+        Ok(planner)
+    }
+
+    fn probe(&self) -> Result<MemoryReport> {
+        self.plan(EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..self.wanted })
+    }
+
+    /// Bytes of the keys and values of bounds, as `--kv-cache` takes them.
+    pub fn kv_bytes(&self, options: &EngineOptions) -> u64 {
+        self.page_bytes * options.pool_pages.unwrap_or(0) as u64
+    }
+
+    /// Bytes that an engine of these bounds holds.
+    ///
+    /// # Errors
+    /// What the plan says.
+    pub fn plan(&self, options: EngineOptions) -> Result<MemoryReport> {
+        session::plan(self.device, &*self.subject.parameters, &self.subject.json, options)
+    }
+
+    /// As many pages and states as were asked for, or as suit the model and the device.
+    fn defaults(&self, one: &MemoryReport, is_gpu: bool) -> EngineOptions {
+        let (args, base) = (self.args, self.wanted);
+        let suits = |bytes: u64| if is_gpu { bytes } else { bytes.min(one.get(Category::Weights)) };
+        let pages_of = |bytes: u64| (bytes / self.page_bytes) as usize;
+        let pages = match args.kv_cache {
+            Some(bytes) => pages_of(bytes),
+            None => {
+                let most = POOL_TOKENS_DEFAULT.div_ceil(AttentionSpec::PAGE);
+                let suitable = pages_of(suits(self.page_bytes * most as u64));
+                suitable.max(base.context.div_ceil(AttentionSpec::PAGE))
+            }
+        };
+        let prefix_states = args.prefix_states.unwrap_or(suits(PREFIX_STATES_DEFAULT));
+        let remembered = (prefix_states / self.state_bytes.max(1)).min(COUNT_MAX as u64) as usize;
+        self.complete(base, pages, remembered)
+    }
+
+    /// Bounds with so many pages and remembered states, and what follows from them.
+    fn complete(&self, base: EngineOptions, pages: usize, remembered: usize) -> EngineOptions {
+        let reuses = !self.args.no_prefix_reuse && self.state_bytes > 0;
+        let all_pages = base.sequences * base.context.div_ceil(AttentionSpec::PAGE);
+        let pages = pages.clamp(1, all_pages);
+        let mut options = EngineOptions {
+            pool_pages: Some(pages),
+            checkpoints: if reuses { remembered + base.sequences } else { 0 },
+            swap_bytes: 0,
+            ..base
+        };
+        if self.args.overcommit {
+            options.swap_bytes = self.swap_bytes(&options);
+        }
+        options
+    }
+
+    /// Host memory for all keys, values and states, or as much of it as is asked for: no more is of use.
+    fn swap_bytes(&self, options: &EngineOptions) -> usize {
+        let pages = options.pool_pages.unwrap_or(0) as u64;
+        let all = self.page_bytes * pages + self.slot_bytes * options.sequences as u64;
+        self.args.swap.map_or(all, |asked| asked.min(all)) as usize
+    }
+
+    /// The bounds wanted, made smaller where nothing was asked for until they fit into `room` bytes. Remembered states go first,
+    /// then pages beyond one sequence at full length, then sequences, then the context.
+    ///
+    /// # Errors
+    /// What the plan says.
+    pub fn fit_into(&self, room: Option<u64>) -> Result<Holding> {
+        let mut options = self.wanted;
+        loop {
+            let planned = self.plan(options)?;
+            let is_gpu = self.device.device() != Device::Cpu;
+            let fits = room.is_none_or(|room| free::on_device(&planned, is_gpu) <= room);
+            if fits {
+                return Ok(Holding { options, planned });
+            }
+            match self.smaller(options) {
+                Some(smaller) => options = smaller,
+                // Nothing that was not asked for is left: the numbers wanted are those to refuse.
+                None => return Ok(Holding { options: self.wanted, planned: self.plan(self.wanted)? }),
+            }
+        }
+    }
+
+    /// The next smaller bounds of those that nobody asked for.
+    fn smaller(&self, options: EngineOptions) -> Option<EngineOptions> {
+        let args = self.args;
+        let (pages, one_full) =
+            (options.pool_pages.unwrap_or(1), options.context.div_ceil(AttentionSpec::PAGE));
+        let remembered = options.checkpoints.saturating_sub(options.sequences);
+        if args.prefix_states.is_none() && remembered > 0 {
+            return Some(self.complete(options, pages, remembered / 2));
+        }
+        if args.kv_cache.is_none() && pages > one_full {
+            return Some(self.complete(options, (pages / 2).max(one_full), remembered));
+        }
+        if args.sequences.is_none() && options.sequences > 1 {
+            let fewer = EngineOptions { sequences: options.sequences / 2, ..options };
+            return Some(self.complete(fewer, pages, remembered));
+        }
+        if args.context.is_none() && options.context / 2 >= CONTEXT_LEAST {
+            let shorter = (options.context / 2).next_multiple_of(AttentionSpec::PAGE);
+            let pages = if args.kv_cache.is_none() { shorter.div_ceil(AttentionSpec::PAGE) } else { pages };
+            return Some(self.complete(EngineOptions { context: shorter, ..options }, pages, remembered));
+        }
+        None
+    }
+}
+
+/// A GPU is for many; a machine of few cores for few.
+fn default_sequences(is_gpu: bool) -> usize {
+    let cores = std::thread::available_parallelism().map_or(SEQUENCES_LEAST, usize::from);
+    if is_gpu { SEQUENCES_DEFAULT } else { cores.clamp(SEQUENCES_LEAST, SEQUENCES_DEFAULT) }
+}
