@@ -77,7 +77,7 @@ export async function say(page, text) {
 
 /** Waits until nothing is being written. */
 export async function settled(page) {
-  await page.getByRole("button", { name: "Stop (Esc)" }).waitFor({ state: "detached", timeout: 60_000 });
+  await page.getByRole("button", { name: "Stop (Esc)" }).waitFor({ state: "detached", timeout: 180_000 });
 }
 
 export async function ask(page, text) {
