@@ -12,6 +12,33 @@ fn lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
     std::array::from_fn(f)
 }
 
+/// For these x86-64's baseline has no vector instruction: each lane takes a call, or a dozen instructions. Inline, sixteen of them
+/// at every place made half of the portable kernels' code, which all builds pay for and few machines run. Elsewhere each is a few
+/// vector instructions.
+mod lanewise {
+    use super::{LANES, f16, lanes};
+
+    type V = [f32; LANES];
+
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    pub fn fma(a: &V, b: &V, c: &V) -> V {
+        lanes(|i| a[i].mul_add(b[i], c[i]))
+    }
+
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    pub fn fnma(a: &V, b: &V, c: &V) -> V {
+        lanes(|i| (-a[i]).mul_add(b[i], c[i]))
+    }
+
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    pub fn widen(halves: &[u16; LANES]) -> V {
+        lanes(|i| f16::from_bits(halves[i]).to_f32_const())
+    }
+}
+
 impl Simd for Portable {
     type V = [f32; LANES];
 
@@ -33,7 +60,7 @@ impl Simd for Portable {
     unsafe fn load_f16_ptr(self, p: *const u16) -> Self::V {
         // SAFETY: the caller promises sixteen values.
         let halves = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
-        lanes(|i| f16::from_bits(halves[i]).to_f32_const())
+        lanewise::widen(&halves)
     }
     #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {
@@ -53,11 +80,11 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        lanes(|i| a[i].mul_add(b[i], c[i]))
+        lanewise::fma(&a, &b, &c)
     }
     #[inline(always)]
     fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        lanes(|i| (-a[i]).mul_add(b[i], c[i]))
+        lanewise::fnma(&a, &b, &c)
     }
     #[inline(always)]
     fn max(self, a: Self::V, b: Self::V) -> Self::V {
