@@ -13,6 +13,15 @@ const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N
 /// Qwen3.5: marks belong to letters.
 const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
+/// Mistral's from Nemo on: words begin where letters become capital; single digits.
+const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// GPT-4o's, of Phi-4-mini: the same with up to three digits together, and words keep what follows an apostrophe.
+const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Names that are written.
+pub(super) const NAMES: [&str; 8] =
+    ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"];
+
 /// How text is prepared.
 struct Steps {
     pattern: &'static str,
@@ -27,35 +36,44 @@ struct Steps {
 fn steps(pre: &str) -> Option<Steps> {
     let plain = |pattern| Steps { pattern, single_digits: false, nfc: false, ignore_merges: false };
     Some(match pre {
-        "gpt-2" | "default" | "" => plain(GPT2),
+        "gpt-2" | "default" | "olmo" | "" => plain(GPT2),
         "smollm" | "starcoder" | "codeshell" | "refact" | "command-r" => {
             Steps { single_digits: true, ..plain(GPT2) }
         }
         "llama-bpe" | "llama3" | "llama-v3" => Steps { ignore_merges: true, ..plain(LLAMA3) },
+        // SmolLM3; Phi-4 and OLMo 2 and 3; GLM-4.
+        "smaug-bpe" | "dbrx" | "glm4" | "chatglm-bpe" => plain(LLAMA3),
+        "tekken" => Steps { ignore_merges: true, ..plain(TEKKEN) },
+        "gpt-4o" => plain(GPT4O),
         "qwen2" | "deepseek-r1-qwen" | "megrez" => Steps { nfc: true, ..plain(QWEN2) },
         "qwen35" => Steps { nfc: true, ..plain(QWEN35) },
         _ => return None,
     })
 }
 
-/// The name of a way to cut text: by these patterns, after digits were set apart.
-pub(super) fn name_of(patterns: &[&str], single_digits: bool) -> Option<&'static str> {
+/// The name of a way to cut text: by these patterns, after digits were set apart. Where two ways differ only in whether merges
+/// are ignored, the one that does as `ignores_merges` says.
+pub(super) fn name_of(patterns: &[&str], single_digits: bool, ignores_merges: bool) -> Option<&'static str> {
     let pattern = match patterns {
         [] => GPT2,
         [pattern] => *pattern,
         _ => return None,
     };
-    ["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"].into_iter().find(|pre| {
+    let cuts = |pre: &&str| {
         steps(pre).is_some_and(|steps| (steps.pattern, steps.single_digits) == (pattern, single_digits))
-    })
+    };
+    let alike = |pre: &&str| steps(pre).is_some_and(|steps| steps.ignore_merges == ignores_merges);
+    let named = || NAMES.into_iter().filter(cuts);
+    named().find(alike).or_else(|| named().next())
 }
 
 /// The `tokenizer.json`.
 pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
     let Some(steps) = steps(vocabulary.pre) else {
         return Err(format!(
-            "pre-tokenizer {:?} is not supported; supported are gpt-2, smollm, starcoder, llama-bpe, qwen2 and qwen35",
-            vocabulary.pre
+            "pre-tokenizer {:?} is not supported; supported are starcoder, olmo, dbrx, glm4, {}",
+            vocabulary.pre,
+            NAMES.join(", ")
         ));
     };
     let byte_level = |use_regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex});
@@ -114,12 +132,38 @@ mod tests {
 
     #[test]
     fn text_is_cut_as_the_model_was_trained() {
-        for pre in ["gpt-2", "llama-bpe", "qwen2", "qwen35", "smollm"] {
+        for pre in [
+            "gpt-2",
+            "llama-bpe",
+            "qwen2",
+            "qwen35",
+            "smollm",
+            "smaug-bpe",
+            "dbrx",
+            "glm4",
+            "tekken",
+            "gpt-4o",
+        ] {
             assert_eq!(encode(pre, "ab ab\n<s>", false), [6, 7, 5, 9], "{pre}");
-            let digits: &[u32] = if matches!(pre, "gpt-2" | "llama-bpe") { &[8] } else { &[2, 3] };
+            let single = matches!(pre, "qwen2" | "qwen35" | "smollm" | "tekken");
+            let digits: &[u32] = if single { &[2, 3] } else { &[8] };
             assert_eq!(encode(pre, "12", false), digits, "{pre}");
         }
         assert_eq!(encode("llama-bpe", "ab", true), [9, 6], "the beginning is marked as is usual");
-        assert_eq!(encode("qwen2", "ab", true), [6]);
+        assert_eq!(encode("tekken", "ab", true), [9, 6]);
+        for pre in ["qwen2", "smaug-bpe", "glm4", "gpt-4o"] {
+            assert_eq!(encode(pre, "ab", true), [6], "{pre}");
+        }
+    }
+
+    #[test]
+    fn every_way_has_the_name_that_it_is_found_by() {
+        for pre in super::NAMES {
+            let steps = super::steps(pre).expect("listed");
+            let patterns: &[&str] = if steps.pattern.is_empty() { &[] } else { &[steps.pattern] };
+            assert_eq!(super::name_of(patterns, steps.single_digits, steps.ignore_merges), Some(pre));
+        }
+        assert_eq!(super::name_of(&[super::QWEN2], false, true), Some("qwen2"));
+        assert_eq!(super::name_of(&["x"], false, false), None);
     }
 }

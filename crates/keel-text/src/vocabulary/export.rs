@@ -87,7 +87,7 @@ fn byte_level(json: &Value) -> Result<ExportedVocabulary, String> {
     collect_patterns(steps, &mut patterns);
     let single_digits =
         contains(steps, &|step| step["type"] == "Digits" && step["individual_digits"] == true);
-    let pre = byte_level::name_of(&patterns, single_digits).ok_or_else(|| {
+    let pre = byte_level::name_of(&patterns, single_digits, json["model"]["ignore_merges"] == true).ok_or_else(|| {
         let patterns = patterns.join("  ");
         format!("text is cut in a way that files have no name for (pattern {patterns:?}, single digits {single_digits})")
     })?;
@@ -177,7 +177,7 @@ mod tests {
         let kinds = [("a", TokenKind::Normal), ("b", TokenKind::Normal), ("ab", TokenKind::Normal)];
         let special =
             [("<think>", TokenKind::UserDefined), ("<s>", TokenKind::Control), ("</s>", TokenKind::Control)];
-        for pre in ["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"] {
+        for pre in byte_level::NAMES {
             let back = round_trip(
                 &Vocabulary {
                     model: "gpt2",

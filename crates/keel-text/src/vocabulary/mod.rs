@@ -66,8 +66,16 @@ pub struct Vocabulary<'a> {
 
 /// Tokens that end a turn wherever a vocabulary has them as control or user-defined tokens: files often name one end
 /// alone, and templates write another.
-const TURN_ENDS: [&str; 6] =
-    ["<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>"];
+const TURN_ENDS: [&str; 8] = [
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|user|>",
+    "<|observation|>",
+];
 
 impl TextFiles<'static> {
     /// The files that a vocabulary amounts to.
@@ -108,7 +116,7 @@ impl Vocabulary<'_> {
 
     /// `tokenizer_config.json`.
     fn config(&self) -> Result<Value, String> {
-        let usual = self.model == "llama" || self.pre == "llama-bpe";
+        let usual = self.model == "llama" || matches!(self.pre, "llama-bpe" | "tekken");
         let mut config = Map::new();
         config.insert("add_bos_token".into(), self.add_bos.unwrap_or(usual).into());
         let named = [
