@@ -32,13 +32,15 @@ pub enum Category {
     Staging,
     /// Host memory for sequences that are parked.
     Swap,
+    /// Buffers of a vision tower, and rows of pictures for each step.
+    Vision,
     /// Arrays that the user of the library made.
     User,
 }
 
 impl Category {
     /// All categories, in the order of reports.
-    pub const ALL: [Category; 10] = [
+    pub const ALL: [Category; 11] = [
         Category::Weights,
         Category::Kv,
         Category::Recurrent,
@@ -48,6 +50,7 @@ impl Category {
         Category::Workspace,
         Category::Staging,
         Category::Swap,
+        Category::Vision,
         Category::User,
     ];
 
@@ -63,6 +66,7 @@ impl Category {
             Category::Workspace => "workspace",
             Category::Staging => "staging",
             Category::Swap => "swap",
+            Category::Vision => "vision",
             Category::User => "user",
         }
     }

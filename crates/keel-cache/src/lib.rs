@@ -29,6 +29,7 @@ mod parts;
 mod prefix;
 mod sequence;
 mod shared;
+mod sight;
 mod spec;
 mod swap;
 
@@ -38,5 +39,6 @@ pub use model_cache::{LayerStorage, ModelCache};
 pub use pages::PageAllocator;
 pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree};
 pub use sequence::SequenceCache;
+pub use sight::Sight;
 pub use spec::{CacheSize, CacheSpec, LayerSpec};
 pub use swap::SwapSize;

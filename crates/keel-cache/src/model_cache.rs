@@ -328,6 +328,7 @@ impl ModelCache {
     pub fn fork(&mut self, sequence: &SequenceCache) -> Result<SequenceCache> {
         let mut twin = SequenceCache::new(self.take_slot()?, sequence.cached_len, sequence.accepted);
         twin.is_long = sequence.is_long;
+        twin.sight.clone_from(&sequence.sight);
         match self.fork_into(sequence, &mut twin) {
             Ok(()) => Ok(twin),
             Err(error) => {

@@ -1,6 +1,8 @@
 //! One sequence's share of the cache.
 
-use crate::{CacheError, Result};
+use std::sync::Arc;
+
+use crate::{CacheError, Result, Sight};
 
 /// Page and slot numbers of a sequence. It owns no memory: [`crate::ModelCache`] does, and takes the numbers back
 /// in [`crate::ModelCache::release`].
@@ -19,6 +21,8 @@ pub struct SequenceCache {
     pub(crate) is_long: bool,
     /// Blocks of host memory, where it is parked; it holds nothing else then.
     pub(crate) parked: Option<Vec<u32>>,
+    /// Its pictures.
+    pub(crate) sight: Option<Arc<Sight>>,
 }
 
 impl SequenceCache {
@@ -33,6 +37,7 @@ impl SequenceCache {
             checkpoints: Vec::new(),
             is_long: false,
             parked: None,
+            sight: None,
         }
     }
 
@@ -118,6 +123,22 @@ impl SequenceCache {
         assert!(rows <= self.accepted, "{rows} of {} open rows are to be taken back", self.accepted);
         self.accepted -= rows;
         self.cached_len -= rows;
+    }
+
+    /// The pictures of the sequence.
+    pub fn sight(&self) -> Option<&Arc<Sight>> {
+        self.sight.as_ref()
+    }
+
+    /// Says which pictures the sequence's tokens show, from its first token on, those that it does not hold yet among them. Tokens
+    /// that it holds already must be where they were. Going back keeps this: another text behind it takes another call.
+    pub fn look_at(&mut self, sight: Option<Arc<Sight>>) {
+        self.sight = sight;
+    }
+
+    /// Where token number `token` stands: time, row and column.
+    pub fn position_of(&self, token: usize) -> [i32; 3] {
+        self.sight.as_ref().map_or([token as i32; 3], |sight| sight.position(token))
     }
 
     pub(crate) fn expect_committed(&self) -> Result<()> {

@@ -117,6 +117,16 @@ impl CacheSpec {
         })
     }
 
+    /// Has sliding layers keep so many tokens more than their windows, for steps that are written as a whole before their first row
+    /// looks back.
+    pub fn widen_windows(&mut self, tokens: usize) {
+        for layer in &mut self.layers {
+            if let LayerSpec::Sliding { window, .. } = layer {
+                *window += tokens;
+            }
+        }
+    }
+
     /// Whether there are recurrent layers, whose state cannot go back without a checkpoint.
     pub fn is_recurrent(&self) -> bool {
         self.recurrent_layers() > 0

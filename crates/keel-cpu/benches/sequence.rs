@@ -288,6 +288,7 @@ impl Kv {
             },
             scale: ATTENTION.scale,
             window: None,
+            until: None,
             y: RowsMut::whole(SharedMut::new(y), width),
         };
         kernel(&attention);

@@ -2,6 +2,7 @@
 //
 //   y[t, h] = sum_j softmax_j(scale q[t, h] . k[j, h / G]) v[j, h / G],  j <= position of t,  j > position - WINDOW
 //
+// With UNTIL, j <= max(position of t, until[t]) and before the end of the sequence: all rows are written before any attends.
 // q [T, H, D] (Q_STRIDE values from row to row), k and v [T, KV, D] (K_STRIDE, V_STRIDE), y [T, H, D];
 // pools [pages, KV, 256, D] f32 or f16, or coded (kv_coded.cuh); table [B, P]. kv_write puts the new rows into their pages first.
 //
@@ -9,7 +10,8 @@
 // written and attended in runs of 64 rows of each sequence, a launch of kv_write and one of attention for each (RUNS = 1, `run`).
 //
 // Macros: H, KV, D (a multiple of 8, at most 256), Q_STRIDE, K_STRIDE, V_STRIDE (multiples of 4, 16-byte bases),
-// KV_F16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none).
+// KV_F16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none), UNTIL (0 or 1; one
+// split and no runs then).
 // Launch:
 //   kv_write         grid T, block 128
 //   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory 4 (48 D + 688) bytes
@@ -29,6 +31,9 @@
 #endif
 #ifndef EARLY
 #define EARLY 0
+#endif
+#ifndef UNTIL
+#define UNTIL 0
 #endif
 #define G (H / KV)
 #define BM 16
@@ -105,7 +110,11 @@ static __device__ __forceinline__ float4 kept4(const kv_t* pool, u32 page, u32 h
 extern "C" __global__ void __launch_bounds__(128)
 attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
           const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position, u32 run, float* partial,
-          float* y) {
+          float* y
+#if UNTIL
+          , const u32* until
+#endif
+          ) {
     take_turn();
     // Groups of rows for the products with V: as many as there are threads for all columns.
     constexpr int ROW_GROUPS = 128 / QUADS >= 16 ? 16 : 128 / QUADS >= 8 ? 8 : 128 / QUADS >= 4 ? 4 : 128 / QUADS >= 2 ? 2 : 1;
@@ -127,7 +136,13 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
 
     u32 from, to;
     split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, by_position, from, to);
-    visible_range(start + first / G, start + (first + count - 1) / G, WINDOW, from, to);
+    u32 last_seen = start + (first + count - 1) / G;
+#if UNTIL
+    for (u32 row = first / G; row <= (first + count - 1) / G; row++) last_seen = max(last_seen, until[first_row + row]);
+    // The last position that there is.
+    last_seen = min(last_seen, start + pairs / G - 1);
+#endif
+    visible_range(start + first / G, last_seen, WINDOW, from, to);
     if (from >= to) return;
 
     for (u32 i = threadIdx.x; i < BM * QUADS; i += 128) {
@@ -167,8 +182,11 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            u32 m = warp * 4 + i, at = start + (first + m) / G, j = tile + lane;
-            bool seen = m < count && j <= at && lane < present && (WINDOW == 0 || j + WINDOW > at);
+            u32 m = warp * 4 + i, at = start + (first + m) / G, j = tile + lane, last = at;
+#if UNTIL
+            if (m < count) last = max(at, until[first_row + (first + m) / G]);
+#endif
+            bool seen = m < count && j <= last && lane < present && (WINDOW == 0 || j + WINDOW > at);
             float s = seen ? score[i] : -INF;
             float now = fmaxf(largest[i], warp_max(s));
             // While a row has seen no key its largest is -inf, and so is every score.

@@ -33,7 +33,10 @@ fn keys() -> Vec<KernelKey> {
     let chain = [
         ("PARAMETERS", ", const ELEM* x0, Strides s0"),
         ("LOADS", "const float v0 = to_f32(x0[s0.at(i)]);"),
-        ("CHAIN", "const float result = gelu_tanh(f_max(v0, f_min(v0, softplus(v0))));"),
+        (
+            "CHAIN",
+            "const float result = gelu_tanh(f_max(v0, f_min(0.5f * v0 * (1.0f + erff(v0 * 0.7f)), softplus(v0))));",
+        ),
     ];
     for (t, acc) in [("f16", "float"), ("i64", "i64")] {
         let typed = |rest: &[(&'static str, &'static str)]| [&[("ELEM", t)], rest].concat();
@@ -197,6 +200,7 @@ fn keys() -> Vec<KernelKey> {
         let entries = ["kv_write", "attention", "attention_merge"];
         add(kernels::ATTENTION, &entries, &[&defines[..], &strides].concat());
         add(kernels::ATTENTION, &["attention_merge"], &[&defines[..], &strides, &early].concat());
+        add(kernels::ATTENTION, &["attention"], &[&defines[..], &strides, &[("UNTIL", "1")]].concat());
         let tensor = [&defines[..], &strides, &[("WARPS", "4")]].concat();
         add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
         let early = [("KV_STAGES", "2"), ("EARLY", "1")];

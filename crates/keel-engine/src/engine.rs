@@ -1,18 +1,21 @@
 //! A model with its memory, ready to run sequences.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
-use keel_cache::{CacheSize, Interruption, ModelCache, SequenceCache};
+use keel_cache::{CacheSize, Interruption, ModelCache, SequenceCache, Sight};
 use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
+use keel_models::vision::VisionConfig;
 use serde_json::Value;
 
 use crate::ahead::StepUnderWay;
+use crate::eyes::{self, Eyes, Features, PatchGrid};
 use crate::options::{EngineOptions, PREFILL_GRID};
 use crate::speculation::Costs;
-use crate::step::{HEAD_ROWS, Outcome, Rows, StepShape, Stepper, ids_of};
+use crate::step::{HEAD_ROWS, Outcome, Rows, StepShape, Stepper, ids_of, prefill_rows_max};
 use crate::{EngineError, Result};
 
 /// Takes one row of logits at a time.
@@ -49,6 +52,8 @@ pub struct Engine {
     pub(crate) model: HybridModel,
     pub(crate) cache: ModelCache,
     pub(crate) stepper: Stepper,
+    /// Where pictures were planned for.
+    eyes: Option<Eyes>,
     pub(crate) options: EngineOptions,
     /// What rounds of speculation have been measured to cost.
     pub(crate) costs: Costs,
@@ -105,6 +110,9 @@ impl Engine {
         progress: &dyn Fn(u64),
     ) -> Result<Engine> {
         options.check()?;
+        let vision = eyes::config(config, options.vision)?;
+        let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
+        let options = EngineOptions { picture_run, ..options };
         let loader = Loader::new(runtime, parameters, options.compute, progress);
         let model = keel_models::load(&loader, config)?;
         if options.drafts > 0 && model.mtp.is_none() {
@@ -118,8 +126,20 @@ impl Engine {
             open_rows: options.open_rows(),
             swap_bytes: options.swap_bytes,
         };
-        let cache = ModelCache::allocate(runtime, model.cache_spec(options.kv_format()), size)?;
-        let stepper = Stepper::allocate(runtime, &model, &options, size.pages_per_sequence())?;
+        let mut spec = model.cache_spec(options.kv_format());
+        if picture_run > 0 {
+            // A step that holds a picture is written as a whole before its first row looks back.
+            spec.widen_windows(prefill_rows_max(&options, runtime.backend().is_compiling()));
+        }
+        let cache = ModelCache::allocate(runtime, spec, size)?;
+        let stepper =
+            Stepper::allocate(runtime, &model, vision.as_ref(), &options, size.pages_per_sequence())?;
+        let eyes = match (vision, options.vision) {
+            (Some(vision), Some(sizes)) => {
+                Some(Eyes::load(runtime, &loader, vision, sizes, options.compute)?)
+            }
+            _ => None,
+        };
         let mut engine = Engine {
             under_way: VecDeque::new(),
             tickets: 0,
@@ -127,6 +147,7 @@ impl Engine {
             model,
             cache,
             stepper,
+            eyes,
             options,
             costs: Costs::default(),
             row_logits: Vec::new(),
@@ -142,11 +163,13 @@ impl Engine {
         for shape in self.stepper.buckets().list() {
             self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, true))?;
         }
+        self.prepare_seeing_steps()?;
         if !self.options.all_logits {
             return Ok(());
         }
         let rows = self.stepper.buckets().prefill_rows_max();
-        let step = |rows, outcome| StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome };
+        let step =
+            |rows, outcome| StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: false };
         let head = self.model.mtp.is_some().then(|| step(rows, Outcome::MtpHidden));
         for shape in [step(rows, Outcome::Hidden), step(HEAD_ROWS, Outcome::Head)].into_iter().chain(head) {
             self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, false))?;
@@ -347,7 +370,8 @@ impl Engine {
             let at = sequence.offset();
             let to_save = if at < save_at { save_at - at } else { usize::MAX };
             let rows = rest.len().min(self.options.prefill_step).min(to_save);
-            let (tokens, after) = rest.split_at(self.chunk_rows(rows));
+            let rows = self.whole_pictures(sequence, self.chunk_rows(rows))?.min(rest.len());
+            let (tokens, after) = rest.split_at(rows);
             if let Err(error) = step(self, sequence, tokens, after.first().copied()) {
                 self.take_back_step(sequence);
                 return Err(error);
@@ -359,6 +383,59 @@ impl Engine {
             rest = after;
         }
         Ok(())
+    }
+
+    /// Traces the largest steps in which pictures are seen, if they are planned for.
+    fn prepare_seeing_steps(&mut self) -> Result<()> {
+        if self.eyes.is_none() {
+            return Ok(());
+        }
+        let rows = self.stepper.buckets().prefill_rows_max();
+        let mut outcomes = vec![Outcome::State, Outcome::LastLogits];
+        if self.options.all_logits {
+            outcomes.push(Outcome::Hidden);
+            outcomes.extend(self.model.mtp.is_some().then_some(Outcome::MtpHidden));
+        }
+        for outcome in outcomes {
+            let shape = StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: true };
+            self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, false))?;
+        }
+        Ok(())
+    }
+
+    /// So many tokens or another number, so that the step does not end within a picture whose rows see each other.
+    fn whole_pictures(&self, sequence: &SequenceCache, count: usize) -> Result<usize> {
+        let (at, most) = (sequence.offset(), self.prefill_rows_max());
+        let Some(sight) = sequence.sight() else { return Ok(count) };
+        let Some(run) = sight.run_around(at + count) else { return Ok(count) };
+        // On the grid before the picture, or before the one that this cuts, and so on; else right before the picture.
+        let mut cut = run.start / PREFILL_GRID * PREFILL_GRID;
+        while let Some(other) = sight.run_around(cut).filter(|_| cut > at) {
+            cut = other.start / PREFILL_GRID * PREFILL_GRID;
+        }
+        match (cut > at, run.start > at) {
+            (true, _) => Ok(cut - at),
+            (false, true) => Ok(run.start - at),
+            (false, false) if run.end - at <= most => Ok(run.end - at),
+            (false, false) => Err(EngineError::Option(format!(
+                "a picture of {} tokens must be run in one step, and a step has at most {most}",
+                run.end - at
+            ))),
+        }
+    }
+
+    /// What the tower makes of a picture: rows of patches with their grid, or planes where the tower reads pictures of one size.
+    ///
+    /// # Errors
+    /// [`EngineError::NoEyes`] where no pictures were planned for; a picture that does not fit; what the runtime says.
+    pub fn see(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
+        self.finish_under_way()?;
+        self.eyes.as_mut().ok_or(EngineError::NoEyes)?.see(&self.runtime, values, grid)
+    }
+
+    /// The numbers of the tower, where pictures were planned for.
+    pub fn vision(&self) -> Option<&VisionConfig> {
+        self.eyes.as_ref().map(Eyes::config)
     }
 
     /// Runs a step of prompts. Returns the tokens that it draws behind them, nothing if no prompt asks for one.
@@ -603,9 +680,16 @@ impl Engine {
             self.admit(sequence, prompt)?;
             self.commit(sequence)?;
             self.cache.reserve(sequence, prompt.len())?;
-            for token in prompt {
-                collect(self, sequence, std::slice::from_ref(token), Regime::Decode)?;
-                sequence.advance(1);
+            let mut rest = prompt;
+            while !rest.is_empty() {
+                // The rows of a picture that see each other stay together.
+                let at = sequence.offset();
+                let together = sequence.sight().map_or(1, |sight| sight.end(at) + 1 - at).min(rest.len());
+                let regime = if together > 1 { Regime::Prefill } else { Regime::Decode };
+                let (tokens, after) = rest.split_at(together);
+                collect(self, sequence, tokens, regime)?;
+                sequence.advance(together);
+                rest = after;
             }
         } else {
             self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, _| {
@@ -613,7 +697,10 @@ impl Engine {
             })?;
         }
         match mtp_sink {
-            Some(sink) if start == 0 => self.mtp_logits(prompt, &hidden, one_by_one, sink),
+            Some(sink) if start == 0 => {
+                let sight = sequence.sight().cloned();
+                self.mtp_logits((prompt, sight), &hidden, one_by_one, sink)
+            }
             Some(_) => Err(EngineError::Option("the head's logits are given for whole prompts only".into())),
             None => Ok(()),
         }
@@ -623,7 +710,7 @@ impl Engine {
     /// model's, but positions and pages are counted alike.
     fn mtp_logits(
         &mut self,
-        prompt: &[u32],
+        (prompt, sight): (&[u32], Option<Arc<Sight>>),
         hidden: &[f32],
         one_by_one: bool,
         sink: &mut LogitSink<'_>,
@@ -633,6 +720,7 @@ impl Engine {
         }
         let width = self.model.config.hidden;
         let mut sequence = self.open()?;
+        sequence.look_at(sight);
         let (regime, step) =
             if one_by_one { (Regime::Decode, 1) } else { (Regime::Prefill, self.options.prefill_step) };
         let mut rows = Vec::new();

@@ -83,6 +83,9 @@ pub enum EngineError {
     /// A step that this sequence shared with others failed.
     #[error("a step of the batch failed: {0}")]
     Step(String),
+    /// The model does not see.
+    #[error("this model reads text alone: it has no vision tower")]
+    NoEyes,
     /// The model has no multi-token-prediction head.
     #[error("this model has no multi-token-prediction head")]
     NoMtpHead,

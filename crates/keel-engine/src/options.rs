@@ -2,7 +2,7 @@
 
 use keel_array::{Compute, KvFormat};
 
-use crate::{EngineError, Result};
+use crate::{EngineError, Result, VisionOptions};
 
 /// Rows of the prefill grid: chunks begin at multiples of this.
 pub const PREFILL_GRID: usize = 64;
@@ -38,6 +38,11 @@ pub struct EngineOptions {
     pub drafts: usize,
     /// Also be able to give the logits of every prompt token, and those of the multi-token-prediction head.
     pub all_logits: bool,
+    /// Read the model's tower, too, for pictures of this size; `None` for text alone.
+    pub vision: Option<VisionOptions>,
+    /// Tokens of a picture that a step must hold together, where the rows of a picture see each other. An engine finds them in the
+    /// config.
+    pub picture_run: usize,
 }
 
 impl Default for EngineOptions {
@@ -53,6 +58,8 @@ impl Default for EngineOptions {
             kv: None,
             drafts: 0,
             all_logits: false,
+            vision: None,
+            picture_run: 0,
         }
     }
 }

@@ -74,6 +74,8 @@ pub struct HybridConfig {
     pub rope_theta: f64,
     /// Elements of a head that turn.
     pub rotary: usize,
+    /// Frequencies that read time, row and column where there are pictures, and whether the axes take turns.
+    pub rope_sections: Option<([usize; 3], bool)>,
     /// How the rotary frequencies are stretched.
     pub rope_scaling: RopeScaling,
     /// Base of the rotary frequencies of sliding layers.
@@ -130,6 +132,7 @@ impl HybridConfig {
             head_dim,
             rope_theta: fields.rope("rope_theta", 10000.0)?,
             rotary,
+            rope_sections: fields.rope_sections()?,
             rope_scaling,
             sliding_rope_theta: 0.0,
             sliding_rope_scaling: RopeScaling::None,
@@ -189,6 +192,8 @@ impl HybridConfig {
             Some("linear_conv_kernel_dim is not in 2..=8")
         } else if self.rotary > self.head_dim || !divides(self.rotary, 2) {
             Some("partial_rotary_factor does not give an even number of elements within head_dim")
+        } else if self.rope_sections.is_some_and(|(s, _)| s.iter().sum::<usize>() != self.rotary / 2) {
+            Some("mrope_section does not add up to half the elements that turn")
         } else if self.moe.is_none() && self.intermediate == 0 {
             Some("neither intermediate_size nor num_experts is given")
         } else if self.intermediate > EXTENT_MAX {
@@ -229,6 +234,23 @@ impl Fields<'_> {
     pub fn rope_theta(&self, layer_type: &str, default: f64) -> Result<f64> {
         let theta = rope::parameters(self, layer_type).and_then(|p| p["rope_theta"].as_f64());
         theta.map_or_else(|| self.rope("rope_theta", default), Ok)
+    }
+
+    /// Frequencies of each axis of a multi-axis rotary embedding.
+    pub fn rope_sections(&self) -> Result<Option<([usize; 3], bool)>> {
+        let Some(parameters) = rope::parameters(self, "full_attention") else { return Ok(None) };
+        let Some(sections) = parameters.get("mrope_section").filter(|s| !s.is_null()) else {
+            return Ok(None);
+        };
+        let list = sections.as_array().and_then(|list| {
+            list.iter().map(|n| n.as_u64().map(|n| n as usize)).collect::<Option<Vec<usize>>>()
+        });
+        let list = list.and_then(|list| <[usize; 3]>::try_from(list).ok());
+        let list = list.ok_or_else(|| {
+            ModelError::Config(format!("mrope_section is {sections}, expected three whole numbers"))
+        })?;
+        let interleaved = parameters.get("mrope_interleaved").and_then(Value::as_bool).unwrap_or(true);
+        Ok(Some((list, interleaved)))
     }
 
     /// The kinds that `layer_types` lists, if it is there.

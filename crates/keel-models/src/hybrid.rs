@@ -186,9 +186,15 @@ impl HybridModel {
         if let Some(scale) = &self.embedding_scale {
             x = x.mul(scale)?;
         }
+        if let Some(sight) = &step.sight {
+            x = sight.embed(&x)?;
+        }
         let growth = self.growing_queries.as_ref().map(|queries| queries.of(&step.positions)).transpose()?;
-        for (block, storage) in self.blocks.iter().zip(layers) {
+        for (i, (block, storage)) in self.blocks.iter().zip(layers).enumerate() {
             x = block.apply(&x, growth.as_ref(), storage, step)?;
+            if let Some(sight) = &step.sight {
+                x = sight.deepen(i, x)?;
+            }
         }
         Ok(self.norm.apply(&x)?)
     }
@@ -240,7 +246,7 @@ impl HybridModel {
         layers: &[LayerStorage],
         step: &StepContext,
     ) -> Result<Array> {
-        let mut x = self.mtp_input(head, hidden, next_tokens)?;
+        let mut x = self.mtp_input(head, hidden, next_tokens, step)?;
         for (block, storage) in head.blocks.iter().zip(layers) {
             x = block.apply(&x, None, storage, step)?;
         }
@@ -260,7 +266,7 @@ impl HybridModel {
         layers: &[LayerStorage],
         step: &StepContext,
     ) -> Result<Array> {
-        let mut x = self.mtp_input(head, hidden, next_tokens)?;
+        let mut x = self.mtp_input(head, hidden, next_tokens, step)?;
         let (Some((last, blocks)), Some((storage, before))) = (head.blocks.split_last(), layers.split_last())
         else {
             unreachable!("a head has a layer")
@@ -274,8 +280,18 @@ impl HybridModel {
         Ok(mixer.remember(&normed(last.mixer_norm.as_ref(), &x)?, pool, step)?)
     }
 
-    fn mtp_input(&self, head: &MtpHead, hidden: &Array, next_tokens: &Array) -> Result<Array> {
-        let embedded = head.embedding_norm.apply(&next_tokens.embedding(&self.embedding)?)?;
+    fn mtp_input(
+        &self,
+        head: &MtpHead,
+        hidden: &Array,
+        next_tokens: &Array,
+        step: &StepContext,
+    ) -> Result<Array> {
+        let mut embedded = next_tokens.embedding(&self.embedding)?;
+        if let Some(sight) = &step.sight {
+            embedded = sight.embed_next(&embedded)?;
+        }
+        let embedded = head.embedding_norm.apply(&embedded)?;
         let hidden = head.hidden_norm.apply(hidden)?;
         Ok(Array::concatenate(&[&embedded, &hidden], -1)?.linear(&head.fc)?)
     }

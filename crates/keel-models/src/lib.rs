@@ -33,6 +33,7 @@ mod smollm3;
 mod transformer;
 mod turning;
 mod unknown;
+pub mod vision;
 
 pub use config::{HybridConfig, MixerKind, MoeConfig};
 pub use error::{ModelError, Result};
@@ -121,7 +122,7 @@ fn family_of(config: &Value) -> Result<Family> {
         "qwen3_next" => Ok(Family { config: hybrid, load: qwen3_next::load }),
         "llama" => family!(llama),
         "qwen2" => family!(qwen2),
-        "qwen3" => family!(qwen3),
+        "qwen3" | "qwen3_vl" | "qwen3_vl_text" => family!(qwen3),
         "qwen3_moe" => family!(qwen3_moe),
         "gemma3_text" | "gemma3" => family!(gemma3_text),
         "mistral" => family!(mistral),

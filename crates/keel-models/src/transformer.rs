@@ -135,6 +135,7 @@ pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridCo
         head_dim,
         rope_theta: fields.rope_theta("full_attention", defaults.theta)?,
         rotary,
+        rope_sections: fields.rope_sections()?,
         rope_scaling: fields.rope_scaling("full_attention")?,
         sliding_rope_theta: fields.rope_theta("sliding_attention", defaults.theta)?,
         sliding_rope_scaling: fields.rope_scaling("sliding_attention")?,

@@ -15,10 +15,10 @@ pub struct QueryGrowth {
 }
 
 impl HybridConfig {
-    /// The rotation of queries and keys. For text all sections of a multi-axis rotary embedding have the same
-    /// position, so they drop out.
+    /// The rotation of queries and keys. Sections are read where there are pictures: text has the same position on all axes.
     pub fn rope(&self) -> RopeSpec {
-        RopeSpec { rotary: self.rotary, sections: None, interleaved: false }
+        let (sections, interleaved) = self.rope_sections.map_or((None, false), |(s, i)| (Some(s), i));
+        RopeSpec { rotary: self.rotary, sections, interleaved }
     }
 
     /// Base and stretching of the frequencies of a kind of layers.

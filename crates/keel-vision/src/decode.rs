@@ -1,13 +1,13 @@
 //! Files to 8-bit RGB.
 //!
-//! Alpha is dropped, not blended; palettes are looked up and their transparency ignored; CMYK becomes RGB as Pillow does it;
+//! Alpha is dropped, not blended; palettes are looked up and their transparency ignored; JPEGs are those of libjpeg-turbo, to the bit; CMYK becomes RGB as Pillow does it;
 //! 16-bit values keep their upper 8 bits; the orientation that EXIF names is applied. Of a GIF the first frame is read.
 
 use std::io::Cursor;
 
-use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits};
+use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, RgbImage};
 
-use crate::{Picture, Result, VisionError};
+use crate::{Picture, Result, VisionError, jpeg};
 
 /// Bounds on a file. They are checked before memory is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +58,14 @@ pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
         return Err(VisionError::Empty { width: width as usize, height: height as usize });
     }
     let orientation = decoder.orientation().map_err(broken)?;
-    let mut decoded = DynamicImage::from_decoder(decoder).map_err(broken)?;
+    let exact = match format {
+        ImageFormat::Jpeg => jpeg_of(bytes, limits)?,
+        _ => None,
+    };
+    let mut decoded = match exact {
+        Some(decoded) => decoded,
+        None => DynamicImage::from_decoder(decoder).map_err(broken)?,
+    };
     decoded.apply_orientation(orientation);
     Ok(picture_of(decoded))
 }
@@ -84,6 +91,17 @@ fn jpeg_has_end(bytes: &[u8]) -> bool {
         }
     }
     false
+}
+
+/// A JPEG to the bit as the references decode it; `None` if it is of a kind that only the library reads.
+fn jpeg_of(bytes: &[u8], limits: DecodeLimits) -> Result<Option<DynamicImage>> {
+    match jpeg::decode(bytes, limits.pixels) {
+        Ok(jpeg::Pixels { width, height, rgb }) => {
+            Ok(RgbImage::from_raw(width as u32, height as u32, rgb).map(DynamicImage::ImageRgb8))
+        }
+        Err(jpeg::Stop::Unsupported) => Ok(None),
+        Err(jpeg::Stop::Broken(reason)) => Err(VisionError::Decode(format!("of the JPEG, {reason}"))),
+    }
 }
 
 fn picture_of(decoded: DynamicImage) -> Picture {

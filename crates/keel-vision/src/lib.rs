@@ -13,6 +13,7 @@ mod crops;
 mod decode;
 mod error;
 mod fields;
+mod jpeg;
 mod patches;
 mod picture;
 mod pixels;

@@ -6,8 +6,9 @@ use keel_vision::{DecodeLimits, Picture, ProcessorFiles, decode};
 use serde_json::{Map, json};
 
 /// FNV-1a of the decoded bytes, and of those that a tower reads.
-const HASHES: [(&str, u64, u64); 2] = [
+const HASHES: [(&str, u64, u64); 3] = [
     ("bilevel.png", 0x3d72_d76a_dc41_6cdc, 0xce84_db95_9f58_ec1d),
+    ("progressive_420.jpg", 0x08fa_bbd4_505b_af37, 0xcf41_bd21_4969_e460),
     ("palette_trns.png", 0x8e0b_eddb_c2fc_8c17, 0x6426_0728_cb6b_befe),
 ];
 
@@ -28,7 +29,7 @@ fn both(name: &str) -> (Picture, Picture) {
 
 /// transformers 5.17 with its default (torchvision) processor.
 #[test]
-fn pngs_are_resized_as_by_the_reference() {
+fn pictures_are_decoded_and_resized_as_by_the_reference() {
     for (name, decoded, resized) in HASHES {
         let (picture, small) = both(name);
         assert_eq!(hash(&picture.rgb), decoded, "{name}");

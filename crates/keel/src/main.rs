@@ -17,6 +17,7 @@ mod placement;
 mod progress;
 mod report;
 mod session;
+mod sight;
 mod source;
 mod speculation;
 mod text;

@@ -65,8 +65,8 @@ impl Session {
             options,
         )?;
         let vision = model.tensors().names().filter(|name| is_vision(name)).count();
-        if vision > 0 {
-            tracing::info!("{vision} tensors of the vision tower are skipped: only text is read");
+        if vision > 0 && options.vision.is_none() {
+            tracing::info!("{vision} tensors of the vision tower are skipped: there are no pictures");
         }
         Ok(session)
     }

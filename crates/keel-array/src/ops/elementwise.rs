@@ -32,6 +32,8 @@ pub enum Unary {
     Softplus,
     /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`
     GeluTanh,
+    /// `0.5 x (1 + erf(x / sqrt 2))`
+    Gelu,
     /// Logical not of a bool.
     Not,
 }
@@ -53,6 +55,7 @@ impl Unary {
             Unary::Silu => "silu",
             Unary::Softplus => "softplus",
             Unary::GeluTanh => "gelu_tanh",
+            Unary::Gelu => "gelu",
             Unary::Not => "not",
         }
     }
@@ -256,6 +259,7 @@ unary_methods! {
     neg Neg "`-x`", abs Abs "`|x|`", exp Exp "`e^x`", log Log "`ln x`", sqrt Sqrt "`sqrt x`", rsqrt Rsqrt "`1 / sqrt x`",
     sin Sin "`sin x`", cos Cos "`cos x`", tanh Tanh "`tanh x`", sigmoid Sigmoid "`1 / (1 + e^-x)`",
     silu Silu "`x * sigmoid(x)`", softplus Softplus "`ln(1 + e^x)`", gelu_tanh GeluTanh "GELU, tanh form",
+    gelu Gelu "GELU, exact form",
     logical_not Not "Logical not",
 }
 

@@ -141,7 +141,12 @@ impl GatedDeltaSpec {
 /// run can be written again by the next.
 ///
 /// Inputs: q f32 `[T, H, D]`; k, v f32 `[T, KV, D]`; key pool and value pool f32 or f16 `[pages, KV, 256, D]`,
-/// mutated; table; row_start; position. Output f32 `[T, H, D]`. `D` is a multiple of 16 and at most 512.
+/// mutated; table; row_start; position; for [`Array::attention_until`] also until u32 `[T]`. Output f32 `[T, H, D]`. `D` is a
+/// multiple of 16 and at most 512.
+///
+/// With `until`, row `t` sees the keys of its sequence up to position `max(position, until[t])`, as far as the step writes them.
+/// All rows are written before any is attended, so with a window no two positions from the first row's window to the last row
+/// may share a page. Prefill regime only.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionSpec {
     /// Factor on `q . k`.
@@ -298,6 +303,43 @@ impl Array {
         batch: &Batch,
         spec: AttentionSpec,
     ) -> Result<Array> {
+        self.attend((k, v), pool, batch, None, spec)
+    }
+
+    /// As [`Array::paged_attention`] in the prefill regime, where a row also sees later keys, up to a position of its own: the
+    /// tokens of a picture see each other. See [`AttentionSpec`].
+    ///
+    /// # Errors
+    /// As [`Array::paged_attention`]; in the decode regime; if `until` is not u32 `[T]`.
+    pub fn attention_until(
+        &self,
+        (k, v): (&Array, &Array),
+        pool: &KvPool,
+        batch: &Batch,
+        until: &Array,
+        spec: AttentionSpec,
+    ) -> Result<Array> {
+        const OP: &str = "attention_until";
+        if spec.regime != Regime::Prefill || spec.window == Some(0) {
+            let reason =
+                "rows that see later keys are rows of the prefill regime, with a window or without".into();
+            return Err(ArrayError::Argument { op: OP, reason });
+        }
+        if until.dtype() != DType::U32 {
+            return Err(ArrayError::DType { op: OP, operand: "until", expected: "u32", got: until.dtype() });
+        }
+        expect_shape(OP, "until", &[extent(self, 0)], until.shape())?;
+        self.attend((k, v), pool, batch, Some(until), spec)
+    }
+
+    fn attend(
+        &self,
+        (k, v): (&Array, &Array),
+        pool: &KvPool,
+        batch: &Batch,
+        until: Option<&Array>,
+        spec: AttentionSpec,
+    ) -> Result<Array> {
         const OP: &str = "paged_attention";
         expect_f32(OP, &[self, k, v])?;
         let (&[tokens, heads, size], kv_heads) = (
@@ -342,7 +384,9 @@ impl Array {
             }
         }
         let batch = checked(OP, batch)?;
-        let inputs = [self, k, v, &pool.keys, &pool.values, &batch.table, &batch.row_start, &batch.position];
+        let mut inputs =
+            vec![self, k, v, &pool.keys, &pool.values, &batch.table, &batch.row_start, &batch.position];
+        inputs.extend(until);
         Array::build(Op::PagedAttention(spec), &inputs, self.shape().clone(), DType::F32)
     }
 }

@@ -172,6 +172,7 @@ fn rope_and_attention_in_both_regimes() {
                 pages: KvPages { keys: &keys, values: &values, kv_heads, head_size },
                 scale: 0.11,
                 window: Some(33),
+                until: None,
                 y: RowsMut::whole(SharedMut::new(y), q_len),
             };
             let workspace = SharedMut::new(&mut workspace);

@@ -88,6 +88,7 @@ impl<E: KvElement + From<f16>> Pool<E> {
             pages: KvPages { keys: &self.keys, values: &self.values, kv_heads, head_size },
             scale,
             window,
+            until: None,
             y: RowsMut::whole(SharedMut::new(&mut y), heads * head_size),
         };
         let workspace = SharedMut::new(&mut workspace);

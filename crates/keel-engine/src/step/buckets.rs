@@ -73,7 +73,7 @@ impl Buckets {
 
     /// The shape for so many rows and sequences.
     pub fn fit(&self, (regime, outcome): (Regime, Outcome), rows: usize, sequences: usize) -> StepShape {
-        let shape = |rows, sequences| StepShape { regime, rows, sequences, outcome };
+        let shape = |rows, sequences| StepShape { regime, rows, sequences, outcome, sees: false };
         let padded = at_least(&self.sequences, sequences.max(1));
         match (regime, outcome) {
             (Regime::Prefill, Outcome::State | Outcome::LastLogits) => {
@@ -101,12 +101,18 @@ impl Buckets {
 
     /// Every shape that serving meets, the largest first: their memory is found at once.
     pub fn list(&self) -> Vec<StepShape> {
-        let decode =
-            |outcome| move |rows, sequences| StepShape { regime: Regime::Decode, rows, sequences, outcome };
+        let decode = |outcome| {
+            move |rows, sequences| StepShape { regime: Regime::Decode, rows, sequences, outcome, sees: false }
+        };
         let mut shapes = Vec::new();
         for &rows in self.prefill_rows.iter().rev() {
-            let prefill =
-                |sequences, outcome| StepShape { regime: Regime::Prefill, rows, sequences, outcome };
+            let prefill = |sequences, outcome| StepShape {
+                regime: Regime::Prefill,
+                rows,
+                sequences,
+                outcome,
+                sees: false,
+            };
             if self.prompts > 1 {
                 shapes.push(prefill(self.prompts, Outcome::LastLogits));
             }
@@ -152,10 +158,10 @@ fn prompts_max(options: &EngineOptions, is_coarse: bool) -> usize {
     options.sequences.min(if is_coarse { PROMPTS_MAX } else { PROMPTS_MAX_FINE })
 }
 
-/// Rows of the largest step of prompts: no more than they can have together.
+/// Rows of the largest step of prompts: no more than they can have together, but a whole picture where its rows see each other.
 pub(crate) fn prefill_rows_max(options: &EngineOptions, is_coarse: bool) -> usize {
     let all = options.context.next_multiple_of(PREFILL_GRID).saturating_mul(prompts_max(options, is_coarse));
-    options.prefill_step.min(all)
+    options.prefill_step.min(all).max(options.picture_run)
 }
 
 /// The first number of an ascending list that is at least `n`; `n` itself if there is none.

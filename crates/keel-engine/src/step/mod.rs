@@ -2,20 +2,23 @@
 
 mod buckets;
 mod results;
+mod sight;
 mod staging;
 
 use keel_array::{Array, ArrayError, Executable, PendingRun, Regime, RowLog, Runtime};
 use keel_cache::{LayerStorage, ModelCache};
 use keel_models::HybridModel;
 use keel_models::blocks::StepContext;
+use keel_models::vision::VisionConfig;
 
-pub(crate) use buckets::Buckets;
+pub(crate) use buckets::{Buckets, prefill_rows_max};
 
 use crate::engine::LogitSink;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
-pub(crate) use results::ids_of;
-use results::{Results, append_rows, read_ids, read_rows};
+use results::{Results, read_ids, read_rows};
+pub(crate) use results::{append_rows, ids_of};
+use sight::SightStaging;
 pub(crate) use staging::Rows;
 use staging::Staging;
 
@@ -60,12 +63,15 @@ pub(crate) struct StepShape {
     pub rows: usize,
     pub sequences: usize,
     pub outcome: Outcome,
+    /// Whether some rows, or tokens behind them, are those of pictures.
+    pub sees: bool,
 }
 
 /// Runs steps.
 pub(crate) struct Stepper {
     buckets: Buckets,
     staging: Staging,
+    sight: Option<SightStaging>,
     results: Results,
     /// Those of the list, which stay.
     listed: Vec<(StepShape, Executable)>,
@@ -83,12 +89,16 @@ impl Stepper {
     pub fn allocate(
         runtime: &Runtime,
         model: &HybridModel,
+        vision: Option<&VisionConfig>,
         options: &EngineOptions,
         pages_per_sequence: usize,
     ) -> Result<Stepper> {
         let buckets = Buckets::new(options, runtime.backend().is_compiling());
+        let sight =
+            vision.map(|config| SightStaging::allocate(runtime, config, options, &buckets)).transpose()?;
         Ok(Stepper {
             staging: Staging::allocate(runtime, model, options, &buckets, pages_per_sequence)?,
+            sight,
             results: Results::allocate(runtime, model, options, &buckets)?,
             buckets,
             listed: Vec::new(),
@@ -202,7 +212,11 @@ impl Stepper {
         let positions = self.staging.positions.prefix(shape.rows)?;
         let log = self.row_log(shape.regime, shape.outcome);
         let turns = self.staging.turns(shape.rows)?;
-        Ok(StepContext { batch, window_batch, positions, turns, regime: shape.regime, log })
+        let sight = match &self.sight {
+            Some(sight) if shape.sees => Some(sight.rows(shape)?),
+            _ => None,
+        };
+        Ok(StepContext { batch, window_batch, positions, turns, sight, regime: shape.regime, log })
     }
 
     fn trace(&self, model: &HybridModel, layers: &[LayerStorage], shape: StepShape) -> Result<Pairs> {
@@ -325,8 +339,14 @@ impl Stepper {
     ) -> Result<&Executable> {
         // A step that only commits has one row, of no sequence.
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
-        let shape = self.buckets.fit((regime, outcome), count, rows.len());
+        let sees = rows.iter().any(Rows::sees);
+        let shape = StepShape { sees, ..self.buckets.fit((regime, outcome), count, rows.len()) };
         self.staging.fill(rows, shape, outcome == Outcome::OpenRows)?;
+        match &self.sight {
+            Some(sight) if sees => sight.fill(rows, shape)?,
+            None if sees => return Err(EngineError::NoEyes),
+            _ => {}
+        }
         self.step(runtime, model, cache, shape)
     }
 
@@ -413,7 +433,13 @@ impl Stepper {
         for block in hidden.chunks(HEAD_ROWS * model.config.hidden) {
             let rows = block.len() / model.config.hidden;
             self.results.head_input()?.write(block)?;
-            let shape = StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome: Outcome::Head };
+            let shape = StepShape {
+                regime: Regime::Prefill,
+                rows,
+                sequences: 1,
+                outcome: Outcome::Head,
+                sees: false,
+            };
             self.step(runtime, model, cache, shape)?.run().map_err(ArrayError::from)?;
             for row in 0..rows {
                 self.read_logits(row, &mut row_logits)?;

@@ -92,7 +92,7 @@ fn not_planned() -> EngineError {
 }
 
 /// Appends rows of a buffer.
-pub(super) fn append_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
+pub(crate) fn append_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
     let row_bytes = array.bytes() / array.shape()[0];
     let mut bytes = vec![0; rows * row_bytes];
     array.read_bytes(row * row_bytes, &mut bytes)?;

@@ -175,7 +175,7 @@ impl Staging {
         for Rows { sequence, tokens: ids, first, next, accepted: open, .. } in rows {
             tokens.extend_from_slice(ids);
             next_tokens.extend(ids.iter().skip(1).copied().chain([next.unwrap_or_default()]));
-            positions.extend((*first..first + ids.len()).map(|p| p as i32));
+            positions.extend((*first..first + ids.len()).map(|token| sequence.position_of(token)[0]));
             row_start.push(tokens.len() as u32);
             last_rows.push((tokens.len() as u32).saturating_sub(1));
             slots.push(sequence.slot());

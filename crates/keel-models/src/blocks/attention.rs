@@ -8,7 +8,7 @@ use crate::loading::Projection;
 /// How queries and keys turn with their position.
 #[derive(Clone, Debug)]
 pub struct Rotation {
-    /// Which elements of a head turn.
+    /// Which elements of a head turn; sections are read where there are pictures.
     pub spec: RopeSpec,
     /// Inverse rotary frequencies, f32 `[rotary / 2]`.
     pub frequencies: Array,
@@ -21,7 +21,12 @@ pub struct Rotation {
 impl Rotation {
     /// Heads f32 `[T, heads, D]` turned, with this norm of each head before, if there is one.
     fn apply(&self, x: &Array, norm: Option<&RmsNorm>, step: &StepContext) -> Result<Array> {
-        let (spec, own) = (&self.spec, &self.frequencies);
+        let own = &self.frequencies;
+        // Text stands at the same position on all axes.
+        let (positions, spec) = match (&step.sight, self.spec.sections) {
+            (Some(sight), Some(_)) => (&sight.positions, self.spec.clone()),
+            _ => (&step.positions, RopeSpec { sections: None, interleaved: false, ..self.spec.clone() }),
+        };
         let turn = |x: &Array, positions: &Array, frequencies: &Array| match norm {
             Some(norm) => x.norm_rope(positions, frequencies, &norm.scale, spec.clone(), norm.eps),
             None => x.rope(positions, frequencies, spec.clone()),
@@ -29,7 +34,7 @@ impl Rotation {
         match (&self.long_frequencies, &step.turns) {
             // A row turns by one of the two; position 0 turns by nothing, to the bit.
             (Some(long), Some(turns)) => turn(x, &turns.short, own)?.rope(&turns.long, long, spec.clone()),
-            _ => turn(x, &step.positions, own),
+            _ => turn(x, positions, own),
         }
     }
 }
@@ -133,7 +138,12 @@ impl Attention {
         let (key, value) = self.key_and_value(&parts[1..], step)?;
         let spec = AttentionSpec { scale: Real::from(self.scale), window: self.window, regime: step.regime };
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
-        Ok((query.paged_attention(&key, &value, pool, batch, spec)?, gate))
+        let until = step.sight.as_ref().and_then(|sight| sight.until.as_ref());
+        let seen = match until {
+            Some(until) => query.attention_until((&key, &value), pool, batch, until, spec)?,
+            None => query.paged_attention(&key, &value, pool, batch, spec)?,
+        };
+        Ok((seen, gate))
     }
 
     /// Keys, turned, and values, each f32 `[T, KV, D]`, of these parts of the projection.

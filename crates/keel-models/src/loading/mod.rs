@@ -352,6 +352,31 @@ impl<'a> Loader<'a> {
         })
     }
 
+    /// A projection of one layer whose `[rows, cols]` values are stored in another order, which `order` mends; kept in f32.
+    ///
+    /// # Errors
+    /// As [`Loader::vector`].
+    pub fn dense(
+        &self,
+        name: &str,
+        (rows, cols): (usize, usize),
+        order: impl FnOnce(Vec<f32>) -> Vec<f32>,
+    ) -> Result<Projection> {
+        self.check_elements(name, &[rows, cols])?;
+        let format = WeightFormat::Dense(DType::F32);
+        let spec = WeightSpec { experts: 1, rows, cols, format, compute: self.compute };
+        let weight = Weight::allocate(self.runtime, spec)?;
+        if !self.runtime.backend().is_planning() {
+            let values = order(self.parameters.values(name, rows * cols)?);
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            let mut assembler = RowAssembler::new(&weight, 0);
+            assembler.push(rows, RowData::Dense(&bytes))?;
+            assembler.flush()?;
+        }
+        (self.progress)(weight.bytes() as u64);
+        Ok(Projection { weights: vec![weight], rotations: vec![None], widths: vec![rows], bias: None })
+    }
+
     /// The biases of layers one behind the other, in the order of the layers' rows.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use super::{Check, FLOATS, INTEGERS, download, expect, layouts, rounded, upload};
 use crate::cases::elementwise::{BROADCASTS, SHAPES};
-use crate::naive::elementwise::{binary, gelu_tanh, select, sigmoid, softplus};
+use crate::naive::elementwise::{binary, gelu, gelu_tanh, select, sigmoid, softplus};
 use crate::naive::silu;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
@@ -23,6 +23,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "sigmoid", run: |r| unary(r, "sigmoid", Array::sigmoid, sigmoid, -9.0) },
     Check { op: "silu", run: |r| unary(r, "silu", Array::silu, silu, -9.0) },
     Check { op: "softplus", run: |r| unary(r, "softplus", Array::softplus, softplus, -30.0) },
+    Check { op: "gelu", run: |r| unary(r, "gelu", Array::gelu, gelu, -9.0) },
     Check { op: "gelu_tanh", run: |r| unary(r, "gelu_tanh", Array::gelu_tanh, gelu_tanh, -9.0) },
     Check { op: "not", run: not },
     Check { op: "add", run: |r| arithmetic(r, "add", Array::add, |a, b| a + b) },

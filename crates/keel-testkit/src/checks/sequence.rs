@@ -2,7 +2,7 @@
 
 use super::share::is_mine;
 use super::{Check, expect, expect_within, rounded, upload};
-use crate::naive::attention::{Shape, attention};
+use crate::naive::attention::{Shape, attention, attention_until};
 use crate::naive::causal_conv::causal_conv;
 use crate::naive::gated_delta::{Inputs, gated_delta};
 use crate::naive::kv_coding::coded;
@@ -35,6 +35,9 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, EXACT) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, EXACT) },
+    Check { op: "paged_attention", run: |r| attend_until(r, KvFormat::F32, EXACT) },
+    Check { op: "paged_attention", run: |r| attend_until(r, KvFormat::F16, EXACT) },
+    Check { op: "paged_attention", run: |r| attend_until(r, KvFormat::Bits8, EXACT) },
     Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, EXACT) },
 ];
 
@@ -55,6 +58,7 @@ pub(super) const FAST: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits4, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits4, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend_until(r, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, FAST_WITHIN) },
 ];
@@ -260,6 +264,65 @@ fn attend(runtime: &Runtime, regime: Regime, format: KvFormat, within: f64) {
                     y.eval().expect("a case runs");
                 }
             }
+        }
+    }
+}
+
+/// Prompts with stretches whose rows see each other, behind what other rows have left; with windows and without.
+fn attend_until(runtime: &Runtime, format: KvFormat, within: f64) {
+    // Position of the first row, rows, stretches of rows.
+    const PROMPTS: [(usize, usize, &[std::ops::Range<usize>]); 2] =
+        [(70, 330, &[3..19, 20..276]), (0, 130, &[0..64, 64..130])];
+    const PAGES: usize = 3;
+    let mut random = Random::new(75);
+    for shape in cases::attention::SHAPES.iter().filter(|shape| is_mine(&("until", format, shape))) {
+        let Some(elements) = format.row_elements(shape.head_size) else { continue };
+        let pool_shape = [2 * PAGES + 1, shape.kv_heads, 256, elements];
+        let array = || Array::persistent(runtime, Category::Kv, pool_shape, format.dtype()).expect("memory");
+        let pool = KvPool { keys: array(), values: array() };
+        let width = shape.kv_heads * shape.head_size;
+        let mut kept: [(Vec<f32>, Vec<f32>); 2] = Default::default();
+        for is_step in [false, true] {
+            let rows = PROMPTS.map(|(first, rows, _)| if is_step { (first, rows) } else { (0, first) });
+            let draw = |random: &mut Random, heads| {
+                draw(random, &[rows.iter().map(|r| r.1).sum(), heads, shape.head_size])
+            };
+            let (q, k) = (draw(&mut random, shape.heads), draw(&mut random, shape.kv_heads));
+            let v = draw(&mut random, shape.kv_heads);
+            let until: Vec<Vec<usize>> = PROMPTS
+                .iter()
+                .zip(rows)
+                .map(|((_, _, stretches), (first, rows))| {
+                    let last =
+                        |t: usize| stretches.iter().find(|s| is_step && s.contains(&t)).map(|s| s.end - 1);
+                    (0..rows).map(|t| first + last(t).unwrap_or(t)).collect()
+                })
+                .collect();
+            // Rows that see no further may say anything up to their own position.
+            let words: Vec<u32> = until.iter().flatten().map(|&u| u as u32).collect();
+            let words = Array::from_slice(runtime, &words, [words.len()]).expect("memory");
+            let spec =
+                AttentionSpec { scale: shape.scale.into(), window: shape.window, regime: Regime::Prefill };
+            let y = up(runtime, &q)
+                .attention_until(
+                    (&up(runtime, &k), &up(runtime, &v)),
+                    &pool,
+                    &batch(runtime, &rows, PAGES),
+                    &words,
+                    spec,
+                )
+                .expect("shapes fit");
+            let (q, k, v) = (floats(&q), kept_values(&floats(&k), format), kept_values(&floats(&v), format));
+            let want: Vec<f64> = (0..2)
+                .flat_map(|b| {
+                    kept[b].0.extend_from_slice(rows_of(&k, &rows, b, width));
+                    kept[b].1.extend_from_slice(rows_of(&v, &rows, b, width));
+                    let q = rows_of(&q, &rows, b, shape.heads * shape.head_size);
+                    attention_until(*shape, q, rows[b].0, &kept[b].0, &kept[b].1, &until[b])
+                })
+                .collect();
+            let what = format!("attention_until {shape:?} of {rows:?}, {format:?}");
+            expect_within(&what, &y, &want, within);
         }
     }
 }

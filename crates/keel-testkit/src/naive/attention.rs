@@ -17,6 +17,19 @@ pub struct Shape {
 
 /// `y` `[T, H, D]` of the queries `q` `[T, H, D]` at positions `first..`, over `k` and `v` `[L, KV, D]`.
 pub fn attention(shape: Shape, q: &[f32], first: usize, k: &[f32], v: &[f32]) -> Vec<f64> {
+    let rows = q.len() / (shape.heads * shape.head_size);
+    attention_until(shape, q, first, k, v, &(first..first + rows).collect::<Vec<_>>())
+}
+
+/// The same where row `t` also sees later keys, up to position `until[t]`.
+pub fn attention_until(
+    shape: Shape,
+    q: &[f32],
+    first: usize,
+    k: &[f32],
+    v: &[f32],
+    until: &[usize],
+) -> Vec<f64> {
     let Shape { heads, kv_heads, head_size, scale, window } = shape;
     let rows = q.len() / (heads * head_size);
     let mut y = vec![0.0; q.len()];
@@ -26,12 +39,13 @@ pub fn attention(shape: Shape, q: &[f32], first: usize, k: &[f32], v: &[f32]) ->
             let position = first + t;
             let from = window.map_or(0, |window| (position + 1).saturating_sub(window));
             let query = &q[(t * heads + h) * head_size..][..head_size];
-            let scores: Vec<f64> = (from..=position)
+            let last = position.max(until[t]);
+            let scores: Vec<f64> = (from..=last)
                 .map(|j| f64::from(scale) * dot(query, &k[(j * kv_heads + kv) * head_size..][..head_size]))
                 .collect();
             let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
-            for (j, score) in (from..=position).zip(&scores) {
+            for (j, score) in (from..=last).zip(&scores) {
                 let weight = (score - largest).exp() / sum;
                 for d in 0..head_size {
                     y[(t * heads + h) * head_size + d] +=

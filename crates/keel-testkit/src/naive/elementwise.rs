@@ -17,6 +17,18 @@ pub fn gelu_tanh(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
 }
 
+/// `0.5 x (1 + erf(x / sqrt 2))`, with `erf(z) = 2 / sqrt(pi) e^(-z^2) sum_n 2^n z^(2n+1) / (1 3 .. (2n+1))`.
+pub fn gelu(x: f64) -> f64 {
+    let z = x / 2f64.sqrt();
+    let terms = (1..400).scan(z, |term, n| {
+        let now = *term;
+        *term *= 2.0 * z * z / f64::from(2 * n + 1);
+        Some(now)
+    });
+    let erf = 2.0 / std::f64::consts::PI.sqrt() * (-z * z).exp() * terms.sum::<f64>();
+    0.5 * x * (1.0 + erf)
+}
+
 /// `f(a, b)` of two tensors stretched to `shape`.
 pub fn binary(a: &Tensor, b: &Tensor, shape: &[usize], f: impl Fn(f64, f64) -> f64) -> Tensor {
     let (a, b) = (a.broadcast(shape), b.broadcast(shape));

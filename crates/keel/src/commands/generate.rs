@@ -10,12 +10,14 @@ use keel_text::{ChatTemplate, GenerationDefaults, Message};
 use serde_json::json;
 
 use crate::args::{
-    Asking, DeviceArgs, EngineArgs, FormArgs, ModelArgs, PromptArgs, SamplingArgs, SpeculateArgs, drafts_max,
+    Asking, DeviceArgs, EngineArgs, FormArgs, ModelArgs, PictureArgs, PromptArgs, SamplingArgs,
+    SpeculateArgs, drafts_max,
 };
 use crate::failure::usage;
 use crate::placement::settle;
 use crate::report::{Memory, Timing};
 use crate::session::{Session, check_ids, close, context_for};
+use crate::sight::{self, Prepared};
 use crate::source::Model;
 use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
@@ -30,6 +32,8 @@ use crate::{output, progress, source};
 pub struct GenerateArgs {
     #[command(flatten)]
     prompt: PromptArgs,
+    #[command(flatten, next_help_heading = "Pictures")]
+    pictures: PictureArgs,
     #[command(flatten, next_help_heading = "Model")]
     model: ModelArgs,
     /// Tokens of prompt and text together to plan memory for, rounded up to pages of 256; by default as many as the
@@ -116,6 +120,8 @@ struct Prompt {
     ids: Vec<u32>,
     /// Printed before the continuation, so that the whole can be read.
     echo: String,
+    /// What is shown with it.
+    pictures: Option<Prepared>,
 }
 
 /// Runs the command.
@@ -128,7 +134,8 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
             let ids_alone = format!("--echo prints a text; the prompt is {} token ids", ids.len());
             return Err(usage(ids_alone));
         }
-        Some(ids) => Prompt { ids, echo: String::new() },
+        Some(ids) => Prompt { ids, echo: String::new(), pictures: None },
+        None if args.pictures.are_any() => show_pictures(args, &model, text.as_ref())?,
         None => encode(args, text.as_ref().context("a text needs a tokenizer")?)?,
     };
     if prompt.ids.is_empty() {
@@ -136,13 +143,14 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     }
     check_ids(&model.config, &prompt.ids)?;
     let context = context(args, &model, prompt.ids.len())?;
+    let vision = prompt.pictures.as_ref().and_then(Prepared::vision_options);
     settle(&args.device, &*model.parameters(), &model.json, |device| {
         let speculation = args.speculate.for_model(&model, device.device(), &args.sampling)?;
-        Ok(EngineOptions { context, drafts: drafts_max(speculation), ..args.engine.options() })
+        Ok(EngineOptions { context, drafts: drafts_max(speculation), vision, ..args.engine.options() })
     });
     let course = Course::new(args, &model, text.as_ref(), &prompt)?;
     let drafts = drafts_max(course.how.speculation);
-    let options = EngineOptions { context, drafts, ..args.engine.options() };
+    let options = EngineOptions { context, drafts, vision, ..args.engine.options() };
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);
     let outcome = generate(args, &mut session, &prompt, course)?;
@@ -171,19 +179,31 @@ fn open_text(model: &Model, optional: bool) -> Result<Option<ModelText>> {
     ModelText::open(model).map(Some)
 }
 
+/// A prompt with pictures, which is always asked through the chat template.
+fn show_pictures(args: &GenerateArgs, model: &Model, text: Option<&ModelText>) -> Result<Prompt> {
+    if args.echo || args.one_by_one {
+        return Err(usage("--echo and --one-by-one are for prompts of text alone"));
+    }
+    let text = text.context("a text needs a tokenizer")?;
+    let written = args.prompt.read_text()?;
+    let conversation = args.pictures.conversation(args.prompt.system.as_deref(), &written)?;
+    let pictures = sight::prepare(model, text, &conversation)?;
+    Ok(Prompt { ids: pictures.tokens.clone(), echo: String::new(), pictures: Some(pictures) })
+}
+
 fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {
     let written = args.prompt.read_text()?;
     let Some(template) = template(args, text)? else {
         let shows = args.echo || (stdout().is_terminal() && !args.quiet);
         let echo = if shows { written.clone() } else { String::new() };
-        return Ok(Prompt { ids: text.encode_text(&written)?, echo });
+        return Ok(Prompt { ids: text.encode_text(&written)?, echo, pictures: None });
     };
     if args.echo {
         return Err(usage("--echo is for a text that is continued; this one is answered (see --raw)"));
     }
     let system = args.prompt.system.iter().map(|system| Message::new("system", system.clone()));
     let messages: Vec<Message> = system.chain([Message::new("user", written)]).collect();
-    Ok(Prompt { ids: text.encode_chat(&template, &messages)?, echo: String::new() })
+    Ok(Prompt { ids: text.encode_chat(&template, &messages)?, echo: String::new(), pictures: None })
 }
 
 /// The chat template that the text is wrapped in, if it is. Says so where a model that was named has none.
@@ -204,7 +224,7 @@ fn template(args: &GenerateArgs, text: &ModelText) -> Result<Option<ChatTemplate
 fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course: Course) -> Result<Outcome> {
     let Course { how, mut stream } = course;
     let speculation = how.speculation;
-    let mut tokens = start(&mut session.engine, &prompt.ids, how)?;
+    let mut tokens = start(&mut session.engine, prompt, how)?;
     let prefill = tokens.prefill_time();
     show(args, &prompt.echo)?;
     let decode_start = Instant::now();
@@ -249,10 +269,15 @@ fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course:
 }
 
 /// Runs the prompt, with a bar.
-fn start<'e>(engine: &'e mut Engine, prompt: &[u32], how: How) -> Result<Tokens<'e>> {
-    let bar = progress::tokens("prompt", prompt.len());
-    let sequence = engine.open()?;
-    let tokens = Tokens::start(engine, sequence, prompt, how, &mut |done| bar.set_position(done as u64));
+fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: How) -> Result<Tokens<'e>> {
+    let sight = match &prompt.pictures {
+        Some(pictures) => pictures.sight(&pictures.look(engine)?)?,
+        None => None,
+    };
+    let bar = progress::tokens("prompt", prompt.ids.len());
+    let mut sequence = engine.open()?;
+    sequence.look_at(sight);
+    let tokens = Tokens::start(engine, sequence, &prompt.ids, how, &mut |done| bar.set_position(done as u64));
     bar.finish_and_clear();
     Ok(tokens?)
 }

@@ -228,7 +228,9 @@ fn attention<P: KvRead>(
     call: &Call<'_>,
     worker: &Worker<'_>,
 ) -> Result<(), String> {
-    let [q, k, v, keys, _, table, row_start, position] = call.inputs else { unreachable!("eight operands") };
+    let [q, k, v, keys, _, table, row_start, position, until @ ..] = call.inputs else {
+        unreachable!("eight operands, nine where rows see later keys")
+    };
     if !q.width().is_multiple_of(LANES) {
         return Err(format!("heads of {}; expected a multiple of {LANES}", q.width()));
     }
@@ -245,6 +247,7 @@ fn attention<P: KvRead>(
         pages,
         scale: spec.scale.get(),
         window: spec.window,
+        until: until.first().map(|until| until.values()),
         y: call.outputs[0].rows_mut(2),
     };
     let write_and_attend = |task: &Attention<'_, P>, k: Rows<'_>, v: Rows<'_>| {
@@ -257,7 +260,7 @@ fn attention<P: KvRead>(
     };
     let (k, v) = (k.rows(2), v.rows(2));
     let within_runs = (0..rows.sequences()).all(|b| runs(&rows, b).count() <= 1);
-    if spec.window.is_none() || within_runs {
+    if spec.window.is_none() || within_runs || whole.until.is_some() {
         write_and_attend(&whole, k, v);
         return Ok(());
     }

@@ -1,7 +1,8 @@
-//! Scaled dot-product attention over paged keys and values, grouped heads, causal, with an optional window.
+//! Scaled dot-product attention over paged keys and values, grouped heads, causal (in prefill, optionally further), with an
+//! optional window.
 //!
 //! ```text
-//! score[h, t, j] = scale * q[t, h] . k[j, h / (H / KV)]      for position[t] - window < j <= position[t]
+//! score[h, t, j] = scale * q[t, h] . k[j, h / (H / KV)]      for position[t] - window < j <= max(position[t], until[t])
 //! y[t, h]        = sum_j softmax_j(score[h, t, j]) * v[j, h / (H / KV)]
 //! ```
 //!
@@ -47,6 +48,8 @@ pub struct Attention<'a, P> {
     pub scale: f32,
     /// A row sees this many positions, its own included; `None`: all of them.
     pub window: Option<usize>,
+    /// For each row, the last position that it sees where that is behind its own; prefill only.
+    pub until: Option<&'a [u32]>,
     /// `[T, H * D]`
     pub y: RowsMut<'a>,
 }
@@ -62,6 +65,14 @@ impl<P: KvRead> Attention<'_, P> {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
+    /// Position behind the last that row `t` of sequence `b` sees, which is at `position`.
+    fn end_seen(&self, b: usize, t: usize, position: usize) -> usize {
+        let rows = self.batch.rows_of(b);
+        let end = self.batch.position[b] as usize + rows.len();
+        let until = self.until.map_or(position, |until| (until[t] as usize).max(position));
+        (until + 1).min(end)
+    }
+
     /// `f32` values of scratch that each worker needs to read pages: for keys, and as many for values.
     fn page_scratch(&self) -> usize {
         2 * P::scratch_len(self.pages.head_size())
@@ -75,5 +86,6 @@ impl<P: KvRead> Attention<'_, P> {
         assert!(self.y.width() == self.q.width());
         assert!(self.q.len() >= self.batch.rows() && self.y.len() >= self.batch.rows());
         assert!(self.window != Some(0), "a window of no positions");
+        assert!(self.until.is_none_or(|until| until.len() >= self.batch.rows()));
     }
 }

@@ -112,8 +112,9 @@ impl<P: KvRead> Block<'_, '_, P> {
         sums.fill(0.0);
 
         let first = self.attention.first_seen(self.positions.start);
-        for page in first / PAGE..(self.positions.end - 1) / PAGE + 1 {
-            let seen = first.saturating_sub(page * PAGE)..(self.positions.end - page * PAGE).min(PAGE);
+        let end = (0..self.positions.len()).map(|i| self.end_seen(i)).max().unwrap_or(0);
+        for page in first / PAGE..(end - 1) / PAGE + 1 {
+            let seen = first.saturating_sub(page * PAGE)..(end - page * PAGE).min(PAGE);
             let tiles = seen.start / TILE * TILE..seen.end.next_multiple_of(TILE);
             self.score(s, queries, page, tiles.clone(), scores, pages);
             for i in 0..self.positions.len() {
@@ -131,8 +132,14 @@ impl<P: KvRead> Block<'_, '_, P> {
     #[inline(always)]
     fn seen(&self, i: usize, start: usize, len: usize) -> Range<usize> {
         let position = self.positions.start + i;
-        let to = (position + 1).saturating_sub(start).min(len);
+        let to = self.end_seen(i).saturating_sub(start).min(len);
         self.attention.first_seen(position).saturating_sub(start).min(to)..to
+    }
+
+    /// Position behind the last that row `i` sees.
+    #[inline(always)]
+    fn end_seen(&self, i: usize) -> usize {
+        self.attention.end_seen(self.b, self.t + i, self.positions.start + i)
     }
 
     /// Scores of all rows against the keys `tiles` of a page.

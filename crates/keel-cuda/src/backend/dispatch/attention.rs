@@ -72,11 +72,17 @@ pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel, mode: Mode)
     let shape = |i: usize| &kernel.inputs[i].layout.shape;
     let (q, kv_heads, table) = (shape(0), shape(1)[1], shape(5));
     let turned = kernel.maker(0).map_or(0, |_| turned_bytes(q));
+    let count = if sees_later_keys(kernel) { 1 } else { shares(spec, q, kv_heads, table, mode).count };
     turned
-        + match shares(spec, q, kv_heads, table, mode).count {
+        + match count {
             1 => 0,
             shares => shares * q[0] * q[1] * (q[2] + 2) * size_of::<f32>(),
         }
+}
+
+/// Whether rows see keys behind their own position; there is a ninth operand then.
+fn sees_later_keys(kernel: &Kernel) -> bool {
+    kernel.inputs.len() > 8
 }
 
 fn turned_bytes(q: &Shape) -> usize {
@@ -84,7 +90,7 @@ fn turned_bytes(q: &Shape) -> usize {
 }
 
 pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayError> {
-    let [q, _, _, keys, _, table, row_start, position] = &call.inputs[..] else {
+    let [q, _, _, keys, _, table, row_start, position, ..] = &call.inputs[..] else {
         unreachable!("eight operands")
     };
     let task = Task::new(spec, call)?;
@@ -122,7 +128,10 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     if spec.window == Some(0) {
         return Ok(());
     }
-    let shares = shares(spec, &q.layout.shape, task.kv_heads, &table.layout.shape, call.mode);
+    let shares = match task.until() {
+        Some(_) => Shares { count: 1, by_position: false },
+        None => shares(spec, &q.layout.shape, task.kv_heads, &table.layout.shape, call.mode),
+    };
     task.attend(queries, 0, shares, partial)?;
     if shares.count == 1 {
         return Ok(());
@@ -228,10 +237,17 @@ impl<'a> Task<'a> {
             .define("RUNS", u8::from(self.runs() > 1))
     }
 
+    /// The last position that each row sees, where that may be behind its own.
+    fn until(&self) -> Option<&'a Bound<'a>> {
+        self.call.inputs.get(8)
+    }
+
     /// Launches that rows are cut into: a window's pages may come round within a long prompt. Decode is never as long.
     fn runs(&self) -> usize {
         match (self.spec.regime, self.spec.window) {
-            (Regime::Prefill, Some(1..)) => self.rows.div_ceil(AttentionSpec::RUN).max(1),
+            (Regime::Prefill, Some(1..)) if self.until().is_none() => {
+                self.rows.div_ceil(AttentionSpec::RUN).max(1)
+            }
             _ => 1,
         }
     }
@@ -259,7 +275,7 @@ impl<'a> Task<'a> {
         queries: u64,
     ) -> Result<(), ArrayError> {
         let Some(any) = q.or(k) else { unreachable!("queries or keys are turned") };
-        let [_, _, v, keys, values, table, row_start, position] = &self.call.inputs[..] else {
+        let [_, _, v, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
         };
         let arguments = Arguments::default()
@@ -294,7 +310,7 @@ impl<'a> Task<'a> {
 
     /// Writes the keys and values of a run to their pages.
     fn write(&self, run: usize) -> Result<(), ArrayError> {
-        let [_, k, v, keys, values, table, row_start, position] = &self.call.inputs[..] else {
+        let [_, k, v, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
         };
         let arguments = all(&[k, v, keys, values, table, row_start, position]);
@@ -305,7 +321,7 @@ impl<'a> Task<'a> {
 
     /// Attends the rows of a run: to y, or to `partial` where there are several shares.
     fn attend(&self, queries: u64, run: usize, shares: Shares, partial: u64) -> Result<(), ArrayError> {
-        let [.., keys, values, table, row_start, position] = &self.call.inputs[..] else {
+        let [_, _, _, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
         };
         let arguments = Arguments::default().pointer(queries);
@@ -320,6 +336,10 @@ impl<'a> Task<'a> {
             .u32(run)
             .pointer(partial)
             .pointer(self.call.outputs[0].address);
+        let arguments = match self.until() {
+            Some(until) => arguments.pointer(until.address),
+            None => arguments,
+        };
         let (key, geometry) = self.kernel(shares.count);
         self.call.launch(&key, geometry, arguments)
     }
@@ -329,6 +349,7 @@ impl<'a> Task<'a> {
         let takes = self.call.gpu.has_wgmma()
             && self.call.mode.precision == Precision::Fast
             && self.call.inputs[3].dtype == DType::F16
+            && self.until().is_none()
             && (self.spec.regime, self.spec.window) == (Regime::Prefill, None);
         match self.size {
             64 | 128 if takes => Some(128),
@@ -347,6 +368,7 @@ impl<'a> Task<'a> {
         let line = self.size + 8;
         let tensor = self.call.mode.precision == Precision::Fast
             && self.call.inputs[3].dtype != DType::F32
+            && self.until().is_none()
             && self.size.is_multiple_of(16);
         let shared_max = self.call.gpu.device.shared_bytes_max;
         if let Some(keys) = self.wide_keys() {
@@ -397,7 +419,7 @@ impl<'a> Task<'a> {
             block: (128, 1, 1),
             shared_bytes: size_of::<f32>() * (48 * self.size + 688),
         };
-        (self.key(ATTENTION, "attention"), geometry)
+        (self.key(ATTENTION, "attention").define("UNTIL", u8::from(self.until().is_some())), geometry)
     }
 }
 

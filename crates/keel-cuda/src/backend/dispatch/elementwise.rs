@@ -113,6 +113,7 @@ fn unary(op: Unary) -> &'static str {
         Unary::Silu => "silu(a)",
         Unary::Softplus => "softplus(a)",
         Unary::GeluTanh => "gelu_tanh(a)",
+        Unary::Gelu => "0.5f * a * (1.0f + erff(a * 0.70710678f))",
         Unary::Not => unreachable!("not is for flags"),
     }
 }

@@ -1,0 +1,80 @@
+//! What a sequence has seen: where its tokens stand on three axes, and the features of its pictures.
+
+use std::sync::Arc;
+
+/// The pictures of a sequence. It belongs to the sequence and goes where that goes: steps read from it which rows are a
+/// picture's, and every later token takes its position from it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Sight {
+    /// Time, row and column of each token from the first on.
+    pub positions: Vec<[i32; 3]>,
+    /// What is added to the number of a later token to give its position.
+    pub delta: i32,
+    /// The row of `features` that takes the place of each token's embedding.
+    pub rows: Vec<Option<u32>>,
+    /// The last token that each token sees, where the rows of a picture see each other; empty elsewhere.
+    pub ends: Vec<u32>,
+    /// Features, level by level, `width` values a row.
+    pub features: Vec<Arc<Vec<f32>>>,
+    /// Values of a row of features.
+    pub width: usize,
+}
+
+impl Sight {
+    /// Where token number `token` stands.
+    pub fn position(&self, token: usize) -> [i32; 3] {
+        match self.positions.get(token) {
+            Some(position) => *position,
+            None => [token as i32 + self.delta; 3],
+        }
+    }
+
+    /// The features of a token at a level, if it is a picture's.
+    pub fn feature(&self, level: usize, token: usize) -> Option<&[f32]> {
+        let row = (*self.rows.get(token)?)? as usize;
+        self.features.get(level)?.get(row * self.width..(row + 1) * self.width)
+    }
+
+    /// Whether any of these tokens is a picture's.
+    pub fn sees_any(&self, tokens: std::ops::Range<usize>) -> bool {
+        let end = tokens.end.min(self.rows.len());
+        self.rows.get(tokens.start..end).is_some_and(|rows| rows.iter().any(Option::is_some))
+    }
+
+    /// The last token that a token sees.
+    pub fn end(&self, token: usize) -> usize {
+        self.ends.get(token).map_or(token, |&end| end as usize)
+    }
+
+    /// The start of the run of tokens that see each other and that both `cut - 1` and `cut` belong to.
+    pub fn run_around(&self, cut: usize) -> Option<std::ops::Range<usize>> {
+        let end = self.end(cut.checked_sub(1)?);
+        if end < cut {
+            return None;
+        }
+        let start = (0..cut).rev().take_while(|&token| self.end(token) == end).last()?;
+        Some(start..end + 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A token, a picture of one row of four, a token.
+    fn sight() -> Sight {
+        let positions = vec![[0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 1, 3], [1, 1, 4], [5, 5, 5]];
+        let rows = vec![None, Some(0), Some(1), Some(2), Some(3), None];
+        let features = vec![Arc::new(vec![1.0, 2.0, 3.0, 4.0])];
+        Sight { positions, delta: 0, rows, ends: vec![0, 4, 4, 4, 4, 5], features, width: 1 }
+    }
+
+    #[test]
+    fn a_cut_within_a_run_is_found() {
+        let sight = sight();
+        assert_eq!([1, 2, 4, 5].map(|cut| sight.run_around(cut)), [None, Some(1..5), Some(1..5), None]);
+        assert!(sight.sees_any(0..2) && !sight.sees_any(5..9));
+        assert_eq!(sight.feature(0, 3), Some(&[3.0][..]));
+        assert_eq!((sight.feature(0, 5), sight.feature(1, 3), sight.position(7)), (None, None, [7; 3]));
+    }
+}

@@ -1,0 +1,129 @@
+//! Buffers for the rows of pictures in a step.
+
+use keel_array::{Array, Category, DType, Regime, Runtime};
+use keel_models::blocks::SightRows;
+use keel_models::vision::VisionConfig;
+
+use super::staging::Rows;
+use super::{Buckets, Outcome, StepShape};
+use crate::Result;
+use crate::options::EngineOptions;
+
+/// The buffers, for the largest step of a prompt.
+pub(super) struct SightStaging {
+    sees: Array,
+    /// Level by level, f32 `[rows, hidden]`.
+    features: Vec<Array>,
+    /// i32 `[3 rows]`
+    positions: Array,
+    /// u32 `[rows]`, where the rows of a picture see each other.
+    until: Option<Array>,
+    /// `sees` and the first of `features` of the tokens behind the rows, where sequences draft.
+    next: Option<(Array, Array)>,
+}
+
+impl Rows<'_> {
+    /// Whether a row, or the token behind one, is a picture's.
+    pub fn sees(&self) -> bool {
+        let tokens = self.first..self.first + self.tokens.len() + 1;
+        self.sequence.sight().is_some_and(|sight| sight.sees_any(tokens))
+    }
+}
+
+impl SightStaging {
+    pub fn allocate(
+        runtime: &Runtime,
+        config: &VisionConfig,
+        options: &EngineOptions,
+        buckets: &Buckets,
+    ) -> Result<SightStaging> {
+        let (rows, hidden) = (buckets.prefill_rows_max(), config.text_hidden);
+        let array = |shape: &[usize], dtype| Array::persistent(runtime, Category::Vision, shape, dtype);
+        let sees = || array(&[rows, 1], DType::Bool);
+        let features = || array(&[rows, hidden], DType::F32);
+        Ok(SightStaging {
+            sees: sees()?,
+            features: (0..config.levels()).map(|_| features()).collect::<std::result::Result<_, _>>()?,
+            positions: array(&[3 * rows], DType::I32)?,
+            until: config.is_bidirectional().then(|| array(&[rows], DType::U32)).transpose()?,
+            next: if options.drafts > 0 { Some((sees()?, features()?)) } else { None },
+        })
+    }
+
+    /// The arrays of a step.
+    pub fn rows(&self, shape: StepShape) -> Result<SightRows> {
+        let rows = shape.rows;
+        let first = |array: &Array| array.prefix(rows);
+        let features = self.features.iter().map(first).collect::<std::result::Result<Vec<_>, _>>()?;
+        let sees = first(&self.sees)?;
+        let next = match (&self.next, shape.outcome) {
+            // The rows' own tokens are those behind the hidden states.
+            (_, Outcome::MtpHidden) => Some((sees.clone(), features[0].clone())),
+            (Some((sees, features)), _) => Some((first(sees)?, first(features)?)),
+            (None, _) => None,
+        };
+        Ok(SightRows {
+            sees,
+            features,
+            positions: self.positions.prefix(3 * rows)?.reshape([3, rows])?,
+            // Rows of the decode regime are no picture's where those see each other; only the token behind one may be.
+            until: match shape.regime {
+                Regime::Prefill => self.until.as_ref().map(first).transpose()?,
+                Regime::Decode => None,
+            },
+            next,
+        })
+    }
+
+    /// Fills the buffers for the rows of a step of this shape. Rows beyond them are nobody's and see nothing.
+    pub fn fill(&self, rows: &[Rows<'_>], shape: StepShape) -> Result<()> {
+        let shift = usize::from(shape.outcome == Outcome::MtpHidden);
+        fill_features((rows, shape.rows), shift, &self.sees, &self.features)?;
+        if let Some((sees, features)) = &self.next {
+            fill_features((rows, shape.rows), 1, sees, std::slice::from_ref(features))?;
+        }
+        let mut places: Vec<[i32; 3]> = rows
+            .iter()
+            .flat_map(|row| {
+                (row.first..row.first + row.tokens.len()).map(|token| row.sequence.position_of(token))
+            })
+            .collect();
+        places.resize(shape.rows, [0; 3]);
+        let axes: Vec<i32> = (0..3).flat_map(|axis| places.iter().map(move |place| place[axis])).collect();
+        self.positions.write(&axes)?;
+        if let Some(until) = &self.until {
+            let ends = rows.iter().flat_map(|row| {
+                (row.first..row.first + row.tokens.len())
+                    .map(|token| row.sequence.sight().map_or(token, |sight| sight.end(token)) as u32)
+            });
+            let mut ends: Vec<u32> = ends.collect();
+            ends.resize(shape.rows, 0);
+            until.write(&ends)?;
+        }
+        Ok(())
+    }
+}
+
+/// Features of the tokens `shift` behind the rows' own.
+fn fill_features(
+    (rows, count): (&[Rows<'_>], usize),
+    shift: usize,
+    sees: &Array,
+    levels: &[Array],
+) -> Result<()> {
+    let width = levels.first().map_or(0, |level| level.shape()[1]);
+    let mut flags = vec![false; count];
+    for (level, array) in levels.iter().enumerate() {
+        let mut values = vec![0.0f32; count * width];
+        let tokens =
+            rows.iter().flat_map(|row| (0..row.tokens.len()).map(move |i| (row, row.first + i + shift)));
+        for (i, (row, token)) in tokens.enumerate() {
+            if let Some(feature) = row.sequence.sight().and_then(|sight| sight.feature(level, token)) {
+                values[i * width..(i + 1) * width].copy_from_slice(feature);
+                flags[i] = true;
+            }
+        }
+        array.write(&values)?;
+    }
+    Ok(sees.write(&flags)?)
+}

@@ -1,0 +1,367 @@
+//! The numbers of a tower, read from `vision_config`.
+
+use serde_json::Value;
+
+use crate::{ModelError, Result};
+
+/// Largest width, count or length of a tower: far above all, far below where products overflow.
+const EXTENT_MAX: usize = 1 << 20;
+
+/// Functions between the two halves of a feed-forward layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TowerActivation {
+    /// GELU in its tanh form.
+    GeluTanh,
+    /// GELU with the error function.
+    Gelu,
+    /// `x * sigmoid(x)`.
+    Silu,
+}
+
+/// The special tokens around a picture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VisionTokens {
+    /// One row of a picture.
+    pub image: u32,
+    /// One row of a video, where the model reads videos.
+    pub video: Option<u32>,
+    /// Before the rows of a picture.
+    pub start: u32,
+    /// After them.
+    pub end: u32,
+}
+
+/// In what towers differ.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TowerKind {
+    /// Qwen3-VL and Qwen3.5: any grid of patches, positions turned and interpolated, `merge * merge` patches a row.
+    Qwen {
+        /// Frames of a patch.
+        frames: usize,
+        /// Patches along a side of what becomes one row.
+        merge: usize,
+        /// Entries along a side of the table of positions.
+        table_side: usize,
+        /// Base of the rotary frequencies.
+        theta: f64,
+        /// Blocks after which further features are taken; they are added after the first text layers.
+        deepstack: Vec<usize>,
+    },
+    /// Gemma 3: SigLIP on pictures of one size, averaged down to a fixed number of rows, which see each other in the text
+    /// model.
+    Siglip {
+        /// Pixels along a side of a picture.
+        image_size: usize,
+        /// Rows of a picture.
+        rows: usize,
+    },
+}
+
+/// A tower.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VisionConfig {
+    /// What is particular to it.
+    pub kind: TowerKind,
+    /// Blocks.
+    pub depth: usize,
+    /// Width.
+    pub hidden: usize,
+    /// Heads of attention.
+    pub heads: usize,
+    /// Width of the feed-forward layer.
+    pub intermediate: usize,
+    /// Added under every root.
+    pub eps: f32,
+    /// Of the feed-forward layer.
+    pub activation: TowerActivation,
+    /// Pixels along a side of a patch.
+    pub patch: usize,
+    /// Width of the text model.
+    pub text_hidden: usize,
+    /// Around pictures.
+    pub tokens: VisionTokens,
+}
+
+/// Looks up numbers of one part of a config.
+struct Part<'a>(&'a Value);
+
+impl Part<'_> {
+    fn size_of(&self, keys: &[&str], default: Option<usize>) -> Result<usize> {
+        let found = keys.iter().find_map(|key| self.0.get(*key).filter(|v| !v.is_null()).map(|v| (*key, v)));
+        let (key, number) = match found {
+            Some((key, value)) => (key, value.as_u64().map(|n| n as usize).ok_or_else(|| value.to_string())),
+            None => (keys[0], default.ok_or_else(|| "missing".to_string())),
+        };
+        match number {
+            Ok(n) if (1..=EXTENT_MAX).contains(&n) => Ok(n),
+            Ok(n) => Err(format!("{n}")),
+            Err(found) => Err(found),
+        }
+        .map_err(|found| {
+            let reason =
+                format!("vision_config.{key} is {found}, expected a whole number from 1 to {EXTENT_MAX}");
+            ModelError::Config(reason)
+        })
+    }
+
+    fn number_or(&self, key: &str, default: f64) -> Result<f64> {
+        match self.0.get(key).filter(|v| !v.is_null()) {
+            None => Ok(default),
+            Some(value) => value.as_f64().filter(|x| x.is_finite() && *x > 0.0).ok_or_else(|| {
+                ModelError::Config(format!("vision_config.{key} is {value}, expected a number above 0"))
+            }),
+        }
+    }
+
+    fn activation(&self, default: &str) -> Result<TowerActivation> {
+        match self.0["hidden_act"].as_str().unwrap_or(default) {
+            "gelu_pytorch_tanh" | "gelu_new" => Ok(TowerActivation::GeluTanh),
+            "gelu" => Ok(TowerActivation::Gelu),
+            "silu" | "swish" => Ok(TowerActivation::Silu),
+            other => Err(ModelError::Config(format!(
+                "vision_config.hidden_act {other:?} is not supported; there are gelu_pytorch_tanh, gelu and silu"
+            ))),
+        }
+    }
+}
+
+impl VisionConfig {
+    pub(super) fn from_json(config: &Value) -> Result<Option<VisionConfig>> {
+        let vision = &config["vision_config"];
+        if !vision.is_object() {
+            return Ok(None);
+        }
+        let parsed = match config["model_type"].as_str().unwrap_or_default() {
+            "qwen3_5" | "qwen3_5_moe" | "qwen3_vl" => qwen(config, &Part(vision))?,
+            "gemma3" => gemma(config, &Part(vision))?,
+            _ => return Ok(None),
+        };
+        parsed.check()?;
+        Ok(Some(parsed))
+    }
+
+    fn check(&self) -> Result<()> {
+        let wrong = if !self.hidden.is_multiple_of(self.heads) {
+            format!("hidden_size {} is not a multiple of the {} heads", self.hidden, self.heads)
+        } else if self.depth > 4096 {
+            format!("a depth of {} is above 4096", self.depth)
+        } else {
+            match &self.kind {
+                TowerKind::Qwen { table_side: 0, .. } => {
+                    "num_position_embeddings is not a square".to_string()
+                }
+                TowerKind::Qwen { .. } if !self.head_dim().is_multiple_of(4) => {
+                    format!("heads of {} cannot be turned by rows and columns", self.head_dim())
+                }
+                TowerKind::Qwen { deepstack, .. } if deepstack.iter().any(|&block| block >= self.depth) => {
+                    format!("deepstack_visual_indexes {deepstack:?} name blocks beyond {}", self.depth)
+                }
+                TowerKind::Siglip { image_size, .. } if !image_size.is_multiple_of(self.patch) => {
+                    format!("image_size {image_size} is not a multiple of patch_size {}", self.patch)
+                }
+                TowerKind::Siglip { rows, .. } if self.pool().is_none() => {
+                    format!("{rows} rows do not divide a grid of {} patches a side", self.grid_side())
+                }
+                _ => return Ok(()),
+            }
+        };
+        Err(ModelError::Config(format!("vision_config: {wrong}")))
+    }
+
+    /// Size of a head.
+    pub fn head_dim(&self) -> usize {
+        self.hidden / self.heads
+    }
+
+    /// Patches along a side of a picture of a tower with one size.
+    pub fn grid_side(&self) -> usize {
+        match self.kind {
+            TowerKind::Qwen { .. } => 0,
+            TowerKind::Siglip { image_size, .. } => image_size / self.patch,
+        }
+    }
+
+    /// Patches along a side of what is averaged to one row.
+    pub fn pool(&self) -> Option<usize> {
+        let TowerKind::Siglip { rows, .. } = self.kind else { return None };
+        let side = rows.isqrt();
+        (side > 0 && side * side == rows && self.grid_side().is_multiple_of(side))
+            .then(|| self.grid_side() / side)
+    }
+
+    /// Patches along a side of a block whose rows lie side by side in the tower's order.
+    pub fn block_side(&self) -> usize {
+        match self.kind {
+            TowerKind::Qwen { merge, .. } => merge,
+            TowerKind::Siglip { .. } => self.pool().unwrap_or(1),
+        }
+    }
+
+    /// Values of a patch.
+    pub fn patch_values(&self) -> usize {
+        let frames = match self.kind {
+            TowerKind::Qwen { frames, .. } => frames,
+            TowerKind::Siglip { .. } => 1,
+        };
+        3 * frames * self.patch * self.patch
+    }
+
+    /// Sets of features: those that replace embeddings, and those that are added after text layers.
+    pub fn levels(&self) -> usize {
+        match &self.kind {
+            TowerKind::Qwen { deepstack, .. } => 1 + deepstack.len(),
+            TowerKind::Siglip { .. } => 1,
+        }
+    }
+
+    /// Rows of a picture that see each other in the text model; 0 where they do not.
+    pub fn run_rows(&self) -> usize {
+        match self.kind {
+            TowerKind::Qwen { .. } => 0,
+            TowerKind::Siglip { rows, .. } => rows,
+        }
+    }
+
+    /// Whether the rows of a picture see each other in the text model.
+    pub fn is_bidirectional(&self) -> bool {
+        matches!(self.kind, TowerKind::Siglip { .. })
+    }
+}
+
+fn token(config: &Value, keys: [&str; 2], default: Option<u32>) -> Result<u32> {
+    let found = keys.iter().find_map(|key| config.get(*key).filter(|v| !v.is_null()));
+    let id = match found {
+        None => default,
+        Some(value) => value.as_u64().and_then(|id| u32::try_from(id).ok()),
+    };
+    id.ok_or_else(|| ModelError::Config(format!("{} is missing or no token id", keys[0])))
+}
+
+fn text_hidden(config: &Value) -> Result<usize> {
+    let size = config["text_config"]["hidden_size"].as_u64().or(config["hidden_size"].as_u64());
+    size.map(|n| n as usize).ok_or_else(|| ModelError::Config("hidden_size is missing".into()))
+}
+
+fn qwen(config: &Value, part: &Part<'_>) -> Result<VisionConfig> {
+    let table = part.size_of(&["num_position_embeddings"], None)?;
+    let table_side = table.isqrt();
+    let theta = &part.0["rope_parameters"];
+    let deepstack = match part.0["deepstack_visual_indexes"].as_array() {
+        None => Vec::new(),
+        Some(list) => {
+            let blocks: Option<Vec<usize>> = list.iter().map(|v| v.as_u64().map(|n| n as usize)).collect();
+            blocks.ok_or_else(|| {
+                ModelError::Config(
+                    "vision_config.deepstack_visual_indexes is no list of whole numbers".into(),
+                )
+            })?
+        }
+    };
+    let channels = part.size_of(&["in_channels", "in_chans"], Some(3))?;
+    if channels != 3 {
+        return Err(ModelError::Config(format!("vision_config.in_channels is {channels}, expected 3")));
+    }
+    let text_hidden = text_hidden(config)?;
+    let out = part.size_of(&["out_hidden_size"], Some(text_hidden))?;
+    if out != text_hidden {
+        return Err(ModelError::Config(format!(
+            "vision_config.out_hidden_size is {out}, the text model's hidden_size {text_hidden}"
+        )));
+    }
+    Ok(VisionConfig {
+        kind: TowerKind::Qwen {
+            frames: part.size_of(&["temporal_patch_size"], Some(2))?,
+            merge: part.size_of(&["spatial_merge_size"], Some(2))?,
+            table_side: if table_side * table_side == table { table_side } else { 0 },
+            theta: Part(theta).number_or("rope_theta", 10000.0)?,
+            deepstack,
+        },
+        depth: part.size_of(&["depth"], None)?,
+        hidden: part.size_of(&["hidden_size"], None)?,
+        heads: part.size_of(&["num_heads"], None)?,
+        intermediate: part.size_of(&["intermediate_size"], None)?,
+        eps: 1e-6,
+        activation: part.activation("gelu_pytorch_tanh")?,
+        patch: part.size_of(&["patch_size"], Some(16))?,
+        text_hidden,
+        tokens: VisionTokens {
+            image: token(config, ["image_token_id", "image_token_index"], None)?,
+            video: token(config, ["video_token_id", "video_token_index"], None).ok(),
+            start: token(config, ["vision_start_token_id", "vision_start_token_index"], None)?,
+            end: token(config, ["vision_end_token_id", "vision_end_token_index"], None)?,
+        },
+    })
+}
+
+/// Published configs leave out what the reference has as default.
+fn gemma(config: &Value, part: &Part<'_>) -> Result<VisionConfig> {
+    let rows = config["mm_tokens_per_image"].as_u64().unwrap_or(256) as usize;
+    Ok(VisionConfig {
+        kind: TowerKind::Siglip { image_size: part.size_of(&["image_size"], Some(224))?, rows },
+        depth: part.size_of(&["num_hidden_layers"], Some(12))?,
+        hidden: part.size_of(&["hidden_size"], Some(768))?,
+        heads: part.size_of(&["num_attention_heads"], Some(12))?,
+        intermediate: part.size_of(&["intermediate_size"], Some(3072))?,
+        eps: part.number_or("layer_norm_eps", 1e-6)? as f32,
+        activation: part.activation("gelu_pytorch_tanh")?,
+        patch: part.size_of(&["patch_size"], Some(16))?,
+        text_hidden: text_hidden(config).or_else(|error| {
+            if config["text_config"]["hidden_size"].is_null() { Ok(2304) } else { Err(error) }
+        })?,
+        tokens: VisionTokens {
+            image: token(config, ["image_token_id", "image_token_index"], Some(262_144))?,
+            video: None,
+            start: token(config, ["boi_token_id", "boi_token_index"], Some(255_999))?,
+            end: token(config, ["eoi_token_id", "eoi_token_index"], Some(256_000))?,
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn minimal() -> Value {
+        json!({"model_type": "qwen3_vl", "image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7,
+            "vision_end_token_id": 8, "text_config": {"hidden_size": 96},
+            "vision_config": {"depth": 2, "hidden_size": 48, "num_heads": 2, "intermediate_size": 64,
+                "num_position_embeddings": 81, "out_hidden_size": 96, "deepstack_visual_indexes": [0, 1]}})
+    }
+
+    #[test]
+    fn numbers_are_found() {
+        let c = read(minimal()).expect("sound").expect("a tower");
+        assert_eq!((c.head_dim(), c.patch_values(), c.levels(), c.block_side()), (24, 1536, 3, 2));
+        assert!(read(json!({"model_type": "qwen3"})).expect("sound").is_none());
+        let gemma = json!({"model_type": "gemma3", "mm_tokens_per_image": 256, "text_config": {"hidden_size": 2560},
+            "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+                "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14}});
+        let c = read(gemma).expect("sound").expect("a tower");
+        assert_eq!((c.grid_side(), c.pool(), c.tokens.image), (64, Some(4), 262_144));
+    }
+
+    fn read(config: Value) -> Result<Option<VisionConfig>> {
+        VisionConfig::from_json(&config)
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (key, value) in [
+            ("depth", json!(null)),
+            ("num_heads", json!(5)),
+            ("num_position_embeddings", json!(80)),
+            ("out_hidden_size", json!(97)),
+            ("deepstack_visual_indexes", json!([0, 2])),
+            ("hidden_act", json!("relu")),
+            ("in_channels", json!(1)),
+            ("patch_size", json!(0)),
+        ] {
+            let mut config = minimal();
+            config["vision_config"][key] = value;
+            let message = read(config).expect_err(key).to_string();
+            let named = message.contains(key) || message.contains("heads");
+            assert!(named && message.contains("vision_config"), "{key}: {message}");
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! Eyes: towers that turn pictures into rows of embeddings, and where those rows stand.
+//!
+//! A tower is a lazy graph like any model. Its rows see each other within one picture (or one group of a video's frames), so a
+//! picture is one run of [`Tower::features`].
+
+mod config;
+pub mod layers;
+mod load;
+mod positions;
+pub mod qwen;
+pub mod siglip;
+mod tower;
+
+pub use config::{TowerActivation, TowerKind, VisionConfig, VisionTokens};
+pub use positions::{ImageRun, SightPlan, run_ends, sight_of};
+pub use tower::{Tower, TowerHead, TowerInput, TowerRows};
+
+use serde_json::Value;
+
+use crate::Result;
+use crate::loading::Parameters;
+
+/// The vision part of a config, if the model has one.
+///
+/// # Errors
+/// A part that is incomplete or contradicts itself or the text part.
+pub fn read_vision(config: &Value) -> Result<Option<VisionConfig>> {
+    VisionConfig::from_json(config)
+}
+
+/// Whether a checkpoint still has the tower that its config names: converters drop it.
+pub fn has_tower(config: &VisionConfig, parameters: &dyn Parameters) -> bool {
+    load::root_of(config, parameters).is_some()
+}

@@ -1,0 +1,95 @@
+//! Where the tokens of a prompt with pictures stand: positions on three axes (time, row, column), and which rows see each other.
+//!
+//! Reference: `get_rope_index` of transformers' `modeling_qwen3_vl.py`. A text token stands at `(c, c, c)`; then `c` grows by one.
+//! A picture of `h` by `w` rows that starts at `c` stands at `(c, c + row, c + column)`; then `c` grows by `max(h, w)`. Each group
+//! of a video's frames is a picture of its own.
+
+use super::config::VisionConfig;
+use crate::{ModelError, Result};
+
+/// The rows of one picture, or of one group of a video's frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageRun {
+    /// Rows of it, from top to bottom.
+    pub height: usize,
+    /// Rows of it, from left to right.
+    pub width: usize,
+    /// The first of its features, counted over all.
+    pub first: usize,
+}
+
+/// Where the tokens of a prompt stand.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SightPlan {
+    /// Time, row and column of each token.
+    pub positions: Vec<[i32; 3]>,
+    /// What is added to the number of a later token to give its position.
+    pub delta: i32,
+    /// The feature that takes the place of each token's embedding.
+    pub features: Vec<Option<u32>>,
+}
+
+/// Finds the pictures' tokens in a prompt. `images` and `videos` are their runs in order.
+///
+/// # Errors
+/// If the prompt has more tokens of pictures or videos than these, or fewer.
+pub fn sight_of(
+    config: &VisionConfig,
+    tokens: &[u32],
+    images: &[ImageRun],
+    videos: &[ImageRun],
+) -> Result<SightPlan> {
+    let (mut images, mut videos) = (images.iter(), videos.iter());
+    let mut plan = SightPlan::default();
+    let (mut at, mut next) = (0, 0i32);
+    while let Some(&token) = tokens.get(at) {
+        let run = if token == config.tokens.image {
+            images.next()
+        } else if Some(token) == config.tokens.video {
+            videos.next()
+        } else {
+            plan.positions.push([next; 3]);
+            plan.features.push(None);
+            (at, next) = (at + 1, next + 1);
+            continue;
+        };
+        let run = run.ok_or_else(|| miscounted("more"))?;
+        let count = run.height * run.width;
+        if count == 0 || tokens[at..].iter().take(count).any(|&t| t != token) || tokens.len() - at < count {
+            return Err(miscounted("fewer"));
+        }
+        for i in 0..count {
+            let place = [0, i / run.width, i % run.width].map(|offset| next + offset as i32);
+            // Where positions have one axis, the next one follows from the number of tokens.
+            plan.positions.push(if config.is_bidirectional() { [next + i as i32; 3] } else { place });
+            plan.features.push(Some((run.first + i) as u32));
+        }
+        next += if config.is_bidirectional() { count } else { run.height.max(run.width) } as i32;
+        at += count;
+    }
+    if images.next().is_some() || videos.next().is_some() {
+        return Err(miscounted("fewer"));
+    }
+    plan.delta = next - tokens.len() as i32;
+    Ok(plan)
+}
+
+fn miscounted(what: &str) -> ModelError {
+    ModelError::Config(format!(
+        "the prompt has {what} tokens of pictures than its pictures give; their tokens may not be written as text"
+    ))
+}
+
+/// The last token that each token sees where the rows of a picture see each other: that of its run, or itself.
+pub fn run_ends(config: &VisionConfig, plan: &SightPlan) -> Vec<u32> {
+    let count = plan.features.len();
+    let mut ends: Vec<u32> = (0..count as u32).collect();
+    if config.is_bidirectional() {
+        for i in (0..count.saturating_sub(1)).rev() {
+            if plan.features[i].is_some() && plan.features[i + 1].is_some() {
+                ends[i] = ends[i + 1];
+            }
+        }
+    }
+    ends
+}

@@ -1,0 +1,150 @@
+//! A tower put together.
+
+use keel_array::{Array, Batch, KvPool, Runtime};
+
+use super::config::{TowerKind, VisionConfig};
+use super::layers::{TowerBlock, TowerStep};
+use super::qwen::{self, Merger};
+use super::siglip::Projector;
+use crate::Result;
+use crate::loading::Projection;
+
+/// What follows the blocks.
+#[derive(Debug)]
+pub enum TowerHead {
+    /// Qwen: rows of a block side by side, two layers; the same for each further level.
+    Merged {
+        /// Of the last block.
+        merger: Merger,
+        /// Of earlier blocks, in the order of their features.
+        deepstack: Vec<Merger>,
+        /// f32 `[D / 2]`: those of the rows, then those of the columns.
+        frequencies: Array,
+    },
+    /// Gemma 3: norm, average, norm, one product.
+    Averaged(Projector),
+}
+
+/// A tower in memory.
+#[derive(Debug)]
+pub struct Tower {
+    /// Its numbers.
+    pub config: VisionConfig,
+    /// Of a patch's values.
+    pub patch: Projection,
+    /// f32 `[positions, hidden]`
+    pub positions: Array,
+    /// The blocks.
+    pub blocks: Vec<TowerBlock>,
+    /// What follows them.
+    pub head: TowerHead,
+}
+
+/// What the host makes for a run: where each patch stands.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TowerRows {
+    /// Row and column of each patch, and a third axis that is not read: `[3, N]`.
+    pub positions: Vec<i32>,
+    /// Entries of the table of positions, `[TAPS, N]`.
+    pub entries: Vec<u32>,
+    /// The share of each, `[TAPS, N]`.
+    pub shares: Vec<f32>,
+}
+
+impl TowerRows {
+    /// Entries of the table that a patch's position is mixed of.
+    pub const TAPS: usize = 4;
+}
+
+/// The arrays of a run of `N` patches.
+pub struct TowerInput<'a> {
+    /// f32 `[N, values]`
+    pub patches: &'a Array,
+    /// i32 `[3, N]`
+    pub positions: &'a Array,
+    /// u32 `[TAPS, N]`
+    pub entries: &'a Array,
+    /// f32 `[TAPS, N]`
+    pub shares: &'a Array,
+    /// u32 `[N]`: `N - 1` throughout.
+    pub until: &'a Array,
+    /// The rows as one sequence at position 0.
+    pub batch: &'a Batch,
+    /// Room for the keys and values of one layer, heads of [`Tower::padded_head`].
+    pub pool: &'a KvPool,
+}
+
+impl Tower {
+    /// The size of a head in pages.
+    pub fn padded_head(config: &VisionConfig) -> usize {
+        super::layers::TowerAttention::padded(config.head_dim())
+    }
+
+    /// Where the patches of a grid of `h` by `w` stand, block by block.
+    pub fn rows(config: &VisionConfig, h: usize, w: usize) -> TowerRows {
+        match config.kind {
+            TowerKind::Qwen { merge, table_side, .. } => qwen::rows(h, w, merge, table_side),
+            TowerKind::Siglip { .. } => super::siglip::rows(config.grid_side(), config.block_side()),
+        }
+    }
+
+    /// The features of a run, f32 `[rows, text hidden]`, level by level.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn features(&self, input: &TowerInput<'_>) -> Result<Vec<Array>> {
+        let mut x = self.patch.apply_wide(input.patches)?.add(&self.position(input)?)?;
+        let turn = match &self.head {
+            TowerHead::Merged { frequencies, .. } => Some((input.positions, frequencies)),
+            TowerHead::Averaged(_) => None,
+        };
+        let step = TowerStep { pool: input.pool, batch: input.batch, until: input.until, turn };
+        let taken: &[usize] = match &self.config.kind {
+            TowerKind::Qwen { deepstack, .. } => deepstack,
+            TowerKind::Siglip { .. } => &[],
+        };
+        let mut deep = Vec::new();
+        for (i, block) in self.blocks.iter().enumerate() {
+            x = block.apply(&x, &step)?;
+            if let (TowerHead::Merged { deepstack, .. }, Some(_)) =
+                (&self.head, taken.iter().find(|&&t| t == i))
+            {
+                deep.push(deepstack[deep.len()].apply(&x)?);
+            }
+        }
+        let features = match &self.head {
+            TowerHead::Merged { merger, .. } => merger.apply(&x)?,
+            TowerHead::Averaged(projector) => projector.apply(&x)?,
+        };
+        Ok(std::iter::once(features).chain(deep).collect())
+    }
+
+    /// The mixed entries of the table of positions, f32 `[N, hidden]`.
+    fn position(&self, input: &TowerInput<'_>) -> Result<Array> {
+        let rows = input.patches.shape()[0];
+        let tap = |i: usize| -> Result<Array> {
+            let entries = input.entries.slice_axis(0, i, i + 1)?.reshape([rows])?;
+            let share = input.shares.slice_axis(0, i, i + 1)?.reshape([rows, 1])?;
+            Ok(self.positions.take(&entries)?.mul(&share)?)
+        };
+        if matches!(self.config.kind, TowerKind::Siglip { .. }) {
+            return Ok(self.positions.take(&input.entries.slice_axis(0, 0, 1)?.reshape([rows])?)?);
+        }
+        let mut sum = tap(0)?;
+        for i in 1..TowerRows::TAPS {
+            sum = sum.add(&tap(i)?)?;
+        }
+        Ok(sum)
+    }
+
+    /// The runtime that it is loaded into.
+    pub fn runtime(&self) -> &Runtime {
+        self.positions.runtime()
+    }
+}
+
+/// `(row, column)` of each patch of a grid of `h` by `w`, blocks of `side` by `side` side by side.
+pub(super) fn block_order(h: usize, w: usize, side: usize) -> impl Iterator<Item = (usize, usize)> {
+    let blocks = (0..h / side).flat_map(move |r| (0..w / side).map(move |c| (r * side, c * side)));
+    blocks.flat_map(move |(r, c)| (0..side * side).map(move |i| (r + i / side, c + i % side)))
+}

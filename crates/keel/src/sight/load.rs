@@ -1,0 +1,55 @@
+//! Pictures from files and data URIs.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use keel_vision::{DecodeLimits, Picture, decode};
+
+/// Where a picture is.
+pub enum Origin {
+    /// In a file.
+    File(PathBuf),
+    /// Here.
+    Bytes(Vec<u8>),
+}
+
+/// Where a URL or path leads. Nothing is fetched from elsewhere.
+///
+/// # Errors
+/// A URL that is no data URI and no path, or a data URI that is broken.
+pub fn origin(url: &str, folder: &Path) -> Result<Origin> {
+    if let Some(data) = url.strip_prefix("data:") {
+        let Some((kind, coded)) = data.split_once(',') else { bail!("a data URI has no comma") };
+        if !kind.ends_with(";base64") {
+            bail!("a data URI is not in base64");
+        }
+        let bytes = STANDARD.decode(coded.trim()).context("a data URI is no base64")?;
+        return Ok(Origin::Bytes(bytes));
+    }
+    if let Some((scheme, _)) = url.split_once("://").filter(|(scheme, _)| *scheme != "file") {
+        bail!("a {scheme} URL is not fetched; give a path or a data URI");
+    }
+    Ok(Origin::File(folder.join(url.strip_prefix("file://").unwrap_or(url))))
+}
+
+/// The picture, decoded.
+///
+/// # Errors
+/// A file that cannot be read, is too large, or is no picture.
+pub fn picture(origin: &Origin) -> Result<Picture> {
+    let limits = DecodeLimits::default();
+    match origin {
+        Origin::Bytes(bytes) => Ok(decode(bytes, limits)?),
+        Origin::File(path) => {
+            let shown = path.display();
+            let file = std::fs::File::open(path).with_context(|| format!("cannot read {shown}"))?;
+            let mut bytes = Vec::new();
+            let one_more = limits.file_bytes as u64 + 1;
+            file.take(one_more).read_to_end(&mut bytes).with_context(|| format!("cannot read {shown}"))?;
+            decode(&bytes, limits).with_context(|| shown.to_string())
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! From a conversation with pictures to a prompt, and to what a sequence sees.
+//!
+//! ```text
+//! messages.rs   the JSON of a conversation; its pictures and videos are taken out
+//! load.rs       files and data URIs, decoded
+//! mod.rs        processed, the template rendered, placeholders repeated, positions found; then the tower
+//! ```
+
+mod load;
+mod messages;
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use keel_cache::Sight;
+use keel_engine::{Engine, Features, PatchGrid, VisionOptions};
+use keel_models::vision::{self, ImageRun, TowerKind, VisionConfig, run_ends, sight_of};
+use keel_text::ChatRequest;
+use keel_vision::{
+    Grid, ImageSpan, Placeholders, ProcessedImage, ProcessedVideo, ProcessorFiles, VideoSpan, expand,
+    timestamps,
+};
+use serde_json::{Map, Value};
+
+use crate::source::{Model, ModelFiles};
+use crate::text::ModelText;
+
+pub use load::Origin;
+pub use messages::{Conversation, VideoPart};
+
+/// A conversation made ready: its tokens, and its pictures as the tower reads them.
+pub struct Prepared {
+    /// The prompt.
+    pub tokens: Vec<u32>,
+    /// The tower's numbers, where the model has one.
+    pub vision: Option<VisionConfig>,
+    /// Pictures in order, crops behind the picture that they are of.
+    pub images: Vec<ProcessedImage>,
+    /// Videos in order.
+    pub videos: Vec<ProcessedVideo>,
+}
+
+/// Rows of the text model's width, level by level, of all pictures and of all videos.
+#[derive(Default)]
+pub struct Seen {
+    /// Of pictures.
+    pub images: Features,
+    /// Of videos.
+    pub videos: Features,
+}
+
+/// Renders and encodes a conversation, and prepares its pictures.
+///
+/// # Errors
+/// Pictures for a model that reads text alone; files that cannot be read; what the processor, the template or the tokenizer says.
+pub fn prepare(model: &Model, text: &ModelText, conversation: &Conversation) -> Result<Prepared> {
+    let vision = vision::read_vision(&model.json)?;
+    let has_tower = vision.as_ref().is_some_and(|config| vision::has_tower(config, &*model.parameters()));
+    if conversation.has_pictures() && !has_tower {
+        bail!("this model reads text alone: it has no vision tower, so it cannot be shown pictures");
+    }
+    let (mut images, mut videos) = (Vec::new(), Vec::new());
+    let (mut image_spans, mut video_spans) = (Vec::new(), Vec::new());
+    if let Some(config) = vision.as_ref().filter(|_| conversation.has_pictures()) {
+        let files = processor_files(model)?;
+        for part in &conversation.images {
+            let mut processed = files.image(&conversation.settings)?.process(&load::picture(part)?)?;
+            let tokens = processed.first().map_or(0, |one| tokens_of(config, one.grid));
+            image_spans.push(ImageSpan { tokens, crops: processed.len() - 1 });
+            images.append(&mut processed);
+        }
+        for part in &conversation.videos {
+            let (video, span) = prepare_video(config, &files, part, &conversation.settings)?;
+            video_spans.push(span);
+            videos.push(video);
+        }
+    }
+    let request =
+        ChatRequest { variables: Some(&conversation.variables), ..ChatRequest::new(&conversation.messages) };
+    let mut prompt = text.template()?.render(&request)?;
+    if let Some(config) = &vision {
+        prompt = expand(&prompt, &placeholders(config, text)?, &image_spans, &video_spans)?;
+    }
+    let tokens = text.tokenizer.encode(&prompt, false)?;
+    Ok(Prepared { tokens, vision, images, videos })
+}
+
+fn processor_files(model: &Model) -> Result<ProcessorFiles> {
+    match &model.files {
+        ModelFiles::Checkpoint(checkpoint) => Ok(ProcessorFiles::read(checkpoint.folder())?),
+        _ => bail!("this form of a model has no processor files, so it cannot be shown pictures"),
+    }
+}
+
+fn prepare_video(
+    config: &VisionConfig,
+    files: &ProcessorFiles,
+    part: &VideoPart,
+    settings: &Map<String, Value>,
+) -> Result<(ProcessedVideo, VideoSpan)> {
+    let mut settings = settings.clone();
+    settings.extend(part.settings.clone());
+    let processor = files.video(&settings)?;
+    let taken = processor.sample(part.frames.len(), part.fps)?;
+    let frames = taken.iter().map(|&i| load::picture(&part.frames[i])).collect::<Result<Vec<_>>>()?;
+    let video = processor.process(&frames)?;
+    let seconds = timestamps(&taken, part.fps, processor.frames_per_patch());
+    let span = VideoSpan { tokens: tokens_of(config, Grid { t: 1, ..video.grid }), seconds };
+    Ok((video, span))
+}
+
+/// Rows that the tower gives of a grid.
+fn tokens_of(config: &VisionConfig, grid: Grid) -> usize {
+    match config.kind {
+        TowerKind::Qwen { merge, .. } => grid.patches() / (merge * merge),
+        TowerKind::Siglip { rows, .. } => rows,
+    }
+}
+
+/// The special tokens as the tokenizer writes them.
+fn placeholders(config: &VisionConfig, text: &ModelText) -> Result<Placeholders> {
+    let written = |id: u32| match text.tokenizer.id_to_token(id) {
+        Some(token) => Ok(token),
+        None => bail!("config.json names token {id} for pictures, and the tokenizer does not have it"),
+    };
+    let tokens = config.tokens;
+    let (image, start, end) = (written(tokens.image)?, written(tokens.start)?, written(tokens.end)?);
+    Ok(match config.kind {
+        TowerKind::Qwen { .. } => {
+            let video = tokens.video.map_or(Ok("<|video_pad|>".to_string()), written)?;
+            Placeholders::Qwen { image, video, start, end }
+        }
+        TowerKind::Siglip { .. } => Placeholders::Gemma { image, start, end },
+    })
+}
+
+impl Prepared {
+    /// For what pictures an engine must plan; `None` without any.
+    pub fn vision_options(&self) -> Option<VisionOptions> {
+        let grids = self.images.iter().map(|one| one.grid).chain(self.videos.iter().map(|one| one.grid));
+        let patches = grids.map(|grid| grid.h * grid.w).max()?;
+        Some(VisionOptions { patches })
+    }
+
+    /// Has the tower look at everything.
+    ///
+    /// # Errors
+    /// What the engine says.
+    pub fn look(&self, engine: &mut Engine) -> Result<Seen> {
+        let mut seen = Seen::default();
+        for image in &self.images {
+            append(&mut seen.images, engine.see(&image.values, grid_of(image.grid))?);
+        }
+        for video in &self.videos {
+            append(&mut seen.videos, engine.see(&video.values, grid_of(video.grid))?);
+        }
+        Ok(seen)
+    }
+
+    /// What a sequence sees that runs the prompt; `None` for a model that reads text alone.
+    ///
+    /// # Errors
+    /// If the prompt's tokens and the pictures do not fit together.
+    pub fn sight(&self, seen: &Seen) -> Result<Option<Arc<Sight>>> {
+        let Some(config) = &self.vision else { return Ok(None) };
+        let width = config.text_hidden;
+        let (mut first, mut images, mut videos) = (0, Vec::new(), Vec::new());
+        for image in &self.images {
+            images.extend(runs(config, image.grid, &mut first));
+        }
+        for video in &self.videos {
+            videos.extend(runs(config, video.grid, &mut first));
+        }
+        let plan = sight_of(config, &self.tokens, &images, &videos)?;
+        let ends = if config.is_bidirectional() { run_ends(config, &plan) } else { Vec::new() };
+        let level = |i: usize| -> Vec<f32> {
+            let of = |features: &Features| features.levels.get(i).cloned().unwrap_or_default();
+            [of(&seen.images), of(&seen.videos)].concat()
+        };
+        let features = (0..config.levels()).map(|i| Arc::new(level(i))).collect();
+        Ok(Some(Arc::new(Sight {
+            positions: plan.positions,
+            delta: plan.delta,
+            rows: plan.features,
+            ends,
+            features,
+            width,
+        })))
+    }
+}
+
+fn grid_of(grid: Grid) -> PatchGrid {
+    PatchGrid { t: grid.t, h: grid.h, w: grid.w }
+}
+
+fn append(all: &mut Features, more: Features) {
+    all.levels.resize(more.levels.len(), Vec::new());
+    all.levels.iter_mut().zip(more.levels).for_each(|(all, more)| all.extend(more));
+}
+
+/// The runs of tokens of a grid: one for each group of frames.
+fn runs(config: &VisionConfig, grid: Grid, first: &mut usize) -> Vec<ImageRun> {
+    let (groups, height, width) = match config.kind {
+        TowerKind::Qwen { merge, .. } => (grid.t, grid.h / merge, grid.w / merge),
+        TowerKind::Siglip { rows, .. } => (1, 1, rows),
+    };
+    let run = |_| {
+        let run = ImageRun { height, width, first: *first };
+        *first += height * width;
+        run
+    };
+    (0..groups).map(run).collect()
+}

@@ -1,0 +1,233 @@
+//! Conversations with pictures against the reference outputs of the fixtures.
+
+mod common;
+
+use std::path::Path;
+
+use common::{arg, fail, floats, holds, ints, relative_error, succeed};
+use keel_testkit::fixtures::{VLM, vlm_fixture};
+use keel_weights::{SafetensorsFile, TensorSource};
+use serde_json::{Value, json};
+
+/// Between f32 and f64 there is 2e-6; the smallest mistake costs 1e-4.
+const FEATURES_MAX: f64 = 2e-5;
+const LOGITS_MAX: f64 = 1e-4;
+
+fn cases(folder: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(folder.join("cases.json")).expect("readable");
+    let all: Value = serde_json::from_str(&text).expect("JSON");
+    all["cases"].as_array().expect("a list").clone()
+}
+
+/// The conversation in OpenAI's form.
+fn conversation(folder: &Path, case: &Value) -> Value {
+    let path = |name: &Value| {
+        let images = std::path::absolute(folder.join("images")).expect("a path");
+        json!(images.join(name.as_str().expect("a name")))
+    };
+    let mut messages = case["messages"].clone();
+    for message in messages.as_array_mut().expect("a list") {
+        for part in message["content"].as_array_mut().into_iter().flatten() {
+            if part["type"] == "image" {
+                *part = json!({"type": "image_url", "image_url": {"url": path(&part["image"])}});
+            } else if part["type"] == "video" {
+                let video = &case["video"];
+                let frames: Vec<Value> =
+                    video["frames"].as_array().expect("frames").iter().map(path).collect();
+                *part = json!({"type": "video", "video": frames, "fps": video["fps"],
+                    "do_sample_frames": video["do_sample_frames"]});
+            }
+        }
+    }
+    let mut settings = case["processor_kwargs"].as_object().cloned().unwrap_or_default();
+    settings.retain(|key, _| key.contains("pan_and_scan"));
+    json!({"messages": messages, "processor_kwargs": settings})
+}
+
+fn bytes(path: &Path, name: &str) -> Vec<u8> {
+    let file = SafetensorsFile::open(path).expect("opens");
+    file.tensor(name).expect("there").bytes().to_vec()
+}
+
+/// Compares what the file holds of a case with the reference.
+fn check(name: &str, want: &Path, out: &Path) {
+    for tensor in ["input_ids", "position_ids", "rope_deltas", "image_grid_thw", "video_grid_thw"] {
+        if holds(want, tensor) {
+            assert!(bytes(out, tensor) == bytes(want, tensor), "{name}: {tensor} differs");
+        }
+    }
+    let exact = ["resized_u8.0", "resized_u8.1", "resized_u8.2", "resized_u8_video", "pixel_values"];
+    for tensor in exact.into_iter().chain(["pixel_values_videos"]) {
+        if holds(want, tensor) {
+            assert!(bytes(out, tensor) == bytes(want, tensor), "{name}: {tensor} differs");
+        }
+    }
+    let deep =
+        (0..3).flat_map(|k| [format!("deepstack_features.{k}"), format!("deepstack_video_features.{k}")]);
+    for tensor in ["image_features", "video_features"].map(String::from).into_iter().chain(deep) {
+        if holds(want, &tensor) {
+            let error = relative_error(&floats(out, &tensor), &floats(want, &tensor));
+            assert!(error <= FEATURES_MAX, "{name}: {tensor} differ by {error:.1e}");
+        }
+    }
+    let got = floats(out, "logits");
+    let (got, tensor) = match holds(want, "logits") {
+        true => (&got[..], "logits"),
+        false => (&got[got.len() - floats(want, "logits_last").len()..], "logits_last"),
+    };
+    let error = relative_error(got, &floats(want, tensor));
+    assert!(error <= LOGITS_MAX, "{name}: {tensor} differ by {error:.1e}");
+    if holds(want, "mtp_logits") {
+        let error = relative_error(&floats(out, "mtp_logits"), &floats(want, "mtp_logits"));
+        assert!(error <= LOGITS_MAX, "{name}: mtp_logits differ by {error:.1e}");
+    }
+}
+
+/// Whether the reference can be compared with: it leaves a video's markers around those of its frames, which are replaced
+/// here, and clips 16 bits of grey; JPEGs are decoded by another decoder.
+fn is_comparable(case: &Value) -> bool {
+    let name = case["name"].as_str().expect("named");
+    let with_markers = name.starts_with("f_") && name != "f_video_no_outer_wrapper";
+    !with_markers && !["e_gray16", "e_cmyk", "e_exif", "e_jpeg420"].contains(&name)
+}
+
+fn compare(extra: &[&str], is_mine: fn(&str) -> bool) {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let (messages, out) = (dir.path().join("messages.json"), dir.path().join("out.safetensors"));
+    for model in VLM {
+        let Some(folder) = vlm_fixture(model) else { continue };
+        for case in cases(&folder) {
+            let name = case["name"].as_str().expect("named");
+            if !is_comparable(&case) || !is_mine(name) {
+                continue;
+            }
+            std::fs::write(&messages, conversation(&folder, &case).to_string()).expect("writable");
+            let command =
+                ["logits", "--model", arg(&folder), "--messages", arg(&messages), "--out", arg(&out)];
+            succeed(&[&command[..], &["--compute", "f32"], extra].concat());
+            check(
+                &format!("{model} {name} {extra:?}"),
+                &folder.join(format!("expected_{name}.safetensors")),
+                &out,
+            );
+        }
+    }
+}
+
+#[test]
+fn conversations_match_the_reference() {
+    compare(&[], |_| true);
+}
+
+#[test]
+fn chunks_and_single_tokens_match_the_reference() {
+    let few = |name: &str| {
+        ["a_photo", "c_two_images", "f_video_no_outer_wrapper", "h_pan_and_scan"].contains(&name)
+    };
+    compare(&["--prefill-step", "64"], few);
+    compare(&["--one-by-one"], few);
+}
+
+#[test]
+fn the_frames_of_a_video_match_the_reference() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let (messages, out) = (dir.path().join("messages.json"), dir.path().join("out.safetensors"));
+    for model in VLM {
+        let Some(folder) = vlm_fixture(model) else { continue };
+        for case in cases(&folder).iter().filter(|case| case["video"].is_object()) {
+            let name = case["name"].as_str().expect("named");
+            let want = folder.join(format!("expected_{name}.safetensors"));
+            std::fs::write(&messages, conversation(&folder, case).to_string()).expect("writable");
+            let command =
+                ["logits", "--model", arg(&folder), "--messages", arg(&messages), "--out", arg(&out)];
+            succeed(&[&command[..], &["--compute", "f32"]].concat());
+            for tensor in ["resized_u8_video", "pixel_values_videos", "video_grid_thw", "rope_deltas"] {
+                if holds(&want, tensor) {
+                    assert!(bytes(&out, tensor) == bytes(&want, tensor), "{model} {name}: {tensor} differs");
+                }
+            }
+            let error = relative_error(&floats(&out, "video_features"), &floats(&want, "video_features"));
+            assert!(error <= FEATURES_MAX, "{model} {name}: {error:.1e}");
+            // Two markers fewer for each video; everything else is the same.
+            let (got, wanted) = (ints(&out, "input_ids").len(), ints(&want, "input_ids").len());
+            let markers = if name == "f_video_no_outer_wrapper" { 0 } else { 2 };
+            assert_eq!(got + markers, wanted, "{model} {name}");
+        }
+    }
+}
+
+/// Two logits this close may be ranked either way.
+const NEAR_TIE: f32 = 1e-3;
+
+#[test]
+fn answers_about_pictures_match_the_reference() {
+    for model in VLM {
+        let Some(folder) = vlm_fixture(model) else { continue };
+        for (case, speculate) in [("a_photo", "off"), ("b_large", "off"), ("b_large", "2")] {
+            if speculate != "off" && !model.starts_with("vlm_qwen3_5") {
+                continue;
+            }
+            let want = folder.join(format!("expected_{case}.safetensors"));
+            let (greedy, margin) = (ints(&want, "greedy_ids"), floats(&want, "greedy_margin"));
+            let image = folder.join("images").join(format!("{case}.png"));
+            let all = cases(&folder);
+            let asked = all.iter().find(|c| c["name"] == case).expect("there");
+            let parts = asked["messages"][0]["content"].as_array().expect("parts");
+            let text = parts[1]["text"].as_str().expect("text");
+            let command =
+                ["generate", "--model", arg(&folder), "--image", arg(&image), text, "--compute", "f32"];
+            let how = [
+                "--temperature",
+                "0",
+                "--max-tokens",
+                "24",
+                "--ignore-eos",
+                "--json",
+                "--speculate",
+                speculate,
+            ];
+            let report = common::json(&[&command[..], &how].concat());
+            let got: Vec<u64> =
+                report["tokens"].as_array().expect("a list").iter().filter_map(Value::as_u64).collect();
+            assert_eq!(got.len(), greedy.len());
+            for (i, (got, want)) in got.iter().zip(&greedy).enumerate() {
+                if *got != u64::from(*want) {
+                    assert!(
+                        margin[i] < NEAR_TIE,
+                        "{model} {case} {speculate}: token {i} is {got}, expected {want}"
+                    );
+                    break;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_seen_is_said_in_a_sentence() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let path = |name: &str| dir.path().join(name);
+    let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../keel-vision/tests/data");
+    let sound = std::fs::read(pictures.join("bilevel.png")).expect("readable");
+    std::fs::write(path("cut.png"), &sound[..sound.len() / 2]).expect("writable");
+    std::fs::write(path("text.png"), "no picture").expect("writable");
+    std::fs::write(path("sound.png"), &sound).expect("writable");
+    let out = path("out");
+    let run = |model: &Path, url: &str, reason: &str| {
+        let part = json!({"type": "image_url", "image_url": {"url": url}});
+        let conversation = json!({"messages": [{"role": "user", "content": [part]}]});
+        std::fs::write(path("m.json"), conversation.to_string()).expect("writable");
+        fail(
+            &["logits", "--model", arg(model), "--messages", arg(&path("m.json")), "--out", arg(&out)],
+            reason,
+        );
+    };
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    run(&demo, "sound.png", "reads text alone");
+    let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
+    run(&folder, "cut.png", "cannot be decoded");
+    run(&folder, "text.png", "no picture that can be read");
+    run(&folder, "missing.png", "cannot read");
+    run(&folder, "https://example.org/a.png", "is not fetched");
+    run(&folder, "data:image/png;base64,%%", "base64");
+}
