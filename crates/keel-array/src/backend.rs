@@ -39,6 +39,15 @@ pub struct Preparations {
     pub captured: u64,
 }
 
+/// What a backend holds for itself; see [`Backend::own_memory`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OwnMemory {
+    /// Bytes of the device, charged to `workspace`.
+    pub device_bytes: u64,
+    /// Bytes of the host, charged to `staging`.
+    pub host_bytes: u64,
+}
+
 /// Memory of a device. The backend that allocated it knows its concrete type.
 pub trait DeviceMemory: Any + Send + Sync {
     /// For the backend to recognise its own memory.
@@ -101,6 +110,12 @@ pub trait Backend: Send + Sync + 'static {
         None
     }
 
+    /// Memory that the backend holds for itself as long as it lives: counters, reports and pinned memory that data passes
+    /// through. The runtime charges it, so that it is in the plan and in the books.
+    fn own_memory(&self) -> OwnMemory {
+        OwnMemory::default()
+    }
+
     /// True if memory is only counted, never touched: the backend of `keel plan`.
     fn is_planning(&self) -> bool {
         false
@@ -128,6 +143,17 @@ pub trait Backend: Send + Sync + 'static {
         for at in (0..bytes).step_by(PIECE_BYTES) {
             self.write(memory, offset + at, &zeros[..PIECE_BYTES.min(bytes - at)]);
         }
+    }
+
+    /// Whether this device can run the kernel with these attributes, shapes and types. It is asked for every kernel when a
+    /// program is made, so that a plan which succeeds runs. The answer needs no device: a backend that only plans gives the
+    /// one of the device it plans for.
+    ///
+    /// # Errors
+    /// What it cannot run, what it could, and what to do, in a sentence.
+    fn supports(&self, kernel: &Kernel) -> Result<(), String> {
+        let _ = kernel;
+        Ok(())
     }
 
     /// Scratch that this kernel needs, placed in the arena beside the operands.
@@ -315,7 +341,7 @@ impl Buffer {
 
 /// Memory of the host with an owner in the ledger, for what is kept away from the device. It is given back on drop.
 pub struct HostBuffer {
-    bytes: Vec<u8>,
+    bytes: Box<[u8]>,
     charge: Charge,
 }
 
@@ -329,13 +355,13 @@ impl HostBuffer {
     ) -> Result<HostBuffer> {
         let charge = ledger.charge(category, bytes as u64)?;
         let bytes = if backend.is_planning() { 0 } else { bytes };
-        // Zeroed memory that is not touched is not there yet, but asking for it aborts where it cannot be had.
-        Vec::<u8>::new().try_reserve_exact(bytes).map_err(|error| ArrayError::Allocation {
+        // The system zeroes memory when it is first touched. `vec![0; bytes]` does the same, but aborts where there is none.
+        let bytes = bytemuck::try_zeroed_slice_box(bytes).map_err(|()| ArrayError::Allocation {
             category,
             requested: bytes as u64,
-            reason: error.to_string(),
+            reason: "the host has no memory left".into(),
         })?;
-        Ok(HostBuffer { bytes: vec![0; bytes], charge })
+        Ok(HostBuffer { bytes, charge })
     }
 
     /// The category it is charged to.

@@ -58,6 +58,16 @@ pub enum ArrayError {
         /// What is wrong and what to do.
         reason: String,
     },
+    /// The device cannot run the operation with these shapes.
+    #[error("{backend} cannot run {op}: {reason}")]
+    Unsupported {
+        /// The device.
+        backend: String,
+        /// Operation.
+        op: String,
+        /// What it cannot do, what it can, and what to do.
+        reason: String,
+    },
     /// The hard limit would be exceeded.
     #[error(
         "out of memory for {category}: requested {requested} bytes, {used} in use of a limit of {limit}; \

@@ -30,7 +30,8 @@ mod weight;
 
 pub use array::Array;
 pub use backend::{
-    Backend, Buffer, DeviceMemory, HostBuffer, LAUNCHES_MAX, Preparations, RESULT_BYTES_MAX, Ticket,
+    Backend, Buffer, DeviceMemory, HostBuffer, LAUNCHES_MAX, OwnMemory, Preparations, RESULT_BYTES_MAX,
+    Ticket,
 };
 pub use blocks::BlockFormat;
 pub use custom::{CudaSource, CustomKernel, HostCall, HostFn, HostSlice, HostSliceMut};

@@ -25,14 +25,14 @@ impl DeviceUsage {
     }
 
     /// What the driver has taken for this process beside tensor memory: `in use - others - tensors`, tensors being those
-    /// of `allocated` that lie on the device.
+    /// of `allocated` that lie on the device: not parked sequences, and not `host_bytes` of the backend's own.
     ///
     /// It is the context, the code of kernels that have been used so far, what libraries hold, and the rest of the last
     /// granule of each allocation. What other programs have taken since then counts, too, and all that they have where
     /// [`DeviceUsage::others`] is unknown, and the tensors of this process's other runtimes: to its driver one device is one
     /// account.
-    pub fn driver_bytes(&self, allocated: &MemoryReport) -> u64 {
-        let tensors = allocated.total() - allocated.get(Category::Swap);
+    pub fn driver_bytes(&self, allocated: &MemoryReport, host_bytes: u64) -> u64 {
+        let tensors = (allocated.total() - allocated.get(Category::Swap)).saturating_sub(host_bytes);
         self.in_use().saturating_sub(self.others().unwrap_or(0)).saturating_sub(tensors)
     }
 }
@@ -47,18 +47,18 @@ mod tests {
         let ledger = Ledger::default();
         let usage = DeviceUsage { total: 80_000, free: 60_000, free_before: Some(78_000) };
         assert_eq!((usage.in_use(), usage.others()), (20_000, Some(2_000)));
-        assert_eq!(usage.driver_bytes(&ledger.active()), 18_000, "nothing is allocated");
+        assert_eq!(usage.driver_bytes(&ledger.active(), 0), 18_000, "nothing is allocated");
 
         let charges = [(Category::Weights, 15_000), (Category::Kv, 2_300), (Category::Swap, 9_000)];
         let _held = charges.map(|(category, bytes)| ledger.charge(category, bytes).expect("no limit"));
-        assert_eq!(usage.driver_bytes(&ledger.active()), 700, "parked sequences are in the host's memory");
+        assert_eq!(usage.driver_bytes(&ledger.active(), 0), 700, "parked sequences are in the host's memory");
         let unknown = DeviceUsage { free_before: None, ..usage };
-        assert_eq!((unknown.others(), unknown.driver_bytes(&ledger.active())), (None, 2_700));
+        assert_eq!((unknown.others(), unknown.driver_bytes(&ledger.active(), 0)), (None, 2_700));
     }
 
     #[test]
     fn what_others_give_back_meanwhile_is_not_below_nothing() {
         let usage = DeviceUsage { total: 80_000, free: 79_000, free_before: Some(70_000) };
-        assert_eq!(usage.driver_bytes(&MemoryReport::default()), 0);
+        assert_eq!(usage.driver_bytes(&MemoryReport::default(), 0), 0);
     }
 }

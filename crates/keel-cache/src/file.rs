@@ -86,7 +86,8 @@ impl ModelCache {
         }
         let mut sequence = self.open()?;
         sequence.set_long(file.metadata().get(TURNS).is_some_and(|turns| turns == LONG));
-        match self.fill_from(&file, &mut sequence, tokens.len()) {
+        let filled = self.fill_from(&file, &mut sequence, tokens.len());
+        match filled.and_then(|()| Ok(file.check_intact()?)) {
             Ok(()) => Ok((sequence, tokens)),
             Err(error) => {
                 self.release(sequence);

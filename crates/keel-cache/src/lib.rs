@@ -35,6 +35,8 @@ mod swap;
 
 pub use error::{CacheError, Result};
 pub use interruption::Interruption;
+/// For the index of a folder of saved caches.
+pub use keel_weights::{open_regular, read_regular, write_whole};
 pub use model_cache::{LayerStorage, ModelCache};
 pub use pages::PageAllocator;
 pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree};

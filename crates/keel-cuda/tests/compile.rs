@@ -284,7 +284,7 @@ fn every_kernel_compiles_for_every_architecture() {
                 Err(error @ CudaError::Missing { .. })
                     if std::env::var_os("KEEL_REQUIRE_NVRTC").is_none() =>
                 {
-                    eprintln!("skipped: {error}");
+                    keel_testkit::skipped!("needs the compiler of kernels: {error}");
                     return;
                 }
                 Err(error) => failures.lock().expect("nobody panics").push(error.to_string()),

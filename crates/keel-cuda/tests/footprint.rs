@@ -9,8 +9,7 @@ const GRANULE: u64 = 2 << 20;
 
 #[test]
 fn tensors_are_no_part_of_the_drivers_footprint() {
-    if std::env::var_os("KEEL_TEST_CUDA").is_none() {
-        eprintln!("skipped: set KEEL_TEST_CUDA=1 on a machine with a GPU");
+    if !keel_testkit::has_gpu!() {
         return;
     }
     let backend = Arc::new(CudaBackend::new(&CudaOptions::default()).expect("a GPU"));

@@ -52,8 +52,7 @@ impl Way {
 
 #[test]
 fn every_operation_agrees_with_its_oracle() {
-    if std::env::var_os("KEEL_TEST_CUDA").is_none() {
-        eprintln!("skipped: set KEEL_TEST_CUDA=1 on a machine with a GPU");
+    if !keel_testkit::has_gpu!() {
         return;
     }
     let ways = [Way::Exact, Way::Fast, Way::FastDeterministic];

@@ -29,9 +29,8 @@ fn options() -> EngineOptions {
     }
 }
 
-fn batcher(name: &str, batch: BatchOptions) -> Option<Batcher> {
-    let folder = fixture(name)?;
-    Some(Batcher::new(engine(&folder, &runtime(2), options()), batch))
+fn batcher(name: &str, batch: BatchOptions) -> Batcher {
+    Batcher::new(engine(&fixture(name), &runtime(2), options()), batch)
 }
 
 #[test]
@@ -39,7 +38,7 @@ fn every_sequence_of_a_busy_batch_gets_the_tokens_it_gets_alone() {
     let speculation = SpeculationOptions { depth: Depth::Fixed(2), ..SpeculationOptions::default() };
     let batch = BatchOptions { step_tokens: 128, speculation, ..BatchOptions::default() };
     for (name, drafts) in [("qwen3_5", 0), ("qwen3_5", 3), ("qwen3_5_moe", 3), ("qwen3_5_mlx_4bit", 0)] {
-        let Some(folder) = fixture(name) else { return };
+        let folder = fixture(name);
         let mut busy =
             Batcher::new(engine(&folder, &runtime(2), EngineOptions { drafts, ..options() }), batch);
         let shared = prompt(name, 99, 200);
@@ -59,7 +58,7 @@ fn every_sequence_of_a_busy_batch_gets_the_tokens_it_gets_alone() {
         };
         let together = run(&mut busy, requests());
         let anew = BatchOptions { reuse_prefixes: false, ..batch };
-        let mut quiet = batcher(name, anew).expect("as before");
+        let mut quiet = batcher(name, anew);
         for (i, request) in requests().into_iter().enumerate() {
             let mut only = request;
             only.id = 0;
@@ -78,7 +77,7 @@ fn every_sequence_of_a_busy_batch_gets_the_tokens_it_gets_alone() {
 #[test]
 fn a_next_turn_runs_only_what_is_new() {
     for name in FIXTURES {
-        let Some(mut batcher) = batcher(name, BatchOptions::default()) else { return };
+        let mut batcher = batcher(name, BatchOptions::default());
         let first = prompt(name, 1, 330);
         let answer = run(&mut batcher, vec![BatchRequest::new(0, first.clone(), 100)]).remove(0).tokens;
         let second = [first, answer, prompt(name, 2, 40)].concat();
@@ -86,7 +85,7 @@ fn a_next_turn_runs_only_what_is_new() {
         assert_eq!(outcome.cached, (330 + 99) / 64 * 64, "{name}: all but the last grid of the answer");
         if name == "qwen3_5" {
             let drafting = EngineOptions { drafts: 3, ..options() };
-            let folder = fixture(name).expect("as before");
+            let folder = fixture(name);
             let speculation = SpeculationOptions { depth: Depth::Fixed(3), ..SpeculationOptions::default() };
             let batch = BatchOptions { speculation, ..BatchOptions::default() };
             let mut drafting = Batcher::new(engine(&folder, &runtime(2), drafting), batch);
@@ -98,7 +97,7 @@ fn a_next_turn_runs_only_what_is_new() {
         }
         // The answer was decoded: without it the same bits come as from scratch.
         let exact = BatchOptions { reuse_generated: false, ..BatchOptions::default() };
-        let mut batcher = self::batcher(name, exact).expect("as before");
+        let mut batcher = self::batcher(name, exact);
         run(&mut batcher, vec![BatchRequest::new(0, second[..330].to_vec(), 100)]);
         let reused = run(&mut batcher, vec![BatchRequest::new(0, second.clone(), 10)]).remove(0);
         batcher.forget_prefixes();
@@ -111,7 +110,7 @@ fn a_next_turn_runs_only_what_is_new() {
 
 #[test]
 fn prompts_that_come_together_are_run_once() {
-    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
     let shared = prompt("qwen3_5", 1, 400);
     let requests = (0..5).map(|i| {
         let ids = if i == 3 { prompt("qwen3_5", 9, 20) } else { shared.clone() };
@@ -126,7 +125,7 @@ fn prompts_that_come_together_are_run_once() {
 
 #[test]
 fn an_admitted_request_never_fails_for_memory() {
-    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
     let requests = (0..40).map(|i| {
         let len = 1 + (i * 211) % 700;
         BatchRequest::new(i as u64, prompt("qwen3_5", i as u32 % 5, len), 1 + (i * 97) % 300)
@@ -139,7 +138,7 @@ fn an_admitted_request_never_fails_for_memory() {
 
 #[test]
 fn what_cannot_run_is_refused_with_numbers() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let small = EngineOptions { pool_pages: Some(2), ..options() };
     let limits = BatchOptions { queue_limit: 1, ..BatchOptions::default() };
     let mut batcher = Batcher::new(engine(&folder, &runtime(2), small), limits);
@@ -160,7 +159,7 @@ fn what_cannot_run_is_refused_with_numbers() {
 #[test]
 fn waiting_and_running_end_in_time() {
     let limits = BatchOptions { queue_timeout: Duration::from_secs(5), ..BatchOptions::default() };
-    let Some(mut batcher) = batcher("qwen3_5", limits) else { return };
+    let mut batcher = batcher("qwen3_5", limits);
     let start = Instant::now();
     for id in 0..7 {
         let mut request = BatchRequest::new(id, prompt("qwen3_5", 1, 20), 500);
@@ -188,7 +187,7 @@ fn waiting_and_running_end_in_time() {
 
 #[test]
 fn a_cancelled_request_gives_its_memory_back_at_once() {
-    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
     let now = Instant::now();
     for id in 0..8 {
         batcher.submit(BatchRequest::new(id, prompt("qwen3_5", 3, 600), 50), now).expect("accepted");
@@ -203,7 +202,7 @@ fn a_cancelled_request_gives_its_memory_back_at_once() {
 #[test]
 fn a_long_prompt_delays_the_others_by_at_most_a_chunk() {
     let limits = BatchOptions { step_tokens: 64, ..BatchOptions::default() };
-    let Some(mut batcher) = batcher("qwen3_5", limits) else { return };
+    let mut batcher = batcher("qwen3_5", limits);
     let now = Instant::now();
     batcher.submit(BatchRequest::new(0, vec![1; 10], 100), now).expect("accepted");
     batcher.step(now);
@@ -244,7 +243,7 @@ impl Constraint for Even {
 
 #[test]
 fn a_constraint_decides_what_is_drawn_and_when_it_ends() {
-    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
     let mut request = BatchRequest::new(0, prompt("qwen3_5", 4, 20), 100);
     request.constraint = Some(Box::new(Even(0)));
     request.sampler = SamplerOptions { temperature: 1.0, ..SamplerOptions::default() };
@@ -257,7 +256,7 @@ fn a_constraint_decides_what_is_drawn_and_when_it_ends() {
 fn prefixes_outlive_a_restart_and_damage_is_passed_over() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     for name in FIXTURES {
-        let Some(mut first) = batcher(name, BatchOptions::default()) else { return };
+        let mut first = batcher(name, BatchOptions::default());
         let folder = dir.path().join(name);
         let prompts: Vec<Vec<u32>> = (0..3).map(|i| prompt(name, i, 300 + i as usize * 60)).collect();
         let ask = |batcher: &mut Batcher, i: usize| {
@@ -266,7 +265,7 @@ fn prefixes_outlive_a_restart_and_damage_is_passed_over() {
         let tokens: Vec<Vec<u32>> = (0..3).map(|i| ask(&mut first, i).tokens).collect();
         assert!(first.save_prefixes(name, &folder).expect("saves") >= 3);
         assert_all_is_back(&mut first);
-        let mut second = batcher(name, BatchOptions::default()).expect("as before");
+        let mut second = batcher(name, BatchOptions::default());
         assert!(!second.restore_prefixes("another", &folder).problems.is_empty());
         let restored = second.restore_prefixes(name, &folder);
         assert!(restored.texts >= 3 && restored.problems.is_empty(), "{restored:?}");
@@ -292,7 +291,7 @@ fn prefixes_outlive_a_restart_and_damage_is_passed_over() {
 
 #[test]
 fn a_folder_that_cannot_be_written_is_an_error_and_no_harm() {
-    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
     run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)]);
     let dir = tempfile::tempdir().expect("a temporary folder");
     let file = dir.path().join("file");
@@ -305,7 +304,7 @@ fn a_folder_that_cannot_be_written_is_an_error_and_no_harm() {
 
 #[test]
 fn times_that_jump_back_or_ahead_without_a_deadline_change_nothing() {
-    let Some(mut batcher) = batcher("qwen3_5", BatchOptions::default()) else { return };
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
     let hours = Duration::from_secs(5 * 3600);
     let now = Instant::now() + hours;
     let requests = || (0..7).map(|i| BatchRequest::new(i, prompt("qwen3_5", i as u32, 100), 20));
@@ -354,7 +353,7 @@ impl Disturbance for Launches {
 
 #[test]
 fn a_failed_prompt_fails_alone() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let launches = Arc::new(Launches::default());
     let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
     let backend = Disturbed::new(Arc::new(cpu), Arc::clone(&launches));

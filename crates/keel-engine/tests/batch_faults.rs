@@ -99,7 +99,7 @@ fn end(batcher: &mut Batcher, mut outcomes: Vec<Outcome>) -> Vec<Outcome> {
 
 #[test]
 fn a_fault_that_passes_costs_nobody_an_answer() {
-    let plain = fixture(PLAIN[0]).map(|folder| (folder, 0));
+    let plain = [(fixture(PLAIN[0]), 0)];
     for (folder, drafts) in [(demo(), 2), (demo(), 0)].into_iter().chain(plain) {
         let (mut batcher, faults) = batcher(&folder, drafts);
         let before = faults.launches();

@@ -3,14 +3,16 @@
 mod common;
 
 use common::{all_logits, engine, exact, expected, fixture, models, relative_error, runtime};
-use keel_engine::{GenerateOptions, TokenIterator};
+use keel_engine::{Engine, GenerateOptions, TokenIterator};
+use keel_models::loading::CheckpointParameters;
+use keel_weights::Checkpoint;
 
 /// The bound that reference implementations keep among each other leaves room to spare.
 const ERROR_MAX: f64 = 1e-4;
 
 fn compare(one_by_one: bool) {
     for name in models() {
-        let Some(folder) = fixture(name) else { continue };
+        let folder = fixture(name);
         let want = expected(&folder);
         let mut engine = engine(&folder, &runtime(2), exact());
         let mtp = want.mtp_logits.is_some();
@@ -42,7 +44,7 @@ fn logits_match_the_reference_in_the_decode_regime() {
 #[test]
 fn greedy_tokens_match_the_reference() {
     for name in models() {
-        let Some(folder) = fixture(name) else { continue };
+        let folder = fixture(name);
         let want = expected(&folder);
         let Some(greedy) = want.greedy else { continue };
         let mut engine = engine(&folder, &runtime(2), exact());
@@ -53,4 +55,21 @@ fn greedy_tokens_match_the_reference() {
         let got: Vec<u32> = tokens.collect::<Result<_, _>>().expect("every step runs");
         assert_eq!(got, greedy.tokens, "{name}");
     }
+}
+
+/// The file is cut when the first weight is in memory: what is left of it is read while it is not there.
+#[test]
+fn a_weights_file_that_is_cut_while_it_is_loaded_is_an_error() {
+    let source = fixture("llama");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let copy = |name: &str| std::fs::copy(source.join(name), folder.path().join(name)).expect("copied");
+    ["config.json", "model.safetensors"].into_iter().for_each(|name| _ = copy(name));
+    let checkpoint = Checkpoint::open(folder.path()).expect("the checkpoint opens");
+    let weights = std::fs::OpenOptions::new().write(true).open(folder.path().join("model.safetensors"));
+    let weights = weights.expect("there");
+    let cut = |_: u64| weights.set_len(20_000).expect("the file can be cut");
+    let parameters = CheckpointParameters(&checkpoint);
+    let loaded = Engine::load(&runtime(1), &parameters, checkpoint.config(), exact(), &cut);
+    let error = loaded.err().expect("its weights are gone").to_string();
+    assert!(error.contains("model.safetensors was cut short while it was read"), "{error}");
 }

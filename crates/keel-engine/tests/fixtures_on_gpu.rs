@@ -19,9 +19,37 @@ struct Setting {
     error_max: f32,
 }
 
-/// The default, whose activations may have 8 bits.
-const FAST: Setting =
-    Setting { name: "fast", compute: Compute::Auto, deterministic: false, error_max: f32::INFINITY };
+/// The default, whose activations may have 8 bits; its bounds are those of [`fast_bound`].
+const FAST: Setting = Setting { name: "fast", compute: Compute::Auto, deterministic: false, error_max: 0.0 };
+
+/// How far the fast mode may be from the reference, about twice what was measured (`docs/performance.md`).
+struct FastBound {
+    error_max: f32,
+    /// The bound is on the middle one of the rows. Where a row's router chooses another expert because two were nearly alike,
+    /// that row and those after it have little to do with the reference, in any arithmetic of 16 bits.
+    of_the_middle_row: bool,
+}
+
+fn fast_bound(name: &str, one_by_one: bool) -> FastBound {
+    let is_packed = name.contains("4bit") || name.contains("paro");
+    let is_mixture = name.contains("moe") || name.contains("next");
+    let error_max = match (is_packed, one_by_one) {
+        // Activations of 8 bits, in models this small and random.
+        (true, true) => 0.6,
+        (true, false) => 3e-2,
+        (false, true) => 2e-2,
+        (false, false) => 8e-2,
+    };
+    FastBound { error_max, of_the_middle_row: is_mixture && !is_packed && !one_by_one }
+}
+
+/// The middle one of the rows' greatest differences.
+fn middle_row(got: &[f32], want: &[f32], width: usize) -> f32 {
+    let rows = got.chunks(width).zip(want.chunks(width));
+    let mut far: Vec<f32> = rows.map(|(got, want)| distance(got, want).0).collect();
+    far.sort_by(f32::total_cmp);
+    far[far.len() / 2]
+}
 
 const SETTINGS: [Setting; 4] = [
     Setting { name: "f32", compute: Compute::F32, deterministic: false, error_max: 1e-4 },
@@ -43,11 +71,10 @@ impl Setting {
 
 /// Every fixture that is there, with its reference; none where there is no GPU to be tested.
 fn references() -> Vec<(&'static str, std::path::PathBuf, Expected)> {
-    if std::env::var_os("KEEL_TEST_CUDA").is_none() {
-        println!("skipped: KEEL_TEST_CUDA is not set");
+    if !keel_testkit::has_gpu!() {
         return Vec::new();
     }
-    let own = models().filter_map(|name| Some((name, fixture(name)?)));
+    let own = models().map(|name| (name, fixture(name)));
     let others = OTHERS.into_iter().filter_map(|name| Some((name, other_fixture(name)?)));
     own.chain(others).map(|(name, folder)| (name, folder.clone(), expected(&folder))).collect()
 }
@@ -71,14 +98,26 @@ fn logits_and_drafts_are_as_near_as_their_arithmetic() {
             for one_by_one in [false, true] {
                 let (logits, drafts) =
                     all_logits(&mut engine, &want.ids, one_by_one, want.mtp_logits.is_some());
-                let drafts = want.mtp_logits.as_ref().map(|want| ("drafts", distance(&drafts, want)));
+                let drafts = want.mtp_logits.as_ref().map(|want| ("drafts", &drafts, want));
                 let regime = if one_by_one { "one by one" } else { "prefill" };
-                for (what, (far, most)) in
-                    [("logits", distance(&logits, &want.logits))].into_iter().chain(drafts)
-                {
-                    let line = format!("{name}, {}, {regime}, {what}: {:.1e}", setting.name, far / most);
+                let width = want.logits.len() / want.ids.len();
+                for (what, got, want) in [("logits", &logits, &want.logits)].into_iter().chain(drafts) {
+                    let (far, most) = distance(got, want);
+                    let middle = middle_row(got, want, width);
+                    let line = format!(
+                        "{name}, {}, {regime}, {what}: {:.1e}, middle row {:.1e}",
+                        setting.name,
+                        far / most,
+                        middle / most
+                    );
                     println!("{line}");
-                    if far > setting.error_max * most {
+                    let fast = fast_bound(name, one_by_one);
+                    let (far, error_max) = match setting.name == FAST.name {
+                        true if fast.of_the_middle_row => (middle, fast.error_max),
+                        true => (far, fast.error_max),
+                        false => (far, setting.error_max),
+                    };
+                    if far > error_max * most {
                         wrong.push(line);
                     }
                 }

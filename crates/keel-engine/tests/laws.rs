@@ -24,7 +24,7 @@ fn long_prompt(ids: &[u32]) -> Vec<u32> {
 #[test]
 fn the_prefill_step_does_not_change_a_bit() {
     for name in models() {
-        let Some(folder) = fixture(name) else { continue };
+        let folder = fixture(name);
         let prompt = long_prompt(&expected(&folder).ids);
         for compute in [Compute::F32, Compute::Auto] {
             let logits = |prefill_step, threads| {
@@ -46,7 +46,7 @@ fn the_prefill_step_does_not_change_a_bit() {
 fn a_saved_and_loaded_cache_continues_with_the_same_bits() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     for name in models() {
-        let Some(folder) = fixture(name) else { continue };
+        let folder = fixture(name);
         let prompt = long_prompt(&expected(&folder).ids);
         let path = dir.path().join(name);
         let whole = all_logits(&mut engine(&folder, &runtime(2), exact()), &prompt, false, false).0;
@@ -77,7 +77,7 @@ fn a_saved_and_loaded_cache_continues_with_the_same_bits() {
 #[test]
 fn a_sequence_in_a_batch_gets_the_bits_it_gets_alone() {
     for name in models() {
-        let Some(folder) = fixture(name) else { continue };
+        let folder = fixture(name);
         let ids = long_prompt(&expected(&folder).ids);
         let options = EngineOptions { sequences: 5, compute: Compute::Auto, ..exact() };
         let mut engine = engine(&folder, &runtime(2), options);
@@ -108,7 +108,7 @@ fn a_sequence_in_a_batch_gets_the_bits_it_gets_alone() {
 
 #[test]
 fn live_bytes_after_200_generations_equal_those_after_the_first() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let ids = expected(&folder).ids;
     let runtime = runtime(2);
     let mut engine = engine(&folder, &runtime, EngineOptions { checkpoints: 2, ..exact() });
@@ -131,7 +131,7 @@ fn live_bytes_after_200_generations_equal_those_after_the_first() {
 
 #[test]
 fn what_a_checkpoint_saves_lies_together() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let charges = |checkpoints| {
         let runtime = runtime(1);
         engine(&folder, &runtime, EngineOptions { checkpoints, ..exact() });
@@ -143,7 +143,7 @@ fn what_a_checkpoint_saves_lies_together() {
 #[test]
 fn rewinding_and_running_again_is_as_if_never_left() {
     for name in HYBRID {
-        let Some(folder) = fixture(name) else { continue };
+        let folder = fixture(name);
         let prompt = long_prompt(&expected(&folder).ids);
         let mut engine = engine(&folder, &runtime(2), EngineOptions { checkpoints: 3, ..exact() });
         let (mut straight, mut again) = (Vec::new(), Vec::new());
@@ -172,7 +172,7 @@ fn rewinding_and_running_again_is_as_if_never_left() {
 #[test]
 fn without_recurrent_layers_a_sequence_goes_back_to_any_token() {
     for name in PLAIN {
-        let Some(folder) = fixture(name) else { continue };
+        let folder = fixture(name);
         let prompt = long_prompt(&expected(&folder).ids);
         let mut engine = engine(&folder, &runtime(2), exact());
         let (mut straight, mut again) = (Vec::new(), Vec::new());
@@ -199,7 +199,7 @@ fn without_recurrent_layers_a_sequence_goes_back_to_any_token() {
 /// A window of 16 in pages of 256: two pages a sequence, however long it gets.
 #[test]
 fn sliding_layers_hold_their_window_and_one_page() {
-    let Some(folder) = fixture("gemma3_text") else { return };
+    let folder = fixture("gemma3_text");
     let ids: Vec<u32> = (0..1500).map(|i| (i * 37 + i * i % 11) % 509).collect();
     let options = |prefill_step| EngineOptions { context: 2048, prefill_step, ..exact() };
     let mut engine = engine(&folder, &runtime(2), options(1024));

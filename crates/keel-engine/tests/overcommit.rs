@@ -75,7 +75,7 @@ fn expect_what_each_gets_alone(folder: &Path, drafts: usize, count: usize, kv: O
 #[test]
 fn every_sequence_that_was_parked_gets_the_tokens_it_gets_alone() {
     for (name, drafts) in [("qwen3_5", 3), ("gemma3_text", 0)] {
-        let Some(folder) = fixture(name) else { return };
+        let folder = fixture(name);
         expect_what_each_gets_alone(&folder, drafts, 64, None);
     }
 }
@@ -89,7 +89,7 @@ fn so_does_the_built_in_model_however_it_keeps_keys_and_values() {
 
 #[test]
 fn nothing_fails_for_memory_whatever_the_host_has_room_for() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let roomy = engine(&folder, &runtime(1), options());
     let one = roomy.cache().swap_size().blocks_for(1);
     drop(roomy);
@@ -123,7 +123,7 @@ fn crowd(batcher: &mut Batcher, count: usize, now: Instant) {
 
 #[test]
 fn a_parked_request_can_be_cancelled_and_be_late() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let mut batcher = Batcher::new(engine(&folder, &runtime(2), options()), batch());
     let parked = |batcher: &Batcher| -> Vec<u64> {
         let status = batcher.status();
@@ -152,7 +152,7 @@ fn a_parked_request_can_be_cancelled_and_be_late() {
 #[test]
 fn a_sequence_comes_back_bit_for_bit_into_other_pages() {
     for name in HYBRID.iter().chain(&PLAIN) {
-        let Some(folder) = fixture(name) else { return };
+        let folder = fixture(name);
         let options = EngineOptions { sequences: 3, pool_pages: None, checkpoints: 0, ..options() };
         let mut engine = engine(&folder, &runtime(2), options);
         let text: Vec<u32> = (0..600).map(|i| (i * 7 + 3) % 500).collect();
@@ -213,7 +213,7 @@ impl Disturbance for Failing {
 
 #[test]
 fn a_failed_step_spares_those_that_are_parked() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let failing = Arc::new(Failing::default());
     let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
     let backend = Disturbed::new(Arc::new(cpu), Arc::clone(&failing));

@@ -164,7 +164,7 @@ fn fail_everywhere(engine: &mut Engine, faults: &Faults, members: &mut [Member])
 #[test]
 fn a_round_may_fail_at_any_launch_and_be_tried_again() {
     // The folder, kernels of a piece, rounds, and launches of a round at least.
-    let moe = fixture("qwen3_5_moe").map(|folder| (folder, 3, 3, 50));
+    let moe = [(fixture("qwen3_5_moe"), 3, 3, 50)];
     for (folder, piece, rounds, launches_min) in
         [(demo(), 1, 2, 100), (demo(), 512, 8, 6)].into_iter().chain(moe)
     {
@@ -235,7 +235,7 @@ fn expect_on_course(
 #[test]
 fn a_plain_step_happens_or_has_not_been() {
     let (prompt, tokens) = (vec![1, 250, 33, 400, 12, 5], [9, 77, 300]);
-    let moe = fixture("qwen3_5_moe").map(|folder| (folder, 1, 20));
+    let moe = [(fixture("qwen3_5_moe"), 1, 20)];
     for (folder, piece, launches_min) in [(demo(), 1, 100), (demo(), 7, 10)].into_iter().chain(moe) {
         let course = plain_course(&folder, &prompt, &tokens);
         let (mut engine, faults) = engine(&folder, piece);

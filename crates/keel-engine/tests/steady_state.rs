@@ -17,8 +17,7 @@ const SEQUENCES: usize = 3;
 
 /// The model on a GPU, and sequences behind prompts; `None` where there is no GPU to be tested.
 fn prefilled() -> Option<(Arc<CudaBackend>, Engine, Vec<SequenceCache>)> {
-    if std::env::var_os("KEEL_TEST_CUDA").is_none() {
-        eprintln!("skipped: set KEEL_TEST_CUDA=1 on a machine with a GPU");
+    if !keel_testkit::has_gpu!() {
         return None;
     }
     let backend = Arc::new(CudaBackend::new(&CudaOptions::default()).expect("a GPU"));

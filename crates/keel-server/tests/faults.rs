@@ -243,7 +243,9 @@ fn fill_disk(folder: &std::path::Path, names: &[String]) {
 fn a_full_disk_stops_nothing_and_leaves_no_half_file() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let partial = |i: usize| format!(".0.safetensors.{}-{i}.partial", std::process::id());
-    let cases = [("first text", (0..1000).map(partial).collect()), ("index", vec!["index.new".to_string()])];
+    let index = |i: usize| format!(".index.json.{}-{i}.partial", std::process::id());
+    let cases: [(&str, Vec<String>); 2] =
+        [("first text", (0..1000).map(partial).collect()), ("index", (0..1000).map(index).collect())];
     for (what, names) in cases {
         let folder = dir.path().join(what);
         fill_disk(&folder, &names);

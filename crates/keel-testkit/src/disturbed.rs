@@ -1,7 +1,8 @@
 //! A backend with something in the way of its launches and allocations: faults, gates, counters.
 
 use keel_array::{
-    Backend, DeviceMemory, DeviceUsage, Kernel, Launch, Preparations, Result, RowBlock, Ticket, WeightSpec,
+    Backend, DeviceMemory, DeviceUsage, Kernel, Launch, OwnMemory, Preparations, Result, RowBlock, Ticket,
+    WeightSpec,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -100,6 +101,9 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     fn device_usage(&self) -> Option<DeviceUsage> {
         self.backend.device_usage()
     }
+    fn own_memory(&self) -> OwnMemory {
+        self.backend.own_memory()
+    }
     fn is_planning(&self) -> bool {
         self.backend.is_planning()
     }
@@ -114,6 +118,9 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     }
     fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
         self.backend.clear(memory, offset, bytes);
+    }
+    fn supports(&self, kernel: &Kernel) -> Result<(), String> {
+        self.backend.supports(kernel)
     }
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {
         self.backend.workspace_bytes(kernel)

@@ -8,4 +8,6 @@ pub mod fixtures;
 pub mod fixtures_plain;
 pub mod naive;
 pub mod random;
+pub mod reference;
+pub mod skipped;
 pub mod tolerance;

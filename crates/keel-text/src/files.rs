@@ -109,6 +109,10 @@ fn named<'a>(name: &str, bytes: &'a [u8]) -> TextFile<'a> {
 pub(crate) fn read_file(path: &Path, limit: u64) -> Result<TextFile<'static>, TextError> {
     let name = path.display().to_string();
     let read = || -> std::io::Result<(Vec<u8>, u64)> {
+        // Asked by name first: opening a pipe waits for its other end.
+        if !std::fs::metadata(path)?.is_file() {
+            return Err(std::io::Error::other("it is not a regular file"));
+        }
         let file = File::open(path)?;
         let bytes_claimed = file.metadata()?.len();
         let mut bytes = Vec::new();

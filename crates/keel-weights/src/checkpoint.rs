@@ -134,6 +134,10 @@ impl TensorSource for Checkpoint {
         self.quantization.as_ref()
     }
 
+    fn check_intact(&self) -> Result<()> {
+        self.files.iter().try_for_each(SafetensorsFile::check_intact)
+    }
+
     fn release(&self, name: &str) {
         if let Some(&file) = self.owners.get(name) {
             self.files[file].release(name);

@@ -57,6 +57,16 @@ pub enum WeightsError {
         problem: HeaderProblem,
     },
 
+    /// A weights file that lost bytes while it was in use.
+    #[error(
+        "{} was cut short while it was read, or its disk failed: make sure that nothing else writes to it, or download it again",
+        path.display()
+    )]
+    CutShort {
+        /// The file.
+        path: PathBuf,
+    },
+
     /// An output that cannot be completed as it was asked for.
     #[error("{} cannot be written: {problem}", path.display())]
     Output {

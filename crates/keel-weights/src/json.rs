@@ -1,19 +1,20 @@
 //! Reading small JSON files with a bound on their size.
 
-use std::{io::Write, path::Path};
+use std::{io::ErrorKind, path::Path};
 
 use serde::de::DeserializeOwned;
 
-use crate::{Result, WeightsError, partial::PartialFile};
+use crate::{Result, WeightsError, read_regular, write_whole};
 
-/// Parses the JSON file at `path`, refusing more than `bytes_max` before reading it.
+/// Parses the JSON file at `path`, refusing more than `bytes_max`.
 pub(crate) fn read<T: DeserializeOwned>(path: &Path, bytes_max: u64) -> Result<T> {
-    let problem = |problem: String| WeightsError::Json { path: path.into(), problem };
-    let bytes = std::fs::metadata(path).map_err(WeightsError::io("open", path))?.len();
-    if bytes > bytes_max {
-        return Err(problem(format!("it has {bytes} bytes, at most {bytes_max} are accepted")));
-    }
-    let bytes = std::fs::read(path).map_err(WeightsError::io("read", path))?;
+    let bytes = read_regular(path, bytes_max).map_err(|error| match error.kind() {
+        ErrorKind::FileTooLarge => {
+            let problem = format!("it has more than the {bytes_max} bytes that are accepted");
+            WeightsError::Json { path: path.into(), problem }
+        }
+        _ => WeightsError::io("read", path)(error),
+    })?;
     parse(path, &bytes)
 }
 
@@ -25,8 +26,5 @@ pub(crate) fn parse<T: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<T>
 
 /// Writes `value` to `path`, indented, as a whole or not at all.
 pub(crate) fn write(path: &Path, value: &serde_json::Value) -> Result<()> {
-    let (partial, mut file) = PartialFile::create(path)?;
-    let written = file.write_all(format!("{value:#}\n").as_bytes()).and_then(|()| file.sync_all());
-    written.map_err(WeightsError::io("write", path))?;
-    partial.commit()
+    write_whole(path, format!("{value:#}\n").as_bytes())
 }

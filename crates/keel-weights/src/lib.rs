@@ -30,6 +30,8 @@ pub mod affine;
 mod awq;
 mod checkpoint;
 mod error;
+#[cfg(unix)]
+mod fault;
 pub mod float;
 mod fp4;
 mod fp8;
@@ -39,6 +41,7 @@ mod linear;
 mod mapped;
 mod partial;
 pub mod quantize;
+mod regular;
 mod safetensors;
 mod source;
 mod stream;
@@ -51,6 +54,8 @@ pub use error::{HeaderProblem, WeightsError};
 pub use fp4::{Fp4Mode, Fp4Tensor};
 pub use fp8::Fp8Tensor;
 pub use linear::{LinearFormat, LinearInfo, LinearTensor};
+pub use partial::write_whole;
+pub use regular::{open_regular, read_regular};
 pub use safetensors::{
     SafetensorsFile, SafetensorsHeader, SafetensorsWriter, ShardedWriter, StoredDType, TensorEntry,
     TensorSpec,

@@ -1,16 +1,22 @@
-//! Files mapped into memory, read-only, and those that are part of the program. The one module of this crate with `unsafe` code.
+//! Files mapped into memory, read-only, and those that are part of the program. With [`fault`](crate::fault)
+//! the one module of this crate with `unsafe` code.
 #![allow(unsafe_code)]
 
-use std::{fs::File, ops::Range, path::Path};
+use std::{ops::Range, path::Path};
 
-use crate::{Result, WeightsError};
+use crate::{Result, WeightsError, open_regular};
 
 /// A whole file as a slice of bytes. Pages are read when first touched and stay clean, so the
 /// system can drop them under pressure.
 #[derive(Debug)]
 pub(crate) enum MappedFile {
     /// A file of its own.
-    Mapped(memmap2::Mmap),
+    Mapped {
+        /// Before the mapping: it is dropped first.
+        #[cfg(unix)]
+        watched: crate::fault::Watched,
+        map: memmap2::Mmap,
+    },
     /// Part of the program's file, which the system has mapped.
     Static(&'static [u8]),
 }
@@ -18,22 +24,42 @@ pub(crate) enum MappedFile {
 impl MappedFile {
     /// Maps the regular file at `path`.
     pub(crate) fn open(path: &Path) -> Result<MappedFile> {
-        let file = File::open(path).map_err(WeightsError::io("open", path))?;
-        let metadata = file.metadata().map_err(WeightsError::io("read the size of", path))?;
-        if !metadata.is_file() {
+        if path.is_dir() {
             return Err(WeightsError::NoWeights { path: path.into() });
         }
+        let file = open_regular(path).map_err(WeightsError::io("open", path))?;
         // SAFETY: the mapping is read-only and private to this value, which outlives all slices of it.
-        // What remains is the contract of every mapped checkpoint: nobody truncates or rewrites the file
-        // in place while it is loaded. Writers of this crate honour it by renaming finished files.
+        // What remains is the contract of every mapped checkpoint: nobody rewrites the file in place while it is
+        // loaded. Writers of this crate honour it by renaming finished files. A file that is cut short is noticed, see
+        // `is_damaged`.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(WeightsError::io("map", path))?;
-        Ok(MappedFile::Mapped(map))
+        #[cfg(unix)]
+        let watched = crate::fault::Watched::new(&map);
+        Ok(MappedFile::Mapped {
+            #[cfg(unix)]
+            watched,
+            map,
+        })
+    }
+
+    /// Whether some bytes could not be read and were answered with zeros: the file was cut short, or its disk failed.
+    pub(crate) fn is_damaged(&self) -> bool {
+        match self {
+            #[cfg(unix)]
+            MappedFile::Mapped { watched, .. } => watched.is_damaged(),
+            _ => false,
+        }
+    }
+
+    /// Says so if the file [is damaged](Self::is_damaged); to be asked after bytes were read.
+    pub(crate) fn check_intact(&self, path: &Path) -> Result<()> {
+        if self.is_damaged() { Err(WeightsError::CutShort { path: path.into() }) } else { Ok(()) }
     }
 
     /// The file's bytes.
     pub(crate) fn bytes(&self) -> &[u8] {
         match self {
-            MappedFile::Mapped(map) => map,
+            MappedFile::Mapped { map, .. } => map,
             MappedFile::Static(bytes) => bytes,
         }
     }
@@ -51,7 +77,7 @@ impl MappedFile {
     /// This is a hint: where the system does not take it, the pages stay. The program's own pages stay, too.
     pub(crate) fn release(&self, range: Range<usize>) {
         #[cfg(unix)]
-        if let MappedFile::Mapped(map) = self {
+        if let MappedFile::Mapped { map, .. } = self {
             const PAGE_BYTES: usize = 4096;
             let start = range.start.next_multiple_of(PAGE_BYTES);
             let end = range.end.min(map.len()) / PAGE_BYTES * PAGE_BYTES;
@@ -91,6 +117,24 @@ mod tests {
         file.release(0..5);
         file.release_rows(&(0..5), &[5], 0..5);
         assert_eq!(file.bytes(), b"bytes");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_file_that_is_cut_short_while_it_is_read_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data");
+        std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+        let (file, other) = (MappedFile::open(&path).unwrap(), MappedFile::open(&path).unwrap());
+        assert_eq!(file.bytes()[0], 7);
+        file.check_intact(&path).unwrap();
+        std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(8192).unwrap();
+        assert_eq!(file.bytes().iter().map(|byte| u64::from(*byte)).sum::<u64>(), 8192 * 7);
+        assert!(file.is_damaged() && !other.is_damaged(), "the other one was not read");
+        let error = file.check_intact(&path).unwrap_err().to_string();
+        assert!(error.contains("data was cut short") && error.contains("download"), "{error}");
+        drop(file);
+        assert_eq!(std::thread::spawn(move || other.bytes()[1 << 19]).join().unwrap(), 0);
     }
 
     #[test]

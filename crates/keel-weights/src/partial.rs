@@ -2,6 +2,7 @@
 
 use std::{
     fs::{self, File},
+    io::Write,
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
 };
@@ -17,8 +18,13 @@ pub(crate) struct PartialFile {
 }
 
 impl PartialFile {
-    /// Creates the temporary file for `path` and opens it for writing.
+    /// Creates the temporary file for `path` and opens it for writing. Where `path` is a link, the file that it leads to will be
+    /// replaced and the link stays.
+    ///
+    /// # Errors
+    /// If there is something at `path` that is not a regular file: a pipe, a device, a folder.
     pub(crate) fn create(path: &Path) -> Result<(PartialFile, File)> {
+        let path = &target_of(path)?;
         // Tells apart the writers of one process; its id tells apart processes.
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -28,13 +34,55 @@ impl PartialFile {
         Ok((PartialFile { temporary, path: path.into(), committed: false }, file))
     }
 
-    /// Gives the file its name, replacing what had it.
+    /// Gives the file its name, replacing the file that had it.
     pub(crate) fn commit(mut self) -> Result<()> {
+        check_replaceable(&self.path)?;
         fs::rename(&self.temporary, &self.path)
             .map_err(WeightsError::io("rename the finished", &self.path))?;
         self.committed = true;
         Ok(())
     }
+}
+
+/// Links that are followed to the end of a chain, as many as the system follows.
+const LINKS_MAX: usize = 40;
+
+/// Where a file that is written to `path` goes: links are followed, also to what is not there yet.
+fn target_of(path: &Path) -> Result<PathBuf> {
+    let mut target = path.to_path_buf();
+    for _ in 0..LINKS_MAX {
+        let Ok(next) = fs::read_link(&target) else {
+            check_replaceable(&target)?;
+            return Ok(target);
+        };
+        target = target.parent().unwrap_or(Path::new("")).join(next);
+    }
+    Err(WeightsError::Output {
+        path: path.into(),
+        problem: format!("it is a chain of more than {LINKS_MAX} links"),
+    })
+}
+
+/// Refuses to put a file in the place of what is not one.
+fn check_replaceable(path: &Path) -> Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if !found.is_file() => Err(WeightsError::Output {
+            path: path.into(),
+            problem: "what is there is not a regular file; name another path".into(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Writes a small file as a whole or not at all. Links are followed; what is not a file is not replaced.
+///
+/// # Errors
+/// [`WeightsError::Io`], [`WeightsError::Output`].
+pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    let (partial, mut file) = PartialFile::create(path)?;
+    let written = file.write_all(bytes).and_then(|()| file.sync_all());
+    written.map_err(WeightsError::io("write", path))?;
+    partial.commit()
 }
 
 impl Drop for PartialFile {
@@ -43,5 +91,41 @@ impl Drop for PartialFile {
             // Nothing more can be done about a file that cannot be removed.
             let _ = fs::remove_file(&self.temporary);
         }
+    }
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn what_is_not_a_file_is_not_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let link = folder.path().join("link");
+        symlink("/dev/full", &link).unwrap();
+        for path in [&pipe, &link, &folder.path().to_path_buf(), &PathBuf::from("/dev/null")] {
+            let error = write_whole(path, b"new").unwrap_err().to_string();
+            assert!(error.contains("not a regular file"), "{error}");
+        }
+        assert!(!fs::symlink_metadata(&pipe).unwrap().is_file());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left behind");
+    }
+
+    #[test]
+    fn links_are_followed_and_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let [file, link, dangling] = ["file", "link", "dangling"].map(|name| folder.path().join(name));
+        fs::write(&file, "old").unwrap();
+        symlink("file", &link).unwrap();
+        symlink("later", &dangling).unwrap();
+        write_whole(&link, b"new").unwrap();
+        write_whole(&dangling, b"there").unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(fs::read(&file).unwrap(), b"new");
+        assert_eq!(fs::read(folder.path().join("later")).unwrap(), b"there");
     }
 }

@@ -45,6 +45,15 @@ pub trait TensorSource {
     /// As for [`info`](TensorSource::info).
     fn tensor(&self, name: &str) -> Result<TensorView<'_>>;
 
+    /// Says so if bytes that were lent could not be read, because their file was cut short meanwhile: to be asked after they were
+    /// used.
+    ///
+    /// # Errors
+    /// [`WeightsError::CutShort`].
+    fn check_intact(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// A tensor of any type: the type's name in the file, the shape and the bytes.
     ///
     /// # Errors

@@ -1,32 +1,17 @@
-//! The reference checkpoints, where they are at hand.
-
-use std::path::{Path, PathBuf};
+//! The reference checkpoints.
 
 use keel_array::DType;
+use keel_testkit::fixtures::{fixture, foreign_fixture, models};
 use keel_weights::{
     AffineFormat, Checkpoint, LinearFormat, LinearTensor, SafetensorsFile, TensorSource,
     affine::quantize_rows, float,
 };
 
-/// The folder of reference checkpoints, or `None` with a line that says the test is skipped.
-fn fixtures(test: &str) -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures");
-    if !folder.is_dir() {
-        println!("{test}: skipped, there is no {}", folder.display());
-        return None;
-    }
-    Some(folder)
-}
-
 #[test]
 fn every_checkpoint_opens_and_accounts_for_its_bytes() {
-    let Some(fixtures) = fixtures("every_checkpoint_opens_and_accounts_for_its_bytes") else { return };
     let mut opened = 0;
-    for entry in std::fs::read_dir(fixtures).unwrap() {
-        let path = entry.unwrap().path();
-        if !path.join("model.safetensors").exists() {
-            continue;
-        }
+    for name in models() {
+        let path = fixture(name);
         let checkpoint = Checkpoint::open(&path).unwrap();
         let file_bytes = std::fs::metadata(path.join("model.safetensors")).unwrap().len();
         assert!(checkpoint.config()["model_type"].is_string());
@@ -40,8 +25,7 @@ fn every_checkpoint_opens_and_accounts_for_its_bytes() {
 
 #[test]
 fn tensors_have_the_values_that_the_reference_parser_reads() {
-    let Some(fixtures) = fixtures("tensors_have_the_values_that_the_reference_parser_reads") else { return };
-    let path = fixtures.join("qwen3_5/model.safetensors");
+    let path = fixture("qwen3_5").join("model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let ours = Checkpoint::open(&path).unwrap();
@@ -56,8 +40,7 @@ fn tensors_have_the_values_that_the_reference_parser_reads() {
 
 #[test]
 fn expected_outputs_read_without_a_config() {
-    let Some(fixtures) = fixtures("expected_outputs_read_without_a_config") else { return };
-    let expected = SafetensorsFile::open(&fixtures.join("qwen3_5/expected.safetensors")).unwrap();
+    let expected = SafetensorsFile::open(&fixture("qwen3_5").join("expected.safetensors")).unwrap();
     assert_eq!(expected.info("input_ids").unwrap().dtype, DType::I32);
     let logits = expected.tensor("logits").unwrap().expect_shape(&[77, 512]).unwrap();
     assert!(logits.to_f32().unwrap().iter().all(|value| value.is_finite()));
@@ -65,8 +48,7 @@ fn expected_outputs_read_without_a_config() {
 
 #[test]
 fn types_of_another_quantisation_stay_out_of_the_way() {
-    let Some(fixtures) = fixtures("types_of_another_quantisation_stay_out_of_the_way") else { return };
-    let checkpoint = Checkpoint::open(&fixtures.join("qwen3_5_paro")).unwrap();
+    let checkpoint = Checkpoint::open(&fixture("qwen3_5_paro")).unwrap();
     let name = "model.language_model.layers.0.linear_attn.in_proj_z";
     assert!(checkpoint.tensor(&format!("{name}.theta")).is_ok());
     let pairs = checkpoint.tensor(&format!("{name}.pairs")).unwrap_err().to_string();
@@ -86,9 +68,10 @@ fn types_of_another_quantisation_stay_out_of_the_way() {
 /// must give the same bytes.
 #[test]
 fn quantising_gives_the_bytes_that_mlx_wrote() {
-    let Some(fixtures) = fixtures("quantising_gives_the_bytes_that_mlx_wrote") else { return };
-    let dense = Checkpoint::open(&fixtures.join("qwen3_5")).unwrap();
-    let theirs = Checkpoint::open(&fixtures.join("qwen3_5_mlx_4bit")).unwrap();
+    let Some(dense) = foreign_fixture("qwen3_5") else { return };
+    let Some(theirs) = foreign_fixture("qwen3_5_mlx_4bit") else { return };
+    let dense = Checkpoint::open(&dense).unwrap();
+    let theirs = Checkpoint::open(&theirs).unwrap();
     let mut compared = 0;
     let modules = theirs.names().filter_map(|name| name.strip_suffix(".scales"));
     for module in modules {
@@ -117,8 +100,7 @@ fn quantising_gives_the_bytes_that_mlx_wrote() {
 
 #[test]
 fn quantised_modules_open_in_the_formats_of_the_config() {
-    let Some(fixtures) = fixtures("quantised_modules_open_in_the_formats_of_the_config") else { return };
-    let checkpoint = Checkpoint::open(&fixtures.join("qwen3_5_moe_mlx_4bit")).unwrap();
+    let checkpoint = Checkpoint::open(&fixture("qwen3_5_moe_mlx_4bit")).unwrap();
     let layer = "language_model.model.layers.2.mlp";
     let info = |module: &str| checkpoint.linear(&format!("{layer}.{module}")).unwrap().info();
     let affine =
@@ -139,8 +121,7 @@ fn quantised_modules_open_in_the_formats_of_the_config() {
 
 #[test]
 fn dense_experts_are_linear_without_a_weight_suffix() {
-    let Some(fixtures) = fixtures("dense_experts_are_linear_without_a_weight_suffix") else { return };
-    let checkpoint = Checkpoint::open(&fixtures.join("qwen3_5_moe")).unwrap();
+    let checkpoint = Checkpoint::open(&fixture("qwen3_5_moe")).unwrap();
     let experts = checkpoint.linear("mtp.layers.0.mlp.experts.down_proj").unwrap().info();
     assert_eq!((experts.experts, experts.rows, experts.cols), (Some(8), 128, 64));
     assert_eq!(experts.format, LinearFormat::Dense(DType::BF16));

@@ -7,6 +7,7 @@ use std::{
 };
 
 use keel_array::DType;
+use keel_testkit::fixtures::foreign_fixture;
 use keel_weights::{
     AffineFormat, Checkpoint, LinearFormat, LinearTensor, SafetensorsWriter, TensorSource, TensorSpec, float,
     quantize::{QuantizeRecipe, quantize_checkpoint},
@@ -238,15 +239,12 @@ fn damaged_weights_are_found_and_leave_no_checkpoint() {
 /// Where the fixtures are at hand: the tensors that MLX quantised by the same recipe have the same bytes.
 #[test]
 fn a_moe_fixture_quantises_as_mlx_does() {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures");
-    if !fixtures.is_dir() {
-        println!("a_moe_fixture_quantises_as_mlx_does: skipped, there is no {}", fixtures.display());
-        return;
-    }
+    let Some(dense) = foreign_fixture("qwen3_5_moe") else { return };
+    let Some(theirs) = foreign_fixture("qwen3_5_moe_mlx_4bit") else { return };
     let folders = folders();
-    quantize_checkpoint(&fixtures.join("qwen3_5_moe"), &folders.target, &recipe(4, 32), &mut |_| ()).unwrap();
+    quantize_checkpoint(&dense, &folders.target, &recipe(4, 32), &mut |_| ()).unwrap();
     let ours = Checkpoint::open(&folders.target).unwrap();
-    let theirs = Checkpoint::open(&fixtures.join("qwen3_5_moe_mlx_4bit")).unwrap();
+    let theirs = Checkpoint::open(&theirs).unwrap();
     let mut compared = 0;
     for name in theirs.names().filter(|name| !name.contains("norm") && !name.contains("conv1d")) {
         let source = name

@@ -1,15 +1,11 @@
 //! From an error to one line and an exit code.
 
-use std::io::{self, ErrorKind};
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::io::{self, ErrorKind, Write};
 use std::panic::{self, AssertUnwindSafe, PanicHookInfo};
 use std::process::ExitCode;
-use std::sync::Mutex;
 
 use anyhow::{Error, Result};
-
-/// Where the last panic happened. The libraries catch some and turn them into errors, so a panic is not reported
-/// when it happens but where it arrives.
-static LAST_PANIC: Mutex<Option<String>> = Mutex::new(None);
 
 /// Exit code of wrong usage; clap's own.
 const WRONG_USAGE: u8 = 2;
@@ -32,9 +28,13 @@ pub fn usage(message: impl Into<String>) -> Error {
 }
 
 /// Runs the program. A failure becomes one line on standard error and exit code 1, or 2 for wrong usage; a panic, which is
-/// a bug, has exit code 1 too. A reader that closed the pipe, such as `head`, has seen what it wanted: that is no failure.
+/// a bug, has exit code 1 too, and has left its line when it happened. A reader that closed the pipe, such as `head`, has seen what it wanted: that is no failure.
 pub fn guard(program: impl FnOnce() -> Result<()>) -> ExitCode {
-    panic::set_hook(Box::new(note_panic));
+    panic::set_hook(Box::new(report_panic));
+    let program = || {
+        inject();
+        program()
+    };
     let (line, code) = match panic::catch_unwind(AssertUnwindSafe(program)) {
         Ok(Ok(())) => return ExitCode::SUCCESS,
         Ok(Err(error)) if is_closed_pipe(&error) => return ExitCode::SUCCESS,
@@ -42,20 +42,50 @@ pub fn guard(program: impl FnOnce() -> Result<()>) -> ExitCode {
             let code = if error.is::<Usage>() { ExitCode::from(WRONG_USAGE) } else { ExitCode::FAILURE };
             (one_line(&with_causes(&error)), code)
         }
-        Err(_) => {
-            let place = LAST_PANIC.lock().map_or(None, |mut last| last.take()).unwrap_or_default();
-            let line = format!("this is a bug in keel, please report it: {}", one_line(&place));
-            (line, ExitCode::FAILURE)
-        }
+        Err(_) => return ExitCode::FAILURE,
     };
     // Nobody may be reading standard error either.
-    let _ = io::Write::write_all(&mut io::stderr(), format!("keel: {line}\n").as_bytes());
+    let _ = io::stderr().write_all(format!("keel: {line}\n").as_bytes());
     code
 }
 
-fn note_panic(info: &PanicHookInfo<'_>) {
-    if let Ok(mut last) = LAST_PANIC.lock() {
-        *last = Some(info.to_string());
+/// Reports a panic when it happens, on whatever thread: a second one while the first unwinds ends the program, a task of the
+/// server swallows its own, and a library may turn one into an error that says less. With `RUST_BACKTRACE` set the way to it
+/// follows.
+fn report_panic(info: &PanicHookInfo<'_>) {
+    let thread = std::thread::current();
+    let name = thread.name().unwrap_or("without a name");
+    let place = one_line(&info.to_string());
+    let mut report = format!("keel: this is a bug in keel, please report it: thread {name} {place}\n");
+    let backtrace = Backtrace::capture();
+    if backtrace.status() == BacktraceStatus::Captured {
+        report.push_str(&format!("{backtrace}\n"));
+    }
+    // One write, so that lines of several threads do not mix. A panic in here would end the program without a word.
+    let _ = io::stderr().write_all(report.as_bytes());
+}
+
+/// For tests of what a panic leaves behind: `KEEL_INJECT_PANIC` names one.
+fn inject() {
+    struct PanicsWhenDropped;
+    impl Drop for PanicsWhenDropped {
+        fn drop(&mut self) {
+            panic!("injected while unwinding");
+        }
+    }
+    let Some(kind) = std::env::var_os("KEEL_INJECT_PANIC") else { return };
+    match kind.to_str() {
+        Some("once") => panic!("injected\nin two lines"),
+        Some("unwinding") => {
+            let _second = PanicsWhenDropped;
+            panic!("injected first");
+        }
+        Some("task") => {
+            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build();
+            let runtime = runtime.unwrap_or_else(|error| panic!("no threads: {error}"));
+            let _ = runtime.block_on(runtime.spawn(async { panic!("injected in a task") }));
+        }
+        _ => {}
     }
 }
 

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 /// Runs a copy of a fixture after `damage` was done to its folder; it must fail for this reason.
 fn fails_after(name: &str, damage: impl Fn(&Path), reason: &str) {
-    let Some(folder) = copy_of(name) else { return };
+    let folder = copy_of(name);
     damage(folder.path());
     fail(&["generate", "--model", arg(folder.path()), "--ids", "1,2,3", "--max-tokens", "2"], reason);
 }
@@ -42,6 +42,42 @@ fn edit_config(folder: &Path, edit: impl Fn(&mut Value)) {
 }
 
 const Q_PROJ: &str = "model.language_model.layers.3.self_attn.q_proj.weight";
+
+/// What a panic leaves on standard error, and how the program ended.
+fn after_panic(kind: &str, backtrace: &str) -> (String, std::process::ExitStatus) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_keel"));
+    let command = command.args(["plan", "--json"]).env("KEEL_INJECT_PANIC", kind);
+    let output = command.env("RUST_BACKTRACE", backtrace).output().expect("keel starts");
+    (String::from_utf8_lossy(&output.stderr).into_owned(), output.status)
+}
+
+#[test]
+fn a_panic_leaves_a_line_with_place_and_message() {
+    let (stderr, status) = after_panic("once", "0");
+    assert_eq!(status.code(), Some(1));
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    for part in ["keel: this is a bug in keel", "thread main", "src/failure.rs:", "injected in two lines"] {
+        assert!(stderr.contains(part), "{part} in {stderr}");
+    }
+    let (traced, _) = after_panic("once", "1");
+    assert!(traced.lines().count() > 5 && traced.contains("injected"), "{traced}");
+}
+
+#[test]
+fn a_second_panic_while_unwinding_leaves_a_line_too() {
+    let (stderr, status) = after_panic("unwinding", "0");
+    assert!(!status.success());
+    for part in ["injected first", "injected while unwinding"] {
+        assert!(stderr.contains(part), "{part} in {stderr}");
+    }
+}
+
+#[test]
+fn a_panic_in_a_task_of_the_server_leaves_a_line() {
+    let (stderr, status) = after_panic("task", "0");
+    assert!(status.success(), "the task's alone: {stderr}");
+    assert!(stderr.contains("injected in a task") && stderr.contains("src/failure.rs:"), "{stderr}");
+}
 
 #[test]
 fn truncated_weights() {
@@ -149,7 +185,7 @@ fn add_tokenizer(folder: &Path) {
 
 #[test]
 fn broken_tokenizers_and_templates() {
-    let Some(folder) = copy_of("qwen3_5") else { return };
+    let folder = copy_of("qwen3_5");
     let path = arg(folder.path());
     let text = ["generate", "--model", path, "ab", "--max-tokens", "1"];
     fail(&text, "tokenizer.json: cannot be read");
@@ -179,7 +215,7 @@ fn fail_chat(model: &str) {
 
 #[test]
 fn prompts_that_do_not_fit() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let ids = vec!["7"; 4097].join(",");
     let model = ["--model", arg(&folder), "--ids"];
     let reason = "more than the model's context of 4096";
@@ -196,7 +232,7 @@ fn prompts_that_do_not_fit() {
 
 #[test]
 fn ids_that_the_model_does_not_have() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let dir = tempfile::tempdir().expect("a temporary folder");
     let out = dir.path().join("out.safetensors");
     let reason = "token id 512 is out of range: the vocabulary has 512 entries";
@@ -214,7 +250,7 @@ fn ids_that_the_model_does_not_have() {
 
 #[test]
 fn memory_limits_that_are_too_small() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     for limit in ["0", "100K", "3Mi"] {
         let output = keel(&["generate", "--model", arg(&folder), "--ids", "1", "--memory-limit", limit]);
         let message = stderr(&output);
@@ -225,7 +261,7 @@ fn memory_limits_that_are_too_small() {
 
 #[test]
 fn options_out_of_range() {
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let with = |extra: &[&str], reason: &str| {
         fail(&[&["generate", "--model", arg(&folder), "--ids", "1"], extra].concat(), reason);
     };
@@ -245,12 +281,12 @@ fn options_out_of_range() {
 
 #[test]
 fn quantising_what_cannot_be_quantised() {
-    let Some(folder) = fixture("qwen3_5_mlx_4bit") else { return };
+    let folder = fixture("qwen3_5_mlx_4bit");
     let dir = tempfile::tempdir().expect("a temporary folder");
     let out: PathBuf = dir.path().join("out");
     fail(&["quantize", arg(&folder), arg(&out)], "quantised already");
     fail(&["quantize", "/nowhere/at/all", arg(&out)], "no such file or folder");
-    let Some(dense) = fixture("qwen3_5") else { return };
+    let dense = fixture("qwen3_5");
     misuse(&["quantize", arg(&dense), arg(&out), "--bits", "1"], "1 bits in groups of 64 do not exist");
     fail(&["quantize", arg(&dense), arg(&out), "--module", "nothing=8"], "an override names it");
     assert!(!out.join("config.json").exists());
@@ -263,7 +299,7 @@ fn quantising_what_cannot_be_quantised() {
     misuse(&["quantize", arg(&dense), arg(&file), "--module", "attn_q=8"], "not a type that is written");
     fail(&["quantize", arg(&dense), arg(&file), "--module", "nothing=Q8_0"], "an override names it");
     assert!(!file.exists());
-    let Some(rotated) = fixture("qwen3_5_paro") else { return };
+    let rotated = fixture("qwen3_5_paro");
     fail(&["quantize", arg(&rotated), arg(&file)], "its input is rotated");
     fs::write(&file, "kept").expect("the folder is writable");
     fail(&["quantize", arg(&dense), arg(&file)], "exists already");
@@ -340,9 +376,97 @@ fn wrong_usage_that_the_parser_cannot_see() {
     misuse(&["bench", "--prompt", "0"], "at least one token");
     misuse(&["bench", "--shape", "qwen9-1b"], "there are qwen3.5-0.8b");
     misuse(&["bench", "--shape", "qwen3.5-0.8b", "--bits", "7"], "7 bits in groups of 64 do not exist");
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let with = |extra: &[&str], reason: &str| {
         misuse(&[&["generate", "--model", arg(&folder), "--ids", "1"], extra].concat(), reason);
     };
     with(&["--stop", "the end"], "--stop needs a tokenizer");
+}
+
+/// What keel says of a folder that was made to harm: within 5 s and 500 MB, by the system's count.
+#[cfg(target_os = "linux")]
+fn ends_soon(args: &[&str]) -> String {
+    use std::time::{Duration, Instant};
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_keel"))
+        .args(args)
+        .env("KEEL_DEVICE", "cpu")
+        .env("HF_HUB_OFFLINE", "1")
+        .stdin(std::process::Stdio::null())
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("keel starts");
+    let (start, status) = (Instant::now(), format!("/proc/{}/status", child.id()));
+    let mut peak_kb = 0;
+    while child.try_wait().expect("it is our child").is_none() {
+        let text = fs::read_to_string(&status).unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("0 kB");
+        peak_kb = peak_kb.max(line.trim().trim_end_matches(" kB").parse().unwrap_or(0));
+        if start.elapsed() > Duration::from_secs(5) {
+            child.kill().expect("it is our child");
+            panic!("keel {} is still running after 5 s, with {peak_kb} kB", args.join(" "));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(peak_kb < 500 << 10, "keel {}: {peak_kb} kB", args.join(" "));
+    let output = child.wait_with_output().expect("it has ended");
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert_eq!(message.lines().count(), 1, "{message}");
+    message
+}
+
+#[cfg(target_os = "linux")]
+fn make_pipe(path: &Path) {
+    assert!(std::process::Command::new("mkfifo").arg(path).status().expect("mkfifo runs").success());
+}
+
+/// Pipes, devices and endless files in the place of every file that a model folder has.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_model_folder_of_pipes_and_devices_is_refused() {
+    let endless = |path: &Path| std::os::unix::fs::symlink("/dev/zero", path).expect("a link");
+    let damages: [&dyn Fn(&Path); 2] = [&make_pipe, &endless];
+    for file in ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"] {
+        for damage in damages {
+            let folder = copy_of("llama");
+            let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+            fs::copy(demo.join("tokenizer.json"), folder.path().join("tokenizer.json")).expect("there");
+            let path = folder.path().join(file);
+            let _ = fs::remove_file(&path);
+            damage(&path);
+            let args = ["generate", "hello", "--model", arg(folder.path()), "--max-tokens", "1"];
+            let message = ends_soon(&args);
+            assert!(message.contains(file) && message.contains("not a regular file"), "{message}");
+        }
+    }
+}
+
+/// Each step is harmless; together they make a letter a billion.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_tokenizer_that_multiplies_text_is_refused() {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let folder = copy_of("llama");
+    let text = fs::read_to_string(demo.join("tokenizer.json")).expect("there");
+    let mut tokenizer: Value = serde_json::from_str(&text).expect("JSON");
+    let step = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"});
+    tokenizer["normalizer"] = json!({"type": "Sequence", "normalizers": vec![step; 9]});
+    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).expect("writable");
+    let message = ends_soon(&["generate", "a", "--model", arg(folder.path()), "--max-tokens", "1"]);
+    assert!(message.contains("normalizer") && message.contains("64 times as long"), "{message}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_output_does_not_replace_what_is_not_a_file() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let (pipe, link) = (folder.path().join("pipe"), folder.path().join("link"));
+    make_pipe(&pipe);
+    std::os::unix::fs::symlink("/dev/full", &link).expect("a link");
+    for path in [&pipe, &link] {
+        let message = ends_soon(&["logits", "--ids", "1,2,3", "--out", arg(path)]);
+        assert!(message.contains("not a regular file"), "{message}");
+        assert!(!fs::metadata(path).expect("still there").is_file());
+    }
 }

@@ -11,8 +11,7 @@ static DEVICE: Mutex<()> = Mutex::new(());
 
 /// What `keel` prints with `--device cuda:0 --json`; `None` where there is no GPU to be tested.
 fn on_gpu(args: &[&str]) -> Option<Value> {
-    if std::env::var_os("KEEL_TEST_CUDA").is_none() {
-        eprintln!("skipped: set KEEL_TEST_CUDA=1 on a machine with a GPU");
+    if !keel_testkit::has_gpu!() {
         return None;
     }
     let binary = std::env::var_os("KEEL_TEST_BINARY").unwrap_or_else(|| env!("CARGO_BIN_EXE_keel").into());

@@ -32,11 +32,11 @@ fn files_of(folder: &Path) -> Vec<(String, Vec<u8>)> {
 }
 
 /// A hub with a fixture, a home for its cache, and the tokens that the fixture makes from its folder.
-fn hub_with_fixture(manners: Manners) -> Option<(Hub, TempDir, Value)> {
-    let folder = fixture("qwen3_5")?;
+fn hub_with_fixture(manners: Manners) -> (Hub, TempDir, Value) {
+    let folder = fixture("qwen3_5");
     let want = json(&[&["generate", "--model", arg(&folder)], &HOW[..]].concat())["tokens"].clone();
     let home = tempfile::tempdir().expect("a temporary folder");
-    Some((Hub::start(files_of(&folder), manners), home, want))
+    (Hub::start(files_of(&folder), manners), home, want)
 }
 
 fn generate(hub: &Hub, home: &Path, model: &str, variables: &[(&str, &str)]) -> Output {
@@ -78,7 +78,7 @@ fn count_in(folder: &Path) -> usize {
 
 #[test]
 fn a_hub_name_is_downloaded_once_and_then_nobody_is_asked() {
-    let Some((hub, home, want)) = hub_with_fixture(Manners::default()) else { return };
+    let (hub, home, want) = hub_with_fixture(Manners::default());
     let first = generate(&hub, home.path(), "owner/name", &[]);
     assert_eq!(tokens(&first), want);
     assert_eq!(
@@ -96,7 +96,7 @@ fn a_hub_name_is_downloaded_once_and_then_nobody_is_asked() {
 #[test]
 fn a_download_that_breaks_off_goes_on_where_it_was() {
     let manners = Manners { cut_after: Some(700_000), ..Manners::default() };
-    let Some((hub, home, want)) = hub_with_fixture(manners) else { return };
+    let (hub, home, want) = hub_with_fixture(manners);
     assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &[])), want);
     let parts: Vec<Option<usize>> = hub
         .take_asked()
@@ -112,8 +112,8 @@ fn a_download_that_breaks_off_goes_on_where_it_was() {
 
 #[test]
 fn what_an_ended_process_has_downloaded_is_kept() {
-    let Some((hub, home, want)) = hub_with_fixture(Manners::default()) else { return };
-    let folder = fixture("qwen3_5").expect("there");
+    let (hub, home, want) = hub_with_fixture(Manners::default());
+    let folder = fixture("qwen3_5");
     let weights = std::fs::read(folder.join(WEIGHTS)).expect("there");
     let half = weights.len() / 2;
     std::fs::create_dir_all(blobs(home.path())).expect("writable");
@@ -128,15 +128,13 @@ fn what_an_ended_process_has_downloaded_is_kept() {
 
 #[test]
 fn what_is_not_what_the_hub_says_is_refused_and_removed() {
-    let Some((hub, home, want)) = hub_with_fixture(Manners { lies: true, ..Manners::default() }) else {
-        return;
-    };
+    let (hub, home, want) = hub_with_fixture(Manners { lies: true, ..Manners::default() });
     refused(&hub.keel(home.path(), &["pull", "owner/name"], &[]), "SHA-256");
     assert_eq!(count_in(&blobs(home.path())), 1, "config.json alone is left");
     refused(&generate(&hub, home.path(), "owner/name", &[]), "model.safetensors has the SHA-256");
     // Half a file that is wrong is found out, too, and the next try starts anew.
     hub.behave(Manners::default());
-    let weights = std::fs::read(fixture("qwen3_5").expect("there").join(WEIGHTS)).expect("there");
+    let weights = std::fs::read(fixture("qwen3_5").join(WEIGHTS)).expect("there");
     let partial = blobs(home.path()).join(format!("{}.incomplete", sha256(&weights)));
     std::fs::write(&partial, vec![1; weights.len() / 2]).expect("writable");
     refused(&generate(&hub, home.path(), "owner/name", &[]), "SHA-256");
@@ -145,7 +143,7 @@ fn what_is_not_what_the_hub_says_is_refused_and_removed() {
 
 #[test]
 fn offline_what_is_there_runs_and_nothing_is_asked() {
-    let Some((hub, home, want)) = hub_with_fixture(Manners::default()) else { return };
+    let (hub, home, want) = hub_with_fixture(Manners::default());
     let offline = [("HF_HUB_OFFLINE", "1")];
     refused(&generate(&hub, home.path(), "owner/name", &offline), "HF_HUB_OFFLINE forbids");
     refused(&hub.keel(home.path(), &["pull", "owner/name"], &offline), "HF_HUB_OFFLINE forbids");
@@ -159,7 +157,7 @@ fn offline_what_is_there_runs_and_nothing_is_asked() {
 #[test]
 fn the_token_goes_to_the_hub_and_to_nobody_else() {
     let manners = Manners { token: Some("hf_secret"), redirects: true, ..Manners::default() };
-    let Some((hub, home, want)) = hub_with_fixture(manners) else { return };
+    let (hub, home, want) = hub_with_fixture(manners);
     let without = generate(&hub, home.path(), "owner/name", &[]);
     refused(&without, "set HF_TOKEN");
     let wrong = generate(&hub, home.path(), "owner/name", &[("HF_TOKEN", "hf_other")]);
@@ -176,7 +174,7 @@ fn the_token_goes_to_the_hub_and_to_nobody_else() {
 
 #[test]
 fn a_revision_is_pinned() {
-    let Some((hub, home, want)) = hub_with_fixture(Manners::default()) else { return };
+    let (hub, home, want) = hub_with_fixture(Manners::default());
     assert_eq!(tokens(&generate(&hub, home.path(), "owner/name@refs/pr/1", &[])), want);
     assert!(
         hub.take_asked()[0].path.contains("/revision/refs%2Fpr%2F1?"),
@@ -215,7 +213,7 @@ fn one_of_several_gguf_files_is_picked() {
 
 #[test]
 fn models_are_pulled_listed_and_removed() {
-    let Some((hub, home, _)) = hub_with_fixture(Manners::default()) else { return };
+    let (hub, home, _) = hub_with_fixture(Manners::default());
     let run = |args: &[&str]| {
         let output = hub.keel(home.path(), args, &[]);
         assert!(output.status.success(), "{args:?}: {}", stderr(&output));

@@ -21,7 +21,7 @@ fn assert_planned(memory: &Value, plan: &Value, what: &str) {
 fn generate_allocates_what_plan_says_and_its_peak_is_no_higher() {
     for (name, prompt, max_tokens) in [("qwen3_5", 3, 40), ("qwen3_5_moe", 100, 500), ("qwen3_next", 1, 1300)]
     {
-        let Some(folder) = fixture(name) else { continue };
+        let folder = fixture(name);
         let ids: Vec<u32> = (1..=prompt).collect();
         let context = (prompt + max_tokens).to_string();
         let plan = json(&["plan", "--model", arg(&folder), "--context", &context, "--json"]);
@@ -37,7 +37,7 @@ fn batches_allocate_what_plan_says() {
     let cases =
         [("qwen3_5", 2, 150, 9), ("qwen3_5_mlx_4bit", 3, 300, 5), ("qwen3_5_moe_mlx_4bit", 5, 70, 200)];
     for (name, batch, prompt, generated) in cases {
-        let Some(folder) = fixture(name) else { continue };
+        let folder = fixture(name);
         let [batch, prompt, generated, context] =
             [batch, prompt, generated, prompt + generated].map(|n: i32| n.to_string());
         let plan =
@@ -50,7 +50,7 @@ fn batches_allocate_what_plan_says() {
 
 #[test]
 fn what_plan_says_to_fit_fits_and_one_page_more_does_not() {
-    let Some(folder) = fixture("qwen3_5_real_head_dims") else { return };
+    let folder = fixture("qwen3_5_real_head_dims");
     let base = ["plan", "--model", arg(&folder), "--json"];
     let limit = total(&json(&[&base[..], &["--context", "1024"]].concat()));
     let fit = json(&[&base[..], &["--context", "1024", "--limit", &limit.to_string()]].concat());
@@ -63,7 +63,7 @@ fn what_plan_says_to_fit_fits_and_one_page_more_does_not() {
 
 #[test]
 fn prefill_grows_by_the_bytes_of_keys_and_values() {
-    let Some(folder) = copy_of("qwen3_5") else { return };
+    let folder = copy_of("qwen3_5");
     let path = folder.path().join("config.json");
     let mut config: Value =
         serde_json::from_slice(&std::fs::read(&path).expect("there")).expect("the fixture's config");
@@ -88,6 +88,18 @@ fn host_memory_for_parked_sequences_is_a_category_of_its_own() {
     let (without, with) = (of("0"), of("4Mi"));
     assert_eq!((&without["swap"], &with["swap"]), (&Value::from(0), &Value::from(4 << 20)));
     assert_eq!(total(&with), total(&without) + (4 << 20));
+}
+
+/// Every operation of the largest published models is one that a GPU runs, in both regimes and with drafts.
+#[test]
+fn the_largest_shapes_are_planned_for_a_gpu() {
+    for shape in ["qwen3.5-122b-a10b", "qwen3.5-397b-a17b"] {
+        for mode in [&["--speculate", "2"][..], &["--speculate", "off", "--compute", "f32"]] {
+            let command = ["plan", "--shape", shape, "--device", "cuda:0", "--context", "4096", "--json"];
+            let plan = json(&[&command[..], mode].concat());
+            assert!(plan["weights"].as_u64().is_some_and(|bytes| bytes > 50 << 30), "{shape}: {plan}");
+        }
+    }
 }
 
 #[test]

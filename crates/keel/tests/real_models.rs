@@ -27,7 +27,7 @@ fn fetched(name: &str) -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache/real_models");
     let file = folder.join(format!("{name}.gguf"));
     if !file.is_file() {
-        println!("skipped: no {name}; tools/real_models/fetch.sh fetches it");
+        keel_testkit::skipped!("needs {name}, which tools/real_models/fetch.sh fetches");
         return None;
     }
     Some(file)
@@ -148,7 +148,7 @@ fn decodes_within_file_and_plan(name: &str) {
     let Some(file) = fetched(name) else { return };
     let large_pages = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
     if large_pages.is_ok_and(|choice| choice.contains("[always]")) {
-        println!("skipped: the system backs any memory with large pages, unasked");
+        keel_testkit::skipped!("the system backs any memory with large pages, unasked");
         return;
     }
     for full in [

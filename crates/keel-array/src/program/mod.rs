@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::backend::Backend;
 use crate::ops::{Op, Regime, bytes_of};
 use crate::runtime::RuntimeOptions;
-use crate::{Buffer, DType, Layout};
+use crate::{ArrayError, Buffer, DType, Layout, Result};
 
 pub(crate) use cache::ProgramCache;
 pub(crate) use graph::Graph;
@@ -101,16 +101,20 @@ pub struct Program {
 
 impl Program {
     /// Runs all stages.
-    pub(crate) fn compile(graph: &Graph, backend: &dyn Backend, options: &RuntimeOptions) -> Program {
+    ///
+    /// # Errors
+    /// If the backend does not [support](Backend::supports) a kernel.
+    pub(crate) fn compile(graph: &Graph, backend: &dyn Backend, options: &RuntimeOptions) -> Result<Program> {
         let mut draft = lower::lower(graph);
         fuse::fuse(&mut draft);
         let regime = graph.regime();
         draft.kernels.iter_mut().for_each(|kernel| kernel.regime = regime);
         absorb::absorb(&mut draft, backend);
+        draft.kernels.iter().try_for_each(|kernel| check_support(kernel, backend))?;
         let mut program = plan::plan(draft, graph, backend);
         program.pieces = cut(&program.kernels, options);
         verify::verify(&program, graph);
-        program
+        Ok(program)
     }
 
     /// Kernels in order of execution.
@@ -127,6 +131,16 @@ impl Program {
     pub fn pieces(&self) -> &[Range<usize>] {
         &self.pieces
     }
+}
+
+/// Asks the backend about a kernel and those that it absorbed.
+fn check_support(kernel: &Kernel, backend: &dyn Backend) -> Result<()> {
+    kernel.absorbed.iter().try_for_each(|absorbed| check_support(absorbed, backend))?;
+    backend.supports(kernel).map_err(|reason| ArrayError::Unsupported {
+        backend: backend.name().into(),
+        op: kernel.op.name().into(),
+        reason,
+    })
 }
 
 /// Cuts the kernel list so that no piece exceeds the bounds of a submission.

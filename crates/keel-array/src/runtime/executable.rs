@@ -29,7 +29,8 @@ impl Runtime {
     ///
     /// # Errors
     /// If a value is evaluated already, a pair differs in shape or type, a destination is not contiguous memory,
-    /// is one of another value, or is written while the graph still reads it, or the arena cannot be had.
+    /// is one of another value, or is written while the graph still reads it, the backend does not
+    /// [support](crate::Backend::supports) an operation, or the arena cannot be had.
     pub fn prepare(&self, results: &[(&Array, &Array)]) -> Result<Executable> {
         for (i, (value, _)) in results.iter().enumerate() {
             if value.is_evaluated()
@@ -41,7 +42,7 @@ impl Runtime {
         let targets: Vec<&Array> = results.iter().map(|(value, _)| *value).collect();
         let collected = collect(&targets, Purpose::Prepare);
         // Whoever prepares a program keeps it; the cache would keep it beside them, and its graph.
-        let program = self.compile(&collected.graph);
+        let program = self.compile(&collected.graph)?;
         let mut outputs = Vec::with_capacity(collected.outputs.len());
         for node in &collected.outputs {
             let pair = results.iter().find(|(value, _)| Arc::ptr_eq(node, &value.0));

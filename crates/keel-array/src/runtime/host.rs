@@ -77,6 +77,11 @@ impl Array {
     /// The first `count` entries along the first axis of persistent storage, as an array of its own: shares the
     /// memory.
     ///
+    /// # Memory
+    /// The whole storage stays as long as this handle does. Law 4 does not speak of it, because it is no result of an
+    /// evaluation: it is a second handle to memory that its owner keeps and the host overwrites, as a clone of the array
+    /// would be. A copy of its own comes from evaluating a [`slice`](Array::slice).
+    ///
     /// # Errors
     /// If this array is not in memory or has fewer entries.
     pub fn prefix(&self, count: usize) -> Result<Array> {

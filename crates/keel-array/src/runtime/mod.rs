@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::array::{Array, State, Storage};
 use crate::backend::{Backend, Buffer, HostBuffer};
-use crate::ledger::{Category, Ledger};
+use crate::ledger::{Category, Charge, Ledger};
 use crate::program::graph::{Collected, Purpose, collect};
 use crate::program::{Binding, Bindings, Graph, Launch, OutputMemory, Program, ProgramCache};
 use crate::{DeviceUsage, Layout, Result};
@@ -61,6 +61,8 @@ impl Default for RuntimeOptions {
 struct Inner {
     backend: Arc<dyn Backend>,
     ledger: Ledger,
+    /// Of what the backend holds for itself.
+    _own: Vec<Charge>,
     options: RuntimeOptions,
     programs: Mutex<ProgramCache>,
     arena: Arena,
@@ -94,11 +96,17 @@ impl Runtime {
     /// A runtime on a backend.
     pub fn new(backend: Arc<dyn Backend>, options: RuntimeOptions) -> Runtime {
         let ledger = Ledger::default();
+        let own = backend.own_memory();
+        let own = [(Category::Workspace, own.device_bytes), (Category::Staging, own.host_bytes)];
+        // Before there is a limit: this memory is there already.
+        let charge = |(category, bytes)| (bytes > 0).then(|| ledger.charge(category, bytes).ok()).flatten();
+        let own = own.into_iter().filter_map(charge).collect();
         ledger.set_limit(options.memory_limit);
         Runtime(Arc::new(Inner {
             stream: Stream::new(Arc::clone(&backend)),
             backend,
             ledger,
+            _own: own,
             programs: Mutex::new(ProgramCache::new(options.program_cache_bytes)),
             options,
             arena: Arena::default(),
@@ -123,7 +131,7 @@ impl Runtime {
     /// ([`DeviceUsage::driver_bytes`]); `None` where tensors lie in the host's memory, and for a plan.
     pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
         let usage = self.backend().device_usage()?;
-        Some((usage, usage.driver_bytes(&self.ledger().active())))
+        Some((usage, usage.driver_bytes(&self.ledger().active(), self.backend().own_memory().host_bytes)))
     }
 
     /// True if both are handles to the same runtime.
@@ -169,8 +177,15 @@ impl Runtime {
     /// Lets the system have the memory of the arena until it is used again, where the backend can: a prompt needs far more
     /// of it than the tokens that follow. It stays allocated and charged.
     pub fn rest(&self) {
-        let arena = self.0.arena.get();
-        self.exclusive(|backend| backend.rest(arena.as_ref().map(Buffer::memory)));
+        self.exclusive(|backend| {
+            // A run whose pieces are submitted one by one leaves intermediates in the arena between two of them. It is
+            // counted before its first piece takes the device, so it is seen here.
+            if self.runs_under_way() > 0 {
+                return;
+            }
+            let arena = self.0.arena.get();
+            backend.rest(arena.as_ref().map(Buffer::memory));
+        });
     }
 
     /// Evaluates arrays and waits for them. What fails makes all arrays that were evaluated with it read as that
@@ -257,23 +272,23 @@ impl Runtime {
         self.0.arena.at_least(self, bytes)
     }
 
-    fn program(&self, graph: Graph) -> Arc<Program> {
+    fn program(&self, graph: Graph) -> Result<Arc<Program>> {
         if let Some(program) = self.programs().get(&graph) {
-            return program;
+            return Ok(program);
         }
-        let program = self.compile(&graph);
+        let program = self.compile(&graph)?;
         self.programs().insert(graph, Arc::clone(&program));
-        program
+        Ok(program)
     }
 
-    fn compile(&self, graph: &Graph) -> Arc<Program> {
-        let program = Program::compile(graph, self.backend(), &self.0.options);
+    fn compile(&self, graph: &Graph) -> Result<Arc<Program>> {
+        let program = Program::compile(graph, self.backend(), &self.0.options)?;
         tracing::debug!(
             kernels = program.kernels().len(),
             arena_bytes = program.arena_bytes(),
             "compiled a program"
         );
-        Arc::new(program)
+        Ok(Arc::new(program))
     }
 
     /// Memory for a program's outputs, and everything bound to its slots.
@@ -303,7 +318,7 @@ impl Runtime {
             return Ok(());
         }
         let Collected { graph, externals, outputs } = collect(&targets, Purpose::Evaluate);
-        let program = self.program(graph.clone());
+        let program = self.program(graph.clone())?;
         let bindings = self.bind(&program, &externals, &graph)?;
         let arena = self.arena(program.arena_bytes())?;
         let needs = externals.iter().filter_map(|s| s.fence.clone()).collect();

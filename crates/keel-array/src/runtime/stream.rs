@@ -136,6 +136,15 @@ impl Shared {
     fn queued(&self) -> MutexGuard<'_, usize> {
         self.queued.lock().unwrap_or_else(|e| e.into_inner())
     }
+
+    /// A queued piece is done.
+    fn pass(&self) {
+        let mut queued = self.queued();
+        *queued -= 1;
+        if *queued == 0 {
+            self.drained.notify_all();
+        }
+    }
 }
 
 /// The queue of a runtime and the thread that serves it.
@@ -172,21 +181,30 @@ impl Stream {
             std::thread::spawn(move || serve(&shared, &receiver));
             sender
         });
-        for submission in work.submissions() {
-            *self.shared.queued() += 1;
+        // All pieces are counted before the first one is sent. Counted one by one, the queue would read as empty between two
+        // of them, and whoever waits for that would use the arena in which their intermediates lie.
+        let submissions = work.submissions();
+        *self.shared.queued() += submissions.len();
+        for submission in submissions {
             if let Err(back) = sender.send(submission) {
                 let lost = ArrayError::Kernel { op: "stream".into(), reason: "its thread has ended".into() };
                 back.0.fence.pass(Err(Failure { error: lost, done: None }));
-                *self.shared.queued() -= 1;
+                self.shared.pass();
             }
         }
     }
 
     /// Waits until nothing is queued, then gives exclusive use of the device's memory.
     pub fn exclusive<R>(&self, access: impl FnOnce(&dyn Backend) -> R) -> R {
-        self.synchronize();
-        let _device = self.shared.device();
-        access(&*self.shared.backend)
+        loop {
+            self.synchronize();
+            let _device = self.shared.device();
+            // Asked again while the device is held: another thread may have queued work meanwhile, of which the first
+            // piece has run and the second has not.
+            if *self.shared.queued() == 0 {
+                return access(&*self.shared.backend);
+            }
+        }
     }
 
     /// Waits until all queued work is done.
@@ -204,10 +222,6 @@ fn serve(shared: &Shared, receiver: &Receiver<Submission>) {
             let _device = shared.device();
             submission.run(&*shared.backend);
         }
-        let mut queued = shared.queued();
-        *queued -= 1;
-        if *queued == 0 {
-            shared.drained.notify_all();
-        }
+        shared.pass();
     }
 }

@@ -131,6 +131,10 @@ impl Backend for CpuBackend {
         HostMemory::of(memory).read(offset, bytes);
     }
 
+    fn supports(&self, kernel: &Kernel) -> Result<(), String> {
+        dispatch::supports(kernel)
+    }
+
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {
         dispatch::workspace_bytes(kernel, self.workers, self.isa())
     }

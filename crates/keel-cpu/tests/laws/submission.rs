@@ -43,6 +43,32 @@ fn an_error_reaches_whoever_reads_and_what_depends_on_it_and_nobody_else() {
     assert_eq!(active(&runtime), 0, "failed work gives its memory back");
 }
 
+/// Between two pieces of a thread's work its intermediates lie in the arena alone. Whoever asks for the device meanwhile waits
+/// for the last piece: here another thread, which lets the system have the arena's pages.
+#[test]
+fn nobody_gets_the_device_between_two_pieces_of_queued_work() {
+    let runtime = runtime_with(RuntimeOptions { submission_ops: 1, ..RuntimeOptions::default() });
+    // Large enough for whole pages.
+    let n = 1 << 16;
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(std::sync::atomic::Ordering::Acquire) {
+                runtime.rest();
+            }
+        });
+        for round in 0..300 {
+            let x = Array::full(&runtime, [n], DType::F32, 1.0).expect("an addressable shape");
+            let y = (0..6).try_fold(x, |x, i| x.cumsum(0, i % 2 == 1, false)?.sigmoid());
+            let y = y.and_then(|y| y.max(0)).expect("an axis");
+            runtime.async_eval(&[&y]).expect("the graph is submitted");
+            let most = y.to_vec::<f32>().expect("it runs")[0];
+            assert_eq!(most, 1.0, "round {round}: an intermediate was lost");
+        }
+        done.store(true, std::sync::atomic::Ordering::Release);
+    });
+}
+
 /// Threads share the runtime's arena: the pieces of one thread's work are not interleaved with another's.
 #[test]
 fn threads_may_evaluate_at_the_same_time() {

@@ -11,7 +11,7 @@ use super::{Gpu, Mode};
 use crate::driver::{CudaMemory, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
 use crate::kernels::KernelKey;
-use keel_array::{ArrayError, Kernel, Launch, Slot, Ticket};
+use keel_array::{ArrayError, Kernel, LAUNCHES_MAX, Launch, OwnMemory, RESULT_BYTES_MAX, Slot, Ticket};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,6 +22,12 @@ const GRAPHS_MAX: usize = 512;
 
 /// `Fault` of `common.cuh`: `Wrong`, and the address of a slot.
 const FAULT_BYTES: usize = WRONG_BYTES + size_of::<u64>();
+
+/// What a session holds as long as it lives: reports and counters; what passes in both directions, and the queue's slots.
+pub(super) const OWN_MEMORY: OwnMemory = OwnMemory {
+    device_bytes: (FAULT_BYTES + COUNTERS * size_of::<u32>()) as u64,
+    host_bytes: (2 * STAGING_BYTES + (1 + LAUNCHES_MAX) * (WRONG_BYTES + RESULT_BYTES_MAX)) as u64,
+};
 
 /// What a graph was captured with: the prepared program, where the piece begins, and where the arena was.
 #[derive(Clone, Copy, PartialEq, Eq)]

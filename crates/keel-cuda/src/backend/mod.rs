@@ -14,8 +14,8 @@ use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use keel_array::{
-    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, Preparations, RowBlock, Ticket,
-    WeightSpec,
+    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, OwnMemory, Preparations, RowBlock,
+    Ticket, WeightSpec,
 };
 use launch::Session;
 use std::ops::Range;
@@ -192,6 +192,10 @@ impl Backend for CudaBackend {
         self.gpu.as_ref()?.device.usage().ok()
     }
 
+    fn own_memory(&self) -> OwnMemory {
+        launch::OWN_MEMORY
+    }
+
     fn is_planning(&self) -> bool {
         self.gpu.is_none()
     }
@@ -221,6 +225,10 @@ impl Backend for CudaBackend {
 
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
         dispatch::absorbs(reader, input, producer, self.mode)
+    }
+
+    fn supports(&self, kernel: &Kernel) -> Result<(), String> {
+        dispatch::supports(kernel, self.mode)
     }
 
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {

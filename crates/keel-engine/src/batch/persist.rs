@@ -3,11 +3,10 @@
 //! A folder holds one cache file for each text and `index.json`, which names them with their sizes and checksums and is
 //! written last. A file that is missing, damaged or of another model is passed over: what it held is run again.
 
-use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use keel_cache::{BLOCK, CacheError};
+use keel_cache::{BLOCK, CacheError, open_regular, read_regular, write_whole};
 use serde_json::{Value, json};
 
 use super::Batcher;
@@ -15,7 +14,8 @@ use super::prefixes::text_of;
 use crate::{EngineError, Result};
 
 const INDEX: &str = "index.json";
-const INDEX_NEW: &str = "index.new";
+/// Each of its entries takes less than 100 bytes.
+const INDEX_BYTES_MAX: u64 = 1 << 20;
 const FORMAT: &str = "keel-prefix-cache-1";
 /// The most recently used are kept.
 const TEXTS_MAX: usize = 256;
@@ -39,7 +39,7 @@ impl Batcher {
         assert!(self.is_idle(), "prefixes are saved when nothing runs");
         std::fs::create_dir_all(folder).map_err(|e| disk(folder, &e))?;
         let _ = std::fs::remove_file(folder.join(INDEX));
-        let mut written = vec![folder.join(INDEX_NEW)];
+        let mut written = Vec::new();
         let saved =
             self.write_texts(model, folder, &mut written).and_then(|files| write_index(model, folder, files));
         if saved.is_err() {
@@ -129,16 +129,16 @@ impl Batcher {
 fn write_index(model: &str, folder: &Path, files: Vec<Value>) -> Result<usize> {
     let count = files.len();
     let index = json!({"format": FORMAT, "model": model, "files": files});
-    // Under another name first: an index is whole or not there.
-    let (new, path) = (folder.join(INDEX_NEW), folder.join(INDEX));
-    std::fs::write(&new, index.to_string()).map_err(|e| disk(&new, &e))?;
-    std::fs::rename(&new, &path).map_err(|e| disk(&path, &e))?;
+    // An index is whole or not there.
+    let path = folder.join(INDEX);
+    write_whole(&path, index.to_string().as_bytes())
+        .map_err(|error| EngineError::PrefixFolder { path: path.clone(), reason: error.to_string() })?;
     Ok(count)
 }
 
 fn read_index(path: &Path, model: &str) -> Result<Vec<Value>, String> {
-    let text = std::fs::read_to_string(path).map_err(|e| format!("{INDEX}: {e}"))?;
-    let index: Value = serde_json::from_str(&text).map_err(|e| format!("{INDEX}: {e}"))?;
+    let bytes = read_regular(path, INDEX_BYTES_MAX).map_err(|e| format!("{INDEX}: {e}"))?;
+    let index: Value = serde_json::from_slice(&bytes).map_err(|e| format!("{INDEX}: {e}"))?;
     if index["format"] != FORMAT || index["model"] != model {
         return Err(format!("{INDEX}: it is of another format or model"));
     }
@@ -150,7 +150,7 @@ fn read_index(path: &Path, model: &str) -> Result<Vec<Value>, String> {
 
 /// Bytes of a file and their CRC-32.
 fn checksum(path: &Path) -> io::Result<(u64, u32)> {
-    let mut reader = BufReader::new(File::open(path)?);
+    let mut reader = BufReader::new(open_regular(path)?);
     let (mut hasher, mut bytes) = (crc32fast::Hasher::new(), 0);
     let mut block = vec![0; 1 << 16];
     loop {

@@ -113,7 +113,7 @@ impl Parameters for GgufParameters<'_> {
             }
             sink(block.len(), row_data(&tensor, &gathered))?;
         }
-        Ok(())
+        Ok(self.file.check_intact()?)
     }
 
     fn release(&self, module: &str) {
@@ -124,6 +124,7 @@ impl Parameters for GgufParameters<'_> {
 
     fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>> {
         let mut values = self.file.tensor(&self.tensor(name)?)?.to_f32()?;
+        self.file.check_intact()?;
         if name.ends_with("A_log") {
             // Files keep -e^A_log.
             values.iter_mut().for_each(|a| *a = (-*a).ln());

@@ -94,7 +94,7 @@ impl Parameters for CheckpointParameters<'_> {
                 self.0.release_rows(&format!("{module}.{part}"), base + block.start..base + block.end);
             }
         }
-        Ok(())
+        Ok(self.0.check_intact()?)
     }
 
     fn release(&self, module: &str) {
@@ -110,7 +110,9 @@ impl Parameters for CheckpointParameters<'_> {
     }
 
     fn values(&self, name: &str, _elements: usize) -> Result<Vec<f32>> {
-        Ok(self.0.tensor(name)?.to_f32()?)
+        let values = self.0.tensor(name)?.to_f32()?;
+        self.0.check_intact()?;
+        Ok(values)
     }
 }
 

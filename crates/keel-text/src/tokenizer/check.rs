@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 use tokenizers::normalizers::Precompiled;
+use tokenizers::utils::SysRegex;
 
 /// A decoder must be an object, and no step of it may strip the end of a token.
 ///
@@ -9,6 +10,7 @@ use tokenizers::normalizers::Precompiled;
 /// number of characters to strip from the end; no language model's tokenizer uses that.
 pub(super) fn decoder(json: Option<&Value>) -> Result<(), String> {
     let Some(json) = json else { return Ok(()) };
+    check_growth("decoder", json)?;
     each_step(json, &mut |step| {
         if !step.is_object() {
             return Err(format!("decoder: {step} is not an object"));
@@ -23,6 +25,7 @@ pub(super) fn decoder(json: Option<&Value>) -> Result<(), String> {
 /// A pre-tokenizer that cuts into pieces of fixed length needs a length.
 pub(super) fn pre_tokenizer(json: Option<&Value>) -> Result<(), String> {
     let Some(json) = json else { return Ok(()) };
+    check_growth("pre_tokenizer", json)?;
     each_step(json, &mut |step| {
         if step.get("length").and_then(Value::as_u64) == Some(0) {
             return Err("pre_tokenizer: length is 0, expected at least 1".to_string());
@@ -31,9 +34,46 @@ pub(super) fn pre_tokenizer(json: Option<&Value>) -> Result<(), String> {
     })
 }
 
+/// How much longer steps may make a text, in bytes for a byte; published tokenizers stay below 4.
+const GROWTH_MAX: usize = 64;
+
+/// Steps that replace text, one after the other, must not multiply it: each may be harmless, and 12 that write ten characters for
+/// one fill any memory. The library has no limit of its own.
+fn check_growth(part: &str, json: &Value) -> Result<(), String> {
+    let mut growth = 1usize;
+    each_step(json, &mut |step| {
+        let text = |key: &str| step.get(key).and_then(Value::as_str).unwrap_or("");
+        let factor = if is_type(step, "Replace") {
+            let (bytes, may_be_empty) = pattern_bytes(step);
+            text("content").len().div_ceil(bytes) + usize::from(may_be_empty)
+        } else {
+            // What is put in front of a piece, which may be a byte; a character for another one.
+            1 + text("prepend").len().max(text("replacement").len().saturating_sub(1))
+        };
+        growth = growth.saturating_mul(factor.max(1));
+        if growth > GROWTH_MAX {
+            return Err(format!("{part}: its steps could make a text more than {GROWTH_MAX} times as long"));
+        }
+        Ok(())
+    })
+}
+
+/// Bytes that a pattern matches at least, one or more, and whether it also matches the place between two: found by trying.
+fn pattern_bytes(step: &Value) -> (usize, bool) {
+    let Some(regex) = step.pointer("/pattern/Regex").and_then(Value::as_str) else {
+        let text = step.pointer("/pattern/String").and_then(Value::as_str).unwrap_or("");
+        return (text.len().max(1), text.is_empty());
+    };
+    let is_empty = |text: &str| {
+        SysRegex::new(regex).is_ok_and(|regex| regex.find_iter(text).any(|(start, end)| start == end))
+    };
+    (1, ["", "a", " a1.\n"].into_iter().any(is_empty))
+}
+
 /// A precompiled normaliser's table must decode; the library panics on one that does not.
 pub(super) fn normalizer(json: Option<&Value>) -> Result<(), String> {
     let Some(json) = json else { return Ok(()) };
+    check_growth("normalizer", json)?;
     each_step(json, &mut |step| {
         if is_type(step, "Precompiled") {
             let text = step.to_string();
@@ -103,6 +143,27 @@ mod tests {
         let nested = |stop| json!({"type": "Sequence", "decoders": [{"type": "Fuse"}, strip(stop)]});
         assert_eq!(decoder(Some(&nested(0))), Ok(()));
         assert!(decoder(Some(&nested(1))).unwrap_err().contains("Strip"));
+    }
+
+    #[test]
+    fn steps_that_multiply_a_text_are_refused() {
+        let replace = |pattern: Value, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
+        let tenfold = || replace(json!({"String": "a"}), "aaaaaaaaaa");
+        let sequence = |steps: Vec<Value>| json!({"type": "Sequence", "normalizers": steps});
+        assert_eq!(normalizer(Some(&sequence(vec![tenfold()]))), Ok(()));
+        let error = normalizer(Some(&sequence(vec![tenfold(), tenfold()]))).unwrap_err();
+        assert!(error.contains("64 times as long"), "{error}");
+        let regex = replace(json!({"Regex": ""}), &"x".repeat(100));
+        assert!(normalizer(Some(&regex)).is_err());
+        let doubling = || replace(json!({"Regex": "x*"}), "y");
+        assert!(normalizer(Some(&sequence((0..7).map(|_| doubling()).collect()))).is_err());
+        let tidying = || replace(json!({"Regex": " {2,}"}), " ");
+        assert_eq!(normalizer(Some(&sequence((0..30).map(|_| tidying()).collect()))), Ok(()));
+        let usual = sequence(vec![
+            json!({"type": "Prepend", "prepend": "\u{2581}"}),
+            replace(json!({"String": " "}), "\u{2581}"),
+        ]);
+        assert_eq!(normalizer(Some(&usual)), Ok(()));
     }
 
     #[test]

@@ -107,6 +107,10 @@ impl TensorSource for GgufFile {
         Ok(LinearTensor::Blocks(BlockTensor { name, format, shape: &entry.shape, bytes }))
     }
 
+    fn check_intact(&self) -> Result<()> {
+        self.map.check_intact(&self.path)
+    }
+
     fn release(&self, name: &str) {
         if let Some(entry) = self.header.tensors().get(name) {
             self.map.release(entry.range.clone());

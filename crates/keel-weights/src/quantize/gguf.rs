@@ -198,7 +198,8 @@ fn write_tensor(
     if let GgmlType::Blocks(format) = output.kind
         && let Some(blocks) = source.blocks(&spec.name, format)
     {
-        return writer.append(&spec.name, blocks);
+        writer.append(&spec.name, blocks)?;
+        return source.check_intact();
     }
     let mut values = Vec::new();
     for start in (0..all).step_by((CHUNK_VALUES / cols.max(1)).max(1)) {
@@ -210,6 +211,7 @@ fn write_tensor(
         decode(source, spec, rows.clone(), &mut values)?;
         let bytes = encode_rows(output, start, cols, &values)?;
         writer.append(&spec.name, &bytes)?;
+        source.check_intact()?;
         source.release_rows(&spec.name, rows);
     }
     Ok(())

@@ -222,6 +222,7 @@ fn write_step(
                     }
                 }
             }
+            source.check_intact()?;
             source.release_rows(&spec.name, rows.clone());
             advance(rows.len());
         }

@@ -52,6 +52,14 @@ pub trait RowSource: Sync {
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         let _ = (name, rows);
     }
+
+    /// As [`TensorSource::check_intact`].
+    ///
+    /// # Errors
+    /// [`WeightsError::CutShort`].
+    fn check_intact(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The last dimension.
@@ -85,6 +93,10 @@ impl RowSource for Checkpoint {
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         TensorSource::release_rows(self, name, rows);
+    }
+
+    fn check_intact(&self) -> Result<()> {
+        TensorSource::check_intact(self)
     }
 }
 
@@ -154,6 +166,10 @@ impl RowSource for Dequantised<'_> {
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         TensorSource::release_rows(self.checkpoint, name, rows);
     }
+
+    fn check_intact(&self) -> Result<()> {
+        TensorSource::check_intact(self.checkpoint)
+    }
 }
 
 impl Dequantised<'_> {
@@ -200,5 +216,9 @@ impl RowSource for GgufFile {
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         TensorSource::release_rows(self, name, rows);
+    }
+
+    fn check_intact(&self) -> Result<()> {
+        TensorSource::check_intact(self)
     }
 }

@@ -98,6 +98,10 @@ impl TensorSource for SafetensorsFile {
         Ok((kind, &entry.shape, &self.map.bytes()[entry.range.clone()]))
     }
 
+    fn check_intact(&self) -> Result<()> {
+        self.map.check_intact(&self.path)
+    }
+
     fn release(&self, name: &str) {
         if let Some(entry) = self.header.tensors().get(name) {
             self.map.release(entry.range.clone());

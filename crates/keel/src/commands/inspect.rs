@@ -169,7 +169,8 @@ fn licence(model: &Model) -> Option<String> {
     let in_header = keys.iter().find_map(|key| checkpoint.metadata().get(*key).cloned());
     let in_config = || keys.iter().find_map(|key| Some(checkpoint.config()[*key].as_str()?.to_string()));
     in_header.or_else(in_config).or_else(|| {
-        let card = std::fs::read_to_string(checkpoint.folder().join("README.md")).ok()?;
+        let card = keel_weights::read_regular(&checkpoint.folder().join("README.md"), 1 << 20).ok()?;
+        let card = String::from_utf8(card).ok()?;
         let front = card.strip_prefix("---")?.split("\n---").next()?;
         let named = |line: &str| Some(line.strip_prefix("license:")?.trim().to_string());
         front.lines().find_map(named)

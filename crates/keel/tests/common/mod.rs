@@ -16,14 +16,14 @@ use keel_weights::{SafetensorsFile, TensorSource};
 use serde_json::Value;
 
 /// A writable copy of a fixture, to be damaged.
-pub fn copy_of(name: &str) -> Option<tempfile::TempDir> {
-    let source = fixture(name)?;
+pub fn copy_of(name: &str) -> tempfile::TempDir {
+    let source = fixture(name);
     let target = tempfile::tempdir().expect("a temporary folder");
     for file in ["config.json", "model.safetensors"] {
         let bytes = std::fs::read(source.join(file)).expect("the fixture is complete");
         std::fs::write(target.path().join(file), bytes).expect("the folder is writable");
     }
-    Some(target)
+    target
 }
 
 /// Runs keel; its input is empty.

@@ -91,6 +91,14 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
     Ok(())
 }
 
+/// Refuses what no kernel of this backend runs. All other operations take any shape that their builder lets through.
+pub(super) fn supports(kernel: &Kernel) -> Result<(), String> {
+    match &kernel.op {
+        Op::PagedAttention(_) => sequence::supports_heads(kernel.inputs[0].layout.shape[2]),
+        _ => Ok(()),
+    }
+}
+
 /// Scratch of a kernel.
 pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize, isa: Isa) -> usize {
     match &kernel.op {

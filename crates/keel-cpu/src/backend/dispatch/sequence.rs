@@ -222,6 +222,15 @@ fn coded_attention<const BITS: usize>(
     attention(spec, (read, write), call, worker)
 }
 
+/// Refuses heads whose values do not fill registers.
+pub(super) fn supports_heads(size: usize) -> Result<(), String> {
+    if size.is_multiple_of(LANES) {
+        Ok(())
+    } else {
+        Err(format!("heads of {size}; expected a multiple of {LANES}"))
+    }
+}
+
 fn attention<P: KvRead>(
     spec: &AttentionSpec,
     (pages, written): (P, impl KvWrite),
@@ -231,9 +240,6 @@ fn attention<P: KvRead>(
     let [q, k, v, keys, _, table, row_start, position, until @ ..] = call.inputs else {
         unreachable!("eight operands, nine where rows see later keys")
     };
-    if !q.width().is_multiple_of(LANES) {
-        return Err(format!("heads of {}; expected a multiple of {LANES}", q.width()));
-    }
     let rows = batch::batch(row_start, position.values(), q.layout.shape[0])?;
     let table = batch::page_table(table, &rows, spec.window, keys.layout.shape[0])?;
     if spec.window == Some(0) {

@@ -208,9 +208,6 @@ impl<'a> Task<'a> {
     fn new(spec: &'a AttentionSpec, call: &'a Call<'a>) -> Result<Task<'a>, ArrayError> {
         let (q, k, table) = (&call.inputs[0], &call.inputs[1], &call.inputs[5]);
         let &[rows, heads, size] = &q.layout.shape[..] else { unreachable!("three axes") };
-        if !size.is_multiple_of(8) || size > 256 {
-            return Err(call.error(format!("heads of {size}; the GPU takes multiples of 8 up to 256")));
-        }
         let odd = |x: &&Bound<'_>| !x.address.is_multiple_of(16) || !x.row_stride(2).is_multiple_of(4);
         if let Some(odd) = call.inputs[..3].iter().find(odd) {
             let shape = &odd.layout.shape;

@@ -4,18 +4,24 @@ use super::{Bound, Call, Geometry};
 use crate::backend::operand::c_type;
 use crate::driver::Arguments;
 use crate::kernels::{CUSTOM, CUSTOM_ENTRY, KernelKey};
-use keel_array::{ArrayError, CudaSource, CustomKernel};
+use keel_array::{ArrayError, CudaSource, CustomKernel, Kernel};
 use std::fmt::Write;
 
-pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>) -> Result<(), ArrayError> {
-    let Some(source) = kernel.cuda_source() else {
-        return Err(call.error("has a body for the CPU alone; give it one for CUDA with with_cuda".into()));
+/// Refuses a kernel without a body for this device, or with names for other operands than it has.
+pub(super) fn supports(custom: &CustomKernel, kernel: &Kernel) -> Result<(), String> {
+    let Some(source) = custom.cuda_source() else {
+        return Err("has a body for the CPU alone; give it one for CUDA with with_cuda".into());
     };
     let names = (source.inputs.len(), source.outputs.len());
-    if names != (call.inputs.len(), call.outputs.len()) {
-        let operands = (call.inputs.len(), call.outputs.len());
-        return Err(call.error(format!("names (inputs, outputs) {names:?} for operands {operands:?}")));
+    let operands = (kernel.inputs.len(), kernel.outputs.len());
+    if names == operands {
+        return Ok(());
     }
+    Err(format!("names (inputs, outputs) {names:?} for operands {operands:?}"))
+}
+
+pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>) -> Result<(), ArrayError> {
+    let source = kernel.cuda_source().unwrap_or_else(|| unreachable!("asked when the program was made"));
     for y in &call.outputs {
         let key = KernelKey::new(CUSTOM, "initial").define("ELEM", c_type(y.dtype));
         let arguments = Arguments::default().pointer(y.address).u64(y.len()).f32(kernel.initial());

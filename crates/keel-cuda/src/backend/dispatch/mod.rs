@@ -14,12 +14,14 @@ mod matmul;
 mod reduce;
 mod sample;
 mod sequence;
+mod support;
 
 use super::Mode;
 use super::call::{COUNTERS, Call, Geometry};
 use super::operand::{Bound, BoundKernel};
 pub(super) use absorb::absorbs;
 use keel_array::{ArrayError, Kernel, Op};
+pub(super) use support::supports;
 
 /// Puts a kernel's launches on the stream.
 fn run(call: &Call<'_>) -> Result<(), ArrayError> {

@@ -2,7 +2,7 @@
 
 use super::batch::{BatchCheck, Log, check_batch};
 use super::linear::{self, Convolution};
-use super::{Bound, COUNTERS, Call, Geometry, attention};
+use super::{Bound, Call, Geometry, attention};
 use crate::backend::{Mode, Precision};
 use crate::driver::Arguments;
 use crate::kernels::{CAUSAL_CONV, GATED_DELTA, GATED_DELTA_ANY, GATED_DELTA_CHUNKED, KernelKey};
@@ -168,13 +168,6 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     if spec.regime == Regime::Prefill && chunked(spec, call.mode.precision) && aligned(qkv) {
         return delta_chunked(spec, constants, call);
     }
-    if slot.len() * spec.key_heads > COUNTERS {
-        return Err(call.error(format!(
-            "{} sequences; the GPU takes {}",
-            slot.len(),
-            COUNTERS / spec.key_heads
-        )));
-    }
     let arguments =
         arguments.pointer(records).pointer(accepted).pointer(call.counters).u32(keep_open).pointer(y);
     let early = [state, row_start, slot].iter().all(|operand| call.is_untouched(operand));
@@ -186,7 +179,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
 }
 
 /// Whether prefill works on tensor cores, in chunks.
-fn chunked(spec: &GatedDeltaSpec, precision: Precision) -> bool {
+pub(super) fn chunked(spec: &GatedDeltaSpec, precision: Precision) -> bool {
     let fits = |size: usize| size.is_multiple_of(16) && size <= 256;
     precision == Precision::Fast && fits(spec.key_dim) && fits(spec.value_dim)
 }

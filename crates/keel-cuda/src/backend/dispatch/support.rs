@@ -1,0 +1,123 @@
+//! What the kernels cannot run, asked when a program is made: by shapes, types and attributes alone, so that a plan gives the
+//! same answer as a device.
+//!
+//! A kernel that is launched relies on this. The match names every operation, so a new one has to be thought about.
+
+use super::sequence::chunked;
+use super::{COUNTERS, custom};
+use crate::backend::Mode;
+use keel_array::{Kernel, Op, Regime, Shape};
+
+/// Blocks that a grid has along y and z, at most.
+const GRID_MAX: usize = 65_535;
+
+/// Widest attention head.
+const HEAD_MAX: usize = 256;
+
+/// Experts that the router's general kernel keeps in the shared memory of a block.
+const EXPERTS_MAX: usize = 12_288;
+
+/// Bytes of shared memory that a block of every generation from Ampere on can have.
+const SHARED_BYTES: usize = 99 << 10;
+
+/// Refuses what no kernel of this backend runs.
+pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), String> {
+    let operands = kernel.inputs.iter().chain(&kernel.outputs);
+    for extent in operands.flat_map(|operand| operand.layout.shape.iter()) {
+        if u32::try_from(*extent).is_err() {
+            return Err(format!("an extent of {extent}; kernels count to {}", u32::MAX));
+        }
+    }
+    if kernel.outputs.iter().all(|output| output.layout.shape.elements() == 0) {
+        return Ok(());
+    }
+    let shape = |i: usize| &kernel.inputs[i].layout.shape;
+    match &kernel.op {
+        Op::PagedAttention(_) => attention(shape(0), shape(1), shape(5)),
+        Op::GatedDelta(spec) => {
+            // The last operands are the starts, slots and positions of the sequences, and with a log what was accepted.
+            let sequences = shape(if kernel.inputs.len() == 9 { 7 } else { 8 }).elements();
+            at_most("sequences in a step", sequences, GRID_MAX)?;
+            if spec.regime == Regime::Prefill && chunked(spec, mode.precision) {
+                let prepared = 256 * (spec.key_dim + 8);
+                let shared = prepared.max(44_032) + 512 * spec.value_heads / spec.key_heads.max(1);
+                let advice = "use --compute f32";
+                return fits(shared, &format!("value heads that share a key head; {advice}"));
+            }
+            if !spec.value_dim.is_multiple_of(4) {
+                return Ok(());
+            }
+            at_most("sequences times key heads", sequences.saturating_mul(spec.key_heads), COUNTERS)
+        }
+        Op::CausalConv(_) => at_most("rows in a step", shape(0)[0], GRID_MAX * 32),
+        Op::Matmul => {
+            let (a, y) = (shape(0), &kernel.outputs[0].layout.shape);
+            let (rows, cols) = (a[a.rank() - 2], y[y.rank() - 1]);
+            at_most("rows of a product", rows, GRID_MAX * 32)?;
+            at_most("products in a batch", y.elements() / (rows * cols).max(1), GRID_MAX)
+        }
+        Op::RouteTopK { k, .. } => {
+            let experts = shape(0).last().copied().unwrap_or(0);
+            if experts <= 512 && *k <= 32 { Ok(()) } else { at_most("experts", experts, EXPERTS_MAX) }
+        }
+        Op::CombineExperts { .. } => at_most("rows in a step", shape(1)[0], GRID_MAX),
+        Op::Custom(kernel_of_user) => custom::supports(kernel_of_user, kernel),
+        Op::Fill(_)
+        | Op::Arange { .. }
+        | Op::Random { .. }
+        | Op::View(_)
+        | Op::Copy
+        | Op::Cast
+        | Op::Unary(_)
+        | Op::Binary(_)
+        | Op::Where
+        | Op::Fused(_)
+        | Op::Concatenate { .. }
+        | Op::SliceUpdate { .. }
+        | Op::Reduce(_)
+        | Op::ArgReduce { .. }
+        | Op::Softmax
+        | Op::CumSum { .. }
+        | Op::Sort { .. }
+        | Op::TopK { .. }
+        | Op::Sample
+        | Op::Take
+        | Op::TakeAlong
+        | Op::RmsNorm { .. }
+        | Op::AddRmsNorm { .. }
+        | Op::GatedRmsNorm { .. }
+        | Op::LayerNorm { .. }
+        | Op::Rope(_)
+        | Op::NormRope { .. }
+        | Op::RotatePairs
+        | Op::SwiGlu
+        | Op::SigmoidGate
+        | Op::Linear { .. }
+        | Op::GatherLinear { .. }
+        | Op::Embedding { .. } => Ok(()),
+    }
+}
+
+fn attention(q: &Shape, k: &Shape, table: &Shape) -> Result<(), String> {
+    let (size, kv_heads, sequences) = (q[2], k[1], table[0]);
+    if !size.is_multiple_of(8) || size > HEAD_MAX {
+        return Err(format!(
+            "heads of {size}; the GPU takes multiples of 8 up to {HEAD_MAX}. Run this model on the CPU (--device cpu)"
+        ));
+    }
+    at_most("key heads", kv_heads, GRID_MAX)?;
+    at_most("sequences in a step", sequences, GRID_MAX)
+}
+
+fn at_most(what: &str, count: usize, most: usize) -> Result<(), String> {
+    if count > most { Err(format!("{count} {what}; the GPU takes {most}")) } else { Ok(()) }
+}
+
+fn fits(shared_bytes: usize, what: &str) -> Result<(), String> {
+    if shared_bytes <= SHARED_BYTES {
+        return Ok(());
+    }
+    Err(format!(
+        "a block would need {shared_bytes} bytes of shared memory and has {SHARED_BYTES}: too many {what}"
+    ))
+}

@@ -1,0 +1,84 @@
+//! What a GPU cannot run is refused when the program is made, on a backend that only plans.
+
+use keel_array::{
+    Array, ArrayError, AttentionSpec, Batch, Category, CustomKernel, DType, KvPool, Regime, Runtime,
+    RuntimeOptions, Shape,
+};
+use keel_cuda::{CudaBackend, CudaOptions};
+use std::sync::Arc;
+
+fn runtime() -> Runtime {
+    let backend = CudaBackend::planning(&CudaOptions::default());
+    Runtime::new(Arc::new(backend), RuntimeOptions::default())
+}
+
+fn floats(runtime: &Runtime, shape: &[usize]) -> Array {
+    Array::persistent(runtime, Category::User, shape.to_vec(), DType::F32).expect("a plan has room")
+}
+
+/// Prepares attention of one row with heads of this size.
+fn attention(size: usize) -> Result<(), ArrayError> {
+    let runtime = runtime();
+    let index = |shape: &[usize]| {
+        Array::persistent(&runtime, Category::Staging, shape.to_vec(), DType::U32).expect("a plan has room")
+    };
+    let batch = Batch {
+        row_start: index(&[2]),
+        slot: index(&[1]),
+        position: index(&[1]),
+        table: index(&[1, 1]),
+        accepted: index(&[1]),
+    };
+    let pool = || floats(&runtime, &[1, 1, AttentionSpec::PAGE, size]);
+    let pools = KvPool { keys: pool(), values: pool() };
+    let [q, k, v, out] = [(); 4].map(|()| floats(&runtime, &[1, 1, size]));
+    let spec = AttentionSpec { scale: 1.0.into(), window: None, regime: Regime::Decode };
+    let y = runtime.trace(|| q.paged_attention(&k, &v, &pools, &batch, spec))?;
+    runtime.prepare(&[(&y, &out)]).map(drop)
+}
+
+#[test]
+fn what_the_backend_holds_for_itself_is_in_the_plan() {
+    let runtime = runtime();
+    let active = runtime.ledger().active();
+    // Counters; two ways of 4 MiB of pinned memory, and the slots of the queue.
+    assert!((1 << 18..1 << 19).contains(&active.get(Category::Workspace)), "{active:?}");
+    assert!((8 << 20..9 << 20).contains(&active.get(Category::Staging)), "{active:?}");
+    assert_eq!(active.total(), active.get(Category::Workspace) + active.get(Category::Staging));
+}
+
+#[test]
+fn heads_wider_than_the_kernels_take_are_refused() {
+    for size in [16, 64, 128, 256] {
+        attention(size).unwrap_or_else(|error| panic!("heads of {size}: {error}"));
+    }
+    for size in [272, 512] {
+        let error = attention(size).expect_err("no kernel takes it").to_string();
+        assert!(error.starts_with("cuda:0 cannot run paged_attention: heads of"), "{error}");
+        assert!(error.contains("up to 256") && error.contains("--device cpu"), "{error}");
+    }
+}
+
+#[test]
+fn more_products_than_a_grid_has_blocks_are_refused() {
+    let runtime = runtime();
+    let product = |batch: usize| {
+        let (a, b) = (floats(&runtime, &[batch, 1, 2]), floats(&runtime, &[batch, 2, 1]));
+        let out = floats(&runtime, &[batch, 1, 1]);
+        let y = runtime.trace(|| a.matmul(&b)).expect("extents fit");
+        runtime.prepare(&[(&y, &out)]).map(drop)
+    };
+    product(65_535).expect("a grid has so many");
+    let error = product(65_536).expect_err("a grid has fewer").to_string();
+    assert!(error.contains("cannot run matmul: 65536 products in a batch; the GPU takes 65535"), "{error}");
+}
+
+#[test]
+fn a_kernel_of_the_users_without_a_body_for_the_device_is_refused() {
+    let runtime = runtime();
+    let [x, out] = [(); 2].map(|()| floats(&runtime, &[4]));
+    let kernel = CustomKernel::new("twice", vec![(Shape::from([4]), DType::F32)], 0.0, |_| Ok(()));
+    let y = runtime.trace(|| kernel.apply(&[&x])).expect("one runtime");
+    let error = runtime.prepare(&[(&y[0], &out)]).map(drop).expect_err("no body").to_string();
+    assert!(error.contains("cannot run twice") && error.contains("with_cuda"), "{error}");
+}

@@ -1,0 +1,119 @@
+//! Reads of a mapped file that fail: the file was cut short, or its disk gave up.
+//!
+//! The system answers such a read with the signal SIGBUS, which ends the process. Here a handler puts zeros in the place of the
+//! rest of the mapping and notes the damage, so that the read goes on and whoever asked for it
+//! [is told](Watched::is_damaged). It costs nothing while files stay as they are. Signals of other addresses go to the handler
+//! that was there before.
+#![allow(unsafe_code)]
+
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+
+/// Mappings that are watched at a time; the largest published checkpoints have about 200 files. Further ones are not watched.
+const MAPPINGS_MAX: usize = 1024;
+
+/// A mapping; free where `start` is 0.
+struct Mapping {
+    start: AtomicUsize,
+    end: AtomicUsize,
+    damaged: AtomicBool,
+}
+
+static MAPPINGS: [Mapping; MAPPINGS_MAX] = [const {
+    Mapping { start: AtomicUsize::new(0), end: AtomicUsize::new(0), damaged: AtomicBool::new(false) }
+}; MAPPINGS_MAX];
+
+/// Takes a place in the table while it is filled: no mapping begins here.
+const BEING_FILLED: usize = 1;
+
+static PAGE_BYTES: AtomicUsize = AtomicUsize::new(4096);
+static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
+
+/// A mapping that is watched until this is dropped. Drop it before the mapping.
+#[derive(Debug)]
+pub(crate) struct Watched(Option<usize>);
+
+impl Watched {
+    /// Watches a read-only private mapping of a file.
+    pub fn new(mapping: &[u8]) -> Watched {
+        install();
+        let page = PAGE_BYTES.load(Ordering::Relaxed);
+        let start = mapping.as_ptr() as usize;
+        let end = (start + mapping.len()).next_multiple_of(page);
+        let take = |slot: &Mapping| {
+            let (free, relaxed) = (0, Ordering::Relaxed);
+            slot.start.compare_exchange(free, BEING_FILLED, Ordering::Acquire, relaxed).is_ok()
+        };
+        let place = MAPPINGS.iter().position(take);
+        if let Some(place) = place {
+            let slot = &MAPPINGS[place];
+            slot.damaged.store(false, Ordering::Relaxed);
+            slot.end.store(end, Ordering::Relaxed);
+            slot.start.store(start, Ordering::Release);
+        }
+        Watched(place)
+    }
+
+    /// Whether a read of the mapping has failed and was answered with zeros.
+    pub fn is_damaged(&self) -> bool {
+        self.0.is_some_and(|place| MAPPINGS[place].damaged.load(Ordering::Acquire))
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        if let Some(place) = self.0 {
+            MAPPINGS[place].start.store(0, Ordering::Release);
+        }
+    }
+}
+
+/// Installs the handler, once in a process.
+fn install() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: asks for a constant of the system.
+        if let Ok(bytes) = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }) {
+            PAGE_BYTES.store(bytes, Ordering::Relaxed);
+        }
+        // SAFETY: `sigaction` is plain data, for which zeros are valid: no flags, an empty mask.
+        let (mut previous, mut ours): (libc::sigaction, libc::sigaction) =
+            unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+        // SAFETY: the pointers are to locals; a null action only asks.
+        if unsafe { libc::sigaction(libc::SIGBUS, std::ptr::null(), &mut previous) } != 0 {
+            return;
+        }
+        PREVIOUS.store(Box::into_raw(Box::new(previous)), Ordering::Release);
+        ours.sa_sigaction = on_bus_error as *const () as usize;
+        ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // SAFETY: the handler has the signature that SA_SIGINFO asks for, and does only what a handler may.
+        unsafe { libc::sigaction(libc::SIGBUS, &ours, std::ptr::null_mut()) };
+    });
+}
+
+/// Runs where the signal struck: atomics and system calls alone.
+extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the system hands over a valid description, whose address is set for this signal.
+    let address = unsafe { (*info).si_addr() } as usize;
+    for slot in &MAPPINGS {
+        let start = slot.start.load(Ordering::Acquire);
+        let end = slot.end.load(Ordering::Relaxed);
+        if start <= BEING_FILLED || !(start..end).contains(&address) {
+            continue;
+        }
+        slot.damaged.store(true, Ordering::Release);
+        let page = PAGE_BYTES.load(Ordering::Relaxed);
+        let first = address / page * page;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        // SAFETY: whole pages of a mapping that its owner keeps until it is no longer watched; it is read-only, so nothing
+        // that was written is lost. What is read there from now on are zeros.
+        let mapped = unsafe { libc::mmap(first as *mut _, end - first, libc::PROT_READ, flags, -1, 0) };
+        if mapped != libc::MAP_FAILED {
+            return;
+        }
+    }
+    // Not ours: when this returns the read fails again, and the handler from before answers.
+    let previous = PREVIOUS.load(Ordering::Acquire);
+    // SAFETY: stored before this handler was installed, never freed.
+    unsafe { libc::sigaction(libc::SIGBUS, previous, std::ptr::null_mut()) };
+}
