@@ -184,7 +184,7 @@ fn fit_offers_fewer_bits_where_they_buy_something() {
     let words: Vec<&str> = command.split_whitespace().skip(1).chain(["--json"]).collect();
     assert_eq!(Some(total(&json(&words))), lines[0]["bytes"].as_u64(), "{command}");
 
-    let Some(folder) = fixture("qwen3_5") else { return };
+    let folder = fixture("qwen3_5");
     let whole = json(&["fit", arg(&folder), "--limit", "1G", "--json"]);
     assert_eq!(whole["fits"].as_array().map(Vec::len), Some(3), "nothing is better than all: {whole}");
     let most = total(&json(&["plan", "--model", arg(&folder), "--sequences", "1", "--json"]));
