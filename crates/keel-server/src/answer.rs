@@ -1,12 +1,14 @@
 //! One answer: from what happens to a request to the parts that a client sees.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 use keel_engine::FinishReason;
 use keel_engine::batch::{BatchEvent, TokenLogprobs};
 use keel_text::{AnswerForm, AnswerParser, AnswerPart, StopMatcher, StreamDetokenizer, Tokenizer};
 
+use crate::caller::Caller;
 use crate::error::{Result, ServerError};
 use crate::metrics::RequestTimer;
 use crate::worker::Events;
@@ -83,9 +85,16 @@ pub struct Answer {
     ended: bool,
     usage: Usage,
     timer: RequestTimer,
+    /// Its memory is the request's until the answer ends.
+    caller: Option<Arc<Caller>>,
 }
 
 impl Answer {
+    /// Holds what the request takes until the answer is dropped.
+    pub(crate) fn keep(&mut self, caller: Arc<Caller>) {
+        self.caller = Some(caller);
+    }
+
     /// An answer made of what comes from `events`.
     ///
     /// # Errors
@@ -114,6 +123,7 @@ impl Answer {
             ended: false,
             usage: Usage { prompt: prompt_tokens, ..Usage::default() },
             timer,
+            caller: None,
         })
     }
 

@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::State;
-use axum::extract::rejection::BytesRejection;
-use axum::http::HeaderMap;
+use axum::extract::{FromRequest, Request, State};
 use axum::response::sse::Event;
 use axum::response::{IntoResponse, Response};
 use keel_text::AnswerPart;
@@ -14,10 +12,11 @@ use serde_json::{Map, Value, json};
 
 use crate::answer::{Answer, Ending, Piece, Usage};
 use crate::app::{App, Ask, fresh_id};
+use crate::caller::Caller;
 use crate::collect::{Collected, Outbox, collect, respond};
 use crate::error::{Result, ServerError, wrong};
-use crate::http::{check_media_type, parse};
-use crate::openai::chat::{self, ChatBody, blocking};
+use crate::http::Body;
+use crate::openai::chat::{ChatBody, ask_apart};
 
 /// An error in Anthropic's form.
 pub(crate) struct AnthropicError(ServerError);
@@ -75,37 +74,35 @@ struct InputMessage {
     content: Value,
 }
 
-fn read(
-    app: &App,
-    headers: &HeaderMap,
-    bytes: Result<axum::body::Bytes, BytesRejection>,
-) -> Result<MessagesBody> {
-    check_media_type(headers)?;
-    let limit = app.options.body_bytes_max;
-    let bytes = bytes.map_err(|_| ServerError::BodyTooLarge { limit })?;
-    parse(&bytes)
+/// A body, whose refusal has Anthropic's form.
+pub(crate) struct Message(MessagesBody, Arc<Caller>);
+
+impl FromRequest<Arc<App>> for Message {
+    type Rejection = AnthropicError;
+
+    async fn from_request(request: Request, app: &Arc<App>) -> Result<Message, AnthropicError> {
+        let Body(body, caller) = Body::from_request(request, app).await?;
+        Ok(Message(body, caller))
+    }
 }
 
-async fn ask(app: &Arc<App>, body: MessagesBody) -> Result<Ask> {
+async fn ask(app: &Arc<App>, caller: &Arc<Caller>, body: MessagesBody) -> Result<Ask> {
     app.check_model(body.model.as_deref())?;
-    let chat = chat(body)?;
-    let worker = Arc::clone(app);
-    blocking(move || chat::ask(&worker.text, worker.engine.vocab(), chat)).await
+    let chat = app.work(caller, move |_| chat(body)).await?;
+    ask_apart(app, caller, chat).await
 }
 
 /// Answers a conversation.
 pub(crate) async fn create(
     State(app): State<Arc<App>>,
-    headers: HeaderMap,
-    bytes: Result<axum::body::Bytes, BytesRejection>,
+    Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
-    let body = read(&app, &headers, bytes)?;
     if body.max_tokens.is_none() {
         return Err(wrong("max_tokens", "it is missing").into());
     }
     let streams = body.stream.unwrap_or(false);
-    let ask = ask(&app, body).await?;
-    let mut answers = app.start("/v1/messages", ask).await?;
+    let ask = ask(&app, &caller, body).await?;
+    let mut answers = app.start("/v1/messages", &caller, ask).await?;
     let model = app.options.model_id.clone();
     if streams {
         // There is one, because the form knows no `n`.
@@ -119,11 +116,9 @@ pub(crate) async fn create(
 /// Counts the tokens of a conversation.
 pub(crate) async fn count_tokens(
     State(app): State<Arc<App>>,
-    headers: HeaderMap,
-    bytes: Result<axum::body::Bytes, BytesRejection>,
+    Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
-    let body = read(&app, &headers, bytes)?;
-    let ask = ask(&app, body).await?;
+    let ask = ask(&app, &caller, body).await?;
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
 }
 
@@ -157,18 +152,20 @@ fn to_chat(body: MessagesBody) -> Result<Value> {
     if let Some(kind) = body.thinking.as_ref().and_then(|t| t["type"].as_str()) {
         variables.insert("enable_thinking".into(), json!(kind != "disabled"));
     }
-    Ok(json!({
-        "messages": messages,
+    let mut chat = json!({
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences,
-        "tools": tools,
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
         "chat_template_kwargs": variables,
-    }))
+    });
+    // Moved, where the macro would copy.
+    chat["messages"] = Value::Array(messages);
+    chat["tools"] = tools.map_or(Value::Null, Value::Array);
+    Ok(chat)
 }
 
 fn tool(tool: Value) -> Value {

@@ -4,18 +4,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use keel_engine::SamplerOptions;
 use keel_engine::batch::BatchRequest;
-use keel_text::AnswerForm;
+use keel_engine::{EngineError, SamplerOptions};
+use keel_text::{AnswerForm, GrammarState};
 use tracing::field::Empty;
 
 use crate::answer::{Answer, AnswerStyle};
+use crate::caller::Caller;
 use crate::error::{Result, ServerError, wrong};
 use crate::grammar::Grammar;
 use crate::keys::Keys;
+use crate::memory::RequestMemory;
 use crate::metrics::{Metrics, RequestTimer};
 use crate::options::ServerOptions;
-use crate::text::ModelText;
+use crate::text::{Bounds, ModelText};
+use crate::work::Workshop;
 use crate::worker::EngineHandle;
 
 /// What every handler shares.
@@ -30,7 +33,10 @@ pub struct App {
     pub metrics: Metrics,
     /// When the server started, in seconds since 1970.
     pub created: u64,
+    /// The budget of requests.
+    pub memory: RequestMemory,
     pub(crate) keys: Keys,
+    works: Workshop,
     draining: AtomicBool,
 }
 
@@ -57,7 +63,9 @@ impl App {
     pub fn new(engine: EngineHandle, text: ModelText, options: ServerOptions) -> Arc<App> {
         let created = seconds_since_1970((options.wall_clock)());
         Arc::new(App {
+            memory: RequestMemory::new(options.request_memory),
             keys: Keys::new(&options.keys),
+            works: Workshop::new(),
             engine,
             text,
             options,
@@ -101,8 +109,42 @@ impl App {
         ask.max_tokens.unwrap_or_else(|| self.options.max_tokens_default.min(room.max(1)))
     }
 
+    /// Bounds of what requests may become.
+    pub(crate) fn bounds<'a>(&self, caller: &'a Caller) -> Bounds<'a> {
+        Bounds {
+            vocab: self.engine.vocab(),
+            context: self.engine.context(),
+            choices_max: self.options.choices_max,
+            meter: Some(&caller.meter),
+        }
+    }
+
+    /// Does work on a request apart from the network. It is cancelled when the request is.
+    pub(crate) async fn work<T: Send + 'static>(
+        &self,
+        caller: &Arc<Caller>,
+        work: impl FnOnce(&Caller) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (bytes, wait) = (caller.meter.held(), self.options.batch.queue_timeout);
+        let caller = Arc::clone(caller);
+        self.works.text(bytes, wait, move || work(&caller)).await
+    }
+
+    /// Compiles what the answers must follow, once for all of them.
+    async fn compile(self: &Arc<Self>, grammar: Option<Grammar>) -> Result<Option<GrammarState>> {
+        let Some(grammar) = grammar else { return Ok(None) };
+        let app = Arc::clone(self);
+        let compile = move || app.text.grammars.compile(&grammar);
+        self.works.grammar(self.options.grammar_time, compile).await.map(Some)
+    }
+
     /// Starts the answers and waits until they run. `endpoint` is where the request came in.
-    pub(crate) async fn start(&self, endpoint: &'static str, ask: Ask) -> Result<Vec<Answer>> {
+    pub(crate) async fn start(
+        self: &Arc<Self>,
+        endpoint: &'static str,
+        caller: &Arc<Caller>,
+        mut ask: Ask,
+    ) -> Result<Vec<Answer>> {
         if self.is_draining() {
             return Err(ServerError::Draining);
         }
@@ -113,14 +155,18 @@ impl App {
             ));
         }
         let max_tokens = self.max_tokens(&ask);
-        let deadline = Instant::now() + self.options.deadline;
+        // What can never run is not compiled for, nor copied for each answer.
+        let needed = ask.prompt.len().saturating_add(max_tokens);
+        let context = self.engine.context();
+        if needed > context {
+            return Err(EngineError::Context { needed, context }.into());
+        }
+        let grammar = self.compile(ask.grammar.take()).await?;
+        let deadline = Instant::now().checked_add(self.options.deadline);
         let seed = ask.seed.unwrap_or_else(fresh_seed);
         let mut answers = Vec::with_capacity(ask.choices);
         for choice in 0..ask.choices {
-            let constraint = match &ask.grammar {
-                Some(grammar) => Some(self.text.grammars.constraint(grammar, &ask.form)?),
-                None => None,
-            };
+            let constraint = grammar.clone().map(|state| self.text.grammars.constraint(state, &ask.form));
             let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
             let request = BatchRequest {
                 sampler: SamplerOptions { seed: seed.wrapping_add(choice as u64), ..ask.sampler.clone() },
@@ -128,7 +174,7 @@ impl App {
                 top_logprobs: ask.top_logprobs,
                 constraint,
                 marks: ask.marks.clone(),
-                deadline: Some(deadline),
+                deadline,
                 // A seed decides a sampled text only as long as it does not draft.
                 speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
@@ -142,6 +188,8 @@ impl App {
             let span = tracing::info_span!(
                 "request",
                 id,
+                request_id = &*caller.id,
+                key = caller.key.as_deref(),
                 endpoint,
                 model = self.options.model_id,
                 prompt = ask.prompt.len(),
@@ -151,7 +199,9 @@ impl App {
                 reason = Empty
             );
             let timer = RequestTimer::new(self.metrics.clone(), span, ask.prompt.len());
-            answers.push(Answer::new(events, &self.text.tokenizer, style, ask.prompt.len(), timer)?);
+            let mut answer = Answer::new(events, &self.text.tokenizer, style, ask.prompt.len(), timer)?;
+            answer.keep(Arc::clone(caller));
+            answers.push(answer);
         }
         for answer in &mut answers {
             answer.started().await?;

@@ -98,6 +98,37 @@ pub enum ServerError {
         /// Bytes accepted.
         limit: usize,
     },
+    /// A body that ended before it should have.
+    #[error("the body is not complete: {0}")]
+    IncompleteBody(String),
+    /// The memory of requests is used by others.
+    #[error(
+        "{used} of {limit} bytes for requests are in use, and this one needs {needed} more; try again later"
+    )]
+    RequestMemory {
+        /// Bytes that it needs.
+        needed: u64,
+        /// Bytes in use.
+        used: u64,
+        /// Bytes for requests of this size.
+        limit: u64,
+    },
+    /// A request needs more than all memory of requests.
+    #[error(
+        "the request needs {needed} bytes on its way, and there are {limit} for all; --request-memory gives more"
+    )]
+    RequestTooLarge {
+        /// Bytes that it needs.
+        needed: u64,
+        /// Bytes for requests of this size.
+        limit: u64,
+    },
+    /// A grammar that takes too long to compile.
+    #[error("the schema or grammar was not ready after {seconds} s; make it smaller")]
+    GrammarTime {
+        /// How long it was waited for.
+        seconds: f64,
+    },
     /// The server is about to end.
     #[error("the server is shutting down; try another, or again later")]
     Draining,
@@ -171,6 +202,8 @@ impl ServerError {
                     reply(S::BAD_REQUEST, INVALID, "chat_template")
                 }
                 TextError::Grammar { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_grammar"),
+                // Nobody hears this.
+                TextError::Cancelled => reply(S::SERVICE_UNAVAILABLE, OURS, "cancelled"),
                 TextError::StopString { .. } | TextError::Tokenize { .. } => {
                     reply(S::BAD_REQUEST, INVALID, "invalid_value")
                 }
@@ -192,6 +225,10 @@ impl ServerError {
             ServerError::KeyBusy { .. } => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "key_busy", 1),
             ServerError::Method { .. } => reply(S::METHOD_NOT_ALLOWED, INVALID, "method_not_allowed"),
             ServerError::BodyTooLarge { .. } => reply(S::PAYLOAD_TOO_LARGE, INVALID, "body_too_large"),
+            ServerError::IncompleteBody(_) => reply(S::BAD_REQUEST, INVALID, "incomplete_body"),
+            ServerError::RequestMemory { .. } => later(S::SERVICE_UNAVAILABLE, OURS, "request_memory", 1),
+            ServerError::RequestTooLarge { .. } => reply(S::PAYLOAD_TOO_LARGE, INVALID, "request_too_large"),
+            ServerError::GrammarTime { .. } => reply(S::BAD_REQUEST, INVALID, "grammar_too_slow"),
             ServerError::Draining => later(S::SERVICE_UNAVAILABLE, OURS, "shutting_down", 10),
             ServerError::Busy => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "too_many_requests", 1),
             ServerError::EngineStopped => reply(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped"),

@@ -24,12 +24,17 @@ impl GrammarFactory {
         }
     }
 
-    /// A constraint for one answer.
-    pub fn constraint(&self, grammar: &Grammar, form: &AnswerForm) -> Result<Box<dyn Constraint>> {
+    /// Compiles a grammar, which may take a while.
+    pub fn compile(&self, grammar: &Grammar) -> Result<GrammarState> {
         let factory =
             self.factory.as_ref().map_err(|reason| TextError::Grammar { reason: reason.clone() })?;
+        Ok(factory.start(&grammar.0)?)
+    }
+
+    /// A constraint for one answer.
+    pub fn constraint(&self, state: GrammarState, form: &AnswerForm) -> Box<dyn Constraint> {
         let begins_behind = self.think_end.filter(|_| form.begins_in_reasoning);
-        Ok(Box::new(Masked { state: factory.start(&grammar.0)?, begins_behind, has_begun: false, bound: 0 }))
+        Box::new(Masked { state, begins_behind, has_begun: false, bound: 0 })
     }
 }
 

@@ -5,31 +5,79 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
-use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use futures_util::Stream;
+use futures_util::{Stream, StreamExt};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::app::App;
+use crate::caller::Caller;
 use crate::error::{Result, ServerError};
+use crate::memory::{Meter, bytes_of_body};
 
-/// A body read as JSON; what is wrong with it is an error of ours.
-pub(crate) struct Body<T>(pub T);
+/// A body read as JSON, and who sent it. What is wrong with it is an error of ours.
+pub(crate) struct Body<T>(pub T, pub Arc<Caller>);
 
-impl<T: DeserializeOwned> FromRequest<Arc<App>> for Body<T> {
+impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<App>> for Body<T> {
     type Rejection = ServerError;
 
     async fn from_request(request: Request, app: &Arc<App>) -> Result<Body<T>> {
         check_media_type(request.headers())?;
-        let limit = app.options.body_bytes_max;
-        let bytes =
-            Bytes::from_request(request, app).await.map_err(|_| ServerError::BodyTooLarge { limit })?;
-        parse(&bytes).map(Body)
+        let caller = Arc::new(Caller::new(&request, &app.memory));
+        let bytes = collect(request, app.options.body_bytes_max, &caller.meter).await?;
+        let taken = caller.meter.held();
+        caller.meter.take(bytes_of_body(&bytes))?;
+        if bytes.len() <= PARSED_AT_ONCE {
+            let value = parse(&bytes)?;
+            caller.meter.give_back(taken);
+            return Ok(Body(value, caller));
+        }
+        let value = app
+            .work(&caller, move |caller| {
+                let value = parse(&bytes)?;
+                drop(bytes);
+                caller.meter.give_back(taken);
+                Ok(value)
+            })
+            .await?;
+        Ok(Body(value, caller))
     }
+}
+
+/// Bodies up to this size are parsed where they come in.
+const PARSED_AT_ONCE: usize = 32 << 10;
+/// Room for a body whose size nobody knows yet.
+const BODY_BYTES_FIRST: usize = 16 << 10;
+
+/// Reads a body. It is refused while it comes, as soon as it is too large or there is no memory for it.
+async fn collect(request: Request, limit: usize, meter: &Meter) -> Result<Vec<u8>> {
+    let declared =
+        request.headers().get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
+    if declared.is_some_and(|bytes| bytes > limit as u64) {
+        return Err(ServerError::BodyTooLarge { limit });
+    }
+    let mut chunks = request.into_body().into_data_stream();
+    let mut body = Vec::new();
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk.map_err(|error| ServerError::IncompleteBody(error.to_string()))?;
+        let needed = body.len() + chunk.len();
+        if needed > limit {
+            return Err(ServerError::BodyTooLarge { limit });
+        }
+        if needed > body.capacity() {
+            let before = body.capacity();
+            let room = needed.max(2 * before).max(BODY_BYTES_FIRST).min(limit);
+            // Both are there while one is copied to the other.
+            meter.take(room as u64)?;
+            body.reserve_exact(room - body.len());
+            meter.give_back(before as u64);
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body)
 }
 
 /// Refuses what is not declared as JSON: a web page can send other types to any site without asking it first.

@@ -17,6 +17,7 @@ use prometheus_client::registry::{Registry, Unit};
 use tracing::Span;
 
 use crate::answer::{Ending, Usage};
+use crate::memory::RequestMemory;
 use crate::worker::EngineHandle;
 
 /// A label whose values are fixed words.
@@ -67,6 +68,7 @@ struct Inner {
     parkings: Counter,
     failed_steps: Counter,
     late_work: Family<Kind, Counter>,
+    lost: Counter,
     swap_bytes: Family<Direction, Counter>,
     prompt_tokens: Counter,
     cached_tokens: Counter,
@@ -82,6 +84,7 @@ struct Inner {
     prefix_states: Gauge,
     memory: Family<Bytes, Gauge>,
     device_memory: Family<Kind, Gauge>,
+    request_memory: Family<Kind, Gauge>,
     drafted: Family<Position, Counter>,
     accepted: Family<Position, Counter>,
     /// What the counters of drafts hold already.
@@ -112,6 +115,7 @@ impl Metrics {
             parkings: Counter::default(),
             failed_steps: Counter::default(),
             late_work: Family::default(),
+            lost: Counter::default(),
             swap_bytes: Family::default(),
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
@@ -127,6 +131,7 @@ impl Metrics {
             prefix_states: Gauge::default(),
             memory: Family::default(),
             device_memory: Family::default(),
+            request_memory: Family::default(),
             drafted: Family::default(),
             accepted: Family::default(),
             counted: Mutex::default(),
@@ -137,7 +142,7 @@ impl Metrics {
     }
 
     /// The exposition in Prometheus' text form, as of now.
-    pub fn expose(&self, engine: &EngineHandle) -> String {
+    pub fn expose(&self, engine: &EngineHandle, requests: &RequestMemory) -> String {
         let inner = &self.0;
         let status = engine.status();
         inner.running.set(status.running.len() as i64);
@@ -160,6 +165,12 @@ impl Metrics {
                 self.set_memory(category, kind, bytes);
             }
         }
+        for (kind, bytes) in
+            [("planned", requests.limit()), ("allocated", requests.used()), ("peak", requests.peak())]
+        {
+            inner.request_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
+        }
+        inner.lost.inner().fetch_max(engine.losses(), Ordering::Relaxed);
         if let Some((usage, driver)) = engine.device_usage() {
             for (kind, bytes) in [("total", usage.total), ("free", usage.free), ("driver", driver)] {
                 inner.device_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
@@ -219,6 +230,11 @@ impl Inner {
         r.register("parkings", "Times that a sequence was parked", self.parkings.clone());
         r.register("failed_steps", "Steps that failed, tried again or not", self.failed_steps.clone());
         r.register("late_work", "What was prepared after the start, by kind", self.late_work.clone());
+        r.register(
+            "idle_losses",
+            "Times that pages or bytes were missing when nothing ran",
+            self.lost.clone(),
+        );
         r.register("swap_bytes", "Bytes copied to host memory and back", self.swap_bytes.clone());
         r.register("prompt_tokens", "Prompt tokens of started requests", self.prompt_tokens.clone());
         r.register(
@@ -241,6 +257,11 @@ impl Inner {
         r.register("states_prefix", "Saved states of remembered prefixes", self.prefix_states.clone());
         r.register("drafts", "Drafts made, by position behind the last token", self.drafted.clone());
         r.register("drafts_accepted", "Drafts accepted, by position", self.accepted.clone());
+        r.register(
+            "request_memory_bytes",
+            "Bytes of bodies, texts and their copies",
+            self.request_memory.clone(),
+        );
         r.register("memory_bytes", "Bytes per category of the ledger", self.memory.clone());
         r.register(
             "device_memory_bytes",

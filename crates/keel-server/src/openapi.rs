@@ -25,6 +25,8 @@ pub(crate) fn document() -> Value {
             "/status": {"get": read("Memory by category and the running sequences")},
             "/openapi.json": {"get": read("This document")},
         },
+        // Without --api-key and --api-key-file no key is asked for.
+        "security": [{"key": []}, {}],
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             "schemas": schemas(),
@@ -38,9 +40,13 @@ fn responses() -> Value {
         "200": described("Done"),
         "400": described("A field is wrong, or what is asked for can never fit; the message says why, with numbers"),
         "401": described("A key is needed"),
+        "403": described("The host or the page that asks is not one of those that may; see --allow-host and --cors"),
         "404": described("No such model or endpoint"),
-        "413": described("The body is too large"),
-        "429": described("The queue is full; Retry-After says when to try again"),
+        "405": described("The endpoint takes other methods; the header Allow names them"),
+        "415": described("The body is not application/json"),
+        "413": described("The body is too large, or needs more than the memory of requests"),
+        "429": described("The queue is full, or the key has asked too often; Retry-After says when to try again"),
+        "500": described("The server failed at this request; its log says why"),
         "503": described("No room became free in time, or the server shuts down; Retry-After says when to try again"),
         "504": described("The deadline has passed"),
     })

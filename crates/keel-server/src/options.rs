@@ -41,6 +41,10 @@ pub struct ServerOptions {
     pub idle_timeout: Duration,
     /// Time that a client may read nothing of its answer.
     pub write_timeout: Duration,
+    /// Bytes for bodies, texts and their copies of all requests together.
+    pub request_memory: u64,
+    /// Time for a schema or grammar to be compiled.
+    pub grammar_time: Duration,
     /// Bytes of a request's body.
     pub body_bytes_max: usize,
     /// Answers of one request (`n`).
@@ -72,6 +76,8 @@ impl Default for ServerOptions {
             body_timeout: Duration::from_secs(30),
             idle_timeout: Duration::from_secs(75),
             write_timeout: Duration::from_secs(60),
+            request_memory: 512 << 20,
+            grammar_time: Duration::from_secs(5),
             body_bytes_max: 8 << 20,
             choices_max: 16,
             ping: Duration::from_secs(10),

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::http::parse;
 use crate::openai::{chat, completions, responses};
 use crate::options::ServerOptions;
-use crate::text::ModelText;
+use crate::text::{Bounds, ModelText};
 use crate::tokenize::{DetokenizeBody, TokenizeBody};
 
 /// An endpoint that reads a body.
@@ -36,13 +36,13 @@ pub enum Endpoint {
 /// # Errors
 /// What is wrong with the body: one of the client's errors, never one of ours.
 pub fn read(endpoint: Endpoint, body: &[u8], text: &ModelText, vocab: usize) -> Result<usize> {
+    let choices_max = ServerOptions::default().choices_max;
+    let bounds = Bounds { vocab, context: usize::MAX, choices_max, meter: None };
     let asks = match endpoint {
-        Endpoint::Chat => vec![chat::ask(text, vocab, parse(body)?)?],
-        Endpoint::Responses => vec![chat::ask(text, vocab, responses::chat(parse(body)?)?)?],
-        Endpoint::Messages => vec![chat::ask(text, vocab, anthropic::chat(parse(body)?)?)?],
-        Endpoint::Completions => {
-            completions::asks(text, vocab, ServerOptions::default().choices_max, parse(body)?)?.0
-        }
+        Endpoint::Chat => vec![chat::ask(text, &bounds, parse(body)?)?],
+        Endpoint::Responses => vec![chat::ask(text, &bounds, responses::chat(parse(body)?)?)?],
+        Endpoint::Messages => vec![chat::ask(text, &bounds, anthropic::chat(parse(body)?)?)?],
+        Endpoint::Completions => completions::asks(text, &bounds, parse(body)?)?.0,
         Endpoint::Tokenize => {
             let body: TokenizeBody = parse(body)?;
             return Ok(text.tokenizer.encode(&body.text, body.add_special_tokens)?.len());
@@ -68,7 +68,7 @@ fn prepare(ask: &Ask, text: &ModelText, vocab: usize) -> Result<()> {
     let known: Vec<u32> = ask.prompt.iter().copied().filter(|&id| (id as usize) < vocab).collect();
     let mut sampler = Sampler::new(ask.sampler.clone(), &known)?;
     let Some(grammar) = &ask.grammar else { return Ok(()) };
-    let mut constraint = text.grammars.constraint(grammar, &ask.form)?;
+    let mut constraint = text.grammars.constraint(text.grammars.compile(grammar)?, &ask.form);
     for _ in 0..DRAWN {
         let mut logits = vec![0.0; vocab];
         if constraint.is_complete() || constraint.mask(&mut logits).is_err() {

@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, Request, State};
 use axum::http::{HeaderName, HeaderValue, Method, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -14,7 +15,8 @@ use serde_json::json;
 use tower_http::cors::{AllowOrigin, Any, CorsLayer};
 
 use crate::app::App;
-use crate::error::{Result, ServerError};
+use crate::caller::{KeyName, name_request};
+use crate::error::{Result, ServerError, wrong};
 use crate::gate::Gate;
 use crate::held::holding;
 use crate::http::Refusal;
@@ -42,11 +44,7 @@ pub fn router(app: Arc<App>, listens: SocketAddr) -> Router {
         .route("/detokenize", post(tokenize::detokenize))
         .route("/metrics", get(metrics))
         .layer(middleware::from_fn_with_state(Arc::clone(&app), check_key));
-    let router = open
-        .merge(keyed)
-        .fallback(unknown)
-        .method_not_allowed_fallback(other_method)
-        .layer(DefaultBodyLimit::max(app.options.body_bytes_max));
+    let router = open.merge(keyed).fallback(unknown).method_not_allowed_fallback(other_method);
     let router = match cors(&app.options.cors_origins) {
         Some(cors) => router.layer(cors),
         None => router,
@@ -55,6 +53,7 @@ pub fn router(app: Arc<App>, listens: SocketAddr) -> Router {
     router
         .layer(middleware::from_fn_with_state(gate, check_site))
         .layer(middleware::from_fn_with_state(Arc::clone(&app), count_refusals))
+        .layer(middleware::from_fn(name_request))
         .layer(middleware::map_response(harden))
         .with_state(app)
 }
@@ -99,11 +98,11 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     Some(layer.allow_origin(AllowOrigin::list(origins)))
 }
 
-async fn check_key(State(app): State<Arc<App>>, request: Request, next: Next) -> Result<Response> {
+async fn check_key(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Result<Response> {
     let is_work = request.method() == Method::POST;
     let pass = app.keys.enter(request.headers(), is_work, Instant::now())?;
     if let Some(pass) = &pass {
-        tracing::debug!(key = &*pass.name, path = request.uri().path(), "a key is good");
+        request.extensions_mut().insert(KeyName(Arc::clone(&pass.name)));
     }
     let response = next.run(request).await;
     // A stream is under way until its last byte.
@@ -150,15 +149,13 @@ async fn models(State(app): State<Arc<App>>) -> Response {
     Json(json!({"object": "list", "data": [model_json(&app)]})).into_response()
 }
 
-async fn model(
-    State(app): State<Arc<App>>,
-    axum::extract::Path(id): axum::extract::Path<String>,
-) -> Result<Response> {
+async fn model(State(app): State<Arc<App>>, id: Result<Path<String>, PathRejection>) -> Result<Response> {
+    let Path(id) = id.map_err(|_| wrong("model", "the name in the path is not UTF-8"))?;
     app.check_model(Some(&id))?;
     Ok(Json(model_json(&app)).into_response())
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, kind)], app.metrics.expose(&app.engine)).into_response()
+    ([(header::CONTENT_TYPE, kind)], app.metrics.expose(&app.engine, &app.memory)).into_response()
 }

@@ -34,6 +34,9 @@ pub(crate) async fn status(State(app): State<Arc<App>>) -> Json<Value> {
         "planned": bytes(&app.engine.planned()),
         "allocated": bytes(&allocated),
         "peak": bytes(&ledger.peak()),
+        "requests": {
+            "planned": app.memory.limit(), "allocated": app.memory.used(), "peak": app.memory.peak(),
+        },
         "waiting": batch.waiting,
         "parked": {"sequences": batch.parking.parked, "bytes": batch.parking.bytes},
         "running": batch.running.iter().map(sequence).collect::<Vec<_>>(),

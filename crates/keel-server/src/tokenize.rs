@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::app::App;
+use crate::caller::Caller;
 use crate::error::Result;
 use crate::http::Body;
-use crate::openai::chat::blocking;
+use crate::text::Bounds;
 
 /// A text.
 #[derive(Debug, Deserialize)]
@@ -21,6 +22,17 @@ pub(crate) struct TokenizeBody {
     pub add_special_tokens: bool,
 }
 
+/// Ids of a text. They are written as they are: as values of JSON they would take twenty times as much.
+#[derive(Debug, Serialize)]
+pub(crate) struct Tokenized {
+    tokens: Vec<u32>,
+    count: usize,
+    max_model_len: usize,
+}
+
+/// An id, and its digits in a buffer that grows by doubling.
+const ANSWER_BYTES_PER_ID: u64 = 24;
+
 /// Ids.
 #[derive(Debug, Deserialize)]
 pub(crate) struct DetokenizeBody {
@@ -30,19 +42,27 @@ pub(crate) struct DetokenizeBody {
 /// Ids of a text.
 pub(crate) async fn tokenize(
     State(app): State<Arc<App>>,
-    Body(body): Body<TokenizeBody>,
-) -> Result<Json<Value>> {
+    Body(body, caller): Body<TokenizeBody>,
+) -> Result<Json<Tokenized>> {
     let context = app.engine.context();
-    let tokens =
-        blocking(move || Ok(app.text.tokenizer.encode(&body.text, body.add_special_tokens)?)).await?;
-    Ok(Json(json!({"tokens": tokens, "count": tokens.len(), "max_model_len": context})))
+    let worker = Arc::clone(&app);
+    let encode = move |caller: &Caller| {
+        // Texts of any length may be counted.
+        let bounds = Bounds { context: usize::MAX, ..worker.bounds(caller) };
+        bounds.encode(&worker.text.tokenizer, &body.text, body.add_special_tokens)
+    };
+    let tokens = app.work(&caller, encode).await?;
+    caller.meter.take(tokens.len() as u64 * ANSWER_BYTES_PER_ID)?;
+    Ok(Json(Tokenized { count: tokens.len(), tokens, max_model_len: context }))
 }
 
 /// The text of ids.
 pub(crate) async fn detokenize(
     State(app): State<Arc<App>>,
-    Body(body): Body<DetokenizeBody>,
+    Body(body, caller): Body<DetokenizeBody>,
 ) -> Result<Json<Value>> {
-    let text = blocking(move || Ok(app.text.tokenizer.decode(&body.tokens, false)?)).await?;
+    let worker = Arc::clone(&app);
+    let decode = move |_: &Caller| Ok(worker.text.tokenizer.decode(&body.tokens, false)?);
+    let text = app.work(&caller, decode).await?;
     Ok(Json(json!({"text": text, "content": text})))
 }

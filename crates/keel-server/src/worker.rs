@@ -47,6 +47,8 @@ struct Shared {
     status: Mutex<BatchStatus>,
     aborted: AtomicBool,
     stopped: AtomicBool,
+    /// Times that something was missing when nothing ran.
+    losses: AtomicU64,
     runtime: Runtime,
     planned: MemoryReport,
     context: usize,
@@ -74,6 +76,7 @@ impl EngineHandle {
             status: Mutex::new(batcher.status()),
             aborted: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
+            losses: AtomicU64::new(0),
             runtime: engine.runtime().clone(),
             planned: engine.runtime().ledger().active(),
             context: engine.options().context,
@@ -88,6 +91,7 @@ impl EngineHandle {
             steps: 0,
             saves: false,
             saved_at: None,
+            checked_at: None,
         };
         let thread = std::thread::Builder::new().name("keel-engine".into()).spawn(move || worker.run())?;
         Ok((EngineHandle { inbox, shared }, thread))
@@ -121,6 +125,11 @@ impl EngineHandle {
     /// Counts as of the last step.
     pub fn status(&self) -> BatchStatus {
         self.shared.status.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// Times that pages or bytes were missing when nothing ran. Each is a bug, and a line in the log.
+    pub fn losses(&self) -> u64 {
+        self.shared.losses.load(Ordering::Acquire)
     }
 
     /// Whether the thread is gone, which it never is while a handle exists unless it failed.
@@ -184,6 +193,8 @@ struct Worker {
     saves: bool,
     /// The steps whose prefixes are saved.
     saved_at: Option<u64>,
+    /// The steps after which all was found in place.
+    checked_at: Option<u64>,
 }
 
 /// Notes that the thread has ended, by whatever way.
@@ -232,6 +243,34 @@ impl Worker {
         *self.shared.status.lock().unwrap_or_else(|e| e.into_inner()) = status;
     }
 
+    /// With nothing running every page is free or remembered, and the ledger reads what it read at the start.
+    fn check_idle(&mut self) {
+        if self.checked_at == Some(self.steps) {
+            return;
+        }
+        self.checked_at = Some(self.steps);
+        let status = self.batcher.status();
+        let active = self.shared.runtime.ledger().active();
+        let held = status.free_pages + status.idle_prefix_pages;
+        if held == status.pages
+            && status.idle_prefix_pages == status.prefix_pages
+            && active == self.shared.planned
+        {
+            return;
+        }
+        self.shared.losses.fetch_add(1, Ordering::AcqRel);
+        tracing::error!(
+            "a bug in keel, please report it: nothing runs, but of {} pages {} are free and {} remembered ({} of them by nobody \
+             else), and {} bytes are allocated of {} planned",
+            status.pages,
+            status.free_pages,
+            status.prefix_pages,
+            status.idle_prefix_pages,
+            active.total(),
+            self.shared.planned.total(),
+        );
+    }
+
     /// Leaves what is remembered to the next server.
     fn save(&mut self) {
         let Some(store) = self.store.as_ref().filter(|_| self.saved_at != Some(self.steps)) else { return };
@@ -245,6 +284,7 @@ impl Worker {
     /// Takes what has come; waits for something if there is nothing to run. False if nothing can come any more.
     fn take_commands(&mut self) -> bool {
         if self.batcher.is_idle() {
+            self.check_idle();
             if self.saves {
                 self.save();
             }

@@ -133,3 +133,34 @@ fn a_key_has_limits_of_its_own() {
     let _ = read(send(server.address, "GET", "/health", &[], b""));
     server.assert_all_is_back();
 }
+
+#[test]
+fn every_answer_names_its_request() {
+    let server = Running::start();
+    let name = |headers: &[(&str, &str)]| get(&server, headers).header("x-request-id").map(String::from);
+    let (first, second) = (name(&[]).expect("a name"), name(&[]).expect("a name"));
+    assert!(first.starts_with("req_") && first != second, "{first} {second}");
+    assert_eq!(name(&[("x-request-id", "mine-7")]).as_deref(), Some("mine-7"));
+    assert_ne!(name(&[("x-request-id", "two words")]).as_deref(), Some("two words"));
+    assert!(server.get("/nothing").header("x-request-id").is_some());
+}
+
+#[test]
+fn what_is_wrong_with_a_request_is_said_in_json() {
+    let server = Running::start();
+    let reply = server.get("/v1/models/%ff");
+    assert_eq!(code(&reply), (400, "invalid_value".into()));
+    for (method, path, allow) in [("GET", "/v1/completions", "POST"), ("DELETE", "/v1/models", "GET,HEAD")] {
+        let reply = request(server.address, method, path, &[], b"");
+        assert_eq!(code(&reply), (405, "method_not_allowed".into()), "{method} {path}");
+        assert_eq!(reply.header("allow"), Some(allow), "{method} {path}");
+    }
+    // Half of the body, and then the end of what the client sends.
+    let stream = send(server.address, "POST", "/v1/completions", &[("expect", "")], b"{}");
+    drop(read(stream));
+    let mut stream = std::net::TcpStream::connect(server.address).expect("it listens");
+    let head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{";
+    std::io::Write::write_all(&mut stream, head.as_bytes()).expect("sent");
+    stream.shutdown(std::net::Shutdown::Write).expect("the client's half is closed");
+    assert_eq!(code(&read(stream)), (400, "incomplete_body".into()));
+}

@@ -98,6 +98,10 @@ pub enum TextError {
         reason: String,
     },
 
+    /// Nobody waits for it any more.
+    #[error("cancelled")]
+    Cancelled,
+
     /// The operating system gave no thread to work on.
     #[error("{op}: no thread with a stack of {stack_bytes} bytes of address space: {source}")]
     Stack {

@@ -15,6 +15,13 @@ const SOURCE_BYTES_MAX: usize = 256 << 10;
 /// Compiling follows the nesting of a schema.
 const COMPILING_STACK_BYTES: usize = 64 << 20;
 
+/// Work on the regular expressions of a grammar, at 50,000 a millisecond. The largest published schemas take 500,000.
+const LEXER_FUEL: u64 = 1_000_000;
+/// States that a grammar's words may come to, of 1 to 2 KB each.
+const LEXER_STATES: usize = 50_000;
+/// Symbols in the rules of a grammar. The largest published schemas have 200,000.
+const GRAMMAR_SYMBOLS: usize = 250_000;
+
 /// What an output must look like.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GrammarSource {
@@ -119,7 +126,11 @@ impl GrammarFactory {
             let slices = llguidance::earley::SlicedBiasComputer::general_slices();
             let mut factory = ParserFactory::new(&environment, InferenceCapabilities::default(), &slices)
                 .map_err(refused)?;
-            factory.quiet().limits_mut().verbose_errors = false;
+            let limits = factory.quiet().limits_mut();
+            limits.verbose_errors = false;
+            limits.initial_lexer_fuel = LEXER_FUEL;
+            limits.max_lexer_states = LEXER_STATES;
+            limits.max_grammar_size = GRAMMAR_SYMBOLS;
             Ok(GrammarFactory(factory))
         })
     }
@@ -144,7 +155,8 @@ impl GrammarFactory {
     }
 }
 
-/// A point within a grammar.
+/// A point within a grammar. A clone goes on by itself; compiling again would take much longer.
+#[derive(Clone)]
 pub struct GrammarState(Matcher);
 
 impl GrammarState {

@@ -8,7 +8,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
-use crate::TextError;
+use crate::{Cancel, TextError};
 
 /// Runs `body`; a panic inside it becomes [`TextError::Panicked`].
 ///
@@ -30,9 +30,12 @@ pub(crate) fn guarded_on_stack<T: Send>(
     stack_bytes: usize,
     body: impl FnOnce() -> Result<T, TextError> + Send,
 ) -> Result<T, TextError> {
+    let cancel = Cancel::current();
     thread::scope(|scope| {
-        let worker =
-            thread::Builder::new().name(op.to_string()).stack_size(stack_bytes).spawn_scoped(scope, body);
+        let worker = thread::Builder::new()
+            .name(op.to_string())
+            .stack_size(stack_bytes)
+            .spawn_scoped(scope, move || cancel.scope(body));
         let worker = worker.map_err(|source| TextError::Stack { op, stack_bytes, source })?;
         worker.join().unwrap_or_else(|payload| Err(panicked(op, payload)))
     })

@@ -29,6 +29,7 @@
 //! ```
 
 mod answer;
+mod cancel;
 mod defaults;
 mod error;
 mod files;
@@ -43,6 +44,7 @@ mod tokenizer;
 mod vocabulary;
 
 pub use answer::{AnswerForm, AnswerParser, AnswerPart};
+pub use cancel::Cancel;
 pub use defaults::GenerationDefaults;
 pub use error::TextError;
 pub use files::{TextFile, TextFiles};

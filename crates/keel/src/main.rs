@@ -12,6 +12,7 @@ mod driver;
 mod failure;
 mod free;
 mod holding;
+mod logging;
 mod output;
 mod placement;
 mod progress;
@@ -66,7 +67,11 @@ fn main() -> ExitCode {
     failure::guard(|| {
         let cli = Cli::parse();
         let quiet = matches!(&cli.command, Command::Generate(args) if args.quiet);
-        log_to_stderr(cli.verbose, quiet);
+        let server = match &cli.command {
+            Command::Serve(args) => Some(args.log_format()),
+            _ => None,
+        };
+        logging::begin(cli.verbose, quiet, server);
         match cli.command {
             Command::Generate(args) => commands::generate::run(&args),
             Command::Chat(args) => commands::chat::run(&args),
@@ -89,19 +94,4 @@ fn main() -> ExitCode {
             Command::Man(args) => commands::completions::run_man(&args, Cli::command()),
         }
     })
-}
-
-/// The libraries' remarks are shown on request, the program's own unless it is to be quiet.
-fn log_to_stderr(verbose: bool, quiet: bool) {
-    let filter = match (verbose, quiet) {
-        (true, _) => "info",
-        (false, true) => "warn",
-        (false, false) => "warn,keel=info",
-    };
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
-        .with_writer(std::io::stderr)
-        .with_target(false)
-        .without_time()
-        .init();
 }

@@ -231,3 +231,28 @@ fn a_server_holds_the_very_bytes_that_plan_prints_for_the_same_options() {
         assert!(child.wait().expect("it ends").success());
     }
 }
+
+#[test]
+fn lines_carry_the_time_and_are_json_on_request() {
+    let first_line = |args: &[&str], filter: Option<&str>| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_keel"));
+        command.args(["serve", "--port", "0"]).args(args).env("KEEL_DEVICE", "cpu").env_remove("RUST_LOG");
+        if let Some(filter) = filter {
+            command.env("RUST_LOG", filter);
+        }
+        let mut child = command.stderr(Stdio::piped()).spawn().expect("keel starts");
+        let mut reader = BufReader::new(child.stderr.take().expect("piped"));
+        let mut line = String::new();
+        reader.read_line(&mut line).expect("it says something");
+        child.kill().expect("it runs");
+        child.wait().expect("it ends");
+        line
+    };
+    let text = first_line(&[], None);
+    assert!(text.starts_with("20") && text.contains("INFO"), "{text}");
+    let json: serde_json::Value =
+        serde_json::from_str(&first_line(&["--log-format", "json"], None)).expect("JSON");
+    assert!(json["timestamp"].is_string() && json["level"] == "INFO", "{json}");
+    let told = first_line(&["--host", "0.0.0.0", "--log-format", "json"], Some("warn"));
+    assert!(told.contains("WARN"), "RUST_LOG decides: {told}");
+}

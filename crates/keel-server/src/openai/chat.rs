@@ -16,11 +16,12 @@ use super::tools::{Tools, response_grammar};
 use super::{chat_logprobs, finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, Usage};
 use crate::app::{App, Ask, fresh_id};
+use crate::caller::Caller;
 use crate::collect::{Collected, Outbox, collect, merge, respond};
-use crate::error::{Result, ServerError, wrong};
+use crate::error::{Result, wrong};
 use crate::http::{Body, error_json};
 use crate::sampling::{OneOrMany, SamplingFields};
-use crate::text::ModelText;
+use crate::text::{Bounds, ModelText};
 
 const TOP_LOGPROBS_MAX: usize = 20;
 
@@ -60,13 +61,15 @@ pub(super) struct StreamOptions {
 }
 
 /// Answers a conversation.
-pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<ChatBody>) -> Result<Response> {
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Body(body, caller): Body<ChatBody>,
+) -> Result<Response> {
     app.check_model(body.model.as_deref())?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let streams = body.stream.unwrap_or(false);
-    let worker = Arc::clone(&app);
-    let ask = blocking(move || ask(&worker.text, worker.engine.vocab(), body)).await?;
-    let answers = app.start("/v1/chat/completions", ask).await?;
+    let ask = ask_apart(&app, &caller, body).await?;
+    let answers = app.start("/v1/chat/completions", &caller, ask).await?;
     let head = Head { id: fresh_id("chatcmpl-"), created: app.now(), model: app.options.model_id.clone() };
     if streams {
         return Ok(respond(&app, move |outbox| stream(head, answers, outbox, with_usage)));
@@ -75,17 +78,14 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<ChatBod
     Ok(Json(whole(&head, &answers)).into_response())
 }
 
-/// Templates and tokenizers may take a while on long conversations.
-pub(crate) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|error| Err(ServerError::Io(std::io::Error::other(error))))
+/// The request in the engine's terms, made apart from the network: templates and tokenizers take a while on long conversations.
+pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBody) -> Result<Ask> {
+    let worker = Arc::clone(app);
+    app.work(caller, move |caller| ask(&worker.text, &worker.bounds(caller), body)).await
 }
 
 /// The request in the engine's terms.
-pub(crate) fn ask(text: &ModelText, vocab: usize, body: ChatBody) -> Result<Ask> {
+pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Result<Ask> {
     let tools = Tools::new(body.tools, body.tool_choice.as_ref(), body.parallel_tool_calls.unwrap_or(true))?;
     let asked = response_grammar(body.response_format.as_ref())?;
     let top_logprobs = match (body.logprobs.unwrap_or(false), body.top_logprobs) {
@@ -101,12 +101,14 @@ pub(crate) fn ask(text: &ModelText, vocab: usize, body: ChatBody) -> Result<Ask>
     }
     let messages = to_template(body.messages)?;
     let offered = (!tools.offered.is_empty()).then_some(&tools.offered[..]);
-    let prompt = text.encode_chat(&messages, offered, Some(&variables))?;
+    let prompt = text.encode_chat(&messages, offered, Some(&variables), bounds)?;
+    drop(messages);
     let reasons = text.reasons();
+    bounds.settle(prompt.ids.len(), body.n.unwrap_or(1).min(bounds.choices_max));
     Ok(Ask {
         marks: vec![prompt.shared_len],
         max_tokens: body.max_completion_tokens.or(body.max_tokens),
-        sampler: body.sampling.options(&text.defaults, vocab)?,
+        sampler: body.sampling.options(&text.defaults, bounds.vocab)?,
         seed: body.sampling.seed(),
         stop: body.stop.map_or(Vec::new(), OneOrMany::into_vec),
         choices: body.n.unwrap_or(1),

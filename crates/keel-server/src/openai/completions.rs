@@ -11,7 +11,7 @@ use keel_text::{AnswerForm, AnswerPart};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::chat::{StreamOptions, blocking};
+use super::chat::StreamOptions;
 use super::tools::response_grammar;
 use super::{finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
@@ -20,7 +20,7 @@ use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, wrong};
 use crate::http::{Body, error_json};
 use crate::sampling::{OneOrMany, SamplingFields};
-use crate::text::ModelText;
+use crate::text::{Bounds, ModelText};
 
 const TOP_LOGPROBS_MAX: usize = 20;
 /// What OpenAI takes where nothing is said.
@@ -56,7 +56,7 @@ enum Prompt {
 /// Continues texts.
 pub(crate) async fn create(
     State(app): State<Arc<App>>,
-    Body(body): Body<CompletionBody>,
+    Body(body, caller): Body<CompletionBody>,
 ) -> Result<Response> {
     app.check_model(body.model.as_deref())?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
@@ -64,10 +64,10 @@ pub(crate) async fn create(
     let choices = body.n.unwrap_or(1);
     let worker = Arc::clone(&app);
     let (asks, echoes) =
-        blocking(move || asks(&worker.text, worker.engine.vocab(), worker.options.choices_max, body)).await?;
+        app.work(&caller, move |caller| asks(&worker.text, &worker.bounds(caller), body)).await?;
     let mut answers = Vec::new();
     for ask in asks {
-        answers.extend(app.start("/v1/completions", ask).await?);
+        answers.extend(app.start("/v1/completions", &caller, ask).await?);
     }
     let head =
         Head { id: fresh_id("cmpl-"), created: app.now(), model: app.options.model_id.clone(), choices };
@@ -81,11 +81,10 @@ pub(crate) async fn create(
 /// One ask for each prompt, and the text that each choice begins with.
 pub(crate) fn asks(
     model: &ModelText,
-    vocab: usize,
-    choices_max: usize,
+    bounds: &Bounds<'_>,
     body: CompletionBody,
 ) -> Result<(Vec<Ask>, Vec<String>)> {
-    let encode = |text: &String| Ok(model.tokenizer.encode(text, true)?);
+    let encode = |text: &String| bounds.encode(&model.tokenizer, text, true);
     let prompts = match &body.prompt {
         Prompt::Text(text) => vec![encode(text)?],
         Prompt::Texts(texts) => texts.iter().map(encode).collect::<Result<_>>()?,
@@ -98,13 +97,15 @@ pub(crate) fn asks(
     if body.logprobs.is_some_and(|n| n > TOP_LOGPROBS_MAX) {
         return Err(wrong("logprobs", format!("expected 0 to {TOP_LOGPROBS_MAX}")));
     }
-    let sampler = body.sampling.options(&model.defaults, vocab)?;
+    let sampler = body.sampling.options(&model.defaults, bounds.vocab)?;
     let grammar = response_grammar(body.response_format.as_ref())?;
     let stop = body.stop.map_or(Vec::new(), OneOrMany::into_vec);
     let choices = body.n.unwrap_or(1);
+    let choices_max = bounds.choices_max;
     if choices > choices_max {
         return Err(wrong("n", format!("{choices} answers, expected 1 to {choices_max}")));
     }
+    bounds.settle(prompts.iter().map(Vec::len).sum(), choices);
     let mut echoes = Vec::new();
     for prompt in &prompts {
         let echo =

@@ -10,7 +10,7 @@ use keel_text::AnswerPart;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::chat::{ChatBody, blocking};
+use super::chat::{ChatBody, ask_apart};
 use crate::answer::{Answer, Ending, Piece, Usage};
 use crate::app::{App, fresh_id};
 use crate::collect::{Collected, Outbox, collect, respond};
@@ -52,7 +52,10 @@ const SHARED: [&str; 9] = [
 ];
 
 /// Answers an input.
-pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<ResponseBody>) -> Result<Response> {
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Body(body, caller): Body<ResponseBody>,
+) -> Result<Response> {
     if body.previous_response_id.is_some() {
         return Err(wrong("previous_response_id", "responses are not stored; send the whole conversation"));
     }
@@ -71,11 +74,10 @@ pub(crate) async fn create(State(app): State<Arc<App>>, Body(body): Body<Respons
             "max_output_tokens": body.max_output_tokens,
         }),
     };
-    let chat = chat(body)?;
+    let chat = app.work(&caller, move |_| chat(body)).await?;
     app.check_model(chat.model())?;
-    let worker = Arc::clone(&app);
-    let ask = blocking(move || super::chat::ask(&worker.text, worker.engine.vocab(), chat)).await?;
-    let mut answers = app.start("/v1/responses", ask).await?;
+    let ask = ask_apart(&app, &caller, chat).await?;
+    let mut answers = app.start("/v1/responses", &caller, ask).await?;
     if streams {
         // There is one, because the form knows no `n`.
         let answer = answers.swap_remove(0);
@@ -107,7 +109,7 @@ fn to_chat(body: ResponseBody) -> Result<Value> {
             chat.insert(key, value);
         }
     }
-    chat.insert("messages".into(), json!(messages));
+    chat.insert("messages".into(), Value::Array(messages));
     chat.insert("max_tokens".into(), json!(body.max_output_tokens));
     chat.insert("response_format".into(), body.text.map_or(Value::Null, |text| text["format"].clone()));
     chat.insert("reasoning_effort".into(), body.reasoning.map_or(Value::Null, |r| r["effort"].clone()));

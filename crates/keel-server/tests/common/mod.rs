@@ -72,7 +72,11 @@ impl Running {
         let thread = std::thread::spawn(move || {
             // As `keel serve` makes it.
             let mut runtime = tokio::runtime::Builder::new_multi_thread();
-            let runtime = runtime.worker_threads(2).max_blocking_threads(4).enable_all().build();
+            let runtime = runtime
+                .worker_threads(2)
+                .max_blocking_threads(keel_server::WORK_THREADS + 1)
+                .enable_all()
+                .build();
             runtime.expect("a runtime").block_on(async {
                 let listener = bind("127.0.0.1:0").await.expect("a free port");
                 let address = listener.local_addr().expect("it is bound");

@@ -16,8 +16,8 @@ use minijinja_contrib::pycompat;
 use serde_json::Value as Json;
 
 use super::ChatRequest;
-use crate::TextError;
 use crate::files::TEMPLATE_BYTES_MAX;
+use crate::{TextError, cancel};
 
 /// Steps for an empty conversation; published templates take a few hundred.
 const STEPS_BASE: u64 = 200_000;
@@ -164,6 +164,9 @@ impl BoundedOutput {
 
 impl io::Write for BoundedOutput {
     fn write(&mut self, part: &[u8]) -> io::Result<usize> {
+        if cancel::is_cancelled() {
+            return Err(io::Error::other("cancelled"));
+        }
         if self.bytes.len() + part.len() > OUTPUT_BYTES_MAX {
             return Err(io::Error::other(format!("the output exceeds {OUTPUT_BYTES_MAX} bytes")));
         }

@@ -2,6 +2,7 @@
 
 mod bpe;
 mod check;
+mod longest;
 mod model;
 mod read;
 
@@ -10,6 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::answer::SHOWN;
+use crate::cancel;
 use crate::guard::guarded;
 use crate::special::eos_ids;
 use crate::{SpecialTokens, StreamDetokenizer, TextError, TextFiles};
@@ -94,6 +96,14 @@ impl Tokenizer {
             _ => {}
         }
         Ok(ids)
+    }
+
+    /// Tokens that a text has at least, by its bytes alone: for refusing a text that is too long before it is encoded. 0 where the
+    /// tokenizer has steps that drop text or make one token of any length of it.
+    pub fn tokens_at_least(&self, text: &str) -> usize {
+        let least = self.shared.parts.longest.map_or(0, |longest| longest.tokens_at_least(text));
+        // A token that was added at the beginning is removed again.
+        least.saturating_sub(usize::from(matches!(self.shared.bos_fix, BosFix::Remove(_))))
     }
 
     /// Decodes ids. Ids outside the vocabulary decode to nothing; bytes that are no UTF-8 to U+FFFD.
@@ -201,6 +211,8 @@ impl BosFix {
 fn encode_as_written(parts: &read::Parts, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
     guarded("encode", || {
         let encoding = parts.inner.encode_fast(text, add_special);
+        // What was cut short is no encoding.
+        cancel::check()?;
         let encoding =
             encoding.map_err(|err| TextError::Tokenize { op: "encode", reason: err.to_string() })?;
         Ok(encoding.get_ids().to_vec())

@@ -11,6 +11,7 @@ use tokenizers::{
     PreTokenizerWrapper, TokenizerImpl,
 };
 
+use super::longest::Longest;
 use super::model::TextModel;
 use super::{bpe, check};
 
@@ -27,6 +28,8 @@ pub(super) struct Parts {
     pub(super) special_ids: Vec<u32>,
     /// The byte that a token such as `<0xE5>` stands for; empty unless the decoder knows such tokens.
     pub(super) byte_of: HashMap<u32, u8>,
+    /// How much text a token covers at most, if that is bounded.
+    pub(super) longest: Option<Longest>,
 }
 
 #[derive(Deserialize)]
@@ -80,6 +83,10 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
         json.decoder.as_ref().is_some_and(|decoder| check::contains_type(decoder, "ByteFallback"));
 
     let (model, id_max) = read_model(json.model)?;
+    let is_greedy = json.added_tokens.iter().any(|token| token.lstrip || token.rstrip);
+    let added_bytes = json.added_tokens.iter().map(|token| token.content.len()).max().unwrap_or(0);
+    let steps = (json.normalizer.as_ref(), json.pre_tokenizer.as_ref(), json.post_processor.as_ref());
+    let longest = Longest::new(steps.0, steps.1, steps.2, (&model, added_bytes)).filter(|_| !is_greedy);
     let mut inner = Steps::new(model);
     let normalizer: Option<NormalizerWrapper> = part("normalizer", json.normalizer)?;
     inner.with_normalizer(normalizer).map_err(|err| format!("normalizer: {err}"))?;
@@ -90,7 +97,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
 
     let added_max = json.added_tokens.iter().map(|token| token.id).max().unwrap_or(0);
     let byte_of = if has_byte_tokens { byte_tokens(&inner) } else { HashMap::new() };
-    Ok(Parts { inner, vocab_size: id_max.max(added_max) as usize + 1, special_ids, byte_of })
+    Ok(Parts { inner, vocab_size: id_max.max(added_max) as usize + 1, special_ids, byte_of, longest })
 }
 
 /// The model and its largest id.

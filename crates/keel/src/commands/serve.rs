@@ -8,19 +8,20 @@ use clap::Args;
 use keel_array::Category;
 use keel_engine::SpeculationOptions;
 use keel_engine::batch::BatchOptions;
-use keel_server::{ModelText, PrefixStore, Server, ServerOptions, bind, wait_for_signal};
+use keel_server::{ModelText, PrefixStore, Server, ServerOptions, WORK_THREADS, bind, wait_for_signal};
 
 use crate::args::{
     AccessArgs, DeviceArgs, EngineArgs, HoldingArgs, ModelArgs, PatienceArgs, Subject, count, parse_bytes,
     seconds,
 };
 use crate::holding;
+use crate::logging::LogFormat;
 use crate::report::human_bytes;
 use crate::session::{self, Session};
 use crate::source::{self, Model};
 
-/// Threads that render templates and tokenize. Each keeps some memory, whatever it did last.
-const TEXT_THREADS: usize = 4;
+/// Threads for texts and grammars, and one for what else may wait. Each keeps some memory, whatever it did last.
+const BLOCKING_THREADS: usize = WORK_THREADS + 1;
 
 /// Serve the model over HTTP, with OpenAI's API: many requests at once, memory promised before a request starts.
 ///
@@ -32,6 +33,13 @@ pub struct ServeArgs {
     model: ModelArgs,
     #[command(flatten)]
     options: ServeOptions,
+}
+
+impl ServeArgs {
+    /// How lines are logged.
+    pub fn log_format(&self) -> LogFormat {
+        self.options.requests.log_format
+    }
 }
 
 /// All that `keel serve` takes but the model. `keel plan` takes the same.
@@ -94,6 +102,15 @@ struct RequestArgs {
     /// Bytes of a request's body.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "8Mi")]
     body_limit: u64,
+    /// Bytes for bodies, texts and their copies of all requests together; what has no room is refused with 503 or 413.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "512Mi")]
+    request_memory: u64,
+    /// Seconds for a schema or grammar to be compiled.
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = seconds())]
+    grammar_timeout: u64,
+    /// How lines are logged: text, or one JSON object a line. RUST_LOG and -v say which lines.
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t)]
+    log_format: LogFormat,
 }
 
 /// Runs the command.
@@ -106,7 +123,7 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     let options = holding::plan_server(args, &Subject::of(&model))?.options;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
-        .max_blocking_threads(TEXT_THREADS)
+        .max_blocking_threads(BLOCKING_THREADS)
         .enable_all()
         .build()?;
     runtime.block_on(async {
@@ -127,6 +144,8 @@ pub fn run(args: &ServeArgs) -> Result<()> {
         if let Some(driver) = session.memory().driver {
             tracing::info!("the driver has {}", driver.to_line());
         }
+        let requests = human_bytes(server_options.request_memory);
+        tracing::info!("{requests} more are for requests: bodies, texts and their copies, as they come");
         if args.holding.overcommit {
             let swap = human_bytes(session.planned.get(Category::Swap));
             tracing::info!("more is let in than fits: {swap} of host memory are for parked sequences");
@@ -172,6 +191,8 @@ fn server_options(args: &ServeOptions, model: &Model) -> Result<ServerOptions> {
         prefix_store,
         ..ServerOptions::default()
     };
+    options.request_memory = args.requests.request_memory;
+    options.grammar_time = Duration::from_secs(args.requests.grammar_timeout);
     args.patience.apply(&mut options);
     Ok(options)
 }

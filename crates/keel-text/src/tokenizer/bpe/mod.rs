@@ -14,12 +14,17 @@ use std::path::{Path, PathBuf};
 
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{Model, Token};
 
+use crate::cancel;
 use merges::Merges;
 pub(super) use read::read;
 use texts::Texts;
 use word::Word;
+
+/// Bytes of a word between two looks at whether anyone waits for it.
+const CHECKED_EACH: usize = 1024;
 
 /// A vocabulary and its merges.
 pub(super) struct Bpe {
@@ -45,12 +50,29 @@ impl Bpe {
         self.texts.id(self.texts.len() - 1)
     }
 
+    /// Bytes of text that a token covers at most; `None` if there are characters that no token covers. `in_bytes` says that words
+    /// come with a character for each byte.
+    pub(super) fn longest_token(&self, in_bytes: bool) -> Option<usize> {
+        let texts = || (0..self.texts.len()).map(|place| self.texts.text(place));
+        if in_bytes {
+            let knows = |c: char| self.texts.place(c.encode_utf8(&mut [0; 4])).is_some();
+            let is_plain = self.prefix.is_empty() && self.suffix.is_empty();
+            return (is_plain && ByteLevel::alphabet().into_iter().all(knows))
+                .then(|| texts().map(|text| text.chars().count()).max().unwrap_or(1));
+        }
+        let spells_all = self.byte_tokens.as_ref().is_some_and(|tokens| tokens.iter().all(Option::is_some));
+        spells_all.then(|| texts().map(str::len).max().unwrap_or(1))
+    }
+
     fn word(&self, text: &str) -> tokenizers::Result<Word> {
         let mut word = Word::default();
         // Bytes of the unknown characters in front.
         let mut unknown_bytes = 0;
         let mut spelled = String::new();
         for (at, c) in text.char_indices() {
+            if at % CHECKED_EACH == 0 && cancel::is_cancelled() {
+                return Ok(Word::default());
+            }
             let (end, bytes) = (at + c.len_utf8(), c.len_utf8() as u32);
             let written = self.decorate(&text[at..end], at == 0, end == text.len(), &mut spelled);
             let known = self.texts.place(written);
@@ -120,7 +142,7 @@ impl Model for Bpe {
     type Trainer = TrainerWrapper;
 
     fn tokenize(&self, text: &str) -> tokenizers::Result<Vec<Token>> {
-        if text.is_empty() {
+        if text.is_empty() || cancel::is_cancelled() {
             return Ok(Vec::new());
         }
         if let Some(place) = self.texts.place(text).filter(|_| self.ignore_merges) {

@@ -3,6 +3,11 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use crate::cancel;
+
+/// Merges between two looks at whether anyone waits for the word, about.
+const CHECKED_EACH: usize = 1024;
+
 /// No symbol on that side.
 const NONE: u32 = u32::MAX;
 
@@ -43,6 +48,9 @@ impl Word {
             queue.extend(pair.map(|(rank, result)| Reverse((rank, at as u32 - 1, result))));
         }
         while let Some(Reverse((_, at, result))) = queue.pop() {
+            if queue.len() % CHECKED_EACH == 0 && cancel::is_cancelled() {
+                return;
+            }
             let left = self.symbols[at as usize];
             if left.bytes == 0 || left.after == NONE {
                 continue;

@@ -1,0 +1,225 @@
+//! Bodies, texts and their copies stay within the memory of requests, whatever clients send. The heap is counted.
+
+mod common;
+
+use std::alloc::System;
+use std::io::Write;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use common::{Running, engine_options, read, send, wait_for};
+use keel_server::ServerOptions;
+use serde_json::json;
+use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
+
+#[global_allocator]
+static HEAP: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+const MB: usize = 1_000_000;
+const BUDGET: usize = 64 << 20;
+/// What the clients of these tests and the server's own books take: the largest bodies that are sent are 8 MB, 8 at once, and
+/// are made before counting.
+const SLACK: usize = 8 << 20;
+
+fn heap_bytes() -> usize {
+    let stats = HEAP.stats();
+    stats.bytes_allocated.saturating_sub(stats.bytes_deallocated)
+}
+
+/// The most that is on the heap while it lives, more than at its beginning.
+struct Watch {
+    ends: Arc<AtomicBool>,
+    thread: JoinHandle<usize>,
+}
+
+impl Watch {
+    fn begin() -> Watch {
+        let ends = Arc::new(AtomicBool::new(false));
+        let (end, before) = (Arc::clone(&ends), heap_bytes());
+        let thread = std::thread::spawn(move || {
+            let most = AtomicUsize::new(0);
+            while !end.load(Ordering::Acquire) {
+                most.fetch_max(heap_bytes().saturating_sub(before), Ordering::Relaxed);
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            most.into_inner()
+        });
+        Watch { ends, thread }
+    }
+
+    fn end(self) -> usize {
+        self.ends.store(true, Ordering::Release);
+        self.thread.join().expect("it counts")
+    }
+}
+
+fn server(budget: usize) -> Running {
+    Running::with(
+        engine_options(),
+        ServerOptions { request_memory: budget as u64, ..ServerOptions::default() },
+    )
+}
+
+fn post(server: &Running, path: &str, body: &str) -> TcpStream {
+    send(server.address, "POST", path, &[], body.as_bytes())
+}
+
+fn assert_bounded(what: &str, server: &Running, watch: Watch) {
+    let most = watch.end();
+    println!(
+        "{what}: {} MB on the heap, {} MB charged at most",
+        most / MB,
+        server.app.memory.peak() as usize / MB
+    );
+    assert!(most <= BUDGET + SLACK, "{what}: {most} bytes on the heap");
+    wait_for("all is given back", || server.app.memory.used() == 0);
+}
+
+/// One test, because others beside it would be counted, too.
+#[test]
+fn requests_stay_within_their_memory() {
+    what_is_charged_is_what_is_taken();
+    large_texts_at_once();
+    unfinished_bodies();
+    abandoned_prompts();
+    large_bodies_of_many_values();
+}
+
+fn what_is_charged_is_what_is_taken() {
+    let words = "The little dog ran over the hill and far away. ";
+    let text = |text: &str| json!({"text": text.repeat(MB / text.len())}).to_string();
+    let values = |value: &str, items: usize| vec![value; items].join(",");
+    let shapes: Vec<(&str, &str, String)> = vec![
+        ("words", "/tokenize", text(words)),
+        ("spaces", "/tokenize", text(" ")),
+        ("digits", "/tokenize", text("1 2")),
+        ("marks", "/tokenize", text("!a.b,")),
+        ("one word", "/tokenize", text("a")),
+        ("pictures", "/tokenize", text("\u{1f600}\u{e9}")),
+        ("ids", "/v1/completions", format!("{{\"prompt\": [{}]}}", values("1", 200_000))),
+        ("lists of ids", "/v1/completions", format!("{{\"prompt\": [{}]}}", values("[1]", 100_000))),
+        ("ids to text", "/detokenize", format!("{{\"tokens\": [{}]}}", values("100", 200_000))),
+        (
+            "a conversation",
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": words.repeat(10_000)}]}).to_string(),
+        ),
+        (
+            "many messages",
+            "/v1/chat/completions",
+            format!("{{\"messages\": [{}]}}", values(r#"{"role":"user","content":"a"}"#, 20_000)),
+        ),
+        (
+            "many items",
+            "/v1/responses",
+            format!("{{\"input\": [{}]}}", values(r#"{"role":"user","content":"a"}"#, 20_000)),
+        ),
+        ("empty items", "/v1/responses", format!("{{\"input\": [{}]}}", values("{}", 100_000))),
+        (
+            "unknown fields",
+            "/v1/responses",
+            format!("{{\"input\": \"a\", \"x\": [{}]}}", values("[]", 100_000)),
+        ),
+        (
+            "many blocks",
+            "/v1/messages",
+            format!(
+                "{{\"max_tokens\": 1, \"messages\": [{{\"role\": \"user\", \"content\": [{}]}}]}}",
+                values(r#"{"type":"text","text":"a"}"#, 30_000)
+            ),
+        ),
+    ];
+    let mut wrong = Vec::new();
+    // The peak of charges only grows, so each shape gets a server of its own.
+    for (what, path, body) in shapes {
+        let options = ServerOptions { request_memory: 1 << 40, ..ServerOptions::default() };
+        let server = Running::with(engine_options(), options);
+        // What is made once is made now.
+        read(post(&server, path, "{}"));
+        let watch = Watch::begin();
+        let reply = read(post(&server, path, &body));
+        // The client holds the answer, too, in a buffer that grows by doubling.
+        let most = watch.end().saturating_sub(3 * reply.body.len());
+        let charged = server.app.memory.peak() as usize;
+        println!(
+            "{what}: {} KB on the heap, {} KB charged, status {}",
+            most / 1000,
+            charged / 1000,
+            reply.status
+        );
+        if most > charged + (2 << 20) {
+            wrong.push(format!("{what}: {most} bytes on the heap, {charged} charged"));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+fn large_texts_at_once() {
+    let body = json!({"text": "The little dog ran. ".repeat(8 * MB / 20)}).to_string();
+    let server = server(BUDGET);
+    let watch = Watch::begin();
+    let clients: Vec<TcpStream> = (0..8).map(|_| post(&server, "/tokenize", &body)).collect();
+    for client in clients {
+        let reply = read(client);
+        assert!(matches!(reply.status, 413 | 503), "{} {}", reply.status, reply.body);
+    }
+    assert_bounded("8 texts of 8 MB", &server, watch);
+    let reply =
+        read(post(&server, "/tokenize", &json!({"text": "The little dog ran. ".repeat(10_000)}).to_string()));
+    assert_eq!(reply.status, 200, "what fits is answered");
+}
+
+fn unfinished_bodies() {
+    let server = server(BUDGET);
+    let begun = vec![b' '; 2 * MB];
+    let watch = Watch::begin();
+    let open: Vec<TcpStream> = (0..100)
+        .map(|_| {
+            let mut stream = TcpStream::connect(server.address).expect("it listens");
+            let head = format!("POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", 8 * MB);
+            stream.write_all(head.as_bytes()).expect("sent");
+            stream.set_write_timeout(Some(Duration::from_millis(200))).expect("a time");
+            // A server may refuse it meanwhile.
+            let _ = stream.write_all(&begun);
+            stream
+        })
+        .collect();
+    let small = json!({"prompt": "Once", "max_tokens": 1});
+    assert_eq!(server.post("/v1/completions", &small).status, 200, "small requests have room left");
+    drop(open);
+    assert_bounded("100 unfinished bodies", &server, watch);
+}
+
+fn abandoned_prompts() {
+    let server = server(1 << 30);
+    let prompt = json!({"prompt": "a1 b2 ".repeat(8 * MB / 6), "max_tokens": 1}).to_string();
+    let text = json!({"text": "a1 b2 ".repeat(8 * MB / 6)}).to_string();
+    for _ in 0..8 {
+        drop(post(&server, "/v1/completions", &prompt));
+        drop(post(&server, "/tokenize", &text));
+    }
+    let start = Instant::now();
+    assert_eq!(server.post("/v1/completions", &json!({"prompt": "Once", "max_tokens": 1})).status, 200);
+    let waited = start.elapsed();
+    println!("after abandoned prompts one token took {waited:?}");
+    assert!(waited < Duration::from_secs(4), "{waited:?}");
+    let refused = read(post(&server, "/v1/completions", &prompt));
+    assert_eq!(refused.json()["error"]["code"], "context_length_exceeded", "{}", refused.body);
+    wait_for("all is given back", || server.app.memory.used() == 0);
+}
+
+fn large_bodies_of_many_values() {
+    let items = vec!["{}"; 7 * MB / 3].join(",");
+    let body = format!("{{\"input\": [{items}]}}");
+    let server = server(BUDGET);
+    let watch = Watch::begin();
+    let clients: Vec<TcpStream> = (0..4).map(|_| post(&server, "/v1/responses", &body)).collect();
+    for client in clients {
+        let reply = read(client);
+        assert!(matches!(reply.status, 413 | 503), "{} {}", reply.status, reply.body);
+    }
+    assert_bounded("7 MB to /v1/responses", &server, watch);
+}

@@ -1,0 +1,79 @@
+//! Work on texts that nobody waits for any more.
+//!
+//! The libraries underneath know no cancellation. So a thread that works on a text carries a flag, and what runs for each word or
+//! character looks at it.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::TextError;
+
+thread_local! {
+    static CURRENT: RefCell<Cancel> = RefCell::default();
+}
+
+/// Ends work on a text early. Cloning gives another handle.
+#[derive(Clone, Debug, Default)]
+pub struct Cancel(Arc<AtomicBool>);
+
+impl Cancel {
+    /// Work within [`Cancel::scope`] ends with [`TextError::Cancelled`] as soon as it can.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether it is to end.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+
+    /// Runs `work` so that it can be cancelled: everything of this crate that it calls on this thread.
+    pub fn scope<T>(&self, work: impl FnOnce() -> T) -> T {
+        let _before = Before(CURRENT.with(|current| current.replace(self.clone())));
+        work()
+    }
+
+    /// The one around the caller; one that is never cancelled if there is none.
+    pub(crate) fn current() -> Cancel {
+        CURRENT.with(|current| current.borrow().clone())
+    }
+}
+
+/// Puts the one before back, on a panic, too.
+struct Before(Cancel);
+
+impl Drop for Before {
+    fn drop(&mut self) {
+        CURRENT.with(|current| current.swap(&RefCell::new(std::mem::take(&mut self.0))));
+    }
+}
+
+/// Whether the work of this thread is to end.
+pub(crate) fn is_cancelled() -> bool {
+    CURRENT.with(|current| current.borrow().is_cancelled())
+}
+
+/// An error if it is to end.
+pub(crate) fn check() -> Result<(), TextError> {
+    if is_cancelled() { Err(TextError::Cancelled) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flag_holds_within_its_scope_alone() {
+        let (outer, inner) = (Cancel::default(), Cancel::default());
+        inner.cancel();
+        outer.scope(|| {
+            assert!(!is_cancelled());
+            inner.scope(|| assert!(check().is_err()));
+            assert!(check().is_ok());
+            outer.cancel();
+            assert!(is_cancelled());
+        });
+        assert!(!is_cancelled());
+    }
+}

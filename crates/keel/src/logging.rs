@@ -1,0 +1,44 @@
+//! What the program says on standard error while it works.
+
+use clap::ValueEnum;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::layer;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+
+/// How a server writes its lines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// Time, level, and the request that a line is about.
+    #[default]
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Begins to log. The libraries' remarks are shown on request, the program's own always; RUST_LOG decides where it is set. A
+/// server's lines, whose form is given, carry the time.
+pub fn begin(is_verbose: bool, is_quiet: bool, server: Option<LogFormat>) {
+    let default = match (is_verbose, is_quiet, server) {
+        (true, _, Some(_)) => "info,keel=debug",
+        (true, _, None) => "info",
+        (false, true, _) => "warn",
+        (false, false, _) => "warn,keel=info",
+    };
+    let asked = std::env::var("RUST_LOG").ok().filter(|filter| !filter.is_empty());
+    let filter = asked.as_deref().map_or(Ok(EnvFilter::new(default)), |filter| filter.parse::<EnvFilter>());
+    let (filter, problem) = match filter {
+        Ok(filter) => (filter, None),
+        Err(problem) => (EnvFilter::new(default), Some(problem)),
+    };
+    let all = tracing_subscriber::registry().with(filter);
+    let lines = || layer().with_writer(std::io::stderr).with_target(false);
+    match server {
+        None => all.with(lines().without_time()).init(),
+        Some(LogFormat::Text) => all.with(lines()).init(),
+        Some(LogFormat::Json) => all.with(lines().json()).init(),
+    }
+    if let Some(problem) = problem {
+        tracing::warn!("RUST_LOG is not used: {problem}");
+    }
+}

@@ -1,0 +1,343 @@
+#!/usr/bin/env python3
+"""Attacks a server of its own on loopback, and checks that it holds. Needs Python 3.9 and Linux, nothing else.
+
+    cargo build --release -p keel
+    tools/drill/drill.py                       # 10,000 requests, 3,000 connections: some ten minutes
+    tools/drill/drill.py --short               # under a minute or two
+
+The server that is attacked is started here and runs the built-in model. Nothing else is contacted. Every wait and every number is
+bounded; the exit code is 0 if all held. A seed makes the order of requests the same each time.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+HOST = "127.0.0.1"
+MB = 1_000_000
+BUDGET = 128 << 20
+WORDS = "The little dog ran over the hill and far away. "
+
+
+class Server:
+    """A `keel serve` of its own."""
+
+    def __init__(self, keel):
+        command = [keel, "serve", "--port", "0", "--request-memory", str(BUDGET), "--head-timeout", "2", "--body-timeout", "3",
+                   "--idle-timeout", "5", "--write-timeout", "5", "--grace", "3", "--max-tokens", "16"]
+        environment = {**os.environ, "KEEL_DEVICE": "cpu"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.lines = []
+        self.port = None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.search(r"is served at http://127\.0\.0\.1:(\d+)", line)
+            if found:
+                self.port = int(found.group(1))
+                break
+        if self.port is None:
+            sys.exit("the server did not start:\n" + "".join(self.lines))
+        threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()
+        wait_until("the server is ready", 60, lambda: self.ask("GET", "/health")[0] == 200)
+
+    def connect(self, timeout=60.0):
+        return socket.create_connection((HOST, self.port), timeout=timeout)
+
+    def ask(self, method, path, body=None, headers=None, timeout=120.0):
+        """Status and body of a request."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)
+        try:
+            data = body if body is None or isinstance(body, (bytes, str)) else json.dumps(body)
+            connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+        except (OSError, http.client.HTTPException):
+            # Large bodies are refused while they are sent.
+            return 0, b""
+        finally:
+            connection.close()
+
+    def metric(self, name):
+        text = self.ask("GET", "/metrics")[1].decode()
+        found = re.search("^" + re.escape(name) + r" (\S+)$", text, re.M)
+        return float(found.group(1)) if found else None
+
+    def resident(self):
+        with open(f"/proc/{self.process.pid}/status") as status:
+            return int(re.search(r"VmRSS:\s+(\d+) kB", status.read()).group(1)) * 1024
+
+    def descriptors(self):
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def is_idle(self):
+        names = ["keel_requests_running", "keel_requests_waiting", 'keel_request_memory_bytes{kind="allocated"}']
+        return all(self.metric(name) == 0 for name in names)
+
+
+def wait_until(what, seconds, condition):
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {seconds} s until {what}")
+        time.sleep(0.05)
+
+
+class Watch(threading.Thread):
+    """Asks for the server's health and reads its memory, all the while."""
+
+    def __init__(self, server):
+        super().__init__(daemon=True)
+        self.server, self.slowest, self.failures, self.most, self.ends = server, 0.0, 0, 0, False
+        self.phase, self.by_phase = "start", {}
+
+    def run(self):
+        while not self.ends:
+            start = time.monotonic()
+            status, _ = self.server.ask("GET", "/health", timeout=30)
+            took = time.monotonic() - start
+            self.failures += status != 200
+            self.slowest = max(self.slowest, took)
+            self.by_phase[self.phase] = max(self.by_phase.get(self.phase, 0.0), took)
+            self.most = max(self.most, self.server.resident())
+            time.sleep(0.05)
+
+
+def parallel(count, work):
+    """Runs work(0) to work(count - 1) at once and returns what they returned."""
+    results = [None] * count
+
+    def one(i):
+        results[i] = work(i)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(180)
+    return results
+
+
+def strangers(server, _):
+    """Requests of web pages of other sites."""
+    body = {"prompt": "Once", "max_tokens": 1}
+    for headers, expected in [({"host": "attacker.com"}, 403), ({"origin": "https://attacker.com"}, 403), ({"origin": "null"}, 403),
+                              ({"content-type": "text/plain"}, 415), ({}, 200)]:
+        status, _ = server.ask("POST", "/v1/completions", body, headers)
+        assert status == expected, f"{headers}: {status}, expected {expected}"
+    for path in ["/../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd"]:
+        assert server.ask("GET", path)[0] == 404, path
+
+
+def half_open(server, options):
+    """Connections that say nothing, or half of something."""
+    said = [b"", b"GET /hea", b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 1000\r\n\r\n{", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"]
+    open_ones = []
+    for i in range(options.connections):
+        connection = server.connect()
+        try:
+            connection.sendall(said[i % 4])
+        except OSError:
+            pass
+        open_ones.append(connection)
+    assert server.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 1})[0] == 200
+    time.sleep(7)
+    left = server.descriptors()
+    for connection in open_ones:
+        connection.close()
+    assert left < 100, f"{left} descriptors are open after all times have passed"
+
+
+def large_texts(server, options):
+    text = json.dumps({"text": WORDS * (8 * MB // len(WORDS))})
+    statuses = parallel(8, lambda _: server.ask("POST", "/tokenize", text)[0])
+    assert all(status in (0, 413, 503) for status in statuses), statuses
+    values = '{"input": [' + ",".join(["{}"] * (7 * MB // 3)) + "]}"
+    statuses = parallel(4, lambda _: server.ask("POST", "/v1/responses", values)[0])
+    assert all(status in (0, 413, 503) for status in statuses), statuses
+
+
+def unfinished_bodies(server, options):
+    head = (f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {8 * MB}\r\n\r\n").encode()
+    open_ones = []
+    for _ in range(100):
+        connection = server.connect(timeout=0.2)
+        try:
+            connection.sendall(head + b" " * (2 * MB))
+        except OSError:
+            pass
+        open_ones.append(connection)
+    assert server.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 1})[0] == 200
+    for connection in open_ones:
+        connection.close()
+
+
+def abandoned_prompts(server, options):
+    body = json.dumps({"prompt": "a1 b2 " * (8 * MB // 6), "max_tokens": 1}).encode()
+    head = (f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n").encode()
+    for _ in range(8):
+        connection = server.connect(timeout=5)
+        try:
+            connection.sendall(head + body)
+        except OSError:
+            pass
+        connection.close()
+    start = time.monotonic()
+    assert server.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 1})[0] == 200
+    took = time.monotonic() - start
+    assert took < 4, f"one token took {took:.1f} s after abandoned prompts"
+
+
+def grammars(server, options):
+    properties = {f"property_{i}": {"type": "string", "pattern": f"^[a-z]{{1,{9 + i % 11}}}(x|y{i}|z)*[0-9]{{1,5}}$"} for i in range(500)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    body = {"prompt": "x", "max_tokens": 4, "n": 8, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    statuses = parallel(4, lambda _: server.ask("POST", "/v1/completions", body)[0])
+    assert all(status in (200, 400, 429) for status in statuses), statuses
+
+
+def malformed(server, rng):
+    bodies = [b"{", b"\xff\xfe", b"[1", b"[" * 5000, b'{"prompt": {"not": 1}}', b'{"prompt": "a", "max_tokens": -1}', b""]
+    status, _ = server.ask("POST", rng.choice(["/v1/completions", "/v1/chat/completions", "/v1/messages"]), rng.choice(bodies))
+    assert status in (400, 422), status
+
+
+def hostile(server, rng):
+    kind = rng.randrange(3)
+    if kind == 0:
+        status, _ = server.ask("POST", "/v1/completions", {"prompt": "a" * MB, "max_tokens": 1})
+        assert status in (0, 400, 413, 503), status
+    elif kind == 1:
+        assert server.ask("GET", "/status", headers={"host": "attacker.com"})[0] == 403
+    else:
+        connection = server.connect()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999\r\n\r\n")
+        connection.close()
+
+
+def leaver(server, rng):
+    body = json.dumps({"prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": rng.random() < 0.5}).encode()
+    connection = server.connect()
+    connection.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    time.sleep(rng.random() * 0.05)
+    connection.close()
+
+
+def ordinary(server, rng):
+    if rng.random() < 0.3:
+        body = {"messages": [{"role": "system", "content": "You tell stories."}, {"role": "user", "content": f"Story {rng.randrange(50)}"}],
+                "max_tokens": 8, "stream": rng.random() < 0.5}
+        status, _ = server.ask("POST", "/v1/chat/completions", body)
+    else:
+        prompt = [rng.randrange(4000) for _ in range(1 + rng.randrange(200))]
+        status, _ = server.ask("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1 + rng.randrange(12), "seed": 1})
+    assert status in (200, 429), status
+
+
+def soak(server, options, count, seed):
+    """Requests of every kind: 10% leave, 5% are malformed, 2% hostile."""
+    problems, lock, left = [], threading.Lock(), [count]
+
+    def client(number):
+        rng = random.Random(seed * 1000 + number)
+        while True:
+            with lock:
+                if left[0] == 0 or problems:
+                    return
+                left[0] -= 1
+            draw = rng.random()
+            kind = leaver if draw < 0.10 else malformed if draw < 0.15 else hostile if draw < 0.17 else ordinary
+            try:
+                kind(server, rng)
+            except (AssertionError, OSError) as problem:
+                problems.append(f"{kind.__name__}: {problem}")
+
+    parallel(12, client)
+    assert not problems, problems[0]
+
+
+def ends(server):
+    """SIGTERM with half-open connections: it ends by itself."""
+    open_ones = [server.connect() for _ in range(5)]
+    time.sleep(0.2)
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    code = server.process.wait(timeout=20)
+    took = time.monotonic() - start
+    for connection in open_ones:
+        connection.close()
+    assert code == 0 and took < 8, f"code {code} after {took:.1f} s"
+    return took
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keel", default="target/release/keel", help="the program")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--connections", type=int, default=3_000)
+    parser.add_argument("--health-ms", type=float, default=100, help="the slowest answer of /health that holds")
+    parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--short", action="store_true", help="600 requests, 300 connections, health within 1,000 ms")
+    options = parser.parse_args()
+    if options.short:
+        options.requests, options.connections, options.health_ms = 600, 300, 1000
+    server = Server(options.keel)
+    failures = []
+    try:
+        soak(server, options, min(500, options.requests // 2), options.seed)
+        wait_until("nothing runs", 60, server.is_idle)
+        ready, descriptors = server.resident(), server.descriptors()
+        watch = Watch(server)
+        watch.start()
+        phases = [strangers, half_open, large_texts, unfinished_bodies, abandoned_prompts, grammars,
+                  lambda s, o: soak(s, o, options.requests, options.seed + 1)]
+        for phase in phases:
+            name = phase.__name__.strip("<>")
+            name = "soak" if name == "lambda" else name
+            watch.phase, start = name, time.monotonic()
+            try:
+                phase(server, options)
+            except AssertionError as problem:
+                failures.append(f"{name}: {problem}")
+            print(f"{name}: {time.monotonic() - start:.1f} s, health within {watch.by_phase.get(name, 0) * 1000:.0f} ms", flush=True)
+        wait_until("nothing runs", 60, server.is_idle)
+        watch.ends = True
+        watch.join(60)
+        time.sleep(6)
+        after = server.resident()
+        print(f"resident: {ready / MB:.0f} MB after the first requests, {watch.most / MB:.0f} at most, {after / MB:.0f} at the end; "
+              f"health within {watch.slowest * 1000:.0f} ms; {descriptors} descriptors before, {server.descriptors()} after")
+        checks = [
+            (watch.failures == 0, f"health failed {watch.failures} times"),
+            (watch.slowest * 1000 <= options.health_ms, f"health took {watch.slowest * 1000:.0f} ms"),
+            (watch.most <= (ready + BUDGET) * 1.05, "resident memory went beyond the plan and the memory of requests"),
+            (options.short or after <= ready * 1.01, "resident memory has grown by more than 1%"),
+            (server.metric("keel_idle_losses_total") == 0, "pages or bytes were missing when nothing ran"),
+            (server.descriptors() <= descriptors + 2, "descriptors are left"),
+            (not any("panicked" in line or "bug in keel" in line for line in server.lines), "the log tells of a bug"),
+        ]
+        failures += [problem for held, problem in checks if not held]
+        print(f"ended {ends(server):.1f} s after SIGTERM")
+    except AssertionError as problem:
+        failures.append(str(problem))
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait(20)
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    print("all held" if not failures else f"{len(failures)} did not hold")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
