@@ -17,6 +17,7 @@ use crate::collect::{Collected, Outbox, collect, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::Body;
 use crate::openai::chat::{ChatBody, ask_apart};
+use crate::unsupported;
 
 /// An error in Anthropic's form.
 pub(crate) struct AnthropicError(ServerError);
@@ -66,6 +67,9 @@ pub(crate) struct MessagesBody {
     temperature: Option<f32>,
     top_p: Option<f32>,
     top_k: Option<i64>,
+    /// What nobody above took.
+    #[serde(flatten)]
+    rest: Map<String, Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -128,6 +132,7 @@ pub(crate) fn chat(body: MessagesBody) -> Result<ChatBody> {
 }
 
 fn to_chat(body: MessagesBody) -> Result<Value> {
+    unsupported::check(&body.rest)?;
     let mut messages = Vec::new();
     if let Some(system) = body.system.filter(|s| !s.is_null()) {
         messages.push(json!({"role": "system", "content": system}));

@@ -103,10 +103,14 @@ impl App {
         }
     }
 
-    /// Tokens that an answer may have.
-    fn max_tokens(&self, ask: &Ask) -> usize {
-        let room = self.engine.context().saturating_sub(ask.prompt.len());
-        ask.max_tokens.unwrap_or_else(|| self.options.max_tokens_default.min(room.max(1)))
+    /// Tokens that an answer may have: as many as were asked for, or as the context has room for if that is less. The answer then
+    /// ends with `length`.
+    fn max_tokens(&self, ask: &Ask) -> Result<usize> {
+        let (prompt, context) = (ask.prompt.len(), self.engine.context());
+        if prompt >= context {
+            return Err(ServerError::PromptTooLong { prompt, context });
+        }
+        Ok(ask.max_tokens.unwrap_or(self.options.max_tokens_default).min(context - prompt))
     }
 
     /// Bounds of what requests may become.
@@ -154,13 +158,8 @@ impl App {
                 format!("{} answers, expected 1 to {}", ask.choices, self.options.choices_max),
             ));
         }
-        let max_tokens = self.max_tokens(&ask);
         // What can never run is not compiled for, nor copied for each answer.
-        let needed = ask.prompt.len().saturating_add(max_tokens);
-        let context = self.engine.context();
-        if needed > context {
-            return Err(EngineError::Context { needed, context }.into());
-        }
+        let max_tokens = self.max_tokens(&ask)?;
         let grammar = self.compile(ask.grammar.take()).await?;
         let deadline = Instant::now().checked_add(self.options.deadline);
         let seed = ask.seed.unwrap_or_else(fresh_seed);

@@ -25,6 +25,17 @@ pub enum ServerError {
         /// What is wrong with it, and what would be right.
         problem: String,
     },
+    /// A prompt that leaves no room for an answer.
+    #[error(
+        "the prompt has {prompt} tokens, and the context of prompt and answer together is {context}: shorten the conversation by at \
+         least {} tokens, or start the server with a longer --context", prompt + 1 - context
+    )]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens of prompt and answer together.
+        context: usize,
+    },
     /// A model that is not served here.
     #[error("the model {asked:?} is not served here; {served:?} is")]
     UnknownModel {
@@ -209,6 +220,7 @@ impl ServerError {
                 }
                 _ => reply(S::INTERNAL_SERVER_ERROR, OURS, "text_failure"),
             },
+            ServerError::PromptTooLong { .. } => reply(S::BAD_REQUEST, INVALID, "context_length_exceeded"),
             ServerError::Body(_) => reply(S::BAD_REQUEST, INVALID, "invalid_body"),
             ServerError::Field { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_value"),
             ServerError::UnknownModel { .. } => reply(S::NOT_FOUND, INVALID, "model_not_found"),

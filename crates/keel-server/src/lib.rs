@@ -34,6 +34,7 @@ mod serve;
 mod status;
 mod text;
 mod tokenize;
+mod unsupported;
 mod work;
 mod worker;
 

@@ -110,7 +110,11 @@ fn wrong_requests_are_refused_in_openais_form() {
         ("/v1/chat/completions", chat_with(json!({"n": 0})), 400, "invalid_value"),
         ("/v1/chat/completions", chat_with(json!({"n": 1000})), 400, "invalid_value"),
         ("/v1/chat/completions", chat_with(json!({"max_tokens": 0})), 400, "invalid_value"),
-        ("/v1/chat/completions", chat_with(json!({"max_tokens": 3000})), 400, "context_length_exceeded"),
+        ("/v1/chat/completions", chat_with(json!({"lora": "mine"})), 400, "invalid_value"),
+        ("/v1/chat/completions", chat_with(json!({"modalities": ["text", "audio"]})), 400, "invalid_value"),
+        ("/v1/completions", json!({"prompt": "fn f(", "suffix": ")"}), 400, "invalid_value"),
+        ("/v1/completions", json!({"prompt": "a", "best_of": 3}), 400, "invalid_value"),
+        ("/v1/responses", json!({"input": "a", "conversation": "c"}), 400, "invalid_value"),
         ("/v1/chat/completions", chat_with(json!({"stop": ""})), 400, "invalid_value"),
         ("/v1/chat/completions", chat_with(json!({"model": "gpt-4"})), 404, "model_not_found"),
         (
@@ -136,12 +140,34 @@ fn wrong_requests_are_refused_in_openais_form() {
         assert_eq!((reply.status, error["code"].as_str()), (status, Some(code)), "{path} {body}: {error}");
         assert!(error["message"].as_str().is_some_and(|m| m.len() > 5), "{error}");
     }
-    let numbers = server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 5000})).body;
-    assert!(numbers.contains("2048") && numbers.contains("500"), "{numbers}");
-    let ignored = server.ask("/v1/chat/completions", &chat_with(json!({"future_field": {"a": [1]}})));
+    let container =
+        json!({"max_tokens": 4, "messages": [{"role": "user", "content": "x"}], "container": "c"});
+    let reply = server.post("/v1/messages", &container);
+    assert!(reply.status == 400 && reply.body.contains("container"), "{}", reply.body);
+    let ignored = json!({"future_field": {"a": [1]}, "user": "me", "modalities": ["text"], "suffix": null});
+    let ignored = server.ask("/v1/chat/completions", &chat_with(ignored));
     assert!(ignored["choices"][0]["finish_reason"].is_string(), "{ignored}");
     let wrong_method = server.get("/v1/chat/completions");
     assert_eq!((wrong_method.status, wrong_method.header("allow")), (405, Some("POST")));
+    server.assert_all_is_back();
+}
+
+#[test]
+fn an_answer_is_as_long_as_the_context_allows_and_a_prompt_that_does_not_fit_is_told_so() {
+    let server = Running::start();
+    let prompt: Vec<u32> = (0..2000).map(|i| 300 + i % 700).collect();
+    let body = json!({"prompt": prompt, "max_tokens": 100_000, "ignore_eos": true, "temperature": 0});
+    let long = server.ask("/v1/completions", &body);
+    assert_eq!(long["choices"][0]["finish_reason"], "length");
+    assert_eq!(long["usage"]["completion_tokens"], 48, "the context is 2048: {}", long["usage"]);
+    let prompt: Vec<u32> = (0..2050).map(|i| 300 + i % 700).collect();
+    let reply = server.post("/v1/completions", &json!({"prompt": prompt, "max_tokens": 1}));
+    let error = &reply.json()["error"];
+    assert_eq!((reply.status, error["code"].as_str()), (400, Some("context_length_exceeded")));
+    let message = error["message"].as_str().expect("a message");
+    for part in ["2050 tokens", "2048", "by at least 3 tokens", "--context"] {
+        assert!(message.contains(part), "{message}");
+    }
     server.assert_all_is_back();
 }
 

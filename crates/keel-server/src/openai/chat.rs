@@ -22,10 +22,11 @@ use crate::error::{Result, wrong};
 use crate::http::{Body, error_json};
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
+use crate::unsupported;
 
 const TOP_LOGPROBS_MAX: usize = 20;
 
-/// The fields that are understood; others are ignored.
+/// The fields that are understood. Of the others, those that would change the answer are refused.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ChatBody {
     model: Option<String>,
@@ -46,6 +47,9 @@ pub(crate) struct ChatBody {
     reasoning_effort: Option<String>,
     #[serde(flatten)]
     sampling: SamplingFields,
+    /// What nobody above took.
+    #[serde(flatten)]
+    rest: Map<String, Value>,
 }
 
 impl ChatBody {
@@ -86,6 +90,7 @@ pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBo
 
 /// The request in the engine's terms.
 pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Result<Ask> {
+    unsupported::check(&body.rest)?;
     let tools = Tools::new(body.tools, body.tool_choice.as_ref(), body.parallel_tool_calls.unwrap_or(true))?;
     let asked = response_grammar(body.response_format.as_ref())?;
     let top_logprobs = match (body.logprobs.unwrap_or(false), body.top_logprobs) {

@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt;
 use keel_text::{AnswerForm, AnswerPart};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::chat::StreamOptions;
 use super::tools::response_grammar;
@@ -21,13 +21,14 @@ use crate::error::{Result, wrong};
 use crate::http::{Body, error_json};
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
+use crate::unsupported;
 
 const TOP_LOGPROBS_MAX: usize = 20;
 /// What OpenAI takes where nothing is said.
 const MAX_TOKENS_DEFAULT: usize = 16;
 const PROMPTS_MAX: usize = 64;
 
-/// The fields that are understood; others are ignored.
+/// The fields that are understood. Of the others, those that would change the answer are refused.
 #[derive(Debug, Deserialize)]
 pub(crate) struct CompletionBody {
     model: Option<String>,
@@ -42,6 +43,9 @@ pub(crate) struct CompletionBody {
     response_format: Option<Value>,
     #[serde(flatten)]
     sampling: SamplingFields,
+    /// What nobody above took.
+    #[serde(flatten)]
+    rest: Map<String, Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -84,6 +88,7 @@ pub(crate) fn asks(
     bounds: &Bounds<'_>,
     body: CompletionBody,
 ) -> Result<(Vec<Ask>, Vec<String>)> {
+    unsupported::check(&body.rest)?;
     let encode = |text: &String| bounds.encode(&model.tokenizer, text, true);
     let prompts = match &body.prompt {
         Prompt::Text(text) => vec![encode(text)?],

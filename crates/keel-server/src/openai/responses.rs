@@ -16,6 +16,7 @@ use crate::app::{App, fresh_id};
 use crate::collect::{Collected, Outbox, collect, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::{Body, error_json};
+use crate::unsupported;
 
 /// The fields that differ from those of a chat; the rest is passed on.
 #[derive(Debug, Deserialize)]
@@ -93,6 +94,7 @@ pub(crate) fn chat(body: ResponseBody) -> Result<ChatBody> {
 }
 
 fn to_chat(body: ResponseBody) -> Result<Value> {
+    unsupported::check(&body.rest)?;
     let mut messages = Vec::new();
     messages.extend(body.instructions.map(|text| json!({"role": "system", "content": text})));
     match body.input {

@@ -1,0 +1,129 @@
+//! Fields of requests that would change the answer and are not understood here: refused, because an answer that quietly is another
+//! than the one asked for is worse than none. Fields that change nothing, such as `user` or `metadata`, are ignored.
+
+use serde_json::{Map, Value, json};
+
+use crate::error::{Result, wrong};
+
+/// What to do instead.
+const SCHEMA: &str =
+    "is not understood; response_format takes a JSON schema, a grammar or a regular expression";
+const TOOLS: &str = "is the old form; use tools and tool_choice";
+const NONE: &str = "is not supported here; leave it out";
+
+/// A field, values that change nothing, and what to do.
+struct Unsupported {
+    field: &'static str,
+    neutral: fn() -> Value,
+    advice: &'static str,
+}
+
+const fn never(field: &'static str) -> Unsupported {
+    Unsupported { field, neutral: || json!([]), advice: NONE }
+}
+
+const fn unless(field: &'static str, neutral: fn() -> Value) -> Unsupported {
+    Unsupported { field, neutral, advice: NONE }
+}
+
+const fn instead(field: &'static str, advice: &'static str) -> Unsupported {
+    Unsupported { field, neutral: || json!([]), advice }
+}
+
+/// `neutral` lists the values that mean nothing. Null, an empty string, list or object mean nothing anywhere.
+const FIELDS: [Unsupported; 45] = [
+    never("lora"),
+    never("lora_request"),
+    never("lora_path"),
+    never("adapter"),
+    never("adapters"),
+    never("suffix"),
+    unless("modalities", || json!([["text"]])),
+    never("audio"),
+    never("web_search_options"),
+    never("documents"),
+    never("chat_template"),
+    unless("best_of", || json!([1])),
+    unless("continue_final_message", || json!([false])),
+    unless("add_generation_prompt", || json!([true])),
+    instead("functions", TOOLS),
+    instead("function_call", TOOLS),
+    instead("guided_json", SCHEMA),
+    instead("guided_regex", SCHEMA),
+    instead("guided_choice", SCHEMA),
+    instead("guided_grammar", SCHEMA),
+    instead("structured_outputs", SCHEMA),
+    instead("json_schema", SCHEMA),
+    instead("grammar", SCHEMA),
+    unless("min_tokens", || json!([0])),
+    never("bad_words"),
+    never("stop_token_ids"),
+    never("allowed_token_ids"),
+    never("logits_processors"),
+    unless("mirostat", || json!([0])),
+    unless("mirostat_mode", || json!([0])),
+    unless("typical_p", || json!([0, 1, 1.0])),
+    unless("tfs_z", || json!([0, 1, 1.0])),
+    unless("top_a", || json!([0, 0.0])),
+    unless("epsilon_cutoff", || json!([0, 0.0])),
+    unless("dry_multiplier", || json!([0, 0.0])),
+    unless("xtc_probability", || json!([0, 0.0])),
+    unless("length_penalty", || json!([1, 1.0])),
+    unless("no_repeat_ngram_size", || json!([0])),
+    unless("use_beam_search", || json!([false])),
+    unless("num_beams", || json!([1])),
+    never("truncate_prompt_tokens"),
+    never("conversation"),
+    never("container"),
+    never("mcp_servers"),
+    unless("background", || json!([false])),
+];
+
+/// Refuses the fields of a request that nobody took, if one of them would change the answer.
+///
+/// # Errors
+/// The field, and what to do.
+pub(crate) fn check(rest: &Map<String, Value>) -> Result<()> {
+    let asks = |unsupported: &&Unsupported| {
+        rest.get(unsupported.field).is_some_and(|value| changes(value, unsupported))
+    };
+    match FIELDS.iter().find(asks) {
+        Some(unsupported) => Err(wrong(unsupported.field, unsupported.advice)),
+        None => Ok(()),
+    }
+}
+
+fn changes(value: &Value, unsupported: &Unsupported) -> bool {
+    let is_empty = match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        Value::Bool(_) | Value::Number(_) => false,
+    };
+    !is_empty && (unsupported.neutral)().as_array().is_none_or(|neutral| !neutral.contains(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(body: Value) -> Option<&'static str> {
+        check(body.as_object().expect("an object")).err().and_then(|error| error.field())
+    }
+
+    #[test]
+    fn what_changes_the_answer_is_refused_and_what_does_not_is_not() {
+        assert_eq!(refused(json!({"lora": "x"})), Some("lora"));
+        assert_eq!(refused(json!({"suffix": "}"})), Some("suffix"));
+        assert_eq!(refused(json!({"modalities": ["text", "audio"]})), Some("modalities"));
+        assert_eq!(refused(json!({"best_of": 4, "user": "me"})), Some("best_of"));
+        for fine in [
+            json!({}),
+            json!({"user": "me", "metadata": {"a": 1}, "store": false, "service_tier": "auto"}),
+            json!({"suffix": null, "lora": "", "modalities": ["text"], "functions": [], "best_of": 1, "typical_p": 1.0}),
+        ] {
+            assert_eq!(refused(fine.clone()), None, "{fine}");
+        }
+    }
+}
