@@ -170,7 +170,7 @@ impl Backend for CpuBackend {
         if self.options.planning {
             return Ok(());
         }
-        weights::pack(spec, HostMemory::of(memory), offset, block)
+        weights::pack(&self.pool, spec, HostMemory::of(memory), offset, block)
     }
 }
 

@@ -4,6 +4,8 @@ use super::memory::HostMemory;
 use crate::isa::Isa;
 use crate::kernels::blocks::{self, BlockWeight};
 use crate::kernels::linear::{self, Compute, FloatType, Linear, PAIR_ROWS, PackedLayout, Rows, WeightFormat};
+use crate::pool::ThreadPool;
+use crate::shared_slice::SharedMut;
 use half::{bf16, f16};
 use keel_array::{ArrayError, BlockFormat, DType, RowBlock, RowData, WeightSpec};
 use std::ops::Range;
@@ -78,8 +80,9 @@ pub(super) fn linear(spec: &WeightSpec, isa: Isa) -> Linear {
     Linear::new(layout, compute, isa)
 }
 
-/// Packs a block of rows, which the runtime has checked.
+/// Packs a block of rows, which the runtime has checked, on all threads of the pool: each takes some pairs of tiles.
 pub(super) fn pack(
+    pool: &ThreadPool,
     spec: &WeightSpec,
     memory: &HostMemory,
     offset: usize,
@@ -101,23 +104,51 @@ pub(super) fn pack(
         let reason = format!("rows {rows:?} of {} are not whole tiles of {PAIR_ROWS} rows", spec.rows);
         return Err(ArrayError::Argument { op: "pack_weight", reason });
     }
-    let dense;
-    let data = match (block.data, spec.format) {
-        (RowData::Dense(bytes), keel_array::WeightFormat::Dense(dtype)) => {
-            dense = widen(bytes, dtype);
-            Rows::Dense(&dense)
-        }
-        (RowData::Affine { codes, scales, biases }, _) => Rows::Affine { quants: codes, scales, biases },
-        (RowData::Blocks(bytes), _) => Rows::Blocks(bytes),
-        (RowData::Dense(_), format) => unreachable!("floats for a weight in {format:?}"),
-    };
     let range = layout.row_bytes(block.expert, rows);
     assert!(offset + layout.bytes() <= memory.bytes(), "a weight outside its memory");
     // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
-    let out =
-        unsafe { std::slice::from_raw_parts_mut(memory.start().add(offset + range.start), range.len()) };
-    linear::pack(&layout, data, out);
+    let out = unsafe { SharedMut::from_raw(memory.start().add(offset + range.start), range.len()) };
+    pool.run(|worker| {
+        for pair in worker.claim(block.rows.div_ceil(PAIR_ROWS), 1) {
+            let rows = pair.start * PAIR_ROWS..block.rows.min(pair.end * PAIR_ROWS);
+            let first = block.first_row + rows.start;
+            let bytes = layout.row_bytes(block.expert, first..block.first_row + rows.end);
+            // SAFETY: pairs of tiles do not overlap, and each is claimed once.
+            let out = unsafe { out.range(bytes.start - range.start..bytes.end - range.start) };
+            pack_part(spec, &layout, block, rows, out);
+        }
+    });
     Ok(())
+}
+
+/// Packs some rows of a block.
+fn pack_part(
+    spec: &WeightSpec,
+    layout: &PackedLayout,
+    block: &RowBlock<'_>,
+    rows: Range<usize>,
+    out: &mut [u8],
+) {
+    fn part<'d, T>(all: &'d [T], rows: &Range<usize>, count: usize) -> &'d [T] {
+        let row = all.len() / count;
+        &all[rows.start * row..rows.end * row]
+    }
+    let count = block.rows;
+    let dense;
+    let data = match (block.data, spec.format) {
+        (RowData::Dense(bytes), keel_array::WeightFormat::Dense(dtype)) => {
+            dense = widen(part(bytes, &rows, count), dtype);
+            Rows::Dense(&dense)
+        }
+        (RowData::Affine { codes, scales, biases }, _) => Rows::Affine {
+            quants: part(codes, &rows, count),
+            scales: part(scales, &rows, count),
+            biases: part(biases, &rows, count),
+        },
+        (RowData::Blocks(bytes), _) => Rows::Blocks(part(bytes, &rows, count)),
+        (RowData::Dense(_), format) => unreachable!("floats for a weight in {format:?}"),
+    };
+    linear::pack(layout, data, out);
 }
 
 /// Little-endian floats as f32.

@@ -146,8 +146,10 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// Takes a block apart.
+    /// Takes a block apart. Inlined where the format is a constant, whose loops then are of vectors.
+    #[inline(always)]
     pub(super) fn of(format: BlockFormat, block: &[u8]) -> Parts {
+        let block = &block[..format.bytes()];
         let mut parts = Parts { codes: [0; 256], head: [0; 4], scales: [0; 16], mins: [0; 16] };
         let codes = &mut parts.codes[..format.values()];
         match format {
@@ -158,11 +160,12 @@ impl Parts {
             BlockFormat::Q5_1 => five_bits(&block[4..], codes),
             BlockFormat::Q8_0 => fill(codes, |i| block[2 + i] ^ 128),
             BlockFormat::Q2K => {
-                fill(codes, |i| two_bits(&block[16..80], i));
+                two_bits(&block[16..80], codes);
                 parts.scales.copy_from_slice(&block[..16]);
             }
             BlockFormat::Q3K => {
-                fill(codes, |i| two_bits(&block[32..96], i) | (block[i % 32] >> (i / 32) & 1) << 2);
+                two_bits(&block[32..96], codes);
+                add_bit(&block[..32], 2, codes);
                 let packed = &block[96..108];
                 fill(&mut parts.scales, |i| {
                     let upper = packed[8 + i % 4] >> (i / 4 * 2) & 3;
@@ -170,18 +173,24 @@ impl Parts {
                 });
             }
             BlockFormat::Q4K => {
-                fill(codes, |i| four_bits(&block[16..], i));
+                four_bits(&block[16..], codes);
                 scales_and_mins(&block[4..16], &mut parts);
             }
             BlockFormat::Q5K => {
-                fill(codes, |i| four_bits(&block[48..], i) | (block[16 + i % 32] >> (i / 32) & 1) << 4);
+                four_bits(&block[48..], codes);
+                add_bit(&block[16..48], 4, codes);
                 scales_and_mins(&block[4..16], &mut parts);
             }
             BlockFormat::Q6K => {
                 let (low, high) = block.split_at(128);
-                fill(codes, |i| {
-                    low[i / 128 * 64 + i % 64] >> (i % 128 / 64 * 4) & 15 | two_bits(high, i) << 4
-                });
+                two_bits(high, codes);
+                for (low, codes) in low.chunks_exact(64).zip(codes.chunks_exact_mut(128)) {
+                    let (first, second) = codes.split_at_mut(64);
+                    for ((low, first), second) in low.iter().zip(first).zip(second) {
+                        *first = low & 15 | *first << 4;
+                        *second = low >> 4 | *second << 4;
+                    }
+                }
                 parts.scales.copy_from_slice(&block[192..208]);
             }
             BlockFormat::IQ4XS => {
@@ -207,6 +216,7 @@ impl Parts {
     }
 }
 
+#[inline(always)]
 fn fill(out: &mut [u8], value: impl Fn(usize) -> u8) {
     for (i, out) in out.iter_mut().enumerate() {
         *out = value(i);
@@ -214,26 +224,61 @@ fn fill(out: &mut [u8], value: impl Fn(usize) -> u8) {
 }
 
 /// 32 values in 16 bytes: low halves, then high halves.
+#[inline(always)]
 fn nibbles(quants: &[u8], codes: &mut [u8]) {
-    fill(codes, |i| quants[i % 16] >> (i / 16 * 4) & 15);
+    halves(&quants[..16], codes);
 }
 
 /// Nibbles with a fifth bit, bit `i` of the four bytes before them.
+#[inline(always)]
 fn five_bits(quants: &[u8], codes: &mut [u8]) {
-    fill(codes, |i| quants[4 + i % 16] >> (i / 16 * 4) & 15 | (quants[i / 8] >> (i % 8) & 1) << 4);
+    halves(&quants[4..20], codes);
+    for (i, code) in codes.iter_mut().enumerate() {
+        *code |= (quants[i / 8] >> (i % 8) & 1) << 4;
+    }
+}
+
+/// The low halves of all bytes, then the high halves.
+#[inline(always)]
+fn halves(quants: &[u8], codes: &mut [u8]) {
+    let (low, high) = codes.split_at_mut(quants.len());
+    for ((quant, low), high) in quants.iter().zip(low).zip(high) {
+        (*low, *high) = (quant & 15, quant >> 4);
+    }
 }
 
 /// Each half of 256 values in 32 bytes, in four layers.
-fn two_bits(quants: &[u8], i: usize) -> u8 {
-    quants[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3
+#[inline(always)]
+fn two_bits(quants: &[u8], codes: &mut [u8]) {
+    for (quants, codes) in quants.chunks_exact(32).zip(codes.chunks_exact_mut(128)) {
+        for (layer, codes) in codes.chunks_exact_mut(32).enumerate() {
+            for (quant, code) in quants.iter().zip(codes) {
+                *code = quant >> (2 * layer) & 3;
+            }
+        }
+    }
 }
 
 /// Each 64 of 256 values in 32 bytes, low halves first.
-fn four_bits(quants: &[u8], i: usize) -> u8 {
-    quants[i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4) & 15
+#[inline(always)]
+fn four_bits(quants: &[u8], codes: &mut [u8]) {
+    for (quants, codes) in quants.chunks_exact(32).zip(codes.chunks_exact_mut(64)) {
+        halves(quants, codes);
+    }
+}
+
+/// Adds a bit above the others: of 32 bytes, bit `i` belongs to the `i`-th 32 values.
+#[inline(always)]
+fn add_bit(bits: &[u8], at: usize, codes: &mut [u8]) {
+    for (layer, codes) in codes.chunks_exact_mut(32).enumerate() {
+        for (byte, code) in bits.iter().zip(codes) {
+            *code |= (byte >> layer & 1) << at;
+        }
+    }
 }
 
 /// Eight scales and eight mins of 6 bits in 12 bytes.
+#[inline(always)]
 fn scales_and_mins(packed: &[u8], parts: &mut Parts) {
     for i in 0..4 {
         (parts.scales[i], parts.mins[i]) = (packed[i] & 63, packed[i + 4] & 63);

@@ -5,6 +5,7 @@ use super::format::{BLOCK, FloatType, PackedLayout, TILE_ROWS, Units, WeightForm
 use crate::isa::Isa;
 use crate::simd::{self, LANES, Simd, VectorKernel};
 use half::{bf16, f16};
+use keel_array::BlockFormat;
 
 /// Rows of a weight matrix as a checkpoint holds them, unpacked: `R` rows of `K` inputs.
 #[derive(Clone, Copy, Debug)]
@@ -64,15 +65,42 @@ pub fn pack(layout: &PackedLayout, rows: Rows<'_>, out: &mut [u8]) {
             }
             (Rows::Blocks(bytes), WeightFormat::Blocks(format)) => {
                 let row_bytes = k / format.values() * format.bytes();
-                let blocks = &bytes[tile_rows.start * row_bytes..tile_rows.end * row_bytes];
-                for (row, blocks) in blocks.chunks_exact(row_bytes).enumerate() {
-                    for (i, block) in blocks.chunks_exact(format.bytes()).enumerate() {
-                        let unit = &mut out[i * units.stride..][..layout.unit_bytes()];
-                        pack_parts(&Coding::of(format), &Parts::of(format, block), row, unit);
-                    }
-                }
+                let rows = &bytes[tile_rows.start * row_bytes..tile_rows.end * row_bytes];
+                pack_blocks(format, rows, row_bytes, (units.stride, layout.unit_bytes()), out);
             }
             _ => unreachable!("checked above"),
+        }
+    }
+}
+
+/// Packs the blocks of a tile's rows.
+fn pack_blocks(format: BlockFormat, rows: &[u8], row_bytes: usize, unit: (usize, usize), out: &mut [u8]) {
+    // A constant in each arm, so that shifts and masks are constants, too: packing is most of what loading takes.
+    macro_rules! for_each_format {
+        ($($name:ident)*) => {
+            match format {
+                $(BlockFormat::$name => pack_blocks_of(BlockFormat::$name, rows, row_bytes, unit, out),)*
+            }
+        };
+    }
+    for_each_format!(Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 IQ4NL MXFP4 Q2K Q3K Q4K Q5K Q6K IQ4XS);
+}
+
+/// As [`pack_blocks`]. A unit of all rows, which lies together, is written before the next.
+#[inline(always)]
+fn pack_blocks_of(
+    format: BlockFormat,
+    rows: &[u8],
+    row_bytes: usize,
+    (stride, unit_bytes): (usize, usize),
+    out: &mut [u8],
+) {
+    let coding = Coding::of(format);
+    for i in 0..row_bytes / format.bytes() {
+        let unit = &mut out[i * stride..][..unit_bytes];
+        for (row, blocks) in rows.chunks_exact(row_bytes).enumerate() {
+            let block = &blocks[i * format.bytes()..(i + 1) * format.bytes()];
+            pack_parts(&coding, &Parts::of(format, block), row, unit);
         }
     }
 }
@@ -134,20 +162,29 @@ impl Plane {
     }
 }
 
+/// One row's codes of a block of 32 inputs: each word of a plane is made whole and written once.
+#[inline(always)]
+fn pack_codes(bits: usize, codes: &[u8], row: usize, block: &mut [u8]) {
+    let (quads, _) = codes.as_chunks::<4>();
+    for plane in planes(bits) {
+        for (i, quads) in quads.chunks_exact(8 / plane.width).enumerate() {
+            let field = |quad: &[u8; 4]| (u32::from_le_bytes(*quad) >> plane.low) & plane.mask();
+            let word = quads
+                .iter()
+                .rev()
+                .fold(0, |word: u32, quad| word.wrapping_shl(plane.width as u32) | field(quad));
+            let at = plane.at + i * 64 + 4 * row;
+            block[at..at + 4].copy_from_slice(&word.to_le_bytes());
+        }
+    }
+}
+
 /// One row's part of a unit.
+#[inline(always)]
 fn pack_parts(coding: &Coding, parts: &Parts, row: usize, unit: &mut [u8]) {
     let (codes, params) = unit.split_at_mut(TILE_ROWS * coding.code_bytes());
     for (block, codes) in codes.chunks_exact_mut(64 * coding.bits).zip(parts.codes.chunks_exact(BLOCK)) {
-        let (quads, _) = codes.as_chunks::<4>();
-        for plane in planes(coding.bits) {
-            for (quad, codes) in quads.iter().enumerate() {
-                let (at, shift) = plane.fields(row, quad);
-                let fields = ((u32::from_le_bytes(*codes) >> plane.low) & plane.mask()) << shift;
-                for (out, byte) in block[at..at + 4].iter_mut().zip(fields.to_le_bytes()) {
-                    *out |= byte;
-                }
-            }
-        }
+        pack_codes(coding.bits, codes, row, block);
     }
     let (head, bytes) = params.split_at_mut(TILE_ROWS * coding.scales.head_bytes());
     if coding.scales == Scales::Exponent {
@@ -167,20 +204,11 @@ fn pack_parts(coding: &Coding, parts: &Parts, row: usize, unit: &mut [u8]) {
 
 fn pack_quants(quants: &[u8], k: usize, (bits, group): (usize, usize), units: Units, out: &mut [u8]) {
     assert!(quants.iter().all(|q| usize::from(*q) < 1 << bits), "a quantised value of more than {bits} bits");
-    for plane in planes(bits) {
-        let (places, mask) = (std::array::from_fn::<_, 8, _>(|quad| plane.fields(0, quad)), plane.mask());
-        for (row, quants) in quants.chunks_exact(k).enumerate() {
-            for (block, quants) in quants.chunks_exact(BLOCK).enumerate() {
-                let (unit, block) = (block / (group / BLOCK), block % (group / BLOCK));
-                let at = unit * units.stride + block * bits * 64 + 4 * row;
-                let (quads, _) = quants.as_chunks::<4>();
-                for (quad, (at_quad, shift)) in quads.iter().zip(places) {
-                    let word = &mut out[at + at_quad..at + at_quad + 4];
-                    let fields = ((u32::from_le_bytes(*quad) >> plane.low) & mask) << shift;
-                    let merged = u32::from_le_bytes(word.try_into().expect("four bytes")) | fields;
-                    word.copy_from_slice(&merged.to_le_bytes());
-                }
-            }
+    for (row, quants) in quants.chunks_exact(k).enumerate() {
+        for (block, quants) in quants.chunks_exact(BLOCK).enumerate() {
+            let (unit, block) = (block / (group / BLOCK), block % (group / BLOCK));
+            let at = unit * units.stride + block * bits * 64;
+            pack_codes(bits, quants, row, &mut out[at..at + bits * 64]);
         }
     }
 }
@@ -333,7 +361,6 @@ mod tests {
 
     #[test]
     fn blocks_come_back_as_the_reference_decodes_them() {
-        use keel_array::BlockFormat;
         let (n, k) = (37, 512);
         for (seed, format) in BlockFormat::ALL.into_iter().enumerate() {
             // Random bytes: some scales are NaN, infinite or subnormal.
