@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use keel_engine::SamplerOptions;
 use keel_engine::batch::BatchRequest;
-use keel_engine::{EngineError, SamplerOptions};
 use keel_text::{AnswerForm, GrammarState};
 use tracing::field::Empty;
 

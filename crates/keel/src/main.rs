@@ -7,6 +7,7 @@
 
 mod args;
 mod commands;
+mod config;
 mod constrained;
 mod driver;
 mod failure;
@@ -26,7 +27,8 @@ mod tokens;
 
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::error::ErrorKind;
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Runs hybrid language models: memory known before the start, never exceeded, all given back.
 #[derive(Debug, Parser)]
@@ -37,6 +39,9 @@ struct Cli {
     /// More of what goes on, on standard error.
     #[arg(short, long, global = true)]
     verbose: bool,
+    /// The configuration file, in place of $XDG_CONFIG_HOME/keel/config.toml; an empty name is none. See keel config.
+    #[arg(long, global = true, value_name = "FILE", env = "KEEL_CONFIG")]
+    config: Option<std::ffi::OsString>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -57,6 +62,7 @@ enum Command {
     List(commands::list::ListArgs),
     #[cfg(feature = "hub")]
     Rm(commands::rm::RmArgs),
+    Config(commands::config::ConfigArgs),
     Doctor(commands::doctor::DoctorArgs),
     Completions(commands::completions::CompletionsArgs),
     #[command(hide = true)]
@@ -65,7 +71,8 @@ enum Command {
 
 fn main() -> ExitCode {
     failure::guard(|| {
-        let cli = Cli::parse();
+        let config = config::Config::find(std::env::args_os())?;
+        let cli = parse(&config)?;
         let quiet = matches!(&cli.command, Command::Generate(args) if args.quiet);
         let server = match &cli.command {
             Command::Serve(args) => Some(args.log_format()),
@@ -89,9 +96,24 @@ fn main() -> ExitCode {
             Command::List(args) => commands::list::run(&args),
             #[cfg(feature = "hub")]
             Command::Rm(args) => commands::rm::run(&args),
+            Command::Config(args) => commands::config::run(&args, &config, &Cli::command()),
             Command::Doctor(args) => commands::doctor::run(&args),
             Command::Completions(args) => commands::completions::run(&args, Cli::command()),
             Command::Man(args) => commands::completions::run_man(&args, Cli::command()),
         }
     })
+}
+
+/// The command line, with the values of the configuration file where it and the environment say nothing.
+fn parse(config: &config::Config) -> anyhow::Result<Cli> {
+    let matches = config.apply(Cli::command())?.try_get_matches();
+    let cli = matches.and_then(|matches| Cli::from_arg_matches(&matches));
+    Ok(cli.unwrap_or_else(|error| {
+        if let (ErrorKind::ValueValidation | ErrorKind::InvalidValue, true, Some(path)) =
+            (error.kind(), config.is_there, &config.path)
+        {
+            output::aside(&format!("keel: values may come from {}: see keel config\n", path.display()));
+        }
+        error.exit()
+    }))
 }

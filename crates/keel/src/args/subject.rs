@@ -64,8 +64,8 @@ impl SubjectArgs {
     /// How the subject is named on a command line, with a space before it; empty for the built-in model.
     pub fn flags(&self) -> String {
         match (&self.model, &self.shape) {
-            (Some(model), _) => format!(" --model {}", quoted(model)),
-            (None, Some(shape)) => {
+            (Some(model), None) => format!(" --model {}", quoted(model)),
+            (_, Some(shape)) => {
                 let number =
                     |name: &str, n: Option<usize>| n.map_or(String::new(), |n| format!(" --{name} {n}"));
                 let dtype = self.dtype.as_ref().map_or(String::new(), |dtype| format!(" --dtype {dtype}"));

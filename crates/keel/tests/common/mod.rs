@@ -36,6 +36,7 @@ pub fn keel_with_input(args: &[&str], input: &str) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
         .args(args)
         .env("KEEL_DEVICE", "cpu")
+        .env("KEEL_CONFIG", "")
         .env("HF_HUB_OFFLINE", "1")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

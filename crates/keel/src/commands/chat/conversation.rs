@@ -1,0 +1,251 @@
+//! The conversation: its messages, and what of them the cache holds.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use keel_cache::SequenceCache;
+use keel_engine::{GenerateOptions, PREFILL_GRID, SpeculationOptions};
+use keel_text::{ChatTemplate, Message};
+use serde_json::{Value, json};
+
+use super::interrupt::Interrupt;
+use super::settings::Settings;
+use crate::session::Session;
+use crate::speculation::SpeculationReport;
+use crate::text::{ModelText, TextStream};
+use crate::tokens::{How, Tokens};
+use crate::{output, progress};
+
+/// How answers begin and end, for the whole conversation.
+pub struct Manner {
+    pub stop: Vec<String>,
+    pub end_tokens: Vec<u32>,
+    pub speculation: Option<SpeculationOptions>,
+}
+
+/// One conversation.
+pub struct Conversation {
+    pub settings: Settings,
+    /// Of all turns, where there is any.
+    pub speculation: Option<SpeculationReport>,
+    pub session: Session,
+    manner: Manner,
+    text: ModelText,
+    template: ChatTemplate,
+    interrupt: Interrupt,
+    messages: Vec<Message>,
+    /// Answers to the last turn before this one: each has a seed of its own.
+    retries: u64,
+    /// The sequence, between turns, and the ids that it holds.
+    cached: Option<SequenceCache>,
+    cached_ids: Vec<u32>,
+}
+
+impl Conversation {
+    /// An empty one.
+    pub fn new(
+        session: Session,
+        text: ModelText,
+        template: ChatTemplate,
+        manner: Manner,
+        settings: Settings,
+        interrupt: Interrupt,
+    ) -> Conversation {
+        let report = |options| SpeculationReport { options, counters: Default::default() };
+        Conversation {
+            settings,
+            speculation: manner.speculation.map(report),
+            session,
+            manner,
+            text,
+            template,
+            interrupt,
+            messages: Vec::new(),
+            retries: 0,
+            cached: None,
+            cached_ids: Vec::new(),
+        }
+    }
+
+    /// What the model is told before the first turn.
+    pub fn system(&self) -> Option<&str> {
+        self.messages.first().filter(|first| first.role == "system")?.content.as_str()
+    }
+
+    /// Changes what the model is told before the first turn. An empty text takes it away.
+    pub fn set_system(&mut self, text: &str) {
+        if self.system().is_some() {
+            self.messages.remove(0);
+        }
+        if !text.is_empty() {
+            self.messages.insert(0, Message::new("system", text));
+        }
+    }
+
+    /// Forgets all turns, and what the cache holds of them.
+    pub fn reset(&mut self) {
+        self.messages.retain(|message| message.role == "system");
+        self.cached_ids.clear();
+        if let Some(sequence) = self.cached.take() {
+            self.session.engine.release(sequence);
+        }
+    }
+
+    /// Forgets the last turn and its answer. Returns whether there was one.
+    pub fn undo(&mut self) -> bool {
+        let Some(at) = self.messages.iter().rposition(|message| message.role == "user") else { return false };
+        self.messages.truncate(at);
+        true
+    }
+
+    /// Answers the last turn anew.
+    ///
+    /// # Errors
+    /// As [`Conversation::say`]; if there is no turn.
+    pub fn retry(&mut self) -> Result<()> {
+        let Some(at) = self.messages.iter().rposition(|message| message.role == "user") else {
+            return output::line("there is no turn to answer again");
+        };
+        self.messages.truncate(at + 1);
+        self.retries += 1;
+        self.turn()
+    }
+
+    /// Writes the turns to a file.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn save(&self, file: &str) -> Result<()> {
+        if file.is_empty() {
+            bail!("/save takes the name of a file");
+        }
+        let text = serde_json::to_string_pretty(&json!({"messages": self.messages}))?;
+        std::fs::write(file, text + "\n").with_context(|| format!("cannot write {file}"))
+    }
+
+    /// Goes on with the turns of a file. Returns how many messages it has.
+    ///
+    /// # Errors
+    /// If the file cannot be read or holds no conversation; this one stays then.
+    pub fn load(&mut self, file: &str) -> Result<usize> {
+        if file.is_empty() {
+            bail!("/load takes the name of a file");
+        }
+        let text = std::fs::read_to_string(Path::new(file)).with_context(|| format!("cannot read {file}"))?;
+        let mut value: Value = serde_json::from_str(&text).with_context(|| format!("{file} is no JSON"))?;
+        let list = if value.is_object() { value["messages"].take() } else { value };
+        let message = |value: &Value| Some(Message::new(value["role"].as_str()?, value["content"].as_str()?));
+        let messages: Option<Vec<Message>> =
+            list.as_array().and_then(|list| list.iter().map(message).collect());
+        let messages = messages.with_context(|| {
+            format!(
+                "{file} holds no conversation: a list of messages, each with a role and a content of text"
+            )
+        })?;
+        // The template refuses what it does not know.
+        self.text.encode_chat(&self.template, &messages)?;
+        self.messages = messages;
+        Ok(self.messages.len())
+    }
+
+    /// One question and its answer. A turn that does not fit is refused, and the conversation stays as it was.
+    ///
+    /// # Errors
+    /// What the template, the engine or standard output says.
+    pub fn say(&mut self, said: &str) -> Result<()> {
+        self.messages.push(Message::new("user", said));
+        self.retries = 0;
+        self.turn()
+    }
+
+    /// Answers the last message.
+    fn turn(&mut self) -> Result<()> {
+        let prompt = self.text.encode_chat(&self.template, &self.messages)?;
+        let context = self.session.engine.options().context;
+        if prompt.len() >= context {
+            self.messages.pop();
+            return output::line(&format!(
+                "this turn makes the conversation {} tokens long, its context is {context}: /undo takes the turn before back, \
+                 /reset starts anew",
+                prompt.len()
+            ));
+        }
+        let answer = self.answer(prompt)?;
+        self.messages.push(Message::new("assistant", answer));
+        output::line("")
+    }
+
+    /// Runs what the cache lacks of the prompt, then draws the answer. Ctrl-C ends it where it is.
+    fn answer(&mut self, prompt: Vec<u32>) -> Result<String> {
+        self.interrupt.take();
+        let mut sequence = match self.cached.take() {
+            Some(sequence) => sequence,
+            None => self.session.engine.open()?,
+        };
+        let common = common_len(&self.cached_ids, &prompt) / PREFILL_GRID * PREFILL_GRID;
+        let at = self.session.engine.cache_mut().rewind(&mut sequence, common)?;
+        tracing::debug!("{at} of {} tokens are in the cache", prompt.len());
+        let mut sampler = self.settings.sampler.clone();
+        sampler.seed = sampler.seed.wrapping_add(self.retries);
+        let options = GenerateOptions {
+            max_tokens: self.settings.max_tokens,
+            sampler,
+            end_tokens: self.manner.end_tokens.clone(),
+            one_by_one: false,
+            seen: prompt[..at].to_vec(),
+            // The next turn begins with going back to the grid.
+            disposable: true,
+        };
+        let mut stream = TextStream::new(&self.text.tokenizer, &self.manner.stop)?;
+        let how = How { options, speculation: self.manner.speculation, form: None };
+        let bar = progress::tokens("prompt", prompt.len());
+        let tokens = Tokens::start(&mut self.session.engine, sequence, &prompt[at..], how, &mut |done| {
+            bar.set_position((at + done) as u64);
+        });
+        bar.finish_and_clear();
+        let mut tokens = tokens?;
+        self.cached_ids = prompt;
+        let mut is_interrupted = false;
+        for id in tokens.by_ref() {
+            let id = id?;
+            self.cached_ids.push(id);
+            output::text(stream.push(id)?)?;
+            is_interrupted = self.interrupt.take();
+            if stream.is_stopped() || is_interrupted {
+                break;
+            }
+        }
+        output::text(stream.finish()?)?;
+        if is_interrupted {
+            output::aside("\n(stopped; /retry answers anew, /undo takes the turn back)");
+        }
+        if let (Some(report), Some(counters)) = (&mut self.speculation, tokens.counters()) {
+            report.counters.add(counters);
+        }
+        let sequence = tokens.into_sequence();
+        // The last token was drawn but not run.
+        self.cached_ids.truncate(sequence.len());
+        assert_eq!(self.cached_ids.len(), sequence.len(), "the cache holds what was run");
+        self.cached = Some(sequence);
+        Ok(stream.text().to_string())
+    }
+}
+
+/// Tokens that both begin with, but not the prompt's last: its logits are wanted.
+fn common_len(cached: &[u32], prompt: &[u32]) -> usize {
+    let same = cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+    same.min(prompt.len().saturating_sub(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_token_of_a_prompt_is_always_run() {
+        assert_eq!(common_len(&[1, 2, 3], &[1, 2, 4]), 2);
+        assert_eq!(common_len(&[1, 2, 3], &[1, 2, 3]), 2);
+        assert_eq!(common_len(&[1, 2, 3, 4], &[1, 2, 3]), 2);
+        assert_eq!(common_len(&[], &[5]), 0);
+    }
+}

@@ -1,0 +1,145 @@
+//! Where turns are read from: an editor on a terminal, or lines of standard input.
+
+use std::io::{BufRead, IsTerminal, stdin, stdout};
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result};
+use rustyline::completion::{Completer, Pair};
+use rustyline::error::ReadlineError;
+use rustyline::highlight::Highlighter;
+use rustyline::hint::Hinter;
+use rustyline::history::FileHistory;
+use rustyline::validate::{ValidationContext, ValidationResult, Validator};
+use rustyline::{Config, Context, Editor, Helper};
+
+use super::input::{COMMANDS, is_open};
+
+/// Turns that the history keeps.
+const HISTORY_MAX: usize = 1000;
+const PROMPT: &str = "> ";
+
+/// A source of turns.
+pub enum Lines {
+    /// A terminal, with editing, completion and a history that outlives the program.
+    Terminal { editor: Box<Editor<Commands, FileHistory>>, history: Option<PathBuf> },
+    /// A file or a pipe.
+    Plain,
+}
+
+/// What was read.
+pub enum Line {
+    Text(String),
+    /// Ctrl-C on a line: it is dropped.
+    Dropped,
+    End,
+}
+
+impl Lines {
+    /// The editor if both ends are a terminal.
+    ///
+    /// # Errors
+    /// If the terminal cannot be set up.
+    pub fn open() -> Result<Lines> {
+        if !stdin().is_terminal() || !stdout().is_terminal() {
+            return Ok(Lines::Plain);
+        }
+        let config =
+            Config::builder().max_history_size(HISTORY_MAX)?.auto_add_history(true).bracketed_paste(true);
+        let mut editor = Editor::with_config(config.build())?;
+        editor.set_helper(Some(Commands));
+        let history = history_file();
+        if let Some(path) = &history {
+            // The first conversation has none.
+            let _ = editor.load_history(path);
+        }
+        Ok(Lines::Terminal { editor: Box::new(editor), history })
+    }
+
+    /// Whether a person types.
+    pub fn is_terminal(&self) -> bool {
+        matches!(self, Lines::Terminal { .. })
+    }
+
+    /// The next turn or command.
+    ///
+    /// # Errors
+    /// If the terminal or the input fails.
+    pub fn next(&mut self) -> Result<Line> {
+        let Lines::Terminal { editor, history } = self else { return next_plain() };
+        let line = match editor.readline(PROMPT) {
+            Ok(text) => Line::Text(text),
+            Err(ReadlineError::Interrupted) => Line::Dropped,
+            Err(ReadlineError::Eof) => Line::End,
+            Err(error) => return Err(error).context("cannot read from the terminal"),
+        };
+        if let (Line::Text(_), Some(path)) = (&line, history) {
+            // A history that cannot be kept is no reason to end a conversation.
+            let _ = editor.append_history(path);
+        }
+        Ok(line)
+    }
+}
+
+/// A line, or all lines up to the end of a turn of several.
+fn next_plain() -> Result<Line> {
+    let mut text = String::new();
+    loop {
+        if stdin().lock().read_line(&mut text).context("cannot read standard input")? == 0 {
+            return Ok(if text.is_empty() { Line::End } else { Line::Text(text) });
+        }
+        if !is_open(&text) {
+            return Ok(Line::Text(text));
+        }
+    }
+}
+
+/// `chat_history` in the folder for state; its folder is made if need be.
+fn history_file() -> Option<PathBuf> {
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let state = variable("XDG_STATE_HOME").or_else(|| Some(variable("HOME")?.join(".local/state")))?;
+    let folder = state.join("keel");
+    std::fs::create_dir_all(&folder).ok()?;
+    Some(folder.join("chat_history"))
+}
+
+/// Completes commands, and knows when a turn of several lines ends.
+pub struct Commands;
+
+impl Completer for Commands {
+    type Candidate = Pair;
+
+    fn complete(&self, line: &str, at: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<Pair>)> {
+        let typed = line.get(..at).unwrap_or(line);
+        let completes = |(name, what, _): &&(&str, &str, &str)| {
+            name.starts_with('/') && name.starts_with(typed) && (what.is_empty() || *name != typed)
+        };
+        let pair = |(name, what, _): &(&str, &str, &str)| Pair {
+            display: name.to_string(),
+            replacement: if what.is_empty() { name.to_string() } else { format!("{name} ") },
+        };
+        let found = if typed.starts_with('/') {
+            COMMANDS.iter().filter(completes).map(pair).collect()
+        } else {
+            Vec::new()
+        };
+        Ok((0, found))
+    }
+}
+
+impl Validator for Commands {
+    fn validate(&self, context: &mut ValidationContext<'_>) -> rustyline::Result<ValidationResult> {
+        Ok(if is_open(context.input()) {
+            ValidationResult::Incomplete
+        } else {
+            ValidationResult::Valid(None)
+        })
+    }
+}
+
+impl Hinter for Commands {
+    type Hint = String;
+}
+
+impl Highlighter for Commands {}
+
+impl Helper for Commands {}

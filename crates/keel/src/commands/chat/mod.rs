@@ -1,0 +1,143 @@
+//! `keel chat`: a conversation in the terminal.
+//!
+//! The conversation is one sequence. Of each further prompt only what the cache does not hold yet is run: the cache
+//! goes back to its latest checkpoint within what both have in common.
+
+mod conversation;
+mod input;
+mod interrupt;
+mod lines;
+mod settings;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use keel_engine::EngineOptions;
+
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
+use crate::placement::settle;
+use crate::session::{Session, close, context_for};
+use crate::speculation::SpeculationReport;
+use crate::text::{ModelText, TextStream};
+use crate::{output, source};
+use conversation::{Conversation, Manner};
+use input::Input;
+use interrupt::Interrupt;
+use lines::{Line, Lines};
+use settings::Settings;
+
+/// Where the context of a conversation ends, unless another is asked for or the model's own is shorter.
+const CONTEXT_DEFAULT: usize = 8192;
+
+/// Slots saved to go back to: the end of the last prompt, and that of the one before, in case a template rewrites
+/// the last answer.
+const CHECKPOINTS: usize = 2;
+
+/// Talk with the model.
+///
+/// On a terminal a turn is edited as in a shell, with a history (kept in $XDG_STATE_HOME/keel/chat_history) and completion of
+/// commands; """ begins and ends a turn of several lines. /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Without
+/// a terminal each line of standard input is a turn.
+#[derive(Debug, Args)]
+pub struct ChatArgs {
+    #[command(flatten, next_help_heading = "Model")]
+    model: ModelArgs,
+    /// What the model is told before the first turn.
+    #[arg(long, short = 's', alias = "system-prompt", value_name = "TEXT")]
+    system: Option<String>,
+    /// Tokens of the whole conversation to plan memory for, rounded up to pages of 256; by default 8192, or the
+    /// model's context if that is shorter.
+    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", help_heading = "Memory and arithmetic")]
+    context: Option<usize>,
+    #[command(flatten, next_help_heading = "Sampling")]
+    sampling: SamplingArgs,
+    #[command(flatten, next_help_heading = "Speculation")]
+    speculate: SpeculateArgs,
+    #[command(flatten, next_help_heading = "Memory and arithmetic")]
+    engine: EngineArgs,
+    #[command(flatten, next_help_heading = "Device")]
+    device: DeviceArgs,
+}
+
+/// Runs the command.
+pub fn run(args: &ChatArgs) -> Result<()> {
+    let model = source::open(args.model.model.as_deref())?;
+    let text = ModelText::open(&model)?;
+    let template = text.template()?;
+    let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
+    let context = context_for(&model.config, wanted).context("--context")?;
+    let speculation = |device| args.speculate.for_model(&model, device, &args.sampling);
+    let options =
+        |drafts| EngineOptions { context, checkpoints: CHECKPOINTS, drafts, ..args.engine.options() };
+    settle(&args.device, &*model.parameters(), &model.json, |device| {
+        Ok(options(drafts_max(speculation(device.device())?)))
+    });
+    let speculation = speculation(args.device.device())?;
+    let options = options(drafts_max(speculation));
+    let settings =
+        Settings { sampler: args.sampling.options(&text.defaults)?, max_tokens: args.sampling.max_tokens };
+    TextStream::new(&text.tokenizer, &args.sampling.stop)?;
+    let session = Session::load(&args.device, &model, options)?;
+    close(model);
+    let end_tokens = if args.sampling.ignore_eos { Vec::new() } else { text.end_tokens() };
+    let manner = Manner { stop: args.sampling.stop.clone(), end_tokens, speculation };
+    let lines = Lines::open()?;
+    let interrupt = if lines.is_terminal() { Interrupt::listen()? } else { Interrupt::default() };
+    let mut conversation = Conversation::new(session, text, template, manner, settings, interrupt);
+    conversation.set_system(args.system.as_deref().unwrap_or_default());
+    talk(&mut conversation, lines)
+}
+
+fn talk(conversation: &mut Conversation, mut lines: Lines) -> Result<()> {
+    if lines.is_terminal() {
+        output::aside("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends\n");
+    }
+    loop {
+        let line = match lines.next()? {
+            Line::Text(line) => line,
+            Line::Dropped => {
+                output::aside("(Ctrl-D or /exit ends)\n");
+                continue;
+            }
+            Line::End => return Ok(()),
+        };
+        match Input::parse(&line) {
+            Input::Say(said) => conversation.say(said)?,
+            Input::Retry => conversation.retry()?,
+            Input::Exit => return Ok(()),
+            command => obey(conversation, &command)?,
+        }
+    }
+}
+
+/// Does what a command says that needs no answer.
+fn obey(conversation: &mut Conversation, command: &Input<'_>) -> Result<()> {
+    let done = match *command {
+        Input::Help => Ok(input::help()),
+        Input::System("") => {
+            Ok(format!("{}\n", conversation.system().unwrap_or("there is no system prompt")))
+        }
+        Input::System(text) => {
+            conversation.set_system(text);
+            Ok(String::new())
+        }
+        Input::Set("") => Ok(conversation.settings.show()),
+        Input::Set(text) => conversation.settings.set(text).map(|()| String::new()),
+        Input::Undo if conversation.undo() => Ok(String::new()),
+        Input::Undo => Ok("there is no turn to take back\n".into()),
+        Input::Reset => {
+            conversation.reset();
+            Ok(String::new())
+        }
+        Input::Save(file) => conversation.save(file).map(|()| format!("saved as {file}\n")),
+        Input::Load(file) => conversation.load(file).map(|count| format!("{count} messages of {file}\n")),
+        Input::Memory => Ok(conversation.session.memory().to_table()),
+        Input::Speculation => {
+            let report = conversation.speculation.as_ref().map(SpeculationReport::to_line);
+            Ok(format!("{}\n", report.unwrap_or("there is no speculation".into())))
+        }
+        Input::Unknown(line) => Ok(format!("{line}: there is no such command; /help lists them\n")),
+        Input::Nothing | Input::Say(_) | Input::Retry | Input::Exit => Ok(String::new()),
+    };
+    // What is wrong with a command is said, and the conversation goes on.
+    output::text(&done.unwrap_or_else(|error| format!("{error:#}\n")))
+}

@@ -1,0 +1,236 @@
+//! The configuration file: defaults of options, for all commands or for one.
+//!
+//! A key is the long name of an option. At the top of the file it is for every command that has the option; in a table named
+//! after a command, for that command (`[bench.serve]` for `keel bench serve`). What is on the command line or in the environment
+//! wins.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use clap::{Arg, ArgAction, Command};
+use toml::{Table, Value};
+
+/// Names another file than the usual one; empty is none.
+const VARIABLE: &str = "KEEL_CONFIG";
+
+/// A configuration file, read; empty if there is none.
+#[derive(Debug, Default)]
+pub struct Config {
+    /// Where it is, or would be.
+    pub path: Option<PathBuf>,
+    /// Whether it is there.
+    pub is_there: bool,
+    table: Table,
+}
+
+impl Config {
+    /// The file that `--config` or the variable names, or the usual one if it is there.
+    ///
+    /// # Errors
+    /// If a file that is named cannot be read, or the file is no TOML.
+    pub fn find(args: impl Iterator<Item = OsString>) -> Result<Config> {
+        let named = named(args).or_else(|| std::env::var_os(VARIABLE)).map(PathBuf::from);
+        if named.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
+            return Ok(Config::default());
+        }
+        let is_named = named.is_some();
+        let Some(path) = named.or_else(usual) else { return Ok(Config::default()) };
+        if !is_named && !path.exists() {
+            return Ok(Config { path: Some(path), ..Config::default() });
+        }
+        let text =
+            std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let table =
+            Config::parse(&text).with_context(|| format!("{} is no configuration", path.display()))?;
+        Ok(Config { path: Some(path), is_there: true, table })
+    }
+
+    fn parse(text: &str) -> Result<Table> {
+        Ok(text.parse::<Table>()?)
+    }
+
+    /// Makes the values of the file the defaults of the options.
+    ///
+    /// # Errors
+    /// A key that is no option, and a value that is none for it.
+    pub fn apply(&self, command: Command) -> Result<Command> {
+        let place = || self.path.as_deref().unwrap_or(Path::new("")).display().to_string();
+        check(&self.table, &command, &mut Vec::new()).with_context(place)?;
+        Ok(self.fill(command, &mut Vec::new()))
+    }
+
+    fn fill(&self, command: Command, path: &mut Vec<String>) -> Command {
+        let here = path.clone();
+        let command = command.mut_args(|arg| match self.value(&here, &arg) {
+            Some(value) => with_default(arg, value),
+            None => arg,
+        });
+        command.mut_subcommands(|sub| {
+            path.push(sub.get_name().to_string());
+            let sub = self.fill(sub, path);
+            path.pop();
+            sub
+        })
+    }
+
+    /// What the file says of an option of the command at `path`: the table nearest to it decides.
+    pub fn value(&self, path: &[String], arg: &Arg) -> Option<&Value> {
+        let mut found = entry(&self.table, arg);
+        let mut table = &self.table;
+        for name in path {
+            let Some(inner) = table.get(name).and_then(Value::as_table) else { break };
+            table = inner;
+            found = entry(table, arg).or(found);
+        }
+        found
+    }
+}
+
+/// The file that `--config` names; the parser of the command line reads it again.
+fn named(args: impl Iterator<Item = OsString>) -> Option<OsString> {
+    let mut args = args.skip(1).take_while(|arg| arg != "--");
+    while let Some(arg) = args.next() {
+        if arg == "--config" {
+            return args.next();
+        }
+        if let Some(file) = arg.to_str().and_then(|arg| arg.strip_prefix("--config=")) {
+            return Some(file.into());
+        }
+    }
+    None
+}
+
+/// `keel/config.toml` in the folder for configurations.
+fn usual() -> Option<PathBuf> {
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let folder = variable("XDG_CONFIG_HOME").or_else(|| Some(variable("HOME")?.join(".config")))?;
+    Some(folder.join("keel/config.toml"))
+}
+
+/// Whether a key names an option, by its long name or another that is understood.
+fn names(key: &str, arg: &Arg) -> bool {
+    let key = key.replace('_', "-");
+    let is_own = arg.get_long() == Some(key.as_str());
+    is_own || arg.get_all_aliases().unwrap_or_default().contains(&key.as_str())
+}
+
+fn entry<'t>(table: &'t Table, arg: &Arg) -> Option<&'t Value> {
+    let is_fixed = ["config", "help", "version"].contains(&arg.get_id().as_str());
+    if is_fixed {
+        return None;
+    }
+    table.iter().find(|(key, value)| !value.is_table() && names(key, arg)).map(|(_, value)| value)
+}
+
+/// Refuses what nobody would read.
+fn check(table: &Table, command: &Command, path: &mut Vec<String>) -> Result<()> {
+    let whose = if path.is_empty() { "any command".to_string() } else { format!("keel {}", path.join(" ")) };
+    for (key, value) in table {
+        if let Some(inner) = value.as_table() {
+            let Some(sub) = command.find_subcommand(key) else {
+                bail!("[{key}]: {whose} has no such command; tables are named after commands");
+            };
+            path.push(key.clone());
+            check(inner, sub, path)?;
+            path.pop();
+            continue;
+        }
+        let Some(arg) = find(command, key) else {
+            bail!("{key}: {whose} has no option --{}", key.replace('_', "-"))
+        };
+        if is_flag(&arg) && !value.is_bool() {
+            bail!("{key}: expected true or false");
+        }
+        if words(value).is_none() {
+            bail!("{key}: expected a text, a number, true or false, or a list of these");
+        }
+    }
+    Ok(())
+}
+
+/// An option of a command or of one below it.
+fn find(command: &Command, key: &str) -> Option<Arg> {
+    let own = command.get_arguments().find(|arg| names(key, arg)).cloned();
+    own.or_else(|| command.get_subcommands().find_map(|sub| find(sub, key)))
+}
+
+fn is_flag(arg: &Arg) -> bool {
+    matches!(arg.get_action(), ArgAction::SetTrue)
+}
+
+/// A value as the command line would have it.
+pub fn words(value: &Value) -> Option<Vec<String>> {
+    Some(match value {
+        Value::String(text) => vec![text.clone()],
+        Value::Integer(number) => vec![number.to_string()],
+        Value::Float(number) => vec![number.to_string()],
+        Value::Boolean(is_true) => vec![is_true.to_string()],
+        Value::Array(items) => {
+            let items: Option<Vec<Vec<String>>> = items.iter().map(words).collect();
+            items?.concat()
+        }
+        Value::Datetime(_) | Value::Table(_) => return None,
+    })
+}
+
+/// The option with this default. The parser wants names that live as long as the program.
+fn with_default(arg: Arg, value: &Value) -> Arg {
+    let words = words(value).unwrap_or_default();
+    let words: Vec<&'static str> = words.into_iter().map(|word| &*Box::leak(word.into_boxed_str())).collect();
+    arg.default_values(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn command() -> Command {
+        let context =
+            || Arg::new("context").long("context").alias("ctx").value_parser(clap::value_parser!(u32));
+        let quiet = Arg::new("quiet").long("quiet").action(ArgAction::SetTrue);
+        let stop = Arg::new("stop").long("stop").action(ArgAction::Append);
+        let inner = Command::new("serve").arg(Arg::new("rate").long("rate"));
+        let generate = Command::new("generate").args([context(), quiet, stop]);
+        Command::new("keel")
+            .subcommand(generate)
+            .subcommand(Command::new("bench").arg(context()).subcommand(inner))
+    }
+
+    fn config(text: &str) -> Config {
+        Config { table: Config::parse(text).expect("TOML"), ..Config::default() }
+    }
+
+    #[test]
+    fn the_nearest_table_decides_and_the_command_line_wins() {
+        let config = config(
+            "ctx = 1\n[generate]\ncontext = 2\nquiet = true\nstop = ['a', 'b']\n[bench.serve]\nrate = 0.5",
+        );
+        let command = config.apply(command()).expect("all keys are known");
+        let of = |args: &[&str]| {
+            let matches = command.clone().try_get_matches_from(args).unwrap_or_else(|e| panic!("{e}"));
+            matches.subcommand().expect("one").1.clone()
+        };
+        let generate = of(&["keel", "generate"]);
+        assert_eq!(generate.get_one("context"), Some(&2u32));
+        assert!(generate.get_flag("quiet"));
+        assert_eq!(generate.get_many::<String>("stop").expect("two").count(), 2);
+        assert_eq!(
+            of(&["keel", "generate", "--context", "7", "--stop", "c"]).get_one("context"),
+            Some(&7u32)
+        );
+        assert_eq!(of(&["keel", "bench"]).get_one("context"), Some(&1u32));
+        let serve = of(&["keel", "bench", "serve"]).subcommand().expect("one").1.clone();
+        assert_eq!(serve.get_one::<String>("rate").map(String::as_str), Some("0.5"));
+    }
+
+    #[test]
+    fn what_nobody_reads_is_refused() {
+        let refused = |text: &str| format!("{:#}", config(text).apply(command()).expect_err("refused"));
+        assert!(refused("contxt = 1").contains("contxt: any command has no option --contxt"));
+        assert!(refused("[generate]\nrate = 1").contains("keel generate has no option --rate"));
+        assert!(refused("[sing]\na = 1").contains("[sing]"));
+        assert!(refused("quiet = 'yes'").contains("expected true or false"));
+        assert!(refused("context = 1979-05-27").contains("expected a text"));
+    }
+}

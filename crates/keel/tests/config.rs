@@ -1,0 +1,94 @@
+//! The configuration file.
+
+mod common;
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use common::stderr;
+use serde_json::Value;
+
+/// Runs keel with a configuration file in its usual place.
+fn keel(home: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_keel"))
+        .args(args)
+        .env_remove("KEEL_CONFIG")
+        .env("XDG_CONFIG_HOME", home)
+        .env("KEEL_DEVICE", "cpu")
+        .output()
+        .expect("keel runs")
+}
+
+fn json(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", stderr(output));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+fn written(text: &str) -> tempfile::TempDir {
+    let home = tempfile::tempdir().expect("a temporary folder");
+    std::fs::create_dir(home.path().join("keel")).expect("made");
+    std::fs::write(home.path().join("keel/config.toml"), text).expect("written");
+    home
+}
+
+#[test]
+fn a_file_sets_options_and_the_command_line_and_the_environment_win() {
+    let home = written(
+        "temperature = 0\ndevice = 'cuda:7'\n[generate]\nmax-tokens = 5\nignore_eos = true\n[serve]\nport = 7\n",
+    );
+    let generate = |extra: &[&str]| {
+        let command = ["generate", "Once upon a time", "--json"];
+        json(&keel(home.path(), &[&command[..], extra].concat()))["tokens"].as_array().map(Vec::len)
+    };
+    assert_eq!(generate(&[]), Some(5), "and the device is that of the environment");
+    assert_eq!(generate(&["-n", "3"]), Some(3));
+    let other = home.path().join("other.toml");
+    std::fs::write(&other, "max-tokens = 2\nignore-eos = true\n").expect("written");
+    assert_eq!(generate(&["--config", other.to_str().expect("UTF-8")]), Some(2));
+
+    let shown = json(&keel(home.path(), &["config", "--json"]));
+    let find = |shown: &Value, command: &str, option: &str| {
+        let settings = shown["settings"].as_array().expect("a list").iter();
+        let mut of = settings.filter(|s| s["command"] == command && s["option"] == option);
+        of.next().map(|s| {
+            (s["value"].as_str().unwrap_or("-").to_string(), s["source"].as_str().unwrap_or("").to_string())
+        })
+    };
+    let pair = |value: &str, source: &str| Some((value.to_string(), source.to_string()));
+    assert_eq!(find(&shown, "generate", "max-tokens"), pair("5", "file"));
+    assert_eq!(find(&shown, "chat", "max-tokens"), None, "what is as the program has it is not listed");
+    assert_eq!(find(&shown, "chat", "temperature"), pair("0", "file"));
+    assert_eq!(find(&shown, "serve", "device"), pair("cpu", "environment"));
+    assert_eq!(find(&shown, "serve", "port"), pair("7", "file"));
+    let all = json(&keel(home.path(), &["config", "chat", "--json"]));
+    assert_eq!(find(&all, "chat", "max-tokens"), pair("256", "default"));
+}
+
+#[test]
+fn a_file_with_what_nobody_reads_is_refused() {
+    let cases = [
+        ("temprature = 0", "temprature: any command has no option --temprature"),
+        ("[generate]\nport = 3", "keel generate has no option --port"),
+        ("[sing]\na = 1", "[sing]"),
+        ("[generate]\nquiet = 'a lot'", "expected true or false"),
+        ("a = ", "is no configuration"),
+    ];
+    for (text, reason) in cases {
+        let home = written(text);
+        let output = keel(home.path(), &["generate", "Once"]);
+        let message = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{message}");
+        assert!(message.contains("config.toml") && message.contains(reason), "{text}: {message}");
+        assert_eq!(message.lines().count(), 1, "{message}");
+    }
+    let home = written("");
+    let output = keel(home.path(), &["generate", "Once", "--config", "/nowhere/at/all.toml"]);
+    assert!(stderr(&output).contains("cannot read /nowhere/at/all.toml"), "{}", stderr(&output));
+    let home = written("max-tokens = 'many'");
+    let output = keel(home.path(), &["generate", "Once"]);
+    assert!(
+        output.status.code() == Some(2) && stderr(&output).contains("config.toml"),
+        "{}",
+        stderr(&output)
+    );
+}
