@@ -244,7 +244,7 @@ impl Engine {
     /// caller makes each sequence as much longer ([`SequenceCache::advance`]).
     ///
     /// # Errors
-    /// What the runtime says. No sequence grows then, and steps behind this one are given up: [`Engine::give_up`] says so to those
+    /// What the runtime says. No sequence grows then, and steps behind this one are given up: the batch says so to those
     /// that were in one. If the step is not the first of those under way.
     pub fn take(&mut self, ticket: Ticket) -> Result<Vec<u32>> {
         let is_first = self.under_way.front().is_some_and(|step| step.number == ticket.0);

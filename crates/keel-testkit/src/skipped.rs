@@ -1,6 +1,6 @@
 //! Tests that cannot run where they are: without a GPU, without files from elsewhere.
 //!
-//! Such a test says so with [`skipped!`](crate::skipped) and returns. The line goes to standard output and to
+//! Such a test says so with [`skipped!`](crate::skipped!) and returns. The line goes to standard output and to
 //! `skipped-tests.txt` in the target folder; `.ci/run` counts the lines at its end, because Rust's test harness reports
 //! these tests as passed.
 
@@ -31,7 +31,7 @@ macro_rules! has_gpu {
     }};
 }
 
-/// What [`skipped!`](crate::skipped) calls: prints the line and adds it to [`FILE`].
+/// What [`skipped!`](crate::skipped!) calls: prints the line and adds it to [`FILE`].
 pub fn note(module: &str, reason: &str) {
     // The harness names a test's thread after the test.
     let thread = std::thread::current();

@@ -11,7 +11,7 @@ use crate::output;
 /// Show which configuration is in force, and where each value is from: the environment, the file or the program.
 ///
 /// The file is $XDG_CONFIG_HOME/keel/config.toml (usually ~/.config/keel/config.toml), or the one that --config or KEEL_CONFIG
-/// names. Its keys are the long names of options: at the top for all commands, in a table such as [serve] for one. Options on the
+/// names. Its keys are the long names of options: at the top for all commands, in a table such as `[serve]` for one. Options on the
 /// command line and variables of the environment win.
 #[derive(Debug, Args)]
 pub struct ConfigArgs {

@@ -25,8 +25,8 @@ use crate::{output, source};
 /// The file holds `logits`, f32 [T, V], and for models with a multi-token-prediction head `mtp_logits`,
 /// f32 [T-1, V]: row t is the head's draft for token t+2, from the hidden state of token t and token t+1.
 ///
-/// With --messages it also holds what the conversation became: `input_ids` [T]; for models whose positions have three axes
-/// `position_ids` [3, T] and `rope_deltas` [1]; of pictures `resized_u8.i` [h, w, 3], `pixel_values`, `image_grid_thw`,
+/// With --messages it also holds what the conversation became: `input_ids [T]`; for models whose positions have three axes
+/// `position_ids [3, T]` and `rope_deltas [1]`; of pictures `resized_u8.i [h, w, 3]`, `pixel_values`, `image_grid_thw`,
 /// `image_features` and `deepstack_features.k`; of videos `resized_u8_video`, `pixel_values_videos`, `video_grid_thw`,
 /// `video_features` and `deepstack_video_features.k`.
 #[derive(Debug, Args)]
