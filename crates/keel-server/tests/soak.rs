@@ -46,7 +46,7 @@ fn request(i: usize) -> (String, Value, Option<u16>) {
         }
         7 => {
             let mut refused = base;
-            refused["max_tokens"] = json!(100_000);
+            refused["prompt"] = json!(vec![1; 4097]);
             (path, refused, Some(400))
         }
         11 => (path, json!({"prompt": {"not": "a prompt"}}), Some(400)),

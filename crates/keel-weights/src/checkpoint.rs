@@ -156,7 +156,7 @@ fn weights_path(path: &Path) -> Result<PathBuf> {
     let metadata = std::fs::metadata(path).map_err(WeightsError::io("open", path))?;
     if metadata.is_dir() {
         let candidates = [path.join(SINGLE_FILE), path.join(INDEX_FILE)];
-        let found = candidates.into_iter().find(|candidate| candidate.is_file());
+        let found = candidates.into_iter().find(|candidate| candidate.exists());
         return found.ok_or_else(|| WeightsError::NoWeights { path: path.into() });
     }
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();

@@ -79,7 +79,7 @@ impl Drop for Serving {
 
 fn get(address: &str, path: &str) -> String {
     let mut stream = TcpStream::connect(address).expect("it listens");
-    write!(stream, "GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").expect("sent");
+    write!(stream, "GET {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").expect("sent");
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).expect("answered");
     String::from_utf8_lossy(&answer).into_owned()
