@@ -9,7 +9,7 @@ use crate::{ArrayError, Buffer, DType, Layout, Op, Result, Runtime, Shape, Weigh
 
 /// An n-dimensional array, lazy until it is evaluated. Cloning shares it.
 ///
-/// An evaluated array has no parents: what it was computed from is free as soon as nobody else holds it.
+/// An evaluated array has no parents: the inputs it was computed from are freed once no other handle holds them.
 #[derive(Clone)]
 pub struct Array(pub(crate) Arc<Node>);
 
@@ -25,7 +25,7 @@ pub(crate) struct Node {
 pub(crate) enum State {
     /// Output `output` of a call that has not been evaluated.
     Pending { call: Arc<Call>, output: usize },
-    /// In memory, once the fence has passed.
+    /// In memory, once the fence's work is done.
     Ready(Storage),
 }
 
@@ -39,7 +39,7 @@ pub(crate) struct Storage {
 
 /// An operation applied to operands, not yet evaluated.
 pub(crate) struct Call {
-    /// Grows with each call built: the order of execution.
+    /// Increases with each call built: the order of execution.
     pub id: u64,
     pub op: Op,
     pub inputs: Mutex<Vec<Array>>,
@@ -55,7 +55,7 @@ impl Call {
         self.inputs.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Bytes of the results. A view has none of its own.
+    /// Bytes of the results. A view has no bytes of its own.
     fn pending_bytes(&self) -> usize {
         if matches!(self.op, Op::View(_)) { 0 } else { bytes_of_all(&self.specs) }
     }
@@ -205,7 +205,7 @@ impl Array {
         &self.0.runtime
     }
 
-    /// True once the value has been submitted for evaluation; reading it may still wait.
+    /// True once the value has been submitted for evaluation. Reading it may still wait.
     pub fn is_evaluated(&self) -> bool {
         self.0.storage().is_some()
     }
@@ -218,7 +218,7 @@ impl Array {
     /// Evaluates and waits.
     ///
     /// # Errors
-    /// What the memory limit or a kernel says.
+    /// If the memory limit would be exceeded, or a kernel fails.
     pub fn eval(&self) -> Result<()> {
         self.0.runtime.eval(&[self])
     }

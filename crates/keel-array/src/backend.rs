@@ -10,13 +10,13 @@ use crate::usage::DeviceUsage;
 use crate::weight::{RowBlock, WeightSpec};
 use crate::{ArrayError, Result};
 
-/// Bytes that pass through the host at a time where a backend has no copy of its own: within the first-level cache.
+/// Bytes that a default copy moves through the host at a time. They fit into the first-level cache.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// Bytes that come to the host with a launch that is not waited for, at most; see [`Backend::enqueue`].
+/// Most bytes that one launch may return to the host without being waited for; see [`Backend::enqueue`].
 pub const RESULT_BYTES_MAX: usize = 4096;
 
-/// Launches that may be under way at a time; see [`Backend::enqueue`].
+/// Most launches that may be under way at a time; see [`Backend::enqueue`].
 pub const LAUNCHES_MAX: usize = 16;
 
 /// A launch that was not waited for.
@@ -24,22 +24,22 @@ pub const LAUNCHES_MAX: usize = 16;
 pub struct Ticket {
     /// The backend's number for it.
     pub number: u64,
-    /// What came to the host with it, where it has ended already.
+    /// The result's bytes, if the launch has ended already.
     pub result: Vec<u8>,
 }
 
-/// What a backend has done so far to be able to run programs, besides running them.
+/// Preparation work that a backend has done so far: everything but running programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Preparations {
     /// Kernels compiled.
     pub compiled: u64,
     /// Kernels loaded on the device.
     pub loaded: u64,
-    /// Programs recorded, to be run again as a whole.
+    /// Programs recorded, so that later runs start them as a whole.
     pub captured: u64,
 }
 
-/// What a backend holds for itself; see [`Backend::own_memory`].
+/// Memory that a backend holds for itself; see [`Backend::own_memory`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OwnMemory {
     /// Bytes of the device, charged to `workspace`.
@@ -50,7 +50,7 @@ pub struct OwnMemory {
 
 /// Memory of a device. The backend that allocated it knows its concrete type.
 pub trait DeviceMemory: Any + Send + Sync {
-    /// For the backend to recognise its own memory.
+    /// Lets the backend recognise its own memory.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -67,8 +67,8 @@ pub trait Backend: Send + Sync + 'static {
     /// The system's reason, if it refuses.
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String>;
 
-    /// As [`Backend::allocate`], for memory that stays for long and is read as a whole, such as weights: a backend may
-    /// lay it together.
+    /// As [`Backend::allocate`], for memory that lives long and is read as a whole, such as weights. A backend may
+    /// place such allocations next to each other.
     ///
     /// # Errors
     /// The system's reason, if it refuses.
@@ -76,12 +76,12 @@ pub trait Backend: Send + Sync + 'static {
         self.allocate(bytes)
     }
 
-    /// Bytes that an arena of at least `bytes` takes: the granularity in which this backend has it grow.
+    /// Bytes of an arena that holds at least `bytes`: rounded up to the unit in which this backend grows arenas.
     fn arena_bytes(&self, bytes: usize) -> usize {
         bytes
     }
 
-    /// As [`Backend::allocate`], for the arena of a stream: of [`Backend::arena_bytes`] of something.
+    /// As [`Backend::allocate`], for the arena of a stream. `bytes` is a result of [`Backend::arena_bytes`].
     ///
     /// # Errors
     /// The system's reason, if it refuses.
@@ -89,29 +89,29 @@ pub trait Backend: Send + Sync + 'static {
         self.allocate(bytes)
     }
 
-    /// Makes an arena larger where it lies, which queued work may be using: its address and what it holds stay, and what is
-    /// added is zeroed. False if it cannot grow in place; another then takes its place.
+    /// Grows an arena in place, even while queued work uses it. Its address and contents stay; added bytes are zero.
+    /// False if the backend cannot grow in place: the caller then replaces the arena.
     ///
     /// # Errors
-    /// The system's reason, if it refuses; the arena is as it was.
+    /// The system's reason, if it refuses. The arena is then unchanged.
     fn grow_arena(&self, arena: &dyn DeviceMemory, bytes: usize) -> Result<bool, String> {
         let _ = (arena, bytes);
         Ok(false)
     }
 
-    /// Told that nothing runs and nobody needs what the arena holds: the system may have it, and other memory that is idle,
-    /// until it is used again. The arena then holds anything.
+    /// Called when no launch is in flight and the arena's contents are dead. The backend may return its pages, and
+    /// other idle memory, to the system. The arena's contents are undefined afterwards.
     fn rest(&self, arena: Option<&dyn DeviceMemory>) {
         let _ = arena;
     }
 
-    /// Memory of the device as its driver counts it; `None` where tensors lie in the host's memory, and for a plan.
+    /// Memory of the device as its driver counts it. `None` if tensors lie in the host's memory, and for a plan.
     fn device_usage(&self) -> Option<DeviceUsage> {
         None
     }
 
-    /// Memory that the backend holds for itself as long as it lives: counters, reports and pinned memory that data passes
-    /// through. The runtime charges it, so that it is in the plan and in the books.
+    /// Memory that the backend holds for itself as long as it lives: counters, reports and pinned transfer buffers. The
+    /// runtime charges it to the ledger, so the plan contains it.
     fn own_memory(&self) -> OwnMemory {
         OwnMemory::default()
     }
@@ -127,7 +127,7 @@ pub trait Backend: Send + Sync + 'static {
     /// Copies bytes from `memory` at byte `offset` to the host.
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]);
 
-    /// Copies bytes from one place of device memory to another; the two do not overlap.
+    /// Copies bytes from one place of device memory to another. The two must not overlap.
     fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
         let mut piece = vec![0; bytes.min(PIECE_BYTES)];
         for at in (0..bytes).step_by(PIECE_BYTES) {
@@ -145,67 +145,69 @@ pub trait Backend: Send + Sync + 'static {
         }
     }
 
-    /// Whether this device can run the kernel with these attributes, shapes and types. It is asked for every kernel when a
-    /// program is made, so that a plan which succeeds runs. The answer needs no device: a backend that only plans gives the
-    /// one of the device it plans for.
+    /// Whether this device can run the kernel with these attributes, shapes and types. The runtime asks for each kernel
+    /// when it makes a program, so a plan that succeeds runs. The answer needs no device: a planning backend answers
+    /// for the device that it plans for.
     ///
     /// # Errors
-    /// What it cannot run, what it could, and what to do, in a sentence.
+    /// One sentence: what it cannot run, what it can, and what to do.
     fn supports(&self, kernel: &Kernel) -> Result<(), String> {
         let _ = kernel;
         Ok(())
     }
 
-    /// Scratch that this kernel needs, placed in the arena beside the operands.
+    /// Bytes of scratch that this kernel needs. They lie in the arena, next to the operands.
     fn workspace_bytes(&self, kernel: &Kernel) -> usize;
 
-    /// True if `reader`, given what `producer` reads, makes its input number `input` for itself: the value is then never
-    /// in memory. It is asked only about values without another use, and about producers that change no state.
+    /// True if `reader` can run `producer` within itself, from the producer's inputs. The value of input `input` is
+    /// then never in memory. Asked for every reader of the value; only about producers that change no state.
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
         let _ = (reader, input, producer);
         false
     }
 
-    /// Whether a program costs much before its first run, such as a compilation. Whoever makes programs then makes few, and
-    /// pads what they work on.
+    /// Whether a program costs much before its first run, such as a compilation. Callers then make few programs and pad
+    /// their inputs.
     fn is_compiling(&self) -> bool {
         false
     }
 
-    /// Does what can be done before the first run of each of these, without running them. `progress` gets what is done and
-    /// how much there is.
+    /// Does all preparation for the first run of these launches, without running them. `progress` gets the number of
+    /// items done and the number of all items.
     ///
     /// # Errors
-    /// What a first run would say.
+    /// As the first run would return.
     fn make_ready(&self, launches: &[Launch<'_>], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
         let _ = (launches, progress);
         Ok(())
     }
 
-    /// What was prepared so far.
+    /// The preparation work done so far.
     fn preparations(&self) -> Preparations {
         Preparations::default()
     }
 
-    /// Runs some kernels of a program in order and returns when their results are in memory.
+    /// Runs the launch's kernels in order, and returns when their results are in memory.
     ///
     /// # Errors
-    /// What a kernel found wrong with its data, naming the operation. With [`Launch::note_done`] it says how far it came;
-    /// only then can the state that the kernels write be used further.
+    /// The error of a kernel that found wrong data, naming the operation. The backend reports with
+    /// [`Launch::note_done`] how far the launch came; without that report, the state that the kernels write must not be
+    /// used further.
     fn launch(&self, launch: &Launch<'_>) -> Result<()>;
 
-    /// True if the host can go on while what it [enqueues](Backend::enqueue) runs.
+    /// True if the host can go on while an [enqueued](Backend::enqueue) launch runs.
     fn is_queueing(&self) -> bool {
         false
     }
 
-    /// As [`Backend::launch`], but does not wait, if the backend [is queueing](Backend::is_queueing): what the host writes,
-    /// reads or launches from then on comes behind it. What it touches stays in place until [`Backend::wait`] has returned.
-    /// The bytes of `result`, words of 4 and at most [`RESULT_BYTES_MAX`], come to the host as its last kernel has left them.
-    /// At most [`LAUNCHES_MAX`] are under way at a time.
+    /// As [`Backend::launch`], but does not wait if the backend [is queueing](Backend::is_queueing). Later writes,
+    /// reads and launches of the host are ordered after it. The memory it uses must stay in place until
+    /// [`Backend::wait`] returns.
+    /// `result` is whole words of 4 bytes, at most [`RESULT_BYTES_MAX`]; the host gets them as the launch's last kernel
+    /// leaves them. At most [`LAUNCHES_MAX`] launches are under way at a time.
     ///
     /// # Errors
-    /// As [`Backend::launch`], as far as it is known yet.
+    /// As [`Backend::launch`], for errors that are known already.
     fn enqueue(
         &self,
         launch: &Launch<'_>,
@@ -220,8 +222,8 @@ pub trait Backend: Send + Sync + 'static {
         Ok(ticket)
     }
 
-    /// Waits for a launch that was enqueued, and hands out the bytes of its result. Each one is waited for once. A later
-    /// one may be waited for first; the results of those before it stay until they are asked for.
+    /// Waits for an enqueued launch and returns the bytes of its result. Each launch is waited for once. A later launch
+    /// may be waited for before an earlier one; the earlier result is kept until then.
     ///
     /// # Errors
     /// As [`Backend::launch`].
@@ -234,24 +236,25 @@ pub trait Backend: Send + Sync + 'static {
     /// Bytes of a weight in this device's own layout.
     fn packed_bytes(&self, spec: &WeightSpec) -> usize;
 
-    /// Where some rows of a packed matrix begin, in bytes, if they lie there as they would in a weight that has no others.
+    /// First byte of these rows of a packed matrix; `None` if they are not laid out as a weight of these rows alone.
     fn first_byte_of_rows(&self, spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
         let _ = (spec, rows);
         None
     }
 
-    /// Repeats the first `rows` rows of expert 0, which were packed, over the whole weight; false if it cannot.
-    /// For weights that are made up.
+    /// Copies the first `rows` rows of expert 0, already packed, over the whole weight; false if the backend cannot.
+    /// For made-up weights.
     fn repeat_rows(&self, spec: &WeightSpec, memory: &dyn DeviceMemory, offset: usize, rows: usize) -> bool {
         let _ = (spec, memory, offset, rows);
         false
     }
 
-    /// Brings rows of a weight into this device's layout, in `memory` at byte `offset`. The block lies within the weight, and its
-    /// elements are coded as the weight's and as many as its rows have: [`Weight::fill`](crate::Weight::fill) has seen to it.
+    /// Writes rows of a weight in this device's layout to `memory` at byte `offset`.
+    /// [`Weight::fill`](crate::Weight::fill) has checked that the block lies within the weight, has its coding, and has
+    /// the right number of elements.
     ///
     /// # Errors
-    /// If the rows are not those that this device packs together; what the device says.
+    /// If the block is not a unit of rows that this device packs; or the device's own error.
     fn pack(
         &self,
         spec: &WeightSpec,
@@ -301,7 +304,7 @@ impl Buffer {
         Ok(Buffer(Arc::new(BufferInner { memory, charge })))
     }
 
-    /// Makes an arena larger where it lies, for all its handles; false if the backend cannot.
+    /// Grows the arena in place for all its handles; false if the backend cannot.
     pub(crate) fn grow_arena(&self, backend: &dyn Backend, ledger: &Ledger, bytes: usize) -> Result<bool> {
         let category = self.category();
         let more = ledger.charge(category, bytes.saturating_sub(self.bytes()) as u64)?;
@@ -333,20 +336,20 @@ impl Buffer {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Handles to this memory.
+    /// Number of handles to this memory.
     pub(crate) fn handles(&self) -> usize {
         Arc::strong_count(&self.0)
     }
 }
 
-/// Memory of the host with an owner in the ledger, for what is kept away from the device. It is given back on drop.
+/// Host memory with an owner in the ledger, for data kept away from the device. Given back on drop.
 pub struct HostBuffer {
     bytes: Box<[u8]>,
     charge: Charge,
 }
 
 impl HostBuffer {
-    /// Reserves in the ledger, then allocates zeroed bytes; none on a backend that only plans.
+    /// Reserves in the ledger, then allocates zeroed bytes; no bytes on a backend that only plans.
     pub(crate) fn allocate(
         backend: &dyn Backend,
         ledger: &Ledger,
@@ -355,7 +358,8 @@ impl HostBuffer {
     ) -> Result<HostBuffer> {
         let charge = ledger.charge(category, bytes as u64)?;
         let bytes = if backend.is_planning() { 0 } else { bytes };
-        // The system zeroes memory when it is first touched. `vec![0; bytes]` does the same, but aborts where there is none.
+        // The system zeroes memory at its first touch. `vec![0; bytes]` does the same, but aborts if there is no
+        // memory.
         let bytes = bytemuck::try_zeroed_slice_box(bytes).map_err(|()| ArrayError::Allocation {
             category,
             requested: bytes as u64,

@@ -43,7 +43,7 @@ pub enum HostSliceMut<'a> {
     F32(&'a mut [f32]),
 }
 
-/// What a kernel on the CPU is called with. All operands are contiguous.
+/// Arguments of a kernel's body on the CPU. All operands are contiguous.
 pub struct HostCall<'a> {
     /// Inputs in order.
     pub inputs: Vec<HostSlice<'a>>,
@@ -60,16 +60,16 @@ pub type HostFn = dyn Fn(&mut HostCall<'_>) -> Result<(), String> + Send + Sync;
 
 /// The body of a kernel on an NVIDIA GPU, in CUDA C++.
 ///
-/// The body is placed in a kernel whose parameters are the pointers `inputs` and `outputs`, by these names. For each
-/// operand `x` it may also use the constants `x_ndim`, `x_shape[]`, `x_strides[]` (in elements) and `x_size`, and the
-/// types `f16`, `bf16` and `flag` with `to_f32(v)` and `From<type>::f32(v)`.
+/// The body is placed in a kernel whose parameters are the pointers `inputs` and `outputs`, by these names.
+/// For each operand `x` the body may use the constants `x_ndim`, `x_shape[]`, `x_strides[]` (in elements) and `x_size`.
+/// It may also use the types `f16`, `bf16` and `flag` with `to_f32(v)` and `From<type>::f32(v)`.
 #[derive(Clone, Debug, Default)]
 pub struct CudaSource {
     /// Names of the inputs, in order.
     pub inputs: Vec<String>,
     /// Names of the outputs, in order.
     pub outputs: Vec<String>,
-    /// Text before the kernel: functions and types of its own.
+    /// Text before the kernel: its functions and types.
     pub header: String,
     /// Statements of the kernel.
     pub body: String,
@@ -81,7 +81,7 @@ pub struct CudaSource {
     pub block: [usize; 3],
     /// Bytes of dynamic shared memory, which the body declares as `extern __shared__`.
     pub shared_bytes: usize,
-    /// Inputs may come in any strides; by default the program copies those that are not gap-free.
+    /// Inputs may have any strides. By default the program copies inputs that are not gap-free.
     pub any_strides: bool,
 }
 
@@ -110,8 +110,7 @@ struct Definition {
 pub struct CustomKernel(Arc<Definition>);
 
 impl CustomKernel {
-    /// A kernel with the given name, output shapes and types, value the outputs are filled with before it
-    /// runs, and body.
+    /// A kernel for the CPU: name, output shapes and types, value of all outputs before the body runs, and body.
     pub fn new(
         name: impl Into<String>,
         outputs: Vec<(Shape, DType)>,
@@ -133,8 +132,8 @@ impl CustomKernel {
         CustomKernel(Arc::new(Definition { name: name.into(), body: None, cuda, outputs, initial }))
     }
 
-    /// The same kernel with a body for NVIDIA GPUs, too. Operands are then gap-free whatever the source says, as the
-    /// body for the CPU needs them.
+    /// The same kernel with a body for NVIDIA GPUs, too. Operands are then always gap-free, because the CPU's body
+    /// needs it.
     #[must_use]
     pub fn with_cuda(self, source: CudaSource) -> CustomKernel {
         let Definition { name, outputs, initial, .. } = &*self.0;

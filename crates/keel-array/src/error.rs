@@ -13,9 +13,9 @@ pub enum ArrayError {
         op: &'static str,
         /// Which operand.
         operand: &'static str,
-        /// What would have been right.
+        /// The shape that would be right.
         expected: String,
-        /// What came.
+        /// The shape that was given.
         got: Shape,
     },
     /// Two shapes cannot be stretched to a common one.
@@ -35,9 +35,9 @@ pub enum ArrayError {
         op: &'static str,
         /// Which operand.
         operand: &'static str,
-        /// What would have been right.
+        /// The type that would be right.
         expected: &'static str,
-        /// What came.
+        /// The type that was given.
         got: DType,
     },
     /// No such axis.
@@ -65,7 +65,7 @@ pub enum ArrayError {
         backend: String,
         /// Operation.
         op: String,
-        /// What it cannot do, what it can, and what to do.
+        /// What the device cannot do, what it can, and what to do.
         reason: String,
     },
     /// The hard limit would be exceeded.
@@ -83,7 +83,7 @@ pub enum ArrayError {
         /// The limit.
         limit: u64,
     },
-    /// The plan is in force and does not contain this allocation.
+    /// The plan is frozen and does not contain this allocation.
     #[error("{category}: an allocation of {requested} bytes is not in the memory plan, which is frozen")]
     Frozen {
         /// What the memory was for.
@@ -114,7 +114,7 @@ pub enum ArrayError {
 /// Result of this crate.
 pub type Result<T, E = ArrayError> = std::result::Result<T, E>;
 
-/// `Ok` if `operand`'s shape is right, an error that says what was expected otherwise.
+/// `Ok` if `operand` has this shape; otherwise an error with the expected shape.
 pub(crate) fn expect_shape(
     op: &'static str,
     operand: &'static str,

@@ -1,8 +1,8 @@
 //! The ledger: every byte of tensor memory has an owner, by category.
 //!
-//! All memory goes through [`Ledger::charge`], which fails before anything is allocated if a limit would be
-//! exceeded. The returned [`Charge`] gives the bytes back when it is dropped, so what the ledger reads is what
-//! is alive: the categories add up to the active bytes at any time.
+//! All memory goes through [`Ledger::charge`]. It fails before anything is allocated if a limit would be exceeded.
+//! The returned [`Charge`] gives the bytes back on drop, so the ledger counts exactly the live memory: the categories
+//! add up to the active bytes at any time.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::{ArrayError, Result};
 
-/// Whose memory it is.
+/// What the memory is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(usize)]
 pub enum Category {
@@ -20,7 +20,7 @@ pub enum Category {
     Kv,
     /// Gated-delta states and convolution windows.
     Recurrent,
-    /// Records of unverified tokens.
+    /// Records of tokens that are not verified yet.
     DeltaLog,
     /// Saved recurrent slots.
     Checkpoints,
@@ -110,7 +110,7 @@ struct Books {
     charges: u64,
 }
 
-/// The account of one runtime's memory. Cloning gives another handle to the same books.
+/// The account of one runtime's memory. Clones are handles to the same account.
 #[derive(Clone, Default)]
 pub struct Ledger {
     books: Arc<Mutex<Books>>,
@@ -151,7 +151,7 @@ impl Ledger {
         self.books().active
     }
 
-    /// Highest bytes in use since the start or the last [`Ledger::reset_peak`], each category for itself.
+    /// Highest bytes in use since the start or the last [`Ledger::reset_peak`], for each category separately.
     pub fn peak(&self) -> MemoryReport {
         self.books().peak
     }
@@ -161,15 +161,15 @@ impl Ledger {
         self.books().peak_total
     }
 
-    /// Starts the peaks anew from what is in use.
+    /// Resets the peaks to the bytes in use now.
     pub fn reset_peak(&self) {
         let mut books = self.books();
         books.peak = books.active;
         books.peak_total = books.active_total;
     }
 
-    /// Sets or lifts the hard limit on the sum of all categories. Lowering it below what is in use makes
-    /// every further charge fail; nothing in use is taken away.
+    /// Sets or lifts the hard limit on the sum of all categories. If the limit is below the bytes in use, every further
+    /// charge fails, but no memory is taken back.
     pub fn set_limit(&self, limit: Option<u64>) {
         self.books().limit = limit;
     }
@@ -179,7 +179,7 @@ impl Ledger {
         self.books().limit
     }
 
-    /// From now on only the category `user` may grow: the plan is complete.
+    /// The plan is complete: from now on only the category `user` may grow.
     pub fn freeze(&self) {
         self.books().frozen = true;
     }
@@ -189,7 +189,7 @@ impl Ledger {
         self.books().frozen = false;
     }
 
-    /// Charges made since the start; constant while a frozen plan runs.
+    /// Number of charges since the start; constant while a frozen plan runs.
     pub fn charges(&self) -> u64 {
         self.books().charges
     }
@@ -213,7 +213,7 @@ impl Charge {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Takes over what another charge of the same category in the same books holds.
+    /// Takes over the bytes of another charge, which has the same category and ledger.
     pub(crate) fn absorb(&self, other: Charge) {
         assert!(self.category == other.category && Arc::ptr_eq(&self.ledger.books, &other.ledger.books));
         self.bytes.fetch_add(other.bytes.swap(0, Ordering::Relaxed), Ordering::Relaxed);

@@ -5,11 +5,11 @@
 //! fused element-wise chains, reused inputs and one arena of known size. [`Runtime::prepare`] keeps such a program
 //! bound to its memory, so that a model's step is traced once and run again without being rebuilt.
 //!
-//! All memory goes through the [`Ledger`] under a [`Category`]; a limit is a hard cap that returns an error.
+//! All memory goes through the [`Ledger`] under a [`Category`]. The limit is hard: an allocation beyond it is an error.
 //!
 //! # Regimes
 //! Rows of a sequence are computed in one of two ways: in *prefill* on a 64-token grid anchored at position 0, and
-//! in *decode* token by token. Within a regime a row's bits do not depend on how the work was cut.
+//! in *decode* token by token. Within a regime a row's bits do not depend on how the rows were split into runs.
 
 #![forbid(unsafe_code)]
 

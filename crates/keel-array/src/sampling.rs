@@ -1,34 +1,35 @@
 //! What drawing a token means, to the bit.
 //!
-//! Candidates are the finite logits `l` of a row, the greatest first, the lower id first among equals. Each weighs
-//! `2^40 e^((l - max) / temperature)`, rounded; 0 where the exponent is below -27.75. Weights are whole numbers, so their sums do not depend on the order of summation,
-//! and `e^x` is made of operations that every device rounds alike: all draw the same token from the same logits.
+//! Candidates are the finite logits `l` of a row, the greatest first; among equals the lower id first. The weight of
+//! each is `2^40 e^((l - max) / temperature)`, rounded; 0 if the exponent is below -27.75. Weights are whole numbers,
+//! so their sums do not depend on the order of summation. `e^x` consists of operations that all devices round alike. So
+//! all devices draw the same token from the same logits.
 //!
-//! 1. `mass` = the weights of the first `top_k` candidates, of all if `top_k` is 0.
-//! 2. `kept` = the weights of the first candidates that together have at least `top_p * mass`; `mass` if `top_p` is 1.
-//! 3. If they weigh less: `kept` = the weights of the candidates with `(l - max) / temperature >= ln(min_p)`.
-//! 4. The token is the first candidate that together with those before it weighs more than `floor(uniform * kept)`.
+//! 1. `mass` = the weight of the first `top_k` candidates together; of all if `top_k` is 0.
+//! 2. `kept` = the weight of the shortest run of first candidates with at least `top_p * mass`; `mass` if `top_p` is 1.
+//! 3. `kept` becomes the weight of the candidates with `(l - max) / temperature >= ln(min_p)`, if that is less.
+//! 4. The token is the first candidate whose weight, added to those before it, exceeds `floor(uniform * kept)`.
 //!
-//! A row without a finite logit gives 0. At temperature 0 the token is that of the greatest logit, the first among equals;
-//! NaN is never it unless there is nothing else.
+//! A row without a finite logit gives 0. At temperature 0 the token has the greatest logit, the first among equals. NaN
+//! counts as less than every number.
 
 /// How a token is drawn from a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
-    /// Divides the logits, at least 0; 0 takes the greatest.
+    /// Divides the logits; at least 0. 0 takes the greatest logit.
     pub temperature: f32,
-    /// Keeps so many candidates; 0 keeps all.
+    /// Number of candidates to keep; 0 keeps all.
     pub top_k: usize,
-    /// Keeps the first candidates of this share, above 0; 1 keeps all.
+    /// Keeps the first candidates that have this share of the weight, above 0; 1 keeps all.
     pub top_p: f32,
-    /// Keeps candidates that are at least this share as probable as the first, at most 1; 0 keeps all.
+    /// Keeps candidates at least this many times as probable as the first, at most 1; 0 keeps all.
     pub min_p: f32,
-    /// What decides, in `[0, 1)`.
+    /// The random number, in `[0, 1)`.
     pub uniform: f32,
 }
 
 impl Draw {
-    /// The greatest logit.
+    /// Takes the greatest logit.
     pub const GREATEST: Draw = Draw { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, uniform: 0.0 };
 
     /// Words of a row of the second operand of [`crate::Array::sample`].
@@ -37,34 +38,35 @@ impl Draw {
     /// The words of a row from which nothing is drawn.
     pub const NOTHING: [f32; Draw::WORDS] = [-1.0, 0.0, 1.0, f32::NEG_INFINITY, 0.0];
 
-    /// Widest row: sums of its weights fit into 64 bits, and any `top_k` below it is a whole number in f32.
+    /// Widest row. Sums of its weights fit into 64 bits, and f32 holds any smaller `top_k` exactly.
     pub const WIDTH_MAX: usize = 1 << 22;
 
-    /// Temperature, top-k, top-p, the logarithm of min-p, and the uniform number.
+    /// Temperature, top-k, top-p, `ln(min_p)`, and the uniform number.
     pub fn words(&self) -> [f32; Draw::WORDS] {
         let top_k = self.top_k.min(Draw::WIDTH_MAX) as f32;
         [self.temperature, top_k, self.top_p, self.min_p.ln(), self.uniform]
     }
 }
 
-/// The least `(l - max) / temperature` that has a weight: `2^40 e^-27.75` is 0.98.
+/// The least `(l - max) / temperature` with a weight above 0: `2^40 e^-27.75` is 0.98.
 pub const EXPONENT_MIN: f32 = -27.75;
 
 /// The weight of a candidate whose `(l - max) / temperature` is `x`, which is at most 0.
 #[inline]
 pub fn weight(x: f32) -> u64 {
-    // Adding this rounds to the nearest whole number, the even one of two, which then stands in the low bits.
+    // Adding this rounds to the nearest whole number (to even on a tie) and leaves it in the low bits.
     const ROUND: f64 = (1u64 << 52) as f64;
     let rounded = (f64::from(exp(x)) * (1u64 << 40) as f64 + ROUND).to_bits() & ((1 << 52) - 1);
     if x >= EXPONENT_MIN { rounded } else { 0 }
 }
 
-/// `e^x` for x from [`EXPONENT_MIN`] to 0, to three units in the last place; products and sums are rounded one by one.
+/// `e^x` for x from [`EXPONENT_MIN`] to 0, to three units in the last place. Each product and sum is rounded
+/// separately.
 #[inline]
 pub fn exp(x: f32) -> f32 {
-    // Adding this rounds to a whole number, which then stands in the low bits.
+    // Adding this rounds to a whole number and leaves it in the low bits.
     const ROUND: f32 = 12_582_912.0;
-    // ln 2 in two parts; the first has few enough bits that its product with a small whole number is exact.
+    // ln 2 in two parts. The first has few bits, so its product with a small whole number is exact.
     const LN2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
     // (e^r - 1 - r) / r^2 for |r| <= ln 2 / 2.
     const TAIL: [f32; 5] = [0.001_381_46, 0.008_368_72, 0.041_668_39, 0.166_665_21, 0.499_999_94];
@@ -76,7 +78,7 @@ pub fn exp(x: f32) -> f32 {
     f32::from_bits(power.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
 
-/// Greater for what comes first. -0 equals 0; NaN comes last.
+/// Sort key: greater for an earlier candidate. -0 equals 0; NaN comes last.
 #[inline]
 pub fn order(logit: f32, id: u32) -> u64 {
     let bits = (logit + 0.0).to_bits();
@@ -93,12 +95,12 @@ pub fn id_of(order: u64) -> u32 {
     !(order as u32)
 }
 
-/// What the first candidates must weigh to have the share `top_p` of `mass`; at least 1.
+/// The least weight that is the share `top_p` of `mass`; at least 1.
 pub fn enough(top_p: f32, mass: u64) -> u64 {
     ((f64::from(top_p) * mass as f64).ceil() as u64).clamp(1, mass.max(1))
 }
 
-/// The weight below the candidate that is drawn; less than `kept`.
+/// The weight that candidates up to the drawn one must exceed; less than `kept`.
 pub fn target(uniform: f32, kept: u64) -> u64 {
     ((f64::from(uniform) * kept as f64) as u64).min(kept.saturating_sub(1))
 }

@@ -8,7 +8,7 @@ use std::ops::Deref;
 pub struct Shape(Box<[usize]>);
 
 impl Shape {
-    /// Number of elements; saturates, so that a size check on a hostile shape fails instead of wrapping.
+    /// Number of elements. It saturates, so a size check fails on a hostile shape instead of wrapping.
     pub fn elements(&self) -> usize {
         self.iter().fold(1usize, |n, &d| n.saturating_mul(d))
     }
@@ -18,7 +18,7 @@ impl Shape {
         self.len()
     }
 
-    /// The shape both operands are stretched to under NumPy's broadcasting rule, if there is one.
+    /// The common shape under NumPy's broadcasting rule, if there is one.
     pub fn broadcast(&self, other: &Shape) -> Option<Shape> {
         let rank = self.rank().max(other.rank());
         let extent = |s: &Shape, i: usize| (i + s.rank()).checked_sub(rank).map_or(1, |j| s[j]);
@@ -98,7 +98,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Most axes that an array may have.
+    /// Most axes of an array.
     pub const RANK_MAX: usize = 8;
 
     /// Row-major, gap-free, from element 0.
@@ -122,8 +122,8 @@ impl Layout {
         true
     }
 
-    /// If the trailing `inner` axes lie gap-free and the leading ones step evenly without overlap, the distance
-    /// between consecutive rows, in elements.
+    /// The distance between consecutive rows, in elements. `None` unless the last `inner` axes lie gap-free and the
+    /// axes before them step evenly without overlap.
     pub fn row_stride(&self, inner: usize) -> Option<usize> {
         let split = self.shape.rank().checked_sub(inner)?;
         let mut expected = 1;
@@ -146,7 +146,7 @@ impl Layout {
                 Some(_) => return None,
             }
         }
-        // Broadcast rows lie on top of each other: those are no rows to step through.
+        // Broadcast rows lie on top of each other: one cannot step through them.
         Some(step.map_or(expected, |(row, _)| row)).filter(|&row| row >= expected)
     }
 
@@ -165,7 +165,7 @@ impl Layout {
         Layout { shape: shape.clone(), strides: self.strides.clone(), offset: self.offset + skipped }
     }
 
-    /// Stretched to `shape`, which the caller has checked for compatibility.
+    /// Stretched to `shape`. The caller has checked that the shapes are compatible.
     pub fn broadcast(&self, shape: &Shape) -> Layout {
         let lead = shape.rank() - self.shape.rank();
         let strides = (0..shape.rank())
@@ -182,7 +182,7 @@ impl Layout {
         if self.shape.elements() == 0 {
             return Some(Layout { offset: self.offset, ..Layout::contiguous(shape.clone()) });
         }
-        // Merge axes that lie seamlessly behind each other, then cut the merged runs anew.
+        // Merge axes that follow each other without a gap, then cut the merged runs anew.
         let mut runs: Vec<(usize, usize)> = Vec::new(); // (extent, stride of its last axis)
         for (&extent, &stride) in self.shape.iter().zip(&self.strides) {
             if extent == 1 {

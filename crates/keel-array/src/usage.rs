@@ -1,15 +1,15 @@
-//! What a device's driver says of its memory, beside what the ledger counts.
+//! A device's memory as its driver counts it, next to the ledger's numbers.
 
 use crate::ledger::{Category, MemoryReport};
 
-/// Memory of a device as its driver counts it. All programs that use the device share these numbers.
+/// Memory of a device as its driver counts it, for all programs that use the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceUsage {
-    /// Bytes that the device has for programs.
+    /// Bytes of the device for all programs.
     pub total: u64,
-    /// Bytes that no program has now.
+    /// Bytes free now.
     pub free: u64,
-    /// Bytes that no program had before this process first used the device; `None` where nothing tells.
+    /// Bytes that were free before this process first used the device; `None` if unknown.
     pub free_before: Option<u64>,
 }
 
@@ -19,18 +19,18 @@ impl DeviceUsage {
         self.total.saturating_sub(self.free)
     }
 
-    /// Bytes that other programs had before this process first used the device; `None` where nothing tells.
+    /// Bytes that other programs had before this process first used the device; `None` if unknown.
     pub fn others(&self) -> Option<u64> {
         self.free_before.map(|free| self.total.saturating_sub(free))
     }
 
-    /// What the driver has taken for this process beside tensor memory: `in use - others - tensors`, tensors being those
-    /// of `allocated` that lie on the device: not parked sequences, and not `host_bytes` of the backend's own.
+    /// The driver's own memory for this process: `in use - others - tensors`. Tensors are the bytes of `allocated` on
+    /// the device: without parked sequences, and without `host_bytes` of the backend's own.
     ///
-    /// It is the context, the code of kernels that have been used so far, what libraries hold, and the rest of the last
-    /// granule of each allocation. What other programs have taken since then counts, too, and all that they have where
-    /// [`DeviceUsage::others`] is unknown, and the tensors of this process's other runtimes: to its driver one device is one
-    /// account.
+    /// Contains the context, the code of kernels used so far, memory of libraries, and the unused rest of each
+    /// allocation's last granule. The driver has one account for a device, so this number also contains:
+    /// - memory that other programs have taken since then, or all of theirs if [`DeviceUsage::others`] is unknown;
+    /// - tensors of this process's other runtimes.
     pub fn driver_bytes(&self, allocated: &MemoryReport, host_bytes: u64) -> u64 {
         let tensors = (allocated.total() - allocated.get(Category::Swap)).saturating_sub(host_bytes);
         self.in_use().saturating_sub(self.others().unwrap_or(0)).saturating_sub(tensors)

@@ -1,7 +1,7 @@
-//! Weights of linear layers: packed once into the device's own layout, opaque from then on.
+//! Weights of linear layers. They are packed once into the device's own layout, and opaque afterwards.
 //!
-//! Quantised weights keep their bits in memory; no wider copy of them exists. A weight may be filled block of
-//! rows by block of rows, so that loading needs one block of staging whatever the size of the tensor.
+//! Quantised weights keep their bits in memory; there is no wider copy. A weight may be filled in blocks of rows, so
+//! loading needs staging for one block only, for a tensor of any size.
 
 use std::ops::Range;
 
@@ -21,20 +21,20 @@ pub enum WeightFormat {
         /// Type of scales and biases.
         scale_dtype: DType,
     },
-    /// Blocks along the columns, which are whole blocks. Backends keep every value exactly as [`BlockFormat::decode`]
-    /// gives it, in at most 1.05 times the bytes of the blocks.
+    /// Blocks along the columns; each row is whole blocks. Backends keep exactly the values of [`BlockFormat::decode`],
+    /// in at most 1.05 times the bytes of the blocks.
     Blocks(BlockFormat),
 }
 
 /// The arithmetic of a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Compute {
-    /// The fastest the device has that keeps the accuracy of the weight's own format.
+    /// The device's fastest arithmetic that keeps the accuracy of the weight's format.
     #[default]
     Auto,
     /// Weights widened to f32, f32 multiply-add.
     F32,
-    /// Activations in 16 bits at least (bf16 or f16, as the device gains accuracy), f32 sums.
+    /// Activations in 16 bits or more (bf16 or f16, whichever is more accurate on the device), f32 sums.
     Bf16,
 }
 
@@ -79,7 +79,7 @@ pub enum RowData<'a> {
         /// `[rows, cols / group_size]`.
         biases: &'a [f32],
     },
-    /// The blocks of each row, as a file has them.
+    /// The blocks of each row, in the file's form.
     Blocks(&'a [u8]),
 }
 
@@ -88,7 +88,7 @@ pub enum RowData<'a> {
 pub struct Weight {
     pub(crate) runtime: Runtime,
     pub(crate) buffer: Buffer,
-    /// Where it begins in the buffer, and its bytes.
+    /// Its range of bytes in the buffer.
     pub(crate) place: Range<usize>,
     spec: WeightSpec,
 }
@@ -97,7 +97,7 @@ impl Weight {
     /// Memory for a weight, to be filled with [`Weight::fill`].
     ///
     /// # Errors
-    /// A specification that cannot be; a limit that would be exceeded.
+    /// If the specification is invalid, or a limit would be exceeded.
     pub fn allocate(runtime: &Runtime, spec: WeightSpec) -> Result<Weight> {
         check(&spec)?;
         let bytes = runtime.backend().packed_bytes(&spec);
@@ -105,11 +105,11 @@ impl Weight {
         Ok(Weight { runtime: runtime.clone(), buffer, place: 0..bytes, spec })
     }
 
-    /// Stores a block of rows. Blocks begin at multiples of 256 rows and, but for the last, are as long: devices pack
-    /// whole tiles of rows.
+    /// Stores a block of rows. Devices pack whole tiles of rows: each block begins at a multiple of 256 rows, and each
+    /// but the last has a multiple of 256 rows.
     ///
     /// # Errors
-    /// If the block does not lie within the weight, or its data is coded otherwise, has the wrong size or a code of more bits.
+    /// If the block is not within the weight; or its data has another coding, a wrong size, or a code of too many bits.
     pub fn fill(&self, block: &RowBlock<'_>) -> Result<()> {
         let spec = &self.spec;
         let end = block.first_row.checked_add(block.rows);
@@ -129,8 +129,8 @@ impl Weight {
         self.runtime.exclusive(|backend| backend.pack(spec, self.buffer.memory(), self.place.start, block))
     }
 
-    /// Repeats the first `rows` rows of the first expert, stored before, over the whole weight: for weights that are made
-    /// up. False if the device does not do this; every row is then to be stored.
+    /// Repeats the first `rows` rows of the first expert, stored before, over the whole weight: for made-up weights.
+    /// False if the device cannot do this; the caller then stores every row.
     pub fn repeat(&self, rows: usize) -> bool {
         let repeat = |backend: &dyn crate::Backend| {
             backend.repeat_rows(&self.spec, self.buffer.memory(), self.place.start, rows)
@@ -138,7 +138,7 @@ impl Weight {
         self.runtime.backend().is_planning() || self.runtime.exclusive(repeat)
     }
 
-    /// Some rows as a weight of their own, which shares the memory; `None` where the device does not keep them so, or they are
+    /// Some rows as a weight that shares the memory. `None` if the device does not store them contiguously, or they are
     /// not within the weight.
     pub fn rows(&self, rows: Range<usize>) -> Option<Weight> {
         let is_within = self.spec.experts == 1 && rows.start < rows.end && rows.end <= self.spec.rows;
@@ -193,7 +193,7 @@ fn check(spec: &WeightSpec) -> Result<()> {
     }
 }
 
-/// Whether the elements of a block that lies within a weight are coded as the weight, and as many as its rows have.
+/// Whether a block within a weight has the weight's coding and the right number of elements.
 fn check_rows(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<()> {
     let wrong = |reason: String| Err(ArrayError::Argument { op: "pack_weight", reason });
     let (rows, cols) = (block.rows, spec.cols);

@@ -1,7 +1,7 @@
 //! Block codings of weights, as GGUF files have them: a few values share scales, and rows are whole blocks.
 //!
-//! The decoders here say what each coding means. They are plain and for reading; kernels have their own and are tested
-//! against these.
+//! The decoders here define each coding. They are written to be read; kernels have their own decoders, tested against
+//! these.
 
 mod short;
 mod superblocks;
@@ -28,7 +28,7 @@ pub enum BlockFormat {
 }
 
 impl BlockFormat {
-    /// All of them.
+    /// All codings.
     pub const ALL: [BlockFormat; 13] = [
         BlockFormat::Q4_0,
         BlockFormat::Q4_1,
@@ -74,7 +74,7 @@ impl BlockFormat {
         }
     }
 
-    /// Where the f16 scales of a block stand: for making up blocks whose values are sane.
+    /// Byte offsets of the f16 scales within a block, used to make up blocks with reasonable values.
     pub const fn scale_offsets(self) -> &'static [usize] {
         match self {
             BlockFormat::Q4_0 | BlockFormat::Q5_0 | BlockFormat::Q8_0 => &[0],
@@ -87,13 +87,13 @@ impl BlockFormat {
         }
     }
 
-    /// Bytes of a row of `cols` values, or `None` if they are not whole blocks or too many.
+    /// Bytes of a row of `cols` values. `None` if the row is not whole blocks, or too large.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
         let blocks = cols.is_multiple_of(self.values()).then(|| cols / self.values())?;
         blocks.checked_mul(self.bytes())
     }
 
-    /// Decodes as many whole blocks as both have room for.
+    /// Decodes whole blocks, as many as both `bytes` and `out` have room for.
     pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
         let block = match self {
             BlockFormat::Q4_0 => short::q4_0,
@@ -118,7 +118,7 @@ impl BlockFormat {
 }
 
 impl fmt::Display for BlockFormat {
-    /// The name that files have for the coding.
+    /// The coding's name in files.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             BlockFormat::Q2K => f.write_str("Q2_K"),

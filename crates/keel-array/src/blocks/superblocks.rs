@@ -1,4 +1,4 @@
-//! Superblocks of 256 values, whose sub-blocks have small integer scales of their own under one f16 scale.
+//! Superblocks of 256 values. Their sub-blocks have small integer scales, under one common f16 scale.
 
 use super::short::{NONLINEAR, half};
 
@@ -9,12 +9,12 @@ pub(super) const Q5_K_BYTES: usize = 4 + 12 + 32 + 128;
 pub(super) const Q6_K_BYTES: usize = 128 + 64 + 16 + 2;
 pub(super) const IQ4_XS_BYTES: usize = 2 + 2 + 4 + 128;
 
-/// Two-bit value `i` of 256: each half of the values takes 32 bytes, in four layers of two bits.
+/// Two-bit value `i` of 256. Each half of the values takes 32 bytes, in four layers of two bits.
 fn two_bits(quants: &[u8], i: usize) -> u8 {
     quants[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3
 }
 
-/// Four-bit value `i` of 256: each run of 64 takes 32 bytes, its first half the low four bits.
+/// Four-bit value `i` of 256. Each run of 64 takes 32 bytes; its first 32 values are the low four bits.
 fn four_bits(quants: &[u8], i: usize) -> u8 {
     quants[i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4) & 15
 }
@@ -46,8 +46,8 @@ pub(super) fn q3_k(block: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Scale and min `i` of eight, 6 bits each, in 12 bytes: the first four lie plainly in bytes 0..4 and 4..8, the last
-/// four have their low bits in bytes 8..12 and their 2 upper bits on top of the first four.
+/// Scale and min `i` of eight, 6 bits each, in 12 bytes. The first four scales are bytes 0..4, the first four mins are
+/// bytes 4..8. The last four have their low bits in bytes 8..12, and their 2 upper bits on top of the first four.
 fn scale_and_min(packed: &[u8], i: usize) -> (f32, f32) {
     let (scale, min) = if i < 4 {
         (packed[i] & 63, packed[i + 4] & 63)
@@ -80,8 +80,8 @@ pub(super) fn q5_k(block: &[u8], out: &mut [f32]) {
     }
 }
 
-/// `value = d * scale * (q - 32)`, `q` of 6 bits, signed scale of 8 bits for each 16 values: 128 bytes of low bits, 64 of
-/// the 2 high bits, 16 of scales, `d` f16. Each half of the values takes 64 bytes of low bits, low halves first.
+/// `value = d * scale * (q - 32)`, `q` of 6 bits, signed scale of 8 bits for each 16 values: 128 bytes of low bits, 64
+/// of the 2 high bits, 16 of scales, `d` f16. Each half of the values takes 64 bytes of low bits, low halves first.
 pub(super) fn q6_k(block: &[u8], out: &mut [f32]) {
     let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], half(block, 208));
     for (i, out) in out.iter_mut().enumerate() {

@@ -70,13 +70,13 @@ pub enum Binary {
     Sub,
     /// `a * b`
     Mul,
-    /// `a / b`; integers truncate, and division by zero gives zero.
+    /// `a / b`. Integer division truncates; integer division by zero gives zero.
     Div,
-    /// The larger; NaN if either is.
+    /// The larger; NaN if either operand is.
     Max,
-    /// The smaller; NaN if either is.
+    /// The smaller; NaN if either operand is.
     Min,
-    /// `a ^ b`, floats alone.
+    /// `a ^ b`, floats only.
     Pow,
     /// `a == b`, as bool.
     Equal,
@@ -140,8 +140,8 @@ pub enum FusedStep {
     Binary(Binary, Source, Source),
 }
 
-/// A chain of f32 operations over one index space; the last step is the output. Values between steps never
-/// reach memory.
+/// A chain of f32 operations over one index space. The last step is the output. Values between steps are never in
+/// memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Fused {
     /// In order of execution.
@@ -149,9 +149,9 @@ pub struct Fused {
 }
 
 impl Fused {
-    /// Steps of a chain: so many keep its state in the first-level cache.
+    /// Most steps of a chain: the state of this many fits into the first-level cache.
     pub const STEPS_MAX: usize = 24;
-    /// Inputs of a chain.
+    /// Most inputs of a chain.
     pub const INPUTS_MAX: usize = 12;
 }
 
@@ -210,7 +210,7 @@ impl Array {
     /// The same values in another type. Floats to integers truncate towards zero and saturate.
     ///
     /// # Errors
-    /// None of its own.
+    /// Only those that every operation can return.
     pub fn cast(&self, dtype: DType) -> Result<Array> {
         if dtype == self.dtype() {
             return Ok(self.clone());
@@ -218,7 +218,7 @@ impl Array {
         Array::build(Op::Cast, &[self], self.shape().clone(), dtype)
     }
 
-    /// `self` where true, elements of `if_true`, elsewhere of `if_false`.
+    /// Element-wise choice: `if_true` where this array is true, `if_false` elsewhere.
     ///
     /// # Errors
     /// If this array is not bool, or the shapes do not broadcast.

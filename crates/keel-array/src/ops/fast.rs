@@ -12,16 +12,16 @@ pub struct RopeSpec {
     pub rotary: usize,
     /// For positions in three rows (time, height, width): how many frequencies read each row. `None` for one row.
     pub sections: Option<[usize; 3]>,
-    /// Sections interleaved (frequency `i` reads row `i % 3` while that row has frequencies left) rather than in runs.
+    /// If true, frequency `i` reads row `i % 3` while that row has frequencies left. If false, each row has one run.
     pub interleaved: bool,
 }
 
-/// A scale for each column, then some rounds in which columns turn in pairs:
+/// A scale for each column, followed by rounds in which columns turn in pairs:
 ///
 /// `x[c] *= scales[c]`; in round `r`, for each pair `(a, b) = (pairs[r, 2 i], pairs[r, 2 i + 1])` with
 /// `(cos, sin) = (turns[r, 2 i], turns[r, 2 i + 1])`: `(x[a], x[b]) = (x[a] cos + x[b] sin, x[b] cos - x[a] sin)`.
 ///
-/// ParoQuant (Liang et al., 2025) puts one before each quantised layer. The pairs of a round must not share a column.
+/// ParoQuant (Liang et al., 2025) puts one before each quantised layer. The pairs of a round share no column.
 #[derive(Clone, Debug)]
 pub struct PairRotation {
     /// f32 `[K]`.
@@ -33,8 +33,8 @@ pub struct PairRotation {
 }
 
 impl Array {
-    /// The rotation of each row of x f32 `[.., K]`; see [`PairRotation`]. A column that does not exist is found when the
-    /// kernel runs.
+    /// The rotation of each row of x f32 `[.., K]`; see [`PairRotation`]. An index of a column that does not exist is
+    /// an error when the kernel runs.
     ///
     /// # Errors
     /// If shapes or types differ from this, or K is odd.
@@ -187,9 +187,9 @@ impl Array {
         Array::build(Op::SigmoidGate, &[self, gate], self.shape().clone(), DType::F32)
     }
 
-    /// Router of a mixture of experts. This array holds the logits f32 `[T, E]`; the results are the softmax
-    /// probabilities of the `k` most probable experts, divided by their sum if `normalise`, and their indices
-    /// u32, both `[T, k]`, most probable first, the lower index among equals.
+    /// Router of a mixture of experts. This array holds the logits f32 `[T, E]`. The results, both `[T, k]`, are the
+    /// softmax probabilities of the `k` most probable experts, divided by their sum if `normalise`, and their indices
+    /// u32. The most probable comes first; among equals the lower index.
     ///
     /// # Errors
     /// If the logits are not f32 `[T, E]` with `E >= k >= 1`.

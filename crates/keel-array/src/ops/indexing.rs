@@ -10,7 +10,7 @@ pub enum RandomKind {
     Uniform,
     /// f32, mean 0 and deviation 1.
     Normal,
-    /// u32, every bit pattern alike.
+    /// u32, every bit pattern equally probable.
     Bits,
 }
 
@@ -40,7 +40,7 @@ impl Array {
         Array::create(runtime, op, Shape::from([count]), dtype)
     }
 
-    /// Pseudo-random elements: the same for the same seed on every machine and device.
+    /// Pseudo-random elements. The same seed gives the same elements on every machine and device.
     ///
     /// # Errors
     /// If the shape is too large to address.
@@ -49,8 +49,8 @@ impl Array {
         Array::create(runtime, Op::Random { kind, seed }, shape.into(), dtype)
     }
 
-    /// Blocks of this array along its first axis: the result's shape is that of `indices` followed by this
-    /// array's other axes. An index out of range is found when the kernel runs.
+    /// Blocks of this array along its first axis. The result's shape is that of `indices`, followed by this array's
+    /// other axes. An index out of range is an error when the kernel runs.
     ///
     /// # Errors
     /// If this array has no axis, or the indices are not i32 or u32.
@@ -63,7 +63,7 @@ impl Array {
         Array::build(Op::Take, &[self, indices], shape, self.dtype())
     }
 
-    /// Elements of the last axis chosen by `indices`, whose other axes are this array's.
+    /// Elements of the last axis chosen by `indices`. The other axes of `indices` are those of this array.
     ///
     /// # Errors
     /// If the leading axes differ, or the indices are not i32 or u32.

@@ -4,21 +4,21 @@ use crate::DType;
 
 /// How the keys and values of a [`KvPool`](crate::KvPool) are kept.
 ///
-/// The coded forms keep 8 or 4 bits of each value, and for each 32 values of a token's head a step `d` in bf16:
+/// The coded forms keep 8 or 4 bits of each value, and a bf16 step `d` for each 32 values of one token and head:
 /// - 8 bits: `d = max |x| / 127`, `value = d q`, `q = round(x / d)` within -127 to 127;
 /// - 4 bits: `d = m / -8` with `m` the value farthest from zero, `value = d q`, `q = round(x / d)` within -8 to 7.
 ///
-/// `d` is rounded to bf16 before `q` is. So 1,088 and 576 bytes take the place of the 2,048 of 1,024 f16 values.
+/// `d` is rounded to bf16 before `q` is computed. 1,024 values take 1,088 or 576 bytes, compared with 2,048 in f16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvFormat {
-    /// As they are.
+    /// Unchanged.
     F32,
-    /// Rounded to f16, which keeps eight times as much of a value as bf16 does; what is beyond its range of 65,504 becomes
-    /// the greatest value that it has.
+    /// Rounded to f16, whose relative error is an eighth of bf16's. A value beyond its range of 65,504 becomes the
+    /// greatest f16 value.
     F16,
-    /// 8 bits and a share of a step.
+    /// 8 bits, and a step for each 32 values.
     Bits8,
-    /// 4 bits and a share of a step.
+    /// 4 bits, and a step for each 32 values.
     Bits4,
 }
 
@@ -35,8 +35,8 @@ impl KvFormat {
         }
     }
 
-    /// Elements of the arrays that a token's head of `head_size` values takes; `None` if the coded forms cannot cut it into
-    /// groups.
+    /// Elements of the arrays for one token and head of `head_size` values. `None` if a coded form cannot cut the head
+    /// into groups.
     pub fn row_elements(self, head_size: usize) -> Option<usize> {
         let step_bytes = head_size / Self::GROUP * 2;
         match self {
@@ -47,7 +47,7 @@ impl KvFormat {
         }
     }
 
-    /// The form of arrays of this type and so many elements for a token's head.
+    /// The format of arrays of this type with this many elements for one token and head.
     pub fn of(dtype: DType, elements: usize, head_size: usize) -> Option<KvFormat> {
         [KvFormat::F32, KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4]
             .into_iter()

@@ -104,7 +104,7 @@ impl Array {
         )
     }
 
-    /// Rows of a packed weight as f32: this array holds the ids. An id out of range is found when the kernel runs.
+    /// Rows of a packed weight as f32. This array holds the ids. An id out of range is an error when the kernel runs.
     ///
     /// # Errors
     /// If the ids are not i32 or u32, or the weight is a stack.
@@ -123,7 +123,7 @@ impl Array {
     }
 }
 
-/// The axes before the last, once the last is known to be `cols` and the type f32.
+/// The axes before the last, after a check that the last is `cols` and the type f32.
 fn leading<'a>(op: &'static str, x: &'a Array, cols: usize) -> Result<&'a [usize]> {
     if x.dtype() != DType::F32 {
         return Err(ArrayError::DType { op, operand: "x", expected: "f32", got: x.dtype() });

@@ -1,4 +1,4 @@
-//! The operations, by family. Each builder checks shapes and types at once; nothing runs until `eval`.
+//! The operations, by family. Each builder checks shapes and types at once. Nothing runs before `eval`.
 
 mod elementwise;
 mod fast;
@@ -24,7 +24,7 @@ pub use sequence::{
     AttentionSpec, Batch, ConvSpec, ConvWindow, DeltaState, GatedDeltaSpec, KvPool, Regime, RowLog,
 };
 
-/// An f32 attribute of an operation: compared and hashed by its bits, since it is part of a program's key.
+/// An f32 attribute of an operation. It is part of a program's key, so it is compared and hashed by its bits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Real(u32);
 
@@ -56,17 +56,17 @@ pub enum Op {
     Arange {
         /// First value.
         start: Real,
-        /// Difference of neighbours.
+        /// Difference between neighbours.
         step: Real,
     },
-    /// Pseudo-random elements, a function of seed and position alone; no input.
+    /// Pseudo-random elements, which depend on seed and position only; no input.
     Random {
         /// Distribution.
         kind: RandomKind,
         /// Seed.
         seed: u64,
     },
-    /// The same elements in another layout. Never reaches a backend: programs turn it into strides.
+    /// The same elements in another layout. Never reaches a backend: a program turns it into strides.
     View(View),
     /// The elements of a strided operand, row-major.
     Copy,
@@ -80,7 +80,7 @@ pub enum Op {
     Where,
     /// A chain of element-wise operations in one pass.
     Fused(Arc<Fused>),
-    /// Operands one behind the other along an axis.
+    /// Operands one after the other along an axis.
     Concatenate {
         /// The axis.
         axis: usize,
@@ -111,7 +111,7 @@ pub enum Op {
         /// Largest first.
         descending: bool,
     },
-    /// The `k` largest of the last axis, largest first, first among equals first; outputs values and indices (u32).
+    /// The `k` largest of the last axis, largest first; the first among equals. Outputs values and indices (u32).
     TopK {
         /// How many.
         k: usize,
@@ -163,7 +163,7 @@ pub enum Op {
     Linear {
         /// The weight.
         weight: WeightSpec,
-        /// True if the third operand is there.
+        /// True if there is a third operand.
         residual: bool,
     },
     /// `y[t, j] = x[t or t*J+j] W[e[t, j]]^T`; x `[T, K]` or `[T, J, K]`, weight, experts u32 `[T, J]`.
@@ -183,7 +183,8 @@ pub enum Op {
         /// Divide the chosen probabilities by their sum.
         normalise: bool,
     },
-    /// `sum_j w[t, j] y[t, j] + sigmoid(g[t]) * shared[t] + residual[t]`; y, w, and optionally shared and g; residual last.
+    /// `sum_j w[t, j] y[t, j] + sigmoid(g[t]) * shared[t] + residual[t]`; y, w, and optionally shared and g; residual
+    /// last.
     CombineExperts {
         /// True if `shared` and `g` are there.
         shared: bool,
@@ -211,7 +212,7 @@ pub enum View {
     Broadcast,
 }
 
-/// Which strides of an input a kernel can walk.
+/// The strides of an input that a kernel can walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Strides {
     /// Any.
@@ -273,12 +274,12 @@ impl Op {
         }
     }
 
-    /// True for operations that compute each element of the output from the same element of the operands.
+    /// True for operations whose output element depends on the same element of each operand only.
     pub(crate) fn is_elementwise(&self) -> bool {
         matches!(self, Op::Cast | Op::Unary(_) | Op::Binary(_) | Op::Where | Op::Fused(_))
     }
 
-    /// Inputs that the kernel writes to: persistent state of a sequence.
+    /// Inputs that the kernel writes to: a sequence's persistent state.
     pub fn mutated_inputs(&self) -> std::ops::Range<usize> {
         match self {
             Op::CausalConv(spec) => spec.state(),
@@ -288,7 +289,7 @@ impl Op {
         }
     }
 
-    /// How an operation with memory computes rows.
+    /// The regime of an operation with memory.
     pub(crate) fn regime(&self) -> Option<Regime> {
         match self {
             Op::GatedDelta(spec) => Some(spec.regime),
@@ -297,8 +298,8 @@ impl Op {
         }
     }
 
-    /// Whether an output may take over the memory of an input that nobody else needs. The kernel then finds the
-    /// input where it writes the output.
+    /// Whether an output may take the memory of an input that has no other reader. The kernel then reads the input from
+    /// the memory to which it writes the output.
     pub(crate) fn may_reuse(&self, input: usize, output: usize) -> bool {
         match self {
             Op::SliceUpdate { .. } => input == 0,

@@ -1,6 +1,6 @@
 //! Reductions, softmax, sorting and running sums along an axis.
 //!
-//! Kernels work on the last axis; the builders move the axis there and back.
+//! Kernels work on the last axis. The builders move the axis there and back.
 
 use super::Op;
 use super::views::resolve_axis;
@@ -11,7 +11,7 @@ use crate::{Array, ArrayError, DType, Result, Shape};
 pub enum Reduction {
     /// Sum; floats are summed in f32, integers wrap.
     Sum,
-    /// Sum divided by the number of elements, floats alone.
+    /// Sum divided by the number of elements, floats only.
     Mean,
     /// Largest.
     Max,
@@ -19,9 +19,9 @@ pub enum Reduction {
     Min,
     /// Product.
     Prod,
-    /// True if any is true, bool alone.
+    /// True if any is true, bool only.
     Any,
-    /// True if all are true, bool alone.
+    /// True if all are true, bool only.
     All,
 }
 

@@ -6,17 +6,17 @@ use crate::sampling::Draw;
 use crate::{Array, ArrayError, DType, Result, Shape};
 
 impl Array {
-    /// A token for each row of logits, as [`crate::sampling`] says: `draws` holds [`Draw::words`] for each row. The token of a
-    /// row with [`Draw::NOTHING`] is undefined.
+    /// A token for each row of logits; [`crate::sampling`] defines it. `draws` holds [`Draw::words`] for each row. The
+    /// token of a row with [`Draw::NOTHING`] is undefined.
     ///
     /// # Shapes
-    /// logits `[R, V]`, draws `[R, 5]` to tokens `[R]`; V is from 1 to [`Draw::WIDTH_MAX`].
+    /// logits `[R, V]`, draws `[R, 5]`, tokens `[R]`. V is 1 to [`Draw::WIDTH_MAX`].
     ///
     /// # Dtypes
     /// f32 and f32 to u32; weights are summed in 64-bit integers.
     ///
     /// # Errors
-    /// If shapes or types are others.
+    /// If shapes or types differ from this.
     pub fn sample(&self, draws: &Array) -> Result<Array> {
         const OP: &str = "sample";
         for (operand, array) in [("logits", self), ("draws", draws)] {

@@ -1,19 +1,19 @@
 //! Operations with memory: convolution windows, gated-delta states and KV pages.
 //!
-//! State lives in arrays of its own, allocated once and written in place; an operation takes them as inputs and
-//! mutates them. Operations on the same state run in the order in which they were built. All that changes from
-//! step to step (which rows belong to which sequence, positions, page tables) is data in small arrays, so a
-//! prepared program is run again without being rebuilt.
+//! State lives in separate arrays, allocated once and written in place. An operation takes them as inputs and mutates
+//! them. Operations on the same state run in the order in which they were built. Everything that changes from step to
+//! step (rows of each sequence, positions, page tables) is data in small arrays, so a prepared program is run again
+//! without being rebuilt.
 //!
 //! # Rows that may be taken back
 //! A sequence that speculates does not know yet which rows of a step it will keep. The step leaves them *open*
-//! ([`RowLog::KeepOpen`]): convolution and gated delta rule compute them as ever, but write to the log what is
-//! needed to commit them, and leave window and state as they were. The next step with a log finds in
-//! [`Batch::accepted`] how many of a sequence's open rows were kept, commits the first so many in order, forgets the
-//! others, and goes on with its own rows. Taking rows back lowers a count; no state is copied and no row is run
-//! twice. Rows of keys and values beyond those kept are overwritten by the rows that take their positions.
+//! ([`RowLog::KeepOpen`]). Convolution and gated delta rule compute open rows as usual, but write the data needed to
+//! commit them to the log, and do not change window and state. The next step with a log reads from
+//! [`Batch::accepted`] how many of a sequence's open rows are kept. It commits these first rows in order, drops the
+//! others, and continues with its own rows. Taking rows back lowers a count: no state is copied and no row is run
+//! twice. Keys and values of dropped rows are overwritten by the later rows at the same positions.
 //!
-//! The bits of window, state and outputs are those of a step that committed the rows at once.
+//! Window, state and outputs have the same bits as in a step that commits the rows at once.
 
 use std::ops::Range;
 
@@ -31,23 +31,23 @@ pub enum Regime {
     Decode,
 }
 
-/// What a step of a layer with memory does with the log of rows that may be taken back.
+/// How a step of a layer with memory uses the log of rows that may be taken back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RowLog {
-    /// It neither reads nor writes one: no row may be open. Every row is committed.
+    /// Reads and writes no log: no row may be open. Every row is committed.
     None,
-    /// It commits the accepted open rows of the step before, then its own rows. No row is open afterwards.
+    /// Commits the accepted open rows of the step before, then its own rows. No row is open afterwards.
     Commit,
-    /// It commits the accepted open rows of the step before, and leaves its own rows open: at most as many for each
-    /// sequence as the log has records for a slot. Decode regime only.
+    /// Commits the accepted open rows of the step before, and leaves its own rows open. Each sequence may have as many
+    /// open rows as the log has records for a slot. Decode regime only.
     KeepOpen,
 }
 
-/// The sequences of a step. All arrays are u32 and filled before each run; kernels read them from memory.
+/// The sequences of a step. All arrays are u32. The host fills them before each run; kernels read them from memory.
 ///
-/// Rows from `row_start[B]` on belong to no sequence: nothing is computed for them. A sequence may have no rows; a
-/// step with a log still commits what it accepted. One that has neither may be in [`Batch::NO_SLOT`]: nothing of it is read or
-/// written, so a step of fewer sequences can be padded with such.
+/// Rows from `row_start[B]` on belong to no sequence and are not computed. A sequence may have no rows; a step with a
+/// log still commits its accepted rows. A sequence with neither may have the slot [`Batch::NO_SLOT`]: nothing of it is
+/// read or written. A step with fewer sequences is padded with these.
 #[derive(Clone, Debug)]
 pub struct Batch {
     /// `[B + 1]`: rows `row_start[b]..row_start[b + 1]` belong to sequence `b`.
@@ -58,20 +58,20 @@ pub struct Batch {
     pub position: Array,
     /// `[B, P]`: pages of sequence `b` in order.
     pub table: Array,
-    /// `[B]`: open rows of sequence `b`, the first ones, to commit before this step's rows; 0 if none is open. Read
-    /// only where there is a [`RowLog`]; the same for all layers of a step.
+    /// `[B]`: how many open rows of sequence `b`, from the first on, to commit before this step's rows; 0 if none is
+    /// open. Read only with a [`RowLog`]. The same for all layers of a step.
     pub accepted: Array,
 }
 
 /// Causal depthwise convolution of width `K` with SiLU:
-/// `y[t, c] = silu(sum_j w[j, c] x[t - K + 1 + j, c])`, rows before the step taken from the window.
+/// `y[t, c] = silu(sum_j w[j, c] x[t - K + 1 + j, c])`; rows before the step come from the window.
 ///
 /// Inputs: x f32 `[T, C]`; w f32 `[K, C]`; window f32 `[slots, K - 1, C]`, oldest row first, mutated; with a log also
 /// open rows f32 `[slots, R, C]`, mutated; row_start; slot; with a log also accepted.
 ///
-/// With a log and `n = accepted[b]`, the window of sequence `b` first becomes the last `K - 1` rows of window and open
-/// rows `0..n` together. [`RowLog::KeepOpen`] then leaves the window at that and writes row `i` of the sequence's `x` to
-/// its open row `i`.
+/// With a log and `n = accepted[b]`, the window of sequence `b` first becomes the last `K - 1` rows of the window
+/// followed by open rows `0..n`. [`RowLog::KeepOpen`] then does not change the window further, and writes row `i` of
+/// the sequence's `x` to its open row `i`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ConvSpec {
     /// `K`.
@@ -94,14 +94,15 @@ impl ConvSpec {
 /// Inputs: qkv f32 `[T, 2 Hk Dk + Hv Dv]`; a, b f32 `[T, Hv]`; a_log, dt_bias f32 `[Hv]`;
 /// state f32 `[slots, Hv, Dk, Dv]`, mutated; with a log also records f32 `[slots, R, Hk Dk + Hv Dv + Hv]`, mutated;
 /// row_start; slot; position; with a log also accepted. Output f32 `[T, Hv, Dv]`.
-/// In the prefill regime rows are worked on in chunks of 64 (WY form), and there is no log.
+/// In the prefill regime rows are computed in chunks of 64 (WY form), and there is no log.
 ///
-/// A record is what it takes to repeat one row's update of the state: the normalised `k` of all key heads, then `u` of all
-/// value heads, then `g` of all value heads. With a log and `n = accepted[b]`, the state of sequence `b` first takes the
-/// updates of its records `0..n` in order, `S = e^g S + k^T u`, each with the operations and so the bits that the row's own
-/// step would have used. [`RowLog::KeepOpen`] then computes the step's rows from there without writing the state, and
-/// leaves row `i` of a sequence as its record `i`. Records `0..n` are read before any is overwritten. Accepted rows are those
-/// of the positions before `position`; in which order the records of a slot lie is the backend's own.
+/// A record holds the data to repeat one row's update of the state: the normalised `k` of all key heads, then `u` of
+/// all value heads, then `g` of all value heads. With a log and `n = accepted[b]`, the state of sequence `b` first
+/// takes the updates of its records `0..n` in order: `S = e^g S + k^T u`. They use the same operations as the row's own
+/// step, so the bits are equal. [`RowLog::KeepOpen`] then computes the step's rows from there without writing the
+/// state, and writes row `i` of a sequence to its record `i`. All records `0..n` are read before any is overwritten.
+/// Accepted rows are at the positions before `position`. Each backend chooses the order of the records of a slot in
+/// memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct GatedDeltaSpec {
     /// `Hk`.
@@ -136,23 +137,23 @@ impl GatedDeltaSpec {
 
 /// Causal attention with grouped heads over paged keys and values. The new rows are written to their pages first.
 ///
-/// With a window, the table may name the same page for positions that are more than the window apart: rows are written
-/// and attended in runs that end at multiples of [`AttentionSpec::RUN`], so that pages which have left the window of a
-/// run can be written again by the next.
+/// With a window, the table may name the same page for positions that are more than the window apart. Rows are written
+/// and attended in runs that end at multiples of [`AttentionSpec::RUN`], so the next run may overwrite pages that have
+/// left the window of this run.
 ///
 /// Inputs: q f32 `[T, H, D]`; k, v f32 `[T, KV, D]`; key pool and value pool f32 or f16 `[pages, KV, 256, D]`,
-/// mutated; table; row_start; position; for [`Array::attention_until`] also until u32 `[T]`. Output f32 `[T, H, D]`. `D` is a
-/// multiple of 16 and at most 512.
+/// mutated; table; row_start; position; for [`Array::attention_until`] also until u32 `[T]`. Output f32 `[T, H, D]`.
+/// `D` is a multiple of 16 and at most 512.
 ///
-/// With `until`, row `t` sees the keys of its sequence up to position `max(position, until[t])`, as far as the step writes them.
-/// All rows are written before any is attended, so with a window no two positions from the first row's window to the last row
-/// may share a page. Prefill regime only.
+/// With `until`, row `t` sees the keys of its sequence up to position `max(position, until[t])`, if the step writes
+/// them. All rows are written before any is attended. So with a window, the positions from the first row's window to
+/// the last row must not share a page. Prefill regime only.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionSpec {
     /// Factor on `q . k`.
     pub scale: Real,
-    /// Tokens that a row sees, itself included; `None` for all before it. With `Some(0)` rows are written for later ones and
-    /// see nothing: the output means nothing, and `q` is not read.
+    /// Tokens that a row sees, itself included; `None` for all before it. With `Some(0)` the step writes rows for later
+    /// steps, and rows see nothing: the output is undefined and `q` is not read.
     pub window: Option<usize>,
     /// How rows are computed.
     pub regime: Regime,
@@ -166,7 +167,7 @@ impl AttentionSpec {
     pub const HEAD_UNIT: usize = 16;
     /// Largest head size.
     pub const HEAD_MAX: usize = 512;
-    /// Positions that rows with a window are cut at.
+    /// Rows with a window are cut into runs at multiples of this position.
     pub const RUN: usize = 64;
 }
 
@@ -188,8 +189,8 @@ pub struct DeltaState {
     pub records: Option<Array>,
 }
 
-/// Keys and values of one layer, each `[pages, KV, 256, W]` with the type and the elements `W` of a [`KvFormat`] for heads of
-/// `D`. The order of the elements within a page is the backend's own.
+/// Keys and values of one layer, each `[pages, KV, 256, W]`. The [`KvFormat`] gives their type and `W`, the elements
+/// for one token and head of `D` values. Each backend chooses the order of the elements within a page.
 #[derive(Clone, Debug)]
 pub struct KvPool {
     /// Keys.
@@ -199,7 +200,7 @@ pub struct KvPool {
 }
 
 impl Batch {
-    /// The slot of a sequence that is none.
+    /// The slot of a padding sequence.
     pub const NO_SLOT: u32 = u32::MAX;
 }
 
@@ -248,7 +249,7 @@ impl Array {
     /// The gated delta rule; see [`GatedDeltaSpec`]. This array is qkv after the convolution; `state` is mutated.
     ///
     /// # Errors
-    /// If shapes or types differ from the specification, or it asks for a log that the state does not have.
+    /// If shapes or types differ from the specification, or it needs a log that the state does not have.
     #[allow(clippy::too_many_arguments)] // the operands of the rule
     pub fn gated_delta(
         &self,
@@ -306,8 +307,8 @@ impl Array {
         self.attend((k, v), pool, batch, None, spec)
     }
 
-    /// As [`Array::paged_attention`] in the prefill regime, where a row also sees later keys, up to a position of its own: the
-    /// tokens of a picture see each other. See [`AttentionSpec`].
+    /// As [`Array::paged_attention`] in the prefill regime, but each row also sees later keys up to its own limit. The
+    /// tokens of a picture see each other this way. See [`AttentionSpec`].
     ///
     /// # Errors
     /// As [`Array::paged_attention`]; in the decode regime; if `until` is not u32 `[T]`.
@@ -395,7 +396,7 @@ fn extent(array: &Array, axis: usize) -> usize {
     array.shape().get(axis).copied().unwrap_or(0)
 }
 
-/// The log that a step asks for: f32 `[slots, R, width]`.
+/// The log that the specification needs: f32 `[slots, R, width]`.
 fn expect_log<'a>(
     op: &'static str,
     log: RowLog,
@@ -416,7 +417,7 @@ fn expect_log<'a>(
     Ok(Some(array))
 }
 
-/// The batch, once its arrays are known to agree.
+/// The batch, after a check that its arrays agree.
 fn checked<'a>(op: &'static str, batch: &'a Batch) -> Result<&'a Batch> {
     let sequences = extent(&batch.slot, 0);
     expect_shape(op, "batch.row_start", &[sequences + 1], batch.row_start.shape())?;

@@ -109,15 +109,15 @@ impl Array {
         self.view(View::Broadcast, shape)
     }
 
-    /// Row-major, gap-free.
+    /// The same elements, row-major and gap-free.
     ///
     /// # Errors
-    /// None of its own.
+    /// Only those that every operation can return.
     pub fn contiguous(&self) -> Result<Array> {
         Array::build(Op::Copy, &[self], self.shape().clone(), self.dtype())
     }
 
-    /// Arrays one behind the other along `axis`.
+    /// Arrays one after the other along `axis`.
     ///
     /// # Errors
     /// If there is none, or the shapes differ elsewhere, or the types differ.
@@ -148,8 +148,8 @@ impl Array {
         Array::build(Op::Concatenate { axis }, arrays, shape.into(), first.dtype())
     }
 
-    /// This array with the block at `starts` replaced by `update`. If nobody else holds this array the
-    /// replacement happens in its own memory.
+    /// This array with the block at `starts` replaced by `update`. Written in place if this is the only handle to the
+    /// array.
     ///
     /// # Errors
     /// If the block is not within the array, or the types differ.

@@ -1,7 +1,7 @@
-//! Stage 4: a value that its readers can make for themselves needs neither memory nor a kernel.
+//! Stage 4: a value that its readers can compute for themselves needs neither memory nor a kernel.
 //!
-//! Only a backend knows what its kernels can take in: a norm in front of a product, a gate behind it. It is asked about
-//! each producer and each of its readers; all of them must agree. A producer with several readers is run in each.
+//! Only a backend knows which producers its kernels can absorb: a norm before a product, a gate after it. It is asked
+//! about each producer and each of its readers. All readers must agree; then each of them runs the producer itself.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
         }
     }
     let mut kernels: Vec<Option<Kernel>> = draft.kernels.drain(..).map(Some).collect();
-    // In order: a producer that was absorbed is absorbed further with its reader.
+    // In order: an absorbed producer can be absorbed again, together with its reader.
     for i in 0..kernels.len() {
         let Some(producer) = kernels[i].take() else { continue };
         let places = match producer.outputs[..] {

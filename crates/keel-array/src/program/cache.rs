@@ -1,4 +1,4 @@
-//! Compiled programs by graph, least recently used first out, bounded in bytes.
+//! Compiled programs by graph, bounded in bytes. The least recently used program is evicted first.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -73,7 +73,7 @@ impl ProgramCache {
     }
 }
 
-/// Host memory of an entry, counting what grows with the graph.
+/// Host memory of an entry. Counts the parts that grow with the graph.
 fn host_bytes(graph: &Graph, program: &Program) -> usize {
     // An operand with its boxed shape and strides, for about four axes.
     let operand = size_of::<super::Operand>() + size_of::<[usize; 8]>();

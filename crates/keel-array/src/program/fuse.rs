@@ -1,6 +1,6 @@
 //! Stage 3: chains of element-wise f32 kernels become one kernel.
 //!
-//! A producer is folded into its consumer if nobody else reads its value, so no work is done twice.
+//! A producer is folded into its consumer only if nothing else reads its value, so no work is done twice.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -78,7 +78,7 @@ fn steps(kernel: &Kernel) -> Option<Vec<FusedStep>> {
     }
 }
 
-/// `made` computed inside `kernel`, in place of the latter's input number `input`.
+/// Computes `made` inside `kernel`, in place of input number `input` of `kernel`.
 fn fold(made: Kernel, kernel: Kernel, input: usize) -> Kernel {
     let (first, second) = (steps(&made).unwrap_or_default(), steps(&kernel).unwrap_or_default());
     let result = first.len() - 1;

@@ -1,4 +1,4 @@
-//! Stage 1: the pending calls behind some arrays, as plain data.
+//! Stage 1: the pending calls that some arrays depend on, as plain data.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -24,12 +24,12 @@ pub(crate) struct GraphCall {
     pub specs: Vec<(Shape, DType)>,
 }
 
-/// Memory that the graph reads. The layout's offset is left out: it belongs to the binding.
+/// Memory that the graph reads. The layout's offset is left out: it is part of the binding.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct External {
     pub layout: Layout,
     pub dtype: DType,
-    /// Nobody but the graph holds it, so an output may take its memory over.
+    /// Only the graph holds it, so an output may take its memory.
     pub donatable: bool,
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct Graph {
 }
 
 impl Graph {
-    /// The regime of the operations with memory; `None` without any, or if there are both.
+    /// The regime of the operations with memory. `None` if there are none, or if both regimes occur.
     pub fn regime(&self) -> Option<Regime> {
         let mut regimes = self.calls.iter().filter_map(|call| call.op.regime());
         let first = regimes.next()?;
@@ -51,24 +51,24 @@ impl Graph {
     }
 }
 
-/// A graph with the memory and the nodes it stands for.
+/// A graph with its memory and nodes.
 pub(crate) struct Collected {
     pub graph: Graph,
     pub externals: Vec<Storage>,
     pub outputs: Vec<Arc<Node>>,
 }
 
-/// What the graph is collected for.
+/// The use of a collected graph.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// To be computed once. Values inside the graph to which someone holds a handle become outputs too, so that
-    /// they are not computed again later and lose their parents; memory that nobody else holds may be reused.
+    /// Computed once. Inner values with a handle outside the graph become outputs, too: they lose their parents and are
+    /// not computed again later. Memory that only the graph holds may be reused.
     Evaluate,
-    /// To be run again and again: only the targets are outputs, and every input stays as it is.
+    /// Run many times: only the targets are outputs, and every input stays unchanged.
     Prepare,
 }
 
-/// Collects what has to be computed for `targets`.
+/// Collects the calls that `targets` need.
 pub(crate) fn collect(targets: &[&Array], purpose: Purpose) -> Collected {
     let calls = pending_calls(targets);
     let number: HashMap<u64, usize> = calls.iter().enumerate().map(|(i, c)| (c.id, i)).collect();
@@ -105,7 +105,7 @@ fn pending_calls(targets: &[&Array]) -> Vec<Arc<Call>> {
     calls
 }
 
-/// Handles to each node that are operands of these calls.
+/// For each node, how many operands of these calls are handles to it.
 fn count_inner_handles(calls: &[Arc<Call>]) -> HashMap<*const Node, usize> {
     let mut handles = HashMap::new();
     for call in calls {

@@ -6,11 +6,11 @@ use crate::array::apply_view;
 use crate::ops::{Op, Strides, bytes_of};
 use crate::{DType, Layout};
 
-/// An intermediate of a program that has no place yet.
+/// An intermediate of a program, before it has a place.
 #[derive(Clone, Debug)]
 pub(super) struct Temp {
     pub bytes: usize,
-    /// The output that this value is, if it outlives the program.
+    /// The number of the output that this value becomes, if it outlives the program.
     pub output: Option<usize>,
 }
 
@@ -74,7 +74,7 @@ impl Draft {
         to
     }
 
-    /// Adds a kernel, and a copy for each operand whose strides it cannot walk.
+    /// Adds a kernel. Adds a copy for each operand whose strides the kernel cannot walk.
     fn emit(&mut self, op: Op, inputs: Vec<Operand>, specs: &[(crate::Shape, DType)]) -> Vec<Operand> {
         let inputs = inputs
             .into_iter()
@@ -100,7 +100,7 @@ impl Draft {
         outputs
     }
 
-    /// Makes a value an output with memory of its own: it may pin no other (law 4).
+    /// Makes a value an output with its own memory: it must not keep other memory alive (law 4).
     fn bind_output(&mut self, value: Operand) {
         let number = self.outputs.len();
         let own = match value.slot {

@@ -1,13 +1,13 @@
 //! Programs: the stages from a pending graph to kernels over numbered memory.
 //!
 //! 1. [`graph`]: collect the pending calls into plain data, which is also the key of the program cache.
-//! 2. [`lower`]: views become strides, copies appear where a kernel cannot walk them.
+//! 2. [`lower`]: views become strides. Where a kernel cannot walk them, a copy is added.
 //! 3. [`fuse`]: chains of element-wise kernels become one.
-//! 4. [`absorb`]: values that a backend makes inside the kernels that read them disappear.
-//! 5. [`plan`]: every intermediate gets its place in one arena; inputs that nobody needs again are reused.
-//! 6. [`verify`]: the plan is checked before it is run for the first time.
+//! 4. [`absorb`]: values that a backend computes inside their readers disappear.
+//! 5. [`plan`]: every intermediate gets its place in one arena. Inputs that nothing reads again are reused.
+//! 6. [`verify`]: the plan is checked before the first run.
 //!
-//! A program knows no memory. [`Bindings`] give it the buffers of one evaluation.
+//! A program holds no memory. [`Bindings`] give it the buffers of one evaluation.
 
 mod absorb;
 mod cache;
@@ -29,7 +29,7 @@ use crate::{ArrayError, Buffer, DType, Layout, Result};
 pub(crate) use cache::ProgramCache;
 pub(crate) use graph::Graph;
 
-/// Alignment of everything in an arena, in bytes: a cache line, and a 512-bit register.
+/// Alignment of each operand in an arena, in bytes: a cache line, and a 512-bit register.
 pub const ALIGNMENT: usize = 64;
 
 /// Where an operand's memory is.
@@ -46,9 +46,9 @@ pub enum Slot {
         /// First byte.
         offset: usize,
     },
-    /// An intermediate that has no place yet; gone once a program is planned.
+    /// An intermediate without a place yet. A planned program has none.
     Temp(usize),
-    /// Never in memory: the kernel that reads it makes it, as this one of its absorbed kernels would.
+    /// Not stored. The consumer computes it inline; the index names the absorbed kernel.
     Absorbed(usize),
 }
 
@@ -76,8 +76,8 @@ pub struct Kernel {
     pub workspace: Option<Range<usize>>,
     /// Producers that this kernel runs within itself; see [`Backend::absorbs`].
     pub absorbed: Vec<Kernel>,
-    /// How the program's operations with memory compute rows; `None` if it has none, or both ways. A backend whose
-    /// products must not depend on the number of rows chooses them by this.
+    /// The regime of the program's operations with memory. `None` if there are none, or if both regimes occur. A
+    /// backend whose products must not depend on the number of rows chooses its kernels by this.
     pub regime: Option<Regime>,
 }
 
@@ -86,7 +86,7 @@ pub struct Kernel {
 pub(crate) enum OutputMemory {
     /// A new buffer of this many bytes.
     Fresh(usize),
-    /// The buffer of an input that nobody else needs.
+    /// The buffer of an input that nothing else needs.
     Donated(usize),
 }
 
@@ -127,13 +127,13 @@ impl Program {
         self.arena_bytes
     }
 
-    /// The bounded runs of kernels that are submitted one by one.
+    /// The bounded ranges of kernels. Each is one submission.
     pub fn pieces(&self) -> &[Range<usize>] {
         &self.pieces
     }
 }
 
-/// Asks the backend about a kernel and those that it absorbed.
+/// Asks the backend about a kernel and its absorbed kernels.
 fn check_support(kernel: &Kernel, backend: &dyn Backend) -> Result<()> {
     kernel.absorbed.iter().try_for_each(|absorbed| check_support(absorbed, backend))?;
     backend.supports(kernel).map_err(|reason| ArrayError::Unsupported {
@@ -164,18 +164,18 @@ fn cut(kernels: &[Kernel], options: &RuntimeOptions) -> Vec<Range<usize>> {
 }
 
 impl Kernel {
-    /// A kernel that has not been given scratch, absorbed kernels or a regime yet.
+    /// A kernel without scratch, absorbed kernels or a regime yet.
     pub(crate) fn new(op: Op, inputs: Vec<Operand>, outputs: Vec<Operand>) -> Kernel {
         Kernel { op, inputs, outputs, workspace: None, absorbed: Vec::new(), regime: None }
     }
 
-    /// The operands that it reads from memory, those of absorbed kernels included.
+    /// The operands that the kernel and its absorbed kernels read from memory.
     pub fn reads(&self) -> Vec<&Operand> {
         let own = self.inputs.iter().filter(|input| !matches!(input.slot, Slot::Absorbed(_)));
         own.chain(self.absorbed.iter().flat_map(Kernel::reads)).collect()
     }
 
-    /// The kernel that makes input number `input` within this one, if it was absorbed.
+    /// The absorbed kernel that computes input number `input`; `None` if the input is in memory.
     pub fn maker(&self, input: usize) -> Option<&Kernel> {
         match self.inputs[input].slot {
             Slot::Absorbed(i) => Some(&self.absorbed[i]),
@@ -183,7 +183,7 @@ impl Kernel {
         }
     }
 
-    /// Calls `f` with every operand in memory.
+    /// Calls `f` with every operand that is in memory.
     fn for_each_operand(&mut self, f: &mut impl FnMut(&mut Operand)) {
         self.for_each_input(f);
         self.outputs.iter_mut().for_each(f);
@@ -203,7 +203,7 @@ impl Kernel {
     }
 }
 
-/// A buffer from some byte on.
+/// A buffer, from a byte offset on.
 #[derive(Clone, Debug)]
 pub(crate) struct Binding {
     pub buffer: Buffer,
@@ -219,13 +219,13 @@ pub(crate) struct Bindings {
     pub prepared: Option<u64>,
 }
 
-/// What a backend is asked to run: some kernels of a program and the memory they work on.
+/// The work of one backend call: some kernels of a program, and their memory.
 pub struct Launch<'a> {
     program: &'a Arc<Program>,
     piece: Range<usize>,
     bindings: &'a Bindings,
     arena: Option<&'a Buffer>,
-    /// Kernels that a launch which fails has run; `usize::MAX` while nobody has said.
+    /// How many kernels a failed launch has run; `usize::MAX` if the backend has not said.
     done: AtomicUsize,
 }
 
@@ -244,20 +244,20 @@ impl<'a> Launch<'a> {
         &self.program.kernels[self.piece.clone()]
     }
 
-    /// For a launch that is about to fail: its first `kernels` kernels have run to their ends, and the others have not touched
-    /// the state that they mutate. A backend that cannot know says nothing.
+    /// Called before a launch fails: its first `kernels` kernels have run completely, and the others have not changed
+    /// the state that they mutate. A backend that cannot know this does not call it.
     pub fn note_done(&self, kernels: usize) {
         self.done.store(kernels, Ordering::Relaxed);
     }
 
-    /// Kernels of the whole program that have run, if the backend knows; for a launch that failed.
+    /// For a failed launch: how many kernels of the whole program have run, if the backend knows.
     pub(crate) fn done(&self) -> Option<usize> {
         let kernels = self.done.load(Ordering::Relaxed);
         (kernels <= self.piece.len()).then(|| self.piece.start + kernels)
     }
 
-    /// For a prepared program, which is run again and again with the same memory: its number, never used twice in a
-    /// process, and the first kernel of this piece. Only the arena may be another from run to run.
+    /// For a prepared program, which runs many times with the same memory: its number, unique within the process, and
+    /// the first kernel of this piece. Only the arena may change from run to run.
     pub fn prepared(&self) -> Option<(u64, usize)> {
         self.bindings.prepared.map(|number| (number, self.piece.start))
     }
@@ -279,7 +279,7 @@ impl<'a> Launch<'a> {
         }
     }
 
-    /// The arena; present whenever a kernel has an operand or scratch in it.
+    /// The arena. Present if any kernel has an operand or scratch in it.
     pub fn arena(&self) -> &'a Buffer {
         self.arena.unwrap_or_else(|| unreachable!("a program with intermediates is bound to an arena"))
     }

@@ -1,7 +1,7 @@
 //! Stage 5: the memory plan.
 //!
-//! Walks the kernels in order with the set of live intermediates. A result takes over the memory of an input
-//! that dies there, if the kernel allows it; otherwise the lowest gap of the arena that is large enough.
+//! Walks the kernels in order with the set of live intermediates. A result takes the memory of an input whose last use
+//! is this kernel, if the kernel allows it. Otherwise it takes the lowest gap of the arena that is large enough.
 
 use super::graph::Graph;
 use super::lower::Draft;
@@ -27,7 +27,7 @@ pub(super) fn plan(draft: Draft, graph: &Graph, backend: &dyn Backend) -> Progra
 struct Planner<'a> {
     graph: &'a Graph,
     temps: Vec<super::lower::Temp>,
-    /// Last kernel that reads each intermediate (or writes it, if nobody reads it).
+    /// Last kernel that reads each intermediate (or writes it, if nothing reads it).
     last_use: Vec<usize>,
     last_external_use: Vec<usize>,
     mutated: Vec<bool>,
@@ -94,7 +94,7 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// The place of an input that dies at kernel `i` and whose memory fits output `t` exactly.
+    /// The place of an input whose last use is kernel `i` and whose memory fits output `t` exactly.
     fn reuse(&mut self, i: usize, kernel: &Kernel, number: usize, t: usize) -> Option<Slot> {
         let output = &kernel.outputs[number];
         for (n, input) in kernel.inputs.iter().enumerate() {
@@ -109,7 +109,7 @@ impl<'a> Planner<'a> {
                         && self.last_external_use[e] == i
                         && !self.mutated[e]
                         && !self.donated[e];
-                    // Without an output to carry the buffer on, the arena is the better place.
+                    // Without an output that keeps the buffer, the arena is the better place.
                     let (true, Some(number)) = (free, self.temps[t].output) else { continue };
                     self.donated[e] = true;
                     self.outputs[number] = OutputMemory::Donated(e);
@@ -147,8 +147,8 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// True if another input of the kernel reads the same memory, so writing would disturb it; an element-wise kernel
-/// may read it in the same order.
+/// True if another input of the kernel reads the same memory: writing would change it. Exception: an element-wise
+/// kernel that reads both in the same order.
 fn overlaps_another(kernel: &Kernel, n: usize) -> bool {
     let this = &kernel.inputs[n];
     let others = kernel.inputs.iter().enumerate().filter(|(m, _)| *m != n);
@@ -156,7 +156,7 @@ fn overlaps_another(kernel: &Kernel, n: usize) -> bool {
     others.into_iter().any(|(_, other)| other.slot == this.slot && !in_step(other))
 }
 
-/// True if an absorbed kernel reads the memory of input `n`: it may do so after parts of the result are written.
+/// True if an absorbed kernel reads the memory of input `n`: it may read after parts of the result are written.
 fn absorbed(kernel: &Kernel, n: usize) -> bool {
     let slot = kernel.inputs[n].slot;
     kernel.absorbed.iter().flat_map(Kernel::reads).any(|operand| operand.slot == slot)
@@ -171,7 +171,7 @@ struct Arena {
 
 impl Arena {
     fn take(&mut self, temp: usize, bytes: usize) -> usize {
-        // An empty intermediate has a place of its own, too: every operand lies within the arena.
+        // An empty intermediate takes space, too: every operand then lies within the arena.
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
         let mut offset = 0;
         let mut at = self.live.len();

@@ -1,10 +1,10 @@
-//! Stage 6: a plan is checked before it is used. A failure is a bug of ours, so it names the kernel and stops.
+//! Stage 6: checks a plan before its first run. A failure is a bug in this crate, so it panics with the kernel's name.
 
 use super::graph::Graph;
 use super::{OutputMemory, Program, Slot};
 use crate::ops::bytes_of;
 
-/// Every operand lies within its memory, and every intermediate is read only while it holds what was written.
+/// Every operand lies within its memory. Every intermediate is read only while its memory still holds it.
 pub(super) fn verify(program: &Program, graph: &Graph) {
     let mut holds: Vec<(usize, usize, usize)> = Vec::new(); // (first byte, end, intermediate)
     for (i, kernel) in program.kernels.iter().enumerate() {

@@ -1,11 +1,11 @@
-//! The arena: memory for the intermediates of all programs of a stream, as large as the largest of them needs.
+//! The arena: one memory for the intermediates of all programs of a stream, sized for the largest of them.
 
 use std::sync::{Mutex, MutexGuard};
 
 use crate::backend::Buffer;
 use crate::{Result, Runtime};
 
-/// None before the first program that needs one.
+/// `None` before the first program with intermediates.
 #[derive(Default)]
 pub(super) struct Arena(Mutex<Option<Buffer>>);
 
@@ -14,10 +14,10 @@ impl Arena {
         self.0.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// A handle to the arena, which has at least this many bytes; none where there is nothing to hold.
+    /// A handle to the arena with at least this many bytes; `None` for 0 bytes.
     ///
-    /// It grows where it lies if the backend can do so: then nothing waits, and what was recorded with its address stays
-    /// right. Otherwise it is given back, once nothing is queued, before a larger one is taken.
+    /// The arena grows in place if the backend can do so: then nothing waits, and recorded programs keep a valid
+    /// address. Otherwise the stream is drained and the arena freed before a larger one is allocated.
     pub fn at_least(&self, runtime: &Runtime, bytes: usize) -> Result<Option<Buffer>> {
         if bytes == 0 {
             return Ok(None);
@@ -37,12 +37,12 @@ impl Arena {
         Ok(slot.clone())
     }
 
-    /// A handle to the arena as it is.
+    /// A handle to the arena with its present size.
     pub fn get(&self) -> Option<Buffer> {
         self.slot().clone()
     }
 
-    /// Gives it back. Work that is queued keeps what it was given.
+    /// Drops the arena. Queued work keeps its own handle.
     pub fn clear(&self) {
         *self.slot() = None;
     }

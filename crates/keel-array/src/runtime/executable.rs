@@ -12,7 +12,7 @@ use crate::program::graph::{Purpose, collect};
 use crate::program::{Binding, Bindings, Kernel, Launch, Operand, Program, Slot};
 use crate::{ArrayError, Result, Runtime};
 
-/// A graph with its memory. What changes from run to run is data in the persistent arrays it was traced with:
+/// A graph bound to its memory. Data that changes from run to run lies in the persistent arrays it was traced with:
 /// the host overwrites them and runs the same kernels again. A run allocates nothing.
 #[derive(Clone)]
 pub struct Executable {
@@ -24,13 +24,15 @@ pub struct Executable {
 static NEXT_PREPARED: AtomicU64 = AtomicU64::new(0);
 
 impl Runtime {
-    /// Prepares the graph behind lazy arrays (built inside [`Runtime::trace`]), which stay lazy: each run leaves the
-    /// value of `results[i].0` in the persistent storage `results[i].1`. The arena is made large enough.
+    /// Prepares the graph of lazy arrays built inside [`Runtime::trace`]. They stay lazy: each run writes the value of
+    /// `results[i].0` to the persistent storage `results[i].1`. The arena is made large enough.
     ///
     /// # Errors
-    /// If a value is evaluated already, a pair differs in shape or type, a destination is not contiguous memory,
-    /// is one of another value, or is written while the graph still reads it, the backend does not
-    /// [support](crate::Backend::supports) an operation, or the arena cannot be had.
+    /// - A value is evaluated already, or listed twice.
+    /// - A pair differs in shape or type.
+    /// - A destination is not contiguous memory, overlaps another, or is written while the graph still reads it.
+    /// - The backend does not [support](crate::Backend::supports) an operation.
+    /// - The arena cannot be allocated.
     pub fn prepare(&self, results: &[(&Array, &Array)]) -> Result<Executable> {
         for (i, (value, _)) in results.iter().enumerate() {
             if value.is_evaluated()
@@ -41,7 +43,7 @@ impl Runtime {
         }
         let targets: Vec<&Array> = results.iter().map(|(value, _)| *value).collect();
         let collected = collect(&targets, Purpose::Prepare);
-        // Whoever prepares a program keeps it; the cache would keep it beside them, and its graph.
+        // The caller keeps a prepared program. The cache would keep a second handle, and its graph.
         let program = self.compile(&collected.graph)?;
         let mut outputs = Vec::with_capacity(collected.outputs.len());
         for node in &collected.outputs {
@@ -62,8 +64,8 @@ fn refuse(reason: String) -> ArrayError {
     ArrayError::Argument { op: "prepare", reason }
 }
 
-/// A destination may be memory that the graph reads, as long as its last reader comes before the kernel that writes
-/// it; and it may not be another destination.
+/// A destination may be memory that the graph reads, if the last reader comes before the kernel that writes it.
+/// Destinations must not overlap.
 fn check_destinations(program: &Program, bindings: &Bindings) -> Result<()> {
     let bytes = |i: usize| program.outputs[i].1.shape.elements() * program.outputs[i].2.size();
     for (i, output) in bindings.outputs.iter().enumerate() {
@@ -92,7 +94,7 @@ fn check_destinations(program: &Program, bindings: &Bindings) -> Result<()> {
     Ok(())
 }
 
-/// The memory of `destination`, once it is known to fit `value`.
+/// The memory of `destination`, after a check that it fits `value`.
 fn destination_of(value: &Array, destination: &Array) -> Result<Binding> {
     const OP: &str = "prepare";
     expect_shape(OP, "destination", value.shape(), destination.shape())?;
@@ -111,7 +113,7 @@ impl Executable {
     /// Runs the kernels and waits for them.
     ///
     /// # Errors
-    /// What a kernel found wrong with its data, and how far the run came.
+    /// The error of the kernel that found wrong data, and how far the run came.
     pub fn run(&self) -> Result<(), Box<FailedRun>> {
         let arena = self.runtime.arena(self.program.arena_bytes());
         let arena = arena.map_err(|error| self.failed(Failure { error, done: Some(0) }))?;
@@ -133,7 +135,7 @@ impl Executable {
         Box::new(FailedRun { error, done, program, bindings })
     }
 
-    /// Its pieces, as they will be launched.
+    /// The program's pieces, as launches.
     pub(super) fn launches<'a>(&'a self, arena: Option<&'a Buffer>) -> impl Iterator<Item = Launch<'a>> {
         let arena = arena.filter(|_| self.program.arena_bytes() > 0);
         let pieces = self.program.pieces().iter();
@@ -151,7 +153,7 @@ impl Executable {
 #[error("{error}")]
 pub struct FailedRun {
     error: ArrayError,
-    /// Kernels that had run, if that is known.
+    /// How many kernels had run, if known.
     done: Option<usize>,
     program: Arc<Program>,
     bindings: Arc<Bindings>,

@@ -54,7 +54,7 @@ impl Array {
         Ok(array)
     }
 
-    /// Zeroed storage that stays where it is: staging, state, or whatever the host fills.
+    /// Zeroed storage with a fixed address: staging, state, or other data that the host fills.
     ///
     /// # Errors
     /// If the memory limit would be exceeded.
@@ -74,13 +74,12 @@ impl Array {
         Ok(Array::ready(runtime, dtype, Storage { buffer, layout: Layout::contiguous(shape), fence: None }))
     }
 
-    /// The first `count` entries along the first axis of persistent storage, as an array of its own: shares the
-    /// memory.
+    /// The first `count` entries along the first axis of persistent storage, as a second handle to the same memory.
     ///
     /// # Memory
-    /// The whole storage stays as long as this handle does. Law 4 does not speak of it, because it is no result of an
-    /// evaluation: it is a second handle to memory that its owner keeps and the host overwrites, as a clone of the array
-    /// would be. A copy of its own comes from evaluating a [`slice`](Array::slice).
+    /// This handle keeps the whole storage alive. Law 4 does not apply, because this is no result of an evaluation: it
+    /// is a handle to memory that its owner keeps and the host overwrites, as a clone of the array would be. To get a
+    /// copy, evaluate a [`slice`](Array::slice).
     ///
     /// # Errors
     /// If this array is not in memory or has fewer entries.
@@ -101,7 +100,7 @@ impl Array {
         Ok(Array::ready(self.runtime(), self.dtype(), Storage { layout, ..storage }))
     }
 
-    /// As [`Array::prefix`], of `count` entries from entry `start` on.
+    /// As [`Array::prefix`], for `count` entries from entry `start` on.
     ///
     /// # Errors
     /// As [`Array::prefix`].
@@ -128,7 +127,7 @@ impl Array {
             });
         }
         let mut bytes = vec![0; size_of_val(values)];
-        // The size of a chunk is known to the compiler, which makes one copy of this.
+        // The compiler knows the size of a chunk, and turns this loop into one copy.
         bytes.chunks_exact_mut(size_of::<T>()).zip(values).for_each(|(bytes, value)| value.put(bytes));
         self.write_bytes(0, &bytes)
     }
@@ -136,7 +135,7 @@ impl Array {
     /// Overwrites bytes of evaluated, contiguous storage.
     ///
     /// # Errors
-    /// If they do not fit, or the array is not in memory or not contiguous.
+    /// If the bytes do not fit, or the array is not in memory or not contiguous.
     pub fn write_bytes(&self, at: usize, bytes: &[u8]) -> Result<()> {
         let (buffer, start) = self.contiguous_storage("write")?;
         if at.checked_add(bytes.len()).is_none_or(|end| end > self.bytes()) {
@@ -157,7 +156,7 @@ impl Array {
     /// Copies bytes of evaluated, contiguous storage to the host.
     ///
     /// # Errors
-    /// If they are not within it, or the array is not in memory or not contiguous.
+    /// If the range is not within the array, or the array is not in memory or not contiguous.
     pub fn read_bytes(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
         let (buffer, start) = self.contiguous_storage("read")?;
         if at.checked_add(bytes.len()).is_none_or(|end| end > self.bytes()) {
@@ -194,7 +193,7 @@ impl Array {
     }
 
     /// Overwrites entry `to` of `target` along its first axis with entry `from` of this array. Both are persistent
-    /// storage with entries of one shape; they may be the same array.
+    /// storage, and their entries have the same shape. They may be the same array.
     ///
     /// # Errors
     /// If the entries differ in shape or type, there is no such entry, or an array is not contiguous in memory.
@@ -216,11 +215,12 @@ impl Array {
         self.copy_elements(from * entry, target, to * entry, entry)
     }
 
-    /// Overwrites `count` elements of `target` from its element `to` on, counted row-major, with those of this array from
-    /// its element `from` on. Both are persistent storage of one type; where they are the same array, the two runs must not overlap.
+    /// Overwrites `count` elements of `target` from its element `to` on with elements of this array from its element
+    /// `from` on, counted row-major. Both are persistent storage of one type. In the same array, the two ranges must
+    /// not overlap.
     ///
     /// # Errors
-    /// If the types differ, there are not so many elements, or an array is not contiguous in memory.
+    /// If the types differ, a range is not within its array, or an array is not contiguous in memory.
     pub fn copy_elements(&self, from: usize, target: &Array, to: usize, count: usize) -> Result<()> {
         const OP: &str = "copy_elements";
         let has = |a: &Array, at: usize| at.checked_add(count).is_some_and(|end| end <= a.shape().elements());

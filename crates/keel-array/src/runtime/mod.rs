@@ -29,20 +29,20 @@ use stream::{Stream, Work};
 pub struct RuntimeOptions {
     /// Hard limit on all tensor memory, in bytes.
     pub memory_limit: Option<u64>,
-    /// Pending operations after which the graph is submitted by itself.
+    /// Pending operations above which the graph is submitted automatically.
     pub pending_ops: usize,
-    /// Bytes of pending results, as if all were in memory at once, after which the graph is submitted by itself. Views
-    /// take none.
+    /// Bytes of pending results, as if all were in memory at once, above which the graph is submitted automatically.
+    /// Views count 0.
     pub pending_bytes: usize,
-    /// Kernels of one submission.
+    /// Most kernels of one submission.
     pub submission_ops: usize,
-    /// Bytes touched by one submission.
+    /// Most bytes that one submission touches.
     pub submission_bytes: usize,
-    /// Host bytes of cached programs.
+    /// Most host bytes of cached programs.
     pub program_cache_bytes: usize,
 }
 
-/// What waits is bounded as what runs is: a graph past this would be cut anyway.
+/// Bound of one submission, and of the pending graph: a larger graph would be cut into submissions anyway.
 const SUBMISSION_BYTES: usize = 16 << 30;
 
 impl Default for RuntimeOptions {
@@ -61,7 +61,7 @@ impl Default for RuntimeOptions {
 struct Inner {
     backend: Arc<dyn Backend>,
     ledger: Ledger,
-    /// Of what the backend holds for itself.
+    /// For the memory that the backend holds for itself.
     _own: Vec<Charge>,
     options: RuntimeOptions,
     programs: Mutex<ProgramCache>,
@@ -70,7 +70,7 @@ struct Inner {
     pending_ops: AtomicUsize,
     pending_bytes: AtomicUsize,
     submissions: AtomicUsize,
-    /// Of prepared programs, not waited for yet.
+    /// Runs of prepared programs that are not waited for yet.
     runs_under_way: AtomicUsize,
 }
 
@@ -79,7 +79,7 @@ thread_local! {
     static TRACING: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Leaves [`Runtime::trace`], by whatever way.
+/// Leaves [`Runtime::trace`] on drop, also in a panic.
 struct TraceScope;
 
 impl Drop for TraceScope {
@@ -88,7 +88,7 @@ impl Drop for TraceScope {
     }
 }
 
-/// A device ready for work. Cloning gives another handle to the same runtime.
+/// A device ready for work. Clones are handles to the same runtime.
 #[derive(Clone)]
 pub struct Runtime(Arc<Inner>);
 
@@ -98,7 +98,7 @@ impl Runtime {
         let ledger = Ledger::default();
         let own = backend.own_memory();
         let own = [(Category::Workspace, own.device_bytes), (Category::Staging, own.host_bytes)];
-        // Before there is a limit: this memory is there already.
+        // Charged before the limit is set: this memory is allocated already.
         let charge = |(category, bytes)| (bytes > 0).then(|| ledger.charge(category, bytes).ok()).flatten();
         let own = own.into_iter().filter_map(charge).collect();
         ledger.set_limit(options.memory_limit);
@@ -127,8 +127,8 @@ impl Runtime {
         &self.0.ledger
     }
 
-    /// Memory of the device as its driver counts it, and how much of that the driver has for itself
-    /// ([`DeviceUsage::driver_bytes`]); `None` where tensors lie in the host's memory, and for a plan.
+    /// Memory of the device as its driver counts it, and the driver's own part of it ([`DeviceUsage::driver_bytes`]).
+    /// `None` if tensors lie in the host's memory, and for a plan.
     pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
         let usage = self.backend().device_usage()?;
         Some((usage, usage.driver_bytes(&self.ledger().active(), self.backend().own_memory().host_bytes)))
@@ -155,7 +155,7 @@ impl Runtime {
         HostBuffer::allocate(self.backend(), self.ledger(), category, bytes)
     }
 
-    /// Makes the arena large enough for a program of this many bytes, ahead of its first run.
+    /// Makes the arena large enough for a program of this many bytes, before its first run.
     ///
     /// # Errors
     /// As [`Runtime::allocate`].
@@ -163,10 +163,10 @@ impl Runtime {
         self.arena(bytes).map(drop)
     }
 
-    /// Does what can be done before the first run of these programs, without running them: see [`Backend::make_ready`].
+    /// Does all preparation for the first run of these programs, without running them: see [`Backend::make_ready`].
     ///
     /// # Errors
-    /// What a first run would say.
+    /// As the first run would return.
     pub fn make_ready(&self, programs: &[&Executable], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
         let arena = self.0.arena.get();
         let launches: Vec<Launch<'_>> =
@@ -174,12 +174,12 @@ impl Runtime {
         self.exclusive(|backend| backend.make_ready(&launches, progress))
     }
 
-    /// Lets the system have the memory of the arena until it is used again, where the backend can: a prompt needs far more
-    /// of it than the tokens that follow. It stays allocated and charged.
+    /// Lets the system have the arena's memory until its next use, if the backend can: a prompt needs far more of it
+    /// than the tokens that follow. It stays allocated and charged.
     pub fn rest(&self) {
         self.exclusive(|backend| {
-            // A run whose pieces are submitted one by one leaves intermediates in the arena between two of them. It is
-            // counted before its first piece takes the device, so it is seen here.
+            // A run whose pieces are submitted one by one has live intermediates in the arena between two pieces. The
+            // counter is raised before the first piece takes the device, so this check sees such a run.
             if self.runs_under_way() > 0 {
                 return;
             }
@@ -188,11 +188,11 @@ impl Runtime {
         });
     }
 
-    /// Evaluates arrays and waits for them. What fails makes all arrays that were evaluated with it read as that
-    /// error; arrays that were evaluated before keep their values.
+    /// Evaluates arrays and waits for them. After a failure, all arrays of this evaluation return its error when read.
+    /// Arrays that were evaluated before keep their values.
     ///
     /// # Errors
-    /// What the memory limit or a kernel says.
+    /// If the memory limit would be exceeded, or a kernel fails.
     pub fn eval(&self, arrays: &[&Array]) -> Result<()> {
         self.submit(arrays, Stream::run)?;
         arrays.iter().try_for_each(|a| a.wait())
@@ -201,7 +201,7 @@ impl Runtime {
     /// Submits arrays for evaluation and returns; reading one waits for it.
     ///
     /// # Errors
-    /// What the memory limit says. What a kernel says is returned by the reading.
+    /// If the memory limit would be exceeded. A kernel's error is returned when an array is read.
     pub fn async_eval(&self, arrays: &[&Array]) -> Result<()> {
         self.submit(arrays, Stream::enqueue)
     }
@@ -218,7 +218,7 @@ impl Runtime {
         self.programs().clear();
     }
 
-    /// Host bytes of cached programs, and how often one was found and not found.
+    /// Host bytes of cached programs, and the numbers of hits and misses.
     pub fn program_cache(&self) -> (usize, u64, u64) {
         let programs = self.programs();
         (programs.bytes(), programs.hits, programs.misses)
@@ -229,13 +229,13 @@ impl Runtime {
         self.0.submissions.load(Ordering::Relaxed)
     }
 
-    /// Runs of [`Executable::submit`] that nobody has waited for yet: at most [`RUNS_MAX`].
+    /// Runs of [`Executable::submit`] that have not been waited for yet: at most [`RUNS_MAX`].
     pub fn runs_under_way(&self) -> usize {
         self.0.runs_under_way.load(Ordering::Relaxed)
     }
 
-    /// Runs `build`, whose operations on this thread are not submitted by themselves however many they are: for a
-    /// graph that is to be prepared, not evaluated.
+    /// Runs `build`. Operations that it builds on this thread are never submitted automatically, however many they are.
+    /// For a graph that is prepared, not evaluated.
     pub fn trace<R>(&self, build: impl FnOnce() -> R) -> R {
         TRACING.set(TRACING.get() + 1);
         let _scope = TraceScope;
@@ -251,7 +251,7 @@ impl Runtime {
         self.0.stream.exclusive(access)
     }
 
-    /// Counts a call; true if the graph has outgrown its bounds.
+    /// Counts a call. True if the graph has outgrown its bounds.
     pub(crate) fn note_built(&self, bytes: usize) -> bool {
         let ops = self.0.pending_ops.fetch_add(1, Ordering::Relaxed) + 1;
         let bytes = self.0.pending_bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
@@ -291,7 +291,7 @@ impl Runtime {
         Ok(Arc::new(program))
     }
 
-    /// Memory for a program's outputs, and everything bound to its slots.
+    /// Allocates a program's outputs, and binds memory to its slots.
     fn bind(&self, program: &Program, externals: &[Storage], graph: &Graph) -> Result<Bindings> {
         let externals = external_bindings(externals, graph);
         let outputs = program
@@ -344,7 +344,7 @@ fn external_bindings(externals: &[Storage], graph: &Graph) -> Vec<Binding> {
 }
 
 impl crate::array::Node {
-    /// Makes the node ready. What it was computed from is dropped outside the lock.
+    /// Makes the node ready. Its parents are dropped outside the lock.
     fn settle(&self, storage: Storage) {
         let before = std::mem::replace(&mut *self.state(), State::Ready(storage));
         drop(before);
@@ -360,7 +360,7 @@ impl Array {
         }
     }
 
-    /// A view of evaluated memory becomes a handle to it, unless it would pin more than twice what it shows.
+    /// A view of evaluated memory becomes a handle to that memory, unless it would pin more than twice its own bytes.
     fn settle_as_view(&self) -> bool {
         match self.resolve_view() {
             Some(storage) if storage.buffer.bytes() <= 2 * self.bytes() => {

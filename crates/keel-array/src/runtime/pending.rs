@@ -1,4 +1,4 @@
-//! Runs that the host does not wait for: the next one is submitted while one is under way.
+//! Runs that the host does not wait for: it submits the next one while one is under way.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,32 +10,32 @@ use crate::backend::{Buffer, LAUNCHES_MAX, RESULT_BYTES_MAX, Ticket};
 use crate::program::{Binding, Launch};
 use crate::{Array, ArrayError};
 
-/// Runs that may be under way at a time: two steps of two programs each.
+/// Most runs under way at a time: two steps of two programs each.
 pub const RUNS_MAX: usize = 4;
 
-/// Pieces of a run that are under way at a time; those of longer programs wait for each other.
+/// Most pieces of a run under way at a time. A longer program waits for its first pieces.
 const PIECES_MAX: usize = LAUNCHES_MAX / RUNS_MAX;
 
-/// A run under way. It owns what it touches until the device is done with it; dropping it waits.
+/// A run under way. It owns its memory until the device is done with it. Dropping it waits.
 pub struct PendingRun {
     executable: Executable,
     arena: Option<Buffer>,
-    /// Of its pieces, the first first.
+    /// One for each piece under way, oldest first.
     tickets: VecDeque<(Range<usize>, Ticket)>,
-    /// Where the bytes lie that the host gets, and how many they are.
+    /// Memory of the bytes that the host gets, and their number.
     result: Option<Binding>,
     result_bytes: usize,
     failure: Option<Failure>,
 }
 
 impl Executable {
-    /// As [`Executable::run`], but returns before the kernels have run, where the backend
-    /// [is queueing](crate::Backend::is_queueing). What the host writes from then on is for later runs. `result`, a
-    /// destination of this program of at most [`RESULT_BYTES_MAX`] bytes, comes to the host as this run leaves it, whatever
-    /// later ones do to it.
+    /// As [`Executable::run`], but returns before the kernels have run, if the backend
+    /// [is queueing](crate::Backend::is_queueing). Later writes of the host are for later runs. `result` is a
+    /// destination of this program, at most [`RESULT_BYTES_MAX`] bytes. The host gets its bytes as this run leaves
+    /// them; later runs do not change them.
     ///
-    /// What goes wrong is said by [`PendingRun::wait`]: also that `result` is too large, not of whole words of 4 bytes or not
-    /// in memory, or that [`RUNS_MAX`] are under way already.
+    /// [`PendingRun::wait`] returns all errors. They include: `result` is too large, not whole words of 4 bytes or not
+    /// in memory; [`RUNS_MAX`] runs are under way already.
     pub fn submit(&self, result: &Array) -> PendingRun {
         let under_way = self.runtime.0.runs_under_way.fetch_add(1, Ordering::Relaxed) + 1;
         let mut run = PendingRun {
@@ -68,7 +68,7 @@ impl Executable {
     }
 }
 
-/// Where an array lies, if it is contiguous in memory.
+/// The memory of an array, if it is contiguous.
 fn place_of(array: &Array) -> Option<Binding> {
     let storage = array.0.storage().filter(|storage| storage.layout.is_contiguous())?;
     Some(Binding { offset: storage.layout.offset * array.dtype().size(), buffer: storage.buffer })
@@ -108,20 +108,20 @@ impl PendingRun {
         outcome.map_err(|error| Failure { error, done: launch.done() })
     }
 
-    /// Waits until the kernels have run, and gets the bytes of the result.
+    /// Waits until the kernels have run, and returns the bytes of the result.
     ///
     /// # Errors
-    /// What a kernel found wrong with its data, and how far the run came.
+    /// The error of the kernel that found wrong data, and how far the run came.
     ///
     /// # Panics
-    /// If the result has another size.
+    /// If `result` has another size than at the submission.
     pub fn wait(mut self, result: &mut [u8]) -> Result<(), Box<FailedRun>> {
         assert_eq!(result.len(), self.result_bytes, "bytes of the result");
         let Err(failure) = self.finish(result) else { return Ok(()) };
         Err(self.executable.failed(failure))
     }
 
-    /// Waits for every piece. The first failure counts.
+    /// Waits for every piece. Returns the first failure.
     fn finish(&mut self, result: &mut [u8]) -> Result<(), Failure> {
         let mut outcome = Ok(());
         while !self.tickets.is_empty() {

@@ -8,20 +8,20 @@ use crate::backend::{Backend, Buffer};
 use crate::program::{Bindings, Launch, Program};
 use crate::{ArrayError, Result};
 
-/// Submissions that may wait in the queue; a further one waits for a place.
+/// Most submissions in the queue. A further one waits for a place.
 const QUEUE_MAX: usize = 8;
 
 /// Why work failed, and how far it had come.
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub error: ArrayError,
-    /// Kernels of the program that had run, if that is known.
+    /// How many kernels of the program had run, if known.
     pub done: Option<usize>,
 }
 
 type Outcome = Result<(), Failure>;
 
-/// Tells when work is done, and whether it failed.
+/// Tells whether work is done, and whether it failed.
 #[derive(Clone, Default)]
 pub(crate) struct Fence(Arc<(Mutex<Option<Outcome>>, Condvar)>);
 
@@ -40,7 +40,7 @@ impl Fence {
         self.wait_or_tell().map_err(|failure| failure.error)
     }
 
-    /// Waits for the work, and tells how far it came if it failed.
+    /// Waits for the work. A failure tells how far the work came.
     pub fn wait_or_tell(&self) -> Outcome {
         let mut slot = self.slot();
         loop {
@@ -51,20 +51,20 @@ impl Fence {
         }
     }
 
-    /// The error, if the work is done and failed.
+    /// The error, if the work has failed.
     fn failure(&self) -> Option<ArrayError> {
         self.slot().as_ref().and_then(|outcome| outcome.clone().err()).map(|failure| failure.error)
     }
 }
 
-/// A bounded run of a program's kernels with everything they touch. Handles dropped elsewhere free nothing
-/// that is in here.
+/// A bounded range of a program's kernels with all memory they touch. Handles dropped elsewhere do not free this
+/// memory.
 struct Submission {
     program: Arc<Program>,
     piece: Range<usize>,
     bindings: Arc<Bindings>,
     arena: Option<Buffer>,
-    /// Work that must have succeeded before.
+    /// Work that must succeed first.
     needs: Arc<[Fence]>,
     fence: Fence,
     last: bool,
@@ -81,7 +81,7 @@ impl Submission {
         };
         if self.last || outcome.is_err() {
             let fence = self.fence.clone();
-            // The memory goes back before anyone is told that the work is done.
+            // The memory is freed before a waiter hears that the work is done.
             drop(self);
             fence.pass(outcome);
         }
@@ -103,7 +103,7 @@ pub(crate) struct Work {
 }
 
 impl Work {
-    /// The pieces, first to last. `Work` itself keeps nothing alive beyond this call.
+    /// The pieces, first to last. `Work` keeps nothing alive after this call.
     fn submissions(self) -> Vec<Submission> {
         let pieces = self.program.pieces();
         let submission = |(i, piece): (usize, &Range<usize>)| Submission {
@@ -122,7 +122,7 @@ impl Work {
 /// State that the caller's threads and the stream's thread share.
 struct Shared {
     backend: Arc<dyn Backend>,
-    /// Whoever holds this runs kernels or touches memory from the host.
+    /// The thread that holds this runs kernels, or touches memory from the host.
     device: Mutex<()>,
     queued: Mutex<usize>,
     drained: Condvar,
@@ -160,10 +160,10 @@ impl Stream {
         Stream { shared: Arc::new(shared), sender: Mutex::new(None) }
     }
 
-    /// Runs the work here if the queue is empty, behind the queued work otherwise. Does not wait for the latter.
+    /// Runs the work on this thread if the queue is empty. Otherwise queues it and does not wait for it.
     pub fn run(&self, work: Work) {
-        // Asked while the device is held: another thread's queued work may be between two of its submissions, whose
-        // intermediates lie in the arena.
+        // Checked while the device is held: queued work of another thread may be between two of its submissions, with
+        // live intermediates in the arena.
         let device = self.shared.device();
         if *self.shared.queued() > 0 {
             drop(device);
@@ -181,8 +181,8 @@ impl Stream {
             std::thread::spawn(move || serve(&shared, &receiver));
             sender
         });
-        // All pieces are counted before the first one is sent. Counted one by one, the queue would read as empty between two
-        // of them, and whoever waits for that would use the arena in which their intermediates lie.
+        // All pieces are counted before the first is sent. Otherwise the queue would read as empty between two pieces,
+        // and a thread that waits for an empty queue would overwrite their intermediates in the arena.
         let submissions = work.submissions();
         *self.shared.queued() += submissions.len();
         for submission in submissions {
@@ -199,7 +199,7 @@ impl Stream {
         loop {
             self.synchronize();
             let _device = self.shared.device();
-            // Asked again while the device is held: another thread may have queued work meanwhile, of which the first
+            // Checked again while the device is held: another thread may have queued work meanwhile, of which the first
             // piece has run and the second has not.
             if *self.shared.queued() == 0 {
                 return access(&*self.shared.backend);
