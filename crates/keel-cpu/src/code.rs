@@ -1,8 +1,8 @@
-//! The pages of the program's and its libraries' code and constants.
+//! Pages of code and constants of the program and its libraries.
 
-/// Lets go of the pages of code and constants that this process has read so far: loading a model takes other code than running
-/// it does. What is needed again comes from the system's page cache, within microseconds, and little beside it. A hint: where the
-/// system does not say what it has mapped, nothing happens.
+/// Drops the pages of code and constants that this process has read so far: loading a model takes other code than
+/// running it. Pages that are needed again come from the system's page cache within microseconds. This is only a hint:
+/// where the system does not report its mappings, nothing happens.
 pub fn give_back() {
     #[cfg(target_os = "linux")]
     linux::give_back();
@@ -14,8 +14,8 @@ mod linux {
     use std::path::Path;
     use std::sync::OnceLock;
 
-    /// Beside a page that is used the system maps those around it, 16 or as many as its cache holds together, but none of
-    /// another mapping. So mappings are cut into pieces of this many bytes.
+    /// When a page is used, the system also maps pages around it: 16, or as many as its cache holds together. It maps
+    /// none of another mapping. So mappings are cut into pieces of this many bytes.
     const PIECE: usize = 16 << 10;
 
     pub fn give_back() {
@@ -25,7 +25,8 @@ mod linux {
         }
     }
 
-    /// The mappings of code, now in pieces: every other one is told to be left out of core dumps, where code is not anyway.
+    /// Cuts the mappings of code into pieces and returns the mappings. Every other piece is marked as left out of core
+    /// dumps, which splits the mapping; code is not in core dumps anyway.
     fn cut_code() -> Vec<Range<usize>> {
         let (Ok(maps), Ok(program)) =
             (std::fs::read_to_string("/proc/self/smaps"), std::fs::read_link("/proc/self/exe"))
@@ -42,13 +43,14 @@ mod linux {
     }
 
     fn advise(range: Range<usize>, advice: libc::c_int) {
-        // SAFETY: within a private mapping of the program or a library, which stays where it is until the process ends, cannot be
-        // written, and has no page that differs from the file: one that is dropped is read back when it is used.
+        // SAFETY: the range lies within a private mapping of the program or a library, which stays until the process
+        // ends and cannot be written. None of its pages differs from the file, so a dropped page is read back when it
+        // is used.
         unsafe { libc::madvise(range.start as *mut libc::c_void, range.len(), advice) };
     }
 
-    /// Addresses of read-only mappings of the program and of libraries, those left out in which the loader or a debugger has
-    /// changed a page: there the file is not what the pages hold.
+    /// Addresses of read-only mappings of the program and of libraries. Mappings in which the loader or a debugger has
+    /// changed a page are left out: such pages differ from the file.
     pub fn unchanged_code(smaps: &str, program: &Path) -> Vec<Range<usize>> {
         let mut found = Vec::new();
         let mut mapping = None;

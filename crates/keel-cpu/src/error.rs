@@ -1,4 +1,4 @@
-//! What can be wrong with a request to the CPU backend.
+//! Errors of requests to the CPU backend.
 
 use crate::kernels::linear::WeightFormat;
 
@@ -17,7 +17,7 @@ pub enum Error {
         k: usize,
         /// The format asked for.
         format: WeightFormat,
-        /// What does not fit.
+        /// The part that does not fit.
         reason: &'static str,
     },
 }

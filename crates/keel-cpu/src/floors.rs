@@ -1,8 +1,8 @@
-//! What the machine can do at most: the floors that kernels are measured against.
+//! The machine's peak rates: the floors that kernels are measured against.
 //!
-//! Arithmetic peaks are register-only loops of one instruction with enough independent accumulators to hide
-//! its latency; the read bandwidth is a streaming sum over a buffer larger than the caches. All run on
-//! every worker of the pool at once, for about the time given.
+//! Arithmetic peaks are register-only loops of one instruction, with enough independent accumulators to hide its
+//! latency. The read bandwidth is a streaming sum over a buffer larger than the caches. Both run on every worker of the
+//! pool at once, for about the time given.
 
 use std::time::{Duration, Instant};
 
@@ -10,8 +10,9 @@ use crate::backend::memory::HostMemory;
 use crate::isa::Isa;
 use crate::pool::ThreadPool;
 
-/// Memory read bandwidth of the whole pool in bytes per second, over `buffer` (should be several times the
-/// last-level cache, and touched). The best of several passes: other programs only make a pass slower.
+/// Memory read bandwidth of the whole pool in bytes per second, over `buffer`. The buffer should be touched, and
+/// several times as large as the last-level cache. Takes the best of several passes: other programs only make a pass
+/// slower.
 pub fn read_bandwidth(pool: &ThreadPool, buffer: &[u64], budget: Duration) -> f64 {
     const PIECE: usize = 1 << 15;
     let started = Instant::now();
@@ -28,8 +29,8 @@ pub fn read_bandwidth(pool: &ThreadPool, buffer: &[u64], budget: Duration) -> f6
     best
 }
 
-/// As [`read_bandwidth`], of `bytes` of memory such as weights lie in: large pages, where the system has them. Small
-/// ones are read more slowly.
+/// Like [`read_bandwidth`], of `bytes` of memory as weights have it: in large pages where the system has them. Small
+/// pages are read more slowly.
 ///
 /// # Panics
 /// If the system has no such memory.
@@ -42,7 +43,7 @@ pub fn weights_bandwidth(pool: &ThreadPool, bytes: usize, budget: Duration) -> f
     read_bandwidth(pool, words, budget)
 }
 
-/// Wrapping sum in eight chains, which any vector width streams faster than memory delivers.
+/// Wrapping sum in 32 lanes (eight chains of 256 bits), which any vector width streams faster than memory delivers.
 fn sum(values: &[u64]) -> u64 {
     let mut lanes = [0u64; 32];
     for chunk in values.chunks_exact(32) {
@@ -53,8 +54,8 @@ fn sum(values: &[u64]) -> u64 {
     lanes.into_iter().fold(0, u64::wrapping_add)
 }
 
-/// Peaks of the multiply-accumulate instructions of `isa`, all workers together, in operations per second
-/// (a multiplication and an addition count as two). `None` where the level has no such instruction.
+/// Peak rates of the multiply-accumulate instructions of `isa`, all workers together, in operations per second. A
+/// multiplication and an addition count as two operations. `None` where the level has no such instruction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Peaks {
     /// f32 fused multiply-add.
@@ -135,7 +136,7 @@ mod x86 {
     macro_rules! register_loop {
         ($name:ident, $op:tt, $a:tt, $b:tt, [$($acc:tt)*]) => {
             pub(super) fn $name(rounds: u64) {
-                // SAFETY: the caller has checked that the CPU has the instruction; registers only, and those
+                // SAFETY: the caller has checked that the CPU has the instruction. It uses registers only, and those
                 // written are declared as clobbered.
                 unsafe {
                     asm!(

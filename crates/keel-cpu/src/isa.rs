@@ -1,4 +1,4 @@
-//! Which instructions a kernel may use, found out when the program starts.
+//! The instructions that a kernel may use, detected when the program starts.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 /// An instruction-set level. Each includes those before it, so `isa >= Isa::Avx512` asks "at least".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
-    /// Plain Rust: what the compiler makes of it for the build's baseline.
+    /// Plain Rust, compiled for the build's baseline.
     Portable,
     /// AVX2, FMA and F16C: 256-bit vectors.
     Avx2,
@@ -22,13 +22,13 @@ impl Isa {
     /// Every level, lowest first.
     pub const ALL: [Isa; 5] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Vnni, Isa::Amx];
 
-    /// The best level of this machine. Found out once; a lookup afterwards.
+    /// The best level of this machine. Detected once; a lookup afterwards.
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(detect)
     }
 
-    /// The levels that this machine can run, lowest first: what tests loop over.
+    /// The levels that this machine can run, lowest first. Tests loop over them.
     pub fn available() -> impl Iterator<Item = Isa> {
         Isa::ALL.into_iter().filter(|isa| *isa <= Isa::best())
     }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// Bytes free, and who says so.
+/// Bytes free, and the source of that number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FreeMemory {
     /// Bytes that can still be taken without swapping and without being killed.
@@ -20,15 +20,15 @@ pub enum Bound {
     ControlGroup,
 }
 
-/// What is free now; `None` where the system does not tell (other systems than Linux).
+/// Free memory now; `None` where the system does not report it (other systems than Linux).
 ///
-/// It is the least of `MemAvailable` and of what each control group above the process (version 1 or 2) has left of its limit.
-/// File pages in memory count as free, because the system drops them when memory is wanted.
+/// It is the minimum of `MemAvailable` and of the rest of the limit of each control group above the process (version 1
+/// or 2). File pages in memory count as free, because the system drops them when it needs memory.
 pub fn free() -> Option<FreeMemory> {
     free_under(Path::new("/"))
 }
 
-/// As [`free`], with the system's files under `root`.
+/// Like [`free`], with the system's files under `root`.
 fn free_under(root: &Path) -> Option<FreeMemory> {
     let meminfo = std::fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let machine = FreeMemory { bytes: kib(&meminfo, "MemAvailable:")? * 1024, bound: Bound::Machine };
@@ -68,7 +68,7 @@ const V2: Version = Version {
     file_pages: ["active_file", "inactive_file"],
 };
 
-/// What the groups of one line of `/proc/self/cgroup` leave: `ID:CONTROLLERS:PATH`.
+/// Bytes left by the groups of one line of `/proc/self/cgroup`: `ID:CONTROLLERS:PATH`.
 fn left_of_line(root: &Path, line: &str) -> Option<u64> {
     let mut parts = line.splitn(3, ':').skip(1);
     let (controllers, path) = (parts.next()?, parts.next()?);
@@ -88,10 +88,10 @@ fn left_of_line(root: &Path, line: &str) -> Option<u64> {
     least
 }
 
-/// What one group has left of its limit; `None` without a limit.
+/// Bytes left of the limit of one group; `None` without a limit.
 fn left(group: &Path, version: &Version) -> Option<u64> {
     let number = |file: &str| std::fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok();
-    // Version 2 writes "max" where there is none; version 1 a number beyond any memory, which never is the least.
+    // Without a limit, version 2 writes "max". Version 1 writes a number beyond any memory, which is never the minimum.
     let (limit, used) = (number(version.limit)?, number(version.used)?);
     let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
     let entry = |key: &str| stat.lines().find_map(|line| line.strip_prefix(key)?.trim().parse::<u64>().ok());
@@ -103,7 +103,7 @@ fn left(group: &Path, version: &Version) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// A system of these files.
+    /// A root folder with these files.
     struct System(PathBuf);
 
     impl System {

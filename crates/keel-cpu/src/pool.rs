@@ -1,8 +1,8 @@
 //! The persistent thread pool that walks a prepared list of kernels.
 //!
-//! All workers run the same closure at once and meet at [`Worker::barrier`] between kernels, so a step of
-//! several hundred kernels costs one wake-up and that many barriers (well under a microsecond each while
-//! the workers spin). Idle workers spin briefly, then park.
+//! All workers run the same closure at once and meet at [`Worker::barrier`] between kernels. A step of several hundred
+//! kernels therefore costs one wake-up and one barrier per kernel (well under a microsecond each while the workers
+//! spin). Idle workers spin briefly, then park.
 
 use crate::isa::Isa;
 use std::ops::Range;
@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
-/// Spins before a waiting thread yields its time slice: a few microseconds. A yield returns at once when nobody
-/// else wants the core, so waiting on a quiet machine stays as fast, and on a busy one the core goes to whoever
-/// can make progress, often the very worker that is waited for.
+/// Spins before a waiting thread yields its time slice: a few microseconds. On a quiet machine a yield returns at once,
+/// so waiting stays as fast. On a busy machine the core goes to a thread that can make progress, often the worker that
+/// is waited for.
 const SPINS_BEFORE_YIELD: u32 = 128;
 
-/// Rounds of waiting after which an idle helper parks; some hundred microseconds on a quiet machine, longer than
-/// the gap between two steps of a generation.
+/// Rounds of waiting after which an idle helper parks: a few hundred microseconds on a quiet machine, longer than the
+/// gap between two steps of a generation.
 const ROUNDS_BEFORE_PARK: u32 = 2_000;
 
 /// One round of waiting, the `round`-th in a row.
@@ -35,13 +35,13 @@ struct Shared {
     isa: Isa,
     /// Workers that have reached the current barrier.
     arrived: AtomicUsize,
-    /// Bumped by the last to arrive; the others wait for it to change.
+    /// Incremented by the last worker to arrive; the others wait for it to change.
     phase: AtomicUsize,
     /// Next unclaimed unit of the current phase, see [`Worker::claim`].
     cursor: AtomicUsize,
-    /// For each worker, what is taken of its share of the units, see [`Worker::claim_near`].
+    /// For each worker, the units taken from its share, see [`Worker::claim_near`].
     shares: Box<[Taken]>,
-    /// Bumped for each job; workers wait for it to change.
+    /// Incremented for each job; workers wait for it to change.
     generation: AtomicUsize,
     /// Helper threads that have left the current job.
     finished: AtomicUsize,
@@ -53,16 +53,16 @@ struct Shared {
     wake: Condvar,
 }
 
-/// How many units of a worker's share are taken in one phase, from the front by the worker itself and from the back by
-/// others. On a cache line of its own (two, which processors fetch together).
+/// Counts of the units taken from a worker's share in one phase: by the worker itself from the front, by others from
+/// the back. It has two cache lines of its own, because processors fetch lines in pairs.
 #[repr(align(128))]
 struct Taken(AtomicU64);
 
 impl Taken {
-    /// Bits of each count; the phase has the bits above both.
+    /// Bits of each count; the phase takes the bits above both counts.
     const BITS: u32 = 20;
 
-    /// Nothing is taken in `phase`.
+    /// The word for `phase` with no unit taken.
     fn none(phase: usize) -> u64 {
         (phase as u64) << (2 * Self::BITS)
     }
@@ -72,7 +72,7 @@ impl Taken {
         let (none, mask) = (Taken::none(phase), (1 << Self::BITS) - 1);
         let mut word = self.0.load(Ordering::Relaxed);
         loop {
-            // The first to come in a phase finds the counts of one before.
+            // The first worker of a phase finds the counts of an earlier phase.
             let counts = if (word ^ none) >> (2 * Self::BITS) == 0 { word } else { none };
             let (front, back) = ((counts & mask) as usize, (counts >> Self::BITS & mask) as usize);
             if front + back >= len {
@@ -107,7 +107,7 @@ pub struct Worker<'a> {
 }
 
 impl Worker<'_> {
-    /// Waits until all workers are here. Everything written before is visible to all afterwards.
+    /// Waits until all workers are here. Everything written before the barrier is visible to all of them after it.
     pub fn barrier(&self) {
         let shared = self.shared;
         let phase = shared.phase.load(Ordering::Acquire);
@@ -137,8 +137,8 @@ impl Worker<'_> {
         start.min(total)..end.min(total)
     }
 
-    /// Pieces of `0..total` of `grain` units, handed out first come first served. At most one such loop may
-    /// run between two barriers: they share one cursor, which the barrier resets.
+    /// Pieces of `0..total` of `grain` units, first come, first served. At most one such loop may run between two
+    /// barriers: all loops share one cursor, which the barrier resets.
     pub fn claim(&self, total: usize, grain: usize) -> impl Iterator<Item = Range<usize>> + '_ {
         std::iter::from_fn(move || {
             let start = self.shared.cursor.fetch_add(grain, Ordering::Relaxed);
@@ -146,9 +146,10 @@ impl Worker<'_> {
         })
     }
 
-    /// Pieces of `0..total`, at most one unit but for huge numbers of them: this worker's share ([`Worker::split`]) in
-    /// order, so that what it reads is one stream, then what others have left of theirs, from the back. As with
-    /// [`Worker::claim`], every worker makes the call, once between two barriers.
+    /// Pieces of `0..total`, each of one unit unless there are more units than the counts can hold. First come the
+    /// pieces of this worker's share ([`Worker::split`]) in order, so that it reads one stream. Then come the units
+    /// left in the shares of other workers, from the back. As with [`Worker::claim`], every worker makes the call, once
+    /// between two barriers.
     pub fn claim_near(&self, total: usize) -> impl Iterator<Item = Range<usize>> + '_ {
         let phase = self.shared.phase.load(Ordering::Acquire);
         let grain = total.div_ceil(self.count << (Taken::BITS - 1)).max(1);
@@ -178,13 +179,13 @@ pub struct ThreadPool {
 }
 
 impl ThreadPool {
-    /// A pool of `workers` threads in all (at least one), the caller of `run` included, with the best instructions of
-    /// this machine.
+    /// A pool of `workers` threads in total (at least one), including the caller of `run`, with the best instructions
+    /// of this machine.
     pub fn new(workers: usize) -> ThreadPool {
         ThreadPool::at(workers, Isa::best())
     }
 
-    /// As [`ThreadPool::new`], with the instructions of `isa`; more than the machine has is lowered to that.
+    /// Like [`ThreadPool::new`], with the instructions of `isa`, or the machine's best if that is lower.
     pub fn at(workers: usize, isa: Isa) -> ThreadPool {
         let workers = workers.max(1);
         let shared = Arc::new(Shared {
@@ -233,12 +234,12 @@ impl ThreadPool {
         shared.arrived.store(0, Ordering::Relaxed);
         shared.cursor.store(0, Ordering::Relaxed);
         shared.poisoned.store(false, Ordering::Relaxed);
-        // A phase that this job does not reach.
+        // A phase that this job does not reach, so that the counts of the last job do not apply.
         let before = Taken::none(shared.phase.load(Ordering::Relaxed).wrapping_sub(1));
         shared.shares.iter().for_each(|share| share.0.store(before, Ordering::Relaxed));
         let job: &(dyn Fn(&Worker<'_>) + Sync) = &job;
-        // SAFETY: only the lifetime changes. The pointer is used by workers between here and the final
-        // barrier below, while `job` is alive; `finish` takes it away before this function returns.
+        // SAFETY: only the lifetime changes. Workers use the pointer only until all have counted themselves finished,
+        // below. `job` is alive until then, and the pointer is removed from the slot before this function returns.
         let run: *const (dyn Fn(&Worker<'_>) + Sync + 'static) = unsafe { std::mem::transmute(job) };
         if shared.workers > 1 {
             shared.finished.store(0, Ordering::Relaxed);
@@ -264,7 +265,7 @@ impl ThreadPool {
     }
 }
 
-/// Runs the job; a panic is noted where the barrier sees it, so that no other worker waits for this one.
+/// Runs the job. A panic is recorded where the barrier sees it, so that no other worker waits for this one.
 fn run_guarded(worker: &Worker<'_>, job: Job) -> std::thread::Result<()> {
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         // SAFETY: `ThreadPool::run` keeps the closure alive until every worker has counted itself finished.
@@ -281,7 +282,7 @@ fn serve(shared: &Shared, index: usize) {
     let mut seen = 0;
     while let Some((generation, job)) = next_job(shared, seen) {
         seen = generation;
-        // A panic here has reached `poisoned`; the caller of `run` raises it.
+        // `run_guarded` has recorded a panic in `poisoned`; the caller of `run` raises it.
         let _ = run_guarded(&Worker { index, count: shared.workers, isa: shared.isa, shared }, job);
         shared.finished.fetch_add(1, Ordering::Release);
     }
@@ -363,7 +364,7 @@ mod tests {
                                     std::thread::yield_now();
                                 }
                             }
-                            // A job may end without a barrier, and the next has the same phase.
+                            // A job may end without a barrier; the next job then starts in the same phase.
                             if phase < 2 {
                                 worker.barrier();
                             }

@@ -30,10 +30,10 @@ impl<T> Clone for SharedMut<'_, T> {
 }
 impl<T> Copy for SharedMut<'_, T> {}
 
-// SAFETY: the handle is a mutable borrow of a slice of T in parts; sending parts of it to other threads is
-// sound where sending the slice is.
+// SAFETY: the handle is a mutable borrow of a slice of T in parts. Sending parts of it to other threads is sound where
+// sending the slice is.
 unsafe impl<T: Send> Send for SharedMut<'_, T> {}
-// SAFETY: a shared handle gives out only what `range` gives, whose callers promise that no two ranges overlap.
+// SAFETY: a shared handle gives access only through `range`, whose callers promise that no two ranges overlap.
 unsafe impl<T: Send> Sync for SharedMut<'_, T> {}
 
 impl<'a, T> SharedMut<'a, T> {
@@ -45,8 +45,8 @@ impl<'a, T> SharedMut<'a, T> {
     /// A handle over `len` values at `ptr`.
     ///
     /// # Safety
-    /// As [`std::slice::from_raw_parts_mut`], for the whole of `'a`, but that parts may be lent to several
-    /// threads at once.
+    /// The same as for [`std::slice::from_raw_parts_mut`], for the whole of `'a`, except that parts may be lent to
+    /// several threads at once.
     pub unsafe fn from_raw(ptr: *mut T, len: usize) -> SharedMut<'a, T> {
         SharedMut { ptr, len, _borrow: PhantomData }
     }
@@ -66,7 +66,7 @@ impl<'a, T> SharedMut<'a, T> {
         self.ptr
     }
 
-    /// A handle over the values at `range` alone.
+    /// A handle over only the values at `range`.
     ///
     /// # Panics
     /// If `range` does not lie within the slice.
@@ -85,8 +85,8 @@ impl<'a, T> SharedMut<'a, T> {
     /// The values at `range`, to write.
     ///
     /// # Safety
-    /// While the result lives no other reference to any of these values may be used: ranges lent at the same
-    /// time must not overlap.
+    /// While the result lives, no other reference to any of these values may be used: ranges lent at the same time must
+    /// not overlap.
     ///
     /// # Panics
     /// If `range` does not lie within the slice.
@@ -98,7 +98,7 @@ impl<'a, T> SharedMut<'a, T> {
     }
 }
 
-/// Out of line, and given numbers: to have what it prints in memory would cost a hot loop several stores a round.
+/// Out of line, and with numbers as arguments: passing a `&Range` would cost a hot loop several stores a round.
 #[cold]
 #[inline(never)]
 fn outside(start: usize, end: usize, len: usize) -> ! {

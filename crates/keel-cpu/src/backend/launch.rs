@@ -13,10 +13,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-/// What went wrong, and in which kernel.
+/// The first failed kernel and its error.
 ///
-/// Workers stop behind the barrier of the kernel that failed. A worker that runs ahead may already note the failure
-/// of the next one, so they compare the kernel's number instead of asking for any failure: all stop at the same.
+/// Workers stop after the barrier of the kernel that failed. A fast worker may already have recorded a failure of the
+/// next kernel. So workers compare kernel numbers and do not ask for any failure: all stop after the same kernel.
 struct Failure {
     kernel: AtomicUsize,
     error: Mutex<Option<(usize, ArrayError)>>,
@@ -32,13 +32,13 @@ impl Failure {
     }
 }
 
-/// What a walk does beside running kernels.
+/// Additional work of a walk, next to running kernels.
 #[derive(Clone, Copy)]
 pub(super) struct Watch<'a> {
     pub isa: Isa,
     /// Sums the time of each kernel.
     pub profile: Option<&'a Profile>,
-    /// Fills scratch with NaN before each kernel, so that one that reads what it has not written is seen.
+    /// Fills scratch with NaN before each kernel, so that a read of unwritten scratch shows up.
     pub poison: bool,
 }
 
@@ -48,7 +48,7 @@ pub(super) fn run(pool: &ThreadPool, launch: &Launch<'_>, watch: Watch<'_>) -> R
     let failure = Failure { kernel: AtomicUsize::new(usize::MAX), error: Mutex::new(None) };
     let outcome = catch_unwind(AssertUnwindSafe(|| pool.run(|worker| walk(&calls, &failure, watch, worker))));
     if let Err(panic) = outcome {
-        // A bug of ours. As an error it reaches whoever waits for the result; a dead stream would not.
+        // A bug of ours. As an error it reaches the caller that waits for the result; a dead stream would not.
         let message = panic.downcast_ref::<String>().map(String::as_str);
         let message = message.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
         let reason = format!("a kernel panicked, which is a bug of the backend: {message}");
@@ -56,7 +56,7 @@ pub(super) fn run(pool: &ThreadPool, launch: &Launch<'_>, watch: Watch<'_>) -> R
     }
     match failure.error.into_inner().unwrap_or_else(|e| e.into_inner()) {
         Some((kernel, error)) => {
-            // A kernel looks at its data before it writes anything.
+            // A kernel checks its data before it writes anything, so exactly the kernels before it are done.
             launch.note_done(kernel);
             Err(error)
         }
@@ -107,8 +107,8 @@ impl<'a> Calls<'a> {
         let mut starts = Vec::with_capacity(kernels.len());
         for kernel in kernels {
             starts.push(operands.len());
-            // SAFETY: the launch owns the buffers for 'a and the stream runs one at a time. The program's plan,
-            // which is verified, keeps the operands of a kernel apart; state is contiguous and nobody's output.
+            // SAFETY: the launch owns the buffers for 'a, and the stream runs one launch at a time. The verified plan
+            // of the program keeps the operands of a kernel apart. State is contiguous and not an output of any kernel.
             operands.extend(
                 kernel.inputs.iter().chain(&kernel.outputs).map(|o| unsafe { Bound::new(launch, o) }),
             );

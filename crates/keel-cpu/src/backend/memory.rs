@@ -1,8 +1,8 @@
 //! Memory of the CPU backend.
 //!
-//! The bytes have no Rust owner that could lend them as slices for long: kernels, the host's reads and writes and
-//! the packing of weights all reach them by pointer. They never meet, because the runtime's stream calls the backend
-//! one at a time, and within a launch the workers meet at a barrier between kernels.
+//! The bytes have no Rust owner that could lend them as slices for long. Kernels, the host's reads and writes and the
+//! packing of weights all reach them by pointer. These uses never overlap in time: the runtime's stream calls the
+//! backend one call at a time, and within a launch the workers meet at a barrier between kernels.
 
 use keel_array::{ALIGNMENT, DeviceMemory};
 use memmap2::{Advice, MmapMut, MmapRaw};
@@ -11,20 +11,21 @@ use std::any::Any;
 
 use super::slab::Part;
 
-/// From here on memory is mapped: its pages come when they are touched and go when it is freed, while the heap zeroes what it
-/// takes from free blocks, and keeps it.
+/// Smallest allocation that is mapped. Mapped pages come when they are touched and go when they are freed. The heap
+/// zeroes memory that it takes from free blocks, and keeps it when it is freed.
 const MAPPED_BYTES_MIN: usize = 128 << 10;
 
-/// A page is at least so large.
+/// Smallest page of any system, in bytes.
 const PAGE: usize = 4096;
 
-/// From here on mapped memory is in large pages where the system has them. It starts at one, so that none of its whole large pages is left in small ones.
+/// Smallest mapping in large pages, where the system has them. It starts at a large page, so that every whole one is
+/// used.
 const LARGE_PAGE: usize = 2 << 20;
 
-/// The end of a mapping becomes a large page, too, if what that wastes is at most one part in so many.
+/// The end of a mapping becomes a large page, too, if that wastes at most 1/32 of its bytes.
 const WASTE_PARTS_MIN: usize = 32;
 
-/// What freed memory is filled with on request: a NaN in every float type, an index out of every range.
+/// The byte that fills freed memory on request: a NaN in every float type, an index out of every range.
 pub(super) const POISON: u8 = 0xff;
 
 /// Zeroed bytes, aligned to [`ALIGNMENT`]; or only their number.
@@ -36,7 +37,7 @@ pub(crate) struct HostMemory {
 }
 
 enum Region {
-    /// Planned, not there.
+    /// Planned; no memory exists.
     Counted,
     Heap {
         allocation: *mut u8,
@@ -45,17 +46,17 @@ enum Region {
     Mapped {
         map: MmapRaw,
     },
-    /// Beside others that stay.
+    /// A part of a slab, whose other parts stay.
     Part(Part),
 }
 
-// SAFETY: the memory belongs to this value alone; who may touch the bytes when is said above.
+// SAFETY: the memory belongs only to this value; the module's first comment says who touches the bytes and when.
 unsafe impl Send for HostMemory {}
-// SAFETY: as above; no method but those that the stream calls one at a time touches the bytes.
+// SAFETY: as above; only methods that the stream calls one at a time touch the bytes.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    /// No memory, of this size.
+    /// A number of bytes without memory.
     pub fn counted(bytes: usize) -> HostMemory {
         HostMemory { region: Region::Counted, start: std::ptr::null_mut(), bytes, poison: false }
     }
@@ -72,12 +73,12 @@ impl HostMemory {
         if allocation.is_null() {
             return Err("no memory left".into());
         }
-        // SAFETY: fewer than ALIGNMENT bytes further on, within the allocation.
+        // SAFETY: the offset is below ALIGNMENT, so the pointer stays within the allocation.
         let start = unsafe { allocation.add(allocation.align_offset(ALIGNMENT)) };
         Ok(HostMemory { start, region: Region::Heap { allocation, layout }, bytes, poison })
     }
 
-    /// Zeroed memory of its own pages, from a large page on if it has room for one.
+    /// Zeroed memory in its own pages. It starts at a large page if it has room for one.
     fn mapped(bytes: usize, poison: bool) -> Result<HostMemory, String> {
         if bytes < LARGE_PAGE {
             let map: MmapRaw = MmapMut::map_anon(bytes).map_err(|e| e.to_string())?.into();
@@ -88,7 +89,7 @@ impl HostMemory {
         let whole = waste <= bytes / WASTE_PARTS_MIN;
         let large = if whole { bytes + waste } else { bytes / LARGE_PAGE * LARGE_PAGE };
         let (map, first) = map_large_pages(bytes, large)?;
-        // SAFETY: less than a large page further on, within the mapping.
+        // SAFETY: the offset is less than a large page, so the pointer stays within the mapping.
         let start = unsafe { map.as_mut_ptr().add(first) };
         Ok(HostMemory { start, region: Region::Mapped { map }, bytes, poison })
     }
@@ -98,20 +99,20 @@ impl HostMemory {
         HostMemory { start: part.start(), bytes: part.bytes(), region: Region::Part(part), poison }
     }
 
-    /// Has the system back all of it now, rather than each page when it is first written.
+    /// Makes the system back all of it now, instead of each page at its first write.
     pub fn touch(&self) {
         let last = self.bytes.checked_sub(1);
         for offset in (0..self.bytes).step_by(PAGE).chain(last) {
-            // SAFETY: within the memory, which is zeroed and which nobody else knows yet.
+            // SAFETY: within the memory, which is zeroed and which nothing else uses yet.
             unsafe { self.start.add(offset).write_volatile(0) };
         }
     }
 
-    /// Gives its whole pages back to the system until they are used again; what it held is gone. They come back small, since
-    /// what is left of its use may be a part of a large one.
+    /// Returns its whole pages to the system until they are used again; the contents are lost. The pages come back
+    /// small, because the next use may need only a part of a large page.
     pub fn discard(&self) {
         if self.poison && !self.start.is_null() {
-            // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+            // SAFETY: within the memory; the stream lets nothing else touch it meanwhile.
             return unsafe { self.start.write_bytes(POISON, self.bytes) };
         }
         #[cfg(unix)]
@@ -119,12 +120,12 @@ impl HostMemory {
             #[cfg(target_os = "linux")]
             let _ = map.advise_range(Advice::NoHugePage, 0, map.len());
             let advice = memmap2::UncheckedAdvice::DontNeed;
-            // SAFETY: these bytes belong to this value alone, and what they hold is no longer wanted.
+            // SAFETY: these bytes belong only to this value, and their contents are no longer needed.
             let _ = unsafe { map.unchecked_advise_range(advice, 0, map.len()) };
         }
     }
 
-    /// The memory that this backend made.
+    /// The memory object of this backend.
     pub fn of(memory: &dyn DeviceMemory) -> &HostMemory {
         memory.as_any().downcast_ref().expect("the CPU backend works on memory that it allocated")
     }
@@ -151,7 +152,7 @@ impl HostMemory {
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         self.check(offset, bytes.len());
         if !self.start.is_null() {
-            // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+            // SAFETY: within the memory; the stream lets nothing else touch it meanwhile.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(offset), bytes.len()) };
         }
     }
@@ -162,20 +163,20 @@ impl HostMemory {
         if self.start.is_null() {
             bytes.fill(0);
         } else {
-            // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+            // SAFETY: within the memory; the stream lets nothing else touch it meanwhile.
             unsafe { std::ptr::copy_nonoverlapping(self.start.add(offset), bytes.as_mut_ptr(), bytes.len()) };
         }
     }
 }
 
-/// A mapping with room for `bytes` from a large page on, and where that begins; the first `large` of them are to be in
-/// large pages.
+/// A mapping with room for `bytes` from the start of a large page, and the offset of that start. The system is asked to
+/// put the first `large` bytes into large pages.
 pub(super) fn map_large_pages(bytes: usize, large: usize) -> Result<(MmapRaw, usize), String> {
     let padded = bytes.checked_next_multiple_of(LARGE_PAGE).and_then(|padded| padded.checked_add(LARGE_PAGE));
     let reserved = padded.ok_or_else(|| format!("{bytes} bytes are more than can be mapped"))?;
     let map = MmapMut::map_anon(reserved).map_err(|e| e.to_string())?;
     let first = map.as_ptr().align_offset(LARGE_PAGE);
-    // Large pages are a wish: without them the memory is only slower.
+    // Large pages are optional: without them the memory is only slower.
     #[cfg(target_os = "linux")]
     let _ = map.advise_range(Advice::HugePage, first, large);
     #[cfg(not(target_os = "linux"))]
@@ -192,7 +193,7 @@ impl DeviceMemory for HostMemory {
 impl Drop for HostMemory {
     fn drop(&mut self) {
         if self.poison && !self.start.is_null() {
-            // SAFETY: this value owns the bytes, and nobody holds it any more.
+            // SAFETY: this value owns the bytes, and no reference to them remains.
             unsafe { self.start.write_bytes(POISON, self.bytes) };
         }
         match &self.region {
@@ -234,7 +235,7 @@ mod tests {
     #[test]
     fn touched_memory_is_backed_by_pages() {
         use std::io::{Read, Seek, SeekFrom};
-        // One word for each page of the address space; not every system shows it.
+        // One word for each page of the address space; not every system provides it.
         let Ok(mut pages) = std::fs::File::open("/proc/self/pagemap") else { return };
         for bytes in [5 * PAGE, 3 * LARGE_PAGE + 1] {
             let memory = HostMemory::zeroed(bytes, false).expect("there is memory");
@@ -260,7 +261,7 @@ mod tests {
                 memory.discard();
                 let mut read = vec![0; bytes];
                 memory.read(0, &mut read);
-                // Where the heap has it, it stays.
+                // Heap memory keeps its contents.
                 let expected = match (poison, bytes < MAPPED_BYTES_MIN) {
                     (true, _) => POISON,
                     (false, true) => 7,

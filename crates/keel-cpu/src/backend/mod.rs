@@ -1,7 +1,7 @@
 //! The CPU as a device of the array runtime.
 //!
-//! A launch is one job of the thread pool: every worker walks the whole list of kernels, takes its share of each,
-//! and meets the others at a barrier before the next.
+//! A launch is one job of the thread pool. Every worker walks the whole list of kernels, does its share of each, and
+//! meets the others at a barrier before the next.
 
 mod dispatch;
 mod launch;
@@ -20,29 +20,29 @@ use profile::Profile;
 use slab::Slabs;
 use std::ops::Range;
 
-/// How a [`CpuBackend`] works.
+/// Options of a [`CpuBackend`].
 #[derive(Clone, Debug, Default)]
 pub struct CpuOptions {
-    /// Threads, the caller of an evaluation included; `None`: one for each core that the process may use.
+    /// Number of threads, including the caller of an evaluation. `None`: one for each core that the process may use.
     pub threads: Option<usize>,
-    /// Instructions to use; `None`: the best that the machine has. More than it has is lowered to that.
+    /// Instructions to use, at most the machine's best. `None`: the machine's best.
     pub isa: Option<Isa>,
-    /// Fill memory with NaN before it is freed, and scratch before it is lent, so that a use after free and a read of
-    /// what was never written are seen. For tests.
+    /// Fill memory with NaN before it is freed, and scratch before it is lent. This shows uses after free and reads of
+    /// unwritten memory. For tests.
     pub poison_freed: bool,
-    /// Take all pages of an allocation from the system at once, not each when it is first used: what was planned is
-    /// then resident from the start, and cannot be missing later.
+    /// Take all pages of an allocation from the system at once, not each at its first use. Planned memory is then
+    /// resident from the start and cannot be missing later.
     pub resident: bool,
     /// Measure the time of each kernel, see [`CpuBackend::take_profile`].
     pub profile: bool,
-    /// Count memory, touch none and run nothing: the backend of a memory plan.
+    /// Count memory, allocate none and run nothing: the backend of a memory plan.
     pub planning: bool,
 }
 
 /// The CPU backend.
 pub struct CpuBackend {
     pool: ThreadPool,
-    /// Workers that memory is planned for; those of `pool` unless planning.
+    /// Workers that memory is planned for: those of `pool`, or `CpuOptions::threads` when planning.
     workers: usize,
     options: CpuOptions,
     profile: Profile,
@@ -50,7 +50,7 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend with its threads started; one that plans starts none.
+    /// A backend with its threads started. A planning backend starts none.
     pub fn new(options: CpuOptions) -> CpuBackend {
         let available = || std::thread::available_parallelism().map_or(1, usize::from);
         let workers = options.threads.unwrap_or_else(available).max(1);
@@ -59,7 +59,7 @@ impl CpuBackend {
         CpuBackend { pool, workers, options, profile: Profile::default(), slabs: Slabs::default() }
     }
 
-    /// A backend that gives the numbers of [`CpuBackend::new`] with the same options, and allocates nothing.
+    /// A backend that gives the same numbers as [`CpuBackend::new`] with the same options, and allocates nothing.
     pub fn planning(options: CpuOptions) -> CpuBackend {
         CpuBackend::new(CpuOptions { planning: true, ..options })
     }
@@ -79,7 +79,7 @@ impl CpuBackend {
         self.pool.isa()
     }
 
-    /// What `make` allocates, or only its number of bytes.
+    /// The memory that `make` allocates. When planning, only its number of bytes.
     fn memory(
         &self,
         bytes: usize,

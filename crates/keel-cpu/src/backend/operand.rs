@@ -10,8 +10,8 @@ use std::marker::PhantomData;
 
 /// An operand with its memory.
 ///
-/// The methods lend the memory without a lock. That is sound under what [`Bound::new`] was promised: between two
-/// barriers a kernel writes its outputs and state, through [`SharedMut`], and nobody else touches these.
+/// The methods lend the memory without a lock. That is sound because of the promise to [`Bound::new`]: between two
+/// barriers a kernel writes its outputs and state through [`SharedMut`], and nothing else touches these.
 #[derive(Clone, Copy)]
 pub(super) struct Bound<'a> {
     /// First byte of the whole buffer.
@@ -34,9 +34,9 @@ impl<'a> Bound<'a> {
     /// Binds an operand to its memory.
     ///
     /// # Safety
-    /// During `'a` nobody outside the launch may touch the memory, and inside it only one kernel at a time: its
-    /// outputs and state share no byte with any other operand of it, but for an element-wise kernel or a block
-    /// replacement whose output lies exactly where an input does.
+    /// During `'a`, nothing outside the launch may touch the memory, and inside it only one kernel at a time. The
+    /// kernel's outputs and state share no byte with any other operand of it. The exception is an element-wise kernel
+    /// or a block replacement whose output lies exactly where an input does.
     ///
     /// # Panics
     /// If the operand does not lie within its memory.
@@ -85,35 +85,36 @@ impl<'a> Bound<'a> {
     /// The elements, row-major.
     pub fn values<T: Plain>(&self) -> &'a [T] {
         self.expect_contiguous();
-        // SAFETY: readable for 'a, and not written meanwhile, as `new` was promised.
+        // SAFETY: readable for 'a, and not written meanwhile, by the promise to `new`.
         unsafe { std::slice::from_raw_parts(self.at(self.first), self.len()) }
     }
 
     /// The elements, row-major, for workers to write.
     pub fn shared<T: Plain>(&self) -> SharedMut<'a, T> {
         self.expect_contiguous();
-        // SAFETY: writable for 'a, and not otherwise used meanwhile, as `new` was promised.
+        // SAFETY: writable for 'a, and not otherwise used meanwhile, by the promise to `new`.
         unsafe { SharedMut::from_raw(self.at(self.first), self.len()) }
     }
 
     /// The elements in any layout.
     pub fn strided<T: Plain>(&self) -> Strided<'a, T> {
-        // SAFETY: readable for 'a; the only kernels whose output may be this memory write what they have read.
+        // SAFETY: readable for 'a. A kernel whose output may be this memory writes only elements that it has read.
         unsafe { Strided::new(self.at(self.first), self.layout) }
     }
 
-    /// Rows whose values are the last `inner` axes; the others count rows.
+    /// Rows whose values are the last `inner` axes; the other axes count rows.
     pub fn rows(&self, inner: usize) -> Rows<'a> {
         let (width, stride) = self.row_extent(inner);
         if self.len() == 0 || self.layout.is_contiguous() {
             return Rows::whole(self.values(), width);
         }
-        // Whole rows of the array that this is a part of. Their first column is not known, but where the last row
-        // ends is: so rows begin as far before the first element as the gap allows.
+        // This is a column range of a wider array, and `Rows` takes whole rows of it. The range's first column is not
+        // known. So rows begin as far before the first element as the gap allows, and the last one ends as early as it
+        // can.
         let before = self.first.min(stride - width);
         let (start, len) = (self.first - before, self.len() / width * stride);
         assert!((start + len) * self.dtype.size() <= self.bytes, "rows of {stride} past the end of a buffer");
-        // SAFETY: within the buffer. Elements between ours may be written meanwhile, but `Rows` reads no column
+        // SAFETY: within the buffer. The elements of other columns may be written meanwhile, but `Rows` reads no column
         // outside the range.
         let data = unsafe { std::slice::from_raw_parts(self.at(start), len) };
         Rows::new(data, stride, before..before + width)
@@ -124,7 +125,7 @@ impl<'a> Bound<'a> {
         RowsMut::whole(self.shared(), self.row_extent(inner).0)
     }
 
-    /// Values of a row, at least 1, and the distance of rows.
+    /// Values of a row, at least 1, and the distance between rows.
     fn row_extent(&self, inner: usize) -> (usize, usize) {
         let shape = &self.layout.shape;
         let width = shape[shape.rank().saturating_sub(inner)..].iter().product::<usize>().max(1);
@@ -132,7 +133,7 @@ impl<'a> Bound<'a> {
         (width, stride)
     }
 
-    /// True if they have memory in common.
+    /// True if they share memory.
     pub fn overlaps(&self, other: &Bound<'_>) -> bool {
         let bytes = |bound: &Bound<'_>| {
             let start = bound.memory.addr() + bound.first * bound.dtype.size();

@@ -1,4 +1,4 @@
-//! Where the time of launches goes, by operation.
+//! Time of launches, by operation.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -11,7 +11,7 @@ pub struct KernelTime {
     pub name: String,
     /// How often it ran.
     pub count: u64,
-    /// Wall time, the barrier behind each run included.
+    /// Wall time, including the barrier after each run.
     pub time: Duration,
 }
 
@@ -27,7 +27,7 @@ impl Profile {
         sum.1 += time;
     }
 
-    /// The sums so far, longest first; starts anew.
+    /// The sums so far, longest first; sets them to zero.
     pub fn take(&self) -> Vec<KernelTime> {
         let sums = std::mem::take(&mut *self.0.lock().unwrap_or_else(|e| e.into_inner()));
         let mut times: Vec<KernelTime> =

@@ -1,7 +1,8 @@
-//! Memory for what stays: one allocation behind the other, on large pages.
+//! Memory for allocations that last: one after another, on large pages.
 //!
-//! Weights have a mapping together. Apart, those below a large page would lie in small ones, as would the end of each
-//! larger one: a fifth of a small model, read with more page walks and prefetched no further than a page.
+//! Weights share a mapping. In mappings of their own, weights smaller than a large page would lie in small pages, and
+//! so would the end of each larger weight: a fifth of a small model. Small pages take more page walks, and the hardware
+//! prefetches only up to the end of a page.
 
 use keel_array::ALIGNMENT;
 use memmap2::MmapRaw;
@@ -10,13 +11,13 @@ use std::sync::{Arc, Mutex};
 
 use super::memory::{HostMemory, map_large_pages};
 
-/// Address space of a slab. Its pages come when they are touched, so what stays unused costs nothing.
+/// Address space of a slab. Its pages come when they are touched, so the unused rest costs nothing.
 const SLAB_BYTES: usize = 256 << 20;
 
 /// Larger allocations have a mapping of their own.
 const PART_BYTES_MAX: usize = SLAB_BYTES / 4;
 
-/// Smallest page of any system that is asked to take memory back.
+/// Unit of memory that is returned to the system: a multiple of every system's page.
 const PAGE: usize = 64 << 10;
 
 /// Hands out parts of slabs. A slab is unmapped when the last of its parts is gone; no part is handed out twice.
@@ -25,17 +26,17 @@ pub(super) struct Slabs {
     open: Mutex<Option<Open>>,
 }
 
-/// The slab that parts are taken from.
+/// The slab that new parts come from.
 struct Open {
     slab: Arc<Slab>,
     /// Bytes handed out, a multiple of [`ALIGNMENT`].
     used: usize,
 }
 
-/// A mapping from `start` on.
+/// A mapping of one slab.
 struct Slab {
     map: MmapRaw,
-    /// Where the first large page begins.
+    /// Offset of the first large page, where the slab's bytes begin.
     first: usize,
 }
 
@@ -62,7 +63,7 @@ impl Slabs {
         Ok(HostMemory::part(Part { slab: slab.slab, range }, poison))
     }
 
-    /// Gives back the rest of the last large page that is in use, until it is handed out.
+    /// Returns the unused rest of the open slab to the system, until it is handed out.
     pub fn give_back_unused(&self) {
         let open = self.open.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(Open { slab, used }) = &*open {
@@ -77,13 +78,13 @@ impl Slab {
         Ok(Slab { map, first })
     }
 
-    /// Gives back the whole pages of bytes that nobody uses.
+    /// Returns the whole pages within a range of unused bytes.
     fn give_back(&self, range: Range<usize>) {
         let start = (self.first + range.start).next_multiple_of(PAGE);
         let end = (self.first + range.end) / PAGE * PAGE;
         #[cfg(unix)]
         if start < end {
-            // SAFETY: what these bytes hold is no longer wanted, or was never written.
+            // SAFETY: the contents of these bytes are no longer needed, or they were never written.
             let _ = unsafe {
                 let advice = memmap2::UncheckedAdvice::DontNeed;
                 self.map.unchecked_advise_range(advice, start, end - start)
@@ -95,7 +96,7 @@ impl Slab {
 }
 
 impl Part {
-    /// Where it begins.
+    /// First byte.
     pub fn start(&self) -> *mut u8 {
         self.slab.map.as_mut_ptr().wrapping_add(self.slab.first + self.range.start)
     }
@@ -105,7 +106,7 @@ impl Part {
         self.range.len()
     }
 
-    /// Gives back the pages that are this part's alone, since others may stay. Nobody uses it any more.
+    /// Returns the pages that hold only this part; other parts may stay. This part is no longer used.
     pub fn give_back(&self) {
         self.slab.give_back(self.range.clone());
     }

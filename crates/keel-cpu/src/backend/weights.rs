@@ -10,8 +10,8 @@ use half::{bf16, f16};
 use keel_array::{ArrayError, BlockFormat, DType, RowBlock, RowData, WeightSpec};
 use std::ops::Range;
 
-/// The coding of a weight whose blocks stay as they came: one whose activations are not to be rounded to 8 bits, which is
-/// computed with in f32. Otherwise blocks are packed as other weights are.
+/// The coding of a weight whose blocks are stored as they came; `None` if the weight is packed. Blocks stay as they
+/// came where activations must not be rounded to 8 bits; such a weight is multiplied in f32.
 pub(super) fn raw_blocks(spec: &WeightSpec) -> Option<BlockFormat> {
     match (spec.format, spec.compute) {
         (keel_array::WeightFormat::Blocks(_), keel_array::Compute::Auto) => None,
@@ -20,12 +20,12 @@ pub(super) fn raw_blocks(spec: &WeightSpec) -> Option<BlockFormat> {
     }
 }
 
-/// The stack of blocks that a weight is, if they stay as they came.
+/// The stack of blocks of a weight, if its blocks stay as they came.
 pub(super) fn blocks<'a>(spec: &WeightSpec, bytes: &'a [u8]) -> Option<BlockWeight<'a>> {
     raw_blocks(spec).map(|format| BlockWeight { format, bytes, n: spec.rows, k: spec.cols })
 }
 
-/// Where the parts of a weight lie that is packed.
+/// The layout of a packed weight.
 pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
     let format = match spec.format {
         keel_array::WeightFormat::Dense(dtype) => WeightFormat::Dense(float_type(dtype)),
@@ -40,7 +40,7 @@ pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
         .unwrap_or_else(|e| panic!("the runtime has checked the weight: {e}"))
 }
 
-/// Size of a packed weight; saturates for one that cannot be addressed, which no allocation grants.
+/// Size of a stored weight in bytes. Saturates for a weight that cannot be addressed; no allocation grants that size.
 pub(super) fn packed_bytes(spec: &WeightSpec) -> usize {
     match raw_blocks(spec) {
         Some(format) => blocks::packed_bytes(format, spec.experts.saturating_mul(spec.rows), spec.cols),
@@ -48,7 +48,8 @@ pub(super) fn packed_bytes(spec: &WeightSpec) -> usize {
     }
 }
 
-/// Where some rows of a packed matrix begin, if they lie there as they would alone: whole pairs of tiles.
+/// First byte of some rows of a matrix, if they lie there as they would alone. Packed rows do if they are whole pairs
+/// of tiles. Raw blocks always do.
 pub(super) fn first_byte_of_rows(spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
     if let Some(format) = raw_blocks(spec) {
         return Some(blocks::packed_bytes(format, rows.start, spec.cols));
@@ -66,7 +67,7 @@ fn float_type(dtype: DType) -> FloatType {
     }
 }
 
-/// The layer's kernels.
+/// The linear layer of a weight, with its compute type.
 pub(super) fn linear(spec: &WeightSpec, isa: Isa) -> Linear {
     let layout = layout(spec);
     let compute = match spec.compute {
@@ -80,7 +81,7 @@ pub(super) fn linear(spec: &WeightSpec, isa: Isa) -> Linear {
     Linear::new(layout, compute, isa)
 }
 
-/// Packs a block of rows, which the runtime has checked, on all threads of the pool: each takes some pairs of tiles.
+/// Packs a block of rows, which the runtime has checked, on all threads of the pool. Each thread takes pairs of tiles.
 pub(super) fn pack(
     pool: &ThreadPool,
     spec: &WeightSpec,
@@ -92,7 +93,7 @@ pub(super) fn pack(
         let first = block.expert * spec.rows + block.first_row;
         let start = offset + blocks::packed_bytes(format, first, spec.cols);
         assert!(start + bytes.len() <= memory.bytes(), "a weight outside its memory");
-        // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+        // SAFETY: within the memory; the stream lets nothing else touch it meanwhile.
         let out = unsafe { std::slice::from_raw_parts_mut(memory.start().add(start), bytes.len()) };
         out.copy_from_slice(bytes);
         return Ok(());
@@ -106,7 +107,7 @@ pub(super) fn pack(
     }
     let range = layout.row_bytes(block.expert, rows);
     assert!(offset + layout.bytes() <= memory.bytes(), "a weight outside its memory");
-    // SAFETY: within the memory; the stream lets nobody else touch it meanwhile.
+    // SAFETY: within the memory; the stream lets nothing else touch it meanwhile.
     let out = unsafe { SharedMut::from_raw(memory.start().add(offset + range.start), range.len()) };
     pool.run(|worker| {
         for pair in worker.claim(block.rows.div_ceil(PAIR_ROWS), 1) {
@@ -168,7 +169,7 @@ mod tests {
     use keel_array::{Array, Compute, Runtime, RuntimeOptions, Weight};
     use std::sync::Arc;
 
-    /// A weight of 4 bits with codes of their own everywhere.
+    /// A weight of 4 bits with varying codes.
     fn weight(runtime: &Runtime, rows: usize, compute: Compute) -> Weight {
         let (cols, format) =
             (128, keel_array::WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::F32 });

@@ -1,6 +1,6 @@
-//! The arrays that say which rows belong to which sequence, checked before a kernel trusts them.
+//! The arrays that assign rows to sequences, checked before a kernel trusts them.
 //!
-//! Every worker makes the same check of the same data, so all of them run the kernel or none does.
+//! Every worker makes the same check of the same data, so either all of them run the kernel or none does.
 
 use super::Bound;
 use crate::kernels::attention::{PAGE, PageTable};
@@ -20,8 +20,8 @@ pub(super) fn batch<'a>(
     Ok(Batch { row_start, position })
 }
 
-/// The slots of the sequences, which must exist and differ: each is written by its own sequence. One that has no rows, and none
-/// to commit, may have no slot.
+/// The slots of the sequences. They must exist and differ, because each sequence writes its own. A sequence with no
+/// rows in this step and none to commit may have no slot.
 pub(super) fn slots<'a>(
     slot: &Bound<'a>,
     available: usize,
@@ -44,7 +44,7 @@ pub(super) fn slots<'a>(
     Ok(slots)
 }
 
-/// The page tables of the sequences, once it is known that every page that is read or written exists.
+/// The page tables of the sequences, after a check that every page that is read or written exists.
 pub(super) fn page_table<'a>(
     table: &Bound<'a>,
     batch: &Batch<'_>,

@@ -1,4 +1,4 @@
-//! Kernels of the user's: run by one worker, over typed slices.
+//! The user's kernels: run by one worker, over typed slices.
 
 use super::{Bound, Call};
 use crate::kernels::generic::scalar::{Plain, Scalar};

@@ -1,4 +1,4 @@
-//! Element-wise operations: floats as chains, everything else by type.
+//! Element-wise operations: floats as chains, all other types by type.
 
 use super::Call;
 use crate::kernels::generic::arithmetic::{compare, integer_binary, integer_unary, select};

@@ -1,4 +1,4 @@
-//! From the operations of the array runtime to kernel calls, by family.
+//! Maps the operations of the array runtime to kernel calls, by family.
 
 mod batch;
 mod create;
@@ -23,7 +23,7 @@ pub(super) struct Call<'a> {
     pub kernel: &'a Kernel,
     pub inputs: &'a [Bound<'a>],
     pub outputs: &'a [Bound<'a>],
-    /// What [`workspace_bytes`] asked for.
+    /// The bytes that [`workspace_bytes`] asked for.
     pub scratch: SharedMut<'a, u8>,
     pub isa: Isa,
 }
@@ -42,7 +42,7 @@ impl<'a> Call<'a> {
         ArrayError::Kernel { op: self.kernel.op.name().into(), reason }
     }
 
-    /// Copies input `from` to output `to`, unless it is there already, and meets the other workers if it was not.
+    /// Copies input `from` to output `to` and waits for the other workers. Does nothing if both are the same memory.
     fn bring(&self, from: usize, to: usize, worker: &Worker<'_>) {
         let (x, y) = (&self.inputs[from], &self.outputs[to]);
         if x.starts_at(y) {
@@ -56,7 +56,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Does this worker's share of a kernel. The caller places a barrier behind it.
+/// Does this worker's share of a kernel. The caller places a barrier after it.
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
     match &call.kernel.op {
         Op::Fill(_) | Op::Arange { .. } | Op::Random { .. } => create::run(call, worker),
@@ -91,7 +91,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
     Ok(())
 }
 
-/// Refuses what no kernel of this backend runs. All other operations take any shape that their builder lets through.
+/// Refuses operations that no kernel of this backend runs. All others take any shape that their builder allows.
 pub(super) fn supports(kernel: &Kernel) -> Result<(), String> {
     match &kernel.op {
         Op::PagedAttention(_) => sequence::supports_heads(kernel.inputs[0].layout.shape[2]),
@@ -99,7 +99,7 @@ pub(super) fn supports(kernel: &Kernel) -> Result<(), String> {
     }
 }
 
-/// Scratch of a kernel.
+/// Bytes of scratch that a kernel needs.
 pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize, isa: Isa) -> usize {
     match &kernel.op {
         Op::Linear { .. } | Op::GatherLinear { .. } => linear::workspace_bytes(kernel, workers, isa),

@@ -53,7 +53,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
     if is_divided(kernel) { 2 * rows * workers * size_of::<u32>() } else { 0 }
 }
 
-/// Whether all workers look for the largest of each row.
+/// Whether all workers search each row for the largest value together.
 fn is_divided(kernel: &Kernel) -> bool {
     let rows = kernel.outputs[0].layout.shape.elements();
     let is_argmax = matches!(kernel.op, Op::ArgReduce { largest: true });

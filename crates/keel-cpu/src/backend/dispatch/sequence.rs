@@ -1,4 +1,4 @@
-//! Operations with memory: convolution, gated delta rule, attention.
+//! Operations with state: convolution, gated delta rule, attention.
 
 use std::ops::Range;
 
@@ -40,7 +40,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
     outcome.map_err(|reason| call.error(reason))
 }
 
-/// A state and another operand that lie in the same memory, which the user may have asked for.
+/// A state and another operand that share memory. A user's graph can cause this.
 fn shared_state(call: &Call<'_>) -> Option<(usize, usize)> {
     let states = call.kernel.op.mutated_inputs();
     let pairs = states.flat_map(|state| (0..call.inputs.len()).map(move |other| (state, other)));
@@ -81,7 +81,7 @@ fn conv(spec: &ConvSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), Str
         }
         _ => unreachable!("five operands, seven with a log"),
     };
-    // Positions are not read; the slots are as many.
+    // The convolution reads no positions. The slots take their place: there is one for each sequence.
     let rows = batch::batch(row_start, slot.values(), x.layout.shape[0])?;
     let accepted = log.map(|(_, accepted)| accepted.values::<u32>());
     let slots = batch::slots(slot, window.layout.shape[0], &rows, accepted)?;
@@ -111,7 +111,7 @@ fn conv(spec: &ConvSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), Str
     Ok(())
 }
 
-/// How many open rows to commit, once it is known that the log has that many and takes those of this step.
+/// The number of open rows to commit. Checks that the log holds that many and has room for the rows of this step.
 fn accepted_rows<'a>(
     accepted: &Bound<'a>,
     capacity: usize,
@@ -191,7 +191,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<
     Ok(())
 }
 
-/// The form of the pools of a `PagedAttention`.
+/// The form of the KV pools of a `PagedAttention`.
 fn kv_format(kernel: &Kernel) -> KvFormat {
     let (q, keys) = (&kernel.inputs[0], &kernel.inputs[3]);
     let format = KvFormat::of(keys.dtype, keys.layout.shape[3], q.layout.shape[2]);
@@ -222,7 +222,7 @@ fn coded_attention<const BITS: usize>(
     attention(spec, (read, write), call, worker)
 }
 
-/// Refuses heads whose values do not fill registers.
+/// Refuses heads that do not fill whole vectors.
 pub(super) fn supports_heads(size: usize) -> Result<(), String> {
     if size.is_multiple_of(LANES) {
         Ok(())
@@ -283,8 +283,8 @@ fn attention<P: KvRead>(
     Ok(())
 }
 
-/// The rows of sequence `b` cut at positions that are multiples of [`AttentionSpec::RUN`], with the position of each
-/// first row.
+/// The rows of sequence `b`, cut at positions that are multiples of [`AttentionSpec::RUN`], with the position of the
+/// first row of each run.
 fn runs(rows: &Batch<'_>, b: usize) -> impl Iterator<Item = (Range<usize>, u32)> {
     let (mut rest, mut position) = (rows.rows_of(b), rows.position[b] as usize);
     std::iter::from_fn(move || {
