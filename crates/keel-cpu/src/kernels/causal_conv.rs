@@ -4,9 +4,9 @@
 //! Rows before a sequence's first one in this step come from its window.
 //!
 //! # The window
-//! A slot is `[W - 1, C]`, oldest row first. A step whose rows may be taken back leaves it as it is and writes them
-//! to a log of `[R, C]` a slot. The next step is told how many of them were accepted, and moves the window on by that
-//! many: taking back rows moves a count, no bytes.
+//! A slot's window is `[W - 1, C]`, oldest row first. A step whose rows may be taken back leaves the window unchanged
+//! and writes the rows to a log, `[R, C]` for each slot. The next step reads how many of them were accepted and moves
+//! the window forward by that many rows. So taking rows back changes a count and moves no bytes.
 //!
 //! Memory: rows are read once and written once, `2 * 4 * T * C` bytes; the window adds `W - 1` rows of each.
 
@@ -19,14 +19,14 @@ use crate::simd::{self, LANES, Simd, VectorKernel, silu};
 use std::array::from_fn;
 use std::ops::Range;
 
-/// Channels that a worker takes at a time where there are few rows.
+/// Channels that a worker takes at a time where rows are few.
 const BLOCK: usize = 8 * LANES;
-/// The same for many rows: with the rows that one row needs they lie in L1, and a row's share is a stream for the
+/// The same where rows are many. The W input rows of a block then lie in L1, and each row's part is long enough for the
 /// hardware's prefetcher.
 const WIDE_BLOCK: usize = 32 * LANES;
-/// From so many rows on there are many.
+/// Smallest number of rows of a sequence that counts as many.
 const MANY_ROWS: usize = 16;
-/// Rows that are asked for ahead of use.
+/// Distance of prefetching, in rows.
 const ROWS_AHEAD: usize = 2;
 
 /// Rows that the last step left open.
@@ -36,13 +36,13 @@ pub struct ConvLog<'a> {
     pub rows: SharedMut<'a, f32>,
     /// Rows of a slot.
     pub capacity: usize,
-    /// Rows to commit before this step's, `[B]`.
+    /// Number of logged rows to commit before this step's rows, `[B]`.
     pub accepted: &'a [u32],
     /// Leave this step's rows open (at most `capacity` for each sequence) instead of committing them.
     pub keep_open: bool,
 }
 
-/// What `causal_conv` reads and writes.
+/// Operands of [`causal_conv`].
 #[derive(Clone, Copy)]
 pub struct CausalConv<'a> {
     /// `[T, C]` rows of all sequences.
@@ -57,7 +57,7 @@ pub struct CausalConv<'a> {
     pub slot: &'a [u32],
     /// `[slots, W - 1, C]`, updated in place.
     pub window: SharedMut<'a, f32>,
-    /// Where rows may be taken back; `None`: every step commits.
+    /// Log of rows that may be taken back; `None`: every step commits its rows.
     pub log: Option<ConvLog<'a>>,
     /// `[T, C]`
     pub y: RowsMut<'a>,
@@ -97,8 +97,8 @@ impl VectorKernel for Task<'_, '_> {
         let few = self.conv.batch.most_rows() < MANY_ROWS;
         let width = if few { BLOCK } else { WIDE_BLOCK };
         let blocks = self.conv.x.width().div_ceil(width);
-        // Few rows are no work but cold memory: neighbouring blocks are one stream for the prefetcher, and the windows that
-        // a worker wrote in the step before are in its own cache, if in any.
+        // With few rows the time goes into reading cold memory. Neighbouring blocks are then one stream for the
+        // prefetcher, and a worker may find the windows that it wrote in the last step in its own cache.
         for unit in self.worker.claim_near(self.conv.slot.len() * blocks).flatten() {
             Channels::of(self.conv, unit / blocks, unit % blocks * width, width).run(s);
         }
@@ -122,7 +122,8 @@ impl<'a, 'c> Channels<'a, 'c> {
         Channels { conv, b, start, len: most.min(conv.x.width() - start), before }
     }
 
-    /// All rows, one after the other: rows that are far apart may share one set of L1, so none is left half done.
+    /// Runs all rows, one after another. Each is finished before the next: rows far apart may compete for one set of
+    /// L1.
     #[inline(always)]
     fn run<S: Simd>(&self, s: S) {
         let rows = self.conv.batch.rows_of(self.b).len();
@@ -144,8 +145,8 @@ impl<'a, 'c> Channels<'a, 'c> {
     fn window(&self, i: usize) -> &'a mut [f32] {
         let slot = self.conv.slot[self.b] as usize * self.before;
         let start = (slot + i) * self.conv.x.width() + self.start;
-        // SAFETY: only one worker has these channels of this slot; of the rows that it uses at once none is written
-        // but one, and that one is read by nobody.
+        // SAFETY: only one worker uses these channels of this slot. Of the rows in use at once at most one is written,
+        // and that row is not read meanwhile.
         unsafe { self.conv.window.range(start..start + self.len) }
     }
 
@@ -154,11 +155,11 @@ impl<'a, 'c> Channels<'a, 'c> {
     fn open(&self, log: &ConvLog<'a>, i: usize) -> &'a mut [f32] {
         let slot = self.conv.slot[self.b] as usize * log.capacity;
         let start = (slot + i) * self.conv.x.width() + self.start;
-        // SAFETY: only one worker has these channels of this slot, and it uses one row at a time.
+        // SAFETY: only one worker uses these channels of this slot, and it uses one row at a time.
         unsafe { log.rows.range(start..start + self.len) }
     }
 
-    /// Row `i` of this step; the committed window comes first.
+    /// Input row `i`: first the `W - 1` rows of the committed window, then the rows of this step.
     #[inline(always)]
     fn input(&self, i: usize) -> &[f32] {
         if i < self.before {
@@ -168,7 +169,7 @@ impl<'a, 'c> Channels<'a, 'c> {
         &self.conv.x.row(t)[self.start..self.start + self.len]
     }
 
-    /// Moves the window on by the rows of the last step that were accepted.
+    /// Moves the window forward by the accepted rows of the last step.
     #[inline(always)]
     fn settle(&self) {
         let Some(log) = &self.conv.log else { return };
@@ -182,7 +183,7 @@ impl<'a, 'c> Channels<'a, 'c> {
         }
     }
 
-    /// Writes the step's `rows` rows to the log, or makes the last ones the window.
+    /// Writes the step's `rows` rows to the log, or makes the last input rows the new window.
     #[inline(always)]
     fn keep(&self, rows: usize) {
         if let Some(log) = self.conv.log.filter(|log| log.keep_open) {
@@ -196,7 +197,7 @@ impl<'a, 'c> Channels<'a, 'c> {
         }
     }
 
-    /// Row `i` of the step.
+    /// Computes output row `i` of the step.
     #[inline(always)]
     fn convolve<S: Simd, const W: usize>(&self, s: S, i: usize) {
         let (weights, inputs): ([_; W], [_; W]) =
@@ -213,7 +214,7 @@ impl<'a, 'c> Channels<'a, 'c> {
         }
     }
 
-    /// As [`Channels::convolve`], for a width that has no code of its own.
+    /// Like [`Channels::convolve`], for a width that has no code of its own.
     #[inline(always)]
     fn convolve_any_width<S: Simd>(&self, s: S, i: usize) {
         let y = self.output(i);
@@ -242,7 +243,7 @@ impl<'a, 'c> Channels<'a, 'c> {
         }
     }
 
-    /// Where a row to ask for begins: the next ones are too far away for the hardware to foresee them.
+    /// Start of the row to prefetch. The hardware does not foresee the next rows, because they are too far away.
     #[inline(always)]
     fn row_ahead(&self, i: usize) -> *const f32 {
         let rows = self.conv.batch.rows_of(self.b);
@@ -253,7 +254,7 @@ impl<'a, 'c> Channels<'a, 'c> {
     #[inline(always)]
     fn output(&self, i: usize) -> &'a mut [f32] {
         let t = self.conv.batch.rows_of(self.b).start + i;
-        // SAFETY: only one worker has these channels of this row.
+        // SAFETY: only one worker uses these channels of this row.
         unsafe { self.conv.y.part(t, self.start..self.start + self.len) }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! `y = x / sqrt(mean(x^2) + eps) * w`, over rows of `[T, N]`.
 //!
-//! The weight is the effective one: a zero-centred checkpoint (`1 + w`) has its one added at load.
-//! Sums are 64 partial sums of `f32`, then a tree, in an order that depends on N alone.
+//! Weights are effective weights: for a zero-centred checkpoint (`1 + w`), the 1 is added at load. Sums are 64 partial
+//! sums of `f32`, then a tree. The order depends only on N.
 //!
 //! Memory: each input is read once and each output written once; the second touch of a row hits L1.
 
@@ -73,7 +73,7 @@ pub(super) fn scale_by_weight<S: Simd>(s: S, x: &[f32], scale: f32, weight: &[f3
     lanes!(s, y, [x = x, w = weight] => s.mul(s.mul(x, scale), w));
 }
 
-/// Rows of `rows` that a worker takes at a time: where they are few, its even share.
+/// Rows that a worker takes at a time, of `rows` rows. Where rows are few, this is an even share.
 fn grain(width: usize, rows: usize, worker: &Worker<'_>) -> usize {
     (GRAIN_VALUES / width.max(1)).clamp(1, rows.div_ceil(worker.count).max(1))
 }

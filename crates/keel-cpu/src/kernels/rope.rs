@@ -8,8 +8,8 @@
 //! y[i + n/2]   = x[i + n/2] * cos(angle[i])   + x[i] * sin(angle[i])
 //! ```
 //!
-//! The sines of a token are made once for all its heads. Angles are formed in `f64`: in `f32` an angle near position
-//! 8192 would be off by 2e-4.
+//! The sines of a token are computed once for all its heads. Angles are computed in `f64`: in `f32` an angle near
+//! position 8192 would be off by 2e-4.
 //!
 //! Memory: reads each value once and writes it once, `H * D` a row.
 
@@ -21,10 +21,11 @@ use crate::simd::{self, Simd, VectorKernel};
 /// Largest number of frequencies.
 pub const FREQUENCIES_MAX: usize = 256;
 
-/// Which row of positions turns each frequency, for multi-axis rope.
+/// For multi-axis rope: the row of positions that each frequency uses.
 ///
-/// `sections` counts the frequencies of each axis (time, height, width). Side by side they stand in that
-/// order; interleaved, frequency `i` belongs to axis `i % 3` while that axis has any left, then to time.
+/// `sections` counts the frequencies of each axis (time, height, width). Without interleaving, the axes follow each
+/// other in that order. Interleaved, frequency `i` belongs to axis `i % 3` while that axis has any left, and to time
+/// otherwise.
 pub fn mrope_axes(sections: [usize; 3], interleaved: bool) -> Vec<u8> {
     let frequencies = sections.iter().sum();
     (0..frequencies)
@@ -51,7 +52,7 @@ pub struct Rope<'a> {
     pub positions: &'a [i32],
     /// `[rotary / 2]`
     pub inverse_frequencies: &'a [f32],
-    /// Row of positions that turns each frequency; empty: always the first.
+    /// Row of positions of each frequency; empty: always the first row.
     pub axes: &'a [u8],
     /// Weight `[D]` and epsilon of the norm before the rotation.
     pub norm: Option<(&'a [f32], f32)>,

@@ -153,7 +153,7 @@ fn check(len: usize, stride: usize, columns: &Range<usize>) {
 /// Sequence `b` owns the rows `row_start[b]..row_start[b + 1]`; its first row stands at position `position[b]`.
 #[derive(Clone, Copy)]
 pub struct Batch<'a> {
-    /// First row of each sequence, then the number of rows in all: B + 1 values, never falling.
+    /// First row of each sequence, then the total number of rows: B + 1 values that never fall.
     pub row_start: &'a [u32],
     /// Position of each sequence's first row, B values.
     pub position: &'a [u32],
@@ -185,7 +185,7 @@ impl Batch<'_> {
         self.row_start.partition_point(|&start| start as usize <= t) - 1
     }
 
-    /// The most rows that a sequence has.
+    /// Largest number of rows of a sequence.
     pub fn most_rows(&self) -> usize {
         (0..self.sequences()).map(|b| self.rows_of(b).len()).max().unwrap_or(0)
     }

@@ -20,14 +20,14 @@ use half::f16;
 use keel_testkit::compare::assert_same_bits;
 use keel_testkit::random::Random;
 
-/// Rows of the one sequence that everything runs on.
+/// Rows of the single sequence in every test.
 const ROWS: usize = 70;
 
 fn rows(y: &mut [f32], width: usize) -> RowsMut<'_> {
     RowsMut::whole(SharedMut::new(y), width)
 }
 
-/// Runs `kernel` at every level and compares what it writes.
+/// Runs `kernel` at every level and compares the outputs.
 fn check(what: &str, outputs: usize, kernel: impl Fn(&ThreadPool, &mut [f32])) {
     let at = |isa| {
         let mut y = vec![0.0; outputs];

@@ -1,8 +1,8 @@
 //! Products of small matrices that lie in a worker's cache: `C = start + A B`.
 //!
-//! Every element of C is one lane that adds `a[i, l] * b[l, j]` with `l` rising, so its bits do not depend on
-//! the tiles. A tile is 8 rows by 2 vectors: sixteen sums hide the latency of the multiply-add, and each step
-//! of `l` costs ten loads for sixteen of them.
+//! One lane computes each element of C: it adds `a[i, l] * b[l, j]` in rising order of `l`, so the bits do not depend
+//! on the tiles. A tile is 8 rows by 2 vectors. Its 16 sums hide the latency of the multiply-add, and each step of `l`
+//! needs 10 loads for 16 multiply-adds.
 
 #![allow(clippy::needless_range_loop, reason = "registers are numbered, not iterated")]
 

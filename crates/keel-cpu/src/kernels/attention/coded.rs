@@ -1,10 +1,11 @@
 //! Pages whose keys and values have 8 or 4 bits, see [`keel_array::KvFormat`].
 //!
-//! The codes of a head's page come first, in the order of a plain page (keys `[4, D, 64]`, values `[256, D]`), then the steps:
-//! of keys bf16 `[4, D / 32, 64]`, of values bf16 `[256, D / 32]`. With 4 bits a byte of keys holds tokens `j` and `j + 32` of a
-//! tile, one of values the columns `i` and `i + 16` of a group.
+//! A head's page begins with its codes, in the order of a plain page: keys `[4, D, 64]`, values `[256, D]`. Its steps
+//! follow: bf16 `[4, D / 32, 64]` for keys, bf16 `[256, D / 32]` for values. With 4 bits, a byte of keys holds tokens
+//! `j` and `j + 32` of a tile; a byte of values holds columns `i` and `i + 16` of a group.
 //!
-//! A sweep widens what it needs of a page to f32 in the worker's scratch. The widened values are the same whoever asks.
+//! A sweep widens the part of a page that it needs to f32, in the worker's scratch. Every sweep widens to the same
+//! values.
 
 use super::pages::{KvRead, KvWrite, PAGE, TILE};
 use crate::shared_slice::SharedMut;
@@ -22,7 +23,7 @@ const STEP: usize = size_of::<bf16>();
 pub struct CodedPages<'a, const BITS: usize> {
     /// Keys, `[pages, KV, 256, W]` bytes.
     pub keys: &'a [u8],
-    /// Values, as many.
+    /// Values, in the same shape.
     pub values: &'a [u8],
     /// KV
     pub kv_heads: usize,
@@ -30,7 +31,7 @@ pub struct CodedPages<'a, const BITS: usize> {
     pub head_size: usize,
 }
 
-/// Bytes of codes, and of all, of a head's page.
+/// Bytes of the codes of a head's page, and of the whole page.
 const fn page_bytes(bits: usize, head_size: usize) -> (usize, usize) {
     let codes = PAGE * head_size * bits / 8;
     (codes, codes + PAGE * head_size / GROUP * STEP)
@@ -139,7 +140,7 @@ impl<const BITS: usize> KvRead for CodedPages<'_, BITS> {
 pub struct CodedPagesMut<'a, const BITS: usize> {
     /// Keys, `[pages, KV, 256, W]` bytes.
     pub keys: SharedMut<'a, u8>,
-    /// Values, as many.
+    /// Values, in the same shape.
     pub values: SharedMut<'a, u8>,
     /// KV
     pub kv_heads: usize,
@@ -147,7 +148,7 @@ pub struct CodedPagesMut<'a, const BITS: usize> {
     pub head_size: usize,
 }
 
-/// The step of a group, and its codes: signed bytes, or 0 to 15 with 8 for zero.
+/// The step of a group, and its codes: signed bytes for 8 bits; 0 to 15, with 8 for zero, for 4 bits.
 #[inline(always)]
 fn code_group<const BITS: usize>(x: &[f32]) -> (bf16, [u8; GROUP]) {
     let farthest = x.iter().fold(0.0f32, |a, &b| if b.abs() > a.abs() { b } else { a });
@@ -176,7 +177,8 @@ impl<const BITS: usize> KvWrite for CodedPagesMut<'_, BITS> {
         let (tile, tile_bytes) = (slot / TILE, TILE * size * BITS / 8);
         let (steps, groups) = (start + code_bytes, size / GROUP);
         let range = |first: usize, len: usize| first..first + len;
-        // SAFETY: the caller's promise; what is written of a token belongs to its tile, of keys, or to itself, of values.
+        // SAFETY: the caller's promise. A token's keys and their steps lie in its tile; its values and their steps are
+        // its own.
         let (tile_codes, tile_steps, row_codes, row_steps) = unsafe {
             (
                 self.keys.range(range(start + tile * tile_bytes, tile_bytes)),

@@ -1,9 +1,9 @@
 //! Attention for few rows per sequence: bound by reading keys and values.
 //!
-//! A unit of work is one segment of pages of one key-value head of one sequence. It serves all query heads of the
-//! group and all rows of the sequence, four at a time, so that a page comes from memory once. It leaves, for
-//! each of them, the largest score, the sum of exponentials and the weighted sum of values; a second phase joins
-//! the segments of a row in order. Neither depends on who computed what.
+//! A unit of work is one segment of pages, of one key-value head of one sequence. It serves all query heads of the
+//! group and all rows of the sequence, four queries at a time, so that a page comes from memory once. For each query it
+//! stores the largest score, the sum of exponentials and the weighted sum of values. A second phase joins the segments
+//! of a row in order. So no result depends on which worker computed which unit.
 //!
 //! Floor: `2 * KV * D * len * sizeof(E)` bytes a layer and sequence, 16.8 MB at 8192 tokens of 2 f16 heads of 256.
 
@@ -25,13 +25,13 @@ pub fn decode_workspace_len(rows: usize, heads: usize, head_size: usize, pages: 
     rows * heads * segments(pages) * (head_size + 2)
 }
 
-/// Segments of the first `pages` pages.
+/// Number of segments of the first `pages` pages.
 fn segments(pages: usize) -> usize {
     pages.checked_sub(1).map_or(0, |last| segment_of(last) + 1)
 }
 
-/// Attention in the decode regime. `workspace` holds [`decode_workspace_len`] values, and behind them what each worker needs
-/// to read pages.
+/// Attention in the decode regime. `workspace` holds [`decode_workspace_len`] values, then each worker's scratch for
+/// reading pages.
 ///
 /// # Panics
 /// If the shapes disagree, `D` is not a multiple of 16, the workspace is too small, or a page lies outside the pool.
@@ -53,7 +53,7 @@ pub fn attention_decode<P: KvRead>(
         workspace.len()
     );
     let start = partials + worker.index * page_scratch;
-    // SAFETY: each worker uses its own part, behind the partials.
+    // SAFETY: each worker uses its own part, after the partials.
     let scratch = unsafe { workspace.range(start..start + page_scratch) };
     let partials = Partials { data: workspace, heads: attention.heads(), segments: segments(pages), size };
     simd::run_at(worker.isa, Sweep { attention, partials, scratch, worker });
@@ -61,7 +61,7 @@ pub fn attention_decode<P: KvRead>(
     simd::run_at(worker.isa, Join { attention, partials, worker });
 }
 
-/// What one segment contributes to one query: the weighted values, then the largest score, then the sum of weights.
+/// One segment's contribution to one query: the weighted values, then the largest score, then the sum of weights.
 #[derive(Clone, Copy)]
 struct Partials<'a> {
     data: SharedMut<'a, f32>,
@@ -106,7 +106,7 @@ impl<P: KvRead> VectorKernel for Sweep<'_, '_, P> {
     fn run<S: Simd>(self, s: S) {
         let attention = self.attention;
         let kv_heads = attention.pages.kv_heads();
-        // Not the whole page table: it has room for contexts that no sequence may have yet.
+        // Only the pages in use: the page table also has room for longer contexts than the sequences have.
         let ends = (0..attention.batch.sequences()).map(|b| positions_of(attention, b).end.div_ceil(PAGE));
         let segments = segments(ends.max().unwrap_or(0));
         for unit in self.worker.claim(attention.batch.sequences() * segments * kv_heads, 1).flatten() {
@@ -124,7 +124,7 @@ impl<P: KvRead> VectorKernel for Sweep<'_, '_, P> {
     }
 }
 
-/// All queries of sequence `b` that read key-value head `kv`, against the `pages` of a segment in order.
+/// Runs all queries of sequence `b` that read key-value head `kv` against the `pages` of a segment, in order.
 #[inline(always)]
 fn sweep_segment<S: Simd, P: KvRead>(
     s: S,
@@ -140,7 +140,7 @@ fn sweep_segment<S: Simd, P: KvRead>(
     let rows = attention.batch.rows_of(b);
     let queries = rows.len() * ratio;
     for i in 0..queries {
-        // SAFETY: this unit alone has these queries on this segment.
+        // SAFETY: only this unit has these queries on this segment.
         let partial = unsafe { partials.get(rows.start + i / ratio, kv * ratio + i % ratio, segment) };
         partial.fill(0.0);
         partial[partials.size] = MASKED;
@@ -223,7 +223,7 @@ impl<P: KvRead> PageSweep<'_, '_, P> {
             let weights = &mut weights[i][start..tiles.end * TILE];
             let within = |slot: usize| slot.saturating_sub(start).min(weights.len());
             let seen = within(seen[i].start)..within(seen[i].end);
-            // SAFETY: this unit alone has these queries on this segment.
+            // SAFETY: only this unit has these queries on this segment.
             let partial = unsafe { self.partials.get(row(i), head(i), self.segment) };
             let (output, state) = partial.split_at_mut(size);
             let factor = softmax_page(s, weights, seen, attention.scale, state);
@@ -264,7 +264,7 @@ impl<P: KvRead> Join<'_, '_, P> {
     #[inline(always)]
     fn join_segments<S: Simd>(&self, s: S, t: usize, head: usize, segments: Range<usize>) {
         let size = self.partials.size;
-        // SAFETY: the sweep is over: partials are only read, and each row and head of `y` is claimed once.
+        // SAFETY: the sweep is over, so partials are only read. Each row and head of `y` is claimed once.
         let (partial, y) = unsafe {
             let partial = |segment| &*self.partials.get(t, head, segment);
             (partial, self.attention.y.part(t, head * size..(head + 1) * size))
@@ -285,7 +285,7 @@ impl<P: KvRead> Join<'_, '_, P> {
         }
         for y in ys {
             let mean = s.div(s.load(y), s.splat(sum));
-            // Adding zero turns -0, which an underflow may have left, into 0.
+            // Adding 0 turns -0, which an underflow may have left, into 0.
             s.store(s.add(mean, s.splat(0.0)), y);
         }
     }

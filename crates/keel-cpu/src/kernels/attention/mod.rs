@@ -1,14 +1,14 @@
-//! Scaled dot-product attention over paged keys and values, grouped heads, causal (in prefill, optionally further), with an
-//! optional window.
+//! Scaled dot-product attention over paged keys and values, with grouped heads and an optional window. It is causal,
+//! but in prefill a row may also see later keys.
 //!
 //! ```text
 //! score[h, t, j] = scale * q[t, h] . k[j, h / (H / KV)]      for position[t] - window < j <= max(position[t], until[t])
 //! y[t, h]        = sum_j softmax_j(score[h, t, j]) * v[j, h / (H / KV)]
 //! ```
 //!
-//! [`attention_decode`] serves few rows per sequence and is bound by reading the pages;
-//! [`attention_prefill`] serves many and is bound by arithmetic. Both take keys in whole pages anchored at
-//! position 0, in order, so that a row's bits depend on nothing but its own query and the pages.
+//! [`attention_decode`] serves few rows per sequence and is bound by reading the pages; [`attention_prefill`] serves
+//! many and is bound by arithmetic. Both take keys in whole pages anchored at position 0, in order, so a row's bits
+//! depend only on its own query and the pages.
 
 mod coded;
 mod decode;
@@ -33,7 +33,7 @@ const _: () = assert!(AttentionSpec::HEAD_UNIT.is_multiple_of(LANES));
 /// Score of a key that a row must not see; finite, so that a row of such scores has no NaN.
 const MASKED: f32 = -1e30;
 
-/// What attention reads and writes.
+/// Operands of attention.
 #[derive(Clone, Copy)]
 pub struct Attention<'a, P> {
     /// `[T, H * D]`
@@ -48,7 +48,7 @@ pub struct Attention<'a, P> {
     pub scale: f32,
     /// A row sees this many positions, its own included; `None`: all of them.
     pub window: Option<usize>,
-    /// For each row, the last position that it sees where that is behind its own; prefill only.
+    /// For each row, the last position that it sees, if that is after its own; prefill only.
     pub until: Option<&'a [u32]>,
     /// `[T, H * D]`
     pub y: RowsMut<'a>,
@@ -65,7 +65,7 @@ impl<P: KvRead> Attention<'_, P> {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
-    /// Position behind the last that row `t` of sequence `b` sees, which is at `position`.
+    /// One past the last position that row `t` of sequence `b`, which is at `position`, sees.
     fn end_seen(&self, b: usize, t: usize, position: usize) -> usize {
         let rows = self.batch.rows_of(b);
         let end = self.batch.position[b] as usize + rows.len();
@@ -73,7 +73,7 @@ impl<P: KvRead> Attention<'_, P> {
         (until + 1).min(end)
     }
 
-    /// `f32` values of scratch that each worker needs to read pages: for keys, and as many for values.
+    /// `f32` values of scratch that each worker needs to read pages: half for keys, half for values.
     fn page_scratch(&self) -> usize {
         2 * P::scratch_len(self.pages.head_size())
     }

@@ -6,11 +6,11 @@ use super::{KvElement, PAGE, TILE};
 use crate::simd::{LANES, Simd, exp};
 use std::ops::Range;
 
-/// Rows of a tile of keys (of 64 values each) that are asked for ahead.
+/// Distance of prefetching in a tile of keys, in rows of 64 values.
 const KEY_DISTANCE: usize = 32;
 
-/// Values rows that are summed before the next ones, so that a page is read nearly in order; as many are
-/// asked for ahead.
+/// Rows of values that are summed before the next ones, so that a page is read nearly in order. Also the distance of
+/// prefetching.
 const VALUE_ROWS: usize = 16;
 
 /// `scores[i][tile * 64 ..][..64] = queries[..][i] . key` for the 64 keys of a tile `[D, 64]`.
@@ -45,8 +45,8 @@ pub(super) fn score_tile<S: Simd, E: KvElement, const Q: usize>(
     }
 }
 
-/// Turns scores into `e^(scale * score - largest)`, zero outside `seen`, and moves the query's `state` (largest
-/// score, sum) on. Returns the factor that brings what was summed before to the new largest.
+/// Turns scores into `e^(scale * score - largest)`, zero outside `seen`, and updates the query's `state` (largest
+/// score, sum). Returns the factor that rescales earlier sums to the new largest score.
 #[inline(always)]
 pub(super) fn softmax_page<S: Simd>(
     s: S,
@@ -101,7 +101,7 @@ pub(super) fn weigh_values<S: Simd, E: KvElement, const Q: usize>(
     }
 }
 
-/// Adds the keys `seen` to `N` vectors of columns from `d` on; returns their number of columns.
+/// Adds the values of the keys `seen` to `N` vectors of columns from `d` on; returns the number of columns.
 #[inline(always)]
 fn weigh_columns<S: Simd, E: KvElement, const Q: usize, const N: usize>(
     s: S,
@@ -141,7 +141,7 @@ fn weigh_columns<S: Simd, E: KvElement, const Q: usize, const N: usize>(
     N * LANES
 }
 
-/// Asks for the cache lines of `len` values at `p`.
+/// Prefetches the cache lines of `len` values at `p`.
 #[inline(always)]
 fn prefetch<S: Simd, E>(s: S, p: *const E, len: usize) {
     for offset in (0..len * size_of::<E>()).step_by(64) {

@@ -1,12 +1,12 @@
 //! Pages of keys and values.
 //!
-//! A page holds 256 tokens of one layer. Keys lie as `[KV, 4, D, 64]`: tiles of 64 tokens, transposed, so
-//! that the lanes of a vector are tokens and a score needs no sum across lanes. Values lie as `[KV, 256, D]`.
-//! Both ways a sweep over the tokens of one head reads memory in order. Slots past a sequence's end hold
-//! anything, NaN included: kernels never let it reach a result.
+//! A page holds 256 tokens of one layer. Keys have the layout `[KV, 4, D, 64]`: transposed tiles of 64 tokens, so that
+//! the lanes of a vector are tokens and a score needs no sum across lanes. Values have the layout `[KV, 256, D]`. In
+//! both, a sweep over the tokens of one head reads memory in order. Places past a sequence's end may hold anything,
+//! including NaN; kernels keep it out of every result.
 //!
-//! Writing one token touches a cache line per key value, 64 bytes for each of `KV * D` values: at 2 heads of
-//! 256 that is 32 KB a layer, the price of 32 tokens' worth of reading.
+//! Writing one token touches one cache line (64 bytes) for each of its `KV * D` key values. With 2 heads of 256 that is
+//! 32 KB a layer, as much as reading the f16 keys of 32 tokens.
 
 use crate::kernels::rows::{Batch, Rows};
 use crate::pool::Worker;
@@ -25,12 +25,12 @@ pub trait KvElement: sealed::Load {}
 impl KvElement for f32 {}
 impl KvElement for f16 {}
 
-/// Keeps the vector types of this crate out of its public face.
+/// Keeps this crate's vector types out of its public interface.
 pub(crate) mod sealed {
     use super::{Simd, f16};
 
     pub trait Load: Copy + Send + Sync + 'static {
-        /// Rounds to nearest, ties to even; what is beyond the range becomes its greatest value.
+        /// Rounds to nearest, ties to even. A value beyond the range becomes the nearest end of the range.
         fn from_f32(x: f32) -> Self;
         /// Sixteen values at `p`, widened.
         ///
@@ -82,7 +82,7 @@ pub struct KvPages<'a, E> {
 
 /// Pools of pages that attention reads.
 pub trait KvRead: Copy + Send + Sync {
-    /// What a page is read as.
+    /// Element type that a page is read as.
     type Element: KvElement;
 
     /// KV
@@ -91,10 +91,10 @@ pub trait KvRead: Copy + Send + Sync {
     /// D
     fn head_size(&self) -> usize;
 
-    /// Values of scratch that a worker needs for the keys of a page, and as many for the values.
+    /// `f32` values of scratch that a worker needs for the keys of a page; its values need the same number.
     fn scratch_len(head_size: usize) -> usize;
 
-    /// The keys `[4, D, 64]` of one head of a page; those of other `tiles` than asked for may be anything.
+    /// The keys `[4, D, 64]` of one head of a page; only those of `tiles` are valid.
     fn keys<'s>(
         &'s self,
         page: usize,
@@ -103,7 +103,7 @@ pub trait KvRead: Copy + Send + Sync {
         scratch: &'s mut [f32],
     ) -> &'s [Self::Element];
 
-    /// The values `[256, D]` of one head of a page; those of other `tokens` than asked for may be anything.
+    /// The values `[256, D]` of one head of a page; only those of `tokens` are valid.
     fn values<'s>(
         &'s self,
         page: usize,

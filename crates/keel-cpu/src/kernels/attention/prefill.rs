@@ -1,10 +1,10 @@
 //! Attention for many rows per sequence: bound by arithmetic.
 //!
-//! A unit of work is one query head and the rows of one 64-position block, blocks anchored at position 0. It walks
-//! over the pages up to its own: scores, softmax with a running largest, weighted values.
-//! A row's arithmetic is the same wherever the block starts or ends.
+//! A unit of work is one query head and the rows of one block of 64 positions; blocks are anchored at position 0. The
+//! unit walks over the pages that its rows see: scores, softmax with a running maximum, weighted values. A row's
+//! arithmetic is the same wherever the block starts or ends.
 //!
-//! Floor: `4 * D` operations for each query head and pair of positions, half of the square of a prompt.
+//! Floor: `4 * D` operations for each query head and visible pair of positions; `n` tokens have about `n^2 / 2` pairs.
 
 use super::{Attention, KvRead, MASKED, PAGE, TILE};
 use crate::kernels::small_gemm::{SmallGemm, Start};
@@ -26,8 +26,8 @@ fn worker_len(head_size: usize) -> usize {
     BLOCK * (2 * head_size + PAGE + 3)
 }
 
-/// Attention in the prefill regime. `workspace` holds [`prefill_workspace_len`] values, and behind them what each worker needs
-/// to read pages.
+/// Attention in the prefill regime. `workspace` holds [`prefill_workspace_len`] values, then each worker's scratch for
+/// reading pages.
 ///
 /// # Panics
 /// If the shapes disagree, `D` is not a multiple of 16, the workspace is too small, or a page lies outside the pool.
@@ -57,7 +57,7 @@ pub fn attention_prefill<P: KvRead>(
 struct Task<'a, 'w, P> {
     attention: &'a Attention<'a, P>,
     scratch: &'a mut [f32],
-    /// For what is read of a page.
+    /// Scratch for reading a page.
     pages: &'a mut [f32],
     worker: &'a Worker<'w>,
 }
@@ -128,7 +128,7 @@ impl<P: KvRead> Block<'_, '_, P> {
         self.finish(s, outputs, sums);
     }
 
-    /// Of `len` keys from position `start` on, those that row `i` sees.
+    /// The keys that row `i` sees, of `len` keys from position `start` on.
     #[inline(always)]
     fn seen(&self, i: usize, start: usize, len: usize) -> Range<usize> {
         let position = self.positions.start + i;
@@ -136,7 +136,7 @@ impl<P: KvRead> Block<'_, '_, P> {
         self.attention.first_seen(position).saturating_sub(start).min(to)..to
     }
 
-    /// Position behind the last that row `i` sees.
+    /// One past the last position that row `i` sees.
     #[inline(always)]
     fn end_seen(&self, i: usize) -> usize {
         self.attention.end_seen(self.b, self.t + i, self.positions.start + i)
@@ -201,10 +201,10 @@ impl<P: KvRead> Block<'_, '_, P> {
     fn finish<S: Simd>(&self, s: S, outputs: &[f32], sums: &[f32]) {
         let size = self.attention.pages.head_size();
         for i in 0..self.positions.len() {
-            // SAFETY: this unit alone has this head of these rows.
+            // SAFETY: only this unit has this head of these rows.
             let y = unsafe { self.attention.y.part(self.t + i, self.head * size..(self.head + 1) * size) };
             let sum = s.splat(sums[i]);
-            // Adding zero turns -0, which an underflow may have left, into 0.
+            // Adding 0 turns -0, which an underflow may have left, into 0.
             lanes!(s, y, [x = &outputs[i * size..(i + 1) * size]] => s.add(s.div(x, sum), s.splat(0.0)));
         }
     }
@@ -215,8 +215,8 @@ impl<P: KvRead> Block<'_, '_, P> {
     }
 }
 
-/// Turns scores into `e^(score - largest)`, zero outside `seen`, and moves the row's largest score and sum on.
-/// Returns the factor that brings what was summed before to the new largest.
+/// Turns scores into `e^(score - largest)`, zero outside `seen`, and updates the row's largest score and sum. Returns
+/// the factor that rescales earlier sums to the new largest score.
 #[inline(always)]
 fn softmax_row<S: Simd>(
     s: S,

@@ -1,8 +1,8 @@
 //! How the pages of a long context are cut into units of work.
 //!
-//! Sixteen segments of one page, then sixteen of two, of four and so on: short contexts spread over many
-//! workers, and a context of a million tokens still has few partial results to keep. Which pages a
-//! segment holds depends on nothing else, so neither does the order in which a row sums them.
+//! There are 16 segments of one page, then 16 of two pages, 16 of four, and so on. So short contexts spread over many
+//! workers, and a context of a million tokens still has few partial results. The cut depends on nothing else, so a row
+//! always sums its pages in the same order.
 
 use std::ops::Range;
 

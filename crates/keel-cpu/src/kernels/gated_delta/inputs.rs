@@ -1,4 +1,4 @@
-//! What the gated delta rule reads, and the norms and gates that come before it.
+//! Inputs of the gated delta rule, and the norms and gates before it.
 
 use crate::kernels::rows::Rows;
 use crate::simd::{Simd, lanes, sigmoid};
@@ -36,7 +36,7 @@ impl GatedDeltaShape {
     }
 }
 
-/// What the rule reads for each row, in both regimes.
+/// Inputs of the rule for each row, in both regimes.
 #[derive(Clone, Copy)]
 pub struct GatedDeltaInputs<'a> {
     /// Sizes of the heads.
@@ -90,7 +90,7 @@ impl<'a> GatedDeltaInputs<'a> {
         &self.qkv.row(t)[start + head * self.shape.value_size..][..self.shape.value_size]
     }
 
-    /// q, k and v of row `t` as value head `head` reads them, before the norms.
+    /// q, k and v of row `t` that value head `head` reads, before the norms.
     #[inline(always)]
     pub(crate) fn parts(&self, t: usize, head: usize) -> [&'a [f32]; 3] {
         let (row, size, key_head) = (self.qkv.row(t), self.shape.key_size, self.key_head(head));
@@ -101,7 +101,7 @@ impl<'a> GatedDeltaInputs<'a> {
     /// `g = -e^A_log * softplus(a + dt_bias)`
     pub(crate) fn log_decay(&self, t: usize, head: usize) -> f32 {
         let x = self.a.row(t)[head] + self.dt_bias[head];
-        // Beyond 20 the two agree in f32.
+        // Above 20, softplus(x) equals x in f32.
         let softplus = if x > 20.0 { x } else { x.exp().ln_1p() };
         -self.a_log[head].exp() * softplus
     }

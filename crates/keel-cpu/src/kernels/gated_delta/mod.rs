@@ -12,21 +12,21 @@
 //! S       = S' + k u^T
 //! ```
 //!
-//! Columns of a state do not meet, so heads are cut into column blocks when there are too few of them.
+//! Columns of a state are independent. So a unit of work is a block of columns of a head, narrower where heads are few.
 //!
 //! # The delta log
-//! `(k, u, g)` of a token is its *record*: `S = e^g S + k u^T` again gives the same bits. A step whose rows
-//! may be taken back does not write the state: it leaves records. The next step is told how many were
-//! accepted, applies those and writes the state once. Taking back rows moves a count, no bytes.
+//! The *record* of a token is `(k, u, g)`. Computing `S = e^g S + k u^T` again from it gives the same bits. A step
+//! whose rows may be taken back writes records, not the state. The next step reads how many were accepted, applies
+//! those and writes the state once. So taking rows back changes a count and moves no bytes.
 //!
-//! The record of the token at position `p` is record `p mod capacity` of its slot. While the rows of a step and those
-//! accepted before it fit into the log together, no new record takes the place of one that is still to be read, and each
-//! head block writes its share of the records at once. Otherwise keys and decays, which all blocks of a head read, wait
-//! for a barrier.
+//! The record of the token at position `p` is record `p mod capacity` of its slot. Usually a step's rows and the
+//! accepted rows before them fit into the log together. Then no new record overwrites a record that is still to be
+//! read, and each block writes its share of the records immediately. Otherwise keys and decays, which all blocks of a
+//! head read, are written after a barrier.
 //!
-//! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes a token of one sequence. There is a sweep for each
-//! row: it repeats the updates that the state has not had yet (of accepted records, or of the row before) while it sums
-//! k S' and q S'. Only a row that is committed at once needs a second one, in L2.
+//! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes for each token of a sequence. Each row takes
+//! one sweep over the state. The sweep applies pending updates (of accepted records, or of the row before) while it
+//! sums k S' and q S'. Only a row that is committed in its own step needs a second sweep, in L2.
 
 mod inputs;
 mod step;
@@ -46,26 +46,26 @@ pub struct DeltaLog<'a> {
     pub records: SharedMut<'a, f32>,
     /// Records of a slot.
     pub capacity: usize,
-    /// Records to apply before this step's rows, `[B]`: those of the positions before them.
+    /// Number of records to apply before this step's rows, `[B]`: those of the positions directly before.
     pub accepted: &'a [u32],
     /// Leave this step's rows open (at most `capacity` for each sequence) instead of committing them.
     pub keep_open: bool,
 }
 
 impl DeltaLog<'_> {
-    /// Whether records of this step's rows take places of records that it reads.
+    /// Whether records of this step's rows overwrite records that it reads.
     fn overlaps_itself(&self, batch: &Batch<'_>) -> bool {
         let rows = (0..batch.sequences()).map(|b| batch.rows_of(b).len());
         self.keep_open && rows.zip(self.accepted).any(|(rows, &n)| rows + n as usize > self.capacity)
     }
 
-    /// Where the record of row `i` of a sequence begins, if the step's first row is at `position`.
+    /// Start of the record of row `i` of a sequence whose first row in this step is at `position`.
     #[inline(always)]
     fn record_at(&self, shape: &GatedDeltaShape, slot: usize, position: u32, i: usize) -> usize {
         (slot * self.capacity + (position as usize + i) % self.capacity) * shape.record_len()
     }
 
-    /// The same for record `i` of the `accepted` before that row.
+    /// Start of record `i` of the `accepted` records before that row.
     #[inline(always)]
     fn accepted_at(
         &self,
@@ -74,12 +74,12 @@ impl DeltaLog<'_> {
         (position, accepted): (u32, u32),
         i: usize,
     ) -> usize {
-        // No more are accepted than there are records.
+        // `accepted` is at most `capacity`.
         self.record_at(shape, slot, position, self.capacity - accepted as usize + i)
     }
 }
 
-/// What `gated_delta` reads and writes.
+/// Operands of [`gated_delta`].
 #[derive(Clone, Copy)]
 pub struct GatedDelta<'a> {
     /// Rows of all sequences.
@@ -90,7 +90,7 @@ pub struct GatedDelta<'a> {
     pub slot: &'a [u32],
     /// `[slots, Hv, Dk, Dv]`, updated in place.
     pub state: SharedMut<'a, f32>,
-    /// Where rows may be taken back; `None`: every step commits.
+    /// Log of rows that may be taken back; `None`: every step commits its rows.
     pub log: Option<DeltaLog<'a>>,
     /// `[T, Hv * Dv]`
     pub y: RowsMut<'a>,
@@ -101,7 +101,8 @@ pub fn gated_delta_workspace_len(shape: &GatedDeltaShape, workers: usize) -> usi
     workers * worker_len(shape)
 }
 
-/// A query, the keys of a row and the one before it, and a block of the state that runs ahead of the committed one.
+/// A query, two keys (of a row and of the row before it), and a block of the state that runs ahead of the committed
+/// state.
 fn worker_len(shape: &GatedDeltaShape) -> usize {
     shape.key_size * (3 + BLOCK)
 }
@@ -136,13 +137,13 @@ pub fn gated_delta(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>, worker:
     let overlapping = task.log.filter(|log| log.overlaps_itself(&task.batch));
     simd::run_at(worker.isa, Step { task, workspace, start, worker, writes_keys: overlapping.is_none() });
     if let Some(log) = overlapping {
-        // Keys and decays of a head are read by all its blocks, so they are replaced when all are done.
+        // All blocks of a head read its keys and decays, so these are overwritten after all blocks are done.
         worker.barrier();
         simd::run_at(worker.isa, WriteKeys { task, log, worker });
     }
 }
 
-/// Keys and decays of the rows kept open, where they could not be written at once.
+/// Writes keys and decays of the rows kept open, where they could not be written immediately.
 struct WriteKeys<'a, 'w> {
     task: &'a GatedDelta<'a>,
     log: DeltaLog<'a>,

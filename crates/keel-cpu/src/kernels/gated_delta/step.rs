@@ -7,11 +7,11 @@ use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{LANES, Simd, VectorKernel, exp};
 
-/// Most columns of a unit: eight vectors of sums for k S' and as many for q S'.
+/// Most columns of a unit: eight vectors of sums for k S' and eight for q S'.
 pub(super) const BLOCK: usize = 8 * LANES;
 /// Columns of a unit where heads are too few to balance the workers.
 const NARROW_BLOCK: usize = 2 * LANES;
-/// Most records that one sweep over a state repeats.
+/// Most records that one sweep over a state applies.
 const RECORDS: usize = 4;
 
 /// A block of columns of a matrix `[Dk, columns]`.
@@ -43,7 +43,7 @@ pub(super) struct Step<'a, 'w> {
     /// Where this worker's part of the workspace starts.
     pub(super) start: usize,
     pub(super) worker: &'a Worker<'w>,
-    /// Keys and decays of open rows may be written while other units read those of accepted ones.
+    /// Keys and decays of open rows may be written while other units read those of accepted rows.
     pub(super) writes_keys: bool,
 }
 
@@ -56,7 +56,7 @@ impl VectorKernel for Step<'_, '_> {
         let is_balanced = wide >= 4 * self.worker.count || wide.is_multiple_of(self.worker.count);
         let width = if is_balanced { BLOCK } else { NARROW_BLOCK };
         let blocks = shape.value_size.div_ceil(width);
-        // A worker comes back to the states that it wrote in the step before: they are in its own cache, if in any.
+        // A worker returns to the states that it wrote in the last step: they may still be in its own cache.
         for unit in self.worker.claim_near(heads * blocks).flatten() {
             let (group, block) = (unit / blocks, unit % blocks);
             let (b, head) = (group / shape.value_heads, group % shape.value_heads);
@@ -95,7 +95,7 @@ struct Token<'a> {
 }
 
 impl Unit<'_, '_> {
-    /// All rows of the sequence on `columns` columns, `N` vectors or (with N = 1) less. Returns `columns`.
+    /// Runs all rows of the sequence on `columns` columns: `N` vectors, or with N = 1 a part of one. Returns `columns`.
     #[inline(always)]
     fn run<S: Simd, const N: usize>(&self, s: S, columns: usize) -> usize {
         let task = self.step.task;
@@ -115,7 +115,7 @@ impl Unit<'_, '_> {
         let keys = self.step.start;
         let ahead = Block { data: self.step.workspace, start: keys + 3 * size, stride: columns, columns };
         let (rows, position) = (task.batch.rows_of(self.b), task.batch.position[self.b]);
-        // What `from` does not have yet.
+        // Updates that `from` has not had yet.
         let mut records = Records::none(s);
         for i in 0..accepted {
             let Some(log) = &task.log else { break };
@@ -125,13 +125,14 @@ impl Unit<'_, '_> {
             }
             records.add(self.accepted::<S, N>(s, log, i, columns));
         }
-        // SAFETY: this part of the workspace is this worker's alone.
+        // SAFETY: only this worker uses this part of the workspace.
         let q = unsafe { self.step.workspace.range(keys..keys + size) };
         let open = task.log.filter(|log| log.keep_open);
         let (mut from, mut to) = (committed, committed);
         for (i, t) in rows.clone().enumerate() {
             let key = keys + (1 + i % 2) * size;
-            // SAFETY: as above; the record of the row before has the other key.
+            // SAFETY: as above. Rows alternate between two keys, because the record of the row before still uses its
+            // own.
             let k = unsafe { self.step.workspace.range(key..key + size) };
             task.inputs.query(s, t, key_head, q);
             task.inputs.key(s, t, key_head, k);
@@ -146,7 +147,7 @@ impl Unit<'_, '_> {
             };
             let v = &task.inputs.value(t, self.head)[self.start..self.start + columns];
             let column = self.head * shape.value_size + self.start;
-            // SAFETY: this unit alone has these columns of the row.
+            // SAFETY: only this unit has these columns of the row.
             let y = unsafe { task.y.part(t, column..column + columns) };
             let u = attend::<S, N>(s, (&from, &to), &records, &token, v, y);
             if let Some(log) = &open {
@@ -155,7 +156,7 @@ impl Unit<'_, '_> {
                 if self.step.writes_keys && self.start == 0 {
                     self.write_key(log, record, k, log_decay);
                 }
-                // The committed state stays; that of the rows runs ahead of it.
+                // The committed state stays unchanged from here on; `ahead` receives the updates of open rows.
                 (from, to) = (to, ahead);
             }
             records = Records::none(s);
@@ -167,7 +168,7 @@ impl Unit<'_, '_> {
         columns
     }
 
-    /// Record `i` of those that were accepted, as this unit sees it.
+    /// Accepted record `i`, as this unit sees it.
     #[inline(always)]
     fn accepted<'l, S: Simd, const N: usize>(
         &self,
@@ -193,13 +194,13 @@ impl Unit<'_, '_> {
     ) -> Record<'l, S, N> {
         let key = self.key_of(start);
         let gate = self.gate_of(start);
-        // SAFETY: keys and decays of accepted records are only read, by other units too, until the barrier, if there is one.
+        // SAFETY: all units only read keys and decays of accepted records, up to the barrier if there is one.
         let (k, log_decay) = unsafe { (&*log.records.range(key), log.records.range(gate..gate + 1)[0]) };
         let u = load_row::<S, N>(s, self.record_u(log, start, columns));
         Record { k, decay: decay(s, log_decay), u }
     }
 
-    /// The place of this head's key in the record that begins at `start`.
+    /// The range of this head's key in the record that begins at `start`.
     #[inline(always)]
     fn key_of(&self, start: usize) -> Range<usize> {
         let inputs = &self.step.task.inputs;
@@ -207,14 +208,15 @@ impl Unit<'_, '_> {
         key..key + inputs.shape.key_size
     }
 
-    /// The place of this head's decay in the record that begins at `start`.
+    /// The index of this head's decay in the record that begins at `start`.
     #[inline(always)]
     fn gate_of(&self, start: usize) -> usize {
         let shape = &self.step.task.inputs.shape;
         start + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size + self.head
     }
 
-    /// Writes this head's decay of a record that nobody reads in this step, and the key that it is the first to read.
+    /// Writes this head's decay to a record that this step does not read. The first value head of a key head writes the
+    /// key.
     #[inline(always)]
     fn write_key(&self, log: &DeltaLog<'_>, start: usize, key: &[f32], log_decay: f32) {
         let (inputs, gate) = (&self.step.task.inputs, self.gate_of(start));
@@ -222,7 +224,7 @@ impl Unit<'_, '_> {
         let gate = unsafe { log.records.range(gate..gate + 1) };
         gate[0] = log_decay;
         if self.head == 0 || inputs.key_head(self.head - 1) != inputs.key_head(self.head) {
-            // SAFETY: the same, of one head.
+            // SAFETY: as above, and only one value head of each key head.
             unsafe { log.records.range(self.key_of(start)) }.copy_from_slice(key);
         }
     }
@@ -232,12 +234,12 @@ impl Unit<'_, '_> {
     fn record_u<'l>(&self, log: &DeltaLog<'l>, start: usize, columns: usize) -> &'l mut [f32] {
         let shape = &self.step.task.inputs.shape;
         let start = start + shape.key_heads * shape.key_size + self.head * shape.value_size + self.start;
-        // SAFETY: this unit alone has these columns of this head, and holds one record at a time.
+        // SAFETY: only this unit has these columns of this head, and it holds one record at a time.
         unsafe { log.records.range(start..start + columns) }
     }
 }
 
-/// What it takes to repeat a row's update of some columns: `S = decay * S + k u^T`.
+/// The data that repeats a row's update of some columns: `S = decay * S + k u^T`.
 #[derive(Clone, Copy)]
 struct Record<'a, S: Simd, const N: usize> {
     k: &'a [f32],
@@ -245,7 +247,7 @@ struct Record<'a, S: Simd, const N: usize> {
     u: [S::V; N],
 }
 
-/// Updates that a state has not had yet, first to last.
+/// Updates that a state has not had yet, in order.
 struct Records<'a, S: Simd, const N: usize> {
     all: [Record<'a, S, N>; RECORDS],
     len: usize,
@@ -268,7 +270,7 @@ impl<'a, S: Simd, const N: usize> Records<'a, S, N> {
         self.len += 1;
     }
 
-    /// Row `i` of a state after these updates of it.
+    /// Row `i` of a state, after these updates.
     #[inline(always)]
     fn repeat(&self, s: S, mut row: [S::V; N], i: usize) -> [S::V; N] {
         for record in &self.all[..self.len] {
@@ -281,8 +283,8 @@ impl<'a, S: Simd, const N: usize> Records<'a, S, N> {
     }
 }
 
-/// `y = q S' + (q . k) u`; returns `u = beta * (v - k S')`. The state is `from` after the updates of `records`, which is left
-/// in `to` if there are any.
+/// `y = q S' + (q . k) u`; returns `u = beta * (v - k S')`. The state is `from` with the updates of `records` applied.
+/// If there are any updates, the result is stored in `to`.
 #[inline(always)]
 fn attend<S: Simd, const N: usize>(
     s: S,
@@ -296,7 +298,7 @@ fn attend<S: Simd, const N: usize>(
     let decay = s.splat(token.decay);
     for (i, (&k, &q)) in token.k.iter().zip(token.q).enumerate() {
         let (k, q) = (s.splat(k), s.splat(q));
-        // SAFETY: the blocks are this unit's alone, and a row is read before it is written.
+        // SAFETY: only this unit has the blocks, and a row is read before it is written.
         let mut row = load_row::<S, N>(s, unsafe { from.row(i) });
         if records.len > 0 {
             row = records.repeat(s, row, i);
@@ -319,21 +321,21 @@ fn attend<S: Simd, const N: usize>(
     u
 }
 
-/// `to` becomes `from` after the updates of `records`.
+/// Stores `from`, with the updates of `records` applied, in `to`.
 #[inline(always)]
 fn update<S: Simd, const N: usize>(s: S, from: &Block<'_>, to: &Block<'_>, records: &Records<'_, S, N>) {
     if records.len == 0 {
         return;
     }
     for i in 0..records.all[0].k.len() {
-        // SAFETY: the blocks are this unit's alone, and a row is read before it is written.
+        // SAFETY: only this unit has the blocks, and a row is read before it is written.
         let row = load_row::<S, N>(s, unsafe { from.row(i) });
         // SAFETY: as above.
         store_row::<S, N>(s, records.repeat(s, row, i), unsafe { to.row(i) });
     }
 }
 
-/// `N` vectors of `x`, or with N = 1 what there is of one.
+/// `N` vectors of `x`. With N = 1, `x` may be shorter than a vector.
 #[inline(always)]
 fn load_row<S: Simd, const N: usize>(s: S, x: &[f32]) -> [S::V; N] {
     if N == 1 && x.len() < LANES {
@@ -348,7 +350,7 @@ fn load_row<S: Simd, const N: usize>(s: S, x: &[f32]) -> [S::V; N] {
     row
 }
 
-/// Writes what [`load_row`] reads.
+/// Writes the values that [`load_row`] reads.
 #[inline(always)]
 fn store_row<S: Simd, const N: usize>(s: S, row: [S::V; N], x: &mut [f32]) {
     if N == 1 && x.len() < LANES {
@@ -361,7 +363,7 @@ fn store_row<S: Simd, const N: usize>(s: S, row: [S::V; N], x: &mut [f32]) {
     }
 }
 
-/// `e^g` as every path of the rule computes it.
+/// `e^g`. Every path of the rule uses this function, so their bits agree.
 #[inline(always)]
 fn decay<S: Simd>(s: S, log_decay: f32) -> f32 {
     s.to_array(exp(s, s.splat(log_decay)))[0]

@@ -1,4 +1,4 @@
-//! The matrix products of a chunk; rows past its last are zeros.
+//! The matrix products of a chunk; rows past its last row are zeros.
 
 use super::scratch::Scratch;
 use super::{CHUNK, STRIP};
@@ -42,13 +42,13 @@ pub(super) fn transpose_keys<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) 
     }
 }
 
-/// `a - b` of two sums kept as two floats each.
+/// `a - b`, where each is a sum stored as two floats.
 #[inline(always)]
 pub(super) fn difference<S: Simd>(s: S, a: (f32, f32), b_high: S::V, b_low: S::V) -> S::V {
     s.add(s.sub(s.splat(a.0), b_high), s.sub(s.splat(a.1), b_low))
 }
 
-/// Numbers of the lanes from `start` on.
+/// The numbers `start`, `start + 1`, ... as lanes.
 #[inline(always)]
 fn lane_numbers<S: Simd>(s: S, start: usize) -> S::V {
     s.load(&std::array::from_fn(|i| (start + i) as f32))
@@ -96,7 +96,8 @@ pub(super) fn triangles<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
     }
 }
 
-/// Solves `(1 + L) U = R` in place: a strip takes what the rows before it contribute, then its own rows in turn.
+/// Solves `(1 + L) U = R` in place, strip by strip: first the contributions of earlier strips, then its own rows in
+/// order.
 #[inline(always)]
 pub(super) fn solve<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
     let dv = m.dv;

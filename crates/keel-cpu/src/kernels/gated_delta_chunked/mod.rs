@@ -9,12 +9,12 @@
 //! S         = e^G[last] S + sum_j e^(G[last] - G[j]) k[j] u[j]^T
 //! ```
 //!
-//! so all but the solution of the unit triangular system are matrix products. The system is solved for the Dv
-//! right-hand sides directly, eight rows at a time, which needs less arithmetic than forming the inverse of
-//! `1 + L` as is done where heads of many chunks run at once. No exponent is ever positive.
+//! Everything but the solution of the unit triangular system is a matrix product. The system is solved directly for the
+//! Dv right-hand sides, eight rows at a time. That needs less arithmetic than forming the inverse of `1 + L`, which
+//! pays off where heads of many chunks run at once. No exponent is ever positive.
 //!
-//! Chunks are anchored at position 0, so a call's first row must stand at a multiple of 64; only a
-//! sequence's last chunk may be partial. Its missing rows are zeros that take part in nothing.
+//! Chunks are anchored at position 0, so a call's first row must stand at a multiple of 64. Only a sequence's last
+//! chunk may be partial. Its missing rows are zeros and contribute nothing.
 //!
 //! Cost of a chunk and value head: `64 (6 Dk Dv + 2 * 64 (Dk + Dv))` operations at most, 10.5 M at 128 x 128.
 
@@ -35,7 +35,7 @@ use std::ops::Range;
 pub const CHUNK: usize = 64;
 /// Rows of the triangular system that are solved together.
 const STRIP: usize = 8;
-/// Rows of the input that are asked for ahead of use.
+/// Distance of prefetching, in rows of the input.
 const ROWS_AHEAD: usize = 8;
 
 /// `f32` values of workspace for `workers` workers.
@@ -112,7 +112,7 @@ impl Head<'_> {
         let start = (self.task.slot[self.b] as usize * shape.value_heads + self.head)
             * shape.key_size
             * shape.value_size;
-        // SAFETY: this unit alone has this head of this slot.
+        // SAFETY: only this unit has this head of this slot.
         let state = unsafe { self.task.state.range(start..start + shape.key_size * shape.value_size) };
         for (padded, row) in m.state.chunks_exact_mut(m.dv).zip(state.chunks_exact(shape.value_size)) {
             padded[..row.len()].copy_from_slice(row);
@@ -139,14 +139,14 @@ impl Head<'_> {
         outputs(s, padded, m);
         for (i, t) in rows.clone().enumerate() {
             let size = self.task.inputs.shape.value_size;
-            // SAFETY: this unit alone has this head of this row.
+            // SAFETY: only this unit has this head of this row.
             let y = unsafe { self.task.y.part(t, self.head * size..(self.head + 1) * size) };
             y.copy_from_slice(&m.y[i * m.dv..][..size]);
         }
         update_state(s, rows.len(), m);
     }
 
-    /// Fills q, k, the transpose of k, and v (where decayed u will be). Rows past the last are zeros.
+    /// Fills q, k, the transpose of k, and v (in the place of the decayed u). Rows past the last are zeros.
     #[inline(always)]
     fn load_rows<S: Simd>(&self, s: S, rows: Range<usize>, padded: usize, m: &mut Scratch<'_>) {
         let (inputs, dk, dv) = (&self.task.inputs, m.dk, m.dv);
@@ -170,11 +170,11 @@ impl Head<'_> {
         transpose_keys(s, padded, m);
     }
 
-    /// Fills beta, G, `e^G` and `e^(G[last] - G)`. Rows past the last decay by nothing.
+    /// Fills beta, G, `e^G` and `e^(G[last] - G)`. Rows past the last do not decay.
     #[inline(always)]
     fn load_gates<S: Simd>(&self, s: S, rows: Range<usize>, m: &mut Scratch<'_>) {
         m.beta.fill(0.0);
-        // In f64: after a strong decay, differences of later sums would lose their digits.
+        // In f64: after a strong decay, differences of later f32 sums would lose their digits.
         let mut sum = 0.0f64;
         for i in 0..CHUNK {
             if i < rows.len() {

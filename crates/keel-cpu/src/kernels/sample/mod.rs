@@ -1,11 +1,11 @@
 //! Tokens drawn from logits, as `keel_array::sampling` defines it.
 //!
-//! Candidates fall into buckets by `(l - max) / temperature`, which follow each other as the candidates do. Counts and weights of
-//! the buckets say in which of them a boundary lies; its members alone are put in order. All workers share in the passes over
-//! all logits, then each row is one worker's.
+//! Candidates fall into buckets by `(l - max) / temperature`; the buckets are in the order of the candidates. Counts
+//! and weights of the buckets tell which of them holds a boundary, and only that bucket's members are sorted. All
+//! workers share the passes over all logits. After that each row belongs to one worker.
 //!
-//! Memory: the logits are read once for the greatest, once more where a token is drawn, and once for each of top-k, top-p, min-p
-//! and the draw itself. Floor of a pass over 248,320 logits: 1 MB at 55 GB/s, 18 us.
+//! Memory: the logits are read once for the maximum, once more if a token is drawn, and once for each of top-k, top-p,
+//! min-p and the draw itself. Floor of a pass over 248,320 logits: 1 MB at 55 GB/s, 18 us.
 
 mod row;
 
@@ -15,23 +15,24 @@ use keel_array::sampling::Draw;
 use row::{BUCKETS, Row, Totals};
 use std::ops::Range;
 
-/// Words of a worker for a row: the first candidate in its share, then counts and weights of the buckets and of what has none.
+/// Words of one worker for one row: the first candidate in its share, then count and weight of each bucket and of the
+/// rest.
 const WORDS: usize = 1 + 2 * (BUCKETS + 1);
 
-/// Rows times workers whose words there are.
+/// Most pairs of a row and a worker that scratch has words for, unless there are more workers.
 const PARTS_MAX: usize = 64;
 
-/// Rows that are worked on at a time.
+/// Rows that are processed together.
 fn rows_at_a_time(workers: usize) -> usize {
     (PARTS_MAX / workers).max(1)
 }
 
-/// Words of scratch for so many rows.
+/// Words of scratch for `rows` rows.
 pub fn scratch_words(rows: usize, workers: usize) -> usize {
     rows.min(rows_at_a_time(workers)) * workers * WORDS
 }
 
-/// One token `y` for each row of `width` logits; `draws` are [`Draw::words`].
+/// Writes one token to `y` for each row of `width` logits; `draws` are [`Draw::words`].
 ///
 /// # Panics
 /// If the lengths do not fit.
@@ -52,7 +53,7 @@ pub fn sample(
         first = some.end;
         if some.clone().any(|i| !row(i).is_skipped()) {
             sample_some(&row, some, y, Parts { scratch, worker });
-            // What comes behind writes the same words.
+            // The next rows use the same words of scratch.
             if first < rows {
                 worker.barrier();
             }
@@ -60,7 +61,7 @@ pub fn sample(
     }
 }
 
-/// Some rows, together.
+/// Processes some rows together.
 fn sample_some<'a>(
     row: &impl Fn(usize) -> Row<'a>,
     rows: Range<usize>,
@@ -114,10 +115,10 @@ impl Parts<'_> {
         (row * self.worker.count + worker) * WORDS
     }
 
-    /// Words of this worker. Nobody reads them before the next barrier.
+    /// Words of this worker. No other worker reads them before the next barrier.
     fn own(&mut self, row: usize, words: Range<usize>) -> &mut [u64] {
         let start = self.start(row, self.worker.index);
-        // SAFETY: each worker has words of its own, and keeps this no longer than it writes.
+        // SAFETY: each worker has words of its own, and holds this borrow only while it writes.
         unsafe { self.scratch.range(start + words.start..start + words.end) }
     }
 
@@ -125,7 +126,7 @@ impl Parts<'_> {
     fn read(self, row: usize, worker: usize, word: usize) -> u64 {
         let at = self.start(row, worker) + word;
         assert!(at < self.scratch.len());
-        // SAFETY: within the scratch, and behind the barrier nobody writes it.
+        // SAFETY: within the scratch, and no worker writes it after the barrier.
         unsafe { self.scratch.as_ptr().add(at).read() }
     }
 }
@@ -137,7 +138,7 @@ mod tests {
     use keel_testkit::naive::sample::sample as naive;
     use keel_testkit::random::Random;
 
-    /// Tokens of rows of `width` logits, by so many workers.
+    /// Tokens of rows of `width` logits, drawn by `workers` workers.
     fn sampled(logits: &[f32], width: usize, draws: &[Draw], workers: usize) -> Vec<u32> {
         let words: Vec<f32> = draws.iter().flat_map(Draw::words).collect();
         let mut y = vec![u32::MAX; draws.len()];
@@ -147,7 +148,7 @@ mod tests {
         y
     }
 
-    /// More equal logits than are put in order at a time, and more rows than are worked on at a time.
+    /// More equal logits than are sorted at a time, and more rows than are processed at a time.
     #[test]
     fn crowded_buckets_and_many_rows_are_drawn_from_as_the_oracle_does() {
         let mut random = Random::new(7);

@@ -5,18 +5,18 @@ use crate::simd::{self, Simd, VectorKernel};
 use keel_array::sampling::{self, EXPONENT_MIN, enough, id_of, order, target, weight};
 use std::ops::Range;
 
-/// Buckets of candidates with a weight.
+/// Number of buckets for candidates that have a weight.
 pub const BUCKETS: usize = 512;
 
-/// Buckets for a difference of 1 in `(l - max) / temperature`.
+/// Number of buckets for a difference of 1 in `(l - max) / temperature`.
 const BUCKETS_PER_UNIT: f32 = 18.0;
 
 const _: () = assert!(-EXPONENT_MIN * BUCKETS_PER_UNIT + 1.0 < BUCKETS as f32);
 
-/// Members of a bucket that are put in order; more are divided further.
+/// Most members of a bucket that are sorted; a fuller bucket is divided further.
 const HELD_MAX: usize = 1024;
 
-/// Logits that are worked on at a time.
+/// Logits that are processed at a time.
 const BLOCK: usize = 256;
 
 /// Number of candidates, and the sum of their weights.
@@ -33,7 +33,7 @@ impl Totals {
     }
 }
 
-/// What a boundary is measured by.
+/// The quantity that defines a boundary: a count or a mass.
 type Measure = fn(&Totals) -> u64;
 
 const COUNT: Measure = |totals| totals.count;
@@ -64,7 +64,7 @@ impl<'a> Row<'a> {
         self.logits.len()
     }
 
-    /// Whether nothing is drawn from it.
+    /// Whether no token is drawn from it.
     pub fn is_skipped(&self) -> bool {
         self.temperature < 0.0
     }
@@ -78,7 +78,7 @@ impl<'a> Row<'a> {
     pub fn first_of(&self, share: Range<usize>) -> u64 {
         let x = &self.logits[share.clone()];
         let most = if self.draws() { f32::MAX } else { f32::INFINITY };
-        // Side by side, which the compiler makes vectors of.
+        // 32 independent maxima, which the compiler turns into vectors.
         let mut greatest = [f32::NEG_INFINITY; 32];
         for chunk in x.chunks(greatest.len()) {
             for (greatest, &x) in greatest.iter_mut().zip(chunk) {
@@ -91,7 +91,7 @@ impl<'a> Row<'a> {
         at.map_or(0, |at| order(greatest, (share.start + at) as u32))
     }
 
-    /// The row, whose first candidate is known now.
+    /// The row with its first candidate known.
     pub fn behind(self, first: u64) -> Row<'a> {
         let greatest = if first == 0 { 0.0 } else { self.logits[id_of(first) as usize] };
         Row { first, greatest, ..self }
@@ -103,7 +103,8 @@ impl<'a> Row<'a> {
         (logit - self.greatest) / self.temperature
     }
 
-    /// Sets the totals of the buckets to those of a share of the row. What has no weight is counted in one behind them.
+    /// Sets the totals of the buckets to those of a share of the row. One more bucket, the last, counts logits without
+    /// a weight.
     pub fn fill(self, share: Range<usize>, buckets: &mut [[u64; 2]], isa: Isa) {
         buckets.fill([0; 2]);
         if self.first != 0 {
@@ -131,7 +132,8 @@ impl<'a> Row<'a> {
         self.locate(buckets, MASS, target(self.uniform, kept)).0
     }
 
-    /// The first candidate that together with those before it measures more than `target`: its id, and their weight.
+    /// The id of the first candidate at which the running measure exceeds `target`, and the weight up to and including
+    /// it.
     fn locate(&self, buckets: &[Totals; BUCKETS], measure: Measure, target: u64) -> (u32, u64) {
         let (bucket, mut before) = find(buckets, measure, target, Totals::default());
         let (mut low, mut high, mut count) = (0, u64::MAX, buckets[bucket].count);
@@ -180,12 +182,12 @@ impl<'a> Row<'a> {
 
     /// Calls `f` with order and weight of each member of a bucket.
     fn each_member(&self, bucket: usize, mut f: impl FnMut(u64, u64)) {
-        // Cheaper than a division, and wide enough for its rounding.
+        // Bounds on the logit are cheaper than a division; `slack` covers the division's rounding.
         let slack = 1e-5 * (self.greatest.abs() + self.temperature * -EXPONENT_MIN);
         let edge = |place: f32| self.greatest - self.temperature * (place / BUCKETS_PER_UNIT);
         let near = edge(bucket as f32 + 0.5) - slack..=edge(bucket as f32 - 0.5) + slack;
         for (first, block) in (0..).step_by(BLOCK).zip(self.logits.chunks(BLOCK)) {
-            // Most blocks have none; vectors find that out.
+            // Most blocks have no member; this vectorised test skips them.
             if !block.iter().fold(false, |any, logit| any | near.contains(logit)) {
                 continue;
             }
@@ -199,7 +201,7 @@ impl<'a> Row<'a> {
     }
 }
 
-/// Whether a candidate with this exponent has a weight; also false for what is not finite.
+/// Whether a candidate with this exponent has a weight; also false for exponents that are not finite.
 #[inline]
 fn is_within(exponent: f32) -> bool {
     (EXPONENT_MIN..=0.0).contains(&exponent)
@@ -208,12 +210,12 @@ fn is_within(exponent: f32) -> bool {
 /// The bucket of a candidate that [`is_within`].
 #[inline]
 fn bucket_of(exponent: f32) -> usize {
-    // Adding this rounds to a whole number, which then stands in the low bits.
+    // Adding 2^23 rounds to a whole number, which then stands in the low bits.
     const ROUND: f32 = 8_388_608.0;
     ((exponent * -BUCKETS_PER_UNIT + ROUND).to_bits() - ROUND.to_bits()) as usize
 }
 
-/// The first part that together with those before it measures more than `target`, and what is before it.
+/// The first part at which the running measure exceeds `target`, and the totals before it.
 fn find(parts: &[Totals], measure: Measure, target: u64, mut before: Totals) -> (usize, Totals) {
     for (i, part) in parts.iter().enumerate() {
         let mut through = before;
@@ -237,7 +239,7 @@ impl VectorKernel for Fill<'_> {
     fn run<S: Simd>(self, _: S) {
         let (mut exponents, mut places, mut weights) = ([0.0; BLOCK], [0; BLOCK], [0; BLOCK]);
         for logits in self.logits.chunks(BLOCK) {
-            // One after the other, which the compiler makes vectors of.
+            // Several simple loops, each of which the compiler turns into vectors.
             let len = logits.len();
             for (exponent, &logit) in exponents.iter_mut().zip(logits) {
                 *exponent = self.row.exponent(logit);
