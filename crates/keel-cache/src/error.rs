@@ -61,7 +61,7 @@ pub enum CacheError {
         /// Layers that had moved on; 0 if it is not known how many.
         layers: usize,
     },
-    /// Steps of a sequence were run that nobody wanted, and its state cannot go back.
+    /// A step was submitted that is no longer wanted, and the sequence's state cannot go back.
     #[error(
         "the state of the sequence is ahead of its {len} tokens: a step had been submitted that was not wanted any more; \
          release it, or rewind it to a checkpoint"
@@ -90,7 +90,7 @@ pub enum CacheError {
     /// A file cannot be read or written.
     #[error(transparent)]
     Weights(#[from] keel_weights::WeightsError),
-    /// The runtime.
+    /// An error of the runtime.
     #[error(transparent)]
     Array(#[from] ArrayError),
 }

@@ -1,9 +1,13 @@
-//! A sequence's cache on disk, for a later process to continue from.
+//! A sequence's cache in a file, so that a later process can continue from it.
 //!
-//! A safetensors file: `tokens` u32 `[len]`; for each attention layer `layers.N.keys` and `.values`, the used pages
-//! `[pages, KV, 256, W]` (in sliding layers in the order in which they rotate); for each recurrent layer `layers.N.window` and `.state`. The metadata names the format
-//! and the model, so that a cache is not mistaken for that of another model, and say `turns: long` where keys turn by the
-//! frequencies of long sequences.
+//! A safetensors file with these tensors:
+//! - `tokens` u32 `[len]`;
+//! - for each attention layer `layers.N.keys` and `.values`: the used pages `[pages, KV, 256, W]`, in sliding layers in
+//!   the order in which they rotate;
+//! - for each recurrent layer `layers.N.window` and `.state`.
+//!
+//! The metadata names the format and the model, so that no other model loads it. It says `turns: long` if keys are
+//! rotated by the frequencies of long sequences.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,19 +18,19 @@ use keel_weights::{SafetensorsFile, SafetensorsWriter, TensorSource, TensorSpec,
 use crate::parts::parts;
 use crate::{CacheError, ModelCache, Result, SequenceCache};
 
-/// Names the layout of the file; a change of layout changes it.
+/// Name of the file's layout. A change of the layout changes it.
 const FORMAT: &str = "keel-prompt-cache-1";
 
-/// Key and value of the metadata where keys turn by the frequencies of long sequences.
+/// Metadata key, and its value if keys are rotated by the frequencies of long sequences.
 const TURNS: &str = "turns";
 const LONG: &str = "long";
 
 impl ModelCache {
-    /// Writes what a sequence holds to `path`, under the name of the model and the tokens it has seen.
+    /// Writes the contents of a sequence to `path`, with the model's name and the sequence's tokens.
     ///
     /// # Errors
-    /// [`CacheError::File`] if the tokens are not as many as the sequence holds; [`CacheError::OpenRows`]; what the disk
-    /// says. Nothing is left at `path` then.
+    /// [`CacheError::File`] if the number of tokens is not the sequence's; [`CacheError::OpenRows`]; an error of the
+    /// disk. After an error there is no file at `path`.
     pub fn save(&self, sequence: &SequenceCache, tokens: &[u32], model: &str, path: &Path) -> Result<()> {
         self.expect_settled(sequence)?;
         if tokens.len() != sequence.len() {
@@ -58,11 +62,11 @@ impl ModelCache {
         Ok(writer.finish()?)
     }
 
-    /// Opens a sequence that holds what was saved at `path`, and returns it with its tokens.
+    /// Opens a sequence with the contents of the file at `path`, and returns it with its tokens.
     ///
     /// # Errors
-    /// [`CacheError::File`] if the file is of another format, model or size; if no slot or page is free. Nothing is
-    /// held then.
+    /// [`CacheError::File`] if the file has another format, model or size; or if no slot or page is free. After an
+    /// error no slot or page is held.
     pub fn load(&mut self, model: &str, path: &Path) -> Result<(SequenceCache, Vec<u32>)> {
         let file = SafetensorsFile::open(path)?;
         let wrong = |problem: String| CacheError::File { path: path.into(), problem };

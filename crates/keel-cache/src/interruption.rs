@@ -1,40 +1,40 @@
-//! What a step that failed leaves of a sequence.
+//! The state of a sequence after a failed step.
 //!
-//! A step first commits the accepted open rows of the one before, layer by layer, then runs its own rows. If it fails on
-//! the way and its own rows were to stay open, the sequence is whole again once the other layers have committed theirs, too:
-//! keys and values behind the position are written again by the rows that take their places, and open rows that nobody
-//! accepted are not read. A step that commits its own rows cannot be taken back.
+//! A step first commits the accepted open rows of the step before, layer by layer. Then it runs its own rows. After a
+//! failure of a step that leaves its own rows open, the sequence is whole again once the other layers have committed,
+//! too: later rows overwrite the keys and values after the position, and open rows that are not accepted are never
+//! read. A step that commits its own rows cannot be taken back.
 
 use keel_array::FailedRun;
 
 use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache};
 
-/// How far a failed step came with the state of a sequence.
+/// How far a failed step changed the state of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interruption {
-    /// It has committed the accepted open rows in the first layers, and changed nothing else. Counts of recurrent layers.
+    /// The first layers have committed the accepted open rows; nothing else has changed. Counts recurrent layers.
     Settling {
-        /// Convolution windows that have moved on.
+        /// Convolution windows that have committed.
         windows: usize,
-        /// States that have.
+        /// States that have committed.
         states: usize,
     },
-    /// It has committed rows of its own in some layers, or nobody knows how far it came.
+    /// Some layers have committed rows of the step itself, or it is not known how far the step came.
     Torn {
-        /// Layers that have moved on; 0 if that is not known.
+        /// Layers that have committed rows; 0 if not known.
         layers: usize,
     },
-    /// Steps were run behind it that do not belong to the sequence.
+    /// Later steps have changed the state, but their rows do not belong to the sequence.
     Ahead,
 }
 
 impl ModelCache {
-    /// What the last step of a sequence left, if it failed after it had changed state.
+    /// How the last step left the sequence, if it failed after it had changed state.
     pub fn interruption(&self, sequence: &SequenceCache) -> Option<Interruption> {
         self.interruptions[sequence.slot() as usize]
     }
 
-    /// Refuses a sequence whose state is torn, or not that of its tokens.
+    /// Returns an error if the sequence's state is torn, or ahead of its tokens.
     ///
     /// # Errors
     /// [`CacheError::TornState`], [`CacheError::AheadState`].
@@ -46,14 +46,14 @@ impl ModelCache {
         }
     }
 
-    /// Refuses a sequence whose slot is not the state of all its tokens.
+    /// Returns an error unless the slot holds the state after all tokens of the sequence.
     pub(crate) fn expect_settled(&self, sequence: &SequenceCache) -> Result<()> {
         self.expect_whole(sequence)?;
         sequence.expect_committed()
     }
 
-    /// Notes what a failed run has done to the sequences of these slots. `settled` is how far earlier runs had come with
-    /// committing their open rows; `commits_rows` whether the run was to commit rows of its own.
+    /// Records what a failed run did to the sequences of these slots. `settled` counts the windows and states that
+    /// earlier runs had committed. `commits_rows` says whether the run also commits its own rows.
     pub fn note_failure(
         &mut self,
         slots: impl IntoIterator<Item = u32>,
@@ -67,14 +67,14 @@ impl ModelCache {
         }
     }
 
-    /// Notes that `steps` decode steps were run behind the sequence that do not belong to it. What they have left of keys and
-    /// values is written again. Windows and states are those of the sequence only if it was one step, which
-    /// left its row open; otherwise the sequence answers [`CacheError::AheadState`] until it is rewound.
+    /// Records that `steps` decode steps ran after the last token of the sequence and are dropped. Their keys and
+    /// values will be overwritten. Windows and states are still those of the sequence only after a single step that
+    /// left its row open. Otherwise the sequence returns [`CacheError::AheadState`] until it is rewound.
     pub fn forget_steps(&mut self, sequence: &mut SequenceCache, steps: usize, leaves_open: bool) {
         let at = sequence.cached_len;
         let is_kept = !self.spec().is_recurrent() || leaves_open && steps == 1;
         let has_window = self.window_is_whole(sequence, at + steps, at);
-        // The step has committed what was accepted before.
+        // The step has committed the rows accepted before it.
         self.shorten(sequence, at);
         if !has_window {
             self.drop_window(sequence);
@@ -84,12 +84,12 @@ impl ModelCache {
         }
     }
 
-    /// Notes that the states of these slots are not those of their sequences' tokens.
+    /// Records that the states of these slots are ahead of their sequences' tokens.
     pub fn note_ahead(&mut self, slots: impl IntoIterator<Item = u32>) {
         slots.into_iter().for_each(|slot| self.interruptions[slot as usize] = Some(Interruption::Ahead));
     }
 
-    /// Notes that a sequence's accepted rows are committed in all layers.
+    /// Records that a sequence's accepted rows are committed in all layers.
     pub fn note_settled(&mut self, sequence: &mut SequenceCache) {
         sequence.advance(0);
         self.interruptions[sequence.slot() as usize] = None;

@@ -1,8 +1,8 @@
-//! What a sequence remembers: KV pages, recurrent slots and checkpoints.
+//! The memory of sequences: KV pages, recurrent slots and checkpoints.
 //!
-//! All storage is allocated once, when a [`ModelCache`] is made, from a [`CacheSpec`] (what the model's layers
-//! need) and a [`CacheSize`] (for how many sequences and tokens). After that, sequences come and go without an
-//! allocation: they hold page numbers and a slot number.
+//! All storage is allocated once, when a [`ModelCache`] is made, from a [`CacheSpec`] (the needs of the model's layers)
+//! and a [`CacheSize`] (numbers of sequences and tokens). Later no sequence allocates: it holds page numbers and a slot
+//! number.
 //!
 //! Ownership of a sequence's tokens, with pages of 256:
 //!
@@ -16,7 +16,7 @@
 //!
 //! A sequence can be parked in host memory ([`ModelCache::swap_out`]) while others need its pages.
 //!
-//! A [`PrefixTree`] remembers pages and states of sequences that have ended, for later ones that begin alike.
+//! A [`PrefixTree`] keeps pages and states of ended sequences, for later sequences with the same beginning.
 
 #![forbid(unsafe_code)]
 

@@ -12,9 +12,9 @@ use crate::{
 pub enum LayerStorage {
     /// Keys and values `[pages, KV, 256, W]`; see [`KvPool`].
     Attention(KvPool),
-    /// The same, on pages of their own that rotate.
+    /// The same, on separate pages that rotate.
     Sliding(KvPool),
-    /// Window f32 `[slots, K - 1, C]` and state f32 `[slots, Hv, Dk, Dv]`, each with a log where rows may be taken back.
+    /// Window f32 `[slots, K - 1, C]` and state f32 `[slots, Hv, Dk, Dv]`, each with a log if rows may be taken back.
     Recurrent {
         /// Rows before the next token.
         window: ConvWindow,
@@ -97,21 +97,20 @@ fn recurrent(runtime: &Runtime, spec: &LayerSpec, slots: usize, open_rows: usize
     Ok(LayerStorage::Recurrent { window, state: DeltaState { state, records: log(spec.record_len())? } })
 }
 
-/// The cache of a model: storage of all layers, and the books of its pages and slots.
+/// The cache of a model: storage of all layers, and the bookkeeping of its pages and slots.
 #[derive(Debug)]
 pub struct ModelCache {
     pub(crate) spec: CacheSpec,
     size: CacheSize,
     pub(crate) layers: Vec<LayerStorage>,
-    /// Saved slots, f32 `[checkpoints, windows and states of all recurrent layers]`: what is saved together lies together,
-    /// so that the first use of a checkpoint has the system back no more memory than it fills. None where nothing is
-    /// recurrent.
+    /// Saved slots, f32 `[checkpoints, windows and states of all recurrent layers]`. Each checkpoint is contiguous, so
+    /// its first use touches only the system's pages that it fills. `None` if no layer is recurrent.
     saved: Option<Array>,
     pub(crate) pages: PageAllocator,
     window_pages: PageAllocator,
     pub(crate) free_slots: Vec<u32>,
     pub(crate) free_checkpoints: Vec<u32>,
-    /// By slot: what a failed step has left of it.
+    /// By slot: how a failed step left it.
     pub(crate) interruptions: Vec<Option<Interruption>>,
     pub(crate) swap: SwapSpace,
 }
@@ -146,12 +145,12 @@ impl ModelCache {
         })
     }
 
-    /// What the layers keep.
+    /// What each layer stores.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }
 
-    /// For how much the cache was made.
+    /// The size that the cache was allocated for.
     pub fn size(&self) -> CacheSize {
         self.size
     }
@@ -161,7 +160,7 @@ impl ModelCache {
         &self.layers
     }
 
-    /// True if no sequence is open and no page, slot, checkpoint or host memory is missing.
+    /// True if no sequence is open and every page, slot, checkpoint and host block is free.
     pub fn is_idle(&self) -> bool {
         [&self.pages, &self.window_pages].iter().all(|p| p.is_conserved() && p.free() == p.total())
             && self.free_slots.len() == self.size.sequences
@@ -172,7 +171,7 @@ impl ModelCache {
     /// A new, empty sequence.
     ///
     /// # Errors
-    /// [`CacheError::NoSlot`] if all are taken.
+    /// [`CacheError::NoSlot`] if all slots are taken.
     pub fn open(&mut self) -> Result<SequenceCache> {
         let slot = self.take_slot()?;
         self.clear_slot(slot)?;
@@ -183,22 +182,22 @@ impl ModelCache {
         self.free_slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })
     }
 
-    /// Makes room for `rows` more tokens. Growth never copies.
+    /// Makes room for `rows` more tokens. Growth copies nothing.
     ///
     /// # Errors
-    /// [`CacheError::NoPages`]; the sequence is unchanged then.
+    /// [`CacheError::NoPages`]; the sequence is then unchanged.
     pub fn reserve(&mut self, sequence: &mut SequenceCache, rows: usize) -> Result<()> {
         let needed = (sequence.cached_len + rows).div_ceil(AttentionSpec::PAGE);
         let missing = needed.saturating_sub(sequence.pages.len());
         sequence.pages.extend(self.pages.take(missing)?);
-        // The pool has as many of these as all sequences can hold, so there is always enough.
+        // The pool has as many window pages as all sequences can hold, so there are always enough.
         let window_needed = needed.min(self.spec.window_pages(&self.size));
         let missing = window_needed.saturating_sub(sequence.window_pages.len());
         sequence.window_pages.extend(self.window_pages.take(missing)?);
         Ok(())
     }
 
-    /// Ends a sequence; everything it held goes back.
+    /// Ends a sequence and frees everything it held.
     pub fn release(&mut self, mut sequence: SequenceCache) {
         match sequence.parked.take() {
             Some(blocks) => self.swap.give_back(blocks),
@@ -206,7 +205,7 @@ impl ModelCache {
         }
     }
 
-    /// Takes everything that a sequence holds on the device.
+    /// Takes back everything that a sequence holds on the device.
     pub(crate) fn take_pages_and_slot(&mut self, sequence: &mut SequenceCache) {
         self.drop_checkpoints_after(sequence, None);
         self.take_pages(sequence);
@@ -222,7 +221,7 @@ impl ModelCache {
     /// Forgets all tokens of a sequence.
     ///
     /// # Errors
-    /// What the runtime says.
+    /// An error of the runtime.
     pub fn reset(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.drop_checkpoints_after(sequence, None);
         self.take_pages(sequence);
@@ -230,11 +229,11 @@ impl ModelCache {
         self.clear_slot(sequence.slot())
     }
 
-    /// Saves the state as it is now, so that the sequence can come back here. The oldest checkpoint of the
-    /// sequence makes room if there is none left; without any, nothing is saved.
+    /// Saves the present state, so that the sequence can go back to it. If no checkpoint is free, it replaces the
+    /// oldest checkpoint of the sequence; if the sequence has none, nothing is saved.
     ///
     /// # Errors
-    /// [`CacheError::OpenRows`]; what the runtime says.
+    /// [`CacheError::OpenRows`]; an error of the runtime.
     pub fn checkpoint(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.expect_settled(sequence)?;
         if sequence.checkpoints().last() == Some(sequence.cached_len) {
@@ -249,12 +248,12 @@ impl ModelCache {
         Ok(())
     }
 
-    /// Goes back to the latest checkpoint at or before `position` (or to the start) and returns where that is. Without
-    /// recurrent layers no checkpoint is needed; but where the pages of sliding layers have been used again since, only
-    /// the start is left.
+    /// Goes back to the latest checkpoint at or before `position` (or to the start) and returns its position. A model
+    /// without recurrent layers needs no checkpoint. Exception: if sliding layers have overwritten pages that are
+    /// needed there, the sequence goes back to the start.
     ///
     /// # Errors
-    /// [`CacheError::NoCheckpoint`] if `position` is beyond the end; what the runtime says.
+    /// [`CacheError::NoCheckpoint`] if `position` is beyond the end; an error of the runtime.
     pub fn rewind(&mut self, sequence: &mut SequenceCache, position: usize) -> Result<usize> {
         if position > sequence.cached_len {
             let kept = sequence.checkpoints().collect();
@@ -283,20 +282,20 @@ impl ModelCache {
         Ok(at)
     }
 
-    /// Makes a position, behind which nothing is open, the sequence's, and gives back the pages behind it.
+    /// Cuts the sequence to `at` tokens, none of them open, and frees the pages after them.
     pub(crate) fn shorten(&mut self, sequence: &mut SequenceCache, at: usize) {
         let keep = at.div_ceil(AttentionSpec::PAGE);
         sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
         (sequence.cached_len, sequence.accepted) = (at, 0);
     }
 
-    /// Gives back the pages of sliding layers, which hold something else now.
+    /// Gives back the pages of sliding layers, whose contents no longer fit the sequence.
     pub(crate) fn drop_window(&mut self, sequence: &mut SequenceCache) {
         sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
     }
 
-    /// Whether what a row at `position` would see is still in the pages of the sliding layers, `written` tokens having been
-    /// written to them.
+    /// Whether the pages of the sliding layers still hold everything that a row at `position` sees, after `written`
+    /// tokens were written to them.
     pub(crate) fn window_is_whole(&self, sequence: &SequenceCache, written: usize, position: usize) -> bool {
         let Some(window) = self.spec.window() else { return true };
         let last = written.saturating_sub(1) / AttentionSpec::PAGE;
@@ -304,7 +303,7 @@ impl ModelCache {
         (position + 1).saturating_sub(window) / AttentionSpec::PAGE >= oldest
     }
 
-    /// The page that the next token is written to must be the sequence's own: a shared one is replaced by a copy.
+    /// Before the next token is written to a shared page, replaces that page by the sequence's own copy.
     pub(crate) fn own_last_page(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         let last = sequence.cached_len / AttentionSpec::PAGE;
         let partial = !sequence.cached_len.is_multiple_of(AttentionSpec::PAGE);
@@ -321,10 +320,10 @@ impl ModelCache {
         Ok(())
     }
 
-    /// A second sequence with the same past. Full pages are shared; the page being filled and the state are copied.
+    /// A second sequence with the same tokens. Full pages are shared; the page being filled and the state are copied.
     ///
     /// # Errors
-    /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; what the runtime says.
+    /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; an error of the runtime.
     pub fn fork(&mut self, sequence: &SequenceCache) -> Result<SequenceCache> {
         let mut twin = SequenceCache::new(self.take_slot()?, sequence.cached_len, sequence.accepted);
         twin.is_long = sequence.is_long;
@@ -346,7 +345,7 @@ impl ModelCache {
                 array.copy_entry(sequence.slot() as usize, array, twin.slot as usize)?;
             }
         }
-        // Rotating pages are written again, so none can be shared.
+        // Rotating pages are overwritten, so none can be shared.
         let rotating = sequence.window_pages.len();
         twin.window_pages.extend(self.window_pages.take(rotating)?);
         for array in self.layers.iter().flat_map(LayerStorage::window_page_arrays) {
@@ -387,7 +386,7 @@ impl ModelCache {
         Ok(())
     }
 
-    /// Frees the checkpoints behind `position`, or all.
+    /// Frees the checkpoints after `position`, or all.
     fn drop_checkpoints_after(&mut self, sequence: &mut SequenceCache, position: Option<usize>) {
         let free = &mut self.free_checkpoints;
         sequence.checkpoints.retain(|&(at, entry)| {

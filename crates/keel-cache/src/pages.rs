@@ -1,11 +1,11 @@
-//! Which pages are free, and who shares the others.
+//! Free pages, and the number of holders of the others.
 
 use crate::{CacheError, Result};
 
-/// Page numbers with reference counts. A page number means the same page in every attention layer.
+/// Page numbers with reference counts. A page number stands for the same page in every attention layer.
 #[derive(Debug)]
 pub struct PageAllocator {
-    /// Free pages; the next to be handed out is last.
+    /// Free pages. The last is handed out next.
     free: Vec<u32>,
     /// Holders of each page.
     holders: Vec<u32>,

@@ -1,18 +1,18 @@
-//! Everything that a sequence holds, as a list: what is saved, or set aside.
+//! Everything that a sequence holds, as a list, for saving or parking it.
 
 use keel_array::{Array, AttentionSpec};
 
 use crate::{LayerStorage, SequenceCache};
 
-/// A part of what a sequence holds, in the order of the layers.
+/// A part of a sequence's contents, in the order of the layers.
 pub(crate) struct Part<'a> {
     /// Its name in files.
     pub name: String,
     /// The array with the entries of all sequences.
     pub pool: &'a Array,
-    /// Those of this one.
+    /// The entries of this sequence.
     pub entries: Vec<u32>,
-    /// Entries are a dimension of the part; a slot is not.
+    /// True if the entries are an axis of the part's shape: pages, but not a slot.
     stacked: bool,
 }
 
@@ -32,7 +32,7 @@ impl Part<'_> {
     }
 }
 
-/// Everything that a sequence holds of its first `len` tokens, which are all that it has or will have next.
+/// Everything that a sequence holds of its first `len` tokens. These are all its tokens, now or after loading.
 pub(crate) fn parts<'a>(layers: &'a [LayerStorage], sequence: &SequenceCache, len: usize) -> Vec<Part<'a>> {
     let used = len.div_ceil(AttentionSpec::PAGE);
     let window_used = used.min(sequence.window_pages().len());

@@ -1,7 +1,7 @@
-//! Which prefixes are remembered after their sequence has ended: a tree over blocks of 64 tokens.
+//! The prefixes kept after their sequences have ended: a tree over blocks of 64 tokens.
 //!
-//! The tree owns no memory. It knows page numbers and numbers of saved states, and says which of them it has begun
-//! or ceased to hold; [`crate::ModelCache`] does the counting. So it can be tested without a device.
+//! The tree owns no memory. It knows numbers of pages and saved states, and reports which of them it begins or ceases
+//! to hold. [`crate::ModelCache`] counts the holders. So the tree can be tested without a device.
 //!
 //! ```text
 //! root ── block 0 ── block 1 ── block 2 ── block 3      a page holds four blocks
@@ -10,9 +10,9 @@
 //!                                 page 9     page 9 *
 //! ```
 //!
-//! Blocks 2' and 3' lie in a page that also holds a copy of blocks 0 and 1, because the sequence that wrote them got
-//! its own copy of the partly filled page. So of the blocks in one page's stretch of tokens, the deepest names the
-//! page that holds them all.
+//! Blocks 2' and 3' lie in a page that also holds a copy of blocks 0 and 1: the sequence that wrote them got its own
+//! copy of the partly filled page. So, among the blocks of one page's range of tokens, the deepest names the page that
+//! holds them all.
 
 use std::collections::HashMap;
 
@@ -30,23 +30,23 @@ pub struct PrefixHit {
     pub len: usize,
     /// The pages that hold them.
     pub pages: Vec<u32>,
-    /// The recurrent state behind the last of them; `None` for models without one.
+    /// The recurrent state after the last of them; `None` for models without one.
     pub state: Option<u32>,
-    /// Tokens that the tree has in common with the prompt, with or without a state behind them. A state saved here
-    /// would let the next such prompt begin later.
+    /// Tokens that the tree and the prompt have in common, with or without a saved state. A state saved here would let
+    /// the next prompt of this kind start later.
     pub known_len: usize,
 }
 
-/// What the tree holds from now on.
+/// What an insertion makes the tree hold.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Inserted {
     /// Pages to add a holder to.
     pub pages: Vec<u32>,
-    /// True if the state belongs to the tree now; false if it had one there, and the caller keeps his.
+    /// True if the tree now owns the state; false if it had one at this place, and the caller keeps its own.
     pub took_state: bool,
 }
 
-/// What the tree holds no more.
+/// What the tree no longer holds.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Evicted {
     /// Pages to remove a holder from.
@@ -67,16 +67,16 @@ struct Node {
     last_used: u64,
 }
 
-/// Remembered prefixes, least recently used first to go.
+/// Remembered prefixes. The least recently used is evicted first.
 #[derive(Debug)]
 pub struct PrefixTree {
     /// Freed entries are reused.
     nodes: Vec<Option<Node>>,
     free: Vec<NodeId>,
     roots: HashMap<Box<[u32]>, NodeId>,
-    /// How many nodes name a page.
+    /// For each page, how many nodes name it.
     page_nodes: HashMap<u32, usize>,
-    /// Whether a sequence can only continue where a state was saved.
+    /// Whether a sequence can only continue from a saved state.
     needs_state: bool,
     clock: u64,
 }
@@ -104,7 +104,7 @@ impl PrefixTree {
         self.len() == 0
     }
 
-    /// Pages held, each once.
+    /// Pages held, each listed once.
     pub fn pages(&self) -> impl Iterator<Item = u32> + '_ {
         self.page_nodes.keys().copied()
     }
@@ -137,7 +137,7 @@ impl PrefixTree {
         path
     }
 
-    /// The deepest point of `prompt` from which a sequence can continue, leaving at least its last token to run.
+    /// The deepest point of `prompt` from which a sequence can continue. At least the last token is left to run.
     pub fn find(&mut self, prompt: &[u32]) -> PrefixHit {
         let mut path = self.walk(&prompt[..prompt.len().saturating_sub(1)]);
         let known_len = path.len() * BLOCK;
@@ -159,8 +159,8 @@ impl PrefixTree {
         path.iter().for_each(|&id| self.node_mut(id).last_used = now);
     }
 
-    /// Remembers whole blocks of `tokens`, which lie in `pages`, with the `state` behind the last of them. Where a
-    /// state is needed and none is given nothing is remembered.
+    /// Remembers whole blocks of `tokens`, which lie in `pages`, with the `state` after the last block. If a state is
+    /// needed and none is given, nothing is remembered.
     ///
     /// # Panics
     /// If the tokens are not whole blocks, or lie in more pages than given.
@@ -223,8 +223,8 @@ impl PrefixTree {
         id
     }
 
-    /// Forgets the least recently used end of a text, and what is of no use without it. Ends in pages that are
-    /// `pinned`, because a running sequence shares them, go last: forgetting them frees nothing.
+    /// Forgets the least recently used leaf, and ancestors that are useless without it. Leaves in `pinned` pages go
+    /// last: a running sequence shares these pages, so forgetting them frees nothing.
     pub fn evict(&mut self, pinned: impl Fn(u32) -> bool) -> Option<Evicted> {
         let leaf = self.least_used(|node| node.children.is_empty(), |node| pinned(node.page))?;
         let mut evicted = Evicted::default();
@@ -232,7 +232,7 @@ impl PrefixTree {
         Some(evicted)
     }
 
-    /// Forgets the least recently used state, and what is of no use without it.
+    /// Forgets the least recently used state, and blocks that are useless without it.
     pub fn evict_state(&mut self) -> Option<Evicted> {
         let id = self.least_used(|node| node.state.is_some(), |_| false)?;
         let mut evicted = Evicted::default();
@@ -253,8 +253,8 @@ impl PrefixTree {
         evicted
     }
 
-    /// The texts remembered, each as far as its last state (or its last block, where none is needed): tokens, pages
-    /// and state, least recently used first.
+    /// The remembered texts, least recently used first: tokens, pages and state. A text ends at a saved state, or at a
+    /// last block if no state is needed.
     pub fn texts(&self) -> Vec<(Vec<u32>, Vec<u32>, Option<u32>)> {
         let is_end = |node: &Node| {
             if self.needs_state { node.state.is_some() } else { node.children.is_empty() }
@@ -283,7 +283,7 @@ impl PrefixTree {
         eligible.min_by_key(|(id, node)| (comes_last(node), node.last_used, *id)).map(|(id, _)| id)
     }
 
-    /// Removes a leaf, then its ancestors as long as nothing can continue from or through them.
+    /// Removes a leaf, then each ancestor from which and through which nothing can continue.
     fn remove_leaf(&mut self, leaf: NodeId, evicted: &mut Evicted) {
         let mut next = Some(leaf);
         while let Some(id) = next {
@@ -314,12 +314,12 @@ impl PrefixTree {
 mod tests {
     use super::*;
 
-    /// Blocks of which each consists of one number.
+    /// A text of blocks; each block repeats one number.
     fn text(blocks: &[u32]) -> Vec<u32> {
         blocks.iter().flat_map(|&b| [b; BLOCK]).collect()
     }
 
-    /// A text and one token more, as a prompt would have.
+    /// A text followed by one more token, as a prompt would have.
     fn prompt(blocks: &[u32]) -> Vec<u32> {
         [text(blocks), vec![0]].concat()
     }
@@ -392,7 +392,7 @@ mod tests {
         assert_eq!(tree.texts(), [(text(&[1]), vec![7], Some(0))]);
     }
 
-    /// Random insertions, look-ups and evictions against books kept beside.
+    /// Random insertions, look-ups and evictions, compared with a separate count of holders.
     #[test]
     fn pages_and_states_are_conserved() {
         let mut seed = 1u64;

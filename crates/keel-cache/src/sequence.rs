@@ -4,29 +4,29 @@ use std::sync::Arc;
 
 use crate::{CacheError, Result, Sight};
 
-/// Page and slot numbers of a sequence. It owns no memory: [`crate::ModelCache`] does, and takes the numbers back
-/// in [`crate::ModelCache::release`].
+/// Page and slot numbers of a sequence. [`crate::ModelCache`] owns the memory, and takes the numbers back in
+/// [`crate::ModelCache::release`].
 #[derive(Debug)]
 pub struct SequenceCache {
     pub(crate) pages: Vec<u32>,
-    /// Of sliding layers: page `i` of the sequence is entry `i % window_pages_max`.
+    /// Pages of sliding layers: page `i` of the sequence is entry `i % window_pages_max`.
     pub(crate) window_pages: Vec<u32>,
     pub(crate) slot: u32,
     pub(crate) cached_len: usize,
-    /// The last so many tokens are open rows that the next step commits.
+    /// How many tokens at the end are open rows that the next step commits.
     pub(crate) accepted: usize,
-    /// Positions with a saved slot, and which.
+    /// Positions with a saved slot, and the checkpoint's number.
     pub(crate) checkpoints: Vec<(usize, u32)>,
-    /// It turns by the frequencies of long sequences, where the model has others for these.
+    /// Keys are rotated by the frequencies of long sequences, if the model has a separate list for these.
     pub(crate) is_long: bool,
-    /// Blocks of host memory, where it is parked; it holds nothing else then.
+    /// Blocks of host memory, if the sequence is parked. It then holds nothing else.
     pub(crate) parked: Option<Vec<u32>>,
     /// Its pictures.
     pub(crate) sight: Option<Arc<Sight>>,
 }
 
 impl SequenceCache {
-    /// Without pages.
+    /// A sequence without pages.
     pub(crate) fn new(slot: u32, cached_len: usize, accepted: usize) -> SequenceCache {
         SequenceCache {
             pages: Vec::new(),
@@ -41,8 +41,8 @@ impl SequenceCache {
         }
     }
 
-    /// Tokens whose keys, values and state are in the cache; also the position of the next token. The state of the
-    /// last [`SequenceCache::accepted`] of them is in the log.
+    /// Tokens whose keys, values and state are in the cache; also the position of the next token. The state of the last
+    /// [`SequenceCache::accepted`] tokens is in the log.
     pub fn offset(&self) -> usize {
         self.cached_len
     }
@@ -57,7 +57,7 @@ impl SequenceCache {
         self.cached_len == 0
     }
 
-    /// True where it lies in host memory: it has to be brought back before anything else is done with it.
+    /// True if the sequence lies in host memory. Any other use must bring it back first.
     pub fn is_parked(&self) -> bool {
         self.parked.is_some()
     }
@@ -67,8 +67,8 @@ impl SequenceCache {
         &self.pages
     }
 
-    /// Pages of sliding layers. They rotate: page `i` in order of position is entry `i` modulo their number, once there
-    /// are as many as the window needs.
+    /// Pages of sliding layers. They rotate: once there are as many as the window needs, page `i` in order of position
+    /// is entry `i` modulo their number.
     pub fn window_pages(&self) -> &[u32] {
         &self.window_pages
     }
@@ -76,18 +76,18 @@ impl SequenceCache {
     /// The slot of the recurrent state.
     ///
     /// # Panics
-    /// If it is parked.
+    /// If the sequence is parked.
     pub fn slot(&self) -> u32 {
         assert!(!self.is_parked(), "a parked sequence has no slot");
         self.slot
     }
 
-    /// Whether it turns by the frequencies of long sequences, where the model has others for these.
+    /// Whether keys are rotated by the frequencies of long sequences, if the model has a separate list for these.
     pub fn is_long(&self) -> bool {
         self.is_long
     }
 
-    /// Says by which frequencies it turns, before its first token; afterwards only the holder of a remembered prefix does.
+    /// Sets the list of frequencies, before the first token. Later only a sequence that resumes a prefix sets it.
     pub fn set_long(&mut self, is_long: bool) {
         self.is_long = is_long;
     }
@@ -97,25 +97,25 @@ impl SequenceCache {
         self.checkpoints.iter().map(|&(position, _)| position)
     }
 
-    /// Open rows of the last step that were accepted and are still to be committed by the next.
+    /// Accepted open rows of the last step. The next step commits them.
     pub fn accepted(&self) -> usize {
         self.accepted
     }
 
-    /// Notes that a step has committed what was accepted and `rows` more tokens.
+    /// Records that a step has committed the accepted rows and `rows` more tokens.
     pub fn advance(&mut self, rows: usize) {
         self.extend(rows);
         self.accepted = 0;
     }
 
-    /// Notes that a step has committed what was accepted before, and left rows open of which the first `rows` stay.
-    /// Keys and values, state, window and position move on with this one count.
+    /// Records that a step has committed the rows accepted before, and left rows open of which the first `rows` are
+    /// kept. Keys and values, state, window and position all follow from this one count.
     pub fn accept(&mut self, rows: usize) {
         self.extend(rows);
         self.accepted = rows;
     }
 
-    /// Takes back the last `rows` of the rows that were accepted and are not committed yet.
+    /// Takes back the last `rows` of the accepted rows, which are not committed yet.
     ///
     /// # Panics
     /// If there are fewer.
@@ -130,13 +130,14 @@ impl SequenceCache {
         self.sight.as_ref()
     }
 
-    /// Says which pictures the sequence's tokens show, from its first token on, those that it does not hold yet among them. Tokens
-    /// that it holds already must be where they were. Going back keeps this: another text behind it takes another call.
+    /// Sets the pictures of the sequence's tokens, from the first token on, also of tokens that are not run yet. Tokens
+    /// already in the cache must keep their positions. A rewind does not change this; for another text after it, call
+    /// this again.
     pub fn look_at(&mut self, sight: Option<Arc<Sight>>) {
         self.sight = sight;
     }
 
-    /// Where token number `token` stands: time, row and column.
+    /// The position of token number `token`: time, row and column.
     pub fn position_of(&self, token: usize) -> [i32; 3] {
         self.sight.as_ref().map_or([token as i32; 3], |sight| sight.position(token))
     }

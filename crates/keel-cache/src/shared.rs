@@ -1,16 +1,16 @@
-//! What outlives its sequence: pages and saved states that a [`crate::PrefixTree`] holds.
+//! Pages and saved states that outlive their sequence: a [`crate::PrefixTree`] holds them.
 
 use keel_array::AttentionSpec;
 
 use crate::{Evicted, Inserted, ModelCache, Result, SequenceCache};
 
 impl ModelCache {
-    /// Pages that nobody holds.
+    /// Pages without a holder.
     pub fn free_pages(&self) -> usize {
         self.pages.free()
     }
 
-    /// Checkpoints that nobody holds.
+    /// Checkpoints without a holder.
     pub fn free_states(&self) -> usize {
         self.free_checkpoints.len()
     }
@@ -20,11 +20,11 @@ impl ModelCache {
         self.pages.holders(page)
     }
 
-    /// Saves the state of a sequence, for the caller to keep. `None` if no checkpoint is free, or the model has no
-    /// state to save.
+    /// Saves the state of a sequence and gives it to the caller. `None` if no checkpoint is free, or the model has no
+    /// state.
     ///
     /// # Errors
-    /// What the runtime says.
+    /// An error of the runtime.
     pub fn save_state(&mut self, sequence: &SequenceCache) -> Result<Option<u32>> {
         if self.spec.is_recurrent() {
             self.expect_settled(sequence)?;
@@ -32,11 +32,11 @@ impl ModelCache {
         self.save_state_ahead(sequence)
     }
 
-    /// As [`ModelCache::save_state`], while steps of the sequence are under way, which commit their rows: the state that the last of
-    /// them leaves. The caller knows behind how many tokens that is.
+    /// As [`ModelCache::save_state`], while steps that commit their rows are under way: saves the state after the last
+    /// of them. The caller knows how many tokens that state has seen.
     ///
     /// # Errors
-    /// What the runtime says.
+    /// An error of the runtime.
     pub fn save_state_ahead(&mut self, sequence: &SequenceCache) -> Result<Option<u32>> {
         if !self.spec.is_recurrent() {
             return Ok(None);
@@ -51,37 +51,37 @@ impl ModelCache {
         }
     }
 
-    /// Saves the state of a sequence over one that the caller keeps.
+    /// Saves the state of a sequence over a saved state that the caller keeps.
     ///
     /// # Errors
-    /// What the runtime says.
+    /// An error of the runtime.
     pub fn overwrite_state(&mut self, sequence: &SequenceCache, entry: u32) -> Result<()> {
         self.expect_settled(sequence)?;
         self.copy_slot(sequence.slot(), entry, true)
     }
 
-    /// Gives a saved state back.
+    /// Frees a saved state.
     pub fn free_state(&mut self, entry: u32) {
         assert!(!self.free_checkpoints.contains(&entry), "checkpoint {entry} is freed twice");
         self.free_checkpoints.push(entry);
     }
 
-    /// Counts a tree as holder of what it took.
+    /// Counts the tree as a holder of the inserted pages.
     pub fn hold(&mut self, inserted: &Inserted) {
         inserted.pages.iter().for_each(|&page| self.pages.share(page));
     }
 
-    /// Takes back what a tree holds no more.
+    /// Takes back the pages and states that the tree no longer holds.
     pub fn take_back(&mut self, evicted: &Evicted) {
         evicted.pages.iter().for_each(|&page| self.pages.release(page));
         evicted.states.iter().for_each(|&entry| self.free_state(entry));
     }
 
-    /// A sequence that continues behind the first `len` tokens of `pages`, with the saved `state` behind them. The
-    /// pages are shared; a partly filled last one is copied, for which one more page must be free.
+    /// A sequence that continues after the first `len` tokens of `pages`, with the saved `state` at that point. The
+    /// pages are shared. A partly filled last page is copied, which needs one more free page.
     ///
     /// # Errors
-    /// [`crate::CacheError::NoSlot`], [`crate::CacheError::NoPages`]; what the runtime says. Nothing is held then.
+    /// [`crate::CacheError::NoSlot`], [`crate::CacheError::NoPages`]; an error of the runtime. Nothing is then held.
     pub fn resume(&mut self, len: usize, pages: &[u32], state: Option<u32>) -> Result<SequenceCache> {
         assert_eq!(pages.len(), len.div_ceil(AttentionSpec::PAGE), "the pages of {len} tokens");
         let mut sequence = self.open()?;

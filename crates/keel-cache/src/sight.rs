@@ -1,27 +1,27 @@
-//! What a sequence has seen: where its tokens stand on three axes, and the features of its pictures.
+//! The pictures of a sequence: positions of its tokens on three axes, and the features.
 
 use std::sync::Arc;
 
-/// The pictures of a sequence. It belongs to the sequence and goes where that goes: steps read from it which rows are a
-/// picture's, and every later token takes its position from it.
+/// The pictures of a sequence, kept with it. Steps read from it which rows belong to a picture. Every later token takes
+/// its position from it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sight {
-    /// Time, row and column of each token from the first on.
+    /// Time, row and column of each token, from the first on.
     pub positions: Vec<[i32; 3]>,
-    /// What is added to the number of a later token to give its position.
+    /// Position of a later token minus its number.
     pub delta: i32,
-    /// The row of `features` that takes the place of each token's embedding.
+    /// For each token of a picture: the row of `features` that replaces its embedding.
     pub rows: Vec<Option<u32>>,
-    /// The last token that each token sees, where the rows of a picture see each other; empty elsewhere.
+    /// The last token that each token sees, if the tokens of a picture see each other; otherwise empty.
     pub ends: Vec<u32>,
-    /// Features, level by level, `width` values a row.
+    /// Features, one vector for each level, `width` values a row.
     pub features: Vec<Arc<Vec<f32>>>,
     /// Values of a row of features.
     pub width: usize,
 }
 
 impl Sight {
-    /// Where token number `token` stands.
+    /// The position of token number `token`.
     pub fn position(&self, token: usize) -> [i32; 3] {
         match self.positions.get(token) {
             Some(position) => *position,
@@ -29,13 +29,13 @@ impl Sight {
         }
     }
 
-    /// The features of a token at a level, if it is a picture's.
+    /// The features of a picture's token at a level.
     pub fn feature(&self, level: usize, token: usize) -> Option<&[f32]> {
         let row = (*self.rows.get(token)?)? as usize;
         self.features.get(level)?.get(row * self.width..(row + 1) * self.width)
     }
 
-    /// Whether any of these tokens is a picture's.
+    /// Whether any of these tokens belongs to a picture.
     pub fn sees_any(&self, tokens: std::ops::Range<usize>) -> bool {
         let end = tokens.end.min(self.rows.len());
         self.rows.get(tokens.start..end).is_some_and(|rows| rows.iter().any(Option::is_some))
@@ -46,7 +46,7 @@ impl Sight {
         self.ends.get(token).map_or(token, |&end| end as usize)
     }
 
-    /// The start of the run of tokens that see each other and that both `cut - 1` and `cut` belong to.
+    /// The run of tokens that see each other and contains both `cut - 1` and `cut`, if there is one.
     pub fn run_around(&self, cut: usize) -> Option<std::ops::Range<usize>> {
         let end = self.end(cut.checked_sub(1)?);
         if end < cut {

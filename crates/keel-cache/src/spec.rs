@@ -1,4 +1,4 @@
-//! What the layers of a model keep, and how much of it.
+//! What the layers of a model store, and its size.
 
 use keel_array::{AttentionSpec, DType, KvFormat};
 
@@ -23,7 +23,7 @@ pub enum LayerSpec {
     },
     /// A gated-delta state and a convolution window.
     Recurrent {
-        /// Rows of the window plus one.
+        /// Rows of the window, plus one.
         conv_width: usize,
         /// Channels of the convolution.
         channels: usize,
@@ -39,8 +39,8 @@ pub enum LayerSpec {
 }
 
 impl LayerSpec {
-    /// Bytes that grow with each token; in a sliding layer until its window is full. 0 where the form cannot keep such heads,
-    /// which no cache is allocated for.
+    /// Bytes that grow with each token; in a sliding layer only until its window is full. 0 if the format cannot store
+    /// heads of this size; no cache is allocated for these.
     pub fn token_bytes(&self, kv: KvFormat) -> usize {
         match self {
             LayerSpec::Attention { kv_heads, head_dim } | LayerSpec::Sliding { kv_heads, head_dim, .. } => {
@@ -50,7 +50,7 @@ impl LayerSpec {
         }
     }
 
-    /// Bytes of one sequence whatever its length.
+    /// Bytes of one sequence that do not depend on its length.
     pub fn slot_bytes(&self) -> usize {
         match *self {
             LayerSpec::Attention { .. } | LayerSpec::Sliding { .. } => 0,
@@ -79,12 +79,12 @@ impl LayerSpec {
     }
 }
 
-/// What a model's layers keep. The layers of the multi-token-prediction head come last.
+/// What a model's layers store. The layers of the multi-token-prediction head come last.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheSpec {
     /// In the order of the layers.
     pub layers: Vec<LayerSpec>,
-    /// How keys and values are kept.
+    /// Format of keys and values.
     pub kv: KvFormat,
 }
 
@@ -94,7 +94,7 @@ impl CacheSpec {
         self.layers.iter().map(|l| l.token_bytes(self.kv)).sum()
     }
 
-    /// Those of sliding layers, in as many pages as their windows need.
+    /// KV bytes of one token in the sliding layers. They keep only the pages that their windows need.
     pub fn window_token_bytes(&self) -> usize {
         let sliding = self.layers.iter().filter(|layer| matches!(layer, LayerSpec::Sliding { .. }));
         sliding.map(|layer| layer.token_bytes(self.kv)).sum()
@@ -110,15 +110,15 @@ impl CacheSpec {
     }
 
     /// Pages of one sequence in a sliding layer: the window before the first token of a page, and that page. Rows are
-    /// written and attended 64 at a time, so no more are ever needed.
+    /// written and attended 64 at a time, so a sequence never needs more.
     pub fn window_pages(&self, size: &CacheSize) -> usize {
         self.window().map_or(0, |window| {
             (window.saturating_sub(1).div_ceil(AttentionSpec::PAGE) + 1).min(size.pages_per_sequence())
         })
     }
 
-    /// Has sliding layers keep so many tokens more than their windows, for steps that are written as a whole before their first row
-    /// looks back.
+    /// Lets sliding layers keep this many tokens more than their windows, for steps that write all rows before they
+    /// attend the first.
     pub fn widen_windows(&mut self, tokens: usize) {
         for layer in &mut self.layers {
             if let LayerSpec::Sliding { window, .. } = layer {
@@ -148,7 +148,7 @@ impl CacheSpec {
     }
 }
 
-/// For how much a cache is made.
+/// The size of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheSize {
     /// Sequences at once.
@@ -157,9 +157,9 @@ pub struct CacheSize {
     pub context: usize,
     /// Saved recurrent slots.
     pub checkpoints: usize,
-    /// Pages of the pool; `None` is enough for every sequence at full length.
+    /// Pages of the pool; `None` means enough for every sequence at full length.
     pub pool_pages: Option<usize>,
-    /// Rows of a sequence that a step may leave open, to be taken back or committed later.
+    /// Rows of a sequence that a step may leave open, to take them back or commit them later.
     pub open_rows: usize,
     /// Host memory for parked sequences.
     pub swap_bytes: usize,
@@ -171,7 +171,7 @@ impl CacheSize {
         self.context.div_ceil(AttentionSpec::PAGE)
     }
 
-    /// Pages of the pool of layers that see everything.
+    /// Pages of the pool for layers without a window.
     pub fn pages(&self) -> usize {
         self.pool_pages.unwrap_or(self.sequences * self.pages_per_sequence())
     }

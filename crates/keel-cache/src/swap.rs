@@ -1,7 +1,7 @@
-//! Sequences that are parked in host memory, to make room for others.
+//! Sequences parked in host memory, to make room for others.
 //!
-//! A parked sequence holds no page and no slot. What it held lies in blocks of a buffer that was allocated with the cache,
-//! one part after the other, and comes back bit for bit, into other pages and another slot:
+//! A parked sequence holds no page and no slot. Its contents lie in blocks of a buffer that was allocated with the
+//! cache, one part after the other. They come back bit for bit, into other pages and another slot:
 //!
 //! ```text
 //! device   pages 7, 3 | slot 2        image    layer 0: page 7, page 3 | layer 1: window, state | ...
@@ -16,19 +16,19 @@ use crate::{CacheError, CacheSize, CacheSpec, ModelCache, Result, SequenceCache}
 /// Bytes of a block of host memory.
 const BLOCK_BYTES: usize = 64 << 10;
 
-/// How much of host memory there is, and what a sequence takes of it.
+/// Amount of host memory for parked sequences, and how much a sequence takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SwapSize {
-    /// Blocks in all; 0 where no sequence can be parked.
+    /// Number of blocks; 0 if no sequence can be parked.
     pub blocks: usize,
-    /// Bytes of a page in all layers that see everything.
+    /// Bytes of a page in all layers without a window.
     pub page_bytes: usize,
-    /// Bytes that a sequence takes at most beside its pages: its slot, and the pages of its windows.
+    /// Most bytes of a sequence apart from these pages: its slot, and the pages of its windows.
     pub fixed_bytes: usize,
 }
 
 impl SwapSize {
-    /// Blocks of `size.swap_bytes`.
+    /// The blocks that `size.swap_bytes` has room for.
     pub(crate) fn new(spec: &CacheSpec, size: &CacheSize) -> SwapSize {
         let window_page = spec.window_token_bytes() * AttentionSpec::PAGE;
         SwapSize {
@@ -38,18 +38,18 @@ impl SwapSize {
         }
     }
 
-    /// Blocks that a sequence of so many pages takes at most.
+    /// Most blocks of a sequence with this many pages.
     pub fn blocks_for(&self, pages: usize) -> usize {
         (pages * self.page_bytes + self.fixed_bytes).div_ceil(BLOCK_BYTES)
     }
 
-    /// Bytes of so many blocks.
+    /// Bytes of this many blocks.
     pub fn bytes(blocks: usize) -> usize {
         blocks * BLOCK_BYTES
     }
 }
 
-/// The buffer and its books.
+/// The buffer and its free blocks.
 #[derive(Debug)]
 pub(crate) struct SwapSpace {
     size: SwapSize,
@@ -89,7 +89,7 @@ struct Places<'a> {
 }
 
 impl Places<'_> {
-    /// Where the next bytes lie, at most `most` of them: start and length.
+    /// Start and length of the next bytes, at most `most`.
     fn next(&mut self, most: usize) -> (usize, usize) {
         let (block, within) = (self.at / BLOCK_BYTES, self.at % BLOCK_BYTES);
         let len = most.min(BLOCK_BYTES - within);
@@ -98,7 +98,8 @@ impl Places<'_> {
     }
 }
 
-/// Calls `copy` for every piece of an image: a part, the place in its array, the place in host memory, and the bytes.
+/// Calls `copy` for each piece of an image: its part, its place in the part's array, its place in host memory, its
+/// bytes.
 fn each_piece(
     parts: &[Part<'_>],
     blocks: &[u32],
@@ -120,21 +121,21 @@ fn each_piece(
 }
 
 impl ModelCache {
-    /// How much of host memory there is for parked sequences.
+    /// Size of the host memory for parked sequences.
     pub fn swap_size(&self) -> SwapSize {
         self.swap.size
     }
 
-    /// Blocks of host memory that hold nothing.
+    /// Free blocks of host memory.
     pub fn free_swap_blocks(&self) -> usize {
         self.swap.free.len()
     }
 
-    /// Copies what a sequence holds to host memory, and takes its pages and its slot. Its checkpoints are given up.
+    /// Copies the sequence's contents to host memory, and frees its pages, slot and checkpoints.
     ///
     /// # Errors
-    /// [`CacheError::NoSwap`]; [`CacheError::OpenRows`], [`CacheError::TornState`]; what the runtime says. The sequence is
-    /// unchanged then.
+    /// [`CacheError::NoSwap`]; [`CacheError::OpenRows`], [`CacheError::TornState`]; an error of the runtime. The
+    /// sequence is then unchanged.
     pub fn swap_out(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.expect_settled(sequence)?;
         let parts = parts(&self.layers, sequence, sequence.len());
@@ -156,7 +157,7 @@ impl ModelCache {
     /// Brings a parked sequence back.
     ///
     /// # Errors
-    /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; what the runtime says. It is still parked then.
+    /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; an error of the runtime. The sequence then stays parked.
     pub fn swap_in(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         let Some(blocks) = sequence.parked.take() else { return Ok(()) };
         match self.fill_from_host(sequence, &blocks) {
