@@ -10,7 +10,8 @@ extern "C" __global__ void swiglu(const float* x, u64 stride, float* y, u64 rows
     }
 }
 
-// The same in 16 bits, for products on tensor cores (see half.cuh): eight columns a thread, width a multiple of 8, rows aligned to 16 bytes.
+// The same in 16 bits, for products on tensor cores (see half.cuh). Eight columns a thread; width is a multiple of 8,
+// rows are aligned to 16 bytes.
 extern "C" __global__ void swiglu_half(const float* x, u64 stride, u16* y, u64 rows, u32 width) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x, eights = width / 8;

@@ -2,27 +2,31 @@
 //
 //   y[t, h] = sum_j softmax_j(scale q[t, h] . k[j, h / G]) v[j, h / G],  j <= position of t,  j > position - WINDOW
 //
-// With UNTIL, j <= max(position of t, until[t]) and before the end of the sequence: all rows are written before any attends.
+// With UNTIL, j <= max(position of t, until[t]), and j is before the end of the sequence: all rows are written before
+// any row attends.
 // q [T, H, D] (Q_STRIDE values from row to row), k and v [T, KV, D] (K_STRIDE, V_STRIDE), y [T, H, D];
-// pools [pages, KV, 256, D] f32 or f16, or coded (kv_coded.cuh); table [B, P]. kv_write puts the new rows into their pages first.
+// pools [pages, KV, 256, D] f32 or f16, or coded (kv_coded.cuh); table [B, P]. kv_write first puts the new rows into
+// their pages.
 //
-// A window's pages are those that it needs, and come round: positions more than the window apart may share a page. So prompts are
-// written and attended in runs of 64 rows of each sequence, a launch of kv_write and one of attention for each (RUNS = 1, `run`).
+// A window keeps only the pages that it needs and reuses them: positions more than the window apart may share a page.
+// Prompts are therefore written and attended in runs of 64 rows of each sequence, with one launch of kv_write and one
+// of attention for each run (RUNS = 1, `run`).
 //
 // Macros: H, KV, D (a multiple of 8, at most 256), Q_STRIDE, K_STRIDE, V_STRIDE (multiples of 4, 16-byte bases),
-// KV_F16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none), UNTIL (0 or 1; one
-// split and no runs then).
+// KV_F16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none),
+// UNTIL (0 or 1; 1 needs one split and no runs).
 // Launch:
 //   kv_write         grid T, block 128
 //   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory 4 (48 D + 688) bytes
 //   attention_merge  grid (T, H), block 128, shared memory 4 splits bytes; not needed with one split
-// A block takes 16 pairs (row, head of the group) of one sequence against the keys of its split, 32 at a time.
-// by_position: splits are cut at positions (share_start of paged.cuh), of which 256 P keys need `splits`: a row's bits then depend
-// on its own keys alone. 0: the keys that there are, cut evenly.
+// A block computes 16 pairs (row, head of the group) of one sequence against the keys of its split, 32 keys at a time.
+// by_position=1: splits are cut at fixed positions (share_start of paged.cuh); 256 P keys need `splits` of them. A
+// row's bits then depend on its own keys alone. by_position=0: the existing keys are cut evenly.
 // partial: splits T H (D + 2) floats, see paged.cuh. Splits without keys write nothing.
-// EARLY=1 (of attention_merge): no kernel that may still run writes where sequences are, so that is read while those before end.
+// EARLY=1 (attention_merge only): no kernel that may still run writes row_start and position, so they are read while
+// earlier kernels finish.
 //
-// Bytes of decode: 2 KV D bytes_of(element) a key. Floor: those at the memory's rate.
+// Bytes of decode: 2 KV D bytes_of(element) a key. Floor: those bytes at the memory's bandwidth.
 
 #include "paged.cuh"
 
@@ -54,7 +58,7 @@ typedef float kv_t;
 
 struct __align__(16) Tiles {
     float q[BM][D];
-    // Keys, then values. Four more columns keep the lanes of a warp, a row each, on different banks.
+    // Keys, then values. Four extra columns put the lanes of a warp, a row each, on different banks.
     float kv[BN][D + 4];
     float weights[BM][BN + 1];
     float factors[BM], totals[BM];
@@ -79,7 +83,7 @@ kv_write(const float* k, const float* v, kv_t* keys, kv_t* values, const u32* ta
     const u32 t = rows_of(row_start, b, run).first + row;
     u32 at = position[b] + t - row_start[b], page = table[b * pages + at / PAGE];
 #if KV_BITS
-    // A warp codes a group of a key or of a value.
+    // A warp encodes one group of a key or of a value.
     for (u32 i = threadIdx.x / 32; i < 2 * KV * GROUPS_OF_ROW; i += 4) {
         const bool key = i < KV * GROUPS_OF_ROW;
         const u32 head = i / GROUPS_OF_ROW % KV, group = i % GROUPS_OF_ROW, d = head * D + group * 32 + threadIdx.x % 32;
@@ -106,7 +110,7 @@ static __device__ __forceinline__ float4 kept4(const kv_t* pool, u32 page, u32 h
 #endif
 }
 
-/// y is written where there is one split, partial otherwise.
+/// Writes y if there is one split, else partial.
 extern "C" __global__ void __launch_bounds__(128)
 attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
           const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position, u32 run, float* partial,
@@ -116,7 +120,7 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
 #endif
           ) {
     take_turn();
-    // Groups of rows for the products with V: as many as there are threads for all columns.
+    // Row groups for the products with V: as many as 128 threads allow, with QUADS threads for all columns of a group.
     constexpr int ROW_GROUPS = 128 / QUADS >= 16 ? 16 : 128 / QUADS >= 8 ? 8 : 128 / QUADS >= 4 ? 4 : 128 / QUADS >= 2 ? 2 : 1;
     constexpr int ROWS = BM / ROW_GROUPS;
     DYNAMIC_SHARED(char, shared);
@@ -139,7 +143,7 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
     u32 last_seen = start + (first + count - 1) / G;
 #if UNTIL
     for (u32 row = first / G; row <= (first + count - 1) / G; row++) last_seen = max(last_seen, until[first_row + row]);
-    // The last position that there is.
+    // No row sees beyond the last position.
     last_seen = min(last_seen, start + pairs / G - 1);
 #endif
     visible_range(start + first / G, last_seen, WINDOW, from, to);
@@ -157,7 +161,7 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
     float4 sums[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) sums[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    // Of the four rows of this warp.
+    // Greatest scores and sums of the four rows of this warp.
     float largest[4] = {-INF, -INF, -INF, -INF}, total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 
     for (u32 tile = from; tile < to; tile += BN) {
@@ -189,7 +193,7 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
             bool seen = m < count && j <= last && lane < present && (WINDOW == 0 || j + WINDOW > at);
             float s = seen ? score[i] : -INF;
             float now = fmaxf(largest[i], warp_max(s));
-            // While a row has seen no key its largest is -inf, and so is every score.
+            // Until a row has seen a key, its greatest score and all its scores are -inf.
             float factor = now == -INF ? 1.0f : expf(largest[i] - now);
             float weight = seen ? expf(s - now) : 0.0f;
             total[i] = total[i] * factor + warp_sum(weight);
@@ -250,20 +254,21 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
     }
 }
 
-/// Adds up the splits of a row and head: four columns a thread, D / 4 threads and 128 / (D / 4) shares of the splits.
+/// Adds up the splits of a row and head. A thread has four columns; D / 4 threads have a row, and 128 / (D / 4) such
+/// sets share the splits.
 extern "C" __global__ void __launch_bounds__(128)
 attention_merge(float* partial, const u32* row_start, const u32* position, u32 sequences, u32 total_rows, u32 splits,
                 u32 by_position, float* y) {
     let_next_start();
     if (!EARLY) wait_for_inputs();
-    // A share of splits for every D / 4 threads.
+    // Each set of D / 4 threads takes a share of the splits.
     constexpr int SHARES = 128 / QUADS;
     DYNAMIC_SHARED(float, weights);
     __shared__ __align__(16) float4 parts[128];
     u32 t = blockIdx.x, head = blockIdx.y, b = 0, row = 0;
     const bool located = locate(row_start, sequences, 1, 1, t, b, row);
     const u32 start = located ? position[b] : 0, high = located ? start + row_start[b + 1] - row_start[b] : 0, lane = threadIdx.x % 32;
-    // Splits that a row sees lie side by side; the others were not written.
+    // The splits that a row sees are consecutive; the others were not written.
     u32 begin = splits, end = 0;
     for (u32 s = lane; located && s < splits; s += 32) {
         u32 from, to;
@@ -279,7 +284,7 @@ attention_merge(float* partial, const u32* row_start, const u32* position, u32 s
     }
     if (EARLY) wait_for_inputs();
     if (!located) return;
-    // Loads of several splits are under way together, the first while their weights are found.
+    // Loads of several splits are under way together. The first ones overlap with the search for their weights.
     const u32 share = threadIdx.x / QUADS, column = threadIdx.x % QUADS * 4;
     const float* in = split_sums(partial, total_rows, 0, t, head) + column;
     const u64 stride = (u64)total_rows * (H * D);
@@ -294,7 +299,7 @@ attention_merge(float* partial, const u32* row_start, const u32* position, u32 s
     load(begin + share);
     float largest = -INF, total = 0.0f;
     for (u32 s = begin + lane; s < end; s += 32) {
-        // Every warp adds up for itself, in the same order; the first leaves the weights.
+        // Every warp computes the total itself, in the same order; the first warp stores the weights.
         float2 x = *split_scale(partial, splits, total_rows, s, t, head);
         float now = fmaxf(largest, x.x);
         total = total * (largest == -INF ? 0.0f : expf(largest - now)) + x.y * (x.x == -INF ? 0.0f : expf(x.x - now));
@@ -303,7 +308,7 @@ attention_merge(float* partial, const u32* row_start, const u32* position, u32 s
     }
     float now = warp_max(largest);
     total = warp_sum(largest == -INF ? 0.0f : total * expf(largest - now));
-    // A lane finds what it wrote itself.
+    // A lane reads only weights that it wrote itself.
     for (u32 s = begin + threadIdx.x; s < end && threadIdx.x < 32; s += 32) weights[s] = expf(weights[s] - now);
     __syncthreads();
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -1,11 +1,11 @@
-// What comes before attention in a decode step, in one launch: queries and keys are turned (rope.cuh), queries go to a buffer
-// [T, H, D], keys and values to their pages (attention.cu).
+// The work before attention in a decode step, in one launch. It rotates queries and keys (rope.cuh), writes queries to
+// a buffer [T, H, D], and writes keys and values to their pages (attention.cu).
 //
-// Constants: H, KV, D, KV_F16, and of the rotation R, NORM, AXES; QUERIES and KEYS, 0 where another launch sees to the
-// queries, or to keys and values. q, k and v have strides of their own from row to row and from head to head. A row beyond
-// those of all sequences writes no page.
-// EARLY=1: no kernel that may still run writes positions or where sequences are, so angles and pages are found while those before
-// this one end.
+// Constants: H, KV, D, KV_F16; R, NORM, AXES of the rotation; QUERIES and KEYS, 0 if another launch handles the
+// queries, or the keys and values. q, k and v have their own strides from row to row and from head to head. A row
+// beyond those of all sequences writes no page.
+// EARLY=1: no kernel that may still run writes positions, tables or row_start. So angles and pages are found while
+// earlier kernels finish.
 // Launch: one warp a head of q, k or v; block 128, grid ceil(T HEADS / 4). Bytes: q, k and v once in, once out.
 #include "paged.cuh"
 #include "rope.cuh"
@@ -15,7 +15,7 @@
 #endif
 #if KV_F16
 typedef f16 kv_t;
-/// A value as pages keep it; what is beyond the range of f16 becomes its greatest value.
+/// A value as pages store it; values beyond the range of f16 saturate.
 static __device__ __forceinline__ kv_t kept(float x) { return two_f16(x, 0.0f).x; }
 #else
 typedef float kv_t;
@@ -33,7 +33,7 @@ struct Heads {
 struct Turn {
     const i32* positions;
     const float* inverse;
-    const float* norm; // null without one
+    const float* norm; // null without a norm
     float eps;
 };
 
@@ -45,7 +45,7 @@ attention_enter(Heads q, Heads k, Heads v, Turn turn_q, Turn turn_k, float* turn
     const u32 unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 row = min(unit / HEADS, rows - 1), head = unit % HEADS;
     const bool is_query = head < Q_HEADS;
-    // Part by part: a structure that is chosen at run time would go through local memory.
+    // Member by member: a struct that is selected at run time would go through local memory.
     const Turn turn = {is_query ? turn_q.positions : turn_k.positions, is_query ? turn_q.inverse : turn_k.inverse,
                        is_query ? turn_q.norm : turn_k.norm, is_query ? turn_q.eps : turn_k.eps};
     const Angles angles(turn.positions, turn.inverse, rows, row);

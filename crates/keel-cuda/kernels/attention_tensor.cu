@@ -1,18 +1,22 @@
-// Causal attention with grouped heads over paged keys and values, f16 or coded (kv_coded.cuh), on tensor cores: the fast mode of attention.cu,
-// whose formula, operands, splits and merge kernel it shares. Products take f16 and add up in f32; q and the softmax's
-// weights are rounded to f16, all else is f32.
+// Causal attention with grouped heads over paged keys and values, f16 or coded (kv_coded.cuh), on tensor cores: the
+// fast mode of attention.cu, with the same formula, operands, splits and merge kernel. Products take f16 and add up in
+// f32; q and the softmax's weights are rounded to f16, everything else is f32.
 //
-// Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW, WARPS (of the decode kernel, 8; 4 where shared
-// memory is short), KV_STAGES (of the decode kernel: tiles of keys and of values that a warp has under way, 1). EARLY=1: no kernel that may
-// still run writes keys and values before this step's, nor where they are, so attention_decode fetches them while those before it end; each
-// sequence is one unit then.
+// Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW. Of the decode
+// kernel:
+//   WARPS      8; 4 if shared memory is short
+//   KV_STAGES  tiles of keys and of values that a warp has under way, 1
+//   EARLY=1    no kernel that may still run writes earlier steps' keys and values, row_start, position or table.
+//              They are fetched while earlier kernels finish. Each sequence is then one unit.
 // Launch:
-//   attention_prefill  grid (KV, ceil(T G / 64) + B, splits), block 128, shared memory 2 * 192 (D + 8) bytes. A block takes
-//                      64 pairs (row, head of the group) against 64 keys at a time, a warp 16 of the pairs; keys come
-//                      while the last tile's values are multiplied and the other way round. Long blocks start first.
-//   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory max(2 (16 + 32 WARPS KV_STAGES) (D + 8),
-//                      64 WARPS (D + 2)) bytes. A block takes 16 pairs, each of its warps 16 keys at a
-//                      time. units = B where no sequence has more than 16 pairs, else ceil(T G / 16) + B.
+//   attention_prefill  grid (KV, ceil(T G / 64) + B, splits), block 128, shared memory 2 * 192 (D + 8) bytes.
+//                      A block computes 64 pairs (row, head of the group) against 64 keys at a time, a warp 16 of the
+//                      pairs. Keys arrive while the last tile's values are multiplied, and vice versa. Long blocks
+//                      start first.
+//   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory
+//                      max(2 (16 + 32 WARPS KV_STAGES) (D + 8), 64 WARPS (D + 2)) bytes.
+//                      A block computes 16 pairs, each of its warps against 16 keys at a time.
+//                      units = B if no sequence has more than 16 pairs, else ceil(T G / 16) + B.
 //
 // Floor of prefill: 4 D H T^2 / 2 operations at the tensor cores' rate; of decode: 4 KV D bytes a key.
 
@@ -40,14 +44,15 @@ typedef u8 kv_t;
 typedef f16 kv_t;
 #endif
 #define G (H / KV)
-// A row of a tile in shared memory: 16 bytes more than the row's own put eight rows on different banks.
+// A row of a tile in shared memory: 16 extra bytes put eight rows on different banks.
 #define LINE (D + 8)
 #define STEPS (D / 16)
 #define BM 64
 #define BN 64
 #include "softmax.cuh"
 
-/// One row of 16 f16 columns for load_matrices: the A operand, or B from rows [k][n] with load_matrices_transposed.
+/// A lane's address for load_matrices of 16 columns: the A operand, or with load_matrices_transposed B from rows
+/// [k][n].
 static __device__ __forceinline__ const f16* row_major(const f16* tile, u32 row, u32 column) {
     u32 lane = threadIdx.x % 32;
     return tile + (row + lane % 16) * LINE + column + lane / 16 * 8;
@@ -58,7 +63,7 @@ static __device__ __forceinline__ const f16* column_major(const f16* tile, u32 r
     return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
 }
 
-/// Values d .. d + 7 of token `token` of a page on their way to a tile; zeros if it is not `there`.
+/// Copies values d .. d + 7 of token `token` of a page to a tile; writes zeros if it is not `there`.
 static __device__ __forceinline__ void fetch8(f16* to, const kv_t* pool, u32 page, u32 head, u32 token, u32 d, bool there) {
 #if KV_BITS
     *(uint4*)to = there ? coded8(pool + head_page(page, head), token, d) : make_uint4(0, 0, 0, 0);
@@ -67,7 +72,7 @@ static __device__ __forceinline__ void fetch8(f16* to, const kv_t* pool, u32 pag
 #endif
 }
 
-/// `pairs` pairs of q from `first` on, as f16; rows without a pair are zero. Pair i is row i / G and head i % G.
+/// Copies `count` pairs of q from `first` on, as f16; rows without a pair are zero. Pair i is row i / G and head i % G.
 static __device__ __forceinline__ void load_queries(f16* tile, const float* q, u32 first, u32 count, u32 rows,
                                                     u32 threads) {
     for (u32 i = threadIdx.x; i < rows * (D / 4); i += threads) {
@@ -78,8 +83,8 @@ static __device__ __forceinline__ void load_queries(f16* tile, const float* q, u
     }
 }
 
-/// scores = 16 rows of q times TILES * 8 keys. With few tiles, CHAINS sums of every so many columns of q run side by side,
-/// since a product waits for the one before it.
+/// scores = 16 rows of q times TILES * 8 keys. A product waits for the one before it. With few tiles, CHAINS sums
+/// therefore run at the same time, each over every CHAINS-th step of 16 columns of q.
 template <int TILES, int CHAINS>
 static __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], const f16* q, u32 row, const f16* keys) {
     float sums[CHAINS][TILES][4];
@@ -151,7 +156,7 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
     if (from >= to) return;
 
     auto load = [&](f16* tile, const kv_t* pool, u32 key) {
-        // A tile never straddles a page. Absent rows become zeros: what memory holds may be NaN.
+        // A tile never straddles a page. Absent rows become zeros, because memory may hold NaN.
         const u32 page = table[b * pages + key / PAGE];
         for (u32 i = threadIdx.x; i < BN * (D / 8); i += 128) {
             u32 n = i / (D / 8), d = i % (D / 8) * 8;
@@ -193,7 +198,7 @@ attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u3
     leave_rows(sums, softmax, {first_row, first, count, kv, total_rows}, warp * 16, scale, partial, y);
 }
 
-/// The keys of one split for 16 pairs of sequence b from pair `first` on.
+/// Attends to the keys of one split for 16 pairs of a sequence from pair `first` on.
 static __device__ __forceinline__ void attend_split(f16* shared, const float* q, const kv_t* keys, const kv_t* values,
                                                     const u32* my_table, u32 first_row, u32 first, u32 count, u32 start, u32 kv,
                                                     u32 from, u32 to, u32 total_rows, float scale, float* partial, float* y) {
@@ -215,8 +220,8 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
         }
         copy_commit();
     };
-    // A warp's next keys come while it works on the values of the last, and the other way round. Which warp has a key depends
-    // on the key's position alone.
+    // A warp's next keys arrive while it works on the last values, and vice versa. Which warp takes a key depends on
+    // the key's position alone.
     const u32 step = WARPS * CHUNK, mine = from + (warp * CHUNK + step - from % step) % step;
     auto is_old = [&](u32 key) { return !EARLY || key + CHUNK <= start; };
 #pragma unroll
@@ -267,7 +272,7 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
     }
     softmax.finish();
 
-    // The warps saw different keys of the same pairs. Their sums take the place of the tiles.
+    // The warps attended to different keys for the same pairs. Their sums replace the tiles in shared memory.
     copy_wait<0>();
     __syncthreads();
     float *warp_sums = (float*)shared, *warp_largest = warp_sums + WARPS * 16 * D, *warp_total = warp_largest + WARPS * 16;
@@ -305,7 +310,7 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
             if (d == 0)
                 *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) = make_float2(largest, total);
         } else {
-            // As attention_merge does of a single split.
+            // As attention_merge does with a single split.
             const float f = 1.0f / total;
             *(float2*)(y + (row * H + head) * D + d) = make_float2(sum.x * f, sum.y * f);
         }

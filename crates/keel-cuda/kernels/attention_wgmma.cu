@@ -1,12 +1,13 @@
-// attention_prefill of attention_tensor.cu with Hopper's matrix instructions: the same formula, operands and roundings, for pages in f16
-// and no window.
+// attention_prefill of attention_tensor.cu with Hopper's matrix instructions. Formula, operands and roundings are the
+// same; pages are f16, without a window.
 //
-// A block has 128 pairs of row and head, each of two warpgroups 64 of them, against BN keys at a time. While a tile's weights are
-// multiplied by its values, and the tensor cores work on that, the scores of the next are turned into weights; copies are a tile
-// further ahead. Tiles lie in panels as wgmma.cuh says, two of keys and two of values.
+// A block has 128 pairs of row and head, 64 for each of its two warpgroups, against BN keys at a time. While the tensor
+// cores multiply one tile's weights by its values, the scores of the next tile are turned into weights. Copies run one
+// tile further ahead. Shared memory holds two tiles of keys and two of values, in the panels of wgmma.cuh.
 //
 // Macros: H, KV, D (64, 128, 256), Q_STRIDE, WINDOW=0, BN (64 where D = 256, else 128), SPLIT_STEP=BN.
-// Launch: grid (KV, ceil(T G / 128) + B, splits), block 256, shared memory 1024 + 2 (128 + 4 BN) D bytes. Long blocks start first.
+// Launch: grid (KV, ceil(T G / 128) + B, splits), block 256, shared memory 1024 + 2 (128 + 4 BN) D bytes. Long blocks
+// start first.
 //
 // Floor: 4 D H T^2 / 2 operations at the tensor cores' rate.
 
@@ -42,8 +43,9 @@ attention_prefill_wide(const float* q, const f16* keys, const f16* values, const
     visible_range(first_position, last_position, WINDOW, from, to);
     if (from >= to) return;
 
-    // Each thread brings the same 16 bytes of every so many rows of a tile, which lie alike in their panels. Splits begin at multiples of BN,
-    // so a tile never straddles a page. Absent rows become zeros: what memory holds may be NaN.
+    // Each thread copies the same 16 bytes of every ROW_STEP-th row of a tile. ROW_STEP is a multiple of 8, so these
+    // rows are swizzled alike. Splits begin at multiples of BN, so a tile never straddles a page. Absent rows become
+    // zeros, because memory may hold NaN.
     constexpr u32 ROW_STEP = 256 / (D / 8);
     const u32 row = threadIdx.x / (D / 8), chunk = threadIdx.x % (D / 8);
     const u32 place = chunk / 8 * KV_PANEL + panel_offset(row, chunk % 8);
@@ -56,7 +58,7 @@ attention_prefill_wide(const float* q, const f16* keys, const f16* values, const
             copy_async_to(tile + place + i * 128, rows + i * D, key + row + i < to);
     };
     const u32 first_page = page_of(from);
-    // Of the tile that is worked on next and the one behind it, asked for a tile ahead.
+    // Pages of the tile that is worked on next and of the one after it; each is read a tile ahead.
     u32 page = page_of(from + BN), next_page = page_of(from + 2 * BN);
     load(key_tiles, keys, first_page, from);
     copy_commit();
@@ -130,7 +132,8 @@ attention_prefill_wide(const float* q, const f16* keys, const f16* values, const
     for (u32 key = from + BN; key < to; key += BN, odd ^= 1) {
         copy_wait<0>();
         publish_to_products();
-        // The keys of this tile and the values of the one before are there, and all warps have done with those before.
+        // The keys of this tile and the values of the one before have arrived, and all warps are done with earlier
+        // tiles.
         __syncthreads();
         multiply_keys(key_tiles + (odd ^ 1) * KV_TILE);
         multiply_values(value_tiles + odd * KV_TILE);

@@ -1,8 +1,9 @@
-// Checks the arrays that say which rows belong to which sequence, before kernels trust them. One block of 256 threads.
-// A batch that is wrong is reported and emptied on the device (every sequence without rows, in slot 0 and page 0), so
-// that the kernels behind touch nothing that is not theirs. Where a message names two numbers beside the wrong one, they
-// share a word, 16 bits each. Pointers that an operation does not have are null. No kernel starts before the check is done, so
-// that those behind may read these arrays before they wait.
+// Checks the arrays that say which rows belong to which sequence, before other kernels trust them. One block of 256
+// threads.
+// A wrong batch is reported and emptied on the device: no sequence has rows, all have slot 0 and page 0. So later
+// kernels touch only memory that is theirs. If a message has two numbers next to the wrong one, they share a word, 16
+// bits each. Pointers that an operation does not have are null. No kernel starts before the check is done, so later
+// kernels may read these arrays before they wait.
 #include "common.cuh"
 
 #define ROWS_WRONG 2
@@ -15,7 +16,7 @@
 #define LOG_SHORT 9
 #define PAGE_TWICE 10
 #define PAGE 256
-// The slot of a sequence that is none: it has no rows, and none to commit.
+// Slot number of a padding sequence: it has no rows to run and none to commit.
 #define NO_SLOT 0xffffffffu
 
 extern "C" __global__ void check_batch(
@@ -23,7 +24,7 @@ extern "C" __global__ void check_batch(
     u32 window, u32 run, u32 grid, u32 records, u32 keep_open, Fault* fault, u32 kernel
 ) {
     wait_for_inputs();
-    // Of those that find something wrong the first thread reports, so that its numbers belong together.
+    // If several threads find an error, the lowest one reports, so that the numbers belong together.
     __shared__ u32 reporter;
     u32 what = 0, number = 0, bound = 0;
     if (threadIdx.x == 0) reporter = ~0u;
@@ -49,8 +50,8 @@ extern "C" __global__ void check_batch(
         if (used > table_width) { what = TABLE_SHORT; number = (u32)stop; bound = table_width; continue; }
         for (u64 i = seen; i < used; ++i)
             if (table[(u64)b * table_width + i] >= pages) { what = PAGE_MISSING; number = table[(u64)b * table_width + i]; bound = pages; }
-        // Pages that left a window may come again for later positions, but not while rows of one run still see them: all
-        // rows of a run are written before the first attends.
+        // Pages that left a window may be reused for later positions, but not while rows of one run still see them: all
+        // rows of a run are written before the first one attends.
         for (u64 at = start; window && at < stop; at += run) {
             const u64 end_of_run = min(stop, at + run), from = at + 1 > window ? (at + 1 - window) / PAGE : 0;
             for (u64 i = at / PAGE; i * PAGE < end_of_run; ++i)

@@ -3,14 +3,15 @@
 //   y[t, c] = silu(sum_j w[j, c] x[t - (K - 1) + j, c])        rows before the step come from the window
 //
 // x [T, C] with X_STRIDE values from row to row; w [K, C]; y [T, C]; window [slots, K - 1, C], oldest row first.
-// open [slots, OPEN, C]: rows of the last step that may be taken back. A step is told how many were accepted, and moves the
-// window on by as many before its own rows; a step that keeps its rows open writes them there and leaves the window at that.
+// open [slots, OPEN, C]: rows of the last step that may still be taken back. A step is told how many of them were
+// accepted, and first moves the window forward by that number. A step that keeps its own rows open writes them to
+// `open` and moves the window no further.
 //
 // Constants: C, K, X_STRIDE, OPEN (open rows of a slot; 0 without a log).
 // Launch: block 128 threads, one channel each; grid.x = ceil(C / 128).
 //   causal_conv          grid.y = B: a block does all rows of a sequence (decode)
 //   causal_conv_prefill  grid.y = ceil(T / TILE) + B: a block does up to TILE = 32 rows of one sequence
-// The block with a sequence's first rows alone reads and writes its window, so no launch order is needed within.
+// Only the block with a sequence's first rows reads and writes its window, so the order of blocks does not matter.
 //
 // Bytes: 8 T C for rows and 8 B (K - 1) C for windows. Floor: those bytes at the memory's rate.
 
@@ -84,7 +85,7 @@ causal_conv(const float* x, const float* w, float* window, float* open, const u3
     convolve(x, w, window, open, y, channel, first, rows, 0, rows, accepted ? accepted[b] : 0, keep_open);
 }
 
-/// The same for many rows. Nothing is left open in this regime.
+/// The same for many rows. This regime leaves no rows open.
 extern "C" __global__ void __launch_bounds__(128)
 causal_conv_prefill(const float* x, const float* w, float* window, const u32* row_start, const u32* slot,
                     u32 sequences, float* y) {

@@ -40,7 +40,7 @@ __device__ inline i64 to_i64(i32 x) { return x; }
 __device__ inline i64 to_i64(i64 x) { return x; }
 __device__ inline i64 to_i64(flag x) { return x.byte != 0; }
 
-// From a float: the nearest float; integers truncate and saturate, NaN is zero.
+// Conversion from f32: floats round to nearest; integers truncate and saturate, and NaN becomes 0.
 template <typename Elem> struct From;
 template <> struct From<float> {
     static const bool IS_FLOAT = true;
@@ -95,7 +95,7 @@ __device__ inline bf16x2 two_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return *(bf16x2*)&r;
 }
-// What is beyond the range becomes its greatest value.
+// Values beyond the range of f16 saturate to its greatest value.
 __device__ inline f16x2 two_f16(float low, float high) {
     u32 r;
     asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -113,9 +113,12 @@ __device__ inline f16x2 __hsub2(f16x2 a, f16x2 b) {
     return *(f16x2*)&r;
 }
 
-// Hopper and later: kernels of a stream overlap. A kernel lets the next one start its blocks at once; the next waits until
-// all before it have ended. Before the wait it reads packed weights, nothing else, and writes nothing. A kernel that does
-// not wait is launched without overlap, for what comes behind it would take its end for the end of those before.
+// Hopper and later: kernels of a stream overlap. A kernel lets the next one start its blocks at once; the next one then
+// waits until all kernels before it have ended.
+// - Before its wait a kernel writes nothing. It reads only packed weights and data that the host knows to be unwritten
+//   or settled (Call::is_untouched, Call::is_settled).
+// - A kernel that does not wait is launched without overlap: later kernels would take its end for the end of the
+//   kernels before it.
 __device__ inline void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -126,19 +129,20 @@ __device__ inline void wait_for_inputs() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The first statement of a kernel that has nothing to do before.
+// The first statement of a kernel that does no work before its inputs are ready.
 __device__ inline void take_turn() {
     let_next_start();
     wait_for_inputs();
 }
 
-// Byte `i` of a word as a float, less `zero`, a whole number: a byte in the low bits of 2^23 is the float 2^23 + byte.
+// Byte `i` of `word`, minus `zero` (a whole number), as a float. A byte in the low bits of the float 2^23 gives 2^23 +
+// byte.
 __device__ __forceinline__ float byte_as_float(u32 word, int i, float zero = 0.0f) {
     return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 | i)) - (8388608.0f + zero);
 }
 
-// Where the elements of an operand lie, in elements from its first. The host has merged axes that lie seamlessly
-// behind each other; rank 0 is a gap-free operand.
+// Offsets of an operand's elements from its first one, in elements. The host has merged axes that are contiguous with
+// each other. rank 0 means a gap-free operand.
 struct Strides {
     u64 rank;
     u64 extent[8];
@@ -154,7 +158,8 @@ struct Strides {
     }
 };
 
-// The first wrong datum that a launch has met: number of the kernel plus one, what is wrong, and two numbers for the message.
+// The first wrong value that a launch finds: the kernel's number plus 1 (0: none), the kind of error, and two numbers
+// for the message.
 struct Wrong {
     u32 kernel;
     u32 what;
@@ -162,7 +167,8 @@ struct Wrong {
     u32 bound;
 };
 
-// On the device, where kernels race for it, and in the host's memory, where the host looks behind the launch.
+// `first` is on the device, where kernels race for it. `told` is in the host's memory, which the host reads after the
+// launch.
 struct Fault {
     Wrong first;
     volatile Wrong* told;

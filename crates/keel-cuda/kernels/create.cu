@@ -1,5 +1,5 @@
-// Elements out of nothing. y[i] = f(i), one element a thread; bytes moved: the output's.
-// ELEM: element type. The generator is that of keel-cpu: the same numbers for the same seed on every device.
+// Generators: y[i] = f(i), one element a thread. Bytes moved: the output's. ELEM: element type.
+// Random numbers are those of keel-cpu: the same for the same seed on every device.
 #include "common.cuh"
 
 extern "C" __global__ void fill(ELEM* y, u64 n, float value) {

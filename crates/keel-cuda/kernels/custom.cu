@@ -1,4 +1,4 @@
-// Kernels of the user's own. The outputs hold `value` in every element when one starts. ELEM: element type.
+// For the user's own kernels: fills their outputs with `value` before they start. ELEM: element type.
 #include "common.cuh"
 
 extern "C" __global__ void initial(ELEM* y, u64 n, float value) {

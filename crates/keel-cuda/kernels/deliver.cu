@@ -1,7 +1,7 @@
-// Small writes of the host, together: what a step is told (ids, positions, tables) is spread over as many arrays, and a copy
+// Delivers the host's small writes together. A step's data (ids, positions, tables) goes to many arrays, and one copy
 // for each would cost more than the bytes. The words come from the host's pinned memory.
 //
-// What is delivered may be packed weights, which the kernels behind read before they wait: none may start until all of it is
+// The data may be packed weights, which later kernels read before they wait. So no kernel may start until all of it is
 // there.
 //
 // Launch: a block of 128 threads for each delivery. Bytes: each word once over the bus.

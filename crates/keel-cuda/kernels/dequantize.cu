@@ -1,10 +1,12 @@
-// Rows of a weight and of x in 16 bits (see half.cuh): what cuBLASLt multiplies in long prefills.
+// Rows of a weight and x in 16 bits (see half.cuh): the operands of cuBLASLt in long prefills. Also rows of an
+// embedding.
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK (or WEIGHT_T, embedding_rows alone)
-//   dequantize      w f16 [experts N][K], the weights rounded once. A warp turns one 16 x 64 tile.
+//   dequantize      w f16 [experts N][K], the weights rounded once. A warp converts one 16 x 64 tile.
 //                   Arguments codes, pairs, w, experts. Grid ceil(experts * row tiles * column tiles / 8), block 256.
-//                   Floor: 2 bytes per weight besides its own.
-//   embedding_rows  y f32 [T][K]: rows `ids` (INDEX: u32 or i32) of the weight. Arguments codes, pairs | weight, ids, y, fault, kernel. Grid T, block 128.
+//                   Floor: 2 bytes a weight plus its packed bytes.
+//   embedding_rows  y f32 [T][K]: rows `ids` (INDEX: u32 or i32) of the weight.
+//                   Arguments codes, pairs | weight, ids, y, fault, kernel. Grid T, block 128.
 #include "half.cuh"
 #include "weight_tiles.cuh"
 
@@ -63,7 +65,7 @@ extern "C" __global__ void embedding_rows(WEIGHT_ARGUMENTS, const INDEX *ids, fl
 
 #endif
 
-// x in 16 bits, `pairs` of them. Grid ceil(pairs / 4 / 256), block 256; 4 bytes read and 2 written for each.
+// Rounds `pairs` pairs of x to 16 bits. Grid ceil(pairs / 4 / 256), block 256; 4 bytes read and 2 written a value.
 extern "C" __global__ void to_half(const float2 *x, u32 *y, long long pairs) {
     take_turn();
     const long long first = ((long long)blockIdx.x * 256 + threadIdx.x) * 4;
@@ -75,7 +77,8 @@ extern "C" __global__ void to_half(const float2 *x, u32 *y, long long pairs) {
     }
 }
 
-// x as the sum of two bf16, hi and lo, `pairs` of them: 16 bits of it. Grid ceil(pairs / 256), block 256; 4 bytes read and written for each.
+// Splits `pairs` pairs of x into two bf16, x = hi + lo, which keep 16 bits of it. Grid ceil(pairs / 256), block 256; 4
+// bytes read and 4 written a value.
 extern "C" __global__ void __launch_bounds__(256) to_two_bf16(const float2 *x, bf16x2 *hi, bf16x2 *lo, long long pairs) {
     take_turn();
     const long long i = (long long)blockIdx.x * 256 + threadIdx.x;
@@ -87,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(256) to_two_bf16(const float2 *x, b
 }
 
 #ifdef ROW
-// y f32 [rows][DIM_N] out of rows that are ROW wide. Grid rows, block up to 256. Bytes moved: y's, twice.
+// Removes padding: y f32 [rows][DIM_N] from rows that are ROW wide. Grid rows, block up to 256. Bytes moved: y's,
+// twice.
 extern "C" __global__ void leave_padding(const float *padded, float *y) {
     take_turn();
     for (u32 n = threadIdx.x; n < DIM_N; n += blockDim.x) y[(size_t)blockIdx.x * DIM_N + n] = padded[(size_t)blockIdx.x * ROW + n];

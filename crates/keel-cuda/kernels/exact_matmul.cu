@@ -1,11 +1,14 @@
 // y[t, n] = sum_k x[t, k] W[n, k] (+ residual[t, n]) in f32 throughout, for every format: `--compute f32`.
-// Weights are widened to f32 (affine ones by one fma, blocks as they are decoded), sums are f32 fma in an order that depends on DIM_K alone.
+// Weights are widened to f32 (affine ones by one fma, blocks as they are decoded). Sums are f32 fma in an order that
+// depends on DIM_K alone.
 //
-// Macros: DIM_N, DIM_K, DIM_T (exact_rows); BITS, GROUP, PAIR_T or BLOCK or WEIGHT_T; SPLIT (exact_rows). Optional GATHER=J' as in quantized_matmul.cu (exact_rows, DIM_T = 1).
+// Macros: DIM_N, DIM_K, DIM_T (exact_rows); BITS, GROUP, PAIR_T or BLOCK or WEIGHT_T; SPLIT (exact_rows).
+// Optional GATHER=J' as in quantized_matmul.cu (exact_rows, DIM_T = 1).
 //   exact_rows   1 to 16 rows. Warp s of a block takes the column tiles s, s + SPLIT, ... of one row tile.
-//                Grid ceil(DIM_N / 16) (x rows of y if GATHER), block 32 SPLIT, no dynamic shared memory. Floor: the weight's bytes / (3.0 TB/s).
-//   exact_tiled  any number of rows: 128 x 64 tiles of y, 8 x 4 of it per thread.
-//                Grid (ceil(DIM_N / 128), ceil(DIM_T / 64)), block 256, dynamic shared memory 53,248 bytes. Floor: 2 N K T / (60 TFLOP/s).
+//                Grid ceil(DIM_N / 16) (x rows of y if GATHER), block 32 SPLIT, no dynamic shared memory.
+//                Floor: the weight's bytes / (3.0 TB/s).
+//   exact_tiled  any number of rows: 128 x 64 tiles of y, 8 x 4 of it per thread. Grid (ceil(DIM_N / 128),
+//                ceil(DIM_T / 64)), block 256, dynamic shared memory 53,248 bytes. Floor: 2 N K T / (60 TFLOP/s).
 #include "weight_tiles.cuh"
 
 #ifndef GATHER
@@ -89,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(256) exact_tiled(WEIGHT_ARGUMENTS, 
         float w[2][16];
         int rt = n0 / 16 + warp;
         widen_tile(w, weights, min(rt, N_TILES - 1), kt, lane);
-        __syncthreads(); // the tiles before are read
+        __syncthreads(); // all warps have read the tiles before
 #pragma unroll
         for (int s = 0; s < 16; s++) {
             int k = 32 * (s / 8) + 8 * (lane % 4) + s % 8;

@@ -1,8 +1,9 @@
-// The two ends of a mixture of experts. Rows of logits, and gates, may lie `stride` elements apart.
+// The first and the last operation of a mixture of experts. Rows of logits and of gates may lie `stride` elements
+// apart.
 #include "common.cuh"
 
-// Softmax probabilities of the k largest of E logits, the lower index among equals, divided by their sum if
-// `normalise`. E floats of dynamic shared memory.
+// Softmax probabilities of the k largest of E logits, divided by their sum if `normalise`. Among equals the lower index
+// comes first. E floats of dynamic shared memory.
 extern "C" __global__ void route_top_k(const float* logits, u32 stride, float* weights, u32* chosen, u32 experts, u32 k, u32 normalise) {
     take_turn();
     extern __shared__ float row[];
@@ -33,7 +34,7 @@ extern "C" __global__ void route_top_k(const float* logits, u32 stride, float* w
             __syncthreads();
         }
         if (threadIdx.x == 0) {
-            // A row of nothing but NaN still names experts that exist.
+            // A row with nothing but NaN still gets experts that exist.
             const u32 found = places[0] == 0xffffffffu ? n : places[0];
             if (n == 0) largest = keys[0];
             e[n] = found;
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(128) route_few(const float* logits,
 }
 #endif
 
-// y = sum_j w[j] experts[j] + sigmoid(gate) shared + residual; SHARED: 0 or 1.
+// y = sum_j w[j] experts[j] + sigmoid(gate) shared + residual; `with_shared` is 0 or 1.
 extern "C" __global__ void combine(
     const float* experts, const float* weights, const float* shared, const float* gate, u32 stride, const float* residual, float* y,
     u32 choices, u32 width, u32 with_shared

@@ -1,5 +1,5 @@
-// Products of few rows, part by part: x to what the tensor cores read, a unit of the weight, its share of the sums. What is computed, and
-// the macros, stand in quantized_matmul.cu; mixture.cu has entries of its own.
+// Parts of products of few rows: x converted for the tensor cores, a unit of the weight, its contribution to the sums.
+// The formula and the macros are in quantized_matmul.cu; mixture.cu has its own entries.
 #pragma once
 #include "weight_tiles.cuh"
 
@@ -72,10 +72,10 @@
 #define ROW_BYTES 64
 #define X_PARTS PARTS
 #define ALONE (DIM_T == 1)
-#define SLOTS (UNIT * TILE_SLOTS) // of a unit: their sums are kept apart, each in a lane of a quad if ALONE
+#define SLOTS (UNIT * TILE_SLOTS) // of a unit: each has its own sum, and its own lane of a quad if ALONE
 static_assert(SLOTS <= 4, "a lane for each slot");
 #endif
-// A prepared row of x: section 1 [K_TILES][T][ROW_BYTES], section 2 [K_TILES][PARTS][T] (c, c sum p) as float2.
+// Prepared rows of x: section 1 [K_TILES][T][ROW_BYTES], section 2 [K_TILES][PARTS][T] (c, c sum p) as float2.
 #define X_BYTES (K_TILES * DIM_T * ROW_BYTES)
 #define X_SCALE_BYTES (K_TILES * DIM_T * X_PARTS * 8)
 #define PARTIAL_FLOATS (WARPS * HALVES * DIM_T * 17)
@@ -100,7 +100,7 @@ __device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2
         to[1] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
     }
 #else
-    // Runs that share c: 64 columns, or 32 where groups have fewer than 64.
+    // Runs of columns with a common c: 64 columns, or 32 if groups have fewer than 64.
     const int runs = PARTS == 1 ? 1 : 2;
     float top[2];
     for (int m = 0; m < 2; m++) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2
             words[w] = word;
         }
         sum += __shfl_xor_sync(~0u, sum, 1);
-        if (PARTS < 4) sum += __shfl_xor_sync(~0u, sum, 2); // groups of 16 are those of two lanes
+        if (PARTS < 4) sum += __shfl_xor_sync(~0u, sum, 2); // two lanes have a group of 16
         float c = __fmul_rn(peak, 1.0f / 127.0f);
         const int part = PARTS == 4 ? 2 * run + t / 2 : run;
         if (t == 0 || PARTS == 4 && t == 2) x_scale[(kt * PARTS + part) * DIM_T + row] = make_float2(c, __fmul_rn(c, (float)sum));
@@ -142,7 +142,8 @@ __device__ __forceinline__ float tile_square_sum(const float (&v)[16]) {
     sum += __shfl_xor_sync(~0u, sum, 1);
     return sum + __shfl_xor_sync(~0u, sum, 2);
 }
-// 1 / sqrt(mean x^2 + EPS) from the sums of a row's tiles, in an order that depends on DIM_K alone. All lanes of a warp call it.
+// 1 / sqrt(mean x^2 + EPS) from the sums of a row's tiles. The order of the sum depends on DIM_K alone. All lanes of a
+// warp call it.
 __device__ __forceinline__ float row_norm(const float *tile_sums) {
     float sum = 0;
     for (int kt = threadIdx.x % 32; kt < K_TILES; kt += 32) sum += tile_sums[kt];
@@ -154,8 +155,8 @@ __device__ __forceinline__ void scale_slots(float (&v)[16], float by, const floa
     for (int s = 0; s < 16; s++) v[s] = __fmul_rn(__fmul_rn(v[s], by), w[s]);
 }
 
-#define HEAD_TILES (GATE == 2 ? HEAD_DIM / 64 : 1) // tiles that are normed together: on neighbouring quads of a warp
-// An index of tiles, beyond `count` one of the last head again, which then is made twice with the same values.
+#define HEAD_TILES (GATE == 2 ? HEAD_DIM / 64 : 1) // tiles that are normed together, on neighbouring quads of a warp
+// Index of a tile. Beyond `count` it repeats a tile of the last head, which is then written twice with the same values.
 __device__ __forceinline__ int within(int tile, int count) { return min(tile, count - HEAD_TILES + tile % HEAD_TILES); }
 #if GATE == 2
 #define HEAD_NORM norm
@@ -190,7 +191,7 @@ __device__ __forceinline__ void gate_slots(float (&v)[16], const Gate &g) {
 #endif
 #pragma unroll
     for (int s = 0; s < 16; s++) {
-        // Off by a few units in the last place, where rounding to 8 bits follows.
+        // Off by a few units in the last place; rounding to 8 bits follows.
         const float share = __fdividef(1.0f, 1.0f + __expf(-g.z[s]));
         v[s] = GATE == 2 ? v[s] * by * g.w[s] * (g.z[s] * share) : v[s] * share;
     }
@@ -211,7 +212,7 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 }
 
 #if DENSE
-// What a lane holds of one column tile.
+// A lane's part of one column tile.
 struct Tile {
     uint4 w[HALVES][2][2]; // [32 columns][row g, row g + 8]: 8 columns from 8 t
 };
@@ -264,7 +265,7 @@ __device__ __forceinline__ void multiply_unit(Sums &acc, const Unit &u, const u8
     }
 }
 #else
-// What a lane holds of a unit: of a single row, only what scales the slot that is its own.
+// A lane's part of a unit. With a single row a lane holds only the scales of its own slot.
 struct Unit {
     TileCodes codes[UNIT][HALVES];
     SlotPairs pairs[ALONE ? 1 : SLOTS][HALVES];
@@ -288,7 +289,7 @@ __device__ __forceinline__ void load_unit(Unit &u, const Weights &w, int row_til
 }
 
 #if BULK
-// The units of one warp on their way through shared memory: slot i % STAGES of the ring holds the i-th.
+// A warp's units pass through a ring in shared memory; place i % STAGES of the ring holds unit i.
 #define HALF_BYTES COPY_BYTES(UNIT)
 #define SLOT_BYTES (HALVES * HALF_BYTES)
 static_assert(UNIT % SHARE == 0, "a unit holds whole groups");
@@ -304,27 +305,27 @@ __device__ __forceinline__ void unit_of_slot(Unit &u, const u8 *slot, int unit, 
 }
 #endif
 
-// A 32-bit integer in this accumulator, |sum| < 2^22, is the float 1.5 2^23 + sum.
+// An accumulator that starts as MAGIC_BITS is, read as a float, 1.5 2^23 + sum if |sum| < 2^22.
 #define MAGIC_BITS 0x4B400000
 #define MAGIC 12582912.0f
 
-// Rows g and g + 8 of 32 columns, as operands.
+// Rows g and g + 8 of 32 columns, as operands of a product.
 __device__ __forceinline__ void operands_of(u32 (&a)[4], const TileCodes &codes, int m) {
     a[0] = four_codes(codes, 0, 2 * m), a[1] = four_codes(codes, 1, 2 * m);
     a[2] = four_codes(codes, 0, 2 * m + 1), a[3] = four_codes(codes, 1, 2 * m + 1);
 }
-// acc + the share of one scale group: `sum` as the product left it, `cx` = (c, c sum p).
+// acc + the contribution of one scale group: `sum` from the product, `cx` = (c, c sum p).
 __device__ __forceinline__ float scaled_sum(int sum, Scaling s, float2 cx, float acc) {
     acc = __fmaf_rn(__fsub_rn(__int_as_float(sum), MAGIC), __fmul_rn(s.scale, cx.x), acc);
     return __fmaf_rn(bias_of(s), cx.y, acc);
 }
 
 #if ALONE
-// Rows g and g + 8 in the slot that is the lane's own.
+// Sums of rows g and g + 8 in the lane's own slot.
 struct Sums {
     float v[HALVES][2];
 };
-// Column 2 s + p of x in the product is part p of slot s and zero elsewhere, so that lane t gets the sums of slot t.
+// Column 2 s + p of x in the product holds part p of slot s and is zero elsewhere. So lane t gets the sums of slot t.
 __device__ __forceinline__ void multiply_unit(Sums &acc, const Unit &u, const u8 *x, const float2 *x_scale, int unit, int lane) {
     const int g = lane / 4, t = lane % 4, kt = unit * UNIT, tiles = tiles_of(unit), slots = tiles * TILE_SLOTS;
     u32 b[4];
@@ -337,7 +338,7 @@ __device__ __forceinline__ void multiply_unit(Sums &acc, const Unit &u, const u8
         const bool zero = PARTS == 4 && t / 2 != g % 2;
         b[0] = b[2] = zero ? 0 : v.x, b[1] = b[3] = zero ? 0 : v.y;
     }
-    // A product waits for the one before it, so each half of the columns adds up for itself.
+    // A product waits for the one before it, so each half of the columns has its own sum.
     int sums[HALVES][4], others[HALVES][4] = {};
 #pragma unroll
     for (int h = 0; h < HALVES; h++) sums[h][0] = sums[h][1] = sums[h][2] = sums[h][3] = MAGIC_BITS;
@@ -419,8 +420,8 @@ __device__ __forceinline__ void multiply_unit(Sums &acc, const Unit &u, const u8
 #endif
 #endif
 
-// A lane's sums, for rows 8 j + 2 t + e % 2 of x and g + 8 (e / 2) of the tile. All lanes of a quad call it; of a single row
-// each has them.
+// A lane's sum for row 8 j + 2 t + e % 2 of x and row g + 8 (e / 2) of the tile. All lanes of a quad call it. With a
+// single row all of them get the sum.
 __device__ __forceinline__ float sum_of(const Sums &acc, int h, int j, int e) {
 #if DENSE
     return acc.v[h][j][e];

@@ -4,37 +4,38 @@
 //   beta = sigmoid(b)        g = -e^a_log * softplus(a + dt_bias)
 //   S    = e^g S
 //   u    = beta (v - k S)
-//   y    = q S + (q . k) u        equal to q (S + k u^T): one reduction a token instead of two
+//   y    = q S + (q . k) u        equal to q (S + k u^T); needs one reduction a token instead of two
 //   S    = S + k u^T
 //
-// That one reduction takes q and k as they came, the state without its decay, and the lengths of q and k besides: scaled is what it
-// gives.
+// The reduction computes five sums from unscaled inputs: k S, q S, |q|^2, |k|^2 and q . k. Norms and decay are applied
+// to the sums.
 //
 // qkv [T, 2 HK DK + HV DV] (QKV_STRIDE values from row to row), a and b [T, HV] (A_STRIDE, B_STRIDE),
 // state [slots, HV, DK, DV] f32 in place, y [T, HV, DV].
 //
-// The delta log: (k, u, g) of a token is its record, [k HK DK][u HV DV][g HV]; LOG records of each slot. S = e^g S + k u^T
-// again gives the same bits. A step that keeps its rows open leaves records and no state; the next step is told how
-// many were accepted, applies those and writes the state once.
+// The delta log: (k, u, g) of a token is its record, [k HK DK][u HV DV][g HV]; each slot has LOG records. Applying S =
+// e^g S + k u^T again gives the same bits. A step that keeps its rows open writes records and no state. The next step
+// is told how many were accepted, applies those, and writes the state once.
 //
-// Macros: HK, HV, DK, DV (DV a multiple of 4), QKV_STRIDE, A_STRIDE, B_STRIDE (all multiples of 1; qkv + v part 4-byte
-// aligned only), LOG (records of a slot; 0 without a log). EARLY=1: no kernel that may still run writes the state or
-// where sequences are, so both are fetched while those before this one end.
+// Macros: HK, HV, DK, DV (DV a multiple of 4), QKV_STRIDE, A_STRIDE, B_STRIDE (any number; qkv and its v part need only
+// be 4-byte aligned), LOG (records of a slot; 0 without a log). EARLY=1: no kernel that may still run writes the state,
+// slot or row_start, so they are fetched while earlier kernels finish.
 // Launch: block 128; grid (HV * ceil(DV / 32), B). Shared memory: static. A block holds 32 columns of one head's state
 // in registers: thread (group of 16, lane of 8) has rows group, group + 16, ... of 4 columns. Any number of rows.
 // counters: u32 [B, HK], zero before the first launch and left zero; only read where keep_open.
 //
-// Bytes: 8 HV DK DV of each sequence (4 where rows stay open and nothing was accepted). Floor: those at the memory's rate.
+// Bytes: 8 HV DK DV a sequence (4 if rows stay open and none was accepted). Floor: those bytes at the memory's
+// bandwidth.
 
 #include "gated_delta.cuh"
 
 #ifndef EARLY
 #define EARLY 0
 #endif
-// The slot of a sequence that is none.
+// Slot number of a padding sequence.
 #define NO_SLOT 0xffffffffu
 
-/// A row as this thread takes it.
+/// Loads this thread's part of a row.
 static __device__ __forceinline__ void load_token(Token& token, const Part& part, const float* qkv, const float* a, const float* b,
                                                   u32 row, u32 head) {
     const float* q = qkv + (u64)row * QKV_STRIDE + head / SHARE * DK;
@@ -70,7 +71,7 @@ gated_delta(const float* qkv, const float* a, const float* b, const float* a_log
     load_part(part, s_block, blockIdx.x % BLOCKS * COLUMNS);
     const Decay decay = decay_of(a_log, dt_bias, head);
     if (EARLY) wait_for_inputs();
-    // Not before: the next kernel may read what came before this one without waiting.
+    // Not earlier: the next kernel may read results of kernels before this one without waiting.
     let_next_start();
     Token next;
     if (begin < end) load_token(next, part, qkv, a, b, begin, head);
@@ -106,7 +107,7 @@ gated_delta(const float* qkv, const float* a, const float* b, const float* a_log
             }
         }
         if (LOG > 0 && keep_open) {
-            __syncthreads(); // of what `k_factors` holds
+            __syncthreads(); // `k_factors` is written
             if (last) write_keys(records + (u64)(tile - begin) * RECORD, qkv, k_factors, a, a_log, dt_bias, tile, rows, key_head);
             __syncthreads();
         }

@@ -1,5 +1,5 @@
-// One token of the gated delta rule on 32 columns of a head's state, held in the registers of 128 threads: thread (group of
-// 16, lane of 8) has rows group, group + 16, ... of 4 columns. The formula stands in gated_delta.cu.
+// One token of the gated delta rule on 32 columns of a head's state, in the registers of 128 threads: thread (group of
+// 16, lane of 8) has rows group, group + 16, ... of 4 columns. The formula is in gated_delta.cu.
 #pragma once
 #include "ptx.cuh"
 
@@ -14,25 +14,27 @@
 #define TILE 8 // rows whose records are written together
 #define RECORD (HK * DK + HV * (DV + 1))
 
-/// One token as a thread sees it: rows group, group + 16, ... of q and k as they came, its columns of v, and the head's gates.
+/// A thread's part of a token: rows group, group + 16, ... of q and k, unscaled; its columns of v; and the head's
+/// gates.
 struct Token {
     float q[ROWS], k[ROWS];
     float4 v;
     float a, b;
 };
 
-/// Of a head: e^a_log and dt_bias.
+/// A head's e^a_log and dt_bias.
 struct Decay {
     float rate, bias;
 };
 
-/// Sums of a thread's rows, and then of all rows: k S, q S, and q q, k k, q k.
+/// Sums over a thread's rows, later over all rows: k S, q S, q q, k k and q k.
 struct Products {
     float4 ks, qs;
     float qq, kk, qk;
 };
 
-/// Products of the four warps, two buffers by turns: a block is at most one token ahead of its slowest warp.
+/// Products of the four warps, in two alternating buffers: a warp is at most one token ahead of the block's slowest
+/// warp.
 struct Sums {
     float4 states[2][2][4][COLUMNS / 4];
     float lengths[2][3][4];
@@ -53,7 +55,7 @@ static __device__ __forceinline__ Decay decay_of(const float* a_log, const float
 
 static __device__ __forceinline__ float log_decay_of(float a, const Decay& decay) {
     float x = a + decay.bias;
-    // Beyond 20 softplus(x) and x agree in f32.
+    // Beyond 20, softplus(x) = x in f32.
     return -decay.rate * (x > 20.0f ? x : log1pf(expf(x)));
 }
 
@@ -81,7 +83,7 @@ static __device__ __forceinline__ void add(float4& x, const float4& y) {
     x.w += y.w;
 }
 
-/// Columns from `block_column` on of the state at `s_block` [DK, DV].
+/// Loads this thread's part of the state at `s_block` [DK, DV], from column `block_column` on.
 static __device__ __forceinline__ void load_part(Part& part, const float* s_block, u32 block_column) {
     part.group = threadIdx.x / 8;
     part.lane = threadIdx.x % 8;
@@ -156,8 +158,8 @@ static __device__ __forceinline__ Products sum_products(Products p, const Part& 
     return p;
 }
 
-/// One token on the state: u and y of this thread's columns, all groups with the same bits. Returns 1 / |k|. What q and k are
-/// scaled by and the decay are only wanted behind the sums, which therefore wait for neither.
+/// Applies one token to the state and returns 1 / |k|. u and y are those of this thread's columns, the same bits in all
+/// groups. The scales of q and k and the decay are needed only after the sums, so the sums wait for neither.
 static __device__ __forceinline__ float step(Part& part, const Token& token, const Decay& head, Sums& sums, u32 t, float4& u,
                                              float4& y) {
     const float decay = expf(log_decay_of(token.a, head)), beta = sigmoid(token.b);
@@ -172,8 +174,9 @@ static __device__ __forceinline__ float step(Part& part, const Token& token, con
     return k_factor;
 }
 
-/// Says that this block has read what all blocks of a key head share; true for the last of them, which may replace it.
-/// All threads call it, after their reads; counters of a sequence are [HK], zero before and after.
+/// Counts this block as done with reading the data that all blocks of a key head share. Returns true in the last such
+/// block, which may overwrite the data. All threads call it after their reads. A sequence's counters [HK] are zero
+/// before and after.
 static __device__ __forceinline__ bool last_to_read(u32* counters, u32 key_head) {
     __shared__ u32 last;
     __syncthreads();
@@ -187,7 +190,8 @@ static __device__ __forceinline__ bool last_to_read(u32* counters, u32 key_head)
     return last;
 }
 
-/// Keys and decays of `rows` rows from `first` on, as records from `record` on. For the last reader of a key head.
+/// Writes keys and decays of `rows` rows from `first` on into records from `record` on. The last reader of a key head
+/// calls it.
 static __device__ __forceinline__ void write_keys(float* record, const float* qkv, const float* k_factors, const float* a,
                                                   const float* a_log, const float* dt_bias, u32 first, u32 rows, u32 key_head) {
     for (u32 t = 0; t < rows; t++, record += RECORD) {

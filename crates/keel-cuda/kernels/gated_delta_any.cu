@@ -1,19 +1,20 @@
-// The gated delta rule for heads of any size, one token at a time; formula, operands and the delta log are those of
+// The gated delta rule for heads of any size, one token at a time. Formula, operands and the delta log are those of
 // gated_delta.cu, which is faster and takes value sizes that are multiples of 4. For sizes that no published model has.
 //
-// One block for each sequence and key head, one thread a column of the states of all value heads that read the key head: so no
-// block reads a record that another writes. States stay in memory. Where rows stay open a state is not to change: what it
-// is before a row follows from the committed one and the records of the rows before, anew for each row.
+// One block for each sequence and key head; one thread for each column of the states of all value heads that read the
+// key head. So no block reads a record that another one writes. States stay in memory. While rows stay open the state
+// must not change: for each row, the state before it is computed again from the committed state and the records of the
+// rows before.
 //
 // Constants: HK, HV, DK, DV, QKV_STRIDE, A_STRIDE, B_STRIDE, LOG (records of a slot; 0 without a log).
 // Launch: grid (HK, B), block a multiple of 32. Shared memory: 2 DK floats.
-// Bytes: of each row 16 DK DV HV (8 in a log, read once for each open row before).
+// Bytes of a row: 16 DK DV HV; with open rows 8 DK DV HV, and the records of all open rows before it.
 #include "common.cuh"
 
 #define SHARE (HV / HK)
 #define RECORD (HK * DK + HV * (DV + 1))
 
-/// Where the parts of a record lie that a block reads or writes: k [DK], u [SHARE DV], log decays [SHARE].
+/// The parts of a record that a block reads or writes: k [DK], u [SHARE DV], log decays [SHARE].
 struct Record {
     float *k, *u, *log_decay;
 };
@@ -22,7 +23,7 @@ static __device__ __forceinline__ Record record_of(float* records, u32 row, u32 
     return {record + key_head * DK, record + HK * DK + key_head * (SHARE * DV), record + HK * DK + HV * DV + key_head * SHARE};
 }
 
-/// Element i of a column of a state, behind `rows` records.
+/// Element i of a column of a state after `rows` records are applied.
 static __device__ __forceinline__ float replayed(float s, float* records, u32 rows, u32 key_head, u32 i, u32 column) {
     for (u32 r = 0; r < rows; ++r) {
         const Record record = record_of(records, r, key_head);
@@ -50,7 +51,7 @@ extern "C" __global__ void gated_delta_any(
         }
     }
     for (u32 t = begin; t < end; ++t) {
-        // All have done with q, k and the records before.
+        // All threads are done with q, k and the earlier records.
         __syncthreads();
         const float* row = qkv + (u64)t * QKV_STRIDE;
         float qq = 0.0f, kk = 0.0f;

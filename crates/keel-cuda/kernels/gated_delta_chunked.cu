@@ -9,9 +9,9 @@
 //   S   <- e^(G_63) S + K^T (e^(G_63 - G) U)
 //
 // Two launches. gated_delta_prepare works on all chunks at once: norms, gates, T and P. It inverts blocks of 16 rows by
-// substitution in f32 and puts two and four of them together. gated_delta_chunks walks a sequence's chunks one after
-// the other; its states stay in registers, transposed: a warp holds 16 columns of S as the rows of its accumulators, so
-// that S, V - K S and U feed the next product as they lie there and warps never meet.
+// substitution in f32, then combines two and four of them. gated_delta_chunks walks through a sequence's chunks in
+// order. Its states stay in registers, transposed: a warp holds 16 columns of S as the rows of its accumulators. So S,
+// V - K S and U are operands of the next product without being moved, and warps exchange nothing.
 // Sequences start at multiples of 64 positions; the last chunk may be ragged (absent rows have beta 0 and k 0).
 //
 // qkv [T, 2 HK DK + HV DV] (QKV_STRIDE; 16-byte rows), a and b [T, HV] (A_STRIDE, B_STRIDE), state [slots, HV, DK, DV],
@@ -23,10 +23,10 @@
 //                        max(256 (DK + 8), 44032) + 512 HV / HK
 //   gated_delta_chunks   grid (HV * ceil(DV / 32), B), block 128 (two warps multiply, two copy),
 //                        shared memory STAGES (256 (DK + 8) + 28160)
-// workspace: for each chunk k and q normed [HK, 2, 64, DK + 8] f16, then T and P [HV, 2, 64, 72] f16,
+// workspace: for each chunk normalised k and q [HK, 2, 64, DK + 8] f16, then T and P [HV, 2, 64, 72] f16,
 // then e^G and e^(G_63 - G) [HV, 2, 64] f32.
 //
-// Bytes: 4 (2 HK DK + 2 HV DV) a token for qkv and y, and the workspace twice where it does not stay in L2.
+// Bytes: 4 (2 HK DK + 2 HV DV) a token for qkv and y, and the workspace twice unless it stays in L2.
 
 #include "paged.cuh"
 
@@ -37,7 +37,7 @@
 #define COLUMNS 32
 #define BLOCKS ((DV + COLUMNS - 1) / COLUMNS)
 #define SHARE (HV / HK)
-// Lines of tiles: 16 bytes more than a row, so that eight rows lie on different banks.
+// Lines of tiles: 16 bytes longer than a row, so that eight rows lie on different banks.
 #define KEY_LINE (DK + 8)
 #define PAIR_LINE 72
 #define VALUE_LINE 36
@@ -48,7 +48,7 @@
 // Bytes of k and q, then of two matrices.
 #define PREPARE_TILES (4 * KEY_TILE > 2 * MATRIX_BYTES ? 4 * KEY_TILE : 2 * MATRIX_BYTES)
 
-/// Where a chunk's part of the workspace lies.
+/// A chunk's part of the workspace.
 struct Chunk {
     f16* keys;   // [2, 64, KEY_LINE] of one key head: k, q
     f16* pairs;  // [2, 64, PAIR_LINE] of one value head: T, P
@@ -76,8 +76,8 @@ template <int LINE> static __device__ __forceinline__ const f16* column_major(co
     return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
 }
 
-/// `c = a b` on 16 rows of a and 8 columns of b [SIZE], f32 in shared memory, as tf32, whose significands
-/// are as long as those of the f16 that the results become.
+/// `c = a b` on 16 rows of a and 8 columns of b [SIZE], f32 in shared memory. Computed in tf32, whose significand is as
+/// long as that of the f16 results.
 template <int SIZE>
 static __device__ __forceinline__ void multiply(float (&c)[4], const float* a, u32 a_line, const float* b, u32 b_line) {
     const u32 group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
@@ -89,7 +89,7 @@ static __device__ __forceinline__ void multiply(float (&c)[4], const float* a, u
         mma_tf32(c, a[k], a[8 * a_line + k], a[k + 4], a[8 * a_line + k + 4], b[k * b_line], b[(k + 4) * b_line]);
 }
 
-/// Writes what `multiply` gives.
+/// Stores a result of `multiply`.
 static __device__ __forceinline__ void store_tile(float* to, u32 line, const float (&c)[4], float sign) {
     to += threadIdx.x % 32 / 4 * line + threadIdx.x % 4 * 2;
     *(float2*)to = make_float2(sign * c[0], sign * c[1]);
@@ -124,7 +124,7 @@ static __device__ __forceinline__ void invert(float* matrix, float* scratch, u32
     }
     barrier(1 + half, 128);
     {
-        // Blocks of 32 from two of 16: [T0 0; -T1 M10 T0 T1]. Two warps a pair, eight columns each.
+        // Combines two blocks of 16 into one of 32: [T0 0; -T1 M10 T0 T1]. Two warps a pair, eight columns each.
         float *block = matrix + warp / 2 * 32 * (LINE + 1), *part = scratch + warp / 2 * 16 * SCRATCH, c[4];
         const u32 column = warp % 2 * 8;
         multiply<16>(c, block + 16 * LINE, LINE, block + column, LINE);
@@ -135,7 +135,7 @@ static __device__ __forceinline__ void invert(float* matrix, float* scratch, u32
     }
     barrier(1 + half, 128);
     {
-        // The same for blocks of 32: a warp has 16 rows of 16 columns.
+        // The same for two blocks of 32: a warp has 16 rows of 16 columns.
         const u32 row = warp % 2 * 16, column = warp / 2 * 16;
         float c[2][4];
 #pragma unroll
@@ -158,7 +158,7 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
                     const u32* row_start, u32 sequences, u32 chunks, void* workspace) {
     take_turn();
     DYNAMIC_SHARED(char, shared);
-    // The matrices to invert take the place of k and q once their products lie in registers.
+    // The matrices to invert replace k and q once the products of these are in registers.
     f16 *k_tile = (f16*)shared, *q_tile = k_tile + KEY_TILE;
     float* matrices = (float*)shared;
     // Sums of log decays to base 2, and betas.
@@ -229,7 +229,8 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
     uint4* keys_out = (uint4*)chunk_of(workspace, chunks, blockIdx.y, key_head * SHARE).keys;
     for (u32 i = threadIdx.x; i < 2 * KEY_TILE / 8; i += 256) keys_out[i] = ((const uint4*)k_tile)[i];
 
-    // The first four warps have 16 rows each of K K^T, the others of Q K^T; columns past the diagonal block are not needed.
+    // Each of the first four warps has 16 rows of K K^T, each of the others 16 of Q K^T. Columns past the diagonal
+    // block are not needed.
     const bool inverts = warp < 4;
     const u32 row = warp % 4 * 16;
     float products[8][4];
@@ -251,8 +252,8 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
     }
     __syncthreads();
 
-    // Two value heads at a time: half of the warps lay out both matrices while the others write both P, then each half
-    // inverts one.
+    // Two value heads at a time: half of the warps write both matrices while the others write both P; then each half
+    // inverts one matrix.
     for (u32 pair = 0; pair < SHARE; pair += 2) {
         for (u32 r = pair; r < min(pair + 2, SHARE); r++) {
             f16* scores = chunk_of(workspace, chunks, blockIdx.y, key_head * SHARE + r).pairs + PAIR_TILE;
@@ -265,7 +266,7 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
                 for (int n = 0; n < 8; n++) {
                     u32 j = n * 8 + lane % 4 * 2;
                     float2 gate_j = *(const float2*)&gates[r][j];
-                    // Exponents are at most 0 where they count; elsewhere they could overflow.
+                    // Exponents that count are at most 0; others could overflow.
                     float x0 = j <= i ? products[n][2 * half] * exp2f(gate - gate_j.x) : 0.0f;
                     float x1 = j + 1 <= i ? products[n][2 * half + 1] * exp2f(gate - gate_j.y) : 0.0f;
                     if (inverts) {
@@ -293,7 +294,7 @@ gated_delta_prepare(const float* qkv, const float* a, const float* b, const floa
     }
 }
 
-/// What a chunk needs in shared memory.
+/// A chunk's data in shared memory.
 struct __align__(16) Stage {
     f16 keys[2 * KEY_TILE];
     f16 pairs[2 * PAIR_TILE];
@@ -380,7 +381,7 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
         }
         for (u32 c = 0; c < count; c++) {
             copy_wait<STAGES - 2>();
-            // All of chunk c has come; and the other half is done with chunk c - 1.
+            // Chunk c has arrived completely, and the other half is done with chunk c - 1.
             __syncthreads();
             if (c + STAGES - 1 < count) load(c + STAGES - 1);
             copy_commit();
@@ -463,7 +464,7 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
             }
         }
 
-        // Rows from this thread's first one to the end.
+        // Rows left, from this thread's first one on.
         const int left = (int)(end - begin - c * ROWS) - (int)quad * 2;
 #pragma unroll
         for (int n = 0; n < 8; n++) {

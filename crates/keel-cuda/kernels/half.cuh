@@ -1,9 +1,9 @@
 // The 16-bit operands of prefill's products on tensor cores.
 //
-// f16, which keeps eight times as much of a value as bf16 does. Its range is the smaller one, so x enters as x / 8 and W as
-// 8 W: values of x reach 524,000, weights are normal numbers from 8e-6 on, and what lies beyond saturates.
-// HALF_BF16=1: bf16 as they are, where a dense weight lies in memory so. HALF_TILES=1: columns in the order of linear_tiled, rows of
-// whole tiles of 64.
+// f16 keeps eight times as much of a value as bf16. Its range is smaller, so x is stored as x / 8 and W as 8 W: values
+// of x reach 524,000, weights are normal numbers from 8e-6 on, and values beyond the range saturate.
+// HALF_BF16=1: bf16 without these factors, for dense weights that are stored as bf16.
+// HALF_TILES=1: columns in the order of linear_tiled, rows of whole tiles of 64.
 #pragma once
 #include "common.cuh"
 
@@ -14,7 +14,7 @@
 #define HALF_TILES 0
 #endif
 
-// Two values of x in a register, `low` in its low half.
+// Packs two values of x into a register, `low` in its low half.
 __device__ __forceinline__ u32 two_inputs(float low, float high) {
 #if HALF_BF16
     const bf16x2 v = two_bf16(low, high);
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 two_inputs(float low, float high) {
 #endif
     return *(const u32*)&v;
 }
-// Columns `column` to `column` + 3 of a row of x, `column` a multiple of 4.
+// Writes columns `column` to `column` + 3 of a row of x, `column` a multiple of 4.
 __device__ __forceinline__ void put_four(u16* row, u32 column, float4 v) {
     const u32 low = two_inputs(v.x, v.y), high = two_inputs(v.z, v.w);
 #if HALF_TILES
@@ -35,7 +35,7 @@ __device__ __forceinline__ void put_four(u16* row, u32 column, float4 v) {
     *(uint2*)(row + column) = make_uint2(low, high);
 #endif
 }
-// Two weights that are 8 times as large already.
+// Packs two weights that are already multiplied by WEIGHT_FACTOR.
 __device__ __forceinline__ u32 two_weights(float low, float high) {
     const f16x2 v = two_f16(low, high);
     return *(const u32*)&v;

@@ -1,5 +1,6 @@
 // Gathering by index. Bytes moved: the indices, and each chosen element read and written once.
-// ELEM: an unsigned type of the element's size; INDEX: u32 or i32. What is out of range is reported and left unwritten.
+// ELEM: an unsigned type of the element's size; INDEX: u32 or i32. An index out of range is reported; its element is
+// not written.
 #include "common.cuh"
 
 // y [count, width] = x[indices] for blocks of `width` elements.

@@ -1,14 +1,14 @@
-// Pages whose keys and values have KV_BITS, 8 or 4, bits: see keel_array::KvFormat for what the codes mean.
+// Pages whose keys and values are coded with KV_BITS (8 or 4) bits; keel_array::KvFormat says what the codes mean.
 //
-// A head's page is 256 (D KV_BITS / 8 + D / 16) bytes: codes [256][D], then steps bf16 [256][D / 32]. Codes of 8 bits are signed
-// bytes; of 4 bits, byte i of a row holds values 2 i (low) and 2 i + 1, each plus 8.
+// A head's page is 256 (D KV_BITS / 8 + D / 16) bytes: codes [256][D], then steps bf16 [256][D / 32]. 8-bit codes are
+// signed bytes. With 4 bits, byte i of a row holds values 2 i (low nibble) and 2 i + 1, each plus 8.
 #pragma once
 #include "paged.cuh"
 
 #define CODE_ROW (D * KV_BITS / 8)
 #define GROUPS_OF_ROW (D / 32)
 
-/// The page of a head, in bytes from the start of the pool.
+/// Where the page of a head begins, in bytes from the start of the pool.
 static __device__ __forceinline__ u64 head_page(u32 page, u32 head) { return ((u64)page * KV + head) * (PAGE * (CODE_ROW + 2 * GROUPS_OF_ROW)); }
 
 static __device__ __forceinline__ float step_of(const u8* page, u32 token, u32 d) {
@@ -35,7 +35,7 @@ static __device__ __forceinline__ uint4 coded8(const u8* page, u32 token, u32 d)
     return make_uint4(pack_f16(x.x, x.y), pack_f16(x.z, x.w), pack_f16(y.x, y.y), pack_f16(y.z, y.w));
 }
 
-/// Codes group `group` of a token's head: lane i of the warp has value i.
+/// Encodes group `group` of a token's head: lane i of the warp has value i.
 static __device__ __forceinline__ void store_group(u8* page, u32 token, u32 group, float x) {
     const u32 lane = threadIdx.x % 32;
     const float peak = warp_max(fabsf(x));

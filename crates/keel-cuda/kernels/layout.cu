@@ -1,4 +1,4 @@
-// Moving elements: copies out of strides, joins, block replacement. Bytes moved: operands read once, output written once.
+// Moving elements: copies from strides, joins, block replacement. Bytes moved: operands read once, output written once.
 // ELEM: an unsigned type of the element's size (u8, u16, u32, u64).
 #include "common.cuh"
 

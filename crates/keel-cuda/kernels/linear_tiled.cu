@@ -1,26 +1,37 @@
-// y[t, n] = sum_k x[t, k] W[n, k] for 17 rows of x up to thousands, W dequantised on its way into Hopper's tensor cores (sm_90a).
-// x and W in f16 (see half.cuh), sums in f32. One matrix, or the experts of a mixture with rows grouped by expert.
+// y[t, n] = sum_k x[t, k] W[n, k] for 17 rows of x up to thousands. W is dequantised on its way into Hopper's tensor
+// cores (sm_90a). x and W are f16 (see half.cuh), sums f32. One matrix, or the experts of a mixture with rows grouped
+// by expert.
 //
-// The block: two warpgroups, each 64 rows of W (a warp has one row tile) by BT rows of x. W is wgmma's A operand and is made in
-// registers: a lane's slots of a tile are its fragments for four steps of 16 columns, if the columns of x are permuted alike, which `to_half_tiles` does.
-// Tiles of W come two by two through a ring of each warp in shared memory. Tiles of x [BT][64] f16 come through a ring of the block, swizzled as
-// wgmma reads them; their rows may be gathered. cp.async fills both rings: copies of 1 KB for each warp would keep the copy engine busier than
-// the memory. While one tile multiplies the next is widened.
+// A block has two warpgroups, each with 64 rows of W (a warp has one row tile) by BT rows of x.
+// - W is wgmma's A operand and is made in registers: a lane's slots of a tile are its fragments for four steps of 16
+//   columns. The columns of x must be permuted in the same way, which `to_half_tiles` does.
+// - Tiles of W pass, two at a time, through a ring of each warp in shared memory.
+// - Tiles of x [BT][64] f16 pass through a ring of the block, swizzled as wgmma reads them. Their rows may be gathered.
+// - cp.async fills both rings: bulk copies of 1 KB for each warp would keep the copy engine busier than the memory.
+// - While one tile is multiplied, the next is widened.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT (32, 64, 128); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); SPLITS (0 < SPLITS, parts of K);
-//   STAGES, fetches in the rings
-//   linear_tiled    codes, pairs, x f16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows; GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
-//                   then residual (GROUPED=0 and SPLITS=1 only, may be null), y f32 ([SPLITS][rows][N] if SPLITS > 1: add them with add_parts).
-//                   Grid (GROUPED ? MOST_TILES : ceil(rows / BT), ceil(row tiles / 8), SPLITS), block 256, dynamic shared memory TILED_SHARED.
-//                   Bytes moved: the weight's for each BT rows of x. Floor: the larger of these / (3.0 TB/s) and 2 N K rows / (700 TFLOP/s).
-//   to_half_tiles   x f32 [rows][K] -> f16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K], silu(first half) * second half. Arguments x, out, u32 rows.
-//                   Grid ceil(rows * K_TILES * 8 / 256), block 256. GROUPED=1: EXPERTS <= 256; its first ceil(R / share) blocks count the rows of each expert in a share of
-//                   chosen u32 [R], counts u32 [shares][EXPERTS]. More arguments chosen, R, share, counts, fault, kernel.
-//   add_parts       parts [SPLITS][rows][N], residual or null, y, u32 elements (rows N, a multiple of 4). Grid ceil(elements / 1024), block 256.
-//   group_rows      GROUPED=1, EXPERTS, BT. chosen, counts -> row_of u32 [R]: rows by expert, of one expert in their order; tiles u32: [count, 0, 0, 0], then
-//                   (expert, first, rows, 0) of each. Every block adds up the counts and places its share. Arguments chosen, R, share, counts, row_of, tiles.
-//                   Grid ceil(R / share), block 1024. tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(R, ceil(R / BT) + EXPERTS).
-//                   Floor: 8 bytes a row and the counts once a block, 1 us; the launch is more.
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT (32, 64, 128); SPLITS (parts of K, at least 1);
+//   GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); STAGES, fetches in the rings
+//   linear_tiled    codes, pairs, x f16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows;
+//                   GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
+//                   then residual (GROUPED=0 and SPLITS=1 only, may be null),
+//                   y f32 ([SPLITS][rows][N] if SPLITS > 1: add_parts adds them up).
+//                   Grid (GROUPED ? MOST_TILES : ceil(rows / BT), ceil(row tiles / 8), SPLITS), block 256,
+//                   dynamic shared memory TILED_SHARED. Bytes moved: the weight's for each BT rows of x.
+//                   Floor: the larger of these / (3.0 TB/s) and 2 N K rows / (700 TFLOP/s).
+//   to_half_tiles   x f32 [rows][K] -> f16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K],
+//                   silu(first half) * second half. Arguments x, out, u32 rows.
+//                   Grid ceil(rows * K_TILES * 8 / 256), block 256. GROUPED=1: EXPERTS <= 256; ceil(R / share) more
+//                   blocks, the first ones, each count the rows of each expert in a share of chosen u32 [R] into
+//                   counts u32 [shares][EXPERTS]. More arguments chosen, R, share, counts, fault, kernel.
+//   add_parts       parts [SPLITS][rows][N], residual or null, y, u32 elements (rows N, a multiple of 4).
+//                   Grid ceil(elements / 1024), block 256.
+//   group_rows      GROUPED=1, EXPERTS, BT. chosen, counts -> row_of u32 [R]: rows by expert, those of one expert in
+//                   their order; tiles u32: [count, 0, 0, 0], then (expert, first, rows, 0) of each.
+//                   Every block adds up the counts and places its share.
+//                   Arguments chosen, R, share, counts, row_of, tiles. Grid ceil(R / share), block 1024.
+//                   tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(R, ceil(R / BT) + EXPERTS).
+//                   Floor: 8 bytes a row and the counts once a block, 1 us; the launch takes longer.
 #include "half.cuh"
 #include "weight_tiles.cuh"
 #include "wgmma.cuh"
@@ -42,7 +53,8 @@
 
 #ifdef BT
 #if __CUDA_ARCH_FEAT_SM90_ALL
-// What widens a level: affine weights with scales in 16 bits by f16 arithmetic, two at a time; others in f32, then rounded.
+// Factors that widen a level: affine weights with 16-bit scales in f16 arithmetic, two at a time; others in f32, then
+// rounded.
 template <typename T> __device__ __forceinline__ f16x2 factor_of(T v) { return two_f16(WEIGHT_FACTOR * to_f32(v), WEIGHT_FACTOR * to_f32(v)); }
 __device__ __forceinline__ float factor_of(float v) { return WEIGHT_FACTOR * v; }
 #ifdef BLOCK
@@ -53,7 +65,7 @@ typedef decltype(factor_of(PAIR_T())) Factor;
 struct Widening {
     Factor scale, bias;
 };
-// Of the eight columns of lane t in columns 32 m and on of a tile.
+// Factors of the eight columns of lane t in columns 32 m to 32 m + 31 of a tile.
 __device__ __forceinline__ Widening widening(const SlotPairs (&p)[TILE_SLOTS], int m, int half, int t) {
 #ifdef BLOCK
     const Scaling s = scaling_at(p, m, half, t);
@@ -63,7 +75,7 @@ __device__ __forceinline__ Widening widening(const SlotPairs (&p)[TILE_SLOTS], i
     return {factor_of(pair[0]), factor_of(pair[1])};
 #endif
 }
-// Two slots: scale q + bias. 0x6400 | q is the f16 1024 + q.
+// Widens two slots to scale q + bias. 0x6400 | q is the f16 1024 + q.
 __device__ __forceinline__ u32 widen_two(u32 q, int which, f16x2 scale, f16x2 bias) {
     const u32 v = __byte_perm(q, 0x64646464u, which ? 0x4342 : 0x4140), offset = 0x64006400u;
     const f16x2 w = __hfma2(__hsub2(*(const f16x2 *)&v, *(const f16x2 *)&offset), scale, bias);
@@ -108,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
     constexpr int FETCHES = (K_TILES + W_UNIT - 1) / W_UNIT;
     const int fetch_begin = FETCHES * blockIdx.z / SPLITS, fetch_end = FETCHES * (blockIdx.z + 1) / SPLITS;
 
-    // Row tiles beyond the last fetch the last: their sums are not stored.
+    // Row tiles beyond the last one fetch the last one; their sums are not stored.
     auto fetch_weights = [&](int f) {
         if (f >= fetch_end) return;
         const int slot = (f - fetch_begin) % STAGES, n = min(W_UNIT, K_TILES - f * W_UNIT);
@@ -119,10 +131,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
     wait_for_inputs();
 #endif
 
-    // N rows of the tile, of which `count` are there.
+    // N rows of the tile, of which `count` exist.
     auto multiply_tile = [&](auto extent) {
         constexpr int N = decltype(extent)::VALUE;
-        // Each thread brings the same 16 bytes of N / 32 rows of each tile of x. Rows beyond the last repeat it.
+        // Each thread copies the same 16 bytes of N / 32 rows of each tile of x. Rows beyond the last repeat it.
         const f16 *from[N / 32];
         const int chunk = threadIdx.x % 8;
 #pragma unroll
@@ -182,11 +194,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
             const u8 *slot = w_ring + stage * W_SLOT;
             const u32 x_slot = shared_address(x_ring) + stage * X_SLOT;
             copy_wait<STAGES - 2>();
-            __syncwarp(); // the warp's tiles of W are there
+            __syncwarp(); // the warp's tiles of W have arrived
             widen_fragments(even, slot, 0);
             wgmma_wait<0>();
             publish_to_products();
-            __syncthreads(); // the tiles of x are there, and all warps have done with the tiles before
+            __syncthreads(); // the tiles of x have arrived, and all warps are done with the tiles before
             fetch_weights(f + STAGES - 1);
             fetch_x(f + STAGES - 1);
             multiply(even, x_slot);
@@ -227,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *cod
             }
     };
 #if GROUPED && BT > 32
-    // Experts' last tiles are mostly short.
+    // The last tile of an expert is usually short.
     if (count <= BT / 2) return multiply_tile(Extent<BT / 2>());
 #endif
     multiply_tile(Extent<BT>());
@@ -240,10 +252,10 @@ __device__ __forceinline__ float2 gated(float2 a, float2 b) {
     return make_float2(__fdiv_rn(a.x, 1.0f + expf(-a.x)) * b.x, __fdiv_rn(a.y, 1.0f + expf(-a.y)) * b.y);
 }
 #if GROUPED
-// An expert that does not exist is reported; its rows go to the last, and are not used.
+// An expert that does not exist is reported. Its rows go to the last expert and are not used.
 __device__ __forceinline__ u32 existing(u32 expert) { return min(expert, (u32)EXPERTS - 1); }
 
-// A block's share of the rows, counted by expert.
+// Counts the rows of a block's share by expert.
 __device__ void count_share(const u32 *chosen, u32 R, u32 share, u32 *counts, Fault *fault, u32 kernel) {
     __shared__ u32 n[EXPERTS];
     for (u32 e = threadIdx.x; e < EXPERTS; e += 256) n[e] = 0;
@@ -259,7 +271,8 @@ __device__ void count_share(const u32 *chosen, u32 R, u32 share, u32 *counts, Fa
     for (u32 e = threadIdx.x; e < EXPERTS; e += 256) counts[blockIdx.x * EXPERTS + e] = n[e];
 }
 #endif
-// Step i of 16 columns has slots 4 i, 4 i + 1 of lane t at 2 t, and the next two at 8 + 2 t: a thread writes one such eight.
+// In step i of 16 columns, slots 4 i and 4 i + 1 of lane t are at 2 t, the next two at 8 + 2 t. A thread writes one
+// such eight.
 extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, f16 *out, u32 rows
 #if GROUPED
                                                                , const u32 *chosen, u32 R, u32 share, u32 *counts, Fault *fault, u32 kernel
@@ -311,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(256) add_parts(const float4 *parts,
 extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen, u32 R, u32 share, const u32 *counts, u32 *row_of, uint4 *tiles) {
     __shared__ u32 of_all[PARTS_OF_SHARES][EXPERTS], of_those_before[PARTS_OF_SHARES][EXPERTS];
     __shared__ u32 next[EXPERTS];   // where the next row of an expert goes
-    __shared__ u16 at[32][EXPERTS]; // a warp's rows of each expert, then how many of the round come before them
+    __shared__ u16 at[32][EXPERTS]; // a warp's rows of each expert, later how many rows of the round come before them
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, shares = (R + share - 1) / share;
     take_turn();
     for (u32 i = threadIdx.x; i < PARTS_OF_SHARES * EXPERTS; i += 1024) {
@@ -326,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen,
         of_all[part][e] = all, of_those_before[part][e] = before;
     }
     __syncthreads();
-    // One warp: where each expert's rows begin, and its tiles.
+    // One warp finds where each expert's rows begin, and lists its tiles.
     if (warp == 0) {
         auto sum = [](const u32(&x)[PARTS_OF_SHARES][EXPERTS], u32 e) {
             u32 sum = 0;
@@ -361,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen,
         __syncwarp();
         const u32 same = __match_any_sync(~0u, e), rank = __popc(same & ((1u << lane) - 1));
         if (is_there && rank == 0) at[warp][e] = __popc(same);
-        __syncthreads(); // `next` of this round, too
+        __syncthreads(); // also before `next` of this round is read
         u32 in_round = 0;
         if (threadIdx.x < EXPERTS)
             for (int w = 0; w < 32; w++) {

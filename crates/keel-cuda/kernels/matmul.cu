@@ -1,5 +1,5 @@
-// y [batch, m, n] = a [batch, m, k] b [batch, k, n] of any strides, summed in f32: tiles of 32 x 32, one element for
-// each of four threads' rows. For small products of the user's own; models use the packed weights of
+// y [batch, m, n] = a [batch, m, k] b [batch, k, n] of any strides, summed in f32. A block of 256 threads computes 32 x
+// 32 elements, four a thread. For small products of the user's own; models use the packed weights of
 // quantized_matmul.cu. ELEM: float, f16 or bf16. Bytes moved: a is read n / 32 times, b m / 32 times.
 #include "common.cuh"
 

@@ -1,19 +1,20 @@
-// The experts of a mixture for few tokens, in two launches: products of single rows as in quantized_matmul.cu, quantised weights.
+// The experts of a mixture for few tokens, in two launches: products of single rows as in quantized_matmul.cu, with
+// quantised weights.
 //
-//   chosen_gate_up   (SWIGLU=1, N = 2 F) which experts a token takes (see routing.cuh), found by each block for itself, for that
-//                    takes less than a launch; then inner[t, j] = silu(gate) up of x[t] for choice j. With ALWAYS=1 the shared
-//                    expert is one more; the sums have the order of linear_rows with the same SPLIT and UNIT.
-//                    Grid (F / 16, T (CHOICES + ALWAYS)), block 32 SPLIT.
-//   chosen_down      (SWIGLU=0) y[t] = residual[t] + sum_j p[t, j] W[e[t, j]] inner[t, j] + sigmoid(gate[t]) shared[t]: a block has
-//                    all that is added up in 16 columns of a token. With ALWAYS=1 shared[t] is a product of this launch, too; with
-//                    ADDED=1 it is in memory. Warp w takes the units w, w + SPLIT, ... of all products, one after the other.
-//                    Grid (ceil(N / 16), T), block 32 SPLIT.
+//   chosen_gate_up   (SWIGLU=1, N = 2 F) finds a token's experts (see routing.cuh), then
+//                    inner[t, j] = silu(gate) up of x[t] for choice j. Each block finds the experts itself, which takes
+//                    less time than a launch. With ALWAYS=1 the shared expert is one more. The sums have the order of
+//                    linear_rows with the same SPLIT and UNIT. Grid (F / 16, T (CHOICES + ALWAYS)), block 32 SPLIT.
+//   chosen_down      (SWIGLU=0)
+//                    y[t] = residual[t] + sum_j p[t, j] W[e[t, j]] inner[t, j] + sigmoid(gate[t]) shared[t].
+//                    A block computes all summands of 16 columns of a token. With ALWAYS=1 shared[t] is also a product
+//                    of this launch; with ADDED=1 it is in memory. Warp w takes the units w, w + SPLIT, ... of all
+//                    products, one after the other. Grid (ceil(N / 16), T), block 32 SPLIT.
 //
-// Macros besides those of quantized_matmul.cu: EXPERTS, CHOICES, NORMALISE, ALWAYS, ADDED; LOGITS_ROW and SHARE_ROW elements from a
-// token's logits to the next, and from its gate.
-//   EARLY=1    chosen_gate_up: x is settled (see Call::is_settled) and rounded before the wait; so is its norm.
-//              chosen_down: logits are, so experts are found, and their weights fetched, while inner is still being made.
-// Bytes moved: those of the chosen experts' weights, once. Floor: these / (3.0 TB/s).
+// Macros in addition to those of quantized_matmul.cu: EXPERTS, CHOICES, NORMALISE, ALWAYS, ADDED; LOGITS_ROW and
+// SHARE_ROW, the elements from one token's logits, or gate, to the next token's.
+//   EARLY=1    chosen_gate_up: x is settled (see Call::is_settled), so it is normed and rounded before the wait.
+//              chosen_down: logits are settled, so experts are found and their weights fetched while inner is computed.
 #define DIM_T 1
 #include "few_rows.cuh"
 #include "routing.cuh"
@@ -25,11 +26,11 @@
 #define TURNS ((UNITS + SPLIT - 1) / SPLIT) // units of a warp
 #define HELD_UNITS (TURNS < 2 ? TURNS : 2)
 
-// x [K] as the products take it, normed first with NORM.
+// Prepares x [K] for the products; with NORM it is normed first.
 __device__ __forceinline__ void prepare_x(const float *x, const float *norm, u8 *to, float2 *x_scale, float *sums, int warp, int lane) {
     const int turns = (K_TILES + 8 * WARPS - 1) / (8 * WARPS);
     float v[16], w[16];
-    // A quad beyond the end makes the last tile again, with the same values.
+    // A quad beyond the end writes the last tile again, with the same values.
     auto tile_of = [&](int i) { return min(i * 8 * WARPS + warp * 8 + lane / 4, K_TILES - 1); };
     auto is_busy = [&](int i) { return i * 8 * WARPS + warp * 8 < K_TILES; };
     auto load = [&](int i) {
@@ -89,10 +90,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) chosen_gate_up
 #if ALWAYS
     if (is_always) w = {always_codes, always_pairs};
 #endif
-    // One block of a token tells which experts it has: the last, whose own weights need no choice where there is a shared expert.
+    // One block of a token writes its experts: the last one, whose own weights need no choice if there is a shared
+    // expert.
     const bool tells = blockIdx.x == 0 && j == PRODUCTS - 1;
     if (!is_always) {
-        // By one warp: all of them would be in each other's way.
+        // One warp does it: several would slow each other down.
         if (warp == 0) {
             choice = choose_experts(logits, j + 1);
             if (lane == j) found = choice.expert;
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) chosen_gate_up
 #pragma unroll
     for (int i = 0; i < HELD_UNITS; i++)
         if (warp + i * SPLIT < UNITS) load_unit(held[i], w, tile, warp + i * SPLIT, lane);
-    let_next_start(); // behind these: what it fetches ahead would delay them
+    let_next_start(); // after these loads: early fetches of the next kernel would delay them
     if (tells && warp == 0) {
         if (is_always) choice = choose_experts(logits, CHOICES);
         const float probability = probability_of(choice);
@@ -157,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) chosen_down(const u32 *cod
 #endif
                                                                   const float *inner,
 #if ALWAYS || ADDED
-                                                                  const float *always, // what is multiplied, with ADDED what is added
+                                                                  const float *always, // the input of a product, or with ADDED what is added
                                                                   const float *gate,
 #endif
 #if EARLY
@@ -205,8 +207,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) chosen_down(const u32 *cod
 #if EARLY
     wait_for_inputs();
 #endif
-    let_next_start(); // behind the wait: what it fetches ahead would delay these weights
-    // What the sums are added to comes while they are made.
+    let_next_start(); // after the wait: early fetches of the next kernel would delay these weights
+    // The residual and the gate are loaded while the sums are computed.
     const int n = 16 * tile + threadIdx.x;
     const bool sums_up = threadIdx.x < 16 && n < DIM_N;
     const float kept = sums_up ? residual[token * DIM_N + n] : 0.0f;
@@ -216,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) chosen_down(const u32 *cod
 #if ADDED
     const float added = sums_up ? always[token * DIM_N + n] : 0.0f;
 #endif
-    // Each warp rounds what it multiplies itself.
+    // Each warp rounds the inputs that it multiplies.
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {
         const int unit = warp + i * SPLIT, j = unit / UNITS, own = unit % UNITS;

@@ -1,19 +1,20 @@
-// Which rows and keys a block works on: batches of ragged sequences, pages of 256 tokens, keys cut into splits.
+// Finds the rows and keys that a block works on: batches of ragged sequences, pages of 256 tokens, keys cut into
+// splits.
 #pragma once
 #include "ptx.cuh"
 
 #define PAGE 256
-// Rows of a sequence that are written and attended together, where pages come round (RUNS); see attention.cu.
+// Rows of a sequence that are written and attended together if pages are reused (RUNS); see attention.cu.
 #define RUN 64
 #ifndef RUNS
 #define RUNS 0
 #endif
-// Keys of which evenly cut splits are multiples.
+// Evenly cut splits are multiples of this number of keys.
 #ifndef SPLIT_STEP
 #define SPLIT_STEP 64
 #endif
 
-/// The rows of a sequence that a launch works on: all, or those of one run of them.
+/// The rows of a sequence that a launch works on: all, or those of one run.
 struct SequenceRows {
     u32 first, count;
 };
@@ -26,8 +27,8 @@ static __device__ __forceinline__ SequenceRows rows_of(const u32* row_start, u32
     return {first, end - first};
 }
 
-/// The sequence to which unit `index` belongs when each has ceil(rows * per_row / size) of them, and the unit within it.
-/// Returns false past the last. All lanes of a warp call this.
+/// Finds the sequence of unit `index` and the unit's index within it. Each sequence has ceil(rows * per_row / size)
+/// units. Returns false past the last. All lanes of a warp call this.
 static __device__ __forceinline__ bool locate(const u32* row_start, u32 sequences, u32 per_row, u32 size, u32 index,
                                               u32& sequence, u32& unit, u32 run = 0) {
     u32 lane = threadIdx.x % 32;
@@ -51,14 +52,15 @@ static __device__ __forceinline__ bool locate(const u32* row_start, u32 sequence
     return false;
 }
 
-/// Where a split begins whose place does not depend on the batch: 16 of a page, 16 of two, 16 of four and so on.
+/// Where a split begins if its place must not depend on the batch: 16 splits of one page, 16 of two, 16 of four and so
+/// on.
 static __device__ __forceinline__ u32 share_start(u32 split) {
     const u32 run = split / 16;
     return PAGE * (16 * ((1u << run) - 1) + (split % 16 << run));
 }
 
-/// Keys from..to of a split of a sequence whose rows are at positions first..high; empty if from >= to.
-/// The keys that there are are cut evenly, or at positions that are the same for every sequence.
+/// Keys from..to of a split of a sequence whose rows are at positions first..high; empty if from >= to. by_position
+/// cuts at positions that are the same for every sequence; otherwise the existing keys are cut evenly.
 static __device__ __forceinline__ void split_range(u32 first, u32 high, u32 window, u32 split, u32 splits, u32 by_position,
                                                    u32& from, u32& to) {
     u32 low = window > 0 && first + 1 > window ? (first + 1 - window) / 64 * 64 : 0;
@@ -84,8 +86,8 @@ static __device__ __forceinline__ bool sees(u32 position, u32 window, u32 from, 
 }
 
 #ifdef KV
-/// What a split leaves of a row and head: sums of e^(s - m) v [D], and m and the sum of e^(s - m). Partial results are all the
-/// former [splits, T, H, D], then all the latter [splits, T, H, 2].
+/// The result of a split for a row and head: the sum of e^(s - m) v [D], then m and the sum of e^(s - m). `partial`
+/// holds all sums of the first kind [splits, T, H, D], then all pairs of the second [splits, T, H, 2].
 static __device__ __forceinline__ float* split_sums(float* partial, u32 rows, u32 split, u32 row, u32 head) {
     return partial + (((u64)split * rows + row) * H + head) * D;
 }

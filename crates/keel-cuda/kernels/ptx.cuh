@@ -1,8 +1,8 @@
-// Device instructions that C++ has no word for, and small sums over a warp.
+// PTX instructions that have no C++ equivalent, and packing of f16.
 //
 // Fragments of mma.m16n8k16 (lane = 4 * group + quad):
-//   A 16x16, 4 registers of two f16: rows group, group + 8 | the same, 8 columns on; columns 2 quad, 2 quad + 1
-//   B 16x8,  2 registers: rows 2 quad, 2 quad + 1 | 8 rows on; column group
+//   A 16x16, 4 registers of two f16: columns 2 quad, 2 quad + 1 of rows group, group + 8 | the same, 8 columns further
+//   B 16x8,  2 registers: rows 2 quad, 2 quad + 1 of column group | the same, 8 rows further
 //   C 16x8,  4 floats: row group, columns 2 quad, 2 quad + 1 | row group + 8
 #pragma once
 #include "common.cuh"
@@ -11,7 +11,7 @@
 #define INF __int_as_float(0x7f800000)
 #define DYNAMIC_SHARED(type, name) extern __shared__ __align__(128) type name[]
 
-/// Address of shared memory as PTX wants it.
+/// Address of shared memory as a PTX operand.
 static __device__ __forceinline__ u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
@@ -61,8 +61,8 @@ static __device__ __forceinline__ void mma_f16(float (&c)[4], const u32 (&a)[4],
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// `c += a b` for tf32 16x8 by 8x8. A: rows group, group + 8, then the same 4 columns on, of column quad; B: rows quad, quad + 4
-/// of column group; C as above.
+/// `c += a b` for tf32 16x8 by 8x8. A: column quad of rows group and group + 8, then column quad + 4 of the same rows.
+/// B: rows quad and quad + 4 of column group. C: as above.
 static __device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
     u32 x[6];
     float from[6] = {a0, a1, a2, a3, b0, b1};
@@ -73,13 +73,13 @@ static __device__ __forceinline__ void mma_tf32(float (&c)[4], float a0, float a
                  : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]));
 }
 
-/// Two floats as f16 in one register, `low` in the low half; what is beyond the range becomes its greatest value.
+/// Two floats as f16 in one register, `low` in the low half; values beyond the range saturate.
 static __device__ __forceinline__ u32 pack_f16(float low, float high) {
     const f16x2 r = two_f16(low, high);
     return *(const u32*)&r;
 }
 
-/// 2^x as the device has it; what is below the normal numbers is 0.
+/// 2^x by the device's approximation; results below the normal numbers are 0.
 static __device__ __forceinline__ float exp2_flushed(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,32 +1,36 @@
 // y[t, n] = sum_k x[t, k] W[n, k] (+ residual[t, n]) for 1 to 16 rows of x: the products of decoding.
 //
-// Affine weights and block codings: each 64 columns of a row of x (32 where the weight's groups have fewer than 64) become
-// p = round(x / c), c = max |x| / 127, and y = sum over the weight's groups of  c scale (sum q p) + bias (c sum p): exact integer
-// sums from mma.m16n8k32 (rows of W are its M, rows of x its N), then f32 in an order that depends on N and K alone. So the bits of
-// a row of y do not depend on T, nor on which of the rows stand beside it. Of a single row, the tensor cores' other seven columns
-// take other groups of the same row: the sums of a unit stand in four lanes, which scale one slot each.
+// Affine weights and block codings: each 64 columns of a row of x (32 if the weight's groups have fewer than 64) become
+// p = round(x / c), c = max |x| / 127, and y = sum over the weight's groups of  c scale (sum q p) + bias (c sum p).
+// - Sums are exact integers from mma.m16n8k32 (rows of W are its M, rows of x its N), then f32 in an order that depends
+//   on N and K alone. So the bits of a row of y depend neither on T nor on the other rows.
+// - With a single row, the other seven columns of the tensor cores take other groups of the same row. The sums of a
+//   unit are then in four lanes, each of which scales one slot.
 // Dense bf16 weights (DENSE=1): x is split into bf16 parts hi + lo, both multiplied on the tensor cores, sums in f32.
 //
-// The block: SPLIT x ROW_WARPS warps. Warp (s, r) takes the row tile r of the block's, and of its columns the units
-// s, s + SPLIT, ... of UNIT tiles; each unit is loaded while the one before is multiplied. The SPLIT partial sums are
-// added in shared memory in the order of s. With PASSES > 1 a block goes on to the row tiles one grid further.
+// A block has SPLIT x ROW_WARPS warps. Warp (s, r) takes row tile r of the block, and of its columns the units s, s +
+// SPLIT, ... of UNIT tiles. Each unit is loaded while the one before is multiplied. The SPLIT partial sums are added in
+// shared memory in the order of s. With PASSES > 1 a block continues with the row tiles one grid further.
 //
-// Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or BLOCK or DENSE=1; SPLIT, ROW_WARPS, PASSES (these fix the bits: choose them from N and K, never from T)
-//   FUSED=1    x is quantised by each block in shared memory (T K <= ~100,000); 0: `prepare_rows` has done it
+// Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or BLOCK or DENSE=1;
+// SPLIT, ROW_WARPS, PASSES (these fix the bits: choose them from N and K, never from T)
+//   FUSED=1    each block quantises x in shared memory (T K <= ~100,000); 0: `prepare_rows` has done it
 //   NORM=1     x is first multiplied by norm[k] / sqrt(mean x^2 + EPS)
-//   GATE=1     x is first multiplied by sigmoid(gate); GATE=2: normed by heads of HEAD_DIM as by NORM, then multiplied by
-//              silu(gate). gate [T, heads, HEAD_DIM], GATE_ROW values from row to row, GATE_HEAD from head to head
-//   FACTORS_EARLY=1  no kernel that may still run writes norm or gate, so they are fetched while those before this one end
+//   GATE=1     x is first multiplied by sigmoid(gate). GATE=2: x is normed by heads of HEAD_DIM as with NORM, then
+//              multiplied by silu(gate). gate [T, heads, HEAD_DIM], GATE_ROW values from row to row, GATE_HEAD from
+//              head to head
+//   FACTORS_EARLY=1  no kernel that may still run writes norm or gate, so they are fetched while earlier kernels finish
 //   SWIGLU=1   W is [gate; up], N = 2 F, F a multiple of 16; y[t, f] = silu(gate) up, [T, F]
-//   CONV=W     T = 1: columns CONV_FROM to CONV_FROM + CONV_C of y go on through causal_conv.cu's convolution of width W, one
-//              row of one sequence without a log: conv_y [CONV_C]. No other column and no value of y differs
+//   CONV=W     T = 1: columns CONV_FROM to CONV_FROM + CONV_C of y also pass through causal_conv.cu's convolution of
+//              width W, as one row of one sequence without a log, to conv_y [CONV_C]. y is the same as without CONV
 //   LATE=1     the next kernel starts once all before this one have ended
 //   GATHER=J'  grid.y = rows of y; row r is x[r / J'] W[experts[r]]^T; T = 1
 // Grid: ceil(row tiles / (ROW_WARPS * PASSES)), row tiles = ceil(N / 16) or F / 16. Block: 32 * SPLIT * ROW_WARPS.
 // Shared memory: see SHARED_BYTES of few_rows.cuh. Bytes moved: the weight's, once. Floor: these / (3.0 TB/s).
 #include "few_rows.cuh"
 
-// Rows of x for FUSED=0: x [T, K] (with NORM=1 or GATE=2, norm; with GATE, gate) -> X_BYTES + X_SCALE_BYTES. Grid T, block PREPARE_THREADS.
+// Prepares rows of x for FUSED=0: x [T, K] (with NORM=1 or GATE=2, norm; with GATE, gate) -> X_BYTES + X_SCALE_BYTES.
+// Grid T, block PREPARE_THREADS.
 #define PREPARE_THREADS (K_TILES >= 256 ? 1024 : (K_TILES * 4 + 31) / 32 * 32)
 #define PREPARE_ITEMS ((K_TILES * 4 + PREPARE_THREADS - 1) / PREPARE_THREADS)
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const float *x,
@@ -40,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const
     const int t = threadIdx.x % 4, row = blockIdx.x;
     take_turn();
     float v[PREPARE_ITEMS][16];
-    // Quads beyond the end repeat the last tile: all lanes take part in the shuffles.
+    // Quads beyond the end repeat the last tile, because all lanes take part in the shuffles.
 #define ITEM(i) within((int)threadIdx.x / 4 + (i) * (PREPARE_THREADS / 4), K_TILES)
 #pragma unroll
     for (int i = 0; i < PREPARE_ITEMS; i++) load_slots(v[i], x + (size_t)row * DIM_K, ITEM(i), t);
@@ -93,7 +97,8 @@ linear_rows(const u32 *codes, const u8 *pairs,
 #endif
 ) {
     extern __shared__ uint4 shared[];
-    // Told that it is the same for all lanes, the compiler keeps the addresses of fetches in uniform registers.
+    // The shuffle tells the compiler that `warp` is the same in all lanes, so addresses of fetches stay in uniform
+    // registers.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
     const int split = warp % SPLIT, row_warp = warp / SPLIT;
     if (!LATE) let_next_start();
@@ -105,7 +110,7 @@ linear_rows(const u32 *codes, const u8 *pairs,
 #define HELD (ITEMS < 3 ? ITEMS : 1)
 #define ITEM(i) within(warp * 8 + lane / 4 + (i) * WARPS * 8, DIM_T * K_TILES)
 #define BUSY(i) (DIM_T * K_TILES % (8 * WARPS) == 0 || warp * 8 + (i) * WARPS * 8 < DIM_T * K_TILES)
-    // What x is multiplied by comes with x: behind the barrier it would be waited for again.
+    // Factors of x are loaded together with x. Loads after the barrier would cost a second wait.
 #if NORM
     float scales[HELD][16];
 #define LOAD_FACTORS(i) load_slots(scales[(i) % HELD], norm, ITEM(i) % K_TILES, lane % 4)
@@ -123,7 +128,7 @@ linear_rows(const u32 *codes, const u8 *pairs,
     if (FACTORS_EARLY) load_factors();
 #endif
 #if GATHER
-    wait_for_inputs(); // which expert is what the router found
+    wait_for_inputs(); // the experts are the router's result
     expert = experts[blockIdx.y];
     if (expert >= stack) {
         if (blockIdx.x == 0 && threadIdx.x == 0) report(fault, kernel, 1, (u32)expert, stack);
@@ -142,7 +147,7 @@ linear_rows(const u32 *codes, const u8 *pairs,
     u8 *const ring = (u8 *)shared + warp * (STAGES * SLOT_BYTES);
     u64 *const full = (u64 *)((u8 *)shared + WARPS * STAGES * SLOT_BYTES) + warp * STAGES;
     u8 *const free_memory = (u8 *)shared + RING_BYTES;
-    // The next unit to fetch. The first STAGES are under way before x exists: weights do not depend on it.
+    // The next unit to fetch. The first STAGES fetches start before x exists: weights do not depend on it.
     int fetch_tile = tile, fetch_unit = split, fetch_pass = split < UNITS ? 0 : PASSES, stage = 0;
     u32 parity = 0;
     auto fetch_next = [&](int slot) {
@@ -220,7 +225,7 @@ linear_rows(const u32 *codes, const u8 *pairs,
     for (int pass = 0; pass < PASSES; pass++) {
         const int following = tile + gridDim.x * ROW_WARPS;
         Sums acc = {};
-        // What the sums are added to comes while they are made.
+        // The residual is loaded while the sums are computed.
 #define SUMS (ROW_WARPS * DIM_T * 16)
 #define SUM_ROW(i) ((i) / 16 % DIM_T)
 #define SUM_COLUMN(i) ((tile - row_warp + (i) / 16 / DIM_T) * 16 + (i) % 16)

@@ -119,7 +119,8 @@ extern "C" __global__ void layer_norm(const ELEM* x, const ELEM* weight, const E
 #endif
 
 #if defined(CUMSUM)
-// ACC: float or i64. Each thread sums a run of its own, then writes it behind the sums of the runs before.
+// ACC: float or i64. Each thread sums its own run, then writes running sums that begin with the total of all runs
+// before it.
 __device__ inline float as_sum(float, ELEM x) { return to_f32(x); }
 __device__ inline i64 as_sum(i64, ELEM x) { return to_i64(x); }
 __device__ inline ELEM from_sum(float x) { return From<ELEM>::f32(x); }

@@ -17,7 +17,8 @@ extern "C" __global__ void rms_norm(const float* x, u64 stride, const float* w, 
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) out[i] = row[i] * scale * w[i];
 }
 
-// The same in 16 bits, for products on tensor cores (see half.cuh): four columns a thread, width a multiple of 4 and at most 4 blockDim.x.
+// The same in 16 bits, for products on tensor cores (see half.cuh). Four columns a thread; width is a multiple of 4 and
+// at most 4 blockDim.x.
 extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float* w, u16* y, u32 width, float eps) {
     take_turn();
     __shared__ float shared[33];
@@ -33,8 +34,9 @@ extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float
              make_float4(v.x * by * scale.x, v.y * by * scale.y, v.z * by * scale.z, v.w * by * scale.w));
 }
 
-// y = x * sigmoid(gate) in 16 bits for heads [rows, D]; with w of rms_norm(x) * w * silu(gate). One warp a head, four columns a lane,
-// D a multiple of 4 and at most 512. gate has a stride from token to token and one from head to head.
+// y = x * sigmoid(gate) in 16 bits for heads [rows, D]; with w, y = rms_norm(x) * w * silu(gate). One warp a head, four
+// columns a lane; D is a multiple of 4 and at most 512. gate has a stride from token to token and one from head to
+// head.
 extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* x, const float* gate, u64 gate_row, u64 gate_head, const float* w, u16* y, u32 rows, u32 heads, u32 d, float eps) {
     take_turn();
     const u32 row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -61,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* 
         for (int j = 0; j < 4; j++) squares = fmaf(v[j].x, v[j].x, fmaf(v[j].y, v[j].y, fmaf(v[j].z, v[j].z, fmaf(v[j].w, v[j].w, squares))));
         by = 1.0f / sqrtf(warp_sum(squares) / (float)d + eps);
     }
-    // Off by a few units in the last place, where rounding to 16 bits follows.
+    // Off by a few units in the last place; rounding to 16 bits follows.
     auto share = [](float z) { return __fdividef(1.0f, 1.0f + __expf(-z)); };
 #pragma unroll
     for (int j = 0; j < 4; j++) {

@@ -1,5 +1,5 @@
-// Rotary embedding of heads [T, H, D], see rope.cuh. One warp a head. Rows of x are `stride` elements apart, heads `head_stride`;
-// y is gap-free. Bytes moved: x once, y once.
+// Rotary embedding of heads [T, H, D], see rope.cuh. One warp a head. Rows of x are `stride` elements apart, heads
+// `head_stride`; y is gap-free. Bytes moved: x once, y once.
 #include "rope.cuh"
 
 extern "C" __global__ void rope(

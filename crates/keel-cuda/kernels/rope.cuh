@@ -1,5 +1,5 @@
-// Rotary embedding of one head, half-split pairs (i, i + R/2) of its first R elements, optionally behind an RMS norm of the
-// head. Frequency i reads row AXES[i] of the positions [3, T] (all 0 for one row).
+// Rotary embedding of one head: half-split pairs (i, i + R/2) of its first R elements, optionally after an RMS norm of
+// the head. Frequency i reads row AXES[i] of the positions [3, T] (all 0 for one row).
 // The angle is reduced in f64: at position 256K an f32 product is off by 0.008 rad.
 // Constants: D, R (rotary elements), NORM (0 or 1), and AXES, R/2 digits as an initialiser.
 #pragma once
@@ -9,10 +9,10 @@
 __device__ const u8 axes[] = AXES;
 #endif
 
-#define TURNS ((R / 2 + 31) / 32) // of a lane
+#define TURNS ((R / 2 + 31) / 32) // pairs of a lane
 #define TURNS_HELD (TURNS > 0 ? TURNS : 1)
 
-// The rotation at a token's position, each lane's share of it. It does not depend on the head.
+// A token's rotation, shared among the lanes of a warp. It does not depend on the head.
 struct Angles {
     float sine[TURNS_HELD], cosine[TURNS_HELD];
 
@@ -28,7 +28,7 @@ struct Angles {
     }
 };
 
-// One warp calls it; `put` gets each index and its value.
+// Called by one warp; `put` receives each index and its value.
 template <typename Put>
 __device__ __forceinline__ void turn_head(const float* row, const Angles& angles, const float* w, float eps, Put put) {
     const u32 lane = threadIdx.x % 32;

@@ -1,5 +1,6 @@
-// Columns scaled, then turned in pairs, see keel_array::PairRotation. One block a row; y is the working memory, in L2.
-// Bytes moved: x and y once, what says how to turn (8 bytes a column and round) from L2 but for the first row.
+// Scales columns, then rotates them in pairs, see keel_array::PairRotation. One block a row; y is the working memory,
+// in L2. Bytes moved: x and y once. Pairs and turns (8 bytes a column and round) come from L2, except for the first
+// row.
 #include "common.cuh"
 
 // Rows of x are `stride` elements apart; y [rows, width] is gap-free. Pairs of a round share no column.

@@ -1,23 +1,24 @@
-// The experts of a token: of E = EXPERTS logits the CHOICES largest, the lower index among equals, NaN last, with their softmax
-// probabilities, divided by their sum if NORMALISE. One warp a token, E <= 512, CHOICES <= 32; whoever routes finds the same bits.
+// Chooses the experts of a token: the CHOICES largest of E = EXPERTS logits. Among equals the lower index comes first;
+// NaN comes last. Weights are softmax probabilities, divided by the sum of the chosen ones if NORMALISE. One warp a
+// token, E <= 512, CHOICES <= 32. Every kernel that routes finds the same bits.
 #pragma once
 #include "common.cuh"
 
-#define LOGITS_HELD ((EXPERTS + 31) / 32) // by a lane: those of experts 32 i + lane
+#define LOGITS_HELD ((EXPERTS + 31) / 32) // logits in a lane: those of experts 32 i + lane
 
-// Larger for a larger float, above 0; -0 as +0 and NaN as the least.
+// An integer above 0 that is larger for a larger float; -0 counts as +0, NaN as -inf.
 __device__ __forceinline__ u32 rank_of(float x) {
     const u32 bits = __float_as_uint(x == x ? x + 0.0f : -INFINITY);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float ranked(u32 rank) { return __uint_as_float(rank >> 31 ? rank & 0x7fffffffu : ~rank); }
 
-// What a lane has found: lane j choice j.
+// A lane's result: lane j has choice j.
 struct Choice {
     float x[LOGITS_HELD];
     u32 expert, rank, first; // `first`: the rank of choice 0
 };
-// The first `count` choices. All lanes call it.
+// Finds the first `count` choices. All lanes call it.
 __device__ __forceinline__ Choice choose_experts(const float *logits, u32 count) {
     const u32 lane = threadIdx.x % 32;
     Choice c = {};
@@ -26,7 +27,7 @@ __device__ __forceinline__ Choice choose_experts(const float *logits, u32 count)
     for (int i = 0; i < LOGITS_HELD; i++) c.x[i] = 32 * i + lane < EXPERTS ? logits[32 * i + lane] : -INFINITY;
 #pragma unroll
     for (int i = 0; i < LOGITS_HELD; i++) ranks[i] = 32 * i + lane < EXPERTS ? rank_of(c.x[i]) : 0;
-    // The best that the lane has left, the lower index among equals.
+    // The best logit that the lane has left, the lower index among equals.
     u32 best, which;
     auto find_best = [&] {
         best = 0, which = lane;
@@ -49,7 +50,7 @@ __device__ __forceinline__ Choice choose_experts(const float *logits, u32 count)
     }
     return c;
 }
-// Lane j returns the probability of choice j, once all have been found. All lanes call it.
+// Returns the probability of choice j in lane j, once all choices are found. All lanes call it.
 __device__ __forceinline__ float probability_of(const Choice &c) {
     const float largest = ranked(c.first), weight = expf(ranked(c.rank) - largest);
     float total = 0.0f;

@@ -1,27 +1,29 @@
-// A token for each row of `width` logits. Candidates are finite logits l, the greatest first, the lower id first among equals;
-// each weighs 2^40 e^((l - max) / temperature), rounded. See `keel_array::sampling`, which this follows to the bit: weights are
-// summed as whole numbers, and products and sums of e^x are rounded one by one.
+// Draws a token for each row of `width` logits. Candidates are finite logits l, the greatest first, the lower id first
+// among equals. Each weighs 2^40 e^((l - max) / temperature), rounded. This follows `keel_array::sampling` to the bit:
+// weights are summed as integers, and products and sums of e^x are rounded one by one.
 //
-// Candidates fall into buckets by (l - max) / temperature, which follow each other as the candidates do and divide evenly what
-// lies between the first candidate and the last that has a weight. Counts and weights of the buckets say in which of them a
-// boundary lies, or, where it depends on one before it, in which of a few. The members of those are listed, and one block
-// decides among them in shared memory. Where they are too many (thousands of equals), it decides among the row itself.
+// Candidates fall into buckets by (l - max) / temperature. Buckets have the order of the candidates and divide evenly
+// the range from the first candidate to the last one that has a weight. Counts and weights of the buckets tell which
+// bucket holds a boundary, or which few buckets may hold it if it depends on an earlier boundary. The members of those
+// are listed, and one block decides among them in shared memory. If they are too many (thousands of equals), it decides
+// among the whole row.
 //
 //   greatest   grid (R, PARTS): first and last candidate of each part; clears the board
-//   weigh      grid (R, PARTS): counts and weights of the buckets; writes the token where that is the greatest logit
-//   draw       grid (R, PARTS): lists the members of the buckets in which the boundaries of top-k and top-p and the token can
-//              lie; the last block of a row to come decides
+//   weigh      grid (R, PARTS): counts and weights of the buckets; writes the token if that is the greatest logit
+//   draw       grid (R, PARTS): lists the members of the buckets that may hold the token or the boundary of top-k or
+//              top-p; the last block of a row to arrive decides
 //
-// draws: float [R, 5], temperature (below 0: nothing is drawn), top-k, top-p, ln(min-p) and what decides, in [0, 1).
+// draws: float [R, 5]: temperature (below 0: nothing is drawn), top-k, top-p, ln(min-p) and the random number, in [0,
+// 1).
 // ends: Ends [R, PARTS]; boards: Board [R].
-// Bytes: the row three times, twice of them out of the second-level cache: under 1 us for 248,320 logits. The floor is that of three
-// launches that wait for each other, 2 us each, and of what stands in line in the block that decides: four trips to the cache for its
-// list and its turn, 0.7 us each, and some 40 barriers of 1,024 threads, 0.1 us each with what lies between two.
+// Bytes: the row three times, twice of them from L2: under 1 us for 248,320 logits. The floor is three launches that
+// wait for each other, 2 us each, plus the serial work of the block that decides: four trips to L2 for its list and its
+// turn, 0.7 us each, and some 40 barriers of 1,024 threads, 0.1 us each with the work between two.
 #include "common.cuh"
 
 #define THREADS 1024u
 #define WARPS (THREADS / 32)
-// Logits of a thread at a time. Sums of 20 bits of all weights of a chunk, and of the 21 above, fit into 32.
+// Logits of a thread at a time. 32 bits hold the sum of the low 20 bits of a chunk's weights, and of the 21 bits above.
 #define EACH 3
 #define CHUNK (EACH * THREADS)
 // Thread i has bucket i.
@@ -39,7 +41,7 @@ struct Draw {
     float top_p, log_min_p, uniform;
 };
 
-// What candidates count and weigh.
+// Number and weight of some candidates.
 struct Totals {
     u64 count, mass;
     __device__ Totals operator+(Totals b) const { return {count + b.count, mass + b.mass}; }
@@ -59,28 +61,28 @@ struct Ends {
 };
 #define NO_ENDS Ends{0, ~0ull}
 
-// What the blocks of a row tell each other.
+// Data that the blocks of a row share.
 struct Board {
     u64 masses[BUCKETS];
     u64 list[LISTED];
     u32 counts[BUCKETS];
-    // The weight of the candidates that min-p keeps.
+    // Weight of the candidates that min-p keeps.
     u64 probable;
     u32 listed, arrived;
 };
 
-// A part among others, what is before it, and what is in it.
+// One of several parts: its number, the totals before it, and its own totals.
 struct Place {
     u32 part;
     Totals before, within;
 };
 
-// A candidate, and the weight of those through it.
+// A candidate, and the weight of all candidates up to it and including it.
 struct Located {
     u64 order, mass;
 };
 
-// The least and the greatest that a number can be.
+// The least and the greatest value that a number can have.
 struct Span {
     u64 low, high;
 };
@@ -107,7 +109,7 @@ __device__ inline float power(float x) {
 __device__ inline bool is_within(float exponent) { return exponent >= EXPONENT_MIN && exponent <= 0.0f; }
 __device__ inline u64 weight_of(float exponent) { return __float2ull_rn(__fmul_rn(power(exponent), 1099511627776.0f)); }
 
-// Greater for what comes first; -0 equals 0, NaN comes last.
+// An order: greater for candidates that come first; -0 equals 0, NaN comes last.
 __device__ inline u64 order_of(float logit, u32 id) {
     const u32 bits = __float_as_uint(__fadd_rn(logit, 0.0f));
     const u32 key = logit != logit ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -119,23 +121,24 @@ __device__ inline float logit_of(u64 order) {
 }
 __device__ inline u32 id_of(u64 order) { return ~(u32)order; }
 
-// What candidates must weigh to have this share of a mass that is not 0.
+// The least weight that is this share of a mass above 0.
 __device__ inline u64 enough(float top_p, u64 mass) {
     const u64 share = (u64)ceil((double)top_p * (double)mass);
     return share < 1 ? 1 : share > mass ? mass : share;
 }
-// The weight below the candidate that is drawn.
+// The weight of all candidates before the one that is drawn.
 __device__ inline u64 target_of(float uniform, u64 kept) {
     const u64 below = (u64)((double)uniform * (double)kept);
     return below < kept ? below : kept - 1;
 }
 
-// Of all lanes, the same in each.
+// Combines the values of all lanes; the same in each lane.
 template <typename T> __device__ inline T over_warp(T x) {
     for (u32 step = 16; step > 0; step >>= 1) x = x + x.of_lane(threadIdx.x % 32 ^ step);
     return x;
 }
-// Of all threads, the same in each. Shuffles of all warps stand in line for one another, so the warps' results are one warp's.
+// Combines the values of all threads; the same in each thread. Shuffles of all warps would compete, so one warp
+// combines the warps' results.
 template <typename T> __device__ inline T over_block(T x, T (&shared)[WARPS + 1]) {
     x = over_warp(x);
     __syncthreads();
@@ -149,7 +152,7 @@ template <typename T> __device__ inline T over_block(T x, T (&shared)[WARPS + 1]
     return shared[WARPS];
 }
 
-// Of the lanes up to this one.
+// Totals of the lanes up to this one, inclusive.
 __device__ inline Totals through_own(Totals own) {
     const u32 lane = threadIdx.x % 32;
     for (u32 step = 1; step < 32; step <<= 1) {
@@ -158,7 +161,7 @@ __device__ inline Totals through_own(Totals own) {
     }
     return own;
 }
-// Of the threads before this one, and of all.
+// Totals of the threads before this one, and of all.
 struct Sums {
     Totals before, all;
 };
@@ -173,16 +176,16 @@ __device__ inline Sums sums_of(Totals own, Totals (&shared)[WARPS + 1]) {
     return {shared[threadIdx.x / 32] + through - own, shared[WARPS]};
 }
 
-// Parts of a row, as even as can be.
+// Where a part of a row begins; parts are as even as possible.
 __device__ inline u32 part_start(u32 part, u32 width) { return (u32)((u64)width * part / gridDim.y); }
 
-// This thread's logits of a chunk of the block's part: x[k] is that of `id` + k THREADS, NaN behind the end.
+// This thread's logits of a chunk of the block's part: x[k] is that of `id` + k THREADS, NaN after the end.
 struct Logits {
     float x[EACH];
     u32 id;
 };
 
-// A row's part that is the block's, chunk by chunk.
+// The block's part of a row, chunk by chunk.
 struct Part {
     const float* row;
     u32 start, end;
@@ -198,7 +201,7 @@ struct Part {
     }
 };
 
-// The ends of a row, out of those of its parts.
+// The ends of a row, from those of its parts.
 __device__ inline Ends ends_of(const Ends* ends, Ends& shared) {
     if (threadIdx.x < 32) {
         Ends own = NO_ENDS;
@@ -210,7 +213,7 @@ __device__ inline Ends ends_of(const Ends* ends, Ends& shared) {
     return shared;
 }
 
-// A row from which is drawn.
+// A row to draw from.
 struct Row {
     const float* logits;
     u32 width;
@@ -261,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) weigh(const float* logits,
     take_turn();
     __shared__ Ends both;
     __shared__ Totals sums[WARPS + 1];
-    // Low 20 bits of the weights, and the others.
+    // Low 20 bits of the weights, and the bits above.
     __shared__ u32 counts[BUCKETS], lows[BUCKETS], highs[BUCKETS];
     const Draw draw = draw_of(draws, blockIdx.x);
     const bool is_greedy = draw.temperature == 0.0f;
@@ -308,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) weigh(const float* logits,
 struct Shared {
     Ends ends[WARPS + 1];
     Totals sums[WARPS + 1];
-    // A bit for each bucket whose members are listed, and how many they are.
+    // A bit for each bucket whose members are listed, and the number of these members.
     u32 wanted[WARPS], to_list;
     Place place;
     Totals divided[DIVISIONS];
@@ -320,7 +323,8 @@ struct Shared {
     u32 few_held;
 };
 
-// The part that holds what comes behind `target` of all: each thread has a part, and what is before it.
+// Finds the part that holds the candidate after `target` candidates, or after weight `target`. Each thread has a part
+// `own` and the totals `before` it.
 __device__ inline Place find(Shared& s, Totals before, Totals own, bool by_count, u64 target) {
     __syncthreads();
     const u64 from = by_count ? before.count : before.mass, size = by_count ? own.count : own.mass;
@@ -329,8 +333,8 @@ __device__ inline Place find(Shared& s, Totals before, Totals own, bool by_count
     return s.place;
 }
 
-// The cuts one after the other. `boundary` is given how it is measured and what must be before it, which depends on the boundary
-// before, and returns the weight of what it keeps; the last is that of the token.
+// Applies the cuts in order: top-k, top-p, min-p, then the token. `boundary` gets its measure (count or weight) and how
+// much comes before it, which depends on the boundary before. It returns the weight of the candidates that it keeps.
 template <typename F> __device__ inline void cut(const Draw& draw, Totals all, u64 probable, F boundary) {
     Span kept = {all.mass, all.mass};
     if (draw.top_k > 0 && draw.top_k < all.count) kept = boundary(true, Span{draw.top_k - 1, draw.top_k - 1});
@@ -339,8 +343,8 @@ template <typename F> __device__ inline void cut(const Draw& draw, Totals all, u
     boundary(false, Span{target_of(draw.uniform, kept.low), target_of(draw.uniform, kept.high)});
 }
 
-// Calls f with order and exponent of each member of a bucket in a span of orders, each on some thread of the block. They are
-// looked for in `s.orders` or in the row.
+// Calls f with order and exponent of each member of a bucket in a span of orders, each on some thread of the block.
+// Members are looked up in `s.orders` if `held`, else in the row.
 template <typename F> __device__ inline void each_member(const Shared& s, const Row& row, bool held, u32 bucket, Span span, F f) {
     const u32 count = held ? s.held : row.width;
 #pragma unroll 4
@@ -352,7 +356,7 @@ template <typename F> __device__ inline void each_member(const Shared& s, const 
     }
 }
 
-// Brings the members of a bucket in a span of orders into `s.orders`.
+// Copies the members of a bucket in a span of orders to `s.orders`.
 __device__ inline void hold(Shared& s, const Row& row, u32 bucket, Span span) {
     __syncthreads();
     if (threadIdx.x == 0) s.held = 0;
@@ -361,7 +365,7 @@ __device__ inline void hold(Shared& s, const Row& row, u32 bucket, Span span) {
     __syncthreads();
 }
 
-// The candidate behind `target` of all, out of a part of few members. By the whole block.
+// Finds the candidate after `target` (count or weight), within a part of few members. The whole block calls it.
 __device__ inline Located locate_among_few(Shared& s, const Row& row, bool held, u32 bucket, Span span, Totals before, bool by_count, u64 target) {
     if (threadIdx.x == 0) s.few_held = 0;
     __syncthreads();
@@ -380,8 +384,8 @@ __device__ inline Located locate_among_few(Shared& s, const Row& row, bool held,
     return s.found;
 }
 
-// The candidate behind `target` of all. By the whole block. `s.orders` has the members of all buckets that matter, unless they are
-// too many.
+// Finds the candidate after `target` (count or weight). The whole block calls it. `s.orders` has the members of all
+// buckets that matter, unless they are too many.
 __device__ inline Located locate(Shared& s, const Row& row, bool is_crowded, Totals before, Totals own, bool by_count, u64 target) {
     Place at = find(s, before, own, by_count, target);
     const u32 bucket = at.part;
@@ -432,7 +436,7 @@ __device__ inline void list_wanted(Shared& s, const Row& row, const Part& part, 
     for (u32 i = threadIdx.x; i < s.held; i += THREADS) board.list[s.from + i] = s.orders[i];
 }
 
-// Whether this block is the last of its row to come; it then has the list in `s.orders`.
+// Returns whether this block is the last of its row to arrive. If so, `s.orders` then has the list.
 __device__ inline bool has_list(Shared& s, Board& board) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -470,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(const float* logits, 
         const Place low = find(s, before, own, by_count, target.low);
         const Place high = target.high == target.low ? low : find(s, before, own, by_count, target.high);
         is_wanted |= threadIdx.x >= low.part && threadIdx.x <= high.part;
-        // Each member weighs 1 or more.
+        // Each member weighs at least 1.
         return Span{low.before.mass + 1, high.before.mass + high.within.mass};
     });
     const u32 wanted = __ballot_sync(ALL_LANES, is_wanted);

@@ -1,9 +1,10 @@
-// The softmax of attention on tensor cores, over scores in the fragments of a product: a warp has 16 pairs of row and head, a lane
-// two of them (lane / 4 and 8 on) and two of every 8 keys. Macros: H, KV, D, G (heads of a group), WINDOW.
+// The softmax of attention on tensor cores, on scores in the fragments of a product. A warp has 16 pairs of row and
+// head. A lane has two of them (lane / 4 and lane / 4 + 8) and two of every 8 keys. Macros: H, KV, D, G (heads of a
+// group), WINDOW.
 #pragma once
 #include "paged.cuh"
 
-/// What a thread knows of two of its warp's 16 pairs (rows lane / 4 and 8 on) while keys go by.
+/// A thread's state for two of its warp's 16 pairs (rows lane / 4 and lane / 4 + 8) while keys go by.
 struct Softmax {
     float largest[2], total[2];
 
@@ -12,7 +13,8 @@ struct Softmax {
         total[0] = total[1] = 0.0f;
     }
 
-    /// Turns scores of TILES * 8 keys into weights; what was summed up before is to shrink by `shrink`, since the greatest score grew.
+    /// Turns scores of TILES * 8 keys into weights. Earlier sums must then be multiplied by `shrink`, since the
+    /// greatest score grew.
     template <int TILES>
     __device__ __forceinline__ void weigh(float (&scores)[TILES][4], float factor, float (&shrink)[2]) {
 #pragma unroll
@@ -22,7 +24,7 @@ struct Softmax {
             for (int n = 0; n < TILES; n++) now = fmaxf(now, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
             now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 1));
             now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 2));
-            // A row that has seen no key has only scores of -inf; its base is 0 so that their weights become 0.
+            // A row that has seen no key has only scores of -inf. Its base is 0, so that their weights become 0.
             float base = now == -INF ? 0.0f : now * factor;
             shrink[half] = exp2_flushed(largest[half] * factor - base);
             largest[half] = now;
@@ -38,7 +40,7 @@ struct Softmax {
         }
     }
 
-    /// Adds up what the four threads of a row have.
+    /// Adds up the sums of the four threads of a row.
     __device__ __forceinline__ void finish() {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -57,7 +59,7 @@ template <int TILES> static __device__ __forceinline__ void shrink_sums(float (&
     }
 }
 
-/// Scores that a row may not see become -inf. Rows are pairs `pair` + lane / 4 and 8 on, keys `key` and on.
+/// Sets scores that a row may not see to -inf. Rows are pairs `pair` + lane / 4 and 8 further; keys begin at `key`.
 template <int TILES>
 static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start, u32 pair, u32 key, u32 to) {
     u32 lane = threadIdx.x % 32;
@@ -76,12 +78,14 @@ static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start
     }
 }
 
-/// The pairs of a block of prefill: `count` from `first` on of the sequence that begins at row `first_row`, of one head of keys.
+/// The pairs of a block of prefill: `count` from `first` on, of one key head of the sequence that begins at row
+/// `first_row`.
 struct Pairs {
     u32 first_row, first, count, kv, total_rows;
 };
 
-/// Leaves the rows of a warp, whose first is pair `m` of the block: in y, or where keys are split what attention_merge adds up.
+/// Writes the rows of a warp, from pair `m` of the block on: to y, or to `partial` for attention_merge if keys are
+/// split.
 static __device__ __forceinline__ void leave_rows(const float (&sums)[D / 8][4], const Softmax& softmax, const Pairs& pairs, u32 m, float scale,
                                                   float* partial, float* y) {
     const u32 lane = threadIdx.x % 32;
@@ -96,7 +100,7 @@ static __device__ __forceinline__ void leave_rows(const float (&sums)[D / 8][4],
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
             *(float2*)(out + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * half] * f, sums[n][2 * half + 1] * f);
-        // In natural units, as attention_merge wants it.
+        // Times scale, so that e is the base, as attention_merge expects.
         if (split && lane % 4 == 0)
             *split_scale(partial, gridDim.z, pairs.total_rows, blockIdx.z, row, head) =
                 make_float2(softmax.largest[half] * scale, softmax.total[half]);

@@ -1,8 +1,8 @@
-// The block codings of GGUF files as tiles hold them (see weight_tiles.cuh): a level of BITS bits for each value, and for each
-// GROUP of columns what scales it. To the bits of keel_array::BlockFormat::decode,
-// value = scale (level - ZERO) + offset, the offset with codings that have one.
+// The block codings of GGUF files in the form of weight_tiles.cuh: a level of BITS bits for each value, and scales for
+// each GROUP of columns. Equal to keel_array::BlockFormat::decode to the bit: value = scale (level - ZERO) + offset;
+// only some codings have an offset.
 //
-// Macro: BLOCK, one of the names below. SUB_BYTES hold what is a group's own, SUPER_BYTES what a row's 256 columns share:
+// Macro: BLOCK, one of the names below. A group has SUB_BYTES of its own; 256 columns of a row share SUPER_BYTES:
 //   Q4_0 Q5_0 Q8_0 IQ4_NL   sub: scale f16
 //   Q4_1 Q5_1               sub: scale, offset f16
 //   MXFP4                   sub: exponent u8
@@ -48,7 +48,7 @@
 #define HAS_TABLE IS_ONE_OF(IQ4_NL, IQ4_XS, MXFP4, MXFP4)
 
 #if HAS_TABLE
-// Four 4-bit levels, a byte each, through a table of sixteen bytes: 128 is added to each.
+// Looks up four 4-bit levels, a byte each, in a table of sixteen bytes. Table entries are stored plus 128.
 __device__ __forceinline__ u32 four_of_table(u32 levels) {
 #if BLOCK == MXFP4
     const u32 table[4] = {0x83828180u, 0x8c888684u, 0x7d7e7f80u, 0x74787a7cu}; // 0 1 2 3 4 6 8 12, and the same below zero: twice the value
@@ -66,7 +66,7 @@ __device__ __forceinline__ float half_of(u32 word, int which) { return to_f32(f1
 struct Scaling {
     float scale, offset;
 };
-// What item `i` of a packed array of subs says, with item `j` of one of supers.
+// Decodes item `i` of a packed array of subs, with item `j` of a packed array of supers.
 __device__ __forceinline__ Scaling scaling_of(const u32 *subs, int i, const u32 *supers, int j) {
     Scaling s = {0, 0};
 #if BLOCK == MXFP4
@@ -88,7 +88,7 @@ __device__ __forceinline__ Scaling scaling_of(const u32 *subs, int i, const u32 
 #endif
     return s;
 }
-// The value of a level, as it is decoded, and what is added to scale (sum level p) for each unit of sum p.
+// value_of: the decoded value of a level. bias_of: the factor of sum p that is added to scale (sum level p).
 __device__ __forceinline__ float value_of(float level, Scaling s) {
     const float value = __fmul_rn(s.scale, level - ZERO);
     return HAS_OFFSET ? __fadd_rn(value, s.offset) : value;

@@ -1,23 +1,25 @@
-// Quantised weights as the kernels read them, and the rows of x that meet them. Put in front of the kernels' sources.
+// Quantised weights as the kernels read them, and the rows of x that they multiply. Included by the kernels' sources.
 //
-// A weight [N, K] is cut into tiles of 16 rows and 64 columns, padded with zeros. Lane (g, t) = (lane / 4, lane % 4) of a
-// warp holds 16 codes of row g ("half" 0) and 16 of row g + 8 (half 1): its slot s is column 32 (s / 8) + 8 t + s % 8 of the
-// tile. These are operands of mma.m16n8k32 as they lie, for a product does not care in which order its columns are summed,
-// and a warp reads each tile as consecutive 16-byte words.
+// A weight [N, K] is cut into tiles of 16 rows and 64 columns, padded with zeros. Lane (g, t) = (lane / 4, lane % 4) of
+// a warp holds 16 codes of row g ("half" 0) and 16 of row g + 8 (half 1): its slot s is column 32 (s / 8) + 8 t + s % 8
+// of the tile. The codes are operands of mma.m16n8k32 without rearrangement, because a product may sum its columns in
+// any order. A warp reads each tile as consecutive 16-byte words.
 //
-// Section 1, codes: [expert][N / 16][K / 64] tiles of 128 BITS bytes. A tile is a sequence of planes, each [lane][words]:
+// Section 1, codes: [expert][N / 16][K / 64] tiles of 128 BITS bytes. A tile is several planes, each [lane][words]:
 //   8 bits:  half 0, 4 words (byte b of word r is slot 4 r + b); then half 1, 4 words
 //   4 bits:  4 words: word 2 h + r / 2 of half h; its byte b holds slot 4 r + b, in the low nibble for even r
 //   2 bits:  2 words: word h; bits 2 r, 2 r + 1 of byte b are slot 4 r + b
 //   1 bit:   1 word: bit 4 h + r of byte b is slot 4 r + b of half h
 //   6 = 4-bit plane of q % 16, then 2-bit plane of q / 16; 5 = 4-bit plane, 1-bit plane of q / 16;
 //   3 = 2-bit plane of q % 4, 1-bit plane of q / 4
-// Section 2, at a multiple of 256 bytes: what scales each GROUP of columns of a row, SUB_BYTES,
-//   groups of 16, 32, 64: [expert][N / 16][K / 64][g][group of the tile][half]; of 128: [expert][N / 16][K / 128][g][half]
-//   Affine weights: (scale, bias), two PAIR_T. Block codings: see weight_blocks.cuh; where these have SUPER_BYTES for each 256
-//   columns of a row, [g][half] of them stand in front of each four tiles' subs.
+// Section 2, at a multiple of 256 bytes: the scales of each GROUP of columns of a row, SUB_BYTES,
+//   groups of 16, 32, 64: [expert][N / 16][K / 64][g][group of the tile][half]
+//   groups of 128:        [expert][N / 16][K / 128][g][half]
+//   Affine weights: (scale, bias), two PAIR_T. Block codings: see weight_blocks.cuh. If these have SUPER_BYTES for each
+//   256 columns of a row, [g][half] of them come before the subs of each four tiles.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK. Dense weights lie row by row; the same lanes take the same columns of them.
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK. Dense weights are stored row by row; a lane takes the same
+// columns of them.
 #pragma once
 #include "ptx.cuh"
 #ifdef BLOCK
@@ -36,12 +38,12 @@
 #define SUPER_TILE (16 * SUPER_BYTES)        // and of what four tiles share
 #define PAIR_ROW ((size_t)((K_TILES + SHARE - 1) / SHARE * SUB_TILE + (SUPER_BYTES ? K_TILES / 4 * SUPER_TILE : 0))) // of a row tile
 
-// One 16-byte store: left to itself the compiler may split it.
+// One 16-byte store; the compiler may split an ordinary one.
 __device__ __forceinline__ void store16(void *p, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Weights are read once: they pass by L1.
+// Weights are read once, so these loads bypass L1.
 __device__ __forceinline__ uint4 stream16(const void *p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -60,12 +62,12 @@ __device__ __forceinline__ u32 stream4(const void *p) {
 }
 
 #ifdef BITS
-// What a lane holds of one tile.
+// A lane's part of one tile.
 struct TileCodes {
     u32 w[BITS];
 };
 
-// From global memory, or (SHARED) from a copy of the tile in shared memory.
+// From global memory, or (SHARED_MEMORY) from a copy of the tile in shared memory.
 template <bool SHARED_MEMORY = false>
 __device__ __forceinline__ void load_codes(TileCodes &c, const u32 *tile, int lane) {
     int at = 0, plane = 0; // words loaded; words of the planes before
@@ -111,12 +113,12 @@ __device__ __forceinline__ u32 four_codes(const TileCodes &c, int h, int r) {
     return q;
 }
 
-// A slot is a run of columns of a tile with one or two scale groups: the tile, or half of it where groups have 16 columns.
+// A slot is a run of columns of a tile with one or two scale groups: the tile, or half of it if groups have 16 columns.
 #define TILE_SLOTS (PARTS == 4 ? 2 : 1)
 #define SLOT_PARTS (PARTS >= 2 ? 2 : 1)
 #define SUB_SLOT (SLOT_PARTS * 2 * SUB_BYTES) // bytes of a lane's two rows
 
-// What scales a lane's two rows in one slot, as it lies.
+// The scales of a lane's two rows in one slot, as stored.
 struct SlotPairs {
     u32 subs[SUB_SLOT / 4]; // [part][half]
     u32 supers[SUPER_BYTES ? SUPER_BYTES / 2 : 1]; // [half]
@@ -136,12 +138,12 @@ template <bool SHARED_MEMORY, int BYTES> __device__ __forceinline__ void load_wo
     }
 }
 
-// Where consecutive tiles of a row tile lie, up to four with the same supers.
+// Where consecutive tiles of a row tile lie; at most four tiles, with the same supers.
 struct TilesAt {
     const u32 *codes;
     const u8 *subs, *supers;
 };
-// Slot `slot` of those from `at`, row g and g + 8.
+// Loads slot `slot` of the tiles at `at`, rows g and g + 8.
 template <bool SHARED_MEMORY = false>
 __device__ __forceinline__ void load_pairs(SlotPairs &p, const TilesAt &at, int slot, int g) {
     const int place = slot / TILE_SLOTS / SHARE * SUB_TILE + (g * TILE_SLOTS + slot % TILE_SLOTS) * SUB_SLOT;
@@ -151,7 +153,8 @@ __device__ __forceinline__ void load_pairs(SlotPairs &p, const TilesAt &at, int 
 #endif
 }
 
-// What multiplies a level and what is added, for a lane's row `half` in part `part` of a slot. Both are constants once unrolled.
+// The factor and the offset of a level, for a lane's row `half` in part `part` of a slot. Both indices are constants
+// once unrolled.
 #ifdef BLOCK
 __device__ __forceinline__ Scaling scaling(const SlotPairs &p, int part, int half) { return scaling_of(p.subs, 2 * part + half, p.supers, half); }
 #else
@@ -170,7 +173,7 @@ __device__ __forceinline__ float bias_of(Scaling s) { return s.offset; }
 // ---- weights as f32, for the kernels that multiply in f32 and those that write dense rows ----
 
 #ifdef BITS
-// What scales the eight columns of lane t in columns 32 m and on of a tile.
+// The scales of the eight columns of lane t in columns 32 m to 32 m + 31 of a tile.
 __device__ __forceinline__ Scaling scaling_at(const SlotPairs (&p)[TILE_SLOTS], int m, int half, int t) {
     if (PARTS < 4) return scaling(p[0], PARTS == 2 ? m : 0, half);
     const SlotPairs &of = p[m % TILE_SLOTS];
@@ -193,7 +196,7 @@ __device__ __forceinline__ TilesAt tiles_at(const Weights &w, int rt, int kt) {
     const u8 *subs = SUPER_BYTES ? supers + SUPER_TILE + kt % 4 * SUB_TILE : row + kt / SHARE * SUB_TILE;
     return {w.codes + ((size_t)rt * K_TILES + kt) * TILE_WORDS, subs, supers};
 }
-// The 16 slots of each half of a tile.
+// Widens the 16 slots of each half of a tile to f32.
 __device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &from, int rt, int kt, int lane) {
     TileCodes c;
     SlotPairs p[TILE_SLOTS];
@@ -236,7 +239,7 @@ __device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &fro
 }
 #endif
 
-// The columns of a row of x that meet the slots of lane t in column tile kt; zeros beyond the end.
+// The columns of a row of x that belong to the slots of lane t in column tile kt; zeros beyond the end.
 __device__ __forceinline__ void load_slots(float (&v)[16], const float *row, int kt, int t) {
     for (int m = 0; m < 2; m++) {
         int k = 64 * kt + 32 * m + 8 * t;
@@ -255,7 +258,7 @@ __device__ __forceinline__ void load_slots(float (&v)[16], const float *row, int
     }
 }
 
-// ---- tiles through shared memory: one lane has the copy engine fetch them, a barrier tells when they are there (sm_90 and later) ----
+// ---- tiles through shared memory: one lane starts the copies, a barrier signals their arrival (sm_90 and later) ----
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void init_barriers(u64 *full, int count) {
@@ -289,7 +292,7 @@ template <int COUNT> __device__ __forceinline__ void fetch_tiles(u8 *copy, u64 *
     fetch_bytes((void *)to.subs, from.subs, (tiles + SHARE - 1) / SHARE * SUB_TILE, full);
     if (SUPER_BYTES) fetch_bytes((void *)to.supers, from.supers, SUPER_TILE, full);
 }
-// The same by all lanes of a warp, as part of the group of copies that they commit next.
+// The same by all lanes of a warp; the copies belong to the group that they commit next.
 template <int COUNT> __device__ __forceinline__ void copy_tiles_async(u8 *copy, const Weights &w, int rt, int kt, int tiles, int lane) {
     const TilesAt from = tiles_at(w, rt, kt), to = copy_at<COUNT>(copy);
     auto part = [&](const void *to, const void *from, int bytes, int most) {

@@ -1,7 +1,9 @@
-// Hopper's matrix instructions (sm_90a): a warpgroup multiplies 64 rows of A, f16, by a tile of B in shared memory, and goes on meanwhile.
+// Hopper's matrix instructions (sm_90a): a warpgroup multiplies 64 rows of A (f16) by a tile of B in shared memory, and
+// continues while the product runs.
 //
-// Tiles lie in panels of 64 columns: rows of 128 bytes, whose 16-byte chunk c is at c ^ (row % 8); a panel begins at a multiple
-// of 1024 bytes. Sums are fragments as mma.sync has them: warp w of the warpgroup has rows 16 w and on, d[j] columns 8 j and on.
+// Tiles are stored in panels of 64 columns: rows of 128 bytes, with 16-byte chunk c at c ^ (row % 8). A panel begins at
+// a multiple of 1024 bytes. Sums are fragments as in mma.sync: warp w of the warpgroup has rows from 16 w on, d[j] has
+// columns from 8 j on.
 #pragma once
 #include "ptx.cuh"
 
@@ -10,31 +12,32 @@
 /// Where a 16-byte chunk of a row of a panel lies.
 static __device__ __forceinline__ u32 panel_offset(u32 row, u32 chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
 
-/// A tile whose columns are summed over: step s of 16 columns begins 2 s further in the same panel.
+/// Descriptor of a tile that is summed over its columns: step s of 16 columns begins 2 s further in the same panel.
 static __device__ __forceinline__ u64 panel_of_rows(u32 address) {
     return (u64)(address >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
-/// A tile whose rows are summed over, its panels `panel_bytes` apart: step s of 16 rows begins 128 s further.
+/// Descriptor of a tile that is summed over its rows, with panels `panel_bytes` apart: step s of 16 rows begins 128 s
+/// further.
 static __device__ __forceinline__ u64 panels_of_columns(u32 address, u32 panel_bytes) {
     return (u64)(address >> 4) | (u64)(panel_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
-/// Registers and shared memory written so far are what products started from here on see.
+/// Products started after this see all registers and shared memory written before it.
 static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 /// Closes a group of products.
 static __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/// Waits until at most `PENDING` groups are under way. Sums that are read behind it have to be settled.
+/// Waits until at most `PENDING` groups are under way. Sums have to be settled before they are read.
 template <int PENDING> static __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-/// Keeps the compiler from reading sums ahead of the wait.
+/// Keeps the compiler from reading sums before the wait.
 template <int TILES> static __device__ __forceinline__ void settle(float (&d)[TILES][4]) {
 #pragma unroll
     for (int j = 0; j < TILES; j++)
 #pragma unroll
         for (int e = 0; e < 4; e++) asm volatile("" : "+f"(d[j][e])::"memory");
 }
-/// What other threads' instructions wrote to shared memory becomes what products read; a barrier comes behind it.
+/// Makes writes to shared memory by ordinary instructions visible to products; a barrier must follow.
 static __device__ __forceinline__ void publish_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #define SUMS_1(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -47,7 +50,7 @@ static __device__ __forceinline__ void publish_to_products() { asm volatile("fen
     NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                          \
              "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-/// Columns FROM .. FROM + N of d += A B, with A in registers, a fragment of 16 columns, and B from panel_of_rows, or with
+/// Columns FROM .. FROM + N of d += A B. A is a fragment of 16 columns in registers; B is from panel_of_rows, or with
 /// BY_COLUMNS from panels_of_columns.
 template <int N, int FROM, bool BY_COLUMNS, int TILES>
 static __device__ __forceinline__ void wgmma(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {
