@@ -98,10 +98,6 @@ impl Subject {
             ] {
                 text.insert(name.into(), value);
             }
-            // Sections of a picture's positions fit the head dimension that they were made for.
-            if let Some(rope) = text.get_mut("rope_parameters").and_then(Value::as_object_mut) {
-                rope.remove("mrope_section");
-            }
             config["model_type"] = "qwen3_5_moe".into();
         }
         let parameters = RandomParameters { format };

@@ -115,10 +115,6 @@ fn heads_that_are_no_groups_are_refused() {
         serde_json::from_slice(&std::fs::read(demo().join("config.json")).expect("there")).expect("JSON");
     let text = if config["text_config"].is_object() { &mut config["text_config"] } else { &mut config };
     text["head_dim"] = 48.into();
-    // Sections of a picture's positions fit the head dimension that they were made for.
-    if let Some(rope) = text["rope_parameters"].as_object_mut() {
-        rope.remove("mrope_section");
-    }
     let parameters = keel_models::loading::RandomParameters {
         format: keel_array::WeightFormat::Dense(keel_array::DType::BF16),
     };

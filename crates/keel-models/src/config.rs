@@ -192,8 +192,6 @@ impl HybridConfig {
             Some("linear_conv_kernel_dim is not in 2..=8")
         } else if self.rotary > self.head_dim || !divides(self.rotary, 2) {
             Some("partial_rotary_factor does not give an even number of elements within head_dim")
-        } else if self.rope_sections.is_some_and(|(s, _)| s.iter().sum::<usize>() != self.rotary / 2) {
-            Some("mrope_section does not add up to half the elements that turn")
         } else if self.moe.is_none() && self.intermediate == 0 {
             Some("neither intermediate_size nor num_experts is given")
         } else if self.intermediate > EXTENT_MAX {
@@ -370,5 +368,27 @@ mod tests {
             let message = HybridConfig::from_json(&config).expect_err("must not pass").to_string();
             assert!(message.contains(key), "{key}: {message}");
         }
+    }
+
+    #[test]
+    fn sections_of_positions_matter_only_where_pictures_are_read() {
+        let mut config = minimal();
+        config["rope_parameters"] =
+            json!({"rope_theta": 5000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 0]});
+        let text = crate::read_config(&config).expect("a text model reads none of them");
+        assert_eq!(text.rope_sections.map(|(sections, _)| sections), Some([2, 1, 0]));
+        for (i, key) in ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"]
+            .iter()
+            .enumerate()
+        {
+            config[*key] = json!(5 + i);
+        }
+        config["vision_config"] = json!({"depth": 2, "hidden_size": 48, "num_heads": 2, "intermediate_size": 64,
+            "num_position_embeddings": 81, "out_hidden_size": 64});
+        crate::read_config(&config).expect("nor one whose tower is left out");
+        let message = crate::vision::read_vision(&config).expect_err("must not pass").to_string();
+        assert!(message.contains("mrope_section") && message.contains("3"), "{message}");
+        config["rope_parameters"]["mrope_section"] = json!([2, 1, 1]);
+        crate::vision::read_vision(&config).expect("they add up");
     }
 }

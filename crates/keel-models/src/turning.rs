@@ -21,6 +21,19 @@ impl HybridConfig {
         RopeSpec { rotary: self.rotary, sections, interleaved }
     }
 
+    /// Checks that every frequency has an axis, which matters where there are pictures.
+    pub(crate) fn check_sections(&self) -> Result<()> {
+        let Some((sections, _)) = self.rope_sections else { return Ok(()) };
+        let (sum, frequencies) =
+            (sections.iter().fold(0usize, |sum, n| sum.saturating_add(*n)), self.rotary / 2);
+        if sum == frequencies {
+            return Ok(());
+        }
+        let reason =
+            format!("mrope_section {sections:?} adds up to {sum}, expected the {frequencies} frequencies");
+        Err(ModelError::Config(reason))
+    }
+
     /// Base and stretching of the frequencies of a kind of layers.
     fn turns(&self, kind: MixerKind) -> (f64, &RopeScaling) {
         match kind {

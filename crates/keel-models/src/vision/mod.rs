@@ -25,7 +25,12 @@ use crate::loading::Parameters;
 /// # Errors
 /// A part that is incomplete or contradicts itself or the text part.
 pub fn read_vision(config: &Value) -> Result<Option<VisionConfig>> {
-    VisionConfig::from_json(config)
+    let vision = VisionConfig::from_json(config)?;
+    if vision.is_some() {
+        // Text turns by one position alone, so its own reader does not look at the sections.
+        crate::read_config(config)?.check_sections()?;
+    }
+    Ok(vision)
 }
 
 /// Whether a checkpoint still has the tower that its config names: converters drop it.

@@ -54,7 +54,9 @@ pub struct Seen {
 /// # Errors
 /// Pictures for a model that reads text alone; files that cannot be read; what the processor, the template or the tokenizer says.
 pub fn prepare(model: &Model, text: &ModelText, conversation: &Conversation) -> Result<Prepared> {
-    let vision = vision::read_vision(&model.json)?;
+    // A vision part that contradicts itself is no matter where nothing is to be seen.
+    let vision = vision::read_vision(&model.json);
+    let vision = if conversation.has_pictures() { vision? } else { vision.ok().flatten() };
     let has_tower = vision.as_ref().is_some_and(|config| vision::has_tower(config, &*model.parameters()));
     if conversation.has_pictures() && !has_tower {
         bail!("this model reads text alone: it has no vision tower, so it cannot be shown pictures");
