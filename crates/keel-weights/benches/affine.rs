@@ -1,8 +1,8 @@
 //! Speed of the affine codec: `cargo bench -p keel-weights --bench affine`.
 //!
-//! Rows of 4096 values, one thread to decode, all threads to encode. What is needed: a disk that reads 2 GB/s
-//! of bf16 delivers 1 Gvalue/s, and neither direction should be slower than that by much. The floor of encoding,
-//! with the four lanes of the baseline instruction set, is its division: 4 values in 5 cycles.
+//! Rows of 4096 values; one thread decodes, all threads encode. The target: a disk that reads 2 GB/s of bf16 delivers
+//! 1 Gvalue/s, and neither direction should be much slower than that. The floor of encoding, with the four lanes of the
+//! baseline instruction set, is its division: 4 values in 5 cycles.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! What must hold for any bytes at all: shared by the fuzz targets and by `tests/fuzz_smoke.rs`.
+//! Checks that must hold for any bytes. The fuzz targets and `tests/fuzz_smoke.rs` share them.
 
 #![allow(dead_code, reason = "each target uses one of these functions")]
 

@@ -1,18 +1,23 @@
-//! 4-bit weights with 4-bit zeros, as AWQ and GPTQ pack them (Lin et al., 2023; Frantar et al., 2022); ParoQuant shares AWQ's
-//! form (Liang et al., 2025).
+//! 4-bit weights with 4-bit zeros, as packed by AWQ (Lin et al., 2023), GPTQ (Frantar et al., 2022) and ParoQuant
+//! (Liang et al., 2025), which uses AWQ's form.
 //!
-//! `weight[n, k] = scale[g, n] * (q[k, n] - zero[g, n])` with `g = k / group_size`; `scales` are f16 or bf16 `[K / group_size, N]`.
-//! Words are i32 and hold eight values:
+//! `weight[n, k] = scale[g, n] * (q[k, n] - zero[g, n])` with `g = k / group_size`. `scales` are f16 or bf16
+//! `[K / group_size, N]`. Each i32 word holds eight values:
 //!
-//! * AWQ: outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on: `qweight` `[K, N / 8]`, `qzeros`
-//!   `[K / group_size, N / 8]`.
-//! * GPTQ: inputs in `qweight` `[K / 8, N]`, outputs in `qzeros`, both in their order. Zeros are stored less one, unless the config's
-//!   `checkpoint_format` is `gptq_v2`. `g_idx` i32 `[K]` names the group of each input; only the groups of `k / group_size` are read,
-//!   because inputs in another order would need scales of their own.
+//! * AWQ: `qweight` `[K, N / 8]` and `qzeros` `[K / group_size, N / 8]`. A word holds eight outputs, from the lowest
+//! bits
+//!   on in the order 0, 2, 4, 6, 1, 3, 5, 7.
+//! * GPTQ: `qweight` `[K / 8, N]` holds eight inputs a word, `qzeros` eight outputs, both in order. Stored zeros are
+//! one
+//!   too small, unless the config's `checkpoint_format` is `gptq_v2`. `g_idx` i32 `[K]` names the group of each input.
+//!   Only
+//!   groups `k / group_size` are read, because inputs in another order would need separate scales.
 //!
-//! ParoQuant's layers first scale their input and turn it in pairs: `channel_scales` f16 `[1, K]` or `[K]`, `theta` f16 `[R, K / 2]`
-//! and `pairs` i16 `[R, K]`, which count from the start of their group. The experts of a layer share two such rotations:
-//! `experts.gate_up_weight_theta` and so on stand beside `experts.0.gate_proj.qweight`, and `experts.down_weight_theta`.
+//! ParoQuant's layers first scale their input and rotate it in pairs: `channel_scales` f16 `[1, K]` or `[K]`, `theta`
+//! f16
+//! `[R, K / 2]` and `pairs` i16 `[R, K]`, which count from the start of their group. The experts of a layer share two
+//! rotations: `experts.gate_up_weight_theta` etc. and `experts.down_weight_theta` etc., next to
+//! `experts.0.gate_proj.qweight`.
 
 use std::ops::Range;
 
@@ -20,18 +25,18 @@ use keel_array::DType;
 
 use crate::{LinearFormat, LinearInfo, Result, TensorInfo, TensorSource, TensorView, WeightsError, float};
 
-/// Bit at which output `i` of eight lies in its word.
+/// First bit of output `i` of eight in its word.
 const AWQ_SHIFTS: [u32; 8] = [0, 16, 4, 20, 8, 24, 12, 28];
 
-/// The largest groups that kernels have; larger ones are read as several with the same scale.
+/// The largest groups that kernels have. A larger group is read as several with the same scale.
 const GROUP_MAX: usize = 128;
 
-/// Which values share a word.
+/// The values that share a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Packing {
     Awq,
     Gptq {
-        /// What is added to zeros as they are stored.
+        /// Added to each stored zero.
         zero_offset: u8,
     },
 }
@@ -49,12 +54,12 @@ pub struct AwqTensor<'a> {
     stored_group: usize,
 }
 
-/// What stands before a ParoQuant layer.
+/// The rotation before a ParoQuant layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RotationValues {
     /// Factor of each column, `[K]`.
     pub scales: Vec<f32>,
-    /// Columns that turn together, two after two, `[R, K]`.
+    /// Columns that turn together, as consecutive pairs, `[R, K]`.
     pub pairs: Vec<u32>,
     /// Angle of each pair in radians, `[R, K / 2]`.
     pub angles: Vec<f32>,
@@ -76,7 +81,7 @@ impl<'a> AwqTensor<'a> {
         Ok(AwqTensor { qweight, qzeros, scales, packing, rows, cols, stored_group })
     }
 
-    /// Its sizes and format.
+    /// The weight's sizes and format.
     pub fn info(&self) -> LinearInfo {
         let format = LinearFormat::Awq { group_size: self.group_size() };
         LinearInfo { experts: None, rows: self.rows, cols: self.cols, format }
@@ -92,7 +97,7 @@ impl<'a> AwqTensor<'a> {
         group_size(self.stored_group)
     }
 
-    /// The code of an input of an output.
+    /// The code of input `k` of output `row`.
     fn code(&self, k: usize, row: usize) -> u8 {
         match self.packing {
             Packing::Awq => nibble(&self.qweight, k * (self.rows / 8) + row / 8, AWQ_SHIFTS[row % 8]),
@@ -100,7 +105,7 @@ impl<'a> AwqTensor<'a> {
         }
     }
 
-    /// The zero of a group of an output.
+    /// The zero of a group of output `row`.
     fn zero(&self, group: usize, row: usize) -> u8 {
         let word = group * (self.rows / 8) + row / 8;
         match self.packing {
@@ -166,17 +171,17 @@ impl<'a> AwqTensor<'a> {
     }
 }
 
-/// Four bits of a word.
+/// Four bits of a word, from bit `shift` on.
 fn nibble(tensor: &TensorView<'_>, word: usize, shift: u32) -> u8 {
     (u32::from_le_bytes(tensor.bytes().as_chunks::<4>().0[word]) >> shift & 15) as u8
 }
 
-/// The groups that kernels see.
+/// The size of the groups that kernels see.
 fn group_size(stored: usize) -> usize {
     if stored.is_multiple_of(GROUP_MAX) { GROUP_MAX } else { stored }
 }
 
-/// Checks that inputs belong to groups in their order.
+/// Checks that input `k` belongs to group `k / group`.
 fn check_groups(module: &str, groups: TensorView<'_>, cols: usize, group: usize) -> Result<()> {
     let groups = groups.expect_shape(&[cols])?;
     let problem = if groups.dtype() != DType::I32 {
@@ -194,7 +199,7 @@ fn check_groups(module: &str, groups: TensorView<'_>, cols: usize, group: usize)
     Err(WeightsError::Module { module: module.into(), problem })
 }
 
-/// What the shapes of a layer say.
+/// A layer's packing and sizes, from its shapes.
 struct Sizes {
     packing: Packing,
     rows: usize,
@@ -247,8 +252,8 @@ fn sizes<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<Sizes> {
     ))
 }
 
-/// The rotation of a ParoQuant layer; `None` if the layer has none. The names of its tensors begin with `prefix`; `module` is the
-/// layer, or one of those that share it.
+/// The rotation of a ParoQuant layer; `None` if there is none. The names of its tensors begin with `prefix`. `module`
+/// is the layer, or one of the layers that share it.
 pub(crate) fn rotation<S: TensorSource + ?Sized>(
     source: &S,
     prefix: &str,

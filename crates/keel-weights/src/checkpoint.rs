@@ -19,7 +19,7 @@ const INDEX_BYTES_MAX: u64 = 256 << 20;
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// An opened checkpoint: its configuration, and its tensors by name over all shards.
+/// An opened checkpoint: its configuration, and the tensors of all shards by name.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -27,7 +27,7 @@ pub struct Checkpoint {
     config: Value,
     quantization: Option<Quantization>,
     files: Vec<SafetensorsFile>,
-    /// Which of `files` holds a tensor.
+    /// The index in `files` of each tensor.
     owners: BTreeMap<String, usize>,
 }
 
@@ -35,7 +35,7 @@ impl Checkpoint {
     /// Opens a folder with `model.safetensors` or `model.safetensors.index.json`, or either file directly,
     /// or any other `.safetensors` file. `config.json` is read from the same folder.
     ///
-    /// Weights are mapped, not read: this takes time and memory for the headers alone.
+    /// Weights are mapped, not read. Opening takes time and memory only for the headers.
     ///
     /// # Errors
     /// [`WeightsError::NoWeights`] or [`WeightsError::NoConfig`] if a part is missing,
@@ -55,8 +55,9 @@ impl Checkpoint {
         Ok(Checkpoint { path: path.into(), folder, config, quantization, files, owners })
     }
 
-    /// A checkpoint that is part of the program: the bytes of its config.json and of its one weights file, which are neither
-    /// copied nor read here. Errors call it by `name`, and that is its [`folder`](Self::folder), which need not exist.
+    /// A checkpoint that is part of the program: the bytes of its config.json and of its one weights file. They are
+    /// neither copied nor read here. `name` stands for it in errors and is its [`folder`](Self::folder), which need not
+    /// exist.
     ///
     /// # Errors
     /// [`WeightsError::Json`] or [`WeightsError::Header`] if a part is broken.
@@ -80,7 +81,7 @@ impl Checkpoint {
         &self.config
     }
 
-    /// The folder of config.json, where a tokenizer is looked for.
+    /// The folder of config.json. The tokenizer is searched here, too.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -151,7 +152,7 @@ impl TensorSource for Checkpoint {
     }
 }
 
-/// The weights file or shard index that `path` means.
+/// The weights file or shard index at `path`.
 fn weights_path(path: &Path) -> Result<PathBuf> {
     let metadata = std::fs::metadata(path).map_err(WeightsError::io("open", path))?;
     if metadata.is_dir() {
@@ -186,7 +187,7 @@ struct ShardIndex {
     weight_map: BTreeMap<String, String>,
 }
 
-/// Opens the files that an index names and checks that each holds what the index says it holds.
+/// Opens the files named by an index, and checks that each holds the tensors that the index says.
 fn open_shards(index: &Path, folder: &Path) -> Result<(Vec<SafetensorsFile>, BTreeMap<String, usize>)> {
     let problem = |problem: String| WeightsError::Json { path: index.into(), problem };
     let ShardIndex { weight_map } = json::read(index, INDEX_BYTES_MAX)?;
@@ -216,7 +217,7 @@ fn open_shards(index: &Path, folder: &Path) -> Result<(Vec<SafetensorsFile>, BTr
     Ok((files, owners))
 }
 
-/// Whether `name` is one ordinary component, so that an index cannot reach outside its folder.
+/// Whether `name` is one ordinary path component. So an index cannot name files outside its folder.
 fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))

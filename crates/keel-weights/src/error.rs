@@ -1,4 +1,4 @@
-//! What can be wrong with a checkpoint.
+//! Errors of checkpoints and weights files.
 
 use std::path::PathBuf;
 
@@ -25,7 +25,7 @@ pub enum WeightsError {
          or the path of a .safetensors file", path.display()
     )]
     NoWeights {
-        /// What was opened.
+        /// The path that was opened.
         path: PathBuf,
     },
 
@@ -35,7 +35,7 @@ pub enum WeightsError {
          model was downloaded", path.display()
     )]
     NoConfig {
-        /// Where config.json was looked for.
+        /// The expected path of config.json.
         path: PathBuf,
     },
 
@@ -67,7 +67,7 @@ pub enum WeightsError {
         path: PathBuf,
     },
 
-    /// An output that cannot be completed as it was asked for.
+    /// An output that cannot be written as requested.
     #[error("{} cannot be written: {problem}", path.display())]
     Output {
         /// The file or folder.
@@ -85,7 +85,7 @@ pub enum WeightsError {
         path: PathBuf,
         /// How many tensors it holds.
         held: usize,
-        /// Up to a few names that share the longest part of the path.
+        /// A few names that share the longest part of the path.
         siblings: Vec<String>,
     },
 
@@ -124,27 +124,27 @@ pub enum WeightsError {
         needed: &'static str,
     },
 
-    /// A linear layer whose tensors, shapes and config do not agree, or whose quantisation is not read.
+    /// A linear layer whose tensors, shapes and config do not agree, or whose quantisation is not supported.
     #[error("module '{module}': {problem}")]
     Module {
         /// The module's path.
         module: String,
-        /// What does not fit.
+        /// What does not agree.
         problem: String,
     },
 
-    /// A weight that is not a number, or infinite, where quantising needs finite ones.
+    /// A weight that is NaN or infinite, where quantising needs finite values.
     #[error(
         "tensor '{name}' holds NaN, infinite or overflowing values at row {row}: the checkpoint is damaged"
     )]
     NotFinite {
         /// The tensor.
         name: String,
-        /// The row, or the first of the rows among which it is.
+        /// The row, or the first of a range of rows that contains it.
         row: usize,
     },
 
-    /// A range of rows that the tensor does not have, or an output of another size than they need.
+    /// A range of rows that the tensor does not have, or an output of the wrong size.
     #[error("tensor '{name}': rows {start}..{end} of {rows} x {cols} into {out} values")]
     Rows {
         /// The tensor.
@@ -162,11 +162,11 @@ pub enum WeightsError {
     },
 }
 
-/// What is wrong with the header of a weights file.
+/// A problem in the header of a weights file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HeaderProblem {
-    /// There is nothing in the file.
+    /// The file is empty.
     #[error("the file is empty")]
     Empty,
 
@@ -184,7 +184,7 @@ pub enum HeaderProblem {
     Oversized {
         /// The length that the file claims for its header.
         claimed: u64,
-        /// The most that is accepted.
+        /// The most bytes that are accepted.
         limit: u64,
     },
 

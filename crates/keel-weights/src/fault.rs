@@ -1,18 +1,19 @@
-//! Reads of a mapped file that fail: the file was cut short, or its disk gave up.
+//! Failed reads of a mapped file: the file was cut short, or its disk failed.
 //!
-//! The system answers such a read with the signal SIGBUS, which ends the process. Here a handler puts zeros in the place of the
-//! rest of the mapping and notes the damage, so that the read goes on and whoever asked for it
-//! [is told](Watched::is_damaged). It costs nothing while files stay as they are. Signals of other addresses go to the handler
-//! that was there before.
+//! The system answers such a read with the signal SIGBUS, which ends the process. The handler here instead maps zeros
+//! over the rest of the mapping and records the damage. The read goes on, and the caller asks [`Watched::is_damaged`]
+//! later. There is no cost while files stay intact. Signals at other addresses go to the handler that was installed
+//! before.
 #![allow(unsafe_code)]
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
-/// Mappings that are watched at a time; the largest published checkpoints have about 200 files. Further ones are not watched.
+/// Most mappings watched at a time. The largest published checkpoints have about 200 files. Further ones are not
+/// watched.
 const MAPPINGS_MAX: usize = 1024;
 
-/// A mapping; free where `start` is 0.
+/// A place in the table of mappings; free if `start` is 0.
 struct Mapping {
     start: AtomicUsize,
     end: AtomicUsize,
@@ -23,13 +24,13 @@ static MAPPINGS: [Mapping; MAPPINGS_MAX] = [const {
     Mapping { start: AtomicUsize::new(0), end: AtomicUsize::new(0), damaged: AtomicBool::new(false) }
 }; MAPPINGS_MAX];
 
-/// Takes a place in the table while it is filled: no mapping begins here.
+/// Value of `start` while a place is being filled: no mapping begins here.
 const BEING_FILLED: usize = 1;
 
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(4096);
 static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
 
-/// A mapping that is watched until this is dropped. Drop it before the mapping.
+/// Watches a mapping until dropped. Drop it before the mapping.
 #[derive(Debug)]
 pub(crate) struct Watched(Option<usize>);
 
@@ -68,7 +69,7 @@ impl Drop for Watched {
     }
 }
 
-/// Installs the handler, once in a process.
+/// Installs the handler, once per process.
 fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -79,7 +80,7 @@ fn install() {
         // SAFETY: `sigaction` is plain data, for which zeros are valid: no flags, an empty mask.
         let (mut previous, mut ours): (libc::sigaction, libc::sigaction) =
             unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
-        // SAFETY: the pointers are to locals; a null action only asks.
+        // SAFETY: the pointers are to locals; a null action only reads the present one.
         if unsafe { libc::sigaction(libc::SIGBUS, std::ptr::null(), &mut previous) } != 0 {
             return;
         }
@@ -91,7 +92,7 @@ fn install() {
     });
 }
 
-/// Runs where the signal struck: atomics and system calls alone.
+/// Runs in a signal handler: uses only atomics and system calls.
 extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the system hands over a valid description, whose address is set for this signal.
     let address = unsafe { (*info).si_addr() } as usize;
@@ -105,14 +106,14 @@ extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut l
         let page = PAGE_BYTES.load(Ordering::Relaxed);
         let first = address / page * page;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        // SAFETY: whole pages of a mapping that its owner keeps until it is no longer watched; it is read-only, so nothing
-        // that was written is lost. What is read there from now on are zeros.
+        // SAFETY: these are whole pages of a mapping that its owner keeps while it is watched. The mapping is
+        // read-only, so no written data is lost. Later reads of these pages give zeros.
         let mapped = unsafe { libc::mmap(first as *mut _, end - first, libc::PROT_READ, flags, -1, 0) };
         if mapped != libc::MAP_FAILED {
             return;
         }
     }
-    // Not ours: when this returns the read fails again, and the handler from before answers.
+    // Not a watched mapping. After the return the read fails again, and the earlier handler answers.
     let previous = PREVIOUS.load(Ordering::Acquire);
     // SAFETY: stored before this handler was installed, never freed.
     unsafe { libc::sigaction(libc::SIGBUS, previous, std::ptr::null_mut()) };

@@ -1,4 +1,4 @@
-//! Between f32 and the bytes of f32, f16 and bf16.
+//! Converts between f32 and the bytes of f32, f16 and bf16.
 
 use half::slice::HalfFloatSliceExt;
 use keel_array::DType;
@@ -51,7 +51,7 @@ pub fn encode(dtype: DType, values: &[f32], out: &mut [u8]) {
     }
 }
 
-/// Converts by slices, which is where the processor's half conversion is used.
+/// Converts whole slices: only these use the processor's half conversion.
 fn decode_f16(bytes: &[u8], out: &mut [f32]) {
     const CHUNK: usize = 64;
     let mut halves = [half::f16::ZERO; CHUNK];
@@ -77,7 +77,7 @@ mod tests {
             decode(dtype, &bytes, &mut values);
             encode(dtype, &values, &mut back);
             for ((value, back), bytes) in values.iter().zip(back.chunks(2)).zip(bytes.chunks(2)) {
-                // A signalling NaN comes back quiet.
+                // A signalling NaN becomes quiet.
                 assert!(value.is_nan() || back == bytes, "{dtype} {bytes:?}: {value} is {back:?}");
             }
         }

@@ -1,8 +1,9 @@
 //! 4-bit floats in MLX's form: `mode` `mxfp4` or `nvfp4` in the config.
 //!
-//! `weight[n, k] = level(code) * scale[n, k / group]`, levels 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. `weight` u32
-//! `[N, K / 8]` holds eight codes a word, lowest bits first; `scales` u8 `[N, K / group]` are powers of two (`2^(e - 127)`, groups of 32)
-//! in `mxfp4`, 8-bit floats (E4M3, groups of 16) in `nvfp4`. Experts are stacked.
+//! `weight[n, k] = level(code) * scale[n, k / group]`, levels 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. `weight`
+//! u32
+//! `[N, K / 8]` holds eight codes a word, lowest bits first. `scales` u8 `[N, K / group]` are powers of two
+//! (`2^(e - 127)`, groups of 32) in `mxfp4`, and 8-bit floats (E4M3, groups of 16) in `nvfp4`. Experts are stacked.
 
 use std::ops::Range;
 
@@ -13,12 +14,12 @@ use crate::{
     view::check_rows,
 };
 
-/// How groups of 4-bit floats are scaled.
+/// The scale of a group of 4-bit floats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fp4Mode {
-    /// By a power of two for 32 values.
+    /// A power of two for 32 values.
     Mxfp4,
-    /// By an 8-bit float for 16 values.
+    /// An 8-bit float for 16 values.
     Nvfp4,
 }
 
@@ -65,12 +66,12 @@ impl<'a> Fp4Tensor<'a> {
         Ok(Fp4Tensor { mode, info, weight: tensor("weight")?, scales: tensor("scales")? })
     }
 
-    /// Its sizes and format.
+    /// The weight's sizes and format.
     pub fn info(&self) -> LinearInfo {
         self.info
     }
 
-    /// Decodes rows `range` (experts and rows multiplied) into `out`.
+    /// Decodes rows `range` (of all experts, counted through) into `out`.
     ///
     /// # Errors
     /// [`WeightsError::Rows`] if the rows do not exist or `out` has another length.
@@ -92,20 +93,20 @@ impl<'a> Fp4Tensor<'a> {
         Ok(())
     }
 
-    /// Rows `range` of a `mxfp4` weight as blocks of [`BlockFormat::MXFP4`], which mean the same.
+    /// Rows `range` of an `mxfp4` weight as blocks of [`BlockFormat::MXFP4`], with the same values.
     ///
     /// # Errors
     /// [`WeightsError::Rows`] if the rows do not exist.
     ///
     /// # Panics
-    /// If the mode is another.
+    /// If the mode is not `mxfp4`.
     pub fn rows_blocks(&self, range: Range<usize>) -> Result<Vec<u8>> {
         assert_eq!(self.mode, Fp4Mode::Mxfp4);
         let (codes, scales) = (self.weight.row_bytes(range.clone())?, self.scales.row_bytes(range)?);
         let mut blocks = Vec::with_capacity(scales.len() * BlockFormat::MXFP4.bytes());
         for (codes, scale) in codes.as_chunks::<16>().0.iter().zip(scales) {
             blocks.push(*scale);
-            // Neighbours share a byte there; here values 16 apart do.
+            // In the checkpoint, neighbours share a byte. In a block, values 16 apart do.
             let code = |i: usize| codes[i / 2] >> (i % 2 * 4) & 15;
             blocks.extend((0..16).map(|i| code(i) | code(i + 16) << 4));
         }
@@ -113,7 +114,7 @@ impl<'a> Fp4Tensor<'a> {
     }
 }
 
-/// Sizes of such a layer, checked against each other.
+/// Sizes of an FP4 layer, checked against each other.
 pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str, mode: Fp4Mode) -> Result<LinearInfo> {
     let part = |part: &str| source.info(&format!("{module}.{part}"));
     let (weight, scales) = (part("weight")?, part("scales")?);

@@ -1,7 +1,7 @@
-//! 8-bit floats in blocks of 128 by 128 that share a scale, as Qwen and DeepSeek publish them.
+//! 8-bit floats with a scale for each block of 128 by 128, as Qwen and DeepSeek publish them.
 //!
-//! `weight[n, k] = e4m3(weight[n, k]) * weight_scale_inv[n / 128, k / 128]`: `weight` F8_E4M3 `[N, K]`, `weight_scale_inv` f32,
-//! f16 or bf16 `[ceil(N / 128), ceil(K / 128)]`.
+//! `weight[n, k] = e4m3(weight[n, k]) * weight_scale_inv[n / 128, k / 128]`: `weight` F8_E4M3 `[N, K]`,
+//! `weight_scale_inv` f32, f16 or bf16 `[ceil(N / 128), ceil(K / 128)]`.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::{
 /// Rows and columns of a block.
 const BLOCK: usize = 128;
 
-/// The name that safetensors files have for the element type.
+/// The element type's name in safetensors files.
 const E4M3: &str = "F8_E4M3";
 
 /// A weight of 8-bit floats, borrowed from its checkpoint.
@@ -36,7 +36,7 @@ impl<'a> Fp8Tensor<'a> {
         Ok(Fp8Tensor { codes, rows, cols, scales })
     }
 
-    /// Its sizes and format.
+    /// The weight's sizes and format.
     pub fn info(&self) -> LinearInfo {
         LinearInfo { experts: None, rows: self.rows, cols: self.cols, format: LinearFormat::Fp8 }
     }
@@ -59,7 +59,7 @@ impl<'a> Fp8Tensor<'a> {
     }
 }
 
-/// A float of a sign, four bits of exponent and three of mantissa, without infinities.
+/// A float with a sign, four bits of exponent and three of mantissa, without infinities.
 pub(crate) fn e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let magnitude = match (exponent, code & 7) {
@@ -70,7 +70,7 @@ pub(crate) fn e4m3(code: u8) -> f32 {
     if code & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
-/// Sizes of such a layer, checked against each other.
+/// Sizes of an FP8 layer, checked against each other.
 pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
     let (kind, shape, bytes) = source.raw(&format!("{module}.weight"))?;
     let scales = source.info(&format!("{module}.weight_scale_inv"))?;

@@ -1,4 +1,4 @@
-//! Reading small JSON files with a bound on their size.
+//! Reads small JSON files, with a bound on their size.
 
 use std::{io::ErrorKind, path::Path};
 
@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 
 use crate::{Result, WeightsError, read_regular, write_whole};
 
-/// Parses the JSON file at `path`, refusing more than `bytes_max`.
+/// Parses the JSON file at `path`, if it has at most `bytes_max` bytes.
 pub(crate) fn read<T: DeserializeOwned>(path: &Path, bytes_max: u64) -> Result<T> {
     let bytes = read_regular(path, bytes_max).map_err(|error| match error.kind() {
         ErrorKind::FileTooLarge => {
@@ -18,13 +18,13 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path, bytes_max: u64) -> Result<T
     parse(path, &bytes)
 }
 
-/// Parses the bytes of a JSON file that errors call by `path`.
+/// Parses the bytes of a JSON file. Errors name it `path`.
 pub(crate) fn parse<T: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<T> {
     let problem = |problem| WeightsError::Json { path: path.into(), problem };
     serde_json::from_slice(bytes).map_err(|error| problem(error.to_string()))
 }
 
-/// Writes `value` to `path`, indented, as a whole or not at all.
+/// Writes `value` to `path`, indented, completely or not at all.
 pub(crate) fn write(path: &Path, value: &serde_json::Value) -> Result<()> {
     write_whole(path, format!("{value:#}\n").as_bytes())
 }

@@ -1,10 +1,10 @@
 //! Checkpoint formats and quantisation codecs, memory-mapped.
 //!
-//! This is the only crate that knows how weights are stored. The others see three things:
+//! Only this crate knows how weights are stored. Other crates see three things:
 //!
-//! * a [`TensorSource`] answers what tensors there are, from headers alone, and lends their bytes;
+//! * a [`TensorSource`] lists the tensors, from headers only, and lends their bytes;
 //! * a [`TensorView`] is one borrowed tensor: name, dtype, shape and little-endian bytes;
-//! * a [`LinearTensor`] is the weight of a linear layer in whatever form the checkpoint keeps it.
+//! * a [`LinearTensor`] is the weight of a linear layer in the checkpoint's form.
 //!
 //! A [`Checkpoint`] is a folder (or file) on disk that is a `TensorSource`:
 //!
@@ -19,11 +19,11 @@
 //! # Ok::<(), keel_weights::WeightsError>(())
 //! ```
 //!
-//! A [`gguf::GgufFile`] is another. [`quantize`] writes quantised checkpoints, [`SafetensorsWriter`] and
-//! [`ShardedWriter`] any others.
+//! A [`gguf::GgufFile`] is another one. [`quantize`] writes quantised checkpoints. [`SafetensorsWriter`] and
+//! [`ShardedWriter`] write all others.
 //!
-//! Files are untrusted: every size in a header is checked before it is used, nothing is allocated
-//! in proportion to a number that a header merely claims, and bad input is an error, never a panic.
+//! Files are untrusted. Every size in a header is checked before use, no allocation is proportional to a number that a
+//! header merely claims, and bad input is an error, never a panic.
 #![deny(unsafe_code)]
 
 pub mod affine;

@@ -1,4 +1,4 @@
-//! The weight of a linear layer, in whatever form the checkpoint keeps it.
+//! The weight of a linear layer, in the checkpoint's form.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::{
     gguf::BlockTensor,
 };
 
-/// What the headers and the config say about a linear layer.
+/// Sizes and format of a linear layer, from headers and config.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearInfo {
     /// The number of stacked experts; `None` for a plain matrix.
@@ -22,11 +22,11 @@ pub struct LinearInfo {
     pub rows: usize,
     /// Inputs: values in a row.
     pub cols: usize,
-    /// How the values are stored.
+    /// Storage of the values.
     pub format: LinearFormat,
 }
 
-/// How the values of a linear layer are stored.
+/// Storage of a linear layer's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LinearFormat {
@@ -41,19 +41,19 @@ pub enum LinearFormat {
     },
     /// In blocks.
     Blocks(BlockFormat),
-    /// 4 bits with 4-bit zeros and f16 scales, as AWQ, ParoQuant and GPTQ pack them.
+    /// 4 bits with 4-bit zeros and f16 scales, as packed by AWQ, ParoQuant and GPTQ.
     Awq {
         /// Inputs that share a scale.
         group_size: usize,
     },
-    /// 8-bit floats with an f32 scale for each 128 by 128.
+    /// 8-bit floats with an f32 scale for each block of 128 by 128.
     Fp8,
     /// 4-bit floats in MLX's form.
     Fp4(Fp4Mode),
 }
 
 impl LinearInfo {
-    /// The sizes of a shape whose last dimension counts stored elements.
+    /// The sizes of a shape. Its last dimension counts stored elements.
     pub(crate) fn new(shape: &[usize], format: LinearFormat) -> LinearInfo {
         let (experts, matrix) = match shape {
             [experts, matrix @ ..] if matrix.len() == 2 => (Some(*experts), matrix),
@@ -104,7 +104,7 @@ pub enum LinearTensor<'a> {
 }
 
 impl LinearTensor<'_> {
-    /// Its sizes and format.
+    /// The weight's sizes and format.
     pub fn info(&self) -> LinearInfo {
         match self {
             LinearTensor::Dense(view) => LinearInfo::new(view.shape(), LinearFormat::Dense(view.dtype())),
@@ -123,7 +123,7 @@ impl LinearTensor<'_> {
         }
     }
 
-    /// Decodes rows `range` (experts and rows multiplied) into `out`.
+    /// Decodes rows `range` (of all experts, counted through) into `out`.
     ///
     /// # Shapes
     /// `out`: `range.len() * cols`.
@@ -181,7 +181,7 @@ pub(crate) fn open<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) ->
     AffineTensor::new(format, weight, scales, biases).map(LinearTensor::Affine)
 }
 
-/// The kind of 4-bit floats that the config gives a module.
+/// The config's mode of 4-bit floats for a module.
 fn fp4_mode<S: TensorSource + ?Sized>(source: &S, module: &str) -> Option<Fp4Mode> {
     match source.quantization()?.of_module(module) {
         ModuleQuantization::Fp4(mode) => Some(*mode),
@@ -217,17 +217,17 @@ fn affine_info<S: TensorSource + ?Sized>(
     Ok(LinearInfo { cols: packed.cols * 32 / format.bits(), ..packed })
 }
 
-/// `<module>.weight`, or the module's own name where the checkpoint has that instead: stacked experts
-/// are bare parameters in Hugging Face checkpoints.
+/// `<module>.weight`, or the bare name of the module if only that exists: stacked experts are bare parameters in
+/// Hugging Face checkpoints.
 fn weight_name<S: TensorSource + ?Sized>(source: &S, module: &str) -> String {
     let weight = format!("{module}.weight");
     if !source.contains(&weight) && source.contains(module) { module.into() } else { weight }
 }
 
-/// The format that the config gives for a module, if the shapes agree with it.
+/// The config's format for a module, if the shapes agree with it.
 ///
-/// Shapes alone cannot tell 4 bits in groups of 64 from 8 bits in groups of 32, so the group size is
-/// taken from the config, the bits follow from the shapes, and the config's bits must be the same.
+/// Shapes alone cannot tell 4 bits in groups of 64 from 8 bits in groups of 32. So the group size comes from the
+/// config, the bits follow from the shapes, and the config's bits must agree.
 fn affine_format<S: TensorSource + ?Sized>(
     source: &S,
     module: &str,
@@ -265,7 +265,7 @@ fn affine_format<S: TensorSource + ?Sized>(
     problem(format!("config.json gives {format}, but it has weight {words:?} and scales {groups:?}, {found}"))
 }
 
-/// Checks that a shape is a matrix or a stack of matrices, with something in it.
+/// Checks that a shape is a matrix or a stack of matrices, without a zero.
 pub(crate) fn check_matrices(module: &str, shape: &[usize]) -> Result<()> {
     if matches!(shape.len(), 2 | 3) && !shape.contains(&0) {
         return Ok(());
@@ -283,7 +283,7 @@ mod tests {
     use super::*;
     use crate::{Quantization, source::missing};
 
-    /// Headers without bytes behind them.
+    /// Headers without data.
     struct Headers {
         tensors: BTreeMap<String, (DType, Vec<usize>)>,
         quantization: Option<Quantization>,

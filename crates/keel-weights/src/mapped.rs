@@ -1,23 +1,23 @@
-//! Files mapped into memory, read-only, and those that are part of the program. With [`fault`](crate::fault)
-//! the one module of this crate with `unsafe` code.
+//! Files mapped into memory, read-only, and files that are part of the program. This module and [`fault`](crate::fault)
+//! are the only ones of this crate with `unsafe` code.
 #![allow(unsafe_code)]
 
 use std::{ops::Range, path::Path};
 
 use crate::{Result, WeightsError, open_regular};
 
-/// A whole file as a slice of bytes. Pages are read when first touched and stay clean, so the
-/// system can drop them under pressure.
+/// A whole file as a slice of bytes. Pages are read at the first touch and stay clean, so the system can drop them when
+/// memory is short.
 #[derive(Debug)]
 pub(crate) enum MappedFile {
-    /// A file of its own.
+    /// A separate file.
     Mapped {
-        /// Before the mapping: it is dropped first.
+        /// Declared before the mapping, so it is dropped first.
         #[cfg(unix)]
         watched: crate::fault::Watched,
         map: memmap2::Mmap,
     },
-    /// Part of the program's file, which the system has mapped.
+    /// Part of the program's own file, which the system has mapped.
     Static(&'static [u8]),
 }
 
@@ -28,10 +28,9 @@ impl MappedFile {
             return Err(WeightsError::NoWeights { path: path.into() });
         }
         let file = open_regular(path).map_err(WeightsError::io("open", path))?;
-        // SAFETY: the mapping is read-only and private to this value, which outlives all slices of it.
-        // What remains is the contract of every mapped checkpoint: nobody rewrites the file in place while it is
-        // loaded. Writers of this crate honour it by renaming finished files. A file that is cut short is noticed, see
-        // `is_damaged`.
+        // SAFETY: the mapping is read-only and private to this value, which outlives all slices of it. What remains is
+        // the contract of every mapped checkpoint: nobody rewrites the file in place while it is loaded. This crate's
+        // writers keep it: they rename finished files. A file that is cut short is noticed, see `is_damaged`.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(WeightsError::io("map", path))?;
         #[cfg(unix)]
         let watched = crate::fault::Watched::new(&map);
@@ -42,7 +41,7 @@ impl MappedFile {
         })
     }
 
-    /// Whether some bytes could not be read and were answered with zeros: the file was cut short, or its disk failed.
+    /// Whether some bytes could not be read and became zeros: the file was cut short, or its disk failed.
     pub(crate) fn is_damaged(&self) -> bool {
         match self {
             #[cfg(unix)]
@@ -51,7 +50,7 @@ impl MappedFile {
         }
     }
 
-    /// Says so if the file [is damaged](Self::is_damaged); to be asked after bytes were read.
+    /// Returns an error if the file [is damaged](Self::is_damaged). Call it after bytes were read.
     pub(crate) fn check_intact(&self, path: &Path) -> Result<()> {
         if self.is_damaged() { Err(WeightsError::CutShort { path: path.into() }) } else { Ok(()) }
     }
@@ -64,8 +63,8 @@ impl MappedFile {
         }
     }
 
-    /// [`release`](Self::release)s some rows of a tensor that lies at `tensor` and has this shape. Rows beyond its
-    /// last are ignored.
+    /// [`release`](Self::release)s some rows of a tensor with this shape at bytes `tensor`. Rows after the last are
+    /// ignored.
     pub(crate) fn release_rows(&self, tensor: &Range<usize>, shape: &[usize], rows: Range<usize>) {
         let count = shape.split_last().map_or(1, |(_, leading)| leading.iter().product());
         let row_bytes = tensor.len() / usize::max(count, 1);
@@ -73,8 +72,8 @@ impl MappedFile {
         self.release(offset(rows.start)..offset(rows.end));
     }
 
-    /// Drops the resident pages that lie wholly inside `range`; touching them again reads the file again.
-    /// This is a hint: where the system does not take it, the pages stay. The program's own pages stay, too.
+    /// Drops the resident pages that lie wholly inside `range`. Touching them again reads the file again. This is a
+    /// hint: the system may keep the pages. The program's own pages always stay.
     pub(crate) fn release(&self, range: Range<usize>) {
         #[cfg(unix)]
         if let MappedFile::Mapped { map, .. } = self {

@@ -1,4 +1,4 @@
-//! Files that get their name when they are complete.
+//! Files that get their name only when they are complete.
 
 use std::{
     fs::{self, File},
@@ -9,7 +9,7 @@ use std::{
 
 use crate::{Result, WeightsError};
 
-/// A file under a temporary name beside its final path, removed on drop unless committed.
+/// A file under a temporary name in the folder of its final path. Removed on drop unless committed.
 #[derive(Debug)]
 pub(crate) struct PartialFile {
     temporary: PathBuf,
@@ -18,14 +18,14 @@ pub(crate) struct PartialFile {
 }
 
 impl PartialFile {
-    /// Creates the temporary file for `path` and opens it for writing. Where `path` is a link, the file that it leads to will be
-    /// replaced and the link stays.
+    /// Creates the temporary file for `path` and opens it for writing. If `path` is a link, the link stays and the file
+    /// that it points to will be replaced.
     ///
     /// # Errors
-    /// If there is something at `path` that is not a regular file: a pipe, a device, a folder.
+    /// If `path` exists and is not a regular file: a pipe, a device, a folder.
     pub(crate) fn create(path: &Path) -> Result<(PartialFile, File)> {
         let path = &target_of(path)?;
-        // Tells apart the writers of one process; its id tells apart processes.
+        // The number distinguishes writers of one process, the process id distinguishes processes.
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -34,7 +34,7 @@ impl PartialFile {
         Ok((PartialFile { temporary, path: path.into(), committed: false }, file))
     }
 
-    /// Gives the file its name, replacing the file that had it.
+    /// Gives the file its name. It replaces an existing file of that name.
     pub(crate) fn commit(mut self) -> Result<()> {
         check_replaceable(&self.path)?;
         fs::rename(&self.temporary, &self.path)
@@ -44,10 +44,10 @@ impl PartialFile {
     }
 }
 
-/// Links that are followed to the end of a chain, as many as the system follows.
+/// Longest chain of links that is followed, the same as the system's.
 const LINKS_MAX: usize = 40;
 
-/// Where a file that is written to `path` goes: links are followed, also to what is not there yet.
+/// The real path of a file to be written to `path`. Links are followed, also to files that do not exist yet.
 fn target_of(path: &Path) -> Result<PathBuf> {
     let mut target = path.to_path_buf();
     for _ in 0..LINKS_MAX {
@@ -63,7 +63,7 @@ fn target_of(path: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Refuses to put a file in the place of what is not one.
+/// Returns an error if `path` exists and is not a regular file.
 fn check_replaceable(path: &Path) -> Result<()> {
     match fs::symlink_metadata(path) {
         Ok(found) if !found.is_file() => Err(WeightsError::Output {
@@ -74,7 +74,7 @@ fn check_replaceable(path: &Path) -> Result<()> {
     }
 }
 
-/// Writes a small file as a whole or not at all. Links are followed; what is not a file is not replaced.
+/// Writes a small file completely or not at all. Links are followed; only regular files are replaced.
 ///
 /// # Errors
 /// [`WeightsError::Io`], [`WeightsError::Output`].
@@ -88,7 +88,7 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
 impl Drop for PartialFile {
     fn drop(&mut self) {
         if !self.committed {
-            // Nothing more can be done about a file that cannot be removed.
+            // If the file cannot be removed, nothing more can be done.
             let _ = fs::remove_file(&self.temporary);
         }
     }

@@ -1,4 +1,4 @@
-//! Files of a folder that somebody else filled: regular ones alone, and no more of them than is asked for.
+//! Files in untrusted folders: only regular files are read, and only up to a limit of bytes.
 
 use std::{
     fs::{File, OpenOptions},
@@ -6,10 +6,10 @@ use std::{
     path::Path,
 };
 
-/// Opens a regular file, or a link to one. A pipe or a device is refused, without waiting for its other end.
+/// Opens a regular file, or a link to one. Refuses a pipe or a device without waiting for its other end.
 ///
 /// # Errors
-/// What the system says; [`ErrorKind::InvalidInput`] if it is not a regular file.
+/// The system's error; [`ErrorKind::InvalidInput`] if it is not a regular file.
 pub fn open_regular(path: &Path) -> Result<File> {
     let mut options = OpenOptions::new();
     options.read(true);
@@ -22,10 +22,11 @@ pub fn open_regular(path: &Path) -> Result<File> {
     Err(Error::new(ErrorKind::InvalidInput, "it is not a regular file"))
 }
 
-/// Reads a regular file of at most `bytes_max` bytes, counted as they come.
+/// Reads a regular file of at most `bytes_max` bytes. Counts the bytes that are read, not the size that the system
+/// gives.
 ///
 /// # Errors
-/// As [`open_regular`]; [`ErrorKind::FileTooLarge`] if there are more.
+/// As [`open_regular`]; [`ErrorKind::FileTooLarge`] if the file is larger.
 pub fn read_regular(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_regular(path)?.take(bytes_max.saturating_add(1)).read_to_end(&mut bytes)?;

@@ -1,4 +1,4 @@
-//! Where tensors come from: the interface that models are loaded and planned through.
+//! Sources of tensors: the interface for loading and planning models.
 
 use std::{ops::Range, path::Path};
 
@@ -8,7 +8,7 @@ use crate::{
     LinearInfo, LinearTensor, Quantization, Result, RotationValues, TensorView, WeightsError, awq, linear,
 };
 
-/// What a header says about a tensor: enough to plan memory without touching its bytes.
+/// A tensor's type and shape from its header: enough to plan memory without touching its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorInfo<'a> {
     /// The type of the elements.
@@ -24,7 +24,7 @@ impl TensorInfo<'_> {
     }
 }
 
-/// A set of named tensors, on disk or made up.
+/// A set of named tensors, on disk or generated.
 pub trait TensorSource {
     /// The names of all tensors, sorted.
     fn names(&self) -> Box<dyn Iterator<Item = &str> + '_>;
@@ -32,21 +32,21 @@ pub trait TensorSource {
     /// Whether there is a tensor of this name.
     fn contains(&self, name: &str) -> bool;
 
-    /// The dtype and shape of a tensor, from the header alone.
+    /// The dtype and shape of a tensor, from the header only.
     ///
     /// # Errors
     /// [`WeightsError::MissingTensor`], or
     /// [`WeightsError::UnsupportedDType`] if it is stored in a type that [`DType`] lacks.
     fn info(&self, name: &str) -> Result<TensorInfo<'_>>;
 
-    /// A tensor's bytes. For a mapped file this reads nothing until they are touched.
+    /// A tensor's bytes. A mapped file is only read when they are touched.
     ///
     /// # Errors
     /// As for [`info`](TensorSource::info).
     fn tensor(&self, name: &str) -> Result<TensorView<'_>>;
 
-    /// Says so if bytes that were lent could not be read, because their file was cut short meanwhile: to be asked after they were
-    /// used.
+    /// Returns an error if lent bytes could not be read, because their file was cut short meanwhile. Call it after
+    /// their use.
     ///
     /// # Errors
     /// [`WeightsError::CutShort`].
@@ -57,13 +57,13 @@ pub trait TensorSource {
     /// A tensor of any type: the type's name in the file, the shape and the bytes.
     ///
     /// # Errors
-    /// [`WeightsError::MissingTensor`]; [`WeightsError::UnsupportedDType`] where only known types are lent.
+    /// [`WeightsError::MissingTensor`]; [`WeightsError::UnsupportedDType`] if the source lends only known types.
     fn raw(&self, name: &str) -> Result<(String, &[usize], &[u8])> {
         let (info, view) = (self.info(name)?, self.tensor(name)?);
         Ok((info.dtype.to_string(), info.shape, view.bytes()))
     }
 
-    /// The rotation that stands before a ParoQuant layer; `None` if there is none.
+    /// The rotation before a ParoQuant layer; `None` if there is none.
     ///
     /// # Errors
     /// As for [`linear_info`](TensorSource::linear_info).
@@ -71,7 +71,7 @@ pub trait TensorSource {
         awq::rotation(self, &format!("{module}."), module)
     }
 
-    /// The rotation that several modules share, `module` among them, if there is one: its tensors are `<prefix>theta`,
+    /// The rotation that `module` shares with other modules, if there is one. Its tensors are `<prefix>theta`,
     /// `<prefix>pairs` and `<prefix>channel_scales`.
     ///
     /// # Errors
@@ -80,13 +80,13 @@ pub trait TensorSource {
         awq::rotation(self, prefix, module)
     }
 
-    /// How the config says that modules are quantised; `None` if it says nothing.
+    /// The config's quantisation of modules; `None` if it has none.
     fn quantization(&self) -> Option<&Quantization> {
         None
     }
 
-    /// Sizes and format of a linear layer or embedding, from headers and config alone. `module` is its path:
-    /// the name of its weight without `.weight`.
+    /// Sizes and format of a linear layer or embedding, from headers and config only. `module` is its path: the name of
+    /// its weight without `.weight`.
     ///
     /// # Errors
     /// [`WeightsError::MissingTensor`], [`WeightsError::UnsupportedDType`], or
@@ -95,8 +95,8 @@ pub trait TensorSource {
         linear::info(self, module)
     }
 
-    /// The weight of a linear layer or embedding. It is [`LinearTensor::Affine`] where `<module>.scales` stands
-    /// beside the weight; stacked experts may be bare parameters named `<module>`.
+    /// The weight of a linear layer or embedding. It is [`LinearTensor::Affine`] if `<module>.scales` exists. Stacked
+    /// experts may be bare parameters named `<module>`.
     ///
     /// # Errors
     /// As for [`linear_info`](TensorSource::linear_info).
@@ -112,21 +112,21 @@ pub trait TensorSource {
         }
     }
 
-    /// Tells the source that the bytes of this tensor have been consumed, so that the memory behind
-    /// them can go. They may still be read again. Unknown names are ignored.
+    /// Tells the source that this tensor's bytes are no longer needed, so it may free their memory. They can still be
+    /// read again. Unknown names are ignored.
     fn release(&self, name: &str) {
         let _ = name;
     }
 
-    /// As [`release`](TensorSource::release) for some rows, the leading dimensions multiplied: for tensors
-    /// too large to be resident as a whole. Unknown names and rows are ignored.
+    /// As [`release`](TensorSource::release) for some rows, counted through all leading dimensions: for tensors too
+    /// large to be resident as a whole. Unknown names and rows are ignored.
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         let _ = (name, rows);
     }
 }
 
-/// The product of the dimensions, or `None` if their extent is beyond what can be addressed. The extent leaves
-/// zeros out, so that rows and columns of an empty tensor can be multiplied safely too.
+/// The product of the dimensions; `None` if their extent cannot be addressed. The extent ignores zeros, so that rows
+/// and columns of an empty tensor can be multiplied safely, too.
 pub(crate) fn element_count(shape: &[usize]) -> Option<usize> {
     const ELEMENT_BYTES_MAX: usize = 8;
     let extent = shape.iter().try_fold(1usize, |extent, &dim| extent.checked_mul(dim.max(1)))?;
@@ -134,7 +134,7 @@ pub(crate) fn element_count(shape: &[usize]) -> Option<usize> {
     Some(if shape.contains(&0) { 0 } else { extent })
 }
 
-/// The error for a name that `source` lacks, with a few names that share its longest prefix.
+/// The error for a missing name, with a few names of `source` that share its longest prefix.
 pub(crate) fn missing(source: &dyn TensorSource, name: &str, path: &Path) -> WeightsError {
     const SIBLINGS_MAX: usize = 4;
     let mut siblings = Vec::new();

@@ -1,4 +1,4 @@
-//! Files of a header and tensors, filled in pieces.
+//! Files of a header followed by tensors, filled in pieces.
 
 use std::{
     collections::BTreeMap,
@@ -9,11 +9,11 @@ use std::{
 
 use crate::{Result, WeightsError, partial::PartialFile};
 
-/// Where the bytes of each tensor lie: the offset from the start of the file, and how many they are.
+/// For each tensor: offset of its bytes from the start of the file, and their number.
 pub(crate) type Places = BTreeMap<String, (u64, u64)>;
 
-/// A file under a temporary name, whose tensors are filled in any order and in turns. It has its name once it is complete;
-/// what is dropped before leaves nothing.
+/// A file under a temporary name. Its tensors are filled in any order. It gets its name when it is complete; if dropped
+/// before, nothing remains.
 #[derive(Debug)]
 pub(crate) struct StreamedFile {
     path: PathBuf,
@@ -48,14 +48,14 @@ impl StreamedFile {
     }
 }
 
-/// The tensors of a file on their way to `target`.
+/// The tensors of a file that is being written to `target`.
 #[derive(Debug)]
 struct Stream<W> {
     target: W,
     tensors: BTreeMap<String, Progress>,
 }
 
-/// How far one tensor has been written.
+/// Progress of one tensor.
 #[derive(Debug)]
 struct Progress {
     next: u64,
@@ -85,7 +85,7 @@ impl<W: Write + Seek> Stream<W> {
         Ok(Ok(()))
     }
 
-    /// What is missing, if anything is.
+    /// Names a tensor with missing bytes, if there is one.
     fn incomplete(&self) -> Option<String> {
         let (name, progress) = self.tensors.iter().find(|(_, progress)| progress.next < progress.end)?;
         Some(format!("tensor '{name}' lacks {} bytes", progress.end - progress.next))

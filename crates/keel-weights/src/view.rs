@@ -1,4 +1,4 @@
-//! One tensor, borrowed from where it is stored.
+//! One tensor, borrowed from its storage.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use crate::{Result, WeightsError, float, source::element_count};
 
 /// A borrowed tensor: name, dtype, shape and its elements in row-major order, little-endian.
 ///
-/// The bytes have no alignment: they lie where the file has them.
+/// The bytes may have any alignment: their place in the file decides.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
     name: &'a str,
@@ -61,7 +61,7 @@ impl<'a> TensorView<'a> {
         self.shape.last().copied().unwrap_or(1)
     }
 
-    /// This view, if it has the shape that the model needs.
+    /// This view, after a check that it has the shape that the model needs.
     ///
     /// # Errors
     /// [`WeightsError::Shape`] with both shapes.
@@ -73,7 +73,7 @@ impl<'a> TensorView<'a> {
         Err(WeightsError::Shape { name, expected, found })
     }
 
-    /// All elements as f32, in a new vector: for norms, biases and other small tensors.
+    /// All elements as f32 in a new vector: for norms, biases and other small tensors.
     ///
     /// # Errors
     /// [`WeightsError::UnsupportedDType`] unless the dtype is f32, f16 or bf16.
@@ -83,8 +83,8 @@ impl<'a> TensorView<'a> {
         Ok(values)
     }
 
-    /// Decodes rows `range` (the leading dimensions multiplied) of a float tensor into `out`, so that
-    /// a large tensor is read in pieces without a second copy of it.
+    /// Decodes rows `range` (all leading dimensions counted through) of a float tensor into `out`. So a large tensor
+    /// can be read in pieces without a second copy.
     ///
     /// # Shapes
     /// `out`: `range.len() * cols`.
@@ -118,7 +118,7 @@ impl<'a> TensorView<'a> {
     }
 }
 
-/// Checks that `range` is within `rows` and that `out` values are what it decodes to.
+/// Checks that `range` is within `rows`, and that it decodes to `out` values.
 pub(crate) fn check_rows(
     name: &str,
     rows: usize,
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn floats_decode_exactly_at_any_alignment() {
-        // 3 x 67 straddles the chunk of the f16 path; eighths are exact in all three types.
+        // 3 x 67 values cross a chunk border of the f16 path. Eighths are exact in all three types.
         let values: Vec<f32> = (0..201).map(|i| (i as f32 - 100.0) / 8.0).collect();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for shift in 0..4 {

@@ -1,4 +1,4 @@
-//! The affine codec against an oracle that reads and writes one bit at a time.
+//! Compares the affine codec with an oracle that reads and writes one bit at a time.
 
 mod naive {
     //! The format by its definition: code `i` is bits `i * bits..` of the row, lowest first.
@@ -7,7 +7,7 @@ mod naive {
         (0..bits).map(|bit| (packed[(i * bits + bit) / 8] >> ((i * bits + bit) % 8) & 1) << bit).sum()
     }
 
-    /// Scale, bias and codes of one group, rounding and clamping in the order that MLX does.
+    /// Scale, bias and codes of one group. Rounds and clamps in MLX's order.
     pub fn quantize_group(values: &[f32], bits: usize) -> (f32, f32, Vec<u8>) {
         let code_max = ((1 << bits) - 1) as f32;
         let min = values.iter().copied().fold(f32::INFINITY, f32::min);
@@ -54,7 +54,7 @@ fn packed_row() -> impl Strategy<Value = (AffineFormat, Vec<u8>, Vec<f32>, Vec<f
     })
 }
 
-/// Values of a few groups: ordinary ones of one magnitude, and now and then anything at all.
+/// Values of a few groups: mostly values of one magnitude, sometimes any bit pattern.
 fn values() -> impl Strategy<Value = (AffineFormat, usize, Vec<f32>)> {
     (format(), 1usize..3, 1usize..4, -30i32..20).prop_flat_map(|(format, groups, rows, exponent)| {
         let cols = groups * format.group_size();
@@ -129,8 +129,8 @@ proptest! {
             dequantize_row(format, &quantized.packed[group * bytes..][..bytes], &[scale], &[bias], &mut back);
             let edge = values.iter().copied().fold(0f32, |edge, value| edge.max(value.abs()));
             for (&value, &back) in values.iter().zip(&back) {
-                // Stretching the step so that zero is a code can push the far end out by up to half a step
-                // more than rounding does; a group below the smallest step is lost in it.
+                // Stretching the step so that zero is a code can move the far end by half a step more than rounding
+                // does. A group narrower than the smallest step loses its differences.
                 let error = (value - back).abs();
                 prop_assert!(error <= scale.abs() * 1.01 + edge * 1e-6 + 1e-7, "{value} became {back}, scale {scale}");
             }
@@ -177,7 +177,7 @@ fn infinities_and_nans_never_panic() {
     }
 }
 
-/// Experts, rows, groups and columns all differ, so that a mixed-up stride shows.
+/// Experts, rows, groups and columns all differ, so that a wrong stride is noticed.
 #[test]
 fn stacked_experts_decode_by_flat_row() {
     let (experts, rows, cols) = (3, 5, 192);

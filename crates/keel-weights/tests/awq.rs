@@ -36,7 +36,7 @@ fn halves(count: usize, value: impl Fn(usize) -> f32) -> Vec<u8> {
     (0..count).flat_map(|i| f16::from_f32(value(i)).to_le_bytes()).collect()
 }
 
-/// A file with one layer; `shape_of_zeros` may lie.
+/// A file with one layer. `shape_of_zeros` may be wrong.
 fn file(shape_of_zeros: [usize; 2]) -> (tempfile::TempDir, SafetensorsFile) {
     let tensors = [
         ("m.qweight", DType::I32, vec![K, N / 8], packed(K, code)),

@@ -64,8 +64,8 @@ fn types_of_another_quantisation_stay_out_of_the_way() {
     assert!(weight.contains("beside it 'model.language_model.layers.0.linear_attn.in_proj_z."), "{weight}");
 }
 
-/// The quantised fixtures were made by MLX from the weights of the dense ones, so quantising those here
-/// must give the same bytes.
+/// MLX made the quantised fixtures from the weights of the dense ones. So quantising these here must give the same
+/// bytes.
 #[test]
 fn quantising_gives_the_bytes_that_mlx_wrote() {
     let Some(dense) = foreign_fixture("qwen3_5") else { return };

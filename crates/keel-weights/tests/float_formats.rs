@@ -1,5 +1,5 @@
-//! GPTQ's packing, 8-bit floats in blocks and MLX's 4-bit floats, read through the public API against decoders that are plain to
-//! read; shapes and groups that do not fit are refused.
+//! Compares GPTQ's packing, 8-bit floats in blocks and MLX's 4-bit floats, read through the public API, with plain
+//! decoders. Shapes and groups that do not fit are refused.
 
 use std::fs;
 use std::path::Path;
@@ -9,10 +9,10 @@ use keel_array::{BlockFormat, DType};
 use keel_weights::{Checkpoint, Fp4Mode, LinearFormat, LinearTensor, TensorSource};
 use serde_json::{Value, json};
 
-/// Name, type as files have it, shape, bytes.
+/// Name, type name in files, shape, bytes.
 type Tensor = (&'static str, &'static str, Vec<usize>, Vec<u8>);
 
-/// A checkpoint of these tensors. It is written by hand, because the types go beyond the writer's.
+/// A checkpoint of these tensors. Written by hand, because the writer does not know all these types.
 fn checkpoint(folder: &Path, quantization: Value, tensors: &[Tensor]) -> Checkpoint {
     let mut header = serde_json::Map::new();
     let mut data = Vec::new();

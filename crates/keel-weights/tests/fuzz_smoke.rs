@@ -1,4 +1,4 @@
-//! The functions of the fuzz targets over seeded mutations of sound files, for where no fuzzer runs.
+//! Runs the checks of the fuzz targets on seeded mutations of valid files, for machines without a fuzzer.
 
 #[path = "../fuzz/checks.rs"]
 mod checks;
@@ -11,7 +11,7 @@ use keel_weights::{SafetensorsWriter, TensorSpec};
 
 const MUTATED_FILES: u64 = 20_000;
 
-/// Pieces that mean something to the parser.
+/// Byte strings with a meaning for the parser.
 const TOKENS: [&[u8]; 14] = [
     b"0",
     b"-1",
@@ -43,7 +43,7 @@ fn mutate(file: &mut Vec<u8>, random: &mut Random) {
                 file.splice(at..end, token.iter().copied());
             }
             5 => {
-                // Repeat a stretch, which makes duplicates and nesting.
+                // Repeat a range of bytes, which makes duplicates and nesting.
                 let stretch = file[at..(at + random.below(60)).min(file.len())].to_vec();
                 file.splice(at..at, stretch);
             }
@@ -55,8 +55,8 @@ fn mutate(file: &mut Vec<u8>, random: &mut Random) {
     }
 }
 
-/// Runs `check` over mutations of `sound`, with some of them `repair`ed. Both ends must be exercised: some
-/// mutations are harmless, most are not.
+/// Runs `check` on mutations of `sound`, and `repair`s some of them first. Both outcomes must occur: some mutations are
+/// harmless, most are not.
 fn survive(sound: &[u8], check: fn(&[u8]) -> bool, repair: impl Fn(&mut [u8])) {
     assert!(check(sound));
     let mut accepted = 0;
@@ -97,7 +97,7 @@ fn mutated_safetensors_never_panic() {
     writer.finish().unwrap();
     let sound = std::fs::read(&path).unwrap();
     let data_bytes: usize = specs.iter().map(|spec| spec.bytes().unwrap()).sum();
-    // After most mutations the length field no longer fits: set it right, so that the JSON is reached.
+    // Most mutations make the length field wrong. Correct it, so that the JSON is parsed.
     survive(&sound, checks::safetensors, |file| {
         if let Some(json_bytes) = file.len().checked_sub(8 + data_bytes) {
             file[..8].copy_from_slice(&(json_bytes as u64).to_le_bytes());

@@ -1,5 +1,5 @@
-//! The GGUF reader against files and blocks that the reference package made (tests/data/make_gguf.py), and
-//! against broken files.
+//! Tests the GGUF reader with files and blocks made by the reference package (tests/data/make_gguf.py), and with broken
+//! files.
 
 use std::path::{Path, PathBuf};
 
@@ -38,7 +38,7 @@ impl Builder {
         self
     }
 
-    /// A tensor's description; dimensions fastest first, as in the file.
+    /// A tensor's description. Dimensions are fastest first, as in the file.
     fn tensor(mut self, name: &str, dims: &[u64], kind: u32, offset: u64) -> Builder {
         self = self.string(name).u32(dims.len() as u32);
         for &dim in dims {
@@ -47,7 +47,7 @@ impl Builder {
         self.u32(kind).u64(offset)
     }
 
-    /// Padding to the alignment and `bytes` of data.
+    /// Pads to the alignment and appends `bytes` of data.
     fn data(mut self, alignment: usize, bytes: usize) -> Vec<u8> {
         self.0.resize(self.0.len().next_multiple_of(alignment) + bytes, 0);
         self.0
@@ -95,7 +95,7 @@ fn every_block_type_decodes_as_the_reference_does() {
         let mut decoded = vec![0.0; 2 * cols];
         linear.rows_f32(1..3, &mut decoded).unwrap();
         for (i, (ours, theirs)) in decoded.iter().zip(&values.to_f32().unwrap()[cols..]).enumerate() {
-            // The order in which scales are multiplied may differ.
+            // The scales may be multiplied in another order.
             assert!(
                 (ours - theirs).abs() <= theirs.abs() * 1e-6 + 1e-4,
                 "{name}, value {i}: {ours}, not {theirs}"
@@ -230,14 +230,14 @@ fn tensors_that_lie() {
         HeaderProblem::NotContiguous { name: "u".into(), begin: 32, expected: 64 }
     );
     assert!(two("u", 64).is_ok());
-    // Truncated anywhere, it is an error, never a panic.
+    // A file truncated at any length is an error, never a panic.
     let whole = std::fs::read(data("reference.gguf")).unwrap();
     for length in 0..whole.len() - 32 {
         assert!(GgufHeader::parse(&whole[..length]).is_err(), "{length} bytes");
     }
 }
 
-/// One tensor of each dtype that is stored element by element keeps its type.
+/// Each dtype that is stored element by element is kept.
 #[test]
 fn plain_types_keep_their_dtype() {
     let kinds = [(0, DType::F32), (1, DType::F16), (26, DType::I32), (27, DType::I64), (30, DType::BF16)];

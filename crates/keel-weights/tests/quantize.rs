@@ -14,7 +14,7 @@ use keel_weights::{
 };
 use serde_json::{Value, json};
 
-/// The tensors of a small hybrid model with experts: name and shape, all dimensions that matter distinct.
+/// The tensors of a small hybrid model with experts: name and shape. All dimensions that matter are distinct.
 const TENSORS: [(&str, &[usize]); 17] = [
     ("lm_head.weight", &[33, 64]),
     ("model.language_model.embed_tokens.weight", &[33, 64]),
@@ -81,7 +81,7 @@ fn error(folders: &Folders, recipe: &QuantizeRecipe) -> String {
     quantize_checkpoint(&folders.source, &folders.target, recipe, &mut |_| ()).unwrap_err().to_string()
 }
 
-/// What became of a tensor of the source, in its own order.
+/// The values of a converted tensor, in the source's row order.
 fn decoded(target: &Checkpoint, name: &str, shape: &[usize]) -> Vec<f32> {
     let module = |module: &str, rows: std::ops::Range<usize>| {
         let linear = target.linear(module).unwrap();
@@ -155,7 +155,7 @@ fn a_whole_checkpoint() {
             continue;
         }
         let decoded = decoded(&target, name, shape);
-        // Values span 2, so a step is at most 2/15, a little stretched; bf16 scales add 1/256 of the value.
+        // Values span 2, so a step is at most 2/15, slightly stretched; bf16 scales add an error of 1/256 of the value.
         for (value, decoded) in source.tensor(name).unwrap().to_f32().unwrap().iter().zip(decoded) {
             assert!((value - decoded).abs() < 0.15, "{name}: {value} became {decoded}");
         }
@@ -174,7 +174,7 @@ fn config_and_side_files() {
     let target = Checkpoint::open(&folders.target).unwrap();
     let layer = "model.language_model.layers.0";
     let mut section = json!({"group_size": 64, "bits": 3, "mode": "affine"});
-    // Under the names of the source and under those of mlx-lm.
+    // Under the source's names and under mlx-lm's.
     for (prefix, layer) in [("", layer), ("language_model.", "language_model.model.layers.0")] {
         section[format!("{prefix}lm_head")] = json!({"group_size": 32, "bits": 6});
         section[format!("{layer}.linear_attn.in_proj_qkv")] = Value::Bool(false);
@@ -236,7 +236,7 @@ fn damaged_weights_are_found_and_leave_no_checkpoint() {
     }
 }
 
-/// Where the fixtures are at hand: the tensors that MLX quantised by the same recipe have the same bytes.
+/// If the fixtures are present: tensors that MLX quantised by the same recipe have the same bytes.
 #[test]
 fn a_moe_fixture_quantises_as_mlx_does() {
     let Some(dense) = foreign_fixture("qwen3_5_moe") else { return };

@@ -24,7 +24,7 @@ pub(super) fn pack<const BITS: usize>(codes: &[u8], packed: &mut [u8]) {
     }
 }
 
-/// Calls a function that has the width as a constant.
+/// Calls a function with the code's width as a constant.
 macro_rules! with_bits {
     ($format:expr, $function:ident($($argument:expr),*)) => {
         match $format.bits() {

@@ -1,4 +1,4 @@
-//! Rows of values to rows of codes and back.
+//! Converts rows of values to rows of codes and back.
 
 use rayon::prelude::*;
 
@@ -7,11 +7,11 @@ use super::{
     bits::{pack, unpack, with_bits},
 };
 
-/// MLX's lower bound on the span of one step, which keeps a constant group from dividing by zero.
+/// MLX's lower bound on a step. It prevents a division by zero in a constant group.
 const STEP_MIN: f32 = 1e-7;
 
-/// Adding this to a float of 0 to 255 rounds it to the nearest integer, ties to even, and leaves that
-/// integer in the lowest bits: at 1.5 * 2^23 the steps of an f32 are one.
+/// Adding this to a float of 0 to 255 rounds it to the nearest integer, ties to even, and leaves that integer in the
+/// lowest bits: at 1.5 * 2^23 neighbouring f32 values differ by 1.
 const ROUND: f32 = 12_582_912.0;
 
 /// Splits the packed codes of a row into one byte per code.
@@ -68,8 +68,8 @@ pub fn dequantize_row(
     }
 }
 
-/// Quantises rows, in parallel. Of a group's smallest and largest value the one of larger magnitude, the
-/// edge, becomes the bias, and the step is adjusted so that zero falls on a code:
+/// Quantises rows, in parallel. Of a group's smallest and largest value, the one of larger magnitude is the edge and
+/// becomes the bias. The step is adjusted so that zero falls on a code:
 ///
 /// ```text
 /// step  = max((w_max - w_min) / (2^bits - 1), 1e-7), negative where the edge is w_max
@@ -78,11 +78,12 @@ pub fn dequantize_row(
 /// scale = step,      bias = 0             otherwise
 /// code  = clamp(round((w - bias) / scale), 0, 2^bits - 1)
 /// ```
-/// All in f32, rounding ties to even. The codes are chosen before scale and bias are rounded to the type
-/// they are stored in, as MLX does. A NaN takes code 0.
+/// All arithmetic is f32, rounding ties to even. As in MLX, codes are chosen before scale and bias are rounded to their
+/// stored type. A NaN gets code 0.
 ///
 /// # Shapes
-/// `values`: `[rows, cols]`; `packed`: `[rows, cols * bits / 8]` bytes; `scales`, `biases`: `[rows, cols / group_size]`.
+/// `values`: `[rows, cols]`; `packed`: `[rows, cols * bits / 8]` bytes; `scales`, `biases`: `[rows, cols /
+/// group_size]`.
 ///
 /// # Panics
 /// If the lengths do not agree or `cols` is not a positive multiple of the group size.
@@ -134,7 +135,7 @@ fn fit(values: &[f32], code_max: f32) -> (f32, f32) {
     if q0 != 0.0 { (edge / q0, edge) } else { (step, 0.0) }
 }
 
-/// Smallest and largest value, NaNs aside. Eight at a time, so that it compiles to vector code.
+/// Smallest and largest value, ignoring NaNs. Eight lanes, so that it compiles to vector code.
 fn bounds(values: &[f32]) -> (f32, f32) {
     let (mut min, mut max) = ([f32::INFINITY; 8], [f32::NEG_INFINITY; 8]);
     for values in values.as_chunks::<8>().0 {
@@ -148,7 +149,7 @@ fn bounds(values: &[f32]) -> (f32, f32) {
 
 fn encode(values: &[f32], scale: f32, bias: f32, code_max: f32, codes: &mut [u8]) {
     for (code, &value) in codes.iter_mut().zip(values) {
-        // Clamping to integers before rounding gives what clamping after it would; NaN becomes 0.
+        // The bounds are integers, so clamping gives the same before rounding as after it. NaN becomes 0.
         let clamped = ((value - bias) / scale).max(0.0).min(code_max);
         *code = (clamped + ROUND).to_bits() as u8;
     }

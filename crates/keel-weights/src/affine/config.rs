@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 use super::AffineFormat;
 use crate::fp4::Fp4Mode;
 
-/// How the config says that modules are quantised: a default, and overrides by module path.
+/// The config's quantisation of modules: a default, and overrides by module path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quantization {
     default: ModuleQuantization,
@@ -23,32 +23,32 @@ pub struct Quantization {
     overrides: BTreeMap<String, ModuleQuantization>,
 }
 
-/// What the config says about GPTQ.
+/// The config's GPTQ settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Gptq {
     pub bits: u64,
-    /// What is added to zeros as they are stored.
+    /// Added to each stored zero.
     pub zero_offset: u8,
 }
 
-/// How the config says that one module is quantised.
+/// The config's quantisation of one module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ModuleQuantization {
-    /// Not at all.
+    /// Not quantised.
     Dense,
     /// In MLX's affine form.
     Affine(AffineFormat),
     /// In 4-bit floats, in MLX's form.
     Fp4(Fp4Mode),
-    /// In a way that this crate does not read; the string says which.
+    /// A format that this crate does not read. The string names it.
     Unsupported(String),
 }
 
 impl Quantization {
     /// Reads `quantization`, or else `quantization_config`, of a config.json; `None` if it has neither.
     ///
-    /// What cannot be read becomes [`ModuleQuantization::Unsupported`], so that it is an error where a
-    /// quantised module is asked for, and only there.
+    /// An unreadable entry becomes [`ModuleQuantization::Unsupported`]. It is an error only when a module with this
+    /// entry is read.
     pub fn from_config(config: &Value) -> Option<Quantization> {
         let section =
             ["quantization", "quantization_config"].iter().find_map(|key| config.get(key)?.as_object())?;
@@ -76,22 +76,22 @@ impl Quantization {
         Some(Quantization { default, gptq: None, overrides })
     }
 
-    /// What it says about GPTQ, if it is that.
+    /// The GPTQ settings, if the config has them.
     pub(crate) fn gptq(&self) -> Option<Gptq> {
         self.gptq
     }
 
-    /// What holds for the module at this path: its override, or the default.
+    /// The quantisation of the module at this path: its override, or the default.
     pub fn of_module(&self, module: &str) -> &ModuleQuantization {
         self.overrides.get(module).unwrap_or(&self.default)
     }
 }
 
-/// The format in `object`, whose missing keys are those of `defaults`.
+/// The format in `object`. Missing keys come from `defaults`.
 fn parse_format(object: &Map<String, Value>, defaults: Option<&Map<String, Value>>) -> ModuleQuantization {
     let get = |key| object.get(key).or_else(|| defaults?.get(key));
     let number = |key| get(key).and_then(Value::as_u64).and_then(|number| usize::try_from(number).ok());
-    // A mode is not taken over from the default, as mlx does not; with it go the sizes.
+    // As in mlx, an object does not inherit the default's mode. With a mode it does not inherit the sizes either.
     if let Some(mode) = object.get("mode").filter(|mode| mode.as_str() != Some("affine")) {
         let fits = |known: &Fp4Mode| {
             let is =

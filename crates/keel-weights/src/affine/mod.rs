@@ -11,8 +11,8 @@
 //! | `<module>.weight` | u32 | `[.., rows, cols * bits / 32]` |
 //! | `<module>.scales`, `<module>.biases` | bf16, f16 or f32 | `[.., rows, cols / group_size]` |
 //!
-//! Read as bytes, a row of codes is one continuous stream of bits, lowest first, for all widths: MLX packs
-//! 2, 4 and 8 bits into words, and 3, 5 and 6 bits into 3, 5 and 3 bytes, which is the same thing.
+//! Read as bytes, a row of codes is one continuous stream of bits, lowest first, for all widths. (MLX packs 2, 4 and 8
+//! bits into words, and 3, 5 and 6 bits into 3, 5 and 3 bytes. The result is the same stream.)
 
 mod bits;
 mod codec;

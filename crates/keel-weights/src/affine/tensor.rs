@@ -18,11 +18,11 @@ pub struct AffineTensor<'a> {
 }
 
 impl<'a> AffineTensor<'a> {
-    /// Puts the tensors of a module together.
+    /// Combines the tensors of a module.
     ///
     /// # Shapes
-    /// `weight`: u32 `[.., rows, cols * bits / 32]`; `scales`, `biases`: `[.., rows, cols / group_size]`, where
-    /// `..` is nothing, or the experts.
+    /// `weight`: u32 `[.., rows, cols * bits / 32]`; `scales`, `biases`: `[.., rows, cols / group_size]`. `..` is
+    /// empty, or the number of experts.
     ///
     /// # Errors
     /// [`WeightsError::UnsupportedDType`] or [`WeightsError::Module`] if they do not fit each other.
@@ -89,7 +89,7 @@ impl<'a> AffineTensor<'a> {
         self.cols
     }
 
-    /// Decodes rows `range` (experts and rows multiplied) into `out`.
+    /// Decodes rows `range` (of all experts, counted through) into `out`.
     ///
     /// # Shapes
     /// `out`: `range.len() * cols`.
@@ -110,8 +110,8 @@ impl<'a> AffineTensor<'a> {
     }
 }
 
-/// The columns of a weight whose packed words and scales have these shapes, or `None` if they are not
-/// of this format. Two or three dimensions, none of them zero.
+/// The columns of a weight whose packed words and scales have these shapes. `None` if the shapes do not fit the format,
+/// have not two or three dimensions, or contain a zero.
 pub(crate) fn affine_cols(format: AffineFormat, words: &[usize], groups: &[usize]) -> Option<usize> {
     let ((&words, words_leading), (&groups, groups_leading)) = (words.split_last()?, groups.split_last()?);
     let sound = words_leading == groups_leading

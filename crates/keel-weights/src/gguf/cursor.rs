@@ -1,4 +1,4 @@
-//! Reading numbers and strings from a slice that may end anywhere.
+//! Reads numbers and strings from a slice that may end anywhere.
 
 use crate::HeaderProblem;
 
@@ -39,7 +39,7 @@ impl<'a> Cursor<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// A string behind its 64-bit length.
+    /// A string after its 64-bit length.
     pub fn string(&mut self) -> Result<String, HeaderProblem> {
         let length = self.u64()?;
         let bytes = usize::try_from(length).ok().and_then(|length| self.bytes[self.at..].get(..length));
@@ -50,7 +50,7 @@ impl<'a> Cursor<'a> {
         Ok(text.to_string())
     }
 
-    /// A number of things that take at least `bytes_each`, checked against the bytes that are left.
+    /// A number of items of at least `bytes_each` bytes each, checked against the bytes that are left.
     pub fn count(&mut self, bytes_each: usize) -> Result<usize, HeaderProblem> {
         let count = self.u64()?;
         let most = self.left() / bytes_each;

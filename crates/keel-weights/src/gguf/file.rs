@@ -14,9 +14,9 @@ use crate::{
     linear, mapped::MappedFile, source::missing,
 };
 
-/// A GGUF file, mapped into memory: opening it reads the header alone.
+/// A GGUF file, mapped into memory. Opening reads only the header.
 ///
-/// As a [`TensorSource`] it lends tensors that are stored element by element; a matrix in blocks is lent by
+/// As a [`TensorSource`] it lends tensors that are stored element by element. It lends a matrix in blocks through
 /// [`linear`](TensorSource::linear) as [`LinearTensor::Blocks`].
 #[derive(Debug)]
 pub struct GgufFile {
@@ -57,7 +57,7 @@ impl GgufFile {
         found.map(|(name, entry)| (name.as_str(), entry)).ok_or_else(|| missing(self, name, &self.path))
     }
 
-    /// The entry of a module's weight if it is in blocks, and its type.
+    /// The entry of a module's weight and its coding, if it is in blocks.
     fn blocks(&self, module: &str) -> Result<Option<(&str, &GgufEntry, BlockFormat)>> {
         let (name, entry) = self.entry(&format!("{module}.weight"))?;
         match entry.kind {

@@ -20,36 +20,36 @@ use crate::{HeaderProblem, source::element_count};
 const DIMS_MAX: u32 = 4;
 const ALIGNMENT_DEFAULT: u64 = 32;
 const ALIGNMENT_MAX: u64 = 1 << 16;
-/// The fewest bytes of a metadata pair and of a tensor's description.
+/// The fewest bytes of a metadata pair, and of a tensor's description.
 const PAIR_BYTES_MIN: usize = 8 + 4 + 1;
 const TENSOR_BYTES_MIN: usize = 8 + 4 + 4 + 8;
 
 /// One tensor of a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufEntry {
-    /// How its elements are stored; the type's number where it is not read here.
+    /// How its elements are stored; the type's number if this crate does not read it.
     pub kind: Result<GgmlType, u32>,
     /// Its dimensions, slowest first.
     pub shape: Vec<usize>,
-    /// Where its bytes lie, from the start of the file; only the start is known of types that are not read here.
+    /// Range of its bytes, from the start of the file. For unknown types only the start is known.
     pub range: Range<usize>,
 }
 
-/// A header that has been checked against its file: every tensor of a known type lies within the file, aligned,
-/// and shares no byte with another.
+/// A header checked against its file: every tensor of a known type lies within the file, is aligned, and shares no byte
+/// with another.
 #[derive(Clone, Debug, Default)]
 pub struct GgufHeader {
     tensors: BTreeMap<String, GgufEntry>,
     metadata: Metadata,
-    /// Where each value lies in the file, with its type.
+    /// Range of each value in the file, with its type.
     values: Places,
 }
 
 impl GgufHeader {
-    /// Parses the header of `file`, the bytes of a whole file, and checks it against their number.
+    /// Parses the header of `file`, the bytes of a whole file, and checks it against their length.
     ///
     /// # Memory
-    /// Bounded by the bytes of the header that are there and by a limit on the elements of arrays.
+    /// Bounded by the bytes of the header that are present, and by a limit on the elements of arrays.
     ///
     /// # Errors
     /// The first [`HeaderProblem`] found.
@@ -91,7 +91,7 @@ impl GgufHeader {
         &self.metadata
     }
 
-    /// A metadata value as `file`, the bytes that were parsed, has it: its type and what follows.
+    /// The bytes of a metadata value in `file`, which was parsed: its type and its value.
     pub(crate) fn raw_value<'f>(&self, file: &'f [u8], key: &str) -> Option<&'f [u8]> {
         file.get(self.values.get(key)?.clone())
     }
@@ -115,7 +115,7 @@ fn check_magic(cursor: &mut Cursor<'_>) -> Result<(), HeaderProblem> {
 
 /// Values by key.
 type Metadata = BTreeMap<String, GgufValue>;
-/// Where they lie, with their types.
+/// Their ranges in the file, types included.
 type Places = BTreeMap<String, Range<usize>>;
 
 fn read_metadata(cursor: &mut Cursor<'_>, pairs: usize) -> Result<(Metadata, Places), HeaderProblem> {
@@ -139,7 +139,7 @@ fn alignment(metadata: &BTreeMap<String, GgufValue>) -> Result<u64, HeaderProble
     value.as_u64().filter(usable).ok_or_else(|| syntax(format!("{ALIGNMENT_KEY} is {value:?}")))
 }
 
-/// A tensor's description as the file has it, unchecked.
+/// A tensor's description from the file, unchecked.
 struct RawTensor {
     name: String,
     /// Slowest first.
@@ -180,7 +180,7 @@ impl RawTensor {
                         self.name
                     ))
                 })?;
-                // Cannot overflow: a block takes fewer bytes than its values at eight bytes each.
+                // Cannot overflow: a block takes fewer bytes than its values would with eight bytes each.
                 leading.iter().product::<usize>() * row_bytes
             }
         };

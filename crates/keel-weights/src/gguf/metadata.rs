@@ -3,14 +3,14 @@
 use super::cursor::Cursor;
 use crate::HeaderProblem;
 
-/// Where a file says at which multiples its tensors begin.
+/// The key of the file's alignment: its tensors begin at multiples of that.
 pub(super) const ALIGNMENT_KEY: &str = "general.alignment";
 
-/// How deep arrays may nest; real files have one level.
+/// Greatest depth of nested arrays; real files have one level.
 const DEPTH_MAX: usize = 4;
 
-/// The most values in all arrays of a file together: several times the largest vocabularies with their merges.
-/// It bounds the memory of a hostile file, whose one-byte elements would take 32 bytes each here.
+/// The most values in all arrays of a file together: several times the largest vocabularies with their merges. It
+/// bounds the memory for a hostile file, whose one-byte elements take 32 bytes each here.
 const VALUES_MAX: usize = 8 << 20;
 
 /// A metadata value. Integers of all widths are widened.
@@ -32,7 +32,7 @@ pub enum GgufValue {
 }
 
 impl GgufValue {
-    /// The value as an unsigned integer, if it is one or a signed one that is not negative.
+    /// The value as an unsigned integer, if it is an integer and not negative.
     pub fn as_u64(&self) -> Option<u64> {
         match self {
             GgufValue::Unsigned(value) => Some(*value),
@@ -51,12 +51,12 @@ impl GgufValue {
         }
     }
 
-    /// The value as text, if it is that.
+    /// The value, if it is text.
     pub fn as_str(&self) -> Option<&str> {
         if let GgufValue::String(text) = self { Some(text) } else { None }
     }
 
-    /// The value as a truth value, if it is that.
+    /// The value, if it is a truth value.
     pub fn as_bool(&self) -> Option<bool> {
         if let GgufValue::Bool(value) = self { Some(*value) } else { None }
     }
@@ -67,14 +67,14 @@ impl GgufValue {
     }
 }
 
-/// Reads metadata values, counting them.
+/// Reads metadata values and counts them.
 #[derive(Default)]
 pub(super) struct ValueReader {
     values: usize,
 }
 
 impl ValueReader {
-    /// A value behind its type.
+    /// A value after its type.
     pub fn typed(&mut self, cursor: &mut Cursor<'_>) -> Result<GgufValue, HeaderProblem> {
         let kind = cursor.u32()?;
         self.value(cursor, kind, 0)

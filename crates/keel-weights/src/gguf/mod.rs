@@ -1,8 +1,7 @@
-//! The GGUF format: typed metadata, tensor descriptions and aligned tensor data in one file, many of the tensors in
+//! The GGUF format: typed metadata, tensor descriptions and aligned tensor data in one file. Many tensors have
 //! block-quantised types.
 //!
-//! Names and shapes are given as the file has them, except that dimensions stand slowest first, as everywhere
-//! else here.
+//! Names and shapes are those of the file, except that dimensions are listed slowest first, as everywhere else here.
 
 mod cursor;
 mod encode;

@@ -21,7 +21,7 @@ impl<'a> BlockTensor<'a> {
         self.name
     }
 
-    /// How its blocks are coded.
+    /// The coding of its blocks.
     pub fn format(&self) -> BlockFormat {
         self.format
     }
@@ -46,7 +46,7 @@ impl<'a> BlockTensor<'a> {
         self.shape.last().copied().unwrap_or(1)
     }
 
-    /// Decodes rows `range` (the leading dimensions multiplied) into `out`.
+    /// Decodes rows `range` (all leading dimensions counted through) into `out`.
     ///
     /// # Shapes
     /// `out`: `range.len() * cols`.
@@ -70,7 +70,7 @@ impl<'a> BlockTensor<'a> {
         Ok(&self.bytes[range.start * row_bytes..range.end * row_bytes])
     }
 
-    /// Bytes of a row: its columns are whole blocks.
+    /// Bytes of a row; its columns are whole blocks.
     fn row_bytes(&self) -> usize {
         self.cols() / self.format.values() * self.format.bytes()
     }

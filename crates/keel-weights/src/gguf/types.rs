@@ -4,7 +4,7 @@ use std::fmt;
 
 use keel_array::{BlockFormat, DType};
 
-/// How a GGUF tensor's elements are stored: one by one, or in blocks that share scales.
+/// Storage of a GGUF tensor's elements: one by one, or in blocks that share scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum GgmlType {
@@ -40,7 +40,7 @@ const TYPES: [(u32, GgmlType); 18] = {
 };
 
 impl GgmlType {
-    /// The type of this number in a file, or `None` for one that is not read here.
+    /// The type with this number in files; `None` for a type that is not read here.
     pub(super) fn from_id(id: u32) -> Option<GgmlType> {
         TYPES.iter().find(|(number, _)| *number == id).map(|(_, kind)| *kind)
     }
@@ -48,13 +48,13 @@ impl GgmlType {
     /// The type's number in a file.
     ///
     /// # Panics
-    /// For an element type that files do not have.
+    /// If files have no number for the element type.
     pub(super) fn id(self) -> u32 {
         let found = TYPES.iter().find(|(_, kind)| *kind == self);
         found.unwrap_or_else(|| panic!("{self} has no number")).0
     }
 
-    /// The type of this name, as files are described: `Q4_K`, `f16`.
+    /// The type with this name in file descriptions: `Q4_K`, `f16`.
     pub fn from_name(name: &str) -> Option<GgmlType> {
         TYPES.iter().map(|(_, kind)| *kind).find(|kind| kind.to_string().eq_ignore_ascii_case(name))
     }
@@ -77,7 +77,7 @@ impl GgmlType {
         }
     }
 
-    /// Bytes of a row of `cols` values, or `None` if they are not whole blocks or too many.
+    /// Bytes of a row of `cols` values; `None` if they are not whole blocks or too many.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
         match self {
             GgmlType::Plain(dtype) => cols.checked_mul(dtype.size()),
@@ -87,7 +87,7 @@ impl GgmlType {
 }
 
 impl fmt::Display for GgmlType {
-    /// The name that the format has for the type.
+    /// The format's name for the type.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             GgmlType::Plain(dtype) => f.write_str(&dtype.to_string().to_uppercase()),

@@ -1,4 +1,4 @@
-//! Writing a GGUF file.
+//! Writes a GGUF file.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -9,10 +9,10 @@ use crate::{
     stream::{Places, StreamedFile},
 };
 
-/// Tensors begin at multiples of this; readers take it where a file does not say otherwise.
+/// Tensors begin at multiples of this. It is the readers' default.
 const ALIGNMENT: u64 = 32;
 
-/// Metadata of a file to be written. A key that is set again gets the new value.
+/// Metadata of a file to be written. Setting a key again replaces its value.
 #[derive(Clone, Debug, Default)]
 pub struct GgufMetadata(BTreeMap<String, Vec<u8>>);
 
@@ -27,9 +27,9 @@ pub struct GgufTensorSpec {
     pub shape: Vec<usize>,
 }
 
-/// Writes a GGUF file whose tensors are declared first and then filled in pieces, in any order.
+/// Writes a GGUF file. Tensors are declared first, then filled in pieces, in any order.
 ///
-/// As with [`SafetensorsWriter`](crate::SafetensorsWriter), the file has its name once it is complete.
+/// As with [`SafetensorsWriter`](crate::SafetensorsWriter), the file gets its name when it is complete.
 #[derive(Debug)]
 pub struct GgufWriter(StreamedFile);
 
@@ -39,7 +39,7 @@ impl GgufMetadata {
         self.0.contains_key(key)
     }
 
-    /// Sets a number without sign, of 32 bits.
+    /// Sets an unsigned 32-bit number.
     pub fn u32(&mut self, key: &str, value: u32) {
         self.set(key, 4, value.to_le_bytes());
     }
@@ -79,9 +79,9 @@ impl GgufMetadata {
         self.list(key, 8, values.len(), values.iter().flat_map(|value| string(value)));
     }
 
-    /// Sets a value as another file has it: [`GgufHeader::raw_value`](super::GgufHeader::raw_value).
+    /// Copies a value from another file: see [`GgufHeader::raw_value`](super::GgufHeader::raw_value).
     pub(crate) fn raw(&mut self, key: &str, value: &[u8]) {
-        // The alignment is this writer's.
+        // The alignment is set by this writer.
         if key != ALIGNMENT_KEY {
             self.0.insert(key.into(), value.into());
         }
@@ -107,7 +107,7 @@ impl GgufTensorSpec {
 }
 
 impl GgufWriter {
-    /// Starts the file at `path`, which will replace one that is there.
+    /// Starts the file at `path`. It will replace an existing file.
     ///
     /// # Errors
     /// [`WeightsError::Output`] if two tensors share a name, rows are not whole blocks or sizes overflow,
@@ -118,7 +118,7 @@ impl GgufWriter {
         StreamedFile::create(path, &header, places).map(GgufWriter)
     }
 
-    /// Appends to the bytes of a tensor, row-major. Tensors may be filled in turns.
+    /// Appends to the bytes of a tensor, row-major. Appends to different tensors may alternate.
     ///
     /// # Errors
     /// As [`SafetensorsWriter::append`](crate::SafetensorsWriter::append).
@@ -135,12 +135,12 @@ impl GgufWriter {
     }
 }
 
-/// A text behind its length.
+/// A text after its length.
 fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
 
-/// The header, and where the tensors lie behind it.
+/// The header, and the places of the tensors after it.
 fn layout(metadata: &GgufMetadata, tensors: &[GgufTensorSpec]) -> Result<(Vec<u8>, Places), String> {
     let mut header = b"GGUF".to_vec();
     header.extend(3u32.to_le_bytes());

@@ -1,29 +1,29 @@
-//! Experts on their way to MLX's form: three stacks for a layer, `switch_mlp.{gate,up,down}_proj`, whether the source has a
-//! tensor for each expert or `experts.gate_up_proj` and `experts.down_proj`.
+//! Converts experts to MLX's form: three stacks for a layer, `switch_mlp.{gate,up,down}_proj`. The source has either a
+//! tensor for each expert, or `experts.gate_up_proj` and `experts.down_proj`.
 
 use std::collections::BTreeMap;
 
 use super::recipe::module_of;
 use crate::{TensorInfo, TensorSpec};
 
-/// The stacks that tensors of the source become.
+/// Some tensors of the source, and the stacks that they become.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Stacks {
-    /// The source's tensors, in the order in which their rows follow each other.
+    /// The source's tensors, in the order of their rows.
     pub sources: Vec<String>,
-    /// The modules, which take rows in turns.
+    /// The output modules. They take rows in turn.
     pub modules: Vec<String>,
-    /// Extents of each of them.
+    /// Shape of each module.
     pub shape: Vec<usize>,
-    /// Rows of a turn.
+    /// Rows that one module takes in its turn.
     pub turn_rows: usize,
-    /// Whether it is called otherwise in the source.
+    /// Whether the name differs from the source's.
     pub is_moved: bool,
 }
 
-/// The experts that the source keeps apart, by the stack that they become.
+/// Experts that the source stores as separate tensors, by their stack.
 pub(super) struct Experts {
-    /// Names by number.
+    /// For each stack, the tensor names by expert number.
     apart: BTreeMap<String, BTreeMap<usize, String>>,
 }
 
@@ -38,7 +38,7 @@ impl Experts {
             if *first.entry(stack.clone()).or_insert_with(|| kind.clone()) == kind {
                 apart.entry(stack).or_default().insert(number, name.clone());
             } else {
-                // Experts of several shapes are no stack.
+                // Experts of different shapes cannot form a stack; this entry excludes the whole stack below.
                 apart.entry(stack).or_default().insert(usize::MAX, name.clone());
             }
         }
@@ -46,7 +46,8 @@ impl Experts {
         Experts { apart }
     }
 
-    /// What becomes of tensor `name` of a module that can be quantised; `None` for an expert that is done together with the first.
+    /// The conversion of tensor `name` of a module that can be quantised. `None` for all but the first of separate
+    /// experts: the first converts the whole stack.
     pub(super) fn stacks_of(&self, name: &str, module: &str, info: &TensorInfo<'_>) -> Option<Stacks> {
         let found =
             expert(module).and_then(|(stack, number)| Some((number, self.apart.get_key_value(&stack)?)));
@@ -89,7 +90,7 @@ impl Experts {
     }
 }
 
-/// The stack of `<layer>.experts.<number>.<projection>`, and the number.
+/// The stack and the number of expert module `<layer>.experts.<number>.<projection>`.
 fn expert(module: &str) -> Option<(String, usize)> {
     let (layer, rest) = module.split_once(".experts.")?;
     let (number, projection) = rest.split_once('.')?;

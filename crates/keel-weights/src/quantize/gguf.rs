@@ -1,4 +1,4 @@
-//! Writing weights into a GGUF file, matrices in block codings.
+//! Writes weights into a GGUF file, matrices in block codings.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -16,28 +16,28 @@ use crate::{
     gguf::{GgmlType, GgufMetadata, GgufTensorSpec, GgufWriter, can_encode, encode},
 };
 
-/// Which type each tensor of a GGUF file has.
+/// The type of each tensor of a GGUF file.
 ///
-/// Matrices have `base`, with these exceptions:
+/// Matrices have the type `base`, with these exceptions:
 ///
-/// * what is small and steers much stays f32: vectors, norms, the convolution, routers;
-/// * `mixed` gives more bits to some matrices on which the result depends most;
-/// * where rows are not whole blocks of 256, a coding in blocks of 32 of at least as many bits stands in;
+/// * vectors, norms, the convolution and routers stay f32: they are small, and errors in them have large effects;
+/// * `mixed` gives more bits to some matrices that matter most for the result;
+/// * rows that are not whole blocks of 256 take a coding with blocks of 32 and at least as many bits;
 /// * `overrides` win over all of these.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufRecipe {
-    /// The type of matrices that nothing else is said about.
+    /// The type of all other matrices.
     pub base: GgmlType,
-    /// Whether the output head (or the embedding that serves as one), and the values and the feed-forward half's second
-    /// matrix in the first and last eighth of the layers and every third between, have `Q6_K`.
+    /// If true, `Q6_K` for: the output head (or the embedding that serves as one), and the value and second
+    /// feed-forward matrices in the first and last eighth of the layers and in every third layer between.
     pub mixed: bool,
-    /// A type by tensor name, without `.weight`, or by its last parts: `output`, `blk.0.attn_v`, `ffn_down`.
-    /// The longest match wins.
+    /// Types by tensor name without `.weight`, or by its last parts: `output`, `blk.0.attn_v`, `ffn_down`. The longest
+    /// match wins.
     pub overrides: BTreeMap<String, GgmlType>,
 }
 
 impl GgufRecipe {
-    /// The recipe of a name: that of a type, or `Q4_K_M` and `Q5_K_M` for mixed ones.
+    /// The recipe with this name: a type's name, or `Q4_K_M` and `Q5_K_M` for mixed recipes.
     pub fn from_name(name: &str) -> Option<GgufRecipe> {
         let upper = name.to_ascii_uppercase();
         let (base, mixed) = match upper.strip_suffix("_M") {
@@ -49,7 +49,7 @@ impl GgufRecipe {
         Some(GgufRecipe { base, mixed, overrides: BTreeMap::new() })
     }
 
-    /// The number by which files name their recipe, `general.file_type`.
+    /// The recipe's number in files, `general.file_type`.
     fn file_type(&self) -> u32 {
         match (self.base, self.mixed) {
             (GgmlType::Plain(DType::F16), _) => 1,
@@ -85,7 +85,7 @@ impl GgufRecipe {
     }
 }
 
-/// Whether [`write_gguf`] writes a type.
+/// Whether [`write_gguf`] can write a type.
 pub fn is_written(kind: GgmlType) -> bool {
     match kind {
         GgmlType::Plain(dtype) => dtype.is_float(),
@@ -100,7 +100,7 @@ fn can_be_blocks(spec: &TensorSpec) -> bool {
     spec.shape.len() > 1 && spec.dtype.is_float() && !kept && spec.name.ends_with(".weight")
 }
 
-/// Whether a mixed recipe has more bits for a matrix.
+/// Whether a mixed recipe gives a matrix more bits.
 fn matters_more(module: &str, layers: usize, tied: bool) -> bool {
     let Some((layer, part)) = module.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
         return module == "output" || tied && module == "token_embd";
@@ -111,7 +111,7 @@ fn matters_more(module: &str, layers: usize, tied: bool) -> bool {
     is_chosen && (part == "attn_v" || part.starts_with("ffn_down"))
 }
 
-/// The type, or another where rows are not whole blocks.
+/// The type, or a replacement if rows are not whole blocks.
 fn fitting(kind: GgmlType, cols: usize) -> GgmlType {
     let fits = |kind: GgmlType| kind.row_bytes(cols).is_some();
     let shorter = match kind {
@@ -122,15 +122,15 @@ fn fitting(kind: GgmlType, cols: usize) -> GgmlType {
     if fits(shorter) { shorter } else { GgmlType::Plain(DType::F16) }
 }
 
-/// Writes the tensors of `source`, which have the names of the format, behind `metadata`.
+/// Writes `metadata` and then the tensors of `source`, which have GGUF's names.
 ///
 /// # Memory
-/// A chunk of rows: 16 MiB of f32, or one row if that is more, and its blocks.
+/// A chunk of rows: 16 MiB of f32, or one row if that is larger, and the chunk's blocks.
 ///
 /// # Errors
-/// [`WeightsError::Module`] for an override that matches nothing or does not fit, [`WeightsError::NotFinite`] for weights that
-/// are not finite or too large for a coding's scales, [`WeightsError::Output`] and [`WeightsError::Io`] if the file cannot be
-/// written. No unfinished file is left behind.
+/// [`WeightsError::Module`] for an override that matches nothing or does not fit, [`WeightsError::NotFinite`] for
+/// weights that are not finite or too large for a coding's scales, [`WeightsError::Output`] and [`WeightsError::Io`] if
+/// the file cannot be written. No unfinished file remains.
 pub fn write_gguf(
     source: &dyn RowSource,
     target: &Path,
@@ -217,7 +217,7 @@ fn write_tensor(
     Ok(())
 }
 
-/// Rows from `start` on in the type of the output.
+/// Rows from `start` on, in the output's type.
 fn encode_rows(output: &GgufTensorSpec, start: usize, cols: usize, values: &[f32]) -> Result<Vec<u8>> {
     let format = match output.kind {
         GgmlType::Plain(dtype) => {
@@ -238,7 +238,7 @@ fn encode_rows(output: &GgufTensorSpec, start: usize, cols: usize, values: &[f32
     Ok(bytes)
 }
 
-/// The metadata of a file, for another of the same model.
+/// The metadata of a file, for another file of the same model.
 pub fn metadata_of(file: &crate::gguf::GgufFile) -> GgufMetadata {
     let mut metadata = GgufMetadata::default();
     for key in file.metadata().keys() {

@@ -1,4 +1,4 @@
-//! Turning checkpoints into others: quantised in MLX's affine form or in GGUF's block codings, or dense.
+//! Converts checkpoints: quantised in MLX's affine form or in GGUF's block codings, or dense.
 
 mod experts;
 mod gguf;

@@ -1,4 +1,4 @@
-//! What becomes of each tensor, from headers alone.
+//! The conversion of each tensor, planned from headers only.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,23 +9,23 @@ use super::recipe::{QuantizeRecipe, is_tail, module_of};
 use crate::{AffineFormat, Result, TensorInfo, TensorSpec, WeightsError};
 use keel_array::DType;
 
-/// What becomes of one tensor of the source.
+/// The conversion of one tensor of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Step {
     /// The source's tensor.
     pub source: TensorSpec,
-    /// Where its rows go.
+    /// The outputs of its rows.
     pub targets: Vec<Target>,
-    /// Rows that go to a target before the next one has its turn; 0: everything goes to the only one.
+    /// Rows that a target takes before the next target's turn; 0 if the only target takes all.
     pub turn_rows: usize,
 }
 
-/// Where rows go.
+/// An output of rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
-    /// They are copied to this tensor, of the same type or another float.
+    /// Rows are copied to this tensor, of the same type or another float type.
     Copy(String, DType),
-    /// They are quantised.
+    /// Rows are quantised.
     Quantize {
         /// Codes, scales and biases, in this order.
         outputs: [String; 3],
@@ -37,7 +37,7 @@ pub(super) enum Target {
 /// The whole conversion.
 #[derive(Debug)]
 pub(super) struct Plan {
-    /// In the order of the source's names; matrices of one stack follow each other.
+    /// In the order of the source's names. Matrices of one stack follow each other.
     pub steps: Vec<Step>,
     /// The tensors of the output.
     pub outputs: Vec<TensorSpec>,
@@ -46,7 +46,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Every tensor as it is, floats of more than one dimension in another type if one is given.
+    /// Copies every tensor. Floats with more than one dimension are converted to `dtype` if it is given.
     pub(super) fn dense(tensors: &[TensorSpec], dtype: Option<DType>) -> Plan {
         let mut plan = Plan { steps: Vec::new(), outputs: Vec::new(), section: Value::Null };
         for source in tensors {
@@ -58,7 +58,7 @@ impl Plan {
         plan
     }
 
-    /// Matrices quantised by a recipe.
+    /// Quantises matrices by a recipe.
     pub(super) fn affine(tensors: &[TensorSpec], recipe: &QuantizeRecipe) -> Result<Plan> {
         let experts = Experts::find(tensors);
         let mut plan = Plan { steps: Vec::new(), outputs: Vec::new(), section: describe(recipe.format) };
@@ -131,10 +131,10 @@ impl Step {
     }
 }
 
-/// How Hugging Face begins the names of a language model beside a vision tower.
+/// Hugging Face's prefix for the language model in a checkpoint with a vision tower.
 const NESTED: &str = "model.language_model.";
 
-/// What mlx-lm calls a module of such a model, to find its override.
+/// mlx-lm's name for a module of such a model; it looks up overrides under this name.
 fn name_in_mlx(module: &str) -> Option<String> {
     match module.strip_prefix(NESTED) {
         Some(rest) => Some(format!("language_model.model.{rest}")),
@@ -143,7 +143,7 @@ fn name_in_mlx(module: &str) -> Option<String> {
     }
 }
 
-/// The three tensors of a module, or `None` if its rows are not whole groups.
+/// The three tensors of a module; `None` if its rows are not whole groups.
 fn outputs(module: &str, format: AffineFormat, dtype: DType, shape: &[usize]) -> Option<[TensorSpec; 3]> {
     let (&cols, leading) = shape.split_last()?;
     let groups = format.groups(cols).filter(|&groups| groups > 0 && !leading.contains(&0))?;

@@ -1,30 +1,29 @@
-//! Which modules are quantised, and how.
+//! Decides which modules are quantised, and how.
 
 use std::collections::BTreeMap;
 
 use crate::{AffineFormat, TensorInfo};
 
-/// Bytes of a shard of an output where nothing else is asked for.
+/// Default for the bytes of an output shard.
 pub(super) const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 
 /// How to quantise a checkpoint.
 ///
-/// Every matrix, embeddings and output head included, and every stack of expert matrices is quantised in
-/// `format`, if its rows are whole groups, with these exceptions:
+/// Every matrix (with embeddings and output head) and every stack of expert matrices is quantised in `format`, if its
+/// rows are whole groups. Exceptions:
 ///
 /// * routers (`mlp.gate`) and gates of shared experts (`shared_expert_gate`) take 8 bits, because an error there
 ///   sends a token to other experts;
-/// * norms, `conv1d`, `A_log` and `dt_bias` stay as they are;
-/// * so does the vision tower;
-/// * `overrides` win over all of these, and decide for a module what `format` decides for the rest.
+/// * norms, `conv1d`, `A_log`, `dt_bias` and the vision tower stay unchanged;
+/// * `overrides` win over all of these, and replace `format` for their modules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QuantizeRecipe {
-    /// The format of modules that nothing else is said about.
+    /// The format of all other modules.
     pub format: AffineFormat,
-    /// A format, or `None` for dense, by module path or by its last parts: `lm_head`, `mlp.down_proj`.
-    /// The longest match wins.
+    /// A format, or `None` for dense, by module path or by its last parts: `lm_head`, `mlp.down_proj`. The longest
+    /// match wins.
     pub overrides: BTreeMap<String, Option<AffineFormat>>,
-    /// Shards of the output hold at most this many bytes, unless one tensor alone has more.
+    /// Most bytes of an output shard. A single larger tensor gets a larger shard.
     pub shard_bytes_max: u64,
 }
 
@@ -47,8 +46,8 @@ impl QuantizeRecipe {
     }
 }
 
-/// The module of a tensor that can be quantised at all: a float matrix, or a stack of expert matrices, outside
-/// the vision tower and other than the small state of recurrent layers and norms.
+/// The module of a tensor that can be quantised: a float matrix or a stack of expert matrices, but not of the vision
+/// tower, norms, or the small tensors of recurrent layers.
 pub(super) fn module_of<'a>(name: &'a str, info: &TensorInfo<'_>) -> Option<&'a str> {
     let parts = || name.split('.');
     let is_expert = parts().any(|part| part == "experts" || part == "switch_mlp");

@@ -1,4 +1,4 @@
-//! The conversion itself: read rows, quantise them, append them to the output.
+//! The conversion: reads rows, quantises them, and appends them to the output.
 
 use std::{collections::BTreeMap, fs, io, path::Path};
 
@@ -16,26 +16,26 @@ use crate::{
     affine::quantize_rows, float, json,
 };
 
-/// Values that are decoded at a time: 16 MiB of f32.
+/// Values decoded at a time: 16 MiB of f32.
 pub(super) const CHUNK_VALUES: usize = 4 << 20;
-/// Values that a thread decodes at a time.
+/// Values that one thread decodes at a time.
 const TASK_VALUES: usize = 1 << 16;
 
-/// The extensions of the files that are copied beside the weights: tokenizer, template, generation settings.
+/// Extensions of the files that are copied with the weights: tokenizer, template, generation settings.
 const COPIED_EXTENSIONS: [&str; 5] = ["json", "jinja", "txt", "model", "tiktoken"];
 
-/// How far a conversion has come.
+/// Progress of a conversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuantizeProgress<'a> {
-    /// The tensor at work.
+    /// The tensor being converted.
     pub tensor: &'a str,
-    /// Bytes of the source that are done.
+    /// Bytes of the source that are converted.
     pub done_bytes: u64,
     /// Bytes of the source.
     pub total_bytes: u64,
 }
 
-/// What a conversion did.
+/// Result of a conversion.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QuantizeReport {
     /// Tensors that were quantised.
@@ -48,23 +48,22 @@ pub struct QuantizeReport {
     pub output_bytes: u64,
 }
 
-/// Quantises the checkpoint at `source` into the folder `target`, which must not hold one yet.
+/// Quantises the checkpoint at `source` into the folder `target`, which must not hold a checkpoint yet.
 ///
-/// The output has MLX's form: `weight` (u32), `scales` and `biases` for each quantised module, and the
-/// `quantization` section in config.json with an override for each module that differs from the rest. Experts become
-/// MLX's stacks, `switch_mlp.{gate,up,down}_proj`. **All other names and layouts are the source's**: `conv1d` stays
-/// `(C, 1, K)`, norms keep their offset and the multi-token-prediction head is kept, which readers of `qwen3_5` tell by the
-/// convolution; overrides are under the name in the source and under that in mlx-lm. Tokenizer, template and other json
-/// files are copied; config.json is written last.
+/// The output has MLX's form: `weight` (u32), `scales` and `biases` for each quantised module, and the `quantization`
+/// section in config.json, with an override for each module that differs from the default. Experts become MLX's stacks,
+/// `switch_mlp.{gate,up,down}_proj`. **All other names and layouts are the source's**: `conv1d` stays `(C, 1, K)`,
+/// norms keep their offset, and the multi-token-prediction head is kept. Readers of `qwen3_5` recognise this by the
+/// shape of the convolution. Overrides are listed under the source's name and under mlx-lm's name. Tokenizer, template
+/// and other json files are copied. config.json is written last.
 ///
 /// # Memory
-/// A chunk of rows: 16 MiB of f32, or one row if that is more. Pages of the source are released as they are
-/// consumed.
+/// A chunk of rows: 16 MiB of f32, or one row if that is larger. The source's pages are released after use.
 ///
 /// # Errors
-/// [`WeightsError::Output`] if the target holds a checkpoint, [`WeightsError::Module`] if the source is
-/// quantised already or an override matches nothing, [`WeightsError::NotFinite`] if a weight is NaN or infinite,
-/// [`WeightsError::Io`] if a file cannot be read or written. No weights file is left behind unfinished.
+/// [`WeightsError::Output`] if the target holds a checkpoint, [`WeightsError::Module`] if the source is quantised
+/// already or an override matches nothing, [`WeightsError::NotFinite`] if a weight is NaN or infinite,
+/// [`WeightsError::Io`] if a file cannot be read or written. No unfinished weights file remains.
 pub fn quantize_checkpoint(
     source: &Path,
     target: &Path,
@@ -80,17 +79,17 @@ pub fn quantize_checkpoint(
     Ok(report)
 }
 
-/// How [`write_safetensors`] stores matrices.
+/// The form in which [`write_safetensors`] stores matrices.
 #[derive(Clone, Copy, Debug)]
 pub enum SafetensorsForm<'a> {
-    /// One float each, in this type or in that of the source.
+    /// One float for each value, in this type, or in the source's type if `None`.
     Dense(Option<DType>),
     /// In MLX's affine form.
     Affine(&'a QuantizeRecipe),
 }
 
-/// Writes the weights of `source` into the folder `target`, which must not hold a checkpoint yet, and returns the
-/// `quantization` section that belongs into its config.json; null for dense weights.
+/// Writes the weights of `source` into the folder `target`, which must not hold a checkpoint yet. Returns the
+/// `quantization` section for its config.json; null for dense weights.
 ///
 /// # Memory
 /// As [`quantize_checkpoint`].
@@ -115,7 +114,7 @@ pub fn write_safetensors(
     Ok((report, plan.section))
 }
 
-/// Writes config.json with a `quantization` section, or without one if that is null. It makes the folder a checkpoint.
+/// Writes config.json with a `quantization` section; without one if that is null. This completes the checkpoint.
 ///
 /// # Errors
 /// [`WeightsError::Io`] if it cannot be written.
@@ -182,7 +181,7 @@ fn write_weights(
     Ok(report)
 }
 
-/// Writes the rows of a tensor to its targets, which take turns.
+/// Writes the rows of a tensor to its targets, in turn.
 fn write_step(
     source: &dyn RowSource,
     step: &Step,
@@ -230,7 +229,7 @@ fn write_step(
     Ok(())
 }
 
-/// Decodes rows by all threads, and finds values that are not finite.
+/// Decodes rows on all threads. Values that are not finite are an error.
 pub(super) fn decode(
     source: &dyn RowSource,
     spec: &TensorSpec,
@@ -248,7 +247,7 @@ pub(super) fn decode(
     })
 }
 
-/// The buffers of a chunk of rows.
+/// Buffers for a chunk of rows.
 struct Chunk {
     format: AffineFormat,
     packed: Vec<u8>,
@@ -273,14 +272,14 @@ impl Chunk {
         }
     }
 
-    /// The bytes of codes, scales and biases of rows from `start` on.
+    /// The bytes of codes, scales and biases for rows from `start` on.
     fn quantize(&mut self, spec: &TensorSpec, start: usize, values: &[f32]) -> Result<[&[u8]; 3]> {
         let (cols, dtype) = (cols(&spec.shape), spec.dtype);
         let groups = values.len() / self.format.group_size();
         let packed = &mut self.packed[..self.format.packed_bytes(values.len())];
         let (scales, biases) = (&mut self.scales[..groups], &mut self.biases[..groups]);
         quantize_rows(self.format, cols, values, packed, scales, biases);
-        // The span of a group of huge f32 values can overflow although each of them is finite.
+        // In a group of huge f32 values the span can overflow, although each value is finite.
         check_finite(&spec.name, start, scales)?;
         let scale_bytes = &mut self.scale_bytes[..groups * dtype.size()];
         let bias_bytes = &mut self.bias_bytes[..groups * dtype.size()];
@@ -291,19 +290,19 @@ impl Chunk {
 }
 
 pub(super) fn check_finite(name: &str, row: usize, values: &[f32]) -> Result<()> {
-    // Without a way out of the loop it compiles to vector code.
+    // Without an early exit, the loop compiles to vector code.
     if values.iter().fold(true, |finite, value| finite & value.is_finite()) {
         return Ok(());
     }
     Err(WeightsError::NotFinite { name: name.into(), row })
 }
 
-/// Copies what lies beside the weights of a checkpoint: tokenizer, template, generation settings.
+/// Copies the other files of a checkpoint's folder: tokenizer, template, generation settings.
 ///
 /// # Errors
 /// [`WeightsError::Io`] if a file cannot be read or written.
 pub fn copy_side_files(source: &Path, target: &Path) -> Result<()> {
-    // A checkpoint opened by a bare file name has an empty folder, which means the current one.
+    // If the path was a bare file name, the folder is empty and stands for the current one.
     let folder = if source.as_os_str().is_empty() { Path::new(".") } else { source };
     let listed: io::Result<Vec<_>> = fs::read_dir(folder).and_then(Iterator::collect);
     for entry in listed.map_err(WeightsError::io("list", folder))? {

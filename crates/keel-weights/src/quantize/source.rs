@@ -1,4 +1,4 @@
-//! What is converted: named tensors, read some rows at a time.
+//! The input of a conversion: named tensors, read in ranges of rows.
 
 use std::{borrow::Cow, collections::BTreeMap, ops::Range};
 
@@ -9,11 +9,11 @@ use crate::{
     gguf::{GgmlType, GgufFile},
 };
 
-/// Tensors on their way to another form.
+/// Tensors to be converted.
 ///
-/// Names and shapes are those that the output will have, the leading dimensions multiplied are rows.
+/// Names and shapes are those of the output. Rows count through all leading dimensions.
 pub trait RowSource: Sync {
-    /// All tensors, sorted by name, with the types that copies of them have.
+    /// All tensors, sorted by name, each with the type that an unquantised copy has.
     ///
     /// # Errors
     /// If a tensor cannot be converted.
@@ -25,7 +25,7 @@ pub trait RowSource: Sync {
     /// If there is no such tensor, or no such rows.
     fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> Result<()>;
 
-    /// Rows as bytes of the type that [`tensors`](RowSource::tensors) gives.
+    /// Rows as bytes, in the type given by [`tensors`](RowSource::tensors).
     ///
     /// # Errors
     /// As [`rows_f32`](RowSource::rows_f32).
@@ -37,18 +37,18 @@ pub trait RowSource: Sync {
         Ok(Cow::Owned(bytes))
     }
 
-    /// The blocks of a tensor that is stored in this coding, row order and all; `None` if it is stored otherwise.
+    /// The blocks of a tensor stored in this coding and in the output's row order; `None` otherwise.
     fn blocks(&self, name: &str, format: BlockFormat) -> Option<&[u8]> {
         let _ = (name, format);
         None
     }
 
-    /// Bytes that a tensor takes where it is.
+    /// Bytes of a tensor in the source.
     fn stored_bytes(&self, spec: &TensorSpec) -> u64 {
         spec.bytes().unwrap_or(0) as u64
     }
 
-    /// Says that rows have been read.
+    /// Called after rows have been read.
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         let _ = (name, rows);
     }
@@ -107,10 +107,10 @@ pub struct Dequantised<'a> {
 }
 
 impl<'a> Dequantised<'a> {
-    /// The tensors of `checkpoint`, those of quantised modules as one weight each.
+    /// The tensors of `checkpoint`. Each quantised module becomes one weight.
     ///
     /// # Errors
-    /// [`WeightsError::Module`] if a module's tensors do not fit, or its input is turned before it is multiplied.
+    /// [`WeightsError::Module`] if a module's tensors do not fit, or its input is rotated first (ParoQuant).
     pub fn new(checkpoint: &'a Checkpoint) -> Result<Dequantised<'a>> {
         const PARTS: [&str; 5] = ["scales", "biases", "qzeros", "g_idx", "weight_scale_inv"];
         let turned =
@@ -145,7 +145,7 @@ impl<'a> Dequantised<'a> {
     }
 }
 
-/// Whether a weight has scales beside it.
+/// Whether the checkpoint has scales for a weight.
 fn is_packed(checkpoint: &Checkpoint, module: &str) -> bool {
     ["scales", "weight_scale_inv"].iter().any(|part| checkpoint.contains(&format!("{module}.{part}")))
 }
@@ -184,7 +184,7 @@ impl Dequantised<'_> {
 }
 
 impl RowSource for GgufFile {
-    /// Copies of what is not in blocks keep their types; blocks have none, so that f32 stands for them.
+    /// Tensors that are not in blocks keep their types. Blocks have no element type; f32 stands for it.
     fn tensors(&self) -> Result<Vec<TensorSpec>> {
         let spec = |name: &str| {
             let entry = &self.header().tensors()[name];

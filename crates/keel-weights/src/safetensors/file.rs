@@ -11,7 +11,7 @@ use crate::{
     Result, TensorInfo, TensorSource, TensorView, WeightsError, mapped::MappedFile, source::missing,
 };
 
-/// A safetensors file, mapped into memory: opening it reads the header alone.
+/// A safetensors file, mapped into memory. Opening reads only the header.
 #[derive(Debug)]
 pub struct SafetensorsFile {
     path: PathBuf,
@@ -28,7 +28,7 @@ impl SafetensorsFile {
         SafetensorsFile::with_bytes(path, MappedFile::open(path)?)
     }
 
-    /// A file whose bytes are part of the program. Errors call it by `path`, which need not exist.
+    /// A file whose bytes are part of the program. Errors name it `path`, which need not exist.
     ///
     /// # Errors
     /// [`WeightsError::Header`] if it is broken.
@@ -42,7 +42,7 @@ impl SafetensorsFile {
         Ok(SafetensorsFile { path: path.into(), map, header })
     }
 
-    /// Where the file is.
+    /// The file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }

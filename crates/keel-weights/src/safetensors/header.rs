@@ -4,8 +4,8 @@
 //! [ n: u64 ][ JSON of n bytes ][ data                                    ]
 //!             {"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
 //! ```
-//! The header is parsed here, not by the `safetensors` crate, because that keeps the last of two tensors
-//! with one name and refuses a whole file for one dtype that it does not know. The tests compare the two.
+//! This crate does not use the `safetensors` crate's parser: that accepts two tensors with one name and keeps the last,
+//! and it refuses a whole file for one unknown dtype. The tests compare the two parsers.
 
 use std::{collections::BTreeMap, fmt, ops::Range};
 
@@ -17,15 +17,15 @@ use serde::{
 
 use crate::{HeaderProblem, source::element_count};
 
-/// The most bytes a header may have: a million tensors, and the format's own limit.
+/// The most bytes of a header: enough for a million tensors, and the format's own limit.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
 /// How a file stores a tensor's elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StoredDType {
-    /// A type that this project computes with.
+    /// A type that this project can compute with.
     Known(DType),
-    /// A type it does not, by the file's name for it. Such a tensor does not stop the others from being read.
+    /// Any other type, with the file's name for it. It does not prevent reading the other tensors.
     Other(String),
 }
 
@@ -44,7 +44,7 @@ impl StoredDType {
         }
     }
 
-    /// Bits of one element; `None` for a name that says nothing to us.
+    /// Bits of one element; `None` for an unknown name.
     fn bits(&self) -> Option<u64> {
         match self {
             StoredDType::Known(dtype) => Some(8 * dtype.size() as u64),
@@ -61,7 +61,7 @@ impl StoredDType {
 }
 
 impl fmt::Display for StoredDType {
-    /// The name that the file format has for the type.
+    /// The file format's name for the type.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             StoredDType::Known(dtype) => format_name(*dtype),
@@ -91,12 +91,12 @@ pub struct TensorEntry {
     pub dtype: StoredDType,
     /// Its dimensions, slowest first.
     pub shape: Vec<usize>,
-    /// Where its bytes lie, from the start of the file.
+    /// Range of its bytes, from the start of the file.
     pub range: Range<usize>,
 }
 
-/// A header that has been checked against its file: every tensor lies within the file, has exactly the
-/// bytes that its dtype and shape need, and shares none of them with another.
+/// A header checked against its file: every tensor lies within the file, has exactly the bytes that its dtype and shape
+/// need, and shares no byte with another.
 #[derive(Clone, Debug, Default)]
 pub struct SafetensorsHeader {
     tensors: BTreeMap<String, TensorEntry>,
@@ -104,11 +104,11 @@ pub struct SafetensorsHeader {
 }
 
 impl SafetensorsHeader {
-    /// Parses the header of `file`, the bytes of a whole file, and checks it against their number.
-    /// The tensors' bytes are not touched.
+    /// Parses the header of `file`, the bytes of a whole file, and checks it against their length. The tensors' bytes
+    /// are not touched.
     ///
     /// # Memory
-    /// Proportional to the bytes of the header that are there, never to a number in it.
+    /// Proportional to the bytes of the header that are present, never to a number in it.
     ///
     /// # Errors
     /// The first [`HeaderProblem`] found.
@@ -144,7 +144,7 @@ impl SafetensorsHeader {
     }
 }
 
-/// The JSON part of `file`, its claimed length checked against the bytes that are there.
+/// The JSON part of `file`, after a check of its claimed length against the file's.
 fn header_bytes(file: &[u8]) -> Result<&[u8], HeaderProblem> {
     let found = file.len() as u64;
     if found == 0 {
@@ -161,7 +161,7 @@ fn header_bytes(file: &[u8]) -> Result<&[u8], HeaderProblem> {
     rest.get(..claimed as usize).ok_or(HeaderProblem::TruncatedHeader { needed: 8 + claimed, found })
 }
 
-/// Checks that the tensors tile the data: sorted by offset, each begins where the one before ended.
+/// Checks that the tensors tile the data: in the order of offsets, each begins where the one before ends.
 fn check_layout(tensors: &[(String, RawEntry)], available: u64) -> Result<(), HeaderProblem> {
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     order.sort_by_key(|&i| tensors[i].1.data_offsets);
@@ -183,7 +183,7 @@ fn check_layout(tensors: &[(String, RawEntry)], available: u64) -> Result<(), He
     Ok(())
 }
 
-/// A tensor as the JSON has it, unchecked.
+/// A tensor's JSON entry, unchecked.
 #[derive(Deserialize)]
 struct RawEntry {
     dtype: String,
@@ -203,7 +203,7 @@ impl RawEntry {
             return Err(HeaderProblem::Overflow { name, dtype, shape: self.shape });
         };
         if let Some(bits) = dtype.bits() {
-            // At most eight bytes an element, which `element_count` leaves room for.
+            // At most eight bytes for each element, so `element_count` ensures that this does not overflow.
             let needed = (count as u128 * u128::from(bits)).div_ceil(8) as u64;
             let found = end - begin;
             if needed != found {
@@ -216,7 +216,7 @@ impl RawEntry {
     }
 }
 
-/// The header in the order of the file, so that a repeated name is seen.
+/// The header in the order of the file, so that a repeated name is noticed.
 #[derive(Default)]
 struct RawHeader {
     tensors: Vec<(String, RawEntry)>,
@@ -248,7 +248,7 @@ impl<'de> Visitor<'de> for RawHeaderVisitor {
                 map.next_value::<IgnoredAny>()?;
                 return Err(A::Error::custom("__metadata__ appears twice"));
             } else {
-                // Some writers leave `null` where there is no metadata.
+                // Some writers put `null` if there is no metadata.
                 header.metadata = map.next_value::<Option<_>>()?.unwrap_or_default();
                 has_metadata = true;
             }
@@ -261,7 +261,7 @@ impl<'de> Visitor<'de> for RawHeaderVisitor {
 mod tests {
     use super::*;
 
-    /// A file with this header text and `data` bytes behind it.
+    /// A file with this header text, followed by `data` bytes.
     fn file(header: &str, data: usize) -> Vec<u8> {
         let mut file = (header.len() as u64).to_le_bytes().to_vec();
         file.extend(header.as_bytes());
@@ -380,8 +380,8 @@ mod tests {
             "tensor 'a': BF16 of shape [3, 5] needs 30 bytes, its offsets span 29"
         );
         assert!(matches!(problem(&one("I16", "[3]", 5), 5), HeaderProblem::Size { needed: 6, .. }));
-        // 2^32 * 2^32 and 2^62 * 4 bytes wrap to 0, which would agree with empty offsets; and the columns of
-        // an empty tensor must have a byte count as well.
+        // 2^32 * 2^32 and 2^62 * 4 bytes wrap to 0, which would agree with empty offsets. The byte count of the columns
+        // of an empty tensor must not overflow either.
         let wrapping = [
             ("U8", "[4294967296,4294967296]"),
             ("F32", "[4611686018427387904]"),
@@ -403,7 +403,7 @@ mod tests {
         assert_eq!(header.tensors()["b"].dtype.to_string(), "U8");
     }
 
-    /// The reference parser agrees on what is sound and on where the bytes lie.
+    /// The reference parser agrees on which files are valid, and on where the bytes lie.
     #[test]
     fn agrees_with_the_reference_parser() {
         let values = [[1u8; 24], [2; 24]];

@@ -1,4 +1,4 @@
-//! Where the tensors of a file to be written lie, known before the first byte is written.
+//! Places of the tensors in a file to be written, computed before the first byte is written.
 
 use std::collections::BTreeMap;
 
@@ -35,8 +35,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Lays the tensors out by falling element size, so that each lies at a multiple of its own.
-    /// `Err` says which tensor cannot be placed and why.
+    /// Places the tensors in descending order of element size, so that each lies at a multiple of its element size.
+    /// `Err` names the tensor that cannot be placed, and the reason.
     pub fn new(specs: &[TensorSpec], metadata: &BTreeMap<String, String>) -> Result<Layout, String> {
         let mut order: Vec<&TensorSpec> = specs.iter().collect();
         order.sort_by_key(|spec| std::cmp::Reverse(spec.dtype.size()));
@@ -67,7 +67,7 @@ impl Layout {
     }
 }
 
-/// The JSON behind its length, padded with spaces.
+/// The JSON after its length, padded with spaces.
 fn frame(json: &Value) -> Vec<u8> {
     let mut text = json.to_string().into_bytes();
     text.resize(text.len().next_multiple_of(8), b' ');

@@ -1,4 +1,4 @@
-//! Writing a checkpoint as one file, or as shards with an index.
+//! Writes a checkpoint as one file, or as shards with an index.
 
 use std::{
     collections::BTreeMap,
@@ -10,14 +10,14 @@ use serde_json::{Map, Value, json};
 use super::{SafetensorsWriter, TensorSpec};
 use crate::{Result, WeightsError, json};
 
-/// Writes the weights of a checkpoint into a folder: `model.safetensors` where they fit one file, or else
-/// `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. Tensors are declared
-/// first and filled in pieces, as in [`SafetensorsWriter`]; files get their names in [`finish`](Self::finish).
+/// Writes the weights of a checkpoint into a folder: `model.safetensors` if they fit one file, otherwise
+/// `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. As in [`SafetensorsWriter`],
+/// tensors are declared first and filled in pieces. Files get their names in [`finish`](Self::finish).
 #[derive(Debug)]
 pub struct ShardedWriter {
     folder: PathBuf,
     shards: Vec<Shard>,
-    /// Which of `shards` holds a tensor.
+    /// The index in `shards` of each tensor.
     owners: BTreeMap<String, usize>,
     total_bytes: u64,
 }
@@ -29,8 +29,8 @@ struct Shard {
 }
 
 impl ShardedWriter {
-    /// Starts the files in `folder`, which must exist. Tensors fill shards in the order given; one that is
-    /// larger than `shard_bytes_max` gets a shard of its own.
+    /// Starts the files in `folder`, which must exist. Tensors fill shards in the given order. A tensor larger than
+    /// `shard_bytes_max` gets a separate shard.
     ///
     /// # Errors
     /// As for [`SafetensorsWriter::create`].
@@ -57,7 +57,7 @@ impl ShardedWriter {
             let writer = SafetensorsWriter::create(&folder.join(&file_name), specs, metadata)?;
             shards.push(Shard { file_name, writer });
         }
-        // `split` has found that no sum overflows.
+        // `split` has checked that no sum overflows.
         let total_bytes = tensors.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum();
         Ok(ShardedWriter { folder: folder.into(), shards, owners, total_bytes })
     }
@@ -76,11 +76,11 @@ impl ShardedWriter {
         }
     }
 
-    /// Completes all files, names them, and writes the index where there is more than one.
+    /// Completes and names all files, and writes the index if there is more than one.
     ///
     /// # Errors
-    /// As for [`SafetensorsWriter::finish`]. Shards that were named before the failure stay; without an
-    /// index they are not a checkpoint.
+    /// As for [`SafetensorsWriter::finish`]. Shards named before the failure remain; without an index they are not a
+    /// checkpoint.
     pub fn finish(self) -> Result<()> {
         let names: Vec<String> = self.shards.iter().map(|shard| shard.file_name.clone()).collect();
         for shard in self.shards {
@@ -96,7 +96,8 @@ impl ShardedWriter {
     }
 }
 
-/// Cuts the list where a shard would grow past `bytes_max`; at least one shard, none empty unless all are.
+/// Cuts the list before a shard would exceed `bytes_max`. There is at least one shard, and none is empty unless all
+/// are.
 /// `None` if sizes overflow.
 fn split(tensors: &[TensorSpec], bytes_max: u64) -> Option<Vec<&[TensorSpec]>> {
     let (mut shards, mut start, mut shard_bytes, mut total) = (Vec::new(), 0, 0u64, 0u64);

@@ -1,15 +1,15 @@
-//! Writing one safetensors file, tensor by tensor, piece by piece.
+//! Writes one safetensors file, tensor by tensor, piece by piece.
 
 use std::{collections::BTreeMap, path::Path};
 
 use super::layout::{Layout, TensorSpec};
 use crate::{Result, WeightsError, stream::StreamedFile};
 
-/// Writes a safetensors file whose tensors are declared first and then filled in pieces, in any order, so
-/// that none of them has to be in memory as a whole.
+/// Writes a safetensors file. Tensors are declared first, then filled in pieces in any order, so no tensor has to be in
+/// memory as a whole.
 ///
-/// The file appears under its name when it is complete, and not before: until [`finish`](Self::finish) it has
-/// a temporary name in the same folder, and dropping the writer removes it.
+/// The file gets its name when it is complete. Until [`finish`](Self::finish) it has a temporary name in the same
+/// folder, and dropping the writer removes it.
 ///
 /// ```
 /// use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ use crate::{Result, WeightsError, stream::StreamedFile};
 pub struct SafetensorsWriter(StreamedFile);
 
 impl SafetensorsWriter {
-    /// Starts the file at `path`, which will replace one that is there.
+    /// Starts the file at `path`. It will replace an existing file.
     ///
     /// # Errors
     /// [`WeightsError::Output`] if two tensors share a name or sizes overflow, [`WeightsError::Io`] if the
@@ -47,11 +47,11 @@ impl SafetensorsWriter {
         StreamedFile::create(path, &layout.header, layout.places).map(SafetensorsWriter)
     }
 
-    /// Appends to the bytes of a tensor: row-major, little-endian. Tensors may be filled in turns.
+    /// Appends to the bytes of a tensor: row-major, little-endian. Appends to different tensors may alternate.
     ///
     /// # Errors
-    /// [`WeightsError::Output`] if the tensor was not declared or is full, [`WeightsError::Io`] if the write
-    /// fails, as it does on a full disk.
+    /// [`WeightsError::Output`] if the tensor was not declared or is full, [`WeightsError::Io`] if the write fails, for
+    /// example on a full disk.
     pub fn append(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.0.append(name, bytes)
     }
@@ -60,7 +60,7 @@ impl SafetensorsWriter {
     ///
     /// # Errors
     /// [`WeightsError::Output`] if a tensor lacks bytes, [`WeightsError::Io`] if the file cannot be completed.
-    /// In both cases nothing is left behind.
+    /// In both cases no file remains.
     pub fn finish(self) -> Result<()> {
         self.0.finish()
     }

@@ -1,14 +1,15 @@
-//! Steps, and offsets, that leave little of a few values behind when these are rounded.
+//! Searches for steps and offsets that leave a small rounding error.
 
-/// Grids tried on each side of the plain one.
+/// Grids tried on each side of the plain grid.
 const TRIES: i32 = 9;
-/// By how many levels the span that a try's grid covers grows from one to the next.
+/// Difference between the spans of neighbouring grids, in levels.
 const STRIDE: f32 = 0.1;
 
-/// The step `d` for which `d * q` with whole `q` in `low..=high` comes close to the values in the mean square; 0 for zeros.
+/// A step `d` for which `d * q` with whole `q` in `low..=high` has a small mean square error; 0 if all values are zero.
 ///
-/// The largest value lies on the longer side of the levels, so `low` has to be at least as far from zero as `high`. Around
-/// that step a few others are tried, each replaced by the best one for the levels that it leads to.
+/// The value of largest magnitude lies on the longer side of the levels, so `|low|` must be at least `|high|`. The
+/// plain step and a few near it each give levels; the best step for each set of levels is computed, and the best of all
+/// is taken.
 pub(super) fn symmetric(values: &[f32], low: i32, high: i32) -> f32 {
     let extreme = values.iter().copied().fold(0.0f32, |a, b| if b.abs() > a.abs() { b } else { a });
     if extreme == 0.0 {
@@ -23,7 +24,7 @@ pub(super) fn symmetric(values: &[f32], low: i32, high: i32) -> f32 {
             xq += x * q;
             qq += q * q;
         }
-        // What the best step for these levels takes away from the sum of squares.
+        // How much the best step for these levels reduces the sum of squares.
         let gain = xq * xq / qq;
         if gain > best_gain {
             (best, best_gain) = (xq / qq, gain);
@@ -32,8 +33,8 @@ pub(super) fn symmetric(values: &[f32], low: i32, high: i32) -> f32 {
     if best.is_finite() { best } else { extreme / low as f32 }
 }
 
-/// The step `d >= 0` and the offset `m >= 0` for which `d * q - m` with whole `q` in `0..=high` comes close to the values in the
-/// mean square.
+/// The step `d >= 0` and the offset `m >= 0` for which `d * q - m` with whole `q` in `0..=high` has a small mean square
+/// error.
 pub(super) fn offset(values: &[f32], high: i32) -> (f32, f32) {
     let low = values.iter().copied().fold(0.0f32, f32::min);
     let top = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -54,7 +55,7 @@ pub(super) fn offset(values: &[f32], high: i32) -> (f32, f32) {
     best
 }
 
-/// The step and offset that fit levels best; `None` if no step above zero does.
+/// The step and offset with the least squared error for these levels; `None` if no step above zero has.
 fn least_squares(values: &[f32], level: impl Fn(f32) -> f32) -> Option<(f32, f32)> {
     let n = values.len() as f32;
     let (mut q1, mut q2, mut x1, mut xq) = (0.0f32, 0.0f32, 0.0f32, 0.0f32);
@@ -67,12 +68,12 @@ fn least_squares(values: &[f32], level: impl Fn(f32) -> f32) -> Option<(f32, f32
     }
     let step = (n * xq - x1 * q1) / (n * q2 - q1 * q1);
     let offset = (step * q1 - x1) / n;
-    // An offset cannot be negative: without one the step alone is fitted.
+    // An offset must not be negative. Instead, fit the step with offset 0.
     let (step, offset) = if offset < 0.0 { (xq / q2, 0.0) } else { (step, offset) };
     (step > 0.0 && step.is_finite() && offset.is_finite()).then_some((step, offset))
 }
 
-/// The sum of squares that a step and an offset leave.
+/// The sum of squared errors of a step and an offset.
 fn error(values: &[f32], (step, offset): (f32, f32), high: i32) -> f32 {
     let left = |x: &f32| x - (step * level((x + offset) / step, 0, high) - offset);
     values.iter().map(|x| left(x).powi(2)).sum()
@@ -102,7 +103,7 @@ mod tests {
     fn what_has_no_span_needs_no_step() {
         assert_eq!(symmetric(&[0.0; 4], -8, 7), 0.0);
         assert_eq!(offset(&[-2.0; 4], 15), (0.0, 2.0));
-        // An offset is never negative, so positive values reach down to zero.
+        // An offset is never negative, so the range of positive values is extended down to zero.
         let (step, zero) = offset(&[3.0; 4], 15);
         assert_eq!(zero, 0.0);
         assert!((step * level(3.0 / step, 0, 15) - 3.0).abs() < 1e-6);

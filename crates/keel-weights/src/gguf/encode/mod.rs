@@ -1,7 +1,7 @@
-//! From values to block codings: what `keel quantize` writes into GGUF files.
+//! Encodes values in block codings: `keel quantize` writes these into GGUF files.
 //!
-//! What a block means is what [`BlockFormat::decode`] says. A step is searched that leaves little of the block's values
-//! behind in the mean square; then values are rounded to the levels of the step as it is stored.
+//! [`BlockFormat::decode`] defines the meaning of a block. The encoder searches for a step with a small mean square
+//! error, then rounds the values to the levels of the step as stored.
 
 mod fit;
 mod short;
@@ -12,17 +12,17 @@ use keel_array::BlockFormat;
 /// Encodes the values of one block.
 type EncodeBlock = fn(&[f32], &mut [u8]);
 
-/// Whether [`encode`] knows a coding.
+/// Whether [`encode`] supports a coding.
 pub fn can_encode(format: BlockFormat) -> bool {
     block_encoder(format).is_some()
 }
 
 /// Encodes `values` into `out`, block by block.
 ///
-/// Returns false where a value is not finite, or so large that its step does not fit an f16; `out` is then of no use.
+/// Returns false if a value is not finite, or so large that its step does not fit an f16. `out` is then undefined.
 ///
 /// # Panics
-/// If [`can_encode`] says no, the values are not whole blocks, or `out` has not the bytes for exactly those.
+/// If [`can_encode`] is false, the values are not whole blocks, or `out` has the wrong length.
 #[must_use]
 pub fn encode(format: BlockFormat, values: &[f32], out: &mut [u8]) -> bool {
     let Some(block) = block_encoder(format) else { panic!("{format} is not written") };
@@ -86,8 +86,8 @@ mod tests {
     #[test]
     fn normal_values_lose_as_little_as_their_bits_allow() {
         let values = normal(256 * 64, 1);
-        // Shares of the values' deviation, between what the plain step leaves (Q4_0 0.0841, Q5_0 0.0418, Q4_K 0.0756) and what
-        // the search leaves.
+        // Remaining error as a share of the values' deviation. The bounds lie between the error of the plain step (Q4_0
+        // 0.0841, Q5_0 0.0418, Q4_K 0.0756) and the error after the search.
         let most = [0.082, 0.041, 0.0054, 0.073, 0.0365, 0.0175];
         for (format, most) in WRITTEN.into_iter().zip(most) {
             let back = round_trip(format, &values);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     proptest! {
-        /// The search asks for the least mean square and may give up a single value for it, so the mean square is what is bounded:
+        /// The search minimises the mean square and may make a single value worse. So the test bounds the mean square:
         /// the plain step is among those tried.
         #[test]
         fn values_come_back_within_the_plain_step_in_the_mean_square(
@@ -136,8 +136,8 @@ mod tests {
             let values: Vec<f32> = values.iter().map(|x| x * 2f32.powi(exponent)).collect();
             let back = round_trip(format, &values);
             let largest = values.iter().fold(0.0f32, |a, b| a.max(b.abs()));
-            // Of the largest value: a step where levels are symmetric (one side has a level less), half a step where there is
-            // an offset, and what the top level moves when scales, and offsets, are rounded to their whole numbers.
+            // Share of the largest value: a step if levels are symmetric (one side has a level less), half a step if
+            // there is an offset; plus the shift of the top level when scales and offsets are rounded to whole numbers.
             let (sub_block, share) = match format {
                 BlockFormat::Q8_0 => (32, 1.0 / 128.0),
                 BlockFormat::Q4_0 => (32, 1.0 / 8.0),
@@ -146,7 +146,7 @@ mod tests {
                 BlockFormat::Q5K => (32, 1.0 / 31.0 + 1.5 / 63.0),
                 _ => (16, 1.0 / 32.0 + 0.5 / 128.0),
             };
-            // The f16 of the step: 11 bits, or its smallest value, under the largest scales and levels.
+            // Rounding of the step to f16: 11 bits, or its smallest value, times the largest scales and levels.
             let share = share * (1.0 + 2f32.powi(-10));
             let smallest = 2f32.powi(-24) * 128.0 * 32.0;
             for (values, back) in values.chunks_exact(sub_block).zip(back.chunks_exact(sub_block)) {

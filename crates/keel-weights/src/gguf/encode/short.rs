@@ -4,13 +4,13 @@ use half::f16;
 
 use super::fit::{level, symmetric};
 
-/// `Q4_0`: a step, 16 bytes of levels of which byte `i` holds values `i` and `i + 16`.
+/// `Q4_0`: a step, then 16 bytes of levels; byte `i` holds values `i` and `i + 16`.
 pub(super) fn q4_0(values: &[f32], out: &mut [u8]) {
     let levels = levels(values, symmetric(values, -8, 7), (-8, 7), out);
     pack_halves(&levels, &mut out[2..]);
 }
 
-/// `Q5_0`: a step, 4 bytes of high bits, low bits as in `Q4_0`.
+/// `Q5_0`: a step, 4 bytes of high bits, then low bits as in `Q4_0`.
 pub(super) fn q5_0(values: &[f32], out: &mut [u8]) {
     let levels = levels(values, symmetric(values, -16, 15), (-16, 15), out);
     let high = levels.iter().enumerate().fold(0u32, |high, (i, q)| high | u32::from(q >> 4) << i);
@@ -27,7 +27,7 @@ pub(super) fn q8_0(values: &[f32], out: &mut [u8]) {
     }
 }
 
-/// Stores a step and returns the levels of the values for it as it is stored, counted from `low`.
+/// Stores a step. Returns the values' levels, counted from `low`, for the step as stored.
 fn levels(values: &[f32], step: f32, (low, high): (i32, i32), out: &mut [u8]) -> [u8; 32] {
     let step = f16::from_f32(step);
     out[..2].copy_from_slice(&step.to_le_bytes());

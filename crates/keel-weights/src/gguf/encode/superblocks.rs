@@ -1,4 +1,4 @@
-//! Superblocks of 256 values, whose sub-blocks have whole scales under one step.
+//! Superblocks of 256 values. Their sub-blocks have whole-number scales, under one common step.
 
 use half::f16;
 
@@ -10,7 +10,7 @@ pub(super) fn q4_k(values: &[f32], out: &mut [u8]) {
     pack_fours(&levels, &mut out[16..]);
 }
 
-/// `Q5_K`: as `Q4_K` with the fifth bits in 32 bytes of their own.
+/// `Q5_K`: as `Q4_K`, with the fifth bits in 32 separate bytes.
 pub(super) fn q5_k(values: &[f32], out: &mut [u8]) {
     let levels = offset_levels(values, 31, out);
     out[16..48].fill(0);
@@ -20,7 +20,7 @@ pub(super) fn q5_k(values: &[f32], out: &mut [u8]) {
     pack_fours(&levels, &mut out[48..]);
 }
 
-/// `Q6_K`: levels of 6 bits, low and high apart, signed scales of 16 sub-blocks, a step.
+/// `Q6_K`: levels of 6 bits, low and high bits apart, signed scales of 16 sub-blocks, a step.
 pub(super) fn q6_k(values: &[f32], out: &mut [u8]) {
     let mut steps = [0.0f32; 16];
     for (step, values) in steps.iter_mut().zip(values.chunks_exact(16)) {
@@ -43,7 +43,7 @@ pub(super) fn q6_k(values: &[f32], out: &mut [u8]) {
     out[208..210].copy_from_slice(&d.to_le_bytes());
 }
 
-/// The step under which the largest of the sub-blocks' steps is -128.
+/// The common step for which the scale of the largest sub-block step is -128.
 fn symmetric_of_extreme(steps: &[f32]) -> f32 {
     steps.iter().copied().fold(0.0f32, |a, b| if b.abs() > a.abs() { b } else { a }) / -128.0
 }
@@ -73,8 +73,8 @@ fn offset_levels(values: &[f32], high: i32, out: &mut [u8]) -> [u8; 256] {
     levels
 }
 
-/// Eight scales and offsets of 6 bits: the first four plainly, of the last four the low bits in four bytes and the upper two
-/// on top of the first four.
+/// Eight scales and offsets of 6 bits. The first four are stored plainly. The last four have their low bits in four
+/// bytes and their upper two bits on top of the first four.
 fn pack_scales(scales: &[(u8, u8); 8], out: &mut [u8]) {
     for i in 0..4 {
         let ((scale, min), (late_scale, late_min)) = (scales[i], scales[i + 4]);
@@ -84,7 +84,7 @@ fn pack_scales(scales: &[(u8, u8); 8], out: &mut [u8]) {
     }
 }
 
-/// The low four bits of 256 levels: each run of 64 takes 32 bytes, its first half the low bits of these.
+/// The low four bits of 256 levels. Each run of 64 takes 32 bytes; its first 32 levels are the low bits of these.
 fn pack_fours(levels: &[u8; 256], out: &mut [u8]) {
     for (run, out) in levels.chunks_exact(64).zip(out.chunks_exact_mut(32)) {
         for (i, out) in out.iter_mut().enumerate() {
