@@ -1,7 +1,7 @@
-//! AMX int8 tiles: one product of a group of 16 rows of activations with two tiles of weights.
+//! AMX int8 tiles: products of 16 rows of activations with two tiles of weights, one group of inputs at a time.
 //!
-//! The instructions come as inline assembly. They are used only where the CPU has them, the system has granted the
-//! tile registers to this process, and a self-test has given what plain loops give; see [`usable`].
+//! The instructions are inline assembly. They are used only if the CPU has them, the system has granted the tile
+//! registers to this process, and a self-test gives the results of plain loops; see [`usable`].
 
 pub(crate) mod bf16;
 
@@ -11,24 +11,24 @@ pub(crate) const TILE: usize = 16;
 /// Most inputs that one tile instruction sums.
 pub(crate) const PART: usize = 64;
 
-/// Something that multiplies tiles.
+/// Multiplies tiles.
 ///
-/// With `part` inputs of 32 or 64 and `parts` of them: x is `[parts][16][part]` i8; each panel is
-/// `[parts][part / 4][16][4]` u8; dots are `[16][16]` i32, row by column, and exact.
+/// There are `parts` parts of `part` inputs, 32 or 64. x is `[parts][16][part]` i8; each panel is `[parts][part /
+/// 4][16][4]` u8; dots are `[16][16]` i32, row by column, and exact.
 #[allow(
     clippy::missing_safety_doc,
     reason = "the trait's documentation states sizes; hardware must be usable"
 )]
 pub(crate) trait Tiles {
-    /// Takes the tile registers for parts of `part` inputs, until `release`.
+    /// Configures the tile registers for parts of `part` inputs, until `release`.
     unsafe fn configure(part: usize);
-    /// Both products.
+    /// Computes both products.
     unsafe fn multiply(x: *const u8, part: usize, parts: usize, panels: [*const u8; 2], dots: [*mut i32; 2]);
-    /// Gives the tile registers back, so that the system need not save them.
+    /// Releases the tile registers, so that the system need not save them.
     unsafe fn release();
 }
 
-/// The same in plain loops: what the hardware is tested against, and how its callers are tested elsewhere.
+/// The same in plain loops: the reference for the hardware, and its replacement in tests on other machines.
 pub(crate) struct SoftTiles;
 
 impl Tiles for SoftTiles {
@@ -50,19 +50,19 @@ impl Tiles for SoftTiles {
     unsafe fn release() {}
 }
 
-/// Whether AMX int8 can be used. Asks the system for the tile registers on the way; for the whole process.
+/// Whether AMX int8 can be used. Asks the system to grant the tile registers to the whole process.
 pub(crate) fn usable() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    // SAFETY: the instructions are only run if the CPU and the system say that they may be.
+    // SAFETY: the instructions run only if the CPU and the system allow them.
     return hardware::present() && hardware::granted() && unsafe { gives_the_same::<hardware::Amx>() };
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     false
 }
 
-/// Whether `T` multiplies as plain loops do, for all shapes in use.
+/// Whether `T` gives the results of plain loops, for all shapes in use.
 ///
 /// # Safety
-/// The instructions of `T` must be there.
+/// The CPU must have the instructions of `T`.
 unsafe fn gives_the_same<T: Tiles>() -> bool {
     let bytes: [u8; 2 * TILE * PART] = std::array::from_fn(|i| ((i * 2_654_435_761) >> 11) as u8);
     let mut reversed = bytes;
@@ -92,7 +92,7 @@ pub(crate) mod hardware {
     /// The tile registers of this thread.
     pub(crate) struct Amx;
 
-    /// What LDTILECFG reads.
+    /// The operand of LDTILECFG.
     #[repr(C, align(64))]
     struct Configuration {
         palette: u8,
@@ -118,8 +118,8 @@ pub(crate) mod hardware {
             panels: [*const u8; 2],
             dots: [*mut i32; 2],
         ) {
-            // SAFETY: the tiles lie within the sizes that the caller vouches for. The compiler keeps nothing
-            // in tile registers, so that their contents last from one block to the next.
+            // SAFETY: the tiles lie within the sizes that the caller vouches for. The compiler keeps nothing in tile
+            // registers, so their contents last from one asm block to the next.
             unsafe {
                 asm!("tilezero tmm0", "tilezero tmm1", options(nostack, nomem));
                 for p in 0..parts {
@@ -154,7 +154,7 @@ pub(crate) mod hardware {
         }
     }
 
-    /// Sets bytes of a row, and rows, of the first tile registers; the others are left unused.
+    /// Sets the row bytes and the numbers of rows of the first tile registers; the others are left unused.
     ///
     /// # Safety
     /// AMX must be usable, and the sizes at most 64 and 16.
@@ -198,7 +198,7 @@ pub(crate) mod hardware {
     /// Operations of a round of [`multiply_bf16_rounds`].
     pub(crate) const BF16_ROUND_OPS: f64 = 6.0 * 2.0 * (16 * 16 * 32) as f64;
 
-    /// As [`multiply_rounds`], of bf16 tiles.
+    /// Like [`multiply_rounds`], with bf16 tiles.
     ///
     /// # Safety
     /// AMX bf16 must be usable.
@@ -223,7 +223,7 @@ pub(crate) mod hardware {
         }
     }
 
-    /// Whether the CPU has bf16 tiles, too. To be asked once [`present`] has said yes.
+    /// Whether the CPU has bf16 tiles, too. Call it only if [`present`] is true.
     pub(super) fn has_bf16() -> bool {
         const AMX_BF16: u32 = 1 << 22;
         __cpuid_count(7, 0).edx & AMX_BF16 != 0
@@ -276,7 +276,7 @@ pub(crate) mod hardware {
 mod tests {
     use super::*;
 
-    /// Tiles that get one product in 8,192 wrong.
+    /// Tiles with one wrong result of 512.
     struct Broken;
 
     impl Tiles for Broken {

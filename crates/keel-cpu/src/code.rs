@@ -64,7 +64,7 @@ mod linux {
         found
     }
 
-    /// The addresses of a mapping, `START-END PERMISSIONS OFFSET DEVICE INODE PATH`, if it is read-only code or constants.
+    /// Addresses of a mapping `START-END PERMISSIONS OFFSET DEVICE INODE PATH`, if it is read-only code or constants.
     fn code(mapping: &str, program: &Path) -> Option<Range<usize>> {
         let mut words = mapping.split_ascii_whitespace();
         let (start, end) = words.next()?.split_once('-')?;

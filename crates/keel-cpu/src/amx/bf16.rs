@@ -1,9 +1,9 @@
 //! AMX bf16 tiles: up to 16 rows of activations against two tiles of weights.
 //!
-//! The instruction sums a row's even and odd inputs apart, adds both sums to the result, and takes subnormal numbers for
-//! zeros. The AVX-512 dot product rounds in another order. So that a row has the same bits whatever rows there are beside
-//! it, tiles are used for every number of rows or for none; the self-test asks for the results of loops in that order, and
-//! that a row's bits do not depend on the number of rows.
+//! The instruction sums a row's even and odd inputs separately, adds both sums to the result, and treats subnormal
+//! numbers as zeros. The AVX-512 dot product rounds in another order. A row must have the same bits whatever other rows
+//! there are, so tiles are used for every number of rows or for none. The self-test requires the results of loops in
+//! this order, and that a row's bits do not depend on the number of rows.
 
 use super::TILE;
 
@@ -13,18 +13,18 @@ pub(crate) const STEP: usize = 32;
 /// Sums of even and of odd steps, for two tiles of weights: `[parity][tile][row][column]`.
 pub(crate) type Sums = [[[f32; TILE * TILE]; 2]; 2];
 
-/// Something that multiplies bf16 tiles.
+/// Multiplies bf16 tiles.
 ///
-/// x is rows of `steps * 32` bf16, `stride` bytes apart; a tile of weights is `[steps * 16][16 columns][2]` bf16. The rows of
-/// the sums that exist are overwritten with those of this call alone.
+/// x is rows of `steps * 32` bf16, `stride` bytes apart; a tile of weights is `[steps * 16][16 columns][2]` bf16. A
+/// call overwrites the sums of its rows with its own sums.
 #[allow(
     clippy::missing_safety_doc,
     reason = "the trait's documentation states sizes; hardware must be usable"
 )]
 pub(crate) trait Bf16Tiles {
-    /// Takes the tile registers for `rows` rows of x, 1 to 16, until `release`.
+    /// Configures the tile registers for `rows` rows of x, 1 to 16, until `release`.
     unsafe fn configure(rows: usize);
-    /// Both products, of as many rows as were configured.
+    /// Computes both products, for as many rows as were configured.
     unsafe fn multiply(
         x: *const u8,
         stride: usize,
@@ -33,7 +33,7 @@ pub(crate) trait Bf16Tiles {
         tiles: [*const u8; 2],
         sums: &mut Sums,
     );
-    /// Gives the tile registers back, so that the system need not save them.
+    /// Releases the tile registers, so that the system need not save them.
     unsafe fn release();
 }
 
@@ -81,13 +81,13 @@ fn flush(x: f32) -> f32 {
     if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
 }
 
-/// Whether AMX bf16 can be used: AMX is, the CPU has these instructions, and they have passed a self-test. Found out once.
+/// Whether AMX bf16 can be used: AMX can, the CPU has these instructions, and they pass a self-test. Determined once.
 pub(crate) fn usable() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     {
         static USABLE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
         *USABLE.get_or_init(|| {
-            // SAFETY: the instructions are only run if the CPU and the system say that they may be.
+            // SAFETY: the instructions run only if the CPU and the system allow them.
             super::usable() && super::hardware::has_bf16() && unsafe { gives_the_same::<hardware::Amx>() }
         })
     }
@@ -100,7 +100,7 @@ const STEPS: usize = 5;
 
 /// Operands of the self-test.
 struct Probe {
-    /// Bytes between rows: more than a row has.
+    /// Rows with padding, so that the distance between rows is more than a row.
     x: [[u16; STEPS * STEP + 32]; TILE],
     tiles: [[u16; STEPS * STEP * TILE]; 2],
 }
@@ -120,7 +120,7 @@ impl Probe {
     }
 
     /// # Safety
-    /// The instructions of `T` must be there.
+    /// The CPU must have the instructions of `T`.
     unsafe fn run<T: Bf16Tiles>(&self, rows: usize, steps: usize) -> Sums {
         let mut sums = [[[f32::NAN; TILE * TILE]; 2]; 2];
         let tiles = self.tiles.each_ref().map(|tile| tile.as_ptr().cast());
@@ -134,10 +134,10 @@ impl Probe {
     }
 }
 
-/// Whether `T` multiplies as plain loops do, bit for bit, for every number of rows in use.
+/// Whether `T` gives the results of plain loops, bit for bit, for every number of rows in use.
 ///
 /// # Safety
-/// The instructions of `T` must be there.
+/// The CPU must have the instructions of `T`.
 unsafe fn gives_the_same<T: Bf16Tiles>() -> bool {
     let probe = Probe::new();
     [1, 2, 4, 8, 16].into_iter().flat_map(|rows| [1, 2, STEPS].map(|steps| (rows, steps))).all(
@@ -197,7 +197,7 @@ pub(crate) mod hardware {
                 };
             }
             // SAFETY: the tiles lie within the sizes that the caller vouches for. The compiler keeps nothing in tile
-            // registers, so that their contents last from one block to the next.
+            // registers, so their contents last from one asm block to the next.
             unsafe {
                 asm!(
                     "tilezero tmm0",
@@ -238,7 +238,7 @@ pub(crate) mod hardware {
 mod tests {
     use super::*;
 
-    /// Tiles that add the halves of a step the other way round, as another instruction might.
+    /// Tiles that add a step's products in another order, as another instruction might.
     struct OtherOrder;
 
     impl Bf16Tiles for OtherOrder {
@@ -295,7 +295,7 @@ mod tests {
         assert!(sums[0][0][3 * TILE].is_nan(), "rows that do not exist are left alone");
     }
 
-    /// Elsewhere it is not run: then bf16 goes through AVX-512.
+    /// Other machines do not run it: their bf16 goes through AVX-512.
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     #[test]
     fn it_is_usable_where_the_machine_has_it() {

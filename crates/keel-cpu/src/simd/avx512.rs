@@ -31,7 +31,7 @@ fn first(len: usize) -> __mmask16 {
     ((1u32 << len) - 1) as __mmask16
 }
 
-/// Pairs of values, then pairs of pairs, change places within each quarter; then the quarters do, twice.
+/// Exchanges values, then pairs of values, within each quarter of the vectors; then exchanges the quarters, twice.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn transpose(r: [__m512; LANES]) -> [__m512; LANES] {

@@ -1,4 +1,4 @@
-//! Exponential and what is made of it: the same polynomial, with the same rounding, at every level.
+//! The exponential and functions built on it: the same polynomial, with the same rounding, at every level.
 
 use super::Simd;
 
@@ -11,12 +11,12 @@ const LN2_LOW: f32 = -2.121_944_4e-4;
 const UNDERFLOW: f32 = -87.336_5;
 /// From here on the result is infinite.
 const OVERFLOW: f32 = 88.722_84;
-/// `(e^r - 1 - r) / r^2` for |r| <= ln 2 / 2, least maximal relative error of the whole: 3.1e-9.
+/// Coefficients of `(e^r - 1 - r) / r^2` for |r| <= ln 2 / 2. The largest relative error of `e^r` is the least: 3.1e-9.
 const TAIL: [f32; 5] = [0.499_999_94, 0.166_665_21, 0.041_668_39, 0.008_368_72, 0.001_381_46];
 
 /// `e^x` to two units in the last place. Results below 2^-126 are zero; NaN stays NaN.
 ///
-/// `x = n ln 2 + r` with an integer `n` and |r| <= ln 2 / 2; then `2^n` is added to the exponent of `e^r`.
+/// `x = n ln 2 + r` with an integer `n` and |r| <= ln 2 / 2; then `n` is added to the exponent of `e^r`.
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
     let shifted = s.fma(x, s.splat(std::f32::consts::LOG2_E), s.splat(ROUND));

@@ -1,8 +1,8 @@
 //! Vectors of sixteen `f32`, the same on every instruction set.
 //!
-//! A kernel is written once over [`Simd`] and compiled for each [`Isa`]. All levels work on sixteen lanes
-//! and use fused multiply-add, and every reduction has one fixed order, so **all levels give the same bits**:
-//! what a machine lacks costs time, never a different answer.
+//! A kernel is written once over [`Simd`] and compiled for each [`Isa`]. All levels work on sixteen lanes and use fused
+//! multiply-add, and every reduction has one fixed order, so **all levels give the same bits**: a missing instruction
+//! costs time, never a different answer.
 //!
 //! The value of type `S: Simd` that travels through a kernel is a proof that the CPU has the instructions:
 //! only [`run_at`] makes one, inside a function compiled for them. Methods are therefore safe to call.
@@ -20,10 +20,10 @@ pub(crate) use math::{exp, sigmoid, silu};
 /// Lanes of a vector at every level.
 pub(crate) const LANES: usize = 16;
 
-/// Work written over [`Simd`]. `run` must be `#[inline(always)]`, as must be all generic functions below it:
-/// that is what carries the instruction set into them. For the same reason vector operations must not stand
-/// in closures (not even in that of `std::array::from_fn`): a closure that is not inlined has the instructions of
-/// the build's baseline, and each of its operations becomes a call. [`lanes!`] takes the place of `map`.
+/// Work written over [`Simd`]. `run` and all generic functions that it calls must be `#[inline(always)]`: inlining
+/// carries the instruction set into them. For the same reason vector operations must not stand in closures, not even in
+/// that of `std::array::from_fn`. A closure that is not inlined has only the instructions of the build's baseline, so
+/// each of its operations becomes a call. [`lanes!`] takes the place of `map`.
 pub(crate) trait VectorKernel {
     /// Does the work with the instructions that `s` stands for.
     fn run<S: Simd>(self, s: S);
@@ -48,7 +48,7 @@ pub(crate) fn run_at<K: VectorKernel>(isa: Isa, kernel: K) {
     }
 }
 
-/// Sets every value of a slice to an expression of the values at the same place of others, a vector at a time:
+/// Sets every value of a slice to an expression of the values of others at the same index, a vector at a time:
 /// `lanes!(s, y, [a = x, b = w] => s.mul(a, b))` is `y[i] = x[i] * w[i]`.
 ///
 /// # Panics
@@ -114,9 +114,9 @@ pub(crate) trait Simd: Copy {
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// `c - a * b`, rounded once.
     fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// The larger of `a` and `b`; `b` where either is not a number.
+    /// The larger of `a` and `b`; `b` where either is NaN.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
-    /// `x` where `a < b`, else `y` (also where `a` or `b` is not a number).
+    /// `x` where `a < b`, else `y` (also where `a` or `b` is NaN).
     fn select_lt(self, a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
     /// Adds the integer in the low bits of `n` to the exponent field of `p`, without any check.
     fn add_to_exponent(self, p: Self::V, n: Self::V) -> Self::V;
@@ -124,10 +124,10 @@ pub(crate) trait Simd: Copy {
     fn to_array(self, v: Self::V) -> [f32; LANES];
     /// Lanes summed as a tree: lane `i` with lane `i + 8`, then 4, 2, 1 apart.
     fn sum(self, v: Self::V) -> f32;
-    /// Asks for the cache line at `p`; `p` may be any address.
+    /// Prefetches the cache line at `p`; `p` may be any address.
     fn prefetch(self, p: *const u8);
 
-    /// Asks for all cache lines of `x`.
+    /// Prefetches all cache lines of `x`.
     #[inline(always)]
     fn prefetch_all<T>(self, x: &[T]) {
         for offset in (0..size_of_val(x)).step_by(64) {
@@ -135,7 +135,7 @@ pub(crate) trait Simd: Copy {
         }
     }
 
-    /// Rows become columns: lane `j` of vector `i` is lane `i` of vector `j` before.
+    /// Transposes: lane `j` of result `i` is lane `i` of row `j`.
     #[inline(always)]
     fn transpose(self, rows: [Self::V; LANES]) -> [Self::V; LANES] {
         let mut before = [[0.0; LANES]; LANES];
@@ -155,7 +155,7 @@ pub(crate) trait Simd: Copy {
         columns
     }
 
-    /// The first sixteen values of `x`.
+    /// The sixteen values of `x`.
     #[inline(always)]
     fn load(self, x: &[f32; LANES]) -> Self::V {
         // SAFETY: the array has sixteen values.
@@ -262,7 +262,7 @@ mod tests {
                 wide,
             ];
             for v in results {
-                // Which payload a NaN has is not part of the promise.
+                // The payload of a NaN is not part of the promise.
                 self.0.extend(s.to_array(v).map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }));
             }
             let mut rows = [va; LANES];

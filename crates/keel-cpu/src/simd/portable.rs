@@ -12,9 +12,9 @@ fn lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
     std::array::from_fn(f)
 }
 
-/// For these x86-64's baseline has no vector instruction: each lane takes a call, or a dozen instructions. Inline, sixteen of them
-/// at every place made half of the portable kernels' code, which all builds pay for and few machines run. Elsewhere each is a few
-/// vector instructions.
+/// Operations without a vector instruction in x86-64's baseline: each lane takes a call or a dozen instructions.
+/// Inlined, they made up half of the portable kernels' code, which all builds carry and few machines run. On other
+/// architectures each is a few vector instructions.
 mod lanewise {
     use super::{LANES, f16, lanes};
 

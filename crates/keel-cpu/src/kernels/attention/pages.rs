@@ -201,7 +201,7 @@ impl<E: KvElement> KvWrite for KvPagesMut<'_, E> {
 /// The pages of each sequence.
 #[derive(Clone, Copy)]
 pub struct PageTable<'a> {
-    /// `[B, stride]`: page `i` of sequence `b` is `pages[b * stride + i]`. Entries of pages that no row sees are not read.
+    /// `[B, stride]`: page `i` of sequence `b` is `pages[b * stride + i]`. Entries of unseen pages are not read.
     pub pages: &'a [u32],
     /// Entries of a sequence.
     pub stride: usize,

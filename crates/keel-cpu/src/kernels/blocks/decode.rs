@@ -1,5 +1,5 @@
-//! Blocks to f32, in loops of fixed length that the compiler turns into vectors. The order of roundings is that of
-//! [`BlockFormat::decode`], so the bits are the same; the rarer codings are decoded by it.
+//! Decodes blocks to f32, in loops of fixed length that the compiler turns into vectors. Roundings have the order of
+//! [`BlockFormat::decode`], so the bits are the same. The rarer codings use that function.
 
 use half::f16;
 use keel_array::BlockFormat;
@@ -48,7 +48,7 @@ fn nibbles(quants: &[u8]) -> [u8; 32] {
     q
 }
 
-/// Nibbles with a fifth bit: bit `i` of the four bytes before them.
+/// Nibbles with a fifth bit: value `i` has bit `i` of the four bytes before them.
 #[inline(always)]
 fn five_bits(quants: &[u8]) -> [u8; 32] {
     let high = u32::from_le_bytes([quants[0], quants[1], quants[2], quants[3]]);

@@ -4,8 +4,9 @@
 //! y[t, n] = sum over k of x[t, k] * decode(w)[n, k]
 //! ```
 //!
-//! Memory holds the blocks as they came. A unit of work is a panel of 32 rows of the weight: decoded once, it meets
-//! every row of x. Each result is one lane that adds along k in order, so a row's bits are its own.
+//! Memory holds the blocks as they came. A unit of work is a panel of 32 rows of the weight. It is decoded once and
+//! multiplied with every row of x. One lane sums each result along k in order, so a row's bits do not depend on other
+//! rows.
 //!
 //! Floor: reading the blocks, and `2 N K` operations for each row of x; decoding costs about as much as two rows of x.
 
@@ -89,11 +90,11 @@ pub struct BlockProduct<'a> {
     pub weight: BlockWeight<'a>,
     /// `[T, K]`; with experts `[R / fanout, K]`.
     pub x: &'a [f32],
-    /// For each of the `R` rows of y its matrix; `None`: there is one matrix.
+    /// The matrix of each of the `R` rows of y; `None`: there is one matrix.
     pub experts: Option<&'a [u32]>,
     /// `[T, N]`, or `[R, N]`.
     pub y: SharedMut<'a, f32>,
-    /// Add to y rather than replace it.
+    /// Add to y instead of replacing it.
     pub add: bool,
 }
 
@@ -144,7 +145,7 @@ impl VectorKernel for Task<'_, '_> {
 }
 
 impl BlockProduct<'_> {
-    /// A panel of one matrix times `rows` of x; the first result belongs to row `first` of y.
+    /// Multiplies a panel of one matrix with `rows` of x; the first result belongs to row `first` of y.
     #[inline(always)]
     fn panel<S: Simd>(
         &self,

@@ -73,7 +73,7 @@ pub fn integer_binary<T: Scalar>(
     });
 }
 
-/// `y = a op b` as flags; false where a float is not a number.
+/// `y = a op b` as flags; false where a float is NaN.
 ///
 /// # Panics
 /// If the lengths differ, or `op` does not compare.

@@ -1,8 +1,9 @@
 //! Chains of element-wise float operations in one pass.
 //!
-//! An interpreter: each step works on a block of every value before the next step starts, so its cost is spread
-//! over 256 elements and values between steps stay in the first-level cache. A single operation is a chain of
-//! one step; so fusing never changes a bit (f16 and bf16 chains have one step each, rounded as they are stored).
+//! This is an interpreter: each step works on a block of 256 elements before the next step starts. So the cost of a
+//! step's dispatch is spread over 256 elements, and values between steps stay in the first-level cache. A single
+//! operation is a chain of one step, so fusing never changes a bit. Chains of f16 and bf16 have one step each, rounded
+//! as they are stored.
 //!
 //! Memory: each input is read once and the output written once.
 
@@ -16,7 +17,7 @@ use crate::simd::{self, Simd, VectorKernel, exp, lanes, sigmoid, silu};
 use keel_array::{Binary, Fused, FusedStep, Source, Unary};
 use std::cell::RefCell;
 
-/// Values that a chain may have: the inputs and steps of the longest that programs build.
+/// Most values of a chain: the inputs and steps of the longest chain that programs build.
 const VALUES_MAX: usize = Fused::INPUTS_MAX + Fused::STEPS_MAX;
 
 thread_local! {
@@ -114,8 +115,8 @@ fn unary<S: Simd>(s: S, op: Unary, x: &[f32], y: &mut [f32]) {
     }
 }
 
-/// `0.5 x (1 + erf(x / sqrt 2))`, with erf as the quotient of two polynomials that Eigen takes for f32: within a few units in
-/// the last place for arguments up to 4, and 1 beyond.
+/// `0.5 x (1 + erf(x / sqrt 2))`. erf is the quotient of two polynomials that Eigen uses for f32: within a few units in
+/// the last place for arguments up to 4 in size. Larger arguments are clamped to 4, where erf is 1 in f32.
 #[inline(always)]
 fn gelu<S: Simd>(s: S, x: S::V) -> S::V {
     const ABOVE: [f32; 7] = [
@@ -129,7 +130,7 @@ fn gelu<S: Simd>(s: S, x: S::V) -> S::V {
     ];
     const BELOW: [f32; 5] = [-1.456_607_2e-5, -2.133_740_5e-4, -1.682_827e-3, -7.373_329e-3, -1.426_473_9e-2];
     let z = s.mul(x, s.splat(std::f32::consts::FRAC_1_SQRT_2));
-    // Two negations make a minimum of the maximum.
+    // A minimum, as a maximum between two negations.
     let zero = s.splat(0.0);
     let z = s.sub(zero, s.max(s.sub(zero, z), s.splat(-4.0)));
     let z = s.max(z, s.splat(-4.0));
@@ -143,7 +144,7 @@ fn gelu<S: Simd>(s: S, x: S::V) -> S::V {
     s.mul(s.mul(s.splat(0.5), x), s.add(s.splat(1.0), erf))
 }
 
-/// `ln(1 + e^x)`; beyond 20 it is x in f32.
+/// `ln(1 + e^x)`; above 20 it equals x in f32.
 fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
@@ -160,7 +161,7 @@ fn binary(op: Binary, a: &[f32], b: &[f32], y: &mut [f32]) {
         Binary::Sub => zip(a, b, y, |a, b| a - b),
         Binary::Mul => zip(a, b, y, |a, b| a * b),
         Binary::Div => zip(a, b, y, |a, b| a / b),
-        // A NaN on the left fails the comparison with itself, one on the right is what remains.
+        // NaN on the left is tested for. With NaN on the right the comparison is false, so NaN is the result, too.
         Binary::Max => zip(a, b, y, |a, b| if a > b || a.is_nan() { a } else { b }),
         Binary::Min => zip(a, b, y, |a, b| if a < b || a.is_nan() { a } else { b }),
         Binary::Pow => zip(a, b, y, f32::powf),

@@ -38,7 +38,7 @@ pub fn cast<S: Scalar, D: Scalar>(x: Strided<'_, S>, y: SharedMut<'_, D>, worker
     }
 }
 
-/// One operand of [`concatenate`]: its elements, and how many of them each index of the leading axes has.
+/// One operand of [`concatenate`]: its elements, and the number of them for each index of the leading axes.
 pub struct Part<'a, T> {
     /// Elements.
     pub x: Strided<'a, T>,
@@ -46,7 +46,7 @@ pub struct Part<'a, T> {
     pub run: usize,
 }
 
-/// `count` parts one behind the other, for each of `outer` indices of the axes before the joined one.
+/// Joins `count` parts one after another, for each of the `outer` indices of the axes before the joined one.
 ///
 /// # Panics
 /// If the lengths do not add up.
@@ -94,7 +94,7 @@ pub fn write_block<T: Plain>(
     y: SharedMut<'_, T>,
     worker: &Worker<'_>,
 ) {
-    // Trailing axes that the block spans whole are one run with the axis before them.
+    // Trailing axes that the block covers completely form one run with the axis before them.
     let whole = block.iter().zip(shape).rev().take_while(|(b, s)| b == s).count();
     let lead = block.len().saturating_sub(whole + 1);
     let run: usize = block[lead..].iter().product();

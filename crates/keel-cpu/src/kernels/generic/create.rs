@@ -1,9 +1,8 @@
-//! Elements out of nothing: constants, progressions, random numbers.
+//! Arrays without inputs: constants, progressions, random numbers.
 //!
-//! Random element `i` of seed `s` is made of `splitmix64(s, i)`, so any part can be made by anyone:
-//! `z = s + (i + 1) * 0x9e3779b97f4a7c15`, then the finaliser of that generator.
-//! A uniform number is the upper 24 bits over `2^24`; a normal one is `sqrt(-2 ln(1 - u)) cos(2 pi v)` in f64, from
-//! the uniform numbers `2 i` and `2 i + 1`.
+//! Random element `i` of seed `s` depends only on `splitmix64(s, i)`, so any worker can compute any part: `z = s + (i +
+//! 1) * 0x9e3779b97f4a7c15`, then the finaliser of that generator. A uniform number is the upper 24 bits over `2^24`; a
+//! normal one is `sqrt(-2 ln(1 - u)) cos(2 pi v)` in f64, from the uniform numbers `2 i` and `2 i + 1`.
 
 use super::GRAIN;
 use super::scalar::Plain;
@@ -20,7 +19,7 @@ pub fn generate<T: Plain>(y: SharedMut<'_, T>, worker: &Worker<'_>, f: impl Fn(u
     }
 }
 
-/// 64 random bits, a function of seed and counter alone.
+/// 64 random bits that depend only on seed and counter.
 pub fn random_bits(seed: u64, counter: u64) -> u64 {
     let z = seed.wrapping_add(counter.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -28,12 +27,12 @@ pub fn random_bits(seed: u64, counter: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A number evenly in `[0, 1)`.
+/// A number uniformly distributed in `[0, 1)`.
 pub fn random_uniform(seed: u64, counter: u64) -> f32 {
     (random_bits(seed, counter) >> 40) as f32 / 16_777_216.0
 }
 
-/// A number of mean 0 and deviation 1.
+/// A normally distributed number of mean 0 and deviation 1.
 pub fn random_normal(seed: u64, counter: u64) -> f32 {
     let counter = counter.wrapping_mul(2);
     let u = f64::from(random_uniform(seed, counter));

@@ -1,4 +1,4 @@
-//! The two ends of a mixture of experts: choosing them, and summing what they gave.
+//! The two ends of a mixture of experts: choosing experts, and summing their outputs.
 
 use super::row_grain;
 use super::sort::largest;
@@ -39,7 +39,7 @@ pub fn route_top_k(
 /// Operands of [`combine`].
 #[derive(Clone, Copy)]
 pub struct Combine<'a> {
-    /// `[T, J, N]`: what the chosen experts gave.
+    /// `[T, J, N]`: outputs of the chosen experts.
     pub experts: &'a [f32],
     /// `[T, J]`
     pub weights: &'a [f32],

@@ -1,8 +1,8 @@
 //! Products of matrices with any strides: `y[b] = a[b] c[b]`.
 //!
-//! A unit is eight rows by 256 columns. For each inner index a block of the right matrix is brought into a buffer
-//! once for the eight rows. Every element is one sum in the order of the inner index, so its bits depend on nothing
-//! else. Made for arrays of moderate size; layers with weights go through `linear`.
+//! A unit is 8 rows by 256 columns. For each inner index, a block of the right matrix is read into a buffer once for
+//! the 8 rows. Every element is one sum in the order of the inner index, so its bits depend on nothing else. This
+//! kernel is for arrays of moderate size; layers with weights use `linear`.
 
 use super::BLOCK;
 use super::scalar::{Scalar, widen};

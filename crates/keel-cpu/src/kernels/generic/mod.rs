@@ -1,4 +1,4 @@
-//! Kernels of the general operations: plain over element types and strides, parallel over blocks.
+//! Kernels of the general operations: for all element types and strides, parallel over blocks.
 //!
 //! Element-wise kernels read a block of each operand into a buffer before they write, so the result may take the
 //! place of an operand. Reductions work on whole rows: their order never depends on the number of workers.
@@ -16,7 +16,7 @@ pub mod sort;
 pub mod strided;
 pub mod take;
 
-/// Elements that a kernel works on at a time: two kilobytes of the largest type, well inside the first-level cache.
+/// Elements that a kernel works on at a time: 2 KB of the largest type, well inside the first-level cache.
 pub const BLOCK: usize = 256;
 
 /// Elements that a worker takes at a time.

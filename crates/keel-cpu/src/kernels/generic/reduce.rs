@@ -1,7 +1,7 @@
-//! Reductions of rows, and what is made of them: softmax, running sums, layer norm.
+//! Reductions of rows, and operations built on them: softmax, running sums, layer norm.
 //!
-//! Floats are summed in f32: blocks of 256 in sixteen lanes, then a tree; block sums in order. The order depends on
-//! the length of a row alone. Memory: rows are read once (softmax and layer norm: from cache again).
+//! Floats are summed in f32: each block of 256 in 16 lanes, then a tree; block sums are added in order. The order
+//! depends only on the length of a row. Memory: rows are read once; softmax and layer norm read them again from cache.
 
 use super::scalar::{Scalar, widen};
 use super::{BLOCK, row_grain};
@@ -102,7 +102,7 @@ fn sum<S: Simd, T: Scalar>(s: S, x: &[T], f: impl Fn(f32) -> f32) -> f32 {
     total
 }
 
-/// Sixteen partial sums, then a tree.
+/// Sums 16 lanes, then the lanes as a tree.
 #[inline(always)]
 fn block_sum<S: Simd>(s: S, x: &[f32]) -> f32 {
     let (chunks, tail) = x.as_chunks::<LANES>();
@@ -246,11 +246,11 @@ pub fn arg_reduce<T: Scalar>(
     }
 }
 
-/// Rows up to which [`argmax_divided`] divides the columns: those of a step of decoding.
+/// Most rows for which [`argmax_divided`] divides the columns: enough for a step of decoding.
 pub const DIVIDED_ROWS_MAX: usize = 32;
 
-/// The largest as [`arg_reduce`] has it, of a few long rows: each worker looks through its share of the columns, which of
-/// logits are for the most part those that it has just computed.
+/// The index of the largest element, as [`arg_reduce`] gives it, for a few long rows. Each worker searches its share of
+/// the columns. For logits that is mostly the share that it has just computed.
 ///
 /// # Panics
 /// If the lengths do not fit, or `scratch` has fewer than two words for each row and worker.
@@ -264,7 +264,7 @@ pub fn argmax_divided(
     let rows = y.len();
     assert!(x.len() == rows * width && scratch.len() >= 2 * rows * worker.count);
     let (share, words) = (worker.split(width, 64), 2 * rows * worker.index);
-    // SAFETY: each worker has words of its own.
+    // SAFETY: each worker has its own words.
     let own = unsafe { scratch.range(words..words + 2 * rows) };
     for (row, own) in own.as_chunks_mut::<2>().0.iter_mut().enumerate() {
         let (value, at) = first_greatest(&x[row * width..][share.clone()]);
@@ -274,7 +274,7 @@ pub fn argmax_divided(
     if worker.index > 0 {
         return;
     }
-    // SAFETY: behind the barrier nobody writes the words, and only this worker comes here.
+    // SAFETY: after the barrier no worker writes the words, and only worker 0 comes here.
     let (words, y) = unsafe { (scratch.range(0..2 * rows * worker.count), y.range(0..rows)) };
     for (row, y) in y.iter_mut().enumerate() {
         let of = |worker: usize| {
@@ -289,9 +289,9 @@ pub fn argmax_divided(
     }
 }
 
-/// The first among the greatest; NaN and 0 if there is no number.
+/// Value and index of the first of the greatest numbers; NaN and 0 if there is no number.
 fn first_greatest(x: &[f32]) -> (f32, usize) {
-    // Side by side, which the compiler makes vectors of.
+    // 32 independent maxima, which the compiler turns into vectors.
     let mut greatest = [f32::NEG_INFINITY; 32];
     for chunk in x.chunks(greatest.len()) {
         for (greatest, &x) in greatest.iter_mut().zip(chunk) {

@@ -1,4 +1,4 @@
-//! Columns scaled, then turned in pairs, round by round: what ParoQuant puts before a quantised layer.
+//! Scales columns, then rotates pairs of columns, round by round. ParoQuant does this before a quantised layer.
 //!
 //! `x[c] *= scales[c]`, then `(x[a], x[b]) = (x[a] cos + x[b] sin, x[b] cos - x[a] sin)` for each pair.
 //!
@@ -8,7 +8,7 @@
 use crate::kernels::rows::{Rows, RowsMut};
 use crate::pool::Worker;
 
-/// The columns and turns of all rounds, two entries a pair.
+/// The columns and rotations of all rounds, two entries for each pair.
 #[derive(Clone, Copy)]
 pub struct Rounds<'a> {
     /// `[K]`
@@ -20,13 +20,13 @@ pub struct Rounds<'a> {
 }
 
 impl Rounds<'_> {
-    /// The first column that does not exist.
+    /// The first column index that is out of range.
     pub fn astray(&self) -> Option<u32> {
         self.pairs.iter().copied().find(|&column| column as usize >= self.scales.len())
     }
 }
 
-/// Turns every row of x.
+/// Rotates every row of x.
 ///
 /// # Panics
 /// If the shapes disagree or a column does not exist.

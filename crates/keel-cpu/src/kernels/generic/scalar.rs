@@ -2,10 +2,10 @@
 
 use half::{bf16, f16};
 
-/// A type whose values are just bytes: any bits are a value.
+/// A type for which every bit pattern is a value.
 ///
 /// # Safety
-/// As it says; and no padding.
+/// Every bit pattern must be a value, and the type must have no padding.
 pub unsafe trait Plain: Copy + Default + Send + Sync + 'static {}
 
 /// A boolean of one byte: zero is false, anything else is true.
@@ -31,7 +31,7 @@ pub trait Scalar: Plain {
     fn from_f32(x: f32) -> Self;
     /// As i64; floats truncate and saturate.
     fn to_i64(self) -> i64;
-    /// The low bits; for floats the nearest.
+    /// The low bits for integers; a float rounded through f32.
     fn from_i64(x: i64) -> Self;
 }
 
@@ -155,7 +155,7 @@ macro_rules! with_scalar {
     }};
 }
 
-/// As `with_scalar`, for the float types.
+/// Like `with_scalar`, for the float types.
 macro_rules! with_float {
     ($dtype:expr, $t:ident => $body:expr) => {
         match $dtype {

@@ -1,7 +1,7 @@
-//! Sorting rows, and the largest of a row.
+//! Sorting rows, and finding the largest elements of a row.
 //!
-//! Only indices are moved, in the output's own memory; values are gathered at the end. Ties go by index, which makes
-//! any algorithm stable. NaN goes last, whatever the direction.
+//! Only indices are moved, in the output's own memory; values are gathered at the end. The index decides between
+//! equals, so any algorithm is stable. NaN comes last in both directions.
 
 use super::row_grain;
 use super::scalar::Scalar;
@@ -17,12 +17,12 @@ pub struct Order {
 }
 
 impl Order {
-    /// Whether element `i` goes before element `j`, the index deciding among equals.
+    /// The order of elements `i` and `j`; the index decides between equals.
     fn compare<T: Scalar>(self, x: &[T], i: usize, j: usize) -> Ordering {
         self.values(x[i], x[j]).then(i.cmp(&j))
     }
 
-    /// Whether the value of element `i` goes before that of element `j`.
+    /// Whether the value of element `i` comes before that of element `j`.
     #[inline(always)]
     pub(super) fn strictly_before<T: Scalar>(self, x: &[T], i: usize, j: usize) -> bool {
         self.values(x[i], x[j]) == Ordering::Less
@@ -96,10 +96,10 @@ pub fn top_k<T: Scalar>(
     }
 }
 
-/// Fills `kept` with the indices of the largest values of `x`, largest first, the first among equals first.
+/// Fills `kept` with the indices of the largest values of `x`, largest first, equal values in order of their index.
 pub(super) fn largest<T: Scalar>(x: &[T], kept: &mut [u32]) {
     let order = Order { descending: true };
-    // A heap with the last of the kept at its root, so that most elements cost one comparison.
+    // A heap with the smallest kept element at its root, so that most elements cost one comparison.
     kept.iter_mut().enumerate().for_each(|(i, index)| *index = i as u32);
     for root in (0..kept.len() / 2).rev() {
         sift_down(x, order, kept, root);

@@ -4,10 +4,10 @@ use super::scalar::Plain;
 use keel_array::Layout;
 use std::marker::PhantomData;
 
-/// Axes that are left after axes that lie seamlessly behind each other are joined.
+/// Most axes that remain after neighbouring axes without a gap are joined.
 const AXES_MAX: usize = Layout::RANK_MAX;
 
-/// The elements of a layout. Unlike a slice it may show memory that a kernel also writes, element by element.
+/// The elements of a layout. Unlike a slice, it may cover memory that a kernel also writes, element by element.
 #[derive(Clone, Copy)]
 pub struct Strided<'a, T> {
     first: *const T,
@@ -22,8 +22,8 @@ impl<'a, T: Plain> Strided<'a, T> {
     /// The elements of `layout`, whose element of index zero is at `first` (the layout's offset is not added).
     ///
     /// # Safety
-    /// During `'a` every element must be readable, and nobody may write one while it is read: a kernel that writes
-    /// the same memory writes only what the same worker has read before.
+    /// During `'a` every element must be readable, and no thread may write one while it is read. A kernel that writes
+    /// the same memory writes only elements that the same worker has read before.
     pub unsafe fn new(first: *const T, layout: &Layout) -> Strided<'a, T> {
         let (mut shape, mut strides, mut axes) = ([1; AXES_MAX], [0; AXES_MAX], 0);
         for (&extent, &stride) in layout.shape.iter().zip(&layout.strides) {
@@ -54,7 +54,7 @@ impl<'a, T: Plain> Strided<'a, T> {
     /// Copies elements `start..start + to.len()`, counted row-major.
     ///
     /// # Panics
-    /// If there are not as many.
+    /// If there are fewer elements.
     #[inline(always)]
     pub fn read(&self, start: usize, to: &mut [T]) {
         assert!(start.checked_add(to.len()).is_some_and(|end| end <= self.elements), "elements past the end");

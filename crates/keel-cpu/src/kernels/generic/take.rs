@@ -1,11 +1,11 @@
-//! Gathering by index. An index out of range is reported and its element left alone.
+//! Gathering by index. An index out of range is an error, and its element is not written.
 
 use super::scalar::Plain;
 use super::{GRAIN, row_grain};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 
-/// An index as a kernel reads it: its value, to compare and to name.
+/// A type of index.
 pub trait Index: Plain {
     /// The value; negative ones are out of every range.
     fn value(self) -> i64;
@@ -26,7 +26,7 @@ impl Index for i32 {
 /// `index` as a position below `limit`.
 ///
 /// # Errors
-/// If it is not.
+/// If it is not below `limit`.
 pub fn position<I: Index>(index: I, limit: usize) -> Result<usize, String> {
     usize::try_from(index.value())
         .ok()

@@ -1,14 +1,14 @@
-//! Activations as the block kernels read them.
+//! Activations in the form that the block kernels read.
 //!
-//! f32 rows are read where they are. For bf16 weights a row is rounded to bf16 and padded with a zero to an even
-//! length.
+//! f32 rows are read in place. For bf16 weights a row is rounded to bf16 and padded with a zero to an even length.
 //!
-//! For int8, each group of a row's inputs (the weights' groups) becomes `p = round(x / c)` with
-//! `c = max |x| / 127`. The `M` rows of a block lie together in the order in which they are
-//! read: for each group, `[group / 32][M][32]` of `p` as i8, then `[M]` of `(c, c * sum p)` as f32. Blocks of 16, for
-//! AMX, have parts of up to 64 inputs rather than 32; groups of 16 are parts of 16. Block codings with a zero `z` have
-//! `-z * sum p` as i32 in place of `c * sum p`. With the sums
-//! of the *rounded* inputs the rounding errors meet `s q + b`, the weights themselves, rather than the larger `s q`.
+//! For int8, each group of a row's inputs (the weights' groups) becomes `p = round(x / c)` with `c = max |x| / 127`.
+//! The `M` rows of a block lie together in reading order: for each group, `[group / 32][M][32]` of `p` as i8, then
+//! `[M]` of `(c, c * sum p)` as f32. Blocks of 16 rows, for AMX, have parts of up to 64 inputs instead of 32; groups of
+//! 16 are parts of 16. Block codings with a zero `z` have `-z * sum p` as i32 instead of `c * sum p`.
+//!
+//! The sums are those of the *rounded* inputs. So rounding errors are multiplied with `s q + b`, the weights
+//! themselves, not with the larger `s q`.
 
 use super::format::{BLOCK, MAX_GROUP};
 use super::lanes::{LANES, Lanes, portable::Portable};
@@ -30,7 +30,7 @@ pub(super) fn row_bytes(layout: &PackedLayout, compute: Compute) -> usize {
     }
 }
 
-/// Prepares the rows of `segments` in `scratch`, each worker its share. A barrier must follow.
+/// Prepares the rows of `segments` in `scratch`; each worker prepares its share. A barrier must follow.
 #[allow(clippy::too_many_arguments, reason = "what `run` has, and how rows are cut")]
 pub(super) fn prepare(
     worker: &Worker<'_>,
@@ -68,7 +68,7 @@ pub(super) fn prepare(
         }
         Compute::Bf16 => {
             for row in worker.split(x.len() / k, 1) {
-                // SAFETY: each row has bytes of its own, and one worker.
+                // SAFETY: each row has its own bytes and one worker.
                 let out = unsafe { scratch.range(row * row_bytes..(row + 1) * row_bytes) };
                 round_to_bf16(&x[row * k..(row + 1) * k], out);
             }
@@ -77,7 +77,7 @@ pub(super) fn prepare(
     }
 }
 
-/// Quantises a row's share of one group of a block.
+/// Quantises one group of one row into its place in the block.
 fn quantise_into(isa: Isa, x: &[f32], zero: i32, out: SharedMut<'_, u8>, block: RowBlock) {
     let (row, rows) = (block.row, block.rows);
     let mut quantised = [0u8; MAX_GROUP];
@@ -88,18 +88,18 @@ fn quantise_into(isa: Isa, x: &[f32], zero: i32, out: SharedMut<'_, u8>, block: 
     for (i, values) in quantised.as_chunks::<LANES>().0.iter().enumerate() {
         let k = i * LANES;
         let at = (k / part * rows + row) * part + k % part;
-        // SAFETY: each row has bytes of its own, and one worker; an array of bytes has no alignment.
+        // SAFETY: each row's group has its own bytes and one worker; an array of bytes needs no alignment.
         unsafe { *out.part(at..at + LANES).as_ptr().cast::<[u8; LANES]>() = *values }
     }
     let at = rows * x.len() + row * size_of_val(&pair);
-    // SAFETY: each row has bytes of its own, and one worker.
+    // SAFETY: each row's group has its own bytes and one worker.
     unsafe { out.part(at..at + size_of_val(&pair)).as_ptr().cast::<[f32; 2]>().write_unaligned(pair) }
 }
 
-/// What a group became besides its values.
+/// Scale and sum of a quantised group.
 struct Quantised {
     scale: f32,
-    /// Of what was written.
+    /// Sum of the quantised values.
     sum: i32,
 }
 
@@ -132,7 +132,7 @@ fn quantise_avx2(x: &[f32], out: &mut [u8]) -> Quantised {
     unsafe { quantise_in::<Avx2>(x, out) }
 }
 
-/// The same bits at every level: each step is exact or rounded alike.
+/// Gives the same bits at every level: each operation is exact, or rounds the same way at all levels.
 ///
 /// # Safety
 /// As [`Lanes`]; `x` and `out` are equally long, a multiple of 16.
@@ -142,15 +142,15 @@ unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> Quantised {
     const ROUND: f32 = 12_582_912.0;
     // SAFETY: as the caller promises; each vector lies within the slices.
     unsafe {
-        // As integers the magnitudes of floats are ordered, infinities and then NaN above all numbers, so
-        // that these reach the scale and with it every output.
+        // As integers, the bits of magnitudes have the order of the floats, with infinity and then NaN above all
+        // numbers. So infinity and NaN reach the scale, and with it every output.
         let magnitude = S::splat_i(0x7fff_ffff);
         let mut tops = S::splat_i(0);
         for i in (0..x.len()).step_by(LANES) {
             tops = S::max_u(tops, S::and(S::load_i(x.as_ptr().add(i).cast()), magnitude));
         }
         let top = f32::from_bits(S::reduce_max_u(tops));
-        // Below this the reciprocal overflows; such a group is zero beside any other.
+        // Far below this the reciprocal overflows. Such a group is negligible and becomes zero.
         if top < 1e-36 {
             out.fill(0);
             return Quantised { scale: 0.0, sum: 0 };
@@ -168,7 +168,7 @@ unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> Quantised {
     }
 }
 
-/// Rounds to nearest even; `out` is filled up with zeros.
+/// Rounds to nearest even; zeros fill the rest of `out`.
 fn round_to_bf16(x: &[f32], out: &mut [u8]) {
     out[x.len() * 2..].fill(0);
     let (pairs, _) = out.as_chunks_mut::<2>();

@@ -1,17 +1,17 @@
-//! Block codings as the kernels see them: planes of small codes, and the scales of each group of inputs.
+//! Block codings in the kernels' form: planes of small codes, and the scales of each group of inputs.
 //!
-//! A coding's value is `scale * (level - zero) + offset` with `level` the code, or what a table has for it. Files
-//! interleave codes and scales in thirteen ways; here all are one layout with different numbers, and every value is
-//! exactly what [`BlockFormat::decode`] gives.
+//! A coding's value is `scale * (level - zero) + offset`, where `level` is the code or its entry in a table. Files
+//! interleave codes and scales in 13 ways. Here all have one layout with different parameters, and every value is
+//! exactly that of [`BlockFormat::decode`].
 
 use super::format::BLOCK;
 use half::f16;
 use keel_array::BlockFormat;
 
-/// Bits of an unpacked level, which bounds the products of the dot products.
+/// Bits of a level from a table. The bits of levels bound the terms of the dot products.
 const LEVEL_BITS: usize = 8;
 
-/// The numbers of a coding.
+/// The parameters of a coding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) struct Coding {
     /// Bits of a code.
@@ -21,9 +21,9 @@ pub(in super::super) struct Coding {
     /// Blocks of 32 inputs in a unit, which has one set of parameters.
     pub blocks: usize,
     pub scales: Scales,
-    /// What is taken from each level. Zero where there are offsets.
+    /// Subtracted from each level. Zero where there are offsets.
     pub zero: i32,
-    /// Levels of the codes, where these are not the levels themselves.
+    /// Levels of the codes; `None`: each code is its level.
     pub table: Option<[u8; 16]>,
 }
 
@@ -36,9 +36,9 @@ pub(in super::super) enum Scales {
     HalfAndOffset,
     /// A byte `e`: the scale is `2^(e - 128)`.
     Exponent,
-    /// `d`, then for each group a signed byte: `d * s`.
+    /// `d`, then for each group a signed byte `s`: the scale is `d * s`.
     Signed,
-    /// `d`, `dmin`, then for each group a byte, then for each a byte: `d * s` and the offset `-dmin * m`.
+    /// `d`, `dmin`, then a byte `s` for each group, then a byte `m` for each: scale `d * s`, offset `-dmin * m`.
     WithMins,
     /// `d`, `dmin`, then for each group a byte of `s` (low half) and `m` (high half).
     Nibbles,
@@ -50,7 +50,7 @@ impl Scales {
         matches!(self, Scales::HalfAndOffset | Scales::WithMins | Scales::Nibbles)
     }
 
-    /// Bytes of the floats, for one row.
+    /// Bytes of the floats (or of the exponent), for one row.
     pub(in super::super) const fn head_bytes(self) -> usize {
         match self {
             Scales::Exponent => 1,
@@ -76,7 +76,7 @@ const NONLINEAR: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166
 const FP4_DOUBLED: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4];
 
 impl Coding {
-    /// The numbers of `format`.
+    /// The parameters of `format`.
     pub(in super::super) const fn of(format: BlockFormat) -> Coding {
         const fn short(bits: usize, scales: Scales, zero: i32) -> Coding {
             Coding { bits, group: 32, blocks: 1, scales, zero, table: None }
@@ -121,12 +121,12 @@ impl Coding {
         self.code_bytes() + self.scales.head_bytes() + self.groups() * self.scales.group_bytes()
     }
 
-    /// Bits that the levels take.
+    /// Bits of a level.
     pub(in super::super) const fn level_bits(&self) -> usize {
         if self.table.is_some() { LEVEL_BITS } else { self.bits }
     }
 
-    /// The level of a code, its zero taken off.
+    /// The level of a code, minus the zero.
     pub(super) fn level(&self, code: u8) -> f32 {
         let level = self.table.map_or(code, |table| table[usize::from(code)]);
         (i32::from(level) - self.zero) as f32
@@ -135,9 +135,9 @@ impl Coding {
 
 /// One block of a file, taken apart.
 pub(super) struct Parts {
-    /// One for each input.
+    /// One code for each input.
     pub codes: [u8; 256],
-    /// The floats, as they stand in a unit.
+    /// The floats or the exponent, as a unit stores them.
     pub head: [u8; 4],
     /// For each group.
     pub scales: [u8; 16],
@@ -146,7 +146,7 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// Takes a block apart. Inlined where the format is a constant, whose loops then are of vectors.
+    /// Takes a block apart. Inlined, because with a constant format the compiler turns the loops into vectors.
     #[inline(always)]
     pub(super) fn of(format: BlockFormat, block: &[u8]) -> Parts {
         let block = &block[..format.bytes()];
@@ -229,7 +229,7 @@ fn nibbles(quants: &[u8], codes: &mut [u8]) {
     halves(&quants[..16], codes);
 }
 
-/// Nibbles with a fifth bit, bit `i` of the four bytes before them.
+/// Nibbles with a fifth bit: value `i` has bit `i` of the four bytes before them.
 #[inline(always)]
 fn five_bits(quants: &[u8], codes: &mut [u8]) {
     halves(&quants[4..20], codes);
@@ -247,7 +247,7 @@ fn halves(quants: &[u8], codes: &mut [u8]) {
     }
 }
 
-/// Each half of 256 values in 32 bytes, in four layers.
+/// 256 values in 64 bytes: each half of them in 32 bytes, in four layers of 2 bits.
 #[inline(always)]
 fn two_bits(quants: &[u8], codes: &mut [u8]) {
     for (quants, codes) in quants.chunks_exact(32).zip(codes.chunks_exact_mut(128)) {
@@ -259,7 +259,7 @@ fn two_bits(quants: &[u8], codes: &mut [u8]) {
     }
 }
 
-/// Each 64 of 256 values in 32 bytes, low halves first.
+/// 256 values in 128 bytes: each 64 of them in 32 bytes, low halves first.
 #[inline(always)]
 fn four_bits(quants: &[u8], codes: &mut [u8]) {
     for (quants, codes) in quants.chunks_exact(32).zip(codes.chunks_exact_mut(64)) {
@@ -267,7 +267,7 @@ fn four_bits(quants: &[u8], codes: &mut [u8]) {
     }
 }
 
-/// Adds a bit above the others: of 32 bytes, bit `i` belongs to the `i`-th 32 values.
+/// Adds a bit above the others. Bit `i` of each of the 32 bytes belongs to the `i`-th run of 32 values.
 #[inline(always)]
 fn add_bit(bits: &[u8], at: usize, codes: &mut [u8]) {
     for (layer, codes) in codes.chunks_exact_mut(32).enumerate() {
@@ -287,7 +287,7 @@ fn scales_and_mins(packed: &[u8], parts: &mut Parts) {
     }
 }
 
-/// Scale and offset of a group from a packed unit's parameters `[16]` of each; `row` of the tile.
+/// Scale and offset of a group for row `row` of the tile, from a packed unit's parameters (`[16]` of each).
 pub(super) fn scale_and_offset(coding: &Coding, params: &[u8], group: usize, row: usize) -> (f32, f32) {
     use super::format::TILE_ROWS;
     let half = |i: usize| {

@@ -1,4 +1,4 @@
-//! How weights lie in memory: the sizes of packed matrices, as pure functions of their shapes.
+//! The layout of weights in memory: the sizes of packed matrices, as pure functions of their shapes.
 
 use super::coding::Coding;
 use super::lanes::LANES;
@@ -9,14 +9,14 @@ use std::ops::Range;
 /// Rows of a weight tile: one lane each.
 pub const TILE_ROWS: usize = LANES;
 
-/// Tiles that lie together and are computed together: each activation that is loaded serves both.
+/// Tiles that are stored and computed together: each load of an activation serves both.
 pub(super) const PAIR: usize = 2;
 
 /// Rows of a pair of tiles.
 pub const PAIR_ROWS: usize = PAIR * TILE_ROWS;
 
-/// Consecutive inputs of a block, the unit in which quantised values are interleaved: `bits` vectors of 64
-/// bytes hold 32 values of each of 16 rows, whatever the number of bits.
+/// Inputs of a block, the unit in which quantised values are interleaved: `bits` vectors of 64 bytes hold 32 values of
+/// each of 16 rows, for any number of bits.
 pub(super) const BLOCK: usize = 32;
 
 /// The largest group of affine weights.
@@ -43,7 +43,7 @@ impl FloatType {
     }
 }
 
-/// What a weight matrix is made of.
+/// The number format of a weight matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightFormat {
     /// One float for each weight.
@@ -58,24 +58,24 @@ pub enum WeightFormat {
         /// Type of scales and biases.
         params: FloatType,
     },
-    /// A block coding of GGUF files, every value as [`BlockFormat::decode`] gives it.
+    /// A block coding of GGUF files; every value is exactly that of [`BlockFormat::decode`].
     Blocks(BlockFormat),
 }
 
-/// Where everything lies in a packed `[E, N, K]` stack of weight matrices (`E` is 1 but for experts).
+/// Layout of a packed `[E, N, K]` stack of weight matrices; `E` is 1 except for experts.
 ///
-/// Sixteen consecutive rows of one matrix form a tile; tiles follow each other, matrix by matrix, and rows
-/// past `N` in a matrix's last tile are zeros. Units of quantised tiles take turns with those of the tile beside
-/// them, so that a pair, which is computed together, is read as one stream; a last tile without another lies by
-/// itself, as dense tiles do. Within a tile, for 16 rows `r`:
+/// Sixteen consecutive rows of one matrix form a tile. Tiles follow each other, matrix by matrix; rows past `N` in a
+/// matrix's last tile are zeros. The two quantised tiles of a pair are computed together, so their units alternate and
+/// the pair is one stream. A last tile without a partner lies by itself, as do all dense tiles. Within a tile, for 16
+/// rows `r`:
 ///
-/// * affine: for each group `[group / 32][bits x 64 bytes]`, then `scale[r]`, then `bias[r]`. A block of 32
-///   inputs is bit planes of 4, 2 and 1 bits (6 bits: a 4 and a 2); 8 bits are a plane of their own. A vector
-///   of a plane has byte `4 * r + i`, whose field `f` belongs to input `4 * (fields * vector + f) + i`.
-/// * blocks: for each unit (a block of the file), `[inputs / 32][bits x 64 bytes]` of codes as above, then the unit's
+/// - affine: for each group `[group / 32][bits x 64 bytes]`, then `scale[r]`, then `bias[r]`. A block of 32 inputs is
+///   bit planes of 4, 2 and 1 bits (6 bits: a 4 and a 2); 8 bits are a plane of their own. A vector of a plane has byte
+///   `4 * r + i`, whose field `f` belongs to input `4 * (fields * vector + f) + i`.
+/// - blocks: for each unit (a block of the file), `[inputs / 32][bits x 64 bytes]` of codes as above, then the unit's
 ///   parameters, `[r]` of each, see `Scales` in `coding`.
-/// * dense f32, f16: `[K][r]`. Dense bf16: `[K / 2][r][2]`, what the bf16 dot product takes; an odd `K` is
-///   padded with zeros.
+/// - dense f32, f16: `[K][r]`. Dense bf16: `[K / 2][r][2]`, the operand of the bf16 dot product; an odd `K` is padded
+///   with zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PackedLayout {
     matrices: usize,
@@ -98,8 +98,8 @@ impl PackedLayout {
     /// The layout of `matrices` matrices `[N, K]`, such as the experts of a layer.
     ///
     /// # Errors
-    /// [`Error::WeightFormat`] where a size is zero, the bits or the group are not ones that exist, `K` is not a multiple
-    /// of the group, or the bytes do not fit an address space.
+    /// [`Error::WeightFormat`] if a size is zero, the bits or the group are not supported, `K` is not a multiple of the
+    /// group, or the bytes exceed the address space.
     pub fn stacked(matrices: usize, n: usize, k: usize, format: WeightFormat) -> Result<PackedLayout, Error> {
         let fail = |reason| Error::WeightFormat { matrices, n, k, format, reason };
         if matrices == 0 || n == 0 || k == 0 {
@@ -154,7 +154,7 @@ impl PackedLayout {
         self.k
     }
 
-    /// What the weights are made of.
+    /// The number format of the weights.
     pub const fn format(&self) -> WeightFormat {
         self.format
     }
@@ -178,7 +178,7 @@ impl PackedLayout {
         }
     }
 
-    /// What is taken from the levels of block codings before they are scaled.
+    /// The zero that is subtracted from levels of block codings before they are scaled; 0 for other formats.
     pub(super) const fn zero(&self) -> i32 {
         match self.format {
             WeightFormat::Blocks(format) => Coding::of(format).zero,
@@ -186,13 +186,13 @@ impl PackedLayout {
         }
     }
 
-    /// Bytes of one unit of a tile: one affine group: quants, scales, biases; of one input if dense.
+    /// Bytes of one unit of a tile: quants, scales and biases of one affine group, one block, or one input if dense.
     pub(super) const fn unit_bytes(&self) -> usize {
         unit_bytes(self.format)
     }
 
-    /// Where the units of tile `tile` lie, counted from the first of `tiles`: tiles of one matrix, from a pair's first
-    /// on to a pair's last or to the matrix's last.
+    /// Place of the units of tile `tile`, counted from the first of `tiles` tiles of one matrix. These start at a
+    /// pair's first tile and end at a pair's last tile or the matrix's last.
     pub(super) const fn units(&self, tile: usize, tiles: usize) -> Units {
         let alone = tile / PAIR * PAIR + PAIR > tiles;
         if alone || matches!(self.format, WeightFormat::Dense(_)) {
@@ -202,10 +202,10 @@ impl PackedLayout {
         Units { first, stride: PAIR * self.unit_bytes() }
     }
 
-    /// The bytes that hold `rows` of one matrix, which start at the edge of a pair of tiles and end at one or at `N`.
+    /// The bytes of `rows` of one matrix. The rows start at the edge of a pair of tiles and end at one or at `N`.
     ///
     /// # Panics
-    /// If they do not, or do not lie in the stack.
+    /// If the rows start or end elsewhere, or lie outside the stack.
     pub fn row_bytes(&self, matrix: usize, rows: Range<usize>) -> Range<usize> {
         assert!(
             matrix < self.matrices
@@ -223,11 +223,11 @@ impl PackedLayout {
     }
 }
 
-/// Where the units of a tile begin, in bytes.
+/// Place of the units of a tile, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Units {
     pub first: usize,
-    /// From one unit of the tile to the next.
+    /// Distance from one unit of the tile to the next.
     pub stride: usize,
 }
 

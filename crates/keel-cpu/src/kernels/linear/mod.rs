@@ -5,8 +5,8 @@
 //! y[r, n] = sum over k of x[r / fanout, k] * w[expert[r], n, k]    gathered
 //! ```
 //!
-//! Activations and results are f32. Weights are packed once, while they are loaded, and stay packed: 4 bits
-//! stay 4 bits ([`PackedLayout`] says where everything lies, [`packed_bytes`] how much it is).
+//! Activations and results are f32. Weights are packed once, at load, and stay packed: 4 bits stay 4 bits.
+//! [`PackedLayout`] defines where everything lies, [`packed_bytes`] the size.
 //!
 //! ```
 //! use keel_cpu::isa::Isa;
@@ -30,16 +30,16 @@
 //! # Ok::<(), keel_cpu::error::Error>(())
 //! ```
 //!
-//! # How a row's bits stay its own
+//! # Why a row's bits do not depend on other rows
 //!
-//! A result is summed over K in one fixed order, whatever rows, tiles or workers there are beside it: the
-//! same row gives the same bits in decode, verification and prefill, plain and gathered. In
-//! [`Compute::F32`] and [`Compute::Int8`] the bits are also the same on every instruction set.
+//! A result is summed over K in one fixed order, whatever other rows, tiles or workers there are. So the same row gives
+//! the same bits in decode, verification and prefill, plain and gathered. In [`Compute::F32`] and [`Compute::Int8`] the
+//! bits are also the same on every instruction set.
 //!
-//! # What it costs
+//! # Cost
 //!
-//! Reading the packed weights once for each 256 KB or so of activations, and `2 N K` operations for each row. Up to
-//! a dozen rows the floor is memory; beyond, the dot-product instructions. See `benches/linear.rs`.
+//! The packed weights are read once for each 256 KB or so of activations, and each row takes `2 N K` operations. Up to
+//! a dozen rows memory sets the floor; beyond, the dot-product instructions do. See `benches/linear.rs`.
 
 mod activations;
 mod block;
@@ -68,13 +68,13 @@ pub enum Compute {
     F32,
     /// Activations rounded to bf16, f32 sums. Dense bf16 weights.
     Bf16,
-    /// Activations quantised to 8 bits for each row and group, exact integer sums over the group, f32 sums
-    /// over groups. Affine weights and block codings, whose groups are of 16 or 32.
+    /// Activations quantised to 8 bits for each row and group, exact integer sums over the group, f32 sums over groups.
+    /// Affine weights, and block codings, whose groups have 16 or 32 inputs.
     Int8,
 }
 
 impl Compute {
-    /// What runs fastest on `isa` and loses no more than the weights' format has lost already.
+    /// The fastest arithmetic on `isa` that loses no more precision than the weights' format has lost already.
     pub fn fastest(format: WeightFormat, isa: Isa) -> Compute {
         match format {
             WeightFormat::Affine { .. } | WeightFormat::Blocks(_) => Compute::Int8,
@@ -83,7 +83,7 @@ impl Compute {
         }
     }
 
-    /// Whether weights of `format` can be computed with so.
+    /// Whether this arithmetic takes weights of `format`.
     pub fn takes(self, format: WeightFormat) -> bool {
         match self {
             Compute::F32 => !matches!(format, WeightFormat::Blocks(_)),
@@ -93,7 +93,7 @@ impl Compute {
     }
 }
 
-/// What becomes of the results.
+/// How results are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// `y = x W^T`
@@ -141,12 +141,12 @@ impl Linear {
         self.compute
     }
 
-    /// Scratch that [`Linear::run`] needs for `rows` rows of x: where prepared activations lie.
+    /// Bytes of scratch that [`Linear::run`] needs for `rows` rows of x, to hold prepared activations.
     pub fn scratch_bytes(&self, rows: usize) -> usize {
         rows * activations::row_bytes(&self.layout, self.compute)
     }
 
-    /// Scratch that [`Linear::run_gathered`] needs for `rows` rows of x and `outputs` rows of y.
+    /// Bytes of scratch that [`Linear::run_gathered`] needs for `rows` rows of x and `outputs` rows of y.
     pub fn gathered_scratch_bytes(&self, rows: usize, outputs: usize) -> usize {
         let prepared = if self.compute == Compute::Int8 { outputs } else { rows };
         routing::bytes(outputs, self.layout.matrices()) + self.scratch_bytes(prepared)
@@ -154,8 +154,8 @@ impl Linear {
 
     /// `y = x W^T`, or `y += x W^T`.
     ///
-    /// Called by every worker of a pool with the same arguments, as the first kernel after a barrier or
-    /// the start of the job; the caller places a barrier after it.
+    /// Every worker of a pool calls it with the same arguments, as the first kernel after a barrier or the start of the
+    /// job. The caller places a barrier after it.
     ///
     /// # Shapes
     /// `weights`: the layout's bytes, one matrix; `x`: `[T, K]`; `y`: `[T, N]`; `scratch`: at least
@@ -179,10 +179,10 @@ impl Linear {
         self.run_segments(worker, weights, x, (&segments, RowMap::Same), y, epilogue, scratch);
     }
 
-    /// `y[r] = x[r / fanout] W[experts[r]]^T` over a stack of matrices, where `fanout` is the rows of y for each row of x.
-    /// Rows of one expert are computed together, so that its weights are read once.
+    /// `y[r] = x[r / fanout] W[experts[r]]^T` over a stack of matrices; each row of x gives `fanout` rows of y. Rows of
+    /// one expert are computed together, so that its weights are read once.
     ///
-    /// Called by every worker as [`Linear::run`] is.
+    /// Every worker calls it, as with [`Linear::run`].
     ///
     /// # Shapes
     /// `weights`: the layout's bytes, `[E, N, K]`; `x`: `[R / fanout, K]`; `experts`: `[R]`; `y`: `[R, N]`; `scratch`:
@@ -208,11 +208,11 @@ impl Linear {
         let table_bytes = routing::bytes(outputs, self.layout.matrices());
         let (table, scratch) = (scratch.part(0..table_bytes), scratch.part(table_bytes..scratch.len()));
         if worker.index == 0 {
-            // SAFETY: nobody else touches the table before the barrier.
+            // SAFETY: no other worker touches the table before the barrier.
             routing::sort(experts, self.layout.matrices(), unsafe { routing::words_mut(table) });
         }
         worker.barrier();
-        // SAFETY: after the barrier nobody writes the table.
+        // SAFETY: no worker writes the table after the barrier.
         let (order, segments) = routing::read(unsafe { routing::words(table) }, outputs);
         let map = RowMap::Gathered { order, fanout: outputs / rows };
         self.run_segments(worker, weights, x, (segments, map), y, Epilogue::Store, scratch);

@@ -1,4 +1,4 @@
-//! Weights into their packed layout, a few rows at a time, and a row back out of it.
+//! Packs weights into their layout, a few rows at a time, and unpacks single rows.
 
 use super::coding::{Coding, Parts, Scales, scale_and_offset};
 use super::format::{BLOCK, FloatType, PackedLayout, TILE_ROWS, Units, WeightFormat};
@@ -21,12 +21,12 @@ pub enum Rows<'a> {
         /// `[R, K / group]`
         biases: &'a [f32],
     },
-    /// The blocks of each row, as a file has them.
+    /// The blocks of each row, as in the file.
     Blocks(&'a [u8]),
 }
 
-/// Packs `rows`, which start at the edge of a pair of tiles, into `out`: the bytes that [`PackedLayout::row_bytes`]
-/// names for them. Any rows can be packed in any order and from any thread, and 32 at a time are enough.
+/// Packs `rows`, which start at the edge of a pair of tiles, into `out`: their bytes by [`PackedLayout::row_bytes`].
+/// Rows can be packed in any order and from any thread; 32 at a time are enough.
 ///
 /// # Panics
 /// If the kind of rows is not the layout's, or lengths do not fit each other.
@@ -75,7 +75,8 @@ pub fn pack(layout: &PackedLayout, rows: Rows<'_>, out: &mut [u8]) {
 
 /// Packs the blocks of a tile's rows.
 fn pack_blocks(format: BlockFormat, rows: &[u8], row_bytes: usize, unit: (usize, usize), out: &mut [u8]) {
-    // A constant in each arm, so that shifts and masks are constants, too: packing is most of what loading takes.
+    // The format is a constant in each arm, so shifts and masks are constants, too: packing takes most of the load
+    // time.
     macro_rules! for_each_format {
         ($($name:ident)*) => {
             match format {
@@ -86,7 +87,7 @@ fn pack_blocks(format: BlockFormat, rows: &[u8], row_bytes: usize, unit: (usize,
     for_each_format!(Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 IQ4NL MXFP4 Q2K Q3K Q4K Q5K Q6K IQ4XS);
 }
 
-/// As [`pack_blocks`]. A unit of all rows, which lies together, is written before the next.
+/// Like [`pack_blocks`]. A unit is written for all rows before the next unit, because its bytes lie together.
 #[inline(always)]
 fn pack_blocks_of(
     format: BlockFormat,
@@ -113,7 +114,7 @@ fn pack_dense(values: &[f32], k: usize, float: FloatType, out: &mut [u8]) {
     }
 }
 
-/// Where input `i` of a row lies in a dense tile, in bytes.
+/// Byte offset of input `i` of a row in a dense tile.
 fn dense_at(float: FloatType, row: usize, i: usize) -> usize {
     match float {
         FloatType::Bf16 => (i / 2 * TILE_ROWS + row) * 4 + i % 2 * 2,
@@ -121,8 +122,8 @@ fn dense_at(float: FloatType, row: usize, i: usize) -> usize {
     }
 }
 
-/// One field of a quantised value: `width` bits of it, from bit `low` on, in a plane of vectors that starts
-/// `at` bytes into the block.
+/// One field of a quantised value: its `width` bits from bit `low` on. The field's plane of vectors starts `at` bytes
+/// into the block.
 #[derive(Clone, Copy)]
 struct Plane {
     width: usize,
@@ -150,7 +151,7 @@ fn planes(bits: usize) -> &'static [Plane] {
 }
 
 impl Plane {
-    /// Where in the block the four fields of `quad < 8` of a row lie, and the shift of each within its byte.
+    /// Byte offset in the block of the four fields of `quad < 8` of a row, and the shift of each within its byte.
     fn fields(self, row: usize, quad: usize) -> (usize, usize) {
         let fields = 8 / self.width;
         (self.at + quad / fields * 64 + 4 * row, quad % fields * self.width)
@@ -162,7 +163,7 @@ impl Plane {
     }
 }
 
-/// One row's codes of a block of 32 inputs: each word of a plane is made whole and written once.
+/// Packs one row's codes of a block of 32 inputs. Each word of a plane is completed, then written once.
 #[inline(always)]
 fn pack_codes(bits: usize, codes: &[u8], row: usize, block: &mut [u8]) {
     let (quads, _) = codes.as_chunks::<4>();
@@ -179,7 +180,7 @@ fn pack_codes(bits: usize, codes: &[u8], row: usize, block: &mut [u8]) {
     }
 }
 
-/// One row's part of a unit.
+/// Packs one row's part of a unit.
 #[inline(always)]
 fn pack_parts(coding: &Coding, parts: &Parts, row: usize, unit: &mut [u8]) {
     let (codes, params) = unit.split_at_mut(TILE_ROWS * coding.code_bytes());
@@ -238,8 +239,8 @@ fn get_float(bytes: &[u8], at: usize, float: FloatType) -> f32 {
     }
 }
 
-/// Writes row `row` of matrix `matrix` as f32 to `out`, `[K]`: an embedding out of a table whose
-/// weights also serve as the output head. `scale * q + bias` is rounded once.
+/// Writes row `row` of matrix `matrix` as f32 to `out`, `[K]`: an embedding from a table whose weights also serve as
+/// the output head. `scale * q + bias` is rounded once.
 ///
 /// # Panics
 /// If the row is not in the stack, `bytes` is not the whole stack, or `out` is not `K` long.

@@ -17,7 +17,7 @@ pub(super) fn bytes(rows: usize, experts: usize) -> usize {
 /// The table's words, to write.
 ///
 /// # Safety
-/// Nobody else may use them meanwhile.
+/// No other thread may use them meanwhile.
 pub(super) unsafe fn words_mut(table: SharedMut<'_, u8>) -> &mut [u32] {
     let start = table.as_ptr().cast::<u32>();
     assert!(start.is_aligned(), "the scratch must start at a multiple of 8 bytes");
@@ -28,7 +28,7 @@ pub(super) unsafe fn words_mut(table: SharedMut<'_, u8>) -> &mut [u32] {
 /// The table's words, to read.
 ///
 /// # Safety
-/// Nobody may write them meanwhile.
+/// No thread may write them meanwhile.
 pub(super) unsafe fn words(table: SharedMut<'_, u8>) -> &[u32] {
     // SAFETY: `words_mut` has checked the alignment; the caller promises the rest.
     unsafe { std::slice::from_raw_parts(table.as_ptr().cast(), table.len() / 4) }
@@ -70,7 +70,7 @@ pub(super) fn sort(experts: &[u32], matrices: usize, words: &mut [u32]) {
 pub(super) fn read(words: &[u32], rows: usize) -> (&[u32], &[Segment]) {
     let (order, rest) = words[1..].split_at(rows);
     let segments = &rest[..words[0] as usize * SEGMENT_WORDS];
-    // SAFETY: a segment is three words, and as aligned as one.
+    // SAFETY: a segment is three words and has their alignment.
     let segments = unsafe { std::slice::from_raw_parts(segments.as_ptr().cast(), words[0] as usize) };
     (order, segments)
 }

@@ -11,19 +11,19 @@ pub(super) struct Segment {
     pub end: u32,
 }
 
-/// Where a position lies among the rows that are computed together.
+/// A block of rows that are computed together, and a position within it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RowBlock {
     /// First position of the block.
     pub start: usize,
-    /// Its rows: one of the sizes.
+    /// Number of rows: one of the sizes.
     pub rows: usize,
-    /// The position asked for, counted from the first.
+    /// The requested position, counted from `start`.
     pub row: usize,
 }
 
 impl Segment {
-    /// The blocks of `positions`, which start and end where blocks do.
+    /// The blocks of `positions`, a range that starts and ends at edges of blocks.
     pub(super) fn blocks(&self, positions: Range<usize>, sizes: &[usize]) -> impl Iterator<Item = RowBlock> {
         let mut next = positions.start;
         std::iter::from_fn(move || {
@@ -33,8 +33,8 @@ impl Segment {
         })
     }
 
-    /// The block of a position. As many blocks of the largest size as fit lie at the segment's start, then those of
-    /// the next, and so on; `sizes` fall, and the last is 1.
+    /// The block of a position. A segment begins with as many blocks of the largest size as fit, then has as many of
+    /// the next size, and so on. `sizes` fall to 1.
     pub(super) fn block(&self, position: usize, sizes: &[usize]) -> RowBlock {
         let (mut start, end) = (self.start as usize, self.end as usize);
         assert!((start..end).contains(&position), "position {position} of {self:?}");
@@ -50,12 +50,12 @@ impl Segment {
     }
 }
 
-/// Where a row of a segment comes from and goes to.
+/// The rows of x and y that belong to a position.
 #[derive(Clone, Copy)]
 pub(super) enum RowMap<'a> {
-    /// Row `i` of x makes row `i` of y.
+    /// Row `i` of x gives row `i` of y.
     Same,
-    /// Position `i` of the sorted order makes row `r = order[i]` of y from row `r / fanout` of x.
+    /// Position `i` of the sorted order gives row `r = order[i]` of y, from row `r / fanout` of x.
     Gathered { order: &'a [u32], fanout: usize },
 }
 

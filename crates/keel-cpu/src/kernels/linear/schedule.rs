@@ -1,13 +1,13 @@
 //! Which worker computes which part of a linear layer, and in which order.
 //!
-//! A unit is a run of tile pairs of one matrix against a chunk of rows. Each worker walks a share of the units in order,
-//! which makes its weights one stream, and then takes what others have left: the machine may be shared, and a fixed
-//! share would wait for the slower worker.
+//! A unit of work is a run of tile pairs of one matrix against a chunk of rows. Each worker walks its share of the
+//! units in order, so its weights are one stream. Then it takes units that others have left: the machine may be shared,
+//! and with fixed shares all would wait for the slowest worker.
 //!
-//! With few blocks of rows, memory is what binds: each pair meets all of them while it is in the first-level cache.
-//! With many, each block meets all pairs of the unit: its activations stay in the first-level cache, the unit's
-//! weights in the second, and its results are written side by side. Either way the weights that come next are
-//! asked for evenly all the time, each block its share; a single block asks for what lies a fixed distance ahead.
+//! With few blocks of rows, memory is the limit: each pair meets all blocks while it is in the first-level cache. With
+//! many, each block meets all pairs of the unit: its activations stay in the first-level cache, the unit's weights in
+//! the second, and its results are adjacent. In both cases the next weights are prefetched evenly, each block its
+//! share. A single block prefetches at a fixed distance.
 
 use super::block::{Ahead, Block, BlockFns, MAX_ROWS};
 use super::format::{PAIR, PackedLayout, TILE_ROWS, WeightFormat};
@@ -16,22 +16,22 @@ use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use std::ops::Range;
 
-/// Activations of a chunk of rows: a quarter of a common second-level cache.
+/// Bytes of activations of a chunk of rows: a quarter of a common second-level cache.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Weights of a unit: a fraction of that cache, and with few rows some microseconds of one core's bandwidth.
+/// Most bytes of weights of a unit: a fraction of that cache; with few rows, some microseconds of a core's bandwidth.
 const UNIT_BYTES: usize = 128 << 10;
 
-/// The least where memory binds: what another worker takes begins a stream of its own.
+/// Fewest bytes of a unit where memory is the limit: a unit that another worker takes begins a stream of its own.
 const STREAMED_UNIT_BYTES: usize = 32 << 10;
 
-/// Units that each worker should have: while one works on its last and the one claimed ahead, others may wait.
+/// Wanted units per worker: at the end, others wait while a worker does its last unit and the one claimed ahead.
 const UNITS_PER_WORKER: usize = 32;
 
-/// Blocks of rows that a pair of tiles meets one after the other.
+/// Most blocks of rows that each pair of tiles meets one after another.
 const FEW_BLOCKS: usize = 4;
 
-/// What the blocks of one call have in common.
+/// Data that all blocks of one call share.
 pub(super) struct Call<'a> {
     pub layout: &'a PackedLayout,
     pub blocks: BlockFns,
@@ -40,7 +40,7 @@ pub(super) struct Call<'a> {
     pub x: *const u8,
     /// Bytes of one row.
     pub x_stride: usize,
-    /// The rows of x lie in the order of positions, those of a block together; else as in x.
+    /// The prepared rows lie in the order of positions, with the rows of a block together; otherwise in the order of x.
     pub x_in_blocks: bool,
     pub y: SharedMut<'a, f32>,
     pub add: bool,
@@ -55,13 +55,13 @@ struct Unit {
 }
 
 impl Unit {
-    /// Where pair `pair` of the unit's matrix begins.
+    /// First byte of pair `pair` of the unit's matrix.
     fn pair(&self, call: &Call<'_>, pair: usize) -> *const u8 {
         tile(call, &self.segment, pair * PAIR)
     }
 }
 
-/// How segments are cut into units. Only the time depends on it, no result.
+/// How segments are cut into units. The cut changes only the time, no result.
 struct Cut<'a> {
     segments: &'a [Segment],
     pairs: usize,
@@ -93,7 +93,7 @@ impl<'a> Cut<'a> {
         self.segments.iter().map(|segment| self.units_of(segment)).sum()
     }
 
-    /// Unit `index`, looked for from `first` on, the first unit of segment `at`; both move to its segment.
+    /// Unit `index`. The search starts at segment `at`, whose first unit is `first`; both move to the unit's segment.
     fn unit(&self, index: usize, at: &mut usize, first: &mut usize) -> Unit {
         if index < *first {
             (*at, *first) = (0, 0);
@@ -114,7 +114,7 @@ impl<'a> Cut<'a> {
     }
 }
 
-/// Asks for the first weights that this worker will read in [`run`], while the activations are not there yet.
+/// Prefetches the first weights that this worker will read in [`run`], before the activations are ready.
 pub(super) fn ask_for_first(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment]) {
     let cut = Cut::new(call, segments, worker.count);
     let share = worker.split(cut.len(), 1);
@@ -124,13 +124,13 @@ pub(super) fn ask_for_first(worker: &Worker<'_>, call: &Call<'_>, segments: &[Se
     }
 }
 
-/// Computes all segments; every worker makes the same call, and no other claims until the next barrier.
+/// Computes all segments. Every worker makes the same call, and makes no other claim until the next barrier.
 pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], map: RowMap<'_>) {
     let cut = Cut::new(call, segments, worker.count);
     let (mut at, mut first) = (0, 0);
     let claims = worker.claim_near(cut.len()).flatten();
     let mut units = claims.map(|index| cut.unit(index, &mut at, &mut first));
-    // One unit is claimed ahead, to ask for its weights in time.
+    // One unit is claimed ahead, to prefetch its weights in time.
     let mut current = units.next();
     while let Some(unit) = current {
         let next = units.next();
@@ -139,7 +139,7 @@ pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], ma
     }
 }
 
-/// All pairs of a unit against all its blocks of rows.
+/// Computes all pairs of a unit against all its blocks of rows.
 fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) {
     let blocks = || unit.segment.blocks(unit.positions.clone(), call.blocks.sizes()).enumerate();
     let count = blocks().count();
@@ -168,7 +168,7 @@ fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) 
     }
 }
 
-/// All pairs of a unit against its only block of rows, as one stream of weights that goes on in the next unit.
+/// Computes all pairs of a unit against its only block of rows. The weights are one stream, on into the next unit.
 fn stream(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, block: RowBlock, map: RowMap<'_>) {
     let pair_bytes = PAIR * call.layout.tile_bytes();
     let start = unit.pair(call, unit.pairs.start);
@@ -179,12 +179,12 @@ fn stream(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, block: RowBlock, ma
     run_block(call, unit, unit.pairs.clone(), block, ahead, map);
 }
 
-/// Where tile `tile` of a segment's matrix begins.
+/// First byte of tile `tile` of a segment's matrix.
 fn tile(call: &Call<'_>, segment: &Segment, tile: usize) -> *const u8 {
     &raw const call.weights[(segment.matrix as usize * call.layout.tiles() + tile) * call.layout.tile_bytes()]
 }
 
-/// Some pairs of tiles against one block of rows; `ahead` is asked about each, counted from the first.
+/// Computes some pairs of tiles against one block of rows. `ahead` gives each pair's prefetch, counted from the first.
 fn run_block(
     call: &Call<'_>,
     unit: &Unit,
@@ -196,7 +196,7 @@ fn run_block(
     let (layout, n) = (call.layout, call.layout.n());
     let compute = call.blocks.of(rows);
     let x = call.x.wrapping_add(position * call.x_stride);
-    // Filled in place: what is written in small pieces and copied in large ones costs a store's whole latency.
+    // Filled in place: a copy in large pieces after writes in small ones would wait a store's full latency.
     let mut block = Block {
         layout,
         tiles: [std::ptr::null(); PAIR],
@@ -214,14 +214,14 @@ fn run_block(
         if !call.x_in_blocks {
             block.x[row] = call.x.wrapping_add(from * call.x_stride);
         }
-        // SAFETY: these columns of this row belong to this unit alone.
+        // SAFETY: only this unit has these columns of this row.
         let y = unsafe { call.y.range(to * n + columns.start..to * n + columns.end) };
         block.y[row] = y.as_mut_ptr();
     }
     let mut left = tile(call, &unit.segment, pairs.start * PAIR);
     for pair in 0..pairs.len() {
         let width = columns.len() - block.column;
-        // The right tile of the last pair may be missing: the left one stands in, and nothing is written.
+        // The right tile of the last pair may be missing. The left one replaces it, and nothing is written.
         let tiles = width.div_ceil(TILE_ROWS).min(PAIR);
         block.tiles = [0, tiles - 1].map(|tile| left.wrapping_add(layout.units(tile, tiles).first));
         block.stride = layout.units(0, tiles).stride;

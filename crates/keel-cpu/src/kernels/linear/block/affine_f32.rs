@@ -28,7 +28,7 @@ pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(blo
             let mut dots = [[S::splat(0.0); PAIR]; M];
             for part in 0..group / BLOCK {
                 let w = tiles.map(|tile| tile.add(part * 64 * BITS));
-                // Through memory, so that the multiply-adds are a loop rather than 32 copies of themselves.
+                // Through memory, so that the multiply-adds are a loop instead of 32 copies of the same code.
                 let mut quads = [[S::splat_i(0); PAIR]; BLOCK / 4];
                 for_each_quad!(J => {
                     quads[J] = [quad::<S, BITS, J>(w[0]), quad::<S, BITS, J>(w[1])];
@@ -52,7 +52,7 @@ pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(blo
     }
 }
 
-/// Input `k`: the byte at bit `SHIFT` of each lane of `quads`.
+/// Adds the products of input `k`, whose weight is the byte at bit `SHIFT` of each lane of `quads`.
 ///
 /// # Safety
 /// As [`Lanes`]; `k` is an input of each of the `M` rows.

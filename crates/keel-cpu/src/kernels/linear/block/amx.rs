@@ -1,7 +1,7 @@
-//! Affine weights against sixteen rows of activations quantised to i8, on AMX tiles.
+//! Affine weights against 16 rows of activations quantised to i8, on AMX tiles.
 //!
-//! The dot products of a group are as exact as those of [`super::int8`], and what follows is the same, operation by
-//! operation: a row has the same bits in a block of sixteen and in a smaller one.
+//! The dot products of a group are exact, like those of [`super::int8`], and all operations after them are the same. So
+//! a row has the same bits in a block of 16 rows and in a smaller one.
 
 use super::super::WeightFormat;
 use super::super::format::{BLOCK, MAX_GROUP, TILE_ROWS};
@@ -10,7 +10,7 @@ use super::unpack::{for_each_quad, params, quad};
 use super::{Block, PAIR};
 use crate::amx::{PART, TILE, Tiles};
 
-/// Bytes of a group of unpacked weights, and the dots of a tile, on cache lines of their own.
+/// A group of unpacked weights, or the dots of a tile, on its own cache lines.
 #[repr(align(64))]
 struct Aligned<T>(T);
 

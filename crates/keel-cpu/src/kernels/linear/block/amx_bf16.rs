@@ -1,7 +1,7 @@
-//! Dense bf16 weights against up to sixteen rows of bf16 activations, on AMX tiles.
+//! Dense bf16 weights against up to 16 rows of bf16 activations, on AMX tiles.
 //!
-//! A packed tile of weights, `[K / 2][16][2]`, is what the instruction takes: nothing is copied. Rows of x that lie
-//! evenly spaced are read where they are; others, and the last inputs where K is no multiple of 32, are gathered first.
+//! The instruction takes packed tiles of weights, `[K / 2][16][2]`, as they are, so nothing is copied. Evenly spaced
+//! rows of x are read in place. Other rows are gathered first, as are the last inputs if K is not a multiple of 32.
 //! Sums are cut at the same inputs for every number of rows.
 
 use super::super::format::TILE_ROWS;
@@ -17,7 +17,7 @@ const CHUNK: usize = 512;
 const CHUNK_BYTES: usize = CHUNK * 2;
 const STEP_BYTES: usize = STEP * 2;
 
-/// On cache lines of its own.
+/// On its own cache lines.
 #[repr(align(64))]
 struct Aligned<T>(T);
 
@@ -74,7 +74,7 @@ pub(super) unsafe fn bf16<S: Lanes, T: Bf16Tiles, const M: usize>(block: &Block<
     }
 }
 
-/// Bytes from each row to the next, if all are as far apart, and in order.
+/// Bytes from each row to the next, if the rows are in order and evenly spaced.
 #[inline(always)]
 fn even_spacing<const M: usize>(block: &Block<'_>) -> Option<usize> {
     let places = &block.x[..M];
@@ -86,7 +86,7 @@ fn even_spacing<const M: usize>(block: &Block<'_>) -> Option<usize> {
 /// Copies `bytes` of each row from input `start` on.
 ///
 /// # Safety
-/// Each of the `M` rows has so many.
+/// Each of the `M` rows has this many bytes.
 #[inline(always)]
 unsafe fn gather<const M: usize>(
     block: &Block<'_>,

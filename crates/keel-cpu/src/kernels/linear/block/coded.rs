@@ -1,8 +1,9 @@
 //! Weights in block codings against activations quantised to i8.
 //!
-//! With `w = s (l - z) + o` and `x = c p` the sum over a group is `s c (sum(l p) - z sum(p)) + o c sum(p)`. The first
-//! factor is exact in i32, starting from `-z sum(p)`, which is made when the row is quantised, as is `c sum(p)`.
-//! A group's conversion to f32 is spread between the dot products of the next one, see [`super::complete`].
+//! With `w = s (l - z) + o` and `x = c p` the sum over a group is `s c (sum(l p) - z sum(p)) + o c sum(p)`. The term in
+//! parentheses is exact in i32 and starts from `-z sum(p)`. Quantising the row has computed `-z sum(p)`, or `c sum(p)`
+//! for codings with offsets. A group's conversion to f32 is spread between the dot products of the next, see
+//! [`super::complete`].
 //!
 //! Floor: reading the tiles; for many rows 4 or 8 dot products a group and 2 or 3 multiply-adds on the same units.
 
@@ -40,7 +41,7 @@ codings!(Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2K Q3K Q4K Q5K Q6K IQ4NL IQ4XS MXFP4);
 struct Params<S: Lanes> {
     /// `d`, and `-dmin` or the offset.
     head: [S::F; 2],
-    /// Where the bytes of the groups begin.
+    /// Start of the groups' bytes.
     bytes: *const u8,
 }
 
@@ -57,7 +58,7 @@ impl<S: Lanes> Params<S> {
                 Scales::HalfAndOffset => [half(0), half(1)],
                 Scales::WithMins | Scales::Nibbles => [half(0), S::mul(half(1), S::splat(-1.0))],
                 Scales::Exponent => {
-                    // As a product of two normal powers of two: the whole may be subnormal.
+                    // A product of two normal powers of two, because the result may be subnormal.
                     let (e, bias) = (S::load_u8(at), S::splat_i(63));
                     let power = |e: S::I| S::as_f32(S::shl::<23>(S::add_i(S::shr::<1>(e), bias)));
                     [S::mul(power(e), power(S::add_i(e, S::splat_i(1)))), S::splat(0.0)]
@@ -100,7 +101,7 @@ impl<S: Lanes> Params<S> {
 pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>) {
     let coding = const { &C::CODING };
     let (mut x, mut left, mut right) = (block.x[0], block.tiles[0], block.tiles[1]);
-    // Asked for once: at each unit it made the compiler keep all activations of a group on the stack.
+    // Read once: reading them for each unit made the compiler keep all activations of a group on the stack.
     let (units, stride) = (block.layout.k() / coding.inputs(), block.stride);
     let mut ahead = block.ahead;
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
@@ -134,7 +135,7 @@ pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>)
     }
 }
 
-/// Group `g` of a unit, which is the quads `FIRST..END` of the blocks at `w`: its dots, while the last group is added
+/// Computes the dots of group `g` of a unit, the quads `FIRST..END` of the blocks at `w`. Meanwhile adds the last group
 /// to the sums.
 ///
 /// # Safety

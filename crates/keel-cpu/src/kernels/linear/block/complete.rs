@@ -1,12 +1,13 @@
-//! Groups whose integer dots are complete, worked off between the dots of the next group.
+//! Groups with complete integer dots, which are added to the f32 sums between the dots of the next group.
 //!
-//! Done at once, the conversions leave the dot product units idle, since processors do not look far enough ahead to
+//! Done all at once, the conversions would leave the dot product units idle: processors do not look far enough ahead to
 //! start the next group.
 
 use super::super::lanes::Lanes;
 use super::PAIR;
 
-/// A group of `M` rows and two tiles. Sums take `scale * dots * c`, and `offset * row_sum` where there are offsets.
+/// A group of `M` rows and two tiles. It adds `scale * dots * c` to the sums, and `offset * row_sum` if there are
+/// offsets.
 pub(super) struct Complete<S: Lanes, const M: usize> {
     pub dots: [[S::I; PAIR]; M],
     pub scale: [S::F; PAIR],
@@ -16,7 +17,7 @@ pub(super) struct Complete<S: Lanes, const M: usize> {
 }
 
 impl<S: Lanes, const M: usize> Complete<S, M> {
-    /// What comes before the first group: sums that start at zero stay zero.
+    /// An empty group before the first one: sums that start at zero stay zero.
     ///
     /// # Safety
     /// As [`Lanes`].
@@ -27,7 +28,7 @@ impl<S: Lanes, const M: usize> Complete<S, M> {
         Complete { dots, scale: [zero; PAIR], offset: [zero; PAIR], rows: rows.as_ptr() }
     }
 
-    /// Adds the share of the group that goes with quad `q` of `quads` to the sums. `offset` is a constant of the caller.
+    /// Adds share `q` of `quads` of the group to the sums. `offset` is a constant in the caller.
     ///
     /// # Safety
     /// As [`Lanes`]; `rows` has `M` rows.

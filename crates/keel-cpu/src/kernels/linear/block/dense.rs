@@ -13,7 +13,7 @@ pub(super) trait Weights {
     /// One activation.
     type X: Copy;
 
-    /// Adds the products of `inputs`, which start at an even one, to `dots`.
+    /// Adds the products of `inputs`, which start at an even input, to `dots`.
     ///
     /// # Safety
     /// As [`Lanes`]; `tiles` and the first `M` of `x` hold these inputs.
@@ -128,7 +128,7 @@ impl Weights for Bf16Dots {
     }
 }
 
-/// Input `k`, whose weights are `w`.
+/// Adds the products of input `k`, whose weights are `w`.
 ///
 /// # Safety
 /// As [`Lanes`]; `k` is an input of each of the `M` rows.

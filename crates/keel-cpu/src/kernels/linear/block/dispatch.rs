@@ -11,17 +11,17 @@ use keel_array::BlockFormat;
 /// A block kernel for a certain number of rows.
 ///
 /// # Safety
-/// The CPU must have the instructions it was compiled for, and the block must describe what it expects.
+/// The CPU must have the kernel's instructions, and the block must describe operands of the kernel's kind.
 pub(in super::super) type BlockFn = unsafe fn(&Block<'_>);
 
-/// Which arithmetic a block is computed in.
+/// The arithmetic of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Kernel {
-    /// Affine weights of so many bits, i8 activations.
+    /// Affine weights of this number of bits, i8 activations.
     Int8(usize),
     /// Weights in a block coding, i8 activations.
     Coded(BlockFormat),
-    /// Affine weights of so many bits, f32 activations.
+    /// Affine weights of this number of bits, f32 activations.
     AffineF32(usize),
     /// Dense f32 weights, f32 activations.
     F32,
@@ -33,10 +33,10 @@ pub(in super::super) enum Kernel {
     Bf16Dots,
 }
 
-/// A kernel's functions at one level, by the rows of the block that they compute.
+/// A kernel's functions at one level, one for each number of rows in a block.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct BlockFns {
-    /// Falling; the last is 1.
+    /// Rows of a block, falling to 1.
     sizes: &'static [usize],
     /// One for each size.
     fns: &'static [BlockFn],
@@ -176,8 +176,8 @@ level!(
     "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"
 );
 
-/// Int8 in blocks of up to six rows: a second block would read the weights again. The largest have their conversions between
-/// dot products; smaller ones are those of `avx512_dots`.
+/// Int8 in blocks of up to 6 rows: a second block would read the weights again. Blocks of 5 and 6 rows do their
+/// conversions between dot products; smaller ones use the functions of `avx512_dots`.
 #[cfg(target_arch = "x86_64")]
 mod overlapped {
     use super::*;
@@ -218,8 +218,7 @@ mod overlapped {
     }
 }
 
-/// AMX: int8 in blocks of 16 rows, beside which the level has the functions of `avx512_dots`, and bf16 in blocks of
-/// any size.
+/// AMX: int8 in blocks of 16 rows, with the functions of `avx512_dots` for smaller blocks; bf16 in blocks of any size.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx {
     use super::*;
@@ -272,7 +271,7 @@ mod amx {
     }
 }
 
-/// The portable functions with blocks of 16 rows on tiles made of plain loops, to test those anywhere.
+/// The portable functions, with blocks of 16 rows on tiles in plain loops, to test the tile kernel on any machine.
 #[cfg(test)]
 pub(in super::super) fn soft_tile_fns(bits: usize) -> BlockFns {
     use super::amx::int8;
@@ -295,7 +294,7 @@ pub(in super::super) fn soft_tile_fns(bits: usize) -> BlockFns {
     }
 }
 
-/// The functions for bf16 on tiles made of plain loops, to test them anywhere.
+/// The functions for bf16 on tiles in plain loops, to test them on any machine.
 #[cfg(test)]
 pub(in super::super) fn soft_bf16_tile_fns() -> BlockFns {
     use super::amx_bf16::bf16;

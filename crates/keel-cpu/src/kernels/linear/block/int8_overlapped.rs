@@ -1,11 +1,10 @@
 //! Affine weights against activations quantised to i8, for many rows: bound by arithmetic.
 //!
-//! The sums are those of [`super::int8`], operation by operation, in another order of time: what a group's integer
-//! dots become in f32 is worked off one element at a time between the dot products of the next group, see
-//! [`super::complete`].
+//! Each sum has the operations of [`super::int8`] in the same order, but at other times: a group's integer dots are
+//! converted and added one element at a time, between the dot products of the next group, see [`super::complete`].
 //!
-//! Floor: for each row, tile and group of 64, 16 dot products and 3 multiply-adds on the same units, so 84% of the
-//! dot products' peak. Twelve dots of a group and twelve of the one before leave registers for the weights.
+//! Floor: for each row, tile and group of 64, 16 dot products and 3 multiply-adds on the same units, so 84% of the dot
+//! products' peak. The 12 dots of a group and the 12 of the group before leave registers for the weights.
 
 use super::super::WeightFormat;
 use super::super::format::{BLOCK, TILE_ROWS};

@@ -1,15 +1,15 @@
 //! The innermost kernels: `M` rows of x against a pair of weight tiles, over all of K.
 //!
-//! Each output element has accumulators of its own and one order of additions over K, the same for every `M`:
-//! that is why a row's bits do not depend on the rows computed beside it. Sums are cut at fixed places (the
-//! affine group, or 256 inputs of a dense row), which also keeps f32 rounding far below that of one long sum.
+//! Each output element has its own accumulators and one order of additions over K, the same for every `M`. So a row's
+//! bits do not depend on other rows of the block. Sums are cut at fixed places (the affine group, or 256 inputs of a
+//! dense row). This also keeps f32 rounding errors far below those of one long sum.
 //!
 //! | kernel | weights | inner step |
 //! |---|---|---|
-//! | [`int8`] | affine | unpack 4 inputs x 16 rows of u8, exact i32 dot with i8 activations; per group one conversion, scale, bias |
-//! | [`int8_overlapped`] | affine | the same for many rows, the conversions between the next group's dots |
+//! | [`int8`] | affine | unpack 4 inputs x 16 rows of u8, exact i32 dot with i8 x; per group: conversion, scale, bias |
+//! | [`int8_overlapped`] | affine | the same for many rows; conversions run between the next group's dots |
 //! | [`amx`] | affine | the same on tiles of 16 rows |
-//! | [`coded`] | block codings | as [`int8_overlapped`], with levels less a zero, or offsets |
+//! | [`coded`] | block codings | as [`int8_overlapped`], with levels minus a zero, or with offsets |
 //! | [`affine_f32`] | affine | unpack, `scale * q + bias` in f32, f32 multiply-add |
 //! | [`amx_bf16`] | dense bf16 | bf16 products of pairs on tiles, f32 sums, any number of rows |
 //! | [`dense`] | dense | widen, f32 multiply-add; or bf16 dot of input pairs with f32 sums |
@@ -35,52 +35,52 @@ pub(super) use dispatch::{soft_bf16_tile_fns, soft_tile_fns};
 /// Most rows of x computed together.
 pub(super) const MAX_ROWS: usize = 16;
 
-/// What a block kernel reads and writes. Pointers are valid for what the layout says lies behind them.
+/// Operands of a block kernel. Each pointer is valid for the bytes that the layout puts there.
 pub(super) struct Block<'a> {
     pub layout: &'a super::PackedLayout,
-    /// The two tiles; the same twice where only one is left.
+    /// The two tiles; one tile twice if only one is left.
     pub tiles: [*const u8; PAIR],
     /// Bytes from one unit of a tile to the next.
     pub stride: usize,
-    /// What to ask for while the tiles are read.
+    /// Weights to prefetch while the tiles are read.
     pub ahead: Option<Ahead>,
-    /// Where the activations of each row begin. Where they are quantised: of the whole block, see `activations`.
+    /// Start of each row's activations. If they are quantised: start of the whole block's, see `activations`.
     pub x: [*const u8; MAX_ROWS],
-    /// Where the outputs of each row begin.
+    /// Start of each row's outputs.
     pub y: [*mut f32; MAX_ROWS],
     /// The pair's first column.
     pub column: usize,
     /// Columns of each tile that exist; 0 for a repeated tile.
     pub columns: [usize; PAIR],
-    /// Add to y rather than replace it.
+    /// Add to y instead of replacing it.
     pub add: bool,
 }
 
-/// How far ahead of what is read weights are asked for, in bytes of the stream: some hundred nanoseconds, and a small
-/// part of a first-level cache.
+/// Distance of prefetching, in bytes of the stream: a few hundred nanoseconds of reading, and a small part of a
+/// first-level cache.
 const DISTANCE: usize = 8 << 10;
 
-/// Weights that come next, asked for little by little.
+/// The next weights, prefetched in small steps.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
-    /// As far as `end`; may be any addresses.
+    /// The range to prefetch; may be any addresses.
     next: *const u8,
     end: *const u8,
-    /// Where to go on from `end`; null where nothing follows.
+    /// Start of the run after `end`; null if none follows.
     then: *const u8,
-    /// Bytes to ask for with each group or chunk of inputs.
+    /// Bytes to prefetch with each group or chunk of inputs.
     step: usize,
 }
 
 impl Ahead {
-    /// Asks for the beginning of the stream at `pair`.
+    /// Prefetches the beginning of the stream at `pair`.
     pub(super) fn first(pair: *const u8) {
         for line in (0..DISTANCE).step_by(64) {
             prefetch(pair.wrapping_add(line));
         }
     }
 
-    /// Share `block` of `blocks` of the pair at `pair`.
+    /// The share of block `block` of `blocks` in the pair at `pair`.
     pub(super) fn share(layout: &super::PackedLayout, pair: *const u8, block: usize, blocks: usize) -> Ahead {
         let pair_bytes = PAIR * layout.tile_bytes();
         let at = |block: usize| pair.wrapping_add(pair_bytes * block / blocks);
@@ -88,8 +88,8 @@ impl Ahead {
         Ahead { next: at(block), end: at(block + 1), then: std::ptr::null(), step }
     }
 
-    /// What lies [`DISTANCE`] behind the pair at `pair`, while it is read by one block: in a stream that ends at `end`
-    /// and goes on at `then`, unless that is null.
+    /// The weights [`DISTANCE`] bytes after those of the pair at `pair`, for the one block that reads the pair. The
+    /// stream ends at `end` and continues at `then`, unless that is null.
     pub(super) fn behind(
         layout: &super::PackedLayout,
         pair: *const u8,
@@ -100,13 +100,13 @@ impl Ahead {
         let (next, end, then) = match past {
             None => (pair.wrapping_add(DISTANCE), end, then),
             Some(_) if then.is_null() => (end, end, then),
-            // The next run is longer than this block asks for.
+            // The next run is longer than the part that this block prefetches.
             Some(past) => (then.wrapping_add(past), std::ptr::without_provenance(usize::MAX), then),
         };
         Ahead { next, end, then, step: step(layout) }
     }
 
-    /// Asks for the next step, and moves on.
+    /// Prefetches the next step and advances.
     ///
     /// # Safety
     /// As [`Lanes`].
@@ -127,7 +127,7 @@ impl Ahead {
     }
 }
 
-/// Asks for the cache line at any address, on processors where that can be said.
+/// Prefetches the cache line at any address, on processors with such an instruction.
 fn prefetch(line: *const u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch may be of any address, and every x86-64 processor has it.
@@ -143,13 +143,13 @@ fn step(layout: &super::PackedLayout) -> usize {
     let step = match layout.format() {
         super::WeightFormat::Dense(_) => layout.unit_bytes() * dense::CHUNK,
         super::WeightFormat::Affine { .. } => layout.unit_bytes(),
-        // Units of 256 inputs at once would fill the queue that demand loads wait in, too.
+        // A prefetch of 256 inputs at once would fill the queue that demand loads share.
         super::WeightFormat::Blocks(format) => layout.unit_bytes() / Coding::of(format).blocks,
     };
     PAIR * step.min(layout.tile_bytes())
 }
 
-/// Asks for the cache lines of `M` rows that [`store`] will write: with many rows none of them is near.
+/// Prefetches the cache lines of `M` rows that [`store`] will write: with many rows none of them is in a near cache.
 ///
 /// # Safety
 /// As [`Lanes`].
@@ -165,7 +165,7 @@ unsafe fn ask_for_results<S: Lanes, const M: usize>(block: &Block<'_>) {
     }
 }
 
-/// Writes the results of `M` rows, or adds them to what is there.
+/// Writes the results of `M` rows, or adds them to the present values.
 ///
 /// # Safety
 /// As [`Lanes`]; each row of `block.y` has room for `block.columns`.
@@ -173,7 +173,7 @@ unsafe fn ask_for_results<S: Lanes, const M: usize>(block: &Block<'_>) {
 unsafe fn store<S: Lanes, const M: usize>(block: &Block<'_>, sums: &[[S::F; PAIR]; M]) {
     for (sums, y) in sums.iter().zip(block.y) {
         for (t, columns) in block.columns.into_iter().enumerate() {
-            // SAFETY: the columns of the tile that exist.
+            // SAFETY: only columns of the tile that exist.
             unsafe {
                 let y = y.wrapping_add(block.column + t * TILE_ROWS);
                 let sum = if block.add { S::add(sums[t], S::load_first(y, columns)) } else { sums[t] };

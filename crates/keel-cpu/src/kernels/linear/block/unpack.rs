@@ -1,4 +1,4 @@
-//! Quantised weights out of their bit planes.
+//! Unpacks quantised weights from their bit planes.
 
 use super::super::format::FloatType;
 use super::super::lanes::{LANES, Lanes};
@@ -29,8 +29,8 @@ pub(super) unsafe fn quad<S: Lanes, const BITS: usize, const J: usize>(block: *c
 /// As [`Lanes`]; `64 * WIDTH` bytes at `plane`.
 #[inline(always)]
 unsafe fn field<S: Lanes, const WIDTH: usize, const J: usize, const TO: usize>(plane: *const u8) -> S::I {
-    // SAFETY: `J < 8`, so the vector lies within the plane. Bits that a shift moves from one byte into the
-    // next are masked off.
+    // SAFETY: `J < 8`, so the vector lies within the plane. The mask removes bits that a shift moves from one byte into
+    // the next.
     unsafe {
         let fields = 8 / WIDTH;
         let v = S::load_i(plane.add(64 * (J / fields)));

@@ -26,7 +26,7 @@ unsafe fn dot<const BITS: usize>(acc: __m256i, w: __m256i, x: __m256i) -> __m256
         if BITS < 8 {
             return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones));
         }
-        // Pairs of 8-bit products saturate i16; those of their nibbles do not.
+        // Pairs of products with 8-bit levels can saturate i16; pairs of products with their nibbles cannot.
         let nibble = _mm256_set1_epi8(15);
         let low = _mm256_maddubs_epi16(_mm256_and_si256(w, nibble), x);
         let high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi32::<4>(w), nibble), x);

@@ -63,7 +63,7 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
                 let pairs = _mm512_maddubs_epi16(w, x);
                 return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, ones));
             }
-            // Pairs of 8-bit products saturate i16; those of their nibbles do not.
+            // Pairs of products with 8-bit levels can saturate i16; pairs of products with their nibbles cannot.
             let nibble = _mm512_set1_epi8(15);
             let low = _mm512_maddubs_epi16(_mm512_and_si512(w, nibble), x);
             let high = _mm512_maddubs_epi16(_mm512_and_si512(_mm512_srli_epi32::<4>(w), nibble), x);

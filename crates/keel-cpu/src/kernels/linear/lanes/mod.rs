@@ -45,7 +45,7 @@ pub(super) trait Lanes: Copy {
     unsafe fn dot_bf16(acc: Self::F, w: Self::I, x: Self::I) -> Self::F;
     /// i32 to the nearest f32.
     unsafe fn to_f32(a: Self::I) -> Self::F;
-    /// The words taken as f32.
+    /// The bits of the words as f32.
     unsafe fn as_f32(a: Self::I) -> Self::F;
 
     /// The bits of the lanes.
@@ -62,7 +62,7 @@ pub(super) trait Lanes: Copy {
     unsafe fn load_u8(p: *const u8) -> Self::I;
     /// Sixteen i8 at `p`, widened.
     unsafe fn load_i8(p: *const u8) -> Self::I;
-    /// The value of `table` that each byte names; all bytes are below 16.
+    /// Each byte's entry in `table`; all bytes are below 16.
     unsafe fn lookup(a: Self::I, table: &[u8; 16]) -> Self::I;
     /// Writes each word, an i32 that fits i8, as one byte.
     unsafe fn store_i8(a: Self::I, p: *mut u8);
@@ -85,6 +85,6 @@ pub(super) trait Lanes: Copy {
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// Asks for the cache line at `p`; any address will do.
+    /// Prefetches the cache line at `p`; any address is allowed.
     unsafe fn prefetch(p: *const u8);
 }

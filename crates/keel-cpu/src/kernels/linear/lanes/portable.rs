@@ -1,4 +1,5 @@
-//! Lanes as plain arrays. Multiply-adds stay calls: inlined into the unrolled kernels they would be megabytes.
+//! Lanes as plain arrays. Multiply-adds stay calls: inlined into the unrolled kernels they would take megabytes of
+//! code.
 
 use super::{LANES, Lanes};
 use half::f16;
