@@ -1,7 +1,7 @@
-//! Host time of a launch: a prepared step of 300 tiny kernels, where nothing but the walk costs anything.
+//! Host time of a launch: a prepared step of 300 tiny kernels, in which only the walk over the kernels costs time.
 //!
-//! Per kernel: two operands to resolve, a call by every worker, a barrier. Floor: the barrier, some 100 ns between two
-//! cores. Goal: under 1 us a kernel, so that a step of 300 kernels costs at most 0.3 ms.
+//! Cost per kernel: two operands to resolve, a call by every worker, a barrier. Floor: the barrier, some 100 ns between
+//! two cores. Goal: under 1 us a kernel, so that a step of 300 kernels costs at most 0.3 ms.
 //!
 //! ```text
 //! cargo bench -p keel-cpu --bench launch
@@ -22,7 +22,7 @@ fn main() -> keel_array::Result<()> {
         let storage = || Array::persistent(&runtime, Category::Staging, [4, 16], DType::F32);
         let (input, output) = (storage()?, storage()?);
         input.write(&[1.0f32; 64])?;
-        // Alternating sums are neither fused nor grow.
+        // Alternating sums are not fused and do not grow.
         let value =
             runtime.trace(|| (0..KERNELS).try_fold(input.clone(), |x, i| x.cumsum(-1, i % 2 == 0, true)))?;
         let step = runtime.prepare(&[(&value, &output)])?;

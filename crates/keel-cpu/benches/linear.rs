@@ -1,7 +1,7 @@
-//! Linear layers beside the floors of the machine. `cargo bench -p keel-cpu --bench linear [-- FILTER]`
+//! Linear layers compared with the floors of the machine. `cargo bench -p keel-cpu --bench linear [-- FILTER]`
 //!
-//! Each line is checked against the oracle before it is timed, and states the share of the floor that
-//! binds it: memory for few rows, dot products for many. The median of the passes is printed.
+//! The results behind each line are checked against the oracle. A line states its share of both floors: memory binds
+//! for few rows, dot products for many. The median of the passes is printed.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ use memmap2::MmapMut;
 
 const BUDGET: Duration = Duration::from_millis(400);
 
-/// Weights that are packed once, and copied until they fill the matrix.
+/// Rows of weights that are packed once, and copied until they fill the matrix.
 const PATTERN_ROWS: usize = 64;
 
 /// Larger than any cache, so that a walk over a set of matrices reads memory.
@@ -34,7 +34,7 @@ struct Machine {
     peaks: Peaks,
 }
 
-/// Memory as the backend has it: large pages where the system gives them.
+/// Memory as the backend allocates it: in large pages if the system has them.
 struct Pages(MmapMut);
 
 impl Pages {
@@ -45,7 +45,7 @@ impl Pages {
         Pages(pages)
     }
 
-    /// `bytes` of `pattern` after `pattern`.
+    /// `bytes` bytes of repetitions of `pattern`.
     fn filled(bytes: usize, pattern: &[u8]) -> Pages {
         let mut pages = Pages::new(bytes);
         for piece in pages.0.chunks_mut(pattern.len()) {
@@ -55,7 +55,7 @@ impl Pages {
     }
 }
 
-/// A matrix and how often it lies in memory, one copy after the other.
+/// A matrix and its copies in memory.
 struct Matrix {
     linear: Linear,
     copies: Vec<Pages>,
@@ -141,7 +141,7 @@ impl Matrix {
         );
     }
 
-    /// The first columns of the first and last row against the oracle.
+    /// Compares the first columns of the first and last row with the oracle.
     fn check(&self, x: &[f32], y: &[f32]) {
         let layout = self.linear.layout();
         let (n, k) = (layout.n(), layout.k());
@@ -162,7 +162,7 @@ impl Matrix {
     }
 }
 
-/// A stack of experts, of which each row of x goes through several.
+/// A stack of experts; each row of x goes through several.
 struct Experts {
     linear: Linear,
     weights: Pages,

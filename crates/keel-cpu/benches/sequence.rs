@@ -1,10 +1,9 @@
-//! Sequence kernels beside the floors of the machine. `cargo bench -p keel-cpu --bench sequence [-- FILTER WORKERS]`
+//! Sequence kernels and the floors of the machine. `cargo bench -p keel-cpu --bench sequence [-- FILTER WORKERS]`
 //!
-//! Shapes are those of the qwen3.5-0.8b layers. Each kernel is checked on its own data before it is timed: prefill
-//! against decode, decode of many rows against rows of their own, attention against the oracle. Data that a
-//! step finds cold, because all the weights have passed through the cache since the last one, is cold here
-//! too: the timed calls walk over copies that together exceed the cache. The fastest pass is printed: other
-//! programs on the machine only ever make one slower.
+//! Shapes are those of the qwen3.5-0.8b layers. Gated delta prefill is checked against decode on its own data;
+//! attention and the convolution are checked against their oracles. Between two real steps all weights pass through the
+//! cache, so a step finds its data cold. It is cold here, too: the timed calls walk over copies that together exceed
+//! the cache. The fastest pass is printed: other programs on the machine only make a pass slower.
 
 use half::f16;
 use keel_cpu::floors;
@@ -85,7 +84,7 @@ impl Machine {
     }
 }
 
-/// Seconds of the fastest call; `call` gets a running number.
+/// Seconds of the fastest call; `call` gets the number of the call.
 fn time(mut call: impl FnMut(usize)) -> f64 {
     let (started, mut passes, mut best) = (Instant::now(), 0, f64::INFINITY);
     while passes < 5 || started.elapsed() < BUDGET {

@@ -1,4 +1,4 @@
-//! A kernel of one's own that composes lazily with every other operation.
+//! A user's own kernel, which composes lazily with every other operation.
 //!
 //! ```text
 //! cargo run --release -p keel-cpu --example custom_kernel
@@ -25,7 +25,7 @@ fn main() -> Result<()> {
     let runtime = Runtime::new(Arc::new(CpuBackend::new(CpuOptions::default())), RuntimeOptions::default());
     let kernel = logistic_map(5, 3.7);
     let mut x = Array::from_slice(&runtime, &[0.1f32, 0.2, 0.3, 0.4, 0.5], [5])?;
-    // Sixty-four applications in one graph. Handles are dropped on the way; the submission owns what it needs.
+    // 64 applications in one graph. Handles are dropped on the way; the submission owns the memory that it needs.
     for _ in 0..64 {
         x = kernel.apply(&[&x])?.remove(0);
     }

@@ -1,4 +1,4 @@
-//! Lazy arrays: what runs when, and what it costs in memory.
+//! Lazy arrays: when operations run, and how much memory they take.
 //!
 //! ```text
 //! cargo run --release -p keel-cpu --example lazy_arrays

@@ -1,5 +1,5 @@
-//! Linear layers against the naive oracle, on every instruction set that this machine has, and the law that a
-//! row's bits are its own.
+//! Linear layers against the naive oracle, on every instruction set that this machine has, and the law that a row's
+//! bits do not depend on other rows.
 
 use half::{bf16, f16};
 use keel_array::BlockFormat;
@@ -22,7 +22,7 @@ fn affine_format(w: &Affine, bits: usize, params: FloatType) -> WeightFormat {
     WeightFormat::Affine { bits, group: w.group, params }
 }
 
-/// Packs matrices of one shape on top of each other.
+/// Packs matrices of one shape into one stack.
 fn packed(format: WeightFormat, matrices: &[Affine]) -> (PackedLayout, Vec<u8>) {
     let (n, k) = (matrices[0].quants.len() / matrices[0].k, matrices[0].k);
     let layout = PackedLayout::stacked(matrices.len(), n, k, format).unwrap();
@@ -129,7 +129,7 @@ fn rounding_the_activations_costs_as_little_as_promised() {
     assert_close("bf16", &y, &matmul_transposed(&x, &dense, k), tolerance::BF16_ACTIVATIONS);
 }
 
-/// `n` rows of `k` values in blocks with sane scales, as a file has them.
+/// `n` rows of `k` values in blocks with moderate scales, as a file has them.
 fn blocks(random: &mut Random, format: BlockFormat, n: usize, k: usize) -> Vec<u8> {
     let mut bytes: Vec<u8> = (0..n * format.row_bytes(k).unwrap()).map(|_| random.below(256) as u8).collect();
     for block in bytes.chunks_exact_mut(format.bytes()) {
@@ -170,7 +170,7 @@ fn blocks_of_every_coding_match_the_oracle() {
     }
 }
 
-/// Every format of weights once, as `[n, 384]` or `[n, 512]`, with all arithmetics that take it.
+/// Every format of weights once, as `[n, 384]` or `[n, 512]`, with every arithmetic that takes it.
 fn formats(random: &mut Random, n: usize) -> Vec<(PackedLayout, Vec<u8>, Compute)> {
     let k = 384;
     let mut all = Vec::new();

@@ -57,7 +57,7 @@ impl Disturbance for Broken {
 #[test]
 fn a_broken_kernel_of_any_operation_is_caught() {
     let ops: BTreeSet<&str> = checks::all().iter().map(|check| check.op).collect();
-    // The failures of this thread are what is wanted; those of other tests are still printed.
+    // Failures of this thread are expected; those of other tests are still printed.
     let (this, print) = (std::thread::current().id(), std::panic::take_hook());
     std::panic::set_hook(Box::new(move |panic| {
         if std::thread::current().id() != this {

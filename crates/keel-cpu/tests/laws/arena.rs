@@ -1,4 +1,4 @@
-//! The arena: as large as the largest program needs, and where the backend can grow it, always in one place.
+//! The arena: as large as the largest program needs. Where the backend can grow it, its address never changes.
 
 use super::{active, backend, counting};
 use keel_array::{Array, ArrayError, Backend, Category, DType, DeviceMemory, Executable, Launch, Result};
@@ -7,10 +7,10 @@ use keel_testkit::disturbed::{Disturbance, Disturbed};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Memory that is there from the start, to grow into.
+/// Bytes reserved from the start, for growth.
 const RESERVED: usize = 1 << 20;
 
-/// Has the arena grow in place, and sees where it lies.
+/// Grows the arena in place, and records its address.
 #[derive(Default)]
 struct Growing {
     stuck: AtomicBool,

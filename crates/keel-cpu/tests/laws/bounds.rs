@@ -12,7 +12,7 @@ const PENDING: usize = 256;
 const SUBMISSION: usize = 64;
 const ELEMENTS: usize = 4096;
 
-/// What a graph of 10,000 nodes, built without an evaluation, took at its highest.
+/// Peak values while a graph of 10,000 nodes is built without an evaluation.
 #[derive(Debug)]
 struct Highest {
     pending_ops: usize,
@@ -27,7 +27,7 @@ fn ten_thousand_nodes(options: RuntimeOptions) -> Highest {
     let mut state = counting(&runtime, &[ELEMENTS]);
     let mut highest = Highest { pending_ops: 0, kernels_of_a_launch: 0, launches: 0, bytes: 0 };
     for _ in 0..NODES / 2 {
-        // A sum does not fuse with what is around it: every node is a kernel.
+        // A reduction does not fuse with its neighbours, so every node is a kernel.
         let total = state.max(0).expect("an axis");
         state = state.minimum(&total).expect("shapes broadcast");
         highest.pending_ops = highest.pending_ops.max(runtime.pending_ops());
@@ -95,7 +95,7 @@ fn by_default_no_more_waits_than_a_submission_may_touch() {
     assert!(defaults.pending_bytes <= defaults.submission_bytes);
     let planning = CpuBackend::planning(CpuOptions::default());
     let runtime = Runtime::new(Arc::new(planning), defaults.clone());
-    // Nothing is in memory on a backend that plans, so that results may be as large as they like.
+    // A planning backend holds nothing in memory, so results may have any size.
     let quarter = defaults.pending_bytes / 4 / size_of::<f32>();
     let part = || Array::full(&runtime, [quarter], DType::F32, 1.0).expect("an addressable shape");
     let kept: Vec<Array> = (0..5).map(|_| part()).collect();
@@ -139,7 +139,7 @@ fn a_limit_names_its_numbers_and_leaves_everything_as_it_was() {
     assert_eq!(y.to_vec::<f32>().expect("it fits now")[1999], 1998.0);
 }
 
-/// The array behind itself.
+/// The array joined with itself.
 trait ConcatTwice {
     fn concat_twice(&self) -> Result<Array, ArrayError>;
 }

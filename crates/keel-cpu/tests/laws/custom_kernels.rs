@@ -24,7 +24,8 @@ fn kernel() -> CustomKernel {
     })
 }
 
-/// A graph of 64 kernels, each on the two results before it, all handles but the last dropped; and its value.
+/// A graph of 64 kernels and its expected value. Each kernel reads the two results before it; only the last handle is
+/// kept.
 fn graph(runtime: &Runtime, round: usize) -> (Array, Vec<f32>) {
     let kernel = kernel();
     let values =

@@ -1,5 +1,5 @@
-//! The laws of the array runtime, on the CPU: who owns memory and for how long, how much is submitted at once, and
-//! that evaluating lazily changes no bit. The numbered failures are those of the design.
+//! The laws of the array runtime, on the CPU: who owns memory and for how long, how much is submitted at once, and that
+//! lazy evaluation changes no bit. The numbered failures are those of the design.
 
 mod arena;
 mod bounds;

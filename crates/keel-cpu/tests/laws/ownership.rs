@@ -3,7 +3,7 @@
 use super::{active, counting, runtime};
 use keel_array::{Array, DType};
 
-/// Failure 1. A layer keeps the last rows of each chunk of its input; the chunks must not live on behind them.
+/// Failure 1. A layer keeps the last rows of each chunk of its input; these rows must not keep the chunks in memory.
 #[test]
 fn a_slice_that_outlives_its_parent_holds_at_most_twice_its_bytes() {
     let runtime = runtime();
@@ -33,8 +33,8 @@ fn a_slice_that_outlives_its_parent_holds_at_most_twice_its_bytes() {
     }
 }
 
-/// The measure of the test above sees the failure: handles that share memory, which is what a slice without the law
-/// would be, keep the chunks alive.
+/// The test above would detect the failure. Handles that share memory, as slices would without the law, keep the chunks
+/// in memory.
 #[test]
 fn handles_that_share_memory_would_fail_that_test() {
     let runtime = runtime();
@@ -77,8 +77,8 @@ fn an_evaluated_array_has_no_parents_and_the_last_handle_frees_at_once() {
     assert_eq!(active(&runtime), 0);
 }
 
-/// Bytes in use behind each step of a loop that makes every state from the one before, as a generation does. `hold`
-/// gets what the step's result was computed from.
+/// Bytes in use after each step of a loop that computes each state from the last one, as a generation does. `hold` gets
+/// the inputs of each step's result.
 fn bytes_behind_each_step(mut hold: impl FnMut([Array; 2])) -> Vec<u64> {
     let runtime = runtime();
     let weight = counting(&runtime, &[64, 64]);
@@ -95,7 +95,7 @@ fn bytes_behind_each_step(mut hold: impl FnMut([Array; 2])) -> Vec<u64> {
 
 const STATE_BYTES: u64 = 64 * 64 * 4;
 
-/// Failure 3, in a loop: what a step was computed from is free when the step is over, without anything that collects.
+/// Failure 3, in a loop: a step's inputs are free when the step is over, without a collector.
 #[test]
 fn a_loop_holds_its_state_and_nothing_of_the_steps_before() {
     let bytes = bytes_behind_each_step(drop);
@@ -103,8 +103,8 @@ fn a_loop_holds_its_state_and_nothing_of_the_steps_before() {
     assert!(bytes[0] <= 4 * STATE_BYTES, "weight, state, and an arena for one product: {bytes:?}");
 }
 
-/// What the failing binding did: an evaluated object kept its parents, and a dropped one lived on until a collector
-/// came by. The measure of the test above sees both.
+/// The binding that failed kept the parents of an evaluated object, and a dropped object lived on until a collector
+/// ran. The test above would detect both.
 #[test]
 fn parents_that_live_on_until_a_collection_would_fail_that_test() {
     let mut garbage = Vec::new();

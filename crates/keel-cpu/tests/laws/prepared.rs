@@ -46,7 +46,7 @@ fn a_traced_graph_is_not_submitted_however_long_it_is() {
     input.write(&[1.0f32, -2.0, 3.0]).expect("it fits");
     step.run().expect("the step runs");
     assert_eq!(output.to_vec::<f32>().expect("in memory"), value.to_vec::<f32>().expect("a graph runs"));
-    // Outside of the trace the bound holds again.
+    // Outside the trace the bound holds again.
     let mut chain = input.clone();
     for _ in 0..40 {
         chain = chain.neg().expect("floats");
@@ -71,7 +71,7 @@ fn what_cannot_be_prepared_is_refused() {
     assert!(refused(&[(&sum, &x), (&rest, &place)]).contains("still reads it"));
 }
 
-/// Data that a kernel finds wrong stops a run between two kernels; what the first ones did to their state is known.
+/// A kernel that refuses its data stops a run between two kernels; the states that earlier kernels changed are known.
 #[test]
 fn a_run_that_failed_tells_which_state_it_has_changed() {
     let runtime = runtime();

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 const ROWS: usize = 5;
 const COLS: usize = 37;
 
-/// One node: what it does, and which earlier nodes it reads (modulo their number).
+/// One node: its operation, and the earlier nodes that it reads (modulo their number).
 #[derive(Clone, Copy, Debug)]
 struct Step {
     kind: u8,

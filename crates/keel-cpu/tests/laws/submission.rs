@@ -1,4 +1,4 @@
-//! Order and errors of what is submitted.
+//! Order and errors of submissions.
 
 use super::{active, counting, runtime, runtime_with};
 use keel_array::{Array, Category, DType, RuntimeOptions};
@@ -43,8 +43,8 @@ fn an_error_reaches_whoever_reads_and_what_depends_on_it_and_nobody_else() {
     assert_eq!(active(&runtime), 0, "failed work gives its memory back");
 }
 
-/// Between two pieces of a thread's work its intermediates lie in the arena alone. Whoever asks for the device meanwhile waits
-/// for the last piece: here another thread, which lets the system have the arena's pages.
+/// Between two pieces of a thread's work, only the arena holds its intermediates. A thread that asks for the device
+/// meanwhile waits for the last piece. Here another thread asks, to return the arena's pages to the system.
 #[test]
 fn nobody_gets_the_device_between_two_pieces_of_queued_work() {
     let runtime = runtime_with(RuntimeOptions { submission_ops: 1, ..RuntimeOptions::default() });

@@ -1,4 +1,4 @@
-//! A backend that is watched, and that can be told to break a law.
+//! A backend that is observed, and that can be told to break a law.
 
 use keel_array::{Backend, Launch, Result, Slot};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 
-/// What is seen of a backend, and the gate in front of it.
+/// What a test sees of a backend, and a gate before its launches.
 pub struct Watched {
     /// Launches wait while it is closed.
     gate: Mutex<bool>,
@@ -64,7 +64,7 @@ impl Disturbance for Watched {
     }
 }
 
-/// Fills what the launch reads from outside with NaN, as freeing it would.
+/// Fills the launch's external inputs with NaN, as freeing them would.
 fn poison_inputs(backend: &dyn Backend, launch: &Launch<'_>) {
     let inputs = launch.kernels().iter().flat_map(|kernel| &kernel.inputs);
     for input in inputs.filter(|input| matches!(input.slot, Slot::External(_))) {

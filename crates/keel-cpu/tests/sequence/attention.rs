@@ -33,7 +33,7 @@ impl<E: KvElement + From<f16>> Pool<E> {
     fn new(shape: Shape, sequences: usize, capacity: usize) -> Pool<E> {
         let stride = capacity.div_ceil(PAGE);
         let len = sequences * stride * shape.kv_heads * PAGE * shape.head_size;
-        // Pages in an order of their own: 7 is prime to any number of pages used here.
+        // Pages in a shuffled order: 7 has no common factor with any number of pages used here.
         let pages = sequences * stride;
         let table = (0..pages).map(|i| (i * 7 % pages) as u32).collect::<Vec<_>>();
         assert!((0..pages as u32).all(|page| table.contains(&page)));
@@ -105,7 +105,7 @@ fn halves(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| f16::from_f32(random.uniform(-1.5, 1.5)).to_f32()).collect()
 }
 
-/// Queries of a batch, and the pool with all that they may see.
+/// Queries of a batch, and the pool with all tokens that they may see.
 fn filled<E: KvElement + From<f16>>(shape: Shape, batch: &[(usize, usize)]) -> (Pool<E>, Vec<f32>, Vec<f64>) {
     let mut random = Random::new(77);
     let capacity = batch.iter().map(|&(first, rows)| first + rows).max().unwrap();
@@ -217,7 +217,7 @@ fn pages_that_left_the_window_are_not_looked_up() {
     }
 }
 
-/// A narrow window that some rows of a call have left altogether before others' pages begin.
+/// A narrow window: some rows of a call no longer see the first page, and others do not see the second page yet.
 #[test]
 fn rows_far_apart_share_a_call_under_a_narrow_window() {
     let shape = Shape { window: Some(3), ..SHAPES[1] };

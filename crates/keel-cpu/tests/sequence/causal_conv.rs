@@ -107,7 +107,7 @@ fn row_by_row_has_the_bits_of_all_rows_at_once() {
     }
 }
 
-/// Rounds of open rows of which some are accepted end where plain decoding ends.
+/// Rounds of open rows, some of them accepted, end where plain decoding ends.
 #[test]
 fn accepted_rows_have_the_bits_of_plain_decoding() {
     for &shape in SHAPES {

@@ -69,7 +69,7 @@ impl Data {
         }
     }
 
-    /// The oracle's outputs; `state` moves on.
+    /// The oracle's outputs; updates `state`.
     fn oracle(&self, state: &mut [f64]) -> Vec<f64> {
         let inputs = naive::gated_delta::Inputs {
             qkv: &self.qkv,
@@ -88,7 +88,7 @@ enum Regime {
     Prefill,
 }
 
-/// A pool of states with a delta log, and how many records of each slot's last step were accepted.
+/// A pool of states with a delta log.
 #[derive(Clone)]
 struct Slots {
     state: Vec<f32>,
@@ -97,7 +97,7 @@ struct Slots {
 }
 
 impl Slots {
-    /// States as a history would leave them; log and workspace start as NaN, which must never be read.
+    /// Random states, as after a history. The log and the workspace start as NaN, which must never be read.
     fn random(shape: &GatedDeltaShape, slots: usize, capacity: usize) -> Slots {
         Slots {
             state: Random::new(99).uniforms(slots * shape.state_len(), -0.5, 0.5),
@@ -110,7 +110,7 @@ impl Slots {
 /// How a step uses the log: positions of the first rows, records to apply, and whether rows stay open.
 type Log<'a> = (&'a [usize], &'a [u32], bool);
 
-/// One step over sequences with `rows` rows each, living in `slot`; returns `y`.
+/// One step over sequences with `rows` rows each, in the slots `slot`; returns `y`.
 fn step(
     data: &Data,
     rows: &[usize],
@@ -253,11 +253,11 @@ fn a_decode_step_of_many_rows_is_that_many_steps() {
     }
 }
 
-/// Two sequences speculate with random numbers of drafts, of which random numbers are accepted; what they accept must
-/// have the bits of plain decoding, and their states as well.
+/// Two sequences speculate with random numbers of drafts and accept random numbers of them. Accepted rows and states
+/// must have the bits of plain decoding.
 #[test]
 fn accepted_rows_have_the_bits_of_plain_decoding() {
-    // More records than one sweep repeats, too.
+    // Also more records than one sweep applies.
     for (n, (&shape, capacity)) in SHAPES.iter().flat_map(|shape| [(shape, 4), (shape, 9)]).enumerate() {
         let mut random = Random::new(40 + n as u64);
         let first = Data::random(shape, 60, 11);
@@ -280,7 +280,7 @@ fn accepted_rows_have_the_bits_of_plain_decoding() {
         let (mut done, mut accepted) = ([0usize; 2], [0u32; 2]);
         let mut rounds = 0;
         while done.iter().any(|&done| done < 60) {
-            // Each sequence: rows that will be accepted, then drafts that turn out wrong.
+            // For each sequence: rows that will be accepted, then drafts that turn out wrong.
             let rows: Vec<usize> =
                 done.iter().map(|&done| if done < 60 { 1 + random.below(capacity) } else { 0 }).collect();
             let right: Vec<usize> = (0..2)
@@ -309,7 +309,7 @@ fn accepted_rows_have_the_bits_of_plain_decoding() {
             rounds += 1;
         }
         assert!(rounds > 10);
-        // A step without rows settles what was accepted last.
+        // A step without rows commits the rows that were accepted last.
         let nothing = truth[0].rows(0, 0);
         step(&nothing, &[0, 0], &[1, 0], &mut slots, Regime::Decode, Some((&done, &accepted, false)), 2);
         assert_same_bits("settled state", &slots.state, &plain.state);
@@ -339,7 +339,7 @@ fn an_open_step_leaves_the_state_alone() {
     assert!(slots.log.iter().all(|x| x.is_finite()), "every value of the four records is written");
 }
 
-/// Rounding does not pile up: decays forget it.
+/// Rounding errors do not accumulate, because decays shrink them.
 #[test]
 fn drift_over_640_tokens_stays_at_rounding_level() {
     let shape = Shape { key_heads: 1, value_heads: 2, key_size: 128, value_size: 96 };

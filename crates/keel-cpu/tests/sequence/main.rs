@@ -1,11 +1,11 @@
-//! The sequence kernels against their oracles, and the laws they keep: how work is cut never changes a bit.
+//! The sequence kernels against their oracles, and their law: how work is cut never changes a bit.
 
 mod attention;
 mod causal_conv;
 mod gated_delta;
 mod rows;
 
-/// First rows of sequences with so many rows each, then their total.
+/// The first row of each sequence, given the number of rows of each, then the total.
 fn row_starts(rows: impl IntoIterator<Item = usize>) -> Vec<u32> {
     let mut starts = vec![0];
     for rows in rows {

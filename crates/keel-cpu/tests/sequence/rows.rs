@@ -119,7 +119,7 @@ fn each_frequency_is_turned_by_its_axis() {
     let positions = [5, 6, 4_000, 70, 71, 72, 900, 901, 100_000];
     let frequencies = [1.0, 0.3, 0.01, 1e-4];
     let axes = mrope_axes([2, 1, 1], true);
-    // Of a pair (1, 0) the rotation leaves the cosine and the sine.
+    // The rotation turns a pair (1, 0) into its cosine and sine.
     let x = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0].repeat(3);
     let y = turned(&x, 8, &positions, &frequencies, &axes, None, 2);
     let angle =
@@ -158,7 +158,7 @@ fn turned(
 
 #[test]
 fn heads_are_normed_and_turned() {
-    // (heads, head size, pairs, norm): whole and partial rotation, sizes that are no multiple of a vector.
+    // (heads, head size, pairs, norm): whole and partial rotation, sizes that are not a multiple of a vector.
     for (heads, size, pairs, normed) in
         [(6, 64, 16, true), (3, 32, 16, false), (4, 80, 10, true), (2, 48, 0, true), (5, 33, 7, false)]
     {

@@ -116,7 +116,7 @@ fn unary<S: Simd>(s: S, op: Unary, x: &[f32], y: &mut [f32]) {
 }
 
 /// `0.5 x (1 + erf(x / sqrt 2))`. erf is the quotient of two polynomials that Eigen uses for f32: within a few units in
-/// the last place for arguments up to 4 in size. Larger arguments are clamped to 4, where erf is 1 in f32.
+/// the last place for arguments up to 4 in size. Larger arguments are clamped to that size, where |erf| is 1 in f32.
 #[inline(always)]
 fn gelu<S: Simd>(s: S, x: S::V) -> S::V {
     const ABOVE: [f32; 7] = [
