@@ -1,4 +1,4 @@
-//! A kernel with its memory, and how it reaches the stream.
+//! A kernel with its memory, and its launch on the stream.
 
 use super::operand::{Bound, BoundKernel};
 use super::{Gpu, Mode};
@@ -10,7 +10,7 @@ use keel_array::ArrayError;
 use std::cell::RefCell;
 use std::ops::{Deref, Range};
 
-/// Counters that kernels find at zero and leave at zero: blocks of a launch count each other with them.
+/// Counters that are zero before and after each kernel: blocks of a launch count each other with them.
 pub(super) const COUNTERS: usize = 1 << 16;
 
 /// A kernel with its memory.
@@ -21,17 +21,17 @@ pub(super) struct Call<'a> {
     /// Number of the kernel within the launch, for reports.
     pub index: usize,
     pub outputs: Vec<Bound<'a>>,
-    /// Address of what `workspace_bytes` asked for.
+    /// Address of the scratch that `workspace_bytes` asked for.
     pub scratch: u64,
     /// Address of the report.
     pub fault: u64,
     /// Address of [`COUNTERS`] counters.
     pub counters: u64,
-    /// What the launch has checked so far: what lasts is checked once.
+    /// Checks that the launch has made so far: operands that last are checked once.
     pub checked: &'a RefCell<Vec<Arguments>>,
-    /// Where kernels of the launch have written so far, of what was there before it.
+    /// Memory from before the launch that its kernels have written so far.
     pub written: &'a RefCell<Vec<Range<u64>>>,
-    /// Where kernels have written that may still run when the next one starts.
+    /// Memory written by kernels that may still run when the next one starts.
     pub unsettled: &'a RefCell<Vec<Range<u64>>>,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    /// One thread for each of `n` elements; kernels stride on where the grid ends.
+    /// One thread for each of `n` elements; beyond the largest grid, kernels stride.
     pub fn elements(n: usize) -> Geometry {
         const BLOCK: usize = 256;
         const BLOCKS_MAX: usize = 1 << 20;
@@ -104,13 +104,13 @@ impl Gpu {
         };
         // SAFETY: the arguments match the entry point's parameters, which the tests of every operation exercise; all
         // addresses were checked against their memory, which the launch owns until the stream has passed. A kernel that
-        // may start before those before it have ended waits for them, see `common.cuh`.
+        // may start before earlier ones have ended waits for them, see `common.cuh`.
         unsafe { driver!(cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut())) }
     }
 }
 
 impl Call<'_> {
-    /// Puts a kernel on the stream. A grid without blocks is nothing to do.
+    /// Puts a kernel on the stream. A grid without blocks launches nothing.
     pub fn launch(
         &self,
         key: &KernelKey,
@@ -124,23 +124,23 @@ impl Call<'_> {
         self.gpu.launch(key, geometry, arguments).map_err(|e| e.in_op(self.kernel.op.name()))
     }
 
-    /// Whether an operand is as it was before the launch, so that it may be read while other kernels of the launch run.
+    /// Whether an operand is as it was before the launch. If so, it may be read while other kernels of the launch run.
     pub fn is_untouched(&self, operand: &Bound<'_>) -> bool {
         let span = operand.span();
         operand.lasting && are_apart(&self.written.borrow(), &span)
     }
 
-    /// Whether all of an operand is there before the kernel waits: what writes it had ended when the one in front waited.
+    /// Whether all of an operand is there before this kernel waits: no kernel that may still run then writes it.
     pub fn is_settled(&self, operand: &Bound<'_>) -> bool {
         self.is_untouched(operand) || are_apart(&self.unsettled.borrow(), &operand.span())
     }
 
-    /// Notes that this kernel lets the next one start only when all in front of itself have ended.
+    /// Notes that this kernel lets the next one start only when all kernels before itself have ended.
     pub fn settle(&self) {
         self.unsettled.borrow_mut().clear();
     }
 
-    /// Notes what of the memory that was there before the launch this kernel writes.
+    /// Notes what this kernel writes: all of it as unsettled, and memory from before the launch as written.
     pub fn note_written(&self) {
         let states = self.kernel.op.mutated_inputs().map(|i| self.inputs[i]);
         let all = states.chain(self.outputs.iter().copied());
@@ -159,12 +159,12 @@ impl Call<'_> {
         if self.gpu.is_listing() {
             return Ok(());
         }
-        // SAFETY: the operands were checked against their memory or lie in the kernel's scratch, which the arena has
-        // room for, as it has for the library's own.
+        // SAFETY: the operands were checked against their memory or lie in the kernel's scratch. The arena has room for
+        // that scratch and for the library's own.
         unsafe { self.gpu.blas.multiply(&self.gpu.device, product, operands, own) }
     }
 
-    /// Copies bytes on the stream; nothing if they are there already.
+    /// Copies bytes on the stream, unless they are there already.
     pub fn bring(&self, from: &Bound<'_>, to: &Bound<'_>) -> Result<(), ArrayError> {
         let copied = self.copy(from.address, to.address, from.len() * from.dtype.size());
         copied.map_err(|e| e.in_op(self.kernel.op.name()))

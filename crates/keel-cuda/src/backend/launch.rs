@@ -1,4 +1,4 @@
-//! Running kernels: eagerly at first, from the second time on as a captured graph.
+//! Running kernels: one by one the first time, as a captured graph from the second time on.
 
 use super::call::{COUNTERS, Call};
 use super::dispatch;
@@ -17,19 +17,20 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Graphs kept at a time: more than an engine prepares steps.
+/// Graphs kept at a time: more than the steps that an engine prepares.
 const GRAPHS_MAX: usize = 512;
 
-/// `Fault` of `common.cuh`: `Wrong`, and the address of a slot.
+/// `Fault` of `common.cuh`: a `Wrong`, and the address of a slot of the queue.
 const FAULT_BYTES: usize = WRONG_BYTES + size_of::<u64>();
 
-/// What a session holds as long as it lives: reports and counters; what passes in both directions, and the queue's slots.
+/// Memory that a session holds as long as it lives: the report and the counters; staging for both directions and the
+/// queue's slots.
 pub(super) const OWN_MEMORY: OwnMemory = OwnMemory {
     device_bytes: (FAULT_BYTES + COUNTERS * size_of::<u32>()) as u64,
     host_bytes: (2 * STAGING_BYTES + (1 + LAUNCHES_MAX) * (WRONG_BYTES + RESULT_BYTES_MAX)) as u64,
 };
 
-/// What a graph was captured with: the prepared program, where the piece begins, and where the arena was.
+/// What a graph was captured with: the prepared program, the first kernel of the piece, and the arena's address.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct GraphKey {
     prepared: u64,
@@ -37,30 +38,30 @@ struct GraphKey {
     arena: u64,
 }
 
-/// A prepared piece that has run: without a graph once, with one from then on.
+/// A prepared piece that has run: once without a graph, with one from then on.
 pub(super) struct Seen {
     key: GraphKey,
     graph: Option<Graph>,
     /// Addresses of its results.
     pub outputs: Vec<Range<u64>>,
-    /// Those that come to the host with it.
+    /// Those of them that come to the host with the launch.
     pub ahead: Range<u64>,
 }
 
-/// What passes between host and device on the stream, and the graphs.
+/// The traffic between host and device on the stream, and the graphs.
 pub(super) struct Session {
-    // Graphs go first: they refer to the memory below.
+    // Dropped first: graphs refer to the memory below.
     pub(super) seen: Vec<Seen>,
     fault: CudaMemory,
-    /// The slot that kernels report to from the next delivery on.
+    /// The slot to which kernels report from the next delivery on.
     reports_to: usize,
     queue: Queue,
     counters: CudaMemory,
     pub(super) outgoing: PinnedBuffer,
-    /// Of what `outgoing` holds that the device may not have read yet.
+    /// The part of `outgoing` that the device may not have read yet.
     pub(super) outgoing_ring: Ring,
     pub(super) incoming: PinnedBuffer,
-    /// Of what `incoming` holds.
+    /// What `incoming` holds.
     pub(super) ahead: ReadAhead,
     /// A copy that failed: reported by the next launch.
     pub(super) failed: Option<CudaError>,
@@ -105,7 +106,7 @@ impl Session {
         self.waits
     }
 
-    /// Memory is handed out: what lies there is no longer what came to the host.
+    /// Memory is allocated: at its address there may be other bytes now than those that came to the host.
     pub fn note_allocation(&mut self) {
         self.ahead.forget();
     }
@@ -127,7 +128,7 @@ impl Session {
         self.fault(device, WAITED, launch.kernels())
     }
 
-    /// Puts the kernels of a launch on the stream, and the way of its result to the host behind them.
+    /// Puts the kernels of a launch on the stream, followed by the copy of its result to the host.
     pub fn enqueue(
         &mut self,
         gpu: &Gpu,
@@ -138,7 +139,7 @@ impl Session {
         let slot = self.queue.next_slot()?;
         self.put(gpu, mode, launch, slot)?;
         if let Some(from) = result {
-            // The engine that copies would have to be waited for by the kernels of the next launch; a kernel is faster.
+            // Kernels of the next launch would have to wait for the copy engine. A copying kernel is faster.
             let words = (from.end - from.start).div_ceil(4);
             carry(gpu, &[[self.queue.result_address(slot), from.start, words]])
                 .map_err(|e| e.in_op("launch"))?;
@@ -164,11 +165,11 @@ impl Session {
         self.fault(&gpu.device, entry.slot, launch.kernels())
     }
 
-    /// Puts the host's writes and the kernels of a launch, which report to this slot, on the stream. Returns what is to come
-    /// to the host with them.
+    /// Puts the host's writes on the stream, then the kernels of a launch, which report to `slot`. Returns the
+    /// addresses that are to come to the host with them.
     ///
-    /// Kernels of a launch may read what lasts before those in front of them have ended. Where a launch before this one may
-    /// still run, the delivery of the slot keeps the two apart.
+    /// Kernels of a launch may read what lasts before earlier kernels have ended. If an earlier launch may still run,
+    /// the delivery of the slot's address keeps the two apart.
     fn put(
         &mut self,
         gpu: &Gpu,
@@ -194,7 +195,7 @@ impl Session {
         Ok(self.seen.last().map(|seen| seen.ahead.clone()))
     }
 
-    /// Lets the kernels behind the next delivery report to a slot.
+    /// Makes kernels after the next delivery report to `slot`.
     fn report_to(&mut self, gpu: &Gpu, slot: usize) -> Result<()> {
         if self.reports_to != slot {
             let told = self.queue.address(slot).to_ne_bytes();
@@ -209,8 +210,8 @@ impl Session {
     fn bring(&self, device: &Device, ahead: Option<&Range<u64>>) -> Result<()> {
         let Some(ahead) = ahead.filter(|ahead| !ahead.is_empty()) else { return Ok(()) };
         let (to, bytes) = (self.incoming.address().cast(), (ahead.end - ahead.start) as usize);
-        // SAFETY: the launch owns its results, of which these bytes are some, fewer than the pinned ones; and the caller
-        // waits for the stream.
+        // SAFETY: the launch owns its results, which include these bytes; they are fewer than the pinned ones; and the
+        // caller waits for the stream.
         unsafe { driver!(cuMemcpyDtoHAsync_v2(to, ahead.start, bytes, device.stream())) }
     }
 
@@ -222,7 +223,7 @@ impl Session {
         record: impl Fn(&Session) -> Result<(), ArrayError>,
     ) -> Result<(), ArrayError> {
         let Some(i) = self.seen.iter().position(|s| s.key == key) else {
-            // The first run loads kernels and lets libraries choose, which a capture could not contain.
+            // The first run loads kernels and lets libraries choose, which a capture cannot contain.
             record(self)?;
             if self.seen.len() == GRAPHS_MAX {
                 self.seen.remove(0);
@@ -240,7 +241,7 @@ impl Session {
         }
         let outcome = match &seen.graph {
             // SAFETY: the launch owns the memory of the prepared program, whose addresses never change; the arena's
-            // address is part of the key; and whoever launches keeps both until the stream has passed.
+            // address is part of the key; and the caller keeps both until the stream has passed.
             Some(graph) => unsafe { graph.launch() }.map_err(|e| e.in_op("launch")),
             None => record(self),
         };
@@ -275,7 +276,7 @@ impl Session {
         Ok(())
     }
 
-    /// The kernels that launches put on the stream, each once. Nothing is run.
+    /// The kernels that the launches would put on the stream, each once. Runs nothing.
     pub fn kernels_of(
         &self,
         gpu: &Gpu,
@@ -294,14 +295,14 @@ impl Session {
         Ok(most.into_iter().collect())
     }
 
-    /// The error that a kernel of a slot's launch, which has ended, has reported.
+    /// The error that a kernel of a slot's launch has reported. The launch has ended.
     fn fault(&mut self, device: &Device, slot: usize, kernels: &[Kernel]) -> Result<(), ArrayError> {
         let wrong = self.queue.wrong(slot);
         let words: Vec<u32> = wrong.as_chunks::<4>().0.iter().map(|b| u32::from_ne_bytes(*b)).collect();
         let &[kernel, what, number, bound] = &words[..] else { unreachable!("four words") };
         let Some(kernel) = kernels.get((kernel as usize).wrapping_sub(1)) else { return Ok(()) };
         wrong.fill(0);
-        // SAFETY: WRONG_BYTES and more long.
+        // SAFETY: the memory is longer than WRONG_BYTES.
         let cleared = unsafe { driver!(cuMemsetD8Async(self.fault.at(0), 0, WRONG_BYTES, device.stream())) };
         self.note(cleared);
         let reason = dispatch::describe_fault(kernel, what, number, bound);
@@ -309,7 +310,7 @@ impl Session {
     }
 }
 
-/// Addresses of what a launch leaves behind; destinations of prepared programs are gap-free.
+/// Addresses of a launch's results; destinations of prepared programs are gap-free.
 fn results(launch: &Launch<'_>) -> Vec<Range<u64>> {
     let outputs = launch.kernels().iter().flat_map(|kernel| &kernel.outputs);
     let outputs = outputs.filter(|operand| matches!(operand.slot, Slot::Output(_)));
@@ -320,7 +321,7 @@ fn results(launch: &Launch<'_>) -> Vec<Range<u64>> {
     outputs.map(addresses).collect()
 }
 
-/// The error of a recording, apart from those of the driver.
+/// The error of a recording, kept apart from the driver's errors.
 struct Captured(ArrayError);
 
 impl From<CudaError> for Captured {

@@ -21,7 +21,7 @@ use launch::Session;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The arithmetic of what the operations themselves leave open.
+/// Arithmetic where the operations themselves leave it open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Precision {
     /// Tensor cores with bf16 operands and f32 sums where that is faster.
@@ -39,13 +39,13 @@ pub struct CudaOptions {
     /// Arithmetic.
     pub precision: Precision,
     /// Choose kernels, and the order of their sums, so that within a regime a row's bits do not depend on the size of a
-    /// prefill step (a multiple of 64), on the sequences and drafts beside it, or on what was saved and loaded before.
+    /// prefill step (a multiple of 64), on the other sequences and drafts of a step, or on saving and loading.
     pub deterministic: bool,
     /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
     pub poison_freed: bool,
 }
 
-/// What of the options decides about kernels.
+/// The options that decide which kernels run.
 #[derive(Clone, Copy, Debug)]
 struct Mode {
     precision: Precision,
@@ -69,11 +69,11 @@ pub struct CudaBackend {
 /// A device with everything that launches need.
 struct Gpu {
     device: Arc<Device>,
-    // Before `modules` and `blas`: graphs refer to what those have loaded.
+    // Dropped before `modules` and `blas`: graphs refer to what those have loaded.
     session: Mutex<Session>,
     modules: Modules,
     blas: Blas,
-    /// While kernels are listed, not launched: those so far, with the dynamic shared memory that they are launched with.
+    /// While kernels are listed instead of launched: those listed so far, with their dynamic shared memory.
     listed: Mutex<Option<Vec<(KernelKey, usize)>>>,
 }
 
@@ -99,7 +99,7 @@ impl CudaBackend {
         })
     }
 
-    /// A backend that gives the numbers of [`CudaBackend::new`] with the same options; it needs no device and
+    /// A backend for plans: it gives the numbers of [`CudaBackend::new`] with the same options, needs no device and
     /// allocates nothing.
     pub fn planning(options: &CudaOptions) -> CudaBackend {
         let name = format!("cuda:{}", options.ordinal);
@@ -111,19 +111,19 @@ impl CudaBackend {
         self.gpu.as_ref().map_or((0, 0), |gpu| gpu.session().counts())
     }
 
-    /// File, entry point and constants of every kernel that has been launched since the last call, other than in a graph that
-    /// was captured before.
+    /// File, entry point and constants of every kernel launched since the last call, except in graphs that were
+    /// captured before it.
     pub fn take_kernels(&self) -> Vec<String> {
         self.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.modules.take_names())
     }
 
-    /// How often the host has waited for the device: once for each launch, and once for each copy to the host that did not
-    /// come with one.
+    /// How often the host has waited for the device: once for each launch, and once for each copy to the host that did
+    /// not come with a launch.
     pub fn wait_count(&self) -> u64 {
         self.gpu.as_ref().map_or(0, |gpu| gpu.session().waits())
     }
 
-    /// The device. A plan has none, and the runtime asks it for nothing that needs one.
+    /// The device. A planning backend has none, and the runtime asks it for nothing that needs one.
     fn gpu(&self) -> &Gpu {
         self.gpu.as_ref().unwrap_or_else(|| unreachable!("a plan touches no memory"))
     }
@@ -143,7 +143,7 @@ impl Gpu {
         self.listed.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Whether what is put on the stream is only noted.
+    /// Whether kernels are only listed, not put on the stream.
     fn is_listing(&self) -> bool {
         self.listed().is_some()
     }
@@ -165,7 +165,7 @@ impl Backend for CudaBackend {
         Ok(Box::new(memory))
     }
 
-    /// Whole granules, which is what is mapped; a device without such memory takes as much.
+    /// Whole granules, because memory is mapped in granules. A device without such memory takes as many bytes.
     fn arena_bytes(&self, bytes: usize) -> usize {
         bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes)
     }
@@ -182,12 +182,12 @@ impl Backend for CudaBackend {
 
     fn grow_arena(&self, arena: &dyn DeviceMemory, bytes: usize) -> Result<bool, String> {
         let Some(gpu) = &self.gpu else { return Ok(false) };
-        // What is recorded on the stream meanwhile would have the zeroing in it.
+        // The lock keeps a recording on the stream from including the zeroing of the new memory.
         let _session = gpu.session();
         CudaMemory::of(arena).grow(bytes).map_err(|e| e.to_string())
     }
 
-    /// As cuMemGetInfo has it. What was free before comes from NVML, if it is there: asking the driver takes a context.
+    /// From cuMemGetInfo. What was in use before comes from NVML, if it is there: asking the driver needs a context.
     fn device_usage(&self) -> Option<DeviceUsage> {
         self.gpu.as_ref()?.device.usage().ok()
     }
@@ -239,7 +239,8 @@ impl Backend for CudaBackend {
         true
     }
 
-    /// Kernels are compiled on all of the host's cores, then loaded. A library's products choose on their first run.
+    /// Compiles kernels on all of the host's cores, then loads them. A library chooses how to multiply on its first
+    /// run.
     fn make_ready(
         &self,
         launches: &[Launch<'_>],

@@ -1,4 +1,4 @@
-//! Operands of a kernel as device addresses, and the ways in which kernels walk them.
+//! Operands of a kernel as device addresses, and their strides as kernels take them.
 
 use crate::driver::{CudaMemory, overlap};
 use keel_array::{DType, Kernel, Launch, Layout, Operand, Slot};
@@ -6,11 +6,11 @@ use keel_array::{DType, Kernel, Launch, Layout, Operand, Slot};
 /// An operand with its place in device memory.
 #[derive(Clone, Copy)]
 pub(super) struct Bound<'a> {
-    /// Address of the layout's first element; 0 for what the kernel makes for itself.
+    /// Address of the layout's first element; 0 for an absorbed value, which the kernel computes itself.
     pub address: u64,
     pub layout: &'a Layout,
     pub dtype: DType,
-    /// True if the memory was there before the launch and holds the same value throughout, unless it is state.
+    /// True if the memory existed before the launch and keeps its value throughout, unless it is state.
     pub lasting: bool,
 }
 
@@ -30,7 +30,7 @@ impl<'a> BoundKernel<'a> {
         }
     }
 
-    /// What makes input number `input` within this kernel, if it was absorbed.
+    /// The absorbed kernel that computes input number `input`, if there is one.
     pub fn maker(&self, input: usize) -> Option<&BoundKernel<'a>> {
         match self.kernel.inputs[input].slot {
             Slot::Absorbed(i) => Some(&self.absorbed[i]),
@@ -38,13 +38,13 @@ impl<'a> BoundKernel<'a> {
         }
     }
 
-    /// True if some of what the kernel reads lies in the memory of `written`.
+    /// True if the kernel reads any memory of `written`.
     pub fn reads(&self, written: &Bound<'_>) -> bool {
         let own = self.inputs.iter().any(|input| input.address != 0 && input.overlaps(written));
         own || self.absorbed.iter().any(|kernel| kernel.reads(written))
     }
 
-    /// Input number `input`; where it would be a copy out of strides, what it would be copied from.
+    /// Input number `input`, or the source if the input is an absorbed copy of strided data.
     pub fn strided(&self, input: usize) -> Bound<'a> {
         self.maker(input).map_or(self.inputs[input], |copy| copy.inputs[0])
     }
@@ -83,13 +83,13 @@ impl<'a> Bound<'a> {
         self.len() / self.width().max(1)
     }
 
-    /// Distance of rows whose values are the last `inner` axes, in elements.
+    /// Distance between rows whose values are the last `inner` axes, in elements.
     pub fn row_stride(&self, inner: usize) -> usize {
         let inner = inner.min(self.layout.shape.rank());
         self.layout.row_stride(inner).expect("the program copies uneven rows")
     }
 
-    /// Distances of rows and of heads, in elements, of values [T, heads, D].
+    /// Distances between rows and between heads, in elements, of values [T, heads, D].
     pub fn head_strides(&self) -> (usize, usize) {
         head_strides(self.layout).expect("a copy is absorbed only if its source is made of heads")
     }
@@ -117,7 +117,7 @@ impl<'a> Bound<'a> {
     }
 }
 
-/// Distances of rows and of heads of a layout [T, heads, D] whose heads are gap-free.
+/// Distances between rows and between heads of a layout [T, heads, D] whose heads are gap-free.
 pub(super) fn head_strides(layout: &Layout) -> Option<(usize, usize)> {
     match (&layout.shape[..], &layout.strides[..]) {
         ([_, _, width], &[row, head, step]) if step == 1 || *width == 1 => Some((row, head)),
@@ -125,8 +125,8 @@ pub(super) fn head_strides(layout: &Layout) -> Option<(usize, usize)> {
     }
 }
 
-/// `Strides` of a layout: axes of one element dropped, axes that lie seamlessly behind each other merged. Rank 0 if the
-/// elements are gap-free.
+/// `Strides` of a layout: axes of one element are dropped, axes that are contiguous with each other merged. Rank 0 if
+/// the elements are gap-free.
 pub(super) fn strides(layout: &Layout) -> Vec<u64> {
     let mut axes: Vec<(u64, u64)> = Vec::new();
     if !layout.is_contiguous() {
@@ -162,7 +162,7 @@ pub(super) fn c_type(dtype: DType) -> &'static str {
     }
 }
 
-/// An unsigned type of the element's size, where only bytes are moved.
+/// An unsigned type of the element's size, for kernels that only move bytes.
 pub(super) fn bits_type(dtype: DType) -> &'static str {
     match dtype.size() {
         1 => "u8",

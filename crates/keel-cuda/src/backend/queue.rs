@@ -1,7 +1,7 @@
 //! Launches that the host has not waited for.
 //!
-//! Each has a slot of pinned memory and an event. Its kernels report what is wrong to the slot, and its result arrives
-//! there. The event follows the launch on the stream. Slot 0 is that of the launches that are waited for at once.
+//! Each has a slot of pinned memory and an event. Its kernels report wrong data to the slot, and its result arrives
+//! there. The event follows the launch on the stream. Slot 0 belongs to launches that are waited for at once.
 
 use crate::driver::{Device, Event, PinnedBuffer};
 use crate::error::Result;
@@ -22,11 +22,11 @@ pub(super) const WAITED: usize = 0;
 pub(super) struct Entry {
     number: u64,
     pub slot: usize,
-    /// How much had been staged for it and for the launches before it.
+    /// Bytes staged for it and for all launches before it.
     pub staged: u64,
 }
 
-/// Which launch has which slot.
+/// The slots of the launches under way.
 #[derive(Default)]
 struct Slots {
     /// In the order of their launch.
@@ -35,7 +35,7 @@ struct Slots {
 }
 
 impl Slots {
-    /// A slot that no launch under way has.
+    /// A slot that no launch under way uses.
     fn free(&self) -> Option<usize> {
         (WAITED + 1..=LAUNCHES_MAX).find(|&slot| self.under_way.iter().all(|entry| entry.slot != slot))
     }
@@ -61,7 +61,7 @@ impl Slots {
 
 pub(super) struct Queue {
     memory: PinnedBuffer,
-    /// Of the slots but the first.
+    /// Events of all slots except the first.
     events: Vec<Event>,
     slots: Slots,
 }
@@ -78,7 +78,7 @@ impl Queue {
     /// The slot of the next launch.
     ///
     /// # Errors
-    /// If as many are under way as may.
+    /// If the largest allowed number of launches is under way.
     pub fn next_slot(&self) -> Result<usize, ArrayError> {
         self.slots.free().ok_or_else(|| {
             let reason = format!("{LAUNCHES_MAX} launches are under way; wait for one first");
@@ -86,15 +86,15 @@ impl Queue {
         })
     }
 
-    /// Notes that the launch with the [next slot](Queue::next_slot) is on the stream, whole, and puts its event there.
-    /// Returns its number.
+    /// Notes that all of the launch with the [next slot](Queue::next_slot) is on the stream, and records its event
+    /// there. Returns its number.
     pub fn push(&mut self, slot: usize, staged: u64) -> Result<u64, ArrayError> {
         self.events[slot - 1].record().map_err(|e| e.in_op("launch"))?;
         Ok(self.slots.take(slot, staged))
     }
 
-    /// Waits for the launch with this number, and so for those before it on the stream. Their slots keep what arrived
-    /// there until they are waited for as well: a run of many pieces waits for its own first pieces while the last
+    /// Waits for the launch with this number, and therefore for those before it on the stream. Their slots keep their
+    /// contents until they are waited for as well: a run of many pieces waits for its own first pieces while the last
     /// pieces of the run before it are still unread.
     pub fn wait(&mut self, number: u64) -> (Entry, Result<()>) {
         let entry = self.slots.give_back(number);
@@ -102,12 +102,12 @@ impl Queue {
         (entry, outcome)
     }
 
-    /// Address of a slot: of what its kernels report, and behind it of its result.
+    /// Address of a slot: of its kernels' report, which its result follows.
     pub fn address(&self, slot: usize) -> u64 {
         self.memory.address() as u64 + (slot * SLOT_BYTES) as u64
     }
 
-    /// What the kernels of a slot's launch, which has ended, have reported.
+    /// The report of the kernels of a slot's launch, which has ended.
     pub fn wrong(&mut self, slot: usize) -> &mut [u8] {
         self.memory.bytes(slot * SLOT_BYTES..slot * SLOT_BYTES + WRONG_BYTES)
     }

@@ -1,41 +1,41 @@
 //! Results that come to the host with their launch.
 //!
-//! What the host reads first behind a launch, if it is small, is what it will read the next time: a step's tokens. From then on it
-//! is copied behind the kernels, and the wait for the launch is the only one.
+//! The first small read of the host after a launch repeats after every launch of the program: a step's tokens. From
+//! then on these bytes are copied after the kernels, and the wait for the launch is the only one.
 
 use std::ops::Range;
 
 /// Bytes of such a read at most.
 const BYTES_MAX: u64 = 4096;
 
-/// What the host has of the device's memory, behind the last launch.
+/// The bytes of the device's memory that the host holds after the last launch.
 #[derive(Default)]
 pub(super) struct ReadAhead {
-    /// Addresses whose bytes came with the launch, and that nothing has written to since.
+    /// Addresses whose bytes came with the launch and have not been written since.
     arrived: Range<u64>,
-    /// Whether nothing was read since.
+    /// Whether none of them has been read since.
     is_unread: bool,
 }
 
 impl ReadAhead {
-    /// Memory was written, or is other memory now.
+    /// Memory was written or allocated.
     pub fn forget(&mut self) {
         *self = ReadAhead::default();
     }
 
-    /// A launch of a prepared program is done, and these bytes came with it.
+    /// Notes that a launch of a prepared program is done, and that these bytes came with it.
     pub fn launched(&mut self, arrived: Range<u64>) {
         *self = ReadAhead { arrived, is_unread: true };
     }
 
-    /// Where the bytes that are read now lie among those that came.
+    /// Where the bytes to read lie among those that came.
     pub fn find(&mut self, read: &Range<u64>) -> Option<usize> {
         let came = self.arrived.start <= read.start && read.end <= self.arrived.end;
         self.is_unread &= !came;
         came.then(|| (read.start - self.arrived.start) as usize)
     }
 
-    /// Whether these bytes, of this piece of memory, are to come with the next launch of the program.
+    /// Whether these bytes should come with the next launch of the program.
     pub fn is_worth_it(&self, read: &Range<u64>, outputs: &[Range<u64>]) -> bool {
         let is_output = outputs.iter().any(|output| output.start <= read.start && read.end <= output.end);
         self.is_unread && is_output && (1..=BYTES_MAX).contains(&(read.end - read.start))

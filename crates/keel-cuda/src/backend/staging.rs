@@ -1,20 +1,20 @@
-//! Pinned memory that the host's writes pass through: a ring.
+//! A ring of pinned memory that the host's writes pass through.
 
-/// Bytes of pinned memory that the device may not have read yet lie between two counts, which only grow.
+/// The pinned bytes between two counts may be unread by the device. Both counts only grow.
 #[derive(Default)]
 pub(super) struct Ring {
     /// Bytes handed out since the beginning.
     head: u64,
-    /// Those of them that the device has read.
+    /// How many of them the device has read.
     tail: u64,
 }
 
 impl Ring {
-    /// Where so many bytes can be put, in a ring of `size`; `None` until the device has read more. At most all of it.
+    /// Where `bytes` bytes, at most `size`, can be put in a ring of `size`; `None` until the device has read more.
     pub fn take(&mut self, bytes: usize, size: usize) -> Option<usize> {
         let (bytes, size) = (bytes.next_multiple_of(16) as u64, size as u64);
         let at = self.head % size;
-        // What does not fit behind the others goes to the front.
+        // Bytes that do not fit after the others go to the front.
         let skipped = if at + bytes > size { size - at } else { 0 };
         let head = self.head + skipped + bytes;
         if head - self.tail > size {
@@ -24,19 +24,19 @@ impl Ring {
         Some(((head - bytes) % size) as usize)
     }
 
-    /// What has been handed out so far.
+    /// The bytes handed out so far.
     pub fn mark(&self) -> u64 {
         self.head
     }
 
-    /// The device has read what was handed out before [`Ring::mark`] gave this.
+    /// Notes that the device has read everything that was handed out before [`Ring::mark`] returned `mark`.
     pub fn pass(&mut self, mark: u64) {
         self.tail = self.tail.max(mark);
     }
 
-    /// The device has read everything.
+    /// Notes that the device has read everything.
     pub fn pass_all(&mut self, size: usize) {
-        // From the front on, where there is room for anything.
+        // Continues at the front, where there is room for anything.
         self.head = self.head.next_multiple_of(size as u64);
         self.tail = self.head;
     }

@@ -1,6 +1,6 @@
 //! Bytes between host and device, in the order of the stream.
 //!
-//! Small writes of the host wait in pinned memory for the next launch, in front of which one kernel delivers them.
+//! Small writes of the host wait in pinned memory for the next launch. One kernel delivers them before it.
 
 use super::Gpu;
 use super::call::Geometry;
@@ -10,10 +10,10 @@ use crate::error::Result;
 use crate::kernels::{DELIVER, KernelKey};
 use std::ops::Range;
 
-/// Pinned bytes that host data passes through on its way to the device, and as many on the way back.
+/// Bytes of pinned memory for host data on its way to the device, and as many for the way back.
 pub(super) const STAGING_BYTES: usize = 4 << 20;
 
-/// Writes that one kernel delivers, and bytes of such a write: what a step is told is smaller.
+/// Number of writes that one kernel delivers, and the most bytes of such a write. The data of a step is smaller.
 const DELIVERIES: usize = 16;
 const DELIVERY_BYTES_MAX: usize = 64 << 10;
 
@@ -25,7 +25,7 @@ impl Session {
         }
     }
 
-    /// Host bytes to the device, behind what is on the stream. Returns before they are there.
+    /// Copies host bytes to the device, after what is on the stream. Returns before they arrive.
     pub fn write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) {
         let outcome = self.try_write(gpu, memory, offset, bytes);
         self.note(outcome);
@@ -62,7 +62,7 @@ impl Session {
         Ok(())
     }
 
-    /// Copies bytes to pinned memory, where they stay until the stream has passed what reads them.
+    /// Copies bytes to pinned memory, where they stay until the stream has passed their readers.
     fn stage(&mut self, gpu: &Gpu, bytes: &[u8]) -> Result<*mut u8> {
         let mut place = self.outgoing_ring.take(bytes.len(), STAGING_BYTES);
         if place.is_none() {
@@ -76,7 +76,7 @@ impl Session {
         Ok(unsafe { self.outgoing.address().add(start) })
     }
 
-    /// Puts the small writes that wait on the stream.
+    /// Puts the waiting small writes on the stream.
     pub(super) fn deliver(&mut self, gpu: &Gpu) -> Result<()> {
         let waiting = std::mem::take(&mut *gpu.device.deliveries());
         if waiting.is_empty() {
@@ -86,7 +86,7 @@ impl Session {
         carry(gpu, &waiting.iter().map(triple).collect::<Vec<_>>())
     }
 
-    /// Bytes of the device to the host, once the stream has passed what is on it.
+    /// Copies device bytes to the host, after what is on the stream.
     pub fn read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) {
         let outcome = self.try_read(gpu, memory, offset, bytes);
         self.note(outcome);
@@ -99,7 +99,7 @@ impl Session {
             bytes.copy_from_slice(self.incoming.bytes(at..at + bytes.len()));
             return Ok(());
         }
-        // The last launch's, if it was one of a prepared program.
+        // The last launch, if it was of a prepared program.
         if let Some(seen) = self.seen.last_mut().filter(|seen| self.ahead.is_worth_it(&wanted, &seen.outputs))
         {
             seen.ahead = wanted;
@@ -118,7 +118,7 @@ impl Session {
         Ok(())
     }
 
-    /// Bytes of the device to another place on it.
+    /// Copies device bytes to another place on the device.
     pub fn copy(&mut self, gpu: &Gpu, from: (&CudaMemory, usize), to: (&CudaMemory, usize), bytes: usize) {
         self.ahead.forget();
         let (from, to) = (from.0.range(from.1, bytes), to.0.range(to.1, bytes));
@@ -142,7 +142,8 @@ impl Session {
     }
 }
 
-/// Puts a kernel on the stream that carries words: to where, from where, and how many, of at most as many as fit.
+/// Puts a kernel on the stream that copies words. Each delivery is target, source and number of words, at most
+/// `DELIVERIES`.
 pub(super) fn carry(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
     let mut words: Vec<u64> = deliveries.concat();
     words.resize(3 * DELIVERIES, 0);

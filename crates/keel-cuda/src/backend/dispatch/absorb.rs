@@ -1,13 +1,13 @@
-//! Which producers our kernels take in.
+//! Which producers our kernels absorb.
 //!
 //! | reader | producers |
 //! |---|---|
-//! | product of few rows | a norm, the gated norm of heads, a gate in front of it |
-//! | product of many rows | the same or SwiGLU, on the way to 16 bits |
+//! | product of few rows | a norm, the gated norm of heads, or a gate before it |
+//! | product of many rows | the same or SwiGLU, where x is rounded to 16 bits |
 //! | SwiGLU | a product of few rows |
 //! | combination of experts | the down projections of few rows, of the chosen and of the shared expert |
-//! | choice of experts, combination | a copy of logits, or of a gate, out of strides |
-//! | rotation, gate | a copy of heads out of strides |
+//! | choice of experts, combination | a copy of logits, or of a gate, from strides |
+//! | rotation, gate | a copy of heads from strides |
 //! | attention in decode | the rotations of queries and keys |
 
 use super::linear::{self, combination};
@@ -15,7 +15,7 @@ use crate::backend::Mode;
 use crate::backend::operand::head_strides;
 use keel_array::{DType, Kernel, Layout, Op, Regime, Slot, WeightSpec};
 
-/// Columns that a warp prepares together: the tiles of a head have to be among them.
+/// Widest head that a product absorbs: one warp must have all tiles of a head.
 const HEAD_MAX: usize = 512;
 
 /// See `Backend::absorbs`.
@@ -35,7 +35,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         }
         (Op::GatherLinear { weight }, 0) if linear::surely_in_groups(weight, reader, mode) => {
             let x = &producer.inputs[0];
-            // Read 8 bytes at a time, as an intermediate that lies gap-free can be.
+            // Read 8 bytes at a time, which a gap-free intermediate allows.
             let aligned = x.layout.is_contiguous() && x.layout.offset.is_multiple_of(2);
             matches!(producer.op, Op::SwiGlu)
                 && producer.absorbed.is_empty()
@@ -61,7 +61,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         },
         (Op::RouteTopK { .. }, 0) | (Op::CombineExperts { shared: true }, 3) => copies_rows(producer),
         (Op::Rope(_) | Op::NormRope { .. }, 0) | (Op::SigmoidGate, 0 | 1) => copies_heads(producer),
-        // Keys are coded by groups, which lanes that turn a head do not see.
+        // Keys are coded in groups, which the lanes that rotate a head do not see as a whole.
         (Op::PagedAttention(_), 1) if reader.inputs[3].dtype == DType::U8 => false,
         (Op::PagedAttention(spec), 0 | 1) => {
             spec.regime == Regime::Decode && matches!(producer.op, Op::Rope(_) | Op::NormRope { .. })
@@ -77,13 +77,13 @@ fn whole(seen: &Layout, producer: &Kernel) -> bool {
         && seen.shape.elements() == producer.outputs[0].layout.shape.elements()
 }
 
-/// Norms of the rows that a weight multiplies.
+/// Whether the producer is the norm of the rows that a weight multiplies.
 fn enters(weight: &WeightSpec, producer: &Kernel) -> bool {
     let x = &producer.inputs[0].layout;
     matches!(producer.op, Op::RmsNorm { .. }) && x.is_contiguous() && x.shape.last() == Some(&weight.cols)
 }
 
-/// Gates, and norms of heads with gates: `[T, heads, D]`.
+/// Whether the producer is a gate, or a norm of heads with a gate, `[T, heads, D]`.
 fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
     let gate = match &producer.op {
         Op::GatedRmsNorm { .. } => 2,
@@ -99,7 +99,7 @@ fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
         Some(copy) => &copy.inputs[0],
         None => &producer.inputs[gate],
     };
-    // Read 16 bytes at a time. An intermediate begins at a multiple of that; what comes from outside may not.
+    // Read 16 bytes at a time. An intermediate begins at a multiple of 16 bytes; memory from outside may not.
     let strides = head_strides(&read.layout).filter(|_| matches!(read.slot, Slot::Temp(_)));
     let aligned = strides.is_some_and(|(row, head)| row.is_multiple_of(4) && head.is_multiple_of(4));
     let x = &producer.inputs[0].layout;
@@ -108,10 +108,10 @@ fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
     fits && aligned && plain && read.layout.offset.is_multiple_of(4)
 }
 
-/// What may come before a product of many rows, in the kernel that rounds them to 16 bits.
+/// Whether the producer may come before a product of many rows, in the kernel that rounds them to 16 bits.
 fn enters_as_half(weight: &WeightSpec, producer: &Kernel) -> bool {
     let x = &producer.inputs[0];
-    // Read 16 bytes at a time. An intermediate begins at a multiple of that; what comes from outside may not.
+    // Read 16 bytes at a time. An intermediate begins at a multiple of 16 bytes; memory from outside may not.
     let aligned = x.layout.row_stride(1).is_some_and(|stride| stride.is_multiple_of(4))
         && x.layout.offset.is_multiple_of(4)
         && matches!(x.slot, Slot::Temp(_));

@@ -1,5 +1,5 @@
-//! Attention over pages: new rows go to their pages first, then a block takes a tile of rows and heads against a share
-//! of the keys.
+//! Attention over pages. New rows first go to their pages; then a block computes a tile of rows and heads against a
+//! share of the keys.
 
 use super::batch::{BatchCheck, check_batch};
 use super::fast::rotation;
@@ -9,20 +9,20 @@ use crate::driver::Arguments;
 use crate::kernels::{ATTENTION, ATTENTION_ENTER, ATTENTION_TENSOR, ATTENTION_WGMMA, KernelKey, Source};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
 
-/// Pairs of row and head that a block takes, in decode and in f32; four times as many in prefill on tensor cores.
+/// Pairs of row and head of a block, in decode and in f32; four times as many in prefill on tensor cores.
 const TILE: usize = 16;
 
-/// Keys that a share is worth being cut off for, in decode and in prefill.
+/// Keys that make a share worthwhile, in decode and in prefill.
 const SHARE_KEYS: usize = 64;
 const PREFILL_SHARE_KEYS: usize = 256;
 
-/// Pairs of row and head that a block of the fastest prefill kernel takes.
+/// Pairs of row and head of a block of the fastest prefill kernel.
 const WIDE_TILE: usize = 128;
 
 /// Blocks that keep a device's memory busy.
 const BLOCKS_WANTED: usize = 132;
 
-/// Shares at most: each leaves partial results in scratch.
+/// Shares at most: each writes partial results to scratch.
 const SHARES_MAX: usize = 64;
 const PREFILL_SHARES_MAX: usize = 16;
 
@@ -30,13 +30,13 @@ const PREFILL_SHARES_MAX: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shares {
     count: usize,
-    /// Shares are cut at positions that are the same for every sequence, not evenly.
+    /// Shares are cut at the same positions for every sequence, not evenly.
     by_position: bool,
 }
 
-/// A function of shapes alone, since a graph fixes the grid. In the deterministic mode which share a key is in depends on its
-/// position alone; how many there are only on the longest context that the table can name. Few rows of a prompt share keys, too, as
-/// they may stand behind a long context: their blocks alone would leave most of a device idle.
+/// Depends on shapes alone, since a graph fixes the grid. In the deterministic mode a key's share depends on its
+/// position alone, and the number of shares on the longest context that the table can name. In the fast mode few rows
+/// of a prompt share keys, too: after a long context, their blocks alone would leave most of a device idle.
 fn shares(spec: &AttentionSpec, q: &Shape, kv_heads: usize, table: &Shape, mode: Mode) -> Shares {
     let (sequences, pages) = (table[0].max(1), table[1]);
     let by_position = mode.deterministic && spec.regime == Regime::Decode;
@@ -56,8 +56,8 @@ fn shares(spec: &AttentionSpec, q: &Shape, kv_heads: usize, table: &Shape, mode:
     Shares { count, by_position }
 }
 
-/// Shares that so many keys are in: 16 of a page, 16 of two, 16 of four and so on, which keeps blocks busy from short
-/// contexts on and partial results few in long ones. `share_start` of `paged.cuh`.
+/// Shares that hold `keys` keys: 16 of one page, 16 of two, 16 of four and so on. This keeps blocks busy from short
+/// contexts on, and partial results few in long ones. See `share_start` of `paged.cuh`.
 fn shares_by_position(keys: usize) -> usize {
     let start = |share: usize| {
         let run = share / 16;
@@ -66,8 +66,8 @@ fn shares_by_position(keys: usize) -> usize {
     (1..).find(|&share| start(share) >= keys).unwrap_or(1)
 }
 
-/// Scratch: queries that the operation turns itself, then the partial results: for each share, row and head a sum for each
-/// column, the largest score, and the weights' total.
+/// Scratch: queries that the operation rotates itself, then the partial results. These are for each share, row and
+/// head: a sum for each column, the largest score, and the total of the weights.
 pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel, mode: Mode) -> usize {
     let shape = |i: usize| &kernel.inputs[i].layout.shape;
     let (q, kv_heads, table) = (shape(0), shape(1)[1], shape(5));
@@ -80,7 +80,7 @@ pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel, mode: Mode)
         }
 }
 
-/// Whether rows see keys behind their own position; there is a ninth operand then.
+/// Whether rows see keys after their own position; there is a ninth operand then.
 fn sees_later_keys(kernel: &Kernel) -> bool {
     kernel.inputs.len() > 8
 }
@@ -192,7 +192,7 @@ fn all(operands: &[&Bound<'_>]) -> Arguments {
     operands.iter().fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address))
 }
 
-/// The numbers of a step.
+/// The dimensions of a step.
 struct Task<'a> {
     spec: &'a AttentionSpec,
     call: &'a Call<'a>,
@@ -234,12 +234,13 @@ impl<'a> Task<'a> {
             .define("RUNS", u8::from(self.runs() > 1))
     }
 
-    /// The last position that each row sees, where that may be behind its own.
+    /// The last position that each row sees, if it may be after the row's own.
     fn until(&self) -> Option<&'a Bound<'a>> {
         self.call.inputs.get(8)
     }
 
-    /// Launches that rows are cut into: a window's pages may come round within a long prompt. Decode is never as long.
+    /// Launches that rows are cut into: a window's pages may be reused within a long prompt. A decode step is never as
+    /// long.
     fn runs(&self) -> usize {
         match (self.spec.regime, self.spec.window) {
             (Regime::Prefill, Some(1..)) if self.until().is_none() => {
@@ -264,7 +265,7 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// Turns queries into `queries`, and keys into their pages, beside which values go.
+    /// Rotates queries into `queries` and keys into their pages, and writes values to their pages.
     fn enter(
         &self,
         q: Option<&BoundKernel<'_>>,
@@ -316,7 +317,7 @@ impl<'a> Task<'a> {
         self.call.launch(&self.key(ATTENTION, "kv_write"), Geometry::rows(rows, 128), arguments)
     }
 
-    /// Attends the rows of a run: to y, or to `partial` where there are several shares.
+    /// Attends the rows of a run: to y, or to `partial` if there are several shares.
     fn attend(&self, queries: u64, run: usize, shares: Shares, partial: u64) -> Result<(), ArrayError> {
         let [_, _, _, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
@@ -341,7 +342,7 @@ impl<'a> Task<'a> {
         self.call.launch(&key, geometry, arguments)
     }
 
-    /// Keys that the kernel for Hopper's instructions takes at a time, where it is the one that attends.
+    /// Keys that the kernel for Hopper's instructions takes at a time, if that kernel runs.
     fn wide_keys(&self) -> Option<usize> {
         let takes = self.call.gpu.has_wgmma()
             && self.call.mode.precision == Precision::Fast
@@ -388,13 +389,13 @@ impl<'a> Task<'a> {
         let decode_bytes = |warps: usize, stages: usize| {
             (2 * (16 + 32 * warps * stages) * line).max(64 * warps * (self.size + 2))
         };
-        // Alone on its multiprocessor a block keeps more keys under way.
+        // A block that is alone on its multiprocessor keeps more keys under way.
         let few = self.sequences * self.kv_heads * shares <= BLOCKS_WANTED;
         let several = few && self.pages * AttentionSpec::PAGE > shares * 8 * TILE;
         let cuts = [(8, 2), (8, 1), (4, 1)].into_iter().filter(|&(_, stages)| several || stages == 1);
         let cut = cuts.into_iter().find(|&(warps, stages)| decode_bytes(warps, stages) <= shared_max);
         if let (true, Regime::Decode, Some((warps, stages))) = (tensor, self.spec.regime, cut) {
-            // A tile holds the pairs of any sequence if it holds those of all.
+            // One tile holds the pairs of any sequence if it holds those of all.
             let single = self.rows * group <= TILE;
             let units = if single { self.sequences } else { tiles(TILE) };
             let geometry = Geometry {

@@ -5,7 +5,7 @@ use crate::driver::Arguments;
 use crate::kernels::{BATCH, KernelKey};
 use keel_array::ArrayError;
 
-/// What `batch.cu` has found.
+/// The message for wrong data that `batch.cu` has found.
 pub(super) fn describe_fault(what: u32, number: u32, bound: u32) -> String {
     match what {
         2 => format!("the rows of the sequences do not divide {bound} rows: one ends at {number}"),
@@ -27,15 +27,15 @@ pub(super) fn describe_fault(what: u32, number: u32, bound: u32) -> String {
 #[derive(Default)]
 pub(super) struct BatchCheck<'a> {
     pub rows: usize,
-    /// Slots, and how many there are.
+    /// Slots, and their number.
     pub slot: Option<(&'a Bound<'a>, usize)>,
     pub position: Option<&'a Bound<'a>>,
-    /// Page table, and how many pages there are.
+    /// Page table, and the number of pages.
     pub table: Option<(&'a Bound<'a>, usize)>,
     pub window: usize,
     /// Rows of a sequence that are attended together, if it has a window.
     pub run: usize,
-    /// What positions are multiples of.
+    /// Positions have to be multiples of this; 0 for any position.
     pub grid: usize,
     pub log: Option<Log<'a>>,
 }
@@ -56,7 +56,7 @@ impl Log<'_> {
     }
 }
 
-/// Checks the batch of an operation. Layers share theirs: what lasts is checked once in a launch.
+/// Checks the batch of an operation. Layers share their batch, so operands that last are checked once in a launch.
 pub(super) fn check_batch(
     call: &Call<'_>,
     row_start: &Bound<'_>,

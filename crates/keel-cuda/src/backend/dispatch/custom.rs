@@ -7,7 +7,7 @@ use crate::kernels::{CUSTOM, CUSTOM_ENTRY, KernelKey};
 use keel_array::{ArrayError, CudaSource, CustomKernel, Kernel};
 use std::fmt::Write;
 
-/// Refuses a kernel without a body for this device, or with names for other operands than it has.
+/// Refuses a kernel without a body for this device, or with more or fewer names than operands.
 pub(super) fn supports(custom: &CustomKernel, kernel: &Kernel) -> Result<(), String> {
     let Some(source) = custom.cuda_source() else {
         return Err("has a body for the CPU alone; give it one for CUDA with with_cuda".into());
@@ -59,7 +59,7 @@ fn text(source: &CudaSource, call: &Call<'_>) -> String {
     )
 }
 
-/// Shape and strides of an operand. An array of C++ has an element at least.
+/// Shape and strides of an operand. A C++ array has at least one element.
 fn constants(name: &str, operand: &Bound<'_>) -> String {
     let list = |values: &[usize]| {
         let values: Vec<String> = values.iter().chain([&1]).map(|v| format!("{v}ll")).collect();

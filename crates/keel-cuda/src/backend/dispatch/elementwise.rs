@@ -42,7 +42,7 @@ fn operand(arguments: Arguments, call: &Call<'_>, i: usize) -> Arguments {
     arguments.pointer(call.inputs[i].address).words(&call.inputs[i].strides())
 }
 
-/// An operation on integers or flags, computed in 64 bits; `second` is the input that stands for b.
+/// An operation on integers or flags, computed in 64 bits; `second` is the number of the input b.
 fn integer(expression: &str, call: &Call<'_>, second: usize) -> Result<(), ArrayError> {
     let key = key("integer")
         .define("INTEGER", 1)
@@ -144,7 +144,7 @@ fn integer_unary(op: Unary) -> &'static str {
     }
 }
 
-/// Wrapping, which C++ promises for unsigned numbers alone.
+/// Wrapping, which C++ guarantees for unsigned numbers alone.
 fn integer_binary(op: Binary) -> &'static str {
     match op {
         Binary::Add => "(i64)((u64)a + (u64)b)",

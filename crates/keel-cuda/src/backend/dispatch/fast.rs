@@ -29,7 +29,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         }
         Op::GatedRmsNorm { eps } => {
             let [x, w, z] = &call.inputs[..] else { unreachable!("three operands") };
-            // Rows of the operands are tokens, each with as many heads.
+            // Rows of the operands are tokens, each with `heads` heads.
             let heads = x.layout.shape.iter().rev().nth(1).copied().unwrap_or(1);
             let arguments = Arguments::default()
                 .pointer(x.address)
@@ -85,7 +85,7 @@ pub(super) fn swiglu(x: &Bound<'_>, y: &Bound<'_>, call: &Call<'_>) -> Result<()
     call.launch(&KernelKey::new(ACTIVATION, "swiglu"), Geometry::elements(y.len()), arguments)
 }
 
-/// A block for each row, as wide as the row keeps busy.
+/// A block for each row, with as many threads as the row keeps busy.
 fn row_geometry(rows: usize, width: usize) -> Geometry {
     Geometry::rows(rows, width.div_ceil(4).next_multiple_of(32).clamp(32, 1024))
 }
@@ -115,7 +115,7 @@ fn rotate(spec: &RopeSpec, norm: Option<(u64, f32)>, call: &Call<'_>) -> Result<
     call.launch(&key, Geometry { grid, block: (32 * WARPS, 1, 1), shared_bytes: 0 }, arguments)
 }
 
-/// The constants of `rope.cuh` but the head size.
+/// All constants of `rope.cuh` except the head size.
 pub(super) fn rotation(key: KernelKey, spec: &RopeSpec, normed: bool) -> KernelKey {
     let axes: Vec<String> = frequency_axes(spec).iter().map(usize::to_string).collect();
     key.define("R", spec.rotary)
@@ -123,7 +123,7 @@ pub(super) fn rotation(key: KernelKey, spec: &RopeSpec, normed: bool) -> KernelK
         .define("AXES", format!("{{{}}}", axes.join(",")))
 }
 
-/// Which row of the positions turns each frequency; see [`RopeSpec`].
+/// The row of the positions that each frequency reads; see [`RopeSpec`].
 fn frequency_axes(spec: &RopeSpec) -> Vec<usize> {
     let sections = spec.sections.unwrap_or([spec.rotary / 2, 0, 0]);
     let axis = |i: usize| match spec.interleaved {

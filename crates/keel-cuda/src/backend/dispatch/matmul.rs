@@ -1,4 +1,4 @@
-//! Products of arrays, and the two ends of a mixture of experts.
+//! Products of arrays, and the first and the last operation of a mixture of experts.
 
 use super::{Call, Geometry, linear};
 use crate::backend::Mode;

@@ -61,8 +61,8 @@ fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     }
 }
 
-/// Puts the launches of the first kernel on the stream, and of those behind it that share a launch with it or with each other.
-/// Returns how many kernels that were, and has noted what they write.
+/// Puts the launches of the first kernel on the stream, and those of the next kernels if these share a launch with it
+/// or with each other. Returns the number of these kernels. What they write is noted.
 pub(super) fn run_some(calls: &[Call<'_>]) -> Result<usize, ArrayError> {
     let several = linear::mixture::run(calls)?;
     if several > 0 {
@@ -90,7 +90,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     }
 }
 
-/// What a kernel has reported as wrong with its data, in words.
+/// Describes the wrong data that a kernel has reported.
 pub(super) fn describe_fault(kernel: &Kernel, what: u32, number: u32, bound: u32) -> String {
     match (&kernel.op, what) {
         (Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_), _) => {

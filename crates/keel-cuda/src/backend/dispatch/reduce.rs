@@ -90,7 +90,7 @@ fn sort_key(call: &Call<'_>, entry: &'static str, descending: bool) -> KernelKey
     key.define("DESCENDING", u8::from(descending))
 }
 
-/// Places of a row in the sorting network.
+/// Length of a row in the sorting network.
 fn padded(width: usize) -> usize {
     width.next_power_of_two()
 }

@@ -13,7 +13,7 @@ const CHUNK: usize = 3 * THREADS;
 const ENDS_BYTES: usize = 16;
 const BOARD_BYTES: usize = 1024 * (4 + 8) + 4096 * 8 + 16;
 
-/// Blocks of a launch among which the rows are divided: about as many as a large GPU runs at once.
+/// Blocks of a launch, divided among the rows: about as many as a large GPU runs at once.
 const BLOCKS: usize = 128;
 
 fn extents(logits: &Layout) -> (usize, usize, usize) {

@@ -1,4 +1,4 @@
-//! Operations with memory: convolution, gated delta rule, attention.
+//! Operations with state: convolution, gated delta rule, attention.
 
 use super::batch::{BatchCheck, Log, check_batch};
 use super::linear::{self, Convolution};
@@ -23,7 +23,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     }
 }
 
-/// A state and another operand that lie in the same memory, which the user may have asked for.
+/// A state and another operand in the same memory, which the user may have asked for.
 fn shared_state(call: &Call<'_>) -> Option<(usize, usize)> {
     let states = call.kernel.op.mutated_inputs();
     let pairs = states.flat_map(|state| (0..call.inputs.len()).map(move |other| (state, other)));
@@ -89,8 +89,8 @@ fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     call.launch(&key("causal_conv"), geometry(sequences), arguments)
 }
 
-/// A convolution and the product whose columns it reads, in one launch, where a step of one row has them side by side. False
-/// if they do not fit each other; then nothing has been done.
+/// Runs a convolution and the product whose columns it reads in one launch, if a step of one row has one after the
+/// other. Returns false if they do not fit together; then nothing has been done.
 pub(super) fn run_behind_product(product: &Call<'_>, conv: &Call<'_>) -> Result<bool, ArrayError> {
     let (Op::Linear { weight, residual: false }, Op::CausalConv(spec)) =
         (&product.kernel.op, &conv.kernel.op)
@@ -103,7 +103,7 @@ pub(super) fn run_behind_product(product: &Call<'_>, conv: &Call<'_>) -> Result<
     if !one_row || !linear::takes_few_rows(weight, product.kernel, product.mode) || !x.lies_within(y) {
         return Ok(false);
     }
-    // Blocks of the product read its operands while others are through already.
+    // Some blocks of the product may still read its operands when others have finished.
     let in_place = product.kernel.workspace.is_none() && !product.reads(convolved) && !convolved.overlaps(y);
     if !in_place || shared_state(conv).is_some() {
         return Ok(false);
@@ -204,7 +204,7 @@ fn delta_chunked(
     constants: impl Fn(KernelKey) -> KernelKey,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    /// Columns of a head's state that a block walks with, and chunks that it keeps on the way to it.
+    /// Columns of a head's state that a block works on, and chunks that it keeps in shared memory.
     const COLUMNS: usize = 32;
     const STAGES_MAX: usize = 3;
     let [qkv, a, b, a_log, dt_bias, state, row_start, slot, ..] = &call.inputs[..] else {

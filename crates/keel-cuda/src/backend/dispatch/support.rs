@@ -1,7 +1,7 @@
-//! What the kernels cannot run, asked when a program is made: by shapes, types and attributes alone, so that a plan gives the
-//! same answer as a device.
+//! Refuses what the kernels cannot run when a program is made, by shapes, types and attributes alone. So a plan gives
+//! the same answer as a device.
 //!
-//! A kernel that is launched relies on this. The match names every operation, so a new one has to be thought about.
+//! A launched kernel relies on this. The match names every operation, so a new one cannot be forgotten.
 
 use super::sequence::chunked;
 use super::{COUNTERS, custom};
@@ -14,10 +14,10 @@ const GRID_MAX: usize = 65_535;
 /// Widest attention head.
 const HEAD_MAX: usize = 256;
 
-/// Experts that the router's general kernel keeps in the shared memory of a block.
+/// Experts that the general routing kernel can keep in a block's shared memory.
 const EXPERTS_MAX: usize = 12_288;
 
-/// Bytes of shared memory that a block of every generation from Ampere on can have.
+/// Bytes of shared memory that a block can have on every generation from Ampere on.
 const SHARED_BYTES: usize = 99 << 10;
 
 /// Refuses what no kernel of this backend runs.

@@ -1,4 +1,4 @@
-//! Blocks of GGUF's codings taken apart: a code for each value, and what scales them, as `weight_blocks.cuh` names it.
+//! Blocks of GGUF's codings, taken apart: a code for each value, and the scales, with the names of `weight_blocks.cuh`.
 
 use super::WeightFormat;
 use super::coding::Coding;
@@ -114,7 +114,7 @@ mod tests {
         f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32()
     }
 
-    /// What the kernels make of a code, as `weight_blocks.cuh` says.
+    /// The value that kernels compute from a code, as `weight_blocks.cuh` says.
     fn value(format: BlockFormat, code: u8, sub: &[u8], superscale: &[u8]) -> f32 {
         let signed = |table: &[i8; 16]| f32::from(table[usize::from(code)]);
         let level = f32::from(code);

@@ -1,4 +1,4 @@
-//! How quantised weights are cut: bits of a code, and the bytes that scale a group of columns.
+//! How quantised weights are coded: bits of a code, and the bytes that scale a group of columns.
 
 use super::{Rows, TILE_COLS, TILE_ROWS};
 use keel_array::{BlockFormat, WeightFormat};
@@ -6,21 +6,21 @@ use keel_array::{BlockFormat, WeightFormat};
 /// Columns that share a superscale.
 const SUPER_COLS: usize = 256;
 
-/// Figures of a coding as `weight_tiles.cuh` has them.
+/// Sizes of a coding, as in `weight_tiles.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::backend) struct Coding {
     /// Bits of a code.
     pub bits: usize,
-    /// Columns that share what scales them.
+    /// Columns that share a scale.
     pub group: usize,
-    /// Bytes of that, for one row.
+    /// Bytes of a group's scale, for one row.
     pub sub_bytes: usize,
     /// Bytes that the groups of 256 columns of a row share.
     pub super_bytes: usize,
 }
 
 impl Coding {
-    /// Of a quantised weight; `None` for a dense one.
+    /// The coding of a quantised weight; `None` for a dense one.
     pub fn of(format: WeightFormat) -> Option<Coding> {
         let coding =
             |bits, group, sub_bytes, super_bytes| Some(Coding { bits, group, sub_bytes, super_bytes });
@@ -61,30 +61,30 @@ impl Coding {
         TILE_ROWS * TILE_COLS / 8 * self.bits
     }
 
-    /// Bytes of the scale groups of a tile, or of those that share one.
+    /// Bytes of the scale groups of a tile, or of all tiles that share one.
     fn sub_tile(&self) -> usize {
         TILE_ROWS * self.parts() * self.sub_bytes
     }
 
-    /// Bytes of what scales a row tile of so many column tiles.
+    /// Bytes of the scales of a row tile with `tiles` column tiles.
     pub fn pair_bytes(&self, tiles: usize) -> usize {
         let supers = tiles / (SUPER_COLS / TILE_COLS) * TILE_ROWS * self.super_bytes;
         tiles.div_ceil(self.share()).saturating_mul(self.sub_tile()).saturating_add(supers)
     }
 
-    /// `COPY_BYTES` of the kernels: up to so many column tiles of a row tile in shared memory.
+    /// `COPY_BYTES` of the kernels: room for `tiles` column tiles of a row tile in shared memory.
     pub fn copy_bytes(&self, tiles: usize) -> usize {
         let subs = tiles.div_ceil(self.share()) * self.sub_tile();
         tiles * self.code_bytes() + subs + TILE_ROWS * self.super_bytes
     }
 
-    /// What scales the rows, side by side: `[row tiles][column tiles, or those that share a group][row % 8][group of the
-    /// tile][half]`, and in front of each four tiles what they share, `[row % 8][half]`.
+    /// The scales of the rows: `[row tiles][column tiles, or those that share a group][row % 8][group of the
+    /// tile][half]`. Before each four tiles comes what they share, `[row % 8][half]`.
     pub(super) fn pack_pairs(&self, rows: &Rows<'_>, count: usize, row_tile_bytes: usize) -> Vec<u8> {
         let groups = rows.subs.len() / self.sub_bytes / count;
         let supers = rows.supers.len().checked_div(self.super_bytes * count).unwrap_or(0);
         let mut packed = vec![0; count.div_ceil(TILE_ROWS) * row_tile_bytes];
-        // Subs of four tiles lie between two of the shared parts.
+        // Bytes of the shared parts before a tile's subs: there is one before each four tiles.
         let gap = |tile: usize| match self.super_bytes {
             0 => 0,
             bytes => (tile / (SUPER_COLS / TILE_COLS) + 1) * TILE_ROWS * bytes,

@@ -1,8 +1,8 @@
 //! Weights of linear layers in the device's layout.
 //!
-//! Dense weights lie row-major, as they are stored, a single one of bf16 with room for [`padded_rows`]. Quantised ones lie in
-//! tiles of 16 rows and 64 columns as `weight_tiles.cuh` defines them: first the codes of all tiles, then, from a multiple of 256
-//! bytes, what scales each row and group.
+//! Dense weights are stored row-major, as in the file; a single one of bf16 has room for [`padded_rows`]. Quantised
+//! weights are stored in tiles of 16 rows and 64 columns (`weight_tiles.cuh`): first the codes of all tiles, then, from
+//! a multiple of 256 bytes, the scales of each row and group.
 
 mod blocks;
 mod coding;
@@ -16,24 +16,24 @@ const PAIRS_ALIGN: usize = 256;
 const TILE_ROWS: usize = 16;
 const TILE_COLS: usize = 64;
 
-/// Rows of a matrix that cuBLASLt has fast kernels for: multiples of 8.
+/// Rows of a matrix rounded up to a multiple of 8, for which cuBLASLt has fast kernels.
 pub(super) fn padded_rows(rows: usize) -> usize {
     rows.checked_next_multiple_of(8).unwrap_or(rows)
 }
 
-/// Where the parts of a weight lie, in bytes from its first.
+/// Where the parts of a weight lie, in bytes from its start.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
     /// First byte of scales and biases.
     pub pairs: usize,
     end: usize,
-    /// Bytes of what a block of rows is counted in: 16 rows of a quantised weight, one of any other.
+    /// Bytes of a unit of rows: 16 rows of a quantised weight, one row of any other.
     code_bytes: usize,
     pair_bytes: usize,
 }
 
 impl Layout {
-    /// The layout of a weight; saturates for one that cannot be addressed, which no allocation grants.
+    /// The layout of a weight. Sizes saturate for a weight that cannot be addressed; no allocation grants them.
     pub fn of(spec: &WeightSpec) -> Layout {
         let (units, code_bytes, pair_bytes) = match (Coding::of(spec.format), spec.format) {
             (Some(coding), _) => {
@@ -59,8 +59,8 @@ impl Layout {
         self.end
     }
 
-    /// Codes, and scales and biases where there are any; the first bytes of each are those of the weight's first `rows`
-    /// rows, which end with a tile or the weight.
+    /// Codes, then scales and biases if there are any. The first bytes of each belong to the weight's first `rows`
+    /// rows, which end with a tile or with the weight.
     pub fn sections(&self, spec: &WeightSpec, rows: usize) -> Vec<Section> {
         let unit_rows = if self.pair_bytes == 0 { 1 } else { TILE_ROWS };
         let (first, units) = (rows.div_ceil(unit_rows), spec.experts * spec.rows.div_ceil(unit_rows));
@@ -70,7 +70,7 @@ impl Layout {
     }
 }
 
-/// A part of a packed weight: where it lies, how long it is, and how long its first rows are.
+/// A part of a packed weight: its place, its length, and the length of its first rows.
 pub(super) struct Section {
     pub offset: usize,
     pub first: usize,
@@ -83,7 +83,7 @@ pub(super) struct Part {
     pub bytes: Vec<u8>,
 }
 
-/// A block of rows, which the runtime has checked, in the device's layout.
+/// Packs a block of rows, which the runtime has checked, into the device's layout.
 pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>, ArrayError> {
     match (block.data, spec.format) {
         (RowData::Dense(bytes), _) => {
@@ -107,8 +107,8 @@ pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>,
     }
 }
 
-/// Rows of a quantised weight: a code for each value `[rows, cols]`, and as bytes what scales each group `[rows, groups]` and what
-/// each 256 columns share.
+/// Rows of a quantised weight: a code for each value `[rows, cols]`; as bytes, the scales of each group `[rows,
+/// groups]` and what each 256 columns share.
 struct Rows<'a> {
     codes: &'a [u8],
     subs: &'a [u8],
@@ -146,7 +146,7 @@ struct Tiles<'a> {
 }
 
 impl Tiles<'_> {
-    /// All row tiles, shared out over the machine's cores: a large model is mostly this.
+    /// Packs all row tiles on all cores of the machine: this is most of a large model.
     fn pack(&self, row_tile_bytes: usize) -> Vec<u8> {
         let tiles = self.rows.div_ceil(TILE_ROWS);
         let mut packed = vec![0; tiles * row_tile_bytes];
@@ -178,7 +178,7 @@ impl Tiles<'_> {
     }
 }
 
-/// One tile; `out` is zeros. See `weight_tiles.cuh` for what goes where.
+/// Packs one tile; `out` is zeros. `weight_tiles.cuh` defines the layout.
 fn pack_tile(tile: &[[u8; TILE_COLS]; TILE_ROWS], bits: usize, out: &mut [u8]) {
     for lane in 0..32 {
         let (g, t) = (lane / 4, lane % 4);

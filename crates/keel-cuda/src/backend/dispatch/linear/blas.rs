@@ -1,5 +1,5 @@
-//! Products of many rows through cuBLASLt: a quantised weight is widened to f16 in scratch, a dense one multiplied as it lies,
-//! twice if x is to keep 16 bits.
+//! Products of many rows through cuBLASLt. A quantised weight is widened to f16 in scratch. A dense one is multiplied
+//! as stored, twice if x has to keep 16 bits.
 
 use super::super::{Bound, Call, Geometry};
 use super::exact::exact_tiled;
@@ -11,15 +11,16 @@ use crate::error::{CudaError, Result};
 use crate::kernels::{DEQUANTIZE, KernelKey};
 use keel_array::{ArrayError, Compute, WeightFormat, WeightSpec};
 
-/// Rows that cuBLASLt multiplies at a time in the deterministic mode: always as many, so that it always chooses the same
-/// algorithm, and few enough to lie in one tile of it, so that no row has another share of the sums than the next.
+/// Rows that cuBLASLt multiplies at a time in the deterministic mode. The number is constant, so the library always
+/// chooses the same algorithm. It is small enough for one tile of that algorithm, so all rows share out their sums
+/// alike.
 const BLAS_BLOCK: usize = 64;
 
-/// Bytes that the library's scratch is aligned to; the arena promises less.
+/// Alignment of the library's scratch, in bytes; the arena promises less.
 const BLAS_ALIGN: usize = 256;
 
-/// Where the scratch of a product through cuBLASLt lies, from a multiple of [`BLAS_ALIGN`] on: the library's own, x in 16
-/// bits, W where it is widened, the last block of y where rows are multiplied in blocks, y where it is padded. `end`
+/// Where the scratch of a product through cuBLASLt lies, from a multiple of [`BLAS_ALIGN`] on: the library's own, x in
+/// 16 bits, W if it is widened, then the last block of y if rows are multiplied in blocks, or y if it is padded. `end`
 /// includes what the alignment may take.
 pub(super) struct BlasScratch {
     x: usize,
@@ -66,7 +67,8 @@ fn x_bytes(weight: &WeightSpec, rows: usize) -> usize {
     (rows * weight.cols * size_of::<u16>()).next_multiple_of(BLAS_ALIGN)
 }
 
-/// x in 16 bits, behind what the product has absorbed; in two parts if it is split, `part_bytes` apart.
+/// Writes x in 16 bits, after the absorbed operation if there is one. If x is split, its two parts are `part_bytes`
+/// apart.
 fn to_half(
     weight: &WeightSpec,
     rows: usize,
@@ -77,7 +79,7 @@ fn to_half(
     if let Some(maker) = call.maker(0) {
         return absorbed_to_half(maker, weight, rows, (to, ("HALF_BF16", is_bf16)), call);
     }
-    // Two columns at a time: with an odd number of columns there is no pair to end a row, nor does it matter.
+    // Two columns at a time. If the number of columns is odd, a pair may straddle two rows, which does no harm.
     let pairs = (rows * weight.cols).div_ceil(2);
     if splits_x(weight) {
         let key = weight_key(DEQUANTIZE, "to_two_bf16", weight);
@@ -139,7 +141,7 @@ pub(super) fn through_blas(
             call.launch(&key, Geometry::rows(rows, weight.rows.min(256).next_multiple_of(32)), arguments)
         }
         Err(error) if call.maker(0).is_some() => Err(in_op(error)),
-        // What the library refuses, our own kernel multiplies, more slowly.
+        // If the library refuses a product, our own kernel multiplies, more slowly.
         Err(error) => {
             tracing::debug!("{error}; multiplied without cuBLASLt");
             exact_tiled(weight, residual, rows, call)
@@ -151,7 +153,7 @@ fn product_of(weight: &WeightSpec, rows: usize, accumulate: bool) -> Product {
     Product { rows, cols: weight.rows, inner: weight.cols, accumulate, half: operands(weight) }
 }
 
-/// y in blocks of [`BLAS_BLOCK`] rows. The last is made in `last`, with rows behind those of x that are not used.
+/// y in blocks of [`BLAS_BLOCK`] rows. The last block is computed in `last`; its rows after those of x are not used.
 fn multiply_blocks(
     weight: &WeightSpec,
     accumulate: bool,

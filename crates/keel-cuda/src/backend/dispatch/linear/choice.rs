@@ -1,5 +1,5 @@
-//! Which kernel multiplies. In the fast mode the number of rows decides; in the deterministic one the regime does, so that
-//! nothing that orders a row's sums depends on the rows beside it.
+//! Which kernel multiplies. In the fast mode the number of rows decides. In the deterministic mode the regime decides,
+//! so that the order of a row's sums does not depend on the other rows.
 
 use super::blas::splits_x;
 use super::tiled::parts;
@@ -7,10 +7,11 @@ use super::{Arithmetic, FEW_ROWS, arithmetic};
 use crate::backend::Mode;
 use keel_array::{Kernel, Regime, WeightSpec};
 
-/// Rows up to which widening the weight in registers, for each 128 rows anew, is faster than widening it once in memory.
+/// Rows up to which widening the weight in registers, again for each 128 rows, is faster than widening it once in
+/// memory.
 const TILED_ROWS_MAX: usize = 256;
 
-/// What decides about kernels.
+/// What decides which kernel runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::backend::dispatch) enum Choice {
     /// The number of rows.
@@ -20,7 +21,7 @@ pub(in crate::backend::dispatch) enum Choice {
 }
 
 impl Choice {
-    /// For a kernel. A program without memory is no step of decoding.
+    /// The choice for a kernel. A program without a regime is not a step of decoding.
     pub fn of(kernel: &Kernel, mode: Mode) -> Choice {
         match mode.deterministic {
             false => Choice::Rows,
@@ -45,9 +46,9 @@ pub(super) enum Way {
     ExactTiled,
     /// `linear_rows`, [`FEW_ROWS`] at a time.
     FewRows,
-    /// `linear_tiled`, with so many parts of K.
+    /// `linear_tiled`, with `parts` parts of K.
     Tiled { parts: usize },
-    /// cuBLASLt; in blocks of as many rows each or all at once.
+    /// cuBLASLt; in blocks of equally many rows, or all rows at once.
     Blas { in_blocks: bool },
 }
 
@@ -70,7 +71,8 @@ pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: b
     }
 }
 
-/// Whether x is needed in 16 bits alone: every device multiplies it in these, and cuBLASLt, where it does so, surely takes the shape.
+/// Whether x is needed in 16 bits alone: every device multiplies it in 16 bits, and cuBLASLt, if it does so, surely
+/// takes the shape.
 pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
     let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
@@ -86,7 +88,7 @@ pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: 
         && even(weight.cols)
 }
 
-/// Whether rows of a weight that widens are sorted by expert on every device that can.
+/// Whether rows of a quantised weight are sorted by expert on every device that can sort them.
 pub(in crate::backend::dispatch) fn surely_in_groups(
     weight: &WeightSpec,
     kernel: &Kernel,
@@ -97,8 +99,8 @@ pub(in crate::backend::dispatch) fn surely_in_groups(
         && takes_groups(weight, rows, Choice::of(kernel, mode))
 }
 
-/// Whether rows with an expert each are sorted by expert and multiplied together, where the device can: with many rows,
-/// and no more experts than the sort takes.
+/// Whether rows with an expert each are sorted by expert and multiplied together, if the device can do so. That takes
+/// many rows, and no more experts than the sort handles.
 pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: Choice) -> bool {
     let many = match choice {
         Choice::Rows => rows > 8 * FEW_ROWS,

@@ -1,5 +1,5 @@
-//! The end of a mixture for few tokens: the chosen experts' down projection, and a shared expert's of the same shape, in the launch
-//! that adds them up. See `mixture.cu`.
+//! The end of a mixture for few tokens: one launch computes the down projections of the chosen experts, and of a shared
+//! expert of the same shape, and adds them up. See `mixture.cu`.
 
 use super::super::{Call, Geometry};
 use super::mixture::CHOICES_MAX;
@@ -10,13 +10,13 @@ use crate::driver::Arguments;
 use crate::kernels::{KernelKey, MIXTURE};
 use keel_array::{ArrayError, Kernel, Op, Slot, WeightSpec};
 
-/// Bytes of shared memory of a block.
+/// Bytes of shared memory of a block, at most.
 const SHARED_MAX: usize = 40 << 10;
 
 /// Warps of a block, at most.
 const WARPS_MAX: usize = 20;
 
-/// Whether a combination runs the experts' down projection within itself.
+/// Whether a combination absorbs the experts' down projection.
 pub(in crate::backend::dispatch) fn takes_down(
     combination: &Kernel,
     weight: &WeightSpec,
@@ -33,7 +33,7 @@ pub(in crate::backend::dispatch) fn takes_down(
         && Down::of(weight, choices + 1).shared_bytes(weight) <= SHARED_MAX
 }
 
-/// Whether it runs the shared expert's, too: a product like the others.
+/// Whether it also absorbs the shared expert's: a product like the others.
 pub(in crate::backend::dispatch) fn takes_shared_down(
     combination: &Kernel,
     weight: &WeightSpec,
@@ -47,7 +47,7 @@ pub(in crate::backend::dispatch) fn takes_shared_down(
     alike && takes_few_rows(weight, product, mode) && is_plain(product)
 }
 
-/// Whether what is multiplied lies in memory, 16 bytes at a time.
+/// Whether the input of the product lies in memory and can be read 16 bytes at a time.
 fn is_plain(product: &Kernel) -> bool {
     let x = &product.inputs[0];
     product.absorbed.is_empty() && matches!(x.slot, Slot::Temp(_)) && x.layout.offset.is_multiple_of(4)
@@ -58,7 +58,8 @@ pub(super) fn is_alike(stack: &WeightSpec, weight: &WeightSpec) -> bool {
     *weight == WeightSpec { experts: 1, ..*stack }
 }
 
-/// How a combination is cut; a function of the weight's shape and the number of products alone, for it orders the sums.
+/// How a combination is cut. This orders the sums, so it depends on the weight's shape and the number of products
+/// alone.
 struct Down {
     products: usize,
     unit: usize,
@@ -84,8 +85,8 @@ impl Down {
     }
 }
 
-/// A combination with the products that it has absorbed. With the routing that chose the experts it finds these for itself, ahead
-/// of its turn if the logits are there.
+/// A combination with the products that it has absorbed. If it knows the routing that chose the experts and the logits
+/// are settled, it finds the experts itself, before its wait.
 pub(in crate::backend::dispatch) fn combine(
     call: &Call<'_>,
     route: Option<&Call<'_>>,

@@ -6,7 +6,7 @@ use crate::driver::Arguments;
 use crate::kernels::EXACT_MATMUL;
 use keel_array::{ArrayError, WeightSpec};
 
-/// [`FEW_ROWS`] at a time: a row's bits do not depend on those beside it.
+/// [`FEW_ROWS`] at a time: a row's bits do not depend on the other rows.
 pub(super) fn exact_rows(
     weight: &WeightSpec,
     residual: Option<&Bound<'_>>,

@@ -9,10 +9,10 @@ use crate::kernels::{KernelKey, QUANTIZED_MATMUL};
 use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
 use std::ops::Range;
 
-/// Elements of a row of x up to which each block rounds it for itself instead of reading what another kernel has prepared.
+/// Elements of a row of x up to which each block rounds the row itself. Longer rows are prepared by another kernel.
 const FUSED_MAX: usize = 1 << 15;
 
-/// Whether each block prepares x: a single row, and rows of x that experts choose.
+/// Whether each block prepares x: a single row, and rows with chosen experts.
 fn is_fused(weight: &WeightSpec, rows: usize, gathers: bool) -> bool {
     gathers || rows == 1 && weight.cols <= FUSED_MAX
 }
@@ -28,7 +28,7 @@ pub(super) fn few_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
     if is_fused(weight, rows, false) { 0 } else { prepared_bytes(weight, rows) }
 }
 
-/// What x goes through on its way in.
+/// What happens to x before the product.
 #[derive(Clone, Copy)]
 pub(super) enum Entry<'a> {
     Plain,
@@ -49,13 +49,13 @@ pub(in crate::backend::dispatch) struct Convolution<'a> {
     pub operands: [Bound<'a>; 5],
 }
 
-/// A product of few rows, with what comes before and behind it.
+/// A product of few rows, with what comes before and after it.
 pub(super) struct FewRows<'a> {
     weight: &'a WeightSpec,
     pub packed: Bound<'a>,
     pub x: Bound<'a>,
     pub entry: Entry<'a>,
-    /// Chosen experts, and how many there are for each row of x.
+    /// Chosen experts, and their number for each row of x.
     experts: Option<(Bound<'a>, usize)>,
     /// The result is `silu(first half) * second half`.
     gated: bool,
@@ -74,7 +74,7 @@ impl<'a> FewRows<'a> {
         FewRows { entry, ..FewRows::over(weight, product, x) }
     }
 
-    /// The same with rows from elsewhere.
+    /// The same with rows `x` from elsewhere.
     pub fn over(weight: &'a WeightSpec, product: &BoundKernel<'a>, x: Bound<'a>) -> FewRows<'a> {
         let experts = match product.kernel.op {
             Op::GatherLinear { .. } => {
@@ -87,23 +87,24 @@ impl<'a> FewRows<'a> {
         FewRows { weight, packed, x, entry: Entry::Plain, experts, gated: false, behind: None, late: false }
     }
 
-    /// The same with SwiGLU behind it.
+    /// The same, followed by SwiGLU.
     pub fn gated(self) -> FewRows<'a> {
         FewRows { gated: true, ..self }
     }
 
-    /// The same with a convolution of some of its columns behind it, of a single row.
+    /// The same for a single row, followed by a convolution of some of its columns.
     pub fn convolved(self, behind: Convolution<'a>) -> FewRows<'a> {
         FewRows { behind: Some(behind), ..self }
     }
 
-    /// The same, where the next kernel is not to start before all before this one have ended.
+    /// The same, but the next kernel starts only once all kernels before this one have ended.
     pub fn late(self) -> FewRows<'a> {
         FewRows { late: true, ..self }
     }
 
-    /// Whether the next kernel starts once all before this one have ended: where that is asked for, and behind a large product,
-    /// which has not asked for all of its weight when it starts, so that what the next kernel fetches ahead would delay it.
+    /// Whether the next kernel starts only once all kernels before this one have ended. That is so on request, and for
+    /// a large product. A large product has not requested all of its weight when it starts, so early fetches of the
+    /// next kernel would delay it.
     fn is_late(&self) -> bool {
         self.late || self.tiles() > LARGE
     }
@@ -117,7 +118,7 @@ impl<'a> FewRows<'a> {
         self.x.len() / self.weight.cols
     }
 
-    /// Constants of both entries of the source, and the tuning that they follow from.
+    /// Constants of both entries of the source, which follow from the tuning.
     fn key(&self, tuning: &Tuning, rows: usize, fused: bool) -> KernelKey {
         let key = weight_key(QUANTIZED_MATMUL, "linear_rows", self.weight)
             .define("DENSE", u8::from(matches!(self.weight.format, WeightFormat::Dense(_))))
@@ -162,7 +163,7 @@ impl<'a> FewRows<'a> {
         }
     }
 
-    /// What x is multiplied by on its way in.
+    /// The operands that x is multiplied by before the product.
     fn factors(&self) -> impl Iterator<Item = Bound<'a>> {
         let (norm, gate) = match self.entry {
             Entry::Plain => (None, None),
@@ -173,12 +174,12 @@ impl<'a> FewRows<'a> {
         norm.into_iter().chain(gate)
     }
 
-    /// The rows, and what they are multiplied by.
+    /// The rows, and the operands that they are multiplied by.
     pub fn operands(&self) -> impl Iterator<Item = Bound<'a>> {
         self.factors().chain([self.x])
     }
 
-    /// The first factor that does not begin at a multiple of 16 bytes, which are read at a time.
+    /// The first factor that does not begin at a multiple of 16 bytes; kernels read 16 bytes at a time.
     fn misaligned(&self) -> Option<Bound<'a>> {
         self.factors().find(|operand| !operand.address.is_multiple_of(16))
     }
@@ -227,7 +228,7 @@ impl<'a> FewRows<'a> {
         })
     }
 
-    /// Some rows of x. Where experts are chosen for them, each is a product of its own, and all are run.
+    /// Launches some rows of x. With chosen experts each row is a product of its own, and all of them run at once.
     fn launch(
         &self,
         rows: Range<usize>,

@@ -1,4 +1,4 @@
-//! Products with an expert for each row: one by one, or sorted by expert where there are many.
+//! Products with an expert for each row: row by row, or sorted by expert if there are many rows.
 
 use super::super::fast::swiglu;
 use super::super::{Bound, Call, Geometry};
@@ -42,7 +42,7 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
     }
 }
 
-/// The rows that are multiplied, in scratch, where SwiGLU was absorbed: only groups of rows take it in.
+/// The rows to multiply, in scratch, if SwiGLU was absorbed: only the kernels of grouped rows compute it themselves.
 fn made_input<'a>(call: &Call<'a>) -> Result<Option<Bound<'a>>, ArrayError> {
     match call.maker(0) {
         Some(maker) if matches!(maker.kernel.op, Op::SwiGlu) => {
@@ -54,13 +54,13 @@ fn made_input<'a>(call: &Call<'a>) -> Result<Option<Bound<'a>>, ArrayError> {
     }
 }
 
-/// Tiles of rows that the sort may find at most.
+/// Tiles of rows that the sort may produce, at most.
 fn tiles_max(weight: &WeightSpec, rows: usize) -> usize {
     rows.min(rows.div_ceil(tile_of(rows.div_ceil(weight.experts))) + weight.experts)
 }
 
-/// Rows that a block counts and then places, at least: one for each of its threads. There are no more than [`SHARES_MAX`] such
-/// shares, as each block adds up the counts of all.
+/// Rows that a block counts and then places, at least: one for each of its threads. There are at most [`SHARES_MAX`]
+/// such shares, since each block adds up the counts of all shares.
 const SHARE_MIN: usize = 1024;
 const SHARES_MAX: usize = 64;
 
@@ -68,7 +68,8 @@ fn share_of(rows: usize) -> usize {
     rows.div_ceil(SHARES_MAX).next_multiple_of(SHARE_MIN)
 }
 
-/// Where the scratch of grouped rows lies: x as f16 from its beginning on, then the rows by expert, the tiles, the counts.
+/// Where the scratch of grouped rows lies: x as f16 from the start on, then the rows by expert, the tiles, and the
+/// counts.
 pub(super) struct GroupedScratch {
     row_of: usize,
     tiles: usize,
@@ -90,7 +91,7 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
     let scratch = grouped_scratch(weight, rows / fanout, rows);
     let [row_of, tiles, counts] =
         [scratch.row_of, scratch.tiles, scratch.counts].map(|at| call.scratch + at as u64);
-    // A tile holds rows of one expert; about so many there are.
+    // A tile holds rows of one expert: about `per_expert` of them.
     let per_expert = rows.div_ceil(weight.experts);
     let key = tiled_key("linear_tiled", weight, per_expert, 1)
         .define("GROUPED", 1)

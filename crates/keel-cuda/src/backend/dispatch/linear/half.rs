@@ -1,12 +1,12 @@
-//! x in 16 bits for products on tensor cores, made by the kernel that rounds it out of what comes before: a norm, the gated norm of
-//! heads, a gate, SwiGLU.
+//! x in 16 bits for products on tensor cores. The kernel that rounds x also computes what comes before: a norm, the
+//! gated norm of heads, a gate, or SwiGLU.
 
 use super::super::{Bound, BoundKernel, Call, Geometry};
 use crate::driver::Arguments;
 use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, Source};
 use keel_array::{ArrayError, Op, WeightSpec};
 
-/// Leaves what `maker` makes at `to`, as the constant of `half.cuh` says.
+/// Writes the result of `maker` to address `to`, in the form that the constant of `half.cuh` selects.
 pub(super) fn absorbed_to_half(
     maker: &BoundKernel<'_>,
     weight: &WeightSpec,

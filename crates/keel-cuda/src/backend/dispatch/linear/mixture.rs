@@ -1,5 +1,6 @@
-//! The experts of a mixture for few tokens, in two launches instead of six: each block of gate and up finds its expert itself, the
-//! down projections are added up where they are made, and a shared expert of the same shape is one more. See `mixture.cu`.
+//! The experts of a mixture for few tokens, in two launches instead of six. Each block of gate and up finds its expert
+//! itself. The down projections are added up in the launch that computes them. A shared expert of the same shape is one
+//! more expert. See `mixture.cu`.
 
 use super::super::{Bound, BoundKernel, Call, Geometry};
 use super::combination::{combine, is_alike, mixture_key};
@@ -17,27 +18,27 @@ pub(super) const CHOICES_MAX: usize = 32;
 /// Columns of x that a block prepares.
 const COLS_MAX: usize = 16_384;
 
-/// Blocks of a grid along y.
+/// Blocks of a grid along y, at most.
 const GRID_MAX: usize = 65_535;
 
-/// Kernels of a step that follow each other and make up a mixture.
+/// Consecutive kernels of a step that make up a mixture.
 struct Mixture<'c, 'a> {
-    /// The router's product. Where it is in front, x is settled behind it.
+    /// The router's product, if the kernels begin with it. x is settled after it.
     router: Option<&'c Call<'a>>,
     route: &'c Call<'a>,
     choices: usize,
     normalises: bool,
-    /// SwiGLU behind the chosen experts' gate and up projection.
+    /// SwiGLU after the chosen experts' gate and up projection.
     chosen: &'c Call<'a>,
     weight: &'a WeightSpec,
     rows: FewRows<'a>,
-    /// SwiGLU behind the shared expert's, if it is a product like theirs, and that product.
+    /// SwiGLU after the shared expert's gate and up projection, and that product, if it is like the chosen experts'.
     shared: Option<(&'c Call<'a>, &'c BoundKernel<'a>)>,
     combination: Option<&'c Call<'a>>,
 }
 
-/// Puts the launches of a mixture on the stream, if the kernels begin with one; returns how many kernels that were. 0 if they
-/// do not; then nothing has been done.
+/// Puts the launches of a mixture on the stream, if the kernels begin with one. Returns the number of these kernels; 0
+/// if there is no mixture, and then nothing has been done.
 pub(in crate::backend::dispatch) fn run(calls: &[Call<'_>]) -> Result<usize, ArrayError> {
     let Some(mixture) = Mixture::find(calls) else { return Ok(0) };
     let mut done = 0;
@@ -119,7 +120,8 @@ impl<'c, 'a> Mixture<'c, 'a> {
             && self.is_apart(&[self.route, self.chosen])
     }
 
-    /// Whether what these kernels write is apart from what blocks of the launch may still have to read, and from each other.
+    /// Whether the outputs of these kernels overlap neither each other nor anything that blocks of the launch may still
+    /// read.
     fn is_apart(&self, calls: &[&Call<'_>]) -> bool {
         let written: Vec<&Bound<'_>> = calls.iter().flat_map(|call| &call.outputs).collect();
         let read = self.rows.operands().chain([self.route.strided(0)]);
@@ -161,11 +163,11 @@ impl<'c, 'a> Mixture<'c, 'a> {
             && !call.outputs[0].overlaps(&self.route.strided(0))
     }
 
-    /// The launch of the choice and of gate and up.
+    /// Launches the choice of experts together with gate and up.
     fn gate_up(&self) -> Result<(), ArrayError> {
         let tuning = Tuning::of(self.weight, 1, true, true);
         let products = self.choices + usize::from(self.shared.is_some());
-        // So many blocks that all of them are there at once, as far as registers allow.
+        // Blocks of a multiprocessor: all blocks of the grid run at the same time, as far as registers allow.
         let blocks_min = match Coding::of(self.weight.format) {
             Some(coding) if coding.bits <= 4 => 24 / tuning.split,
             _ => 16 / tuning.split,

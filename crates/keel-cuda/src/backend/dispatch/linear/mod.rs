@@ -6,13 +6,17 @@
 //! | up to 256 | widened to f16 on the way into the tensor cores (Hopper) | cuBLASLt | `exact_tiled` |
 //! | more | widened to f16 in scratch, then cuBLASLt | cuBLASLt | `exact_tiled` |
 //!
-//! With `Compute::Bf16` x keeps more: few rows meet a quantised weight in f16 as more do, and a dense weight meets x as the
-//! sum of two bf16, however many rows there are.
+//! With `Compute::Bf16` x keeps more bits. Few rows meet a quantised weight in f16, as many rows do. A dense weight
+//! meets x as the sum of two bf16, for any number of rows.
 //!
-//! In the deterministic mode rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time, and others the
-//! second: with all of K in one block, cuBLASLt (and, without Hopper, for quantised weights) in blocks of 64 rows. Then a
-//! row's bits follow from its own values: sums are ordered by the weight's shape. What is left to the hardware is that an
-//! element of a tensor core's product depends on its row and column alone, not on where in a tile they lie.
+//! In the deterministic mode:
+//! - Rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time.
+//! - Other rows take the second line with all of K in one block; cuBLASLt (without Hopper also for quantised weights)
+//!   in blocks of 64 rows.
+//!
+//! A row's bits then follow from its own values, because the weight's shape orders the sums. One property of the
+//! hardware is assumed: an element of a tensor core's product depends on its row and column alone, not on their place
+//! in a tile.
 
 mod blas;
 mod choice;
@@ -42,7 +46,7 @@ use gather::grouped_scratch;
 use keel_array::{ArrayError, Compute, DType, Kernel, Op, WeightFormat, WeightSpec};
 use tiled::{half_rows_bytes, tiled};
 
-/// Rows that are multiplied in one pass over the weight, whose bits do not depend on how many they are.
+/// Rows that are multiplied in one pass over the weight. A row's bits do not depend on their number.
 const FEW_ROWS: usize = 16;
 
 /// Columns of a tile of a packed weight, and rows.
@@ -62,7 +66,7 @@ enum Arithmetic {
     Exact,
     /// Integer codes, affine or in blocks.
     Codes,
-    /// The same, with x in 16 bits however few rows there are.
+    /// The same, but x has 16 bits even for few rows.
     WidenedCodes,
     /// bf16 as stored.
     Half,
@@ -75,7 +79,7 @@ fn arithmetic(weight: &WeightSpec) -> Arithmetic {
             Compute::Bf16 => Arithmetic::WidenedCodes,
             _ => Arithmetic::Codes,
         },
-        // Lanes of the tensor cores' kernels take eight columns at a time.
+        // Lanes of the tensor-core kernels take eight columns at a time.
         WeightFormat::Dense(DType::BF16) if weight.cols.is_multiple_of(8) => Arithmetic::Half,
         _ => Arithmetic::Exact,
     }
@@ -109,7 +113,7 @@ fn packed(arguments: Arguments, weight: &WeightSpec, operand: &Bound<'_>) -> Arg
     }
 }
 
-/// `y = x W^T`, onto a residual if there is one.
+/// `y = x W^T`, plus a residual if there is one.
 pub(super) fn linear(
     weight: &WeightSpec,
     residual: Option<&Bound<'_>>,
@@ -126,7 +130,7 @@ pub(super) fn linear(
 }
 
 impl Call<'_> {
-    /// What decides about the kernels of a product.
+    /// What decides which kernels run a product.
     fn choice(&self) -> Choice {
         Choice::of(self.kernel, self.mode)
     }
@@ -136,12 +140,12 @@ fn address(operand: Option<&Bound<'_>>) -> u64 {
     operand.map_or(0, |operand| operand.address)
 }
 
-/// Address of a row of f32, rows `stride` elements apart; 0 where there is no operand.
+/// Address of a row of f32, rows `stride` elements apart; 0 if there is no operand.
 fn at_row(address: u64, row: usize, stride: usize) -> u64 {
     if address == 0 { 0 } else { address + (row * stride * size_of::<f32>()) as u64 }
 }
 
-/// Whether a product is one of few rows, which takes in what comes before it.
+/// Whether a product runs as one of few rows, which absorbs what comes before it.
 pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
     let (elements, choice) = (|i: usize| kernel.inputs[i].layout.shape.elements(), Choice::of(kernel, mode));
     matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::Half)
@@ -151,7 +155,7 @@ pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -
         }
 }
 
-/// A product of one row with a convolution of some of its columns behind it, in one kernel.
+/// A product of one row, followed by a convolution of some of its columns, in one kernel.
 pub(super) fn convolved_linear<'a>(call: &Call<'a>, behind: Convolution<'a>) -> Result<(), ArrayError> {
     match &call.kernel.op {
         Op::Linear { weight, .. } => FewRows::of(weight, &call.bound).convolved(behind).run(None, call),
@@ -159,7 +163,7 @@ pub(super) fn convolved_linear<'a>(call: &Call<'a>, behind: Convolution<'a>) -> 
     }
 }
 
-/// SwiGLU behind a product of few rows, in one kernel.
+/// SwiGLU after a product of few rows, in one kernel.
 pub(super) fn gated_linear(call: &Call<'_>) -> Result<(), ArrayError> {
     let Some(product) = call.maker(0) else { unreachable!("the product was absorbed") };
     match &product.kernel.op {
@@ -170,8 +174,8 @@ pub(super) fn gated_linear(call: &Call<'_>) -> Result<(), ArrayError> {
     }
 }
 
-/// Warps that share the columns of a row tile in f32, in units of a column tile. A function of the weight's shape alone,
-/// since it orders the sums: about eight, as many as have equal shares, and more where few row tiles meet long columns.
+/// Warps that share the columns of a row tile in f32, in units of a column tile. This number orders the sums, so it
+/// depends on the weight's shape alone: about eight with equal shares, more if few row tiles meet long columns.
 fn exact_split(weight: &WeightSpec) -> usize {
     let units = col_tiles(weight);
     let long = weight.cols > 8192 && weight.rows < 5000;
@@ -192,7 +196,7 @@ pub(super) fn embedding(weight: &WeightSpec, call: &Call<'_>) -> Result<(), Arra
     call.launch(&key, Geometry::rows(ids.len(), 128), arguments)
 }
 
-/// Scratch of `Linear`. The same on every device, so that a plan needs none: the largest that any takes.
+/// Scratch of `Linear`: the largest that any device takes. It is the same on every device, so a plan needs none.
 pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> usize {
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     let bytes = |has_wgmma| match way(weight, rows, Choice::of(kernel, mode), has_wgmma) {
@@ -214,7 +218,7 @@ pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
     if !surely_in_groups(weight, kernel, mode) {
         return 0;
     }
-    // What has been absorbed comes to memory where the device cannot group.
+    // If the device cannot group rows, the absorbed value is written to scratch.
     let made = if kernel.maker(0).is_some() { elements(0) * size_of::<f32>() } else { 0 };
     grouped_scratch(weight, elements(0) / weight.cols, rows).end.max(made)
 }

@@ -8,7 +8,7 @@ use crate::driver::Arguments;
 use crate::kernels::{KernelKey, LINEAR_TILED};
 use keel_array::{ArrayError, WeightSpec};
 
-/// Rows of x that a block of `linear_tiled` takes.
+/// Rows of x of a block of `linear_tiled`.
 pub(super) fn tile_of(rows: usize) -> usize {
     match rows {
         0..=32 => 32,
@@ -17,13 +17,13 @@ pub(super) fn tile_of(rows: usize) -> usize {
     }
 }
 
-/// Parts of K that blocks share where there are too few to fill the device.
+/// Parts of K that blocks share if there are too few blocks to fill the device.
 pub(super) fn parts(weight: &WeightSpec, rows: usize) -> usize {
     if !(rows * weight.rows).is_multiple_of(4) {
         return 1;
     }
     let blocks = rows.div_ceil(tile_of(rows)) * row_tiles(weight).div_ceil(8);
-    // With more than 32 rows a multiprocessor has room for two.
+    // With more than 32 rows a multiprocessor has room for two blocks.
     let wanted = if tile_of(rows) == 32 { BLOCKS_WANTED } else { 2 * BLOCKS_WANTED };
     (wanted / blocks).clamp(1, 8).min(col_tiles(weight).div_ceil(8))
 }
@@ -45,8 +45,8 @@ fn stages(tile: usize) -> usize {
     }
 }
 
-/// Dynamic shared memory of `linear_tiled`: rings of fetches of two column tiles, one of x for the block, one of W for each
-/// warp.
+/// Dynamic shared memory of `linear_tiled`: rings of fetches of two column tiles each, one ring of x for the block and
+/// one of W for each warp.
 pub(super) fn tiled_shared_bytes(weight: &WeightSpec, tile: usize) -> usize {
     let Some(coding) = Coding::of(weight.format) else { unreachable!("tiles of quantised weights") };
     1024 + stages(tile) * (2 * tile * 128 + 8 * coding.copy_bytes(2))
@@ -57,7 +57,8 @@ pub(super) fn half_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
     rows * col_tiles(weight) * TILE_COLS * size_of::<u16>()
 }
 
-/// x as f16 in the scratch. What `first` blocks of the launch do besides takes further arguments.
+/// Writes x as f16 to the scratch. The first `first` blocks of the launch have other work, for which `more` adds
+/// arguments.
 pub(super) fn to_half_tiles(
     key: &KernelKey,
     weight: &WeightSpec,
@@ -76,7 +77,7 @@ pub(super) fn to_half_tiles(
     call.launch(&key, Geometry::rows(blocks, 256), more(arguments))
 }
 
-/// The product with K in so many parts.
+/// The product with K in `parts` parts.
 pub(super) fn tiled(
     weight: &WeightSpec,
     residual: Option<&Bound<'_>>,

@@ -1,6 +1,6 @@
-//! How a product of few rows is cut. What orders the sums (`split`, `unit`) follows from the weight's shape and from what is
-//! absorbed, never from the number of rows: a row has the same bits whatever stands beside it. The figures are those that
-//! measured best on an H100.
+//! How a product of few rows is cut. `split` and `unit` order the sums, so they follow from the weight's shape and from
+//! what is absorbed, never from the number of rows. A row therefore has the same bits in every batch. The figures are
+//! those that measured best on an H100.
 
 use super::{BLOCKS_WANTED, col_tiles, row_tiles};
 use crate::backend::weights::Coding;
@@ -16,18 +16,18 @@ pub(super) struct Tuning {
     pub unit: usize,
     /// Row tiles that a block takes one after the other.
     pub passes: usize,
-    /// Row tiles that it takes at a time.
+    /// Row tiles that a block takes at a time.
     pub row_warps: usize,
     /// Fetches under way through shared memory; 0 for loads into registers.
     pub stages: usize,
-    /// Blocks that a multiprocessor is to have room for.
+    /// Blocks that a multiprocessor has to have room for.
     pub blocks_min: usize,
 }
 
-/// Row tiles beyond which a product is large: more than a device has blocks for at a time.
+/// Row tiles beyond which a product is large: more than the blocks that a device runs at a time.
 pub(super) const LARGE: usize = 4 * BLOCKS_WANTED;
 
-/// Rows of x up to which a product is bound by the weight's way from memory: one, and those of drafts or of a small batch.
+/// Rows of x up to which loading the weight limits a product: one row, or those of drafts or of a small batch.
 const FETCH_BOUND_ROWS: usize = 4;
 
 impl Tuning {
@@ -41,7 +41,7 @@ impl Tuning {
         };
         if gathers && !gated {
             let split = divisor(tiles.div_ceil(2), 4, 4);
-            // Short columns leave a block of one row tile too few warps.
+            // Short columns leave a block of one row tile with too few warps.
             let row_warps = if tiles > 16 { 1 } else { 4 };
             let stages = if row_warps > 1 { 4 } else { 0 };
             return Tuning { split, unit: 2, row_warps, stages, ..plain };
@@ -50,15 +50,16 @@ impl Tuning {
             let short = tiles < 64;
             let split = divisor(tiles.div_ceil(2), 5, if short { 10 } else { 8 });
             if gathers {
-                // As without experts: a shared expert is run beside those that are chosen, or by itself.
+                // The same as without experts: a shared expert runs in the launch of the chosen ones, or by itself.
                 return Tuning { split, unit: 2, ..plain };
             }
             let (stages, passes) = match rows <= FETCH_BOUND_ROWS && row_tiles(weight) > LARGE {
-                // Two blocks with this much under way fit a multiprocessor, and take all row tiles between them.
+                // Two blocks with this much under way fit a multiprocessor. All blocks that run at once then take all
+                // row tiles.
                 true if short && coding.bits <= 4 => (4, 3),
                 large => (if short { 2 } else { 3 }, if large { 2 } else { 1 }),
             };
-            // The compiler then finds a way with fewer registers, which the next kernel's blocks wait for.
+            // With room for two blocks the compiler uses fewer registers, which the next kernel's blocks wait for.
             return Tuning { split, unit: 2, passes, stages, blocks_min: 2, ..plain };
         }
         if weight.cols > 8192 && weight.rows < 5000 {
@@ -66,7 +67,7 @@ impl Tuning {
             let (stages, blocks_min) = (if tiles <= 144 { 3 } else { 4 }, if rows <= 8 { 2 } else { 1 });
             return Tuning { split, unit: 2, stages, blocks_min, ..plain };
         }
-        // Large products go through shared memory, in units that leave each warp two of a row tile.
+        // Large products go through shared memory, in units that give each warp two of a row tile.
         let large = row_tiles(weight) > LARGE && row_tiles(weight) < 8 * BLOCKS_WANTED;
         let (unit, most) = match coding.bits {
             _ if large && tiles < 64 => (2, 10),
@@ -82,8 +83,8 @@ impl Tuning {
         Tuning { split, unit, passes: passes(weight, rows), blocks_min, ..plain }
     }
 
-    /// Without what the device does not have: fetches through shared memory came with Hopper, and not every device has room
-    /// for them.
+    /// Drops what the device does not have: fetches through shared memory came with Hopper and need enough of that
+    /// memory.
     pub fn for_device(self, device: &Device, shared_bytes: impl Fn(&Tuning) -> usize) -> Tuning {
         let takes = device.capability >= (9, 0) && shared_bytes(&self) <= device.shared_bytes_max;
         if takes { self } else { Tuning { stages: 0, ..self } }
@@ -94,7 +95,7 @@ impl Tuning {
         self.split * self.row_warps
     }
 
-    /// `RING_BYTES` of the source, for a warp that works on so many row tiles at once.
+    /// `RING_BYTES` of the source, for a warp that works on `halves` row tiles at once.
     pub fn ring_bytes(&self, weight: &WeightSpec, halves: usize) -> usize {
         let (Some(coding), 1..) = (Coding::of(weight.format), self.stages) else { return 0 };
         let slot = halves * coding.copy_bytes(self.unit);
@@ -103,7 +104,7 @@ impl Tuning {
     }
 }
 
-/// Row tiles for a block, where they are many: its start is paid once.
+/// Row tiles of a block. If there are many, a block takes several, so that its start is paid once.
 fn passes(weight: &WeightSpec, rows: usize) -> usize {
     match row_tiles(weight) / BLOCKS_WANTED {
         _ if rows > FETCH_BOUND_ROWS => 1,
@@ -113,7 +114,8 @@ fn passes(weight: &WeightSpec, rows: usize) -> usize {
     }
 }
 
-/// The largest number from `least` to `most` that divides `units`, so that no warp is idle; else what there is, to `most`.
+/// The largest number from `least` to `most` that divides `units`, so that no warp is idle; else `most`. At most
+/// `units`.
 fn divisor(units: usize, least: usize, most: usize) -> usize {
     (least..=most).rev().find(|warps| units.is_multiple_of(*warps)).unwrap_or(most).min(units)
 }
