@@ -1,4 +1,4 @@
-//! What can go wrong between this crate and a GPU.
+//! Errors between this crate and a GPU.
 
 use keel_array::ArrayError;
 
@@ -54,9 +54,9 @@ pub enum CudaError {
     Compile {
         /// File and entry point.
         kernel: String,
-        /// What it was compiled for.
+        /// The target architecture.
         architecture: String,
-        /// What the compiler said.
+        /// The compiler's log.
         log: String,
     },
 }

@@ -1,4 +1,4 @@
-//! The kernels' sources, and what identifies a compiled kernel.
+//! The kernels' sources, and the key of a compiled kernel.
 
 use std::sync::Arc;
 
@@ -75,7 +75,7 @@ sources! {
     ATTENTION_WGMMA = "attention_wgmma.cu",
 }
 
-/// A kernel with its constants: what is compiled once and kept.
+/// A kernel with its constants: the unit that is compiled once and kept.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KernelKey {
     /// Name of the source file.
@@ -101,8 +101,8 @@ impl KernelKey {
         self
     }
 
-    /// Whether the kernel waits for those before it by itself, so that it may be launched before they have ended. All of
-    /// ours do; those of a user do not.
+    /// Whether the kernel itself waits for the kernels before it, so that it may be launched before they have ended.
+    /// All kernels of this crate do; a user's kernel does not.
     pub fn waits(&self) -> bool {
         self.entry != CUSTOM_ENTRY
     }

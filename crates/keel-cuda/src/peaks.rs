@@ -1,4 +1,4 @@
-//! What a GPU can do at most, measured now.
+//! The peak rates of a GPU, measured now.
 
 use crate::driver::{BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, HalfType, Product, driver};
 use crate::error::Result;
@@ -11,7 +11,7 @@ const COPY_BYTES: usize = 2 << 30;
 /// Extent of a square product: large enough to fill the chip.
 const PRODUCT: usize = 8192;
 
-/// Runs behind one of warming up.
+/// Timed runs, after one run to warm up.
 const RUNS: usize = 10;
 
 /// Rates of a GPU.
@@ -25,15 +25,15 @@ pub struct GpuPeaks {
     pub multiprocessors: usize,
     /// Bytes per second of a copy within the device, reads and writes counted.
     pub copy_bytes_per_s: f64,
-    /// Operations per second of a bf16 product of cuBLASLt, a multiply-add counted as two, on numbers that are not zero.
+    /// Operations per second of a bf16 product of cuBLASLt, a multiply-add counted as two, on numbers other than zero.
     pub bf16_ops_per_s: f64,
 }
 
 impl GpuPeaks {
-    /// Measures for about a second; what it takes of the device's memory is given back.
+    /// Measures for about a second. The device memory that it takes is given back.
     ///
     /// # Errors
-    /// If the device or its libraries cannot be had, or it has less than 6 GiB free.
+    /// If the device or its libraries are not available, or less than 6 GiB of its memory are free.
     pub fn measure(ordinal: usize) -> Result<GpuPeaks> {
         let device = Arc::new(Device::open(ordinal)?);
         Ok(GpuPeaks {
@@ -83,7 +83,7 @@ fn product_rate(device: &Arc<Device>) -> Result<f64> {
     Ok(2.0 * (PRODUCT as f64).powi(3) / seconds)
 }
 
-/// Memory of bf16 numbers between 1/2 and 2 of both signs: a product of zeros would be faster than one of numbers.
+/// Memory of bf16 numbers between 1/2 and 2 of both signs: a product of zeros would be faster.
 fn filled(device: &Arc<Device>, bytes: usize, seed: u32) -> Result<CudaMemory> {
     let mut state = seed;
     let mut next = || {

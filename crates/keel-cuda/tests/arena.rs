@@ -1,13 +1,13 @@
-//! The arena on a GPU: it grows where it lies, so that no graph is captured again. Needs one: `KEEL_TEST_CUDA=1`.
+//! The arena on a GPU grows in place, so no graph is captured again. Needs a GPU: `KEEL_TEST_CUDA=1`.
 
 use keel_array::{Array, Backend, Category, DType, Executable, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
 
-/// What memory is mapped in.
+/// Memory is mapped in multiples of this.
 const GRANULE: usize = 2 << 20;
 
-/// What the driver may take beside what is mapped, for tables of pages.
+/// Bytes that the driver may take in addition to the mapped memory, for page tables.
 const DRIVER_BYTES_MAX: u64 = 8 << 20;
 
 /// Row sums of a softmax of `[7, n]` numbers, which lies in the arena.
@@ -43,7 +43,7 @@ fn the_arena_grows_where_it_lies() {
     let (wanted, (captured, replayed)) = (bits(&sums), backend.graph_counts());
     assert_eq!((captured, replayed), (1, 1), "run, captured, and run as a graph");
 
-    // Memory that is mapped is what the ledger counts and what the driver misses.
+    // The ledger and the driver count the same mapped memory.
     let mut sizes = [5 * GRANULE, 40 * GRANULE + 1, 40 * GRANULE + 2, 64 * GRANULE].into_iter();
     for bytes in sizes.by_ref() {
         let before = (free(), arena_bytes(&runtime));
@@ -57,7 +57,7 @@ fn the_arena_grows_where_it_lies() {
     }
     assert_eq!(backend.graph_counts(), (captured, replayed + 4), "the graph is still right");
 
-    // While work is queued that uses it, too.
+    // The same while queued work uses the arena.
     let (large, large_sums) = prepare(&runtime, 100_003);
     large.run().expect("it runs");
     let expected = bits(&large_sums);

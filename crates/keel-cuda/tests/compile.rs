@@ -1,4 +1,4 @@
-//! Every kernel compiles for every generation of GPUs that is supported; this needs the compiler, but no GPU.
+//! Every kernel compiles for every supported generation of GPUs. This needs the compiler, but no GPU.
 
 use keel_array::BlockFormat;
 use keel_cuda::kernels::{self, KernelKey, SOURCES, Source};
@@ -165,7 +165,7 @@ fn keys() -> Vec<KernelKey> {
         let (single, few) = ([("DIM_T", "1"), ("GATHER", "2")], [("DIM_T", "3")]);
         add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
         add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));
-        // The others differ in how values are decoded alone.
+        // The other formats differ only in how values are decoded.
         if matches!(format, BlockFormat::Q4K | BlockFormat::Q6K) {
             add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));
             add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &with(&single));
@@ -227,7 +227,7 @@ fn keys() -> Vec<KernelKey> {
     keys
 }
 
-/// Names of the entry points of a source: what stands before the first parenthesis that opens parameters.
+/// Names of the entry points of a source: the word before the first parenthesis that opens parameters.
 fn entries(source: &Source) -> Vec<&str> {
     let kernels = source.text.split("extern \"C\" __global__").skip(1);
     let name = |text: &'static str| {
@@ -252,7 +252,7 @@ fn every_entry_point_is_in_the_list() {
     }
 }
 
-/// The launch lets kernels overlap, for all but a user's: one that does not wait would run before its input is there.
+/// A launch lets all kernels overlap except a user's. A kernel that does not wait would run before its input is there.
 #[test]
 fn every_kernel_waits_for_its_inputs() {
     for source in SOURCES {

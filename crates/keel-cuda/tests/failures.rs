@@ -1,11 +1,12 @@
-//! The failures that the design makes impossible, on a GPU, freed memory poisoned. Needs one: `KEEL_TEST_CUDA=1`.
+//! The failures that the design makes impossible, on a GPU, with freed memory poisoned. Needs a GPU:
+//! `KEEL_TEST_CUDA=1`.
 
 use keel_array::{Array, CudaSource, CustomKernel, DType, Runtime, RuntimeOptions, Shape};
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A runtime on a GPU; `None` where there is none to be tested.
+/// A runtime on a GPU; `None` if no GPU is to be tested.
 fn runtime() -> Option<Runtime> {
     if !keel_testkit::has_gpu!() {
         return None;
@@ -20,7 +21,7 @@ fn counting(runtime: &Runtime, shape: &[usize]) -> Array {
     Array::from_slice(runtime, &values, shape).expect("memory")
 }
 
-/// Failure 1: a slice that outlives its parent pins no more than twice what it shows.
+/// Failure 1: a slice that outlives its parent pins at most twice its own bytes.
 #[test]
 fn tails_of_chunks_do_not_pin_the_chunks() {
     let Some(runtime) = runtime() else { return };
@@ -44,7 +45,7 @@ fn tails_of_chunks_do_not_pin_the_chunks() {
     }
 }
 
-/// What the backend holds for itself.
+/// Bytes that the backend holds for itself.
 fn own_bytes(runtime: &Runtime) -> u64 {
     let own = runtime.backend().own_memory();
     own.device_bytes + own.host_bytes
@@ -54,7 +55,7 @@ fn own_bytes(runtime: &Runtime) -> u64 {
 #[test]
 fn the_last_handle_frees_at_once() {
     let Some(runtime) = runtime() else { return };
-    // Beside what the backend holds for itself.
+    // Without what the backend holds for itself.
     let before = runtime.ledger().active().total();
     let active = || runtime.ledger().active().total() - before;
     let (x, w) = (counting(&runtime, &[64, 64]), counting(&runtime, &[64, 64]));
@@ -93,8 +94,8 @@ fn kernel() -> CustomKernel {
     CustomKernel::cuda("step", vec![(Shape::from([ELEMENTS]), DType::U32)], 0.0, source)
 }
 
-/// 64 kernels, each on the two results before it, `between` done to each result, all handles but the last dropped; and
-/// the value.
+/// 64 kernels, each on the two results before it, and the expected value. `between` is called on each result; all
+/// handles but the last are dropped.
 fn graph(runtime: &Runtime, round: usize, between: impl Fn(&Array)) -> (Array, Vec<u32>) {
     let kernel = kernel();
     let values = |seed: usize| -> Vec<u32> { (0..ELEMENTS).map(|i| (i * 7 + seed) as u32).collect() };
@@ -118,7 +119,7 @@ fn sixty_four_kernels_compose_a_thousand_times() {
     for round in 0..1000 {
         let (result, want) = graph(&runtime, round, |_| ());
         runtime.async_eval(&[&result]).expect("the graph is submitted");
-        // Takes the memory of whatever was freed too early.
+        // Takes any memory that was freed too early.
         let _others = Array::full(&runtime, [ELEMENTS], DType::F32, f32::NAN).expect("an addressable shape");
         assert_eq!(result.to_vec::<u32>().expect("the graph runs"), want, "round {round}");
     }

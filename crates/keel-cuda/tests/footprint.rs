@@ -1,10 +1,10 @@
-//! What a GPU's driver has beside tensor memory. Needs one: `KEEL_TEST_CUDA=1`.
+//! The memory that a GPU's driver takes in addition to tensors. Needs a GPU: `KEEL_TEST_CUDA=1`.
 
 use keel_array::{Array, Backend, Category, DType, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
 
-/// What memory is mapped in, so that an allocation may take so much more than it has.
+/// Memory is mapped in multiples of this, so an allocation may take up to this much more than its size.
 const GRANULE: u64 = 2 << 20;
 
 #[test]

@@ -1,9 +1,10 @@
-//! Every operation against its oracle, over the case lists that all backends share, in f32; and what the fast modes have kernels of
-//! their own for. Needs a GPU: `KEEL_TEST_CUDA=1`.
+//! Every operation against its oracle, over the case lists that all backends share, in f32; then the operations for
+//! which the fast modes have kernels of their own. Needs a GPU: `KEEL_TEST_CUDA=1`.
 //!
-//! `KEEL_TEST_OPS=linear,sort` takes some operations alone. `KEEL_TEST_KERNELS=FILE` writes down the cases, each with the kernels
-//! that it launches: a line for each, with a tab between the two. For tools under which all cases take too long,
-//! `KEEL_TEST_CASES=FILE` takes those alone that such a file names, which may be parts of such lines.
+//! - `KEEL_TEST_OPS=linear,sort` runs these operations alone.
+//! - `KEEL_TEST_KERNELS=FILE` writes a line for each case and each kernel that it launches, with a tab between the two.
+//! - `KEEL_TEST_CASES=FILE` runs only the cases that such a file names; parts of its lines are enough. It is for tools
+//!   under which all cases take too long.
 
 use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
@@ -16,13 +17,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// Checks that run side by side.
+/// Checks that run at the same time, at most.
 const THREADS_MAX: usize = 12;
 
-/// A check that takes longer is named.
+/// A check that takes longer is printed.
 const SLOW: Duration = Duration::from_secs(10);
 
-/// What is launched in front of the first case.
+/// The case of kernels that are launched before the first case.
 const NO_CASE: &str = "";
 
 /// How a backend computes.
@@ -89,7 +90,7 @@ fn every_operation_agrees_with_its_oracle() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// What a check says against a runtime of its own; `None` if it passes.
+/// Runs a check with a runtime of its own. Returns its error; `None` if it passes.
 fn complaint(check: &Listed, backend: &Arc<CudaBackend>) -> Option<String> {
     let runtime = Runtime::new(Arc::clone(backend) as Arc<dyn Backend>, RuntimeOptions::default());
     let start = Instant::now();
@@ -123,9 +124,9 @@ impl Launched {
     }
 }
 
-/// What the cases of one check launch.
+/// The kernels that the cases of one check launch.
 struct Record {
-    /// Not the last handle: what a thread keeps for its own goes after everything else.
+    /// Weak, so that it is not the last handle: a thread's own values are dropped after everything else.
     backend: Weak<CudaBackend>,
     case: String,
     launched: Launched,

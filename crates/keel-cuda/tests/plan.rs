@@ -1,4 +1,4 @@
-//! What the kernels of a program are, as planned; this needs no GPU.
+//! The kernels of a program, as planned. This needs no GPU.
 
 use keel_array::{
     Array, AttentionSpec, Backend, Batch, Category, Compute, DType, KvPool, Regime, Runtime, RuntimeOptions,
@@ -45,16 +45,16 @@ fn feed_forward(backend: Arc<dyn Backend>, rows: usize) -> (Vec<String>, usize) 
 
 #[test]
 fn norms_and_gates_disappear_into_products_of_few_rows() {
-    // A single row is rounded by each block for itself: the arena holds what is between the two kernels.
+    // Each block rounds a single row itself, so the arena holds only the value between the two kernels.
     let (names, arena_bytes) = feed_forward(planning(), 1);
     assert_eq!((&names[..], arena_bytes), (&["swiglu".to_owned(), "linear".to_owned()][..], 4 * 512));
     assert_eq!(feed_forward(planning(), 16).0, ["swiglu", "linear"]);
-    // Of more rows what lies in the arena is rounded where it is made; x does not.
+    // With more rows, the kernel that rounds an intermediate also computes it. x is no intermediate, so its norm stays.
     assert_eq!(feed_forward(planning(), 17).0, ["rms_norm", "linear", "linear"]);
     assert_eq!(feed_forward(planning(), 300).0, ["rms_norm", "linear", "linear"]);
 }
 
-/// Others compare with what such a backend computes, to the bit.
+/// Other tests compare bits with such a backend, so it must run the same kernels.
 #[test]
 fn a_backend_with_something_in_the_way_runs_the_same_kernels() {
     struct Nothing;
@@ -157,12 +157,12 @@ fn a_mixture_of_few_rows_ends_with_its_products() {
     let (names, arena_bytes) = mixture(1, 128);
     let ends = ["swiglu [\"linear\"]", "combine_experts [\"gather_linear\", \"linear\"]"];
     assert_eq!(names, [&enters[..], &ends].concat());
-    // Logits, choices, and what the products read that are added up: none of what these give.
+    // Logits, choices, and the inputs of the products that are added up; not the results of these products.
     assert!(arena_bytes < 4 * (71 + 2 * 3 + 4 * 128) + 5 * 256, "{arena_bytes}");
     // A shared expert of another width is a product of its own.
     let ends = ["swiglu [\"linear\"]", "linear []", "combine_experts [\"gather_linear\"]"];
     assert_eq!(mixture(1, 192).0, [&enters[..], &ends].concat());
-    // Of several rows, logits and gates stand side by side.
+    // With several rows, logits and gates are columns of one array, so both are copied from strides.
     let several = mixture(2, 128).0;
     assert_eq!(several[1], "route_top_k [\"copy\"]");
     assert_eq!(several[4..], ["combine_experts [\"gather_linear\", \"linear\", \"copy\"]"]);
@@ -170,7 +170,7 @@ fn a_mixture_of_few_rows_ends_with_its_products() {
     assert!(mixture(200, 128).0.ends_with(&["combine_experts [\"copy\"]".to_owned()]));
 }
 
-/// The device maps no less at a time, so this is what an arena of a few bytes takes there.
+/// The device maps at least this much at a time, so an arena of a few bytes takes this much there.
 #[test]
 fn an_arena_is_planned_in_whole_granules() {
     const GRANULE: usize = 2 << 20;

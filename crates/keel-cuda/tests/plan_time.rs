@@ -41,7 +41,7 @@ fn attention(size: usize) -> Result<(), ArrayError> {
 fn what_the_backend_holds_for_itself_is_in_the_plan() {
     let runtime = runtime();
     let active = runtime.ledger().active();
-    // Counters; two ways of 4 MiB of pinned memory, and the slots of the queue.
+    // Counters; 4 MiB of pinned memory for each direction, and the slots of the queue.
     assert!((1 << 18..1 << 19).contains(&active.get(Category::Workspace)), "{active:?}");
     assert!((8 << 20..9 << 20).contains(&active.get(Category::Staging)), "{active:?}");
     assert_eq!(active.total(), active.get(Category::Workspace) + active.get(Category::Staging));

@@ -1,11 +1,13 @@
-//! Kernels of a GPU by themselves, beside its floors. `cargo bench -p keel-cuda --bench kernels [-- FILTER]` takes device 0
-//! and up to 8 GB of its memory.
+//! Single kernels of a GPU, compared with its floors. `cargo bench -p keel-cuda --bench kernels [-- FILTER]` takes
+//! device 0 and up to 8 GB of its memory.
 //!
-//! What is timed is one more of them in a graph: the time of 3 N less that of N, over 2 N, medians of 20 runs each. So what it takes
-//! to start a graph and to wait for it is not in it; what the start of one kernel hides behind the end of the one before it is,
-//! as in a step. Each has data of its own, together more than the cache holds, random throughout. A line counts the bytes that
-//! cannot be saved, each once, beside the rate of a copy within the device (reads and writes), or the operations beside those of
-//! cuBLASLt's largest bf16 product. That they compute what they should is the matter of `--test operations`.
+//! The time of a kernel is (T(3 N) - T(N)) / 2 N, where T(n) is the time of a graph of n of them, the median of 20
+//! runs. So it does not contain starting a graph and waiting for it, but it contains the overlap of each kernel with
+//! the one before, as in a step. Each kernel has its own random data, together more than the cache holds.
+//!
+//! A line counts the bytes that cannot be saved, each once, next to the rate of a copy within the device (reads and
+//! writes); or the operations, next to those of cuBLASLt's largest bf16 product. `--test operations` checks the
+//! results.
 
 mod products;
 mod sequence;
@@ -17,7 +19,7 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Runs behind those that load and capture.
+/// Timed runs, after the runs that load and capture.
 const RUNS: usize = 20;
 const WARM_UP: usize = 3;
 
@@ -27,12 +29,12 @@ const COLD_BYTES: usize = 256 << 20;
 /// Instances of a kernel in the shorter graph, at most.
 const INSTANCES: usize = 128;
 
-/// What a kernel cannot do without.
+/// The work that a kernel cannot avoid.
 #[derive(Clone, Copy)]
 enum Floor {
     /// Bytes read and written.
     Bytes(usize),
-    /// Operations of tensor cores, a multiply-add counted as two, for so many rows.
+    /// Operations of tensor cores, a multiply-add counted as two, and their number of rows.
     Operations(f64, usize),
 }
 
@@ -59,8 +61,8 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
 }
 
 impl Bench {
-    /// Times `op` on instances of what `data` makes and prints a line, if the filter asks for it. `cold` bytes of an instance are
-    /// its own and have to come from memory.
+    /// Times `op` on instances that `data` makes and prints a line, if the filter asks for it. `cold` bytes of an
+    /// instance are its own and have to come from memory.
     fn time<D>(
         &self,
         name: &str,
@@ -123,7 +125,7 @@ impl Bench {
         self.random_within(shape, DType::F32, -1.0, 1.0)
     }
 
-    /// Random numbers in f32 or f16, the same block of them again and again.
+    /// Random numbers in f32 or f16: one block of them, repeated.
     fn random_within(&self, shape: &[usize], dtype: DType, low: f32, high: f32) -> Result<Array> {
         /// Odd, so that rows of the usual lengths differ.
         const BLOCK: usize = (1 << 20) + 1;

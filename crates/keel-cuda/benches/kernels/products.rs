@@ -1,4 +1,4 @@
-//! Products of weights, a whole mixture of experts, and drawing from what the last product gives.
+//! Products of weights, a whole mixture of experts, and drawing a token from the last product's logits.
 
 use super::{Bench, Floor};
 use keel_array::sampling::Draw;
@@ -6,7 +6,7 @@ use keel_array::{Array, Compute, DType, Result, RowBlock, RowData, Weight, Weigh
 use keel_testkit::random::Random;
 use std::cell::Cell;
 
-/// Rows of a weight that are made up; the others repeat them.
+/// Random rows of a weight; the other rows repeat them.
 const MADE_UP: usize = 256;
 
 pub fn time(bench: &Bench) -> Result<()> {
@@ -71,7 +71,7 @@ fn mixture(bench: &Bench, format: WeightFormat) -> Result<()> {
     let needed = bytes(EXPERTS + 1, WIDTH) + (CHOICES + 1) * (bytes(2 * INNER, WIDTH) + bytes(WIDTH, INNER));
     let name = format!("mixture of {EXPERTS} experts of {INNER}, {CHOICES} chosen and one shared");
     let scale = bench.random(&[WIDTH])?;
-    // Each row chooses experts of its own.
+    // Each row chooses its own experts.
     let stacks = [
         (stack(EXPERTS, 2 * INNER, WIDTH)?, stack(EXPERTS, WIDTH, INNER)?),
         (stack(EXPERTS, 2 * INNER, WIDTH)?, stack(EXPERTS, WIDTH, INNER)?),
@@ -120,7 +120,7 @@ fn weight(bench: &Bench, format: WeightFormat, experts: usize, rows: usize, cols
     random_weight(bench, format, (experts, rows, cols), true)
 }
 
-/// A weight of random codes; with `repeated` rows behind the first of them are these again.
+/// A weight of random codes. With `repeated` all rows after the first [`MADE_UP`] repeat these.
 fn random_weight(
     bench: &Bench,
     format: WeightFormat,

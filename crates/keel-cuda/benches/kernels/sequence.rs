@@ -32,7 +32,7 @@ const KEY_HEADS: usize = 16;
 const VALUE_HEADS: usize = 32;
 const HEAD: usize = 128;
 
-/// What the gated delta rule reads besides the state.
+/// The inputs of the gated delta rule, except the state.
 struct DeltaInputs {
     qkv: Array,
     a: Array,
@@ -89,8 +89,8 @@ fn recurrent_step(bench: &Bench, sequences: usize) -> Result<()> {
 fn chunked(bench: &Bench, rows: usize) -> Result<()> {
     const CHUNK: usize = 64;
     let inputs = DeltaInputs::random(bench, 1, rows)?;
-    // In each chunk and value head: keys by keys and queries by keys, keys and queries by the state, both triangles by rows of
-    // values, and the state's update.
+    // In each chunk and value head: keys by keys and queries by keys, keys and queries by the state, both triangles by
+    // rows of values, and the state's update.
     let chunk = 2 * CHUNK * (2 * CHUNK * HEAD + 2 * HEAD * HEAD + 2 * CHUNK * HEAD + HEAD * HEAD);
     let operations = (rows / CHUNK * VALUE_HEADS * chunk) as f64;
     let name = format!("gated delta of a prompt, {KEY_HEADS} and {VALUE_HEADS} heads of {HEAD}, {rows} rows");
@@ -155,7 +155,7 @@ fn attention_of_a_prompt(bench: &Bench, heads: Heads, rows: usize, before: usize
     })
 }
 
-/// Sequences with `rows` rows each behind `before` others, in slots and pages one behind the other.
+/// Sequences with `rows` rows each after `before` others, in consecutive slots and pages.
 fn batch(bench: &Bench, sequences: usize, before: usize, rows: usize) -> Result<Batch> {
     let pages = (before + rows).div_ceil(PAGE);
     let array = |values: Vec<usize>, shape: &[usize]| {

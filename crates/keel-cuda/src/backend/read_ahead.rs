@@ -1,6 +1,6 @@
 //! Results that come to the host with their launch.
 //!
-//! The first small read of the host after a launch repeats after every launch of the program: a step's tokens. From
+//! The first small read of the host after a launch is expected after every launch of the program: a step's tokens. From
 //! then on these bytes are copied after the kernels, and the wait for the launch is the only one.
 
 use std::ops::Range;

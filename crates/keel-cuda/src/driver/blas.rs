@@ -8,17 +8,17 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Mutex;
 
-/// Scratch that the library gets for each product, in bytes: what its maker advises for Hopper.
+/// Scratch that the library gets for each product, in bytes: the size that NVIDIA advises for Hopper.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// What is multiplied.
+/// The type of the factors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum HalfType {
     Bf16,
     F16,
 }
 
-/// `y [rows, cols] = x [rows, inner] w [cols, inner]^T`, y f32; onto what y holds if `accumulate`.
+/// `y [rows, cols] = x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Product {
     pub rows: usize,
@@ -48,13 +48,13 @@ impl Drop for Plan {
     }
 }
 
-/// The library's handle, and what it has chosen for each shape so far.
+/// The library's handle, and its choice for each shape so far.
 pub(crate) struct Blas {
     handle: sys::cublasLtHandle_t,
     plans: Mutex<HashMap<Product, Plan>>,
 }
 
-// SAFETY: the library's handle may be used from any thread, and the plans are behind a lock.
+// SAFETY: the library's handle may be used from any thread, and a lock protects the plans.
 unsafe impl Send for Blas {}
 // SAFETY: as above.
 unsafe impl Sync for Blas {}

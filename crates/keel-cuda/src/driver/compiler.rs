@@ -1,4 +1,4 @@
-//! NVRTC: kernels are compiled for the machine's own architecture, with shapes as constants, and kept on disk.
+//! NVRTC compiles kernels for the machine's own architecture, with shapes as constants. The code is kept on disk.
 
 use crate::CudaError;
 use crate::error::Result;
@@ -16,8 +16,8 @@ pub struct Architecture {
 }
 
 impl Architecture {
-    /// The compiler's name. Hopper and later get the instructions of their own generation alone (`a`): the code is
-    /// never carried to another machine.
+    /// The compiler's name. Hopper and later get the instructions of their own generation alone (`a`), because the code
+    /// is never carried to another machine.
     pub fn name(&self) -> String {
         let (major, minor) = self.capability;
         format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
@@ -117,7 +117,7 @@ fn compile_source(key: &KernelKey, architecture: Architecture) -> Result<Vec<u8>
     // SAFETY: the pointer is to a local.
     unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) };
     let mut image = vec![0u8; size];
-    // SAFETY: the compiler writes as many bytes as it has just said.
+    // SAFETY: the compiler writes as many bytes as it has just reported.
     let code = unsafe { sys::nvrtcGetCUBIN(program.0, image.as_mut_ptr().cast()) };
     if code != nvrtcResult::NVRTC_SUCCESS {
         return Err(failed(format!("{code:?}")));
@@ -130,7 +130,7 @@ fn log_of(program: &Program) -> String {
     // SAFETY: the pointer is to a local.
     unsafe { sys::nvrtcGetProgramLogSize(program.0, &mut size) };
     let mut log = vec![0u8; size.max(1)];
-    // SAFETY: the compiler writes as many bytes as it has just said, the last one a zero.
+    // SAFETY: the compiler writes as many bytes as it has just reported, the last one a zero.
     unsafe { sys::nvrtcGetProgramLog(program.0, log.as_mut_ptr().cast()) };
     CStr::from_bytes_until_nul(&log).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
 }

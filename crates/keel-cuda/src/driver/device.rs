@@ -1,4 +1,4 @@
-//! A device: its context, its stream, and what it is.
+//! A device: its context, its stream, and its properties.
 
 use super::nvml::Nvml;
 use super::{check, driver};
@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard};
 /// The CUDA version whose driver interface the kernels and graphs need: 12.0.
 pub(super) const DRIVER_MIN: i32 = 12_000;
 
-/// A small write of the host, on its way.
+/// A small write of the host that waits for its delivery.
 #[derive(Clone, Debug)]
 pub(crate) struct Delivery {
     /// Device addresses.
@@ -29,7 +29,7 @@ impl Delivery {
     }
 }
 
-/// Whether two runs of addresses have some in common.
+/// Whether two ranges of addresses overlap.
 pub(crate) fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
@@ -47,7 +47,7 @@ pub(crate) struct Device {
     pub shared_bytes_max: usize,
     /// Whether memory can be mapped into address space that was reserved before.
     pub maps_memory: bool,
-    /// Bytes that were free before this process had a context, which takes some itself.
+    /// Bytes that were free before this process had a context; the context itself takes some.
     free_before: Option<u64>,
     deliveries: Mutex<Vec<Delivery>>,
 }
@@ -68,7 +68,7 @@ impl Device {
             return Err(no_driver());
         }
         let (mut found, mut count, mut device, mut context) = (0, 0, 0, std::ptr::null_mut());
-        // SAFETY: the pointers are to locals of the right types, and cuInit comes before all else.
+        // SAFETY: the pointers are to locals of the right types, and cuInit is called first.
         unsafe {
             driver!(cuInit(0))?;
             driver!(cuDriverGetVersion(&mut found))?;
@@ -158,7 +158,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // A device that is lost refuses these, and there is nothing left to do for it.
+        // A device that is lost refuses these calls, and nothing more can be done.
         // SAFETY: created by `open`, destroyed once.
         unsafe {
             let _ = check("cuStreamDestroy", sys::cuStreamDestroy_v2(self.stream));
@@ -167,11 +167,12 @@ impl Drop for Device {
     }
 }
 
-/// What was free on each device before this process first opened it: a context that it gives up later may stay, where a library
-/// holds it, too. `None` where nothing tells.
+/// The free bytes of each device before this process first opened it; `None` if nothing tells. They are kept because a
+/// context may outlive its release, if a library holds it, too.
 static FREE_BEFORE: Mutex<BTreeMap<CUdevice, Option<u64>>> = Mutex::new(BTreeMap::new());
 
-/// What NVML says before there is a context. Devices are opened one at a time, so that none sees another's context.
+/// NVML's count of free bytes before there is a context. Devices are opened one at a time, so that none sees another's
+/// context.
 struct Before {
     known: MutexGuard<'static, BTreeMap<CUdevice, Option<u64>>>,
     nvml: Option<Nvml>,
@@ -185,8 +186,8 @@ impl Before {
         Before { free: nvml.as_ref().and_then(Nvml::free_bytes), known, nvml }
     }
 
-    /// What was free before, given what is now, with a context. What the driver says is free may leave out what NVML has in it,
-    /// so each is compared with itself.
+    /// The free bytes before the context, given those with it. The driver's count may leave out memory that NVML counts
+    /// as free, so each count is compared with itself.
     fn free_bytes(mut self, device: CUdevice, free: u64) -> Option<u64> {
         let after = self.nvml.as_ref().and_then(Nvml::free_bytes);
         let before = self.free.zip(after).map(|(before, after)| free + before.saturating_sub(after));
@@ -202,7 +203,7 @@ fn memory_info() -> Result<(u64, u64)> {
     Ok((free as u64, total as u64))
 }
 
-/// That the driver is not there.
+/// The error for a missing driver.
 pub(super) fn no_driver() -> CudaError {
     let advice = "it is part of the NVIDIA driver; install the driver, or use --device cpu";
     CudaError::Missing { library: "libcuda", advice }

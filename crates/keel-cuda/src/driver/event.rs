@@ -11,7 +11,7 @@ pub(crate) struct Event {
     event: CUevent,
 }
 
-// SAFETY: a handle of the driver, used by one thread at a time: whoever has the session.
+// SAFETY: a handle of the driver, used by one thread at a time: the thread that holds the session.
 unsafe impl Send for Event {}
 
 impl Event {
@@ -23,7 +23,7 @@ impl Event {
         Ok(Event { device: Arc::clone(device), event })
     }
 
-    /// Puts the mark behind what is on the stream.
+    /// Puts the mark on the stream, after everything that is there.
     pub fn record(&self) -> Result<()> {
         // SAFETY: event and stream live as long as this value.
         unsafe { driver!(cuEventRecord(self.event, self.device.stream())) }

@@ -11,17 +11,17 @@ pub(crate) struct Graph {
     executable: CUgraphExec,
 }
 
-// SAFETY: a handle of the driver, used by one thread at a time: the runtime's stream sees to it.
+// SAFETY: a handle of the driver, used by one thread at a time, which the runtime's stream ensures.
 unsafe impl Send for Graph {}
 
-/// What `record` puts on the device's stream, as a graph. Nothing is run. `None` if another user of the device has broken the
-/// capture off: what waits for the whole device on one thread ends the captures of all others.
+/// Captures what `record` puts on the device's stream as a graph. Nothing runs. Returns `None` if another user of the
+/// device has ended the capture: if one thread waits for the whole device, the captures of all other threads end.
 pub(crate) fn capture<E: From<crate::CudaError>>(
     device: &Arc<Device>,
     record: impl FnOnce() -> Result<(), E>,
 ) -> Result<Option<Graph>, E> {
     let stream = device.stream();
-    // SAFETY: no other thread uses the stream; what runs on it already is not captured.
+    // SAFETY: no other thread uses the stream; what already runs on it is not captured.
     unsafe {
         driver!(cuStreamBeginCapture_v2(stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?
     };
@@ -52,7 +52,7 @@ impl Graph {
     /// Puts the launches on the stream.
     ///
     /// # Safety
-    /// The memory that they were captured with must still be there, and stay until the stream has passed them.
+    /// The memory that they were captured with must still exist, and stay until the stream has passed them.
     pub unsafe fn launch(&self) -> Result<()> {
         // SAFETY: as the caller promises.
         unsafe { driver!(cuGraphLaunch(self.executable, self.device.stream())) }

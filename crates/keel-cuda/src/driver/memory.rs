@@ -1,4 +1,4 @@
-//! Device memory, and pinned host memory for what passes between the two.
+//! Device memory, and pinned host memory for transfers between the two.
 
 use super::{Device, Reservation, driver};
 use crate::error::Result;
@@ -9,12 +9,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What freed memory is filled with on request: a NaN in every float type, an index out of every range.
+/// Fills freed memory on request: a NaN in every float type, an index out of every range.
 const POISON: u8 = 0xff;
 
-/// Zeroed device memory; or only its size, for a plan.
+/// Zeroed device memory, or only its size for a plan.
 pub(crate) struct CudaMemory {
-    /// Of memory that grows where it lies. It goes before the device.
+    /// Present if the memory grows in place. Dropped before the device.
     reservation: Option<Mutex<Reservation>>,
     device: Option<Arc<Device>>,
     start: CUdeviceptr,
@@ -23,7 +23,7 @@ pub(crate) struct CudaMemory {
 }
 
 impl CudaMemory {
-    /// No memory, of this size.
+    /// Only a size, without memory.
     pub fn counted(bytes: usize) -> CudaMemory {
         CudaMemory { reservation: None, device: None, start: 0, bytes: bytes.into(), poison: false }
     }
@@ -40,7 +40,7 @@ impl CudaMemory {
         Ok(memory)
     }
 
-    /// Zeroed memory that grows where it lies; `None` if the device has no such memory.
+    /// Zeroed memory that grows in place; `None` if the device has no such memory.
     pub fn growing(device: &Arc<Device>, bytes: usize, poison: bool) -> Result<Option<CudaMemory>> {
         device.bind()?;
         let Some(reservation) = Reservation::new(device)? else { return Ok(None) };
@@ -50,7 +50,7 @@ impl CudaMemory {
         Ok(memory.grow(bytes)?.then_some(memory))
     }
 
-    /// Adds zeroed memory behind what is there, until there are so many bytes; false if it cannot grow where it lies.
+    /// Adds zeroed memory at the end until there are `bytes` bytes; false if the memory cannot grow in place.
     pub fn grow(&self, bytes: usize) -> Result<bool> {
         let (Some(device), Some(reservation)) = (&self.device, &self.reservation) else {
             return Ok(false);
@@ -69,7 +69,7 @@ impl CudaMemory {
         Ok(true)
     }
 
-    /// Zeroes bytes that are there, behind what is on the stream.
+    /// Zeroes bytes of the memory, after what is on the stream.
     fn zero(&self, offset: usize, len: usize) -> Result<()> {
         let Some(device) = &self.device else { return Ok(()) };
         // SAFETY: within the allocation.
@@ -80,7 +80,7 @@ impl CudaMemory {
         self.bytes.load(Ordering::Acquire)
     }
 
-    /// The memory that this backend made.
+    /// The memory as the type that this backend allocated.
     pub fn of(memory: &dyn DeviceMemory) -> &CudaMemory {
         memory.as_any().downcast_ref().expect("the CUDA backend works on memory that it allocated")
     }
@@ -114,7 +114,7 @@ impl Drop for CudaMemory {
     fn drop(&mut self) {
         let Some(device) = &self.device else { return };
         let bytes = self.bytes();
-        // What the host has last written nobody will read.
+        // Nothing will read the host's writes to this memory that are not delivered yet.
         let gone = self.start..self.start + bytes as u64;
         device.deliveries().retain(|delivery| !delivery.touches(&gone));
         // Nothing can be done about a device that refuses to free.
@@ -150,13 +150,14 @@ impl PinnedBuffer {
         Ok(PinnedBuffer { start: start.cast(), bytes })
     }
 
-    /// Some of the bytes. The caller has waited for the device to be done with these.
+    /// Some of the bytes. The caller has waited until the device is done with them.
     ///
     /// # Panics
     /// If they are not within the memory.
     pub fn bytes(&mut self, at: Range<usize>) -> &mut [u8] {
         assert!(at.start <= at.end && at.end <= self.bytes, "{at:?} of {} pinned bytes", self.bytes);
-        // SAFETY: within the allocation, which the system has zeroed before it is first seen, and nobody else uses these.
+        // SAFETY: within the allocation, which the system zeroed before its first use, and nothing else uses these
+        // bytes.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at.start), at.len()) }
     }
 

@@ -1,5 +1,5 @@
-//! The thin layer over the driver, the run-time compiler and cuBLASLt. `unsafe` is here, where a backend launches or
-//! copies (`backend/call.rs`, `backend/launch.rs`, `backend/transfer.rs`), and in `peaks.rs`, nowhere else in this crate.
+//! The thin layer over the driver, the run-time compiler and cuBLASLt. This crate has `unsafe` only here, where a
+//! backend launches or copies (`backend/call.rs`, `backend/launch.rs`, `backend/transfer.rs`), and in `peaks.rs`.
 
 mod arguments;
 mod blas;

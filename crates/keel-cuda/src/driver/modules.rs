@@ -12,7 +12,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::available_parallelism;
 
-/// Dynamic shared memory that a block has without being asked for.
+/// Bytes of dynamic shared memory that a block may have by default.
 const SHARED_DEFAULT: usize = 48 << 10;
 
 /// A kernel that can be launched. Lives as long as the [`Modules`] it came from.
@@ -22,11 +22,11 @@ pub(crate) struct Function(pub CUfunction);
 struct Module {
     module: CUmodule,
     function: CUfunction,
-    /// Since the last [`Modules::take_names`].
+    /// Whether it was requested since the last [`Modules::take_names`].
     was_asked_for: bool,
 }
 
-/// Every kernel that was asked for so far.
+/// Every kernel that was requested so far.
 pub(crate) struct Modules {
     device: Arc<Device>,
     loaded: Mutex<HashMap<KernelKey, Module>>,
@@ -35,7 +35,7 @@ pub(crate) struct Modules {
 
 // SAFETY: handles of the driver may be used from any thread with the context current.
 unsafe impl Send for Modules {}
-// SAFETY: as above; the map is behind a lock.
+// SAFETY: as above; a lock protects the map.
 unsafe impl Sync for Modules {}
 
 impl Modules {
@@ -47,7 +47,7 @@ impl Modules {
         self.loaded.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Kernels that were compiled, not found on disk, and kernels that are loaded.
+    /// Kernels that were compiled because they were not on disk, and kernels that are loaded.
     pub fn counts(&self) -> (u64, u64) {
         (self.compiled.load(Ordering::Relaxed), self.loaded().len() as u64)
     }
@@ -65,7 +65,8 @@ impl Modules {
     }
 
     /// Loads kernels, each with the most dynamic shared memory that it is launched with. Those that are not on disk are
-    /// compiled on all of the host's cores. `progress` gets how many of how many are compiled.
+    /// compiled on all of the host's cores. `progress` gets the number of compiled kernels and the number of all of
+    /// them.
     pub fn load_all(
         &self,
         kernels: &[(KernelKey, usize)],
@@ -120,7 +121,7 @@ impl Modules {
         Ok(function)
     }
 
-    /// File, entry point and constants of every kernel that was asked for since the last call.
+    /// File, entry point and constants of every kernel that was requested since the last call.
     pub fn take_names(&self) -> Vec<String> {
         let mut loaded = self.loaded();
         let asked_for = |module: &mut Module| std::mem::take(&mut module.was_asked_for);
@@ -146,7 +147,7 @@ impl Modules {
     }
 }
 
-/// Lets a kernel have so much dynamic shared memory.
+/// Allows a kernel `bytes` bytes of dynamic shared memory.
 fn allow_shared(function: CUfunction, bytes: usize) -> Result<()> {
     if bytes <= SHARED_DEFAULT {
         return Ok(());

@@ -1,5 +1,5 @@
-//! NVML, which knows how much of a device's memory is free without a context on it. It comes with the driver, but not
-//! everywhere (containers may lack it), so nothing depends on it but who is said to use what.
+//! NVML, which tells how much of a device's memory is free without a context on it. It comes with the driver, but not
+//! everywhere: containers may lack it. So only the attribution of memory use depends on it.
 
 use super::check;
 use cudarc::driver::sys::{self, CUdevice};
@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_int, c_void};
 
 const LIBRARY: &str = if cfg!(windows) { "nvml.dll" } else { "libnvidia-ml.so.1" };
 
-/// Bytes that the address of a device on the bus takes at most, as text with a zero behind it.
+/// Bytes of the text of a device's address on the bus, at most, with the zero at its end.
 const ADDRESS_BYTES: usize = 32;
 
 /// `nvmlMemory_t`.
@@ -29,7 +29,7 @@ pub(super) struct Nvml {
     device: *mut c_void,
     memory_info: GetMemoryInfo,
     shutdown: Plain,
-    /// The functions above are in it.
+    /// Holds the functions above.
     _library: Library,
 }
 
@@ -37,11 +37,11 @@ impl Nvml {
     /// NVML for a device of the driver; `None` if it is not there or does not know the device.
     pub fn open(device: CUdevice) -> Option<Nvml> {
         let mut address: [c_char; ADDRESS_BYTES] = [0; ADDRESS_BYTES];
-        // SAFETY: the driver writes at most so many bytes, the last one a zero.
+        // SAFETY: the driver writes at most ADDRESS_BYTES bytes, the last one a zero.
         let found = unsafe { sys::cuDeviceGetPCIBusId(address.as_mut_ptr(), ADDRESS_BYTES as c_int, device) };
         check("cuDeviceGetPCIBusId", found).ok()?;
-        // SAFETY: a library of the driver's maker, whose loading runs nothing that depends on this process; its functions
-        // have these types in all versions.
+        // SAFETY: a library of the driver's maker, whose loading runs nothing that depends on this process; its
+        // functions have these types in all versions.
         let (library, init, shutdown, by_address, memory_info) = unsafe {
             let library = Library::new(LIBRARY).ok()?;
             let init = *library.get::<Plain>(b"nvmlInit_v2\0").ok()?;
@@ -60,7 +60,7 @@ impl Nvml {
         (found == 0).then_some(nvml)
     }
 
-    /// Bytes that no program has.
+    /// Bytes that no program uses.
     pub fn free_bytes(&self) -> Option<u64> {
         let mut info = MemoryInfo::default();
         // SAFETY: a device of this library, and a structure of the type that it fills.

@@ -1,4 +1,4 @@
-//! Address space of a device, into which memory is mapped from its start on: it grows, and its address stays.
+//! Address space of a device, with memory mapped from its start on. It can grow, and its address stays.
 
 use super::{Device, driver};
 use crate::error::Result;
@@ -16,12 +16,13 @@ pub(crate) const GRANULE: usize = 2 << 20;
 pub(crate) struct Reservation {
     start: CUdeviceptr,
     reserved: usize,
-    /// Bytes of each mapping, one behind the other: each is unmapped as it was mapped.
+    /// Bytes of each mapping, in the order of addresses. Each is unmapped as it was mapped.
     mapped: Vec<usize>,
 }
 
 impl Reservation {
-    /// Address space without memory; `None` if the device has no such thing, or maps in other steps. Its context is current.
+    /// Address space without memory; `None` if the device has no such thing, or maps in other steps. Its context is
+    /// current.
     pub fn new(device: &Device) -> Result<Option<Reservation>> {
         if !device.maps_memory || !GRANULE.is_multiple_of(granularity(device)?) {
             return Ok(None);
@@ -39,8 +40,8 @@ impl Reservation {
         self.start
     }
 
-    /// Maps memory until there are at least so many bytes; false if the address space ends before. The device's context is
-    /// current.
+    /// Maps memory until there are at least `bytes` bytes; false if the address space ends before. The device's context
+    /// is current.
     pub fn grow(&mut self, device: &Device, bytes: usize) -> Result<bool> {
         match missing(self.mapped.iter().sum(), bytes, self.reserved) {
             None => Ok(false),
@@ -78,8 +79,8 @@ impl Reservation {
     fn unmap_last(&mut self) {
         let Some(bytes) = self.mapped.pop() else { return };
         let at = self.start + self.mapped.iter().sum::<usize>() as u64;
-        // Nothing can be done about a device that refuses.
-        // SAFETY: mapped as a whole, and nobody uses it any more.
+        // If the device refuses, nothing can be done.
+        // SAFETY: mapped as a whole, and no longer used.
         let _ = unsafe { driver!(cuMemUnmap(at, bytes)) };
     }
 }
@@ -95,14 +96,14 @@ impl Drop for Reservation {
     }
 }
 
-/// What has to be mapped behind the first `mapped` bytes so that there are `bytes`; `None` if they are more than the
-/// address space.
+/// The range to map after the first `mapped` bytes so that there are `bytes`; `None` if that is more than the address
+/// space.
 fn missing(mapped: usize, bytes: usize, reserved: usize) -> Option<Range<usize>> {
     let end = bytes.checked_next_multiple_of(GRANULE)?.max(mapped);
     (end <= reserved).then_some(mapped..end)
 }
 
-/// Memory of the device itself, which no other process is to share.
+/// Memory of the device itself, not shared with other processes.
 fn properties(device: &Device) -> CUmemAllocationProp {
     CUmemAllocationProp {
         type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,

@@ -1,4 +1,4 @@
-//! What there is of GPUs and libraries, found out without taking memory on a device.
+//! The GPUs and libraries of a machine, found without taking memory on a device.
 
 use super::device::{DRIVER_MIN, attribute_of, name_of};
 use super::nvml::Nvml;
@@ -22,7 +22,7 @@ pub struct GpuFacts {
     pub capability: (u32, u32),
     /// Bytes of its memory.
     pub total_bytes: u64,
-    /// Bytes that no program has; `None` where NVML is not there to tell.
+    /// Bytes that no program uses; `None` if NVML is missing.
     pub free_bytes: Option<u64>,
 }
 
@@ -33,7 +33,7 @@ impl GpuFacts {
     }
 }
 
-/// What the machine has for the CUDA backend. Each part says by itself what is missing.
+/// What the machine has for the CUDA backend. Each part says itself what is missing.
 #[derive(Clone, Debug)]
 pub struct Survey {
     /// The CUDA version that the driver supports.
@@ -49,7 +49,8 @@ pub struct Survey {
 }
 
 impl Survey {
-    /// Looks. No context is made, so no GPU's memory is taken; about 100 ms where there is a driver.
+    /// Looks at the machine. This makes no context, so it takes no GPU's memory. It takes about 100 ms if there is a
+    /// driver.
     pub fn take() -> Survey {
         let driver = driver_version();
         let gpus = if driver.is_ok() { gpus().unwrap_or_default() } else { Vec::new() };
@@ -62,7 +63,7 @@ impl Survey {
         }
     }
 
-    /// The first thing that keeps every GPU from being used; `None` if nothing does.
+    /// The first error that keeps every GPU from being used; `None` if there is none.
     pub fn obstacle(&self) -> Option<CudaError> {
         let driver = self.driver.as_ref().err();
         let library = || self.compiler.as_ref().err().or(self.blas.as_ref().err());
@@ -76,7 +77,7 @@ fn driver_version() -> Result<Version> {
         return Err(super::device::no_driver());
     }
     let mut found = 0;
-    // SAFETY: the pointer is to a local, and cuInit comes before all else.
+    // SAFETY: the pointer is to a local, and cuInit is called first.
     unsafe {
         driver!(cuInit(0))?;
         driver!(cuDriverGetVersion(&mut found))?;
@@ -87,7 +88,7 @@ fn driver_version() -> Result<Version> {
     Ok((found as u32 / 1000, found as u32 % 1000 / 10))
 }
 
-/// All devices of a driver that was initialised.
+/// All devices of an initialised driver.
 fn gpus() -> Result<Vec<GpuFacts>> {
     let mut count = 0;
     // SAFETY: the pointer is to a local.
