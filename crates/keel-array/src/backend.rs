@@ -202,9 +202,8 @@ pub trait Backend: Send + Sync + 'static {
 
     /// As [`Backend::launch`], but does not wait if the backend [is queueing](Backend::is_queueing). Later writes,
     /// reads and launches of the host are ordered after it. The memory it uses must stay in place until
-    /// [`Backend::wait`] returns.
-    /// `result` is whole words of 4 bytes, at most [`RESULT_BYTES_MAX`]; the host gets them as the launch's last kernel
-    /// leaves them. At most [`LAUNCHES_MAX`] launches are under way at a time.
+    /// [`Backend::wait`] returns. `result` is whole words of 4 bytes, at most [`RESULT_BYTES_MAX`]; the host gets them
+    /// as the launch's last kernel leaves them. At most [`LAUNCHES_MAX`] launches are under way at a time.
     ///
     /// # Errors
     /// As [`Backend::launch`], for errors that are known already.

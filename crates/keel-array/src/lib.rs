@@ -8,8 +8,8 @@
 //! All memory goes through the [`Ledger`] under a [`Category`]. The limit is hard: an allocation beyond it is an error.
 //!
 //! # Regimes
-//! Rows of a sequence are computed in one of two ways: in *prefill* on a 64-token grid anchored at position 0, and
-//! in *decode* token by token. Within a regime a row's bits do not depend on how the rows were split into runs.
+//! Rows of a sequence are computed in one of two ways: in *prefill* on a 64-token grid anchored at position 0, and in
+//! *decode* token by token. Within a regime a row's bits do not depend on how the rows were split into runs.
 
 #![forbid(unsafe_code)]
 

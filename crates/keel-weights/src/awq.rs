@@ -5,18 +5,14 @@
 //! `[K / group_size, N]`. Each i32 word holds eight values:
 //!
 //! * AWQ: `qweight` `[K, N / 8]` and `qzeros` `[K / group_size, N / 8]`. A word holds eight outputs, from the lowest
-//! bits
-//!   on in the order 0, 2, 4, 6, 1, 3, 5, 7.
+//!   bits on in the order 0, 2, 4, 6, 1, 3, 5, 7.
 //! * GPTQ: `qweight` `[K / 8, N]` holds eight inputs a word, `qzeros` eight outputs, both in order. Stored zeros are
-//! one
-//!   too small, unless the config's `checkpoint_format` is `gptq_v2`. `g_idx` i32 `[K]` names the group of each input.
-//!   Only
-//!   groups `k / group_size` are read, because inputs in another order would need separate scales.
+//!   one too small, unless the config's `checkpoint_format` is `gptq_v2`. `g_idx` i32 `[K]` names the group of each
+//!   input. Only groups `k / group_size` are read, because inputs in another order would need separate scales.
 //!
 //! ParoQuant's layers first scale their input and rotate it in pairs: `channel_scales` f16 `[1, K]` or `[K]`, `theta`
-//! f16
-//! `[R, K / 2]` and `pairs` i16 `[R, K]`, which count from the start of their group. The experts of a layer share two
-//! rotations: `experts.gate_up_weight_theta` etc. and `experts.down_weight_theta` etc., next to
+//! f16 `[R, K / 2]` and `pairs` i16 `[R, K]`, which count from the start of their group. The experts of a layer share
+//! two rotations: `experts.gate_up_weight_theta` etc. and `experts.down_weight_theta` etc., next to
 //! `experts.0.gate_proj.qweight`.
 
 use std::ops::Range;

@@ -8,10 +8,10 @@
 //! # Rows that may be taken back
 //! A sequence that speculates does not know yet which rows of a step it will keep. The step leaves them *open*
 //! ([`RowLog::KeepOpen`]). Convolution and gated delta rule compute open rows as usual, but write the data needed to
-//! commit them to the log, and do not change window and state. The next step with a log reads from
-//! [`Batch::accepted`] how many of a sequence's open rows are kept. It commits these first rows in order, drops the
-//! others, and continues with its own rows. Taking rows back lowers a count: no state is copied and no row is run
-//! twice. Keys and values of dropped rows are overwritten by the later rows at the same positions.
+//! commit them to the log, and do not change window and state. The next step with a log reads from [`Batch::accepted`]
+//! how many of a sequence's open rows are kept. It commits these first rows in order, drops the others, and continues
+//! with its own rows. Taking rows back lowers a count: no state is copied and no row is run twice. Keys and values of
+//! dropped rows are overwritten by the later rows at the same positions.
 //!
 //! Window, state and outputs have the same bits as in a step that commits the rows at once.
 

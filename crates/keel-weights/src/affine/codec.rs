@@ -82,8 +82,8 @@ pub fn dequantize_row(
 /// stored type. A NaN gets code 0.
 ///
 /// # Shapes
-/// `values`: `[rows, cols]`; `packed`: `[rows, cols * bits / 8]` bytes; `scales`, `biases`: `[rows, cols /
-/// group_size]`.
+/// `values`: `[rows, cols]`; `packed`: `[rows, cols * bits / 8]` bytes; `scales`, `biases`:
+/// `[rows, cols / group_size]`.
 ///
 /// # Panics
 /// If the lengths do not agree or `cols` is not a positive multiple of the group size.

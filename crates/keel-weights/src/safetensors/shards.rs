@@ -97,8 +97,7 @@ impl ShardedWriter {
 }
 
 /// Cuts the list before a shard would exceed `bytes_max`. There is at least one shard, and none is empty unless all
-/// are.
-/// `None` if sizes overflow.
+/// are. `None` if sizes overflow.
 fn split(tensors: &[TensorSpec], bytes_max: u64) -> Option<Vec<&[TensorSpec]>> {
     let (mut shards, mut start, mut shard_bytes, mut total) = (Vec::new(), 0, 0u64, 0u64);
     for (i, spec) in tensors.iter().enumerate() {
