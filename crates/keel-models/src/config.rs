@@ -1,7 +1,7 @@
 //! The numbers of a model, read from config.json. A plain transformer is a hybrid without recurrent layers.
 //!
-//! Both layouts occur: everything at the top level, or the text model nested under `text_config`; rope numbers
-//! under `rope_parameters`, or `rope_theta` and `partial_rotary_factor` beside the others.
+//! Both layouts are accepted: all keys at the top level, or the text model's under `text_config`; rope keys under
+//! `rope_parameters`, or `rope_theta` and `partial_rotary_factor` next to the other keys.
 
 use keel_array::AttentionSpec;
 use serde_json::Value;
@@ -11,16 +11,16 @@ use crate::rope::{self, Contexts, RopeScaling};
 use crate::turning::QueryGrowth;
 use crate::{ModelError, Result};
 
-/// Largest width, count or length: far above all models, far below where products of two overflow.
+/// Largest width, count or length: far above all models, and products of two stay far from an overflow.
 const EXTENT_MAX: usize = 1 << 24;
 
 /// Most experts of a layer.
 const EXPERTS_MAX: usize = 1 << 14;
 
-/// How a layer mixes positions.
+/// Kind of a layer's mixer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MixerKind {
-    /// Attention to everything before.
+    /// Attention to all earlier tokens.
     Attention,
     /// Attention to a window of the latest tokens.
     SlidingAttention,
@@ -41,7 +41,7 @@ pub struct MoeConfig {
     pub shared_intermediate: usize,
     /// Divide the chosen probabilities by their sum.
     pub normalise: bool,
-    /// Layers that have a dense feed-forward half all the same.
+    /// Layers with a dense feed-forward half, despite the experts of the others.
     pub dense_layers: Vec<usize>,
 }
 
@@ -58,11 +58,11 @@ pub struct HybridConfig {
     pub layers: Vec<MixerKind>,
     /// Layers of the multi-token-prediction head; 0 without one.
     pub mtp_layers: usize,
-    /// Added under every root.
+    /// Added to the mean square under every root.
     pub eps: f32,
-    /// The output head is the embedding.
+    /// True if the output head is the embedding.
     pub tied: bool,
-    /// Positions the model was made for.
+    /// Most positions that the model supports.
     pub context_max: usize,
     /// `H`.
     pub heads: usize,
@@ -72,23 +72,23 @@ pub struct HybridConfig {
     pub head_dim: usize,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// Elements of a head that turn.
+    /// Elements of a head that rotate.
     pub rotary: usize,
-    /// Frequencies that read time, row and column where there are pictures, and whether the axes take turns.
+    /// In steps with pictures: numbers of frequencies that read time, row and column, and whether the axes alternate.
     pub rope_sections: Option<([usize; 3], bool)>,
-    /// How the rotary frequencies are stretched.
+    /// Scaling of the rotary frequencies.
     pub rope_scaling: RopeScaling,
     /// Base of the rotary frequencies of sliding layers.
     pub sliding_rope_theta: f64,
-    /// How those of sliding layers are stretched.
+    /// Scaling of the rotary frequencies of sliding layers.
     pub sliding_rope_scaling: RopeScaling,
-    /// Layers whose queries and keys are not turned at all.
+    /// Layers whose queries and keys are not rotated.
     pub unturned: Vec<usize>,
     /// Tokens that a row of a sliding layer sees, itself included; 0 without such layers.
     pub window: usize,
-    /// Factor on `q . k`, without what a stretched rotation adds: see [`HybridConfig::score_scale`].
+    /// Factor on `q . k`, without the factor of a rope scaling: see [`HybridConfig::score_scale`].
     pub attention_scale: f64,
-    /// Queries grow with their position.
+    /// Growth of queries with their position.
     pub query_growth: Option<QueryGrowth>,
     /// Whether attention's output has a gate.
     pub gated: bool,
@@ -154,7 +154,7 @@ impl HybridConfig {
         Ok(parsed)
     }
 
-    /// Checks the numbers against each other.
+    /// Checks that the numbers agree.
     pub(crate) fn check(&self) -> Result<()> {
         let recurrent = [
             ("linear_num_key_heads", self.key_heads),
@@ -217,9 +217,9 @@ impl HybridConfig {
     }
 }
 
-/// What is read in several steps.
+/// Values that several models read from several keys.
 impl Fields<'_> {
-    /// How the frequencies of a layer type are stretched.
+    /// Scaling of the frequencies of a layer type.
     pub fn rope_scaling(&self, layer_type: &str) -> Result<RopeScaling> {
         let context = self.size_or("max_position_embeddings", 32768)?;
         let original = self.size_or("original_max_position_embeddings", context)?;
@@ -251,7 +251,7 @@ impl Fields<'_> {
         Ok(Some((list, interleaved)))
     }
 
-    /// The kinds that `layer_types` lists, if it is there.
+    /// The kinds in `layer_types`, if the config has it.
     pub fn layer_types(&self) -> Result<Option<Vec<MixerKind>>> {
         let count = self.size("num_hidden_layers")?;
         let Some(types) = self.get("layer_types").and_then(Value::as_array) else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! What can go wrong when a model is read.
+//! Errors when a model is read.
 
 use keel_array::ArrayError;
 use keel_weights::WeightsError;
@@ -13,9 +13,9 @@ pub enum ModelError {
     /// No model of this type is known.
     #[error("config.json: model_type {found:?} is not supported; supported are {supported}")]
     UnknownModelType {
-        /// What the config says.
+        /// The type in the config.
         found: String,
-        /// What would work.
+        /// The types that are supported.
         supported: String,
     },
     /// A parameter has another shape than the config implies.
@@ -28,10 +28,10 @@ pub enum ModelError {
         /// Shape in the checkpoint.
         got: String,
     },
-    /// The checkpoint.
+    /// An error of the checkpoint.
     #[error(transparent)]
     Weights(#[from] WeightsError),
-    /// The runtime.
+    /// An error of the runtime.
     #[error(transparent)]
     Array(#[from] ArrayError),
 }

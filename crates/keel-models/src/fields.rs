@@ -1,10 +1,10 @@
-//! Looking up a config's keys.
+//! Looks up keys of a config.
 
 use serde_json::Value;
 
 use crate::{ModelError, Result};
 
-/// The text part of a config, and the top level for what is found only there.
+/// The text part of a config; the top level for keys that exist only there.
 pub(crate) struct Fields<'a> {
     text: &'a Value,
     top: &'a Value,
@@ -25,7 +25,7 @@ impl<'a> Fields<'a> {
         [self.text, self.top].into_iter().filter_map(|v| v.get(key)).find(|v| !v.is_null())
     }
 
-    /// Whether the text part has the key, be it null.
+    /// Whether the text part has the key, possibly with the value null.
     pub fn is_mentioned(&self, key: &str) -> bool {
         self.text.get(key).is_some()
     }
@@ -49,7 +49,7 @@ impl<'a> Fields<'a> {
         self.get(key).and_then(Value::as_bool).unwrap_or(false)
     }
 
-    /// A rope number from `rope_parameters` (or `rope_scaling`), or from next to the others.
+    /// A rope number from `rope_parameters` (or `rope_scaling`), or from a key next to the others.
     pub fn rope(&self, key: &str, default: f64) -> Result<f64> {
         let nested = ["rope_parameters", "rope_scaling"].iter().find_map(|k| self.get(k)?.get(key));
         match nested.filter(|value| !value.is_null()) {

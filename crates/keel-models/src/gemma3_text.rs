@@ -1,5 +1,5 @@
-//! `gemma3_text`, and the text part of `gemma3` (Gemma Team, 2025): most layers see a window with rotary frequencies of
-//! their own, four norms a block with scales stored as offsets from one, scaled embeddings.
+//! `gemma3_text`, and the text part of `gemma3` (Gemma Team, 2025). Most layers see a window and have separate rotary
+//! frequencies. A block has four norms, whose scales are stored as offsets from one. Embeddings are scaled.
 //!
 //! Reference: `modeling_gemma3.py` of transformers.
 
@@ -13,7 +13,7 @@ use crate::rope;
 use crate::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
 use crate::{HybridConfig, MixerKind, Result, RopeScaling};
 
-/// The numbers. Published configs leave out what the reference has as default.
+/// The numbers. Published configs leave out keys whose value is the reference's default.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let defaults = [
         ("num_attention_heads", 8),
@@ -46,7 +46,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     };
     parsed.rope_theta = theta("full_attention", "rope_theta", 1e6)?;
     parsed.sliding_rope_theta = theta("sliding_attention", "rope_local_base_freq", 1e4)?;
-    // Older configs stretch layers that see everything alone.
+    // In older configs, the scaling is only for layers without a window.
     if !rope::is_by_layer_type(&fields) {
         parsed.sliding_rope_scaling = RopeScaling::None;
     }

@@ -1,5 +1,5 @@
-//! `glm4`: GLM-4 of 2025 (GLM Team, 2024): four norms a block, neighbouring elements of half of a head turn together, one layer
-//! for gate and up.
+//! `glm4`: GLM-4 of 2025 (GLM Team, 2024). A block has four norms. Half of each head rotates, in pairs of neighbouring
+//! elements. Gate and up are one layer.
 //!
 //! Reference: `modeling_glm4.py` of transformers.
 

@@ -1,4 +1,4 @@
-//! A model put together: embedding, layers, final norm, output head, and the multi-token-prediction head.
+//! A complete model: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
 use keel_array::{Array, ConvWindow, DType, DeltaState, KvFormat, Weight};
 use keel_cache::{CacheSpec, LayerSpec, LayerStorage};
@@ -22,17 +22,17 @@ pub struct Block {
     pub mixer_norm: Option<RmsNorm>,
     /// First half.
     pub mixer: Mixer,
-    /// Norm of what the mixer gives, before it is added.
+    /// Norm of the mixer's output, before it is added.
     pub mixer_out_norm: Option<RmsNorm>,
     /// Norm before the feed-forward half.
     pub ff_norm: Option<RmsNorm>,
     /// Second half.
     pub ff: FeedForward,
-    /// Norm of what the second half gives, before it is added.
+    /// Norm of the second half's output, before it is added.
     pub ff_out_norm: Option<RmsNorm>,
 }
 
-/// What a norm gives, or x where there is none.
+/// The norm of x; x itself if there is no norm.
 fn normed(norm: Option<&RmsNorm>, x: &Array) -> Result<Array> {
     Ok(norm.map_or(Ok(x.clone()), |norm| norm.apply(x))?)
 }
@@ -79,7 +79,7 @@ impl Block {
         Ok(mixer.apply(normed, residual, growth, pool, step)?)
     }
 
-    /// The rest of a block whose halves are normed again before they are added.
+    /// The rest of a block that norms the output of each half before it is added.
     fn add_normed(
         &self,
         (x, attended): (&Array, &Array),
@@ -97,7 +97,7 @@ impl Block {
     }
 }
 
-/// Factors on queries that follow from their positions: `1 + beta ln(1 + floor(position / original))`.
+/// Factors on queries by position: `1 + beta ln(1 + floor(position / original))`.
 #[derive(Debug)]
 pub struct GrowingQueries {
     /// i32 `[1]`.
@@ -111,14 +111,15 @@ pub struct GrowingQueries {
 impl GrowingQueries {
     /// Factors of rows at these positions, f32 `[T, 1, 1]`.
     fn of(&self, positions: &Array) -> Result<Array> {
-        // Whole numbers are divided without a rest, which is the floor.
+        // Integer division truncates, which is the floor for positions.
         let periods = positions.div(&self.original)?.cast(DType::F32)?;
         let factors = periods.add(&self.one)?.log()?.mul(&self.beta)?.add(&self.one)?;
         Ok(factors.reshape([positions.shape()[0], 1, 1])?)
     }
 }
 
-/// The multi-token-prediction head: reads the model's hidden state and the next token, predicts the one after.
+/// The multi-token-prediction head. It reads the model's hidden state and the next token, and predicts the token after
+/// it.
 #[derive(Debug)]
 pub struct MtpHead {
     /// Norm of the next token's embedding.
@@ -127,7 +128,7 @@ pub struct MtpHead {
     pub hidden_norm: RmsNorm,
     /// `[hidden, 2 hidden]`: embedding first.
     pub fc: Weight,
-    /// Attention layers with caches of their own.
+    /// Attention layers with separate caches.
     pub blocks: Vec<Block>,
     /// Final norm.
     pub norm: RmsNorm,
@@ -148,14 +149,14 @@ pub struct HybridModel {
     pub blocks: Vec<Block>,
     /// Final norm.
     pub norm: RmsNorm,
-    /// `[V, hidden]`; the embedding itself where the two are tied.
+    /// Output head `[V, hidden]`; the embedding's weight if the two are tied.
     pub head: Weight,
     /// Multi-token prediction.
     pub mtp: Option<MtpHead>,
 }
 
 impl HybridModel {
-    /// What a sequence of this model remembers: the layers, then those of the multi-token-prediction head.
+    /// The memory of a sequence: the model's layers, then those of the multi-token-prediction head.
     pub fn cache_spec(&self, kv: KvFormat) -> CacheSpec {
         let c = &self.config;
         let attention = LayerSpec::Attention { kv_heads: c.kv_heads, head_dim: c.head_dim };
@@ -199,9 +200,9 @@ impl HybridModel {
         Ok(self.norm.apply(&x)?)
     }
 
-    /// Commits the accepted open rows of the recurrent layers without running a row, but for the first `windows`
-    /// convolution windows and the first `states` states (no more than windows), which have theirs. The results, one for
-    /// each layer, mean nothing.
+    /// Commits the accepted open rows of the recurrent layers without running a row. The first `windows` convolution
+    /// windows and the first `states` states (at most `windows`) are committed already. Returns one result for each
+    /// committed layer; their values are undefined.
     ///
     /// # Errors
     /// If the operands do not fit.
@@ -233,8 +234,8 @@ impl HybridModel {
         Ok(hidden.linear(&self.head)?)
     }
 
-    /// Hidden states of the multi-token-prediction head, `[T, hidden]`: row t predicts token t + 2 from the model's
-    /// hidden state of token t and the id of token t + 1. `layers` is the storage of the head's own layers.
+    /// Hidden states of the multi-token-prediction head, `[T, hidden]`. Row t predicts token t + 2 from the model's
+    /// hidden state of token t and the id of token t + 1. `layers` is the storage of the head's layers.
     ///
     /// # Errors
     /// If the operands do not fit.
@@ -253,8 +254,8 @@ impl HybridModel {
         Ok(head.norm.apply(&x)?)
     }
 
-    /// As [`HybridModel::mtp_hidden`], for the head's keys and values alone: the rest of its last layer is not run. The
-    /// result, f32 `[T, KV D]`, means nothing.
+    /// As [`HybridModel::mtp_hidden`], but writes only the head's keys and values: the rest of its last layer is not
+    /// run. The result, f32 `[T, KV D]`, is undefined.
     ///
     /// # Errors
     /// If the operands do not fit.

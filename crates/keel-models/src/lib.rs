@@ -1,8 +1,8 @@
 //! Model definitions, one file per `model_type`.
 //!
-//! A model is read with [`load`]: config numbers, then weights into a [`keel_array::Runtime`]. On a planning
-//! backend the same code counts bytes and reads nothing. A [`HybridModel`] builds the lazy graph of a step; it
-//! does not run anything.
+//! [`load`] reads a model: numbers from the config, then weights into a [`keel_array::Runtime`]. On a planning backend
+//! the same code counts bytes and reads nothing. A [`HybridModel`] builds the lazy graph of a step. It does not run
+//! anything.
 
 #![forbid(unsafe_code)]
 
@@ -45,7 +45,7 @@ pub use turning::QueryGrowth;
 use loading::Loader;
 use serde_json::Value;
 
-/// The model types that [`load`] knows.
+/// The model types that [`load`] supports.
 pub const MODEL_TYPES: [&str; 15] = [
     "qwen3_5",
     "qwen3_5_moe",
@@ -64,18 +64,18 @@ pub const MODEL_TYPES: [&str; 15] = [
     "glm4",
 ];
 
-/// The numbers of a config, if the model is one that [`load`] knows.
+/// The numbers of a config whose model type [`load`] supports.
 ///
 /// # Errors
-/// An unknown `model_type`, a config that is incomplete or contradicts itself.
+/// For an unknown `model_type`, or a config that is incomplete or contradicts itself.
 pub fn read_config(config: &Value) -> Result<HybridConfig> {
     let parsed = (family_of(config)?.config)(config)?;
     parsed.check()?;
     Ok(parsed)
 }
 
-/// As [`read_config`], where the parameters are known, too: an error about an unknown type whose tensors have Llama's names says
-/// which fields are not understood.
+/// As [`read_config`], with the parameters at hand: if an unknown type's tensors have Llama's names, the error lists
+/// the fields that are not supported.
 ///
 /// # Errors
 /// As [`read_config`].
@@ -89,19 +89,19 @@ pub fn read_config_of(config: &Value, parameters: &dyn loading::Parameters) -> R
 /// Reads the model that a config describes.
 ///
 /// # Errors
-/// An unknown `model_type`, a config that is incomplete, parameters that are missing or misshapen, or a memory
+/// For an unknown `model_type`, a config that is incomplete, parameters that are missing or misshapen, or a memory
 /// limit that is too small.
 pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
     let parsed = read_config_of(config, loader.parameters())?;
     (family_of(config)?.load)(loader, config, parsed)
 }
 
-/// Whether the config names a multi-token-prediction head and the checkpoint still has it: converters drop it.
+/// Whether the config has a multi-token-prediction head and the checkpoint contains it: some converters drop it.
 pub fn has_mtp_head(config: &HybridConfig, parameters: &dyn loading::Parameters) -> bool {
     config.mtp_layers > 0 && parameters.contains("mtp.fc.weight")
 }
 
-/// How models of one type are read.
+/// The functions that read models of one type.
 struct Family {
     config: fn(&Value) -> Result<HybridConfig>,
     load: fn(&Loader<'_>, &Value, HybridConfig) -> Result<HybridModel>,
@@ -128,7 +128,7 @@ fn family_of(config: &Value) -> Result<Family> {
         "mistral" => family!(mistral),
         "ministral" => family!(ministral),
         "ministral3" => family!(ministral3),
-        // A vision tower next to one of two language models.
+        // A checkpoint with a vision tower and one of two language models.
         "mistral3" if config["text_config"]["model_type"] == "ministral3" => family!(ministral3),
         "mistral3" => family!(mistral),
         "smollm3" => family!(smollm3),

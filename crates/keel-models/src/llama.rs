@@ -1,4 +1,4 @@
-//! `llama`: Llama 2 and 3 and what is built like them (Touvron et al., 2023; Grattafiori et al., 2024).
+//! `llama`: Llama 2 and 3, and models with the same layers (Touvron et al., 2023; Grattafiori et al., 2024).
 //!
 //! Reference: `modeling_llama.py` of transformers.
 

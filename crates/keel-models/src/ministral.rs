@@ -1,4 +1,4 @@
-//! `ministral`: Ministral 8B of 2024: as `mistral`, with layers that see a window and layers that see everything.
+//! `ministral`: Ministral 8B of 2024: as `mistral`, but only some layers see a window.
 //!
 //! Reference: `modeling_ministral.py` of transformers.
 

@@ -1,5 +1,5 @@
-//! `ministral3`: Ministral 3 and the text part of Mistral 3 (Mistral AI, 2025): as `mistral`, with YaRN and queries that grow
-//! with their position.
+//! `ministral3`: Ministral 3 and the text part of Mistral 3 (Mistral AI, 2025): as `mistral`, with YaRN and with
+//! queries that grow with their position.
 //!
 //! Reference: `modeling_ministral3.py` of transformers.
 
@@ -37,7 +37,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     Ok(parsed)
 }
 
-/// How queries grow, if they do.
+/// The growth of queries, if the config has one.
 fn growth(fields: &Fields<'_>) -> Result<Option<QueryGrowth>> {
     let beta = fields.rope("llama_4_scaling_beta", 0.0)?;
     if beta == 0.0 {

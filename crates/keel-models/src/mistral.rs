@@ -1,5 +1,5 @@
-//! `mistral`: Mistral 7B, Nemo, Small and what is built like them (Jiang et al., 2023): Llama's layers, all of which see a
-//! window in the first ones.
+//! `mistral`: Mistral 7B, Nemo, Small, and models with the same layers (Jiang et al., 2023): Llama's layers. In the
+//! first models all layers see a window.
 //!
 //! Reference: `modeling_mistral.py` of transformers.
 
@@ -11,7 +11,7 @@ use crate::loading::Loader;
 use crate::transformer::{self, Defaults, Traits};
 use crate::{HybridConfig, Result};
 
-/// Window of a config that does not speak of one; those of models without a window say null.
+/// Window of a config without the key. Configs of models without a window contain null.
 const WINDOW: usize = 4096;
 
 /// The numbers.

@@ -1,4 +1,4 @@
-//! What checkpoints call the parameters that most model types share, and how the variants are stored.
+//! Names of parameters that most model types share, and the variants of their storage.
 
 use keel_array::Array;
 
@@ -12,16 +12,16 @@ use crate::{HybridConfig, MixerKind, ModelError, MoeConfig, Result};
 pub(crate) struct FamilyReader<'a> {
     pub loader: &'a Loader<'a>,
     pub config: &'a HybridConfig,
-    /// What stands before `embed_tokens`, `layers` and `norm`.
+    /// The prefix of `embed_tokens`, `layers` and `norm`.
     pub root: String,
-    /// Norms are stored as offsets from one: the Hugging Face form. MLX's converter stores the scale itself.
+    /// Norms are stored as offsets from one, as in Hugging Face checkpoints. MLX's converter stores the scale itself.
     pub norms_are_offsets: bool,
-    /// The rotation of layers that see everything.
+    /// The rotation of layers without a window.
     pub rotation: Rotation,
 }
 
 impl<'a> FamilyReader<'a> {
-    /// Finds out which of the layouts the checkpoint has.
+    /// Detects the checkpoint's layout.
     pub fn new(loader: &'a Loader<'a>, config: &'a HybridConfig) -> Result<FamilyReader<'a>> {
         const ROOTS: [&str; 3] = ["model.language_model.", "language_model.model.", "model."];
         let root =
@@ -32,7 +32,8 @@ impl<'a> FamilyReader<'a> {
                 "the checkpoint has no token embedding under any known name ({tried})"
             ))
         })?;
-        // MLX's converter transposes the convolution and shifts the norms in one go, so one tells of the other.
+        // MLX's converter transposes the convolution and shifts the norms together, so the convolution's form implies
+        // both.
         let recurrent = config.layers.iter().position(|k| *k == MixerKind::GatedDelta);
         let conv = recurrent
             .and_then(|i| loader.parameters().shape(&format!("{root}layers.{i}.linear_attn.conv1d.weight")));
@@ -53,13 +54,13 @@ impl<'a> FamilyReader<'a> {
         Ok(RmsNorm { scale, eps: self.config.eps })
     }
 
-    /// A norm whose scale is stored as it is.
+    /// A norm that is stored as its scale.
     pub fn plain_norm(&self, name: &str, width: usize) -> Result<RmsNorm> {
         let scale = self.loader.vector(&format!("{name}.weight"), &[width], |w| w)?;
         Ok(RmsNorm { scale, eps: self.config.eps })
     }
 
-    /// The depthwise convolution as `[K, channels]`; both stored forms, `(C, 1, K)` and `(C, K, 1)`, are its transpose.
+    /// The depthwise convolution as `[K, channels]`. Both stored forms, `(C, 1, K)` and `(C, K, 1)`, are its transpose.
     pub fn conv(&self, name: &str) -> Result<Array> {
         self.loader.transposed(name, self.config.conv_channels(), self.config.conv_width)
     }
@@ -146,7 +147,7 @@ pub(crate) fn rotation(loader: &Loader<'_>, config: &HybridConfig, kind: MixerKi
     })
 }
 
-/// How the experts of a layer are stored.
+/// The storage of a layer's experts.
 #[derive(Clone, Copy)]
 enum ExpertLayout {
     /// Three tensors for each expert.

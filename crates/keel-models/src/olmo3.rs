@@ -1,5 +1,5 @@
-//! `olmo3`: OLMo 3 (Team OLMo, 2025): norms after the halves of a block and none before, norms of all query heads and of all
-//! key heads together, windows in most layers, YaRN in the others.
+//! `olmo3`: OLMo 3 (Team OLMo, 2025). Norms come after the halves of a block, not before. One norm covers all query
+//! heads and one all key heads. Most layers see a window; the others have YaRN.
 //!
 //! Reference: `modeling_olmo3.py` of transformers.
 
@@ -12,7 +12,7 @@ use crate::rope;
 use crate::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
 use crate::{HybridConfig, MixerKind, Result, RopeScaling};
 
-/// Layers from one that sees everything to the next, where a config does not list kinds.
+/// Every this many layers, one has no window, if the config does not list the kinds.
 const FULL_EVERY: usize = 4;
 
 /// The numbers.
@@ -31,7 +31,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
             }
         }
     }
-    // Published configs name the stretching without saying that it is for layers that see everything.
+    // Published configs name the scaling without saying that it is only for layers without a window.
     if !rope::is_by_layer_type(&fields) {
         config.sliding_rope_scaling = RopeScaling::None;
     }

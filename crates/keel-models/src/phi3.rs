@@ -1,5 +1,5 @@
-//! `phi3`: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (Abdin et al., 2024): one layer for queries, keys and values and one for gate
-//! and up; the long ones have LongRoPE.
+//! `phi3`: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (Abdin et al., 2024). Queries, keys and values are one layer, gate and
+//! up another. Models with a long context have LongRoPE.
 //!
 //! Reference: `modeling_phi3.py` of transformers.
 

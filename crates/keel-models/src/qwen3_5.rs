@@ -15,7 +15,7 @@ pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> 
     load_with(loader, config, gated_delta_net)
 }
 
-/// Reads a model whose recurrent layers are stored as `read_recurrent` expects; the rest is common to the family.
+/// Reads a model with `read_recurrent` for the recurrent layers. The rest is the same for the family.
 pub(crate) fn load_with(
     loader: &Loader<'_>,
     config: HybridConfig,
@@ -84,7 +84,7 @@ fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDelta
     recurrent_layer(reader, prefix, pieces)
 }
 
-/// A recurrent layer once it is known where the rows of qkv, z, a and b are.
+/// A recurrent layer. `pieces` are the rows of qkv, z, a and b.
 pub(crate) fn recurrent_layer(
     reader: &FamilyReader<'_>,
     prefix: &str,
@@ -108,11 +108,11 @@ pub(crate) fn recurrent_layer(
     })
 }
 
-/// The multi-token-prediction head, if the config names one and the checkpoint still has it: converters drop it.
+/// The multi-token-prediction head, if the config has one and the checkpoint contains it: some converters drop it.
 ///
-/// `mtp_num_hidden_layers` counts the layers between its projection and its norm, of which there is one each: they run one
-/// behind the other for every draft. (vLLM takes layer i for draft i instead. No published checkpoint has more than one;
-/// drafts would be worse, no text different.)
+/// `mtp_num_hidden_layers` counts the layers between the head's one projection and its one norm. All of them run, one
+/// after the other, for every draft. (vLLM uses layer i for draft i instead. No published checkpoint has more than one
+/// layer. With several, a wrong choice would make drafts worse but change no text.)
 fn mtp_head(reader: &FamilyReader<'_>) -> Result<Option<MtpHead>> {
     let c = reader.config;
     let known = reader.loader.parameters();

@@ -20,7 +20,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let Some(moe) = &mut config.moe else {
         return Err(ModelError::Config("num_experts is missing".into()));
     };
-    // The reference's default, unlike that of the hybrids.
+    // The reference's default, which differs from the hybrid models'.
     moe.normalise = fields.flag("norm_topk_prob");
     let is_dense = |i: &usize| listed.contains(&(*i as u64)) || every == 0 || !(*i + 1).is_multiple_of(every);
     moe.dense_layers = (0..config.layers.len()).filter(is_dense).collect();

@@ -1,4 +1,4 @@
-//! `qwen3_next`: as `qwen3_5_moe`, but q, k, v and z (and b and a) interleaved per key head in one projection.
+//! `qwen3_next`: as `qwen3_5_moe`, but one projection holds q, k, v and z, interleaved by key head; another b and a.
 
 use std::ops::Range;
 
@@ -19,7 +19,8 @@ fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDelta
     let c = reader.config;
     let (dk, ratio) = (c.key_dim, c.value_heads / c.key_heads);
     let values = ratio * c.value_dim;
-    // Rows of one key head: q, k, then the values and gates of its value heads; and its b, then its a.
+    // Rows of one key head: q, k, then the values and gates of its value heads. In the other projection: its b, then
+    // its a.
     let wide = format!("{prefix}in_proj_qkvz");
     let wide_total = c.key_heads * (2 * dk + 2 * values);
     let qkvz = |from: usize, len: usize| per_head(c.key_heads, 2 * dk + 2 * values, from, len);
@@ -35,7 +36,7 @@ fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDelta
     crate::qwen3_5::recurrent_layer(reader, prefix, pieces)
 }
 
-/// `from..from + len` of each of `heads` runs of `stride` rows.
+/// Rows `from..from + len` of each of `heads` runs of `stride` rows.
 fn per_head(heads: usize, stride: usize, from: usize, len: usize) -> Vec<Range<usize>> {
     (0..heads).map(|h| h * stride + from..h * stride + from + len).collect()
 }

@@ -1,6 +1,6 @@
-//! Rotary frequencies, and the ways in which checkpoints stretch them over longer contexts.
+//! Rotary frequencies, and their scalings for longer contexts.
 //!
-//! Unscaled, frequency `i` of `n / 2` is `theta^(-2i / n)`. The scalings are those of the Hugging Face reference
+//! Without scaling, frequency `i` of `n / 2` is `theta^(-2i / n)`. The scalings are those of the Hugging Face reference
 //! implementation: `linear`, `llama3`, YaRN (Peng et al., 2023) and LongRoPE (Ding et al., 2024).
 
 use std::f64::consts::{PI, TAU};
@@ -10,19 +10,19 @@ use serde_json::Value;
 use crate::fields::Fields;
 use crate::{ModelError, Result};
 
-/// How frequencies are stretched.
+/// Scaling of the frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     None,
-    /// All of them divided by a factor.
+    /// All frequencies are divided by a factor.
     Linear {
         /// The factor.
         factor: f64,
     },
-    /// Low frequencies divided, high ones kept, smooth between.
+    /// Low frequencies are divided, high ones kept, with a smooth transition.
     Llama3 {
-        /// What the low ones are divided by.
+        /// Divisor of the low frequencies.
         factor: f64,
         /// Wavelengths above `original / low` are low frequencies.
         low: f64,
@@ -31,44 +31,44 @@ pub enum RopeScaling {
         /// Context of the first training.
         original: f64,
     },
-    /// Divided below a frequency that turns `slow` times in the original context, kept above one that turns `fast`
-    /// times, a ramp between; and scores are sharpened.
+    /// Frequencies with fewer than `slow` turns in the original context are divided, those with more than `fast` turns
+    /// are kept, with a ramp between. Scores are sharpened.
     Yarn {
-        /// What the low ones are divided by.
+        /// Divisor of the low frequencies.
         factor: f64,
-        /// Turns from which on frequencies are kept.
+        /// Least number of turns of frequencies that are kept.
         fast: f64,
-        /// Turns up to which frequencies are divided.
+        /// Greatest number of turns of frequencies that are fully divided.
         slow: f64,
         /// Context of the first training.
         original: f64,
         /// Factor on queries and keys after the rotation.
         attention: f64,
-        /// The ramp's ends are rounded to whole frequencies.
+        /// True if the ramp's ends are rounded to whole frequencies.
         whole: bool,
     },
-    /// LongRoPE (Ding et al., 2024): a divisor for each frequency, others where a sequence is longer than the original
-    /// context; and scores are sharpened.
+    /// LongRoPE (Ding et al., 2024): a divisor for each frequency, with a second list for sequences longer than the
+    /// original context. Scores are sharpened.
     Long {
-        /// Divisors in sequences within the original context.
+        /// Divisors for sequences within the original context.
         short: Vec<f64>,
-        /// Divisors in longer ones.
+        /// Divisors for longer sequences.
         long: Vec<f64>,
         /// Context of the first training.
         original: usize,
         /// Factor on queries and keys after the rotation.
         attention: f64,
     },
-    /// A divisor for each frequency, as GGUF files have them.
+    /// A divisor for each frequency, as in GGUF files.
     Divisors(Vec<f64>),
 }
 
-/// How long sequences may be.
+/// The config's lengths of contexts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Contexts {
     /// `max_position_embeddings`.
     pub whole: usize,
-    /// `original_max_position_embeddings` of the top level; the whole where it is not there.
+    /// `original_max_position_embeddings` of the top level; `whole` if it is missing.
     pub original: usize,
 }
 
@@ -76,7 +76,7 @@ impl RopeScaling {
     /// Reads `rope_parameters`, or the older `rope_scaling`.
     ///
     /// # Errors
-    /// An unknown kind, or a number that is missing or out of range.
+    /// For an unknown kind, or a number that is missing or out of range.
     pub(crate) fn from_json(parameters: &Value, contexts: Contexts) -> Result<RopeScaling> {
         let kind = parameters.get("rope_type").or_else(|| parameters.get("type"));
         let kind = kind.and_then(Value::as_str).unwrap_or("default");
@@ -94,7 +94,7 @@ impl RopeScaling {
         let original = || number("original_max_position_embeddings", Some(contexts.original as f64));
         let stretch = |original: f64| number("factor", Some(contexts.whole as f64 / original));
         match kind {
-            // Sections of several axes have the same position in text, so they drop out.
+            // A text token has the same position on all axes, so sections have no effect on frequencies.
             "default" | "mrope" => Ok(RopeScaling::None),
             "linear" => Ok(RopeScaling::Linear { factor: number("factor", None)? }),
             "llama3" => Ok(RopeScaling::Llama3 {
@@ -103,7 +103,7 @@ impl RopeScaling {
                 high: number("high_freq_factor", None)?,
                 original: original()?,
             }),
-            // Older configs of Phi-3 say su or yarn.
+            // Older configs of Phi-3 name it su or yarn.
             "longrope" | "su" => long(parameters, original()?, &number, &stretch),
             "yarn" if parameters["long_factor"].is_array() => {
                 long(parameters, original()?, &number, &stretch)
@@ -143,7 +143,7 @@ impl RopeScaling {
         }
     }
 
-    /// The scaling of sequences longer than the original context, and that context, where it is another one.
+    /// The scaling for sequences longer than the original context, and that context; `None` if it is the same.
     pub fn of_long_sequences(&self) -> Option<(RopeScaling, usize)> {
         match self {
             RopeScaling::Long { long, original, .. } => {
@@ -160,7 +160,7 @@ impl RopeScaling {
             RopeScaling::None => plain(i),
             RopeScaling::Linear { factor } => plain(i) / factor,
             RopeScaling::Llama3 { factor, low, high, original } => {
-                // Turns in the original context.
+                // Number of turns in the original context.
                 let turns = original * plain(i) / TAU;
                 let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
                 plain(i) * (kept + (1.0 - kept) / factor)
@@ -178,7 +178,7 @@ impl RopeScaling {
     }
 }
 
-/// LongRoPE's numbers.
+/// Reads LongRoPE's numbers.
 fn long(
     parameters: &Value,
     original: f64,
@@ -203,7 +203,7 @@ fn long(
     })
 }
 
-/// The frequencies between which YaRN's ramp lies.
+/// The frequencies at which YaRN's ramp begins and ends.
 fn ramp(theta: f64, rotary: usize, (fast, slow): (f64, f64), original: f64, whole: bool) -> (f64, f64) {
     let frequency_of = |turns: f64| rotary as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln());
     let (mut from, mut to) = (frequency_of(fast), frequency_of(slow));
@@ -212,11 +212,11 @@ fn ramp(theta: f64, rotary: usize, (fast, slow): (f64, f64), original: f64, whol
     }
     let last = rotary as f64 - 1.0;
     let (from, to) = (from.max(0.0), to.min(last));
-    // The reference keeps the ramp from being empty in the same way.
+    // The reference avoids an empty ramp in the same way.
     (from, if from == to { to + 0.001 } else { to })
 }
 
-/// The rope parameters of a layer type: nested under its name, common to all, or the older `rope_scaling`.
+/// The rope parameters of a layer type: nested under its name, common to all types, or the older `rope_scaling`.
 pub(crate) fn parameters<'a>(fields: &'a Fields<'_>, layer_type: &str) -> Option<&'a Value> {
     let found = fields.get("rope_parameters").or_else(|| fields.get("rope_scaling"))?;
     Some(found.get(layer_type).unwrap_or(found))
@@ -276,7 +276,7 @@ mod tests {
         close(&got[6..], &[plain[6] / 4.0, plain[7] / 4.0]);
     }
 
-    /// Phi-4-mini's numbers but for the lists.
+    /// Phi-4-mini's numbers, except for the lists.
     #[test]
     fn longrope_has_two_lists_and_a_factor_that_follows_from_the_contexts() {
         let contexts = Contexts { whole: 131_072, original: 4096 };

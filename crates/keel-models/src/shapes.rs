@@ -15,7 +15,7 @@ pub const NAMES: [&str; 9] = [
     "qwen3-30b-a3b",
 ];
 
-/// Numbers that differ between the sizes of the family.
+/// Numbers that differ between sizes of the family.
 struct Size {
     hidden: usize,
     layers: usize,
@@ -68,7 +68,7 @@ pub fn shape(name: &str) -> Option<Value> {
     Some(config(&size))
 }
 
-/// The same with its multi-token-prediction head, of one layer as it is published; `None` where there is no such head.
+/// The same with its multi-token-prediction head of one layer, as published; `None` if the model has no such head.
 pub fn shape_with_head(name: &str) -> Option<Value> {
     let mut config = shape(name)?;
     config["model_type"].as_str()?.starts_with("qwen3_5").then(|| {

@@ -1,4 +1,4 @@
-//! `smollm3`: SmolLM3 (Hugging Face, 2025): as `llama`, with layers whose queries and keys know no position.
+//! `smollm3`: SmolLM3 (Hugging Face, 2025): as `llama`, but some layers do not rotate queries and keys.
 //!
 //! Reference: `modeling_smollm3.py` of transformers.
 
@@ -27,7 +27,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     Ok(config)
 }
 
-/// The layers that know no position: those with 0 in `no_rope_layers`, or every `no_rope_layer_interval`th.
+/// The layers without rotation: those with 0 in `no_rope_layers`, or every `no_rope_layer_interval`th.
 fn unturned(fields: &Fields<'_>, layers: usize) -> Result<Vec<usize>> {
     let Some(turned) = fields.get("no_rope_layers") else {
         let every = fields.size_or("no_rope_layer_interval", 4)?;

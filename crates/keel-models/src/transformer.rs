@@ -1,6 +1,6 @@
-//! What plain transformers have in common: their numbers, and reading their layers.
+//! Shared code of plain transformers: it reads their numbers and their layers.
 //!
-//! The model types differ in a few [`Traits`] and in the kinds of their layers; each has a file of its own.
+//! The model types differ in a few [`Traits`] and in the kinds of their layers. Each has a separate file.
 
 use std::ops::Range;
 
@@ -13,10 +13,10 @@ use crate::loading::{Loader, Piece};
 use crate::naming::{self, FamilyReader};
 use crate::{HybridConfig, MixerKind, ModelError, Result};
 
-/// Most layers: a config that claims more is not believed.
+/// Most layers. A config with more is refused.
 const LAYERS_MAX: usize = 4096;
 
-/// In what the blocks of the model types differ.
+/// Differences between the blocks of the model types.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Traits {
     /// Queries, keys and values have biases.
@@ -31,15 +31,15 @@ pub(crate) struct Traits {
     pub norms: NormNames,
     /// Norms are stored as offsets from one.
     pub offset_norms: bool,
-    /// Embeddings are multiplied with the square root of their width.
+    /// Embeddings are multiplied by the square root of their width.
     pub scaled_embedding: bool,
     /// Queries, keys and values are one layer, `qkv_proj`.
     pub fused_qkv: bool,
     /// Gate and up are one layer, `gate_up_proj`.
     pub fused_gate_up: bool,
-    /// Elements `2 j` and `2 j + 1` of a head turn together, not `j` and `j + rotary / 2`.
+    /// Elements `2 j` and `2 j + 1` of a head rotate together, not `j` and `j + rotary / 2`.
     pub turns_neighbours: bool,
-    /// Of the feed-forward half.
+    /// Function of the feed-forward half.
     pub activation: Activation,
 }
 
@@ -54,16 +54,16 @@ pub(crate) enum HeadNorms {
     Together,
 }
 
-/// The names of a block's norms; `None` where there is no norm.
+/// The names of a block's norms; `None` if there is no such norm.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NormNames {
     /// Before attention.
     pub mixer: Option<&'static str>,
-    /// Of what attention gives.
+    /// Of attention's output.
     pub mixer_out: Option<&'static str>,
     /// Before the feed-forward half.
     pub ff: Option<&'static str>,
-    /// Of what the feed-forward half gives.
+    /// Of the feed-forward half's output.
     pub ff_out: Option<&'static str>,
 }
 
@@ -78,12 +78,12 @@ impl Default for NormNames {
     }
 }
 
-/// What the reference takes where a config leaves a key out.
+/// The reference's defaults for keys that a config leaves out.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Defaults {
-    /// As many as query heads if `None`.
+    /// The number of query heads if `None`.
     pub kv_heads: Option<usize>,
-    /// Of the hidden width and the number of heads if `None`.
+    /// `hidden / heads` if `None`.
     pub head_dim: Option<usize>,
     pub context: usize,
     pub eps: f64,
@@ -107,7 +107,7 @@ impl Default for Defaults {
     }
 }
 
-/// The numbers that all of them name alike.
+/// Reads the numbers whose keys all model types share.
 ///
 /// # Errors
 /// [`ModelError::Config`] naming the key that is missing or wrong.
@@ -154,7 +154,7 @@ pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridCo
     })
 }
 
-/// The kinds of layers of a model type whose configs turn windows on by `use_sliding_window`.
+/// Sets the kinds of layers for model types whose configs enable windows with `use_sliding_window`.
 pub(crate) fn windows_on_request(fields: &Fields<'_>, config: &mut HybridConfig) -> Result<()> {
     if !fields.flag("use_sliding_window") || config.window == 0 {
         windows_nowhere(config);
@@ -165,13 +165,13 @@ pub(crate) fn windows_on_request(fields: &Fields<'_>, config: &mut HybridConfig)
     Ok(())
 }
 
-/// The kinds of layers of a model type in which all see the window, if there is one, whatever `layer_types` says.
+/// Gives all layers the window, if there is one, for model types that ignore `layer_types`.
 pub(crate) fn windows_everywhere(config: &mut HybridConfig) {
     config.layers.fill(MixerKind::SlidingAttention);
     settle_windows(config);
 }
 
-/// Lets sliding layers see everything where a window cannot end within the context.
+/// Makes sliding layers full-attention layers if no window ends within the context and both kinds rotate alike.
 pub(crate) fn settle_windows(config: &mut HybridConfig) {
     let slides = config.layers.contains(&MixerKind::SlidingAttention);
     if !slides || config.window == 0 || config.window >= config.context_max {
@@ -188,10 +188,10 @@ fn windows_nowhere(config: &mut HybridConfig) {
     config.window = 0;
 }
 
-/// The function that `hidden_act` names.
+/// The function in `hidden_act`.
 ///
 /// # Errors
-/// If it is not known here.
+/// If the function is not supported.
 pub(crate) fn activation(fields: &Fields<'_>) -> Result<Activation> {
     match fields.get("hidden_act").map_or(Some("silu"), Value::as_str) {
         Some("silu" | "swish") => Ok(Activation::Silu),
@@ -203,7 +203,7 @@ pub(crate) fn activation(fields: &Fields<'_>) -> Result<Activation> {
     }
 }
 
-/// Refuses what a config asks for and is not done here.
+/// Returns an error if the config sets a key that is not supported.
 ///
 /// # Errors
 /// If `key` is neither absent, null nor false.
@@ -286,8 +286,8 @@ fn qkv_pieces(config: &HybridConfig, prefix: &str, traits: Traits) -> Vec<Piece>
     parts.map(piece).into()
 }
 
-/// The rows of a head whose neighbours turn together, in the order of one whose halves do. Scores do not change where
-/// queries and keys are brought into another order alike.
+/// Brings the rows of a head with rotating neighbours into the order of a head with rotating halves. Scores do not
+/// change if queries and keys are reordered in the same way.
 fn halves(first: usize, size: usize, rotary: usize) -> impl Iterator<Item = Range<usize>> {
     let turning = (0..2).flat_map(move |half| (0..rotary / 2).map(move |i| first + 2 * i + half));
     let rest = first + rotary..first + size;

@@ -1,27 +1,28 @@
-//! How the layers of a model turn queries and keys, and what scores are multiplied with.
+//! Rotation of queries and keys in a model's layers, and the factors on scores.
 
 use keel_array::RopeSpec;
 
 use crate::rope::RopeScaling;
 use crate::{HybridConfig, MixerKind, ModelError, Result};
 
-/// Queries grow with their position `p`: they are multiplied by `1 + beta ln(1 + floor(p / original))`, as Llama 4 does.
+/// Queries grow with their position `p`: they are multiplied by `1 + beta ln(1 + floor(p / original))`, as in Llama 4.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QueryGrowth {
-    /// How fast.
+    /// Rate of the growth.
     pub beta: f64,
-    /// Context of the first training, within which nothing grows.
+    /// Context of the first training. Within it nothing grows.
     pub original: usize,
 }
 
 impl HybridConfig {
-    /// The rotation of queries and keys. Sections are read where there are pictures: text has the same position on all axes.
+    /// The rotation of queries and keys. Sections matter only with pictures: a text token has the same position on all
+    /// axes.
     pub fn rope(&self) -> RopeSpec {
         let (sections, interleaved) = self.rope_sections.map_or((None, false), |(s, i)| (Some(s), i));
         RopeSpec { rotary: self.rotary, sections, interleaved }
     }
 
-    /// Checks that every frequency has an axis, which matters where there are pictures.
+    /// Checks that every frequency has an axis, which matters only with pictures.
     pub(crate) fn check_sections(&self) -> Result<()> {
         let Some((sections, _)) = self.rope_sections else { return Ok(()) };
         let (sum, frequencies) =
@@ -34,7 +35,7 @@ impl HybridConfig {
         Err(ModelError::Config(reason))
     }
 
-    /// Base and stretching of the frequencies of a kind of layers.
+    /// Base and scaling of the frequencies of a kind of layers.
     fn turns(&self, kind: MixerKind) -> (f64, &RopeScaling) {
         match kind {
             MixerKind::SlidingAttention => (self.sliding_rope_theta, &self.sliding_rope_scaling),
@@ -42,7 +43,7 @@ impl HybridConfig {
         }
     }
 
-    /// Inverse rotary frequencies of layers that see everything.
+    /// Inverse rotary frequencies of layers without a window.
     pub fn inverse_frequencies(&self) -> Vec<f32> {
         self.frequencies_of(MixerKind::Attention)
     }
@@ -53,19 +54,19 @@ impl HybridConfig {
         scaling.inverse_frequencies(theta, self.rotary)
     }
 
-    /// Inverse rotary frequencies of a kind of layers in sequences longer than the original context, where they are others.
+    /// Inverse rotary frequencies of a kind of layers for sequences longer than the original context, if they differ.
     pub fn long_frequencies_of(&self, kind: MixerKind) -> Option<Vec<f32>> {
         let (theta, scaling) = self.turns(kind);
         scaling.of_long_sequences().map(|(long, _)| long.inverse_frequencies(theta, self.rotary))
     }
 
-    /// Sequences longer than this turn by other frequencies; `None` if all turn alike.
+    /// Longest sequence with the usual frequencies; `None` if all lengths have the same.
     pub fn short_context(&self) -> Option<usize> {
         self.rope_scaling.of_long_sequences().map(|(_, original)| original)
     }
 
-    /// Factor on scores of a kind of layers. Turned queries and keys have a factor each; where whole heads turn that is the
-    /// square of it on scores.
+    /// Factor on scores of a kind of layers. The rope scaling's factor applies to rotated queries and to rotated keys.
+    /// If the whole head rotates, scores get its square.
     pub fn score_scale(&self, kind: MixerKind) -> f64 {
         let factor = self.turns(kind).1.attention_factor();
         if self.rotary == self.head_dim {
@@ -75,7 +76,7 @@ impl HybridConfig {
         }
     }
 
-    /// Factors on the elements of a turned query where only part of a head turns, and a factor belongs to that part.
+    /// Factors on the elements of a rotated query, if only part of a head rotates and the rope scaling has a factor.
     pub fn query_scales(&self, kind: MixerKind) -> Option<Vec<f32>> {
         let factor = self.turns(kind).1.attention_factor();
         let square = |i: usize| if i < self.rotary { factor.powi(2) as f32 } else { 1.0 };

@@ -1,4 +1,4 @@
-//! What keeps a model of an unknown type from being read, where its tensors have Llama's names.
+//! Explains why a model of an unknown type cannot be read, if its tensors have Llama's names.
 
 use serde_json::Value;
 
@@ -27,7 +27,7 @@ const UNDERSTOOD: [&str; 17] = [
     "vocab_size",
 ];
 
-/// Fields that do not change what a model computes.
+/// Fields that do not change the model's results.
 const WITHOUT_EFFECT: [&str; 22] = [
     "_name_or_path",
     "architectures",
@@ -66,7 +66,7 @@ const PARTS: [&str; 9] = [
     "mlp.down_proj",
 ];
 
-/// Tensors that layers of others have besides.
+/// Additional tensors in layers of other models.
 const FURTHER_PARTS: [&str; 5] = [
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
@@ -75,7 +75,8 @@ const FURTHER_PARTS: [&str; 5] = [
     "post_feedforward_layernorm.weight",
 ];
 
-/// The error for a config of an unknown type: where its tensors have Llama's names it says which fields are not understood.
+/// The error for a config of an unknown type. If its tensors have Llama's names, it lists the fields that are not
+/// supported.
 pub(crate) fn error(config: &Value, parameters: &dyn Parameters) -> ModelError {
     let found = Fields::new(config).model_type();
     let prefix = "model.layers.0.";
@@ -101,7 +102,7 @@ pub(crate) fn error(config: &Value, parameters: &dyn Parameters) -> ModelError {
     ))
 }
 
-/// Fields that `llama` does not have, with their values. What is null or false asks for nothing.
+/// Fields that `llama` does not have, with their values. Null and false have no effect.
 fn fields(config: &Value) -> impl Iterator<Item = String> {
     let known = |key: &str| {
         UNDERSTOOD.contains(&key)
@@ -123,7 +124,7 @@ mod tests {
     use keel_array::{DType, WeightFormat};
     use serde_json::json;
 
-    /// Has every tensor but norms of heads.
+    /// Has every tensor except norms of heads.
     struct Llama(RandomParameters);
 
     impl Parameters for Llama {
@@ -170,7 +171,7 @@ mod tests {
         let message = error(&config, &Llama(dense())).to_string();
         assert!(message.contains("attention_multiplier (0.5), logits_scaling (8)"), "{message}");
         assert!(!message.contains("dropout") && !message.contains("use_qk_norm"), "{message}");
-        // Random parameters have every tensor that is asked for.
+        // Random parameters contain every tensor name.
         let message = error(&config, &dense()).to_string();
         assert!(message.contains("the tensor model.layers.0.self_attn.q_norm.weight"), "{message}");
         for key in ["attention_multiplier", "logits_scaling"] {

@@ -1,28 +1,28 @@
-//! Softmax attention: with a gate on its output as in Qwen3.5, or plain; over everything before, or over a window.
+//! Softmax attention, over all earlier tokens or over a window; with a gate on its output (Qwen3.5) or without.
 
 use keel_array::{Array, AttentionSpec, KvPool, Real, Result, RopeSpec};
 
 use super::{RmsNorm, StepContext};
 use crate::loading::Projection;
 
-/// How queries and keys turn with their position.
+/// Rotation of queries and keys by their position.
 #[derive(Clone, Debug)]
 pub struct Rotation {
-    /// Which elements of a head turn; sections are read where there are pictures.
+    /// Elements of a head that rotate. The sections are used only in steps with pictures.
     pub spec: RopeSpec,
     /// Inverse rotary frequencies, f32 `[rotary / 2]`.
     pub frequencies: Array,
-    /// Those of long sequences, where these turn by others.
+    /// Frequencies of long sequences, if the model has a separate list for these.
     pub long_frequencies: Option<Array>,
-    /// Factors on the elements of a turned query, f32 `[D]`.
+    /// Factors on the elements of a rotated query, f32 `[D]`.
     pub query_scales: Option<Array>,
 }
 
 impl Rotation {
-    /// Heads f32 `[T, heads, D]` turned, with this norm of each head before, if there is one.
+    /// Applies the norm of each head, if there is one, and the rotation to heads f32 `[T, heads, D]`.
     fn apply(&self, x: &Array, norm: Option<&RmsNorm>, step: &StepContext) -> Result<Array> {
         let own = &self.frequencies;
-        // Text stands at the same position on all axes.
+        // A text token has the same position on all axes.
         let (positions, spec) = match (&step.sight, self.spec.sections) {
             (Some(sight), Some(_)) => (&sight.positions, self.spec.clone()),
             _ => (&step.positions, RopeSpec { sections: None, interleaved: false, ..self.spec.clone() }),
@@ -32,7 +32,7 @@ impl Rotation {
             None => x.rope(positions, frequencies, spec.clone()),
         };
         match (&self.long_frequencies, &step.turns) {
-            // A row turns by one of the two; position 0 turns by nothing, to the bit.
+            // One of the two positions of a row is 0, and position 0 rotates nothing, to the bit.
             (Some(long), Some(turns)) => turn(x, &turns.short, own)?.rope(&turns.long, long, spec.clone()),
             _ => turn(x, positions, own),
         }
@@ -67,7 +67,7 @@ pub struct Attention {
     pub kv_heads: usize,
     /// `D`.
     pub head_dim: usize,
-    /// Rotation of queries and keys; `None` where they know no position.
+    /// Rotation of queries and keys; `None` for a layer without positions.
     pub rotation: Option<Rotation>,
     /// Factor on `q . k`.
     pub scale: f32,
@@ -76,8 +76,8 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// `attention(x)` for x `[T, hidden]`, already normed; added to the residual, if there is one. Queries are multiplied with
-    /// `growth`, f32 `[T, 1, 1]`, if there is one.
+    /// `attention(x)` for x `[T, hidden]`, already normed; added to the residual, if there is one. Queries are
+    /// multiplied by `growth`, f32 `[T, 1, 1]`, if there is one.
     ///
     /// # Errors
     /// If the operands do not fit.
@@ -100,8 +100,8 @@ impl Attention {
         }
     }
 
-    /// Writes the keys and values of x `[T, hidden]`, already normed, for later rows. The result, f32 `[T, KV D]`, is there
-    /// to be evaluated and means nothing.
+    /// Writes the keys and values of x `[T, hidden]`, already normed, for later rows. Evaluate the result, f32
+    /// `[T, KV D]`, to run this; its values are undefined.
     ///
     /// # Errors
     /// If the operands do not fit.
@@ -114,7 +114,7 @@ impl Attention {
         seen.reshape([x.shape()[0], self.kv_heads * self.head_dim])
     }
 
-    /// What the heads see, f32 `[T, H, D]`, and the gate on it.
+    /// The heads' results, f32 `[T, H, D]`, and the gate on them.
     fn mix(
         &self,
         x: &Array,
@@ -146,13 +146,13 @@ impl Attention {
         Ok((seen, gate))
     }
 
-    /// Keys, turned, and values, each f32 `[T, KV, D]`, of these parts of the projection.
+    /// Rotated keys, and values, each f32 `[T, KV, D]`, from these parts of the projection.
     fn key_and_value(&self, parts: &[Array], step: &StepContext) -> Result<(Array, Array)> {
         let heads = |part: &Array| part.reshape([part.shape()[0], self.kv_heads, self.head_dim]);
         Ok((self.turn(&heads(&parts[0])?, self.k_norm.as_ref(), step)?, heads(&parts[1])?))
     }
 
-    /// Heads f32 `[T, heads, D]` normed and turned, where the model does so.
+    /// Heads f32 `[T, heads, D]`, with norm and rotation if the model has them.
     fn turn(&self, x: &Array, norm: Option<&HeadNorm>, step: &StepContext) -> Result<Array> {
         let (x, norm) = match norm {
             Some(HeadNorm::Together(norm)) => {

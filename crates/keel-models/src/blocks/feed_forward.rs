@@ -4,7 +4,7 @@ use keel_array::{Array, PairRotation, Result, Weight};
 
 use crate::loading::{Projection, input};
 
-/// What the gate of a gated layer goes through.
+/// The function on the gate of a gated layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
@@ -17,11 +17,11 @@ pub enum Activation {
 /// `down(activation(gate(x)) * up(x))`.
 #[derive(Debug)]
 pub struct GatedLayer {
-    /// Gate rows, then up rows; two products where their formats differ.
+    /// Gate rows, then up rows. Two products if their formats differ.
     pub gate_up: Projection,
     /// Back to the residual stream.
     pub down: Projection,
-    /// Of the gate.
+    /// Function on the gate.
     pub activation: Activation,
 }
 
@@ -50,15 +50,15 @@ impl GatedLayer {
 pub struct MixtureOfExperts {
     /// Router rows `[E]`, then, with a shared expert, its gate row.
     pub router: Projection,
-    /// What `gate_up` reads goes through this first, once for all experts.
+    /// Rotation of the input of `gate_up`, computed once for all experts.
     pub gate_up_rotation: Option<PairRotation>,
     /// `[E, 2F, hidden]`, gate rows then up rows.
     pub gate_up: Weight,
-    /// What `down` reads goes through this first.
+    /// Rotation of the input of `down`.
     pub down_rotation: Option<PairRotation>,
     /// `[E, hidden, F]`.
     pub down: Weight,
-    /// An expert that every token passes, weighted by its gate.
+    /// An expert for every token, weighted by its gate.
     pub shared: Option<GatedLayer>,
     /// Experts per token.
     pub chosen: usize,

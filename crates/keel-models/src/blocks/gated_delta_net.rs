@@ -20,7 +20,7 @@ pub struct GatedDeltaNet {
     pub norm: RmsNorm,
     /// Output projection.
     pub output: Projection,
-    /// The output projection's columns have the first value head of every key head first, then the second, and so on.
+    /// True if the output projection's columns hold the first value head of every key head first, then the second, etc.
     pub tiled_output: bool,
     /// `Hk`.
     pub key_heads: usize,
@@ -59,8 +59,8 @@ impl GatedDeltaNet {
         self.output.apply_onto(&normed.reshape([tokens, self.value_heads * self.value_dim])?, residual)
     }
 
-    /// Commits the accepted open rows of a step without rows of its own, those of the window only if there is one to be
-    /// committed. The result, f32 `[1, Hv, Dv]`, means nothing.
+    /// Commits the accepted open rows in a step without rows of its own. Commits those of the window only if `window`
+    /// is given. The result, f32 `[1, Hv, Dv]`, is undefined.
     ///
     /// # Errors
     /// If the operands do not fit.

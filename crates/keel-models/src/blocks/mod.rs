@@ -1,4 +1,4 @@
-//! The parts that models are made of. They know tensors and shapes, not the names in checkpoints.
+//! The parts of models. They know tensors and shapes, not the names in checkpoints.
 
 mod attention;
 mod feed_forward;
@@ -12,23 +12,23 @@ pub use norm::RmsNorm;
 
 use keel_array::{Array, Batch, Regime, Result, RowLog};
 
-/// The rows of a step in which pictures are seen.
+/// The pictures of a step's rows.
 #[derive(Clone, Debug)]
 pub struct SightRows {
-    /// Whether a row is a picture's, bool `[T, 1]`.
+    /// Whether a row belongs to a picture, bool `[T, 1]`.
     pub sees: Array,
-    /// What takes the place of embeddings, f32 `[T, hidden]`; then what is added after the first layers.
+    /// First the features that replace embeddings, f32 `[T, hidden]`; then those added after the first layers.
     pub features: Vec<Array>,
     /// Time, row and column of each row, i32 `[3, T]`.
     pub positions: Array,
-    /// The last position that each row sees, u32 `[T]`, where the rows of a picture see each other.
+    /// The last position that each row sees, u32 `[T]`, if the rows of a picture see each other.
     pub until: Option<Array>,
-    /// `sees` and the first of `features` of the tokens behind the rows, which the multi-token-prediction head reads.
+    /// `sees` and the first of `features` for the token after each row, for the multi-token-prediction head.
     pub next: Option<(Array, Array)>,
 }
 
 impl SightRows {
-    /// Embeddings with the pictures' rows in their places.
+    /// Embeddings, replaced by features in the rows of pictures.
     fn place(sees: &Array, features: &Array, embedded: &Array) -> Result<Array> {
         sees.select(features, embedded)
     }
@@ -41,7 +41,7 @@ impl SightRows {
         SightRows::place(&self.sees, &self.features[0], embedded)
     }
 
-    /// The embeddings of the tokens behind the rows.
+    /// The embeddings of the token after each row.
     ///
     /// # Errors
     /// If the operands do not fit.
@@ -52,7 +52,7 @@ impl SightRows {
         }
     }
 
-    /// The hidden state behind layer `layer`.
+    /// The hidden state after layer `layer`, with the features that are added there.
     ///
     /// # Errors
     /// If the operands do not fit.
@@ -64,7 +64,7 @@ impl SightRows {
     }
 }
 
-/// Positions of rows, i32 `[T]` each, where long sequences turn by other frequencies.
+/// Positions of rows, i32 `[T]` each, for models with separate frequencies for long sequences.
 #[derive(Clone, Debug)]
 pub struct TurnPositions {
     /// 0 in rows of long sequences.
@@ -73,18 +73,18 @@ pub struct TurnPositions {
     pub long: Array,
 }
 
-/// What the rows of a step have in common.
+/// Data that all layers of a step share.
 #[derive(Clone, Debug)]
 pub struct StepContext {
-    /// Which rows belong to which sequence, and where its memory is.
+    /// The rows of each sequence, and the places of its memory.
     pub batch: Batch,
-    /// The same with the pages of layers that see a window.
+    /// The same, with the pages of layers with a window.
     pub window_batch: Batch,
     /// Position of each row, i32 `[T]`.
     pub positions: Array,
-    /// Positions by which rows turn, where long sequences turn by other frequencies.
+    /// Positions for the rotation, if long sequences have separate frequencies.
     pub turns: Option<TurnPositions>,
-    /// Where some rows are those of pictures.
+    /// The pictures, if a row belongs to one.
     pub sight: Option<SightRows>,
     /// How rows are computed.
     pub regime: Regime,

@@ -5,7 +5,7 @@ use keel_array::{Array, Result};
 /// `x / sqrt(mean(x^2) + eps) * scale`.
 #[derive(Debug)]
 pub struct RmsNorm {
-    /// `[D]`; one plus the stored weight where a checkpoint stores offsets.
+    /// `[D]`; one plus the stored weight if a checkpoint stores offsets from one.
     pub scale: Array,
     /// Added to the mean square.
     pub eps: f32,

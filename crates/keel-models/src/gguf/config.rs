@@ -1,4 +1,4 @@
-//! A config.json made from GGUF metadata.
+//! Converts GGUF metadata to a config.json.
 
 use keel_weights::TensorSource;
 use keel_weights::gguf::{GgufFile, GgufValue};
@@ -10,7 +10,7 @@ use crate::{ModelError, Result};
 /// The config that a Hugging Face checkpoint of the same model would have.
 ///
 /// # Errors
-/// An architecture that is not read, or a key that is missing or of the wrong type.
+/// For an architecture that is not supported, or a key that is missing or of the wrong type.
 pub fn config(file: &GgufFile) -> Result<Value> {
     let metadata = file.metadata();
     let arch = metadata.get("general.architecture").and_then(GgufValue::as_str).unwrap_or_default();
@@ -47,7 +47,7 @@ pub fn config(file: &GgufFile) -> Result<Value> {
     Ok(config)
 }
 
-/// The second object's entries added to the first.
+/// The first object with the second object's entries added.
 fn merged(mut into: Value, from: Value) -> Value {
     if let (Value::Object(into), Value::Object(from)) = (&mut into, from) {
         into.extend(from);
@@ -55,7 +55,7 @@ fn merged(mut into: Value, from: Value) -> Value {
     into
 }
 
-/// The kinds of layers from a list that says which are of this one; the others see everything.
+/// The kinds of layers from a list of booleans: true stands for `kind`, false for full attention.
 fn kinds(is: &[GgufValue], layers: u64, kind: &str) -> Value {
     let kind = |is: &GgufValue| if is.as_bool() == Some(true) { kind } else { "full_attention" };
     is.iter().take(layers as usize).map(kind).collect()
@@ -72,7 +72,7 @@ impl Keys<'_> {
         self.file.metadata().get(&format!("{}.{key}", self.arch))
     }
 
-    /// A size; a list with one entry a layer is read if all are the same.
+    /// A size. A list with one entry for each layer is accepted if all entries are equal.
     fn size_or_none(&self, key: &str) -> Result<Option<u64>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let one = match value.as_array() {
@@ -99,7 +99,7 @@ impl Keys<'_> {
         Ok(self.size_or_none("attention.key_length")?.unwrap_or(width / heads.max(1)))
     }
 
-    /// Layers of the model, without those of the multi-token-prediction head.
+    /// Numbers of layers: of the model, and of the multi-token-prediction head.
     fn layers(&self) -> Result<(u64, u64)> {
         let (all, head) =
             (self.size("block_count")?, self.size_or_none("nextn_predict_layers")?.unwrap_or(0));
@@ -144,7 +144,7 @@ impl Keys<'_> {
         Ok(merged(json!({"model_type": "llama"}), self.biases()))
     }
 
-    /// Which layers have biases.
+    /// Whether attention and feed-forward layers have biases.
     fn biases(&self) -> Value {
         json!({
             "attention_bias": self.file.contains("blk.0.attn_q.bias"),
@@ -152,7 +152,7 @@ impl Keys<'_> {
         })
     }
 
-    /// Mistral's models from Small 3.1 on, and Ministral 3, whose queries grow.
+    /// Mistral's models from Small 3.1 on, and Ministral 3, which has growing queries.
     fn mistral3(&self) -> Value {
         let grows = self.number("attention.temperature_scale").is_some();
         json!({"model_type": if grows { "ministral3" } else { "mistral" }, "sliding_window": null})
@@ -181,7 +181,7 @@ impl Keys<'_> {
     }
 
     fn glm4(&self) -> Result<Value> {
-        // Where positions have several axes, files keep the rows in another order.
+        // If positions have several axes, files have another order of rows.
         let axes = self.get("rope.dimension_sections").and_then(GgufValue::as_array).unwrap_or_default();
         if axes.iter().filter(|axis| axis.as_u64() != Some(0)).count() > 1 {
             let reason = "glm4.rope.dimension_sections is given: GLM-4V is not supported";
@@ -192,7 +192,7 @@ impl Keys<'_> {
 
     fn gemma3(&self) -> Result<Value> {
         let (layers, _) = self.layers()?;
-        // Files do not say it: the largest model alone scales queries by its width a head.
+        // Files do not contain it. Only the largest model scales queries by `hidden / heads` instead of the head size.
         let query_scalar = match layers {
             62 => self.size("embedding_length")? / self.size("attention.head_count")?.max(1),
             _ => self.head_dim()?,
@@ -240,7 +240,7 @@ impl Keys<'_> {
         Ok(config)
     }
 
-    /// Two tables of divisors.
+    /// Two tables of divisors: for short and for long sequences.
     fn long_rope(&self) -> Result<Value> {
         let table = |name: &str| -> Result<Vec<f32>> { Ok(self.file.tensor(name)?.to_f32()?) };
         let mut scaling = json!({
@@ -264,7 +264,7 @@ impl Keys<'_> {
             return self.long_rope().map(Some);
         }
         let kind = self.get("rope.scaling.type").and_then(GgufValue::as_str).unwrap_or("none");
-        // Old files give a linear factor alone.
+        // Old files have only a linear factor.
         let kind = if self.number("rope.scale_linear").is_some() { "linear" } else { kind };
         if kind == "none" {
             return Ok(None);

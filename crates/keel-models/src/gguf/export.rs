@@ -1,4 +1,4 @@
-//! A checkpoint as the tensors of a GGUF file, for writing one.
+//! Presents a checkpoint as the tensors of a GGUF file, for writing one.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,26 +12,25 @@ use super::order::{Orders, RowOrder};
 use super::{DIVISORS, LONG_DIVISORS, SHORT_DIVISORS, architecture_of, is_offset_norm};
 use crate::{HybridConfig, ModelError, Result, RopeScaling};
 
-/// The tensors of a checkpoint under the names, in the shapes and in the order of a GGUF file, decoded where they are
-/// quantised.
+/// The tensors of a checkpoint with the names, shapes and row order of a GGUF file. Quantised tensors are decoded.
 pub struct CheckpointAsGguf<'a> {
     source: Dequantised<'a>,
     tensors: BTreeMap<String, Tensor>,
-    /// Divisors of the rotary frequencies, where a table stretches them.
+    /// Divisors of the rotary frequencies, if tables scale them.
     divisors: BTreeMap<&'static str, Vec<f32>>,
 }
 
 /// One tensor of the file.
 struct Tensor {
     spec: TensorSpec,
-    /// Where its rows come from, one behind the other.
+    /// The sources of its rows, one after the other.
     parts: Vec<Part>,
     rows: RowOrder,
     columns: RowOrder,
     change: Change,
 }
 
-/// Rows of a tensor of the checkpoint: `len` rows from `offset` on of each run of `stride`.
+/// Rows of a tensor of the checkpoint: in each run of `stride` rows, the `len` rows from `offset` on.
 #[derive(Clone, Debug)]
 struct Part {
     name: String,
@@ -41,7 +40,7 @@ struct Part {
     len: usize,
 }
 
-/// How values differ from the checkpoint's.
+/// Conversion of the checkpoint's values.
 #[derive(Clone, Copy, Debug)]
 enum Change {
     None,
@@ -55,8 +54,8 @@ impl<'a> CheckpointAsGguf<'a> {
     /// The tensors of a checkpoint whose config has these numbers.
     ///
     /// # Errors
-    /// [`ModelError::UnknownModelType`], [`ModelError::Config`] for a tensor that has no name in GGUF files, and what
-    /// [`Dequantised::new`] says.
+    /// [`ModelError::UnknownModelType`], [`ModelError::Config`] for a tensor without a name in GGUF files, and errors
+    /// of [`Dequantised::new`].
     pub fn new(checkpoint: &'a Checkpoint, config: &HybridConfig) -> Result<CheckpointAsGguf<'a>> {
         let arch = architecture_of(&config.model_type).ok_or_else(|| ModelError::UnknownModelType {
             found: config.model_type.clone(),
@@ -64,7 +63,7 @@ impl<'a> CheckpointAsGguf<'a> {
         })?;
         let source = Dequantised::new(checkpoint)?;
         let specs = source.tensors()?;
-        // As the readers of checkpoints tell: MLX's converter transposes the convolution and shifts the norms.
+        // As when a checkpoint is read: MLX's converter transposes the convolution and shifts the norms.
         let is_mlx = specs.iter().any(|spec| {
             spec.name.ends_with("conv1d.weight") && matches!(spec.shape[..], [_, width, 1] if width > 1)
         });
@@ -103,8 +102,8 @@ impl<'a> CheckpointAsGguf<'a> {
     }
 }
 
-/// A tensor's name without what stands before a language model beside a vision tower; `None` for what is not part of the
-/// language model.
+/// A tensor's name without the prefix of a checkpoint with a vision tower; `None` for a tensor outside the language
+/// model.
 fn text_name(name: &str) -> Option<String> {
     for (root, stands_for) in
         [("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", "")]
@@ -120,14 +119,14 @@ fn text_name(name: &str) -> Option<String> {
     (is_text && !is_vision && !name.ends_with("rotary_emb.inv_freq")).then(|| name.into())
 }
 
-/// The stack and the number of an expert that the checkpoint keeps apart.
+/// The stack and the number of an expert that is a separate tensor.
 fn expert(name: &str) -> Option<(String, usize)> {
     let (layer, rest) = name.split_once(".experts.")?;
     let (number, part) = rest.split_once('.')?;
     Some((format!("{layer}.switch_mlp.{part}"), number.parse().ok()?))
 }
 
-/// Makes tensors of the file.
+/// Builds the tensors of the file.
 struct Builder<'c> {
     arch: &'static str,
     names: Names,
@@ -137,7 +136,7 @@ struct Builder<'c> {
 }
 
 impl Builder<'_> {
-    /// What a tensor of the checkpoint becomes.
+    /// The tensors that a tensor of the checkpoint becomes.
     fn tensors(&self, name: &str, spec: &TensorSpec) -> Result<Vec<Tensor>> {
         let whole = |rows| Part { name: spec.name.clone(), rows, stride: rows, offset: 0, len: rows };
         if let (Some(layer), &[experts, rows, cols]) =
@@ -158,7 +157,7 @@ impl Builder<'_> {
             return self.split_qkvz(layer, spec);
         }
         if let Some(layer) = name.strip_suffix(".in_proj_ba.weight") {
-            // The file keeps it as it is.
+            // The file has the same row order.
             let parts = vec![whole(rows_of(&spec.shape))];
             let mut tensor =
                 self.tensor(&format!("{layer}.in_proj_b.weight"), spec.dtype, spec.shape.clone(), parts)?;
@@ -177,7 +176,7 @@ impl Builder<'_> {
         Ok(vec![self.tensor(&name, spec.dtype, shape, parts)?])
     }
 
-    /// The projection of `qwen3_next`, which has q, k, v and z key head by key head, in two.
+    /// Splits the projection of `qwen3_next` into two. It holds q, k, v and z for one key head after the other.
     fn split_qkvz(&self, layer: &str, spec: &TensorSpec) -> Result<Vec<Tensor>> {
         let c = self.config;
         let values = c.value_heads / c.key_heads * c.value_dim;
@@ -200,7 +199,7 @@ impl Builder<'_> {
         Ok(vec![tensor("in_proj_qkv", qkv)?, tensor("in_proj_z", z)?])
     }
 
-    /// Experts that the checkpoint keeps apart.
+    /// A stack of experts that are separate tensors in the checkpoint.
     fn stack(&self, name: &str, experts: BTreeMap<usize, TensorSpec>) -> Result<Tensor> {
         let first = &experts.values().next().expect("a stack has an expert").clone();
         let alike = experts.values().all(|spec| (&spec.shape, spec.dtype) == (&first.shape, first.dtype));
@@ -230,7 +229,7 @@ impl Builder<'_> {
     }
 }
 
-/// The divisors that a file has for stretched frequencies; none where its metadata say it.
+/// Tables of divisors for scaled frequencies; none if metadata describe the scaling.
 fn divisors(config: &HybridConfig) -> BTreeMap<&'static str, Vec<f32>> {
     let table = |divisors: &[f64]| divisors.iter().map(|x| *x as f32).collect();
     match &config.rope_scaling {
@@ -252,7 +251,7 @@ fn rows_of(shape: &[usize]) -> usize {
 }
 
 impl Tensor {
-    /// The part that holds row `row` in the checkpoint's order, and which row of its tensor that is.
+    /// The part that holds row `row`, counted in the checkpoint's order, and the row within the part's tensor.
     fn find(&self, mut row: usize) -> Option<(&Part, usize)> {
         for part in &self.parts {
             if row < part.rows {
@@ -263,7 +262,7 @@ impl Tensor {
         None
     }
 
-    /// The rows that follow `row` in its run, it included.
+    /// Number of consecutive rows from `row` to the end of its run.
     fn run(&self, mut row: usize) -> usize {
         for part in &self.parts {
             if row < part.rows {
@@ -337,7 +336,8 @@ impl CheckpointAsGguf<'_> {
         Ok(())
     }
 
-    /// Rows of `cols` values as rows of the checkpoint's tensor, which for a convolution in MLX's form are single values.
+    /// Rows of `cols` values, as rows of the checkpoint's tensor. A convolution in MLX's form has rows of single
+    /// values.
     fn stored_rows(&self, part: &Part, rows: Range<usize>, cols: usize) -> Range<usize> {
         let width = self.source.cols_of(&part.name).unwrap_or(cols);
         rows.start * cols / width..rows.end * cols / width

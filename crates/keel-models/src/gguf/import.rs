@@ -1,4 +1,4 @@
-//! A GGUF file as the tensors of a Hugging Face checkpoint, for writing one.
+//! Presents a GGUF file as the tensors of a Hugging Face checkpoint, for writing one.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,8 +13,8 @@ use super::order::{Orders, RowOrder};
 use super::{DIVISORS, LONG_DIVISORS, SHORT_DIVISORS, architecture, is_offset_norm};
 use crate::{HybridConfig, ModelError, Result};
 
-/// The tensors of a GGUF file under the names, in the shapes and in the order of a checkpoint of its model type. Experts
-/// are stacked as MLX does. Values in blocks are f16 there, the others what they are in the file.
+/// The tensors of a GGUF file with the names, shapes and row order of a checkpoint of its model type. Experts are
+/// stacked as in MLX. Values in blocks become f16; others keep their type.
 pub struct GgufAsCheckpoint<'a> {
     file: &'a GgufFile,
     tensors: BTreeMap<String, Parameter>,
@@ -22,7 +22,7 @@ pub struct GgufAsCheckpoint<'a> {
 
 /// One tensor of the checkpoint.
 struct Parameter {
-    /// The file's tensor, and how many columns that has.
+    /// The file's tensor, and its number of columns.
     tensor: String,
     cols: usize,
     rows: RowOrder,
@@ -31,7 +31,7 @@ struct Parameter {
     spec: TensorSpec,
 }
 
-/// How values differ from the file's.
+/// Conversion of the file's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
     None,
@@ -45,13 +45,13 @@ impl<'a> GgufAsCheckpoint<'a> {
     /// The tensors of a file whose config has these numbers.
     ///
     /// # Errors
-    /// [`ModelError::Config`] for a tensor that has no name in checkpoints.
+    /// [`ModelError::Config`] for a tensor without a name in checkpoints.
     pub fn new(file: &'a GgufFile, config: &HybridConfig) -> Result<GgufAsCheckpoint<'a>> {
         let arch = architecture(file);
         let (names, orders) = (Names::new(arch, config.layers.len()), Orders::new(arch, config));
         let fused = file.names().any(|name| name.contains("ffn_gate_up_exps"));
         let mut tensors = BTreeMap::new();
-        // The config says what the divisors of the rotary frequencies say.
+        // The config contains the divisors of the rotary frequencies.
         let is_said = |name: &str| [DIVISORS, SHORT_DIVISORS, LONG_DIVISORS].contains(&name);
         for stored in file.tensors()?.into_iter().filter(|spec| !is_said(&spec.name)) {
             let whole = names.parameters(&stored.name, fused);
@@ -104,7 +104,7 @@ fn parameter_of(
     let is_vector = stored.shape.len() < 2;
     Parameter {
         tensor: stored.name.clone(),
-        // The elements of a vector are rows of their own where they have an order.
+        // If a vector has a row order, each of its elements is a row.
         cols: if is_vector && rows != RowOrder::Same { 1 } else { stored.shape.last().copied().unwrap_or(1) },
         rows,
         columns: orders.cols(&name),

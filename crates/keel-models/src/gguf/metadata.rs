@@ -1,4 +1,4 @@
-//! The metadata of a GGUF file, from a config: what [`config`](super::config) reads back.
+//! Writes the metadata of a GGUF file from a config. [`config`](super::config) reads them back.
 
 use keel_weights::gguf::GgufMetadata;
 use serde_json::Value;
@@ -7,12 +7,12 @@ use super::{SMOLLM3_INTERVAL, architecture_of};
 use crate::fields::Fields;
 use crate::{HybridConfig, MixerKind, ModelError, Result, RopeScaling};
 
-/// The metadata of a model with these numbers, tokenizer aside.
+/// The metadata of a model with these numbers, without its tokenizer.
 ///
-/// `has_mtp_head` says whether the file will have the tensors of the multi-token-prediction head.
+/// `has_mtp_head`: whether the file will have the tensors of the multi-token-prediction head.
 ///
 /// # Errors
-/// [`ModelError::UnknownModelType`], and [`ModelError::Config`] for what files of the architecture cannot say.
+/// [`ModelError::UnknownModelType`]; [`ModelError::Config`] for numbers that files of the architecture cannot express.
 pub fn metadata(json: &Value, config: &HybridConfig, has_mtp_head: bool) -> Result<GgufMetadata> {
     let arch = architecture_of(&config.model_type).ok_or_else(|| ModelError::UnknownModelType {
         found: config.model_type.clone(),
@@ -79,7 +79,7 @@ impl Keys<'_> {
         let c = self.config;
         let slides = |kind: &MixerKind| *kind == MixerKind::SlidingAttention;
         if self.arch == "phi3" {
-            // 0 stands for none. All layers see it.
+            // 0 stands for no window. All layers have the same.
             return self.size("attention.sliding_window", c.window);
         }
         if c.window == 0 {
@@ -97,7 +97,7 @@ impl Keys<'_> {
             self.metadata.bools("olmo2.attention.sliding_window_pattern", &sliding);
             return Ok(());
         }
-        // Files say how often a layer sees everything, or else which layers do not.
+        // Files store the interval between full-attention layers if it is regular, otherwise a list of sliding layers.
         let every = c.layers.iter().position(|kind| !slides(kind)).map_or(c.layers.len() + 1, |i| i + 1);
         if c.layers.iter().enumerate().all(|(i, kind)| slides(kind) != (i + 1).is_multiple_of(every)) {
             return self.size("attention.sliding_window_pattern", every);
@@ -146,7 +146,7 @@ impl Keys<'_> {
             let recurrent: Vec<bool> = c.layers.iter().map(|kind| *kind == MixerKind::GatedDelta).collect();
             self.metadata.bools(&format!("{}.attention.recurrent_layers", self.arch), &recurrent);
         }
-        // The axes of positions in pictures, in pairs; text has the same position on all of them.
+        // Frequencies for each axis of positions in pictures. A text token has the same position on all axes.
         let sections = fields.get("rope_parameters").and_then(|rope| rope["mrope_section"].as_array());
         let mut sections: Vec<i32> =
             sections.into_iter().flatten().filter_map(|n| n.as_i64()?.try_into().ok()).collect();
@@ -158,7 +158,7 @@ impl Keys<'_> {
         Ok(())
     }
 
-    /// What files say of layers that turn in a way of their own, or rather what they leave out.
+    /// Writes which layers are not rotated and how queries grow. An error if files cannot express the config.
     fn turning(&mut self) -> Result<()> {
         let c = self.config;
         let every = |layer: &usize| self.arch == "smollm3" && (layer + 1).is_multiple_of(SMOLLM3_INTERVAL);
@@ -181,7 +181,7 @@ impl Keys<'_> {
         let arch = self.arch;
         let key = |name: &str| format!("{arch}.rope.scaling.{name}");
         match self.config.rope_scaling {
-            // Tables are tensors.
+            // The divisors are written as tensors.
             RopeScaling::None | RopeScaling::Llama3 { .. } | RopeScaling::Divisors(_) => Ok(()),
             RopeScaling::Linear { factor } => {
                 self.metadata.string(&key("type"), "linear");

@@ -1,7 +1,7 @@
-//! Models from GGUF files: their metadata as a config, their tensors under the names of Hugging Face checkpoints.
+//! Models from GGUF files: a config from their metadata, and their tensors under the names of Hugging Face checkpoints.
 //!
-//! The readers of the model types see no difference: what a file names or orders in its own way is mapped here, and only
-//! here.
+//! The readers of the model types see no difference. All names and row orders that are particular to GGUF files are
+//! mapped here, and only here.
 
 mod config;
 mod export;
@@ -36,20 +36,20 @@ pub const ARCHITECTURES: [&str; 13] = [
     "glm4",
 ];
 
-/// Tensors that the config says: divisors of the rotary frequencies.
+/// Tensors that become part of the config: divisors of the rotary frequencies.
 const DIVISORS: &str = "rope_freqs.weight";
 const SHORT_DIVISORS: &str = "rope_factors_short.weight";
 const LONG_DIVISORS: &str = "rope_factors_long.weight";
 
-/// Every so many layers of `smollm3` one has queries and keys that are not turned: its files do not say it.
+/// One of this many layers of `smollm3` does not rotate queries and keys. Its files do not contain the number.
 const SMOLLM3_INTERVAL: usize = 4;
 
-/// The architecture that a file names; empty if it names none.
+/// The architecture in a file; empty if it has none.
 fn architecture(file: &GgufFile) -> &str {
     file.metadata().get("general.architecture").and_then(GgufValue::as_str).unwrap_or_default()
 }
 
-/// The architecture whose files hold models of a `model_type`.
+/// The architecture of GGUF files for a `model_type`.
 fn architecture_of(model_type: &str) -> Option<&'static str> {
     Some(match model_type.strip_suffix("_text").unwrap_or(model_type) {
         "llama" | "mistral" | "ministral" => "llama",
@@ -69,7 +69,7 @@ fn architecture_of(model_type: &str) -> Option<&'static str> {
     })
 }
 
-/// Whether a norm is the scale minus one in Hugging Face checkpoints of an architecture; in GGUF files none is.
+/// Whether Hugging Face checkpoints of an architecture store this norm as an offset from one. GGUF files never do.
 fn is_offset_norm(arch: &str, name: &str) -> bool {
     matches!(arch, "gemma3" | "qwen35" | "qwen35moe" | "qwen3next")
         && name.contains("norm")

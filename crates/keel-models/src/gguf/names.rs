@@ -1,4 +1,4 @@
-//! The names of Hugging Face checkpoints in GGUF files.
+//! Names of Hugging Face checkpoints' parameters in GGUF files.
 
 /// Parts of a layer, without `weight` or `bias`.
 const PARTS: [(&str, &str); 31] = [
@@ -36,7 +36,7 @@ const PARTS: [(&str, &str); 31] = [
     ("linear_attn.dt_bias", "ssm_dt.bias"),
 ];
 
-/// Parts of a layer whose names are those of one architecture.
+/// Parts of a layer with special names in one architecture.
 const GLM4: [(&str, &str); 4] = [
     ("post_self_attn_layernorm", "post_attention_norm"),
     ("post_attention_layernorm", "ffn_norm"),
@@ -45,7 +45,7 @@ const GLM4: [(&str, &str); 4] = [
 ];
 const PHI3: [(&str, &str); 2] = [("self_attn.qkv_proj", "attn_qkv"), ("mlp.gate_up_proj", "ffn_up")];
 
-/// What is the multi-token-prediction head's own.
+/// Parts that only the multi-token-prediction head has.
 const HEAD: [(&str, &str); 4] = [
     ("fc", "eh_proj"),
     ("pre_fc_norm_embedding", "enorm"),
@@ -53,16 +53,17 @@ const HEAD: [(&str, &str); 4] = [
     ("norm", "shared_head_norm"),
 ];
 
-/// What differs between architectures.
+/// Differences between architectures.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Names {
-    /// Layers before those of the multi-token-prediction head.
+    /// Number of layers before those of the multi-token-prediction head.
     pub layers: usize,
-    /// The norm behind attention has a name of its own; elsewhere it is the norm before the feed-forward half.
+    /// True if the norm after attention has a separate name. Otherwise it has the name of the norm before the
+    /// feed-forward half.
     pub post_attention_norm: bool,
-    /// a and b of recurrent layers lie in one tensor.
+    /// True if a and b of recurrent layers are in one tensor.
     pub joint_alpha_beta: bool,
-    /// Names of the architecture's own, before all others.
+    /// Special names of the architecture. They are looked up first.
     pub own: &'static [(&'static str, &'static str)],
 }
 
@@ -81,14 +82,14 @@ impl Names {
         }
     }
 
-    /// The tensor that holds a parameter; `None` if there is no such name.
+    /// The tensor of a parameter; `None` if there is no such name.
     pub fn tensor(&self, name: &str) -> Option<String> {
         let (module, suffix) = split(name);
         let found = self.module(module)?;
         Some(format!("{found}{suffix}"))
     }
 
-    /// As [`Names::tensor`] for a layer, without the suffix.
+    /// As [`Names::tensor`], without the suffix.
     pub fn module(&self, module: &str) -> Option<String> {
         if let Some(head) = module.strip_prefix("mtp.") {
             return self.head(head);
@@ -107,8 +108,8 @@ impl Names {
         self.part(layer.parse().ok()?, part)
     }
 
-    /// The parameters, without `weight` or `bias`, that a tensor of the file holds: what [`Names::module`] finds by. Two
-    /// where the tensor joins two layers, none for a tensor that is no parameter.
+    /// The parameters in a tensor of the file, without `weight` or `bias`: the inverse of [`Names::module`]. Two if the
+    /// tensor joins two layers, none if the tensor is no parameter.
     pub fn parameters(&self, tensor: &str, fused_experts: bool) -> Vec<String> {
         let top = match tensor {
             "token_embd" => Some("model.embed_tokens"),
@@ -155,7 +156,7 @@ impl Names {
         Some(format!("blk.{layer}.{found}"))
     }
 
-    /// The head's blocks follow the model's; what is its own lies in the first of them.
+    /// The head's blocks follow the model's. Parts that only the head has are in its first block.
     fn head(&self, module: &str) -> Option<String> {
         if let Some((layer, part)) = module.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
             return self.part(self.layers + layer.parse::<usize>().ok()?, part);
@@ -165,7 +166,7 @@ impl Names {
     }
 }
 
-/// A name without its `.weight` or `.bias`, and that.
+/// A name without its `.weight` or `.bias`, and this suffix.
 pub(super) fn split(name: &str) -> (&str, &str) {
     for suffix in [".weight", ".bias"] {
         if let Some(module) = name.strip_suffix(suffix) {

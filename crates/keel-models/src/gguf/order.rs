@@ -1,22 +1,22 @@
-//! Rows that GGUF files keep in another order than Hugging Face checkpoints.
+//! Rows whose order in GGUF files differs from Hugging Face checkpoints.
 
 use crate::HybridConfig;
 
-/// Where a row lies in the file.
+/// The order of rows in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RowOrder {
-    /// In its place.
+    /// The same order.
     Same,
-    /// Each head of `size` rows has the two halves of its rotary pairs side by side: row `2 i + j` of a head is its
-    /// row `j size / 2 + i`. The `llama` architecture and some like it keep queries and keys so.
+    /// The two halves of each head alternate: row `2 i + j` of a head in the file is its row `j size / 2 + i`. The
+    /// `llama` architecture and similar ones store queries and keys so.
     PairedHalves {
         /// Rows of a head.
         size: usize,
     },
-    /// From row `first` on heads of `size` rows lie value by value instead of key head by key head: head `j Hk + h` is
-    /// the `j`th value head of key head `h`. Recurrent layers of `qwen35` are kept so.
+    /// From row `first` on, heads of `size` rows are ordered by value head, not by key head: head `j Hk + h` in the
+    /// file is the `j`th value head of key head `h`. Recurrent layers of `qwen35` are stored so.
     TiledHeads {
-        /// Rows in front that keep their place.
+        /// Rows at the start that keep their place.
         first: usize,
         /// `Hk`.
         key_heads: usize,
@@ -25,7 +25,7 @@ pub(super) enum RowOrder {
         /// Rows of a head.
         size: usize,
     },
-    /// Every other run of `ratio` rows of a tensor that holds two layers, beginning with run `from`.
+    /// Every other run of `ratio` rows of a tensor that joins two layers, from run `from` on.
     EveryOther {
         /// 0 or 1.
         from: usize,
@@ -35,7 +35,7 @@ pub(super) enum RowOrder {
 }
 
 impl RowOrder {
-    /// The file's row of row `row`.
+    /// The row in the file of the checkpoint's row `row`.
     pub fn row(self, row: usize) -> usize {
         match self {
             RowOrder::Same => row,
@@ -52,7 +52,8 @@ impl RowOrder {
         }
     }
 
-    /// The row that the file's row `stored` holds: the inverse of [`RowOrder::row`]. Not for tensors that hold two layers.
+    /// The checkpoint's row of the file's row `stored`: the inverse of [`RowOrder::row`]. Not for tensors that join two
+    /// layers.
     pub fn row_of(self, stored: usize) -> usize {
         match self {
             RowOrder::Same | RowOrder::EveryOther { .. } => stored,
@@ -74,14 +75,14 @@ impl RowOrder {
     }
 }
 
-/// Where the rows of a layer or the elements of a small parameter lie in the files of an architecture.
+/// The row orders of parameters in the files of an architecture.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Orders {
-    /// Queries and keys have the halves of their rotary pairs side by side.
+    /// True if the halves of query and key heads alternate.
     paired_halves: bool,
-    /// a and b of recurrent layers lie in one tensor.
+    /// True if a and b of recurrent layers are in one tensor.
     joint_alpha_beta: bool,
-    /// Value heads are ordered value by value.
+    /// True if heads are ordered by value head, not by key head.
     pub tiled: bool,
     head_dim: usize,
     key_heads: usize,
@@ -91,7 +92,7 @@ pub(super) struct Orders {
 }
 
 impl Orders {
-    /// The orders of a model in the files of an architecture.
+    /// The row orders for a model in the files of an architecture.
     pub fn new(arch: &str, config: &HybridConfig) -> Orders {
         Orders {
             paired_halves: matches!(arch, "llama" | "mistral3" | "smollm3"),

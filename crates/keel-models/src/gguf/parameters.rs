@@ -1,4 +1,4 @@
-//! The tensors of a GGUF file as the parameters of a Hugging Face checkpoint.
+//! Presents the tensors of a GGUF file as the parameters of a Hugging Face checkpoint.
 
 use std::ops::Range;
 
@@ -102,7 +102,7 @@ impl Parameters for GgufParameters<'_> {
             if order == RowOrder::Same {
                 let bytes = bytes(base + block.start..base + block.end)?;
                 sink(block.len(), row_data(&tensor, bytes))?;
-                // So that a tensor's file pages go as its weight grows, and it is never there twice.
+                // Release the file's pages while the weight grows, so that a tensor is never in memory twice.
                 self.file.release_rows(&stored_name, base + block.start..base + block.end);
                 continue;
             }
@@ -126,7 +126,7 @@ impl Parameters for GgufParameters<'_> {
         let mut values = self.file.tensor(&self.tensor(name)?)?.to_f32()?;
         self.file.check_intact()?;
         if name.ends_with("A_log") {
-            // Files keep -e^A_log.
+            // Files store -e^A_log.
             values.iter_mut().for_each(|a| *a = (-*a).ln());
         }
         let order = self.order(name);
@@ -150,7 +150,7 @@ impl Parameters for GgufParameters<'_> {
     }
 }
 
-/// Bytes of rows of a tensor, as what they are.
+/// The bytes of a tensor's rows, as floats or blocks.
 fn row_data<'b>(tensor: &LinearTensor<'_>, bytes: &'b [u8]) -> RowData<'b> {
     if matches!(tensor, LinearTensor::Dense(_)) { RowData::Dense(bytes) } else { RowData::Blocks(bytes) }
 }

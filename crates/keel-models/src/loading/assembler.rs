@@ -1,7 +1,7 @@
-//! Rows of several layers brought into whole blocks of the weight that they make up.
+//! Collects rows of several layers into whole blocks of a common weight.
 //!
-//! Devices pack a weight in tiles of rows, so a block has to begin on a tile. Layers that are joined to one
-//! weight end anywhere.
+//! Devices pack a weight in tiles of rows, so a block must begin at a tile. Layers that are joined in one weight may
+//! end at any row.
 
 use keel_array::{RowBlock, RowData, Weight, WeightFormat};
 
@@ -12,9 +12,9 @@ use crate::Result;
 pub(super) struct RowAssembler<'w> {
     weight: &'w Weight,
     expert: usize,
-    /// Rows handed on.
+    /// Rows written to the weight.
     filled: usize,
-    /// Rows waiting.
+    /// Rows that wait for a full block.
     waiting: usize,
     /// Dense elements, or blocks.
     dense: Vec<u8>,
@@ -29,7 +29,7 @@ impl<'w> RowAssembler<'w> {
         RowAssembler { weight, expert, filled: 0, waiting: 0, dense, codes, scales, biases }
     }
 
-    /// Adds rows behind those added before.
+    /// Appends rows.
     pub fn push(&mut self, rows: usize, data: RowData<'_>) -> Result<()> {
         if self.waiting == 0 && rows == BLOCK_ROWS {
             return self.hand_on(rows, data);
@@ -65,7 +65,7 @@ impl<'w> RowAssembler<'w> {
         }
     }
 
-    /// Hands on what is waiting.
+    /// Writes the waiting rows.
     pub fn flush(&mut self) -> Result<()> {
         if self.waiting == 0 {
             return Ok(());

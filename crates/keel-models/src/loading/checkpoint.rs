@@ -1,4 +1,4 @@
-//! Parameters from a checkpoint on disk.
+//! Reads parameters from a checkpoint on disk.
 
 use std::ops::Range;
 
@@ -49,13 +49,14 @@ impl Parameters for CheckpointParameters<'_> {
                 scale_dtype: scales,
             }),
             LinearFormat::Blocks(format) => Ok(WeightFormat::Blocks(format)),
-            // Scales times zeros do not fit the 16 bits of the scales.
+            // Products of a scale and a zero do not fit the 16 bits of the scales.
             LinearFormat::Awq { group_size } => {
                 Ok(WeightFormat::Affine { bits: 4, group_size: group_size as u16, scale_dtype: DType::F32 })
             }
             LinearFormat::Fp4(Fp4Mode::Mxfp4) => Ok(WeightFormat::Blocks(BlockFormat::MXFP4)),
-            // No packed form here scales 16 columns or 128 by 128 by a float. bf16 holds every product of a 4-bit and an 8-bit
-            // float, and those of an 8-bit float and its scale to 8 bits of mantissa, four more than it has.
+            // No packed form here has a float scale for 16 columns or for 128 by 128. bf16 holds the product of a 4-bit
+            // and an 8-bit float exactly. It rounds the product of an 8-bit float and its scale to 8 bits of mantissa;
+            // the float has 4.
             LinearFormat::Fp4(Fp4Mode::Nvfp4) | LinearFormat::Fp8 => Ok(WeightFormat::Dense(DType::BF16)),
             other => Err(ModelError::Config(format!("{module}: format {other:?} is not supported"))),
         }
@@ -89,7 +90,7 @@ impl Parameters for CheckpointParameters<'_> {
                 }
                 other => return Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
             }
-            // So that a tensor's file pages go as its weight grows, and it is never there twice.
+            // Release the file's pages while the weight grows, so that a tensor is never in memory twice.
             for part in ["weight", "scales", "biases"] {
                 self.0.release_rows(&format!("{module}.{part}"), base + block.start..base + block.end);
             }

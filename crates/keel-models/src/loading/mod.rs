@@ -1,4 +1,4 @@
-//! From named parameters to weights in device memory.
+//! Loads named parameters into weights in device memory.
 
 mod assembler;
 mod checkpoint;
@@ -20,18 +20,18 @@ pub use random::RandomParameters;
 /// Rows decoded at a time: the only host memory that loading needs. A multiple of every device's row tile.
 pub(crate) const BLOCK_ROWS: usize = 256;
 
-/// Takes the next rows of a linear layer: how many, and their elements.
+/// Receives the next rows of a linear layer: their number and their elements.
 pub type RowSink<'a> = dyn FnMut(usize, RowData<'_>) -> Result<()> + 'a;
 
-/// Where parameters come from.
+/// A source of parameters.
 pub trait Parameters {
     /// True if there is a parameter of this name.
     fn contains(&self, name: &str) -> bool;
 
-    /// Extents of a parameter that is no linear layer.
+    /// Shape of a parameter that is no linear layer.
     fn shape(&self, name: &str) -> Option<Vec<usize>>;
 
-    /// How the linear layer `module` is coded, once its `[experts,] rows, cols` are known to be these.
+    /// The coding of the linear layer `module`, after a check of its `[experts,] rows, cols`.
     ///
     /// # Errors
     /// If it is missing or has another shape.
@@ -43,11 +43,11 @@ pub trait Parameters {
         cols: usize,
     ) -> Result<WeightFormat>;
 
-    /// Hands the rows of one expert of a linear layer to `sink`, some at a time, in order. The specification is that
-    /// of the weight to be filled: its columns and format are the layer's.
+    /// Passes rows of one expert of a linear layer to `sink`, some at a time, in order. The specification is that of
+    /// the weight to be filled; its columns and format are the layer's.
     ///
     /// # Errors
-    /// What the file or the sink says.
+    /// An error of the file or the sink.
     fn linear_rows(
         &self,
         module: &str,
@@ -57,7 +57,7 @@ pub trait Parameters {
         sink: &mut RowSink<'_>,
     ) -> Result<()>;
 
-    /// What a layer's input goes through first; `None` for most layers.
+    /// The rotation of a layer's input; `None` for most layers.
     ///
     /// # Errors
     /// If it is misshapen.
@@ -66,8 +66,8 @@ pub trait Parameters {
         Ok(None)
     }
 
-    /// As [`rotation`](Parameters::rotation), for one that several layers share, `module` among them: the names of its
-    /// parameters begin with `prefix`.
+    /// As [`rotation`](Parameters::rotation), for a rotation that `module` shares with other layers. Its parameters'
+    /// names begin with `prefix`.
     ///
     /// # Errors
     /// If it is misshapen.
@@ -76,29 +76,29 @@ pub trait Parameters {
         Ok(None)
     }
 
-    /// Says that a layer, or one expert of it, has been read.
+    /// Called after a layer, or one expert of it, has been read.
     fn release(&self, module: &str) {
         let _ = module;
     }
 
-    /// A small parameter as f32, `elements` in all.
+    /// A small parameter of `elements` values, as f32.
     ///
     /// # Errors
     /// If it is missing.
     fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>>;
 
-    /// True if one row of a linear layer is as good as any other, so that a device may repeat some of them: those of a
-    /// model that is made up.
+    /// True if all rows of a linear layer are equally good, so that a device may repeat some of them: for made-up
+    /// models.
     fn rows_are_alike(&self) -> bool {
         false
     }
 
-    /// True if norms are stored as scales also where the model type stores offsets from one.
+    /// True if norms are always stored as scales, even for model types that store offsets from one.
     fn norms_are_scales(&self) -> bool {
         false
     }
 
-    /// True if the columns of a recurrent layer's output projection have the first value head of every key head first,
+    /// True if the columns of a recurrent layer's output projection hold the first value head of every key head first,
     /// then the second, and so on. Its other parameters never do.
     fn value_heads_are_tiled(&self) -> bool {
         false
@@ -110,11 +110,11 @@ pub trait Parameters {
 pub struct Piece {
     /// The layer.
     pub module: String,
-    /// Which of its experts, if it is a stack.
+    /// The number of the expert, if the layer is a stack.
     pub expert: Option<usize>,
-    /// How many experts and rows the layer has in the checkpoint.
+    /// The layer's numbers of experts and of rows in the checkpoint.
     pub extents: (Option<usize>, usize),
-    /// The rows wanted, in the order wanted.
+    /// The selected rows, in their order in the weight.
     pub rows: Vec<Range<usize>>,
 }
 
@@ -179,12 +179,12 @@ impl<'a> Loader<'a> {
         Loader { runtime, parameters, compute, progress }
     }
 
-    /// Where the parameters come from.
+    /// The source of the parameters.
     pub fn parameters(&self) -> &dyn Parameters {
         self.parameters
     }
 
-    /// The format that all pieces share, if they do.
+    /// The format of all pieces, if they have the same.
     fn common_format(&self, pieces: &[Piece], cols: usize) -> Result<Option<WeightFormat>> {
         let mut common = None;
         for piece in pieces {
@@ -197,7 +197,7 @@ impl<'a> Loader<'a> {
         Ok(common)
     }
 
-    /// A plain layer of the pieces' rows, one behind the other.
+    /// A plain layer of the piece's rows.
     ///
     /// # Errors
     /// If a piece is missing or misshapen, or memory runs out.
@@ -207,7 +207,7 @@ impl<'a> Loader<'a> {
         self.stack(&[vec![piece]], cols, format)
     }
 
-    /// Several layers that read the same input, as few products as their formats allow.
+    /// Several layers that read the same input, as the fewest products that their formats allow.
     ///
     /// # Errors
     /// If a piece is missing or misshapen, or memory runs out.
@@ -237,10 +237,10 @@ impl<'a> Loader<'a> {
         self.projection(vec![piece], cols)
     }
 
-    /// What the input of a layer's experts goes through first. Each of the modules may be one of theirs.
+    /// The rotation of the input of a layer's experts. Any of the modules may be one of theirs.
     ///
     /// # Errors
-    /// If it is misshapen, an expert has one of its own, or memory runs out.
+    /// If it is misshapen, an expert has a separate rotation, or memory runs out.
     pub fn experts_rotation(&self, prefix: &str, experts: &[Vec<Piece>]) -> Result<Option<PairRotation>> {
         let Some(first) = experts.first().and_then(|pieces| pieces.first()) else { return Ok(None) };
         for piece in experts.iter().flatten() {
@@ -270,7 +270,7 @@ impl<'a> Loader<'a> {
         Ok(PairRotation { scales: self.constant(&values.scales)?, pairs, turns })
     }
 
-    /// A stack of experts, each made of the pieces listed for it. All pieces must share a format.
+    /// A stack of experts, each made of its list of pieces. All pieces must have the same format.
     ///
     /// # Errors
     /// If a piece is missing or misshapen, the formats differ, or memory runs out.
@@ -302,7 +302,7 @@ impl<'a> Loader<'a> {
         Ok(weight)
     }
 
-    /// Fills a weight by repeating its first block, if its rows are alike and the device can.
+    /// Fills a weight by repeating its first block. False if its rows are not alike or the device cannot repeat them.
     fn repeated(&self, weight: &Weight, experts: &[Vec<Piece>]) -> Result<bool> {
         let first = experts.first().and_then(|pieces| pieces.first());
         let Some(piece) = first.filter(|_| self.parameters.rows_are_alike()) else { return Ok(false) };
@@ -352,7 +352,8 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// A projection of one layer whose `[rows, cols]` values are stored in another order, which `order` mends; kept in f32.
+    /// A projection of one layer, kept in f32. Its `[rows, cols]` values are stored in another order, which `order`
+    /// corrects.
     ///
     /// # Errors
     /// As [`Loader::vector`].
@@ -377,7 +378,7 @@ impl<'a> Loader<'a> {
         Ok(Projection { weights: vec![weight], rotations: vec![None], widths: vec![rows], bias: None })
     }
 
-    /// The biases of layers one behind the other, in the order of the layers' rows.
+    /// The biases of several layers, one after the other, in the order of the layers' rows.
     ///
     /// # Errors
     /// As [`Loader::vector`].
@@ -424,7 +425,7 @@ impl<'a> Loader<'a> {
         Ok(array)
     }
 
-    /// Numbers that follow from the config, kept with the weights.
+    /// Numbers computed from the config, kept with the weights.
     ///
     /// # Errors
     /// If memory runs out.
@@ -434,7 +435,7 @@ impl<'a> Loader<'a> {
         Ok(array)
     }
 
-    /// As [`Loader::constant`], of a whole number.
+    /// As [`Loader::constant`], for a whole number.
     ///
     /// # Errors
     /// If memory runs out.
@@ -448,18 +449,18 @@ impl<'a> Loader<'a> {
 /// Layers that read the same input.
 #[derive(Debug)]
 pub struct Projection {
-    /// One weight for all of them, or one each.
+    /// One weight for all layers, or one for each.
     weights: Vec<Weight>,
-    /// What the input of each weight goes through first.
+    /// The rotation of each weight's input.
     rotations: Vec<Option<PairRotation>>,
     /// Outputs of each layer.
     widths: Vec<usize>,
-    /// Added to all outputs side by side, f32 `[sum of widths]`.
+    /// Bias of all outputs together, f32 `[sum of widths]`.
     pub bias: Option<Array>,
 }
 
 impl Projection {
-    /// All outputs side by side, `[.., sum of widths]`.
+    /// All outputs next to each other, `[.., sum of widths]`.
     ///
     /// # Errors
     /// If x does not fit.
@@ -489,8 +490,8 @@ impl Projection {
         self.widths.iter().map(part).collect()
     }
 
-    /// As [`Projection::apply`], of the layers from number `first` on. What the others would give is not computed where the
-    /// device can do without.
+    /// As [`Projection::apply`], for the layers from number `first` on. The other layers are not computed if the device
+    /// can leave them out.
     ///
     /// # Errors
     /// If x does not fit.
@@ -503,7 +504,7 @@ impl Projection {
         Ok(self.apply(x)?.split_off(first))
     }
 
-    /// The weights of the layers from number `first` on, if they can be told from the others.
+    /// The weights of the layers from number `first` on, if they can be separated from the others.
     fn weights_from(&self, first: usize) -> Option<Vec<Weight>> {
         match &self.weights[..] {
             [whole] if self.widths.len() > 1 => {
@@ -530,7 +531,7 @@ impl Projection {
     }
 }
 
-/// What a layer reads of x.
+/// The input of a layer: x, rotated if the layer has a rotation.
 pub fn input(x: &Array, rotation: &Option<PairRotation>) -> keel_array::Result<Array> {
     rotation.as_ref().map_or(Ok(x.clone()), |rotation| x.rotate_pairs(rotation))
 }

@@ -1,4 +1,4 @@
-//! Parameters made up on the spot, so that a shape of any size can be timed without a checkpoint.
+//! Generates random parameters, so that a shape of any size can be timed without a checkpoint.
 
 use std::ops::Range;
 
@@ -11,10 +11,10 @@ use crate::Result;
 /// Standard deviation of the elements, small enough that activations stay finite through any depth.
 const DEVIATION: f32 = 0.02;
 
-/// Random parameters of one format. Names decide the values, so that the same shape is the same model on a device. One
-/// that can repeats the first rows of each weight, so that a model of any size is there within seconds.
+/// Random parameters of one format. The values depend only on the names, so the same shape is always the same model on
+/// a device. A device that can repeats the first rows of each weight: a model of any size is then ready within seconds.
 pub struct RandomParameters {
-    /// Format of all linear layers whose input is whole groups or blocks; bf16 elsewhere.
+    /// Format of linear layers whose columns are whole groups or blocks; the others are bf16.
     pub format: WeightFormat,
 }
 
@@ -46,7 +46,7 @@ impl Generator {
 
 impl Parameters for RandomParameters {
     fn contains(&self, name: &str) -> bool {
-        // A fixed answer for every optional parameter: the Hugging Face layout with fused experts.
+        // A fixed answer for optional parameters: the Hugging Face layout with fused experts.
         !name.contains("switch_mlp") && !name.contains("experts.0.")
     }
 
@@ -102,7 +102,7 @@ impl Parameters for RandomParameters {
         let value = |generator: &mut Generator| match name.rsplit('.').nth(1).unwrap_or_default() {
             norm if norm.contains("norm") => 1.0,
             "conv1d" => generator.value() / DEVIATION * 0.25,
-            // A_log and dt_bias: states that decay over some dozens of tokens.
+            // A_log and dt_bias: states decay over some dozens of tokens.
             _ if name.ends_with("dt_bias") => -3.0,
             _ => generator.value(),
         };
@@ -140,7 +140,7 @@ fn random_block(
             let mask = ((1u16 << bits) - 1) as u8;
             let mut codes = random_bytes(generator, elements);
             codes.iter_mut().for_each(|code| *code &= mask);
-            // Evenly spread codes have this deviation per step.
+            // The standard deviation of evenly distributed codes is steps / sqrt(12).
             let steps = f32::from(mask) + 1.0;
             let scale = bf16::from_f32(DEVIATION * 12f32.sqrt() / steps).to_f32();
             let bias = bf16::from_f32(-scale * f32::from(mask) / 2.0).to_f32();
@@ -162,7 +162,7 @@ fn random_bytes(generator: &mut Generator, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// The f16 scales of blocks of random levels: the second, where there is one, takes the values' mean away.
+/// The f16 scales of blocks of random levels. The second, if the format has one, makes the mean 0.
 struct BlockScales([f16; 2]);
 
 impl BlockScales {
@@ -171,13 +171,13 @@ impl BlockScales {
             block[*at..at + 2].copy_from_slice(&scale.to_le_bytes());
         }
         if format == BlockFormat::MXFP4 {
-            // Its scale is an exponent: 2^-7 of levels that deviate by three.
+            // The scale is an exponent, 2^-7; the levels have a deviation of three.
             block[0] = 120;
         }
     }
 }
 
-/// Scales under which random levels have mean 0 and the deviation of all our values.
+/// Scales that give random levels mean 0 and the common standard deviation.
 fn random_scales(generator: &mut Generator, format: BlockFormat) -> BlockScales {
     const SAMPLE: usize = 64;
     let bytes = random_bytes(generator, SAMPLE * format.bytes());
@@ -222,7 +222,7 @@ mod tests {
             random_block(&mut Generator::of_name("weight"), &spec, rows, &mut decode).expect("whole blocks");
             let mean = values.iter().sum::<f32>() / values.len() as f32;
             let square = values.iter().map(|x| x * x).sum::<f32>() / values.len() as f32;
-            // Codings without an offset have one level more below zero than above.
+            // Codings without an offset have one more level below zero than above.
             assert!(mean.abs() < 0.15 * DEVIATION, "{format}: mean {mean}");
             assert!((square.sqrt() / DEVIATION - 1.0).abs() < 0.2, "{format}: {}", square.sqrt());
         }

@@ -4,10 +4,10 @@ use serde_json::Value;
 
 use crate::{ModelError, Result};
 
-/// Largest width, count or length of a tower: far above all, far below where products overflow.
+/// Largest width, count or length of a tower: far above all towers, and products stay far from an overflow.
 const EXTENT_MAX: usize = 1 << 20;
 
-/// Functions between the two halves of a feed-forward layer.
+/// Functions between the two layers of a feed-forward block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TowerActivation {
     /// GELU in its tanh form.
@@ -21,9 +21,9 @@ pub enum TowerActivation {
 /// The special tokens around a picture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VisionTokens {
-    /// One row of a picture.
+    /// Stands for one row of a picture.
     pub image: u32,
-    /// One row of a video, where the model reads videos.
+    /// Stands for one row of a video, if the model reads videos.
     pub video: Option<u32>,
     /// Before the rows of a picture.
     pub start: u32,
@@ -31,24 +31,24 @@ pub struct VisionTokens {
     pub end: u32,
 }
 
-/// In what towers differ.
+/// Differences between towers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TowerKind {
-    /// Qwen3-VL and Qwen3.5: any grid of patches, positions turned and interpolated, `merge * merge` patches a row.
+    /// Qwen3-VL and Qwen3.5: any grid of patches, positions rotated and interpolated, `merge * merge` patches in a row.
     Qwen {
         /// Frames of a patch.
         frames: usize,
-        /// Patches along a side of what becomes one row.
+        /// Patches along a side of the square that becomes one row.
         merge: usize,
         /// Entries along a side of the table of positions.
         table_side: usize,
         /// Base of the rotary frequencies.
         theta: f64,
-        /// Blocks after which further features are taken; they are added after the first text layers.
+        /// Blocks whose outputs give further features. These are added after the first text layers.
         deepstack: Vec<usize>,
     },
-    /// Gemma 3: SigLIP on pictures of one size, averaged down to a fixed number of rows, which see each other in the text
-    /// model.
+    /// Gemma 3: SigLIP on pictures of one size, averaged to a fixed number of rows. These rows see each other in the
+    /// text model.
     Siglip {
         /// Pixels along a side of a picture.
         image_size: usize,
@@ -60,7 +60,7 @@ pub enum TowerKind {
 /// A tower.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VisionConfig {
-    /// What is particular to it.
+    /// Kind, with its own numbers.
     pub kind: TowerKind,
     /// Blocks.
     pub depth: usize,
@@ -70,19 +70,19 @@ pub struct VisionConfig {
     pub heads: usize,
     /// Width of the feed-forward layer.
     pub intermediate: usize,
-    /// Added under every root.
+    /// Added to the variance under every root.
     pub eps: f32,
-    /// Of the feed-forward layer.
+    /// Function of the feed-forward layer.
     pub activation: TowerActivation,
     /// Pixels along a side of a patch.
     pub patch: usize,
     /// Width of the text model.
     pub text_hidden: usize,
-    /// Around pictures.
+    /// The tokens around pictures.
     pub tokens: VisionTokens,
 }
 
-/// Looks up numbers of one part of a config.
+/// Looks up numbers in one part of a config.
 struct Part<'a>(&'a Value);
 
 impl Part<'_> {
@@ -173,7 +173,7 @@ impl VisionConfig {
         self.hidden / self.heads
     }
 
-    /// Patches along a side of a picture of a tower with one size.
+    /// Patches along a side of a picture, for a tower with one picture size; otherwise 0.
     pub fn grid_side(&self) -> usize {
         match self.kind {
             TowerKind::Qwen { .. } => 0,
@@ -181,7 +181,7 @@ impl VisionConfig {
         }
     }
 
-    /// Patches along a side of what is averaged to one row.
+    /// Patches along a side of the square that is averaged to one row.
     pub fn pool(&self) -> Option<usize> {
         let TowerKind::Siglip { rows, .. } = self.kind else { return None };
         let side = rows.isqrt();
@@ -189,7 +189,7 @@ impl VisionConfig {
             .then(|| self.grid_side() / side)
     }
 
-    /// Patches along a side of a block whose rows lie side by side in the tower's order.
+    /// Patches along a side of a block whose patches are consecutive in the tower's order.
     pub fn block_side(&self) -> usize {
         match self.kind {
             TowerKind::Qwen { merge, .. } => merge,
@@ -206,7 +206,7 @@ impl VisionConfig {
         3 * frames * self.patch * self.patch
     }
 
-    /// Sets of features: those that replace embeddings, and those that are added after text layers.
+    /// Number of sets of features: one that replaces embeddings, and those added after text layers.
     pub fn levels(&self) -> usize {
         match &self.kind {
             TowerKind::Qwen { deepstack, .. } => 1 + deepstack.len(),
@@ -214,7 +214,7 @@ impl VisionConfig {
         }
     }
 
-    /// Rows of a picture that see each other in the text model; 0 where they do not.
+    /// Rows of a picture that see each other in the text model; 0 if they do not.
     pub fn run_rows(&self) -> usize {
         match self.kind {
             TowerKind::Qwen { .. } => 0,
@@ -293,7 +293,7 @@ fn qwen(config: &Value, part: &Part<'_>) -> Result<VisionConfig> {
     })
 }
 
-/// Published configs leave out what the reference has as default.
+/// Reads Gemma 3's tower. Published configs leave out keys whose value is the reference's default.
 fn gemma(config: &Value, part: &Part<'_>) -> Result<VisionConfig> {
     let rows = config["mm_tokens_per_image"].as_u64().unwrap_or(256) as usize;
     Ok(VisionConfig {

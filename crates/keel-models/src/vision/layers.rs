@@ -1,4 +1,4 @@
-//! The parts of towers: layer norms, feed-forward layers, attention in both directions.
+//! The parts of towers: layer norms, feed-forward layers, bidirectional attention.
 
 use keel_array::{Array, AttentionSpec, Batch, DType, KvPool, Real, Regime, Result, RopeSpec};
 
@@ -47,7 +47,7 @@ impl TwoLayers {
         }
     }
 
-    /// Of each row.
+    /// The layers' output for each row.
     ///
     /// # Errors
     /// If x does not fit.
@@ -60,15 +60,15 @@ impl TwoLayers {
     }
 }
 
-/// What the rows of a run have in common.
+/// Data that all blocks of a run share.
 pub(super) struct TowerStep<'a> {
-    /// Keys and values of a layer; every layer writes them anew.
+    /// Keys and values of one layer. Every layer overwrites them.
     pub pool: &'a KvPool,
     /// The rows of the run as one sequence.
     pub batch: &'a Batch,
-    /// The last row, for every row.
+    /// For each row, the last row of the run.
     pub until: &'a Array,
-    /// Row and column of each patch, i32 `[3, N]`, and the frequencies, where positions are turned.
+    /// Row and column of each patch, i32 `[3, N]`, and the frequencies, if positions are rotated.
     pub turn: Option<(&'a Array, &'a Array)>,
 }
 
@@ -86,7 +86,7 @@ pub struct TowerAttention {
 }
 
 impl TowerAttention {
-    /// The heads' size in pages: kernels read whole multiples. What is added is zero and changes no product.
+    /// The heads' size in pages: kernels need whole multiples. The added elements are zero and change no product.
     pub fn padded(head_dim: usize) -> usize {
         head_dim.next_multiple_of(AttentionSpec::HEAD_UNIT)
     }

@@ -1,4 +1,4 @@
-//! What checkpoints call a tower's parameters.
+//! Names of a tower's parameters in checkpoints.
 
 use keel_array::Array;
 
@@ -11,10 +11,10 @@ use crate::blocks::RmsNorm;
 use crate::loading::{Loader, Parameters, Piece, Projection};
 use crate::{ModelError, Result};
 
-/// The layer norms of Qwen's towers.
+/// Epsilon of the layer norms of Qwen's towers.
 const QWEN_EPS: f32 = 1e-6;
 
-/// What stands before the names of the tower's parameters, and the patch layer's name, under which it is found.
+/// The possible prefixes of the tower's parameters, and the name of the patch layer that identifies them.
 fn roots(config: &VisionConfig) -> (&'static [&'static str], &'static str) {
     match config.kind {
         TowerKind::Qwen { .. } => (&["model.visual.", "visual.", "vision_tower."], "patch_embed.proj"),
@@ -30,7 +30,7 @@ fn roots(config: &VisionConfig) -> (&'static [&'static str], &'static str) {
     }
 }
 
-/// What stands before the names of the tower's parameters, if the checkpoint has them.
+/// The prefix of the tower's parameters, if the checkpoint has them.
 pub(super) fn root_of(config: &VisionConfig, parameters: &dyn Parameters) -> Option<&'static str> {
     let (roots, patch) = roots(config);
     roots.iter().copied().find(|root| parameters.contains(&format!("{root}{patch}.weight")))
@@ -40,7 +40,7 @@ impl Tower {
     /// Reads a tower.
     ///
     /// # Errors
-    /// Parameters that are missing or misshapen, or a memory limit that is too small.
+    /// For parameters that are missing or misshapen, or a memory limit that is too small.
     pub fn load(loader: &Loader<'_>, config: VisionConfig) -> Result<Tower> {
         let root = root_of(&config, loader.parameters()).ok_or_else(|| {
             let (roots, patch) = roots(&config);
@@ -105,7 +105,8 @@ impl Reader<'_> {
         self.loader.vector(&format!("{}{name}.weight", self.root), &[entries, self.config.hidden], |x| x)
     }
 
-    /// The convolution over patches as a product. Checkpoints have `[hidden, 3, frames, y, x]`, MLX's `[hidden, frames, y, x, 3]`.
+    /// The convolution over patches as a product. Checkpoints have `[hidden, 3, frames, y, x]`, MLX
+    /// `[hidden, frames, y, x, 3]`.
     fn patch(&self, name: &str, frames: usize) -> Result<Projection> {
         let name = format!("{}{name}", self.root);
         let (rows, side) = (self.config.hidden, self.config.patch);
@@ -154,7 +155,7 @@ impl Reader<'_> {
             layers: TwoLayers {
                 up: self.one(&format!("{name}linear_fc1"), wide, wide)?,
                 down: self.one(&format!("{name}linear_fc2"), self.config.text_hidden, wide)?,
-                // Whatever the blocks have.
+                // Always GELU, also if the blocks have another activation.
                 activation: super::config::TowerActivation::Gelu,
             },
         })

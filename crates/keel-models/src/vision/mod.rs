@@ -1,7 +1,7 @@
-//! Eyes: towers that turn pictures into rows of embeddings, and where those rows stand.
+//! Vision: towers that turn pictures into rows of embeddings, and the positions of those rows.
 //!
-//! A tower is a lazy graph like any model. Its rows see each other within one picture (or one group of a video's frames), so a
-//! picture is one run of [`Tower::features`].
+//! A tower is a lazy graph like any model. Its rows see each other within one picture, or one group of a video's
+//! frames, so each of these is one run of [`Tower::features`].
 
 mod config;
 pub mod layers;
@@ -23,17 +23,17 @@ use crate::loading::Parameters;
 /// The vision part of a config, if the model has one.
 ///
 /// # Errors
-/// A part that is incomplete or contradicts itself or the text part.
+/// If the part is incomplete, or contradicts itself or the text part.
 pub fn read_vision(config: &Value) -> Result<Option<VisionConfig>> {
     let vision = VisionConfig::from_json(config)?;
     if vision.is_some() {
-        // Text turns by one position alone, so its own reader does not look at the sections.
+        // Text has one position on all axes, so its reader does not check the sections.
         crate::read_config(config)?.check_sections()?;
     }
     Ok(vision)
 }
 
-/// Whether a checkpoint still has the tower that its config names: converters drop it.
+/// Whether a checkpoint contains the tower of its config: some converters drop it.
 pub fn has_tower(config: &VisionConfig, parameters: &dyn Parameters) -> bool {
     load::root_of(config, parameters).is_some()
 }

@@ -1,8 +1,9 @@
-//! Where the tokens of a prompt with pictures stand: positions on three axes (time, row, column), and which rows see each other.
+//! Positions of the tokens of a prompt with pictures on three axes (time, row, column), and which tokens see each
+//! other.
 //!
-//! Reference: `get_rope_index` of transformers' `modeling_qwen3_vl.py`. A text token stands at `(c, c, c)`; then `c` grows by one.
-//! A picture of `h` by `w` rows that starts at `c` stands at `(c, c + row, c + column)`; then `c` grows by `max(h, w)`. Each group
-//! of a video's frames is a picture of its own.
+//! Reference: `get_rope_index` of transformers' `modeling_qwen3_vl.py`. A text token has the position `(c, c, c)`; then
+//! `c` grows by one. In a picture of `h` by `w` rows that starts at `c`, a row has the position
+//! `(c, c + row, c + column)`; then `c` grows by `max(h, w)`. Each group of a video's frames counts as a picture.
 
 use super::config::VisionConfig;
 use crate::{ModelError, Result};
@@ -10,29 +11,29 @@ use crate::{ModelError, Result};
 /// The rows of one picture, or of one group of a video's frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageRun {
-    /// Rows of it, from top to bottom.
+    /// Number of rows from top to bottom.
     pub height: usize,
-    /// Rows of it, from left to right.
+    /// Number of rows from left to right.
     pub width: usize,
-    /// The first of its features, counted over all.
+    /// Index of its first feature among all features.
     pub first: usize,
 }
 
-/// Where the tokens of a prompt stand.
+/// The positions and features of a prompt's tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SightPlan {
     /// Time, row and column of each token.
     pub positions: Vec<[i32; 3]>,
-    /// What is added to the number of a later token to give its position.
+    /// Position of a later token minus its number.
     pub delta: i32,
-    /// The feature that takes the place of each token's embedding.
+    /// For each token of a picture, the feature that replaces its embedding.
     pub features: Vec<Option<u32>>,
 }
 
-/// Finds the pictures' tokens in a prompt. `images` and `videos` are their runs in order.
+/// Finds the pictures' tokens in a prompt. `images` and `videos` are their runs, in order.
 ///
 /// # Errors
-/// If the prompt has more tokens of pictures or videos than these, or fewer.
+/// If the numbers of picture or video tokens in the prompt differ from these runs.
 pub fn sight_of(
     config: &VisionConfig,
     tokens: &[u32],
@@ -60,7 +61,7 @@ pub fn sight_of(
         }
         for i in 0..count {
             let place = [0, i / run.width, i % run.width].map(|offset| next + offset as i32);
-            // Where positions have one axis, the next one follows from the number of tokens.
+            // If positions have one axis, each token of the picture counts.
             plan.positions.push(if config.is_bidirectional() { [next + i as i32; 3] } else { place });
             plan.features.push(Some((run.first + i) as u32));
         }
@@ -80,7 +81,7 @@ fn miscounted(what: &str) -> ModelError {
     ))
 }
 
-/// The last token that each token sees where the rows of a picture see each other: that of its run, or itself.
+/// The last token that each token sees: the end of its run if the rows of a picture see each other, otherwise itself.
 pub fn run_ends(config: &VisionConfig, plan: &SightPlan) -> Vec<u32> {
     let count = plan.features.len();
     let mut ends: Vec<u32> = (0..count as u32).collect();

@@ -1,5 +1,5 @@
-//! The tower of Qwen3-VL and Qwen3.5 (Qwen Team, 2025 and 2026): positions turned by row and column, a table of positions
-//! stretched over the grid, blocks of patches merged into one row.
+//! The tower of Qwen3-VL and Qwen3.5 (Qwen Team, 2025 and 2026). Positions are rotated by row and column. A table of
+//! positions is stretched over the grid. Blocks of patches are merged into one row.
 //!
 //! Reference: `modeling_qwen3_vl.py` of transformers.
 
@@ -9,12 +9,12 @@ use super::layers::{LayerNorm, TwoLayers};
 use super::tower::{TowerRows, block_order};
 use crate::Result;
 
-/// Patches of a block side by side, then two layers.
+/// Joins the patches of a block, then applies two layers.
 #[derive(Debug)]
 pub struct Merger {
-    /// Of each patch, or of the patches of a block together.
+    /// Norm of each patch, or of the joined patches of a block.
     pub norm: LayerNorm,
-    /// Whether the norm comes after the patches of a block are put side by side.
+    /// Whether the norm comes after the patches of a block are joined.
     pub norm_after: bool,
     /// Patches of a block.
     pub patches: usize,
@@ -38,14 +38,14 @@ impl Merger {
     }
 }
 
-/// Inverse frequencies of half a head: a quarter of its size for rows, the same for columns.
+/// Inverse frequencies for half a head: a quarter of the head size for rows, and the same for columns.
 pub(super) fn frequencies(head_dim: usize, theta: f64) -> Vec<f32> {
     let quarter = head_dim / 4;
     let one = (0..quarter).map(|i| theta.powf(-((2 * i) as f64) / (head_dim / 2) as f64) as f32);
     one.clone().chain(one).collect()
 }
 
-/// Where the patches of a grid stand. The table, `side` by `side`, is stretched over the grid corner to corner.
+/// The positions of a grid's patches. The table, `side` by `side`, is stretched over the grid from corner to corner.
 pub(super) fn rows(h: usize, w: usize, merge: usize, side: usize) -> TowerRows {
     let count = h * w;
     let mut rows = TowerRows {
@@ -53,7 +53,7 @@ pub(super) fn rows(h: usize, w: usize, merge: usize, side: usize) -> TowerRows {
         entries: vec![0; TowerRows::TAPS * count],
         shares: vec![0.0; TowerRows::TAPS * count],
     };
-    // Lower entry, upper entry, share of the upper one. f32 up to the place in the table, as the reference.
+    // Lower entry, upper entry, share of the upper one. As in the reference, the place in the table is computed in f32.
     let taps = |i: usize, n: usize| {
         let place = i as f32 * (side - 1) as f32 / n.saturating_sub(1).max(1) as f32;
         let low = (place.floor() as usize).min(side - 1);
@@ -85,7 +85,7 @@ mod tests {
         let rows = rows(4, 6, 2, 8);
         assert_eq!(rows.positions[..6], [0, 0, 1, 1, 0, 0]);
         assert_eq!(rows.positions[24..30], [0, 1, 0, 1, 2, 3]);
-        // The last patch of the last block is the last entry of the table.
+        // The last patch of the last block uses the last entry of the table.
         let taps = |i: usize| {
             (0..4).map(|t| (rows.entries[t * 24 + i], rows.shares[t * 24 + i])).collect::<Vec<_>>()
         };

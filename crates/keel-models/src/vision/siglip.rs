@@ -1,5 +1,5 @@
-//! The tower of Gemma 3 (Gemma Team, 2025): SigLIP (Zhai et al., 2023) on pictures of one size, averaged down to a fixed number
-//! of rows.
+//! The tower of Gemma 3 (Gemma Team, 2025): SigLIP (Zhai et al., 2023) on pictures of one size, averaged to a fixed
+//! number of rows.
 //!
 //! Reference: `modeling_siglip.py` and `modeling_gemma3.py` of transformers.
 
@@ -11,12 +11,12 @@ use crate::Result;
 use crate::blocks::RmsNorm;
 use crate::loading::Projection;
 
-/// From the last block to rows of the text model's width.
+/// Turns the last block's output into rows of the text model's width.
 #[derive(Debug)]
 pub struct Projector {
     /// Norm of each patch.
     pub post_norm: LayerNorm,
-    /// Patches that are averaged to a row; they lie side by side.
+    /// Number of patches averaged to a row. They are consecutive.
     pub patches: usize,
     /// Norm of each row.
     pub norm: RmsNorm,
@@ -33,7 +33,7 @@ impl Projector {
     }
 }
 
-/// Where the patches stand: block by block, each with the table's entry of its place in the picture.
+/// The positions of the patches, block by block. Each has the table's entry for its place in the picture.
 pub(super) fn rows(side: usize, block: usize) -> TowerRows {
     let count = side * side;
     let mut rows = TowerRows {
@@ -71,7 +71,7 @@ mod tests {
     fn patches_lie_block_by_block() {
         let planes: Vec<f32> = (0..3 * 64).map(|i| i as f32).collect();
         let rows = patches(&planes, 8, 2, 2);
-        // The second patch of the first block is right of the first, the third below it.
+        // The second patch of the first block is to the right of the first, the third below it.
         assert_eq!(rows[..6], [0.0, 1.0, 8.0, 9.0, 64.0, 65.0]);
         assert_eq!((rows[12], rows[24], rows[48]), (2.0, 16.0, 4.0));
         let order = super::rows(4, 2);

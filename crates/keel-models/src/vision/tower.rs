@@ -1,4 +1,4 @@
-//! A tower put together.
+//! A complete tower.
 
 use keel_array::{Array, Batch, KvPool, Runtime};
 
@@ -9,16 +9,16 @@ use super::siglip::Projector;
 use crate::Result;
 use crate::loading::Projection;
 
-/// What follows the blocks.
+/// The layers after the blocks.
 #[derive(Debug)]
 pub enum TowerHead {
-    /// Qwen: rows of a block side by side, two layers; the same for each further level.
+    /// Qwen: joins the patches of a block, then two layers. The same for each further level.
     Merged {
-        /// Of the last block.
+        /// For the last block.
         merger: Merger,
-        /// Of earlier blocks, in the order of their features.
+        /// For earlier blocks, in the order of their features.
         deepstack: Vec<Merger>,
-        /// f32 `[D / 2]`: those of the rows, then those of the columns.
+        /// f32 `[D / 2]`: frequencies of the rows, then of the columns.
         frequencies: Array,
     },
     /// Gemma 3: norm, average, norm, one product.
@@ -30,29 +30,29 @@ pub enum TowerHead {
 pub struct Tower {
     /// Its numbers.
     pub config: VisionConfig,
-    /// Of a patch's values.
+    /// Layer on a patch's values.
     pub patch: Projection,
     /// f32 `[positions, hidden]`
     pub positions: Array,
     /// The blocks.
     pub blocks: Vec<TowerBlock>,
-    /// What follows them.
+    /// The layers after them.
     pub head: TowerHead,
 }
 
-/// What the host makes for a run: where each patch stands.
+/// Host data for a run: the position of each patch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TowerRows {
-    /// Row and column of each patch, and a third axis that is not read: `[3, N]`.
+    /// Row and column of each patch, and a third axis that is not used: `[3, N]`.
     pub positions: Vec<i32>,
     /// Entries of the table of positions, `[TAPS, N]`.
     pub entries: Vec<u32>,
-    /// The share of each, `[TAPS, N]`.
+    /// The weight of each entry, `[TAPS, N]`.
     pub shares: Vec<f32>,
 }
 
 impl TowerRows {
-    /// Entries of the table that a patch's position is mixed of.
+    /// Number of table entries that are interpolated for a patch's position.
     pub const TAPS: usize = 4;
 }
 
@@ -66,11 +66,11 @@ pub struct TowerInput<'a> {
     pub entries: &'a Array,
     /// f32 `[TAPS, N]`
     pub shares: &'a Array,
-    /// u32 `[N]`: `N - 1` throughout.
+    /// u32 `[N]`, all `N - 1`.
     pub until: &'a Array,
     /// The rows as one sequence at position 0.
     pub batch: &'a Batch,
-    /// Room for the keys and values of one layer, heads of [`Tower::padded_head`].
+    /// Room for the keys and values of one layer, with heads of [`Tower::padded_head`].
     pub pool: &'a KvPool,
 }
 
@@ -80,7 +80,7 @@ impl Tower {
         super::layers::TowerAttention::padded(config.head_dim())
     }
 
-    /// Where the patches of a grid of `h` by `w` stand, block by block.
+    /// The positions of the patches of an `h` by `w` grid, block by block.
     pub fn rows(config: &VisionConfig, h: usize, w: usize) -> TowerRows {
         match config.kind {
             TowerKind::Qwen { merge, table_side, .. } => qwen::rows(h, w, merge, table_side),
@@ -119,7 +119,7 @@ impl Tower {
         Ok(std::iter::once(features).chain(deep).collect())
     }
 
-    /// The mixed entries of the table of positions, f32 `[N, hidden]`.
+    /// The interpolated entries of the table of positions, f32 `[N, hidden]`.
     fn position(&self, input: &TowerInput<'_>) -> Result<Array> {
         let rows = input.patches.shape()[0];
         let tap = |i: usize| -> Result<Array> {
@@ -137,13 +137,13 @@ impl Tower {
         Ok(sum)
     }
 
-    /// The runtime that it is loaded into.
+    /// The runtime that holds the tower.
     pub fn runtime(&self) -> &Runtime {
         self.positions.runtime()
     }
 }
 
-/// `(row, column)` of each patch of a grid of `h` by `w`, blocks of `side` by `side` side by side.
+/// `(row, column)` of each patch of an `h` by `w` grid, one block of `side` by `side` after the other.
 pub(super) fn block_order(h: usize, w: usize, side: usize) -> impl Iterator<Item = (usize, usize)> {
     let blocks = (0..h / side).flat_map(move |r| (0..w / side).map(move |c| (r * side, c * side)));
     blocks.flat_map(move |(r, c)| (0..side * side).map(move |i| (r + i / side, c + i % side)))
