@@ -135,7 +135,7 @@ struct DeltaStep<'a> {
     rows: &'a [usize],
     slot: &'a [u32],
     state: &'a mut [f32],
-    /// Records, their number per slot, and how many of the last step were accepted.
+    /// Records, their number per slot, and for each sequence the number accepted of its last step.
     log: Option<(&'a mut [f32], usize, &'a [u32])>,
     workspace: &'a mut [f32],
     y: &'a mut [f32],

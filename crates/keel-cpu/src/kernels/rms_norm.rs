@@ -11,7 +11,7 @@ use super::rows::{Rows, RowsMut};
 use crate::pool::Worker;
 use crate::simd::{self, LANES, Simd, VectorKernel, lanes, silu};
 
-/// Values that a worker takes at a time: small enough to balance, large enough to hide the counter.
+/// Values that a worker takes at a time: small enough to balance, large enough to hide the cost of a claim.
 const GRAIN_VALUES: usize = 4096;
 
 /// `y = rms_norm(x) * weight`.

@@ -150,7 +150,7 @@ fn check(len: usize, stride: usize, columns: &Range<usize>) {
 
 /// Which rows of a step belong to which sequence.
 ///
-/// Sequence `b` owns the rows `row_start[b]..row_start[b + 1]`; its first row stands at position `position[b]`.
+/// Sequence `b` owns the rows `row_start[b]..row_start[b + 1]`; its first row is at position `position[b]`.
 #[derive(Clone, Copy)]
 pub struct Batch<'a> {
     /// First row of each sequence, then the total number of rows: B + 1 values that never fall.

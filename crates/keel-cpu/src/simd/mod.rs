@@ -206,7 +206,7 @@ pub(crate) trait Simd: Copy {
         self.to_array(v).into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
 
-    /// Sum of `a[i] * b[i]`: 64 partial sums (four vectors), then a tree. The order depends on the length alone.
+    /// Sum of `a[i] * b[i]`: 64 partial sums (four vectors), then a tree. The order depends only on the length.
     ///
     /// # Panics
     /// If the lengths differ.

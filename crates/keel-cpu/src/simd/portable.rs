@@ -48,7 +48,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load_ptr(self, p: *const f32) -> Self::V {
-        // SAFETY: the caller promises sixteen values; an array of f32 has their alignment.
+        // SAFETY: the caller promises sixteen values; the read needs no alignment.
         unsafe { p.cast::<[f32; LANES]>().read_unaligned() }
     }
     #[inline(always)]

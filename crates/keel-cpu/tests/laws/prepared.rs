@@ -65,7 +65,7 @@ fn what_cannot_be_prepared_is_refused() {
     assert!(refused(&[(&y, &storage(&runtime, 5))]).contains("expected (6,), got (5,)"));
     let z = x.exp().expect("floats");
     assert!(refused(&[(&y, &place), (&z, &place)]).contains("destination 1 overlaps another"));
-    // The sum is written to x before it is subtracted from it.
+    // The first sums would be written to x before the second ones read it.
     let sum = x.cumsum(0, false, false).expect("an axis");
     let rest = x.cumsum(0, true, false).expect("an axis");
     assert!(refused(&[(&sum, &x), (&rest, &place)]).contains("still reads it"));

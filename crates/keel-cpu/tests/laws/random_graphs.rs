@@ -1,4 +1,4 @@
-//! Random graphs: evaluated lazily (fused, planned, in place) they give the bits of evaluation op by op.
+//! Random graphs: evaluated lazily (fused, planned, in place) they give the same bits as evaluation op by op.
 
 use super::{active, runtime, runtime_with};
 use keel_array::{
@@ -102,7 +102,7 @@ proptest! {
     fn lazy_evaluation_changes_no_bit_and_gives_all_memory_back(steps in steps()) {
         let eager = runtime();
         let want = run(&eager, &steps, true);
-        // All at once, and in pieces: a few operations pending, a few kernels to a submission.
+        // All at once, and in pieces: a few operations pending, a few kernels in a submission.
         let pieces = RuntimeOptions { pending_ops: 7, submission_ops: 3, ..RuntimeOptions::default() };
         for lazy in [runtime(), runtime_with(pieces)] {
             let got = run(&lazy, &steps, false);

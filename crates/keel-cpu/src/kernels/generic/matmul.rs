@@ -1,4 +1,4 @@
-//! Products of matrices with any strides: `y[b] = a[b] c[b]`.
+//! Products of matrices with any strides: `y[i] = a[i] b[i]` for each matrix `i` of a batch.
 //!
 //! A unit is 8 rows by 256 columns. For each inner index, a block of the right matrix is read into a buffer once for
 //! the 8 rows. Every element is one sum in the order of the inner index, so its bits depend on nothing else. This

@@ -64,7 +64,7 @@ use schedule::Call;
 /// The arithmetic of a linear layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Compute {
-    /// Weights widened or dequantised to f32, f32 multiply-add, f32 sums. Any weights.
+    /// Weights widened or dequantised to f32, f32 multiply-add, f32 sums. Dense and affine weights.
     F32,
     /// Activations rounded to bf16, f32 sums. Dense bf16 weights.
     Bf16,
@@ -333,7 +333,7 @@ mod tests {
             pack(&layout, Rows::Dense(values), &mut weights[layout.row_bytes(e, 0..n)]);
         }
         let x: Vec<f32> = (0..40 * k).map(|i| (i as f32 * 0.37).sin()).collect();
-        // Rows of an expert are 1, 2, 3, 5, 8, .. apart.
+        // Rows of experts 1 and 2 are not evenly spaced.
         let chosen: Vec<u32> = (0..40u32).map(|row| row * row % 7 % experts as u32).collect();
         let dots = Linear::new(layout, Compute::Bf16, Isa::Portable);
         let tiled = Linear { blocks: block::soft_bf16_tile_fns(), ..dots };
