@@ -13,8 +13,8 @@ pub(crate) const PART: usize = 64;
 
 /// Multiplies tiles.
 ///
-/// There are `parts` parts of `part` inputs, 32 or 64. x is `[parts][16][part]` i8; each panel is `[parts][part /
-/// 4][16][4]` u8; dots are `[16][16]` i32, row by column, and exact.
+/// There are `parts` parts of `part` inputs, 32 or 64. x is `[parts][16][part]` i8; each panel is
+/// `[parts][part / 4][16][4]` u8; dots are `[16][16]` i32, row by column, and exact.
 #[allow(
     clippy::missing_safety_doc,
     reason = "the trait's documentation states sizes; hardware must be usable"

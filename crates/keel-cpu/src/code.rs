@@ -15,7 +15,7 @@ mod linux {
     use std::sync::OnceLock;
 
     /// When a page is used, the system also maps pages around it: 16, or as many as its cache holds together. It maps
-    /// none of another mapping. So mappings are cut into pieces of this many bytes.
+    /// no pages of another mapping. So mappings are cut into pieces of this many bytes.
     const PIECE: usize = 16 << 10;
 
     pub fn give_back() {

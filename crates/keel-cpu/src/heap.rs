@@ -1,6 +1,6 @@
 //! The heap of the process.
 
-/// Makes all threads of this process share one arena of the heap, so that the process does not grow for long. By
+/// Makes all threads of this process share one arena of the heap, so that a long-running process stays small. By
 /// default glibc gives each thread its own arena, up to 8 per core. An arena keeps the most that its thread ever
 /// needed, and other threads do not get its free memory. Call this first: threads that have an arena keep it. The
 /// allocators of other systems are left as they are.

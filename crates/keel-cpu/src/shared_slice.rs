@@ -98,7 +98,8 @@ impl<'a, T> SharedMut<'a, T> {
     }
 }
 
-/// Out of line, and with numbers as arguments: passing a `&Range` would cost a hot loop several stores a round.
+/// Out of line, with numbers as arguments: a message formatted in place needs its values in memory, which would cost a
+/// hot loop several stores a round.
 #[cold]
 #[inline(never)]
 fn outside(start: usize, end: usize, len: usize) -> ! {

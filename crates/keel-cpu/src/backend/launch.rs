@@ -16,7 +16,7 @@ use std::time::Instant;
 /// The first failed kernel and its error.
 ///
 /// Workers stop after the barrier of the kernel that failed. A fast worker may already have recorded a failure of the
-/// next kernel. So workers compare kernel numbers and do not ask for any failure: all stop after the same kernel.
+/// next kernel. So workers compare kernel numbers instead of checking for any failure: all stop after the same one.
 struct Failure {
     kernel: AtomicUsize,
     error: Mutex<Option<(usize, ArrayError)>>,

@@ -1,8 +1,9 @@
 //! Arrays without inputs: constants, progressions, random numbers.
 //!
-//! Random element `i` of seed `s` depends only on `splitmix64(s, i)`, so any worker can compute any part: `z = s + (i +
-//! 1) * 0x9e3779b97f4a7c15`, then the finaliser of that generator. A uniform number is the upper 24 bits over `2^24`; a
-//! normal one is `sqrt(-2 ln(1 - u)) cos(2 pi v)` in f64, from the uniform numbers `2 i` and `2 i + 1`.
+//! Random element `i` of seed `s` depends only on `splitmix64(s, i)`, so any worker can compute any part:
+//! `z = s + (i + 1) * 0x9e3779b97f4a7c15`, then the finaliser of that generator.
+//! A uniform number is the upper 24 bits over `2^24`; a normal one is `sqrt(-2 ln(1 - u)) cos(2 pi v)` in f64, from
+//! the uniform numbers `2 i` and `2 i + 1`.
 
 use super::GRAIN;
 use super::scalar::Plain;

@@ -1,8 +1,8 @@
 //! Affine weights against activations quantised to i8.
 //!
-//! For a group of inputs, with `w = s q + b` and `x = c p` (`p` an i8, `c` the row's scale for the group): `sum w x = s
-//! c sum(q p) + b c sum(p)`. The first sum is exact in i32. The second, times `c`, was computed when the row was
-//! quantised.
+//! For a group of inputs, with `w = s q + b` and `x = c p` (`p` an i8, `c` the row's scale for the group):
+//! `sum w x = s c sum(q p) + b c sum(p)`. The first sum is exact in i32. The second, times `c`, was computed when the
+//! row was quantised.
 
 use super::super::WeightFormat;
 use super::super::format::{BLOCK, TILE_ROWS};
