@@ -284,7 +284,7 @@ attention_merge(float* partial, const u32* row_start, const u32* position, u32 s
     }
     if (EARLY) wait_for_inputs();
     if (!located) return;
-    // Loads of several splits are under way together. The first ones overlap with the search for their weights.
+    // Loads of several splits are under way together. The first ones overlap with the computation of their weights.
     const u32 share = threadIdx.x / QUADS, column = threadIdx.x % QUADS * 4;
     const float* in = split_sums(partial, total_rows, 0, t, head) + column;
     const u64 stride = (u64)total_rows * (H * D);

@@ -13,9 +13,9 @@
 // qkv [T, 2 HK DK + HV DV] (QKV_STRIDE values from row to row), a and b [T, HV] (A_STRIDE, B_STRIDE),
 // state [slots, HV, DK, DV] f32 in place, y [T, HV, DV].
 //
-// The delta log: (k, u, g) of a token is its record, [k HK DK][u HV DV][g HV]; each slot has LOG records. Applying S =
-// e^g S + k u^T again gives the same bits. A step that keeps its rows open writes records and no state. The next step
-// is told how many were accepted, applies those, and writes the state once.
+// The delta log: (k, u, g) of a token is its record, [k HK DK][u HV DV][g HV]; each slot has LOG records.
+// S = e^g S + k u^T from a record gives the same bits again. A step that keeps its rows open writes records and no
+// state. The next step is told how many were accepted, applies those, and writes the state once.
 //
 // Macros: HK, HV, DK, DV (DV a multiple of 4), QKV_STRIDE, A_STRIDE, B_STRIDE (any number; qkv and its v part need only
 // be 4-byte aligned), LOG (records of a slot; 0 without a log). EARLY=1: no kernel that may still run writes the state,

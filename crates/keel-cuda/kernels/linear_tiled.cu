@@ -11,7 +11,7 @@
 // - While one tile is multiplied, the next is widened.
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT (32, 64, 128); SPLITS (parts of K, at least 1);
-//   GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x); STAGES, fetches in the rings
+//   STAGES (fetches in the rings); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x)
 //   linear_tiled    codes, pairs, x f16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows;
 //                   GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
 //                   then residual (GROUPED=0 and SPLITS=1 only, may be null),

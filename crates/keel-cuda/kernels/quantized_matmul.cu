@@ -8,9 +8,9 @@
 //   unit are then in four lanes, each of which scales one slot.
 // Dense bf16 weights (DENSE=1): x is split into bf16 parts hi + lo, both multiplied on the tensor cores, sums in f32.
 //
-// A block has SPLIT x ROW_WARPS warps. Warp (s, r) takes row tile r of the block, and of its columns the units s, s +
-// SPLIT, ... of UNIT tiles. Each unit is loaded while the one before is multiplied. The SPLIT partial sums are added in
-// shared memory in the order of s. With PASSES > 1 a block continues with the row tiles one grid further.
+// A block has SPLIT x ROW_WARPS warps. Warp (s, r) takes row tile r of the block. Of its columns it takes the units
+// s, s + SPLIT, ... of UNIT tiles. Each unit is loaded while the one before is multiplied. The SPLIT partial sums are
+// added in shared memory in the order of s. With PASSES > 1 a block continues with the row tiles one grid further.
 //
 // Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or BLOCK or DENSE=1;
 // SPLIT, ROW_WARPS, PASSES (these fix the bits: choose them from N and K, never from T)

@@ -13,7 +13,7 @@
 //   draw       grid (R, PARTS): lists the members of the buckets that may hold the token or the boundary of top-k or
 //              top-p; the last block of a row to arrive decides
 //
-// draws: float [R, 5]: temperature (below 0: nothing is drawn), top-k, top-p, ln(min-p) and the random number, in [0,
+// draws: float [R, 5]: temperature (below 0: nothing is drawn), top-k, top-p, ln(min-p), and the random number in [0,
 // 1).
 // ends: Ends [R, PARTS]; boards: Board [R].
 // Bytes: the row three times, twice of them from L2: under 1 us for 248,320 logits. The floor is three launches that

@@ -107,8 +107,8 @@ pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>,
     }
 }
 
-/// Rows of a quantised weight: a code for each value `[rows, cols]`; as bytes, the scales of each group `[rows,
-/// groups]` and what each 256 columns share.
+/// Rows of a quantised weight: a code for each value `[rows, cols]`; as bytes, the scales of each group
+/// `[rows, groups]` and what each 256 columns share.
 struct Rows<'a> {
     codes: &'a [u8],
     subs: &'a [u8],
@@ -146,7 +146,7 @@ struct Tiles<'a> {
 }
 
 impl Tiles<'_> {
-    /// Packs all row tiles on all cores of the machine: this is most of a large model.
+    /// Packs all row tiles on all cores of the machine, because most of a large model is packed this way.
     fn pack(&self, row_tile_bytes: usize) -> Vec<u8> {
         let tiles = self.rows.div_ceil(TILE_ROWS);
         let mut packed = vec![0; tiles * row_tile_bytes];

@@ -196,7 +196,7 @@ pub(super) fn embedding(weight: &WeightSpec, call: &Call<'_>) -> Result<(), Arra
     call.launch(&key, Geometry::rows(ids.len(), 128), arguments)
 }
 
-/// Scratch of `Linear`: the largest that any device takes. It is the same on every device, so a plan needs none.
+/// Scratch of `Linear`: the largest that any device takes. It is the same on every device, so a plan needs no device.
 pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> usize {
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     let bytes = |has_wgmma| match way(weight, rows, Choice::of(kernel, mode), has_wgmma) {
