@@ -4,7 +4,7 @@
 
 Of the prompts below it keeps, in order, the first ten of whose tokens each leads the runner-up by at least the margin. OUT.json is as
 reference.py writes it. Why this is needed: llama.cpp's own logits move by a deviation of 0.1 to 0.2 on the same file when only its
-attention is computed in another order, which turns nearer ties over (docs/performance.md). Needs llama-cpp-python and numpy.
+attention is computed in another order, which turns nearer ties over (docs/notebook/numerics.md). Needs llama-cpp-python and numpy.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ struct Setting {
 /// The default, whose activations may have 8 bits; its bounds are those of [`fast_bound`].
 const FAST: Setting = Setting { name: "fast", compute: Compute::Auto, deterministic: false, error_max: 0.0 };
 
-/// How far the fast mode may be from the reference, about twice what was measured (`docs/performance.md`).
+/// How far the fast mode may be from the reference, about twice what was measured (`docs/notebook/numerics.md`).
 struct FastBound {
     error_max: f32,
     /// The bound is on the middle one of the rows. Where a row's router chooses another expert because two were nearly alike,
