@@ -135,8 +135,8 @@ __device__ inline void take_turn() {
     wait_for_inputs();
 }
 
-// Byte `i` of `word`, minus `zero` (a whole number), as a float. A byte in the low bits of the float 2^23 gives 2^23 +
-// byte.
+// Byte `i` of `word`, minus `zero` (a whole number), as a float. A byte in the low bits of the float 2^23 adds its
+// value.
 __device__ __forceinline__ float byte_as_float(u32 word, int i, float zero = 0.0f) {
     return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 | i)) - (8388608.0f + zero);
 }

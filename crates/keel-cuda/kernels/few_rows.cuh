@@ -82,7 +82,7 @@ static_assert(SLOTS <= 4, "a lane for each slot");
 #define RING_BYTES (BULK ? WARPS * STAGES * SLOT_BYTES + (WARPS * STAGES * 8 + 15) / 16 * 16 : 0)
 #define SHARED_BYTES (RING_BYTES + (FUSED ? X_BYTES + X_SCALE_BYTES : 0) + PARTIAL_FLOATS * (PASSES > 1 ? 2 : 1) * 4 + (NORM && FUSED ? DIM_T * (K_TILES + 1) * 4 : 0))
 
-// ---- x: from f32 to what the tensor cores read ----
+// ---- x: from f32 to the operands of the tensor cores ----
 
 // The four lanes of a quad prepare 64 columns of one row.
 __device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2 *x_scale, int kt, int row, int t) {

@@ -1,4 +1,4 @@
-//! What a GPU cannot run is refused when the program is made, on a backend that only plans.
+//! A program that a GPU cannot run is refused when it is made, on a backend that only plans.
 
 use keel_array::{
     Array, ArrayError, AttentionSpec, Batch, Category, CustomKernel, DType, KvPool, Regime, Runtime,

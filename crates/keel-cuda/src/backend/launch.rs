@@ -206,7 +206,7 @@ impl Session {
         Ok(())
     }
 
-    /// Puts the copy of what the host will read on the stream.
+    /// Puts the copy of the bytes that the host will read on the stream.
     fn bring(&self, device: &Device, ahead: Option<&Range<u64>>) -> Result<()> {
         let Some(ahead) = ahead.filter(|ahead| !ahead.is_empty()) else { return Ok(()) };
         let (to, bytes) = (self.incoming.address().cast(), (ahead.end - ahead.start) as usize);

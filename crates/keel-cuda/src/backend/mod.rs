@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// Arithmetic where the operations themselves leave it open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Precision {
-    /// Tensor cores with bf16 operands and f32 sums where that is faster.
+    /// Tensor cores with 8-bit or 16-bit operands where that is faster. Sums are exact integers or f32.
     #[default]
     Fast,
     /// f32 throughout.

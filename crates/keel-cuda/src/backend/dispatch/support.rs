@@ -35,7 +35,8 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
     match &kernel.op {
         Op::PagedAttention(_) => attention(shape(0), shape(1), shape(5)),
         Op::GatedDelta(spec) => {
-            // The last operands are the starts, slots and positions of the sequences, and with a log what was accepted.
+            // The last operands are the starts, slots and positions of the sequences, and with a log the accepted
+            // counts.
             let sequences = shape(if kernel.inputs.len() == 9 { 7 } else { 8 }).elements();
             at_most("sequences in a step", sequences, GRID_MAX)?;
             if spec.regime == Regime::Prefill && chunked(spec, mode.precision) {

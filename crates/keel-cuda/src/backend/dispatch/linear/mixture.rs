@@ -167,7 +167,8 @@ impl<'c, 'a> Mixture<'c, 'a> {
     fn gate_up(&self) -> Result<(), ArrayError> {
         let tuning = Tuning::of(self.weight, 1, true, true);
         let products = self.choices + usize::from(self.shared.is_some());
-        // So many warps fit a multiprocessor that all blocks of the grid run at the same time, as far as registers allow.
+        // Blocks that a multiprocessor has room for: all blocks of the grid should run at once, as far as registers
+        // allow.
         let blocks_min = match Coding::of(self.weight.format) {
             Some(coding) if coding.bits <= 4 => 24 / tuning.split,
             _ => 16 / tuning.split,
