@@ -1,4 +1,4 @@
-//! Comparison of a kernel's result with an oracle's.
+//! Compares a kernel's result with an oracle's.
 
 /// Asserts that every element of `got` is within `tolerance` of `want`, relative to the largest element of `want`.
 ///
@@ -9,7 +9,7 @@ pub fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     let scale = want.iter().fold(f64::MIN_POSITIVE, |scale, x| scale.max(x.abs()));
     let error = |i: usize| (f64::from(got[i]) - want[i]).abs() / scale;
-    // A NaN is worse than any number.
+    // A NaN is worse than every number.
     let key = |i: usize| if error(i).is_nan() { f64::INFINITY } else { error(i) };
     let Some(worst) = (0..got.len()).max_by(|&a, &b| key(a).total_cmp(&key(b))) else { return };
     assert!(
@@ -34,7 +34,7 @@ pub fn assert_same_bits(what: &str, a: &[f32], b: &[f32]) {
     }
 }
 
-/// Norm of the difference over norm of what was wanted.
+/// Norm of the difference, divided by the norm of `want`.
 ///
 /// # Panics
 /// If the lengths differ.

@@ -1,4 +1,4 @@
-//! A backend with something in the way of its launches and allocations: faults, gates, counters.
+//! A backend whose launches and allocations a test can disturb: faults, gates, counters.
 
 use keel_array::{
     Backend, DeviceMemory, DeviceUsage, Kernel, Launch, OwnMemory, Preparations, Result, RowBlock, Ticket,
@@ -7,43 +7,43 @@ use keel_array::{
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a test does around a backend's work; what is not overridden just happens.
+/// A test's changes to a backend's work. Each default passes the call on unchanged.
 pub trait Disturbance: Send + Sync + 'static {
-    /// In place of a launch.
+    /// Replaces a launch.
     ///
     /// # Errors
-    /// The backend's own, or what the test wants to go wrong.
+    /// The backend's own error, or one that the test injects.
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
         backend.launch(launch)
     }
 
-    /// In place of an allocation.
+    /// Replaces an allocation.
     ///
     /// # Errors
-    /// The backend's own, or what the test wants to go wrong.
+    /// The backend's own error, or one that the test injects.
     fn allocate(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         backend.allocate(bytes)
     }
 
-    /// In place of a copy to the host.
+    /// Replaces a copy to the host.
     fn read(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
         backend.read(memory, offset, bytes);
     }
 
-    /// Whether the host is to go on as if launches were queued. They run where they are enqueued.
+    /// Whether the host acts as if launches were queued. They run at once when they are enqueued.
     fn is_queueing(&self) -> bool {
         false
     }
 
-    /// Whether programs are to be few, as where they are compiled.
+    /// Whether callers should make few programs, as on a backend that compiles.
     fn is_compiling(&self, backend: &dyn Backend) -> bool {
         backend.is_compiling()
     }
 
-    /// Told that a launch which was enqueued is waited for.
+    /// Called when a launch that was enqueued is waited for.
     fn note_wait(&self) {}
 
-    /// In place of an arena's allocation.
+    /// Replaces an arena's allocation.
     ///
     /// # Errors
     /// As [`Disturbance::allocate`].
@@ -51,7 +51,7 @@ pub trait Disturbance: Send + Sync + 'static {
         self.allocate(backend, bytes)
     }
 
-    /// In place of an arena's growth.
+    /// Replaces an arena's growth.
     ///
     /// # Errors
     /// As [`Disturbance::allocate`].
@@ -65,15 +65,15 @@ pub trait Disturbance: Send + Sync + 'static {
     }
 }
 
-/// A backend whose launches and allocations go through a [`Disturbance`]. It runs the kernels that the one behind it would: what
-/// that one absorbs decides about the order of sums.
+/// A backend whose launches and allocations go through a [`Disturbance`]. It runs the same kernels as the inner
+/// backend: absorbed kernels are the same, so sums have the same order.
 pub struct Disturbed<D> {
     backend: Arc<dyn Backend>,
     disturbance: Arc<D>,
 }
 
 impl<D: Disturbance> Disturbed<D> {
-    /// Puts a disturbance in front of a backend. The test keeps its own handle to steer it.
+    /// Wraps a backend in a disturbance. The test keeps a handle to control it.
     pub fn new(backend: Arc<dyn Backend>, disturbance: Arc<D>) -> Arc<Disturbed<D>> {
         Arc::new(Disturbed { backend, disturbance })
     }

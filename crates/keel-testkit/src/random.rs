@@ -5,7 +5,7 @@
 pub struct Random(u64);
 
 impl Random {
-    /// A generator whose whole sequence follows from `seed`.
+    /// A generator. `seed` determines its whole sequence.
     pub fn new(seed: u64) -> Random {
         Random(seed)
     }

@@ -1,17 +1,17 @@
-//! Tests that cannot run where they are: without a GPU, without files from elsewhere.
+//! Tests that cannot run on this machine: they need a GPU, or files that are missing.
 //!
-//! Such a test says so with [`skipped!`](crate::skipped!) and returns. The line goes to standard output and to
-//! `skipped-tests.txt` in the target folder; `.ci/run` counts the lines at its end, because Rust's test harness reports
+//! Such a test calls [`skipped!`](crate::skipped!) and returns. That writes a line to standard output and to
+//! `skipped-tests.txt` in the target folder. `.ci/run` counts the lines at its end, because Rust's test harness reports
 //! these tests as passed.
 
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// The file that collects the tests that did not run, in the target folder of this test's program.
+/// The file that lists the tests that did not run. It lies in the target folder of the test's program.
 pub const FILE: &str = "skipped-tests.txt";
 
-/// Says that this test did not run, and why.
+/// Records that this test did not run, and why.
 #[macro_export]
 macro_rules! skipped {
     ($($reason:tt)*) => {
@@ -19,7 +19,7 @@ macro_rules! skipped {
     };
 }
 
-/// True where `KEEL_TEST_CUDA` says that there is a GPU to be tested; otherwise the test is noted as skipped.
+/// True if `KEEL_TEST_CUDA` is set, which says that there is a GPU to test. Otherwise the test is recorded as skipped.
 #[macro_export]
 macro_rules! has_gpu {
     () => {{
@@ -31,9 +31,9 @@ macro_rules! has_gpu {
     }};
 }
 
-/// What [`skipped!`](crate::skipped!) calls: prints the line and adds it to [`FILE`].
+/// The function of [`skipped!`](crate::skipped!): prints the line and appends it to [`FILE`].
 pub fn note(module: &str, reason: &str) {
-    // The harness names a test's thread after the test.
+    // The harness gives a test's thread the test's name.
     let thread = std::thread::current();
     let line = format!("{module}::{}: {reason}\n", thread.name().unwrap_or("main"));
     print!("skipped: {line}");
@@ -43,8 +43,8 @@ pub fn note(module: &str, reason: &str) {
     let _ = file.and_then(|mut file| file.write_all(line.as_bytes()));
 }
 
-/// The folder that this program was built into, `target/release` for one; the system's temporary folder where that cannot
-/// be written.
+/// The folder that this program was built into, for example `target/release`; the system's temporary folder if that is
+/// read-only.
 pub(crate) fn target_folder() -> PathBuf {
     let built = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.parent()?.to_owned()));
     let writable =

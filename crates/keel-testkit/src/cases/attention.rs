@@ -1,4 +1,4 @@
-//! Shapes of attention: every head size served, grouped and ungrouped heads, windows around a tile and a page.
+//! Shapes of attention: every supported head size, grouped and ungrouped heads, windows around a tile and a page.
 
 use crate::naive::attention::Shape;
 
@@ -14,7 +14,8 @@ pub const SHAPES: &[Shape] = &[
     Shape { heads: 8, kv_heads: 2, head_size: 256, scale: 0.0625, window: None },
 ];
 
-/// (first position, rows) of each sequence of a batch: around tiles of 64, pages of 256 and the first longer segment.
+/// (first position, rows) of each sequence of a batch. Sizes lie around tiles of 64, pages of 256 and the first long
+/// segment.
 pub const BATCHES: &[&[(usize, usize)]] = &[
     &[(0, 1)],
     &[(255, 3), (0, 2), (70, 0), (300, 1)],
@@ -22,6 +23,6 @@ pub const BATCHES: &[&[(usize, usize)]] = &[
     &[(192, 130)],
     &[(512, 65), (31, 33)],
     &[(4607, 2)],
-    // More pairs than a block takes, of heads in groups, behind keys that end within a tile.
+    // More pairs of row and grouped head than a block takes, after keys that end within a tile.
     &[(300, 197), (0, 0), (90, 45)],
 ];

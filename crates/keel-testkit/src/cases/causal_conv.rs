@@ -1,4 +1,5 @@
-//! Shapes of the causal convolution: channels around vectors of 16 and blocks of 128, widths with and without code of their own.
+//! Shapes of the causal convolution: channels around vectors of 16 and blocks of 128; widths with and without special
+//! code.
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]

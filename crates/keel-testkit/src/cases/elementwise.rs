@@ -1,5 +1,5 @@
-//! Shapes of element-wise operations and reductions: around vectors of 16, blocks of 256 and grains of 4096; empty
-//! ones; all extents of one shape different.
+//! Shapes of element-wise operations and reductions: sizes around vectors of 16, blocks of 256 and grains of 4096;
+//! empty shapes. The extents of a shape all differ.
 
 /// The shapes.
 pub const SHAPES: &[&[usize]] = &[
@@ -17,7 +17,7 @@ pub const SHAPES: &[&[usize]] = &[
     &[67, 129],
 ];
 
-/// Shapes that broadcast, and to what.
+/// Two shapes that broadcast, and their common shape.
 pub const BROADCASTS: &[(&[usize], &[usize], &[usize])] = &[
     (&[5, 33], &[33], &[5, 33]),
     (&[5, 33], &[5, 1], &[5, 33]),

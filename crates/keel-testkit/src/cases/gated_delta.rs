@@ -1,9 +1,9 @@
-//! Shapes of the gated delta rule: Dk and Dv differ, one and several value heads to a key head, sizes around
-//! the tiles of 8, 16, 32 and 128.
+//! Shapes of the gated delta rule: Dk and Dv differ; one or several value heads for each key head; sizes around tiles
+//! of 8, 16, 32 and 128.
 
 use crate::naive::gated_delta::Shape;
 
-/// Head shapes, all sizes of one shape different.
+/// Head shapes. The sizes of a shape all differ.
 pub const SHAPES: &[Shape] = &[
     Shape { key_heads: 1, value_heads: 2, key_size: 16, value_size: 32 },
     Shape { key_heads: 3, value_heads: 3, key_size: 24, value_size: 40 },

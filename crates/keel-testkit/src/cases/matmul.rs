@@ -1,6 +1,7 @@
-//! Sizes of matrix products: around tiles of 16 and 32 columns, blocks of 8 rows (of W, too) and chunks of 256 inputs.
+//! Sizes of matrix products: around tiles of 16 and 32 columns, blocks of 8 rows (of x and of W) and chunks of 256
+//! inputs.
 
-/// `(T, N, K)` of `x [T, K]` times `w [N, K]` transposed.
+/// `(T, N, K)` of `x w^T` with `x [T, K]` and `w [N, K]`.
 pub const SHAPES: &[(usize, usize, usize)] = &[
     (1, 15, 2),
     (2, 1, 33),
@@ -17,6 +18,6 @@ pub const SHAPES: &[(usize, usize, usize)] = &[
     (1, 64, 513),
 ];
 
-/// `[batch, M, N, K]` of general products of activations.
+/// `[batch, M, N, K]` of products of two activations.
 pub const BATCHED: &[[usize; 4]] =
     &[[1, 1, 2, 3], [3, 2, 33, 5], [2, 9, 16, 7], [5, 17, 31, 65], [1, 130, 129, 64], [2, 65, 15, 300]];

@@ -1,4 +1,4 @@
-//! Sizes of products with affine weights. K is a multiple of every group in use.
+//! Sizes of products with affine weights. K is a multiple of every tested group size.
 
 use crate::naive::quantized_matmul::Affine;
 use crate::random::Random;
@@ -18,20 +18,20 @@ pub const SHAPES: &[(usize, usize, usize)] = &[
     (130, 64, 256),
 ];
 
-/// `(N, K)` of products with so many rows of W that a device of 100 to 200 multiprocessors takes each in several goes, and of one with
-/// long rows: kernels are cut in ways of their own for these.
+/// `(N, K)` of large products. The first three have so many rows of W that a device with 100 to 200 multiprocessors
+/// needs several passes. The last has long rows. Kernels cut these in special ways.
 pub const WIDE: &[(usize, usize)] = &[(8977, 384), (17_011, 128), (135_201, 64), (33, 8256)];
 
 /// Bits that affine weights can have.
 pub const BITS: &[usize] = &[2, 3, 4, 5, 6, 8];
 
-/// Sizes of their groups.
+/// Sizes of groups that affine weights can have.
 pub const GROUPS: &[usize] = &[32, 64, 128];
 
 /// Numbers of rows that must not change a row's bits.
 pub const ROWS: &[usize] = &[1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 64, 130];
 
-/// Random weights as quantisation makes them: centred, with scales and biases that fit bf16 exactly.
+/// Random weights like those of a quantiser: centred, with scales and biases that bf16 holds exactly.
 pub fn weights(random: &mut Random, n: usize, k: usize, bits: usize, group: usize) -> Affine {
     let to_bf16 = |x: f32| f32::from_bits(x.to_bits() & 0xffff_0000);
     let quants = (0..n * k).map(|_| random.below(1 << bits) as u8).collect();

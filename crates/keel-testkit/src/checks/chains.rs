@@ -1,4 +1,4 @@
-//! Operations in a row, which a backend may run as one: together they must give what they give one by one.
+//! Sequences of operations that a backend may run as one. The result must be the same as one by one.
 
 use super::sequence::batch;
 use super::share::is_mine;
@@ -24,13 +24,13 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "paged_attention", run: rotation_then_attention },
 ];
 
-/// Those that hold a backend to itself, whatever its arithmetic.
+/// Checks that compare a backend with itself, so that its precision does not matter.
 pub(super) const IN_ANY_PRECISION: &[Check] =
     &[Check { op: "paged_attention", run: rotation_then_attention }];
 
 const EPS: f32 = 1e-5;
 
-/// Rows on both sides of where kernels for few rows end.
+/// Numbers of rows around the limit of kernels for few rows.
 const ROWS: [usize; 6] = [1, 2, 5, 16, 17, 33];
 
 fn draw(runtime: &Runtime, random: &mut Random, shape: &[usize]) -> Array {
@@ -50,17 +50,18 @@ fn codings(runtime: &Runtime, random: &mut Random, rows: usize, cols: usize) -> 
     all
 }
 
-/// What is done with each value between: evaluated, or nothing.
+/// Action on each intermediate value: evaluate it, or nothing.
 type Step<'a> = dyn Fn(Array) -> Array + 'a;
 
-/// Asserts that `build` gives the same whether each step is evaluated by itself or all are built first.
+/// Asserts that `build` gives the same result if each step is evaluated alone and if all are built first.
 ///
-/// Rounding inputs to 8 bits turns a difference in the last bit into one of a step, for few of them.
+/// The tolerance allows for inputs rounded to 8 bits: a difference in the last bit can become a whole rounding step of
+/// a few inputs.
 fn expect_same(what: &str, build: &dyn Fn(&Step<'_>) -> Result<Array>) {
     expect_within_of(tolerance::INT8_ACTIVATIONS, what, build);
 }
 
-/// As [`expect_same`], within `tolerance` of each other.
+/// As [`expect_same`], within `tolerance`.
 fn expect_within_of(tolerance: f64, what: &str, build: &dyn Fn(&Step<'_>) -> Result<Array>) {
     let apart = build(&|x| {
         x.eval().expect("a case runs");
@@ -85,7 +86,7 @@ fn norm_then_product(runtime: &Runtime) {
                     &|step| step(x.rms_norm(&w, EPS)?).linear_add(&weight, from),
                 );
             }
-            // The sum is used twice, so that its memory may not be given to the product.
+            // The sum has two readers, so its memory must not be given to the product.
             expect_same(&format!("{rows} rows added, normed, multiplied by {coding}"), &|step| {
                 let sum = step(x.add(&other)?);
                 step(sum.rms_norm(&w, EPS)?).linear_add(&weight, &sum)
@@ -124,7 +125,7 @@ fn heads_then_product(runtime: &Runtime) {
     }
 }
 
-/// So many rows that what comes before a product may round them to 16 bits for it.
+/// So many rows that a backend may round the input of a product to 16 bits.
 fn rows_rounded_for_products(runtime: &Runtime) {
     const N: usize = 320;
     let mut random = Random::new(98);
@@ -161,7 +162,7 @@ fn rows_rounded_for_products(runtime: &Runtime) {
 fn product_then_gate(runtime: &Runtime) {
     const K: usize = 320;
     let mut random = Random::new(92);
-    // Halves that end with a tile, and halves that do not.
+    // In the first case each half ends with a tile, in the second it does not.
     for n in [96, 72] {
         for (coding, weight) in codings(runtime, &mut random, n, 2 * K) {
             let w = draw(runtime, &mut random, &[2 * K]);
@@ -177,7 +178,7 @@ fn product_then_gate(runtime: &Runtime) {
     }
 }
 
-/// The same of a weight with so many rows that kernels are cut in ways of their own, with short and with long rows.
+/// The same for a weight with so many rows that kernels cut it in a special way, with short and with long rows.
 fn wide_product_then_gate(runtime: &Runtime) {
     let mut random = Random::new(95);
     for (n, k) in [(8512, 384), (8544, 4160)] {
@@ -221,10 +222,10 @@ fn norm_then_experts(runtime: &Runtime) {
     }
 }
 
-/// Numbers of a mixture: experts, choices of a token, columns of x, width of an expert, and of the shared one (0: none).
+/// Sizes of a mixture: experts, experts per token, columns of x, width of an expert, width of the shared one (0: none).
 type MixtureSizes = (usize, usize, usize, usize, usize);
 
-/// Its weights, by coding: router, gate and up, down, and the latter two of the shared expert.
+/// Weights of a mixture in one coding: router, gate and up, down, and the shared expert's gate and up, and down.
 struct MixtureWeights {
     router: Weight,
     gate_up: Weight,
@@ -249,9 +250,9 @@ impl MixtureWeights {
 fn whole_mixture(runtime: &Runtime) {
     let mut random = Random::new(95);
     let sizes: [MixtureSizes; 5] = [
-        (129, 3, 320, 96, 96),   // units of columns that end within one
+        (129, 3, 320, 96, 96),   // the last unit of columns is not full
         (70, 8, 64, 1792, 1792), // more units of all products than warps hold
-        (40, 4, 256, 128, 256),  // another width of the shared expert
+        (40, 4, 256, 128, 256),  // shared expert of another width
         (300, 5, 192, 64, 0),
         (66, 2, 512, 256, 256),
     ];
@@ -281,7 +282,7 @@ fn whole_mixture(runtime: &Runtime) {
                 expect_same(&what, &|step| {
                     let x = step(x.add(&other)?);
                     let enter = || if normed { x.rms_norm(&norm, EPS) } else { Ok(x.clone()) };
-                    // Rounded in the same kernel either way: nearly equal logits have the same order in both.
+                    // Both ways round it in the same kernel, so that nearly equal logits have the same order.
                     let routed = step(enter()?.linear(&w.router)?);
                     let logits = routed.slice_axis(-1, 0, experts)?;
                     let (probabilities, chosen) = logits.route_top_k(choices, normalise)?;
@@ -301,7 +302,7 @@ fn whole_mixture(runtime: &Runtime) {
     }
 }
 
-/// A combination of products by experts that no router has chosen.
+/// Combines products of experts that were not chosen by a router.
 fn given_experts(runtime: &Runtime) {
     const EXPERTS: usize = 5;
     const CHOICES: usize = 3;
@@ -335,10 +336,10 @@ fn given_experts(runtime: &Runtime) {
     }
 }
 
-/// Heads, key-value heads, size, rotary part, window.
+/// Query heads, key-value heads, head size, rotary part, window.
 type AttentionSizes = (usize, usize, usize, usize, Option<usize>);
 
-/// Two steps, the second of which reads what the first has left in pages.
+/// Runs two steps. The second reads the pages that the first has written.
 fn rotation_then_attention(runtime: &Runtime) {
     let mut random = Random::new(94);
     let rope = |rotary| RopeSpec { rotary, sections: None, interleaved: false };
@@ -347,7 +348,7 @@ fn rotation_then_attention(runtime: &Runtime) {
     let batches: [&[(usize, usize)]; 6] = [
         &[(300, 1)],
         &[(5, 3), (0, 1), (511, 2)],
-        // A row each, around a warp's keys, the ends of a share and a page, and a sequence without a row.
+        // One row each: positions around a warp's keys, the end of a share, and a page; and a sequence without rows.
         &[(31, 1), (32, 1), (33, 1), (255, 1), (256, 1), (0, 1), (70, 0), (703, 1)],
         &[(2303, 1)],
         // More pairs of row and head than a block takes.
@@ -365,7 +366,7 @@ fn rotation_then_attention(runtime: &Runtime) {
         let inverse = Array::from_slice(runtime, &inverse, [rotary / 2]).expect("memory");
         let pool_shape = [pages * rows.len() + 1, kv_heads, 256, size];
         let history = draw(runtime, &mut random, &pool_shape);
-        // What one rotation has beside the other is one row's matter.
+        // Different rotations of q and k are tested with a single row only.
         let turns: &[(usize, usize)] =
             if tokens == 1 { &[(2, 2), (1, 1), (2, 1), (2, 0), (0, 1)] } else { &[(2, 2), (1, 1)] };
         for dtype in [DType::F32, DType::F16] {

@@ -86,14 +86,14 @@ fn arithmetic(runtime: &Runtime, op: &str, apply: BinaryFn, oracle: fn(f64, f64)
     for (left, right, shape) in cases {
         for dtype in FLOATS.into_iter().chain(INTEGERS) {
             let mut operand = |shape: &[usize]| match dtype {
-                // Small enough that no sum, difference or product leaves the type.
+                // So small that no sum, difference or product overflows the type.
                 DType::U8 | DType::U32 => Tensor::integers(&mut random, shape, 8, 15),
                 DType::I32 | DType::I64 => Tensor::integers(&mut random, shape, -99, 99),
                 _ => rounded(&Tensor::random(&mut random, shape, -3.0, 3.0), dtype),
             };
             let (a, b) = (operand(left), operand(right));
             let want = match dtype {
-                // A difference of small unsigned numbers wraps.
+                // Negative differences of unsigned numbers wrap.
                 DType::U8 => binary(&a, &b, shape, oracle).map(|x| x.rem_euclid(256.0)),
                 DType::U32 => binary(&a, &b, shape, oracle).map(|x| x.rem_euclid(4_294_967_296.0)),
                 _ => binary(&a, &b, shape, oracle),
@@ -218,7 +218,7 @@ fn wrapping(runtime: &Runtime) {
     assert_eq!(y, [-2, 0], "sums of i32 wrap");
 }
 
-/// A chain longer than one kernel may be, with broadcast inputs.
+/// A chain longer than the limit of one kernel, with broadcast inputs.
 fn fused(runtime: &Runtime) {
     let mut random = Random::new(11);
     for shape in [&[3, 5, 67][..], &[4099], &[2, 1]] {

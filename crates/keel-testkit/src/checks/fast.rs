@@ -126,7 +126,7 @@ fn gated_norm(runtime: &Runtime) {
     }
 }
 
-/// The row of positions that turns frequency `i`.
+/// The row of positions that frequency `i` reads.
 fn axis(i: usize, sections: [usize; 3], interleaved: bool) -> usize {
     if interleaved {
         if i / 3 < sections[i % 3] { i % 3 } else { 0 }

@@ -55,7 +55,7 @@ fn out_of_range(runtime: &Runtime) {
         let message = error.to_string();
         assert!(message.contains(&format!("index {wrong} is out of range for 5")), "{message}");
     }
-    // The runtime is none the worse for it.
+    // The runtime still works after the error.
     let indices = Tensor { shape: vec![1], values: vec![2.0] };
     expect(
         "take after an error",

@@ -104,7 +104,7 @@ fn joins(runtime: &Runtime) {
             }
         }
     }
-    // A run longer than one worker takes at a time.
+    // A run longer than the piece that a worker takes at a time.
     let parts =
         [Tensor::integers(&mut random, &[2, 9001], 0, 99), Tensor::integers(&mut random, &[2, 17], 0, 99)];
     let arrays = parts.each_ref().map(|p| upload(runtime, p, DType::F32));

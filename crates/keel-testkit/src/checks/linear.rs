@@ -39,7 +39,7 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "linear", run: in_blocks::<2> },
 ];
 
-/// Checks that share the kinds of weights among them: side by side they take a third of the time.
+/// The kinds of weights are divided among this many checks, which run in parallel in a third of the time.
 const PARTS: usize = 3;
 
 fn floats(x: &Tensor) -> Vec<f32> {
@@ -159,7 +159,7 @@ fn affine<const PART: usize>(runtime: &Runtime) {
     }
 }
 
-/// Products of few rows with much of W.
+/// Products of few rows of x with very many rows of W.
 fn wide(runtime: &Runtime) {
     let mut random = Random::new(54);
     for (&(n, k), bits) in cases::quantized_matmul::WIDE.iter().zip([4, 4, 4, 8]) {
@@ -172,8 +172,9 @@ fn wide(runtime: &Runtime) {
     }
 }
 
-/// Expects of a product what the oracle gives with quantised activations. A backend may quantise them or not; either is within a step
-/// of that. Sums that cancel are small beside their terms, so a step is measured by the size of a sum of random signs.
+/// Compares a product with the oracle's for quantised activations. A backend may quantise activations or not; both
+/// results are within one rounding step of the oracle's. A sum whose terms cancel is small compared with its terms, so
+/// the step is relative to the size of a sum with random signs.
 fn expect_fast(runtime: &Runtime, what: &str, (x, array): (&Tensor, &Array), w: &Affine, bits: usize) {
     let weight = affine_weight(runtime, std::slice::from_ref(w), bits, Compute::Auto);
     let want = quantized_matmul(&quantised_activations(&floats(x), w.group), w);
@@ -248,7 +249,7 @@ fn in_blocks<const PART: usize>(runtime: &Runtime) {
     }
 }
 
-/// The size of a sum of `k` products of such numbers with random signs.
+/// Typical size of a sum of `k` products with random signs.
 fn typical_sum(x: &[f64], w: &Affine) -> f64 {
     let mean_square = |sum: f64, count: usize| sum / count as f64;
     let weights = w.weights();
@@ -276,7 +277,7 @@ fn onto_a_residual(runtime: &Runtime) {
         drop(own);
         expect("linear onto a residual that is given up", &y, &want);
         if n == k {
-            // The residual is the input: it may not be overwritten while it is read.
+            // The residual is also the input, so it must not be overwritten while it is read.
             let y = array.linear_add(&weight, &array).expect("extents fit");
             drop(array);
             expect("x + linear(x)", &y, &elementwise::binary(&product, &x, &[t, n], |a, b| a + b));
@@ -386,7 +387,7 @@ fn routing(runtime: &Runtime) {
     let mut random = Random::new(57);
     for (tokens, count, k) in [(1, 4, 1), (5, 60, 4), (67, 129, 8), (3, 7, 7)] {
         for normalise in [false, true] {
-            // Few different values, so that there are equals.
+            // Few different values, so that some are equal.
             let logits = Tensor::integers(&mut random, &[tokens, count], -5, 6).map(|x| x / 2.0);
             let (weights, chosen) = experts::route_top_k(&floats(&logits), count, k, normalise);
             let y = upload(runtime, &logits, DType::F32).route_top_k(k, normalise).expect("enough experts");

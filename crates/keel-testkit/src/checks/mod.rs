@@ -1,6 +1,6 @@
-//! Checks of a backend through the array runtime: every operation against its oracle, over the shared case lists.
+//! Checks of a backend through the array runtime: compares every operation with its oracle, over the shared case lists.
 //!
-//! A backend passes if every [`Listed`] check returns; a check panics and names the worst element where it does not.
+//! A backend passes if every [`Listed`] check returns. A failed check panics and names the worst element.
 
 mod chains;
 mod elementwise;
@@ -23,21 +23,21 @@ use keel_array::{Array, DType, Runtime};
 
 pub use share::watch_cases;
 
-/// What checks one operation.
+/// A check of one operation.
 #[derive(Clone, Copy, Debug)]
 struct Check {
     /// The operation's name, as in its kernels and errors.
     op: &'static str,
-    /// Runs it; panics where a result is wrong.
+    /// Runs the check. Panics if a result is wrong.
     run: fn(&Runtime),
 }
 
-/// A check of one operation, as it stands in the list of all.
+/// A check of one operation, as an entry of the list of all.
 #[derive(Clone, Copy, Debug)]
 pub struct Listed {
     /// The operation's name, as in its kernels and errors.
     pub op: &'static str,
-    /// Stands in front of the names of cases; nothing for the mode that is exact.
+    /// Prefix of the names of cases; empty for the exact mode.
     mode: &'static str,
     number: usize,
     tells_cases: bool,
@@ -45,10 +45,10 @@ pub struct Listed {
 }
 
 impl Listed {
-    /// Runs it, or those of its cases that the file names which `KEEL_TEST_CASES` names.
+    /// Runs the check. If `KEEL_TEST_CASES` names a file, runs only the cases listed there.
     ///
     /// # Panics
-    /// Where a result is wrong.
+    /// If a result is wrong.
     pub fn run(&self, runtime: &Runtime) {
         if share::begin(format!("{}{} {}", self.mode, self.number, self.op))
             && (self.tells_cases || share::is_mine(&"whole"))
@@ -58,11 +58,11 @@ impl Listed {
     }
 }
 
-/// Checks that tell their cases apart.
+/// Checks whose cases have separate names.
 const BY_CASE: &[&[Check]] =
     &[linear::BY_CASE, sequence::BY_CASE, chains::CHECKS, reduce::BY_CASE, sample::BY_CASE];
 
-/// Checks that are one case each.
+/// Checks that count as one case each.
 const WHOLE: &[&[Check]] = &[
     elementwise::CHECKS,
     layout::CHECKS,
@@ -76,15 +76,16 @@ const WHOLE: &[&[Check]] = &[
     submitted::CHECKS,
 ];
 
-/// One check or more for every operation.
+/// All checks: at least one for every operation.
 pub fn all() -> Vec<Listed> {
     let by_case = BY_CASE.concat().into_iter().map(|check| (check, true));
     let whole = WHOLE.concat().into_iter().map(|check| (check, false));
     listed("", by_case.chain(whole))
 }
 
-/// Attention and the gated delta rule as a fast mode may run them, whose products take f16; and attention behind rotations against
-/// the same one by one, which says something in any precision. `mode` tells these from the checks of other modes.
+/// Checks of a fast mode: attention and the gated delta rule, whose products may take f16. Also attention after
+/// rotations, compared with the same operations one by one, which is valid in any precision. `mode` distinguishes these
+/// checks from those of other modes.
 pub fn fast(mode: &'static str) -> Vec<Listed> {
     listed(mode, sequence::FAST.iter().chain(chains::IN_ANY_PRECISION).map(|&check| (check, true)))
 }
@@ -97,7 +98,7 @@ fn listed(mode: &'static str, checks: impl Iterator<Item = (Check, bool)>) -> Ve
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 const INTEGERS: [DType; 4] = [DType::U8, DType::U32, DType::I32, DType::I64];
 
-/// `x` as values of a type can hold it.
+/// `x`, rounded to the values of a type.
 fn rounded(x: &Tensor, dtype: DType) -> Tensor {
     x.map(|x| match dtype {
         DType::F32 => f64::from(x as f32),
@@ -146,7 +147,7 @@ fn download(x: &Array) -> Vec<f64> {
     }
 }
 
-/// The same values in memory of several layouts: gap-free, transposed, and as a part of something larger.
+/// The same values in several memory layouts: gap-free, transposed, and as a part of a larger array.
 fn layouts(runtime: &Runtime, x: &Tensor, dtype: DType) -> Vec<(&'static str, Array)> {
     let rank = x.shape.len();
     let mut arrays = vec![("contiguous", upload(runtime, x, dtype))];
@@ -167,7 +168,7 @@ fn layouts(runtime: &Runtime, x: &Tensor, dtype: DType) -> Vec<(&'static str, Ar
     arrays
 }
 
-/// Asserts that an array is what the oracle says, within the tolerance of its type; integers and flags exactly.
+/// Asserts that an array equals the oracle's result, within the tolerance of its type; integers and flags exactly.
 #[track_caller]
 fn expect(what: &str, got: &Array, want: &Tensor) {
     assert_eq!(got.shape()[..], want.shape[..], "{what}: shape");
@@ -180,7 +181,7 @@ fn expect(what: &str, got: &Array, want: &Tensor) {
     expect_within(what, got, &want.values, tolerance);
 }
 
-/// As [`expect`], with a tolerance of its own.
+/// As [`expect`], with the given tolerance.
 #[track_caller]
 fn expect_within(what: &str, got: &Array, want: &[f64], tolerance: f64) {
     let values: Vec<f32> = download(got).into_iter().map(|x| x as f32).collect();

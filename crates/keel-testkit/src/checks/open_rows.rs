@@ -1,5 +1,4 @@
-//! Rows that may be taken back: rounds in which any number of a step's rows stays end where the rows that stayed
-//! would have ended by themselves.
+//! Rows that may be taken back. Each round keeps some of a step's rows; the result must be that of the kept rows alone.
 
 use super::sequence::{batch, draw, floats, rows_of, up};
 use super::{Check, expect_within};
@@ -20,11 +19,12 @@ pub(super) const CHECKS: &[Check] = &[
 
 /// Sequences of a batch.
 const SEQUENCES: usize = 3;
-/// Rows that a slot keeps open.
+/// Most open rows of a slot.
 const CAPACITY: usize = 4;
 const ROUNDS: usize = 12;
 
-/// One step of the batch: where each sequence stands, its rows, how many of them stay, and how many stayed the last time.
+/// One step of the batch, for each sequence: its position, its rows, how many of them stay, and how many stayed in the
+/// step before.
 struct Round {
     position: Vec<usize>,
     rows: Vec<usize>,
@@ -33,7 +33,7 @@ struct Round {
     log: RowLog,
 }
 
-/// Rounds with and without rows for each sequence, a committing one among them and one without rows at the end.
+/// Rounds in which each sequence has rows or none. One round commits; the last one commits and has no rows.
 fn rounds(random: &mut Random) -> Vec<Round> {
     let (mut position, mut accepted) = (vec![0; SEQUENCES], vec![0; SEQUENCES]);
     let mut rounds = Vec::new();
@@ -54,7 +54,7 @@ fn rounds(random: &mut Random) -> Vec<Round> {
     rounds
 }
 
-/// The batch of a round and its number of rows: one at least, which may belong to no sequence.
+/// The batch of a round, and its number of rows. There is at least one row; it may belong to no sequence.
 fn staged(runtime: &Runtime, round: &Round) -> (Batch, Vec<(usize, usize)>, usize) {
     let sequences: Vec<(usize, usize)> =
         round.position.iter().copied().zip(round.rows.iter().copied()).collect();
@@ -70,7 +70,7 @@ fn log(runtime: &Runtime, width: usize) -> Option<Array> {
     Some(Array::from_slice(runtime, &values, shape).expect("memory"))
 }
 
-/// Compares the rows of each sequence that stay.
+/// Compares the rows that stay, for each sequence.
 fn expect_stayed(what: &str, runtime: &Runtime, y: &Array, round: &Round, width: usize, want: &[Vec<f64>]) {
     let y: Vec<f32> = y.to_vec().expect("a case runs");
     let sequences: Vec<(usize, usize)> = round.rows.iter().map(|&n| (0, n)).collect();

@@ -1,4 +1,4 @@
-//! Reductions, softmax, running sums, sorting, layer norm; along every axis.
+//! Reductions, softmax, running sums, sorting and layer norm, along every axis.
 
 use super::share::is_mine;
 use super::{Check, FLOATS, INTEGERS, download, expect, layouts, rounded, upload};
@@ -115,7 +115,7 @@ fn empty_rows(runtime: &Runtime) {
 
 fn arg(runtime: &Runtime, largest: bool) {
     each(runtime, FLOATS.into_iter().chain(INTEGERS), |what, _, axis, x, array| {
-        // Few different values, so that there are equals.
+        // Few different values, so that some are equal.
         let rough = x.map(|x| (x / 2.0).round());
         let array = if array.dtype().is_float() { None } else { Some(array) };
         let (x, array) = match array {
@@ -151,7 +151,7 @@ fn cumsums(runtime: &Runtime) {
     }
 }
 
-/// Values with many equals, a NaN in each row of floats.
+/// Values of which many are equal. Each row of floats has a NaN.
 fn with_equals(x: &Tensor, dtype: DType) -> Tensor {
     let mut x = x.map(|x| (x / 3.0).round());
     if dtype.is_float() {

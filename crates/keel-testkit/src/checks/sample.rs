@@ -1,4 +1,4 @@
-//! Tokens drawn from logits: the same as the oracle's, to the bit.
+//! Tokens drawn from logits: the same tokens as the oracle's, to the bit.
 
 use super::Check;
 use super::share::is_mine;
@@ -16,10 +16,10 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "sample", run: crowded_rows },
 ];
 
-/// Widths around a power of two, of one element, and of several parts.
+/// One element, widths around powers of two, and widths of several parts.
 const WIDTHS: [usize; 6] = [1, 2, 33, 511, 4097, 20_011];
 
-/// What a backend draws from rows of `width` logits.
+/// The tokens that a backend draws from rows of `width` logits.
 fn drawn(runtime: &Runtime, logits: &[f32], width: usize, draws: &[Option<Draw>]) -> Vec<u32> {
     let words: Vec<f32> =
         draws.iter().flat_map(|draw| draw.as_ref().map_or(Draw::NOTHING, Draw::words)).collect();
@@ -41,7 +41,7 @@ fn expect(runtime: &Runtime, what: &str, logits: &[f32], width: usize, draws: &[
     }
 }
 
-/// Every combination of options, each in a row of its own.
+/// Every combination of options, one for each row.
 fn options(random: &mut Random) -> Vec<Draw> {
     let mut draws = Vec::new();
     for temperature in [0.0, 0.05, 0.7, 1.0, 30.0] {
@@ -57,7 +57,7 @@ fn options(random: &mut Random) -> Vec<Draw> {
     draws
 }
 
-/// Those of a case's draws that are this process's.
+/// The draws of a case that this process runs.
 fn my_own(case: impl Debug, draws: Vec<Draw>) -> Vec<Draw> {
     let numbered = draws.into_iter().enumerate();
     numbered.filter(|(i, _)| is_mine(&(&case, i))).map(|(_, draw)| draw).collect()
@@ -67,14 +67,14 @@ fn every_option(runtime: &Runtime) {
     let mut random = Random::new(60);
     for width in WIDTHS {
         let mut draws = options(&mut random);
-        // The oracle's time goes with the square of the width.
+        // The oracle's time grows with the square of the width.
         if width > 1000 {
             draws = draws.into_iter().skip(width % 7).step_by(11).collect();
         }
         let draws = my_own(("options", width), draws);
         let logits = random.uniforms(draws.len() * width, -9.0, 6.0);
         expect(runtime, "even logits", &logits, width, &draws);
-        // Few different values, so that there are equals, of both signs.
+        // Few different values, so that some are equal, of both signs.
         let rough: Vec<f32> = logits.iter().map(|x| (x / 4.0).round()).collect();
         expect(runtime, "equal logits", &rough, width, &draws);
     }
@@ -103,7 +103,7 @@ fn odd_rows(runtime: &Runtime) {
     }
 }
 
-/// Thousands of candidates of one weight or nearly so: boundaries between equals are decided by their ids.
+/// Thousands of candidates with equal or nearly equal weights: ids decide the boundary between equals.
 fn crowded_rows(runtime: &Runtime) {
     let mut random = Random::new(61);
     let width = 6007;
@@ -133,7 +133,7 @@ fn crowded_rows(runtime: &Runtime) {
     }
 }
 
-/// Law 7: neither its neighbours nor rows from which nothing is drawn change a row's token.
+/// Law 7: a row's token does not depend on its neighbours, nor on rows from which nothing is drawn.
 fn a_token_depends_on_its_row_alone(runtime: &Runtime) {
     let mut random = Random::new(62);
     let (rows, width) = (37, 1234);

@@ -1,4 +1,4 @@
-//! Operations with memory, over batches of sequences in scattered slots and pages.
+//! Operations with memory, over batches of sequences whose slots and pages are scattered.
 
 use super::share::is_mine;
 use super::{Check, expect, expect_within, rounded, upload};
@@ -41,14 +41,14 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, EXACT) },
 ];
 
-/// Attention in f32, and the gated delta rule, whose state goes through every row.
+/// Tolerances of attention in f32, and of the gated delta rule, in which every row changes the state.
 const EXACT: f64 = tolerance::F32 * 2.0;
 const EXACT_DELTA: f64 = tolerance::F32 * 4.0;
 
-/// Products of f16.
+/// Tolerance of products of f16.
 const FAST_WITHIN: f64 = tolerance::F16_OPERANDS;
 
-/// What a backend's fast mode may multiply in f16: prompts' gated delta rule, and attention over anything but f32.
+/// Operations that a backend's fast mode may multiply in f16: prompts' gated delta rule, and attention except over f32.
 pub(super) const FAST: &[Check] = &[
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F16, FAST_WITHIN) },
@@ -75,7 +75,8 @@ pub(super) fn up(runtime: &Runtime, x: &Tensor) -> Array {
     upload(runtime, x, DType::F32)
 }
 
-/// Sequences with so many rows from these positions; sequence `b` of B is in slot `B - b`, its page `i` is `B i + b + 1`.
+/// A batch of sequences, each with its first position and rows. Of B sequences, `b` has slot `B - b`, and its page `i`
+/// is page `B i + b + 1`.
 pub(super) fn batch(runtime: &Runtime, sequences: &[(usize, usize)], pages: usize) -> Batch {
     let count = sequences.len() as u32;
     let mut row_start = vec![0];
@@ -95,7 +96,7 @@ pub(super) fn batch(runtime: &Runtime, sequences: &[(usize, usize)], pages: usiz
     }
 }
 
-/// The rows of sequence `b` of values with `width` a row.
+/// The rows of sequence `b`, of `width` values each.
 pub(super) fn rows_of<'a>(x: &'a [f32], sequences: &[(usize, usize)], b: usize, width: usize) -> &'a [f32] {
     let start: usize = sequences[..b].iter().map(|s| s.1).sum();
     &x[start * width..(start + sequences[b].1) * width]
@@ -194,7 +195,7 @@ fn delta(runtime: &Runtime, regime: Regime, within: f64) {
     }
 }
 
-/// Keys or values as the pool keeps them.
+/// Keys or values after rounding or coding in the pool.
 fn kept_values(x: &[f32], format: KvFormat) -> Vec<f32> {
     match format {
         KvFormat::F32 => x.to_vec(),
@@ -212,7 +213,7 @@ fn attend(runtime: &Runtime, regime: Regime, format: KvFormat, within: f64) {
         for sequences in batches.filter(|rows| is_mine(&("attend", regime, format, shape, rows))) {
             let pages = sequences.iter().map(|(first, rows)| (first + rows).div_ceil(256)).max().unwrap_or(0);
             let pool_shape = [pages * sequences.len() + 1, shape.kv_heads, 256, elements];
-            // NaN throughout: bytes of ones are such steps, too.
+            // NaN everywhere. In coded formats bytes of ones are NaN steps, too.
             let pool = || {
                 let count = pool_shape.iter().product();
                 if format.dtype() == DType::U8 {
@@ -224,8 +225,8 @@ fn attend(runtime: &Runtime, regime: Regime, format: KvFormat, within: f64) {
             let pool = KvPool { keys: pool(), values: pool() };
             let width = shape.kv_heads * shape.head_size;
             let spec = |regime, window| AttentionSpec { scale: shape.scale.into(), window, regime };
-            // What stands before the step's rows gets there by a step of its own, which reads nothing: what a long context
-            // costs the slowest kernels is not what is tested.
+            // A separate prefill step first writes the tokens before the step's rows. It attends to nothing, so this
+            // test does not spend the time that a long context costs the slowest kernels.
             let (before, step): (Vec<_>, Vec<_>) =
                 sequences.iter().map(|&(first, rows)| ((0, first), (first, rows))).unzip();
             let mut kept: Vec<(Vec<f32>, Vec<f32>)> = vec![Default::default(); sequences.len()];
@@ -268,9 +269,9 @@ fn attend(runtime: &Runtime, regime: Regime, format: KvFormat, within: f64) {
     }
 }
 
-/// Prompts with stretches whose rows see each other, behind what other rows have left; with windows and without.
+/// Prompts with ranges of rows that see each other, after earlier rows; with and without windows.
 fn attend_until(runtime: &Runtime, format: KvFormat, within: f64) {
-    // Position of the first row, rows, stretches of rows.
+    // Position of the first row, number of rows, ranges of rows.
     const PROMPTS: [(usize, usize, &[std::ops::Range<usize>]); 2] =
         [(70, 330, &[3..19, 20..276]), (0, 130, &[0..64, 64..130])];
     const PAGES: usize = 3;
@@ -298,7 +299,7 @@ fn attend_until(runtime: &Runtime, format: KvFormat, within: f64) {
                     (0..rows).map(|t| first + last(t).unwrap_or(t)).collect()
                 })
                 .collect();
-            // Rows that see no further may say anything up to their own position.
+            // `until` of a row without a range may be any position up to its own.
             let words: Vec<u32> = until.iter().flatten().map(|&u| u as u32).collect();
             let words = Array::from_slice(runtime, &words, [words.len()]).expect("memory");
             let spec =
@@ -327,7 +328,7 @@ fn attend_until(runtime: &Runtime, format: KvFormat, within: f64) {
     }
 }
 
-/// Steps of prompts longer than what a window's pages hold: pages come round while a step is run.
+/// Steps of prompts that are longer than the window's pages, so pages are overwritten during a step.
 fn attend_in_rings(runtime: &Runtime, format: KvFormat, within: f64) {
     const STEPS: [[usize; 2]; 2] = [[320, 64], [641, 200]];
     const PAGES: usize = 4;
@@ -374,7 +375,7 @@ fn attend_in_rings(runtime: &Runtime, format: KvFormat, within: f64) {
     }
 }
 
-/// A key and a value beyond what f16 has. No query looks where the key is, but infinity times nothing is no number.
+/// A key and a value beyond f16's range. The queries are 0 where the key is too large, but infinity times 0 is NaN.
 fn attend_beyond_the_range(runtime: &Runtime, within: f64) {
     const SHAPE: Shape = Shape { heads: 4, kv_heads: 2, head_size: 64, scale: 0.125, window: None };
     const ROWS: usize = 3;
@@ -391,7 +392,7 @@ fn attend_beyond_the_range(runtime: &Runtime, within: f64) {
     for (regime, turned) in cases.into_iter().filter(|case| is_mine(&("beyond", case))) {
         let pool = || Array::persistent(runtime, Category::Kv, [2, 2, 256, 64], DType::F16).expect("memory");
         let pool = KvPool { keys: pool(), values: pool() };
-        // At position 0 nothing turns, but a backend may write turned keys in a way of its own.
+        // At position 0 nothing rotates, but a backend may write rotated keys by other code.
         let turn = |x: &Tensor| {
             let x = up(runtime, x);
             let at = Array::from_slice(runtime, &[0i32; ROWS], [ROWS]).expect("memory");

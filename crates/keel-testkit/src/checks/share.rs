@@ -1,31 +1,31 @@
-//! Telling cases apart, so that tools under which all of them take too long can be given some, and be told which one runs.
+//! Names cases, so that a slow tool can run only some of them, and can be told which one is running.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt::Debug;
 use std::sync::OnceLock;
 
-/// Told the name of a case.
+/// Called with the name of a case.
 type Watcher = Box<dyn FnMut(&str)>;
 
 thread_local! {
-    /// The check that this thread runs.
+    /// The check that this thread is running.
     static CHECK: RefCell<String> = const { RefCell::new(String::new()) };
     static WATCHER: RefCell<Option<Watcher>> = const { RefCell::new(None) };
 }
 
-/// Names of cases: the share of a process.
+/// Names of the cases that a process runs.
 #[derive(Debug, PartialEq, Eq)]
 struct Share(HashSet<String>);
 
 impl Share {
-    /// A name a line; what stands behind a tab does not count.
+    /// Reads one name a line. Text after a tab is ignored.
     fn parse(text: &str) -> Share {
         let name = |line: &str| line.split('\t').next().unwrap_or_default().to_owned();
         Share(text.lines().map(name).filter(|name| !name.is_empty()).collect())
     }
 
-    /// That of this process, as the file has it that the variable `KEEL_TEST_CASES` names; `None` for all cases.
+    /// The cases of this process, from the file that the variable `KEEL_TEST_CASES` names; `None` for all cases.
     fn of_process() -> Option<&'static Share> {
         static SHARE: OnceLock<Option<Share>> = OnceLock::new();
         let read = || {
@@ -41,20 +41,20 @@ impl Share {
     }
 }
 
-/// Has this thread tell `watcher` the name of each case that it runs, ahead of it. Data that a check makes for several cases
-/// counts as the case before.
+/// Calls `watcher` on this thread with the name of each case before it runs. Data that a check makes for several cases
+/// counts as part of the case before.
 pub fn watch_cases(watcher: impl FnMut(&str) + 'static) {
     WATCHER.set(Some(Box::new(watcher)));
 }
 
-/// Begins a check; false if none of its cases is to be run.
+/// Begins a check. False if this process runs none of its cases.
 pub(super) fn begin(check: String) -> bool {
     let is_mine = Share::of_process().is_none_or(|share| share.has_any_of(&check));
     CHECK.set(check);
     is_mine
 }
 
-/// Whether a case, told from the others of its check by what it prints, is one of this process. If so, it runs now.
+/// Whether this process runs a case; its debug output distinguishes it from others of its check. If so, it runs now.
 pub(super) fn is_mine(case: &impl Debug) -> bool {
     let name = CHECK.with_borrow(|check| format!("{check} {case:?}"));
     let is_mine = CHECK.with_borrow(|check| has_case(Share::of_process(), check, &name));
@@ -64,7 +64,7 @@ pub(super) fn is_mine(case: &impl Debug) -> bool {
     is_mine
 }
 
-/// A check that was not begun stands by itself, beside the list that shares are of: it has all of its cases.
+/// A check run outside the list has no name, and always runs all of its cases.
 fn has_case(share: Option<&Share>, check: &str, name: &str) -> bool {
     check.is_empty() || share.is_none_or(|share| share.0.contains(name))
 }

@@ -1,4 +1,4 @@
-//! Runs that are not waited for: each gives what it would have given by itself.
+//! Runs that are not waited for: each gives the same result as when it runs alone.
 
 use super::Check;
 use keel_array::{Array, Category, DType, Executable, PendingRun, RESULT_BYTES_MAX, RUNS_MAX, Runtime};
@@ -11,14 +11,14 @@ pub(super) const CHECKS: &[Check] = &[
 
 const NODES: u32 = 17;
 
-/// Three walkers over a table of numbers, each a step: `at = table[at] + offset`. The offsets are the host's.
+/// Three walkers over a table of numbers. A step is `at = table[at] + offset`, with offsets from the host.
 struct Walk {
     step: Executable,
     at: Array,
     offsets: Array,
 }
 
-/// Where the table leads.
+/// The table's entry.
 fn next(at: u32) -> u32 {
     (at * 5 + 3) % (NODES - 1)
 }
@@ -42,7 +42,7 @@ impl Walk {
     }
 }
 
-/// The places that a run has come to.
+/// The walkers' places after a run.
 fn places(run: PendingRun) -> Result<[u32; 3], String> {
     let mut bytes = [0; 12];
     run.wait(&mut bytes).map_err(|failed| failed.to_string())?;
@@ -65,7 +65,7 @@ fn results_arrive_in_order(runtime: &Runtime) {
             *at = next(*at) + offset;
         }
         match i % 8 {
-            // Others may read and run meanwhile.
+            // Other reads and runs are allowed meanwhile.
             3 => assert_eq!(walk.at.to_vec::<u32>().expect("there"), want),
             5 => {
                 let twice: Vec<u32> =
@@ -77,7 +77,7 @@ fn results_arrive_in_order(runtime: &Runtime) {
     }
     assert_eq!(places(under_way.take().expect("the last")), Ok(want));
     assert_eq!(runtime.runs_under_way(), 0);
-    // One that nobody waits for has run all the same.
+    // A run that is dropped without a wait has run, too.
     drop(walk.submit([0; 3]));
     assert_eq!(walk.at.to_vec::<u32>().expect("there"), want.map(next));
     assert_eq!(runtime.runs_under_way(), 0);
@@ -90,7 +90,7 @@ fn what_is_wrong_belongs_to_its_run(runtime: &Runtime) {
         let first = walk.submit([0, 100, 0]);
         let second = walk.submit([0; 3]);
         assert_eq!(places(first), Ok([next(1), next(2) + 100, next(3)]), "the first is all right");
-        // It is there before the second is known to be wrong.
+        // The first result is available before the second run's error is known.
         let third = walk.submit([0; 3]);
         let message = places(second).expect_err("it has left the table");
         let wrong = format!("index {} is out of range for {NODES}", next(2) + 100);

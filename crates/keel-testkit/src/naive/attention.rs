@@ -1,6 +1,6 @@
 //! Causal attention with grouped heads over one sequence's keys and values.
 
-/// Sizes and rules.
+/// Sizes, scale and window.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// H
@@ -11,7 +11,7 @@ pub struct Shape {
     pub head_size: usize,
     /// Factor on the scores.
     pub scale: f32,
-    /// Positions that a row sees, its own included.
+    /// Positions that a row sees, its own included; `None` for all before it.
     pub window: Option<usize>,
 }
 
@@ -21,7 +21,7 @@ pub fn attention(shape: Shape, q: &[f32], first: usize, k: &[f32], v: &[f32]) ->
     attention_until(shape, q, first, k, v, &(first..first + rows).collect::<Vec<_>>())
 }
 
-/// The same where row `t` also sees later keys, up to position `until[t]`.
+/// The same, but row `t` also sees later keys, up to position `until[t]`.
 pub fn attention_until(
     shape: Shape,
     q: &[f32],

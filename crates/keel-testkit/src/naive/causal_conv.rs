@@ -1,6 +1,6 @@
 //! Depthwise causal convolution with SiLU.
 
-/// `y` `[T, C]` of `x` `[T, C]` with `weight` `[W, C]`; `window` `[W - 1, C]` holds the rows before and moves on.
+/// `y` `[T, C]` of `x` `[T, C]` with `weight` `[W, C]`. `window` `[W - 1, C]` holds the rows before, and is updated.
 pub fn causal_conv(
     x: &[f32],
     weight: &[f32],

@@ -1,4 +1,4 @@
-//! Routing of a mixture of experts, and the sum of what the experts gave.
+//! Routing of a mixture of experts, and the sum of the experts' outputs.
 
 use super::elementwise::sigmoid;
 use super::reduce::argsort;

@@ -13,7 +13,7 @@ pub struct Shape {
     pub value_size: usize,
 }
 
-/// What the rule reads: `qkv` `[T, 2 Hk Dk + Hv Dv]`, `a` and `b` `[T, Hv]`, `a_log` and `dt_bias` `[Hv]`.
+/// The inputs of the rule: `qkv` `[T, 2 Hk Dk + Hv Dv]`, `a` and `b` `[T, Hv]`, `a_log` and `dt_bias` `[Hv]`.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a> {
     /// Queries, keys, values, after the convolution.
@@ -28,7 +28,7 @@ pub struct Inputs<'a> {
     pub dt_bias: &'a [f32],
 }
 
-/// `y` `[T, Hv, Dv]` of all rows in turn; `state` `[Hv, Dk, Dv]` moves on in place.
+/// `y` `[T, Hv, Dv]` of all rows in order. `state` `[Hv, Dk, Dv]` is updated in place.
 pub fn gated_delta(shape: Shape, inputs: Inputs<'_>, state: &mut [f64]) -> Vec<f64> {
     let Shape { key_heads, value_heads, key_size, value_size } = shape;
     let row_len = 2 * key_heads * key_size + value_heads * value_size;

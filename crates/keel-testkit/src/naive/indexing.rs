@@ -18,7 +18,7 @@ pub fn take_along(x: &Tensor, indices: &Tensor) -> Tensor {
     })
 }
 
-/// Tensors one behind the other along `axis`.
+/// Tensors one after the other along `axis`.
 pub fn concatenate(parts: &[Tensor], axis: usize) -> Tensor {
     let mut shape = parts[0].shape.clone();
     shape[axis] = parts.iter().map(|p| p.shape[axis]).sum();
@@ -45,7 +45,7 @@ pub fn slice_update(x: &Tensor, update: &Tensor, starts: &[usize]) -> Tensor {
     })
 }
 
-/// Element `i` of the bits of a seed: SplitMix64 of seed and position.
+/// Element `i` of a seed's random bits: SplitMix64 of seed and position.
 pub fn random_bits(seed: u64, i: u64) -> u64 {
     let mut z = seed.wrapping_add(i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -53,12 +53,12 @@ pub fn random_bits(seed: u64, i: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Evenly in `[0, 1)`: the upper 24 bits.
+/// Uniform in `[0, 1)`, from the upper 24 bits.
 pub fn random_uniform(seed: u64, i: u64) -> f64 {
     (random_bits(seed, i) >> 40) as f64 / f64::from(1 << 24)
 }
 
-/// Mean 0, deviation 1: from the uniform numbers `2 i` and `2 i + 1`.
+/// Mean 0 and deviation 1, from the uniform numbers `2 i` and `2 i + 1`.
 pub fn random_normal(seed: u64, i: u64) -> f64 {
     let (u, v) = (random_uniform(seed, 2 * i), random_uniform(seed, 2 * i + 1));
     (-2.0 * (1.0 - u).ln()).sqrt() * (std::f64::consts::TAU * v).cos()

@@ -1,8 +1,8 @@
-//! Keys and values in 8 or 4 bits, see [`keel_array::KvFormat`].
+//! Keys and values in 8 or 4 bits; see [`keel_array::KvFormat`].
 
 use half::bf16;
 
-/// Rows of whole groups of 32 values, coded and decoded again.
+/// Codes rows of whole groups of 32 values, and decodes them again.
 pub fn coded(values: &[f32], bits: usize) -> Vec<f32> {
     let group = |x: &[f32]| -> Vec<f32> {
         let farthest = x.iter().copied().fold(0.0f32, |a, b| if b.abs() > a.abs() { b } else { a });

@@ -1,13 +1,13 @@
-//! Products with affine weights, `w = scale * q + bias` for each group of inputs.
+//! Products with affine weights, `w = scale * q + bias`, with one scale and bias for each group of inputs.
 
 use super::matmul::matmul_transposed;
 
 /// Affine weights `[N, K]`, unpacked.
 #[derive(Clone, Debug)]
 pub struct Affine {
-    /// Inputs of a row.
+    /// Inputs in a row.
     pub k: usize,
-    /// Inputs of a group.
+    /// Inputs in a group.
     pub group: usize,
     /// `[N, K]`
     pub quants: Vec<u8>,
@@ -18,7 +18,7 @@ pub struct Affine {
 }
 
 impl Affine {
-    /// The weights as f64 would have them, rounded to f32.
+    /// The weights, computed in f64 and rounded to f32.
     pub fn weights(&self) -> Vec<f32> {
         let weight = |i: usize| {
             let g = i / self.group;
@@ -33,8 +33,8 @@ pub fn quantized_matmul(x: &[f32], w: &Affine) -> Vec<f64> {
     matmul_transposed(x, &w.weights(), w.k)
 }
 
-/// `y[r] = x[r / fanout] w[experts[r]]^T`, where `fanout` is the rows of y for each of x. All experts have
-/// the shape of the first.
+/// `y[r] = x[r / fanout] w[experts[r]]^T`. `fanout` is the number of rows of y for each row of x. All experts have the
+/// shape of the first.
 pub fn gather_quantized_matmul(x: &[f32], experts: &[Affine], choice: &[u32]) -> Vec<f64> {
     let k = experts[0].k;
     let fanout = choice.len() / (x.len() / k);
@@ -42,8 +42,8 @@ pub fn gather_quantized_matmul(x: &[f32], experts: &[Affine], choice: &[u32]) ->
     choice.iter().enumerate().flat_map(|(r, e)| quantized_matmul(row(r), &experts[*e as usize])).collect()
 }
 
-/// What becomes of activations that are quantised to 8 bits in groups: for each group of `group` consecutive
-/// values, `c * p` with `c = max |x| / 127` and `p = x * (127 / max |x|)` rounded to the nearest, ties to even.
+/// Activations after quantisation to 8 bits in groups. For each group of `group` consecutive values: `c * p` with
+/// `c = max |x| / 127` and `p = x * (127 / max |x|)`, rounded to the nearest, ties to even.
 pub fn quantised_activations(x: &[f32], group: usize) -> Vec<f32> {
     let round = |group: &[f32]| {
         let top = group.iter().fold(0.0f32, |top, x| top.max(x.abs()));

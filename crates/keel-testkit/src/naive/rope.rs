@@ -1,6 +1,6 @@
 //! Rotary position embedding of half-split pairs.
 
-/// Rotates `x` `[T, heads, D]`: pair `i` of row `t` turns by `angles[t * pairs + i]`, values past the pairs stay.
+/// Rotates `x` `[T, heads, D]`: pair `i` of row `t` by `angles[t * pairs + i]`. Values after the pairs do not change.
 pub fn rope(x: &[f64], heads: usize, head_size: usize, angles: &[f64], pairs: usize) -> Vec<f64> {
     let mut y = x.to_vec();
     for (t, row) in y.chunks_exact_mut(heads * head_size).enumerate() {

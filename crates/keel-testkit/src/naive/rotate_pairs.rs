@@ -1,6 +1,6 @@
-//! Columns scaled, then turned in pairs.
+//! Scales columns, then rotates them in pairs.
 
-/// `x` is one row; `pairs` and `turns` hold `K` entries for each round: two columns, and their cosine and sine.
+/// `x` is one row. For each round, `pairs` and `turns` hold `K` entries: two columns, and their cosine and sine.
 pub fn rotate_pairs(x: &[f32], scales: &[f32], pairs: &[u32], turns: &[f32]) -> Vec<f64> {
     let mut y: Vec<f64> = x.iter().zip(scales).map(|(x, s)| f64::from(*x) * f64::from(*s)).collect();
     for (pair, turn) in pairs.chunks_exact(2).zip(turns.chunks_exact(2)) {

@@ -1,4 +1,4 @@
-//! Drawing a token from a row of logits: all candidates in order, one cut after the other.
+//! Draws a token from a row of logits: sorts all candidates, then applies one limit after the other.
 
 use keel_array::sampling::{Draw, enough, target, weight};
 
@@ -7,7 +7,7 @@ pub fn sample(logits: &[f32], draw: &Draw) -> u32 {
     let is_candidate = |logit: f32| if draw.temperature == 0.0 { !logit.is_nan() } else { logit.is_finite() };
     let mut candidates: Vec<(f32, u32)> =
         logits.iter().copied().zip(0..).filter(|&(logit, _)| is_candidate(logit)).collect();
-    // Stable, so that the lower id comes first among equals.
+    // The sort is stable, so the lower id comes first among equals.
     candidates.sort_by(|a, b| b.0.partial_cmp(&a.0).expect("no candidate is NaN"));
     let Some(&(max, first)) = candidates.first() else { return 0 };
     if draw.temperature == 0.0 {

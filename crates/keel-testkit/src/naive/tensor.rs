@@ -1,4 +1,4 @@
-//! An array of `f64` with a shape: what the oracles of general operations work on.
+//! An array of `f64` with a shape, for the oracles of general operations.
 
 use crate::random::Random;
 
@@ -12,7 +12,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Each element a function of its index.
+    /// A tensor whose elements are a function of their index.
     pub fn from_fn(shape: &[usize], f: impl Fn(&[usize]) -> f64) -> Tensor {
         let values = (0..shape.iter().product()).map(|i| f(&index_of(shape, i))).collect();
         Tensor { shape: shape.to_vec(), values }
@@ -33,13 +33,13 @@ impl Tensor {
     /// The element at an index.
     ///
     /// # Panics
-    /// If there is none.
+    /// If there is no such element.
     pub fn at(&self, index: &[usize]) -> f64 {
         assert!(index.iter().zip(&self.shape).all(|(i, n)| i < n) && index.len() == self.shape.len());
         self.values[index.iter().zip(&self.shape).fold(0, |at, (i, n)| at * n + i)]
     }
 
-    /// Every element `f` of itself.
+    /// Applies `f` to every element.
     pub fn map(&self, f: impl Fn(f64) -> f64) -> Tensor {
         Tensor { shape: self.shape.clone(), values: self.values.iter().map(|&x| f(x)).collect() }
     }

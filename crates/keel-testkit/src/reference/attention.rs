@@ -1,4 +1,4 @@
-//! Causal attention with grouped heads, partial rotations and, where the family has it, an output gate.
+//! Causal attention with grouped heads, partial rotation and, in some families, an output gate.
 
 use super::{LayerKind, LayerMemory, Reference, dot, sigmoid, softmax};
 
@@ -19,7 +19,7 @@ impl Reference<'_> {
         let base = if kind == LayerKind::Sliding { config.local_rope_base } else { config.rope_base };
         let position = memory.keys.len();
         let turned = |x: Vec<f64>| rotated(x, config.rotary_dim, base, position);
-        // For each head its query, then its gate.
+        // Each head has its query, then its gate.
         let queries = project("q_proj");
         let keys = project("k_proj");
         let keys = keys.chunks_exact(size).flat_map(|key| turned(head_norm(key, "k_norm"))).collect();
@@ -44,7 +44,7 @@ impl Reference<'_> {
     }
 }
 
-/// The first `dim` columns turned in pairs `(i, i + dim / 2)`.
+/// Rotates the first `dim` columns in pairs `(i, i + dim / 2)`.
 fn rotated(mut x: Vec<f64>, dim: usize, base: f64, position: usize) -> Vec<f64> {
     for i in 0..dim / 2 {
         let angle = position as f64 * base.powf(-2.0 * i as f64 / dim as f64);

@@ -1,8 +1,8 @@
-//! The sizes of a model, read from a `config.json` of Hugging Face.
+//! The sizes of a model, from a Hugging Face `config.json`.
 
 use serde_json::Value;
 
-/// What mixes tokens in a layer.
+/// The token mixer of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayerKind {
     /// Attention over the whole text.
@@ -13,44 +13,44 @@ pub enum LayerKind {
     Recurrent,
 }
 
-/// Experts.
+/// A mixture of experts.
 #[derive(Clone, Debug)]
 pub struct Mixture {
-    /// How many.
+    /// Number of experts.
     pub experts: usize,
-    /// How many a token takes.
+    /// Experts per token.
     pub taken: usize,
-    /// Inner width of one.
+    /// Inner width of an expert.
     pub width: usize,
-    /// Inner width of the shared one, if there is one.
+    /// Inner width of the shared expert, if there is one.
     pub shared_width: Option<usize>,
 }
 
-/// Sizes of Gated DeltaNet; zeros where no layer has it.
+/// Sizes of Gated DeltaNet; zeros if no layer has it.
 #[derive(Clone, Debug)]
 pub struct Recurrent {
     /// Heads of queries and keys.
     pub key_heads: usize,
     /// Heads of values.
     pub value_heads: usize,
-    /// Their sizes.
+    /// Size of a query or key head.
     pub key_dim: usize,
-    /// Their sizes.
+    /// Size of a value head.
     pub value_dim: usize,
     /// Width of the convolution.
     pub kernel: usize,
 }
 
-/// Sizes of a model, and what its family does.
+/// Sizes of a model, and the features of its family.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Tokens known.
+    /// Number of known tokens.
     pub vocabulary: usize,
     /// Width between layers.
     pub hidden: usize,
     /// Inner width of a layer without experts.
     pub intermediate: usize,
-    /// What mixes tokens, by layer.
+    /// The token mixer of each layer.
     pub layers: Vec<LayerKind>,
     /// Query heads.
     pub heads: usize,
@@ -58,13 +58,13 @@ pub struct Config {
     pub kv_heads: usize,
     /// Size of a head.
     pub head_dim: usize,
-    /// Columns of a head that turn.
+    /// Columns of a head that rotate.
     pub rotary_dim: usize,
-    /// Base of the angles.
+    /// Base of the rotary angles.
     pub rope_base: f64,
-    /// Base of the angles in layers with a window.
+    /// Base of the rotary angles in layers with a window.
     pub local_rope_base: f64,
-    /// Factor of attention scores.
+    /// Factor on attention scores.
     pub score_scale: f64,
     /// Tokens that a layer with a window sees, itself included.
     pub window: usize,
@@ -74,25 +74,25 @@ pub struct Config {
     pub mixture: Option<Mixture>,
     /// Gated DeltaNet.
     pub recurrent: Recurrent,
-    /// The embeddings are the output head.
+    /// True if the embeddings are the output head.
     pub tied: bool,
-    /// There is a multi-token-prediction head.
+    /// True if there is a multi-token-prediction head.
     pub has_mtp: bool,
-    /// Norm weights are stored as offsets from one.
+    /// True if norm weights are stored as offsets from one.
     pub norms_are_offsets: bool,
-    /// Attention's output is gated; the gates are columns of the query projection.
+    /// True if attention's output is gated. The gates are columns of the query projection.
     pub has_output_gate: bool,
-    /// Queries and keys are normalised per head.
+    /// True if queries and keys are normalised per head.
     pub has_head_norms: bool,
-    /// Gemma's norms around both halves of a layer, scaled embeddings and GELU.
+    /// True for Gemma: norms around both halves of a layer, scaled embeddings, and GELU.
     pub is_gemma: bool,
 }
 
 impl Config {
-    /// The sizes that a `config.json` gives.
+    /// The sizes in a `config.json`.
     ///
     /// # Panics
-    /// If it is not one of a fixture.
+    /// If it is not the config of a fixture.
     pub fn read(json: &Value) -> Config {
         let text = json.get("text_config").unwrap_or(json);
         let family = json["model_type"].as_str().expect("a config has a model_type");

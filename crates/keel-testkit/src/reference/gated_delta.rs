@@ -1,9 +1,9 @@
-//! Gated DeltaNet, one token: `S = exp(g) S; S += k (beta (v - S k))^T; y = S q`, after a causal convolution and before a
-//! gated norm.
+//! Gated DeltaNet, one token: `S = exp(g) S; S += k (beta (v - S k))^T; y = S q`, after a causal convolution and before
+//! a gated norm.
 
 use super::{Reference, dot, sigmoid, silu};
 
-/// What a layer remembers: the last rows before the convolution, and for each value head `[Dk, Dv]`.
+/// The memory of a layer: the last rows before the convolution, and a state `[Dk, Dv]` for each value head.
 #[derive(Clone, Default)]
 pub struct State {
     rows: Vec<Vec<f64>>,
@@ -61,7 +61,7 @@ impl Reference<'_> {
     }
 }
 
-/// `x / |x|`, times `scale`.
+/// `scale * x / |x|`.
 fn unit(x: &[f64], scale: f64) -> Vec<f64> {
     let factor = scale / (dot(x, x) + 1e-6).sqrt();
     x.iter().map(|x| x * factor).collect()

@@ -1,4 +1,4 @@
-//! The second half of a layer: a gated product, or a mixture of them.
+//! The second half of a layer: a gated product, or a mixture of gated products.
 
 use super::{Reference, sigmoid, silu, softmax};
 
@@ -33,7 +33,7 @@ impl Reference<'_> {
     }
 }
 
-/// GELU by its approximation with a hyperbolic tangent.
+/// GELU, approximated with a hyperbolic tangent.
 fn gelu(x: f64) -> f64 {
     let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
     0.5 * x * (1.0 + inner.tanh())

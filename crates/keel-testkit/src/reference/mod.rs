@@ -1,10 +1,11 @@
-//! A whole model in plain loops: the reference outputs of the repository's fixtures.
+//! A whole model in plain loops: it computes the reference outputs of the repository's fixtures.
 //!
-//! f64, one token at a time, correct by inspection, with no attention to speed and nothing shared with `keel-models` or a
-//! backend. Where `../shared/fixtures` is there, a test compares it with the outputs of Hugging Face's transformers.
+//! It runs in f64, one token at a time. It is correct by inspection, not made for speed, and shares no code with
+//! `keel-models` or a backend. If `../shared/fixtures` exists, a test compares it with outputs of Hugging Face's
+//! transformers.
 //!
-//! Formulas: Qwen3.5 and Qwen3-Next (Gated DeltaNet, Yang et al., 2024; gated attention; mixtures with a shared expert; the
-//! multi-token-prediction head), Qwen3, Llama, Gemma 3.
+//! Formulas: Qwen3.5 and Qwen3-Next (Gated DeltaNet, Yang et al., 2024; gated attention; mixtures with a shared expert;
+//! the multi-token-prediction head), Qwen3, Llama, Gemma 3.
 
 mod attention;
 mod config;
@@ -16,13 +17,13 @@ use std::collections::BTreeMap;
 pub use config::{Config, LayerKind, Mixture, Recurrent};
 use gated_delta::State;
 
-/// A model: its sizes, and its weights by Hugging Face's names without the model's prefix.
+/// A model: its sizes, and its weights under Hugging Face's names without the model's prefix.
 pub struct Reference<'a> {
     config: &'a Config,
     weights: BTreeMap<&'a str, Vec<f64>>,
 }
 
-/// What a layer remembers of the tokens before.
+/// A layer's memory of earlier tokens.
 #[derive(Clone, Default)]
 struct LayerMemory {
     /// Keys and values of every token, `[KV * D]` each.
@@ -31,7 +32,7 @@ struct LayerMemory {
     state: State,
 }
 
-/// What a text left behind in every layer.
+/// The memory of all layers after a text.
 #[derive(Clone)]
 pub struct Memory {
     layers: Vec<LayerMemory>,
@@ -39,7 +40,7 @@ pub struct Memory {
 }
 
 impl<'a> Reference<'a> {
-    /// A model of some weights.
+    /// A model with these weights.
     pub fn new(config: &'a Config, weights: impl IntoIterator<Item = (&'a str, &'a [f32])>) -> Reference<'a> {
         let wide = |(name, values): (&'a str, &[f32])| (name, values.iter().map(|x| f64::from(*x)).collect());
         Reference { config, weights: weights.into_iter().map(wide).collect() }
@@ -54,7 +55,7 @@ impl<'a> Reference<'a> {
     pub fn step(&self, memory: &mut Memory, token: u32) -> Vec<f64> {
         let mut x = self.embedding(token);
         if self.config.is_gemma {
-            // The reference rounds this factor to f32.
+            // As in the Hugging Face reference, this factor is rounded to f32.
             let factor = f64::from((self.config.hidden as f32).sqrt());
             x.iter_mut().for_each(|x| *x *= factor);
         }
@@ -69,7 +70,8 @@ impl<'a> Reference<'a> {
         self.linear(hidden, if self.config.tied { "embed_tokens" } else { "lm_head" })
     }
 
-    /// What the MTP head proposes for token t+2, from the hidden state of token t and token t+1. It is run for every t in order.
+    /// The MTP head's logits for token t + 2, from the hidden state of token t and token t + 1. Call it for every t in
+    /// order.
     pub fn mtp_logits(&self, memory: &mut Memory, hidden: &[f64], next: u32) -> Vec<f64> {
         let mut joined = self.norm(&self.embedding(next), "mtp.pre_fc_norm_embedding");
         joined.extend(self.norm(hidden, "mtp.pre_fc_norm_hidden"));
@@ -112,7 +114,7 @@ impl<'a> Reference<'a> {
         self.weight(&format!("{name}.weight")).chunks_exact(x.len()).map(|row| dot(row, x)).collect()
     }
 
-    /// `x / rms(x) * w`, with `1 + w` where the family stores offsets from one.
+    /// `x / rms(x) * w`; `1 + w` instead of `w` in families that store offsets from one.
     fn norm(&self, x: &[f64], name: &str) -> Vec<f64> {
         let offset = if self.config.norms_are_offsets { 1.0 } else { 0.0 };
         let weight = self.weight(&format!("{name}.weight"));
