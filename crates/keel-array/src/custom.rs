@@ -170,7 +170,7 @@ impl CustomKernel {
     /// Runs the body; called by a backend.
     ///
     /// # Errors
-    /// What the body returns, under the kernel's name.
+    /// The body's error, with the kernel's name.
     pub fn call(&self, call: &mut HostCall<'_>) -> Result<()> {
         let outcome = match &self.0.body {
             Some(body) => body(call),

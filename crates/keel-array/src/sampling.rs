@@ -1,4 +1,4 @@
-//! What drawing a token means, to the bit.
+//! Definition of drawing a token, to the bit.
 //!
 //! Candidates are the finite logits `l` of a row, the greatest first; among equals the lower id first. The weight of
 //! each is `2^40 e^((l - max) / temperature)`, rounded; 0 if the exponent is below -27.75. Weights are whole numbers,
@@ -10,8 +10,8 @@
 //! 3. `kept` becomes the weight of the candidates with `(l - max) / temperature >= ln(min_p)`, if that is less.
 //! 4. The token is the first candidate whose weight, added to those before it, exceeds `floor(uniform * kept)`.
 //!
-//! A row without a finite logit gives 0. At temperature 0 the token has the greatest logit, the first among equals. NaN
-//! counts as less than every number.
+//! A row without a candidate gives 0. At temperature 0 the token has the greatest logit, infinities included, the first
+//! among equals; NaN counts as less than every number.
 
 /// How a token is drawn from a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
