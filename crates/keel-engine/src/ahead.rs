@@ -1,17 +1,21 @@
-//! Steps under way: the host is one step behind the device.
+//! Steps under way: the host submits the next step before it has the tokens of the last one.
 //!
-//! A step leaves the tokens that it draws where the next one finds them, whichever of its rows runs which, and position and length move
-//! on by counts that the host knows. So the next step can be submitted before the host has seen a token:
+//! A step writes the tokens that it draws to a pool on the device. The next step reads them there, from whichever rows
+//! it needs. Position and length grow by counts that the host knows. So the host can submit a step before it has seen a
+//! token:
 //!
 //! ```text
 //! host     submit 1   submit 2   take 1   submit 3   take 2   submit 4   ...
 //! device              | step 1         | step 2         | step 3         ...
 //! ```
 //!
-//! A sequence grows when its token is taken. The one that ends a text is seen when the step behind it is under way. That step is
-//! given up: its keys and values lie behind the end and are written again; its row is still open where the engine has a log.
-//! Gated-delta states without one have moved on, so such a sequence cannot go on from there ([`Engine::can_take_back`]), only
-//! from a checkpoint.
+//! A sequence grows when its token is taken. The token that ends a text is seen when the next step is under way. That
+//! step is given up:
+//!
+//! - Its keys and values lie after the end and are written again.
+//! - With a log its row is still open, so the states have not moved.
+//! - Gated-delta states without a log have moved on. Such a sequence can go on only from a checkpoint
+//!   ([`Engine::can_take_back`]).
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, FailedRun, PendingRun, Regime, RowLog};
@@ -20,34 +24,35 @@ use keel_cache::SequenceCache;
 use crate::step::{Outcome, Rows, ids_of};
 use crate::{Engine, EngineError, Result};
 
-/// Steps under way at most.
+/// How many steps may be under way.
 const STEPS_MAX: usize = 2;
 
-/// What a sequence runs in a step.
+/// The work of one sequence in a step.
 pub struct Work<'a> {
-    /// Its memory. Until the step is taken it stays as long as it was.
+    /// Its memory. Its length does not change until the step is taken.
     pub sequence: &'a mut SequenceCache,
-    /// Rows of it that are under way in steps before this one.
+    /// How many of its rows are under way in earlier steps.
     pub ahead: usize,
-    /// What it runs.
+    /// The rows to run.
     pub rows: WorkRows<'a>,
-    /// How the token behind is drawn; `None` for a prompt that goes on.
+    /// How the token after its rows is drawn; `None` for a prompt that goes on.
     pub draw: Option<Draw>,
 }
 
 /// The rows of a sequence in a step.
 #[derive(Clone, Copy, Debug)]
 pub enum WorkRows<'a> {
-    /// The next tokens of a prompt, from the 64-token grid on, and to it unless the prompt ends with them.
+    /// The next tokens of a prompt. They begin on the 64-token grid. They end on it, too, unless the prompt ends with
+    /// them.
     Prompt {
         /// The tokens.
         tokens: &'a [u32],
         /// Whether the prompt ends with them.
         is_end: bool,
     },
-    /// A token.
+    /// A token that the host knows.
     Token(u32),
-    /// The token that the step submitted last draws behind its work of this number.
+    /// The token that the step submitted last draws for its work item of this number.
     Drawn(usize),
 }
 
@@ -59,7 +64,7 @@ impl WorkRows<'_> {
         }
     }
 
-    /// What is known of the tokens; a drawn one is of the vocabulary, as 0 is.
+    /// The tokens, for checks. A drawn token is not known yet; 0 stands for it, because both are in the vocabulary.
     fn tokens(&self) -> &[u32] {
         match self {
             WorkRows::Prompt { tokens, .. } => tokens,
@@ -69,28 +74,28 @@ impl WorkRows<'_> {
     }
 }
 
-/// A step that was submitted, for [`Engine::take`].
+/// Names a submitted step, for [`Engine::take`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(u64);
 
-/// A program of a step.
+/// One program of a step under way.
 struct RunUnderWay {
     run: PendingRun,
     regime: Regime,
     slots: Vec<u32>,
 }
 
-/// A step that nobody has waited for.
+/// A step that was submitted and not yet taken.
 pub(crate) struct StepUnderWay {
     number: u64,
     runs: Vec<RunUnderWay>,
-    /// What stood in the way of a run.
+    /// Why a program of the step could not be submitted.
     refusal: Option<EngineError>,
-    /// By work: regime, and row among those of that regime.
+    /// For each work item: its regime, and its row among the rows of that regime.
     rows: Vec<(Regime, usize)>,
 }
 
-/// A program that has been waited for, and the tokens that it has drawn.
+/// A program that has ended, with the tokens that it drew or its failure.
 struct EndedRun {
     regime: Regime,
     slots: Vec<u32>,
@@ -117,13 +122,14 @@ impl StepUnderWay {
 }
 
 impl Engine {
-    /// Whether anything is gained by submitting a step before the one in front of it is taken: whether the device works while
-    /// the host does other things.
+    /// Whether it pays to submit a step before the previous one is taken: the device works while the host does other
+    /// things.
     pub fn runs_ahead(&self) -> bool {
         self.runtime.backend().is_queueing()
     }
 
-    /// Whether a step that nobody wanted leaves no trace: not with gated-delta states and no log to leave rows open in.
+    /// Whether a step can be given up without a trace. It cannot where there are gated-delta states and no log that
+    /// leaves rows open.
     pub fn can_take_back(&self) -> bool {
         !self.cache.spec().is_recurrent() || self.leaves_open()
     }
@@ -133,12 +139,12 @@ impl Engine {
         self.under_way.len()
     }
 
-    /// Submits a step of all this work and returns at once: at most one program for the answers and one for the prompts.
-    /// [`Engine::take`] waits for the tokens.
+    /// Submits one step with all this work and returns at once. The step has at most one program for answers and one
+    /// for prompts. [`Engine::take`] waits for the tokens.
     ///
     /// # Errors
-    /// Ids out of range, a full context, work that no step takes, two steps under way already. What goes wrong in the step is said when it is
-    /// taken.
+    /// Ids out of range, a full context, work that no step can hold, two steps already under way. A failure inside the
+    /// step is reported when the step is taken.
     pub fn submit(&mut self, work: &mut [Work<'_>]) -> Result<Ticket> {
         self.check_work(work)?;
         for Work { sequence, ahead, rows, .. } in work.iter_mut() {
@@ -209,7 +215,7 @@ impl Engine {
         Err(EngineError::Option(reason))
     }
 
-    /// Checks that a sequence can run these tokens behind those that are under way, and gets its pages.
+    /// Checks that a sequence can run these tokens after those under way, and reserves its pages.
     fn make_room_ahead(&mut self, sequence: &mut SequenceCache, ahead: usize, tokens: &[u32]) -> Result<()> {
         self.admit(sequence, tokens)?;
         let (needed, context) = (sequence.len() + ahead + tokens.len(), self.options.context);
@@ -223,7 +229,7 @@ impl Engine {
         Ok(self.cache.reserve(sequence, ahead + tokens.len())?)
     }
 
-    /// The rows of some work. `places` is where the tokens lie that the step before draws.
+    /// The rows of one work item. `places` says where in the pool the last submitted step writes its tokens.
     fn rows_of<'a>(&self, work: &'a Work<'_>, places: &[usize]) -> Rows<'a> {
         let row = Rows::behind(work.sequence, work.rows.tokens());
         let drawn_at = match work.rows {
@@ -232,7 +238,7 @@ impl Engine {
         };
         // A plain decode step leaves its row open where there is a log.
         let accepted = if work.ahead == 0 { row.accepted } else { usize::from(self.leaves_open()) };
-        // Whether a prompt goes on says its end alone: without drafts nobody reads what comes behind.
+        // `next` only says that the prompt goes on. Its value is for the MTP head, and this engine makes no drafts.
         let next = match work.rows {
             WorkRows::Prompt { is_end: false, .. } => Some(0),
             _ => None,
@@ -240,12 +246,13 @@ impl Engine {
         Rows { first: row.first + work.ahead, accepted, next, draws: work.draw.as_slice(), drawn_at, ..row }
     }
 
-    /// Waits for a step and returns the token behind each of its work, in order; it means nothing where none was drawn. The
-    /// caller makes each sequence as much longer ([`SequenceCache::advance`]).
+    /// Waits for a step and returns the token after each of its work items, in order. An entry has no meaning where no
+    /// token was drawn. The caller advances each sequence by its rows ([`SequenceCache::advance`]).
     ///
     /// # Errors
-    /// What the runtime says. No sequence grows then, and steps behind this one are given up: the batch says so to those
-    /// that were in one. If the step is not the first of those under way.
+    /// - The ticket is not of the first step under way.
+    /// - A failure of the runtime. Then no sequence grows, and all later steps are given up; the batch tells their
+    ///   sequences.
     pub fn take(&mut self, ticket: Ticket) -> Result<Vec<u32>> {
         let is_first = self.under_way.front().is_some_and(|step| step.number == ticket.0);
         let Some(mut step) = is_first.then(|| self.under_way.pop_front()).flatten() else {
@@ -264,7 +271,7 @@ impl Engine {
         Ok(rows.iter().map(token).collect())
     }
 
-    /// Notes what the programs of a step that failed have left of its sequences. Returns the first failure.
+    /// Records how the programs of a failed step left its sequences. Returns the first error.
     fn note_failed_runs(&mut self, ended: Vec<EndedRun>, refusal: Option<EngineError>) -> EngineError {
         let mut error = refusal;
         for EndedRun { regime, slots, outcome } in ended {
@@ -274,7 +281,7 @@ impl Engine {
                     self.cache.note_failure(slots, &failed, (0, 0), commits_rows);
                     error.get_or_insert_with(|| ArrayError::from(failed).into());
                 }
-                // Their rows were run and do not count.
+                // These rows were run, but they do not count.
                 Ok(_) if self.can_take_back() => {}
                 Ok(_) => self.cache.note_ahead(slots),
             }
@@ -282,9 +289,10 @@ impl Engine {
         error.unwrap_or_else(|| unreachable!("something has failed"))
     }
 
-    /// Says to a sequence that `rows` rows of it, of a step that failed and of those behind it, do not count. `was_run_behind`
-    /// if some are of those behind, which were run. Where that [cannot be taken back](Engine::can_take_back), the sequence
-    /// answers [`keel_cache::CacheError::AheadState`] until it is rewound, which is done here if it can be.
+    /// Tells a sequence that `rows` of its rows do not count. They belong to a failed step and to later ones.
+    /// `was_run_behind` says that some belong to later steps, which did run. Where that [cannot be taken
+    /// back](Engine::can_take_back), the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound.
+    /// If its state is kept, it is rewound here.
     pub(crate) fn give_up(&mut self, sequence: &mut SequenceCache, rows: usize, was_run_behind: bool) {
         if was_run_behind || !self.cache.spec().is_recurrent() {
             self.cache.forget_steps(sequence, rows, false);
@@ -292,12 +300,12 @@ impl Engine {
         self.take_back_step(sequence);
     }
 
-    /// Submits a token of each sequence. [`Engine::take_drawn`] waits for the tokens behind them; until then the sequences stay
-    /// as long as they were. Without `tokens` each sequence runs the one that the step before, which is still under way, draws
-    /// for it.
+    /// Submits one token of each sequence. [`Engine::take_drawn`] waits for the tokens after them; until then the
+    /// sequences keep their length. Without `tokens` each sequence runs the token that the step before, still under
+    /// way, draws for it.
     ///
     /// # Errors
-    /// As [`Engine::submit`]; tokens of a step that is not under way or of other sequences.
+    /// As [`Engine::submit`]. Without `tokens`: no step under way has these sequences in this order.
     pub fn submit_decode(
         &mut self,
         sequences: &mut [&mut SequenceCache],
@@ -326,17 +334,18 @@ impl Engine {
         self.submit(&mut work).map(drop)
     }
 
-    /// Steps under way that a sequence is in.
+    /// How many of the steps under way contain this sequence.
     fn steps_of(&self, sequence: &SequenceCache) -> usize {
         self.under_way.iter().filter(|step| step.has(sequence)).count()
     }
 
-    /// Waits for the first step under way and returns the tokens that it has drawn for these sequences, which are then a token
-    /// longer. They are all of the step's, or those of them that go on.
+    /// Waits for the first step under way and returns the tokens that it drew for these sequences. Each of them grows
+    /// by one token. They are all sequences of the step, or those of them that go on.
     ///
     /// # Errors
-    /// What the runtime says. The sequences stay as long as they were, and what is under way behind the step is given up; as
-    /// after [`Engine::decode`] they may be torn. If they are not in the first step under way.
+    /// - The sequences are not in the first step under way.
+    /// - A failure of the runtime. The sequences keep their length, and later steps are given up. The sequences may be
+    ///   torn, as after [`Engine::decode`].
     pub fn take_drawn(&mut self, sequences: &mut [&mut SequenceCache]) -> Result<Vec<u32>> {
         let (ticket, slots) = self.first_of(sequences)?;
         let steps: Vec<usize> = sequences.iter().map(|sequence| self.steps_of(sequence)).collect();
@@ -354,8 +363,9 @@ impl Engine {
         Ok(sequences.iter().map(|sequence| of(sequence.slot())).collect())
     }
 
-    /// Waits for what is under way, and gives it up. `sequences` are those of its sequences that are still of use. Where a step
-    /// [cannot be taken back](Engine::can_take_back), they answer [`keel_cache::CacheError::AheadState`] until they are rewound.
+    /// Waits for all steps under way and gives them up. `sequences` are those of their sequences that are still needed.
+    /// Where a step [cannot be taken back](Engine::can_take_back), they answer [`keel_cache::CacheError::AheadState`]
+    /// until they are rewound.
     ///
     /// # Errors
     /// If the sequences are not in the first step under way.
@@ -367,7 +377,7 @@ impl Engine {
         let steps: Vec<usize> = sequences.iter().map(|sequence| self.steps_of(sequence)).collect();
         let is_last = self.under_way.len() == 1;
         let has_failed = self.take(ticket).is_err();
-        // If a step has failed and was the last, it is the failure that says what the sequences are now.
+        // If the only step failed, its failure already says what state the sequences are in.
         if !(is_last && has_failed) {
             let leaves_open = self.leaves_open();
             let unwanted = sequences.iter_mut().zip(steps);
@@ -386,11 +396,11 @@ impl Engine {
         }
     }
 
-    /// Ends what is under way, before something else runs: nobody will take its tokens. Its sequences cannot be used before
-    /// they are rewound.
+    /// Waits for all steps under way before something else runs. Their tokens are lost, and their sequences must be
+    /// rewound before they are used again.
     ///
     /// # Errors
-    /// What went wrong in a step.
+    /// The first failure of a step.
     pub(crate) fn finish_under_way(&mut self) -> Result<()> {
         let mut outcome = Ok(());
         while let Some(step) = self.under_way.pop_front() {
@@ -402,7 +412,7 @@ impl Engine {
         Ok(outcome.map_err(ArrayError::from)?)
     }
 
-    /// Notes that a decode step has a row more of each sequence.
+    /// Records that a decode step added one row to each sequence.
     pub(crate) fn note_decoded(&self, sequences: &mut [&mut SequenceCache]) {
         let is_open = self.leaves_open();
         sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
@@ -414,7 +424,7 @@ impl Engine {
     }
 }
 
-/// What the program over these rows leaves behind; `None` if there are none.
+/// What the program over these rows computes; `None` if there are no rows.
 fn outcome_of(regime: Regime, rows: &[Rows<'_>]) -> Option<Outcome> {
     match (regime, rows) {
         (_, []) => None,

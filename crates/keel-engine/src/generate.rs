@@ -1,4 +1,4 @@
-//! One sequence from prompt to end, token by token.
+//! Generates one sequence token by token, from its prompt to its end.
 
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
@@ -19,10 +19,10 @@ pub struct GenerateOptions {
     pub end_tokens: Vec<u32>,
     /// Run the prompt token by token in the decode regime, to compare the two.
     pub one_by_one: bool,
-    /// Tokens that the sequence holds already, before the prompt: for the repetition penalty.
+    /// Tokens that the sequence already holds before the prompt. The repetition penalty counts them.
     pub seen: Vec<u32>,
-    /// The sequence will be released or rewound behind the text, never continued where it ends. Then a device may always be
-    /// a step ahead of the host: see [`Engine::can_take_back`].
+    /// The caller will release or rewind the sequence after the text, and never continue where it ends. Then steps may
+    /// run ahead of the host on every device: see [`Engine::can_take_back`].
     pub disposable: bool,
 }
 
@@ -31,7 +31,7 @@ pub struct GenerateOptions {
 pub enum FinishReason {
     /// An end token or stop string.
     Stop,
-    /// As many tokens as were asked for, or as fit.
+    /// The number of tokens asked for, or a full context.
     Length,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Course {
 }
 
 impl Course {
-    /// Of a sequence whose prompt, begun at `start`, has just been run.
+    /// For a sequence whose prompt was begun at `start` and has just been run.
     pub fn new(end_tokens: Vec<u32>, max_tokens: usize, start: Instant) -> Course {
         Course { end_tokens, left: max_tokens, finished: None, prefill_time: start.elapsed() }
     }
@@ -67,8 +67,8 @@ impl Course {
         self.finished
     }
 
-    /// The next token, which `draw` gives if there is one, unless it is one that ends the sequence. `draw` gets the number
-    /// of tokens that may still come.
+    /// Returns the next token, or `None` once the sequence has ended. `draw` gets the number of tokens that may still
+    /// come; it gives a token or the reason to end. An end token ends the sequence and is not returned.
     pub fn next(
         &mut self,
         draw: impl FnOnce(usize) -> Result<ControlFlow<FinishReason, u32>>,
@@ -94,30 +94,30 @@ impl Course {
     }
 }
 
-/// The tokens of one sequence as they are generated. The prompt has been run when it is made; each call of `next`
-/// runs one step.
+/// The tokens of one sequence as they are generated. The constructor runs the prompt; each call of `next` then gives
+/// one token.
 pub struct TokenIterator<'e> {
     engine: &'e mut Engine,
     sequence: SequenceCache,
     sampler: Sampler,
     logits: Vec<f32>,
-    /// The token behind the prompt, if the device has drawn it; otherwise its logits are here.
+    /// The token after the prompt, if the device drew it. Otherwise `logits` are those of the prompt's last token.
     first: Option<u32>,
-    /// Drawn, given out, not yet run through the model.
+    /// The token given out last. It has not been run through the model.
     last: Option<u32>,
-    /// Whether a step is submitted before the token of the one before is known.
+    /// Whether a step is submitted before the token of the previous step is known.
     is_ahead: bool,
-    /// All tokens of a sequence that may outgrow its frequencies, the last one not run yet.
+    /// All tokens of the sequence, kept while it may outgrow its rotary frequencies. The last one has not been run.
     history: Option<Vec<u32>>,
     course: Course,
 }
 
 impl<'e> TokenIterator<'e> {
-    /// Runs `prompt` behind what `sequence` holds. `progress` gets the prompt tokens done.
+    /// Runs `prompt` after the tokens that `sequence` holds. `progress` gets the number of prompt tokens done.
     ///
     /// # Errors
-    /// Options out of range, a prompt that does not fit or is empty, what the runtime says. The sequence is
-    /// released then.
+    /// Options out of range, a prompt that is empty or does not fit, a failure of the runtime. The sequence is then
+    /// released.
     pub fn new(
         engine: &'e mut Engine,
         mut sequence: SequenceCache,
@@ -169,8 +169,8 @@ impl<'e> TokenIterator<'e> {
         self.course.finish_reason()
     }
 
-    /// Ends the iteration and gives the sequence back for a further turn. It holds the prompt and the generated
-    /// tokens but the last; if it is disposable, it may have to be rewound before it goes on.
+    /// Ends the iteration and returns the sequence for a further turn. It holds the prompt and all generated tokens but
+    /// the last. A disposable sequence may have to be rewound before it goes on.
     pub fn into_sequence(mut self) -> SequenceCache {
         self.give_up_steps();
         self.sequence
@@ -182,14 +182,14 @@ impl<'e> TokenIterator<'e> {
         self.engine.release(self.sequence);
     }
 
-    /// Gives up the step behind the last token.
+    /// Gives up the step after the last token.
     fn give_up_steps(&mut self) {
         let outcome = self.engine.give_up_steps(&mut [&mut self.sequence]);
         outcome.unwrap_or_else(|error| unreachable!("the steps under way are this sequence's: {error}"));
     }
 }
 
-/// Runs a token and draws the next; `None` if the host is to draw it, from the logits of this step.
+/// Runs a token and draws the next. Returns `None` if the host has to draw it from the logits of this step.
 fn step(
     engine: &mut Engine,
     sequence: &mut SequenceCache,
@@ -199,7 +199,7 @@ fn step(
     Ok(engine.decode_and_draw(&mut [sequence], &[last], &[sampler.draw_ahead()])?[0])
 }
 
-/// As [`step`], but submits the step behind it before it waits for this one, unless this token is the last of `left`.
+/// As [`step`], but submits the next step before it waits for this one, unless only one of `left` tokens remains.
 fn step_ahead(
     engine: &mut Engine,
     sequence: &mut SequenceCache,
@@ -216,13 +216,13 @@ fn step_ahead(
         submit(engine, sequence, Some(&[last]))?;
     }
     if left > 1 && sequence.len() + engine.steps_under_way() < engine.options().context {
-        // What stands in its way is met again when its token is wanted.
+        // An error is ignored here: it comes again when this token is wanted.
         submit(engine, sequence, None).ok();
     }
     Ok(Some(engine.take_drawn(&mut [sequence])?[0]))
 }
 
-/// What [`Engine::run_prompt`] does, in the decode regime.
+/// As [`Engine::run_prompt`], in the decode regime.
 fn run_one_by_one(
     engine: &mut Engine,
     sequence: &mut SequenceCache,

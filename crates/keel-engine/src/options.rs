@@ -1,47 +1,47 @@
-//! How an engine is made.
+//! The options that an engine is made with.
 
 use keel_array::{Compute, KvFormat};
 
 use crate::{EngineError, Result, VisionOptions};
 
-/// Rows of the prefill grid: chunks begin at multiples of this.
+/// The grid of prefill, in rows: chunks begin at multiples of this.
 pub const PREFILL_GRID: usize = 64;
 
-/// Rows by which the multi-token-prediction head may stay behind a sequence that does not draft.
+/// How many rows the MTP (multi-token-prediction) head may lag behind a sequence that does not draft.
 pub(crate) const HEAD_LAG_MAX: usize = 64;
 
-/// Most drafts of a sequence that one step verifies.
+/// The most drafts of one sequence that a step verifies.
 pub const DRAFTS_MAX: usize = 8;
 
-/// Bounds of an engine; all its memory follows from them and the model.
+/// Bounds of an engine. All its memory follows from them and from the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
-    /// Tokens of the longest sequence, prompt and generated together.
+    /// Tokens of the longest sequence, prompt and answer together.
     pub context: usize,
-    /// Sequences at once.
+    /// How many sequences run at once.
     pub sequences: usize,
-    /// Prompt tokens of one step; a multiple of 64.
+    /// The most prompt tokens in one step; a multiple of 64.
     pub prefill_step: usize,
-    /// Recurrent slots saved to go back to.
+    /// How many recurrent states can be saved as checkpoints.
     pub checkpoints: usize,
-    /// Pages of keys and values; `None` is enough for every sequence at full length. With fewer, what a sequence may
-    /// need has to be set aside before it starts.
+    /// Pages of keys and values. `None` is enough for all sequences at full length. With fewer pages, a sequence starts
+    /// only when the pages that it may need can be promised.
     pub pool_pages: Option<usize>,
-    /// Host memory for sequences that are parked while others need their pages: a batch then lets in more than fits. 0
-    /// keeps the promise instead.
+    /// Host memory in which sequences are parked while others need their pages. A batch then admits more than fits.
+    /// With 0 it admits only what it can promise.
     pub swap_bytes: usize,
     /// Arithmetic of the linear layers.
     pub compute: Compute,
-    /// How keys and values are kept; `None` is f32 where `compute` is, else f16.
+    /// The form in which keys and values are stored. `None` is f32 if `compute` is f32, else f16.
     pub kv: Option<KvFormat>,
-    /// Drafts of the multi-token-prediction head that one step may verify, at most [`DRAFTS_MAX`]; 0 does without it.
+    /// How many drafts of the MTP head one step may verify, at most [`DRAFTS_MAX`]. 0 runs without the head.
     pub drafts: usize,
-    /// Also be able to give the logits of every prompt token, and those of the multi-token-prediction head.
+    /// Whether the logits of every prompt token can be read, and those of the MTP head.
     pub all_logits: bool,
-    /// Read the model's tower, too, for pictures of this size; `None` for text alone.
+    /// Also load the model's vision tower, for pictures up to this size. `None` is for text alone.
     pub vision: Option<VisionOptions>,
-    /// Tokens of a picture that a step must hold together, where the rows of a picture see each other. An engine finds them in the
-    /// config.
+    /// How many tokens of one picture must be in the same step because they see each other; 0 if they do not.
+    /// [`crate::Engine::load`] sets it from the config.
     pub picture_run: usize,
 }
 
@@ -82,7 +82,7 @@ impl EngineOptions {
         Err(EngineError::Option(wrong))
     }
 
-    /// Rows of a sequence that a step may leave open: the token drawn last and its drafts.
+    /// How many rows of a sequence a step may leave open: the last drawn token and its drafts. 0 without drafts.
     pub(crate) fn open_rows(&self) -> usize {
         if self.drafts == 0 { 0 } else { self.drafts + 1 }
     }
@@ -95,12 +95,12 @@ impl EngineOptions {
         }
     }
 
-    /// Rows of the largest pass of the multi-token-prediction head by itself; 0 without drafts.
+    /// Rows of the largest pass of the MTP head alone; 0 without drafts.
     pub(crate) fn head_rows(&self) -> usize {
         if self.drafts == 0 { 0 } else { self.decode_rows().max(HEAD_LAG_MAX) }
     }
 
-    /// How keys and values are kept.
+    /// The form in which keys and values are stored.
     pub fn kv_format(&self) -> KvFormat {
         let default = if self.compute == Compute::F32 { KvFormat::F32 } else { KvFormat::F16 };
         self.kv.unwrap_or(default)

@@ -1,8 +1,8 @@
 //! From logits to a token.
 //!
 //! Order: repetition, presence and frequency penalties, logit bias, then (unless greedy) temperature, top-k, top-p,
-//! min-p, and a draw from what is left, as [`keel_array::sampling`] defines them to the bit. Where nothing but these is asked
-//! for, the device that has the logits draws the same token.
+//! min-p and a draw. [`keel_array::sampling`] defines the draw to the bit. Without penalties and bias, the device that
+//! has the logits draws the same token.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -14,21 +14,21 @@ use crate::{EngineError, Result};
 /// How tokens are drawn.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplerOptions {
-    /// Divides the logits; 0 is greedy.
+    /// Divides the logits; 0 takes the greatest logit.
     pub temperature: f32,
-    /// Keeps the most probable; 0 keeps all.
+    /// How many of the most probable tokens to keep; 0 keeps all.
     pub top_k: usize,
-    /// Keeps the smallest set of this probability; 1 keeps all.
+    /// Keeps the smallest set of tokens with this probability; 1 keeps all.
     pub top_p: f32,
-    /// Drops what is less probable than this share of the most probable; 0 drops nothing.
+    /// Drops tokens less probable than this share of the most probable token; 0 drops nothing.
     pub min_p: f32,
-    /// Divides positive logits of tokens seen before and multiplies negative ones; 1 changes nothing.
+    /// Divides positive logits of tokens seen before, and multiplies negative ones; 1 changes nothing.
     pub repetition_penalty: f32,
     /// Subtracted from the logits of tokens generated before.
     pub presence_penalty: f32,
-    /// Subtracted once for each time that a token was generated before.
+    /// Subtracted once for each earlier occurrence of the token in the generated text.
     pub frequency_penalty: f32,
-    /// Added to single logits.
+    /// Added to the logits of these tokens.
     pub logit_bias: Vec<(u32, f32)>,
     /// The same seed draws the same tokens.
     pub seed: u64,
@@ -73,10 +73,10 @@ impl SamplerOptions {
 pub struct Sampler {
     options: SamplerOptions,
     random: u64,
-    /// Tokens of the prompt and generated ones, for the repetition penalty.
-    /// The value counts how often a token was generated.
+    /// Tokens of the prompt and generated ones. The value counts how often a token was generated.
     seen: HashMap<u32, u32>,
-    /// Tokens that may be drawn, most probable first, with their weights. Reused from token to token, as is their order.
+    /// Tokens that may be drawn, with their weights, most probable first. This vector and `orders` are reused for each
+    /// token.
     candidates: Vec<(u32, u64)>,
     orders: Vec<u64>,
 }
@@ -93,27 +93,27 @@ impl Sampler {
         Ok(Sampler { random: options.seed, options, seen, candidates, orders })
     }
 
-    /// The next token. The logits are overwritten by the penalties.
+    /// Draws the next token and counts it as generated. Penalties and bias overwrite the logits.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         let id = self.pick(logits);
         self.note(id);
         id
     }
 
-    /// As [`Sampler::sample`], without counting the token as generated.
+    /// As [`Sampler::sample`], but does not count the token as generated.
     pub(crate) fn pick(&mut self, logits: &mut [f32]) -> u32 {
         self.penalise(logits);
         if self.options.temperature == 0.0 { argmax(logits) } else { self.draw(logits) }
     }
 
-    /// Whether it always draws the token with the greatest logit.
+    /// Whether it always draws the token with the greatest unchanged logit.
     pub(crate) fn is_argmax(&self) -> bool {
         let o = &self.options;
         o.temperature == 0.0 && !self.changes_logits()
     }
 
-    /// How the next token can be drawn where the logits are, if they are drawn from as they come. The draw is made by this:
-    /// [`Sampler::pick`] would follow from the next state.
+    /// How the device can draw the next token; `None` if penalties or bias change the logits. This uses up the draw's
+    /// random number, so the next draw follows from the next state.
     pub(crate) fn draw_ahead(&mut self) -> Option<Draw> {
         if self.changes_logits() {
             return None;
@@ -125,7 +125,7 @@ impl Sampler {
         })
     }
 
-    /// Whether every token can be drawn where the logits are.
+    /// Whether the device can draw every token.
     pub(crate) fn draws_ahead(&self) -> bool {
         !self.changes_logits()
     }
@@ -139,24 +139,24 @@ impl Sampler {
         o.repetition_penalty != 1.0 || o.presence_penalty != 0.0 || o.frequency_penalty != 0.0
     }
 
-    /// The state that the next draw follows from.
+    /// The random state, from which the next draw follows.
     pub(crate) fn random(&self) -> u64 {
         self.random
     }
 
-    /// Goes back to a state that [`Sampler::random`] gave.
+    /// Goes back to a state that [`Sampler::random`] returned.
     pub(crate) fn set_random(&mut self, random: u64) {
         self.random = random;
     }
 
-    /// Counts a token as generated. Returns whether it had never been seen.
+    /// Counts a token as generated. Returns whether it is new: neither in the prompt nor generated before.
     pub(crate) fn note(&mut self, id: u32) -> bool {
         let is_new = !self.seen.contains_key(&id);
         *self.seen.entry(id).or_default() += 1;
         is_new
     }
 
-    /// Undoes [`Sampler::note`], given what that returned.
+    /// Undoes [`Sampler::note`]. `was_new` is the value that it returned.
     pub(crate) fn forget(&mut self, id: u32, was_new: bool) {
         if was_new {
             self.seen.remove(&id);
@@ -165,7 +165,8 @@ impl Sampler {
         }
     }
 
-    /// The probabilities with which [`Sampler::sample`] would draw from penalised logits; one token if greedy.
+    /// Fills `weights` with the probabilities with which [`Sampler::sample`] draws from penalised logits. Greedy: one
+    /// token.
     pub(crate) fn distribution(&mut self, penalised: &[f32], weights: &mut Vec<(u32, f32)>) {
         weights.clear();
         let total = if self.options.temperature == 0.0 { 0 } else { self.shape_distribution(penalised) };
@@ -177,7 +178,7 @@ impl Sampler {
         weights.extend(self.candidates.iter().map(|&(id, weight)| (id, share(weight))));
     }
 
-    /// Overwrites logits by the penalties.
+    /// Applies the penalties and the bias to the logits.
     pub(crate) fn penalise(&self, logits: &mut [f32]) {
         let o = &self.options;
         if self.has_penalties() {
@@ -210,12 +211,13 @@ impl Sampler {
         0
     }
 
-    /// Makes the tokens that the options allow the candidates, and returns the sum of their weights; 0 if there are none.
+    /// Fills `candidates` with the tokens that the options allow. Returns the sum of their weights; 0 if there are
+    /// none.
     fn shape_distribution(&mut self, logits: &[f32]) -> u64 {
         let o = &self.options;
         let greatest = greatest(logits, f32::MAX);
         let exponent = |logit: f32| (logit - greatest) / o.temperature;
-        // Some that have no weight may be among them, behind all that have one.
+        // The range is a little too wide, so some candidates may have weight 0. They come after all others.
         let span = o.temperature * -EXPONENT_MIN;
         let weighted = greatest - span - 1e-5 * (greatest.abs() + span)..=greatest;
         let orders = &mut self.orders;
@@ -245,7 +247,7 @@ impl Sampler {
         kept.iter().map(|c| c.1).sum()
     }
 
-    /// In `[0, 1)`, by splitmix64.
+    /// The next random number in `[0, 1)`, by splitmix64.
     pub(crate) fn uniform(&mut self) -> f32 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.random;
@@ -255,15 +257,15 @@ impl Sampler {
     }
 }
 
-/// Index of the largest; the first among equals. NaN never wins.
+/// Index of the greatest logit; the first among equals. NaN never wins.
 fn argmax(logits: &[f32]) -> u32 {
     let greatest = greatest(logits, f32::INFINITY);
     logits.iter().position(|&logit| logit == greatest).unwrap_or(0) as u32
 }
 
-/// The largest that is not above `most`.
+/// The greatest logit that is at most `most`.
 fn greatest(logits: &[f32], most: f32) -> f32 {
-    // Side by side, which the compiler makes vectors of; with an index in each comparison it would not.
+    // 32 independent maxima, which the compiler vectorises. With an index in each comparison it would not.
     let mut greatest = [f32::NEG_INFINITY; 32];
     for chunk in logits.chunks(greatest.len()) {
         for (greatest, &logit) in greatest.iter_mut().zip(chunk) {
