@@ -1,7 +1,7 @@
-//! Work on texts that nobody waits for any more.
+//! Cancels work on a text whose result is no longer needed.
 //!
-//! The libraries underneath know no cancellation. So a thread that works on a text carries a flag, and what runs for each word or
-//! character looks at it.
+//! The libraries in use have no cancellation. So a thread that works on a text carries a flag, and code that runs for
+//! each word or character checks it.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -13,34 +13,34 @@ thread_local! {
     static CURRENT: RefCell<Cancel> = RefCell::default();
 }
 
-/// Ends work on a text early. Cloning gives another handle.
+/// Ends work on a text early. Clones share one flag.
 #[derive(Clone, Debug, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// Work within [`Cancel::scope`] ends with [`TextError::Cancelled`] as soon as it can.
+    /// Asks work within [`Cancel::scope`] to end with [`TextError::Cancelled`] as soon as it can.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Release);
     }
 
-    /// Whether it is to end.
+    /// Whether the work was cancelled.
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 
-    /// Runs `work` so that it can be cancelled: everything of this crate that it calls on this thread.
+    /// Runs `work` so that `cancel` ends the functions of this crate that it calls on this thread.
     pub fn scope<T>(&self, work: impl FnOnce() -> T) -> T {
         let _before = Before(CURRENT.with(|current| current.replace(self.clone())));
         work()
     }
 
-    /// The one around the caller; one that is never cancelled if there is none.
+    /// The handle of the caller's scope. Outside a scope: a handle that is never cancelled.
     pub(crate) fn current() -> Cancel {
         CURRENT.with(|current| current.borrow().clone())
     }
 }
 
-/// Puts the one before back, on a panic, too.
+/// Restores the previous handle, also after a panic.
 struct Before(Cancel);
 
 impl Drop for Before {
@@ -49,12 +49,12 @@ impl Drop for Before {
     }
 }
 
-/// Whether the work of this thread is to end.
+/// Whether the work of this thread was cancelled.
 pub(crate) fn is_cancelled() -> bool {
     CURRENT.with(|current| current.borrow().is_cancelled())
 }
 
-/// An error if it is to end.
+/// Fails if the work of this thread was cancelled.
 pub(crate) fn check() -> Result<(), TextError> {
     if is_cancelled() { Err(TextError::Cancelled) } else { Ok(()) }
 }

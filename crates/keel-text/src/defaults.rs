@@ -1,11 +1,11 @@
-//! The sampling settings a checkpoint recommends.
+//! The sampling settings that a checkpoint recommends.
 
 use std::path::Path;
 
 use crate::json::Object;
 use crate::{TextError, TextFiles};
 
-/// What `generation_config.json` says; `None` where it says nothing.
+/// The values of `generation_config.json`; `None` where the file has none.
 ///
 /// These are defaults for a request that names no value of its own.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -14,23 +14,23 @@ pub struct GenerationDefaults {
     pub do_sample: Option<bool>,
     /// Divides the logits; at least 0, and 0 means greedy.
     pub temperature: Option<f32>,
-    /// Number of most likely tokens to choose from; 0 means all.
+    /// Number of most likely tokens to draw from; 0 means all.
     pub top_k: Option<u32>,
-    /// Share of the probability mass to choose from, in (0, 1].
+    /// Share of the probability mass to draw from, in (0, 1].
     pub top_p: Option<f32>,
-    /// Smallest probability to choose from, relative to the most likely token's, in [0, 1].
+    /// Smallest probability to draw from, relative to the most likely token's, in [0, 1].
     pub min_p: Option<f32>,
-    /// Divides (positive) or multiplies (negative) the logits of tokens already seen; above 0, and 1 is neutral.
+    /// Divides positive logits, and multiplies negative logits, of tokens already seen. Above 0; 1 is neutral.
     pub repetition_penalty: Option<f32>,
-    /// Most tokens to generate.
+    /// Largest number of tokens to generate.
     pub max_new_tokens: Option<u32>,
-    /// Ids that end a generation, from this file alone. [`Tokenizer::eos_ids`](crate::Tokenizer::eos_ids)
-    /// gathers those of all files.
+    /// Ids that end a generation, from this file alone. [`Tokenizer::eos_ids`](crate::Tokenizer::eos_ids) collects the
+    /// ids of all files.
     pub eos_ids: Vec<u32>,
 }
 
 impl GenerationDefaults {
-    /// Reads them from a checkpoint folder.
+    /// Reads the settings from a checkpoint folder.
     ///
     /// # Errors
     /// As [`TextFiles::read`] and [`GenerationDefaults::new`].
@@ -38,7 +38,7 @@ impl GenerationDefaults {
         Self::new(&TextFiles::read(folder)?)
     }
 
-    /// Reads them; all absent without a `generation_config.json`.
+    /// Reads the settings. All are absent without a `generation_config.json`.
     ///
     /// # Errors
     /// [`TextError::Json`] if the file is no JSON object, [`TextError::Field`] for a value out of its range.

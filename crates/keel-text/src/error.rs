@@ -1,4 +1,4 @@
-//! What can go wrong between text and token ids.
+//! Errors between text and token ids.
 
 /// Why a text file of a checkpoint, or a request on it, was refused.
 #[derive(Debug, thiserror::Error)]
@@ -7,16 +7,16 @@ pub enum TextError {
     /// The operating system could not read a file.
     #[error("{file}: cannot be read: {source}")]
     Read {
-        /// The file, as it was asked for.
+        /// The file's path as requested.
         file: String,
         /// The operating system's reason.
         source: std::io::Error,
     },
 
-    /// A file is larger than its kind ever is.
+    /// A file is larger than the limit for its kind.
     #[error("{file}: {bytes} bytes, but at most {limit} bytes are accepted for this file")]
     TooLarge {
-        /// The file, as it was asked for.
+        /// The file's path as requested.
         file: String,
         /// Its size.
         bytes: u64,
@@ -27,7 +27,7 @@ pub enum TextError {
     /// A file is not JSON, or not JSON of the expected form.
     #[error("{file}: not valid: {source}")]
     Json {
-        /// The file, as it was asked for.
+        /// The file's path as requested.
         file: String,
         /// The parser's reason, with line and column.
         source: serde_json::Error,
@@ -36,26 +36,26 @@ pub enum TextError {
     /// A value of a JSON file has the wrong type or lies outside its range.
     #[error("{file}: {field} is {found}, expected {expected}")]
     Field {
-        /// The file, as it was asked for.
+        /// The file's path as requested.
         file: String,
         /// Path of the value inside the file, such as `text_config.eos_token_id`.
         field: String,
         /// The value found, shortened.
         found: String,
-        /// What would have been accepted.
+        /// The accepted type or range.
         expected: &'static str,
     },
 
     /// `tokenizer.json` is well-formed but describes no usable tokenizer.
     #[error("{file}: {reason}")]
     Tokenizer {
-        /// The file, as it was asked for.
+        /// The file's path as requested.
         file: String,
-        /// What does not fit together.
+        /// The contradiction in the file.
         reason: String,
     },
 
-    /// A text could not be turned into ids, or ids into text.
+    /// A text could not be encoded, or ids could not be decoded.
     #[error("{op}: {reason}")]
     Tokenize {
         /// `encode` or `decode`.
@@ -83,7 +83,7 @@ pub enum TextError {
     /// The chat template itself refused the conversation with `raise_exception`.
     #[error("the chat template refuses this conversation: {message}")]
     Refused {
-        /// The template's own words.
+        /// The template's message.
         message: String,
     },
 
@@ -94,29 +94,29 @@ pub enum TextError {
         index: usize,
         /// Length of the list.
         count: usize,
-        /// What is wrong with it.
+        /// Why it cannot be matched.
         reason: String,
     },
 
-    /// Nobody waits for it any more.
+    /// The result is no longer needed.
     #[error("cancelled")]
     Cancelled,
 
-    /// The operating system gave no thread to work on.
+    /// The operating system could not create a thread.
     #[error("{op}: no thread with a stack of {stack_bytes} bytes of address space: {source}")]
     Stack {
-        /// What was to be done.
+        /// The operation that needed the thread.
         op: &'static str,
-        /// Address space asked for; little of it is ever used.
+        /// Requested address space. Little of it becomes memory.
         stack_bytes: usize,
         /// The operating system's reason.
         source: std::io::Error,
     },
 
-    /// A library underneath panicked on its input; the panic was caught.
+    /// A library in use panicked on its input. The panic was caught.
     #[error("{op}: the input broke the library that reads it ({reason}); the file is most likely damaged")]
     Panicked {
-        /// What was being done.
+        /// The operation that failed.
         op: &'static str,
         /// The panic's message.
         reason: String,

@@ -14,19 +14,19 @@ const CONFIG_BYTES_MAX: u64 = 32 << 20;
 /// The longest templates have about 30 KB.
 pub(crate) const TEMPLATE_BYTES_MAX: u64 = 128 << 10;
 
-/// One file: its name for messages, and its contents.
+/// The contents of one file, and its name for messages.
 #[derive(Clone, Debug)]
 pub struct TextFile<'a> {
-    /// How errors call the file: its path, or its bare name if it never was on disk.
+    /// The file's name in errors: its path, or its bare name if it was never on disk.
     pub name: String,
     /// The contents.
     pub bytes: Cow<'a, [u8]>,
 }
 
-/// The files that make up the text side of a checkpoint.
+/// The files for the text side of a checkpoint.
 ///
-/// Only `tokenizer.json` is required. [`TextFiles::read`] takes them from a folder;
-/// [`TextFiles::in_memory`] and the `with_` methods take them from anywhere else, such as the program itself.
+/// Only `tokenizer.json` is required. [`TextFiles::read`] reads the files from a folder. [`TextFiles::in_memory`] and
+/// the `with_` methods take them from memory, for example from the program itself.
 #[derive(Clone, Debug)]
 pub struct TextFiles<'a> {
     pub(crate) tokenizer: TextFile<'a>,
@@ -37,8 +37,8 @@ pub struct TextFiles<'a> {
 }
 
 impl TextFiles<'static> {
-    /// Reads `tokenizer.json` and whichever of `tokenizer_config.json`, `config.json`, `generation_config.json`
-    /// and `chat_template.jinja` lie beside it.
+    /// Reads `tokenizer.json`, and those of `tokenizer_config.json`, `config.json`, `generation_config.json` and
+    /// `chat_template.jinja` that are in the same folder.
     ///
     /// # Errors
     /// [`TextError::Read`] if `tokenizer.json` is missing or a file cannot be read,
@@ -59,7 +59,7 @@ impl TextFiles<'static> {
 }
 
 impl<'a> TextFiles<'a> {
-    /// Starts from the bytes of a `tokenizer.json`.
+    /// Creates the files from the bytes of a `tokenizer.json`.
     pub fn in_memory(tokenizer_json: &'a [u8]) -> Self {
         TextFiles {
             tokenizer: named("tokenizer.json", tokenizer_json),
@@ -70,8 +70,8 @@ impl<'a> TextFiles<'a> {
         }
     }
 
-    /// Gives the bytes of `tokenizer.json` back, which only [`Tokenizer::new`](crate::Tokenizer::new) reads: they are
-    /// the most by far. What is left has templates and settings.
+    /// Frees the bytes of `tokenizer.json`, which are by far the most. Only [`Tokenizer::new`](crate::Tokenizer::new)
+    /// reads them. The templates and settings stay.
     pub fn forget_tokenizer(&mut self) {
         self.tokenizer.bytes = Cow::Borrowed(&[]);
     }
@@ -94,7 +94,7 @@ impl<'a> TextFiles<'a> {
         self
     }
 
-    /// Adds the bytes of a `chat_template.jinja`, which wins over a template in `tokenizer_config.json`.
+    /// Adds the bytes of a `chat_template.jinja`. It takes precedence over a template in `tokenizer_config.json`.
     pub fn with_chat_template(mut self, bytes: &'a [u8]) -> Self {
         self.chat_template = Some(named("chat_template.jinja", bytes));
         self
@@ -105,11 +105,11 @@ fn named<'a>(name: &str, bytes: &'a [u8]) -> TextFile<'a> {
     TextFile { name: name.to_string(), bytes: Cow::Borrowed(bytes) }
 }
 
-/// Reads at most `limit` bytes, whatever the size the file system claims.
+/// Reads at most `limit` bytes. The size that the file system reports is not trusted.
 pub(crate) fn read_file(path: &Path, limit: u64) -> Result<TextFile<'static>, TextError> {
     let name = path.display().to_string();
     let read = || -> std::io::Result<(Vec<u8>, u64)> {
-        // Asked by name first: opening a pipe waits for its other end.
+        // The type is checked before opening, because opening a pipe waits for its other end.
         if !std::fs::metadata(path)?.is_file() {
             return Err(std::io::Error::other("it is not a regular file"));
         }

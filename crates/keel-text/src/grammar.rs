@@ -1,4 +1,4 @@
-//! Output that must follow a grammar: which tokens may come next.
+//! Output that must follow a grammar: computes which tokens may come next.
 
 use std::sync::Arc;
 
@@ -10,19 +10,20 @@ use serde_json::{Map, Value, json};
 use crate::guard::{guarded, guarded_on_stack};
 use crate::{TextError, TextFiles, Tokenizer};
 
-/// Bytes of a schema or grammar as text.
+/// Largest size of a schema or grammar as text.
 const SOURCE_BYTES_MAX: usize = 256 << 10;
-/// Compiling follows the nesting of a schema.
+/// The compiler recurses along the nesting of a schema.
 const COMPILING_STACK_BYTES: usize = 64 << 20;
 
-/// Work on the regular expressions of a grammar, at 50,000 a millisecond. The largest published schemas take 500,000.
+/// Bound on the work for a grammar's regular expressions, at 50,000 units per millisecond. The largest published
+/// schemas need 500,000.
 const LEXER_FUEL: u64 = 1_000_000;
-/// States that a grammar's words may come to, of 1 to 2 KB each.
+/// Bound on the states of a grammar's lexer, of 1 to 2 KB each.
 const LEXER_STATES: usize = 50_000;
-/// Symbols in the rules of a grammar. The largest published schemas have 200,000.
+/// Bound on the symbols in a grammar's rules. The largest published schemas have 200,000.
 const GRAMMAR_SYMBOLS: usize = 250_000;
 
-/// What an output must look like.
+/// The form that an output must have.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GrammarSource {
     /// A JSON value that follows a schema.
@@ -39,7 +40,8 @@ impl GrammarSource {
         GrammarSource::JsonSchema(json!({"type": "object"}))
     }
 
-    /// Calls of tools, in the notation of [`crate::AnswerParser`]; each tool is a name and the schema of its arguments.
+    /// Calls of tools, in a notation that [`crate::AnswerParser`] reads. Each tool is a name and the schema of its
+    /// arguments.
     pub fn tool_calls(tools: &[(String, Value)], several: bool) -> GrammarSource {
         let call = |(name, arguments): &(String, Value)| {
             json!({
@@ -75,8 +77,8 @@ impl GrammarSource {
     }
 }
 
-/// One space after commas and colons and none elsewhere: with white space at will a model can go on forever without
-/// saying anything.
+/// Allows one space after commas and colons, and no other white space. With free white space a model can go on forever
+/// without content.
 fn with_plain_spacing(schema: Value) -> Value {
     let mut schema = match schema {
         Value::Object(schema) => schema,
@@ -90,14 +92,14 @@ fn with_plain_spacing(schema: Value) -> Value {
     Value::Object(schema)
 }
 
-/// Starts grammars over the vocabulary of one tokenizer. Read-only: it may be used from any thread.
+/// Starts grammars over the vocabulary of one tokenizer. It is read-only and may be used from any thread.
 pub struct GrammarFactory(ParserFactory);
 
 impl GrammarFactory {
     /// Prepares a vocabulary.
     ///
     /// # Errors
-    /// [`TextError::Grammar`] if the vocabulary is not made of bytes, or names no end.
+    /// [`TextError::Grammar`] if the tokens are not made of bytes, or if there is no token that ends a text.
     pub fn new(files: &TextFiles<'_>, tokenizer: &Tokenizer) -> Result<GrammarFactory, TextError> {
         guarded("prepare grammars", || {
             let json: Value = serde_json::from_slice(&files.tokenizer.bytes)
@@ -108,7 +110,7 @@ impl GrammarFactory {
             let end =
                 end.ok_or_else(|| TextError::Grammar { reason: "the model has no end token".into() })?;
             words.resize(words.len().max(end as usize + 1), Vec::new());
-            // A token that ends the text is never a part of it.
+            // A token that ends a text must not be matched as part of the text.
             for &id in tokenizer.eos_ids() {
                 if let Some(word) = words.get_mut(id as usize).filter(|word| word.first() != Some(&0xff)) {
                     word.insert(0, TokTrie::SPECIAL_TOKEN_MARKER);
@@ -135,7 +137,7 @@ impl GrammarFactory {
         })
     }
 
-    /// Compiles a grammar and begins at its start.
+    /// Compiles a grammar and returns its start state.
     ///
     /// # Errors
     /// [`TextError::Grammar`] if it is malformed, not supported or too large.
@@ -155,12 +157,12 @@ impl GrammarFactory {
     }
 }
 
-/// A point within a grammar. A clone goes on by itself; compiling again would take much longer.
+/// A position within a grammar. A clone advances independently, and is much cheaper than compiling again.
 #[derive(Clone)]
 pub struct GrammarState(Matcher);
 
 impl GrammarState {
-    /// Sets the logits of tokens that cannot come next to negative infinity.
+    /// Sets the logit of a token to negative infinity if the grammar does not allow the token next.
     ///
     /// # Errors
     /// [`TextError::Grammar`] if the grammar exceeds its bounds.
@@ -174,23 +176,23 @@ impl GrammarState {
         Ok(())
     }
 
-    /// Goes on by a token.
+    /// Advances by a token.
     ///
     /// # Errors
-    /// [`TextError::Grammar`] if it could not come.
+    /// [`TextError::Grammar`] if the grammar forbids the token.
     pub fn accept(&mut self, token: u32) -> Result<(), TextError> {
         self.0.consume_token(token).map_err(refused)
     }
 
-    /// Takes back the last `tokens` tokens that were accepted.
+    /// Undoes the last `tokens` accepted tokens.
     ///
     /// # Errors
-    /// [`TextError::Grammar`] if there were fewer.
+    /// [`TextError::Grammar`] if fewer tokens were accepted.
     pub fn rollback(&mut self, tokens: usize) -> Result<(), TextError> {
         self.0.rollback(tokens).map_err(refused)
     }
 
-    /// Whether nothing can follow.
+    /// Whether the grammar allows no further token.
     pub fn is_complete(&self) -> bool {
         self.0.is_stopped()
     }

@@ -1,8 +1,8 @@
-//! The last fence against panics of the libraries underneath.
+//! Catches panics of the libraries in use.
 //!
-//! What is known to panic is checked before it is called (`tokenizer/check.rs`, `template/limits.rs`). This
-//! fence is for what is not known: a precompiled normaliser whose table points outside itself, for example,
-//! panics only when a text reaches the bad entry.
+//! Inputs that are known to panic are refused before the call (`tokenizer/check.rs`, `template/limits.rs`). This module
+//! covers the unknown ones. Example: a precompiled normaliser whose table points outside itself panics only when a text
+//! reaches the bad entry.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,10 +10,10 @@ use std::thread;
 
 use crate::{Cancel, TextError};
 
-/// Runs `body`; a panic inside it becomes [`TextError::Panicked`].
+/// Runs `body`. A panic inside it becomes [`TextError::Panicked`].
 ///
-/// `body` must not leave its captures half-changed: everything called here takes `&self` of a finished
-/// tokenizer or template, or builds a value that is dropped on failure.
+/// `body` must not leave its captures half-changed. Every caller passes code that takes `&self` of a finished tokenizer
+/// or template, or that builds a value which is dropped on failure.
 pub(crate) fn guarded<T>(
     op: &'static str,
     body: impl FnOnce() -> Result<T, TextError>,
@@ -21,10 +21,10 @@ pub(crate) fn guarded<T>(
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| Err(panicked(op, payload)))
 }
 
-/// Runs `body` on a thread of its own with a stack of `stack_bytes`, and catches panics as [`guarded`] does.
+/// Runs `body` on a new thread with a stack of `stack_bytes`, and catches panics as [`guarded`] does.
 ///
-/// A stack overflow cannot be caught, only outsized. The stack is address space; pages are taken as they
-/// are touched, so an ordinary run costs no memory and tens of microseconds.
+/// A stack overflow cannot be caught; it can only be avoided by a larger stack. The stack is address space, and pages
+/// are allocated when touched. An ordinary run costs tens of microseconds and no memory.
 pub(crate) fn guarded_on_stack<T: Send>(
     op: &'static str,
     stack_bytes: usize,
@@ -77,7 +77,7 @@ mod tests {
         fn depth(n: u64) -> u64 {
             if n == 0 { 0 } else { std::hint::black_box(depth(std::hint::black_box(n - 1))) + 1 }
         }
-        // At 16 bytes a call or more this overflows the 2 MiB of a test's thread.
+        // At 16 bytes or more per call this overflows the 2 MiB stack of a test thread.
         let counted = guarded_on_stack("render", 512 << 20, || Ok(depth(1_000_000))).unwrap();
         assert_eq!(counted, 1_000_000);
     }

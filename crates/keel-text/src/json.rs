@@ -1,10 +1,10 @@
-//! JSON objects whose values are read one by one, with errors that name file, field and value.
+//! Reads values of JSON objects one by one, with errors that name file, field and value.
 
 use serde_json::{Map, Value};
 
 use crate::{TextError, TextFile};
 
-/// A JSON object and the name of the file it came from.
+/// A JSON object and the name of its file.
 pub(crate) struct Object<'a> {
     file: &'a str,
     /// `""` at the top level, else a path ending in a dot.
@@ -29,7 +29,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// The value under `key`; `null` counts as absent, as it does in the files' own tools.
+    /// The value under `key`. `null` counts as absent, as it does in the tools that write these files.
     pub(crate) fn get(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
@@ -38,7 +38,7 @@ impl<'a> Object<'a> {
         self.read(key, "true or false", Value::as_bool)
     }
 
-    /// A number for which `accept` holds; `expected` says so in words.
+    /// A number for which `accept` holds; `expected` describes the accepted numbers.
     pub(crate) fn f32(
         &self,
         key: &str,

@@ -2,15 +2,15 @@
 //!
 //! * [`Tokenizer`] turns text into ids and back, and knows the special tokens of a checkpoint.
 //! * [`ChatTemplate`] turns a conversation into the text a model was trained on.
-//! * [`StreamDetokenizer`] turns ids into text one by one, never showing half a character.
-//! * [`StopMatcher`] ends a stream at a stop string, also one that spans several pieces.
-//! * [`AnswerParser`] tells reasoning, text and tool calls of an answer apart.
-//! * [`GrammarFactory`] says which tokens may come next where the output must follow a schema or a grammar.
-//! * [`GenerationDefaults`] are the sampling settings a checkpoint recommends.
+//! * [`StreamDetokenizer`] turns ids into text one by one, and never shows half a character.
+//! * [`StopMatcher`] ends a stream at a stop string, also at one that spans several pieces.
+//! * [`AnswerParser`] splits an answer into reasoning, text and tool calls.
+//! * [`GrammarFactory`] computes which tokens may come next where the output must follow a schema or a grammar.
+//! * [`GenerationDefaults`] are the sampling settings that a checkpoint recommends.
 //!
-//! All of them are made from [`TextFiles`]: the text side of a checkpoint folder, or the same files in memory.
-//! These files come from strangers. Each is bounded in size and checked, and what is wrong with one is
-//! said in a [`TextError`]; nothing in them makes this crate panic.
+//! All of them are made from [`TextFiles`]: the text files of a checkpoint folder, or the same files in memory. These
+//! files are untrusted. Each is bounded in size and checked. A defect is reported as a [`TextError`] and never makes
+//! this crate panic.
 //!
 //! ```no_run
 //! use keel_text::{ChatRequest, ChatTemplate, Message, TextFiles, Tokenizer};

@@ -1,4 +1,4 @@
-//! The special tokens a checkpoint names, and the ids that end a generation.
+//! The special tokens that a checkpoint names, and the ids that end a generation.
 
 use serde_json::Value;
 
@@ -12,16 +12,16 @@ pub struct SpecialTokens {
     pub bos: Option<String>,
     /// Ends a sequence.
     pub eos: Option<String>,
-    /// Fills a batch.
+    /// Pads the sequences of a batch to one length.
     pub pad: Option<String>,
-    /// Stands for what the vocabulary cannot express.
+    /// Stands for text that the vocabulary cannot express.
     pub unk: Option<String>,
     /// Whether encoding puts `bos` first. `None` leaves that to `tokenizer.json`.
     pub add_bos: Option<bool>,
 }
 
 impl SpecialTokens {
-    /// Reads them; all absent without a `tokenizer_config.json`.
+    /// Reads the tokens. All are absent without a `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`TextError::Json`] and [`TextError::Field`] for a malformed file.
@@ -38,7 +38,7 @@ impl SpecialTokens {
     }
 }
 
-/// A token is written as its text, or as an object with the text under `content`.
+/// Reads a token, written as its text or as an object with the text under `content`.
 fn token(config: &Object<'_>, key: &str) -> Result<Option<String>, TextError> {
     match config.get(key) {
         None => Ok(None),
@@ -52,8 +52,8 @@ fn token(config: &Object<'_>, key: &str) -> Result<Option<String>, TextError> {
 
 /// The `eos_token_id` of `config.json`, of its `text_config`, and of `generation_config.json`.
 ///
-/// The files often disagree: a chat model ends its turn with one token, its base model ended documents
-/// with another, and each file was written at its own time. Any of them ends a generation.
+/// The files often disagree. For example, a chat model ends its turn with one token, and its base model ended documents
+/// with another. Each of these ids ends a generation.
 pub(crate) fn eos_ids(files: &TextFiles<'_>) -> Result<Vec<u32>, TextError> {
     let mut ids = Vec::new();
     if let Some(file) = &files.config {

@@ -1,20 +1,20 @@
 //! Stop strings in a stream of text.
 //!
-//! A stop string may begin in one piece and end in a later one, so text that may still become one is held
-//! back. Each stop string runs its own Knuth-Morris-Pratt automaton over the bytes: its state is the length of
-//! the longest prefix of the stop string that the text ends with. The largest state is what must be held back.
+//! A stop string may begin in one piece and end in a later one. So text that may still become one is held back. Each
+//! stop string has a Knuth-Morris-Pratt automaton over the bytes. Its state is the length of the longest prefix of the
+//! stop string that the text ends with. The largest state is the number of bytes to hold back.
 
 use crate::TextError;
 
-/// More than any API admits; the cost of a byte is one step per stop string.
+/// No API allows more. Each byte costs one automaton step per stop string.
 const STOP_STRINGS_MAX: usize = 64;
-/// Bounds the text held back.
+/// Bounds the text that is held back.
 const STOP_BYTES_MAX: usize = 4096;
 
 /// Cuts a stream of text at the first stop string that is completed in it.
 ///
-/// The stream ends at the first byte where any stop string ends; of several that end there the longest
-/// counts. The text is cut before the stop string. How the text is split into pieces does not matter.
+/// The stream ends at the first byte where a stop string ends. If several end there, the longest counts. The text is
+/// cut before the stop string. How the text is split into pieces does not matter.
 ///
 /// ```
 /// use keel_text::StopMatcher;
@@ -27,24 +27,24 @@ const STOP_BYTES_MAX: usize = 4096;
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     stops: Vec<Automaton>,
-    /// Text not yet handed out; its last `state` bytes are the held-back part.
+    /// Text that is not emitted yet. Its last `state` bytes are held back.
     held: String,
-    /// How much of `held` was handed out by the last call.
+    /// Number of bytes of `held` that the last call emitted.
     emitted: usize,
     matched: Option<usize>,
 }
 
-/// What one piece of text brought.
+/// Result of one piece of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StopStep<'a> {
     /// Text that is now certain to belong to the answer.
     pub emit: &'a str,
-    /// Whether a stop string has been completed, now or earlier. Nothing follows `emit` then.
+    /// Whether a stop string was completed, in this call or earlier. Nothing follows `emit` then.
     pub stopped: bool,
 }
 
 impl StopMatcher {
-    /// Prepares the stop strings. An empty list never stops and holds nothing back.
+    /// Prepares the stop strings. An empty list never stops the stream and holds nothing back.
     ///
     /// # Errors
     /// [`TextError::StopString`] if one is empty or longer than 4096 bytes, or if there are more than 64.
@@ -67,7 +67,7 @@ impl StopMatcher {
         Ok(StopMatcher { stops, held: String::new(), emitted: 0, matched: None })
     }
 
-    /// Takes the next piece of text. Once stopped, further pieces are ignored.
+    /// Takes the next piece of text. After a stop, further pieces are ignored.
     pub fn push(&mut self, text: &str) -> StopStep<'_> {
         self.held.drain(..self.emitted);
         self.emitted = 0;
@@ -89,7 +89,7 @@ impl StopMatcher {
         StopStep { emit: &self.held[..self.emitted], stopped: false }
     }
 
-    /// Ends the stream: what was held back did not become a stop string and is handed out.
+    /// Ends the stream and emits the text that was held back.
     pub fn finish(&mut self) -> &str {
         self.held.drain(..self.emitted);
         self.emitted = self.held.len();
@@ -102,7 +102,7 @@ impl StopMatcher {
         self.matched.map(|stop| self.stops[stop].stop.as_str())
     }
 
-    /// Advances every automaton; the longest stop string that ends with `byte`, with its length.
+    /// Advances every automaton. Returns the longest stop string that ends with `byte`, with its length.
     fn step(&mut self, byte: u8) -> Option<(usize, usize)> {
         let mut longest = None;
         for (index, stop) in self.stops.iter_mut().enumerate() {
@@ -119,8 +119,8 @@ struct Automaton {
     stop: String,
     /// `fallback[n]`: length of the longest proper prefix of `stop[..=n]` that is also its suffix.
     fallback: Vec<usize>,
-    /// Length of the longest prefix of `stop` that the text ends with. Since `stop` begins with a whole
-    /// character and the text ends with one, this prefix holds whole characters between pieces.
+    /// Length of the longest prefix of `stop` that the text ends with. `stop` begins with a whole character, and the
+    /// text ends with one between pieces. So this prefix consists of whole characters between pieces.
     state: usize,
 }
 

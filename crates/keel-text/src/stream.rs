@@ -1,49 +1,51 @@
 //! Ids to text, one id at a time.
 //!
-//! The text of a token depends on its neighbours: a character may be spread over several tokens, and some
-//! decoders drop the space before the first word. So each id is decoded together with a few ids before it, and
-//! what those had already given is cut off:
+//! The text of a token depends on its neighbours: a character may be spread over several tokens, and some decoders drop
+//! the space before the first word. So each id is decoded together with a few ids before it. The text that those ids
+//! already gave is cut off:
 //!
 //! ```text
 //! ids      ... | context | pending |          window = context + pending
 //! text     ... | emitted      | new |held     new = decode(window)[emitted..], less what may still change
 //! ```
 //!
-//! The window is a few ids long, so an id costs the same at any point of the text.
+//! The window has a few ids, so an id costs the same at any point of the text.
 //!
-//! Two kinds of vocabulary spread characters over tokens. A byte-level vocabulary decodes all bytes at once,
-//! and an unfinished character at the end shows as exactly one U+FFFD: that one is held back, and nothing
-//! before it. A vocabulary with byte tokens (`<0xE5>`) decodes a run of them all or nothing, so a byte can undo
-//! the characters before it. Here runs are decoded as they come: characters that are whole stay.
+//! Two kinds of vocabulary spread characters over tokens:
+//!
+//! - A byte-level vocabulary decodes all bytes at once. An unfinished character at the end shows as exactly one U+FFFD,
+//!   and only that U+FFFD is held back.
+//! - A vocabulary with byte tokens (`<0xE5>`) decodes a run of them all or nothing, so an invalid byte would undo the
+//!   characters before it. This module decodes runs incrementally: complete characters stay.
 
 use crate::{TextError, Tokenizer};
 
 const REPLACEMENT: char = '\u{FFFD}';
 
-/// An unfinished character has at most 3 bytes, each in a token of its own at worst, and the token that
-/// proves it unfinished. A window cut to this many pending ids still begins before it.
+/// An unfinished character has at most 3 bytes, at worst each in its own token. One more token proves that it is
+/// unfinished. A window cut to this many pending ids still begins before the character.
 const PENDING_IDS_MAX: usize = 4;
 
 /// Decodes ids one by one. Made by [`Tokenizer::stream`].
 ///
-/// The pieces put together are [`Tokenizer::decode`] of all ids. (One exception: where byte tokens spell valid
-/// characters and then an invalid one, `decode` replaces the whole run by U+FFFD, and the stream, which
-/// has already shown the valid ones, only what is invalid.)
+/// The concatenated pieces equal [`Tokenizer::decode`] of all ids, with one exception. Where byte tokens spell valid
+/// characters and then an invalid one, `decode` replaces the whole run by U+FFFD. The stream has already emitted the
+/// valid characters, so it replaces only the invalid bytes.
 ///
-/// Each piece is whole characters. A character that could still be completed is never shown as U+FFFD.
+/// Each piece consists of whole characters. A character that could still be completed is never shown as U+FFFD.
 #[derive(Clone, Debug)]
 pub struct StreamDetokenizer {
     tokenizer: Tokenizer,
     skip_special: bool,
-    /// Special ids that are text all the same, ascending.
+    /// Special ids that are decoded to text nevertheless, ascending.
     shown: Vec<u32>,
-    /// Ids whose text is out, followed by the pending ones.
+    /// Ids whose text was emitted, followed by the pending ids.
     window: Vec<u32>,
-    /// How many ids at the front of the window are context.
+    /// Number of context ids at the beginning of the window.
     context_len: usize,
-    /// How many bytes of the window's text are out.
+    /// Number of bytes of the window's text that were emitted.
     emitted: usize,
-    /// Byte tokens of a character that is not complete.
+    /// Byte tokens of an incomplete character.
     run: ByteRun,
     /// The last piece.
     piece: String,
@@ -69,7 +71,7 @@ impl StreamDetokenizer {
         }
     }
 
-    /// Takes the next id; returns the text that it completed, which may be empty.
+    /// Takes the next id. Returns the text that it completes, which may be empty.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].
@@ -85,8 +87,8 @@ impl StreamDetokenizer {
         Ok(&self.piece)
     }
 
-    /// Ends the text: returns what was held back, with U+FFFD for a character that never became complete.
-    /// The next `push` begins a new text.
+    /// Ends the text. Returns the text that was held back, with U+FFFD for a character that was never completed. The
+    /// next `push` begins a new text.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].
@@ -101,7 +103,7 @@ impl StreamDetokenizer {
         Ok(&self.piece)
     }
 
-    /// The text of ids that got this far: none of them is hidden.
+    /// Decodes ids that passed the check of `push`: none of them is hidden.
     fn decode(&self, ids: &[u32]) -> Result<String, TextError> {
         self.tokenizer.decode(ids, self.skip_special && self.shown.is_empty())
     }
@@ -118,8 +120,8 @@ impl StreamDetokenizer {
         }
         self.emitted = self.emitted.max(settled.len());
         if self.window.len() - self.context_len > PENDING_IDS_MAX {
-            // Unfinished for longer than a character can be: the front is settled, whatever it looks like.
-            // The bytes of the last unfinished character decode alike with and without it.
+            // The text has been unfinished for longer than a character can be. So the front is settled, whatever it
+            // looks like. The bytes of the last unfinished character decode the same with and without the front.
             self.window.drain(..self.window.len() - PENDING_IDS_MAX);
             self.context_len = 0;
             let text = self.decode(&self.window)?;
@@ -128,19 +130,19 @@ impl StreamDetokenizer {
         Ok(())
     }
 
-    /// Adds a byte to the run and moves the characters it completed to the piece.
+    /// Adds a byte to the run and moves completed characters to the piece.
     fn push_byte(&mut self, id: u32, byte: u8) -> Result<(), TextError> {
         self.run.ids.push(id);
         self.run.bytes.push(byte);
         match std::str::from_utf8(&self.run.bytes) {
             Ok(_) if self.window.is_empty() => {
-                // A decoder may strip the beginning of a text.
+                // The text begins here, and a decoder may strip its beginning.
                 self.piece.push_str(&self.decode(&self.run.ids)?);
             }
             Ok(text) => self.piece.push_str(text),
             Err(err) if err.error_len().is_none() => return Ok(()),
             Err(_) => {
-                // The bytes before this one cannot be completed any more; this one may begin a character.
+                // The bytes before this one cannot be completed any more. This byte may begin a character.
                 self.run.ids.pop();
                 self.run.bytes.pop();
                 let broke_a_character = !self.run.bytes.is_empty();
@@ -157,7 +159,7 @@ impl StreamDetokenizer {
         self.all_is_out()
     }
 
-    /// Gives up on the character in the run, as the decoder does: one U+FFFD for each byte.
+    /// Gives up the incomplete character of the run. As in the decoder, each of its bytes becomes one U+FFFD.
     fn abandon_run(&mut self) {
         if self.run.bytes.is_empty() {
             return;
@@ -165,19 +167,19 @@ impl StreamDetokenizer {
         self.piece.extend(self.run.bytes.drain(..).map(|_| REPLACEMENT));
         self.window = std::mem::take(&mut self.run.ids);
         self.context_len = self.window.len();
-        // One replacement character for each byte is what the decoder makes of them.
+        // The decoder makes one replacement character of each byte.
         self.emitted = self.window.len() * REPLACEMENT.len_utf8();
     }
 
-    /// Makes the whole window context.
+    /// Marks the text of the whole window as emitted.
     fn all_is_out(&mut self) -> Result<(), TextError> {
         self.context_len = self.window.len();
         self.emitted = self.decode(&self.window)?.len();
         Ok(())
     }
 
-    /// The text that later ids cannot change: all but one U+FFFD at the end. With byte tokens the unfinished
-    /// character is in the run and not in the window, so all of it.
+    /// The part of the text that later ids cannot change: everything except one U+FFFD at the end. With byte tokens it
+    /// is the whole text, because the unfinished character is in the run and not in the window.
     fn settled<'a>(&self, text: &'a str) -> &'a str {
         match text.strip_suffix(REPLACEMENT) {
             Some(before) if !self.tokenizer.has_byte_tokens() => before,

@@ -1,5 +1,5 @@
-//! Answers and grammars of all sorts: seeded mutations, no panics. `fuzz/` runs the same functions on inputs that libFuzzer
-//! finds.
+//! Runs answers and grammars through seeded mutations, which must not panic. `fuzz/` runs the same functions on inputs
+//! that libFuzzer finds.
 
 #[path = "common/answering.rs"]
 mod answering;
@@ -105,7 +105,7 @@ fn mutate(text: &mut Vec<u8>, words: &[&str], random: &mut Random) {
     }
 }
 
-/// How many of so many mutations `exercise` took. A panic is reported with its case.
+/// Runs `cases` mutations and returns how many `exercise` accepted. A panic is reported with its case.
 fn survive(
     cases: u64,
     words: &[&str],

@@ -1,5 +1,5 @@
-//! Chat templates through the public API. The expected texts are those of Jinja2, set up as the transformers
-//! library does; `assets/templates/render_reference.py` wrote them.
+//! Chat templates through the public API. `assets/templates/render_reference.py` wrote the expected texts with Jinja2,
+//! configured as in the transformers library.
 
 mod common;
 
@@ -83,7 +83,7 @@ fn requests_with_tools_take_the_template_for_tools() {
     );
 }
 
-/// A request's variables are the user's; they must not replace the conversation.
+/// The user chooses a request's variables. They must not replace the conversation.
 #[test]
 fn variables_cannot_replace_what_the_template_relies_on() {
     let mut variables = Map::new();

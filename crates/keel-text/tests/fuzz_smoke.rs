@@ -1,7 +1,7 @@
-//! Damaged files through everything that opens them: 20,000 seeded mutations, no panics.
+//! Opens damaged files with every reader: 20,000 seeded mutations must not panic.
 //!
-//! `fuzz/` runs the same function on inputs that libFuzzer finds. To look at one case again, run
-//! `KEEL_FUZZ_CASE=1234 cargo test -p keel-text --test fuzz_smoke`.
+//! `fuzz/` runs the same function on inputs that libFuzzer finds. To repeat one case, run `KEEL_FUZZ_CASE=1234 cargo
+//! test -p keel-text --test fuzz_smoke`.
 
 mod common;
 #[path = "common/exercise.rs"]
@@ -29,11 +29,11 @@ fn damaged_files_never_panic() {
         let workers: Vec<_> = (0..WORKERS as u64).map(|first| scope.spawn(move || worker(first))).collect();
         workers.into_iter().map(|worker| worker.join().unwrap()).sum()
     });
-    // Mutations that all break, or none, would test nothing.
+    // If all mutations broke the files, or none, the test would test nothing.
     assert!((MUTATIONS / 10..MUTATIONS * 9 / 10).contains(&opened), "{opened} of {MUTATIONS} opened");
 }
 
-/// Runs one mutation; whether everything opened. A panic is reported with the number of the case.
+/// Runs one mutation. Returns whether everything opened. A panic is reported with the number of the case.
 fn run_case(bases: &[Input], case: u64) -> bool {
     let mut random = Random::new(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
     let mut input = bases[random.below(bases.len())].clone();
@@ -44,7 +44,7 @@ fn run_case(bases: &[Input], case: u64) -> bool {
     }
 }
 
-/// The checkpoints under `assets`, and every template with them.
+/// The checkpoints under `assets`, and each of the templates in them.
 fn bases() -> Vec<Input> {
     let mut bases = Vec::new();
     for name in ["byte_level", "byte_tokens"] {
@@ -62,7 +62,7 @@ fn bases() -> Vec<Input> {
     bases
 }
 
-/// Damages one file of the input in one to four places, and leaves out the files that do not meet it.
+/// Damages one file of the input in one to four places, and removes the files that do not interact with it.
 fn mutate(input: &mut Input, random: &mut Random) {
     let file = match random.below(7) {
         0..3 => {
@@ -82,7 +82,7 @@ fn mutate(input: &mut Input, random: &mut Random) {
     }
 }
 
-/// Words that mean something to one of the parsers.
+/// Words with a meaning for one of the parsers.
 const WORDS: [&str; 40] = [
     "null",
     "-1",
@@ -145,8 +145,7 @@ fn mutate_once(file: &mut Vec<u8>, random: &mut Random) {
     }
 }
 
-/// Copies one piece between commas over another: keeps most JSON well-formed, and puts values where they do not
-/// belong.
+/// Copies one piece between commas over another. This keeps most JSON well-formed and puts values in wrong places.
 fn copy_value(file: &mut Vec<u8>, random: &mut Random) {
     let commas: Vec<usize> = (0..file.len()).filter(|&at| file[at] == b',').collect();
     if commas.len() < 3 {

@@ -12,7 +12,7 @@ fn factory() -> (GrammarFactory, Tokenizer) {
     (GrammarFactory::new(&files, &tokenizer).expect("its vocabulary is made of bytes"), tokenizer)
 }
 
-/// A text drawn with pseudo-random logits that the grammar masks.
+/// Draws a text from pseudo-random logits that the grammar masks.
 fn draw(source: &GrammarSource, seed: u64) -> String {
     let (factory, tokenizer) = factory();
     let mut state = factory.start(source).expect("the grammar is right");
@@ -90,7 +90,7 @@ fn what_is_taken_back_leaves_no_trace() {
     let mut to_the_end = 0;
     while !state.is_complete() {
         let here = allowed(&mut state);
-        // Up to five tokens ahead, the end among them where it comes.
+        // Goes up to five tokens ahead, including an end token where one comes.
         let mut ahead = 0;
         while ahead < 5 && !state.is_complete() {
             let ids = allowed(&mut state);

@@ -1,4 +1,4 @@
-//! The laws of streaming: pieces put together are the whole, and how text is cut never changes the answer.
+//! The laws of streaming: the concatenated pieces equal the whole, and how text is cut does not change the result.
 
 mod common;
 
@@ -10,7 +10,7 @@ fn tokenizer(name: &str) -> Tokenizer {
     Tokenizer::open(&asset(name)).unwrap()
 }
 
-/// All pieces of a stream, the last one from `finish`.
+/// All pieces of a stream, including the one from `finish`.
 fn pieces(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> Vec<String> {
     let mut stream = tokenizer.stream(skip_special);
     let mut pieces: Vec<String> = ids.iter().map(|&id| stream.push(id).unwrap().to_string()).collect();
@@ -18,7 +18,7 @@ fn pieces(tokenizer: &Tokenizer, ids: &[u32], skip_special: bool) -> Vec<String>
     pieces
 }
 
-/// Text with everything that is spread over several tokens: emoji with modifiers, CJK, combining marks.
+/// Text with characters that are spread over several tokens: emoji with modifiers, CJK, combining marks.
 fn text() -> impl Strategy<Value = String> {
     let chars = prop_oneof![
         4 => prop::sample::select(vec![" ", "the", " girl", "\n", "a", "é", "<think>", "<|im_end|>", "\u{FFFD}"]),
@@ -30,8 +30,8 @@ fn text() -> impl Strategy<Value = String> {
     prop::collection::vec(any, 0..40).prop_map(|parts| parts.concat())
 }
 
-/// What a vocabulary with byte tokens decodes to when valid characters are kept: each byte that is
-/// in no valid character becomes one U+FFFD.
+/// Decodes as a vocabulary with byte tokens would if valid characters were kept: each byte that is in no valid
+/// character becomes one U+FFFD.
 fn decode_keeping_valid(tokenizer: &Tokenizer, ids: &[u32]) -> String {
     let byte = |id: &u32| {
         u8::from_str_radix(tokenizer.id_to_token(*id)?.strip_prefix("<0x")?.strip_suffix('>')?, 16).ok()
@@ -60,7 +60,7 @@ proptest! {
             let ids = tokenizer.encode(&text, true).unwrap();
             let pieces = pieces(&tokenizer, &ids, skip_special);
             prop_assert_eq!(pieces.concat(), tokenizer.decode(&ids, skip_special).unwrap());
-            // Valid text has no replacement character but its own.
+            // Valid text gives no replacement characters other than its own.
             let own = text.matches('\u{FFFD}').count();
             prop_assert_eq!(pieces.concat().matches('\u{FFFD}').count(), own);
         }
@@ -101,7 +101,7 @@ proptest! {
             emitted.push_str(step.emit);
             stopped = step.stopped;
             rest = &rest[end..];
-            // What is out is out of doubt, and what is held back is in doubt.
+            // Emitted text is certain. Text that is held back is still a prefix of a stop string.
             let pushed = &text[..text.len() - rest.len()];
             if !stopped {
                 let held = &pushed[emitted.len()..];
@@ -116,7 +116,7 @@ proptest! {
     }
 }
 
-/// The stop string that ends first, the longest of those that end there; and where it begins.
+/// The stop string that ends first, and where it begins. Of several that end there, the longest counts.
 fn naive_stop<'a>(text: &str, stops: &'a [String]) -> Option<(usize, &'a str)> {
     (0..=text.len()).filter(|&end| text.is_char_boundary(end)).find_map(|end| {
         let ended = stops.iter().filter(|stop| text[..end].ends_with(stop.as_str()));
@@ -160,8 +160,8 @@ fn a_stream_can_begin_again_after_its_end() {
     assert_eq!([once(), once()], ["sea", "sea"]);
 }
 
-/// Ids that never complete a character must not make the stream slower or larger: 40,000 of them would take
-/// minutes if the text were decoded from its beginning each time.
+/// Ids that never complete a character must not make the stream slower or larger. If each push decoded the text from
+/// its beginning, 40,000 of them would take minutes.
 #[test]
 fn endless_invalid_bytes_cost_the_same_each() {
     for name in ["byte_level", "byte_tokens"] {

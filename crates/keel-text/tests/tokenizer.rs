@@ -1,5 +1,5 @@
-//! Encoding and decoding through the public API. Expected ids are those of the tokenizers package for Python
-//! on the same files.
+//! Encoding and decoding through the public API. The expected ids are those of the tokenizers package for Python on the
+//! same files.
 
 mod common;
 
@@ -62,7 +62,7 @@ fn end_ids_are_gathered_from_all_files() {
     assert_eq!((bare.bos_id(), bare.eos_ids()), (None, &[][..]));
 }
 
-/// `add_bos_token` wins over what `tokenizer.json` would do, in both directions.
+/// `add_bos_token` takes precedence over `tokenizer.json`, in both directions.
 #[test]
 fn the_config_decides_about_the_token_at_the_beginning() {
     let adds = files_of("byte_tokens").tokenizer;
@@ -97,7 +97,7 @@ fn decoding_nothing_visible_is_empty() {
     }
 }
 
-/// A prompt is encoded whole, whatever a training run left in the file.
+/// A prompt is encoded whole, whatever truncation the file asks for.
 #[test]
 fn truncation_and_padding_of_the_file_are_left_out() {
     let text = String::from_utf8(files_of("byte_level").tokenizer).unwrap();

@@ -1,4 +1,4 @@
-//! Takes answers apart, whatever they are.
+//! Parses arbitrary answers into their parts.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Starts schemas, grammars and regular expressions, whatever they are.
+//! Compiles arbitrary schemas, grammars and regular expressions.
 
 #![no_main]
 

@@ -1,6 +1,7 @@
-//! Opens and uses the text files of a checkpoint, whatever is in them.
+//! Opens and uses the text files of a checkpoint, with arbitrary contents.
 //!
-//! The input's first byte says which file the rest is; the other files are those of a small good checkpoint.
+//! The input's first byte selects the file that the rest replaces. The other files are those of a small valid
+//! checkpoint.
 
 #![no_main]
 

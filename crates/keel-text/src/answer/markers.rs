@@ -1,10 +1,10 @@
-//! What models write around their reasoning and their calls.
+//! The markers that models write around their reasoning and their calls.
 
-/// A beginning and the end that belongs to it.
+/// A begin marker and its end marker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Markers {
     pub begin: &'static str,
-    /// `None` if all that follows belongs to it.
+    /// `None` if everything after `begin` belongs to it.
     pub end: Option<&'static str>,
 }
 
@@ -12,16 +12,16 @@ const fn pair(begin: &'static str, end: &'static str) -> Markers {
     Markers { begin, end: Some(end) }
 }
 
-/// Around reasoning: that of most models, and that of Mistral's.
+/// Markers around reasoning: those of most models, then Mistral's.
 pub(super) const REASONING: [Markers; 2] = [pair("<think>", "</think>"), pair("[THINK]", "[/THINK]")];
 
-/// Before each of Mistral's calls, or before the list of them.
+/// Comes before each of Mistral's calls, or before the list of them.
 pub(super) const MISTRAL: &str = "[TOOL_CALLS]";
-/// Between the name and the arguments of one of Mistral's calls, and before its id.
+/// Stands between the name and the arguments of one of Mistral's calls. [`MISTRAL_ID`] stands before the call's id.
 pub(super) const MISTRAL_ARGUMENTS: &str = "[ARGS]";
 pub(super) const MISTRAL_ID: &str = "[CALL_ID]";
 
-/// Around calls in the midst of an answer.
+/// Markers around calls that may appear anywhere in an answer.
 pub(super) const CALLS: [Markers; 4] = [
     // Hermes, Qwen, SmolLM3, GLM from 4.5 on.
     pair("<tool_call>", "</tool_call>"),
@@ -32,11 +32,12 @@ pub(super) const CALLS: [Markers; 4] = [
     Markers { begin: MISTRAL, end: None },
 ];
 
-/// What Llama, and Phi-4-mini without its markers, write before calls; the end is that of the answer.
+/// Llama writes this before calls, and so does Phi-4-mini without its markers ([`FUNCTOOLS`]). The calls end with the
+/// answer.
 pub(super) const PYTHON_TAG: &str = "<|python_tag|>";
 pub(super) const FUNCTOOLS: &str = "functools[";
 
-/// Tokens that are part of an answer's form, and so of its text, be they special or not.
+/// Tokens that belong to an answer's form. They are part of its text, also if they are special tokens.
 pub(crate) const SHOWN: [&str; 16] = [
     "<think>",
     "</think>",
@@ -56,7 +57,7 @@ pub(crate) const SHOWN: [&str; 16] = [
     "<arg_value>",
 ];
 
-/// Length of the longest end of `text` that `marker` begins with.
+/// Length of the longest suffix of `text` that is a proper prefix of `marker`.
 pub(super) fn overlap(text: &str, marker: &str) -> usize {
     (1..marker.len()).rev().find(|&n| text.ends_with(&marker[..n])).unwrap_or(0)
 }

@@ -1,11 +1,11 @@
-//! The parts of an answer: reasoning, text and tool calls, told apart as they stream.
+//! Splits an answer into its parts while it streams: reasoning, text and tool calls.
 //!
 //! ```text
 //! <think> reasoning </think> text <tool_call> call </tool_call> text ...
 //! ```
 //!
-//! A marker may be cut anywhere between two pieces, so the end of the text that could become one is held back. The markers
-//! that models use are listed in `markers.rs`, the notations of calls in `tool_call.rs`.
+//! A marker may be split between two pieces. The parser therefore holds back the end of the text while it could become
+//! a marker. `markers.rs` lists the markers that models use, `tool_call.rs` the notations of calls.
 
 mod markers;
 mod pythonic;
@@ -19,48 +19,48 @@ pub(crate) use markers::SHOWN;
 use markers::{CALLS, FUNCTOOLS, Markers, PYTHON_TAG, REASONING, overlap};
 use tool_call::{names, parse_calls};
 
-/// Bounds a call that never ends.
+/// Bounds the memory for a call that never ends.
 const CALL_BYTES_MAX: usize = 1 << 20;
 
 /// A part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AnswerPart {
-    /// What the model says to itself.
+    /// Reasoning of the model, not meant for the user.
     Reasoning(String),
-    /// What it says.
+    /// Text for the user.
     Text(String),
-    /// A tool that it calls.
+    /// A call of a tool.
     ToolCall {
-        /// The tool.
+        /// The tool's name.
         name: String,
-        /// Its arguments, as a JSON object.
+        /// The arguments: a JSON object as text.
         arguments: String,
     },
 }
 
-/// What an answer may consist of.
+/// The parts that an answer may have.
 #[derive(Clone, Debug, Default)]
 pub struct AnswerForm {
     /// The model marks its reasoning.
     pub reasoning: bool,
     /// The prompt ends inside the reasoning.
     pub begins_in_reasoning: bool,
-    /// The tools that may be called, in OpenAI's form; without any, calls are text.
+    /// The tools that may be called, in OpenAI's form. Without tools, calls are text.
     pub tools: Vec<Value>,
 }
 
 impl AnswerForm {
-    /// Whether it may consist of anything but text.
+    /// Whether the answer may have parts other than text.
     pub fn has_parts(&self) -> bool {
         self.reasoning || self.begins_in_reasoning || !self.tools.is_empty()
     }
 
-    /// Whether a prompt that ends like this ends inside the reasoning.
+    /// Whether a prompt that ends with `tail` ends inside the reasoning.
     pub fn is_in_reasoning(tail: &str) -> bool {
         REASONING.iter().any(|markers| tail.trim_end().ends_with(markers.begin))
     }
 
-    /// The token that ends the reasoning of a model, if it marks that.
+    /// The token that ends the model's reasoning. `None` if the model does not mark its reasoning.
     pub fn reasoning_end(tokenizer: &Tokenizer) -> Option<u32> {
         REASONING.iter().filter_map(|markers| tokenizer.token_to_id(markers.end?)).next()
     }
@@ -68,42 +68,43 @@ impl AnswerForm {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Nothing but white space has come.
+    /// Only white space so far.
     Start,
     Reasoning,
     Text,
-    /// Between these.
+    /// Inside a call, between these markers.
     Call(Markers),
-    /// Calls without markers: all that comes.
+    /// Calls without markers: everything to the end of the answer.
     BareCall,
 }
 
-/// Takes an answer apart, piece by piece. However it is cut into pieces, the parts of one kind put together are the
-/// same. White space around reasoning and before calls is dropped; what looks like a call and is none is text.
+/// Splits an answer into parts, piece by piece. How the text is cut into pieces does not change the parts, once
+/// neighbours of one kind are joined. The parser drops white space around reasoning and before calls. A malformed call
+/// becomes text.
 #[derive(Clone, Debug)]
 pub struct AnswerParser {
     form: AnswerForm,
     state: State,
-    /// Text that is not decided yet.
+    /// Text whose part is not decided yet.
     held: String,
-    /// The next text begins a part: its leading white space is dropped.
+    /// The next text begins a part, so its leading white space is dropped.
     at_start: bool,
 }
 
 impl AnswerParser {
-    /// A parser for one answer.
+    /// Creates a parser for one answer.
     pub fn new(form: AnswerForm) -> AnswerParser {
         let state = if form.begins_in_reasoning { State::Reasoning } else { State::Start };
         AnswerParser { at_start: form.begins_in_reasoning, form, state, held: String::new() }
     }
 
-    /// Takes the next piece and adds the parts that it made certain to `parts`.
+    /// Takes the next piece and appends the parts that are now certain to `parts`.
     pub fn push(&mut self, piece: &str, parts: &mut Vec<AnswerPart>) {
         self.held.push_str(piece);
         while self.advance(parts) {}
     }
 
-    /// Ends the answer and adds what was held back.
+    /// Ends the answer and appends the text that was held back.
     pub fn finish(&mut self, parts: &mut Vec<AnswerPart>) {
         let rest = std::mem::take(&mut self.held);
         match self.state {
@@ -111,7 +112,7 @@ impl AnswerParser {
             State::Start | State::Text => self.emit(&rest, parts),
             State::Call(Markers { begin, end }) => {
                 let verbatim = format!("{begin}{rest}");
-                // Calls between these markers are told from text by the first of them.
+                // The notation of such calls depends on the begin marker, so `parse_calls` needs it.
                 let calls = if end.is_none() { &verbatim } else { &rest };
                 self.end_call(calls, &verbatim, parts);
             }
@@ -119,12 +120,12 @@ impl AnswerParser {
         }
     }
 
-    /// Whether what comes next belongs to the reasoning.
+    /// Whether the next text belongs to the reasoning.
     pub fn is_reasoning(&self) -> bool {
         self.state == State::Reasoning
     }
 
-    /// Takes one decision; false if more text is needed for the next.
+    /// Makes one decision. Returns false if the next decision needs more text.
     fn advance(&mut self, parts: &mut Vec<AnswerPart>) -> bool {
         match self.state {
             State::Start => self.begin(),
@@ -144,7 +145,7 @@ impl AnswerParser {
         }
     }
 
-    /// Decides how the answer begins.
+    /// Decides which part the answer begins with.
     fn begin(&mut self) -> bool {
         let text = self.held.trim_start();
         let could_be = |marker: &str| marker.starts_with(text) || text.starts_with(marker);
@@ -157,7 +158,7 @@ impl AnswerParser {
             (self.state, self.at_start) = (State::Reasoning, true);
             return true;
         }
-        // GLM-4 writes the name of a tool on a line of its own.
+        // GLM-4 writes the tool's name on a line of its own.
         let lines = names(&self.form.tools).map(|name| format!("{name}\n"));
         let bare: Vec<String> =
             [PYTHON_TAG, FUNCTOOLS, "{", "[{"].map(String::from).into_iter().chain(lines).collect();
@@ -172,7 +173,7 @@ impl AnswerParser {
         true
     }
 
-    /// Emits text up to the first of these markers, or as far as none of them can begin.
+    /// Emits text up to the first of `markers`. If there is none, emits the text in which none of them can begin.
     fn until(&mut self, markers: &[(&str, State)], parts: &mut Vec<AnswerPart>) -> bool {
         let found = markers.iter().filter_map(|(marker, next)| Some((self.held.find(marker)?, marker, next)));
         if let Some((at, marker, next)) = found.min_by_key(|(at, ..)| *at) {
@@ -197,7 +198,7 @@ impl AnswerParser {
         true
     }
 
-    /// Gives up on a call that is too long to be one.
+    /// Treats a call as text once it is too long to be a call.
     fn bound_call(&mut self, begin: &str, parts: &mut Vec<AnswerPart>) -> bool {
         if self.held.len() > CALL_BYTES_MAX {
             let text = format!("{begin}{}", std::mem::take(&mut self.held));
@@ -242,7 +243,7 @@ mod tests {
             "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}})]
     }
 
-    /// Parts of an answer given in pieces of `size` characters, neighbours of one kind joined.
+    /// The parts of an answer that arrives in pieces of `size` characters. Neighbours of one kind are joined.
     fn parts(form: &AnswerForm, answer: &str, size: usize) -> Vec<AnswerPart> {
         let mut parser = AnswerParser::new(form.clone());
         let (mut all, chars) = (Vec::new(), answer.chars().collect::<Vec<_>>());
@@ -302,7 +303,7 @@ mod tests {
         check(&form, &format!("<|python_tag|>{bare}"), &[call(r#"{"city":"Bern"}"#)]);
     }
 
-    /// As the models' chat templates write them, and so as they answer.
+    /// The answers are written as the models' chat templates write calls, because models answer in that form.
     #[test]
     fn calls_come_in_the_notations_of_many_houses() {
         let form = AnswerForm { tools: tools(), ..AnswerForm::default() };

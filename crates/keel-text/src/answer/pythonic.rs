@@ -1,14 +1,14 @@
-//! Calls as Python writes them: `name(key=value, ...)`, one after the other, with literals as values. OLMo 3 calls so.
+//! Calls in Python's notation: `name(key=value, ...)`, one after the other, with literals as values. OLMo 3 uses it.
 
 use serde_json::{Map, Number, Value};
 
-/// How deep values may be nested.
+/// Largest nesting depth of values.
 const DEPTH_MAX: usize = 64;
 
-/// The calls; `None` if the text is anything else.
+/// Returns the calls, or `None` if the text contains anything else.
 pub(super) fn parse(text: &str) -> Option<Vec<(String, Map<String, Value>)>> {
     let mut reader = Reader { rest: text.trim() };
-    // A list of calls is accepted, too.
+    // A list of calls is accepted as well.
     let is_list = reader.take("[");
     let mut calls = Vec::new();
     while !(reader.rest.is_empty() || is_list && reader.rest.starts_with(']')) {
@@ -20,7 +20,7 @@ pub(super) fn parse(text: &str) -> Option<Vec<(String, Map<String, Value>)>> {
 }
 
 struct Reader<'a> {
-    /// Never begins with white space.
+    /// The text that is not read yet. It never begins with white space.
     rest: &'a str,
 }
 
@@ -31,7 +31,7 @@ impl<'a> Reader<'a> {
         taken
     }
 
-    /// Takes a word if it comes next.
+    /// Consumes `word` if the text continues with it.
     fn take(&mut self, word: &str) -> bool {
         let comes = self.rest.starts_with(word);
         if comes {
@@ -72,7 +72,7 @@ impl<'a> Reader<'a> {
         match self.rest.chars().next()? {
             '"' | '\'' => {
                 let mut text = self.string()?;
-                // Strings next to each other are one.
+                // Python joins adjacent string literals.
                 while self.rest.starts_with(['"', '\'']) {
                     text.push_str(&self.string()?);
                 }
@@ -128,7 +128,7 @@ impl<'a> Reader<'a> {
         whole.or_else(|| Number::from_f64(text.parse().ok()?)).map(Value::Number)
     }
 
-    /// A string of one kind of quotes, three of them in a row included.
+    /// Reads a string in one kind of quotes, also in triple quotes.
     fn string(&mut self) -> Option<String> {
         let quote = &self.rest[..1];
         let triple = quote.repeat(3);
@@ -152,7 +152,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Adds what stands after a backslash to the text, and returns what follows.
+/// Appends the character that an escape stands for, and returns the text after the escape. `rest` begins after the
+/// backslash.
 fn escape<'a>(rest: &'a str, text: &mut String) -> Option<&'a str> {
     let mut chars = rest.chars();
     let c = chars.next()?;
@@ -176,7 +177,7 @@ fn escape<'a>(rest: &'a str, text: &mut String) -> Option<&'a str> {
         '0' => text.push('\0'),
         '\n' => {}
         '\\' | '\'' | '"' | '/' => text.push(c),
-        // Python leaves other backslashes where they are.
+        // In other escapes Python keeps the backslash.
         _ => text.extend(['\\', c]),
     }
     Some(chars.as_str())

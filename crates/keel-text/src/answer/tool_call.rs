@@ -3,7 +3,7 @@
 //! | who | notation |
 //! |---|---|
 //! | Hermes, Qwen, Llama, SmolLM3 | a JSON object with `name` and `arguments` (or `parameters`) |
-//! | Phi-4-mini, Mistral up to 2024 | a JSON list of them |
+//! | Phi-4-mini, Mistral up to 2024 | a JSON list of such objects |
 //! | Mistral from 2025 on | `[TOOL_CALLS]NAME[ARGS]{...}`, one after the other |
 //! | Qwen3-Coder | `<function=NAME> <parameter=KEY> VALUE </parameter> ... </function>` |
 //! | GLM-4 | `NAME`, a line end, a JSON object |
@@ -15,12 +15,12 @@ use serde_json::{Deserializer, Map, Value};
 use super::markers::{FUNCTOOLS, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID, PYTHON_TAG};
 use super::pythonic;
 
-/// Name and arguments (a JSON object, as text).
+/// Name and arguments. The arguments are a JSON object as text.
 pub(super) type Call = (String, String);
 
 type Parsed = Option<Vec<(String, Map<String, Value>)>>;
 
-/// The calls of `tools` that a text consists of; `None` if any of it is none.
+/// Parses a text that consists of calls of `tools`. Returns `None` if any part of it is not such a call.
 pub(super) fn parse_calls(text: &str, tools: &[Value]) -> Option<Vec<Call>> {
     let text = text.trim();
     let text = text.strip_prefix(PYTHON_TAG).unwrap_or(text).trim();
@@ -42,7 +42,7 @@ pub(super) fn parse_calls(text: &str, tools: &[Value]) -> Option<Vec<Call>> {
     (known && !calls.is_empty()).then(|| calls.into_iter().map(as_text).collect())
 }
 
-/// A tool in OpenAI's form, by name.
+/// Finds a tool (in OpenAI's form) by its name.
 fn find<'a>(tools: &'a [Value], name: &str) -> Option<&'a Value> {
     definitions(tools).find(|tool| tool["name"] == name)
 }
@@ -51,12 +51,12 @@ fn definitions(tools: &[Value]) -> impl Iterator<Item = &Value> {
     tools.iter().map(|tool| tool.get("function").unwrap_or(tool))
 }
 
-/// The names of tools.
+/// The names of the tools.
 pub(super) fn names(tools: &[Value]) -> impl Iterator<Item = &str> {
     definitions(tools).filter_map(|tool| tool["name"].as_str())
 }
 
-/// Objects, and lists of them, one after the other.
+/// Parses JSON objects, and lists of them, one after the other.
 fn parse_json(text: &str) -> Parsed {
     let mut calls = Vec::new();
     for value in Deserializer::from_str(text).into_iter::<Value>() {
@@ -82,7 +82,7 @@ fn parse_object(call: Value) -> Option<(String, Map<String, Value>)> {
     Some((name, arguments))
 }
 
-/// What follows Mistral's marker: a list, or names with arguments that have the marker between them.
+/// Parses the text after Mistral's marker: a JSON list, or names with arguments, with the marker between the calls.
 fn parse_mistral(text: &str) -> Parsed {
     if text.trim_start().starts_with(['[', '{']) {
         return parse_json(text.trim());
@@ -97,7 +97,7 @@ fn parse_mistral(text: &str) -> Parsed {
     text.split(MISTRAL).map(call).collect()
 }
 
-/// Names of tools, each with its arguments after a line end.
+/// Parses calls that are a tool's name, a line end, and the arguments.
 fn parse_named(text: &str, tools: &[Value]) -> Parsed {
     let mut calls = Vec::new();
     let mut rest = text;
@@ -139,7 +139,8 @@ fn parse_keys(call: &str, tools: &[Value]) -> Option<(String, Map<String, Value>
     Some((name.to_string(), arguments))
 }
 
-/// A value that is written without quotes: a string if the tool's schema says so or it is no JSON.
+/// Reads a value that is written without quotes. It is a string if the tool's schema says so, or if it is not valid
+/// JSON.
 fn typed(value: &str, name: &str, key: &str, tools: &[Value]) -> Value {
     let is_text =
         find(tools, name).is_some_and(|tool| tool["parameters"]["properties"][key]["type"] == "string");

@@ -1,4 +1,4 @@
-//! The template engine, set up as the reference implementation sets up its own.
+//! The template engine, configured like that of the reference implementation.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -8,7 +8,7 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
 use super::{limits, python, time, tojson};
 
-/// An environment with the functions and filters that templates of checkpoints expect.
+/// Creates an environment with the functions and filters that checkpoints' templates expect.
 pub(super) fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
@@ -25,14 +25,14 @@ pub(super) fn environment() -> Environment<'static> {
     environment
 }
 
-/// The function `strftime_now(format)` of a rendering that takes place at `now`.
+/// The function `strftime_now(format)` for a rendering at time `now`.
 pub(super) fn strftime_at(now: SystemTime) -> Value {
     Value::from_function(move |format: &str| {
         time::strftime(now, format).map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
     })
 }
 
-/// The message of `raise_exception`, if that is what ended the rendering.
+/// The message of `raise_exception`, if it ended the rendering.
 pub(super) fn raised(err: &Error) -> Option<String> {
     let mut source = err.source();
     while let Some(cause) = source {

@@ -1,12 +1,14 @@
 //! Bounds on what a template may cost.
 //!
-//! The engine counts steps ("fuel") and the depth of calls, and bounds repeated strings and ranges. What it does
-//! not bound is done here: the source, the output, arguments that make one step large
-//! (`"%99999999d"|format(1)`, `x|indent(99999999)`), and the stack. The engine's compiler recurses along chains such
-//! as `elif` after `elif`, and dropping a value recurses along its nesting; a template of 100 KB, or of one line
-//! in a loop, would overflow an ordinary stack. So both run on a stack sized for the worst they can do.
+//! The engine bounds steps ("fuel"), the depth of calls, repeated strings and ranges. This module bounds the rest:
 //!
-//! What remains: a template that keeps doubling a string fills the memory before its steps are used up.
+//! - the source and the output;
+//! - arguments that make one step large, such as `"%99999999d"|format(1)` and `x|indent(99999999)`;
+//! - the stack. The engine's compiler recurses along chains such as `elif` after `elif`, and dropping a value recurses
+//!   along its nesting. A template of 100 KB, or one line in a loop, would overflow an ordinary stack. So compiling and
+//!   rendering run on a stack sized for the worst case.
+//!
+//! Not bounded: a template that keeps doubling a string fills the memory before its steps are used up.
 
 use std::io;
 
@@ -19,37 +21,38 @@ use super::ChatRequest;
 use crate::files::TEMPLATE_BYTES_MAX;
 use crate::{TextError, cancel};
 
-/// Steps for an empty conversation; published templates take a few hundred.
+/// Steps for an empty conversation. Published templates take a few hundred.
 const STEPS_BASE: u64 = 200_000;
-/// Steps for each value of the messages, tools and variables. Published templates take about 70 for a message,
-/// which has three values; macros that print schemas take about 100 for a value.
+/// Steps for each value of the messages, tools and variables. A message has three values, for which published templates
+/// take about 70 steps. Macros that print schemas take about 100 steps per value.
 const STEPS_PER_VALUE: u64 = 500;
-/// Never more steps than this, about half a second.
+/// Upper bound on the steps, about half a second.
 const STEPS_MAX: u64 = 4_000_000;
-/// Folding constants takes time quadratic in the length of a chain.
+/// Constant folding takes time quadratic in the length of a chain.
 const EXPRESSION_BYTES_MAX: usize = 4096;
-/// Measured: the compiler takes up to 480 bytes of stack for a byte of source, dropping up to 110 for a step.
+/// Measured: the compiler takes up to 480 bytes of stack per byte of source. Dropping a value takes up to 110 bytes per
+/// step.
 const STACK_BYTES_PER_SOURCE_BYTE: usize = 1024;
 const STACK_BYTES_PER_STEP: usize = 256;
-/// For what does not grow with either, such as calls of macros, whose depth the engine bounds.
+/// For everything that grows with neither, such as calls of macros, whose depth the engine bounds.
 const STACK_BYTES_BASE: usize = 8 << 20;
-/// A prompt longer than this is no prompt.
+/// No real prompt is longer.
 const OUTPUT_BYTES_MAX: usize = 64 << 20;
-/// Digits of a width in a format string, and the widest indentation.
+/// Most digits of a width in a format string. [`INDENT_MAX`] is the widest indentation.
 const WIDTH_DIGITS_MAX: usize = 3;
 const INDENT_MAX: usize = 999;
 
-/// Sets the bounds of an environment.
+/// Applies the bounds to an environment.
 pub(super) fn apply(environment: &mut Environment<'static>) {
     environment.add_filter("indent", indent);
     environment.add_filter("format", format);
     environment.set_unknown_method_callback(method);
-    // These make lists as long as an argument says, and no chat template has a use for them.
+    // These filters make lists as long as an argument says. No chat template needs them.
     environment.remove_filter("batch");
     environment.remove_filter("slice");
 }
 
-/// Steps that rendering this conversation may take.
+/// Number of steps that rendering this conversation may take.
 pub(super) fn steps(request: &ChatRequest<'_>) -> u64 {
     let messages =
         request.messages.iter().flat_map(|message| message.extra.values().chain([&message.content]));
@@ -59,12 +62,12 @@ pub(super) fn steps(request: &ChatRequest<'_>) -> u64 {
     (STEPS_BASE + values.saturating_mul(STEPS_PER_VALUE)).min(STEPS_MAX)
 }
 
-/// Stack for rendering in this many steps.
+/// Stack size for a rendering of at most this many steps.
 pub(super) fn rendering_stack_bytes(steps: u64) -> usize {
     STACK_BYTES_BASE + steps as usize * STACK_BYTES_PER_STEP
 }
 
-/// Stack for compiling a template of checked size.
+/// Stack size for compiling a template of checked size.
 pub(super) fn compiling_stack_bytes(source: &str) -> usize {
     STACK_BYTES_BASE + source.len() * STACK_BYTES_PER_SOURCE_BYTE
 }
@@ -78,7 +81,7 @@ fn count(json: &Json) -> u64 {
     }
 }
 
-/// Refuses a source that is longer than templates are, or has an expression longer than people write.
+/// Refuses a source that is longer than real templates, or has an expression longer than people write.
 pub(super) fn check_source(name: &str, text: &str) -> Result<(), TextError> {
     let refuse = |reason| Err(TextError::Template { name: name.to_string(), reason });
     if text.len() as u64 > TEMPLATE_BYTES_MAX {
@@ -92,7 +95,7 @@ pub(super) fn check_source(name: &str, text: &str) -> Result<(), TextError> {
     Ok(())
 }
 
-/// Length of the longest `{{ }}` or `{% %}`, not counting string literals.
+/// Length of the longest `{{ }}` or `{% %}`, without string literals.
 fn longest_expression_bytes(text: &str) -> usize {
     let mut longest = 0;
     let mut rest = text;
@@ -111,7 +114,7 @@ fn longest_expression_bytes(text: &str) -> usize {
     longest
 }
 
-/// Length of the expression at the front of `text` without its string literals, and what follows it.
+/// Returns the length of the expression at the start of `text` without its string literals, and the text after it.
 /// `text` begins with the second character of `{{` or `{%`.
 fn expression(text: &str) -> (usize, &str) {
     let close: &[u8] = if text.starts_with('%') { b"%}" } else { b"}}" };
@@ -139,7 +142,7 @@ fn expression(text: &str) -> (usize, &str) {
     (outside, "")
 }
 
-/// Refuses an indentation, given by an argument, that is wider than any text.
+/// Refuses an indentation width, given by an argument, that is larger than any text needs.
 pub(super) fn check_indent(width: usize) -> Result<usize, Error> {
     if width <= INDENT_MAX {
         return Ok(width);

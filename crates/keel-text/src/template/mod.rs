@@ -1,4 +1,4 @@
-//! Conversations to prompts, by the template that came with the checkpoint.
+//! Turns conversations into prompts with the chat template of the checkpoint.
 
 mod engine;
 mod limits;
@@ -26,11 +26,16 @@ pub(crate) fn source_text(files: &TextFiles<'_>) -> Result<Option<String>, TextE
 
 /// The chat template of a checkpoint, compiled.
 ///
-/// It sees `messages`, `tools`, `documents` (always none), `add_generation_prompt`, the special tokens as
-/// `bos_token`, `eos_token`, `pad_token` and `unk_token`, `raise_exception`, `strftime_now`, and the variables of
-/// the request. Blocks are trimmed as the reference implementation does.
+/// The template can use:
 ///
-/// A template is a program from a stranger: its size, its steps, its depth and its output are bounded.
+/// - `messages`, `tools`, `documents` (always none) and `add_generation_prompt`;
+/// - the special tokens as `bos_token`, `eos_token`, `pad_token` and `unk_token`;
+/// - `raise_exception` and `strftime_now`;
+/// - the variables of the request.
+///
+/// Blocks are trimmed as the reference implementation does.
+///
+/// A template is an untrusted program: its size, its steps, its depth and its output are bounded.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     has_tool_template: bool,
@@ -46,8 +51,8 @@ impl ChatTemplate {
         Self::new(&TextFiles::read(folder)?)
     }
 
-    /// Compiles the template found in the files; `None` if there is none. `chat_template.jinja` wins over
-    /// `chat_template` in `tokenizer_config.json`, which may be one template or a list of named ones.
+    /// Compiles the template found in the files; `None` if there is none. `chat_template.jinja` takes precedence over
+    /// `chat_template` in `tokenizer_config.json`, which may be one template or a list of named templates.
     ///
     /// # Errors
     /// [`TextError::Template`] if it does not compile, [`TextError::Json`] and [`TextError::Field`] if
@@ -62,14 +67,14 @@ impl ChatTemplate {
     /// Compiles a template given as text.
     ///
     /// # Errors
-    /// [`TextError::Template`] if it does not compile or has more than 1 MiB.
+    /// [`TextError::Template`] if it does not compile or has more than 128 KiB.
     pub fn from_source(source: &str, special: SpecialTokens) -> Result<Self, TextError> {
         Self::compile(source::Sources::one(source.to_string()), special)
     }
 
     /// Renders a conversation. Encode the result with `add_special` false.
     ///
-    /// Where the checkpoint has a template named `tool_use`, it is taken for requests with tools.
+    /// A template named `tool_use`, if the checkpoint has one, renders requests with tools.
     ///
     /// # Errors
     /// [`TextError::Refused`] if the template raises an exception of its own, [`TextError::Template`] if it
@@ -120,7 +125,8 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment, has_tool_template, special })
     }
 
-    /// The variables of one rendering. The request's own come first, so that none can replace the messages.
+    /// The variables of one rendering. The request's variables are inserted first, so none of them can replace the
+    /// messages.
     fn context(&self, request: &ChatRequest<'_>) -> Value {
         let mut context: BTreeMap<&str, Value> = BTreeMap::new();
         for (name, value) in request.variables.into_iter().flatten() {
@@ -140,7 +146,7 @@ impl ChatTemplate {
     }
 }
 
-/// The engine's error in our words: a template's own exception, or name, reason and line.
+/// Converts the engine's error: the template's own exception, or name, reason and line.
 fn failure(name: &str, err: &minijinja::Error) -> TextError {
     if let Some(message) = engine::raised(err) {
         return TextError::Refused { message };

@@ -1,14 +1,14 @@
-//! Values written as Python writes them: templates were written for Python's `str()`.
+//! Formats values as Python does, because templates expect Python's `str()`.
 
 use std::fmt::Write;
 
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
-/// A value nested deeper than this is not written out.
+/// Values nested deeper than this are refused.
 const DEPTH_MAX: usize = 64;
 
-/// `str(value)`: `True`, `None`, `1e-07`, `{'a': [1, 'b']}`. Strings stand for themselves, undefined for nothing.
+/// `str(value)`: `True`, `None`, `1e-07`, `{'a': [1, 'b']}`. A string is its own text; undefined is the empty text.
 pub(super) fn text(value: &Value) -> Result<String, Error> {
     if let Some(text) = value.as_str() {
         return Ok(text.to_string());
@@ -20,7 +20,8 @@ pub(super) fn text(value: &Value) -> Result<String, Error> {
     Ok(out)
 }
 
-/// `repr(x)` of a float: the shortest digits that read back the same, with an exponent from 1e16 and below 1e-4.
+/// `repr(x)` of a float: the shortest digits that read back as the same number, with an exponent from 1e16 and below
+/// 1e-4.
 pub(super) fn float(x: f64) -> String {
     if x.is_nan() {
         return "nan".to_string();
@@ -40,12 +41,12 @@ pub(super) fn float(x: f64) -> String {
     }
 }
 
-/// The error for values nested too deep to write out.
+/// The error for values that are nested too deep.
 pub(super) fn too_deep() -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("a value is nested deeper than {DEPTH_MAX} levels"))
 }
 
-/// Whether a value at this depth is too deep to write out.
+/// Whether a value at this depth is too deep to format.
 pub(super) fn is_too_deep(depth: usize) -> bool {
     depth > DEPTH_MAX
 }
@@ -91,7 +92,7 @@ pub(super) fn number(value: &Value) -> String {
     }
 }
 
-/// A string in quotes: single ones, unless it has single and no double quotes.
+/// Writes a string in single quotes, or in double quotes if it contains single and no double quotes.
 fn write_quoted(out: &mut String, text: &str) {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push(quote);

@@ -1,4 +1,4 @@
-//! What is rendered: messages and the switches of a template.
+//! The input of a rendering: messages and the template's variables.
 
 use std::time::SystemTime;
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 /// One message of a conversation, as templates see it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Message {
-    /// Who speaks: `system`, `user`, `assistant` or `tool`; templates refuse what they do not know.
+    /// The speaker: `system`, `user`, `assistant` or `tool`. Templates refuse roles that they do not know.
     pub role: String,
     /// A string, or a list of parts such as `{"type": "text", "text": "..."}`.
     pub content: Value,
@@ -29,18 +29,18 @@ impl Message {
 pub struct ChatRequest<'a> {
     /// The conversation so far.
     pub messages: &'a [Message],
-    /// Whether to end with the opening of the assistant's turn. True unless changed.
+    /// Whether the prompt ends with the opening of the assistant's turn. The default is true.
     pub add_generation_prompt: bool,
     /// Tool definitions, in the form the template expects.
     pub tools: Option<&'a [Value]>,
-    /// Switches of the template, such as `enable_thinking`.
+    /// Variables of the template, such as `enable_thinking`.
     pub variables: Option<&'a Map<String, Value>>,
-    /// What `strftime_now` tells, in UTC.
+    /// The time that `strftime_now` formats, in UTC.
     pub now: SystemTime,
 }
 
 impl<'a> ChatRequest<'a> {
-    /// A conversation to be answered, without tools and variables, now.
+    /// A conversation to be answered, without tools and variables, at the current time.
     pub fn new(messages: &'a [Message]) -> Self {
         let now = SystemTime::now();
         ChatRequest { messages, add_generation_prompt: true, tools: None, variables: None, now }

@@ -1,4 +1,4 @@
-//! Where a checkpoint keeps its chat templates.
+//! Finds the chat templates of a checkpoint.
 
 use serde_json::Value;
 
@@ -7,10 +7,10 @@ use crate::{TextError, TextFiles};
 
 /// Name of the template for plain conversations.
 pub(super) const DEFAULT: &str = "default";
-/// Name of the template for conversations with tools, where there is one of its own.
+/// Name of the template for conversations with tools, where a checkpoint has one.
 pub(super) const TOOL_USE: &str = "tool_use";
 
-/// The templates this crate uses, as text.
+/// The templates that this crate uses, as text.
 pub(super) struct Sources {
     pub(super) default: Option<String>,
     pub(super) tool_use: Option<String>,
@@ -22,7 +22,7 @@ impl Sources {
     }
 }
 
-/// Finds the templates: the file of its own, else those in `tokenizer_config.json`.
+/// Finds the templates: in `chat_template.jinja`, else in `tokenizer_config.json`.
 pub(super) fn find(files: &TextFiles<'_>) -> Result<Option<Sources>, TextError> {
     if let Some(file) = &files.chat_template {
         let text = std::str::from_utf8(&file.bytes).map_err(|err| TextError::Template {
@@ -46,7 +46,7 @@ pub(super) fn find(files: &TextFiles<'_>) -> Result<Option<Sources>, TextError> 
     }
 }
 
-/// Reads a list of `{"name": ..., "template": ...}` that has a default.
+/// Reads a list of `{"name": ..., "template": ...}`. It must contain a default.
 fn named(list: &Value) -> Option<Sources> {
     let mut sources = Sources { default: None, tool_use: None };
     for entry in list.as_array()? {
@@ -62,8 +62,8 @@ fn named(list: &Value) -> Option<Sources> {
 
 /// Replaces `{% generation %}` and `{% endgeneration %}` by blocks that are always rendered.
 ///
-/// Training tools mark the assistant's words with them. For a prompt they mean nothing, and the engine does not
-/// know them. Whitespace control (`-`, `+`) is kept.
+/// Training tools mark the assistant's text with them. They have no effect on a prompt, and the engine does not know
+/// them. White space control (`-`, `+`) is kept.
 pub(super) fn without_generation_blocks(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;

@@ -18,7 +18,7 @@ const MONTHS: [&str; 12] = [
 ];
 const WEEKDAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 
-/// A moment of the Gregorian calendar.
+/// A point in time in the Gregorian calendar.
 struct Moment {
     year: i64,
     /// From 0.
@@ -27,14 +27,14 @@ struct Moment {
     day: i64,
     /// From 1.
     day_of_year: i64,
-    /// From Sunday, 0.
+    /// From 0 for Sunday.
     weekday: usize,
     hour: i64,
     minute: i64,
     second: i64,
 }
 
-/// Formats a time as C's `strftime` does in UTC; the error names a directive that is not known.
+/// Formats a time in UTC as C's `strftime` does. The error names a directive that is not known.
 pub(super) fn strftime(time: SystemTime, format: &str) -> Result<String, String> {
     let moment = Moment::at(time);
     let mut out = String::new();
@@ -70,13 +70,13 @@ impl Moment {
             Err(before) => -(before.duration().as_secs() as i64),
         };
         let (days, second_of_day) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-        // Years of 400 repeat exactly; counting them from a 1 March puts the leap day last.
+        // The calendar repeats every 400 years. Counting from 1 March puts the leap day last.
         let days_from_march = days + 719_468;
         let (era, day_of_era) = (days_from_march.div_euclid(146_097), days_from_march.rem_euclid(146_097));
         let year_of_era =
             (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
         let day_from_march = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-        // Months from March have 31, 30, 31, 30, 31 days, again and again: 153 for five.
+        // From March on, the lengths of months repeat as 31, 30, 31, 30, 31 days: 153 days for five months.
         let month_from_march = (5 * day_from_march + 2) / 153;
         let month = (month_from_march + 2) % 12;
         let year = era * 400 + year_of_era + i64::from(month < 2);
@@ -88,7 +88,7 @@ impl Moment {
             month: month as usize,
             day: day_from_march - (153 * month_from_march + 2) / 5 + 1,
             day_of_year,
-            // The epoch was a Thursday.
+            // 1 January 1970 was a Thursday.
             weekday: (days + 4).rem_euclid(7) as usize,
             hour: second_of_day / 3_600,
             minute: second_of_day / 60 % 60,

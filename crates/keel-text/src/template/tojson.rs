@@ -7,17 +7,17 @@ use super::{limits, python};
 
 /// How the JSON text is laid out.
 struct Style {
-    /// Non-ASCII characters as `\uXXXX`.
+    /// Write non-ASCII characters as `\uXXXX`.
     ascii: bool,
-    /// One item a line, indented by this many spaces for each level.
+    /// Write one item per line, indented by this many spaces per level.
     indent: Option<usize>,
     between_items: String,
     after_key: String,
     sort_keys: bool,
 }
 
-/// `value|tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`, as the reference
-/// implementation defines it. Unlike the engine's own filter it does not escape `<`, `>` and `&`.
+/// `value|tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`, as the reference implementation
+/// defines it. Unlike the engine's own filter, it does not escape `<`, `>` and `&`.
 pub(super) fn tojson(value: &Value, ensure_ascii: Option<bool>, kwargs: Kwargs) -> Result<String, Error> {
     let ascii = ensure_ascii.or(kwargs.get::<Option<bool>>("ensure_ascii")?).unwrap_or(false);
     let indent = kwargs.get::<Option<usize>>("indent")?.map(limits::check_indent).transpose()?;
@@ -136,7 +136,7 @@ impl Style {
     }
 }
 
-/// Python writes numbers into JSON as it prints them, except for the three that JSON does not have.
+/// Python writes numbers into JSON as it prints them, except for NaN and the two infinities.
 fn json_number(value: &Value) -> String {
     match python::number(value).as_str() {
         "nan" => "NaN".to_string(),

@@ -1,13 +1,13 @@
-//! Checks on the steps around the model, for settings that the library accepts and then panics on.
+//! Refuses settings of the steps around the model that the library accepts and then panics on.
 
 use serde_json::Value;
 use tokenizers::normalizers::Precompiled;
 use tokenizers::utils::SysRegex;
 
-/// A decoder must be an object, and no step of it may strip the end of a token.
+/// Checks that a decoder is an object, and that no step of it strips the end of a token.
 ///
-/// The library panics on a decoder that is no object. Its strip step panics on a token shorter than the
-/// number of characters to strip from the end; no language model's tokenizer uses that.
+/// The library panics on a decoder that is not an object. Its strip step panics on a token that is shorter than the
+/// number of characters to strip from the end. No language model's tokenizer strips the end.
 pub(super) fn decoder(json: Option<&Value>) -> Result<(), String> {
     let Some(json) = json else { return Ok(()) };
     check_growth("decoder", json)?;
@@ -22,7 +22,7 @@ pub(super) fn decoder(json: Option<&Value>) -> Result<(), String> {
     })
 }
 
-/// A pre-tokenizer that cuts into pieces of fixed length needs a length.
+/// Checks that a pre-tokenizer with pieces of fixed length has a valid length.
 pub(super) fn pre_tokenizer(json: Option<&Value>) -> Result<(), String> {
     let Some(json) = json else { return Ok(()) };
     check_growth("pre_tokenizer", json)?;
@@ -34,11 +34,11 @@ pub(super) fn pre_tokenizer(json: Option<&Value>) -> Result<(), String> {
     })
 }
 
-/// How much longer steps may make a text, in bytes for a byte; published tokenizers stay below 4.
+/// Largest growth of a text by the steps, in bytes per byte. Published tokenizers stay below 4.
 const GROWTH_MAX: usize = 64;
 
-/// Steps that replace text, one after the other, must not multiply it: each may be harmless, and 12 that write ten characters for
-/// one fill any memory. The library has no limit of its own.
+/// Checks that a sequence of steps that replace text does not multiply it. Each step may be harmless alone, but 12
+/// steps that write ten characters for one fill any memory. The library has no limit of its own.
 fn check_growth(part: &str, json: &Value) -> Result<(), String> {
     let mut growth = 1usize;
     each_step(json, &mut |step| {
@@ -47,7 +47,8 @@ fn check_growth(part: &str, json: &Value) -> Result<(), String> {
             let (bytes, may_be_empty) = pattern_bytes(step);
             text("content").len().div_ceil(bytes) + usize::from(may_be_empty)
         } else {
-            // What is put in front of a piece, which may be a byte; a character for another one.
+            // A step may prepend text to each piece, and a piece may be one byte. Or it replaces one character by
+            // another.
             1 + text("prepend").len().max(text("replacement").len().saturating_sub(1))
         };
         growth = growth.saturating_mul(factor.max(1));
@@ -58,7 +59,8 @@ fn check_growth(part: &str, json: &Value) -> Result<(), String> {
     })
 }
 
-/// Bytes that a pattern matches at least, one or more, and whether it also matches the place between two: found by trying.
+/// Returns the fewest bytes (at least 1) that a pattern matches, and whether it also matches an empty text. The latter
+/// is found by trying the pattern.
 fn pattern_bytes(step: &Value) -> (usize, bool) {
     let Some(regex) = step.pointer("/pattern/Regex").and_then(Value::as_str) else {
         let text = step.pointer("/pattern/String").and_then(Value::as_str).unwrap_or("");
@@ -70,7 +72,7 @@ fn pattern_bytes(step: &Value) -> (usize, bool) {
     (1, ["", "a", " a1.\n"].into_iter().any(is_empty))
 }
 
-/// A precompiled normaliser's table must decode; the library panics on one that does not.
+/// Checks that the table of a precompiled normaliser decodes. The library panics if it does not.
 pub(super) fn normalizer(json: Option<&Value>) -> Result<(), String> {
     let Some(json) = json else { return Ok(()) };
     check_growth("normalizer", json)?;
@@ -84,7 +86,7 @@ pub(super) fn normalizer(json: Option<&Value>) -> Result<(), String> {
     })
 }
 
-/// The template for one sequence must use only that sequence, and special tokens that it defines.
+/// Checks that the template for one sequence uses only that sequence and special tokens that it defines.
 pub(super) fn post_processor(json: Option<&Value>) -> Result<(), String> {
     let Some(json) = json else { return Ok(()) };
     each_step(json, &mut |step| {
@@ -105,7 +107,7 @@ pub(super) fn post_processor(json: Option<&Value>) -> Result<(), String> {
     })
 }
 
-/// Whether `json` or a step nested in it has this type.
+/// Whether `json`, or a step nested in it, has this type.
 pub(super) fn contains_type(json: &Value, kind: &str) -> bool {
     let mut found = false;
     let walked = each_step(json, &mut |step| {
@@ -119,7 +121,7 @@ fn is_type(step: &Value, kind: &str) -> bool {
     step.get("type").is_some_and(|found| found == kind)
 }
 
-/// Calls `visit` on a step and on the steps of sequences inside it. The JSON parser bounds the nesting.
+/// Calls `visit` on a step and on the steps nested in it. The JSON parser bounds the nesting.
 fn each_step(step: &Value, visit: &mut dyn FnMut(&Value) -> Result<(), String>) -> Result<(), String> {
     visit(step)?;
     for list in ["normalizers", "pretokenizers", "processors", "decoders"] {

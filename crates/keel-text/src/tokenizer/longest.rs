@@ -1,29 +1,30 @@
-//! How much text one token can stand for, so that a text that is too long is known by its bytes.
+//! Bounds the bytes of text that one token can cover. So a text that is too long can be refused by its bytes alone.
 //!
-//! The bound holds only if every byte of a text ends up in a token. Steps that delete text, or make one token of text of any
-//! length, have no bound.
+//! The bound holds only if every byte of a text ends up in a token. There is no bound if a step deletes text, or makes
+//! one token of text of any length.
 
 use serde_json::Value;
 
 use super::model::TextModel;
 
-/// Bytes of text that one token covers at most.
+/// The most bytes of text that one token covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Longest {
-    /// Of any text.
+    /// For any text.
     pub bytes: usize,
-    /// Of a text in ASCII, which the forms of Unicode leave as it is.
+    /// For ASCII text, which Unicode normalisation leaves unchanged.
     pub ascii_bytes: usize,
 }
 
-/// Bytes that a normal form of Unicode makes one of, at most. A character of the form has at most 4 parts for 3 bytes, or 3 for 2,
-/// and each part comes from a character of at most 4 bytes: 4 x 4 / 3 and 3 x 4 / 2.
+/// The most bytes that Unicode normalisation turns into one byte. A character of 3 bytes has at most 4 parts, one of 2
+/// bytes at most 3, and each part comes from a character of at most 4 bytes: 4 x 4 / 3 < 6 and 3 x 4 / 2 = 6.
 const NORMAL_FORM: usize = 6;
-/// One character of at most 4 bytes becomes at least one byte.
+/// A character of at most 4 bytes becomes at least one byte.
 const CHARACTER: usize = 4;
 
 impl Longest {
-    /// The bound, from the steps of a `tokenizer.json` and the longest added token. `None` if there is none.
+    /// Computes the bound from the steps of a `tokenizer.json` and the longest added token. `None` if there is no
+    /// bound.
     pub fn new(
         normalizer: Option<&Value>,
         pre_tokenizer: Option<&Value>,
@@ -40,7 +41,7 @@ impl Longest {
         Some(Longest { bytes: longest.checked_mul(any)?, ascii_bytes: longest.checked_mul(ascii)? })
     }
 
-    /// Tokens that a text has at least.
+    /// The fewest tokens that a text can have.
     pub fn tokens_at_least(self, text: &str) -> usize {
         let longest = if text.is_ascii() { self.ascii_bytes } else { self.bytes };
         text.len().div_ceil(longest.max(1))
@@ -51,7 +52,7 @@ fn kind(step: &Value) -> &str {
     step.get("type").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// Bytes of which a normalizer makes one: of any text, and of ASCII.
+/// The most bytes that a normalizer turns into one byte: for any text, and for ASCII.
 fn shrinking(step: Option<&Value>) -> Option<(usize, usize)> {
     let Some(step) = step.filter(|step| !step.is_null()) else { return Some((1, 1)) };
     match kind(step) {
@@ -81,7 +82,7 @@ fn shrinking(step: Option<&Value>) -> Option<(usize, usize)> {
     }
 }
 
-/// Whether a pre-tokenizer drops nothing.
+/// Whether a pre-tokenizer keeps all text.
 fn keeps_all(step: &Value) -> bool {
     match kind(step) {
         "Sequence" => step
@@ -94,7 +95,7 @@ fn keeps_all(step: &Value) -> bool {
     }
 }
 
-/// Whether a post-processor keeps the text: a template may leave it out.
+/// Whether a post-processor keeps the text. A template may leave it out.
 fn keeps_text(step: &Value) -> bool {
     match kind(step) {
         "Sequence" => {
@@ -115,7 +116,7 @@ mod tests {
 
     use crate::Tokenizer;
 
-    /// A tokenizer of bytes with a few merges.
+    /// A byte-level tokenizer with a few merges.
     fn tokenizer(normalizer: Value, pre_tokenizer: Value, added: Value) -> Tokenizer {
         let mut vocab: std::collections::BTreeMap<String, u32> = std::collections::BTreeMap::new();
         let mut alphabet: Vec<char> =

@@ -1,4 +1,4 @@
-//! Text to ids and back.
+//! Encodes text to ids and decodes ids to text.
 
 mod bpe;
 mod check;
@@ -30,8 +30,8 @@ struct Shared {
     bos_fix: BosFix,
 }
 
-/// What [`Tokenizer::encode`] does where `tokenizer_config.json` and `tokenizer.json` disagree about the
-/// token at the beginning; the former wins.
+/// How [`Tokenizer::encode`] corrects the token at the beginning, where `tokenizer_config.json` and `tokenizer.json`
+/// disagree about it. `tokenizer_config.json` takes precedence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BosFix {
     Keep,
@@ -48,7 +48,7 @@ impl Tokenizer {
         Self::new(&TextFiles::read(folder)?)
     }
 
-    /// Reads a tokenizer from the bytes of a `tokenizer.json` alone. It knows no beginning and end tokens.
+    /// Reads a tokenizer from the bytes of a `tokenizer.json` alone. It has no named beginning and end tokens.
     ///
     /// # Errors
     /// As [`Tokenizer::new`].
@@ -56,7 +56,7 @@ impl Tokenizer {
         Self::new(&TextFiles::in_memory(tokenizer_json))
     }
 
-    /// Reads a tokenizer and the special tokens that the files around it name.
+    /// Reads a tokenizer, and the special tokens that the other files name.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`] if `tokenizer.json` is malformed or contradicts itself, [`TextError::Json`] and
@@ -82,12 +82,13 @@ impl Tokenizer {
 
     /// Encodes a text. Special tokens written out in it become their ids.
     ///
-    /// With `add_special` the tokens that the checkpoint puts around a text are added, such as one for the
-    /// beginning. Give `false` for text from a chat template, which already wrote them.
+    /// `add_special` adds the tokens that the checkpoint puts around a text, for example at its beginning. Pass `false`
+    /// for text from a chat template, which already contains them.
     ///
     /// # Errors
-    /// [`TextError::Tokenize`] if the tokenizer refuses the text, for example because it needs a token for
-    /// unknown characters that the vocabulary lacks.
+    /// [`TextError::Tokenize`] if the tokenizer refuses the text. Example: the text needs a token for unknown
+    /// characters that the
+    /// vocabulary lacks.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
         let mut ids = encode_as_written(&self.shared.parts, text, add_special)?;
         match self.shared.bos_fix {
@@ -98,20 +99,21 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Tokens that a text has at least, by its bytes alone: for refusing a text that is too long before it is encoded. 0 where the
-    /// tokenizer has steps that drop text or make one token of any length of it.
+    /// The fewest tokens that a text can have, from its number of bytes alone. It serves to refuse a text that is too
+    /// long before encoding it. It is 0 if a step of the tokenizer drops text, or makes one token of text of any
+    /// length.
     pub fn tokens_at_least(&self, text: &str) -> usize {
         let least = self.shared.parts.longest.map_or(0, |longest| longest.tokens_at_least(text));
-        // A token that was added at the beginning is removed again.
+        // `encode` removes a token that was added at the beginning.
         least.saturating_sub(usize::from(matches!(self.shared.bos_fix, BosFix::Remove(_))))
     }
 
-    /// Decodes ids. Ids outside the vocabulary decode to nothing; bytes that are no UTF-8 to U+FFFD.
+    /// Decodes ids. Ids outside the vocabulary decode to nothing, and invalid UTF-8 to U+FFFD.
     ///
     /// # Errors
     /// [`TextError::Tokenize`] if the decoder refuses the tokens.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
-        // One of the library's decoders cannot take an empty list.
+        // One of the library's decoders fails on an empty list.
         if ids.iter().all(|&id| self.is_hidden(id, skip_special)) {
             return Ok(String::new());
         }
@@ -129,26 +131,26 @@ impl Tokenizer {
         StreamDetokenizer::new(self.clone(), skip_special, Vec::new())
     }
 
-    /// As [`Tokenizer::stream`] without special tokens, for an [`AnswerParser`](crate::AnswerParser): the tokens that models
-    /// write around reasoning and calls are part of the text, be they special or not.
+    /// As [`Tokenizer::stream`] without special tokens, for an [`AnswerParser`](crate::AnswerParser). Tokens that
+    /// models write around reasoning and calls are part of the text, also if they are special.
     pub fn answer_stream(&self) -> StreamDetokenizer {
         let mut shown: Vec<u32> = SHOWN.iter().filter_map(|token| self.token_to_id(token)).collect();
         shown.sort_unstable();
         StreamDetokenizer::new(self.clone(), true, shown)
     }
 
-    /// The id of a token given as the vocabulary writes it.
+    /// The id of a token in the vocabulary's spelling.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.shared.parts.inner.token_to_id(token)
     }
 
-    /// A token as the vocabulary writes it, which is not always its text: byte-level vocabularies write a
-    /// space as `Ġ`.
+    /// A token in the vocabulary's spelling. It may differ from the token's text: byte-level vocabularies write a space
+    /// as `Ġ`.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.shared.parts.inner.id_to_token(id)
     }
 
-    /// One more than the largest id. A model's output may be wider, being padded.
+    /// The largest id plus 1. A model may have more logits, because of padding.
     pub fn vocab_size(&self) -> usize {
         self.shared.parts.vocab_size
     }
@@ -168,8 +170,8 @@ impl Tokenizer {
         self.shared.bos_id
     }
 
-    /// Ids that end a generation, ascending: those of `tokenizer_config.json`, `config.json` (also inside
-    /// `text_config`) and `generation_config.json` together.
+    /// Ids that end a generation, ascending: all those of `tokenizer_config.json`, `config.json` (also inside
+    /// `text_config`) and `generation_config.json`.
     pub fn eos_ids(&self) -> &[u32] {
         &self.shared.eos_ids
     }
@@ -189,14 +191,14 @@ impl Tokenizer {
         self.shared.parts.byte_of.get(&id).copied()
     }
 
-    /// Whether the vocabulary spells unknown characters in tokens of one byte.
+    /// Whether the vocabulary spells unknown characters with byte tokens.
     pub(crate) fn has_byte_tokens(&self) -> bool {
         !self.shared.parts.byte_of.is_empty()
     }
 }
 
 impl BosFix {
-    /// Compares what `tokenizer.json` does around an empty text with what `tokenizer_config.json` wants.
+    /// Compares the tokens that `tokenizer.json` adds to an empty text with the wish of `tokenizer_config.json`.
     fn new(wanted: bool, bos: u32, parts: &read::Parts) -> Result<Self, TextError> {
         let added = encode_as_written(parts, "", true)?.first() == Some(&bos);
         Ok(match (wanted, added) {
@@ -207,11 +209,11 @@ impl BosFix {
     }
 }
 
-/// Encodes as `tokenizer.json` alone says.
+/// Encodes as `tokenizer.json` alone specifies.
 fn encode_as_written(parts: &read::Parts, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
     guarded("encode", || {
         let encoding = parts.inner.encode_fast(text, add_special);
-        // What was cut short is no encoding.
+        // A cancelled encoding is incomplete.
         cancel::check()?;
         let encoding =
             encoding.map_err(|err| TextError::Tokenize { op: "encode", reason: err.to_string() })?;

@@ -8,11 +8,11 @@ use tokenizers::{Model, ModelWrapper, Token};
 
 use super::bpe::Bpe;
 
-/// A model of a `tokenizer.json`.
+/// The model of a `tokenizer.json`.
 pub(super) enum TextModel {
-    /// Byte pair encoding, as nearly all have.
+    /// Byte pair encoding, which nearly all checkpoints have.
     Bpe(Box<Bpe>),
-    /// Any other.
+    /// Any other model.
     Library(Box<ModelWrapper>),
 }
 

@@ -1,4 +1,4 @@
-//! From the bytes of a `tokenizer.json` to the library's tokenizer.
+//! Turns the bytes of a `tokenizer.json` into the library's tokenizer.
 
 use std::collections::HashMap;
 
@@ -19,16 +19,16 @@ use super::{bpe, check};
 pub(super) type Steps =
     TokenizerImpl<TextModel, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
-/// A tokenizer that was read, and what the rest of this crate wants to know about it.
+/// A tokenizer, with facts about it that the rest of this crate needs.
 pub(super) struct Parts {
     pub(super) inner: Steps,
-    /// Ids are below this.
+    /// All ids are below this.
     pub(super) vocab_size: usize,
     /// Ids of the special tokens, ascending.
     pub(super) special_ids: Vec<u32>,
     /// The byte that a token such as `<0xE5>` stands for; empty unless the decoder knows such tokens.
     pub(super) byte_of: HashMap<u32, u8>,
-    /// How much text a token covers at most, if that is bounded.
+    /// The most text that a token covers, if that is bounded.
     pub(super) longest: Option<Longest>,
 }
 
@@ -64,12 +64,12 @@ struct AddedJson {
 struct ModelKind {
     #[serde(rename = "type")]
     kind: Option<String>,
-    /// Models of an early format have no type; only byte pair encoding has merges.
+    /// Models of an early format have no type. Only byte pair encoding has merges.
     merges: Option<serde::de::IgnoredAny>,
 }
 
-/// Reads and checks the file. Its padding and truncation are left out: they belong to batches for training,
-/// and a prompt must be encoded whole.
+/// Reads and checks the file. Its padding and truncation are ignored: they belong to batches for training, and a prompt
+/// must be encoded whole.
 pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
     let json: TokenizerJson<'_> = serde_json::from_slice(bytes).map_err(|err| format!("not valid: {err}"))?;
     if let Some(version) = json.version.as_deref().filter(|&version| version != "1.0") {
@@ -100,7 +100,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
     Ok(Parts { inner, vocab_size: id_max.max(added_max) as usize + 1, special_ids, byte_of, longest })
 }
 
-/// The model and its largest id.
+/// Reads the model. Also returns its largest id.
 fn read_model(json: &RawValue) -> Result<(TextModel, u32), String> {
     let invalid = |err: serde_json::Error| format!("model: not valid: {err}");
     let kind: ModelKind = serde_json::from_str(json.get()).map_err(invalid)?;
@@ -119,10 +119,10 @@ fn part<T: DeserializeOwned>(name: &str, json: Option<Value>) -> Result<Option<T
     json.map(serde_json::from_value).transpose().map_err(|err| format!("{name}: not valid: {err}"))
 }
 
-/// Adds the tokens that stand beside the model; returns the ids of the special ones.
+/// Adds the tokens that are not part of the model. Returns the ids of the special ones.
 ///
-/// The library gives a new token the next free id whatever the file says. A different id would silently
-/// shift every later token of the model, so it is an error here.
+/// The library gives a new token the next free id, whatever the file says. A different id would silently shift every
+/// later token of the model, so it is an error here.
 fn add_tokens(inner: &mut Steps, tokens: &[AddedJson]) -> Result<Vec<u32>, String> {
     if let Some(token) = tokens.iter().find(|token| token.content.is_empty()) {
         return Err(format!("added token {} is empty", token.id));

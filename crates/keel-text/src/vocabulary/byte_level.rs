@@ -1,33 +1,33 @@
-//! Byte-level pair encoding: bytes are written as characters, text is cut by a pattern, pairs are merged by rank.
+//! Byte-level pair encoding: bytes are written as characters, a pattern cuts the text, pairs merge by rank.
 
 use serde_json::{Value, json};
 
 use super::Vocabulary;
 
-/// The pattern of GPT-2; the library's byte-level step has it built in.
+/// The pattern of GPT-2, which is built into the library's byte-level step.
 const GPT2: &str = "";
-/// Llama 3: up to three digits together.
+/// Llama 3: groups of up to three digits.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// Qwen2 to Qwen3: single digits.
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// Qwen3.5: marks belong to letters.
+/// Qwen3.5: combining marks belong to letters.
 const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Mistral's from Nemo on: words begin where letters become capital; single digits.
+/// Mistral from Nemo on: a word begins where letters become capital; single digits.
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// GPT-4o's, of Phi-4-mini: the same with up to three digits together, and words keep what follows an apostrophe.
+/// GPT-4o and Phi-4-mini: as Tekken, with groups of up to three digits, and words keep the part after an apostrophe.
 const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Names that are written.
+/// The names that an export may use.
 pub(super) const NAMES: [&str; 8] =
     ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"];
 
-/// How text is prepared.
+/// How text is prepared before the merges.
 struct Steps {
     pattern: &'static str,
-    /// Each digit is a piece of its own, before the pattern is applied.
+    /// Each digit becomes a piece of its own before the pattern is applied.
     single_digits: bool,
-    /// Characters are composed first.
+    /// Characters are composed first (NFC).
     nfc: bool,
     /// A piece that is a token is taken whole, however its pairs would merge.
     ignore_merges: bool,
@@ -41,7 +41,7 @@ fn steps(pre: &str) -> Option<Steps> {
             Steps { single_digits: true, ..plain(GPT2) }
         }
         "llama-bpe" | "llama3" | "llama-v3" => Steps { ignore_merges: true, ..plain(LLAMA3) },
-        // SmolLM3; Phi-4 and OLMo 2 and 3; GLM-4.
+        // smaug-bpe: SmolLM3. dbrx: Phi-4, OLMo 2 and OLMo 3. glm4: GLM-4.
         "smaug-bpe" | "dbrx" | "glm4" | "chatglm-bpe" => plain(LLAMA3),
         "tekken" => Steps { ignore_merges: true, ..plain(TEKKEN) },
         "gpt-4o" => plain(GPT4O),
@@ -51,8 +51,8 @@ fn steps(pre: &str) -> Option<Steps> {
     })
 }
 
-/// The name of a way to cut text: by these patterns, after digits were set apart. Where two ways differ only in whether merges
-/// are ignored, the one that does as `ignores_merges` says.
+/// The name of the way to cut text with these patterns, after digits were separated if `single_digits` holds. If
+/// several names cut alike, one with `ignore_merges` equal to `ignores_merges` is preferred.
 pub(super) fn name_of(patterns: &[&str], single_digits: bool, ignores_merges: bool) -> Option<&'static str> {
     let pattern = match patterns {
         [] => GPT2,
@@ -67,7 +67,7 @@ pub(super) fn name_of(patterns: &[&str], single_digits: bool, ignores_merges: bo
     named().find(alike).or_else(|| named().next())
 }
 
-/// The `tokenizer.json`.
+/// Builds the `tokenizer.json`.
 pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
     let Some(steps) = steps(vocabulary.pre) else {
         return Err(format!(
@@ -108,7 +108,7 @@ mod tests {
     use super::super::{TokenKind, Vocabulary};
     use crate::{TextFiles, Tokenizer};
 
-    /// Bytes as byte-level vocabularies write them, for ASCII: a space is Ġ, a line break Ċ.
+    /// In byte-level vocabularies ASCII stands for itself, except that a space is Ġ and a line break Ċ.
     fn vocabulary(pre: &'static str) -> Vocabulary<'static> {
         let words = ["a", "b", "1", "2", "Ġ", "Ċ", "ab", "Ġab", "12", "<s>"];
         let kind = |word: &&str| if *word == "<s>" { TokenKind::Control } else { TokenKind::Normal };

@@ -1,4 +1,4 @@
-//! The vocabulary of a tokenizer's files, for files that hold one instead.
+//! Extracts the vocabulary of a tokenizer's files, for file formats that store a vocabulary instead.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::{TokenKind, byte_level};
 use crate::{TextError, TextFile, TextFiles, Tokenizer};
 
-/// A vocabulary and what belongs to it: the fields are those of [`Vocabulary`](super::Vocabulary), which see.
+/// A vocabulary and its settings. The fields are those of [`Vocabulary`](super::Vocabulary).
 #[derive(Clone, Debug, Default, PartialEq)]
 #[allow(missing_docs, reason = "documented there")]
 pub struct ExportedVocabulary {
@@ -27,11 +27,13 @@ pub struct ExportedVocabulary {
 }
 
 impl TextFiles<'_> {
-    /// The vocabulary of these files, with `size` tokens: what is between the tokenizer's and the model's is filled up.
+    /// Extracts the vocabulary of these files, with at least `size` tokens. Placeholders fill the ids after the
+    /// tokenizer's own.
     ///
     /// # Errors
-    /// [`TextError::Tokenizer`] for a tokenizer that is neither byte-level nor SentencePiece pair encoding, or cuts text in a way
-    /// that has no name.
+    /// [`TextError::Tokenizer`] for a tokenizer that is neither byte-level nor SentencePiece pair encoding, or that
+    /// cuts text in a way
+    /// without a name.
     pub fn vocabulary(&self, size: usize) -> Result<ExportedVocabulary, TextError> {
         let wrong = |reason: String| TextError::Tokenizer { file: self.tokenizer.name.clone(), reason };
         let tokenizer = Tokenizer::new(self)?;
@@ -63,7 +65,7 @@ impl TextFiles<'_> {
         Ok(vocabulary)
     }
 
-    /// The files with the names that they have in a checkpoint's folder, config.json aside.
+    /// The files, with their names in a checkpoint's folder. `config.json` is left out.
     pub fn to_write(&self) -> Vec<(&'static str, &[u8])> {
         let files: [(&str, Option<&TextFile<'_>>); 4] = [
             ("tokenizer.json", Some(&self.tokenizer)),
@@ -75,7 +77,7 @@ impl TextFiles<'_> {
     }
 }
 
-/// Whether a step or one that it consists of is as asked for.
+/// Whether `is` holds for a step or for a step nested in it.
 fn contains(step: &Value, is: &dyn Fn(&Value) -> bool) -> bool {
     let inner = ["pretokenizers", "normalizers", "decoders"].iter().filter_map(|key| step[*key].as_array());
     is(step) || inner.flatten().any(|step| contains(step, is))
@@ -144,7 +146,8 @@ fn tokens(json: &Value, count: usize, has_bytes: bool) -> Vec<(String, TokenKind
     tokens
 }
 
-/// The negative rank of the first merge that makes each token; for those that none makes, less than all of them.
+/// Scores: the negative rank of the first merge that makes a token. A token that no merge makes gets a lower score than
+/// all of them.
 fn scores(json: &Value, tokens: &[(String, TokenKind)]) -> Vec<f32> {
     let merges: &[Value] = json["model"]["merges"].as_array().map_or(&[], Vec::as_slice);
     let mut ranks = HashMap::with_capacity(merges.len());
@@ -167,7 +170,7 @@ mod tests {
     use super::super::Vocabulary;
     use super::*;
 
-    /// What becomes of a vocabulary that is written as files and read from them.
+    /// Writes a vocabulary as files and reads it back from them.
     fn round_trip(vocabulary: &Vocabulary<'_>, size: usize) -> ExportedVocabulary {
         TextFiles::from_vocabulary(vocabulary).expect("known").vocabulary(size).expect("has a name")
     }

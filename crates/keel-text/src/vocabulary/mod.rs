@@ -1,6 +1,7 @@
-//! The text side of a model whose file holds a vocabulary instead of a `tokenizer.json`, as GGUF files do.
+//! The text side of a model whose file holds a vocabulary instead of a `tokenizer.json`. GGUF files are such files.
 //!
-//! It is written as the files that a Hugging Face checkpoint would have, in memory, so that one reader checks both.
+//! The vocabulary is converted, in memory, to the files that a Hugging Face checkpoint would have. So one reader checks
+//! both forms.
 
 mod byte_level;
 mod export;
@@ -14,35 +15,35 @@ use crate::{TextError, TextFile, TextFiles};
 
 pub use export::ExportedVocabulary;
 
-/// What a token is for.
+/// The purpose of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenKind {
     /// A piece of text.
     Normal,
-    /// Found in text before anything else, and part of the text.
+    /// Matched in text before anything else, and decoded to text.
     UserDefined,
-    /// Found in text before anything else; no text itself.
+    /// Matched in text before anything else, and decoded to nothing.
     Control,
-    /// Stands for one byte: `<0x0A>`.
+    /// Stands for one byte, such as `<0x0A>`.
     Byte,
     /// Anything else.
     Other,
 }
 
-/// A vocabulary and what belongs to it. Ids are positions in `tokens`.
+/// A vocabulary and its settings. A token's id is its position in `tokens`.
 #[derive(Clone, Debug, Default)]
 pub struct Vocabulary<'a> {
-    /// How errors call the file.
+    /// The file's name in errors.
     pub name: String,
     /// The algorithm: `gpt2` for byte-level pair encoding, `llama` for SentencePiece.
     pub model: &'a str,
-    /// How text is cut before pairs are merged; for byte-level vocabularies.
+    /// How text is cut before pairs are merged. Only for byte-level vocabularies.
     pub pre: &'a str,
-    /// Texts and kinds.
+    /// Texts and kinds of the tokens.
     pub tokens: Vec<(&'a str, TokenKind)>,
-    /// The higher, the earlier a token is merged; for SentencePiece.
+    /// Of two merges, the one with the higher score comes first. Only for SentencePiece.
     pub scores: Vec<f32>,
-    /// Pairs with a space between, first merged first; for byte-level vocabularies.
+    /// Pairs with a space between their tokens, in merge order. Only for byte-level vocabularies.
     pub merges: Vec<&'a str>,
     /// The token at the beginning of a sequence.
     pub bos: Option<u32>,
@@ -50,22 +51,22 @@ pub struct Vocabulary<'a> {
     pub eos: Option<u32>,
     /// Other tokens that end a turn.
     pub eot: Vec<u32>,
-    /// Stands for what the vocabulary cannot express.
+    /// Stands for text that the vocabulary cannot express.
     pub unk: Option<u32>,
-    /// Fills a batch.
+    /// Pads the sequences of a batch to one length.
     pub pad: Option<u32>,
-    /// Whether encoding puts `bos` first; `None` for what is usual for the algorithm.
+    /// Whether encoding puts `bos` first. `None` means the default of the algorithm.
     pub add_bos: Option<bool>,
-    /// Whether text begins with a space that decoding takes away; `None` for what is usual for the algorithm.
+    /// Whether encoding adds a leading space that decoding removes. `None` means the default of the algorithm.
     pub add_space_prefix: Option<bool>,
-    /// Template of conversations.
+    /// The chat template.
     pub chat_template: Option<&'a str>,
-    /// Recommended sampling, by the names of `generation_config.json`.
+    /// Recommended sampling settings, under their names in `generation_config.json`.
     pub sampling: Vec<(&'static str, f64)>,
 }
 
-/// Tokens that end a turn wherever a vocabulary has them as control or user-defined tokens: files often name one end
-/// alone, and templates write another.
+/// Tokens that end a turn in every vocabulary that has them as control or user-defined tokens. Files often name only
+/// one end token, while templates write another.
 const TURN_ENDS: [&str; 8] = [
     "<|im_end|>",
     "<end_of_turn>",
@@ -78,7 +79,7 @@ const TURN_ENDS: [&str; 8] = [
 ];
 
 impl TextFiles<'static> {
-    /// The files that a vocabulary amounts to.
+    /// Converts a vocabulary to the files of a checkpoint.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`] for an algorithm or a way of cutting text that is not known, or ids without a token.
@@ -114,7 +115,7 @@ impl Vocabulary<'_> {
         })
     }
 
-    /// `tokenizer_config.json`.
+    /// Builds `tokenizer_config.json`.
     fn config(&self) -> Result<Value, String> {
         let usual = self.model == "llama" || matches!(self.pre, "llama-bpe" | "tekken");
         let mut config = Map::new();
@@ -136,7 +137,7 @@ impl Vocabulary<'_> {
         Ok(Value::Object(config))
     }
 
-    /// `generation_config.json`.
+    /// Builds `generation_config.json`.
     fn generation_config(&self) -> Value {
         let ends = self.tokens.iter().zip(0u32..).filter(|((text, kind), _)| {
             matches!(kind, TokenKind::Control | TokenKind::UserDefined) && TURN_ENDS.contains(text)
@@ -146,14 +147,14 @@ impl Vocabulary<'_> {
         ids.dedup();
         let mut config = Map::from_iter([("eos_token_id".to_string(), json!(ids))]);
         for &(key, value) in &self.sampling {
-            // Whole numbers are written as such.
+            // Whole numbers are written without a fraction.
             let whole = value.fract() == 0.0 && value.abs() < 1e9;
             config.insert(key.into(), if whole { json!(value as i64) } else { json!(value) });
         }
         Value::Object(config)
     }
 
-    /// Texts to ids; of equal texts the first counts.
+    /// Maps texts to ids. Of equal texts the first counts.
     fn ids(&self) -> Map<String, Value> {
         let mut ids = Map::new();
         for (id, (text, _)) in self.tokens.iter().enumerate() {
@@ -162,7 +163,7 @@ impl Vocabulary<'_> {
         ids
     }
 
-    /// Tokens that are found in text before anything else.
+    /// Tokens that are matched in text before anything else.
     fn added_tokens(&self, ids: &Map<String, Value>) -> Vec<Value> {
         let added = self.tokens.iter().enumerate().filter(|(id, (text, kind))| {
             let whole = matches!(kind, TokenKind::Control | TokenKind::UserDefined);

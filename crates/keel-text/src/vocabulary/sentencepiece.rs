@@ -1,4 +1,4 @@
-//! SentencePiece vocabularies: a space is `▁`, pairs are merged by the score of what they make, and what is not in the
+//! SentencePiece vocabularies: a space is `▁`, pairs merge by the score of their result, and text that is not in the
 //! vocabulary is spelled in bytes.
 
 use std::collections::HashMap;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::{TokenKind, Vocabulary};
 
-/// The `tokenizer.json`.
+/// Builds the `tokenizer.json`.
 pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
     let (tokens, scores) = (vocabulary.tokens.len(), vocabulary.scores.len());
     if scores != tokens {
@@ -49,7 +49,7 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
     }))
 }
 
-/// Every way to make a token of two others, best first.
+/// Every way to make a token from two others, best first.
 fn merges<'a>(vocabulary: &Vocabulary<'a>) -> Vec<(&'a str, &'a str)> {
     let mut ids = HashMap::with_capacity(vocabulary.tokens.len());
     for (id, (text, _)) in vocabulary.tokens.iter().enumerate() {
@@ -67,7 +67,7 @@ fn merges<'a>(vocabulary: &Vocabulary<'a>) -> Vec<(&'a str, &'a str)> {
             }
         }
     }
-    // Of several ways to make the same token the one with the longest left part goes first.
+    // If several pairs make the same token, the pair with the longest left part comes first.
     pairs.sort_by(|a, b| {
         b.0.total_cmp(&a.0).then(b.3.len().cmp(&a.3.len())).then((a.1, a.2).cmp(&(b.1, b.2)))
     });
@@ -83,7 +83,7 @@ mod tests {
         let mut tokens = vec![("<unk>", TokenKind::Control), ("<s>", TokenKind::Control)];
         let bytes: Vec<String> = (0..=255).map(|byte| format!("<0x{byte:02X}>")).collect();
         tokens.extend(bytes.iter().map(|byte| (byte.as_str(), TokenKind::Byte)));
-        // From id 258 on.
+        // These have the ids from 258 on.
         tokens.extend(["▁", "a", "b", "ab", "▁a", "▁ab", "aa"].map(|text| (text, TokenKind::Normal)));
         tokens.push(("\n\n", TokenKind::UserDefined));
         let scores = (0..tokens.len()).map(|id| if id < 261 { 0.0 } else { -(id as f32) }).collect();
@@ -96,7 +96,7 @@ mod tests {
     #[test]
     fn pairs_merge_by_score_and_the_rest_is_bytes() {
         let plain = tokenizer(Some(false));
-        // ab has a better score than ▁a, so it is made first.
+        // ab has a better score than ▁a, so it merges first.
         assert_eq!(plain.encode("ab ab", false).unwrap(), [261, 263]);
         assert_eq!(plain.encode("aa", true).unwrap(), [1, 264]);
         assert_eq!(plain.encode("aé", false).unwrap(), [259, 2 + 0xc3, 2 + 0xa9]);

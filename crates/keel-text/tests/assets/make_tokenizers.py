@@ -115,7 +115,7 @@ def byte_tokens():
     spaced = "\u2581" + TEXT.replace(" ", "\u2581")
     words = collections.Counter(tuple(word) for word in re.findall("\u2581?[^\u2581]+", spaced))
     merges = train(words, 150)
-    # What is not ASCII and not in a merge is left to the tokens of one byte.
+    # Tokens of one byte spell characters that are neither ASCII nor in a merge.
     in_merges = {char for pair in merges for char in "".join(pair)}
     chars = sorted(char for char in set(spaced) if char < "\x7f" or char == "\u2581" or char in in_merges)
     names = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]

@@ -1,4 +1,4 @@
-//! Takes answers apart, and starts grammars. Shared by the smoke tests and the fuzz targets.
+//! Parses answers and compiles grammars. The smoke tests and the fuzz targets share this module.
 
 use std::sync::LazyLock;
 
@@ -7,11 +7,11 @@ use keel_text::{
 };
 use serde_json::{Value, json};
 
-/// A tokenizer whose vocabulary is bytes.
+/// A tokenizer with a byte-level vocabulary.
 const TOKENIZER: &[u8] = include_bytes!("../assets/byte_level/tokenizer.json");
 const TOKENIZER_CONFIG: &[u8] = include_bytes!("../assets/byte_level/tokenizer_config.json");
 
-/// The parts of an answer, those of one kind that follow each other put together.
+/// The parts of an answer. Adjacent parts of one kind are joined.
 fn parts(form: &AnswerForm, pieces: &[&str]) -> Vec<AnswerPart> {
     let mut parser = AnswerParser::new(form.clone());
     let mut parts = Vec::new();
@@ -28,10 +28,13 @@ fn parts(form: &AnswerForm, pieces: &[&str]) -> Vec<AnswerPart> {
     joined
 }
 
-/// Takes an answer apart, whole and in pieces. The first byte says what it may consist of. Returns whether it calls a tool.
+/// Parses an answer, whole and in pieces. The first byte selects the parts that it may have. Returns whether it calls a
+/// tool.
 ///
 /// # Panics
-/// If the pieces lead to other parts than the whole, a call is none of those offered, or text is made of nothing.
+/// - If the pieces give other parts than the whole.
+/// - If a call names a tool that was not offered.
+/// - If the parts have more text than the answer.
 #[allow(dead_code)] // each target uses its part
 pub fn exercise_answer(data: &[u8]) -> bool {
     let Some((&kind, text)) = data.split_first() else { return false };
@@ -69,11 +72,11 @@ static GRAMMARS: LazyLock<(GrammarFactory, usize)> = LazyLock::new(|| {
     (GrammarFactory::new(&files, &tokenizer).expect("its vocabulary is bytes"), tokenizer.vocab_size())
 });
 
-/// Starts a grammar and follows it for some tokens. The first byte says whether the rest is a schema, a Lark grammar or a
-/// regular expression. Returns whether it is one.
+/// Compiles a grammar and follows it for some tokens. The first byte selects whether the rest is a schema, a Lark
+/// grammar or a regular expression. Returns whether it compiles.
 ///
 /// # Panics
-/// If a library's panic had to be caught, or a token that may come is refused.
+/// If a panic of a library was caught, or a token that may come is refused.
 #[allow(dead_code)] // each target uses its part
 pub fn exercise_grammar(data: &[u8]) -> bool {
     let Some((&kind, text)) = data.split_first() else { return false };

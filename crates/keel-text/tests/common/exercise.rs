@@ -1,11 +1,11 @@
-//! Opens the files of a checkpoint and uses what opened. Shared by the smoke test and the fuzz target.
+//! Opens the files of a checkpoint and uses the results. The smoke test and the fuzz target share this module.
 
 use keel_text::{
     ChatRequest, ChatTemplate, GenerationDefaults, Message, SpecialTokens, StopMatcher, TextError, TextFiles,
     Tokenizer,
 };
 
-/// The files of a checkpoint; empty ones are left out.
+/// The files of a checkpoint. An empty file counts as absent.
 #[derive(Clone, Debug, Default)]
 pub struct Input {
     pub tokenizer: Vec<u8>,
@@ -15,10 +15,10 @@ pub struct Input {
     pub template: Vec<u8>,
 }
 
-/// Goes through every function that reads a file. Returns whether all of them opened.
+/// Calls every function that reads a file. Returns whether all of them succeeded.
 ///
 /// # Panics
-/// If any of them panics, or had to catch a panic of a library.
+/// If a function panics, or caught a panic of a library.
 pub fn exercise(input: &Input) -> bool {
     let mut files = TextFiles::in_memory(&input.tokenizer);
     if !input.tokenizer_config.is_empty() {
@@ -44,7 +44,7 @@ pub fn exercise(input: &Input) -> bool {
             .is_some()
 }
 
-/// The value, or nothing if there was an error. A caught panic is an error too, but one to be fixed.
+/// The value, or `None` if there was an error. A caught panic is also an error, but one that must be fixed.
 fn no_panic<T>(result: Result<T, TextError>) -> Option<T> {
     match result {
         Err(TextError::Panicked { op, reason }) => panic!("{op}: caught a panic: {reason}"),

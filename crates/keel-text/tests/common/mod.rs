@@ -2,12 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-/// Folder of a checkpoint.
+/// The folder of a checkpoint.
 pub fn asset(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/assets").join(name)
 }
 
-/// The files of a checkpoint, as bytes; empty where the checkpoint lacks one.
+/// The files of a checkpoint, as bytes. A file that the checkpoint lacks is empty.
 #[allow(dead_code)] // each test binary uses its own part
 pub struct Files {
     pub tokenizer: Vec<u8>,

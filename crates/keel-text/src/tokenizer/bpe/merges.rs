@@ -1,18 +1,19 @@
-//! Which pairs of tokens merge, and which of them first.
+//! Ranks of the pairs of tokens that merge.
 
-/// Ranks of pairs, sorted by left and right token.
+/// Ranks of pairs, sorted by left and then right token.
 ///
 /// # Memory
-/// 8 bytes a pair and 4 bytes a token.
+/// 8 bytes per pair and 4 bytes per token.
 pub(super) struct Merges {
-    /// Where the pairs of each left token begin, and the end.
+    /// Start of each left token's pairs, followed by the end of the last.
     starts: Vec<u32>,
     rights: Vec<u32>,
     ranks: Vec<u32>,
 }
 
 impl Merges {
-    /// From pairs of places below `tokens`, first merged first. Of equal pairs the last counts.
+    /// Builds the ranks from pairs of places below `tokens`, in merge order. If a pair is listed twice, the last entry
+    /// counts.
     pub(super) fn new(pairs: &[(u32, u32)], tokens: u32) -> Merges {
         let mut order: Vec<u32> = (0..pairs.len() as u32).collect();
         order.sort_unstable_by_key(|&rank| (pairs[rank as usize], rank));
@@ -35,7 +36,7 @@ impl Merges {
         Merges { starts, rights, ranks }
     }
 
-    /// How early a pair merges: 0 is first.
+    /// The rank of a pair in merge order: 0 merges first.
     pub(super) fn rank(&self, left: u32, right: u32) -> Option<u32> {
         let (start, end) = (self.starts[left as usize] as usize, self.starts[left as usize + 1] as usize);
         let at = self.rights[start..end].binary_search(&right).ok()?;

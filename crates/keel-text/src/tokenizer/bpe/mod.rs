@@ -1,8 +1,8 @@
-//! Byte pair encoding in little memory.
+//! Byte pair encoding that needs little memory.
 //!
-//! The library's model keeps every text twice in strings of their own and pairs in a map: 30 MB for 150,000 tokens, 80 MB for
-//! 262,000, more than half of what small models weigh. Here tokens are numbers into one text. What comes out is the same, which
-//! the tests below compare.
+//! The library's model stores every text twice in separate strings, and the pairs in a map. That takes 30 MB for
+//! 150,000 tokens and 80 MB for 262,000 tokens, more than half the size of small models. Here a token is a number, and
+//! all texts share one string. The tests below compare the result with the library's.
 
 mod merges;
 mod read;
@@ -23,24 +23,25 @@ pub(super) use read::read;
 use texts::Texts;
 use word::Word;
 
-/// Bytes of a word between two looks at whether anyone waits for it.
+/// Bytes of a word between two checks for cancellation.
 const CHECKED_EACH: usize = 1024;
 
 /// A vocabulary and its merges.
 pub(super) struct Bpe {
     texts: Texts,
     merges: Merges,
-    /// Written in front of characters that do not begin a word, and left out where tokens are joined.
+    /// Put before each character that does not begin a word. It is left out where tokens are joined.
     prefix: String,
-    /// Written behind the last character of a word.
+    /// Put after the last character of a word.
     suffix: String,
-    /// Stands for characters that the vocabulary lacks; without it they are left out. It may be missing itself.
+    /// The token for characters that the vocabulary lacks. With `None` they are dropped. The vocabulary may lack this
+    /// token, too.
     unknown: Option<String>,
-    /// Neighbouring unknown characters become one token.
+    /// Whether neighbouring unknown characters become one token.
     fuse_unknown: bool,
-    /// Places of the tokens `<0x00>` to `<0xFF>`, where unknown characters are written in these.
+    /// Places of the tokens `<0x00>` to `<0xFF>`, if unknown characters are spelled with them.
     byte_tokens: Option<Box<[Option<u32>; 256]>>,
-    /// A word that is a token is taken whole, however its pairs would merge.
+    /// Whether a word that is a token is taken whole, however its pairs would merge.
     ignore_merges: bool,
 }
 
@@ -50,8 +51,8 @@ impl Bpe {
         self.texts.id(self.texts.len() - 1)
     }
 
-    /// Bytes of text that a token covers at most; `None` if there are characters that no token covers. `in_bytes` says that words
-    /// come with a character for each byte.
+    /// The most bytes of text that one token covers. `None` if some character may get no token. `in_bytes` says that
+    /// each character of a word stands for one byte.
     pub(super) fn longest_token(&self, in_bytes: bool) -> Option<usize> {
         let texts = || (0..self.texts.len()).map(|place| self.texts.text(place));
         if in_bytes {
@@ -66,7 +67,7 @@ impl Bpe {
 
     fn word(&self, text: &str) -> tokenizers::Result<Word> {
         let mut word = Word::default();
-        // Bytes of the unknown characters in front.
+        // Bytes of the unknown characters just before.
         let mut unknown_bytes = 0;
         let mut spelled = String::new();
         for (at, c) in text.char_indices() {
@@ -99,7 +100,7 @@ impl Bpe {
         Ok(word)
     }
 
-    /// A character as the vocabulary writes it at this place of a word.
+    /// Adds the prefix and suffix that the vocabulary puts around a character at this place of a word.
     fn decorate<'t>(&self, c: &'t str, first: bool, last: bool, spelled: &'t mut String) -> &'t str {
         let prefix = if first { "" } else { &self.prefix };
         let suffix = if last { &self.suffix } else { "" };
@@ -111,13 +112,13 @@ impl Bpe {
         spelled
     }
 
-    /// A character in tokens of single bytes, if all of them exist.
+    /// Spells a character in byte tokens, if all of them exist.
     fn in_bytes(&self, written: &str) -> Option<Vec<u32>> {
         let tokens = self.byte_tokens.as_ref()?;
         written.bytes().map(|byte| tokens[usize::from(byte)]).collect()
     }
 
-    /// Unknown characters become a token.
+    /// Adds the token for the unknown characters collected so far.
     fn push_unknown(&self, word: &mut Word, bytes: &mut u32) -> tokenizers::Result<()> {
         let bytes = std::mem::take(bytes);
         if let Some(unknown) = self.unknown.as_ref().filter(|_| bytes > 0) {
@@ -133,7 +134,7 @@ impl Bpe {
     }
 
     fn token(&self, place: u32, start: usize, bytes: usize) -> Token {
-        // Nobody asks encodings for texts.
+        // No caller reads a token's text.
         Token::new(self.texts.id(place), String::new(), (start, start + bytes))
     }
 }
@@ -194,7 +195,7 @@ mod tests {
 
     use super::*;
 
-    /// A `model` of a tokenizer.json.
+    /// The `model` section of a tokenizer.json.
     #[derive(Clone, Debug)]
     struct Case {
         vocab: BTreeMap<String, u32>,
@@ -244,7 +245,7 @@ mod tests {
         }
     }
 
-    /// Vocabularies grown by merging tokens that are there, some of them twice; ids with and without gaps.
+    /// Vocabularies grown by merging existing tokens, some of them twice. Ids have gaps or not.
     fn case() -> impl Strategy<Value = Case> {
         let pairs =
             prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 0..24);

@@ -1,7 +1,8 @@
-//! The byte pair encoding model of a `tokenizer.json`, read and checked.
+//! Reads and checks the byte pair encoding model of a `tokenizer.json`.
 //!
-//! The library's own reader passes the model through two generic JSON trees and trusts the merges. Here the vocabulary is
-//! read first, then merges as numbers, wherever in the file each of them stands: no list of strings is made.
+//! The library's own reader passes the model through two generic JSON trees and trusts the merges. This reader takes
+//! the vocabulary first and then the merges, in whatever order the file has them. Merges become numbers directly,
+//! without a list of strings.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -30,7 +31,7 @@ struct BpeJson<'a> {
 
 /// Reads a model.
 ///
-/// Every token has an id and a text of its own, and every merge stays inside the vocabulary.
+/// Each token must have its own id and its own text, and each merge must stay inside the vocabulary.
 pub(in super::super) fn read(json: &str) -> Result<Bpe, String> {
     let invalid = |err: serde_json::Error| format!("not valid: {err}");
     let json: BpeJson<'_> = serde_json::from_str(json).map_err(invalid)?;
@@ -87,11 +88,11 @@ impl<'de> Visitor<'de> for VocabVisitor {
     }
 }
 
-/// A string that is copied only where it has escapes.
+/// A string that is copied only if it has escapes.
 #[derive(Deserialize)]
 struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// Reads merges into pairs of places. It leaves what is wrong with a merge in `problem`.
+/// Reads merges into pairs of places. An invalid merge is described in `problem`.
 struct PairReader<'a> {
     texts: &'a Texts,
     prefix: &'a str,
@@ -133,7 +134,7 @@ impl<'de> Visitor<'de> for &mut PairReader<'_> {
     }
 }
 
-/// A merge is written `"left right"` in older files and `["left", "right"]` in newer ones.
+/// Reads one merge: `"left right"` in older files, `["left", "right"]` in newer ones.
 struct MergeSeed<'r, 'a>(&'r mut PairReader<'a>);
 
 impl MergeSeed<'_, '_> {
@@ -198,7 +199,7 @@ mod tests {
 
     #[test]
     fn a_merge_must_stay_inside_the_vocabulary() {
-        // The library would copy two bytes into a buffer of one here.
+        // Here the library would copy two bytes into a buffer of one byte.
         let err = check(r#"{"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}"#).unwrap_err();
         assert_eq!(err, r#"merge 0: "ab" is not in the vocabulary"#);
         let err = check(r#"{"vocab": {"b": 1, "ab": 2}, "merges": ["a b"]}"#).unwrap_err();

@@ -1,19 +1,20 @@
-//! Texts by id and ids by text, in one piece of memory each.
+//! Maps texts to ids and ids to texts, with one allocation for each.
 
 use std::hash::{BuildHasher, RandomState};
 
 use hashbrown::HashTable;
 
-/// The texts of a vocabulary. A place is the rank of an id among all ids; where ids have no gaps, the id itself.
+/// The texts of a vocabulary. A *place* is the rank of an id among all ids. Without gaps in the ids, it is the id
+/// itself.
 ///
 /// # Memory
-/// The bytes of the texts and about 14 bytes a token; a map each way of strings of their own would take 150.
+/// The bytes of the texts and about 14 bytes per token. Two maps with separate strings would take 150 bytes per token.
 pub(super) struct Texts {
-    /// All texts, by place, one behind the other.
+    /// All texts, concatenated by place.
     joined: String,
-    /// Where the text of each place ends.
+    /// The end of each place's text in `joined`.
     ends: Vec<u32>,
-    /// The id of each place; empty where it is the place.
+    /// The id of each place; empty if each id equals its place.
     ids: Vec<u32>,
     /// Places by text.
     places: HashTable<u32>,
@@ -46,22 +47,22 @@ impl Texts {
         }
     }
 
-    /// How many there are.
+    /// The number of tokens.
     pub(super) fn len(&self) -> u32 {
         self.ends.len() as u32
     }
 }
 
-/// Texts as they come, in any order.
+/// Collects texts in any order.
 #[derive(Default)]
 pub(super) struct TextsBuilder {
     joined: String,
-    /// Id, and where the text lies.
+    /// Id, start and end of each text.
     tokens: Vec<(u32, u32, u32)>,
 }
 
 impl TextsBuilder {
-    /// Takes a token; says what is wrong with it.
+    /// Adds a token. The error says what is wrong with it.
     pub(super) fn push(&mut self, text: &str, id: u32) -> Result<(), String> {
         let start = self.joined.len() as u32;
         let end = u32::try_from(self.joined.len() + text.len());
@@ -71,7 +72,7 @@ impl TextsBuilder {
         Ok(())
     }
 
-    /// The vocabulary; no id and no text may come twice.
+    /// Builds the vocabulary. No id and no text may occur twice.
     pub(super) fn build(mut self) -> Result<Texts, String> {
         if self.tokens.is_empty() {
             return Err("the vocabulary is empty".to_string());
@@ -107,7 +108,7 @@ impl Texts {
             return Err(format!("token {text:?} is listed twice"));
         }
         let hash = self.hasher.hash_one(text);
-        // The capacity was asked for, so nothing is hashed again.
+        // The capacity was reserved, so the table never hashes again.
         self.places.insert_unique(hash, place, |_| unreachable!("there is room for every token"));
         Ok(())
     }

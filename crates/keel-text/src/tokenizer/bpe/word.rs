@@ -5,31 +5,31 @@ use std::collections::BinaryHeap;
 
 use crate::cancel;
 
-/// Merges between two looks at whether anyone waits for the word, about.
+/// About the number of merges between two checks for cancellation.
 const CHECKED_EACH: usize = 1024;
 
-/// No symbol on that side.
+/// Means that there is no symbol on that side.
 const NONE: u32 = u32::MAX;
 
 /// A token of the word.
 #[derive(Clone, Copy)]
 struct Symbol {
-    /// Its place in the vocabulary.
+    /// The token's place in the vocabulary.
     token: u32,
-    /// Bytes of the word that it covers; 0 once it was merged into the one before.
+    /// Number of bytes of the word that it covers. It is 0 after the symbol was merged into the one before.
     bytes: u32,
     before: u32,
     after: u32,
 }
 
-/// Tokens of a word, from left to right.
+/// The tokens of a word, from left to right.
 #[derive(Default)]
 pub(super) struct Word {
     symbols: Vec<Symbol>,
 }
 
 impl Word {
-    /// Adds a token that covers so many bytes.
+    /// Appends a token that covers `bytes` bytes.
     pub(super) fn push(&mut self, token: u32, bytes: u32) {
         let at = self.symbols.len() as u32;
         let before = at.checked_sub(1).unwrap_or(NONE);
@@ -39,8 +39,8 @@ impl Word {
         self.symbols.push(Symbol { token, bytes, before, after: NONE });
     }
 
-    /// Merges pairs until none is left: always the one of the lowest rank, of equal ones the first. `merge` gives
-    /// rank and result of a pair.
+    /// Merges pairs until no pair merges any more. The pair of lowest rank merges first; of equal ranks, the leftmost.
+    /// `merge` returns rank and result of a pair.
     pub(super) fn merge_all(&mut self, mut merge: impl FnMut(u32, u32) -> Option<(u32, u32)>) {
         let mut queue = BinaryHeap::with_capacity(self.symbols.len());
         for at in 1..self.symbols.len() {
@@ -56,7 +56,7 @@ impl Word {
                 continue;
             }
             let right = self.symbols[left.after as usize];
-            // The pair may be another one by now.
+            // Earlier merges may have changed the pair.
             if merge(left.token, right.token).is_none_or(|(_, now)| now != result) {
                 continue;
             }
@@ -77,7 +77,7 @@ impl Word {
         }
     }
 
-    /// Tokens and the bytes that each covers.
+    /// The tokens, each with the number of bytes that it covers.
     pub(super) fn tokens(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let alive = self.symbols.iter().filter(|symbol| symbol.bytes > 0);
         alive.map(|symbol| (symbol.token, symbol.bytes))
