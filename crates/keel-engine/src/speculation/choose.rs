@@ -1,21 +1,21 @@
-//! Which token a row leads to.
+//! How the token after a row is chosen.
 //!
-//! A draft `d` was drawn from the head's distribution `q`; the model's is `p`. With probability `min(1, p(d) / q(d))` it
-//! stays; otherwise the token is drawn from `max(p - q, 0)`, normalised. Either way the token's distribution is `p`. Both
-//! are what the sampler makes of the logits: penalties, bias, constraint, temperature and filters come before. Greedy
-//! distributions have one token, so a draft stays if it is the model's.
+//! A draft `d` was drawn from the MTP head's distribution `q`; the model's distribution is `p`. With probability
+//! `min(1, p(d) / q(d))` the draft stays. Otherwise the token is drawn from `max(p - q, 0)`, normalised. Either way the
+//! token's distribution is `p`. Both `p` and `q` are taken after penalties, bias, constraint, temperature and filters.
+//! A greedy distribution has one token, so a draft stays if it is the model's token.
 
 use keel_array::sampling::Draw;
 
 use crate::batch::Constraint;
 use crate::{EngineError, Result, Sampler};
 
-/// What a row led to.
+/// The token chosen after a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// The token.
     pub token: u32,
-    /// Whether nothing follows.
+    /// Whether the sequence ends with it.
     pub is_last: bool,
 }
 
@@ -26,81 +26,81 @@ pub trait Chooser {
         true
     }
 
-    /// Whether drafts and tokens are now those with the greatest logit, whatever the others are. Then nobody reads the
-    /// logits: drafts are made without asking, and tokens are told to [`Chooser::take`].
+    /// Whether drafts and tokens are now always those with the greatest logit. Then the host reads no logits: the
+    /// device draws, and [`Chooser::take`] gets the tokens.
     fn is_argmax(&self) -> bool {
         false
     }
 
-    /// How the next token can be drawn from the logits by whoever has them, if it needs nothing else of this. It is told to
-    /// [`Chooser::take`] then; the draw counts as made until [`Chooser::abandon`].
+    /// How the device can draw the next token from its logits; `None` if the host has to choose. The token is then
+    /// passed to [`Chooser::take`]. The draw counts as made until [`Chooser::abandon`].
     fn draw_ahead(&mut self) -> Option<Draw> {
         None
     }
 
-    /// As [`Chooser::draw_ahead`], for each of the next `count` tokens, however many of them come to be taken;
-    /// [`Chooser::keep_draws`] says how many. The drafts that they are compared with are then the head's greatest.
+    /// As [`Chooser::draw_ahead`], for each of the next `count` tokens. [`Chooser::keep_draws`] says how many of them
+    /// are taken. They are compared with the MTP head's most probable tokens as drafts.
     fn draw_rows(&mut self, _count: usize) -> Option<Vec<Draw>> {
         None
     }
 
-    /// So many of the draws of [`Chooser::draw_rows`] stay made; at least one.
+    /// Keeps the first `count` draws of [`Chooser::draw_rows`], at least one. The others count as not made.
     fn keep_draws(&mut self, _count: usize) {}
 
-    /// Draws a draft from the head's logits, which are overwritten, as if the drafts before it had stayed.
+    /// Draws a draft from the MTP head's logits, as if the drafts before it had stayed. The logits are overwritten.
     ///
     /// # Errors
-    /// What the constraint says.
+    /// An error of the constraint.
     fn draft(&mut self, logits: &mut [f32]) -> Result<u32>;
 
-    /// A round begins: [`Chooser::abandon`] comes back to here.
+    /// Begins a round. [`Chooser::abandon`] returns to this state.
     fn begin(&mut self);
 
-    /// The round failed: everything is again as when it began, and the same tokens will be chosen when it is tried again.
+    /// Takes back a failed round. The state is that of its begin, so a retry chooses the same tokens.
     ///
     /// # Errors
-    /// What the constraint says.
+    /// An error of the constraint.
     fn abandon(&mut self) -> Result<()>;
 
-    /// May change the drafts of a round, once they are complete.
+    /// May change the drafts of a round once they are complete.
     fn revise(&mut self, _drafts: &mut [u32]) {}
 
-    /// Ends drafting: everything is again as before the first draft of the round.
+    /// Ends drafting. The state is that before the first draft of the round.
     ///
     /// # Errors
-    /// What the constraint says.
+    /// An error of the constraint.
     fn retract(&mut self) -> Result<()>;
 
-    /// The token behind a row with these logits, which are overwritten. `draft` is the number of the draft for its
-    /// place, and the draft.
+    /// Chooses the token after a row with these logits, which are overwritten. `draft` is the draft for its place, with
+    /// its number in the round.
     ///
     /// # Errors
-    /// What the constraint says.
+    /// An error of the constraint.
     fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice>;
 
-    /// Takes a token that was found without this.
+    /// Takes a token that was found without this chooser, such as one that the device drew.
     ///
     /// # Errors
-    /// What the constraint says.
+    /// An error of the constraint.
     fn take(&mut self, token: u32) -> Result<Choice>;
 }
 
-/// Chooses by a [`Sampler`], within a [`Constraint`] if there is one.
+/// Chooses with a [`Sampler`], and within a [`Constraint`] if there is one.
 pub struct SamplerChooser {
     sampler: Sampler,
     constraint: Option<Box<dyn Constraint>>,
     end_tokens: Vec<u32>,
-    /// Drafts that are not retracted yet.
+    /// Drafts that were not retracted yet.
     drafts: Trail,
-    /// Tokens that were chosen in this round.
+    /// Tokens chosen in this round.
     chosen: Trail,
     /// The sampler's random state when the round began.
     random: u64,
-    /// That when the next one began, where its draw has been made already.
+    /// The random state before the next round's draw, if that draw was made already.
     random_behind: Option<u64>,
-    /// That behind each draw of [`Chooser::draw_rows`].
+    /// The random state after each draw of [`Chooser::draw_rows`].
     random_of_rows: Vec<u64>,
-    /// The drafts of the round and what they were drawn from; kept from round to round for their memory.
+    /// The drafts of the round, each with the distribution it was drawn from. Reused from round to round.
     proposals: Vec<(u32, Vec<(u32, f32)>)>,
     target: Vec<(u32, f32)>,
     residual: Residual,
@@ -128,12 +128,12 @@ impl SamplerChooser {
         }
     }
 
-    /// Whether every token can be drawn from the logits by whoever has them.
+    /// Whether the device can draw every token.
     pub(crate) fn draws_ahead(&self) -> bool {
         self.constraint.is_none() && self.sampler.draws_ahead()
     }
 
-    /// As [`Chooser::draw_ahead`], for the round behind this one, which begins when this one's token has been taken.
+    /// As [`Chooser::draw_ahead`], for the next round. That round begins when this round's token has been taken.
     pub(crate) fn draw_behind(&mut self) -> Option<Draw> {
         self.random_behind = Some(self.sampler.random());
         self.draw_ahead()
@@ -153,7 +153,7 @@ impl SamplerChooser {
         Ok(())
     }
 
-    /// What follows from a token.
+    /// Counts a chosen token and passes it to the constraint.
     fn chosen(&mut self, token: u32) -> Result<Choice> {
         self.chosen.tokens.push((token, self.sampler.note(token)));
         let mut is_last = self.end_tokens.contains(&token);
@@ -166,12 +166,12 @@ impl SamplerChooser {
     }
 }
 
-/// Tokens that sampler and constraint can forget again.
+/// Tokens that sampler and constraint can take back.
 #[derive(Debug, Default)]
 struct Trail {
-    /// Tokens, and whether the sampler had never seen them.
+    /// Each token, and whether the sampler had not seen it before.
     tokens: Vec<(u32, bool)>,
-    /// How many of them the constraint took: it takes none once it is complete.
+    /// How many of them the constraint accepted. It accepts none once it is complete.
     constrained: usize,
 }
 
@@ -265,7 +265,7 @@ impl Chooser for SamplerChooser {
         self.sampler.penalise(logits);
         self.sampler.distribution(logits, &mut self.target);
         let uniforms = [self.sampler.uniform(), self.sampler.uniform()];
-        // A draft that was not drawn here was certain to whoever made it.
+        // A draft that was not drawn here counts as proposed with probability 1.
         let certain = [(draft, 1.0)];
         let drawn = self.proposals.get(at).filter(|(proposed, _)| *proposed == draft);
         let q = drawn.map_or(&certain[..], |(_, distribution)| distribution);
@@ -287,7 +287,7 @@ fn draw(distribution: &[(u32, f32)], uniform: f32) -> u32 {
             return id;
         }
     }
-    // Rounding may leave a crumb; the most probable takes it.
+    // Rounding may leave a small rest; the most probable token gets it.
     distribution[0].0
 }
 
@@ -300,7 +300,7 @@ pub(super) struct Residual {
 }
 
 impl Residual {
-    /// Keeps `draft`, drawn from `q`, or draws another token, so that the result is distributed as `p`.
+    /// Keeps `draft`, which was drawn from `q`, or draws another token. The result has the distribution `p`.
     pub fn judge(&mut self, p: &[(u32, f32)], q: &[(u32, f32)], draft: u32, [keep, other]: [f32; 2]) -> u32 {
         let of = |distribution: &[(u32, f32)]| {
             distribution.iter().find(|&&(id, _)| id == draft).map_or(0.0, |&(_, weight)| weight)
@@ -318,7 +318,7 @@ impl Residual {
         q.iter().for_each(|&(id, _)| self.q[id as usize] = 0.0);
         let total: f32 = self.rest.iter().map(|&(_, weight)| weight).sum();
         if total <= 0.0 {
-            // p and q are the same up to rounding: then so is any draw from p.
+            // p and q are equal up to rounding, so any draw from p will do.
             return draw(p, other);
         }
         self.rest.iter_mut().for_each(|(_, weight)| *weight /= total);
@@ -333,7 +333,7 @@ mod tests {
     use crate::SamplerOptions;
 
     const DRAWS: usize = 50_000;
-    /// Of 7 degrees of freedom, exceeded once in 10,000 times.
+    /// For 7 degrees of freedom: exceeded with probability 1e-4.
     const CHI_SQUARE_MAX: f64 = 29.9;
 
     fn sampler(options: SamplerOptions) -> Sampler {
@@ -360,7 +360,7 @@ mod tests {
     const TARGET: [f32; 8] = [1.0, 2.0, -0.5, 0.3, 1.7, 0.9, -2.0, 0.0];
     const HEAD: [f32; 8] = [2.0, 0.5, 0.1, 1.3, -0.7, 1.9, 0.0, -1.0];
 
-    /// What plain sampling draws, as probabilities.
+    /// The probabilities of plain sampling.
     fn plain() -> Vec<f64> {
         let mut sampler = sampler(options(0));
         let (mut logits, mut distribution) = (TARGET, Vec::new());
@@ -375,13 +375,13 @@ mod tests {
         let draws: usize = counts.iter().sum();
         let term = |(&n, &p): (&usize, &f64)| {
             let expected = p * draws as f64;
-            // A token that must not come weighs as much as it takes.
+            // A token of probability 0 must not come: one is enough to fail the test.
             if expected > 0.0 { (n as f64 - expected).powi(2) / expected } else { n as f64 * 1e9 }
         };
         counts.iter().zip(p).map(term).sum()
     }
 
-    /// Draws first tokens of many sequences. `broken` keeps every draft whose target probability is not zero.
+    /// Draws the first tokens of many sequences. `broken` keeps every draft whose target probability is not 0.
     fn counts(broken: bool) -> Vec<usize> {
         let mut counts = vec![0; 8];
         for seed in 0..DRAWS {
@@ -459,7 +459,7 @@ mod tests {
         let first = round(&mut chooser);
         chooser.abandon().expect("rolls back");
         assert_eq!(seen(&chooser), before);
-        // Also halfway through drafting.
+        // The same after an abandoned round that was halfway through drafting.
         chooser.begin();
         chooser.draft(&mut HEAD.clone()).expect("allowed");
         chooser.abandon().expect("rolls back");
@@ -476,7 +476,7 @@ mod tests {
             chooser.choose(&mut [0.0; 8], None).expect("allowed").token
         };
         assert_eq!(choose(&mut chooser), 0);
-        // It is complete behind four more.
+        // The grammar is complete after four more tokens.
         for _ in 0..8 {
             chooser.draft(&mut [0.0; 8]).expect("allowed");
         }
@@ -484,7 +484,7 @@ mod tests {
         assert_eq!(choose(&mut chooser), 1);
     }
 
-    /// Tokens in turn: 0, 1, 2, 0, ... and no others.
+    /// Allows the tokens 0, 1, 2, 0, ... in turn, and no others.
     struct Turns(u32);
 
     impl Constraint for Turns {

@@ -1,27 +1,27 @@
-//! What speculation came to.
+//! Counts and times of speculation.
 
 use std::time::Duration;
 
 use super::depth::POSITIONS;
 
-/// Counts and times of the rounds of a sequence. Times of passes that several sequences share are divided among them.
+/// Counts and times of a sequence's rounds. The time of a pass that several sequences share is divided among them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SpeculationCounters {
-    /// Rounds, those without drafts included.
+    /// Rounds, including those without drafts.
     pub rounds: u64,
     /// Rounds without drafts.
     pub plain_rounds: u64,
-    /// Tokens given.
+    /// Tokens that the rounds gave.
     pub tokens: u64,
-    /// Drafts made for each position behind the last token.
+    /// Drafts made at each position after the last token.
     pub drafted: [u64; POSITIONS],
     /// Drafts accepted at each position.
     pub accepted: [u64; POSITIONS],
-    /// In the head.
+    /// Time in the MTP head.
     pub draft_time: Duration,
-    /// In the model.
+    /// Time in the model.
     pub verify_time: Duration,
-    /// Choosing tokens and moving counts. The state itself is committed within the next verify pass.
+    /// Time to choose tokens and move counts. The state itself is committed within the next verify pass.
     pub commit_time: Duration,
 }
 
@@ -36,12 +36,12 @@ impl SpeculationCounters {
         self.accepted.iter().sum()
     }
 
-    /// Tokens of a round, on average; 0 before the first.
+    /// Mean number of tokens of a round; 0 before the first.
     pub fn mean_accepted_len(&self) -> f64 {
         if self.rounds == 0 { 0.0 } else { self.tokens as f64 / self.rounds as f64 }
     }
 
-    /// Adds those of another sequence.
+    /// Adds the counts and times of another sequence.
     pub fn add(&mut self, other: &SpeculationCounters) {
         self.rounds += other.rounds;
         self.plain_rounds += other.plain_rounds;

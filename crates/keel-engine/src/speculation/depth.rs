@@ -1,9 +1,9 @@
 //! How many tokens to draft.
 //!
-//! With `a_i` the share of drafts accepted at position `i` once those before it were, a round of depth `k` gives
-//! `1 + a_1 + a_1 a_2 + ... + a_1 .. a_k` tokens on average and takes `verify(k + 1) + k draft`. The depth with most
-//! tokens per second is taken; 0 is plain decoding, and competes on the same terms. Shares are measured for each
-//! sequence, times for the engine.
+//! Let `a_i` be the share of drafts accepted at position `i` if all before it were accepted. A round of depth `k` gives
+//! `1 + a_1 + a_1 a_2 + ... + a_1 .. a_k` tokens on average and takes the time `verify(k + 1) + k draft`. The depth
+//! with the most tokens per second is chosen. Depth 0 is plain decoding and competes like the others. Shares are
+//! measured for each sequence, times for the engine.
 
 use std::collections::BTreeMap;
 
@@ -12,43 +12,46 @@ use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 /// Positions of drafts.
 pub(super) const POSITIONS: usize = DRAFTS_MAX;
 
-/// Share of accepted drafts that a sequence starts with, and as how many observations that counts: one draft that is refused
-/// says little, and two in a row end drafting.
+/// Share of accepted drafts that a sequence starts with.
 const ACCEPTANCE_PRIOR: f64 = 0.7;
+/// How many observations the prior counts for. One rejected draft then says little, and two in a row end drafting.
 const PRIOR_OBSERVATIONS: u64 = 2;
 /// Weight of the newest observation, once there are many.
 const ACCEPTANCE_WEIGHT: f64 = 0.06;
-/// Weights of a time above the mean and of one below: others on the machine make passes slower and never faster.
+/// Weight of a time above the mean. Other work on the machine makes passes slower, never faster.
 const COST_WEIGHT: f64 = 0.1;
+/// Weight of a time below the mean.
 const LOWER_COST_WEIGHT: f64 = 0.5;
-/// A first draft that is accepted when drafting is tried again is believed at least so much.
+/// The least share assumed for the first position once a trial's first draft was accepted.
 const RETRY_ACCEPTANCE: f64 = 0.6;
-/// Plain rounds until drafting is tried again: at first (the head's next pass then runs the rows that it is behind), after one
-/// trial that failed (it has just been caught up), and at most; each further one takes so many times as long.
+/// Plain rounds before drafting is tried again. The MTP head's next pass can still hold the rows that it lags behind.
 const RETRY_AFTER: u64 = POSITIONS as u64;
+/// The same after a failed trial, at least. The head has just caught up then.
 const SECOND_RETRY_AFTER: u64 = HEAD_LAG_MAX as u64;
+/// The same, at most.
 const RETRY_AFTER_MAX: u64 = 32 * HEAD_LAG_MAX as u64;
+/// Each failed trial multiplies the number by this.
 const RETRY_GROWTH: u64 = 4;
-/// Where plain decoding has won for so many rounds, depths are compared once in so many.
+/// After this many plain rounds in a row, depths are compared only once in this many rounds.
 const COMPARED_EVERY: u64 = 8;
-/// Once in so many rounds with drafts there is one more than seems best: what a depth costs is known only from trying it,
-/// and the first trial may have been disturbed.
+/// One in this many drafting rounds makes one draft more than seems best. The cost of a depth is known only from trying
+/// it, and the first trial may have been disturbed.
 const DEEPER_EVERY: u64 = 16;
-/// A plain round is measured anew after so many rounds.
+/// A plain round is measured again after this many rounds with drafts.
 const PLAIN_EVERY: u64 = 256;
-/// What another row is assumed to add to a pass, until it has been measured.
+/// The share of a pass's time that another row is assumed to add, until it has been measured.
 const ROW_COST_GUESS: f64 = 0.04;
 
-/// A pass of the head, as a share of one of the model.
+/// Nominal time of a pass of the MTP head, as a share of a pass of the model.
 const NOMINAL_DRAFT_COST: f64 = 0.15;
 
-/// Drafts of a round.
+/// How many drafts a round makes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Depth {
-    /// As many as pay, none included.
+    /// As many as pay, or none.
     #[default]
     Auto,
-    /// Always so many, as far as the engine's `drafts` and the rest of the sequence allow.
+    /// Always this many, within the engine's `drafts` and the rest of the sequence.
     Fixed(usize),
 }
 
@@ -56,7 +59,7 @@ pub enum Depth {
 #[derive(Clone, Copy, Debug)]
 struct Mean {
     seconds: f64,
-    /// Of one measurement: the first run of a shape is also its preparation.
+    /// Whether it is a single measurement. The first run of a shape includes its preparation.
     is_first: bool,
 }
 
@@ -70,7 +73,7 @@ pub(crate) struct Costs {
 }
 
 impl Costs {
-    /// What a pass of the model and one of the head for one sequence are taken to cost where time must not matter.
+    /// Assumed costs of a pass of the model and of the MTP head for one sequence, where measured times must not matter.
     fn nominal() -> Costs {
         let mut costs = Costs::default();
         costs.note_verify(1, 1.0);
@@ -78,12 +81,12 @@ impl Costs {
         costs
     }
 
-    /// A pass of the model over so many rows took so long.
+    /// Records the time of a pass of the model over `rows` rows.
     pub fn note_verify(&mut self, rows: usize, seconds: f64) {
         note(&mut self.verify, rows, seconds);
     }
 
-    /// A pass of the head for so many sequences took so long.
+    /// Records the time of a pass of the MTP head for `sequences` sequences.
     pub fn note_draft(&mut self, sequences: usize, seconds: f64) {
         note(&mut self.draft, sequences, seconds);
     }
@@ -92,12 +95,12 @@ impl Costs {
         self.since_plain = if was_plain { 0 } else { self.since_plain + 1 };
     }
 
-    /// Whether a plain round of so many sequences should be measured now.
+    /// Whether a plain round of this many sequences should be measured now.
     fn wants_plain(&self, sequences: usize) -> bool {
         self.since_plain >= PLAIN_EVERY || !self.verify.contains_key(&sequences)
     }
 
-    /// Seconds of a round of depth `k` of so many sequences.
+    /// Estimated seconds of a round of depth `k` for this many sequences.
     fn round(&self, sequences: usize, k: usize) -> f64 {
         let verify = estimate(&self.verify, sequences * (k + 1), ROW_COST_GUESS / sequences as f64);
         verify + k as f64 * estimate(&self.draft, sequences, ROW_COST_GUESS / sequences as f64)
@@ -111,17 +114,20 @@ fn note(times: &mut BTreeMap<usize, Mean>, rows: usize, seconds: f64) {
     } else if mean.is_first {
         Mean { seconds: seconds.min(mean.seconds), is_first: false }
     } else {
-        // A pass that was interrupted says nothing about the next.
+        // An interrupted pass says nothing about the next, so a measurement counts as at most twice the mean.
         let change = seconds.min(2.0 * mean.seconds) - mean.seconds;
         let weight = if change < 0.0 { LOWER_COST_WEIGHT } else { COST_WEIGHT };
         Mean { seconds: mean.seconds + weight * change, is_first: false }
     };
-    // Fewer rows take no longer. If they seemed to, that was long ago or the machine was busy.
+    // Fewer rows cannot take longer. A longer mean is out of date or was disturbed.
     times.range_mut(..rows).for_each(|(_, mean)| mean.seconds = mean.seconds.min(seconds));
 }
 
-/// The measured time at the nearest number of rows, with a guess for what the difference adds, and never less than that of
-/// fewer rows: what seems so is the noise of a machine that is shared. 0 if nothing is known.
+/// Estimated seconds of a pass over `rows` rows:
+///
+/// - the time measured at the greatest number of rows up to `rows`, plus its share `per_row` for each row more;
+/// - at least the time of any fewer rows, since a shorter time would be noise of a shared machine;
+/// - the time of the fewest measured rows if those are more; 0 if nothing is known.
 fn estimate(times: &BTreeMap<usize, Mean>, rows: usize, per_row: f64) -> f64 {
     let fewer = times.range(..=rows);
     let least = fewer.clone().map(|(_, mean)| mean.seconds).fold(0.0, f64::max);
@@ -145,7 +151,7 @@ pub(super) struct DepthControl {
 }
 
 impl DepthControl {
-    /// Of costs that are measured, or if `repeatable` of nominal ones.
+    /// Uses measured costs, or nominal ones if `repeatable`.
     pub fn new(depth: Depth, repeatable: bool) -> DepthControl {
         DepthControl {
             depth,
@@ -162,8 +168,8 @@ impl DepthControl {
         self.depth = depth;
     }
 
-    /// Drafts for the next round, at most `most`. `lag` is the number of rows that the head is behind: drafting is tried
-    /// again only when they are few.
+    /// How many drafts the next round makes, at most `most`. `lag` is the number of rows that the head lags behind:
+    /// drafting is tried again only when they are few.
     pub fn choose(&self, costs: &Costs, sequences: usize, most: usize, lag: usize) -> usize {
         let is_measured = self.nominal.is_none();
         let costs = self.nominal.as_ref().unwrap_or(costs);
@@ -189,8 +195,8 @@ impl DepthControl {
             && !self.plain_rounds.is_multiple_of(COMPARED_EVERY)
     }
 
-    /// The depth with most tokens per second. Wrong drafts are dearest in the first rounds, where nothing is known: a
-    /// position is drafted for once the one before it has been judged.
+    /// The depth with the most tokens per second. Nothing is known in the first rounds, where wrong drafts cost most.
+    /// So a position is drafted only once the position before it has been observed.
     fn best(&self, costs: &Costs, sequences: usize, most: usize) -> usize {
         let judged = self.observed.iter().take_while(|&&n| n > 0).count();
         let most = most.min(judged + 1).min(POSITIONS);
@@ -198,7 +204,7 @@ impl DepthControl {
         let (mut tokens, mut all_accepted, mut share) = (1.0, 1.0, ACCEPTANCE_PRIOR);
         for k in 0..=most {
             if k > 0 {
-                // A position that was never reached is believed to be as good as the one before it.
+                // A position that was never reached is assumed to be as good as the one before it.
                 share = if self.observed[k - 1] > 0 { self.acceptance[k - 1] } else { share };
                 all_accepted *= share;
                 tokens += all_accepted;
@@ -219,7 +225,7 @@ impl DepthControl {
         }
         self.drafting_rounds += 1;
         let was_retry = self.plain_rounds >= self.retry_after;
-        // The first draft that was refused is the last that was judged.
+        // The first rejected draft is the last one observed.
         for i in 0..drafted.min(accepted + 1) {
             let is_accepted = if i < accepted { 1.0 } else { 0.0 };
             self.observed[i] += 1;
@@ -242,7 +248,7 @@ impl DepthControl {
 mod tests {
     use super::*;
 
-    /// Passes of 1 ms and 0.1 ms a row more; the head takes 0.2 ms.
+    /// A pass takes 1 ms, and 0.1 ms for each further row. A pass of the head takes 0.2 ms.
     fn costs() -> Costs {
         let mut costs = Costs::default();
         (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 + 1e-4 * (rows - 1) as f64));
@@ -250,7 +256,8 @@ mod tests {
         costs
     }
 
-    /// Rounds in which a draft is accepted if `accepts` says so; drafts made, and seconds for each token.
+    /// Runs rounds in which `accepts` says how many drafts are accepted. Returns the drafts made and the seconds per
+    /// token.
     fn run(control: &mut DepthControl, rounds: usize, accepts: impl Fn(usize) -> usize) -> (usize, f64) {
         let costs = costs();
         let (mut drafted, mut seconds, mut tokens) = (0, 0.0, 0);

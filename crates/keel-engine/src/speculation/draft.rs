@@ -1,4 +1,4 @@
-//! Passes of the multi-token-prediction head.
+//! Passes of the multi-token-prediction (MTP) head.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::step::{Outcome, Rows};
 use crate::{Engine, Result};
 
 impl Engine {
-    /// Runs rows that the head is behind, if they are many and no draft does it anyway.
+    /// Runs rows that the head lags behind, if they reach `HEAD_LAG_MAX` or are more than a drafting pass holds.
     pub(super) fn catch_up(&mut self, sequence: &RoundSequence<'_>, part: &mut Part) -> Result<()> {
         let speculation = &*sequence.speculation;
         let lag = speculation.lag_rows();
@@ -28,8 +28,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes the drafts of each sequence. The first pass of the head runs the rows it is behind, each further one its own
-    /// result and the draft made of it, which lie where it reads them unless the sequences are others.
+    /// Makes the drafts of each sequence. The first pass of the head runs the rows that it lags behind. Each later pass
+    /// runs its own last result and the draft made from it. The pass before leaves both in place unless the set of
+    /// sequences changes.
     pub(super) fn draft(&mut self, batch: &mut [RoundSequence<'_>], parts: &mut [Part]) -> Result<()> {
         let deepest = parts.iter().map(|part| part.depth).max().unwrap_or(0);
         if deepest == 0 {

@@ -1,4 +1,4 @@
-//! One sequence that drafts for itself, token by token.
+//! Generates one sequence with speculation, token by token.
 
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
@@ -12,8 +12,8 @@ use super::{
 use crate::generate::Course;
 use crate::{Engine, EngineError, FinishReason, GenerateOptions, Result, Sampler};
 
-/// As [`crate::TokenIterator`], with several tokens to a step where drafts are accepted. The tokens are the same if
-/// greedy, and have the same distribution if sampled.
+/// As [`crate::TokenIterator`], but a step gives several tokens where drafts are accepted. Greedy tokens are the same;
+/// sampled tokens have the same distribution.
 pub struct MtpTokenIterator<'e> {
     rounds: Rounds<'e>,
     course: Course,
@@ -25,20 +25,21 @@ struct Rounds<'e> {
     sequence: SequenceCache,
     speculation: Speculation,
     chooser: Box<dyn Chooser>,
-    /// Tokens that were given by the last round and not taken yet.
+    /// Tokens of the last round that were not taken yet.
     ready: VecDeque<u32>,
-    /// The token that was drawn last; it has not been run.
+    /// The token drawn last. It has not been run.
     last: u32,
-    /// Whether a round may follow.
+    /// Whether another round may follow.
     is_open: bool,
 }
 
 impl<'e> MtpTokenIterator<'e> {
-    /// Runs `prompt` behind what `sequence` holds. `progress` gets the prompt tokens done. The engine must have been
-    /// made with drafts. A greedy sequence has no need to be [`SpeculationOptions::repeatable`] and is not.
+    /// Runs `prompt` after the tokens that `sequence` holds. `progress` gets the number of prompt tokens done. The
+    /// engine must have been made with drafts. [`SpeculationOptions::repeatable`] is ignored for a greedy sequence,
+    /// which does not need it.
     ///
     /// # Errors
-    /// As [`crate::TokenIterator::new`]. The sequence is released then.
+    /// As [`crate::TokenIterator::new`]. The sequence is then released.
     pub fn new(
         engine: &'e mut Engine,
         sequence: SequenceCache,
@@ -66,7 +67,7 @@ impl<'e> MtpTokenIterator<'e> {
         }
     }
 
-    /// As [`MtpTokenIterator::new`], with tokens and drafts chosen by `chooser`; the options' sampler is not used.
+    /// As [`MtpTokenIterator::new`], but `chooser` chooses tokens and drafts; the options' sampler is not used.
     ///
     /// # Errors
     /// As [`MtpTokenIterator::new`].
@@ -113,16 +114,16 @@ impl<'e> MtpTokenIterator<'e> {
         self.course.finish_reason()
     }
 
-    /// What speculation came to.
+    /// Counts and times of its rounds.
     pub fn counters(&self) -> &SpeculationCounters {
         self.rounds.speculation.counters()
     }
 
-    /// Ends the iteration and gives the sequence back for a further turn. It holds the prompt and the generated tokens
-    /// but the last, without those that were not taken.
+    /// Ends the iteration and returns the sequence for a further turn. It holds the prompt and the tokens taken,
+    /// without the last of them.
     pub fn into_sequence(self) -> SequenceCache {
         let Rounds { mut sequence, mut speculation, ready, .. } = self.rounds;
-        // The first token came with the prompt: no row stands for it.
+        // The first token came with the prompt. It has no row of a round.
         if speculation.counters().rounds > 0 {
             speculation.take_back(&mut sequence, ready.len());
         }
@@ -135,7 +136,7 @@ impl<'e> MtpTokenIterator<'e> {
     }
 }
 
-/// The token behind a prompt that has just been run, which may have drawn it.
+/// The token after a prompt that has just been run. `drawn` is that token if the device drew it.
 fn choose_first(engine: &Engine, chooser: &mut dyn Chooser, drawn: Option<u32>) -> Result<Choice> {
     if let Some(token) = drawn {
         return chooser.take(token);
@@ -146,7 +147,7 @@ fn choose_first(engine: &Engine, chooser: &mut dyn Chooser, drawn: Option<u32>) 
 }
 
 impl Rounds<'_> {
-    /// The next token, of at most `left` that may still come.
+    /// The next token. At most `left` may still come.
     fn draw(&mut self, left: usize) -> Result<ControlFlow<FinishReason, u32>> {
         if self.ready.is_empty() && self.is_open && !self.run_round(left)? {
             return Ok(ControlFlow::Break(FinishReason::Length));
@@ -157,7 +158,7 @@ impl Rounds<'_> {
         })
     }
 
-    /// Gets tokens ready; false if the context is full.
+    /// Runs a round and queues its tokens. Returns false if the context is full.
     fn run_round(&mut self, left: usize) -> Result<bool> {
         let round = self.engine.round(&mut [RoundSequence {
             cache: &mut self.sequence,

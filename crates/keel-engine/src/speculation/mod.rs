@@ -8,16 +8,16 @@
 //! accept   row by row: the token that the row's logits lead to; on as long as it is the draft
 //! ```
 //!
-//! With `a` drafts accepted, a round gives `a + 1` tokens. Keys and values, recurrent state, convolution window and
-//! position move on with the one count [`keel_cache::SequenceCache::accept`] is given; the next pass commits the rows
-//! before it runs its own. Rows of a verify pass have the bits of plain decoding, so a greedy sequence is the one that
-//! plain decoding gives, and a sampled one has the same distribution.
+//! With `a` accepted drafts a round gives `a + 1` tokens. Keys and values, recurrent state, convolution window and
+//! position all follow one count, the one given to [`keel_cache::SequenceCache::accept`]. The next pass commits these
+//! rows before it runs its own. Rows of a verify pass have the bits of plain decoding. So a greedy text is the text of
+//! plain decoding, and a sampled text has the same distribution.
 //!
-//! Row `t` of the head reads the model's hidden state of token `t` and the token behind it. Those rows that the head has
-//! not run yet (the accepted ones of the last round) are the first rows of its next pass.
+//! Row `t` of the MTP head reads the model's hidden state of token `t` and the token after it. Rows that have not
+//! passed the head yet, such as the accepted rows of the last round, are the first rows of its next pass.
 //!
-//! Every sequence has its own depth; sequences join and leave between rounds. [`MtpTokenIterator`] is a round loop for one
-//! sequence.
+//! Each sequence has its own depth; sequences join and leave between rounds. [`MtpTokenIterator`] runs rounds of a
+//! single sequence.
 
 mod choose;
 mod counters;
@@ -39,24 +39,24 @@ use depth::DepthControl;
 /// How sequences draft.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpeculationOptions {
-    /// Drafts of a round.
+    /// How many drafts a round makes.
     pub depth: Depth,
-    /// Take drafts without comparing them with what the model says: the text may differ from what it would be.
+    /// Accept every draft without comparing it with the model's choice. The text may then differ from the model's.
     pub optimistic: bool,
-    /// Let the depth follow from accepted drafts and nominal costs, not measured ones, so that the same seed draws the same
-    /// tokens: which draws are made depends on where drafts begin and end. Greedy tokens are the same anyway.
+    /// Choose the depth from accepted drafts and nominal costs instead of measured ones, so that the same seed draws
+    /// the same tokens. The depth decides which random numbers are used. Greedy tokens are the same in any case.
     pub repeatable: bool,
 }
 
-/// What a sequence that drafts keeps between rounds.
+/// What a drafting sequence keeps between rounds.
 #[derive(Debug)]
 pub struct Speculation {
     options: SpeculationOptions,
     control: DepthControl,
     counters: SpeculationCounters,
-    /// Hidden states of rows that the head has not run yet.
+    /// Hidden states of rows that have not passed the MTP head yet.
     lag_hidden: Vec<f32>,
-    /// The tokens behind those rows. The last one may be missing until a round names it.
+    /// The tokens after those rows. The last one may be missing until a round names it.
     lag_tokens: Vec<u32>,
 }
 
@@ -64,7 +64,7 @@ impl Speculation {
     /// For a sequence whose prompt has just been run. `last_hidden` is the hidden state of its last token, from
     /// [`crate::Engine::last_hidden`].
     pub fn new(options: SpeculationOptions, mut last_hidden: Vec<f32>) -> Speculation {
-        // One place for as many rows as ever wait, not one after the other as they become more.
+        // Memory for as many rows as may ever wait, reserved once.
         last_hidden.reserve_exact((HEAD_LAG_MAX + DRAFTS_MAX) * last_hidden.len());
         Speculation {
             options,
@@ -75,19 +75,19 @@ impl Speculation {
         }
     }
 
-    /// Drafts of the rounds from now on.
+    /// Sets the depth of the rounds from now on.
     pub fn set_depth(&mut self, depth: Depth) {
         self.options.depth = depth;
         self.control.set_depth(depth);
     }
 
-    /// What its rounds came to.
+    /// The counts and times of its rounds.
     pub fn counters(&self) -> &SpeculationCounters {
         &self.counters
     }
 
-    /// Takes back the last `tokens` tokens of the last round, which must not have failed, and the rows in which they were
-    /// drawn.
+    /// Takes back the last `tokens` tokens of the last round, and the rows in which they were drawn. The round must
+    /// have succeeded.
     ///
     /// # Panics
     /// If the last round did not give that many.

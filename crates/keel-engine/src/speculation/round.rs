@@ -1,8 +1,12 @@
 //! One round of a batch.
 //!
-//! A round is a transaction. Until all of its tokens are chosen, nothing is changed that cannot be taken back: the pass of
-//! the model leaves its rows open, what the head writes is written again by its next pass, and choosers remember where they
-//! began. Then positions, rows that the head is behind and counters move on, and that cannot fail.
+//! A round is a transaction. Until all its tokens are chosen, every change can be taken back:
+//!
+//! - The pass of the model leaves its rows open.
+//! - The MTP head's next pass overwrites what this one wrote.
+//! - Choosers remember their state at the start.
+//!
+//! Then positions, rows that the head lags behind and counters move on. That cannot fail.
 
 use std::time::{Duration, Instant};
 
@@ -19,38 +23,38 @@ use crate::{Engine, EngineError, Result};
 pub struct RoundSequence<'a> {
     /// Its memory.
     pub cache: &'a mut SequenceCache,
-    /// What it keeps between rounds.
+    /// Its state between rounds.
     pub speculation: &'a mut Speculation,
     /// How it chooses tokens.
     pub chooser: &'a mut dyn Chooser,
-    /// The token that was drawn last and has not been run.
+    /// The token drawn last. It has not been run.
     pub last: u32,
-    /// Tokens that it may still be given, at least one.
+    /// How many tokens it may still be given, at least one.
     pub tokens_max: usize,
 }
 
-/// What a round gave one sequence.
+/// The result of a round for one sequence.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Round {
-    /// The new tokens, at least one; the last one has not been run. One that ends the sequence is among them.
+    /// The new tokens, at least one. The last one has not been run. A token that ends the sequence is included.
     pub tokens: Vec<u32>,
-    /// Whether nothing follows.
+    /// Whether the sequence ends with them.
     pub is_last: bool,
 }
 
-/// What a round does with one sequence, until it is done.
+/// The work of a round for one sequence.
 pub(super) struct Part {
-    /// Drafts to be made.
+    /// How many drafts to make.
     pub depth: usize,
     /// The drafts.
     pub drafts: Vec<u32>,
-    /// How the pass of the model draws a token behind each row; `None` if the chooser reads the logits.
+    /// How the pass of the model draws a token after each row; `None` if the chooser reads the logits.
     pub draws: Option<Vec<Draw>>,
-    /// Rows that the head was behind and has run by themselves.
+    /// How many rows, which the head lagged behind, were run in a pass of their own.
     pub caught_up: usize,
-    /// Whether the round named the last of those rows.
+    /// Whether the round named the last of the tokens after those rows.
     was_named: bool,
-    /// Values of the hidden states of rows that the head is behind, when the round began.
+    /// Length of `lag_hidden` when the round began.
     lag_values: usize,
 }
 
@@ -76,16 +80,16 @@ impl Engine {
         Ok(hidden)
     }
 
-    /// Drafts, verifies and accepts for all sequences of a batch, each at its own depth. One without drafts takes part
-    /// with one row.
+    /// Drafts, verifies and accepts for all sequences of a batch, each at its own depth. A sequence without drafts
+    /// takes part with one row.
     ///
-    /// After an error every sequence is as before the round, apart from pages that it may have got for it, and a round that
-    /// is tried again chooses the same tokens. A sequence that cannot go on says so: with
-    /// [`keel_cache::CacheError::TornState`] where the backend does not know how far a pass of the model came.
+    /// After an error each sequence is as before the round, except that it may hold more pages. A retried round chooses
+    /// the same tokens. A sequence that cannot go on answers [`keel_cache::CacheError::TornState`]: the backend did not
+    /// know how far a pass of the model came.
     ///
     /// # Errors
-    /// Ids out of range, [`EngineError::Context`] if not even one more token fits, what the constraints (also if they
-    /// cannot go back) and the runtime say.
+    /// Ids out of range, [`EngineError::Context`] if not even one more token fits, errors of the constraints (also if
+    /// they cannot roll back) and of the runtime.
     pub fn round(&mut self, batch: &mut [RoundSequence<'_>]) -> Result<Vec<Round>> {
         if batch.is_empty() || batch.len() > self.options.sequences {
             let (count, most) = (batch.len(), self.options.sequences);
@@ -122,7 +126,7 @@ impl Engine {
         }
     }
 
-    /// Drafts of each sequence: what its control says, within what is left of the sequence and the context.
+    /// Chooses the depth of each sequence: what its control says, within the rest of the sequence and of the context.
     fn parts(&self, batch: &[RoundSequence<'_>]) -> Vec<Part> {
         let sequences = batch.len();
         batch
@@ -138,10 +142,12 @@ impl Engine {
             .collect()
     }
 
-    /// How tokens behind so many rows are drawn by the device that has their logits: greedy ones always, others where reading
-    /// logits takes the host longer than worse drafts cost. A draft that the head holds for certain stays with the
-    /// probability that the model gives it, and what is drawn instead of it is not that draft: so it stays if it is what is drawn from the
-    /// model's logits, and the text is the one without drafts.
+    /// Returns how the device draws the token after each of `rows` rows, or `None` if the host needs the logits. Greedy
+    /// tokens are always drawn on the device. Others are drawn there if the device queues: reading logits then costs
+    /// the host more than worse drafts do.
+    ///
+    /// The MTP head then proposes one certain token, so exact rejection sampling reduces to: draw from the model's
+    /// distribution, keep the draft if the draw equals it. The text is therefore the same as without drafts.
     fn draws_of(&self, chooser: &mut dyn Chooser, rows: usize) -> Option<Vec<Draw>> {
         if chooser.is_argmax() {
             return Some(vec![Draw::GREATEST; rows]);
@@ -149,7 +155,7 @@ impl Engine {
         if self.runs_ahead() { chooser.draw_rows(rows) } else { None }
     }
 
-    /// Everything that may fail, and the times of drafting, verifying and choosing.
+    /// Does everything in a round that may fail. Returns the times of drafting, verifying and choosing.
     fn run_round(
         &mut self,
         batch: &mut [RoundSequence<'_>],
@@ -169,7 +175,7 @@ impl Engine {
         Ok((judged, [drafting, verifying, start.elapsed()]))
     }
 
-    /// Runs the last token of each sequence and its drafts. Returns what the device has drawn behind each of them.
+    /// Runs the last token of each sequence and its drafts. Returns the tokens that the device drew after these rows.
     fn verify(&mut self, batch: &[RoundSequence<'_>], parts: &[Part]) -> Result<Vec<u32>> {
         let tokens: Vec<Vec<u32>> =
             batch.iter().zip(parts).map(|(s, part)| [&[s.last][..], &part.drafts].concat()).collect();
@@ -182,14 +188,14 @@ impl Engine {
         self.run_and_draw((Regime::Decode, Outcome::OpenRows), &rows, count)
     }
 
-    /// Chooses the tokens of each sequence, and takes the hidden states of their rows for the head.
+    /// Chooses the tokens of each sequence, and keeps the hidden states of their rows for the head.
     fn judge(
         &mut self,
         batch: &mut [RoundSequence<'_>],
         parts: &[Part],
         drawn: &[u32],
     ) -> Result<Vec<Round>> {
-        // Kept from round to round for its memory; a round that fails goes without.
+        // Reused from round to round. A failed round drops it.
         let mut logits = std::mem::take(&mut self.row_logits);
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
         for (sequence, part) in batch.iter_mut().zip(parts) {
@@ -203,7 +209,8 @@ impl Engine {
         Ok(all)
     }
 
-    /// The tokens of a sequence whose rows begin at `row`; `drawn` are those that the device has drawn behind all rows.
+    /// The tokens of one sequence. `row` is its first row; `drawn` holds the tokens that the device drew after all
+    /// rows.
     fn choose_tokens(
         &self,
         sequence: &mut RoundSequence<'_>,
@@ -238,7 +245,7 @@ impl Engine {
 }
 
 impl RoundSequence<'_> {
-    /// Takes the outcome of a round.
+    /// Applies the outcome of a round.
     fn move_on(&mut self, part: &Part, round: Round) -> Round {
         let (kept, drafted) = (round.tokens.len(), part.drafts.len());
         let accepted =
@@ -253,7 +260,7 @@ impl RoundSequence<'_> {
         round
     }
 
-    /// Takes back what a round that failed has changed.
+    /// Undoes the changes of a failed round.
     fn abandon(&mut self, part: &Part) -> Result<()> {
         if part.was_named {
             self.speculation.lag_tokens.pop();
@@ -268,7 +275,7 @@ impl Speculation {
         self.lag_tokens.len()
     }
 
-    /// Behind a prompt, the first token is known only now. Returns whether it was.
+    /// Sets the token after the prompt's last row, which only the first round knows. Returns whether it did.
     fn name_last(&mut self, last: u32) -> bool {
         let is_unknown = self.lag_tokens.is_empty() && !self.lag_hidden.is_empty();
         if is_unknown {
@@ -277,7 +284,7 @@ impl Speculation {
         is_unknown
     }
 
-    /// Forgets the first rows that the head was behind.
+    /// Removes the first `rows` rows from those that the head lags behind.
     fn forget_lag(&mut self, rows: usize) {
         let width = self.lag_hidden.len() / self.lag_tokens.len().max(1);
         self.lag_hidden.drain(..rows * width);
