@@ -1,11 +1,11 @@
-//! What must hold for any bytes at all: shared by the fuzz targets and by `tests/fuzz_smoke.rs`.
+//! Properties that hold for arbitrary bytes. The fuzz targets and `tests/fuzz_smoke.rs` share them.
 
 #![allow(dead_code, reason = "each target uses one of these functions")]
 
 use keel_vision::{DecodeLimits, Picture, ProcessorFiles, decode};
 use serde_json::{Map, Value, json};
 
-/// Small, so that a fuzzer spends its time on parsers.
+/// Small limits, so that a fuzzer spends its time on the parsers.
 const LIMITS: DecodeLimits = DecodeLimits { file_bytes: 1 << 20, pixels: 1 << 18 };
 
 /// Decodes and prepares `file` as a picture. Returns whether it was accepted.
@@ -43,7 +43,7 @@ pub fn processor(file: &[u8]) -> bool {
     }
     match image {
         Ok(processor) => {
-            // A file may ask for a size that takes gigabytes; what the engine plans for is checked before.
+            // A file may ask for a size that takes gigabytes. The engine refuses such a plan before it gets here.
             if processor.values_max().is_some_and(|values| values < 1 << 22) {
                 let _ = processor.process(&picture);
             }

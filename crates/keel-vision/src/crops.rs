@@ -1,21 +1,21 @@
-//! Pan and scan (Gemma 3): a long picture is shown whole and in pieces along its long side.
+//! Pan and scan (Gemma 3): a long picture is shown whole, and also in pieces along its long side.
 //!
 //! Reference: `pan_and_scan` of transformers' `image_processing_gemma3.py`.
 
 use crate::Picture;
 
-/// When a picture is cut, and into how many pieces.
+/// Decides whether a picture is cut, and into how many pieces.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PanAndScan {
     /// Shortest side of a piece.
     pub min_crop: usize,
-    /// Most pieces.
+    /// Largest number of pieces.
     pub max_crops: usize,
-    /// Long side over short side from which on a picture is cut.
+    /// Smallest ratio of long side to short side at which a picture is cut.
     pub min_ratio: f64,
 }
 
-/// The pieces; none where the picture is not long enough, or they would be too small.
+/// Returns the pieces. There are none if the picture is not long enough or the pieces would be too small.
 pub fn crops(picture: &Picture, how: PanAndScan) -> Vec<Picture> {
     let (width, height) = (picture.width, picture.height);
     let wide = width >= height;

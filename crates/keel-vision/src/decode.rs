@@ -1,7 +1,11 @@
-//! Files to 8-bit RGB.
+//! Decodes files to 8-bit RGB.
 //!
-//! Alpha is dropped, not blended; palettes are looked up and their transparency ignored; JPEGs are those of libjpeg-turbo, to the bit; CMYK becomes RGB as Pillow does it;
-//! 16-bit values keep their upper 8 bits; the orientation that EXIF names is applied. Of a GIF the first frame is read.
+//! - Alpha is dropped, not blended. The transparency of a palette is ignored.
+//! - JPEG decoding equals libjpeg-turbo's to the bit.
+//! - CMYK is converted to RGB as in Pillow.
+//! - 16-bit values keep their upper 8 bits.
+//! - The orientation in EXIF is applied.
+//! - Only the first frame of a GIF is read.
 
 use std::io::Cursor;
 
@@ -9,12 +13,12 @@ use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Li
 
 use crate::{Picture, Result, VisionError, jpeg};
 
-/// Bounds on a file. They are checked before memory is taken.
+/// Bounds on a picture and its file. They are checked before memory is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodeLimits {
-    /// Most bytes of the file.
+    /// Largest size of the file.
     pub file_bytes: usize,
-    /// Most pixels.
+    /// Largest number of pixels.
     pub pixels: u64,
 }
 
@@ -27,13 +31,16 @@ impl Default for DecodeLimits {
 /// Largest decoded pixel: RGBA with 16 bits each.
 const PIXEL_BYTES_MAX: u64 = 8;
 
-/// What decoders may take besides the picture itself.
+/// Memory that decoders may use in addition to the picture itself.
 const DECODER_BYTES: u64 = 64 << 20;
 
 /// Decodes a picture.
 ///
 /// # Errors
-/// A file or picture above the limits, of a kind that is not read, broken or cut short, or of a single pixel.
+/// - The file or the picture exceeds the limits.
+/// - The format is not supported.
+/// - The file is broken or cut short.
+/// - The picture has a single pixel, or none.
 pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
     if bytes.len() > limits.file_bytes {
         return Err(VisionError::FileBytes { bytes: bytes.len(), limit: limits.file_bytes });
@@ -77,14 +84,15 @@ fn broken(error: ImageError) -> VisionError {
     }
 }
 
-/// Whether the end marker follows the start of the scan. The decoder itself fills what is missing with grey.
+/// Whether the end marker follows the start of a scan. Without this check the library would fill missing parts with
+/// grey.
 fn jpeg_has_end(bytes: &[u8]) -> bool {
     let mut at = 2;
     while let Some(&[0xff, marker, high, low]) = bytes.get(at..at + 4) {
         if marker == 0xff {
             at += 1;
         } else if marker == 0xda {
-            // Within a scan the byte after 0xff is 0 or a restart marker.
+            // Within a scan, the byte after 0xff is 0 or a restart marker, so 0xff 0xd9 is the end marker.
             return bytes[at + 4..].windows(2).any(|pair| pair == [0xff, 0xd9]);
         } else {
             at += 2 + usize::from(u16::from_be_bytes([high, low]));
@@ -93,7 +101,7 @@ fn jpeg_has_end(bytes: &[u8]) -> bool {
     false
 }
 
-/// A JPEG to the bit as the references decode it; `None` if it is of a kind that only the library reads.
+/// Decodes a JPEG to the same bits as the references. Returns `None` for a kind of JPEG that only the library reads.
 fn jpeg_of(bytes: &[u8], limits: DecodeLimits) -> Result<Option<DynamicImage>> {
     match jpeg::decode(bytes, limits.pixels) {
         Ok(jpeg::Pixels { width, height, rgb }) => {

@@ -1,34 +1,34 @@
-//! What can be wrong with a picture, a video or a processor file.
+//! Errors in a picture, a video or a processor file.
 
 /// Errors of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VisionError {
-    /// The file is larger than a picture may be.
+    /// The file is larger than the limit.
     #[error("the picture's file has {bytes} bytes, at most {limit} are read")]
     FileBytes {
         /// Size of the file.
         bytes: usize,
-        /// Most bytes.
+        /// Largest size accepted.
         limit: usize,
     },
-    /// The picture is larger than may be decoded.
+    /// The picture has more pixels than the limit.
     #[error("the picture is {width} x {height}, at most {pixels_max} pixels are decoded; make it smaller")]
     Pixels {
         /// Pixels in a row.
         width: u32,
         /// Rows.
         height: u32,
-        /// Most pixels.
+        /// Largest number of pixels accepted.
         pixels_max: u64,
     },
-    /// Not a picture, or of a kind that is not read.
+    /// The file is not a picture, or its format is not supported.
     #[error("the file is no picture that can be read; PNG, JPEG, WebP and GIF can")]
     Format,
     /// The file is broken.
     #[error("the picture cannot be decoded: {0}")]
     Decode(String),
-    /// There is nothing to see.
+    /// The picture has one pixel or none, so it shows nothing.
     #[error("the picture is {width} x {height}: a picture of one pixel, or of none, shows nothing")]
     Empty {
         /// Pixels in a row.
@@ -36,20 +36,20 @@ pub enum VisionError {
         /// Rows.
         height: usize,
     },
-    /// One side is far longer than the other.
+    /// One side is too long compared with the other.
     #[error("the picture is {width} x {height}: one side may be at most {limit} times the other")]
     Aspect {
         /// Pixels in a row.
         width: usize,
         /// Rows.
         height: usize,
-        /// Longest ratio.
+        /// Largest ratio accepted.
         limit: usize,
     },
-    /// Frames of different sizes.
+    /// The frames of a video have different sizes.
     #[error("frame {frame} of the video is {got}, the first is {expected}")]
     Frame {
-        /// Number of the frame.
+        /// Index of the frame.
         frame: usize,
         /// Size of the first frame.
         expected: String,
@@ -59,15 +59,15 @@ pub enum VisionError {
     /// A video that cannot be sampled.
     #[error("the video cannot be sampled: {0}")]
     Video(String),
-    /// A processor file.
+    /// A processor file is not valid.
     #[error("{file}: {reason}")]
     Processor {
-        /// Its name.
+        /// The file's name.
         file: String,
-        /// What is wrong, and what would be right.
+        /// The defect, and the accepted values.
         reason: String,
     },
-    /// The prompt and the pictures do not fit together.
+    /// The placeholders of the prompt do not match the pictures and videos.
     #[error("{0}")]
     Prompt(String),
 }

@@ -1,10 +1,10 @@
-//! Looking up the keys of a processor file.
+//! Reads the keys of a processor file.
 
 use serde_json::Value;
 
 use crate::{Result, VisionError};
 
-/// A processor file, or the part of one.
+/// A processor file, or a part of one.
 pub(crate) struct Fields<'a> {
     pub file: &'a str,
     pub json: &'a Value,
@@ -19,7 +19,7 @@ impl Fields<'_> {
         VisionError::Processor { file: self.file.into(), reason: reason.into() }
     }
 
-    /// A count or an extent of at least 1.
+    /// A count or a length of at least 1.
     pub fn size_or(&self, key: &str, default: usize) -> Result<usize> {
         self.size(key).map(|found| found.unwrap_or(default))
     }
@@ -30,7 +30,7 @@ impl Fields<'_> {
 
     /// A value that must be a whole number from 1 to 2^32.
     pub fn whole(&self, key: &str, value: &Value) -> Result<usize> {
-        // Some files write whole numbers as floats.
+        // Some files contain whole numbers as floats.
         let number = value
             .as_u64()
             .or_else(|| value.as_f64().filter(|x| x.fract() == 0.0 && *x > 0.0).map(|x| x as u64));

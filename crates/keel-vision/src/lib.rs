@@ -1,11 +1,12 @@
-//! Pictures and videos to what a vision tower reads.
+//! Converts pictures and videos to the input of a vision tower.
 //!
-//! * [`decode()`] turns a file into 8-bit RGB, within [`DecodeLimits`] that are checked before anything is allocated.
-//! * [`resize`] is the antialiased resampler of the reference implementation, to the bit.
-//! * [`ImageProcessor`] and [`VideoProcessor`] follow the processor files of a checkpoint: sizes, normalisation, patches.
-//! * [`expand`] repeats the placeholders of a rendered prompt, one for each row that the tower gives.
+//! * [`decode()`] decodes a file to 8-bit RGB, within [`DecodeLimits`] that are checked before allocation.
+//! * [`resize`] equals the antialiased resampler of the reference implementation to the bit.
+//! * [`ImageProcessor`] and [`VideoProcessor`] follow the processor files of a checkpoint: sizes, normalisation,
+//!   patches.
+//! * [`expand`] repeats the placeholders of a rendered prompt, once for each row that the tower outputs.
 //!
-//! Files come from strangers: what is wrong with one is said in a [`VisionError`]; nothing in them makes this crate panic.
+//! Files are untrusted. A defect is reported as a [`VisionError`] and never makes this crate panic.
 
 #![forbid(unsafe_code)]
 

@@ -1,48 +1,48 @@
-//! The order in which a tower reads a picture: squares of pixels, in blocks that become one token.
+//! The order in which a tower reads a picture: patches of pixels, grouped in blocks. Each block becomes one token.
 
 use rayon::prelude::*;
 
 use crate::{Picture, PixelScale};
 
-/// Patches along time, height and width.
+/// Number of patches along time, height and width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Grid {
     /// Groups of frames.
     pub t: usize,
     /// Rows of patches.
     pub h: usize,
-    /// Patches in a row.
+    /// Patches per row.
     pub w: usize,
 }
 
 impl Grid {
-    /// Patches in all.
+    /// Total number of patches.
     pub fn patches(&self) -> usize {
         self.t * self.h * self.w
     }
 }
 
-/// How pixels are grouped.
+/// Sizes of patches and blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PatchShape {
     /// Pixels along a side of a patch.
     pub side: usize,
     /// Patches along a side of a block.
     pub merge: usize,
-    /// Frames of a patch.
+    /// Frames per patch.
     pub frames: usize,
 }
 
 impl PatchShape {
-    /// Values of a patch.
+    /// Number of values per patch.
     pub fn values(&self) -> usize {
         3 * self.frames * self.side * self.side
     }
 }
 
-/// Rows in the order `(t, block row, block column, row in block, column in block)`, columns in the order
-/// `(channel, frame, y, x)`. All frames have one size, a multiple of the block's; the last one is repeated until their
-/// number is a multiple of the patch's.
+/// Returns one row per patch, in the order `(t, block row, block column, row in block, column in block)`. Columns are
+/// in the order `(channel, frame, y, x)`. All frames have the same size, a multiple of the block's. The last frame is
+/// repeated until the number of frames is a multiple of the patch's.
 pub(crate) fn patches(frames: &[&Picture], shape: PatchShape, scale: &PixelScale) -> (Vec<f32>, Grid) {
     let PatchShape { side, merge, frames: depth } = shape;
     let (Some(first), Some(last)) = (frames.first(), frames.len().checked_sub(1)) else {
@@ -51,7 +51,7 @@ pub(crate) fn patches(frames: &[&Picture], shape: PatchShape, scale: &PixelScale
     let grid = Grid { t: frames.len().div_ceil(depth), h: first.height / side, w: first.width / side };
     let (width, values) = (first.width, shape.values());
     let mut rows = vec![0.0; grid.patches() * values];
-    // A band is the blocks of one block row.
+    // A band is one row of blocks.
     let band = merge * grid.w * values;
     rows.par_chunks_mut(band.max(1)).enumerate().for_each(|(band, rows)| {
         let (t, block_row) = (band / (grid.h / merge), band % (grid.h / merge));

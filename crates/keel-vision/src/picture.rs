@@ -1,9 +1,9 @@
 //! A decoded picture.
 
-/// 8-bit RGB, row by row, three bytes a pixel.
+/// 8-bit RGB, row by row, three bytes per pixel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
-    /// Pixels in a row.
+    /// Pixels per row.
     pub width: usize,
     /// Rows.
     pub height: usize,
@@ -12,7 +12,7 @@ pub struct Picture {
 }
 
 impl Picture {
-    /// The part that begins at `(left, top)`; what lies outside is left out.
+    /// Copies the part that begins at `(left, top)`. It is clipped to the picture.
     pub fn crop(&self, left: usize, top: usize, width: usize, height: usize) -> Picture {
         let (left, top) = (left.min(self.width), top.min(self.height));
         let (width, height) = (width.min(self.width - left), height.min(self.height - top));

@@ -1,17 +1,17 @@
-//! From 8-bit values to the numbers that a tower reads.
+//! Converts 8-bit values to the numbers that a tower reads.
 
 use crate::Result;
 use crate::fields::Fields;
 
-/// `(value - offset) / divisor` for each channel, in f32; or the value times a factor.
+/// Computes `(value - offset) / divisor` for each channel in f32. Without normalisation it is the value times a factor.
 ///
-/// The reference fuses the two steps of rescaling and normalising: `offset = mean / rescale`, `divisor = std / rescale`.
+/// The reference fuses rescaling and normalising: `offset = mean / rescale`, `divisor = std / rescale`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PixelScale {
     tables: [Vec<f32>; 3],
 }
 
-/// Means and deviations where a file gives none.
+/// Means and standard deviations, used if a file has none.
 pub(crate) struct ScaleDefaults {
     pub mean: [f64; 3],
     pub std: [f64; 3],
@@ -48,7 +48,7 @@ impl PixelScale {
         Ok(PixelScale { tables: [table(0), table(1), table(2)] })
     }
 
-    /// The number of a value of a channel.
+    /// The number for a value of a channel.
     #[inline]
     pub fn number(&self, channel: usize, value: u8) -> f32 {
         self.tables[channel][usize::from(value)]

@@ -1,7 +1,7 @@
-//! The processor files of a checkpoint, and pictures as they say.
+//! Reads the processor files of a checkpoint, and prepares pictures accordingly.
 //!
-//! `processor_config.json` holds the image and the video processor side by side and comes first, as in the reference; older
-//! checkpoints have `preprocessor_config.json` and `video_preprocessor_config.json`.
+//! `processor_config.json` contains both the image and the video processor. As in the reference, it takes precedence.
+//! Older checkpoints have `preprocessor_config.json` and `video_preprocessor_config.json`.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ const PROCESSOR: &str = "processor_config.json";
 const IMAGE: &str = "preprocessor_config.json";
 const VIDEO: &str = "video_preprocessor_config.json";
 
-/// A processor file is a few hundred bytes.
+/// Limit on a processor file. Real ones have a few hundred bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// The processor files of a checkpoint.
@@ -30,7 +30,7 @@ pub struct ProcessorFiles {
 }
 
 impl ProcessorFiles {
-    /// Reads those that a folder has.
+    /// Reads the processor files that exist in a folder.
     ///
     /// # Errors
     /// A file that cannot be read or is not JSON.
@@ -48,7 +48,7 @@ impl ProcessorFiles {
         Ok(ProcessorFiles { processor: read(PROCESSOR)?, image: read(IMAGE)?, video: read(VIDEO)? })
     }
 
-    /// Files in memory.
+    /// Creates it from files in memory.
     pub fn new(processor: Option<Value>, image: Option<Value>, video: Option<Value>) -> ProcessorFiles {
         ProcessorFiles { processor, image, video }
     }
@@ -57,10 +57,10 @@ impl ProcessorFiles {
         self.processor.as_ref()?.get(key).filter(|value| value.is_object())
     }
 
-    /// How pictures are processed, with these settings instead of the file's.
+    /// The image processor. Settings in `instead` override those of the file.
     ///
     /// # Errors
-    /// No file says so, or it has a value that cannot be followed.
+    /// No file defines it, or a value is not supported.
     pub fn image(&self, instead: &Map<String, Value>) -> Result<ImageProcessor> {
         let (file, json) = match (self.nested("image_processor"), &self.image) {
             (Some(nested), _) => (PROCESSOR, nested),
@@ -70,7 +70,7 @@ impl ProcessorFiles {
         ImageProcessor::from_json(file, &merged(json, instead))
     }
 
-    /// How videos are processed, with these settings instead of the file's.
+    /// The video processor. Settings in `instead` override those of the file.
     ///
     /// # Errors
     /// As [`ProcessorFiles::image`].
@@ -84,7 +84,7 @@ impl ProcessorFiles {
         VideoProcessor::from_json(file, &merged(json, instead))
     }
 
-    /// Tokens of a picture, where a file fixes them.
+    /// Tokens per picture, if a file fixes the number.
     pub fn image_seq_length(&self) -> Option<usize> {
         self.processor.as_ref()?.get("image_seq_length")?.as_u64().map(|n| n as usize)
     }
@@ -103,7 +103,7 @@ fn merged(json: &Value, instead: &Map<String, Value>) -> Value {
     Value::Object(all)
 }
 
-/// What a picture becomes.
+/// The form in which the tower reads a picture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// Any size: patches in blocks (Qwen).
@@ -112,16 +112,16 @@ pub enum Layout {
         side: usize,
         /// Patches along a side of a block, which becomes one token.
         merge: usize,
-        /// Frames of a patch; a picture counts as so many equal ones.
+        /// Frames per patch. A picture counts as this many equal frames.
         frames: usize,
-        /// Least and most pixels.
+        /// Smallest and largest number of pixels.
         pixels: (usize, usize),
     },
-    /// One size (Gemma 3): `[channel, height, width]`.
+    /// One fixed size (Gemma 3): `[channel, height, width]`.
     Whole {
         /// Rows.
         height: usize,
-        /// Pixels in a row.
+        /// Pixels per row.
         width: usize,
     },
 }
@@ -129,32 +129,32 @@ pub enum Layout {
 /// Prepares pictures.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ImageProcessor {
-    /// What a picture becomes.
+    /// The form in which the tower reads a picture.
     pub layout: Layout,
     filter: Filter,
     resizes: bool,
     scale: PixelScale,
     pan_and_scan: Option<PanAndScan>,
-    /// Everything above in one line.
+    /// All settings in one line.
     settings: String,
 }
 
 /// A picture as a tower reads it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProcessedImage {
-    /// Rows of patches, or planes; see [`Layout`].
+    /// Rows of patches, or planes: see [`Layout`].
     pub values: Vec<f32>,
-    /// The patches; one of everything where a picture is read whole.
+    /// The number of patches. It is 1 x 1 x 1 for [`Layout::Whole`].
     pub grid: Grid,
-    /// The picture at the size that it is read in.
+    /// The resized picture.
     pub resized: Picture,
 }
 
 impl ImageProcessor {
-    /// Reads a file.
+    /// Reads a processor from a file's JSON.
     ///
     /// # Errors
-    /// A value that cannot be followed.
+    /// A value is not supported.
     pub fn from_json(file: &str, json: &Value) -> Result<ImageProcessor> {
         let fields = Fields { file, json };
         let class = json["image_processor_type"].as_str().unwrap_or_default();
@@ -191,12 +191,12 @@ impl ImageProcessor {
         })
     }
 
-    /// The settings in one line, to tell processors apart.
+    /// The settings in one line. They serve to compare processors.
     pub fn settings(&self) -> &str {
         &self.settings
     }
 
-    /// Most values of a picture; `None` where its own size decides.
+    /// Largest number of values of a picture. `None` if it depends on the picture's own size.
     pub fn values_max(&self) -> Option<usize> {
         match self.layout {
             Layout::Whole { height, width } => height.checked_mul(width)?.checked_mul(3),
@@ -205,10 +205,10 @@ impl ImageProcessor {
         }
     }
 
-    /// A picture, followed by its crops where it is cut.
+    /// Prepares a picture. Its crops, if any, follow it.
     ///
     /// # Errors
-    /// A shape that cannot be brought to a size of the tower's.
+    /// The picture cannot be resized to a size that the tower supports.
     pub fn process(&self, picture: &Picture) -> Result<Vec<ProcessedImage>> {
         let pieces = self.pan_and_scan.map_or(Vec::new(), |how| crops(picture, how));
         std::iter::once(picture).chain(&pieces).map(|piece| self.process_one(piece)).collect()
@@ -226,7 +226,7 @@ impl ImageProcessor {
         Ok(ProcessedImage { values, grid, resized })
     }
 
-    /// Height and width that a picture is read in.
+    /// Height and width after resizing.
     fn target(&self, picture: &Picture) -> Result<(usize, usize)> {
         let own = (picture.height, picture.width);
         match self.layout {
@@ -243,7 +243,7 @@ impl ImageProcessor {
     }
 }
 
-/// The size of a picture that is not resized, which must be whole blocks.
+/// Checks the size of a picture that is not resized: sides must be multiples of `factor`.
 pub(crate) fn unresized((height, width): (usize, usize), factor: usize) -> Result<(usize, usize)> {
     if height.is_multiple_of(factor) && width.is_multiple_of(factor) && height * width > 0 {
         return Ok((height, width));
@@ -269,8 +269,8 @@ pub(crate) fn patch_shape(fields: &Fields<'_>, side: usize) -> Result<PatchShape
     Ok(shape)
 }
 
-/// Least and most pixels: `size.shortest_edge` and `longest_edge`, which are counts of pixels in spite of their names, or
-/// `min_pixels` and `max_pixels`.
+/// Smallest and largest number of pixels. The keys are `min_pixels` and `max_pixels`, or `size.shortest_edge` and
+/// `longest_edge`, which are counts of pixels in spite of their names.
 pub(crate) fn pixel_bounds(fields: &Fields<'_>, default: (usize, usize)) -> Result<(usize, usize)> {
     let bound = |older: &str, edge: &str, default: usize| {
         let nested = fields.get("size").and_then(|size| {
@@ -290,7 +290,7 @@ pub(crate) fn pixel_bounds(fields: &Fields<'_>, default: (usize, usize)) -> Resu
     Ok(bounds)
 }
 
-/// The filter that Pillow's number names.
+/// The filter with Pillow's number.
 pub(crate) fn filter_of(fields: &Fields<'_>, default: Filter) -> Result<Filter> {
     match fields.get("resample") {
         None => Ok(default),

@@ -1,7 +1,7 @@
-//! Placeholders of a rendered prompt, repeated as often as the tower gives rows.
+//! Repeats the placeholders of a rendered prompt, once for each row that the tower outputs.
 //!
-//! Reference: `processing_qwen3_vl.py` and `processing_gemma3.py` of transformers. Where a video's placeholder stands between
-//! start and end markers, the three are replaced together: each group of frames brings markers of its own.
+//! Reference: `processing_qwen3_vl.py` and `processing_gemma3.py` of transformers. Where markers enclose a video's
+//! placeholder, the markers are replaced too, because each group of frames has its own markers.
 
 use crate::video::seconds;
 use crate::{Result, VisionError};
@@ -9,50 +9,50 @@ use crate::{Result, VisionError};
 /// The special tokens around pictures, as text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Placeholders {
-    /// Qwen: one placeholder a picture and a video, between markers that the template writes.
+    /// Qwen: one placeholder per picture and per video, between markers that the template writes.
     Qwen {
         /// Stands for a picture.
         image: String,
         /// Stands for a video.
         video: String,
-        /// Before the rows of a picture.
+        /// Marker before the rows of a picture.
         start: String,
-        /// After them.
+        /// Marker after them.
         end: String,
     },
-    /// Gemma 3: the start marker stands for a picture.
+    /// Gemma 3: the template writes only the start marker for a picture.
     Gemma {
-        /// One row of a picture.
+        /// Stands for one row of a picture.
         image: String,
-        /// Before the rows of a picture.
+        /// Marker before the rows of a picture.
         start: String,
-        /// After them.
+        /// Marker after them.
         end: String,
     },
 }
 
-/// What a picture takes in the prompt.
+/// The rows of a picture in the prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageSpan {
-    /// Rows of the picture, and of each of its crops.
+    /// Rows of the picture, and also of each of its crops.
     pub tokens: usize,
-    /// Crops that follow.
+    /// Number of crops after it.
     pub crops: usize,
 }
 
-/// What a video takes in the prompt.
+/// The rows of a video in the prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VideoSpan {
-    /// Rows of each group of frames.
+    /// Rows per group of frames.
     pub tokens: usize,
-    /// When each group is seen.
+    /// Time of each group.
     pub seconds: Vec<f64>,
 }
 
-/// The prompt with its placeholders repeated.
+/// Returns the prompt with its placeholders repeated.
 ///
 /// # Errors
-/// If there are not as many placeholders as pictures and videos.
+/// The number of placeholders differs from the number of pictures or videos.
 pub fn expand(
     prompt: &str,
     placeholders: &Placeholders,
@@ -115,7 +115,7 @@ pub fn expand(
     }
 }
 
-/// Where the first placeholder is, and whether it is a video's.
+/// Position of the first placeholder, and whether it stands for a video.
 fn first_of(text: &str, image: &str, video: &str) -> Option<(usize, bool)> {
     let places = [text.find(image).map(|at| (at, false)), text.find(video).map(|at| (at, true))];
     places.into_iter().flatten().min()

@@ -1,18 +1,20 @@
-//! Antialiased resampling of 8-bit pictures, to the bit as torch does it (`aten/src/ATen/native/cpu/UpSampleKernel.cpp`).
+//! Antialiased resampling of 8-bit pictures. The result equals torch's to the bit
+//! (`aten/src/ATen/native/cpu/UpSampleKernel.cpp`).
 //!
-//! Output pixel `i` of an axis is centred at `c = scale (i + 1/2)` of the input and reads
-//! `int(c - s + 1/2) .. int(c + s + 1/2)` with `s = reach max(scale, 1)`; weights are the filter's, divided by their sum.
-//! Weights are 16-bit integers with as many fraction bits as the largest allows (at most 22). Rows are resampled first, the
-//! result is rounded and clamped to 8 bits, then columns.
+//! Output pixel `i` of an axis has its centre at `c = scale (i + 1/2)` of the input. It reads the input pixels `int(c -
+//! s + 1/2) .. int(c + s + 1/2)` with `s = reach max(scale, 1)`. The weights are the filter's values divided by their
+//! sum. They are stored as 16-bit integers, with as many fraction bits as the largest weight allows (at most 22). Rows
+//! are resampled first. The result is rounded and clamped to 8 bits, and then columns are resampled.
 //!
-//! Bytes moved for `h x w` to `H x W`: `3 (h w + 2 h W + H W)`. The floor of a 12 megapixel picture at 10 GB/s is 10 ms; the
-//! products, 6 to 20 a value, cost more. Inner loops run over 48 and 64 values with no branch, so they become vector code.
+//! Bytes moved for `h x w` to `H x W`: `3 (h w + 2 h W + H W)`. The floor of a 12 megapixel picture at 10 GB/s is 10
+//! ms. The products, 6 to 20 per value, cost more. The inner loops run over 48 and 64 values without branches, so the
+//! compiler vectorises them.
 
 use rayon::prelude::*;
 
 use crate::Picture;
 
-/// The filter between pixels.
+/// The interpolation filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filter {
     /// Triangle, reach 1.
@@ -41,7 +43,7 @@ impl Filter {
     }
 }
 
-/// Most fraction bits of a weight.
+/// Largest number of fraction bits of a weight.
 const FRACTION_BITS_MAX: u32 = 22;
 
 /// The weights of an axis.
@@ -92,7 +94,7 @@ impl Taps {
         (first, &self.weights[i * self.taps_max..][..count])
     }
 
-    /// What a sum of products starts at, so that the shift rounds.
+    /// Start value of a sum of products: one half, so that the shift rounds.
     fn half(&self) -> i32 {
         if self.bits == 0 { 0 } else { 1 << (self.bits - 1) }
     }
@@ -102,7 +104,7 @@ impl Taps {
     }
 }
 
-/// The picture at another size.
+/// Resizes a picture.
 pub fn resize(picture: &Picture, width: usize, height: usize, filter: Filter) -> Picture {
     let mut resized = None;
     if width != picture.width {
@@ -114,7 +116,7 @@ pub fn resize(picture: &Picture, width: usize, height: usize, filter: Filter) ->
     resized.unwrap_or_else(|| picture.clone())
 }
 
-/// Rows that are resampled together: their pixels are laid side by side, so that one weight serves all.
+/// Number of rows that are resampled together. Their pixels are interleaved, so that one weight applies to all of them.
 const ROWS: usize = 16;
 const LANES: usize = 3 * ROWS;
 
@@ -151,7 +153,7 @@ fn resize_rows(picture: &Picture, width: usize, filter: Filter) -> Picture {
     Picture { width, height: picture.height, rgb }
 }
 
-/// Values of a row that are summed at a time.
+/// Number of values of a row that are summed at a time.
 const STRIP: usize = 64;
 
 fn resize_columns(picture: &Picture, height: usize, filter: Filter) -> Picture {

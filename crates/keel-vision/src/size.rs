@@ -1,17 +1,18 @@
-//! The size that a picture is brought to: sides are multiples of a factor, the number of pixels lies within bounds.
+//! Computes the size for resizing a picture. Its sides are multiples of a factor, and its number of pixels is within
+//! bounds.
 //!
-//! Reference: `smart_resize` of transformers' `image_processing_qwen2_vl.py` and `video_processing_qwen3_vl.py`. Rounding is
-//! Python's: a tie goes to the even multiple.
+//! Reference: `smart_resize` of transformers' `image_processing_qwen2_vl.py` and `video_processing_qwen3_vl.py`.
+//! Rounding is as in Python: a tie goes to the even multiple.
 
 use crate::{Result, VisionError};
 
-/// One side may be this many times the other.
+/// Largest ratio of one side to the other.
 const ASPECT_MAX: usize = 200;
 
-/// Height and width of a picture of `height` by `width` pixels, with `pixels` as least and most.
+/// Height and width for resizing a picture of `height` by `width` pixels. `pixels` are the least and the most pixels.
 ///
 /// # Errors
-/// If one side is more than 200 times the other, or a side is 0.
+/// One side is more than 200 times the other, or a side is 0.
 pub fn image_size(
     (height, width): (usize, usize),
     factor: usize,
@@ -21,7 +22,7 @@ pub fn image_size(
     Ok(within((height, width), factor, (1, 1), pixels))
 }
 
-/// As [`image_size`], where the bounds count the pixels of all `frames`.
+/// As [`image_size`], but the bounds count the pixels of all `frames`.
 ///
 /// # Errors
 /// As [`image_size`].
@@ -37,7 +38,7 @@ pub fn video_size(
         let scale = (factor as f64 / height as f64).max(factor as f64 / width as f64);
         (height, width) = ((height as f64 * scale) as usize, (width as f64 * scale) as usize);
     }
-    // The rounded number of frames decides, the real one scales.
+    // The number of frames rounded to whole patches is compared with the bounds. The real number gives the scale.
     let counted = rounded(frames, frames_per_patch);
     Ok(within((height, width), factor, (counted, frames), pixels))
 }
@@ -53,7 +54,7 @@ fn check_aspect(height: usize, width: usize) -> Result<()> {
     Ok(())
 }
 
-/// The multiple of `factor` next to `side`, the even one of two.
+/// The multiple of `factor` nearest to `side`. A tie goes to the even multiple.
 fn rounded(side: usize, factor: usize) -> usize {
     (side as f64 / factor as f64).round_ties_even() as usize * factor
 }
@@ -85,7 +86,7 @@ fn within(
 mod tests {
     use super::*;
 
-    /// Values of the reference.
+    /// Expected sizes are the reference's.
     #[test]
     fn sizes_are_those_of_the_reference() {
         let bounds = (8192, 24576);

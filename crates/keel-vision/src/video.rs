@@ -1,4 +1,4 @@
-//! Videos as lists of frames: which are taken, at which size, and when they are seen.
+//! Prepares videos, which are lists of frames: chooses frames, resizes them, and computes their times.
 //!
 //! Reference: `video_processing_qwen3_vl.py` and `processing_qwen3_vl.py` of transformers.
 
@@ -11,7 +11,7 @@ use crate::processor::{filter_of, patch_shape, pixel_bounds, unresized};
 use crate::size::video_size;
 use crate::{Filter, Grid, Picture, PixelScale, Result, VisionError, resize};
 
-/// Frames a second of a video that does not say.
+/// Frames per second of a video that does not state it.
 pub const FPS_DEFAULT: f64 = 24.0;
 
 /// Prepares videos.
@@ -37,15 +37,15 @@ pub struct ProcessedVideo {
     pub values: Vec<f32>,
     /// The patches.
     pub grid: Grid,
-    /// The frames at the size that they are read in, the last one repeated until they fill whole patches.
+    /// The resized frames. The last frame is repeated until the frames fill whole patches.
     pub resized: Vec<Picture>,
 }
 
 impl VideoProcessor {
-    /// Reads a file.
+    /// Reads a processor from a file's JSON.
     ///
     /// # Errors
-    /// A value that cannot be followed.
+    /// A value is not supported.
     pub fn from_json(file: &str, json: &Value) -> Result<VideoProcessor> {
         let fields = Fields { file, json };
         let frames = fields.size("num_frames")?;
@@ -65,7 +65,7 @@ impl VideoProcessor {
         })
     }
 
-    /// The settings in one line, to tell processors apart.
+    /// The settings in one line. They serve to compare processors.
     pub fn settings(&self) -> &str {
         &self.settings
     }
@@ -75,10 +75,10 @@ impl VideoProcessor {
         self.shape.merge
     }
 
-    /// Numbers of the frames that are taken of a video of `total` frames, `fps` a second.
+    /// Chooses frames of a video with `total` frames at `fps` frames per second. Returns their indices.
     ///
     /// # Errors
-    /// Without frames, or if `fps` is not a number above 0.
+    /// There are no frames, or `fps` is not a number above 0.
     pub fn sample(&self, total: usize, fps: f64) -> Result<Vec<usize>> {
         if total == 0 {
             return Err(VisionError::Video("it has no frames".into()));
@@ -106,15 +106,15 @@ impl VideoProcessor {
         Ok((0..count).map(at).collect())
     }
 
-    /// Frames of a patch.
+    /// Frames per patch.
     pub fn frames_per_patch(&self) -> usize {
         self.shape.frames
     }
 
-    /// The frames that were taken.
+    /// Prepares the chosen frames.
     ///
     /// # Errors
-    /// No frame, frames of different sizes, or a shape that cannot be brought to a size of the tower's.
+    /// There is no frame, the frames differ in size, or they cannot be resized to a size that the tower supports.
     pub fn process(&self, frames: &[Picture]) -> Result<ProcessedVideo> {
         let Some(first) = frames.first() else {
             return Err(VisionError::Video("it has no frames".into()));
@@ -138,8 +138,8 @@ impl VideoProcessor {
     }
 }
 
-/// When each group of `frames_per_patch` frames is seen, in seconds: the mean of its first and its last frame. The last frame is
-/// repeated until the groups are whole.
+/// Time of each group of `frames_per_patch` frames in seconds: the mean of its first and its last frame. An incomplete
+/// last group counts as filled with its last frame.
 pub fn timestamps(frames: &[usize], fps: f64, frames_per_patch: usize) -> Vec<f64> {
     let groups = frames.chunks(frames_per_patch.max(1));
     groups
@@ -150,7 +150,7 @@ pub fn timestamps(frames: &[usize], fps: f64, frames_per_patch: usize) -> Vec<f6
         .collect()
 }
 
-/// A time with one decimal as Python prints it: the exact binary value is rounded, a tie goes to the even digit.
+/// Formats a time with one decimal as Python does: the exact binary value is rounded, and a tie goes to the even digit.
 pub fn seconds(time: f64) -> String {
     format!("{time:.1}")
 }

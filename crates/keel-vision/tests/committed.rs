@@ -1,11 +1,11 @@
-//! Pictures that come with the repository, against what the reference makes of them.
+//! Compares pictures of the repository with the reference's results.
 
 use std::path::Path;
 
 use keel_vision::{DecodeLimits, Picture, ProcessorFiles, decode};
 use serde_json::{Map, json};
 
-/// FNV-1a of the decoded bytes, and of those that a tower reads.
+/// FNV-1a hashes of the decoded picture, and of the picture after resizing for a tower.
 const HASHES: [(&str, u64, u64); 3] = [
     ("bilevel.png", 0x3d72_d76a_dc41_6cdc, 0xce84_db95_9f58_ec1d),
     ("progressive_420.jpg", 0x08fa_bbd4_505b_af37, 0xcf41_bd21_4969_e460),
@@ -17,7 +17,7 @@ fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// The decoded picture, and what a tower reads it as.
+/// The decoded picture, and the picture after resizing for a tower.
 fn both(name: &str) -> (Picture, Picture) {
     let bytes = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name));
     let picture = decode(&bytes.expect("readable"), DecodeLimits::default()).expect("decodes");
@@ -27,7 +27,7 @@ fn both(name: &str) -> (Picture, Picture) {
     (picture, resized)
 }
 
-/// transformers 5.17 with its default (torchvision) processor.
+/// The hashes are from transformers 5.17 with its default (torchvision) processor.
 #[test]
 fn pictures_are_decoded_and_resized_as_by_the_reference() {
     for (name, decoded, resized) in HASHES {

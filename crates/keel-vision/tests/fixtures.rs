@@ -1,4 +1,4 @@
-//! Every picture and video of the fixtures, to the bit.
+//! Compares every picture and video of the fixtures with the reference to the bit.
 
 use std::path::Path;
 
@@ -59,7 +59,7 @@ impl Case {
         self.json["processor_kwargs"].as_object().cloned().unwrap_or_default()
     }
 
-    /// Compares the pictures; returns what they take in the prompt.
+    /// Compares the pictures. Returns their spans in the prompt.
     fn check_images(&self, folder: &Path, name: &str) -> Vec<ImageSpan> {
         let files = ProcessorFiles::read(folder).expect("sound");
         let processor = files.image(&self.settings()).expect("sound");
@@ -145,7 +145,7 @@ fn pictures_videos_and_prompts_are_those_of_the_reference() {
             let prompt = case.json["prompt"].as_str().expect("text");
             let expanded = expand(prompt, &placeholders(name), &images, &videos).expect("counts fit");
             let want = case.json["expanded_prompt"].as_str().expect("text");
-            // The reference leaves the markers around a video's placeholder where they are; here they are replaced.
+            // The reference keeps the markers around a video's placeholder. This crate replaces them.
             let markers = ("<|vision_start|><0.", "<|vision_end|><|vision_end|>");
             let without = want.replace(markers.0, "<0.").replace(markers.1, "<|vision_end|>");
             assert_eq!(expanded, without, "{name} {}", case.name());

@@ -1,4 +1,4 @@
-//! The functions of the fuzz targets over seeded mutations of sound files, for where no fuzzer runs.
+//! Runs the functions of the fuzz targets on seeded mutations of valid files, for machines without a fuzzer.
 
 #[path = "../fuzz/checks.rs"]
 mod checks;
@@ -71,7 +71,7 @@ fn truncated_files_are_refused() {
     }
 }
 
-/// The header of a PNG that claims a size, and no data.
+/// A PNG with a header that claims this size, and without data.
 fn claimed(width: u32, height: u32) -> Vec<u8> {
     let mut file = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR".to_vec();
     file.extend(width.to_be_bytes());

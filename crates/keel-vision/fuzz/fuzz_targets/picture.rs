@@ -1,4 +1,4 @@
-//! A picture's whole way from its file to the tower.
+//! Processes a picture from the file's bytes to the tower's input.
 #![no_main]
 
 #[path = "../checks.rs"]

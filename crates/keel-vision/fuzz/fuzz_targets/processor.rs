@@ -1,4 +1,4 @@
-//! The processor files of a checkpoint.
+//! Reads the processor files of a checkpoint.
 #![no_main]
 
 #[path = "../checks.rs"]

@@ -1,8 +1,9 @@
-//! JPEG to the bit as libjpeg-turbo decodes it, which every reference does.
+//! Decodes JPEG to the same bits as libjpeg-turbo, which every reference uses.
 //!
-//! The standard (ITU-T T.81) leaves the inverse transform and the interpolation of colours open. libjpeg's are: the "islow"
-//! transform in 13-bit integers, triangles between colour samples, and colours in 16-bit fixed point. The `image` crate's
-//! decoder differs from it by up to 18 levels where colours have half the resolution, so this one is ours.
+//! The standard (ITU-T T.81) leaves the inverse transform and the interpolation of colours open. libjpeg uses the
+//! "islow" transform in 13-bit integers, triangle filters between colour samples, and colour conversion in 16-bit fixed
+//! point. The `image` crate's decoder differs from it by up to 18 levels where colours have half the resolution. So
+//! this crate has its own decoder.
 //!
 //! ```text
 //! mod.rs       markers: sizes, tables, scans
@@ -10,42 +11,42 @@
 //! samples.rs   coefficients to samples, samples to pixels
 //! ```
 //!
-//! Lossless, arithmetic and 12-bit files are not read here.
+//! Lossless, arithmetic and 12-bit files are not supported here.
 
 mod samples;
 mod scan;
 
 use scan::{HuffmanTable, Scan, decode_scan};
 
-/// What ends a decoding.
+/// Why decoding stopped.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// A kind of JPEG that is not read here.
+    /// A kind of JPEG that this decoder does not support.
     Unsupported,
     /// The file is broken.
     Broken(&'static str),
 }
 
-/// The samples of a component, as coefficients.
+/// A component of the picture, as coefficients.
 pub(super) struct Component {
     id: u8,
-    /// Samples for each of the coarsest component's, along rows and columns.
+    /// Sampling factors, along rows and columns: the component has `h / h_max` samples per pixel of a row.
     h: usize,
     v: usize,
     table: usize,
-    /// Blocks in a row and rows of blocks, whole MCUs.
+    /// Blocks per row, and rows of blocks. Both cover whole MCUs.
     blocks_w: usize,
     blocks_h: usize,
-    /// Samples in a row, and rows, without what fills MCUs.
+    /// Samples per row, and rows, without the padding to whole MCUs.
     width: usize,
     height: usize,
-    /// 64 for each block, in natural order.
+    /// 64 per block, in natural order.
     coefficients: Vec<i16>,
-    /// The table that the first scan of the component found.
+    /// The quantisation table in force at the component's first scan.
     quantisation: Option<[u16; 64]>,
 }
 
-/// A picture before its samples are made.
+/// A picture before its coefficients are turned into samples.
 pub(super) struct Frame {
     width: usize,
     height: usize,
@@ -62,7 +63,7 @@ pub(crate) struct Pixels {
     pub rgb: Vec<u8>,
 }
 
-/// The coefficients' order in the file.
+/// The natural-order index of each coefficient in the file's order.
 pub(super) const ZIGZAG: [u8; 64] = [
     0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6, 7,
     14, 21, 28, 35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39,
@@ -79,7 +80,7 @@ struct Tables {
     adobe_transform: Option<u8>,
 }
 
-/// How components become colours.
+/// How components are converted to RGB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Colours {
     Grey,
@@ -134,7 +135,7 @@ fn word(bytes: [u8; 2]) -> usize {
     usize::from(u16::from_be_bytes(bytes))
 }
 
-/// The next marker; bytes before it are skipped.
+/// Finds the next marker. Bytes before it are skipped.
 fn next_marker(bytes: &[u8], at: &mut usize) -> Option<u8> {
     loop {
         let start = *at + bytes.get(*at..)?.iter().position(|&byte| byte == 0xff)?;
@@ -180,7 +181,7 @@ impl Frame {
         let (mcus_w, mcus_h) = (width.div_ceil(8 * h_max), height.div_ceil(8 * v_max));
         let components = specs.iter().map(|spec| {
             let (h, v) = factors(spec);
-            // Colours must fit a whole number of times.
+            // Each sample must cover a whole number of pixels.
             if !h_max.is_multiple_of(h) || !v_max.is_multiple_of(v) {
                 return Err(Stop::Unsupported);
             }
@@ -241,7 +242,7 @@ impl Tables {
         Ok(())
     }
 
-    /// What a scan's header says, once its tables are known to be there.
+    /// Reads a scan's header and resolves its tables. A missing Huffman table stays `None`.
     fn scan<'t>(&'t self, frame: &mut Frame, body: &[u8]) -> Result<Scan<'t>, Stop> {
         const CUT: Stop = Stop::Broken("a scan's header is cut short");
         let (&count, rest) = body.split_first().ok_or(CUT)?;

@@ -1,4 +1,4 @@
-//! Coefficients to samples, samples to pixels: libjpeg's `jidctint.c`, `jdsample.c` and `jdcolor.c`.
+//! Turns coefficients into samples and samples into pixels, as libjpeg's `jidctint.c`, `jdsample.c` and `jdcolor.c` do.
 
 use std::num::Wrapping;
 
@@ -6,19 +6,19 @@ use rayon::prelude::*;
 
 use super::{Colours, Component, Frame, Pixels, Stop};
 
-/// A component's samples, `stride` in a row.
+/// A component's samples, `stride` per row.
 struct Plane {
     samples: Vec<u8>,
     stride: usize,
-    /// Samples in a row, and rows, that are part of the picture.
+    /// Samples per row, and rows, inside the picture.
     width: usize,
     height: usize,
-    /// Pixels for each sample, along rows and columns.
+    /// Pixels per sample, along rows and columns.
     h: usize,
     v: usize,
 }
 
-/// The pixels of a frame whose scans have all been read.
+/// Computes the pixels of a frame after all of its scans were read.
 pub(super) fn pixels(frame: &Frame, colours: Colours) -> Result<Pixels, Stop> {
     let planes = frame.components.iter().map(|component| plane(frame, component));
     let planes = planes.collect::<Result<Vec<_>, _>>()?;
@@ -54,11 +54,11 @@ fn plane(frame: &Frame, component: &Component) -> Result<Plane, Stop> {
     Ok(Plane { samples, stride, width: component.width, height: component.height, h, v })
 }
 
-/// Fraction bits of the constants, and those that stay between the passes.
+/// Fraction bits of the constants. [`PASS_BITS`] fraction bits remain between the two passes.
 const CONSTANT_BITS: usize = 13;
 const PASS_BITS: usize = 2;
 
-/// One pass over eight values: sums of [`CONSTANT_BITS`] more bits, in order.
+/// One pass over eight values. The results are in order and have [`CONSTANT_BITS`] more fraction bits.
 #[inline(always)]
 fn pass(x: [Wrapping<i32>; 8]) -> [Wrapping<i32>; 8] {
     let c = Wrapping::<i32>;
@@ -118,10 +118,10 @@ impl Plane {
         &self.samples[row.min(self.height - 1) * self.stride..][..self.width]
     }
 
-    /// Row `y` of the picture, `width` pixels. The row has room for those that whole samples add.
+    /// Writes row `y` of the picture, `width` pixels. `row` has capacity for the extra pixels of the last whole sample.
     fn row(&self, y: usize, row: &mut Vec<u8>, width: usize) {
         let near = self.samples(y / self.v);
-        // The row of samples on the other side of this row of pixels; at an edge the same one.
+        // The second nearest row of samples. At an edge of the picture it is the nearest row itself.
         let far = || match y % 2 {
             0 => self.samples((y / 2).saturating_sub(1)),
             _ => self.samples(y / 2 + 1),
@@ -150,8 +150,8 @@ impl Plane {
     }
 }
 
-/// Two pixels for each sample, three quarters of the nearer one; `bits` fraction bits, of the left and the right pixel's bias.
-/// The outermost pixels have the outermost samples.
+/// Makes two pixels per sample: 3/4 of the nearer sample and 1/4 of the other. At the ends the outermost sample is
+/// both. `bits` is the shift after the sum; `left` and `right` are the rounding biases of the two pixels.
 fn between_columns(columns: &[u16], row: &mut [u8], bits: u32, (left, right): (u16, u16)) {
     let last = columns.len() - 1;
     for (i, pixels) in row.as_chunks_mut::<2>().0.iter_mut().enumerate() {
@@ -161,7 +161,7 @@ fn between_columns(columns: &[u16], row: &mut [u8], bits: u32, (left, right): (u
     }
 }
 
-/// `16-bit` fixed point.
+/// One half in fixed point with 16 fraction bits.
 const HALF: i32 = 1 << 15;
 
 fn clamped(x: i32) -> u8 {
@@ -177,7 +177,8 @@ fn ycc(y: u8, cb: u8, cr: u8) -> [u8; 3] {
     ]
 }
 
-/// Pillow's formula for inverted inks, as files have them: the rounded product of what the ink and the black leave.
+/// Pillow's formula for inverted inks, the form that files contain. It multiplies the complements of ink and black,
+/// with rounding.
 fn inks(colours: [u8; 3], black: u8) -> [u8; 3] {
     colours.map(|left| {
         let product = u32::from(255 - left) * u32::from(black) + 128;

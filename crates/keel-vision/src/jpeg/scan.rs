@@ -1,21 +1,22 @@
-//! Entropy-coded data to coefficients (ITU-T T.81, annexes F and G).
+//! Decodes entropy-coded data to coefficients (ITU-T T.81, annexes F and G).
 
 use super::{Frame, Stop, ZIGZAG};
 
-/// Bits that one look at a table decides.
+/// Number of bits that one table look-up decodes.
 const LOOK_BITS: u32 = 9;
 
 /// A Huffman code.
 pub(super) struct HuffmanTable {
-    /// For every first [`LOOK_BITS`] bits: length and value of the code that they begin with, length 0 if it is longer.
+    /// For each value of the next [`LOOK_BITS`] bits: length and value of the code that they begin with. Length 0 means
+    /// a longer code.
     short: Vec<(u8, u8)>,
-    /// For each length: the largest code plus one, aligned to 16 bits, and what is added to a code to give its value's place.
+    /// For each length: the largest code + 1, aligned to 16 bits, and the offset from a code to the index of its value.
     longest: [(u32, i32); 17],
     values: Vec<u8>,
 }
 
 impl HuffmanTable {
-    /// The code with so many values of each length from 1 to 16; `None` if there can be none.
+    /// Builds the code from the number of values of each length from 1 to 16. `None` if no such code exists.
     pub fn new(counts: &[u8; 16], values: &[u8]) -> Option<HuffmanTable> {
         let mut table = HuffmanTable {
             short: vec![(0, 0); 1 << LOOK_BITS],
@@ -44,16 +45,16 @@ impl HuffmanTable {
     }
 }
 
-/// What a scan is of.
+/// The contents of a scan.
 pub(super) struct Scan<'t> {
-    /// Number of the component, tables of its first and of its other coefficients.
+    /// For each component: its index, the table of its DC coefficients, and the table of its AC coefficients.
     pub components: Vec<(usize, Option<&'t HuffmanTable>, Option<&'t HuffmanTable>)>,
-    /// First and last coefficient.
+    /// First and last coefficient, in the file's order.
     pub from: usize,
     pub to: usize,
-    /// Bits below which coefficients were known before; 0 in a first scan.
+    /// Lowest bit known from earlier scans; 0 in a first scan.
     pub high: u8,
-    /// Bits below which they are known after it.
+    /// Lowest bit known after this scan.
     pub low: u8,
     pub restart_interval: usize,
 }
@@ -63,7 +64,7 @@ struct Bits<'a> {
     at: usize,
     buffer: u64,
     count: u32,
-    /// Bits that were made up behind the end of the data.
+    /// Number of zero bits that were supplied because the data had ended.
     missing: u32,
 }
 
@@ -94,7 +95,7 @@ impl<'a> Bits<'a> {
         self.count -= bits;
     }
 
-    /// The next bits, at most 16.
+    /// Reads the next bits, at most 16.
     fn take(&mut self, bits: u32) -> u32 {
         if bits == 0 {
             return 0;
@@ -107,7 +108,7 @@ impl<'a> Bits<'a> {
         value
     }
 
-    /// A number of so many bits with its sign.
+    /// Reads a signed number of `bits` bits.
     fn signed(&mut self, bits: u32) -> i32 {
         let value = self.take(bits) as i32;
         if bits > 0 && value < 1 << (bits - 1) { value - (1 << bits) + 1 } else { value }
@@ -134,7 +135,7 @@ impl<'a> Bits<'a> {
         Err(Stop::Broken("a code is not in its table"))
     }
 
-    /// Goes behind the restart marker that comes next.
+    /// Skips to the position after the next restart marker.
     fn restart(&mut self) -> Result<(), Stop> {
         (self.buffer, self.count) = (0, 0);
         loop {
@@ -150,15 +151,15 @@ impl<'a> Bits<'a> {
     }
 }
 
-/// A scan on its way.
+/// State while a scan is decoded.
 struct State {
-    /// The last first coefficient of each component.
+    /// The last DC coefficient of each component.
     last: [i32; 4],
-    /// Blocks that have no more coefficients.
+    /// Number of following blocks without further coefficients.
     empty: u32,
 }
 
-/// Decodes a scan into the frame's coefficients; returns the bytes that it took.
+/// Decodes a scan into the frame's coefficients. Returns the number of bytes read.
 pub(super) fn decode_scan(frame: &mut Frame, scan: &Scan<'_>, data: &[u8]) -> Result<usize, Stop> {
     let mut bits = Bits { data, at: 0, buffer: 0, count: 0, missing: 0 };
     let mut state = State { last: [0; 4], empty: 0 };
@@ -316,7 +317,8 @@ fn refine_band(
             } else {
                 new = if bits.take(1) == 1 { step } else { -step };
             }
-            // Coefficients that are there already have a bit each; zeros are counted.
+            // Each coefficient that is already nonzero has a correction bit here. `zeros` counts the zero coefficients
+            // to skip.
             while k <= scan.to {
                 let value = &mut block[usize::from(ZIGZAG[k])];
                 if *value != 0 {
