@@ -1,7 +1,7 @@
-//! Memory before it is needed.
+//! The memory plan.
 //!
-//! A plan is what an engine allocates: the same code runs on a backend that only counts. So the numbers of
-//! [`plan`] are those of [`Engine::load`], to the byte.
+//! A plan is what an engine allocates: the code of [`Engine::load`] runs on a backend that only counts. So [`plan`]
+//! gives the numbers of [`Engine::load`], exact to the byte.
 
 use std::sync::Arc;
 
@@ -30,12 +30,12 @@ pub fn plan(
     Ok(report)
 }
 
-/// The shapes that steps of an engine with these options come in, in words. Each of them is part of [`plan`].
+/// The shapes of steps of an engine with these options, as text. All of them are part of [`plan`].
 pub fn steps(backend: &dyn Backend, options: EngineOptions) -> Vec<String> {
     Buckets::new(&options, backend.is_compiling()).lines()
 }
 
-/// What fits under a limit.
+/// The largest options that fit within a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fit {
     /// Longest context for the options' number of sequences; 0 if nothing fits.
@@ -44,7 +44,7 @@ pub struct Fit {
     pub sequences: usize,
 }
 
-/// The longest context and the most sequences, each with the other as in `options`, that stay within `limit` bytes.
+/// The longest context and the most sequences that stay within `limit` bytes, each with the other as in `options`.
 ///
 /// # Errors
 /// As [`plan`].

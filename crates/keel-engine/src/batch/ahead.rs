@@ -1,13 +1,16 @@
-//! Batches with the host one step behind the device.
+//! Batches whose steps run ahead of the host.
 //!
-//! Where every token is drawn on the device, what the next step runs follows from counts: a prompt moves on by its chunk, an answer by
-//! a token, whatever it is. So each call submits the next step, then takes the one before it. Arrivals, ends, cancellations and
-//! grid points change what is submitted next, not whether. An answer that ends by its token has a row too many in the step
-//! under way: that writes behind its end, and whoever gets its pages and slot comes behind that step. States are copied where
-//! they are to be kept, behind the step that leads to them and in front of the next.
+//! Where every token is drawn on the device, the contents of the next step follow from counts. A prompt moves on by its
+//! chunk, and an answer by one token, whatever that token is. So each call submits the next step, then takes the step
+//! before. Arrivals, ends, cancellations and grid points change the contents of the next step, not whether it is
+//! submitted.
 //!
-//! A step that fails gives up the one behind it; the next steps are waited for then, and what they find is dealt with one by one
-//! (`attempts.rs`).
+//! An answer that ends with its token has a row too many in the step under way. That row writes after the answer's end.
+//! The next owner of its pages and slot runs after that step. A state that is to be kept is copied after the step that
+//! leads to it and before the next.
+//!
+//! If a step fails, the step after it is given up. The following steps are waited for, and the failed sequences are
+//! handled there one by one (`attempts.rs`).
 
 use super::request::{BatchEvent, RequestId};
 use super::sequence::Running;
@@ -20,14 +23,14 @@ pub(super) struct Pending {
     parts: Vec<Part>,
 }
 
-/// What a sequence has in it.
+/// The rows of one sequence in a step under way.
 struct Part {
     id: RequestId,
     rows: usize,
     is_prompt: bool,
-    /// Whether a token is drawn behind its rows.
+    /// Whether a token is drawn after its rows.
     draws: bool,
-    /// The position behind its rows and the checkpoint with its state there, if that is kept.
+    /// The position after its rows, and the checkpoint with its state there, if that state is kept.
     saved: Option<(usize, u32)>,
 }
 
@@ -40,11 +43,11 @@ struct Plan {
 }
 
 impl Batcher {
-    /// Whether steps are submitted before those in front of them are taken.
+    /// Whether the next step is submitted before the last one is taken.
     pub(super) fn goes_ahead(&self) -> bool {
         let options = self.engine.options();
         let is_plain = options.drafts == 0 && options.swap_bytes == 0;
-        // One that outgrows its frequencies is run again, once all is taken.
+        // A sequence that outgrows its rotary frequencies is run again, after all steps are taken.
         let can_go = |running: &Running| {
             running.draws_ahead() && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
         };
@@ -60,7 +63,7 @@ impl Batcher {
                 continue;
             }
             if submitted.is_err() {
-                // What stands in its way is met again by a step that is waited for.
+                // The error comes again in a step that is waited for.
                 self.is_careful = true;
             }
             break;
@@ -69,21 +72,21 @@ impl Batcher {
         self.forget_unwanted();
     }
 
-    /// Takes all that is under way, in front of steps that are waited for.
+    /// Takes all steps under way, before steps that are waited for.
     pub(super) fn settle(&mut self) {
         while !self.pending.is_empty() {
             self.take_first();
         }
     }
 
-    /// Waits for steps that nobody is left to take the tokens of.
+    /// Waits for all steps under way if no running sequence takes part in them.
     pub(super) fn forget_unwanted(&mut self) {
         if self.running.iter().all(|running| running.ahead.steps == 0) {
             self.settle();
         }
     }
 
-    /// Submits what comes next; false if there is nothing.
+    /// Submits the next step; false if there is nothing to run.
     fn submit_next(&mut self) -> Result<bool> {
         let plans = self.plans();
         if plans.is_empty() {
@@ -138,8 +141,8 @@ impl Batcher {
         Ok(true)
     }
 
-    /// What each sequence runs next: chunks of prompts, and a row of every answer that goes on, whatever was drawn meanwhile. In the order
-    /// of the sequences.
+    /// The contents of the next step: chunks of prompts, and one row of each answer that goes on, whatever token is
+    /// drawn. Ordered by sequence.
     fn plans(&mut self) -> Vec<Plan> {
         let answer = |(i, running): (usize, &Running)| {
             let goes_on = running.is_answering() && running.draws_left() > 0;
@@ -156,7 +159,7 @@ impl Batcher {
         plans
     }
 
-    /// Keeps the state that a step under way will leave, if it is to be kept: where others may go on from a prompt, and at an answer's
+    /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's stops, and at an answer's
     /// last grid point.
     fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<(usize, u32)> {
         let running = &self.running[i];
@@ -168,7 +171,7 @@ impl Batcher {
             return None;
         }
         let saved = self.prefixes.save_state_ahead(self.engine.cache_mut(), &running.cache);
-        // A state that cannot be kept is one that is computed again.
+        // A state that cannot be kept is computed again when it is needed.
         saved.ok().flatten().map(|entry| (at, entry))
     }
 
@@ -185,7 +188,7 @@ impl Batcher {
         let mut ended = Vec::new();
         for (part, &token) in parts.into_iter().zip(tokens) {
             let Some(i) = self.running.iter().position(|running| running.id == part.id) else {
-                // It has left meanwhile.
+                // The sequence has left the batch.
                 if let Some((_, entry)) = part.saved {
                     self.engine.cache_mut().free_state(entry);
                 }
@@ -218,7 +221,7 @@ impl Batcher {
         }
     }
 
-    /// Remembers a prompt up to where its state is kept, or where none is needed.
+    /// Remembers a prompt that has come to one of its stops, with its saved state if there is one.
     fn remember_stop(&mut self, i: usize, saved: Option<(usize, u32)>) {
         let running = &self.running[i];
         let at = running.cache.len();
@@ -228,7 +231,7 @@ impl Batcher {
         }
     }
 
-    /// A step has failed, and those behind it are given up.
+    /// Handles a failed step: the steps after it are given up.
     fn give_up_all(&mut self, first: Vec<Part>) {
         self.failed_steps += 1;
         self.is_careful = true;

@@ -1,14 +1,14 @@
-//! What becomes of a step that fails.
+//! What happens when a step fails.
 //!
-//! It is tried again: where the engine drafts, a step happens or has not been, so a fault that passes costs a step and nobody's
-//! answer. One that stays is looked for by running each sequence by itself, and ends those that fail then.
+//! A failed step is retried once. Where the engine drafts, steps are atomic, so a transient fault costs one step and no
+//! answer. If the retry fails, each sequence is run alone, and only those that fail again end with the error.
 
 use super::Batcher;
 use super::sequence::Drawn;
 use crate::{EngineError, Result};
 
 impl Batcher {
-    /// Decodes these answers, whose numbers ascend. Also says what came of each.
+    /// Decodes these answers, whose numbers ascend, and returns the outcome of each.
     pub(super) fn decode_rows(&mut self, rows: &[usize]) -> Vec<(usize, Result<Drawn>)> {
         let mut cause = String::new();
         for _ in 0..2 {
@@ -32,7 +32,7 @@ impl Batcher {
         }
     }
 
-    /// Makes the open rows of an answer part of its state.
+    /// Makes the open rows of an answer part of its state. A failure is retried once if the sequence is still whole.
     pub(super) fn commit(&mut self, i: usize) -> Result<()> {
         self.engine.commit(&mut self.running[i].cache).or_else(|error| {
             self.failed_steps += 1;
@@ -44,7 +44,7 @@ impl Batcher {
         self.engine.cache().expect_whole(&self.running[i].cache).is_ok()
     }
 
-    /// Counts it. The first failure is the cause of what follows.
+    /// Counts a failed step. The first failure is the cause of all that follow.
     fn note_failed_step(&mut self, cause: &mut String, error: &EngineError) {
         self.failed_steps += 1;
         if cause.is_empty() {

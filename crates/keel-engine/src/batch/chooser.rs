@@ -6,16 +6,16 @@ use super::request::TokenLogprobs;
 use crate::speculation::{Choice, Chooser, SamplerChooser};
 use crate::{EngineError, Result};
 
-/// A [`SamplerChooser`] that remembers the log probabilities of what it chose.
+/// A [`SamplerChooser`] that keeps the log probabilities of the tokens that it chose.
 pub(super) struct BatchChooser {
     inner: SamplerChooser,
     top_logprobs: Option<usize>,
     drafts: bool,
-    /// Of tokens that were chosen and not reported yet.
+    /// Log probabilities of tokens that were chosen and not reported yet.
     logprobs: Vec<TokenLogprobs>,
-    /// How many of them there were when the round began.
+    /// Length of `logprobs` when the round began.
     reported: usize,
-    /// What the constraint said. It is the sequence's own error: the round, which others share, goes on.
+    /// An error of the constraint. It ends this sequence alone: other sequences share the round, so the round goes on.
     failure: Option<EngineError>,
 }
 
@@ -37,22 +37,22 @@ impl BatchChooser {
         self.failure.take()
     }
 
-    /// Lets the sequence draft if its tokens are drawn by whoever has the logits, and so are the same with drafts.
+    /// Lets the sequence draft if the device draws its tokens, because they are then the same with drafts.
     pub fn draft_if_drawn_ahead(&mut self) {
         self.drafts |= self.draws_ahead();
     }
 
-    /// Whether only the sampler may want logits.
+    /// Whether nothing but the sampler can need the logits on the host.
     fn needs_no_logits(&self) -> bool {
         self.top_logprobs.is_none() && self.failure.is_none()
     }
 
-    /// Whether the next tokens can be drawn from the logits by whoever has them.
+    /// Whether the device can draw the next tokens.
     pub fn draws_ahead(&self) -> bool {
         self.needs_no_logits() && self.inner.draws_ahead()
     }
 
-    /// As [`Chooser::draw_ahead`], for the token behind the one that is still to be taken.
+    /// As [`Chooser::draw_ahead`], for the token after the one that is still to be taken.
     pub fn draw_behind(&mut self) -> Option<Draw> {
         self.inner.draw_behind()
     }
@@ -62,7 +62,7 @@ impl BatchChooser {
         self.inner.forget_behind();
     }
 
-    /// Keeps a failure for later; what stands in its place is never shown.
+    /// Keeps a failure for later and returns `instead`, which is never shown.
     fn or_fail<T>(&mut self, outcome: Result<T>, instead: T) -> T {
         outcome.unwrap_or_else(|error| {
             self.failure.get_or_insert(error);
@@ -134,7 +134,7 @@ impl Chooser for BatchChooser {
     }
 }
 
-/// Log softmax at the token drawn and at the `count` most probable, in f64 sums.
+/// Log softmax at the drawn token and at the `count` most probable ones, with sums in f64.
 fn logprobs(logits: &[f32], drawn: u32, count: usize) -> TokenLogprobs {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();

@@ -1,55 +1,61 @@
-//! Who goes on, who holds still and who is parked, where more was let in than the pool can promise: decisions over counts
-//! alone.
+//! Which sequences run, hold still or are parked where more were admitted than the pool can promise. Decisions over
+//! counts alone.
 //!
-//! Sequences stand in the order in which they started. As many of the oldest as fit into the pool at full length are
-//! *safe*: whatever they need can be had by parking the others. The others may hold as much as the host can take, wherever
-//! it lies, so each of them can be parked at any time; one that would hold more stays as it is until it is safe. So the
-//! oldest always goes on, and everybody is the oldest in the end: there is no deadlock, and nothing fails for memory.
+//! Sequences stand in the order in which they started.
 //!
-//! The newest is parked first, and the one that was parked last comes back last. What was begun first ends first then and
-//! gives its pages back for good; parking the one with most left would take turns among long sequences, and swap the more
-//! the longer they are.
+//! - The oldest sequences that fit into the pool at full length are *safe*: parking the others frees all the pages that
+//!   they need.
+//! - The others together hold at most as much as the host can take, so each of them can be parked at any time. A
+//!   sequence that would exceed this holds still until it is safe.
+//!
+//! So the oldest sequence always goes on, and each sequence becomes the oldest in the end. There is no deadlock, and no
+//! sequence fails for memory.
+//!
+//! The newest sequence is parked first. The oldest parked sequence, which was parked last, comes back first. So the
+//! sequences that began first end first and give their pages back for good. Parking the sequence with most left to do
+//! would make long sequences take turns, and longer ones would swap more.
 
 use keel_cache::SwapSize;
 
 /// The pages of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holding {
-    /// Pages that it holds, or needs to come back.
+    /// Pages that it holds, or needs in order to come back.
     pub held: usize,
-    /// Pages that it should find when it starts or comes back: those of its prompt, or what it holds, and one to go on.
+    /// Pages that it should find when it starts or comes back: those of its prompt or those that it holds, and one
+    /// more.
     pub soon: usize,
     /// Pages at full length.
     pub full: usize,
 }
 
 impl Holding {
-    /// With `prompt` pages for its prompt.
+    /// A sequence whose prompt takes `prompt` pages.
     pub fn new(held: usize, prompt: usize, full: usize) -> Holding {
         Holding { held, soon: full.min(held.max(prompt) + 1), full }
     }
 }
 
-/// What the next step comes to.
+/// What to do before the next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// It can run. By running sequence: whether it holds still meanwhile.
+    /// Run the step. For each running sequence: whether it holds still.
     Run(Vec<bool>),
-    /// The newest of the running sequences has to be parked first.
+    /// Park the newest running sequence, then decide again.
     ParkNewest,
 }
 
-/// The bounds within which sequences crowd.
+/// The bounds of overcommit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Crowd {
     /// Pages of the pool.
     pub pages: usize,
-    /// Room on the host.
+    /// Host memory for parked sequences.
     pub swap: SwapSize,
 }
 
 impl Crowd {
-    /// How many of the oldest fit into the pool at full length.
+    /// How many of the oldest sequences fit into the pool at full length.
     fn safe(&self, all: &[Holding]) -> usize {
         let mut sum = 0;
         let fits = |holding: &&Holding| {
@@ -59,13 +65,13 @@ impl Crowd {
         all.iter().take_while(fits).count()
     }
 
-    /// Host blocks of sequences that hold so many pages.
+    /// Host blocks for sequences that hold these numbers of pages.
     fn blocks(&self, pages: impl Iterator<Item = usize>) -> usize {
         pages.map(|pages| self.swap.blocks_for(pages)).sum()
     }
 
-    /// Whether a sequence may start behind the running ones, none being parked. `shared` of its pages are there already;
-    /// `available` are free or can be evicted.
+    /// Whether a sequence may start after the running ones, while none is parked. `shared` of its pages exist already.
+    /// `available` pages are free or can be evicted, and starting would pin `pinned` of these.
     pub fn can_start(
         &self,
         available: usize,
@@ -81,20 +87,20 @@ impl Crowd {
             && self.blocks(others.iter().map(|h| h.soon)) <= self.swap.blocks
     }
 
-    /// Whether the oldest of those that are parked should come back.
+    /// Whether the oldest parked sequence should come back.
     pub fn can_return(&self, available: usize, running: &[Holding], parked: Holding) -> bool {
         self.finds(available, running, parked.soon)
     }
 
-    /// Whether so many pages are left beside what the running sequences need soon: otherwise somebody would be parked
-    /// again at once.
+    /// Whether `pages` are available in addition to the pages that the running sequences need soon. Otherwise a
+    /// sequence would be parked again at once.
     fn finds(&self, available: usize, running: &[Holding], pages: usize) -> bool {
         let soon: usize = running.iter().map(|h| h.soon - h.held).sum();
         soon + pages <= available
     }
 
-    /// What the next step comes to. `wanted` are the pages that it would add to each running sequence; `parked` are the
-    /// sequences behind them.
+    /// Decides the next step. `wanted` are the pages that it would add to each running sequence; `parked` are the
+    /// sequences that started after the running ones.
     pub fn next(&self, available: usize, running: &[Holding], parked: &[Holding], wanted: &[usize]) -> Next {
         let all = [running, parked].concat();
         let safe = self.safe(&all);
@@ -123,7 +129,7 @@ mod tests {
 
     use super::*;
 
-    /// A block of the host holds one page here, and a sequence takes one more for its slot.
+    /// Here a host block holds one page, and each sequence takes one more block for its slot.
     fn crowd(pages: usize, blocks: usize) -> Crowd {
         let block = SwapSize::bytes(1);
         Crowd { pages, swap: SwapSize { blocks, page_bytes: block, fixed_bytes: block } }
@@ -167,7 +173,7 @@ mod tests {
     fn a_start_finds_its_prompt_and_a_page_for_everybody() {
         let crowd = crowd(8, 100);
         let running = [holding(3, 8), Holding::new(1, 2, 8)];
-        // One page for the first, two for the second, then three for a prompt of two.
+        // One page for the first sequence, two for the second, three for the newcomer with a prompt of two pages.
         assert!(crowd.can_start(6, &running, Holding::new(0, 2, 8), 0, 0));
         assert!(!crowd.can_start(5, &running, Holding::new(0, 2, 8), 0, 0));
         assert!(crowd.can_start(5, &running, Holding::new(0, 2, 8), 1, 0));
@@ -178,7 +184,7 @@ mod tests {
         assert!(crowd.can_return(8, &[], holding(8, 8)), "one at full length needs no more");
     }
 
-    /// Sequences that grow by a page at a time, without a device.
+    /// Sequences that grow by up to two pages a step, without a device.
     struct Model {
         crowd: Crowd,
         running: Vec<(Holding, usize)>,
@@ -240,7 +246,7 @@ mod tests {
             assert!(on_host <= self.crowd.swap.blocks, "{on_host} blocks of {}", self.crowd.swap.blocks);
             let in_pool: usize = self.running.iter().map(|(h, _)| h.held).sum();
             assert!(in_pool <= self.crowd.pages, "{in_pool} pages of {}", self.crowd.pages);
-            // Some end before they are at full length, and any may be cancelled.
+            // Some sequences end before full length, and any may be cancelled.
             self.running.retain(|(h, _)| h.held < h.full && random(20) > 0);
             self.parked.retain(|_| random(50) > 0);
         }
@@ -273,7 +279,7 @@ mod tests {
             while !(model.running.is_empty() && model.parked.is_empty() && model.waiting.is_empty()) {
                 model.step(&mut random);
                 steps += 1;
-                // Every request takes at most a page in three steps or so once it is the oldest.
+                // 40 requests of at most 20 pages, with 20 steps for each page.
                 assert!(steps < 40 * 20 * 20, "no end with {pages} pages and {blocks} blocks");
             }
             parkings += model.parkings;

@@ -1,4 +1,4 @@
-//! Letting in more than fits: sequences are parked on the host while others need their pages (`crowd.rs` decides).
+//! Overcommit: sequences are parked on the host while others need their pages (`crowd.rs` decides).
 
 use keel_array::AttentionSpec;
 use keel_cache::SwapSize;
@@ -10,14 +10,14 @@ use super::sequence::Running;
 use crate::{EngineError, Result};
 
 impl Batcher {
-    /// The bounds within which more is let in than can be promised; `None` where the promise is kept.
+    /// The bounds of overcommit; `None` if only what can be promised is admitted.
     pub(super) fn crowd(&self) -> Option<Crowd> {
         let cache = self.engine.cache();
         let swap = cache.swap_size();
         (swap.blocks > 0).then_some(Crowd { pages: cache.size().pages(), swap })
     }
 
-    /// Pages that are free or can be.
+    /// Pages that are free or can be evicted.
     pub(super) fn available_pages(&self) -> usize {
         let cache = self.engine.cache();
         cache.free_pages() + self.prefixes.evictable(cache)
@@ -27,7 +27,7 @@ impl Batcher {
         self.running.iter().map(Running::holding).collect()
     }
 
-    /// Brings parked sequences back as long as there is room, the one that was parked last first.
+    /// Brings parked sequences back as long as there is room. The sequence parked last comes back first.
     pub(super) fn bring_back(&mut self) {
         let Some(crowd) = self.crowd() else { return };
         while let Some(next) = self.parked.front().map(Running::holding) {
@@ -51,8 +51,8 @@ impl Batcher {
         }
     }
 
-    /// Makes sure that the next step finds its pages: `wanted` says how many it adds to a running sequence. The newest are
-    /// parked where they would be missing. Says who holds still in this step.
+    /// Makes sure that the next step finds its pages, and parks the newest sequences if it would not. `wanted` says how
+    /// many pages the step adds to a running sequence. Returns which sequences hold still in this step.
     pub(super) fn make_way(&mut self, wanted: impl Fn(&Batcher, usize) -> usize) -> Vec<bool> {
         let Some(crowd) = self.crowd() else { return vec![false; self.running.len()] };
         loop {
@@ -81,7 +81,7 @@ impl Batcher {
 
     fn park(&mut self, running: &mut Running) -> Result<()> {
         self.engine.commit(&mut running.cache)?;
-        // Its pages are about to go, so what a next turn can use of them is remembered now.
+        // Its pages go next, so its prefix is remembered now for a next turn.
         self.remember_answer(running);
         let before = self.engine.cache().free_swap_blocks();
         self.engine.cache_mut().swap_out(&mut running.cache)?;
@@ -97,7 +97,7 @@ impl Batcher {
         self.give_back(running);
     }
 
-    /// Fails those of the parked sequences for which `is_late` says so.
+    /// Fails the parked sequences for which `is_late` is true.
     pub(super) fn expire_parked(&mut self, is_late: impl Fn(&Running) -> bool) {
         while let Some(at) = self.parked.iter().position(&is_late) {
             let id = self.parked[at].id;
@@ -119,7 +119,7 @@ impl Batcher {
 }
 
 impl Running {
-    /// Its pages, for decisions.
+    /// Its pages, as decisions count them.
     pub fn holding(&self) -> Holding {
         let held = if self.cache.is_parked() {
             self.cache.len().div_ceil(AttentionSpec::PAGE)

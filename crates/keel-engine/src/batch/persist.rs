@@ -1,7 +1,8 @@
 //! Remembered prefixes across restarts.
 //!
-//! A folder holds one cache file for each text and `index.json`, which names them with their sizes and checksums and is
-//! written last. A file that is missing, damaged or of another model is passed over: what it held is run again.
+//! A folder holds one cache file for each text, and `index.json`. The index names the files with their sizes and
+//! checksums and is written last. A file that is missing, damaged or of another model is skipped; its tokens are run
+//! again.
 
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -14,27 +15,27 @@ use super::prefixes::text_of;
 use crate::{EngineError, Result};
 
 const INDEX: &str = "index.json";
-/// Each of its entries takes less than 100 bytes.
+/// The size limit of an index. Each entry takes less than 100 bytes.
 const INDEX_BYTES_MAX: u64 = 1 << 20;
 const FORMAT: &str = "keel-prefix-cache-1";
-/// The most recently used are kept.
+/// How many texts are kept: the most recently used.
 const TEXTS_MAX: usize = 256;
 
-/// What became of the files of a folder.
+/// The result of restoring a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restored {
-    /// Texts that are remembered again.
+    /// How many texts were restored.
     pub texts: usize,
-    /// Why others are not.
+    /// Why others were not.
     pub problems: Vec<String>,
 }
 
 impl Batcher {
-    /// Writes what is remembered to a folder, for a batch of the same model (by the name given) to restore. Nothing may
-    /// run. Returns how many texts were written.
+    /// Writes the remembered prefixes to a folder, from which a batch of the same model can restore them. `model` names
+    /// the model. No request may run or wait. Returns how many texts were written.
     ///
     /// # Errors
-    /// What the disk says. Nothing of it is left in the folder then.
+    /// An error of the disk. The folder then has no file of this call.
     pub fn save_prefixes(&mut self, model: &str, folder: &Path) -> Result<usize> {
         assert!(self.is_idle(), "prefixes are saved when nothing runs");
         std::fs::create_dir_all(folder).map_err(|e| disk(folder, &e))?;
@@ -43,13 +44,14 @@ impl Batcher {
         let saved =
             self.write_texts(model, folder, &mut written).and_then(|files| write_index(model, folder, files));
         if saved.is_err() {
-            // Without an index nobody would read them.
+            // Files without an index are never read.
             written.iter().for_each(|path| drop(std::fs::remove_file(path)));
         }
         saved
     }
 
-    /// The entries of the index. The paths of all files are noted before they are there.
+    /// Writes a file for each text and returns the entries of the index. Adds each path to `written` before its file
+    /// exists.
     fn write_texts(&mut self, model: &str, folder: &Path, written: &mut Vec<PathBuf>) -> Result<Vec<Value>> {
         let mut texts = self.prefixes.tree().texts();
         texts.drain(..texts.len().saturating_sub(TEXTS_MAX));
@@ -75,8 +77,8 @@ impl Batcher {
         Ok(files)
     }
 
-    /// Remembers what an earlier batch of the same model has written to a folder. Never fails: what cannot be read is a
-    /// problem in the answer, and a folder that is not there is empty.
+    /// Remembers the texts that an earlier batch of the same model wrote to a folder. Never fails: an unreadable file
+    /// becomes a problem in the result, and a missing folder counts as empty.
     pub fn restore_prefixes(&mut self, model: &str, folder: &Path) -> Restored {
         let mut restored = Restored::default();
         let path = folder.join(INDEX);
@@ -100,7 +102,7 @@ impl Batcher {
         restored
     }
 
-    /// False if there is no room for more.
+    /// Restores one text. Returns false if there is no room for more.
     fn restore_one(&mut self, model: &str, folder: &Path, entry: &Value) -> Result<bool, String> {
         let name = entry["name"].as_str().filter(|name| !name.contains(['/', '\\'])).unwrap_or_default();
         let path = folder.join(name);
@@ -125,11 +127,11 @@ impl Batcher {
     }
 }
 
-/// Returns how many files it names.
+/// Writes the index and returns how many files it names.
 fn write_index(model: &str, folder: &Path, files: Vec<Value>) -> Result<usize> {
     let count = files.len();
     let index = json!({"format": FORMAT, "model": model, "files": files});
-    // An index is whole or not there.
+    // Written so that the index is complete or absent.
     let path = folder.join(INDEX);
     write_whole(&path, index.to_string().as_bytes())
         .map_err(|error| EngineError::PrefixFolder { path: path.clone(), reason: error.to_string() })?;

@@ -1,29 +1,29 @@
-//! Who may start, and who runs how much: decisions over counts alone.
+//! Which requests may start, and how much each sequence runs: decisions over counts alone.
 
 use crate::PREFILL_GRID;
 
 /// The pages of the pool at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Supply {
-    /// Pages that nobody holds.
+    /// Pages without an owner.
     pub free: usize,
-    /// Pages that only remembered prefixes hold: they can be had at any time.
+    /// Pages that only remembered prefixes hold. They can be evicted at any time.
     pub evictable: usize,
-    /// Pages that running sequences do not have yet and were promised.
+    /// Pages that were promised to running sequences and that they do not have yet.
     pub promised: usize,
 }
 
-/// What a request will take.
+/// The pages that a request will take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Demand {
-    /// Pages of its own, for prompt and answer at full length.
+    /// Pages of its own: prompt and answer at full length, without the shared pages.
     pub own: usize,
-    /// Remembered pages that it shares or copies from, and that could be evicted before.
+    /// Evictable pages that it would share or copy from. They would then no longer be evictable.
     pub pinned: usize,
 }
 
 impl Supply {
-    /// Whether the demand can be promised without breaking a promise made before.
+    /// Whether the demand can be promised without breaking an earlier promise.
     pub fn can_promise(&self, demand: Demand) -> bool {
         self.free + self.evictable >= self.promised + demand.own + demand.pinned
     }
@@ -32,19 +32,23 @@ impl Supply {
 /// The rest of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptRest {
-    /// Tokens to run.
+    /// Tokens to run until its end.
     pub tokens: usize,
-    /// Tokens up to the next point where the state is saved; a multiple of 64 unless it is the end.
+    /// Tokens to run until the next point where the state is saved; a multiple of 64 unless it is the end.
     pub until_stop: usize,
 }
 
-/// Tokens that a prompt whose turn it is gets at least, if there are as many: one that is cut is begun twice.
+/// The least share, in tokens, of a prompt whose turn it is, if the budget has them. Each cut of a prompt costs another
+/// start.
 const SHARE_MIN: usize = 4 * PREFILL_GRID;
 
-/// Divides `budget` tokens among prompts, of which at most `prompts_max` run: how many each runs in this step. Shares are
-/// equal, but worth a turn, and on the 64-token grid; what a short prompt leaves goes to the next. The first in turn is `turn`,
-/// which the caller counts up from step to step, so that none waits forever when there are more prompts than shares. At least
-/// one prompt advances.
+/// Divides `budget` tokens among prompts, of which at most `prompts_max` run. Returns how many tokens each of them runs
+/// in this step.
+///
+/// - Shares are equal, on the 64-token grid, and at least 256 tokens if the budget has them.
+/// - Tokens that a short prompt leaves over go to the next.
+/// - `turn` says which prompt comes first. The caller increments it after each step, so that no prompt waits forever.
+/// - At least one prompt advances.
 pub fn share_prefill(prompts: &[PromptRest], budget: usize, turn: usize, prompts_max: usize) -> Vec<usize> {
     let mut shares = vec![0; prompts.len()];
     let mut left = budget.max(PREFILL_GRID);

@@ -1,40 +1,41 @@
-//! The shapes that steps come in.
+//! The shapes of steps.
 //!
-//! A program is made for so many rows and so many sequences. Were there one for every number, each would be traced, compiled and
-//! captured when it is first met, while somebody waits. So there is a list, which follows from the options, and a step takes
-//! the next larger shape of it. Rows beyond the real ones belong to no sequence, and sequences beyond them are in no slot:
-//! they read and write nothing that is anybody's ([`keel_array::Batch`]).
+//! A program is made for a fixed number of rows and of sequences. With a program for every number, each would be
+//! traced, compiled and captured at its first use, while a request waits. So the options determine a list of shapes,
+//! and a step takes the next larger shape of it. Padding rows belong to no sequence, and padding sequences have no
+//! slot. They read and write no sequence's memory ([`keel_array::Batch`]).
 //!
-//! Where a new program is cheap and a row is dear (a CPU), the list is longer and its steps are finer.
+//! On a CPU a new program is cheap and a row is expensive. There the list is longer and finer.
 
 use keel_array::Regime;
 
 use super::{Outcome, StepShape};
 use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
 
-/// Prompts that a step runs at most.
+/// The most prompts in a step.
 const PROMPTS_MAX: usize = 32;
-/// The same where each of them costs a row of the output head.
+/// The same where each prompt costs a row of the output head.
 const PROMPTS_MAX_FINE: usize = 8;
 
 /// The list of shapes.
 #[derive(Clone, Debug)]
 pub(crate) struct Buckets {
-    /// Sequences of a decode step, ascending.
+    /// Numbers of sequences in a decode step, ascending.
     sequences: Vec<usize>,
-    /// Rows of a sequence where rows are left open or drafts are made, on average, ascending: those of few sequences.
+    /// Mean numbers of rows per sequence in a step that leaves rows open or makes drafts, ascending. A step of many
+    /// sequences uses only some of them.
     open_rows: Vec<usize>,
-    /// Rows of a step of prompts, ascending.
+    /// Numbers of rows in a step of prompts, ascending.
     prefill_rows: Vec<usize>,
-    /// Prompts of a step that has several, at most.
+    /// The most prompts in a step of several.
     prompts: usize,
-    /// Rows by which the multi-token-prediction head catches up, ascending.
+    /// Numbers of rows in a pass in which the MTP (multi-token-prediction) head only catches up, ascending.
     lag_rows: Vec<usize>,
     is_coarse: bool,
 }
 
 impl Buckets {
-    /// `is_coarse` where a program costs much before its first run.
+    /// `is_coarse` says that a program costs much before its first run.
     pub fn new(options: &EngineOptions, is_coarse: bool) -> Buckets {
         let prompts = prompts_max(options, is_coarse);
         let open_most = options.open_rows();
@@ -49,7 +50,7 @@ impl Buckets {
         }
     }
 
-    /// Prompts that one step may run.
+    /// How many prompts one step may run.
     pub fn prompts(&self) -> usize {
         self.prompts
     }
@@ -59,8 +60,8 @@ impl Buckets {
         self.prefill_rows.last().copied().unwrap_or(PREFILL_GRID)
     }
 
-    /// How many of the next `rows` tokens of a prompt a step by itself should run: all, or fewer on the grid where most of
-    /// the padding would be for nothing.
+    /// How many of the next `rows` tokens of a prompt a step should run if the prompt is alone in it. That is all of
+    /// them, or fewer on the grid where padding would exceed an eighth of the rows.
     pub fn chunk_rows(&self, rows: usize) -> usize {
         const WASTE_MAX: usize = 8;
         let padded = at_least(&self.prefill_rows, rows);
@@ -71,7 +72,7 @@ impl Buckets {
         }
     }
 
-    /// The shape for so many rows and sequences.
+    /// The shape for this many rows and sequences.
     pub fn fit(&self, (regime, outcome): (Regime, Outcome), rows: usize, sequences: usize) -> StepShape {
         let shape = |rows, sequences| StepShape { regime, rows, sequences, outcome, sees: false };
         let padded = at_least(&self.sequences, sequences.max(1));
@@ -86,12 +87,13 @@ impl Buckets {
                 shape(each.map_or(rows, |each| each * padded), padded)
             }
             (Regime::Decode, Outcome::HeadState) => shape(at_least(&self.lag_rows, rows), 1),
-            // Of no sequence, or asked for where nobody waits.
+            // Steps without a sequence, or steps for which no request waits.
             _ => shape(rows, sequences),
         }
     }
 
-    /// Rows of a sequence, on average, in a step of so many that leaves rows open or makes drafts, ascending.
+    /// Mean numbers of rows per sequence in a step of `sequences` sequences that leaves rows open or makes drafts,
+    /// ascending.
     fn open_rows_of(&self, sequences: usize) -> impl Iterator<Item = usize> {
         const FEW: usize = 4;
         let (most, is_fine) = (self.open_rows.len(), !self.is_coarse && sequences <= FEW);
@@ -99,7 +101,7 @@ impl Buckets {
         self.open_rows.iter().copied().filter(is_kept)
     }
 
-    /// Every shape that serving meets, the largest first: their memory is found at once.
+    /// Every shape that serving needs, the largest first, so that the arena has its full size at once.
     pub fn list(&self) -> Vec<StepShape> {
         let decode = |outcome| {
             move |rows, sequences| StepShape { regime: Regime::Decode, rows, sequences, outcome, sees: false }
@@ -117,7 +119,7 @@ impl Buckets {
                 shapes.push(prefill(self.prompts, Outcome::LastLogits));
             }
             shapes.push(prefill(1, Outcome::LastLogits));
-            // More of the prompt follows on the grid alone.
+            // A prompt goes on only at a grid point.
             if rows.is_multiple_of(PREFILL_GRID) {
                 shapes.push(prefill(1, Outcome::State));
             }
@@ -136,7 +138,7 @@ impl Buckets {
         shapes
     }
 
-    /// The list in words.
+    /// The list as text.
     pub fn lines(&self) -> Vec<String> {
         let numbers = |list: &[usize]| list.iter().map(usize::to_string).collect::<Vec<_>>().join(" ");
         let mut lines = vec![
@@ -153,12 +155,13 @@ impl Buckets {
     }
 }
 
-/// Prompts of a step, at most.
+/// The most prompts in a step.
 fn prompts_max(options: &EngineOptions, is_coarse: bool) -> usize {
     options.sequences.min(if is_coarse { PROMPTS_MAX } else { PROMPTS_MAX_FINE })
 }
 
-/// Rows of the largest step of prompts: no more than they can have together, but a whole picture where its rows see each other.
+/// Rows of the largest step of prompts: no more than these prompts can have, but at least a whole picture whose rows
+/// see each other.
 pub(crate) fn prefill_rows_max(options: &EngineOptions, is_coarse: bool) -> usize {
     let all = options.context.next_multiple_of(PREFILL_GRID).saturating_mul(prompts_max(options, is_coarse));
     options.prefill_step.min(all).max(options.picture_run)
@@ -169,7 +172,7 @@ fn at_least(list: &[usize], n: usize) -> usize {
     list.get(list.partition_point(|&entry| entry < n)).copied().unwrap_or(n)
 }
 
-/// 1 and what follows it, up to `most`, which ends the list.
+/// The list `next(0)`, `next(next(0))` and so on below `most`, and then `most`.
 fn up_to(most: usize, next: impl Fn(usize) -> usize) -> Vec<usize> {
     let mut list: Vec<usize> =
         std::iter::successors(Some(next(0)), |&n| Some(next(n))).take_while(|&n| n < most).collect();
@@ -177,7 +180,7 @@ fn up_to(most: usize, next: impl Fn(usize) -> usize) -> Vec<usize> {
     list
 }
 
-/// The number of sequences that follows `n` in the list: each octave is divided the more finely the more there is to lose.
+/// The number of sequences that follows `n` in the list. An octave is divided more finely where padding costs more.
 fn next_sequences(n: usize, is_coarse: bool) -> usize {
     let octave = 1 << n.max(1).ilog2();
     match (n, is_coarse) {

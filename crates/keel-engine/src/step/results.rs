@@ -13,24 +13,25 @@ pub(super) struct Results {
     pub logits: Array,
     /// f32 `[sequences, hidden]`.
     pub last_hidden: Array,
-    /// f32 `[prefill rows, hidden]`, if every row may be asked for.
+    /// Hidden states of all rows, f32 `[prefill rows, hidden]`, where every row can be read.
     hidden: Option<Array>,
-    /// Rows whose logits are computed, f32 `[HEAD_ROWS, hidden]`, if every row may be asked for.
+    /// Rows whose logits are computed, f32 `[HEAD_ROWS, hidden]`, where every row can be read.
     head_input: Option<Array>,
     draft: Option<DraftResults>,
 }
 
-/// Where sequences draft.
+/// Results where sequences draft.
 pub(super) struct DraftResults {
     /// Hidden states of the rows of a decode step, f32 `[decode rows, hidden]`.
     pub rows: Array,
-    /// Hidden states of the multi-token-prediction head behind a prompt's rows, f32 `[sequences, hidden]`; nobody reads them.
+    /// Hidden states of the MTP (multi-token-prediction) head after a prompt's rows, f32 `[sequences, hidden]`. Not
+    /// read.
     pub head: Array,
-    /// The token drawn behind each open row, u32 `[decode rows]`.
+    /// The token drawn after each open row, u32 `[decode rows]`.
     pub drawn: Array,
-    /// What a pass of the head for its keys and values gives, f32 `[1, KV D]`.
+    /// Output of a pass of the MTP head for keys and values alone, f32 `[1, KV D]`.
     pub remembered: Array,
-    /// What a step without rows gives, f32 `[1, Hv, Dv]`; none without recurrent layers.
+    /// Output of a step without rows, f32 `[1, Hv, Dv]`. There is none without recurrent layers.
     pub committed: Option<Array>,
 }
 
@@ -69,17 +70,17 @@ impl Results {
         })
     }
 
-    /// Buffer for the hidden states of all rows.
+    /// The buffer for the hidden states of all rows.
     pub fn hidden(&self) -> Result<&Array> {
         self.hidden.as_ref().ok_or_else(not_planned)
     }
 
-    /// Buffer for rows whose logits are computed.
+    /// The buffer for rows whose logits are computed.
     pub fn head_input(&self) -> Result<&Array> {
         self.head_input.as_ref().ok_or_else(not_planned)
     }
 
-    /// Buffers of engines that draft.
+    /// The buffers of engines that draft.
     pub fn draft(&self) -> Result<&DraftResults> {
         self.draft
             .as_ref()
@@ -91,7 +92,7 @@ fn not_planned() -> EngineError {
     EngineError::Option("logits of every token were not planned for: set all_logits".into())
 }
 
-/// Appends rows of a buffer.
+/// Appends `rows` rows of a buffer, from row `row` on.
 pub(crate) fn append_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
     let row_bytes = array.bytes() / array.shape()[0];
     let mut bytes = vec![0; rows * row_bytes];
@@ -100,7 +101,7 @@ pub(crate) fn append_rows(array: &Array, row: usize, rows: usize, values: &mut V
     Ok(())
 }
 
-/// Replaces `values` by rows of a buffer.
+/// Replaces `values` by `rows` rows of a buffer, from row `row` on.
 pub(super) fn read_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
     values.clear();
     append_rows(array, row, rows, values)
@@ -113,7 +114,7 @@ pub(super) fn read_ids(array: &Array, count: usize) -> Result<Vec<u32>> {
     Ok(ids_of(&bytes))
 }
 
-/// The ids that the bytes of a u32 buffer hold.
+/// Decodes the bytes of a u32 buffer.
 pub(crate) fn ids_of(bytes: &[u8]) -> Vec<u32> {
     bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
 }

@@ -16,20 +16,21 @@ pub(crate) struct Rows<'a> {
     pub tokens: &'a [u32],
     /// Position of the first row.
     pub first: usize,
-    /// The token behind the last row, where it is known: the multi-token-prediction head reads it.
+    /// The token after the last row, where it is known. The MTP (multi-token-prediction) head reads it.
     pub next: Option<u32>,
-    /// How the token behind a decode step is drawn, or those behind each of its open rows. None if the host draws them.
+    /// How the device draws the token after a decode step, or after each of its open rows. Empty if the host draws.
     pub draws: &'a [Draw],
-    /// Open rows of the step before that stay, which this one commits.
+    /// How many open rows of the step before stay. This step commits them.
     pub accepted: usize,
-    /// The token is there already: the pass of the head before this one draws it, of the same sequences in the same order.
+    /// Whether the tokens are on the device already: the last pass of the MTP head drew them, for the same sequences in
+    /// the same order.
     pub is_drawn: bool,
-    /// Where the token will be ([`Staging::place`]) that a step under way draws.
+    /// Place in the pool ([`Staging::place`]) of the token that a step under way draws.
     pub drawn_at: Option<usize>,
 }
 
 impl<'a> Rows<'a> {
-    /// Rows behind what the sequence holds.
+    /// Rows after the tokens that the sequence holds.
     pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
         let (first, accepted) = (sequence.offset(), sequence.accepted());
         Rows { sequence, tokens, first, next: None, draws: &[], accepted, is_drawn: false, drawn_at: None }
@@ -38,35 +39,36 @@ impl<'a> Rows<'a> {
 
 /// The buffers, for the largest step.
 pub(super) struct Staging {
-    /// The rows of a step. A pass of the head leaves the tokens here that it has drawn, where the next one finds them.
+    /// Tokens of the rows of a step. A pass of the MTP head leaves the tokens that it drew here, for its next pass.
     pub tokens: Array,
-    /// Tokens for the rows of a decode step, then those that the last one has drawn, then those that the last step of prompts
-    /// has: u32 `[2 sequences + prompts]`.
+    /// Tokens for the rows of a decode step: those that the host writes, then those that the last decode step drew,
+    /// then those that the last step of prompts drew. u32 `[2 sequences + prompts]`.
     pool: Array,
-    /// Which of the pool each row of a decode step runs, u32 `[sequences]`.
+    /// The place in the pool of each decode row's token, u32 `[sequences]`.
     source: Array,
     sequences: usize,
     pub positions: Array,
-    /// Where long sequences turn by other frequencies.
+    /// Rotary positions, where long sequences use other frequencies.
     turns: Option<TurnPositions>,
     row_start: Array,
     slot: Array,
     position: Array,
     table: Array,
-    /// Of sliding layers; `table` itself where there are none.
+    /// The page table of sliding layers; `table` itself where there are none.
     window_table: Array,
     accepted: Array,
     pub last_rows: Array,
-    /// How tokens are drawn, f32 `[decode rows, 5]`: a row for each sequence, or for each open row.
+    /// How tokens are drawn, f32 `[decode rows, 5]`: one row for each sequence, or for each open row.
     pub draws: Array,
     pub head: Option<HeadStaging>,
 }
 
-/// Input of the multi-token-prediction head, where sequences draft.
+/// Input of the MTP head, where sequences draft.
 pub(super) struct HeadStaging {
-    /// The token behind each row of a prompt, u32 `[prefill rows]`.
+    /// The token after each row of a prompt, u32 `[prefill rows]`.
     pub next_tokens: Array,
-    /// Hidden states for rows of its own, f32 `[head rows, hidden]`. A pass that drafts leaves its last row of each sequence here.
+    /// Hidden states for the head's own passes, f32 `[head rows, hidden]`. A drafting pass leaves the last row of each
+    /// sequence here.
     pub hidden: Array,
 }
 
@@ -119,13 +121,13 @@ impl Staging {
         })
     }
 
-    /// Positions by which rows turn, where long sequences turn by other frequencies.
+    /// Rotary positions of the rows, where long sequences use other frequencies.
     pub fn turns(&self, rows: usize) -> Result<Option<TurnPositions>> {
         let Some(turns) = &self.turns else { return Ok(None) };
         Ok(Some(TurnPositions { short: turns.short.prefix(rows)?, long: turns.long.prefix(rows)? }))
     }
 
-    /// The batch of a step of so many sequences, and the same for sliding layers.
+    /// The batch of a step of `sequences` sequences, and the same for sliding layers.
     pub fn batches(&self, sequences: usize) -> Result<(Batch, Batch)> {
         let batch = Batch {
             row_start: self.row_start.prefix(sequences + 1)?,
@@ -138,12 +140,12 @@ impl Staging {
         Ok((batch, window_batch))
     }
 
-    /// The tokens that the rows of a decode step run, wherever they come from.
+    /// The tokens that the rows of a decode step run, taken from the pool.
     pub fn decoded(&self, rows: usize) -> Result<Array> {
         Ok(self.pool.take(&self.source.prefix(rows)?)?)
     }
 
-    /// Where the token of the pool lies that row `row` of a step draws.
+    /// The place in the pool of the token that row `row` of a step draws.
     pub fn place(&self, regime: Regime, row: usize) -> usize {
         match regime {
             Regime::Decode => self.sequences + row,
@@ -151,12 +153,12 @@ impl Staging {
         }
     }
 
-    /// The places of the first rows.
+    /// The pool entries in which the first `rows` rows of a step put their tokens.
     pub fn drawn(&self, regime: Regime, rows: usize) -> Result<Array> {
         Ok(self.pool.entries(self.place(regime, 0), rows)?)
     }
 
-    /// Fills the pool and what a decode step takes of it.
+    /// Writes the host's tokens to the pool, and each decode row's place in it.
     fn fill_pool(&self, rows: &[Rows<'_>], shape: StepShape) -> Result<()> {
         let tokens = rows.iter().flat_map(|row| row.tokens).copied().collect();
         self.pool.write(&padded(tokens, shape.rows, 0))?;
@@ -164,8 +166,8 @@ impl Staging {
         Ok(self.source.write(&(0..shape.rows).map(source).collect::<Vec<_>>())?)
     }
 
-    /// Fills the buffers for the rows of a step of this shape, which draws a token behind each row if `draws_rows`, else behind each
-    /// sequence. What the shape has beyond them belongs to nobody.
+    /// Fills the buffers for the rows of a step of this shape. The step draws a token after each row if `draws_rows`,
+    /// else after each sequence. Padding belongs to no sequence.
     pub fn fill(&self, rows: &[Rows<'_>], shape: StepShape, draws_rows: bool) -> Result<()> {
         let pages = self.table.shape()[1];
         let (mut tokens, mut next_tokens, mut positions) = (Vec::new(), Vec::new(), Vec::new());
@@ -215,7 +217,7 @@ impl Staging {
         }
     }
 
-    /// Fills the positions by which rows turn: 0 for the frequencies that are not those of the row's sequence.
+    /// Fills the rotary positions: a row's position for the frequencies of its sequence, 0 for the other frequencies.
     fn fill_turns(&self, rows: &[Rows<'_>]) -> Result<()> {
         let Some(turns) = &self.turns else { return Ok(()) };
         let (mut short, mut long) = (Vec::new(), Vec::new());
@@ -244,7 +246,7 @@ impl Staging {
     }
 }
 
-/// With as many entries as there are to be.
+/// Extends the entries to `count` with `nothing`.
 fn padded<T: Clone>(mut entries: Vec<T>, count: usize, nothing: T) -> Vec<T> {
     entries.resize(count.max(entries.len()), nothing);
     entries
