@@ -41,6 +41,6 @@ pub use model_cache::{LayerStorage, ModelCache};
 pub use pages::PageAllocator;
 pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree};
 pub use sequence::SequenceCache;
-pub use sight::Sight;
+pub use sight::{Features, SeenPicture, Sight};
 pub use spec::{CacheSize, CacheSpec, LayerSpec};
 pub use swap::SwapSize;

@@ -2,6 +2,22 @@
 
 use std::sync::Arc;
 
+/// What a tower makes of a picture: rows of the text model's width, level by level.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Features {
+    /// Those that replace embeddings, then those that are added after the first layers.
+    pub levels: Vec<Vec<f32>>,
+}
+
+/// A picture whose features are there.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SeenPicture {
+    /// The first of its rows, counted over all pictures of the sequence.
+    pub first: usize,
+    /// Its rows.
+    pub features: Arc<Features>,
+}
+
 /// The pictures of a sequence, kept with it. Steps read from it which rows belong to a picture. Every later token takes
 /// its position from it.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -10,12 +26,12 @@ pub struct Sight {
     pub positions: Vec<[i32; 3]>,
     /// Position of a later token minus its number.
     pub delta: i32,
-    /// For each token of a picture: the row of `features` that replaces its embedding.
+    /// For each token of a picture: the row, counted over all pictures, that replaces its embedding.
     pub rows: Vec<Option<u32>>,
     /// The last token that each token sees, if the tokens of a picture see each other; otherwise empty.
     pub ends: Vec<u32>,
-    /// Features, one vector for each level, `width` values a row.
-    pub features: Vec<Arc<Vec<f32>>>,
+    /// Pictures whose features are there, by their first row. A step needs those whose tokens it runs.
+    pub pictures: Vec<SeenPicture>,
     /// Values of a row of features.
     pub width: usize,
 }
@@ -32,7 +48,15 @@ impl Sight {
     /// The features of a picture's token at a level.
     pub fn feature(&self, level: usize, token: usize) -> Option<&[f32]> {
         let row = (*self.rows.get(token)?)? as usize;
-        self.features.get(level)?.get(row * self.width..(row + 1) * self.width)
+        let after = self.pictures.partition_point(|picture| picture.first <= row);
+        let picture = self.pictures.get(after.checked_sub(1)?)?;
+        let row = row - picture.first;
+        picture.features.levels.get(level)?.get(row * self.width..(row + 1) * self.width)
+    }
+
+    /// Whether a token is a picture's.
+    pub fn is_picture(&self, token: usize) -> bool {
+        self.rows.get(token).is_some_and(Option::is_some)
     }
 
     /// Whether any of these tokens belongs to a picture.
@@ -65,8 +89,20 @@ mod tests {
     fn sight() -> Sight {
         let positions = vec![[0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 1, 3], [1, 1, 4], [5, 5, 5]];
         let rows = vec![None, Some(0), Some(1), Some(2), Some(3), None];
-        let features = vec![Arc::new(vec![1.0, 2.0, 3.0, 4.0])];
-        Sight { positions, delta: 0, rows, ends: vec![0, 4, 4, 4, 4, 5], features, width: 1 }
+        let picture = |first, values: &[f32]| SeenPicture {
+            first,
+            features: Arc::new(Features { levels: vec![values.to_vec()] }),
+        };
+        let pictures = vec![picture(0, &[1.0, 2.0]), picture(2, &[3.0, 4.0])];
+        Sight { positions, delta: 0, rows, ends: vec![0, 4, 4, 4, 4, 5], pictures, width: 1 }
+    }
+
+    #[test]
+    fn a_picture_that_was_not_seen_has_no_features() {
+        let mut sight = sight();
+        sight.pictures.remove(0);
+        assert!(sight.is_picture(2) && !sight.is_picture(5) && !sight.is_picture(9));
+        assert_eq!((sight.feature(0, 2), sight.feature(0, 3)), (None, Some(&[3.0][..])));
     }
 
     #[test]

@@ -187,7 +187,7 @@ impl Engine {
             WorkRows::Prompt { tokens, is_end } => {
                 let start = work.sequence.offset() + work.ahead;
                 let ends = is_end || tokens.len().is_multiple_of(crate::PREFILL_GRID);
-                !start.is_multiple_of(crate::PREFILL_GRID) || !ends
+                !self.leaves_grid() && (!start.is_multiple_of(crate::PREFILL_GRID) || !ends)
             }
             _ => false,
         };

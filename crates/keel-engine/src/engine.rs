@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
-use keel_cache::{CacheSize, Interruption, ModelCache, SequenceCache, Sight};
+use keel_cache::{CacheSize, Features, Interruption, ModelCache, SequenceCache, Sight};
 use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
 use keel_models::vision::VisionConfig;
 use serde_json::Value;
 
 use crate::ahead::StepUnderWay;
-use crate::eyes::{self, Eyes, Features, PatchGrid};
+use crate::eyes::{self, Eyes, PatchGrid};
 use crate::options::{EngineOptions, PREFILL_GRID};
 use crate::speculation::Costs;
 use crate::step::{HEAD_ROWS, Outcome, Rows, StepShape, Stepper, ids_of, prefill_rows_max};
@@ -162,6 +162,11 @@ impl Engine {
     fn prepare_steps(&mut self) -> Result<()> {
         for shape in self.stepper.buckets().list() {
             self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, true))?;
+            // A prompt may show pictures in each of its steps.
+            if self.eyes.is_some() && shape.regime == Regime::Prefill {
+                let seeing = StepShape { sees: true, ..shape };
+                self.stepper.prepare(&self.runtime, &self.model, &self.cache, (seeing, true))?;
+            }
         }
         self.prepare_seeing_steps()?;
         if !self.options.all_logits {
@@ -385,18 +390,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Traces the largest steps in which pictures are seen, if they are planned for.
+    /// Traces the largest steps that give all logits of prompts with pictures, if they are planned for.
     fn prepare_seeing_steps(&mut self) -> Result<()> {
-        if self.eyes.is_none() {
+        if self.eyes.is_none() || !self.options.all_logits {
             return Ok(());
         }
         let rows = self.stepper.buckets().prefill_rows_max();
-        let mut outcomes = vec![Outcome::State, Outcome::LastLogits];
-        if self.options.all_logits {
-            outcomes.push(Outcome::Hidden);
-            outcomes.extend(self.model.mtp.is_some().then_some(Outcome::MtpHidden));
-        }
-        for outcome in outcomes {
+        let head = self.model.mtp.is_some().then_some(Outcome::MtpHidden);
+        for outcome in [Outcome::Hidden].into_iter().chain(head) {
             let shape = StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: true };
             self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, false))?;
         }
@@ -405,7 +406,17 @@ impl Engine {
 
     /// So many tokens or another number, so that the step does not end within a picture whose rows see each other.
     fn whole_pictures(&self, sequence: &SequenceCache, count: usize) -> Result<usize> {
-        let (at, most) = (sequence.offset(), self.prefill_rows_max());
+        self.whole_pictures_from(sequence, sequence.offset(), count)
+    }
+
+    /// The same for the tokens from `at` on.
+    pub(crate) fn whole_pictures_from(
+        &self,
+        sequence: &SequenceCache,
+        at: usize,
+        count: usize,
+    ) -> Result<usize> {
+        let most = self.prefill_rows_max();
         let Some(sight) = sequence.sight() else { return Ok(count) };
         let Some(run) = sight.run_around(at + count) else { return Ok(count) };
         // On the grid before the picture, or before the one that this cuts, and so on; else right before the picture.
@@ -436,6 +447,17 @@ impl Engine {
     /// The numbers of the tower, where pictures were planned for.
     pub fn vision(&self) -> Option<&VisionConfig> {
         self.eyes.as_ref().map(Eyes::config)
+    }
+
+    /// The tower, where pictures were planned for.
+    pub(crate) fn eyes(&self) -> Option<&Eyes> {
+        self.eyes.as_ref()
+    }
+
+    /// Whether a step of a prompt may begin and end off the grid: where the rows of a picture see each other, it begins and ends with
+    /// pictures.
+    pub(crate) fn leaves_grid(&self) -> bool {
+        self.options.picture_run > 0
     }
 
     /// Runs a step of prompts. Returns the tokens that it draws behind them, nothing if no prompt asks for one.
@@ -482,7 +504,7 @@ impl Engine {
             self.admit(sequence, tokens)?;
             let (start, rows) = (sequence.offset(), tokens.len());
             let ends_on_grid = next.is_none() || rows.is_multiple_of(PREFILL_GRID);
-            if !start.is_multiple_of(PREFILL_GRID) || !ends_on_grid {
+            if !self.leaves_grid() && (!start.is_multiple_of(PREFILL_GRID) || !ends_on_grid) {
                 let reason = format!(
                     "a step of {rows} prompt tokens from token {start}: steps begin on the 64-token grid, and end on it \
                      unless the prompt ends"

@@ -86,6 +86,36 @@ pub enum EngineError {
     /// The model does not see.
     #[error("this model reads text alone: it has no vision tower")]
     NoEyes,
+    /// The features of a picture are not there.
+    #[error(
+        "token {token} is a picture's, and the tower has not looked at it: show the sequence its features first"
+    )]
+    Unseen {
+        /// The token.
+        token: usize,
+    },
+    /// A picture larger than planned for.
+    #[error(
+        "a picture of {patches} patches was not planned for, at most {planned} were: send a smaller one, or start with a larger \
+         --image-pixels"
+    )]
+    PicturePatches {
+        /// Patches of the picture.
+        patches: usize,
+        /// Most patches.
+        planned: usize,
+    },
+    /// More pictures than have room.
+    #[error(
+        "the pictures of one request become {needed_bytes} bytes of features, and there are {total_bytes} for all: send fewer or \
+         smaller ones, or start with more --images"
+    )]
+    PicturesNeverFit {
+        /// Bytes of their features.
+        needed_bytes: u64,
+        /// Bytes for features.
+        total_bytes: u64,
+    },
     /// The model has no multi-token-prediction head.
     #[error("this model has no multi-token-prediction head")]
     NoMtpHead,

@@ -1,7 +1,10 @@
 //! A tower with its memory, ready to look at pictures.
 
 use keel_array::AttentionSpec;
-use keel_array::{Array, ArrayError, Batch, Category, Compute, DType, Executable, KvFormat, KvPool, Runtime};
+use keel_array::{
+    Array, ArrayError, Batch, Category, Charge, Compute, DType, Executable, KvFormat, KvPool, Runtime,
+};
+use keel_cache::Features;
 use keel_models::loading::Loader;
 use keel_models::vision::{self, Tower, TowerInput, TowerKind, TowerRows, VisionConfig};
 use serde_json::Value;
@@ -16,6 +19,8 @@ const RUNS_MAX: usize = 8;
 pub struct VisionOptions {
     /// Patches of the largest picture, or of the largest group of a video's frames.
     pub patches: usize,
+    /// Pictures of this size whose features are kept at once, on the host; 0 where whoever asks for features keeps them.
+    pub pictures: usize,
 }
 
 /// Patches of a picture or a video.
@@ -27,13 +32,6 @@ pub struct PatchGrid {
     pub h: usize,
     /// Patches in a row.
     pub w: usize,
-}
-
-/// What a tower makes of a picture: rows of the text model's width, level by level.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Features {
-    /// Those that replace embeddings, then those that are added after the first layers.
-    pub levels: Vec<Vec<f32>>,
 }
 
 /// A tower and its buffers. Every layer writes its keys and values to the same pages.
@@ -48,6 +46,8 @@ pub(crate) struct Eyes {
     batch: Batch,
     pool: KvPool,
     outputs: Vec<Array>,
+    /// Host memory for features that are kept. It is charged as a whole, and taken as they come.
+    kept: Charge,
     /// By number of patches, the least recently used first.
     prepared: Vec<(usize, Executable)>,
 }
@@ -92,7 +92,10 @@ impl Eyes {
         }
         batch.table.write(&(0..pages as u32).collect::<Vec<_>>())?;
         let rows = patches_max / block;
+        let feature_bytes = rows * config.text_hidden * config.levels() * size_of::<f32>();
+        let kept_bytes = feature_bytes.saturating_mul(options.pictures) as u64;
         let eyes = Eyes {
+            kept: runtime.ledger().charge(Category::Vision, kept_bytes)?,
             patches_max,
             patches: array(&[patches_max, config.patch_values()], DType::F32)?,
             positions: array(&[3 * patches_max], DType::I32)?,
@@ -114,6 +117,23 @@ impl Eyes {
 
     pub fn config(&self) -> &VisionConfig {
         &self.tower.config
+    }
+
+    /// Bytes of features that may be kept.
+    pub fn kept_bytes(&self) -> u64 {
+        self.kept.bytes()
+    }
+
+    /// Bytes that the features of a picture take, of each group of a video's frames.
+    pub fn feature_bytes(&self, grid: PatchGrid) -> u64 {
+        let config = &self.tower.config;
+        let values = config.rows_of(grid.h, grid.w) * grid.t * config.text_hidden * config.levels();
+        (values * size_of::<f32>()) as u64
+    }
+
+    /// Patches of the largest picture.
+    pub fn patches_max(&self) -> usize {
+        self.patches_max
     }
 
     /// The features of a picture: rows of patches with their grid, or `[3, size, size]` where the tower reads one size.
@@ -148,11 +168,7 @@ impl Eyes {
             return Err(EngineError::Option(reason));
         }
         if count > self.patches_max {
-            let most = self.patches_max;
-            let reason = format!(
-                "a picture of {count} patches was not planned for: {most} were; raise --image-pixels or send a smaller one"
-            );
-            return Err(EngineError::Option(reason));
+            return Err(EngineError::PicturePatches { patches: count, planned: self.patches_max });
         }
         let places = Tower::rows(config, h, w);
         self.positions.write(&places.positions)?;

@@ -6,10 +6,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::{exact, relative_error, runtime};
-use keel_cache::{SequenceCache, Sight};
+use keel_cache::{Features, SeenPicture, SequenceCache, Sight};
 use keel_engine::{Engine, EngineOptions, GenerateOptions, PatchGrid, TokenIterator, VisionOptions};
 use keel_models::loading::CheckpointParameters;
-use keel_models::vision::{ImageRun, TowerKind, read_vision, run_ends, sight_of};
+use keel_models::vision::{TowerKind, read_vision, run_ends, sight_of};
 use keel_testkit::fixtures::{VLM, vlm_fixture};
 use keel_vision::{Picture, ProcessorFiles};
 use keel_weights::{Checkpoint, SafetensorsFile, TensorSource};
@@ -74,19 +74,8 @@ fn look(engine: &mut Engine, folder: &Path, case: &Case) -> Seen {
     let files = ProcessorFiles::read(folder).expect("sound");
     let (image, video) = (files.image(&Map::new()).expect("sound"), files.video(&Map::new()));
     let is_whole = matches!(config.kind, TowerKind::Siglip { .. });
-    let block = config.block_side();
     let mut first = 0;
-    let mut runs_of = |grid: keel_vision::Grid| -> Vec<ImageRun> {
-        let (groups, height, width) = match config.kind {
-            TowerKind::Siglip { rows, .. } => (1, 1, rows),
-            TowerKind::Qwen { .. } => (grid.t, grid.h / block, grid.w / block),
-        };
-        let mut run = || {
-            first += height * width;
-            ImageRun { height, width, first: first - height * width }
-        };
-        (0..groups).map(|_| run()).collect()
-    };
+    let mut runs_of = |grid: keel_vision::Grid| config.runs_of((grid.t, grid.h, grid.w), &mut first);
     let mut levels = vec![Vec::new(); config.levels()];
     let (mut images, mut videos) = (Vec::new(), Vec::new());
     let mut see = |values: &[f32], grid: keel_vision::Grid, levels: &mut Vec<Vec<f32>>| {
@@ -134,16 +123,16 @@ fn look(engine: &mut Engine, folder: &Path, case: &Case) -> Seen {
         assert_eq!(plan.delta as u32, case.ints("rope_deltas")[0], "{}", case.name);
     }
     let ends = if is_whole { run_ends(&config, &plan) } else { Vec::new() };
-    let features = levels.into_iter().map(Arc::new).collect();
+    let pictures = vec![SeenPicture { first: 0, features: Arc::new(Features { levels }) }];
     let (rows, width) = (plan.features, config.text_hidden);
-    let sight = Sight { positions: plan.positions, delta: plan.delta, rows, ends, features, width };
+    let sight = Sight { positions: plan.positions, delta: plan.delta, rows, ends, pictures, width };
     Seen { tokens, sight: Arc::new(sight) }
 }
 
 fn engine(folder: &Path, options: EngineOptions) -> Engine {
     let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
     let parameters = CheckpointParameters(&checkpoint);
-    let options = EngineOptions { vision: Some(VisionOptions { patches: 256 }), ..options };
+    let options = EngineOptions { vision: Some(VisionOptions { patches: 256, pictures: 0 }), ..options };
     Engine::load(&runtime(2), &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
 }
 
@@ -258,7 +247,8 @@ fn a_model_without_eyes_says_so() {
     let folder = common::demo();
     let checkpoint = Checkpoint::open(&folder).expect("opens");
     assert!(read_vision(checkpoint.config()).expect("sound").is_none());
-    let options = EngineOptions { vision: Some(VisionOptions { patches: 64 }), context: 256, ..exact() };
+    let options =
+        EngineOptions { vision: Some(VisionOptions { patches: 64, pictures: 0 }), context: 256, ..exact() };
     let loaded =
         Engine::load(&runtime(1), &CheckpointParameters(&checkpoint), checkpoint.config(), options, &|_| ());
     let message = loaded.err().expect("refused").to_string();

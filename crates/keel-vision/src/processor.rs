@@ -6,6 +6,7 @@
 use std::path::Path;
 
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 
 use crate::crops::{PanAndScan, crops};
 use crate::fields::Fields;
@@ -148,6 +149,21 @@ pub struct ProcessedImage {
     pub grid: Grid,
     /// The resized picture.
     pub resized: Picture,
+}
+
+impl ProcessedImage {
+    /// Tells the picture from all others: a SHA-256 of its pixels, its size and the settings that it was prepared with.
+    pub fn key(&self, processor: &ImageProcessor) -> [u8; 32] {
+        let Picture { width, height, rgb } = &self.resized;
+        let mut hasher = Sha256::new();
+        hasher.update(b"keel picture 1");
+        for number in [processor.settings.len(), *width, *height] {
+            hasher.update((number as u64).to_le_bytes());
+        }
+        hasher.update(&processor.settings);
+        hasher.update(rgb);
+        hasher.finalize().into()
+    }
 }
 
 impl ImageProcessor {
@@ -320,6 +336,21 @@ mod tests {
         let own = ProcessorFiles::new(Some(json!({"processor_class": "x"})), Some(older), None);
         let expected = Layout::Patches { side: 14, merge: 2, frames: 2, pixels: (100, 200) };
         assert_eq!(layout(&own), expected);
+    }
+
+    #[test]
+    fn the_key_follows_pixels_size_and_settings() {
+        let key = |json: Value, width, height, value| {
+            let processor = ImageProcessor::from_json("f.json", &json).expect("sound");
+            let picture = Picture { width, height, rgb: vec![value; width * height * 3] };
+            processor.process(&picture).expect("fits")[0].key(&processor)
+        };
+        let json = |std| json!({"patch_size": 2, "do_resize": false, "image_std": std});
+        let one = key(json(0.5), 8, 4, 9);
+        assert_eq!(one, key(json(0.5), 8, 4, 9));
+        for other in [key(json(0.5), 8, 4, 8), key(json(0.5), 4, 8, 9), key(json(0.25), 8, 4, 9)] {
+            assert_ne!(one, other);
+        }
     }
 
     #[test]

@@ -227,7 +227,7 @@ impl Batcher {
         let at = running.cache.len();
         if running.stops.contains(&at) {
             let state = saved.map(|(_, entry)| entry);
-            self.prefixes.remember(self.engine.cache_mut(), &running.tokens[..at], &running.cache, state);
+            self.prefixes.remember(self.engine.cache_mut(), &running.key(at), &running.cache, state);
         }
     }
 

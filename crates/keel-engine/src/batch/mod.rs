@@ -10,8 +10,10 @@ mod ahead;
 mod attempts;
 mod chooser;
 mod crowd;
+mod features;
 mod parking;
 mod persist;
+mod pictures;
 mod policy;
 mod prefixes;
 mod prompts;
@@ -25,16 +27,20 @@ use keel_array::AttentionSpec;
 use keel_cache::PrefixHit;
 
 pub use crowd::{Crowd, Holding, Next};
+pub use features::PictureKey;
 pub use persist::Restored;
+pub use pictures::{PictureInput, RequestSight};
 pub use policy::{Demand, PromptRest, Supply, share_prefill};
 pub use request::{
-    BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, RequestId,
+    BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, PictureStatus, RequestId,
     SequenceStatus, TokenLogprobs,
 };
 
 use crate::speculation::RoundSequence;
 use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
 use ahead::Pending;
+use features::FeatureStore;
+use pictures::Pictures;
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
 
@@ -45,6 +51,8 @@ fn members<'a>(running: &'a mut [Running], rows: &'a [usize]) -> impl Iterator<I
 
 struct Waiting {
     request: BatchRequest,
+    /// The prompt as prefixes know it, where it shows pictures.
+    key: Option<Vec<u32>>,
     sampler: Sampler,
     since: Instant,
 }
@@ -65,6 +73,12 @@ pub struct Batcher {
     /// What parking came to so far.
     parking: ParkingStatus,
     prefixes: Prefixes,
+    /// What the tower has made.
+    features: FeatureStore,
+    /// How often it has looked.
+    looks: u64,
+    /// Requests that no step can take.
+    refused: Vec<(RequestId, EngineError)>,
     /// Of sequences that have ended.
     speculation: SpeculationCounters,
     /// Counts steps, so that prompts take turns.
@@ -80,6 +94,9 @@ impl Batcher {
     pub fn new(engine: Engine, options: BatchOptions) -> Batcher {
         Batcher {
             prefixes: Prefixes::new(engine.cache(), options.reuse_prefixes),
+            features: FeatureStore::new(engine.eyes().map_or(0, crate::eyes::Eyes::kept_bytes)),
+            looks: 0,
+            refused: Vec::new(),
             engine,
             options,
             waiting: VecDeque::new(),
@@ -116,7 +133,8 @@ impl Batcher {
         if self.waiting.len() >= self.options.queue_limit {
             return Err(EngineError::QueueFull { limit: self.options.queue_limit });
         }
-        self.waiting.push_back(Waiting { request, sampler, since: now });
+        let key = request.sight.as_ref().map(|sight| self.prefixes.name_pictures(&request.prompt, sight));
+        self.waiting.push_back(Waiting { request, key, sampler, since: now });
         Ok(())
     }
 
@@ -146,6 +164,7 @@ impl Batcher {
                 needed_tokens: needed,
             });
         }
+        self.check_pictures(request)?;
         Sampler::new(request.sampler.clone(), &request.prompt)
     }
 
@@ -171,8 +190,9 @@ impl Batcher {
         }
     }
 
-    /// Forgets remembered prefixes.
+    /// Forgets remembered prefixes, and features of pictures that nobody holds.
     pub fn forget_prefixes(&mut self) {
+        self.features.clear();
         self.prefixes.clear(self.engine.cache_mut());
     }
 
@@ -187,6 +207,13 @@ impl Batcher {
             prefix_pages: self.prefixes.tree().pages().count(),
             idle_prefix_pages: self.prefixes.evictable(self.engine.cache()),
             prefix_states: self.prefixes.tree().states(),
+            pictures: PictureStatus {
+                kept: self.features.len(),
+                bytes: self.features.used(),
+                held_bytes: self.features.held(),
+                bytes_max: self.features.limit(),
+                looks: self.looks,
+            },
             speculation: self.speculation.clone(),
             failed_steps: self.failed_steps,
             late_work: self.engine.late_work(),
@@ -198,6 +225,7 @@ impl Batcher {
         self.expire(now);
         self.bring_back();
         self.let_in(now);
+        self.look();
         if self.goes_ahead() {
             self.step_ahead();
         } else {
@@ -206,6 +234,7 @@ impl Batcher {
             self.decode();
             self.prefill();
         }
+        self.end_refused();
         self.turn = self.turn.wrapping_add(1);
         std::mem::take(&mut self.events)
     }
@@ -242,10 +271,11 @@ impl Batcher {
         while self.parked.is_empty() && self.running.len() < self.engine.options().sequences {
             let Some(next) = self.waiting.get(at) else { return };
             let is_long = self.engine.is_long(next.request.prompt.len());
-            let hit = self.prefixes.find(&next.request.prompt, is_long);
+            let key = next.key.as_ref().unwrap_or(&next.request.prompt);
+            let hit = self.prefixes.find(key, is_long);
             let turns_alike = |r: &&Running| r.cache.is_long() == is_long;
             let running = &mut self.running.iter().filter(turns_alike);
-            if running.any(|r| r.will_leave(&next.request.prompt, hit.len)) {
+            if running.any(|r| r.will_leave(key, hit.len)) {
                 at += 1;
                 continue;
             }
@@ -264,12 +294,12 @@ impl Batcher {
     fn promise(&self, request: &BatchRequest, hit: PrefixHit) -> Option<PrefixHit> {
         let shared = hit.len / AttentionSpec::PAGE;
         let pinned = self.prefixes.evictable_of(self.engine.cache(), &hit.pages);
-        if self.can_start(request, shared, pinned) {
+        if self.can_see(request, hit.len) && self.can_start(request, shared, pinned) {
             return Some(hit);
         }
         // What it would share may stand in its own way.
         let anew = PrefixHit { len: 0, pages: Vec::new(), state: None, known_len: hit.known_len };
-        self.can_start(request, 0, 0).then_some(anew)
+        (self.can_see(request, 0) && self.can_start(request, 0, 0)).then_some(anew)
     }
 
     /// Whether there is room for a request that shares so many pages.
@@ -293,14 +323,17 @@ impl Batcher {
         let copies = usize::from(!hit.len.is_multiple_of(AttentionSpec::PAGE));
         self.prefixes.make_room(self.engine.cache_mut(), copies, &hit.pages);
         let mut sequence = self.engine.cache_mut().resume(hit.len, &hit.pages, hit.state)?;
-        let Waiting { request, sampler, .. } = waiting;
+        let Waiting { mut request, key, sampler, .. } = waiting;
         sequence.set_long(self.engine.is_long(request.prompt.len()));
         let stops = if self.options.reuse_prefixes {
             prefixes::stops(request.prompt.len(), hit.len, hit.known_len, &request.marks)
         } else {
             Vec::new()
         };
+        let pictures = Pictures::new(request.sight.take(), key);
         let mut running = Running::new(request, sequence, stops, sampler);
+        running.pictures = pictures;
+        self.hold_pictures(&mut running, hit.len);
         if self.engine.runs_ahead() {
             running.draft_if_drawn_ahead();
         }
@@ -456,15 +489,16 @@ impl Batcher {
     fn remember_answer(&mut self, running: &mut Running) {
         let cache = self.engine.cache_mut();
         if let Some((at, state)) = running.rolling.take() {
-            self.prefixes.remember(cache, &running.tokens[..at], &running.cache, Some(state));
+            self.prefixes.remember(cache, &running.key(at), &running.cache, Some(state));
         } else if self.options.reuse_generated && !cache.spec().is_recurrent() {
             let whole = running.cache.len() / keel_cache::BLOCK * keel_cache::BLOCK;
-            self.prefixes.remember(cache, &running.tokens[..whole], &running.cache, None);
+            self.prefixes.remember(cache, &running.key(whole), &running.cache, None);
         }
     }
 
     /// Takes the memory of a sequence that has ended.
-    fn give_back(&mut self, running: Running) {
+    fn give_back(&mut self, mut running: Running) {
+        self.let_go_of_pictures(&mut running);
         if let Some(speculation) = &running.speculation {
             self.speculation.add(speculation.counters());
         }

@@ -1,8 +1,8 @@
 //! Remembered prefixes across restarts.
 //!
 //! A folder holds one cache file for each text, and `index.json`. The index names the files with their sizes and
-//! checksums and is written last. A file that is missing, damaged or of another model is skipped; its tokens are run
-//! again.
+//! checksums, and the pictures that each text shows by their hashes. It is written last. A file that is missing, damaged or
+//! of another model is skipped; its tokens are run again.
 
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -11,12 +11,15 @@ use keel_cache::{BLOCK, CacheError, open_regular, read_regular, write_whole};
 use serde_json::{Value, json};
 
 use super::Batcher;
+use super::features::PictureKey;
 use super::prefixes::text_of;
 use crate::{EngineError, Result};
 
 const INDEX: &str = "index.json";
-/// The size limit of an index. Each entry takes less than 100 bytes.
+/// The size limit of an index. Each entry takes less than 100 bytes, and 70 for each picture.
 const INDEX_BYTES_MAX: u64 = 1 << 20;
+/// Texts with more are not written.
+const PICTURES_MAX: usize = 32;
 const FORMAT: &str = "keel-prefix-cache-1";
 /// How many texts are kept: the most recently used.
 const TEXTS_MAX: usize = 256;
@@ -57,7 +60,11 @@ impl Batcher {
         texts.drain(..texts.len().saturating_sub(TEXTS_MAX));
         let mut files = Vec::new();
         for (i, (key, pages, state)) in texts.into_iter().enumerate() {
-            let (is_long, tokens) = text_of(key);
+            let (is_long, mut tokens) = text_of(key);
+            let Some(pictures) = self.prefixes.unname(&mut tokens).filter(|all| all.len() <= PICTURES_MAX)
+            else {
+                continue;
+            };
             let copies = usize::from(!tokens.len().is_multiple_of(keel_array::AttentionSpec::PAGE));
             if self.engine.cache().free_pages() < copies {
                 continue;
@@ -72,7 +79,8 @@ impl Batcher {
             cache.release(sequence);
             saved?;
             let (bytes, checksum) = checksum(&path).map_err(|e| disk(&path, &e))?;
-            files.push(json!({"name": name, "bytes": bytes, "crc32": checksum}));
+            let pictures: Vec<String> = pictures.iter().map(hex).collect();
+            files.push(json!({"name": name, "bytes": bytes, "crc32": checksum, "pictures": pictures}));
         }
         Ok(files)
     }
@@ -110,12 +118,20 @@ impl Batcher {
         if (entry["bytes"].as_u64(), entry["crc32"].as_u64()) != (Some(found.0), Some(u64::from(found.1))) {
             return Err(format!("{name}: damaged, its checksum is another"));
         }
+        let pictures = entry["pictures"].as_array().map_or(Ok(Vec::new()), |all| {
+            let all = all.iter().take(PICTURES_MAX).map(|picture| picture.as_str().and_then(from_hex));
+            all.collect::<Option<Vec<_>>>().ok_or(format!("{name}: its pictures are no hashes"))
+        })?;
         let cache = self.engine.cache_mut();
-        let (sequence, tokens) = match cache.load(model, &path) {
+        let (sequence, mut tokens) = match cache.load(model, &path) {
             Ok(loaded) => loaded,
             Err(CacheError::NoPages { .. }) => return Ok(false),
             Err(error) => return Err(error.to_string()),
         };
+        if self.prefixes.rename(&mut tokens, &pictures).is_none() {
+            cache.release(sequence);
+            return Err(format!("{name}: it shows pictures that the index does not name"));
+        }
         let whole = tokens.len().is_multiple_of(BLOCK);
         let state = if whole { cache.save_state(&sequence).map_err(|e| e.to_string())? } else { None };
         let has_room = state.is_some() || !cache.spec().is_recurrent();
@@ -148,6 +164,19 @@ fn read_index(path: &Path, model: &str) -> Result<Vec<Value>, String> {
         Value::Array(files) => Ok(files.iter().take(TEXTS_MAX).cloned().collect()),
         _ => Err(format!("{INDEX}: it names no files")),
     }
+}
+
+fn hex(key: &PictureKey) -> String {
+    key.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<PictureKey> {
+    let mut key = PictureKey::default();
+    let is_hex = text.len() == 2 * key.len() && text.bytes().all(|b| b.is_ascii_hexdigit());
+    for (i, byte) in key.iter_mut().enumerate().filter(|_| is_hex) {
+        *byte = u8::from_str_radix(&text[2 * i..2 * i + 2], 16).ok()?;
+    }
+    is_hex.then_some(key)
 }
 
 /// Bytes of a file and their CRC-32.

@@ -1,23 +1,69 @@
 //! Remembered prefixes and the memory that they hold.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 
 use keel_array::AttentionSpec;
 use keel_cache::{ModelCache, PrefixHit, PrefixTree, SequenceCache};
 
+use super::features::PictureKey;
+use super::pictures::RequestSight;
 use crate::{PREFILL_GRID, Result};
 
 /// The tree, and whether it is used.
 pub(super) struct Prefixes {
     tree: PrefixTree,
     enabled: bool,
+    names: PictureNames,
 }
 
 impl Prefixes {
     pub fn new(cache: &ModelCache, enabled: bool) -> Prefixes {
         // The pages of sliding layers are written again and again: none can be left to others.
         let enabled = enabled && cache.spec().window().is_none();
-        Prefixes { tree: PrefixTree::new(cache.spec().is_recurrent()), enabled }
+        let tree = PrefixTree::new(cache.spec().is_recurrent());
+        Prefixes { tree, enabled, names: PictureNames::default() }
+    }
+
+    /// A prompt as the tree knows it: tokens of pictures are the names of the pictures.
+    pub fn name_pictures(&mut self, prompt: &[u32], sight: &RequestSight) -> Vec<u32> {
+        let key = sight.key(prompt, |key| self.names.name(key)).into_owned();
+        // Two pictures could have one name from now on. Nobody lives to see it.
+        self.enabled &= !self.names.are_spent;
+        key
+    }
+
+    /// Writes the pictures of a text of the tree in a form that outlives their names: each token of one becomes the number of its
+    /// picture in the list. `None` if a name was forgotten.
+    pub fn unname(&self, key: &mut [u32]) -> Option<Vec<PictureKey>> {
+        let mut pictures: Vec<PictureKey> = Vec::new();
+        let mut last = None;
+        for token in key.iter_mut().filter(|token| **token & PICTURE != 0) {
+            let (name, number) = match last {
+                Some((name, number)) if name == *token => (name, number),
+                _ => {
+                    let picture = self.names.picture(*token)?;
+                    let known = pictures.iter().position(|one| *one == picture);
+                    let number = known.unwrap_or(pictures.len());
+                    if known.is_none() {
+                        pictures.push(picture);
+                    }
+                    (*token, number)
+                }
+            };
+            last = Some((name, number));
+            *token = PICTURE | number as u32;
+        }
+        Some(pictures)
+    }
+
+    /// The way back; `None` if a number has no picture.
+    pub fn rename(&mut self, key: &mut [u32], pictures: &[PictureKey]) -> Option<()> {
+        let names: Vec<u32> = pictures.iter().map(|picture| self.names.name(picture)).collect();
+        for token in key.iter_mut().filter(|token| **token & PICTURE != 0) {
+            *token = *names.get((*token & (PICTURE - 1)) as usize)?;
+        }
+        Some(())
     }
 
     pub fn tree(&self) -> &PrefixTree {
@@ -26,6 +72,9 @@ impl Prefixes {
 
     /// Where a prompt can begin, which turns as a long one or not.
     pub fn find(&mut self, prompt: &[u32], is_long: bool) -> PrefixHit {
+        if !self.enabled {
+            return PrefixHit { len: 0, pages: Vec::new(), state: None, known_len: 0 };
+        }
         self.tree.find(&key(prompt, is_long))
     }
 
@@ -103,6 +152,42 @@ impl Prefixes {
 /// Set in the first token of texts that turn by the frequencies of long sequences: no id has it.
 const LONG: u32 = 1 << 31;
 
+/// Set in tokens of a key that are a picture's; the other bits are its name. No id has it.
+const PICTURE: u32 = 1 << 30;
+
+/// Pictures named at most. Older names are then forgotten, and the prefixes with them are found no more.
+const NAMES_MAX: usize = 1 << 16;
+
+/// Short names of pictures. A name is never given to a second picture, so equal names mean equal pictures.
+#[derive(Default)]
+struct PictureNames {
+    names: HashMap<PictureKey, u32>,
+    given: u32,
+    /// Whether all names have been given.
+    are_spent: bool,
+}
+
+impl PictureNames {
+    fn name(&mut self, key: &PictureKey) -> u32 {
+        if let Some(name) = self.names.get(key) {
+            return PICTURE | name;
+        }
+        if self.names.len() == NAMES_MAX {
+            self.names.clear();
+        }
+        let name = self.given;
+        self.given = (name + 1) % PICTURE;
+        self.are_spent |= self.given == 0;
+        self.names.insert(*key, name);
+        PICTURE | name
+    }
+
+    fn picture(&self, token: u32) -> Option<PictureKey> {
+        let name = token & (PICTURE - 1);
+        self.names.iter().find(|(_, known)| **known == name).map(|(key, _)| *key)
+    }
+}
+
 /// A text in the tree. Long sequences share nothing with others.
 fn key(tokens: &[u32], is_long: bool) -> Cow<'_, [u32]> {
     let mut key = Cow::Borrowed(tokens);
@@ -133,7 +218,22 @@ pub(super) fn stops(prompt_len: usize, start: usize, known_len: usize, marks: &[
 
 #[cfg(test)]
 mod tests {
-    use super::stops;
+    use super::*;
+
+    #[test]
+    fn equal_names_mean_equal_pictures() {
+        let mut names = PictureNames::default();
+        let (one, other) = (names.name(&[1; 32]), names.name(&[2; 32]));
+        assert_ne!(one, other);
+        assert_eq!(names.name(&[1; 32]), one);
+        assert_eq!(names.picture(one), Some([1; 32]));
+        // So many others that names are forgotten: the picture gets another name, not one that was given.
+        let key = |n: u32| -> PictureKey { std::array::from_fn(|i| n.to_le_bytes()[i % 4]) };
+        let given: Vec<u32> = (1000..1000 + NAMES_MAX as u32).map(|n| names.name(&key(n))).collect();
+        assert_eq!(names.picture(one), None);
+        let again = names.name(&[1; 32]);
+        assert!(again != one && again != other && !given.contains(&again));
+    }
 
     #[test]
     fn states_are_saved_on_the_grid_behind_the_start() {

@@ -2,7 +2,7 @@
 
 use super::policy::{PromptRest, share_prefill};
 use super::request::BatchEvent;
-use super::sequence::Drawn;
+use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::speculation::Speculation;
 use crate::{Chunk, EngineError, Result};
@@ -32,10 +32,11 @@ impl Batcher {
     }
 
     /// How many tokens of which prompts the next step should run.
-    pub(super) fn shares(&self) -> Vec<(usize, usize)> {
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| !self.running[i].is_answering()).collect();
+    pub(super) fn shares(&mut self) -> Vec<(usize, usize)> {
+        let is_prompt = |running: &Running| !running.is_answering() && !running.pictures.are_unseen();
+        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| is_prompt(&self.running[i])).collect();
         let rests: Vec<PromptRest> = rows.iter().map(|&i| self.running[i].prompt_rest()).collect();
-        let decoding = self.running.len() - rows.len();
+        let decoding = self.running.iter().filter(|running| running.is_answering()).count();
         let step_max = self.engine.prefill_rows_max();
         let is_alone = decoding == 0 && rows.len() == 1 && self.waiting.is_empty();
         let budget = if is_alone { step_max } else { self.options.step_tokens.saturating_sub(decoding) };
@@ -44,7 +45,9 @@ impl Batcher {
         if let (Some(only), None) = (all.next(), all.next()) {
             *only = self.engine.chunk_rows(*only);
         }
-        rows.into_iter().zip(shares).filter(|(_, share)| *share > 0).collect()
+        let mut shares = rows.into_iter().zip(shares).filter(|(_, share)| *share > 0).collect();
+        self.keep_pictures_whole(&mut shares);
+        shares
     }
 
     /// What the next step runs, once there are pages for it. Sequences may be parked for them.
@@ -105,7 +108,7 @@ impl Batcher {
         if outcome.is_err() {
             let drawing = chunks.iter().map(|chunk| chunk.draw.is_some()).collect::<Vec<_>>();
             let drawing = members(&mut self.running, &rows).zip(drawing).filter(|(_, draws)| *draws);
-            drawing.map(|(running, _)| running).try_for_each(super::Running::abandon_draw)?;
+            drawing.map(|(running, _)| running).try_for_each(Running::abandon_draw)?;
         }
         outcome
     }
@@ -138,7 +141,7 @@ impl Batcher {
         if running.is_at_stop() {
             let cache = self.engine.cache_mut();
             let state = self.prefixes.save_state(cache, &running.cache)?;
-            self.prefixes.remember(cache, &running.tokens[..running.cache.len()], &running.cache, state);
+            self.prefixes.remember(cache, &running.key(running.cache.len()), &running.cache, state);
         }
         Ok(())
     }

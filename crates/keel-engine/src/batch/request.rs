@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::pictures::RequestSight;
 use crate::{EngineError, FinishReason, LateWork, SamplerOptions, SpeculationCounters, SpeculationOptions};
 
 /// Names a request within its batch.
@@ -44,6 +45,8 @@ pub struct BatchRequest {
     pub id: RequestId,
     /// Token ids.
     pub prompt: Vec<u32>,
+    /// The pictures that the prompt shows.
+    pub sight: Option<RequestSight>,
     /// Tokens at most. Room for all of them is set aside before the request starts, unless the engine has host memory to
     /// park sequences in.
     pub max_tokens: usize,
@@ -71,6 +74,7 @@ impl BatchRequest {
         BatchRequest {
             id,
             prompt,
+            sight: None,
             max_tokens,
             sampler: SamplerOptions::default(),
             end_tokens: Vec::new(),
@@ -190,6 +194,21 @@ pub struct ParkingStatus {
     pub bytes_in: u64,
 }
 
+/// Features of pictures that are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PictureStatus {
+    /// Pictures whose features are there.
+    pub kept: usize,
+    /// Bytes kept or promised to requests.
+    pub bytes: u64,
+    /// Bytes of those that requests hold.
+    pub held_bytes: u64,
+    /// Bytes there are for them.
+    pub bytes_max: u64,
+    /// How often the tower has looked at a picture.
+    pub looks: u64,
+}
+
 /// Counts of a batch at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct BatchStatus {
@@ -209,6 +228,8 @@ pub struct BatchStatus {
     pub idle_prefix_pages: usize,
     /// Saved states of remembered prefixes.
     pub prefix_states: usize,
+    /// Features of pictures.
+    pub pictures: PictureStatus,
     /// What speculation came to, of all sequences that have ended.
     pub speculation: SpeculationCounters,
     /// Steps that have failed, tried again or not.

@@ -1,5 +1,6 @@
 //! One running sequence of a batch.
 
+use std::borrow::Cow;
 use std::time::Instant;
 
 use keel_array::AttentionSpec;
@@ -7,6 +8,7 @@ use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
 use super::chooser::BatchChooser;
+use super::pictures::Pictures;
 use super::policy::PromptRest;
 use super::request::{BatchRequest, RequestId, SequenceStatus, TokenLogprobs};
 use crate::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
@@ -33,6 +35,7 @@ pub(super) struct Running {
     pub speculation: Option<Speculation>,
     /// What of it is under way.
     pub ahead: Ahead,
+    pub pictures: Pictures,
     max_tokens: usize,
     chooser: BatchChooser,
     end_tokens: Vec<u32>,
@@ -77,9 +80,19 @@ impl Running {
             holds: false,
             speculation: None,
             ahead: Ahead::default(),
+            pictures: Pictures::default(),
             max_tokens: request.max_tokens,
             chooser: BatchChooser::new(chooser, request.top_logprobs, request.speculate),
             end_tokens: request.end_tokens,
+        }
+    }
+
+    /// Its first tokens as prefixes know them: those of pictures are the names of the pictures.
+    pub fn key(&self, len: usize) -> Cow<'_, [u32]> {
+        match &self.pictures.key {
+            None => Cow::Borrowed(&self.tokens[..len]),
+            Some(key) if len <= key.len() => Cow::Borrowed(&key[..len]),
+            Some(key) => [key, &self.tokens[key.len()..len]].concat().into(),
         }
     }
 
@@ -157,7 +170,7 @@ impl Running {
         let ahead = self.stops.iter().copied().filter(|&stop| stop > at && stop > known_len);
         at >= known_len
             && !self.is_decoding()
-            && ahead.take_while(|&stop| stop < prompt.len()).any(|stop| self.tokens[..stop] == prompt[..stop])
+            && ahead.take_while(|&stop| stop < prompt.len()).any(|stop| self.key(stop)[..] == prompt[..stop])
     }
 
     /// Whether an answer has come to a grid point behind the prompt.

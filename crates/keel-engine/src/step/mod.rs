@@ -188,6 +188,9 @@ impl Stepper {
         for (i, (shape, step)) in self.listed.iter().enumerate() {
             for _ in 0..2 {
                 self.staging.fill(&[], *shape, shape.outcome == Outcome::OpenRows)?;
+                if let Some(sight) = self.sight.as_ref().filter(|_| shape.sees) {
+                    sight.fill(&[], *shape)?;
+                }
                 let drawn = self.drawn((shape.regime, shape.outcome), 1)?;
                 step.submit(&drawn).wait(&mut vec![0; drawn.bytes()]).map_err(ArrayError::from)?;
             }

@@ -6,8 +6,8 @@ use keel_models::vision::VisionConfig;
 
 use super::staging::Rows;
 use super::{Buckets, Outcome, StepShape};
-use crate::Result;
 use crate::options::EngineOptions;
+use crate::{EngineError, Result};
 
 /// The buffers, for the largest step of a prompt.
 pub(super) struct SightStaging {
@@ -118,10 +118,10 @@ fn fill_features(
         let tokens =
             rows.iter().flat_map(|row| (0..row.tokens.len()).map(move |i| (row, row.first + i + shift)));
         for (i, (row, token)) in tokens.enumerate() {
-            if let Some(feature) = row.sequence.sight().and_then(|sight| sight.feature(level, token)) {
-                values[i * width..(i + 1) * width].copy_from_slice(feature);
-                flags[i] = true;
-            }
+            let Some(sight) = row.sequence.sight().filter(|sight| sight.is_picture(token)) else { continue };
+            let feature = sight.feature(level, token).ok_or(EngineError::Unseen { token })?;
+            values[i * width..(i + 1) * width].copy_from_slice(feature);
+            flags[i] = true;
         }
         array.write(&values)?;
     }

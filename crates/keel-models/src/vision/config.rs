@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::positions::ImageRun;
 use crate::{ModelError, Result};
 
 /// Largest width, count or length of a tower: far above all towers, and products stay far from an overflow.
@@ -212,6 +213,28 @@ impl VisionConfig {
             TowerKind::Qwen { deepstack, .. } => 1 + deepstack.len(),
             TowerKind::Siglip { .. } => 1,
         }
+    }
+
+    /// Rows that a picture of `h` by `w` patches becomes, or a group of a video's frames.
+    pub fn rows_of(&self, h: usize, w: usize) -> usize {
+        match self.kind {
+            TowerKind::Qwen { merge, .. } => h * w / (merge * merge),
+            TowerKind::Siglip { rows, .. } => rows,
+        }
+    }
+
+    /// The runs of tokens of `t` groups of `h` by `w` patches, their rows counted on from `first`.
+    pub fn runs_of(&self, (t, h, w): (usize, usize, usize), first: &mut usize) -> Vec<ImageRun> {
+        let (groups, height, width) = match self.kind {
+            TowerKind::Qwen { merge, .. } => (t, h / merge, w / merge),
+            TowerKind::Siglip { rows, .. } => (1, 1, rows),
+        };
+        let run = |_| {
+            let run = ImageRun { height, width, first: *first };
+            *first += height * width;
+            run
+        };
+        (0..groups).map(run).collect()
     }
 
     /// Rows of a picture that see each other in the text model; 0 if they do not.

@@ -12,9 +12,9 @@ mod messages;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use keel_cache::Sight;
+use keel_cache::{SeenPicture, Sight};
 use keel_engine::{Engine, Features, PatchGrid, VisionOptions};
-use keel_models::vision::{self, ImageRun, TowerKind, VisionConfig, run_ends, sight_of};
+use keel_models::vision::{self, TowerKind, VisionConfig, run_ends, sight_of};
 use keel_text::ChatRequest;
 use keel_vision::{
     Grid, ImageSpan, Placeholders, ProcessedImage, ProcessedVideo, ProcessorFiles, VideoSpan, expand,
@@ -44,9 +44,9 @@ pub struct Prepared {
 #[derive(Default)]
 pub struct Seen {
     /// Of pictures.
-    pub images: Features,
+    pub images: Arc<Features>,
     /// Of videos.
-    pub videos: Features,
+    pub videos: Arc<Features>,
 }
 
 /// Renders and encodes a conversation, and prepares its pictures.
@@ -67,7 +67,7 @@ pub fn prepare(model: &Model, text: &ModelText, conversation: &Conversation) -> 
         let files = processor_files(model)?;
         for part in &conversation.images {
             let mut processed = files.image(&conversation.settings)?.process(&load::picture(part)?)?;
-            let tokens = processed.first().map_or(0, |one| tokens_of(config, one.grid));
+            let tokens = processed.first().map_or(0, |one| config.rows_of(one.grid.h, one.grid.w));
             image_spans.push(ImageSpan { tokens, crops: processed.len() - 1 });
             images.append(&mut processed);
         }
@@ -107,16 +107,8 @@ fn prepare_video(
     let frames = taken.iter().map(|&i| load::picture(&part.frames[i])).collect::<Result<Vec<_>>>()?;
     let video = processor.process(&frames)?;
     let seconds = timestamps(&taken, part.fps, processor.frames_per_patch());
-    let span = VideoSpan { tokens: tokens_of(config, Grid { t: 1, ..video.grid }), seconds };
+    let span = VideoSpan { tokens: config.rows_of(video.grid.h, video.grid.w), seconds };
     Ok((video, span))
-}
-
-/// Rows that the tower gives of a grid.
-fn tokens_of(config: &VisionConfig, grid: Grid) -> usize {
-    match config.kind {
-        TowerKind::Qwen { merge, .. } => grid.patches() / (merge * merge),
-        TowerKind::Siglip { rows, .. } => rows,
-    }
 }
 
 /// The special tokens as the tokenizer writes them.
@@ -141,7 +133,8 @@ impl Prepared {
     pub fn vision_options(&self) -> Option<VisionOptions> {
         let grids = self.images.iter().map(|one| one.grid).chain(self.videos.iter().map(|one| one.grid));
         let patches = grids.map(|grid| grid.h * grid.w).max()?;
-        Some(VisionOptions { patches })
+        let groups = self.videos.iter().map(|one| one.grid.t).sum::<usize>();
+        Some(VisionOptions { patches, pictures: self.images.len() + groups })
     }
 
     /// Has the tower look at everything.
@@ -149,14 +142,14 @@ impl Prepared {
     /// # Errors
     /// What the engine says.
     pub fn look(&self, engine: &mut Engine) -> Result<Seen> {
-        let mut seen = Seen::default();
+        let (mut images, mut videos) = (Features::default(), Features::default());
         for image in &self.images {
-            append(&mut seen.images, engine.see(&image.values, grid_of(image.grid))?);
+            append(&mut images, engine.see(&image.values, grid_of(image.grid))?);
         }
         for video in &self.videos {
-            append(&mut seen.videos, engine.see(&video.values, grid_of(video.grid))?);
+            append(&mut videos, engine.see(&video.values, grid_of(video.grid))?);
         }
-        Ok(seen)
+        Ok(Seen { images: Arc::new(images), videos: Arc::new(videos) })
     }
 
     /// What a sequence sees that runs the prompt; `None` for a model that reads text alone.
@@ -168,24 +161,24 @@ impl Prepared {
         let width = config.text_hidden;
         let (mut first, mut images, mut videos) = (0, Vec::new(), Vec::new());
         for image in &self.images {
-            images.extend(runs(config, image.grid, &mut first));
+            images.extend(config.runs_of(axes(image.grid), &mut first));
         }
         for video in &self.videos {
-            videos.extend(runs(config, video.grid, &mut first));
+            videos.extend(config.runs_of(axes(video.grid), &mut first));
         }
         let plan = sight_of(config, &self.tokens, &images, &videos)?;
         let ends = if config.is_bidirectional() { run_ends(config, &plan) } else { Vec::new() };
-        let level = |i: usize| -> Vec<f32> {
-            let of = |features: &Features| features.levels.get(i).cloned().unwrap_or_default();
-            [of(&seen.images), of(&seen.videos)].concat()
-        };
-        let features = (0..config.levels()).map(|i| Arc::new(level(i))).collect();
+        let rows_of_images: usize = images.iter().map(|run| run.height * run.width).sum();
+        let kinds = [(0, &seen.images), (rows_of_images, &seen.videos)];
+        let there = kinds.into_iter().filter(|(_, features)| !features.levels.is_empty());
+        let pictures =
+            there.map(|(first, features)| SeenPicture { first, features: Arc::clone(features) }).collect();
         Ok(Some(Arc::new(Sight {
             positions: plan.positions,
             delta: plan.delta,
             rows: plan.features,
             ends,
-            features,
+            pictures,
             width,
         })))
     }
@@ -195,21 +188,11 @@ fn grid_of(grid: Grid) -> PatchGrid {
     PatchGrid { t: grid.t, h: grid.h, w: grid.w }
 }
 
+fn axes(grid: Grid) -> (usize, usize, usize) {
+    (grid.t, grid.h, grid.w)
+}
+
 fn append(all: &mut Features, more: Features) {
     all.levels.resize(more.levels.len(), Vec::new());
     all.levels.iter_mut().zip(more.levels).for_each(|(all, more)| all.extend(more));
-}
-
-/// The runs of tokens of a grid: one for each group of frames.
-fn runs(config: &VisionConfig, grid: Grid, first: &mut usize) -> Vec<ImageRun> {
-    let (groups, height, width) = match config.kind {
-        TowerKind::Qwen { merge, .. } => (grid.t, grid.h / merge, grid.w / merge),
-        TowerKind::Siglip { rows, .. } => (1, 1, rows),
-    };
-    let run = |_| {
-        let run = ImageRun { height, width, first: *first };
-        *first += height * width;
-        run
-    };
-    (0..groups).map(run).collect()
 }

@@ -1,0 +1,323 @@
+//! Requests with pictures: what they bring, and how the tower looks.
+//!
+//! ```text
+//! submit     pictures known by their keys; what never fits is refused
+//! start      room for the features of those pictures that the prompt's remembered part does not cover
+//! each step  the tower looks at one picture at most, so that it delays nobody by more; known ones cost nothing
+//! prompt     runs once all are seen; then the features are let go, and stay for others as long as there is room
+//! ```
+
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::Arc;
+
+use keel_cache::{SeenPicture, Sight};
+use keel_models::vision::{ImageRun, VisionConfig, run_ends, sight_of};
+
+use super::features::{PictureKey, Wanted};
+use super::request::BatchEvent;
+use super::sequence::Running;
+use super::{BatchRequest, Batcher};
+use crate::{Engine, EngineError, PatchGrid, Result};
+
+/// A picture or a video, ready for the tower.
+#[derive(Clone)]
+pub struct PictureInput {
+    /// Tells it from all others.
+    pub key: PictureKey,
+    /// Rows of patches, or planes.
+    pub values: Arc<Vec<f32>>,
+    /// The patches.
+    pub grid: PatchGrid,
+    /// Whether it stands for a video.
+    pub is_video: bool,
+}
+
+/// The pictures of a prompt, and where its tokens stand.
+#[derive(Clone)]
+pub struct RequestSight {
+    sight: Sight,
+    /// Pictures, then videos, as their rows are counted.
+    pictures: Vec<Placed>,
+}
+
+/// A picture in a prompt.
+#[derive(Clone)]
+struct Placed {
+    input: PictureInput,
+    /// Its rows, counted over all.
+    rows: Range<usize>,
+    /// From its first token to its last.
+    tokens: Range<usize>,
+}
+
+impl RequestSight {
+    /// Finds pictures in the prompt that shows them, in order.
+    ///
+    /// # Errors
+    /// If the prompt's tokens of pictures are not those of these pictures.
+    pub fn new(config: &VisionConfig, prompt: &[u32], pictures: Vec<PictureInput>) -> Result<RequestSight> {
+        let (videos, images): (Vec<_>, Vec<_>) = pictures.into_iter().partition(|one| one.is_video);
+        let mut first = 0;
+        let mut runs: [Vec<ImageRun>; 2] = [Vec::new(), Vec::new()];
+        let mut placed = Vec::with_capacity(images.len() + videos.len());
+        for (kind, inputs) in [images, videos].into_iter().enumerate() {
+            for input in inputs {
+                let PatchGrid { t, h, w } = input.grid;
+                let before = first;
+                runs[kind].extend(config.runs_of((t, h, w), &mut first));
+                placed.push(Placed { input, rows: before..first, tokens: 0..0 });
+            }
+        }
+        let plan = sight_of(config, prompt, &runs[0], &runs[1])?;
+        let ends = if config.is_bidirectional() { run_ends(config, &plan) } else { Vec::new() };
+        for (token, row) in plan.features.iter().enumerate() {
+            let Some(row) = row.map(|row| row as usize) else { continue };
+            let of = placed.partition_point(|one| one.rows.end <= row);
+            if let Some(one) = placed.get_mut(of) {
+                one.tokens =
+                    if one.tokens.is_empty() { token..token + 1 } else { one.tokens.start..token + 1 };
+            }
+        }
+        let sight = Sight {
+            positions: plan.positions,
+            delta: plan.delta,
+            rows: plan.features,
+            ends,
+            pictures: Vec::new(),
+            width: config.text_hidden,
+        };
+        Ok(RequestSight { sight, pictures: placed })
+    }
+
+    /// Tokens of the prompt.
+    pub fn len(&self) -> usize {
+        self.sight.positions.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of what the tower reads.
+    pub fn input_bytes(&self) -> usize {
+        self.pictures.iter().map(|one| size_of_val(&one.input.values[..])).sum()
+    }
+
+    /// The prompt with each token of a picture replaced by its picture's name: what tells prefixes apart.
+    pub(super) fn key<'a>(
+        &self,
+        prompt: &'a [u32],
+        mut name: impl FnMut(&PictureKey) -> u32,
+    ) -> Cow<'a, [u32]> {
+        let mut key = Cow::Borrowed(prompt);
+        for one in &self.pictures {
+            let name = name(&one.input.key);
+            for token in one.tokens.clone() {
+                if self.sight.rows[token].is_some_and(|row| one.rows.contains(&(row as usize))) {
+                    key.to_mut()[token] = name;
+                }
+            }
+        }
+        key
+    }
+}
+
+/// The pictures of a running sequence.
+#[derive(Default)]
+pub(super) struct Pictures {
+    asked: Option<RequestSight>,
+    /// The prompt as prefixes know it, where that differs from its tokens.
+    pub key: Option<Vec<u32>>,
+    /// Those that are held.
+    held: Vec<PictureKey>,
+    /// Those that the tower has still to look at, the first last: numbers in `asked`.
+    unseen: Vec<usize>,
+    seen: Vec<SeenPicture>,
+}
+
+impl Pictures {
+    pub fn new(asked: Option<RequestSight>, key: Option<Vec<u32>>) -> Pictures {
+        Pictures { asked, key, ..Pictures::default() }
+    }
+
+    /// Whether its prompt cannot be run yet.
+    pub fn are_unseen(&self) -> bool {
+        !self.unseen.is_empty()
+    }
+
+    /// Whether features are held.
+    fn are_held(&self) -> bool {
+        !self.held.is_empty()
+    }
+}
+
+impl Batcher {
+    /// What of a request's pictures the tower may have to look at, if the first `known` tokens of the prompt are remembered.
+    pub(super) fn wanted(&self, asked: Option<&RequestSight>, known: usize) -> Vec<(usize, Wanted)> {
+        let (Some(asked), Some(eyes)) = (asked, self.engine.eyes()) else { return Vec::new() };
+        // A sequence that outgrows its frequencies is run again from its start.
+        let may_run_again = self.engine.model().config.short_context().is_some();
+        let is_needed = |one: &Placed| one.tokens.end > known || may_run_again;
+        let pictures = asked.pictures.iter().enumerate().filter(|(_, one)| is_needed(one));
+        pictures
+            .map(|(i, one)| (i, Wanted { key: one.input.key, bytes: eyes.feature_bytes(one.input.grid) }))
+            .collect()
+    }
+
+    /// Refuses pictures that can never be shown.
+    pub(super) fn check_pictures(&self, request: &BatchRequest) -> Result<()> {
+        let Some(asked) = &request.sight else { return Ok(()) };
+        let eyes = self.engine.eyes().ok_or(EngineError::NoEyes)?;
+        if asked.len() != request.prompt.len() {
+            let reason = format!(
+                "pictures for a prompt of {} tokens with one of {}",
+                asked.len(),
+                request.prompt.len()
+            );
+            return Err(EngineError::Option(reason));
+        }
+        for one in &asked.pictures {
+            let (patches, planned) = (one.input.grid.h * one.input.grid.w, eyes.patches_max());
+            if patches > planned {
+                return Err(EngineError::PicturePatches { patches, planned });
+            }
+        }
+        let mut wanted: Vec<_> = self.wanted(Some(asked), 0).into_iter().map(|(_, wanted)| wanted).collect();
+        wanted.sort_unstable_by_key(|one| one.key);
+        wanted.dedup_by_key(|one| one.key);
+        let (needed_bytes, total_bytes) = (wanted.iter().map(|one| one.bytes).sum(), self.features.limit());
+        if needed_bytes > total_bytes {
+            return Err(EngineError::PicturesNeverFit { needed_bytes, total_bytes });
+        }
+        Ok(())
+    }
+
+    /// Whether there is room for the features of a request.
+    pub(super) fn can_see(&self, request: &BatchRequest, known: usize) -> bool {
+        let wanted: Vec<_> =
+            self.wanted(request.sight.as_ref(), known).into_iter().map(|(_, one)| one).collect();
+        self.features.can_hold(&wanted)
+    }
+
+    /// Holds the features that a sequence needs which is about to start, and shows it where its tokens stand.
+    pub(super) fn hold_pictures(&mut self, running: &mut Running, known: usize) {
+        let wanted = self.wanted(running.pictures.asked.as_ref(), known);
+        let Some(asked) = &running.pictures.asked else { return };
+        running.cache.look_at(Some(Arc::new(asked.sight.clone())));
+        let (mut unseen, wanted): (Vec<usize>, Vec<Wanted>) = wanted.into_iter().unzip();
+        let is_held = self.features.hold(&wanted);
+        debug_assert!(is_held, "it was asked before");
+        unseen.reverse();
+        running.pictures.unseen = unseen;
+        running.pictures.held = wanted.iter().map(|one| one.key).collect();
+    }
+
+    /// Has the tower look at a picture of a sequence that waits for it, at most one. Features that are known are taken at once.
+    pub(super) fn look(&mut self) {
+        self.let_go_of_seen();
+        self.take_known();
+        if !self.running.iter().any(|running| running.pictures.are_unseen()) {
+            return;
+        }
+        // The tower runs by itself: steps under way come first.
+        self.settle();
+        let Some(i) = self.running.iter().position(|running| running.pictures.are_unseen()) else { return };
+        if let Err(error) = self.look_at_next(i) {
+            self.fail(i, error);
+        }
+        self.take_known();
+    }
+
+    fn look_at_next(&mut self, i: usize) -> Result<()> {
+        let pictures = &self.running[i].pictures;
+        let next = pictures.unseen.last().zip(pictures.asked.as_ref());
+        let Some(PictureInput { key, values, grid, .. }) = next.map(|(&of, asked)| &asked.pictures[of].input)
+        else {
+            return Ok(());
+        };
+        let features = self.engine.see(values, *grid)?;
+        self.features.fill(key, Arc::new(features));
+        self.looks += 1;
+        Ok(())
+    }
+
+    /// Gives sequences the features that are there.
+    fn take_known(&mut self) {
+        for running in &mut self.running {
+            let pictures = &mut running.pictures;
+            let Some(asked) = pictures.asked.as_mut().filter(|_| !pictures.unseen.is_empty()) else {
+                continue;
+            };
+            while let Some(&of) = pictures.unseen.last() {
+                let Some(features) = self.features.get(&asked.pictures[of].input.key) else { break };
+                pictures.unseen.pop();
+                pictures.seen.push(SeenPicture { first: asked.pictures[of].rows.start, features });
+                // What the tower has read nobody reads again.
+                asked.pictures[of].input.values = Arc::default();
+            }
+            if pictures.unseen.is_empty() {
+                let mut seen = std::mem::take(&mut pictures.seen);
+                seen.sort_unstable_by_key(|one| one.first);
+                running.cache.look_at(Some(Arc::new(Sight { pictures: seen, ..asked.sight.clone() })));
+            }
+        }
+    }
+
+    /// Lets features go that no step will read: those of prompts that have been run.
+    fn let_go_of_seen(&mut self) {
+        for running in &mut self.running {
+            let is_done = running.pictures.are_held()
+                && running.is_decoding()
+                && running.ahead.steps == 0
+                && !self.engine.may_outgrow(&running.cache);
+            if is_done {
+                running.pictures.held.drain(..).for_each(|key| self.features.let_go(&key));
+                running
+                    .cache
+                    .look_at(running.pictures.asked.as_ref().map(|asked| Arc::new(asked.sight.clone())));
+            }
+        }
+    }
+
+    /// Takes back what a sequence holds that ends.
+    pub(super) fn let_go_of_pictures(&mut self, running: &mut Running) {
+        running.cache.look_at(None);
+        running.pictures.held.drain(..).for_each(|key| self.features.let_go(&key));
+    }
+
+    /// Shares of a step that hold pictures as a whole, where their rows see each other, and are no more together than a step has.
+    pub(super) fn keep_pictures_whole(&mut self, shares: &mut Vec<(usize, usize)>) {
+        if !self.engine.leaves_grid() {
+            return;
+        }
+        let most = self.engine.prefill_rows_max();
+        let mut sum = 0;
+        let mut failed = Vec::new();
+        shares.retain_mut(|(i, rows)| {
+            let running = &self.running[*i];
+            match whole_rows(&self.engine, running, *rows) {
+                Ok(whole) => *rows = whole,
+                Err(error) => failed.push((*i, error)),
+            }
+            sum += *rows;
+            sum <= most && failed.iter().all(|(of, _)| of != i)
+        });
+        self.refused.extend(failed.into_iter().map(|(i, error)| (self.running[i].id, error)));
+    }
+
+    /// Ends sequences whose pictures fit into no step.
+    pub(super) fn end_refused(&mut self) {
+        for (id, error) in std::mem::take(&mut self.refused) {
+            if let Some(i) = self.running.iter().position(|running| running.id == id) {
+                self.end(i, BatchEvent::Failed(error));
+            }
+        }
+    }
+}
+
+fn whole_rows(engine: &Engine, running: &Running, rows: usize) -> Result<usize> {
+    let at = running.virtual_len();
+    Ok(engine.whole_pictures_from(&running.cache, at, rows)?.min(running.prompt_rest().tokens))
+}
