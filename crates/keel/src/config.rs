@@ -1,8 +1,8 @@
-//! The configuration file: defaults of options, for all commands or for one.
+//! The configuration file: defaults of options, for all commands or for one command.
 //!
-//! A key is the long name of an option. At the top of the file it is for every command that has the option; in a table named
-//! after a command, for that command (`[bench.serve]` for `keel bench serve`). What is on the command line or in the environment
-//! wins.
+//! A key is the long name of an option. At the top of the file it applies to every command that has the option. In a
+//! table named after a command, it applies to that command (`[bench.serve]` for `keel bench serve`). The command line
+//! and the environment take precedence.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,24 +11,24 @@ use anyhow::{Context, Result, bail};
 use clap::{Arg, ArgAction, Command};
 use toml::{Table, Value};
 
-/// Names another file than the usual one; empty is none.
+/// Names a file to use instead of the usual one. An empty value means no file.
 const VARIABLE: &str = "KEEL_CONFIG";
 
-/// A configuration file, read; empty if there is none.
+/// A configuration file's contents; empty if there is no file.
 #[derive(Debug, Default)]
 pub struct Config {
-    /// Where it is, or would be.
+    /// The path of the file, whether or not it exists.
     pub path: Option<PathBuf>,
-    /// Whether it is there.
+    /// Whether the file exists.
     pub is_there: bool,
     table: Table,
 }
 
 impl Config {
-    /// The file that `--config` or the variable names, or the usual one if it is there.
+    /// Reads the file that `--config` or the variable names, else the usual file if it exists.
     ///
     /// # Errors
-    /// If a file that is named cannot be read, or the file is no TOML.
+    /// A named file cannot be read, or the file is not TOML.
     pub fn find(args: impl Iterator<Item = OsString>) -> Result<Config> {
         let named = named(args).or_else(|| std::env::var_os(VARIABLE)).map(PathBuf::from);
         if named.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
@@ -50,10 +50,10 @@ impl Config {
         Ok(text.parse::<Table>()?)
     }
 
-    /// Makes the values of the file the defaults of the options.
+    /// Makes the file's values the defaults of the options.
     ///
     /// # Errors
-    /// A key that is no option, and a value that is none for it.
+    /// A key is not an option, or a value does not suit its option.
     pub fn apply(&self, command: Command) -> Result<Command> {
         let place = || self.path.as_deref().unwrap_or(Path::new("")).display().to_string();
         check(&self.table, &command, &mut Vec::new()).with_context(place)?;
@@ -74,7 +74,7 @@ impl Config {
         })
     }
 
-    /// What the file says of an option of the command at `path`: the table nearest to it decides.
+    /// The file's value for an option of the command at `path`. The innermost table that has it takes precedence.
     pub fn value(&self, path: &[String], arg: &Arg) -> Option<&Value> {
         let mut found = entry(&self.table, arg);
         let mut table = &self.table;
@@ -87,7 +87,7 @@ impl Config {
     }
 }
 
-/// The file that `--config` names; the parser of the command line reads it again.
+/// The file that `--config` names. The parser of the command line reads this option again later.
 fn named(args: impl Iterator<Item = OsString>) -> Option<OsString> {
     let mut args = args.skip(1).take_while(|arg| arg != "--");
     while let Some(arg) = args.next() {
@@ -101,14 +101,14 @@ fn named(args: impl Iterator<Item = OsString>) -> Option<OsString> {
     None
 }
 
-/// `keel/config.toml` in the folder for configurations.
+/// The path of `keel/config.toml` in the configuration folder.
 fn usual() -> Option<PathBuf> {
     let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let folder = variable("XDG_CONFIG_HOME").or_else(|| Some(variable("HOME")?.join(".config")))?;
     Some(folder.join("keel/config.toml"))
 }
 
-/// Whether a key names an option, by its long name or another that is understood.
+/// Whether a key names an option, by its long name or an alias.
 fn names(key: &str, arg: &Arg) -> bool {
     let key = key.replace('_', "-");
     let is_own = arg.get_long() == Some(key.as_str());
@@ -123,7 +123,7 @@ fn entry<'t>(table: &'t Table, arg: &Arg) -> Option<&'t Value> {
     table.iter().find(|(key, value)| !value.is_table() && names(key, arg)).map(|(_, value)| value)
 }
 
-/// Refuses what nobody would read.
+/// Refuses keys that no command reads.
 fn check(table: &Table, command: &Command, path: &mut Vec<String>) -> Result<()> {
     let whose = if path.is_empty() { "any command".to_string() } else { format!("keel {}", path.join(" ")) };
     for (key, value) in table {
@@ -149,7 +149,7 @@ fn check(table: &Table, command: &Command, path: &mut Vec<String>) -> Result<()>
     Ok(())
 }
 
-/// An option of a command or of one below it.
+/// Finds an option of a command or of its subcommands.
 fn find(command: &Command, key: &str) -> Option<Arg> {
     let own = command.get_arguments().find(|arg| names(key, arg)).cloned();
     own.or_else(|| command.get_subcommands().find_map(|sub| find(sub, key)))
@@ -159,7 +159,7 @@ fn is_flag(arg: &Arg) -> bool {
     matches!(arg.get_action(), ArgAction::SetTrue)
 }
 
-/// A value as the command line would have it.
+/// A value in the form that the command line would have.
 pub fn words(value: &Value) -> Option<Vec<String>> {
     Some(match value {
         Value::String(text) => vec![text.clone()],
@@ -174,7 +174,7 @@ pub fn words(value: &Value) -> Option<Vec<String>> {
     })
 }
 
-/// The option with this default. The parser wants names that live as long as the program.
+/// Sets the option's default. The strings are leaked, because the parser needs them for the lifetime of the program.
 fn with_default(arg: Arg, value: &Value) -> Arg {
     let words = words(value).unwrap_or_default();
     let words: Vec<&'static str> = words.into_iter().map(|word| &*Box::leak(word.into_boxed_str())).collect();

@@ -1,4 +1,4 @@
-//! The tokens of one sequence that follows a schema or a grammar.
+//! Draws the tokens of one sequence that follows a schema or a grammar.
 
 use std::time::{Duration, Instant};
 
@@ -6,11 +6,11 @@ use keel_cache::SequenceCache;
 use keel_engine::{Engine, EngineError, FinishReason, GenerateOptions, Result, Sampler};
 use keel_text::GrammarState;
 
-/// A grammar at its start, and the token that ends the reasoning before it, if the answer begins with reasoning.
+/// A grammar at its start, and the token that ends reasoning before it.
 pub struct Form {
     /// The grammar.
     pub state: GrammarState,
-    /// The grammar begins after this token; `None` begins at once.
+    /// The grammar applies after this token. With `None` it applies from the start.
     pub begins_after: Option<u32>,
 }
 
@@ -36,15 +36,15 @@ impl Form {
     }
 }
 
-/// As [`keel_engine::TokenIterator`], with tokens that the form allows. The host draws each of them.
+/// As [`keel_engine::TokenIterator`], but restricted to tokens that the form allows. The host draws each token.
 pub struct ConstrainedTokens<'e> {
     engine: &'e mut Engine,
     sequence: SequenceCache,
     sampler: Sampler,
     form: Form,
-    /// Of the token to draw next, if they have been read.
+    /// Logits for the next token, if they were read.
     logits: Vec<f32>,
-    /// Drawn, given out, not yet run through the model.
+    /// The last token, if it was returned but not run through the model yet.
     last: Option<u32>,
     end_tokens: Vec<u32>,
     left: usize,
@@ -53,10 +53,10 @@ pub struct ConstrainedTokens<'e> {
 }
 
 impl<'e> ConstrainedTokens<'e> {
-    /// Runs `prompt` after what `sequence` holds. `progress` gets the prompt tokens done.
+    /// Runs `prompt` after the tokens that `sequence` holds. `progress` gets the number of prompt tokens done.
     ///
     /// # Errors
-    /// As [`keel_engine::TokenIterator::new`]. The sequence is released then.
+    /// As [`keel_engine::TokenIterator::new`]. The sequence is then released.
     pub fn new(
         engine: &'e mut Engine,
         mut sequence: SequenceCache,
@@ -90,22 +90,22 @@ impl<'e> ConstrainedTokens<'e> {
         }
     }
 
-    /// Time that the prompt took.
+    /// Duration of the prompt.
     pub fn prefill_time(&self) -> Duration {
         self.prefill_time
     }
 
-    /// Why the sequence ended, once it has.
+    /// Why the sequence ended, if it has ended.
     pub fn finish_reason(&self) -> Option<FinishReason> {
         self.finished
     }
 
-    /// Ends the iteration and gives the sequence back.
+    /// Ends the iteration and returns the sequence.
     pub fn into_sequence(self) -> SequenceCache {
         self.sequence
     }
 
-    /// The next token; `None` if it would be an end token.
+    /// Draws the next token. Returns `None` for an end token.
     fn draw(&mut self) -> Result<Option<u32>> {
         if let Some(last) = self.last.take() {
             self.engine.decode(&mut [&mut self.sequence], &[last])?;

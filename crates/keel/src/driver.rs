@@ -1,34 +1,35 @@
-//! What a GPU's driver holds beside tensor memory, and the limit that leaves it room.
+//! The memory that a GPU's driver uses in addition to tensor memory, and a limit that leaves room for it.
 
 use keel_array::{DeviceUsage, Runtime};
 use serde_json::{Value, json};
 
 use crate::report::human_bytes;
 
-/// Bytes that the default limit leaves free: for the code of kernels and libraries, which comes onto the device as it is first
-/// used, and for other programs.
+/// Bytes that the default limit leaves free. They are for other programs, and for code of kernels and libraries, which
+/// is loaded on first use.
 pub const ROOM_BYTES: u64 = 512 << 20;
 
-/// What the driver holds for this process: context, code of kernels, libraries. It is outside of the ledger and of the plan.
+/// The memory of the driver for this process: context, code of kernels, libraries. It is neither in the ledger nor in
+/// the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Driver {
     usage: DeviceUsage,
-    /// As [`DeviceUsage::driver_bytes`] has it.
+    /// The value of [`DeviceUsage::driver_bytes`].
     pub bytes: u64,
 }
 
 impl Driver {
-    /// As of now; `None` where tensors lie in the host's memory.
+    /// Measures the current state. Returns `None` if tensors are in host memory.
     pub fn measure(runtime: &Runtime) -> Option<Driver> {
         runtime.device_usage().map(|(usage, bytes)| Driver { usage, bytes })
     }
 
-    /// Bytes of tensors on the device that the default limit allows, asked before there are any.
+    /// The default limit on tensor bytes. It must be taken before tensors exist.
     pub fn limit(&self) -> u64 {
         self.usage.free.saturating_sub(ROOM_BYTES)
     }
 
-    /// What is in these bytes.
+    /// Describes the contents of these bytes.
     pub fn what(&self) -> &'static str {
         match self.usage.others() {
             Some(_) => "context, code of kernels, libraries: measured, beside the plan",
@@ -38,12 +39,13 @@ impl Driver {
         }
     }
 
-    /// Bytes with a unit, and what they are.
+    /// The bytes with a unit, and their description.
     pub fn to_line(self) -> String {
         format!("{} ({})", human_bytes(self.bytes), self.what())
     }
 
-    /// `bytes`, those of `others` (null where nothing tells; they are then among `bytes`), and what the device has.
+    /// `bytes`; `others` (null if they cannot be measured, and are therefore part of `bytes`); and the device's `free`
+    /// and `total`.
     pub fn to_json(self) -> Value {
         let DeviceUsage { total, free, .. } = self.usage;
         json!({"bytes": self.bytes, "others": self.usage.others(), "free": free, "total": total})

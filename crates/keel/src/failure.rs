@@ -1,4 +1,4 @@
-//! From an error to one line and an exit code.
+//! Turns an error into one line and an exit code.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, ErrorKind, Write};
@@ -7,10 +7,10 @@ use std::process::ExitCode;
 
 use anyhow::{Error, Result};
 
-/// Exit code of wrong usage; clap's own.
+/// Exit code of wrong usage, the same as clap's.
 const WRONG_USAGE: u8 = 2;
 
-/// Wrong usage that the parser of the command line cannot see.
+/// Wrong usage that the command-line parser cannot detect.
 #[derive(Debug)]
 struct Usage(String);
 
@@ -22,13 +22,16 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// An error that ends the program as wrong usage.
+/// An error that ends the program with the exit code of wrong usage.
 pub fn usage(message: impl Into<String>) -> Error {
     Usage(message.into()).into()
 }
 
-/// Runs the program. A failure becomes one line on standard error and exit code 1, or 2 for wrong usage; a panic, which is
-/// a bug, has exit code 1 too, and has left its line when it happened. A reader that closed the pipe, such as `head`, has seen what it wanted: that is no failure.
+/// Runs the program.
+///
+/// - A failure prints one line on standard error. The exit code is 1, or 2 for wrong usage.
+/// - A panic is a bug. Its line was printed when it happened; the exit code is 1.
+/// - A closed pipe is not a failure: the reader, such as `head`, has read enough.
 pub fn guard(program: impl FnOnce() -> Result<()>) -> ExitCode {
     panic::set_hook(Box::new(report_panic));
     let program = || {
@@ -44,14 +47,14 @@ pub fn guard(program: impl FnOnce() -> Result<()>) -> ExitCode {
         }
         Err(_) => return ExitCode::FAILURE,
     };
-    // Nobody may be reading standard error either.
+    // Standard error may be closed, too.
     let _ = io::stderr().write_all(format!("keel: {line}\n").as_bytes());
     code
 }
 
-/// Reports a panic when it happens, on whatever thread: a second one while the first unwinds ends the program, a task of the
-/// server swallows its own, and a library may turn one into an error that says less. With `RUST_BACKTRACE` set the way to it
-/// follows.
+/// Reports a panic when it happens, on any thread. Later would be too late: a second panic during unwinding ends the
+/// program, a task of the server swallows its panic, and a library may replace one by a vaguer error. With
+/// `RUST_BACKTRACE` the backtrace follows.
 fn report_panic(info: &PanicHookInfo<'_>) {
     let thread = std::thread::current();
     let name = thread.name().unwrap_or("without a name");
@@ -61,11 +64,12 @@ fn report_panic(info: &PanicHookInfo<'_>) {
     if backtrace.status() == BacktraceStatus::Captured {
         report.push_str(&format!("{backtrace}\n"));
     }
-    // One write, so that lines of several threads do not mix. A panic in here would end the program without a word.
+    // One write, so that lines of several threads do not mix. A failed write is ignored: a panic here would end the
+    // program without a message.
     let _ = io::stderr().write_all(report.as_bytes());
 }
 
-/// For tests of what a panic leaves behind: `KEEL_INJECT_PANIC` names one.
+/// Panics on request, for tests: `KEEL_INJECT_PANIC` names the kind of panic.
 fn inject() {
     struct PanicsWhenDropped;
     impl Drop for PanicsWhenDropped {
@@ -94,7 +98,7 @@ fn is_closed_pipe(error: &Error) -> bool {
     error.chain().filter_map(|cause| cause.downcast_ref()).any(is_pipe)
 }
 
-/// The message and its causes, but for those that the message before has quoted.
+/// The message and its causes. A cause that the message before it already ends with is left out.
 fn with_causes(error: &Error) -> String {
     let mut parts: Vec<String> = Vec::new();
     for cause in error.chain().map(ToString::to_string) {
@@ -105,7 +109,7 @@ fn with_causes(error: &Error) -> String {
     parts.join(": ")
 }
 
-/// Messages quote names from files, which may hold line breaks and control characters.
+/// Puts a message on one line. Messages quote names from files, which may contain line breaks and control characters.
 fn one_line(message: &str) -> String {
     let lines = message.lines().map(str::trim).filter(|line| !line.is_empty());
     let joined = lines.collect::<Vec<_>>().join(" ");

@@ -1,4 +1,4 @@
-//! What a server will hold: from options, the model and the machine to an engine's bounds and its plan.
+//! Computes a server's bounds and its plan from the options, the model and the machine.
 
 use anyhow::{Context, Result};
 use keel_array::{AttentionSpec, Category, Compute, MemoryReport};
@@ -12,18 +12,18 @@ use crate::placement::settle;
 use crate::report::human_bytes;
 use crate::session::{self, context_for};
 
-/// Tokens of a sequence unless another number is asked for or the model's own context is shorter.
+/// Default context of a sequence, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 8192;
-/// Tokens of keys and values of all sequences together, unless bytes are asked for.
+/// Default number of tokens of keys and values, for all sequences together.
 const POOL_TOKENS_DEFAULT: usize = 65536;
-/// Bytes of remembered recurrent states.
+/// Default bytes for remembered recurrent states.
 const PREFIX_STATES_DEFAULT: u64 = 128 << 20;
-/// Sequences of a server, at most, unless more are asked for.
+/// Largest default number of sequences.
 const SEQUENCES_DEFAULT: usize = 16;
-/// Sequences of a small machine.
+/// Smallest default number of sequences.
 const SEQUENCES_LEAST: usize = 4;
 const DRAFTS_DEFAULT: usize = 2;
-/// The context is not made shorter than this to fit a machine: what then does not fit is refused.
+/// The context is not shortened below this to fit a machine. If the plan still does not fit, it is refused.
 const CONTEXT_LEAST: usize = 1024;
 
 /// A server's bounds, and the bytes that follow from them.
@@ -33,11 +33,11 @@ pub struct Holding {
     pub planned: MemoryReport,
 }
 
-/// What a server with these options holds. Where nothing is asked for, bounds are made smaller until the plan fits into what is
-/// free; what then does not fit is refused when it is loaded.
+/// Plans a server with these options. Bounds that are not given are reduced until the plan fits into the free memory. A
+/// plan that still does not fit is refused when the model is loaded.
 ///
 /// # Errors
-/// What the plan says; drafts without a head.
+/// Errors of the plan, or drafts without an MTP head.
 pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding> {
     settle(&args.device, &*subject.parameters, &subject.json, |device| {
         Ok(Planner::new(&args.holding, subject, device, args.engine.options())?.wanted)
@@ -62,7 +62,7 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding
     Ok(holding)
 }
 
-/// What is free, asked before there is a runtime; `None` where nothing tells, as without the GPU.
+/// Free memory, before there is a runtime. Returns `None` if it is unknown, for example if there is no such GPU.
 pub fn room(device: &DeviceArgs, compute: Compute) -> Option<Room> {
     let mut room = match device.device() {
         Device::Cpu => Room::of_host(),
@@ -81,20 +81,20 @@ pub struct Planner<'a> {
     args: &'a HoldingArgs,
     subject: &'a Subject<'a>,
     device: &'a DeviceArgs,
-    /// Keys and values of a page, and one saved state.
+    /// Bytes of a page of keys and values. [`Planner::state_bytes`] are those of one saved state.
     page_bytes: u64,
     state_bytes: u64,
-    /// Recurrent state of one sequence.
+    /// Bytes of one sequence's recurrent state.
     slot_bytes: u64,
-    /// The bounds where memory is no matter.
+    /// The bounds if memory were unlimited.
     pub wanted: EngineOptions,
 }
 
 impl<'a> Planner<'a> {
-    /// Learns from a small plan what a page and a state take.
+    /// Makes a small plan to learn the bytes of a page and of a state.
     ///
     /// # Errors
-    /// What the plan says; drafts without a head.
+    /// Errors of the plan, or drafts without an MTP head.
     pub fn new(
         args: &'a HoldingArgs,
         subject: &'a Subject<'a>,
@@ -112,7 +112,7 @@ impl<'a> Planner<'a> {
         let mut planner =
             Planner { args, subject, device, page_bytes: 1, state_bytes: 0, slot_bytes: 0, wanted: base };
         let one = match planner.probe() {
-            // A config may speak of a head that the checkpoint was saved without.
+            // The config may name an MTP head that the checkpoint lacks.
             Err(error) if matches!(error.downcast_ref(), Some(EngineError::NoMtpHead)) => {
                 planner.wanted.drafts = 0;
                 planner.probe()?
@@ -133,20 +133,20 @@ impl<'a> Planner<'a> {
         self.plan(EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..self.wanted })
     }
 
-    /// Bytes of the keys and values of bounds, as `--kv-cache` takes them.
+    /// The bytes of keys and values for these bounds, as in `--kv-cache`.
     pub fn kv_bytes(&self, options: &EngineOptions) -> u64 {
         self.page_bytes * options.pool_pages.unwrap_or(0) as u64
     }
 
-    /// Bytes that an engine of these bounds holds.
+    /// The bytes of an engine with these bounds.
     ///
     /// # Errors
-    /// What the plan says.
+    /// Errors of the plan.
     pub fn plan(&self, options: EngineOptions) -> Result<MemoryReport> {
         session::plan(self.device, &*self.subject.parameters, &self.subject.json, options)
     }
 
-    /// As many pages and states as were asked for, or as suit the model and the device.
+    /// Sets the numbers of pages and states: those requested, or defaults for the model and the device.
     fn defaults(&self, one: &MemoryReport, is_gpu: bool) -> EngineOptions {
         let (args, base) = (self.args, self.wanted);
         let suits = |bytes: u64| if is_gpu { bytes } else { bytes.min(one.get(Category::Weights)) };
@@ -164,7 +164,7 @@ impl<'a> Planner<'a> {
         self.complete(base, pages, remembered)
     }
 
-    /// Bounds with so many pages and remembered states, and what follows from them.
+    /// Sets the numbers of pages and of remembered states, and all bounds that depend on them.
     fn complete(&self, base: EngineOptions, pages: usize, remembered: usize) -> EngineOptions {
         let reuses = !self.args.no_prefix_reuse && self.state_bytes > 0;
         let all_pages = base.sequences * base.context.div_ceil(AttentionSpec::PAGE);
@@ -181,18 +181,18 @@ impl<'a> Planner<'a> {
         options
     }
 
-    /// Host memory for all keys, values and states, or as much of it as is asked for: no more is of use.
+    /// Bytes of host memory for parked sequences. More than all keys, values and states would be unused.
     fn swap_bytes(&self, options: &EngineOptions) -> usize {
         let pages = options.pool_pages.unwrap_or(0) as u64;
         let all = self.page_bytes * pages + self.slot_bytes * options.sequences as u64;
         self.args.swap.map_or(all, |asked| asked.min(all)) as usize
     }
 
-    /// The bounds wanted, made smaller where nothing was asked for until they fit into `room` bytes. Remembered states go first,
-    /// then pages beyond one sequence at full length, then sequences, then the context.
+    /// Reduces bounds that were not given until the plan fits into `room` bytes, in this order: remembered states,
+    /// pages beyond one full-length sequence, sequences, context.
     ///
     /// # Errors
-    /// What the plan says.
+    /// Errors of the plan.
     pub fn fit_into(&self, room: Option<u64>) -> Result<Holding> {
         let mut options = self.wanted;
         loop {
@@ -204,13 +204,14 @@ impl<'a> Planner<'a> {
             }
             match self.smaller(options) {
                 Some(smaller) => options = smaller,
-                // Nothing that was not asked for is left: the numbers wanted are those to refuse.
+                // Nothing can be reduced further. The plan of the wanted bounds is returned, and will be refused with
+                // its numbers.
                 None => return Ok(Holding { options: self.wanted, planned: self.plan(self.wanted)? }),
             }
         }
     }
 
-    /// The next smaller bounds of those that nobody asked for.
+    /// The next smaller bounds. Only bounds that were not given change.
     fn smaller(&self, options: EngineOptions) -> Option<EngineOptions> {
         let args = self.args;
         let (pages, one_full) =
@@ -235,7 +236,7 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// A GPU is for many; a machine of few cores for few.
+/// The default number of sequences: [`SEQUENCES_DEFAULT`] on a GPU, one per core on a CPU, within bounds.
 fn default_sequences(is_gpu: bool) -> usize {
     let cores = std::thread::available_parallelism().map_or(SEQUENCES_LEAST, usize::from);
     if is_gpu { SEQUENCES_DEFAULT } else { cores.clamp(SEQUENCES_LEAST, SEQUENCES_DEFAULT) }

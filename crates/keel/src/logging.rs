@@ -1,4 +1,4 @@
-//! What the program says on standard error while it works.
+//! Logging to standard error.
 
 use clap::ValueEnum;
 use tracing_subscriber::EnvFilter;
@@ -16,8 +16,8 @@ pub enum LogFormat {
     Json,
 }
 
-/// Begins to log. The libraries' remarks are shown on request, the program's own always; RUST_LOG decides where it is set. A
-/// server's lines, whose form is given, carry the time.
+/// Starts logging. By default the program's own lines are shown; `-v` adds those of libraries. RUST_LOG overrides both.
+/// `server` is the form of a server's lines, which include the time in either form.
 pub fn begin(is_verbose: bool, is_quiet: bool, server: Option<LogFormat>) {
     let default = match (is_verbose, is_quiet, server) {
         (true, _, Some(_)) => "info,keel=debug",

@@ -1,7 +1,7 @@
 //! `keel`: runs hybrid language models from the command line.
 //!
-//! Results go to standard output, progress and errors to standard error. Exit codes: 0 on success, 1 for every
-//! failure, with one line that says what is wrong and what to do, 2 for wrong usage.
+//! Results go to standard output, progress and errors to standard error. Exit codes: 0 on success, 2 for wrong usage, 1
+//! for every other failure. A failure prints one line that says what is wrong and what to do.
 
 #![forbid(unsafe_code)]
 
@@ -104,7 +104,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// The command line, with the values of the configuration file where it and the environment say nothing.
+/// Parses the command line. Values of the configuration file apply where neither the command line nor the environment
+/// sets an option.
 fn parse(config: &config::Config) -> anyhow::Result<Cli> {
     let matches = config.apply(Cli::command())?.try_get_matches();
     let cli = matches.and_then(|matches| Cli::from_arg_matches(&matches));

@@ -1,17 +1,19 @@
-//! Standard output, whose failures are errors like any other: `println!` would panic when a reader has gone.
+//! Writes to standard output and returns failures as errors. `println!` would panic when the reader has closed the
+//! pipe.
 
 use std::io::{Write, stderr, stdout};
 
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-/// Prints text as it is, at once.
+/// Prints text unchanged, and flushes.
 pub fn text(text: &str) -> Result<()> {
     let mut out = stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to standard output")
 }
 
-/// Prints text on standard error: what is about the result and no part of it. Nobody may be reading there, which is no failure.
+/// Prints text that is not part of the result on standard error. A failure is ignored, because standard error may be
+/// closed.
 pub fn aside(text: &str) {
     let _ = stderr().lock().write_all(text.as_bytes());
 }

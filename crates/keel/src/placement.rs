@@ -12,11 +12,11 @@ use crate::free::on_device;
 use crate::report::human_bytes;
 use crate::session;
 
-/// Bytes that a context and the libraries take on a device before there is a tensor, at most.
+/// Most bytes that a context and the libraries take on a device before there are tensors.
 const CONTEXT_BYTES: u64 = 1 << 30;
 
-/// Chooses the device if that is left to the program, by what the `options` of each candidate take. They may depend on the
-/// device, as drafts do. What cannot be planned on a GPU is left to the CPU, whose own plan says why.
+/// Chooses the device for `--device auto`, by planning the `options` of each candidate. The options may depend on the
+/// device, as drafts do. If no GPU can take the plan, the CPU is chosen. Its own plan then reports any error.
 pub fn settle(
     device: &DeviceArgs,
     parameters: &dyn Parameters,
@@ -34,7 +34,7 @@ pub fn settle(
     device.choose(chosen, why);
 }
 
-/// The device, and why, in one line. `bytes` is what a GPU has to hold, by its number.
+/// Returns the device, and the reason in one line. `bytes` returns what the GPU with a given number would have to hold.
 fn choose(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u64>) -> (Device, String) {
     let on_cpu = |reason: String| (Device::Cpu, format!("running on the CPU: {reason}"));
     if survey.driver.is_err() && survey.gpus.is_empty() {
@@ -62,7 +62,7 @@ fn choose(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u64>) -> (Devi
     on_cpu(if refusals.is_empty() { "there is no NVIDIA GPU".into() } else { refusals.join("; ") })
 }
 
-/// Bytes of tensors that a GPU has room for; `None` if it cannot be used.
+/// Bytes of tensors that a GPU has room for; `None` if the GPU is not supported.
 fn room_on(gpu: &GpuFacts) -> Option<u64> {
     let free = gpu.free_bytes.unwrap_or(gpu.total_bytes);
     gpu.is_supported().then(|| free.saturating_sub(ROOM_BYTES + CONTEXT_BYTES))

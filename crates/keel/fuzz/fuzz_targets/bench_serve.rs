@@ -1,4 +1,5 @@
-//! Reads what `keel bench serve` reads: a file of requests, and a server's events, cut where the first byte says.
+//! Parses the input of `keel bench serve`: a file of requests, and a server's events. The first byte selects how events
+//! are cut.
 
 #![no_main]
 #![allow(dead_code)] // the rest of these modules is for the command

@@ -10,7 +10,7 @@ use keel_server::{ApiKey, KeyLimits};
 
 use crate::failure::usage;
 
-/// Bytes of a file of keys.
+/// Largest size of a file of keys.
 const KEY_FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Who may use a server, and from where.
@@ -39,7 +39,7 @@ pub struct AccessArgs {
 }
 
 impl AccessArgs {
-    /// The keys; none lets all in.
+    /// The keys. With none, every request is accepted.
     pub fn keys(&self) -> Result<Vec<ApiKey>> {
         let limits = KeyLimits { per_minute: self.key_per_minute, at_once: self.key_at_once };
         let mut keys = Vec::new();
@@ -59,7 +59,7 @@ impl AccessArgs {
         Ok(keys)
     }
 
-    /// The names under which clients reach the server, with the one that it listens at.
+    /// The names under which clients reach the server, including the name that it listens on.
     pub fn hosts(&self, listens: &str) -> Vec<String> {
         let named = listens.trim_matches(['[', ']']);
         let is_address = named.parse::<IpAddr>().is_ok();

@@ -1,7 +1,7 @@
 //! Sizes such as `800M` and `1.5Gi`.
 
-/// Reads a number of bytes: a plain number, or one with K, M, G or T (powers of 1000), or Ki, Mi, Gi or Ti (powers
-/// of 1024); a `B` may follow.
+/// Parses a number of bytes: a plain number, or one with K, M, G or T (powers of 1000), or Ki, Mi, Gi or Ti (powers of
+/// 1024). A `B` may follow.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let wrong = || format!("{text:?} is not a size; expected for example 800M, 1.5Gi or 1000000");
     let trimmed = text.trim().trim_end_matches(['B', 'b']);

@@ -1,4 +1,4 @@
-//! Where to run, and how much of it.
+//! The device to run on, and limits on its use.
 
 use std::sync::{Arc, OnceLock};
 
@@ -41,7 +41,7 @@ pub struct DeviceArgs {
     pub memory_limit: Option<u64>,
 }
 
-/// Where to run.
+/// The device to run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
     /// The CPU.
@@ -50,14 +50,14 @@ pub enum Device {
     Cuda(usize),
 }
 
-/// What `--device` asks for.
+/// The value of `--device`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wanted {
     Auto,
     Only(Device),
 }
 
-/// What `auto` has become, and why, in one line.
+/// The device chosen for `auto`, and the reason in one line.
 #[derive(Clone, Debug)]
 struct Chosen {
     device: Device,
@@ -75,7 +75,7 @@ fn parse_device(text: &str) -> Result<Wanted, String> {
     }
 }
 
-/// GPUs and CUDA's libraries of this machine, looked for once.
+/// The GPUs and CUDA libraries of this machine. They are detected once.
 pub fn machine() -> &'static Survey {
     static MACHINE: OnceLock<Survey> = OnceLock::new();
     MACHINE.get_or_init(Survey::take)
@@ -103,7 +103,7 @@ impl From<IsaArg> for Isa {
 }
 
 impl DeviceArgs {
-    /// The device. Of `auto` that nothing was planned for yet, the first GPU that can be used, or else the CPU.
+    /// The device. If it is `auto` and no plan has chosen yet: the first usable GPU, else the CPU.
     pub fn device(&self) -> Device {
         match (self.device, self.chosen.get()) {
             (Wanted::Only(device), _) => device,
@@ -116,35 +116,35 @@ impl DeviceArgs {
         }
     }
 
-    /// Whether the device is still to be chosen.
+    /// Whether the device is `auto` and not chosen yet.
     pub fn is_open(&self) -> bool {
         self.device == Wanted::Auto && self.chosen.get().is_none()
     }
 
-    /// The same on another device.
+    /// A copy of these arguments with another device.
     pub fn on(&self, device: Device) -> DeviceArgs {
         DeviceArgs { device: Wanted::Only(device), ..self.clone() }
     }
 
-    /// What `auto` becomes from now on, and why, in one line.
+    /// Chooses the device for `auto`. `why` is the reason in one line.
     pub fn choose(&self, device: Device, why: String) {
-        // What is chosen stays: models of one run share a device.
+        // The first choice stays, because all models of a run share one device.
         let _ = self.chosen.set(Chosen { device, why });
     }
 
-    /// Says on standard error which device `auto` has become, and why.
+    /// Logs which device `auto` chose, and why.
     pub fn announce(&self) {
         if let Some(chosen) = self.chosen.get().filter(|_| self.device == Wanted::Auto) {
             tracing::info!("{}", chosen.why);
         }
     }
 
-    /// The same, with all planned memory taken from the system at the start.
+    /// A copy that allocates all planned memory at the start.
     pub fn with_resident_memory(&self) -> DeviceArgs {
         DeviceArgs { resident: true, ..self.clone() }
     }
 
-    /// How the CPU backend is made.
+    /// The options of the CPU backend.
     pub fn cpu_options(&self) -> CpuOptions {
         let threads = self.threads.map(|n| n as usize);
         CpuOptions {
@@ -160,7 +160,7 @@ impl DeviceArgs {
         CudaOptions { ordinal, precision, deterministic: self.deterministic, ..CudaOptions::default() }
     }
 
-    /// A backend that counts memory and touches none; it needs no GPU.
+    /// A backend that counts memory without allocating it. It needs no GPU.
     pub fn planning_backend(&self, compute: Compute) -> Arc<dyn Backend> {
         match self.device() {
             Device::Cpu => Arc::new(CpuBackend::planning(self.cpu_options())),
@@ -168,10 +168,10 @@ impl DeviceArgs {
         }
     }
 
-    /// A backend that runs.
+    /// A backend that can run.
     ///
     /// # Errors
-    /// If the GPU, its driver or its libraries are not there.
+    /// The GPU, its driver or its libraries are missing.
     pub fn backend(&self, compute: Compute) -> Result<Arc<dyn Backend>> {
         Ok(match self.device() {
             Device::Cpu => Arc::new(CpuBackend::new(self.cpu_options())),
@@ -182,7 +182,7 @@ impl DeviceArgs {
     /// A CPU backend that measures the time of each operation.
     ///
     /// # Errors
-    /// If the device is a GPU.
+    /// The device is a GPU.
     pub fn profiled_backend(&self) -> Result<CpuBackend> {
         match self.device() {
             Device::Cpu => Ok(CpuBackend::new(CpuOptions { profile: true, ..self.cpu_options() })),

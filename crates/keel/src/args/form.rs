@@ -1,4 +1,4 @@
-//! What an answer must look like.
+//! The form that an answer must have.
 
 use std::path::PathBuf;
 
@@ -18,10 +18,10 @@ pub struct FormArgs {
 }
 
 impl FormArgs {
-    /// The schema or grammar, if there is one.
+    /// The schema or grammar, if one is given.
     ///
     /// # Errors
-    /// If the file cannot be read, or a schema is no JSON.
+    /// The file cannot be read, or a schema is not JSON.
     pub fn read(&self) -> Result<Option<GrammarSource>> {
         let text = |flag: &str, path: &PathBuf| {
             std::fs::read_to_string(path).with_context(|| format!("{flag} {}", path.display()))

@@ -1,14 +1,14 @@
-//! What a server holds in memory.
+//! Options for the memory of a server.
 
 use clap::Args;
 use keel_engine::DRAFTS_MAX;
 
 use super::parse_bytes;
 
-/// Of sequences, requests that wait, or tokens: so many that sums of them are numbers still.
+/// Largest count of sequences, waiting requests or tokens. Sums of such counts cannot overflow.
 pub const COUNT_MAX: usize = 1 << 24;
 
-/// Reads a number of things that there is room for: at least one.
+/// Parses a count: from 1 to [`COUNT_MAX`].
 pub fn count(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(n) if (1..=COUNT_MAX).contains(&n) => Ok(n),
@@ -56,7 +56,7 @@ pub struct HoldingArgs {
 }
 
 impl HoldingArgs {
-    /// Whether anything is given that a server alone has.
+    /// Whether an option is given that only a server has.
     pub fn is_of_a_server(&self) -> bool {
         self.sequences.is_some()
             || self.kv_cache.is_some()

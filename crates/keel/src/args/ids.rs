@@ -1,4 +1,4 @@
-//! Token ids given directly.
+//! Token ids on the command line.
 
 use std::path::PathBuf;
 
@@ -17,10 +17,10 @@ pub struct IdArgs {
 }
 
 impl IdArgs {
-    /// The ids, if any were given.
+    /// The ids, if any are given.
     ///
     /// # Errors
-    /// If the file cannot be read, has a line that is no id, or is empty.
+    /// The file cannot be read, has a line that is not an id, or is empty.
     pub fn read(&self) -> Result<Option<Vec<u32>>> {
         let Some(path) = &self.ids_file else { return Ok(self.ids.clone()) };
         let text =

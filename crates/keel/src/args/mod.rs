@@ -1,4 +1,4 @@
-//! Flags that several commands share, in groups.
+//! Groups of options that several commands share.
 
 mod access;
 mod bytes;

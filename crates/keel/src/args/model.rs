@@ -1,4 +1,4 @@
-//! Which model, and how it is run.
+//! Options for the model and its arithmetic.
 
 use clap::{Args, ValueEnum};
 use keel_array::{Compute, KvFormat};
@@ -46,7 +46,7 @@ fn parse_prefill_step(text: &str) -> Result<usize, String> {
 }
 
 impl EngineArgs {
-    /// Options with these, and the rest as it is by default.
+    /// Engine options with these values. All others have their defaults.
     pub fn options(&self) -> EngineOptions {
         EngineOptions {
             prefill_step: self.prefill_step,

@@ -1,14 +1,14 @@
-//! How many connections a server keeps, and for how long.
+//! Limits on a server's connections: their number and their timeouts.
 
 use std::time::Duration;
 
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
 
-/// A year. What is longer is a mistake, and more than clocks can add.
+/// One year. Larger values are mistakes, and could overflow a clock.
 const SECONDS_MAX: u64 = 365 * 24 * 3600;
 
-/// Reads a number of seconds that clocks can add.
+/// Parses a number of seconds that can be added to a clock.
 pub fn seconds() -> RangedU64ValueParser<u64> {
     RangedU64ValueParser::new().range(1..=SECONDS_MAX)
 }
@@ -38,7 +38,7 @@ pub struct PatienceArgs {
 }
 
 impl PatienceArgs {
-    /// The same in the server's options.
+    /// Copies these values into the server's options.
     pub fn apply(&self, options: &mut keel_server::ServerOptions) {
         options.connections_max = self.connections as usize;
         options.head_timeout = Duration::from_secs(self.head_timeout);

@@ -1,4 +1,4 @@
-//! What a model is shown with its prompt.
+//! Options for pictures and videos in the prompt.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::sight::{Conversation, Origin, VideoPart};
 
-/// Most frames of a folder: a video is sampled down to hundreds.
+/// Largest number of frames in a folder. Only hundreds of them are sampled.
 const FRAMES_MAX: usize = 65_536;
 
 /// Pictures and videos.
@@ -27,15 +27,15 @@ pub struct PictureArgs {
 }
 
 impl PictureArgs {
-    /// Whether anything is shown.
+    /// Whether a picture or video is given.
     pub fn are_any(&self) -> bool {
         !self.image.is_empty() || !self.video.is_empty()
     }
 
-    /// A user's turn with the pictures, then the videos, then the text; behind what the model is told first.
+    /// Builds a conversation: the system text, then a user's turn with the pictures, the videos and the text.
     ///
     /// # Errors
-    /// A video that is no folder of pictures.
+    /// A video is not a folder of pictures.
     pub fn conversation(&self, system: Option<&str>, text: &str) -> Result<Conversation> {
         let mut parts: Vec<_> = self.image.iter().map(|_| json!({"type": "image"})).collect();
         parts.extend(self.video.iter().map(|_| json!({"type": "video"})));
@@ -56,7 +56,7 @@ impl PictureArgs {
     }
 }
 
-/// The files of a folder in the order of their names.
+/// The files of a folder, sorted by name.
 fn frames(folder: &Path) -> Result<Vec<Origin>> {
     if !folder.is_dir() {
         bail!("this is no folder; a video is given as a folder of its frames");

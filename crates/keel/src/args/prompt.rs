@@ -1,4 +1,4 @@
-//! What is asked, and how.
+//! Options for the prompt.
 
 use std::io::{IsTerminal, Read, stdin};
 use std::path::PathBuf;
@@ -36,19 +36,19 @@ pub struct PromptArgs {
     pub system: Option<String>,
 }
 
-/// How a text is put to the model.
+/// How a text is given to the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asking {
-    /// In the chat template, which has to be there.
+    /// In the chat template. It is an error if there is none.
     Template,
-    /// In the chat template if there is one.
+    /// In the chat template, if there is one.
     TemplateIfAny,
-    /// As it stands.
+    /// Unchanged.
     Raw,
 }
 
 impl PromptArgs {
-    /// Token ids given instead of a text.
+    /// The token ids, if they are given instead of a text.
     ///
     /// # Errors
     /// As [`IdArgs::read`].
@@ -56,7 +56,7 @@ impl PromptArgs {
         self.ids.read()
     }
 
-    /// How the text is put to the model.
+    /// How the text is given to the model.
     pub fn asking(&self, is_built_in: bool) -> Asking {
         if self.raw {
             Asking::Raw
@@ -72,7 +72,7 @@ impl PromptArgs {
     /// The text.
     ///
     /// # Errors
-    /// If there is none, or it cannot be read.
+    /// There is no text, or it cannot be read.
     pub fn read_text(&self) -> Result<String> {
         let is_stdin = |text: &str| text == "-";
         match (self.text.as_ref().or(self.prompt.as_ref()), &self.prompt_file) {
@@ -94,7 +94,7 @@ impl PromptArgs {
 const NOTHING: &str =
     "nothing to continue: give a text, --prompt-file, --ids or --ids-file, or write to standard input";
 
-/// Standard input without its last line break, as a shell takes the output of a command.
+/// Reads standard input and removes the last line break, as shells do with the output of a command.
 fn read_stdin() -> Result<String> {
     let mut text = String::new();
     stdin().lock().read_to_string(&mut text).context("cannot read standard input as text")?;

@@ -1,4 +1,4 @@
-//! How tokens are drawn.
+//! Options for sampling.
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -53,16 +53,16 @@ fn parse_bias(text: &str) -> Result<(u32, f32)> {
 }
 
 impl SamplingArgs {
-    /// Whether the same text is to be drawn again.
+    /// Whether the run must draw the same text when it is repeated.
     pub fn is_repeatable(&self) -> bool {
         self.seed.is_some()
     }
 
-    /// The options, with the checkpoint's recommendations where nothing was given. A checkpoint that does not ask
-    /// for sampling is decoded greedily.
+    /// The sampler's options. The checkpoint's recommendations apply where no option is given. A checkpoint that does
+    /// not ask for sampling is decoded greedily.
     ///
     /// # Errors
-    /// If one is out of range: better now than when the model has been loaded.
+    /// A value is out of range. This is checked before the model is loaded.
     pub fn options(&self, defaults: &GenerationDefaults) -> Result<SamplerOptions> {
         let neutral = SamplerOptions::default();
         let sampled =

@@ -1,4 +1,4 @@
-//! Whether and how far drafts of the model's own head are verified.
+//! Options for speculation with the model's own MTP head.
 
 use std::str::FromStr;
 
@@ -29,11 +29,11 @@ pub struct SpeculateArgs {
 /// The value of `--speculate`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Speculate {
-    /// As many as pay, where there is a head.
+    /// As many as pay off, if there is an MTP head.
     Auto,
     /// None.
     Off,
-    /// Always so many.
+    /// Always this many.
     Drafts(usize),
 }
 
@@ -51,21 +51,24 @@ impl FromStr for Speculate {
 }
 
 impl SpeculateArgs {
-    /// Whether there have to be drafts.
+    /// Whether a number of drafts is requested explicitly.
     pub fn is_asked_for(&self) -> bool {
         matches!(self.speculate, Speculate::Drafts(_))
     }
 
-    /// Whether it says anything but what holds by default.
+    /// Whether an option differs from its default.
     pub fn is_given(&self) -> bool {
         self.speculate != Speculate::Auto || self.speculate_optimistic
     }
 
-    /// How a checkpoint is run; `None` is without speculation. On a GPU auto is off: steps of an engine that can draft take a tenth
-    /// longer there, and rounds do not run ahead of the host, which a model whose drafts fail would pay for.
+    /// The speculation options for a checkpoint; `None` means no speculation. On a GPU `auto` means off, for two
+    /// reasons:
+    ///
+    /// - Steps of an engine that can draft take a tenth longer.
+    /// - Speculative rounds do not run ahead of the host. A model whose drafts fail would pay for that.
     ///
     /// # Errors
-    /// If drafts are asked for and there is no head, or optimism without drafts.
+    /// Drafts are requested but there is no MTP head, or optimism is requested without drafts.
     pub fn for_model(
         &self,
         model: &Model,
@@ -76,7 +79,8 @@ impl SpeculateArgs {
         Ok(options.map(|options| SpeculationOptions { repeatable: sampling.is_repeatable(), ..options }))
     }
 
-    /// How a checkpoint or a shape is run. With random weights every draft is wrong, so auto is off.
+    /// The speculation options for a checkpoint or a shape. With random weights every draft is wrong, so `auto` means
+    /// off.
     ///
     /// # Errors
     /// As [`SpeculateArgs::for_model`].
@@ -90,16 +94,16 @@ impl SpeculateArgs {
         self.on(device, !is_pointless && has_mtp_head(&subject.config, &*subject.parameters))
     }
 
-    /// As [`SpeculateArgs::options`], on a device.
+    /// As [`SpeculateArgs::options`], for a given device.
     fn on(&self, device: Device, has_head: bool) -> Result<Option<SpeculationOptions>> {
         let options = self.options(has_head)?;
         Ok(options.filter(|options| device == Device::Cpu || options.depth != Depth::Auto))
     }
 
-    /// How a model with or without a head is run; `None` is without speculation.
+    /// The speculation options for a model with or without an MTP head; `None` means no speculation.
     ///
     /// # Errors
-    /// If drafts are asked for and there is no head, or optimism without drafts.
+    /// Drafts are requested but there is no MTP head, or optimism is requested without drafts.
     fn options(&self, has_head: bool) -> Result<Option<SpeculationOptions>> {
         let depth = match self.speculate {
             Speculate::Drafts(_) if !has_head => {
@@ -118,7 +122,7 @@ impl SpeculateArgs {
     }
 }
 
-/// Drafts that memory is planned for.
+/// Number of drafts to plan memory for.
 pub fn drafts_max(options: Option<SpeculationOptions>) -> usize {
     match options.map(|options| options.depth) {
         None => 0,

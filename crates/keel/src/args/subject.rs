@@ -1,4 +1,4 @@
-//! A model on disk, or a shape with random weights.
+//! Options for the subject of a plan or benchmark: a model on disk, or a shape with random weights.
 
 use anyhow::Result;
 use clap::Args;
@@ -33,22 +33,22 @@ pub struct SubjectArgs {
     dtype: Option<String>,
 }
 
-/// What is planned or timed.
+/// The subject of a plan or benchmark.
 pub struct Subject<'a> {
-    /// The folder or the shape's name.
+    /// The folder, or the name of the shape.
     pub name: String,
     /// The numbers of the config.
     pub config: HybridConfig,
-    /// The config.
+    /// The config as JSON.
     pub json: Value,
     /// The weights.
     pub parameters: Box<dyn Parameters + 'a>,
-    /// Whether linear layers are quantised, and so multiplied in 8-bit integers.
+    /// Whether linear layers are quantised, so that they multiply 8-bit integers.
     pub quantised: bool,
 }
 
 impl<'a> Subject<'a> {
-    /// A model on disk.
+    /// The subject for a model on disk.
     pub fn of(model: &'a Model) -> Subject<'a> {
         Subject {
             name: model.path.display().to_string(),
@@ -61,7 +61,7 @@ impl<'a> Subject<'a> {
 }
 
 impl SubjectArgs {
-    /// How the subject is named on a command line, with a space before it; empty for the built-in model.
+    /// The options that name the subject, with a space before them. Empty for the built-in model.
     pub fn flags(&self) -> String {
         match (&self.model, &self.shape) {
             (Some(model), None) => format!(" --model {}", quoted(model)),
@@ -76,8 +76,8 @@ impl SubjectArgs {
         }
     }
 
-    /// A shape in the formats that are not asked for otherwise: dense, then in fewer and fewer bits. One, if it is no shape or
-    /// its format is given.
+    /// The same shape in other formats: dense first, then in fewer and fewer bits. If the format is given, or the
+    /// subject is a model, only the subject itself.
     pub fn in_other_formats(&self) -> Vec<SubjectArgs> {
         if self.shape.is_none() || self.dtype.is_some() || self.bits.is_some() {
             return vec![self.clone()];
@@ -87,7 +87,7 @@ impl SubjectArgs {
         [dense].into_iter().chain(quantised).collect()
     }
 
-    /// Opens the model; `None` where a shape is asked for.
+    /// Opens the model. Returns `None` for a shape.
     ///
     /// # Errors
     /// As [`source::open`].
@@ -95,10 +95,11 @@ impl SubjectArgs {
         if self.shape.is_some() { Ok(None) } else { source::open(self.model.as_deref()).map(Some) }
     }
 
-    /// The model that was opened, or the shape, with its multi-token-prediction head if it has one and it `drafts`.
+    /// The subject for the opened model, or for the shape. With `drafts` the shape includes its multi-token-prediction
+    /// head, if any.
     ///
     /// # Errors
-    /// A shape or format that does not exist.
+    /// There is no such shape or format.
     pub fn subject<'a>(&self, model: Option<&'a Model>, drafts: bool) -> Result<Subject<'a>> {
         if let Some(model) = model {
             return Ok(Subject::of(model));
@@ -109,7 +110,7 @@ impl SubjectArgs {
     /// The shape, without its multi-token-prediction head.
     ///
     /// # Errors
-    /// A shape or format that does not exist.
+    /// There is no such shape or format.
     pub fn shape_subject(&self) -> Result<Subject<'static>> {
         self.shape_of(false)
     }
@@ -149,10 +150,10 @@ impl SubjectArgs {
     }
 }
 
-/// A format that was asked for.
+/// The affine format with these numbers.
 ///
 /// # Errors
-/// If there is no such format.
+/// There is no such format.
 pub fn affine_format(bits: usize, group_size: usize) -> Result<AffineFormat> {
     AffineFormat::new(bits, group_size).ok_or_else(|| {
         usage(format!(
@@ -162,7 +163,7 @@ pub fn affine_format(bits: usize, group_size: usize) -> Result<AffineFormat> {
     })
 }
 
-/// A word as a shell reads it.
+/// Quotes a word for a shell, if necessary.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=@+,".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

@@ -1,4 +1,4 @@
-//! `keel completions` and `keel man`: what shells and manuals know of the command line, made from the parser itself.
+//! `keel completions` and `keel man`: shell completions and manual pages, generated from the parser.
 
 use std::path::PathBuf;
 

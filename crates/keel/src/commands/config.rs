@@ -1,4 +1,4 @@
-//! `keel config`: what is in force, and from where.
+//! `keel config`: the values in force, and their origins.
 
 use anyhow::Result;
 use clap::{Arg, Args, Command};
@@ -23,7 +23,7 @@ pub struct ConfigArgs {
     json: bool,
 }
 
-/// An option as it is without the command line.
+/// The value of an option if the command line does not set it.
 struct Setting {
     command: String,
     option: String,
@@ -71,7 +71,7 @@ fn collect(config: &Config, command: &Command, path: &mut Vec<String>, settings:
     }
 }
 
-/// The options of one command.
+/// Collects the options of one command.
 fn own(config: &Config, command: &Command, path: &[String], settings: &mut Vec<Setting>) {
     let hidden = ["help", "version", "config"];
     let options = command.get_arguments().filter(|arg| !hidden.contains(&arg.get_id().as_str()));

@@ -1,4 +1,4 @@
-//! `keel eval`: how well a model predicts a text, and how far it is from another.
+//! `keel eval`: how well a model predicts a text, and how much it differs from another model.
 
 use std::path::PathBuf;
 
@@ -48,9 +48,9 @@ pub struct EvalArgs {
 #[derive(Default)]
 struct Score {
     tokens: usize,
-    /// Of the negative logarithms of the probabilities.
+    /// Sum of the negative log-probabilities.
     loss: f64,
-    /// Of their squares.
+    /// Sum of their squares.
     loss_squares: f64,
     divergence: f64,
     same_top: usize,
@@ -96,7 +96,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     report(args, &score, windows.len())
 }
 
-/// The windows of the text, and what their first token is replaced by.
+/// The windows of the text, and the token that replaces each window's first token, if any.
 fn windows<'i>(args: &EvalArgs, text: &ModelText, ids: &'i [u32]) -> Result<(Option<u32>, Vec<&'i [u32]>)> {
     let most = args.windows.unwrap_or(usize::MAX);
     let windows: Vec<&[u32]> = ids.chunks_exact(args.window).take(most).collect();
@@ -113,7 +113,7 @@ fn reference(args: &EvalArgs, other: &str, options: EngineOptions) -> Result<Ses
     Session::load(&args.device, &other, options)
 }
 
-/// Scores the second half of a window, a step of the prefill grid at a time.
+/// Scores the second half of a window, one step of the prefill grid at a time.
 fn score_window(
     session: &mut Session,
     mut other: Option<&mut Session>,
@@ -157,7 +157,7 @@ fn logits(session: &mut Session, sequence: &mut SequenceCache, step: &[u32]) -> 
 }
 
 impl Score {
-    /// Adds a prediction of `next`, and its divergence from another.
+    /// Adds a prediction of `next`, and its divergence from the other model's.
     fn add(&mut self, logits: &[f32], other: Option<&[f32]>, next: u32) {
         let norm = log_sum_exp(logits);
         let loss = norm - f64::from(logits[next as usize]);
@@ -190,7 +190,7 @@ fn log_sum_exp(logits: &[f32]) -> f64 {
     largest + logits.iter().map(|&logit| (f64::from(logit) - largest).exp()).sum::<f64>().ln()
 }
 
-/// The most likely token, the first of equals.
+/// The most likely token; among equals, the first.
 fn top(logits: &[f32]) -> Option<usize> {
     (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)))
 }
@@ -234,12 +234,12 @@ mod tests {
     #[test]
     fn a_prediction_is_scored_by_what_came() {
         let mut score = Score::default();
-        // Probabilities 1/4, 1/2, 1/4.
+        // These are the probabilities 1/4, 1/2, 1/4.
         let logits = [0.0, 2f32.ln(), 0.0];
         score.add(&logits, Some(&logits), 1);
         score.add(&logits, Some(&[0.0, 0.0, 0.0]), 0);
         assert!((score.loss - (2f64.ln() + 4f64.ln())).abs() < 1e-6);
-        // Of thirds from these: (ln(4/3) + ln(2/3) + ln(4/3)) / 3.
+        // Divergence of the uniform distribution from these: (ln(4/3) + ln(2/3) + ln(4/3)) / 3.
         let expected = (2.0 * (4f64 / 3.0).ln() + (2f64 / 3.0).ln()) / 3.0;
         assert!((score.divergence - expected).abs() < 1e-6);
         assert_eq!((score.tokens, score.same_top), (2, 1));

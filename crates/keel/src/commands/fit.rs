@@ -1,4 +1,4 @@
-//! `keel fit`: what of a model fits into a machine.
+//! `keel fit`: the variants of a model that fit into a machine.
 
 mod variants;
 
@@ -19,9 +19,9 @@ use crate::source::Model;
 use crate::{output, source};
 use variants::Variant;
 
-/// Sequences that are tried unless a number is asked for.
+/// Numbers of sequences to try if none is given.
 const SEQUENCES: [usize; 3] = [1, 4, 16];
-/// Shortest context that is worth a line, unless the model's own is shorter.
+/// Shortest context to report, unless the model's own is shorter.
 const CONTEXT_LEAST: usize = 1024;
 
 /// Print what of a model fits into this machine: bits of the weights, bits of keys and values, sequences and context, best first,
@@ -103,7 +103,7 @@ pub fn run(args: &FitArgs) -> Result<()> {
     lines.iter().try_for_each(|line| output::line(&line.to_line(limit, args)))
 }
 
-/// Into how many bytes it is to fit.
+/// The number of bytes to fit into.
 fn limit(args: &FitArgs) -> Result<u64> {
     if let Some(limit) = args.limit {
         return Ok(limit);
@@ -129,7 +129,8 @@ fn variants<'a>(args: &'a FitArgs, model: Option<&'a Model>) -> Result<Vec<Varia
     Ok(Variant::of_model(model, &flags))
 }
 
-/// The lines of one form of the weights; each must make a longer context fit than those before it with as many sequences.
+/// Adds the lines for one form of the weights. A line is added only if its context is longer than those of earlier
+/// lines with the same number of sequences.
 fn fit_variant(
     args: &FitArgs,
     variant: &Variant<'_>,
@@ -171,7 +172,7 @@ fn fit_variant(
     Ok(())
 }
 
-/// Contexts to try that are longer than `longest`, the longest first.
+/// The contexts to try that are longer than `longest`, in descending order.
 fn contexts(args: &FitArgs, subject: &Subject<'_>, longest: usize) -> Vec<usize> {
     let context_max = subject.config.context_max;
     if let Some(context) = args.context {
@@ -190,7 +191,7 @@ impl Line {
         sequences: usize,
         context: usize,
     ) -> Result<Line> {
-        // As many pages as all sequences at full length need.
+        // As many pages as all sequences need at full length.
         let holding = HoldingArgs {
             sequences: Some(sequences),
             context: Some(context),

@@ -64,7 +64,7 @@ pub struct GenerateArgs {
     pub quiet: bool,
 }
 
-/// How it is continued, checked before the model is loaded.
+/// The settings of a run, checked before the model is loaded.
 struct Course {
     how: How,
     stream: Option<TextStream>,
@@ -105,7 +105,7 @@ impl Course {
     }
 }
 
-/// What came of it.
+/// The result of a run.
 struct Outcome {
     text: String,
     tokens: Vec<u32>,
@@ -115,12 +115,12 @@ struct Outcome {
     memory: Memory,
 }
 
-/// What is answered or continued.
+/// The prompt.
 struct Prompt {
     ids: Vec<u32>,
-    /// Printed before the continuation, so that the whole can be read.
+    /// Printed before the continuation, so that the whole text can be read.
     echo: String,
-    /// What is shown with it.
+    /// The pictures of the prompt.
     pictures: Option<Prepared>,
 }
 
@@ -157,7 +157,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     report(args, &outcome)
 }
 
-/// As much context as was asked for, or as is needed.
+/// The context that was requested, or else the context that the run needs.
 fn context(args: &GenerateArgs, model: &Model, prompt_tokens: usize) -> Result<usize> {
     if let Some(context) = args.context {
         let context = context_for(&model.config, context).context("--context")?;
@@ -171,7 +171,7 @@ fn context(args: &GenerateArgs, model: &Model, prompt_tokens: usize) -> Result<u
         .with_context(|| format!("a prompt of {prompt_tokens} tokens and --max-tokens {max_tokens}"))
 }
 
-/// The text side of the model. With ids for a prompt, a model without a tokenizer will do.
+/// Opens the text side of the model. If `optional` (the prompt is ids), the model may lack a tokenizer.
 fn open_text(model: &Model, optional: bool) -> Result<Option<ModelText>> {
     if optional && !model.has_tokenizer() {
         return Ok(None);
@@ -179,7 +179,7 @@ fn open_text(model: &Model, optional: bool) -> Result<Option<ModelText>> {
     ModelText::open(model).map(Some)
 }
 
-/// A prompt with pictures, which is always asked through the chat template.
+/// Prepares a prompt with pictures. It always uses the chat template.
 fn show_pictures(args: &GenerateArgs, model: &Model, text: Option<&ModelText>) -> Result<Prompt> {
     if args.echo || args.one_by_one {
         return Err(usage("--echo and --one-by-one are for prompts of text alone"));
@@ -206,7 +206,7 @@ fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {
     Ok(Prompt { ids: text.encode_chat(&template, &messages)?, echo: String::new(), pictures: None })
 }
 
-/// The chat template that the text is wrapped in, if it is. Says so where a model that was named has none.
+/// The chat template for the text, if one is used. Warns if a named model has none.
 fn template(args: &GenerateArgs, text: &ModelText) -> Result<Option<ChatTemplate>> {
     let template = match args.prompt.asking(args.model.model.is_none()) {
         Asking::Raw => return Ok(None),
@@ -268,7 +268,7 @@ fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course:
     })
 }
 
-/// Runs the prompt, with a bar.
+/// Runs the prompt, with a progress bar.
 fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: How) -> Result<Tokens<'e>> {
     let sight = match &prompt.pictures {
         Some(pictures) => pictures.sight(&pictures.look(engine)?)?,

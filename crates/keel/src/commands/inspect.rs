@@ -1,4 +1,4 @@
-//! `keel inspect`: what a checkpoint is.
+//! `keel inspect`: facts about a checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -53,7 +53,7 @@ pub fn run(args: &InspectArgs) -> Result<()> {
     Ok(())
 }
 
-/// Everything worth knowing, in the order in which it is printed.
+/// All facts, in the order in which they are printed.
 fn facts(model: &Model, device: &DeviceArgs) -> Result<Value> {
     let config = &model.config;
     let count = match &model.files {
@@ -148,7 +148,7 @@ impl Count {
     }
 }
 
-/// Whether there is a chat template; a broken one is shown as such.
+/// Whether there is a chat template. For a broken one, the error.
 fn has_template(model: &Model) -> Value {
     if !model.has_tokenizer() {
         return false.into();
@@ -177,7 +177,7 @@ fn licence(model: &Model) -> Option<String> {
     })
 }
 
-/// A value as people read it.
+/// Formats a value for people.
 fn words(name: &str, value: &Value) -> String {
     match value {
         Value::Object(parts) => {

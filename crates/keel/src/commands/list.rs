@@ -1,4 +1,4 @@
-//! `keel list`: models that were downloaded.
+//! `keel list`: the downloaded models.
 
 use std::time::UNIX_EPOCH;
 
@@ -45,7 +45,7 @@ pub fn run(args: &ListArgs) -> Result<()> {
     Ok(())
 }
 
-/// The name that `--model` takes.
+/// The name to give to `--model`.
 fn name_of(entry: &Entry) -> String {
     let is_main = entry.revisions.iter().any(|revision| revision == "main");
     match entry.revisions.first() {

@@ -1,4 +1,4 @@
-//! `keel logits`: the logits of every token of a prompt, for comparisons.
+//! `keel logits`: writes the logits of every token of a prompt, for comparisons.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -76,7 +76,7 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
     check_ids(&model.config, &ids)?;
     let options = EngineOptions {
         context: context_for(&model.config, ids.len())?,
-        // The head's layers are run in a sequence of their own.
+        // The MTP head's layers run in a second sequence.
         sequences: 2,
         all_logits: true,
         vision: prepared.as_ref().and_then(Prepared::vision_options),
@@ -89,7 +89,7 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
     output::line(&format!("{}: {}", args.out.display(), shapes.join(", ")))
 }
 
-/// Runs the prompt and writes rows as they come; returns what was written, in words.
+/// Runs the prompt and writes rows as they are computed. Returns a description of the contents.
 fn write_logits(
     session: &mut Session,
     (ids, seen): (&[u32], Option<(&Prepared, &Seen)>),
@@ -129,7 +129,7 @@ fn write_logits(
     Ok(tensors.iter().map(|t| format!("{} {} {:?}", t.name, t.dtype, t.shape)).collect())
 }
 
-/// What the conversation became, but for the logits.
+/// All tensors of the conversation except the logits.
 fn known_tensors(prepared: &Prepared, seen: &Seen) -> Result<Vec<Known>> {
     let mut known =
         vec![words("input_ids", vec![prepared.tokens.len()], prepared.tokens.iter().map(|&id| id as i32))];
@@ -188,7 +188,7 @@ fn floats<'a>(name: &str, shape: Vec<usize>, values: impl Iterator<Item = &'a f3
     Known { spec: TensorSpec { name: name.into(), dtype: DType::F32, shape }, bytes }
 }
 
-/// Pictures of one size; a video's have an axis of their own.
+/// Pictures of one size as one tensor. For a video it has an additional axis, the frames.
 fn bytes(name: &str, pictures: &[&Picture], is_video: bool) -> Known {
     let (height, width) = pictures.first().map_or((0, 0), |picture| (picture.height, picture.width));
     let frames = if is_video { vec![pictures.len()] } else { Vec::new() };
@@ -203,7 +203,7 @@ fn grids(name: &str, config: &VisionConfig, grids: impl Iterator<Item = Grid>) -
     Some(words(name, vec![values.len() / 3, 3], values))
 }
 
-/// The first level by its name, the others numbered.
+/// The features of each level. The first level has its own name, the others are numbered.
 fn features<'a>(
     (first, further): (&'a str, &'a str),
     config: &'a VisionConfig,

@@ -1,4 +1,4 @@
-//! `keel plan`: memory before it is needed.
+//! `keel plan`: prints the memory of a run before the run.
 
 use anyhow::{Context, Result};
 use clap::Args;
@@ -18,7 +18,7 @@ use crate::placement::settle;
 use crate::report::{categories, human_bytes, plan_table};
 use crate::session::{self, context_for};
 
-/// Tokens of a sequence of `generate`, unless another number is asked for or the model's own is smaller.
+/// Default context of `generate`, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 4096;
 
 /// Print the memory that a run will take, by category, without loading weights.
@@ -84,7 +84,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     }
 }
 
-/// Refuses, for a server, what only `generate` and `bench` have.
+/// Refuses options of `generate` and `bench` in a plan for a server.
 fn check_no_run(args: &PlanArgs) -> Result<()> {
     let wrong = if args.batch.is_some() {
         "--batch is of bench: a server has --sequences"

@@ -1,4 +1,4 @@
-//! `keel rm`: removes models that were downloaded.
+//! `keel rm`: removes downloaded models.
 
 use anyhow::Result;
 use clap::Args;

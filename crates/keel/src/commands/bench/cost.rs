@@ -1,4 +1,4 @@
-//! What a step costs at least: bytes that must be read, operations that must be done.
+//! Lower bounds on the cost of a step: bytes to read and operations to execute.
 
 use anyhow::Result;
 use keel_array::Category;
@@ -12,31 +12,32 @@ use serde_json::Value;
 use crate::args::DeviceArgs;
 use crate::session;
 
-/// The least traffic and arithmetic of a model.
+/// The least memory traffic and arithmetic of a model.
 #[derive(Clone, Debug)]
 pub struct Cost {
     /// All weights in memory.
     pub weights_bytes: u64,
-    /// Weights that every step reads, whatever the tokens.
+    /// Bytes of the weights that every step reads, for any tokens.
     shared_bytes: f64,
-    /// Stacks of experts.
+    /// Bytes of all expert weights.
     expert_bytes: f64,
-    /// Share of the experts that a token reads.
+    /// Share of the experts that one token reads.
     expert_share: f64,
-    /// Recurrent state of a sequence, read and written by each token.
+    /// Bytes of one sequence's recurrent state, counted for both the read and the write per token.
     state_bytes: f64,
-    /// Keys and values of a token in all layers that see everything.
+    /// Bytes of a token's keys and values in all full-attention layers.
     kv_bytes: f64,
-    /// Those in layers that see a window.
+    /// Bytes of a token's keys and values in all sliding-window layers.
     sliding_kv_bytes: f64,
     config: HybridConfig,
 }
 
 impl Cost {
-    /// The cost of the model in an engine.
+    /// The cost of the model in an engine. Plain decoding does not read the MTP head. So its bytes are excluded by
+    /// planning without it.
     ///
     /// # Errors
-    /// As for a plan: the draft head, which plain decoding does not read, is found by planning without it.
+    /// Those of the plan.
     pub fn of(
         engine: &Engine,
         device: &DeviceArgs,
@@ -67,8 +68,8 @@ impl Cost {
         })
     }
 
-    /// Bytes of one decode step of `batch` sequences that hold `depth` tokens each. Experts are counted as often as
-    /// tokens that choose evenly would choose different ones.
+    /// Bytes of one decode step of `batch` sequences that hold `depth` tokens each. Experts count by the expected
+    /// number of different experts, if each token chooses at random.
     pub fn decode_bytes(&self, batch: usize, depth: usize) -> f64 {
         let experts_read = 1.0 - (1.0 - self.expert_share).powf(batch as f64);
         let seen = depth.min(self.config.window) as f64;
@@ -76,10 +77,10 @@ impl Cost {
         self.shared_bytes + self.expert_bytes * experts_read + sequence * batch as f64
     }
 
-    /// Operations of a prompt: two per weight that a token meets, the output head once, and the scores of attention.
+    /// Operations of a prompt: two per weight and token, the output head once, and the attention scores.
     pub fn prefill_ops(&self, tokens: usize) -> f64 {
         let c = &self.config;
-        // A row sees half of the prompt on average, or its window.
+        // A row attends to half of the prompt on average, or to its window.
         let scores = |seen: f64| 4.0 * seen * (c.heads * c.head_dim) as f64;
         let query_and_output = if c.gated { 3 } else { 2 };
         let projected = c.head_dim * (query_and_output * c.heads + 2 * c.kv_heads);
@@ -110,7 +111,7 @@ impl Cost {
     }
 }
 
-/// The config of the same model without its multi-token-prediction head.
+/// The model's config without its multi-token-prediction head.
 fn without_draft_head(config: &Value) -> Value {
     let mut config = config.clone();
     let nested = config["text_config"].is_object();
@@ -119,7 +120,7 @@ fn without_draft_head(config: &Value) -> Value {
     config
 }
 
-/// An embedding that is not the output head gives one row to a token.
+/// Bytes of an embedding that is not also the output head. A token reads only one of its rows.
 fn unread_embedding_bytes(model: &HybridModel) -> u64 {
     if model.config.tied { 0 } else { model.embedding.bytes() as u64 }
 }

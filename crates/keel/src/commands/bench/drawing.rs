@@ -1,4 +1,4 @@
-//! How tokens are drawn in the timed steps.
+//! How tokens are drawn in timed steps.
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -21,11 +21,12 @@ pub enum Drawing {
 }
 
 impl Drawing {
-    /// Runs a step of all sequences for each of these ids, and draws what follows. Where the device draws while the host does
-    /// other things, steps run the tokens that those before them have drawn, and the host is a step behind.
+    /// For each of `ids`, runs a step of all sequences with this id and draws tokens. If the engine runs ahead, only
+    /// the first step uses an id; each further step runs the tokens drawn by the step before. The host is then one step
+    /// behind the device.
     ///
     /// # Errors
-    /// What the engine says.
+    /// Errors of the engine.
     pub fn steps(self, engine: &mut Engine, sequences: &mut [SequenceCache], ids: &[u32]) -> Result<()> {
         let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
         let draws = vec![self.draw(); all.len()];
@@ -41,7 +42,7 @@ impl Drawing {
         }
     }
 
-    /// What the device is told.
+    /// The drawing that the device executes, if any.
     fn draw(self) -> Option<Draw> {
         let SamplerOptions { temperature, top_k, top_p, min_p, .. } = sampled();
         match self {
@@ -51,7 +52,7 @@ impl Drawing {
         }
     }
 
-    /// The name on the command line.
+    /// The value of the option on the command line.
     pub fn name(self) -> String {
         self.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
     }
@@ -61,10 +62,10 @@ fn sampled() -> SamplerOptions {
     SamplerOptions { temperature: 0.7, top_k: 20, top_p: 0.95, seed: 1, ..SamplerOptions::default() }
 }
 
-/// So many steps, the first of which runs these tokens; `take` gets the tokens that each has drawn.
+/// Runs `steps` steps, the first with the tokens `first`. `take` gets the drawn tokens of each step.
 ///
 /// # Errors
-/// What the engine says.
+/// Errors of the engine.
 pub fn run_ahead(
     engine: &mut Engine,
     sequences: &mut [&mut SequenceCache],

@@ -1,4 +1,4 @@
-//! What the machine can do at most, measured now.
+//! Measures the peak rates of the machine.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,8 +12,8 @@ use keel_cuda::GpuPeaks;
 
 use crate::args::{Device, DeviceArgs};
 
-/// Larger than last-level caches, smaller than the weights of the smallest shape, so that the measurement does not
-/// raise the peak of the process.
+/// Larger than last-level caches, so that memory is measured. Smaller than the weights of the smallest shape, so that
+/// the measurement does not raise the peak of the process.
 const BUFFER_BYTES: usize = 384 << 20;
 const BANDWIDTH_BUDGET: Duration = Duration::from_millis(500);
 const PEAK_BUDGET: Duration = Duration::from_millis(50);
@@ -23,9 +23,9 @@ const PEAK_BUDGET: Duration = Duration::from_millis(50);
 pub struct Machine {
     /// `cpu`, or the name of the GPU.
     pub device: String,
-    /// Instructions in use; of a GPU its compute capability.
+    /// The instruction set in use; for a GPU, its compute capability.
     pub instructions: String,
-    /// Threads of the CPU, multiprocessors of a GPU.
+    /// Threads of the CPU, or multiprocessors of the GPU.
     pub threads: usize,
     pub read_bytes_per_s: f64,
     f32_fma: Option<f64>,
@@ -40,10 +40,10 @@ impl fmt::Display for Machine {
 }
 
 impl Machine {
-    /// Measures for about a second.
+    /// Measures for about one second.
     ///
     /// # Errors
-    /// If the device cannot be had.
+    /// The device is not available.
     pub fn measure(device: &DeviceArgs) -> Result<Machine> {
         match device.device() {
             Device::Cpu => Ok(Machine::measure_cpu(device)),
@@ -79,7 +79,7 @@ impl Machine {
         }
     }
 
-    /// Operations per second of the instruction that linear layers use, if it was measured.
+    /// Operations per second of the instruction that linear layers use, if they were measured.
     pub fn peak_of(&self, compute: Compute, quantised: bool) -> Option<f64> {
         match compute {
             Compute::F32 => self.f32_fma,

@@ -1,4 +1,4 @@
-//! `keel bench`: speed, beside what the machine allows at most.
+//! `keel bench`: speed, compared with the limits of the machine.
 
 mod cost;
 mod drawing;
@@ -81,19 +81,19 @@ enum What {
     Serve(serve::BenchServeArgs),
 }
 
-/// What was measured.
+/// The results.
 struct Report {
     subject: String,
     runs: Runs,
-    /// The same again with drafts, side by side.
+    /// The runs with drafts and the plain runs in turn.
     speculative: Option<SpeculativeRuns>,
-    /// Time by operation, of a run of its own.
+    /// Time per operation, from a separate run.
     profile: Option<Profile>,
     machine: Machine,
     cost: Cost,
     memory: Memory,
     load_s: f64,
-    /// Tokens per second if nothing but memory, or arithmetic, took time.
+    /// Tokens per second if only memory traffic took time. [`Report::prefill_floor`] is the same for arithmetic.
     decode_floor: f64,
     prefill_floor: Option<f64>,
 }

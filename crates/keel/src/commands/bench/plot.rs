@@ -1,4 +1,4 @@
-//! Memory over time, drawn.
+//! Draws memory over time.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,30 +10,30 @@ use anyhow::{Result, anyhow};
 use keel_array::{Category, Ledger, MemoryReport};
 use plotters::prelude::*;
 
-/// Often enough to see loading, seldom enough not to disturb the runs.
+/// Short enough to show loading, long enough not to disturb the runs.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// Where an hour-long run would end up otherwise: half of the samples are dropped then, and so on.
+/// Largest number of samples. When it is reached, every second sample is dropped and the interval doubles.
 const SAMPLES_MAX: usize = 4096;
 const SIZE: (u32, u32) = (960, 480);
 
-/// Reads a ledger at intervals, on a thread of its own.
+/// Samples a ledger at intervals on a separate thread.
 pub struct Recorder {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Record>,
 }
 
-/// Bytes by category at points of time, in seconds.
+/// Bytes per category, each with its time in seconds.
 pub struct Record(Vec<(f64, MemoryReport)>);
 
 impl Recorder {
-    /// Starts to read.
+    /// Starts sampling.
     pub fn start(ledger: &Ledger) -> Recorder {
         let stop = Arc::new(AtomicBool::new(false));
         let (ledger, flag) = (ledger.clone(), Arc::clone(&stop));
         Recorder { stop, thread: thread::spawn(move || record(&ledger, &flag)) }
     }
 
-    /// Ends; what was read.
+    /// Stops sampling and returns the samples.
     pub fn stop(self) -> Record {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().unwrap_or(Record(Vec::new()))
@@ -62,10 +62,10 @@ fn record(ledger: &Ledger, stop: &AtomicBool) -> Record {
 }
 
 impl Record {
-    /// Draws the categories on top of each other.
+    /// Draws the categories as stacked areas.
     ///
     /// # Errors
-    /// If the file cannot be written.
+    /// The file cannot be written.
     pub fn draw(&self, path: &Path) -> Result<()> {
         let mut svg = String::new();
         self.draw_into(&mut svg).map_err(|error| anyhow!("cannot draw {}: {error}", path.display()))?;
@@ -85,7 +85,7 @@ impl Record {
             .y_label_area_size(72)
             .build_cartesian_2d(0.0..end, 0.0..top * 1.05)?;
         chart.configure_mesh().x_desc("seconds").y_desc("MiB").label_style(("sans-serif", 18)).draw()?;
-        // The largest sum first, so that each area is covered by those below it.
+        // The largest sum is drawn first, so that the following areas cover the lower part.
         for (i, category) in Category::ALL.into_iter().enumerate().rev() {
             if self.0.iter().all(|(_, report)| report.get(category) == 0) {
                 continue;

@@ -1,4 +1,4 @@
-//! Where the time goes, by operation.
+//! Time per operation.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::drawing::Drawing;
 use super::runs;
 
-/// Operations that take less than this share of a regime's time are summed up in text.
+/// In text, operations below this share of a regime's time are summed.
 const SHARE_MIN: f64 = 0.005;
 
 /// The operations of one run, longest first.
@@ -20,17 +20,17 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Runs once through a prompt and `gen_len` steps behind it.
+    /// Runs a prompt and `gen_len` steps after it, once.
     ///
     /// # Errors
-    /// What the engine says; logits that are not finite.
+    /// Errors of the engine, or logits that are not finite.
     pub fn take(
         engine: &mut Engine,
         backend: &CpuBackend,
         (prompt, gen_len): (usize, usize),
         drawing: Drawing,
     ) -> Result<Profile> {
-        // What ran before is not part of it.
+        // Discards the times of earlier runs.
         backend.take_profile();
         let mut sequences = runs::prefill(engine, prompt)?;
         let prefill = backend.take_profile();
@@ -50,7 +50,7 @@ impl Profile {
         json!({ "prefill": list(&self.prefill), "decode": list(&self.decode) })
     }
 
-    /// A table for each regime.
+    /// One table per regime.
     pub fn to_text(&self) -> String {
         table("prefill", &self.prefill) + &table("decode", &self.decode)
     }

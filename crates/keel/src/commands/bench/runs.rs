@@ -11,7 +11,7 @@ use super::drawing::Drawing;
 use crate::progress;
 use crate::report::rate;
 
-/// Tokens of the warm-up: enough to touch every page of the weights in both regimes.
+/// Tokens of the warm-up. It touches every page of the weights in both regimes.
 const WARM_UP: (usize, usize) = (64, 4);
 
 /// Tokens per second of each repeat.
@@ -50,11 +50,11 @@ impl fmt::Display for Spread {
 }
 
 impl Runs {
-    /// Warms up, then runs `repeats` times: each sequence of the engine from empty through a prompt, then all of them
-    /// together token by token.
+    /// Warms up, then runs `repeats` times: each sequence of the engine processes a prompt, and then all sequences
+    /// decode together.
     ///
     /// # Errors
-    /// What the engine says; logits that are not finite.
+    /// Errors of the engine, or logits that are not finite.
     pub fn time(
         engine: &mut Engine,
         (prompt, gen_len): (usize, usize),
@@ -80,13 +80,13 @@ impl Runs {
         Spread::of(&self.prefill)
     }
 
-    /// Generated tokens per second, of all sequences together.
+    /// Generated tokens per second, for all sequences together.
     pub fn decode(&self) -> Spread {
         Spread::of(&self.decode)
     }
 }
 
-/// One run; tokens per second of prefill and decode.
+/// One run. Returns tokens per second of prefill and of decode.
 fn run(engine: &mut Engine, prompt: usize, gen_len: usize, drawing: Drawing) -> Result<(f64, f64)> {
     let batch = engine.options().sequences;
     let start = Instant::now();
@@ -99,7 +99,7 @@ fn run(engine: &mut Engine, prompt: usize, gen_len: usize, drawing: Drawing) -> 
     Ok((prefill, decode))
 }
 
-/// All sequences of the engine, each behind a prompt of its own.
+/// Opens all sequences of the engine. Each processes its own random prompt.
 pub fn prefill(engine: &mut Engine, prompt: usize) -> Result<Vec<SequenceCache>> {
     let vocab = engine.model().config.vocab;
     let mut sequences =
@@ -112,7 +112,7 @@ pub fn prefill(engine: &mut Engine, prompt: usize) -> Result<Vec<SequenceCache>>
     Ok(sequences)
 }
 
-/// So many steps of all sequences together.
+/// Runs `gen_len` steps of all sequences together.
 pub fn decode(
     engine: &mut Engine,
     sequences: &mut [SequenceCache],
@@ -123,7 +123,7 @@ pub fn decode(
     drawing.steps(engine, sequences, &random_ids(batch, gen_len, vocab))
 }
 
-/// Gives the sequences back, after a look at the last logits.
+/// Checks the last logits and releases the sequences.
 pub fn release(engine: &mut Engine, sequences: Vec<SequenceCache>) -> Result<()> {
     let mut logits = Vec::new();
     engine.logits(0, &mut logits)?;
@@ -132,7 +132,7 @@ pub fn release(engine: &mut Engine, sequences: Vec<SequenceCache>) -> Result<()>
     Ok(())
 }
 
-/// A time means nothing if the result is not sane.
+/// Fails if the logits are not plausible, because a time is then meaningless.
 fn check(logits: &[f32]) -> Result<()> {
     let first = logits.first();
     if logits.iter().any(|logit| !logit.is_finite()) || logits.iter().all(|logit| Some(logit) == first) {
@@ -141,11 +141,11 @@ fn check(logits: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// Ids that spread over the vocabulary, the same in every run.
+/// Ids spread over the vocabulary, the same in every run.
 pub fn random_ids(stream: usize, count: usize, vocab: usize) -> Vec<u32> {
     let mut state = stream as u64 + 1;
     let next = |_| {
-        // The generator of Knuth's MMIX; its upper half is random enough.
+        // The generator of Knuth's MMIX. Its upper half is random enough.
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((state >> 33) % vocab as u64) as u32
     };

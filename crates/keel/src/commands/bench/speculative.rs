@@ -1,4 +1,4 @@
-//! Greedy decoding with and without drafts, in turn.
+//! Compares greedy decoding with and without drafts.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use super::runs::{Spread, random_ids};
 use crate::report::rate;
 use crate::speculation::SpeculationReport;
 
-/// Tokens per second of each repeat, plain and speculative, in one run and on the same text.
+/// Tokens per second of each repeat, plain and speculative, of the same text in the same run.
 pub struct SpeculativeRuns {
     plain: Vec<f64>,
     rates: Vec<f64>,
@@ -22,11 +22,11 @@ pub struct SpeculativeRuns {
 }
 
 impl SpeculativeRuns {
-    /// Runs `repeats` times behind a random prompt: all sequences of the engine token by token, each taking its own most
-    /// probable token, then the same with drafts.
+    /// Runs `repeats` times after random prompts. Each repeat decodes all sequences greedily without drafts, and then
+    /// again with drafts.
     ///
     /// # Errors
-    /// What the engine says; a greedy text that is not the same in both.
+    /// Errors of the engine, or different greedy texts.
     pub fn time(
         engine: &mut Engine,
         (prompt, tokens): (usize, usize),
@@ -43,7 +43,7 @@ impl SpeculativeRuns {
             let (want, plain_rate) = run_plain(engine, prompt, tokens)?;
             let (got, rate, counters) = run_drafted(engine, prompt, tokens, options)?;
             ensure!(options.optimistic || got == want, "the greedy text depends on speculation");
-            // The first repeat warms up.
+            // The first repeat is the warm-up.
             if repeat > 0 {
                 runs.plain.push(plain_rate);
                 runs.rates.push(rate);
@@ -53,7 +53,7 @@ impl SpeculativeRuns {
         Ok(runs)
     }
 
-    /// Median of the ratios of neighbours in time.
+    /// Median of the ratios of speculative to plain runs. Each ratio is of two consecutive runs.
     fn gain(&self) -> f64 {
         let ratios: Vec<f64> = self.rates.iter().zip(&self.plain).map(|(rate, plain)| rate / plain).collect();
         Spread::of(&ratios).median
@@ -78,7 +78,7 @@ impl SpeculativeRuns {
     }
 }
 
-/// The sequences of a run behind their prompts.
+/// The sequences of a run after their prompts.
 struct Sequences {
     caches: Vec<SequenceCache>,
     choosers: Vec<SamplerChooser>,
@@ -104,7 +104,7 @@ impl Sequences {
         Ok(all)
     }
 
-    /// Ends them; their tokens, and tokens per second.
+    /// Releases the sequences. Returns their tokens, and tokens per second.
     fn finish(self, engine: &mut Engine, start: Instant) -> (Vec<Vec<u32>>, f64) {
         let count = self.tokens.iter().map(|tokens| tokens.len() - 1).sum();
         let rate = rate(count, start.elapsed());

@@ -1,4 +1,4 @@
-//! The conversation: its messages, and what of them the cache holds.
+//! The conversation: its messages, and the part of them that the cache holds.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use crate::text::{ModelText, TextStream};
 use crate::tokens::{How, Tokens};
 use crate::{output, progress};
 
-/// How answers begin and end, for the whole conversation.
+/// How answers start and end, for the whole conversation.
 pub struct Manner {
     pub stop: Vec<String>,
     pub end_tokens: Vec<u32>,
@@ -26,7 +26,7 @@ pub struct Manner {
 /// One conversation.
 pub struct Conversation {
     pub settings: Settings,
-    /// Of all turns, where there is any.
+    /// Counters over all turns, if there is speculation.
     pub speculation: Option<SpeculationReport>,
     pub session: Session,
     manner: Manner,
@@ -34,15 +34,15 @@ pub struct Conversation {
     template: ChatTemplate,
     interrupt: Interrupt,
     messages: Vec<Message>,
-    /// Answers to the last turn before this one: each has a seed of its own.
+    /// Number of earlier answers to the last turn. Each answer has a different seed.
     retries: u64,
-    /// The sequence, between turns, and the ids that it holds.
+    /// The sequence between turns. [`Conversation::cached_ids`] are its tokens.
     cached: Option<SequenceCache>,
     cached_ids: Vec<u32>,
 }
 
 impl Conversation {
-    /// An empty one.
+    /// Creates an empty conversation.
     pub fn new(
         session: Session,
         text: ModelText,
@@ -67,12 +67,12 @@ impl Conversation {
         }
     }
 
-    /// What the model is told before the first turn.
+    /// The system text, if there is one.
     pub fn system(&self) -> Option<&str> {
         self.messages.first().filter(|first| first.role == "system")?.content.as_str()
     }
 
-    /// Changes what the model is told before the first turn. An empty text takes it away.
+    /// Replaces the system text. An empty text removes it.
     pub fn set_system(&mut self, text: &str) {
         if self.system().is_some() {
             self.messages.remove(0);
@@ -82,7 +82,7 @@ impl Conversation {
         }
     }
 
-    /// Forgets all turns, and what the cache holds of them.
+    /// Removes all turns, and their tokens from the cache.
     pub fn reset(&mut self) {
         self.messages.retain(|message| message.role == "system");
         self.cached_ids.clear();
@@ -91,17 +91,17 @@ impl Conversation {
         }
     }
 
-    /// Forgets the last turn and its answer. Returns whether there was one.
+    /// Removes the last turn and its answer. Returns whether there was one.
     pub fn undo(&mut self) -> bool {
         let Some(at) = self.messages.iter().rposition(|message| message.role == "user") else { return false };
         self.messages.truncate(at);
         true
     }
 
-    /// Answers the last turn anew.
+    /// Answers the last turn again.
     ///
     /// # Errors
-    /// As [`Conversation::say`]; if there is no turn.
+    /// As [`Conversation::say`].
     pub fn retry(&mut self) -> Result<()> {
         let Some(at) = self.messages.iter().rposition(|message| message.role == "user") else {
             return output::line("there is no turn to answer again");
@@ -114,7 +114,7 @@ impl Conversation {
     /// Writes the turns to a file.
     ///
     /// # Errors
-    /// If the file cannot be written.
+    /// The file cannot be written.
     pub fn save(&self, file: &str) -> Result<()> {
         if file.is_empty() {
             bail!("/save takes the name of a file");
@@ -123,10 +123,10 @@ impl Conversation {
         std::fs::write(file, text + "\n").with_context(|| format!("cannot write {file}"))
     }
 
-    /// Goes on with the turns of a file. Returns how many messages it has.
+    /// Continues with the turns of a file. Returns how many messages it has.
     ///
     /// # Errors
-    /// If the file cannot be read or holds no conversation; this one stays then.
+    /// The file cannot be read or is not a conversation. The current conversation then stays.
     pub fn load(&mut self, file: &str) -> Result<usize> {
         if file.is_empty() {
             bail!("/load takes the name of a file");
@@ -142,16 +142,16 @@ impl Conversation {
                 "{file} holds no conversation: a list of messages, each with a role and a content of text"
             )
         })?;
-        // The template refuses what it does not know.
+        // Rendering checks the messages: the template refuses those that it does not support.
         self.text.encode_chat(&self.template, &messages)?;
         self.messages = messages;
         Ok(self.messages.len())
     }
 
-    /// One question and its answer. A turn that does not fit is refused, and the conversation stays as it was.
+    /// Adds a user's turn and answers it. A turn that does not fit is refused, and the conversation stays unchanged.
     ///
     /// # Errors
-    /// What the template, the engine or standard output says.
+    /// Errors of the template, of the engine or of standard output.
     pub fn say(&mut self, said: &str) -> Result<()> {
         self.messages.push(Message::new("user", said));
         self.retries = 0;
@@ -175,7 +175,7 @@ impl Conversation {
         output::line("")
     }
 
-    /// Runs what the cache lacks of the prompt, then draws the answer. Ctrl-C ends it where it is.
+    /// Runs the part of the prompt that the cache lacks, then draws the answer. Ctrl-C ends the answer.
     fn answer(&mut self, prompt: Vec<u32>) -> Result<String> {
         self.interrupt.take();
         let mut sequence = match self.cached.take() {
@@ -193,7 +193,7 @@ impl Conversation {
             end_tokens: self.manner.end_tokens.clone(),
             one_by_one: false,
             seen: prompt[..at].to_vec(),
-            // The next turn begins with going back to the grid.
+            // The next turn rewinds to the prefill grid anyway.
             disposable: true,
         };
         let mut stream = TextStream::new(&self.text.tokenizer, &self.manner.stop)?;
@@ -231,7 +231,7 @@ impl Conversation {
     }
 }
 
-/// Tokens that both begin with, but not the prompt's last: its logits are wanted.
+/// Length of the common prefix, without the prompt's last token: that token must run, because its logits are needed.
 fn common_len(cached: &[u32], prompt: &[u32]) -> usize {
     let same = cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
     same.min(prompt.len().saturating_sub(1))

@@ -1,6 +1,6 @@
-//! What is typed: turns and commands.
+//! Parses the input: turns and commands.
 
-/// Commands, what follows them, and what they do.
+/// Commands, their arguments, and their descriptions.
 pub const COMMANDS: [(&str, &str, &str); 13] = [
     ("/help", "", "this list"),
     ("/system", "[TEXT]", "what the model is told before the first turn; without a text, shows it"),
@@ -24,7 +24,7 @@ pub const COMMANDS: [(&str, &str, &str); 13] = [
 /// Begins and ends a turn of several lines.
 const FENCE: &str = "\"\"\"";
 
-/// What a line of input asks for.
+/// The meaning of an input.
 #[derive(Debug, PartialEq)]
 pub enum Input<'a> {
     Nothing,
@@ -50,7 +50,8 @@ impl Input<'_> {
             let text = text.strip_suffix(FENCE).unwrap_or(text).trim_matches('\n');
             return if text.trim().is_empty() { Input::Nothing } else { Input::Say(text) };
         }
-        // A turn may begin with a path or a comment: a command is one line, and its first word a name.
+        // A turn may begin with a path or a comment. So a command must be a single line whose first word has the form
+        // of a name.
         let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
         let rest = rest.trim();
         match (command, rest) {
@@ -72,20 +73,20 @@ impl Input<'_> {
     }
 }
 
-/// Whether a word is written as a command.
+/// Whether a word has the form of a command.
 fn is_name(word: &str) -> bool {
     word.strip_prefix('/').is_some_and(|name| {
         !name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase() || c == '-' || c == '?')
     })
 }
 
-/// Whether a turn of several lines has begun and not ended.
+/// Whether a turn of several lines was begun and not ended.
 pub fn is_open(text: &str) -> bool {
     let text = text.trim();
     text.strip_prefix(FENCE).is_some_and(|rest| rest.len() < FENCE.len() || !rest.ends_with(FENCE))
 }
 
-/// The help, a command a line.
+/// The help text, one command per line.
 pub fn help() -> String {
     let line = |(name, what, does): &(&str, &str, &str)| format!("{:<22}{does}\n", format!("{name} {what}"));
     COMMANDS.iter().map(line).collect()

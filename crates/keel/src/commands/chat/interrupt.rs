@@ -1,4 +1,4 @@
-//! Ctrl-C while an answer is written: it ends the answer, not the conversation.
+//! Handles Ctrl-C while an answer is drawn: it ends the answer, not the conversation.
 
 use std::process::exit;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::thread;
 
 use anyhow::Result;
 
-/// What a shell reports of a program that Ctrl-C ended.
+/// The exit code that shells expect of a program that Ctrl-C ended.
 const INTERRUPTED: i32 = 130;
 
 /// Whether Ctrl-C was pressed.
@@ -15,10 +15,11 @@ const INTERRUPTED: i32 = 130;
 pub struct Interrupt(Arc<AtomicBool>);
 
 impl Interrupt {
-    /// Listens from now on. A second Ctrl-C before the first is taken ends the program: a long prompt is not interrupted.
+    /// Starts listening. A second Ctrl-C before the first was taken ends the program, because a long prompt cannot be
+    /// interrupted.
     ///
     /// # Errors
-    /// If the system refuses a thread or the signal.
+    /// The system refuses a thread or the signal.
     pub fn listen() -> Result<Interrupt> {
         let interrupt = Interrupt::default();
         let pressed = Arc::clone(&interrupt.0);
@@ -42,7 +43,7 @@ impl Interrupt {
     }
 }
 
-/// Presses of Ctrl-C, counted from here on.
+/// Presses of Ctrl-C from its creation on.
 struct Presses(#[cfg(unix)] tokio::signal::unix::Signal);
 
 #[cfg(unix)]

@@ -1,4 +1,4 @@
-//! Where turns are read from: an editor on a terminal, or lines of standard input.
+//! Reads turns: with an editor on a terminal, else as lines of standard input.
 
 use std::io::{BufRead, IsTerminal, stdin, stdout};
 use std::path::PathBuf;
@@ -14,31 +14,31 @@ use rustyline::{Config, Context, Editor, Helper};
 
 use super::input::{COMMANDS, is_open};
 
-/// Turns that the history keeps.
+/// Largest number of turns in the history.
 const HISTORY_MAX: usize = 1000;
 const PROMPT: &str = "> ";
 
 /// A source of turns.
 pub enum Lines {
-    /// A terminal, with editing, completion and a history that outlives the program.
+    /// A terminal, with editing, completion and a persistent history.
     Terminal { editor: Box<Editor<Commands, FileHistory>>, history: Option<PathBuf> },
     /// A file or a pipe.
     Plain,
 }
 
-/// What was read.
+/// The result of reading.
 pub enum Line {
     Text(String),
-    /// Ctrl-C on a line: it is dropped.
+    /// Ctrl-C was pressed: the line is dropped.
     Dropped,
     End,
 }
 
 impl Lines {
-    /// The editor if both ends are a terminal.
+    /// Opens the editor if standard input and output are both terminals.
     ///
     /// # Errors
-    /// If the terminal cannot be set up.
+    /// The terminal cannot be set up.
     pub fn open() -> Result<Lines> {
         if !stdin().is_terminal() || !stdout().is_terminal() {
             return Ok(Lines::Plain);
@@ -49,21 +49,21 @@ impl Lines {
         editor.set_helper(Some(Commands));
         let history = history_file();
         if let Some(path) = &history {
-            // The first conversation has none.
+            // Before the first conversation there is no history file.
             let _ = editor.load_history(path);
         }
         Ok(Lines::Terminal { editor: Box::new(editor), history })
     }
 
-    /// Whether a person types.
+    /// Whether turns are typed on a terminal.
     pub fn is_terminal(&self) -> bool {
         matches!(self, Lines::Terminal { .. })
     }
 
-    /// The next turn or command.
+    /// Reads the next turn or command.
     ///
     /// # Errors
-    /// If the terminal or the input fails.
+    /// The terminal or the input fails.
     pub fn next(&mut self) -> Result<Line> {
         let Lines::Terminal { editor, history } = self else { return next_plain() };
         let line = match editor.readline(PROMPT) {
@@ -73,14 +73,14 @@ impl Lines {
             Err(error) => return Err(error).context("cannot read from the terminal"),
         };
         if let (Line::Text(_), Some(path)) = (&line, history) {
-            // A history that cannot be kept is no reason to end a conversation.
+            // The conversation goes on if the history cannot be saved.
             let _ = editor.append_history(path);
         }
         Ok(line)
     }
 }
 
-/// A line, or all lines up to the end of a turn of several.
+/// Reads a line, or all lines of a turn of several lines.
 fn next_plain() -> Result<Line> {
     let mut text = String::new();
     loop {
@@ -93,7 +93,7 @@ fn next_plain() -> Result<Line> {
     }
 }
 
-/// `chat_history` in the folder for state; its folder is made if need be.
+/// The path of `chat_history` in the state folder. Creates the folder if necessary.
 fn history_file() -> Option<PathBuf> {
     let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let state = variable("XDG_STATE_HOME").or_else(|| Some(variable("HOME")?.join(".local/state")))?;
@@ -102,7 +102,7 @@ fn history_file() -> Option<PathBuf> {
     Some(folder.join("chat_history"))
 }
 
-/// Completes commands, and knows when a turn of several lines ends.
+/// Completes commands, and detects the end of a turn of several lines.
 pub struct Commands;
 
 impl Completer for Commands {

@@ -1,7 +1,7 @@
 //! `keel chat`: a conversation in the terminal.
 //!
-//! The conversation is one sequence. Of each further prompt only what the cache does not hold yet is run: the cache
-//! goes back to its latest checkpoint within what both have in common.
+//! The conversation is one sequence. For each further prompt the cache rewinds to its latest checkpoint within the
+//! common prefix. Only the tokens after that checkpoint are run.
 
 mod conversation;
 mod input;
@@ -25,11 +25,11 @@ use interrupt::Interrupt;
 use lines::{Line, Lines};
 use settings::Settings;
 
-/// Where the context of a conversation ends, unless another is asked for or the model's own is shorter.
+/// Default context of a conversation, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 8192;
 
-/// Slots saved to go back to: the end of the last prompt, and that of the one before, in case a template rewrites
-/// the last answer.
+/// Checkpoints to rewind to: at the end of the last prompt, and at the end of the prompt before it. The second is used
+/// if a template rewrites the last answer.
 const CHECKPOINTS: usize = 2;
 
 /// Talk with the model.
@@ -109,7 +109,7 @@ fn talk(conversation: &mut Conversation, mut lines: Lines) -> Result<()> {
     }
 }
 
-/// Does what a command says that needs no answer.
+/// Executes a command that needs no answer from the model.
 fn obey(conversation: &mut Conversation, command: &Input<'_>) -> Result<()> {
     let done = match *command {
         Input::Help => Ok(input::help()),
@@ -138,6 +138,6 @@ fn obey(conversation: &mut Conversation, command: &Input<'_>) -> Result<()> {
         Input::Unknown(line) => Ok(format!("{line}: there is no such command; /help lists them\n")),
         Input::Nothing | Input::Say(_) | Input::Retry | Input::Exit => Ok(String::new()),
     };
-    // What is wrong with a command is said, and the conversation goes on.
+    // A command's error is printed, and the conversation goes on.
     output::text(&done.unwrap_or_else(|error| format!("{error:#}\n")))
 }

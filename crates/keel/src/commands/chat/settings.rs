@@ -1,4 +1,4 @@
-//! What `/set` changes.
+//! The settings that `/set` changes.
 
 use anyhow::{Context, Result, bail};
 use keel_engine::{Sampler, SamplerOptions};
@@ -11,10 +11,10 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Changes one by `NAME VALUE`.
+    /// Changes a setting, given as `NAME VALUE`.
     ///
     /// # Errors
-    /// If there is no such setting, or the value is out of range; nothing has changed then.
+    /// There is no such setting, or the value is out of range. The settings are then unchanged.
     pub fn set(&mut self, text: &str) -> Result<()> {
         let (name, value) =
             text.split_once(|c: char| c.is_whitespace() || c == '=').context("expected NAME VALUE")?;
@@ -41,7 +41,7 @@ impl Settings {
         Ok(())
     }
 
-    /// All of them, a line each.
+    /// All settings, one per line.
     pub fn show(&self) -> String {
         let s = &self.sampler;
         let line = |name: &str, value: String| format!("{name:<20}{value}\n");

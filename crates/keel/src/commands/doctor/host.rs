@@ -1,4 +1,4 @@
-//! What the system says of its processor and memory. Linux alone says it in files; elsewhere much is unknown.
+//! Facts about the processor and memory. Linux reports them in files; elsewhere many are unknown.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,9 +12,9 @@ pub struct Processor {
     pub logical: Option<usize>,
     /// Physical cores of the machine.
     pub physical: Option<usize>,
-    /// Cores that this process may use: affinity and the quota of its control group.
+    /// Cores that this process may use, by its affinity and the quota of its control group.
     pub usable: usize,
-    /// Whether it has matrix tiles, granted by the system or not.
+    /// Whether the processor has matrix tiles, even if the system does not grant them.
     pub has_amx: bool,
 }
 
@@ -48,7 +48,7 @@ impl Processor {
     }
 }
 
-/// Instructions that kernels are written for, and whether the processor has them.
+/// The instruction sets that kernels are written for, and whether the processor has each.
 pub fn instructions() -> Vec<(&'static str, bool)> {
     #[cfg(target_arch = "x86_64")]
     {
@@ -71,15 +71,15 @@ pub fn instructions() -> Vec<(&'static str, bool)> {
     Vec::new()
 }
 
-/// Memory of the machine and of the control groups that this process is in.
+/// Memory of the machine and of this process's control groups.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
     pub total: Option<u64>,
-    /// Free, or held by caches that give way.
+    /// Free memory, including caches that can be dropped.
     pub available: Option<u64>,
     /// The lowest limit of a control group.
     pub limit: Option<u64>,
-    /// What that group has left.
+    /// Bytes left in that group.
     pub left_of_limit: Option<u64>,
 }
 
@@ -107,7 +107,7 @@ impl Memory {
         }
     }
 
-    /// Bytes that a program may still take.
+    /// Bytes that a program can still allocate.
     pub fn free(&self) -> Option<u64> {
         match (self.available, self.left_of_limit) {
             (Some(available), Some(left)) => Some(available.min(left)),
@@ -116,14 +116,14 @@ impl Memory {
     }
 }
 
-/// Limit and use of every control group from this process's own up to the root.
+/// Limit and usage of each control group, from this process's own up to the root.
 fn bounds(groups: &str, root: &Path) -> Vec<(u64, u64)> {
     let number = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let mut found = Vec::new();
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        // The second version has one tree for all, the first one for each controller.
+        // Version 2 of control groups has one tree for all controllers, version 1 has one tree per controller.
         let (base, limit, used) = match controllers {
             "" => (root.to_path_buf(), "memory.max", "memory.current"),
             "memory" => (root.join("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -137,7 +137,7 @@ fn bounds(groups: &str, root: &Path) -> Vec<(u64, u64)> {
     found
 }
 
-/// NVIDIA's devices on the bus, whether there is a driver or not.
+/// Number of NVIDIA devices on the PCI bus, with or without a driver.
 pub fn nvidia_devices() -> usize {
     let Ok(devices) = fs::read_dir("/sys/bus/pci/devices") else { return 0 };
     let says = |folder: &Path, file: &str, start: &str| {

@@ -1,4 +1,4 @@
-//! `keel doctor`: what the machine has, and what to do about what is missing.
+//! `keel doctor`: facts about the machine, and advice on missing parts.
 
 mod host;
 
@@ -15,7 +15,7 @@ use crate::output;
 use crate::report::human_bytes;
 use host::{Memory, Processor};
 
-/// Less free memory than this is worth a remark.
+/// Free memory below this leads to advice.
 const LITTLE_BYTES: u64 = 1 << 30;
 
 /// Print what keel finds on this machine (cores, instructions, memory, GPUs, libraries, caches), and what to do about what is
@@ -33,7 +33,7 @@ pub fn run(args: &DoctorArgs) -> Result<()> {
     if args.json { output::json(&findings.to_json()) } else { output::text(&findings.to_text()) }
 }
 
-/// A folder that grows.
+/// A cache folder and its size.
 struct CacheFacts {
     what: &'static str,
     folder: Option<PathBuf>,
@@ -49,7 +49,7 @@ impl CacheFacts {
     }
 }
 
-/// All that was found.
+/// All facts.
 struct Findings {
     processor: Processor,
     instructions: Vec<(&'static str, bool)>,
@@ -79,7 +79,7 @@ impl Findings {
         }
     }
 
-    /// What to do, a sentence each; nothing where all is well.
+    /// Advice, one sentence per item; empty if all is well.
     fn advice(&self) -> Vec<String> {
         let mut advice = Vec::new();
         if self.isa == Isa::Portable {
@@ -253,7 +253,7 @@ fn found_in_words(found: &Result<Version, CudaError>, prefix: &str) -> String {
     }
 }
 
-/// The version, or null and why.
+/// The version, or null and the problem.
 fn found_json(found: &Result<Version, CudaError>) -> Value {
     match found {
         Ok((major, minor)) => json!({"version": format!("{major}.{minor}")}),
@@ -261,7 +261,7 @@ fn found_json(found: &Result<Version, CudaError>) -> Value {
     }
 }
 
-/// Bytes of all files below a folder, links not followed.
+/// Bytes of all files below a folder. Links are not followed.
 fn bytes_below(folder: &Path) -> u64 {
     let Ok(entries) = std::fs::read_dir(folder) else { return 0 };
     let bytes = |entry: std::fs::DirEntry| match entry.metadata() {
@@ -272,7 +272,7 @@ fn bytes_below(folder: &Path) -> u64 {
     entries.flatten().map(bytes).sum()
 }
 
-/// Whether a folder can be written, or be made where it is not there yet.
+/// Whether a folder can be written, or created if it does not exist.
 #[cfg(unix)]
 fn is_writable(folder: &Path) -> bool {
     let existing = folder.ancestors().find(|folder| folder.exists());

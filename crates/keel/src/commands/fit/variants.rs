@@ -1,4 +1,4 @@
-//! The forms that a model's weights could have.
+//! The forms that a model's weights can have.
 
 use std::ops::Range;
 
@@ -10,25 +10,25 @@ use keel_weights::{RotationValues, TensorSource};
 use crate::args::{Subject, SubjectArgs};
 use crate::source::{Model, ModelFiles};
 
-/// Bits per weight that are tried where a model can be quantised.
+/// Bits per weight to try for a model that can be quantised.
 const BITS: [u8; 5] = [8, 6, 5, 4, 3];
 const GROUP_SIZE: u16 = 64;
 
-/// A form of the weights, and how a server of it is started.
+/// A form of the weights, and the command that starts a server with it.
 pub struct Variant<'a> {
-    /// For people: `as it is`, or the bits.
+    /// Name for people: `as it is`, or the bits.
     pub name: String,
-    /// What is planned.
+    /// The subject to plan.
     pub subject: Subject<'a>,
-    /// The command that serves it, to which bounds are added.
+    /// The command that serves it, without the bounds.
     pub command: String,
 }
 
 impl<'a> Variant<'a> {
-    /// A shape with random weights. It cannot be served, so the command plans it.
+    /// A shape with random weights. It cannot be served, so its command is `keel plan`.
     ///
     /// # Errors
-    /// If there is no such shape or format.
+    /// There is no such shape or format.
     pub fn of_shape(args: SubjectArgs) -> Result<Variant<'a>> {
         let flags = args.flags();
         let name = flags.split(" --").skip(2).collect::<Vec<_>>().join(" ");
@@ -37,13 +37,13 @@ impl<'a> Variant<'a> {
         Ok(Variant { name, subject: args.shape_subject()?, command: format!("keel plan{flags}") })
     }
 
-    /// A model as it is, and quantised to fewer bits where it can be.
+    /// The model as it is, and quantised to fewer bits where that is possible.
     pub fn of_model(model: &'a Model, flags: &str) -> Vec<Variant<'a>> {
         let own = Subject::of(model);
         let mut variants =
             vec![Variant { name: "as it is".into(), subject: own, command: format!("keel serve{flags}") }];
         let file_bits = match &model.files {
-            // What is quantised already is not quantised again.
+            // A quantised checkpoint cannot be quantised again.
             ModelFiles::Checkpoint(checkpoint) if checkpoint.quantization().is_some() => return variants,
             ModelFiles::Checkpoint(_) => 16.0,
             ModelFiles::Gguf(file) => {
@@ -58,7 +58,7 @@ impl<'a> Variant<'a> {
             return variants;
         }
         let source = flags.trim_start_matches(" --model ");
-        // A scale and an offset of 16 bits for each group.
+        // The 0.5 is for a 16-bit scale and a 16-bit offset per group of 64.
         for bits in BITS.into_iter().filter(|&bits| f64::from(bits) + 0.5 < file_bits - 0.5) {
             let format = WeightFormat::Affine { bits, group_size: GROUP_SIZE, scale_dtype: DType::BF16 };
             let parameters = Box::new(Quantised { inner: model.parameters(), format });
@@ -72,7 +72,7 @@ impl<'a> Variant<'a> {
     }
 }
 
-/// Parameters whose linear layers are quantised, to be planned: nobody reads their rows.
+/// Parameters with quantised linear layers, for plans only. Their rows are never read.
 struct Quantised<'a> {
     inner: Box<dyn Parameters + 'a>,
     format: WeightFormat,

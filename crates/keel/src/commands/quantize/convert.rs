@@ -1,4 +1,4 @@
-//! From one form to another.
+//! Converts a checkpoint from one form to another.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,10 +20,10 @@ use crate::source::{self, gguf_text};
 
 type Progress<'p> = dyn FnMut(QuantizeProgress<'_>) + 'p;
 
-/// Writes the model at `source` in the form asked for.
+/// Writes the model at `source` in the requested form.
 ///
 /// # Errors
-/// If the source cannot be read or expressed in that form, or the target cannot be written.
+/// The source cannot be read or expressed in that form, or the target cannot be written.
 pub fn convert(
     source: &Path,
     target: &Path,

@@ -1,4 +1,4 @@
-//! `keel quantize`: a checkpoint in another form.
+//! `keel quantize`: converts a checkpoint to another form.
 
 mod convert;
 
@@ -60,7 +60,7 @@ pub struct QuantizeArgs {
     json: bool,
 }
 
-/// Without `--bits`, `--group-size` and `--type`.
+/// Defaults of `--bits`, `--group-size` and `--type`.
 const BITS_DEFAULT: usize = 4;
 const GROUP_SIZE_DEFAULT: usize = 64;
 const RECIPE_DEFAULT: &str = "Q4_K_M";
@@ -104,7 +104,7 @@ impl From<Float> for DType {
     }
 }
 
-/// A form with all that belongs to it.
+/// A form with its settings.
 enum Output {
     Mlx(QuantizeRecipe),
     Gguf(GgufRecipe),
@@ -171,7 +171,7 @@ fn output_form(args: &QuantizeArgs) -> Result<Output> {
     }
 }
 
-/// Refuses options of another form than the one that is written.
+/// Refuses options that belong to another form.
 fn check_options(args: &QuantizeArgs, form: Form) -> Result<()> {
     let given = [
         ("--type", args.recipe.is_some(), &[Form::Gguf][..]),

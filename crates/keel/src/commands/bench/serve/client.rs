@@ -1,4 +1,4 @@
-//! As much of HTTP as the load needs: one request a connection, answers in chunks.
+//! A minimal HTTP client for the load: one request per connection, chunked answers.
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -9,30 +9,30 @@ use tokio::time::Instant;
 use super::events::{Events, PIECE_BYTES_MAX};
 use super::load::Planned;
 
-/// Where the load goes.
+/// The target of the load.
 pub struct Client {
     authority: String,
     key: Option<String>,
     model: String,
 }
 
-/// An answer, and when its tokens came.
+/// An answer, with the times of its tokens.
 pub struct Answer {
     pub text: String,
     pub prompt_tokens: usize,
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Seconds from arrival to the first text.
+    /// Seconds from the request's arrival to the first text.
     pub first_s: f64,
     /// Seconds between pieces of text.
     pub gaps_s: Vec<f64>,
-    /// Seconds from arrival to the end.
+    /// Seconds from the request's arrival to the end.
     pub total_s: f64,
     asked: Instant,
 }
 
 impl Answer {
-    /// Counts the time from when the request arrived, not from when it was sent.
+    /// Adds the wait before sending, so that times count from the request's arrival.
     pub fn waited(&mut self, arrived: Instant) {
         let wait_s = self.asked.saturating_duration_since(arrived).as_secs_f64();
         self.first_s += wait_s;
@@ -42,17 +42,17 @@ impl Answer {
 
 type Reader = BufReader<TcpStream>;
 
-/// A response whose body has not been read.
+/// A response whose body is not read yet.
 struct Response {
     reader: Reader,
     chunked: bool,
 }
 
 impl Client {
-    /// A client of a server.
+    /// Creates a client for a server.
     ///
     /// # Errors
-    /// If the address is no `http://` address.
+    /// The address does not begin with `http://`.
     pub fn new(url: &str, key: Option<String>) -> Result<Client> {
         let Some(rest) = url.strip_prefix("http://") else {
             bail!("--url {url}: expected an address that begins with http://");
@@ -62,30 +62,30 @@ impl Client {
         Ok(Client { authority, key, model: String::new() })
     }
 
-    /// Chooses the model to ask for.
+    /// Selects the model.
     pub fn set_model(&mut self, model: String) {
         self.model = model;
     }
 
-    /// The first model that the server names.
+    /// The first model in the server's list.
     ///
     /// # Errors
-    /// If there is no server, or it names none.
+    /// The server does not answer, or lists no model.
     pub async fn first_model(&self) -> Result<String> {
         let models = self.get("/v1/models").await?;
         Ok(models["data"][0]["id"].as_str().context("the server names no model")?.to_string())
     }
 
-    /// Highest bytes of the server's categories, if it is one that tells.
+    /// Peak bytes of the server's memory categories, if it reports them.
     pub async fn memory(&self) -> Option<Value> {
         let status = self.get("/status").await.ok()?;
         status.get("peak").cloned()
     }
 
-    /// Streams an answer.
+    /// Requests an answer and streams it.
     ///
     /// # Errors
-    /// What the network or the server says.
+    /// Errors of the network or of the server.
     pub async fn ask(&self, planned: &Planned) -> Result<Answer> {
         let body = json!({
             "model": self.model,
@@ -129,7 +129,7 @@ impl Client {
                 answer.text.push_str(text);
             }
         }
-        // Servers that report no usage stream a token a piece.
+        // A server that reports no usage streams one token per piece.
         if answer.completion_tokens == 0 {
             answer.completion_tokens = pieces;
         }
@@ -188,7 +188,7 @@ fn take_usage(answer: &mut Answer, usage: &Value) {
 }
 
 impl Response {
-    /// The next piece of the body; `None` at its end.
+    /// The next piece of the body, or `None` at its end.
     async fn chunk(&mut self) -> Result<Option<Vec<u8>>> {
         if !self.chunked {
             let mut rest = vec![0; 64 << 10];

@@ -1,22 +1,22 @@
-//! Server-sent events, cut anywhere on their way.
+//! Server-sent events that arrive in arbitrary pieces.
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-/// Bytes of a line, or of a piece of a body, that a server may send.
+/// Largest size of a line, or of a piece of a body, that a server may send.
 pub const PIECE_BYTES_MAX: usize = 16 << 20;
 
-/// What has come of a line.
+/// The part of a line that has arrived.
 #[derive(Default)]
 pub struct Events {
     rest: Vec<u8>,
 }
 
 impl Events {
-    /// The events that a piece of the body completes.
+    /// Returns the events that a piece of the body completes.
     ///
     /// # Errors
-    /// If one is no JSON, or a line has no end.
+    /// An event is not JSON, or a line is too long.
     pub fn push(&mut self, piece: &[u8]) -> Result<Vec<Value>> {
         self.rest.extend_from_slice(piece);
         let Some(end) = self.rest.iter().rposition(|&b| b == b'\n') else {
@@ -42,7 +42,7 @@ mod tests {
     const STREAM: &str = "data: {\"a\": \"\u{1f600}\u{e9}\"}\n\n: ping\n\ndata: [1, {\"b\": null}]\r\n\nevent: x\n\
                           data: \"\"\n\ndata: [DONE]\n\n";
 
-    /// The events of a body that comes in pieces.
+    /// The events of a body that arrives in pieces.
     fn read(body: &[u8], cut: &mut dyn FnMut() -> usize) -> Result<Vec<Value>> {
         let (mut events, mut all, mut rest) = (Events::default(), Vec::new(), body);
         while !rest.is_empty() {

@@ -1,11 +1,11 @@
-//! What is sent, and when.
+//! The requests of a load, and when they are sent.
 
 use std::str::FromStr;
 
 use anyhow::{Context, Error, Result, bail};
 use serde::Deserialize;
 
-/// One number, or a range to draw from.
+/// A number, or a range to draw from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lengths {
     min: usize,
@@ -29,13 +29,13 @@ impl FromStr for Lengths {
 /// One request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Planned {
-    /// Seconds after the start.
+    /// Arrival in seconds after the start.
     pub at_s: f64,
     pub prompt: String,
     pub max_tokens: usize,
 }
 
-/// All requests, in the order of their arrival.
+/// All requests, in order of arrival.
 #[derive(Debug, PartialEq)]
 pub struct Load {
     pub requests: Vec<Planned>,
@@ -53,7 +53,7 @@ const WORDS: [&str; 32] = [
     "warm", "they", "played", "until", "night",
 ];
 
-/// splitmix64: enough to draw lengths and moments.
+/// splitmix64. It is good enough for lengths and times.
 pub struct Random(pub u64);
 
 impl Random {
@@ -81,7 +81,7 @@ impl Random {
         words.join(" ")
     }
 
-    /// Seconds until the next of arrivals that come at random, `rate` a second on average.
+    /// Draws the seconds to the next arrival of a Poisson process with `rate` arrivals per second.
     fn gap(&mut self, rate: f64) -> f64 {
         let uniform = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
         -(1.0 - uniform).ln() / rate
@@ -89,7 +89,7 @@ impl Random {
 }
 
 impl Load {
-    /// Random prompts and answers of these lengths.
+    /// Random prompts and answers with these lengths.
     pub fn random(count: usize, lengths: (Lengths, Lengths), shared: usize, rate: f64, seed: u64) -> Load {
         let mut random = Random(seed);
         let prefix = random.words(shared);
@@ -102,10 +102,10 @@ impl Load {
         Load::arriving(requests, rate, random)
     }
 
-    /// The requests of a file.
+    /// Reads the requests of a file.
     ///
     /// # Errors
-    /// The line that is wrong.
+    /// A line is not valid. The message has its number.
     pub fn parse(text: &str, rate: f64, seed: u64) -> Result<Load> {
         let line = |(i, text): (usize, &str)| {
             let line: Line = serde_json::from_str(text).with_context(|| format!("line {}", i + 1))?;

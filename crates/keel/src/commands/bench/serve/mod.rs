@@ -1,7 +1,7 @@
-//! `keel bench serve`: a load on a running server, and how it bears it.
+//! `keel bench serve`: sends a load to a running server and reports how the server performs.
 //!
-//! The load is open: requests arrive when they arrive, whether or not earlier ones have been answered, so a server that
-//! is too slow shows it in its times.
+//! The load is open: requests arrive at their times, whether or not earlier requests are answered. So the times show
+//! when a server is too slow.
 
 mod client;
 mod events;
@@ -116,7 +116,7 @@ async fn measure(args: &BenchServeArgs, load: Load) -> Result<Report> {
     Ok(Report::new(answers, wall, memory, differing))
 }
 
-/// Sends every request when its time has come, and returns the answers in the order of the requests.
+/// Sends every request at its time. Returns the answers in the order of the requests.
 async fn send_all(client: &Arc<Client>, load: &Load, concurrency: usize) -> Result<Vec<Result<Answer>>> {
     let places = Arc::new(Semaphore::new(concurrency));
     let start = Instant::now();
@@ -137,7 +137,7 @@ async fn send_all(client: &Arc<Client>, load: &Load, concurrency: usize) -> Resu
 async fn send_one(client: &Client, places: &Semaphore, planned: &Planned, due: Instant) -> Result<Answer> {
     tokio::time::sleep_until(due).await;
     let _place = places.acquire().await?;
-    // Arrivals without a rate are due when there is a place for them.
+    // Without a rate, a request arrives when it can be sent.
     let arrived = if planned.at_s > 0.0 { due } else { Instant::now() };
     let mut answer = client.ask(planned).await?;
     answer.waited(arrived);

@@ -1,4 +1,4 @@
-//! What a load showed.
+//! The report of a load.
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ impl Times {
     }
 }
 
-/// The figures of a run.
+/// The results of a run.
 pub struct Report {
     answered: usize,
     failures: Vec<String>,
@@ -53,7 +53,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Sums answers up.
+    /// Summarises the answers.
     pub fn new(
         answers: Vec<Result<Answer>>,
         wall: Duration,
@@ -78,7 +78,7 @@ impl Report {
         }
     }
 
-    /// One object.
+    /// The report as one JSON object.
     pub fn to_json(&self) -> Value {
         json!({
             "answered": self.answered,
@@ -97,7 +97,7 @@ impl Report {
         })
     }
 
-    /// A table.
+    /// The report as a table.
     pub fn to_text(&self) -> String {
         let mut text = format!(
             "{} answered, {} failed in {:.1} s: {:.2} requests/s, {:.1} tokens/s\n\
