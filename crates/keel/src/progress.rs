@@ -1,20 +1,20 @@
-//! Progress bars on standard error, for terminals alone.
+//! Progress bars on standard error. They are shown only on a terminal.
 
 use std::io::{IsTerminal, stderr};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// A bar over bytes.
+/// A progress bar in bytes.
 pub fn bytes(what: &'static str, total: u64) -> ProgressBar {
     bar(what, total, "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}")
 }
 
-/// A bar over tokens.
+/// A progress bar in tokens.
 pub fn tokens(what: &'static str, total: usize) -> ProgressBar {
     bar(what, total as u64, "{msg} {wide_bar} {pos}/{len} tokens")
 }
 
-/// A bar over programs or kernels.
+/// A progress bar in programs or kernels.
 pub fn programs(what: &'static str, total: usize) -> ProgressBar {
     bar(what, total as u64, "{msg} {wide_bar} {pos}/{len}")
 }

@@ -1,4 +1,4 @@
-//! Memory and speed, as tables and as JSON.
+//! Reports memory and speed, as tables and as JSON.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -8,23 +8,23 @@ use serde_json::{Map, Value, json};
 
 use crate::driver::Driver;
 
-/// What was planned, and what then came of it.
+/// Planned and measured memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Memory {
-    /// From the planning backend, before anything was loaded.
+    /// The plan, made before anything was loaded.
     pub planned: MemoryReport,
-    /// In use at the end.
+    /// Bytes in use at the end.
     pub allocated: MemoryReport,
-    /// Highest in use, each category for itself.
+    /// Peak bytes in use, for each category separately.
     pub peak: MemoryReport,
-    /// Of the process, as the system counts; absent where it cannot be read.
+    /// Resident set of the process, as the system reports it. `None` if it cannot be read.
     pub resident: Option<u64>,
-    /// Of the device's driver, beside all these; absent on the CPU.
+    /// Bytes of the device's driver, in addition to all the others. `None` on the CPU.
     pub driver: Option<Driver>,
 }
 
 impl Memory {
-    /// What the ledger, the system and the driver read now, beside the plan.
+    /// Reads the ledger, the system and the driver now. `planned` is the plan to report.
     pub fn measure(planned: MemoryReport, runtime: &Runtime) -> Memory {
         let ledger = runtime.ledger();
         Memory {
@@ -36,7 +36,7 @@ impl Memory {
         }
     }
 
-    /// `planned`, `allocated` and `peak` by category, `resident` and `driver`.
+    /// The fields `planned`, `allocated` and `peak` by category, `resident` and `driver`.
     pub fn to_json(self) -> Value {
         let mut object = json!({
             "planned": categories(&self.planned),
@@ -52,7 +52,7 @@ impl Memory {
         object
     }
 
-    /// A line per category in use, the sum, what the driver has beside it, and the resident set.
+    /// One line per category in use, then the sum, the driver's bytes, and the resident set.
     pub fn to_table(self) -> String {
         let columns = [self.planned, self.allocated, self.peak];
         let mut table = format!("{:<12}{:>12}{:>12}{:>12}\n", "memory", "planned", "allocated", "peak");
@@ -77,12 +77,12 @@ impl Memory {
     }
 }
 
-/// An object of category to bytes.
+/// A JSON object that maps each category to its bytes.
 pub fn categories(report: &MemoryReport) -> Value {
     Value::Object(report.iter().map(|(c, bytes)| (c.name().to_string(), bytes.into())).collect::<Map<_, _>>())
 }
 
-/// Bytes of each category in use, and the sum.
+/// A table of the bytes per category in use, and their sum.
 pub fn plan_table(planned: &MemoryReport) -> String {
     let mut table = String::new();
     let mut row = |name: &str, bytes: u64| {
@@ -93,7 +93,7 @@ pub fn plan_table(planned: &MemoryReport) -> String {
     table
 }
 
-/// Bytes with a unit and three to four digits.
+/// Formats bytes with a unit and three to four digits.
 pub fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut value = bytes as f64;
@@ -106,7 +106,7 @@ pub fn human_bytes(bytes: u64) -> String {
     format!("{value:.digits$} {}", UNITS[unit])
 }
 
-/// Resident set of this process. Linux alone tells it in a file.
+/// Resident set of this process. Only Linux reports it in a file.
 fn resident_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
@@ -114,18 +114,18 @@ fn resident_bytes() -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Where the time went.
+/// Times of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
-    /// Reading and packing the weights.
+    /// Time to read and pack the weights.
     pub load: Duration,
-    /// Running the prompt.
+    /// Time to run the prompt.
     pub prefill: Duration,
-    /// All steps behind the prompt, and sampling.
+    /// Time of all steps after the prompt, including sampling.
     pub decode: Duration,
-    /// Tokens of the prompt that were run.
+    /// Number of prompt tokens that were run.
     pub prompt_tokens: usize,
-    /// Tokens that were run behind the prompt.
+    /// Number of tokens that were run after the prompt.
     pub decode_steps: usize,
 }
 
@@ -135,12 +135,12 @@ impl Timing {
         rate(self.prompt_tokens, self.prefill)
     }
 
-    /// Tokens behind the prompt per second.
+    /// Tokens per second after the prompt.
     pub fn decode_rate(&self) -> f64 {
         rate(self.decode_steps, self.decode)
     }
 
-    /// The fields of `timing` in JSON.
+    /// The fields of `timing` as JSON.
     pub fn to_json(self) -> Value {
         json!({
             "load_s": self.load.as_secs_f64(),
@@ -164,7 +164,7 @@ impl Timing {
     }
 }
 
-/// Tokens per second; 0 where nothing was run.
+/// Tokens per second; 0 if nothing was run.
 pub fn rate(tokens: usize, time: Duration) -> f64 {
     if tokens == 0 || time.is_zero() { 0.0 } else { tokens as f64 / time.as_secs_f64() }
 }

@@ -1,4 +1,4 @@
-//! A model in memory: planned, refused or loaded.
+//! Plans, checks and loads a model.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,22 +18,24 @@ use crate::progress;
 use crate::report::{Memory, human_bytes};
 use crate::source::Model;
 
-/// An engine, and what was known before it was made.
+/// A loaded engine, with its plan and load time.
 pub struct Session {
     /// The model, ready to run.
     pub engine: Engine,
-    /// Its memory, as the planning backend counted it.
+    /// The engine's memory according to the plan.
     pub planned: MemoryReport,
-    /// Reading and packing the weights.
+    /// Time to read and pack the weights.
     pub load_time: Duration,
 }
 
 impl Session {
-    /// Plans, compares the plan with the memory limit and with what is free, and loads into a runtime of [`runtime`]. Nothing is
-    /// loaded or allocated before. On a GPU the limit asked for stands in place of what is free there.
+    /// Plans the memory, compares the plan with the memory limit and the free memory, and then loads into `runtime`,
+    /// which is made by
+    /// [`runtime`]. Nothing is loaded or allocated before the checks. On a GPU a requested limit replaces the free
+    /// memory of the GPU.
     ///
     /// # Errors
-    /// What the plan says; a plan above the limit; what loading says.
+    /// Errors of the plan or of loading, or a plan above the limit.
     pub fn open(
         device: &DeviceArgs,
         runtime: &Runtime,
@@ -71,10 +73,10 @@ impl Session {
         Ok(session)
     }
 
-    /// Prepares everything that requests would wait for.
+    /// Prepares everything in advance, so that no request waits for it.
     ///
     /// # Errors
-    /// What the engine says.
+    /// Errors of the engine.
     pub fn make_ready(&mut self) -> Result<()> {
         let start = Instant::now();
         let mut bar: Option<(&'static str, ProgressBar)> = None;
@@ -90,22 +92,22 @@ impl Session {
         Ok(outcome?)
     }
 
-    /// The memory report as of now.
+    /// The current memory report.
     pub fn memory(&self) -> Memory {
         Memory::measure(self.planned, self.engine.runtime())
     }
 }
 
-/// Lets go of a model's files once it is loaded, of what the heap has free since, as a vocabulary in a file's form takes
-/// several times what the tokenizer keeps of it, and of the code that loaded it.
+/// Releases memory after a model was loaded: the files, the code that loaded them, and free heap. The heap matters
+/// because a vocabulary in file form takes several times the memory of the tokenizer.
 pub fn close(model: Model) {
     drop(model);
     keel_cpu::heap::give_back_free();
     keel_cpu::code::give_back();
 }
 
-/// Lets go of what a prompt needed and the tokens behind it do not: most of the arena, free blocks of the heap, and code. It
-/// comes back by itself when there is a prompt again.
+/// Releases memory that a prompt needs but the tokens after it do not: most of the arena, free blocks of the heap, and
+/// code. It is taken again for the next prompt.
 pub fn settle(runtime: &Runtime) {
     runtime.rest();
     keel_cpu::heap::give_back_free();
@@ -115,7 +117,7 @@ pub fn settle(runtime: &Runtime) {
 /// A runtime on the device, with its memory limit.
 ///
 /// # Errors
-/// If the device cannot be had.
+/// The device is not available.
 pub fn runtime(device: &DeviceArgs, compute: Compute) -> Result<Runtime> {
     Ok(runtime_on(device.backend(compute)?, device))
 }
@@ -126,12 +128,12 @@ pub fn runtime_on(backend: Arc<dyn Backend>, device: &DeviceArgs) -> Runtime {
     Runtime::new(backend, options)
 }
 
-/// Whether a tensor belongs to the part of a checkpoint that reads images.
+/// Whether a tensor belongs to the vision part of a checkpoint.
 pub fn is_vision(name: &str) -> bool {
     name.split('.').any(|part| part == "visual" || part.starts_with("vision"))
 }
 
-/// Bytes per category, without touching a weight.
+/// Plans the bytes per category. No weight is read.
 ///
 /// # Errors
 /// As [`keel_engine::plan::plan`].
@@ -145,7 +147,7 @@ pub fn plan(
     Ok(keel_engine::plan::plan(&backend, parameters, config, options)?)
 }
 
-/// What the driver of the device holds before a model is loaded; `None` on the CPU, and where there is no such GPU.
+/// Memory of the device's driver before a model is loaded. `None` on the CPU, or if there is no such GPU.
 pub fn driver(device: &DeviceArgs, compute: Compute) -> Option<Driver> {
     if device.device() == Device::Cpu {
         return None;
@@ -153,7 +155,7 @@ pub fn driver(device: &DeviceArgs, compute: Compute) -> Option<Driver> {
     Driver::measure(&runtime(device, compute).ok()?)
 }
 
-/// Refuses ids that the model does not have, before anything is loaded.
+/// Refuses ids outside the vocabulary, before anything is loaded.
 ///
 /// # Errors
 /// The first id out of range.
@@ -164,10 +166,10 @@ pub fn check_ids(config: &HybridConfig, ids: &[u32]) -> Result<()> {
     }
 }
 
-/// A context for so many tokens, in whole pages of the cache: a page is taken whole or not at all.
+/// The context for `tokens` tokens, rounded up to whole pages of the cache. Pages cannot be split.
 ///
 /// # Errors
-/// If the model was not made for so many.
+/// The model's context is shorter.
 pub fn context_for(config: &HybridConfig, tokens: usize) -> Result<usize> {
     let context_max = config.context_max;
     if tokens > context_max {
@@ -176,10 +178,10 @@ pub fn context_for(config: &HybridConfig, tokens: usize) -> Result<usize> {
     Ok(tokens.max(1).next_multiple_of(AttentionSpec::PAGE).min(context_max))
 }
 
-/// Compares a plan with the limit asked for and with what the device and the host have free. Returns the ledger's limit.
+/// Compares a plan with the requested limit, and with the free memory of device and host. Returns the ledger's limit.
 ///
 /// # Errors
-/// If it does not fit, with the numbers.
+/// The plan does not fit. The message has the numbers.
 fn check(
     device: &DeviceArgs,
     runtime: &Runtime,

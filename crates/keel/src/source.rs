@@ -1,4 +1,4 @@
-//! From `--model` to an opened checkpoint.
+//! Opens the checkpoint that `--model` names.
 
 pub mod built_in;
 pub mod gguf_text;
@@ -20,30 +20,30 @@ use keel_weights::gguf::GgufFile;
 use keel_weights::{Checkpoint, TensorSource};
 use serde_json::Value;
 
-/// The files of a model, weights mapped, not read.
+/// The files of a model. Weights are mapped into memory, not read.
 pub enum ModelFiles {
-    /// config.json, safetensors and what lies beside them.
+    /// A folder with config.json, safetensors, and further files.
     Checkpoint(Checkpoint),
-    /// All in one.
+    /// A GGUF file, which contains everything.
     Gguf(GgufFile),
 }
 
-/// A model on disk, or that of the program.
+/// A model on disk, or the built-in model.
 pub struct Model {
-    /// Where it is. That of the program is nowhere and has a name for a path.
+    /// The model's path. For the built-in model it is a name, not a real path.
     pub path: PathBuf,
-    /// Whether it is part of the program.
+    /// Whether it is the built-in model.
     pub is_built_in: bool,
     /// The files.
     pub files: ModelFiles,
-    /// Its config, that of a GGUF file made from the metadata.
+    /// The config. For a GGUF file it is made from the metadata.
     pub json: Value,
-    /// The numbers of its config.
+    /// The numbers of the config.
     pub config: HybridConfig,
 }
 
 impl Model {
-    /// Its parameters.
+    /// The parameters.
     pub fn parameters(&self) -> Box<dyn Parameters + '_> {
         match &self.files {
             ModelFiles::Checkpoint(checkpoint) => Box::new(CheckpointParameters(checkpoint)),
@@ -51,7 +51,7 @@ impl Model {
         }
     }
 
-    /// Its tensors as the files have them.
+    /// The tensors in the form of the files.
     pub fn tensors(&self) -> &dyn TensorSource {
         match &self.files {
             ModelFiles::Checkpoint(checkpoint) => checkpoint,
@@ -80,10 +80,10 @@ impl Model {
         }
     }
 
-    /// The tokenizer and what belongs to it.
+    /// The tokenizer and its settings.
     ///
     /// # Errors
-    /// If it is missing or of a kind that is not read.
+    /// The tokenizer is missing, or its kind is not supported.
     pub fn text_files(&self) -> Result<TextFiles<'static>> {
         match &self.files {
             ModelFiles::Checkpoint(_) if self.is_built_in => Ok(built_in::text_files()),
@@ -93,10 +93,10 @@ impl Model {
     }
 }
 
-/// Opens a folder, a file or a hub name; without one, the built-in model.
+/// Opens a folder, a file or a hub name; without a name, the built-in model.
 ///
 /// # Errors
-/// If there is no model there, its config is incomplete, or its architecture is unknown.
+/// There is no such model, its config is incomplete, or its architecture is unknown.
 pub fn open(model: Option<&str>) -> Result<Model> {
     let Some(model) = model else { return open_built_in() };
     let path = locate(model)?;
@@ -131,15 +131,15 @@ fn cannot_use(path: &Path) -> String {
     format!("cannot use {}", path.display())
 }
 
-/// Whether a path is that of a GGUF file.
+/// Whether a path is a GGUF file.
 pub fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && path.is_file()
 }
 
-/// The path that `--model` means.
+/// Resolves the value of `--model` to a path.
 ///
 /// # Errors
-/// If there is nothing of that name, or it cannot be downloaded.
+/// There is no such model, or it cannot be downloaded.
 pub fn locate(model: &str) -> Result<PathBuf> {
     if Path::new(model).exists() {
         return Ok(model.into());

@@ -1,23 +1,23 @@
-//! What speculation came to, as a line and as JSON.
+//! Reports speculation, as a line and as JSON.
 
 use keel_engine::{SpeculationCounters, SpeculationOptions};
 use serde_json::{Value, json};
 
-/// Printed wherever drafts were taken without checking.
+/// Printed whenever drafts were accepted without a check.
 const OPTIMISTIC_WARNING: &str =
     "drafts were taken without comparing them with what the model says: the text may differ from the model's";
 
-/// Counters of a run, and how it was run.
+/// The options and counters of a run.
 #[derive(Clone, Debug)]
 pub struct SpeculationReport {
-    /// How.
+    /// The options of the run.
     pub options: SpeculationOptions,
-    /// What came of it.
+    /// The counters of the run.
     pub counters: SpeculationCounters,
 }
 
 impl SpeculationReport {
-    /// The field `speculation` in JSON. Lists are by position behind the last token.
+    /// The field `speculation` as JSON. Lists are indexed by position after the last token.
     pub fn to_json(&self) -> Value {
         let c = &self.counters;
         let mut object = json!({
@@ -39,7 +39,7 @@ impl SpeculationReport {
         object
     }
 
-    /// For people.
+    /// One line for people.
     pub fn to_line(&self) -> String {
         let c = &self.counters;
         let used = c.drafted.iter().zip(&c.accepted).filter(|(drafted, _)| **drafted > 0);

@@ -1,4 +1,4 @@
-//! Prompts to ids, and ids to text as they come.
+//! Encodes prompts, and decodes ids while they are drawn.
 
 use anyhow::{Context, Result, bail};
 use keel_text::{
@@ -9,23 +9,23 @@ use keel_text::{
 use crate::constrained::Form;
 use crate::source::Model;
 
-/// Tokens at a prompt's end that show whether the answer begins with reasoning.
+/// Number of tokens at a prompt's end that are checked for the beginning of reasoning.
 const TAIL_TOKENS: usize = 4;
 
 /// The text side of a checkpoint.
 pub struct ModelText {
-    /// Text to ids and back.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// Recommended sampling.
+    /// Recommended sampling settings.
     pub defaults: GenerationDefaults,
     files: TextFiles<'static>,
 }
 
 impl ModelText {
-    /// Reads the tokenizer and the settings beside it.
+    /// Reads the tokenizer and its settings.
     ///
     /// # Errors
-    /// If one of them is missing or broken.
+    /// A file is missing or broken.
     pub fn open(model: &Model) -> Result<ModelText> {
         let mut files = model.text_files()?;
         let tokenizer = Tokenizer::new(&files)?;
@@ -36,7 +36,7 @@ impl ModelText {
     /// The chat template.
     ///
     /// # Errors
-    /// If there is none, or it is broken.
+    /// There is none, or it is broken.
     pub fn template(&self) -> Result<ChatTemplate> {
         match self.find_template()? {
             Some(template) => Ok(template),
@@ -49,32 +49,32 @@ impl ModelText {
     /// The chat template, if the checkpoint has one.
     ///
     /// # Errors
-    /// If it is broken.
+    /// It is broken.
     pub fn find_template(&self) -> Result<Option<ChatTemplate>> {
         Ok(ChatTemplate::new(&self.files)?)
     }
 
-    /// Ids of a text to be continued as it stands.
+    /// Encodes a text that the model continues.
     ///
     /// # Errors
-    /// If the vocabulary cannot express it.
+    /// The vocabulary cannot express it.
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
         Ok(self.tokenizer.encode(text, true)?)
     }
 
-    /// Ids of a conversation to be answered.
+    /// Encodes a conversation that the model answers.
     ///
     /// # Errors
-    /// If the template refuses it.
+    /// The template refuses it.
     pub fn encode_chat(&self, template: &ChatTemplate, messages: &[Message]) -> Result<Vec<u32>> {
         let prompt = template.render(&ChatRequest::new(messages))?;
         Ok(self.tokenizer.encode(&prompt, false)?)
     }
 
-    /// A schema or grammar, ready for the answer to `prompt`.
+    /// Compiles a schema or grammar for the answer to `prompt`.
     ///
     /// # Errors
-    /// If the grammar is refused, or the vocabulary cannot be used for one.
+    /// The grammar is refused, or no grammar can be used with the vocabulary.
     pub fn form(&self, model: &Model, source: &GrammarSource, prompt: &[u32]) -> Result<Form> {
         let state = GrammarFactory::new(&model.text_files()?, &self.tokenizer)?.start(source)?;
         let end = &prompt[prompt.len().saturating_sub(TAIL_TOKENS)..];
@@ -89,7 +89,7 @@ impl ModelText {
     }
 }
 
-/// Text of ids as they are drawn, up to a stop string.
+/// Decodes ids while they are drawn, up to a stop string.
 pub struct TextStream {
     detokenizer: StreamDetokenizer,
     stops: StopMatcher,
@@ -101,16 +101,16 @@ impl TextStream {
     /// A stream that ends before any of `stops`.
     ///
     /// # Errors
-    /// If a stop string is empty or too long.
+    /// A stop string is empty or too long.
     pub fn new(tokenizer: &Tokenizer, stops: &[String]) -> Result<TextStream> {
         let stops = StopMatcher::new(stops).context("--stop")?;
         Ok(TextStream { detokenizer: tokenizer.stream(true), stops, text: String::new(), stopped: false })
     }
 
-    /// The text that an id has made certain, which may be empty.
+    /// Takes an id. Returns the text that is now certain, which may be empty.
     ///
     /// # Errors
-    /// If the decoder refuses the id.
+    /// The decoder refuses the id.
     pub fn push(&mut self, id: u32) -> Result<&str> {
         let piece = self.detokenizer.push(id)?;
         let step = self.stops.push(piece);
@@ -120,10 +120,10 @@ impl TextStream {
         Ok(&self.text[start..])
     }
 
-    /// The text that was held back when the stream ended.
+    /// Ends the stream. Returns the text that was held back.
     ///
     /// # Errors
-    /// If the decoder refuses the last ids.
+    /// The decoder refuses the last ids.
     pub fn finish(&mut self) -> Result<&str> {
         let start = self.text.len();
         if !self.stopped {
@@ -137,7 +137,7 @@ impl TextStream {
         Ok(&self.text[start..])
     }
 
-    /// True once a stop string has come.
+    /// Whether a stop string was reached.
     pub fn is_stopped(&self) -> bool {
         self.stopped
     }

@@ -13,21 +13,21 @@ use crate::session;
 
 /// How tokens are drawn.
 pub struct How {
-    /// Number, sampling and end.
+    /// Number of tokens, sampling, and end tokens.
     pub options: GenerateOptions,
-    /// Drafts, if there are any. A constrained text has none.
+    /// Speculation, if there is any. It is ignored for constrained text.
     pub speculation: Option<SpeculationOptions>,
-    /// What the text must look like, if anything.
+    /// The schema or grammar of the text, if there is one.
     pub form: Option<Form>,
 }
 
-/// One of the iterators.
+/// One of the three iterators.
 pub enum Tokens<'e> {
-    /// A token to a step.
+    /// One token per step.
     Plain(Box<TokenIterator<'e>>),
-    /// One or more.
+    /// One or more tokens per step.
     Speculative(Box<MtpTokenIterator<'e>>),
-    /// A token to a step, within a grammar.
+    /// One token per step, restricted by a grammar.
     Constrained(Box<ConstrainedTokens<'e>>),
 }
 
@@ -42,7 +42,7 @@ macro_rules! either {
 }
 
 impl<'e> Tokens<'e> {
-    /// Runs the prompt, and then keeps in memory what further tokens need.
+    /// Runs the prompt. Then releases memory that further tokens do not need.
     ///
     /// # Errors
     /// As [`TokenIterator::new`].
@@ -73,17 +73,17 @@ impl<'e> Tokens<'e> {
         Ok(tokens)
     }
 
-    /// Time that the prompt took.
+    /// Duration of the prompt.
     pub fn prefill_time(&self) -> Duration {
         either!(self, tokens => tokens.prefill_time())
     }
 
-    /// Why the sequence ended, once it has.
+    /// Why the sequence ended, if it has ended.
     pub fn finish_reason(&self) -> Option<FinishReason> {
         either!(self, tokens => tokens.finish_reason())
     }
 
-    /// What speculation came to.
+    /// The counters of speculation.
     pub fn counters(&self) -> Option<&SpeculationCounters> {
         match self {
             Tokens::Plain(_) | Tokens::Constrained(_) => None,

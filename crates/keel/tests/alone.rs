@@ -1,4 +1,4 @@
-//! The program by itself: copied to an empty folder, with nothing else to read, it runs the model that is part of it.
+//! The program in isolation: a copy in an empty folder, without any other files, runs the built-in model.
 
 #![cfg(unix)]
 
@@ -12,8 +12,8 @@ use std::process::{Child, Command, Output, Stdio};
 use common::{json, stderr};
 use serde_json::Value;
 
-/// An empty folder with a copy of the program. Nothing of the folder in which it was built is near it, and neither a home folder
-/// nor any other variable is set.
+/// An empty folder with a copy of the program. No file of the build folder is near it, and no environment variable is
+/// set, not even the home folder.
 struct Alone {
     folder: tempfile::TempDir,
 }
@@ -57,7 +57,7 @@ fn the_binary_generates_what_it_planned() {
     for kind in ["planned", "allocated", "peak"] {
         assert_eq!(report["memory"][kind], plan, "{kind}");
     }
-    // The same model from its folder on disk says and takes the same.
+    // The same model from its folder on disk gives the same text and uses the same memory.
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
     let from_disk = ["generate", "Once upon a time", "--model", common::arg(&folder)];
     let from_disk = json(&[&from_disk[..], &how].concat());
@@ -67,7 +67,7 @@ fn the_binary_generates_what_it_planned() {
     assert_eq!(files_below(&alone.home()), 0, "nothing is written without need");
 }
 
-/// A server that ends with the test.
+/// A server process that is killed when the test ends.
 struct Serving(Child);
 
 impl Drop for Serving {

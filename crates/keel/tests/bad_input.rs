@@ -1,4 +1,4 @@
-//! Whatever is wrong with the input, the answer is one line on standard error and exit code 1; 2 for wrong usage.
+//! Every wrong input gives one line on standard error and exit code 1, or 2 for wrong usage.
 
 mod common;
 
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use common::{arg, copy_of, fail, fixture, keel, misuse, stderr};
 use serde_json::{Value, json};
 
-/// Runs a copy of a fixture after `damage` was done to its folder; it must fail for this reason.
+/// Runs a copy of a fixture after `damage` changed its folder. The run must fail with `reason`.
 fn fails_after(name: &str, damage: impl Fn(&Path), reason: &str) {
     let folder = copy_of(name);
     damage(folder.path());
@@ -22,7 +22,7 @@ fn edit_weights(folder: &Path, edit: impl Fn(&mut Vec<u8>)) {
     fs::write(path, bytes).expect("writable");
 }
 
-/// Changes the header of the weights file; its length field follows.
+/// Edits the header of the weights file, and updates its length field.
 fn edit_header(folder: &Path, edit: impl Fn(&mut Value)) {
     edit_weights(folder, |bytes| {
         let length = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
@@ -43,7 +43,7 @@ fn edit_config(folder: &Path, edit: impl Fn(&mut Value)) {
 
 const Q_PROJ: &str = "model.language_model.layers.3.self_attn.q_proj.weight";
 
-/// What a panic leaves on standard error, and how the program ended.
+/// Standard error after a panic, and the exit status.
 fn after_panic(kind: &str, backtrace: &str) -> (String, std::process::ExitStatus) {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_keel"));
     let command = command.args(["plan", "--json"]).env("KEEL_INJECT_PANIC", kind);
@@ -175,7 +175,7 @@ fn quantised_weights_that_do_not_fit_their_config() {
     fails_after("qwen3_5_mlx_4bit", bits, "module '");
 }
 
-/// A tokenizer whose ids the fixtures know, from the tests of keel-text.
+/// Adds a tokenizer from the tests of keel-text. The fixtures' vocabularies contain its ids.
 fn add_tokenizer(folder: &Path) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../keel-text/tests/assets/byte_level");
     for file in ["tokenizer.json", "tokenizer_config.json"] {
@@ -206,7 +206,8 @@ fn broken_tokenizers_and_templates() {
     }
 }
 
-/// `chat` reads its input first where a template breaks only when it is rendered.
+/// `chat` reads its input before it renders the template. So a template that breaks only when it is rendered needs
+/// input.
 fn fail_chat(model: &str) {
     let output = common::keel_with_input(&["chat", "--model", model], "hello\n");
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
@@ -267,7 +268,7 @@ fn options_out_of_range() {
     };
     with(&["--temperature", "1000"], "temperature is 1000");
     with(&["--top-p", "0"], "top-p is 0, expected 1.1754944e-38 to 1.0");
-    // Without a driver its library is missing, with one the device.
+    // Without a driver the message names its library, with a driver the device.
     with(&["--device", "cuda:99"], "cuda");
     fail(&["generate", "--model", "no-owner", "x"], "there is no such file or folder");
     fail(&["generate", "--model", "/nowhere/at/all", "x"], "there is no such file or folder");
@@ -383,7 +384,8 @@ fn wrong_usage_that_the_parser_cannot_see() {
     with(&["--stop", "the end"], "--stop needs a tokenizer");
 }
 
-/// What keel says of a folder that was made to harm: within 5 s and 500 MB, by the system's count.
+/// Runs keel on a folder that was made to harm. It must end within 5 s and 500 MB of resident memory. Returns standard
+/// error.
 #[cfg(target_os = "linux")]
 fn ends_soon(args: &[&str]) -> String {
     use std::time::{Duration, Instant};
@@ -421,7 +423,7 @@ fn make_pipe(path: &Path) {
     assert!(std::process::Command::new("mkfifo").arg(path).status().expect("mkfifo runs").success());
 }
 
-/// Pipes, devices and endless files in the place of every file that a model folder has.
+/// Puts pipes, devices and endless files in place of each file of a model folder.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_model_folder_of_pipes_and_devices_is_refused() {
@@ -442,7 +444,7 @@ fn a_model_folder_of_pipes_and_devices_is_refused() {
     }
 }
 
-/// Each step is harmless; together they make a letter a billion.
+/// Each step is harmless. Together they turn one letter into a billion.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_tokenizer_that_multiplies_text_is_refused() {

@@ -1,4 +1,4 @@
-//! What the commands print, with the built-in model.
+//! Output of the commands, with the built-in model.
 
 mod common;
 
@@ -10,7 +10,7 @@ use common::{arg, fail, fixture, floats, joined, json, keel_with_input, relative
 use keel_text::{ChatRequest, ChatTemplate, Message, TextFiles, Tokenizer};
 use serde_json::Value;
 
-/// Standard output and standard error of a run that succeeds.
+/// Standard output and standard error of a run that must succeed.
 fn both(args: &[&str], input: &str) -> (String, String) {
     let output = keel_with_input(args, input);
     assert!(output.status.success(), "keel {}: {}", args.join(" "), stderr(&output));
@@ -19,7 +19,7 @@ fn both(args: &[&str], input: &str) -> (String, String) {
 
 #[test]
 fn generate_writes_the_text_alone_and_reports_elsewhere() {
-    // Without a seed, how many drafts are made, and so which draws, follows from what rounds take.
+    // Without a seed, the number of drafts depends on measured times, and the draws depend on it. So the seed is fixed.
     let command = ["generate", "Once upon a time", "-n", "12", "--seed", "3"];
     let (text, report) = both(&command, "");
     assert!(text.ends_with('\n') && text.trim().len() > 20 && text.lines().count() == 1, "{text:?}");
@@ -60,7 +60,7 @@ fn a_model_with_a_template_is_asked_and_the_built_in_one_tells_stories() {
     assert_eq!(of(&["--raw"]), continued);
     assert_ne!(of(&["--system", "Be a pirate."]), asked, "a system prompt asks, too");
 
-    // Without its template it is a base model, and says so before it is loaded.
+    // Without its template it is a base model. A message says so before the model is loaded.
     let base = tempfile::tempdir().expect("a temporary folder");
     for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
         std::fs::copy(demo.join(file), base.path().join(file)).expect("copied");
@@ -154,13 +154,14 @@ fn the_cpu_is_deterministic_without_being_told() {
     let command = ["generate", "Once upon a time", "--temperature", "0", "--max-tokens", "20", "--json"];
     let told = json(&[&command[..], &["--deterministic"]].concat());
     assert_eq!(told["tokens"], json(&command)["tokens"]);
-    // A plan for a GPU needs none. Decode shares keys by position, whatever the batch: more partial sums, many steps of the arena.
+    // A plan for a GPU needs no GPU. With `--deterministic`, decode splits the keys by position for any batch. So the
+    // arena holds more partial sums.
     let plan = ["plan", "--device", "cuda:0", "--shape", "qwen3.5-0.8b", "--batch", "64", "--json"];
     let arena = |flags: &[&str]| json(&[&plan[..], flags].concat())["activations"].as_u64();
     assert!(arena(&["--deterministic"]) > arena(&[]));
 }
 
-/// As `generate` does, which drafts by itself on the CPU alone.
+/// `generate` drafts by default only on the CPU, and so does its plan.
 #[test]
 fn a_plan_for_a_gpu_has_drafts_only_if_they_are_asked_for() {
     let log = |flags: &[&str]| json(&[&["plan", "--json"], flags].concat())["delta_log"].as_u64();
@@ -223,7 +224,7 @@ fn chat_answers_remembers_and_forgets() {
     assert!(text.contains("checkpoints"), "{text}");
 }
 
-/// The conversation as one prompt, in the ids that `chat` makes of it.
+/// The conversation as one prompt, in the ids that `chat` computes.
 fn conversation_ids(messages: &[Message]) -> String {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
     let files = TextFiles::read(&folder).expect("the built-in model has a tokenizer");
@@ -234,7 +235,7 @@ fn conversation_ids(messages: &[Message]) -> String {
 
 #[test]
 fn a_further_turn_is_answered_as_if_the_whole_conversation_had_been_the_prompt() {
-    // Long enough that its beginning is not run again; the penalty must see that part all the same.
+    // The first turn is long enough that its beginning is not run again. The penalty must still see that part.
     let first = "Tell me a story about a dog and a cat who met a bird. ".repeat(8);
     let second = "What happened to the bird then?";
     let flags = ["--temperature", "0", "--max-tokens", "24", "--repetition-penalty", "6"];
@@ -285,7 +286,7 @@ fn inspect_counts_and_names() {
     assert!(succeed(&["inspect", arg(&folder)]).contains("bits per weight"));
 }
 
-/// Relative error of the logits of a fixture's copy in so many bits.
+/// Relative error of the logits of a fixture's copy, quantised to `bits`.
 fn quantisation_error(folder: &Path, bits: &str) -> f64 {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let copy = dir.path().join("copy");
@@ -304,13 +305,13 @@ fn quantisation_error(folder: &Path, bits: &str) -> f64 {
 fn a_quantised_copy_runs_and_more_bits_stay_closer() {
     for name in ["qwen3_5", "qwen3_5_moe"] {
         let folder = fixture(name);
-        // The fixtures' weights are large and random: a small error grows from layer to layer.
+        // The fixtures' weights are large and random, so a small error grows from layer to layer.
         let (eight, four) = (quantisation_error(&folder, "8"), quantisation_error(&folder, "4"));
         assert!(eight > 1e-6 && eight < 0.3 && eight < four / 2.0, "{name}: {eight} and {four}");
     }
 }
 
-/// Tokens of the prompt, and greedy tokens behind it.
+/// Number of prompt tokens, and the greedy tokens after the prompt.
 fn greedy(model: &Path) -> (Value, Value) {
     let command = ["generate", "Once upon a time, there", "--model", arg(model), "--temperature", "0"];
     let flags = ["--raw", "--max-tokens", "24", "--compute", "f32", "--json"];
@@ -324,7 +325,7 @@ fn a_model_keeps_its_words_in_every_form() {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
     let (file, folder) = (dir.path().join("demo.gguf"), dir.path().join("dense"));
     let report = json(&["quantize", arg(&demo), arg(&file), "--type", "F32", "--json"]);
-    // Eight bits and a half, as they are stored.
+    // The file stores 8.5 bits per weight.
     let bytes = |key: &str| report[key].as_u64().expect("a number");
     assert!(bytes("source_bytes") * 7 / 2 < bytes("output_bytes"), "{report}");
     succeed(&["quantize", arg(&file), arg(&folder), "--to", "safetensors"]);
@@ -362,7 +363,7 @@ fn a_text_is_scored_and_a_quantisation_is_judged_by_it() {
 
     let itself = eval(&own, &["--kl", arg(&demo)]);
     assert_eq!((number(&itself, "kl_divergence"), number(&itself, "same_top")), (0.0, 1.0), "{itself}");
-    // Of its own best words the model is sure; not of the same in another order.
+    // The model is certain of its own most likely text, but not of the same words in another order.
     let (own_perplexity, turned_perplexity) =
         (number(&itself, "perplexity"), number(&eval(&turned, &[]), "perplexity"));
     assert!((1.0..3.0).contains(&own_perplexity), "{itself}");

@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 use common::stderr;
 use serde_json::Value;
 
-/// Runs keel with a configuration file in its usual place.
+/// Runs keel with a configuration file at its usual path.
 fn keel(home: &Path, args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_keel"))
         .args(args)

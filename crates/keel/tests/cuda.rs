@@ -1,15 +1,15 @@
-//! The command line on a GPU. Needs one: `KEEL_TEST_CUDA=1`. Where the binary lies elsewhere than where it was built,
-//! `KEEL_TEST_BINARY` names it.
+//! The command line on a GPU. The tests need a GPU and `KEEL_TEST_CUDA=1`. `KEEL_TEST_BINARY` names the binary if it is
+//! not where it was built.
 
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
 use serde_json::Value;
 
-/// The memory of a device that a driver tells is everybody's, so one of these tests runs at a time.
+/// The driver reports the memory of all processes and threads, so these tests run one at a time.
 static DEVICE: Mutex<()> = Mutex::new(());
 
-/// What `keel` prints with `--device cuda:0 --json`; `None` where there is no GPU to be tested.
+/// JSON output of `keel` with `--device cuda:0 --json`. `None` if there is no GPU to test.
 fn on_gpu(args: &[&str]) -> Option<Value> {
     if !keel_testkit::has_gpu!() {
         return None;
@@ -21,8 +21,8 @@ fn on_gpu(args: &[&str]) -> Option<Value> {
     Some(serde_json::from_slice(&output.stdout).expect("one object"))
 }
 
-/// Failure 2: every speculative step copied all recurrent states, 2 GB in 256 steps. Here no category of memory is larger
-/// after 256 of them than after a few.
+/// Failure 2: every speculative step copied all recurrent states, 2 GB in 256 steps. The test checks that no memory
+/// category is larger after 256 speculative steps than after a few.
 #[test]
 fn memory_does_not_grow_over_256_speculative_steps() {
     let _alone = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -42,13 +42,14 @@ fn memory_does_not_grow_over_256_speculative_steps() {
     }
 }
 
-/// What the driver counts is tensors, which the plan has to the byte, and the driver's own line, which does not depend on them:
-/// with 61,440 tokens more it is the same but for what memory is mapped in.
+/// The device's memory in use is the tensors, which the plan has to the byte, plus the driver's own part. The driver's
+/// part does not depend on the tensors: with 61,440 more tokens it is the same, except for the granularity of mapped
+/// memory.
 #[test]
 fn the_plan_and_the_driver_are_all_that_the_device_has_in_use() {
     let _alone = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
     const GRANULE: u64 = 2 << 20;
-    // Keys and values of 6 layers, and the arena.
+    // The keys and the values of 6 layers, and the arena.
     const POOLS: u64 = 2 * 6 + 1;
     let shape = ["--shape", "qwen3.5-0.8b", "--bits", "4"];
     let total = |report: &Value| {

@@ -1,4 +1,4 @@
-//! What the machine has, and where a run is placed.
+//! Detects the machine's hardware, and chooses the device of a run.
 
 mod common;
 
@@ -30,14 +30,14 @@ fn doctor_tells_what_there_is() {
     }
 }
 
-/// Runs keel with no device named, or one in the environment.
+/// Runs keel without a device option. `device` is the environment's value, if any.
 fn keel_on(device: Option<&str>, args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_keel"));
     command.args(args).stdin(Stdio::null()).env_remove("KEEL_DEVICE");
     command.envs(device.map(|device| ("KEEL_DEVICE", device))).output().expect("keel starts")
 }
 
-/// The lines that say where it runs.
+/// The lines that name the device.
 fn placements(output: &Output) -> Vec<String> {
     assert!(output.status.success(), "{}", stderr(output));
     let running = |line: &str| line.split_once("running on ").map(|(_, rest)| rest.to_string());
@@ -54,7 +54,7 @@ fn where_it_runs_is_said_once_unless_it_was_asked_for() {
         assert_eq!(placements(&keel_on(Some("cpu"), args)), [""; 0], "{args:?}");
         assert_eq!(placements(&keel_on(None, &[args, &["--device", "cpu"]].concat())), [""; 0], "{args:?}");
     }
-    // Without a driver nothing but the CPU can be meant, and the plan is the CPU's.
+    // Without a driver `auto` can only mean the CPU, and the plan is the CPU's.
     if json(&["doctor", "--json"])["driver"]["version"].is_null() {
         let auto = keel_on(None, &plan);
         assert!(placements(&auto)[0].starts_with("the CPU: "));

@@ -1,4 +1,4 @@
-//! The program against the reference outputs of the fixtures.
+//! Compares the program with the reference outputs of the fixtures.
 
 mod common;
 

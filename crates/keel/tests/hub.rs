@@ -1,4 +1,4 @@
-//! Downloads, from a hub of our own.
+//! Downloads from a local hub.
 
 #![cfg(feature = "hub")]
 
@@ -13,11 +13,11 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 const WEIGHTS: &str = "model.safetensors";
-/// Nobody listens on port 9 of this machine, or it does not speak HTTP.
+/// Port 9 of this machine has no listener that speaks HTTP.
 const NOBODY: &str = "http://127.0.0.1:9";
 const HOW: [&str; 7] = ["--ids", "1,2,3", "--max-tokens", "4", "--temperature", "0", "--json"];
 
-/// The files of a fixture, among others that a program for models has no use for.
+/// The files of a fixture, and other files that must not be downloaded.
 fn files_of(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let read =
         |name: &str| (name.to_string(), std::fs::read(folder.join(name)).expect("the fixture is complete"));
@@ -31,7 +31,7 @@ fn files_of(folder: &Path) -> Vec<(String, Vec<u8>)> {
     ]
 }
 
-/// A hub with a fixture, a home for its cache, and the tokens that the fixture makes from its folder.
+/// A hub with a fixture, a home folder for the cache, and the tokens that the fixture generates from its own folder.
 fn hub_with_fixture(manners: Manners) -> (Hub, TempDir, Value) {
     let folder = fixture("qwen3_5");
     let want = json(&[&["generate", "--model", arg(&folder)], &HOW[..]].concat())["tokens"].clone();
@@ -48,7 +48,7 @@ fn tokens(output: &Output) -> Value {
     serde_json::from_slice::<Value>(&output.stdout).expect("JSON")["tokens"].clone()
 }
 
-/// The files that were asked for, each once.
+/// The requested files, each once.
 fn files_asked(asked: &[Asked]) -> Vec<String> {
     let prefix = format!("/owner/name/resolve/{COMMIT}/");
     let mut files: Vec<String> =
@@ -58,7 +58,7 @@ fn files_asked(asked: &[Asked]) -> Vec<String> {
     files
 }
 
-/// Asserts a failure of one line that says `reason`.
+/// Asserts a failure with one line that contains `reason`.
 fn refused(output: &Output, reason: &str) {
     let message = stderr(output);
     let last = message.lines().last().unwrap_or_default();
@@ -67,7 +67,7 @@ fn refused(output: &Output, reason: &str) {
     assert!(!message.contains("panicked"), "{message}");
 }
 
-/// Where contents of the model are kept.
+/// The folder of the model's contents.
 fn blobs(home: &Path) -> PathBuf {
     home.join("hub/models--owner--name/blobs")
 }
@@ -132,7 +132,7 @@ fn what_is_not_what_the_hub_says_is_refused_and_removed() {
     refused(&hub.keel(home.path(), &["pull", "owner/name"], &[]), "SHA-256");
     assert_eq!(count_in(&blobs(home.path())), 1, "config.json alone is left");
     refused(&generate(&hub, home.path(), "owner/name", &[]), "model.safetensors has the SHA-256");
-    // Half a file that is wrong is found out, too, and the next try starts anew.
+    // A partial file with wrong bytes is detected, too, and the next try starts from the beginning.
     hub.behave(Manners::default());
     let weights = std::fs::read(fixture("qwen3_5").join(WEIGHTS)).expect("there");
     let partial = blobs(home.path()).join(format!("{}.incomplete", sha256(&weights)));
@@ -183,7 +183,7 @@ fn a_revision_is_pinned() {
     let by_commit = format!("owner/name@{COMMIT}");
     assert_eq!(tokens(&generate(&hub, home.path(), &by_commit, &[])), want);
     assert_eq!(hub.take_asked(), [], "the same commit is there already");
-    // Another branch is another question, and here the same files.
+    // Another branch needs another request. Here it has the same files.
     assert_eq!(tokens(&generate(&hub, home.path(), "owner/name@v1.0", &[])), want);
     assert_eq!(files_asked(&hub.take_asked()), [""; 0]);
 }

@@ -4,8 +4,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// Each crate with those that it may use, lowest first. In tests it may also use any crate above its own row, and
-/// the oracles of keel-testkit.
+/// Each crate with the crates that it may use, lowest first. Tests may also use all crates in the rows above, and the
+/// oracles of keel-testkit.
 const LAYERS: [(&str, &[&str]); 12] = [
     ("keel-array", &[]),
     ("keel-testkit", &["keel-array"]),
@@ -39,7 +39,7 @@ fn row(name: &str) -> Option<usize> {
     LAYERS.iter().position(|(crate_name, _)| *crate_name == name)
 }
 
-/// Whether crate `user` may have `used` among its dependencies of this kind.
+/// Whether crate `user` may depend on `used` with this kind of dependency.
 fn is_allowed(user: usize, used: &str, kind: Option<&str>) -> bool {
     let Some(used_row) = row(used) else { return true };
     let in_tests = kind == Some("dev") && (used == "keel-testkit" || used_row < user);

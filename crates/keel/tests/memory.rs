@@ -1,4 +1,4 @@
-//! The plan is what is allocated, and what is allocated is what is needed.
+//! The plan equals the allocation, and the allocation equals the need.
 
 mod common;
 
@@ -9,7 +9,7 @@ fn total(categories: &Value) -> u64 {
     categories.as_object().expect("categories").values().filter_map(Value::as_u64).sum()
 }
 
-/// Asserts that a run's three reports are equal to what `keel plan` said.
+/// Asserts that a run's three reports equal the output of `keel plan`.
 fn assert_planned(memory: &Value, plan: &Value, what: &str) {
     for report in ["planned", "allocated", "peak"] {
         assert_eq!(&memory[report], plan, "{what}: {report}");
@@ -77,7 +77,7 @@ fn prefill_grows_by_the_bytes_of_keys_and_values() {
     let tokens = 15 * 1024;
     let (short, long) = (peak("1023"), peak("16383"));
     let growth = (total(&long) - total(&short)) as f64 / f64::from(tokens);
-    // One attention layer and that of the draft head: 2 heads of 64, keys and values in two bytes.
+    // One attention layer and that of the MTP head: 2 heads of 64, keys and values of 2 bytes.
     let kv = 2.0 * 2.0 * 2.0 * 64.0 * 2.0;
     assert!((growth - kv).abs() <= 0.01 * kv, "{growth} bytes per token, keys and values take {kv}");
 }
@@ -90,7 +90,7 @@ fn host_memory_for_parked_sequences_is_a_category_of_its_own() {
     assert_eq!(total(&with), total(&without) + (4 << 20));
 }
 
-/// Every operation of the largest published models is one that a GPU runs, in both regimes and with drafts.
+/// A GPU supports every operation of the largest published models, in both regimes and with drafts.
 #[test]
 fn the_largest_shapes_are_planned_for_a_gpu() {
     for shape in ["qwen3.5-122b-a10b", "qwen3.5-397b-a17b"] {
@@ -106,9 +106,9 @@ fn the_largest_shapes_are_planned_for_a_gpu() {
 fn a_shape_is_planned_without_a_checkpoint() {
     let shape = ["plan", "--shape", "qwen3.5-35b-a3b", "--context", "8192", "--batch", "2", "--json"];
     let plan = json(&shape);
-    // 10 attention layers with keys and values of 2 heads of 256 in two bytes, for 2 x 8192 tokens.
+    // 10 attention layers with keys and values of 2 heads of 256, in 2 bytes, for 2 x 8192 tokens.
     assert_eq!(plan["kv"], 10 * 2 * 2 * 256 * 2 * 2 * 8192);
-    // 30 recurrent layers: 32 states of 128 x 128 in f32, and three rows of 8192 channels, for 2 sequences.
+    // 30 recurrent layers: 32 states of 128 x 128 in f32, and 3 rows of 8192 channels, for 2 sequences.
     assert_eq!(plan["recurrent"], 30 * 2 * 4 * (32 * 128 * 128 + 3 * 8192));
     let weights = plan["weights"].as_f64().expect("a number");
     let dense = json(&[&shape[..], &["--dtype", "bf16"]].concat())["weights"].as_f64().expect("a number");
@@ -128,13 +128,13 @@ fn what_no_machine_has_is_refused_with_numbers_before_anything_is_loaded() {
     config["text_config"]["max_position_embeddings"] = longest.into();
     std::fs::write(dir.path().join("config.json"), config.to_string()).expect("writable");
     let model = ["--model", arg(dir.path()), "--context", "16777216"];
-    // 256 sequences of 16 million tokens: terabytes.
+    // 256 sequences of 16 million tokens need terabytes.
     let serve = ["serve", "--port", "0", "--sequences", "256", "--kv-cache", "900T", "--on-demand"];
     let start = std::time::Instant::now();
     fail(&[&serve[..], &model].concat(), "more than the");
     fail(&[&serve[..], &model].concat(), "has free now less");
     assert!(start.elapsed().as_secs() < 60, "it was refused before it was taken");
-    // A limit that was asked for does not make memory.
+    // A requested limit does not create memory.
     fail(&[&serve[..], &model, &["--memory-limit", "999999T"]].concat(), "has free now less");
     fail(&[&["generate", "Once", "--memory-limit", "20M"][..], &model[..2]].concat(), "of --memory-limit");
 }
@@ -143,7 +143,7 @@ fn what_no_machine_has_is_refused_with_numbers_before_anything_is_loaded() {
 fn a_small_model_gets_a_small_pool_on_the_cpu() {
     let plan = json(&["plan", "--serve", "--json"]);
     let of = |category: &str| plan[category].as_u64().expect("a number");
-    // One sequence at full length, or as many bytes as the weights have.
+    // One sequence at full length, or as many bytes as the weights.
     let one = json(&["plan", "--sequences", "1", "--json"])["kv"].as_u64().expect("a number");
     assert!(of("kv") <= of("weights").max(one), "{plan}");
     assert!(of("checkpoints") < 2 * of("weights"), "{plan}");

@@ -1,4 +1,4 @@
-//! ParoQuant's experts, which share a rotation, against the same model with dense weights that do the same.
+//! ParoQuant's experts share a rotation. They are compared with the same model with equivalent dense weights.
 
 mod common;
 
@@ -33,7 +33,7 @@ impl Rotation {
         Rotation { scales, pairs, angles }
     }
 
-    /// As the format has it: scale, then turn pair by pair, round by round.
+    /// Applies the rotation as the format defines it: scales, then rotates pair by pair, round by round.
     fn apply(&self, x: &mut [f64]) {
         let cols = x.len();
         x.iter_mut().zip(&self.scales).for_each(|(x, scale)| *x *= f64::from(*scale));
@@ -54,7 +54,7 @@ impl Rotation {
     }
 }
 
-/// Writes a 4-bit weight to `packed`, and what it does behind the rotation to `dense`.
+/// Writes a 4-bit weight to `packed`, and the equivalent weight without the rotation to `dense`.
 fn linear(
     numbers: &mut Numbers,
     module: &str,
@@ -135,10 +135,10 @@ fn experts_that_share_a_rotation_give_what_their_dense_weights_give() {
         let error = relative_error(&got, &want);
         assert!(error <= 1e-4, "{extra:?}: {error:.1e}");
     }
-    // Fast products round activations to 8 bits.
+    // The fast kernels round activations to 8 bits.
     let error = relative_error(&logits(packed_folder.path(), "fast", &[]), &want);
     assert!(error <= 0.1, "fast: {error:.1e}");
-    // Rotations turn no weight into another form that has none.
+    // Rotated weights cannot be converted to a form without rotations.
     let target = out.path().join("quantised.gguf");
     common::fail(&["quantize", arg(packed_folder.path()), arg(&target)], "rotated");
 }

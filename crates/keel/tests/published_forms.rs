@@ -1,4 +1,5 @@
-//! Whole checkpoints in the forms in which AutoGPTQ, AutoAWQ and Qwen publish them, against the same values dense.
+//! Compares whole checkpoints in the published forms of AutoGPTQ, AutoAWQ and Qwen with dense checkpoints of the same
+//! values.
 
 mod common;
 
@@ -12,10 +13,10 @@ use serde_json::{Value, json};
 
 const GROUP: usize = 64;
 
-/// Writes a linear layer in a published form, and its values.
+/// Writes a linear layer in a published form. Returns its values.
 type Form = fn(&mut Numbers, &str, (usize, usize), &mut Tensors) -> Vec<f32>;
 
-/// Codes `[K, N]`, zeros and scales `[K / GROUP, N]`, and the values `[N, K]`.
+/// Codes `[K, N]`, zeros and scales `[K / GROUP, N]`, and values `[N, K]`.
 struct FourBits {
     codes: Vec<u32>,
     zeros: Vec<u32>,
@@ -27,7 +28,7 @@ impl FourBits {
     fn new(numbers: &mut Numbers, (rows, cols): (usize, usize), symmetric: bool) -> FourBits {
         let codes: Vec<u32> = (0..cols * rows).map(|_| numbers.below(16) as u32).collect();
         let groups = cols / GROUP * rows;
-        // GPTQ stores zeros less one, so 0 does not come.
+        // GPTQ stores each zero minus 1, so the zero 0 is not used.
         let zeros: Vec<u32> =
             (0..groups).map(|_| if symmetric { 8 } else { 1 + numbers.below(15) as u32 }).collect();
         let scales = f16_exact((0..groups).map(|_| 0.01 + 0.005 * numbers.unit()).collect());
@@ -59,7 +60,7 @@ fn gptq(
     const SHIFTS: [u32; 8] = [0, 4, 8, 12, 16, 20, 24, 28];
     let four = FourBits::new(numbers, (rows, cols), true);
     let groups = cols / GROUP;
-    // Eight inputs of an output share a word.
+    // Eight inputs of one output share a word.
     let lines = (0..cols / 8).flat_map(|line| (0..rows).map(move |row| (line, row)));
     let codes: Vec<u32> = lines
         .flat_map(|(line, row)| (0..8).map(move |i| (line * 8 + i) * rows + row))
@@ -74,9 +75,9 @@ fn gptq(
     four.values
 }
 
-/// Blocks of 128 by 128 that end where the layer does.
+/// Blocks of 128 x 128, cut at the edges of the layer.
 fn fp8(numbers: &mut Numbers, module: &str, (rows, cols): (usize, usize), tensors: &mut Tensors) -> Vec<f32> {
-    // The codes of a sign, and exponents and mantissas that are numbers.
+    // Codes with either sign, and with exponents and mantissas that are finite numbers.
     let codes: Vec<u8> =
         (0..rows * cols).map(|_| (numbers.below(2) << 7 | numbers.below(0x7f)) as u8).collect();
     let blocks = [rows.div_ceil(128), cols.div_ceil(128)];
@@ -87,7 +88,7 @@ fn fp8(numbers: &mut Numbers, module: &str, (rows, cols): (usize, usize), tensor
         let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7) / 8.0);
         let size = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
         let signed = if code >> 7 == 1 { -size } else { size };
-        // What the loaded weights keep of it.
+        // The loaded weights keep this precision.
         bf16::from_f32(signed * scales[block].to_f32()).to_f32()
     };
     let values = (0..rows * cols).map(value).collect();
@@ -97,7 +98,8 @@ fn fp8(numbers: &mut Numbers, module: &str, (rows, cols): (usize, usize), tensor
     values
 }
 
-/// Compares the logits of the `llama` fixture with its layers in the form, and with the values that the form stands for.
+/// Compares the logits of the `llama` fixture with its layers in the published form, and with the equivalent dense
+/// values.
 fn compare(form: Form, quantization: Value) {
     let (packed_folder, dense_folder) = (copy_of("llama"), copy_of("llama"));
     let file = SafetensorsFile::open(&packed_folder.path().join("model.safetensors")).expect("a fixture");
@@ -132,7 +134,7 @@ fn compare(form: Form, quantization: Value) {
     let want = logits(dense_folder.path(), &["--compute", "f32"]);
     let error = relative_error(&logits(packed_folder.path(), &["--compute", "f32"]), &want);
     assert!(error <= 1e-4, "{method}: {error:.1e}");
-    // Fast products round activations.
+    // The fast kernels round activations.
     let error = relative_error(&logits(packed_folder.path(), &[]), &want);
     assert!(error <= 0.1, "{method}, fast: {error:.1e}");
 }

@@ -1,8 +1,11 @@
-//! Real weights, where tools/real_models/fetch.sh has put them: the same tokens as llama.cpp makes of the same values.
+//! Real weights, if tools/real_models/fetch.sh has downloaded them. keel must generate the same tokens as llama.cpp
+//! from the same values.
 //!
-//! References are of tools/real_models/reference.py, from the file with its tensors decoded to f32, where any prompt will do; and of
-//! tools/real_models/decided.py, from the quantised file itself. There activations are rounded to 8 bits on both sides, which
-//! turns near ties over, so it has prompts alone whose tokens are all far from one.
+//! There are two kinds of references:
+//!
+//! - tools/real_models/reference.py uses the file with its tensors decoded to f32. Any prompt is suitable.
+//! - tools/real_models/decided.py uses the quantised file. Both sides then round activations to 8 bits, which can
+//!   reverse near ties. So it uses only prompts without near ties.
 
 mod common;
 
@@ -13,10 +16,11 @@ use std::process::{Command, Stdio};
 use common::{arg, json, succeed};
 use serde_json::Value;
 
-/// Prompts of a file whose continuation may part from the reference.
+/// Number of prompts per file whose continuation may differ from the reference.
 const PARTED_MAX: usize = 1;
 
-/// Distance of the top two logits below which either is right: the reference keeps keys and values in f16.
+/// If the top two logits are closer than this, either token is right, because the reference stores keys and values in
+/// f16.
 const NEAR_TIE: f64 = 0.05;
 
 fn model(name: &str) -> Option<(PathBuf, Value)> {
@@ -45,13 +49,13 @@ fn ids(value: &Value) -> Vec<u64> {
     value.as_array().expect("a list").iter().filter_map(Value::as_u64).collect()
 }
 
-/// The first token in which two continuations differ.
+/// The position of the first difference between two continuations.
 fn parting(got: &[u64], want: &[u64]) -> Option<usize> {
     assert_eq!(got.len(), want.len());
     got.iter().zip(want).position(|(a, b)| a != b)
 }
 
-/// The tokens with which `keel` continues a prompt of a reference, as many as the reference has.
+/// The tokens that `keel` generates after a reference's prompt, as many as the reference has.
 fn continued(file: &Path, prompt: &Value, compute: &str) -> Vec<u64> {
     let text = prompt["text"].as_str().expect("text");
     let count = ids(&prompt["greedy"]).len().to_string();
@@ -77,7 +81,7 @@ fn compare(name: &str) {
     assert!(parted.len() <= PARTED_MAX, "{name}: {parted:?} part from the reference");
 }
 
-/// Compares the fast products on both sides, of the same file.
+/// Compares the fast products of both sides on the same quantised file.
 fn compare_quantised(name: &str) {
     let Some((file, reference)) = with_reference(name, &format!("{name}.decided")) else { return };
     let prompts = reference["prompts"].as_array().expect("a list");
@@ -125,7 +129,7 @@ fn a_chat_model_answers() {
     assert!(answer.contains("Paris"), "{answer}");
 }
 
-/// Resident bytes of a process: tensors, heap, code, everything.
+/// Resident bytes of a process: tensors, heap, code, and everything else.
 #[cfg(target_os = "linux")]
 fn resident(process: u32) -> Option<u64> {
     let all = std::fs::read_to_string(format!("/proc/{process}/smaps_rollup")).ok()?;
@@ -133,16 +137,16 @@ fn resident(process: u32) -> Option<u64> {
     Some(kilobytes.parse::<u64>().ok()? * 1024)
 }
 
-/// What is in memory while a context fills up, and is read by each pass.
+/// A run that fills its context.
 #[cfg(target_os = "linux")]
 struct Full {
     context: usize,
-    /// Sentences of the prompt, each of nine tokens or so.
+    /// Number of sentences in the prompt, of about nine tokens each.
     sentences: usize,
 }
 
-/// Decodes until the context is full, so that all that was planned for it has been touched: behind a prompt that is most of it, and
-/// behind a short one.
+/// Decodes until the context is full, so that all planned memory is touched. The prompt is either most of the context
+/// or short.
 #[cfg(target_os = "linux")]
 fn decodes_within_file_and_plan(name: &str) {
     let Some(file) = fetched(name) else { return };
@@ -162,7 +166,7 @@ fn decodes_within_file_and_plan(name: &str) {
             plan.as_object().expect("categories").iter().filter(|(category, _)| *category != "weights");
         let state: u64 = state.filter_map(|(_, bytes)| bytes.as_u64()).sum();
         let allowed = std::fs::metadata(&file).expect("it is there").len() * 105 / 100 + state;
-        // A reader that the system holds up may find that all is over.
+        // If the system delays the reader, the program may end before a sample. So the test tries again.
         let seen = (0..10).map(|_| most_while_decoding(&file, &full)).find(|&most| most > 0);
         let most = seen.expect("it was seen");
         println!(
@@ -172,7 +176,7 @@ fn decodes_within_file_and_plan(name: &str) {
     }
 }
 
-/// The most that is resident from the first token on; 0 where the program had ended before it was seen.
+/// The largest resident size from the first token on; 0 if the program ended before a sample.
 #[cfg(target_os = "linux")]
 fn most_while_decoding(file: &Path, full: &Full) -> u64 {
     let prompt = "One day a small dog met a cat. ".repeat(full.sentences);

@@ -1,4 +1,4 @@
-//! Conversations with pictures against the reference outputs of the fixtures.
+//! Compares conversations with pictures with the reference outputs of the fixtures.
 
 mod common;
 
@@ -9,7 +9,7 @@ use keel_testkit::fixtures::{VLM, vlm_fixture};
 use keel_weights::{SafetensorsFile, TensorSource};
 use serde_json::{Value, json};
 
-/// Between f32 and f64 there is 2e-6; the smallest mistake costs 1e-4.
+/// f32 and f64 differ by 2e-6; the smallest mistake costs 1e-4.
 const FEATURES_MAX: f64 = 2e-5;
 const LOGITS_MAX: f64 = 1e-4;
 
@@ -49,7 +49,7 @@ fn bytes(path: &Path, name: &str) -> Vec<u8> {
     file.tensor(name).expect("there").bytes().to_vec()
 }
 
-/// Compares what the file holds of a case with the reference.
+/// Compares the tensors of a case's output file with the reference.
 fn check(name: &str, want: &Path, out: &Path) {
     for tensor in ["input_ids", "position_ids", "rope_deltas", "image_grid_thw", "video_grid_thw"] {
         if holds(want, tensor) {
@@ -83,8 +83,11 @@ fn check(name: &str, want: &Path, out: &Path) {
     }
 }
 
-/// Whether the reference can be compared with: it leaves a video's markers around those of its frames, which are replaced
-/// here, and clips 16 bits of grey; JPEGs are decoded by another decoder.
+/// Whether the case can be compared with the reference. It cannot in three cases:
+///
+/// - The reference keeps a video's own markers around those of its frames. keel replaces them.
+/// - The reference clips 16-bit grey values.
+/// - The reference uses another JPEG decoder.
 fn is_comparable(case: &Value) -> bool {
     let name = case["name"].as_str().expect("named");
     let with_markers = name.starts_with("f_") && name != "f_video_no_outer_wrapper";
@@ -148,7 +151,7 @@ fn the_frames_of_a_video_match_the_reference() {
             }
             let error = relative_error(&floats(&out, "video_features"), &floats(&want, "video_features"));
             assert!(error <= FEATURES_MAX, "{model} {name}: {error:.1e}");
-            // Two markers fewer for each video; everything else is the same.
+            // Each video has two markers fewer. Everything else is the same.
             let (got, wanted) = (ints(&out, "input_ids").len(), ints(&want, "input_ids").len());
             let markers = if name == "f_video_no_outer_wrapper" { 0 } else { 2 };
             assert_eq!(got + markers, wanted, "{model} {name}");

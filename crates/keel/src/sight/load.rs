@@ -1,4 +1,4 @@
-//! Pictures from files and data URIs.
+//! Loads pictures from files and data URIs.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -8,18 +8,18 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use keel_vision::{DecodeLimits, Picture, decode};
 
-/// Where a picture is.
+/// The location of a picture.
 pub enum Origin {
     /// In a file.
     File(PathBuf),
-    /// Here.
+    /// The bytes of a file, in memory.
     Bytes(Vec<u8>),
 }
 
-/// Where a URL or path leads. Nothing is fetched from elsewhere.
+/// Interprets a URL or path. Nothing is fetched from the network.
 ///
 /// # Errors
-/// A URL that is no data URI and no path, or a data URI that is broken.
+/// The URL is neither a data URI nor a path, or the data URI is broken.
 pub fn origin(url: &str, folder: &Path) -> Result<Origin> {
     if let Some(data) = url.strip_prefix("data:") {
         let Some((kind, coded)) = data.split_once(',') else { bail!("a data URI has no comma") };
@@ -35,10 +35,10 @@ pub fn origin(url: &str, folder: &Path) -> Result<Origin> {
     Ok(Origin::File(folder.join(url.strip_prefix("file://").unwrap_or(url))))
 }
 
-/// The picture, decoded.
+/// Decodes the picture.
 ///
 /// # Errors
-/// A file that cannot be read, is too large, or is no picture.
+/// The file cannot be read, is too large, or is not a picture.
 pub fn picture(origin: &Origin) -> Result<Picture> {
     let limits = DecodeLimits::default();
     match origin {

@@ -1,4 +1,4 @@
-//! A conversation in OpenAI's form, with its pictures taken out.
+//! Parses a conversation in OpenAI's form, and extracts its pictures.
 //!
 //! Parts of a message: `{"type": "text", "text"}`, `{"type": "image_url", "image_url": {"url"}}` (or the URL itself),
 //! `{"type": "input_image", "image_url"}`, `{"type": "image", "image"}`, and
@@ -12,39 +12,39 @@ use serde_json::{Map, Value, json};
 
 use super::load::{Origin, origin};
 
-/// A conversation file is text; pictures in it are data URIs.
+/// A conversation file is text with pictures as data URIs.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
 /// A video of a conversation.
 pub struct VideoPart {
-    /// Where its frames are.
+    /// The locations of its frames.
     pub frames: Vec<Origin>,
-    /// Frames a second.
+    /// Frames per second.
     pub fps: f64,
-    /// What the conversation says instead of the processor file.
+    /// Settings that override the processor file.
     pub settings: Map<String, Value>,
 }
 
-/// A conversation, and where its pictures are.
+/// A conversation, and the locations of its pictures.
 #[derive(Default)]
 pub struct Conversation {
-    /// As templates see them.
+    /// The messages in the form for templates.
     pub messages: Vec<Message>,
-    /// Pictures in order.
+    /// The pictures, in order.
     pub images: Vec<Origin>,
-    /// Videos in order.
+    /// The videos, in order.
     pub videos: Vec<VideoPart>,
-    /// What the conversation says instead of the processor files.
+    /// Settings that override the processor files.
     pub settings: Map<String, Value>,
-    /// Switches of the template.
+    /// Variables of the template.
     pub variables: Map<String, Value>,
 }
 
 impl Conversation {
-    /// Reads a file; paths are relative to its folder.
+    /// Reads a file. Paths in it are relative to its folder.
     ///
     /// # Errors
-    /// A file that cannot be read, is no JSON, or has no messages in this form.
+    /// The file cannot be read, is not JSON, or has no messages in this form.
     pub fn read(path: &Path) -> Result<Conversation> {
         let shown = path.display();
         let bytes = std::fs::metadata(path).with_context(|| format!("cannot read {shown}"))?.len();
@@ -60,7 +60,7 @@ impl Conversation {
     /// Reads `{"messages": [..]}`, or the list alone.
     ///
     /// # Errors
-    /// What is not in this form.
+    /// The JSON does not have this form.
     pub fn from_json(json: &Value, folder: &Path) -> Result<Conversation> {
         let Some(messages) = json.get("messages").unwrap_or(json).as_array() else {
             bail!("there is no list of messages");
@@ -79,7 +79,7 @@ impl Conversation {
         Ok(conversation)
     }
 
-    /// Whether there is anything to be seen.
+    /// Whether there are pictures or videos.
     pub fn has_pictures(&self) -> bool {
         !self.images.is_empty() || !self.videos.is_empty()
     }
@@ -103,7 +103,7 @@ impl Conversation {
         Ok(())
     }
 
-    /// A part as templates see it; its pictures are noted.
+    /// Converts a part to the form for templates, and records its pictures.
     fn part(&mut self, part: &Value, folder: &Path) -> Result<Value> {
         let kind = part["type"].as_str().unwrap_or_default();
         match kind {

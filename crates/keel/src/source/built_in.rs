@@ -1,4 +1,4 @@
-//! The model that is part of the program: `models/demo`, a small one that tells stories.
+//! The built-in model: `models/demo`, a small model that tells stories.
 
 use std::path::Path;
 
@@ -6,10 +6,10 @@ use anyhow::Result;
 use keel_text::TextFiles;
 use keel_weights::Checkpoint;
 
-/// How messages and reports call the model. There is no such folder.
+/// The model's name in messages and reports. There is no such folder.
 pub const NAME: &str = "built-in/demo";
 
-/// Aligned as a mapped file's data would be, so that tensors are lent, not copied.
+/// Aligned like the data of a mapped file, so that tensors are borrowed and not copied.
 #[repr(C, align(64))]
 struct Aligned<B: ?Sized>(B);
 
@@ -19,15 +19,15 @@ const GENERATION_CONFIG: &[u8] = include_bytes!("../../../../models/demo/generat
 const TOKENIZER: &[u8] = include_bytes!("../../../../models/demo/tokenizer.json");
 const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../../../models/demo/tokenizer_config.json");
 
-/// The checkpoint, whose weights lie in the program's own file and are read as they are used.
+/// The checkpoint. Its weights are part of the program's file, and pages are read when used.
 ///
 /// # Errors
-/// None, unless the program was built from a broken model.
+/// Only if the program was built from a broken model.
 pub fn checkpoint() -> Result<Checkpoint> {
     Ok(Checkpoint::in_memory(Path::new(NAME), CONFIG, &WEIGHTS.0)?)
 }
 
-/// The tokenizer and what belongs to it.
+/// The tokenizer and its settings.
 pub fn text_files() -> TextFiles<'static> {
     TextFiles::in_memory(TOKENIZER)
         .with_tokenizer_config(TOKENIZER_CONFIG)
@@ -35,7 +35,7 @@ pub fn text_files() -> TextFiles<'static> {
         .with_generation_config(GENERATION_CONFIG)
 }
 
-/// Tells this model from that of another build.
+/// A hash that distinguishes this model from those of other builds.
 pub fn identity() -> String {
     use std::hash::{DefaultHasher, Hasher};
     let mut hasher = DefaultHasher::new();

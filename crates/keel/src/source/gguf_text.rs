@@ -1,4 +1,4 @@
-//! The text side of a GGUF file, from and to its metadata.
+//! Converts the text side of a GGUF file from and to its metadata.
 
 use anyhow::Result;
 use keel_text::{ExportedVocabulary, TextFiles, TokenKind, Vocabulary};
@@ -9,10 +9,10 @@ pub fn has_vocabulary(file: &GgufFile) -> bool {
     file.metadata().contains_key("tokenizer.ggml.tokens")
 }
 
-/// The text files that the metadata amounts to.
+/// The text files that correspond to the metadata.
 ///
 /// # Errors
-/// A vocabulary of a kind that is not read, or that contradicts itself.
+/// The vocabulary's kind is not supported, or the vocabulary contradicts itself.
 pub fn text_files(file: &GgufFile, name: String) -> Result<TextFiles<'static>> {
     let keys = Keys(file);
     let kinds = keys.list("token_type");
@@ -54,7 +54,7 @@ pub fn text_files(file: &GgufFile, name: String) -> Result<TextFiles<'static>> {
     Ok(TextFiles::from_vocabulary(&vocabulary)?)
 }
 
-/// The metadata that [`text_files`] reads.
+/// Writes the metadata that [`text_files`] reads.
 pub fn write_vocabulary(vocabulary: &ExportedVocabulary, metadata: &mut GgufMetadata) {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     metadata.string(&key("model"), vocabulary.model);

@@ -4,33 +4,33 @@ use std::fmt;
 
 use anyhow::{Result, bail};
 
-/// The branch that is meant where no revision is named.
+/// The default branch.
 const MAIN: &str = "main";
 
 /// `owner/name`, `owner/name@revision`, `owner/name:PICK` or `owner/name@revision:PICK`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubName {
-    /// Whose model it is.
+    /// The model's owner.
     pub owner: String,
-    /// Its name.
+    /// The model's name.
     pub name: String,
     /// A branch, a tag or a commit; `None` is the branch `main`.
     pub revision: Option<String>,
-    /// Which GGUF file of several: a coding such as `Q4_K_M`, or a file's name.
+    /// Selects one of several GGUF files: a coding such as `Q4_K_M`, or a file's name.
     pub pick: Option<String>,
 }
 
 impl HubName {
-    /// Whether a text has the form of a name, whatever revision and pick are.
+    /// Whether a text has the form of a name. Revision and pick are not checked.
     pub fn looks_like(text: &str) -> bool {
         let end = text.find(['@', ':']).unwrap_or(text.len());
         text[..end].split_once('/').is_some_and(|(owner, name)| is_part(owner) && is_part(name))
     }
 
-    /// Reads a name.
+    /// Parses a name.
     ///
     /// # Errors
-    /// What in it is not allowed.
+    /// A part of the name is not allowed.
     pub fn parse(text: &str) -> Result<HubName> {
         if !HubName::looks_like(text) {
             bail!(
@@ -68,12 +68,12 @@ impl HubName {
         format!("{}/{}", self.owner, self.name)
     }
 
-    /// The branch, tag or commit that is meant.
+    /// The branch, tag or commit.
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or(MAIN)
     }
 
-    /// The commit, where the revision is one.
+    /// The revision, if it is a commit.
     pub fn commit(&self) -> Option<&str> {
         self.revision.as_deref().filter(|revision| is_commit(revision))
     }
@@ -91,17 +91,17 @@ fn is_plain(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_.".contains(c)
 }
 
-/// One name without a slash that is safe as a file's.
+/// Whether a text has no slash and is safe as a file name.
 pub fn is_part(part: &str) -> bool {
     !part.is_empty() && part.len() <= 96 && !part.starts_with('.') && part.chars().all(is_plain)
 }
 
-/// Branches may have slashes: `refs/pr/1`.
+/// Whether a text can be a revision. Branches may contain slashes: `refs/pr/1`.
 fn is_revision(revision: &str) -> bool {
     revision.len() <= 200 && revision.split('/').all(is_part)
 }
 
-/// Whether a text is the whole hash of a commit.
+/// Whether a text is the full hash of a commit.
 pub fn is_commit(text: &str) -> bool {
     text.len() == 40 && text.chars().all(|c| c.is_ascii_digit() || ('a'..='f').contains(&c))
 }

@@ -1,4 +1,4 @@
-//! A hub of our own, on this machine, as good or as bad as a test needs it.
+//! A local hub for tests, with configurable faults.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
@@ -9,35 +9,35 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use ring::digest::{SHA256, digest};
 use serde_json::{Value, json};
 
-/// The commit that every branch and tag is.
+/// The commit of every branch and tag.
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// Files of at least so many bytes are large: the hub tells their SHA-256.
+/// Files of at least this size count as large: the hub reports their SHA-256.
 const LARGE_BYTES: usize = 10_000;
 
-/// One request that came.
+/// A request that the hub received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Asked {
     pub path: String,
-    /// Where the bytes that were asked for begin.
+    /// The first requested byte.
     pub start: Option<usize>,
     pub token: Option<String>,
 }
 
-/// How the hub behaves.
+/// Behaviour of the hub.
 #[derive(Clone, Debug, Default)]
 pub struct Manners {
-    /// Answers only those who bring this token.
+    /// Requires this token.
     pub token: Option<&'static str>,
-    /// Ends an answer after so many bytes.
+    /// Ends each answer after this number of bytes.
     pub cut_after: Option<usize>,
-    /// Names hashes that are not those of the files.
+    /// Reports wrong hashes.
     pub lies: bool,
-    /// Sends those who ask for large files to another host.
+    /// Redirects requests for large files to another host.
     pub redirects: bool,
 }
 
-/// A hub with one model, `owner/name`, for as long as the process lives.
+/// A hub with one model, `owner/name`. It lives as long as the process.
 pub struct Hub {
     pub endpoint: String,
     asked: Arc<Mutex<Vec<Asked>>>,
@@ -52,7 +52,7 @@ struct Shelf {
 }
 
 impl Hub {
-    /// Starts one with these files.
+    /// Starts a hub with these files.
     pub fn start(files: Vec<(String, Vec<u8>)>, manners: Manners) -> Hub {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
         let port = listener.local_addr().expect("bound").port();
@@ -60,30 +60,30 @@ impl Hub {
         let shelf = Shelf { files, port, asked: Arc::clone(&asked), manners: Arc::clone(&manners) };
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                // A client that hangs up is no concern of the hub.
+                // A client that disconnects does not matter to the hub.
                 let _ = shelf.answer(stream);
             }
         });
         Hub { endpoint: format!("http://127.0.0.1:{port}"), asked, manners }
     }
 
-    /// What was asked for since the last call.
+    /// Requests since the last call.
     pub fn take_asked(&self) -> Vec<Asked> {
         std::mem::take(&mut *lock(&self.asked))
     }
 
-    /// Changes its manners.
+    /// Changes the behaviour.
     pub fn behave(&self, manners: Manners) {
         *lock(&self.manners) = manners;
     }
 
-    /// Runs keel with this hub, and with `home` for its cache.
+    /// Runs keel with this hub, and with its cache in `home`.
     pub fn keel(&self, home: &Path, args: &[&str], variables: &[(&str, &str)]) -> Output {
         keel_with_hub(&self.endpoint, home, args, variables)
     }
 }
 
-/// Runs keel with a hub, and with `home` for its cache.
+/// Runs keel with a hub, and with its cache in `home`.
 pub fn keel_with_hub(endpoint: &str, home: &Path, args: &[&str], variables: &[(&str, &str)]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_keel"))
         .args(args)
@@ -103,7 +103,7 @@ fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
     shared.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// The SHA-256 of bytes, as the hub writes it.
+/// The SHA-256 of bytes, in the hub's format.
 pub fn sha256(bytes: &[u8]) -> String {
     digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -176,7 +176,7 @@ impl Shelf {
     }
 }
 
-/// Promises the whole body, and sends at most `cut` bytes of it.
+/// Announces the whole body, but sends at most `cut` bytes of it.
 fn respond(
     mut stream: TcpStream,
     status: &str,

@@ -1,4 +1,4 @@
-//! What the tests of the program share: running it, fixtures, and reading what it wrote.
+//! Helpers for the tests of the program: they run it, provide fixtures, and read its output.
 
 #![allow(dead_code, unused_imports)] // each test file uses its part
 
@@ -15,7 +15,7 @@ pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
 use keel_weights::{SafetensorsFile, TensorSource};
 use serde_json::Value;
 
-/// A writable copy of a fixture, to be damaged.
+/// A writable copy of a fixture.
 pub fn copy_of(name: &str) -> tempfile::TempDir {
     let source = fixture(name);
     let target = tempfile::tempdir().expect("a temporary folder");
@@ -26,12 +26,12 @@ pub fn copy_of(name: &str) -> tempfile::TempDir {
     target
 }
 
-/// Runs keel; its input is empty.
+/// Runs keel with empty input.
 pub fn keel(args: &[&str]) -> Output {
     keel_with_input(args, "")
 }
 
-/// Runs keel with this on its standard input. Where no device is named it is the CPU, and no hub is asked.
+/// Runs keel with `input` on standard input. The default device is the CPU, and no hub is contacted.
 pub fn keel_with_input(args: &[&str], input: &str) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
         .args(args)
@@ -43,12 +43,12 @@ pub fn keel_with_input(args: &[&str], input: &str) -> Output {
         .stderr(Stdio::piped())
         .spawn()
         .expect("keel starts");
-    // A program that has failed already does not read its input.
+    // A program that already failed does not read its input.
     let _ = child.stdin.take().expect("piped").write_all(input.as_bytes());
     child.wait_with_output().expect("keel ends")
 }
 
-/// Runs keel, which must succeed; its standard output.
+/// Runs keel, which must succeed, and returns its standard output.
 pub fn succeed(args: &[&str]) -> String {
     let output = keel(args);
     assert!(output.status.success(), "keel {}: {}", args.join(" "), stderr(&output));
@@ -60,12 +60,12 @@ pub fn json(args: &[&str]) -> Value {
     serde_json::from_str(&succeed(args)).expect("JSON")
 }
 
-/// Runs keel, which must fail with one line that says `reason`, and no sign of a panic.
+/// Runs keel, which must fail with one line that contains `reason`, and without a panic.
 pub fn fail(args: &[&str], reason: &str) {
     fail_with(1, args, reason);
 }
 
-/// As [`fail`], for what is wrong usage but looks sound to the parser of the command line.
+/// As [`fail`], for wrong usage that the command-line parser cannot detect.
 pub fn misuse(args: &[&str], reason: &str) {
     fail_with(2, args, reason);
 }

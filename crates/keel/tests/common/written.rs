@@ -6,7 +6,7 @@ use std::path::Path;
 use half::f16;
 use serde_json::{Value, json};
 
-/// Numbers that look drawn.
+/// Pseudo-random numbers.
 pub struct Numbers(pub u64);
 
 impl Numbers {
@@ -16,13 +16,13 @@ impl Numbers {
         (self.0 >> 33) as usize % bound
     }
 
-    /// Between -1 and 1, exact in f16.
+    /// A number between -1 and 1, exact in f16.
     pub fn unit(&mut self) -> f32 {
         f16::from_f32(self.below(2001) as f32 / 1000.0 - 1.0).to_f32()
     }
 }
 
-/// Tensors to be written: type, shape, bytes.
+/// Tensors to write: type, shape, bytes.
 pub type Tensors = BTreeMap<String, (&'static str, Vec<usize>, Vec<u8>)>;
 
 /// Values as f16.
@@ -35,13 +35,13 @@ pub fn f16_exact(values: Vec<f32>) -> Vec<f32> {
     values.into_iter().map(|v| f16::from_f32(v).to_f32()).collect()
 }
 
-/// Eight values of 4 bits in a word, each at its shift.
+/// Packs eight 4-bit values into a word, each at its shift.
 pub fn words(values: &[u32], shifts: [u32; 8]) -> Vec<u8> {
     let word = |eight: &[u32]| eight.iter().zip(shifts).fold(0, |word, (value, shift)| word | value << shift);
     values.chunks_exact(8).flat_map(|eight| word(eight).to_le_bytes()).collect()
 }
 
-/// Writes them as the weights of a folder.
+/// Writes tensors as the weights of a folder.
 pub fn save(folder: &Path, tensors: &Tensors) {
     let mut header = serde_json::Map::new();
     let mut data = Vec::new();
@@ -55,7 +55,7 @@ pub fn save(folder: &Path, tensors: &Tensors) {
     std::fs::write(folder.join("model.safetensors"), file).expect("the folder is writable");
 }
 
-/// Says in a folder's config how its weights are quantised.
+/// Sets the quantisation in a folder's config.
 pub fn set_quantization(folder: &Path, quantization: Value) {
     let path = folder.join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(&path).expect("there")).expect("JSON");

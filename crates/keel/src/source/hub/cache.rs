@@ -1,4 +1,4 @@
-//! The folder of models, laid out as the hub's other clients have it, so that each finds what another has downloaded:
+//! The folder of models. Its layout is that of the hub's other clients, so that they share their downloads:
 //!
 //! ```text
 //! models--OWNER--NAME/blobs/HASH              the contents of a file; HASH.incomplete while it is on its way
@@ -22,22 +22,22 @@ pub struct Cache {
     root: PathBuf,
 }
 
-/// A model that is there.
+/// A downloaded model.
 #[derive(Clone, Debug)]
 pub struct Entry {
     /// `owner/name`.
     pub repository: String,
     /// The commit.
     pub commit: String,
-    /// Branches and tags that are this commit.
+    /// Branches and tags that point to this commit.
     pub revisions: Vec<String>,
-    /// GGUF files; none of a checkpoint.
+    /// GGUF files. Empty for a checkpoint.
     pub gguf: Vec<String>,
-    /// Whether it can be run.
+    /// Whether the files suffice to run the model.
     pub is_complete: bool,
-    /// Bytes of its files.
+    /// Total size of its files.
     pub bytes: u64,
-    /// When it was downloaded.
+    /// Time of the download.
     pub changed: Option<SystemTime>,
 }
 
@@ -46,7 +46,7 @@ impl Cache {
         Cache { root }
     }
 
-    /// Where it is.
+    /// The folder's path.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -56,7 +56,7 @@ impl Cache {
         self.root.join(format!("models--{}--{}", name.owner, name.name))
     }
 
-    /// Where the contents of a file are kept.
+    /// The path of a file's contents.
     pub fn blob(&self, name: &HubName, blob: &str) -> PathBuf {
         self.repository(name).join("blobs").join(blob)
     }
@@ -66,7 +66,7 @@ impl Cache {
         self.repository(name).join("snapshots").join(commit)
     }
 
-    /// What there is of a name: a folder, or the path of a GGUF file.
+    /// Finds a downloaded model: a folder, or the path of a GGUF file.
     pub fn find(&self, name: &HubName) -> Option<PathBuf> {
         let commit = match name.commit() {
             Some(commit) => commit.to_string(),
@@ -86,10 +86,10 @@ impl Cache {
         picked.first().map(|file| folder.join(file))
     }
 
-    /// Notes which commit a branch or tag is.
+    /// Records the commit of a branch or tag.
     ///
     /// # Errors
-    /// If the folder cannot be written.
+    /// The folder cannot be written.
     pub fn note_revision(&self, name: &HubName, commit: &str) -> Result<()> {
         if name.commit().is_some() {
             return Ok(());
@@ -100,10 +100,10 @@ impl Cache {
         written.with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Gives contents a name in a commit's folder.
+    /// Links a file of a commit's folder to its contents.
     ///
     /// # Errors
-    /// If the folder cannot be written.
+    /// The folder cannot be written.
     pub fn link(&self, name: &HubName, commit: &str, file: &str, blob: &str) -> Result<()> {
         let path = self.snapshot(name, commit).join(file);
         if path.exists() {
@@ -112,7 +112,7 @@ impl Cache {
         let up = "../".repeat(2 + file.matches('/').count());
         let link = || -> std::io::Result<()> {
             path.parent().map_or(Ok(()), fs::create_dir_all)?;
-            // A link whose contents are gone.
+            // The path may be a link to contents that were deleted.
             let _ = fs::remove_file(&path);
             link_to(&Path::new(&up).join("blobs").join(blob), &self.blob(name, blob), &path)
         };
@@ -122,7 +122,7 @@ impl Cache {
     /// All models, by name.
     ///
     /// # Errors
-    /// If the folder is there and cannot be read.
+    /// The folder exists and cannot be read.
     pub fn entries(&self) -> Result<Vec<Entry>> {
         if !self.root.exists() {
             return Ok(Vec::new());
@@ -147,11 +147,11 @@ impl Cache {
         Ok(entries)
     }
 
-    /// Removes what a name means: a GGUF file, a revision, or the whole model; and contents that nothing is linked to any
-    /// more. Returns the bytes that this frees.
+    /// Removes a GGUF file, a revision or a whole model, depending on the name. Contents without any link to them are
+    /// removed, too. Returns the number of bytes freed.
     ///
     /// # Errors
-    /// If it is not there, or cannot be removed.
+    /// There is no such model, or it cannot be removed.
     pub fn remove(&self, name: &HubName) -> Result<u64> {
         let folder = self.repository(name);
         if !folder.is_dir() {
@@ -186,7 +186,7 @@ impl Cache {
     }
 }
 
-/// Removes empty snapshots and contents without a link; the whole folder when no snapshot is left.
+/// Removes empty snapshots and contents without a link. If no snapshot is left, removes the whole folder.
 fn sweep(folder: &Path) -> std::io::Result<()> {
     let snapshots = folder.join("snapshots");
     let mut linked = BTreeSet::new();
@@ -230,7 +230,7 @@ fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[(String, St
     }
 }
 
-/// Whether a folder has a config and all weights files that its index names.
+/// Whether a folder has a config, and all weights files in its index.
 fn is_checkpoint(folder: &Path) -> bool {
     if !folder.join("config.json").is_file() {
         return false;
@@ -246,7 +246,7 @@ fn is_checkpoint(folder: &Path) -> bool {
 
 fn gguf_files(folder: &Path) -> Vec<String> {
     let mut files = files_below(folder, "");
-    // A link may be left whose contents are gone.
+    // The contents of a link may have been deleted.
     files.retain(|file| is_gguf_model(file) && folder.join(file).is_file());
     files
 }
@@ -270,7 +270,7 @@ fn names_in(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Files below a folder, with their folders' names before them. Links are files.
+/// Files below a folder, with paths relative to it. Links count as files.
 fn files_below(folder: &Path, prefix: &str) -> Vec<String> {
     let mut files = Vec::new();
     for name in names_in(folder) {
@@ -285,7 +285,7 @@ fn files_below(folder: &Path, prefix: &str) -> Vec<String> {
     files
 }
 
-/// Bytes of all files below a folder, links not followed.
+/// Bytes of all files below a folder. Links are not followed.
 fn bytes_below(folder: &Path) -> u64 {
     let bytes = |file: String| fs::symlink_metadata(folder.join(file)).map_or(0, |facts| facts.len());
     files_below(folder, "").into_iter().map(bytes).sum()
@@ -296,7 +296,7 @@ fn link_to(relative: &Path, _contents: &Path, path: &Path) -> std::io::Result<()
     std::os::unix::fs::symlink(relative, path)
 }
 
-/// Where links need rights that people do not have, the contents have a second name.
+/// On systems where links need special rights, the contents get a second name.
 #[cfg(not(unix))]
 fn link_to(_relative: &Path, contents: &Path, path: &Path) -> std::io::Result<()> {
     fs::hard_link(contents, path).or_else(|_| fs::copy(contents, path).map(|_| ()))

@@ -1,14 +1,14 @@
-//! Which files of a model are downloaded.
+//! Chooses the files of a model to download.
 
 use anyhow::{Result, bail};
 
 use super::client::RemoteFile;
 use crate::source::hub_name::HubName;
 
-/// Of several GGUF files the one that is taken where nothing is picked: four bits and a half, the usual compromise.
+/// The GGUF coding to use if there are several and none is picked. It has 4.5 bits, the usual compromise.
 const USUAL_CODING: &str = "Q4_K_M";
 
-/// What runs a model.
+/// The files that are needed to run a model.
 #[derive(Debug, PartialEq)]
 pub enum Wanted<'a> {
     /// A checkpoint: config, weights and text files, in one folder.
@@ -29,7 +29,7 @@ impl<'a> Wanted<'a> {
     /// Chooses among the files of a model.
     ///
     /// # Errors
-    /// If none can be run, or it is not clear which; the message names those that there are.
+    /// No file can be run, or the choice is ambiguous. The message lists the files.
     pub fn choose(name: &HubName, files: &'a [RemoteFile]) -> Result<Wanted<'a>> {
         let gguf: Vec<&RemoteFile> = files.iter().filter(|file| is_gguf_model(&file.path)).collect();
         if let Some(pick) = &name.pick {
@@ -49,14 +49,14 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// Config, weights and text files in the root of the model; empty if one of the first two is missing.
+/// Config, weights and text files in the root folder. Empty if there is no config, or if there are no weights.
 fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     let in_root = || files.iter().filter(|file| !file.path.contains('/'));
     let weights: Vec<&RemoteFile> = in_root().filter(|file| file.path.ends_with(".safetensors")).collect();
     if weights.is_empty() || !in_root().any(|file| file.path == "config.json") {
         return Vec::new();
     }
-    // The same weights may be there once more under the names of another program.
+    // The same weights may also exist under the names of another program.
     let is_usual = |file: &&&RemoteFile| file.path.starts_with("model");
     let has_usual = weights.iter().any(|file| is_usual(&file));
     let weights = weights.iter().filter(|file| !has_usual || is_usual(file)).copied();
@@ -64,13 +64,13 @@ fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     in_root().filter(is_text).chain(weights).collect()
 }
 
-/// Whether a file is a model by itself, not a part for reading pictures or a table for quantising.
+/// Whether a file is a complete model, and not a vision part or a table for quantisation.
 pub fn is_gguf_model(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
     name.ends_with(".gguf") && !name.contains("mmproj") && !name.contains("imatrix")
 }
 
-/// Whether a file is one part of several: `-00001-of-00003.gguf`.
+/// Whether a file is one of several parts: `-00001-of-00003.gguf`.
 fn is_split(path: &str) -> bool {
     let stem = path.strip_suffix(".gguf").unwrap_or(path);
     let mut parts = stem.rsplit('-');
@@ -80,7 +80,7 @@ fn is_split(path: &str) -> bool {
     is_number(parts.next()) && parts.next() == Some("of") && is_number(parts.next())
 }
 
-/// Whether a GGUF file is the one that a pick means: its whole name, or a coding as one of its parts.
+/// Whether a pick selects a GGUF file: by its whole name, or by a coding in its name.
 pub fn is_picked(path: &str, pick: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
     let pick = pick.to_ascii_lowercase();
@@ -89,7 +89,7 @@ pub fn is_picked(path: &str, pick: &str) -> bool {
     }
     let stem = name.strip_suffix(".gguf").unwrap_or(&name);
     stem.match_indices(&pick).any(|(at, _)| {
-        // Q4_K is not part of Q4_K_M, nor 4_K of Q4_K; UD-Q4_K_XL holds Q4_K_XL.
+        // Q4_K does not match Q4_K_M, and 4_K does not match Q4_K. But Q4_K_XL matches UD-Q4_K_XL.
         let is_edge = |c: Option<char>| c.is_none_or(|c| !c.is_ascii_alphanumeric() && c != '_');
         is_edge(stem[..at].chars().next_back()) && is_edge(stem[at + pick.len()..].chars().next())
     })
@@ -98,7 +98,7 @@ pub fn is_picked(path: &str, pick: &str) -> bool {
 fn choose_gguf<'a>(name: &HubName, gguf: &[&'a RemoteFile], pick: &str) -> Result<&'a RemoteFile> {
     let mut picked: Vec<&RemoteFile> =
         gguf.iter().filter(|file| is_picked(&file.path, pick)).copied().collect();
-    // UD-Q4_K_M.gguf and Q4_K_M.gguf may lie next to each other: the plainer name is meant.
+    // If both UD-Q4_K_M.gguf and Q4_K_M.gguf exist, the shorter name is meant.
     picked.sort_by_key(|file| (file.path.matches('/').count(), file.path.len()));
     let repository = name.repository();
     match picked.first() {

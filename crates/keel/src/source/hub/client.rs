@@ -10,14 +10,14 @@ use ureq::config::RedirectAuthHeaders;
 use super::settings::Settings;
 use crate::source::hub_name::{HubName, is_commit};
 
-/// Seconds to connect, and for an answer to begin.
+/// Timeout for connecting, and for the start of an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Seconds without a byte of a file.
+/// Longest time without a byte of a file.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
-/// A list of files. The longest have some thousands, of 300 bytes each.
+/// Largest size of a list of files. The longest lists have some thousands of entries of 300 bytes.
 const LISTING_BYTES_MAX: u64 = 32 << 20;
 
-/// Why the hub gave nothing.
+/// Why the hub did not deliver.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     #[error("it has no such model or revision (or it is private: then set HF_TOKEN)")]
@@ -36,7 +36,7 @@ pub enum HubError {
 }
 
 impl HubError {
-    /// Whether the same may succeed later.
+    /// Whether a repetition may succeed later.
     pub fn is_passing(&self) -> bool {
         match self {
             HubError::Unreachable(_) => true,
@@ -49,20 +49,20 @@ impl HubError {
 /// One file of a model on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteFile {
-    /// Its name, with folders.
+    /// Path of the file inside the model.
     pub path: String,
-    /// Bytes, if the hub says.
+    /// Size in bytes, if the hub reports it.
     pub size: Option<u64>,
-    /// Of large files the hash.
+    /// Hash of the contents, for large files.
     pub sha256: Option<String>,
-    /// What the hub calls the contents: the hash of a large file, git's of a small one.
+    /// The hub's name of the contents: the SHA-256 of a large file, git's hash of a small file.
     pub blob: Option<String>,
 }
 
 /// The files of a revision.
 #[derive(Debug)]
 pub struct Listing {
-    /// The commit that the revision is now.
+    /// The revision's current commit.
     pub commit: String,
     pub files: Vec<RemoteFile>,
 }
@@ -89,14 +89,14 @@ struct Lfs {
     size: Option<u64>,
 }
 
-/// Bytes of a file from some point on.
+/// A file's bytes from some position on.
 pub struct Tail {
-    /// Where the bytes begin: where they were asked for, or 0 if the hub sends the whole file.
+    /// Position of the first byte: the requested one, or 0 if the hub sends the whole file.
     pub start: u64,
     pub body: Box<dyn Read>,
 }
 
-/// Asks one hub.
+/// A client of one hub.
 pub struct Client {
     agent: Agent,
     endpoint: String,
@@ -108,7 +108,7 @@ impl Client {
         let config = Agent::config_builder()
             .user_agent(concat!("keel/", env!("CARGO_PKG_VERSION")))
             .http_status_as_error(false)
-            // Files lie with other hosts, which must not see the token.
+            // Files are on other hosts, which must not receive the token.
             .redirect_auth_headers(RedirectAuthHeaders::SameHost)
             .timeout_connect(Some(ANSWER_TIMEOUT))
             .timeout_recv_response(Some(ANSWER_TIMEOUT))
@@ -124,7 +124,7 @@ impl Client {
     /// The files of a model's revision.
     ///
     /// # Errors
-    /// If the hub does not have it, does not give it, or says what makes no sense.
+    /// The hub does not have the model, refuses it, or sends an invalid answer.
     pub fn listing(&self, name: &HubName) -> Result<Listing, HubError> {
         let revision = name.revision().replace('/', "%2F");
         let url =
@@ -144,7 +144,7 @@ impl Client {
         Ok(Listing { commit: info.sha, files: files.collect() })
     }
 
-    /// A file of a commit, from `start` on where the hub can do that.
+    /// A file of a commit, from `start` on if the hub supports that.
     ///
     /// # Errors
     /// As [`Client::listing`].
@@ -174,9 +174,9 @@ impl Client {
         let response = request.call().map_err(|error| HubError::Unreachable(error.to_string()))?;
         match response.status().as_u16() {
             200 | 206 => Ok(response),
-            // What was read so far is not of this file: it is asked for as a whole.
+            // The partial file on disk does not belong to this file, so the whole file is requested.
             416 if range.is_some() => self.get(url, None),
-            // Without a token the hub says the same of what does not exist and of what is private.
+            // Without a token, the hub answers the same for missing and for private models.
             401 if self.token.is_none() && !is_gated(&response) => Err(HubError::NotFound),
             404 => Err(HubError::NotFound),
             status @ (401 | 403) => Err(HubError::Denied(status)),
@@ -185,7 +185,7 @@ impl Client {
     }
 }
 
-/// Whether the hub says that a model's terms come first.
+/// Whether the hub requires accepting the model's terms first.
 fn is_gated<B>(response: &ureq::http::Response<B>) -> bool {
     response.headers().get("x-error-code").is_some_and(|code| code == "GatedRepo")
 }
@@ -200,7 +200,7 @@ impl From<Sibling> for RemoteFile {
     }
 }
 
-/// Whether a path of the hub stays below its folder.
+/// Whether a path from the hub stays inside its folder.
 fn is_safe(path: &str) -> bool {
     let is_part = |part: &str| {
         !part.is_empty()
@@ -212,7 +212,7 @@ fn is_safe(path: &str) -> bool {
     path.split('/').all(is_part)
 }
 
-/// As a part of an address.
+/// Percent-encodes a part of a URL.
 fn encoded(part: &str) -> String {
     let byte = |b: u8| match b {
         b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => (b as char).to_string(),

@@ -1,4 +1,4 @@
-//! Files on their way: resumed where they were interrupted, checked before they count.
+//! Downloads files. Interrupted downloads are resumed, and files are checked before use.
 
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
@@ -13,24 +13,24 @@ use ring::digest::{Context as Hasher, SHA256};
 use super::client::{Client, HubError, RemoteFile};
 use crate::source::hub_name::HubName;
 
-/// Failures in a row, without a byte between them, after which a download is given up.
+/// Number of failures in a row, without a byte in between, after which a download is given up.
 const TRIES: u32 = 5;
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Where a file comes from.
+/// The source of a file.
 pub struct Origin<'a> {
     pub client: &'a Client,
     pub name: &'a HubName,
     pub commit: &'a str,
-    /// Seconds between tries are a multiple of this.
+    /// Unit of the pause between tries. The pause grows with the number of failures.
     pub pause: Duration,
 }
 
-/// Downloads one file to `blob`, on from what an earlier try has left, and checks its size and its hash.
+/// Downloads one file to `blob` and checks its size and hash. It resumes an earlier partial download.
 ///
 /// # Errors
-/// If the hub does not give it, it is not what the hub says it is, or it cannot be written. What was read so far stays for the
-/// next try, unless it is wrong.
+/// The hub does not deliver the file, the file does not match the hub's size or hash, or it cannot be written. The
+/// bytes read so far stay for the next try, unless they are wrong.
 pub fn download(origin: &Origin<'_>, file: &RemoteFile, blob: &Path, bar: &ProgressBar) -> Result<()> {
     let cannot_write = || format!("cannot write {}", blob.display());
     let folder = blob.parent().context("a file lies in a folder")?;
@@ -61,7 +61,7 @@ pub fn download(origin: &Origin<'_>, file: &RemoteFile, blob: &Path, bar: &Progr
     target.sync_all().and_then(|()| std::fs::rename(&partial, blob)).with_context(cannot_write)
 }
 
-/// Reads until the file is complete, again and again as long as there is progress.
+/// Requests the file until it is complete. Retries as long as there is progress.
 fn fetch(origin: &Origin<'_>, file: &RemoteFile, target: &mut File, bar: &ProgressBar) -> Result<()> {
     let mut have = target.metadata()?.len();
     if file.size.is_some_and(|size| have > size) {
@@ -101,7 +101,7 @@ enum Failure {
     Disk(std::io::Error),
 }
 
-/// One request, from `have` on, which counts up.
+/// Makes one request for the bytes from `have` on. `have` counts the bytes that are written.
 fn read_on(
     origin: &Origin<'_>,
     file: &RemoteFile,
@@ -138,7 +138,7 @@ fn read_on(
     }
 }
 
-/// Compares what is on the disk with what the hub says the file is.
+/// Compares the file on disk with the size and hash from the hub.
 fn check(file: &RemoteFile, contents: &mut File) -> Result<()> {
     let bytes = contents.metadata()?.len();
     if let Some(size) = file.size.filter(|&size| size != bytes) {

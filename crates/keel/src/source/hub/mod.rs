@@ -1,8 +1,8 @@
-//! Models from the Hugging Face hub, kept in the folder of its other clients.
+//! Models from the Hugging Face hub, in the folder that its other clients use, too.
 //!
-//! What is there is used as it is, without a question to the hub: a run never changes the model under its user. `keel pull`
-//! asks for the newest. A client of our own over ureq, because the one that there is (hf-hub 0.5) neither resumes nor checks
-//! what it downloads, and knows no offline mode.
+//! A downloaded model is used without a request to the hub, so a run never changes its model. `keel pull` gets the
+//! newest version. This is a client of our own over ureq. The existing client (hf-hub 0.5) does not resume or check
+//! downloads, and has no offline mode.
 
 mod cache;
 mod choice;
@@ -25,22 +25,22 @@ use choice::Wanted;
 use client::{Client, RemoteFile};
 use download::{Origin, download};
 
-/// Before a failed request is repeated; each further time longer.
+/// Pause before a failed request is repeated. Each further pause is longer.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// What a download came to.
+/// The result of a download.
 pub struct Pulled {
-    /// The folder, or the GGUF file.
+    /// The model's folder, or its GGUF file.
     pub path: PathBuf,
     pub commit: String,
-    /// Bytes that came over the network.
+    /// Bytes received over the network.
     pub new_bytes: u64,
 }
 
-/// The folder or file of a model, downloaded if it is not there.
+/// Finds the folder or file of a model, and downloads the model if necessary.
 ///
 /// # Errors
-/// If it is not there and cannot be downloaded.
+/// It is not in the folder of models and cannot be downloaded.
 pub fn locate(text: &str) -> Result<PathBuf> {
     let name = HubName::parse(text)?;
     let settings = Settings::from_env()?;
@@ -50,10 +50,12 @@ pub fn locate(text: &str) -> Result<PathBuf> {
     pull(&name, &settings).map(|pulled| pulled.path)
 }
 
-/// Downloads what is not there yet of a model's newest state, with a bar on standard error.
+/// Downloads the missing files of a model's newest version, with a progress bar on standard error.
 ///
 /// # Errors
-/// If the hub may not or cannot be asked, does not have it, or gives what is not right; if there is no room.
+/// - The program is offline, or the hub cannot be reached.
+/// - The hub does not have the model, or sends wrong data.
+/// - The disk has too little space.
 pub fn pull(name: &HubName, settings: &Settings) -> Result<Pulled> {
     let cache = Cache::new(settings.cache.clone());
     if settings.offline {
@@ -95,7 +97,7 @@ pub fn pull(name: &HubName, settings: &Settings) -> Result<Pulled> {
     Ok(Pulled { path, commit: commit.clone(), new_bytes })
 }
 
-/// What a file's contents are called on disk. A hub that names no hash has its files kept by commit and name.
+/// The name of a file's contents on disk. If the hub reports no hash, the name is made of commit and path.
 fn blob_of(file: &RemoteFile, commit: &str) -> String {
     file.blob.clone().unwrap_or_else(|| format!("{commit}-{}", file.path.replace('/', "-")))
 }
@@ -104,7 +106,7 @@ fn sum(files: &[&RemoteFile]) -> u64 {
     files.iter().filter_map(|file| file.size).sum()
 }
 
-/// Bytes that have to come yet, less those of interrupted downloads.
+/// Bytes still to download. Interrupted downloads are deducted.
 fn left(cache: &Cache, name: &HubName, commit: &str, missing: &[&RemoteFile]) -> u64 {
     let bytes = |file: &&RemoteFile| {
         let partial = cache.blob(name, &format!("{}.incomplete", blob_of(file, commit)));
@@ -114,7 +116,7 @@ fn left(cache: &Cache, name: &HubName, commit: &str, missing: &[&RemoteFile]) ->
     missing.iter().map(bytes).sum()
 }
 
-/// Refuses what the disk has no room for, before a byte is downloaded.
+/// Refuses a download that does not fit on the disk, before it starts.
 fn check_room(root: &Path, bytes: u64) -> Result<()> {
     let Some(free) = free_bytes(root) else { return Ok(()) };
     if bytes > free {
@@ -129,7 +131,7 @@ fn check_room(root: &Path, bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// Bytes that a file system has left, asked of the nearest folder that exists.
+/// Free bytes of the file system of the nearest existing folder.
 #[cfg(unix)]
 fn free_bytes(folder: &Path) -> Option<u64> {
     let existing = folder.ancestors().find(|folder| folder.is_dir())?;

@@ -1,30 +1,30 @@
-//! What the environment says about the hub, in the variables that its other clients read.
+//! Settings for the hub, from the same environment variables as its other clients.
 
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
-/// The hub itself.
+/// The hub's own address.
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// Which hub, as whom, and where models are kept.
+/// Address of the hub, credentials, and the folder of models.
 #[derive(Clone)]
 pub struct Settings {
-    /// Where the hub is, without a slash at the end: `HF_ENDPOINT`.
+    /// Address of the hub, without a slash at the end: `HF_ENDPOINT`.
     pub endpoint: String,
-    /// Who asks: `HF_TOKEN`, or the file that other clients leave after a login.
+    /// Access token: `HF_TOKEN`, or the file that other clients write at login.
     pub token: Option<String>,
-    /// Whether the network may not be used: `HF_HUB_OFFLINE`.
+    /// Whether network access is forbidden: `HF_HUB_OFFLINE`.
     pub offline: bool,
     /// The folder of models: `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME` or the user's cache folder.
     pub cache: PathBuf,
 }
 
 impl Settings {
-    /// Reads the process's environment.
+    /// Reads the environment of the process.
     ///
     /// # Errors
-    /// If a variable cannot be used, or nothing says where models are kept.
+    /// A variable is invalid, or no variable determines the folder of models.
     pub fn from_env() -> Result<Settings> {
         Settings::read(&|name| std::env::var_os(name).and_then(|value| value.into_string().ok()))
     }
