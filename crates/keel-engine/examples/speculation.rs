@@ -1,11 +1,11 @@
-//! How much speculation gains on the built-in model, and what it costs when every draft is wrong.
+//! Measures how much speculation gains on the built-in model, and how much it costs when every draft is wrong.
 //!
 //! `cargo run --release -p keel-engine --example speculation -- [TOKENS] [REPEATS] [auto]`
 //!
-//! Runs `auto`, `auto` with a drafter that is always wrong, and unless the last argument is `auto` fixed depths, each beside
-//! plain decoding: a step of the one, a step of the other, so that what else the machine does hits both alike. A step
-//! that takes more than three times the median of its kind counts as three times. Prints the rates of all REPEATS texts
-//! of TOKENS tokens, and the least and greatest ratio of a text.
+//! Runs `auto`, `auto` with a drafter that is always wrong, and each fixed depth unless the last argument is `auto`.
+//! Each run alternates with plain decoding, one step of each, so that other work on the machine slows both alike. A
+//! step that takes more than three times the median of its kind counts as three times the median. Prints the rates over
+//! all REPEATS texts of TOKENS tokens, and the least and greatest ratio of a text.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use keel_weights::Checkpoint;
 /// "Once upon a time"
 const PROMPT: [u32; 4] = [509, 496, 258, 420];
 
-/// Greedy, with drafts that the model never gives.
+/// A greedy chooser whose drafts are always wrong.
 struct AlwaysWrong(SamplerChooser, Vec<u32>, usize);
 
 impl Chooser for AlwaysWrong {
@@ -120,7 +120,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// What plain decoding gives.
+/// The text of plain decoding.
 fn text(engine: &mut Engine, tokens: usize) -> Result<Vec<u32>> {
     let sequence = engine.open()?;
     let options = GenerateOptions { max_tokens: tokens, ..GenerateOptions::default() };
@@ -130,7 +130,7 @@ fn text(engine: &mut Engine, tokens: usize) -> Result<Vec<u32>> {
     ids
 }
 
-/// Seconds of plain decoding and of rounds for the same text.
+/// Seconds of plain decoding and of rounds, for the same text.
 fn side_by_side(
     engine: &mut Engine,
     truth: &[u32],
@@ -161,7 +161,7 @@ fn side_by_side(
             steps[0].push(start.elapsed().as_secs_f64());
             decoded += 1;
         }
-        // In step with the other as far as tokens go.
+        // Rounds go on only while they have no more tokens than plain decoding.
         if ids.len() < truth.len() && (ids.len() <= decoded || decoded == truth.len()) {
             let start = Instant::now();
             let rounds = engine.round(&mut [RoundSequence {

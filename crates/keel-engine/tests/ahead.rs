@@ -1,5 +1,6 @@
-//! The host one step behind the device: the tokens are those of a host that waits for each step, and a step too many leaves no
-//! trace. On the CPU the backend only says that it queues; with `KEEL_TEST_CUDA=1` the same on a GPU, which does.
+//! A host that runs a step ahead gets the tokens of a host that waits for each step, and a step too many leaves no
+//! trace. On the CPU the backend only says that it queues. With `KEEL_TEST_CUDA=1` the same tests run on a GPU, which
+//! does.
 
 mod common;
 
@@ -35,7 +36,7 @@ fn iterator(engine: &mut Engine, options: GenerateOptions) -> TokenIterator<'_> 
     TokenIterator::new(engine, sequence, &prompt(), options, &mut |_| ()).expect("fits")
 }
 
-/// Models with and without recurrent layers, and drafts, which bring a log.
+/// Models with and without recurrent layers, each with a number of drafts. An engine with drafts has a log.
 fn models() -> Vec<(PathBuf, usize)> {
     let fixtures = ["qwen3_5", "llama", "gemma3_text"].into_iter().map(fixture);
     let mut models = vec![(demo(), 0), (demo(), 1)];
@@ -78,7 +79,7 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
         assert_eq!(queueing.take_events(), steps, "of 5 steps");
         tokens.release();
     }
-    // What needs the host between two steps waits for each.
+    // A sampler that needs the host between two steps waits for each.
     let penalised = SamplerOptions { repetition_penalty: 1.2, ..sampled() };
     let mut tokens =
         iterator(&mut engine, GenerateOptions { disposable: true, ..until(4, penalised, vec![]) });
@@ -97,7 +98,7 @@ fn the_step_behind_the_end_leaves_no_trace() {
             for sampler in [SamplerOptions::default(), sampled()] {
                 let (sequence, drawn) = waited_for(&mut engine, sampler.clone(), TOKENS);
                 engine.release(sequence);
-                // The first token in the middle that had not come before ends the text.
+                // The text ends at the first token in the middle that did not occur before.
                 let Some(at) = (3..TOKENS - 3).find(|&i| !drawn[..i].contains(&drawn[i])) else { continue };
                 let (straight, _) = waited_for(&mut engine, sampler.clone(), at + 1);
                 let want = (straight.len(), state_of(&mut engine, straight));
@@ -124,7 +125,7 @@ fn the_step_behind_the_end_leaves_no_trace() {
     }
 }
 
-/// Drafts are compared with what the device draws, so not even a sampled text shows that there were any.
+/// Drafts are compared with the tokens that the device draws, so even a sampled text is the text without drafts.
 #[test]
 fn a_sampled_text_is_the_same_with_drafts() {
     let fixtures = ["qwen3_5", "qwen3_5_moe"].into_iter().map(fixture);
@@ -158,7 +159,7 @@ fn a_sampled_text_is_the_same_with_drafts() {
     }
 }
 
-/// Goes back to the checkpoint of the prompt and from there on as if nothing had been.
+/// Rewinds to the checkpoint of the prompt. From there the sequence goes on like a fresh one.
 fn expect_rewound(engine: &mut Engine, mut sequence: SequenceCache, rest: &[u32], tokens: &[u32]) {
     assert_eq!(engine.cache_mut().rewind(&mut sequence, 64).expect("it is kept"), 64);
     engine.prefill(&mut sequence, rest, &mut Vec::new(), &mut |_| ()).expect("fits");
@@ -169,7 +170,7 @@ fn expect_rewound(engine: &mut Engine, mut sequence: SequenceCache, rest: &[u32]
     common::expect_same_state(engine, sequence, straight);
 }
 
-/// Three sequences behind prompts of their own.
+/// Three sequences, each after its own prompt.
 fn three(engine: &mut Engine) -> Vec<SequenceCache> {
     let sequences = (0..3).map(|i| {
         let mut sequence = engine.open().expect("a slot is free");
@@ -188,7 +189,7 @@ fn draws(step: usize) -> [Draw; 3] {
     [Draw::GREATEST, sampled(0), sampled(30)]
 }
 
-/// The tokens of each step, one or two steps under way, or none.
+/// The tokens of each step. One or two steps are under way if `is_ahead`, else none.
 fn batch_tokens(engine: &mut Engine, steps: usize, is_ahead: bool) -> (Vec<Vec<u32>>, Vec<SequenceCache>) {
     let mut sequences = three(engine);
     let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
@@ -202,7 +203,7 @@ fn batch_tokens(engine: &mut Engine, steps: usize, is_ahead: bool) -> (Vec<Vec<u
         if engine.steps_under_way() == 0 {
             engine.submit_decode(&mut all, Some(&tokens[step]), &draws(step)).expect("nothing is under way");
         }
-        // Now and then the host is not ahead.
+        // In some steps the host is not ahead.
         if step % 7 != 4 && step + 1 < steps {
             engine.submit_decode(&mut all, None, &draws(step + 1)).expect("one is under way");
             let refused = engine.submit_decode(&mut all, None, &draws(step + 2)).expect_err("two are");
@@ -258,7 +259,7 @@ fn what_else_runs_ends_what_is_under_way() {
             &mut engine,
             GenerateOptions { disposable: true, ..until(TOKENS, sampled(), Vec::new()) },
         );
-        // An iterator that is dropped leaves a step behind, which the next use ends.
+        // A dropped iterator leaves a step under way. The next use of the engine ends it.
         assert_eq!(tokens.take(3).count(), 3);
         assert_eq!(engine.steps_under_way(), 1);
         let mut other = decoded(&mut engine, &prompt(), &[1, 2]);
@@ -268,8 +269,8 @@ fn what_else_runs_ends_what_is_under_way() {
     }
 }
 
-/// Where launch number `launches` of the steps fails, the tokens before it come, then the error; and the sequence is where it was
-/// before the step, or says that it cannot be. Returns whether it went on.
+/// Lets launch number `launches` fail. The tokens before it come, then the error. The sequence is then as before the
+/// step, or says that it cannot go on. Returns whether it went on.
 fn fail_at(
     engine: &mut Engine,
     queueing: &Queueing,

@@ -1,4 +1,4 @@
-//! Many sequences at once get what each gets alone, and give everything back.
+//! Many sequences at once: each gets the tokens that it gets alone, and all memory is given back.
 
 mod common;
 
@@ -95,7 +95,7 @@ fn a_next_turn_runs_only_what_is_new() {
             assert_eq!((next.cached, &next.tokens), (outcome.cached, &outcome.tokens));
             assert_all_is_back(&mut drafting);
         }
-        // The answer was decoded: without it the same bits come as from scratch.
+        // The answer was decoded. If it is not reused, the bits are those of a run from scratch.
         let exact = BatchOptions { reuse_generated: false, ..BatchOptions::default() };
         let mut batcher = self::batcher(name, exact);
         run(&mut batcher, vec![BatchRequest::new(0, second[..330].to_vec(), 100)]);
@@ -222,7 +222,7 @@ fn a_long_prompt_delays_the_others_by_at_most_a_chunk() {
     batcher.cancel_all();
 }
 
-/// Only even tokens, and four of them.
+/// Allows only even tokens, and four of them.
 struct Even(usize);
 
 impl Constraint for Even {
@@ -312,13 +312,13 @@ fn times_that_jump_back_or_ahead_without_a_deadline_change_nothing() {
     batcher.forget_prefixes();
     for jump in [now - hours, now + hours] {
         requests().for_each(|r| batcher.submit(r, now).expect("accepted"));
-        // All but one, which waits for a slot, have begun.
+        // All requests but one begin at once; that one waits for a slot.
         let mut tokens = vec![Vec::new(); 7];
         let mut times = [now, jump, now, jump].into_iter().cycle();
         while !batcher.is_idle() {
             let waits = batcher.status().waiting > 0;
             let time = times.next().expect("it cycles");
-            // One that waits has a limit, which a jump ahead would exceed.
+            // A waiting request has a time limit, which a jump ahead would exceed.
             for (id, event) in batcher.step(if waits { time.min(now) } else { time }) {
                 match event {
                     BatchEvent::Token { id: token, .. } => tokens[id as usize].push(token),
@@ -332,11 +332,11 @@ fn times_that_jump_back_or_ahead_without_a_deadline_change_nothing() {
     assert_all_is_back(&mut batcher);
 }
 
-/// Counts launches, and fails one and the next, which is its second attempt.
+/// Counts launches. Fails one launch and the next, which is its retry.
 #[derive(Default)]
 struct Launches {
     done: AtomicUsize,
-    /// The first launch that fails, counted from the start; 0 is none.
+    /// The first launch that fails, counted from the start; 0 fails none.
     fails: AtomicUsize,
 }
 
@@ -374,7 +374,7 @@ fn a_failed_prompt_fails_alone() {
             break launches.done.load(Ordering::SeqCst) - before;
         }
     };
-    // A step of both answers takes so many launches; the next is that of the newcomer's prompt.
+    // A step of both answers takes `before` launches. The launch after it belongs to the newcomer's prompt.
     launches.fails.store(launches.done.load(Ordering::SeqCst) + before + 1, Ordering::SeqCst);
     batcher.submit(requests().nth(2).expect("three"), now).expect("accepted");
     while !batcher.is_idle() {

@@ -1,5 +1,5 @@
-//! Batches on a backend that queues: every answer is the one it is where each step is waited for, whoever joins, ends or leaves
-//! while a step is under way. With `KEEL_TEST_CUDA=1` the same on a GPU.
+//! Batches on a backend that queues. Each answer equals that of steps that are waited for, whichever sequences join,
+//! end or leave while a step is under way. With `KEEL_TEST_CUDA=1` the same on a GPU.
 
 mod common;
 
@@ -36,7 +36,8 @@ fn drafting(folder: &Path, runtime: &Runtime, drafts: usize) -> Batcher {
     Batcher::new(engine(folder, runtime, options), BatchOptions::default())
 }
 
-/// Greedy, sampled, and one in six that needs the host; answers that cross the grid and pages, and some of one token.
+/// Request `i`: greedy, sampled, or (one in six) such that it needs the host. Answers cross the grid and pages; some
+/// have one token.
 fn request(i: usize, end_tokens: Vec<u32>) -> BatchRequest {
     let ids = (0..30 + 37 * i % 240).map(|j| ((j * 7 + i * 131 + 5) % 500) as u32).collect();
     let mut request = BatchRequest::new(i as u64, ids, [45, 1, 80, 20, 7, 2][i % 6]);
@@ -53,7 +54,7 @@ fn request(i: usize, end_tokens: Vec<u32>) -> BatchRequest {
 
 const REQUESTS: usize = 18;
 
-/// A request every so many steps, some of which are cancelled after a while.
+/// Submits a request every `every` steps, and cancels some of them after a while.
 fn traffic(batcher: &mut Batcher, every: usize, ends: &[Vec<u32>]) -> Vec<Outcome> {
     let mut outcomes: Vec<Outcome> = (0..REQUESTS).map(|_| Outcome::default()).collect();
     let now = Instant::now();
@@ -84,7 +85,7 @@ fn answers_are_those_of_steps_that_are_waited_for() {
             let no_ends = vec![Vec::new(); REQUESTS];
             let whole: Vec<Outcome> =
                 (0..REQUESTS).map(|i| run_alone(&mut alone, request(i, Vec::new()))).collect();
-            // A token from the middle of every other answer ends it.
+            // A token from the middle of every other answer becomes its end token.
             let end_of = |(i, outcome): (usize, &Outcome)| match outcome.tokens.get(outcome.tokens.len() / 2)
             {
                 Some(&end) if i % 2 == 0 => vec![end],
@@ -106,8 +107,8 @@ fn answers_are_those_of_steps_that_are_waited_for() {
     }
 }
 
-/// The device draws in rounds, too, so that sampled answers do not depend on how many drafts their neighbours had. What the host draws for
-/// keeps its distribution, not its text.
+/// The device draws in rounds, too, so sampled answers do not depend on the drafts of their neighbours. Answers that
+/// the host draws keep their distribution, not their text.
 #[test]
 fn answers_with_drafts_are_those_without() {
     for folder in [demo(), fixture("qwen3_5_moe")] {
@@ -117,7 +118,7 @@ fn answers_with_drafts_are_those_without() {
             let drawn_there: Vec<usize> = (0..REQUESTS).filter(|i| i % 6 != 5).collect();
             let numbered = |(id, &i): (usize, &usize)| BatchRequest {
                 id: id as u64,
-                speculate: false, // but where it changes nothing
+                speculate: false, // except where drafts change nothing
                 ..request(i, Vec::new())
             };
             let outcomes = run(&mut together, drawn_there.iter().enumerate().map(numbered).collect());
@@ -131,7 +132,7 @@ fn answers_with_drafts_are_those_without() {
     }
 }
 
-/// Asserts that a request has got what it gets alone, or a part of that if it was cancelled.
+/// Asserts that a request got the answer that it gets alone, or a part of it if it was cancelled.
 fn expect_answer(what: &str, i: usize, got: Outcome, want: &Outcome) {
     assert!(got.error.is_none(), "{what}: request {i}: {:?}", got.error);
     if got.finish.is_some() {
@@ -167,7 +168,7 @@ fn a_steady_batch_is_a_step_ahead() {
         step(&mut batcher, now, &mut outcomes);
     }
     assert_eq!(queueing.take_events(), "LW".repeat(10));
-    // Who comes is let in behind the step under way, together with those who are there.
+    // A newcomer is admitted after the step under way, together with the running sequences.
     let ids = (0..20).collect();
     batcher.submit(BatchRequest::new(2, ids, 1), now).expect("accepted");
     step(&mut batcher, now, &mut outcomes);
@@ -178,7 +179,7 @@ fn a_steady_batch_is_a_step_ahead() {
     );
     step(&mut batcher, now, &mut outcomes);
     assert_eq!(queueing.take_events(), "LWW", "the next step before the prompt's token is seen");
-    // One that leaves does so at once.
+    // A cancelled sequence leaves at once.
     step(&mut batcher, now, &mut outcomes);
     assert_eq!(batcher.engine().steps_under_way(), 1);
     batcher.cancel(1);
@@ -205,7 +206,7 @@ fn a_step_that_fails_ends_nobody_it_need_not() {
             for (i, got) in finish(&mut batcher, 3).into_iter().enumerate() {
                 match got.error {
                     None => assert_eq!(got.tokens, want[i].tokens, "{}: {launches}", folder.display()),
-                    // Its state is ahead of it.
+                    // Its state is ahead of its tokens.
                     Some(error) => {
                         assert!(is_recurrent, "{}: {launches}: {error}", folder.display());
                         assert!(want[i].tokens.starts_with(&got.tokens));

@@ -1,4 +1,5 @@
-//! Steps of a batch that fail: a fault that passes costs nobody an answer, one that stays costs those alone that it is about.
+//! Steps of a batch that fail: a transient fault costs no answer, and a lasting fault costs only the answers that it
+//! concerns.
 
 mod common;
 
@@ -16,7 +17,7 @@ use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 
-/// Fails launches by their number. Their kernels have not run then, and it says so.
+/// Fails launches by their number. Their kernels do not run, and the launch reports so.
 #[derive(Default)]
 struct Faults {
     launches: AtomicUsize,
@@ -29,7 +30,7 @@ impl Faults {
         self.launches.load(Ordering::SeqCst)
     }
 
-    /// Fails those of the launches to come, the next one being 0.
+    /// Fails these of the coming launches; the next one has number 0.
     fn fail(&self, launches: impl IntoIterator<Item = usize>) {
         let next = self.launches();
         *self.failing.lock().expect("held by nobody who panics") =
@@ -77,7 +78,7 @@ fn requests() -> Vec<BatchRequest> {
     requests
 }
 
-/// Submits them and runs until all have drawn a token.
+/// Submits the requests and runs until each has drawn a token.
 fn begin(batcher: &mut Batcher) -> Vec<Outcome> {
     let mut outcomes: Vec<Outcome> = (0..COUNT).map(|_| Outcome::default()).collect();
     let now = Instant::now();
@@ -88,7 +89,7 @@ fn begin(batcher: &mut Batcher) -> Vec<Outcome> {
     outcomes
 }
 
-/// Runs them to their ends.
+/// Runs the requests to their ends.
 fn end(batcher: &mut Batcher, mut outcomes: Vec<Outcome>) -> Vec<Outcome> {
     for (outcome, rest) in outcomes.iter_mut().zip(finish(batcher, COUNT)) {
         outcome.tokens.extend(rest.tokens);
@@ -132,7 +133,7 @@ fn a_fault_that_stays_with_one_sequence_ends_that_one_alone() {
     for unlucky in 0..COUNT {
         batcher.forget_prefixes();
         let outcomes = begin(&mut batcher);
-        // Both attempts of all together, then that of one by itself.
+        // Both attempts of all together, then the attempt of one alone.
         faults.fail([0, 1, 2 + unlucky]);
         let outcomes = end(&mut batcher, outcomes);
         for (i, (outcome, good)) in outcomes.iter().zip(&good).enumerate() {

@@ -1,4 +1,4 @@
-//! The built-in model against the reference outputs beside it: `models/demo/expected.json`.
+//! The built-in model against its reference outputs: `models/demo/expected.json`.
 
 mod common;
 
@@ -29,7 +29,7 @@ fn greedy_tokens_and_first_drafts_are_those_of_the_reference() {
         let got: Vec<u32> = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
         tokens.release();
         assert_eq!(got, greedy, "{}", case["prompt"]);
-        // The draft made behind a token reads the hidden state of the one before it.
+        // The draft after a token reads the hidden state of the token before it.
         let whole = [&prompt[..], &greedy].concat();
         let (_, drafts) = all_logits(&mut engine, &whole, false, true);
         let vocab = engine.model().config.vocab;

@@ -1,5 +1,5 @@
-//! How work is cut never changes a bit, on a GPU in its deterministic mode: `KEEL_TEST_CUDA=1` where there is one. Elsewhere
-//! the CPU is held to the same.
+//! How work is cut never changes a bit. With `KEEL_TEST_CUDA=1` this is tested on a GPU in its deterministic mode, else
+//! on the CPU.
 
 mod common;
 
@@ -12,20 +12,21 @@ use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterato
 use keel_models::loading::RandomParameters;
 use serde_json::{Value, json};
 
-/// A model, and in which arithmetic.
+/// A model in one arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Subject {
     /// The built-in model.
     BuiltIn,
-    /// The same in f32.
+    /// The built-in model in f32.
     Exact,
-    /// A model of its shape with dense weights.
+    /// The shape of the built-in model with dense weights.
     Dense,
-    /// With experts, weights of 4 bits and larger heads.
+    /// With experts, 4-bit weights and larger heads.
     Experts,
-    /// With more of them, so that the router is a product of tensor cores, and a shared expert as wide as the others.
+    /// With more experts, so that the router is a product on tensor cores, and with a shared expert as wide as the
+    /// others.
     AlikeExperts,
-    /// With windows, whose pages come round within a step.
+    /// With sliding windows, whose pages rotate within a step.
     Windows,
 }
 
@@ -109,7 +110,7 @@ fn options() -> EngineOptions {
     EngineOptions { context: 1024, sequences: 40, prefill_step: 256, ..EngineOptions::default() }
 }
 
-/// Fails where two rows of logits are not the same bits.
+/// Fails if two rows of logits differ in a bit.
 fn expect_same(left: &[f32], right: &[f32], what: std::fmt::Arguments<'_>) {
     assert_eq!(left.len(), right.len(), "{what}");
     assert!(left.iter().all(|x| x.is_finite()), "{what}: not finite");
@@ -130,12 +131,12 @@ fn prefill_steps(subject: Subject) {
     }
 }
 
-/// Logits of a few steps of the sequences given, run together, by sequence.
+/// Logits of a few steps of these sequences, run together. One entry for each sequence.
 fn decoded(engine: &mut Engine, numbers: &[usize]) -> Vec<Vec<f32>> {
     let mut sequences = Vec::new();
     for &i in numbers {
         let mut sequence = engine.open().expect("a slot is free");
-        // Some cross a page of keys while they are decoded.
+        // Some sequences cross a page of keys while they are decoded.
         let ids = prompt([3, 64, 254, 65, 130, 17, 511][i % 7], i);
         engine.prefill(&mut sequence, &ids, &mut Vec::new(), &mut |_| ()).expect("runs");
         sequences.push(sequence);
@@ -165,7 +166,7 @@ fn batches(subject: Subject) {
             expect_same(row, &alone[i], format_args!("{subject:?}: sequence {i} of {count}"));
         }
     }
-    // A table with room for longer contexts shares keys as a short one does.
+    // A page table with room for a longer context must divide the keys in the same way.
     let mut longer = subject.engine(EngineOptions { context: 4096, sequences: 2, ..options() });
     for i in [2, 6] {
         let row = decoded(&mut longer, &[i]).remove(0);
@@ -199,7 +200,7 @@ fn speculation(subject: Subject) {
         let got: Vec<u32> = tokens.by_ref().collect::<Result<_, _>>().expect("every round runs");
         let drafted = tokens.counters().drafted_total();
         assert!(drafted > 20, "{subject:?}: {drafted} drafts");
-        // What the rounds have left answers as what plain decoding leaves.
+        // The state that the rounds left must give the logits of plain decoding.
         let (mut sequence, mut logits) = (tokens.into_sequence(), Vec::new());
         for token in &got[sequence.offset() - ids.len()..] {
             engine.decode(&mut [&mut sequence], &[*token]).expect("runs");
@@ -216,7 +217,7 @@ fn speculation(subject: Subject) {
     }
 }
 
-/// What was rewound to, or saved and loaded, continues with the same bits.
+/// A sequence that was rewound, or saved and loaded, continues with the same bits.
 fn what_was_kept(subject: Subject) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("cache");
@@ -226,7 +227,7 @@ fn what_was_kept(subject: Subject) {
     let mut whole = Vec::new();
     let mut sequence = first.open().expect("a slot is free");
     first.prefill(&mut sequence, &ids, &mut whole, &mut |_| ()).expect("runs");
-    // On, back to what was kept on the way, and on from there.
+    // Go on, rewind to a checkpoint, and go on from there.
     first.decode(&mut [&mut sequence], &[7]).expect("runs");
     let back = first.cache_mut().rewind(&mut sequence, 333).expect("rewinds");
     assert_eq!(back, 320, "the last grid point before the end of the prompt has a checkpoint");
@@ -246,7 +247,8 @@ fn what_was_kept(subject: Subject) {
     second.release(sequence);
 }
 
-/// Tests run side by side, since most of the time goes to compiling kernels.
+/// Each law of each subject is a test of its own. They run in parallel, since most of the time goes to compiling
+/// kernels.
 macro_rules! laws {
     ($($subject:ident as $name:ident: $($law:ident),*;)*) => {
         $(mod $name {
@@ -266,6 +268,6 @@ laws! {
     Dense as dense: prefill_steps, batches, speculation, what_was_kept;
     Experts as experts: prefill_steps, batches, speculation, what_was_kept;
     AlikeExperts as alike_experts: batches, speculation;
-    // It has no head that drafts, and no states to be kept.
+    // This model has no MTP head and no recurrent states.
     Windows as windows: prefill_steps, batches;
 }

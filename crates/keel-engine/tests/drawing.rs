@@ -1,4 +1,4 @@
-//! Tokens drawn where the logits are: those that the host's sampler would draw, four bytes of each.
+//! Tokens drawn on the device: the same as those of the host's sampler, at four bytes each.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn iterated(engine: &mut Engine, sampler: SamplerOptions) -> Vec<u32> {
     got
 }
 
-/// The same with all logits on the host.
+/// The same tokens, drawn by the host from all logits.
 fn sampled_by_the_host(engine: &mut Engine, sampler: SamplerOptions) -> Vec<u32> {
     let (sequence, tokens) = waited_for(engine, sampler, TOKENS);
     engine.release(sequence);
@@ -86,7 +86,7 @@ fn sequences_of_a_step_are_drawn_for_apart() {
     assert_eq!(step([Some(draws[1]), Some(draws[0])]), [both[1], both[0]]);
 }
 
-/// Counts what comes to the host.
+/// Counts the bytes that come to the host.
 #[derive(Default)]
 struct Reads(AtomicUsize);
 

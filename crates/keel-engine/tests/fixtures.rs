@@ -7,7 +7,7 @@ use keel_engine::{Engine, GenerateOptions, TokenIterator};
 use keel_models::loading::CheckpointParameters;
 use keel_weights::Checkpoint;
 
-/// The bound that reference implementations keep among each other leaves room to spare.
+/// Reference implementations differ from each other by less than this.
 const ERROR_MAX: f64 = 1e-4;
 
 fn compare(one_by_one: bool) {
@@ -57,7 +57,7 @@ fn greedy_tokens_match_the_reference() {
     }
 }
 
-/// The file is cut when the first weight is in memory: what is left of it is read while it is not there.
+/// The file is cut when the first weight is in memory, so the rest is read from a file that is too short.
 #[test]
 fn a_weights_file_that_is_cut_while_it_is_loaded_is_an_error() {
     let source = fixture("llama");

@@ -1,5 +1,5 @@
-//! Every fixture against its reference on a GPU: `KEEL_TEST_CUDA=1` where there is one. With `--nocapture` the errors are
-//! printed.
+//! Every fixture against its reference on a GPU: `KEEL_TEST_CUDA=1` where there is one. `--nocapture` prints the
+//! errors.
 
 mod common;
 
@@ -11,7 +11,7 @@ use keel_cuda::{CudaBackend, CudaOptions, Precision};
 use keel_engine::{Engine, EngineOptions};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 
-/// An arithmetic, and how far it may be from the reference.
+/// An arithmetic and its bound on the distance from the reference.
 struct Setting {
     name: &'static str,
     compute: Compute,
@@ -19,14 +19,14 @@ struct Setting {
     error_max: f32,
 }
 
-/// The default, whose activations may have 8 bits; its bounds are those of [`fast_bound`].
+/// The default, whose activations may have 8 bits. [`fast_bound`] gives its bounds.
 const FAST: Setting = Setting { name: "fast", compute: Compute::Auto, deterministic: false, error_max: 0.0 };
 
-/// How far the fast mode may be from the reference, about twice what was measured (`docs/notebook/numerics.md`).
+/// The bound of the fast mode, about twice the measured distance (`docs/notebook/numerics.md`).
 struct FastBound {
     error_max: f32,
-    /// The bound is on the middle one of the rows. Where a row's router chooses another expert because two were nearly alike,
-    /// that row and those after it have little to do with the reference, in any arithmetic of 16 bits.
+    /// Whether the bound is on the median row. If two experts are nearly equal, the router of a row may choose the
+    /// other one. That row and later rows then have little to do with the reference, in any 16-bit arithmetic.
     of_the_middle_row: bool,
 }
 
@@ -34,7 +34,7 @@ fn fast_bound(name: &str, one_by_one: bool) -> FastBound {
     let is_packed = name.contains("4bit") || name.contains("paro");
     let is_mixture = name.contains("moe") || name.contains("next");
     let error_max = match (is_packed, one_by_one) {
-        // Activations of 8 bits, in models this small and random.
+        // 8-bit activations, in models this small and random.
         (true, true) => 0.6,
         (true, false) => 3e-2,
         (false, true) => 2e-2,
@@ -43,7 +43,7 @@ fn fast_bound(name: &str, one_by_one: bool) -> FastBound {
     FastBound { error_max, of_the_middle_row: is_mixture && !is_packed && !one_by_one }
 }
 
-/// The middle one of the rows' greatest differences.
+/// The median of the rows' greatest differences.
 fn middle_row(got: &[f32], want: &[f32], width: usize) -> f32 {
     let rows = got.chunks(width).zip(want.chunks(width));
     let mut far: Vec<f32> = rows.map(|(got, want)| distance(got, want).0).collect();
@@ -69,7 +69,7 @@ impl Setting {
     }
 }
 
-/// Every fixture that is there, with its reference; none where there is no GPU to be tested.
+/// Every fixture that exists, with its reference. None without a GPU to test.
 fn references() -> Vec<(&'static str, std::path::PathBuf, Expected)> {
     if !keel_testkit::has_gpu!() {
         return Vec::new();
@@ -79,7 +79,7 @@ fn references() -> Vec<(&'static str, std::path::PathBuf, Expected)> {
     own.chain(others).map(|(name, folder)| (name, folder.clone(), expected(&folder))).collect()
 }
 
-/// The greatest difference, and the greatest value that was wanted; a NaN is farther than any number.
+/// The greatest difference, and the greatest expected value. A NaN is farther than any number.
 fn distance(got: &[f32], want: &[f32]) -> (f32, f32) {
     assert_eq!(got.len(), want.len());
     let farther = |far: f32, (a, b): (&f32, &f32)| {
@@ -127,7 +127,7 @@ fn logits_and_drafts_are_as_near_as_their_arithmetic() {
     assert!(wrong.is_empty(), "too far from the reference:\n{}", wrong.join("\n"));
 }
 
-/// The reference's own continuation is fed, so that one near tie does not end the comparison.
+/// Feeds the reference's own tokens, so that one near tie does not end the comparison.
 #[test]
 fn greedy_tokens_are_the_references_where_its_margin_is_over_the_error() {
     for (name, folder, want) in references() {
@@ -143,7 +143,7 @@ fn greedy_tokens_are_the_references_where_its_margin_is_over_the_error() {
             for (at, ((&token, &margin), row)) in
                 greedy.tokens.iter().zip(&greedy.margins).zip(rows).enumerate()
             {
-                // Two logits may each be off by the error.
+                // Each of the two logits may be off by the error.
                 if margin > 2.0 * error {
                     decided += 1;
                     assert_eq!(argmax(row), token, "{name}, {}, token {at}, margin {margin}", setting.name);

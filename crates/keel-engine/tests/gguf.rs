@@ -1,4 +1,4 @@
-//! Fixtures written as GGUF files, by the rules of the converters that people use, give the reference logits too.
+//! Fixtures written as GGUF files by the rules of the common converters also give the reference logits.
 
 mod common;
 
@@ -19,7 +19,7 @@ struct Tensor {
     values: Vec<f32>,
 }
 
-/// A GGUF file being put together.
+/// Builds a GGUF file.
 #[derive(Default)]
 struct Writer {
     pairs: Vec<u8>,
@@ -85,7 +85,7 @@ impl Writer {
     }
 }
 
-/// Blocks of `block` values in another order: block `i` is the one that stood at `from(i)`.
+/// Reorders blocks of `block` values: the new block `i` is the old block `from(i)`.
 fn reorder(values: &mut [f32], block: usize, from: impl Fn(usize) -> usize) {
     let before = values.to_vec();
     for (i, out) in values.chunks_exact_mut(block).enumerate() {
@@ -196,7 +196,7 @@ impl Rules {
         self.tile_value_heads(name, tensor);
     }
 
-    /// The first value head of every key head goes first, then the second, and so on.
+    /// Puts the first value head of each key head first, then the second of each, and so on.
     fn tile_value_heads(&self, name: &str, tensor: &mut Tensor) {
         let (keys, heads) = (self.size("linear_num_key_heads"), self.size("linear_num_value_heads"));
         if !name.contains("linear_attn.") || keys == heads {
@@ -308,7 +308,7 @@ impl Rules {
     }
 }
 
-/// Experts of a layer as one stack, behind what `name` says of the first.
+/// The experts of a layer as one stack. `name` is the tensor of the first expert.
 fn stack_experts(source: &Checkpoint, rules: &Rules, name: &str) -> Option<Tensor> {
     let (prefix, part) = name.split_once(".experts.0.")?;
     let count = rules.size("num_experts").max(rules.size("num_local_experts"));

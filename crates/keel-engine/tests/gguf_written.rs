@@ -1,4 +1,4 @@
-//! Fixtures converted to GGUF files, and those back to checkpoints, give the reference logits too.
+//! Fixtures converted to GGUF files, and these files converted back to checkpoints, also give the reference logits.
 
 mod common;
 
@@ -15,8 +15,11 @@ use keel_weights::gguf::GgufFile;
 use keel_weights::quantize::{GgufRecipe, SafetensorsForm, write_config, write_gguf, write_safetensors};
 use serde_json::Value;
 
-/// Fixtures that GGUF files can hold: all but those whose layers turn their input, of which a file of their architecture cannot
-/// say which layers see a window (`ministral`), or which know no positions unless it is every fourth (`smollm3`).
+/// Fixtures that GGUF files can hold. These cannot be held:
+///
+/// - fixtures whose layers rotate their input;
+/// - `ministral`: a file of its architecture cannot say which layers have a window;
+/// - `smollm3`: such a file can only say that every fourth layer has no positions.
 fn held() -> impl Iterator<Item = (&'static str, PathBuf)> {
     let own = HYBRID.into_iter().chain(PLAIN).map(|name| (name, fixture(name)));
     let others = OTHERS.into_iter().filter(|name| !["ministral", "smollm3"].contains(name));
@@ -44,7 +47,7 @@ fn check(name: &str, form: &str, folder: &Path, parameters: &dyn Parameters, jso
     }
 }
 
-/// Converts a checkpoint there and back; each form has a name and is given to `check`.
+/// Converts a checkpoint there and back. Calls `check` with each form and its name.
 fn convert(name: &str, folder: &Path, scratch: &Path, mut check: impl FnMut(&str, &dyn Parameters, &Value)) {
     let source = Checkpoint::open(folder).expect("the checkpoint opens");
     let config = keel_models::read_config(source.config()).expect("the config is complete");
@@ -75,7 +78,7 @@ fn there_and_back(name: &str, folder: &Path, scratch: &Path) {
     convert(name, folder, scratch, |form, parameters, json| check(name, form, folder, parameters, json));
 }
 
-/// Converts a checkpoint that gives these logits.
+/// Converts a checkpoint whose logits these are.
 fn there_and_back_to(name: &str, folder: &Path, scratch: &Path, ids: &[u32], logits: &[f32]) {
     convert(name, folder, scratch, |form, parameters, json| {
         check_logits(&format!("{name}, {form}"), (ids, logits), parameters, json);
@@ -90,7 +93,7 @@ fn fixtures_survive_the_way_there_and_back() {
     }
 }
 
-/// What a writer says to a fixture whose config is changed.
+/// The writer's answer for a fixture whose config is changed.
 fn written(name: &str, change: impl FnOnce(&mut Value)) -> Option<Result<(), String>> {
     let folder = other_fixture(name)?;
     let source = Checkpoint::open(&folder).expect("the fixture opens");
@@ -111,7 +114,8 @@ fn patterns_of_layers_that_a_file_cannot_say_are_refused() {
     }
 }
 
-/// Every fourth layer knows no positions: none of the fixture's three then. Its tensors are those of the fixture.
+/// With every fourth layer without positions, each of the fixture's three layers has them. The tensors are the
+/// fixture's.
 #[test]
 fn the_usual_pattern_of_smollm3_survives_the_way_there_and_back() {
     let Some(folder) = other_fixture("smollm3") else { return };

@@ -9,14 +9,14 @@ use common::{engine, exact, fixture, resident_bytes, runtime};
 use keel_array::{Array, Category, DType, Runtime};
 use keel_engine::{Engine, EngineOptions};
 
-/// The resident set is the process's: one test at a time.
+/// The resident set is that of the process, so only one test runs at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 const FROM: usize = 1024;
 const TO: usize = 16 * 1024;
 
-/// Growth per token in the resident set and in the ledger, from `FROM` to `TO` tokens of one sequence.
-/// `after_step` runs behind each step of the prompt.
+/// Growth per token in the resident set and in the ledger, from `FROM` to `TO` tokens of one sequence. `after_step` is
+/// called after each step of the prompt.
 fn growth(engine: &mut Engine, runtime: &Runtime, mut after_step: impl FnMut()) -> Option<(f64, f64)> {
     let mut sequence = engine.open().expect("a slot is free");
     let mut logits = Vec::new();
@@ -34,7 +34,7 @@ fn long_context() -> EngineOptions {
     EngineOptions { context: TO, sequences: 1, prefill_step: 512, all_logits: false, ..exact() }
 }
 
-/// Memory is counted as it is touched, not in units of two megabytes.
+/// Counts memory as it is touched, not in units of 2 MB.
 #[cfg(target_os = "linux")]
 fn count_small_pages() {
     rustix::thread::disable_transparent_huge_pages(true).expect("the kernel has small pages");
@@ -50,7 +50,7 @@ fn a_token_of_prefill_costs_its_keys_and_values_and_nothing_else() {
     count_small_pages();
     let runtime = runtime(2);
     let mut engine = engine(&folder, &runtime, long_context());
-    // The layer of the multi-token-prediction head is not run, so its pages are never touched.
+    // The layer of the MTP head is not run, so its pages are never touched.
     let layers = engine.model().blocks.len();
     let spec = engine.cache().spec().clone();
     let kv_bytes: usize = spec.layers[..layers].iter().map(|l| l.token_bytes(spec.kv)).sum();
@@ -74,7 +74,7 @@ fn the_check_sees_a_slice_that_keeps_its_parent() {
     let mut engine = engine(&folder, &runtime, long_context());
     let mut held = Vec::new();
     let leak = || {
-        // What the failing system did: a chunk of 512 rows of 512 channels stays for its last three rows.
+        // As the failing system did: a chunk of 512 rows of 512 channels stays alive for its last three rows.
         let chunk = Array::persistent(&runtime, Category::User, [512, 512], DType::F32).expect("fits");
         held.push(chunk);
     };

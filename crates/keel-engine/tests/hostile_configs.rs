@@ -1,4 +1,4 @@
-//! Whatever numbers a config.json holds, a model is planned, loaded and run, or refused: nothing panics.
+//! Whatever numbers a config.json holds, its model is planned, loaded and run, or it is refused. Nothing panics.
 
 mod common;
 
@@ -12,7 +12,7 @@ use keel_engine::{Engine, EngineOptions, plan};
 use keel_models::loading::RandomParameters;
 use serde_json::{Value, json};
 
-/// What is planned to be larger is not loaded, to save time.
+/// A model whose plan is larger is not loaded, to save time.
 const LOADED_BYTES_MAX: u64 = 4 << 20;
 
 fn base() -> Value {
@@ -79,7 +79,7 @@ fn values() -> Vec<Value> {
     numbers.into_iter().map(Value::from).chain(odd).collect()
 }
 
-/// Plans the model, and loads and runs it if it is small. Refusals are fine.
+/// Plans the model. If it is small, loads and runs it, too. It may be refused.
 fn exercise(config: &Value) {
     let parameters = RandomParameters {
         format: WeightFormat::Affine { bits: 4, group_size: 32, scale_dtype: DType::BF16 },

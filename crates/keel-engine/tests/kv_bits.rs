@@ -1,4 +1,4 @@
-//! Keys and values in 8 and 4 bits: less memory, and the same laws as in 16.
+//! Keys and values of 8 and 4 bits: less memory, and the laws of 16 bits hold.
 
 mod common;
 
@@ -89,7 +89,7 @@ fn drafts_change_no_token() {
     }
 }
 
-/// The bytes are those of the form, the values stay near; a form with fewer bits is farther off.
+/// Each form takes its own number of bytes, and the values stay near. A form with fewer bits is farther off.
 #[test]
 fn fewer_bits_take_less_memory_and_stay_near() {
     let run = |kv| {

@@ -1,4 +1,4 @@
-//! How work is cut never changes the answer, and everything is given back.
+//! How work is cut never changes the answer, and all memory is given back.
 
 mod common;
 
@@ -155,7 +155,7 @@ fn rewinding_and_running_again_is_as_if_never_left() {
         assert_eq!(back, 192, "{name}: the last grid point before the end of the prompt has a checkpoint");
         engine.prefill(&mut sequence, &prompt[192..200], &mut again, &mut |_| ()).expect("runs");
         assert!(straight == again, "{name}");
-        // The twin shares pages with a sequence that was rewound and written again, and must not notice.
+        // The twin shares pages with a sequence that was rewound and written again. This must not change the twin.
         let mut twin = twin;
         let (mut a, mut b) = (Vec::new(), Vec::new());
         engine.decode(&mut [&mut sequence], &[9]).expect("runs");
@@ -196,7 +196,7 @@ fn without_recurrent_layers_a_sequence_goes_back_to_any_token() {
     }
 }
 
-/// A window of 16 in pages of 256: two pages a sequence, however long it gets.
+/// A window of 16 tokens in pages of 256: two pages for a sequence of any length.
 #[test]
 fn sliding_layers_hold_their_window_and_one_page() {
     let folder = fixture("gemma3_text");
@@ -209,7 +209,7 @@ fn sliding_layers_hold_their_window_and_one_page() {
     let (mut prefilled, mut decoded) = (Vec::new(), Vec::new());
     engine.prefill(&mut sequence, &ids, &mut prefilled, &mut |_| ()).expect("runs");
     assert_eq!((sequence.pages().len(), sequence.window_pages().len()), (6, 2));
-    // The pages of the window have gone round, so nothing but the start is left to go back to.
+    // The pages of the window have rotated, so only the start can be reached by a rewind.
     assert_eq!(engine.cache_mut().rewind(&mut sequence, 700).expect("rewinds"), 0);
     for &id in &ids {
         engine.decode(&mut [&mut sequence], &[id]).expect("runs");

@@ -1,5 +1,5 @@
-//! What loading needs beside the weights: no second copy of a tensor, neither of its bytes nor of its pages of the file.
-//! The only test of its process, because it reads the process's peak.
+//! Loading needs no second copy of a tensor, neither of its bytes nor of its pages of the file. This is the only test
+//! of its process, because it reads the peak of the process.
 #![cfg(target_os = "linux")]
 
 mod common;
@@ -17,7 +17,7 @@ use serde_json::json;
 const VOCAB: usize = 48 << 10;
 const WIDTH: usize = 1024;
 
-/// A checkpoint that is one large tensor, the embedding, but for a small layer.
+/// A checkpoint with one large tensor, the embedding, and a small layer.
 fn write(folder: &Path) {
     let config = json!({"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB,
@@ -69,7 +69,7 @@ fn a_tensor_is_never_there_twice() {
     write(folder.path());
     let runtime = runtime(2);
     let options = EngineOptions { context: 64, compute: Compute::Auto, all_logits: false, ..exact() };
-    // From here on the peak is counted anew.
+    // From here on the peak counts.
     fs::write("/proc/self/clear_refs", "5").expect("a process may reset its own peak");
     let before = status("VmRSS:");
     let engine = engine(folder.path(), &runtime, options);

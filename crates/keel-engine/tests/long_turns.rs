@@ -1,4 +1,5 @@
-//! LongRoPE: a sequence turns by one list of divisors up to the original context, by another beyond, all its tokens alike.
+//! LongRoPE: a sequence uses one list of divisors up to the original context, and another list beyond it, always for
+//! all its tokens.
 
 mod common;
 
@@ -12,13 +13,13 @@ use keel_engine::{Engine, EngineError, GenerateOptions, TokenIterator};
 use keel_models::loading::RandomParameters;
 use serde_json::json;
 
-/// Tokens up to which sequences turn as short ones.
+/// The most tokens of a sequence that uses the short list.
 const ORIGINAL: usize = 64;
 
 const SHORT: [f64; 6] = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5];
 const LONG: [f64; 6] = [2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
 
-/// A model with these divisors, the second ones beyond `original` tokens.
+/// A model with these lists of divisors. `long` is for sequences of more than `original` tokens.
 fn model(short: [f64; 6], long: [f64; 6], original: usize) -> Engine {
     let config = json!({
         "model_type": "phi3", "hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 2,
@@ -62,10 +63,10 @@ fn greedy(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
     got
 }
 
-/// What an answer is that begins as a short one and is run again as a long one.
+/// The expected answer of a sequence that begins short and is run again as a long one.
 fn expected(len: usize, tokens: usize) -> Vec<u32> {
     let mut all = prompt(len);
-    // The last of these is drawn behind token `ORIGINAL`.
+    // The last of these tokens is drawn after `ORIGINAL` tokens.
     all.extend(greedy(&mut always(SHORT), &prompt(len), ORIGINAL + 1 - len));
     let mut engine = always(LONG);
     let mut sequence = engine.open().expect("a slot is free");

@@ -1,4 +1,4 @@
-//! Heads other than one bf16 layer: several layers, which run one behind the other, and quantised ones.
+//! MTP heads other than one bf16 layer: several layers, which run one after the other, and quantised layers.
 
 mod common;
 
@@ -15,8 +15,8 @@ use keel_weights::quantize::{QuantizeRecipe, quantize_checkpoint};
 use keel_weights::{AffineFormat, Checkpoint, SafetensorsWriter, TensorSource, TensorSpec};
 use serde_json::Value;
 
-/// A fixture with a head, and what `reference/qwen3_5.py` gives for two layers, both with the weights of its one: the
-/// first logits of the last row.
+/// A fixture with an MTP head, and the first logits of the last row from `reference/qwen3_5.py`, for a head of two
+/// layers that both have the weights of its one layer.
 const TWICE: [(&str, [f32; 8]); 2] = [
     ("qwen3_5", [2.21914, 2.34788, -0.3035, -2.29121, -0.81179, -0.6292, -0.89073, 0.98913]),
     ("qwen3_5_moe", [-0.51142, 1.94202, 0.93307, -2.70666, 0.93826, -1.05637, -0.22816, -0.27879]),
@@ -34,7 +34,7 @@ fn write(folder: &Path, tensors: &[(TensorSpec, Vec<u8>)], config: &Value) {
     std::fs::write(folder.join("config.json"), config.to_string()).expect("written");
 }
 
-/// Writes what a quantised checkpoint means, in f32.
+/// Writes the values of a quantised checkpoint in f32.
 fn write_dense(source: &Checkpoint, folder: &Path) {
     let mut tensors: Vec<(TensorSpec, Vec<u8>)> = Vec::new();
     for name in source.names().filter(|name| !name.contains("visual")) {
@@ -65,8 +65,8 @@ fn write_dense(source: &Checkpoint, folder: &Path) {
     write(folder, &tensors, &config);
 }
 
-/// Writes a fixture whose head has a layer more. Both have the weights of its one; layer `idle`, if there is one, adds
-/// nothing to its input.
+/// Writes a fixture whose MTP head has one layer more. Both layers have the weights of its one layer. Layer `idle`, if
+/// there is one, adds nothing to its input.
 fn with_two_layers(fixture: &Path, folder: &Path, idle: Option<usize>) {
     let source = Checkpoint::open(fixture).expect("the fixture opens");
     let mut tensors: Vec<(TensorSpec, Vec<u8>)> = Vec::new();
@@ -93,7 +93,7 @@ fn drafting() -> EngineOptions {
     EngineOptions { context: 512, drafts: 8, prefill_step: 64, compute: Compute::Auto, ..Default::default() }
 }
 
-/// Greedy text with drafts is that without; some of the drafts are made.
+/// Greedy text with drafts is the text without. Some drafts are made.
 fn expect_same_text(engine: &mut Engine, prompt: &[u32], what: &str) {
     let options = || GenerateOptions { max_tokens: 128, ..GenerateOptions::default() };
     let sequence = engine.open().expect("a slot is free");
@@ -115,7 +115,7 @@ fn expect_same_text(engine: &mut Engine, prompt: &[u32], what: &str) {
 #[test]
 fn layers_of_a_head_run_one_behind_the_other() {
     for (name, last_row) in TWICE {
-        // The row of both layers was computed by another program, for its own weights.
+        // Another program computed this row, for the weights of its own fixture.
         let foreign = foreign_fixture(name);
         let cases: &[Option<usize>] =
             if foreign.is_some() { &[None, Some(0), Some(1)] } else { &[Some(0), Some(1)] };
@@ -143,7 +143,7 @@ fn layers_of_a_head_run_one_behind_the_other() {
     }
 }
 
-/// The modules of the heads of these fixtures, as an override names them.
+/// The modules of these fixtures' MTP heads, as an override names them.
 const HEAD: [&str; 14] = [
     "mtp.fc",
     "mtp.layers.0.self_attn.q_proj",
@@ -172,7 +172,7 @@ fn a_head_may_be_quantised_or_stay_in_bf16() {
             let target = dir.path().join("quantised");
             let mut recipe = QuantizeRecipe::new(AffineFormat::new(8, 32).expect("MLX has it"));
             if keep_head {
-                // Experts are stacked on the way.
+                // Quantising stacks the experts under another name.
                 let stacked = |module: &str| module.replace("switch_mlp", "experts");
                 let is_there = |module: &&&str| {
                     source.contains(&stacked(module)) || source.contains(&format!("{module}.weight"))

@@ -1,5 +1,5 @@
-//! Plain transformers of other houses against their reference, in both regimes, as they are spelled by the reference and as they
-//! are published.
+//! Plain transformers of other families against their reference, in both regimes: as the reference spells them, and as
+//! they are published.
 
 mod common;
 
@@ -78,7 +78,7 @@ fn greedy_tokens_match_the_reference() {
     }
 }
 
-/// Several steps of the smallest size, with a partial chunk at the end.
+/// A prompt of several steps of the smallest size, with a partial chunk at the end.
 fn long_prompt(ids: &[u32]) -> Vec<u32> {
     ids.iter().cycle().take(300).enumerate().map(|(i, id)| (id + i as u32 * 7) % 256).collect()
 }

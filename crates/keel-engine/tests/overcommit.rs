@@ -1,4 +1,4 @@
-//! Where more is let in than fits, sequences are parked on the host and come back as if nothing had been.
+//! If more is admitted than fits, sequences are parked on the host and come back unchanged.
 
 mod common;
 
@@ -22,7 +22,7 @@ fn options() -> EngineOptions {
         sequences: 8,
         prefill_step: 256,
         checkpoints: 12,
-        // Two long texts are let in, and end with three pages each.
+        // Two long requests are admitted. Each ends with three pages.
         pool_pages: Some(5),
         swap_bytes: 64 << 20,
         ..EngineOptions::default()
@@ -34,8 +34,8 @@ fn batch() -> BatchOptions {
     BatchOptions { step_tokens: 256, speculation, ..BatchOptions::default() }
 }
 
-/// A prompt of one page or two, and a short answer; every fourth is so long that it takes three pages in the end. Some
-/// prompts begin alike.
+/// A prompt of one or two pages and a short answer. Every fourth answer is long, so that the request ends with three
+/// pages. Some prompts begin alike.
 fn request(i: usize) -> BatchRequest {
     let ids = |seed: usize, len: usize| (0..len).map(move |j| ((j * 7 + seed * 13 + 5) % 500) as u32);
     let own = ids(i, 120 + (i * 37) % 100);
@@ -49,7 +49,7 @@ fn request(i: usize) -> BatchRequest {
     request
 }
 
-/// Requests at once in a pool that is too small, against each by itself with room for all of it.
+/// Runs requests at once in a pool that is too small. Compares them with each request alone in a pool that has room.
 fn expect_what_each_gets_alone(folder: &Path, drafts: usize, count: usize, kv: Option<KvFormat>) {
     let options = || EngineOptions { kv, ..options() };
     let crowded = EngineOptions { drafts, ..options() };
@@ -105,7 +105,7 @@ fn nothing_fails_for_memory_whatever_the_host_has_room_for() {
 
 const DEADLINE: Duration = Duration::from_secs(1000);
 
-/// Steps until somebody is parked.
+/// Runs steps until a sequence is parked.
 fn crowd(batcher: &mut Batcher, count: usize, now: Instant) {
     for i in 0..count {
         let mut request = BatchRequest::new(i as u64, prompt("qwen3_5", i as u32, 200), 500);
@@ -161,7 +161,7 @@ fn a_sequence_comes_back_bit_for_bit_into_other_pages() {
         assert_eq!(pages.len(), 3);
         engine.cache_mut().swap_out(&mut parked).expect("there is room");
         assert!(parked.is_parked() && parked.pages().is_empty());
-        // Another takes its place and overwrites everything.
+        // Another sequence takes the slot and the pages and overwrites them.
         let other = decoded(&mut engine, &text[5..300], &text[300..310]);
         assert!(other.slot() == slot && pages.contains(&other.pages()[0]), "{name}");
         engine.cache_mut().swap_in(&mut parked).expect("there is room");
@@ -198,7 +198,7 @@ fn host_memory_is_planned_and_bounded() {
     assert_eq!(runtime.ledger().charges(), charges, "nothing is allocated on the way");
 }
 
-/// Launches fail while it is set.
+/// While it is set, launches fail.
 #[derive(Default)]
 struct Failing(AtomicBool);
 

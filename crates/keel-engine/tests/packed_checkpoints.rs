@@ -1,4 +1,5 @@
-//! GPTQ, 8-bit floats in blocks and MLX's 4-bit floats: a model packed in each gives the logits of the same values in f32.
+//! GPTQ, 8-bit floats in blocks, and MLX's 4-bit floats: a model packed in each form gives the logits of the same
+//! values in f32.
 
 mod common;
 
@@ -13,10 +14,10 @@ use serde_json::{Map, Value, json};
 /// Name, type, shape and bytes of a tensor.
 type Stored = (String, &'static str, Vec<usize>, Vec<u8>);
 
-/// A way to pack a matrix: its tensors, without the module's name, and the values that they stand for.
+/// A way to pack a matrix. Returns its tensors, without the module's name, and the values that they stand for.
 type Pack = fn(&[f32], usize, usize) -> (Vec<Stored>, Vec<f32>);
 
-/// Writes a checkpoint by hand, because the types go beyond the writer's.
+/// Writes a checkpoint by hand, because the writer does not know all these types.
 fn write(folder: &Path, config: &Value, tensors: &[Stored]) {
     let (mut header, mut data) = (Map::new(), Vec::new());
     for (name, kind, shape, bytes) in tensors {
@@ -37,7 +38,7 @@ fn bytes_of(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// Codes in words of eight, lowest bits first.
+/// Packs eight codes into a word, lowest bits first.
 fn words(codes: impl Iterator<Item = u8>) -> Vec<u8> {
     let codes: Vec<u8> = codes.collect();
     codes.chunks_exact(2).map(|pair| pair[0] | pair[1] << 4).collect()
@@ -66,7 +67,7 @@ fn gptq(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
     let scales = (0..groups).flat_map(|g| (0..n).map(move |row| (row, g)));
     let tensors = vec![
         ("qweight".into(), "I32", vec![k / 8, n], words(lines.map(|(row, col)| code(row, col)))),
-        // Zeros are stored less one.
+        // Zero points are stored minus 1.
         ("qzeros".into(), "I32", vec![groups, n / 8], words((0..groups * n).map(|i| zero(i % n) - 1))),
         (
             "scales".into(),
@@ -84,13 +85,13 @@ fn gptq(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
     (tensors, decoded.collect())
 }
 
-/// The 8-bit float nearest to a value, of those that are numbers, and what it stands for.
+/// The nearest 8-bit float that is a number: its code and its value.
 fn nearest_e4m3(value: f32) -> (u8, f32) {
-    // Eight codes for each power of two; below the first of these as many steps of its size.
+    // Each power of two has eight codes. Values below the least power have eight codes with that power's step.
     let exponent = (value.abs().log2().floor() as i32).clamp(-6, 8);
     let step = 2f32.powi(exponent - 3);
     let steps = (value.abs() / step).round();
-    // A value that is rounded up to the next power of two is the first of its codes.
+    // A value that is rounded up to the next power of two gets the first code of that power.
     let code = (((exponent + 6) * 8) as f32 + steps).min(126.0) as u8;
     let magnitude = (steps * step).min(448.0);
     if value < 0.0 { (code | 0x80, -magnitude) } else { (code, magnitude) }
@@ -98,7 +99,7 @@ fn nearest_e4m3(value: f32) -> (u8, f32) {
 
 fn fp8(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
     let shape = [n.div_ceil(128), k.div_ceil(128)];
-    // Powers of two, so that bf16 holds the products.
+    // Powers of two, so that bf16 holds the products exactly.
     let scale = |row: usize, col: usize| 2f32.powi((row / 128 + 2 * (col / 128)) as i32 - 9);
     let coded: Vec<(u8, f32)> = (0..n * k).map(|i| nearest_e4m3(values[i] / scale(i / k, i % k))).collect();
     let decoded = coded.iter().enumerate().map(|(i, (_, value))| value * scale(i / k, i % k)).collect();
@@ -111,7 +112,7 @@ fn fp8(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
     (tensors, decoded)
 }
 
-/// Groups of 4-bit floats under scales that `round` makes a byte of.
+/// Packs groups as 4-bit floats. `round` gives the byte and the value of a group's scale.
 fn fp4(
     values: &[f32],
     n: usize,
@@ -148,7 +149,7 @@ fn nvfp4(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
     fp4(values, n, k, 16, nearest_e4m3)
 }
 
-/// The fixture with its projections packed, and with the values that these stand for.
+/// The fixture with packed projections, and with the values that these stand for.
 fn pack(source: &Checkpoint, pack: Pack) -> (Vec<Stored>, Vec<Stored>) {
     let (mut packed, mut dense) = (Vec::new(), Vec::new());
     for name in source.names() {

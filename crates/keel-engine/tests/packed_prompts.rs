@@ -1,5 +1,5 @@
-//! Steps of the list: prompts of any lengths run in one, padded with rows of nobody, and nothing is left to be done when requests come.
-//! With `KEEL_TEST_CUDA=1` the same on a GPU.
+//! Steps of the list. Prompts of any lengths run in one step with padding rows, and no preparation is left when
+//! requests come. With `KEEL_TEST_CUDA=1` the same on a GPU.
 
 mod common;
 
@@ -17,7 +17,7 @@ use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Chunk, Engine, EngineOptions, LateWork, SamplerOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 
-/// Programs are few, as where they are compiled, and each finds NaN where its intermediates will be.
+/// Gives the short list of a backend that compiles, and fills the arena with NaN before each program.
 struct Poison;
 
 impl Disturbance for Poison {
@@ -38,7 +38,7 @@ fn cpu() -> Arc<dyn Backend> {
     Arc::new(CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() }))
 }
 
-/// A runtime as it is, and a poisoned one that computes alike; the same on a GPU if there is one.
+/// Pairs of a plain and a poisoned runtime that compute the same; also on a GPU if there is one.
 fn runtimes() -> Vec<(Runtime, Runtime)> {
     let new = |backend: Arc<dyn Backend>| Runtime::new(backend, RuntimeOptions::default());
     let poisoned = |backend| new(Disturbed::new(backend, Arc::new(Poison)));
@@ -68,7 +68,7 @@ fn ids(seed: usize, len: usize) -> Vec<u32> {
     (0..len).map(|i| ((i * 7 + seed * 131 + 5) % 500) as u32).collect()
 }
 
-/// The logits behind prompts that are run each by itself, and what is drawn from them.
+/// The logits after each prompt, which runs alone.
 fn alone(engine: &mut Engine, prompts: &[Vec<u32>]) -> Vec<Vec<f32>> {
     let logits_of = |prompt: &Vec<u32>| {
         let (mut sequence, mut logits) = (engine.open().expect("a slot is free"), Vec::new());
@@ -102,7 +102,7 @@ fn prompts_in_one_step_get_what_each_gets_alone_whatever_lies_beyond_them() {
                     let greatest = (i % 2 == 0).then(|| common::argmax(want));
                     assert_eq!(drawn[i], greatest);
                 }
-                // States, keys and values are those of a prompt that was run by itself, too.
+                // States, keys and values are also those of a prompt that ran alone.
                 let last = sequences.pop().expect("there is one");
                 sequences.into_iter().for_each(|sequence| busy.release(sequence));
                 let mut again = busy.open().expect("a slot is free");
@@ -114,7 +114,7 @@ fn prompts_in_one_step_get_what_each_gets_alone_whatever_lies_beyond_them() {
     }
 }
 
-/// Requests of which some are sampled, some end within a page and some need the host.
+/// Requests: some are sampled, some end within a page, and some need the host.
 fn requests(count: usize) -> Vec<BatchRequest> {
     let request = |i: usize| {
         let mut request = BatchRequest::new(i as u64, ids(i, 1 + (i * 67) % 430), 1 + (i * 5) % 29);
@@ -150,7 +150,7 @@ fn a_batch_among_rows_of_nobody_says_what_each_says_alone() {
     }
 }
 
-/// Lengths from 1 on, on a GPU every one of them, in batches of every size.
+/// Prompts of lengths from 1 on (on a GPU all lengths), in batches of every size.
 #[test]
 fn nothing_is_left_to_be_done_when_requests_come() {
     let count = if gpu().is_some() { 2000 } else { 100 };
@@ -184,7 +184,7 @@ fn nothing_is_left_to_be_done_when_requests_come() {
     }
 }
 
-/// A step that is not of the list is counted: the check above sees one.
+/// A step that is not in the list is counted, so the test above would notice it.
 #[test]
 fn a_step_that_was_not_prepared_is_seen() {
     let mut engine = engine(&demo(), &runtime(2), EngineOptions { all_logits: true, ..options(0) });

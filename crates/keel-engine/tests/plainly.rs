@@ -1,5 +1,5 @@
-//! Plain transformers of other houses against plain loops, with parameters made up here; and the loops against the references of
-//! the fixtures, where these are there.
+//! Plain transformers of other families against plain loops, with made-up parameters. The loops are compared with the
+//! references of the fixtures that exist.
 
 #[path = "common/plainly.rs"]
 mod computed;
@@ -17,7 +17,7 @@ use keel_testkit::random::Random;
 use keel_weights::Checkpoint;
 use serde_json::{Value, json};
 
-/// f32 parameters that follow from their names, large enough that scores matter.
+/// f32 parameters that are derived from their names, large enough that scores matter.
 struct MadeUp;
 
 fn made_up(name: &str, count: usize, deviation: f32, mean: f32) -> Vec<f32> {
@@ -145,7 +145,7 @@ fn an_unknown_type_with_llamas_tensors_says_what_is_not_understood() {
     assert!(message.contains("granite") && message.contains("attention_multiplier (0.5)"), "{message}");
 }
 
-/// Where the loops are wrong, what they are compared with is, too.
+/// Checks the loops themselves. The other tests compare with them.
 #[test]
 fn the_loops_are_those_of_the_reference() {
     for name in OTHERS {

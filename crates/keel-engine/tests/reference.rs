@@ -1,4 +1,4 @@
-//! The model in plain loops that the repository's own fixtures are made with, against the outputs of another program.
+//! The plain loops that make the repository's own fixtures, against the outputs of another program.
 
 mod common;
 
@@ -10,7 +10,7 @@ use keel_testkit::fixtures::{HYBRID, PLAIN, foreign_fixture};
 use keel_testkit::reference::{Config, Reference};
 use keel_weights::{Checkpoint, TensorSource};
 
-/// What the other programs' f32 differs by from f64.
+/// The difference between another program's f32 and f64.
 const ERROR_MAX: f64 = 2e-5;
 
 /// The dense weights of a checkpoint under the reference's names.
@@ -42,7 +42,7 @@ fn weights(folder: &Path, config: &Config) -> BTreeMap<String, Vec<f32>> {
 
 #[test]
 fn the_reference_agrees_with_another_program() {
-    // Qwen3-Next differs from Qwen3.5 in its file alone; the quantised ones need a reader of their own.
+    // Qwen3-Next differs from Qwen3.5 only in its file. Quantised fixtures need a reader of their own.
     let dense = |name: &&str| !name.contains("4bit") && *name != "qwen3_next";
     for name in HYBRID.into_iter().chain(PLAIN).filter(dense) {
         let Some(folder) = foreign_fixture(name) else { return };

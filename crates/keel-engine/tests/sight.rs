@@ -1,4 +1,4 @@
-//! Models with eyes against their references: features, logits in both regimes, tokens behind pictures, and the laws.
+//! Vision models against their references: features, logits in both regimes, tokens after pictures, and the laws.
 
 mod common;
 
@@ -18,7 +18,7 @@ use serde_json::{Map, Value};
 const FEATURES_MAX: f64 = 2e-5;
 const LOGITS_MAX: f64 = 1e-4;
 
-/// What the reference has of a case.
+/// The reference's data of one case.
 struct Case {
     name: String,
     file: SafetensorsFile,
@@ -68,7 +68,7 @@ struct Seen {
     sight: Arc<Sight>,
 }
 
-/// Has the tower look at what the reference saw, and compares features and positions.
+/// Runs the tower on the reference's pictures, and compares features and positions.
 fn look(engine: &mut Engine, folder: &Path, case: &Case) -> Seen {
     let config = engine.vision().expect("it sees").clone();
     let files = ProcessorFiles::read(folder).expect("sound");
@@ -84,7 +84,7 @@ fn look(engine: &mut Engine, folder: &Path, case: &Case) -> Seen {
         levels.iter_mut().zip(features.levels).for_each(|(all, more)| all.extend(more));
     };
     for i in 0..8 {
-        // Already of their size, so they stay as they are.
+        // These pictures have the right size already, so they stay as they are.
         for picture in case.pictures(&format!("resized_u8.{i}")) {
             let one = image.process(&picture).expect("sound").swap_remove(0);
             see(&one.values, one.grid, &mut levels);
@@ -142,7 +142,7 @@ fn open(engine: &mut Engine, seen: &Seen) -> SequenceCache {
     sequence
 }
 
-/// Logits of every token, and those of the head.
+/// Logits of every token, and those of the MTP head.
 fn logits(engine: &mut Engine, seen: &Seen, one_by_one: bool) -> (Vec<f32>, Vec<f32>) {
     let mut sequence = open(engine, seen);
     let (mut rows, mut mtp_rows) = (Vec::new(), Vec::new());

@@ -1,4 +1,4 @@
-//! Speculation changes how fast tokens come, and nothing else.
+//! Speculation changes only how fast tokens come.
 
 mod common;
 
@@ -15,7 +15,7 @@ use keel_engine::{
 };
 use proptest::prelude::*;
 
-/// The fixtures with a multi-token-prediction head.
+/// The fixtures with an MTP (multi-token-prediction) head.
 const WITH_HEAD: [&str; 4] = ["qwen3_5", "qwen3_5_real_head_dims", "qwen3_5_moe", "qwen3_5_paro"];
 const DEPTHS: [usize; 5] = [1, 2, 3, 5, 8];
 
@@ -58,24 +58,24 @@ fn plain(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
     got
 }
 
-/// What becomes of the head's drafts before they are verified.
+/// How the MTP head's drafts are changed before they are verified.
 #[derive(Clone)]
 enum Drafter {
     Head,
-    /// From what plain decoding gives: right, wrong, or either at random.
+    /// Drafts from the text of plain decoding: right, wrong, or either at random.
     Right,
     Wrong,
     Random(u64),
 }
 
-/// Greedy, with drafts of its own.
+/// A greedy chooser with drafts of its own.
 struct Adversary {
     chooser: SamplerChooser,
     drafter: Drafter,
-    /// What plain decoding gives.
+    /// The text of plain decoding.
     truth: Vec<u32>,
     given: usize,
-    /// Drafter and tokens given when the round began.
+    /// The drafter and the number of tokens given when the round began.
     begun: (Drafter, usize),
 }
 
@@ -143,7 +143,7 @@ fn greedy_text_does_not_depend_on_speculation() {
         for compute in [Compute::Auto, Compute::F32] {
             let tokens = if compute == Compute::Auto { 512 } else { 64 };
             let mut engine = engine(&folder, &runtime(2), options(1, 8, compute));
-            // An engine that does not draft has no log: it commits every token at once.
+            // An engine without drafts has no log: it commits each token at once.
             let mut without = self::engine(&folder, &runtime(2), options(1, 0, compute));
             let want = plain(&mut without, &prompt, tokens);
             assert_eq!(plain(&mut engine, &prompt, tokens), want, "{}: no drafts", folder.display());
@@ -168,7 +168,7 @@ fn greedy_text_does_not_depend_on_speculation() {
 
 #[test]
 fn the_head_of_the_built_in_model_drafts_well() {
-    // Its card: 88.6% of first drafts are accepted, and in 63.2% the first three. This is one text.
+    // The model card says: 88.6% of first drafts are accepted, and all of the first three in 63.2%. This is one text.
     let mut engine = engine(&demo(), &runtime(2), options(1, 3, Compute::Auto));
     let sequence = engine.open().expect("a slot is free");
     let prompt = [1, 250, 33, 700, 12, 5];
@@ -198,7 +198,7 @@ fn sampled_sequences_follow_measured_costs_unless_they_must_come_again() {
         tokens.release();
         ([first, rest].concat(), plain_first, drafted)
     };
-    // With nothing measured, a plain round comes first; nominal costs are known from the start.
+    // Without measurements a plain round comes first. Nominal costs are known from the start.
     let (_, plain_rounds, drafted) = run(false);
     assert!(plain_rounds == 1 && drafted > 0);
     let (tokens, plain_rounds, _) = run(true);
@@ -206,7 +206,7 @@ fn sampled_sequences_follow_measured_costs_unless_they_must_come_again() {
     assert_eq!(run(true).0, tokens);
 }
 
-/// Tokens of one parity in turn, for so many tokens.
+/// Allows odd and even tokens in turn, `end` tokens in all.
 struct Alternate {
     taken: usize,
     end: usize,
@@ -272,7 +272,7 @@ fn penalties_and_constraints_bind_drafts_and_tokens_alike() {
         for depth in [1, 3, 8] {
             let (ids, counters) = run(depth, is_bound);
             assert_eq!(ids, want, "depth {depth}, bound: {is_bound}");
-            // Without the head's drafts being bound, half of them would be refused for their parity alone.
+            // If the constraint did not bind the drafts, half of them would be rejected for their parity alone.
             let share = counters.accepted[0] as f64 / counters.drafted[0] as f64;
             assert!(share > 0.3, "{share}");
         }
@@ -345,7 +345,7 @@ fn sequences_of_a_batch_draft_and_accept_each_for_itself() {
             let (mut waiting, mut running, mut done): (Vec<usize>, Vec<(usize, Member)>, Vec<_>) =
                 ((0..7).collect(), Vec::new(), Vec::new());
             while !(waiting.is_empty() && running.is_empty()) {
-                // One joins every few rounds, and leaves when it has what it wants.
+                // A sequence joins every few rounds, and leaves when it has all its tokens.
                 if (done.len() % 2 == 0 || running.len() < 4)
                     && let Some(i) = waiting.pop()
                 {
@@ -377,7 +377,7 @@ fn sequences_of_a_batch_draft_and_accept_each_for_itself() {
 fn any_accept_counts_leave_the_state_of_plain_decoding() {
     for (folder, prompt) in models() {
         let engine = engine(&folder, &runtime(2), options(2, 8, Compute::Auto));
-        // It has no log, so that its state is what committing every token at once leaves.
+        // This engine has no log, so it commits each token at once.
         let mut without = self::engine(&folder, &runtime(2), options(1, 0, Compute::Auto));
         let truth = plain(&mut without, &prompt, 60);
         let mut runner = proptest::test_runner::TestRunner::new_with_rng(

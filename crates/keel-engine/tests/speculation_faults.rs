@@ -1,5 +1,5 @@
-//! A round that fails leaves every sequence as it was: position, keys and values, windows, states, drafts and what is drawn
-//! next. Failures are injected at every launch of a round, in programs that are cut into many.
+//! A failed round leaves each sequence as it was: position, keys and values, windows, states, drafts and next draws.
+//! Failures are injected at every launch of a round, in programs that are cut into many pieces.
 
 mod common;
 
@@ -21,11 +21,11 @@ use keel_testkit::disturbed::{Disturbance, Disturbed};
 /// Says when a launch fails.
 #[derive(Default)]
 struct Faults {
-    /// Launches that succeed before one fails; the largest number is never reached.
+    /// How many launches succeed before one fails; the largest number means never.
     until: AtomicUsize,
-    /// Let the launch run first, and do not say how far it came.
+    /// Let the failing launch run first, and do not report how far it came.
     is_silent: AtomicBool,
-    /// Break the page table of the launch instead: the first attention in it finds out, behind kernels that have run.
+    /// Break the page table of the launch instead. The first attention in it finds out, after kernels that have run.
     breaks_pages: AtomicBool,
 }
 
@@ -63,7 +63,7 @@ impl Disturbance for Faults {
     }
 }
 
-/// An engine for three sequences whose programs are cut into pieces of so many kernels.
+/// An engine for three sequences, whose programs are cut into pieces of `piece` kernels.
 fn engine(folder: &Path, piece: usize) -> (Engine, Arc<Faults>) {
     let faults = Arc::new(Faults::default());
     faults.clear();
@@ -104,13 +104,13 @@ impl Member {
         Member { prompt: prompt.to_vec(), cache, speculation, chooser, tokens: vec![first] }
     }
 
-    /// Position, open rows, and what was counted.
+    /// Position, open rows and counters.
     fn standing(&self) -> (usize, usize, SpeculationCounters) {
         (self.cache.len(), self.cache.accepted(), self.speculation.counters().clone())
     }
 }
 
-/// One that drafts and draws, one that decodes plainly, one that drafts greedily with penalties.
+/// One sequence that drafts and samples, one that decodes plainly, one that drafts greedily with penalties.
 fn members(engine: &mut Engine) -> Vec<Member> {
     let drawn = SamplerOptions { temperature: 1.0, top_p: 0.95, seed: 7, ..SamplerOptions::default() };
     let penalised =
@@ -138,8 +138,8 @@ fn round(engine: &mut Engine, members: &mut [Member]) -> keel_engine::Result<()>
     Ok(())
 }
 
-/// Lets a round fail at launch after launch until it succeeds, and then a few times at random ones; every failure may come
-/// while the next attempt makes up for the one before. Returns the failures.
+/// Lets a round fail at launch after launch until it succeeds; every third failure is at a random earlier launch. A
+/// failure may come while the attempt makes up for the one before. Returns how many failures there were.
 fn fail_everywhere(engine: &mut Engine, faults: &Faults, members: &mut [Member]) -> usize {
     let before: Vec<_> = members.iter().map(Member::standing).collect();
     let mut launches_max = 0;
@@ -153,7 +153,7 @@ fn fail_everywhere(engine: &mut Engine, faults: &Faults, members: &mut [Member])
         for (member, before) in members.iter().zip(&before) {
             let (len, accepted, counters) = member.standing();
             assert_eq!(len, before.0);
-            // Rows that were accepted may have been committed meanwhile.
+            // A failed attempt may have committed accepted rows.
             assert!(accepted == before.1 || accepted == 0);
             assert_eq!(counters, before.2);
         }
@@ -163,7 +163,7 @@ fn fail_everywhere(engine: &mut Engine, faults: &Faults, members: &mut [Member])
 
 #[test]
 fn a_round_may_fail_at_any_launch_and_be_tried_again() {
-    // The folder, kernels of a piece, rounds, and launches of a round at least.
+    // The folder, kernels in a piece, rounds, and the least number of launches in a round.
     let moe = [(fixture("qwen3_5_moe"), 3, 3, 50)];
     for (folder, piece, rounds, launches_min) in
         [(demo(), 1, 2, 100), (demo(), 512, 8, 6)].into_iter().chain(moe)
@@ -176,7 +176,7 @@ fn a_round_may_fail_at_any_launch_and_be_tried_again() {
 
         let mut disturbed = members(&mut engine);
         let mut failures = 0;
-        // The first round has nothing to commit, the next ones have.
+        // The first round has nothing to commit. The next ones have.
         for _ in 0..rounds {
             failures += fail_everywhere(&mut engine, &faults, &mut disturbed);
         }
@@ -184,7 +184,7 @@ fn a_round_may_fail_at_any_launch_and_be_tried_again() {
         let got: Vec<Vec<u32>> = disturbed.iter().map(|m| m.tokens.clone()).collect();
         assert_eq!(got, wanted, "{} in pieces of {piece}", folder.display());
         assert!(failures >= rounds * launches_min, "{failures} failures in {rounds} rounds");
-        // Three slots: two make way for the sequence to compare with.
+        // There are three slots: two are freed for the sequence to compare with.
         let last = disturbed.pop().expect("there are three");
         disturbed.into_iter().for_each(|m| engine.release(m.cache));
         let straight = decoded(&mut engine, &last.prompt, &last.tokens[..last.tokens.len() - 1]);
@@ -193,10 +193,10 @@ fn a_round_may_fail_at_any_launch_and_be_tried_again() {
     }
 }
 
-/// What a sequence is after each of its tokens: the bytes of windows and states, and the logits behind the token.
+/// A sequence after each of its tokens: the bytes of windows and states, and the logits.
 type Course = Vec<(Vec<u8>, Vec<f32>)>;
 
-/// Plain decoding in an engine without a log, which commits every token at once.
+/// Plain decoding in an engine without a log, which commits each token at once.
 fn plain_course(folder: &Path, prompt: &[u32], tokens: &[u32]) -> Course {
     let backend = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
     let runtime = Runtime::new(Arc::new(backend), RuntimeOptions::default());
@@ -213,7 +213,8 @@ fn plain_course(folder: &Path, prompt: &[u32], tokens: &[u32]) -> Course {
     each.collect()
 }
 
-/// Asserts that a sequence that holds the first `tokens` tokens of a course is what it was there, and goes on as it did.
+/// Asserts that a sequence with the first `tokens` tokens of a course has the state of the course there, and goes on
+/// like it.
 fn expect_on_course(
     engine: &mut Engine,
     sequence: &SequenceCache,
@@ -271,7 +272,7 @@ fn a_plain_step_that_fails_within_its_launch_has_not_been() {
             let error = engine.decode(&mut [&mut sequence], &[token]).expect_err("the table is broken");
             assert!(error.to_string().contains("paged_attention"), "{error}");
             assert_eq!(sequence.len(), prompt.len() + i);
-            // Three layers have committed the row before, if there is one, and the others have not.
+            // Three layers have committed the row before, if there is one. The others have not.
             let left = engine.cache().interruption(&sequence);
             assert_eq!(left, Some(Interruption::Settling { windows: 3, states: 3 }));
             expect_on_course(&mut engine, &sequence, &course, (i, token));
@@ -333,11 +334,11 @@ fn a_sequence_that_cannot_be_mended_says_so() {
     let mut one = vec![Member::join(&mut engine, &prompt, 3, SamplerOptions::default())];
     round(&mut engine, &mut one).expect("the round runs");
     faults.is_silent.store(true, Ordering::Relaxed);
-    // A pass of the head touches no state of the model.
+    // A pass of the MTP head touches no state of the model.
     faults.set(1);
     round(&mut engine, &mut one).expect_err("injected");
     round(&mut engine, &mut one).expect("it is tried again");
-    // The pass of the model comes behind three of the head.
+    // The pass of the model comes after three passes of the head.
     faults.set(3);
     assert!(!is_torn(round(&mut engine, &mut one).expect_err("injected")));
     assert!(is_torn(round(&mut engine, &mut one).expect_err("nobody knows its state")));
@@ -345,7 +346,7 @@ fn a_sequence_that_cannot_be_mended_says_so() {
     assert!(is_torn(engine.commit(&mut cache).expect_err("nobody knows its state")));
     assert!(is_torn(engine.decode(&mut [&mut cache], &[1]).expect_err("nobody knows its state")));
     assert!(engine.cache_mut().checkpoint(&mut cache).is_err());
-    // From the start on it is as good as new.
+    // After a reset the sequence works like a new one.
     engine.cache_mut().reset(&mut cache).expect("clears");
     engine.prefill(&mut cache, &prompt, &mut Vec::new(), &mut |_| ()).expect("runs");
     faults.is_silent.store(false, Ordering::Relaxed);
@@ -373,13 +374,13 @@ fn a_step_of_a_prompt_that_fails_halfway_is_taken_back_or_not_built_upon() {
     let (mut engine, faults) = engine(&demo(), 8);
     let straight = decoded(&mut engine, &prompt, &[]);
     let mut sequence = engine.open().expect("a slot is free");
-    // Before anything has changed, and in the midst of the first step: the state before it is none.
+    // Before any change, and in the middle of the first step. The state before that step is the empty one.
     for launches in [0, 1, 8, 15] {
         fail_prompt(&mut engine, &faults, &mut sequence, (&prompt, launches));
         assert_eq!(sequence.len(), 0);
         engine.cache().expect_whole(&sequence).expect("it is as before");
     }
-    // The state between the steps is kept nowhere.
+    // The state between two steps is not kept.
     fail_prompt(&mut engine, &faults, &mut sequence, (&prompt, 30));
     assert_eq!(sequence.len(), 64);
     let again = engine.prefill(&mut sequence, &prompt[64..], &mut Vec::new(), &mut |_| ());
@@ -387,7 +388,7 @@ fn a_step_of_a_prompt_that_fails_halfway_is_taken_back_or_not_built_upon() {
     assert!(message.contains("recurrent layers had moved on; release it"), "{message}");
     engine.cache_mut().rewind(&mut sequence, 64).expect("clears");
     assert_eq!(sequence.len(), 0);
-    // At a checkpoint it is.
+    // At a checkpoint it is kept.
     let mut launches = 31;
     while sequence.checkpoints().next() != Some(128) {
         engine.cache_mut().reset(&mut sequence).expect("clears");

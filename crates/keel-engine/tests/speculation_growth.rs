@@ -1,5 +1,5 @@
-//! Failure 2: every speculative step copied all recurrent states, for a rollback that never came: 147 MB a step, 2 GB
-//! in 256 steps. Here states are never copied to speculate, so memory does not grow at all.
+//! Failure 2: every speculative step copied all recurrent states for a rollback that never came: 147 MB a step, 2 GB in
+//! 256 steps. Here speculation never copies states, so memory does not grow.
 
 mod common;
 
@@ -11,7 +11,7 @@ use keel_engine::{
     Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SamplerOptions, SpeculationOptions,
 };
 
-/// The resident set is the process's: one test at a time.
+/// The resident set is that of the process, so only one test runs at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn demo() -> (Runtime, Engine) {
@@ -23,7 +23,7 @@ fn demo() -> (Runtime, Engine) {
     (runtime, engine)
 }
 
-/// What the process holds, with what is free given back first.
+/// Bytes in the ledger, and bytes that the process holds in memory.
 fn held(runtime: &Runtime) -> (u64, Option<f64>) {
     (runtime.ledger().active().total(), resident_bytes())
 }
@@ -52,7 +52,7 @@ fn memory_does_not_grow_over_256_speculative_steps() {
         tokens.release();
         assert_eq!(before.0, after.0, "bytes in the ledger");
         let (Some(before), Some(after)) = (before.1, after.1) else { continue };
-        // New tokens touch pages that were planned; one copied state a step would be far above that.
+        // New tokens touch planned pages. One copied state per step would be far above this bound.
         let kv_bytes = 256.0 * 6.0 * engine.cache().spec().token_bytes() as f64;
         assert!(256.0 * copy_bytes > 20.0 * kv_bytes, "the bound tells the two apart");
         assert!(after - before <= 1.1 * kv_bytes, "the process grew by {} bytes", after - before);
@@ -66,7 +66,8 @@ fn twenty_requests_leave_what_two_left() {
     let mut readings = Vec::new();
     for request in 0..20u32 {
         let sequence = engine.open().expect("a slot is free");
-        // Two requests by turns, whose depths follow nominal costs: what either touches does not hang on the machine's pace.
+        // Two requests take turns. Their depths follow nominal costs, so the memory that they touch does not depend on
+        // the machine's speed.
         let kind = request % 2;
         let prompt: Vec<u32> = (0..150).map(|i| (i * 37 + kind * 11) % 4000).collect();
         let sampler = SamplerOptions { temperature: 1.0, seed: u64::from(kind), ..SamplerOptions::default() };

@@ -1,5 +1,5 @@
-//! Steps of decoding on a GPU, once they are captured: one submission, one wait for it and its token, no allocation. Needs a GPU:
-//! `KEEL_TEST_CUDA=1`.
+//! Decode steps on a GPU, once they are captured: one submission, one wait for it and its token, no allocation. Needs a
+//! GPU: `KEEL_TEST_CUDA=1`.
 
 mod common;
 
@@ -15,7 +15,7 @@ use keel_engine::{Engine, EngineOptions};
 const STEPS: usize = 64;
 const SEQUENCES: usize = 3;
 
-/// The model on a GPU, and sequences behind prompts; `None` where there is no GPU to be tested.
+/// The model on a GPU, and sequences after prompts. `None` without a GPU to test.
 fn prefilled() -> Option<(Arc<CudaBackend>, Engine, Vec<SequenceCache>)> {
     if !keel_testkit::has_gpu!() {
         return None;
@@ -34,7 +34,7 @@ fn prefilled() -> Option<(Arc<CudaBackend>, Engine, Vec<SequenceCache>)> {
     Some((backend, engine, sequences))
 }
 
-/// Draws of a step: greedy, sampled, and left to the host.
+/// How the tokens of a step are drawn: greedy, sampled, and by the host.
 fn draws(step: usize) -> [Option<Draw>; SEQUENCES] {
     let uniform = (step * 37 % 64) as f32 / 64.0;
     let sampled = Draw { temperature: 0.8, top_k: 40, top_p: 0.95, min_p: 0.02, uniform };
@@ -52,7 +52,7 @@ fn a_steady_step_waits_once_and_allocates_nothing() {
             tokens.iter_mut().zip(drawn).for_each(|(token, drawn)| *token = drawn.unwrap_or(7));
         }
     };
-    // Kernel by kernel, captured, and twice as they will be.
+    // One run kernel by kernel, one captured, two replayed.
     run(&mut engine, 0..4);
     let counts = |engine: &Engine| {
         let (captured, replayed) = backend.graph_counts();

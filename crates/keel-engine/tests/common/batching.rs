@@ -1,4 +1,4 @@
-//! Running a batch to its end.
+//! Runs a batch to its end.
 
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ pub fn prompt(name: &str, seed: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|i| (ids[i as usize % ids.len()] + i * 7 + seed * 13) % 500).collect()
 }
 
-/// What came of a request.
+/// The outcome of a request.
 #[derive(Debug, Default)]
 pub struct Outcome {
     pub tokens: Vec<u32>,
@@ -22,7 +22,7 @@ pub struct Outcome {
     pub error: Option<EngineError>,
 }
 
-/// One step; outcomes by request id.
+/// Runs one step. Outcomes are indexed by request id.
 pub fn step(batcher: &mut Batcher, now: Instant, outcomes: &mut [Outcome]) {
     for (id, event) in batcher.step(now) {
         let outcome = &mut outcomes[id as usize];
@@ -36,7 +36,7 @@ pub fn step(batcher: &mut Batcher, now: Instant, outcomes: &mut [Outcome]) {
     }
 }
 
-/// Runs until nothing is left; outcomes by request id.
+/// Runs until nothing is left. Outcomes are indexed by request id.
 pub fn finish(batcher: &mut Batcher, count: usize) -> Vec<Outcome> {
     let mut outcomes: Vec<Outcome> = (0..count).map(|_| Outcome::default()).collect();
     let now = Instant::now();

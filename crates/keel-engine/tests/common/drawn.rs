@@ -1,4 +1,4 @@
-//! Tokens as the host draws them, to compare with.
+//! Tokens drawn by the host, to compare with.
 
 use keel_cache::SequenceCache;
 use keel_engine::{Engine, Sampler, SamplerOptions};
@@ -7,8 +7,8 @@ pub fn prompt() -> Vec<u32> {
     (0..70).map(|i| (i * 7 + 5) % 500).collect()
 }
 
-/// A sequence behind the prompt and tokens of its own that were run one by one, each waited for; and these tokens, with the
-/// one behind them.
+/// Draws `tokens` tokens after the prompt and waits for each step. Returns the sequence and these tokens; the last one
+/// has not been run.
 pub fn waited_for(engine: &mut Engine, sampler: SamplerOptions, tokens: usize) -> (SequenceCache, Vec<u32>) {
     let mut sampler = Sampler::new(sampler, &prompt()).expect("in range");
     let (mut sequence, mut logits) = (engine.open().expect("a slot is free"), Vec::new());

@@ -18,7 +18,7 @@ pub use keel_testkit::compare::relative_error;
 pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
 use keel_weights::{Checkpoint, SafetensorsFile, TensorSource};
 
-/// The built-in model's folder. Where the tests run elsewhere than they were built, they run in the repository's root.
+/// The built-in model's folder. Tests that do not run where they were built run in the repository's root.
 pub fn demo() -> PathBuf {
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
     if built.is_dir() { built } else { "models/demo".into() }
@@ -55,10 +55,10 @@ pub struct Expected {
     pub greedy: Option<Greedy>,
 }
 
-/// What the reference goes on with when it always takes the most probable token.
+/// The reference's greedy continuation.
 pub struct Greedy {
     pub tokens: Vec<u32>,
-    /// How far each token's logit is from the next one's.
+    /// How far each token's logit is above the second greatest.
     pub margins: Vec<f32>,
 }
 
@@ -79,7 +79,7 @@ pub fn expected(folder: &Path) -> Expected {
     }
 }
 
-/// Logits (and those of the head) of a whole prompt in a fresh sequence.
+/// Logits of a whole prompt in a fresh sequence, and those of the MTP head.
 pub fn all_logits(engine: &mut Engine, ids: &[u32], one_by_one: bool, mtp: bool) -> (Vec<f32>, Vec<f32>) {
     let mut sequence = engine.open().expect("a slot is free");
     let (mut logits, mut mtp_logits) = (Vec::new(), Vec::new());
@@ -127,8 +127,8 @@ pub fn recurrent_bytes(engine: &Engine, sequence: &SequenceCache) -> Vec<u8> {
     all
 }
 
-/// What a sequence is: its length, windows and states once all is committed, and its next answers, which read every key
-/// and value. Releases it.
+/// The full state of a sequence: its length, its windows and states after a commit, and its next logits, which depend
+/// on every key and value. Releases the sequence.
 pub fn state_of(engine: &mut Engine, mut sequence: SequenceCache) -> (usize, Vec<u8>, Vec<Vec<f32>>) {
     engine.commit(&mut sequence).expect("runs");
     assert_eq!(sequence.accepted(), 0);

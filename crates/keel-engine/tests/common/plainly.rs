@@ -1,4 +1,4 @@
-//! Plain transformers computed plainly: loops in f64, one token after the other, straight from a config and parameters by name.
+//! Plain transformers computed in plain loops: f64, one token after the other, from a config and parameters by name.
 
 use keel_array::{RowData, WeightFormat, WeightSpec};
 use keel_models::loading::Parameters;
@@ -26,7 +26,7 @@ struct Model<'a> {
     kind: &'a str,
 }
 
-/// `W x` of rows as long as x.
+/// `W x`, where the rows of W are as long as x.
 fn product(weight: &[f64], x: &[f64]) -> Vec<f64> {
     weight.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
 }
@@ -76,7 +76,7 @@ impl Model<'_> {
         x.iter().zip(weight).map(|(x, w)| x / (mean + eps).sqrt() * w).collect()
     }
 
-    /// Norms before and after attention, before and after the feed-forward half.
+    /// The names of the norms before and after attention, and before and after the feed-forward half.
     fn norms(&self) -> [Option<&'static str>; 4] {
         match self.kind {
             "olmo3" => [None, Some("post_attention_layernorm"), None, Some("post_feedforward_layernorm")],
@@ -183,7 +183,7 @@ impl Model<'_> {
         results
     }
 
-    /// Tokens that a row of a layer sees, itself included.
+    /// How many tokens a row of a layer sees, itself included.
     fn window(&self, layer: usize) -> Option<usize> {
         let window = self.config["sliding_window"].as_u64()? as usize;
         let all = matches!(self.kind, "mistral" | "ministral3" | "phi3");
@@ -197,7 +197,7 @@ impl Model<'_> {
         1.0 + beta * (1.0 + (at / original) as f64).ln()
     }
 
-    /// How heads of a layer turn in a sequence of so many tokens.
+    /// How a layer rotates its heads in a sequence of `tokens` tokens.
     fn turns(&self, layer: usize, tokens: usize) -> Turns {
         let rope = &self.config["rope_parameters"];
         let rope = match self.config["layer_types"][layer].as_str() {

@@ -1,4 +1,4 @@
-//! Backends that let the host go on while they work.
+//! Backends that work while the host goes on.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -8,11 +8,11 @@ use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 
-/// A CPU that says it queues: counts launches, waits, and lets a launch fail.
+/// A CPU backend that says it queues. It records launches and waits, and lets a launch fail.
 pub struct Queueing {
     /// `L` for a launch, `W` for a wait.
     pub events: Mutex<String>,
-    /// Launches that succeed before one fails.
+    /// How many launches succeed before one fails.
     pub until: AtomicUsize,
 }
 
@@ -48,7 +48,7 @@ impl Disturbance for Queueing {
     }
 }
 
-/// A runtime on the CPU whose programs are cut into pieces of so many kernels.
+/// A runtime on the CPU whose programs are cut into pieces of `piece` kernels.
 pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
     let queueing = Queueing { events: Mutex::default(), until: AtomicUsize::new(usize::MAX) };
     let queueing = Arc::new(queueing);
@@ -57,10 +57,10 @@ pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
     (Runtime::new(Disturbed::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)
 }
 
-/// Kernels of a piece where programs have many pieces: more than may be under way at a time.
+/// Kernels in a piece, for programs of more pieces than may be under way at a time.
 const PIECE: usize = 16;
 
-/// That, new, in one piece and in many, and the same on a GPU if there is one to be tested.
+/// New queueing runtimes whose programs run in one piece and in many. The same on a GPU if there is one to test.
 pub fn runtimes() -> Vec<Runtime> {
     let mut runtimes = vec![queueing(512).0, queueing(PIECE).0];
     let in_pieces = RuntimeOptions { submission_ops: PIECE, ..RuntimeOptions::default() };
@@ -70,7 +70,7 @@ pub fn runtimes() -> Vec<Runtime> {
     runtimes
 }
 
-/// The same, each with a runtime in front that waits for every launch and computes alike.
+/// These runtimes, each after one that waits for every launch and computes the same.
 pub fn waiting_and_queueing() -> Vec<(Runtime, Runtime)> {
     struct Waiting;
     impl Disturbance for Waiting {}
@@ -82,7 +82,7 @@ pub fn waiting_and_queueing() -> Vec<(Runtime, Runtime)> {
     runtimes().into_iter().map(|queueing| (waiting(&queueing), queueing)).collect()
 }
 
-/// A GPU, if there is one to be tested.
+/// A GPU, if there is one to test.
 pub fn gpu() -> Option<Arc<dyn Backend>> {
     if !keel_testkit::has_gpu!() {
         return None;
