@@ -1,4 +1,4 @@
-//! One answer: from what happens to a request to the parts that a client sees.
+//! Turns the events of one request into the parts of its answer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,11 +16,11 @@ use crate::worker::Events;
 /// A token with its log probabilities.
 #[derive(Clone, Debug)]
 pub struct TokenInfo {
-    /// Its id.
+    /// The token's id.
     pub id: u32,
-    /// Its text, alone.
+    /// The token's own text.
     pub text: String,
-    /// Log probabilities at its position; the texts of the most probable tokens beside them.
+    /// Log probabilities at the token's position. [`TokenInfo::top_texts`] has the texts of the most probable tokens.
     pub logprobs: TokenLogprobs,
     /// Texts of `logprobs.top`.
     pub top_texts: Vec<String>,
@@ -29,43 +29,43 @@ pub struct TokenInfo {
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// An end token or a stop string.
+    /// An end token or a stop string came.
     Stop,
-    /// As many tokens as were asked for.
+    /// The limit of tokens was reached.
     Length,
     /// The model called tools.
     ToolCalls,
 }
 
-/// Something of an answer.
+/// A piece of an answer.
 #[derive(Clone, Debug)]
 pub enum Piece {
     /// Text, reasoning or a tool call.
     Part(AnswerPart),
-    /// Tokens, where log probabilities were asked for.
+    /// Tokens, if log probabilities were requested.
     Tokens(Vec<TokenInfo>),
-    /// The end, and the stop string that it came by. Nothing follows.
+    /// The end, with the stop string that caused it, if any. No piece follows.
     End(Ending, Option<String>),
 }
 
-/// Tokens of a request.
+/// Token counts of a request.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
-    /// Of the prompt.
+    /// Tokens of the prompt.
     pub prompt: usize,
-    /// Of the prompt, that an earlier request had run.
+    /// Tokens of the prompt that were reused from an earlier request.
     pub cached: usize,
-    /// Of the answer.
+    /// Tokens of the answer.
     pub completion: usize,
-    /// Of the answer, spent on reasoning.
+    /// Tokens of the answer that are reasoning.
     pub reasoning: usize,
 }
 
-/// How the tokens of an answer become its parts.
+/// How the tokens of an answer become parts.
 pub struct AnswerStyle {
-    /// Strings that end it.
+    /// Strings that end the answer.
     pub stop: Vec<String>,
-    /// What it may consist of.
+    /// The parts that the answer may have.
     pub form: AnswerForm,
     /// Whether tokens are reported with their log probabilities.
     pub logprobs: bool,
@@ -85,20 +85,20 @@ pub struct Answer {
     ended: bool,
     usage: Usage,
     timer: RequestTimer,
-    /// Its memory is the request's until the answer ends.
+    /// Keeps the request's memory charged until the answer ends.
     caller: Option<Arc<Caller>>,
 }
 
 impl Answer {
-    /// Holds what the request takes until the answer is dropped.
+    /// Keeps the request's memory charged until the answer is dropped.
     pub(crate) fn keep(&mut self, caller: Arc<Caller>) {
         self.caller = Some(caller);
     }
 
-    /// An answer made of what comes from `events`.
+    /// Creates an answer from `events`.
     ///
     /// # Errors
-    /// If a stop string is empty or too long.
+    /// A stop string is empty or too long.
     pub(crate) fn new(
         events: Events,
         tokenizer: &Tokenizer,
@@ -127,10 +127,10 @@ impl Answer {
         })
     }
 
-    /// Waits until the request runs.
+    /// Waits until the request starts to run.
     ///
     /// # Errors
-    /// If it never does.
+    /// The request fails before it runs.
     pub async fn started(&mut self) -> Result<()> {
         match self.events.recv().await {
             Some(BatchEvent::Started { cached_tokens, queued }) => {
@@ -144,15 +144,15 @@ impl Answer {
         }
     }
 
-    /// Tokens so far.
+    /// Token counts so far.
     pub fn usage(&self) -> Usage {
         self.usage
     }
 
-    /// The next piece; `None` after the end.
+    /// Returns the next piece, or `None` after the end.
     ///
     /// # Errors
-    /// If the engine fails at it, or the deadline passes.
+    /// The engine fails at the request, or the deadline passes.
     pub async fn next(&mut self) -> Result<Option<Piece>> {
         loop {
             if let Some(piece) = self.pieces.pop_front() {

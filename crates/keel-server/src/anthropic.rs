@@ -1,4 +1,4 @@
-//! Anthropic's API: `/v1/messages` and its token count. A request becomes a chat of OpenAI's form first.
+//! Anthropic's API: `/v1/messages` and its token count. Requests are translated to a chat in OpenAI's form.
 
 use std::sync::Arc;
 
@@ -67,7 +67,7 @@ pub(crate) struct MessagesBody {
     temperature: Option<f32>,
     top_p: Option<f32>,
     top_k: Option<i64>,
-    /// What nobody above took.
+    /// All other fields.
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -78,7 +78,7 @@ struct InputMessage {
     content: Value,
 }
 
-/// A body, whose refusal has Anthropic's form.
+/// A request body. Errors of its extraction have Anthropic's form.
 pub(crate) struct Message(MessagesBody, Arc<Caller>);
 
 impl FromRequest<Arc<App>> for Message {
@@ -109,7 +109,7 @@ pub(crate) async fn create(
     let mut answers = app.start("/v1/messages", &caller, ask).await?;
     let model = app.options.model_id.clone();
     if streams {
-        // There is one, because the form knows no `n`.
+        // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
         return Ok(respond(&app, move |outbox| stream(model, answer, outbox)));
     }
@@ -126,7 +126,7 @@ pub(crate) async fn count_tokens(
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
 }
 
-/// The same request as a chat.
+/// Translates the request to a chat.
 pub(crate) fn chat(body: MessagesBody) -> Result<ChatBody> {
     serde_json::from_value(to_chat(body)?).map_err(|error| ServerError::Body(error.to_string()))
 }
@@ -167,7 +167,7 @@ fn to_chat(body: MessagesBody) -> Result<Value> {
         "top_k": body.top_k,
         "chat_template_kwargs": variables,
     });
-    // Moved, where the macro would copy.
+    // The values are moved, because the macro would copy them.
     chat["messages"] = Value::Array(messages);
     chat["tools"] = tools.map_or(Value::Null, Value::Array);
     Ok(chat)
@@ -178,7 +178,7 @@ fn tool(tool: Value) -> Value {
         "name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}})
 }
 
-/// One message becomes several where it holds the results of tools.
+/// Translates a message. A message with results of tools becomes several.
 fn translate(message: InputMessage, messages: &mut Vec<Value>) -> Result<()> {
     let Value::Array(blocks) = &message.content else {
         messages.push(json!({"role": message.role, "content": message.content}));
@@ -261,7 +261,7 @@ fn whole(model: &str, answer: &Collected) -> Value {
 
 struct Stream {
     outbox: Outbox,
-    /// Blocks so far, and the kind of the one that is open.
+    /// Number of blocks so far. [`Stream::open`] is the kind of the open block.
     blocks: usize,
     open: Option<&'static str>,
 }

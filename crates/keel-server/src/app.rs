@@ -1,4 +1,4 @@
-//! What every handler shares, and how a request becomes running answers.
+//! The state that all handlers share, and the path from a request to running answers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,34 +21,34 @@ use crate::text::{Bounds, ModelText};
 use crate::work::Workshop;
 use crate::worker::EngineHandle;
 
-/// What every handler shares.
+/// The state that all handlers share.
 pub struct App {
     /// The engine's thread.
     pub engine: EngineHandle,
     /// The text side of the model.
     pub text: ModelText,
-    /// Bounds.
+    /// The server's options.
     pub options: ServerOptions,
     /// Counters.
     pub metrics: Metrics,
-    /// When the server started, in seconds since 1970.
+    /// Start of the server, in seconds since 1970.
     pub created: u64,
-    /// The budget of requests.
+    /// The memory budget of requests.
     pub memory: RequestMemory,
     pub(crate) keys: Keys,
     works: Workshop,
     draining: AtomicBool,
 }
 
-/// A request in the engine's terms, whatever API it came by.
+/// A request in the engine's terms, independent of its API.
 pub(crate) struct Ask {
     pub prompt: Vec<u32>,
-    /// Prefixes that later prompts may share.
+    /// Lengths of prefixes that later prompts may share.
     pub marks: Vec<usize>,
-    /// `None` is the server's default, or what fits.
+    /// `None` means the server's default. The room in the context bounds both.
     pub max_tokens: Option<usize>,
     pub sampler: SamplerOptions,
-    /// `None` draws another text each time.
+    /// `None` means a new seed for each request.
     pub seed: Option<u64>,
     pub stop: Vec<String>,
     pub choices: usize,
@@ -59,7 +59,7 @@ pub(crate) struct Ask {
 }
 
 impl App {
-    /// Puts the parts together.
+    /// Creates the state.
     pub fn new(engine: EngineHandle, text: ModelText, options: ServerOptions) -> Arc<App> {
         let created = seconds_since_1970((options.wall_clock)());
         Arc::new(App {
@@ -75,14 +75,14 @@ impl App {
         })
     }
 
-    /// From now on requests are refused; those that run go on. What is remembered is saved as soon as nothing runs: whoever
-    /// asked for the end may lose patience.
+    /// Refuses new requests from now on; running requests continue. Remembered prefixes are saved as soon as nothing
+    /// runs, because the process may be killed before it ends.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::Release);
         self.engine.save_prefixes();
     }
 
-    /// Whether requests are refused because the server ends.
+    /// Whether requests are refused because the server is shutting down.
     pub fn is_draining(&self) -> bool {
         self.draining.load(Ordering::Acquire)
     }
@@ -92,7 +92,7 @@ impl App {
         seconds_since_1970((self.options.wall_clock)())
     }
 
-    /// Refuses a model that is not the one served.
+    /// Refuses a request for another model than the one served.
     pub(crate) fn check_model(&self, asked: Option<&str>) -> Result<()> {
         let served = &self.options.model_id;
         match asked {
@@ -103,8 +103,8 @@ impl App {
         }
     }
 
-    /// Tokens that an answer may have: as many as were asked for, or as the context has room for if that is less. The answer then
-    /// ends with `length`.
+    /// The largest number of tokens of an answer: the requested number or the room in the context, whichever is less.
+    /// An answer that reaches it ends with `length`.
     fn max_tokens(&self, ask: &Ask) -> Result<usize> {
         let (prompt, context) = (ask.prompt.len(), self.engine.context());
         if prompt >= context {
@@ -113,7 +113,7 @@ impl App {
         Ok(ask.max_tokens.unwrap_or(self.options.max_tokens_default).min(context - prompt))
     }
 
-    /// Bounds of what requests may become.
+    /// Bounds on requests.
     pub(crate) fn bounds<'a>(&self, caller: &'a Caller) -> Bounds<'a> {
         Bounds {
             vocab: self.engine.vocab(),
@@ -123,7 +123,7 @@ impl App {
         }
     }
 
-    /// Does work on a request apart from the network. It is cancelled when the request is.
+    /// Runs work for a request on a worker thread. The work is cancelled when the request is dropped.
     pub(crate) async fn work<T: Send + 'static>(
         &self,
         caller: &Arc<Caller>,
@@ -134,7 +134,7 @@ impl App {
         self.works.text(bytes, wait, move || work(&caller)).await
     }
 
-    /// Compiles what the answers must follow, once for all of them.
+    /// Compiles the grammar of a request once, for all of its answers.
     async fn compile(self: &Arc<Self>, grammar: Option<Grammar>) -> Result<Option<GrammarState>> {
         let Some(grammar) = grammar else { return Ok(None) };
         let app = Arc::clone(self);
@@ -142,7 +142,7 @@ impl App {
         self.works.grammar(self.options.grammar_time, compile).await.map(Some)
     }
 
-    /// Starts the answers and waits until they run. `endpoint` is where the request came in.
+    /// Starts the answers and waits until they run. `endpoint` is the path of the request.
     pub(crate) async fn start(
         self: &Arc<Self>,
         endpoint: &'static str,
@@ -158,7 +158,7 @@ impl App {
                 format!("{} answers, expected 1 to {}", ask.choices, self.options.choices_max),
             ));
         }
-        // What can never run is not compiled for, nor copied for each answer.
+        // This check is first, so that a request that can never run is neither compiled nor copied.
         let max_tokens = self.max_tokens(&ask)?;
         let grammar = self.compile(ask.grammar.take()).await?;
         let deadline = Instant::now().checked_add(self.options.deadline);
@@ -174,7 +174,7 @@ impl App {
                 constraint,
                 marks: ask.marks.clone(),
                 deadline,
-                // A seed decides a sampled text only as long as it does not draft.
+                // With drafts, a seed does not determine a sampled text.
                 speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
             };
@@ -209,18 +209,18 @@ impl App {
     }
 }
 
-/// Seconds since 1970; 0 before.
+/// Seconds since 1970; 0 for earlier times.
 fn seconds_since_1970(now: SystemTime) -> u64 {
     now.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// A seed that differs from call to call.
+/// A seed that differs for each call.
 fn fresh_seed() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(SystemTime::now())
 }
 
-/// A name that no other object of this server has.
+/// A name that is unique among the objects of this server.
 pub(crate) fn fresh_id(prefix: &str) -> String {
     format!("{prefix}{:016x}", fresh_seed())
 }

@@ -1,4 +1,4 @@
-//! Who asks: the request's name in logs and answers, the key it came with, and the memory it takes.
+//! The origin of a request: its name in logs and answers, its key, and its memory.
 
 use std::sync::Arc;
 
@@ -10,23 +10,23 @@ use axum::response::Response;
 use crate::app::fresh_id;
 use crate::memory::{Meter, RequestMemory};
 
-/// Names a request in answers and logs.
+/// The header with a request's name.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const ID_BYTES_MAX: usize = 128;
 
-/// Names a request.
+/// The name of a request.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestId(pub Arc<str>);
 
-/// Names the key that a request came with.
+/// The name of a request's key.
 #[derive(Clone, Debug)]
 pub(crate) struct KeyName(pub Arc<str>);
 
-/// A request on its way.
+/// A request in progress.
 #[derive(Debug)]
 pub(crate) struct Caller {
     pub id: Arc<str>,
-    /// Name of the key.
+    /// Name of the key, if keys are required.
     pub key: Option<Arc<str>>,
     pub meter: Meter,
 }
@@ -39,7 +39,7 @@ impl Caller {
     }
 }
 
-/// Gives every request a name, unless whoever passed it on gave it one, and tells it in the answer.
+/// Gives each request a name and returns it in the answer. A valid name from the client or proxy is kept.
 pub(crate) async fn name_request(mut request: Request, next: Next) -> Response {
     let id: Arc<str> = given(request.headers()).unwrap_or_else(|| fresh_id("req_").into());
     request.extensions_mut().insert(RequestId(Arc::clone(&id)));
@@ -50,7 +50,7 @@ pub(crate) async fn name_request(mut request: Request, next: Next) -> Response {
     response
 }
 
-/// A name is short and of characters that no log takes for something else.
+/// The name in the headers, if it is short and has only characters that are safe in logs.
 fn given(headers: &HeaderMap) -> Option<Arc<str>> {
     let id = headers.get(REQUEST_ID)?.to_str().ok()?;
     let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');

@@ -1,4 +1,4 @@
-//! Answers as a whole, and answers as a stream.
+//! Collects whole answers, and streams answers.
 
 use std::future::Future;
 use std::time::Duration;
@@ -21,7 +21,7 @@ use crate::http::{data, sse};
 pub(crate) struct Collected {
     pub text: String,
     pub reasoning: String,
-    /// Names and arguments.
+    /// Names and arguments of tool calls.
     pub calls: Vec<(String, String)>,
     pub tokens: Vec<TokenInfo>,
     pub ending: Ending,
@@ -55,11 +55,11 @@ async fn collect_one(mut answer: Answer) -> Result<Collected> {
 pub(crate) struct Merged {
     pub index: usize,
     pub piece: Result<Piece>,
-    /// Of this answer, so far.
+    /// Token counts of this answer so far.
     pub usage: Usage,
 }
 
-/// The pieces of all answers, as they come.
+/// Merges the pieces of all answers in the order of their arrival.
 pub(crate) fn merge(answers: Vec<Answer>) -> SelectAll<BoxStream<'static, Merged>> {
     let pieces = |(index, answer): (usize, Answer)| {
         stream::unfold(Some(answer), move |answer| async move {
@@ -74,7 +74,7 @@ pub(crate) fn merge(answers: Vec<Answer>) -> SelectAll<BoxStream<'static, Merged
     stream::select_all(answers.into_iter().enumerate().map(pieces))
 }
 
-/// Where a stream's events are put.
+/// Receives the events of a stream.
 pub(crate) struct Outbox(mpsc::Sender<Event>);
 
 impl Outbox {
@@ -83,20 +83,20 @@ impl Outbox {
         self.event(data(value)).await;
     }
 
-    /// Sends an event. If the client has left, the task that sends is about to be dropped.
+    /// Sends an event. If the client has disconnected, the event is lost; the sending task is then dropped soon.
     pub async fn event(&self, event: Event) {
         let _ = self.0.send(event).await;
     }
 }
 
-/// Events that may wait for a slow client.
+/// Number of events that may wait for a slow client.
 const OUTBOX: usize = 64;
 
-/// How long a client may take to read a stream, in deadlines of a request: the engine's own comes first.
+/// Time for a client to read a stream, as a multiple of the request's deadline. The engine's own deadline comes first.
 const READING_TIME: u32 = 2;
 
-/// A response whose events `produce` sends. When the client leaves, `produce` is dropped wherever it waits, and with it
-/// its answers.
+/// A response with the events that `produce` sends. When the client disconnects, `produce` is dropped at its current
+/// await point, together with its answers.
 pub(crate) fn respond<F: Future<Output = ()> + Send + 'static>(
     app: &App,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,
@@ -107,8 +107,8 @@ pub(crate) fn respond<F: Future<Output = ()> + Send + 'static>(
     )
 }
 
-/// What `produce` sends. A client that takes longer than `limit` to read it is cut off: it would keep a task and its answers
-/// for as long as it likes.
+/// Runs `produce` and returns its events. After `limit` the stream is cut off. Without a limit, a slow client could
+/// keep a task and its answers for any time.
 fn spawn_within<F: Future<Output = ()> + Send + 'static>(
     limit: Duration,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,

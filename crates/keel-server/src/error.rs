@@ -1,4 +1,4 @@
-//! What can go wrong with a request, and the one table of how it is answered.
+//! The errors of requests, and the one table of their HTTP statuses.
 
 use axum::http::StatusCode;
 use keel_engine::EngineError;
@@ -8,13 +8,13 @@ use keel_text::TextError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServerError {
-    /// The engine refuses the request, or failed at it.
+    /// The engine refuses the request, or fails at it.
     #[error(transparent)]
     Engine(#[from] EngineError),
     /// The tokenizer or the chat template refuses the text.
     #[error(transparent)]
     Text(#[from] TextError),
-    /// The body is not what the endpoint expects.
+    /// The body does not match the endpoint.
     #[error("the body is not a request of this kind: {0}")]
     Body(String),
     /// A field has a wrong value.
@@ -22,10 +22,10 @@ pub enum ServerError {
     Field {
         /// The field.
         field: &'static str,
-        /// What is wrong with it, and what would be right.
+        /// The defect, and the accepted values.
         problem: String,
     },
-    /// A prompt that leaves no room for an answer.
+    /// The prompt leaves no room for an answer.
     #[error(
         "the prompt has {prompt} tokens, and the context of prompt and answer together is {context}: shorten the conversation by at \
          least {} tokens, or start the server with a longer --context", prompt + 1 - context
@@ -33,15 +33,15 @@ pub enum ServerError {
     PromptTooLong {
         /// Tokens of the prompt.
         prompt: usize,
-        /// Tokens of prompt and answer together.
+        /// Limit on the tokens of prompt and answer together.
         context: usize,
     },
-    /// A model that is not served here.
+    /// The requested model is not served here.
     #[error("the model {asked:?} is not served here; {served:?} is")]
     UnknownModel {
-        /// The model asked for.
+        /// The requested model.
         asked: String,
-        /// The model served.
+        /// The served model.
         served: String,
     },
     /// No such endpoint.
@@ -52,50 +52,51 @@ pub enum ServerError {
         /// The path.
         path: String,
     },
-    /// A wrong key, or none.
+    /// The key is missing or wrong.
     #[error("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")]
     Unauthorized,
-    /// A host that the server does not answer for: a page of another site may have given its name to our address.
+    /// The server does not answer for this host. The page of another site may have pointed its own name to the server's
+    /// address.
     #[error("the host {host:?} is not one of this server; start it with --allow-host NAME to add one")]
     ForeignHost {
-        /// What the client called us.
+        /// The host in the request.
         host: String,
     },
-    /// A page of another site.
+    /// The request is from a page of another site.
     #[error("pages of {origin:?} may not call this server; start it with --cors ORIGIN to let them")]
     ForeignOrigin {
-        /// The site.
+        /// The origin in the request.
         origin: String,
     },
-    /// A body that is not declared as JSON.
+    /// The body is not declared as JSON.
     #[error("the body is {found:?}; send it with content-type: application/json")]
     MediaType {
-        /// What it is declared as.
+        /// The declared type.
         found: String,
     },
-    /// A key has come too often.
+    /// The key has exceeded its requests per minute.
     #[error("this key is good for {limit} requests a minute; try again in {seconds} s")]
     KeyRate {
-        /// Requests a minute.
+        /// Allowed requests per minute.
         limit: u32,
-        /// When the next may come.
+        /// Seconds until the next request is allowed.
         seconds: u32,
     },
-    /// A key has too many requests under way.
+    /// The key has too many requests in progress.
     #[error("this key is good for {limit} requests at once; wait until one has ended")]
     KeyBusy {
-        /// Requests at once.
+        /// Allowed requests at once.
         limit: u32,
     },
-    /// A setting of the server is wrong.
+    /// A setting of the server is not valid.
     #[error("{what}: {problem}")]
     Setting {
         /// The setting.
         what: &'static str,
-        /// What is wrong with it.
+        /// The defect.
         problem: String,
     },
-    /// The endpoint knows other methods.
+    /// The endpoint has other methods.
     #[error("{path} does not take {method}; the header allow names what it takes")]
     Method {
         /// The method.
@@ -103,53 +104,53 @@ pub enum ServerError {
         /// The path.
         path: String,
     },
-    /// A body beyond the limit.
+    /// The body exceeds the limit.
     #[error("the body is larger than {limit} bytes")]
     BodyTooLarge {
         /// Bytes accepted.
         limit: usize,
     },
-    /// A body that ended before it should have.
+    /// The body ended too early.
     #[error("the body is not complete: {0}")]
     IncompleteBody(String),
-    /// The memory of requests is used by others.
+    /// Other requests use the memory of requests.
     #[error(
         "{used} of {limit} bytes for requests are in use, and this one needs {needed} more; try again later"
     )]
     RequestMemory {
-        /// Bytes that it needs.
+        /// Bytes that the request needs.
         needed: u64,
         /// Bytes in use.
         used: u64,
-        /// Bytes for requests of this size.
+        /// Budget for requests of this size.
         limit: u64,
     },
-    /// A request needs more than all memory of requests.
+    /// The request needs more than the whole budget.
     #[error(
         "the request needs {needed} bytes on its way, and there are {limit} for all; --request-memory gives more"
     )]
     RequestTooLarge {
-        /// Bytes that it needs.
+        /// Bytes that the request needs.
         needed: u64,
-        /// Bytes for requests of this size.
+        /// Budget for requests of this size.
         limit: u64,
     },
-    /// A grammar that takes too long to compile.
+    /// The grammar takes too long to compile.
     #[error("the schema or grammar was not ready after {seconds} s; make it smaller")]
     GrammarTime {
-        /// How long it was waited for.
+        /// The time limit.
         seconds: f64,
     },
-    /// The server is about to end.
+    /// The server is shutting down.
     #[error("the server is shutting down; try another, or again later")]
     Draining,
-    /// As many requests are being taken in as may.
+    /// Too many requests are being received.
     #[error("too many requests at once; try again later")]
     Busy,
-    /// The engine's thread is gone.
+    /// The engine's thread has ended.
     #[error("the engine has stopped; the server must be started anew")]
     EngineStopped,
-    /// The address cannot be used.
+    /// The server cannot listen on the address.
     #[error("cannot listen on {address}")]
     Listen {
         /// The address.
@@ -157,7 +158,7 @@ pub enum ServerError {
         /// The system's reason.
         source: std::io::Error,
     },
-    /// The system failed.
+    /// The operating system reported an error.
     #[error(transparent)]
     Io(#[from] std::io::Error),
 }
@@ -165,7 +166,7 @@ pub enum ServerError {
 /// Result of this crate.
 pub type Result<T, E = ServerError> = std::result::Result<T, E>;
 
-/// How an error is answered.
+/// The HTTP form of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reply {
     /// HTTP status.
@@ -174,7 +175,7 @@ pub struct Reply {
     pub kind: &'static str,
     /// OpenAI's `error.code`.
     pub code: &'static str,
-    /// Seconds after which it is worth trying again.
+    /// Seconds after which a new try is useful.
     pub retry_after: Option<u32>,
 }
 
@@ -187,7 +188,7 @@ const fn later(status: StatusCode, kind: &'static str, code: &'static str, secon
 }
 
 impl ServerError {
-    /// The table: every error's status.
+    /// The table of all errors and their statuses.
     pub fn reply(&self) -> Reply {
         use StatusCode as S;
         const INVALID: &str = "invalid_request_error";
@@ -213,7 +214,7 @@ impl ServerError {
                     reply(S::BAD_REQUEST, INVALID, "chat_template")
                 }
                 TextError::Grammar { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_grammar"),
-                // Nobody hears this.
+                // No client is left to receive this.
                 TextError::Cancelled => reply(S::SERVICE_UNAVAILABLE, OURS, "cancelled"),
                 TextError::StopString { .. } | TextError::Tokenize { .. } => {
                     reply(S::BAD_REQUEST, INVALID, "invalid_value")
@@ -250,7 +251,7 @@ impl ServerError {
         }
     }
 
-    /// What the client is told. The details of a failure of ours go to the log alone: they may name files.
+    /// The message for the client. Details of internal failures go only to the log, because they may name files.
     pub fn public_message(&self) -> String {
         if self.reply().status == StatusCode::INTERNAL_SERVER_ERROR {
             return "the server failed at this request; its log says why".into();
@@ -258,7 +259,7 @@ impl ServerError {
         self.to_string()
     }
 
-    /// The field that is wrong, if it is one.
+    /// The name of the field, if a field is wrong.
     pub fn field(&self) -> Option<&'static str> {
         match self {
             ServerError::Field { field, .. } => Some(field),
@@ -267,12 +268,12 @@ impl ServerError {
     }
 }
 
-/// A field with a wrong value.
+/// The error for a field with a wrong value.
 pub(crate) fn wrong(field: &'static str, problem: impl Into<String>) -> ServerError {
     ServerError::Field { field, problem: problem.into() }
 }
 
-/// A setting with a wrong value.
+/// The error for a setting with a wrong value.
 pub(crate) fn setting(what: &'static str, problem: impl Into<String>) -> ServerError {
     ServerError::Setting { what, problem: problem.into() }
 }

@@ -1,8 +1,8 @@
-//! Which sites may reach the server: the Host and the Origin of a request.
+//! Decides by a request's Host and Origin whether it may reach the server.
 //!
-//! A browser sends requests to loopback addresses for any web page: by a form, by `fetch`, and under a name of the page's own
-//! site whose address the site changes to 127.0.0.1 (DNS rebinding). Two headers that pages cannot choose tell such requests
-//! from those of the user. `Host` is the name that the browser believes it talks to. `Origin` is the site of the page.
+//! Any web page can make a browser send requests to loopback addresses: by a form, by `fetch`, or under a name of its
+//! own site that the site points to 127.0.0.1 (DNS rebinding). Two headers that pages cannot choose distinguish such
+//! requests from the user's own: `Host` is the name that the browser connects to, `Origin` is the site of the page.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -12,12 +12,12 @@ use axum::http::{HeaderMap, Uri, Version, header};
 use crate::error::{Result, ServerError};
 use crate::options::ServerOptions;
 
-/// The names and sites that a server answers.
+/// The names and sites that the server accepts.
 #[derive(Clone, Debug)]
 pub(crate) struct Gate {
     /// Whether only this machine can connect.
     is_local: bool,
-    /// Whether any name will do: pages of other sites have no key.
+    /// Whether any host name is accepted. It is safe with keys, because pages of other sites have no key.
     any_host: bool,
     hosts: Vec<String>,
     origins: Vec<String>,
@@ -36,7 +36,7 @@ impl Gate {
         }
     }
 
-    /// Whether a request may come in.
+    /// Checks whether a request is accepted.
     ///
     /// # Errors
     /// [`ServerError::ForeignHost`] and [`ServerError::ForeignOrigin`].
@@ -50,7 +50,7 @@ impl Gate {
         Err(ServerError::ForeignOrigin { origin: String::from_utf8_lossy(origin.as_bytes()).into_owned() })
     }
 
-    /// The host that the client believes it talks to; `None` for the old clients that name none.
+    /// The host that the client connects to. `None` for old clients that send no host.
     fn host(&self, version: Version, uri: &Uri, headers: &HeaderMap) -> Result<Option<Authority>> {
         let mut named = headers.get_all(header::HOST).iter();
         let refused = |host: &[u8]| ServerError::ForeignHost { host: String::from_utf8_lossy(host).into() };
@@ -61,7 +61,7 @@ impl Gate {
             (Some(_), Some(two)) => return Err(refused(two.as_bytes())),
         };
         let authority = Authority::try_from(given).map_err(|_| refused(given))?;
-        // A target in absolute form names the host, too.
+        // A request target in absolute form also contains the host.
         for authority in [Some(&authority), uri.authority()].into_iter().flatten() {
             if !self.knows_host(authority) {
                 return Err(refused(authority.as_str().as_bytes()));
@@ -79,7 +79,7 @@ impl Gate {
         {
             return true;
         }
-        // Rebinding needs a name. A browser that shows an address connects to that address.
+        // DNS rebinding needs a name. A browser that uses an address connects to that address.
         match host.parse::<IpAddr>() {
             Ok(address) => !self.is_local || address.is_loopback(),
             Err(_) => false,
@@ -92,7 +92,7 @@ impl Gate {
     }
 }
 
-/// Whether the page comes from this very server.
+/// Whether the page comes from this server.
 fn is_same_site(origin: &str, host: &Authority) -> bool {
     let Ok(uri) = origin.parse::<Uri>() else { return false };
     let default_port = match uri.scheme_str() {
@@ -104,7 +104,7 @@ fn is_same_site(origin: &str, host: &Authority) -> bool {
     uri.authority().is_some_and(|authority| place(authority) == place(host))
 }
 
-/// A name without brackets, the dot of the root, and case.
+/// The name in lower case, without brackets and without the final dot.
 fn plain(host: &str) -> String {
     host.trim_matches(['[', ']']).trim_end_matches('.').to_ascii_lowercase()
 }

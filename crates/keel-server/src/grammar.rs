@@ -1,18 +1,18 @@
-//! Grammars as constraints of a batch.
+//! Uses grammars as constraints in a batch.
 
 use keel_engine::batch::Constraint;
 use keel_text::{AnswerForm, GrammarSource, GrammarState, TextError, TextFiles, Tokenizer};
 
 use crate::error::Result;
 
-/// What an answer must look like.
+/// The form that an answer must have.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Grammar(pub GrammarSource);
 
-/// Starts grammars, if the model's vocabulary can be used for them.
+/// Compiles grammars, if the model's vocabulary supports them.
 pub(crate) struct GrammarFactory {
     factory: Result<keel_text::GrammarFactory, String>,
-    /// Ends the reasoning, which no grammar binds.
+    /// The token that ends reasoning. No grammar applies to reasoning.
     think_end: Option<u32>,
 }
 
@@ -24,7 +24,7 @@ impl GrammarFactory {
         }
     }
 
-    /// Compiles a grammar, which may take a while.
+    /// Compiles a grammar. This may take long.
     pub fn compile(&self, grammar: &Grammar) -> Result<GrammarState> {
         let factory =
             self.factory.as_ref().map_err(|reason| TextError::Grammar { reason: reason.clone() })?;
@@ -40,16 +40,16 @@ impl GrammarFactory {
 
 struct Masked {
     state: GrammarState,
-    /// The grammar begins behind this token, if it does not at once.
+    /// The grammar begins after this token; with `None` it begins at once.
     begins_behind: Option<u32>,
     /// Whether that token has come.
     has_begun: bool,
-    /// Tokens since the grammar began.
+    /// Number of tokens since the grammar began.
     bound: usize,
 }
 
 impl Masked {
-    /// The token that the grammar waits for.
+    /// The token that must come before the grammar begins, if it has not come yet.
     fn waits_for(&self) -> Option<u32> {
         self.begins_behind.filter(|_| !self.has_begun)
     }
@@ -86,7 +86,8 @@ impl Constraint for Masked {
         let bound = tokens.min(self.bound);
         self.state.rollback(bound).map_err(|e| e.to_string())?;
         self.bound -= bound;
-        // Of those before it, the last is the one that it begins behind.
+        // Of the tokens before the grammar, the last is `begins_behind`. So rolling back one of them undoes
+        // `has_begun`.
         self.has_begun &= bound == tokens;
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Bodies of answers that hold something until they have been sent or given up.
+//! Response bodies that hold a value until they are sent or dropped.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -7,7 +7,7 @@ use axum::body::{Body, Bytes, HttpBody};
 use axum::response::Response;
 use http_body::{Frame, SizeHint};
 
-/// The same response; `kept` is dropped after its last byte, or when the client has left.
+/// Returns the same response. `kept` is dropped after its last byte, or when the client disconnects.
 pub(crate) fn holding<T: Send + Unpin + 'static>(kept: T, response: Response) -> Response {
     response.map(|body| Body::new(Holding { body, kept: Some(kept) }))
 }
@@ -32,7 +32,7 @@ impl<T: Unpin> HttpBody for Holding<T> {
         polled
     }
 
-    // An end that is known early would have the body dropped early, which is right, too.
+    // If the end is known early, the body is dropped early. That is right as well.
     fn is_end_stream(&self) -> bool {
         self.body.is_end_stream()
     }

@@ -1,4 +1,4 @@
-//! Bodies in, bodies and streams out.
+//! Reads request bodies, and writes responses and streams.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::caller::Caller;
 use crate::error::{Result, ServerError};
 use crate::memory::{Meter, bytes_of_body};
 
-/// A body read as JSON, and who sent it. What is wrong with it is an error of ours.
+/// A body parsed as JSON, and its caller. Defects become errors of this crate.
 pub(crate) struct Body<T>(pub T, pub Arc<Caller>);
 
 impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<App>> for Body<T> {
@@ -47,12 +47,12 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<App>> for Body<T> {
     }
 }
 
-/// Bodies up to this size are parsed where they come in.
+/// Bodies up to this size are parsed on the network's threads.
 const PARSED_AT_ONCE: usize = 32 << 10;
-/// Room for a body whose size nobody knows yet.
+/// First capacity for a body of unknown size.
 const BODY_BYTES_FIRST: usize = 16 << 10;
 
-/// Reads a body. It is refused while it comes, as soon as it is too large or there is no memory for it.
+/// Reads a body. The body is refused while it arrives, as soon as it is too large or there is no memory for it.
 async fn collect(request: Request, limit: usize, meter: &Meter) -> Result<Vec<u8>> {
     let declared =
         request.headers().get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
@@ -70,7 +70,7 @@ async fn collect(request: Request, limit: usize, meter: &Meter) -> Result<Vec<u8
         if needed > body.capacity() {
             let before = body.capacity();
             let room = needed.max(2 * before).max(BODY_BYTES_FIRST).min(limit);
-            // Both are there while one is copied to the other.
+            // Both buffers exist while one is copied to the other.
             meter.take(room as u64)?;
             body.reserve_exact(room - body.len());
             meter.give_back(before as u64);
@@ -80,7 +80,8 @@ async fn collect(request: Request, limit: usize, meter: &Meter) -> Result<Vec<u8
     Ok(body)
 }
 
-/// Refuses what is not declared as JSON: a web page can send other types to any site without asking it first.
+/// Refuses bodies that are not declared as JSON, because a web page can send other types to any site without a
+/// preflight request.
 pub(crate) fn check_media_type(headers: &HeaderMap) -> Result<()> {
     let declared = headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
     let kind = declared.split(|&byte| byte == b';').next().unwrap_or_default().trim_ascii();
@@ -90,12 +91,12 @@ pub(crate) fn check_media_type(headers: &HeaderMap) -> Result<()> {
     Err(ServerError::MediaType { found: String::from_utf8_lossy(declared).into_owned() })
 }
 
-/// A body as JSON.
+/// Parses a body as JSON.
 pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     serde_json::from_slice(bytes).map_err(|error| ServerError::Body(error.to_string()))
 }
 
-/// OpenAI's form of an error.
+/// An error in OpenAI's form.
 pub(crate) fn error_json(error: &ServerError) -> Value {
     let reply = error.reply();
     json!({"error": {
@@ -119,17 +120,17 @@ impl IntoResponse for ServerError {
         if reply.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        // For the layer that counts refusals.
+        // The layer that counts refusals reads this.
         response.extensions_mut().insert(Refusal(reply.code));
         response
     }
 }
 
-/// Marks a response as a refusal.
+/// Marks a response as a refusal, with the error's code.
 #[derive(Clone, Copy)]
 pub(crate) struct Refusal(pub &'static str);
 
-/// Server-sent events, with comments where nothing else comes for a while.
+/// A stream of server-sent events. Comments keep it open while there are no events.
 pub(crate) fn sse(
     app: &App,
     events: impl Stream<Item = Result<Event, Infallible>> + Send + 'static,
@@ -141,7 +142,7 @@ pub(crate) fn sse(
     response
 }
 
-/// An event of a JSON object.
+/// An event with a JSON object.
 pub(crate) fn data(value: &Value) -> Event {
     Event::default().data(value.to_string())
 }

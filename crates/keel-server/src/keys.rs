@@ -1,4 +1,4 @@
-//! Keys that requests bring: their names, and what each may ask for.
+//! API keys: their names and their limits.
 
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -9,20 +9,20 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::error::{Result, ServerError, setting};
 
-/// Bytes of a key at most. Every comparison takes as long as one of this length.
+/// Largest size of a key. Every comparison takes as long as for a key of this size.
 const KEY_BYTES_MAX: usize = 256;
 const NAME_BYTES_MAX: usize = 64;
 
-/// What one key may ask for. Reading (`GET`) is not counted.
+/// Limits of one key. Requests that only read (`GET`) do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KeyLimits {
-    /// Requests a minute. As many may come at once after a minute of silence.
+    /// Requests per minute. After a minute without requests, all of them may come at once.
     pub per_minute: Option<u32>,
-    /// Requests under way.
+    /// Requests in progress at once.
     pub at_once: Option<u32>,
 }
 
-/// A key, its name and its limits. The name may be logged, the key never is.
+/// A key with its name and limits. The name may be logged; the key never is.
 #[derive(Clone)]
 pub struct ApiKey {
     name: Arc<str>,
@@ -44,7 +44,7 @@ impl ApiKey {
     /// A key without limits.
     ///
     /// # Errors
-    /// [`ServerError::Setting`] if the key is empty, too long, or has bytes that a header cannot carry.
+    /// [`ServerError::Setting`] if the key is empty, too long, or has bytes that a header cannot contain.
     pub fn new(name: &str, key: &str) -> Result<ApiKey> {
         let wrong = |problem: String| Err(setting("API key", format!("{name:?} {problem}")));
         if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(|b| b.is_ascii_graphic()) {
@@ -72,8 +72,8 @@ impl ApiKey {
         ApiKey { limits, ..self }
     }
 
-    /// Reads keys, one a line: a name, the key, and limits of its own as `per-minute=N` and `at-once=N`. Empty lines and lines
-    /// that begin with `#` are skipped. `limits` holds where a line says nothing.
+    /// Parses keys, one per line: a name, the key, and optional limits `per-minute=N` and `at-once=N`. Empty lines and
+    /// lines that begin with `#` are skipped. `limits` applies where a line has no limit of its own.
     ///
     /// # Errors
     /// [`ServerError::Setting`] with the number of the line.
@@ -129,7 +129,7 @@ impl ApiKey {
     }
 }
 
-/// What is longer is cut, and differs by its length.
+/// Pads to the full size. A longer value is cut; its length still differs.
 fn pad(bytes: &[u8]) -> ([u8; KEY_BYTES_MAX], u64) {
     let mut padded = [0; KEY_BYTES_MAX];
     let kept = bytes.len().min(KEY_BYTES_MAX);
@@ -137,7 +137,7 @@ fn pad(bytes: &[u8]) -> ([u8; KEY_BYTES_MAX], u64) {
     (padded, bytes.len() as u64)
 }
 
-/// The keys of a server, with what they have used.
+/// The keys of a server, with their current use.
 pub(crate) struct Keys(Vec<Holder>);
 
 struct Holder {
@@ -146,13 +146,13 @@ struct Holder {
     seats: Option<Arc<Semaphore>>,
 }
 
-/// A bucket of requests that fills with time.
+/// A token bucket of requests, which fills with time.
 struct Allowance {
     requests: f64,
     as_of: Instant,
 }
 
-/// Leave to run a request. Dropping it gives its place back.
+/// The permission to run a request. Dropping it frees the key's seat.
 #[derive(Debug)]
 pub(crate) struct Pass {
     /// Name of the key.
@@ -173,7 +173,7 @@ impl Keys {
         Keys(keys.iter().map(holder).collect())
     }
 
-    /// `None` if no key is asked for.
+    /// Checks a request's key and limits. Returns `None` if the server has no keys.
     ///
     /// # Errors
     /// [`ServerError::Unauthorized`], [`ServerError::KeyRate`], [`ServerError::KeyBusy`].
@@ -182,7 +182,7 @@ impl Keys {
             return Ok(None);
         }
         let (padded, length) = pad(given(headers));
-        // All keys are compared, so that time tells neither which one it was nor where it differs.
+        // All keys are compared, so that the time reveals neither the matching key nor the first different byte.
         let (mut found, mut matches) = (0u64, Choice::from(0));
         for (at, holder) in (0u64..).zip(&self.0) {
             let same = holder.key.is(&padded, length);
@@ -232,7 +232,7 @@ impl Allowance {
     }
 }
 
-/// The key that a request brings: `Authorization: Bearer KEY`, whose scheme has any case, or `x-api-key: KEY`.
+/// The key in the headers: `Authorization: Bearer KEY` (the scheme in any case), or `x-api-key: KEY`.
 fn given(headers: &HeaderMap) -> &[u8] {
     let authorization = headers.get(header::AUTHORIZATION).map_or(&b""[..], |value| value.as_bytes());
     let (scheme, rest) = authorization.split_at(authorization.len().min(6));

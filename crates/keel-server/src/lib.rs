@@ -1,11 +1,15 @@
 //! An OpenAI-compatible server on one engine, with continuous batching.
 //!
-//! The life of a request: a handler checks its JSON and makes an `Ask` (`openai/`), the prompt is rendered and encoded
-//! ([`ModelText`]), the engine's thread admits it or lets it wait ([`EngineHandle`]), and what the thread sends back
-//! becomes text, reasoning and tool calls ([`answer::Answer`]). Dropping the answer, which is what happens when a client
-//! leaves, ends the sequence before the next step and gives its bytes back.
+//! The life of a request:
 //!
-//! One table says which error is which status: [`ServerError::reply`].
+//! 1. A handler checks its JSON and makes an `Ask` (`openai/`).
+//! 2. The prompt is rendered and encoded ([`ModelText`]).
+//! 3. The engine's thread runs the request or lets it wait ([`EngineHandle`]).
+//! 4. The events of that thread become text, reasoning and tool calls ([`answer::Answer`]).
+//!
+//! When a client disconnects, its answer is dropped. That ends the sequence before the next step and frees its memory.
+//!
+//! One table maps errors to HTTP statuses: [`ServerError::reply`].
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Counters and histograms, and the timer that every request carries.
+//! Counters and histograms, and the timer of each request.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -20,7 +20,7 @@ use crate::answer::{Ending, Usage};
 use crate::memory::RequestMemory;
 use crate::worker::EngineHandle;
 
-/// A label whose values are fixed words.
+/// A label with a fixed set of values.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Word(&'static str);
 
@@ -56,7 +56,7 @@ struct Position {
     position: u64,
 }
 
-/// The server's metrics. Cloning gives another handle.
+/// The server's metrics. Clones share them.
 #[derive(Clone)]
 pub struct Metrics(Arc<Inner>);
 
@@ -87,13 +87,13 @@ struct Inner {
     request_memory: Family<Kind, Gauge>,
     drafted: Family<Position, Counter>,
     accepted: Family<Position, Counter>,
-    /// What the counters of drafts hold already.
+    /// The draft counts that were already added to the counters.
     counted: Mutex<SpeculationCounters>,
-    /// What those of parking do.
+    /// The parking counts that were already added to the counters.
     counted_parking: Mutex<ParkingStatus>,
 }
 
-/// Seconds, from a millisecond to a minute.
+/// Buckets in seconds, from 1 ms to 1 minute.
 const SECONDS: [f64; 15] =
     [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
 
@@ -104,7 +104,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// All at zero.
+    /// Creates the metrics, all at zero.
     pub fn new() -> Metrics {
         let histogram = || Histogram::new(SECONDS);
         let mut inner = Inner {
@@ -141,7 +141,7 @@ impl Metrics {
         Metrics(Arc::new(inner))
     }
 
-    /// The exposition in Prometheus' text form, as of now.
+    /// The current metrics in Prometheus' text format.
     pub fn expose(&self, engine: &EngineHandle, requests: &RequestMemory) -> String {
         let inner = &self.0;
         let status = engine.status();
@@ -182,7 +182,7 @@ impl Metrics {
         text
     }
 
-    /// Moves the counters of drafts on to what the batch has counted.
+    /// Adds the batch's new draft counts to the counters.
     fn count_drafts(&self, now: SpeculationCounters) {
         let mut counted = self.0.counted.lock().unwrap_or_else(|e| e.into_inner());
         let positions =
@@ -195,7 +195,7 @@ impl Metrics {
         *counted = now;
     }
 
-    /// The same for parked sequences.
+    /// Adds the new parking counts to the counters.
     fn count_parking(&self, now: &ParkingStatus) {
         let inner = &self.0;
         let mut counted = inner.counted_parking.lock().unwrap_or_else(|e| e.into_inner());
@@ -215,7 +215,7 @@ impl Metrics {
         self.0.memory.get_or_create(&labels).set(bytes as i64);
     }
 
-    /// Counts a request that was not let in, by the error's code.
+    /// Counts a refused request, by the error's code.
     pub fn refused(&self, code: &'static str) {
         self.0.refused.get_or_create(&Reason { reason: Word(code) }).inc();
     }
@@ -271,7 +271,7 @@ impl Inner {
     }
 }
 
-/// Times one request, and logs a line within its span when it is over.
+/// Times one request. At the end it logs one line within the request's span.
 pub struct RequestTimer {
     metrics: Metrics,
     span: Span,
@@ -285,7 +285,8 @@ pub struct RequestTimer {
 }
 
 impl RequestTimer {
-    /// A request that has arrived now. Its span gets the fields `cached`, `generated` and `reason` in time.
+    /// A timer for a request that arrives now. The fields `cached`, `generated` and `reason` of its span are filled
+    /// later.
     pub fn new(metrics: Metrics, span: Span, prompt_tokens: usize) -> RequestTimer {
         RequestTimer {
             metrics,
@@ -300,7 +301,7 @@ impl RequestTimer {
         }
     }
 
-    /// It runs.
+    /// The request starts to run.
     pub fn started(&mut self, cached_tokens: usize, queued: Duration) {
         let m = &self.metrics.0;
         self.queued = queued;
@@ -311,7 +312,7 @@ impl RequestTimer {
         m.cached_tokens.inc_by(cached_tokens as u64);
     }
 
-    /// A token came.
+    /// A token was generated.
     pub fn token(&mut self, now: Instant) {
         let m = &self.metrics.0;
         match self.last {
@@ -326,13 +327,13 @@ impl RequestTimer {
         m.generated_tokens.inc();
     }
 
-    /// It has ended by itself.
+    /// The request ended normally.
     pub fn ended(&mut self, ending: Ending, usage: Usage) {
         self.ending = Some(ending);
         self.usage = usage;
     }
 
-    /// It has failed, with this code of [`crate::Reply`].
+    /// The request failed with this code of [`crate::Reply`].
     pub fn failed(&mut self, code: &'static str) {
         self.failure = Some(code);
     }

@@ -10,16 +10,16 @@ use axum::response::{IntoResponse, Response};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
-/// What the page may do: run and load what this server sends, and call this server. HTML becomes elements through
-/// DOMPurify alone. The browser tests in `web/` serve the page under the same policy.
+/// The page's security policy. The page may run and load files from this server, and call this server. HTML becomes
+/// elements only through DOMPurify. The browser tests in `web/` use the same policy.
 const POLICY: &str = include_str!("../assets/page/policy.txt");
 
-/// A file of the page, built from `web/`, whose README says how.
+/// A file of the page. It is built from `web/`; the README there says how.
 struct Asset {
     name: &'static str,
     kind: &'static str,
     bytes: &'static [u8],
-    /// Compressed when a browser first asks for it.
+    /// The compressed file, made at the first request for it.
     compressed: OnceLock<Bytes>,
 }
 
@@ -43,13 +43,13 @@ static ASSETS: [Asset; 4] = [
     asset!("licences.txt", "text/plain; charset=utf-8"),
 ];
 
-/// The page holds no data, so it needs no key.
+/// The page. It contains no data, so it needs no key.
 pub(crate) async fn page(headers: HeaderMap) -> Response {
-    // It names its files with their hashes, so it alone is asked for each time.
+    // The page names its files with their hashes. So only the page itself must be revalidated.
     INDEX.respond(&headers, "no-cache")
 }
 
-/// A file that the page names.
+/// A file of the page.
 pub(crate) async fn asset(Path(name): Path<String>, headers: HeaderMap) -> Response {
     match ASSETS.iter().find(|asset| asset.name == name) {
         Some(asset) => asset.respond(&headers, "public, max-age=31536000, immutable"),
@@ -85,7 +85,7 @@ impl Asset {
     }
 }
 
-/// Whether a client names gzip without refusing it (`q=0`).
+/// Whether a client accepts gzip: it names gzip without `q=0`.
 fn accepts_gzip(headers: &HeaderMap) -> bool {
     let named = headers.get_all(header::ACCEPT_ENCODING);
     named.iter().filter_map(|value| value.to_str().ok()).flat_map(|value| value.split(',')).any(|coding| {

@@ -1,5 +1,5 @@
-//! Requests read as the endpoints read them, up to the point where the engine would be asked: for the fuzz targets and the
-//! test that runs them over seeded mutations.
+//! Parses requests as the endpoints do, up to the call of the engine. The fuzz targets and the test with seeded
+//! mutations use it.
 
 use keel_engine::Sampler;
 use keel_text::StopMatcher;
@@ -30,11 +30,11 @@ pub enum Endpoint {
     Detokenize,
 }
 
-/// Reads a body, and makes everything of it that a request needs before it runs: prompts, sampler, stop strings and grammar,
-/// whose first tokens are drawn. Returns how many tokens the prompts have.
+/// Parses a body and prepares everything that a request needs before it runs: prompts, sampler, stop strings and
+/// grammar. Draws the first tokens of the grammar. Returns the number of prompt tokens.
 ///
 /// # Errors
-/// What is wrong with the body: one of the client's errors, never one of ours.
+/// The body's defect. It is always an error of the client, never of the server.
 pub fn read(endpoint: Endpoint, body: &[u8], text: &ModelText, vocab: usize) -> Result<usize> {
     let choices_max = ServerOptions::default().choices_max;
     let bounds = Bounds { vocab, context: usize::MAX, choices_max, meter: None };
@@ -59,12 +59,12 @@ pub fn read(endpoint: Endpoint, body: &[u8], text: &ModelText, vocab: usize) -> 
     Ok(asks.iter().map(|ask| ask.prompt.len()).sum())
 }
 
-/// Tokens that are drawn from a grammar.
+/// Number of tokens to draw from a grammar.
 const DRAWN: usize = 4;
 
 fn prepare(ask: &Ask, text: &ModelText, vocab: usize) -> Result<()> {
     StopMatcher::new(&ask.stop)?;
-    // The batch refuses ids out of range before it makes a sampler.
+    // The batch refuses ids out of range before it creates a sampler.
     let known: Vec<u32> = ask.prompt.iter().copied().filter(|&id| (id as usize) < vocab).collect();
     let mut sampler = Sampler::new(ask.sampler.clone(), &known)?;
     let Some(grammar) = &ask.grammar else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! Paths, and what every request passes through.
+//! The routes, and the layers around them.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::{anthropic, openai, openapi, page, status, tokenize};
 
 /// All endpoints.
 ///
-/// `listens` is the address that the server listens on, which decides who may call it by which name.
+/// `listens` is the address that the server listens on. It determines which host names are accepted.
 pub fn router(app: Arc<App>, listens: SocketAddr) -> Router {
     let open = Router::new()
         .route("/", get(page::page))
@@ -63,8 +63,7 @@ async fn check_site(State(gate): State<Arc<Gate>>, request: Request, next: Next)
     Ok(next.run(request).await)
 }
 
-/// What browsers may do with what we answer: take it for nothing but what it says it is, show it in no frame, give it to
-/// no other site, and tell no other site where they found it.
+/// Headers that restrict browsers: no type sniffing, no frames, no use by other sites, and no referrer.
 const HARDENING: [(HeaderName, &str); 5] = [
     (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
     (header::X_FRAME_OPTIONS, "DENY"),
@@ -75,7 +74,7 @@ const HARDENING: [(HeaderName, &str); 5] = [
 
 async fn harden(mut response: Response) -> Response {
     let headers = response.headers_mut();
-    // Pages of sites that were named may have it.
+    // Sites that are allowed explicitly may read it.
     let is_shared = headers.contains_key(header::ACCESS_CONTROL_ALLOW_ORIGIN);
     for (name, value) in HARDENING {
         if !(is_shared && name == "cross-origin-resource-policy") {
@@ -85,7 +84,7 @@ async fn harden(mut response: Response) -> Response {
     response
 }
 
-/// Other sites may call only if they were named.
+/// Allows calls from the named sites only.
 fn cors(origins: &[String]) -> Option<CorsLayer> {
     if origins.is_empty() {
         return None;
@@ -105,7 +104,7 @@ async fn check_key(State(app): State<Arc<App>>, mut request: Request, next: Next
         request.extensions_mut().insert(KeyName(Arc::clone(&pass.name)));
     }
     let response = next.run(request).await;
-    // A stream is under way until its last byte.
+    // A stream is in progress until its last byte.
     Ok(holding(pass, response))
 }
 

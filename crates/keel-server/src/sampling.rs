@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::error::{Result, wrong};
 
-/// How tokens are drawn, as requests write it.
+/// The sampling fields of a request.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct SamplingFields {
     pub temperature: Option<f32>,
@@ -41,14 +41,14 @@ impl OneOrMany {
 }
 
 impl SamplingFields {
-    /// The options, with the model's recommendations where nothing was asked for.
+    /// The sampler's options. The model's recommendations apply where the request has no value.
     pub fn options(&self, defaults: &GenerationDefaults, vocab: usize) -> Result<SamplerOptions> {
         let neutral = SamplerOptions::default();
         let samples = defaults.do_sample == Some(true);
         let recommended = |value: Option<f32>, neutral: f32| value.filter(|_| samples).unwrap_or(neutral);
         let top_k = match self.top_k {
             None => defaults.top_k.filter(|_| samples).map_or(0, |k| k as usize),
-            // -1 is how some clients write "all".
+            // Some clients send -1 for "all".
             Some(k) if k <= 0 => 0,
             Some(k) => k as usize,
         };

@@ -1,4 +1,4 @@
-//! `/status`: memory and the running sequences, which the page shows.
+//! `/status`: memory and the running sequences. The page shows them.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use crate::app::App;
 
-/// Memory, and the running sequences.
+/// Memory and the running sequences.
 pub(crate) async fn status(State(app): State<Arc<App>>) -> Json<Value> {
     let batch = app.engine.status();
     let ledger = app.engine.ledger();

@@ -1,4 +1,4 @@
-//! The text side of the model that is served.
+//! The text side of the served model.
 
 use keel_engine::EngineError;
 use keel_text::{
@@ -10,42 +10,42 @@ use crate::error::{Result, wrong};
 use crate::grammar::GrammarFactory;
 use crate::memory::{Meter, bytes_of_encoding};
 
-/// Tokenizer, chat template and recommended sampling of a model.
+/// Tokenizer, chat template and recommended sampling settings of a model.
 pub struct ModelText {
-    /// Text to ids and back.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// Recommended sampling.
+    /// Recommended sampling settings.
     pub defaults: GenerationDefaults,
     template: Option<ChatTemplate>,
     pub(crate) grammars: GrammarFactory,
 }
 
-/// A conversation as the model reads it.
+/// A conversation in the model's form.
 #[derive(Debug)]
 pub(crate) struct ChatPrompt {
     /// Token ids.
     pub ids: Vec<u32>,
-    /// The end of the text, from which the beginning of the answer follows.
+    /// The end of the prompt's text. It determines how the answer begins.
     pub tail: String,
-    /// Tokens of the system prompt and the tools, which later conversations are likely to share.
+    /// Number of tokens of the system prompt and the tools. Later conversations are likely to share them.
     pub shared_len: usize,
 }
 
-/// Bounds of what a request may become.
+/// Bounds on a request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds<'a> {
-    /// Ids are below this.
+    /// All ids are below this.
     pub vocab: usize,
-    /// Tokens of a sequence.
+    /// Largest number of tokens of a sequence.
     pub context: usize,
-    /// Answers of one request.
+    /// Largest number of answers per request.
     pub choices_max: usize,
-    /// What the request takes; `None` where nobody counts.
+    /// The request's memory; `None` if it is not counted.
     pub meter: Option<&'a Meter>,
 }
 
 impl Bounds<'_> {
-    /// Encodes a text that has room in the context. One that must be longer is refused by its bytes.
+    /// Encodes a text that fits in the context. A text that is surely too long is refused by its bytes alone.
     pub fn encode(&self, tokenizer: &Tokenizer, text: &str, add_special: bool) -> Result<Vec<u32>> {
         let needed = tokenizer.tokens_at_least(text).saturating_add(1);
         if needed > self.context {
@@ -55,7 +55,7 @@ impl Bounds<'_> {
         Ok(tokenizer.encode(text, add_special)?)
     }
 
-    /// From here on the request is its prompts, of so many tokens in all, for each answer one and one more.
+    /// Reduces the request's charge to its prompts: `tokens` ids for each answer, and once more.
     pub fn settle(&self, tokens: usize, choices: usize) {
         if let Some(meter) = self.meter {
             meter.settle((tokens * size_of::<u32>() * (choices + 1)) as u64);
@@ -63,14 +63,14 @@ impl Bounds<'_> {
     }
 }
 
-/// Characters of the prompt's end that are kept to see how the answer begins.
+/// Number of characters at the prompt's end that are kept, to determine how the answer begins.
 const TAIL_CHARS: usize = 64;
 
 impl ModelText {
-    /// Reads it from a checkpoint's files.
+    /// Reads the text side from a checkpoint's files.
     ///
     /// # Errors
-    /// If one is missing or broken.
+    /// A file is missing or broken.
     pub fn new(files: &TextFiles<'_>) -> Result<ModelText, TextError> {
         let tokenizer = Tokenizer::new(files)?;
         Ok(ModelText {
@@ -81,7 +81,7 @@ impl ModelText {
         })
     }
 
-    /// Whether the model marks where its reasoning ends.
+    /// Whether the model marks the end of its reasoning.
     pub fn reasons(&self) -> bool {
         AnswerForm::reasoning_end(&self.tokenizer).is_some()
     }
@@ -89,7 +89,7 @@ impl ModelText {
     /// Renders and encodes a conversation.
     ///
     /// # Errors
-    /// If there is no chat template, or it refuses the conversation.
+    /// There is no chat template, or it refuses the conversation.
     pub(crate) fn encode_chat(
         &self,
         messages: &[Message],
@@ -109,7 +109,7 @@ impl ModelText {
         let mut shared_len = 0;
         if messages.len() > 1 && messages[0].role == "system" {
             let head = ChatRequest { messages: &messages[..1], add_generation_prompt: false, ..request };
-            // Some templates refuse a conversation without a user; then nothing is known to be shared.
+            // Some templates refuse a conversation without a user's message. Then the shared length stays 0.
             if let Ok(head) = template.render(&head) {
                 let head = bounds.encode(&self.tokenizer, &head, false)?;
                 shared_len = head.iter().zip(&ids).take_while(|(a, b)| a == b).count();

@@ -1,17 +1,17 @@
-//! Fields of requests that would change the answer and are not understood here: refused, because an answer that quietly is another
-//! than the one asked for is worse than none. Fields that change nothing, such as `user` or `metadata`, are ignored.
+//! Refuses unsupported fields that would change the answer, because a silently different answer is worse than none.
+//! Fields that change nothing, such as `user` or `metadata`, are ignored.
 
 use serde_json::{Map, Value, json};
 
 use crate::error::{Result, wrong};
 
-/// What to do instead.
+/// Advice in the error messages.
 const SCHEMA: &str =
     "is not understood; response_format takes a JSON schema, a grammar or a regular expression";
 const TOOLS: &str = "is the old form; use tools and tool_choice";
 const NONE: &str = "is not supported here; leave it out";
 
-/// A field, values that change nothing, and what to do.
+/// A field, its values that change nothing, and the advice.
 struct Unsupported {
     field: &'static str,
     neutral: fn() -> Value,
@@ -30,7 +30,7 @@ const fn instead(field: &'static str, advice: &'static str) -> Unsupported {
     Unsupported { field, neutral: || json!([]), advice }
 }
 
-/// `neutral` lists the values that mean nothing. Null, an empty string, list or object mean nothing anywhere.
+/// `neutral` lists the values without effect. Null and empty strings, lists and objects never have an effect.
 const FIELDS: [Unsupported; 45] = [
     never("lora"),
     never("lora_request"),
@@ -79,10 +79,10 @@ const FIELDS: [Unsupported; 45] = [
     unless("background", || json!([false])),
 ];
 
-/// Refuses the fields of a request that nobody took, if one of them would change the answer.
+/// Refuses unsupported fields if one of them would change the answer.
 ///
 /// # Errors
-/// The field, and what to do.
+/// The field, and the advice.
 pub(crate) fn check(rest: &Map<String, Value>) -> Result<()> {
     let asks = |unsupported: &&Unsupported| {
         rest.get(unsupported.field).is_some_and(|value| changes(value, unsupported))

@@ -1,7 +1,7 @@
-//! Work that takes a while (parsing, templates, tokenizing, grammars), on threads apart from the network's.
+//! Runs slow work (parsing, templates, tokenizing, grammars) on threads apart from the network's.
 //!
-//! Seats bound how much of it is done at once. Large texts have a seat of their own, so that small requests do not wait for them;
-//! so have grammars. Whoever leaves gives up the place in the queue, and work that has begun is cancelled.
+//! Seats bound how much work runs at once. Large texts and grammars have their own seats, so that small requests do not
+//! wait for them. When a client disconnects, its place in the queue is freed, and its running work is cancelled.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use tokio::sync::Semaphore;
 
 use crate::error::{Result, ServerError};
 
-/// Requests that take more bytes than this are large.
+/// Requests with more bytes than this are large.
 const LARGE_BYTES: u64 = 4 << 20;
 const SMALL_SEATS: usize = 2;
 const LARGE_SEATS: usize = 1;
 const GRAMMAR_SEATS: usize = 2;
 
-/// Threads that the work needs.
+/// Number of threads for the work.
 pub const WORK_THREADS: usize = SMALL_SEATS + LARGE_SEATS + GRAMMAR_SEATS;
 
 /// The seats.
@@ -33,7 +33,7 @@ impl Workshop {
         Workshop { small: seats(SMALL_SEATS), large: seats(LARGE_SEATS), grammars: seats(GRAMMAR_SEATS) }
     }
 
-    /// Work on a request that takes so many bytes.
+    /// Runs work for a request that takes `bytes` bytes.
     pub async fn text<T: Send + 'static>(
         &self,
         bytes: u64,
@@ -44,7 +44,7 @@ impl Workshop {
         run(seats, wait, work).await
     }
 
-    /// Compiles a grammar. One that takes longer than `limit` is given up.
+    /// Compiles a grammar. Compilation stops with an error after `limit`.
     pub async fn grammar<T: Send + 'static>(
         &self,
         limit: Duration,
@@ -55,7 +55,7 @@ impl Workshop {
     }
 }
 
-/// Cancels what nobody waits for.
+/// Cancels work when its result is no longer needed.
 struct CancelOnDrop(Cancel);
 
 impl Drop for CancelOnDrop {

@@ -1,4 +1,4 @@
-//! Who gets in: keys, hosts, origins, and bodies that only programs send.
+//! Access control: keys, hosts, origins, and body types that web pages cannot send.
 
 mod common;
 
@@ -155,7 +155,7 @@ fn what_is_wrong_with_a_request_is_said_in_json() {
         assert_eq!(code(&reply), (405, "method_not_allowed".into()), "{method} {path}");
         assert_eq!(reply.header("allow"), Some(allow), "{method} {path}");
     }
-    // Half of the body, and then the end of what the client sends.
+    // The client sends half of the body and then closes its sending side.
     let stream = send(server.address, "POST", "/v1/completions", &[("expect", "")], b"{}");
     drop(read(stream));
     let mut stream = std::net::TcpStream::connect(server.address).expect("it listens");

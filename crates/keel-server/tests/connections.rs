@@ -1,4 +1,4 @@
-//! Many connections at once: 256 that are kept open and idle, and 32 that stream.
+//! Many connections at once: 256 are kept open and idle, and 32 stream.
 
 mod common;
 
@@ -13,7 +13,7 @@ use serde_json::json;
 const IDLE: usize = 256;
 const STREAMS: usize = 32;
 
-/// Asks on a connection and leaves it open.
+/// Sends a request on a connection and leaves it open.
 fn ask_and_keep(connection: &mut BufReader<TcpStream>) -> String {
     connection
         .get_mut()
@@ -59,7 +59,7 @@ fn streams_run_beside_idle_connections() {
         let usage = events.iter().rev().find_map(|e| e["usage"]["completion_tokens"].as_u64());
         assert_eq!(usage, Some(20));
     }
-    // The connections are the same ones: had the server closed any, asking again would fail.
+    // The connections are still the same. If the server had closed one, this request would fail.
     for connection in &mut idle {
         ask_and_keep(connection);
     }

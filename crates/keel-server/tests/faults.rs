@@ -1,4 +1,4 @@
-//! What goes wrong for one client leaves the others alone.
+//! A fault of one client does not affect the others.
 
 mod common;
 
@@ -15,11 +15,11 @@ use keel_server::{PrefixStore, ServerOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 use serde_json::{Value, json};
 
-/// Launches fail while the number is above zero, each counting it down.
+/// Launches fail while the counter is above zero. Each failure decrements it.
 #[derive(Default)]
 struct Failing {
     launches: AtomicUsize,
-    /// Whether the backend says that none of their kernels has run.
+    /// Whether the backend reports that no kernel of the launch has run.
     tells: AtomicBool,
 }
 
@@ -150,7 +150,7 @@ fn many_idle_connections_and_many_streams() {
     server.assert_all_is_back();
 }
 
-/// No memory can be had while it is set.
+/// While it is set, all allocations fail.
 #[derive(Default)]
 struct NoMemory(AtomicBool);
 
@@ -184,7 +184,7 @@ fn a_server_that_has_started_needs_no_more_memory() {
     server.assert_all_is_back();
 }
 
-/// Seconds by which the wall clock of the next test is wrong.
+/// Error of the wall clock in seconds, for the next test.
 static JUMP: AtomicI64 = AtomicI64::new(0);
 
 fn jumping_clock() -> SystemTime {
@@ -209,7 +209,7 @@ fn a_clock_that_jumps_changes_the_date_and_nothing_else() {
         let mut long = completion(400);
         long["stream"] = json!(true);
         let running = send(server.address, "POST", "/v1/completions", &[], long.to_string().as_bytes());
-        // It has begun when its head is there.
+        // The request has begun when the head of its response arrives.
         running.peek(&mut [0]).expect("answered");
         JUMP.store(jump, Ordering::SeqCst);
         let again = server.ask("/v1/completions", &body);
@@ -229,7 +229,7 @@ fn a_clock_that_jumps_changes_the_date_and_nothing_else() {
     server.assert_all_is_back();
 }
 
-/// Every file that a save of prefixes of this process may begin becomes a full device.
+/// Links every partial file that this process may write for prefixes to a full device.
 #[cfg(target_os = "linux")]
 fn fill_disk(folder: &std::path::Path, names: &[String]) {
     std::fs::create_dir_all(folder).expect("made");
@@ -311,7 +311,7 @@ fn prefixes_outlive_a_server() {
     second.assert_all_is_back();
 }
 
-/// Bodies that are almost right, made from right ones by replacing, removing and nesting.
+/// Almost valid bodies, made from valid ones by replacing, removing and nesting.
 fn distort(body: &Value, random: &mut impl FnMut(usize) -> usize) -> Value {
     let odd = [
         json!(null),

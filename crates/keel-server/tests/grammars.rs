@@ -1,4 +1,4 @@
-//! Grammars that take long to compile delay nobody else.
+//! Slow compilation of grammars does not delay other requests.
 
 mod common;
 
@@ -8,7 +8,7 @@ use common::{Running, engine_options, read, request, send};
 use keel_server::ServerOptions;
 use serde_json::{Value, json};
 
-/// A schema of some 44 KB with many names and patterns.
+/// A schema of about 44 KB with many names and patterns.
 fn large_schema() -> Value {
     let property = |i: usize| {
         let pattern = format!("^[a-z]{{{},{}}}(x|y{i}|z)*[0-9]{{1,{}}}$", 1 + i % 7, 9 + i % 11, 3 + i % 5);
@@ -43,7 +43,7 @@ fn health_is_answered_while_grammars_are_compiled() {
         assert!(matches!(reply.status, 200 | 400 | 429), "{} {}", reply.status, reply.body);
     }
     println!("health took {slowest:?} at most; the grammars {:?}", start.elapsed());
-    // A shared machine of two cores is given more than the 100 ms that hold on one of its own.
+    // A shared machine with two cores needs more than the 100 ms that hold on a dedicated one.
     assert!(slowest < Duration::from_millis(500), "{slowest:?}");
     server.assert_all_is_back();
 }

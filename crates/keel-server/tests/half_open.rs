@@ -1,4 +1,5 @@
-//! Connections that say too little, too slowly or nothing: they neither stay nor keep others out, nor the server alive.
+//! Connections that send too little, too slowly or nothing. They do not stay, do not keep others out, and do not delay
+//! the shutdown.
 
 mod common;
 
@@ -11,7 +12,7 @@ use keel_server::{PrefixStore, ServerOptions};
 use serde_json::json;
 
 const SHORT: Duration = Duration::from_millis(300);
-/// A loaded machine is late.
+/// Generous, because a loaded machine is slow.
 const SOON: Duration = Duration::from_secs(20);
 
 const HEALTH: &str = "GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n";
@@ -82,7 +83,7 @@ fn a_client_that_reads_nothing_is_let_go() {
     let stream = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
     wait_for("they run", || !server.app.engine.status().running.is_empty());
     server.wait_until_idle();
-    // Its answer is larger than what systems buffer, so it cannot have been sent.
+    // The answer is larger than the system's buffers, so it cannot have been sent completely.
     wait_for("its task has ended", || server.tasks() <= 2);
     drop(stream);
     server.assert_all_is_back();

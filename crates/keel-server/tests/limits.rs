@@ -1,4 +1,4 @@
-//! Keys, limits, queues and the end of a server.
+//! Keys, limits, queues and the shutdown of a server.
 
 mod common;
 
@@ -44,7 +44,7 @@ fn heads_images_and_grammars_are_bounded() {
     }
 }
 
-/// A server for one request at a time, and one request that runs on it.
+/// A server for one request at a time, and one running request.
 fn occupied(batch: BatchOptions) -> (Running, TcpStream) {
     let engine = EngineOptions { sequences: 1, ..engine_options() };
     let server = Running::with(engine, ServerOptions { batch, ..ServerOptions::default() });

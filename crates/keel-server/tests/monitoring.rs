@@ -1,4 +1,4 @@
-//! The dashboard and the alert rules name metrics and labels that the server has.
+//! The dashboard and the alert rules use only metrics and labels that the server exposes.
 
 mod common;
 
@@ -14,10 +14,10 @@ const METRICS: &str = include_str!("../src/metrics.rs");
 /// Labels that Prometheus adds.
 const OF_PROMETHEUS: [&str; 2] = ["job", "instance"];
 
-/// Has no sample without a GPU. `metrics.rs` registers it under this name, with this label.
+/// This metric has no sample without a GPU. `metrics.rs` registers it under this name and label.
 const OF_GPUS: (&str, &str) = ("keel_device_memory_bytes", "kind");
 
-/// Every metric of an exposition with its labels.
+/// All metrics of an exposition, with their labels.
 fn exposed(text: &str) -> BTreeMap<String, BTreeSet<String>> {
     let mut metrics: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for line in text.lines().filter(|line| !line.starts_with('#')) {
@@ -30,7 +30,7 @@ fn exposed(text: &str) -> BTreeMap<String, BTreeSet<String>> {
     metrics
 }
 
-/// The words of an expression that begin with `keel_`, each with the labels that its braces select by.
+/// The words of an expression that begin with `keel_`, each with the labels in its braces.
 fn named(expression: &str) -> Vec<(String, Vec<String>)> {
     let mut found = Vec::new();
     let mut rest = expression;
@@ -94,7 +94,7 @@ fn the_dashboard_and_the_alerts_name_metrics_that_exist() {
             );
         }
     }
-    // What is measured is shown.
+    // Every metric must be shown.
     let shown: BTreeSet<&str> = named.iter().map(|(name, _)| name.as_str()).collect();
     for name in metrics.keys().filter(|name| !name.ends_with("_sum") && !name.ends_with("_count")) {
         assert!(shown.contains(name.as_str()) || name == "# EOF", "{name} is in no panel and no rule");

@@ -1,4 +1,4 @@
-//! OpenAI's API through real HTTP, on the built-in model.
+//! OpenAI's API over real HTTP, with the built-in model.
 
 mod common;
 

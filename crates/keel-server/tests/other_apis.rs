@@ -1,4 +1,4 @@
-//! Anthropic's API, OpenAI's responses, and what describes and shows the server.
+//! Anthropic's API, OpenAI's responses, the description of the API, and the page.
 
 mod common;
 
@@ -6,7 +6,7 @@ use common::{Running, engine_options};
 use keel_server::{ApiKey, ServerOptions};
 use serde_json::{Value, json};
 
-/// Names and data of the events of a stream.
+/// Names and data of a stream's events.
 fn events(body: &str) -> Vec<Value> {
     let mut events = Vec::new();
     for block in body.split("\n\n").filter(|b| b.contains("data: ")) {

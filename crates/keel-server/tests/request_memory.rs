@@ -1,4 +1,4 @@
-//! Bodies, texts and their copies stay within the memory of requests, whatever clients send. The heap is counted.
+//! Bodies, texts and their copies stay within the memory of requests, for any input. The test counts the heap.
 
 mod common;
 
@@ -20,7 +20,7 @@ static HEAP: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 const MB: usize = 1_000_000;
 const BUDGET: usize = 64 << 20;
-/// What the clients of these tests and the server's own books take: the largest bodies that are sent are 8 MB, 8 at once, and
+/// Heap of the tests' clients and of the server's own bookkeeping. The largest bodies have 8 MB each, 8 at once. They
 /// are made before counting.
 const SLACK: usize = 8 << 20;
 
@@ -29,7 +29,7 @@ fn heap_bytes() -> usize {
     stats.bytes_allocated.saturating_sub(stats.bytes_deallocated)
 }
 
-/// The most that is on the heap while it lives, more than at its beginning.
+/// Measures the peak of the heap above its initial size.
 struct Watch {
     ends: Arc<AtomicBool>,
     thread: JoinHandle<usize>,
@@ -78,7 +78,7 @@ fn assert_bounded(what: &str, server: &Running, watch: Watch) {
     wait_for("all is given back", || server.app.memory.used() == 0);
 }
 
-/// One test, because others beside it would be counted, too.
+/// This is one test, because the heap of concurrent tests would be counted, too.
 #[test]
 fn requests_stay_within_their_memory() {
     what_is_charged_is_what_is_taken();
@@ -133,15 +133,15 @@ fn what_is_charged_is_what_is_taken() {
         ),
     ];
     let mut wrong = Vec::new();
-    // The peak of charges only grows, so each shape gets a server of its own.
+    // The peak of charges never falls, so each shape gets its own server.
     for (what, path, body) in shapes {
         let options = ServerOptions { request_memory: 1 << 40, ..ServerOptions::default() };
         let server = Running::with(engine_options(), options);
-        // What is made once is made now.
+        // This request creates everything that is created only once.
         read(post(&server, path, "{}"));
         let watch = Watch::begin();
         let reply = read(post(&server, path, &body));
-        // The client holds the answer, too, in a buffer that grows by doubling.
+        // The client also holds the answer, in a buffer that grows by doubling.
         let most = watch.end().saturating_sub(3 * reply.body.len());
         let charged = server.app.memory.peak() as usize;
         println!(
@@ -182,7 +182,7 @@ fn unfinished_bodies() {
             let head = format!("POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", 8 * MB);
             stream.write_all(head.as_bytes()).expect("sent");
             stream.set_write_timeout(Some(Duration::from_millis(200))).expect("a time");
-            // A server may refuse it meanwhile.
+            // The server may refuse the body meanwhile.
             let _ = stream.write_all(&begun);
             stream
         })

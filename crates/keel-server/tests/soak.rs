@@ -1,5 +1,5 @@
-//! Many requests of every kind, and nothing left of them. `KEEL_SOAK=2000` runs the long form, which also holds the
-//! resident set to 1% of what it was after the first 100.
+//! Many requests of every kind must leave nothing behind. `KEEL_SOAK=2000` runs the long form. It also checks that the
+//! resident set stays within 1% of its size after the first 100 requests.
 
 mod common;
 
@@ -14,22 +14,22 @@ use keel_server::ServerOptions;
 use serde_json::{Value, json};
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 
-/// Counts what is allocated on the heap, which the tensors of the backend are mostly no part of.
+/// Counts heap allocations. Most tensors of the backend are not on the heap.
 #[global_allocator]
 static HEAP: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 const CLIENTS: usize = 12;
-/// Requests after which a server is as large as it gets.
+/// Number of requests after which a server no longer grows.
 const FIRST: usize = 100;
-/// From so many requests on the resident set is held to 1%.
+/// From this number of requests on, the growth of the resident set is limited to 1%.
 const LONG: usize = 2000;
-/// What a server's whole life may leave on the heap: values that are made once, caches of threads that are just ending.
-/// A leak of 10 KiB for each of [`FIRST`] requests is more.
+/// Bytes that a server may leave on the heap over its life: values created once, and caches of threads that are ending.
+/// A leak of 10 KiB for each of [`FIRST`] requests exceeds it.
 const LEFT_BYTES: usize = 1 << 20;
 
-/// What request `i` sends, and the status that it must get; `None` is a client that leaves.
+/// The content of request `i`, and the status that it must get. `None` means that the client disconnects.
 fn request(i: usize) -> (String, Value, Option<u16>) {
-    // Each length of a last step comes early: steps are prepared for each, and kept up to a number.
+    // Every length of a last step comes early, because steps are prepared per length and kept up to a limit.
     let length = 1 + i % 64 + 64 * ((i + i / 64) % 4);
     let prompt: Vec<usize> = (0..length).map(|j| (i * 7919 + j * 104_729) % 4000).collect();
     let temperature = if i.is_multiple_of(3) { 0.0 } else { 0.8 };
@@ -119,7 +119,8 @@ fn resident_bytes() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
 }
 
-/// Without a test harness, whose threads would have arenas of the heap before this one can be shared as `keel serve` shares it.
+/// Runs without a test harness. Its threads would create heap arenas before the test can share one, as `keel serve`
+/// does.
 fn main() {
     const NAME: &str = "after_many_requests_nothing_is_left";
     let mut filters = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).peekable();
@@ -140,7 +141,7 @@ fn after_many_requests_nothing_is_left() {
     run(&server, FIRST, count);
     assert_eq!(server.app.engine.ledger().active(), before, "live bytes per category");
     assert_eq!(server.app.engine.ledger().peak(), before, "nothing was allocated meanwhile");
-    // One waits for the end of the server.
+    // The one remaining task waits for the end of the server.
     common::wait_for("tasks have ended", || server.tasks() <= 1);
     #[cfg(target_os = "linux")]
     {
@@ -154,7 +155,7 @@ fn after_many_requests_nothing_is_left() {
     server.assert_all_is_back();
     stop(server);
 
-    // What one server leaves behind could be made once and for all; a second one must leave nothing.
+    // The first server may leave values that are created only once. A second server must leave nothing.
     let heap = heap_bytes();
     let server = start();
     run(&server, 0, FIRST);

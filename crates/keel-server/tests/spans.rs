@@ -1,4 +1,4 @@
-//! What the server tells a subscriber: a span for each request and each step, and nothing that users said or keep secret.
+//! The spans and events of the server: one span per request and per step, without users' texts and secrets.
 
 mod common;
 
@@ -17,13 +17,13 @@ use tracing_subscriber::registry::LookupSpan;
 
 type Fields = BTreeMap<String, String>;
 
-/// A span or an event as it was told.
+/// A recorded span or event.
 #[derive(Clone, Debug)]
 struct Told {
     name: String,
     level: Level,
     fields: Fields,
-    /// The span around an event, by its place in the list.
+    /// Index of the span around an event.
     within: Option<usize>,
 }
 
@@ -36,7 +36,7 @@ struct Everything {
 #[derive(Clone, Default)]
 struct Recorder(Arc<Mutex<Everything>>);
 
-/// Where a span stands in the list.
+/// Index of a span in the list.
 struct Place(usize);
 
 struct Reading<'a>(&'a mut Fields);

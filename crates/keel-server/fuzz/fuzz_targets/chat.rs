@@ -1,4 +1,4 @@
-//! Reads bodies of `/v1/chat/completions`, whatever is in them.
+//! Parses arbitrary bodies of `/v1/chat/completions`.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Reads bodies of `/v1/messages`, whatever is in them.
+//! Parses arbitrary bodies of `/v1/messages`.
 
 #![no_main]
 

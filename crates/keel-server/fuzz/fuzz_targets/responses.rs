@@ -1,4 +1,4 @@
-//! Reads bodies of `/v1/responses`, whatever is in them.
+//! Parses arbitrary bodies of `/v1/responses`.
 
 #![no_main]
 

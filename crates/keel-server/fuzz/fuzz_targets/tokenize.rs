@@ -1,4 +1,4 @@
-//! Reads bodies of `/tokenize` and `/detokenize`, whatever is in them.
+//! Parses arbitrary bodies of `/tokenize` and `/detokenize`.
 
 #![no_main]
 

@@ -1,36 +1,36 @@
-//! What is known of one connection, and when it has had its time.
+//! The state of one connection, and its timeouts.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
-/// How long a connection may take for what.
+/// The timeouts of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
-    /// From the first byte of a request, or from the connection, to the end of its head.
+    /// From the start of a connection, or from the first byte of a request, to the end of the request's head.
     pub head: Duration,
-    /// For a body, and [`BODY_BYTES_PER_SECOND`] besides.
+    /// For a body. Each [`BODY_BYTES_PER_SECOND`] bytes that arrive extend it by one second.
     pub body: Duration,
-    /// Between an answer and the next request.
+    /// From the end of an answer to the next request.
     pub idle: Duration,
-    /// For a client to take any byte of an answer.
+    /// For a client to accept any byte of an answer.
     pub write: Duration,
 }
 
-/// A body that comes faster than this has all the time that it needs.
+/// A body that arrives faster than this never times out.
 const BODY_BYTES_PER_SECOND: u64 = 16 << 10;
 
-/// What a connection is at.
+/// The current phase of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Phase {
     /// Between requests.
     Idle,
-    /// A head is awaited, or has come in part.
+    /// A request's head is awaited or partly received.
     Head,
-    /// A body comes.
+    /// A body is being received.
     Body,
-    /// The request is there.
+    /// The whole request was received.
     Answering,
 }
 
@@ -38,11 +38,11 @@ struct State {
     phase: Phase,
     since: Instant,
     body_bytes: u64,
-    /// Since when the client takes nothing of what is to be sent.
+    /// Since when the client has accepted no bytes, if bytes wait to be sent.
     stuck: Option<Instant>,
 }
 
-/// A connection, as its task, its bytes and the watch over all of them see it.
+/// The state of a connection. Its task, its stream and the watch over all connections share it.
 pub(crate) struct Link {
     state: Mutex<State>,
     /// Ends the connection's task.
@@ -59,7 +59,7 @@ impl Link {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// It is at something else now.
+    /// Enters a new phase.
     pub fn enter(&self, phase: Phase) {
         let mut state = self.state();
         state.phase = phase;
@@ -67,14 +67,14 @@ impl Link {
         state.body_bytes = 0;
     }
 
-    /// All of the request is there.
+    /// Notes that the whole request was received.
     pub fn end_body(&self) {
         if self.phase() == Phase::Body {
             self.enter(Phase::Answering);
         }
     }
 
-    /// Bytes have come.
+    /// Notes that bytes were received.
     pub fn read(&self, bytes: usize) {
         let mut state = self.state();
         match state.phase {
@@ -84,7 +84,7 @@ impl Link {
         }
     }
 
-    /// The client took bytes, or had no room for any.
+    /// Notes that the client accepted bytes (`took`), or had no room for any.
     pub fn wrote(&self, took: bool) {
         let mut state = self.state();
         if took {
@@ -98,14 +98,14 @@ impl Link {
         self.state().phase
     }
 
-    /// What it may be closed for to make room for another: the least loss first, then the longest wait. `None` if a request
-    /// is being answered.
+    /// The rank for closing this connection in favour of a new one: the earliest phase first, then the longest wait.
+    /// `None` while a request is being answered.
     pub fn dispensable(&self) -> Option<(Phase, Instant)> {
         let state = self.state();
         (state.phase < Phase::Answering).then_some((state.phase, state.since))
     }
 
-    /// What it has taken too long for.
+    /// The reason to close this connection, if a timeout has passed.
     pub fn overdue(&self, now: Instant, times: &Times) -> Option<&'static str> {
         let state = self.state();
         let waited = now.saturating_duration_since(state.since);

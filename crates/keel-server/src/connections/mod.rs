@@ -1,8 +1,8 @@
-//! Connections: how many there may be, how long each may take for what, and how they end.
+//! Connections: their number, their timeouts, and their end.
 //!
-//! Each connection is a task of its own with a [`Link`], in which its bytes note what it is at. One watch goes over all links and
-//! closes those that have taken too long. Where there is no room for another connection, the one that has waited longest
-//! without a request makes room. So half-open connections neither stay nor keep others out.
+//! Each connection is a separate task with a [`Link`], which records its current phase. One watch checks all links and
+//! closes connections that exceed a timeout. If there is no room for a new connection, the connection that has waited
+//! longest without a request is closed. So half-open connections neither stay nor keep others out.
 
 mod link;
 mod stream;
@@ -33,15 +33,15 @@ use crate::options::ServerOptions;
 use link::{Link, Phase, Times};
 use stream::{Answered, Arriving, Watched};
 
-/// Bytes of a request's head, and of what is read ahead of a body.
+/// Largest size of a request's head, and of the part of a body that is read ahead.
 const READ_BYTES_MAX: usize = 64 << 10;
-/// How often the watch goes round.
+/// Time between two checks of the watch.
 const ROUND: Duration = Duration::from_millis(100);
-/// How long to wait after the system has refused a connection.
+/// Pause after the system has refused a connection.
 const REFUSED_PAUSE: Duration = Duration::from_millis(20);
-/// Descriptors that are kept for files.
+/// Number of file descriptors that are reserved for files.
 const DESCRIPTORS_KEPT: usize = 16;
-/// Even a system without descriptors gets a server.
+/// Smallest limit on connections, even if there are no descriptors left.
 const CONNECTIONS_MIN: usize = 4;
 
 const NO_ROOM: &[u8] =
@@ -52,7 +52,8 @@ pub(crate) struct Connections {
     links: Mutex<Links>,
     limit: usize,
     times: Times,
-    /// True from the drain on. Each connection's task holds a receiver, so that the last one's end is seen.
+    /// True after the drain began. Each connection's task holds a receiver, which shows when the last connection has
+    /// ended.
     draining: watch::Sender<bool>,
 }
 
@@ -84,13 +85,13 @@ impl Connections {
         self.links.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// How many are open.
+    /// Number of open connections.
     pub fn count(&self) -> usize {
         self.links().open.len()
     }
 
-    /// Takes connections until `drain` completes. From then on the address is free, connections without a request are closed
-    /// and the others end with their answer.
+    /// Accepts connections until `drain` completes. Then the address is released, connections without a request are
+    /// closed, and the others end after their answer.
     pub async fn accept(
         self: &Arc<Self>,
         listener: TcpListener,
@@ -117,12 +118,12 @@ impl Connections {
         self.draining.send_replace(true);
     }
 
-    /// Completes when no connection is left.
+    /// Completes when all connections are closed.
     pub async fn all_closed(&self) {
         self.draining.closed().await;
     }
 
-    /// Closes all, whatever they are at.
+    /// Closes all connections in any phase.
     pub fn close_all(&self) {
         self.links().open.values().for_each(|link| link.close.notify_one());
     }
@@ -145,7 +146,7 @@ impl Connections {
         tokio::spawn(serve(entry, link, stream, routes.clone(), self.draining.subscribe()));
     }
 
-    /// Closes the connection that is missed least. False if all are being answered.
+    /// Closes the connection with the first rank of [`Link::dispensable`]. Returns false if all are being answered.
     fn make_room(&self) -> bool {
         let mut links = self.links();
         let waiting = links.open.iter().filter_map(|(&number, link)| Some((link.dispensable()?, number)));
@@ -156,7 +157,7 @@ impl Connections {
         true
     }
 
-    /// Closes what has taken too long, for ever.
+    /// Closes connections that exceed a timeout. Runs forever.
     async fn watch(self: Arc<Self>) {
         loop {
             tokio::time::sleep(ROUND).await;
@@ -171,7 +172,7 @@ impl Connections {
     }
 }
 
-/// A connection's place in the list, until its task ends.
+/// The connection's place in the list, until its task ends.
 struct Entry {
     connections: Arc<Connections>,
     number: u64,
@@ -183,15 +184,15 @@ impl Drop for Entry {
     }
 }
 
-/// Has small writes of a connection sent at once. Or the first event of a stream would wait behind the headers for the
-/// acknowledgement that a client delays, some 40 ms.
+/// Makes small writes go out at once. Otherwise the first event of a stream would wait after the headers for the
+/// client's delayed acknowledgement, about 40 ms.
 fn send_at_once(connection: &TcpStream) {
     if let Err(error) = connection.set_nodelay(true) {
         tracing::debug!("small writes of a connection wait: {error}");
     }
 }
 
-/// Says that there is no room, to a client that can hear it at once.
+/// Tells the client that there is no room. A client that does not read within one second is dropped.
 async fn refuse(mut stream: TcpStream) {
     let said = async {
         stream.write_all(NO_ROOM).await?;
@@ -233,7 +234,7 @@ async fn serve(
     }
 }
 
-/// Where requests of a connection come in.
+/// Receives the requests of a connection.
 struct Entrance {
     routes: TowerToHyperService<Router>,
     link: Arc<Link>,
@@ -257,7 +258,7 @@ impl Service<Request<Incoming>> for Entrance {
     }
 }
 
-/// Descriptors that this process may still open.
+/// Number of descriptors that this process may still open.
 #[cfg(target_os = "linux")]
 fn descriptors_left() -> Option<usize> {
     let limits = std::fs::read_to_string("/proc/self/limits").ok()?;
@@ -266,7 +267,7 @@ fn descriptors_left() -> Option<usize> {
     Some(limit.saturating_sub(std::fs::read_dir("/proc/self/fd").ok()?.count()))
 }
 
-/// Other systems give 256 at least.
+/// Other systems allow at least 256.
 #[cfg(not(target_os = "linux"))]
 fn descriptors_left() -> Option<usize> {
     Some(256)

@@ -1,4 +1,4 @@
-//! The bytes of a connection, and the bodies of its requests, under watch.
+//! Wrappers around a connection's stream and its request bodies, which report progress to the [`Link`].
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 
 use super::link::{Link, Phase};
 
-/// A connection that tells its [`Link`] what moves.
+/// A connection that reports its reads and writes to its [`Link`].
 pub(super) struct Watched {
     pub stream: TcpStream,
     pub link: Arc<Link>,
@@ -74,7 +74,7 @@ impl AsyncWrite for Watched {
     }
 }
 
-/// A request's body. Its end is the end of [`Phase::Body`].
+/// A request's body. Its end also ends [`Phase::Body`].
 pub(super) struct Arriving {
     pub body: Incoming,
     pub link: Arc<Link>,
@@ -104,7 +104,7 @@ impl Body for Arriving {
     }
 }
 
-/// Marks the end of an answer.
+/// Marks the end of an answer when dropped.
 pub(super) struct Answered(pub Arc<Link>);
 
 impl Drop for Answered {

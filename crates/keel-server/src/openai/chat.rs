@@ -26,7 +26,7 @@ use crate::unsupported;
 
 const TOP_LOGPROBS_MAX: usize = 20;
 
-/// The fields that are understood. Of the others, those that would change the answer are refused.
+/// The supported fields. An unsupported field is refused if it would change the answer.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ChatBody {
     model: Option<String>,
@@ -47,13 +47,13 @@ pub(crate) struct ChatBody {
     reasoning_effort: Option<String>,
     #[serde(flatten)]
     sampling: SamplingFields,
-    /// What nobody above took.
+    /// All other fields.
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
 
 impl ChatBody {
-    /// The model asked for.
+    /// The requested model.
     pub fn model(&self) -> Option<&str> {
         self.model.as_deref()
     }
@@ -82,13 +82,13 @@ pub(crate) async fn create(
     Ok(Json(whole(&head, &answers)).into_response())
 }
 
-/// The request in the engine's terms, made apart from the network: templates and tokenizers take a while on long conversations.
+/// Converts the request on a worker thread, because templates and tokenizers take long for long conversations.
 pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBody) -> Result<Ask> {
     let worker = Arc::clone(app);
     app.work(caller, move |caller| ask(&worker.text, &worker.bounds(caller), body)).await
 }
 
-/// The request in the engine's terms.
+/// Converts the request to the engine's terms.
 pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Result<Ask> {
     unsupported::check(&body.rest)?;
     let tools = Tools::new(body.tools, body.tool_choice.as_ref(), body.parallel_tool_calls.unwrap_or(true))?;
@@ -129,7 +129,7 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
     })
 }
 
-/// What every object of one response repeats.
+/// Fields that every object of one response repeats.
 struct Head {
     id: String,
     created: u64,

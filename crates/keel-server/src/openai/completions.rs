@@ -1,4 +1,4 @@
-//! `/v1/completions`: a text continued as it stands.
+//! `/v1/completions`: continues a text without a template.
 
 use std::sync::Arc;
 
@@ -24,11 +24,11 @@ use crate::text::{Bounds, ModelText};
 use crate::unsupported;
 
 const TOP_LOGPROBS_MAX: usize = 20;
-/// What OpenAI takes where nothing is said.
+/// OpenAI's default.
 const MAX_TOKENS_DEFAULT: usize = 16;
 const PROMPTS_MAX: usize = 64;
 
-/// The fields that are understood. Of the others, those that would change the answer are refused.
+/// The supported fields. An unsupported field is refused if it would change the answer.
 #[derive(Debug, Deserialize)]
 pub(crate) struct CompletionBody {
     model: Option<String>,
@@ -43,7 +43,7 @@ pub(crate) struct CompletionBody {
     response_format: Option<Value>,
     #[serde(flatten)]
     sampling: SamplingFields,
-    /// What nobody above took.
+    /// All other fields.
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -82,7 +82,7 @@ pub(crate) async fn create(
     Ok(Json(whole(&head, &answers, &echoes)).into_response())
 }
 
-/// One ask for each prompt, and the text that each choice begins with.
+/// Returns one ask per prompt, and the text to echo at the start of each choice.
 pub(crate) fn asks(
     model: &ModelText,
     bounds: &Bounds<'_>,
@@ -133,7 +133,7 @@ pub(crate) fn asks(
     Ok((prompts.into_iter().map(ask).collect(), echoes))
 }
 
-/// What every object of one response repeats, and how many choices each prompt has.
+/// Fields that every object of one response repeats, and the number of choices per prompt.
 struct Head {
     id: String,
     created: u64,
@@ -199,7 +199,7 @@ async fn stream(head: Head, answers: Vec<Answer>, echoes: Vec<String>, outbox: O
         usages[merged.index] = merged.usage;
         let chunk = match merged.piece {
             Ok(Piece::Part(AnswerPart::Text(text))) => head.chunk(merged.index, &text, None),
-            // Without reasoning and tools in its form an answer is text alone.
+            // Other parts cannot come, because the form has neither reasoning nor tools.
             Ok(Piece::Part(_)) => continue,
             Ok(Piece::Tokens(tokens)) => {
                 let mut chunk = head.chunk(merged.index, "", None);

@@ -1,4 +1,4 @@
-//! OpenAI's messages as chat templates expect them.
+//! Converts OpenAI's messages to the form for chat templates.
 
 use keel_text::Message;
 use serde::Deserialize;
@@ -27,7 +27,8 @@ enum Content {
     Parts(Vec<Map<String, Value>>),
 }
 
-/// The messages, with text parts joined and the arguments of calls as objects, which is what templates iterate over.
+/// Converts the messages. Text parts are joined, and the arguments of calls become objects, because templates iterate
+/// over them.
 pub(crate) fn to_template(messages: Vec<ChatMessage>) -> Result<Vec<Message>> {
     messages.into_iter().map(one).collect()
 }

@@ -20,7 +20,7 @@ fn usage_json(usage: Usage) -> Value {
     })
 }
 
-/// The sum over several answers, of which each `choices` have one prompt, which counts once.
+/// Sums the usage of several answers. Each group of `choices` answers shares one prompt, which counts once.
 fn total(usages: &[Usage], choices: usize) -> Usage {
     let mut sum = Usage::default();
     for answers in usages.chunks(choices.max(1)) {
@@ -41,7 +41,7 @@ fn finish_reason(ending: Ending) -> &'static str {
 }
 
 fn logprob_json(text: &str, logprob: f32) -> Value {
-    // JSON has no infinity; this is what OpenAI writes for it.
+    // JSON has no infinity. OpenAI writes this value for it.
     let logprob = if logprob.is_finite() { logprob } else { -9999.0 };
     json!({"token": text, "logprob": logprob, "bytes": text.as_bytes()})
 }

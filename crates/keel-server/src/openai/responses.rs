@@ -1,4 +1,4 @@
-//! `/v1/responses`: the same answers in the newer form.
+//! `/v1/responses`: the same answers in OpenAI's newer form.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::error::{Result, ServerError, wrong};
 use crate::http::{Body, error_json};
 use crate::unsupported;
 
-/// The fields that differ from those of a chat; the rest is passed on.
+/// The fields that differ from those of a chat. The others are passed on.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ResponseBody {
     input: Input,
@@ -39,7 +39,7 @@ enum Input {
     Items(Vec<Value>),
 }
 
-/// Fields of a chat that mean the same here.
+/// Fields that mean the same in a chat.
 const SHARED: [&str; 9] = [
     "model",
     "temperature",
@@ -80,7 +80,7 @@ pub(crate) async fn create(
     let ask = ask_apart(&app, &caller, chat).await?;
     let mut answers = app.start("/v1/responses", &caller, ask).await?;
     if streams {
-        // There is one, because the form knows no `n`.
+        // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
         return Ok(respond(&app, move |outbox| stream(head, answer, outbox)));
     }
@@ -88,7 +88,7 @@ pub(crate) async fn create(
     Ok(Json(whole(&head, &answer)).into_response())
 }
 
-/// The same request as a chat.
+/// Translates the request to a chat.
 pub(crate) fn chat(body: ResponseBody) -> Result<ChatBody> {
     serde_json::from_value(to_chat(body)?).map_err(|error| ServerError::Body(error.to_string()))
 }
@@ -130,13 +130,13 @@ fn message(item: Value) -> Result<Option<Value>> {
             };
             json!({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         }
-        // What the model said to itself is not shown to it again.
+        // Earlier reasoning is not shown to the model again.
         Some("reasoning") => return Ok(None),
         Some(other) => return Err(wrong("input", format!("an item of type {other:?} is not known"))),
     }))
 }
 
-/// What every object of one response repeats.
+/// Fields that every object of one response repeats.
 struct Head {
     id: String,
     created: u64,

@@ -1,4 +1,4 @@
-//! Which tools may be called, and what an answer must look like.
+//! The tools that may be called, and the form of the answer.
 
 use keel_text::GrammarSource;
 use serde_json::{Value, json};
@@ -6,12 +6,12 @@ use serde_json::{Value, json};
 use crate::error::{Result, wrong};
 use crate::grammar::Grammar;
 
-/// What a request says about tools, checked.
+/// The fields of a request about tools, after validation.
 #[derive(Debug, Default)]
 pub(crate) struct Tools {
-    /// In OpenAI's form; none if they may not be called.
+    /// The tools in OpenAI's form. Empty if none may be called.
     pub offered: Vec<Value>,
-    /// Set if one must be called.
+    /// The grammar of a call, if a call is required.
     pub grammar: Option<Grammar>,
 }
 
@@ -45,7 +45,7 @@ impl Tools {
     }
 }
 
-/// Name and schema of a tool's arguments.
+/// The name of a tool, and the schema of its arguments.
 fn signature(tool: &Value) -> Result<(String, Value)> {
     let function = tool.get("function").unwrap_or(tool);
     let name = function["name"].as_str().filter(|name| !name.is_empty());
@@ -58,7 +58,7 @@ fn signature(tool: &Value) -> Result<(String, Value)> {
     Ok((name.to_string(), closed(parameters)))
 }
 
-/// Arguments that a tool does not list are of no use to it, unless it says that it takes them.
+/// Forbids arguments that the tool does not list, unless its schema says otherwise.
 fn closed(mut parameters: Value) -> Value {
     if let Value::Object(schema) = &mut parameters
         && schema.contains_key("properties")
@@ -68,7 +68,7 @@ fn closed(mut parameters: Value) -> Value {
     parameters
 }
 
-/// What `response_format` (or the `format` of a response's text) asks for.
+/// The grammar for `response_format` (or for the `format` of a response's text).
 pub(crate) fn response_grammar(format: Option<&Value>) -> Result<Option<Grammar>> {
     const FIELD: &str = "response_format";
     let Some(format) = format.filter(|f| !f.is_null()) else { return Ok(None) };

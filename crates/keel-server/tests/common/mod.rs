@@ -1,4 +1,4 @@
-//! What the server's tests share: a server on the built-in model, and a client of plain sockets.
+//! Helpers for the server's tests: a server on the built-in model, and a client on plain sockets.
 
 #![allow(dead_code)] // each test file uses its part
 
@@ -46,7 +46,7 @@ pub fn engine(backend: Arc<dyn Backend>, options: EngineOptions) -> Engine {
     Engine::load(&runtime, &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
 }
 
-/// A server on a thread of its own.
+/// A server on a separate thread.
 pub struct Running {
     pub address: SocketAddr,
     pub app: Arc<App>,
@@ -70,7 +70,7 @@ impl Running {
         let (drain, drained) = oneshot::channel();
         let (abort, aborted) = oneshot::channel();
         let thread = std::thread::spawn(move || {
-            // As `keel serve` makes it.
+            // The same runtime as in `keel serve`.
             let mut runtime = tokio::runtime::Builder::new_multi_thread();
             let runtime = runtime
                 .worker_threads(2)
@@ -96,22 +96,22 @@ impl Running {
         Running { address, app, tasks, drain: Some(drain), abort: Some(abort), thread: Some(thread) }
     }
 
-    /// Tasks of the server that have not ended.
+    /// Number of the server's tasks that have not ended.
     pub fn tasks(&self) -> usize {
         self.tasks.metrics().num_alive_tasks()
     }
 
-    /// Begins to shut down.
+    /// Starts the shutdown.
     pub fn drain(&mut self) {
         let _ = self.drain.take().expect("once").send(());
     }
 
-    /// Ends what runs.
+    /// Ends running requests.
     pub fn abort(&mut self) {
         let _ = self.abort.take().expect("once").send(());
     }
 
-    /// Waits until the server has ended. It ends only when no handle is left, ours included.
+    /// Waits until the server has ended. It ends only when all handles are dropped, including this one.
     pub fn join(mut self) {
         let thread = self.thread.take().expect("once");
         drop(self);
@@ -126,7 +126,7 @@ impl Running {
         request(self.address, "POST", path, &[], body.to_string().as_bytes())
     }
 
-    /// Posts, and expects an answer.
+    /// Posts a request, which must succeed.
     pub fn ask(&self, path: &str, body: &Value) -> Value {
         let reply = self.post(path, body);
         assert_eq!(reply.status, 200, "{}", reply.body);
@@ -141,7 +141,7 @@ impl Running {
         });
     }
 
-    /// With its prefixes forgotten an idle server holds nothing.
+    /// Asserts that an idle server holds nothing after its prefixes are forgotten.
     pub fn assert_all_is_back(&self) {
         self.wait_until_idle();
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
@@ -178,7 +178,7 @@ impl Reply {
         self.headers.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str())
     }
 
-    /// The JSON of the events of a stream, which must end as streams do.
+    /// The JSON events of a stream. The stream must end properly.
     pub fn events(&self) -> Vec<Value> {
         let mut data: Vec<&str> = self.body.lines().filter_map(|l| l.strip_prefix("data: ")).collect();
         assert_eq!(data.pop(), Some("[DONE]"), "{}", self.body);
@@ -186,7 +186,7 @@ impl Reply {
     }
 }
 
-/// Sends a request and returns the connection. A header without a value leaves out the one that is sent otherwise.
+/// Sends a request and returns the connection. A header with an empty value removes the default header of that name.
 pub fn send(
     address: SocketAddr,
     method: &str,
@@ -242,7 +242,7 @@ pub fn read(stream: TcpStream) -> Reply {
             body.extend(chunk);
         }
     } else {
-        // The server may close before the client has sent all.
+        // The server may close before the client has sent everything.
         let _ = reader.read_to_end(&mut body);
     }
     Reply { status, headers, body: String::from_utf8(body).expect("UTF-8") }

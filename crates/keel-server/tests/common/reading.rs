@@ -1,4 +1,4 @@
-//! Reads bodies as the endpoints do. Shared by the smoke test and the fuzz targets.
+//! Parses bodies as the endpoints do. The smoke test and the fuzz targets share this module.
 
 use std::path::Path;
 use std::sync::LazyLock;
@@ -14,16 +14,16 @@ static TEXT: LazyLock<ModelText> = LazyLock::new(|| {
     ModelText::new(&TextFiles::read(&folder).expect("its files are there")).expect("they are right")
 });
 
-/// Ids of the built-in model, or more.
+/// At least the number of ids of the built-in model.
 const VOCAB: usize = 1 << 16;
 
-/// Bytes of text for one token at least: no token is made of nothing, and templates repeat little.
+/// Most tokens per byte of a body. No token is made from nothing, and templates repeat little.
 const TOKENS_PER_BYTE_MAX: usize = 64;
 
-/// Whether the body is a request.
+/// Returns whether the body is a valid request.
 ///
 /// # Panics
-/// If it makes the server fail rather than the request, or becomes more tokens than its bytes explain.
+/// If the body causes an error of the server, or gives more tokens than its bytes explain.
 pub fn exercise(endpoint: Endpoint, body: &[u8]) -> bool {
     match read(endpoint, body, &TEXT, VOCAB) {
         Ok(tokens) => {
