@@ -76,7 +76,7 @@ pub enum TextError {
     /// A schema or grammar for the output cannot be used.
     #[error("the schema or grammar cannot be used: {reason}")]
     Grammar {
-        /// What is wrong with it.
+        /// The defect.
         reason: String,
     },
 

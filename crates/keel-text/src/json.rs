@@ -63,7 +63,7 @@ impl<'a> Object<'a> {
         Ok(self.read(key, "a token id or a list of token ids", parse)?.unwrap_or_default())
     }
 
-    /// The error for a value that is not what `expected` says.
+    /// The error for a value that does not match `expected`.
     pub(crate) fn wrong(&self, key: &str, found: &Value, expected: &'static str) -> TextError {
         let field = format!("{}{key}", self.path);
         TextError::Field { file: self.file.to_string(), field, found: shortened(found), expected }

@@ -1,4 +1,4 @@
-//! `keel chat` on a terminal, driven as by a person: editing, completion, history, paste, several lines, Ctrl-C.
+//! Drives `keel chat` on a terminal as a person would: editing, completion, history, paste, several lines, Ctrl-C.
 
 #![cfg(target_os = "linux")]
 
@@ -10,24 +10,24 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// What the editor begins a line with: pastes are marked from now on.
+/// The editor writes this at the start of a line. It turns on the marking of pastes.
 const ASKS: &str = "\u{1b}[?2004h";
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// `keel chat` on a terminal that `script` makes.
+/// `keel chat` on a terminal that the program `script` creates.
 struct Terminal {
     child: Child,
     keys: ChildStdin,
     screen: Receiver<Vec<u8>>,
-    /// All that was shown.
+    /// All output so far.
     shown: String,
-    /// Where the next [`Terminal::wait_for`] looks from.
+    /// Position in `shown` from which the next [`Terminal::wait_for`] searches.
     seen: usize,
 }
 
 impl Terminal {
     fn chat(home: &Path, flags: &str) -> Terminal {
-        // The shell says how it ended: what `script` itself returns is not always that.
+        // The shell prints the exit status, because `script` itself does not always return it.
         let command =
             format!("trap : INT; {} chat {flags}; echo \"ended with $?\"", env!("CARGO_BIN_EXE_keel"));
         let mut child = Command::new("script")
@@ -58,7 +58,7 @@ impl Terminal {
         self.keys.write_all(keys.as_bytes()).and_then(|()| self.keys.flush()).expect("the terminal is there");
     }
 
-    /// Waits until this is shown after what was waited for before.
+    /// Waits until `text` is shown after the text of the previous wait.
     fn wait_for(&mut self, text: &str) {
         let start = Instant::now();
         loop {
@@ -75,12 +75,13 @@ impl Terminal {
         }
     }
 
-    /// Waits until a line is asked for. What is typed while an answer is written is not for the next line.
+    /// Waits until the editor asks for a line. Keys that are pressed while an answer is written are not for the next
+    /// line.
     fn ready(&mut self) {
         self.wait_for(ASKS);
     }
 
-    /// Types a command that shows nothing, and waits for the next line.
+    /// Types a command that prints nothing, and waits for the next line.
     fn command(&mut self, line: &str) {
         self.press(&format!("{line}\r"));
         self.ready();
@@ -107,7 +108,7 @@ fn lines_are_edited_completed_remembered_and_pasted() {
     let saved = home.path().join("talk.json");
     let mut chat = Terminal::chat(home.path(), "--temp 0 -n 24");
     chat.ready();
-    // Two keys to the left, a wrong letter away, the right one in its place.
+    // Moves two places left, deletes a wrong letter, and inserts the right one.
     chat.press("/hxlp\x1b[D\x1b[D\x7fe\r");
     chat.wait_for("answers the last turn anew");
     chat.ready();
@@ -168,7 +169,7 @@ fn ctrl_c_stops_the_answer_and_keeps_the_chat() {
     chat.press("\x03");
     chat.wait_for("(stopped");
     chat.ready();
-    // On a line it drops what was typed.
+    // Ctrl-C while a line is edited drops that line.
     chat.press("half a line\x03");
     chat.wait_for("/exit ends");
     chat.ready();
@@ -183,7 +184,7 @@ fn ctrl_c_stops_the_answer_and_keeps_the_chat() {
     let roles: Vec<&str> = talk.iter().map(|(role, _)| role.as_str()).collect();
     assert_eq!(roles, ["user", "assistant", "user", "assistant"]);
     assert!(!talk[1].1.is_empty() && talk[1].1.len() < 8000, "it was stopped: {}", talk[1].1);
-    // The bar of the prompt leaves nothing behind.
+    // The prompt's progress bar was erased.
     let last_bar = chat.shown.rfind("tokens");
     assert!(last_bar.is_none_or(|at| at < chat.shown.len() - 40), "{:?}", chat.shown);
     chat.end();

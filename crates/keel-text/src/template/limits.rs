@@ -1,4 +1,4 @@
-//! Bounds on what a template may cost.
+//! Bounds on the cost of a template.
 //!
 //! The engine bounds steps ("fuel"), the depth of calls, repeated strings and ranges. This module bounds the rest:
 //!

@@ -1,7 +1,7 @@
 //! Reads and checks the byte pair encoding model of a `tokenizer.json`.
 //!
 //! The library's own reader passes the model through two generic JSON trees and trusts the merges. This reader takes
-//! the vocabulary first and then the merges, in whatever order the file has them. Merges become numbers directly,
+//! the vocabulary first and then the merges, in any order of the file. Merges become numbers directly,
 //! without a list of strings.
 
 use std::borrow::Cow;

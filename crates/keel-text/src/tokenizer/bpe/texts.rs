@@ -62,7 +62,7 @@ pub(super) struct TextsBuilder {
 }
 
 impl TextsBuilder {
-    /// Adds a token. The error says what is wrong with it.
+    /// Adds a token. The error describes a defect of the token.
     pub(super) fn push(&mut self, text: &str, id: u32) -> Result<(), String> {
         let start = self.joined.len() as u32;
         let end = u32::try_from(self.joined.len() + text.len());

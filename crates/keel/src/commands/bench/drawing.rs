@@ -22,8 +22,8 @@ pub enum Drawing {
 
 impl Drawing {
     /// For each of `ids`, runs a step of all sequences with this id and draws tokens. If the engine runs ahead, only
-    /// the first step uses an id; each further step runs the tokens drawn by the step before. The host is then one step
-    /// behind the device.
+    /// the first step uses an id. Each further step runs the tokens drawn by the step before, and the host reads them
+    /// one step later.
     ///
     /// # Errors
     /// Errors of the engine.
