@@ -9,12 +9,21 @@ pub struct PageAllocator {
     free: Vec<u32>,
     /// Holders of each page.
     holders: Vec<u32>,
+    /// Pages that a prefix tree holds.
+    is_remembered: Vec<bool>,
+    /// Pages that a prefix tree holds and nobody else.
+    only_remembered: usize,
 }
 
 impl PageAllocator {
     /// `total` free pages.
     pub fn new(total: usize) -> PageAllocator {
-        PageAllocator { free: (0..total as u32).rev().collect(), holders: vec![0; total] }
+        PageAllocator {
+            free: (0..total as u32).rev().collect(),
+            holders: vec![0; total],
+            is_remembered: vec![false; total],
+            only_remembered: 0,
+        }
     }
 
     /// Free pages.
@@ -61,30 +70,63 @@ impl PageAllocator {
         self.holders(page) > 1
     }
 
+    /// Pages that a prefix tree holds and nobody else: those that forgetting would free. O(1).
+    pub fn only_remembered(&self) -> usize {
+        self.only_remembered
+    }
+
+    fn is_only_remembered(&self, page: u32) -> bool {
+        self.is_remembered[page as usize] && self.holders[page as usize] == 1
+    }
+
+    /// Changes the holders of a page, and the count of pages that only a tree holds with them.
+    fn change(&mut self, page: u32, change: impl FnOnce(&mut u32, &mut bool)) {
+        let was = self.is_only_remembered(page);
+        change(&mut self.holders[page as usize], &mut self.is_remembered[page as usize]);
+        let is = self.is_only_remembered(page);
+        self.only_remembered = self.only_remembered + usize::from(is) - usize::from(was);
+    }
+
     /// Adds a holder.
     pub fn share(&mut self, page: u32) {
-        let holders = &mut self.holders[page as usize];
-        assert!(*holders > 0, "page {page} is shared while it is free");
-        *holders += 1;
+        assert!(self.holders(page) > 0, "page {page} is shared while it is free");
+        self.change(page, |holders, _| *holders += 1);
     }
 
     /// Removes a holder; the last one frees the page.
     pub fn release(&mut self, page: u32) {
-        let holders = &mut self.holders[page as usize];
-        assert!(*holders > 0, "page {page} is released twice");
-        *holders -= 1;
-        if *holders == 0 {
+        assert!(self.holders(page) > 0, "page {page} is released twice");
+        self.change(page, |holders, _| *holders -= 1);
+        if self.holders(page) == 0 {
+            assert!(!self.is_remembered[page as usize], "page {page} is remembered and has no holder");
             self.free.push(page);
         }
     }
 
-    /// Every page is either free or held: `free + held == total`.
+    /// Adds a prefix tree as holder. There is one tree.
+    pub fn remember(&mut self, page: u32) {
+        assert!(!self.is_remembered[page as usize], "page {page} is remembered twice");
+        self.share(page);
+        self.change(page, |_, is_remembered| *is_remembered = true);
+    }
+
+    /// Removes the prefix tree as holder.
+    pub fn forget(&mut self, page: u32) {
+        assert!(self.is_remembered[page as usize], "page {page} is forgotten twice");
+        self.change(page, |_, is_remembered| *is_remembered = false);
+        self.release(page);
+    }
+
+    /// Every page is either free or held: `free + held == total`. The counts are those that a scan finds.
     pub fn is_conserved(&self) -> bool {
         let held = self.holders.iter().filter(|&&h| h > 0).count();
         let mut free: Vec<u32> = self.free.clone();
         free.sort_unstable();
         free.dedup();
-        held + free.len() == self.total() && free.iter().all(|&p| self.holders[p as usize] == 0)
+        let only_remembered = (0..self.total() as u32).filter(|&page| self.is_only_remembered(page)).count();
+        held + free.len() == self.total()
+            && free.iter().all(|&p| self.holders[p as usize] == 0)
+            && only_remembered == self.only_remembered
     }
 }
 
@@ -105,5 +147,23 @@ mod tests {
         pages.release(1);
         assert_eq!(pages.free(), 5);
         assert!(pages.is_conserved());
+    }
+
+    #[test]
+    fn pages_that_only_the_tree_holds_are_counted() {
+        let mut pages = PageAllocator::new(3);
+        let taken: Vec<u32> = pages.take(2).expect("three are free").collect();
+        let mut expect = |change: &mut dyn FnMut(&mut PageAllocator), only_remembered| {
+            change(&mut pages);
+            assert_eq!(pages.only_remembered(), only_remembered);
+            assert!(pages.is_conserved());
+        };
+        expect(&mut |pages| pages.remember(taken[0]), 0);
+        expect(&mut |pages| pages.release(taken[0]), 1);
+        expect(&mut |pages| pages.share(taken[0]), 0);
+        expect(&mut |pages| pages.release(taken[1]), 0);
+        expect(&mut |pages| pages.release(taken[0]), 1);
+        expect(&mut |pages| pages.forget(taken[0]), 0);
+        assert_eq!(pages.free(), 3);
     }
 }

@@ -14,7 +14,7 @@
 //! copy of the partly filled page. So, among the blocks of one page's range of tokens, the deepest names the page that
 //! holds them all.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use keel_array::AttentionSpec;
 
@@ -76,6 +76,10 @@ pub struct PrefixTree {
     roots: HashMap<Box<[u32]>, NodeId>,
     /// For each page, how many nodes name it.
     page_nodes: HashMap<u32, usize>,
+    /// Nodes without children, the least recently used first.
+    leaves: BTreeSet<(u64, NodeId)>,
+    /// Nodes with a saved state, the least recently used first.
+    with_state: BTreeSet<(u64, NodeId)>,
     /// Whether a sequence can only continue from a saved state.
     needs_state: bool,
     clock: u64,
@@ -89,6 +93,8 @@ impl PrefixTree {
             free: Vec::new(),
             roots: HashMap::new(),
             page_nodes: HashMap::new(),
+            leaves: BTreeSet::new(),
+            with_state: BTreeSet::new(),
             needs_state,
             clock: 0,
         }
@@ -104,14 +110,14 @@ impl PrefixTree {
         self.len() == 0
     }
 
-    /// Pages held, each listed once.
-    pub fn pages(&self) -> impl Iterator<Item = u32> + '_ {
-        self.page_nodes.keys().copied()
+    /// How many pages are held. O(1).
+    pub fn pages(&self) -> usize {
+        self.page_nodes.len()
     }
 
-    /// Saved states held.
+    /// How many saved states are held. O(1).
     pub fn states(&self) -> usize {
-        self.nodes.iter().flatten().filter(|node| node.state.is_some()).count()
+        self.with_state.len()
     }
 
     fn node(&self, id: NodeId) -> &Node {
@@ -156,7 +162,15 @@ impl PrefixTree {
     fn touch(&mut self, path: &[NodeId]) {
         self.clock += 1;
         let now = self.clock;
-        path.iter().for_each(|&id| self.node_mut(id).last_used = now);
+        for &id in path {
+            let node = self.nodes[id].as_mut().expect("ids name live nodes");
+            let before = std::mem::replace(&mut node.last_used, now);
+            for order in [&mut self.leaves, &mut self.with_state] {
+                if order.remove(&(before, id)) {
+                    order.insert((now, id));
+                }
+            }
+        }
     }
 
     /// Remembers whole blocks of `tokens`, which lie in `pages`, with the `state` after the last block. If a state is
@@ -187,9 +201,11 @@ impl PrefixTree {
         }
         self.touch(&path);
         if let (Some(&last), Some(state)) = (path.last(), state) {
-            let place = &mut self.node_mut(last).state;
-            if place.is_none() {
-                *place = Some(state);
+            let node = self.node_mut(last);
+            if node.state.is_none() {
+                node.state = Some(state);
+                let used = (node.last_used, last);
+                self.with_state.insert(used);
                 inserted.took_state = true;
             }
         }
@@ -215,18 +231,27 @@ impl PrefixTree {
                 self.nodes.len() - 1
             }
         };
-        let siblings = match parent {
-            Some(parent) => &mut self.node_mut(parent).children,
-            None => &mut self.roots,
-        };
-        siblings.insert(block.into(), id);
+        if let Some(parent) = parent {
+            self.leaves.remove(&(self.node(parent).last_used, parent));
+        }
+        self.leaves.insert((self.clock, id));
+        self.siblings_under(parent).insert(block.into(), id);
         id
     }
 
+    fn siblings_under(&mut self, parent: Option<NodeId>) -> &mut HashMap<Box<[u32]>, NodeId> {
+        match parent {
+            Some(parent) => &mut self.node_mut(parent).children,
+            None => &mut self.roots,
+        }
+    }
+
     /// Forgets the least recently used leaf, and ancestors that are useless without it. Leaves in `pinned` pages go
-    /// last: a running sequence shares these pages, so forgetting them frees nothing.
+    /// last: a running sequence shares these pages, so forgetting them frees nothing. O(log n) for each block
+    /// forgotten and each pinned leaf passed over.
     pub fn evict(&mut self, pinned: impl Fn(u32) -> bool) -> Option<Evicted> {
-        let leaf = self.least_used(|node| node.children.is_empty(), |node| pinned(node.page))?;
+        let is_free = |&&(_, id): &&(u64, NodeId)| !pinned(self.node(id).page);
+        let &(_, leaf) = self.leaves.iter().find(is_free).or_else(|| self.leaves.first())?;
         let mut evicted = Evicted::default();
         self.remove_leaf(leaf, &mut evicted);
         Some(evicted)
@@ -234,7 +259,7 @@ impl PrefixTree {
 
     /// Forgets the least recently used state, and blocks that are useless without it.
     pub fn evict_state(&mut self) -> Option<Evicted> {
-        let id = self.least_used(|node| node.state.is_some(), |_| false)?;
+        let (_, id) = self.with_state.pop_first()?;
         let mut evicted = Evicted::default();
         evicted.states.extend(self.node_mut(id).state.take());
         if self.node(id).children.is_empty() && self.needs_state {
@@ -273,22 +298,15 @@ impl PrefixTree {
         (tokens, pages.collect(), self.node(end).state)
     }
 
-    fn least_used(
-        &self,
-        eligible: impl Fn(&Node) -> bool,
-        comes_last: impl Fn(&Node) -> bool,
-    ) -> Option<NodeId> {
-        let live = self.nodes.iter().enumerate().filter_map(|(id, node)| Some((id, node.as_ref()?)));
-        let eligible = live.filter(|(_, node)| eligible(node));
-        eligible.min_by_key(|(id, node)| (comes_last(node), node.last_used, *id)).map(|(id, _)| id)
-    }
-
     /// Removes a leaf, then each ancestor from which and through which nothing can continue.
     fn remove_leaf(&mut self, leaf: NodeId, evicted: &mut Evicted) {
         let mut next = Some(leaf);
         while let Some(id) = next {
             let Some(node) = self.nodes[id].take() else { break };
             self.free.push(id);
+            let used = (node.last_used, id);
+            self.leaves.remove(&used);
+            self.with_state.remove(&used);
             evicted.states.extend(node.state);
             if let Some(nodes) = self.page_nodes.get_mut(&node.page) {
                 *nodes -= 1;
@@ -297,15 +315,12 @@ impl PrefixTree {
                     evicted.pages.push(node.page);
                 }
             }
-            let siblings = match node.parent {
-                Some(parent) => &mut self.node_mut(parent).children,
-                None => &mut self.roots,
-            };
-            siblings.remove(&node.block);
-            next = node.parent.filter(|&parent| {
-                let parent = self.node(parent);
-                self.needs_state && parent.children.is_empty() && parent.state.is_none()
-            });
+            self.siblings_under(node.parent).remove(&node.block);
+            let childless = node.parent.filter(|&parent| self.node(parent).children.is_empty());
+            if let Some(parent) = childless {
+                self.leaves.insert((self.node(parent).last_used, parent));
+            }
+            next = childless.filter(|&parent| self.needs_state && self.node(parent).state.is_none());
         }
     }
 }
@@ -392,6 +407,19 @@ mod tests {
         assert_eq!(tree.texts(), [(text(&[1]), vec![7], Some(0))]);
     }
 
+    /// The ordered sets hold what a scan of all nodes finds.
+    fn assert_orders_are_right(tree: &PrefixTree) {
+        let scan = |is_in: fn(&Node) -> bool| -> Vec<(u64, NodeId)> {
+            let live = tree.nodes.iter().enumerate().filter_map(|(id, node)| Some((id, node.as_ref()?)));
+            let mut found: Vec<_> =
+                live.filter(|(_, node)| is_in(node)).map(|(id, node)| (node.last_used, id)).collect();
+            found.sort_unstable();
+            found
+        };
+        assert!(tree.leaves.iter().copied().eq(scan(|node| node.children.is_empty())));
+        assert!(tree.with_state.iter().copied().eq(scan(|node| node.state.is_some())));
+    }
+
     /// Random insertions, look-ups and evictions, compared with a separate count of holders.
     #[test]
     fn pages_and_states_are_conserved() {
@@ -423,11 +451,12 @@ mod tests {
                     states.extend(inserted.took_state.then_some(round));
                 }
             }
-            let mut held: Vec<u32> = tree.pages().collect();
+            let mut held: Vec<u32> = tree.page_nodes.keys().copied().collect();
             held.sort_unstable();
             pages.sort_unstable();
-            assert_eq!(held, pages);
+            assert_eq!((tree.pages(), held), (pages.len(), pages.clone()));
             assert_eq!(tree.states(), states.len());
+            assert_orders_are_right(&tree);
         }
         let all = tree.clear();
         assert_eq!((all.pages.len(), all.states.len()), (pages.len(), states.len()));

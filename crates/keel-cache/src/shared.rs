@@ -20,6 +20,11 @@ impl ModelCache {
         self.pages.holders(page)
     }
 
+    /// Pages that a tree holds and nobody else: those that forgetting would free. O(1).
+    pub fn evictable_pages(&self) -> usize {
+        self.pages.only_remembered()
+    }
+
     /// Saves the state of a sequence and gives it to the caller. `None` if no checkpoint is free, or the model has no
     /// state.
     ///
@@ -68,12 +73,12 @@ impl ModelCache {
 
     /// Counts the tree as a holder of the inserted pages.
     pub fn hold(&mut self, inserted: &Inserted) {
-        inserted.pages.iter().for_each(|&page| self.pages.share(page));
+        inserted.pages.iter().for_each(|&page| self.pages.remember(page));
     }
 
     /// Takes back the pages and states that the tree no longer holds.
     pub fn take_back(&mut self, evicted: &Evicted) {
-        evicted.pages.iter().for_each(|&page| self.pages.release(page));
+        evicted.pages.iter().for_each(|&page| self.pages.forget(page));
         evicted.states.iter().for_each(|&entry| self.free_state(entry));
     }
 

@@ -204,8 +204,8 @@ impl Batcher {
             parking: self.parking_status(),
             pages: self.engine.cache().size().pages(),
             free_pages: self.engine.cache().free_pages(),
-            prefix_pages: self.prefixes.tree().pages().count(),
-            idle_prefix_pages: self.prefixes.evictable(self.engine.cache()),
+            prefix_pages: self.prefixes.tree().pages(),
+            idle_prefix_pages: self.engine.cache().evictable_pages(),
             prefix_states: self.prefixes.tree().states(),
             pictures: PictureStatus {
                 kept: self.features.len(),
@@ -313,7 +313,7 @@ impl Batcher {
         let cache = self.engine.cache();
         let supply = Supply {
             free: cache.free_pages(),
-            evictable: self.prefixes.evictable(cache),
+            evictable: cache.evictable_pages(),
             promised: self.running.iter().map(Running::pages_missing).sum(),
         };
         supply.can_promise(Demand { own: all - shared, pinned })

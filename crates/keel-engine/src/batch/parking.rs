@@ -20,7 +20,7 @@ impl Batcher {
     /// Pages that are free or can be evicted.
     pub(super) fn available_pages(&self) -> usize {
         let cache = self.engine.cache();
-        cache.free_pages() + self.prefixes.evictable(cache)
+        cache.free_pages() + cache.evictable_pages()
     }
 
     pub(super) fn running_holdings(&self) -> Vec<Holding> {

@@ -78,11 +78,6 @@ impl Prefixes {
         self.tree.find(&key(prompt, is_long))
     }
 
-    /// Pages that could be freed by forgetting.
-    pub fn evictable(&self, cache: &ModelCache) -> usize {
-        self.tree.pages().filter(|&page| cache.page_holders(page) == 1).count()
-    }
-
     /// How many of these pages could be freed by forgetting.
     pub fn evictable_of(&self, cache: &ModelCache, pages: &[u32]) -> usize {
         pages.iter().filter(|&&page| cache.page_holders(page) == 1).count()
