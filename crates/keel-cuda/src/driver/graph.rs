@@ -2,7 +2,7 @@
 
 use super::{Device, driver};
 use crate::error::Result;
-use cudarc::driver::sys::{CUgraphExec, CUstreamCaptureMode, CUstreamCaptureStatus};
+use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode, CUstreamCaptureStatus};
 use std::sync::Arc;
 
 /// A captured list of launches.
@@ -35,17 +35,23 @@ pub(crate) fn capture<E: From<crate::CudaError>>(
     if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED {
         return Ok(None);
     }
+    let captured = ended.map(|()| Captured(graph));
     recorded?;
-    ended?;
+    let captured = captured?;
     let mut executable = std::ptr::null_mut();
-    // SAFETY: the graph was just captured; it is not needed once there is an executable one.
-    let made = unsafe {
-        let made = driver!(cuGraphInstantiateWithFlags(&mut executable, graph, 0));
-        let _ = driver!(cuGraphDestroy(graph));
-        made
-    };
-    made?;
+    // SAFETY: the graph was just captured.
+    unsafe { driver!(cuGraphInstantiateWithFlags(&mut executable, captured.0, 0))? };
     Ok(Some(Graph { device: Arc::clone(device), executable }))
+}
+
+/// A graph as it was captured, which an executable one does not need.
+struct Captured(CUgraph);
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        // SAFETY: captured once, destroyed once.
+        let _ = unsafe { driver!(cuGraphDestroy(self.0)) };
+    }
 }
 
 impl Graph {

