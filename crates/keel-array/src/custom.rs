@@ -87,7 +87,7 @@ pub struct CudaSource {
 
 struct Definition {
     name: String,
-    body: Option<Box<HostFn>>,
+    body: Option<Arc<HostFn>>,
     cuda: Option<CudaSource>,
     outputs: Vec<(Shape, DType)>,
     initial: f32,
@@ -117,7 +117,7 @@ impl CustomKernel {
         initial: f32,
         body: impl Fn(&mut HostCall<'_>) -> Result<(), String> + Send + Sync + 'static,
     ) -> CustomKernel {
-        let body: Option<Box<HostFn>> = Some(Box::new(body));
+        let body: Option<Arc<HostFn>> = Some(Arc::new(body));
         CustomKernel(Arc::new(Definition { name: name.into(), body, cuda: None, outputs, initial }))
     }
 
@@ -138,13 +138,14 @@ impl CustomKernel {
     pub fn with_cuda(self, source: CudaSource) -> CustomKernel {
         let Definition { name, outputs, initial, .. } = &*self.0;
         let (name, outputs, initial) = (name.clone(), outputs.clone(), *initial);
-        let host = self.clone();
-        let body: Option<Box<HostFn>> = Some(Box::new(move |call| match &host.0.body {
-            Some(body) => body(call),
-            None => Err("has no body for the CPU".into()),
-        }));
+        let body = self.0.body.clone();
         let cuda = Some(CudaSource { any_strides: false, ..source });
         CustomKernel(Arc::new(Definition { name, body, cuda, outputs, initial }))
+    }
+
+    /// True if the kernel has a body for the CPU.
+    pub fn has_cpu_body(&self) -> bool {
+        self.0.body.is_some()
     }
 
     /// The body for NVIDIA GPUs.

@@ -2,7 +2,9 @@
 
 use super::watched::Watched;
 use super::{backend, runtime};
-use keel_array::{Array, CustomKernel, DType, HostSlice, HostSliceMut, Runtime, RuntimeOptions, Shape};
+use keel_array::{
+    Array, Category, CudaSource, CustomKernel, DType, HostSlice, HostSliceMut, Runtime, RuntimeOptions, Shape,
+};
 use std::sync::atomic::Ordering;
 
 const KERNELS: usize = 64;
@@ -99,4 +101,21 @@ fn what_a_kernel_says_is_the_error_and_a_panic_is_one_too() {
     let works = CustomKernel::new("works", outputs(), 2.0, |_| Ok(()));
     let y = works.apply(&[&x]).expect("one runtime").remove(0);
     assert_eq!(y.to_vec::<f32>().expect("the pool still works"), [2.0; 3]);
+}
+
+#[test]
+fn a_kernel_without_a_body_for_the_cpu_is_refused_before_anything_runs() {
+    let runtime = runtime();
+    let x = super::counting(&runtime, &[3]);
+    let outputs = || vec![(Shape::from([3]), DType::F32)];
+    for kernel in [
+        CustomKernel::cuda("elsewhere", outputs(), 0.0, CudaSource::default()),
+        CustomKernel::cuda("elsewhere", outputs(), 0.0, CudaSource::default())
+            .with_cuda(CudaSource::default()),
+    ] {
+        let y = kernel.apply(&[&x]).expect("one runtime").remove(0);
+        let place = Array::persistent(&runtime, Category::User, [3], DType::F32).expect("there is memory");
+        let error = runtime.prepare(&[(&y, &place)]).err().expect("it cannot run").to_string();
+        assert!(error.contains("give it one for the CPU"), "{error}");
+    }
 }

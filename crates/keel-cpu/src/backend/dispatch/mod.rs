@@ -95,6 +95,9 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
 pub(super) fn supports(kernel: &Kernel) -> Result<(), String> {
     match &kernel.op {
         Op::PagedAttention(_) => sequence::supports_heads(kernel.inputs[0].layout.shape[2]),
+        Op::Custom(custom) if !custom.has_cpu_body() => {
+            Err("has a body for CUDA alone; give it one for the CPU with CustomKernel::new".into())
+        }
         _ => Ok(()),
     }
 }
