@@ -30,9 +30,8 @@ pub struct Session {
 
 impl Session {
     /// Plans the memory, compares the plan with the memory limit and the free memory, and then loads into `runtime`,
-    /// which is made by
-    /// [`runtime`]. Nothing is loaded or allocated before the checks. On a GPU a requested limit replaces the free
-    /// memory of the GPU.
+    /// which is made by [`runtime`]. Nothing is loaded or allocated before the checks. On a GPU a requested limit
+    /// replaces the free memory of the GPU.
     ///
     /// # Errors
     /// Errors of the plan or of loading, or a plan above the limit.

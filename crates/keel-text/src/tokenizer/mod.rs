@@ -87,8 +87,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// [`TextError::Tokenize`] if the tokenizer refuses the text. Example: the text needs a token for unknown
-    /// characters that the
-    /// vocabulary lacks.
+    /// characters that the vocabulary lacks.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
         let mut ids = encode_as_written(&self.shared.parts, text, add_special)?;
         match self.shared.bos_fix {

@@ -30,9 +30,8 @@ impl TextFiles<'_> {
     /// Extracts the vocabulary of these files, with at least `size` tokens. Placeholders fill the ids after the
     /// tokenizer's own.
     ///
-    /// # Errors
-    /// [`TextError::Tokenizer`] for a tokenizer that is neither byte-level nor SentencePiece pair encoding, or that
-    /// cuts text in a way
+    /// # Errors [`TextError::Tokenizer`] for a tokenizer that is neither byte-level nor SentencePiece pair encoding, or
+    /// that cuts text in a way
     /// without a name.
     pub fn vocabulary(&self, size: usize) -> Result<ExportedVocabulary, TextError> {
         let wrong = |reason: String| TextError::Tokenizer { file: self.tokenizer.name.clone(), reason };

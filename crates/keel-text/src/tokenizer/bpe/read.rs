@@ -1,8 +1,8 @@
 //! Reads and checks the byte pair encoding model of a `tokenizer.json`.
 //!
 //! The library's own reader passes the model through two generic JSON trees and trusts the merges. This reader takes
-//! the vocabulary first and then the merges, in any order of the file. Merges become numbers directly,
-//! without a list of strings.
+//! the vocabulary first and then the merges, in any order of the file. Merges become numbers directly, without a list
+//! of strings.
 
 use std::borrow::Cow;
 use std::fmt;
