@@ -1,10 +1,10 @@
-"""Writes the two small checkpoints that the tests of this crate read. Needs only Python's own library.
+"""Writes the two small checkpoints for the tests of this crate. Needs only Python's standard library.
 
     python3 make_tokenizers.py
 
-byte_level   as Qwen: byte-level pairs, a split by regular expression, ChatML tokens beside the model
-byte_tokens  as Gemma and Llama 2: pairs of characters, spaces written as U+2581, tokens of one byte for the
-             rest, a token at the beginning, one space stripped from the front of decoded text
+byte_level   like Qwen: byte-level pairs, a split by regular expression, ChatML tokens added to the model's
+byte_tokens  like Gemma and Llama 2: pairs of characters, spaces written as U+2581, tokens of one byte for other
+             characters, a token at the beginning, one space removed from the start of decoded text
 
 Both are trained by plain byte pair encoding on the text below, so they are the same on every machine.
 """

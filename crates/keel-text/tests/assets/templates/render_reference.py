@@ -1,4 +1,4 @@
-"""Renders the templates of this folder with Jinja2, set up as the transformers library does, into expected.json.
+"""Renders the templates of this folder with Jinja2, configured as in the transformers library, into expected.json.
 
     pip install jinja2 && python3 render_reference.py
 """
@@ -16,7 +16,7 @@ NOW = 1_798_718_399
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %}: marks what the model said; the text is unchanged."""
+    """{% generation %}: marks the model's own text, which stays unchanged."""
 
     tags = {"generation"}
 
