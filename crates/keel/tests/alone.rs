@@ -12,8 +12,8 @@ use std::process::{Child, Command, Output, Stdio};
 use common::{json, stderr};
 use serde_json::Value;
 
-/// An empty folder with a copy of the program. No file of the build folder is near it, and no environment variable is
-/// set, not even the home folder.
+/// An empty folder with a copy of the program. No file of the build folder is near it. The only environment variable is
+/// `HOME`, an empty folder inside.
 struct Alone {
     folder: tempfile::TempDir,
 }

@@ -98,8 +98,8 @@ impl Link {
         self.state().phase
     }
 
-    /// The rank for closing this connection in favour of a new one: the earliest phase first, then the longest wait.
-    /// `None` while a request is being answered.
+    /// The rank for closing this connection in favour of a new one. The earliest phase is first, because the least is
+    /// lost, then the longest wait. `None` while a request is being answered.
     pub fn dispensable(&self) -> Option<(Phase, Instant)> {
         let state = self.state();
         (state.phase < Phase::Answering).then_some((state.phase, state.since))

@@ -206,7 +206,7 @@ fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {
     Ok(Prompt { ids: text.encode_chat(&template, &messages)?, echo: String::new(), pictures: None })
 }
 
-/// The chat template for the text, if one is used. Warns if a named model has none.
+/// The chat template for the text, if one is used. Logs a line if the model has none.
 fn template(args: &GenerateArgs, text: &ModelText) -> Result<Option<ChatTemplate>> {
     let template = match args.prompt.asking(args.model.model.is_none()) {
         Asking::Raw => return Ok(None),
