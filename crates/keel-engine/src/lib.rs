@@ -13,6 +13,7 @@ mod engine;
 mod error;
 mod eyes;
 mod generate;
+mod hidden;
 mod options;
 pub mod plan;
 mod sampler;

@@ -38,6 +38,8 @@ pub struct EngineOptions {
     pub drafts: usize,
     /// Whether the logits of every prompt token can be read, and those of the MTP head.
     pub all_logits: bool,
+    /// Keep the hidden states of all rows of a step of prompts, which [`crate::batch::Readout::MeanHidden`] adds up.
+    pub row_hidden: bool,
     /// Also load the model's vision tower, for pictures up to this size. `None` is for text alone.
     pub vision: Option<VisionOptions>,
     /// How many tokens of one picture must be in the same step because they see each other; 0 if they do not.
@@ -58,6 +60,7 @@ impl Default for EngineOptions {
             kv: None,
             drafts: 0,
             all_logits: false,
+            row_hidden: false,
             vision: None,
             picture_run: 0,
         }

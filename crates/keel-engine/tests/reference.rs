@@ -2,43 +2,12 @@
 
 mod common;
 
-use std::collections::BTreeMap;
-use std::path::Path;
-
-use common::{expected, relative_error};
+use common::{expected, reference_weights, relative_error};
 use keel_testkit::fixtures::{HYBRID, PLAIN, foreign_fixture};
 use keel_testkit::reference::{Config, Reference};
-use keel_weights::{Checkpoint, TensorSource};
 
 /// The difference between another program's f32 and f64.
 const ERROR_MAX: f64 = 2e-5;
-
-/// The dense weights of a checkpoint under the reference's names.
-fn weights(folder: &Path, config: &Config) -> BTreeMap<String, Vec<f32>> {
-    let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
-    let mut all = BTreeMap::new();
-    for name in checkpoint.names().filter(|name| !name.contains("visual")) {
-        let values = checkpoint.tensor(name).expect("present").to_f32().expect("float");
-        let name = name.replace("model.language_model.", "").replace("model.", "");
-        let Some(prefix) = name.strip_suffix("gate_up_proj") else {
-            if !name.ends_with("experts.down_proj") {
-                all.insert(name, values);
-            } else if let Some(mixture) = &config.mixture {
-                for (e, expert) in values.chunks_exact(values.len() / mixture.experts).enumerate() {
-                    all.insert(name.replace("down_proj", &format!("{e}.down_proj.weight")), expert.to_vec());
-                }
-            }
-            continue;
-        };
-        let experts = config.mixture.as_ref().expect("experts have sizes").experts;
-        for (e, expert) in values.chunks_exact(values.len() / experts).enumerate() {
-            let (gate, up) = expert.split_at(expert.len() / 2);
-            all.insert(format!("{prefix}{e}.gate_proj.weight"), gate.to_vec());
-            all.insert(format!("{prefix}{e}.up_proj.weight"), up.to_vec());
-        }
-    }
-    all
-}
 
 #[test]
 fn the_reference_agrees_with_another_program() {
@@ -48,7 +17,7 @@ fn the_reference_agrees_with_another_program() {
         let Some(folder) = foreign_fixture(name) else { return };
         let json = std::fs::read_to_string(folder.join("config.json")).expect("there");
         let config = Config::read(&serde_json::from_str(&json).expect("JSON"));
-        let (weights, want) = (weights(&folder, &config), expected(&folder));
+        let (weights, want) = (reference_weights(&folder, &config), expected(&folder));
         let model =
             Reference::new(&config, weights.iter().map(|(name, values)| (name.as_str(), &values[..])));
         let mut memory = model.memory();

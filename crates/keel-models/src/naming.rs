@@ -23,7 +23,8 @@ pub(crate) struct FamilyReader<'a> {
 impl<'a> FamilyReader<'a> {
     /// Detects the checkpoint's layout.
     pub fn new(loader: &'a Loader<'a>, config: &'a HybridConfig) -> Result<FamilyReader<'a>> {
-        const ROOTS: [&str; 3] = ["model.language_model.", "language_model.model.", "model."];
+        // Embedding models are saved without the output head and the prefix that it needs.
+        const ROOTS: [&str; 4] = ["model.language_model.", "language_model.model.", "model.", ""];
         let root =
             ROOTS.iter().find(|root| loader.parameters().contains(&format!("{root}embed_tokens.weight")));
         let root = root.ok_or_else(|| {

@@ -165,7 +165,7 @@ impl Answer {
                 Some(BatchEvent::Token { id, logprobs }) => self.take(id, logprobs)?,
                 Some(BatchEvent::Finished(reason)) => self.finish(reason)?,
                 Some(BatchEvent::Failed(error)) => return Err(self.failed(error.into())),
-                Some(BatchEvent::Started { .. } | BatchEvent::Prefilled(_)) => {}
+                Some(BatchEvent::Started { .. } | BatchEvent::Prefilled(_) | BatchEvent::Read(_)) => {}
                 None => return Err(ServerError::EngineStopped),
             }
         }

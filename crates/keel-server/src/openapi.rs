@@ -17,6 +17,8 @@ pub(crate) fn document() -> Value {
             "/v1/chat/completions": {"post": write("Answer a conversation", "Chat")},
             "/v1/completions": {"post": write("Continue a text", "Completion")},
             "/v1/responses": {"post": write("Answer an input", "Response")},
+            "/v1/embeddings": {"post": write("Embed texts", "Embedding")},
+            "/v1/rerank": {"post": write("Say how well documents answer a query, the best first; also at /v2/rerank and /rerank", "Rerank")},
             "/v1/messages": {"post": write("Answer a conversation, in Anthropic's form", "Messages")},
             "/v1/messages/count_tokens": {"post": write("Count the tokens of a conversation", "Messages")},
             "/tokenize": {"post": write("Ids of a text", "Tokenize")},
@@ -145,6 +147,28 @@ fn schemas() -> Value {
             "echo": {"type": ["boolean", "null"]},
             "response_format": format,
         }))),
+        "Embedding": object(&["input"], json!({
+            "model": {"type": ["string", "null"]},
+            "input": {"oneOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]},
+            "encoding_format": {"enum": ["float", "base64", null]},
+            "dimensions": {"type": ["integer", "null"], "minimum": 1},
+        })),
+        "Rerank": object(&["query", "documents"], json!({
+            "model": {"type": ["string", "null"]},
+            "query": {"type": "string"},
+            "documents": {"type": "array", "minItems": 1, "items": {"oneOf": [
+                {"type": "string"},
+                object(&["text"], json!({"text": {"type": "string"}})),
+            ]}},
+            "top_n": {"type": ["integer", "null"], "minimum": 1},
+            "return_documents": {"type": ["boolean", "null"]},
+            "instruction": {"type": ["string", "null"]},
+        })),
         "Response": object(&["input"], json!({
             "model": {"type": ["string", "null"]},
             "input": {"type": ["string", "array"], "items": {"type": "object"}},

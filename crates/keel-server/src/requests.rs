@@ -8,8 +8,9 @@ use crate::anthropic;
 use crate::app::Ask;
 use crate::error::Result;
 use crate::http::parse;
-use crate::openai::{chat, completions, responses};
+use crate::openai::{chat, completions, embeddings, responses};
 use crate::options::ServerOptions;
+use crate::rerank;
 use crate::text::{Bounds, ModelText};
 use crate::tokenize::{DetokenizeBody, TokenizeBody};
 
@@ -24,6 +25,10 @@ pub enum Endpoint {
     Responses,
     /// `/v1/messages`, and its token count.
     Messages,
+    /// `/v1/embeddings`.
+    Embeddings,
+    /// `/v1/rerank`.
+    Rerank,
     /// `/tokenize`.
     Tokenize,
     /// `/detokenize`.
@@ -43,6 +48,13 @@ pub fn read(endpoint: Endpoint, body: &[u8], text: &ModelText, vocab: usize) -> 
         Endpoint::Responses => vec![chat::ask(text, &bounds, responses::chat(parse(body)?)?)?],
         Endpoint::Messages => vec![chat::ask(text, &bounds, anthropic::chat(parse(body)?)?)?],
         Endpoint::Completions => completions::asks(text, &bounds, parse(body)?)?.0,
+        Endpoint::Embeddings => {
+            let prompts = embeddings::prompts(text, &bounds, &parse(body)?)?;
+            return Ok(prompts.iter().map(Vec::len).sum());
+        }
+        Endpoint::Rerank => {
+            return Ok(rerank::asks(text, &bounds, &parse(body)?)?.prompts.iter().map(Vec::len).sum());
+        }
         Endpoint::Tokenize => {
             let body: TokenizeBody = parse(body)?;
             return Ok(text.tokenizer.encode(&body.text, body.add_special_tokens)?.len());

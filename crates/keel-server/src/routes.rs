@@ -20,7 +20,7 @@ use crate::error::{Result, ServerError, wrong};
 use crate::gate::Gate;
 use crate::held::holding;
 use crate::http::Refusal;
-use crate::{anthropic, openai, openapi, page, status, tokenize};
+use crate::{anthropic, openai, openapi, page, rerank, status, tokenize};
 
 /// All endpoints.
 ///
@@ -36,6 +36,10 @@ pub fn router(app: Arc<App>, listens: SocketAddr) -> Router {
         .route("/v1/completions", post(openai::completions::create))
         .route("/v1/chat/completions", post(openai::chat::create))
         .route("/v1/responses", post(openai::responses::create))
+        .route("/v1/embeddings", post(openai::embeddings::create))
+        .route("/v1/rerank", post(rerank::create))
+        .route("/v2/rerank", post(rerank::create))
+        .route("/rerank", post(rerank::create))
         .route("/v1/messages", post(anthropic::create))
         .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/openapi.json", get(async || Json(openapi::document())))

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use keel_array::{DeviceUsage, Ledger, MemoryReport, Runtime};
 use keel_engine::EngineError;
-use keel_engine::batch::{BatchEvent, BatchRequest, BatchStatus, Batcher, RequestId};
+use keel_engine::batch::{BatchEvent, BatchRequest, BatchStatus, Batcher, Readout, RequestId};
 use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
 
@@ -53,6 +53,8 @@ struct Shared {
     planned: MemoryReport,
     context: usize,
     vocab: usize,
+    hidden: usize,
+    pools_rows: bool,
 }
 
 /// What happens to one request. Dropping it cancels the request.
@@ -81,6 +83,8 @@ impl EngineHandle {
             planned: engine.runtime().ledger().active(),
             context: engine.options().context,
             vocab: engine.model().config.vocab,
+            hidden: engine.model().config.hidden,
+            pools_rows: engine.options().row_hidden,
         });
         let worker = Worker {
             batcher,
@@ -105,6 +109,16 @@ impl EngineHandle {
     /// Width of the logits.
     pub fn vocab(&self) -> usize {
         self.shared.vocab
+    }
+
+    /// Width of the hidden states.
+    pub fn hidden(&self) -> usize {
+        self.shared.hidden
+    }
+
+    /// What embeddings are made of: the mean of all tokens where the engine was made for it, else the last token.
+    pub fn pooling(&self) -> Readout {
+        if self.shared.pools_rows { Readout::MeanHidden } else { Readout::LastHidden }
     }
 
     /// The account of memory.

@@ -14,7 +14,16 @@ const MUTATIONS: u64 = 30_000;
 const WORKERS: u64 = 2;
 
 /// Sound bodies that together use every field.
-const BODIES: [(Endpoint, &str); 12] = [
+const BODIES: [(Endpoint, &str); 15] = [
+    (
+        Endpoint::Embeddings,
+        r#"{"model":"m","input":["Hi","there"],"encoding_format":"base64","dimensions":9,"user":"me"}"#,
+    ),
+    (Endpoint::Embeddings, r#"{"input":[[1,2],[3]],"encoding_format":"float"}"#),
+    (
+        Endpoint::Rerank,
+        r#"{"query":"who?","documents":["a",{"text":"b"}],"top_n":1,"return_documents":true,"instruction":"Say."}"#,
+    ),
     (
         Endpoint::Chat,
         r#"{"model":"m","messages":[{"role":"system","content":"Be kind."},{"role":"user","content":[{"type":"text","text":"Hi"}]}],

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use keel_array::{AttentionSpec, Category, Compute, MemoryReport};
 use keel_engine::{EngineError, EngineOptions};
 
-use crate::args::{COUNT_MAX, Device, DeviceArgs, HoldingArgs, Subject};
+use crate::args::{COUNT_MAX, Device, DeviceArgs, HoldingArgs, Pooling, Subject};
 use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
 use crate::free::{self, Room};
@@ -108,7 +108,8 @@ impl<'a> Planner<'a> {
         let drafts = if has_head { drafts } else { 0 };
         let is_gpu = device.device() != Device::Cpu;
         let sequences = args.sequences.unwrap_or(default_sequences(is_gpu));
-        let base = EngineOptions { context, sequences, drafts, ..base };
+        let row_hidden = args.pooling == Pooling::Mean;
+        let base = EngineOptions { context, sequences, drafts, row_hidden, ..base };
         let mut planner =
             Planner { args, subject, device, page_bytes: 1, state_bytes: 0, slot_bytes: 0, wanted: base };
         let one = match planner.probe() {

@@ -17,6 +17,7 @@ mod pictures;
 mod policy;
 mod prefixes;
 mod prompts;
+mod readout;
 mod request;
 mod sequence;
 
@@ -31,6 +32,7 @@ pub use features::PictureKey;
 pub use persist::Restored;
 pub use pictures::{PictureInput, RequestSight};
 pub use policy::{Demand, PromptRest, Supply, share_prefill};
+pub use readout::Readout;
 pub use request::{
     BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, PictureStatus, RequestId,
     SequenceStatus, TokenLogprobs,
@@ -86,6 +88,8 @@ pub struct Batcher {
     /// Steps that have failed, tried again or not.
     failed_steps: u64,
     logits: Vec<f32>,
+    /// Hidden states of rows that are added up.
+    row_hidden: Vec<f32>,
     events: Vec<(RequestId, BatchEvent)>,
 }
 
@@ -109,6 +113,7 @@ impl Batcher {
             turn: 0,
             failed_steps: 0,
             logits: Vec::new(),
+            row_hidden: Vec::new(),
             events: Vec::new(),
         }
     }
@@ -146,8 +151,12 @@ impl Batcher {
         if request.prompt.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
-        if request.max_tokens == 0 {
-            return Err(EngineError::Option("a request for no tokens".into()));
+        match &request.readout {
+            Some(readout) => self.check_readout(readout)?,
+            None if request.max_tokens == 0 => {
+                return Err(EngineError::Option("a request for no tokens".into()));
+            }
+            None => {}
         }
         let needed = request.prompt.len().saturating_add(request.max_tokens);
         let context = self.engine.options().context;
@@ -271,11 +280,15 @@ impl Batcher {
         while self.parked.is_empty() && self.running.len() < self.engine.options().sequences {
             let Some(next) = self.waiting.get(at) else { return };
             let is_long = self.engine.is_long(next.request.prompt.len());
+            let shares = next.request.shares_prefixes();
             let key = next.key.as_ref().unwrap_or(&next.request.prompt);
-            let hit = self.prefixes.find(key, is_long);
+            let hit = match shares {
+                true => self.prefixes.find(key, is_long),
+                false => prefixes::nothing(0),
+            };
             let turns_alike = |r: &&Running| r.cache.is_long() == is_long;
             let running = &mut self.running.iter().filter(turns_alike);
-            if running.any(|r| r.will_leave(key, hit.len)) {
+            if shares && running.any(|r| r.will_leave(key, hit.len)) {
                 at += 1;
                 continue;
             }
@@ -298,7 +311,7 @@ impl Batcher {
             return Some(hit);
         }
         // What it would share may stand in its own way.
-        let anew = PrefixHit { len: 0, pages: Vec::new(), state: None, known_len: hit.known_len };
+        let anew = prefixes::nothing(hit.known_len);
         (self.can_see(request, 0) && self.can_start(request, 0, 0)).then_some(anew)
     }
 
@@ -325,7 +338,7 @@ impl Batcher {
         let mut sequence = self.engine.cache_mut().resume(hit.len, &hit.pages, hit.state)?;
         let Waiting { mut request, key, sampler, .. } = waiting;
         sequence.set_long(self.engine.is_long(request.prompt.len()));
-        let stops = if self.options.reuse_prefixes {
+        let stops = if self.options.reuse_prefixes && request.shares_prefixes() {
             prefixes::stops(request.prompt.len(), hit.len, hit.known_len, &request.marks)
         } else {
             Vec::new()
@@ -490,7 +503,7 @@ impl Batcher {
         let cache = self.engine.cache_mut();
         if let Some((at, state)) = running.rolling.take() {
             self.prefixes.remember(cache, &running.key(at), &running.cache, Some(state));
-        } else if self.options.reuse_generated && !cache.spec().is_recurrent() {
+        } else if self.options.reuse_generated && !cache.spec().is_recurrent() && running.shares_prefixes() {
             let whole = running.cache.len() / keel_cache::BLOCK * keel_cache::BLOCK;
             self.prefixes.remember(cache, &running.key(whole), &running.cache, None);
         }

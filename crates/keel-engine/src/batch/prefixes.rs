@@ -144,6 +144,11 @@ impl Prefixes {
     }
 }
 
+/// A hit of nothing. `known_len` tokens are remembered, but cannot be used.
+pub(super) fn nothing(known_len: usize) -> PrefixHit {
+    PrefixHit { len: 0, pages: Vec::new(), state: None, known_len }
+}
+
 /// Set in the first token of texts that turn by the frequencies of long sequences: no id has it.
 const LONG: u32 = 1 << 31;
 

@@ -100,7 +100,8 @@ impl Batcher {
         for (running, part) in members(&mut self.running, &rows).zip(parts) {
             let at = running.cache.len();
             let next = running.next_of_prompt(at + part.rows);
-            let draw = if running.awaits_first_at(at + part.rows) { running.draw_ahead() } else { None };
+            let draws = running.reading.is_none() && running.awaits_first_at(at + part.rows);
+            let draw = if draws { running.draw_ahead() } else { None };
             let tokens = &running.tokens[at..at + part.rows];
             chunks.push(Chunk { sequence: &mut running.cache, tokens, next, draw });
         }
@@ -115,14 +116,15 @@ impl Batcher {
 
     /// Takes what a step of prompts has led to. Returns the answers that have ended, and how.
     fn finish_parts(&mut self, parts: &[Part], drawn: Vec<Option<u32>>) -> Vec<(usize, BatchEvent)> {
-        let mut outcomes = Vec::new();
+        let (mut outcomes, mut first) = (Vec::new(), 0);
         for (row, (part, token)) in parts.iter().zip(drawn).enumerate() {
             let running = &self.running[part.i];
             let (id, done) = (running.id, running.cache.len());
             if !running.is_run_again() {
                 self.emit(id, BatchEvent::Prefilled(done));
             }
-            let outcome = self.save_at_stop(part.i);
+            let outcome = self.add_rows(part.i, first, part.rows).and_then(|()| self.save_at_stop(part.i));
+            first += part.rows;
             if outcome.is_err() || self.running[part.i].awaits_first() {
                 outcomes.push((part.i, outcome.and_then(|()| self.first_token(part.i, row, token))));
             }
@@ -148,6 +150,9 @@ impl Batcher {
 
     /// The token behind a prompt, which was row `row` of the step that has ended.
     fn first_token(&mut self, i: usize, row: usize, drawn: Option<u32>) -> Result<Drawn> {
+        if let Some(read) = self.read_out(i, row) {
+            return read;
+        }
         if self.engine.options().drafts > 0 {
             let hidden = self.engine.last_hidden_of(row)?;
             self.running[i].speculation = Some(Speculation::new(self.options.speculation, hidden));

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::pictures::RequestSight;
+use super::readout::Readout;
 use crate::{EngineError, FinishReason, LateWork, SamplerOptions, SpeculationCounters, SpeculationOptions};
 
 /// Names a request within its batch.
@@ -66,6 +67,8 @@ pub struct BatchRequest {
     /// pay depends on the load, and with them the order in which random numbers are used: for a sampled text that its seed should decide
     /// say no. It then drafts only where a device draws its tokens, which are the same with drafts.
     pub speculate: bool,
+    /// What is read of the prompt in place of an answer; `max_tokens` is 0 then.
+    pub readout: Option<Readout>,
 }
 
 impl BatchRequest {
@@ -83,7 +86,18 @@ impl BatchRequest {
             marks: Vec::new(),
             deadline: None,
             speculate: true,
+            readout: None,
         }
+    }
+
+    /// A request for no answer.
+    pub fn to_read(id: RequestId, prompt: Vec<u32>, readout: Readout) -> BatchRequest {
+        BatchRequest { readout: Some(readout), ..BatchRequest::new(id, prompt, 0) }
+    }
+
+    /// Whether it may begin with what earlier prompts left, and leave its own.
+    pub(super) fn shares_prefixes(&self) -> bool {
+        self.readout.as_ref().is_none_or(Readout::shares_prefixes)
     }
 }
 
@@ -115,6 +129,8 @@ pub enum BatchEvent {
         /// If they were asked for.
         logprobs: Option<TokenLogprobs>,
     },
+    /// What was to be read of the prompt. Only the end follows.
+    Read(Vec<f32>),
     /// It ended, and its memory is free again. No event follows.
     Finished(FinishReason),
     /// It failed, and its memory is free again. No event follows.

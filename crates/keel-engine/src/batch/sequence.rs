@@ -10,6 +10,7 @@ use keel_cache::SequenceCache;
 use super::chooser::BatchChooser;
 use super::pictures::Pictures;
 use super::policy::PromptRest;
+use super::readout::Reading;
 use super::request::{BatchRequest, RequestId, SequenceStatus, TokenLogprobs};
 use crate::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
 use crate::{FinishReason, PREFILL_GRID, Result, Sampler};
@@ -36,6 +37,8 @@ pub(super) struct Running {
     /// What of it is under way.
     pub ahead: Ahead,
     pub pictures: Pictures,
+    /// What is read of the prompt in place of an answer.
+    pub reading: Option<Reading>,
     max_tokens: usize,
     chooser: BatchChooser,
     end_tokens: Vec<u32>,
@@ -81,6 +84,7 @@ impl Running {
             speculation: None,
             ahead: Ahead::default(),
             pictures: Pictures::default(),
+            reading: request.readout.map(Reading::new),
             max_tokens: request.max_tokens,
             chooser: BatchChooser::new(chooser, request.top_logprobs, request.speculate),
             end_tokens: request.end_tokens,
@@ -229,9 +233,14 @@ impl Running {
         self.chooser.draft_if_drawn_ahead();
     }
 
-    /// Whether the device can draw its next tokens.
+    /// Whether what it knows is remembered for others.
+    pub fn shares_prefixes(&self) -> bool {
+        self.reading.as_ref().is_none_or(Reading::shares_prefixes)
+    }
+
+    /// Whether the device can draw its next tokens, and the host needs nothing else of its steps.
     pub fn draws_ahead(&self) -> bool {
-        self.chooser.draws_ahead()
+        self.reading.is_none() && self.chooser.draws_ahead()
     }
 
     /// How the device draws the token of the next step, whether or not one is still to be taken.

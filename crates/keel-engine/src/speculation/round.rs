@@ -59,27 +59,6 @@ pub(super) struct Part {
 }
 
 impl Engine {
-    /// The hidden state of the last token of a prompt that has just been run, for [`Speculation::new`].
-    ///
-    /// # Errors
-    /// If the engine was made without drafts.
-    pub fn last_hidden(&self) -> Result<Vec<f32>> {
-        self.last_hidden_of(0)
-    }
-
-    /// As [`Engine::last_hidden`], for prompt `row` of [`Engine::prefill_chunks`].
-    ///
-    /// # Errors
-    /// As [`Engine::last_hidden`].
-    pub fn last_hidden_of(&self, row: usize) -> Result<Vec<f32>> {
-        let mut hidden = Vec::new();
-        if self.options.drafts == 0 {
-            return Err(EngineError::Option("drafts were not planned for: set drafts".into()));
-        }
-        self.stepper.read_last_hidden(row, &mut hidden)?;
-        Ok(hidden)
-    }
-
     /// Drafts, verifies and accepts for all sequences of a batch, each at its own depth. A sequence without drafts
     /// takes part with one row.
     ///

@@ -298,8 +298,11 @@ impl Stepper {
             let drafts = trace_mtp(model, layers, (&hidden, &next), context)?.take(&last_rows)?;
             pairs.push((drafts, self.results.draft()?.head.prefix(shape.sequences)?));
         }
-        if head.is_some() || shape.outcome == Outcome::State {
+        if shape.regime == Regime::Prefill {
             pairs.push((last, self.results.last_hidden.prefix(shape.sequences)?));
+            if self.results.keeps_rows {
+                pairs.push((hidden, self.results.hidden()?.prefix(shape.rows)?));
+            }
         }
         Ok(pairs)
     }
@@ -394,6 +397,15 @@ impl Stepper {
     /// Copies rows of the hidden states of the last step.
     pub fn read_hidden(&self, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
         read_rows(self.results.hidden()?, 0, rows, hidden)
+    }
+
+    /// Copies the hidden states of `rows` rows of the last step of prompts, where they are kept.
+    pub fn read_row_hidden(&self, first: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
+        if !self.results.keeps_rows {
+            let reason = "hidden states of all rows were not planned for: set row_hidden";
+            return Err(EngineError::Option(reason.into()));
+        }
+        read_rows(self.results.hidden()?, first, rows, hidden)
     }
 
     /// Copies the hidden state of the last row of sequence `row` of the last step of a prompt.

@@ -15,6 +15,8 @@ pub(super) struct Results {
     pub last_hidden: Array,
     /// Hidden states of all rows, f32 `[prefill rows, hidden]`, where every row can be read.
     hidden: Option<Array>,
+    /// Whether steps of prompts leave the hidden states of their rows there.
+    pub keeps_rows: bool,
     /// Rows whose logits are computed, f32 `[HEAD_ROWS, hidden]`, where every row can be read.
     head_input: Option<Array>,
     draft: Option<DraftResults>,
@@ -61,10 +63,15 @@ impl Results {
                 committed: recurrent.map(|shape| output(&shape)).transpose()?,
             }),
         };
+        let rows = buckets.prefill_rows_max().max(options.sequences);
         Ok(Results {
             logits: output(&[logit_rows, vocab])?,
             last_hidden: output(&[options.sequences, hidden])?,
-            hidden: all(buckets.prefill_rows_max().max(options.sequences))?,
+            hidden: match options.row_hidden {
+                true => Some(output(&[rows, hidden])?),
+                false => all(rows)?,
+            },
+            keeps_rows: options.row_hidden,
             head_input: all(HEAD_ROWS)?,
             draft,
         })

@@ -18,6 +18,7 @@ pub fn prompt(name: &str, seed: u32, len: usize) -> Vec<u32> {
 pub struct Outcome {
     pub tokens: Vec<u32>,
     pub cached: usize,
+    pub read: Vec<f32>,
     pub finish: Option<FinishReason>,
     pub error: Option<EngineError>,
 }
@@ -29,6 +30,7 @@ pub fn step(batcher: &mut Batcher, now: Instant, outcomes: &mut [Outcome]) {
         match event {
             BatchEvent::Started { cached_tokens, .. } => outcome.cached = cached_tokens,
             BatchEvent::Prefilled(_) => {}
+            BatchEvent::Read(values) => outcome.read = values,
             BatchEvent::Token { id, .. } => outcome.tokens.push(id),
             BatchEvent::Finished(reason) => outcome.finish = Some(reason),
             BatchEvent::Failed(error) => outcome.error = Some(error),

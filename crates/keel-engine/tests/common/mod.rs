@@ -6,6 +6,7 @@ pub mod batching;
 pub mod drawn;
 pub mod queueing;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,6 +17,7 @@ use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
 pub use keel_testkit::compare::relative_error;
 pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
+use keel_testkit::reference::Config;
 use keel_weights::{Checkpoint, SafetensorsFile, TensorSource};
 
 /// The built-in model's folder. Tests that do not run where they were built run in the repository's root.
@@ -77,6 +79,33 @@ pub fn expected(folder: &Path) -> Expected {
             .contains("greedy_ids")
             .then(|| Greedy { tokens: ints("greedy_ids"), margins: floats("greedy_margin") }),
     }
+}
+
+/// The dense weights of a checkpoint under the reference's names.
+pub fn reference_weights(folder: &Path, config: &Config) -> BTreeMap<String, Vec<f32>> {
+    let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
+    let mut all = BTreeMap::new();
+    for name in checkpoint.names().filter(|name| !name.contains("visual")) {
+        let values = checkpoint.tensor(name).expect("present").to_f32().expect("float");
+        let name = name.replace("model.language_model.", "").replace("model.", "");
+        let Some(prefix) = name.strip_suffix("gate_up_proj") else {
+            if !name.ends_with("experts.down_proj") {
+                all.insert(name, values);
+            } else if let Some(mixture) = &config.mixture {
+                for (e, expert) in values.chunks_exact(values.len() / mixture.experts).enumerate() {
+                    all.insert(name.replace("down_proj", &format!("{e}.down_proj.weight")), expert.to_vec());
+                }
+            }
+            continue;
+        };
+        let experts = config.mixture.as_ref().expect("experts have sizes").experts;
+        for (e, expert) in values.chunks_exact(values.len() / experts).enumerate() {
+            let (gate, up) = expert.split_at(expert.len() / 2);
+            all.insert(format!("{prefix}{e}.gate_proj.weight"), gate.to_vec());
+            all.insert(format!("{prefix}{e}.up_proj.weight"), up.to_vec());
+        }
+    }
+    all
 }
 
 /// Logits of a whole prompt in a fresh sequence, and those of the MTP head.

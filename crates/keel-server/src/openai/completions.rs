@@ -50,11 +50,33 @@ pub(crate) struct CompletionBody {
 
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-enum Prompt {
+pub(crate) enum Prompt {
     Text(String),
     Ids(Vec<u32>),
     Texts(Vec<String>),
     IdLists(Vec<Vec<u32>>),
+}
+
+impl Prompt {
+    /// How many texts there are.
+    pub fn count(&self) -> usize {
+        match self {
+            Prompt::Text(_) | Prompt::Ids(_) => 1,
+            Prompt::Texts(texts) => texts.len(),
+            Prompt::IdLists(lists) => lists.len(),
+        }
+    }
+
+    /// The ids of each text.
+    pub fn encode(&self, model: &ModelText, bounds: &Bounds<'_>) -> Result<Vec<Vec<u32>>> {
+        let encode = |text: &String| bounds.encode(&model.tokenizer, text, true);
+        match self {
+            Prompt::Text(text) => Ok(vec![encode(text)?]),
+            Prompt::Texts(texts) => texts.iter().map(encode).collect(),
+            Prompt::Ids(ids) => Ok(vec![ids.clone()]),
+            Prompt::IdLists(lists) => Ok(lists.clone()),
+        }
+    }
 }
 
 /// Continues texts.
@@ -89,13 +111,7 @@ pub(crate) fn asks(
     body: CompletionBody,
 ) -> Result<(Vec<Ask>, Vec<String>)> {
     unsupported::check(&body.rest)?;
-    let encode = |text: &String| bounds.encode(&model.tokenizer, text, true);
-    let prompts = match &body.prompt {
-        Prompt::Text(text) => vec![encode(text)?],
-        Prompt::Texts(texts) => texts.iter().map(encode).collect::<Result<_>>()?,
-        Prompt::Ids(ids) => vec![ids.clone()],
-        Prompt::IdLists(lists) => lists.clone(),
-    };
+    let prompts = body.prompt.encode(model, bounds)?;
     if prompts.is_empty() || prompts.len() > PROMPTS_MAX {
         return Err(wrong("prompt", format!("{} prompts, expected 1 to {PROMPTS_MAX}", prompts.len())));
     }

@@ -1,6 +1,6 @@
 //! Options for the memory of a server.
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use keel_engine::DRAFTS_MAX;
 
 use super::parse_bytes;
@@ -53,6 +53,20 @@ pub struct HoldingArgs {
     /// How many are made is measured, down to none. A sampled request with a seed makes none on the CPU.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=DRAFTS_MAX as i64))]
     pub drafts: Option<u8>,
+    /// What embeddings are: the hidden state of the last token, or the mean of those of all tokens, which takes memory for the
+    /// rows of a step. What a model was trained for is in its folder's 1_Pooling/config.json.
+    #[arg(long, value_name = "POOLING", value_enum, default_value_t)]
+    pub pooling: Pooling,
+}
+
+/// What the embedding of a text is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Pooling {
+    /// The hidden state of the last token.
+    #[default]
+    Last,
+    /// The mean of the hidden states of all tokens.
+    Mean,
 }
 
 impl HoldingArgs {
@@ -65,5 +79,6 @@ impl HoldingArgs {
             || self.no_prefix_reuse
             || self.on_demand
             || self.drafts.is_some()
+            || self.pooling != Pooling::default()
     }
 }

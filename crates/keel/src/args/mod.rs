@@ -18,7 +18,7 @@ pub use access::AccessArgs;
 pub use bytes::parse_bytes;
 pub use device::{Device, DeviceArgs, machine};
 pub use form::FormArgs;
-pub use holding::{COUNT_MAX, HoldingArgs, count};
+pub use holding::{COUNT_MAX, HoldingArgs, Pooling, count};
 pub use ids::IdArgs;
 pub use model::{EngineArgs, ModelArgs};
 pub use patience::{PatienceArgs, seconds};

@@ -1,0 +1,104 @@
+//! Prompts without an answer: what the model makes of them is read instead.
+//!
+//! The step that ends a prompt leaves the hidden state of its last row and the logits after it, so these cost nothing more.
+//! A mean is added up on the host, row by row in f64: its bits do not depend on how the prompt was cut into steps.
+
+use super::Batcher;
+use super::request::BatchEvent;
+use super::sequence::Drawn;
+use crate::{EngineError, FinishReason, Result};
+
+/// What is read of a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Readout {
+    /// The hidden state of the last token, after the final norm.
+    LastHidden,
+    /// The mean of the hidden states of all tokens. The engine must be made with [`crate::EngineOptions::row_hidden`].
+    MeanHidden,
+    /// The logits of these tokens after the prompt.
+    Logits(Vec<u32>),
+}
+
+impl Readout {
+    /// Whether the prompt may begin with what earlier prompts left, and leaves its own to later ones. Texts that are
+    /// embedded are seldom seen twice, and would drive out conversations.
+    pub(super) fn shares_prefixes(&self) -> bool {
+        matches!(self, Readout::Logits(_))
+    }
+}
+
+/// A readout on its way.
+pub(super) struct Reading {
+    wanted: Readout,
+    /// Sums over the rows so far, for a mean.
+    sums: Vec<f64>,
+}
+
+impl Reading {
+    pub fn new(wanted: Readout) -> Reading {
+        Reading { wanted, sums: Vec::new() }
+    }
+
+    pub fn shares_prefixes(&self) -> bool {
+        self.wanted.shares_prefixes()
+    }
+
+    /// Adds rows of this width.
+    fn add(&mut self, rows: &[f32], width: usize) {
+        self.sums.resize(width, 0.0);
+        for row in rows.chunks_exact(width) {
+            self.sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x));
+        }
+    }
+
+    fn mean(&self, rows: usize) -> Vec<f32> {
+        self.sums.iter().map(|sum| (sum / rows as f64) as f32).collect()
+    }
+}
+
+impl Batcher {
+    /// Refuses a readout that this engine cannot give.
+    pub(super) fn check_readout(&self, readout: &Readout) -> Result<()> {
+        let vocab = self.engine.model().config.vocab;
+        match readout {
+            Readout::MeanHidden if !self.engine.options().row_hidden => {
+                Err(EngineError::Option("means of hidden states were not planned for: set row_hidden".into()))
+            }
+            Readout::Logits(ids) => match ids.iter().find(|&&id| id as usize >= vocab) {
+                Some(&id) => Err(EngineError::TokenId { id, vocab }),
+                None => Ok(()),
+            },
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds `rows` rows of the step that has ended, from `first` on, where their mean is wanted.
+    pub(super) fn add_rows(&mut self, i: usize, first: usize, rows: usize) -> Result<()> {
+        let reading = self.running[i].reading.as_mut();
+        let Some(reading) = reading.filter(|reading| reading.wanted == Readout::MeanHidden) else {
+            return Ok(());
+        };
+        self.engine.row_hidden(first, rows, &mut self.row_hidden)?;
+        reading.add(&self.row_hidden, self.engine.model().config.hidden);
+        Ok(())
+    }
+
+    /// Reports what is read of a prompt that was row `row` of the step that has ended. `None` if it is to be answered.
+    pub(super) fn read_out(&mut self, i: usize, row: usize) -> Option<Result<Drawn>> {
+        let running = &self.running[i];
+        let reading = running.reading.as_ref()?;
+        let values = match &reading.wanted {
+            Readout::LastHidden => self.engine.last_hidden_of(row),
+            Readout::MeanHidden => Ok(reading.mean(running.prompt_len)),
+            Readout::Logits(ids) => self
+                .engine
+                .logits(row, &mut self.logits)
+                .map(|()| ids.iter().map(|&id| self.logits[id as usize]).collect()),
+        };
+        let id = running.id;
+        Some(values.map(|values| {
+            self.emit(id, BatchEvent::Read(values));
+            Drawn { tokens: Vec::new(), finish: Some(FinishReason::Stop) }
+        }))
+    }
+}

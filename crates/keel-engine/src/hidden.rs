@@ -1,0 +1,31 @@
+//! Hidden states that a step of prompts leaves for the host.
+
+use crate::{Engine, Result};
+
+impl Engine {
+    /// The hidden state of the last token of a prompt that has just been run, after the final norm.
+    ///
+    /// # Errors
+    /// If the device cannot be read.
+    pub fn last_hidden(&self) -> Result<Vec<f32>> {
+        self.last_hidden_of(0)
+    }
+
+    /// As [`Engine::last_hidden`], for prompt `row` of [`Engine::prefill_chunks`].
+    ///
+    /// # Errors
+    /// As [`Engine::last_hidden`].
+    pub fn last_hidden_of(&self, row: usize) -> Result<Vec<f32>> {
+        let mut hidden = Vec::new();
+        self.stepper.read_last_hidden(row, &mut hidden)?;
+        Ok(hidden)
+    }
+
+    /// Copies the hidden states of rows of the last step of prompts, in the order of the prompts and their tokens.
+    ///
+    /// # Errors
+    /// If the engine was made without [`crate::EngineOptions::row_hidden`].
+    pub fn row_hidden(&self, first: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
+        self.stepper.read_row_hidden(first, rows, hidden)
+    }
+}

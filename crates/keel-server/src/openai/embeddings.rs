@@ -1,0 +1,141 @@
+//! `/v1/embeddings`: texts as directions.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use keel_engine::EngineError;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::completions::Prompt;
+use crate::app::App;
+use crate::error::{Result, wrong};
+use crate::http::Body;
+use crate::readout::{ReadAsk, check_count};
+use crate::text::{Bounds, ModelText};
+use crate::unsupported;
+
+/// The fields that are understood. Of the others, those that would change the result are refused.
+#[derive(Debug, Deserialize)]
+pub(crate) struct EmbeddingBody {
+    model: Option<String>,
+    input: Prompt,
+    encoding_format: Option<Encoding>,
+    dimensions: Option<usize>,
+    /// What nobody above took.
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Encoding {
+    #[default]
+    Float,
+    Base64,
+}
+
+/// Written as it is: as values of JSON the numbers would take several times as much.
+#[derive(Serialize)]
+struct Embeddings {
+    object: &'static str,
+    data: Vec<Embedding>,
+    model: String,
+    usage: EmbeddingUsage,
+}
+
+#[derive(Serialize)]
+struct Embedding {
+    object: &'static str,
+    index: usize,
+    embedding: Vector,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Vector {
+    Floats(Vec<f32>),
+    /// Little-endian f32.
+    Base64(String),
+}
+
+#[derive(Serialize)]
+struct EmbeddingUsage {
+    prompt_tokens: usize,
+    total_tokens: usize,
+}
+
+/// Embeds texts.
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Body(body, caller): Body<EmbeddingBody>,
+) -> Result<Response> {
+    app.check_model(body.model.as_deref())?;
+    let width = app.engine.hidden();
+    let dimensions = body.dimensions.unwrap_or(width);
+    if dimensions == 0 || dimensions > width {
+        return Err(wrong("dimensions", format!("{dimensions}, and this model has 1 to {width}")));
+    }
+    let encoding = body.encoding_format.unwrap_or_default();
+    let worker = Arc::clone(&app);
+    let prompts = move |caller: &_| prompts(&worker.text, &worker.bounds(caller), &body);
+    let prompts = app.work(&caller, prompts).await?;
+    let ask = ReadAsk { prompts, shared_len: 0, readout: app.engine.pooling() };
+    let read = app.read("/v1/embeddings", &caller, ask).await?;
+    let embedding = |(index, values): (usize, Vec<f32>)| {
+        let values = direction(values, dimensions)?;
+        let embedding = match encoding {
+            Encoding::Float => Vector::Floats(values),
+            Encoding::Base64 => {
+                let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+                Vector::Base64(STANDARD.encode(bytes))
+            }
+        };
+        Ok(Embedding { object: "embedding", index, embedding })
+    };
+    let answer = Embeddings {
+        object: "list",
+        data: read.values.into_iter().enumerate().map(embedding).collect::<Result<_>>()?,
+        model: app.options.model_id.clone(),
+        usage: EmbeddingUsage { prompt_tokens: read.prompt_tokens, total_tokens: read.prompt_tokens },
+    };
+    Ok(Json(answer).into_response())
+}
+
+/// The ids of each text.
+pub(crate) fn prompts(model: &ModelText, bounds: &Bounds<'_>, body: &EmbeddingBody) -> Result<Vec<Vec<u32>>> {
+    unsupported::check(&body.rest)?;
+    // No answer needs room after the prompt.
+    let bounds = Bounds { context: bounds.context.saturating_add(1), ..*bounds };
+    check_count("input", body.input.count())?;
+    let prompts = body.input.encode(model, &bounds)?;
+    bounds.settle(prompts.iter().map(Vec::len).sum(), 1);
+    Ok(prompts)
+}
+
+/// The first `dimensions` of the values, of length one.
+fn direction(mut values: Vec<f32>, dimensions: usize) -> Result<Vec<f32>> {
+    values.truncate(dimensions);
+    let length = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+    if !length.is_finite() || length == 0.0 {
+        let reason = format!("a hidden state of length {length} has no direction");
+        return Err(EngineError::Step(reason).into());
+    }
+    values.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
+    Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::direction;
+
+    #[test]
+    fn a_direction_has_length_one_however_many_dimensions_it_keeps() {
+        assert_eq!(direction(vec![3.0, 4.0, 12.0], 2).expect("it has one"), [0.6, 0.8]);
+        assert!(direction(vec![0.0; 3], 3).is_err() && direction(vec![f32::NAN, 1.0], 2).is_err());
+    }
+}

@@ -1,0 +1,133 @@
+//! Requests for what the model makes of texts, not for an answer: embeddings and scores.
+//!
+//! Each text is a request of the batch, which lets it in as memory allows and runs it in steps with all others. A few are on their way
+//! at a time, so that a long list does not fill the queue.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::{StreamExt, TryStreamExt, stream};
+use keel_engine::batch::{BatchEvent, BatchRequest, Readout};
+use tracing::field::Empty;
+
+use crate::answer::{Ending, Usage};
+use crate::app::App;
+use crate::caller::Caller;
+use crate::error::{Result, ServerError, wrong};
+use crate::metrics::RequestTimer;
+
+/// Texts of one request.
+pub(crate) const TEXTS_MAX: usize = 2048;
+/// Of those, in the queue or running.
+const AT_ONCE: usize = 32;
+/// Bytes of heap for each value: the value, and its digits in a text that grows by doubling.
+const BYTES_PER_VALUE: u64 = 32;
+
+/// What is to be read.
+pub(crate) struct ReadAsk {
+    pub prompts: Vec<Vec<u32>>,
+    /// Tokens that all of them begin with; 0 if that is not known.
+    pub shared_len: usize,
+    pub readout: Readout,
+}
+
+/// What was read, in the order of the prompts.
+pub(crate) struct ReadValues {
+    pub values: Vec<Vec<f32>>,
+    pub prompt_tokens: usize,
+}
+
+/// One prompt's part.
+struct One {
+    values: Vec<f32>,
+    started: Started,
+}
+
+#[derive(Clone, Copy)]
+struct Started {
+    cached: usize,
+    queued: std::time::Duration,
+}
+
+/// Refuses an empty list and one that is too long.
+pub(crate) fn check_count(field: &'static str, count: usize) -> Result<()> {
+    match count {
+        1..=TEXTS_MAX => Ok(()),
+        _ => Err(wrong(field, format!("{count} texts, expected 1 to {TEXTS_MAX}"))),
+    }
+}
+
+impl App {
+    /// Runs the prompts and waits for what is read of each.
+    pub(crate) async fn read(
+        self: &Arc<Self>,
+        endpoint: &'static str,
+        caller: &Arc<Caller>,
+        ask: ReadAsk,
+    ) -> Result<ReadValues> {
+        if self.is_draining() {
+            return Err(ServerError::Draining);
+        }
+        let ReadAsk { prompts, shared_len, readout } = ask;
+        let prompt_tokens = prompts.iter().map(Vec::len).sum();
+        let width = match &readout {
+            Readout::Logits(ids) => ids.len(),
+            _ => self.engine.hidden(),
+        };
+        caller.meter.take((prompts.len() * width) as u64 * BYTES_PER_VALUE)?;
+        let span = tracing::info_span!(
+            "request",
+            request_id = &*caller.id,
+            key = caller.key.as_deref(),
+            endpoint,
+            model = self.options.model_id,
+            texts = prompts.len(),
+            prompt = prompt_tokens,
+            cached = Empty,
+            generated = Empty,
+            reason = Empty
+        );
+        let mut timer = RequestTimer::new(self.metrics.clone(), span, prompt_tokens);
+        let deadline = Instant::now().checked_add(self.options.deadline);
+        let marks = if shared_len > 0 { vec![shared_len] } else { Vec::new() };
+        let one = |prompt: Vec<u32>| {
+            let request = BatchRequest {
+                deadline,
+                marks: marks.clone(),
+                ..BatchRequest::to_read(0, prompt, readout.clone())
+            };
+            self.read_one(request)
+        };
+        let all = stream::iter(prompts.into_iter().map(one)).buffered(AT_ONCE);
+        let all: Vec<One> = match all.try_collect().await {
+            Ok(all) => all,
+            Err(error) => {
+                timer.failed(error.reply().code);
+                return Err(error);
+            }
+        };
+        let cached = all.iter().map(|one| one.started.cached).sum();
+        let queued = all.iter().map(|one| one.started.queued).max().unwrap_or_default();
+        timer.started(cached, queued);
+        timer.ended(Ending::Stop, Usage { prompt: prompt_tokens, cached, ..Usage::default() });
+        Ok(ReadValues { values: all.into_iter().map(|one| one.values).collect(), prompt_tokens })
+    }
+
+    /// Waits for one prompt. Its request ends when this is dropped.
+    async fn read_one(&self, request: BatchRequest) -> Result<One> {
+        let (_, mut events) = self.engine.submit(request).await?;
+        let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Default::default() } };
+        loop {
+            match events.recv().await {
+                Some(BatchEvent::Started { cached_tokens, queued }) => {
+                    one.started = Started { cached: cached_tokens, queued };
+                }
+                Some(BatchEvent::Read(values)) => one.values = values,
+                Some(BatchEvent::Finished(_)) => return Ok(one),
+                Some(BatchEvent::Failed(error)) => return Err(error.into()),
+                Some(BatchEvent::Prefilled(_) | BatchEvent::Token { .. }) => {}
+                None => return Err(ServerError::EngineStopped),
+            }
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! `/v1/rerank`: how well documents answer a query, in the form of Jina, Cohere and vLLM.
+//!
+//! A model trained like Qwen3-Reranker is asked whether a document meets the requirements, and may say yes or no. The score is the
+//! probability of yes among the two, from the logits after the prompt. Prompts begin with the query, which runs once.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use keel_engine::batch::Readout;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::app::{App, fresh_id};
+use crate::error::{Result, wrong};
+use crate::http::Body;
+use crate::readout::{ReadAsk, check_count};
+use crate::text::{Bounds, ModelText};
+use crate::unsupported;
+
+/// A query and documents.
+#[derive(Debug, Deserialize)]
+pub(crate) struct RerankBody {
+    model: Option<String>,
+    query: String,
+    documents: Vec<Document>,
+    top_n: Option<usize>,
+    return_documents: Option<bool>,
+    instruction: Option<String>,
+    /// What nobody above took.
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Document {
+    Text(String),
+    Object { text: String },
+}
+
+impl Document {
+    fn text(&self) -> &str {
+        match self {
+            Document::Text(text) | Document::Object { text } => text,
+        }
+    }
+}
+
+/// What the model is asked where the request does not say.
+const INSTRUCTION: &str = "Given a web search query, retrieve relevant passages that answer the query";
+const HEAD: &str = "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct \
+     provided. Note that the answer can only be \"yes\" or \"no\".<|im_end|>\n<|im_start|>user\n";
+const TAIL: &str = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n";
+
+/// Ranks documents, the best first.
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Body(body, caller): Body<RerankBody>,
+) -> Result<Json<Value>> {
+    app.check_model(body.model.as_deref())?;
+    let worker = Arc::clone(&app);
+    let work = move |caller: &_| Ok((asks(&worker.text, &worker.bounds(caller), &body)?, body));
+    let (ask, body) = app.work(&caller, work).await?;
+    let read = app.read("/v1/rerank", &caller, ask).await?;
+    let mut scores: Vec<(usize, f64)> =
+        read.values.iter().enumerate().map(|(i, logits)| (i, score(logits))).collect();
+    scores.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    scores.truncate(body.top_n.unwrap_or(usize::MAX));
+    let result = |&(index, score): &(usize, f64)| {
+        let mut result = json!({"index": index, "relevance_score": score});
+        if body.return_documents.unwrap_or(true) {
+            result["document"] = json!({"text": body.documents[index].text()});
+        }
+        result
+    };
+    Ok(Json(json!({
+        "id": fresh_id("rerank-"),
+        "object": "list",
+        "model": app.options.model_id,
+        "results": scores.iter().map(result).collect::<Vec<_>>(),
+        "usage": {"prompt_tokens": read.prompt_tokens, "total_tokens": read.prompt_tokens},
+    })))
+}
+
+/// A prompt for each document.
+pub(crate) fn asks(model: &ModelText, bounds: &Bounds<'_>, body: &RerankBody) -> Result<ReadAsk> {
+    unsupported::check(&body.rest)?;
+    check_count("documents", body.documents.len())?;
+    if body.top_n == Some(0) {
+        return Err(wrong("top_n", "0, expected at least 1"));
+    }
+    let readout = Readout::Logits(vec![token_of(model, "yes")?, token_of(model, "no")?]);
+    let bounds = Bounds { context: bounds.context.saturating_add(1), ..*bounds };
+    let encode = |text: &str| bounds.encode(&model.tokenizer, text, false);
+    let instruction = body.instruction.as_deref().unwrap_or(INSTRUCTION);
+    let shared = format!("{HEAD}<Instruct>: {instruction}\n<Query>: {}\n<Document>: ", body.query);
+    let prompt = |document: &Document| encode(&format!("{shared}{}{TAIL}", document.text()));
+    let prompts = body.documents.iter().map(prompt).collect::<Result<Vec<_>>>()?;
+    let head = encode(&shared)?;
+    let shared_len = head.iter().zip(&prompts[0]).take_while(|(a, b)| a == b).count();
+    Ok(ReadAsk { prompts, shared_len, readout })
+}
+
+/// The token that is this word, at the beginning of a text or after a space.
+fn token_of(model: &ModelText, word: &str) -> Result<u32> {
+    for text in [word, &format!(" {word}")] {
+        if let [id] = model.tokenizer.encode(text, false)?[..] {
+            return Ok(id);
+        }
+    }
+    Err(wrong("model", format!("this model cannot rank: {word:?} is none of its tokens")))
+}
+
+/// The probability of the first of two tokens among them.
+fn score(logits: &[f32]) -> f64 {
+    let margin = f64::from(logits[0]) - f64::from(logits[1]);
+    1.0 / (1.0 + (-margin).exp())
+}
