@@ -1,15 +1,15 @@
-//! Memory of requests: bodies, texts and their copies have one budget, the category `requests`.
+//! The memory of requests. Bodies, texts and their copies share one budget, the category `requests`.
 //!
-//! What a request takes is charged before it is taken, by estimates that a test holds against the heap. So many requests at once,
-//! or large ones, are refused with the numbers instead of filling the machine.
+//! A request's memory is charged before it is allocated, by estimates that a test compares with the heap. So many or
+//! large requests are refused with the numbers, and cannot exhaust the machine.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Result, ServerError};
 
-/// A request that has taken no more than this may use all of the budget, a larger one [`LARGE_SHARE`] of it: so large bodies on
-/// their way do not keep small requests out.
+/// A request that holds at most this may use the whole budget. A larger request may use [`LARGE_SHARE`] of it. So large
+/// bodies do not keep small requests out.
 const SMALL_BYTES: u64 = 256 << 10;
 const LARGE_SHARE: (u64, u64) = (7, 8);
 
@@ -25,22 +25,22 @@ struct Books {
 }
 
 impl RequestMemory {
-    /// A budget of so many bytes.
+    /// A budget of `limit` bytes.
     pub fn new(limit: u64) -> RequestMemory {
         RequestMemory(Arc::new(Books { limit, used: AtomicU64::new(0), peak: AtomicU64::new(0) }))
     }
 
-    /// Bytes that all requests may take together.
+    /// The budget in bytes.
     pub fn limit(&self) -> u64 {
         self.0.limit
     }
 
-    /// Bytes that they take now.
+    /// Bytes in use now.
     pub fn used(&self) -> u64 {
         self.0.used.load(Ordering::Acquire)
     }
 
-    /// The most that they took.
+    /// The peak of the bytes in use.
     pub fn peak(&self) -> u64 {
         self.0.peak.load(Ordering::Acquire)
     }
@@ -50,7 +50,7 @@ impl RequestMemory {
     }
 }
 
-/// What one request takes. Dropping it gives all back.
+/// The charge of one request. Dropping it returns all bytes.
 #[derive(Debug)]
 pub(crate) struct Meter {
     books: Arc<Books>,
@@ -58,10 +58,11 @@ pub(crate) struct Meter {
 }
 
 impl Meter {
-    /// Takes bytes.
+    /// Charges bytes.
     ///
     /// # Errors
-    /// [`ServerError::RequestTooLarge`] if the budget would not do if it were free, [`ServerError::RequestMemory`] if it is not.
+    /// [`ServerError::RequestTooLarge`] if the request exceeds even an unused budget, [`ServerError::RequestMemory`] if
+    /// other requests use too much of it.
     pub fn take(&self, bytes: u64) -> Result<()> {
         let limit = self.books.limit;
         let large = limit / LARGE_SHARE.1 * LARGE_SHARE.0;
@@ -81,24 +82,24 @@ impl Meter {
         }
     }
 
-    /// Gives bytes back that were taken.
+    /// Returns charged bytes.
     pub fn give_back(&self, bytes: u64) {
         self.held.fetch_sub(bytes, Ordering::AcqRel);
         self.books.used.fetch_sub(bytes, Ordering::AcqRel);
     }
 
-    /// Bytes taken, given back when the answer is dropped.
+    /// Charges bytes until the returned [`Hold`] is dropped.
     pub fn hold(&self, bytes: u64) -> Result<Hold<'_>> {
         self.take(bytes)?;
         Ok(Hold { meter: self, bytes })
     }
 
-    /// Gives back all but so many bytes, or what there is.
+    /// Reduces the charge to `bytes`, if it is larger.
     pub fn settle(&self, bytes: u64) {
         self.give_back(self.held().saturating_sub(bytes));
     }
 
-    /// Bytes that the request takes now.
+    /// Bytes that are charged to the request now.
     pub fn held(&self) -> u64 {
         self.held.load(Ordering::Acquire)
     }
@@ -110,7 +111,7 @@ impl Drop for Meter {
     }
 }
 
-/// Bytes of a [`Meter`] for a while.
+/// Bytes of a [`Meter`] that are charged for a while.
 #[derive(Debug)]
 pub(crate) struct Hold<'a> {
     meter: &'a Meter,
@@ -123,11 +124,12 @@ impl Drop for Hold<'_> {
     }
 }
 
-/// Bytes of heap for each byte of a body, and for each value in it, while it is parsed, translated and made a prompt of.
+/// Heap bytes per byte of a body while it is parsed, translated and turned into a prompt. [`PER_VALUE`] is the same per
+/// JSON value.
 const PER_BODY_BYTE: u64 = 5;
 const PER_VALUE: u64 = 640;
 
-/// Bytes of heap that a body becomes at most, on its way to a prompt.
+/// The most heap bytes that a body takes until it is a prompt.
 pub(crate) fn bytes_of_body(body: &[u8]) -> u64 {
     let (mut values, mut in_string, mut escaped) = (1u64, false, false);
     for &byte in body {
@@ -142,12 +144,12 @@ pub(crate) fn bytes_of_body(body: &[u8]) -> u64 {
     body.len() as u64 * PER_BODY_BYTE + values * PER_VALUE
 }
 
-/// Bytes of heap for each byte of a text, and for each word in it, while it is tokenized.
+/// Heap bytes per byte of a text while it is tokenized. [`PER_WORD`] is the same per word.
 const PER_TEXT_BYTE: u64 = 120;
 const PER_WORD: u64 = 320;
 
-/// Bytes of heap that encoding a text takes at most. Words begin wherever the kind of character changes, and at every digit and
-/// every mark, which is where tokenizers cut.
+/// The most heap bytes for encoding a text. A word begins where the kind of character changes, and at every digit and
+/// every mark, because tokenizers cut there.
 pub(crate) fn bytes_of_encoding(text: &str) -> u64 {
     let (mut words, mut before) = (1u64, 0u8);
     for &byte in text.as_bytes() {
@@ -156,7 +158,7 @@ pub(crate) fn bytes_of_encoding(text: &str) -> u64 {
             b' ' => 2,
             _ => 3,
         };
-        // Beyond ASCII each character may be a word.
+        // Outside ASCII each character may be a word.
         words += u64::from((kind != before && kind != 2 && byte < 128) || kind == 3);
         before = kind;
     }

@@ -1,4 +1,4 @@
-//! `/openapi.json`: what the endpoints take.
+//! `/openapi.json`: describes the endpoints.
 
 use serde_json::{Value, json};
 
@@ -27,7 +27,7 @@ pub(crate) fn document() -> Value {
             "/status": {"get": read("Memory by category and the running sequences")},
             "/openapi.json": {"get": read("This document")},
         },
-        // Without --api-key and --api-key-file no key is asked for.
+        // Without --api-key and --api-key-file no key is required.
         "security": [{"key": []}, {}],
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},

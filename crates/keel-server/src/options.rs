@@ -1,4 +1,4 @@
-//! Bounds of a server.
+//! Options of a server.
 
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
@@ -7,58 +7,57 @@ use keel_engine::batch::BatchOptions;
 
 use crate::keys::ApiKey;
 
-/// Where remembered prefixes outlive the server.
+/// The place where remembered prefixes are saved.
 #[derive(Clone, Debug)]
 pub struct PrefixStore {
     /// The folder.
     pub folder: PathBuf,
-    /// What tells the model, its weights and its arithmetic from others: caches of another are not used.
+    /// Identifies the model, its weights and its arithmetic. Caches of other models are not used.
     pub model: String,
 }
 
-/// How a server behaves. Every queue and body is bounded here.
+/// Options of a server. They bound every queue and body.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
     /// Bounds of the batch.
     pub batch: BatchOptions,
-    /// Where prefixes are restored from and saved to; `None` forgets them.
+    /// The place to restore prefixes from and save them to. With `None` they are lost at the end.
     pub prefix_store: Option<PrefixStore>,
     /// The name under which the model is served.
     pub model_id: String,
-    /// Tokens of an answer where the request names no number.
+    /// Limit on an answer's tokens if the request has none.
     pub max_tokens_default: usize,
-    /// Time that a request may take, from its arrival to its last token.
+    /// Time limit of a request, from its arrival to its last token.
     pub deadline: Duration,
-    /// How long requests that run may go on after the signal to end.
+    /// Time that running requests get after the signal to end.
     pub grace: Duration,
-    /// Connections at once. The system's limit of descriptors may allow fewer.
+    /// Largest number of connections. The system's limit of descriptors may reduce it.
     pub connections_max: usize,
-    /// Time for the head of a request to come.
+    /// Time limit for receiving the head of a request.
     pub head_timeout: Duration,
-    /// Time for a body to come; one that comes at 16 KiB a second has as long as it needs.
+    /// Time limit for receiving a body. A body that arrives with at least 16 KiB/s has no limit.
     pub body_timeout: Duration,
-    /// Time that a connection may be open without a request.
+    /// Longest time that a connection may be open without a request.
     pub idle_timeout: Duration,
-    /// Time that a client may read nothing of its answer.
+    /// Longest time that a client may read nothing of its answer.
     pub write_timeout: Duration,
-    /// Bytes for bodies, texts and their copies of all requests together.
+    /// Memory budget of all requests together, for bodies, texts and their copies.
     pub request_memory: u64,
     /// Time for a schema or grammar to be compiled.
     pub grammar_time: Duration,
-    /// Bytes of a request's body.
+    /// Largest size of a request's body.
     pub body_bytes_max: usize,
-    /// Answers of one request (`n`).
+    /// Largest number of answers per request (`n`).
     pub choices_max: usize,
-    /// Time between comments that keep a silent stream open.
+    /// Interval of the comments that keep a silent stream open.
     pub ping: Duration,
-    /// Keys, of which every request must bring one; none lets all in.
+    /// The API keys. If there are any, every request must have one of them.
     pub keys: Vec<ApiKey>,
-    /// Names, besides those of loopback and addresses, under which clients reach the server; `*` is any.
+    /// Host names that clients may use, in addition to loopback names and addresses; `*` allows any name.
     pub hosts: Vec<String>,
-    /// The time of day, which answers report. Nothing else depends on it: deadlines and times hang on a clock that never
-    /// jumps.
+    /// The time of day, which answers report. Nothing else uses it: deadlines and durations use a monotonic clock.
     pub wall_clock: fn() -> SystemTime,
-    /// Origins of other sites that a browser may call from; `*` is any.
+    /// Origins of other sites whose pages may call the server; `*` allows any origin.
     pub cors_origins: Vec<String>,
 }
 

@@ -1,7 +1,7 @@
-//! Requests for what the model makes of texts, not for an answer: embeddings and scores.
+//! Requests that read values from the model instead of an answer: embeddings and scores.
 //!
-//! Each text is a request of the batch, which lets it in as memory allows and runs it in steps with all others. A few are on their way
-//! at a time, so that a long list does not fill the queue.
+//! Each text is a request of the batch. The batch admits it as memory allows, and runs it in steps with all other
+//! requests. Only a few texts of a list are submitted at a time, so that a long list does not fill the queue.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,28 +16,28 @@ use crate::caller::Caller;
 use crate::error::{Result, ServerError, wrong};
 use crate::metrics::RequestTimer;
 
-/// Texts of one request.
+/// Largest number of texts per request.
 pub(crate) const TEXTS_MAX: usize = 2048;
-/// Of those, in the queue or running.
+/// Largest number of texts of one request that are queued or running.
 const AT_ONCE: usize = 32;
-/// Bytes of heap for each value: the value, and its digits in a text that grows by doubling.
+/// Heap bytes per value: the value, and its digits in a text that grows by doubling.
 const BYTES_PER_VALUE: u64 = 32;
 
-/// What is to be read.
+/// The values to read.
 pub(crate) struct ReadAsk {
     pub prompts: Vec<Vec<u32>>,
-    /// Tokens that all of them begin with; 0 if that is not known.
+    /// Number of tokens that all prompts share at their start; 0 if it is not known.
     pub shared_len: usize,
     pub readout: Readout,
 }
 
-/// What was read, in the order of the prompts.
+/// The values that were read, in the order of the prompts.
 pub(crate) struct ReadValues {
     pub values: Vec<Vec<f32>>,
     pub prompt_tokens: usize,
 }
 
-/// One prompt's part.
+/// The result of one prompt.
 struct One {
     values: Vec<f32>,
     started: Started,
@@ -58,7 +58,7 @@ pub(crate) fn check_count(field: &'static str, count: usize) -> Result<()> {
 }
 
 impl App {
-    /// Runs the prompts and waits for what is read of each.
+    /// Runs the prompts and waits for their values.
     pub(crate) async fn read(
         self: &Arc<Self>,
         endpoint: &'static str,
@@ -113,7 +113,7 @@ impl App {
         Ok(ReadValues { values: all.into_iter().map(|one| one.values).collect(), prompt_tokens })
     }
 
-    /// Waits for one prompt. Its request ends when this is dropped.
+    /// Waits for one prompt. Dropping this future ends the request.
     async fn read_one(&self, request: BatchRequest) -> Result<One> {
         let (_, mut events) = self.engine.submit(request).await?;
         let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Default::default() } };

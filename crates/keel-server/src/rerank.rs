@@ -1,7 +1,8 @@
-//! `/v1/rerank`: how well documents answer a query, in the form of Jina, Cohere and vLLM.
+//! `/v1/rerank`: scores how well documents answer a query, in the form of Jina, Cohere and vLLM.
 //!
-//! A model trained like Qwen3-Reranker is asked whether a document meets the requirements, and may say yes or no. The score is the
-//! probability of yes among the two, from the logits after the prompt. Prompts begin with the query, which runs once.
+//! A model that is trained like Qwen3-Reranker answers whether a document meets the requirements: yes or no. The score
+//! is the probability of yes among these two tokens, from the logits after the prompt. All prompts begin with the
+//! query, so that its prefix can be reused.
 
 use std::sync::Arc;
 
@@ -27,7 +28,7 @@ pub(crate) struct RerankBody {
     top_n: Option<usize>,
     return_documents: Option<bool>,
     instruction: Option<String>,
-    /// What nobody above took.
+    /// All other fields.
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -47,7 +48,7 @@ impl Document {
     }
 }
 
-/// What the model is asked where the request does not say.
+/// The default instruction.
 const INSTRUCTION: &str = "Given a web search query, retrieve relevant passages that answer the query";
 const HEAD: &str = "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct \
      provided. Note that the answer can only be \"yes\" or \"no\".<|im_end|>\n<|im_start|>user\n";
@@ -83,7 +84,7 @@ pub(crate) async fn create(
     })))
 }
 
-/// A prompt for each document.
+/// Makes one prompt per document.
 pub(crate) fn asks(model: &ModelText, bounds: &Bounds<'_>, body: &RerankBody) -> Result<ReadAsk> {
     unsupported::check(&body.rest)?;
     check_count("documents", body.documents.len())?;
@@ -102,7 +103,7 @@ pub(crate) fn asks(model: &ModelText, bounds: &Bounds<'_>, body: &RerankBody) ->
     Ok(ReadAsk { prompts, shared_len, readout })
 }
 
-/// The token that is this word, at the beginning of a text or after a space.
+/// The token for a word, either at the start of a text or after a space.
 fn token_of(model: &ModelText, word: &str) -> Result<u32> {
     for text in [word, &format!(" {word}")] {
         if let [id] = model.tokenizer.encode(text, false)?[..] {
@@ -112,7 +113,7 @@ fn token_of(model: &ModelText, word: &str) -> Result<u32> {
     Err(wrong("model", format!("this model cannot rank: {word:?} is none of its tokens")))
 }
 
-/// The probability of the first of two tokens among them.
+/// The probability of the first of two tokens, relative to both.
 fn score(logits: &[f32]) -> f64 {
     let margin = f64::from(logits[0]) - f64::from(logits[1]);
     1.0 / (1.0 + (-margin).exp())

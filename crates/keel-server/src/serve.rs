@@ -1,4 +1,4 @@
-//! From an engine to a running server, and to its end.
+//! Runs a server from its engine to its end.
 
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -24,7 +24,7 @@ pub struct Server {
     thread: JoinHandle<()>,
 }
 
-/// After an abort, how long connections get to close.
+/// Time for connections to close after an abort.
 const ABORT_TIME: Duration = Duration::from_secs(2);
 
 /// Opens the address.
@@ -37,10 +37,10 @@ pub async fn bind(address: &str) -> Result<TcpListener> {
 }
 
 impl Server {
-    /// Makes the engine ready for batches of any size, and starts its thread.
+    /// Prepares the engine for batches of any size, and starts its thread.
     ///
     /// # Errors
-    /// What the engine says; if the system gives no thread.
+    /// Errors of the engine, or the system refuses a thread.
     pub fn new(mut engine: Engine, text: ModelText, options: ServerOptions) -> Result<Server> {
         if !engine.is_ready() {
             engine.make_ready(&mut |_, _, _| ())?;
@@ -55,12 +55,12 @@ impl Server {
         &self.app
     }
 
-    /// Answers until `drain` completes, then saves what is remembered and lets what runs end, but no longer than the grace of
-    /// the options. When `abort` completes, what runs is ended, too. Returns when all memory of sequences is free and the engine
-    /// is gone.
+    /// Answers requests until `drain` completes. Then remembered prefixes are saved, and running requests may end
+    /// within the grace of the options. When `abort` completes, running requests are ended, too. Returns when all
+    /// memory of sequences is free and the engine is dropped.
     ///
     /// # Errors
-    /// If the socket fails.
+    /// The socket fails.
     pub async fn run(
         self,
         listener: TcpListener,

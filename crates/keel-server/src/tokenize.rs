@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::http::Body;
 use crate::text::Bounds;
 
-/// A text.
+/// A text to tokenize.
 #[derive(Debug, Deserialize)]
 pub(crate) struct TokenizeBody {
     #[serde(alias = "content", alias = "prompt")]
@@ -22,7 +22,7 @@ pub(crate) struct TokenizeBody {
     pub add_special_tokens: bool,
 }
 
-/// Ids of a text. They are written as they are: as values of JSON they would take twenty times as much.
+/// The ids of a text. They are serialized directly: as JSON values they would take twenty times the memory.
 #[derive(Debug, Serialize)]
 pub(crate) struct Tokenized {
     tokens: Vec<u32>,
@@ -30,10 +30,10 @@ pub(crate) struct Tokenized {
     max_model_len: usize,
 }
 
-/// An id, and its digits in a buffer that grows by doubling.
+/// Bytes per id in the answer: the id, and its digits in a buffer that grows by doubling.
 const ANSWER_BYTES_PER_ID: u64 = 24;
 
-/// Ids.
+/// Ids to decode.
 #[derive(Debug, Deserialize)]
 pub(crate) struct DetokenizeBody {
     pub tokens: Vec<u32>,
@@ -47,7 +47,7 @@ pub(crate) async fn tokenize(
     let context = app.engine.context();
     let worker = Arc::clone(&app);
     let encode = move |caller: &Caller| {
-        // Texts of any length may be counted.
+        // A text of any length may be counted.
         let bounds = Bounds { context: usize::MAX, ..worker.bounds(caller) };
         bounds.encode(&worker.text.tokenizer, &body.text, body.add_special_tokens)
     };
@@ -56,7 +56,7 @@ pub(crate) async fn tokenize(
     Ok(Json(Tokenized { count: tokens.len(), tokens, max_model_len: context }))
 }
 
-/// The text of ids.
+/// Decodes ids.
 pub(crate) async fn detokenize(
     State(app): State<Arc<App>>,
     Body(body, caller): Body<DetokenizeBody>,

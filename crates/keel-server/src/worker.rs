@@ -1,7 +1,7 @@
-//! The thread that owns the engine, and the handle by which requests reach it.
+//! The thread that owns the engine, and the handle through which requests reach it.
 //!
-//! A request is a channel: the worker sends what happens to it, and takes the dropping of the receiver as its
-//! cancellation. So whatever becomes of a client, its sequence ends within one step.
+//! A request is a channel. The worker sends the request's events, and treats a dropped receiver as cancellation. So
+//! when a client is gone for any reason, its sequence ends within one step.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use tracing::field::Empty;
 use crate::error::{Result, ServerError};
 use crate::options::PrefixStore;
 
-/// Requests on their way to the worker. More are refused: the queue proper is the batch's.
+/// Largest number of commands that wait for the worker. More are refused. The queue of requests is part of the batch.
 const INBOX: usize = 1024;
 
 type Accepted = oneshot::Sender<Result<(), EngineError>>;
@@ -31,11 +31,11 @@ enum Command {
         accepted: Accepted,
     },
     ForgetPrefixes(oneshot::Sender<()>),
-    /// The server is about to end.
+    /// The server is shutting down.
     SavePrefixes,
 }
 
-/// Reaches the engine's thread from any task. Cloning gives another handle; when the last is dropped the thread ends.
+/// Reaches the engine's thread from any task. Clones reach the same thread. It ends when the last handle is dropped.
 #[derive(Clone)]
 pub struct EngineHandle {
     inbox: SyncSender<Command>,
@@ -47,7 +47,7 @@ struct Shared {
     status: Mutex<BatchStatus>,
     aborted: AtomicBool,
     stopped: AtomicBool,
-    /// Times that something was missing when nothing ran.
+    /// Number of checks at idle that found pages or bytes missing.
     losses: AtomicU64,
     runtime: Runtime,
     planned: MemoryReport,
@@ -61,10 +61,10 @@ struct Shared {
 pub type Events = mpsc::UnboundedReceiver<BatchEvent>;
 
 impl EngineHandle {
-    /// Restores what is remembered in the store, and starts the thread, which saves to the store when it ends.
+    /// Restores remembered prefixes from the store and starts the thread, which saves them again when it ends.
     ///
     /// # Errors
-    /// If the system gives no thread.
+    /// The system refuses a thread.
     pub fn start(mut batcher: Batcher, store: Option<PrefixStore>) -> Result<(EngineHandle, JoinHandle<()>)> {
         if let Some(store) = &store {
             let restored = batcher.restore_prefixes(&store.model, &store.folder);
@@ -106,7 +106,7 @@ impl EngineHandle {
         self.shared.context
     }
 
-    /// Width of the logits.
+    /// Number of logits per row.
     pub fn vocab(&self) -> usize {
         self.shared.vocab
     }
@@ -126,12 +126,12 @@ impl EngineHandle {
         self.shared.runtime.ledger()
     }
 
-    /// Memory of the device as its driver counts it, and what of it the driver has for itself; `None` on the CPU.
+    /// Memory of the device according to its driver, and the driver's own part of it. `None` on the CPU.
     pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
         self.shared.runtime.device_usage()
     }
 
-    /// What the engine had allocated when it was ready, which is all that it ever needs.
+    /// The memory that the engine had allocated when it was ready. It never needs more.
     pub fn planned(&self) -> MemoryReport {
         self.shared.planned
     }
@@ -141,29 +141,29 @@ impl EngineHandle {
         self.shared.status.lock().unwrap_or_else(|e| e.into_inner()).clone()
     }
 
-    /// Times that pages or bytes were missing when nothing ran. Each is a bug, and a line in the log.
+    /// Number of checks at idle that found pages or bytes missing. Each is a bug, and a line in the log.
     pub fn losses(&self) -> u64 {
         self.shared.losses.load(Ordering::Acquire)
     }
 
-    /// Whether the thread is gone, which it never is while a handle exists unless it failed.
+    /// Whether the thread has ended. While a handle exists, it ends only after a failure.
     pub fn is_stopped(&self) -> bool {
         self.shared.stopped.load(Ordering::Acquire)
     }
 
-    /// Ends everything that runs or waits, and refuses what comes.
+    /// Ends all running and waiting requests, and refuses new ones.
     pub fn abort(&self) {
         self.shared.aborted.store(true, Ordering::Release);
     }
 
-    /// Puts a request into the batch's queue. Its id is chosen here.
+    /// Adds a request to the batch's queue and assigns its id.
     ///
     /// # Errors
-    /// What [`Batcher::submit`] says; [`ServerError::Busy`], [`ServerError::EngineStopped`].
+    /// Errors of [`Batcher::submit`]; [`ServerError::Busy`]; [`ServerError::EngineStopped`].
     pub async fn submit(&self, mut request: BatchRequest) -> Result<(RequestId, Events)> {
         let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
         request.id = id;
-        // Not bounded by itself: no more events come than the request has tokens and its prompt chunks.
+        // The channel needs no bound of its own: the request's tokens and prompt chunks bound the number of events.
         let (events, receiver) = mpsc::unbounded_channel();
         let (accepted, answer) = oneshot::channel();
         self.send(Command::Submit { request: Box::new(request), events, accepted })?;
@@ -201,17 +201,17 @@ struct Worker {
     live: HashMap<RequestId, mpsc::UnboundedSender<BatchEvent>>,
     shared: Arc<Shared>,
     store: Option<PrefixStore>,
-    /// Counts steps.
+    /// Number of steps so far.
     steps: u64,
     /// Whether prefixes are to be saved as soon as nothing runs.
     saves: bool,
     /// The steps whose prefixes are saved.
     saved_at: Option<u64>,
-    /// The steps after which all was found in place.
+    /// Value of `steps` at the last check at idle.
     checked_at: Option<u64>,
 }
 
-/// Notes that the thread has ended, by whatever way.
+/// Records that the thread has ended for any reason.
 struct StopNote(Arc<Shared>);
 
 impl Drop for StopNote {
@@ -257,7 +257,7 @@ impl Worker {
         *self.shared.status.lock().unwrap_or_else(|e| e.into_inner()) = status;
     }
 
-    /// With nothing running every page is free or remembered, and the ledger reads what it read at the start.
+    /// When nothing runs, every page must be free or remembered, and the ledger must read the same as at the start.
     fn check_idle(&mut self) {
         if self.checked_at == Some(self.steps) {
             return;
@@ -285,7 +285,7 @@ impl Worker {
         );
     }
 
-    /// Leaves what is remembered to the next server.
+    /// Saves remembered prefixes for the next server.
     fn save(&mut self) {
         let Some(store) = self.store.as_ref().filter(|_| self.saved_at != Some(self.steps)) else { return };
         self.saved_at = Some(self.steps);
@@ -295,7 +295,7 @@ impl Worker {
         }
     }
 
-    /// Takes what has come; waits for something if there is nothing to run. False if nothing can come any more.
+    /// Takes the waiting commands. If nothing runs, waits for a command. Returns false if no command can come any more.
     fn take_commands(&mut self) -> bool {
         if self.batcher.is_idle() {
             self.check_idle();
@@ -324,7 +324,7 @@ impl Worker {
                 if outcome.is_ok() {
                     self.live.insert(id, events);
                 }
-                // If nobody waits for the answer the receiver of the events is gone, too.
+                // If the receiver of this result is gone, the receiver of the events is gone, too.
                 let _ = accepted.send(outcome);
             }
             Command::SavePrefixes => {
@@ -341,7 +341,7 @@ impl Worker {
         }
     }
 
-    /// Cancels requests whose client has left.
+    /// Cancels requests whose client has disconnected.
     fn end_abandoned(&mut self) {
         let batcher = &mut self.batcher;
         self.live.retain(|&id, events| {
@@ -355,7 +355,7 @@ impl Worker {
     fn deliver(&mut self, id: RequestId, event: BatchEvent) {
         let ends = matches!(event, BatchEvent::Finished(_) | BatchEvent::Failed(_));
         if let Some(events) = self.live.get(&id) {
-            // A receiver that is gone is seen before the next step.
+            // A dropped receiver is noticed before the next step.
             let _ = events.send(event);
         }
         if ends {

@@ -1,4 +1,4 @@
-//! `/v1/embeddings` and `/v1/rerank` through real HTTP, on the built-in model.
+//! `/v1/embeddings` and `/v1/rerank` over real HTTP, with the built-in model.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn ids(server: &Running, text: &str) -> Vec<u32> {
     answer["tokens"].as_array().expect("ids").iter().map(|id| id.as_u64().expect("an id") as u32).collect()
 }
 
-/// Reads the reply of a request that is refused: status, code and the field that is wrong.
+/// Reads the reply to a refused request: status, code, and the wrong field.
 fn refusal(server: &Running, path: &str, body: &Value) -> (u16, String, Value) {
     let reply = server.post(path, body);
     let error = reply.json()["error"].clone();
@@ -54,7 +54,7 @@ fn an_embedding_is_the_direction_of_the_last_hidden_state() {
     let size = length(&hidden);
     let error = got.iter().zip(&hidden).map(|(a, b)| (f64::from(*a) - f64::from(*b) / size).abs());
     assert!(error.fold(0.0, f64::max) < 1e-6, "another direction");
-    // Ids say the same as text, base64 as numbers, and fewer dimensions are the first ones.
+    // Ids give the same embedding as the text, and base64 the same as numbers. Fewer dimensions are the first ones.
     assert_eq!(embed(&server, json!(ids))[0], got);
     assert_eq!(embed(&server, json!([ids, ids]))[1], got);
     let packed = server.ask(EMBEDDINGS, &json!({"input": text, "encoding_format": "base64"}));
@@ -158,7 +158,7 @@ fn documents_are_ranked_by_the_probability_of_yes() {
         let want = 1.0 / (1.0 + f64::from(logits[no] - logits[yes]).exp());
         assert!((score(result) - want).abs() < 1e-6, "{document}: {} for {want}", score(result));
     }
-    // One document has the score that it has among others, and the query is not run again for it.
+    // A document alone has the same score as among others, and the query is not run again for it.
     let alone =
         server.ask("/rerank", &json!({"query": "Who is happy?", "documents": [{"text": documents[1]}]}));
     let among = results.iter().find(|result| result["index"] == 1).expect("ranked");

@@ -1,7 +1,7 @@
-//! Damaged bodies through everything that reads requests: seeded mutations, no panics and no errors of ours.
+//! Parses damaged bodies as the endpoints do: seeded mutations must not cause panics or errors of the server.
 //!
-//! `fuzz/` runs the same function on inputs that libFuzzer finds. To look at one case again, run
-//! `KEEL_FUZZ_CASE=1234 cargo test -p keel-server --test fuzz_smoke`.
+//! `fuzz/` runs the same function on inputs that libFuzzer finds. To repeat one case, run `KEEL_FUZZ_CASE=1234 cargo
+//! test -p keel-server --test fuzz_smoke`.
 
 #[path = "common/reading.rs"]
 mod reading;
@@ -13,7 +13,7 @@ use reading::exercise;
 const MUTATIONS: u64 = 30_000;
 const WORKERS: u64 = 2;
 
-/// Sound bodies that together use every field.
+/// Valid bodies that together use every field.
 const BODIES: [(Endpoint, &str); 15] = [
     (
         Endpoint::Embeddings,
@@ -100,7 +100,7 @@ fn damaged_bodies_never_panic_and_are_the_clients_errors() {
     assert!((MUTATIONS / 20..MUTATIONS * 9 / 10).contains(&read), "{read} of {MUTATIONS} were read");
 }
 
-/// Runs one mutation; whether it is still a request. A panic is reported with the number of the case.
+/// Runs one mutation. Returns whether it is still a request. A panic is reported with the number of the case.
 fn run_case(case: u64) -> bool {
     let mut random = Random::new(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
     let (endpoint, body) = BODIES[random.below(BODIES.len())];
@@ -114,7 +114,7 @@ fn run_case(case: u64) -> bool {
     }
 }
 
-/// Words that mean something to one of the readers.
+/// Words with a meaning for one of the parsers.
 const WORDS: [&str; 33] = [
     "null",
     "true",
@@ -163,7 +163,7 @@ fn mutate(body: &mut Vec<u8>, random: &mut Random) {
         4 => drop(body.splice(at..at, word.iter().copied())),
         5 => replace_value(body, at, word),
         6 => {
-            // Repeat a stretch, which makes duplicates and nesting.
+            // Repeats a part, which makes duplicates and nesting.
             let stretch = body[at..end].to_vec();
             drop(body.splice(at..at, stretch));
         }
@@ -171,7 +171,7 @@ fn mutate(body: &mut Vec<u8>, random: &mut Random) {
     }
 }
 
-/// Puts a word in the place of the next value, so that the body mostly stays JSON.
+/// Replaces the next value by a word, so that the body usually stays JSON.
 fn replace_value(body: &mut Vec<u8>, at: usize, word: &[u8]) {
     let Some(colon) = body[at..].iter().position(|&b| b == b':') else { return };
     let start = at + colon + 1;

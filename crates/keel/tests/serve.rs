@@ -1,4 +1,4 @@
-//! `keel serve` as a process: it starts without an argument, drains at SIGTERM and says why it cannot start.
+//! `keel serve` as a process: it starts without arguments, drains at SIGTERM, and reports why it cannot start.
 
 #![cfg(unix)]
 
@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 
 use common::{keel_with_input, stderr};
 
-/// A server on a free port, and its address.
+/// Starts a server on a free port. Returns its process and address.
 fn start() -> (Child, String) {
     start_with(&[])
 }
@@ -20,13 +20,13 @@ fn start_with(flags: &[&str]) -> (Child, String) {
     ready(Command::new(env!("CARGO_BIN_EXE_keel")).args(["serve", "--port", "0"]).args(flags))
 }
 
-/// The server that a command runs, and its address.
+/// Starts a server with a command. Returns its process and address.
 fn ready(command: &mut Command) -> (Child, String) {
     let mut child = command.env("KEEL_DEVICE", "cpu").stderr(Stdio::piped()).spawn().expect("keel starts");
     let mut reader = BufReader::new(child.stderr.take().expect("piped"));
     let address_of = |line: String| Some(line.split_once("is served at http://")?.1.trim_end().to_string());
     let address = reader.by_ref().lines().map_while(Result::ok).find_map(address_of);
-    // What else it says must find a reader.
+    // The server's further messages must be read, or its pipe fills.
     std::thread::spawn(move || std::io::copy(&mut reader, &mut std::io::sink()));
     let Some(address) = address else {
         panic!("it ended before it was ready: {}", child.wait().expect("it ends"));

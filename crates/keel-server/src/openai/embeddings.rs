@@ -1,4 +1,4 @@
-//! `/v1/embeddings`: texts as directions.
+//! `/v1/embeddings`: embeds texts as vectors of length 1.
 
 use std::sync::Arc;
 
@@ -19,14 +19,14 @@ use crate::readout::{ReadAsk, check_count};
 use crate::text::{Bounds, ModelText};
 use crate::unsupported;
 
-/// The fields that are understood. Of the others, those that would change the result are refused.
+/// The supported fields. An unsupported field is refused if it would change the result.
 #[derive(Debug, Deserialize)]
 pub(crate) struct EmbeddingBody {
     model: Option<String>,
     input: Prompt,
     encoding_format: Option<Encoding>,
     dimensions: Option<usize>,
-    /// What nobody above took.
+    /// All other fields.
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -39,7 +39,7 @@ enum Encoding {
     Base64,
 }
 
-/// Written as it is: as values of JSON the numbers would take several times as much.
+/// Serialized directly: as JSON values the numbers would take several times the memory.
 #[derive(Serialize)]
 struct Embeddings {
     object: &'static str,
@@ -106,10 +106,10 @@ pub(crate) async fn create(
     Ok(Json(answer).into_response())
 }
 
-/// The ids of each text.
+/// Encodes each text.
 pub(crate) fn prompts(model: &ModelText, bounds: &Bounds<'_>, body: &EmbeddingBody) -> Result<Vec<Vec<u32>>> {
     unsupported::check(&body.rest)?;
-    // No answer needs room after the prompt.
+    // An embedding needs no room for an answer after the prompt.
     let bounds = Bounds { context: bounds.context.saturating_add(1), ..*bounds };
     check_count("input", body.input.count())?;
     let prompts = body.input.encode(model, &bounds)?;
@@ -117,7 +117,7 @@ pub(crate) fn prompts(model: &ModelText, bounds: &Bounds<'_>, body: &EmbeddingBo
     Ok(prompts)
 }
 
-/// The first `dimensions` of the values, of length one.
+/// The first `dimensions` values, scaled to length 1.
 fn direction(mut values: Vec<f32>, dimensions: usize) -> Result<Vec<f32>> {
     values.truncate(dimensions);
     let length = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();

@@ -1,4 +1,4 @@
-//! `keel serve`: answers over HTTP.
+//! `keel serve`: serves a model over HTTP.
 
 use std::path::PathBuf;
 use std::time::{Duration, UNIX_EPOCH};
@@ -20,7 +20,8 @@ use crate::report::human_bytes;
 use crate::session::{self, Session};
 use crate::source::{self, Model};
 
-/// Threads for texts and grammars, and one for what else may wait. Each keeps some memory, whatever it did last.
+/// Threads for texts and grammars, and one thread for other blocking work. Each thread keeps some memory after its
+/// work.
 const BLOCKING_THREADS: usize = WORK_THREADS + 1;
 
 /// Serve the model over HTTP, with OpenAI's API: many requests at once, memory promised before a request starts.
@@ -36,7 +37,7 @@ pub struct ServeArgs {
 }
 
 impl ServeArgs {
-    /// How lines are logged.
+    /// The format of log lines.
     pub fn log_format(&self) -> LogFormat {
         self.options.requests.log_format
     }
@@ -197,7 +198,7 @@ fn server_options(args: &ServeOptions, model: &Model) -> Result<ServerOptions> {
     Ok(options)
 }
 
-/// Tells a model's caches from those of others: its config, its files with their sizes and times, and the arithmetic.
+/// Identifies a model's caches: by its config, its files with their sizes and times, and the arithmetic.
 fn identity(args: &ServeOptions, model: &Model) -> Result<String> {
     let compute = args.engine.options().compute;
     if model.is_built_in {

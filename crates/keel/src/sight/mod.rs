@@ -1,4 +1,4 @@
-//! From a conversation with pictures to a prompt, and to what a sequence sees.
+//! Turns a conversation with pictures into a prompt, and into the pictures' features for a sequence.
 //!
 //! ```text
 //! messages.rs   the JSON of a conversation; its pictures and videos are taken out
@@ -28,33 +28,35 @@ use crate::text::ModelText;
 pub use load::Origin;
 pub use messages::{Conversation, VideoPart};
 
-/// A conversation made ready: its tokens, and its pictures as the tower reads them.
+/// A prepared conversation: its tokens, and its pictures in the tower's form.
 pub struct Prepared {
     /// The prompt.
     pub tokens: Vec<u32>,
-    /// The tower's numbers, where the model has one.
+    /// The tower's config, if the model has a tower.
     pub vision: Option<VisionConfig>,
-    /// Pictures in order, crops behind the picture that they are of.
+    /// Pictures in order. Crops follow their picture.
     pub images: Vec<ProcessedImage>,
     /// Videos in order.
     pub videos: Vec<ProcessedVideo>,
 }
 
-/// Rows of the text model's width, level by level, of all pictures and of all videos.
+/// Features of all pictures and of all videos, level by level. Each row has the text model's width.
 #[derive(Default)]
 pub struct Seen {
-    /// Of pictures.
+    /// Features of pictures.
     pub images: Arc<Features>,
-    /// Of videos.
+    /// Features of videos.
     pub videos: Arc<Features>,
 }
 
 /// Renders and encodes a conversation, and prepares its pictures.
 ///
 /// # Errors
-/// Pictures for a model that reads text alone; files that cannot be read; what the processor, the template or the tokenizer says.
+/// - The model reads only text, and there are pictures.
+/// - A file cannot be read.
+/// - The processor, the template or the tokenizer fails.
 pub fn prepare(model: &Model, text: &ModelText, conversation: &Conversation) -> Result<Prepared> {
-    // A vision part that contradicts itself is no matter where nothing is to be seen.
+    // A vision config that contradicts itself does not matter without pictures.
     let vision = vision::read_vision(&model.json);
     let vision = if conversation.has_pictures() { vision? } else { vision.ok().flatten() };
     let has_tower = vision.as_ref().is_some_and(|config| vision::has_tower(config, &*model.parameters()));
@@ -129,7 +131,7 @@ fn placeholders(config: &VisionConfig, text: &ModelText) -> Result<Placeholders>
 }
 
 impl Prepared {
-    /// For what pictures an engine must plan; `None` without any.
+    /// The options to plan an engine for these pictures. `None` if there are none.
     pub fn vision_options(&self) -> Option<VisionOptions> {
         let grids = self.images.iter().map(|one| one.grid).chain(self.videos.iter().map(|one| one.grid));
         let patches = grids.map(|grid| grid.h * grid.w).max()?;
@@ -137,10 +139,10 @@ impl Prepared {
         Some(VisionOptions { patches, pictures: self.images.len() + groups })
     }
 
-    /// Has the tower look at everything.
+    /// Runs the tower on all pictures and videos.
     ///
     /// # Errors
-    /// What the engine says.
+    /// Errors of the engine.
     pub fn look(&self, engine: &mut Engine) -> Result<Seen> {
         let (mut images, mut videos) = (Features::default(), Features::default());
         for image in &self.images {
@@ -152,10 +154,10 @@ impl Prepared {
         Ok(Seen { images: Arc::new(images), videos: Arc::new(videos) })
     }
 
-    /// What a sequence sees that runs the prompt; `None` for a model that reads text alone.
+    /// The pictures for a sequence that runs the prompt. `None` for a model that reads only text.
     ///
     /// # Errors
-    /// If the prompt's tokens and the pictures do not fit together.
+    /// The prompt's tokens do not match the pictures.
     pub fn sight(&self, seen: &Seen) -> Result<Option<Arc<Sight>>> {
         let Some(config) = &self.vision else { return Ok(None) };
         let width = config.text_hidden;
