@@ -21,18 +21,18 @@ use crate::{EngineError, Result};
 /// Takes one row of logits at a time.
 pub type LogitSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
 
-/// Runs one step of a prompt: the tokens, and the one behind them unless they are the last.
+/// Runs one step of a prompt: its tokens, and the token after them unless they are the last.
 type PrefillStep<'a> = dyn FnMut(&mut Engine, &SequenceCache, &[u32], Option<u32>) -> Result<()> + 'a;
 
 /// The next tokens of a prompt, in [`Engine::prefill_chunks`].
 pub struct Chunk<'a> {
-    /// What holds the tokens before them: a multiple of 64.
+    /// The sequence that holds the tokens before them, a multiple of 64.
     pub sequence: &'a mut SequenceCache,
     /// The tokens, a multiple of 64 unless the prompt ends with them.
     pub tokens: &'a [u32],
-    /// The prompt's token behind them; `None` if it ends.
+    /// The prompt's token after them; `None` if the prompt ends.
     pub next: Option<u32>,
-    /// How the token behind the prompt is drawn, if the device does.
+    /// How the device draws the token after the prompt, if it does.
     pub draw: Option<Draw>,
 }
 
@@ -42,9 +42,9 @@ impl Chunk<'_> {
     }
 }
 
-/// A model and everything it needs, allocated. From here on nothing is allocated outside the plan.
+/// A model and everything it needs, allocated. After that nothing is allocated outside the plan.
 pub struct Engine {
-    /// Steps that nobody has waited for, the first first. They end before the memory below goes.
+    /// Steps under way, the oldest first. They end before the memory below is freed.
     pub(crate) under_way: VecDeque<StepUnderWay>,
     /// Steps submitted so far.
     pub(crate) tickets: u64,
@@ -52,18 +52,18 @@ pub struct Engine {
     pub(crate) model: HybridModel,
     pub(crate) cache: ModelCache,
     pub(crate) stepper: Stepper,
-    /// Where pictures were planned for.
+    /// The vision tower, where pictures were planned for.
     eyes: Option<Eyes>,
     pub(crate) options: EngineOptions,
-    /// What rounds of speculation have been measured to cost.
+    /// Measured costs of rounds of speculation.
     pub(crate) costs: Costs,
-    /// Logits of the row that a round is choosing from.
+    /// Logits of the row that a round chooses from.
     pub(crate) row_logits: Vec<f32>,
-    /// What had been done when the engine was made ready.
+    /// The work done until the engine was ready.
     ready: Option<LateWork>,
 }
 
-/// What an engine does besides running steps, while somebody may be waiting.
+/// Work besides running steps, for which a request may have to wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LateWork {
     /// Steps traced.
@@ -98,10 +98,10 @@ impl LateWork {
 }
 
 impl Engine {
-    /// Reads a model and allocates its memory. On a planning backend the ledger then reads what a real one would.
+    /// Reads a model and allocates its memory. On a planning backend the ledger then reads as it would on a real one.
     ///
     /// # Errors
-    /// What the config, the parameters or the memory limit says; options out of range.
+    /// Errors of the config, the parameters or the memory limit; options out of range.
     pub fn load(
         runtime: &Runtime,
         parameters: &dyn Parameters,
@@ -128,7 +128,7 @@ impl Engine {
         };
         let mut spec = model.cache_spec(options.kv_format());
         if picture_run > 0 {
-            // A step that holds a picture is written as a whole before its first row looks back.
+            // A step with a picture writes all its rows before its first row looks back.
             spec.widen_windows(prefill_rows_max(&options, runtime.backend().is_compiling()));
         }
         let cache = ModelCache::allocate(runtime, spec, size)?;
@@ -158,11 +158,11 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Traces every step that serving meets, and the largest of the others, so that the arena is as large as it will ever be.
+    /// Traces every step that serving needs, and the largest of the others, so that the arena has its final size.
     fn prepare_steps(&mut self) -> Result<()> {
         for shape in self.stepper.buckets().list() {
             self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, true))?;
-            // A prompt may show pictures in each of its steps.
+            // Any step of a prompt may hold pictures.
             if self.eyes.is_some() && shape.regime == Regime::Prefill {
                 let seeing = StepShape { sees: true, ..shape };
                 self.stepper.prepare(&self.runtime, &self.model, &self.cache, (seeing, true))?;
@@ -182,12 +182,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Does everything that the first requests would wait for: kernels are compiled and loaded, and every step of the list is
-    /// run for nobody. [`Engine::late_work`] counts what is done after this. `progress` gets what is done, how much and of how
-    /// much.
+    /// Does everything that the first requests would wait for: compiles and loads kernels, and runs each step of the
+    /// list without a sequence. [`Engine::late_work`] counts later work of this kind. `progress` gets the kind of work,
+    /// how much is done, and how much there is.
     ///
     /// # Errors
-    /// What the runtime says.
+    /// An error of the runtime.
     pub fn make_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
         if self.runtime.backend().is_compiling() {
             let compiling = &mut |done, all| progress("compiling", done, all);
@@ -214,7 +214,7 @@ impl Engine {
         self.ready.is_some()
     }
 
-    /// What was done since [`Engine::make_ready`] that should have been done by it: nothing.
+    /// The work done since [`Engine::make_ready`] that it should have done. There should be none.
     pub fn late_work(&self) -> LateWork {
         self.ready.map_or_else(LateWork::default, |ready| self.work_so_far().since(ready))
     }
@@ -247,7 +247,7 @@ impl Engine {
     /// A new, empty sequence.
     ///
     /// # Errors
-    /// If all are in use.
+    /// All sequences are in use.
     pub fn open(&mut self) -> Result<SequenceCache> {
         Ok(self.cache.open()?)
     }
@@ -257,7 +257,7 @@ impl Engine {
         self.cache.release(sequence);
     }
 
-    /// Checks ids, and that they fit behind what the sequence holds.
+    /// Checks ids, and that the sequence can hold these tokens, too.
     pub(crate) fn admit(&self, sequence: &SequenceCache, tokens: &[u32]) -> Result<()> {
         let vocab = self.model.config.vocab;
         if let Some(&id) = tokens.iter().find(|&&id| id as usize >= vocab) {
@@ -278,29 +278,30 @@ impl Engine {
         }
     }
 
-    /// Whether a sequence of so many tokens turns by other frequencies than a short one. All its tokens do then, the first, too.
+    /// Whether a sequence of `tokens` tokens uses other rotary frequencies than a short one. All its tokens then do,
+    /// from the first on.
     pub fn is_long(&self, tokens: usize) -> bool {
         self.model.config.short_context().is_some_and(|original| tokens > original)
     }
 
-    /// Whether a sequence can grow to so many tokens without turning by other frequencies.
+    /// Whether a sequence can grow to `tokens` tokens with its rotary frequencies.
     pub fn can_grow(&self, sequence: &SequenceCache, tokens: usize) -> bool {
         sequence.is_long() || !self.is_long(tokens)
     }
 
-    /// Whether a sequence may come to turn by other frequencies.
+    /// Whether a sequence may come to need other rotary frequencies.
     pub(crate) fn may_outgrow(&self, sequence: &SequenceCache) -> bool {
         self.model.config.short_context().is_some() && !sequence.is_long()
     }
 
-    /// Lets an empty sequence turn as one of so many tokens.
+    /// Gives an empty sequence the rotary frequencies for `tokens` tokens.
     pub(crate) fn settle_turns(&self, sequence: &mut SequenceCache, tokens: usize) {
         if sequence.is_empty() {
             sequence.set_long(self.is_long(tokens));
         }
     }
 
-    /// Runs all tokens of a sequence that has outgrown its frequencies again, by those of long ones.
+    /// Runs all tokens of a sequence that has outgrown its rotary frequencies again, with those of long sequences.
     pub(crate) fn run_as_long(&mut self, sequence: &mut SequenceCache, tokens: &[u32]) -> Result<()> {
         self.finish_under_way()?;
         self.cache.reset(sequence)?;
@@ -312,14 +313,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Runs a prompt behind what the sequence holds (which must end on the 64-token grid), in steps, and leaves the
-    /// logits of its last token in `logits`. A checkpoint is saved at the last grid point, if there is room.
-    /// `progress` gets the tokens done after each step.
+    /// Runs a prompt in steps after the tokens that the sequence holds, which must end on the 64-token grid. Leaves the
+    /// logits of the prompt's last token in `logits`. Saves a checkpoint at the last grid point, if there is room.
+    /// `progress` gets the number of tokens done after each step.
     ///
     /// # Errors
-    /// Ids out of range, a prompt that does not fit, what the runtime says. The sequence then holds the steps done. If the one
-    /// that failed had changed recurrent state, that is only so where the state before it is kept: at the start and at a
-    /// checkpoint. Elsewhere the sequence answers [`keel_cache::CacheError::TornState`] until it is rewound.
+    /// Ids out of range, a prompt that does not fit, an error of the runtime. The sequence then holds the steps done.
+    /// Exception: the failed step changed recurrent state and did not begin at the start or at a checkpoint. The
+    /// sequence then answers [`keel_cache::CacheError::TornState`] until it is rewound.
     pub fn prefill(
         &mut self,
         sequence: &mut SequenceCache,
@@ -331,8 +332,8 @@ impl Engine {
         self.stepper.read_logits(0, logits)
     }
 
-    /// As [`Engine::prefill`], without reading the logits. With `draw`, the device that has them draws the token behind the
-    /// prompt in the last step, and 4 bytes come to the host.
+    /// As [`Engine::prefill`], but does not read the logits. With `draw`, the device draws the token after the prompt
+    /// in the last step, and 4 bytes come to the host.
     pub(crate) fn run_prompt(
         &mut self,
         sequence: &mut SequenceCache,
@@ -352,7 +353,7 @@ impl Engine {
         Ok(first)
     }
 
-    /// Cuts a prompt into steps. With checkpoints, the last grid point gets a step of its own end.
+    /// Cuts a prompt into steps. With checkpoints, one step ends at the last grid point.
     fn each_prefill_step(
         &mut self,
         sequence: &mut SequenceCache,
@@ -404,7 +405,7 @@ impl Engine {
         Ok(())
     }
 
-    /// So many tokens or another number, so that the step does not end within a picture whose rows see each other.
+    /// Returns `count`, or another number so that the step does not end within a picture whose rows see each other.
     fn whole_pictures(&self, sequence: &SequenceCache, count: usize) -> Result<usize> {
         self.whole_pictures_from(sequence, sequence.offset(), count)
     }
@@ -419,7 +420,8 @@ impl Engine {
         let most = self.prefill_rows_max();
         let Some(sight) = sequence.sight() else { return Ok(count) };
         let Some(run) = sight.run_around(at + count) else { return Ok(count) };
-        // On the grid before the picture, or before the one that this cuts, and so on; else right before the picture.
+        // Cut at the grid point before the picture. If that is within another picture, cut before that one, and so on.
+        // If no grid point is left, cut right before the picture.
         let mut cut = run.start / PREFILL_GRID * PREFILL_GRID;
         while let Some(other) = sight.run_around(cut).filter(|_| cut > at) {
             cut = other.start / PREFILL_GRID * PREFILL_GRID;
@@ -435,16 +437,17 @@ impl Engine {
         }
     }
 
-    /// What the tower makes of a picture: rows of patches with their grid, or planes where the tower reads pictures of one size.
+    /// The tower's features of a picture. `values` are rows of patches with their grid, or planes if the tower reads
+    /// pictures of one size.
     ///
     /// # Errors
-    /// [`EngineError::NoEyes`] where no pictures were planned for; a picture that does not fit; what the runtime says.
+    /// [`EngineError::NoEyes`] if no pictures were planned for; a picture that does not fit; an error of the runtime.
     pub fn see(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
         self.finish_under_way()?;
         self.eyes.as_mut().ok_or(EngineError::NoEyes)?.see(&self.runtime, values, grid)
     }
 
-    /// The numbers of the tower, where pictures were planned for.
+    /// The tower's config, where pictures were planned for.
     pub fn vision(&self) -> Option<&VisionConfig> {
         self.eyes.as_ref().map(Eyes::config)
     }
@@ -454,13 +457,13 @@ impl Engine {
         self.eyes.as_ref()
     }
 
-    /// Whether a step of a prompt may begin and end off the grid: where the rows of a picture see each other, it begins and ends with
-    /// pictures.
+    /// Whether a step of a prompt may begin and end off the grid. Where the rows of a picture see each other, it may
+    /// begin and end at a picture.
     pub(crate) fn leaves_grid(&self) -> bool {
         self.options.picture_run > 0
     }
 
-    /// Runs a step of prompts. Returns the tokens that it draws behind them, nothing if no prompt asks for one.
+    /// Runs a step of prompts. Returns the tokens drawn after them; none if no prompt asks for one.
     fn run_prefill(&mut self, rows: &[Rows<'_>]) -> Result<Vec<u32>> {
         let goes_on = rows.len() == 1 && rows[0].next.is_some();
         let outcome = if goes_on { Outcome::State } else { Outcome::LastLogits };
@@ -470,26 +473,27 @@ impl Engine {
         self.run_and_draw((Regime::Prefill, outcome), rows, rows.len())
     }
 
-    /// Of the next `rows` tokens of a prompt, how many a step by itself should run: all, or fewer on the grid.
+    /// How many of a prompt's next `rows` tokens a step should run if the prompt is alone in it: all, or fewer on the
+    /// grid.
     pub fn chunk_rows(&self, rows: usize) -> usize {
         self.stepper.buckets().chunk_rows(rows)
     }
 
-    /// Prompts that one step may run.
+    /// How many prompts one step may run.
     pub fn chunks_max(&self) -> usize {
         self.stepper.buckets().prompts()
     }
 
-    /// Rows that one step of prompts may run.
+    /// How many rows one step of prompts may run.
     pub fn prefill_rows_max(&self) -> usize {
         self.stepper.buckets().prefill_rows_max()
     }
 
-    /// Runs the next tokens of several prompts in one step. Returns the tokens drawn behind those that ask for one; the logits
-    /// behind prompt `i` are read with [`Engine::logits`], row `i`.
+    /// Runs the next tokens of several prompts in one step. Returns the token drawn after each prompt that asks for
+    /// one. The logits after prompt `i` are row `i` of [`Engine::logits`].
     ///
     /// # Errors
-    /// As [`Engine::prefill`]; each sequence is as before then, or torn.
+    /// As [`Engine::prefill`]. Each sequence is then as before, or torn.
     pub fn prefill_chunks(&mut self, chunks: &mut [Chunk<'_>]) -> Result<Vec<Option<u32>>> {
         let rows: usize = chunks.iter().map(|chunk| chunk.tokens.len()).sum();
         let (chunks_max, rows_max) = (self.chunks_max(), self.prefill_rows_max());
@@ -531,8 +535,8 @@ impl Engine {
         }
     }
 
-    /// A step of a prompt failed. Where the state that the sequence had before is kept, it gets it back; otherwise it stays
-    /// torn, as it does if this fails, too.
+    /// After a failed step of a prompt: if the state before the step is kept, the sequence gets it back. Otherwise, or
+    /// if this fails, too, the sequence stays torn.
     pub(crate) fn take_back_step(&mut self, sequence: &mut SequenceCache) {
         let at = sequence.offset();
         let is_kept = at == 0 || sequence.checkpoints().any(|kept| kept == at);
@@ -541,11 +545,11 @@ impl Engine {
         }
     }
 
-    /// Makes the open rows that were accepted part of the state. Steps do so by themselves; saving and checkpoints of a
-    /// sequence that drafts need it. Where a step failed while it was doing so, this does the rest.
+    /// Makes the accepted open rows part of the state. Steps do so on their own, but a drafting sequence needs it
+    /// before it is saved or gets a checkpoint. If a step failed while it was committing, this commits the rest.
     ///
     /// # Errors
-    /// What the runtime says; it may be tried again then. [`keel_cache::CacheError::TornState`].
+    /// An error of the runtime; the call may then be retried. [`keel_cache::CacheError::TornState`].
     pub fn commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.cache.expect_whole(sequence)?;
         let (windows, states) = match self.cache.interruption(sequence) {
@@ -560,7 +564,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Does the rest of what a step that failed began.
+    /// Commits the rest if a failed step was committing.
     pub(crate) fn finish_commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         if self.cache.interruption(sequence).is_some() { self.commit(sequence) } else { Ok(()) }
     }
@@ -570,7 +574,7 @@ impl Engine {
         ended.map_err(|failed| self.note_failed((regime, outcome), rows, failed))
     }
 
-    /// As [`Engine::run`], and the `count` tokens that the step draws, which come to the host with it.
+    /// As [`Engine::run`]. Returns the `count` tokens that the step draws; they come to the host with it.
     pub(crate) fn run_and_draw(
         &mut self,
         how: (Regime, Outcome),
@@ -589,7 +593,7 @@ impl Engine {
         Ok(ids_of(&bytes))
     }
 
-    /// The step over these rows, once nothing else is under way.
+    /// The step over these rows. Waits for all steps under way first.
     fn step_for(&mut self, how: (Regime, Outcome), rows: &[Rows<'_>]) -> Result<&Executable> {
         self.finish_under_way()?;
         for row in rows {
@@ -598,7 +602,7 @@ impl Engine {
         self.stepper.step_for(&self.runtime, &self.model, &self.cache, how, rows)
     }
 
-    /// Notes what a step that failed has left of its sequences.
+    /// Records what a failed step did to its sequences.
     fn note_failed(
         &mut self,
         (regime, outcome): (Regime, Outcome),
@@ -614,19 +618,19 @@ impl Engine {
         ArrayError::from(failed).into()
     }
 
-    /// Runs one more token of each sequence. The logits are read with [`Engine::logits`]. In an engine that drafts the row
-    /// is left open, and the next step commits it.
+    /// Runs one more token of each sequence. The logits are read with [`Engine::logits`]. In an engine that drafts, the
+    /// row is left open, and the next step commits it.
     ///
     /// # Errors
-    /// Ids out of range, a full context, what the runtime says. In an engine that drafts every sequence is as before then, as
-    /// after a round that failed. Without a log, sequences whose recurrent state had changed already answer
+    /// Ids out of range, a full context, an error of the runtime. In an engine that drafts, each sequence is then as
+    /// before, as after a failed round. Without a log, a sequence whose recurrent state has changed answers
     /// [`keel_cache::CacheError::TornState`] from then on.
     pub fn decode(&mut self, sequences: &mut [&mut SequenceCache], tokens: &[u32]) -> Result<()> {
         self.decode_and_draw(sequences, tokens, &vec![None; tokens.len()]).map(drop)
     }
 
-    /// As [`Engine::decode`], and draws the token behind each sequence that has a [`Draw`], on the device that has the logits:
-    /// 4 bytes a sequence come to the host.
+    /// As [`Engine::decode`]. The device also draws the token after each sequence that has a [`Draw`]: 4 bytes a
+    /// sequence come to the host.
     ///
     /// # Errors
     /// As [`Engine::decode`].
@@ -666,16 +670,17 @@ impl Engine {
         Ok(drawn.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
     }
 
-    /// Copies the logits of sequence `row` of the last step, also if that is still under way.
+    /// Copies the logits of sequence `row` of the last step, even if the step is still under way.
     ///
     /// # Errors
-    /// If there is no such row.
+    /// There is no such row.
     pub fn logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
         self.stepper.read_logits(row, logits)
     }
 
-    /// Logits of every token of a prompt, row by row, in order; then, with `mtp`, those of the multi-token-prediction
-    /// head for all but the last (which takes a second sequence for its time). Needs `all_logits`. With `one_by_one`, every token goes through the decode regime.
+    /// Gives the logits of every token of a prompt, row by row. With `mtp_sink`, the MTP head's logits follow, for all
+    /// tokens but the last; they take a second sequence meanwhile. Needs `all_logits`. With `one_by_one`, each token
+    /// goes through the decode regime.
     ///
     /// # Errors
     /// As [`Engine::prefill`]; [`EngineError::NoMtpHead`].
@@ -704,7 +709,7 @@ impl Engine {
             self.cache.reserve(sequence, prompt.len())?;
             let mut rest = prompt;
             while !rest.is_empty() {
-                // The rows of a picture that see each other stay together.
+                // Rows of a picture that see each other stay together.
                 let at = sequence.offset();
                 let together = sequence.sight().map_or(1, |sight| sight.end(at) + 1 - at).min(rest.len());
                 let regime = if together > 1 { Regime::Prefill } else { Regime::Decode };
@@ -728,7 +733,7 @@ impl Engine {
         }
     }
 
-    /// Runs the head over a whole prompt in a sequence of its own: its layers' keys and values are apart from the
+    /// Runs the MTP head over a whole prompt in a sequence of its own. The head's keys and values are separate from the
     /// model's, but positions and pages are counted alike.
     fn mtp_logits(
         &mut self,

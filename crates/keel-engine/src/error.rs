@@ -1,4 +1,4 @@
-//! What can go wrong when a model runs.
+//! Errors of running a model.
 
 use keel_array::ArrayError;
 use keel_cache::CacheError;
@@ -19,7 +19,7 @@ pub enum EngineError {
         /// Size of the vocabulary.
         vocab: usize,
     },
-    /// Nothing to start from.
+    /// The prompt is empty.
     #[error("the prompt has no tokens")]
     EmptyPrompt,
     /// More tokens than fit.
@@ -30,7 +30,7 @@ pub enum EngineError {
         /// Tokens that fit.
         context: usize,
     },
-    /// A sequence would have to turn by other frequencies from its first token on.
+    /// The sequence would need other rotary frequencies from its first token on.
     #[error(
         "{needed} tokens are more than the {original} up to which this model turns by the frequencies that the sequence \
          began with; run it again from its start"
@@ -54,7 +54,7 @@ pub enum EngineError {
         /// Bytes of the pool.
         total_bytes: usize,
     },
-    /// As many requests wait as may.
+    /// The queue is full.
     #[error("{limit} requests are waiting, which is the limit; try again later")]
     QueueFull {
         /// Requests that may wait.
@@ -69,7 +69,7 @@ pub enum EngineError {
     /// A request ran too long.
     #[error("the request did not end within its deadline")]
     Deadline,
-    /// What constrains a sequence failed.
+    /// The constraint on a sequence failed.
     #[error("the constraint on the output failed: {0}")]
     Constraint(String),
     /// Remembered prefixes cannot be written.
@@ -83,10 +83,10 @@ pub enum EngineError {
     /// A step that this sequence shared with others failed.
     #[error("a step of the batch failed: {0}")]
     Step(String),
-    /// The model does not see.
+    /// The model has no vision tower.
     #[error("this model reads text alone: it has no vision tower")]
     NoEyes,
-    /// The features of a picture are not there.
+    /// The features of a picture are missing.
     #[error(
         "token {token} is a picture's, and the tower has not looked at it: show the sequence its features first"
     )]
@@ -94,7 +94,7 @@ pub enum EngineError {
         /// The token.
         token: usize,
     },
-    /// A picture larger than planned for.
+    /// A picture is larger than planned for.
     #[error(
         "a picture of {patches} patches was not planned for, at most {planned} were: send a smaller one, or start with a larger \
          --image-pixels"
@@ -105,7 +105,7 @@ pub enum EngineError {
         /// Most patches.
         planned: usize,
     },
-    /// More pictures than have room.
+    /// The features of a request's pictures do not fit.
     #[error(
         "the pictures of one request become {needed_bytes} bytes of features, and there are {total_bytes} for all: send fewer or \
          smaller ones, or start with more --images"
@@ -119,13 +119,13 @@ pub enum EngineError {
     /// The model has no multi-token-prediction head.
     #[error("this model has no multi-token-prediction head")]
     NoMtpHead,
-    /// The model.
+    /// An error of the model.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// The cache.
+    /// An error of the cache.
     #[error(transparent)]
     Cache(#[from] CacheError),
-    /// The runtime.
+    /// An error of the runtime.
     #[error(transparent)]
     Array(#[from] ArrayError),
 }

@@ -1,4 +1,4 @@
-//! A tower with its memory, ready to look at pictures.
+//! A vision tower with its memory, ready to look at pictures.
 
 use keel_array::AttentionSpec;
 use keel_array::{
@@ -11,15 +11,15 @@ use serde_json::Value;
 
 use crate::{EngineError, Result};
 
-/// Prepared runs kept at a time: one for each number of patches.
+/// How many prepared runs are kept: one for each number of patches.
 const RUNS_MAX: usize = 8;
 
-/// For what pictures memory is planned.
+/// The pictures that memory is planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VisionOptions {
     /// Patches of the largest picture, or of the largest group of a video's frames.
     pub patches: usize,
-    /// Pictures of this size whose features are kept at once, on the host; 0 where whoever asks for features keeps them.
+    /// How many pictures of this size have their features kept on the host at once; 0 if the caller keeps features.
     pub pictures: usize,
 }
 
@@ -46,13 +46,13 @@ pub(crate) struct Eyes {
     batch: Batch,
     pool: KvPool,
     outputs: Vec<Array>,
-    /// Host memory for features that are kept. It is charged as a whole, and taken as they come.
+    /// Host memory for kept features. It is charged in full at the start, and used as features come.
     kept: Charge,
-    /// By number of patches, the least recently used first.
+    /// Runs by number of patches, the least recently used first.
     prepared: Vec<(usize, Executable)>,
 }
 
-/// The numbers of the tower that a config names, for options that ask for one.
+/// The tower's numbers in a config, if the options ask for a tower.
 pub(crate) fn config(json: &Value, options: Option<VisionOptions>) -> Result<Option<VisionConfig>> {
     if options.is_none() {
         return Ok(None);
@@ -119,12 +119,12 @@ impl Eyes {
         &self.tower.config
     }
 
-    /// Bytes of features that may be kept.
+    /// How many bytes of features may be kept.
     pub fn kept_bytes(&self) -> u64 {
         self.kept.bytes()
     }
 
-    /// Bytes that the features of a picture take, of each group of a video's frames.
+    /// Bytes of the features of a picture, or of a video with all its groups of frames.
     pub fn feature_bytes(&self, grid: PatchGrid) -> u64 {
         let config = &self.tower.config;
         let values = config.rows_of(grid.h, grid.w) * grid.t * config.text_hidden * config.levels();
@@ -189,7 +189,7 @@ impl Eyes {
         Ok(features)
     }
 
-    /// The prepared run over so many patches.
+    /// The prepared run over `count` patches.
     fn run_of(&mut self, runtime: &Runtime, count: usize) -> Result<&Executable> {
         if let Some(i) = self.prepared.iter().position(|(patches, _)| *patches == count) {
             let found = self.prepared.remove(i);

@@ -21,8 +21,8 @@ pub struct GenerateOptions {
     pub one_by_one: bool,
     /// Tokens that the sequence already holds before the prompt. The repetition penalty counts them.
     pub seen: Vec<u32>,
-    /// The caller will release or rewind the sequence after the text, and never continue where it ends. Then steps may run
-    /// ahead even if a step too many leaves a trace: see [`Engine::can_take_back`].
+    /// The caller will release or rewind the sequence after the text, and never continue where it ends. Then steps may
+    /// run ahead even if a step too many leaves a trace: see [`Engine::can_take_back`].
     pub disposable: bool,
 }
 

@@ -1,9 +1,9 @@
 //! Engine, samplers, token iterators and the memory planner.
 //!
-//! The life of a sequence: [`Engine::open`], [`Engine::prefill`] with the prompt, [`Engine::decode`] token by token
-//! (or a [`TokenIterator`], which does all of it), [`Engine::release`]. All memory is allocated by
-//! [`Engine::load`]; [`plan`] gives the same numbers without a weight. A [`batch::Batcher`] runs many at once.
-//! With [`EngineOptions::drafts`], [`Engine::round`] and [`MtpTokenIterator`] give several tokens to a step.
+//! The life of a sequence: [`Engine::open`], [`Engine::prefill`] with the prompt, [`Engine::decode`] token by token,
+//! [`Engine::release`]. A [`TokenIterator`] does all of this. [`Engine::load`] allocates all memory; [`plan`] gives the
+//! same numbers without a weight. A [`batch::Batcher`] runs many sequences at once. With [`EngineOptions::drafts`],
+//! [`Engine::round`] and [`MtpTokenIterator`] give several tokens per step.
 
 #![forbid(unsafe_code)]
 

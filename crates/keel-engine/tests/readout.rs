@@ -1,4 +1,5 @@
-//! Prompts that are read, not answered: hidden states and logits against the model in plain loops, alone and in a batch.
+//! Prompts that are read, not answered: hidden states and logits against the model in plain loops, alone and in a
+//! batch.
 
 mod common;
 

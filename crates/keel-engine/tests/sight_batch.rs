@@ -1,5 +1,5 @@
-//! Requests with pictures in a batch: prefixes know pictures by their pixels, features are kept within their budget, and how work
-//! is cut changes nothing.
+//! Requests with pictures in a batch. Prefixes know pictures by their pixels, features are kept within their budget,
+//! and how work is cut changes nothing.
 
 mod common;
 
@@ -22,7 +22,7 @@ use serde_json::Map;
 
 const ANSWER: usize = 12;
 
-/// A folder, and what the tests take of it.
+/// The folder of a fixture, and the parts that the tests use.
 struct Model {
     name: &'static str,
     folder: std::path::PathBuf,
@@ -58,7 +58,7 @@ impl Model {
         Batcher::new(self.engine(options), batch)
     }
 
-    /// A batch that remembers nothing.
+    /// A batch that remembers no prefixes.
     fn fresh(&self) -> Batcher {
         self.batcher(options(), BatchOptions { reuse_prefixes: false, reuse_generated: false, ..exactly() })
     }
@@ -68,7 +68,7 @@ impl Model {
             SafetensorsFile::open(&self.folder.join(format!("expected_{name}.safetensors"))).expect("opens");
         let ids = file.tensor("input_ids").expect("there");
         let tokens = ids.bytes().as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b));
-        // A text after it, so that there is something to remember.
+        // More text follows, so that there is something to remember.
         let tokens = tokens.chain((0..90).map(|i| 100 + i * 7 % 200)).collect();
         let picture = |i: usize| {
             let view = file.tensor(&format!("resized_u8.{i}")).ok()?;
@@ -78,7 +78,8 @@ impl Model {
         Case { tokens, pictures: (0..8).map_while(picture).collect() }
     }
 
-    /// The prompt, its answer, and a text. Tokens that stand for pictures are left out of the answer: a template would refuse them.
+    /// The prompt, its answer, and more text. Tokens of pictures are left out of the answer, because a template would
+    /// refuse them.
     fn next_turn(&self, prompt: &[u32], answer: &[u32]) -> Vec<u32> {
         let tokens = self.config.tokens;
         let is_text = |token: &&u32| **token != tokens.image && Some(**token) != tokens.video;
@@ -114,12 +115,12 @@ fn options() -> EngineOptions {
     }
 }
 
-/// Only what has the bits of a fresh run is reused.
+/// Reuses only prefixes that have the bits of a fresh run.
 fn exactly() -> BatchOptions {
     BatchOptions { reuse_generated: false, ..BatchOptions::default() }
 }
 
-/// The same size, other pixels.
+/// Pictures of the same size with other pixels.
 fn negative(pictures: &[Picture]) -> Vec<Picture> {
     let invert = |one: &Picture| Picture { rgb: one.rgb.iter().map(|v| 255 - v).collect(), ..one.clone() };
     pictures.iter().map(invert).collect()
@@ -131,7 +132,7 @@ fn answer(batcher: &mut Batcher, request: BatchRequest) -> Outcome {
     outcome
 }
 
-/// A name by placeholder tokens alone would answer about the first picture.
+/// If placeholder tokens alone named a prefix, the second picture would get the answer for the first.
 #[test]
 fn two_pictures_behind_one_text_are_two_prefixes() {
     for model in Model::all() {
@@ -176,7 +177,7 @@ fn a_second_turn_from_a_remembered_prefix_has_the_bits_of_a_fresh_run() {
     }
 }
 
-/// The head's drafts, and what generated tokens leave behind for the next turn.
+/// The MTP head's drafts, and the answer that is remembered for the next turn.
 #[test]
 fn drafts_and_remembered_answers_keep_the_offset() {
     for model in Model::all() {
@@ -195,7 +196,7 @@ fn drafts_and_remembered_answers_keep_the_offset() {
             &mut model.fresh(),
             BatchRequest { max_tokens: 80, ..model.request(0, &longer, &case.pictures) },
         );
-        // Across the regimes results agree to rounding; these margins are far above it.
+        // The regimes agree to rounding. These margins are far above it.
         assert!(
             second.tokens[..8] == fresh.tokens[..8],
             "{}: {:?} and {:?}",
@@ -275,7 +276,7 @@ fn requests_wait_for_the_room_of_features_and_what_never_fits_is_refused() {
         let bytes_max = probe.status().pictures.bytes_max;
         drop(probe);
         let mut batcher = model.batcher(one, exactly());
-        // Six pictures, of which at most a few have room at a time.
+        // Six pictures, of which only a few have room at a time.
         let shifted = |by: u8| -> Vec<Picture> {
             let shift = |p: &Picture| Picture {
                 rgb: p.rgb.iter().map(|v| v.wrapping_add(by)).collect(),
@@ -293,7 +294,7 @@ fn requests_wait_for_the_room_of_features_and_what_never_fits_is_refused() {
         }
         assert!(outcomes.iter().all(|outcome| outcome.error.is_none() && outcome.tokens.len() == ANSWER));
         assert_eq!(batcher.status().pictures.looks, 6);
-        // Many in one prompt.
+        // Many pictures in one prompt.
         let mut tokens = case.tokens.clone();
         let (mut pictures, mut n) = (shifted(1), 1);
         let run_of = case.tokens.iter().filter(|&&t| t == model.config.tokens.image).count() as u64;
@@ -348,7 +349,7 @@ fn pictures_that_cannot_be_shown_are_refused_and_cancelled_ones_leave_nothing() 
     }
 }
 
-/// The tower delays answers by one picture a step.
+/// The tower delays answers by one picture a step at most.
 #[test]
 fn answers_go_on_between_pictures() {
     for model in Model::all() {
@@ -386,7 +387,7 @@ fn prefixes_with_pictures_outlive_a_restart() {
         let other = answer(&mut model.fresh(), model.request(0, &case.tokens, &negative(&case.pictures)));
         assert!(batcher.save_prefixes("m", folder.path()).expect("written") > 0);
         let mut second = model.batcher(options(), exactly());
-        // Names are given in the order in which pictures come; after a restart it is another one.
+        // Names are given in the order in which pictures come, which differs after a restart.
         let unrelated = answer(&mut second, model.request(0, &case.tokens, &negative(&case.pictures)));
         assert!(unrelated.tokens == other.tokens && unrelated.cached == 0);
         second.forget_prefixes();
@@ -407,7 +408,7 @@ fn prefixes_with_pictures_outlive_a_restart() {
     }
 }
 
-/// Takes the names of the pictures out of an index.
+/// Removes the names of the pictures from an index.
 fn break_pictures(folder: &Path) {
     let path = folder.join("index.json");
     let mut index: serde_json::Value =

@@ -1,18 +1,18 @@
-//! Features of pictures: what the tower has made is kept for requests that show the same picture, within a budget.
+//! Features of pictures. They are kept within a budget, for requests that show the same picture.
 //!
-//! The budget is part of the plan. A request that may have to run the tower *holds* its pictures from its start until its prompt
-//! has been run: there is room for all of them then. Pictures that nobody holds stay as long as nobody needs their room, and the
-//! least recently used go first.
+//! The budget is part of the plan. A request that may have to run the tower *holds* its pictures from its start until
+//! its prompt has been run, so there is room for all of them. Pictures that no request holds stay until their room is
+//! needed. The least recently used go first.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use keel_cache::Features;
 
-/// Tells a picture, as the tower reads it, from all others: a full hash of pixels and processor settings.
+/// Identifies a picture as the tower reads it: a full hash of pixels and processor settings.
 pub type PictureKey = [u8; 32];
 
-/// A picture that is to be held, and the bytes of its features.
+/// A picture to hold, and the bytes of its features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Wanted {
     pub key: PictureKey,
@@ -56,19 +56,20 @@ impl FeatureStore {
         self.entries.values().filter(|entry| entry.holders > 0).map(|entry| entry.bytes).sum()
     }
 
-    /// Pictures whose features are there.
+    /// How many pictures have their features here.
     pub fn len(&self) -> usize {
         self.entries.values().filter(|entry| entry.features.is_some()).count()
     }
 
-    /// Whether all of these can be held at once.
+    /// Whether all of these pictures can be held at once.
     pub fn can_hold(&self, wanted: &[Wanted]) -> bool {
         let is_held = |key| self.entries.get(key).is_some_and(|entry| entry.holders > 0);
         let more: u64 = distinct(wanted).filter(|one| !is_held(&one.key)).map(|one| one.bytes).sum();
         self.held().saturating_add(more) <= self.limit
     }
 
-    /// Holds all of these, forgetting others as far as needed; false if there is no room, and none is held then.
+    /// Holds all of these pictures, and forgets others as far as needed. If there is no room, holds none and returns
+    /// false.
     pub fn hold(&mut self, wanted: &[Wanted]) -> bool {
         if !self.can_hold(wanted) {
             return false;
@@ -94,7 +95,7 @@ impl FeatureStore {
         self.entries.get(key)?.features.clone()
     }
 
-    /// Keeps what the tower has made of a picture that is held.
+    /// Keeps the features of a picture that is held.
     pub fn fill(&mut self, key: &PictureKey, features: Arc<Features>) {
         if let Some(entry) = self.entries.get_mut(key) {
             let bytes: usize = features.levels.iter().map(|level| size_of_val(&level[..])).sum();
@@ -103,7 +104,7 @@ impl FeatureStore {
         }
     }
 
-    /// Takes a hold back. What the tower never looked at is forgotten.
+    /// Takes a hold back. A picture that the tower never looked at is forgotten.
     pub fn let_go(&mut self, key: &PictureKey) {
         let Some(entry) = self.entries.get_mut(key) else { return };
         entry.holders = entry.holders.saturating_sub(1);
@@ -112,7 +113,7 @@ impl FeatureStore {
         }
     }
 
-    /// Forgets what nobody holds.
+    /// Forgets the pictures that no request holds.
     pub fn clear(&mut self) {
         self.entries.retain(|_, entry| entry.holders > 0);
     }

@@ -1,10 +1,10 @@
 //! Continuous batching: many sequences on one engine, which join and leave between steps.
 //!
-//! A request waits until the pages for its prompt and all its tokens can be promised (`policy.rs`), then runs to its
-//! end: an admitted request never fails for memory. Where the engine has memory on the host to park sequences in, more are
-//! let in than can be promised (`crowd.rs`); none of them fails for memory either. Each [`Batcher::step`] advances every answer by a token and
-//! prompts by chunks under a token budget. Everything here is synchronous and knows no clock: the caller says what
-//! time it is.
+//! A request waits until the pages for its prompt and all its tokens can be promised (`policy.rs`). Then it runs to its
+//! end: an admitted request never fails for memory. If the engine has host memory to park sequences in, more requests
+//! are admitted than can be promised (`crowd.rs`); they do not fail for memory either. Each [`Batcher::step`] advances
+//! every answer by a token, and prompts by chunks under a token budget. Everything here is synchronous and has no
+//! clock: the caller says what time it is.
 
 mod ahead;
 mod attempts;
@@ -46,14 +46,14 @@ use pictures::Pictures;
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
 
-/// Those of the running sequences, in order.
+/// The running sequences with these numbers, in order.
 fn members<'a>(running: &'a mut [Running], rows: &'a [usize]) -> impl Iterator<Item = &'a mut Running> {
     running.iter_mut().enumerate().filter(|(i, _)| rows.binary_search(i).is_ok()).map(|(_, running)| running)
 }
 
 struct Waiting {
     request: BatchRequest,
-    /// The prompt as prefixes know it, where it shows pictures.
+    /// The prompt as prefixes know it, if it shows pictures.
     key: Option<Vec<u32>>,
     sampler: Sampler,
     since: Instant,
@@ -66,29 +66,29 @@ pub struct Batcher {
     waiting: VecDeque<Waiting>,
     /// In the order in which they started.
     running: Vec<Running>,
-    /// Steps under way, the first first.
+    /// Steps under way, the oldest first.
     pending: VecDeque<Pending>,
-    /// Whether a step has failed and the next one is waited for.
+    /// Whether the next step is waited for, because a step failed or could not be submitted.
     is_careful: bool,
-    /// Newer than all that run, in the same order.
+    /// Parked sequences, in the same order. All of them started after those that run.
     parked: VecDeque<Running>,
-    /// What parking came to so far.
+    /// Counts of parking so far.
     parking: ParkingStatus,
     prefixes: Prefixes,
-    /// What the tower has made.
+    /// Features that the tower has computed.
     features: FeatureStore,
-    /// How often it has looked.
+    /// How often the tower has looked at a picture.
     looks: u64,
     /// Requests that no step can take.
     refused: Vec<(RequestId, EngineError)>,
-    /// Of sequences that have ended.
+    /// Counts of sequences that have ended.
     speculation: SpeculationCounters,
     /// Counts steps, so that prompts take turns.
     turn: usize,
-    /// Steps that have failed, tried again or not.
+    /// Failed steps, whether retried or not.
     failed_steps: u64,
     logits: Vec<f32>,
-    /// Hidden states of rows that are added up.
+    /// Hidden states of the rows that are being added up.
     row_hidden: Vec<f32>,
     events: Vec<(RequestId, BatchEvent)>,
 }
@@ -123,7 +123,7 @@ impl Batcher {
         &self.engine
     }
 
-    /// True if nothing runs or waits.
+    /// Whether nothing runs or waits.
     pub fn is_idle(&self) -> bool {
         self.running.is_empty() && self.parked.is_empty() && self.waiting.is_empty()
     }
@@ -131,8 +131,8 @@ impl Batcher {
     /// Puts a request into the queue.
     ///
     /// # Errors
-    /// If it can never run: ids or options out of range, [`EngineError::Context`], [`EngineError::NeverFits`]. If it
-    /// cannot now: [`EngineError::QueueFull`].
+    /// - It can never run: ids or options out of range, [`EngineError::Context`], [`EngineError::NeverFits`].
+    /// - It cannot wait now: [`EngineError::QueueFull`].
     pub fn submit(&mut self, request: BatchRequest, now: Instant) -> Result<()> {
         let sampler = self.check(&request)?;
         if self.waiting.len() >= self.options.queue_limit {
@@ -177,7 +177,7 @@ impl Batcher {
         Sampler::new(request.sampler.clone(), &request.prompt)
     }
 
-    /// Ends a request, wherever it is, and takes its memory back. Nothing happens if it has ended already.
+    /// Ends a request in any state and takes its memory back. Does nothing if it has ended already.
     pub fn cancel(&mut self, id: RequestId) {
         self.waiting.retain(|w| w.request.id != id);
         if let Some(at) = self.running.iter().position(|r| r.id == id) {
@@ -199,7 +199,7 @@ impl Batcher {
         }
     }
 
-    /// Forgets remembered prefixes, and features of pictures that nobody holds.
+    /// Forgets remembered prefixes, and features of pictures that no request holds.
     pub fn forget_prefixes(&mut self) {
         self.features.clear();
         self.prefixes.clear(self.engine.cache_mut());
@@ -229,7 +229,7 @@ impl Batcher {
         }
     }
 
-    /// Lets requests in, advances every answer by a token and prompts by chunks, and returns what happened.
+    /// Admits requests, advances every answer by a token and prompts by chunks, and returns what happened.
     pub fn step(&mut self, now: Instant) -> Vec<(RequestId, BatchEvent)> {
         self.expire(now);
         self.bring_back();
@@ -273,8 +273,8 @@ impl Batcher {
         self.expire_parked(is_late);
     }
 
-    /// Starts requests in the order in which they came, as long as the next one fits. One whose prompt another is just
-    /// running keeps its place and lets those behind it pass. Whoever is parked comes before them all.
+    /// Starts requests in the order of arrival as long as the next one fits. A request whose prompt another sequence is
+    /// just running keeps its place and lets later requests pass. No request starts while a sequence is parked.
     fn let_in(&mut self, now: Instant) {
         let mut at = 0;
         while self.parked.is_empty() && self.running.len() < self.engine.options().sequences {
@@ -303,19 +303,19 @@ impl Batcher {
         }
     }
 
-    /// What of a hit can be used without breaking a promise; `None` if the request has to wait.
+    /// The part of a hit that can be used without breaking a promise; `None` if the request has to wait.
     fn promise(&self, request: &BatchRequest, hit: PrefixHit) -> Option<PrefixHit> {
         let shared = hit.len / AttentionSpec::PAGE;
         let pinned = self.prefixes.evictable_of(self.engine.cache(), &hit.pages);
         if self.can_see(request, hit.len) && self.can_start(request, shared, pinned) {
             return Some(hit);
         }
-        // What it would share may stand in its own way.
+        // The pages that it would share may take the room that it needs, so try without them.
         let anew = prefixes::nothing(hit.known_len);
         (self.can_see(request, 0) && self.can_start(request, 0, 0)).then_some(anew)
     }
 
-    /// Whether there is room for a request that shares so many pages.
+    /// Whether there is room for a request that shares `shared` pages and pins `pinned` pages.
     fn can_start(&self, request: &BatchRequest, shared: usize, pinned: usize) -> bool {
         let all = pages_at_full_length(request.prompt.len(), request.max_tokens);
         if let Some(crowd) = self.crowd() {
@@ -354,7 +354,7 @@ impl Batcher {
         Ok(())
     }
 
-    /// Runs the last token of every answer, with drafts behind it where the engine makes them, and draws what follows.
+    /// Runs the last token of each answer, with drafts after it if the engine makes them, and draws the next tokens.
     fn decode(&mut self) {
         self.run_outgrown_again();
         let drafts = self.engine.options().drafts;
@@ -379,7 +379,7 @@ impl Batcher {
         ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
     }
 
-    /// Answers that grow beyond the tokens up to which they turn as they do are run again as prompts.
+    /// Runs answers that outgrow their rotary frequencies again as prompts.
     fn run_outgrown_again(&mut self) {
         for i in 0..self.running.len() {
             let running = &mut self.running[i];
@@ -396,12 +396,12 @@ impl Batcher {
         }
     }
 
-    /// A token or more for each of these answers.
+    /// One or more tokens for each of these answers.
     fn decode_together(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
         if self.engine.options().drafts > 0 { self.round(rows) } else { self.decode_plainly(rows) }
     }
 
-    /// A token for each answer.
+    /// One token for each answer.
     fn decode_plainly(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
         let draws: Vec<_> = members(&mut self.running, rows).map(Running::draw_ahead).collect();
         let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
@@ -430,13 +430,13 @@ impl Batcher {
         Ok(decoding.zip(rounds).map(|(r, round)| r.take(&round.tokens, round.is_last)).collect())
     }
 
-    /// Pages that the next `rows` tokens of a sequence begin.
+    /// How many more pages the next `rows` tokens of a sequence need.
     fn pages_for(&self, i: usize, rows: usize) -> usize {
         let running = &self.running[i];
         running.pages_behind(rows.min(running.rows_max(false)))
     }
 
-    /// Keeps the state of an answer at its last grid point, for a next turn.
+    /// Keeps the state of an answer at its last grid point for a next turn.
     fn keep_state(&mut self, i: usize) -> Result<()> {
         let running = &self.running[i];
         if !self.options.reuse_generated || !running.is_at_grid_of_answer() {
@@ -465,7 +465,7 @@ impl Batcher {
         drawn
     }
 
-    /// Reports tokens, and returns how the sequence ended if it did.
+    /// Reports tokens. Returns how the sequence ended if it did.
     fn report(&mut self, i: usize, drawn: Result<Drawn>) -> Option<BatchEvent> {
         match drawn {
             Ok(drawn) => {
@@ -488,7 +488,8 @@ impl Batcher {
         self.end(i, BatchEvent::Failed(error));
     }
 
-    /// Takes a sequence out of the batch and its memory back. What it knows is remembered up to its last state.
+    /// Removes a sequence from the batch and takes its memory back. Its tokens up to its last kept state are
+    /// remembered.
     fn leave(&mut self, i: usize) -> RequestId {
         let mut running = self.running.remove(i);
         self.remember_answer(&mut running);
@@ -498,7 +499,7 @@ impl Batcher {
         id
     }
 
-    /// Remembers what a sequence knows up to its last state.
+    /// Remembers the tokens of a sequence up to its last kept state.
     fn remember_answer(&mut self, running: &mut Running) {
         let cache = self.engine.cache_mut();
         if let Some((at, state)) = running.rolling.take() {
@@ -509,7 +510,7 @@ impl Batcher {
         }
     }
 
-    /// Takes the memory of a sequence that has ended.
+    /// Takes back the memory of a sequence that has ended.
     fn give_back(&mut self, mut running: Running) {
         self.let_go_of_pictures(&mut running);
         if let Some(speculation) = &running.speculation {

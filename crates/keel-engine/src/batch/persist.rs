@@ -1,8 +1,8 @@
 //! Remembered prefixes across restarts.
 //!
 //! A folder holds one cache file for each text, and `index.json`. The index names the files with their sizes and
-//! checksums, and the pictures that each text shows by their hashes. It is written last. A file that is missing, damaged or
-//! of another model is skipped; its tokens are run again.
+//! checksums, and the pictures of each text by their hashes. It is written last. A file that is missing, damaged or of
+//! another model is skipped; its tokens are run again.
 
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use crate::{EngineError, Result};
 const INDEX: &str = "index.json";
 /// The size limit of an index. Each entry takes less than 100 bytes, and 70 for each picture.
 const INDEX_BYTES_MAX: u64 = 1 << 20;
-/// Texts with more are not written.
+/// A text with more pictures is not written.
 const PICTURES_MAX: usize = 32;
 const FORMAT: &str = "keel-prefix-cache-1";
 /// How many texts are kept: the most recently used.

@@ -1,4 +1,4 @@
-//! Requests with pictures: what they bring, and how the tower looks.
+//! Requests with pictures: their input, and when the tower looks.
 //!
 //! ```text
 //! submit     pictures known by their keys; what never fits is refused
@@ -23,21 +23,21 @@ use crate::{Engine, EngineError, PatchGrid, Result};
 /// A picture or a video, ready for the tower.
 #[derive(Clone)]
 pub struct PictureInput {
-    /// Tells it from all others.
+    /// Identifies it.
     pub key: PictureKey,
     /// Rows of patches, or planes.
     pub values: Arc<Vec<f32>>,
     /// The patches.
     pub grid: PatchGrid,
-    /// Whether it stands for a video.
+    /// Whether it is a video.
     pub is_video: bool,
 }
 
-/// The pictures of a prompt, and where its tokens stand.
+/// The pictures of a prompt, and the positions of its tokens.
 #[derive(Clone)]
 pub struct RequestSight {
     sight: Sight,
-    /// Pictures, then videos, as their rows are counted.
+    /// Pictures, then videos, in the order in which their rows are counted.
     pictures: Vec<Placed>,
 }
 
@@ -45,17 +45,17 @@ pub struct RequestSight {
 #[derive(Clone)]
 struct Placed {
     input: PictureInput,
-    /// Its rows, counted over all.
+    /// Its rows, counted over all pictures.
     rows: Range<usize>,
     /// From its first token to its last.
     tokens: Range<usize>,
 }
 
 impl RequestSight {
-    /// Finds pictures in the prompt that shows them, in order.
+    /// Finds the pictures in the prompt that shows them, in order.
     ///
     /// # Errors
-    /// If the prompt's tokens of pictures are not those of these pictures.
+    /// The prompt's tokens of pictures are not those of these pictures.
     pub fn new(config: &VisionConfig, prompt: &[u32], pictures: Vec<PictureInput>) -> Result<RequestSight> {
         let (videos, images): (Vec<_>, Vec<_>) = pictures.into_iter().partition(|one| one.is_video);
         let mut first = 0;
@@ -100,12 +100,12 @@ impl RequestSight {
         self.len() == 0
     }
 
-    /// Bytes of what the tower reads.
+    /// Bytes of the tower's input.
     pub fn input_bytes(&self) -> usize {
         self.pictures.iter().map(|one| size_of_val(&one.input.values[..])).sum()
     }
 
-    /// The prompt with each token of a picture replaced by its picture's name: what tells prefixes apart.
+    /// The prompt with each token of a picture replaced by the picture's name. These keys tell prefixes apart.
     pub(super) fn key<'a>(
         &self,
         prompt: &'a [u32],
@@ -130,9 +130,9 @@ pub(super) struct Pictures {
     asked: Option<RequestSight>,
     /// The prompt as prefixes know it, where that differs from its tokens.
     pub key: Option<Vec<u32>>,
-    /// Those that are held.
+    /// Pictures that it holds.
     held: Vec<PictureKey>,
-    /// Those that the tower has still to look at, the first last: numbers in `asked`.
+    /// Pictures that the tower has not looked at yet, as numbers in `asked`. The next one is the last.
     unseen: Vec<usize>,
     seen: Vec<SeenPicture>,
 }
@@ -154,10 +154,11 @@ impl Pictures {
 }
 
 impl Batcher {
-    /// What of a request's pictures the tower may have to look at, if the first `known` tokens of the prompt are remembered.
+    /// The pictures of a request that the tower may have to look at, if the first `known` tokens of the prompt are
+    /// remembered.
     pub(super) fn wanted(&self, asked: Option<&RequestSight>, known: usize) -> Vec<(usize, Wanted)> {
         let (Some(asked), Some(eyes)) = (asked, self.engine.eyes()) else { return Vec::new() };
-        // A sequence that outgrows its frequencies is run again from its start.
+        // A sequence that outgrows its rotary frequencies is run again from its start.
         let may_run_again = self.engine.model().config.short_context().is_some();
         let is_needed = |one: &Placed| one.tokens.end > known || may_run_again;
         let pictures = asked.pictures.iter().enumerate().filter(|(_, one)| is_needed(one));
@@ -201,7 +202,7 @@ impl Batcher {
         self.features.can_hold(&wanted)
     }
 
-    /// Holds the features that a sequence needs which is about to start, and shows it where its tokens stand.
+    /// Holds the features that a sequence needs which starts now, and gives it the positions of its tokens.
     pub(super) fn hold_pictures(&mut self, running: &mut Running, known: usize) {
         let wanted = self.wanted(running.pictures.asked.as_ref(), known);
         let Some(asked) = &running.pictures.asked else { return };
@@ -214,14 +215,14 @@ impl Batcher {
         running.pictures.held = wanted.iter().map(|one| one.key).collect();
     }
 
-    /// Has the tower look at a picture of a sequence that waits for it, at most one. Features that are known are taken at once.
+    /// Lets the tower look at one picture at most, for a sequence that waits for it. Known features are taken at once.
     pub(super) fn look(&mut self) {
         self.let_go_of_seen();
         self.take_known();
         if !self.running.iter().any(|running| running.pictures.are_unseen()) {
             return;
         }
-        // The tower runs by itself: steps under way come first.
+        // The tower runs alone, so steps under way are taken first.
         self.settle();
         let Some(i) = self.running.iter().position(|running| running.pictures.are_unseen()) else { return };
         if let Err(error) = self.look_at_next(i) {
@@ -243,7 +244,7 @@ impl Batcher {
         Ok(())
     }
 
-    /// Gives sequences the features that are there.
+    /// Gives sequences the features that are known.
     fn take_known(&mut self) {
         for running in &mut self.running {
             let pictures = &mut running.pictures;
@@ -254,7 +255,7 @@ impl Batcher {
                 let Some(features) = self.features.get(&asked.pictures[of].input.key) else { break };
                 pictures.unseen.pop();
                 pictures.seen.push(SeenPicture { first: asked.pictures[of].rows.start, features });
-                // What the tower has read nobody reads again.
+                // The tower's input is not needed again.
                 asked.pictures[of].input.values = Arc::default();
             }
             if pictures.unseen.is_empty() {
@@ -265,7 +266,7 @@ impl Batcher {
         }
     }
 
-    /// Lets features go that no step will read: those of prompts that have been run.
+    /// Lets go of features that no step will read: those of prompts that have been run.
     fn let_go_of_seen(&mut self) {
         for running in &mut self.running {
             let is_done = running.pictures.are_held()
@@ -281,13 +282,14 @@ impl Batcher {
         }
     }
 
-    /// Takes back what a sequence holds that ends.
+    /// Lets go of the pictures of a sequence that ends.
     pub(super) fn let_go_of_pictures(&mut self, running: &mut Running) {
         running.cache.look_at(None);
         running.pictures.held.drain(..).for_each(|key| self.features.let_go(&key));
     }
 
-    /// Shares of a step that hold pictures as a whole, where their rows see each other, and are no more together than a step has.
+    /// Changes the shares of a step so that pictures whose rows see each other stay whole. Together the shares stay
+    /// within the rows of a step.
     pub(super) fn keep_pictures_whole(&mut self, shares: &mut Vec<(usize, usize)>) {
         if !self.engine.leaves_grid() {
             return;

@@ -19,22 +19,22 @@ pub(super) struct Prefixes {
 
 impl Prefixes {
     pub fn new(cache: &ModelCache, enabled: bool) -> Prefixes {
-        // The pages of sliding layers are written again and again: none can be left to others.
+        // The pages of sliding layers are overwritten again and again, so they cannot be shared.
         let enabled = enabled && cache.spec().window().is_none();
         let tree = PrefixTree::new(cache.spec().is_recurrent());
         Prefixes { tree, enabled, names: PictureNames::default() }
     }
 
-    /// A prompt as the tree knows it: tokens of pictures are the names of the pictures.
+    /// A prompt as the tree knows it: tokens of pictures become the names of the pictures.
     pub fn name_pictures(&mut self, prompt: &[u32], sight: &RequestSight) -> Vec<u32> {
         let key = sight.key(prompt, |key| self.names.name(key)).into_owned();
-        // Two pictures could have one name from now on. Nobody lives to see it.
+        // From now on two pictures could have the same name. This takes 2^30 pictures.
         self.enabled &= !self.names.are_spent;
         key
     }
 
-    /// Writes the pictures of a text of the tree in a form that outlives their names: each token of one becomes the number of its
-    /// picture in the list. `None` if a name was forgotten.
+    /// Writes the pictures of a text of the tree without their names: each token of a picture becomes the number of the
+    /// picture in the returned list. `None` if a name was forgotten.
     pub fn unname(&self, key: &mut [u32]) -> Option<Vec<PictureKey>> {
         let mut pictures: Vec<PictureKey> = Vec::new();
         let mut last = None;
@@ -57,7 +57,7 @@ impl Prefixes {
         Some(pictures)
     }
 
-    /// The way back; `None` if a number has no picture.
+    /// Undoes [`Prefixes::unname`]; `None` if a number has no picture.
     pub fn rename(&mut self, key: &mut [u32], pictures: &[PictureKey]) -> Option<()> {
         let names: Vec<u32> = pictures.iter().map(|picture| self.names.name(picture)).collect();
         for token in key.iter_mut().filter(|token| **token & PICTURE != 0) {
@@ -70,7 +70,7 @@ impl Prefixes {
         &self.tree
     }
 
-    /// Where a prompt can begin, which turns as a long one or not.
+    /// The remembered tokens with which a prompt can begin. `is_long` says which rotary frequencies it uses.
     pub fn find(&mut self, prompt: &[u32], is_long: bool) -> PrefixHit {
         if !self.enabled {
             return PrefixHit { len: 0, pages: Vec::new(), state: None, known_len: 0 };
@@ -83,7 +83,7 @@ impl Prefixes {
         pages.iter().filter(|&&page| cache.page_holders(page) == 1).count()
     }
 
-    /// Forgets until so many pages are free, sparing those of `hit`. Nothing happens if there are enough.
+    /// Forgets prefixes until `pages` pages are free, but spares the pages of `hit`.
     pub fn make_room(&mut self, cache: &mut ModelCache, pages: usize, hit: &[u32]) {
         while cache.free_pages() < pages {
             let pinned = |page| cache.page_holders(page) > 1 || hit.contains(&page);
@@ -92,13 +92,14 @@ impl Prefixes {
         }
     }
 
-    /// A checkpoint with the state of a sequence, if one can be had.
+    /// Saves the state of a sequence in a checkpoint, if one is free or can be freed.
     pub fn save_state(&mut self, cache: &mut ModelCache, sequence: &SequenceCache) -> Result<Option<u32>> {
         self.make_room_for_state(cache);
         if self.enabled { Ok(cache.save_state(sequence)?) } else { Ok(None) }
     }
 
-    /// As [`Prefixes::save_state`], of a sequence whose steps are still under way: what the last of them will leave.
+    /// As [`Prefixes::save_state`], for a sequence with steps under way: saves the state that the last of them will
+    /// leave.
     pub fn save_state_ahead(
         &mut self,
         cache: &mut ModelCache,
@@ -116,8 +117,7 @@ impl Prefixes {
         }
     }
 
-    /// Remembers the first `len` tokens of a sequence, with the state behind them. The state is freed if it is
-    /// known already.
+    /// Remembers the first tokens of a sequence, with the state after them. A state that is known already is freed.
     pub fn remember(
         &mut self,
         cache: &mut ModelCache,
@@ -144,18 +144,19 @@ impl Prefixes {
     }
 }
 
-/// A hit of nothing. `known_len` tokens are remembered, but cannot be used.
+/// An empty hit. `known_len` tokens are remembered, but cannot be used.
 pub(super) fn nothing(known_len: usize) -> PrefixHit {
     PrefixHit { len: 0, pages: Vec::new(), state: None, known_len }
 }
 
-/// Set in the first token of texts that turn by the frequencies of long sequences: no id has it.
+/// Set in the first token of texts with the rotary frequencies of long sequences. No token id has this bit.
 const LONG: u32 = 1 << 31;
 
-/// Set in tokens of a key that are a picture's; the other bits are its name. No id has it.
+/// Set in a key's tokens of pictures. The other bits are the name of the picture. No token id has this bit.
 const PICTURE: u32 = 1 << 30;
 
-/// Pictures named at most. Older names are then forgotten, and the prefixes with them are found no more.
+/// How many pictures may have names. When there are more, all names are forgotten, and prefixes with them are not
+/// found.
 const NAMES_MAX: usize = 1 << 16;
 
 /// Short names of pictures. A name is never given to a second picture, so equal names mean equal pictures.
@@ -188,7 +189,7 @@ impl PictureNames {
     }
 }
 
-/// A text in the tree. Long sequences share nothing with others.
+/// A text as a key of the tree. Long sequences share nothing with others.
 fn key(tokens: &[u32], is_long: bool) -> Cow<'_, [u32]> {
     let mut key = Cow::Borrowed(tokens);
     if is_long && !tokens.is_empty() {
@@ -197,14 +198,14 @@ fn key(tokens: &[u32], is_long: bool) -> Cow<'_, [u32]> {
     key
 }
 
-/// Whether a text of the tree is of a long sequence, and its tokens.
+/// Splits a key of the tree: whether it belongs to a long sequence, and its tokens.
 pub(super) fn text_of(mut key: Vec<u32>) -> (bool, Vec<u32>) {
     let is_long = key.first().is_some_and(|first| first & LONG != 0);
     key.iter_mut().take(1).for_each(|first| *first &= !LONG);
     (is_long, key)
 }
 
-/// Where the state of a prompt is saved, from `start` on: at the marks, where it leaves what is known, and as late as
+/// Where the state of a prompt is saved, after `start`: at the marks, where the known part ends, and as late as
 /// possible.
 pub(super) fn stops(prompt_len: usize, start: usize, known_len: usize, marks: &[usize]) -> Vec<usize> {
     let last = prompt_len.saturating_sub(1);
@@ -227,7 +228,8 @@ mod tests {
         assert_ne!(one, other);
         assert_eq!(names.name(&[1; 32]), one);
         assert_eq!(names.picture(one), Some([1; 32]));
-        // So many others that names are forgotten: the picture gets another name, not one that was given.
+        // After this many others all names are forgotten. The picture then gets a new name, not one that was given
+        // before.
         let key = |n: u32| -> PictureKey { std::array::from_fn(|i| n.to_le_bytes()[i % 4]) };
         let given: Vec<u32> = (1000..1000 + NAMES_MAX as u32).map(|n| names.name(&key(n))).collect();
         assert_eq!(names.picture(one), None);

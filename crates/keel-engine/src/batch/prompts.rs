@@ -1,4 +1,5 @@
-//! Chunks of prompts: those of several run in one step, which draws the first token of each that is done.
+//! Chunks of prompts. Those of several prompts run in one step, which draws the first token of each prompt that is
+//! done.
 
 use super::policy::{PromptRest, share_prefill};
 use super::request::BatchEvent;
@@ -15,8 +16,8 @@ struct Part {
 }
 
 impl Batcher {
-    /// Runs chunks of prompts, and draws the first token of those that are done. A step that fails is tried again, then each
-    /// chunk by itself.
+    /// Runs chunks of prompts, and draws the first token of those that are done. A failed step is retried once; then
+    /// each chunk runs alone.
     pub(super) fn prefill(&mut self) {
         let parts = self.parts();
         if parts.is_empty() {
@@ -31,7 +32,7 @@ impl Batcher {
         ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
     }
 
-    /// How many tokens of which prompts the next step should run.
+    /// Which prompts the next step should run, and how many tokens of each.
     pub(super) fn shares(&mut self) -> Vec<(usize, usize)> {
         let is_prompt = |running: &Running| !running.is_answering() && !running.pictures.are_unseen();
         let rows: Vec<usize> = (0..self.running.len()).filter(|&i| is_prompt(&self.running[i])).collect();
@@ -50,7 +51,7 @@ impl Batcher {
         shares
     }
 
-    /// What the next step runs, once there are pages for it. Sequences may be parked for them.
+    /// The chunks of the next step that find their pages. Sequences may be parked for them.
     fn parts(&mut self) -> Vec<Part> {
         let mut parts = Vec::new();
         for (i, rows) in self.shares() {
@@ -59,7 +60,8 @@ impl Batcher {
             }
             let pages = self.running[i].pages_behind(rows);
             self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
-            // Taken now, so that the next part does not count on them. What is missing is said by the step.
+            // Reserved now, so that the next part does not count on these pages. If pages are missing, the step says
+            // so.
             let _ = self.engine.cache_mut().reserve(&mut self.running[i].cache, rows);
             parts.push(Part { i, rows });
         }
@@ -67,13 +69,14 @@ impl Batcher {
         parts
     }
 
-    /// Whether a chunk of a prompt finds its pages. If not, it is not run in this step; the sequence may have been parked.
+    /// Whether a chunk of a prompt finds its pages. If not, it does not run in this step; its sequence may have been
+    /// parked.
     fn make_way_for(&mut self, i: usize, rows: usize) -> bool {
         let holds = self.make_way(|batch, of| if of == i { batch.running[i].pages_behind(rows) } else { 0 });
         holds.get(i) == Some(&false)
     }
 
-    /// Runs the parts, a second time if that failed and left all of them whole.
+    /// Runs the parts. Retries once if that failed and left all sequences whole.
     fn run_twice(&mut self, parts: &[Part]) -> Result<Vec<Option<u32>>> {
         self.run_parts(parts).or_else(|error| {
             self.failed_steps += 1;
@@ -82,7 +85,7 @@ impl Batcher {
         })
     }
 
-    /// Runs a part of a step that has failed. `cause` is what that said.
+    /// Runs one part of a failed step alone. `cause` is the error of that step.
     fn run_alone(&mut self, part: Part, cause: &EngineError) -> Vec<(usize, BatchEvent)> {
         let outcome = match self.is_whole(part.i) {
             true => self.run_parts(&[part]).inspect_err(|_| self.failed_steps += 1),
@@ -114,7 +117,7 @@ impl Batcher {
         outcome
     }
 
-    /// Takes what a step of prompts has led to. Returns the answers that have ended, and how.
+    /// Takes the results of a step of prompts. Returns which answers ended, and how.
     fn finish_parts(&mut self, parts: &[Part], drawn: Vec<Option<u32>>) -> Vec<(usize, BatchEvent)> {
         let (mut outcomes, mut first) = (Vec::new(), 0);
         for (row, (part, token)) in parts.iter().zip(drawn).enumerate() {
@@ -137,7 +140,7 @@ impl Batcher {
         outcomes.into_iter().filter_map(report).collect()
     }
 
-    /// Saves the state of a prompt where others may go on from it.
+    /// Saves the state of a prompt at its stops, where other requests may go on from it.
     fn save_at_stop(&mut self, i: usize) -> Result<()> {
         let running = &self.running[i];
         if running.is_at_stop() {
@@ -148,7 +151,7 @@ impl Batcher {
         Ok(())
     }
 
-    /// The token behind a prompt, which was row `row` of the step that has ended.
+    /// The token after a prompt, which was row `row` of the last step.
     fn first_token(&mut self, i: usize, row: usize, drawn: Option<u32>) -> Result<Drawn> {
         if let Some(read) = self.read_out(i, row) {
             return read;

@@ -1,14 +1,15 @@
-//! Prompts without an answer: what the model makes of them is read instead.
+//! Prompts without an answer: hidden states or logits are read instead.
 //!
-//! The step that ends a prompt leaves the hidden state of its last row and the logits after it, so these cost nothing more.
-//! A mean is added up on the host, row by row in f64: its bits do not depend on how the prompt was cut into steps.
+//! The step that ends a prompt leaves the hidden state of its last row and the logits after it, so these cost nothing
+//! more. A mean is added up on the host, row by row in f64: its bits do not depend on how the prompt was cut into
+//! steps.
 
 use super::Batcher;
 use super::request::BatchEvent;
 use super::sequence::Drawn;
 use crate::{EngineError, FinishReason, Result};
 
-/// What is read of a prompt.
+/// The values to read of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Readout {
     /// The hidden state of the last token, after the final norm.
@@ -20,17 +21,17 @@ pub enum Readout {
 }
 
 impl Readout {
-    /// Whether the prompt may begin with what earlier prompts left, and leaves its own to later ones. Texts that are
-    /// embedded are seldom seen twice, and would drive out conversations.
+    /// Whether the prompt may use remembered prefixes, and is remembered for later ones. Embedded texts are seldom seen
+    /// twice, and would evict conversations.
     pub(super) fn shares_prefixes(&self) -> bool {
         matches!(self, Readout::Logits(_))
     }
 }
 
-/// A readout on its way.
+/// A readout in progress.
 pub(super) struct Reading {
     wanted: Readout,
-    /// Sums over the rows so far, for a mean.
+    /// The sums over the rows so far, for a mean.
     sums: Vec<f64>,
 }
 
@@ -43,7 +44,7 @@ impl Reading {
         self.wanted.shares_prefixes()
     }
 
-    /// Adds rows of this width.
+    /// Adds rows of `width` values.
     fn add(&mut self, rows: &[f32], width: usize) {
         self.sums.resize(width, 0.0);
         for row in rows.chunks_exact(width) {
@@ -72,7 +73,7 @@ impl Batcher {
         }
     }
 
-    /// Adds `rows` rows of the step that has ended, from `first` on, where their mean is wanted.
+    /// Adds `rows` rows of the last step, from row `first` on, if their mean is wanted.
     pub(super) fn add_rows(&mut self, i: usize, first: usize, rows: usize) -> Result<()> {
         let reading = self.running[i].reading.as_mut();
         let Some(reading) = reading.filter(|reading| reading.wanted == Readout::MeanHidden) else {
@@ -83,7 +84,7 @@ impl Batcher {
         Ok(())
     }
 
-    /// Reports what is read of a prompt that was row `row` of the step that has ended. `None` if it is to be answered.
+    /// Reports the values read of a prompt that was row `row` of the last step. `None` if the prompt is to be answered.
     pub(super) fn read_out(&mut self, i: usize, row: usize) -> Option<Result<Drawn>> {
         let running = &self.running[i];
         let reading = running.reading.as_ref()?;

@@ -1,4 +1,4 @@
-//! What is asked of a batch, and what comes out of it.
+//! Requests to a batch, and the events and counts that it returns.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use crate::{EngineError, FinishReason, LateWork, SamplerOptions, SpeculationCoun
 /// Names a request within its batch.
 pub type RequestId = u64;
 
-/// What a sequence may say next, such as a grammar.
+/// Limits what a sequence may say next; for example a grammar.
 pub trait Constraint: Send {
     /// Sets the logits of tokens that may not come next to negative infinity.
     ///
@@ -23,10 +23,10 @@ pub trait Constraint: Send {
     /// A sentence for the user; the request fails with it.
     fn accept(&mut self, token: u32) -> Result<(), String>;
 
-    /// True if nothing may follow.
+    /// Whether nothing may follow.
     fn is_complete(&self) -> bool;
 
-    /// Whether [`Constraint::rollback`] works: without it, a sequence does not draft.
+    /// Whether [`Constraint::rollback`] works. Without it a sequence does not draft.
     fn can_roll_back(&self) -> bool {
         false
     }
@@ -48,26 +48,26 @@ pub struct BatchRequest {
     pub prompt: Vec<u32>,
     /// The pictures that the prompt shows.
     pub sight: Option<RequestSight>,
-    /// Tokens at most. Room for all of them is set aside before the request starts, unless the engine has host memory to
-    /// park sequences in.
+    /// The most tokens to generate. Room for all of them is set aside before the request starts, unless the engine has
+    /// host memory to park sequences in.
     pub max_tokens: usize,
     /// How tokens are drawn.
     pub sampler: SamplerOptions,
     /// Tokens that end the text; they are not part of it.
     pub end_tokens: Vec<u32>,
-    /// Log probabilities of the token drawn and of so many of the most probable.
+    /// Report the log probabilities of the drawn token and of this many of the most probable tokens.
     pub top_logprobs: Option<usize>,
-    /// What may be said.
+    /// Limits the tokens that may come.
     pub constraint: Option<Box<dyn Constraint>>,
     /// Lengths of prefixes that later prompts are likely to share, such as the system prompt.
     pub marks: Vec<usize>,
-    /// The request fails when this has passed.
+    /// The request fails once this time has passed.
     pub deadline: Option<Instant>,
-    /// Whether it may draft, where the engine can, even if that makes another text of the same distribution. How many drafts
-    /// pay depends on the load, and with them the order in which random numbers are used: for a sampled text that its seed should decide
-    /// say no. It then drafts only where a device draws its tokens, which are the same with drafts.
+    /// Whether it may draft even if that gives another text of the same distribution. How many drafts pay depends on
+    /// the load, and the order in which random numbers are used depends on the drafts. So say no if a sampled text must
+    /// follow from its seed. The request then drafts only where the device draws its tokens, which gives the same text.
     pub speculate: bool,
-    /// What is read of the prompt in place of an answer; `max_tokens` is 0 then.
+    /// The values to read of the prompt instead of an answer. `max_tokens` is then 0.
     pub readout: Option<Readout>,
 }
 
@@ -90,12 +90,12 @@ impl BatchRequest {
         }
     }
 
-    /// A request for no answer.
+    /// A request for a readout instead of an answer.
     pub fn to_read(id: RequestId, prompt: Vec<u32>, readout: Readout) -> BatchRequest {
         BatchRequest { readout: Some(readout), ..BatchRequest::new(id, prompt, 0) }
     }
 
-    /// Whether it may begin with what earlier prompts left, and leave its own.
+    /// Whether it may use remembered prefixes, and is remembered for later requests.
     pub(super) fn shares_prefixes(&self) -> bool {
         self.readout.as_ref().is_none_or(Readout::shares_prefixes)
     }
@@ -104,18 +104,18 @@ impl BatchRequest {
 /// Log probabilities at one position, before penalties, temperature and constraints.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
-    /// Of the token drawn.
+    /// Log probability of the token drawn.
     pub drawn: f32,
     /// The most probable tokens, most probable first.
     pub top: Vec<(u32, f32)>,
 }
 
-/// Something happened to a request.
+/// An event of a request.
 #[derive(Debug)]
 pub enum BatchEvent {
     /// It runs from now on.
     Started {
-        /// Prompt tokens that need not be run, because an earlier sequence began alike.
+        /// Prompt tokens that need not be run, because an earlier sequence began with them.
         cached_tokens: usize,
         /// Time in the queue.
         queued: Duration,
@@ -126,10 +126,10 @@ pub enum BatchEvent {
     Token {
         /// Its id.
         id: u32,
-        /// If they were asked for.
+        /// Its log probabilities, if they were asked for.
         logprobs: Option<TokenLogprobs>,
     },
-    /// What was to be read of the prompt. Only the end follows.
+    /// The values read of the prompt. Only the end follows.
     Read(Vec<f32>),
     /// It ended, and its memory is free again. No event follows.
     Finished(FinishReason),
@@ -140,11 +140,12 @@ pub enum BatchEvent {
 /// Bounds of a batch.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchOptions {
-    /// Tokens of one step, decodes and prompts together, while others are waiting for it.
+    /// The most tokens in one step, answers and prompts together. It does not bind a prompt while no other request runs
+    /// or waits.
     pub step_tokens: usize,
-    /// Requests that may wait.
+    /// How many requests may wait.
     pub queue_limit: usize,
-    /// How long one may wait.
+    /// How long a request may wait.
     pub queue_timeout: Duration,
     /// Remember prefixes of sequences for later ones.
     pub reuse_prefixes: bool,
@@ -193,14 +194,14 @@ pub struct SequenceStatus {
     pub accepted: u64,
 }
 
-/// Sequences that lie in host memory while others have their pages.
+/// Sequences that are parked in host memory while others have their pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ParkingStatus {
     /// Sequences that are parked now.
     pub parked: usize,
     /// Bytes that they take.
     pub bytes: u64,
-    /// Bytes there are for them.
+    /// Bytes for parked sequences in all.
     pub bytes_max: u64,
     /// How often a sequence was parked.
     pub times: u64,
@@ -210,16 +211,16 @@ pub struct ParkingStatus {
     pub bytes_in: u64,
 }
 
-/// Features of pictures that are kept.
+/// Kept features of pictures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PictureStatus {
-    /// Pictures whose features are there.
+    /// Pictures whose features are kept.
     pub kept: usize,
     /// Bytes kept or promised to requests.
     pub bytes: u64,
-    /// Bytes of those that requests hold.
+    /// Bytes of features that requests hold.
     pub held_bytes: u64,
-    /// Bytes there are for them.
+    /// Bytes for features in all.
     pub bytes_max: u64,
     /// How often the tower has looked at a picture.
     pub looks: u64,
@@ -232,24 +233,24 @@ pub struct BatchStatus {
     pub waiting: usize,
     /// The running sequences.
     pub running: Vec<SequenceStatus>,
-    /// Those that are parked.
+    /// Parked sequences.
     pub parking: ParkingStatus,
     /// Pages of the pool.
     pub pages: usize,
-    /// Pages that nobody holds.
+    /// Pages without an owner.
     pub free_pages: usize,
-    /// Pages that remembered prefixes hold, whoever else does.
+    /// Pages that remembered prefixes hold, alone or with others.
     pub prefix_pages: usize,
-    /// Pages that remembered prefixes alone hold.
+    /// Pages that only remembered prefixes hold.
     pub idle_prefix_pages: usize,
     /// Saved states of remembered prefixes.
     pub prefix_states: usize,
     /// Features of pictures.
     pub pictures: PictureStatus,
-    /// What speculation came to, of all sequences that have ended.
+    /// Counts of speculation, for all sequences that have ended.
     pub speculation: SpeculationCounters,
-    /// Steps that have failed, tried again or not.
+    /// Failed steps, whether retried or not.
     pub failed_steps: u64,
-    /// What was done late, while somebody may have waited.
+    /// Work that was done late, when a request may have waited for it.
     pub late_work: LateWork,
 }

@@ -19,32 +19,32 @@ use crate::{FinishReason, PREFILL_GRID, Result, Sampler};
 pub(super) struct Running {
     pub id: RequestId,
     pub cache: SequenceCache,
-    /// Prompt and generated tokens; the cache holds all but those that are still to be run.
+    /// Prompt and generated tokens. The cache holds all of them but those that have not been run.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
-    /// Tokens that are run as a prompt: those of the prompt, and more where the sequence had to be run again.
+    /// How many tokens are run as a prompt: the prompt itself, and more if the sequence had to be run again.
     run_len: usize,
     pub cached_tokens: usize,
-    /// Positions on the grid where the prompt's state is saved, ascending.
+    /// Grid positions where the prompt's state is saved, ascending.
     pub stops: Vec<usize>,
     /// The state at the last grid point of the answer: position and checkpoint.
     pub rolling: Option<(usize, u32)>,
     pub deadline: Option<Instant>,
-    /// Takes no part in this step.
+    /// Whether it takes no part in this step.
     pub holds: bool,
-    /// Set behind the prompt, where the engine drafts.
+    /// Set after the prompt, if the engine drafts.
     pub speculation: Option<Speculation>,
-    /// What of it is under way.
+    /// Its part in steps under way.
     pub ahead: Ahead,
     pub pictures: Pictures,
-    /// What is read of the prompt in place of an answer.
+    /// The values to read of the prompt instead of an answer.
     pub reading: Option<Reading>,
     max_tokens: usize,
     chooser: BatchChooser,
     end_tokens: Vec<u32>,
 }
 
-/// What of a sequence is in steps under way.
+/// The part of a sequence in steps under way.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Ahead {
     pub rows: usize,
@@ -53,7 +53,7 @@ pub(super) struct Ahead {
     pub draws: usize,
 }
 
-/// What a step led to.
+/// The outcome of a step for one answer.
 #[derive(Default)]
 pub(super) struct Drawn {
     /// Tokens that belong to the text.
@@ -61,13 +61,13 @@ pub(super) struct Drawn {
     pub finish: Option<FinishReason>,
 }
 
-/// Pages of a request at full length. The last token is drawn and not run.
+/// Pages of a request at full length. The last token is drawn but not run.
 pub(super) fn pages_at_full_length(prompt_len: usize, max_tokens: usize) -> usize {
     (prompt_len + max_tokens.max(1) - 1).div_ceil(AttentionSpec::PAGE)
 }
 
 impl Running {
-    /// A sequence that holds the first tokens of the prompt and is to save its state at `stops`.
+    /// A sequence that holds the first tokens of the prompt and will save its state at `stops`.
     pub fn new(request: BatchRequest, cache: SequenceCache, stops: Vec<usize>, sampler: Sampler) -> Running {
         let chooser = SamplerChooser::new(sampler, request.constraint, request.end_tokens.clone());
         Running {
@@ -91,7 +91,7 @@ impl Running {
         }
     }
 
-    /// Its first tokens as prefixes know them: those of pictures are the names of the pictures.
+    /// Its first tokens as prefixes know them: tokens of pictures become the names of the pictures.
     pub fn key(&self, len: usize) -> Cow<'_, [u32]> {
         match &self.pictures.key {
             None => Cow::Borrowed(&self.tokens[..len]),
@@ -105,17 +105,17 @@ impl Running {
         self.cache.len() >= self.run_len
     }
 
-    /// Whether its prompt, or what stands for it, has just been run for the first time, so that no token behind it is known.
+    /// Whether its prompt has just been run and no token after it is known.
     pub fn awaits_first(&self) -> bool {
         self.awaits_first_at(self.cache.len())
     }
 
-    /// The same, once so many tokens are run.
+    /// The same, once `at` tokens are run.
     pub fn awaits_first_at(&self, at: usize) -> bool {
         at >= self.run_len && self.tokens.len() == self.run_len
     }
 
-    /// Whether tokens of its answer are run as a prompt, because it turns by other frequencies from now on.
+    /// Whether tokens of its answer are run as a prompt, because it has new rotary frequencies.
     pub fn is_run_again(&self) -> bool {
         self.run_len > self.prompt_len
     }
@@ -125,27 +125,27 @@ impl Running {
         self.tokens[..self.run_len].get(at).copied()
     }
 
-    /// Has forgotten what it held, and runs all its tokens but the last as a prompt.
+    /// Called after its cache was reset: all its tokens but the last are run as a prompt.
     pub fn run_again(&mut self) {
         self.run_len = self.tokens.len() - 1;
     }
 
-    /// Tokens that it holds once all is taken that is under way.
+    /// How many tokens it holds once all steps under way are taken.
     pub fn virtual_len(&self) -> usize {
         self.cache.len() + self.ahead.rows
     }
 
-    /// As [`Running::is_decoding`], once all is taken that is under way.
+    /// As [`Running::is_decoding`], once all steps under way are taken.
     pub fn is_answering(&self) -> bool {
         self.virtual_len() >= self.run_len
     }
 
-    /// Whether what it runs as a prompt ends at this position.
+    /// Whether the tokens that it runs as a prompt end at this position.
     pub fn prompt_ends_at(&self, at: usize) -> bool {
         at >= self.run_len
     }
 
-    /// Tokens that may still be drawn, beside those that steps under way draw.
+    /// How many tokens may still be drawn, not counting those that steps under way draw.
     pub fn draws_left(&self) -> usize {
         self.max_tokens - (self.tokens.len() - self.prompt_len) - self.ahead.draws
     }
@@ -155,20 +155,20 @@ impl Running {
         self.is_decoding() && !self.holds
     }
 
-    /// What is left of its prompt.
+    /// The rest of its prompt.
     pub fn prompt_rest(&self) -> PromptRest {
         let at = self.virtual_len();
         let end = self.stops.iter().copied().find(|&stop| stop > at).unwrap_or(self.run_len);
         PromptRest { tokens: self.run_len - at, until_stop: end - at }
     }
 
-    /// Whether the state at the current position is worth saving.
+    /// Whether the state at the current position is to be saved.
     pub fn is_at_stop(&self) -> bool {
         self.stops.contains(&self.cache.len())
     }
 
-    /// Whether it is about to save a state within `prompt`, behind the `known_len` tokens that are remembered of it, and
-    /// will be there no later than the prompt's own sequence would.
+    /// Whether it is about to save a state within `prompt`, after the `known_len` tokens that are remembered already,
+    /// and no later than the prompt's own sequence would get there.
     pub fn will_leave(&self, prompt: &[u32], known_len: usize) -> bool {
         let at = self.cache.len();
         let ahead = self.stops.iter().copied().filter(|&stop| stop > at && stop > known_len);
@@ -177,7 +177,7 @@ impl Running {
             && ahead.take_while(|&stop| stop < prompt.len()).any(|stop| self.key(stop)[..] == prompt[..stop])
     }
 
-    /// Whether an answer has come to a grid point behind the prompt.
+    /// Whether an answer is at a grid point after the prompt.
     pub fn is_at_grid_of_answer(&self) -> bool {
         let at = self.cache.len();
         at > self.prompt_len && at.is_multiple_of(PREFILL_GRID)
@@ -187,22 +187,22 @@ impl Running {
         pages_at_full_length(self.prompt_len, self.max_tokens)
     }
 
-    /// Pages that it was promised and does not have yet.
+    /// Pages that were promised to it and that it does not have yet.
     pub fn pages_missing(&self) -> usize {
         self.pages_at_full_length().saturating_sub(self.cache.pages().len())
     }
 
-    /// Pages that its next `rows` tokens begin.
+    /// How many more pages its next `rows` tokens need.
     pub fn pages_behind(&self, rows: usize) -> usize {
         (self.virtual_len() + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(self.cache.pages().len())
     }
 
-    /// The token that was drawn last, which has not been run.
+    /// The token drawn last. It has not been run.
     pub fn last(&self) -> u32 {
         self.tokens[self.cache.len()]
     }
 
-    /// Rows that its next step may run at most. A round never crosses a grid point whose state is to be kept.
+    /// How many rows its next step may run. A round never crosses a grid point whose state is kept.
     pub fn rows_max(&self, keeps_state: bool) -> usize {
         let left = self.max_tokens - (self.tokens.len() - self.prompt_len);
         let to_grid = PREFILL_GRID - self.cache.len() % PREFILL_GRID;
@@ -222,7 +222,7 @@ impl Running {
         })
     }
 
-    /// How its next token can be drawn on the device, if the host has no need to.
+    /// How the device can draw its next token; `None` if the host has to.
     pub fn draw_ahead(&mut self) -> Option<Draw> {
         self.chooser.begin();
         self.chooser.draw_ahead()
@@ -233,7 +233,7 @@ impl Running {
         self.chooser.draft_if_drawn_ahead();
     }
 
-    /// Whether what it knows is remembered for others.
+    /// Whether its tokens are remembered for others.
     pub fn shares_prefixes(&self) -> bool {
         self.reading.as_ref().is_none_or(Reading::shares_prefixes)
     }
@@ -243,12 +243,12 @@ impl Running {
         self.reading.is_none() && self.chooser.draws_ahead()
     }
 
-    /// How the device draws the token of the next step, whether or not one is still to be taken.
+    /// How the device draws the token of the next step, even if an earlier token is still to be taken.
     pub fn draw_next(&mut self) -> Option<Draw> {
         if self.ahead.draws == 0 { self.draw_ahead() } else { self.chooser.draw_behind() }
     }
 
-    /// The step that [`Running::draw_next`] was for is not run.
+    /// Undoes [`Running::draw_next`] for a step that is not run.
     pub fn forget_next_draw(&mut self) {
         if self.ahead.draws > 0 {
             self.chooser.forget_behind();
@@ -257,7 +257,7 @@ impl Running {
         }
     }
 
-    /// Takes the token that the first step under way has drawn.
+    /// Takes the token that the first step under way drew.
     pub fn take_ahead(&mut self, token: u32) -> Result<Drawn> {
         self.ahead.draws -= 1;
         let drawn = self.take_drawn(token);
@@ -267,19 +267,19 @@ impl Running {
         drawn
     }
 
-    /// The draws that are under way were not made.
+    /// Takes back the draws of steps under way.
     pub fn abandon_ahead(&mut self) {
-        // Without a constraint there is nothing that cannot go back.
+        // A chooser without a constraint can always go back.
         let abandoned = self.chooser.abandon();
         debug_assert!(abandoned.is_ok(), "the device draws for it");
     }
 
-    /// The step failed: the draw was not made, nor one behind it.
+    /// Takes back the draw of a failed step, and a later draw if there is one.
     pub fn abandon_draw(&mut self) -> Result<()> {
         self.chooser.abandon()
     }
 
-    /// Takes the token that the device has drawn.
+    /// Takes the token that the device drew.
     pub fn take_drawn(&mut self, token: u32) -> Result<Drawn> {
         let choice = self.chooser.take(token)?;
         self.take(&[choice.token], choice.is_last)
@@ -292,10 +292,10 @@ impl Running {
         self.take(&[choice.token], choice.is_last)
     }
 
-    /// Takes tokens that were chosen. One that ends the text is not part of it.
+    /// Takes chosen tokens. A token that ends the text is not part of it.
     ///
     /// # Errors
-    /// What the constraint said meanwhile.
+    /// An earlier error of the constraint.
     pub fn take(&mut self, chosen: &[u32], is_last: bool) -> Result<Drawn> {
         if let Some(error) = self.chooser.take_failure() {
             return Err(error);

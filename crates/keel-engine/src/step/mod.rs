@@ -1,4 +1,4 @@
-//! The prepared steps of a model: traced once per shape, run again with new data in the staging buffers.
+//! The prepared steps of a model: traced once per shape, and run again with new data in the staging buffers.
 
 mod buckets;
 mod results;
@@ -22,37 +22,37 @@ use sight::SightStaging;
 pub(crate) use staging::Rows;
 use staging::Staging;
 
-/// Prepared steps kept beside those of the list: shapes that serving does not meet make room for each other.
+/// How many prepared steps are kept besides those of the list. Shapes that serving does not need replace each other.
 const OTHERS_MAX: usize = 32;
 
-/// Rows of logits that are computed at a time when every row is wanted.
+/// How many rows of logits are computed at a time when every row is wanted.
 pub(crate) const HEAD_ROWS: usize = 64;
 
-/// What a step leaves behind besides the state.
+/// The output of a step besides the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// Nothing else: more of the prompt follows.
+    /// None: more of the prompt follows.
     State,
     /// Logits of the last row of each sequence, and tokens drawn from them.
     LastLogits,
     /// Hidden states of every row.
     Hidden,
-    /// Hidden states of the multi-token-prediction head for every row.
+    /// Hidden states of the MTP (multi-token-prediction) head for every row.
     MtpHidden,
     /// Logits of rows of the hidden buffer.
     Head,
-    /// Logits and hidden states of every row, which is left open, and tokens drawn from those logits.
+    /// Logits and hidden states of every row, and tokens drawn from these logits. The rows are left open.
     OpenRows,
-    /// Hidden states of the multi-token-prediction head in the last row of each sequence, their logits, and tokens drawn from those.
+    /// The MTP head's hidden state in the last row of each sequence, its logits, and tokens drawn from them.
     Draft,
-    /// Keys and values of the multi-token-prediction head.
+    /// Keys and values of the MTP head.
     HeadState,
-    /// Accepted open rows committed, none run, but for those of the first windows and states.
+    /// Commits accepted open rows and runs none. The first `windows` windows and `states` states are committed already.
     Commit { windows: usize, states: usize },
 }
 
 impl Outcome {
-    /// Of all layers.
+    /// Commits in all layers.
     pub const COMMIT: Outcome = Outcome::Commit { windows: 0, states: 0 };
 }
 
@@ -63,7 +63,7 @@ pub(crate) struct StepShape {
     pub rows: usize,
     pub sequences: usize,
     pub outcome: Outcome,
-    /// Whether some rows, or tokens behind them, are those of pictures.
+    /// Whether some rows, or tokens after them, belong to pictures.
     pub sees: bool,
 }
 
@@ -73,15 +73,15 @@ pub(crate) struct Stepper {
     staging: Staging,
     sight: Option<SightStaging>,
     results: Results,
-    /// Those of the list, which stay.
+    /// Steps of the list, which stay.
     listed: Vec<(StepShape, Executable)>,
-    /// Others, the least recently used first.
+    /// Other steps, the least recently used first.
     others: Vec<(StepShape, Executable)>,
     /// Steps traced so far.
     traced: u64,
 }
 
-/// What a traced step computes, and where it goes.
+/// The values that a traced step computes, each with its destination.
 type Pairs = Vec<(Array, Array)>;
 
 impl Stepper {
@@ -107,7 +107,7 @@ impl Stepper {
         })
     }
 
-    /// The shapes that steps come in.
+    /// The list of shapes.
     pub fn buckets(&self) -> &Buckets {
         &self.buckets
     }
@@ -157,7 +157,8 @@ impl Stepper {
         })
     }
 
-    /// Prepares a step ahead of its first run, so that its memory is part of the plan. `stays` if it is one of the list.
+    /// Prepares a step before its first run, so that its memory is part of the plan. `stays` says that it is in the
+    /// list.
     pub fn prepare(
         &mut self,
         runtime: &Runtime,
@@ -178,12 +179,12 @@ impl Stepper {
         Ok(())
     }
 
-    /// Those of the list that are prepared.
+    /// The prepared steps of the list.
     pub fn listed(&self) -> Vec<&Executable> {
         self.listed.iter().map(|(_, step)| step).collect()
     }
 
-    /// Runs every step of the list for nobody, twice: what a first and a second run do besides is then done.
+    /// Runs each step of the list twice without a sequence, so that the extra work of a first and a second run is done.
     pub fn run_for_nobody(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
         for (i, (shape, step)) in self.listed.iter().enumerate() {
             for _ in 0..2 {
@@ -199,8 +200,8 @@ impl Stepper {
         Ok(())
     }
 
-    /// What a step does with rows that may be taken back. Where they can be left open, every decode step settles those of the
-    /// one before, and a step of generated tokens leaves its own open: it is whole or has not been.
+    /// What a step does with rows that may be taken back. Where rows can be left open, each decode step commits the
+    /// open rows of the step before. A step of generated tokens leaves its own rows open, so it is atomic.
     pub fn row_log(&self, regime: Regime, outcome: Outcome) -> RowLog {
         match (regime, outcome) {
             (Regime::Prefill, _) => RowLog::None,
@@ -231,7 +232,7 @@ impl Stepper {
                 vec![(model.hidden(&tokens, layers, &context)?, self.results.hidden()?.prefix(shape.rows)?)]
             }
             Outcome::MtpHidden => {
-                // The rows before are the head's input; its own result takes their place.
+                // The buffer holds the head's input. The head's result overwrites it.
                 let input = self.results.hidden()?.prefix(shape.rows)?;
                 vec![(trace_mtp(model, layers, (&input, &tokens), &context)?, input)]
             }
@@ -269,8 +270,8 @@ impl Stepper {
         })
     }
 
-    /// A step of a prompt or a plain decode step. Where sequences draft, a prompt also passes the
-    /// multi-token-prediction head, for its keys and values.
+    /// A step of a prompt or a plain decode step. Where sequences draft, a prompt also passes the MTP head, for its
+    /// keys and values.
     fn trace_last(
         &self,
         model: &HybridModel,
@@ -307,7 +308,7 @@ impl Stepper {
         Ok(pairs)
     }
 
-    /// Rows of the multi-token-prediction head.
+    /// A drafting pass of the MTP head.
     fn trace_draft(
         &self,
         model: &HybridModel,
@@ -319,7 +320,7 @@ impl Stepper {
         let hidden = trace_mtp(model, layers, (&self.draft_input(shape)?, &tokens), context)?;
         let last = hidden.take(&self.staging.last_rows.prefix(shape.sequences)?)?;
         let logits = model.logits(&last)?;
-        // Where the next pass of the same sequences reads them.
+        // The next pass of the same sequences reads the results there.
         let StepShape { sequences, .. } = shape;
         Ok(vec![
             (logits.sample(&self.staging.draws.prefix(sequences)?)?, self.staging.tokens.prefix(sequences)?),
@@ -328,13 +329,13 @@ impl Stepper {
         ])
     }
 
-    /// Hidden states for rows of the head.
+    /// Hidden states for rows of the MTP head.
     fn draft_input(&self, shape: StepShape) -> Result<Array> {
         let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
         Ok(head.hidden.prefix(shape.rows)?)
     }
 
-    /// The step over the rows given, ready to run.
+    /// The step over these rows, ready to run.
     pub fn step_for(
         &mut self,
         runtime: &Runtime,
@@ -343,7 +344,7 @@ impl Stepper {
         (regime, outcome): (Regime, Outcome),
         rows: &[Rows<'_>],
     ) -> Result<&Executable> {
-        // A step that only commits has one row, of no sequence.
+        // A step that only commits has one row of no sequence.
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
         let sees = rows.iter().any(Rows::sees);
         let shape = StepShape { sees, ..self.buckets.fit((regime, outcome), count, rows.len()) };
@@ -356,7 +357,7 @@ impl Stepper {
         self.step(runtime, model, cache, shape)
     }
 
-    /// Submits a step over the rows given, whose tokens come to the host with it.
+    /// Submits a step over these rows. The tokens that it draws come to the host with it.
     pub fn submit(
         &mut self,
         runtime: &Runtime,
@@ -379,13 +380,13 @@ impl Stepper {
         read_ids(&self.staging.drawn(Regime::Decode, sequences)?, sequences)
     }
 
-    /// Where a later step finds the token that row `row` of a step draws, for [`Rows::drawn_at`].
+    /// The place in the pool of the token that row `row` of a step draws, for [`Rows::drawn_at`].
     pub fn place(&self, regime: Regime, row: usize) -> usize {
         self.staging.place(regime, row)
     }
 
-    /// Where a step leaves the tokens that it draws, of so many rows: behind each row with [`Outcome::OpenRows`], else behind each
-    /// sequence.
+    /// Where a step writes the tokens that it draws: one for each of `rows` rows with [`Outcome::OpenRows`], else one
+    /// for each of `rows` sequences.
     pub fn drawn(&self, how: (Regime, Outcome), rows: usize) -> Result<Array> {
         Ok(match how {
             (_, Outcome::OpenRows) => self.results.draft()?.drawn.prefix(rows)?,
@@ -430,7 +431,7 @@ impl Stepper {
         Ok(head.hidden.write(hidden)?)
     }
 
-    /// Overwrites the input of the multi-token-prediction head for [`Outcome::MtpHidden`].
+    /// Overwrites the input of the MTP head for [`Outcome::MtpHidden`].
     pub fn write_hidden(&self, hidden: &[f32]) -> Result<()> {
         Ok(self.results.hidden()?.write(hidden)?)
     }
@@ -465,7 +466,7 @@ impl Stepper {
     }
 }
 
-/// The multi-token-prediction head over hidden states and the tokens behind them.
+/// The MTP head over hidden states and the tokens after them.
 fn trace_mtp(
     model: &HybridModel,
     layers: &[LayerStorage],

@@ -18,12 +18,12 @@ pub(super) struct SightStaging {
     positions: Array,
     /// u32 `[rows]`, where the rows of a picture see each other.
     until: Option<Array>,
-    /// `sees` and the first of `features` of the tokens behind the rows, where sequences draft.
+    /// `sees` and the first level of `features` for the tokens after the rows, where sequences draft.
     next: Option<(Array, Array)>,
 }
 
 impl Rows<'_> {
-    /// Whether a row, or the token behind one, is a picture's.
+    /// Whether a row, or the token after one, belongs to a picture.
     pub fn sees(&self) -> bool {
         let tokens = self.first..self.first + self.tokens.len() + 1;
         self.sequence.sight().is_some_and(|sight| sight.sees_any(tokens))
@@ -57,7 +57,7 @@ impl SightStaging {
         let features = self.features.iter().map(first).collect::<std::result::Result<Vec<_>, _>>()?;
         let sees = first(&self.sees)?;
         let next = match (&self.next, shape.outcome) {
-            // The rows' own tokens are those behind the hidden states.
+            // The rows' own tokens are those after the hidden states.
             (_, Outcome::MtpHidden) => Some((sees.clone(), features[0].clone())),
             (Some((sees, features)), _) => Some((first(sees)?, first(features)?)),
             (None, _) => None,
@@ -66,7 +66,7 @@ impl SightStaging {
             sees,
             features,
             positions: self.positions.prefix(3 * rows)?.reshape([3, rows])?,
-            // Rows of the decode regime are no picture's where those see each other; only the token behind one may be.
+            // Where rows of a picture see each other, decode rows belong to no picture; only the token after one may.
             until: match shape.regime {
                 Regime::Prefill => self.until.as_ref().map(first).transpose()?,
                 Regime::Decode => None,
@@ -75,7 +75,7 @@ impl SightStaging {
         })
     }
 
-    /// Fills the buffers for the rows of a step of this shape. Rows beyond them are nobody's and see nothing.
+    /// Fills the buffers for the rows of a step of this shape. Padding rows see nothing.
     pub fn fill(&self, rows: &[Rows<'_>], shape: StepShape) -> Result<()> {
         let shift = usize::from(shape.outcome == Outcome::MtpHidden);
         fill_features((rows, shape.rows), shift, &self.sees, &self.features)?;
@@ -104,7 +104,7 @@ impl SightStaging {
     }
 }
 
-/// Features of the tokens `shift` behind the rows' own.
+/// Fills the features of the tokens that come `shift` after the rows' own.
 fn fill_features(
     (rows, count): (&[Rows<'_>], usize),
     shift: usize,
