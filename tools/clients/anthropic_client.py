@@ -37,12 +37,14 @@ answer = client.messages.create(model=model, max_tokens=10, tools=tools, message
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": used.id, "content": "sunny"}]}])
 assert answer.type == "message"
 
+long = [{"role": "user", "content": "a long story " * 50_000}]
 for kind, arguments in [
-    (anthropic.NotFoundError, {"model": "other", "max_tokens": 5}),
-    (anthropic.BadRequestError, {"model": model, "max_tokens": 20_000}),
+    (anthropic.NotFoundError, {"model": "other", "max_tokens": 5, "messages": story}),
+    (anthropic.BadRequestError, {"model": model, "max_tokens": 5, "messages": long}),
+    (anthropic.BadRequestError, {"model": model, "max_tokens": 5, "messages": []}),
 ]:
     try:
-        client.messages.create(messages=story, **arguments)
+        client.messages.create(**arguments)
         raise AssertionError(f"{kind} was expected")
     except kind as error:
         assert error.body["type"] == "error"

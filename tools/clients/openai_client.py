@@ -69,7 +69,7 @@ assert response.output_text and streamed == response.output_text
 # Errors are the client's own.
 for kind, call in [
     (openai.NotFoundError, lambda: client.chat.completions.create(model="other", messages=story)),
-    (openai.BadRequestError, lambda: client.chat.completions.create(model=model, messages=story, max_tokens=10**8)),
+    (openai.BadRequestError, lambda: client.completions.create(model=model, prompt="a long story " * 50_000, max_tokens=1)),
     (openai.BadRequestError, lambda: client.chat.completions.create(model=model, messages=story, temperature=-1)),
 ]:
     try:
@@ -77,4 +77,10 @@ for kind, call in [
         raise AssertionError(f"{kind} was expected")
     except kind as error:
         assert error.code and error.message
+# More than fits is cut to what fits, as agents expect.
+cut = client.completions.create(model=model, prompt="Once", max_tokens=10**8, temperature=0, stop=[" "])
+assert cut.choices[0].finish_reason in ("stop", "length")
+# A stream that is left in the middle.
+with client.chat.completions.create(model=model, messages=story, max_tokens=2000, stream=True) as left:
+    next(iter(left))
 print("openai", openai.__version__, "works")

@@ -290,6 +290,33 @@ fn prefixes_outlive_a_restart_and_damage_is_passed_over() {
 }
 
 #[test]
+fn prefixes_are_saved_while_answers_are_under_way_and_change_none() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for name in FIXTURES {
+        let request = |id, salt| BatchRequest::new(id, prompt(name, salt, 300), 40);
+        let alone = run(&mut batcher(name, BatchOptions::default()), vec![request(0, 2)]).remove(0);
+        let mut busy = batcher(name, BatchOptions::default());
+        run(&mut busy, vec![request(0, 1)]);
+        busy.submit(request(0, 2), Instant::now()).expect("there is room");
+        let mut outcomes = [Outcome::default()];
+        for _ in 0..8 {
+            step(&mut busy, Instant::now(), &mut outcomes);
+        }
+        assert!(!busy.is_idle(), "{name}");
+        let folder = dir.path().join(name);
+        assert!(busy.save_prefixes(name, &folder).expect("saves") >= 1, "{name}");
+        while !busy.is_idle() {
+            step(&mut busy, Instant::now(), &mut outcomes);
+        }
+        assert_eq!(outcomes[0].tokens, alone.tokens, "{name}");
+        assert_all_is_back(&mut busy);
+        let mut second = batcher(name, BatchOptions::default());
+        assert!(second.restore_prefixes(name, &folder).problems.is_empty(), "{name}");
+        assert_eq!(run(&mut second, vec![request(0, 1)]).remove(0).cached, 256, "{name}");
+    }
+}
+
+#[test]
 fn a_folder_that_cannot_be_written_is_an_error_and_no_harm() {
     let mut batcher = batcher("qwen3_5", BatchOptions::default());
     run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)]);

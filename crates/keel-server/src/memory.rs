@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::error::{Result, ServerError};
 
@@ -12,6 +13,11 @@ use crate::error::{Result, ServerError};
 /// bodies do not keep small requests out.
 const SMALL_BYTES: u64 = 256 << 10;
 const LARGE_SHARE: (u64, u64) = (7, 8);
+
+/// How often it is seen whether requests have come and gone.
+const ROUND: Duration = Duration::from_secs(1);
+/// Below this the allocator is not bothered.
+const WORTH_GIVING_BACK_BYTES: u64 = 1 << 20;
 
 /// The budget, and what of it is used. Cloning gives another handle.
 #[derive(Clone, Debug)]
@@ -22,12 +28,19 @@ struct Books {
     limit: u64,
     used: AtomicU64,
     peak: AtomicU64,
+    /// All that was ever taken.
+    total: AtomicU64,
 }
 
 impl RequestMemory {
     /// A budget of `limit` bytes.
     pub fn new(limit: u64) -> RequestMemory {
-        RequestMemory(Arc::new(Books { limit, used: AtomicU64::new(0), peak: AtomicU64::new(0) }))
+        RequestMemory(Arc::new(Books {
+            limit,
+            used: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+            total: AtomicU64::new(0),
+        }))
     }
 
     /// The budget in bytes.
@@ -43,6 +56,20 @@ impl RequestMemory {
     /// The peak of the bytes in use.
     pub fn peak(&self) -> u64 {
         self.0.peak.load(Ordering::Acquire)
+    }
+
+    /// Calls `give_back` when requests have come and gone, for ever: the allocator may keep what they had, in places that others
+    /// do not need.
+    pub(crate) async fn give_back_at_rest(self, give_back: fn()) {
+        let mut seen = 0;
+        loop {
+            tokio::time::sleep(ROUND).await;
+            let total = self.0.total.load(Ordering::Acquire);
+            if total - seen >= WORTH_GIVING_BACK_BYTES && self.used() == 0 {
+                seen = total;
+                let _ = tokio::task::spawn_blocking(give_back).await;
+            }
+        }
     }
 
     pub(crate) fn meter(&self) -> Meter {
@@ -75,6 +102,7 @@ impl Meter {
         match self.books.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {
             Ok(before) => {
                 self.books.peak.fetch_max(before + bytes, Ordering::AcqRel);
+                self.books.total.fetch_add(bytes, Ordering::AcqRel);
                 self.held.fetch_add(bytes, Ordering::AcqRel);
                 Ok(())
             }

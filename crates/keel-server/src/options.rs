@@ -43,6 +43,8 @@ pub struct ServerOptions {
     pub write_timeout: Duration,
     /// Memory budget of all requests together, for bodies, texts and their copies.
     pub request_memory: u64,
+    /// Has the allocator give back what it keeps, when requests have come and gone.
+    pub give_back: fn(),
     /// Time for a schema or grammar to be compiled.
     pub grammar_time: Duration,
     /// Largest size of a request's body.
@@ -76,6 +78,7 @@ impl Default for ServerOptions {
             idle_timeout: Duration::from_secs(75),
             write_timeout: Duration::from_secs(60),
             request_memory: 512 << 20,
+            give_back: || (),
             grammar_time: Duration::from_secs(5),
             body_bytes_max: 8 << 20,
             choices_max: 16,

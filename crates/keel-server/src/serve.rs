@@ -1,6 +1,7 @@
 //! Runs a server from its engine to its end.
 
 use std::future::Future;
+use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -8,7 +9,7 @@ use std::time::Duration;
 
 use keel_engine::Engine;
 use keel_engine::batch::Batcher;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 
 use crate::app::App;
 use crate::connections::Connections;
@@ -27,13 +28,33 @@ pub struct Server {
 /// Time for connections to close after an abort.
 const ABORT_TIME: Duration = Duration::from_secs(2);
 
+/// Connections that wait to be taken, if the system allows that many. Where more come at once than the loop takes, the system drops
+/// some, and their clients try again after a second.
+const BACKLOG: u32 = 4096;
+
 /// Opens the address.
 ///
 /// # Errors
 /// [`ServerError::Listen`].
 pub async fn bind(address: &str) -> Result<TcpListener> {
     let failed = |source| ServerError::Listen { address: address.into(), source };
-    TcpListener::bind(address).await.map_err(failed)
+    let mut problem = std::io::Error::from(std::io::ErrorKind::AddrNotAvailable);
+    for address in tokio::net::lookup_host(address).await.map_err(failed)? {
+        match listen(address) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => problem = error,
+        }
+    }
+    Err(failed(problem))
+}
+
+fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    // A server that is started again does not wait for connections of the last one.
+    #[cfg(not(windows))]
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
 }
 
 impl Server {
@@ -70,6 +91,7 @@ impl Server {
         let Server { app, thread } = self;
         let routes = router(Arc::clone(&app), listener.local_addr()?);
         let connections = Arc::new(Connections::new(&app.options));
+        let resting = tokio::spawn(app.memory.clone().give_back_at_rest(app.options.give_back));
         let mut abort = pin!(abort);
         let drained = async {
             drain.await;
@@ -86,6 +108,7 @@ impl Server {
         }
         connections.close_all();
         connections.all_closed().await;
+        resting.abort();
         drop(app);
         // The thread ends when the last handle is gone; a stream that is still being dropped may hold one.
         let _ = tokio::task::spawn_blocking(move || thread.join()).await;

@@ -93,7 +93,6 @@ impl EngineHandle {
             shared: Arc::clone(&shared),
             store,
             steps: 0,
-            saves: false,
             saved_at: None,
             checked_at: None,
         };
@@ -181,9 +180,10 @@ impl EngineHandle {
         answer.await.map_err(|_| ServerError::EngineStopped)
     }
 
-    /// Has prefixes saved when nothing runs. What runs later is saved at the end.
+    /// Has prefixes saved before the next step, so that they are safe however the wait for what runs ends. What is remembered later is
+    /// saved at the end.
     pub(crate) fn save_prefixes(&self) {
-        // A full inbox means work, and with it a save at the end.
+        // With a full inbox there is the save at the end.
         let _ = self.send(Command::SavePrefixes);
     }
 
@@ -203,8 +203,6 @@ struct Worker {
     store: Option<PrefixStore>,
     /// Number of steps so far.
     steps: u64,
-    /// Whether prefixes are to be saved as soon as nothing runs.
-    saves: bool,
     /// The steps whose prefixes are saved.
     saved_at: Option<u64>,
     /// Value of `steps` at the last check at idle.
@@ -299,9 +297,6 @@ impl Worker {
     fn take_commands(&mut self) -> bool {
         if self.batcher.is_idle() {
             self.check_idle();
-            if self.saves {
-                self.save();
-            }
             match self.commands.recv() {
                 Ok(command) => self.obey(command),
                 Err(_) => return false,
@@ -327,12 +322,7 @@ impl Worker {
                 // If the receiver of this result is gone, the receiver of the events is gone, too.
                 let _ = accepted.send(outcome);
             }
-            Command::SavePrefixes => {
-                self.saves = true;
-                if self.batcher.is_idle() {
-                    self.save();
-                }
-            }
+            Command::SavePrefixes => self.save(),
             Command::ForgetPrefixes(done) => {
                 self.batcher.forget_prefixes();
                 self.saved_at = None;

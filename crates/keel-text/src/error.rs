@@ -73,6 +73,13 @@ pub enum TextError {
         reason: String,
     },
 
+    /// The process that renders chat templates could not be started or reached.
+    #[error("the process that renders chat templates: {source}")]
+    Renderer {
+        /// The operating system's reason.
+        source: std::io::Error,
+    },
+
     /// A schema or grammar for the output cannot be used.
     #[error("the schema or grammar cannot be used: {reason}")]
     Grammar {

@@ -52,6 +52,8 @@ pub use grammar::{GrammarFactory, GrammarSource, GrammarState};
 pub use special::SpecialTokens;
 pub use stop::{StopMatcher, StopStep};
 pub use stream::StreamDetokenizer;
-pub use template::{ChatRequest, ChatTemplate, Message};
+pub use template::{
+    ChatRequest, ChatTemplate, Message, TEMPLATE_MEMORY_BYTES, render_apart, render_for_parent,
+};
 pub use tokenizer::Tokenizer;
 pub use vocabulary::{ExportedVocabulary, TokenKind, Vocabulary};

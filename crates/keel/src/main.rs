@@ -17,6 +17,7 @@ mod logging;
 mod output;
 mod placement;
 mod progress;
+mod renderer;
 mod report;
 mod session;
 mod sight;
@@ -71,6 +72,10 @@ enum Command {
 
 fn main() -> ExitCode {
     failure::guard(|| {
+        if renderer::is_asked_for() {
+            return renderer::run();
+        }
+        renderer::set();
         let config = config::Config::find(std::env::args_os())?;
         let cli = parse(&config)?;
         let quiet = matches!(&cli.command, Command::Generate(args) if args.quiet);

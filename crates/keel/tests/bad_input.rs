@@ -5,6 +5,8 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+#[cfg(target_os = "linux")]
+use common::hostile::ends_soon;
 use common::{arg, copy_of, fail, fixture, keel, misuse, stderr};
 use serde_json::{Value, json};
 
@@ -382,40 +384,6 @@ fn wrong_usage_that_the_parser_cannot_see() {
         misuse(&[&["generate", "--model", arg(&folder), "--ids", "1"], extra].concat(), reason);
     };
     with(&["--stop", "the end"], "--stop needs a tokenizer");
-}
-
-/// Runs keel on a folder that was made to harm. It must end within 5 s and 500 MB of resident memory. Returns standard
-/// error.
-#[cfg(target_os = "linux")]
-fn ends_soon(args: &[&str]) -> String {
-    use std::time::{Duration, Instant};
-    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_keel"))
-        .args(args)
-        .env("KEEL_DEVICE", "cpu")
-        .env("HF_HUB_OFFLINE", "1")
-        .stdin(std::process::Stdio::null())
-        .stdout(std::process::Stdio::null())
-        .stderr(std::process::Stdio::piped())
-        .spawn()
-        .expect("keel starts");
-    let (start, status) = (Instant::now(), format!("/proc/{}/status", child.id()));
-    let mut peak_kb = 0;
-    while child.try_wait().expect("it is our child").is_none() {
-        let text = fs::read_to_string(&status).unwrap_or_default();
-        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("0 kB");
-        peak_kb = peak_kb.max(line.trim().trim_end_matches(" kB").parse().unwrap_or(0));
-        if start.elapsed() > Duration::from_secs(5) {
-            child.kill().expect("it is our child");
-            panic!("keel {} is still running after 5 s, with {peak_kb} kB", args.join(" "));
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    assert!(peak_kb < 500 << 10, "keel {}: {peak_kb} kB", args.join(" "));
-    let output = child.wait_with_output().expect("it has ended");
-    let message = stderr(&output);
-    assert_eq!(output.status.code(), Some(1), "{message}");
-    assert_eq!(message.lines().count(), 1, "{message}");
-    message
 }
 
 #[cfg(target_os = "linux")]

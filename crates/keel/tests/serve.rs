@@ -63,6 +63,37 @@ fn sigterm_lets_a_running_answer_end() {
     assert!(child.wait().expect("it ends").success());
 }
 
+/// A supervisor that loses patience with a long answer does not cost what is remembered.
+#[test]
+fn prefixes_are_saved_before_the_wait_for_what_runs() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let flags =
+        ["--prefix-cache-dir", folder.path().to_str().expect("UTF-8"), "--grace", "60", "--sequences", "2"];
+    let (mut child, address) = start_with(&flags);
+    let post = |body: &str| {
+        let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n";
+        send(&address, &format!("{head}content-length: {}\r\n\r\n{body}", body.len()))
+    };
+    let ids = (0..200).map(|id| id.to_string()).collect::<Vec<_>>().join(",");
+    let mut answer = String::new();
+    let mut stream = post(&format!("{{\"prompt\": [{ids}], \"max_tokens\": 1}}"));
+    stream.read_to_string(&mut answer).expect("UTF-8");
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    let mut stream = post(r#"{"prompt": "Once", "max_tokens": 4000, "ignore_eos": true, "stream": true}"#);
+    stream.read_exact(&mut [0; 400]).expect("it streams");
+    signal(&child, "-TERM");
+    let start = std::time::Instant::now();
+    while !folder.path().join("index.json").exists() {
+        assert!(start.elapsed().as_secs() < 20, "nothing is saved while an answer is under way");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    stream.read_exact(&mut [0; 400]).expect("it still streams");
+    child.kill().expect("it is our child");
+    child.wait().expect("it ends");
+    let index = std::fs::read_to_string(folder.path().join("index.json")).expect("there");
+    assert!(index.contains("0.safetensors"), "{index}");
+}
+
 #[test]
 fn a_second_signal_does_not_wait() {
     let (mut child, address) = start();

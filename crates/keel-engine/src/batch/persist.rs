@@ -35,12 +35,13 @@ pub struct Restored {
 
 impl Batcher {
     /// Writes the remembered prefixes to a folder, from which a batch of the same model can restore them. `model` names
-    /// the model. No request may run or wait. Returns how many texts were written.
+    /// the model. Running requests wait meanwhile. Each text is read through a free sequence: where all sequences run,
+    /// none is written. Returns how many texts were written.
     ///
     /// # Errors
     /// An error of the disk. The folder then has no file of this call.
     pub fn save_prefixes(&mut self, model: &str, folder: &Path) -> Result<usize> {
-        assert!(self.is_idle(), "prefixes are saved when nothing runs");
+        self.settle();
         std::fs::create_dir_all(folder).map_err(|e| disk(folder, &e))?;
         let _ = std::fs::remove_file(folder.join(INDEX));
         let mut written = Vec::new();
@@ -71,9 +72,13 @@ impl Batcher {
             }
             let name = format!("{i}.safetensors");
             let path = folder.join(&name);
-            written.push(path.clone());
             let cache = self.engine.cache_mut();
-            let mut sequence = cache.resume(tokens.len(), &pages, state)?;
+            let mut sequence = match cache.resume(tokens.len(), &pages, state) {
+                Ok(sequence) => sequence,
+                Err(CacheError::NoSlot { .. }) => break,
+                Err(error) => return Err(error.into()),
+            };
+            written.push(path.clone());
             sequence.set_long(is_long);
             let saved = cache.save(&sequence, &tokens, model, &path);
             cache.release(sequence);

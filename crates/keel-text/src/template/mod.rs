@@ -1,5 +1,6 @@
 //! Turns conversations into prompts with the chat template of the checkpoint.
 
+mod apart;
 mod engine;
 mod limits;
 mod python;
@@ -17,6 +18,7 @@ use minijinja::{Environment, ErrorKind, Value};
 use crate::guard::guarded_on_stack;
 use crate::{SpecialTokens, TextError, TextFiles};
 
+pub use apart::{MEMORY_BYTES as TEMPLATE_MEMORY_BYTES, render_apart, render_for_parent};
 pub use request::{ChatRequest, Message};
 
 /// The text of the template for plain conversations, if there is one.
@@ -35,11 +37,21 @@ pub(crate) fn source_text(files: &TextFiles<'_>) -> Result<Option<String>, TextE
 ///
 /// Blocks are trimmed as the reference implementation does.
 ///
-/// A template is an untrusted program: its size, its steps, its depth and its output are bounded.
-pub struct ChatTemplate {
+/// A template is an untrusted program: its size, its steps, its depth and its output are bounded. After [`render_apart`] its memory
+/// and its time are bounded, too.
+pub struct ChatTemplate(Renderer);
+
+enum Renderer {
+    Here(Box<Here>),
+    Apart(apart::Apart),
+}
+
+/// Templates that are rendered in this process.
+struct Here {
     environment: Environment<'static>,
     has_tool_template: bool,
     special: BTreeMap<&'static str, String>,
+    stack_bytes_max: usize,
 }
 
 impl ChatTemplate {
@@ -80,13 +92,33 @@ impl ChatTemplate {
     /// [`TextError::Refused`] if the template raises an exception of its own, [`TextError::Template`] if it
     /// fails or exceeds a limit.
     pub fn render(&self, request: &ChatRequest<'_>) -> Result<String, TextError> {
+        match &self.0 {
+            Renderer::Here(here) => here.render(request),
+            Renderer::Apart(apart) => apart.render(request),
+        }
+    }
+
+    fn compile(sources: source::Sources, special: SpecialTokens) -> Result<Self, TextError> {
+        for (name, text) in sources.named() {
+            limits::check_source(name, text)?;
+        }
+        if apart::is_set() {
+            return Ok(ChatTemplate(Renderer::Apart(apart::Apart::new(sources, special)?)));
+        }
+        Ok(ChatTemplate(Renderer::Here(Box::new(Here::compile(&sources, special, usize::MAX)?))))
+    }
+}
+
+impl Here {
+    fn render(&self, request: &ChatRequest<'_>) -> Result<String, TextError> {
         let name = if self.has_tool_template && request.tools.is_some() {
             source::TOOL_USE
         } else {
             source::DEFAULT
         };
         let steps = limits::steps(request);
-        guarded_on_stack("render the chat template", limits::rendering_stack_bytes(steps), || {
+        let stack_bytes = limits::rendering_stack_bytes(steps).min(self.stack_bytes_max);
+        guarded_on_stack("render the chat template", stack_bytes, || {
             let mut environment = self.environment.clone();
             environment.set_fuel(Some(steps));
             let mut output = limits::BoundedOutput::default();
@@ -103,15 +135,16 @@ impl ChatTemplate {
         })
     }
 
-    fn compile(sources: source::Sources, special: SpecialTokens) -> Result<Self, TextError> {
+    fn compile(
+        sources: &source::Sources,
+        special: SpecialTokens,
+        stack_bytes_max: usize,
+    ) -> Result<Here, TextError> {
         let mut environment = engine::environment();
-        let has_tool_template = sources.tool_use.is_some();
-        let named = [(source::DEFAULT, sources.default), (source::TOOL_USE, sources.tool_use)];
-        for (name, text) in named {
-            let Some(text) = text else { continue };
-            limits::check_source(name, &text)?;
-            let text = source::without_generation_blocks(&text);
-            guarded_on_stack("compile the chat template", limits::compiling_stack_bytes(&text), || {
+        for (name, text) in sources.named() {
+            let text = source::without_generation_blocks(text);
+            let stack_bytes = limits::compiling_stack_bytes(&text).min(stack_bytes_max);
+            guarded_on_stack("compile the chat template", stack_bytes, || {
                 environment.add_template_owned(name, text).map_err(|err| failure(name, &err))
             })?;
         }
@@ -122,7 +155,8 @@ impl ChatTemplate {
             ("unk_token", special.unk),
         ];
         let special = names.into_iter().filter_map(|(name, token)| Some((name, token?))).collect();
-        Ok(ChatTemplate { environment, has_tool_template, special })
+        let has_tool_template = sources.tool_use.is_some();
+        Ok(Here { environment, has_tool_template, special, stack_bytes_max })
     }
 
     /// The variables of one rendering. The request's variables are inserted first, so none of them can replace the
@@ -166,9 +200,10 @@ fn failure(name: &str, err: &minijinja::Error) -> TextError {
 
 impl fmt::Debug for ChatTemplate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ChatTemplate")
-            .field("has_tool_template", &self.has_tool_template)
-            .field("special", &self.special)
-            .finish_non_exhaustive()
+        let mut text = f.debug_struct("ChatTemplate");
+        if let Renderer::Here(here) = &self.0 {
+            text.field("has_tool_template", &here.has_tool_template).field("special", &here.special);
+        }
+        text.finish_non_exhaustive()
     }
 }

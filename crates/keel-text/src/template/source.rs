@@ -20,6 +20,12 @@ impl Sources {
     pub(super) fn one(default: String) -> Self {
         Sources { default: Some(default), tool_use: None }
     }
+
+    /// Those that there are, by name.
+    pub(super) fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let all = [(DEFAULT, self.default.as_deref()), (TOOL_USE, self.tool_use.as_deref())];
+        all.into_iter().filter_map(|(name, text)| Some((name, text?)))
+    }
 }
 
 /// Finds the templates: in `chat_template.jinja`, else in `tokenizer_config.json`.

@@ -193,6 +193,7 @@ fn server_options(args: &ServeOptions, model: &Model) -> Result<ServerOptions> {
         ..ServerOptions::default()
     };
     options.request_memory = args.requests.request_memory;
+    options.give_back = keel_cpu::heap::give_back_free;
     options.grammar_time = Duration::from_secs(args.requests.grammar_timeout);
     args.patience.apply(&mut options);
     Ok(options)

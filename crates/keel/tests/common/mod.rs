@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unused_imports)] // each test file uses its part
 
+#[cfg(target_os = "linux")]
+pub mod hostile;
 #[cfg(feature = "hub")]
 pub mod hub;
 pub mod written;
