@@ -69,7 +69,8 @@ def type_of(schema):
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "oneOf" in schema or "anyOf" in schema:
-        return " or ".join(type_of(part) for part in schema.get("oneOf", schema.get("anyOf")))
+        parts = [type_of(part) for part in schema.get("oneOf", schema.get("anyOf"))]
+        return " or ".join(dict.fromkeys(part for part in parts if part))
     kinds = schema.get("type", "any")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     shown = [f"list of {type_of(schema['items'])}" if kind == "array" and "items" in schema else kind for kind in kinds]

@@ -104,8 +104,54 @@ fn with_sampling(properties: Value) -> Value {
     all
 }
 
+/// What an answer must look like; `schema` is the field that has the schema, which depends on the endpoint.
+fn format(schema: &Value) -> Value {
+    // Every field that a kind has it needs.
+    let kind = |name: &str, mut fields: Value| {
+        fields["type"] = json!({"const": name});
+        let required: Vec<&str> =
+            fields.as_object().into_iter().flatten().map(|(name, _)| name.as_str()).collect();
+        object(&required, fields.clone())
+    };
+    json!({"anyOf": [
+        {"type": "null"},
+        kind("text", json!({})),
+        kind("json_object", json!({})),
+        kind("json_schema", schema.clone()),
+        kind("grammar", json!({"grammar": {"type": "string", "description": "in llguidance's variant of Lark"}})),
+        kind("regex", json!({"regex": {"type": "string", "format": "regex"}})),
+    ]})
+}
+
+/// A function, in the form of the chat endpoint or that of responses.
+fn tool() -> Value {
+    let function = || {
+        json!({
+            "name": {"type": "string", "minLength": 1},
+            "description": {"type": ["string", "null"]},
+            "parameters": {"type": ["object", "null"]},
+        })
+    };
+    let mut named = function();
+    named["function"] = json!(false);
+    json!({"anyOf": [
+        object(&["function"], json!({"function": object(&["name"], function())})),
+        object(&["name"], named),
+    ]})
+}
+
+fn tool_choice() -> Value {
+    let name = || object(&["name"], json!({"name": {"type": "string"}}));
+    json!({"anyOf": [
+        {"type": "null"},
+        {"enum": ["none", "auto", "required"]},
+        object(&["function"], json!({"function": name()})),
+        name(),
+    ]})
+}
+
 fn schemas() -> Value {
-    let tools = json!({"type": ["array", "null"], "items": {"type": "object"}});
+    let tools = json!({"type": ["array", "null"], "maxItems": 128, "items": tool()});
     let message = object(
         &["role", "content"],
         json!({
@@ -115,15 +161,9 @@ fn schemas() -> Value {
             "tool_call_id": {"type": "string"},
         }),
     );
-    let format = object(
-        &["type"],
-        json!({
-            "type": {"enum": ["text", "json_object", "json_schema", "grammar", "regex"]},
-            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}},
-            "grammar": {"type": "string", "description": "in llguidance's variant of Lark"},
-            "regex": {"type": "string"},
-        }),
-    );
+    let nested = json!({"json_schema": object(&["schema"], json!({"schema": {"type": "object"}}))});
+    let flat = json!({"schema": {"type": "object"}});
+    let ids = json!({"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}});
     json!({
         "Chat": object(&["messages"], with_sampling(json!({
             "messages": {"type": "array", "minItems": 1, "items": message},
@@ -131,21 +171,21 @@ fn schemas() -> Value {
             "logprobs": {"type": ["boolean", "null"]},
             "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
             "tools": tools,
-            "tool_choice": {"description": "none, auto, required, or a function"},
+            "tool_choice": tool_choice(),
             "parallel_tool_calls": {"type": ["boolean", "null"]},
-            "response_format": format,
+            "response_format": format(&nested),
             "chat_template_kwargs": {"type": ["object", "null"]},
         }))),
         "Completion": object(&["prompt"], with_sampling(json!({
             "prompt": {"oneOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+                ids,
+                {"type": "array", "minItems": 1, "items": ids},
             ]},
             "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
             "echo": {"type": ["boolean", "null"]},
-            "response_format": format,
+            "response_format": format(&nested),
         }))),
         "Embedding": object(&["input"], json!({
             "model": {"type": ["string", "null"]},
@@ -177,8 +217,8 @@ fn schemas() -> Value {
             "temperature": number(0.0, 2.0),
             "top_p": number(0.0, 1.0),
             "tools": tools,
-            "tool_choice": {},
-            "text": {"type": ["object", "null"], "properties": {"format": format}},
+            "tool_choice": tool_choice(),
+            "text": {"type": ["object", "null"], "properties": {"format": format(&flat)}},
             "stream": {"type": ["boolean", "null"]},
         })),
         "Messages": object(&["messages", "max_tokens"], json!({
@@ -193,8 +233,16 @@ fn schemas() -> Value {
             "temperature": number(0.0, 2.0),
             "top_p": number(0.0, 1.0),
             "top_k": {"type": ["integer", "null"]},
-            "tools": tools,
-            "tool_choice": {"type": ["object", "null"]},
+            "tools": {"type": ["array", "null"], "maxItems": 128, "items": object(&["name"], json!({
+                "name": {"type": "string", "minLength": 1},
+                "description": {"type": ["string", "null"]},
+                "input_schema": {"type": ["object", "null"]},
+            }))},
+            "tool_choice": {"anyOf": [
+                {"type": "null"},
+                object(&["type"], json!({"type": {"enum": ["auto", "any", "none"]}})),
+                object(&["type", "name"], json!({"type": {"const": "tool"}, "name": {"type": "string"}})),
+            ]},
             "thinking": {"type": ["object", "null"]},
             "stream": {"type": ["boolean", "null"]},
         })),

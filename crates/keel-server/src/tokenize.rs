@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Number, Value, json};
 
 use crate::app::App;
 use crate::caller::Caller;
@@ -36,7 +37,25 @@ const ANSWER_BYTES_PER_ID: u64 = 24;
 /// Ids to decode.
 #[derive(Debug, Deserialize)]
 pub(crate) struct DetokenizeBody {
+    #[serde(deserialize_with = "ids")]
     pub tokens: Vec<u32>,
+}
+
+fn ids<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<u32>, D::Error> {
+    Ok(Vec::<Id>::deserialize(deserializer)?.into_iter().map(|Id(id)| id).collect())
+}
+
+/// An id. `5.0` is one, too, as in JSON Schema: some clients know no other numbers.
+struct Id(u32);
+
+impl<'de> Deserialize<'de> for Id {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Id, D::Error> {
+        let number = Number::deserialize(deserializer)?;
+        let whole =
+            number.as_f64().filter(|id| id.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(id));
+        let id = whole.ok_or_else(|| D::Error::custom(format!("{number} is no id")))?;
+        Ok(Id(id as u32))
+    }
 }
 
 /// Ids of a text.

@@ -123,6 +123,17 @@ fn the_document_names_every_endpoint_and_status_adds_up() {
     assert_eq!(server.get("/v1/models/other").status, 404);
 }
 
+/// JSON has one kind of number: 5.0 is an integer by JSON Schema, and so by `/openapi.json`.
+#[test]
+fn ids_may_be_written_as_whole_floats_and_no_others() {
+    let server = Running::start();
+    let of = |ids: Value| server.post("/detokenize", &json!({"tokens": ids}));
+    assert_eq!(of(json!([72.0, 105.0])).json(), of(json!([72, 105])).json());
+    for wrong in [json!([72.5]), json!([-1.0]), json!([4_294_967_296.0]), json!(["72"]), json!([null])] {
+        assert_eq!(of(wrong.clone()).status, 400, "{wrong}");
+    }
+}
+
 #[test]
 fn the_page_and_its_files_are_served_under_a_strict_policy_and_without_a_key() {
     let options =
