@@ -223,11 +223,22 @@ fn few_descriptors_are_enough_for_those_who_ask() {
     drop(half_open);
 }
 
-/// The bytes of a kind by category, from the server's metrics.
-fn ledger(address: &str, kind: &str) -> BTreeMap<String, u64> {
+fn metrics(address: &str) -> String {
     let mut stream = send(address, "GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
     let mut text = String::new();
     stream.read_to_string(&mut text).expect("metrics");
+    text
+}
+
+/// The bytes of a kind that requests have, from the server's metrics.
+fn request_memory(address: &str, kind: &str) -> u64 {
+    let name = format!("keel_request_memory_bytes{{kind=\"{kind}\"}} ");
+    metrics(address).lines().find_map(|line| line.strip_prefix(&name)?.trim().parse().ok()).expect("a metric")
+}
+
+/// The bytes of a kind by category, from the server's metrics.
+fn ledger(address: &str, kind: &str) -> BTreeMap<String, u64> {
+    let text = metrics(address);
     let entry = |line: &str| {
         let rest = line.strip_prefix("keel_memory_bytes{")?;
         let (labels, bytes) = rest.split_once("} ")?;
@@ -245,9 +256,14 @@ fn a_server_holds_the_very_bytes_that_plan_prints_for_the_same_options() {
         &["--no-prefix-reuse", "--on-demand", "--drafts", "0", "-c", "512", "--sequences", "5"],
     ];
     for flags in cases {
+        let flags: &[&str] = &[flags, &["--request-memory", "100Mi"]].concat();
         let plan = common::json(&[&["plan", "--json"], flags].concat());
-        let plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
+        let mut plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
+        // A bound, not an allocation.
+        assert_eq!(plan.remove("requests"), Some(100 << 20));
         let (mut child, address) = start_with(flags);
+        assert_eq!(request_memory(&address, "planned"), 100 << 20);
+        assert_eq!(request_memory(&address, "allocated"), 0);
         let body = r#"{"prompt": "Once", "max_tokens": 20}"#;
         let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
                     content-type: application/json\r\n";

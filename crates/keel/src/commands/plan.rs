@@ -64,7 +64,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
     if is_server {
         let held = holding::plan_server(&args.server, &subject)?;
-        return print_all(args, &held.planned, held.options, verbose);
+        return print_all(args, &held.planned, held.options, Some(args.server.request_memory()), verbose);
     }
     let context = holding.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&subject.config, context).context("--context")?;
@@ -79,7 +79,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         Some(limit) => print_fit(args, &subject, options, limit),
         None => {
             let planned = session::plan(device, &*subject.parameters, &subject.json, options)?;
-            print_all(args, &planned, options, verbose)
+            print_all(args, &planned, options, None, verbose)
         }
     }
 }
@@ -98,8 +98,15 @@ fn check_no_run(args: &PlanArgs) -> Result<()> {
     Err(usage(wrong))
 }
 
-fn print_all(args: &PlanArgs, planned: &MemoryReport, options: EngineOptions, verbose: bool) -> Result<()> {
-    print_plan(args, planned, options)?;
+/// `requests` is the bound of what a server's requests take; it is no part of the plan's categories, which are allocated.
+fn print_all(
+    args: &PlanArgs,
+    planned: &MemoryReport,
+    options: EngineOptions,
+    requests: Option<u64>,
+    verbose: bool,
+) -> Result<()> {
+    print_plan(args, planned, options, requests)?;
     if verbose && !args.json { print_steps(args, options) } else { Ok(()) }
 }
 
@@ -109,7 +116,12 @@ fn print_steps(args: &PlanArgs, options: EngineOptions) -> Result<()> {
     steps(&*backend, options).iter().try_for_each(|line| output::line(line))
 }
 
-fn print_plan(args: &PlanArgs, planned: &MemoryReport, options: EngineOptions) -> Result<()> {
+fn print_plan(
+    args: &PlanArgs,
+    planned: &MemoryReport,
+    options: EngineOptions,
+    requests: Option<u64>,
+) -> Result<()> {
     let device = &args.server.device;
     device.announce();
     let driver = session::driver(device, options.compute);
@@ -117,6 +129,9 @@ fn print_plan(args: &PlanArgs, planned: &MemoryReport, options: EngineOptions) -
         let mut object = categories(planned);
         if let Some(driver) = driver {
             object["driver"] = driver.to_json();
+        }
+        if let Some(requests) = requests {
+            object["requests"] = json!(requests);
         }
         return output::json(&object);
     }
@@ -126,6 +141,10 @@ fn print_plan(args: &PlanArgs, planned: &MemoryReport, options: EngineOptions) -
     };
     output::line(&format!("context {}, batch {}{of_pool}\n", options.context, options.sequences))?;
     output::text(&plan_table(planned))?;
+    if let Some(requests) = requests {
+        let bound = human_bytes(requests);
+        output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))?;
+    }
     if let Some(host) = Room::of_host() {
         let needed = free::on_host(planned, device.device() != Device::Cpu);
         let fits = if needed <= host.bytes { "fits" } else { "does not fit" };

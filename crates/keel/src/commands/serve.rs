@@ -62,6 +62,13 @@ pub struct ServeOptions {
     pub device: DeviceArgs,
 }
 
+impl ServeOptions {
+    /// Bytes for bodies, texts and their copies.
+    pub fn request_memory(&self) -> u64 {
+        self.requests.request_memory
+    }
+}
+
 /// Where it listens, and under which name.
 #[derive(Debug, Args)]
 struct ListenArgs {
