@@ -33,3 +33,11 @@ impl Random {
         (0..len).map(|_| self.uniform(low, high)).collect()
     }
 }
+
+/// How many mutations a test of a parser runs: `default`, or what `KEEL_FUZZ_MUTATIONS` says.
+pub fn mutations(default: u64) -> u64 {
+    match std::env::var("KEEL_FUZZ_MUTATIONS") {
+        Ok(count) => count.parse().expect("KEEL_FUZZ_MUTATIONS is a number"),
+        Err(_) => default,
+    }
+}

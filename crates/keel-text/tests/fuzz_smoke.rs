@@ -9,7 +9,7 @@ mod exercise;
 
 use common::{asset, files_of};
 use exercise::{Input, exercise};
-use keel_testkit::random::Random;
+use keel_testkit::random::{Random, mutations};
 
 const MUTATIONS: u64 = 20_000;
 const WORKERS: usize = 4;
@@ -21,16 +21,17 @@ fn damaged_files_never_panic() {
         run_case(&bases, case.parse().unwrap());
         return;
     }
+    let mutations = mutations(MUTATIONS);
     let opened: u64 = std::thread::scope(|scope| {
         let bases = &bases;
         let worker = move |first: u64| {
-            (first..MUTATIONS).step_by(WORKERS).filter(|&case| run_case(bases, case)).count() as u64
+            (first..mutations).step_by(WORKERS).filter(|&case| run_case(bases, case)).count() as u64
         };
         let workers: Vec<_> = (0..WORKERS as u64).map(|first| scope.spawn(move || worker(first))).collect();
         workers.into_iter().map(|worker| worker.join().unwrap()).sum()
     });
     // If all mutations broke the files, or none, the test would test nothing.
-    assert!((MUTATIONS / 10..MUTATIONS * 9 / 10).contains(&opened), "{opened} of {MUTATIONS} opened");
+    assert!((mutations / 10..mutations * 9 / 10).contains(&opened), "{opened} of {mutations} opened");
 }
 
 /// Runs one mutation. Returns whether everything opened. A panic is reported with the number of the case.
