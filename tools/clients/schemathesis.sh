@@ -8,4 +8,4 @@ cd "$(dirname "$0")"
 examples=${1:-100}
 shift || true
 exec schemathesis --config-file schemathesis.toml run "${KEEL_URL:-http://127.0.0.1:8080}/openapi.json" \
-    --checks all --max-examples "$examples" --seed "${SEED:-2026}" "$@"
+    --checks all --max-response-time 60 --max-examples "$examples" --seed "${SEED:-2026}" "$@"

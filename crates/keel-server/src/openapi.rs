@@ -91,7 +91,7 @@ fn sampling() -> Value {
         "n": {"type": ["integer", "null"], "minimum": 1},
         "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
         "stream": {"type": ["boolean", "null"]},
-        "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean"}}},
+        "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": ["boolean", "null"]}}},
         "ignore_eos": {"type": ["boolean", "null"]},
     })
 }

@@ -50,6 +50,9 @@ fn signature(tool: &Value) -> Result<(String, Value)> {
     let function = tool.get("function").unwrap_or(tool);
     let name = function["name"].as_str().filter(|name| !name.is_empty());
     let name = name.ok_or_else(|| wrong("tools", "a function has no name"))?;
+    if !matches!(function["description"], Value::Null | Value::String(_)) {
+        return Err(wrong("tools", format!("the description of {name} is no text")));
+    }
     let parameters = match &function["parameters"] {
         Value::Null => json!({"type": "object", "properties": {}}),
         Value::Object(_) => function["parameters"].clone(),
@@ -116,6 +119,8 @@ mod tests {
         }
         assert!(Tools::new(None, Some(&json!("required")), true).is_err());
         assert!(Tools::new(Some(vec![json!({})]), None, true).is_err());
+        let described = json!({"function": {"name": "f", "description": {}}});
+        assert!(Tools::new(Some(vec![described]), None, true).is_err());
     }
 
     #[test]
