@@ -14,12 +14,12 @@ use crate::error::{Result, ServerError};
 const SMALL_BYTES: u64 = 256 << 10;
 const LARGE_SHARE: (u64, u64) = (7, 8);
 
-/// How often it is seen whether requests have come and gone.
+/// Interval between checks whether requests have ended.
 const ROUND: Duration = Duration::from_secs(1);
-/// Below this the allocator is not bothered.
+/// Below this amount the allocator is not called.
 const WORTH_GIVING_BACK_BYTES: u64 = 1 << 20;
 
-/// The budget, and what of it is used. Cloning gives another handle.
+/// The budget and its use. Clones share them.
 #[derive(Clone, Debug)]
 pub struct RequestMemory(Arc<Books>);
 
@@ -28,7 +28,7 @@ struct Books {
     limit: u64,
     used: AtomicU64,
     peak: AtomicU64,
-    /// All that was ever taken.
+    /// Sum of all bytes that were ever charged.
     total: AtomicU64,
 }
 
@@ -58,8 +58,8 @@ impl RequestMemory {
         self.0.peak.load(Ordering::Acquire)
     }
 
-    /// Calls `give_back` when requests have come and gone, for ever: the allocator may keep what they had, in places that others
-    /// do not need.
+    /// Calls `give_back` after requests have ended. Runs forever. The allocator may keep the memory of ended requests
+    /// where others cannot use it.
     pub(crate) async fn give_back_at_rest(self, give_back: fn()) {
         let mut seen = 0;
         loop {

@@ -104,9 +104,9 @@ fn with_sampling(properties: Value) -> Value {
     all
 }
 
-/// What an answer must look like; `schema` is the field that has the schema, which depends on the endpoint.
+/// The form of an answer. `schema` is the field with the schema; it depends on the endpoint.
 fn format(schema: &Value) -> Value {
-    // Every field that a kind has it needs.
+    // Every field of a kind is required.
     let kind = |name: &str, mut fields: Value| {
         fields["type"] = json!({"const": name});
         let required: Vec<&str> =
@@ -123,7 +123,7 @@ fn format(schema: &Value) -> Value {
     ]})
 }
 
-/// A function, in the form of the chat endpoint or that of responses.
+/// A function, in the form of the chat endpoint or of the responses endpoint.
 fn tool() -> Value {
     let function = || {
         json!({

@@ -45,7 +45,7 @@ pub struct ServerOptions {
     pub request_memory: u64,
     /// Has the allocator give back what it keeps, when requests have come and gone.
     pub give_back: fn(),
-    /// Time for a schema or grammar to be compiled.
+    /// Time limit for compiling a schema or grammar.
     pub grammar_time: Duration,
     /// Largest size of a request's body.
     pub body_bytes_max: usize,

@@ -28,11 +28,11 @@ pub struct Server {
 /// Time for connections to close after an abort.
 const ABORT_TIME: Duration = Duration::from_secs(2);
 
-/// Connections that wait to be taken, if the system allows that many. Where more come at once than the loop takes, the system drops
-/// some, and their clients try again after a second.
+/// Number of connections that may wait to be accepted, if the system allows it. If more arrive at once, the system
+/// drops some, and their clients try again after one second.
 const BACKLOG: u32 = 4096;
 
-/// Opens the address.
+/// Binds the address.
 ///
 /// # Errors
 /// [`ServerError::Listen`].
@@ -50,7 +50,7 @@ pub async fn bind(address: &str) -> Result<TcpListener> {
 
 fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-    // A server that is started again does not wait for connections of the last one.
+    // A restarted server need not wait for the connections of its predecessor.
     #[cfg(not(windows))]
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
@@ -110,7 +110,7 @@ impl Server {
         connections.all_closed().await;
         resting.abort();
         drop(app);
-        // The thread ends when the last handle is gone; a stream that is still being dropped may hold one.
+        // The thread ends when the last handle is dropped. A stream that is still being dropped may hold one.
         let _ = tokio::task::spawn_blocking(move || thread.join()).await;
         Ok(())
     }

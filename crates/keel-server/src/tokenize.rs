@@ -45,7 +45,7 @@ fn ids<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<u3
     Ok(Vec::<Id>::deserialize(deserializer)?.into_iter().map(|Id(id)| id).collect())
 }
 
-/// An id. `5.0` is one, too, as in JSON Schema: some clients know no other numbers.
+/// An id. As in JSON Schema, `5.0` is also an id, because some clients have only such numbers.
 struct Id(u32);
 
 impl<'de> Deserialize<'de> for Id {
@@ -58,7 +58,7 @@ impl<'de> Deserialize<'de> for Id {
     }
 }
 
-/// Ids of a text.
+/// Encodes a text.
 pub(crate) async fn tokenize(
     State(app): State<Arc<App>>,
     Body(body, caller): Body<TokenizeBody>,

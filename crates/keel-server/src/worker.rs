@@ -120,7 +120,7 @@ impl EngineHandle {
         if self.shared.pools_rows { Readout::MeanHidden } else { Readout::LastHidden }
     }
 
-    /// The account of memory.
+    /// The ledger of memory.
     pub fn ledger(&self) -> &Ledger {
         self.shared.runtime.ledger()
     }
@@ -180,10 +180,10 @@ impl EngineHandle {
         answer.await.map_err(|_| ServerError::EngineStopped)
     }
 
-    /// Has prefixes saved before the next step, so that they are safe however the wait for what runs ends. What is remembered later is
-    /// saved at the end.
+    /// Saves prefixes before the next step, so that they are safe even if the process is killed while requests still
+    /// run. Prefixes of later requests are saved at the end.
     pub(crate) fn save_prefixes(&self) {
-        // With a full inbox there is the save at the end.
+        // If the inbox is full, prefixes are saved at the end.
         let _ = self.send(Command::SavePrefixes);
     }
 
@@ -203,7 +203,7 @@ struct Worker {
     store: Option<PrefixStore>,
     /// Number of steps so far.
     steps: u64,
-    /// The steps whose prefixes are saved.
+    /// Value of `steps` at the last save.
     saved_at: Option<u64>,
     /// Value of `steps` at the last check at idle.
     checked_at: Option<u64>,

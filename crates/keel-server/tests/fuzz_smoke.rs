@@ -97,7 +97,7 @@ fn damaged_bodies_never_panic_and_are_the_clients_errors() {
         let workers: Vec<_> = (0..WORKERS).map(|first| scope.spawn(move || worker(first))).collect();
         workers.into_iter().map(|worker| worker.join().expect("it reports its case")).sum()
     });
-    // Mutations that all break, or none, would test nothing.
+    // If all mutations broke the bodies, or none, the test would test nothing.
     assert!((mutations / 20..mutations * 9 / 10).contains(&read), "{read} of {mutations} were read");
 }
 

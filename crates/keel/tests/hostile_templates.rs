@@ -1,4 +1,4 @@
-//! Chat templates that were made to fill memory or to run for ever, when a model is opened and when it is asked.
+//! Chat templates that try to fill memory or to run forever, when a model is opened and when it is used.
 
 #![cfg(target_os = "linux")]
 
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use common::arg;
 use common::hostile::{children, ends_soon, peak_kb};
 
-/// Each doubles something, 40 times over or more: few steps, but up to 2^40 bytes, elements or comparisons.
+/// Each doubles a value 40 times or more: few steps, but up to 2^40 bytes, elements or comparisons.
 const DOUBLING: [(&str, &str); 8] = [
     (
         "a string",
@@ -71,7 +71,7 @@ fn a_template_that_doubles_anything_is_refused_when_the_model_is_opened() {
     }
 }
 
-/// Ends the server with the test.
+/// A server process that is killed when the test ends.
 struct Server(Child);
 
 impl Drop for Server {
@@ -97,12 +97,12 @@ fn serve(folder: &Path) -> (Server, String) {
         assert!(lines.read_line(&mut line).expect("UTF-8") > 0, "the server ended");
     }
     let address = line.trim().rsplit("http://").next().expect("an address").to_string();
-    // What it logs later is of no interest, but the pipe must not fill.
+    // The server's later messages must be read, or its pipe fills.
     std::thread::spawn(move || std::io::copy(&mut lines, &mut std::io::sink()));
     (server, address)
 }
 
-/// The head and body of the answer to a chat of one message.
+/// Head and body of the answer to a chat with one message.
 fn chat(address: &str, text: &str) -> String {
     let body =
         format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"{text}\"}}], \"max_tokens\": 1}}");
@@ -114,7 +114,7 @@ fn chat(address: &str, text: &str) -> String {
     answer
 }
 
-/// The template looks harmless until a message has a certain word.
+/// The template is harmless until a message contains a certain word.
 #[test]
 fn a_template_that_doubles_at_a_request_fails_that_request_alone() {
     for (what, template) in DOUBLING.iter().take(7) {

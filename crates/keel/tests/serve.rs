@@ -236,7 +236,7 @@ fn request_memory(address: &str, kind: &str) -> u64 {
     metrics(address).lines().find_map(|line| line.strip_prefix(&name)?.trim().parse().ok()).expect("a metric")
 }
 
-/// The bytes of a kind by category, from the server's metrics.
+/// Bytes per category of one kind, from the server's metrics.
 fn ledger(address: &str, kind: &str) -> BTreeMap<String, u64> {
     let text = metrics(address);
     let entry = |line: &str| {

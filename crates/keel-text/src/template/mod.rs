@@ -46,7 +46,7 @@ enum Renderer {
     Apart(apart::Apart),
 }
 
-/// Templates that are rendered in this process.
+/// The templates, rendered in this process.
 struct Here {
     environment: Environment<'static>,
     has_tool_template: bool,

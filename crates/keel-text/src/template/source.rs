@@ -21,7 +21,7 @@ impl Sources {
         Sources { default: Some(default), tool_use: None }
     }
 
-    /// Those that there are, by name.
+    /// The existing templates, by name.
     pub(super) fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let all = [(DEFAULT, self.default.as_deref()), (TOOL_USE, self.tool_use.as_deref())];
         all.into_iter().filter_map(|(name, text)| Some((name, text?)))

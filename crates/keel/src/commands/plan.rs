@@ -98,7 +98,8 @@ fn check_no_run(args: &PlanArgs) -> Result<()> {
     Err(usage(wrong))
 }
 
-/// `requests` is the bound of what a server's requests take; it is no part of the plan's categories, which are allocated.
+/// `requests` is the bound on the memory of a server's requests. It is not one of the plan's categories, because it is
+/// not allocated.
 fn print_all(
     args: &PlanArgs,
     planned: &MemoryReport,

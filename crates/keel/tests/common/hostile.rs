@@ -1,10 +1,11 @@
-//! Bounds of what a folder that was made to harm may cost.
+//! Bounds on the cost of a malicious folder.
 
 use std::fs;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What keel says of a folder that was made to harm: within 5 s and 500 MB, its own and its children's by the system's count.
+/// Runs keel on a malicious folder. It must end within 5 s and 500 MB, including its child processes. Returns standard
+/// error.
 pub fn ends_soon(args: &[&str]) -> String {
     let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
         .args(args)
@@ -36,14 +37,14 @@ pub fn ends_soon(args: &[&str]) -> String {
     message
 }
 
-/// The most memory that a process had.
+/// Peak memory of a process.
 pub fn peak_kb(pid: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or("0 kB");
     line.trim().trim_end_matches(" kB").parse().unwrap_or(0)
 }
 
-/// Processes that a process has started and that still run.
+/// The running child processes of a process.
 pub fn children(pid: u32) -> Vec<u32> {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
     let of_thread =

@@ -1,4 +1,4 @@
-//! The other process, from within.
+//! The child process that renders templates.
 
 use std::io::{self, BufRead, Write};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,16 +12,16 @@ use super::{MEMORY_BYTES, TIME, line};
 use crate::TextError;
 use crate::template::Here;
 
-/// Address space of a stack, out of the process's. A template that needs more ends the process.
+/// Largest stack, as part of the process's address space. A template that needs more ends the process.
 const STACK_BYTES_MAX: usize = 96 << 20;
-/// The exit code of a process that ended itself because a conversation took too long.
+/// Exit code of a process that ended itself because a conversation took too long.
 const TOO_LONG: i32 = 3;
 
-/// Renders conversations for the process that has started this one, until it closes the pipe. `rest` is called after each: it may give
-/// memory back to the system.
+/// Renders conversations for the parent process until the parent closes the pipe. `rest` is called after each
+/// conversation; it may return memory to the system.
 ///
 /// # Errors
-/// If the system does not bound memory, or the pipe breaks.
+/// The system does not bound memory, or the pipe breaks.
 pub fn render_for_parent(rest: fn()) -> io::Result<()> {
     let bound = |bytes| Rlimit { current: Some(bytes), maximum: Some(bytes) };
     setrlimit(Resource::As, bound(MEMORY_BYTES))?;
@@ -62,7 +62,7 @@ fn say(reply: &Reply) -> io::Result<()> {
     output.flush()
 }
 
-/// Ends the process when a conversation takes too long, also where the parent is gone and cannot.
+/// Ends the process if a conversation takes too long, also if the parent is gone.
 struct Watch(Arc<Mutex<Option<Instant>>>);
 
 impl Watch {

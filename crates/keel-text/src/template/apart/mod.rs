@@ -1,9 +1,9 @@
-//! Templates in a process of their own.
+//! Renders templates in a separate process.
 //!
-//! A template is a program. Steps are counted, but one step can double a string or a list, compare two lists that hold themselves a
-//! million times over, or fold a constant of gigabytes at compile time. Memory and time of that are bounded for a process
-//! alone: the system refuses it memory beyond [`MEMORY_BYTES`], and it is ended after [`TIME`]. What it does to itself is an
-//! error here.
+//! A template is a program. Its steps are counted, but a single step can be expensive: it can double a string or a
+//! list, compare lists that contain themselves a million times over, or fold a constant of gigabytes at compile time.
+//! Only a separate process bounds the memory and time of such a step. The system refuses it memory beyond
+//! [`MEMORY_BYTES`], and it is ended after [`TIME`]. Its end is reported as an error here.
 
 mod child;
 mod process;
@@ -22,44 +22,45 @@ pub use child::render_for_parent;
 use process::Process;
 use wire::{Ask, Reply, Setup};
 
-/// Address space of the process. Published templates need a few MB and the conversation some times over.
+/// Address space of the process. Published templates need a few MB, plus several times the conversation.
 pub const MEMORY_BYTES: u64 = 448 << 20;
-/// Time for one conversation. Published templates take milliseconds.
+/// Time limit for one conversation. Published templates take milliseconds.
 const TIME: Duration = Duration::from_secs(3);
 
-/// The program that renders templates, and how it is called.
+/// The program that renders templates, and its arguments.
 static RENDERER: OnceLock<(PathBuf, Vec<OsString>)> = OnceLock::new();
 
-/// From now on templates of this process are compiled and rendered by another: `program`, called with `args`, which does nothing but
-/// [`render_for_parent`] within [`MEMORY_BYTES`] of address space. Later calls change nothing.
+/// From now on another process compiles and renders the templates: `program`, called with `args`. It must only call
+/// [`render_for_parent`], within [`MEMORY_BYTES`] of address space. Later calls have no effect.
 ///
-/// Without it templates run here, with their steps and their output bounded, but not their memory.
+/// Without this call templates run in this process. Then their steps and output are bounded, but not their memory.
 pub fn render_apart(program: PathBuf, args: Vec<OsString>) {
     let _ = RENDERER.set((program, args));
 }
 
-/// Whether templates are rendered apart.
+/// Whether another process renders templates.
 pub(super) fn is_set() -> bool {
     RENDERER.get().is_some()
 }
 
-/// Templates of one checkpoint, and the processes that have them compiled: one for each thread that renders at once.
+/// The templates of one checkpoint, and the processes that have compiled them: one per thread that renders
+/// concurrently.
 pub(super) struct Apart {
-    /// The templates as a line.
+    /// The templates as one line of JSON.
     setup: Vec<u8>,
     idle: Mutex<Vec<Process>>,
 }
 
 impl Apart {
-    /// Starts a process, has it compile the templates and render a greeting, so that templates that exceed their bounds on any
-    /// conversation are known at once.
+    /// Starts a process, which compiles the templates and renders a greeting. So templates that exceed their bounds for
+    /// any conversation fail at once.
     pub(super) fn new(sources: Sources, special: SpecialTokens) -> Result<Apart, TextError> {
         let setup = line(&Setup::new(sources, special))?;
         let apart = Apart { setup, idle: Mutex::default() };
         let mut process = apart.start()?;
         let greeting = [Message::new("user", "Hello")];
         match process.ask(&line(&Ask::new(&ChatRequest::new(&greeting)))?) {
-            // The template may want another conversation, for reasons of its own.
+            // The template may refuse this conversation for reasons of its own.
             Ok(_) => apart.idle().push(process),
             Err(error) => return Err(error),
         }
@@ -90,14 +91,14 @@ impl Apart {
     }
 }
 
-/// A value as a line of JSON.
+/// A value as one line of JSON.
 fn line(value: &impl serde::Serialize) -> Result<Vec<u8>, TextError> {
     let mut line = serde_json::to_vec(value).map_err(|error| failed(error.to_string()))?;
     line.push(b'\n');
     Ok(line)
 }
 
-/// An error of the template, whichever of them it was.
+/// An error of any of the templates.
 fn failed(reason: String) -> TextError {
     TextError::Template { name: source::DEFAULT.to_string(), reason }
 }

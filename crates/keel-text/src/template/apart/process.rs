@@ -1,4 +1,4 @@
-//! The other process, as this one sees it.
+//! The parent's handle of the child process.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -14,12 +14,12 @@ use rustix::io::Errno;
 use super::{MEMORY_BYTES, Reply, TIME, failed};
 use crate::{TextError, cancel};
 
-/// How often cancellation is looked for.
+/// Interval between checks for cancellation.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// A reply is at most the output's limit, escaped.
+/// Largest reply: the limit of the output, with escapes.
 const REPLY_BYTES_MAX: usize = 512 << 20;
 
-/// A process that waits for conversations. Dropping it ends it.
+/// A process that waits for conversations. Dropping it kills the process.
 pub(super) struct Process {
     child: Mutex<Child>,
     input: ChildStdin,
@@ -30,7 +30,7 @@ impl Process {
     pub(super) fn start(program: &Path, args: &[OsString]) -> Result<Process, TextError> {
         let mut command = Command::new(program);
         command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-        // A Ctrl-C is meant for the parent.
+        // Ctrl-C is meant for the parent only.
         command.process_group(0).env("RUST_BACKTRACE", "0");
         let mut child = command.spawn().map_err(|source| TextError::Renderer { source })?;
         match (child.stdin.take(), child.stdout.take()) {
@@ -44,9 +44,9 @@ impl Process {
         matches!(child.try_wait(), Ok(None))
     }
 
-    /// Sends a line and waits for the reply. After an error the process is of no more use.
+    /// Sends a line and waits for the reply. After an error the process must not be used again.
     pub(super) fn ask(&mut self, line: &[u8]) -> Result<Reply, TextError> {
-        // One that has died does not read; the reply says why.
+        // A dead process does not read. The reply then has the reason.
         let _ = self.input.write_all(line);
         let reply = self.read_line()?;
         serde_json::from_slice(&reply)
@@ -79,11 +79,11 @@ impl Process {
         }
     }
 
-    /// Why it has ended.
+    /// Returns why the process ended.
     fn end(&mut self) -> TextError {
         let child = self.child.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         match child.wait() {
-            // Where memory is refused Rust aborts, and where the stack ends, too.
+            // Rust aborts when memory is refused, and also when the stack overflows.
             Ok(status) if status.signal().is_some() => failed(format!(
                 "it needs more than {} MiB of memory, or recurses without end",
                 MEMORY_BYTES >> 20

@@ -1,4 +1,5 @@
-//! What the two processes say to each other: one JSON value a line, the templates first, then a conversation for each answer.
+//! The messages between the two processes: one JSON value per line. The first has the templates, each further one a
+//! conversation.
 
 use std::borrow::Cow;
 use std::time::SystemTime;
@@ -10,7 +11,7 @@ use super::super::source::Sources;
 use super::super::{ChatRequest, Message};
 use crate::{SpecialTokens, TextError};
 
-/// The templates and what they see of the checkpoint.
+/// The templates, and the checkpoint's values for them.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Setup {
     default: Option<String>,
@@ -43,7 +44,7 @@ pub(super) struct Ask<'a> {
     now: SystemTime,
 }
 
-/// A message. The further fields are not flattened, so that none of them can pass for role or content.
+/// A message. The further fields are not flattened, so that none of them can replace role or content.
 #[derive(Serialize, Deserialize)]
 struct Said<'a> {
     role: Cow<'a, str>,
@@ -67,7 +68,7 @@ impl<'a> Ask<'a> {
         }
     }
 
-    /// Hands the conversation to `use_it`.
+    /// Calls `use_it` with the conversation.
     pub(super) fn with_request<T>(self, use_it: impl FnOnce(&ChatRequest<'_>) -> T) -> T {
         let message = |said: Said<'_>| Message {
             role: said.role.into_owned(),
@@ -85,7 +86,7 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// What came of it.
+/// The result of a conversation.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Reply {
     Text(String),
