@@ -110,7 +110,7 @@ impl Server {
         connections.all_closed().await;
         resting.abort();
         drop(app);
-        // The thread ends when the last handle is dropped. A stream that is still being dropped may hold one.
+        // The thread ends when the last handle is gone; a stream that is still being dropped may hold one.
         let _ = tokio::task::spawn_blocking(move || thread.join()).await;
         Ok(())
     }
