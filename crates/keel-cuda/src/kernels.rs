@@ -7,11 +7,13 @@ pub(crate) const CUSTOM_ENTRY: &str = "custom_kernel";
 
 /// Headers that every source may include.
 pub(crate) const HEADERS: &[(&str, &str)] = &[
+    ("candidates.cuh", include_str!("../kernels/candidates.cuh")),
     ("common.cuh", include_str!("../kernels/common.cuh")),
     ("few_rows.cuh", include_str!("../kernels/few_rows.cuh")),
     ("half.cuh", include_str!("../kernels/half.cuh")),
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("gated_delta.cuh", include_str!("../kernels/gated_delta.cuh")),
+    ("gated_delta_tiles.cuh", include_str!("../kernels/gated_delta_tiles.cuh")),
     ("kv_coded.cuh", include_str!("../kernels/kv_coded.cuh")),
     ("paged.cuh", include_str!("../kernels/paged.cuh")),
     ("rope.cuh", include_str!("../kernels/rope.cuh")),

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unused_imports)] // each test file uses its part
 
+pub mod adversary;
 pub mod batching;
 pub mod drawn;
 pub mod queueing;
