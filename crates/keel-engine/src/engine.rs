@@ -85,6 +85,17 @@ impl LateWork {
         [("trace", trace), ("compile", compile), ("load", load), ("capture", capture), ("allocate", allocate)]
     }
 
+    /// The sums of both.
+    pub(crate) fn plus(self, other: LateWork) -> LateWork {
+        LateWork {
+            trace: self.trace + other.trace,
+            compile: self.compile + other.compile,
+            load: self.load + other.load,
+            capture: self.capture + other.capture,
+            allocate: self.allocate + other.allocate,
+        }
+    }
+
     /// What has been added since it was `before`.
     fn since(self, before: LateWork) -> LateWork {
         LateWork {

@@ -15,6 +15,7 @@ use crate::app::{App, Ask, fresh_id};
 use crate::caller::Caller;
 use crate::collect::{Collected, Outbox, collect, respond};
 use crate::error::{Result, ServerError, wrong};
+use crate::fleet::Front;
 use crate::http::Body;
 use crate::openai::chat::{ChatBody, ask_apart};
 use crate::unsupported;
@@ -81,33 +82,34 @@ struct InputMessage {
 /// A request body. Errors of its extraction have Anthropic's form.
 pub(crate) struct Message(MessagesBody, Arc<Caller>);
 
-impl FromRequest<Arc<App>> for Message {
+impl FromRequest<Arc<Front>> for Message {
     type Rejection = AnthropicError;
 
-    async fn from_request(request: Request, app: &Arc<App>) -> Result<Message, AnthropicError> {
-        let Body(body, caller) = Body::from_request(request, app).await?;
+    async fn from_request(request: Request, front: &Arc<Front>) -> Result<Message, AnthropicError> {
+        let Body(body, caller) = Body::from_request(request, front).await?;
         Ok(Message(body, caller))
     }
 }
 
-async fn ask(app: &Arc<App>, caller: &Arc<Caller>, body: MessagesBody) -> Result<Ask> {
-    app.check_model(body.model.as_deref())?;
+async fn ask(front: &Arc<Front>, caller: &Arc<Caller>, body: MessagesBody) -> Result<(Arc<App>, Ask)> {
+    let app = front.app(body.model.as_deref()).await?;
     let chat = app.work(caller, move |_| chat(body)).await?;
-    ask_apart(app, caller, chat).await
+    let ask = ask_apart(&app, caller, chat).await?;
+    Ok((app, ask))
 }
 
 /// Answers a conversation.
 pub(crate) async fn create(
-    State(app): State<Arc<App>>,
+    State(front): State<Arc<Front>>,
     Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
     if body.max_tokens.is_none() {
         return Err(wrong("max_tokens", "it is missing").into());
     }
     let streams = body.stream.unwrap_or(false);
-    let ask = ask(&app, &caller, body).await?;
+    let (app, ask) = ask(&front, &caller, body).await?;
     let mut answers = app.start("/v1/messages", &caller, ask).await?;
-    let model = app.options.model_id.clone();
+    let model = app.id.clone();
     if streams {
         // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
@@ -119,10 +121,10 @@ pub(crate) async fn create(
 
 /// Counts the tokens of a conversation.
 pub(crate) async fn count_tokens(
-    State(app): State<Arc<App>>,
+    State(front): State<Arc<Front>>,
     Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
-    let ask = ask(&app, &caller, body).await?;
+    let (_, ask) = ask(&front, &caller, body).await?;
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
 }
 

@@ -1,5 +1,6 @@
-//! The state that all handlers share, and the path from a request to running answers.
+//! The state that all handlers share, a loaded model, and the path from a request to running answers.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -21,12 +22,8 @@ use crate::text::{Bounds, ModelText};
 use crate::work::Workshop;
 use crate::worker::EngineHandle;
 
-/// The state that all handlers share.
-pub struct App {
-    /// The engine's thread.
-    pub engine: EngineHandle,
-    /// The text side of the model.
-    pub text: ModelText,
+/// The state that all models of a server share.
+pub struct Shared {
     /// The server's options.
     pub options: ServerOptions,
     /// Counters.
@@ -38,6 +35,25 @@ pub struct App {
     pub(crate) keys: Keys,
     works: Workshop,
     draining: AtomicBool,
+}
+
+/// A loaded model.
+pub struct App {
+    pub(crate) shared: Arc<Shared>,
+    /// Its name in the API.
+    pub id: String,
+    /// The engine's thread.
+    pub engine: EngineHandle,
+    /// The text side.
+    pub text: ModelText,
+}
+
+impl Deref for App {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        &self.shared
+    }
 }
 
 /// A request in the engine's terms, independent of its API.
@@ -58,28 +74,24 @@ pub(crate) struct Ask {
     pub form: AnswerForm,
 }
 
-impl App {
+impl Shared {
     /// Creates the state.
-    pub fn new(engine: EngineHandle, text: ModelText, options: ServerOptions) -> Arc<App> {
+    pub(crate) fn new(options: ServerOptions) -> Shared {
         let created = seconds_since_1970((options.wall_clock)());
-        Arc::new(App {
+        Shared {
             memory: RequestMemory::new(options.request_memory),
             keys: Keys::new(&options.keys),
             works: Workshop::new(),
-            engine,
-            text,
             options,
             metrics: Metrics::new(),
             created,
             draining: AtomicBool::new(false),
-        })
+        }
     }
 
-    /// Refuses new requests from now on; running requests continue. Remembered prefixes are saved as soon as nothing
-    /// runs, because the process may be killed before it ends.
-    pub fn drain(&self) {
+    /// Refuses new requests from now on; running requests continue.
+    pub(crate) fn start_draining(&self) {
         self.draining.store(true, Ordering::Release);
-        self.engine.save_prefixes();
     }
 
     /// Whether requests are refused because the server is shutting down.
@@ -92,17 +104,19 @@ impl App {
         seconds_since_1970((self.options.wall_clock)())
     }
 
-    /// Refuses a request for another model than the one served.
-    pub(crate) fn check_model(&self, asked: Option<&str>) -> Result<()> {
-        let served = &self.options.model_id;
-        match asked {
-            Some(asked) if asked != served && !asked.is_empty() && asked != "default" => {
-                Err(ServerError::UnknownModel { asked: asked.into(), served: served.clone() })
-            }
-            _ => Ok(()),
-        }
+    /// Runs work for a request on a worker thread. The work is cancelled when the request is dropped.
+    pub(crate) async fn work<T: Send + 'static>(
+        &self,
+        caller: &Arc<Caller>,
+        work: impl FnOnce(&Caller) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (bytes, wait) = (caller.meter.held(), self.options.batch.queue_timeout);
+        let caller = Arc::clone(caller);
+        self.works.text(bytes, wait, move || work(&caller)).await
     }
+}
 
+impl App {
     /// The largest number of tokens of an answer: the requested number or the room in the context, whichever is less.
     /// An answer that reaches it ends with `length`.
     fn max_tokens(&self, ask: &Ask) -> Result<usize> {
@@ -121,17 +135,6 @@ impl App {
             choices_max: self.options.choices_max,
             meter: Some(&caller.meter),
         }
-    }
-
-    /// Runs work for a request on a worker thread. The work is cancelled when the request is dropped.
-    pub(crate) async fn work<T: Send + 'static>(
-        &self,
-        caller: &Arc<Caller>,
-        work: impl FnOnce(&Caller) -> Result<T> + Send + 'static,
-    ) -> Result<T> {
-        let (bytes, wait) = (caller.meter.held(), self.options.batch.queue_timeout);
-        let caller = Arc::clone(caller);
-        self.works.text(bytes, wait, move || work(&caller)).await
     }
 
     /// Compiles the grammar of a request once, for all of its answers.
@@ -190,7 +193,7 @@ impl App {
                 request_id = &*caller.id,
                 key = caller.key.as_deref(),
                 endpoint,
-                model = self.options.model_id,
+                model = self.id,
                 prompt = ask.prompt.len(),
                 max_tokens,
                 cached = Empty,

@@ -37,12 +37,20 @@ pub enum ServerError {
         context: usize,
     },
     /// The requested model is not served here.
-    #[error("the model {asked:?} is not served here; {served:?} is")]
+    #[error("the model {asked:?} is not served here; {served}")]
     UnknownModel {
         /// The requested model.
         asked: String,
-        /// The served model.
+        /// The served models, and a verb.
         served: String,
+    },
+    /// A model that is served cannot be loaded.
+    #[error("the model {id:?} cannot be loaded: {reason}")]
+    ModelLoad {
+        /// The model.
+        id: String,
+        /// Why.
+        reason: String,
     },
     /// No such endpoint.
     #[error("there is no {method} {path} here")]
@@ -225,6 +233,7 @@ impl ServerError {
             ServerError::Body(_) => reply(S::BAD_REQUEST, INVALID, "invalid_body"),
             ServerError::Field { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_value"),
             ServerError::UnknownModel { .. } => reply(S::NOT_FOUND, INVALID, "model_not_found"),
+            ServerError::ModelLoad { .. } => reply(S::INTERNAL_SERVER_ERROR, OURS, "model_load_failure"),
             ServerError::UnknownEndpoint { .. } => reply(S::NOT_FOUND, INVALID, "unknown_url"),
             ServerError::Unauthorized => reply(S::UNAUTHORIZED, INVALID, "invalid_api_key"),
             ServerError::ForeignHost { .. } => reply(S::FORBIDDEN, INVALID, "host_not_allowed"),

@@ -1,4 +1,4 @@
-//! An OpenAI-compatible server on one engine, with continuous batching.
+//! An OpenAI-compatible server with continuous batching, on one engine or on several that come and go (`fleet`).
 //!
 //! The life of a request:
 //!
@@ -20,6 +20,7 @@ mod caller;
 mod collect;
 mod connections;
 mod error;
+mod fleet;
 mod gate;
 mod grammar;
 mod held;
@@ -44,8 +45,9 @@ mod unsupported;
 mod work;
 mod worker;
 
-pub use app::App;
+pub use app::{App, Shared};
 pub use error::{Reply, Result, ServerError};
+pub use fleet::{FleetOptions, Front, Load, Loaded, Offer};
 pub use keys::{ApiKey, KeyLimits};
 pub use memory::RequestMemory;
 pub use metrics::{Metrics, RequestTimer};

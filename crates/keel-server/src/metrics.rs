@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use keel_array::Category;
+use keel_array::{Category, Ledger, MemoryReport};
 use keel_engine::SpeculationCounters;
 use keel_engine::batch::ParkingStatus;
 use prometheus_client::encoding::text::encode;
@@ -17,8 +17,9 @@ use prometheus_client::registry::{Registry, Unit};
 use tracing::Span;
 
 use crate::answer::{Ending, Usage};
+use crate::fleet::Totals;
 use crate::memory::RequestMemory;
-use crate::worker::EngineHandle;
+use crate::worker::EngineView;
 
 /// A label with a fixed set of values.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -142,9 +143,9 @@ impl Metrics {
     }
 
     /// The current metrics in Prometheus' text format.
-    pub fn expose(&self, engine: &EngineHandle, requests: &RequestMemory) -> String {
+    pub(crate) fn expose(&self, totals: Totals, requests: &RequestMemory) -> String {
         let inner = &self.0;
-        let status = engine.status();
+        let Totals { status, losses, engines } = totals;
         inner.running.set(status.running.len() as i64);
         inner.waiting.set(status.waiting as i64);
         self.count_parking(&status.parking);
@@ -157,12 +158,12 @@ impl Metrics {
             let label = Kind { kind: Word(kind) };
             inner.late_work.get_or_create(&label).inner().fetch_max(count, Ordering::Relaxed);
         }
-        let ledger = engine.ledger();
-        for (kind, report) in
-            [("planned", engine.planned()), ("allocated", ledger.active()), ("peak", ledger.peak())]
-        {
-            for (category, bytes) in report.iter() {
-                self.set_memory(category, kind, bytes);
+        let ledgers = || engines.iter().map(EngineView::ledger);
+        let planned: Vec<MemoryReport> = engines.iter().map(EngineView::planned).collect();
+        let (active, peak) = (ledgers().map(Ledger::active).collect(), ledgers().map(Ledger::peak).collect());
+        for (kind, reports) in [("planned", planned), ("allocated", active), ("peak", peak)] {
+            for category in Category::ALL {
+                self.set_memory(category, kind, reports.iter().map(|report| report.get(category)).sum());
             }
         }
         for (kind, bytes) in
@@ -170,8 +171,8 @@ impl Metrics {
         {
             inner.request_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
         }
-        inner.lost.inner().fetch_max(engine.losses(), Ordering::Relaxed);
-        if let Some((usage, driver)) = engine.device_usage() {
+        inner.lost.inner().fetch_max(losses, Ordering::Relaxed);
+        if let Some((usage, driver)) = engines.first().and_then(EngineView::device_usage) {
             for (kind, bytes) in [("total", usage.total), ("free", usage.free), ("driver", driver)] {
                 inner.device_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
             }

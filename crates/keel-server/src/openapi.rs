@@ -13,7 +13,7 @@ pub(crate) fn document() -> Value {
         },
         "paths": {
             "/health": {"get": read("Whether requests are answered")},
-            "/v1/models": {"get": read("The model that is served")},
+            "/v1/models": {"get": read("The models that can be asked for, and which of them are loaded")},
             "/v1/chat/completions": {"post": write("Answer a conversation", "Chat")},
             "/v1/completions": {"post": write("Continue a text", "Completion")},
             "/v1/responses": {"post": write("Answer an input", "Response")},
@@ -247,10 +247,12 @@ fn schemas() -> Value {
             "stream": {"type": ["boolean", "null"]},
         })),
         "Tokenize": object(&["text"], json!({
+            "model": {"type": ["string", "null"]},
             "text": {"type": "string"},
             "add_special_tokens": {"type": "boolean"},
         })),
         "Detokenize": object(&["tokens"], json!({
+            "model": {"type": ["string", "null"]},
             "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 4_294_967_295u32}},
         })),
     })

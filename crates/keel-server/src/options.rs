@@ -23,7 +23,7 @@ pub struct ServerOptions {
     pub batch: BatchOptions,
     /// The place to restore prefixes from and save them to. With `None` they are lost at the end.
     pub prefix_store: Option<PrefixStore>,
-    /// The name under which the model is served.
+    /// The name under which the model is served, where there is one.
     pub model_id: String,
     /// Limit on an answer's tokens if the request has none.
     pub max_tokens_default: usize,

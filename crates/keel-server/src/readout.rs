@@ -80,7 +80,7 @@ impl App {
             request_id = &*caller.id,
             key = caller.key.as_deref(),
             endpoint,
-            model = self.options.model_id,
+            model = self.id,
             texts = prompts.len(),
             prompt = prompt_tokens,
             cached = Empty,

@@ -12,8 +12,9 @@ use keel_engine::batch::Readout;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::app::{App, fresh_id};
+use crate::app::fresh_id;
 use crate::error::{Result, wrong};
+use crate::fleet::Front;
 use crate::http::Body;
 use crate::readout::{ReadAsk, check_count};
 use crate::text::{Bounds, ModelText};
@@ -56,10 +57,10 @@ const TAIL: &str = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n";
 
 /// Ranks documents, the best first.
 pub(crate) async fn create(
-    State(app): State<Arc<App>>,
+    State(front): State<Arc<Front>>,
     Body(body, caller): Body<RerankBody>,
 ) -> Result<Json<Value>> {
-    app.check_model(body.model.as_deref())?;
+    let app = front.app(body.model.as_deref()).await?;
     let worker = Arc::clone(&app);
     let work = move |caller: &_| Ok((asks(&worker.text, &worker.bounds(caller), &body)?, body));
     let (ask, body) = app.work(&caller, work).await?;
@@ -78,7 +79,7 @@ pub(crate) async fn create(
     Ok(Json(json!({
         "id": fresh_id("rerank-"),
         "object": "list",
-        "model": app.options.model_id,
+        "model": app.id,
         "results": scores.iter().map(result).collect::<Vec<_>>(),
         "usage": {"prompt_tokens": read.prompt_tokens, "total_tokens": read.prompt_tokens},
     })))

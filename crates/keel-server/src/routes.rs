@@ -14,9 +14,9 @@ use axum::{Json, Router};
 use serde_json::json;
 use tower_http::cors::{AllowOrigin, Any, CorsLayer};
 
-use crate::app::App;
 use crate::caller::{KeyName, name_request};
 use crate::error::{Result, ServerError, wrong};
+use crate::fleet::{Front, ModelFacts};
 use crate::gate::Gate;
 use crate::held::holding;
 use crate::http::Refusal;
@@ -25,7 +25,7 @@ use crate::{anthropic, openai, openapi, page, rerank, status, tokenize};
 /// All endpoints.
 ///
 /// `listens` is the address that the server listens on. It determines which host names are accepted.
-pub fn router(app: Arc<App>, listens: SocketAddr) -> Router {
+pub fn router(app: Arc<Front>, listens: SocketAddr) -> Router {
     let open = Router::new()
         .route("/", get(page::page))
         .route("/page/{file}", get(page::asset))
@@ -101,7 +101,7 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     Some(layer.allow_origin(AllowOrigin::list(origins)))
 }
 
-async fn check_key(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Result<Response> {
+async fn check_key(State(app): State<Arc<Front>>, mut request: Request, next: Next) -> Result<Response> {
     let is_work = request.method() == Method::POST;
     let pass = app.keys.enter(request.headers(), is_work, Instant::now())?;
     if let Some(pass) = &pass {
@@ -112,7 +112,7 @@ async fn check_key(State(app): State<Arc<App>>, mut request: Request, next: Next
     Ok(holding(pass, response))
 }
 
-async fn count_refusals(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+async fn count_refusals(State(app): State<Arc<Front>>, request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     if let Some(Refusal(code)) = response.extensions().get() {
         app.metrics.refused(code);
@@ -128,8 +128,9 @@ async fn other_method(method: Method, uri: Uri) -> ServerError {
     ServerError::Method { method: method.to_string(), path: uri.path().to_string() }
 }
 
-async fn health(State(app): State<Arc<App>>) -> Result<Response> {
-    if app.engine.is_stopped() {
+async fn health(State(app): State<Arc<Front>>) -> Result<Response> {
+    // An engine that is loaded when it is asked for is loaded again.
+    if app.has_failed() {
         return Err(ServerError::EngineStopped);
     }
     if app.is_draining() {
@@ -138,27 +139,31 @@ async fn health(State(app): State<Arc<App>>) -> Result<Response> {
     Ok(Json(json!({"status": "ok"})).into_response())
 }
 
-fn model_json(app: &App) -> serde_json::Value {
+fn model_json(created: u64, facts: &ModelFacts) -> serde_json::Value {
     json!({
-        "id": app.options.model_id,
+        "id": facts.id,
         "object": "model",
-        "created": app.created,
+        "created": created,
         "owned_by": "keel",
-        "context_length": app.engine.context(),
+        "context_length": facts.context,
+        "loaded": facts.is_loaded,
+        "memory_bytes": facts.bytes,
     })
 }
 
-async fn models(State(app): State<Arc<App>>) -> Response {
-    Json(json!({"object": "list", "data": [model_json(&app)]})).into_response()
+async fn models(State(app): State<Arc<Front>>) -> Response {
+    let models = app.all_facts();
+    let data: Vec<_> = models.iter().map(|facts| model_json(app.created, facts)).collect();
+    Json(json!({"object": "list", "data": data})).into_response()
 }
 
-async fn model(State(app): State<Arc<App>>, id: Result<Path<String>, PathRejection>) -> Result<Response> {
+async fn model(State(app): State<Arc<Front>>, id: Result<Path<String>, PathRejection>) -> Result<Response> {
     let Path(id) = id.map_err(|_| wrong("model", "the name in the path is not UTF-8"))?;
-    app.check_model(Some(&id))?;
-    Ok(Json(model_json(&app)).into_response())
+    let facts = app.facts(app.find(Some(&id))?);
+    Ok(Json(model_json(app.created, &facts)).into_response())
 }
 
-async fn metrics(State(app): State<Arc<App>>) -> Response {
+async fn metrics(State(app): State<Arc<Front>>) -> Response {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, kind)], app.metrics.expose(&app.engine, &app.memory)).into_response()
+    ([(header::CONTENT_TYPE, kind)], app.metrics.expose(app.totals(), &app.memory)).into_response()
 }

@@ -4,16 +4,16 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use keel_engine::Engine;
 use keel_engine::batch::Batcher;
 use tokio::net::{TcpListener, TcpSocket};
 
-use crate::app::App;
+use crate::app::{App, Shared};
 use crate::connections::Connections;
 use crate::error::{Result, ServerError};
+use crate::fleet::{FleetOptions, Front, Offer};
 use crate::options::ServerOptions;
 use crate::routes::router;
 use crate::text::ModelText;
@@ -21,8 +21,7 @@ use crate::worker::EngineHandle;
 
 /// A server that is ready to listen.
 pub struct Server {
-    app: Arc<App>,
-    thread: JoinHandle<()>,
+    front: Arc<Front>,
 }
 
 /// Time for connections to close after an abort.
@@ -68,12 +67,20 @@ impl Server {
         }
         let batcher = Batcher::new(engine, options.batch);
         let (handle, thread) = EngineHandle::start(batcher, options.prefix_store.clone())?;
-        Ok(Server { app: App::new(handle, text, options), thread })
+        Ok(Server { front: Front::of_one(Shared::new(options), handle, text, thread) })
     }
 
-    /// What the handlers share.
-    pub fn app(&self) -> &Arc<App> {
-        &self.app
+    /// Of several models, each loaded when it is asked for.
+    ///
+    /// # Errors
+    /// If there is none, two have one name, or one does not fit by itself.
+    pub fn of_several(offers: Vec<Offer>, fleet: FleetOptions, options: ServerOptions) -> Result<Server> {
+        Ok(Server { front: Front::of_several(Shared::new(options), offers, fleet)? })
+    }
+
+    /// The model that was used last, if one is loaded. The server does not end while it is held.
+    pub fn app(&self) -> Option<Arc<App>> {
+        self.front.loaded().into_iter().next()
     }
 
     /// Answers requests until `drain` completes. Then remembered prefixes are saved, and running requests may end
@@ -88,37 +95,43 @@ impl Server {
         drain: impl Future<Output = ()> + Send + 'static,
         abort: impl Future<Output = ()> + Send + 'static,
     ) -> Result<()> {
-        let Server { app, thread } = self;
-        let routes = router(Arc::clone(&app), listener.local_addr()?);
-        let connections = Arc::new(Connections::new(&app.options));
-        let resting = tokio::spawn(app.memory.clone().give_back_at_rest(app.options.give_back));
+        let Server { front } = self;
+        let routes = router(Arc::clone(&front), listener.local_addr()?);
+        let connections = Arc::new(Connections::new(&front.options));
+        let resting = tokio::spawn(front.memory.clone().give_back_at_rest(front.options.give_back));
+        let sweeping = tokio::spawn(Arc::clone(&front).sweep());
         let mut abort = pin!(abort);
         let drained = async {
             drain.await;
-            app.drain();
+            front.drain();
         };
         let is_aborted = tokio::select! {
             () = connections.accept(listener, routes, drained) => false,
             () = &mut abort => true,
         };
         if is_aborted {
-            app.engine.abort();
+            front.abort();
         } else {
-            let_end(&app, &connections, abort).await;
+            let_end(&front, &connections, abort).await;
         }
         connections.close_all();
         connections.all_closed().await;
         resting.abort();
-        drop(app);
-        // The thread ends when the last handle is gone; a stream that is still being dropped may hold one.
-        let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+        sweeping.abort();
+        let _ = sweeping.await;
+        let threads = front.close();
+        drop(front);
+        // A thread ends when the last handle is gone; a stream that is still being dropped may hold one.
+        for thread in threads {
+            let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+        }
         Ok(())
     }
 }
 
 /// Waits until what runs has ended, for the time of the options at most.
-async fn let_end(app: &App, connections: &Connections, abort: Pin<&mut impl Future<Output = ()>>) {
-    let grace = app.options.grace;
+async fn let_end(front: &Front, connections: &Connections, abort: Pin<&mut impl Future<Output = ()>>) {
+    let grace = front.options.grace;
     tokio::select! {
         () = connections.all_closed() => return,
         () = abort => {}
@@ -127,7 +140,7 @@ async fn let_end(app: &App, connections: &Connections, abort: Pin<&mut impl Futu
             tracing::warn!("{left} requests have not ended {} s after the signal and are cut off", grace.as_secs_f64());
         }
     }
-    app.engine.abort();
+    front.abort();
     // Streams say that they have failed, to clients that listen.
     let _ = tokio::time::timeout(ABORT_TIME, connections.all_closed()).await;
 }

@@ -8,10 +8,35 @@ use keel_array::{Category, MemoryReport};
 use keel_engine::batch::SequenceStatus;
 use serde_json::{Map, Value, json};
 
-use crate::app::App;
+use crate::app::{App, Shared};
+use crate::fleet::{Front, ModelFacts};
 
 /// Memory and the running sequences.
-pub(crate) async fn status(State(app): State<Arc<App>>) -> Json<Value> {
+///
+/// Of several models it shows the one used last; `models` lists all.
+pub(crate) async fn status(State(front): State<Arc<Front>>) -> Json<Value> {
+    let mut status = front.loaded().first().map_or_else(|| nothing(&front), |app| of_model(app));
+    let model =
+        |facts: &ModelFacts| json!({"id": facts.id, "loaded": facts.is_loaded, "memory_bytes": facts.bytes});
+    status["models"] = front.all_facts().iter().map(model).collect();
+    Json(status)
+}
+
+/// Where no model is loaded.
+fn nothing(front: &Front) -> Value {
+    json!({
+        "model": null, "now": {}, "planned": {}, "allocated": {}, "peak": {},
+        "requests": requests(front), "waiting": 0, "parked": {"sequences": 0, "bytes": 0}, "running": [],
+        "pages": {"total": 0, "free": 0, "remembered": 0}, "remembered_states": 0,
+    })
+}
+
+fn requests(shared: &Shared) -> Value {
+    let memory = &shared.memory;
+    json!({"planned": memory.limit(), "allocated": memory.used(), "peak": memory.peak()})
+}
+
+fn of_model(app: &App) -> Value {
     let batch = app.engine.status();
     let ledger = app.engine.ledger();
     let allocated = ledger.active();
@@ -28,21 +53,19 @@ pub(crate) async fn status(State(app): State<Arc<App>>) -> Json<Value> {
             now.insert(category.name().into(), json!(bytes));
         }
     }
-    Json(json!({
-        "model": app.options.model_id,
+    json!({
+        "model": app.id,
         "now": now,
         "planned": bytes(&app.engine.planned()),
         "allocated": bytes(&allocated),
         "peak": bytes(&ledger.peak()),
-        "requests": {
-            "planned": app.memory.limit(), "allocated": app.memory.used(), "peak": app.memory.peak(),
-        },
+        "requests": requests(app),
         "waiting": batch.waiting,
         "parked": {"sequences": batch.parking.parked, "bytes": batch.parking.bytes},
         "running": batch.running.iter().map(sequence).collect::<Vec<_>>(),
         "pages": {"total": batch.pages, "free": batch.free_pages, "remembered": batch.prefix_pages},
         "remembered_states": batch.prefix_states,
-    }))
+    })
 }
 
 fn bytes(report: &MemoryReport) -> Value {

@@ -8,9 +8,9 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Number, Value, json};
 
-use crate::app::App;
 use crate::caller::Caller;
 use crate::error::Result;
+use crate::fleet::Front;
 use crate::http::Body;
 use crate::text::Bounds;
 
@@ -21,6 +21,7 @@ pub(crate) struct TokenizeBody {
     pub text: String,
     #[serde(default)]
     pub add_special_tokens: bool,
+    model: Option<String>,
 }
 
 /// The ids of a text. They are serialized directly: as JSON values they would take twenty times the memory.
@@ -39,6 +40,7 @@ const ANSWER_BYTES_PER_ID: u64 = 24;
 pub(crate) struct DetokenizeBody {
     #[serde(deserialize_with = "ids")]
     pub tokens: Vec<u32>,
+    model: Option<String>,
 }
 
 fn ids<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<u32>, D::Error> {
@@ -60,9 +62,10 @@ impl<'de> Deserialize<'de> for Id {
 
 /// Encodes a text.
 pub(crate) async fn tokenize(
-    State(app): State<Arc<App>>,
+    State(front): State<Arc<Front>>,
     Body(body, caller): Body<TokenizeBody>,
 ) -> Result<Json<Tokenized>> {
+    let app = front.app(body.model.as_deref()).await?;
     let context = app.engine.context();
     let worker = Arc::clone(&app);
     let encode = move |caller: &Caller| {
@@ -77,9 +80,10 @@ pub(crate) async fn tokenize(
 
 /// Decodes ids.
 pub(crate) async fn detokenize(
-    State(app): State<Arc<App>>,
+    State(front): State<Arc<Front>>,
     Body(body, caller): Body<DetokenizeBody>,
 ) -> Result<Json<Value>> {
+    let app = front.app(body.model.as_deref()).await?;
     let worker = Arc::clone(&app);
     let decode = move |_: &Caller| Ok(worker.text.tokenizer.decode(&body.tokens, false)?);
     let text = app.work(&caller, decode).await?;

@@ -57,6 +57,42 @@ struct Shared {
     pools_rows: bool,
 }
 
+/// Sees what an engine does, and lets its thread end.
+#[derive(Clone)]
+pub(crate) struct EngineView(Arc<Shared>);
+
+impl EngineView {
+    /// Counts as of the last step.
+    pub fn status(&self) -> BatchStatus {
+        self.0.status.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// As [`EngineHandle::losses`].
+    pub fn losses(&self) -> u64 {
+        self.0.losses.load(Ordering::Acquire)
+    }
+
+    /// As [`EngineHandle::planned`].
+    pub fn planned(&self) -> MemoryReport {
+        self.0.planned
+    }
+
+    /// As [`EngineHandle::ledger`].
+    pub fn ledger(&self) -> &Ledger {
+        self.0.runtime.ledger()
+    }
+
+    /// As [`EngineHandle::device_usage`].
+    pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
+        self.0.runtime.device_usage()
+    }
+
+    /// Whether both are of one engine.
+    pub fn is_of(&self, other: &EngineView) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
 /// What happens to one request. Dropping it cancels the request.
 pub type Events = mpsc::UnboundedReceiver<BatchEvent>;
 
@@ -98,6 +134,11 @@ impl EngineHandle {
         };
         let thread = std::thread::Builder::new().name("keel-engine".into()).spawn(move || worker.run())?;
         Ok((EngineHandle { inbox, shared }, thread))
+    }
+
+    /// A view that does not keep the thread alive.
+    pub(crate) fn view(&self) -> EngineView {
+        EngineView(Arc::clone(&self.shared))
     }
 
     /// Tokens of the longest sequence.

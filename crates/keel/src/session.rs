@@ -101,6 +101,11 @@ impl Session {
 /// because a vocabulary in file form takes several times the memory of the tokenizer.
 pub fn close(model: Model) {
     drop(model);
+    forget();
+}
+
+/// Gives back what the allocator keeps and code that has run.
+pub fn forget() {
     keel_cpu::heap::give_back_free();
     keel_cpu::code::give_back();
 }

@@ -250,7 +250,8 @@ fn ledger(address: &str, kind: &str) -> BTreeMap<String, u64> {
 
 #[test]
 fn a_server_holds_the_very_bytes_that_plan_prints_for_the_same_options() {
-    let cases: [&[&str]; 3] = [
+    let cases: [&[&str]; 4] = [
+        &["--sequences", "2", "--context", "512", "--pooling", "mean"],
         &["--sequences", "3", "--context", "1024", "--kv-cache", "3M", "--drafts", "1"],
         &["--overcommit", "--sequences", "2", "--prefix-states", "4M", "--kv-bits", "8"],
         &["--no-prefix-reuse", "--on-demand", "--drafts", "0", "-c", "512", "--sequences", "5"],
@@ -277,6 +278,51 @@ fn a_server_holds_the_very_bytes_that_plan_prints_for_the_same_options() {
         signal(&child, "-TERM");
         assert!(child.wait().expect("it ends").success());
     }
+}
+
+/// Asks a model for a few tokens. Returns the whole response.
+fn complete(address: &str, model: &str) -> String {
+    let body = format!(r#"{{"model": "{model}", "prompt": "Once", "max_tokens": 4}}"#);
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
+                content-type: application/json\r\n";
+    let mut stream = send(address, &format!("{head}content-length: {}\r\n\r\n{body}", body.len()));
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("an answer");
+    text
+}
+
+#[test]
+fn several_models_are_served_by_name_and_hold_no_more_than_the_limit() {
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo");
+    let bounds = ["--sequences", "2", "--context", "512"];
+    let plan = common::json(&[&["plan", "--json", "--model", demo], &bounds[..]].concat());
+    let plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
+    let (one, two) = (format!("one={demo}"), format!("two={demo}"));
+    let limit = (plan.values().sum::<u64>() * 3 / 2).to_string();
+    let flags = ["--model", &one, "--model", &two, "--memory-limit", &limit, "--keep-alive", "1"];
+    let (mut child, address) = start_with(&[&flags, &bounds[..]].concat());
+    assert!(ledger(&address, "allocated").values().all(|bytes| *bytes == 0), "nothing is loaded yet");
+    for name in ["two", "one"] {
+        let answer = complete(&address, name);
+        assert!(
+            answer.starts_with("HTTP/1.1 200") && answer.contains(&format!("\"model\":\"{name}\"")),
+            "{answer}"
+        );
+        assert_eq!(ledger(&address, "allocated"), plan, "one of them at a time");
+    }
+    let unknown = complete(&address, "three");
+    assert!(unknown.starts_with("HTTP/1.1 404") && unknown.contains("model_not_found"), "{unknown}");
+    let start = std::time::Instant::now();
+    while ledger(&address, "allocated").values().any(|bytes| *bytes > 0) {
+        assert!(start.elapsed().as_secs() < 60, "nobody uses it any more");
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    signal(&child, "-TERM");
+    assert!(child.wait().expect("it ends").success());
+    let named = ["serve", "--port", "0", "--name", "x", "--model", &one, "--model", &two];
+    common::misuse(&named, "--name is for one model");
+    let twice = keel_with_input(&["serve", "--port", "0", "--model", demo, "--model", demo], "");
+    assert!(stderr(&twice).contains("two models are called"), "{}", stderr(&twice));
 }
 
 #[test]

@@ -254,3 +254,38 @@ pub struct BatchStatus {
     /// Work that was done late, when a request may have waited for it.
     pub late_work: LateWork,
 }
+
+impl BatchStatus {
+    /// Adds the counts of another batch.
+    pub fn add(&mut self, other: &BatchStatus) {
+        self.waiting += other.waiting;
+        self.running.extend_from_slice(&other.running);
+        let (parking, more) = (&mut self.parking, other.parking);
+        parking.parked += more.parked;
+        parking.bytes += more.bytes;
+        parking.bytes_max += more.bytes_max;
+        parking.times += more.times;
+        parking.bytes_out += more.bytes_out;
+        parking.bytes_in += more.bytes_in;
+        self.pages += other.pages;
+        self.free_pages += other.free_pages;
+        self.prefix_pages += other.prefix_pages;
+        self.idle_prefix_pages += other.idle_prefix_pages;
+        self.prefix_states += other.prefix_states;
+        self.speculation.add(&other.speculation);
+        self.failed_steps += other.failed_steps;
+        self.late_work = self.late_work.plus(other.late_work);
+    }
+
+    /// Keeps what has happened and forgets what there is, as of a batch that is gone.
+    pub fn forget_gauges(&mut self) {
+        let ParkingStatus { times, bytes_out, bytes_in, .. } = self.parking;
+        *self = BatchStatus {
+            parking: ParkingStatus { times, bytes_out, bytes_in, ..ParkingStatus::default() },
+            speculation: std::mem::take(&mut self.speculation),
+            failed_steps: self.failed_steps,
+            late_work: self.late_work,
+            ..BatchStatus::default()
+        };
+    }
+}

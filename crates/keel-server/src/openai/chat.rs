@@ -19,6 +19,7 @@ use crate::app::{App, Ask, fresh_id};
 use crate::caller::Caller;
 use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, wrong};
+use crate::fleet::Front;
 use crate::http::{Body, error_json};
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
@@ -66,15 +67,15 @@ pub(super) struct StreamOptions {
 
 /// Answers a conversation.
 pub(crate) async fn create(
-    State(app): State<Arc<App>>,
+    State(front): State<Arc<Front>>,
     Body(body, caller): Body<ChatBody>,
 ) -> Result<Response> {
-    app.check_model(body.model.as_deref())?;
+    let app = front.app(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let streams = body.stream.unwrap_or(false);
     let ask = ask_apart(&app, &caller, body).await?;
     let answers = app.start("/v1/chat/completions", &caller, ask).await?;
-    let head = Head { id: fresh_id("chatcmpl-"), created: app.now(), model: app.options.model_id.clone() };
+    let head = Head { id: fresh_id("chatcmpl-"), created: app.now(), model: app.id.clone() };
     if streams {
         return Ok(respond(&app, move |outbox| stream(head, answers, outbox, with_usage)));
     }

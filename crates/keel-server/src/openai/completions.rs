@@ -15,9 +15,10 @@ use super::chat::StreamOptions;
 use super::tools::response_grammar;
 use super::{finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
-use crate::app::{App, Ask, fresh_id};
+use crate::app::{Ask, fresh_id};
 use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, wrong};
+use crate::fleet::Front;
 use crate::http::{Body, error_json};
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
@@ -81,10 +82,10 @@ impl Prompt {
 
 /// Continues texts.
 pub(crate) async fn create(
-    State(app): State<Arc<App>>,
+    State(front): State<Arc<Front>>,
     Body(body, caller): Body<CompletionBody>,
 ) -> Result<Response> {
-    app.check_model(body.model.as_deref())?;
+    let app = front.app(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let streams = body.stream.unwrap_or(false);
     let choices = body.n.unwrap_or(1);
@@ -95,8 +96,7 @@ pub(crate) async fn create(
     for ask in asks {
         answers.extend(app.start("/v1/completions", &caller, ask).await?);
     }
-    let head =
-        Head { id: fresh_id("cmpl-"), created: app.now(), model: app.options.model_id.clone(), choices };
+    let head = Head { id: fresh_id("cmpl-"), created: app.now(), model: app.id.clone(), choices };
     if streams {
         return Ok(respond(&app, move |outbox| stream(head, answers, echoes, outbox, with_usage)));
     }

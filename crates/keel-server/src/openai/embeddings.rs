@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::completions::Prompt;
-use crate::app::App;
 use crate::error::{Result, wrong};
+use crate::fleet::Front;
 use crate::http::Body;
 use crate::readout::{ReadAsk, check_count};
 use crate::text::{Bounds, ModelText};
@@ -71,10 +71,10 @@ struct EmbeddingUsage {
 
 /// Embeds texts.
 pub(crate) async fn create(
-    State(app): State<Arc<App>>,
+    State(front): State<Arc<Front>>,
     Body(body, caller): Body<EmbeddingBody>,
 ) -> Result<Response> {
-    app.check_model(body.model.as_deref())?;
+    let app = front.app(body.model.as_deref()).await?;
     let width = app.engine.hidden();
     let dimensions = body.dimensions.unwrap_or(width);
     if dimensions == 0 || dimensions > width {
@@ -100,7 +100,7 @@ pub(crate) async fn create(
     let answer = Embeddings {
         object: "list",
         data: read.values.into_iter().enumerate().map(embedding).collect::<Result<_>>()?,
-        model: app.options.model_id.clone(),
+        model: app.id.clone(),
         usage: EmbeddingUsage { prompt_tokens: read.prompt_tokens, total_tokens: read.prompt_tokens },
     };
     Ok(Json(answer).into_response())

@@ -12,9 +12,10 @@ use serde_json::{Map, Value, json};
 
 use super::chat::{ChatBody, ask_apart};
 use crate::answer::{Answer, Ending, Piece, Usage};
-use crate::app::{App, fresh_id};
+use crate::app::fresh_id;
 use crate::collect::{Collected, Outbox, collect, respond};
 use crate::error::{Result, ServerError, wrong};
+use crate::fleet::Front;
 use crate::http::{Body, error_json};
 use crate::unsupported;
 
@@ -54,17 +55,17 @@ const SHARED: [&str; 9] = [
 
 /// Answers an input.
 pub(crate) async fn create(
-    State(app): State<Arc<App>>,
+    State(front): State<Arc<Front>>,
     Body(body, caller): Body<ResponseBody>,
 ) -> Result<Response> {
     if body.previous_response_id.is_some() {
         return Err(wrong("previous_response_id", "responses are not stored; send the whole conversation"));
     }
     let streams = body.stream.unwrap_or(false);
-    let head = Head {
+    let mut head = Head {
         id: fresh_id("resp_"),
-        created: app.now(),
-        model: app.options.model_id.clone(),
+        created: front.now(),
+        model: String::new(),
         echoed: json!({
             "tools": body.rest.get("tools").cloned().unwrap_or(json!([])),
             "tool_choice": body.rest.get("tool_choice").cloned().unwrap_or(json!("auto")),
@@ -75,8 +76,9 @@ pub(crate) async fn create(
             "max_output_tokens": body.max_output_tokens,
         }),
     };
-    let chat = app.work(&caller, move |_| chat(body)).await?;
-    app.check_model(chat.model())?;
+    let chat = front.work(&caller, move |_| chat(body)).await?;
+    let app = front.app(chat.model()).await?;
+    head.model.clone_from(&app.id);
     let ask = ask_apart(&app, &caller, chat).await?;
     let mut answers = app.start("/v1/responses", &caller, ask).await?;
     if streams {

@@ -83,7 +83,7 @@ impl Running {
                 let text = ModelText::new(&TextFiles::read(&demo()).expect("there")).expect("right");
                 let server = Server::new(engine(backend, engine_options), text, options).expect("starts");
                 let tasks = tokio::runtime::Handle::current();
-                sender.send((address, Arc::clone(server.app()), tasks)).expect("the test waits");
+                sender.send((address, server.app().expect("it is loaded"), tasks)).expect("the test waits");
                 let either = |signal: oneshot::Receiver<()>| async move {
                     if signal.await.is_err() {
                         std::future::pending::<()>().await;

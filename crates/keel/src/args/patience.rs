@@ -32,12 +32,21 @@ pub struct PatienceArgs {
     /// Seconds that a client may read nothing of its answer.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = seconds())]
     write_timeout: u64,
+    /// Seconds that a model stays loaded that nobody uses, where --model is given more than once; by default until another needs
+    /// its memory.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds())]
+    keep_alive: Option<u64>,
     /// Seconds that requests may go on after SIGTERM; then they are cut off. Remembered prefixes are saved before.
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = RangedU64ValueParser::<u64>::new().range(0..=SECONDS_MAX))]
     grace: u64,
 }
 
 impl PatienceArgs {
+    /// How long a model stays loaded that nobody uses.
+    pub fn keep_alive(&self) -> Option<Duration> {
+        self.keep_alive.map(Duration::from_secs)
+    }
+
     /// Copies these values into the server's options.
     pub fn apply(&self, options: &mut keel_server::ServerOptions) {
         options.connections_max = self.connections as usize;

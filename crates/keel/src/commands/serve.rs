@@ -1,5 +1,9 @@
 //! `keel serve`: serves a model over HTTP.
 
+mod named;
+mod several;
+
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -11,14 +15,14 @@ use keel_engine::batch::BatchOptions;
 use keel_server::{ModelText, PrefixStore, Server, ServerOptions, WORK_THREADS, bind, wait_for_signal};
 
 use crate::args::{
-    AccessArgs, DeviceArgs, EngineArgs, HoldingArgs, ModelArgs, PatienceArgs, Subject, count, parse_bytes,
-    seconds,
+    AccessArgs, DeviceArgs, EngineArgs, HoldingArgs, PatienceArgs, Subject, count, parse_bytes, seconds,
 };
 use crate::holding;
 use crate::logging::LogFormat;
 use crate::report::human_bytes;
 use crate::session::{self, Session};
 use crate::source::{self, Model};
+use named::Named;
 
 /// Threads for texts and grammars, and one thread for other blocking work. Each thread keeps some memory after its
 /// work.
@@ -31,7 +35,7 @@ const BLOCKING_THREADS: usize = WORK_THREADS + 1;
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     #[command(flatten, next_help_heading = "Model")]
-    model: ModelArgs,
+    models: ModelsArgs,
     #[command(flatten)]
     options: ServeOptions,
 }
@@ -41,6 +45,16 @@ impl ServeArgs {
     pub fn log_format(&self) -> LogFormat {
         self.options.requests.log_format
     }
+}
+
+/// What is served.
+#[derive(Debug, Args)]
+struct ModelsArgs {
+    /// A folder with config.json and weights, a weights file, or a hub name (owner/name), by another name in the API if it is
+    /// NAME=MODEL. Without it, the built-in model. Given more than once, a request's `model` picks: each is loaded when it is asked
+    /// for, and the one used least recently is given back where --memory-limit, or what is free, does not hold another.
+    #[arg(long, short, value_name = "[NAME=]MODEL")]
+    model: Vec<String>,
 }
 
 /// All that `keel serve` takes but the model. `keel plan` takes the same.
@@ -124,22 +138,49 @@ struct RequestArgs {
 /// Runs the command.
 pub fn run(args: &ServeArgs) -> Result<()> {
     keel_cpu::heap::share_arena();
-    let model = source::open(args.model.model.as_deref())?;
-    let text = ModelText::new(&model.text_files()?)?;
-    let ServeArgs { options: args, .. } = args;
-    let server_options = server_options(args, &model)?;
-    let options = holding::plan_server(args, &Subject::of(&model))?.options;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
+    let ServeArgs { models, options } = args;
+    let models: Vec<Named> = models.model.iter().map(|model| Named::parse(model)).collect();
+    match &models[..] {
+        [] => serve_one(options, None),
+        [one] => serve_one(options, Some(one)),
+        models => several::serve(options, models),
+    }
+}
+
+/// Where the server's tasks run.
+fn tasks() -> Result<tokio::runtime::Runtime> {
+    Ok(tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(BLOCKING_THREADS)
         .enable_all()
-        .build()?;
-    runtime.block_on(async {
+        .build()?)
+}
+
+/// The device, which `keel serve` takes all planned memory of at the start.
+fn device(args: &ServeOptions) -> DeviceArgs {
+    if args.holding.on_demand { args.device.clone() } else { args.device.with_resident_memory() }
+}
+
+fn warn_if_open(address: SocketAddr, options: &ServerOptions) {
+    if !address.ip().is_loopback() && options.keys.is_empty() {
+        tracing::warn!("anyone who reaches {address} may use this server: ask for a key with --api-key-file");
+    }
+}
+
+fn serve_one(args: &ServeOptions, named: Option<&Named>) -> Result<()> {
+    let model = source::open(named.map(|named| named.model.as_str()))?;
+    let text = ModelText::new(&model.text_files()?)?;
+    let mut server_options = server_options(args)?;
+    server_options.model_id = match named.and_then(|named| named.name.clone()).or(args.server.name.clone()) {
+        Some(name) => name,
+        None => named::of(&model),
+    };
+    server_options.prefix_store = prefix_store(args, &model, None)?;
+    let options = holding::plan_server(args, &Subject::of(&model))?.options;
+    tasks()?.block_on(async {
         // Before the model is loaded: a port in use should be known at once.
         let listener = bind(&format!("{}:{}", args.server.host, args.server.port)).await?;
-        let device =
-            if args.holding.on_demand { args.device.clone() } else { args.device.with_resident_memory() };
-        let mut session = Session::load(&device, &model, options)?;
+        let mut session = Session::load(&device(args), &model, options)?;
         session::close(model);
         session.make_ready()?;
         tracing::info!(
@@ -159,27 +200,27 @@ pub fn run(args: &ServeArgs) -> Result<()> {
             tracing::info!("more is let in than fits: {swap} of host memory are for parked sequences");
         }
         let address = listener.local_addr()?;
-        if !address.ip().is_loopback() && server_options.keys.is_empty() {
-            tracing::warn!(
-                "anyone who reaches {address} may use this server: ask for a key with --api-key-file"
-            );
-        }
+        warn_if_open(address, &server_options);
         tracing::info!("{} is served at http://{address}", server_options.model_id);
         let server = Server::new(session.engine, text, server_options)?;
-        let abort = async {
-            wait_for_signal().await;
-            wait_for_signal().await;
-        };
-        Ok(server.run(listener, wait_for_signal(), abort).await?)
+        Ok(server.run(listener, wait_for_signal(), second_signal()).await?)
     })
 }
 
-fn server_options(args: &ServeOptions, model: &Model) -> Result<ServerOptions> {
-    let folder = model.path.file_name().and_then(|name| name.to_str());
-    let prefix_store = match &args.requests.prefix_cache_dir {
-        Some(folder) => Some(PrefixStore { folder: folder.clone(), model: identity(args, model)? }),
-        None => None,
-    };
+async fn second_signal() {
+    wait_for_signal().await;
+    wait_for_signal().await;
+}
+
+/// Where a model's prefixes outlive the server: in a folder of its own where there are several.
+fn prefix_store(args: &ServeOptions, model: &Model, own: Option<&str>) -> Result<Option<PrefixStore>> {
+    let Some(folder) = &args.requests.prefix_cache_dir else { return Ok(None) };
+    let folder = own.map_or_else(|| folder.clone(), |own| folder.join(own));
+    Ok(Some(PrefixStore { folder, model: identity(args, model)? }))
+}
+
+/// What does not depend on the model.
+fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
     let mut options = ServerOptions {
         batch: BatchOptions {
             step_tokens: args.requests.step_tokens,
@@ -189,14 +230,12 @@ fn server_options(args: &ServeOptions, model: &Model) -> Result<ServerOptions> {
             reuse_generated: !args.holding.no_prefix_reuse && !args.requests.exact_prefix_reuse,
             speculation: SpeculationOptions::default(),
         },
-        model_id: args.server.name.clone().or(folder.map(str::to_string)).unwrap_or_else(|| "keel".into()),
         max_tokens_default: args.requests.max_tokens,
         deadline: Duration::from_secs(args.requests.deadline),
         body_bytes_max: args.requests.body_limit as usize,
         keys: args.access.keys()?,
         hosts: args.access.hosts(&args.server.host),
         cors_origins: args.access.cors.clone(),
-        prefix_store,
         ..ServerOptions::default()
     };
     options.request_memory = args.requests.request_memory;

@@ -1,0 +1,51 @@
+//! Models by the names that the API has for them.
+
+use std::path::Path;
+
+use crate::source::Model;
+
+/// A model as `--model` gives it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Named {
+    /// Its name in the API, if it is given.
+    pub name: Option<String>,
+    /// A folder, a file or a hub name.
+    pub model: String,
+}
+
+impl Named {
+    /// Reads `NAME=MODEL`, or a model alone. What exists is a path, whatever is in it.
+    pub fn parse(text: &str) -> Named {
+        match text.split_once('=') {
+            Some((name, model))
+                if !name.is_empty()
+                    && !name.contains(std::path::MAIN_SEPARATOR)
+                    && !Path::new(text).exists() =>
+            {
+                Named { name: Some(name.into()), model: model.into() }
+            }
+            _ => Named { name: None, model: text.into() },
+        }
+    }
+}
+
+/// The name of a model that nobody named: its folder's or file's.
+pub fn of(model: &Model) -> String {
+    let name = model.path.file_name().and_then(|name| name.to_str());
+    name.unwrap_or("keel").to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Named;
+
+    #[test]
+    fn a_name_stands_before_the_model() {
+        let named = |text: &str| (Named::parse(text).name, Named::parse(text).model);
+        assert_eq!(named("small=models/a"), (Some("small".into()), "models/a".into()));
+        assert_eq!(named("small=owner/name:Q4_K_M"), (Some("small".into()), "owner/name:Q4_K_M".into()));
+        assert_eq!(named("owner/name"), (None, "owner/name".into()));
+        assert_eq!(named("./a=b/c"), (None, "./a=b/c".into()), "a path with an equals sign");
+        assert_eq!(named("=b"), (None, "=b".into()));
+    }
+}

@@ -1,0 +1,74 @@
+//! Several models in one server.
+
+use anyhow::Result;
+use keel_server::{FleetOptions, Loaded, ModelText, Offer, Server, bind, wait_for_signal};
+
+use super::named::{self, Named};
+use super::{ServeOptions, device, prefix_store, second_signal, server_options, tasks, warn_if_open};
+use crate::args::Subject;
+use crate::failure::usage;
+use crate::holding::{self, Holding};
+use crate::report::human_bytes;
+use crate::session::{self, Session};
+use crate::source;
+
+/// Serves models that are loaded when they are asked for.
+///
+/// # Errors
+/// A model that cannot be opened or does not fit by itself; two of one name.
+pub fn serve(args: &ServeOptions, models: &[Named]) -> Result<()> {
+    if args.server.name.is_some() {
+        return Err(usage("--name is for one model; name each with --model NAME=MODEL"));
+    }
+    let options = server_options(args)?;
+    let offers = models.iter().map(|named| offer(args, named)).collect::<Result<Vec<_>>>()?;
+    let room = holding::room(&args.device, args.engine.options().compute);
+    let memory_limit = room.as_ref().map_or(u64::MAX, |room| room.bytes);
+    let (count, all) = (offers.len(), offers.iter().map(|offer| offer.bytes).sum::<u64>());
+    tasks()?.block_on(async {
+        let listener = bind(&format!("{}:{}", args.server.host, args.server.port)).await?;
+        let keep_alive = args.patience.keep_alive();
+        let fleet = FleetOptions { memory_limit, keep_alive, rest: session::forget };
+        let address = listener.local_addr()?;
+        warn_if_open(address, &options);
+        let server = Server::of_several(offers, fleet, options)?;
+        let all = human_bytes(all);
+        match room {
+            Some(room) => tracing::info!(
+                "all of them hold {all}; {} are for them: {}",
+                human_bytes(room.bytes),
+                room.why
+            ),
+            None => tracing::info!("all of them hold {all}"),
+        }
+        tracing::info!("a choice of {count} models is served at http://{address}");
+        Ok(server.run(listener, wait_for_signal(), second_signal()).await?)
+    })
+}
+
+/// A model that can be asked for. It is opened and planned now, so that what is wrong with it is known before the server starts.
+fn offer(args: &ServeOptions, named: &Named) -> Result<Offer> {
+    let model = source::open(Some(&named.model))?;
+    ModelText::new(&model.text_files()?)?;
+    let id = named.name.clone().unwrap_or_else(|| named::of(&model));
+    let Holding { options, planned } = holding::plan_server(args, &Subject::of(&model))?;
+    tracing::info!(
+        "{id} holds {} for {} sequences of up to {} tokens",
+        human_bytes(planned.total()),
+        options.sequences,
+        options.context
+    );
+    let prefix_store = prefix_store(args, &model, Some(&id))?;
+    session::close(model);
+    let (device, path) = (device(args), named.model.clone());
+    let load = move || -> Result<Loaded> {
+        let model = source::open(Some(&path))?;
+        let text = ModelText::new(&model.text_files()?)?;
+        let mut session = Session::load(&device, &model, options)?;
+        session::close(model);
+        session.make_ready()?;
+        Ok(Loaded { engine: session.engine, text, prefix_store: prefix_store.clone() })
+    };
+    let load = Box::new(move || load().map_err(|error| format!("{error:#}").into()));
+    Ok(Offer { id, bytes: planned.total(), context: options.context, load })
+}
