@@ -74,6 +74,24 @@ impl Config {
         })
     }
 
+    /// The same where `keel plan` plans a server: what the file says of `serve` holds for it, too, unless its own table says something else.
+    pub fn for_plan_of_server(&self, command: &Command) -> Config {
+        let mut table = self.table.clone();
+        let serve = table.get("serve").and_then(Value::as_table).cloned().unwrap_or_default();
+        let own = table.entry("plan").or_insert_with(|| Value::Table(Table::new())).as_table_mut();
+        if let (Some(own), Some(plan)) = (own, command.find_subcommand("plan")) {
+            for (key, value) in serve {
+                let Some(arg) = plan.get_arguments().find(|arg| names(&key, arg)) else { continue };
+                // A plan is of one model.
+                let is_taken = !value.is_array() || matches!(arg.get_action(), ArgAction::Append);
+                if is_taken && entry(own, arg).is_none() {
+                    own.insert(key, value);
+                }
+            }
+        }
+        Config { path: self.path.clone(), is_there: self.is_there, table }
+    }
+
     /// The file's value for an option of the command at `path`. The innermost table that has it takes precedence.
     pub fn value(&self, path: &[String], arg: &Arg) -> Option<&Value> {
         let mut found = entry(&self.table, arg);
@@ -222,6 +240,32 @@ mod tests {
         assert_eq!(of(&["keel", "bench"]).get_one("context"), Some(&1u32));
         let serve = of(&["keel", "bench", "serve"]).subcommand().expect("one").1.clone();
         assert_eq!(serve.get_one::<String>("rate").map(String::as_str), Some("0.5"));
+    }
+
+    #[test]
+    fn a_plan_of_a_server_reads_what_is_for_the_server() {
+        let sequences = || Arg::new("sequences").long("sequences");
+        let context = || Arg::new("context").long("context").alias("ctx");
+        let model = || Arg::new("model").long("model");
+        let serve = Command::new("serve").args([sequences(), context(), model().action(ArgAction::Append)]);
+        let plan = Command::new("plan").args([sequences(), context(), model()]);
+        let command = Command::new("keel").subcommand(plan).subcommand(serve);
+        let file =
+            config("ctx = 1\n[serve]\nsequences = 3\nctx = 2\nmodel = ['a', 'b']\n[plan]\ncontext = 7");
+        let of = |config: &Config, option: &str| {
+            let command = config.apply(command.clone()).expect("all keys are known");
+            let matches = command.try_get_matches_from(["keel", "plan"]).expect("right");
+            matches.subcommand().expect("one").1.get_one::<String>(option).cloned()
+        };
+        assert_eq!((of(&file, "sequences"), of(&file, "context")), (None, Some("7".into())));
+        let of_server = file.for_plan_of_server(&command);
+        assert_eq!(
+            (of(&of_server, "sequences"), of(&of_server, "context")),
+            (Some("3".into()), Some("7".into()))
+        );
+        assert_eq!(of(&of_server, "model"), None, "a plan is of one model");
+        let bare = config("[serve]\nctx = 2").for_plan_of_server(&command);
+        assert_eq!(of(&bare, "context"), Some("2".into()));
     }
 
     #[test]

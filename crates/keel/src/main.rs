@@ -29,7 +29,7 @@ mod tokens;
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Runs hybrid language models: memory known before the start, never exceeded, all given back.
 #[derive(Debug, Parser)]
@@ -109,10 +109,18 @@ fn main() -> ExitCode {
     })
 }
 
+/// Whether the command is `keel plan --serve`.
+fn plans_a_server(matches: &ArgMatches) -> bool {
+    matches.subcommand_matches("plan").is_some_and(|plan| plan.get_flag("serve"))
+}
+
 /// Parses the command line. Values of the configuration file apply where neither the command line nor the environment
 /// sets an option.
 fn parse(config: &config::Config) -> anyhow::Result<Cli> {
-    let matches = config.apply(Cli::command())?.try_get_matches();
+    let mut matches = config.apply(Cli::command())?.try_get_matches();
+    if matches.as_ref().is_ok_and(plans_a_server) {
+        matches = config.for_plan_of_server(&Cli::command()).apply(Cli::command())?.try_get_matches();
+    }
     let cli = matches.and_then(|matches| Cli::from_arg_matches(&matches));
     Ok(cli.unwrap_or_else(|error| {
         if let (ErrorKind::ValueValidation | ErrorKind::InvalidValue, true, Some(path)) =

@@ -32,6 +32,16 @@ fn written(text: &str) -> tempfile::TempDir {
 }
 
 #[test]
+fn a_plan_of_a_server_follows_the_servers_table() {
+    let home = written("[serve]\nsequences = 3\nkv-cache = '3M'\ncontext = 1024\nport = 7\n");
+    let plan = |home: &Path, args: &[&str]| json(&keel(home, &[&["plan", "--json"], args].concat()));
+    let empty = written("");
+    let options = ["--sequences", "3", "--kv-cache", "3M", "--context", "1024"];
+    assert_eq!(plan(home.path(), &["--serve"]), plan(empty.path(), &[&["--serve"], &options[..]].concat()));
+    assert_eq!(plan(home.path(), &[]), plan(empty.path(), &[]), "the table is not for other plans");
+}
+
+#[test]
 fn a_file_sets_options_and_the_command_line_and_the_environment_win() {
     let home = written(
         "temperature = 0\ndevice = 'cuda:7'\n[generate]\nmax-tokens = 5\nignore_eos = true\n[serve]\nport = 7\n",

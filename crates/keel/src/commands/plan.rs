@@ -51,12 +51,13 @@ pub struct PlanArgs {
 /// Runs the command.
 pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let (device, holding) = (&args.server.device, &args.server.holding);
-    if device.memory_limit.is_some() {
+    let is_server = args.serve || holding.is_of_a_server();
+    // A server is made smaller where nobody asked for what does not fit.
+    if device.memory_limit.is_some() && !is_server {
         return Err(usage(
             "--memory-limit: a plan takes no memory; --limit and keel fit tell what fits in so many bytes",
         ));
     }
-    let is_server = args.serve || holding.is_of_a_server();
     if is_server {
         check_no_run(args)?;
     }
