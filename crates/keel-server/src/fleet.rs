@@ -1,8 +1,8 @@
-//! The models of a server: which are loaded, and how they come and go within one limit.
+//! The models of a server: which are loaded, and how they are loaded and unloaded within one memory limit.
 //!
-//! A request for a model that is not loaded waits until it is. Loads happen one at a time. Where memory is short, the model that was used
-//! least recently is given back first: it takes no new requests, those that run end, and then its engine's thread and all its
-//! memory are gone, which its ledger proves.
+//! A request for a model that is not loaded waits until it is loaded. Models are loaded one at a time. If memory is
+//! short, the least recently used model is unloaded first: it takes no new requests, its running requests end, and then
+//! its engine's thread ends and all of its memory is freed. Its ledger is checked.
 
 use std::error::Error;
 use std::ops::Deref;
@@ -20,39 +20,39 @@ use crate::options::PrefixStore;
 use crate::text::ModelText;
 use crate::worker::{EngineHandle, EngineView};
 
-/// What the loading of a model gives.
+/// The result of loading a model.
 pub struct Loaded {
     /// The engine.
     pub engine: Engine,
     /// The text side.
     pub text: ModelText,
-    /// Where its prefixes are restored from and saved to.
+    /// The place to restore its prefixes from and save them to.
     pub prefix_store: Option<PrefixStore>,
 }
 
-/// Loads a model, on a thread of its own.
+/// Loads a model, on a separate thread.
 pub type Load = Box<dyn Fn() -> Result<Loaded, Box<dyn Error + Send + Sync>> + Send + Sync>;
 
-/// A model that can be asked for.
+/// A model that requests may name.
 pub struct Offer {
-    /// Its name in the API.
+    /// The model's name in the API.
     pub id: String,
-    /// Bytes that it holds while it is loaded, as planned.
+    /// The planned bytes of the loaded model.
     pub bytes: u64,
-    /// Tokens of its longest sequence.
+    /// Largest number of tokens of a sequence.
     pub context: usize,
-    /// Loads it.
+    /// Loads the model.
     pub load: Load,
 }
 
 /// Bounds of a server with several models.
 #[derive(Clone, Copy, Debug)]
 pub struct FleetOptions {
-    /// Bytes that the loaded models may hold together.
+    /// Limit on the bytes of all loaded models together.
     pub memory_limit: u64,
-    /// How long a model stays loaded that nobody uses; `None` is until another needs its memory.
+    /// Time after which an unused model is unloaded. With `None` it stays until another model needs its memory.
     pub keep_alive: Option<Duration>,
-    /// Has the allocator give back what a model left with it.
+    /// Makes the allocator return the memory that a model left in it.
     pub rest: fn(),
 }
 
@@ -61,7 +61,7 @@ struct Entry {
     id: String,
     bytes: u64,
     context: usize,
-    /// `None` where the model is always loaded.
+    /// `None` if the model is always loaded.
     load: Option<Load>,
     resident: Mutex<Option<Resident>>,
 }
@@ -73,7 +73,7 @@ struct Resident {
     used: Instant,
 }
 
-/// What is said about a model.
+/// Facts about a model.
 pub(crate) struct ModelFacts {
     pub id: String,
     pub context: usize,
@@ -81,26 +81,26 @@ pub(crate) struct ModelFacts {
     pub is_loaded: bool,
 }
 
-/// What the handlers of all endpoints share: the models, and through them what one request needs.
+/// The state that the handlers of all endpoints share: the models, and through them the state for one request.
 pub struct Front {
     shared: Arc<Shared>,
     entries: Vec<Entry>,
     options: FleetOptions,
-    /// Whoever loads a model or gives one back has the turn.
+    /// Held while a model is loaded or unloaded.
     turn: tokio::sync::Mutex<()>,
     departed: Mutex<Departed>,
 }
 
-/// What models that were given back have counted.
+/// Counters of unloaded models.
 #[derive(Default)]
 struct Departed {
     status: BatchStatus,
     losses: u64,
-    /// Those on their way.
+    /// Models that are being unloaded.
     leaving: Vec<EngineView>,
 }
 
-/// Counts over all models.
+/// Counters over all models.
 pub(crate) struct Totals {
     pub status: BatchStatus,
     pub losses: u64,
@@ -115,13 +115,13 @@ impl Deref for Front {
     }
 }
 
-/// A load may need the stack that a main thread has.
+/// Loading may need as large a stack as the main thread has.
 const STACK_BYTES: usize = 8 << 20;
-/// How often it is looked whether a model may go, at most and at least.
+/// Smallest and largest interval between checks for unused models.
 const SWEEP: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(10)];
 
 impl Front {
-    /// A server of one model, which is always loaded.
+    /// A server with one model, which is always loaded.
     pub(crate) fn of_one(
         shared: Shared,
         engine: EngineHandle,
@@ -137,10 +137,10 @@ impl Front {
         Front::with(shared, entries, FleetOptions { memory_limit: u64::MAX, keep_alive: None, rest: || () })
     }
 
-    /// A server of several models, of which none is loaded yet.
+    /// A server with several models. None is loaded yet.
     ///
     /// # Errors
-    /// If there is none, two have one name, or one does not fit by itself.
+    /// There are no models, two have the same name, or one does not fit alone.
     pub(crate) fn of_several(
         shared: Shared,
         offers: Vec<Offer>,
@@ -176,10 +176,10 @@ impl Front {
         Arc::new(Front { shared, entries, options, turn, departed })
     }
 
-    /// The model that a request names; the first if it names none. It is loaded if it is not.
+    /// Returns the model that a request names, or the first model if it names none. Loads it if necessary.
     ///
     /// # Errors
-    /// [`ServerError::UnknownModel`]; [`ServerError::ModelLoad`]; if memory does not become free in time.
+    /// [`ServerError::UnknownModel`]; [`ServerError::ModelLoad`]; or memory is not freed in time.
     pub(crate) async fn app(self: &Arc<Self>, asked: Option<&str>) -> Result<Arc<App>> {
         let at = self.find(asked)?;
         if let Some(app) = self.entries[at].use_now() {
@@ -188,7 +188,7 @@ impl Front {
         if self.is_draining() {
             return Err(ServerError::Draining);
         }
-        // Goes on when the client leaves: others may wait for it, too.
+        // Loading continues when the client disconnects, because others may wait for the model, too.
         let front = Arc::clone(self);
         let loading = tokio::spawn(async move { front.bring(at).await });
         let wait = self.shared.options.batch.queue_timeout;
@@ -199,7 +199,7 @@ impl Front {
         }
     }
 
-    /// Refuses a name that is none of the models'.
+    /// Finds a model by name. An unknown name is an error.
     pub(crate) fn find(&self, asked: Option<&str>) -> Result<usize> {
         let Some(asked) = asked.filter(|asked| !asked.is_empty() && *asked != "default") else {
             return Ok(0);
@@ -213,19 +213,19 @@ impl Front {
         })
     }
 
-    /// What is said about a model.
+    /// Facts about a model.
     pub(crate) fn facts(&self, at: usize) -> ModelFacts {
         let Entry { id, context, bytes, .. } = &self.entries[at];
         let is_loaded = self.entries[at].resident().is_some();
         ModelFacts { id: id.clone(), context: *context, bytes: *bytes, is_loaded }
     }
 
-    /// The same about each.
+    /// Facts about every model.
     pub(crate) fn all_facts(&self) -> Vec<ModelFacts> {
         (0..self.entries.len()).map(|at| self.facts(at)).collect()
     }
 
-    /// The models that are loaded, the one used last first.
+    /// The loaded models, most recently used first.
     pub(crate) fn loaded(&self) -> Vec<Arc<App>> {
         let mut all: Vec<(Instant, Arc<App>)> = Vec::new();
         for entry in &self.entries {
@@ -235,7 +235,7 @@ impl Front {
         all.into_iter().map(|(_, app)| app).collect()
     }
 
-    /// Counts over the models that are loaded and those that were.
+    /// Counters over loaded and unloaded models.
     pub(crate) fn totals(&self) -> Totals {
         let departed = self.departed();
         let mut engines = departed.leaving.clone();
@@ -255,14 +255,14 @@ impl Front {
         self.departed.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Loads a model, once those that must go are gone.
+    /// Loads a model, after unloading others if necessary.
     async fn bring(self: Arc<Self>, at: usize) -> Result<Arc<App>> {
         let _turn = self.turn.lock().await;
         let entry = &self.entries[at];
         if let Some(app) = entry.use_now() {
             return Ok(app);
         }
-        // One whose engine has failed goes like any other.
+        // A model whose engine has failed is unloaded like any other.
         self.give_back(at).await;
         while self.held() + entry.bytes > self.options.memory_limit {
             let Some(oldest) = self.least_recent() else { break };
@@ -294,12 +294,12 @@ impl Front {
         Ok(app)
     }
 
-    /// Bytes that the loaded models hold.
+    /// Bytes of the loaded models.
     fn held(&self) -> u64 {
         self.entries.iter().filter(|entry| entry.resident().is_some()).map(|entry| entry.bytes).sum()
     }
 
-    /// The loaded model that was used least recently; one without work before others.
+    /// The least recently used model. Idle models come before busy ones.
     fn least_recent(&self) -> Option<usize> {
         let age = |at: &usize| {
             self.entries[*at].resident().as_ref().map(|resident| (resident.is_busy(), resident.used))
@@ -307,7 +307,7 @@ impl Front {
         (0..self.entries.len()).filter(|at| age(at).is_some()).min_by_key(age)
     }
 
-    /// Takes a model away and waits until what runs on it has ended and its memory is free.
+    /// Unloads a model: waits until its requests have ended and its memory is freed.
     async fn give_back(&self, at: usize) {
         let entry = &self.entries[at];
         let (app, thread, view) = {
@@ -346,7 +346,7 @@ impl Front {
         tracing::info!(model = entry.id, bytes = entry.bytes, "given back");
     }
 
-    /// Gives back what nobody has used for as long as models are kept, again and again.
+    /// Unloads models that were unused for the time of `keep_alive`. Runs forever.
     pub(crate) async fn sweep(self: Arc<Self>) {
         let Some(keep_alive) = self.options.keep_alive else { return };
         loop {
@@ -360,25 +360,25 @@ impl Front {
         }
     }
 
-    /// Whether an engine that cannot be loaded anew has failed.
+    /// Whether an engine has failed whose model cannot be loaded again.
     pub(crate) fn has_failed(&self) -> bool {
         let failed = |entry: &Entry| entry.resident().as_ref().is_some_and(|r| r.app.engine.is_stopped());
         self.entries.iter().any(|entry| entry.load.is_none() && failed(entry))
     }
 
-    /// Ends everything that runs or waits, on all models.
+    /// Ends all running and waiting requests of all models.
     pub(crate) fn abort(&self) {
         self.loaded().iter().for_each(|app| app.engine.abort());
     }
 
-    /// From now on requests are refused; those that run go on. What is remembered is saved as soon as nothing runs: whoever
-    /// asked for the end may lose patience.
+    /// Refuses new requests from now on; running requests continue. Remembered prefixes are saved as soon as nothing
+    /// runs, because the process may be killed before it ends.
     pub(crate) fn drain(&self) {
         self.shared.start_draining();
         self.loaded().iter().for_each(|app| app.engine.save_prefixes());
     }
 
-    /// The threads of the engines, which end when nobody else holds one.
+    /// The threads of the engines. They end when no other code holds the engines.
     pub(crate) fn close(&self) -> Vec<JoinHandle<()>> {
         self.entries.iter().filter_map(|entry| Some(entry.resident().take()?.thread)).collect()
     }
@@ -389,7 +389,8 @@ impl Entry {
         self.resident.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The model, if it is loaded and runs: one that is always loaded counts even if its engine has failed, and says so.
+    /// The model, if it is loaded and its engine runs. A model that is always loaded counts even after a failure, and
+    /// then reports it.
     fn use_now(&self) -> Option<Arc<App>> {
         let mut resident = self.resident();
         let resident = resident.as_mut().filter(|r| self.load.is_none() || !r.app.engine.is_stopped())?;
@@ -397,7 +398,7 @@ impl Entry {
         Some(Arc::clone(&resident.app))
     }
 
-    /// Whether nobody has used it for so long.
+    /// Whether the model was unused for `keep_alive`.
     fn has_rested(&self, keep_alive: Duration) -> bool {
         let mut resident = self.resident();
         let Some(resident) = resident.as_mut() else { return false };
@@ -415,7 +416,7 @@ impl Entry {
 impl Resident {
     fn is_busy(&self) -> bool {
         let status = self.app.engine.status();
-        // Besides this one, only requests hold the model.
+        // Apart from this reference, only requests hold the model.
         Arc::strong_count(&self.app) > 1 || !status.running.is_empty() || status.waiting > 0
     }
 }

@@ -129,7 +129,7 @@ impl Server {
     }
 }
 
-/// Waits until what runs has ended, for the time of the options at most.
+/// Waits until running requests have ended, at most for the grace of the options.
 async fn let_end(front: &Front, connections: &Connections, abort: Pin<&mut impl Future<Output = ()>>) {
     let grace = front.options.grace;
     tokio::select! {
@@ -141,7 +141,7 @@ async fn let_end(front: &Front, connections: &Connections, abort: Pin<&mut impl 
         }
     }
     front.abort();
-    // Streams say that they have failed, to clients that listen.
+    // Streams report their failure to clients that still read.
     let _ = tokio::time::timeout(ABORT_TIME, connections.all_closed()).await;
 }
 

@@ -93,7 +93,7 @@ impl EngineView {
     }
 }
 
-/// What happens to one request. Dropping it cancels the request.
+/// The events of one request. Dropping the receiver cancels the request.
 pub type Events = mpsc::UnboundedReceiver<BatchEvent>;
 
 impl EngineHandle {
@@ -141,7 +141,7 @@ impl EngineHandle {
         EngineView(Arc::clone(&self.shared))
     }
 
-    /// Tokens of the longest sequence.
+    /// Largest number of tokens of a sequence.
     pub fn context(&self) -> usize {
         self.shared.context
     }

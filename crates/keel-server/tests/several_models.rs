@@ -1,4 +1,4 @@
-//! Several models in one server: loaded when they are asked for, given back within one limit, and gone without a trace then.
+//! Several models in one server. They are loaded on request, unloaded within one limit, and then leave nothing behind.
 
 mod common;
 
@@ -14,15 +14,15 @@ use keel_text::TextFiles;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-/// Bytes of the process are measured, so one test runs at a time.
+/// These tests measure bytes of the process, so they run one at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
-    // As `keel serve` does.
+    // As in `keel serve`.
     keel_cpu::heap::share_arena();
     TURN.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// A server of copies of the built-in model.
+/// A server with copies of the built-in model.
 struct Several {
     address: SocketAddr,
     loads: Arc<AtomicUsize>,
@@ -79,7 +79,7 @@ impl Several {
         request(self.address, "POST", "/v1/completions", &[], body.to_string().as_bytes())
     }
 
-    /// The text that a model answers with, which must be that model.
+    /// The text of an answer. It must be from the requested model.
     fn text(&self, model: &str) -> String {
         let reply = self.complete(model, 12);
         assert_eq!(reply.status, 200, "{}", reply.body);
@@ -88,7 +88,7 @@ impl Several {
         answer["choices"][0]["text"].as_str().expect("text").to_string()
     }
 
-    /// Names of the models that are loaded.
+    /// Names of the loaded models.
     fn loaded(&self) -> Vec<String> {
         let models = self.get("/v1/models").json()["data"].clone();
         let models: Vec<Value> = serde_json::from_value(models).expect("a list");
@@ -100,7 +100,7 @@ impl Several {
         self.loads.load(Ordering::Acquire)
     }
 
-    /// The sum of a metric's values over its labels.
+    /// Sum of a metric over all of its labels.
     fn metric(&self, start: &str) -> f64 {
         let text = self.get("/metrics").body;
         let values =
@@ -148,7 +148,7 @@ fn a_request_picks_its_model_and_the_one_used_least_recently_makes_room() {
     server.text("c");
     assert_eq!(server.loaded(), ["b", "c"], "a was used least recently");
     assert_eq!(server.allocated(), 2.0 * planned() as f64, "the limit holds");
-    // Without a name the first answers.
+    // Without a name the first model answers.
     let body = json!({"prompt": "Once", "max_tokens": 1}).to_string();
     let reply = request(server.address, "POST", "/v1/completions", &[], body.as_bytes());
     assert_eq!((reply.status, &reply.json()["model"]), (200, &json!("a")));
@@ -158,7 +158,7 @@ fn a_request_picks_its_model_and_the_one_used_least_recently_makes_room() {
     assert!(error["message"].as_str().expect("text").contains(r#""a", "b", "c" are"#), "{error}");
     assert_eq!(server.get("/v1/models/c").json()["loaded"], true);
     assert_eq!(server.get("/v1/models/d").status, 404);
-    // Nothing that was counted is lost with a model.
+    // Counts are kept when a model is unloaded.
     assert_eq!(server.metric("keel_generated_tokens_total"), 5.0 * 12.0 + 1.0);
     assert_eq!(server.metric("keel_idle_losses_total"), 0.0);
 }

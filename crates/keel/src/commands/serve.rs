@@ -178,7 +178,7 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>) -> Result<()> {
     server_options.prefix_store = prefix_store(args, &model, None)?;
     let options = holding::plan_server(args, &Subject::of(&model))?.options;
     tasks()?.block_on(async {
-        // Before the model is loaded: a port in use should be known at once.
+        // The port is bound before the model is loaded, so that a port in use is reported at once.
         let listener = bind(&format!("{}:{}", args.server.host, args.server.port)).await?;
         let mut session = Session::load(&device(args), &model, options)?;
         session::close(model);

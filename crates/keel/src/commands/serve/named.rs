@@ -1,20 +1,20 @@
-//! Models by the names that the API has for them.
+//! Models with their names in the API.
 
 use std::path::Path;
 
 use crate::source::Model;
 
-/// A model as `--model` gives it.
+/// A value of `--model`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Named {
-    /// Its name in the API, if it is given.
+    /// The model's name in the API, if given.
     pub name: Option<String>,
     /// A folder, a file or a hub name.
     pub model: String,
 }
 
 impl Named {
-    /// Reads `NAME=MODEL`, or a model alone. What exists is a path, whatever is in it.
+    /// Parses `NAME=MODEL`, or a model alone. An existing path is never split, even if it contains `=`.
     pub fn parse(text: &str) -> Named {
         match text.split_once('=') {
             Some((name, model))
@@ -29,7 +29,7 @@ impl Named {
     }
 }
 
-/// The name of a model that nobody named: its folder's or file's.
+/// The default name of a model: that of its folder or file.
 pub fn of(model: &Model) -> String {
     let name = model.path.file_name().and_then(|name| name.to_str());
     name.unwrap_or("keel").to_string()

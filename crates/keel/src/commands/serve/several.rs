@@ -12,10 +12,10 @@ use crate::report::human_bytes;
 use crate::session::{self, Session};
 use crate::source;
 
-/// Serves models that are loaded when they are asked for.
+/// Serves models that are loaded on request.
 ///
 /// # Errors
-/// A model that cannot be opened or does not fit by itself; two of one name.
+/// A model cannot be opened or does not fit alone, or two have the same name.
 pub fn serve(args: &ServeOptions, models: &[Named]) -> Result<()> {
     if args.server.name.is_some() {
         return Err(usage("--name is for one model; name each with --model NAME=MODEL"));
@@ -46,7 +46,8 @@ pub fn serve(args: &ServeOptions, models: &[Named]) -> Result<()> {
     })
 }
 
-/// A model that can be asked for. It is opened and planned now, so that what is wrong with it is known before the server starts.
+/// A model that requests may name. It is opened and planned now, so that its errors are reported before the server
+/// starts.
 fn offer(args: &ServeOptions, named: &Named) -> Result<Offer> {
     let model = source::open(Some(&named.model))?;
     ModelText::new(&model.text_files()?)?;
