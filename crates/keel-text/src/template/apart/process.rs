@@ -69,8 +69,11 @@ impl Process {
                 Err(error) => return Err(TextError::Renderer { source: error.into() }),
             }
             let count = self.output.read(&mut part).map_err(|source| TextError::Renderer { source })?;
-            if count == 0 || reply.len() + count > REPLY_BYTES_MAX {
+            if count == 0 {
                 return Err(self.end());
+            }
+            if reply.len() + count > REPLY_BYTES_MAX {
+                return Err(failed(format!("its text takes more than {} MiB", REPLY_BYTES_MAX >> 20)));
             }
             reply.extend_from_slice(&part[..count]);
             if reply.last() == Some(&b'\n') {
