@@ -182,31 +182,38 @@ fn tool(tool: Value) -> Value {
 
 /// Translates a message. A message with results of tools becomes several.
 fn translate(message: InputMessage, messages: &mut Vec<Value>) -> Result<()> {
-    let Value::Array(blocks) = &message.content else {
-        messages.push(json!({"role": message.role, "content": message.content}));
-        return Ok(());
+    let blocks = match message.content {
+        Value::Array(blocks) => blocks,
+        content => {
+            messages.push(json!({"role": message.role, "content": content}));
+            return Ok(());
+        }
     };
-    let (mut text, mut thinking, mut calls) = (String::new(), String::new(), Vec::new());
-    for block in blocks {
+    let (mut parts, mut thinking, mut calls) = (Vec::new(), String::new(), Vec::new());
+    for mut block in blocks {
         match block["type"].as_str() {
-            Some("text") => text.push_str(block["text"].as_str().unwrap_or_default()),
+            Some("text") => {
+                parts.push(json!({"type": "text", "text": block["text"].as_str().unwrap_or_default()}))
+            }
+            Some("image") => parts.push(image(&mut block)?),
             Some("thinking") => thinking.push_str(block["thinking"].as_str().unwrap_or_default()),
             Some("redacted_thinking") => {}
             Some("tool_use") => calls.push(json!({"id": block["id"], "type": "function",
                 "function": {"name": block["name"], "arguments": block["input"]}})),
-            Some("tool_result") => messages
-                .push(json!({"role": "tool", "tool_call_id": block["tool_use_id"],
-                "content": block["content"]})),
+            Some("tool_result") => messages.push(tool_result(block)?),
             other => {
-                let problem = format!("a block of type {other:?}: this model reads text alone");
-                return Err(wrong("messages", problem));
+                return Err(wrong(
+                    "messages",
+                    format!("a block of type {other:?}: text and image can be read"),
+                ));
             }
         }
     }
-    if text.is_empty() && thinking.is_empty() && calls.is_empty() {
+    if parts.is_empty() && thinking.is_empty() && calls.is_empty() {
         return Ok(());
     }
-    let mut one = json!({"role": message.role, "content": text});
+    let mut one = json!({"role": message.role});
+    one["content"] = Value::Array(parts);
     if !thinking.is_empty() {
         one["reasoning_content"] = json!(thinking);
     }
@@ -215,6 +222,41 @@ fn translate(message: InputMessage, messages: &mut Vec<Value>) -> Result<()> {
     }
     messages.push(one);
     Ok(())
+}
+
+/// The result of a tool, whose blocks may be pictures, too.
+fn tool_result(mut block: Value) -> Result<Value> {
+    let mut one = json!({"role": "tool", "tool_call_id": block["tool_use_id"]});
+    one["content"] = match block["content"].take() {
+        Value::Array(mut blocks) => {
+            for block in blocks.iter_mut().filter(|block| block["type"] == "image") {
+                *block = image(block)?;
+            }
+            Value::Array(blocks)
+        }
+        content => content,
+    };
+    Ok(one)
+}
+
+/// A picture in OpenAI's form. Its bytes are copied once, into the URL.
+fn image(block: &mut Value) -> Result<Value> {
+    let source = &block["source"];
+    let url = match (source["type"].as_str(), source["media_type"].as_str(), source["data"].as_str()) {
+        (Some("base64"), kind, Some(data)) => format!("data:{};base64,{data}", kind.unwrap_or("image")),
+        (Some("url"), ..) if source["url"].is_string() => {
+            source["url"].as_str().unwrap_or_default().to_string()
+        }
+        _ => {
+            let problem = "an image block has no source of the form {\"type\": \"base64\", \"media_type\", \"data\"} or \
+                           {\"type\": \"url\", \"url\"}";
+            return Err(wrong("messages", problem));
+        }
+    };
+    *block = Value::Null;
+    let mut part = json!({"type": "image_url"});
+    part["image_url"] = Value::String(url);
+    Ok(part)
 }
 
 fn stop_reason(ending: Ending, stop: Option<&str>) -> &'static str {

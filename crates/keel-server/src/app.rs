@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use keel_engine::SamplerOptions;
-use keel_engine::batch::BatchRequest;
+use keel_engine::batch::{BatchRequest, RequestSight};
 use keel_text::{AnswerForm, GrammarState};
 use tracing::field::Empty;
 
@@ -59,6 +59,8 @@ impl Deref for App {
 /// A request in the engine's terms, independent of its API.
 pub(crate) struct Ask {
     pub prompt: Vec<u32>,
+    /// The pictures that it shows.
+    pub sight: Option<RequestSight>,
     /// Lengths of prefixes that later prompts may share.
     pub marks: Vec<usize>,
     /// `None` means the server's default. The room in the context bounds both.
@@ -114,6 +116,16 @@ impl Shared {
         let caller = Arc::clone(caller);
         self.works.text(bytes, wait, move || work(&caller)).await
     }
+
+    /// Runs work for a request with pictures. It has seats of its own, because pictures take longer and some are fetched.
+    pub(crate) async fn work_on_pictures<T: Send + 'static>(
+        &self,
+        caller: &Arc<Caller>,
+        work: impl FnOnce(&Caller) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (wait, caller) = (self.options.batch.queue_timeout, Arc::clone(caller));
+        self.works.pictures(wait, move || work(&caller)).await
+    }
 }
 
 impl App {
@@ -128,11 +140,12 @@ impl App {
     }
 
     /// Bounds on requests.
-    pub(crate) fn bounds<'a>(&self, caller: &'a Caller) -> Bounds<'a> {
+    pub(crate) fn bounds<'a>(&'a self, caller: &'a Caller) -> Bounds<'a> {
         Bounds {
             vocab: self.engine.vocab(),
             context: self.engine.context(),
             choices_max: self.options.choices_max,
+            sources: Some(&self.options.pictures),
             meter: Some(&caller.meter),
         }
     }
@@ -172,6 +185,7 @@ impl App {
             let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
             let request = BatchRequest {
                 sampler: SamplerOptions { seed: seed.wrapping_add(choice as u64), ..ask.sampler.clone() },
+                sight: ask.sight.clone(),
                 end_tokens,
                 top_logprobs: ask.top_logprobs,
                 constraint,

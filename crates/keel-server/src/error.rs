@@ -210,6 +210,9 @@ impl ServerError {
                     reply(S::BAD_REQUEST, INVALID, "invalid_value")
                 }
                 EngineError::Constraint(_) => reply(S::BAD_REQUEST, INVALID, "invalid_grammar"),
+                EngineError::NoEyes
+                | EngineError::PicturePatches { .. }
+                | EngineError::PicturesNeverFit { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_image"),
                 EngineError::QueueFull { .. } => {
                     later(S::TOO_MANY_REQUESTS, "rate_limit_error", "queue_full", 1)
                 }

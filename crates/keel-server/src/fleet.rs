@@ -41,6 +41,8 @@ pub struct Offer {
     pub bytes: u64,
     /// Largest number of tokens of a sequence.
     pub context: usize,
+    /// Whether the model takes pictures.
+    pub sees: bool,
     /// Loads the model.
     pub load: Load,
 }
@@ -61,6 +63,7 @@ struct Entry {
     id: String,
     bytes: u64,
     context: usize,
+    sees: bool,
     /// `None` if the model is always loaded.
     load: Option<Load>,
     resident: Mutex<Option<Resident>>,
@@ -79,6 +82,7 @@ pub(crate) struct ModelFacts {
     pub context: usize,
     pub bytes: u64,
     pub is_loaded: bool,
+    pub sees: bool,
 }
 
 /// The state that the handlers of all endpoints share: the models, and through them the state for one request.
@@ -131,9 +135,10 @@ impl Front {
         let shared = Arc::new(shared);
         let id = shared.options.model_id.clone();
         let (bytes, context) = (engine.planned().total(), engine.context());
+        let sees = text.is_shown_pictures();
         let app = Arc::new(App { shared: Arc::clone(&shared), id: id.clone(), engine, text });
         let resident = Mutex::new(Some(Resident { app, thread, used: Instant::now() }));
-        let entries = vec![Entry { id, bytes, context, load: None, resident }];
+        let entries = vec![Entry { id, bytes, context, sees, load: None, resident }];
         Front::with(shared, entries, FleetOptions { memory_limit: u64::MAX, keep_alive: None, rest: || () })
     }
 
@@ -161,7 +166,8 @@ impl Front {
                 ));
             }
         }
-        let entry = |Offer { id, bytes, context, load }| Entry {
+        let entry = |Offer { id, bytes, context, sees, load }| Entry {
+            sees,
             id,
             bytes,
             context,
@@ -215,9 +221,9 @@ impl Front {
 
     /// Facts about a model.
     pub(crate) fn facts(&self, at: usize) -> ModelFacts {
-        let Entry { id, context, bytes, .. } = &self.entries[at];
+        let Entry { id, context, bytes, sees, .. } = &self.entries[at];
         let is_loaded = self.entries[at].resident().is_some();
-        ModelFacts { id: id.clone(), context: *context, bytes: *bytes, is_loaded }
+        ModelFacts { id: id.clone(), context: *context, bytes: *bytes, is_loaded, sees: *sees }
     }
 
     /// Facts about every model.

@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 use keel_engine::batch::BatchOptions;
 
 use crate::keys::ApiKey;
+use crate::pictures::PictureSources;
 
 /// The place where remembered prefixes are saved.
 #[derive(Clone, Debug)]
@@ -43,6 +44,8 @@ pub struct ServerOptions {
     pub write_timeout: Duration,
     /// Memory budget of all requests together, for bodies, texts and their copies.
     pub request_memory: u64,
+    /// Where pictures may come from besides the request itself.
+    pub pictures: PictureSources,
     /// Has the allocator give back what it keeps, when requests have come and gone.
     pub give_back: fn(),
     /// Time limit for compiling a schema or grammar.
@@ -78,6 +81,7 @@ impl Default for ServerOptions {
             idle_timeout: Duration::from_secs(75),
             write_timeout: Duration::from_secs(60),
             request_memory: 512 << 20,
+            pictures: PictureSources::default(),
             give_back: || (),
             grammar_time: Duration::from_secs(5),
             body_bytes_max: 8 << 20,

@@ -148,6 +148,7 @@ fn model_json(created: u64, facts: &ModelFacts) -> serde_json::Value {
         "context_length": facts.context,
         "loaded": facts.is_loaded,
         "memory_bytes": facts.bytes,
+        "input_modalities": if facts.sees { json!(["text", "image"]) } else { json!(["text"]) },
     })
 }
 

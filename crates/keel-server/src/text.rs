@@ -1,14 +1,17 @@
 //! The text side of the served model.
 
 use keel_engine::EngineError;
+use keel_engine::batch::RequestSight;
 use keel_text::{
     AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, Message, TextError, TextFiles, Tokenizer,
 };
+use keel_vision::ImageSpan;
 use serde_json::{Map, Value};
 
 use crate::error::{Result, wrong};
 use crate::grammar::GrammarFactory;
 use crate::memory::{Meter, bytes_of_encoding};
+use crate::pictures::{PictureSources, Viewer};
 
 /// Tokenizer, chat template and recommended sampling settings of a model.
 pub struct ModelText {
@@ -17,6 +20,8 @@ pub struct ModelText {
     /// Recommended sampling settings.
     pub defaults: GenerationDefaults,
     template: Option<ChatTemplate>,
+    /// How the model is shown pictures, where it is.
+    pub(crate) viewer: Option<Viewer>,
     pub(crate) grammars: GrammarFactory,
 }
 
@@ -40,6 +45,8 @@ pub(crate) struct Bounds<'a> {
     pub context: usize,
     /// Largest number of answers per request.
     pub choices_max: usize,
+    /// Where pictures may come from besides the request.
+    pub sources: Option<&'a PictureSources>,
     /// The request's memory; `None` if it is not counted.
     pub meter: Option<&'a Meter>,
 }
@@ -57,11 +64,21 @@ impl Bounds<'_> {
 
     /// Reduces the request's charge to its prompts: `tokens` ids for each answer, and once more.
     pub fn settle(&self, tokens: usize, choices: usize) {
+        self.settle_with(tokens, choices, None);
+    }
+
+    /// The same with pictures. They are shared by the answers; where tokens stand is not.
+    pub fn settle_with(&self, tokens: usize, choices: usize, sight: Option<&RequestSight>) {
         if let Some(meter) = self.meter {
-            meter.settle((tokens * size_of::<u32>() * (choices + 1)) as u64);
+            let of_pictures =
+                sight.map_or(0, |sight| sight.input_bytes() + tokens * PLACE_BYTES * (choices + 1));
+            meter.settle((tokens * size_of::<u32>() * (choices + 1) + of_pictures) as u64);
         }
     }
 }
+
+/// Bytes that say where a token stands, and which row of a picture it is.
+const PLACE_BYTES: usize = 3 * size_of::<i32>() + size_of::<Option<u32>>() + size_of::<u32>();
 
 /// Number of characters at the prompt's end that are kept, to determine how the answer begins.
 const TAIL_CHARS: usize = 64;
@@ -78,7 +95,18 @@ impl ModelText {
             tokenizer,
             defaults: GenerationDefaults::new(files)?,
             template: ChatTemplate::new(files)?,
+            viewer: None,
         })
+    }
+
+    /// The same for a model that is shown pictures.
+    pub fn with_viewer(self, viewer: Viewer) -> ModelText {
+        ModelText { viewer: Some(viewer), ..self }
+    }
+
+    /// Whether the model is shown pictures.
+    pub fn is_shown_pictures(&self) -> bool {
+        self.viewer.is_some()
     }
 
     /// Whether the model marks the end of its reasoning.
@@ -95,6 +123,7 @@ impl ModelText {
         messages: &[Message],
         tools: Option<&[Value]>,
         variables: Option<&Map<String, Value>>,
+        spans: &[ImageSpan],
         bounds: &Bounds<'_>,
     ) -> Result<ChatPrompt> {
         let Some(template) = &self.template else {
@@ -104,7 +133,10 @@ impl ModelText {
             return Err(wrong("messages", "there are none"));
         }
         let request = ChatRequest { tools, variables, ..ChatRequest::new(messages) };
-        let text = template.render(&request)?;
+        let mut text = template.render(&request)?;
+        if let Some(viewer) = self.viewer.as_ref().filter(|_| !spans.is_empty()) {
+            text = viewer.expand(&text, spans)?;
+        }
         let ids = bounds.encode(&self.tokenizer, &text, false)?;
         let mut shared_len = 0;
         if messages.len() > 1 && messages[0].role == "system" {

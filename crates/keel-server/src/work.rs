@@ -16,21 +16,28 @@ const LARGE_BYTES: u64 = 4 << 20;
 const SMALL_SEATS: usize = 2;
 const LARGE_SEATS: usize = 1;
 const GRAMMAR_SEATS: usize = 2;
+const PICTURE_SEATS: usize = 2;
 
 /// Number of threads for the work.
-pub const WORK_THREADS: usize = SMALL_SEATS + LARGE_SEATS + GRAMMAR_SEATS;
+pub const WORK_THREADS: usize = SMALL_SEATS + LARGE_SEATS + GRAMMAR_SEATS + PICTURE_SEATS;
 
 /// The seats.
 pub(crate) struct Workshop {
     small: Arc<Semaphore>,
     large: Arc<Semaphore>,
     grammars: Arc<Semaphore>,
+    pictures: Arc<Semaphore>,
 }
 
 impl Workshop {
     pub fn new() -> Workshop {
         let seats = |n| Arc::new(Semaphore::new(n));
-        Workshop { small: seats(SMALL_SEATS), large: seats(LARGE_SEATS), grammars: seats(GRAMMAR_SEATS) }
+        Workshop {
+            small: seats(SMALL_SEATS),
+            large: seats(LARGE_SEATS),
+            grammars: seats(GRAMMAR_SEATS),
+            pictures: seats(PICTURE_SEATS),
+        }
     }
 
     /// Runs work for a request that takes `bytes` bytes.
@@ -42,6 +49,15 @@ impl Workshop {
     ) -> Result<T> {
         let seats = if bytes <= LARGE_BYTES { &self.small } else { &self.large };
         run(seats, wait, work).await
+    }
+
+    /// Work on a request with pictures.
+    pub async fn pictures<T: Send + 'static>(
+        &self,
+        wait: Duration,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        run(&self.pictures, wait, work).await
     }
 
     /// Compiles a grammar. Compilation stops with an error after `limit`.

@@ -44,7 +44,7 @@ fn offer(id: &str, bytes: u64, loads: &Arc<AtomicUsize>) -> Offer {
         let text = ModelText::new(&TextFiles::read(&demo())?)?;
         Ok(Loaded { engine: engine(cpu(), engine_options()), text, prefix_store: None })
     };
-    Offer { id: id.into(), bytes, context: engine_options().context, load: Box::new(load) }
+    Offer { id: id.into(), bytes, context: engine_options().context, sees: false, load: Box::new(load) }
 }
 
 impl Several {

@@ -34,14 +34,13 @@ const PIXEL_BYTES_MAX: u64 = 8;
 /// Memory that decoders may use in addition to the picture itself.
 const DECODER_BYTES: u64 = 64 << 20;
 
-/// Decodes a picture.
-///
-/// # Errors
-/// - The file or the picture exceeds the limits.
-/// - The format is not supported.
-/// - The file is broken or cut short.
-/// - The picture has a single pixel, or none.
-pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
+/// A file whose header was read and is within the limits.
+struct Opened<'a> {
+    format: ImageFormat,
+    decoder: Box<dyn ImageDecoder + 'a>,
+}
+
+fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
     if bytes.len() > limits.file_bytes {
         return Err(VisionError::FileBytes { bytes: bytes.len(), limit: limits.file_bytes });
     }
@@ -56,7 +55,7 @@ pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
     let mut allowed = Limits::default();
     allowed.max_alloc = Some(limits.pixels.saturating_mul(PIXEL_BYTES_MAX).saturating_add(DECODER_BYTES));
     reader.limits(allowed);
-    let mut decoder = reader.into_decoder().map_err(broken)?;
+    let decoder = reader.into_decoder().map_err(broken)?;
     let (width, height) = decoder.dimensions();
     if u64::from(width) * u64::from(height) > limits.pixels {
         return Err(VisionError::Pixels { width, height, pixels_max: limits.pixels });
@@ -64,6 +63,26 @@ pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
     if width == 0 || height == 0 || (width, height) == (1, 1) {
         return Err(VisionError::Empty { width: width as usize, height: height as usize });
     }
+    Ok(Opened { format, decoder: Box::new(decoder) })
+}
+
+/// Width and height of a picture, from its header alone.
+///
+/// # Errors
+/// As [`decode`], but for what is wrong with the picture behind the header.
+pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<(u32, u32)> {
+    Ok(open(bytes, limits)?.decoder.dimensions())
+}
+
+/// Decodes a picture.
+///
+/// # Errors
+/// - The file or the picture exceeds the limits.
+/// - The format is not supported.
+/// - The file is broken or cut short.
+/// - The picture has a single pixel, or none.
+pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
+    let Opened { format, mut decoder } = open(bytes, limits)?;
     let orientation = decoder.orientation().map_err(broken)?;
     let exact = match format {
         ImageFormat::Jpeg => jpeg_of(bytes, limits)?,

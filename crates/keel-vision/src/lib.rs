@@ -25,7 +25,7 @@ mod size;
 mod video;
 
 pub use crops::{PanAndScan, crops};
-pub use decode::{DecodeLimits, decode};
+pub use decode::{DecodeLimits, decode, measure};
 pub use error::{Result, VisionError};
 pub use patches::Grid;
 pub use picture::Picture;

@@ -207,6 +207,25 @@ impl ImageProcessor {
         })
     }
 
+    /// The same processor with pictures of at most `pixels`: larger ones are read at that size.
+    ///
+    /// # Errors
+    /// If the smallest size of the processor has more.
+    pub fn limited_to(mut self, pixels: usize) -> Result<ImageProcessor> {
+        if let Layout::Patches { pixels: (least, most), .. } = &mut self.layout
+            && *most > pixels
+        {
+            if *least > pixels {
+                let reason =
+                    format!("its smallest picture has {least} pixels, and at most {pixels} are planned for");
+                return Err(VisionError::Processor { file: IMAGE.into(), reason });
+            }
+            *most = pixels;
+            self.settings.push_str(&format!(" at most {pixels}"));
+        }
+        Ok(self)
+    }
+
     /// The settings in one line. They serve to compare processors.
     pub fn settings(&self) -> &str {
         &self.settings
@@ -336,6 +355,20 @@ mod tests {
         let own = ProcessorFiles::new(Some(json!({"processor_class": "x"})), Some(older), None);
         let expected = Layout::Patches { side: 14, merge: 2, frames: 2, pixels: (100, 200) };
         assert_eq!(layout(&own), expected);
+    }
+
+    #[test]
+    fn a_limit_lowers_the_largest_size() {
+        let json = json!({"patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 65536}});
+        let processor = ImageProcessor::from_json("f.json", &json).expect("sound");
+        let picture = Picture { width: 400, height: 300, rgb: vec![9; 400 * 300 * 3] };
+        let patches =
+            |processor: &ImageProcessor| processor.process(&picture).expect("fits")[0].grid.patches();
+        let limited = processor.clone().limited_to(16384).expect("above the least");
+        assert!(patches(&processor) > 64 && patches(&limited) <= 64);
+        assert_ne!(limited.settings(), processor.settings());
+        assert_eq!(processor.clone().limited_to(1 << 20).expect("no limit"), processor);
+        assert!(processor.limited_to(1000).expect_err("below the least").to_string().contains("1024"));
     }
 
     #[test]

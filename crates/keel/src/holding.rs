@@ -109,7 +109,8 @@ impl<'a> Planner<'a> {
         let is_gpu = device.device() != Device::Cpu;
         let sequences = args.sequences.unwrap_or(default_sequences(is_gpu));
         let row_hidden = args.pooling == Pooling::Mean;
-        let base = EngineOptions { context, sequences, drafts, row_hidden, ..base };
+        let vision = args.vision(subject)?;
+        let base = EngineOptions { context, sequences, drafts, row_hidden, vision, ..base };
         let mut planner =
             Planner { args, subject, device, page_bytes: 1, state_bytes: 0, slot_bytes: 0, wanted: base };
         let one = match planner.probe() {

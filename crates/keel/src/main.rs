@@ -11,6 +11,7 @@ mod config;
 mod constrained;
 mod driver;
 mod failure;
+mod fetch;
 mod free;
 mod holding;
 mod logging;

@@ -17,7 +17,7 @@ const LAYERS: [(&str, &[&str]); 12] = [
     ("keel-cache", &["keel-array", "keel-weights"]),
     ("keel-models", &["keel-array", "keel-weights", "keel-cache"]),
     ("keel-engine", &["keel-array", "keel-cache", "keel-models"]),
-    ("keel-server", &["keel-array", "keel-text", "keel-engine"]),
+    ("keel-server", &["keel-array", "keel-text", "keel-vision", "keel-models", "keel-engine"]),
     (
         "keel",
         &[

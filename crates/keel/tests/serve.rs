@@ -325,6 +325,54 @@ fn several_models_are_served_by_name_and_hold_no_more_than_the_limit() {
     assert!(stderr(&twice).contains("two models are called"), "{}", stderr(&twice));
 }
 
+/// Posts a chat with a picture by path, and returns the whole response.
+fn ask_about(address: &str, url: &str) -> String {
+    let body = serde_json::json!({"max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]}]});
+    let body = body.to_string();
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
+                content-type: application/json\r\n";
+    let mut stream = send(address, &format!("{head}content-length: {}\r\n\r\n{body}", body.len()));
+    let mut text = String::new();
+    stream.read_to_string(&mut text).expect("an answer");
+    text
+}
+
+#[test]
+fn pictures_are_planned_and_shown_and_zero_of_them_is_text_alone() {
+    let Some(folder) = keel_testkit::fixtures::vlm_fixture("vlm_qwen3_5") else { return };
+    let (model, images) = (common::arg(&folder), folder.join("images"));
+    let flags = ["-m", model, "--images", "2", "--image-pixels", "64Ki", "--sequences", "2"];
+    let plan = common::json(&[&["plan", "--json"], &flags[..]].concat());
+    let plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
+    assert!(plan["vision"] > 0);
+    let (mut child, address) =
+        start_with(&[&flags[..], &["--allow-image-files", common::arg(&images)]].concat());
+    let answer = ask_about(&address, "a_photo.png");
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    for kind in ["planned", "allocated", "peak"] {
+        assert_eq!(ledger(&address, kind), plan, "{kind}");
+    }
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+
+    let (mut child, address) = start_with(&["-m", model, "--images", "0"]);
+    let answer = ask_about(&address, "data:image/png;base64,AAAA");
+    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("reads text alone"), "{answer}");
+    assert_eq!(ledger(&address, "allocated")["vision"], 0);
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+}
+
+#[test]
+fn options_for_pictures_that_make_no_sense_are_wrong_usage() {
+    common::misuse(&["serve", "--images", "3"], "reads text alone");
+    common::misuse(&["serve", "--image-pixels", "0"], "--image-pixels");
+    common::misuse(&["serve", "--image-pixels", "18446744073709551615"], "--image-pixels");
+    common::misuse(&["serve", "--allow-image-files", "no/such/folder"], "no folder");
+    common::misuse(&["serve", "--allow-image-urls", "http://x.org/"], "names of hosts");
+}
+
 #[test]
 fn lines_carry_the_time_and_are_json_on_request() {
     let first_line = |args: &[&str], filter: Option<&str>| {

@@ -234,3 +234,32 @@ fn what_cannot_be_seen_is_said_in_a_sentence() {
     run(&folder, "https://example.org/a.png", "is not fetched");
     run(&folder, "data:image/png;base64,%%", "base64");
 }
+
+/// A turn about a picture, one about another in its place, and the first again.
+#[test]
+fn chat_shows_pictures() {
+    let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
+    let image = |name: &str| arg(&folder.join("images").join(name)).to_string();
+    let (dog, other) = (image("a_photo.png"), image("d_photo.png"));
+    let chat = |flags: &[&str], input: &str| {
+        let all =
+            ["chat", "-m", arg(&folder), "--temperature", "0", "--max-tokens", "12", "--compute", "f32"];
+        let output = common::keel_with_input(&[&all, flags].concat(), input);
+        assert!(output.status.success(), "{}", common::stderr(&output));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let turns = |images: &[&str]| {
+        let turns: Vec<String> =
+            images.iter().map(|image| format!("/image {image}\nWhat is this?\n/undo\n")).collect();
+        chat(&["--images"], &turns.concat())
+    };
+    let (one, two) = (turns(&[&dog]), turns(&[&other]));
+    assert!(one.contains("goes with the next turn") && one.trim().lines().count() > 1, "{one}");
+    assert_ne!(one.replace(&dog, ""), two.replace(&other, ""), "it sees which picture it is");
+    // The prompts have the same tokens, and what the cache holds of one is not taken for the other.
+    assert_eq!(turns(&[&dog, &other, &dog]), format!("{one}{two}{one}"));
+    let refused = chat(&["--images"], "/image no/such.png\n/image\n");
+    assert!(refused.contains("cannot read") && refused.contains("takes the name"), "{refused}");
+    assert!(chat(&[], &format!("/image {dog}\n")).contains("--images"));
+    fail(&["chat", "--images"], "reads text alone");
+}

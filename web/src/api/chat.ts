@@ -3,9 +3,11 @@
 import { ApiError, ConnectionError, request } from "./client";
 import { EventReader } from "./sse";
 
+export type ContentPart = { type: "text"; text: string } | { type: "image_url"; image_url: { url: string } };
+
 export interface ChatMessage {
   role: "system" | "user" | "assistant";
-  content: string;
+  content: string | ContentPart[];
 }
 
 /** The fields of a request that the page uses. */

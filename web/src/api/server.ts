@@ -32,6 +32,7 @@ export interface Status {
 export interface Model {
   id: string;
   context_length?: number;
+  input_modalities?: string[];
 }
 
 export function readStatus(): Promise<Status> {

@@ -1,12 +1,12 @@
 // Sending a message, and writing the answer into its chat as it comes.
 
-import { type ChatMessage, type ChatRequest, type Part, streamChat } from "../api/chat";
+import { type ChatMessage, type ChatRequest, type ContentPart, type Part, streamChat } from "../api/chat";
 import { ApiError } from "../api/client";
 import { asPrompt } from "../text/files";
 import { app, notify } from "./app";
 import { change, createChat, keep, titleOf } from "./chats";
 import { freshId, lastGood, newestEnd, pathTo, withMessage, withoutBranch } from "./tree";
-import type { Chat, ChatOptions, Counts, Message, Problem, TextFile } from "./types";
+import type { Chat, ChatOptions, Counts, Message, Picture, Problem, TextFile } from "./types";
 
 /** Time between two renderings of a growing answer, and between two writes to storage. */
 const SHOW_MS = 60;
@@ -19,11 +19,11 @@ function chatOf(id: string): Chat | undefined {
 }
 
 /** Sends a message at the end of the chat that is shown, or in a new one. */
-export function send(content: string, files: TextFile[]): void {
+export function send(content: string, files: TextFile[], pictures: Picture[]): void {
   const shown = app.state.current;
-  const chat = (shown && chatOf(shown)) || createChat(titleOf(content || files[0]?.name || ""));
+  const chat = (shown && chatOf(shown)) || createChat(titleOf(content || files[0]?.name || pictures[0]?.name || ""));
   if (controllers.has(chat.id)) return;
-  sendAfter(chat, lastGood(chat), content, files);
+  sendAfter(chat, lastGood(chat), content, files, pictures);
 }
 
 /** Sends another version of a message. */
@@ -31,12 +31,13 @@ export function resend(chatId: string, messageId: string, content: string): void
   const chat = chatOf(chatId);
   const old = chat?.messages[messageId];
   if (!chat || !old || controllers.has(chatId)) return;
-  sendAfter(chat, old.parent, content, old.files ?? []);
+  sendAfter(chat, old.parent, content, old.files ?? [], old.pictures ?? []);
 }
 
-function sendAfter(chat: Chat, parent: string | null, content: string, files: TextFile[]): void {
+function sendAfter(chat: Chat, parent: string | null, content: string, files: TextFile[], pictures: Picture[]): void {
   const message: Message = { id: freshId(), parent, role: "user", content, at: Date.now() };
   if (files.length > 0) message.files = files;
+  if (pictures.length > 0) message.pictures = pictures;
   change(chat.id, (each) => ({ ...withMessage(each, message), leaf: message.id }));
   void answer(chat.id, message.id);
 }
@@ -54,9 +55,17 @@ export function stop(chatId: string | null): boolean {
   return controller !== undefined;
 }
 
+/** A message as the server takes it: its pictures first, then its text. */
+function contentOf(message: Message): string | ContentPart[] {
+  const text = asPrompt(message);
+  if (!message.pictures?.length) return text;
+  const pictures = message.pictures.map(({ uri }): ContentPart => ({ type: "image_url", image_url: { url: uri } }));
+  return text ? [...pictures, { type: "text", text }] : pictures;
+}
+
 /** The request that asks for an answer to the last message of `path`. */
 export function requestFor(path: Message[], options: ChatOptions): ChatRequest {
-  const messages: ChatMessage[] = path.map((message) => ({ role: message.role, content: asPrompt(message) }));
+  const messages: ChatMessage[] = path.map((message) => ({ role: message.role, content: contentOf(message) }));
   if (options.system?.trim()) messages.unshift({ role: "system", content: options.system });
   const body: ChatRequest = { messages };
   if (options.model) body.model = options.model;

@@ -132,3 +132,10 @@ export function contextLength(state: AppState = app.state): number | undefined {
   const asked = currentOptions(state).model;
   return (state.models.find((model) => model.id === asked) ?? state.models[0])?.context_length;
 }
+
+/** Whether the model that the chat uses can be shown pictures. */
+export function seesPictures(state: AppState = app.state): boolean {
+  const asked = currentOptions(state).model;
+  const model = state.models.find((each) => each.id === asked) ?? state.models[0];
+  return model?.input_modalities?.includes("image") ?? false;
+}

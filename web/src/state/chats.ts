@@ -16,8 +16,10 @@ const tabs = typeof BroadcastChannel === "undefined" ? null : new BroadcastChann
 
 export function charsOf(chat: Chat): number {
   const file = (sum: number, each: { text: string }) => sum + each.text.length;
+  const picture = (sum: number, each: { uri: string }) => sum + each.uri.length;
   return Object.values(chat.messages).reduce(
-    (sum, message) => sum + message.content.length + (message.reasoning?.length ?? 0) + (message.files ?? []).reduce(file, 0),
+    (sum, message) => sum + message.content.length + (message.reasoning?.length ?? 0) + (message.files ?? []).reduce(file, 0)
+      + (message.pictures ?? []).reduce(picture, 0),
     0,
   );
 }

@@ -6,6 +6,13 @@ export interface TextFile {
   text: string;
 }
 
+/** A picture that goes with a message. */
+export interface Picture {
+  name: string;
+  /** A data URI. */
+  uri: string;
+}
+
 export interface Problem {
   code: string;
   message: string;
@@ -29,6 +36,7 @@ export interface Message {
   /** Milliseconds since 1970. */
   at: number;
   files?: TextFile[];
+  pictures?: Picture[];
   reasoning?: string;
   reasoningSeconds?: number;
   /** Complete, unless it says something else. */

@@ -2,14 +2,15 @@
 
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { countTokens } from "../api/server";
-import { app, contextLength, currentChat, notify } from "../state/app";
+import { app, contextLength, currentChat, notify, seesPictures } from "../state/app";
 import { send, stop } from "../state/answer";
 import { useStore } from "../state/store";
 import { pathTo } from "../state/tree";
-import type { TextFile } from "../state/types";
+import type { Picture, TextFile } from "../state/types";
 import { asPrompt, FILES_BYTES_MAX, readTextFile } from "../text/files";
 import { bytes, count } from "../text/format";
-import { FileChips } from "./filelist";
+import { isPicture, PICTURES_MAX, readPicture } from "../text/pictures";
+import { FileChips, PictureChips } from "./filelist";
 import { IconButton } from "./icons";
 
 /** Pause after the last key before tokens are counted. */
@@ -22,6 +23,8 @@ export function Composer() {
   const busy = useStore(app, (state) => state.current !== null && state.running.has(state.current));
   const [text, setText] = useState("");
   const [files, setFiles] = useState<TextFile[]>([]);
+  const [pictures, setPictures] = useState<Picture[]>([]);
+  const sees = useStore(app, seesPictures);
   const area = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
   const dragging = useFileDrop((dropped) => void attach(dropped));
@@ -36,6 +39,15 @@ export function Composer() {
   const attach = async (chosen: File[]) => {
     for (const file of chosen) {
       try {
+        if (sees && isPicture(file)) {
+          const picture = await readPicture(file);
+          setPictures((before) => {
+            if (before.length < PICTURES_MAX) return [...before, picture];
+            notify(`Up to ${PICTURES_MAX} pictures can be attached to one message.`);
+            return before;
+          });
+          continue;
+        }
         const read = await readTextFile(file);
         setFiles((before) => {
           const after = [...before, read];
@@ -50,14 +62,16 @@ export function Composer() {
     }
     area.current?.focus();
   };
-  const canSend = !busy && (text.trim() !== "" || files.length > 0);
+  const attached = files.length + pictures.length;
+  const canSend = !busy && (text.trim() !== "" || attached > 0);
   const submit = () => {
     // From the field itself: a quick Enter comes before the last key is rendered.
     const written = area.current?.value.trim() ?? "";
-    if (busy || (written === "" && files.length === 0)) return;
-    send(written, files);
+    if (busy || (written === "" && attached === 0)) return;
+    send(written, files, pictures);
     setText("");
     setFiles([]);
+    setPictures([]);
   };
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -73,8 +87,9 @@ export function Composer() {
   return (
     <form class={`composer ${dragging ? "dragging" : ""}`} onSubmit={(event) => { event.preventDefault(); submit(); }}>
       <FileChips files={files} remove={(gone) => setFiles(files.filter((_, index) => index !== gone))} />
+      <PictureChips pictures={pictures} remove={(gone) => setPictures(pictures.filter((_, index) => index !== gone))} />
       <div class="composer-row">
-        <IconButton icon="attach" label="Attach text files" onClick={() => picker.current?.click()} />
+        <IconButton icon="attach" label={sees ? "Attach pictures and text files" : "Attach text files"} onClick={() => picker.current?.click()} />
         <textarea ref={area} rows={1} aria-label="Your message" placeholder="Write a message" value={text}
           onInput={(event) => setText(event.currentTarget.value)} onKeyDown={onKeyDown} onPaste={onPaste} />
         {busy ? (
@@ -83,7 +98,7 @@ export function Composer() {
           <IconButton icon="send" label="Send (Enter)" class="primary round" disabled={!canSend} onClick={submit} />
         )}
       </div>
-      <input ref={picker} type="file" multiple class="offscreen" tabIndex={-1} aria-label="Text files to attach"
+      <input ref={picker} type="file" multiple class="offscreen" tabIndex={-1} aria-label={sees ? "Pictures and text files to attach" : "Text files to attach"}
         onChange={(event) => {
           void attach([...(event.currentTarget.files ?? [])]);
           event.currentTarget.value = "";

@@ -1,6 +1,6 @@
 // Attached files: a chip with name and size; what they hold can be unfolded, or taken away before sending.
 
-import type { TextFile } from "../state/types";
+import type { Picture, TextFile } from "../state/types";
 import { bytes } from "../text/format";
 import { Icon, IconButton } from "./icons";
 
@@ -30,6 +30,30 @@ export function FileChips({ files, remove }: { files: TextFile[]; remove: (index
           <span class="chip-name">{file.name}</span>
           <span class="faint">{size(file)}</span>
           <IconButton icon="close" label={`Take ${file.name} away`} onClick={() => remove(index)} />
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+export function PictureList({ pictures }: { pictures: Picture[] }) {
+  if (pictures.length === 0) return null;
+  return (
+    <div class="pictures">
+      {pictures.map((picture, index) => <img key={index} src={picture.uri} alt={picture.name} title={picture.name} />)}
+    </div>
+  );
+}
+
+export function PictureChips({ pictures, remove }: { pictures: Picture[]; remove: (index: number) => void }) {
+  if (pictures.length === 0) return null;
+  return (
+    <ul class="chips" aria-label="Attached pictures">
+      {pictures.map((picture, index) => (
+        <li key={index} class="chip picture">
+          <img src={picture.uri} alt="" />
+          <span class="chip-name">{picture.name}</span>
+          <IconButton icon="close" label={`Take ${picture.name} away`} onClick={() => remove(index)} />
         </li>
       ))}
     </ul>

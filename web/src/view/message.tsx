@@ -7,7 +7,7 @@ import type { Counts, Message } from "../state/types";
 import { copyText } from "../text/copy";
 import { count, seconds, tokens } from "../text/format";
 import { Icon, IconButton } from "./icons";
-import { FileList } from "./filelist";
+import { FileList, PictureList } from "./filelist";
 import { Prose } from "./prose";
 
 export interface MessageProps {
@@ -34,6 +34,7 @@ function UserMessage({ chatId, message, versions, busy }: MessageProps) {
   const failed = message.state === "failed";
   return (
     <article class={`message user ${failed ? "failed" : ""}`} aria-label="You">
+      <PictureList pictures={message.pictures ?? []} />
       <FileList files={message.files ?? []} />
       {message.content && <div class="bubble">{message.content}</div>}
       {failed && <Refusal message={message} />}
@@ -165,12 +166,13 @@ function Editor({ message, busy, save, cancel }: EditorProps) {
     area.current?.focus();
     area.current?.setSelectionRange(text.length, text.length);
   }, []);
-  const canSave = !busy && (text.trim() !== "" || (message.files?.length ?? 0) > 0);
+  const hasFiles = (message.files?.length ?? 0) + (message.pictures?.length ?? 0) > 0;
+  const canSave = !busy && (text.trim() !== "" || hasFiles);
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       const written = (event.currentTarget as HTMLTextAreaElement).value;
-      if (!busy && (written.trim() || message.files?.length)) save(written);
+      if (!busy && (written.trim() || hasFiles)) save(written);
     } else if (event.key === "Escape") {
       event.preventDefault();
       cancel();
@@ -178,6 +180,7 @@ function Editor({ message, busy, save, cancel }: EditorProps) {
   };
   return (
     <div class="message user editing">
+      <PictureList pictures={message.pictures ?? []} />
       <FileList files={message.files ?? []} />
       <textarea ref={area} aria-label="Edit your message" value={text} rows={Math.min(12, text.split("\n").length + 1)}
         onInput={(event) => setText(event.currentTarget.value)} onKeyDown={onKeyDown} />

@@ -156,3 +156,67 @@ test("on a phone everything is there, one thing at a time", () =>
     await page.locator(".plan-bar").waitFor({ state: "detached" });
     assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth), "no sideways scrolling");
   }));
+
+const PIXEL = Buffer.from("iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAAEElEQVR4nGP4z8AARAwQCgAf7gP9i18U1AAAAABJRU5ErkJggg==", "base64");
+const SEES = { stub: { sees: true } };
+
+test("pictures are attached by button, by drop and by paste, shown, and sent with their message", () =>
+  browser.visit(SEES, async ({ page, stub }) => {
+    await page.getByRole("button", { name: "Attach pictures and text files" }).waitFor();
+    await files(page).setInputFiles([
+      { name: "notes.txt", mimeType: "text/plain", buffer: Buffer.from("some notes") },
+      { name: "cat.png", mimeType: "image/png", buffer: PIXEL },
+    ]);
+    await page.evaluate((bytes) => {
+      const picture = (name) => new File([Uint8Array.from(bytes)], name, { type: "image/png" });
+      const data = new DataTransfer();
+      data.items.add(picture("drop.png"));
+      window.dispatchEvent(new DragEvent("dragover", { dataTransfer: data, cancelable: true }));
+      window.dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+      const pasted = new DataTransfer();
+      pasted.items.add(picture("paste.png"));
+      document.querySelector(".composer textarea").dispatchEvent(new ClipboardEvent("paste", { clipboardData: pasted, bubbles: true, cancelable: true }));
+    }, [...PIXEL]);
+    await page.locator(".chip.picture").nth(2).waitFor();
+    await page.getByRole("button", { name: "Take drop.png away" }).click();
+    await ask(page, "What is this?");
+    const uri = `data:image/png;base64,${PIXEL.toString("base64")}`;
+    const picture = { type: "image_url", image_url: { url: uri } };
+    const text = { type: "text", text: "File notes.txt:\n```\nsome notes\n```\n\nWhat is this?" };
+    assert.deepEqual(stub.requests[0].messages[0].content, [picture, picture, text]);
+    assert.equal(await page.locator(".chip").count(), 0);
+    const shown = page.locator(".message.user .pictures img");
+    assert.equal(await shown.count(), 2);
+    assert.equal(await shown.first().evaluate((image) => image.naturalWidth), 2, "the page's policy lets it be seen");
+    await ask(page, "And now?");
+    assert.deepEqual(stub.requests[1].messages[0].content, [picture, picture, text], "the next turn brings them again");
+  }));
+
+test("a large picture is sent smaller, and one that is broken is refused", () =>
+  browser.visit(SEES, async ({ page, stub }) => {
+    await page.evaluate(async () => {
+      const canvas = new OffscreenCanvas(2400, 1200);
+      const context = canvas.getContext("2d");
+      const noise = context.createImageData(2400, 1200);
+      for (let at = 0; at < noise.data.length; at += 65536) crypto.getRandomValues(noise.data.subarray(at, at + 65536));
+      for (let i = 3; i < noise.data.length; i += 4) noise.data[i] = 255;
+      context.putImageData(noise, 0, 0);
+      const blob = await canvas.convertToBlob({ type: "image/png" });
+      const data = new DataTransfer();
+      data.items.add(new File([blob], "large.png", { type: "image/png" }));
+      data.items.add(new File([new Uint8Array(600 << 10)], "broken.png", { type: "image/png" }));
+      window.dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+    });
+    await page.getByText("broken.png is not a picture").waitFor();
+    await page.locator(".chip.picture").waitFor();
+    await ask(page, "Look");
+    const { url } = stub.requests[0].messages[0].content[0].image_url;
+    assert.equal(url.slice(0, 23), "data:image/jpeg;base64,");
+    const size = await page.evaluate(async (uri) => {
+      const image = new Image();
+      image.src = uri;
+      await image.decode();
+      return [image.naturalWidth, image.naturalHeight];
+    }, url);
+    assert.deepEqual(size, [1536, 768]);
+  }));

@@ -20,6 +20,8 @@ export async function startStub() {
     requests: [],
     key: null,
     models: ["demo"],
+    /** Whether the models can be shown pictures. */
+    sees: false,
     /** Whether memory has been allocated yet. */
     allocated: true,
     running: 0,
@@ -57,7 +59,7 @@ async function handle(stub, request, response) {
   }
   const body = await read(request);
   if (pathname === "/status") return json(response, 200, stub.status());
-  if (pathname === "/v1/models") return json(response, 200, { data: stub.models.map((id) => ({ id, context_length: CONTEXT })) });
+  if (pathname === "/v1/models") return json(response, 200, { data: stub.models.map((id) => ({ id, context_length: CONTEXT, input_modalities: stub.sees ? ["text", "image"] : ["text"] })) });
   if (pathname === "/tokenize") return json(response, 200, { count: Math.ceil(body.text.length / 4) });
   if (pathname === "/v1/chat/completions") return chat(stub, body, response);
   return refuse(response, 404, "unknown_url", "no such endpoint");
@@ -80,7 +82,8 @@ function asset(pathname, response) {
 
 async function chat(stub, body, response) {
   stub.requests.push(body);
-  const text = body.messages.at(-1).content;
+  const { content } = body.messages.at(-1);
+  const text = typeof content === "string" ? content : (content.at(-1).text ?? "");
   if (text.includes("too long")) {
     const message = "the request needs 9000 tokens (prompt 7976, answer 1024), the context has 4096";
     return refuse(response, 400, "context_length_exceeded", message);

@@ -11,7 +11,7 @@ use keel_text::{AnswerForm, AnswerPart};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::messages::{ChatMessage, to_template};
+use super::messages::{ChatMessage, Conversation, to_template};
 use super::tools::{Tools, response_grammar};
 use super::{chat_logprobs, finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, Usage};
@@ -21,6 +21,7 @@ use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, wrong};
 use crate::fleet::Front;
 use crate::http::{Body, error_json};
+use crate::pictures::Shown;
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
 use crate::unsupported;
@@ -86,7 +87,9 @@ pub(crate) async fn create(
 /// Converts the request on a worker thread, because templates and tokenizers take long for long conversations.
 pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBody) -> Result<Ask> {
     let worker = Arc::clone(app);
-    app.work(caller, move |caller| ask(&worker.text, &worker.bounds(caller), body)).await
+    let shows = body.messages.iter().any(ChatMessage::shows_pictures);
+    let work = move |caller: &Caller| ask(&worker.text, &worker.bounds(caller), body);
+    if shows { app.work_on_pictures(caller, work).await } else { app.work(caller, work).await }
 }
 
 /// Converts the request to the engine's terms.
@@ -105,12 +108,15 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
     if body.reasoning_effort.as_deref() == Some("none") {
         variables.entry("enable_thinking").or_insert(json!(false));
     }
-    let messages = to_template(body.messages)?;
+    let Conversation { messages, pictures } = to_template(body.messages)?;
+    let shown = show(text, &pictures, bounds)?;
+    drop(pictures);
     let offered = (!tools.offered.is_empty()).then_some(&tools.offered[..]);
-    let prompt = text.encode_chat(&messages, offered, Some(&variables), bounds)?;
+    let prompt = text.encode_chat(&messages, offered, Some(&variables), &shown.spans, bounds)?;
     drop(messages);
     let reasons = text.reasons();
-    bounds.settle(prompt.ids.len(), body.n.unwrap_or(1).min(bounds.choices_max));
+    let sight = text.viewer.as_ref().map_or(Ok(None), |viewer| viewer.sight(&prompt.ids, shown))?;
+    bounds.settle_with(prompt.ids.len(), body.n.unwrap_or(1).min(bounds.choices_max), sight.as_ref());
     Ok(Ask {
         marks: vec![prompt.shared_len],
         max_tokens: body.max_completion_tokens.or(body.max_tokens),
@@ -127,7 +133,17 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
             tools: tools.offered,
         },
         prompt: prompt.ids,
+        sight,
     })
+}
+
+/// Prepares pictures, where the model can be shown any.
+fn show(text: &ModelText, pictures: &[String], bounds: &Bounds<'_>) -> Result<Shown> {
+    match &text.viewer {
+        _ if pictures.is_empty() => Ok(Shown::default()),
+        Some(viewer) => viewer.show(pictures, bounds),
+        None => Err(wrong("messages", "it shows a picture, and this model reads text alone")),
+    }
 }
 
 /// Fields that every object of one response repeats.

@@ -134,6 +134,7 @@ pub(crate) fn asks(
         echoes.extend(std::iter::repeat_n(echo, choices));
     }
     let ask = |prompt| Ask {
+        sight: None,
         prompt,
         marks: Vec::new(),
         max_tokens: Some(body.max_tokens.unwrap_or(MAX_TOKENS_DEFAULT)),

@@ -27,13 +27,40 @@ enum Content {
     Parts(Vec<Map<String, Value>>),
 }
 
-/// Converts the messages. Text parts are joined, and the arguments of calls become objects, because templates iterate
-/// over them.
-pub(crate) fn to_template(messages: Vec<ChatMessage>) -> Result<Vec<Message>> {
-    messages.into_iter().map(one).collect()
+/// A conversation as templates expect it, and the URLs of its pictures in order.
+#[derive(Debug)]
+pub(crate) struct Conversation {
+    pub messages: Vec<Message>,
+    pub pictures: Vec<String>,
 }
 
-fn one(message: ChatMessage) -> Result<Message> {
+/// The messages, with text parts joined and the arguments of calls as objects, which is what templates iterate over. A message that
+/// shows pictures stays a list of parts.
+pub(crate) fn to_template(messages: Vec<ChatMessage>) -> Result<Conversation> {
+    let mut pictures = Vec::new();
+    let messages = messages.into_iter().map(|message| one(message, &mut pictures)).collect::<Result<_>>()?;
+    Ok(Conversation { messages, pictures })
+}
+
+impl ChatMessage {
+    /// Whether it shows pictures.
+    pub fn shows_pictures(&self) -> bool {
+        match &self.content {
+            Content::Parts(parts) => parts.iter().any(|part| is_picture(kind_of(part))),
+            Content::None | Content::Text(_) => false,
+        }
+    }
+}
+
+fn kind_of(part: &Map<String, Value>) -> &str {
+    part.get("type").and_then(Value::as_str).unwrap_or_default()
+}
+
+fn is_picture(kind: &str) -> bool {
+    matches!(kind, "image_url" | "input_image" | "image")
+}
+
+fn one(message: ChatMessage, pictures: &mut Vec<String>) -> Result<Message> {
     let role = match message.role.as_str() {
         "developer" => "system",
         "function" => "tool",
@@ -48,22 +75,51 @@ fn one(message: ChatMessage) -> Result<Message> {
         let calls = calls.into_iter().map(call).collect::<Result<Vec<_>>>()?;
         extra.insert("tool_calls".into(), Value::Array(calls));
     }
-    Ok(Message { role: role.into(), content: Value::String(text(message.content)?), extra })
+    Ok(Message { role: role.into(), content: content(message.content, pictures)?, extra })
 }
 
-fn text(content: Content) -> Result<String> {
-    match content {
-        Content::None => Ok(String::new()),
-        Content::Text(text) => Ok(text),
-        Content::Parts(parts) => parts.iter().map(part).collect(),
+fn content(content: Content, pictures: &mut Vec<String>) -> Result<Value> {
+    Ok(match content {
+        Content::None => Value::String(String::new()),
+        Content::Text(text) => Value::String(text),
+        Content::Parts(parts) if parts.iter().any(|part| is_picture(kind_of(part))) => {
+            let part = |part: Map<String, Value>| match is_picture(kind_of(&part)) {
+                true => {
+                    pictures.push(picture(part)?);
+                    Ok(json!({"type": "image"}))
+                }
+                false => Ok(json!({"type": "text", "text": text(&part)?})),
+            };
+            Value::Array(parts.into_iter().map(part).collect::<Result<_>>()?)
+        }
+        Content::Parts(parts) => Value::String(parts.iter().map(text).collect::<Result<_>>()?),
+    })
+}
+
+/// The URL of a picture. It is moved, as it may be the picture itself.
+fn picture(mut part: Map<String, Value>) -> Result<String> {
+    if part.get("file_id").is_some_and(|id| !id.is_null()) {
+        return Err(wrong("messages", "a picture by file_id: files are not stored here; send a data URI"));
+    }
+    let place = ["image_url", "image", "url"].into_iter().find_map(|key| part.remove(key));
+    let url = match place {
+        Some(Value::Object(mut object)) => object.remove("url"),
+        other => other,
+    };
+    match url {
+        Some(Value::String(url)) => Ok(url),
+        _ => Err(wrong(
+            "messages",
+            "a picture has no URL; expected {\"type\": \"image_url\", \"image_url\": {\"url\": \"data:...\"}}",
+        )),
     }
 }
 
-fn part(part: &Map<String, Value>) -> Result<String> {
-    let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
+fn text(part: &Map<String, Value>) -> Result<String> {
+    let kind = kind_of(part);
     match (kind, part.get("text").or(part.get("refusal")).and_then(Value::as_str)) {
         ("text" | "input_text" | "output_text" | "refusal", Some(text)) => Ok(text.to_string()),
-        _ => Err(wrong("messages", format!("a part of type {kind:?}: this model reads text alone"))),
+        _ => Err(wrong("messages", format!("a part of type {kind:?}: text and image_url can be read"))),
     }
 }
 
@@ -85,7 +141,28 @@ mod tests {
     use super::*;
 
     fn template(json: Value) -> Result<Vec<Message>> {
+        Ok(conversation(json)?.messages)
+    }
+
+    fn conversation(json: Value) -> Result<Conversation> {
         to_template(serde_json::from_value(json).expect("the types are right"))
+    }
+
+    #[test]
+    fn pictures_are_taken_out_in_order() {
+        let conversation = conversation(json!([
+            {"role": "user", "content": [
+                {"type": "text", "text": "a"},
+                {"type": "image_url", "image_url": {"url": "u1", "detail": "low"}},
+                {"type": "input_image", "image_url": "u2"},
+                {"type": "input_text", "text": "b"}]},
+            {"role": "user", "content": [{"type": "image_url", "image_url": "u3"}]},
+        ]))
+        .expect("right");
+        assert_eq!(conversation.pictures, ["u1", "u2", "u3"]);
+        let kinds = json!([{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}, {"type": "text", "text": "b"}]);
+        assert_eq!(conversation.messages[0].content, kinds);
+        assert_eq!(conversation.messages[1].content, json!([{"type": "image"}]));
     }
 
     #[test]
@@ -106,7 +183,9 @@ mod tests {
     #[test]
     fn what_the_model_cannot_read_is_refused() {
         for message in [
-            json!({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+            json!({"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}),
+            json!({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}),
+            json!({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}),
             json!({"role": "robot", "content": "x"}),
             json!({"role": "assistant", "tool_calls": [{"function": {}}]}),
         ] {

@@ -13,11 +13,15 @@ use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
-use keel_server::{App, ModelText, Server, ServerOptions, bind};
+use keel_server::{App, ModelText, Server, ServerOptions, Viewer, bind};
 use keel_text::TextFiles;
+use keel_vision::ProcessorFiles;
 use keel_weights::Checkpoint;
 use serde_json::Value;
 use tokio::sync::oneshot;
+
+/// Pixels of a picture that models of these tests read.
+pub const PIXELS_MAX: usize = 1 << 20;
 
 pub fn demo() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
@@ -40,7 +44,11 @@ pub fn cpu() -> Arc<dyn Backend> {
 }
 
 pub fn engine(backend: Arc<dyn Backend>, options: EngineOptions) -> Engine {
-    let checkpoint = Checkpoint::open(&demo()).expect("the built-in model opens");
+    engine_of(&demo(), backend, options)
+}
+
+fn engine_of(folder: &Path, backend: Arc<dyn Backend>, options: EngineOptions) -> Engine {
+    let checkpoint = Checkpoint::open(folder).expect("the model opens");
     let runtime = Runtime::new(backend, RuntimeOptions::default());
     let parameters = CheckpointParameters(&checkpoint);
     Engine::load(&runtime, &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
@@ -66,6 +74,17 @@ impl Running {
     }
 
     pub fn on(backend: Arc<dyn Backend>, engine_options: EngineOptions, options: ServerOptions) -> Running {
+        Running::of(&demo(), backend, engine_options, options)
+    }
+
+    /// A server of the model in a folder. It is shown pictures if the engine plans for any.
+    pub fn of(
+        folder: &Path,
+        backend: Arc<dyn Backend>,
+        engine_options: EngineOptions,
+        options: ServerOptions,
+    ) -> Running {
+        let folder = folder.to_path_buf();
         let (sender, receiver) = mpsc::channel();
         let (drain, drained) = oneshot::channel();
         let (abort, aborted) = oneshot::channel();
@@ -80,8 +99,17 @@ impl Running {
             runtime.expect("a runtime").block_on(async {
                 let listener = bind("127.0.0.1:0").await.expect("a free port");
                 let address = listener.local_addr().expect("it is bound");
-                let text = ModelText::new(&TextFiles::read(&demo()).expect("there")).expect("right");
-                let server = Server::new(engine(backend, engine_options), text, options).expect("starts");
+                let text = ModelText::new(&TextFiles::read(&folder).expect("there")).expect("right");
+                let engine = engine_of(&folder, backend, engine_options);
+                let text = match engine.vision() {
+                    Some(vision) => {
+                        let files = ProcessorFiles::read(&folder).expect("there");
+                        let viewer = Viewer::new(vision.clone(), &files, &text.tokenizer, PIXELS_MAX);
+                        text.with_viewer(viewer.expect("right"))
+                    }
+                    None => text,
+                };
+                let server = Server::new(engine, text, options).expect("starts");
                 let tasks = tokio::runtime::Handle::current();
                 sender.send((address, server.app().expect("it is loaded"), tasks)).expect("the test waits");
                 let either = |signal: oneshot::Receiver<()>| async move {

@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use keel_server::{ApiKey, KeyLimits};
+use keel_server::{ApiKey, KeyLimits, PictureSources};
 
 use crate::failure::usage;
+use crate::fetch;
 
 /// Largest size of a file of keys.
 const KEY_FILE_BYTES_MAX: u64 = 1 << 20;
@@ -36,9 +37,31 @@ pub struct AccessArgs {
     /// listens beyond loopback and asks for a key answers to any name.
     #[arg(long, value_name = "NAME")]
     allow_host: Vec<String>,
+    /// Folder whose pictures requests may show by path; may be repeated. Links that lead out of it are not followed.
+    #[arg(long, value_name = "FOLDER")]
+    allow_image_files: Vec<PathBuf>,
+    /// Hosts from which requests may have pictures fetched, with a comma between; may be repeated. Redirects are not followed, and a
+    /// name that leads to a private address is refused: only an address or localhost itself can allow that.
+    #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
+    allow_image_urls: Vec<String>,
 }
 
 impl AccessArgs {
+    /// Where pictures may come from besides the request itself.
+    ///
+    /// # Errors
+    /// A folder that is none; hosts for a program that was built without downloads.
+    pub fn pictures(&self) -> Result<PictureSources> {
+        if let Some(path) = self.allow_image_files.iter().find(|path| !path.is_dir()) {
+            return Err(usage(format!("--allow-image-files: {} is no folder", path.display())));
+        }
+        let fetch = match self.allow_image_urls.is_empty() {
+            true => None,
+            false => Some(fetch::fetcher(&self.allow_image_urls)?),
+        };
+        Ok(PictureSources { folders: self.allow_image_files.clone(), fetch, ..PictureSources::default() })
+    }
+
     /// The keys. With none, every request is accepted.
     pub fn keys(&self) -> Result<Vec<ApiKey>> {
         let limits = KeyLimits { per_minute: self.key_per_minute, at_once: self.key_at_once };

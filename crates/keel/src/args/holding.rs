@@ -1,9 +1,12 @@
 //! Options for the memory of a server.
 
+use anyhow::Result;
 use clap::{Args, ValueEnum};
-use keel_engine::DRAFTS_MAX;
+use keel_engine::{DRAFTS_MAX, VisionOptions};
+use keel_models::vision::read_vision;
 
-use super::parse_bytes;
+use super::{Subject, parse_bytes};
+use crate::failure::usage;
 
 /// Largest count of sequences, waiting requests or tokens. Sums of such counts cannot overflow.
 pub const COUNT_MAX: usize = 1 << 24;
@@ -14,6 +17,18 @@ pub fn count(text: &str) -> Result<usize, String> {
         Ok(n) if (1..=COUNT_MAX).contains(&n) => Ok(n),
         _ => Err(format!("expected a number from 1 to {COUNT_MAX}")),
     }
+}
+
+/// Pictures whose features a server keeps, unless another number is asked for.
+const IMAGES_DEFAULT: usize = 4;
+/// No file with more pixels is decoded.
+const IMAGE_PIXELS_MAX: u64 = 64 << 20;
+/// Pixels of the largest of them.
+const IMAGE_PIXELS_DEFAULT: u64 = 1 << 20;
+
+/// Reads a number of things that there may be none of.
+fn some_or_none(text: &str) -> Result<usize, String> {
+    if text == "0" { Ok(0) } else { count(text) }
 }
 
 /// Bounds from which the memory of a server follows. What is not given follows the model and the machine.
@@ -42,6 +57,12 @@ pub struct HoldingArgs {
     /// at work takes one, too.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, conflicts_with = "no_prefix_reuse")]
     pub prefix_states: Option<u64>,
+    /// Pictures whose features are kept at once, of the largest size; 0 serves text alone. By default 4, if the model has eyes.
+    #[arg(long, value_name = "N", value_parser = some_or_none)]
+    pub images: Option<usize>,
+    /// Pixels of a picture that the model reads at most, by default 1Mi, which is 1024 by 1024; larger ones are read at this size.
+    #[arg(long, value_name = "PIXELS", value_parser = parse_bytes)]
+    pub image_pixels: Option<u64>,
     /// Do not remember prefixes.
     #[arg(long)]
     pub no_prefix_reuse: bool,
@@ -70,12 +91,41 @@ pub enum Pooling {
 }
 
 impl HoldingArgs {
+    /// Pixels of a picture at most.
+    pub fn image_pixels(&self) -> usize {
+        usize::try_from(self.image_pixels.unwrap_or(IMAGE_PIXELS_DEFAULT)).unwrap_or(usize::MAX)
+    }
+
+    /// For what pictures a server plans; `None` for text alone.
+    ///
+    /// # Errors
+    /// Pictures for a model without eyes.
+    pub fn vision(&self, subject: &Subject<'_>) -> Result<Option<VisionOptions>> {
+        let config = if subject.sees { read_vision(&subject.json)? } else { None };
+        let pictures = self.images.unwrap_or(IMAGES_DEFAULT);
+        if self.image_pixels.is_some_and(|pixels| !(1..=IMAGE_PIXELS_MAX).contains(&pixels)) {
+            return Err(usage(format!("--image-pixels: expected a number from 1 to {IMAGE_PIXELS_MAX}")));
+        }
+        match config {
+            Some(config) if pictures > 0 => {
+                let patches = (self.image_pixels() / config.patch.pow(2)).max(1);
+                Ok(Some(VisionOptions { patches, pictures }))
+            }
+            None if self.images.is_some_and(|pictures| pictures > 0) => Err(usage(
+                "--images: this model reads text alone: it has no vision tower, or no processor files",
+            )),
+            _ => Ok(None),
+        }
+    }
+
     /// Whether an option is given that only a server has.
     pub fn is_of_a_server(&self) -> bool {
         self.sequences.is_some()
             || self.kv_cache.is_some()
             || self.overcommit
             || self.prefix_states.is_some()
+            || self.images.is_some()
+            || self.image_pixels.is_some()
             || self.no_prefix_reuse
             || self.on_demand
             || self.drafts.is_some()

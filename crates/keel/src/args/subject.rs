@@ -45,6 +45,8 @@ pub struct Subject<'a> {
     pub parameters: Box<dyn Parameters + 'a>,
     /// Whether linear layers are quantised, so that they multiply 8-bit integers.
     pub quantised: bool,
+    /// Whether it has all that pictures need: a tower, and files that say how they are prepared.
+    pub sees: bool,
 }
 
 impl<'a> Subject<'a> {
@@ -56,6 +58,7 @@ impl<'a> Subject<'a> {
             json: model.json.clone(),
             parameters: model.parameters(),
             quantised: model.is_quantised(),
+            sees: crate::sight::can_see(model),
         }
     }
 }
@@ -128,6 +131,7 @@ impl SubjectArgs {
             json,
             parameters: Box::new(RandomParameters { format }),
             quantised: !matches!(format, WeightFormat::Dense(_)),
+            sees: false,
         })
     }
 

@@ -10,8 +10,8 @@ use std::time::{Duration, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use clap::Args;
 use keel_array::Category;
-use keel_engine::SpeculationOptions;
 use keel_engine::batch::BatchOptions;
+use keel_engine::{EngineOptions, SpeculationOptions};
 use keel_server::{ModelText, PrefixStore, Server, ServerOptions, WORK_THREADS, bind, wait_for_signal};
 
 use crate::args::{
@@ -21,6 +21,7 @@ use crate::holding;
 use crate::logging::LogFormat;
 use crate::report::human_bytes;
 use crate::session::{self, Session};
+use crate::sight;
 use crate::source::{self, Model};
 use named::Named;
 
@@ -177,6 +178,7 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>) -> Result<()> {
     };
     server_options.prefix_store = prefix_store(args, &model, None)?;
     let options = holding::plan_server(args, &Subject::of(&model))?.options;
+    let text = with_eyes(text, args, &model, &options)?;
     tasks()?.block_on(async {
         // The port is bound before the model is loaded, so that a port in use is reported at once.
         let listener = bind(&format!("{}:{}", args.server.host, args.server.port)).await?;
@@ -192,6 +194,10 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>) -> Result<()> {
         );
         if let Some(driver) = session.memory().driver {
             tracing::info!("the driver has {}", driver.to_line());
+        }
+        if let Some(vision) = options.vision {
+            let planned = human_bytes(session.planned.get(Category::Vision));
+            tracing::info!("{planned} for pictures, of which {} at a time are kept", vision.pictures);
         }
         let requests = human_bytes(server_options.request_memory);
         tracing::info!("{requests} more are for requests: bodies, texts and their copies, as they come");
@@ -210,6 +216,20 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>) -> Result<()> {
 async fn second_signal() {
     wait_for_signal().await;
     wait_for_signal().await;
+}
+
+/// The text side of a model that is shown pictures, if any are planned for.
+fn with_eyes(
+    text: ModelText,
+    args: &ServeOptions,
+    model: &Model,
+    options: &EngineOptions,
+) -> Result<ModelText> {
+    if options.vision.is_none() {
+        return Ok(text);
+    }
+    let viewer = sight::viewer(model, &text.tokenizer, args.holding.image_pixels())?;
+    Ok(text.with_viewer(viewer))
 }
 
 /// Where a model's prefixes outlive the server: in a folder of its own where there are several.
@@ -236,6 +256,7 @@ fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
         keys: args.access.keys()?,
         hosts: args.access.hosts(&args.server.host),
         cors_origins: args.access.cors.clone(),
+        pictures: args.access.pictures()?,
         ..ServerOptions::default()
     };
     options.request_memory = args.requests.request_memory;

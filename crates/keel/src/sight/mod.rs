@@ -6,16 +6,18 @@
 //! mod.rs        processed, the template rendered, placeholders repeated, positions found; then the tower
 //! ```
 
+mod lens;
 mod load;
 mod messages;
 
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use keel_cache::{SeenPicture, Sight};
 use keel_engine::{Engine, Features, PatchGrid, VisionOptions};
 use keel_models::vision::{self, TowerKind, VisionConfig, run_ends, sight_of};
-use keel_text::ChatRequest;
+use keel_server::Viewer;
+use keel_text::{ChatRequest, Tokenizer};
 use keel_vision::{
     Grid, ImageSpan, Placeholders, ProcessedImage, ProcessedVideo, ProcessorFiles, VideoSpan, expand,
     timestamps,
@@ -25,6 +27,7 @@ use serde_json::{Map, Value};
 use crate::source::{Model, ModelFiles};
 use crate::text::ModelText;
 
+pub use lens::{Glance, Lens, Shown};
 pub use load::Origin;
 pub use messages::{Conversation, VideoPart};
 
@@ -87,6 +90,22 @@ pub fn prepare(model: &Model, text: &ModelText, conversation: &Conversation) -> 
     }
     let tokens = text.tokenizer.encode(&prompt, false)?;
     Ok(Prepared { tokens, vision, images, videos })
+}
+
+/// Whether a model has all that pictures need: a tower, and files that say how they are prepared.
+pub fn can_see(model: &Model) -> bool {
+    let config = vision::read_vision(&model.json).ok().flatten();
+    config.is_some_and(|config| vision::has_tower(&config, &*model.parameters()))
+        && processor_files(model).is_ok_and(|files| files.image(&Map::new()).is_ok())
+}
+
+/// How a server shows the model pictures of at most so many pixels.
+///
+/// # Errors
+/// A model without eyes; processor files that cannot be followed.
+pub fn viewer(model: &Model, tokenizer: &Tokenizer, pixels_max: usize) -> Result<Viewer> {
+    let config = vision::read_vision(&model.json)?.context("this model reads text alone")?;
+    Ok(Viewer::new(config, &processor_files(model)?, tokenizer, pixels_max)?)
 }
 
 fn processor_files(model: &Model) -> Result<ProcessorFiles> {

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use super::interrupt::Interrupt;
 use super::settings::Settings;
 use crate::session::Session;
+use crate::sight::{Glance, Lens, Shown};
 use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
 use crate::tokens::{How, Tokens};
@@ -31,8 +32,11 @@ pub struct Conversation {
     pub session: Session,
     manner: Manner,
     text: ModelText,
+    lens: Option<Lens>,
     template: ChatTemplate,
     interrupt: Interrupt,
+    /// The pictures of the messages in order, then those of the next turn.
+    glances: Vec<Glance>,
     messages: Vec<Message>,
     /// Number of earlier answers to the last turn. Each answer has a different seed.
     retries: u64,
@@ -45,7 +49,7 @@ impl Conversation {
     /// Creates an empty conversation.
     pub fn new(
         session: Session,
-        text: ModelText,
+        (text, lens): (ModelText, Option<Lens>),
         template: ChatTemplate,
         manner: Manner,
         settings: Settings,
@@ -58,6 +62,8 @@ impl Conversation {
             session,
             manner,
             text,
+            lens,
+            glances: Vec::new(),
             template,
             interrupt,
             messages: Vec::new(),
@@ -85,16 +91,40 @@ impl Conversation {
     /// Removes all turns, and their tokens from the cache.
     pub fn reset(&mut self) {
         self.messages.retain(|message| message.role == "system");
+        self.glances.clear();
         self.cached_ids.clear();
         if let Some(sequence) = self.cached.take() {
             self.session.engine.release(sequence);
         }
     }
 
+    /// Shows the model a picture with the next turn. Returns what was shown, in words.
+    ///
+    /// # Errors
+    /// A conversation without eyes; a file that cannot be read or shown.
+    pub fn show(&mut self, file: &str) -> Result<String> {
+        if file.is_empty() {
+            bail!("/image takes the name of a file");
+        }
+        let Some(lens) = &mut self.lens else {
+            bail!("pictures need the model's eyes: start keel chat with --images")
+        };
+        let glance = lens.look_at(&mut self.session.engine, file, self.glances.len())?;
+        self.glances.push(glance);
+        Ok(format!("{file} goes with the next turn\n"))
+    }
+
+    /// Pictures of the messages.
+    fn pictures(&self) -> usize {
+        let parts = self.messages.iter().filter_map(|message| message.content.as_array());
+        parts.flatten().filter(|part| part["type"] == "image").count()
+    }
+
     /// Removes the last turn and its answer. Returns whether there was one.
     pub fn undo(&mut self) -> bool {
         let Some(at) = self.messages.iter().rposition(|message| message.role == "user") else { return false };
         self.messages.truncate(at);
+        self.glances.truncate(self.pictures());
         true
     }
 
@@ -118,6 +148,9 @@ impl Conversation {
     pub fn save(&self, file: &str) -> Result<()> {
         if file.is_empty() {
             bail!("/save takes the name of a file");
+        }
+        if self.pictures() > 0 {
+            bail!("a conversation with pictures is not saved: the file would not have them");
         }
         let text = serde_json::to_string_pretty(&json!({"messages": self.messages}))?;
         std::fs::write(file, text + "\n").with_context(|| format!("cannot write {file}"))
@@ -145,6 +178,7 @@ impl Conversation {
         // Rendering checks the messages: the template refuses those that it does not support.
         self.text.encode_chat(&self.template, &messages)?;
         self.messages = messages;
+        self.glances.clear();
         Ok(self.messages.len())
     }
 
@@ -153,21 +187,28 @@ impl Conversation {
     /// # Errors
     /// Errors of the template, of the engine or of standard output.
     pub fn say(&mut self, said: &str) -> Result<()> {
-        self.messages.push(Message::new("user", said));
+        let mut message = Message::new("user", said);
+        let shown = self.glances.len() - self.pictures();
+        if shown > 0 {
+            let pictures = (0..shown).map(|_| json!({"type": "image"}));
+            message.content = pictures.chain([json!({"type": "text", "text": said})]).collect();
+        }
+        self.messages.push(message);
         self.retries = 0;
         self.turn()
     }
 
     /// Answers the last message.
     fn turn(&mut self) -> Result<()> {
-        let prompt = self.text.encode_chat(&self.template, &self.messages)?;
+        let prompt = self.encode()?;
         let context = self.session.engine.options().context;
-        if prompt.len() >= context {
+        if prompt.tokens.len() >= context {
             self.messages.pop();
+            self.glances.truncate(self.pictures());
             return output::line(&format!(
                 "this turn makes the conversation {} tokens long, its context is {context}: /undo takes the turn before back, \
                  /reset starts anew",
-                prompt.len()
+                prompt.tokens.len()
             ));
         }
         let answer = self.answer(prompt)?;
@@ -175,15 +216,27 @@ impl Conversation {
         output::line("")
     }
 
+    fn encode(&self) -> Result<Shown> {
+        match &self.lens {
+            Some(lens) => lens.encode(&self.text, &self.template, &self.messages, &self.glances),
+            None => {
+                let tokens = self.text.encode_chat(&self.template, &self.messages)?;
+                Ok(Shown { key: tokens.clone(), tokens, sight: None })
+            }
+        }
+    }
+
     /// Runs the part of the prompt that the cache lacks, then draws the answer. Ctrl-C ends the answer.
-    fn answer(&mut self, prompt: Vec<u32>) -> Result<String> {
+    fn answer(&mut self, shown: Shown) -> Result<String> {
         self.interrupt.take();
         let mut sequence = match self.cached.take() {
             Some(sequence) => sequence,
             None => self.session.engine.open()?,
         };
-        let common = common_len(&self.cached_ids, &prompt) / PREFILL_GRID * PREFILL_GRID;
+        let Shown { tokens: prompt, key, sight } = shown;
+        let common = common_len(&self.cached_ids, &key) / PREFILL_GRID * PREFILL_GRID;
         let at = self.session.engine.cache_mut().rewind(&mut sequence, common)?;
+        sequence.look_at(sight);
         tracing::debug!("{at} of {} tokens are in the cache", prompt.len());
         let mut sampler = self.settings.sampler.clone();
         sampler.seed = sampler.seed.wrapping_add(self.retries);
@@ -204,7 +257,7 @@ impl Conversation {
         });
         bar.finish_and_clear();
         let mut tokens = tokens?;
-        self.cached_ids = prompt;
+        self.cached_ids = key;
         let mut is_interrupted = false;
         for id in tokens.by_ref() {
             let id = id?;

@@ -1,7 +1,7 @@
 //! Parses the input: turns and commands.
 
 /// Commands, their arguments, and their descriptions.
-pub const COMMANDS: [(&str, &str, &str); 13] = [
+pub const COMMANDS: [(&str, &str, &str); 14] = [
     ("/help", "", "this list"),
     ("/system", "[TEXT]", "what the model is told before the first turn; without a text, shows it"),
     (
@@ -9,6 +9,7 @@ pub const COMMANDS: [(&str, &str, &str); 13] = [
         "[NAME VALUE]",
         "temperature, top-p, top-k, min-p, seed, max-tokens, repetition-penalty; without, shows them",
     ),
+    ("/image", "FILE", "shows the model a picture with the next turn; keel chat --images loads its eyes"),
     ("/retry", "", "answers the last turn anew, with another seed"),
     ("/undo", "", "forgets the last turn and its answer"),
     ("/reset", "", "forgets the conversation"),
@@ -32,6 +33,7 @@ pub enum Input<'a> {
     Help,
     System(&'a str),
     Set(&'a str),
+    Image(&'a str),
     Retry,
     Undo,
     Reset,
@@ -59,6 +61,7 @@ impl Input<'_> {
             ("/help" | "/?", "") => Input::Help,
             ("/system", text) => Input::System(text),
             ("/set", text) => Input::Set(text),
+            ("/image", file) => Input::Image(file),
             ("/retry", "") => Input::Retry,
             ("/undo", "") => Input::Undo,
             ("/reset" | "/clear", "") => Input::Reset,

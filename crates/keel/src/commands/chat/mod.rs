@@ -16,6 +16,7 @@ use keel_engine::EngineOptions;
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
 use crate::placement::settle;
 use crate::session::{Session, close, context_for};
+use crate::sight::Lens;
 use crate::speculation::SpeculationReport;
 use crate::text::{ModelText, TextStream};
 use crate::{output, source};
@@ -44,6 +45,9 @@ pub struct ChatArgs {
     /// What the model is told before the first turn.
     #[arg(long, short = 's', alias = "system-prompt", value_name = "TEXT")]
     system: Option<String>,
+    /// Load the model's eyes, too, so that /image FILE shows it pictures.
+    #[arg(long)]
+    images: bool,
     /// Tokens of the whole conversation to plan memory for, rounded up to pages of 256; by default 8192, or the
     /// model's context if that is shorter.
     #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", help_heading = "Memory and arithmetic")]
@@ -63,11 +67,13 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let model = source::open(args.model.model.as_deref())?;
     let text = ModelText::open(&model)?;
     let template = text.template()?;
+    let lens = if args.images { Some(Lens::open(&model, &text).context("--images")?) } else { None };
+    let vision = lens.as_ref().map(Lens::options);
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
     let speculation = |device| args.speculate.for_model(&model, device, &args.sampling);
     let options =
-        |drafts| EngineOptions { context, checkpoints: CHECKPOINTS, drafts, ..args.engine.options() };
+        |drafts| EngineOptions { context, checkpoints: CHECKPOINTS, drafts, vision, ..args.engine.options() };
     settle(&args.device, &*model.parameters(), &model.json, |device| {
         Ok(options(drafts_max(speculation(device.device())?)))
     });
@@ -82,7 +88,7 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let manner = Manner { stop: args.sampling.stop.clone(), end_tokens, speculation };
     let lines = Lines::open()?;
     let interrupt = if lines.is_terminal() { Interrupt::listen()? } else { Interrupt::default() };
-    let mut conversation = Conversation::new(session, text, template, manner, settings, interrupt);
+    let mut conversation = Conversation::new(session, (text, lens), template, manner, settings, interrupt);
     conversation.set_system(args.system.as_deref().unwrap_or_default());
     talk(&mut conversation, lines)
 }
@@ -122,6 +128,7 @@ fn obey(conversation: &mut Conversation, command: &Input<'_>) -> Result<()> {
         }
         Input::Set("") => Ok(conversation.settings.show()),
         Input::Set(text) => conversation.settings.set(text).map(|()| String::new()),
+        Input::Image(file) => conversation.show(file),
         Input::Undo if conversation.undo() => Ok(String::new()),
         Input::Undo => Ok("there is no turn to take back\n".into()),
         Input::Reset => {

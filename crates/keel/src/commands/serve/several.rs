@@ -10,6 +10,7 @@ use crate::failure::usage;
 use crate::holding::{self, Holding};
 use crate::report::human_bytes;
 use crate::session::{self, Session};
+use crate::sight;
 use crate::source;
 
 /// Serves models that are loaded on request.
@@ -61,15 +62,19 @@ fn offer(args: &ServeOptions, named: &Named) -> Result<Offer> {
     );
     let prefix_store = prefix_store(args, &model, Some(&id))?;
     session::close(model);
-    let (device, path) = (device(args), named.model.clone());
+    let (device, path, pixels) = (device(args), named.model.clone(), args.holding.image_pixels());
     let load = move || -> Result<Loaded> {
         let model = source::open(Some(&path))?;
-        let text = ModelText::new(&model.text_files()?)?;
+        let mut text = ModelText::new(&model.text_files()?)?;
+        if options.vision.is_some() {
+            let viewer = sight::viewer(&model, &text.tokenizer, pixels)?;
+            text = text.with_viewer(viewer);
+        }
         let mut session = Session::load(&device, &model, options)?;
         session::close(model);
         session.make_ready()?;
         Ok(Loaded { engine: session.engine, text, prefix_store: prefix_store.clone() })
     };
     let load = Box::new(move || load().map_err(|error| format!("{error:#}").into()));
-    Ok(Offer { id, bytes: planned.total(), context: options.context, load })
+    Ok(Offer { id, bytes: planned.total(), context: options.context, sees: options.vision.is_some(), load })
 }
