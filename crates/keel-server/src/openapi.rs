@@ -20,7 +20,7 @@ pub(crate) fn document() -> Value {
             "/v1/embeddings": {"post": write("Embed texts", "Embedding")},
             "/v1/rerank": {"post": write("Say how well documents answer a query, the best first; also at /v2/rerank and /rerank", "Rerank")},
             "/v1/messages": {"post": write("Answer a conversation, in Anthropic's form", "Messages")},
-            "/v1/messages/count_tokens": {"post": write("Count the tokens of a conversation", "Messages")},
+            "/v1/messages/count_tokens": {"post": write("Count the tokens of a conversation", "CountTokens")},
             "/tokenize": {"post": write("Ids of a text", "Tokenize")},
             "/detokenize": {"post": write("The text of ids", "Detokenize")},
             "/metrics": {"get": read("Metrics in Prometheus' form")},
@@ -164,6 +164,40 @@ fn schemas() -> Value {
     let nested = json!({"json_schema": object(&["schema"], json!({"schema": {"type": "object"}}))});
     let flat = json!({"schema": {"type": "object"}});
     let ids = json!({"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}});
+    let messages = object(
+        &["messages", "max_tokens"],
+        json!({
+            "model": {"type": ["string", "null"]},
+            "max_tokens": {"type": "integer", "minimum": 1},
+            "system": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+            "messages": {"type": "array", "minItems": 1, "items": object(&["role", "content"], json!({
+                "role": {"enum": ["user", "assistant"]},
+                "content": {"type": ["string", "array"], "items": {"type": "object"}},
+            }))},
+            "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
+            "temperature": number(0.0, 2.0),
+            "top_p": number(0.0, 1.0),
+            "top_k": {"type": ["integer", "null"]},
+            "tools": {"type": ["array", "null"], "maxItems": 128, "items": object(&["name"], json!({
+                "name": {"type": "string", "minLength": 1},
+                "description": {"type": ["string", "null"]},
+                "input_schema": {"type": ["object", "null"]},
+            }))},
+            "tool_choice": {"anyOf": [
+                {"type": "null"},
+                object(&["type"], json!({"type": {"enum": ["auto", "any", "none"]}})),
+                object(&["type", "name"], json!({"type": {"const": "tool"}, "name": {"type": "string"}})),
+            ]},
+            "thinking": {"type": ["object", "null"]},
+            "stream": {"type": ["boolean", "null"]},
+        }),
+    );
+    // Counting takes no limit of the answer: there is none.
+    let mut count_tokens = messages.clone();
+    count_tokens["required"] = json!(["messages"]);
+    if let Some(properties) = count_tokens["properties"].as_object_mut() {
+        properties.remove("max_tokens");
+    }
     json!({
         "Chat": object(&["messages"], with_sampling(json!({
             "messages": {"type": "array", "minItems": 1, "items": message},
@@ -221,31 +255,8 @@ fn schemas() -> Value {
             "text": {"type": ["object", "null"], "properties": {"format": format(&flat)}},
             "stream": {"type": ["boolean", "null"]},
         })),
-        "Messages": object(&["messages", "max_tokens"], json!({
-            "model": {"type": ["string", "null"]},
-            "max_tokens": {"type": "integer", "minimum": 1},
-            "system": {"type": ["string", "array", "null"], "items": {"type": "object"}},
-            "messages": {"type": "array", "minItems": 1, "items": object(&["role", "content"], json!({
-                "role": {"enum": ["user", "assistant"]},
-                "content": {"type": ["string", "array"], "items": {"type": "object"}},
-            }))},
-            "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
-            "temperature": number(0.0, 2.0),
-            "top_p": number(0.0, 1.0),
-            "top_k": {"type": ["integer", "null"]},
-            "tools": {"type": ["array", "null"], "maxItems": 128, "items": object(&["name"], json!({
-                "name": {"type": "string", "minLength": 1},
-                "description": {"type": ["string", "null"]},
-                "input_schema": {"type": ["object", "null"]},
-            }))},
-            "tool_choice": {"anyOf": [
-                {"type": "null"},
-                object(&["type"], json!({"type": {"enum": ["auto", "any", "none"]}})),
-                object(&["type", "name"], json!({"type": {"const": "tool"}, "name": {"type": "string"}})),
-            ]},
-            "thinking": {"type": ["object", "null"]},
-            "stream": {"type": ["boolean", "null"]},
-        })),
+        "Messages": messages,
+        "CountTokens": count_tokens,
         "Tokenize": object(&["text"], json!({
             "model": {"type": ["string", "null"]},
             "text": {"type": "string"},
@@ -261,6 +272,14 @@ fn schemas() -> Value {
 #[cfg(test)]
 mod tests {
     use super::document;
+
+    #[test]
+    fn counting_tokens_asks_for_no_number_of_tokens() {
+        let document = document();
+        let schema = &document["components"]["schemas"]["CountTokens"];
+        assert!(schema["properties"]["messages"].is_object() && schema["properties"]["max_tokens"].is_null());
+        assert_eq!(schema["required"], serde_json::json!(["messages"]));
+    }
 
     #[test]
     fn every_reference_has_a_schema() {
