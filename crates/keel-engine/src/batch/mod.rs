@@ -7,6 +7,7 @@
 //! clock: the caller says what time it is.
 
 mod ahead;
+mod answers;
 mod attempts;
 mod chooser;
 mod crowd;
@@ -38,7 +39,6 @@ pub use request::{
     SequenceStatus, TokenLogprobs,
 };
 
-use crate::speculation::RoundSequence;
 use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
 use ahead::Pending;
 use features::FeatureStore;
@@ -352,117 +352,6 @@ impl Batcher {
         }
         self.running.push(running);
         Ok(())
-    }
-
-    /// Runs the last token of each answer, with drafts after it if the engine makes them, and draws the next tokens.
-    fn decode(&mut self) {
-        self.run_outgrown_again();
-        let drafts = self.engine.options().drafts;
-        let pages = |batch: &Batcher, i: usize| {
-            if batch.running[i].is_decoding() { batch.pages_for(i, drafts + 1) } else { 0 }
-        };
-        let holds = self.make_way(pages);
-        self.running.iter_mut().zip(holds).for_each(|(running, holds)| running.holds = holds);
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].decodes_now()).collect();
-        if rows.is_empty() {
-            return;
-        }
-        let missing = rows.iter().map(|&i| self.pages_for(i, drafts + 1)).sum();
-        self.prefixes.make_room(self.engine.cache_mut(), missing, &[]);
-        let mut ended = Vec::new();
-        for (i, drawn) in self.decode_rows(&rows) {
-            let drawn = self.keep_state(i).and(drawn);
-            if let Some(end) = self.report(i, drawn) {
-                ended.push((i, end));
-            }
-        }
-        ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
-    }
-
-    /// Runs answers that outgrow their rotary frequencies again as prompts.
-    fn run_outgrown_again(&mut self) {
-        for i in 0..self.running.len() {
-            let running = &mut self.running[i];
-            if !running.is_decoding() || self.engine.can_grow(&running.cache, running.cache.len() + 1) {
-                continue;
-            }
-            match self.engine.cache_mut().reset(&mut running.cache) {
-                Ok(()) => {
-                    running.cache.set_long(true);
-                    running.run_again();
-                }
-                Err(error) => return self.fail(i, error.into()),
-            }
-        }
-    }
-
-    /// One or more tokens for each of these answers.
-    fn decode_together(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
-        if self.engine.options().drafts > 0 { self.round(rows) } else { self.decode_plainly(rows) }
-    }
-
-    /// One token for each answer.
-    fn decode_plainly(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
-        let draws: Vec<_> = members(&mut self.running, rows).map(Running::draw_ahead).collect();
-        let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
-            members(&mut self.running, rows).map(|r| (r.last(), &mut r.cache)).unzip();
-        let drawn = match self.engine.decode_and_draw(&mut sequences, &tokens, &draws) {
-            Ok(drawn) => drawn,
-            Err(error) => {
-                members(&mut self.running, rows).try_for_each(Running::abandon_draw)?;
-                return Err(error);
-            }
-        };
-        let token = |(row, (&i, drawn)): (usize, (&usize, Option<u32>))| match drawn {
-            Some(token) => self.running[i].take_drawn(token),
-            None => self.draw(i, row),
-        };
-        Ok(rows.iter().zip(drawn).enumerate().map(token).collect())
-    }
-
-    /// One or more tokens for each answer.
-    fn round(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
-        let keeps_state = self.options.reuse_generated && self.engine.cache().spec().is_recurrent();
-        let decoding = members(&mut self.running, rows);
-        let mut batch: Vec<RoundSequence<'_>> = decoding.filter_map(|r| r.in_round(keeps_state)).collect();
-        let rounds = self.engine.round(&mut batch)?;
-        let decoding = members(&mut self.running, rows);
-        Ok(decoding.zip(rounds).map(|(r, round)| r.take(&round.tokens, round.is_last)).collect())
-    }
-
-    /// How many more pages the next `rows` tokens of a sequence need.
-    fn pages_for(&self, i: usize, rows: usize) -> usize {
-        let running = &self.running[i];
-        running.pages_behind(rows.min(running.rows_max(false)))
-    }
-
-    /// Keeps the state of an answer at its last grid point for a next turn.
-    fn keep_state(&mut self, i: usize) -> Result<()> {
-        let running = &self.running[i];
-        if !self.options.reuse_generated || !running.is_at_grid_of_answer() {
-            return Ok(());
-        }
-        let at = running.cache.len();
-        self.commit(i)?;
-        let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
-        if !cache.spec().is_recurrent() {
-            return Ok(());
-        }
-        running.rolling = match running.rolling {
-            Some((_, entry)) => {
-                cache.overwrite_state(&running.cache, entry)?;
-                Some((at, entry))
-            }
-            None => self.prefixes.save_state(cache, &running.cache)?.map(|entry| (at, entry)),
-        };
-        Ok(())
-    }
-
-    fn draw(&mut self, i: usize, row: usize) -> Result<Drawn> {
-        let mut logits = std::mem::take(&mut self.logits);
-        let drawn = self.engine.logits(row, &mut logits).and_then(|()| self.running[i].draw(&mut logits));
-        self.logits = logits;
-        drawn
     }
 
     /// Reports tokens. Returns how the sequence ended if it did.

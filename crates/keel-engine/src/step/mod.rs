@@ -2,6 +2,7 @@
 
 mod buckets;
 mod results;
+mod shape;
 mod sight;
 mod staging;
 
@@ -18,6 +19,7 @@ use crate::options::EngineOptions;
 use crate::{EngineError, Result};
 use results::{Results, read_ids, read_rows};
 pub(crate) use results::{append_rows, ids_of};
+pub(crate) use shape::{Outcome, StepShape};
 use sight::SightStaging;
 pub(crate) use staging::Rows;
 use staging::Staging;
@@ -27,45 +29,6 @@ const OTHERS_MAX: usize = 32;
 
 /// How many rows of logits are computed at a time when every row is wanted.
 pub(crate) const HEAD_ROWS: usize = 64;
-
-/// The output of a step besides the state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    /// None: more of the prompt follows.
-    State,
-    /// Logits of the last row of each sequence, and tokens drawn from them.
-    LastLogits,
-    /// Hidden states of every row.
-    Hidden,
-    /// Hidden states of the MTP (multi-token-prediction) head for every row.
-    MtpHidden,
-    /// Logits of rows of the hidden buffer.
-    Head,
-    /// Logits and hidden states of every row, and tokens drawn from these logits. The rows are left open.
-    OpenRows,
-    /// The MTP head's hidden state in the last row of each sequence, its logits, and tokens drawn from them.
-    Draft,
-    /// Keys and values of the MTP head.
-    HeadState,
-    /// Commits accepted open rows and runs none. The first `windows` windows and `states` states are committed already.
-    Commit { windows: usize, states: usize },
-}
-
-impl Outcome {
-    /// Commits in all layers.
-    pub const COMMIT: Outcome = Outcome::Commit { windows: 0, states: 0 };
-}
-
-/// The shape of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct StepShape {
-    pub regime: Regime,
-    pub rows: usize,
-    pub sequences: usize,
-    pub outcome: Outcome,
-    /// Whether some rows, or tokens after them, belong to pictures.
-    pub sees: bool,
-}
 
 /// Runs steps.
 pub(crate) struct Stepper {

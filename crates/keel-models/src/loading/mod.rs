@@ -2,6 +2,8 @@
 
 mod assembler;
 mod checkpoint;
+mod piece;
+mod projection;
 mod random;
 
 use std::ops::Range;
@@ -15,6 +17,8 @@ use keel_weights::RotationValues;
 use crate::Result;
 
 pub use checkpoint::CheckpointParameters;
+pub use piece::Piece;
+pub use projection::{Projection, input};
 pub use random::RandomParameters;
 
 /// Rows decoded at a time: the only host memory that loading needs. A multiple of every device's row tile.
@@ -102,61 +106,6 @@ pub trait Parameters {
     /// then the second, and so on. Its other parameters never do.
     fn value_heads_are_tiled(&self) -> bool {
         false
-    }
-}
-
-/// Rows of a linear layer of the checkpoint.
-#[derive(Clone, Debug)]
-pub struct Piece {
-    /// The layer.
-    pub module: String,
-    /// The number of the expert, if the layer is a stack.
-    pub expert: Option<usize>,
-    /// The layer's numbers of experts and of rows in the checkpoint.
-    pub extents: (Option<usize>, usize),
-    /// The selected rows, in their order in the weight.
-    pub rows: Vec<Range<usize>>,
-}
-
-impl Piece {
-    /// All rows of a plain layer.
-    pub fn whole(module: impl Into<String>, rows: usize) -> Piece {
-        Piece {
-            module: module.into(),
-            expert: None,
-            extents: (None, rows),
-            rows: vec![Range { start: 0, end: rows }],
-        }
-    }
-
-    /// Some rows of a plain layer of `total` rows, in the order given.
-    pub fn rows(module: impl Into<String>, total: usize, rows: Vec<Range<usize>>) -> Piece {
-        Piece { module: module.into(), expert: None, extents: (None, total), rows }
-    }
-
-    /// Some rows of one expert of a stack.
-    pub fn expert(
-        module: impl Into<String>,
-        stack: (usize, usize),
-        expert: usize,
-        rows: Range<usize>,
-    ) -> Piece {
-        Piece {
-            module: module.into(),
-            expert: Some(expert),
-            extents: (Some(stack.0), stack.1),
-            rows: vec![rows],
-        }
-    }
-
-    /// Number of rows.
-    pub fn len(&self) -> usize {
-        self.rows.iter().map(Range::len).sum()
-    }
-
-    /// True without rows.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 }
 
@@ -444,94 +393,4 @@ impl<'a> Loader<'a> {
         array.write(&[value])?;
         Ok(array)
     }
-}
-
-/// Layers that read the same input.
-#[derive(Debug)]
-pub struct Projection {
-    /// One weight for all layers, or one for each.
-    weights: Vec<Weight>,
-    /// The rotation of each weight's input.
-    rotations: Vec<Option<PairRotation>>,
-    /// Outputs of each layer.
-    widths: Vec<usize>,
-    /// Bias of all outputs together, f32 `[sum of widths]`.
-    pub bias: Option<Array>,
-}
-
-impl Projection {
-    /// All outputs next to each other, `[.., sum of widths]`.
-    ///
-    /// # Errors
-    /// If x does not fit.
-    pub fn apply_wide(&self, x: &Array) -> keel_array::Result<Array> {
-        let products = self.products(x)?;
-        let wide = match &products[..] {
-            [product] => product.clone(),
-            parts => Array::concatenate(&parts.iter().collect::<Vec<_>>(), -1)?,
-        };
-        self.bias.as_ref().map_or(Ok(wide.clone()), |bias| wide.add(bias))
-    }
-
-    /// The outputs of each layer, `[.., width]`.
-    ///
-    /// # Errors
-    /// If x does not fit.
-    pub fn apply(&self, x: &Array) -> keel_array::Result<Vec<Array>> {
-        if self.weights.len() > 1 && self.bias.is_none() {
-            return self.products(x);
-        }
-        let wide = self.apply_wide(x)?;
-        let mut start = 0;
-        let part = |width: &usize| {
-            start += width;
-            wide.slice_axis(-1, start - width, start)
-        };
-        self.widths.iter().map(part).collect()
-    }
-
-    /// As [`Projection::apply`], for the layers from number `first` on. The other layers are not computed if the device
-    /// can leave them out.
-    ///
-    /// # Errors
-    /// If x does not fit.
-    pub fn apply_from(&self, first: usize, x: &Array) -> keel_array::Result<Vec<Array>> {
-        if let (Some(weights), None) = (self.weights_from(first), &self.bias) {
-            let widths = self.widths[first..].to_vec();
-            let rotations = self.rotations[self.rotations.len() - weights.len()..].to_vec();
-            return Projection { weights, rotations, widths, bias: None }.apply(x);
-        }
-        Ok(self.apply(x)?.split_off(first))
-    }
-
-    /// The weights of the layers from number `first` on, if they can be separated from the others.
-    fn weights_from(&self, first: usize) -> Option<Vec<Weight>> {
-        match &self.weights[..] {
-            [whole] if self.widths.len() > 1 => {
-                let start = self.widths[..first].iter().sum();
-                whole.rows(start..whole.spec().rows).map(|rest| vec![rest])
-            }
-            each => Some(each[first..].to_vec()),
-        }
-    }
-
-    /// `residual + W x` for a projection of one layer.
-    ///
-    /// # Errors
-    /// If the operands do not fit.
-    pub fn apply_onto(&self, x: &Array, residual: &Array) -> keel_array::Result<Array> {
-        match (&self.weights[..], &self.rotations[..], &self.bias) {
-            ([weight], [rotation], None) => input(x, rotation)?.linear_add(weight, residual),
-            _ => residual.add(&self.apply_wide(x)?),
-        }
-    }
-
-    fn products(&self, x: &Array) -> keel_array::Result<Vec<Array>> {
-        self.weights.iter().zip(&self.rotations).map(|(w, rotation)| input(x, rotation)?.linear(w)).collect()
-    }
-}
-
-/// The input of a layer: x, rotated if the layer has a rotation.
-pub fn input(x: &Array, rotation: &Option<PairRotation>) -> keel_array::Result<Array> {
-    rotation.as_ref().map_or(Ok(x.clone()), |rotation| x.rotate_pairs(rotation))
 }

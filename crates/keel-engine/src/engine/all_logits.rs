@@ -1,0 +1,107 @@
+//! Logits of every token of a prompt, to compare with other programs.
+
+use std::sync::Arc;
+
+use keel_array::Regime;
+use keel_cache::{SequenceCache, Sight};
+
+use super::Engine;
+use crate::step::{Outcome, Rows};
+use crate::{EngineError, Result};
+
+/// Takes one row of logits at a time.
+pub type LogitSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
+
+impl Engine {
+    /// Gives the logits of every token of a prompt, row by row. With `mtp_sink`, the MTP head's logits follow, for all
+    /// tokens but the last; they take a second sequence meanwhile. Needs `all_logits`. With `one_by_one`, each token
+    /// goes through the decode regime.
+    ///
+    /// # Errors
+    /// As [`Engine::prefill`]; [`EngineError::NoMtpHead`].
+    pub fn all_logits(
+        &mut self,
+        sequence: &mut SequenceCache,
+        prompt: &[u32],
+        one_by_one: bool,
+        sink: &mut LogitSink<'_>,
+        mtp_sink: Option<&mut LogitSink<'_>>,
+    ) -> Result<()> {
+        let start = sequence.offset();
+        let mut hidden = Vec::new();
+        let mut rows = Vec::new();
+        let mut collect =
+            |engine: &mut Engine, sequence: &SequenceCache, tokens: &[u32], regime| -> Result<()> {
+                engine.run(regime, Outcome::Hidden, &[Rows::behind(sequence, tokens)])?;
+                engine.stepper.read_hidden(tokens.len(), &mut rows)?;
+                hidden.extend_from_slice(&rows);
+                engine.stepper.head(&engine.runtime, &engine.model, &engine.cache, &rows, sink)
+            };
+        if one_by_one {
+            self.settle_turns(sequence, sequence.len() + prompt.len());
+            self.admit(sequence, prompt)?;
+            self.commit(sequence)?;
+            self.cache.reserve(sequence, prompt.len())?;
+            let mut rest = prompt;
+            while !rest.is_empty() {
+                // Rows of a picture that see each other stay together.
+                let at = sequence.offset();
+                let together = sequence.sight().map_or(1, |sight| sight.end(at) + 1 - at).min(rest.len());
+                let regime = if together > 1 { Regime::Prefill } else { Regime::Decode };
+                let (tokens, after) = rest.split_at(together);
+                collect(self, sequence, tokens, regime)?;
+                sequence.advance(together);
+                rest = after;
+            }
+        } else {
+            self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, _| {
+                collect(engine, sequence, tokens, Regime::Prefill)
+            })?;
+        }
+        match mtp_sink {
+            Some(sink) if start == 0 => {
+                let sight = sequence.sight().cloned();
+                self.mtp_logits((prompt, sight), &hidden, one_by_one, sink)
+            }
+            Some(_) => Err(EngineError::Option("the head's logits are given for whole prompts only".into())),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs the MTP head over a whole prompt in a sequence of its own. The head's keys and values are separate from the
+    /// model's, but positions and pages are counted alike.
+    fn mtp_logits(
+        &mut self,
+        (prompt, sight): (&[u32], Option<Arc<Sight>>),
+        hidden: &[f32],
+        one_by_one: bool,
+        sink: &mut LogitSink<'_>,
+    ) -> Result<()> {
+        if self.model.mtp.is_none() {
+            return Err(EngineError::NoMtpHead);
+        }
+        let width = self.model.config.hidden;
+        let mut sequence = self.open()?;
+        sequence.look_at(sight);
+        let (regime, step) =
+            if one_by_one { (Regime::Decode, 1) } else { (Regime::Prefill, self.options.prefill_step) };
+        let mut rows = Vec::new();
+        let pairs = prompt[1..].chunks(step).zip(hidden.chunks(step * width));
+        let mut outcome = Ok(());
+        for (next, hidden) in pairs {
+            outcome = (|| {
+                self.cache.reserve(&mut sequence, next.len())?;
+                self.stepper.write_hidden(&hidden[..next.len() * width])?;
+                self.run(regime, Outcome::MtpHidden, &[Rows::behind(&sequence, next)])?;
+                sequence.advance(next.len());
+                self.stepper.read_hidden(next.len(), &mut rows)?;
+                self.stepper.head(&self.runtime, &self.model, &self.cache, &rows, sink)
+            })();
+            if outcome.is_err() {
+                break;
+            }
+        }
+        self.release(sequence);
+        outcome
+    }
+}

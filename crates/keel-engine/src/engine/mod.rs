@@ -1,0 +1,344 @@
+//! A model with its memory, ready to run sequences.
+
+mod all_logits;
+mod prompts;
+mod ready;
+
+use std::collections::VecDeque;
+
+use keel_array::sampling::Draw;
+use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
+use keel_cache::{CacheSize, Features, Interruption, ModelCache, SequenceCache};
+use keel_models::HybridModel;
+use keel_models::loading::{Loader, Parameters};
+use keel_models::vision::VisionConfig;
+use serde_json::Value;
+
+use crate::ahead::StepUnderWay;
+use crate::eyes::{self, Eyes, PatchGrid};
+use crate::options::EngineOptions;
+use crate::speculation::Costs;
+use crate::step::{Outcome, Rows, Stepper, ids_of, prefill_rows_max};
+use crate::{EngineError, Result};
+
+pub use all_logits::LogitSink;
+pub use prompts::Chunk;
+pub use ready::LateWork;
+
+/// A model and everything it needs, allocated. After that nothing is allocated outside the plan.
+pub struct Engine {
+    /// Steps under way, the oldest first. They end before the memory below is freed.
+    pub(crate) under_way: VecDeque<StepUnderWay>,
+    /// Steps submitted so far.
+    pub(crate) tickets: u64,
+    pub(crate) runtime: Runtime,
+    pub(crate) model: HybridModel,
+    pub(crate) cache: ModelCache,
+    pub(crate) stepper: Stepper,
+    /// The vision tower, where pictures were planned for.
+    eyes: Option<Eyes>,
+    pub(crate) options: EngineOptions,
+    /// Measured costs of rounds of speculation.
+    pub(crate) costs: Costs,
+    /// Logits of the row that a round chooses from.
+    pub(crate) row_logits: Vec<f32>,
+    /// The work done until the engine was ready.
+    ready: Option<LateWork>,
+}
+
+impl Engine {
+    /// Reads a model and allocates its memory. On a planning backend the ledger then reads as it would on a real one.
+    ///
+    /// # Errors
+    /// Errors of the config, the parameters or the memory limit; options out of range.
+    pub fn load(
+        runtime: &Runtime,
+        parameters: &dyn Parameters,
+        config: &Value,
+        options: EngineOptions,
+        progress: &dyn Fn(u64),
+    ) -> Result<Engine> {
+        options.check()?;
+        let vision = eyes::config(config, options.vision)?;
+        let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
+        let options = EngineOptions { picture_run, ..options };
+        let loader = Loader::new(runtime, parameters, options.compute, progress);
+        let model = keel_models::load(&loader, config)?;
+        if options.drafts > 0 && model.mtp.is_none() {
+            return Err(EngineError::NoMtpHead);
+        }
+        let size = CacheSize {
+            sequences: options.sequences,
+            context: options.context,
+            checkpoints: options.checkpoints,
+            pool_pages: options.pool_pages,
+            open_rows: options.open_rows(),
+            swap_bytes: options.swap_bytes,
+        };
+        let mut spec = model.cache_spec(options.kv_format());
+        if picture_run > 0 {
+            // A step with a picture writes all its rows before its first row looks back.
+            spec.widen_windows(prefill_rows_max(&options, runtime.backend().is_compiling()));
+        }
+        let cache = ModelCache::allocate(runtime, spec, size)?;
+        let stepper =
+            Stepper::allocate(runtime, &model, vision.as_ref(), &options, size.pages_per_sequence())?;
+        let eyes = match (vision, options.vision) {
+            (Some(vision), Some(sizes)) => {
+                Some(Eyes::load(runtime, &loader, vision, sizes, options.compute)?)
+            }
+            _ => None,
+        };
+        let mut engine = Engine {
+            under_way: VecDeque::new(),
+            tickets: 0,
+            runtime: runtime.clone(),
+            model,
+            cache,
+            stepper,
+            eyes,
+            options,
+            costs: Costs::default(),
+            row_logits: Vec::new(),
+            ready: None,
+        };
+        engine.prepare_steps()?;
+        runtime.ledger().freeze();
+        Ok(engine)
+    }
+
+    /// The runtime.
+    pub fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+
+    /// The model.
+    pub fn model(&self) -> &HybridModel {
+        &self.model
+    }
+
+    /// The options it was made with.
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
+    }
+
+    /// The storage of sequences.
+    pub fn cache(&self) -> &ModelCache {
+        &self.cache
+    }
+
+    /// The storage of sequences, to save, rewind or fork one.
+    pub fn cache_mut(&mut self) -> &mut ModelCache {
+        &mut self.cache
+    }
+
+    /// A new, empty sequence.
+    ///
+    /// # Errors
+    /// All sequences are in use.
+    pub fn open(&mut self) -> Result<SequenceCache> {
+        Ok(self.cache.open()?)
+    }
+
+    /// Ends a sequence and takes its memory back.
+    pub fn release(&mut self, sequence: SequenceCache) {
+        self.cache.release(sequence);
+    }
+
+    /// Checks ids, and that the sequence can hold these tokens, too.
+    pub(crate) fn admit(&self, sequence: &SequenceCache, tokens: &[u32]) -> Result<()> {
+        let vocab = self.model.config.vocab;
+        if let Some(&id) = tokens.iter().find(|&&id| id as usize >= vocab) {
+            return Err(EngineError::TokenId { id, vocab });
+        }
+        let (needed, context) = (sequence.len() + tokens.len(), self.options.context);
+        if needed > context {
+            return Err(EngineError::Context { needed, context });
+        }
+        if tokens.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        match self.model.config.short_context() {
+            Some(original) if needed > original && !sequence.is_long() => {
+                Err(EngineError::Outgrown { needed, original })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a sequence of `tokens` tokens uses other rotary frequencies than a short one. All its tokens then do,
+    /// from the first on.
+    pub fn is_long(&self, tokens: usize) -> bool {
+        self.model.config.short_context().is_some_and(|original| tokens > original)
+    }
+
+    /// Whether a sequence can grow to `tokens` tokens with its rotary frequencies.
+    pub fn can_grow(&self, sequence: &SequenceCache, tokens: usize) -> bool {
+        sequence.is_long() || !self.is_long(tokens)
+    }
+
+    /// Whether a sequence may come to need other rotary frequencies.
+    pub(crate) fn may_outgrow(&self, sequence: &SequenceCache) -> bool {
+        self.model.config.short_context().is_some() && !sequence.is_long()
+    }
+
+    /// Gives an empty sequence the rotary frequencies for `tokens` tokens.
+    pub(crate) fn settle_turns(&self, sequence: &mut SequenceCache, tokens: usize) {
+        if sequence.is_empty() {
+            sequence.set_long(self.is_long(tokens));
+        }
+    }
+
+    /// The tower's features of a picture. `values` are rows of patches with their grid, or planes if the tower reads
+    /// pictures of one size.
+    ///
+    /// # Errors
+    /// [`EngineError::NoEyes`] if no pictures were planned for; a picture that does not fit; an error of the runtime.
+    pub fn see(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
+        self.finish_under_way()?;
+        self.eyes.as_mut().ok_or(EngineError::NoEyes)?.see(&self.runtime, values, grid)
+    }
+
+    /// The tower's config, where pictures were planned for.
+    pub fn vision(&self) -> Option<&VisionConfig> {
+        self.eyes.as_ref().map(Eyes::config)
+    }
+
+    /// The tower, where pictures were planned for.
+    pub(crate) fn eyes(&self) -> Option<&Eyes> {
+        self.eyes.as_ref()
+    }
+
+    /// Makes the accepted open rows part of the state. Steps do so on their own, but a drafting sequence needs it
+    /// before it is saved or gets a checkpoint. If a step failed while it was committing, this commits the rest.
+    ///
+    /// # Errors
+    /// An error of the runtime; the call may then be retried. [`keel_cache::CacheError::TornState`].
+    pub fn commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        self.cache.expect_whole(sequence)?;
+        let (windows, states) = match self.cache.interruption(sequence) {
+            Some(Interruption::Settling { windows, states }) => (windows, states),
+            _ => (0, 0),
+        };
+        if sequence.accepted() > 0 && states < self.cache.spec().recurrent_layers() {
+            let outcome = Outcome::Commit { windows, states };
+            self.run(Regime::Decode, outcome, &[Rows::behind(sequence, &[])])?;
+        }
+        self.cache.note_settled(sequence);
+        Ok(())
+    }
+
+    /// Commits the rest if a failed step was committing.
+    pub(crate) fn finish_commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        if self.cache.interruption(sequence).is_some() { self.commit(sequence) } else { Ok(()) }
+    }
+
+    pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
+        let ended = self.step_for((regime, outcome), rows)?.run();
+        ended.map_err(|failed| self.note_failed((regime, outcome), rows, failed))
+    }
+
+    /// As [`Engine::run`]. Returns the `count` tokens that the step draws; they come to the host with it.
+    pub(crate) fn run_and_draw(
+        &mut self,
+        how: (Regime, Outcome),
+        rows: &[Rows<'_>],
+        count: usize,
+    ) -> Result<Vec<u32>> {
+        let drawn = self.stepper.drawn(how, count)?;
+        let mut bytes = vec![0; drawn.bytes()];
+        if bytes.len() > RESULT_BYTES_MAX {
+            self.run(how.0, how.1, rows)?;
+            drawn.read_bytes(0, &mut bytes)?;
+        } else {
+            let ended = self.step_for(how, rows)?.submit(&drawn).wait(&mut bytes);
+            ended.map_err(|failed| self.note_failed(how, rows, failed))?;
+        }
+        Ok(ids_of(&bytes))
+    }
+
+    /// The step over these rows. Waits for all steps under way first.
+    fn step_for(&mut self, how: (Regime, Outcome), rows: &[Rows<'_>]) -> Result<&Executable> {
+        self.finish_under_way()?;
+        for row in rows {
+            self.cache.expect_whole(row.sequence)?;
+        }
+        self.stepper.step_for(&self.runtime, &self.model, &self.cache, how, rows)
+    }
+
+    /// Records what a failed step did to its sequences.
+    fn note_failed(
+        &mut self,
+        (regime, outcome): (Regime, Outcome),
+        rows: &[Rows<'_>],
+        failed: Box<FailedRun>,
+    ) -> EngineError {
+        let (settled, commits_rows) = match outcome {
+            Outcome::Commit { windows, states } => ((windows, states), false),
+            outcome => ((0, 0), self.stepper.row_log(regime, outcome) != RowLog::KeepOpen),
+        };
+        let slots = rows.iter().map(|row| row.sequence.slot());
+        self.cache.note_failure(slots, &failed, settled, commits_rows);
+        ArrayError::from(failed).into()
+    }
+
+    /// Runs one more token of each sequence. The logits are read with [`Engine::logits`]. In an engine that drafts, the
+    /// row is left open, and the next step commits it.
+    ///
+    /// # Errors
+    /// Ids out of range, a full context, an error of the runtime. In an engine that drafts, each sequence is then as
+    /// before, as after a failed round. Without a log, a sequence whose recurrent state has changed answers
+    /// [`keel_cache::CacheError::TornState`] from then on.
+    pub fn decode(&mut self, sequences: &mut [&mut SequenceCache], tokens: &[u32]) -> Result<()> {
+        self.decode_and_draw(sequences, tokens, &vec![None; tokens.len()]).map(drop)
+    }
+
+    /// As [`Engine::decode`]. The device also draws the token after each sequence that has a [`Draw`]: 4 bytes a
+    /// sequence come to the host.
+    ///
+    /// # Errors
+    /// As [`Engine::decode`].
+    pub fn decode_and_draw(
+        &mut self,
+        sequences: &mut [&mut SequenceCache],
+        tokens: &[u32],
+        draws: &[Option<Draw>],
+    ) -> Result<Vec<Option<u32>>> {
+        let count = sequences.len();
+        if count != tokens.len() || count != draws.len() || count > self.options.sequences {
+            let (ids, most) = (tokens.len(), self.options.sequences);
+            let reason =
+                format!("{ids} tokens and {} draws for {count} sequences, of at most {most}", draws.len());
+            return Err(EngineError::Option(reason));
+        }
+        for (sequence, token) in sequences.iter_mut().zip(tokens) {
+            self.admit(sequence, &[*token])?;
+            self.finish_commit(sequence)?;
+            self.cache.reserve(sequence, 1)?;
+        }
+        let rows: Vec<Rows<'_>> = sequences
+            .iter()
+            .zip(tokens)
+            .zip(draws)
+            .map(|((sequence, token), draw)| Rows {
+                draws: draw.as_slice(),
+                ..Rows::behind(sequence, std::slice::from_ref(token))
+            })
+            .collect();
+        self.run(Regime::Decode, Outcome::LastLogits, &rows)?;
+        self.note_decoded(sequences);
+        if draws.iter().all(Option::is_none) {
+            return Ok(vec![None; count]);
+        }
+        let drawn = self.stepper.read_tokens(count)?;
+        Ok(drawn.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
+    }
+
+    /// Copies the logits of sequence `row` of the last step, even if the step is still under way.
+    ///
+    /// # Errors
+    /// There is no such row.
+    pub fn logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
+        self.stepper.read_logits(row, logits)
+    }
+}

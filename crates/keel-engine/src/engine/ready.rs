@@ -1,0 +1,129 @@
+//! What an engine does before it is ready: every step of the list is traced, compiled and run once.
+
+use keel_array::Regime;
+
+use super::Engine;
+use crate::Result;
+use crate::step::{HEAD_ROWS, Outcome, StepShape};
+
+/// Work besides running steps, for which a request may have to wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LateWork {
+    /// Steps traced.
+    pub trace: u64,
+    /// Kernels compiled.
+    pub compile: u64,
+    /// Kernels loaded on the device.
+    pub load: u64,
+    /// Programs captured.
+    pub capture: u64,
+    /// Allocations.
+    pub allocate: u64,
+}
+
+impl LateWork {
+    /// The counts with their names.
+    pub fn named(&self) -> [(&'static str, u64); 5] {
+        let LateWork { trace, compile, load, capture, allocate } = *self;
+        [("trace", trace), ("compile", compile), ("load", load), ("capture", capture), ("allocate", allocate)]
+    }
+
+    /// The sums of both.
+    pub(crate) fn plus(self, other: LateWork) -> LateWork {
+        LateWork {
+            trace: self.trace + other.trace,
+            compile: self.compile + other.compile,
+            load: self.load + other.load,
+            capture: self.capture + other.capture,
+            allocate: self.allocate + other.allocate,
+        }
+    }
+
+    /// What has been added since it was `before`.
+    fn since(self, before: LateWork) -> LateWork {
+        LateWork {
+            trace: self.trace - before.trace,
+            compile: self.compile - before.compile,
+            load: self.load - before.load,
+            capture: self.capture - before.capture,
+            allocate: self.allocate - before.allocate,
+        }
+    }
+}
+
+impl Engine {
+    /// Traces every step that serving needs, and the largest of the others, so that the arena has its final size.
+    pub(super) fn prepare_steps(&mut self) -> Result<()> {
+        for shape in self.stepper.buckets().list() {
+            self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, true))?;
+            // Any step of a prompt may hold pictures.
+            if self.eyes.is_some() && shape.regime == Regime::Prefill {
+                let seeing = StepShape { sees: true, ..shape };
+                self.stepper.prepare(&self.runtime, &self.model, &self.cache, (seeing, true))?;
+            }
+        }
+        self.prepare_seeing_steps()?;
+        if !self.options.all_logits {
+            return Ok(());
+        }
+        let rows = self.stepper.buckets().prefill_rows_max();
+        let step =
+            |rows, outcome| StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: false };
+        let head = self.model.mtp.is_some().then(|| step(rows, Outcome::MtpHidden));
+        for shape in [step(rows, Outcome::Hidden), step(HEAD_ROWS, Outcome::Head)].into_iter().chain(head) {
+            self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, false))?;
+        }
+        Ok(())
+    }
+
+    /// Traces the largest steps that give all logits of prompts with pictures, if they are planned for.
+    fn prepare_seeing_steps(&mut self) -> Result<()> {
+        if self.eyes.is_none() || !self.options.all_logits {
+            return Ok(());
+        }
+        let rows = self.stepper.buckets().prefill_rows_max();
+        let head = self.model.mtp.is_some().then_some(Outcome::MtpHidden);
+        for outcome in [Outcome::Hidden].into_iter().chain(head) {
+            let shape = StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: true };
+            self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, false))?;
+        }
+        Ok(())
+    }
+
+    /// Does everything that the first requests would wait for: compiles and loads kernels, and runs each step of the
+    /// list without a sequence. [`Engine::late_work`] counts later work of this kind. `progress` gets the kind of work,
+    /// how much is done, and how much there is.
+    ///
+    /// # Errors
+    /// An error of the runtime.
+    pub fn make_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
+        if self.runtime.backend().is_compiling() {
+            let compiling = &mut |done, all| progress("compiling", done, all);
+            self.runtime.make_ready(&self.stepper.listed(), compiling)?;
+            self.stepper.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
+        }
+        self.ready = Some(self.work_so_far());
+        Ok(())
+    }
+
+    fn work_so_far(&self) -> LateWork {
+        let done = self.runtime.backend().preparations();
+        LateWork {
+            trace: self.stepper.traced(),
+            compile: done.compiled,
+            load: done.loaded,
+            capture: done.captured,
+            allocate: self.runtime.ledger().charges(),
+        }
+    }
+
+    /// Whether [`Engine::make_ready`] was called.
+    pub fn is_ready(&self) -> bool {
+        self.ready.is_some()
+    }
+
+    /// The work done since [`Engine::make_ready`] that it should have done. There should be none.
+    pub fn late_work(&self) -> LateWork {
+        self.ready.map_or_else(LateWork::default, |ready| self.work_so_far().since(ready))
+    }
+}

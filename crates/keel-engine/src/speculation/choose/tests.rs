@@ -1,0 +1,202 @@
+use super::*;
+use crate::SamplerOptions;
+
+const DRAWS: usize = 50_000;
+/// For 7 degrees of freedom: exceeded with probability 1e-4.
+const CHI_SQUARE_MAX: f64 = 29.9;
+
+fn sampler(options: SamplerOptions) -> Sampler {
+    Sampler::new(options, &[1, 5]).expect("in range")
+}
+
+fn chooser(options: SamplerOptions) -> SamplerChooser {
+    SamplerChooser::new(sampler(options), None, Vec::new())
+}
+
+fn options(seed: usize) -> SamplerOptions {
+    SamplerOptions {
+        temperature: 0.8,
+        top_k: 7,
+        top_p: 0.97,
+        repetition_penalty: 1.2,
+        presence_penalty: 0.3,
+        logit_bias: vec![(3, 0.5)],
+        seed: seed as u64,
+        ..SamplerOptions::default()
+    }
+}
+
+const TARGET: [f32; 8] = [1.0, 2.0, -0.5, 0.3, 1.7, 0.9, -2.0, 0.0];
+const HEAD: [f32; 8] = [2.0, 0.5, 0.1, 1.3, -0.7, 1.9, 0.0, -1.0];
+
+/// The probabilities of plain sampling.
+fn plain() -> Vec<f64> {
+    let mut sampler = sampler(options(0));
+    let (mut logits, mut distribution) = (TARGET, Vec::new());
+    sampler.penalise(&mut logits);
+    sampler.distribution(&logits, &mut distribution);
+    let mut p = vec![0.0; 8];
+    distribution.iter().for_each(|&(id, weight)| p[id as usize] = f64::from(weight));
+    p
+}
+
+fn chi_square(counts: &[usize], p: &[f64]) -> f64 {
+    let draws: usize = counts.iter().sum();
+    let term = |(&n, &p): (&usize, &f64)| {
+        let expected = p * draws as f64;
+        // A token of probability 0 must not come: one is enough to fail the test.
+        if expected > 0.0 { (n as f64 - expected).powi(2) / expected } else { n as f64 * 1e9 }
+    };
+    counts.iter().zip(p).map(term).sum()
+}
+
+/// Draws the first tokens of many sequences. `broken` keeps every draft whose target probability is not 0.
+fn counts(broken: bool) -> Vec<usize> {
+    let mut counts = vec![0; 8];
+    for seed in 0..DRAWS {
+        let mut chooser = chooser(options(seed));
+        let draft = chooser.draft(&mut HEAD.clone()).expect("nothing constrains it");
+        chooser.retract().expect("nothing constrains it");
+        let choice = chooser.choose(&mut TARGET.clone(), Some((0, draft))).expect("nothing constrains it");
+        let allowed = chooser.target.iter().any(|&(id, _)| id == draft);
+        counts[if broken && allowed { draft } else { choice.token } as usize] += 1;
+    }
+    counts
+}
+
+#[test]
+fn sampled_tokens_have_the_distribution_of_plain_sampling() {
+    let p = plain();
+    assert!(p.iter().filter(|&&p| p > 0.0).count() >= 5, "{p:?}");
+    let chi = chi_square(&counts(false), &p);
+    assert!(chi < CHI_SQUARE_MAX, "chi-square of 7 degrees of freedom is {chi}");
+}
+
+#[test]
+fn a_broken_rule_of_acceptance_is_seen() {
+    let chi = chi_square(&counts(true), &plain());
+    assert!(chi > 10.0 * CHI_SQUARE_MAX, "chi-square is only {chi}");
+}
+
+#[test]
+fn plain_draws_pass_the_same_test() {
+    let mut counts = vec![0; 8];
+    for seed in 0..DRAWS {
+        counts[sampler(options(seed)).sample(&mut TARGET.clone()) as usize] += 1;
+    }
+    let chi = chi_square(&counts, &plain());
+    assert!(chi < CHI_SQUARE_MAX, "chi-square of 7 degrees of freedom is {chi}");
+}
+
+#[test]
+fn a_greedy_draft_stays_if_it_is_the_models() {
+    let mut chooser = chooser(SamplerOptions::default());
+    let mut choose = |draft| chooser.choose(&mut TARGET.clone(), Some((0, draft))).expect("free").token;
+    assert_eq!((choose(1), choose(4), choose(7)), (1, 1, 1));
+}
+
+#[test]
+fn drafts_leave_no_trace() {
+    let options = SamplerOptions { repetition_penalty: 4.0, ..SamplerOptions::default() };
+    let mut chooser = chooser(options);
+    let first = chooser.draft(&mut [0.0, 0.0, 3.0, 2.9, 0.0]).expect("free");
+    let second = chooser.draft(&mut [0.0, 0.0, 3.0, 2.9, 0.0]).expect("free");
+    assert_eq!((first, second), (2, 3), "a draft is penalised for those before it");
+    chooser.retract().expect("free");
+    let choice = chooser.choose(&mut [0.0, 0.0, 3.0, 2.9, 0.0], Some((0, 2))).expect("free");
+    assert_eq!(choice, Choice { token: 2, is_last: false });
+}
+
+#[test]
+fn an_abandoned_round_chooses_the_same_again() {
+    let mut chooser = SamplerChooser::new(sampler(options(3)), Some(Box::new(Turns(0))), Vec::new());
+    let round = |chooser: &mut SamplerChooser| {
+        chooser.begin();
+        let drafts = [(); 3].map(|()| chooser.draft(&mut HEAD.clone()).expect("allowed"));
+        chooser.retract().expect("rolls back");
+        let mut choose = |draft| chooser.choose(&mut TARGET.clone(), draft).expect("allowed").token;
+        let tokens = [choose(Some((0, drafts[0]))), choose(Some((1, drafts[1]))), choose(None)];
+        (drafts, tokens)
+    };
+    let seen = |chooser: &SamplerChooser| {
+        let mut logits = [1.0; 8];
+        chooser.sampler.penalise(&mut logits);
+        logits
+    };
+    let before = seen(&chooser);
+    let first = round(&mut chooser);
+    chooser.abandon().expect("rolls back");
+    assert_eq!(seen(&chooser), before);
+    // The same after an abandoned round that was halfway through drafting.
+    chooser.begin();
+    chooser.draft(&mut HEAD.clone()).expect("allowed");
+    chooser.abandon().expect("rolls back");
+    assert_eq!(round(&mut chooser), first);
+    assert_ne!(seen(&chooser), before);
+}
+
+#[test]
+fn drafts_behind_the_end_of_a_grammar_are_not_taken_back_from_it() {
+    let sampler = Sampler::new(SamplerOptions::default(), &[]).expect("in range");
+    let mut chooser = SamplerChooser::new(sampler, Some(Box::new(Turns(0))), Vec::new());
+    let choose = |chooser: &mut SamplerChooser| {
+        chooser.begin();
+        chooser.choose(&mut [0.0; 8], None).expect("allowed").token
+    };
+    assert_eq!(choose(&mut chooser), 0);
+    // The grammar is complete after four more tokens.
+    for _ in 0..8 {
+        chooser.draft(&mut [0.0; 8]).expect("allowed");
+    }
+    chooser.retract().expect("rolls back");
+    assert_eq!(choose(&mut chooser), 1);
+}
+
+/// Allows the tokens 0, 1, 2, 0, ... in turn, and no others.
+struct Turns(u32);
+
+impl Constraint for Turns {
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        let allowed = self.0 as usize % 3;
+        let masked = logits.iter_mut().enumerate().filter(|(id, _)| *id != allowed);
+        masked.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
+        Ok(())
+    }
+    fn accept(&mut self, token: u32) -> Result<(), String> {
+        if token != self.0 % 3 {
+            return Err(format!("{token} is not next"));
+        }
+        self.0 += 1;
+        Ok(())
+    }
+    fn is_complete(&self) -> bool {
+        self.0 >= 5
+    }
+    fn can_roll_back(&self) -> bool {
+        true
+    }
+    fn rollback(&mut self, tokens: usize) -> Result<(), String> {
+        self.0 = self.0.checked_sub(tokens as u32).ok_or("more than came")?;
+        Ok(())
+    }
+}
+
+#[test]
+fn masks_apply_to_drafts_and_tokens_alike() {
+    for temperature in [0.0, 1.0] {
+        let options = SamplerOptions { temperature, ..SamplerOptions::default() };
+        let sampler = Sampler::new(options, &[]).expect("in range");
+        let mut chooser = SamplerChooser::new(sampler, Some(Box::new(Turns(0))), Vec::new());
+        let logits = [0.0, 5.0, 2.0, 9.0];
+        let drafts: Vec<u32> = (0..3).map(|_| chooser.draft(&mut logits.clone()).expect("allowed")).collect();
+        assert_eq!(drafts, [0, 1, 2]);
+        chooser.retract().expect("rolls back");
+        for (i, &draft) in drafts.iter().enumerate() {
+            let choice = chooser.choose(&mut logits.clone(), Some((i, draft))).expect("allowed");
+            assert_eq!(choice, Choice { token: draft, is_last: false });
+        }
+        assert_eq!(chooser.choose(&mut logits.clone(), Some((0, 3))).expect("allowed").token, 0);
+        let last = chooser.choose(&mut logits.clone(), None).expect("allowed");
+        assert_eq!(last, Choice { token: 1, is_last: true });
+    }
+}
