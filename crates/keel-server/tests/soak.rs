@@ -141,8 +141,7 @@ fn after_many_requests_nothing_is_left() {
     run(&server, FIRST, count);
     assert_eq!(server.app.engine.ledger().active(), before, "live bytes per category");
     assert_eq!(server.app.engine.ledger().peak(), before, "nothing was allocated meanwhile");
-    // The one remaining task waits for the end of the server.
-    common::wait_for("tasks have ended", || server.tasks() <= 1);
+    common::wait_for("tasks have ended", || server.tasks() <= common::OWN_TASKS);
     #[cfg(target_os = "linux")]
     {
         common::wait_for("sockets are closed", || open_files() <= files);

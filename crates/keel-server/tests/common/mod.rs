@@ -182,6 +182,9 @@ impl Running {
     }
 }
 
+/// Tasks of a server without connections: one watches over connections, one gives back memory at rest.
+pub const OWN_TASKS: usize = 2;
+
 pub fn wait_for(what: &str, condition: impl Fn() -> bool) {
     let start = Instant::now();
     while !condition() {

@@ -29,10 +29,12 @@ pub(super) struct Process {
 impl Process {
     pub(super) fn start(program: &Path, args: &[OsString]) -> Result<Process, TextError> {
         let mut command = Command::new(program);
-        command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        // Standard error goes nowhere: to a pipe that nobody reads, since a small root has no /dev/null.
+        command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         // Ctrl-C is meant for the parent only.
         command.process_group(0).env("RUST_BACKTRACE", "0");
         let mut child = command.spawn().map_err(|source| TextError::Renderer { source })?;
+        drop(child.stderr.take());
         match (child.stdin.take(), child.stdout.take()) {
             (Some(input), Some(output)) => Ok(Process { child: Mutex::new(child), input, output }),
             _ => Err(TextError::Renderer { source: io::Error::other("it has no pipes") }),
