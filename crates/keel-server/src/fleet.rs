@@ -119,6 +119,10 @@ impl Deref for Front {
     }
 }
 
+/// How often the ledger of a model that was given back is read until it must be empty, and the time between.
+const LEDGER_LOOKS: usize = 100;
+const LEDGER_PAUSE: Duration = Duration::from_millis(10);
+
 /// Loading may need as large a stack as the main thread has.
 const STACK_BYTES: usize = 8 << 20;
 /// Smallest and largest interval between checks for unused models.
@@ -340,7 +344,15 @@ impl Front {
             departed.losses += view.losses();
         }
         drop(view);
-        let left = ledger.active().total();
+        // A request for counts may hold the last handle of the memory for a moment.
+        let mut left = ledger.active().total();
+        for _ in 0..LEDGER_LOOKS {
+            if left == 0 {
+                break;
+            }
+            tokio::time::sleep(LEDGER_PAUSE).await;
+            left = ledger.active().total();
+        }
         if left > 0 {
             self.departed().losses += 1;
             tracing::error!(
