@@ -11,7 +11,7 @@ pub struct PageAllocator {
     holders: Vec<u32>,
     /// Pages that a prefix tree holds.
     is_remembered: Vec<bool>,
-    /// Pages that a prefix tree holds and nobody else.
+    /// Number of pages that only a prefix tree holds.
     only_remembered: usize,
 }
 
@@ -70,7 +70,7 @@ impl PageAllocator {
         self.holders(page) > 1
     }
 
-    /// Pages that a prefix tree holds and nobody else: those that forgetting would free. O(1).
+    /// Number of pages that only a prefix tree holds. Forgetting would free them. O(1).
     pub fn only_remembered(&self) -> usize {
         self.only_remembered
     }

@@ -20,7 +20,7 @@ impl ModelCache {
         self.pages.holders(page)
     }
 
-    /// Pages that a tree holds and nobody else: those that forgetting would free. O(1).
+    /// Number of pages that only a tree holds. Forgetting would free them. O(1).
     pub fn evictable_pages(&self) -> usize {
         self.pages.only_remembered()
     }

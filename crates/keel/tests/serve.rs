@@ -258,19 +258,13 @@ fn a_server_holds_the_very_bytes_that_plan_prints_for_the_same_options() {
     ];
     for flags in cases {
         let flags: &[&str] = &[flags, &["--request-memory", "100Mi"]].concat();
-        let plan = common::json(&[&["plan", "--json"], flags].concat());
-        let mut plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
-        // A bound, not an allocation.
-        assert_eq!(plan.remove("requests"), Some(100 << 20));
+        let (plan, requests) = planned(flags);
+        assert_eq!(requests, Some(100 << 20));
         let (mut child, address) = start_with(flags);
         assert_eq!(request_memory(&address, "planned"), 100 << 20);
         assert_eq!(request_memory(&address, "allocated"), 0);
         let body = r#"{"prompt": "Once", "max_tokens": 20}"#;
-        let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
-                    content-type: application/json\r\n";
-        let mut stream = send(&address, &format!("{head}content-length: {}\r\n\r\n{body}", body.len()));
-        let mut text = String::new();
-        stream.read_to_string(&mut text).expect("an answer");
+        let text = post(&address, "/v1/completions", body);
         assert!(text.starts_with("HTTP/1.1 200"), "{text}");
         for kind in ["planned", "allocated", "peak"] {
             assert_eq!(ledger(&address, kind), plan, "{kind} with {flags:?}");
@@ -280,25 +274,35 @@ fn a_server_holds_the_very_bytes_that_plan_prints_for_the_same_options() {
     }
 }
 
+/// Posts a body and returns the whole response.
+fn post(address: &str, path: &str, body: &str) -> String {
+    let head = "host: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n";
+    let length = body.len();
+    let request = format!("POST {path} HTTP/1.1\r\n{head}content-length: {length}\r\n\r\n{body}");
+    let (mut stream, mut text) = (send(address, &request), String::new());
+    stream.read_to_string(&mut text).expect("an answer");
+    text
+}
+
 /// Asks a model for a few tokens. Returns the whole response.
 fn complete(address: &str, model: &str) -> String {
     let body = format!(r#"{{"model": "{model}", "prompt": "Once", "max_tokens": 4}}"#);
-    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
-                content-type: application/json\r\n";
-    let mut stream = send(address, &format!("{head}content-length: {}\r\n\r\n{body}", body.len()));
-    let mut text = String::new();
-    stream.read_to_string(&mut text).expect("an answer");
-    text
+    post(address, "/v1/completions", &body)
+}
+
+/// What `keel plan` prints: bytes by category as the ledger has them, and the bound of requests, which it does not have.
+fn planned(flags: &[&str]) -> (BTreeMap<String, u64>, Option<u64>) {
+    let plan = common::json(&[&["plan", "--json"], flags].concat());
+    let mut plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
+    let requests = plan.remove("requests");
+    (plan, requests)
 }
 
 #[test]
 fn several_models_are_served_by_name_and_hold_no_more_than_the_limit() {
     let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo");
     let bounds = ["--sequences", "2", "--context", "512"];
-    let plan = common::json(&[&["plan", "--json", "--model", demo], &bounds[..]].concat());
-    let mut plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
-    // A bound, which the ledger does not have.
-    plan.remove("requests");
+    let (plan, _) = planned(&[&["--model", demo], &bounds[..]].concat());
     let (one, two) = (format!("one={demo}"), format!("two={demo}"));
     let limit = (plan.values().sum::<u64>() * 3 / 2).to_string();
     let flags = ["--model", &one, "--model", &two, "--memory-limit", &limit, "--keep-alive", "1"];
@@ -331,13 +335,7 @@ fn several_models_are_served_by_name_and_hold_no_more_than_the_limit() {
 fn ask_about(address: &str, url: &str) -> String {
     let body = serde_json::json!({"max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]}]});
-    let body = body.to_string();
-    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
-                content-type: application/json\r\n";
-    let mut stream = send(address, &format!("{head}content-length: {}\r\n\r\n{body}", body.len()));
-    let mut text = String::new();
-    stream.read_to_string(&mut text).expect("an answer");
-    text
+    post(address, "/v1/chat/completions", &body.to_string())
 }
 
 #[test]
@@ -345,10 +343,7 @@ fn pictures_are_planned_and_shown_and_zero_of_them_is_text_alone() {
     let Some(folder) = keel_testkit::fixtures::vlm_fixture("vlm_qwen3_5") else { return };
     let (model, images) = (common::arg(&folder), folder.join("images"));
     let flags = ["-m", model, "--images", "2", "--image-pixels", "64Ki", "--sequences", "2"];
-    let plan = common::json(&[&["plan", "--json"], &flags[..]].concat());
-    let mut plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
-    // A bound, which the ledger does not have.
-    plan.remove("requests");
+    let (plan, _) = planned(&flags);
     assert!(plan["vision"] > 0);
     let (mut child, address) =
         start_with(&[&flags[..], &["--allow-image-files", common::arg(&images)]].concat());

@@ -29,7 +29,7 @@ pub(super) struct Process {
 impl Process {
     pub(super) fn start(program: &Path, args: &[OsString]) -> Result<Process, TextError> {
         let mut command = Command::new(program);
-        // Standard error goes nowhere: to a pipe that nobody reads, since a small root has no /dev/null.
+        // Standard error goes to a pipe that is closed at once, because a small root has no /dev/null.
         command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         // Ctrl-C is meant for the parent only.
         command.process_group(0).env("RUST_BACKTRACE", "0");
