@@ -4,45 +4,16 @@
 
 mod common;
 
-use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 
+use common::served::{ledger, metrics, planned, post, ready, send, signal, start_with};
 use common::{keel_with_input, stderr};
 
 /// Starts a server on a free port. Returns its process and address.
 fn start() -> (Child, String) {
     start_with(&[])
-}
-
-fn start_with(flags: &[&str]) -> (Child, String) {
-    ready(Command::new(env!("CARGO_BIN_EXE_keel")).args(["serve", "--port", "0"]).args(flags))
-}
-
-/// Starts a server with a command. Returns its process and address.
-fn ready(command: &mut Command) -> (Child, String) {
-    let mut child = command.env("KEEL_DEVICE", "cpu").stderr(Stdio::piped()).spawn().expect("keel starts");
-    let mut reader = BufReader::new(child.stderr.take().expect("piped"));
-    let address_of = |line: String| Some(line.split_once("is served at http://")?.1.trim_end().to_string());
-    let address = reader.by_ref().lines().map_while(Result::ok).find_map(address_of);
-    // The server's further messages must be read, or its pipe fills.
-    std::thread::spawn(move || std::io::copy(&mut reader, &mut std::io::sink()));
-    let Some(address) = address else {
-        panic!("it ended before it was ready: {}", child.wait().expect("it ends"));
-    };
-    (child, address)
-}
-
-fn send(address: &str, request: &str) -> TcpStream {
-    let mut stream = TcpStream::connect(address).expect("it listens");
-    stream.write_all(request.as_bytes()).expect("sent");
-    stream
-}
-
-fn signal(child: &Child, name: &str) {
-    let killed = Command::new("kill").args([name, &child.id().to_string()]).status().expect("kill runs");
-    assert!(killed.success());
 }
 
 #[test]
@@ -223,29 +194,10 @@ fn few_descriptors_are_enough_for_those_who_ask() {
     drop(half_open);
 }
 
-fn metrics(address: &str) -> String {
-    let mut stream = send(address, "GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
-    let mut text = String::new();
-    stream.read_to_string(&mut text).expect("metrics");
-    text
-}
-
 /// The bytes of a kind that requests have, from the server's metrics.
 fn request_memory(address: &str, kind: &str) -> u64 {
     let name = format!("keel_request_memory_bytes{{kind=\"{kind}\"}} ");
     metrics(address).lines().find_map(|line| line.strip_prefix(&name)?.trim().parse().ok()).expect("a metric")
-}
-
-/// Bytes per category of one kind, from the server's metrics.
-fn ledger(address: &str, kind: &str) -> BTreeMap<String, u64> {
-    let text = metrics(address);
-    let entry = |line: &str| {
-        let rest = line.strip_prefix("keel_memory_bytes{")?;
-        let (labels, bytes) = rest.split_once("} ")?;
-        let of = |key: &str| Some(labels.split_once(&format!("{key}=\""))?.1.split_once('"')?.0.to_string());
-        (of("kind")? == kind).then_some((of("category")?, bytes.trim().parse().ok()?))
-    };
-    text.lines().filter_map(entry).collect()
 }
 
 #[test]
@@ -274,28 +226,10 @@ fn a_server_holds_the_very_bytes_that_plan_prints_for_the_same_options() {
     }
 }
 
-/// Posts a body and returns the whole response.
-fn post(address: &str, path: &str, body: &str) -> String {
-    let head = "host: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n";
-    let length = body.len();
-    let request = format!("POST {path} HTTP/1.1\r\n{head}content-length: {length}\r\n\r\n{body}");
-    let (mut stream, mut text) = (send(address, &request), String::new());
-    stream.read_to_string(&mut text).expect("an answer");
-    text
-}
-
 /// Asks a model for a few tokens. Returns the whole response.
 fn complete(address: &str, model: &str) -> String {
     let body = format!(r#"{{"model": "{model}", "prompt": "Once", "max_tokens": 4}}"#);
     post(address, "/v1/completions", &body)
-}
-
-/// What `keel plan` prints: bytes by category as the ledger has them, and the bound of requests, which it does not have.
-fn planned(flags: &[&str]) -> (BTreeMap<String, u64>, Option<u64>) {
-    let plan = common::json(&[&["plan", "--json"], flags].concat());
-    let mut plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");
-    let requests = plan.remove("requests");
-    (plan, requests)
 }
 
 #[test]

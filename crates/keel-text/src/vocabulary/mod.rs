@@ -4,6 +4,7 @@
 //! both forms.
 
 mod byte_level;
+mod bytes;
 mod export;
 mod sentencepiece;
 

@@ -11,6 +11,7 @@ mod patience;
 mod pictures;
 mod prompt;
 mod sampling;
+mod shape;
 mod speculate;
 mod subject;
 
@@ -25,5 +26,6 @@ pub use patience::{PatienceArgs, seconds};
 pub use pictures::PictureArgs;
 pub use prompt::{Asking, PromptArgs};
 pub use sampling::SamplingArgs;
-pub use speculate::{SpeculateArgs, drafts_max};
-pub use subject::{Subject, SubjectArgs, affine_format, quoted};
+pub use shape::{ShapeArgs, affine_format};
+pub use speculate::{DraftArgs, SpeculateArgs, drafts_max};
+pub use subject::{Subject, SubjectArgs, quoted};

@@ -122,6 +122,40 @@ impl SpeculateArgs {
     }
 }
 
+/// How a server drafts. How many drafts it makes at most is `--drafts` of [`super::HoldingArgs`].
+#[derive(Clone, Debug, Default, Args)]
+pub struct DraftArgs {
+    /// Make as many drafts as --drafts allows in each step, also where they do not pay.
+    #[arg(long, requires = "drafts")]
+    drafts_always: bool,
+    /// Take every draft without comparing it with what the model says. WARNING: the text is then not the model's: it may
+    /// differ from what it would be, and be worse.
+    #[arg(long, requires = "drafts")]
+    drafts_optimistic: bool,
+}
+
+impl DraftArgs {
+    /// The speculation options, with `drafts` of `--drafts`.
+    ///
+    /// # Errors
+    /// Drafts are to be made or taken, and `--drafts 0` allows none.
+    pub fn options(&self, drafts: Option<u8>) -> Result<SpeculationOptions> {
+        let drafts = drafts.map_or(0, usize::from);
+        let flag = if self.drafts_always { "--drafts-always" } else { "--drafts-optimistic" };
+        if (self.drafts_always || self.drafts_optimistic) && drafts == 0 {
+            return Err(usage(format!("{flag}: --drafts 0 allows no drafts")));
+        }
+        if self.drafts_optimistic {
+            tracing::warn!(
+                "--drafts-optimistic: drafts are taken without comparing them with what the model says; answers may differ from \
+                 the model's"
+            );
+        }
+        let depth = if self.drafts_always { Depth::Fixed(drafts) } else { Depth::Auto };
+        Ok(SpeculationOptions { depth, optimistic: self.drafts_optimistic, ..Default::default() })
+    }
+}
+
 /// Number of drafts to plan memory for.
 pub fn drafts_max(options: Option<SpeculationOptions>) -> usize {
     match options.map(|options| options.depth) {

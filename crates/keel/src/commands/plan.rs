@@ -62,7 +62,8 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         check_no_run(args)?;
     }
     let model = args.subject.open()?;
-    let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
+    let drafts = args.speculate.is_asked_for() || holding.drafts.is_some_and(|drafts| drafts > 0);
+    let subject = args.subject.subject(model.as_ref(), drafts)?;
     if is_server {
         let held = holding::plan_server(&args.server, &subject)?;
         return print_all(args, &held.planned, held.options, Some(args.server.request_memory()), verbose);

@@ -10,12 +10,14 @@ use std::time::{Duration, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use clap::Args;
 use keel_array::Category;
+use keel_engine::EngineOptions;
 use keel_engine::batch::BatchOptions;
-use keel_engine::{EngineOptions, SpeculationOptions};
 use keel_server::{ModelText, PrefixStore, Server, ServerOptions, WORK_THREADS, bind, wait_for_signal};
+use keel_text::TextFiles;
 
 use crate::args::{
-    AccessArgs, DeviceArgs, EngineArgs, HoldingArgs, PatienceArgs, Subject, count, parse_bytes, seconds,
+    AccessArgs, DeviceArgs, DraftArgs, EngineArgs, HoldingArgs, PatienceArgs, ShapeArgs, Subject, count,
+    parse_bytes, seconds,
 };
 use crate::holding;
 use crate::logging::LogFormat;
@@ -56,6 +58,8 @@ struct ModelsArgs {
     /// for, and the one used least recently is given back where --memory-limit, or what is free, does not hold another.
     #[arg(long, short, value_name = "[NAME=]MODEL")]
     model: Vec<String>,
+    #[command(flatten)]
+    shape: ShapeArgs,
 }
 
 /// All that `keel serve` takes but the model. `keel plan` takes the same.
@@ -67,6 +71,8 @@ pub struct ServeOptions {
     access: AccessArgs,
     #[command(flatten, next_help_heading = "Memory")]
     pub holding: HoldingArgs,
+    #[command(flatten, next_help_heading = "Speculation")]
+    drafts: DraftArgs,
     #[command(flatten, next_help_heading = "Requests")]
     requests: RequestArgs,
     #[command(flatten, next_help_heading = "Patience")]
@@ -140,6 +146,9 @@ struct RequestArgs {
 pub fn run(args: &ServeArgs) -> Result<()> {
     keel_cpu::heap::share_arena();
     let ServeArgs { models, options } = args;
+    if models.shape.name().is_some() {
+        return serve_shape(options, &models.shape);
+    }
     let models: Vec<Named> = models.model.iter().map(|model| Named::parse(model)).collect();
     match &models[..] {
         [] => serve_one(options, None),
@@ -179,11 +188,48 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>) -> Result<()> {
     server_options.prefix_store = prefix_store(args, &model, None)?;
     let options = holding::plan_server(args, &Subject::of(&model))?.options;
     let text = with_eyes(text, args, &model, &options)?;
+    listen(args, text, server_options, options, |device| {
+        let session = Session::load(device, &model, options)?;
+        session::close(model);
+        Ok(session)
+    })
+}
+
+/// Serves a shape with random weights, and with a stand-in for the tokenizer.
+fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
+    let subject = shape.subject(args.holding.drafts.is_some_and(|drafts| drafts > 0))?;
+    let text = ModelText::new(&TextFiles::of_bytes(subject.config.vocab)?)?;
+    let mut server_options = server_options(args)?;
+    server_options.model_id = args.server.name.clone().unwrap_or_else(|| subject.name.clone());
+    if let Some(folder) = &args.requests.prefix_cache_dir {
+        let model = format!("{:?} {}{}", args.engine.options().compute, subject.json, shape.flags());
+        server_options.prefix_store = Some(PrefixStore { folder: folder.clone(), model });
+    }
+    let options = holding::plan_server(args, &subject)?.options;
+    tracing::warn!(
+        "the weights of {} are random: answers mean nothing, and texts are read and written in bytes",
+        subject.name
+    );
+    listen(args, text, server_options, options, |device| {
+        let runtime = session::runtime(device, options.compute)?;
+        let session = Session::open(device, &runtime, &*subject.parameters, &subject.json, options)?;
+        session::forget();
+        Ok(session)
+    })
+}
+
+/// Loads the one model and serves it.
+fn listen(
+    args: &ServeOptions,
+    text: ModelText,
+    server_options: ServerOptions,
+    options: EngineOptions,
+    load: impl FnOnce(&DeviceArgs) -> Result<Session>,
+) -> Result<()> {
     tasks()?.block_on(async {
         // The port is bound before the model is loaded, so that a port in use is reported at once.
         let listener = bind(&format!("{}:{}", args.server.host, args.server.port)).await?;
-        let mut session = Session::load(&device(args), &model, options)?;
-        session::close(model);
+        let mut session = load(&device(args))?;
         session.make_ready()?;
         tracing::info!(
             "{} for {} sequences of up to {} tokens, {} of it keys and values",
@@ -248,7 +294,7 @@ fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
             queue_timeout: Duration::from_secs(args.requests.queue_timeout),
             reuse_prefixes: !args.holding.no_prefix_reuse,
             reuse_generated: !args.holding.no_prefix_reuse && !args.requests.exact_prefix_reuse,
-            speculation: SpeculationOptions::default(),
+            speculation: args.drafts.options(args.holding.drafts)?,
         },
         max_tokens_default: args.requests.max_tokens,
         deadline: Duration::from_secs(args.requests.deadline),

@@ -6,6 +6,8 @@
 pub mod hostile;
 #[cfg(feature = "hub")]
 pub mod hub;
+#[cfg(unix)]
+pub mod served;
 pub mod written;
 
 use std::io::Write;
