@@ -9,6 +9,7 @@ use keel_array::{Backend, MemoryReport, Runtime, RuntimeOptions};
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
+use crate::eyes::{self, Passes};
 use crate::step::Buckets;
 use crate::{Engine, EngineOptions, Result};
 
@@ -30,9 +31,19 @@ pub fn plan(
     Ok(report)
 }
 
-/// The shapes of steps of an engine with these options, as text. All of them are part of [`plan`].
-pub fn steps(backend: &dyn Backend, options: EngineOptions) -> Vec<String> {
-    Buckets::new(&options, backend.is_compiling()).lines()
+/// The shapes of steps of an engine with these options, and of the passes of its tower, as text. All of them are part of
+/// [`plan`].
+///
+/// # Errors
+/// Errors of the config.
+pub fn steps(backend: &dyn Backend, config: &Value, options: EngineOptions) -> Result<Vec<String>> {
+    let is_coarse = backend.is_compiling();
+    let mut lines = Buckets::new(&options, is_coarse).lines();
+    if let Some((vision, sizes)) = eyes::config(config, options.vision)?.zip(options.vision) {
+        let text = keel_models::read_config(config)?;
+        lines.extend(Passes::new(&vision, &text, sizes, is_coarse).lines());
+    }
+    Ok(lines)
 }
 
 /// The largest options that fit within a limit.

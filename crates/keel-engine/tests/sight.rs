@@ -132,7 +132,10 @@ fn look(engine: &mut Engine, folder: &Path, case: &Case) -> Seen {
 fn engine(folder: &Path, options: EngineOptions) -> Engine {
     let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
     let parameters = CheckpointParameters(&checkpoint);
-    let options = EngineOptions { vision: Some(VisionOptions { patches: 256, pictures: 0 }), ..options };
+    let options = EngineOptions {
+        vision: Some(VisionOptions { patches: 256, pictures: 0, piece_tokens: VisionOptions::WHOLE }),
+        ..options
+    };
     Engine::load(&runtime(2), &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
 }
 
@@ -247,8 +250,11 @@ fn a_model_without_eyes_says_so() {
     let folder = common::demo();
     let checkpoint = Checkpoint::open(&folder).expect("opens");
     assert!(read_vision(checkpoint.config()).expect("sound").is_none());
-    let options =
-        EngineOptions { vision: Some(VisionOptions { patches: 64, pictures: 0 }), context: 256, ..exact() };
+    let options = EngineOptions {
+        vision: Some(VisionOptions { patches: 64, pictures: 0, piece_tokens: VisionOptions::WHOLE }),
+        context: 256,
+        ..exact()
+    };
     let loaded =
         Engine::load(&runtime(1), &CheckpointParameters(&checkpoint), checkpoint.config(), options, &|_| ());
     let message = loaded.err().expect("refused").to_string();

@@ -215,6 +215,28 @@ impl HybridConfig {
     pub fn conv_channels(&self) -> usize {
         2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
     }
+
+    /// Products of numbers that a token of a prompt costs in all layers. Attention's scores and the output head are left
+    /// out: the first depend on the length, the second is paid once a prompt.
+    pub fn products_per_token(&self) -> u64 {
+        let (hidden, attended) = (self.hidden as u64, (self.heads * self.head_dim) as u64);
+        let attention = hidden * attended * (2 + u64::from(self.gated))
+            + 2 * hidden * (self.kv_heads * self.head_dim) as u64;
+        let (values, gates) = ((self.value_heads * self.value_dim) as u64, 2 * self.value_heads as u64);
+        let recurrent = hidden * (self.conv_channels() as u64 + 2 * values + gates);
+        let state = 3 * values * self.key_dim as u64;
+        let dense = 3 * hidden * self.intermediate as u64;
+        let sparse = self.moe.as_ref().map(|moe| {
+            let widths = moe.chosen * moe.intermediate + moe.shared_intermediate;
+            hidden * (3 * widths + moe.experts) as u64
+        });
+        let layer = |(i, kind): (usize, &MixerKind)| {
+            let is_dense = self.moe.as_ref().is_none_or(|moe| moe.dense_layers.contains(&i));
+            let mixer = if *kind == MixerKind::GatedDelta { recurrent + state } else { attention };
+            mixer + sparse.filter(|_| !is_dense).unwrap_or(dense)
+        };
+        self.layers.iter().enumerate().map(layer).sum()
+    }
 }
 
 /// Values that several models read from several keys.

@@ -21,7 +21,7 @@ fn exact() -> EngineOptions {
         drafts: 0,
         context: 512,
         pool_pages: Some(16),
-        vision: Some(VisionOptions { patches: 256, pictures: 3 }),
+        vision: Some(VisionOptions { patches: 256, pictures: 3, piece_tokens: VisionOptions::WHOLE }),
         ..engine_options()
     }
 }

@@ -40,9 +40,10 @@ pub struct Holding {
 /// Errors of the plan, or drafts without an MTP head.
 pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding> {
     settle(&args.device, &*subject.parameters, &subject.json, |device| {
-        Ok(Planner::new(&args.holding, subject, device, args.engine.options())?.wanted)
+        Ok(Planner::new(&args.holding, subject, device, args.engine.options(), args.step_tokens())?.wanted)
     });
-    let planner = Planner::new(&args.holding, subject, &args.device, args.engine.options())?;
+    let planner =
+        Planner::new(&args.holding, subject, &args.device, args.engine.options(), args.step_tokens())?;
     let room = room(&args.device, planner.wanted.compute);
     let holding = planner.fit_into(room.as_ref().map(|room| room.bytes))?;
     if args.holding.swap.is_some_and(|swap| swap > holding.options.swap_bytes as u64) {
@@ -100,6 +101,7 @@ impl<'a> Planner<'a> {
         subject: &'a Subject<'a>,
         device: &'a DeviceArgs,
         base: EngineOptions,
+        step_tokens: usize,
     ) -> Result<Planner<'a>> {
         let context = args.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
         let context = context_for(&subject.config, context).context("--context")?;
@@ -109,7 +111,7 @@ impl<'a> Planner<'a> {
         let is_gpu = device.device() != Device::Cpu;
         let sequences = args.sequences.unwrap_or(default_sequences(is_gpu));
         let row_hidden = args.pooling == Pooling::Mean;
-        let vision = args.vision(subject)?;
+        let vision = args.vision(subject, step_tokens)?;
         let base = EngineOptions { context, sequences, drafts, row_hidden, vision, ..base };
         let mut planner =
             Planner { args, subject, device, page_bytes: 1, state_bytes: 0, slot_bytes: 0, wanted: base };

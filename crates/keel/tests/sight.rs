@@ -237,6 +237,24 @@ fn what_cannot_be_seen_is_said_in_a_sentence() {
 
 /// A turn about a picture, one about another in its place, and the first again.
 #[test]
+fn the_plan_prints_the_passes_of_the_tower() {
+    let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
+    let plan = |extra: &[&str]| {
+        let args =
+            ["plan", "-v", "--serve", "--model", arg(&folder), "--image-pixels", "65536", "--device", "cpu"];
+        succeed(&[&args[..], extra].concat())
+    };
+    let text = plan(&[]);
+    let line = text.lines().find(|line| line.starts_with("patches of a picture: ")).expect("the list");
+    assert!(line.contains(" 16 32 48 ") && line.ends_with(" 256"), "{line}");
+    assert!(text.contains("programs of the tower: "), "{text}");
+    // The smaller a step, the smaller the pieces.
+    let text = plan(&["--step-tokens", "1"]);
+    assert!(text.contains(" 256 (3 pieces)"), "{text}");
+    assert!(!plan(&["--images", "0"]).contains("of the tower"));
+}
+
+#[test]
 fn chat_shows_pictures() {
     let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
     let image = |name: &str| arg(&folder.join("images").join(name)).to_string();

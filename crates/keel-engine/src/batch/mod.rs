@@ -39,6 +39,7 @@ pub use request::{
     SequenceStatus, TokenLogprobs,
 };
 
+use crate::eyes::Look;
 use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
 use ahead::Pending;
 use features::FeatureStore;
@@ -77,8 +78,11 @@ pub struct Batcher {
     prefixes: Prefixes,
     /// Features that the tower has computed.
     features: FeatureStore,
-    /// How often the tower has looked at a picture.
+    /// The picture that the tower is looking at.
+    looking: Option<(PictureKey, Look)>,
+    /// How often the tower has looked at a picture, and in how many pieces.
     looks: u64,
+    look_pieces: u64,
     /// Requests that no step can take.
     refused: Vec<(RequestId, EngineError)>,
     /// Counts of sequences that have ended.
@@ -99,7 +103,9 @@ impl Batcher {
         Batcher {
             prefixes: Prefixes::new(engine.cache(), options.reuse_prefixes),
             features: FeatureStore::new(engine.eyes().map_or(0, crate::eyes::Eyes::kept_bytes)),
+            looking: None,
             looks: 0,
+            look_pieces: 0,
             refused: Vec::new(),
             engine,
             options,
@@ -222,6 +228,7 @@ impl Batcher {
                 held_bytes: self.features.held(),
                 bytes_max: self.features.limit(),
                 looks: self.looks,
+                pieces: self.look_pieces,
             },
             speculation: self.speculation.clone(),
             failed_steps: self.failed_steps,

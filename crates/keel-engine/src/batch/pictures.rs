@@ -3,7 +3,7 @@
 //! ```text
 //! submit     pictures known by their keys; what never fits is refused
 //! start      room for the features of those pictures that the prompt's remembered part does not cover
-//! each step  the tower looks at one picture at most, so that it delays nobody by more; known ones cost nothing
+//! each step  the tower does a piece of its work at most, so that it delays nobody by more; known pictures cost nothing
 //! prompt     runs once all are seen; then the features are let go, and stay for others as long as there is room
 //! ```
 
@@ -147,6 +147,15 @@ impl Pictures {
         !self.unseen.is_empty()
     }
 
+    /// The picture that the tower looks at next.
+    fn next(&self) -> Option<&PictureInput> {
+        self.unseen.last().zip(self.asked.as_ref()).map(|(&of, asked)| &asked.pictures[of].input)
+    }
+
+    fn next_key(&self) -> Option<PictureKey> {
+        self.next().map(|input| input.key)
+    }
+
     /// Whether features are held.
     fn are_held(&self) -> bool {
         !self.held.is_empty()
@@ -215,32 +224,51 @@ impl Batcher {
         running.pictures.held = wanted.iter().map(|one| one.key).collect();
     }
 
-    /// Lets the tower look at one picture at most, for a sequence that waits for it. Known features are taken at once.
+    /// Lets the tower do one piece of its work, for a sequence that waits for it. Known features are taken at once.
     pub(super) fn look(&mut self) {
         self.let_go_of_seen();
         self.take_known();
         if !self.running.iter().any(|running| running.pictures.are_unseen()) {
+            self.looking = None;
             return;
         }
         // The tower runs alone, so steps under way are taken first.
         self.settle();
-        let Some(i) = self.running.iter().position(|running| running.pictures.are_unseen()) else { return };
-        if let Err(error) = self.look_at_next(i) {
+        let Some(i) = self.looked_for() else { return };
+        if let Err(error) = self.go_on_looking(i) {
+            self.looking = None;
             self.fail(i, error);
         }
         self.take_known();
     }
 
-    fn look_at_next(&mut self, i: usize) -> Result<()> {
-        let pictures = &self.running[i].pictures;
-        let next = pictures.unseen.last().zip(pictures.asked.as_ref());
-        let Some(PictureInput { key, values, grid, .. }) = next.map(|(&of, asked)| &asked.pictures[of].input)
-        else {
+    /// The sequence for which the tower looks: one that waits for the picture that it is looking at, else the first that
+    /// waits for any.
+    fn looked_for(&self) -> Option<usize> {
+        let current = self.looking.as_ref().map(|(key, _)| *key);
+        let waits = |running: &Running| current.is_some() && running.pictures.next_key() == current;
+        let mut running = self.running.iter();
+        running
+            .position(waits)
+            .or_else(|| self.running.iter().position(|running| running.pictures.are_unseen()))
+    }
+
+    fn go_on_looking(&mut self, i: usize) -> Result<()> {
+        let Some(PictureInput { key, values, grid, .. }) = self.running[i].pictures.next() else {
             return Ok(());
         };
-        let features = self.engine.see(values, *grid)?;
-        self.features.fill(key, Arc::new(features));
-        self.looks += 1;
+        let mut look = match self.looking.take() {
+            Some((of, look)) if of == *key => look,
+            _ => self.engine.begin_look(values, *grid)?,
+        };
+        self.look_pieces += 1;
+        match self.engine.go_on_looking(&mut look, values)? {
+            None => self.looking = Some((*key, look)),
+            Some(features) => {
+                self.features.fill(key, Arc::new(features));
+                self.looks += 1;
+            }
+        }
         Ok(())
     }
 

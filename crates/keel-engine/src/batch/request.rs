@@ -224,6 +224,8 @@ pub struct PictureStatus {
     pub bytes_max: u64,
     /// How often the tower has looked at a picture.
     pub looks: u64,
+    /// In how many pieces, of which a step does one at most.
+    pub pieces: u64,
 }
 
 /// Counts of a batch at one moment.

@@ -15,7 +15,7 @@ use keel_models::vision::VisionConfig;
 use serde_json::Value;
 
 use crate::ahead::StepUnderWay;
-use crate::eyes::{self, Eyes, PatchGrid};
+use crate::eyes::{self, Eyes, Look, PatchGrid};
 use crate::options::EngineOptions;
 use crate::speculation::Costs;
 use crate::step::{Outcome, Rows, Stepper, ids_of, prefill_rows_max};
@@ -85,7 +85,8 @@ impl Engine {
             Stepper::allocate(runtime, &model, vision.as_ref(), &options, size.pages_per_sequence())?;
         let eyes = match (vision, options.vision) {
             (Some(vision), Some(sizes)) => {
-                Some(Eyes::load(runtime, &loader, vision, sizes, options.compute)?)
+                let config = (vision, &model.config);
+                Some(Eyes::load(runtime, &loader, config, sizes, options.compute)?)
             }
             _ => None,
         };
@@ -196,7 +197,18 @@ impl Engine {
     /// [`EngineError::NoEyes`] if no pictures were planned for; a picture that does not fit; an error of the runtime.
     pub fn see(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
         self.finish_under_way()?;
-        self.eyes.as_mut().ok_or(EngineError::NoEyes)?.see(&self.runtime, values, grid)
+        self.eyes.as_mut().ok_or(EngineError::NoEyes)?.see(values, grid)
+    }
+
+    /// Begins to look at a picture, in pieces.
+    pub(crate) fn begin_look(&self, values: &[f32], grid: PatchGrid) -> Result<Look> {
+        self.eyes.as_ref().ok_or(EngineError::NoEyes)?.begin(values, grid)
+    }
+
+    /// Runs the next piece of a look. Returns the features if it was the last.
+    pub(crate) fn go_on_looking(&mut self, look: &mut Look, values: &[f32]) -> Result<Option<Features>> {
+        self.finish_under_way()?;
+        self.eyes.as_mut().ok_or(EngineError::NoEyes)?.go_on(look, values)
     }
 
     /// The tower's config, where pictures were planned for.

@@ -4,6 +4,7 @@ use keel_array::Regime;
 
 use super::Engine;
 use crate::Result;
+use crate::eyes::Eyes;
 use crate::step::{HEAD_ROWS, Outcome, StepShape};
 
 /// Work besides running steps, for which a request may have to wait.
@@ -99,8 +100,13 @@ impl Engine {
     pub fn make_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
         if self.runtime.backend().is_compiling() {
             let compiling = &mut |done, all| progress("compiling", done, all);
-            self.runtime.make_ready(&self.stepper.listed(), compiling)?;
+            let mut listed = self.stepper.listed();
+            listed.extend(self.eyes.iter().flat_map(Eyes::listed));
+            self.runtime.make_ready(&listed, compiling)?;
             self.stepper.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
+            if let Some(eyes) = &self.eyes {
+                eyes.run_for_nobody()?;
+            }
         }
         self.ready = Some(self.work_so_far());
         Ok(())
@@ -109,7 +115,7 @@ impl Engine {
     fn work_so_far(&self) -> LateWork {
         let done = self.runtime.backend().preparations();
         LateWork {
-            trace: self.stepper.traced(),
+            trace: self.stepper.traced() + self.eyes.as_ref().map_or(0, Eyes::traced),
             compile: done.compiled,
             load: done.loaded,
             capture: done.captured,

@@ -157,6 +157,9 @@ impl VisionConfig {
                 TowerKind::Qwen { deepstack, .. } if deepstack.iter().any(|&block| block >= self.depth) => {
                     format!("deepstack_visual_indexes {deepstack:?} name blocks beyond {}", self.depth)
                 }
+                TowerKind::Qwen { deepstack, .. } if !deepstack.is_sorted_by(|a, b| a < b) => {
+                    format!("deepstack_visual_indexes {deepstack:?} are not in ascending order")
+                }
                 TowerKind::Siglip { image_size, .. } if !image_size.is_multiple_of(self.patch) => {
                     format!("image_size {image_size} is not a multiple of patch_size {}", self.patch)
                 }
@@ -243,6 +246,27 @@ impl VisionConfig {
             TowerKind::Qwen { .. } => 0,
             TowerKind::Siglip { rows, .. } => rows,
         }
+    }
+
+    /// Products of numbers that each block costs for `patches` patches. The first also makes rows of the patches, and the
+    /// last makes the features.
+    pub fn products_per_block(&self, patches: usize) -> Vec<u64> {
+        let [n, hidden, inner] = [patches, self.hidden, self.intermediate].map(|n| n as u64);
+        let merged = self.block_side().pow(2) as u64;
+        let wide = merged * hidden;
+        let text = self.text_hidden as u64;
+        let (features, deepstack): (u64, &[usize]) = match &self.kind {
+            TowerKind::Qwen { deepstack, .. } => (n / merged * wide * (wide + text), deepstack),
+            TowerKind::Siglip { .. } => (n / merged * hidden * text, &[]),
+        };
+        let block = n * hidden * (4 * hidden + 2 * inner) + 2 * n * n * hidden;
+        let of = |i: usize| {
+            let first = if i == 0 { n * hidden * self.patch_values() as u64 } else { 0 };
+            let last = if i + 1 == self.depth { features } else { 0 };
+            let deep = deepstack.iter().filter(|&&of| of == i).count() as u64;
+            block + first + last + deep * features
+        };
+        (0..self.depth).map(of).collect()
     }
 
     /// Whether the rows of a picture see each other in the text model.
@@ -376,6 +400,8 @@ mod tests {
             ("num_position_embeddings", json!(80)),
             ("out_hidden_size", json!(97)),
             ("deepstack_visual_indexes", json!([0, 2])),
+            ("deepstack_visual_indexes", json!([1, 0])),
+            ("deepstack_visual_indexes", json!([1, 1])),
             ("hidden_act", json!("relu")),
             ("in_channels", json!(1)),
             ("patch_size", json!(0)),

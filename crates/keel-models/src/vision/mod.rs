@@ -1,7 +1,7 @@
 //! Vision: towers that turn pictures into rows of embeddings, and the positions of those rows.
 //!
 //! A tower is a lazy graph like any model. Its rows see each other within one picture, or one group of a video's
-//! frames, so each of these is one run of [`Tower::features`].
+//! frames, so each of these is one pass, in one or more pieces ([`Tower::piece`]).
 
 mod config;
 pub mod layers;
@@ -13,7 +13,7 @@ mod tower;
 
 pub use config::{TowerActivation, TowerKind, VisionConfig, VisionTokens};
 pub use positions::{ImageRun, SightPlan, run_ends, sight_of};
-pub use tower::{Tower, TowerHead, TowerInput, TowerRows};
+pub use tower::{PassPiece, PieceResult, Tower, TowerHead, TowerInput, TowerRows};
 
 use serde_json::Value;
 

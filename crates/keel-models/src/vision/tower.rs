@@ -1,5 +1,7 @@
 //! A complete tower.
 
+use std::ops::Range;
+
 use keel_array::{Array, Batch, KvPool, Runtime};
 
 use super::config::{TowerKind, VisionConfig};
@@ -74,6 +76,22 @@ pub struct TowerInput<'a> {
     pub pool: &'a KvPool,
 }
 
+/// A piece of a pass.
+pub struct PassPiece<'a> {
+    /// The blocks that it runs.
+    pub blocks: Range<usize>,
+    /// The output of the block before, f32 `[N, hidden]`; `None` for the first piece, which begins with the patches.
+    pub state: Option<&'a Array>,
+}
+
+/// What a piece of a pass gives.
+pub struct PieceResult {
+    /// The output of its last block, if the pass goes on.
+    pub state: Option<Array>,
+    /// Features, f32 `[rows, text hidden]`, each with its level.
+    pub features: Vec<(usize, Array)>,
+}
+
 impl Tower {
     /// The size of a head in pages.
     pub fn padded_head(config: &VisionConfig) -> usize {
@@ -88,12 +106,16 @@ impl Tower {
         }
     }
 
-    /// The features of a run, f32 `[rows, text hidden]`, level by level.
+    /// A piece of a pass: some blocks after each other, over all patches.
     ///
     /// # Errors
     /// If the operands do not fit.
-    pub fn features(&self, input: &TowerInput<'_>) -> Result<Vec<Array>> {
-        let mut x = self.patch.apply_wide(input.patches)?.add(&self.position(input)?)?;
+    pub fn piece(&self, input: &TowerInput<'_>, piece: PassPiece<'_>) -> Result<PieceResult> {
+        let PassPiece { blocks, state } = piece;
+        let mut x = match state {
+            Some(state) => state.clone(),
+            None => self.patch.apply_wide(input.patches)?.add(&self.position(input)?)?,
+        };
         let turn = match &self.head {
             TowerHead::Merged { frequencies, .. } => Some((input.positions, frequencies)),
             TowerHead::Averaged(_) => None,
@@ -103,20 +125,24 @@ impl Tower {
             TowerKind::Qwen { deepstack, .. } => deepstack,
             TowerKind::Siglip { .. } => &[],
         };
-        let mut deep = Vec::new();
-        for (i, block) in self.blocks.iter().enumerate() {
-            x = block.apply(&x, &step)?;
-            if let (TowerHead::Merged { deepstack, .. }, Some(_)) =
-                (&self.head, taken.iter().find(|&&t| t == i))
+        let mut features = Vec::new();
+        for i in blocks.clone() {
+            x = self.blocks[i].apply(&x, &step)?;
+            if let (TowerHead::Merged { deepstack, .. }, Some(k)) =
+                (&self.head, taken.iter().position(|&taken| taken == i))
             {
-                deep.push(deepstack[deep.len()].apply(&x)?);
+                features.push((1 + k, deepstack[k].apply(&x)?));
             }
         }
-        let features = match &self.head {
+        if blocks.end < self.blocks.len() {
+            return Ok(PieceResult { state: Some(x), features });
+        }
+        let last = match &self.head {
             TowerHead::Merged { merger, .. } => merger.apply(&x)?,
             TowerHead::Averaged(projector) => projector.apply(&x)?,
         };
-        Ok(std::iter::once(features).chain(deep).collect())
+        features.push((0, last));
+        Ok(PieceResult { state: None, features })
     }
 
     /// The interpolated entries of the table of positions, f32 `[N, hidden]`.

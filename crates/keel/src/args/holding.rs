@@ -96,11 +96,11 @@ impl HoldingArgs {
         usize::try_from(self.image_pixels.unwrap_or(IMAGE_PIXELS_DEFAULT)).unwrap_or(usize::MAX)
     }
 
-    /// For what pictures a server plans; `None` for text alone.
+    /// For what pictures a server plans; `None` for text alone. The tower works in pieces of at most `step_tokens` tokens' work.
     ///
     /// # Errors
     /// Pictures for a model without eyes.
-    pub fn vision(&self, subject: &Subject<'_>) -> Result<Option<VisionOptions>> {
+    pub fn vision(&self, subject: &Subject<'_>, step_tokens: usize) -> Result<Option<VisionOptions>> {
         let config = if subject.sees { read_vision(&subject.json)? } else { None };
         let pictures = self.images.unwrap_or(IMAGES_DEFAULT);
         if self.image_pixels.is_some_and(|pixels| !(1..=IMAGE_PIXELS_MAX).contains(&pixels)) {
@@ -109,7 +109,7 @@ impl HoldingArgs {
         match config {
             Some(config) if pictures > 0 => {
                 let patches = (self.image_pixels() / config.patch.pow(2)).max(1);
-                Ok(Some(VisionOptions { patches, pictures }))
+                Ok(Some(VisionOptions { patches, pictures, piece_tokens: step_tokens }))
             }
             None if self.images.is_some_and(|pictures| pictures > 0) => Err(usage(
                 "--images: this model reads text alone: it has no vision tower, or no processor files",

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::args::{
     Device, DeviceArgs, EngineArgs, HoldingArgs, Subject, SubjectArgs, count, parse_bytes, quoted,
 };
+use crate::commands::serve::STEP_TOKENS_DEFAULT;
 use crate::failure::usage;
 use crate::free;
 use crate::holding::{self, Planner};
@@ -199,7 +200,8 @@ impl Line {
             ..HoldingArgs::default()
         };
         let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
-        let planner = Planner::new(&holding, &variant.subject, &args.device, engine.options())?;
+        let planner =
+            Planner::new(&holding, &variant.subject, &args.device, engine.options(), STEP_TOKENS_DEFAULT)?;
         let planned = planner.plan(planner.wanted)?;
         let default_kv = args.engine.kv_bits.is_none() && kv == args.engine.options().kv_format();
         let kv_flag = if default_kv { String::new() } else { format!(" --kv-bits {}", bits_of(kv)) };

@@ -5,7 +5,7 @@ use clap::Args;
 use keel_array::{AttentionSpec, MemoryReport};
 use keel_engine::EngineOptions;
 use keel_engine::plan::{fit, steps};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::args::{Device, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
 use crate::commands::serve::ServeOptions;
@@ -66,7 +66,14 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let subject = args.subject.subject(model.as_ref(), drafts)?;
     if is_server {
         let held = holding::plan_server(&args.server, &subject)?;
-        return print_all(args, &held.planned, held.options, Some(args.server.request_memory()), verbose);
+        return print_all(
+            args,
+            &subject.json,
+            &held.planned,
+            held.options,
+            Some(args.server.request_memory()),
+            verbose,
+        );
     }
     let context = holding.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&subject.config, context).context("--context")?;
@@ -81,7 +88,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         Some(limit) => print_fit(args, &subject, options, limit),
         None => {
             let planned = session::plan(device, &*subject.parameters, &subject.json, options)?;
-            print_all(args, &planned, options, None, verbose)
+            print_all(args, &subject.json, &planned, options, None, verbose)
         }
     }
 }
@@ -104,19 +111,20 @@ fn check_no_run(args: &PlanArgs) -> Result<()> {
 /// not allocated.
 fn print_all(
     args: &PlanArgs,
+    config: &Value,
     planned: &MemoryReport,
     options: EngineOptions,
     requests: Option<u64>,
     verbose: bool,
 ) -> Result<()> {
     print_plan(args, planned, options, requests)?;
-    if verbose && !args.json { print_steps(args, options) } else { Ok(()) }
+    if verbose && !args.json { print_steps(args, config, options) } else { Ok(()) }
 }
 
-fn print_steps(args: &PlanArgs, options: EngineOptions) -> Result<()> {
+fn print_steps(args: &PlanArgs, config: &Value, options: EngineOptions) -> Result<()> {
     let backend = args.server.device.planning_backend(options.compute);
     output::line("")?;
-    steps(&*backend, options).iter().try_for_each(|line| output::line(line))
+    steps(&*backend, config, options)?.iter().try_for_each(|line| output::line(line))
 }
 
 fn print_plan(

@@ -27,6 +27,8 @@ use crate::sight;
 use crate::source::{self, Model};
 use named::Named;
 
+/// Tokens of a step, unless another number is asked for.
+pub const STEP_TOKENS_DEFAULT: usize = 512;
 /// Threads for texts and grammars, and one thread for other blocking work. Each thread keeps some memory after its
 /// work.
 const BLOCKING_THREADS: usize = WORK_THREADS + 1;
@@ -88,6 +90,11 @@ impl ServeOptions {
     pub fn request_memory(&self) -> u64 {
         self.requests.request_memory
     }
+
+    /// Tokens of a step at most.
+    pub fn step_tokens(&self) -> usize {
+        self.requests.step_tokens
+    }
 }
 
 /// Where it listens, and under which name.
@@ -114,7 +121,7 @@ struct RequestArgs {
     #[arg(long, value_name = "FOLDER", conflicts_with = "no_prefix_reuse")]
     prefix_cache_dir: Option<PathBuf>,
     /// Tokens of one step, of answers and prompts together: a long prompt delays others by no more than this.
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = STEP_TOKENS_DEFAULT, value_parser = count)]
     step_tokens: usize,
     /// Requests that may wait; more are refused with 429.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = count)]

@@ -61,7 +61,11 @@ impl Lens {
 
     /// For what pictures an engine must plan.
     pub fn options(&self) -> VisionOptions {
-        VisionOptions { patches: PIXELS_MAX / self.config.patch.pow(2), pictures: PICTURES_MAX }
+        VisionOptions {
+            patches: PIXELS_MAX / self.config.patch.pow(2),
+            pictures: PICTURES_MAX,
+            piece_tokens: VisionOptions::WHOLE,
+        }
     }
 
     /// Has the tower look at a file, as one more than `shown` pictures.

@@ -155,7 +155,11 @@ impl Prepared {
         let grids = self.images.iter().map(|one| one.grid).chain(self.videos.iter().map(|one| one.grid));
         let patches = grids.map(|grid| grid.h * grid.w).max()?;
         let groups = self.videos.iter().map(|one| one.grid.t).sum::<usize>();
-        Some(VisionOptions { patches, pictures: self.images.len() + groups })
+        Some(VisionOptions {
+            patches,
+            pictures: self.images.len() + groups,
+            piece_tokens: VisionOptions::WHOLE,
+        })
     }
 
     /// Runs the tower on all pictures and videos.
