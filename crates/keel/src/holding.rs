@@ -7,10 +7,10 @@ use keel_engine::{EngineError, EngineOptions};
 use crate::args::{COUNT_MAX, Device, DeviceArgs, HoldingArgs, Pooling, Subject};
 use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
-use crate::free::{self, Room};
-use crate::placement::settle;
-use crate::report::human_bytes;
-use crate::session::{self, context_for};
+use crate::session::{self, settle};
+use evenkeel::context_for;
+use evenkeel::human_bytes;
+use evenkeel::{Error, Room, on_device};
 
 /// Default context of a sequence, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 8192;
@@ -40,8 +40,9 @@ pub struct Holding {
 /// Errors of the plan, or drafts without an MTP head.
 pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding> {
     settle(&args.device, &*subject.parameters, &subject.json, |device| {
-        Ok(Planner::new(&args.holding, subject, device, args.engine.options(), args.step_tokens())?.wanted)
-    });
+        let (device, engine) = (args.device.on(device), args.engine.options());
+        Ok(Planner::new(&args.holding, subject, &device, engine, args.step_tokens())?.wanted)
+    })?;
     let planner =
         Planner::new(&args.holding, subject, &args.device, args.engine.options(), args.step_tokens())?;
     let room = room(&args.device, planner.wanted.compute);
@@ -117,7 +118,7 @@ impl<'a> Planner<'a> {
             Planner { args, subject, device, page_bytes: 1, state_bytes: 0, slot_bytes: 0, wanted: base };
         let one = match planner.probe() {
             // The config may name an MTP head that the checkpoint lacks.
-            Err(error) if matches!(error.downcast_ref(), Some(EngineError::NoMtpHead)) => {
+            Err(error) if matches!(error.downcast_ref(), Some(Error::Engine(EngineError::NoMtpHead))) => {
                 planner.wanted.drafts = 0;
                 planner.probe()?
             }
@@ -202,7 +203,7 @@ impl<'a> Planner<'a> {
         loop {
             let planned = self.plan(options)?;
             let is_gpu = self.device.device() != Device::Cpu;
-            let fits = room.is_none_or(|room| free::on_device(&planned, is_gpu) <= room);
+            let fits = room.is_none_or(|room| on_device(&planned, is_gpu) <= room);
             if fits {
                 return Ok(Holding { options, planned });
             }

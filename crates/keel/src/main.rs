@@ -8,15 +8,11 @@
 mod args;
 mod commands;
 mod config;
-mod constrained;
-mod driver;
 mod failure;
 mod fetch;
-mod free;
 mod holding;
 mod logging;
 mod output;
-mod placement;
 mod progress;
 mod renderer;
 mod report;
@@ -24,8 +20,6 @@ mod session;
 mod sight;
 mod source;
 mod speculation;
-mod text;
-mod tokens;
 
 use std::process::ExitCode;
 

@@ -3,10 +3,9 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use keel_array::{MemoryReport, Runtime};
+use evenkeel::{Driver, human_bytes};
+use keel_array::{DeviceUsage, MemoryReport, Runtime};
 use serde_json::{Map, Value, json};
-
-use crate::driver::Driver;
 
 /// Planned and measured memory.
 #[derive(Clone, Copy, Debug)]
@@ -47,7 +46,7 @@ impl Memory {
             object["resident"] = resident.into();
         }
         if let Some(driver) = self.driver {
-            object["driver"] = driver.to_json();
+            object["driver"] = driver_json(&driver);
         }
         object
     }
@@ -82,6 +81,13 @@ pub fn categories(report: &MemoryReport) -> Value {
     Value::Object(report.iter().map(|(c, bytes)| (c.name().to_string(), bytes.into())).collect::<Map<_, _>>())
 }
 
+/// The driver's `bytes`; `others` (null if they cannot be measured, and are therefore part of `bytes`); and the device's
+/// `free` and `total`.
+pub fn driver_json(driver: &Driver) -> Value {
+    let DeviceUsage { total, free, .. } = driver.usage;
+    json!({"bytes": driver.bytes, "others": driver.usage.others(), "free": free, "total": total})
+}
+
 /// A table of the bytes per category in use, and their sum.
 pub fn plan_table(planned: &MemoryReport) -> String {
     let mut table = String::new();
@@ -91,19 +97,6 @@ pub fn plan_table(planned: &MemoryReport) -> String {
     planned.iter().filter(|(_, bytes)| *bytes > 0).for_each(|(c, bytes)| row(c.name(), bytes));
     row("total", planned.total());
     table
-}
-
-/// Formats bytes with a unit and three to four digits.
-pub fn human_bytes(bytes: u64) -> String {
-    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-    let mut value = bytes as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    let digits = if unit == 0 || value >= 100.0 { 0 } else { 1 };
-    format!("{value:.digits$} {}", UNITS[unit])
 }
 
 /// Resident set of this process. Only Linux reports it in a file.
@@ -172,15 +165,6 @@ pub fn rate(tokens: usize, time: Duration) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn bytes_get_a_unit() {
-        let cases = [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (107_374_182, "102 MiB")];
-        for (bytes, text) in cases {
-            assert_eq!(human_bytes(bytes), text);
-        }
-        assert_eq!(human_bytes(u64::MAX), "16384 PiB");
-    }
 
     #[test]
     fn nothing_run_has_no_rate() {

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 /// Each crate with the crates that it may use, lowest first. Tests may also use all crates in the rows above, and the
 /// oracles of keel-testkit.
-const LAYERS: [(&str, &[&str]); 12] = [
+const LAYERS: [(&str, &[&str]); 13] = [
     ("keel-array", &[]),
     ("keel-testkit", &["keel-array"]),
     ("keel-cpu", &["keel-array"]),
@@ -19,8 +19,22 @@ const LAYERS: [(&str, &[&str]); 12] = [
     ("keel-engine", &["keel-array", "keel-cache", "keel-models"]),
     ("keel-server", &["keel-array", "keel-text", "keel-vision", "keel-models", "keel-engine"]),
     (
+        "evenkeel",
+        &[
+            "keel-array",
+            "keel-cpu",
+            "keel-cuda",
+            "keel-weights",
+            "keel-text",
+            "keel-cache",
+            "keel-models",
+            "keel-engine",
+        ],
+    ),
+    (
         "keel",
         &[
+            "evenkeel",
             "keel-array",
             "keel-cpu",
             "keel-cuda",
@@ -75,6 +89,7 @@ fn an_upward_dependency_would_be_seen() {
     assert!(!is_allowed(user("keel-models"), "keel-engine", Some("dev")));
     assert!(!is_allowed(user("keel-server"), "keel-cpu", None), "the server takes any engine");
     assert!(!is_allowed(user("keel-engine"), "keel-server", None));
+    assert!(!is_allowed(user("evenkeel"), "keel-server", None));
     assert!(is_allowed(user("keel-cpu"), "keel-testkit", Some("dev")));
     assert!(is_allowed(user("keel-engine"), "keel-cpu", Some("dev")));
 }

@@ -138,7 +138,7 @@ fn what_no_machine_has_is_refused_with_numbers_before_anything_is_loaded() {
     assert!(start.elapsed().as_secs() < 60, "it was refused before it was taken");
     // A requested limit does not create memory.
     fail(&[&serve[..], &model, &["--memory-limit", "999999T"]].concat(), "has free now less");
-    fail(&[&["generate", "Once", "--memory-limit", "20M"][..], &model[..2]].concat(), "of --memory-limit");
+    fail(&[&["generate", "Once", "--memory-limit", "20M"][..], &model[..2]].concat(), "of the memory limit");
 }
 
 #[test]

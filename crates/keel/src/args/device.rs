@@ -4,10 +4,11 @@ use std::sync::{Arc, OnceLock};
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
+pub use evenkeel::Device;
+use evenkeel::DeviceOptions;
 use keel_array::{Backend, Compute};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_cuda::{CudaBackend, CudaOptions, Precision, Survey};
 
 use super::parse_bytes;
 use crate::failure::usage;
@@ -41,15 +42,6 @@ pub struct DeviceArgs {
     pub memory_limit: Option<u64>,
 }
 
-/// The device to run on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Device {
-    /// The CPU.
-    Cpu,
-    /// An NVIDIA GPU, by its number.
-    Cuda(usize),
-}
-
 /// The value of `--device`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wanted {
@@ -73,12 +65,6 @@ fn parse_device(text: &str) -> Result<Wanted, String> {
         Some(("cuda", n)) => number(n).map(Wanted::Only),
         _ => Err("there is no such device; use auto, cpu, or cuda:0".into()),
     }
-}
-
-/// The GPUs and CUDA libraries of this machine. They are detected once.
-pub fn machine() -> &'static Survey {
-    static MACHINE: OnceLock<Survey> = OnceLock::new();
-    MACHINE.get_or_init(Survey::take)
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -105,14 +91,22 @@ impl From<IsaArg> for Isa {
 impl DeviceArgs {
     /// The device. If it is `auto` and no plan has chosen yet: the first usable GPU, else the CPU.
     pub fn device(&self) -> Device {
-        match (self.device, self.chosen.get()) {
-            (Wanted::Only(device), _) => device,
-            (Wanted::Auto, Some(chosen)) => chosen.device,
-            (Wanted::Auto, None) if machine().obstacle().is_some() => Device::Cpu,
-            (Wanted::Auto, None) => {
-                let usable = machine().gpus.iter().find(|gpu| gpu.is_supported());
-                usable.map_or(Device::Cpu, |gpu| Device::Cuda(gpu.ordinal))
-            }
+        self.options().device()
+    }
+
+    /// The device and its bounds for the library.
+    pub fn options(&self) -> DeviceOptions {
+        let device = match self.device {
+            Wanted::Only(device) => Some(device),
+            Wanted::Auto => self.chosen.get().map(|chosen| chosen.device),
+        };
+        DeviceOptions {
+            device,
+            threads: self.threads.map(|n| n as usize),
+            isa: self.cpu_isa.map(Isa::from),
+            resident: self.resident,
+            deterministic: self.deterministic,
+            memory_limit: self.memory_limit,
         }
     }
 
@@ -144,39 +138,9 @@ impl DeviceArgs {
         DeviceArgs { resident: true, ..self.clone() }
     }
 
-    /// The options of the CPU backend.
-    pub fn cpu_options(&self) -> CpuOptions {
-        let threads = self.threads.map(|n| n as usize);
-        CpuOptions {
-            threads,
-            isa: self.cpu_isa.map(Isa::from),
-            resident: self.resident,
-            ..CpuOptions::default()
-        }
-    }
-
-    fn cuda_options(&self, ordinal: usize, compute: Compute) -> CudaOptions {
-        let precision = if compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
-        CudaOptions { ordinal, precision, deterministic: self.deterministic, ..CudaOptions::default() }
-    }
-
     /// A backend that counts memory without allocating it. It needs no GPU.
     pub fn planning_backend(&self, compute: Compute) -> Arc<dyn Backend> {
-        match self.device() {
-            Device::Cpu => Arc::new(CpuBackend::planning(self.cpu_options())),
-            Device::Cuda(n) => Arc::new(CudaBackend::planning(&self.cuda_options(n, compute))),
-        }
-    }
-
-    /// A backend that can run.
-    ///
-    /// # Errors
-    /// The GPU, its driver or its libraries are missing.
-    pub fn backend(&self, compute: Compute) -> Result<Arc<dyn Backend>> {
-        Ok(match self.device() {
-            Device::Cpu => Arc::new(CpuBackend::new(self.cpu_options())),
-            Device::Cuda(n) => Arc::new(CudaBackend::new(&self.cuda_options(n, compute))?),
-        })
+        self.options().planning_backend(compute)
     }
 
     /// A CPU backend that measures the time of each operation.
@@ -185,7 +149,7 @@ impl DeviceArgs {
     /// The device is a GPU.
     pub fn profiled_backend(&self) -> Result<CpuBackend> {
         match self.device() {
-            Device::Cpu => Ok(CpuBackend::new(CpuOptions { profile: true, ..self.cpu_options() })),
+            Device::Cpu => Ok(CpuBackend::new(CpuOptions { profile: true, ..self.options().cpu_options() })),
             Device::Cuda(_) => Err(usage("--profile is for --device cpu")),
         }
     }

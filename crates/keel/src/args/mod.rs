@@ -17,7 +17,7 @@ mod subject;
 
 pub use access::AccessArgs;
 pub use bytes::parse_bytes;
-pub use device::{Device, DeviceArgs, machine};
+pub use device::{Device, DeviceArgs};
 pub use form::FormArgs;
 pub use holding::{COUNT_MAX, HoldingArgs, Pooling, count};
 pub use ids::IdArgs;

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use evenkeel::recommended;
 use keel_engine::{Sampler, SamplerOptions};
 use keel_text::GenerationDefaults;
 
@@ -64,24 +65,13 @@ impl SamplingArgs {
     /// # Errors
     /// A value is out of range. This is checked before the model is loaded.
     pub fn options(&self, defaults: &GenerationDefaults) -> Result<SamplerOptions> {
-        let neutral = SamplerOptions::default();
-        let sampled =
-            GenerationDefaults { temperature: defaults.temperature.or(Some(1.0)), ..defaults.clone() };
-        let recommended =
-            if defaults.do_sample == Some(true) { sampled } else { GenerationDefaults::default() };
-        let choose = |given: Option<f32>, recommended: Option<f32>, neutral: f32| {
-            given.or(recommended).unwrap_or(neutral)
-        };
+        let own = recommended(defaults);
         let options = SamplerOptions {
-            temperature: choose(self.temperature, recommended.temperature, neutral.temperature),
-            top_k: self.top_k.or(recommended.top_k.map(|k| k as usize)).unwrap_or(neutral.top_k),
-            top_p: choose(self.top_p, recommended.top_p, neutral.top_p),
-            min_p: choose(self.min_p, recommended.min_p, neutral.min_p),
-            repetition_penalty: choose(
-                self.repetition_penalty,
-                defaults.repetition_penalty,
-                neutral.repetition_penalty,
-            ),
+            temperature: self.temperature.unwrap_or(own.temperature),
+            top_k: self.top_k.unwrap_or(own.top_k),
+            top_p: self.top_p.unwrap_or(own.top_p),
+            min_p: self.min_p.unwrap_or(own.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(own.repetition_penalty),
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             logit_bias: self.logit_bias.clone(),

@@ -9,7 +9,7 @@ use keel_models::has_mtp_head;
 
 use super::{Device, SamplingArgs, Subject};
 use crate::failure::usage;
-use crate::source::Model;
+use evenkeel::ModelFiles;
 
 /// Speculation.
 #[derive(Clone, Debug, Args)]
@@ -71,7 +71,7 @@ impl SpeculateArgs {
     /// Drafts are requested but there is no MTP head, or optimism is requested without drafts.
     pub fn for_model(
         &self,
-        model: &Model,
+        model: &ModelFiles,
         device: Device,
         sampling: &SamplingArgs,
     ) -> Result<Option<SpeculationOptions>> {

@@ -7,7 +7,8 @@ use keel_models::loading::Parameters;
 use serde_json::Value;
 
 use super::ShapeArgs;
-use crate::source::{self, Model};
+use crate::source;
+use evenkeel::ModelFiles;
 
 /// A model, or a shape.
 #[derive(Clone, Debug, Args)]
@@ -37,7 +38,7 @@ pub struct Subject<'a> {
 
 impl<'a> Subject<'a> {
     /// The subject for a model on disk.
-    pub fn of(model: &'a Model) -> Subject<'a> {
+    pub fn of(model: &'a ModelFiles) -> Subject<'a> {
         Subject {
             name: model.path.display().to_string(),
             config: model.config.clone(),
@@ -72,7 +73,7 @@ impl SubjectArgs {
     ///
     /// # Errors
     /// As [`source::open`].
-    pub fn open(&self) -> Result<Option<Model>> {
+    pub fn open(&self) -> Result<Option<ModelFiles>> {
         if self.shape.name().is_some() { Ok(None) } else { source::open(self.model.as_deref()).map(Some) }
     }
 
@@ -81,7 +82,7 @@ impl SubjectArgs {
     ///
     /// # Errors
     /// There is no such shape or format.
-    pub fn subject<'a>(&self, model: Option<&'a Model>, drafts: bool) -> Result<Subject<'a>> {
+    pub fn subject<'a>(&self, model: Option<&'a ModelFiles>, drafts: bool) -> Result<Subject<'a>> {
         match model {
             Some(model) => Ok(Subject::of(model)),
             None => self.shape.subject(drafts),

@@ -9,10 +9,10 @@ use keel_engine::{EngineOptions, PREFILL_GRID};
 use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs};
-use crate::placement::settle;
-use crate::session::{Session, check_ids, context_for};
-use crate::text::ModelText;
+use crate::session::{Session, check_ids, settle};
 use crate::{output, progress, source};
+use evenkeel::ModelText;
+use evenkeel::context_for;
 
 /// Measure how well a model predicts a text: the perplexity, and with --kl the distance to another model.
 ///
@@ -73,7 +73,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         all_logits: true,
         ..args.engine.options()
     };
-    settle(&args.device, &*model.parameters(), &model.json, |_| Ok(options));
+    let options = settle(&args.device, &*model.parameters(), &model.json, |_| Ok(options))?;
     let mut session = Session::load(&args.device, &model, options)?;
     let mut other = args.kl.as_deref().map(|other| reference(args, other, options)).transpose()?;
     if let Some(other) = &other {

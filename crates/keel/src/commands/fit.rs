@@ -13,11 +13,11 @@ use crate::args::{
 };
 use crate::commands::serve::STEP_TOKENS_DEFAULT;
 use crate::failure::usage;
-use crate::free;
 use crate::holding::{self, Planner};
-use crate::report::human_bytes;
-use crate::source::Model;
 use crate::{output, source};
+use evenkeel::ModelFiles;
+use evenkeel::human_bytes;
+use evenkeel::on_device;
 use variants::Variant;
 
 /// Numbers of sequences to try if none is given.
@@ -119,7 +119,7 @@ fn limit(args: &FitArgs) -> Result<u64> {
 }
 
 /// The model as it is, and in fewer bits.
-fn variants<'a>(args: &'a FitArgs, model: Option<&'a Model>) -> Result<Vec<Variant<'a>>> {
+fn variants<'a>(args: &'a FitArgs, model: Option<&'a ModelFiles>) -> Result<Vec<Variant<'a>>> {
     let Some(model) = model else {
         return args.subject.in_other_formats().into_iter().map(Variant::of_shape).collect();
     };
@@ -218,7 +218,7 @@ impl Line {
     }
 
     fn needed(&self, device: &DeviceArgs) -> u64 {
-        free::on_device(&self.planned, device.device() != Device::Cpu)
+        on_device(&self.planned, device.device() != Device::Cpu)
     }
 
     fn what(&self) -> String {

@@ -14,15 +14,15 @@ use crate::args::{
     SpeculateArgs, drafts_max,
 };
 use crate::failure::usage;
-use crate::placement::settle;
 use crate::report::{Memory, Timing};
-use crate::session::{Session, check_ids, close, context_for};
+use crate::session::{self, Session, check_ids, close, settle};
 use crate::sight::{self, Prepared};
-use crate::source::Model;
 use crate::speculation::SpeculationReport;
-use crate::text::{ModelText, TextStream};
-use crate::tokens::{How, Tokens};
 use crate::{output, progress, source};
+use evenkeel::ModelFiles;
+use evenkeel::context_for;
+use evenkeel::{How, Tokens};
+use evenkeel::{ModelText, TextStream};
 
 /// Answer a text, or continue it.
 ///
@@ -71,7 +71,12 @@ struct Course {
 }
 
 impl Course {
-    fn new(args: &GenerateArgs, model: &Model, text: Option<&ModelText>, prompt: &Prompt) -> Result<Course> {
+    fn new(
+        args: &GenerateArgs,
+        model: &ModelFiles,
+        text: Option<&ModelText>,
+        prompt: &Prompt,
+    ) -> Result<Course> {
         let defaults = text.map_or(GenerationDefaults::default(), |text| text.defaults.clone());
         let end_tokens = text.filter(|_| !args.sampling.ignore_eos).map_or(Vec::new(), ModelText::end_tokens);
         let options = GenerateOptions {
@@ -85,7 +90,10 @@ impl Course {
         if text.is_none() && !args.sampling.stop.is_empty() {
             return Err(usage("--stop needs a tokenizer, and this model has none"));
         }
-        let stream = text.map(|text| TextStream::new(&text.tokenizer, &args.sampling.stop)).transpose()?;
+        let stream = text
+            .map(|text| TextStream::new(&text.tokenizer, &args.sampling.stop))
+            .transpose()
+            .context("--stop")?;
         let form = match (args.form.read()?, text) {
             (None, _) => None,
             (Some(source), Some(text)) => Some(text.form(model, &source, &prompt.ids)?),
@@ -144,13 +152,12 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     check_ids(&model.config, &prompt.ids)?;
     let context = context(args, &model, prompt.ids.len())?;
     let vision = prompt.pictures.as_ref().and_then(Prepared::vision_options);
-    settle(&args.device, &*model.parameters(), &model.json, |device| {
-        let speculation = args.speculate.for_model(&model, device.device(), &args.sampling)?;
+    let options = settle(&args.device, &*model.parameters(), &model.json, |device| {
+        let speculation = args.speculate.for_model(&model, device, &args.sampling)?;
         Ok(EngineOptions { context, drafts: drafts_max(speculation), vision, ..args.engine.options() })
-    });
+    })?;
     let course = Course::new(args, &model, text.as_ref(), &prompt)?;
-    let drafts = drafts_max(course.how.speculation);
-    let options = EngineOptions { context, drafts, vision, ..args.engine.options() };
+    let options = EngineOptions { drafts: drafts_max(course.how.speculation), ..options };
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);
     let outcome = generate(args, &mut session, &prompt, course)?;
@@ -158,7 +165,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
 }
 
 /// The context that was requested, or else the context that the run needs.
-fn context(args: &GenerateArgs, model: &Model, prompt_tokens: usize) -> Result<usize> {
+fn context(args: &GenerateArgs, model: &ModelFiles, prompt_tokens: usize) -> Result<usize> {
     if let Some(context) = args.context {
         let context = context_for(&model.config, context).context("--context")?;
         if prompt_tokens > context {
@@ -172,15 +179,15 @@ fn context(args: &GenerateArgs, model: &Model, prompt_tokens: usize) -> Result<u
 }
 
 /// Opens the text side of the model. If `optional` (the prompt is ids), the model may lack a tokenizer.
-fn open_text(model: &Model, optional: bool) -> Result<Option<ModelText>> {
+fn open_text(model: &ModelFiles, optional: bool) -> Result<Option<ModelText>> {
     if optional && !model.has_tokenizer() {
         return Ok(None);
     }
-    ModelText::open(model).map(Some)
+    Ok(Some(ModelText::open(model)?))
 }
 
 /// Prepares a prompt with pictures. It always uses the chat template.
-fn show_pictures(args: &GenerateArgs, model: &Model, text: Option<&ModelText>) -> Result<Prompt> {
+fn show_pictures(args: &GenerateArgs, model: &ModelFiles, text: Option<&ModelText>) -> Result<Prompt> {
     if args.echo || args.one_by_one {
         return Err(usage("--echo and --one-by-one are for prompts of text alone"));
     }
@@ -277,8 +284,10 @@ fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: How) -> Result<Tokens
     let bar = progress::tokens("prompt", prompt.ids.len());
     let mut sequence = engine.open()?;
     sequence.look_at(sight);
+    let runtime = engine.runtime().clone();
     let tokens = Tokens::start(engine, sequence, &prompt.ids, how, &mut |done| bar.set_position(done as u64));
     bar.finish_and_clear();
+    session::rest(&runtime);
     Ok(tokens?)
 }
 

@@ -14,10 +14,11 @@ use serde_json::{Value, json};
 
 use crate::args::DeviceArgs;
 use crate::failure::usage;
-use crate::report::human_bytes;
-use crate::session::{self, context_for, is_vision};
-use crate::source::{Model, ModelFiles};
+use crate::session;
 use crate::{output, source};
+use evenkeel::human_bytes;
+use evenkeel::{ModelFiles, WeightFiles};
+use evenkeel::{context_for, is_vision};
 
 /// Print what a checkpoint is: architecture, tensors, bits per weight, memory.
 #[derive(Debug, Args)]
@@ -54,11 +55,11 @@ pub fn run(args: &InspectArgs) -> Result<()> {
 }
 
 /// All facts, in the order in which they are printed.
-fn facts(model: &Model, device: &DeviceArgs) -> Result<Value> {
+fn facts(model: &ModelFiles, device: &DeviceArgs) -> Result<Value> {
     let config = &model.config;
-    let count = match &model.files {
-        ModelFiles::Checkpoint(checkpoint) => Count::of(checkpoint)?,
-        ModelFiles::Gguf(file) => Count::of_gguf(file),
+    let count = match &model.weights {
+        WeightFiles::Checkpoint(checkpoint) => Count::of(checkpoint)?,
+        WeightFiles::Gguf(file) => Count::of_gguf(file),
     };
     let options = EngineOptions { context: context_for(config, 1)?, ..EngineOptions::default() };
     let parameters = model.parameters();
@@ -72,9 +73,9 @@ fn facts(model: &Model, device: &DeviceArgs) -> Result<Value> {
         "context": config.context_max,
         "experts": config.moe.as_ref().map(|moe| json!({"of_a_layer": moe.experts, "for_a_token": moe.chosen})),
         "mtp_layers": if parameters.contains("mtp.fc.weight") { config.mtp_layers } else { 0 },
-        "files": match &model.files {
-            ModelFiles::Checkpoint(checkpoint) => checkpoint.files().len(),
-            ModelFiles::Gguf(_) => 1,
+        "files": match &model.weights {
+            WeightFiles::Checkpoint(checkpoint) => checkpoint.files().len(),
+            WeightFiles::Gguf(_) => 1,
         },
         "tensors": model.tensors().names().count(),
         "vision_tensors": count.vision_tensors,
@@ -149,7 +150,7 @@ impl Count {
 }
 
 /// Whether there is a chat template. For a broken one, the error.
-fn has_template(model: &Model) -> Value {
+fn has_template(model: &ModelFiles) -> Value {
     if !model.has_tokenizer() {
         return false.into();
     }
@@ -160,10 +161,10 @@ fn has_template(model: &Model) -> Value {
 }
 
 /// The licence that the weights file, the config or the model card names.
-fn licence(model: &Model) -> Option<String> {
-    let checkpoint = match &model.files {
-        ModelFiles::Checkpoint(checkpoint) => checkpoint,
-        ModelFiles::Gguf(file) => return Some(file.metadata().get("general.license")?.as_str()?.into()),
+fn licence(model: &ModelFiles) -> Option<String> {
+    let checkpoint = match &model.weights {
+        WeightFiles::Checkpoint(checkpoint) => checkpoint,
+        WeightFiles::Gguf(file) => return Some(file.metadata().get("general.license")?.as_str()?.into()),
     };
     let keys = ["license", "licence"];
     let in_header = keys.iter().find_map(|key| checkpoint.metadata().get(*key).cloned());

@@ -7,8 +7,8 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use crate::output;
-use crate::report::human_bytes;
 use crate::source::hub::{Cache, Entry, Settings};
+use evenkeel::human_bytes;
 
 /// Print the models that were downloaded from the hub, by keel or by its other clients.
 #[derive(Debug, Args)]

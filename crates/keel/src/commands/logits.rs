@@ -14,11 +14,11 @@ use keel_weights::{SafetensorsWriter, TensorSpec};
 
 use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs};
 use crate::failure::usage;
-use crate::placement::settle;
-use crate::session::{Session, check_ids, context_for};
+use crate::session::{Session, check_ids, settle};
 use crate::sight::{self, Conversation, Prepared, Seen};
-use crate::text::ModelText;
 use crate::{output, source};
+use evenkeel::ModelText;
+use evenkeel::context_for;
 
 /// Write the logits of every token of a prompt to a safetensors file.
 ///
@@ -82,7 +82,7 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
         vision: prepared.as_ref().and_then(Prepared::vision_options),
         ..args.engine.options()
     };
-    settle(&args.device, &*model.parameters(), &model.json, |_| Ok(options));
+    let options = settle(&args.device, &*model.parameters(), &model.json, |_| Ok(options))?;
     let mut session = Session::load(&args.device, &model, options)?;
     let seen = prepared.as_ref().map(|prepared| prepared.look(&mut session.engine)).transpose()?;
     let shapes = write_logits(&mut session, (&ids, prepared.as_ref().zip(seen.as_ref())), args)?;

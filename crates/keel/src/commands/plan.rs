@@ -9,14 +9,15 @@ use serde_json::{Value, json};
 
 use crate::args::{Device, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
 use crate::commands::serve::ServeOptions;
-use crate::driver::ROOM_BYTES;
 use crate::failure::usage;
-use crate::free::{self, Room};
 use crate::holding;
 use crate::output;
-use crate::placement::settle;
-use crate::report::{categories, human_bytes, plan_table};
-use crate::session::{self, context_for};
+use crate::report::{categories, driver_json, plan_table};
+use crate::session::{self, settle};
+use evenkeel::DRIVER_ROOM_BYTES;
+use evenkeel::context_for;
+use evenkeel::human_bytes;
+use evenkeel::{Room, on_host};
 
 /// Default context of `generate`, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 4096;
@@ -78,12 +79,10 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let context = holding.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&subject.config, context).context("--context")?;
     let sequences = args.batch.unwrap_or(1);
-    let options = |device| {
+    let options = settle(device, &*subject.parameters, &subject.json, |device| {
         let drafts = drafts_max(args.speculate.for_subject(&subject, device, model.is_none())?);
         Ok(EngineOptions { context, sequences, drafts, ..args.server.engine.options() })
-    };
-    settle(device, &*subject.parameters, &subject.json, |device| options(device.device()));
-    let options = options(device.device())?;
+    })?;
     match args.limit {
         Some(limit) => print_fit(args, &subject, options, limit),
         None => {
@@ -139,7 +138,7 @@ fn print_plan(
     if args.json {
         let mut object = categories(planned);
         if let Some(driver) = driver {
-            object["driver"] = driver.to_json();
+            object["driver"] = driver_json(&driver);
         }
         if let Some(requests) = requests {
             object["requests"] = json!(requests);
@@ -157,13 +156,13 @@ fn print_plan(
         output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))?;
     }
     if let Some(host) = Room::of_host() {
-        let needed = free::on_host(planned, device.device() != Device::Cpu);
+        let needed = on_host(planned, device.device() != Device::Cpu);
         let fits = if needed <= host.bytes { "fits" } else { "does not fit" };
         output::line(&format!("free        {} ({}): it {fits}", human_bytes(host.bytes), host.why))?;
     }
     let Some(driver) = driver else { return Ok(()) };
     output::line(&format!("driver      {}; code is added as it is first used", driver.to_line()))?;
-    let (limit, room) = (human_bytes(driver.limit()), human_bytes(ROOM_BYTES));
+    let (limit, room) = (human_bytes(driver.limit()), human_bytes(DRIVER_ROOM_BYTES));
     output::line(&format!(
         "limit       {limit} (by default: what is free now, less {room} for code and others)"
     ))

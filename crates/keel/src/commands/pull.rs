@@ -5,8 +5,8 @@ use clap::Args;
 use serde_json::json;
 
 use crate::output;
-use crate::report::human_bytes;
 use crate::source::hub::{self, HubName, Settings};
+use evenkeel::human_bytes;
 
 /// Download a model from the hub, or what is new in it. A download that was interrupted goes on where it was; every file's
 /// size is checked, and of large ones the SHA-256.

@@ -4,8 +4,8 @@ use anyhow::Result;
 use clap::Args;
 
 use crate::output;
-use crate::report::human_bytes;
 use crate::source::hub::{Cache, HubName, Settings};
+use evenkeel::human_bytes;
 
 /// Remove a model that was downloaded. Files that another revision has, too, stay.
 #[derive(Debug, Args)]

@@ -5,9 +5,9 @@ mod several;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use keel_array::Category;
 use keel_engine::EngineOptions;
@@ -21,10 +21,11 @@ use crate::args::{
 };
 use crate::holding;
 use crate::logging::LogFormat;
-use crate::report::human_bytes;
 use crate::session::{self, Session};
 use crate::sight;
-use crate::source::{self, Model};
+use crate::source;
+use evenkeel::ModelFiles;
+use evenkeel::human_bytes;
 use named::Named;
 
 /// Tokens of a step, unless another number is asked for.
@@ -275,7 +276,7 @@ async fn second_signal() {
 fn with_eyes(
     text: ModelText,
     args: &ServeOptions,
-    model: &Model,
+    model: &ModelFiles,
     options: &EngineOptions,
 ) -> Result<ModelText> {
     if options.vision.is_none() {
@@ -286,10 +287,10 @@ fn with_eyes(
 }
 
 /// Where a model's prefixes outlive the server: in a folder of its own where there are several.
-fn prefix_store(args: &ServeOptions, model: &Model, own: Option<&str>) -> Result<Option<PrefixStore>> {
+fn prefix_store(args: &ServeOptions, model: &ModelFiles, own: Option<&str>) -> Result<Option<PrefixStore>> {
     let Some(folder) = &args.requests.prefix_cache_dir else { return Ok(None) };
     let folder = own.map_or_else(|| folder.clone(), |own| folder.join(own));
-    Ok(Some(PrefixStore { folder, model: identity(args, model)? }))
+    Ok(Some(PrefixStore { folder, model: model.identity(args.engine.options().compute)? }))
 }
 
 /// What does not depend on the model.
@@ -317,31 +318,4 @@ fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
     options.grammar_time = Duration::from_secs(args.requests.grammar_timeout);
     args.patience.apply(&mut options);
     Ok(options)
-}
-
-/// Identifies a model's caches: by its config, its files with their sizes and times, and the arithmetic.
-fn identity(args: &ServeOptions, model: &Model) -> Result<String> {
-    let compute = args.engine.options().compute;
-    if model.is_built_in {
-        return Ok(format!("{} {compute:?}", source::built_in::identity()));
-    }
-    let path = &model.path;
-    let cannot_read = || format!("cannot read {}", path.display());
-    let paths = if path.is_dir() {
-        let entries = std::fs::read_dir(path).with_context(cannot_read)?;
-        entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?
-    } else {
-        vec![path.clone()]
-    };
-    let mut files = Vec::new();
-    for path in paths {
-        let facts = std::fs::metadata(&path).with_context(cannot_read)?;
-        if facts.is_file() {
-            let changed = facts.modified()?.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-            let name = path.file_name().unwrap_or_default();
-            files.push(format!("{}:{}:{changed}", name.display(), facts.len()));
-        }
-    }
-    files.sort();
-    Ok(format!("{} {compute:?} {}", model.json, files.join(" ")))
 }

@@ -12,8 +12,8 @@ use keel_vision::{Grid, ImageProcessor, ImageSpan, Placeholders, expand};
 use serde_json::Map;
 
 use super::{Origin, append, axes, can_see, grid_of, load, placeholders, processor_files};
-use crate::source::Model;
-use crate::text::ModelText;
+use evenkeel::ModelFiles;
+use evenkeel::ModelText;
 
 /// Pixels of a picture at most; a larger one is read at this size.
 const PIXELS_MAX: usize = 1 << 20;
@@ -50,7 +50,7 @@ pub struct Shown {
 impl Lens {
     /// # Errors
     /// A model without eyes; processor files that cannot be followed.
-    pub fn open(model: &Model, text: &ModelText) -> Result<Lens> {
+    pub fn open(model: &ModelFiles, text: &ModelText) -> Result<Lens> {
         if !can_see(model) {
             bail!("this model reads text alone: it has no vision tower, or no processor files");
         }

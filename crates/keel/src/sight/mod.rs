@@ -24,8 +24,8 @@ use keel_vision::{
 };
 use serde_json::{Map, Value};
 
-use crate::source::{Model, ModelFiles};
-use crate::text::ModelText;
+use evenkeel::ModelText;
+use evenkeel::{ModelFiles, WeightFiles};
 
 pub use lens::{Glance, Lens, Shown};
 pub use load::Origin;
@@ -58,7 +58,7 @@ pub struct Seen {
 /// - The model reads only text, and there are pictures.
 /// - A file cannot be read.
 /// - The processor, the template or the tokenizer fails.
-pub fn prepare(model: &Model, text: &ModelText, conversation: &Conversation) -> Result<Prepared> {
+pub fn prepare(model: &ModelFiles, text: &ModelText, conversation: &Conversation) -> Result<Prepared> {
     // A vision config that contradicts itself does not matter without pictures.
     let vision = vision::read_vision(&model.json);
     let vision = if conversation.has_pictures() { vision? } else { vision.ok().flatten() };
@@ -93,7 +93,7 @@ pub fn prepare(model: &Model, text: &ModelText, conversation: &Conversation) -> 
 }
 
 /// Whether a model has all that pictures need: a tower, and files that say how they are prepared.
-pub fn can_see(model: &Model) -> bool {
+pub fn can_see(model: &ModelFiles) -> bool {
     let config = vision::read_vision(&model.json).ok().flatten();
     config.is_some_and(|config| vision::has_tower(&config, &*model.parameters()))
         && processor_files(model).is_ok_and(|files| files.image(&Map::new()).is_ok())
@@ -103,14 +103,14 @@ pub fn can_see(model: &Model) -> bool {
 ///
 /// # Errors
 /// A model without eyes; processor files that cannot be followed.
-pub fn viewer(model: &Model, tokenizer: &Tokenizer, pixels_max: usize) -> Result<Viewer> {
+pub fn viewer(model: &ModelFiles, tokenizer: &Tokenizer, pixels_max: usize) -> Result<Viewer> {
     let config = vision::read_vision(&model.json)?.context("this model reads text alone")?;
     Ok(Viewer::new(config, &processor_files(model)?, tokenizer, pixels_max)?)
 }
 
-fn processor_files(model: &Model) -> Result<ProcessorFiles> {
-    match &model.files {
-        ModelFiles::Checkpoint(checkpoint) => Ok(ProcessorFiles::read(checkpoint.folder())?),
+fn processor_files(model: &ModelFiles) -> Result<ProcessorFiles> {
+    match &model.weights {
+        WeightFiles::Checkpoint(checkpoint) => Ok(ProcessorFiles::read(checkpoint.folder())?),
         _ => bail!("this form of a model has no processor files, so it cannot be shown pictures"),
     }
 }

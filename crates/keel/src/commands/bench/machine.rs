@@ -52,7 +52,7 @@ impl Machine {
     }
 
     fn measure_cpu(device: &DeviceArgs) -> Machine {
-        let backend = CpuBackend::planning(device.cpu_options());
+        let backend = CpuBackend::planning(device.options().cpu_options());
         let (threads, isa) = (backend.threads(), backend.isa());
         let pool = ThreadPool::new(threads);
         let peaks = floors::peaks(&pool, isa, PEAK_BUDGET);

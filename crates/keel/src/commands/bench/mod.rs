@@ -20,11 +20,12 @@ use serde_json::{Value, json};
 use crate::args::{DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs, drafts_max};
 use crate::failure::usage;
 use crate::output;
-use crate::placement::settle;
-use crate::report::{Memory, human_bytes};
-use crate::session::{self, Session, context_for};
+use crate::report::Memory;
+use crate::session::{self, Session, settle};
 use cost::Cost;
 use drawing::Drawing;
+use evenkeel::context_for;
+use evenkeel::human_bytes;
 use machine::Machine;
 use plot::Recorder;
 use profile::Profile;
@@ -112,12 +113,11 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let context = context_for(&subject.config, tokens).context("--prompt and --gen")?;
     let speculation = |device| args.speculate.for_subject(&subject, device, model.is_none());
     let sequences = args.batch.into();
-    let options = |drafts| EngineOptions { drafts, context, sequences, ..args.engine.options() };
-    settle(&args.device, &*subject.parameters, &subject.json, |device| {
-        Ok(options(drafts_max(speculation(device.device())?)))
-    });
+    let options = settle(&args.device, &*subject.parameters, &subject.json, |device| {
+        let drafts = drafts_max(speculation(device)?);
+        Ok(EngineOptions { drafts, context, sequences, ..args.engine.options() })
+    })?;
     let speculation = speculation(args.device.device())?;
-    let options = options(drafts_max(speculation));
     let report = measure(args, &subject, options, speculation)?;
     if args.json { output::json(&report.to_json(args)) } else { output::text(&report.to_text(args)) }
 }

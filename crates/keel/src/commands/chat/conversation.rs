@@ -10,12 +10,12 @@ use serde_json::{Value, json};
 
 use super::interrupt::Interrupt;
 use super::settings::Settings;
-use crate::session::Session;
+use crate::session::{self, Session};
 use crate::sight::{Glance, Lens, Shown};
 use crate::speculation::SpeculationReport;
-use crate::text::{ModelText, TextStream};
-use crate::tokens::{How, Tokens};
 use crate::{output, progress};
+use evenkeel::{How, Tokens};
+use evenkeel::{ModelText, TextStream};
 
 /// How answers start and end, for the whole conversation.
 pub struct Manner {
@@ -252,10 +252,12 @@ impl Conversation {
         let mut stream = TextStream::new(&self.text.tokenizer, &self.manner.stop)?;
         let how = How { options, speculation: self.manner.speculation, form: None };
         let bar = progress::tokens("prompt", prompt.len());
+        let runtime = self.session.engine.runtime().clone();
         let tokens = Tokens::start(&mut self.session.engine, sequence, &prompt[at..], how, &mut |done| {
             bar.set_position((at + done) as u64);
         });
         bar.finish_and_clear();
+        session::rest(&runtime);
         let mut tokens = tokens?;
         self.cached_ids = key;
         let mut is_interrupted = false;

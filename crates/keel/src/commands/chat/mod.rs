@@ -14,13 +14,13 @@ use clap::Args;
 use keel_engine::EngineOptions;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
-use crate::placement::settle;
-use crate::session::{Session, close, context_for};
+use crate::session::{Session, close, settle};
 use crate::sight::Lens;
 use crate::speculation::SpeculationReport;
-use crate::text::{ModelText, TextStream};
 use crate::{output, source};
 use conversation::{Conversation, Manner};
+use evenkeel::context_for;
+use evenkeel::{ModelText, TextStream};
 use input::Input;
 use interrupt::Interrupt;
 use lines::{Line, Lines};
@@ -66,22 +66,20 @@ pub struct ChatArgs {
 pub fn run(args: &ChatArgs) -> Result<()> {
     let model = source::open(args.model.model.as_deref())?;
     let text = ModelText::open(&model)?;
-    let template = text.template()?;
+    let template = text.template().context("use keel generate --raw")?;
     let lens = if args.images { Some(Lens::open(&model, &text).context("--images")?) } else { None };
     let vision = lens.as_ref().map(Lens::options);
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
     let speculation = |device| args.speculate.for_model(&model, device, &args.sampling);
-    let options =
-        |drafts| EngineOptions { context, checkpoints: CHECKPOINTS, drafts, vision, ..args.engine.options() };
-    settle(&args.device, &*model.parameters(), &model.json, |device| {
-        Ok(options(drafts_max(speculation(device.device())?)))
-    });
+    let options = settle(&args.device, &*model.parameters(), &model.json, |device| {
+        let drafts = drafts_max(speculation(device)?);
+        Ok(EngineOptions { context, checkpoints: CHECKPOINTS, drafts, vision, ..args.engine.options() })
+    })?;
     let speculation = speculation(args.device.device())?;
-    let options = options(drafts_max(speculation));
     let settings =
         Settings { sampler: args.sampling.options(&text.defaults)?, max_tokens: args.sampling.max_tokens };
-    TextStream::new(&text.tokenizer, &args.sampling.stop)?;
+    TextStream::new(&text.tokenizer, &args.sampling.stop).context("--stop")?;
     let session = Session::load(&args.device, &model, options)?;
     close(model);
     let end_tokens = if args.sampling.ignore_eos { Vec::new() } else { text.end_tokens() };

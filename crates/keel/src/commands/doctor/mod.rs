@@ -10,9 +10,9 @@ use keel_cpu::isa::Isa;
 use keel_cuda::{CudaError, GpuFacts, Survey, Version};
 use serde_json::{Value, json};
 
-use crate::args::machine;
 use crate::output;
-use crate::report::human_bytes;
+use evenkeel::human_bytes;
+use evenkeel::machine;
 use host::{Memory, Processor};
 
 /// Free memory below this leads to advice.

@@ -8,7 +8,7 @@ use keel_models::loading::{Parameters, RowSink};
 use keel_weights::{RotationValues, TensorSource};
 
 use crate::args::{Subject, SubjectArgs};
-use crate::source::{Model, ModelFiles};
+use evenkeel::{ModelFiles, WeightFiles};
 
 /// Bits per weight to try for a model that can be quantised.
 const BITS: [u8; 5] = [8, 6, 5, 4, 3];
@@ -38,15 +38,15 @@ impl<'a> Variant<'a> {
     }
 
     /// The model as it is, and quantised to fewer bits where that is possible.
-    pub fn of_model(model: &'a Model, flags: &str) -> Vec<Variant<'a>> {
+    pub fn of_model(model: &'a ModelFiles, flags: &str) -> Vec<Variant<'a>> {
         let own = Subject::of(model);
         let mut variants =
             vec![Variant { name: "as it is".into(), subject: own, command: format!("keel serve{flags}") }];
-        let file_bits = match &model.files {
+        let file_bits = match &model.weights {
             // A quantised checkpoint cannot be quantised again.
-            ModelFiles::Checkpoint(checkpoint) if checkpoint.quantization().is_some() => return variants,
-            ModelFiles::Checkpoint(_) => 16.0,
-            ModelFiles::Gguf(file) => {
+            WeightFiles::Checkpoint(checkpoint) if checkpoint.quantization().is_some() => return variants,
+            WeightFiles::Checkpoint(_) => 16.0,
+            WeightFiles::Gguf(file) => {
                 let entries = file.header().tensors().values();
                 let (bytes, elements) = entries.fold((0, 0), |(bytes, elements), entry| {
                     (bytes + entry.range.len(), elements + entry.shape.iter().product::<usize>())

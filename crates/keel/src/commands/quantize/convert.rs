@@ -16,7 +16,7 @@ use keel_weights::quantize::{
 use serde_json::Value;
 
 use super::Output;
-use crate::source::{self, gguf_text};
+use evenkeel::{gguf, is_gguf};
 
 type Progress<'p> = dyn FnMut(QuantizeProgress<'_>) + 'p;
 
@@ -35,7 +35,7 @@ pub fn convert(
     {
         bail!("{} exists already; name another file", target.display());
     }
-    if source::is_gguf(source) {
+    if is_gguf(source) {
         let file = GgufFile::open(source)?;
         return from_gguf(&file, source, target, output, progress);
     }
@@ -70,7 +70,7 @@ fn from_checkpoint(
         let files = TextFiles::read(folder)?;
         let vocabulary =
             files.vocabulary(config.vocab).context("the tokenizer cannot be written into a GGUF file")?;
-        gguf_text::write_vocabulary(&vocabulary, &mut metadata);
+        gguf::write_vocabulary(&vocabulary, &mut metadata);
     } else {
         metadata.string("tokenizer.ggml.model", "none");
     }
@@ -95,8 +95,8 @@ fn from_gguf(
     let tensors = GgufAsCheckpoint::new(file, &config)?;
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     let (report, section) = write_safetensors(&tensors, target, &metadata, &form, progress)?;
-    if gguf_text::has_vocabulary(file) {
-        let files = gguf_text::text_files(file, path.display().to_string())?;
+    if gguf::has_vocabulary(file) {
+        let files = gguf::text_files(file, path.display().to_string())?;
         for (name, bytes) in files.to_write() {
             let path = target.join(name);
             std::fs::write(&path, bytes).with_context(|| format!("cannot write {}", path.display()))?;

@@ -15,8 +15,8 @@ use serde_json::json;
 
 use crate::args::{affine_format, parse_bytes};
 use crate::failure::usage;
-use crate::report::human_bytes;
 use crate::{output, progress, source};
+use evenkeel::human_bytes;
 
 /// Write a copy of a checkpoint in another form: quantised as MLX does, as a GGUF file, or dense.
 ///

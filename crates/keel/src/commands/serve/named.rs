@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::source::Model;
+use evenkeel::ModelFiles;
 
 /// A value of `--model`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +30,7 @@ impl Named {
 }
 
 /// The default name of a model: that of its folder or file.
-pub fn of(model: &Model) -> String {
+pub fn of(model: &ModelFiles) -> String {
     let name = model.path.file_name().and_then(|name| name.to_str());
     name.unwrap_or("keel").to_string()
 }

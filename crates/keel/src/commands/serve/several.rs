@@ -8,10 +8,10 @@ use super::{ServeOptions, device, prefix_store, second_signal, server_options, t
 use crate::args::Subject;
 use crate::failure::usage;
 use crate::holding::{self, Holding};
-use crate::report::human_bytes;
 use crate::session::{self, Session};
 use crate::sight;
 use crate::source;
+use evenkeel::human_bytes;
 
 /// Serves models that are loaded on request.
 ///

@@ -20,10 +20,10 @@ pub use cache::{Cache, Entry};
 pub use settings::{Settings, cache_folder};
 
 use crate::progress;
-use crate::report::human_bytes;
 use choice::Wanted;
 use client::{Client, RemoteFile};
 use download::{Origin, download};
+use evenkeel::human_bytes;
 
 /// Pause before a failed request is repeated. Each further pause is longer.
 const PAUSE: Duration = Duration::from_millis(500);

@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde_json::{Value, json};
 
 use super::client::Answer;
-use crate::report::human_bytes;
+use evenkeel::human_bytes;
 
 /// Quantiles of times in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -1,10 +1,17 @@
 //! Converts the text side of a GGUF file from and to its metadata.
 
-use anyhow::Result;
 use keel_text::{ExportedVocabulary, TextFiles, TokenKind, Vocabulary};
 use keel_weights::gguf::{GgufFile, GgufMetadata, GgufValue};
 
+use crate::Result;
+
 /// Whether a file has a vocabulary.
+///
+/// ```no_run
+/// let file = evenkeel::weights::gguf::GgufFile::open("model.gguf".as_ref())?;
+/// assert!(evenkeel::gguf::has_vocabulary(&file));
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
 pub fn has_vocabulary(file: &GgufFile) -> bool {
     file.metadata().contains_key("tokenizer.ggml.tokens")
 }
@@ -13,6 +20,13 @@ pub fn has_vocabulary(file: &GgufFile) -> bool {
 ///
 /// # Errors
 /// The vocabulary's kind is not supported, or the vocabulary contradicts itself.
+///
+/// ```no_run
+/// let file = evenkeel::weights::gguf::GgufFile::open("model.gguf".as_ref())?;
+/// let files = evenkeel::gguf::text_files(&file, "model.gguf".into())?;
+/// let tokenizer = evenkeel::text::Tokenizer::new(&files)?;
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
 pub fn text_files(file: &GgufFile, name: String) -> Result<TextFiles<'static>> {
     let keys = Keys(file);
     let kinds = keys.list("token_type");
@@ -55,6 +69,14 @@ pub fn text_files(file: &GgufFile, name: String) -> Result<TextFiles<'static>> {
 }
 
 /// Writes the metadata that [`text_files`] reads.
+///
+/// ```
+/// use evenkeel::{ModelFiles, gguf, weights::gguf::GgufMetadata};
+/// let files = ModelFiles::built_in()?;
+/// let vocabulary = files.text_files()?.vocabulary(files.config.vocab)?;
+/// gguf::write_vocabulary(&vocabulary, &mut GgufMetadata::default());
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
 pub fn write_vocabulary(vocabulary: &ExportedVocabulary, metadata: &mut GgufMetadata) {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     metadata.string(&key("model"), vocabulary.model);

@@ -3,10 +3,20 @@
 use std::time::{Duration, Instant};
 
 use keel_cache::SequenceCache;
+use keel_engine::batch::Constraint;
 use keel_engine::{Engine, EngineError, FinishReason, GenerateOptions, Result, Sampler};
 use keel_text::GrammarState;
 
 /// A grammar at its start, and the token that ends reasoning before it.
+///
+/// ```
+/// use evenkeel::{ModelFiles, ModelText, text::GrammarSource};
+/// let files = ModelFiles::built_in()?;
+/// let source = GrammarSource::JsonSchema(serde_json::json!({"type": "integer"}));
+/// let form = ModelText::open(&files)?.form(&files, &source, &[])?;
+/// assert_eq!(form.begins_after, None, "this model does not reason");
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
 pub struct Form {
     /// The grammar.
     pub state: GrammarState,
@@ -14,19 +24,19 @@ pub struct Form {
     pub begins_after: Option<u32>,
 }
 
-impl Form {
-    fn mask(&mut self, logits: &mut [f32]) -> Result<()> {
+impl Constraint for Form {
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
         if self.begins_after.is_some() {
             return Ok(());
         }
-        self.state.mask(logits).map_err(|error| EngineError::Constraint(error.to_string()))
+        self.state.mask(logits).map_err(|error| error.to_string())
     }
 
-    fn accept(&mut self, token: u32) -> Result<()> {
+    fn accept(&mut self, token: u32) -> Result<(), String> {
         match self.begins_after {
             Some(wanted) if wanted == token => self.begins_after = None,
             Some(_) => {}
-            None => self.state.accept(token).map_err(|error| EngineError::Constraint(error.to_string()))?,
+            None => self.state.accept(token).map_err(|error| error.to_string())?,
         }
         Ok(())
     }
@@ -37,7 +47,7 @@ impl Form {
 }
 
 /// As [`keel_engine::TokenIterator`], but restricted to tokens that the form allows. The host draws each token.
-pub struct ConstrainedTokens<'e> {
+pub(crate) struct ConstrainedTokens<'e> {
     engine: &'e mut Engine,
     sequence: SequenceCache,
     sampler: Sampler,
@@ -68,9 +78,17 @@ impl<'e> ConstrainedTokens<'e> {
         let start = Instant::now();
         let mut logits = Vec::new();
         let sampler = Sampler::new(options.sampler, &[&options.seen[..], prompt].concat());
-        let run =
-            sampler.and_then(|s| engine.prefill(&mut sequence, prompt, &mut logits, progress).map(|()| s));
-        match run {
+        let mut run = || match options.one_by_one {
+            false => engine.prefill(&mut sequence, prompt, &mut logits, progress),
+            true => {
+                for (i, token) in prompt.iter().enumerate() {
+                    engine.decode(&mut [&mut sequence], &[*token])?;
+                    progress(i + 1);
+                }
+                engine.logits(0, &mut logits)
+            }
+        };
+        match sampler.and_then(|sampler| run().map(|()| sampler)) {
             Ok(sampler) => Ok(ConstrainedTokens {
                 engine,
                 sequence,
@@ -100,6 +118,11 @@ impl<'e> ConstrainedTokens<'e> {
         self.finished
     }
 
+    /// Ends the iteration and releases the sequence's memory.
+    pub fn release(self) {
+        self.engine.release(self.sequence);
+    }
+
     /// Ends the iteration and returns the sequence.
     pub fn into_sequence(self) -> SequenceCache {
         self.sequence
@@ -111,12 +134,12 @@ impl<'e> ConstrainedTokens<'e> {
             self.engine.decode(&mut [&mut self.sequence], &[last])?;
             self.engine.logits(0, &mut self.logits)?;
         }
-        self.form.mask(&mut self.logits)?;
+        self.form.mask(&mut self.logits).map_err(EngineError::Constraint)?;
         let id = self.sampler.sample(&mut self.logits);
         if self.end_tokens.contains(&id) {
             return Ok(None);
         }
-        self.form.accept(id)?;
+        self.form.accept(id).map_err(EngineError::Constraint)?;
         self.last = Some(id);
         Ok(Some(id))
     }

@@ -1,19 +1,31 @@
 //! The memory that a GPU's driver uses in addition to tensor memory, and a limit that leaves room for it.
 
 use keel_array::{DeviceUsage, Runtime};
-use serde_json::{Value, json};
 
-use crate::report::human_bytes;
+use crate::human_bytes;
 
 /// Bytes that the default limit leaves free. They are for other programs, and for code of kernels and libraries, which
 /// is loaded on first use.
-pub const ROOM_BYTES: u64 = 512 << 20;
+///
+/// ```
+/// assert_eq!(evenkeel::human_bytes(evenkeel::DRIVER_ROOM_BYTES), "512 MiB");
+/// ```
+pub const DRIVER_ROOM_BYTES: u64 = 512 << 20;
 
-/// The memory of the driver for this process: context, code of kernels, libraries. It is neither in the ledger nor in
-/// the plan.
+/// The memory of a GPU's driver for this process: context, code of kernels, libraries. It is neither in the ledger nor
+/// in the plan.
+///
+/// ```
+/// use evenkeel::{Device, DeviceOptions, Driver, array::Compute};
+/// let device = DeviceOptions { device: Some(Device::Cpu), ..DeviceOptions::default() };
+/// let runtime = device.runtime(Compute::Auto)?;
+/// assert!(Driver::measure(&runtime).is_none(), "a CPU has no driver");
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Driver {
-    usage: DeviceUsage,
+    /// The device's memory.
+    pub usage: DeviceUsage,
     /// The value of [`DeviceUsage::driver_bytes`].
     pub bytes: u64,
 }
@@ -26,15 +38,15 @@ impl Driver {
 
     /// The default limit on tensor bytes. It must be taken before tensors exist.
     pub fn limit(&self) -> u64 {
-        self.usage.free.saturating_sub(ROOM_BYTES)
+        self.usage.free.saturating_sub(DRIVER_ROOM_BYTES)
     }
 
     /// Describes the contents of these bytes.
     pub fn what(&self) -> &'static str {
         match self.usage.others() {
-            Some(_) => "context, code of kernels, libraries: measured, beside the plan",
+            Some(_) => "context, code of kernels, libraries: measured, in addition to the plan",
             None => {
-                "context, code of kernels, libraries, and all that other programs have: measured, beside the plan"
+                "context, code of kernels, libraries, and all that other programs have: measured, in addition to the plan"
             }
         }
     }
@@ -42,13 +54,6 @@ impl Driver {
     /// The bytes with a unit, and their description.
     pub fn to_line(self) -> String {
         format!("{} ({})", human_bytes(self.bytes), self.what())
-    }
-
-    /// `bytes`; `others` (null if they cannot be measured, and are therefore part of `bytes`); and the device's `free`
-    /// and `total`.
-    pub fn to_json(self) -> Value {
-        let DeviceUsage { total, free, .. } = self.usage;
-        json!({"bytes": self.bytes, "others": self.usage.others(), "free": free, "total": total})
     }
 }
 

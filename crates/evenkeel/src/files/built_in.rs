@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
-use anyhow::Result;
 use keel_text::TextFiles;
 use keel_weights::Checkpoint;
+
+use crate::Result;
 
 /// The model's name in messages and reports. There is no such folder.
 pub const NAME: &str = "built-in/demo";

@@ -9,9 +9,14 @@ use keel_engine::{
 };
 
 use crate::constrained::{ConstrainedTokens, Form};
-use crate::session;
 
 /// How tokens are drawn.
+///
+/// ```
+/// use evenkeel::{How, engine::GenerateOptions};
+/// let options = GenerateOptions { max_tokens: 8, ..GenerateOptions::default() };
+/// let how = How { options, speculation: None, form: None };
+/// ```
 pub struct How {
     /// Number of tokens, sampling, and end tokens.
     pub options: GenerateOptions,
@@ -21,8 +26,22 @@ pub struct How {
     pub form: Option<Form>,
 }
 
-/// One of the three iterators.
-pub enum Tokens<'e> {
+/// The tokens of one sequence on an engine. [`crate::Answer`] gives text.
+///
+/// ```
+/// use evenkeel::{How, LoadOptions, Model, Tokens, engine::GenerateOptions};
+/// let mut model = Model::built_in(&LoadOptions::default())?;
+/// let sequence = model.engine_mut().open()?;
+/// let options = GenerateOptions { max_tokens: 3, ..GenerateOptions::default() };
+/// let how = How { options, speculation: None, form: None };
+/// let mut tokens = Tokens::start(model.engine_mut(), sequence, &[509, 496], how, &mut |_| ())?;
+/// assert_eq!(tokens.by_ref().count(), 3);
+/// tokens.release();
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub struct Tokens<'e>(Kind<'e>);
+
+enum Kind<'e> {
     /// One token per step.
     Plain(Box<TokenIterator<'e>>),
     /// One or more tokens per step.
@@ -34,15 +53,15 @@ pub enum Tokens<'e> {
 macro_rules! either {
     ($self:expr, $tokens:ident => $value:expr) => {
         match $self {
-            Tokens::Plain($tokens) => $value,
-            Tokens::Speculative($tokens) => $value,
-            Tokens::Constrained($tokens) => $value,
+            Kind::Plain($tokens) => $value,
+            Kind::Speculative($tokens) => $value,
+            Kind::Constrained($tokens) => $value,
         }
     };
 }
 
 impl<'e> Tokens<'e> {
-    /// Runs the prompt. Then releases memory that further tokens do not need.
+    /// Runs the prompt.
     ///
     /// # Errors
     /// As [`TokenIterator::new`].
@@ -53,47 +72,49 @@ impl<'e> Tokens<'e> {
         how: How,
         progress: &mut dyn FnMut(usize),
     ) -> Result<Tokens<'e>> {
-        let runtime = engine.runtime().clone();
         let How { options, speculation, form } = how;
-        let tokens = match (form, speculation) {
+        Ok(match (form, speculation) {
             (Some(form), _) => {
                 let tokens = ConstrainedTokens::new(engine, sequence, prompt, options, form, progress)?;
-                Tokens::Constrained(Box::new(tokens))
+                Tokens(Kind::Constrained(Box::new(tokens)))
             }
             (None, None) => {
                 let tokens = TokenIterator::new(engine, sequence, prompt, options, progress)?;
-                Tokens::Plain(Box::new(tokens))
+                Tokens(Kind::Plain(Box::new(tokens)))
             }
             (None, Some(how)) => {
                 let tokens = MtpTokenIterator::new(engine, sequence, prompt, options, how, progress)?;
-                Tokens::Speculative(Box::new(tokens))
+                Tokens(Kind::Speculative(Box::new(tokens)))
             }
-        };
-        session::settle(&runtime);
-        Ok(tokens)
+        })
     }
 
     /// Duration of the prompt.
     pub fn prefill_time(&self) -> Duration {
-        either!(self, tokens => tokens.prefill_time())
+        either!(&self.0, tokens => tokens.prefill_time())
     }
 
     /// Why the sequence ended, if it has ended.
     pub fn finish_reason(&self) -> Option<FinishReason> {
-        either!(self, tokens => tokens.finish_reason())
+        either!(&self.0, tokens => tokens.finish_reason())
     }
 
     /// The counters of speculation.
     pub fn counters(&self) -> Option<&SpeculationCounters> {
-        match self {
-            Tokens::Plain(_) | Tokens::Constrained(_) => None,
-            Tokens::Speculative(tokens) => Some(tokens.counters()),
+        match &self.0 {
+            Kind::Plain(_) | Kind::Constrained(_) => None,
+            Kind::Speculative(tokens) => Some(tokens.counters()),
         }
+    }
+
+    /// Ends the iteration and releases the sequence's memory.
+    pub fn release(self) {
+        either!(self.0, tokens => tokens.release());
     }
 
     /// Ends the iteration; see [`TokenIterator::into_sequence`].
     pub fn into_sequence(self) -> SequenceCache {
-        either!(self, tokens => tokens.into_sequence())
+        either!(self.0, tokens => tokens.into_sequence())
     }
 }
 
@@ -101,6 +122,6 @@ impl Iterator for Tokens<'_> {
     type Item = Result<u32>;
 
     fn next(&mut self) -> Option<Result<u32>> {
-        either!(self, tokens => tokens.next())
+        either!(&mut self.0, tokens => tokens.next())
     }
 }

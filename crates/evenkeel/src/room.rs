@@ -3,13 +3,19 @@
 use keel_array::{Category, MemoryReport, Runtime};
 use keel_cpu::memory::{self, Bound};
 
-use crate::driver::{Driver, ROOM_BYTES};
-use crate::report::human_bytes;
+use crate::driver::{DRIVER_ROOM_BYTES, Driver};
+use crate::human_bytes;
 
 /// Host memory that a plan leaves free for the program itself, its heap and its threads.
 const HOST_ROOM_BYTES: u64 = 64 << 20;
 
 /// The bytes that a plan may use, and why not more.
+///
+/// ```
+/// if let Some(room) = evenkeel::Room::of_host() {
+///     println!("{} are free: {}", evenkeel::human_bytes(room.bytes), room.why);
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Room {
     /// Bytes for the plan's categories that are on the device.
@@ -40,17 +46,31 @@ impl Room {
 
     /// Free memory of a GPU.
     pub fn of_gpu(driver: &Driver) -> Room {
-        let room = human_bytes(ROOM_BYTES);
+        let room = human_bytes(DRIVER_ROOM_BYTES);
         Room { bytes: driver.limit(), why: format!("what the GPU has free now less {room} for its driver") }
     }
 }
 
 /// The bytes of a plan on the device. On a GPU, parked sequences are in host memory instead.
+///
+/// ```
+/// use evenkeel::{LoadOptions, ModelFiles, on_device};
+/// let planned = ModelFiles::built_in()?.plan(&LoadOptions::default())?;
+/// assert_eq!(on_device(&planned, true), planned.total());
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
 pub fn on_device(planned: &MemoryReport, is_gpu: bool) -> u64 {
     if is_gpu { planned.total() - planned.get(Category::Swap) } else { planned.total() }
 }
 
 /// The bytes of a plan in host memory.
+///
+/// ```
+/// use evenkeel::{LoadOptions, ModelFiles, on_host};
+/// let planned = ModelFiles::built_in()?.plan(&LoadOptions::default())?;
+/// assert_eq!(on_host(&planned, false), planned.total());
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
 pub fn on_host(planned: &MemoryReport, is_gpu: bool) -> u64 {
     if is_gpu { planned.get(Category::Swap) } else { planned.total() }
 }

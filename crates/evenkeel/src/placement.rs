@@ -1,41 +1,65 @@
-//! `--device auto`: the first GPU on which the plan fits, else the CPU.
+//! Chooses a device: the first GPU on which the plan fits, else the CPU.
 
-use anyhow::Result;
+use std::fmt::Display;
+
 use keel_cuda::{GpuFacts, Survey};
 use keel_engine::EngineOptions;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
-use crate::args::{Device, DeviceArgs, machine};
-use crate::driver::ROOM_BYTES;
-use crate::free::on_device;
-use crate::report::human_bytes;
-use crate::session;
+use crate::device::{Device, DeviceOptions, machine};
+use crate::driver::DRIVER_ROOM_BYTES;
+use crate::room::on_device;
+use crate::{Error, human_bytes, plan};
 
 /// Most bytes that a context and the libraries take on a device before there are tensors.
 const CONTEXT_BYTES: u64 = 1 << 30;
 
-/// Chooses the device for `--device auto`, by planning the `options` of each candidate. The options may depend on the
-/// device, as drafts do. If no GPU can take the plan, the CPU is chosen. Its own plan then reports any error.
-pub fn settle(
-    device: &DeviceArgs,
+/// A device, and why it was chosen.
+///
+/// ```
+/// use evenkeel::{Device, Placement};
+/// let placement = Placement { device: Device::Cpu, why: "running on the CPU: there is no NVIDIA GPU".into() };
+/// assert_eq!(placement.device, Device::Cpu);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// The device.
+    pub device: Device,
+    /// The reason in one line.
+    pub why: String,
+}
+
+/// Chooses the first GPU on which the plan fits, else the CPU. `options` returns the options of the plan for a device,
+/// because drafts may depend on it. If no GPU can take the plan, the plan of the CPU then reports any error.
+///
+/// ```
+/// use evenkeel::engine::EngineOptions;
+/// use evenkeel::{DeviceOptions, Error, ModelFiles, place};
+/// let files = ModelFiles::built_in()?;
+/// let placement = place(&DeviceOptions::default(), &*files.parameters(), &files.json, |_| {
+///     Ok::<_, Error>(EngineOptions::default())
+/// });
+/// println!("{}", placement.why);
+/// # Ok::<(), Error>(())
+/// ```
+pub fn place<E: Display + From<Error>>(
+    device: &DeviceOptions,
     parameters: &dyn Parameters,
     config: &Value,
-    options: impl Fn(&DeviceArgs) -> Result<EngineOptions>,
-) {
-    if !device.is_open() {
-        return;
-    }
-    let (chosen, why) = choose(machine(), &mut |ordinal| {
-        let candidate = device.on(Device::Cuda(ordinal));
-        let planned = session::plan(&candidate, parameters, config, options(&candidate)?)?;
-        Ok(on_device(&planned, true))
+    options: impl Fn(Device) -> Result<EngineOptions, E>,
+) -> Placement {
+    let (device, why) = choose(machine(), &mut |ordinal| {
+        let gpu = Device::Cuda(ordinal);
+        let candidate = DeviceOptions { device: Some(gpu), ..device.clone() };
+        let planned = plan(&candidate, parameters, config, options(gpu)?)?;
+        Ok::<_, E>(on_device(&planned, true))
     });
-    device.choose(chosen, why);
+    Placement { device, why }
 }
 
 /// Returns the device, and the reason in one line. `bytes` returns what the GPU with a given number would have to hold.
-fn choose(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u64>) -> (Device, String) {
+fn choose<E: Display>(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u64, E>) -> (Device, String) {
     let on_cpu = |reason: String| (Device::Cpu, format!("running on the CPU: {reason}"));
     if survey.driver.is_err() && survey.gpus.is_empty() {
         return on_cpu("there is no NVIDIA driver".into());
@@ -65,7 +89,7 @@ fn choose(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u64>) -> (Devi
 /// Bytes of tensors that a GPU has room for; `None` if the GPU is not supported.
 fn room_on(gpu: &GpuFacts) -> Option<u64> {
     let free = gpu.free_bytes.unwrap_or(gpu.total_bytes);
-    gpu.is_supported().then(|| free.saturating_sub(ROOM_BYTES + CONTEXT_BYTES))
+    gpu.is_supported().then(|| free.saturating_sub(DRIVER_ROOM_BYTES + CONTEXT_BYTES))
 }
 
 #[cfg(test)]
@@ -84,7 +108,7 @@ mod tests {
     }
 
     fn chosen(survey: &Survey, gib: u64) -> (Device, String) {
-        choose(survey, &mut |_| Ok(gib << 30))
+        choose(survey, &mut |_| Ok::<_, Error>(gib << 30))
     }
 
     #[test]
@@ -120,8 +144,7 @@ mod tests {
 
     #[test]
     fn what_a_gpu_cannot_plan_is_left_to_the_cpu() {
-        let (device, why) =
-            choose(&survey(vec![gpu(0, (9, 0), 70)]), &mut |_| anyhow::bail!("no such kernel"));
+        let (device, why) = choose(&survey(vec![gpu(0, (9, 0), 70)]), &mut |_| Err("no such kernel"));
         assert!(device == Device::Cpu && why.contains("cuda:0 (GPU 0): no such kernel"), "{why}");
     }
 }

@@ -1,0 +1,167 @@
+//! The text of one sequence, piece by piece.
+
+use std::collections::VecDeque;
+
+use keel_engine::{FinishReason, SpeculationCounters};
+use keel_text::{AnswerForm, AnswerParser, AnswerPart};
+
+use crate::{Error, Result, Sequence, TextStream, Tokens};
+
+/// The text that a model writes, in pieces of whole characters. Dropping it gives the memory back.
+///
+/// ```
+/// use evenkeel::{LoadOptions, Model, Request, engine::FinishReason};
+/// let mut model = Model::built_in(&LoadOptions::default())?;
+/// let mut answer = model.stream("Once upon a time", Request { max_tokens: Some(8), ..Request::default() })?;
+/// while let Some(piece) = answer.next() {
+///     print!("{}", piece?);
+/// }
+/// assert_eq!(answer.finish_reason(), Some(FinishReason::Length));
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub struct Answer<'m> {
+    /// `None` once the sequence is given away.
+    tokens: Option<Tokens<'m>>,
+    stream: TextStream,
+    /// The prompt and everything before it, then the tokens drawn.
+    ids: Vec<u32>,
+    prompt_len: usize,
+    has_ended: bool,
+}
+
+impl<'m> Answer<'m> {
+    pub(crate) fn new(tokens: Tokens<'m>, stream: TextStream, prompt: Vec<u32>) -> Answer<'m> {
+        let prompt_len = prompt.len();
+        Answer { tokens: Some(tokens), stream, ids: prompt, prompt_len, has_ended: false }
+    }
+
+    /// The tokens drawn so far.
+    pub fn tokens(&self) -> &[u32] {
+        &self.ids[self.prompt_len..]
+    }
+
+    /// All text so far.
+    pub fn text(&self) -> &str {
+        self.stream.text()
+    }
+
+    /// Why the text ended, if it has ended.
+    pub fn finish_reason(&self) -> Option<FinishReason> {
+        if self.stream.is_stopped() {
+            return Some(FinishReason::Stop);
+        }
+        self.tokens.as_ref().and_then(Tokens::finish_reason)
+    }
+
+    /// The counters of speculation, if the request asked for drafts.
+    pub fn counters(&self) -> Option<&SpeculationCounters> {
+        self.tokens.as_ref().and_then(Tokens::counters)
+    }
+
+    /// Draws the rest of the text, then returns the sequence, to continue or to save it.
+    ///
+    /// # Errors
+    /// A step fails. The sequence is then released.
+    pub fn into_sequence(mut self) -> Result<Sequence> {
+        self.by_ref().try_for_each(|piece| piece.map(drop))?;
+        match self.tokens.take() {
+            Some(tokens) => {
+                Ok(Sequence { cache: tokens.into_sequence(), tokens: std::mem::take(&mut self.ids) })
+            }
+            None => unreachable!("the sequence is given away only here"),
+        }
+    }
+
+    /// The next piece, which may be empty; `None` at the end.
+    fn piece(&mut self) -> Result<Option<String>> {
+        let Some(tokens) = self.tokens.as_mut().filter(|_| !self.has_ended) else { return Ok(None) };
+        let piece = match tokens.next().transpose()? {
+            Some(id) => {
+                self.ids.push(id);
+                self.stream.push(id)?.to_string()
+            }
+            None => {
+                self.has_ended = true;
+                self.stream.finish()?.to_string()
+            }
+        };
+        self.has_ended |= self.stream.is_stopped();
+        Ok(Some(piece))
+    }
+}
+
+impl Iterator for Answer<'_> {
+    type Item = Result<String>;
+
+    fn next(&mut self) -> Option<Result<String>> {
+        loop {
+            match self.piece() {
+                Ok(Some(piece)) if piece.is_empty() => {}
+                Ok(piece) => return piece.map(Ok),
+                Err(error) => {
+                    self.has_ended = true;
+                    return Some(Err(error));
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Answer<'_> {
+    fn drop(&mut self) {
+        if let Some(tokens) = self.tokens.take() {
+            tokens.release();
+        }
+    }
+}
+
+/// The parts of an answer to messages: reasoning, text and calls of tools.
+///
+/// ```
+/// use evenkeel::text::{AnswerPart, Message};
+/// use evenkeel::{LoadOptions, Model, Request};
+/// let mut model = Model::built_in(&LoadOptions::default())?;
+/// let messages = [Message::new("user", "Tell me a story.")];
+/// for part in model.chat(&messages, &[], Request { max_tokens: Some(16), ..Request::default() })? {
+///     match part? {
+///         AnswerPart::Text(text) => print!("{text}"),
+///         AnswerPart::Reasoning(text) => eprint!("{text}"),
+///         AnswerPart::ToolCall { name, arguments } => println!("{name}({arguments})"),
+///     }
+/// }
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub struct Chat<'m> {
+    answer: Answer<'m>,
+    /// `None` once the answer has ended.
+    parser: Option<AnswerParser>,
+    ready: VecDeque<AnswerPart>,
+}
+
+impl<'m> Chat<'m> {
+    pub(crate) fn new(answer: Answer<'m>, form: AnswerForm) -> Chat<'m> {
+        Chat { answer, parser: Some(AnswerParser::new(form)), ready: VecDeque::new() }
+    }
+
+    /// The answer as plain text, for its tokens and its end.
+    pub fn answer(&self) -> &Answer<'m> {
+        &self.answer
+    }
+}
+
+impl Iterator for Chat<'_> {
+    type Item = Result<AnswerPart, Error>;
+
+    fn next(&mut self) -> Option<Result<AnswerPart>> {
+        while self.ready.is_empty() {
+            let mut parts = Vec::new();
+            match self.answer.next() {
+                Some(Ok(piece)) => self.parser.as_mut()?.push(&piece, &mut parts),
+                Some(Err(error)) => return Some(Err(error)),
+                None => self.parser.take()?.finish(&mut parts),
+            }
+            self.ready.extend(parts);
+        }
+        self.ready.pop_front().map(Ok)
+    }
+}

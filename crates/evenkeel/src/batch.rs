@@ -1,0 +1,215 @@
+//! Many texts at once on one model.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use keel_engine::batch::{self, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, RequestId};
+use keel_engine::{Engine, FinishReason};
+
+use crate::{Error, ModelText, Request, Result, TextStream};
+
+/// An event of a request of a [`Batch`].
+///
+/// ```
+/// use evenkeel::{BatchEvent, LoadOptions, Model, Request};
+/// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
+/// batch.submit("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
+/// while !batch.is_idle() {
+///     for (id, event) in batch.step()? {
+///         if let BatchEvent::Text(piece) = event {
+///             println!("{id}: {piece}");
+///         }
+///     }
+/// }
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum BatchEvent {
+    /// A piece of text.
+    Text(String),
+    /// The embedding that was asked for. Only the end follows.
+    Embedding(Vec<f32>),
+    /// It ended, and its memory is free again. No event follows.
+    Finished(FinishReason),
+    /// It failed, and its memory is free again. No event follows.
+    Failed(Error),
+}
+
+/// Requests that run together on one model. They join and leave between steps.
+///
+/// ```
+/// use evenkeel::{LoadOptions, Model, Request, engine::EngineOptions};
+/// let engine = EngineOptions { sequences: 2, ..EngineOptions::default() };
+/// let model = Model::built_in(&LoadOptions { engine, ..LoadOptions::default() })?;
+/// let mut batch = model.into_batch(Default::default())?;
+/// let request = Request { max_tokens: Some(8), ..Request::default() };
+/// let stories = batch.complete(&["Once upon a time", "The cat"], &request)?;
+/// assert_eq!(stories.len(), 2);
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub struct Batch {
+    batcher: Batcher,
+    text: ModelText,
+    streams: HashMap<RequestId, TextStream>,
+    next: RequestId,
+}
+
+impl Batch {
+    pub(crate) fn new(engine: Engine, text: ModelText, options: BatchOptions) -> Batch {
+        Batch { batcher: Batcher::new(engine, options), text, streams: HashMap::new(), next: 0 }
+    }
+
+    /// Queues a text to continue. Its schema, grammar and speculation are not used: a batch drafts by its own options.
+    ///
+    /// # Errors
+    /// The request can never run, or the queue is full.
+    pub fn submit(&mut self, prompt: &str, request: Request) -> Result<RequestId> {
+        let ids = self.text.encode_text(prompt)?;
+        let context = self.batcher.engine().options().context;
+        let most = request.max_tokens.unwrap_or(context.saturating_sub(ids.len()));
+        let stream = TextStream::new(&self.text.tokenizer, &request.stop)?;
+        let id = self.add(BatchRequest {
+            sampler: request.sampler.unwrap_or_else(|| self.text.sampling()),
+            end_tokens: if request.ignore_end { Vec::new() } else { self.text.end_tokens() },
+            ..BatchRequest::new(self.next, ids, most)
+        })?;
+        self.streams.insert(id, stream);
+        Ok(id)
+    }
+
+    /// Queues a text whose embedding is wanted: the hidden state after its last token, scaled to length 1.
+    ///
+    /// # Errors
+    /// As [`Batch::submit`].
+    pub fn submit_embedding(&mut self, text: &str) -> Result<RequestId> {
+        let ids = self.text.encode_text(text)?;
+        self.add(BatchRequest::to_read(self.next, ids, Readout::LastHidden))
+    }
+
+    fn add(&mut self, request: BatchRequest) -> Result<RequestId> {
+        self.batcher.submit(request, Instant::now())?;
+        self.next += 1;
+        Ok(self.next - 1)
+    }
+
+    /// Ends a request in any state and takes its memory back.
+    pub fn cancel(&mut self, id: RequestId) {
+        self.streams.remove(&id);
+        self.batcher.cancel(id);
+    }
+
+    /// Whether nothing runs or waits.
+    pub fn is_idle(&self) -> bool {
+        self.batcher.is_idle()
+    }
+
+    /// Counts at this moment.
+    pub fn status(&self) -> BatchStatus {
+        self.batcher.status()
+    }
+
+    /// Advances every text by a token, and returns what happened.
+    ///
+    /// # Errors
+    /// A token that the tokenizer does not know.
+    pub fn step(&mut self) -> Result<Vec<(RequestId, BatchEvent)>> {
+        let mut events = Vec::new();
+        for (id, event) in self.batcher.step(Instant::now()) {
+            match event {
+                batch::BatchEvent::Token { id: token, .. } => self.push(id, token, &mut events)?,
+                batch::BatchEvent::Read(values) => {
+                    events.push((id, BatchEvent::Embedding(normalised(values))));
+                }
+                batch::BatchEvent::Finished(reason) => {
+                    if let Some(mut stream) = self.streams.remove(&id) {
+                        push_text(&mut events, id, stream.finish()?);
+                    }
+                    events.push((id, BatchEvent::Finished(reason)));
+                }
+                batch::BatchEvent::Failed(error) => {
+                    self.streams.remove(&id);
+                    events.push((id, BatchEvent::Failed(error.into())));
+                }
+                batch::BatchEvent::Started { .. } | batch::BatchEvent::Prefilled(_) => {}
+            }
+        }
+        Ok(events)
+    }
+
+    /// Adds a token to a text. A stop string ends the request. Tokens after it are dropped.
+    fn push(&mut self, id: RequestId, token: u32, events: &mut Vec<(RequestId, BatchEvent)>) -> Result<()> {
+        let Some(stream) = self.streams.get_mut(&id) else { return Ok(()) };
+        push_text(events, id, stream.push(token)?);
+        if stream.is_stopped() {
+            self.cancel(id);
+            events.push((id, BatchEvent::Finished(FinishReason::Stop)));
+        }
+        Ok(())
+    }
+
+    /// Continues all texts together and returns the continuations, in the same order. Other requests of the batch lose
+    /// their events meanwhile.
+    ///
+    /// # Errors
+    /// Any of them fails.
+    pub fn complete(&mut self, prompts: &[&str], request: &Request) -> Result<Vec<String>> {
+        let ids = prompts.iter().map(|prompt| self.submit(prompt, request.clone()));
+        let ids = ids.collect::<Result<Vec<_>>>()?;
+        let mut texts = vec![String::new(); ids.len()];
+        self.run(&ids, |i, event| {
+            if let BatchEvent::Text(piece) = event {
+                texts[i].push_str(&piece);
+            }
+        })?;
+        Ok(texts)
+    }
+
+    /// The embeddings of all texts, in the same order, each of length 1. Other requests of the batch lose their events
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// Any of them fails.
+    pub fn embed(&mut self, texts: &[&str]) -> Result<Vec<Vec<f32>>> {
+        let ids = texts.iter().map(|text| self.submit_embedding(text)).collect::<Result<Vec<_>>>()?;
+        let mut embeddings = vec![Vec::new(); ids.len()];
+        self.run(&ids, |i, event| {
+            if let BatchEvent::Embedding(values) = event {
+                embeddings[i] = values;
+            }
+        })?;
+        Ok(embeddings)
+    }
+
+    /// Steps until these requests have ended. `take` gets each event with the request's place in the list.
+    fn run(&mut self, ids: &[RequestId], mut take: impl FnMut(usize, BatchEvent)) -> Result<()> {
+        while !self.is_idle() {
+            for (id, event) in self.step()? {
+                match (ids.iter().position(|one| *one == id), event) {
+                    (Some(_), BatchEvent::Failed(error)) => {
+                        ids.iter().for_each(|id| self.cancel(*id));
+                        return Err(error);
+                    }
+                    (Some(i), event) => take(i, event),
+                    (None, _) => {}
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn push_text(events: &mut Vec<(RequestId, BatchEvent)>, id: RequestId, piece: &str) {
+    if !piece.is_empty() {
+        events.push((id, BatchEvent::Text(piece.into())));
+    }
+}
+
+/// Scales a vector to length 1.
+fn normalised(mut values: Vec<f32>) -> Vec<f32> {
+    let length = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+    if length > 0.0 {
+        values.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
+    }
+    values
+}

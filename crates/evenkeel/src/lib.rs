@@ -1,0 +1,70 @@
+//! Evenkeel as a library: load a language model, know its memory before it starts, and stream its tokens.
+//!
+//! ```
+//! use evenkeel::{LoadOptions, Model, Request};
+//!
+//! fn main() -> evenkeel::Result<()> {
+//!     let mut model = Model::built_in(&LoadOptions::default())?; // or Model::open("folder or file.gguf", ..)
+//!     for piece in model.stream("Once upon a time", Request { max_tokens: Some(32), ..Request::default() })? {
+//!         print!("{}", piece?);
+//!     }
+//!     Ok(())
+//! }
+//! ```
+//!
+//! | task | where | example |
+//! |---|---|---|
+//! | stream a text | [`Model::stream`] | `examples/stream.rs` |
+//! | answer messages, with tools | [`Model::chat`] | `examples/chat_with_tools.rs` |
+//! | embed texts | [`Batch::embed`] | `examples/embeddings.rs` |
+//! | run many requests at once | [`Model::into_batch`] | `examples/batch.rs` |
+//! | know the memory before it is taken | [`ModelFiles::plan`] | `examples/plan.rs` |
+//! | save a prompt's cache, and load it later | [`Model::save`], [`Model::restore`] | `examples/saved_cache.rs` |
+//! | compute with arrays, and bring a kernel | [`mod@array`], [`DeviceOptions::runtime`] | `examples/custom_kernel.rs` |
+//!
+//! The device is the first GPU on which the plan fits, else the CPU; [`DeviceOptions`] chooses another. Tokens are drawn
+//! as the checkpoint recommends unless the [`Request`] says otherwise. All errors are [`Error`].
+//!
+//! The crates below are re-exported as modules: [`mod@array`], [`engine`], [`text`], [`weights`], [`models`] and [`cache`].
+
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod answer;
+mod batch;
+mod bytes;
+mod constrained;
+mod device;
+mod driver;
+mod error;
+mod files;
+mod loading;
+mod model;
+mod placement;
+mod room;
+mod text_side;
+mod tokens;
+
+pub use keel_array as array;
+pub use keel_cache as cache;
+pub use keel_engine as engine;
+pub use keel_models as models;
+pub use keel_text as text;
+pub use keel_weights as weights;
+
+pub use answer::{Answer, Chat};
+pub use batch::{Batch, BatchEvent};
+pub use bytes::human_bytes;
+pub use constrained::Form;
+pub use device::{Device, DeviceOptions, machine};
+pub use driver::{DRIVER_ROOM_BYTES, Driver};
+pub use error::{Error, OutOfMemory, Result};
+/// Converts the text side of a GGUF file from and to its metadata.
+pub use files::gguf_text as gguf;
+pub use files::{ModelFiles, WeightFiles, is_gguf, is_vision};
+pub use loading::{LoadOptions, bound, context_for, plan};
+pub use model::{Model, Request, Sequence};
+pub use placement::{Placement, place};
+pub use room::{Room, on_device, on_host};
+pub use text_side::{ModelText, TextStream, recommended};
+pub use tokens::{How, Tokens};

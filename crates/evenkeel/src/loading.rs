@@ -1,0 +1,141 @@
+//! Plans, checks and loads a model.
+
+use keel_array::{AttentionSpec, Category, MemoryReport, Runtime};
+use keel_engine::EngineOptions;
+use keel_models::HybridConfig;
+use keel_models::loading::Parameters;
+use serde_json::Value;
+
+use crate::room::{Room, on_device, on_host};
+use crate::{DeviceOptions, Error, OutOfMemory, Result};
+
+/// Default context, unless the model's own is shorter.
+const CONTEXT_DEFAULT: usize = 4096;
+
+/// How a model is loaded. All its memory follows from these bounds.
+///
+/// ```
+/// use evenkeel::{LoadOptions, engine::EngineOptions};
+/// let engine = EngineOptions { sequences: 4, ..EngineOptions::default() };
+/// let options = LoadOptions { context: Some(1024), engine, ..LoadOptions::default() };
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct LoadOptions {
+    /// The device; by default the first GPU on which the plan fits, else the CPU.
+    pub device: DeviceOptions,
+    /// Tokens of the longest sequence, prompt and answer together; by default 4096, or the model's own context if that
+    /// is shorter.
+    pub context: Option<usize>,
+    /// Further bounds, such as the number of sequences. Its `context` is not used.
+    pub engine: EngineOptions,
+}
+
+impl LoadOptions {
+    /// The engine's options for a model.
+    ///
+    /// # Errors
+    /// [`Error::Context`] if the model's context is shorter.
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, ModelFiles};
+    /// let options = LoadOptions { context: Some(1000), ..LoadOptions::default() };
+    /// assert_eq!(options.engine_options(&ModelFiles::built_in()?.config)?.context, 1024, "whole pages");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn engine_options(&self, config: &HybridConfig) -> Result<EngineOptions> {
+        let wanted = self.context.unwrap_or(config.context_max.min(CONTEXT_DEFAULT));
+        Ok(EngineOptions { context: context_for(config, wanted)?, ..self.engine })
+    }
+}
+
+/// The context for `tokens` tokens, rounded up to whole pages of the cache. Pages cannot be split.
+///
+/// # Errors
+/// [`Error::Context`] if the model's context is shorter.
+///
+/// ```
+/// let config = evenkeel::ModelFiles::built_in()?.config;
+/// assert_eq!(evenkeel::context_for(&config, 257)?, 512);
+/// assert!(evenkeel::context_for(&config, 1 << 20).is_err());
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub fn context_for(config: &HybridConfig, tokens: usize) -> Result<usize> {
+    let context_max = config.context_max;
+    if tokens > context_max {
+        return Err(Error::Context { tokens, context_max });
+    }
+    Ok(tokens.max(1).next_multiple_of(AttentionSpec::PAGE).min(context_max))
+}
+
+/// Plans the bytes of every category for an engine. No weight is read. [`crate::ModelFiles::plan`] is the short form.
+///
+/// # Errors
+/// As [`keel_engine::plan::plan`].
+///
+/// ```
+/// use evenkeel::{DeviceOptions, ModelFiles, engine::EngineOptions};
+/// let files = ModelFiles::built_in()?;
+/// let options = EngineOptions::default();
+/// let planned = evenkeel::plan(&DeviceOptions::default(), &*files.parameters(), &files.json, options)?;
+/// assert!(planned.total() > 0);
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub fn plan(
+    device: &DeviceOptions,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<MemoryReport> {
+    let backend = device.planning_backend(options.compute);
+    Ok(keel_engine::plan::plan(&backend, parameters, config, options)?)
+}
+
+/// Compares a plan with the device's limit, and with the free memory of device and host. Then limits the runtime's
+/// memory: to the device's limit, or on a GPU without one to its free memory. Call it before anything is loaded.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if the plan does not fit.
+///
+/// ```
+/// use evenkeel::{LoadOptions, ModelFiles, bound};
+/// let (files, options) = (ModelFiles::built_in()?, LoadOptions::default());
+/// let planned = files.plan(&options)?;
+/// let engine = options.engine_options(&files.config)?;
+/// bound(&options.device, &options.device.runtime(engine.compute)?, &planned, &engine)?;
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub fn bound(
+    device: &DeviceOptions,
+    runtime: &Runtime,
+    planned: &MemoryReport,
+    options: &EngineOptions,
+) -> Result<()> {
+    let check = |needed: u64, room: &Room| {
+        if needed <= room.bytes {
+            return Ok(());
+        }
+        let EngineOptions { context, sequences, .. } = *options;
+        let (limit, whose, planned) = (room.bytes, room.why.clone(), *planned);
+        Err(Box::new(OutOfMemory { needed, limit, whose, context, sequences, planned }))
+    };
+    let is_gpu = device.is_gpu();
+    let asked = device.memory_limit.map(|bytes| Room { bytes, why: "the memory limit".into() });
+    if let Some(room) = &asked {
+        check(planned.total(), room)?;
+    }
+    if let Some(host) = Room::of_host() {
+        check(on_host(planned, is_gpu), &host)?;
+    }
+    let limit = match asked {
+        Some(asked) => Some(asked.bytes),
+        None => match Room::of(runtime).filter(|_| is_gpu) {
+            Some(room) => {
+                check(on_device(planned, is_gpu), &room)?;
+                Some(room.bytes + planned.get(Category::Swap))
+            }
+            None => None,
+        },
+    };
+    runtime.ledger().set_limit(limit);
+    Ok(())
+}

@@ -1,0 +1,311 @@
+//! A loaded model that answers one text at a time.
+
+use std::path::{Path, PathBuf};
+
+use keel_array::{Category, MemoryReport};
+use keel_cache::SequenceCache;
+use keel_engine::batch::BatchOptions;
+use keel_engine::{Engine, GenerateOptions, PREFILL_GRID, SamplerOptions, SpeculationOptions};
+use keel_text::{GrammarSource, Message};
+use serde_json::Value;
+
+use crate::answer::{Answer, Chat};
+use crate::{
+    Batch, DeviceOptions, Error, How, LoadOptions, ModelFiles, ModelText, Result, TextStream, Tokens, bound,
+    place,
+};
+
+/// What to generate. The default asks for as many tokens as fit, drawn as the checkpoint recommends.
+///
+/// ```
+/// use evenkeel::{LoadOptions, Model, Request};
+/// let mut model = Model::built_in(&LoadOptions::default())?;
+/// let request = Request { max_tokens: Some(16), stop: vec![".".into()], ..Request::default() };
+/// let story: String = model.stream("Once upon a time", request)?.collect::<Result<_, _>>()?;
+/// assert!(!story.contains('.'));
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Request {
+    /// Tokens at most; by default as many as fit into the context.
+    pub max_tokens: Option<usize>,
+    /// How tokens are drawn; by default as the checkpoint's generation_config.json recommends.
+    pub sampler: Option<SamplerOptions>,
+    /// The text ends before any of these strings.
+    pub stop: Vec<String>,
+    /// Do not end at the model's end tokens.
+    pub ignore_end: bool,
+    /// A schema or grammar that the text follows.
+    pub form: Option<GrammarSource>,
+    /// Draft with the model's multi-token-prediction head. [`keel_engine::EngineOptions::drafts`] must allow it.
+    pub speculation: Option<SpeculationOptions>,
+}
+
+/// A sequence whose tokens are in the cache, to continue it or to save it.
+///
+/// ```
+/// use evenkeel::{LoadOptions, Model, Request};
+/// let mut model = Model::built_in(&LoadOptions::default())?;
+/// let answer = model.stream("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
+/// let sequence = answer.into_sequence()?;
+/// assert_eq!(sequence.tokens().len(), 4 + 4, "the prompt and the answer");
+/// model.release(sequence);
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Sequence {
+    pub(crate) cache: SequenceCache,
+    /// The tokens in the cache, then those that were drawn and not run.
+    pub(crate) tokens: Vec<u32>,
+}
+
+impl Sequence {
+    /// Its tokens. The last one may have been drawn but not run.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Forgets the tokens that were drawn and not run, as [`Model::save`] does.
+    pub fn forget_last(&mut self) {
+        self.tokens.truncate(self.cache.len());
+    }
+}
+
+/// A model with all its memory.
+///
+/// ```
+/// use evenkeel::{LoadOptions, Model, Request};
+/// let mut model = Model::built_in(&LoadOptions::default())?;
+/// for piece in model.stream("Once upon a time", Request { max_tokens: Some(16), ..Request::default() })? {
+///     print!("{}", piece?);
+/// }
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub struct Model {
+    engine: Engine,
+    text: Option<ModelText>,
+    planned: MemoryReport,
+    /// The model's path; `None` for the built-in model.
+    path: Option<PathBuf>,
+    /// Names the model in cache files.
+    identity: String,
+    placement: Option<String>,
+}
+
+impl Model {
+    /// Loads a checkpoint folder, a weights file or a GGUF file.
+    ///
+    /// # Errors
+    /// There is no such model; it cannot be used; [`Error::OutOfMemory`] before anything is loaded.
+    pub fn open(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Model> {
+        Model::load(&ModelFiles::open(path)?, options, &|_| ())
+    }
+
+    /// Loads the built-in model.
+    ///
+    /// # Errors
+    /// As [`Model::open`].
+    pub fn built_in(options: &LoadOptions) -> Result<Model> {
+        Model::load(&ModelFiles::built_in()?, options, &|_| ())
+    }
+
+    /// Loads an opened model. `progress` gets the bytes of weights as they are read.
+    ///
+    /// # Errors
+    /// As [`Model::open`].
+    pub fn load(files: &ModelFiles, options: &LoadOptions, progress: &dyn Fn(u64)) -> Result<Model> {
+        let engine = options.engine_options(&files.config)?;
+        let parameters = files.parameters();
+        let mut device = options.device.clone();
+        let mut placement = None;
+        if device.device.is_none() {
+            let placed = place(&device, &*parameters, &files.json, |_| Ok::<_, Error>(engine));
+            device = DeviceOptions { device: Some(placed.device), ..device };
+            placement = Some(placed.why);
+        }
+        let planned = crate::plan(&device, &*parameters, &files.json, engine)?;
+        let runtime = device.runtime(engine.compute)?;
+        bound(&device, &runtime, &planned, &engine)?;
+        let text = if files.has_tokenizer() { Some(ModelText::open(files)?) } else { None };
+        Ok(Model {
+            engine: Engine::load(&runtime, &*parameters, &files.json, engine, progress)?,
+            text,
+            planned,
+            path: (!files.is_built_in).then(|| files.path.clone()),
+            identity: files.identity(engine.compute)?,
+            placement,
+        })
+    }
+
+    /// The tokenizer, the chat template and the recommended sampling.
+    ///
+    /// # Errors
+    /// [`Error::NoTokenizer`].
+    pub fn text(&self) -> Result<&ModelText> {
+        self.text.as_ref().ok_or(Error::NoTokenizer)
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// The engine, to run its steps directly.
+    pub fn engine_mut(&mut self) -> &mut Engine {
+        &mut self.engine
+    }
+
+    /// The bytes of every category that were planned. The engine allocates exactly these.
+    pub fn planned(&self) -> &MemoryReport {
+        &self.planned
+    }
+
+    /// The bytes of a category that are allocated now.
+    pub fn allocated(&self, category: Category) -> u64 {
+        self.engine.runtime().ledger().active().get(category)
+    }
+
+    /// Why this device was chosen, if the options left the choice open.
+    pub fn placement(&self) -> Option<&str> {
+        self.placement.as_deref()
+    }
+
+    /// Continues a text. The prompt runs before this returns; then each piece of text comes as its token is drawn.
+    ///
+    /// # Errors
+    /// The prompt is empty or does not fit; options out of range; a grammar that cannot be used.
+    pub fn stream(&mut self, prompt: &str, request: Request) -> Result<Answer<'_>> {
+        let prompt = self.text()?.encode_text(prompt)?;
+        let cache = self.engine.open()?;
+        self.answer(cache, Vec::new(), prompt, request)
+    }
+
+    /// Answers messages by the model's chat template. `tools` are in OpenAI's form; the model may call them.
+    ///
+    /// # Errors
+    /// As [`Model::stream`]; [`Error::NoChatTemplate`]; the template refuses the messages.
+    pub fn chat(&mut self, messages: &[Message], tools: &[Value], request: Request) -> Result<Chat<'_>> {
+        let (prompt, form) = self.text()?.encode_request(messages, tools)?;
+        let cache = self.engine.open()?;
+        Ok(Chat::new(self.answer(cache, Vec::new(), prompt, request)?, form))
+    }
+
+    /// Continues a sequence, with `text` after its tokens. Drafts are not made.
+    ///
+    /// # Errors
+    /// As [`Model::stream`]. The sequence is then released.
+    pub fn resume(&mut self, sequence: Sequence, text: &str, request: Request) -> Result<Answer<'_>> {
+        let Sequence { mut cache, mut tokens } = sequence;
+        let mut prompt = tokens.split_off(cache.len());
+        let ids = self.text().and_then(|own| Ok(own.tokenizer.encode(text, false)?));
+        let run = ids.and_then(|ids| {
+            prompt.extend(ids);
+            self.run_to_grid(&mut cache, &prompt)
+        });
+        match run {
+            Ok(done) => {
+                tokens.extend(prompt.drain(..done));
+                self.answer(cache, tokens, prompt, Request { speculation: None, ..request })
+            }
+            Err(error) => {
+                self.engine.release(cache);
+                Err(error)
+            }
+        }
+    }
+
+    /// Prefill begins on a grid. Runs the tokens before the next point of the grid one by one, but not the last token of
+    /// the prompt. Returns how many.
+    fn run_to_grid(&mut self, cache: &mut SequenceCache, prompt: &[u32]) -> Result<usize> {
+        let to_grid = cache.len().next_multiple_of(PREFILL_GRID) - cache.len();
+        let count = to_grid.min(prompt.len().saturating_sub(1));
+        for token in &prompt[..count] {
+            self.engine.decode(&mut [cache], &[*token])?;
+        }
+        self.engine.commit(cache)?;
+        Ok(count)
+    }
+
+    /// Writes a sequence to a file, so that a later process can continue it. The last token, which was drawn and not
+    /// run, is not saved.
+    ///
+    /// # Errors
+    /// An error of the disk.
+    pub fn save(&mut self, sequence: &mut Sequence, path: impl AsRef<Path>) -> Result<()> {
+        self.engine.commit(&mut sequence.cache)?;
+        let tokens = &sequence.tokens[..sequence.cache.len()];
+        Ok(self.engine.cache().save(&sequence.cache, tokens, &self.identity, path.as_ref())?)
+    }
+
+    /// Reads a sequence from a file of [`Model::save`].
+    ///
+    /// # Errors
+    /// The file is damaged, belongs to another model, or does not fit.
+    pub fn restore(&mut self, path: impl AsRef<Path>) -> Result<Sequence> {
+        let (cache, tokens) = self.engine.cache_mut().load(&self.identity, path.as_ref())?;
+        Ok(Sequence { cache, tokens })
+    }
+
+    /// Ends a sequence and takes its memory back.
+    pub fn release(&mut self, sequence: Sequence) {
+        self.engine.release(sequence.cache);
+    }
+
+    /// Turns the model into a batch: many requests at once.
+    ///
+    /// # Errors
+    /// [`Error::NoTokenizer`].
+    pub fn into_batch(self, options: BatchOptions) -> Result<Batch> {
+        let text = self.text.ok_or(Error::NoTokenizer)?;
+        Ok(Batch::new(self.engine, text, options))
+    }
+
+    /// Runs `prompt` after the tokens of `cache`. Releases the sequence after an error.
+    fn answer(
+        &mut self,
+        cache: SequenceCache,
+        seen: Vec<u32>,
+        prompt: Vec<u32>,
+        request: Request,
+    ) -> Result<Answer<'_>> {
+        let prepared = self.prepare(&seen, &prompt, request);
+        let is_on_grid = cache.len().is_multiple_of(PREFILL_GRID);
+        let Model { engine, .. } = self;
+        match prepared {
+            Ok((mut how, stream)) => {
+                how.options.one_by_one = !is_on_grid;
+                let tokens = Tokens::start(engine, cache, &prompt, how, &mut |_| ())?;
+                Ok(Answer::new(tokens, stream, [seen, prompt].concat()))
+            }
+            Err(error) => {
+                engine.release(cache);
+                Err(error)
+            }
+        }
+    }
+
+    fn prepare(&self, seen: &[u32], prompt: &[u32], request: Request) -> Result<(How, TextStream)> {
+        if prompt.is_empty() {
+            return Err(Error::EmptyPrompt);
+        }
+        let text = self.text()?;
+        let form = match &request.form {
+            Some(source) => Some(text.form(&self.files()?, source, prompt)?),
+            None => None,
+        };
+        let options = GenerateOptions {
+            max_tokens: request.max_tokens.unwrap_or(usize::MAX),
+            sampler: request.sampler.unwrap_or_else(|| text.sampling()),
+            end_tokens: if request.ignore_end { Vec::new() } else { text.end_tokens() },
+            seen: seen.to_vec(),
+            ..GenerateOptions::default()
+        };
+        let stream = TextStream::new(&text.tokenizer, &request.stop)?;
+        Ok((How { options, speculation: request.speculation, form }, stream))
+    }
+
+    /// The files again, for what is read from them only when it is needed.
+    fn files(&self) -> Result<ModelFiles> {
+        self.path.as_ref().map_or_else(ModelFiles::built_in, ModelFiles::open)
+    }
+}

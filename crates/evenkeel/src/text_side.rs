@@ -1,0 +1,303 @@
+//! Encodes prompts, and decodes ids while they are drawn.
+
+use keel_engine::SamplerOptions;
+use keel_text::{
+    AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, GrammarFactory, GrammarSource, Message,
+    StopMatcher, StreamDetokenizer, TextFiles, Tokenizer,
+};
+use serde_json::Value;
+
+use crate::constrained::Form;
+use crate::{Error, ModelFiles, Result};
+
+/// Number of tokens at a prompt's end that are checked for the beginning of reasoning.
+const TAIL_TOKENS: usize = 4;
+
+/// The text side of a checkpoint.
+///
+/// ```
+/// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+/// let ids = text.encode_text("Once upon a time")?;
+/// assert_eq!(text.tokenizer.decode(&ids, false)?, "Once upon a time");
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub struct ModelText {
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Recommended sampling settings.
+    pub defaults: GenerationDefaults,
+    files: TextFiles<'static>,
+}
+
+impl ModelText {
+    /// Reads the tokenizer and its settings.
+    ///
+    /// # Errors
+    /// A file is missing or broken.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// assert_eq!(text.defaults.top_k, Some(40));
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn open(model: &ModelFiles) -> Result<ModelText> {
+        let mut files = model.text_files()?;
+        let tokenizer = Tokenizer::new(&files)?;
+        files.forget_tokenizer();
+        Ok(ModelText { tokenizer, defaults: GenerationDefaults::new(&files)?, files })
+    }
+
+    /// The chat template.
+    ///
+    /// # Errors
+    /// There is none, or it is broken.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// assert!(text.template().is_ok());
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn template(&self) -> Result<ChatTemplate> {
+        match self.find_template()? {
+            Some(template) => Ok(template),
+            None => Err(Error::NoChatTemplate),
+        }
+    }
+
+    /// The chat template, if the checkpoint has one.
+    ///
+    /// # Errors
+    /// It is broken.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// assert!(text.find_template()?.is_some());
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn find_template(&self) -> Result<Option<ChatTemplate>> {
+        Ok(ChatTemplate::new(&self.files)?)
+    }
+
+    /// Encodes a text that the model continues.
+    ///
+    /// # Errors
+    /// The vocabulary cannot express it.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// assert_eq!(text.encode_text("Once upon a time")?.len(), 4);
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.tokenizer.encode(text, true)?)
+    }
+
+    /// Encodes a conversation that the model answers.
+    ///
+    /// # Errors
+    /// The template refuses it.
+    ///
+    /// ```
+    /// use evenkeel::{ModelFiles, ModelText, text::Message};
+    /// let text = ModelText::open(&ModelFiles::built_in()?)?;
+    /// let ids = text.encode_chat(&text.template()?, &[Message::new("user", "Tell me a story.")])?;
+    /// assert!(!ids.is_empty());
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn encode_chat(&self, template: &ChatTemplate, messages: &[Message]) -> Result<Vec<u32>> {
+        let prompt = template.render(&ChatRequest::new(messages))?;
+        Ok(self.tokenizer.encode(&prompt, false)?)
+    }
+
+    /// As [`ModelText::encode_chat`], with the tools that the model may call, in OpenAI's form. Also returns the parts
+    /// that the answer may have.
+    pub(crate) fn encode_request(
+        &self,
+        messages: &[Message],
+        tools: &[Value],
+    ) -> Result<(Vec<u32>, AnswerForm)> {
+        let given = Some(tools).filter(|tools| !tools.is_empty());
+        let request = ChatRequest { tools: given, ..ChatRequest::new(messages) };
+        let prompt = self.template()?.render(&request)?;
+        let form = AnswerForm {
+            reasoning: AnswerForm::reasoning_end(&self.tokenizer).is_some(),
+            begins_in_reasoning: AnswerForm::is_in_reasoning(&prompt),
+            tools: tools.to_vec(),
+        };
+        Ok((self.tokenizer.encode(&prompt, false)?, form))
+    }
+
+    /// The sampling that the checkpoint recommends. A checkpoint that does not ask for sampling is decoded greedily.
+    ///
+    /// ```
+    /// use evenkeel::{ModelFiles, ModelText};
+    /// assert_eq!(ModelText::open(&ModelFiles::built_in()?)?.sampling().top_k, 40);
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn sampling(&self) -> SamplerOptions {
+        recommended(&self.defaults)
+    }
+
+    /// Compiles a schema or grammar for the answer to `prompt`.
+    ///
+    /// # Errors
+    /// The grammar is refused, or no grammar can be used with the vocabulary.
+    ///
+    /// ```
+    /// use evenkeel::text::GrammarSource;
+    /// let files = evenkeel::ModelFiles::built_in()?;
+    /// let text = evenkeel::ModelText::open(&files)?;
+    /// let schema = GrammarSource::JsonSchema(serde_json::json!({"type": "boolean"}));
+    /// let form = text.form(&files, &schema, &[])?;
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn form(&self, model: &ModelFiles, source: &GrammarSource, prompt: &[u32]) -> Result<Form> {
+        let state = GrammarFactory::new(&model.text_files()?, &self.tokenizer)?.start(source)?;
+        let end = &prompt[prompt.len().saturating_sub(TAIL_TOKENS)..];
+        let reasons = self.tokenizer.decode(end, false)?.trim_end().ends_with("<think>");
+        let begins_after = self.tokenizer.token_to_id("</think>").filter(|_| reasons);
+        Ok(Form { state, begins_after })
+    }
+
+    /// Ids that end a text.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// assert!(text.end_tokens().contains(&4095));
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn end_tokens(&self) -> Vec<u32> {
+        self.tokenizer.eos_ids().to_vec()
+    }
+}
+
+/// The checkpoint's recommended sampling. The penalty holds with and without sampling.
+///
+/// ```
+/// use evenkeel::{recommended, text::GenerationDefaults};
+/// let defaults = GenerationDefaults { do_sample: Some(true), top_p: Some(0.9), ..GenerationDefaults::default() };
+/// assert_eq!((recommended(&defaults).temperature, recommended(&defaults).top_p), (1.0, 0.9));
+/// assert_eq!(recommended(&GenerationDefaults::default()).temperature, 0.0);
+/// ```
+pub fn recommended(defaults: &GenerationDefaults) -> SamplerOptions {
+    let neutral = SamplerOptions::default();
+    let repetition_penalty = defaults.repetition_penalty.unwrap_or(neutral.repetition_penalty);
+    if defaults.do_sample != Some(true) {
+        return SamplerOptions { repetition_penalty, ..neutral };
+    }
+    SamplerOptions {
+        temperature: defaults.temperature.unwrap_or(1.0),
+        top_k: defaults.top_k.map_or(neutral.top_k, |k| k as usize),
+        top_p: defaults.top_p.unwrap_or(neutral.top_p),
+        min_p: defaults.min_p.unwrap_or(neutral.min_p),
+        repetition_penalty,
+        ..neutral
+    }
+}
+
+/// Decodes ids while they are drawn, up to a stop string.
+///
+/// ```
+/// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+/// let mut stream = evenkeel::TextStream::new(&text.tokenizer, &[])?;
+/// let mut shown = String::new();
+/// for id in text.encode_text("Once upon a time")? {
+///     shown += stream.push(id)?;
+/// }
+/// shown += stream.finish()?;
+/// assert_eq!(shown, "Once upon a time");
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub struct TextStream {
+    detokenizer: StreamDetokenizer,
+    stops: StopMatcher,
+    text: String,
+    stopped: bool,
+}
+
+impl TextStream {
+    /// A stream that ends before any of `stops`.
+    ///
+    /// # Errors
+    /// A stop string is empty or too long.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// let mut stream = evenkeel::TextStream::new(&text.tokenizer, &["time".into()])?;
+    /// for id in text.encode_text("Once upon a time")? {
+    ///     stream.push(id)?;
+    /// }
+    /// assert_eq!(stream.text(), "Once upon a ");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn new(tokenizer: &Tokenizer, stops: &[String]) -> Result<TextStream> {
+        let stops = StopMatcher::new(stops)?;
+        Ok(TextStream { detokenizer: tokenizer.stream(true), stops, text: String::new(), stopped: false })
+    }
+
+    /// Takes an id. Returns the text that is now certain, which may be empty.
+    ///
+    /// # Errors
+    /// The decoder refuses the id.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// let mut stream = evenkeel::TextStream::new(&text.tokenizer, &[])?;
+    /// assert_eq!(stream.push(text.encode_text("Once")?[0])?, "Once");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn push(&mut self, id: u32) -> Result<&str> {
+        let piece = self.detokenizer.push(id)?;
+        let step = self.stops.push(piece);
+        let start = self.text.len();
+        self.text.push_str(step.emit);
+        self.stopped = step.stopped;
+        Ok(&self.text[start..])
+    }
+
+    /// Ends the stream. Returns the text that was held back.
+    ///
+    /// # Errors
+    /// The decoder refuses the last ids.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// let mut stream = evenkeel::TextStream::new(&text.tokenizer, &[])?;
+    /// assert_eq!(stream.finish()?, "");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn finish(&mut self) -> Result<&str> {
+        let start = self.text.len();
+        if !self.stopped {
+            let step = self.stops.push(self.detokenizer.finish()?);
+            self.stopped = step.stopped;
+            self.text.push_str(step.emit);
+            if !self.stopped {
+                self.text.push_str(self.stops.finish());
+            }
+        }
+        Ok(&self.text[start..])
+    }
+
+    /// Whether a stop string was reached.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// assert!(!evenkeel::TextStream::new(&text.tokenizer, &["time".into()])?.is_stopped());
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn is_stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// All text so far.
+    ///
+    /// ```
+    /// let text = evenkeel::ModelText::open(&evenkeel::ModelFiles::built_in()?)?;
+    /// assert_eq!(evenkeel::TextStream::new(&text.tokenizer, &[])?.text(), "");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+}

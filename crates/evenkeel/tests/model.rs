@@ -1,0 +1,152 @@
+//! The facade on the built-in model, in both forms of its files.
+
+use std::path::Path;
+
+use evenkeel::array::Category;
+use evenkeel::engine::{EngineOptions, FinishReason, SamplerOptions};
+use evenkeel::text::GrammarSource;
+use evenkeel::{BatchEvent, Error, LoadOptions, Model, Request};
+
+fn folder() -> &'static Path {
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo").as_ref()
+}
+
+fn greedy(max_tokens: usize) -> Request {
+    Request { max_tokens: Some(max_tokens), sampler: Some(SamplerOptions::default()), ..Request::default() }
+}
+
+fn options() -> LoadOptions {
+    LoadOptions { context: Some(512), ..LoadOptions::default() }
+}
+
+fn text(model: &mut Model, request: Request) -> String {
+    let answer = model.stream("Once upon a time", request).expect("it fits");
+    answer.collect::<Result<_, _>>().expect("no step fails")
+}
+
+/// The recurrent states are only free for the next sequence if the last one was given back.
+#[test]
+fn a_dropped_answer_gives_its_memory_back() {
+    let mut model = Model::built_in(&options()).expect("it loads");
+    let whole = text(&mut model, greedy(12));
+    for _ in 0..3 {
+        let mut answer = model.stream("Once upon a time", greedy(12)).expect("a sequence is free");
+        assert!(answer.next().is_some());
+    }
+    assert!(model.engine().cache().is_idle());
+    assert_eq!(text(&mut model, greedy(12)), whole);
+}
+
+#[test]
+fn the_folder_has_the_text_of_the_built_in_model_and_the_checkpoints_sampling() {
+    let mut built_in = Model::built_in(&options()).expect("it loads");
+    let mut folder = Model::open(folder(), &options()).expect("it loads");
+    assert_eq!(text(&mut built_in, greedy(12)), text(&mut folder, greedy(12)));
+    let recommended = built_in.text().expect("it has a tokenizer").sampling();
+    assert_eq!((recommended.temperature, recommended.top_k, recommended.top_p), (0.7, 40, 0.95));
+    let drawn = |model: &mut Model, sampler| {
+        text(model, Request { max_tokens: Some(12), sampler, ..Request::default() })
+    };
+    let asked = drawn(&mut built_in, Some(recommended));
+    assert_eq!(drawn(&mut folder, None), asked, "nothing asked for is as recommended");
+}
+
+#[test]
+fn stop_strings_and_grammars_end_a_text() {
+    let mut model = Model::built_in(&options()).expect("it loads");
+    let whole = text(&mut model, greedy(24));
+    let stop = whole.split_whitespace().nth(3).expect("it has words").to_string();
+    let request = Request { stop: vec![stop.clone()], ..greedy(24) };
+    let mut answer = model.stream("Once upon a time", request).expect("it fits");
+    let before: String = answer.by_ref().collect::<Result<_, _>>().expect("no step fails");
+    assert_eq!(before, whole[..whole.find(&stop).expect("it is a part")]);
+    assert_eq!(answer.finish_reason(), Some(FinishReason::Stop));
+    drop(answer);
+    let form = Some(GrammarSource::Regex("[0-9]{3}".into()));
+    let digits = text(&mut model, Request { form, ..greedy(24) });
+    assert!(digits.len() == 3 && digits.chars().all(|c| c.is_ascii_digit()), "{digits}");
+}
+
+#[test]
+fn a_saved_sequence_goes_on_as_the_one_that_stayed() {
+    let file = tempfile::tempdir().expect("a folder");
+    let file = file.path().join("sequence.safetensors");
+    let mut model = Model::built_in(&options()).expect("it loads");
+    let mut stayed = model
+        .stream("Once upon a time", greedy(6))
+        .and_then(|answer| answer.into_sequence())
+        .expect("it runs");
+    model.save(&mut stayed, &file).expect("it is written");
+    let goes_on = |model: &mut Model, sequence| -> Vec<u32> {
+        let mut answer = model.resume(sequence, " and", greedy(8)).expect("it fits");
+        answer.by_ref().for_each(|piece| drop(piece.expect("no step fails")));
+        answer.tokens().to_vec()
+    };
+    // The token that was drawn last is not in the file, so it is dropped here, too.
+    let restored = model_again().restore(&file).expect("it is whole");
+    assert_eq!(restored.tokens(), &stayed.tokens()[..stayed.tokens().len() - 1]);
+    let mut other = model_again();
+    let restored = other.restore(&file).expect("it is whole");
+    assert!(other.stream("Once upon a time", greedy(6)).is_err(), "the only sequence is in use");
+    let from_file = goes_on(&mut other, restored);
+    stayed.forget_last();
+    assert_eq!(goes_on(&mut model, stayed), from_file);
+    // A longer text crosses the grid of prefill, also under a grammar.
+    let restored = other.restore(&file).expect("the sequence before was given back");
+    let form = Some(GrammarSource::Regex("[0-9]{2}".into()));
+    let text = " and the dog".repeat(40);
+    let digits = other.resume(restored, &text, Request { form, ..greedy(8) }).expect("it fits");
+    assert_eq!(digits.collect::<Result<String, _>>().expect("no step fails").len(), 2);
+}
+
+fn model_again() -> Model {
+    Model::built_in(&options()).expect("it loads")
+}
+
+#[test]
+fn a_batch_gives_the_texts_of_single_runs_and_embeddings_of_length_one() {
+    let mut model = Model::built_in(&options()).expect("it loads");
+    let single = text(&mut model, greedy(12));
+    let engine = EngineOptions { sequences: 2, ..EngineOptions::default() };
+    let model = Model::built_in(&LoadOptions { engine, ..options() }).expect("it loads");
+    let mut batch = model.into_batch(Default::default()).expect("it has a tokenizer");
+    let texts = batch.complete(&["Once upon a time", "The cat", "Once upon a time"], &greedy(12));
+    let texts = texts.expect("all run");
+    assert_eq!((texts[0].as_str(), texts[2].as_str()), (single.as_str(), single.as_str()));
+    assert_ne!(texts[1], single);
+    let embeddings = batch.embed(&["a cat", "a cat", "the moon"]).expect("all run");
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+    assert!((dot(&embeddings[0], &embeddings[1]) - 1.0).abs() < 1e-5);
+    assert!(dot(&embeddings[0], &embeddings[2]) < 0.999);
+    let stop = single.split_whitespace().nth(3).expect("it has words").to_string();
+    let id = batch.submit("Once upon a time", Request { stop: vec![stop], ..greedy(12) }).expect("it fits");
+    let mut end = None;
+    while !batch.is_idle() {
+        for (of, event) in batch.step().expect("no step fails") {
+            assert_eq!(of, id);
+            if let BatchEvent::Finished(reason) = event {
+                end = Some(reason);
+            }
+        }
+    }
+    assert_eq!(end, Some(FinishReason::Stop));
+}
+
+#[test]
+fn limits_are_errors_with_numbers() {
+    let long = LoadOptions { context: Some(1 << 20), ..LoadOptions::default() };
+    assert!(matches!(Model::built_in(&long), Err(Error::Context { tokens: 1_048_576, .. })));
+    let mut limited = options();
+    limited.device.memory_limit = Some(1 << 20);
+    match Model::built_in(&limited) {
+        Err(Error::OutOfMemory(error)) => {
+            assert_eq!((error.limit, error.context), (1 << 20, 512));
+            assert!(error.planned.get(Category::Weights) > 1 << 20);
+            assert!(error.to_string().contains("1048576 (1.0 MiB) of the memory limit"), "{error}");
+        }
+        other => panic!("{:?}", other.err()),
+    }
+    let mut model = Model::built_in(&options()).expect("it loads");
+    assert!(matches!(model.stream("", greedy(1)).err(), Some(Error::EmptyPrompt)));
+    assert!(model.engine().cache().is_idle(), "a refused prompt holds no sequence");
+}
