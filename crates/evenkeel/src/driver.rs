@@ -28,12 +28,15 @@ pub struct Driver {
     pub usage: DeviceUsage,
     /// The value of [`DeviceUsage::driver_bytes`].
     pub bytes: u64,
+    /// Bytes of the plan that are not on the device but in pinned memory of the host.
+    pub pinned: u64,
 }
 
 impl Driver {
     /// Measures the current state. Returns `None` if tensors are in host memory.
     pub fn measure(runtime: &Runtime) -> Option<Driver> {
-        runtime.device_usage().map(|(usage, bytes)| Driver { usage, bytes })
+        let pinned = runtime.backend().own_memory().host_bytes;
+        runtime.device_usage().map(|(usage, bytes)| Driver { usage, bytes, pinned })
     }
 
     /// The default limit on tensor bytes. It must be taken before tensors exist.
@@ -64,7 +67,8 @@ mod tests {
     #[test]
     fn the_default_limit_leaves_room_for_code() {
         let of = |free| {
-            Driver { usage: DeviceUsage { total: 80 << 30, free, free_before: None }, bytes: 0 }.limit()
+            Driver { usage: DeviceUsage { total: 80 << 30, free, free_before: None }, bytes: 0, pinned: 0 }
+                .limit()
         };
         assert_eq!(of(79 << 30), (79 << 30) - (512 << 20));
         assert_eq!(of(100 << 20), 0, "less than the room is free");

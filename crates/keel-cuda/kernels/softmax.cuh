@@ -25,8 +25,10 @@ struct Softmax {
             now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 1));
             now = fmaxf(now, __shfl_xor_sync(FULL_WARP, now, 2));
             // A row that has seen no key has only scores of -inf. Its base is 0, so that their weights become 0.
-            float base = now == -INF ? 0.0f : now * factor;
-            shrink[half] = exp2_flushed(largest[half] * factor - base);
+            float base = now == -INF ? 0.0f : __fmul_rn(now, factor);
+            // Not contracted to one rounding: where `largest` stays, the difference must be 0. Else a tile that a row
+            // does not see would change the row's bits.
+            shrink[half] = exp2_flushed(__fmul_rn(largest[half], factor) - base);
             largest[half] = now;
             total[half] *= shrink[half];
 #pragma unroll

@@ -5,10 +5,13 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{all_logits, argmax, demo};
+use common::{all_logits, argmax, demo, state_of};
+use keel_array::sampling::Draw;
 use keel_array::{Compute, DType, Runtime, RuntimeOptions, WeightFormat};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
-use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions};
+use keel_engine::{
+    Chunk, Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions,
+};
 use keel_models::loading::RandomParameters;
 use serde_json::{Value, json};
 
@@ -128,6 +131,35 @@ fn prefill_steps(subject: Subject) {
     let whole = logits(1024);
     for step in [64, 128, 256, 512] {
         expect_same(&logits(step), &whole, format_args!("{subject:?}: step {step}"));
+    }
+}
+
+/// Where a prompt is cut does not change a bit of its logits, its states, and the tokens after it. Chunks from an odd
+/// multiple of 64 on begin in the middle of a block of attention.
+fn prefill_cuts(subject: Subject) {
+    let ids = prompt(375, 12);
+    let mut engine =
+        subject.engine(EngineOptions { context: 512, sequences: 1, prefill_step: 512, ..options() });
+    let mut run = |cuts: &[usize]| {
+        let (mut sequence, mut logits) = (engine.open().expect("a slot is free"), Vec::new());
+        let ends = cuts.iter().copied().chain([ids.len()]);
+        for (from, to) in [0].into_iter().chain(cuts.iter().copied()).zip(ends) {
+            let (tokens, next) = (&ids[from..to], ids.get(to).copied());
+            let draw = next.is_none().then_some(Draw::GREATEST);
+            engine
+                .prefill_chunks(&mut [Chunk { sequence: &mut sequence, tokens, next, draw }])
+                .expect("the chunk runs");
+        }
+        engine.logits(0, &mut logits).expect("there");
+        let (_, states, answers) = state_of(&mut engine, sequence);
+        (logits, states, answers)
+    };
+    let whole = run(&[]);
+    for cuts in [&[64][..], &[128], &[192], &[256], &[320], &[64, 192], &[192, 256]] {
+        let got = run(cuts);
+        expect_same(&got.0, &whole.0, format_args!("{subject:?}: cut at {cuts:?}"));
+        assert!(got.1 == whole.1, "{subject:?}: cut at {cuts:?}: states differ");
+        assert!(got.2 == whole.2, "{subject:?}: cut at {cuts:?}: tokens after it differ");
     }
 }
 
@@ -263,11 +295,11 @@ macro_rules! laws {
 }
 
 laws! {
-    BuiltIn as built_in: prefill_steps, batches, speculation, what_was_kept;
-    Exact as exact: prefill_steps, batches, speculation, what_was_kept;
-    Dense as dense: prefill_steps, batches, speculation, what_was_kept;
-    Experts as experts: prefill_steps, batches, speculation, what_was_kept;
+    BuiltIn as built_in: prefill_steps, prefill_cuts, batches, speculation, what_was_kept;
+    Exact as exact: prefill_steps, prefill_cuts, batches, speculation, what_was_kept;
+    Dense as dense: prefill_steps, prefill_cuts, batches, speculation, what_was_kept;
+    Experts as experts: prefill_steps, prefill_cuts, batches, speculation, what_was_kept;
     AlikeExperts as alike_experts: batches, speculation;
     // This model has no MTP head and no recurrent states.
-    Windows as windows: prefill_steps, batches;
+    Windows as windows: prefill_steps, prefill_cuts, batches;
 }

@@ -6,7 +6,7 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::{all_logits, engine, exact, expected, relative_error, runtime};
+use common::{all_logits, device, engine, exact, expected, relative_error};
 use keel_array::Compute;
 use keel_engine::{Engine, EngineOptions, GenerateOptions, TokenIterator};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
@@ -20,7 +20,7 @@ fn fixtures() -> impl Iterator<Item = (&'static str, PathBuf)> {
 
 fn error_of(folder: &Path, one_by_one: bool) -> f64 {
     let want = expected(folder);
-    let mut engine = engine(folder, &runtime(2), exact());
+    let mut engine = engine(folder, &device(), exact());
     relative_error(&all_logits(&mut engine, &want.ids, one_by_one, false).0, &want.logits)
 }
 
@@ -73,7 +73,7 @@ fn greedy_tokens_match_the_reference() {
     for (name, folder) in fixtures() {
         let want = expected(&folder);
         let reference = want.greedy.expect("all of them have some").tokens;
-        let mut engine = engine(&folder, &runtime(2), exact());
+        let mut engine = engine(&folder, &device(), exact());
         assert_eq!(greedy(&mut engine, &want.ids, reference.len()), reference, "{name}");
     }
 }
@@ -89,11 +89,11 @@ fn neither_the_prefill_step_nor_neighbours_change_a_bit() {
         let prompt = long_prompt(&expected(&folder).ids);
         let logits = |prefill_step| {
             let options = EngineOptions { prefill_step, compute: Compute::Auto, ..exact() };
-            all_logits(&mut engine(&folder, &runtime(2), options), &prompt, false, false).0
+            all_logits(&mut engine(&folder, &device(), options), &prompt, false, false).0
         };
         assert!(logits(64) == logits(2048), "{name}: steps of 64 give other bits");
         let options = EngineOptions { compute: Compute::Auto, ..exact() };
-        let mut engine = engine(&folder, &runtime(2), options);
+        let mut engine = engine(&folder, &device(), options);
         let alone = [70, 33].map(|len| greedy(&mut engine, &prompt[..len], 12));
         let mut sequences = Vec::new();
         let mut logits = Vec::new();

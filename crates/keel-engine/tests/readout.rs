@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use common::batching::{assert_all_is_back, prompt, run};
-use common::{engine, fixture, reference_weights, relative_error, runtime};
+use common::{device, engine, fixture, reference_weights, relative_error};
 use keel_array::Compute;
 use keel_engine::EngineOptions;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher, Readout};
@@ -32,7 +32,7 @@ fn options(compute: Compute, drafts: usize) -> EngineOptions {
 
 fn batcher(name: &str, options: EngineOptions, step_tokens: usize) -> Batcher {
     let batch = BatchOptions { step_tokens, ..BatchOptions::default() };
-    Batcher::new(engine(&fixture(name), &runtime(2), options), batch)
+    Batcher::new(engine(&fixture(name), &device(), options), batch)
 }
 
 const WORDS: [u32; 3] = [7, 300, 41];
@@ -115,7 +115,7 @@ fn tensors_may_lack_the_prefix() {
     without_prefix("qwen3", folder.path());
     let request = || vec![BatchRequest::to_read(0, prompt("qwen3", 1, 40), Readout::LastHidden)];
     let mut whole = batcher("qwen3", options(Compute::Auto, 0), 512);
-    let bare = engine(folder.path(), &runtime(2), options(Compute::Auto, 0));
+    let bare = engine(folder.path(), &device(), options(Compute::Auto, 0));
     let mut bare = Batcher::new(bare, BatchOptions::default());
     let (got, want) = (run(&mut bare, request()), run(&mut whole, request()));
     assert!(got[0].read == want[0].read && !want[0].read.is_empty(), "{:?}", got[0].error);

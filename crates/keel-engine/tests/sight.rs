@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{exact, relative_error, runtime};
+use common::{device, exact, relative_error};
 use keel_cache::{Features, SeenPicture, SequenceCache, Sight};
 use keel_engine::{Engine, EngineOptions, GenerateOptions, PatchGrid, TokenIterator, VisionOptions};
 use keel_models::loading::CheckpointParameters;
@@ -136,7 +136,7 @@ fn engine(folder: &Path, options: EngineOptions) -> Engine {
         vision: Some(VisionOptions { patches: 256, pictures: 0, piece_tokens: VisionOptions::WHOLE }),
         ..options
     };
-    Engine::load(&runtime(2), &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
+    Engine::load(&device(), &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
 }
 
 fn open(engine: &mut Engine, seen: &Seen) -> SequenceCache {
@@ -255,8 +255,13 @@ fn a_model_without_eyes_says_so() {
         context: 256,
         ..exact()
     };
-    let loaded =
-        Engine::load(&runtime(1), &CheckpointParameters(&checkpoint), checkpoint.config(), options, &|_| ());
+    let loaded = Engine::load(
+        &common::runtime(1),
+        &CheckpointParameters(&checkpoint),
+        checkpoint.config(),
+        options,
+        &|_| (),
+    );
     let message = loaded.err().expect("refused").to_string();
     assert!(message.contains("reads text alone"), "{message}");
 }

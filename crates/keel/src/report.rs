@@ -85,7 +85,7 @@ pub fn categories(report: &MemoryReport) -> Value {
 /// `free` and `total`.
 pub fn driver_json(driver: &Driver) -> Value {
     let DeviceUsage { total, free, .. } = driver.usage;
-    json!({"bytes": driver.bytes, "others": driver.usage.others(), "free": free, "total": total})
+    json!({"bytes": driver.bytes, "others": driver.usage.others(), "free": free, "total": total, "pinned": driver.pinned})
 }
 
 /// A table of the bytes per category in use, and their sum.

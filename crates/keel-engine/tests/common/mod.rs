@@ -14,6 +14,7 @@ use std::sync::Arc;
 use keel_array::{Compute, Runtime, RuntimeOptions};
 use keel_cache::{LayerStorage, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
+use keel_cuda::{CudaBackend, CudaOptions, Precision};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
 pub use keel_testkit::compare::relative_error;
@@ -30,6 +31,21 @@ pub fn demo() -> PathBuf {
 pub fn runtime(threads: usize) -> Runtime {
     let backend =
         CpuBackend::new(CpuOptions { threads: Some(threads), poison_freed: true, ..CpuOptions::default() });
+    Runtime::new(Arc::new(backend), RuntimeOptions::default())
+}
+
+/// The CPU, or with `KEEL_TEST_CUDA=1` a GPU that computes in f32.
+pub fn device() -> Runtime {
+    if std::env::var_os("KEEL_TEST_CUDA").is_none() {
+        return runtime(2);
+    }
+    let options = CudaOptions {
+        precision: Precision::F32,
+        deterministic: true,
+        poison_freed: true,
+        ..CudaOptions::default()
+    };
+    let backend = CudaBackend::new(&options).expect("a GPU");
     Runtime::new(Arc::new(backend), RuntimeOptions::default())
 }
 

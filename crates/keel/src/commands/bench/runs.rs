@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 use keel_cache::SequenceCache;
-use keel_engine::Engine;
+use keel_engine::{Chunk, Engine};
 
 use super::drawing::Drawing;
 use crate::progress;
@@ -13,6 +13,8 @@ use crate::report::rate;
 
 /// Tokens of the warm-up. It touches every page of the weights in both regimes.
 const WARM_UP: (usize, usize) = (64, 4);
+/// Warm-ups with the whole prompt where programs are compiled: the first compiles and the second captures.
+const WARM_UPS_COMPILED: usize = 2;
 
 /// Tokens per second of each repeat.
 #[derive(Debug, Default)]
@@ -63,7 +65,13 @@ impl Runs {
     ) -> Result<Runs> {
         let mut runs = Runs::default();
         let batch = engine.options().sequences;
-        run(engine, prompt.min(WARM_UP.0), gen_len.min(WARM_UP.1), drawing)?;
+        if engine.runtime().backend().is_compiling() {
+            for _ in 0..WARM_UPS_COMPILED {
+                run(engine, prompt, gen_len.min(WARM_UP.1), drawing)?;
+            }
+        } else {
+            run(engine, prompt.min(WARM_UP.0), gen_len.min(WARM_UP.1), drawing)?;
+        }
         let bar = progress::tokens("running", repeats * batch * (prompt + gen_len));
         for _ in 0..repeats {
             let (prefill, decode) = run(engine, prompt, gen_len, drawing)?;
@@ -99,14 +107,25 @@ fn run(engine: &mut Engine, prompt: usize, gen_len: usize, drawing: Drawing) -> 
     Ok((prefill, decode))
 }
 
-/// Opens all sequences of the engine. Each processes its own random prompt.
+/// Opens all sequences of the engine. Each processes its own random prompt, several of them in a step if a step has
+/// room for several.
 pub fn prefill(engine: &mut Engine, prompt: usize) -> Result<Vec<SequenceCache>> {
     let vocab = engine.model().config.vocab;
     let mut sequences =
         (0..engine.options().sequences).map(|_| engine.open()).collect::<Result<Vec<_>, _>>()?;
+    let prompts: Vec<Vec<u32>> = (0..sequences.len()).map(|i| random_ids(i, prompt, vocab)).collect();
+    let together = (engine.options().prefill_step / prompt).clamp(1, engine.chunks_max());
     let mut logits = Vec::new();
-    for (i, sequence) in sequences.iter_mut().enumerate() {
-        engine.prefill(sequence, &random_ids(i, prompt, vocab), &mut logits, &mut |_| ())?;
+    for (sequences, prompts) in sequences.chunks_mut(together).zip(prompts.chunks(together)) {
+        if let ([sequence], [prompt]) = (&mut *sequences, prompts) {
+            engine.prefill(sequence, prompt, &mut logits, &mut |_| ())?;
+            continue;
+        }
+        let chunk = |(sequence, tokens)| Chunk { sequence, tokens, next: None, draw: None };
+        let mut chunks: Vec<_> =
+            sequences.iter_mut().zip(prompts.iter().map(Vec::as_slice)).map(chunk).collect();
+        engine.prefill_chunks(&mut chunks)?;
+        engine.logits(0, &mut logits)?;
     }
     check(&logits)?;
     Ok(sequences)
