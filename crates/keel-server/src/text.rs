@@ -5,13 +5,12 @@ use keel_engine::batch::RequestSight;
 use keel_text::{
     AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, Message, TextError, TextFiles, Tokenizer,
 };
-use keel_vision::ImageSpan;
 use serde_json::{Map, Value};
 
 use crate::error::{Result, wrong};
 use crate::grammar::GrammarFactory;
 use crate::memory::{Meter, bytes_of_encoding};
-use crate::pictures::{PictureSources, Viewer};
+use crate::pictures::{PictureSources, Spans, Viewer};
 
 /// Tokenizer, chat template and recommended sampling settings of a model.
 pub struct ModelText {
@@ -123,7 +122,7 @@ impl ModelText {
         messages: &[Message],
         tools: Option<&[Value]>,
         variables: Option<&Map<String, Value>>,
-        spans: &[ImageSpan],
+        spans: &Spans,
         bounds: &Bounds<'_>,
     ) -> Result<ChatPrompt> {
         let Some(template) = &self.template else {
@@ -134,7 +133,7 @@ impl ModelText {
         }
         let request = ChatRequest { tools, variables, ..ChatRequest::new(messages) };
         let mut text = template.render(&request)?;
-        if let Some(viewer) = self.viewer.as_ref().filter(|_| !spans.is_empty()) {
+        if let Some(viewer) = self.viewer.as_ref().filter(|_| !spans.are_none()) {
             text = viewer.expand(&text, spans)?;
         }
         let ids = bounds.encode(&self.tokenizer, &text, false)?;

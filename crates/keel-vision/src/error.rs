@@ -59,6 +59,9 @@ pub enum VisionError {
     /// A video that cannot be sampled.
     #[error("the video cannot be sampled: {0}")]
     Video(String),
+    /// A video's file that cannot be read.
+    #[error("the video cannot be read: {0}")]
+    Film(String),
     /// A processor file is not valid.
     #[error("{file}: {reason}")]
     Processor {

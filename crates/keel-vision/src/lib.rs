@@ -1,6 +1,7 @@
 //! Converts pictures and videos to the input of a vision tower.
 //!
 //! * [`decode()`] decodes a file to 8-bit RGB, within [`DecodeLimits`] that are checked before allocation.
+//! * [`Film`] gives the frames of a GIF, and with the program `ffmpeg` those of MP4, WebM, Matroska and AVI files.
 //! * [`resize`] equals the antialiased resampler of the reference implementation to the bit.
 //! * [`ImageProcessor`] and [`VideoProcessor`] follow the processor files of a checkpoint: sizes, normalisation,
 //!   patches.
@@ -14,6 +15,7 @@ mod crops;
 mod decode;
 mod error;
 mod fields;
+mod film;
 mod jpeg;
 mod patches;
 mod picture;
@@ -27,6 +29,7 @@ mod video;
 pub use crops::{PanAndScan, crops};
 pub use decode::{DecodeLimits, decode, measure};
 pub use error::{Result, VisionError};
+pub use film::{Film, FilmLimits, FrameSink};
 pub use patches::Grid;
 pub use picture::Picture;
 pub use pixels::PixelScale;
@@ -34,4 +37,6 @@ pub use processor::{ImageProcessor, Layout, ProcessedImage, ProcessorFiles};
 pub use prompt::{ImageSpan, Placeholders, VideoSpan, expand};
 pub use resample::{Filter, resize};
 pub use size::{image_size, video_size};
-pub use video::{FPS_DEFAULT, ProcessedVideo, VideoProcessor, seconds, timestamps};
+pub use video::{
+    FPS_DEFAULT, ProcessedVideo, VideoBounds, VideoBuilder, VideoProcessor, seconds, timestamps,
+};

@@ -3,12 +3,13 @@
 //! Reference: `video_processing_qwen3_vl.py` and `processing_qwen3_vl.py` of transformers.
 
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use crate::fields::Fields;
 use crate::patches::{PatchShape, patches};
 use crate::pixels::ScaleDefaults;
 use crate::processor::{filter_of, patch_shape, pixel_bounds, unresized};
-use crate::size::video_size;
+use crate::size::{image_size, video_size};
 use crate::{Filter, Grid, Picture, PixelScale, Result, VisionError, resize};
 
 /// Frames per second of a video that does not state it.
@@ -27,7 +28,17 @@ pub struct VideoProcessor {
     frames: Option<usize>,
     frames_min: usize,
     frames_max: usize,
+    bounds: Option<VideoBounds>,
     settings: String,
+}
+
+/// Bounds that a server sets on a video.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VideoBounds {
+    /// Most pixels of a frame that the tower reads.
+    pub frame_pixels: usize,
+    /// Most pixels of all groups of frames together. A group is read like one picture.
+    pub pixels: usize,
 }
 
 /// A video as a tower reads it.
@@ -61,6 +72,7 @@ impl VideoProcessor {
             frames,
             frames_min: fields.size_or("min_frames", 4)?,
             frames_max: fields.size_or("max_frames", 768)?,
+            bounds: None,
             settings: json.to_string(),
         })
     }
@@ -111,30 +123,123 @@ impl VideoProcessor {
         self.shape.frames
     }
 
+    /// The same processor for videos within these bounds: larger ones are read at a smaller size.
+    #[must_use]
+    pub fn limited_to(mut self, bounds: VideoBounds) -> VideoProcessor {
+        self.settings.push_str(&format!(" at most {bounds:?}"));
+        self.bounds = Some(bounds);
+        self
+    }
+
+    /// Height and width of the resized frames of a video of `frames` chosen frames of this height and width.
+    ///
+    /// # Errors
+    /// They cannot be resized to a size that the tower supports, or there is no room for so many.
+    pub fn frame_size(&self, frames: usize, own: (usize, usize)) -> Result<(usize, usize)> {
+        let (factor, depth) = (self.shape.side * self.shape.merge, self.shape.frames);
+        let size = match self.resizes {
+            true => video_size(frames, own, factor, depth, self.pixels)?,
+            false => unresized(own, factor)?,
+        };
+        let Some(bounds) = self.bounds else { return Ok(size) };
+        let each = bounds.frame_pixels.min(bounds.pixels / frames.div_ceil(depth).max(1));
+        if size.0 * size.1 <= each {
+            return Ok(size);
+        }
+        // Each frame is bounded like a picture. A strip is cut at its long side, because its short side cannot shrink.
+        let (mut height, mut width) = image_size(own, factor, (0, each))?;
+        let longest = |other: usize| (each / other / factor * factor).max(factor);
+        if height > width {
+            height = height.min(longest(width));
+        } else {
+            width = width.min(longest(height));
+        }
+        let smaller = (height, width);
+        if !self.resizes || smaller.0 * smaller.1 > each {
+            let reason = format!(
+                "{frames} frames have room for {each} pixels each, less than the {} that they need: sample fewer",
+                (smaller.0 * smaller.1).min(size.0 * size.1)
+            );
+            return Err(VisionError::Video(reason));
+        }
+        Ok(smaller)
+    }
+
     /// Prepares the chosen frames.
     ///
     /// # Errors
     /// There is no frame, the frames differ in size, or they cannot be resized to a size that the tower supports.
     pub fn process(&self, frames: &[Picture]) -> Result<ProcessedVideo> {
-        let Some(first) = frames.first() else {
-            return Err(VisionError::Video("it has no frames".into()));
+        let mut builder = VideoBuilder::new(self, frames.len());
+        frames.iter().try_for_each(|frame| builder.add(frame))?;
+        builder.finish()
+    }
+}
+
+/// Prepares a video frame by frame, so that only resized frames are in memory.
+pub struct VideoBuilder<'a> {
+    processor: &'a VideoProcessor,
+    count: usize,
+    /// Height and width of the first frame, and those after resizing.
+    sizes: Option<[(usize, usize); 2]>,
+    resized: Vec<Picture>,
+}
+
+impl VideoBuilder<'_> {
+    /// For a video of `count` chosen frames.
+    pub fn new(processor: &VideoProcessor, count: usize) -> VideoBuilder<'_> {
+        VideoBuilder { processor, count, sizes: None, resized: Vec::new() }
+    }
+
+    /// Resizes the next frame.
+    ///
+    /// # Errors
+    /// It differs in size from the first, or it cannot be resized to a size that the tower supports.
+    pub fn add(&mut self, frame: &Picture) -> Result<()> {
+        let own = (frame.height, frame.width);
+        let [first, (height, width)] = match self.sizes {
+            Some(sizes) => sizes,
+            None => *self.sizes.insert([own, self.processor.frame_size(self.count, own)?]),
         };
-        let size = |p: &Picture| format!("{} x {}", p.width, p.height);
-        if let Some(frame) = frames.iter().position(|p| (p.width, p.height) != (first.width, first.height)) {
-            return Err(VisionError::Frame { frame, expected: size(first), got: size(&frames[frame]) });
+        if own != first {
+            let size = |(height, width): (usize, usize)| format!("{width} x {height}");
+            let (expected, got) = (size(first), size(own));
+            return Err(VisionError::Frame { frame: self.resized.len(), expected, got });
         }
-        let (own, factor) = ((first.height, first.width), self.shape.side * self.shape.merge);
-        let (height, width) = match self.resizes {
-            true => video_size(frames.len(), own, factor, self.shape.frames, self.pixels)?,
-            false => unresized(own, factor)?,
-        };
-        let mut resized: Vec<Picture> =
-            frames.iter().map(|f| resize(f, width, height, self.filter)).collect();
-        let (values, grid) = patches(&resized.iter().collect::<Vec<_>>(), self.shape, &self.scale);
-        while let Some(last) = resized.last().filter(|_| !resized.len().is_multiple_of(self.shape.frames)) {
+        self.resized.push(resize(frame, width, height, self.processor.filter));
+        Ok(())
+    }
+
+    /// The prepared video.
+    ///
+    /// # Errors
+    /// It has no frames.
+    pub fn finish(self) -> Result<ProcessedVideo> {
+        let VideoBuilder { processor, mut resized, .. } = self;
+        if resized.is_empty() {
+            return Err(VisionError::Video("it has no frames".into()));
+        }
+        let (shape, frames) = (processor.shape, resized.iter().collect::<Vec<_>>());
+        let (values, grid) = patches(&frames, shape, &processor.scale);
+        while let Some(last) = resized.last().filter(|_| !resized.len().is_multiple_of(shape.frames)) {
             resized.push(last.clone());
         }
         Ok(ProcessedVideo { values, grid, resized })
+    }
+}
+
+impl ProcessedVideo {
+    /// Tells the video from all others: a SHA-256 of its frames, their size and the settings that it was prepared with.
+    pub fn key(&self, processor: &VideoProcessor) -> [u8; 32] {
+        let mut hasher = Sha256::new();
+        hasher.update(b"keel video 1");
+        let (width, height) = self.resized.first().map_or((0, 0), |frame| (frame.width, frame.height));
+        for number in [processor.settings.len(), self.resized.len(), width, height] {
+            hasher.update((number as u64).to_le_bytes());
+        }
+        hasher.update(&processor.settings);
+        self.resized.iter().for_each(|frame| hasher.update(&frame.rgb));
+        hasher.finalize().into()
     }
 }
 
@@ -179,6 +284,32 @@ mod tests {
         assert_eq!(sample(json!({"max_frames": 6}), 100, 1.0), [0, 20, 40, 59, 79, 99]);
         assert_eq!(sample(json!({}), 1, 24.0), [0]);
         assert_eq!(timestamps(&[0, 1, 2, 3, 4], 2.0, 2), [0.25, 1.25, 2.0]);
+    }
+
+    #[test]
+    fn a_server_makes_large_videos_smaller() {
+        let plain = VideoProcessor::from_json("v.json", &json!({"patch_size": 16})).expect("sound");
+        let sizes = [(40, 900), (480, 640), (1080, 1920), (2000, 64)];
+        for (frame_pixels, pixels) in [(65536, 1 << 20), (1 << 20, 65536), (16384, 16384), (1 << 24, 1 << 30)]
+        {
+            let limited = plain.clone().limited_to(VideoBounds { frame_pixels, pixels });
+            assert_ne!(plain.settings(), limited.settings());
+            for frames in 1..=9 {
+                for own in sizes {
+                    let (h, w) = limited.frame_size(frames, own).expect("it has room");
+                    assert!(
+                        h * w <= frame_pixels && h * w * frames.div_ceil(2) <= pixels,
+                        "{frames} of {own:?}: {h} x {w}"
+                    );
+                    if pixels == 1 << 30 {
+                        assert_eq!((h, w), plain.frame_size(frames, own).expect("sound"));
+                    }
+                }
+            }
+        }
+        let limited = plain.limited_to(VideoBounds { frame_pixels: 16384, pixels: 16384 });
+        let message = limited.frame_size(40, (480, 640)).expect_err("no room").to_string();
+        assert!(message.contains("40 frames") && message.contains("sample fewer"), "{message}");
     }
 
     #[test]

@@ -235,7 +235,6 @@ fn what_cannot_be_seen_is_said_in_a_sentence() {
     run(&folder, "data:image/png;base64,%%", "base64");
 }
 
-/// A turn about a picture, one about another in its place, and the first again.
 #[test]
 fn the_plan_prints_the_passes_of_the_tower() {
     let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
@@ -254,6 +253,54 @@ fn the_plan_prints_the_passes_of_the_tower() {
     assert!(!plan(&["--images", "0"]).contains("of the tower"));
 }
 
+/// A program that stands in for `ffmpeg` gives a file the frames of the fixture.
+#[cfg(unix)]
+#[test]
+fn a_video_file_is_read_by_ffmpeg() {
+    use std::os::unix::fs::PermissionsExt;
+    let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let path = |name: &str| dir.path().join(name);
+    let names: Vec<String> = (0..5).map(|i| format!("f_video_0{i}.png")).collect();
+    let mut frames = Vec::new();
+    let mut size = (0, 0);
+    // Four of five frames are chosen.
+    for name in [0, 1, 3, 4].map(|i| folder.join("images").join(&names[i])) {
+        let bytes = std::fs::read(name).expect("there");
+        let picture = keel_vision::decode(&bytes, keel_vision::DecodeLimits::default()).expect("decodes");
+        size = (picture.width, picture.height);
+        frames.extend(format!("P6\n{} {}\n255\n", size.0, size.1).into_bytes());
+        frames.extend(picture.rgb);
+    }
+    std::fs::write(path("frames.ppm"), frames).expect("writable");
+    let mut list = format!("#tb 0: 1/10\n#dimensions 0: {}x{}\n", size.0, size.1);
+    (0..5).for_each(|i| list.push_str(&format!("0, {i}, {i}, 1, 9, 0x1\n")));
+    std::fs::write(path("list.txt"), list).expect("writable");
+    std::fs::write(path("a.mp4"), b"\0\0\0\x18ftypisom").expect("writable");
+    let script = "#!/bin/sh\ncd \"$(dirname \"$0\")\"\ncase \"$*\" in *framecrc*) cat list.txt;; \
+        *'eq(n,0)+eq(n,1)+eq(n,3)+eq(n,4)'*) cat frames.ppm;; *) exit 1;; esac\n";
+    std::fs::write(path("ffmpeg"), script).expect("writable");
+    std::fs::set_permissions(path("ffmpeg"), std::fs::Permissions::from_mode(0o700)).expect("runnable");
+    let features = |video: Value, out: &str| {
+        let messages = json!([{"role": "user", "content": [video, {"type": "text", "text": "What moves?"}]}]);
+        std::fs::write(path("m.json"), messages.to_string()).expect("writable");
+        let (messages, out) = (path("m.json"), path(out));
+        let own = std::env::var("PATH").unwrap_or_default();
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_keel"))
+            .args(["logits", "--model", arg(&folder), "--messages", arg(&messages), "--out", arg(&out)])
+            .env("PATH", format!("{}:{own}", dir.path().display()))
+            .output()
+            .expect("runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        (floats(&out, "video_features"), ints(&out, "input_ids"))
+    };
+    let listed: Vec<Value> = names.iter().map(|name| json!(folder.join("images").join(name))).collect();
+    let expected = features(json!({"type": "video", "video": listed, "fps": 10}), "listed.safetensors");
+    let got = features(json!({"type": "video_url", "video_url": {"url": "a.mp4"}}), "film.safetensors");
+    assert!(expected == got, "the file has the frames of the list");
+}
+
+/// A turn about a picture, one about another in its place, and the first again.
 #[test]
 fn chat_shows_pictures() {
     let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };

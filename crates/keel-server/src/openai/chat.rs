@@ -21,7 +21,7 @@ use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, wrong};
 use crate::fleet::Front;
 use crate::http::{Body, error_json};
-use crate::pictures::Shown;
+use crate::pictures::{Shot, Shown};
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
 use crate::unsupported;
@@ -138,7 +138,7 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
 }
 
 /// Prepares pictures, where the model can be shown any.
-fn show(text: &ModelText, pictures: &[String], bounds: &Bounds<'_>) -> Result<Shown> {
+fn show(text: &ModelText, pictures: &[Shot], bounds: &Bounds<'_>) -> Result<Shown> {
     match &text.viewer {
         _ if pictures.is_empty() => Ok(Shown::default()),
         Some(viewer) => viewer.show(pictures, bounds),

@@ -5,6 +5,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::error::{Result, wrong};
+use crate::pictures::{Shot, VideoShot, VideoSource};
 
 /// A message of a conversation.
 #[derive(Debug, Deserialize)]
@@ -27,11 +28,11 @@ enum Content {
     Parts(Vec<Map<String, Value>>),
 }
 
-/// A conversation as templates expect it, and the URLs of its pictures in order.
+/// A conversation as templates expect it, and its pictures and videos in order.
 #[derive(Debug)]
 pub(crate) struct Conversation {
     pub messages: Vec<Message>,
-    pub pictures: Vec<String>,
+    pub pictures: Vec<Shot>,
 }
 
 /// The messages, with text parts joined and the arguments of calls as objects, which is what templates iterate over. A message that
@@ -43,7 +44,7 @@ pub(crate) fn to_template(messages: Vec<ChatMessage>) -> Result<Conversation> {
 }
 
 impl ChatMessage {
-    /// Whether it shows pictures.
+    /// Whether it shows pictures or videos.
     pub fn shows_pictures(&self) -> bool {
         match &self.content {
             Content::Parts(parts) => parts.iter().any(|part| is_picture(kind_of(part))),
@@ -57,10 +58,14 @@ fn kind_of(part: &Map<String, Value>) -> &str {
 }
 
 fn is_picture(kind: &str) -> bool {
-    matches!(kind, "image_url" | "input_image" | "image")
+    matches!(kind, "image_url" | "input_image" | "image") || is_video(kind)
 }
 
-fn one(message: ChatMessage, pictures: &mut Vec<String>) -> Result<Message> {
+fn is_video(kind: &str) -> bool {
+    matches!(kind, "video_url" | "input_video" | "video")
+}
+
+fn one(message: ChatMessage, pictures: &mut Vec<Shot>) -> Result<Message> {
     let role = match message.role.as_str() {
         "developer" => "system",
         "function" => "tool",
@@ -78,17 +83,21 @@ fn one(message: ChatMessage, pictures: &mut Vec<String>) -> Result<Message> {
     Ok(Message { role: role.into(), content: content(message.content, pictures)?, extra })
 }
 
-fn content(content: Content, pictures: &mut Vec<String>) -> Result<Value> {
+fn content(content: Content, pictures: &mut Vec<Shot>) -> Result<Value> {
     Ok(match content {
         Content::None => Value::String(String::new()),
         Content::Text(text) => Value::String(text),
         Content::Parts(parts) if parts.iter().any(|part| is_picture(kind_of(part))) => {
-            let part = |part: Map<String, Value>| match is_picture(kind_of(&part)) {
-                true => {
-                    pictures.push(picture(part)?);
+            let part = |part: Map<String, Value>| match kind_of(&part) {
+                kind if is_video(kind) => {
+                    pictures.push(Shot::Video(video(part)?));
+                    Ok(json!({"type": "video"}))
+                }
+                kind if is_picture(kind) => {
+                    pictures.push(Shot::Picture(picture(part)?));
                     Ok(json!({"type": "image"}))
                 }
-                false => Ok(json!({"type": "text", "text": text(&part)?})),
+                _ => Ok(json!({"type": "text", "text": text(&part)?})),
             };
             Value::Array(parts.into_iter().map(part).collect::<Result<_>>()?)
         }
@@ -115,11 +124,46 @@ fn picture(mut part: Map<String, Value>) -> Result<String> {
     }
 }
 
+/// A video: a file's URL, or a list of the URLs of its frames. They are moved.
+fn video(mut part: Map<String, Value>) -> Result<VideoShot> {
+    let mut fps = part.get("fps").and_then(Value::as_f64);
+    let place = ["video_url", "video", "url"].into_iter().find_map(|key| part.remove(key));
+    let source = match place {
+        Some(Value::Object(mut object)) => {
+            fps = fps.or(object.get("fps").and_then(Value::as_f64));
+            object.remove("url")
+        }
+        other => other,
+    };
+    let frame = |url: Value| match url {
+        Value::String(url) => Some(url),
+        _ => None,
+    };
+    let source = match source {
+        Some(Value::String(url)) => Some(VideoSource::File(url)),
+        Some(Value::Array(urls)) => {
+            urls.into_iter().map(frame).collect::<Option<_>>().map(VideoSource::Frames)
+        }
+        _ => None,
+    };
+    match source {
+        Some(source) => Ok(VideoShot { source, fps }),
+        None => Err(wrong(
+            "messages",
+            "a video has no URL; expected {\"type\": \"video_url\", \"video_url\": {\"url\": \"data:video/mp4;base64,...\"}} \
+             or {\"type\": \"video\", \"video\": [\"data:image/png;base64,...\", ...], \"fps\": 2}",
+        )),
+    }
+}
+
 fn text(part: &Map<String, Value>) -> Result<String> {
     let kind = kind_of(part);
     match (kind, part.get("text").or(part.get("refusal")).and_then(Value::as_str)) {
         ("text" | "input_text" | "output_text" | "refusal", Some(text)) => Ok(text.to_string()),
-        _ => Err(wrong("messages", format!("a part of type {kind:?}: text and image_url can be read"))),
+        _ => Err(wrong(
+            "messages",
+            format!("a part of type {kind:?}: text, image_url and video_url can be read"),
+        )),
     }
 }
 
@@ -159,10 +203,33 @@ mod tests {
             {"role": "user", "content": [{"type": "image_url", "image_url": "u3"}]},
         ]))
         .expect("right");
-        assert_eq!(conversation.pictures, ["u1", "u2", "u3"]);
+        assert_eq!(conversation.pictures, ["u1", "u2", "u3"].map(|url| Shot::Picture(url.into())));
         let kinds = json!([{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}, {"type": "text", "text": "b"}]);
         assert_eq!(conversation.messages[0].content, kinds);
         assert_eq!(conversation.messages[1].content, json!([{"type": "image"}]));
+    }
+
+    #[test]
+    fn videos_come_in_the_forms_of_their_clients() {
+        let conversation = conversation(json!([{"role": "user", "content": [
+            {"type": "video_url", "video_url": {"url": "v1", "fps": 2}},
+            {"type": "image_url", "image_url": "u1"},
+            {"type": "video_url", "video_url": "v2", "fps": 0.5},
+            {"type": "video", "video": ["f1", "f2"], "fps": 4},
+            {"type": "video", "video": "v3"}]}]))
+        .expect("right");
+        let file = |url: &str, fps| Shot::Video(VideoShot { source: VideoSource::File(url.into()), fps });
+        let frames = VideoSource::Frames(vec!["f1".into(), "f2".into()]);
+        let expected = [
+            file("v1", Some(2.0)),
+            Shot::Picture("u1".into()),
+            file("v2", Some(0.5)),
+            Shot::Video(VideoShot { source: frames, fps: Some(4.0) }),
+            file("v3", None),
+        ];
+        assert_eq!(conversation.pictures, expected);
+        let kinds = ["video", "image", "video", "video", "video"].map(|kind| json!({"type": kind}));
+        assert_eq!(conversation.messages[0].content, json!(kinds));
     }
 
     #[test]
@@ -185,6 +252,8 @@ mod tests {
         for message in [
             json!({"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}),
             json!({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}),
+            json!({"role": "user", "content": [{"type": "video_url", "video_url": {}}]}),
+            json!({"role": "user", "content": [{"type": "video", "video": ["a", 3]}]}),
             json!({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}),
             json!({"role": "robot", "content": "x"}),
             json!({"role": "assistant", "tool_calls": [{"function": {}}]}),

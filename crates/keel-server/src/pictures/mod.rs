@@ -2,12 +2,14 @@
 //!
 //! ```text
 //! source.rs   where a picture comes from: the request itself, an allowed folder, an allowed host
+//! video.rs    a video's file, or its frames
 //! mod.rs      decoded and prepared as the model's processor says; placeholders repeated
 //! ```
 //!
 //! Memory is charged before it is taken: a picture's size is read from its first bytes.
 
 mod source;
+mod video;
 
 use std::sync::Arc;
 
@@ -16,7 +18,8 @@ use keel_engine::{EngineError, PatchGrid};
 use keel_models::vision::{TowerKind, VisionConfig};
 use keel_text::Tokenizer;
 use keel_vision::{
-    DecodeLimits, ImageProcessor, ImageSpan, Placeholders, ProcessorFiles, decode, expand, measure,
+    DecodeLimits, ImageProcessor, ImageSpan, Placeholders, ProcessorFiles, VideoBounds, VideoSpan, decode,
+    expand, measure,
 };
 use serde_json::Map;
 
@@ -24,6 +27,8 @@ use crate::error::{Result, setting, wrong};
 use crate::text::Bounds;
 
 pub use source::{Fetch, FetchLimits, PictureSources};
+use video::VideoView;
+pub(crate) use video::{VideoShot, VideoSource};
 
 /// Bytes of heap for each pixel of a file while it is decoded, and for each pixel of the size that the tower reads while it is
 /// prepared.
@@ -38,6 +43,8 @@ pub struct Viewer {
     config: VisionConfig,
     processor: ImageProcessor,
     placeholders: Placeholders,
+    /// How it is shown videos, if it can be.
+    videos: Option<VideoView>,
     /// Pixels that the tower reads at most.
     pixels_max: usize,
 }
@@ -46,12 +53,34 @@ pub struct Viewer {
 #[derive(Default)]
 pub(crate) struct Shown {
     pub inputs: Vec<PictureInput>,
-    /// What each picture of the conversation takes in the prompt.
-    pub spans: Vec<ImageSpan>,
+    /// What they take in the prompt.
+    pub spans: Spans,
+}
+
+/// What each picture and each video of a conversation takes in the prompt.
+#[derive(Default)]
+pub(crate) struct Spans {
+    pub images: Vec<ImageSpan>,
+    pub videos: Vec<VideoSpan>,
+}
+
+impl Spans {
+    pub fn are_none(&self) -> bool {
+        self.images.is_empty() && self.videos.is_empty()
+    }
+}
+
+/// A picture or a video of a conversation.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Shot {
+    /// The URL of a picture.
+    Picture(String),
+    Video(VideoShot),
 }
 
 impl Viewer {
-    /// For a model with this tower. Pictures larger than `pixels_max` are read at that size.
+    /// For a model with this tower. Pictures larger than `pixels_max` are read at that size. Videos are read at a size at
+    /// which their features take no more room than those of `pictures` such pictures.
     ///
     /// # Errors
     /// Processor files that cannot be followed; a tokenizer without the tokens of pictures.
@@ -60,6 +89,7 @@ impl Viewer {
         files: &ProcessorFiles,
         tokenizer: &Tokenizer,
         pixels_max: usize,
+        pictures: usize,
     ) -> Result<Viewer> {
         let failed = |error: keel_vision::VisionError| setting("pictures", error.to_string());
         let processor = files.image(&Map::new()).map_err(failed)?.limited_to(pixels_max).map_err(failed)?;
@@ -81,31 +111,47 @@ impl Viewer {
             }
             TowerKind::Siglip { .. } => Placeholders::Gemma { image, start, end },
         };
-        Ok(Viewer { config, processor, placeholders, pixels_max })
+        let of_videos =
+            VideoBounds { frame_pixels: pixels_max, pixels: pixels_max.saturating_mul(pictures.max(1)) };
+        let videos = tokens.video.and_then(|_| VideoView::new(files, of_videos));
+        Ok(Viewer { config, processor, placeholders, videos, pixels_max })
     }
 
-    /// Reads, decodes and prepares the pictures of these URLs.
+    /// Reads, decodes and prepares pictures and videos.
     ///
     /// # Errors
-    /// A picture that cannot be had, decoded or shown; memory that others use.
-    pub(crate) fn show(&self, urls: &[String], bounds: &Bounds<'_>) -> Result<Shown> {
-        if urls.len() > PICTURES_MAX {
+    /// One that cannot be had, decoded or shown; memory that others use.
+    pub(crate) fn show(&self, shots: &[Shot], bounds: &Bounds<'_>) -> Result<Shown> {
+        if shots.len() > PICTURES_MAX {
             return Err(wrong(
                 "messages",
-                format!("{} pictures, at most {PICTURES_MAX} are shown", urls.len()),
+                format!("{} pictures, at most {PICTURES_MAX} are shown", shots.len()),
             ));
         }
         let mut shown = Shown::default();
         let mut rows = 0;
-        for (i, url) in urls.iter().enumerate() {
-            let crops = self.show_one(url, bounds, &mut shown.inputs).map_err(|error| error.of_picture(i))?;
-            let PatchGrid { h, w, .. } = shown.inputs[shown.inputs.len() - 1 - crops].grid;
-            let tokens = self.config.rows_of(h, w);
-            rows += tokens * (1 + crops);
+        for (i, shot) in shots.iter().enumerate() {
+            rows += match shot {
+                Shot::Picture(url) => {
+                    let crops = self.show_one(url, bounds, &mut shown.inputs);
+                    let crops = crops.map_err(|error| error.of("picture", i))?;
+                    let PatchGrid { h, w, .. } = shown.inputs[shown.inputs.len() - 1 - crops].grid;
+                    let tokens = self.config.rows_of(h, w);
+                    shown.spans.images.push(ImageSpan { tokens, crops });
+                    tokens * (1 + crops)
+                }
+                Shot::Video(video) => {
+                    let (input, span) =
+                        self.show_video(video, bounds).map_err(|error| error.of("video", i))?;
+                    let tokens = span.tokens * span.seconds.len();
+                    shown.inputs.push(input);
+                    shown.spans.videos.push(span);
+                    tokens
+                }
+            };
             if rows >= bounds.context {
                 return Err(EngineError::Context { needed: rows + 1, context: bounds.context }.into());
             }
-            shown.spans.push(ImageSpan { tokens, crops });
         }
         Ok(shown)
     }
@@ -138,8 +184,10 @@ impl Viewer {
     }
 
     /// A rendered prompt with its placeholders repeated.
-    pub(crate) fn expand(&self, prompt: &str, spans: &[ImageSpan]) -> Result<String> {
-        expand(prompt, &self.placeholders, spans, &[]).map_err(|error| wrong("messages", error.to_string()))
+    pub(crate) fn expand(&self, prompt: &str, spans: &Spans) -> Result<String> {
+        let Spans { images, videos } = spans;
+        expand(prompt, &self.placeholders, images, videos)
+            .map_err(|error| wrong("messages", error.to_string()))
     }
 
     /// The pictures with the prompt that shows them.
@@ -162,9 +210,10 @@ pub(crate) enum Trouble {
 }
 
 impl Trouble {
-    fn of_picture(self, i: usize) -> crate::ServerError {
+    /// `i` counts pictures and videos together.
+    fn of(self, what: &str, i: usize) -> crate::ServerError {
         match self {
-            Trouble::Picture(problem) => wrong("messages", format!("picture {}: {problem}", i + 1)),
+            Trouble::Picture(problem) => wrong("messages", format!("{what} {}: {problem}", i + 1)),
             Trouble::Request(error) => error,
         }
     }

@@ -104,7 +104,7 @@ impl Running {
                 let text = match engine.vision() {
                     Some(vision) => {
                         let files = ProcessorFiles::read(&folder).expect("there");
-                        let viewer = Viewer::new(vision.clone(), &files, &text.tokenizer, PIXELS_MAX);
+                        let viewer = Viewer::new(vision.clone(), &files, &text.tokenizer, PIXELS_MAX, 3);
                         text.with_viewer(viewer.expect("right"))
                     }
                     None => text,

@@ -7,7 +7,7 @@ use clap::Args;
 use keel_text::Message;
 use serde_json::json;
 
-use crate::sight::{Conversation, Origin, VideoPart};
+use crate::sight::{Conversation, Origin, VideoFrames, VideoPart};
 
 /// Largest number of frames in a folder. Only hundreds of them are sampled.
 const FRAMES_MAX: usize = 65_536;
@@ -18,12 +18,13 @@ pub struct PictureArgs {
     /// Show the model a picture (PNG, JPEG, WebP, the first frame of a GIF); may be given several times.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["raw", "ids", "ids_file"])]
     image: Vec<PathBuf>,
-    /// Show the model a video: a folder of pictures, which are its frames in the order of their names.
-    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["raw", "ids", "ids_file"])]
+    /// Show the model a video: a GIF, with ffmpeg also an MP4, WebM, Matroska or AVI file, or a folder of pictures, which are
+    /// its frames in the order of their names.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["raw", "ids", "ids_file"])]
     video: Vec<PathBuf>,
-    /// Frames a second of the videos.
-    #[arg(long, value_name = "N", default_value_t = keel_vision::FPS_DEFAULT, requires = "video")]
-    video_fps: f64,
+    /// Frames a second of a video that is a folder; by default 24.
+    #[arg(long, value_name = "N", requires = "video")]
+    video_fps: Option<f64>,
 }
 
 impl PictureArgs {
@@ -35,7 +36,7 @@ impl PictureArgs {
     /// Builds a conversation: the system text, then a user's turn with the pictures, the videos and the text.
     ///
     /// # Errors
-    /// A video is not a folder of pictures.
+    /// A video is neither a file nor a folder of pictures.
     pub fn conversation(&self, system: Option<&str>, text: &str) -> Result<Conversation> {
         let mut parts: Vec<_> = self.image.iter().map(|_| json!({"type": "image"})).collect();
         parts.extend(self.video.iter().map(|_| json!({"type": "video"})));
@@ -43,9 +44,9 @@ impl PictureArgs {
         let mut user = Message::new("user", "");
         user.content = parts.into();
         let system = system.map(|system| Message::new("system", system));
-        let videos = self.video.iter().map(|folder| {
-            let frames = frames(folder).with_context(|| format!("--video {}", folder.display()))?;
-            Ok(VideoPart { frames, fps: self.video_fps, settings: serde_json::Map::new() })
+        let videos = self.video.iter().map(|path| {
+            let frames = self.frames(path).with_context(|| format!("--video {}", path.display()))?;
+            Ok(VideoPart { frames, settings: serde_json::Map::new() })
         });
         Ok(Conversation {
             messages: system.into_iter().chain([user]).collect(),
@@ -56,11 +57,23 @@ impl PictureArgs {
     }
 }
 
-/// The files of a folder, sorted by name.
-fn frames(folder: &Path) -> Result<Vec<Origin>> {
-    if !folder.is_dir() {
-        bail!("this is no folder; a video is given as a folder of its frames");
+impl PictureArgs {
+    fn frames(&self, path: &Path) -> Result<VideoFrames> {
+        if path.is_dir() {
+            return Ok(VideoFrames::Listed(files(path)?, self.video_fps.unwrap_or(keel_vision::FPS_DEFAULT)));
+        }
+        if !path.is_file() {
+            bail!("this is neither a file nor a folder of frames");
+        }
+        if self.video_fps.is_some() {
+            bail!("--video-fps is for folders of frames: a file says itself how many a second it has");
+        }
+        Ok(VideoFrames::Film(Origin::File(path.to_path_buf())))
     }
+}
+
+/// The files of a folder, sorted by name.
+fn files(folder: &Path) -> Result<Vec<Origin>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();

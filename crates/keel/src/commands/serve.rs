@@ -279,10 +279,8 @@ fn with_eyes(
     model: &ModelFiles,
     options: &EngineOptions,
 ) -> Result<ModelText> {
-    if options.vision.is_none() {
-        return Ok(text);
-    }
-    let viewer = sight::viewer(model, &text.tokenizer, args.holding.image_pixels())?;
+    let Some(vision) = options.vision else { return Ok(text) };
+    let viewer = sight::viewer(model, &text.tokenizer, args.holding.image_pixels(), vision.pictures)?;
     Ok(text.with_viewer(viewer))
 }
 

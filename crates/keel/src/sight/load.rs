@@ -41,15 +41,24 @@ pub fn origin(url: &str, folder: &Path) -> Result<Origin> {
 /// The file cannot be read, is too large, or is not a picture.
 pub fn picture(origin: &Origin) -> Result<Picture> {
     let limits = DecodeLimits::default();
+    with_bytes(origin, limits.file_bytes, |bytes| Ok(decode(bytes, limits)?))
+}
+
+/// Calls `read` with the bytes of the file, or with one more than `most` if it has more than these.
+///
+/// # Errors
+/// The file cannot be read; an error of `read`.
+pub fn with_bytes<T>(origin: &Origin, most: usize, read: impl FnOnce(&[u8]) -> Result<T>) -> Result<T> {
     match origin {
-        Origin::Bytes(bytes) => Ok(decode(bytes, limits)?),
+        Origin::Bytes(bytes) => read(bytes),
         Origin::File(path) => {
             let shown = path.display();
             let file = std::fs::File::open(path).with_context(|| format!("cannot read {shown}"))?;
             let mut bytes = Vec::new();
-            let one_more = limits.file_bytes as u64 + 1;
-            file.take(one_more).read_to_end(&mut bytes).with_context(|| format!("cannot read {shown}"))?;
-            decode(&bytes, limits).with_context(|| shown.to_string())
+            file.take(most as u64 + 1)
+                .read_to_end(&mut bytes)
+                .with_context(|| format!("cannot read {shown}"))?;
+            read(&bytes).with_context(|| shown.to_string())
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Parts of a message: `{"type": "text", "text"}`, `{"type": "image_url", "image_url": {"url"}}` (or the URL itself),
 //! `{"type": "input_image", "image_url"}`, `{"type": "image", "image"}`, and
-//! `{"type": "video", "video": [frames], "fps", "do_sample_frames"}`. A URL is a data URI or a path.
+//! `{"type": "video", "video": [frames], "fps", "do_sample_frames"}`, where `video` may also be one file, as in
+//! `{"type": "video_url", "video_url": {"url"}}`. A URL is a data URI or a path.
 
 use std::path::{Path, PathBuf};
 
@@ -18,11 +19,17 @@ const FILE_BYTES_MAX: u64 = 256 << 20;
 /// A video of a conversation.
 pub struct VideoPart {
     /// The locations of its frames.
-    pub frames: Vec<Origin>,
-    /// Frames per second.
-    pub fps: f64,
+    pub frames: VideoFrames,
     /// Settings that override the processor file.
     pub settings: Map<String, Value>,
+}
+
+/// Where the frames of a video are.
+pub enum VideoFrames {
+    /// Pictures, of which so many make a second.
+    Listed(Vec<Origin>, f64),
+    /// One file: a GIF, or a video that `ffmpeg` reads.
+    Film(Origin),
 }
 
 /// A conversation, and the locations of its pictures.
@@ -119,34 +126,44 @@ impl Conversation {
                 self.images.push(origin(url, folder)?);
                 Ok(json!({"type": "image"}))
             }
-            "video" => {
+            "video" | "video_url" => {
                 self.videos.push(video(part, folder)?);
                 Ok(json!({"type": "video"}))
             }
             other => bail!(
-                "its type {other:?} is not known; there are text, image_url, input_image, image and video"
+                "its type {other:?} is not known; there are text, image_url, input_image, image, video and \
+                 video_url"
             ),
         }
     }
 }
 
 fn video(part: &Value, folder: &Path) -> Result<VideoPart> {
+    let mut settings = Map::new();
+    if let Some(samples) = part.get("do_sample_frames") {
+        settings.insert("do_sample_frames".into(), samples.clone());
+    }
+    let fps = match &part["fps"] {
+        Value::Null => None,
+        value => Some(value.as_f64().with_context(|| format!("its fps is {value}, expected a number"))?),
+    };
+    let places = [&part["video_url"]["url"], &part["video_url"], &part["video"]];
+    if let Some(url) = places.into_iter().find_map(Value::as_str) {
+        // As in the APIs: how many frames of a second are read.
+        if let Some(fps) = fps {
+            settings.insert("fps".into(), json!(fps));
+        }
+        return Ok(VideoPart { frames: VideoFrames::Film(origin(url, folder)?), settings });
+    }
     let Some(frames) = part["video"].as_array() else {
-        bail!("its video is no list of frames");
+        bail!("its video is neither a file nor a list of frames");
     };
     let frames = frames.iter().map(|frame| match frame.as_str() {
         Some(url) => origin(url, folder),
         None => bail!("a frame of its video is no path or data URI"),
     });
-    let fps = match &part["fps"] {
-        Value::Null => keel_vision::FPS_DEFAULT,
-        value => value.as_f64().with_context(|| format!("its fps is {value}, expected a number"))?,
-    };
-    let mut settings = Map::new();
-    if let Some(samples) = part.get("do_sample_frames") {
-        settings.insert("do_sample_frames".into(), samples.clone());
-    }
-    Ok(VideoPart { frames: frames.collect::<Result<_>>()?, fps, settings })
+    let fps = fps.unwrap_or(keel_vision::FPS_DEFAULT);
+    Ok(VideoPart { frames: VideoFrames::Listed(frames.collect::<Result<_>>()?, fps), settings })
 }
 
 #[cfg(test)]
@@ -172,7 +189,9 @@ mod tests {
             matches!(&conversation.images[0], Origin::File(path) if *path == Path::new("folder").join("a.png"))
         );
         assert!(matches!(&conversation.images[1], Origin::Bytes(bytes) if *bytes == [0, 1, 2]));
-        assert_eq!((conversation.videos[0].fps, conversation.videos[0].frames.len()), (10.0, 2));
+        assert!(
+            matches!(&conversation.videos[0].frames, VideoFrames::Listed(frames, 10.0) if frames.len() == 2)
+        );
         assert_eq!(conversation.videos[0].settings["do_sample_frames"], false);
         let kinds: Vec<_> = conversation.messages[1].content.as_array().expect("parts").iter().collect();
         assert_eq!(kinds[0]["type"], "image");
@@ -190,7 +209,11 @@ mod tests {
             (user(json!({"type": "image_url"})), "no image_url"),
             (user(json!({"type": "image_url", "image_url": "data:image/png;base64,???"})), "base64"),
             (user(json!({"type": "image_url", "image_url": "https://x.org/a.png"})), "is not fetched"),
-            (user(json!({"type": "video", "video": "a.mp4"})), "no list of frames"),
+            (user(json!({"type": "video", "video": 7})), "neither a file nor"),
+            (
+                user(json!({"type": "video_url", "video_url": {"url": "https://x.org/a.mp4"}})),
+                "is not fetched",
+            ),
             (user(json!({"type": "video", "video": [1]})), "no path"),
             (user(json!({"type": "video", "video": ["a"], "fps": "fast"})), "fps"),
         ] {

@@ -19,8 +19,8 @@ use keel_models::vision::{self, TowerKind, VisionConfig, run_ends, sight_of};
 use keel_server::Viewer;
 use keel_text::{ChatRequest, Tokenizer};
 use keel_vision::{
-    Grid, ImageSpan, Placeholders, ProcessedImage, ProcessedVideo, ProcessorFiles, VideoSpan, expand,
-    timestamps,
+    Film, FilmLimits, Grid, ImageSpan, Placeholders, ProcessedImage, ProcessedVideo, ProcessorFiles,
+    VideoBuilder, VideoSpan, expand, timestamps,
 };
 use serde_json::{Map, Value};
 
@@ -29,7 +29,7 @@ use evenkeel::{ModelFiles, WeightFiles};
 
 pub use lens::{Glance, Lens, Shown};
 pub use load::Origin;
-pub use messages::{Conversation, VideoPart};
+pub use messages::{Conversation, VideoFrames, VideoPart};
 
 /// A prepared conversation: its tokens, and its pictures in the tower's form.
 pub struct Prepared {
@@ -99,13 +99,18 @@ pub fn can_see(model: &ModelFiles) -> bool {
         && processor_files(model).is_ok_and(|files| files.image(&Map::new()).is_ok())
 }
 
-/// How a server shows the model pictures of at most so many pixels.
+/// How a server shows the model pictures of at most so many pixels, of which it keeps the features of `pictures`.
 ///
 /// # Errors
 /// A model without eyes; processor files that cannot be followed.
-pub fn viewer(model: &ModelFiles, tokenizer: &Tokenizer, pixels_max: usize) -> Result<Viewer> {
+pub fn viewer(
+    model: &ModelFiles,
+    tokenizer: &Tokenizer,
+    pixels_max: usize,
+    pictures: usize,
+) -> Result<Viewer> {
     let config = vision::read_vision(&model.json)?.context("this model reads text alone")?;
-    Ok(Viewer::new(config, &processor_files(model)?, tokenizer, pixels_max)?)
+    Ok(Viewer::new(config, &processor_files(model)?, tokenizer, pixels_max, pictures)?)
 }
 
 fn processor_files(model: &ModelFiles) -> Result<ProcessorFiles> {
@@ -124,10 +129,27 @@ fn prepare_video(
     let mut settings = settings.clone();
     settings.extend(part.settings.clone());
     let processor = files.video(&settings)?;
-    let taken = processor.sample(part.frames.len(), part.fps)?;
-    let frames = taken.iter().map(|&i| load::picture(&part.frames[i])).collect::<Result<Vec<_>>>()?;
-    let video = processor.process(&frames)?;
-    let seconds = timestamps(&taken, part.fps, processor.frames_per_patch());
+    let (video, taken, fps) = match &part.frames {
+        VideoFrames::Listed(frames, fps) => {
+            let taken = processor.sample(frames.len(), *fps)?;
+            let mut builder = VideoBuilder::new(&processor, taken.len());
+            for &i in &taken {
+                builder.add(&load::picture(&frames[i])?)?;
+            }
+            (builder.finish()?, taken, *fps)
+        }
+        VideoFrames::Film(origin) => {
+            let limits = FilmLimits::default();
+            load::with_bytes(origin, limits.file_bytes, |bytes| {
+                let film = Film::open(bytes, limits)?;
+                let taken = processor.sample(film.frames(), film.fps())?;
+                let mut builder = VideoBuilder::new(&processor, taken.len());
+                film.take(&taken, &mut |frame| builder.add(&frame))?;
+                Ok((builder.finish()?, taken, film.fps()))
+            })?
+        }
+    };
+    let seconds = timestamps(&taken, fps, processor.frames_per_patch());
     let span = VideoSpan { tokens: config.rows_of(video.grid.h, video.grid.w), seconds };
     Ok((video, span))
 }

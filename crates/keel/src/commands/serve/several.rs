@@ -66,8 +66,8 @@ fn offer(args: &ServeOptions, named: &Named) -> Result<Offer> {
     let load = move || -> Result<Loaded> {
         let model = source::open(Some(&path))?;
         let mut text = ModelText::new(&model.text_files()?)?;
-        if options.vision.is_some() {
-            let viewer = sight::viewer(&model, &text.tokenizer, pixels)?;
+        if let Some(vision) = options.vision {
+            let viewer = sight::viewer(&model, &text.tokenizer, pixels, vision.pictures)?;
             text = text.with_viewer(viewer);
         }
         let mut session = Session::load(&device, &model, options)?;

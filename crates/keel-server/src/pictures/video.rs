@@ -1,0 +1,184 @@
+//! Videos of requests: a file, or a list of pictures that are its frames.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use keel_engine::PatchGrid;
+use keel_engine::batch::PictureInput;
+use keel_vision::{
+    DecodeLimits, FPS_DEFAULT, Film, FilmLimits, ProcessedVideo, ProcessorFiles, VideoBounds, VideoBuilder,
+    VideoProcessor, VideoSpan, decode, measure, timestamps,
+};
+use serde_json::{Map, json};
+
+use super::source::{self, FILE_BYTES_MAX, PIXELS_MAX};
+use super::{PER_FILE_PIXEL, PER_READ_PIXEL, Trouble, Viewer};
+use crate::text::Bounds;
+
+/// Bounds on a video's file.
+const LIMITS: FilmLimits = FilmLimits {
+    file_bytes: FILE_BYTES_MAX,
+    pixels: PIXELS_MAX,
+    frames: 1 << 17,
+    drawn_pixels: 1 << 30,
+    time: Duration::from_secs(30),
+};
+
+/// Frames of a video that a request lists one by one, at most.
+const LISTED_MAX: usize = 2048;
+
+/// What precedes frames in one data URI, as vLLM's clients send them.
+const JPEG_FRAMES: &str = "data:video/jpeg;base64,";
+
+/// A video of a conversation.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct VideoShot {
+    pub source: VideoSource,
+    /// Of a file: how many frames of a second are read. Of a list: how many there are in a second.
+    pub fps: Option<f64>,
+}
+
+/// Where a video's frames come from.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum VideoSource {
+    /// The URL of a file.
+    File(String),
+    /// The URLs of its frames.
+    Frames(Vec<String>),
+}
+
+/// How the model is shown videos.
+pub(super) struct VideoView {
+    files: ProcessorFiles,
+    bounds: VideoBounds,
+}
+
+impl VideoView {
+    /// `None` if no file says how videos are prepared.
+    pub fn new(files: &ProcessorFiles, bounds: VideoBounds) -> Option<VideoView> {
+        files.video(&Map::new()).ok()?;
+        Some(VideoView { files: files.clone(), bounds })
+    }
+
+    /// The processor; `fps` is how many frames of a second it takes.
+    fn processor(&self, fps: Option<f64>) -> Result<VideoProcessor, Trouble> {
+        let mut instead = Map::new();
+        if let Some(fps) = fps {
+            instead.insert("fps".into(), json!(fps));
+        }
+        Ok(self.files.video(&instead)?.limited_to(self.bounds))
+    }
+}
+
+impl Viewer {
+    /// Reads, decodes and prepares a video.
+    pub(super) fn show_video(
+        &self,
+        shot: &VideoShot,
+        bounds: &Bounds<'_>,
+    ) -> Result<(PictureInput, VideoSpan), Trouble> {
+        let Some(view) = &self.videos else {
+            return Err(Trouble::Picture("this model is not shown videos".into()));
+        };
+        if shot.fps.is_some_and(|fps| !(fps.is_finite() && fps > 0.0 && fps <= 1000.0)) {
+            let problem =
+                format!("its fps is {}, expected a number above 0, at most 1000", shot.fps.unwrap_or(0.0));
+            return Err(Trouble::Picture(problem));
+        }
+        match &shot.source {
+            VideoSource::File(url) => match url.strip_prefix(JPEG_FRAMES) {
+                Some(frames) => {
+                    let urls =
+                        frames.split(',').map(|frame| format!("data:image/jpeg;base64,{frame}")).collect();
+                    self.show_frames(view, urls, shot.fps, bounds)
+                }
+                None => self.show_film(view, url, shot.fps, bounds),
+            },
+            VideoSource::Frames(urls) => self.show_frames(view, urls.clone(), shot.fps, bounds),
+        }
+    }
+
+    fn show_film(
+        &self,
+        view: &VideoView,
+        url: &str,
+        fps: Option<f64>,
+        bounds: &Bounds<'_>,
+    ) -> Result<(PictureInput, VideoSpan), Trouble> {
+        let processor = view.processor(fps)?;
+        let hold = |bytes: u64| bounds.meter.map(|meter| meter.hold(bytes)).transpose();
+        let bytes = source::read(url, bounds)?;
+        let _file = hold(bytes.len() as u64)?;
+        let film = Film::open(&bytes, LIMITS)?;
+        let chosen = processor.sample(film.frames(), film.fps())?;
+        let _work = hold(work_bytes(&processor, chosen.len(), film.size())?)?;
+        let mut builder = VideoBuilder::new(&processor, chosen.len());
+        film.take(&chosen, &mut |frame| builder.add(&frame))?;
+        self.finish(builder.finish()?, &processor, (&chosen, film.fps()), bounds)
+    }
+
+    fn show_frames(
+        &self,
+        view: &VideoView,
+        urls: Vec<String>,
+        fps: Option<f64>,
+        bounds: &Bounds<'_>,
+    ) -> Result<(PictureInput, VideoSpan), Trouble> {
+        if urls.len() > LISTED_MAX {
+            let problem = format!("a video of {} frames, at most {LISTED_MAX} are listed", urls.len());
+            return Err(Trouble::Picture(problem));
+        }
+        let (processor, fps) = (view.processor(None)?, fps.unwrap_or(FPS_DEFAULT));
+        let chosen = processor.sample(urls.len(), fps)?;
+        let mut builder = VideoBuilder::new(&processor, chosen.len());
+        let limits = DecodeLimits { file_bytes: FILE_BYTES_MAX, pixels: PIXELS_MAX };
+        let hold = |bytes: u64| bounds.meter.map(|meter| meter.hold(bytes)).transpose();
+        let mut of_all = None;
+        for &i in &chosen {
+            let bytes = source::read(&urls[i], bounds)?;
+            let _file = hold(bytes.len() as u64)?;
+            let (width, height) = measure(&bytes, limits)?;
+            if of_all.is_none() {
+                of_all = hold(work_bytes(&processor, chosen.len(), (width as usize, height as usize))?)?;
+            }
+            let _work = hold(u64::from(width) * u64::from(height) * PER_FILE_PIXEL)?;
+            builder.add(&decode(&bytes, limits)?)?;
+        }
+        self.finish(builder.finish()?, &processor, (&chosen, fps), bounds)
+    }
+
+    fn finish(
+        &self,
+        video: ProcessedVideo,
+        processor: &VideoProcessor,
+        (chosen, fps): (&[usize], f64),
+        bounds: &Bounds<'_>,
+    ) -> Result<(PictureInput, VideoSpan), Trouble> {
+        let key = video.key(processor);
+        if let Some(meter) = bounds.meter {
+            meter.take(size_of_val(&video.values[..]) as u64)?;
+        }
+        let grid = PatchGrid { t: video.grid.t, h: video.grid.h, w: video.grid.w };
+        let span = VideoSpan {
+            tokens: self.config.rows_of(grid.h, grid.w),
+            seconds: timestamps(chosen, fps, processor.frames_per_patch()),
+        };
+        Ok((PictureInput { key, values: Arc::new(video.values), grid, is_video: true }, span))
+    }
+}
+
+/// Bytes of heap while a frame is decoded, and while `count` frames are prepared. A frame may come turned.
+fn work_bytes(
+    processor: &VideoProcessor,
+    count: usize,
+    (width, height): (usize, usize),
+) -> Result<u64, Trouble> {
+    let sizes = [(height, width), (width, height)].map(|own| processor.frame_size(count, own));
+    let largest = sizes.into_iter().flatten().map(|(h, w)| h * w).max();
+    let each = match largest {
+        Some(pixels) => pixels as u64,
+        // Says why no size fits.
+        None => processor.frame_size(count, (height, width)).map(|(h, w)| h * w)? as u64,
+    };
+    Ok((width as u64 * height as u64) * PER_FILE_PIXEL + count as u64 * each * PER_READ_PIXEL)
+}
