@@ -23,7 +23,7 @@ pub fn run(path: Option<String>) -> Result<()> {
     let mut model = load()?;
     let mut sequence = model.stream("Once upon a time there was a dog.", request.clone())?.into_sequence()?;
     model.save(&mut sequence, &file)?;
-    model.release(sequence);
+    drop(sequence);
 
     let mut model = load()?;
     let restored = model.restore(&file)?;

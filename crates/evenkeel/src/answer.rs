@@ -107,14 +107,6 @@ impl Iterator for Answer<'_> {
     }
 }
 
-impl Drop for Answer<'_> {
-    fn drop(&mut self) {
-        if let Some(tokens) = self.tokens.take() {
-            tokens.release();
-        }
-    }
-}
-
 /// The parts of an answer to messages: reasoning, text and calls of tools.
 ///
 /// ```

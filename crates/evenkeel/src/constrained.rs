@@ -88,24 +88,20 @@ impl<'e> ConstrainedTokens<'e> {
                 engine.logits(0, &mut logits)
             }
         };
-        match sampler.and_then(|sampler| run().map(|()| sampler)) {
-            Ok(sampler) => Ok(ConstrainedTokens {
-                engine,
-                sequence,
-                sampler,
-                form,
-                logits,
-                last: None,
-                end_tokens: options.end_tokens,
-                left: options.max_tokens,
-                finished: None,
-                prefill_time: start.elapsed(),
-            }),
-            Err(error) => {
-                engine.release(sequence);
-                Err(error)
-            }
-        }
+        let sampler = sampler?;
+        run()?;
+        Ok(ConstrainedTokens {
+            engine,
+            sequence,
+            sampler,
+            form,
+            logits,
+            last: None,
+            end_tokens: options.end_tokens,
+            left: options.max_tokens,
+            finished: None,
+            prefill_time: start.elapsed(),
+        })
     }
 
     /// Duration of the prompt.
@@ -116,11 +112,6 @@ impl<'e> ConstrainedTokens<'e> {
     /// Why the sequence ended, if it has ended.
     pub fn finish_reason(&self) -> Option<FinishReason> {
         self.finished
-    }
-
-    /// Ends the iteration and releases the sequence's memory.
-    pub fn release(self) {
-        self.engine.release(self.sequence);
     }
 
     /// Ends the iteration and returns the sequence.

@@ -41,7 +41,7 @@ pub struct Request {
     pub speculation: Option<SpeculationOptions>,
 }
 
-/// A sequence whose tokens are in the cache, to continue it or to save it.
+/// A sequence whose tokens are in the cache, to continue it or to save it. Dropping it gives its memory back.
 ///
 /// ```
 /// use evenkeel::{LoadOptions, Model, Request};
@@ -49,7 +49,7 @@ pub struct Request {
 /// let answer = model.stream("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
 /// let sequence = answer.into_sequence()?;
 /// assert_eq!(sequence.tokens().len(), 4 + 4, "the prompt and the answer");
-/// model.release(sequence);
+/// drop(sequence); // its memory is free again
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 #[derive(Debug)]
@@ -193,25 +193,14 @@ impl Model {
     /// Continues a sequence, with `text` after its tokens. Drafts are not made.
     ///
     /// # Errors
-    /// As [`Model::stream`]. The sequence is then released.
+    /// As [`Model::stream`]. The sequence's memory is then free.
     pub fn resume(&mut self, sequence: Sequence, text: &str, request: Request) -> Result<Answer<'_>> {
         let Sequence { mut cache, mut tokens } = sequence;
         let mut prompt = tokens.split_off(cache.len());
-        let ids = self.text().and_then(|own| Ok(own.tokenizer.encode(text, false)?));
-        let run = ids.and_then(|ids| {
-            prompt.extend(ids);
-            self.run_to_grid(&mut cache, &prompt)
-        });
-        match run {
-            Ok(done) => {
-                tokens.extend(prompt.drain(..done));
-                self.answer(cache, tokens, prompt, Request { speculation: None, ..request })
-            }
-            Err(error) => {
-                self.engine.release(cache);
-                Err(error)
-            }
-        }
+        prompt.extend(self.text()?.tokenizer.encode(text, false)?);
+        let done = self.run_to_grid(&mut cache, &prompt)?;
+        tokens.extend(prompt.drain(..done));
+        self.answer(cache, tokens, prompt, Request { speculation: None, ..request })
     }
 
     /// Prefill begins on a grid. Runs the tokens before the next point of the grid one by one, but not the last token of
@@ -246,11 +235,6 @@ impl Model {
         Ok(Sequence { cache, tokens })
     }
 
-    /// Ends a sequence and takes its memory back.
-    pub fn release(&mut self, sequence: Sequence) {
-        self.engine.release(sequence.cache);
-    }
-
     /// Turns the model into a batch: many requests at once.
     ///
     /// # Errors
@@ -260,7 +244,7 @@ impl Model {
         Ok(Batch::new(self.engine, text, options))
     }
 
-    /// Runs `prompt` after the tokens of `cache`. Releases the sequence after an error.
+    /// Runs `prompt` after the tokens of `cache`.
     fn answer(
         &mut self,
         cache: SequenceCache,
@@ -268,20 +252,10 @@ impl Model {
         prompt: Vec<u32>,
         request: Request,
     ) -> Result<Answer<'_>> {
-        let prepared = self.prepare(&seen, &prompt, request);
-        let is_on_grid = cache.len().is_multiple_of(PREFILL_GRID);
-        let Model { engine, .. } = self;
-        match prepared {
-            Ok((mut how, stream)) => {
-                how.options.one_by_one = !is_on_grid;
-                let tokens = Tokens::start(engine, cache, &prompt, how, &mut |_| ())?;
-                Ok(Answer::new(tokens, stream, [seen, prompt].concat()))
-            }
-            Err(error) => {
-                engine.release(cache);
-                Err(error)
-            }
-        }
+        let (mut how, stream) = self.prepare(&seen, &prompt, request)?;
+        how.options.one_by_one = !cache.len().is_multiple_of(PREFILL_GRID);
+        let tokens = Tokens::start(&mut self.engine, cache, &prompt, how, &mut |_| ())?;
+        Ok(Answer::new(tokens, stream, [seen, prompt].concat()))
     }
 
     fn prepare(&self, seen: &[u32], prompt: &[u32], request: Request) -> Result<(How, TextStream)> {

@@ -36,7 +36,7 @@ pub struct How {
 /// let how = How { options, speculation: None, form: None };
 /// let mut tokens = Tokens::start(model.engine_mut(), sequence, &[509, 496], how, &mut |_| ())?;
 /// assert_eq!(tokens.by_ref().count(), 3);
-/// tokens.release();
+/// drop(tokens); // its memory is free again
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub struct Tokens<'e>(Kind<'e>);
@@ -105,11 +105,6 @@ impl<'e> Tokens<'e> {
             Kind::Plain(_) | Kind::Constrained(_) => None,
             Kind::Speculative(tokens) => Some(tokens.counters()),
         }
-    }
-
-    /// Ends the iteration and releases the sequence's memory.
-    pub fn release(self) {
-        either!(self.0, tokens => tokens.release());
     }
 
     /// Ends the iteration; see [`TokenIterator::into_sequence`].

@@ -53,7 +53,7 @@ impl ModelCache {
         for part in &parts {
             let mut bytes = vec![0; part.entry_bytes()];
             for &entry in &part.entries {
-                part.pool.read_bytes(entry as usize * bytes.len(), &mut bytes)?;
+                part.pool.read_bytes(entry * bytes.len(), &mut bytes)?;
                 writer.append(&part.name, &bytes)?;
             }
         }
@@ -90,14 +90,9 @@ impl ModelCache {
         }
         let mut sequence = self.open()?;
         sequence.set_long(file.metadata().get(TURNS).is_some_and(|turns| turns == LONG));
-        let filled = self.fill_from(&file, &mut sequence, tokens.len());
-        match filled.and_then(|()| Ok(file.check_intact()?)) {
-            Ok(()) => Ok((sequence, tokens)),
-            Err(error) => {
-                self.release(sequence);
-                Err(error)
-            }
-        }
+        self.fill_from(&file, &mut sequence, tokens.len())?;
+        file.check_intact()?;
+        Ok((sequence, tokens))
     }
 
     fn fill_from(&mut self, file: &SafetensorsFile, sequence: &mut SequenceCache, len: usize) -> Result<()> {
@@ -110,7 +105,7 @@ impl ModelCache {
             }
             let entry_bytes = part.entry_bytes();
             for (&entry, bytes) in part.entries.iter().zip(tensor.bytes().chunks_exact(entry_bytes)) {
-                part.pool.write_bytes(entry as usize * entry_bytes, bytes)?;
+                part.pool.write_bytes(entry * entry_bytes, bytes)?;
             }
         }
         sequence.advance(len);

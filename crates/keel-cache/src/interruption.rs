@@ -7,7 +7,7 @@
 
 use keel_array::FailedRun;
 
-use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache};
+use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache, SlotId};
 
 /// How far a failed step changed the state of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub enum Interruption {
 impl ModelCache {
     /// How the last step left the sequence, if it failed after it had changed state.
     pub fn interruption(&self, sequence: &SequenceCache) -> Option<Interruption> {
-        self.interruptions[sequence.slot() as usize]
+        self.pools.lock().interruptions[sequence.slot().index()]
     }
 
     /// Returns an error if the sequence's state is torn, or ahead of its tokens.
@@ -56,14 +56,14 @@ impl ModelCache {
     /// earlier runs had committed. `commits_rows` says whether the run also commits its own rows.
     pub fn note_failure(
         &mut self,
-        slots: impl IntoIterator<Item = u32>,
+        slots: impl IntoIterator<Item = SlotId>,
         failed: &FailedRun,
         settled: (usize, usize),
         commits_rows: bool,
     ) {
         let interruption = self.interruption_of(failed, settled, commits_rows);
         if let Some(interruption) = interruption {
-            slots.into_iter().for_each(|slot| self.interruptions[slot as usize] = Some(interruption));
+            self.interrupt(slots, interruption);
         }
     }
 
@@ -85,14 +85,19 @@ impl ModelCache {
     }
 
     /// Records that the states of these slots are ahead of their sequences' tokens.
-    pub fn note_ahead(&mut self, slots: impl IntoIterator<Item = u32>) {
-        slots.into_iter().for_each(|slot| self.interruptions[slot as usize] = Some(Interruption::Ahead));
+    pub fn note_ahead(&mut self, slots: impl IntoIterator<Item = SlotId>) {
+        self.interrupt(slots, Interruption::Ahead);
+    }
+
+    fn interrupt(&mut self, slots: impl IntoIterator<Item = SlotId>, interruption: Interruption) {
+        let mut pools = self.pools.lock();
+        slots.into_iter().for_each(|slot| pools.interruptions[slot.index()] = Some(interruption));
     }
 
     /// Records that a sequence's accepted rows are committed in all layers.
     pub fn note_settled(&mut self, sequence: &mut SequenceCache) {
         sequence.advance(0);
-        self.interruptions[sequence.slot() as usize] = None;
+        self.pools.lock().interruptions[sequence.slot().index()] = None;
     }
 
     fn interruption_of(

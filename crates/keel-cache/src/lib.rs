@@ -2,7 +2,7 @@
 //!
 //! All storage is allocated once, when a [`ModelCache`] is made, from a [`CacheSpec`] (the needs of the model's layers)
 //! and a [`CacheSize`] (numbers of sequences and tokens). Later no sequence allocates: it holds page numbers and a slot
-//! number.
+//! number, and gives them back when it is dropped.
 //!
 //! Ownership of a sequence's tokens, with pages of 256:
 //!
@@ -22,10 +22,12 @@
 
 mod error;
 mod file;
+mod ids;
 mod interruption;
 mod model_cache;
 mod pages;
 mod parts;
+mod pools;
 mod prefix;
 mod sequence;
 mod shared;
@@ -34,12 +36,13 @@ mod spec;
 mod swap;
 
 pub use error::{CacheError, Result};
+pub use ids::{BlockId, CheckpointId, PageId, SlotId};
 pub use interruption::Interruption;
 /// For the index of a folder of saved caches.
 pub use keel_weights::{open_regular, read_regular, write_whole};
 pub use model_cache::{LayerStorage, ModelCache};
 pub use pages::PageAllocator;
-pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree};
+pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree, RememberedText};
 pub use sequence::SequenceCache;
 pub use sight::{Features, SeenPicture, Sight};
 pub use spec::{CacheSize, CacheSpec, LayerSpec};

@@ -2,9 +2,11 @@
 
 use keel_array::{Array, AttentionSpec, Category, ConvWindow, DType, DeltaState, KvPool, Runtime};
 
+use crate::pools::{Pools, SharedPools};
 use crate::swap::SwapSpace;
 use crate::{
-    CacheError, CacheSize, CacheSpec, Interruption, LayerSpec, PageAllocator, Result, SequenceCache, SwapSize,
+    BlockId, CacheError, CacheSize, CacheSpec, CheckpointId, LayerSpec, PageAllocator, Result, SequenceCache,
+    SlotId, SwapSize,
 };
 
 /// The persistent arrays of one layer.
@@ -106,12 +108,7 @@ pub struct ModelCache {
     /// Saved slots, f32 `[checkpoints, windows and states of all recurrent layers]`. Each checkpoint is contiguous, so
     /// its first use touches only the system's pages that it fills. `None` if no layer is recurrent.
     saved: Option<Array>,
-    pub(crate) pages: PageAllocator,
-    window_pages: PageAllocator,
-    pub(crate) free_slots: Vec<u32>,
-    pub(crate) free_checkpoints: Vec<u32>,
-    /// By slot: how a failed step left it.
-    pub(crate) interruptions: Vec<Option<Interruption>>,
+    pub(crate) pools: SharedPools,
     pub(crate) swap: SwapSpace,
 }
 
@@ -131,18 +128,16 @@ impl ModelCache {
                 Some(Array::persistent(runtime, Category::Checkpoints, shape, DType::F32)?)
             }
         };
-        Ok(ModelCache {
-            swap: SwapSpace::allocate(runtime, SwapSize::new(&spec, &size))?,
-            layers,
-            saved,
+        let swap = SwapSpace::allocate(runtime, SwapSize::new(&spec, &size))?;
+        let pools = SharedPools::new(Pools {
             pages: PageAllocator::new(size.pages()),
             window_pages: PageAllocator::new(size.sequences * spec.window_pages(&size)),
-            spec,
-            free_slots: (0..size.sequences as u32).rev().collect(),
-            free_checkpoints: (0..size.checkpoints as u32).rev().collect(),
+            slots: SlotId::all(size.sequences),
+            checkpoints: CheckpointId::all(size.checkpoints),
+            blocks: BlockId::all(swap.blocks()),
             interruptions: vec![None; size.sequences],
-            size,
-        })
+        });
+        Ok(ModelCache { swap, layers, saved, pools, spec, size })
     }
 
     /// What each layer stores.
@@ -162,10 +157,11 @@ impl ModelCache {
 
     /// True if no sequence is open and every page, slot, checkpoint and host block is free.
     pub fn is_idle(&self) -> bool {
-        [&self.pages, &self.window_pages].iter().all(|p| p.is_conserved() && p.free() == p.total())
-            && self.free_slots.len() == self.size.sequences
-            && self.free_checkpoints.len() == self.size.checkpoints
-            && self.swap.is_empty()
+        let pools = self.pools.lock();
+        [&pools.pages, &pools.window_pages].iter().all(|p| p.is_conserved() && p.free() == p.total())
+            && pools.slots.len() == self.size.sequences
+            && pools.checkpoints.len() == self.size.checkpoints
+            && pools.blocks.len() == self.swap.blocks()
     }
 
     /// A new, empty sequence.
@@ -173,13 +169,13 @@ impl ModelCache {
     /// # Errors
     /// [`CacheError::NoSlot`] if all slots are taken.
     pub fn open(&mut self) -> Result<SequenceCache> {
-        let slot = self.take_slot()?;
-        self.clear_slot(slot)?;
-        Ok(SequenceCache::new(slot, 0, 0))
+        let sequence = SequenceCache::new(self.pools.clone(), self.take_slot()?, 0, 0);
+        self.clear_slot(sequence.slot())?;
+        Ok(sequence)
     }
 
-    pub(crate) fn take_slot(&mut self) -> Result<u32> {
-        self.free_slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })
+    pub(crate) fn take_slot(&mut self) -> Result<SlotId> {
+        self.pools.lock().slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })
     }
 
     /// Makes room for `rows` more tokens. Growth copies nothing.
@@ -189,33 +185,18 @@ impl ModelCache {
     pub fn reserve(&mut self, sequence: &mut SequenceCache, rows: usize) -> Result<()> {
         let needed = (sequence.cached_len + rows).div_ceil(AttentionSpec::PAGE);
         let missing = needed.saturating_sub(sequence.pages.len());
-        sequence.pages.extend(self.pages.take(missing)?);
+        let mut pools = self.pools.lock();
+        sequence.pages.extend(pools.pages.take(missing)?);
         // The pool has as many window pages as all sequences can hold, so there are always enough.
         let window_needed = needed.min(self.spec.window_pages(&self.size));
         let missing = window_needed.saturating_sub(sequence.window_pages.len());
-        sequence.window_pages.extend(self.window_pages.take(missing)?);
+        sequence.window_pages.extend(pools.window_pages.take(missing)?);
         Ok(())
     }
 
-    /// Ends a sequence and frees everything it held.
-    pub fn release(&mut self, mut sequence: SequenceCache) {
-        match sequence.parked.take() {
-            Some(blocks) => self.swap.give_back(blocks),
-            None => self.take_pages_and_slot(&mut sequence),
-        }
-    }
-
-    /// Takes back everything that a sequence holds on the device.
-    pub(crate) fn take_pages_and_slot(&mut self, sequence: &mut SequenceCache) {
-        self.drop_checkpoints_after(sequence, None);
-        self.take_pages(sequence);
-        self.interruptions[sequence.slot as usize] = None;
-        self.free_slots.push(sequence.slot);
-    }
-
-    fn take_pages(&mut self, sequence: &mut SequenceCache) {
-        sequence.pages.drain(..).for_each(|page| self.pages.release(page));
-        sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
+    /// Ends a sequence and frees everything it held, as dropping it does.
+    pub fn release(&mut self, sequence: SequenceCache) {
+        drop(sequence);
     }
 
     /// Forgets all tokens of a sequence.
@@ -224,8 +205,8 @@ impl ModelCache {
     /// An error of the runtime.
     pub fn reset(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.drop_checkpoints_after(sequence, None);
-        self.take_pages(sequence);
-        (sequence.cached_len, sequence.accepted) = (0, 0);
+        self.shorten(sequence, 0);
+        self.drop_window(sequence);
         self.clear_slot(sequence.slot())
     }
 
@@ -239,11 +220,14 @@ impl ModelCache {
         if sequence.checkpoints().last() == Some(sequence.cached_len) {
             return Ok(());
         }
-        if self.free_checkpoints.is_empty() && !sequence.checkpoints.is_empty() {
-            self.free_checkpoints.push(sequence.checkpoints.remove(0).1);
+        let free = self.pools.lock().checkpoints.pop();
+        let oldest = || (!sequence.checkpoints.is_empty()).then(|| sequence.checkpoints.remove(0).1);
+        let Some(entry) = free.or_else(oldest) else { return Ok(()) };
+        let copied = self.copy_slot(sequence.slot(), entry, true);
+        if copied.is_err() {
+            self.free_state(entry);
         }
-        let Some(entry) = self.free_checkpoints.pop() else { return Ok(()) };
-        self.copy_slot(sequence.slot(), entry, true)?;
+        copied?;
         sequence.checkpoints.push((sequence.cached_len, entry));
         Ok(())
     }
@@ -277,7 +261,7 @@ impl ModelCache {
             self.copy_slot(sequence.slot(), entry, false)?;
         }
         self.shorten(sequence, at);
-        self.interruptions[sequence.slot() as usize] = None;
+        self.pools.lock().interruptions[sequence.slot().index()] = None;
         self.own_last_page(sequence)?;
         Ok(at)
     }
@@ -285,13 +269,15 @@ impl ModelCache {
     /// Cuts the sequence to `at` tokens, none of them open, and frees the pages after them.
     pub(crate) fn shorten(&mut self, sequence: &mut SequenceCache, at: usize) {
         let keep = at.div_ceil(AttentionSpec::PAGE);
-        sequence.pages.drain(keep..).for_each(|page| self.pages.release(page));
+        let mut pools = self.pools.lock();
+        sequence.pages.drain(keep..).for_each(|page| pools.pages.release(page));
         (sequence.cached_len, sequence.accepted) = (at, 0);
     }
 
     /// Gives back the pages of sliding layers, whose contents no longer fit the sequence.
     pub(crate) fn drop_window(&mut self, sequence: &mut SequenceCache) {
-        sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
+        let mut pools = self.pools.lock();
+        sequence.window_pages.drain(..).for_each(|page| pools.window_pages.release(page));
     }
 
     /// Whether the pages of the sliding layers still hold everything that a row at `position` sees, after `written`
@@ -307,17 +293,19 @@ impl ModelCache {
     pub(crate) fn own_last_page(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         let last = sequence.cached_len / AttentionSpec::PAGE;
         let partial = !sequence.cached_len.is_multiple_of(AttentionSpec::PAGE);
-        if !partial || !self.pages.is_shared(sequence.pages[last]) {
+        if !partial || !self.pools.lock().pages.is_shared(sequence.pages[last]) {
             return Ok(());
         }
         let shared = sequence.pages[last];
-        let own = self.pages.take_one()?;
-        for array in self.layers.iter().flat_map(LayerStorage::page_arrays) {
-            array.copy_entry(shared as usize, array, own as usize)?;
-        }
-        self.pages.release(shared);
-        sequence.pages[last] = own;
-        Ok(())
+        let own = self.pools.lock().pages.take_one()?;
+        let arrays = self.layers.iter().flat_map(LayerStorage::page_arrays);
+        let copied = arrays.map(|array| array.copy_entry(shared.index(), array, own.index()));
+        let copied = copied.collect::<Result<(), _>>();
+        // The page that is not used goes back.
+        let (kept, free) = if copied.is_ok() { (own, shared) } else { (shared, own) };
+        self.pools.lock().pages.release(free);
+        sequence.pages[last] = kept;
+        Ok(copied?)
     }
 
     /// A second sequence with the same tokens. Full pages are shared; the page being filled and the state are copied.
@@ -325,57 +313,54 @@ impl ModelCache {
     /// # Errors
     /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; an error of the runtime.
     pub fn fork(&mut self, sequence: &SequenceCache) -> Result<SequenceCache> {
-        let mut twin = SequenceCache::new(self.take_slot()?, sequence.cached_len, sequence.accepted);
+        let (slot, home) = (self.take_slot()?, self.pools.clone());
+        let mut twin = SequenceCache::new(home, slot, sequence.cached_len, sequence.accepted);
         twin.is_long = sequence.is_long;
         twin.sight.clone_from(&sequence.sight);
-        match self.fork_into(sequence, &mut twin) {
-            Ok(()) => Ok(twin),
-            Err(error) => {
-                self.release(twin);
-                Err(error)
-            }
-        }
+        self.fork_into(sequence, &mut twin)?;
+        Ok(twin)
     }
 
     fn fork_into(&mut self, sequence: &SequenceCache, twin: &mut SequenceCache) -> Result<()> {
-        self.interruptions[twin.slot as usize] = self.interruption(sequence);
+        let interruption = self.interruption(sequence);
+        self.pools.lock().interruptions[twin.slot().index()] = interruption;
         for layer in &self.layers {
             let log = if sequence.accepted > 0 { layer.log_arrays() } else { vec![] };
             for array in layer.slot_arrays().into_iter().chain(log) {
-                array.copy_entry(sequence.slot() as usize, array, twin.slot as usize)?;
+                array.copy_entry(sequence.slot().index(), array, twin.slot().index())?;
             }
         }
         // Rotating pages are overwritten, so none can be shared.
         let rotating = sequence.window_pages.len();
-        twin.window_pages.extend(self.window_pages.take(rotating)?);
+        twin.window_pages.extend(self.pools.lock().window_pages.take(rotating)?);
         for array in self.layers.iter().flat_map(LayerStorage::window_page_arrays) {
             for (&from, &to) in sequence.window_pages.iter().zip(&twin.window_pages) {
-                array.copy_entry(from as usize, array, to as usize)?;
+                array.copy_entry(from.index(), array, to.index())?;
             }
         }
         let used = sequence.cached_len.div_ceil(AttentionSpec::PAGE);
         for &page in &sequence.pages[..used] {
-            self.pages.share(page);
+            self.pools.lock().pages.share(page);
             twin.pages.push(page);
         }
         self.own_last_page(twin)
     }
 
-    pub(crate) fn clear_slot(&mut self, slot: u32) -> Result<()> {
-        self.interruptions[slot as usize] = None;
+    pub(crate) fn clear_slot(&mut self, slot: SlotId) -> Result<()> {
+        self.pools.lock().interruptions[slot.index()] = None;
         for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
-            array.clear_entry(slot as usize)?;
+            array.clear_entry(slot.index())?;
         }
         Ok(())
     }
 
     /// Copies a slot to a checkpoint (`save`) or back.
-    pub(crate) fn copy_slot(&self, slot: u32, entry: u32, save: bool) -> Result<()> {
+    pub(crate) fn copy_slot(&self, slot: SlotId, entry: CheckpointId, save: bool) -> Result<()> {
         let Some(saved) = &self.saved else { return Ok(()) };
-        let mut kept = entry as usize * saved.shape()[1];
+        let mut kept = entry.index() * saved.shape()[1];
         for live in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
             let len = live.shape()[1..].iter().product();
-            let at = slot as usize * len;
+            let at = slot.index() * len;
             if save {
                 live.copy_elements(at, saved, kept, len)?;
             } else {
@@ -388,7 +373,7 @@ impl ModelCache {
 
     /// Frees the checkpoints after `position`, or all.
     fn drop_checkpoints_after(&mut self, sequence: &mut SequenceCache, position: Option<usize>) {
-        let free = &mut self.free_checkpoints;
+        let free = &mut self.pools.lock().checkpoints;
         sequence.checkpoints.retain(|&(at, entry)| {
             let keep = position.is_some_and(|p| at <= p);
             if !keep {

@@ -2,7 +2,7 @@
 
 use keel_array::{Array, AttentionSpec};
 
-use crate::{LayerStorage, SequenceCache};
+use crate::{LayerStorage, PageId, SequenceCache};
 
 /// A part of a sequence's contents, in the order of the layers.
 pub(crate) struct Part<'a> {
@@ -11,7 +11,7 @@ pub(crate) struct Part<'a> {
     /// The array with the entries of all sequences.
     pub pool: &'a Array,
     /// The entries of this sequence.
-    pub entries: Vec<u32>,
+    pub entries: Vec<usize>,
     /// True if the entries are an axis of the part's shape: pages, but not a slot.
     stacked: bool,
 }
@@ -36,11 +36,12 @@ impl Part<'_> {
 pub(crate) fn parts<'a>(layers: &'a [LayerStorage], sequence: &SequenceCache, len: usize) -> Vec<Part<'a>> {
     let used = len.div_ceil(AttentionSpec::PAGE);
     let window_used = used.min(sequence.window_pages().len());
-    let pages = &sequence.pages()[..used];
-    let window_pages = &sequence.window_pages()[..window_used];
+    let indices = |pages: &[PageId]| pages.iter().map(|page| page.index()).collect::<Vec<_>>();
+    let pages = &indices(&sequence.pages()[..used]);
+    let window_pages = &indices(&sequence.window_pages()[..window_used]);
     let mut parts = Vec::new();
     for (i, layer) in layers.iter().enumerate() {
-        let mut part = |name: &str, pool, entries: &[u32], stacked| {
+        let mut part = |name: &str, pool, entries: &[usize], stacked| {
             parts.push(Part { name: format!("layers.{i}.{name}"), pool, entries: entries.to_vec(), stacked });
         };
         match layer {
@@ -53,8 +54,8 @@ pub(crate) fn parts<'a>(layers: &'a [LayerStorage], sequence: &SequenceCache, le
                 part("values", &pool.values, window_pages, true);
             }
             LayerStorage::Recurrent { window, state } => {
-                part("window", &window.rows, &[sequence.slot()], false);
-                part("state", &state.state, &[sequence.slot()], false);
+                part("window", &window.rows, &[sequence.slot().index()], false);
+                part("state", &state.state, &[sequence.slot().index()], false);
             }
         }
     }

@@ -18,6 +18,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use keel_array::AttentionSpec;
 
+use crate::{CheckpointId, PageId};
+
 /// Tokens of a block: the grid on which a sequence can be resumed.
 pub const BLOCK: usize = 64;
 
@@ -29,9 +31,9 @@ pub struct PrefixHit {
     /// Tokens remembered, a multiple of [`BLOCK`]; 0 if there is nothing to continue from.
     pub len: usize,
     /// The pages that hold them.
-    pub pages: Vec<u32>,
+    pub pages: Vec<PageId>,
     /// The recurrent state after the last of them; `None` for models without one.
-    pub state: Option<u32>,
+    pub state: Option<CheckpointId>,
     /// Tokens that the tree and the prompt have in common, with or without a saved state. A state saved here would let
     /// the next prompt of this kind start later.
     pub known_len: usize,
@@ -41,7 +43,7 @@ pub struct PrefixHit {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Inserted {
     /// Pages to add a holder to.
-    pub pages: Vec<u32>,
+    pub pages: Vec<PageId>,
     /// True if the tree now owns the state; false if it had one at this place, and the caller keeps its own.
     pub took_state: bool,
 }
@@ -50,9 +52,20 @@ pub struct Inserted {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Evicted {
     /// Pages to remove a holder from.
-    pub pages: Vec<u32>,
+    pub pages: Vec<PageId>,
     /// States to free.
-    pub states: Vec<u32>,
+    pub states: Vec<CheckpointId>,
+}
+
+/// A text that is remembered to its end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RememberedText {
+    /// Its tokens.
+    pub tokens: Vec<u32>,
+    /// The pages that hold them.
+    pub pages: Vec<PageId>,
+    /// The recurrent state after the last of them; `None` for models without one.
+    pub state: Option<CheckpointId>,
 }
 
 type NodeId = usize;
@@ -61,8 +74,8 @@ type NodeId = usize;
 struct Node {
     parent: Option<NodeId>,
     block: Box<[u32]>,
-    page: u32,
-    state: Option<u32>,
+    page: PageId,
+    state: Option<CheckpointId>,
     children: HashMap<Box<[u32]>, NodeId>,
     last_used: u64,
 }
@@ -75,7 +88,7 @@ pub struct PrefixTree {
     free: Vec<NodeId>,
     roots: HashMap<Box<[u32]>, NodeId>,
     /// For each page, how many nodes name it.
-    page_nodes: HashMap<u32, usize>,
+    page_nodes: HashMap<PageId, usize>,
     /// Nodes without children, the least recently used first.
     leaves: BTreeSet<(u64, NodeId)>,
     /// Nodes with a saved state, the least recently used first.
@@ -178,7 +191,7 @@ impl PrefixTree {
     ///
     /// # Panics
     /// If the tokens are not whole blocks, or lie in more pages than given.
-    pub fn insert(&mut self, tokens: &[u32], pages: &[u32], state: Option<u32>) -> Inserted {
+    pub fn insert(&mut self, tokens: &[u32], pages: &[PageId], state: Option<CheckpointId>) -> Inserted {
         assert!(tokens.len().is_multiple_of(BLOCK), "{} tokens are no whole blocks", tokens.len());
         assert!(tokens.len() <= pages.len() * AttentionSpec::PAGE, "a page is missing");
         let mut inserted = Inserted::default();
@@ -212,7 +225,7 @@ impl PrefixTree {
         inserted
     }
 
-    fn add(&mut self, parent: Option<NodeId>, block: &[u32], page: u32) -> NodeId {
+    fn add(&mut self, parent: Option<NodeId>, block: &[u32], page: PageId) -> NodeId {
         let node = Node {
             parent,
             block: block.into(),
@@ -249,7 +262,7 @@ impl PrefixTree {
     /// Forgets the least recently used leaf, and ancestors that are useless without it. Leaves in `pinned` pages go
     /// last: a running sequence shares these pages, so forgetting them frees nothing. O(log n) for each block
     /// forgotten and each pinned leaf passed over.
-    pub fn evict(&mut self, pinned: impl Fn(u32) -> bool) -> Option<Evicted> {
+    pub fn evict(&mut self, pinned: impl Fn(PageId) -> bool) -> Option<Evicted> {
         let is_free = |&&(_, id): &&(u64, NodeId)| !pinned(self.node(id).page);
         let &(_, leaf) = self.leaves.iter().find(is_free).or_else(|| self.leaves.first())?;
         let mut evicted = Evicted::default();
@@ -278,9 +291,9 @@ impl PrefixTree {
         evicted
     }
 
-    /// The remembered texts, least recently used first: tokens, pages and state. A text ends at a saved state, or at a
+    /// The remembered texts, least recently used first. A text ends at a saved state, or at a
     /// last block if no state is needed.
-    pub fn texts(&self) -> Vec<(Vec<u32>, Vec<u32>, Option<u32>)> {
+    pub fn texts(&self) -> Vec<RememberedText> {
         let is_end = |node: &Node| {
             if self.needs_state { node.state.is_some() } else { node.children.is_empty() }
         };
@@ -290,12 +303,12 @@ impl PrefixTree {
         ends.into_iter().map(|id| self.text_of(id)).collect()
     }
 
-    fn text_of(&self, end: NodeId) -> (Vec<u32>, Vec<u32>, Option<u32>) {
+    fn text_of(&self, end: NodeId) -> RememberedText {
         let mut path: Vec<NodeId> = std::iter::successors(Some(end), |&id| self.node(id).parent).collect();
         path.reverse();
         let tokens = path.iter().flat_map(|&id| self.node(id).block.iter().copied()).collect();
         let pages = path.chunks(BLOCKS_PER_PAGE).filter_map(<[NodeId]>::last).map(|&id| self.node(id).page);
-        (tokens, pages.collect(), self.node(end).state)
+        RememberedText { tokens, pages: pages.collect(), state: self.node(end).state }
     }
 
     /// Removes a leaf, then each ancestor from which and through which nothing can continue.

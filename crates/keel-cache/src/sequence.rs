@@ -2,36 +2,41 @@
 
 use std::sync::Arc;
 
-use crate::{CacheError, Result, Sight};
+use crate::pools::SharedPools;
+use crate::{BlockId, CacheError, CheckpointId, PageId, Result, Sight, SlotId};
 
-/// Page and slot numbers of a sequence. [`crate::ModelCache`] owns the memory, and takes the numbers back in
-/// [`crate::ModelCache::release`].
+/// Page and slot numbers of a sequence. [`crate::ModelCache`] owns the memory, and has the numbers back when the
+/// sequence is dropped.
 #[derive(Debug)]
 pub struct SequenceCache {
-    pub(crate) pages: Vec<u32>,
+    /// Where everything goes back to.
+    pub(crate) home: SharedPools,
+    pub(crate) pages: Vec<PageId>,
     /// Pages of sliding layers: page `i` of the sequence is entry `i % window_pages_max`.
-    pub(crate) window_pages: Vec<u32>,
-    pub(crate) slot: u32,
+    pub(crate) window_pages: Vec<PageId>,
+    /// `None` if the sequence is parked.
+    pub(crate) slot: Option<SlotId>,
     pub(crate) cached_len: usize,
     /// How many tokens at the end are open rows that the next step commits.
     pub(crate) accepted: usize,
     /// Positions with a saved slot, and the checkpoint's number.
-    pub(crate) checkpoints: Vec<(usize, u32)>,
+    pub(crate) checkpoints: Vec<(usize, CheckpointId)>,
     /// Keys are rotated by the frequencies of long sequences, if the model has a separate list for these.
     pub(crate) is_long: bool,
     /// Blocks of host memory, if the sequence is parked. It then holds nothing else.
-    pub(crate) parked: Option<Vec<u32>>,
+    pub(crate) parked: Option<Vec<BlockId>>,
     /// Its pictures.
     pub(crate) sight: Option<Arc<Sight>>,
 }
 
 impl SequenceCache {
     /// A sequence without pages.
-    pub(crate) fn new(slot: u32, cached_len: usize, accepted: usize) -> SequenceCache {
+    pub(crate) fn new(home: SharedPools, slot: SlotId, cached_len: usize, accepted: usize) -> SequenceCache {
         SequenceCache {
+            home,
             pages: Vec::new(),
             window_pages: Vec::new(),
-            slot,
+            slot: Some(slot),
             cached_len,
             accepted,
             checkpoints: Vec::new(),
@@ -63,13 +68,13 @@ impl SequenceCache {
     }
 
     /// Pages in order of position.
-    pub fn pages(&self) -> &[u32] {
+    pub fn pages(&self) -> &[PageId] {
         &self.pages
     }
 
     /// Pages of sliding layers. They rotate: once there are as many as the window needs, page `i` in order of position
     /// is entry `i` modulo their number.
-    pub fn window_pages(&self) -> &[u32] {
+    pub fn window_pages(&self) -> &[PageId] {
         &self.window_pages
     }
 
@@ -77,9 +82,8 @@ impl SequenceCache {
     ///
     /// # Panics
     /// If the sequence is parked.
-    pub fn slot(&self) -> u32 {
-        assert!(!self.is_parked(), "a parked sequence has no slot");
-        self.slot
+    pub fn slot(&self) -> SlotId {
+        self.slot.expect("a parked sequence has no slot")
     }
 
     /// Whether keys are rotated by the frequencies of long sequences, if the model has a separate list for these.

@@ -2,27 +2,27 @@
 
 use keel_array::AttentionSpec;
 
-use crate::{Evicted, Inserted, ModelCache, Result, SequenceCache};
+use crate::{CheckpointId, Evicted, Inserted, ModelCache, PageId, Result, SequenceCache};
 
 impl ModelCache {
     /// Pages without a holder.
     pub fn free_pages(&self) -> usize {
-        self.pages.free()
+        self.pools.lock().pages.free()
     }
 
     /// Checkpoints without a holder.
     pub fn free_states(&self) -> usize {
-        self.free_checkpoints.len()
+        self.pools.lock().checkpoints.len()
     }
 
     /// How many sequences and trees hold a page.
-    pub fn page_holders(&self, page: u32) -> u32 {
-        self.pages.holders(page)
+    pub fn page_holders(&self, page: PageId) -> u32 {
+        self.pools.lock().pages.holders(page)
     }
 
     /// Number of pages that only a tree holds. Forgetting would free them. O(1).
     pub fn evictable_pages(&self) -> usize {
-        self.pages.only_remembered()
+        self.pools.lock().pages.only_remembered()
     }
 
     /// Saves the state of a sequence and gives it to the caller. `None` if no checkpoint is free, or the model has no
@@ -30,7 +30,7 @@ impl ModelCache {
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn save_state(&mut self, sequence: &SequenceCache) -> Result<Option<u32>> {
+    pub fn save_state(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointId>> {
         if self.spec.is_recurrent() {
             self.expect_settled(sequence)?;
         }
@@ -42,15 +42,15 @@ impl ModelCache {
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn save_state_ahead(&mut self, sequence: &SequenceCache) -> Result<Option<u32>> {
+    pub fn save_state_ahead(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointId>> {
         if !self.spec.is_recurrent() {
             return Ok(None);
         }
-        let Some(entry) = self.free_checkpoints.pop() else { return Ok(None) };
+        let Some(entry) = self.pools.lock().checkpoints.pop() else { return Ok(None) };
         match self.copy_slot(sequence.slot(), entry, true) {
             Ok(()) => Ok(Some(entry)),
             Err(error) => {
-                self.free_checkpoints.push(entry);
+                self.free_state(entry);
                 Err(error)
             }
         }
@@ -60,25 +60,26 @@ impl ModelCache {
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn overwrite_state(&mut self, sequence: &SequenceCache, entry: u32) -> Result<()> {
+    pub fn overwrite_state(&mut self, sequence: &SequenceCache, entry: CheckpointId) -> Result<()> {
         self.expect_settled(sequence)?;
         self.copy_slot(sequence.slot(), entry, true)
     }
 
     /// Frees a saved state.
-    pub fn free_state(&mut self, entry: u32) {
-        assert!(!self.free_checkpoints.contains(&entry), "checkpoint {entry} is freed twice");
-        self.free_checkpoints.push(entry);
+    pub fn free_state(&mut self, entry: CheckpointId) {
+        let free = &mut self.pools.lock().checkpoints;
+        assert!(!free.contains(&entry), "checkpoint {} is freed twice", entry.0);
+        free.push(entry);
     }
 
     /// Counts the tree as a holder of the inserted pages.
     pub fn hold(&mut self, inserted: &Inserted) {
-        inserted.pages.iter().for_each(|&page| self.pages.remember(page));
+        inserted.pages.iter().for_each(|&page| self.pools.lock().pages.remember(page));
     }
 
     /// Takes back the pages and states that the tree no longer holds.
     pub fn take_back(&mut self, evicted: &Evicted) {
-        evicted.pages.iter().for_each(|&page| self.pages.forget(page));
+        evicted.pages.iter().for_each(|&page| self.pools.lock().pages.forget(page));
         evicted.states.iter().for_each(|&entry| self.free_state(entry));
     }
 
@@ -87,22 +88,21 @@ impl ModelCache {
     ///
     /// # Errors
     /// [`crate::CacheError::NoSlot`], [`crate::CacheError::NoPages`]; an error of the runtime. Nothing is then held.
-    pub fn resume(&mut self, len: usize, pages: &[u32], state: Option<u32>) -> Result<SequenceCache> {
+    pub fn resume(
+        &mut self,
+        len: usize,
+        pages: &[PageId],
+        state: Option<CheckpointId>,
+    ) -> Result<SequenceCache> {
         assert_eq!(pages.len(), len.div_ceil(AttentionSpec::PAGE), "the pages of {len} tokens");
         let mut sequence = self.open()?;
-        pages.iter().for_each(|&page| self.pages.share(page));
+        pages.iter().for_each(|&page| self.pools.lock().pages.share(page));
         sequence.pages.extend_from_slice(pages);
         sequence.cached_len = len;
-        let restored = match state {
-            Some(entry) => self.copy_slot(sequence.slot, entry, false),
-            None => Ok(()),
-        };
-        match restored.and_then(|()| self.own_last_page(&mut sequence)) {
-            Ok(()) => Ok(sequence),
-            Err(error) => {
-                self.release(sequence);
-                Err(error)
-            }
+        if let Some(entry) = state {
+            self.copy_slot(sequence.slot(), entry, false)?;
         }
+        self.own_last_page(&mut sequence)?;
+        Ok(sequence)
     }
 }

@@ -11,7 +11,7 @@
 use keel_array::{AttentionSpec, Category, HostBuffer, Runtime};
 
 use crate::parts::{Part, parts};
-use crate::{CacheError, CacheSize, CacheSpec, ModelCache, Result, SequenceCache};
+use crate::{BlockId, CacheError, CacheSize, CacheSpec, ModelCache, Result, SequenceCache};
 
 /// Bytes of a block of host memory.
 const BLOCK_BYTES: usize = 64 << 10;
@@ -49,42 +49,26 @@ impl SwapSize {
     }
 }
 
-/// The buffer and its free blocks.
+/// The buffer. Its free blocks are in the pools.
 #[derive(Debug)]
 pub(crate) struct SwapSpace {
     size: SwapSize,
     memory: HostBuffer,
-    free: Vec<u32>,
 }
 
 impl SwapSpace {
     pub fn allocate(runtime: &Runtime, size: SwapSize) -> Result<SwapSpace> {
-        let memory = runtime.allocate_host(Category::Swap, SwapSize::bytes(size.blocks))?;
-        Ok(SwapSpace { size, memory, free: (0..size.blocks as u32).rev().collect() })
+        Ok(SwapSpace { size, memory: runtime.allocate_host(Category::Swap, SwapSize::bytes(size.blocks))? })
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.free.len() == self.size.blocks
-    }
-
-    pub fn give_back(&mut self, blocks: Vec<u32>) {
-        self.free.extend(blocks);
-    }
-
-    fn take(&mut self, count: usize) -> Result<Vec<u32>> {
-        let free = self.free.len();
-        if count > free {
-            let [needed_bytes, free_bytes, total_bytes] =
-                [count, free, self.size.blocks].map(SwapSize::bytes);
-            return Err(CacheError::NoSwap { needed_bytes, free_bytes, total_bytes });
-        }
-        Ok(self.free.split_off(free - count))
+    pub fn blocks(&self) -> usize {
+        self.size.blocks
     }
 }
 
 /// The places of an image in host memory, in order.
 struct Places<'a> {
-    blocks: &'a [u32],
+    blocks: &'a [BlockId],
     at: usize,
 }
 
@@ -94,7 +78,7 @@ impl Places<'_> {
         let (block, within) = (self.at / BLOCK_BYTES, self.at % BLOCK_BYTES);
         let len = most.min(BLOCK_BYTES - within);
         self.at += len;
-        (self.blocks[block] as usize * BLOCK_BYTES + within, len)
+        (self.blocks[block].index() * BLOCK_BYTES + within, len)
     }
 }
 
@@ -102,7 +86,7 @@ impl Places<'_> {
 /// bytes.
 fn each_piece(
     parts: &[Part<'_>],
-    blocks: &[u32],
+    blocks: &[BlockId],
     mut copy: impl FnMut(&Part<'_>, usize, usize, usize) -> Result<()>,
 ) -> Result<()> {
     let mut places = Places { blocks, at: 0 };
@@ -112,7 +96,7 @@ fn each_piece(
             let mut done = 0;
             while done < entry_bytes {
                 let (host, len) = places.next(entry_bytes - done);
-                copy(part, entry as usize * entry_bytes + done, host, len)?;
+                copy(part, entry * entry_bytes + done, host, len)?;
                 done += len;
             }
         }
@@ -128,7 +112,17 @@ impl ModelCache {
 
     /// Free blocks of host memory.
     pub fn free_swap_blocks(&self) -> usize {
-        self.swap.free.len()
+        self.pools.lock().blocks.len()
+    }
+
+    fn take_blocks(&self, count: usize) -> Result<Vec<BlockId>> {
+        let free = &mut self.pools.lock().blocks;
+        let left = free.len().checked_sub(count).ok_or_else(|| {
+            let [needed_bytes, free_bytes, total_bytes] =
+                [count, free.len(), self.swap.blocks()].map(SwapSize::bytes);
+            CacheError::NoSwap { needed_bytes, free_bytes, total_bytes }
+        })?;
+        Ok(free.split_off(left))
     }
 
     /// Copies the sequence's contents to host memory, and frees its pages, slot and checkpoints.
@@ -140,16 +134,16 @@ impl ModelCache {
         self.expect_settled(sequence)?;
         let parts = parts(&self.layers, sequence, sequence.len());
         let image_bytes = parts.iter().map(Part::bytes).sum::<usize>();
-        let blocks = self.swap.take(image_bytes.div_ceil(BLOCK_BYTES))?;
+        let blocks = self.take_blocks(image_bytes.div_ceil(BLOCK_BYTES))?;
         let memory = self.swap.memory.bytes_mut();
         let copied = each_piece(&parts, &blocks, |part, at, host, len| {
             Ok(part.pool.read_bytes(at, &mut memory[host..host + len])?)
         });
         if let Err(error) = copied {
-            self.swap.give_back(blocks);
+            self.pools.lock().blocks.extend(blocks);
             return Err(error);
         }
-        self.take_pages_and_slot(sequence);
+        self.pools.lock().take_from(sequence);
         sequence.parked = Some(blocks);
         Ok(())
     }
@@ -162,7 +156,7 @@ impl ModelCache {
         let Some(blocks) = sequence.parked.take() else { return Ok(()) };
         match self.fill_from_host(sequence, &blocks) {
             Ok(()) => {
-                self.swap.give_back(blocks);
+                self.pools.lock().blocks.extend(blocks);
                 Ok(())
             }
             Err(error) => {
@@ -172,8 +166,8 @@ impl ModelCache {
         }
     }
 
-    fn fill_from_host(&mut self, sequence: &mut SequenceCache, blocks: &[u32]) -> Result<()> {
-        sequence.slot = self.take_slot()?;
+    fn fill_from_host(&mut self, sequence: &mut SequenceCache, blocks: &[BlockId]) -> Result<()> {
+        sequence.slot = Some(self.take_slot()?);
         let filled = self.reserve(sequence, 0).and_then(|()| {
             let memory = self.swap.memory.bytes();
             each_piece(&parts(&self.layers, sequence, sequence.len()), blocks, |part, at, host, len| {
@@ -181,7 +175,7 @@ impl ModelCache {
             })
         });
         if filled.is_err() {
-            self.take_pages_and_slot(sequence);
+            self.pools.lock().take_from(sequence);
         }
         filled
     }

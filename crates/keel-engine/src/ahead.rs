@@ -19,7 +19,7 @@
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, FailedRun, PendingRun, Regime, RowLog};
-use keel_cache::SequenceCache;
+use keel_cache::{SequenceCache, SlotId};
 
 use crate::step::{Outcome, Rows, ids_of};
 use crate::{Engine, EngineError, Result};
@@ -82,7 +82,7 @@ pub struct Ticket(u64);
 struct RunUnderWay {
     run: PendingRun,
     regime: Regime,
-    slots: Vec<u32>,
+    slots: Vec<SlotId>,
 }
 
 /// A step that was submitted and not yet taken.
@@ -98,7 +98,7 @@ pub(crate) struct StepUnderWay {
 /// A program that has ended, with the tokens that it drew or its failure.
 struct EndedRun {
     regime: Regime,
-    slots: Vec<u32>,
+    slots: Vec<SlotId>,
     outcome: Result<Vec<u32>, Box<FailedRun>>,
 }
 
@@ -112,7 +112,7 @@ impl StepUnderWay {
         self.runs.into_iter().map(wait).collect()
     }
 
-    fn slots(&self) -> impl Iterator<Item = u32> {
+    fn slots(&self) -> impl Iterator<Item = SlotId> {
         self.runs.iter().flat_map(|run| run.slots.iter().copied())
     }
 
@@ -388,7 +388,7 @@ impl Engine {
     }
 
     /// The first step under way, if these sequences are in it, and the slots of its sequences.
-    fn first_of(&self, sequences: &[&mut SequenceCache]) -> Result<(Ticket, Vec<u32>)> {
+    fn first_of(&self, sequences: &[&mut SequenceCache]) -> Result<(Ticket, Vec<SlotId>)> {
         let has_them = |step: &&StepUnderWay| sequences.iter().all(|sequence| step.has(sequence));
         match self.under_way.front().filter(has_them) {
             Some(step) => Ok((Ticket(step.number), step.slots().collect())),

@@ -98,7 +98,8 @@ impl Course {
 /// one token.
 pub struct TokenIterator<'e> {
     engine: &'e mut Engine,
-    sequence: SequenceCache,
+    /// `None` once it is given to the caller.
+    sequence: Option<SequenceCache>,
     sampler: Sampler,
     logits: Vec<f32>,
     /// The token after the prompt, if the device drew it. Otherwise `logits` are those of the prompt's last token.
@@ -130,21 +131,11 @@ impl<'e> TokenIterator<'e> {
         let is_known = options.seen.len() == sequence.len();
         let history = [&options.seen[..], prompt].concat();
         let run = if options.one_by_one { run_one_by_one } else { Engine::run_prompt };
-        let prefill = || {
-            let mut sampler = Sampler::new(options.sampler, &history)?;
-            let first = run(engine, &mut sequence, prompt, sampler.draw_ahead(), progress)?;
-            if first.is_none() {
-                engine.logits(0, &mut logits)?;
-            }
-            Ok((sampler, first))
-        };
-        let (sampler, first) = match prefill() {
-            Ok(prefilled) => prefilled,
-            Err(error) => {
-                engine.release(sequence);
-                return Err(error);
-            }
-        };
+        let mut sampler = Sampler::new(options.sampler, &history)?;
+        let first = run(engine, &mut sequence, prompt, sampler.draw_ahead(), progress)?;
+        if first.is_none() {
+            engine.logits(0, &mut logits)?;
+        }
         let is_safe = options.disposable || engine.can_take_back();
         Ok(TokenIterator {
             is_ahead: is_safe && engine.runs_ahead() && sampler.draws_ahead(),
@@ -155,7 +146,7 @@ impl<'e> TokenIterator<'e> {
             history: (is_known && engine.may_outgrow(&sequence)).then_some(history),
             course: Course::new(options.end_tokens, options.max_tokens, start),
             engine,
-            sequence,
+            sequence: Some(sequence),
         })
     }
 
@@ -172,20 +163,24 @@ impl<'e> TokenIterator<'e> {
     /// Ends the iteration and returns the sequence for a further turn. It holds the prompt and all generated tokens but
     /// the last. A disposable sequence may have to be rewound before it goes on.
     pub fn into_sequence(mut self) -> SequenceCache {
-        self.give_up_steps();
-        self.sequence
+        self.give_up_steps().unwrap_or_else(|| unreachable!("the sequence is given away only here"))
     }
 
-    /// Ends the iteration and releases the sequence's memory.
-    pub fn release(mut self) {
-        self.give_up_steps();
-        self.engine.release(self.sequence);
-    }
+    /// Ends the iteration and releases the sequence's memory, as dropping it does.
+    pub fn release(self) {}
 
     /// Gives up the step after the last token.
-    fn give_up_steps(&mut self) {
-        let outcome = self.engine.give_up_steps(&mut [&mut self.sequence]);
+    fn give_up_steps(&mut self) -> Option<SequenceCache> {
+        let mut sequence = self.sequence.take()?;
+        let outcome = self.engine.give_up_steps(&mut [&mut sequence]);
         outcome.unwrap_or_else(|error| unreachable!("the steps under way are this sequence's: {error}"));
+        Some(sequence)
+    }
+}
+
+impl Drop for TokenIterator<'_> {
+    fn drop(&mut self) {
+        self.give_up_steps();
     }
 }
 
@@ -246,6 +241,7 @@ impl Iterator for TokenIterator<'_> {
     fn next(&mut self) -> Option<Result<u32>> {
         let TokenIterator { engine, sequence, sampler, logits, first, last, is_ahead, history, course } =
             self;
+        let sequence = sequence.as_mut()?;
         course.next(|left| {
             let mut drawn = first.take();
             if let Some(last) = *last {

@@ -16,6 +16,7 @@ use super::request::{BatchEvent, RequestId};
 use super::sequence::Running;
 use super::{Batcher, members};
 use crate::{PREFILL_GRID, Result, Ticket, Work, WorkRows};
+use keel_cache::CheckpointId;
 
 /// A step under way.
 pub(super) struct Pending {
@@ -31,7 +32,7 @@ struct Part {
     /// Whether a token is drawn after its rows.
     draws: bool,
     /// The position after its rows, and the checkpoint with its state there, if that state is kept.
-    saved: Option<(usize, u32)>,
+    saved: Option<(usize, CheckpointId)>,
 }
 
 /// The rows of a running sequence in the next step.
@@ -161,7 +162,7 @@ impl Batcher {
 
     /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's stops, and at an answer's
     /// last grid point.
-    fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<(usize, u32)> {
+    fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<(usize, CheckpointId)> {
         let running = &self.running[i];
         let at = running.virtual_len();
         let at_grid =
@@ -222,7 +223,7 @@ impl Batcher {
     }
 
     /// Remembers a prompt that has come to one of its stops, with its saved state if there is one.
-    fn remember_stop(&mut self, i: usize, saved: Option<(usize, u32)>) {
+    fn remember_stop(&mut self, i: usize, saved: Option<(usize, CheckpointId)>) {
         let running = &self.running[i];
         let at = running.cache.len();
         if running.stops.contains(&at) {

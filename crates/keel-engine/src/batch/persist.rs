@@ -7,7 +7,7 @@
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use keel_cache::{BLOCK, CacheError, open_regular, read_regular, write_whole};
+use keel_cache::{BLOCK, CacheError, RememberedText, open_regular, read_regular, write_whole};
 use serde_json::{Value, json};
 
 use super::Batcher;
@@ -60,7 +60,7 @@ impl Batcher {
         let mut texts = self.prefixes.tree().texts();
         texts.drain(..texts.len().saturating_sub(TEXTS_MAX));
         let mut files = Vec::new();
-        for (i, (key, pages, state)) in texts.into_iter().enumerate() {
+        for (i, RememberedText { tokens: key, pages, state }) in texts.into_iter().enumerate() {
             let (is_long, mut tokens) = text_of(key);
             let Some(pictures) = self.prefixes.unname(&mut tokens).filter(|all| all.len() <= PICTURES_MAX)
             else {
@@ -80,9 +80,7 @@ impl Batcher {
             };
             written.push(path.clone());
             sequence.set_long(is_long);
-            let saved = cache.save(&sequence, &tokens, model, &path);
-            cache.release(sequence);
-            saved?;
+            cache.save(&sequence, &tokens, model, &path)?;
             let (bytes, checksum) = checksum(&path).map_err(|e| disk(&path, &e))?;
             let pictures: Vec<String> = pictures.iter().map(hex).collect();
             files.push(json!({"name": name, "bytes": bytes, "crc32": checksum, "pictures": pictures}));
@@ -134,7 +132,6 @@ impl Batcher {
             Err(error) => return Err(error.to_string()),
         };
         if self.prefixes.rename(&mut tokens, &pictures).is_none() {
-            cache.release(sequence);
             return Err(format!("{name}: it shows pictures that the index does not name"));
         }
         let whole = tokens.len().is_multiple_of(BLOCK);
@@ -143,7 +140,6 @@ impl Batcher {
         if whole && has_room {
             self.prefixes.remember(cache, &tokens, &sequence, state);
         }
-        cache.release(sequence);
         if whole { Ok(has_room) } else { Err(format!("{name}: it ends within a block")) }
     }
 }

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use keel_array::AttentionSpec;
-use keel_cache::{ModelCache, PrefixHit, PrefixTree, SequenceCache};
+use keel_cache::{CheckpointId, ModelCache, PageId, PrefixHit, PrefixTree, SequenceCache};
 
 use super::features::PictureKey;
 use super::pictures::RequestSight;
@@ -79,12 +79,12 @@ impl Prefixes {
     }
 
     /// How many of these pages could be freed by forgetting.
-    pub fn evictable_of(&self, cache: &ModelCache, pages: &[u32]) -> usize {
+    pub fn evictable_of(&self, cache: &ModelCache, pages: &[PageId]) -> usize {
         pages.iter().filter(|&&page| cache.page_holders(page) == 1).count()
     }
 
     /// Forgets prefixes until `pages` pages are free, but spares the pages of `hit`.
-    pub fn make_room(&mut self, cache: &mut ModelCache, pages: usize, hit: &[u32]) {
+    pub fn make_room(&mut self, cache: &mut ModelCache, pages: usize, hit: &[PageId]) {
         while cache.free_pages() < pages {
             let pinned = |page| cache.page_holders(page) > 1 || hit.contains(&page);
             let Some(evicted) = self.tree.evict(pinned) else { return };
@@ -93,7 +93,11 @@ impl Prefixes {
     }
 
     /// Saves the state of a sequence in a checkpoint, if one is free or can be freed.
-    pub fn save_state(&mut self, cache: &mut ModelCache, sequence: &SequenceCache) -> Result<Option<u32>> {
+    pub fn save_state(
+        &mut self,
+        cache: &mut ModelCache,
+        sequence: &SequenceCache,
+    ) -> Result<Option<CheckpointId>> {
         self.make_room_for_state(cache);
         if self.enabled { Ok(cache.save_state(sequence)?) } else { Ok(None) }
     }
@@ -104,7 +108,7 @@ impl Prefixes {
         &mut self,
         cache: &mut ModelCache,
         sequence: &SequenceCache,
-    ) -> Result<Option<u32>> {
+    ) -> Result<Option<CheckpointId>> {
         self.make_room_for_state(cache);
         if self.enabled { Ok(cache.save_state_ahead(sequence)?) } else { Ok(None) }
     }
@@ -123,7 +127,7 @@ impl Prefixes {
         cache: &mut ModelCache,
         tokens: &[u32],
         sequence: &SequenceCache,
-        state: Option<u32>,
+        state: Option<CheckpointId>,
     ) {
         if self.enabled {
             let pages = &sequence.pages()[..tokens.len().div_ceil(AttentionSpec::PAGE)];

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use keel_array::AttentionSpec;
 use keel_array::sampling::Draw;
-use keel_cache::SequenceCache;
+use keel_cache::{CheckpointId, SequenceCache};
 
 use super::chooser::BatchChooser;
 use super::pictures::Pictures;
@@ -28,7 +28,7 @@ pub(super) struct Running {
     /// Grid positions where the prompt's state is saved, ascending.
     pub stops: Vec<usize>,
     /// The state at the last grid point of the answer: position and checkpoint.
-    pub rolling: Option<(usize, u32)>,
+    pub rolling: Option<(usize, CheckpointId)>,
     pub deadline: Option<Instant>,
     /// Whether it takes no part in this step.
     pub holds: bool,
@@ -330,7 +330,7 @@ impl Running {
             generated_tokens: self.tokens.len() - self.prompt_len,
             pages: self.cache.pages().len(),
             pages_promised: self.pages_at_full_length(),
-            slot: self.cache.slot(),
+            slot: self.cache.slot().0,
             drafted: counters.drafted_total(),
             accepted: counters.accepted_total(),
         }

@@ -51,20 +51,8 @@ impl<'e> MtpTokenIterator<'e> {
         speculation.repeatable &= options.sampler.temperature > 0.0;
         let sampler = Sampler::new(options.sampler.clone(), &[&options.seen[..], prompt].concat());
         let chooser = sampler.map(|s| SamplerChooser::new(s, None, options.end_tokens.clone()));
-        match chooser {
-            Ok(chooser) => MtpTokenIterator::with_chooser(
-                engine,
-                sequence,
-                prompt,
-                (options, speculation),
-                Box::new(chooser),
-                progress,
-            ),
-            Err(error) => {
-                engine.release(sequence);
-                Err(error)
-            }
-        }
+        let how = (options, speculation);
+        MtpTokenIterator::with_chooser(engine, sequence, prompt, how, Box::new(chooser?), progress)
     }
 
     /// As [`MtpTokenIterator::new`], but `chooser` chooses tokens and drafts; the options' sampler is not used.
@@ -80,18 +68,9 @@ impl<'e> MtpTokenIterator<'e> {
         progress: &mut dyn FnMut(usize),
     ) -> Result<MtpTokenIterator<'e>> {
         let start = Instant::now();
-        let mut first = || {
-            let drawn = engine.run_prompt(&mut sequence, prompt, chooser.draw_ahead(), progress)?;
-            let speculation = Speculation::new(speculation, engine.last_hidden()?);
-            Ok((speculation, choose_first(engine, &mut *chooser, drawn)?))
-        };
-        let (speculation, choice) = match first() {
-            Ok(first) => first,
-            Err(error) => {
-                engine.release(sequence);
-                return Err(error);
-            }
-        };
+        let drawn = engine.run_prompt(&mut sequence, prompt, chooser.draw_ahead(), progress)?;
+        let speculation = Speculation::new(speculation, engine.last_hidden()?);
+        let choice = choose_first(engine, &mut *chooser, drawn)?;
         let rounds = Rounds {
             engine,
             sequence,
@@ -130,10 +109,8 @@ impl<'e> MtpTokenIterator<'e> {
         sequence
     }
 
-    /// Ends the iteration and releases the sequence's memory.
-    pub fn release(self) {
-        self.rounds.engine.release(self.rounds.sequence);
-    }
+    /// Ends the iteration and releases the sequence's memory, as dropping it does.
+    pub fn release(self) {}
 }
 
 /// The token after a prompt that has just been run. `drawn` is that token if the device drew it.

@@ -180,10 +180,10 @@ impl Staging {
             positions.extend((*first..first + ids.len()).map(|token| sequence.position_of(token)[0]));
             row_start.push(tokens.len() as u32);
             last_rows.push((tokens.len() as u32).saturating_sub(1));
-            slots.push(sequence.slot());
+            slots.push(sequence.slot().0);
             firsts.push(*first as u32);
             accepted.push(*open as u32);
-            table.extend_from_slice(sequence.pages());
+            table.extend(sequence.pages().iter().map(|page| page.0));
             table.resize(row_start.len().saturating_sub(1) * pages, 0);
         }
         if (shape.regime, shape.outcome) == (Regime::Decode, Outcome::LastLogits) {
@@ -240,7 +240,7 @@ impl Staging {
         }
         let table: Vec<u32> = rows
             .iter()
-            .flat_map(|r| r.sequence.window_pages().iter().copied().cycle().take(entries))
+            .flat_map(|r| r.sequence.window_pages().iter().map(|page| page.0).cycle().take(entries))
             .collect();
         Ok(self.window_table.write(&table)?)
     }

@@ -165,7 +165,7 @@ pub fn recurrent_bytes(engine: &Engine, sequence: &SequenceCache) -> Vec<u8> {
             for array in [&window.rows, &state.state] {
                 let entry = array.bytes() / array.shape()[0];
                 let mut bytes = vec![0; entry];
-                array.read_bytes(sequence.slot() as usize * entry, &mut bytes).expect("the slot exists");
+                array.read_bytes(sequence.slot().index() * entry, &mut bytes).expect("the slot exists");
                 all.extend(bytes);
             }
         }

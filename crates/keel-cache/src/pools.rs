@@ -1,0 +1,57 @@
+//! What is free, and how it comes back.
+//!
+//! The cache and its sequences share the pools. A sequence gives back what it holds when it is dropped, wherever that
+//! happens: after an error, in the middle of an iteration, in a panic.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::{BlockId, CheckpointId, Interruption, PageAllocator, SequenceCache, SlotId};
+
+/// Free pages, slots, checkpoints and blocks of host memory.
+#[derive(Debug)]
+pub(crate) struct Pools {
+    pub pages: PageAllocator,
+    pub window_pages: PageAllocator,
+    pub slots: Vec<SlotId>,
+    pub checkpoints: Vec<CheckpointId>,
+    pub blocks: Vec<BlockId>,
+    /// By slot: how a failed step left it.
+    pub interruptions: Vec<Option<Interruption>>,
+}
+
+impl Pools {
+    /// Takes back everything that a sequence holds on the device.
+    pub fn take_from(&mut self, sequence: &mut SequenceCache) {
+        self.checkpoints.extend(sequence.checkpoints.drain(..).map(|(_, entry)| entry));
+        sequence.pages.drain(..).for_each(|page| self.pages.release(page));
+        sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
+        if let Some(slot) = sequence.slot.take() {
+            self.interruptions[slot.index()] = None;
+            self.slots.push(slot);
+        }
+    }
+}
+
+/// The pools, shared by the cache and its sequences.
+#[derive(Clone, Debug)]
+pub(crate) struct SharedPools(Arc<Mutex<Pools>>);
+
+impl SharedPools {
+    pub fn new(pools: Pools) -> SharedPools {
+        SharedPools(Arc::new(Mutex::new(pools)))
+    }
+
+    /// The pools. Every change is complete before the guard is dropped, so a panic of another holder does no harm.
+    pub fn lock(&self) -> MutexGuard<'_, Pools> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for SequenceCache {
+    fn drop(&mut self) {
+        let home = self.home.clone();
+        let mut pools = home.lock();
+        pools.blocks.extend(self.parked.take().into_iter().flatten());
+        pools.take_from(self);
+    }
+}

@@ -1,0 +1,96 @@
+//! A sequence gives its memory back when it is dropped, wherever that happens.
+
+mod common;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use common::queueing::runtimes;
+use common::{PLAIN, decoded, demo, engine, fixture, runtime};
+use keel_engine::{
+    Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
+};
+
+const PROMPT: [u32; 4] = [509, 496, 258, 420];
+
+fn options(drafts: usize) -> EngineOptions {
+    EngineOptions { context: 512, sequences: 2, checkpoints: 2, drafts, ..EngineOptions::default() }
+}
+
+fn eight() -> GenerateOptions {
+    GenerateOptions { max_tokens: 8, disposable: true, ..GenerateOptions::default() }
+}
+
+/// The first tokens of an iterator, which is dropped with steps under way.
+fn begun(engine: &mut Engine, tokens: usize) -> Vec<u32> {
+    let sequence = engine.open().expect("a slot is free");
+    let iterator = TokenIterator::new(engine, sequence, &PROMPT, eight(), &mut |_| ()).expect("fits");
+    iterator.take(tokens).map(|token| token.expect("runs")).collect()
+}
+
+#[test]
+fn dropped_sequences_are_not_lost() {
+    let mut engine = engine(&demo(), &runtime(2), options(0));
+    for round in 0..3 {
+        let mut held = decoded(&mut engine, &PROMPT, &[7, 8]);
+        engine.cache_mut().checkpoint(&mut held).expect("a checkpoint is free");
+        let twin = engine.cache_mut().fork(&held).expect("a slot is free");
+        assert!(engine.open().is_err(), "both sequences are in use");
+        drop(held);
+        assert!(!engine.cache().is_idle(), "the twin holds the shared page");
+        drop(twin);
+        assert!(engine.cache().is_idle(), "round {round}");
+    }
+}
+
+#[test]
+fn a_parked_sequence_gives_its_host_memory_back() {
+    let options = EngineOptions { swap_bytes: 3 << 20, ..options(0) };
+    let mut engine = engine(&demo(), &runtime(2), options);
+    let blocks = engine.cache().free_swap_blocks();
+    let mut parked = decoded(&mut engine, &PROMPT, &[7, 8]);
+    engine.cache_mut().swap_out(&mut parked).expect("there is room");
+    assert!(engine.cache().free_swap_blocks() < blocks);
+    drop(parked);
+    assert_eq!(engine.cache().free_swap_blocks(), blocks);
+    assert!(engine.cache().is_idle());
+}
+
+/// A host that runs ahead has a step of the sequence under way when the iterator is dropped. The next sequence gets the
+/// same slot and is not disturbed.
+#[test]
+fn an_iterator_may_be_dropped_in_the_middle() {
+    for folder in [demo(), fixture(PLAIN[0])] {
+        for runtime in runtimes().into_iter().chain([runtime(2)]) {
+            let mut engine = engine(&folder, &runtime, options(0));
+            let whole = begun(&mut engine, 8);
+            for tokens in 0..6 {
+                assert_eq!(begun(&mut engine, tokens), whole[..tokens], "{}", folder.display());
+                assert!(engine.cache().is_idle());
+            }
+            assert_eq!(begun(&mut engine, 8), whole, "{}", folder.display());
+        }
+    }
+}
+
+#[test]
+fn a_drafting_iterator_may_be_dropped_in_the_middle() {
+    let mut engine = engine(&demo(), &runtime(2), options(2));
+    let speculation = SpeculationOptions { depth: Depth::Fixed(2), ..SpeculationOptions::default() };
+    for tokens in [0, 1, 5] {
+        let sequence = engine.open().expect("a slot is free");
+        let iterator =
+            MtpTokenIterator::new(&mut engine, sequence, &PROMPT, eight(), speculation, &mut |_| ());
+        assert_eq!(iterator.expect("fits").take(tokens).count(), tokens);
+        assert!(engine.cache().is_idle());
+    }
+}
+
+#[test]
+fn a_panic_of_the_caller_gives_the_sequence_back() {
+    let mut engine = engine(&demo(), &runtime(2), options(0));
+    let panics = catch_unwind(AssertUnwindSafe(|| {
+        let _sequence = decoded(&mut engine, &PROMPT, &[7]);
+        panic!("of the caller, as this test wants");
+    }));
+    assert!(panics.is_err() && engine.cache().is_idle());
+}
