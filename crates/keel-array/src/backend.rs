@@ -8,7 +8,7 @@ use crate::ledger::{Category, Charge, Ledger};
 use crate::program::{Kernel, Launch};
 use crate::usage::DeviceUsage;
 use crate::weight::{RowBlock, WeightSpec};
-use crate::{ArrayError, Result};
+use crate::{ArrayError, Group, Result};
 
 /// Bytes that a default copy moves through the host at a time. They fit into the first-level cache.
 const PIECE_BYTES: usize = 16 << 10;
@@ -230,6 +230,12 @@ pub trait Backend: Send + Sync + 'static {
         let _ = launch;
         result.copy_from_slice(&ticket.result);
         Ok(())
+    }
+
+    /// The device's place in a group of devices that exchange arrays; `None` if it is alone. A planning backend has the
+    /// place of the device that it plans for.
+    fn group(&self) -> Option<&dyn Group> {
+        None
     }
 
     /// Bytes of a weight in this device's own layout.

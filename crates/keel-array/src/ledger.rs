@@ -99,6 +99,15 @@ impl MemoryReport {
     }
 }
 
+impl std::iter::Sum for MemoryReport {
+    fn sum<I: Iterator<Item = MemoryReport>>(reports: I) -> MemoryReport {
+        reports.fold(MemoryReport::default(), |mut sum, report| {
+            sum.0.iter_mut().zip(report.0).for_each(|(sum, bytes)| *sum += bytes);
+            sum
+        })
+    }
+}
+
 #[derive(Default)]
 struct Books {
     active: MemoryReport,

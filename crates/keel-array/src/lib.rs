@@ -39,9 +39,9 @@ pub use dtype::DType;
 pub use error::{ArrayError, Result};
 pub use ledger::{Category, Charge, Ledger, MemoryReport};
 pub use ops::{
-    AttentionSpec, Batch, Binary, ConvSpec, ConvWindow, DeltaState, Fused, FusedStep, GatedDeltaSpec,
-    KvFormat, KvPool, Op, PairRotation, RandomKind, Real, Reduction, Regime, RopeSpec, RowLog, Source, Unary,
-    View,
+    AttentionSpec, Batch, Binary, ConvSpec, ConvWindow, DeltaState, Fused, FusedStep, GatedDeltaSpec, Group,
+    KvFormat, KvPool, Op, PairRotation, Peers, RandomKind, Real, Reduction, Regime, RopeSpec, RowLog, Source,
+    Unary, View,
 };
 pub use program::{ALIGNMENT, Kernel, Launch, Operand, Program, Slot};
 pub use runtime::{Element, Executable, FailedRun, PendingRun, RUNS_MAX, Runtime, RuntimeOptions};

@@ -5,7 +5,7 @@
 //! too: later rows overwrite the keys and values after the position, and open rows that are not accepted are never
 //! read. A step that commits its own rows cannot be taken back.
 
-use keel_array::FailedRun;
+use keel_array::Array;
 
 use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache, SlotId};
 
@@ -52,16 +52,18 @@ impl ModelCache {
         sequence.expect_committed()
     }
 
-    /// Records what a failed run did to the sequences of these slots. `settled` counts the windows and states that
+    /// Records what a failed run did to the sequences of these slots. `has_mutated` tells whether it has changed a state
+    /// (see [`keel_array::FailedRun::has_mutated`]; on several devices, whether that of the state's device has).
+    /// `settled` counts the windows and states that
     /// earlier runs had committed. `commits_rows` says whether the run also commits its own rows.
     pub fn note_failure(
         &mut self,
         slots: impl IntoIterator<Item = SlotId>,
-        failed: &FailedRun,
+        has_mutated: &dyn Fn(&Array) -> Option<bool>,
         settled: (usize, usize),
         commits_rows: bool,
     ) {
-        let interruption = self.interruption_of(failed, settled, commits_rows);
+        let interruption = self.interruption_of(has_mutated, settled, commits_rows);
         if let Some(interruption) = interruption {
             self.interrupt(slots, interruption);
         }
@@ -102,13 +104,13 @@ impl ModelCache {
 
     fn interruption_of(
         &self,
-        failed: &FailedRun,
+        has_mutated: &dyn Fn(&Array) -> Option<bool>,
         settled: (usize, usize),
         commits_rows: bool,
     ) -> Option<Interruption> {
         let recurrent = self.layers().iter().filter_map(|layer| match layer {
             LayerStorage::Recurrent { window, state } => {
-                Some((failed.has_mutated(&window.rows), failed.has_mutated(&state.state)))
+                Some((has_mutated(&window.rows), has_mutated(&state.state)))
             }
             LayerStorage::Attention(_) | LayerStorage::Sliding(_) => None,
         });
@@ -116,11 +118,16 @@ impl ModelCache {
         let is_known = windows.iter().chain(&states).all(Option::is_some);
         let count = |layers: &[Option<bool>]| layers.iter().filter(|moved| **moved == Some(true)).count();
         let (new_windows, new_states) = (count(&windows), count(&states));
+        // On several devices, later layers may have changed and earlier ones not.
+        let follow = |layers: &[Option<bool>], settled: usize, new: usize| {
+            layers.iter().skip(settled).take(new).all(|moved| *moved == Some(true))
+        };
+        let is_in_order = follow(&windows, settled.0, new_windows) && follow(&states, settled.1, new_states);
         if !is_known {
             Some(Interruption::Torn { layers: 0 })
         } else if new_windows == 0 && new_states == 0 {
             None
-        } else if commits_rows {
+        } else if commits_rows || !is_in_order {
             Some(Interruption::Torn { layers: new_windows })
         } else {
             Some(Interruption::Settling { windows: settled.0 + new_windows, states: settled.1 + new_states })

@@ -1,5 +1,7 @@
 //! The storage of all layers, and the sequences that share it.
 
+use std::ops::Range;
+
 use keel_array::{Array, AttentionSpec, Category, ConvWindow, DType, DeltaState, KvPool, Runtime};
 
 use crate::pools::{Pools, SharedPools};
@@ -99,15 +101,40 @@ fn recurrent(runtime: &Runtime, spec: &LayerSpec, slots: usize, open_rows: usize
     Ok(LayerStorage::Recurrent { window, state: DeltaState { state, records: log(spec.record_len())? } })
 }
 
+/// Saved slots of consecutive layers.
+#[derive(Debug)]
+struct SavedSlots {
+    layers: Range<usize>,
+    /// f32 `[checkpoints, windows and states of these layers]`. Each checkpoint is contiguous, so its first use touches
+    /// only the system's pages that it fills.
+    entries: Array,
+}
+
+impl SavedSlots {
+    /// Room for `checkpoints` slots; `None` if none of the layers is recurrent, or no room is asked for.
+    fn allocate(
+        (runtime, layers): &(Runtime, Range<usize>),
+        spec: &CacheSpec,
+        checkpoints: usize,
+    ) -> Result<Option<SavedSlots>> {
+        let len =
+            spec.layers[layers.clone()].iter().map(LayerSpec::slot_bytes).sum::<usize>() / DType::F32.size();
+        if len == 0 || checkpoints == 0 {
+            return Ok(None);
+        }
+        let entries = Array::persistent(runtime, Category::Checkpoints, [checkpoints, len], DType::F32)?;
+        Ok(Some(SavedSlots { layers: layers.clone(), entries }))
+    }
+}
+
 /// The cache of a model: storage of all layers, and the bookkeeping of its pages and slots.
 #[derive(Debug)]
 pub struct ModelCache {
     pub(crate) spec: CacheSpec,
     size: CacheSize,
     pub(crate) layers: Vec<LayerStorage>,
-    /// Saved slots, f32 `[checkpoints, windows and states of all recurrent layers]`. Each checkpoint is contiguous, so
-    /// its first use touches only the system's pages that it fills. `None` if no layer is recurrent.
-    saved: Option<Array>,
+    /// Saved slots, one array on each device with recurrent layers.
+    saved: Vec<SavedSlots>,
     pub(crate) pools: SharedPools,
     pub(crate) swap: SwapSpace,
 }
@@ -118,17 +145,40 @@ impl ModelCache {
     /// # Errors
     /// If the memory limit would be exceeded.
     pub fn allocate(runtime: &Runtime, spec: CacheSpec, size: CacheSize) -> Result<ModelCache> {
-        let layers = spec.layers.iter().map(|l| LayerStorage::allocate(runtime, l, (&spec, &size)));
-        let layers = layers.collect::<Result<_>>()?;
-        let saved = match spec.slot_bytes() / DType::F32.size() {
-            0 => None,
-            _ if size.checkpoints == 0 => None,
-            len => {
-                let shape = [size.checkpoints, len];
-                Some(Array::persistent(runtime, Category::Checkpoints, shape, DType::F32)?)
+        let layers = 0..spec.layers.len();
+        ModelCache::allocate_on(&[(runtime.clone(), layers)], spec, size)
+    }
+
+    /// As [`ModelCache::allocate`], each range of layers on a device of its own. The ranges follow each other and hold
+    /// all layers. Pages and slots have the same numbers on every device. Parked sequences are charged to the last.
+    ///
+    /// # Errors
+    /// As [`ModelCache::allocate`].
+    ///
+    /// # Panics
+    /// If the ranges do not follow each other.
+    pub fn allocate_on(
+        devices: &[(Runtime, Range<usize>)],
+        spec: CacheSpec,
+        size: CacheSize,
+    ) -> Result<ModelCache> {
+        let (mut layers, mut saved) = (Vec::with_capacity(spec.layers.len()), Vec::new());
+        for device @ (runtime, range) in devices {
+            assert_eq!(
+                range.start,
+                layers.len(),
+                "the layers of each device come after those of the one before"
+            );
+            for layer in &spec.layers[range.clone()] {
+                layers.push(LayerStorage::allocate(runtime, layer, (&spec, &size))?);
             }
+            saved.extend(SavedSlots::allocate(device, &spec, size.checkpoints)?);
+        }
+        let host = match devices.last() {
+            Some((runtime, range)) if range.end == spec.layers.len() => runtime,
+            _ => panic!("{} layers on devices that hold {}", spec.layers.len(), layers.len()),
         };
-        let swap = SwapSpace::allocate(runtime, SwapSize::new(&spec, &size))?;
+        let swap = SwapSpace::allocate(host, SwapSize::new(&spec, &size))?;
         let pools = SharedPools::new(Pools {
             pages: PageAllocator::new(size.pages()),
             window_pages: PageAllocator::new(size.sequences * spec.window_pages(&size)),
@@ -356,17 +406,18 @@ impl ModelCache {
 
     /// Copies a slot to a checkpoint (`save`) or back.
     pub(crate) fn copy_slot(&self, slot: SlotId, entry: CheckpointId, save: bool) -> Result<()> {
-        let Some(saved) = &self.saved else { return Ok(()) };
-        let mut kept = entry.index() * saved.shape()[1];
-        for live in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
-            let len = live.shape()[1..].iter().product();
-            let at = slot.index() * len;
-            if save {
-                live.copy_elements(at, saved, kept, len)?;
-            } else {
-                saved.copy_elements(kept, live, at, len)?;
+        for SavedSlots { layers, entries } in &self.saved {
+            let mut kept = entry.index() * entries.shape()[1];
+            for live in self.layers[layers.clone()].iter().flat_map(LayerStorage::slot_arrays) {
+                let len = live.shape()[1..].iter().product();
+                let at = slot.index() * len;
+                if save {
+                    live.copy_elements(at, entries, kept, len)?;
+                } else {
+                    entries.copy_elements(kept, live, at, len)?;
+                }
+                kept += len;
             }
-            kept += len;
         }
         Ok(())
     }

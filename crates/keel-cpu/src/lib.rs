@@ -13,4 +13,4 @@ pub mod pool;
 pub mod shared_slice;
 mod simd;
 
-pub use backend::{CpuBackend, CpuOptions, KernelTime};
+pub use backend::{CpuBackend, CpuGroup, CpuOptions, KernelTime};

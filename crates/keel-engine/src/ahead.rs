@@ -18,7 +18,7 @@
 //!   ([`Engine::can_take_back`]).
 
 use keel_array::sampling::Draw;
-use keel_array::{ArrayError, FailedRun, PendingRun, Regime, RowLog};
+use keel_array::{Array, ArrayError, FailedRun, PendingRun, Regime, RowLog};
 use keel_cache::{SequenceCache, SlotId};
 
 use crate::step::{Outcome, Rows, ids_of};
@@ -125,7 +125,7 @@ impl Engine {
     /// Whether it pays to submit a step before the previous one is taken: the device works while the host does other
     /// things.
     pub fn runs_ahead(&self) -> bool {
-        self.runtime.backend().is_queueing()
+        self.runtime.backend().is_queueing() && !self.is_split()
     }
 
     /// Whether a step can be given up without a trace. It cannot where there are gated-delta states and no log that
@@ -191,7 +191,9 @@ impl Engine {
             }
             _ => false,
         };
-        let reason = if self.under_way.len() == STEPS_MAX {
+        let reason = if self.is_split() {
+            "a model on several devices runs no step ahead: use `decode` and `prefill_chunks`".into()
+        } else if self.under_way.len() == STEPS_MAX {
             format!("{STEPS_MAX} steps are under way; take the tokens of one first")
         } else if work.is_empty()
             || answers > answers_max
@@ -278,7 +280,8 @@ impl Engine {
             match outcome {
                 Err(failed) => {
                     let commits_rows = regime == Regime::Prefill || !self.leaves_open();
-                    self.cache.note_failure(slots, &failed, (0, 0), commits_rows);
+                    let has_mutated = |state: &Array| failed.has_mutated(state);
+                    self.cache.note_failure(slots, &has_mutated, (0, 0), commits_rows);
                     error.get_or_insert_with(|| ArrayError::from(failed).into());
                 }
                 // These rows were run, but they do not count.

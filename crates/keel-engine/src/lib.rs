@@ -18,7 +18,9 @@ mod options;
 pub mod plan;
 mod sampler;
 pub mod speculation;
+pub mod split;
 mod step;
+mod together;
 
 pub use ahead::{Ticket, Work, WorkRows};
 pub use engine::{Chunk, Engine, LateWork, LogitSink};

@@ -1,6 +1,7 @@
 //! The options that an engine is made with.
 
 use keel_array::{Compute, KvFormat};
+use keel_cache::CacheSize;
 
 use crate::{EngineError, Result, VisionOptions};
 
@@ -88,6 +89,18 @@ impl EngineOptions {
     /// How many rows of a sequence a step may leave open: the last drawn token and its drafts. 0 without drafts.
     pub(crate) fn open_rows(&self) -> usize {
         if self.drafts == 0 { 0 } else { self.drafts + 1 }
+    }
+
+    /// The size of the cache.
+    pub(crate) fn cache_size(&self) -> CacheSize {
+        CacheSize {
+            sequences: self.sequences,
+            context: self.context,
+            checkpoints: self.checkpoints,
+            pool_pages: self.pool_pages,
+            open_rows: self.open_rows(),
+            swap_bytes: self.swap_bytes,
+        }
     }
 
     /// Rows of the largest decode step.

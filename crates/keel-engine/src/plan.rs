@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use keel_array::{Backend, MemoryReport, Runtime, RuntimeOptions};
+use keel_models::Part;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
@@ -29,6 +30,27 @@ pub fn plan(
     let report = runtime.ledger().active();
     drop(engine);
     Ok(report)
+}
+
+/// As [`plan`], of a model with a part on each device, by rank: the bytes of each device.
+///
+/// # Errors
+/// As [`Engine::load_on`].
+pub fn plan_on(
+    devices: &[(Arc<dyn Backend>, Part)],
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<Vec<MemoryReport>> {
+    assert!(devices.iter().all(|(backend, _)| backend.is_planning()), "a plan is made on planning backends");
+    let runtime = |(backend, part): &(Arc<dyn Backend>, Part)| {
+        (Runtime::new(Arc::clone(backend), RuntimeOptions::default()), part.clone())
+    };
+    let devices: Vec<_> = devices.iter().map(runtime).collect();
+    let engine = Engine::load_on(&devices, parameters, config, options, &|_| ())?;
+    let reports = engine.runtimes().map(|runtime| runtime.ledger().active()).collect();
+    drop(engine);
+    Ok(reports)
 }
 
 /// The shapes of steps of an engine with these options, and of the passes of its tower, as text. All of them are part of

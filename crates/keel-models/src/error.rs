@@ -28,6 +28,9 @@ pub enum ModelError {
         /// Shape in the checkpoint.
         got: String,
     },
+    /// Something was asked of a part of a model that another part has.
+    #[error("{0}")]
+    Part(String),
     /// An error of the checkpoint.
     #[error(transparent)]
     Weights(#[from] WeightsError),

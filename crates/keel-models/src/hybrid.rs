@@ -4,7 +4,7 @@ use keel_array::{Array, ConvWindow, DType, DeltaState, KvFormat, Weight};
 use keel_cache::{CacheSpec, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
-use crate::{HybridConfig, MixerKind, Result};
+use crate::{HybridConfig, MixerKind, ModelError, Part, Result};
 
 /// The first half of a block.
 #[derive(Debug)]
@@ -134,29 +134,38 @@ pub struct MtpHead {
     pub norm: RmsNorm,
 }
 
-/// A text model.
+/// What comes after the last layer.
+#[derive(Debug)]
+pub struct Output {
+    /// Final norm.
+    pub norm: RmsNorm,
+    /// Output head `[V, hidden]`; the embedding's weight if the two are tied.
+    pub head: Weight,
+}
+
+/// A text model, or the part of it that one of several devices holds.
 #[derive(Debug)]
 pub struct HybridModel {
-    /// Its numbers.
+    /// The numbers of the whole model.
     pub config: HybridConfig,
-    /// `[V, hidden]`.
-    pub embedding: Weight,
+    /// Which part this is.
+    pub part: Part,
+    /// `[V, hidden]`, in the first part, and in the last one if the model has a multi-token-prediction head.
+    pub embedding: Option<Weight>,
     /// Factor on embeddings, f32 `[1]`.
     pub embedding_scale: Option<Array>,
     /// Factors on queries.
     pub growing_queries: Option<GrowingQueries>,
     /// The layers.
     pub blocks: Vec<Block>,
-    /// Final norm.
-    pub norm: RmsNorm,
-    /// Output head `[V, hidden]`; the embedding's weight if the two are tied.
-    pub head: Weight,
-    /// Multi-token prediction.
+    /// Norm and output head, in the last part.
+    pub output: Option<Output>,
+    /// Multi-token prediction, in the last part.
     pub mtp: Option<MtpHead>,
 }
 
 impl HybridModel {
-    /// The memory of a sequence: the model's layers, then those of the multi-token-prediction head.
+    /// The memory of a sequence in this part: the model's layers, then those of the multi-token-prediction head.
     pub fn cache_spec(&self, kv: KvFormat) -> CacheSpec {
         let c = &self.config;
         let attention = LayerSpec::Attention { kv_heads: c.kv_heads, head_dim: c.head_dim };
@@ -175,7 +184,7 @@ impl HybridModel {
             MixerKind::GatedDelta => recurrent,
         };
         let head = self.mtp.iter().flat_map(|mtp| mtp.blocks.iter().map(|_| attention));
-        CacheSpec { layers: c.layers.iter().map(of_kind).chain(head).collect(), kv }
+        CacheSpec { layers: self.part.of(&c.layers).map(|(_, kind)| of_kind(kind)).chain(head).collect(), kv }
     }
 
     /// Hidden states after the final norm, f32 `[T, hidden]`, of token ids u32 `[T]`.
@@ -183,21 +192,60 @@ impl HybridModel {
     /// # Errors
     /// If the operands do not fit.
     pub fn hidden(&self, tokens: &Array, layers: &[LayerStorage], step: &StepContext) -> Result<Array> {
-        let mut x = tokens.embedding(&self.embedding)?;
+        let x = self.through_layers(tokens, layers, step)?;
+        Ok(self.output()?.norm.apply(&x)?)
+    }
+
+    /// Runs the layers of a part that is not the last, and hands the hidden states to the next device. Returns the
+    /// number of values that were sent, u32 `[1]`.
+    ///
+    /// # Errors
+    /// If the operands do not fit, or this is the last part.
+    pub fn hand_on(&self, tokens: &Array, layers: &[LayerStorage], step: &StepContext) -> Result<Array> {
+        let Some(next) = self.part.next else {
+            return Err(ModelError::Part("the last part of a model hands nothing on".into()));
+        };
+        Ok(self.through_layers(tokens, layers, step)?.send(next)?)
+    }
+
+    /// Hidden states after the last layer of this part.
+    fn through_layers(&self, tokens: &Array, layers: &[LayerStorage], step: &StepContext) -> Result<Array> {
+        let mut x = match self.part.previous {
+            Some(previous) => {
+                Array::receive(tokens.runtime(), [tokens.shape()[0], self.config.hidden], previous)?
+            }
+            None => self.embed(tokens, step)?,
+        };
+        let growth = self.growing_queries.as_ref().map(|queries| queries.of(&step.positions)).transpose()?;
+        for (i, (block, storage)) in (self.part.layers.start..).zip(self.blocks.iter().zip(layers)) {
+            x = block.apply(&x, growth.as_ref(), storage, step)?;
+            if let Some(sight) = &step.sight {
+                x = sight.deepen(i, x)?;
+            }
+        }
+        Ok(x)
+    }
+
+    /// The input of the first layer.
+    fn embed(&self, tokens: &Array, step: &StepContext) -> Result<Array> {
+        let mut x = tokens.embedding(self.embedding()?)?;
         if let Some(scale) = &self.embedding_scale {
             x = x.mul(scale)?;
         }
         if let Some(sight) = &step.sight {
             x = sight.embed(&x)?;
         }
-        let growth = self.growing_queries.as_ref().map(|queries| queries.of(&step.positions)).transpose()?;
-        for (i, (block, storage)) in self.blocks.iter().zip(layers).enumerate() {
-            x = block.apply(&x, growth.as_ref(), storage, step)?;
-            if let Some(sight) = &step.sight {
-                x = sight.deepen(i, x)?;
-            }
-        }
-        Ok(self.norm.apply(&x)?)
+        Ok(x)
+    }
+
+    fn embedding(&self) -> Result<&Weight> {
+        let missing = || ModelError::Part("this part of the model has no embedding".into());
+        self.embedding.as_ref().ok_or_else(missing)
+    }
+
+    fn output(&self) -> Result<&Output> {
+        let missing = || ModelError::Part("this part of the model has no output head".into());
+        self.output.as_ref().ok_or_else(missing)
     }
 
     /// Commits the accepted open rows of the recurrent layers without running a row. The first `windows` convolution
@@ -231,7 +279,7 @@ impl HybridModel {
     /// # Errors
     /// If the operands do not fit.
     pub fn logits(&self, hidden: &Array) -> Result<Array> {
-        Ok(hidden.linear(&self.head)?)
+        Ok(hidden.linear(&self.output()?.head)?)
     }
 
     /// Hidden states of the multi-token-prediction head, `[T, hidden]`. Row t predicts token t + 2 from the model's
@@ -288,7 +336,7 @@ impl HybridModel {
         next_tokens: &Array,
         step: &StepContext,
     ) -> Result<Array> {
-        let mut embedded = next_tokens.embedding(&self.embedding)?;
+        let mut embedded = next_tokens.embedding(self.embedding()?)?;
         if let Some(sight) = &step.sight {
             embedded = sight.embed_next(&embedded)?;
         }

@@ -21,6 +21,7 @@ mod ministral3;
 mod mistral;
 mod naming;
 mod olmo3;
+mod part;
 mod phi3;
 mod qwen2;
 mod qwen3;
@@ -37,7 +38,8 @@ pub mod vision;
 
 pub use config::{HybridConfig, MixerKind, MoeConfig};
 pub use error::{ModelError, Result};
-pub use hybrid::{Block, GrowingQueries, HybridModel, Mixer, MtpHead};
+pub use hybrid::{Block, GrowingQueries, HybridModel, Mixer, MtpHead, Output};
+pub use part::Part;
 pub use rope::RopeScaling;
 pub use shapes::{NAMES as SHAPE_NAMES, shape, shape_with_head};
 pub use turning::QueryGrowth;
@@ -86,7 +88,7 @@ pub fn read_config_of(config: &Value, parameters: &dyn loading::Parameters) -> R
     })
 }
 
-/// Reads the model that a config describes.
+/// Reads the model that a config describes, or the loader's [part](Part) of it.
 ///
 /// # Errors
 /// For an unknown `model_type`, a config that is incomplete, parameters that are missing or misshapen, or a memory

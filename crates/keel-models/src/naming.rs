@@ -1,12 +1,15 @@
 //! Names of parameters that most model types share, and the variants of their storage.
 
-use keel_array::Array;
+use std::cell::OnceCell;
+
+use keel_array::{Array, Weight};
 
 use crate::blocks::{
     Activation, Attention, FeedForward, GatedLayer, HeadNorm, MixtureOfExperts, RmsNorm, Rotation,
 };
+use crate::hybrid::Output;
 use crate::loading::{Loader, Piece};
-use crate::{HybridConfig, MixerKind, ModelError, MoeConfig, Result};
+use crate::{HybridConfig, MixerKind, ModelError, MoeConfig, Part, Result};
 
 /// Reads the blocks that the family's model types share.
 pub(crate) struct FamilyReader<'a> {
@@ -16,8 +19,8 @@ pub(crate) struct FamilyReader<'a> {
     pub root: String,
     /// Norms are stored as offsets from one, as in Hugging Face checkpoints. MLX's converter stores the scale itself.
     pub norms_are_offsets: bool,
-    /// The rotation of layers without a window.
-    pub rotation: Rotation,
+    /// The rotation of layers without a window, once one of them was read.
+    rotation: OnceCell<Rotation>,
 }
 
 impl<'a> FamilyReader<'a> {
@@ -39,13 +42,60 @@ impl<'a> FamilyReader<'a> {
         let conv = recurrent
             .and_then(|i| loader.parameters().shape(&format!("{root}layers.{i}.linear_attn.conv1d.weight")));
         let scales = loader.parameters().norms_are_scales() || matches!(conv.as_deref(), Some([_, _, 1]));
-        let rotation = rotation(loader, config, MixerKind::Attention)?;
-        Ok(FamilyReader { loader, config, root: (*root).into(), norms_are_offsets: !scales, rotation })
+        Ok(FamilyReader {
+            loader,
+            config,
+            root: (*root).into(),
+            norms_are_offsets: !scales,
+            rotation: OnceCell::new(),
+        })
+    }
+
+    /// The rotation of layers without a window. A part of a model that has none holds no frequencies.
+    pub fn rotation(&self) -> Result<Rotation> {
+        if let Some(rotation) = self.rotation.get() {
+            return Ok(rotation.clone());
+        }
+        let rotation = rotation(self.loader, self.config, MixerKind::Attention)?;
+        Ok(self.rotation.get_or_init(|| rotation).clone())
     }
 
     /// The output head's name.
     pub fn head_module(&self) -> &'static str {
         if self.root == "language_model.model." { "language_model.lm_head" } else { "lm_head" }
+    }
+
+    /// The part of the model to read.
+    pub fn part(&self) -> &Part {
+        self.loader.part()
+    }
+
+    /// The token embedding, where it is needed: before the first layer, and for the multi-token-prediction head after
+    /// the last.
+    pub fn embedding(&self) -> Result<Option<Weight>> {
+        let part = self.part();
+        let drafts = part.is_last() && crate::has_mtp_head(self.config, self.loader.parameters());
+        let load = || {
+            let piece = Piece::whole(format!("{}embed_tokens", self.root), self.config.vocab);
+            self.loader.linear(piece, self.config.hidden)
+        };
+        (part.is_first() || drafts).then(load).transpose()
+    }
+
+    /// The final norm and the output head, in the last part of the model. If the head is tied to the embedding and this
+    /// part has the embedding, the two are one weight.
+    pub fn output(&self, embedding: Option<&Weight>) -> Result<Option<Output>> {
+        if !self.part().is_last() {
+            return Ok(None);
+        }
+        let load =
+            |module: String| self.loader.linear(Piece::whole(module, self.config.vocab), self.config.hidden);
+        let head = match embedding {
+            Some(embedding) if self.config.tied => embedding.clone(),
+            None if self.config.tied => load(format!("{}embed_tokens", self.root))?,
+            _ => load(self.head_module().into())?,
+        };
+        Ok(Some(Output { norm: self.norm(&format!("{}norm", self.root), self.config.hidden)?, head }))
     }
 
     /// A norm whose scale may be stored as an offset from one.
@@ -84,7 +134,7 @@ impl<'a> FamilyReader<'a> {
             heads: c.heads,
             kv_heads: c.kv_heads,
             head_dim: d,
-            rotation: Some(self.rotation.clone()),
+            rotation: Some(self.rotation()?),
             scale: c.score_scale(MixerKind::Attention) as f32,
             window: None,
         })

@@ -23,12 +23,10 @@ pub(crate) fn load_with(
 ) -> Result<HybridModel> {
     let reader = FamilyReader::new(loader, &config)?;
     let root = &reader.root;
-    let embedding =
-        loader.linear(Piece::whole(format!("{root}embed_tokens"), config.vocab), config.hidden)?;
-    let blocks = config
-        .layers
-        .iter()
-        .enumerate()
+    let embedding = reader.embedding()?;
+    let blocks = reader
+        .part()
+        .of(&config.layers)
         .map(|(i, kind)| {
             let prefix = format!("{root}layers.{i}.");
             let mixer = match kind {
@@ -42,20 +40,15 @@ pub(crate) fn load_with(
             block(&reader, &prefix, mixer)
         })
         .collect::<Result<_>>()?;
-    let head = if config.tied {
-        embedding.clone()
-    } else {
-        loader.linear(Piece::whole(reader.head_module(), config.vocab), config.hidden)?
-    };
-    let norm = reader.norm(&format!("{root}norm"), config.hidden)?;
-    let mtp = mtp_head(&reader)?;
+    let output = reader.output(embedding.as_ref())?;
+    let mtp = if reader.part().is_last() { mtp_head(&reader)? } else { None };
     Ok(HybridModel {
+        part: loader.part().clone(),
         embedding,
         embedding_scale: None,
         growing_queries: None,
         blocks,
-        norm,
-        head,
+        output,
         mtp,
         config,
     })

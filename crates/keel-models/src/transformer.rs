@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use serde_json::Value;
 
-use crate::blocks::{Activation, Attention, FeedForward, GatedLayer, HeadNorm, Rotation};
+use crate::blocks::{Activation, Attention, FeedForward, GatedLayer, HeadNorm};
 use crate::fields::Fields;
 use crate::hybrid::{Block, GrowingQueries, HybridModel, Mixer};
 use crate::loading::{Loader, Piece};
@@ -219,39 +219,36 @@ pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig, traits: Traits) ->
     let mut reader = FamilyReader::new(loader, &config)?;
     reader.norms_are_offsets = traits.offset_norms && !loader.parameters().norms_are_scales();
     let root = &reader.root;
-    let embedding =
-        loader.linear(Piece::whole(format!("{root}embed_tokens"), config.vocab), config.hidden)?;
+    let embedding = reader.embedding()?;
+    let slides = reader.part().of(&config.layers).any(|(_, kind)| *kind == MixerKind::SlidingAttention);
     let sliding = match config.window {
-        0 => reader.rotation.clone(),
-        _ => naming::rotation(loader, &config, MixerKind::SlidingAttention)?,
+        0 => None,
+        _ if !slides => None,
+        _ => Some(naming::rotation(loader, &config, MixerKind::SlidingAttention)?),
     };
-    let mut blocks = Vec::with_capacity(config.layers.len());
-    for (i, kind) in config.layers.iter().enumerate() {
+    let mut blocks = Vec::new();
+    for (i, kind) in reader.part().of(&config.layers) {
         let prefix = format!("{root}layers.{i}.");
         let mut mixer = attention(&reader, &format!("{prefix}self_attn."), traits)?;
         mixer.scale = config.score_scale(*kind) as f32;
-        let mut rotation: &Rotation = &reader.rotation;
-        if *kind == MixerKind::SlidingAttention {
-            rotation = &sliding;
-            mixer.window = Some(config.window);
-        }
-        mixer.rotation = Some(rotation.clone());
-        if config.unturned.contains(&i) {
-            mixer.rotation = None;
-            mixer.scale = config.attention_scale as f32;
-        }
+        let is_sliding = *kind == MixerKind::SlidingAttention;
+        mixer.window = is_sliding.then_some(config.window);
+        mixer.rotation = match &sliding {
+            _ if config.unturned.contains(&i) => {
+                mixer.scale = config.attention_scale as f32;
+                None
+            }
+            Some(sliding) if is_sliding => Some(sliding.clone()),
+            _ => Some(reader.rotation()?),
+        };
         blocks.push(block(&reader, &prefix, i, mixer, traits)?);
     }
-    let head = if config.tied {
-        embedding.clone()
-    } else {
-        loader.linear(Piece::whole(reader.head_module(), config.vocab), config.hidden)?
-    };
-    let norm = reader.norm(&format!("{root}norm"), config.hidden)?;
+    let output = reader.output(embedding.as_ref())?;
     let embedding_scale = traits.scaled_embedding.then(|| (config.hidden as f32).sqrt());
     let embedding_scale = embedding_scale.map(|scale| loader.constant(&[scale])).transpose()?;
     let growing_queries = growing_queries(loader, &config)?;
-    Ok(HybridModel { embedding, embedding_scale, growing_queries, blocks, norm, head, mtp: None, config })
+    let part = loader.part().clone();
+    Ok(HybridModel { part, embedding, embedding_scale, growing_queries, blocks, output, mtp: None, config })
 }
 
 fn growing_queries(loader: &Loader<'_>, config: &HybridConfig) -> Result<Option<GrowingQueries>> {

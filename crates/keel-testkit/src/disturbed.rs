@@ -1,8 +1,8 @@
 //! A backend whose launches and allocations a test can disturb: faults, gates, counters.
 
 use keel_array::{
-    Backend, DeviceMemory, DeviceUsage, Kernel, Launch, OwnMemory, Preparations, Result, RowBlock, Ticket,
-    WeightSpec,
+    Backend, DeviceMemory, DeviceUsage, Group, Kernel, Launch, OwnMemory, Preparations, Result, RowBlock,
+    Ticket, WeightSpec,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -151,6 +151,10 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     fn first_byte_of_rows(&self, spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
         self.backend.first_byte_of_rows(spec, rows)
     }
+    fn group(&self) -> Option<&dyn Group> {
+        self.backend.group()
+    }
+
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
         self.backend.packed_bytes(spec)
     }

@@ -17,6 +17,7 @@ mod progress;
 mod renderer;
 mod report;
 mod session;
+mod several;
 mod sight;
 mod source;
 mod speculation;

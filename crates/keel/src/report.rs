@@ -7,8 +7,17 @@ use evenkeel::{Driver, human_bytes};
 use keel_array::{DeviceUsage, MemoryReport, Runtime};
 use serde_json::{Map, Value, json};
 
-/// Planned and measured memory.
-#[derive(Clone, Copy, Debug)]
+/// Planned and measured memory of one of several devices.
+#[derive(Clone, Debug)]
+pub struct DeviceMemory {
+    name: String,
+    planned: MemoryReport,
+    allocated: MemoryReport,
+    peak: MemoryReport,
+}
+
+/// Planned and measured memory; of several devices, the sums.
+#[derive(Clone, Debug)]
 pub struct Memory {
     /// The plan, made before anything was loaded.
     pub planned: MemoryReport,
@@ -20,23 +29,38 @@ pub struct Memory {
     pub resident: Option<u64>,
     /// Bytes of the device's driver, in addition to all the others. `None` on the CPU.
     pub driver: Option<Driver>,
+    /// The devices, if there are several.
+    pub devices: Vec<DeviceMemory>,
 }
 
 impl Memory {
-    /// Reads the ledger, the system and the driver now. `planned` is the plan to report.
-    pub fn measure(planned: MemoryReport, runtime: &Runtime) -> Memory {
-        let ledger = runtime.ledger();
+    /// Reads the ledgers, the system and the driver now. `planned` is the plan to report. `devices` are the names and
+    /// plans of several devices; it is empty if there is one.
+    pub fn measure<'a>(
+        planned: MemoryReport,
+        runtimes: impl Iterator<Item = &'a Runtime>,
+        devices: impl Iterator<Item = (&'a str, MemoryReport)>,
+    ) -> Memory {
+        let runtimes: Vec<&Runtime> = runtimes.collect();
+        let device = |((name, planned), runtime): ((&str, MemoryReport), &&Runtime)| DeviceMemory {
+            name: name.into(),
+            planned,
+            allocated: runtime.ledger().active(),
+            peak: runtime.ledger().peak(),
+        };
         Memory {
             planned,
-            allocated: ledger.active(),
-            peak: ledger.peak(),
+            allocated: runtimes.iter().map(|runtime| runtime.ledger().active()).sum(),
+            peak: runtimes.iter().map(|runtime| runtime.ledger().peak()).sum(),
             resident: resident_bytes(),
-            driver: Driver::measure(runtime),
+            driver: runtimes.first().and_then(|runtime| Driver::measure(runtime)),
+            devices: devices.zip(&runtimes).map(device).collect(),
         }
     }
 
-    /// The fields `planned`, `allocated` and `peak` by category, `resident` and `driver`.
-    pub fn to_json(self) -> Value {
+    /// The fields `planned`, `allocated` and `peak` by category, `resident` and `driver`; of several devices also
+    /// `devices`.
+    pub fn to_json(&self) -> Value {
         let mut object = json!({
             "planned": categories(&self.planned),
             "allocated": categories(&self.allocated),
@@ -48,24 +72,28 @@ impl Memory {
         if let Some(driver) = self.driver {
             object["driver"] = driver_json(&driver);
         }
+        if !self.devices.is_empty() {
+            let device = |DeviceMemory { name, planned, allocated, peak }: &DeviceMemory| {
+                json!({
+                    "device": name,
+                    "planned": categories(planned),
+                    "allocated": categories(allocated),
+                    "peak": categories(peak),
+                })
+            };
+            object["devices"] = self.devices.iter().map(device).collect();
+        }
         object
     }
 
-    /// One line per category in use, then the sum, the driver's bytes, and the resident set.
-    pub fn to_table(self) -> String {
-        let columns = [self.planned, self.allocated, self.peak];
-        let mut table = format!("{:<12}{:>12}{:>12}{:>12}\n", "memory", "planned", "allocated", "peak");
-        let mut row = |name: &str, cells: [u64; 3]| {
-            let [planned, allocated, peak] = cells.map(human_bytes);
-            let _ = writeln!(table, "{name:<12}{planned:>12}{allocated:>12}{peak:>12}");
-        };
-        for (category, _) in self.planned.iter() {
-            let cells = columns.map(|report| report.get(category));
-            if cells.iter().any(|&bytes| bytes > 0) {
-                row(category.name(), cells);
-            }
+    /// One line per category in use, then the sum, the driver's bytes, and the resident set. Several devices have a
+    /// table each, before that of the sums.
+    pub fn to_table(&self) -> String {
+        let mut table = String::new();
+        for DeviceMemory { name, planned, allocated, peak } in &self.devices {
+            memory_table(&mut table, name, [planned, allocated, peak]);
         }
-        row("total", columns.map(|report| report.total()));
+        memory_table(&mut table, "memory", [&self.planned, &self.allocated, &self.peak]);
         if let Some(driver) = self.driver {
             let _ = writeln!(table, "{:<12}{:>36}  {}", "driver", human_bytes(driver.bytes), driver.what());
         }
@@ -74,6 +102,22 @@ impl Memory {
         }
         table
     }
+}
+
+/// Appends a table of planned, allocated and peak bytes.
+fn memory_table(table: &mut String, what: &str, columns: [&MemoryReport; 3]) {
+    let _ = writeln!(table, "{what:<12}{:>12}{:>12}{:>12}", "planned", "allocated", "peak");
+    let mut row = |name: &str, cells: [u64; 3]| {
+        let [planned, allocated, peak] = cells.map(human_bytes);
+        let _ = writeln!(table, "{name:<12}{planned:>12}{allocated:>12}{peak:>12}");
+    };
+    for (category, _) in columns[0].iter() {
+        let cells = columns.map(|report| report.get(category));
+        if cells.iter().any(|&bytes| bytes > 0) {
+            row(category.name(), cells);
+        }
+    }
+    row("total", columns.map(|report| report.total()));
 }
 
 /// A JSON object that maps each category to its bytes.
@@ -96,6 +140,24 @@ pub fn plan_table(planned: &MemoryReport) -> String {
     };
     planned.iter().filter(|(_, bytes)| *bytes > 0).for_each(|(c, bytes)| row(c.name(), bytes));
     row("total", planned.total());
+    table
+}
+
+/// A table with a column for each device and one for their sum.
+pub fn devices_table(devices: &[(&str, MemoryReport)]) -> String {
+    let sum: MemoryReport = devices.iter().map(|(_, planned)| *planned).sum();
+    let columns: Vec<(&str, MemoryReport)> = devices.iter().copied().chain([("all", sum)]).collect();
+    let mut table = String::new();
+    let mut row = |name: &str, cells: &mut dyn Iterator<Item = String>| {
+        let cells: String = cells.map(|cell| format!("{cell:>16}")).collect();
+        let _ = writeln!(table, "{name:<12}{cells}");
+    };
+    row("", &mut columns.iter().map(|(name, _)| (*name).to_string()));
+    for (category, _) in sum.iter().filter(|(_, bytes)| *bytes > 0) {
+        row(category.name(), &mut columns.iter().map(|(_, planned)| planned.get(category).to_string()));
+    }
+    row("total", &mut columns.iter().map(|(_, planned)| planned.total().to_string()));
+    row("", &mut columns.iter().map(|(_, planned)| human_bytes(planned.total())));
     table
 }
 

@@ -15,6 +15,7 @@ use serde_json::Value;
 use crate::args::{Device, DeviceArgs};
 use crate::progress;
 use crate::report::Memory;
+use crate::several::{self, DevicePlan};
 
 /// A loaded engine, with its plan and load time.
 pub struct Session {
@@ -22,6 +23,8 @@ pub struct Session {
     pub engine: Engine,
     /// The engine's memory according to the plan.
     pub planned: MemoryReport,
+    /// The plan of each device, where several share the model.
+    pub devices: Vec<DevicePlan>,
     /// Time to read and pack the weights.
     pub load_time: Duration,
 }
@@ -47,7 +50,7 @@ impl Session {
         let bar = progress::bytes("loading", planned.get(Category::Weights));
         let engine = Engine::load(runtime, parameters, config, options, &|bytes| bar.inc(bytes));
         bar.finish_and_clear();
-        Ok(Session { engine: engine?, planned, load_time: start.elapsed() })
+        Ok(Session { engine: engine?, planned, devices: Vec::new(), load_time: start.elapsed() })
     }
 
     /// As [`Session::open`], for a checkpoint.
@@ -55,13 +58,13 @@ impl Session {
     /// # Errors
     /// As [`Session::open`].
     pub fn load(device: &DeviceArgs, model: &ModelFiles, options: EngineOptions) -> Result<Session> {
-        let session = Session::open(
-            device,
-            &runtime(device, options.compute)?,
-            &*model.parameters(),
-            &model.json,
-            options,
-        )?;
+        let parameters = model.parameters();
+        let session = if device.split.is_split() {
+            several::open(device, &*parameters, &model.json, options)?
+        } else {
+            let runtime = runtime(device, options.compute)?;
+            Session::open(device, &runtime, &*parameters, &model.json, options)?
+        };
         let vision = model.tensors().names().filter(|name| is_vision(name)).count();
         if vision > 0 && options.vision.is_none() {
             tracing::info!("{vision} tensors of the vision tower are skipped: there are no pictures");
@@ -90,7 +93,8 @@ impl Session {
 
     /// The current memory report.
     pub fn memory(&self) -> Memory {
-        Memory::measure(self.planned, self.engine.runtime())
+        let devices = self.devices.iter().map(|plan| (plan.name.as_str(), plan.planned));
+        Memory::measure(self.planned, self.engine.runtimes(), devices)
     }
 }
 
@@ -107,10 +111,10 @@ pub fn forget() {
     keel_cpu::code::give_back();
 }
 
-/// Releases memory that a prompt needs but the tokens after it do not: most of the arena, free blocks of the heap, and
+/// Releases memory that a prompt needs but the tokens after it do not: most of the arenas, free blocks of the heap, and
 /// code. It is taken again for the next prompt.
-pub fn rest(runtime: &Runtime) {
-    runtime.rest();
+pub fn rest(runtimes: &[Runtime]) {
+    runtimes.iter().for_each(Runtime::rest);
     keel_cpu::heap::give_back_free();
     keel_cpu::code::give_back();
 }
@@ -118,8 +122,9 @@ pub fn rest(runtime: &Runtime) {
 /// A runtime on the device, with its memory limit.
 ///
 /// # Errors
-/// The device is not available.
+/// The device is not available, or there are several.
 pub fn runtime(device: &DeviceArgs, compute: Compute) -> Result<Runtime> {
+    device.split.refuse()?;
     Ok(device.options().runtime(compute)?)
 }
 
@@ -156,6 +161,7 @@ pub fn plan(
     config: &Value,
     options: EngineOptions,
 ) -> Result<MemoryReport> {
+    device.split.refuse()?;
     Ok(evenkeel::plan(&device.options(), parameters, config, options)?)
 }
 

@@ -1,6 +1,7 @@
 //! The operations, by family. Each builder checks shapes and types at once. Nothing runs before `eval`.
 
 mod elementwise;
+mod exchange;
 mod fast;
 mod indexing;
 mod kv_format;
@@ -16,6 +17,7 @@ use crate::weight::WeightSpec;
 use crate::{CustomKernel, DType};
 
 pub use elementwise::{Binary, Fused, FusedStep, Source, Unary};
+pub use exchange::{Group, Peers};
 pub use fast::{PairRotation, RopeSpec};
 pub use indexing::RandomKind;
 pub use kv_format::KvFormat;
@@ -195,6 +197,26 @@ pub enum Op {
     GatedDelta(GatedDeltaSpec),
     /// Writes new keys and values to their pages, then attends; see [`AttentionSpec`].
     PagedAttention(AttentionSpec),
+    /// Hands operand 0 to another device of the group; output u32 `[1]`, the number of its elements.
+    Send {
+        /// The rank of the device that receives it.
+        to: usize,
+    },
+    /// What another device of the group sends; no input.
+    Receive {
+        /// The rank of the device that sends it.
+        from: usize,
+    },
+    /// The sum of the operands of several devices, in the order of their ranks.
+    AllReduce {
+        /// The devices, this one among them.
+        peers: Peers,
+    },
+    /// The operands of several devices along a new first axis.
+    AllGather {
+        /// The devices, this one among them.
+        peers: Peers,
+    },
     /// A kernel of the user's.
     Custom(CustomKernel),
 }
@@ -270,6 +292,10 @@ impl Op {
             Op::CausalConv(_) => "causal_conv",
             Op::GatedDelta(_) => "gated_delta",
             Op::PagedAttention(_) => "paged_attention",
+            Op::Send { .. } => "send",
+            Op::Receive { .. } => "receive",
+            Op::AllReduce { .. } => "all_reduce",
+            Op::AllGather { .. } => "all_gather",
             Op::Custom(kernel) => kernel.name(),
         }
     }

@@ -142,10 +142,30 @@ impl Executable {
         pieces.map(move |piece| Launch::new(&self.program, piece.clone(), &self.bindings, arena))
     }
 
+    /// The runtime that it runs on.
+    pub fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+
+    /// Whether one of its kernels mutates this state.
+    pub fn mutates(&self, state: &Array) -> bool {
+        let Some(storage) = state.0.storage() else { return false };
+        self.program.kernels().iter().any(|kernel| mutates(kernel, &self.bindings, &storage.buffer))
+    }
+
     /// The kernels, for reports.
     pub fn program(&self) -> &Program {
         &self.program
     }
+}
+
+/// Whether a kernel mutates memory of this buffer.
+fn mutates(kernel: &Kernel, bindings: &Bindings, buffer: &Buffer) -> bool {
+    let is_state = |operand: &Operand| match operand.slot {
+        Slot::External(i) => bindings.externals[i].buffer.is_same(buffer),
+        _ => false,
+    };
+    kernel.op.mutated_inputs().any(|i| is_state(&kernel.inputs[i]))
 }
 
 /// A run of an [`Executable`] that failed.
@@ -160,14 +180,15 @@ pub struct FailedRun {
 }
 
 impl FailedRun {
+    /// Why it failed.
+    pub fn error(&self) -> &ArrayError {
+        &self.error
+    }
+
     /// Whether a kernel that mutates this state had run; `None` if it is not known how far the run came.
     pub fn has_mutated(&self, state: &Array) -> Option<bool> {
         let storage = state.0.storage()?;
-        let is_state = |operand: &Operand| match operand.slot {
-            Slot::External(i) => self.bindings.externals[i].buffer.is_same(&storage.buffer),
-            _ => false,
-        };
-        let mutates = |kernel: &Kernel| kernel.op.mutated_inputs().any(|i| is_state(&kernel.inputs[i]));
+        let mutates = |kernel: &Kernel| mutates(kernel, &self.bindings, &storage.buffer);
         let mut all = self.program.kernels().iter();
         match self.done {
             Some(done) => Some(all.take(done).any(mutates)),

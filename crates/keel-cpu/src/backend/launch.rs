@@ -1,6 +1,7 @@
 //! Running a list of kernels as one job of the pool.
 
 use super::dispatch::{self, Call};
+use super::group::CpuGroup;
 use super::memory::{HostMemory, POISON};
 use super::operand::Bound;
 use super::profile::{Profile, name_of};
@@ -40,11 +41,13 @@ pub(super) struct Watch<'a> {
     pub profile: Option<&'a Profile>,
     /// Fills scratch with NaN before each kernel, so that a read of unwritten scratch shows up.
     pub poison: bool,
+    /// The backend's group, if it is in one.
+    pub group: Option<&'a CpuGroup>,
 }
 
 /// Runs the kernels of a launch.
-pub(super) fn run(pool: &ThreadPool, launch: &Launch<'_>, watch: Watch<'_>) -> Result<(), ArrayError> {
-    let calls = Calls::resolve(launch, watch.isa);
+pub(super) fn run<'a>(pool: &ThreadPool, launch: &Launch<'a>, watch: Watch<'a>) -> Result<(), ArrayError> {
+    let calls = Calls::resolve(launch, watch);
     let failure = Failure { kernel: AtomicUsize::new(usize::MAX), error: Mutex::new(None) };
     let outcome = catch_unwind(AssertUnwindSafe(|| pool.run(|worker| walk(&calls, &failure, watch, worker))));
     if let Err(panic) = outcome {
@@ -98,10 +101,11 @@ struct Calls<'a> {
     starts: Vec<usize>,
     arena: Option<SharedMut<'a, u8>>,
     isa: Isa,
+    group: Option<&'a CpuGroup>,
 }
 
 impl<'a> Calls<'a> {
-    fn resolve(launch: &Launch<'a>, isa: Isa) -> Calls<'a> {
+    fn resolve(launch: &Launch<'a>, watch: Watch<'a>) -> Calls<'a> {
         let kernels = launch.kernels();
         let mut operands = Vec::with_capacity(4 * kernels.len());
         let mut starts = Vec::with_capacity(kernels.len());
@@ -119,7 +123,7 @@ impl<'a> Calls<'a> {
             // SAFETY: the arena is memory of the launch; parts are lent as the plan says.
             unsafe { SharedMut::from_raw(memory.start(), memory.bytes()) }
         });
-        Calls { kernels, operands, starts, arena, isa }
+        Calls { kernels, operands, starts, arena, isa: watch.isa, group: watch.group }
     }
 
     fn get(&self, i: usize) -> Call<'_> {
@@ -129,6 +133,13 @@ impl<'a> Calls<'a> {
             (Some(range), Some(arena)) => arena.part(range.clone()),
             _ => SharedMut::new(&mut []),
         };
-        Call { kernel, inputs, outputs: &rest[..kernel.outputs.len()], scratch, isa: self.isa }
+        Call {
+            kernel,
+            inputs,
+            outputs: &rest[..kernel.outputs.len()],
+            scratch,
+            isa: self.isa,
+            group: self.group,
+        }
     }
 }

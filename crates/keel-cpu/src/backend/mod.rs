@@ -4,6 +4,7 @@
 //! meets the others at a barrier before the next.
 
 mod dispatch;
+mod group;
 mod launch;
 pub(crate) mod memory;
 mod operand;
@@ -13,7 +14,8 @@ mod weights;
 
 use crate::isa::Isa;
 use crate::pool::ThreadPool;
-use keel_array::{ArrayError, Backend, DeviceMemory, Kernel, Launch, RowBlock, WeightSpec};
+pub use group::CpuGroup;
+use keel_array::{ArrayError, Backend, DeviceMemory, Group, Kernel, Launch, RowBlock, WeightSpec};
 use memory::HostMemory;
 pub use profile::KernelTime;
 use profile::Profile;
@@ -37,6 +39,8 @@ pub struct CpuOptions {
     pub profile: bool,
     /// Count memory, allocate none and run nothing: the backend of a memory plan.
     pub planning: bool,
+    /// The group of devices that this one exchanges arrays with.
+    pub group: Option<CpuGroup>,
 }
 
 /// The CPU backend.
@@ -132,7 +136,7 @@ impl Backend for CpuBackend {
     }
 
     fn supports(&self, kernel: &Kernel) -> Result<(), String> {
-        dispatch::supports(kernel)
+        dispatch::supports(kernel, self.options.group.as_ref())
     }
 
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {
@@ -148,8 +152,13 @@ impl Backend for CpuBackend {
             isa: self.isa(),
             profile: self.options.profile.then_some(&self.profile),
             poison: self.options.poison_freed,
+            group: self.options.group.as_ref(),
         };
         launch::run(&self.pool, launch, watch)
+    }
+
+    fn group(&self) -> Option<&dyn Group> {
+        self.options.group.as_ref().map(|group| group as &dyn Group)
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {

@@ -8,17 +8,19 @@ use std::collections::VecDeque;
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
-use keel_cache::{CacheSize, Features, Interruption, ModelCache, SequenceCache};
-use keel_models::HybridModel;
+use keel_cache::{Features, Interruption, ModelCache, SequenceCache};
 use keel_models::loading::{Loader, Parameters};
 use keel_models::vision::VisionConfig;
+use keel_models::{HybridModel, Part};
 use serde_json::Value;
 
 use crate::ahead::StepUnderWay;
 use crate::eyes::{self, Eyes, Look, PatchGrid};
 use crate::options::EngineOptions;
 use crate::speculation::Costs;
+use crate::split;
 use crate::step::{Outcome, Rows, Stepper, ids_of, prefill_rows_max};
+use crate::together::Peer;
 use crate::{EngineError, Result};
 
 pub use all_logits::LogitSink;
@@ -31,7 +33,10 @@ pub struct Engine {
     pub(crate) under_way: VecDeque<StepUnderWay>,
     /// Steps submitted so far.
     pub(crate) tickets: u64,
+    /// The device with the output head.
     pub(crate) runtime: Runtime,
+    /// The other devices of a split model, by rank.
+    pub(crate) peers: Vec<Peer>,
     pub(crate) model: HybridModel,
     pub(crate) cache: ModelCache,
     pub(crate) stepper: Stepper,
@@ -58,31 +63,54 @@ impl Engine {
         options: EngineOptions,
         progress: &dyn Fn(u64),
     ) -> Result<Engine> {
+        Engine::load_on(&[(runtime.clone(), Part::default())], parameters, config, options, progress)
+    }
+
+    /// As [`Engine::load`], with a part of the model on each device, by rank. The last one leads: its results are
+    /// those of the model.
+    ///
+    /// # Errors
+    /// As [`Engine::load`]; devices that are not one group, in this order; options that are not supported on several
+    /// devices.
+    pub fn load_on(
+        devices: &[(Runtime, Part)],
+        parameters: &dyn Parameters,
+        config: &Value,
+        options: EngineOptions,
+        progress: &dyn Fn(u64),
+    ) -> Result<Engine> {
         options.check()?;
+        let (runtime, _) = split::check_devices(devices, &options)?;
         let vision = eyes::config(config, options.vision)?;
         let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
         let options = EngineOptions { picture_run, ..options };
-        let loader = Loader::new(runtime, parameters, options.compute, progress);
-        let model = keel_models::load(&loader, config)?;
+        let mut models = Vec::with_capacity(devices.len());
+        for (runtime, part) in devices {
+            let loader = Loader::new(runtime, parameters, options.compute, progress).of_part(part.clone());
+            models.push((runtime, keel_models::load(&loader, config)?));
+        }
+        let (mut spec, places) = split::cache_spec(&models, options.kv_format());
+        let Some((_, model)) = models.pop() else { unreachable!("there is a device") };
         if options.drafts > 0 && model.mtp.is_none() {
             return Err(EngineError::NoMtpHead);
         }
-        let size = CacheSize {
-            sequences: options.sequences,
-            context: options.context,
-            checkpoints: options.checkpoints,
-            pool_pages: options.pool_pages,
-            open_rows: options.open_rows(),
-            swap_bytes: options.swap_bytes,
-        };
-        let mut spec = model.cache_spec(options.kv_format());
+        let size = options.cache_size();
         if picture_run > 0 {
             // A step with a picture writes all its rows before its first row looks back.
             spec.widen_windows(prefill_rows_max(&options, runtime.backend().is_compiling()));
         }
-        let cache = ModelCache::allocate(runtime, spec, size)?;
-        let stepper =
-            Stepper::allocate(runtime, &model, vision.as_ref(), &options, size.pages_per_sequence())?;
+        let layers: Vec<_> = places.iter().map(|(_, layers)| layers.clone()).collect();
+        let cache = ModelCache::allocate_on(&places, spec, size)?;
+        let stepper = |runtime: &Runtime, model: &HybridModel, rank: usize| {
+            let part = (model, layers[rank].clone());
+            Stepper::allocate(runtime, part, vision.as_ref(), &options, size.pages_per_sequence())
+        };
+        let mut peers = Vec::with_capacity(models.len());
+        for (rank, (runtime, model)) in models.into_iter().enumerate() {
+            peers.push(Peer { runtime: runtime.clone(), stepper: stepper(runtime, &model, rank)?, model });
+        }
+        let stepper = stepper(runtime, &model, peers.len())?;
+        let loader = Loader::new(runtime, parameters, options.compute, progress);
         let eyes = match (vision, options.vision) {
             (Some(vision), Some(sizes)) => {
                 let config = (vision, &model.config);
@@ -94,6 +122,7 @@ impl Engine {
             under_way: VecDeque::new(),
             tickets: 0,
             runtime: runtime.clone(),
+            peers,
             model,
             cache,
             stepper,
@@ -104,16 +133,16 @@ impl Engine {
             ready: None,
         };
         engine.prepare_steps()?;
-        runtime.ledger().freeze();
+        engine.runtimes().for_each(|runtime| runtime.ledger().freeze());
         Ok(engine)
     }
 
-    /// The runtime.
+    /// The runtime; of a split model, that of the device with the output head.
     pub fn runtime(&self) -> &Runtime {
         &self.runtime
     }
 
-    /// The model.
+    /// The model; of a split one, the part with the output head.
     pub fn model(&self) -> &HybridModel {
         &self.model
     }
@@ -246,6 +275,9 @@ impl Engine {
     }
 
     pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
+        if self.is_split() {
+            return self.run_split((regime, outcome), rows, None);
+        }
         let ended = self.step_for((regime, outcome), rows)?.run();
         ended.map_err(|failed| self.note_failed((regime, outcome), rows, failed))
     }
@@ -262,6 +294,8 @@ impl Engine {
         if bytes.len() > RESULT_BYTES_MAX {
             self.run(how.0, how.1, rows)?;
             drawn.read_bytes(0, &mut bytes)?;
+        } else if self.is_split() {
+            self.run_split(how, rows, Some((&drawn, &mut bytes)))?;
         } else {
             let ended = self.step_for(how, rows)?.submit(&drawn).wait(&mut bytes);
             ended.map_err(|failed| self.note_failed(how, rows, failed))?;
@@ -290,7 +324,7 @@ impl Engine {
             outcome => ((0, 0), self.stepper.row_log(regime, outcome) != RowLog::KeepOpen),
         };
         let slots = rows.iter().map(|row| row.sequence.slot());
-        self.cache.note_failure(slots, &failed, settled, commits_rows);
+        self.cache.note_failure(slots, &|state| failed.has_mutated(state), settled, commits_rows);
         ArrayError::from(failed).into()
     }
 

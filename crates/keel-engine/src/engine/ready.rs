@@ -1,11 +1,12 @@
 //! What an engine does before it is ready: every step of the list is traced, compiled and run once.
 
-use keel_array::Regime;
+use keel_array::{Regime, Runtime};
 
 use super::Engine;
 use crate::Result;
 use crate::eyes::Eyes;
-use crate::step::{HEAD_ROWS, Outcome, StepShape};
+use crate::step::{HEAD_ROWS, Outcome, StepShape, Stepper};
+use crate::together::Peer;
 
 /// Work besides running steps, for which a request may have to wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,11 +57,11 @@ impl Engine {
     /// Traces every step that serving needs, and the largest of the others, so that the arena has its final size.
     pub(super) fn prepare_steps(&mut self) -> Result<()> {
         for shape in self.stepper.buckets().list() {
-            self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, true))?;
+            self.prepare_step((shape, true))?;
             // Any step of a prompt may hold pictures.
             if self.eyes.is_some() && shape.regime == Regime::Prefill {
                 let seeing = StepShape { sees: true, ..shape };
-                self.stepper.prepare(&self.runtime, &self.model, &self.cache, (seeing, true))?;
+                self.prepare_step((seeing, true))?;
             }
         }
         self.prepare_seeing_steps()?;
@@ -72,9 +73,19 @@ impl Engine {
             |rows, outcome| StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: false };
         let head = self.model.mtp.is_some().then(|| step(rows, Outcome::MtpHidden));
         for shape in [step(rows, Outcome::Hidden), step(HEAD_ROWS, Outcome::Head)].into_iter().chain(head) {
-            self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, false))?;
+            self.prepare_step((shape, false))?;
         }
         Ok(())
+    }
+
+    /// Traces a step on all devices that take part in it.
+    fn prepare_step(&mut self, (shape, stays): (StepShape, bool)) -> Result<()> {
+        for Peer { runtime, model, stepper } in &mut self.peers {
+            if shape.outcome.runs_layers() {
+                stepper.prepare(runtime, model, &self.cache, (shape, stays))?;
+            }
+        }
+        self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, stays))
     }
 
     /// Traces the largest steps that give all logits of prompts with pictures, if they are planned for.
@@ -86,7 +97,7 @@ impl Engine {
         let head = self.model.mtp.is_some().then_some(Outcome::MtpHidden);
         for outcome in [Outcome::Hidden].into_iter().chain(head) {
             let shape = StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: true };
-            self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, false))?;
+            self.prepare_step((shape, false))?;
         }
         Ok(())
     }
@@ -113,14 +124,19 @@ impl Engine {
     }
 
     fn work_so_far(&self) -> LateWork {
-        let done = self.runtime.backend().preparations();
-        LateWork {
-            trace: self.stepper.traced() + self.eyes.as_ref().map_or(0, Eyes::traced),
-            compile: done.compiled,
-            load: done.loaded,
-            capture: done.captured,
-            allocate: self.runtime.ledger().charges(),
-        }
+        let of = |runtime: &Runtime, stepper: &Stepper| {
+            let done = runtime.backend().preparations();
+            LateWork {
+                trace: stepper.traced(),
+                compile: done.compiled,
+                load: done.loaded,
+                capture: done.captured,
+                allocate: runtime.ledger().charges(),
+            }
+        };
+        let peers = self.peers.iter().map(|peer| of(&peer.runtime, &peer.stepper));
+        let tower = LateWork { trace: self.eyes.as_ref().map_or(0, Eyes::traced), ..LateWork::default() };
+        peers.fold(of(&self.runtime, &self.stepper).plus(tower), LateWork::plus)
     }
 
     /// Whether [`Engine::make_ready`] was called.

@@ -6,6 +6,8 @@ mod shape;
 mod sight;
 mod staging;
 
+use std::ops::Range;
+
 use keel_array::{Array, ArrayError, Executable, PendingRun, Regime, RowLog, Runtime};
 use keel_cache::{LayerStorage, ModelCache};
 use keel_models::HybridModel;
@@ -36,6 +38,10 @@ pub(crate) struct Stepper {
     staging: Staging,
     sight: Option<SightStaging>,
     results: Results,
+    /// The device's layers among those of the cache.
+    layers: Range<usize>,
+    /// Whether sequences may draft.
+    drafts: bool,
     /// Steps of the list, which stay.
     listed: Vec<(StepShape, Executable)>,
     /// Other steps, the least recently used first.
@@ -48,10 +54,10 @@ pub(crate) struct Stepper {
 type Pairs = Vec<(Array, Array)>;
 
 impl Stepper {
-    /// Allocates the buffers.
+    /// Allocates the buffers. `layers` are those of the model's part among all of the cache.
     pub fn allocate(
         runtime: &Runtime,
-        model: &HybridModel,
+        (model, layers): (&HybridModel, Range<usize>),
         vision: Option<&VisionConfig>,
         options: &EngineOptions,
         pages_per_sequence: usize,
@@ -64,6 +70,8 @@ impl Stepper {
             sight,
             results: Results::allocate(runtime, model, options, &buckets)?,
             buckets,
+            layers,
+            drafts: options.drafts > 0,
             listed: Vec::new(),
             others: Vec::new(),
             traced: 0,
@@ -73,6 +81,11 @@ impl Stepper {
     /// The list of shapes.
     pub fn buckets(&self) -> &Buckets {
         &self.buckets
+    }
+
+    /// The device's layers among those of the cache.
+    pub fn layers(&self) -> Range<usize> {
+        self.layers.clone()
     }
 
     /// Steps traced so far.
@@ -114,7 +127,7 @@ impl Stepper {
     ) -> Result<Executable> {
         self.traced += 1;
         runtime.trace(|| {
-            let pairs = self.trace(model, cache.layers(), shape)?;
+            let pairs = self.trace(model, &cache.layers()[self.layers()], shape)?;
             let pairs: Vec<(&Array, &Array)> = pairs.iter().map(|(value, place)| (value, place)).collect();
             Ok::<_, EngineError>(runtime.prepare(&pairs)?)
         })
@@ -168,7 +181,7 @@ impl Stepper {
     pub fn row_log(&self, regime: Regime, outcome: Outcome) -> RowLog {
         match (regime, outcome) {
             (Regime::Prefill, _) => RowLog::None,
-            _ if self.staging.head.is_none() => RowLog::None,
+            _ if !self.drafts => RowLog::None,
             (_, Outcome::OpenRows | Outcome::LastLogits) => RowLog::KeepOpen,
             _ => RowLog::Commit,
         }
@@ -190,6 +203,8 @@ impl Stepper {
         let context = self.context(shape)?;
         let tokens = self.staging.tokens.prefix(shape.rows)?;
         Ok(match shape.outcome {
+            // Only the device with the output head has results.
+            outcome if outcome.hands_on(model) => vec![self.trace_part(model, layers, shape, &context)?],
             Outcome::State | Outcome::LastLogits => self.trace_last(model, layers, shape, &context)?,
             Outcome::Hidden => {
                 vec![(model.hidden(&tokens, layers, &context)?, self.results.hidden()?.prefix(shape.rows)?)]
@@ -231,6 +246,21 @@ impl Stepper {
                 sum.transpose()?.into_iter().zip(place).collect()
             }
         })
+    }
+
+    /// A step of a part of a model that is not its last: its hidden states go to the next device.
+    fn trace_part(
+        &self,
+        model: &HybridModel,
+        layers: &[LayerStorage],
+        shape: StepShape,
+        context: &StepContext,
+    ) -> Result<(Array, Array)> {
+        let tokens = match (shape.regime, shape.outcome) {
+            (Regime::Decode, Outcome::LastLogits) => self.staging.decoded(shape.rows)?,
+            _ => self.staging.tokens.prefix(shape.rows)?,
+        };
+        Ok((model.hand_on(&tokens, layers, context)?, self.results.sent()?.clone()))
     }
 
     /// A step of a prompt or a plain decode step. Where sequences draft, a prompt also passes the MTP head, for its

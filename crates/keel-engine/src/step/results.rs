@@ -20,6 +20,8 @@ pub(super) struct Results {
     /// Rows whose logits are computed, f32 `[HEAD_ROWS, hidden]`, where every row can be read.
     head_input: Option<Array>,
     draft: Option<DraftResults>,
+    /// Number of values that were handed to the next device, u32 `[1]`, where there is one. Not read.
+    sent: Option<Array>,
 }
 
 /// Results where sequences draft.
@@ -44,8 +46,15 @@ impl Results {
         options: &EngineOptions,
         buckets: &Buckets,
     ) -> Result<Results> {
-        let output = |shape: &[usize]| Array::persistent(runtime, Category::Activations, shape, DType::F32);
-        let ids = |count| Array::persistent(runtime, Category::Activations, [count], DType::U32);
+        let persistent =
+            |shape: &[usize], dtype| Array::persistent(runtime, Category::Activations, shape, dtype);
+        // Without an output head there are no results.
+        let is_last = model.part.is_last();
+        let output = |shape: &[usize]| match is_last {
+            true => persistent(shape, DType::F32),
+            false => persistent(&[0, shape[1]], DType::F32),
+        };
+        let ids = |count| persistent(&[if is_last { count } else { 0 }], DType::U32);
         let (hidden, vocab) = (model.config.hidden, model.config.vocab);
         let all = |rows: usize| if options.all_logits { output(&[rows, hidden]).map(Some) } else { Ok(None) };
         let logit_rows = options.decode_rows().max(if options.all_logits { HEAD_ROWS } else { 0 });
@@ -60,7 +69,7 @@ impl Results {
                 head: output(&[options.sequences, hidden])?,
                 drawn: ids(options.decode_rows())?,
                 remembered: output(&[1, model.config.kv_heads * model.config.head_dim])?,
-                committed: recurrent.map(|shape| output(&shape)).transpose()?,
+                committed: recurrent.map(|shape| persistent(&shape, DType::F32)).transpose()?,
             }),
         };
         let rows = buckets.prefill_rows_max().max(options.sequences);
@@ -74,6 +83,7 @@ impl Results {
             keeps_rows: options.row_hidden,
             head_input: all(HEAD_ROWS)?,
             draft,
+            sent: (!is_last).then(|| persistent(&[1], DType::U32)).transpose()?,
         })
     }
 
@@ -85,6 +95,12 @@ impl Results {
     /// The buffer for rows whose logits are computed.
     pub fn head_input(&self) -> Result<&Array> {
         self.head_input.as_ref().ok_or_else(not_planned)
+    }
+
+    /// The buffer for the number of values that were handed on.
+    pub fn sent(&self) -> Result<&Array> {
+        let last = || EngineError::Option("the last part of a model hands nothing on".into());
+        self.sent.as_ref().ok_or_else(last)
     }
 
     /// The buffers of engines that draft.

@@ -95,9 +95,9 @@ impl Staging {
                 Some(TurnPositions { short: input(&[rows], DType::I32)?, long: input(&[rows], DType::I32)? })
             }
         };
-        let head = match options.drafts {
-            0 => None,
-            _ => Some(HeadStaging {
+        let head = match model.part.is_last() && options.drafts > 0 {
+            false => None,
+            true => Some(HeadStaging {
                 next_tokens: input(&[prefill_rows], DType::U32)?,
                 hidden: input(&[options.head_rows(), model.config.hidden], DType::F32)?,
             }),

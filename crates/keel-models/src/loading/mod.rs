@@ -14,7 +14,7 @@ use keel_array::{
 };
 use keel_weights::RotationValues;
 
-use crate::Result;
+use crate::{Part, Result};
 
 pub use checkpoint::CheckpointParameters;
 pub use piece::Piece;
@@ -115,6 +115,7 @@ pub struct Loader<'a> {
     parameters: &'a dyn Parameters,
     compute: Compute,
     progress: &'a dyn Fn(u64),
+    part: Part,
 }
 
 impl<'a> Loader<'a> {
@@ -125,7 +126,17 @@ impl<'a> Loader<'a> {
         compute: Compute,
         progress: &'a dyn Fn(u64),
     ) -> Loader<'a> {
-        Loader { runtime, parameters, compute, progress }
+        Loader { runtime, parameters, compute, progress, part: Part::default() }
+    }
+
+    /// The same loader for a part of the model.
+    pub fn of_part(self, part: Part) -> Loader<'a> {
+        Loader { part, ..self }
+    }
+
+    /// The part of the model to load.
+    pub fn part(&self) -> &Part {
+        &self.part
     }
 
     /// The source of the parameters.

@@ -4,6 +4,7 @@
 
 mod chains;
 mod elementwise;
+mod exchange;
 mod fast;
 mod indexing;
 mod layout;
@@ -21,6 +22,7 @@ use crate::tolerance;
 use half::{bf16, f16};
 use keel_array::{Array, DType, Runtime};
 
+pub use exchange::exchange;
 pub use share::watch_cases;
 
 /// A check of one operation.

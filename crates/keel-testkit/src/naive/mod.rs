@@ -3,6 +3,7 @@
 pub mod attention;
 pub mod causal_conv;
 pub mod elementwise;
+pub mod exchange;
 pub mod experts;
 pub mod gated_delta;
 pub mod indexing;

@@ -8,9 +8,9 @@ pub use evenkeel::Device;
 use evenkeel::DeviceOptions;
 use keel_array::{Backend, Compute};
 use keel_cpu::isa::Isa;
-use keel_cpu::{CpuBackend, CpuOptions};
+use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 
-use super::parse_bytes;
+use super::{SplitArgs, parse_bytes};
 use crate::failure::usage;
 
 /// The device and its bounds.
@@ -20,6 +20,8 @@ pub struct DeviceArgs {
     /// cuda:0).
     #[arg(long, value_name = "DEVICE", env = "KEEL_DEVICE", default_value = "auto", value_parser = parse_device)]
     device: Wanted,
+    #[command(flatten)]
+    pub split: SplitArgs,
     /// What `auto` has become. Clones of these arguments share it.
     #[arg(skip)]
     chosen: Arc<OnceLock<Chosen>>,
@@ -36,7 +38,7 @@ pub struct DeviceArgs {
     /// drafts or on reuse. Slower on a GPU; on the CPU it always holds.
     #[arg(long)]
     deterministic: bool,
-    /// Hard limit on tensor memory, for example 800M or 1.5Gi. On a GPU by default what is free there, less 512 MiB for the
+    /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each. On a GPU by default what is free there, less 512 MiB for the
     /// code of kernels and for others; none on the CPU.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub memory_limit: Option<u64>,
@@ -89,16 +91,18 @@ impl From<IsaArg> for Isa {
 }
 
 impl DeviceArgs {
-    /// The device. If it is `auto` and no plan has chosen yet: the first usable GPU, else the CPU.
+    /// The device. If it is `auto` and no plan has chosen yet: the first usable GPU, else the CPU. Of several devices, the
+    /// first.
     pub fn device(&self) -> Device {
         self.options().device()
     }
 
     /// The device and its bounds for the library.
     pub fn options(&self) -> DeviceOptions {
-        let device = match self.device {
-            Wanted::Only(device) => Some(device),
-            Wanted::Auto => self.chosen.get().map(|chosen| chosen.device),
+        let device = match (self.split.members(), self.device) {
+            ([first, ..], _) => Some(first.device),
+            ([], Wanted::Only(device)) => Some(device),
+            ([], Wanted::Auto) => self.chosen.get().map(|chosen| chosen.device),
         };
         DeviceOptions {
             device,
@@ -112,12 +116,13 @@ impl DeviceArgs {
 
     /// Whether the device is `auto` and not chosen yet.
     pub fn is_open(&self) -> bool {
-        self.device == Wanted::Auto && self.chosen.get().is_none()
+        let is_free = self.split.members().is_empty() && self.device == Wanted::Auto;
+        is_free && self.chosen.get().is_none()
     }
 
     /// A copy of these arguments with another device.
     pub fn on(&self, device: Device) -> DeviceArgs {
-        DeviceArgs { device: Wanted::Only(device), ..self.clone() }
+        DeviceArgs { device: Wanted::Only(device), split: SplitArgs::default(), ..self.clone() }
     }
 
     /// Chooses the device for `auto`. `why` is the reason in one line.
@@ -138,6 +143,19 @@ impl DeviceArgs {
         DeviceArgs { resident: true, ..self.clone() }
     }
 
+    /// The backends of several devices of the CPU, as one group. They share its threads.
+    pub fn group(&self, planning: bool) -> Vec<Arc<dyn Backend>> {
+        let count = self.split.members().len();
+        let options = self.options().cpu_options();
+        let threads = options.threads.or_else(|| std::thread::available_parallelism().ok().map(usize::from));
+        let threads = threads.map(|threads| (threads / count).max(1));
+        let backend = |group| {
+            let options = CpuOptions { threads, planning, group: Some(group), ..options.clone() };
+            Arc::new(CpuBackend::new(options)) as Arc<dyn Backend>
+        };
+        CpuGroup::of(count).into_iter().map(backend).collect()
+    }
+
     /// A backend that counts memory without allocating it. It needs no GPU.
     pub fn planning_backend(&self, compute: Compute) -> Arc<dyn Backend> {
         self.options().planning_backend(compute)
@@ -146,8 +164,9 @@ impl DeviceArgs {
     /// A CPU backend that measures the time of each operation.
     ///
     /// # Errors
-    /// The device is a GPU.
+    /// The device is a GPU, or there are several.
     pub fn profiled_backend(&self) -> Result<CpuBackend> {
+        self.split.refuse()?;
         match self.device() {
             Device::Cpu => Ok(CpuBackend::new(CpuOptions { profile: true, ..self.options().cpu_options() })),
             Device::Cuda(_) => Err(usage("--profile is for --device cpu")),

@@ -13,6 +13,7 @@ mod prompt;
 mod sampling;
 mod shape;
 mod speculate;
+mod split;
 mod subject;
 
 pub use access::AccessArgs;
@@ -28,4 +29,5 @@ pub use prompt::{Asking, PromptArgs};
 pub use sampling::SamplingArgs;
 pub use shape::{ShapeArgs, affine_format};
 pub use speculate::{DraftArgs, SpeculateArgs, drafts_max};
+pub use split::{Split, SplitArgs};
 pub use subject::{Subject, SubjectArgs, quoted};

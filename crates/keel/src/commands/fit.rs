@@ -67,6 +67,7 @@ struct Line {
 
 /// Runs the command.
 pub fn run(args: &FitArgs) -> Result<()> {
+    args.device.split.refuse()?;
     if args.device.memory_limit.is_some() {
         return Err(usage(
             "--memory-limit: nothing is loaded here; --limit says into how many bytes it is to fit",

@@ -284,10 +284,10 @@ fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: How) -> Result<Tokens
     let bar = progress::tokens("prompt", prompt.ids.len());
     let mut sequence = engine.open()?;
     sequence.look_at(sight);
-    let runtime = engine.runtime().clone();
+    let runtimes: Vec<_> = engine.runtimes().cloned().collect();
     let tokens = Tokens::start(engine, sequence, &prompt.ids, how, &mut |done| bar.set_position(done as u64));
     bar.finish_and_clear();
-    session::rest(&runtime);
+    session::rest(&runtimes);
     Ok(tokens?)
 }
 

@@ -12,8 +12,9 @@ use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
 use crate::holding;
 use crate::output;
-use crate::report::{categories, driver_json, plan_table};
+use crate::report::{categories, devices_table, driver_json, plan_table};
 use crate::session::{self, settle};
+use crate::several::{self, DevicePlan};
 use evenkeel::DRIVER_ROOM_BYTES;
 use evenkeel::context_for;
 use evenkeel::human_bytes;
@@ -83,6 +84,9 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         let drafts = drafts_max(args.speculate.for_subject(&subject, device, model.is_none())?);
         Ok(EngineOptions { context, sequences, drafts, ..args.server.engine.options() })
     })?;
+    if device.split.is_split() {
+        return print_devices(args, &subject, options);
+    }
     match args.limit {
         Some(limit) => print_fit(args, &subject, options, limit),
         None => {
@@ -166,6 +170,37 @@ fn print_plan(
     output::line(&format!(
         "limit       {limit} (by default: what is free now, less {room} for code and others)"
     ))
+}
+
+/// Prints the plan of a model on several devices.
+fn print_devices(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<()> {
+    if args.limit.is_some() {
+        return Err(usage("--limit: what fits is told of one device; leave out --devices"));
+    }
+    let device = &args.server.device;
+    let plans = several::plan_devices(device, &*subject.parameters, &subject.json, options)?;
+    let layers = |plan: &DevicePlan| plan.part.layers.clone();
+    if args.json {
+        let mut object = categories(&plans.iter().map(|plan| plan.planned).sum());
+        let of = |plan: &DevicePlan| {
+            let mut object = categories(&plan.planned);
+            object["device"] = json!(plan.name);
+            object["layers"] = json!([layers(plan).start, layers(plan).end]);
+            object
+        };
+        object["devices"] = plans.iter().map(of).collect();
+        return output::json(&object);
+    }
+    output::line(&format!("context {}, batch {}", options.context, options.sequences))?;
+    for plan in &plans {
+        let (first, last) = (layers(plan).start, layers(plan).end - 1);
+        let end = if plan.part.is_last() { ", output head" } else { "" };
+        let begin = if plan.part.is_first() { "embedding, " } else { "" };
+        output::line(&format!("{}: {begin}layers {first} to {last}{end}", plan.name))?;
+    }
+    let columns: Vec<_> = plans.iter().map(|plan| (plan.name.as_str(), plan.planned)).collect();
+    output::line("")?;
+    output::text(&devices_table(&columns))
 }
 
 fn print_fit(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions, limit: u64) -> Result<()> {

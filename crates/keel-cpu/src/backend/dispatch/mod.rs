@@ -4,6 +4,7 @@ mod batch;
 mod create;
 mod custom;
 mod elementwise;
+mod exchange;
 mod fast;
 mod indexing;
 mod layout;
@@ -11,12 +12,13 @@ mod linear;
 mod reduce;
 mod sequence;
 
+use super::group::CpuGroup;
 use super::operand::Bound;
 use crate::isa::Isa;
 use crate::kernels::generic::scalar::Plain;
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
-use keel_array::{ArrayError, Kernel, Op};
+use keel_array::{ArrayError, Group, Kernel, Op};
 
 /// A kernel with its memory, as every worker sees it.
 pub(super) struct Call<'a> {
@@ -26,6 +28,8 @@ pub(super) struct Call<'a> {
     /// The bytes that [`workspace_bytes`] asked for.
     pub scratch: SharedMut<'a, u8>,
     pub isa: Isa,
+    /// The backend's group, if it is in one.
+    pub group: Option<&'a CpuGroup>,
 }
 
 impl<'a> Call<'a> {
@@ -85,6 +89,9 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         | Op::RouteTopK { .. }
         | Op::CombineExperts { .. } => return linear::run(call, worker),
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => return sequence::run(call, worker),
+        Op::Send { .. } | Op::Receive { .. } | Op::AllReduce { .. } | Op::AllGather { .. } => {
+            return exchange::run(call, worker);
+        }
         Op::Custom(kernel) => return custom::run(kernel, call, worker),
         Op::View(_) => unreachable!("programs turn views into strides"),
     }
@@ -92,7 +99,8 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
 }
 
 /// Refuses operations that no kernel of this backend runs. All others take any shape that their builder allows.
-pub(super) fn supports(kernel: &Kernel) -> Result<(), String> {
+pub(super) fn supports(kernel: &Kernel, group: Option<&CpuGroup>) -> Result<(), String> {
+    kernel.op.check_exchange(group.map(|group| group as &dyn Group))?;
     match &kernel.op {
         Op::PagedAttention(_) => sequence::supports_heads(kernel.inputs[0].layout.shape[2]),
         Op::Custom(custom) if !custom.has_cpu_body() => {

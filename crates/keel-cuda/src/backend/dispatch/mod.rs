@@ -57,6 +57,9 @@ fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         | Op::CombineExperts { .. } => matmul::run(call),
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => sequence::run(call),
         Op::Custom(kernel) => custom::run(kernel, call),
+        Op::Send { .. } | Op::Receive { .. } | Op::AllReduce { .. } | Op::AllGather { .. } => {
+            unreachable!("`supports` refuses exchanges")
+        }
         Op::View(_) => unreachable!("programs turn views into strides"),
     }
 }

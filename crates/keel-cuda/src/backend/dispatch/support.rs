@@ -62,6 +62,9 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
             if experts <= 512 && *k <= 32 { Ok(()) } else { at_most("experts", experts, EXPERTS_MAX) }
         }
         Op::CombineExperts { .. } => at_most("rows in a step", shape(1)[0], GRID_MAX),
+        Op::Send { .. } | Op::Receive { .. } | Op::AllReduce { .. } | Op::AllGather { .. } => {
+            Err("GPUs do not exchange arrays yet. Run the model on one of them (--device cuda:0)".into())
+        }
         Op::Custom(kernel_of_user) => custom::supports(kernel_of_user, kernel),
         Op::Fill(_)
         | Op::Arange { .. }

@@ -122,7 +122,7 @@ fn without_draft_head(config: &Value) -> Value {
 
 /// Bytes of an embedding that is not also the output head. A token reads only one of its rows.
 fn unread_embedding_bytes(model: &HybridModel) -> u64 {
-    if model.config.tied { 0 } else { model.embedding.bytes() as u64 }
+    if model.config.tied { 0 } else { model.embedding.as_ref().map_or(0, |weight| weight.bytes()) as u64 }
 }
 
 fn expert_bytes(model: &HybridModel) -> u64 {

@@ -252,12 +252,12 @@ impl Conversation {
         let mut stream = TextStream::new(&self.text.tokenizer, &self.manner.stop)?;
         let how = How { options, speculation: self.manner.speculation, form: None };
         let bar = progress::tokens("prompt", prompt.len());
-        let runtime = self.session.engine.runtime().clone();
+        let runtimes: Vec<_> = self.session.engine.runtimes().cloned().collect();
         let tokens = Tokens::start(&mut self.session.engine, sequence, &prompt[at..], how, &mut |done| {
             bar.set_position((at + done) as u64);
         });
         bar.finish_and_clear();
-        session::rest(&runtime);
+        session::rest(&runtimes);
         let mut tokens = tokens?;
         self.cached_ids = key;
         let mut is_interrupted = false;

@@ -1,0 +1,157 @@
+//! Exchanges between the devices of a group: the operations of a model that is split over several of them.
+//!
+//! Each device has a runtime and runs a program of its own. Programs meet in these operations: a device waits in one
+//! until its peers have come to theirs. So all devices must come to their exchanges in the same order.
+
+use super::Op;
+use crate::{Array, ArrayError, DType, Result, Runtime, Shape};
+
+/// A device's place in its group, as its backend knows it.
+pub trait Group: Send + Sync {
+    /// The device's number, from 0 on.
+    fn rank(&self) -> usize;
+
+    /// How many devices there are.
+    fn size(&self) -> usize;
+
+    /// Tells the others that this device does not come to its exchanges any more: its step has failed. They stop
+    /// waiting for it, with an error.
+    fn abandon(&self);
+
+    /// Forgets a failed step. Called for every device of the group, while none of them runs.
+    fn rejoin(&self);
+}
+
+/// Devices of a group with consecutive ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Peers {
+    /// The first of them.
+    pub first: usize,
+    /// How many there are.
+    pub count: usize,
+}
+
+impl Peers {
+    /// Whether this device is one of them.
+    pub fn contains(self, rank: usize) -> bool {
+        self.ranks().contains(&rank)
+    }
+
+    /// Their ranks, in order.
+    pub fn ranks(self) -> std::ops::Range<usize> {
+        self.first..self.first + self.count
+    }
+}
+
+impl Op {
+    /// Checks that a device of this group can come to this exchange. Operations that are none are always possible.
+    ///
+    /// # Errors
+    /// One sentence.
+    pub fn check_exchange(&self, group: Option<&dyn Group>) -> Result<(), String> {
+        let peers = match *self {
+            Op::Send { to: peer } | Op::Receive { from: peer } => Peers { first: peer, count: 1 },
+            Op::AllReduce { peers } | Op::AllGather { peers } => peers,
+            _ => return Ok(()),
+        };
+        let Some(group) = group else {
+            return Err("this device is alone; make a group of devices first".into());
+        };
+        let (rank, size, ranks) = (group.rank(), group.size(), peers.ranks());
+        let is_collective = matches!(self, Op::AllReduce { .. } | Op::AllGather { .. });
+        if ranks.is_empty() || ranks.end > size {
+            return Err(format!("devices {ranks:?} are not all in the group, which has {size}"));
+        }
+        match peers.contains(rank) == is_collective {
+            true => Ok(()),
+            false if is_collective => Err(format!("device {rank} is not one of the devices {ranks:?}")),
+            false => Err(format!("device {rank} cannot exchange with itself")),
+        }
+    }
+}
+
+impl Array {
+    /// Hands the elements to device `to` of the group, which must [receive](Array::receive) them. The result, u32
+    /// `[1]`, is the number of elements. It exists so that a program can ask for the transfer.
+    ///
+    /// # Memory
+    /// None besides the result: the device waits until its peer has the elements.
+    ///
+    /// # Errors
+    /// If this is no f32 array.
+    pub fn send(&self, to: usize) -> Result<Array> {
+        expect_f32("send", self)?;
+        Array::build(Op::Send { to }, &[self], Shape::from([1]), DType::U32)
+    }
+
+    /// The f32 elements that device `from` of the group sends.
+    ///
+    /// # Errors
+    /// If the shape is too large to address.
+    pub fn receive(runtime: &Runtime, shape: impl Into<Shape>, from: usize) -> Result<Array> {
+        Array::create(runtime, Op::Receive { from }, shape.into(), DType::F32)
+    }
+
+    /// `y = x_first + x_(first + 1) + ...`, the sum of the arrays of all `peers`, in this order on every device: all get
+    /// the same bits.
+    ///
+    /// # Errors
+    /// If this is no f32 array.
+    pub fn all_reduce(&self, peers: Peers) -> Result<Array> {
+        expect_f32("all_reduce", self)?;
+        Array::build(Op::AllReduce { peers }, &[self], self.shape().clone(), DType::F32)
+    }
+
+    /// The arrays of all `peers` along a new first axis, `[peers, ..]`.
+    ///
+    /// # Errors
+    /// If this is no f32 array, or the result is too large to address.
+    pub fn all_gather(&self, peers: Peers) -> Result<Array> {
+        expect_f32("all_gather", self)?;
+        let shape = [peers.count].into_iter().chain(self.shape().iter().copied()).collect();
+        Array::build(Op::AllGather { peers }, &[self], shape, DType::F32)
+    }
+}
+
+fn expect_f32(op: &'static str, x: &Array) -> Result<()> {
+    match x.dtype() {
+        DType::F32 => Ok(()),
+        got => Err(ArrayError::DType { op, operand: "x", expected: "f32", got }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Place(usize, usize);
+
+    impl Group for Place {
+        fn rank(&self) -> usize {
+            self.0
+        }
+        fn size(&self) -> usize {
+            self.1
+        }
+        fn abandon(&self) {}
+        fn rejoin(&self) {}
+    }
+
+    #[test]
+    fn an_exchange_that_cannot_happen_is_refused() {
+        let refusal = |op: Op, rank| op.check_exchange(Some(&Place(rank, 3))).err().unwrap_or_default();
+        let sum = |first, count| Op::AllReduce { peers: Peers { first, count } };
+        assert_eq!(refusal(Op::Send { to: 2 }, 0), "");
+        assert_eq!(refusal(sum(1, 2), 1), "");
+        assert_eq!(refusal(Op::Copy, 1), "");
+        assert_eq!(refusal(Op::Send { to: 0 }, 0), "device 0 cannot exchange with itself");
+        assert!(
+            refusal(Op::Receive { from: 3 }, 0)
+                .contains("devices 3..4 are not all in the group, which has 3")
+        );
+        assert!(refusal(sum(1, 2), 0).contains("device 0 is not one of the devices 1..3"));
+        assert!(refusal(sum(1, 0), 1).contains("not all in the group"));
+        let alone = Op::Send { to: 1 }.check_exchange(None).expect_err("there is nobody");
+        assert!(alone.contains("this device is alone"), "{alone}");
+    }
+}

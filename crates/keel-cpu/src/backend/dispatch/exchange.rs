@@ -1,0 +1,46 @@
+//! Exchanges with other devices. One worker does them; the others wait at the barrier after the kernel.
+
+use super::Call;
+use crate::pool::Worker;
+use keel_array::{ArrayError, Op};
+
+pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
+    if worker.index != 0 {
+        return Ok(());
+    }
+    let Some(group) = call.group else {
+        unreachable!("`supports` refuses exchanges of a device without a group")
+    };
+    let y = &call.outputs[0];
+    let outcome = match call.kernel.op {
+        Op::Send { to } => {
+            let x = call.inputs[0].values::<f32>();
+            // SAFETY: only this worker writes.
+            let count = unsafe { y.shared::<u32>().range(0..1) };
+            count[0] = x.len() as u32;
+            group.send(to, x)
+        }
+        Op::Receive { from } => {
+            let y = y.shared::<f32>();
+            // SAFETY: only this worker writes.
+            group.receive(from, unsafe { y.range(0..y.len()) })
+        }
+        Op::AllReduce { peers } => {
+            let y = y.shared::<f32>();
+            // SAFETY: only this worker writes.
+            let y = unsafe { y.range(0..y.len()) };
+            group.exchange(peers, call.inputs[0].values(), |i, x| match i {
+                0 => y.copy_from_slice(x),
+                _ => y.iter_mut().zip(x).for_each(|(y, x)| *y += x),
+            })
+        }
+        Op::AllGather { peers } => {
+            let (x, y) = (call.inputs[0].values::<f32>(), y.shared::<f32>());
+            // SAFETY: only this worker writes.
+            let y = unsafe { y.range(0..y.len()) };
+            group.exchange(peers, x, |i, x| y[i * x.len()..(i + 1) * x.len()].copy_from_slice(x))
+        }
+        ref op => unreachable!("{} is no exchange", op.name()),
+    };
+    outcome.map_err(|reason| call.error(reason))
+}

@@ -1,0 +1,196 @@
+//! Several backends of one process that exchange arrays.
+//!
+//! A member offers memory and waits until its peers have read it, so an exchange takes no memory of its own. Members
+//! read while they hold the group's lock. Thus a member that gives up waiting knows that nobody reads its memory.
+//!
+//! ```text
+//! send      offer ──▶ peer copies ──▶ go on
+//! all_*     offer ──▶ wait for the offers of all peers ──▶ read them all ──▶ wait until all peers have read
+//! ```
+
+use keel_array::{Group, Peers};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+/// The values that a member lends while it waits.
+#[derive(Clone, Copy)]
+struct Offer {
+    start: *const f32,
+    len: usize,
+}
+
+// SAFETY: a member reads an offer under the group's lock, before the member that made it goes on. See the module's
+// first comment.
+unsafe impl Send for Offer {}
+
+impl Offer {
+    fn of(values: &[f32]) -> Offer {
+        Offer { start: values.as_ptr(), len: values.len() }
+    }
+
+    /// The values.
+    ///
+    /// # Safety
+    /// The member that made the offer must wait for as long as the result is used.
+    unsafe fn values<'a>(self) -> &'a [f32] {
+        // SAFETY: the offer is of a slice, which its member borrows while it waits.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+}
+
+/// A member's side of its exchanges.
+#[derive(Clone, Default)]
+struct Seat {
+    /// What it sends, and to whom.
+    letter: Option<(usize, Offer)>,
+    /// What it brings to the present exchange of several.
+    share: Option<Offer>,
+    /// Exchanges of several that it has come to, and of which it has read everything.
+    arrived: u64,
+    finished: u64,
+}
+
+#[derive(Default)]
+struct State {
+    seats: Vec<Seat>,
+    /// The member that gave up.
+    absent: Option<usize>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// A backend's membership of a group.
+#[derive(Clone)]
+pub struct CpuGroup {
+    shared: Arc<Shared>,
+    rank: usize,
+    size: usize,
+}
+
+impl CpuGroup {
+    /// The memberships of a group of `size` backends, by rank.
+    pub fn of(size: usize) -> Vec<CpuGroup> {
+        let state = State { seats: vec![Seat::default(); size], absent: None };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        (0..size).map(|rank| CpuGroup { shared: Arc::clone(&shared), rank, size }).collect()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Waits until `is_ready` holds. If a member has given up, takes back what this one offers.
+    fn wait<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        is_ready: impl Fn(&State) -> bool,
+    ) -> Result<MutexGuard<'a, State>, String> {
+        loop {
+            if let Some(absent) = state.absent {
+                let seat = &mut state.seats[self.rank];
+                (seat.letter, seat.share) = (None, None);
+                return Err(format!(
+                    "device {absent} of the group has failed, and device {} waited for it",
+                    self.rank
+                ));
+            }
+            if is_ready(&state) {
+                return Ok(state);
+            }
+            state = self.shared.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+
+    /// Lends `x` to member `to` until it has read it.
+    pub(super) fn send(&self, to: usize, x: &[f32]) -> Result<(), String> {
+        let mut state = self.state();
+        state.seats[self.rank].letter = Some((to, Offer::of(x)));
+        self.shared.changed.notify_all();
+        self.wait(state, |state| state.seats[self.rank].letter.is_none()).map(drop)
+    }
+
+    /// Copies what member `from` sends to `y`.
+    pub(super) fn receive(&self, from: usize, y: &mut [f32]) -> Result<(), String> {
+        let is_mine = |state: &State| state.seats[from].letter.is_some_and(|(to, _)| to == self.rank);
+        let mut state = self.wait(self.state(), is_mine)?;
+        let Some((_, offer)) = state.seats[from].letter else {
+            return Err("there is nothing to receive".into());
+        };
+        if offer.len != y.len() {
+            return Err(format!("device {from} sends {} values, and {} are expected", offer.len, y.len()));
+        }
+        // SAFETY: the sender waits until its letter is taken, which happens below, under the same lock.
+        y.copy_from_slice(unsafe { offer.values() });
+        state.seats[from].letter = None;
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    /// Brings `x` to an exchange of several, passes the shares of all peers to `read` in the order of their ranks, and
+    /// waits until the peers have read theirs.
+    pub(super) fn exchange(
+        &self,
+        peers: Peers,
+        x: &[f32],
+        mut read: impl FnMut(usize, &[f32]),
+    ) -> Result<(), String> {
+        let mut state = self.state();
+        let seat = &mut state.seats[self.rank];
+        seat.share = Some(Offer::of(x));
+        seat.arrived += 1;
+        let round = seat.arrived;
+        self.shared.changed.notify_all();
+        let mut state =
+            self.wait(state, |state| peers.ranks().all(|peer| state.seats[peer].arrived >= round))?;
+        for (i, peer) in peers.ranks().enumerate() {
+            match state.seats[peer].share {
+                // SAFETY: the peer stays in this exchange until this member has finished it, which it tells below,
+                // under the same lock.
+                Some(offer) if offer.len == x.len() => read(i, unsafe { offer.values() }),
+                offer => {
+                    let brought = offer.map_or(0, |offer| offer.len);
+                    let (own, rank) = (x.len(), self.rank);
+                    state.seats[rank].share = None;
+                    return Err(format!(
+                        "device {peer} brings {brought} values, and device {rank} brings {own}"
+                    ));
+                }
+            }
+        }
+        state.seats[self.rank].finished = round;
+        self.shared.changed.notify_all();
+        let mut state =
+            self.wait(state, |state| peers.ranks().all(|peer| state.seats[peer].finished >= round))?;
+        state.seats[self.rank].share = None;
+        Ok(())
+    }
+}
+
+impl Group for CpuGroup {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn abandon(&self) {
+        self.state().absent.get_or_insert(self.rank);
+        self.shared.changed.notify_all();
+    }
+
+    fn rejoin(&self) {
+        let mut state = self.state();
+        state.absent = None;
+        state.seats.fill(Seat::default());
+    }
+}
+
+impl std::fmt::Debug for CpuGroup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CpuGroup({} of {})", self.rank, self.size)
+    }
+}

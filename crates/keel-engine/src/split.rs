@@ -1,0 +1,162 @@
+//! Which device holds which part of a model.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use keel_array::{Backend, KvFormat, Runtime, RuntimeOptions};
+use keel_cache::{CacheSize, CacheSpec, ModelCache};
+use keel_models::loading::{Loader, Parameters};
+use keel_models::{HybridModel, Part};
+use serde_json::Value;
+
+use crate::{EngineError, EngineOptions, Result};
+
+/// The parts of a pipeline of `devices` devices. Consecutive layers lie on the same device, so that the largest share of
+/// weights, keys, values and states is as small as it can be. `backend` must be one that only plans.
+///
+/// # Errors
+/// There are more devices than layers; as [`crate::Engine::load`].
+pub fn pipeline(
+    backend: &Arc<dyn Backend>,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+    devices: usize,
+) -> Result<Vec<Part>> {
+    assert!(backend.is_planning(), "a split is planned on a planning backend");
+    let layers = keel_models::read_config_of(config, parameters)?.layers.len();
+    if devices == 0 || devices > layers {
+        return Err(EngineError::Option(format!(
+            "a pipeline of {devices} devices needs at least as many layers, and the model has {layers}: give 1 to {layers} \
+             devices"
+        )));
+    }
+    // A neighbour that keeps the ends of the model away from a part.
+    let neighbour = Some(0);
+    let bytes = |part: Part| part_bytes(backend, (parameters, config), &options, part);
+    let mut shares = Vec::with_capacity(layers);
+    for i in 0..layers {
+        shares.push(bytes(Part { layers: i..i + 1, previous: neighbour, next: neighbour })?);
+    }
+    let begin = bytes(Part { layers: 0..0, previous: None, next: neighbour })?;
+    let end = bytes(Part { layers: layers..layers, previous: neighbour, next: None })?;
+    shares[0] += begin;
+    shares[layers - 1] += end;
+    Ok(Part::pipeline(&even(&shares, devices)))
+}
+
+/// Bytes of a part's weights, and of its cache with these options.
+fn part_bytes(
+    backend: &Arc<dyn Backend>,
+    (parameters, config): (&dyn Parameters, &Value),
+    options: &EngineOptions,
+    part: Part,
+) -> Result<u64> {
+    let runtime = Runtime::new(Arc::clone(backend), RuntimeOptions::default());
+    let own = runtime.ledger().active().total();
+    let loader = Loader::new(&runtime, parameters, options.compute, &|_| ()).of_part(part);
+    let model = keel_models::load(&loader, config)?;
+    let size = CacheSize { swap_bytes: 0, ..options.cache_size() };
+    let cache = ModelCache::allocate(&runtime, model.cache_spec(options.kv_format()), size)?;
+    let bytes = runtime.ledger().active().total() - own;
+    drop((model, cache));
+    Ok(bytes)
+}
+
+/// Cuts `shares` into `count` ranges, none of them empty, so that the largest sum is as small as possible.
+fn even(shares: &[u64], count: usize) -> Vec<Range<usize>> {
+    let sum = |range: Range<usize>| shares[range].iter().sum::<u64>();
+    // `best[i]` is the largest sum of the best cut of the first `i` shares into the ranges so far, and where the last
+    // of them begins.
+    let mut best: Vec<Option<(u64, usize)>> = vec![None; shares.len() + 1];
+    best[0] = Some((0, 0));
+    let mut begins = Vec::with_capacity(count);
+    for _ in 0..count {
+        let longer = |end: usize| {
+            let cut = |start: usize| best[start].map(|(largest, _)| (largest.max(sum(start..end)), start));
+            (0..end).filter_map(cut).min()
+        };
+        best = (0..=shares.len()).map(longer).collect();
+        begins.push(best.clone());
+    }
+    let mut ranges = Vec::with_capacity(count);
+    let mut end = shares.len();
+    for best in begins.iter().rev() {
+        let start = best[end].map_or(0, |(_, start)| start);
+        ranges.push(start..end);
+        end = start;
+    }
+    ranges.reverse();
+    ranges
+}
+
+/// The device that leads, after a check that the devices are one group and that the options can be had on it.
+pub(crate) fn check_devices<'a>(
+    devices: &'a [(Runtime, Part)],
+    options: &EngineOptions,
+) -> Result<&'a (Runtime, Part)> {
+    let Some(lead) = devices.last() else {
+        return Err(EngineError::Option("a model needs a device".into()));
+    };
+    if devices.len() == 1 {
+        return Ok(lead);
+    }
+    for (rank, (runtime, _)) in devices.iter().enumerate() {
+        let place = runtime.backend().group().map(|group| (group.rank(), group.size()));
+        if place != Some((rank, devices.len())) {
+            let count = devices.len();
+            let reason = format!(
+                "device {rank} of a model on {count} devices is not device {rank} of a group of {count}"
+            );
+            return Err(EngineError::Option(reason));
+        }
+    }
+    if options.vision.is_some() {
+        let reason = "pictures are not supported where a model is split over several devices: leave out the split, or the \
+                      pictures";
+        return Err(EngineError::Option(reason.into()));
+    }
+    Ok(lead)
+}
+
+/// The cache of all devices, and each one's layers in it.
+pub(crate) fn cache_spec(
+    models: &[(&Runtime, HybridModel)],
+    kv: KvFormat,
+) -> (CacheSpec, Vec<(Runtime, Range<usize>)>) {
+    let (mut spec, mut places) = (CacheSpec { layers: Vec::new(), kv }, Vec::with_capacity(models.len()));
+    for (runtime, model) in models {
+        let start = spec.layers.len();
+        spec.layers.extend(model.cache_spec(kv).layers);
+        places.push(((*runtime).clone(), start..spec.layers.len()));
+    }
+    (spec, places)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::even;
+
+    #[test]
+    fn ranges_are_as_even_as_their_order_allows() {
+        assert_eq!(even(&[1, 1, 1, 1], 2), [0..2, 2..4]);
+        assert_eq!(even(&[5, 1, 1, 1], 2), [0..1, 1..4]);
+        assert_eq!(even(&[1, 1, 1, 5], 3), [0..1, 1..3, 3..4]);
+        assert_eq!(even(&[0, 0, 9], 3), [0..1, 1..2, 2..3]);
+        assert_eq!(even(&[7, 8], 2), [0..1, 1..2]);
+    }
+
+    #[test]
+    fn no_cut_is_better() {
+        let shares: Vec<u64> = (0..12).map(|i| (i * 7919 + 13) % 97).collect();
+        let largest = |cut: &[std::ops::Range<usize>]| {
+            cut.iter().map(|range| shares[range.clone()].iter().sum::<u64>()).max().unwrap_or(0)
+        };
+        let found = largest(&even(&shares, 3));
+        for a in 1..11 {
+            for b in a + 1..12 {
+                assert!(found <= largest(&[0..a, a..b, b..12]), "{a} {b}");
+            }
+        }
+    }
+}

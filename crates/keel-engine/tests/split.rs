@@ -1,0 +1,313 @@
+//! A model that is split over several devices: the answers of the whole one, and each device's memory as planned.
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use common::{
+    all_logits, decoded, engine, exact, expect_same_state, expected, fixture, models, recurrent_bytes,
+    runtime,
+};
+use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
+use keel_cache::CacheError;
+use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
+use keel_engine::{
+    Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
+    VisionOptions, plan, split,
+};
+use keel_models::Part;
+use keel_models::loading::CheckpointParameters;
+use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_weights::Checkpoint;
+
+/// The backends of a group, each with one thread.
+fn backends(count: usize, planning: bool) -> Vec<Arc<dyn Backend>> {
+    let options = CpuOptions { threads: Some(1), poison_freed: true, planning, ..CpuOptions::default() };
+    let backend =
+        |group| Arc::new(CpuBackend::new(CpuOptions { group: Some(group), ..options.clone() })) as _;
+    CpuGroup::of(count).into_iter().map(backend).collect()
+}
+
+/// The parts of a pipeline, and the planned bytes of each device.
+fn pipeline(checkpoint: &Checkpoint, options: EngineOptions, count: usize) -> Result<Vec<Part>, EngineError> {
+    let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
+    split::pipeline(&alone, &CheckpointParameters(checkpoint), checkpoint.config(), options, count)
+}
+
+/// An engine on these backends. Also asserts that every device holds what was planned for it.
+fn load_on(
+    checkpoint: &Checkpoint,
+    options: EngineOptions,
+    backends: Vec<Arc<dyn Backend>>,
+    parts: &[Part],
+) -> Engine {
+    let parameters = CheckpointParameters(checkpoint);
+    let count = parts.len();
+    let planners: Vec<_> = self::backends(count, true).into_iter().zip(parts.iter().cloned()).collect();
+    let planned = plan::plan_on(&planners, &parameters, checkpoint.config(), options).expect("a plan");
+    let device =
+        |(backend, part): (_, &Part)| (Runtime::new(backend, RuntimeOptions::default()), part.clone());
+    let devices: Vec<_> = backends.into_iter().zip(parts).map(device).collect();
+    let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), options, &|_| ());
+    let engine = engine.expect("the model loads");
+    for (rank, (runtime, planned)) in engine.runtimes().zip(&planned).enumerate() {
+        assert_eq!(runtime.ledger().active(), *planned, "device {rank} of {count}");
+        assert!(planned.total() > 0, "device {rank} of {count} holds something");
+    }
+    engine
+}
+
+fn split_engine(folder: &Path, options: EngineOptions, count: usize) -> Engine {
+    let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
+    let parts = pipeline(&checkpoint, options, count).expect("there are enough layers");
+    load_on(&checkpoint, options, backends(count, false), &parts)
+}
+
+/// Drops an engine, and asserts that its devices neither took more than they hold nor keep anything.
+fn end(engine: Engine) {
+    assert!(engine.cache().is_idle(), "sequences are released");
+    let runtimes: Vec<Runtime> = engine.runtimes().cloned().collect();
+    for (rank, runtime) in runtimes.iter().enumerate() {
+        assert_eq!(runtime.ledger().peak(), runtime.ledger().active(), "device {rank}");
+    }
+    drop(engine);
+    for (rank, runtime) in runtimes.iter().enumerate() {
+        runtime.clear_cache();
+        assert_eq!(runtime.ledger().active().total(), 0, "device {rank} keeps something");
+    }
+}
+
+#[test]
+fn every_fixture_gives_the_same_bits_on_two_three_and_four_devices() {
+    let mut cut = Vec::new();
+    for name in models() {
+        let folder = fixture(name);
+        let want = expected(&folder);
+        let mtp = want.mtp_logits.is_some();
+        let mut whole = engine(&folder, &runtime(1), exact());
+        let layers = whole.model().config.layers.len();
+        let regimes = [false, true];
+        let answers = regimes.map(|one_by_one| all_logits(&mut whole, &want.ids, one_by_one, mtp));
+        drop(whole);
+        for count in 2..=layers.min(4) {
+            let mut engine = split_engine(&folder, exact(), count);
+            for (one_by_one, answer) in regimes.into_iter().zip(&answers) {
+                let got = all_logits(&mut engine, &want.ids, one_by_one, mtp);
+                assert!(got == *answer, "{name} on {count} devices, one by one: {one_by_one}");
+            }
+            end(engine);
+            cut.push(count);
+        }
+    }
+    let models_in = |count: usize| cut.iter().filter(|&&of| of == count).count();
+    let counts = [2, 3, 4].map(models_in);
+    assert!(
+        counts[0] > 5 && counts[1] > 1 && counts[2] > 1,
+        "models that were cut in 2, 3 and 4: {counts:?}"
+    );
+}
+
+#[test]
+fn a_pipeline_longer_than_the_model_is_refused() {
+    let checkpoint = Checkpoint::open(&fixture("llama")).expect("the checkpoint opens");
+    let layers = engine(&fixture("llama"), &runtime(1), exact()).model().config.layers.len();
+    let error = pipeline(&checkpoint, exact(), layers + 1).expect_err("too many").to_string();
+    let (count, has) = (format!("{} devices", layers + 1), format!("the model has {layers}"));
+    assert!(error.contains(&count) && error.contains(&has), "{error}");
+}
+
+#[test]
+fn devices_that_are_no_group_and_options_that_cannot_be_split_are_refused() {
+    let checkpoint = Checkpoint::open(&fixture("llama")).expect("the checkpoint opens");
+    let parameters = CheckpointParameters(&checkpoint);
+    let parts = pipeline(&checkpoint, exact(), 2).expect("it has two layers");
+    let refusal = |runtimes: Vec<Runtime>, options| {
+        let devices: Vec<_> = runtimes.into_iter().zip(parts.clone()).collect();
+        let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), options, &|_| ());
+        engine.err().expect("refused").to_string()
+    };
+    let alone = refusal(vec![runtime(1), runtime(1)], exact());
+    assert!(alone.contains("device 0 of a model on 2 devices is not device 0 of a group of 2"), "{alone}");
+    let group = || backends(2, false).into_iter().map(|b| Runtime::new(b, RuntimeOptions::default()));
+    let swapped = refusal(group().rev().collect(), exact());
+    assert!(swapped.contains("is not device 0"), "{swapped}");
+    let pictures = EngineOptions {
+        vision: Some(VisionOptions { patches: 64, pictures: 0, piece_tokens: 64 }),
+        ..exact()
+    };
+    let blind = refusal(group().collect(), pictures);
+    assert!(blind.contains("pictures are not supported") || blind.contains("text alone"), "{blind}");
+}
+
+fn drafting() -> EngineOptions {
+    EngineOptions {
+        context: 512,
+        sequences: 3,
+        checkpoints: 2,
+        prefill_step: 64,
+        drafts: 3,
+        compute: Compute::F32,
+        swap_bytes: 4 << 20,
+        ..EngineOptions::default()
+    }
+}
+
+fn prompt(tokens: u32) -> Vec<u32> {
+    (0..tokens).map(|i| (i * 7919 + 11) % 499).collect()
+}
+
+/// Greedy tokens, with drafts or without.
+fn generated(engine: &mut Engine, drafts: bool) -> Vec<u32> {
+    let sequence = engine.open().expect("a slot is free");
+    let options = GenerateOptions { max_tokens: 24, ..GenerateOptions::default() };
+    let (tokens, sequence) = if drafts {
+        let speculation = SpeculationOptions::default();
+        let mut tokens =
+            MtpTokenIterator::new(engine, sequence, &prompt(70), options, speculation, &mut |_| ())
+                .expect("fits");
+        (tokens.by_ref().collect::<Result<Vec<u32>, _>>(), tokens.into_sequence())
+    } else {
+        let mut tokens =
+            TokenIterator::new(engine, sequence, &prompt(70), options, &mut |_| ()).expect("fits");
+        (tokens.by_ref().collect::<Result<Vec<u32>, _>>(), tokens.into_sequence())
+    };
+    engine.release(sequence);
+    tokens.expect("every step runs")
+}
+
+#[test]
+fn drafts_on_the_last_device_leave_the_text_of_the_whole_model() {
+    for name in ["qwen3_5", "qwen3_5_moe", "qwen3_5_paro"] {
+        let mut whole = engine(&fixture(name), &runtime(1), drafting());
+        let mut parts = split_engine(&fixture(name), drafting(), 2);
+        let want = generated(&mut whole, false);
+        assert_eq!(want.len(), 24);
+        assert_eq!(generated(&mut parts, true), want, "{name} with drafts");
+        assert_eq!(generated(&mut parts, false), want, "{name} without");
+        end(parts);
+    }
+}
+
+#[test]
+fn saved_parked_forked_and_rewound_sequences_go_on_alike() {
+    let folder = fixture("qwen3_5");
+    let mut parts = split_engine(&folder, drafting(), 2);
+    let mut whole = engine(&folder, &runtime(1), drafting());
+    let tokens = [5, 6, 7];
+    let wanted = decoded(&mut whole, &prompt(130), &tokens);
+    let mut sequence = decoded(&mut parts, &prompt(130), &tokens);
+    // A file of the split model is one of the whole model.
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("sequence");
+    let all: Vec<u32> = prompt(130).into_iter().chain(tokens).collect();
+    parts.commit(&mut sequence).expect("runs");
+    parts.cache().save(&sequence, &all, "model", &path).expect("written");
+    let (loaded, _) = whole.cache_mut().load("model", &path).expect("read");
+    expect_same_state(&mut whole, loaded, wanted);
+    // Parked and back, forked, rewound to a checkpoint and run again.
+    let fork = parts.cache_mut().fork(&sequence).expect("fits");
+    parts.cache_mut().swap_out(&mut sequence).expect("there is room");
+    parts.cache_mut().swap_in(&mut sequence).expect("it comes back");
+    expect_same_state(&mut parts, sequence, fork);
+    let mut rewound = decoded(&mut parts, &prompt(130), &tokens);
+    parts.commit(&mut rewound).expect("runs");
+    assert_eq!(parts.cache_mut().rewind(&mut rewound, 129).expect("there is a checkpoint"), 128);
+    parts.prefill(&mut rewound, &prompt(130)[128..], &mut Vec::new(), &mut |_| ()).expect("fits");
+    for token in tokens {
+        parts.decode(&mut [&mut rewound], &[token]).expect("runs");
+    }
+    let again = decoded(&mut parts, &prompt(130), &tokens);
+    expect_same_state(&mut parts, rewound, again);
+    end(parts);
+}
+
+/// Fails one launch of a device after some that succeed.
+struct Fault(AtomicUsize);
+
+impl Disturbance for Fault {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let left = self.0.load(Ordering::Relaxed);
+        if left != usize::MAX {
+            self.0.store(left.wrapping_sub(1), Ordering::Relaxed);
+        }
+        if left != 0 {
+            return backend.launch(launch);
+        }
+        launch.note_done(0);
+        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+    }
+}
+
+/// An engine in two parts whose device `rank` can fail.
+fn faulty(rank: usize, options: EngineOptions) -> (Engine, Arc<Fault>) {
+    let fault = Arc::new(Fault(AtomicUsize::new(usize::MAX)));
+    let mut backends = backends(2, false);
+    backends[rank] = Disturbed::new(Arc::clone(&backends[rank]), Arc::clone(&fault));
+    let checkpoint = Checkpoint::open(&fixture("qwen3_5")).expect("the checkpoint opens");
+    // Both have recurrent layers.
+    let parts = Part::pipeline(&[0..1, 1..4]);
+    (load_on(&checkpoint, options, backends, &parts), fault)
+}
+
+#[test]
+fn a_device_that_fails_ends_the_step_of_all_and_the_next_step_runs() {
+    let mut whole = engine(&fixture("qwen3_5"), &runtime(1), drafting());
+    for rank in 0..2 {
+        let (mut parts, fault) = faulty(rank, drafting());
+        let want = decoded(&mut whole, &prompt(64), &[5, 6, 7]);
+        let mut sequence = decoded(&mut parts, &prompt(64), &[5]);
+        let start = Instant::now();
+        fault.0.store(0, Ordering::Relaxed);
+        let error = parts.decode(&mut [&mut sequence], &[6]).expect_err("a device has failed");
+        assert!(error.to_string().contains("injected"), "device {rank}: {error}");
+        assert!(start.elapsed() < Duration::from_secs(10), "nobody waits for a device that has failed");
+        // With a log a step happens, or leaves nothing.
+        for token in [6, 7] {
+            parts.decode(&mut [&mut sequence], &[token]).expect("runs");
+        }
+        parts.commit(&mut sequence).expect("runs");
+        let mut want = want;
+        whole.commit(&mut want).expect("runs");
+        assert!(recurrent_bytes(&parts, &sequence) == recurrent_bytes(&whole, &want), "device {rank}");
+        parts.release(sequence);
+        whole.release(want);
+        end(parts);
+    }
+}
+
+#[test]
+fn a_commit_that_fails_on_a_device_is_finished_later() {
+    let mut whole = engine(&fixture("qwen3_5"), &runtime(1), drafting());
+    for rank in 0..2 {
+        let (mut parts, fault) = faulty(rank, drafting());
+        let mut want = decoded(&mut whole, &prompt(64), &[5]);
+        let mut sequence = decoded(&mut parts, &prompt(64), &[5]);
+        fault.0.store(0, Ordering::Relaxed);
+        parts.commit(&mut sequence).expect_err("a device has failed");
+        parts.commit(&mut sequence).expect("the rest is committed");
+        whole.commit(&mut want).expect("runs");
+        assert!(recurrent_bytes(&parts, &sequence) == recurrent_bytes(&whole, &want), "device {rank}");
+        parts.release(sequence);
+        whole.release(want);
+        end(parts);
+    }
+}
+
+#[test]
+fn without_a_log_a_step_that_failed_on_a_later_device_tears_the_state() {
+    let options = EngineOptions { drafts: 0, ..drafting() };
+    let (mut parts, fault) = faulty(1, options);
+    let mut sequence = decoded(&mut parts, &prompt(64), &[5]);
+    fault.0.store(0, Ordering::Relaxed);
+    parts.decode(&mut [&mut sequence], &[6]).expect_err("a device has failed");
+    let error = parts.decode(&mut [&mut sequence], &[6]).expect_err("its state is torn");
+    assert!(matches!(error, EngineError::Cache(CacheError::TornState { .. })), "{error}");
+    parts.release(sequence);
+    let mut again = decoded(&mut parts, &prompt(64), &[5]);
+    parts.decode(&mut [&mut again], &[6]).expect("a new sequence runs");
+    parts.release(again);
+    end(parts);
+}

@@ -1,0 +1,101 @@
+//! A model on several devices: its plan, and the engine.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::Result;
+use evenkeel::{OutOfMemory, Room};
+use keel_array::{Backend, Category, MemoryReport, Runtime};
+use keel_engine::{Engine, EngineOptions, plan, split};
+use keel_models::Part;
+use keel_models::loading::Parameters;
+use serde_json::Value;
+
+use crate::args::{DeviceArgs, Split};
+use crate::progress;
+use crate::session::{Session, runtime_on};
+
+/// The plan of one of several devices.
+#[derive(Clone, Debug)]
+pub struct DevicePlan {
+    /// Its name.
+    pub name: String,
+    /// What it holds of the model.
+    pub part: Part,
+    /// Its bytes.
+    pub planned: MemoryReport,
+}
+
+/// Plans the bytes of each device. No weight is read.
+///
+/// # Errors
+/// Devices or a model that cannot be split; as [`plan::plan_on`].
+pub fn plan_devices(
+    device: &DeviceArgs,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<Vec<DevicePlan>> {
+    device.split.check()?;
+    let members = device.split.members();
+    let parts = match device.split.split() {
+        Split::Pipeline => {
+            let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
+            split::pipeline(&alone, parameters, config, options, members.len())?
+        }
+    };
+    let devices: Vec<_> = device.group(true).into_iter().zip(parts.iter().cloned()).collect();
+    let planned = plan::plan_on(&devices, parameters, config, options)?;
+    let plans = members.iter().zip(parts).zip(planned);
+    Ok(plans
+        .map(|((member, part), planned)| DevicePlan { name: member.name.clone(), part, planned })
+        .collect())
+}
+
+/// As [`Session::open`], on several devices.
+///
+/// # Errors
+/// As [`Session::open`] and [`plan_devices`].
+pub fn open(
+    device: &DeviceArgs,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<Session> {
+    let plans = plan_devices(device, parameters, config, options)?;
+    let planned: MemoryReport = plans.iter().map(|plan| plan.planned).sum();
+    check(device, &plans, &planned, &options)?;
+    let runtimes = device.group(false).into_iter().map(|backend| runtime_on(backend, device));
+    let devices: Vec<(Runtime, Part)> =
+        runtimes.zip(&plans).map(|(runtime, plan)| (runtime, plan.part.clone())).collect();
+    let start = Instant::now();
+    let bar = progress::bytes("loading", planned.get(Category::Weights));
+    let engine = Engine::load_on(&devices, parameters, config, options, &|bytes| bar.inc(bytes));
+    bar.finish_and_clear();
+    Ok(Session { engine: engine?, planned, devices: plans, load_time: start.elapsed() })
+}
+
+/// Compares the plans with the limit on each device, and their sum with the host's free memory.
+fn check(
+    device: &DeviceArgs,
+    plans: &[DevicePlan],
+    planned: &MemoryReport,
+    options: &EngineOptions,
+) -> Result<()> {
+    for DevicePlan { name, planned, .. } in plans {
+        if let Some(limit) = device.memory_limit.filter(|&limit| planned.total() > limit) {
+            let whose = format!("the memory limit, which {name} has for itself");
+            return Err(too_little(planned, limit, whose, options));
+        }
+    }
+    if let Some(host) = Room::of_host().filter(|host| planned.total() > host.bytes) {
+        return Err(too_little(planned, host.bytes, host.why, options));
+    }
+    Ok(())
+}
+
+fn too_little(planned: &MemoryReport, limit: u64, whose: String, options: &EngineOptions) -> anyhow::Error {
+    let EngineOptions { context, sequences, .. } = *options;
+    let (needed, planned) = (planned.total(), *planned);
+    evenkeel::Error::from(Box::new(OutOfMemory { needed, limit, whose, context, sequences, planned })).into()
+}

@@ -1,0 +1,121 @@
+//! A model on several devices, through the program.
+
+mod common;
+
+use common::{arg, fail, fixture, json, keel, misuse, stderr, succeed};
+use keel_testkit::fixtures::models;
+use serde_json::Value;
+
+/// The bytes of the file that `keel logits` writes.
+fn logits(name: &str, ids: &str, devices: &[&str]) -> Vec<u8> {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("logits.safetensors");
+    let model = fixture(name);
+    let command = ["logits", "--model", arg(&model), "--ids", ids, "--out", arg(&file), "--threads", "2"];
+    succeed(&[&command[..], devices].concat());
+    std::fs::read(file).expect("it was written")
+}
+
+#[test]
+fn logits_on_two_devices_are_those_of_one_to_the_bit() {
+    for name in ["qwen3_5_moe_mlx_4bit", "gemma3_text"] {
+        let whole = logits(name, "3,1,4,1,5,9,2,6", &[]);
+        let parts = logits(name, "3,1,4,1,5,9,2,6", &["--devices", "cpu:0,cpu:1", "--split", "pipeline"]);
+        assert!(whole == parts, "{name}");
+    }
+}
+
+#[test]
+fn each_device_allocates_its_column_of_the_plan_and_the_text_is_that_of_one() {
+    for name in models() {
+        let folder = fixture(name);
+        let devices = ["--devices", "cpu:0,cpu:1", "--threads", "2"];
+        let plan =
+            json(&[&["plan", "--model", arg(&folder), "--context", "256", "--json"][..], &devices].concat());
+        let command = ["generate", "--model", arg(&folder), "--ids", "3,1,4,1,5,9", "--max-tokens", "20"];
+        let command = [&command[..], &["--ignore-eos", "--json", "--context", "256"]].concat();
+        let report = json(&[&command[..], &devices].concat());
+        assert_eq!(report["tokens"], json(&command)["tokens"], "{name}");
+        let (planned, measured) = (&plan["devices"], &report["memory"]["devices"]);
+        for (rank, device) in ["cpu:0", "cpu:1"].into_iter().enumerate() {
+            let (mut column, measured) = (planned[rank].clone(), &measured[rank]);
+            assert_eq!(
+                (&column["device"], &measured["device"]),
+                (&Value::from(device), &Value::from(device))
+            );
+            let layers = column.as_object_mut().expect("an object").remove("layers").expect("there");
+            column.as_object_mut().expect("an object").remove("device");
+            assert!(layers[0].as_u64() < layers[1].as_u64(), "{name}: {layers}");
+            for report in ["planned", "allocated", "peak"] {
+                assert_eq!(measured[report], column, "{name}, {device}: {report}");
+            }
+            let sum = column["weights"].as_u64().expect("bytes");
+            assert!(sum > 0 && sum < plan["weights"].as_u64().expect("bytes"), "{name}, {device}: {sum}");
+        }
+    }
+}
+
+#[test]
+fn a_plan_has_a_column_for_each_device() {
+    let plan = succeed(&[
+        "plan",
+        "--shape",
+        "qwen3.5-122b-a10b",
+        "--devices",
+        "cpu:0,cpu:1,cpu:2",
+        "--context",
+        "512",
+    ]);
+    let lines: Vec<&str> = plan.lines().collect();
+    assert!(lines[1].starts_with("cpu:0: embedding, layers 0 to "), "{plan}");
+    assert!(lines[3].starts_with("cpu:2: layers ") && lines[3].ends_with(", output head"), "{plan}");
+    let columns: Vec<&str> = lines[5].split_whitespace().collect();
+    assert_eq!(columns, ["cpu:0", "cpu:1", "cpu:2", "all"], "{plan}");
+    let total = lines.iter().find(|line| line.starts_with("total")).expect("a sum");
+    let total: Vec<u64> = total.split_whitespace().skip(1).map(|n| n.parse().expect("bytes")).collect();
+    assert_eq!(total[..3].iter().sum::<u64>(), total[3], "{plan}");
+    let (least, most) = (total[..3].iter().min().expect("three"), total[..3].iter().max().expect("three"));
+    assert!(*most < least + least / 8, "the shares are even: {plan}");
+}
+
+#[test]
+fn a_device_that_is_too_small_is_named_with_its_numbers() {
+    let model = fixture("qwen3_5");
+    let command = ["generate", "--model", arg(&model), "--ids", "1,2", "--max-tokens", "4"];
+    let output = keel(&[&command[..], &["--devices", "cpu:0,cpu:1", "--memory-limit", "64Ki"]].concat());
+    let message = stderr(&output);
+    assert!(
+        !output.status.success() && message.contains("the memory limit, which cpu:0 has for itself"),
+        "{message}"
+    );
+    assert!(message.contains("65536") && message.contains("weights"), "{message}");
+}
+
+#[test]
+fn what_is_not_split_says_so() {
+    let model = fixture("llama");
+    let two = ["--devices", "cpu:0,cpu:1"];
+    for command in [
+        &["bench", "--prompt", "8", "--gen", "2"][..],
+        &["inspect", arg(&model)],
+        &["serve"],
+        &["fit"],
+        &["plan", "--serve"],
+    ] {
+        misuse(&[command, &two].concat(), "runs a model on one device");
+    }
+    let logits = ["logits", "--model", arg(&model), "--ids", "1,2", "--out", "/dev/null"];
+    let with = |devices: &'static str| [&logits[..], &["--devices", devices]].concat();
+    misuse(&with("cpu:0,cpu:0"), "cpu:0 is listed twice");
+    misuse(&with("cuda:0,cuda:1"), "devices of the CPU only");
+    fail(&with("cpu:0,cpu:1,cpu:2,cpu:3,cpu:4"), "a pipeline of 5 devices needs at least as many layers");
+    for (extra, reason) in [
+        (&["--devices", "cpu:0,cpu:1", "--split", "tensor"][..], "split as a pipeline only"),
+        (&["--devices", "tpu:0"], "there is no such device"),
+        (&["--split", "pipeline"], "--devices"),
+    ] {
+        let output = keel(&[&logits[..], extra].concat());
+        let message = stderr(&output);
+        assert!(output.status.code() == Some(2) && message.contains(reason), "{extra:?}: {message}");
+    }
+}
