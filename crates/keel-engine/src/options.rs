@@ -46,6 +46,8 @@ pub struct EngineOptions {
     /// How many tokens of one picture must be in the same step because they see each other; 0 if they do not.
     /// [`crate::Engine::load`] sets it from the config.
     pub picture_run: usize,
+    /// Only in a plan: count the largest step of each kind alone. See [`crate::plan::at_least`].
+    pub largest_steps: bool,
 }
 
 impl Default for EngineOptions {
@@ -64,6 +66,7 @@ impl Default for EngineOptions {
             row_hidden: false,
             vision: None,
             picture_run: 0,
+            largest_steps: false,
         }
     }
 }

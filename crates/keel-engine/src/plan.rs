@@ -53,6 +53,20 @@ pub fn plan_on(
     Ok(reports)
 }
 
+/// At most the bytes of [`plan`], in a small part of its time: of the list of steps, only the largest of each kind are
+/// traced. Only the bytes of activations and workspace may be fewer, where a smaller step needs more than a larger one.
+///
+/// # Errors
+/// As [`plan`].
+pub fn at_least(
+    backend: &Arc<dyn Backend>,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<MemoryReport> {
+    plan(backend, parameters, config, EngineOptions { largest_steps: true, ..options })
+}
+
 /// The shapes of steps of an engine with these options, and of the passes of its tower, as text. All of them are part of
 /// [`plan`].
 ///
@@ -88,7 +102,11 @@ pub fn fit(
     options: EngineOptions,
     limit: u64,
 ) -> Result<Fit> {
-    let fits = |options: EngineOptions| Ok(plan(backend, parameters, config, options)?.total() <= limit);
+    // Most sizes are told apart by the quick plan.
+    let fits = |options: EngineOptions| {
+        Ok(at_least(backend, parameters, config, options)?.total() <= limit
+            && plan(backend, parameters, config, options)?.total() <= limit)
+    };
     let context_max = context_limit(config);
     Ok(Fit {
         context: largest(context_max, |context| fits(EngineOptions { context, ..options }))?,

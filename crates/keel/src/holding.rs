@@ -134,8 +134,9 @@ impl<'a> Planner<'a> {
         Ok(planner)
     }
 
+    /// No bytes of steps are read from this plan.
     fn probe(&self) -> Result<MemoryReport> {
-        self.plan(EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..self.wanted })
+        self.plan_at_least(EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..self.wanted })
     }
 
     /// The bytes of keys and values for these bounds, as in `--kv-cache`.
@@ -149,6 +150,14 @@ impl<'a> Planner<'a> {
     /// Errors of the plan.
     pub fn plan(&self, options: EngineOptions) -> Result<MemoryReport> {
         session::plan(self.device, &*self.subject.parameters, &self.subject.json, options)
+    }
+
+    /// At most the bytes of [`Planner::plan`], found quickly: see [`keel_engine::plan::at_least`].
+    ///
+    /// # Errors
+    /// Errors of the plan.
+    pub fn plan_at_least(&self, options: EngineOptions) -> Result<MemoryReport> {
+        self.plan(EngineOptions { largest_steps: true, ..options })
     }
 
     /// Sets the numbers of pages and states: those requested, or defaults for the model and the device.

@@ -83,7 +83,8 @@ impl Engine {
         let (runtime, _) = split::check_devices(devices, &options)?;
         let vision = eyes::config(config, options.vision)?;
         let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
-        let options = EngineOptions { picture_run, ..options };
+        let largest_steps = options.largest_steps && runtime.backend().is_planning();
+        let options = EngineOptions { picture_run, largest_steps, ..options };
         let mut models = Vec::with_capacity(devices.len());
         for (runtime, part) in devices {
             let loader = Loader::new(runtime, parameters, options.compute, progress).of_part(part.clone());
@@ -114,7 +115,8 @@ impl Engine {
         let eyes = match (vision, options.vision) {
             (Some(vision), Some(sizes)) => {
                 let config = (vision, &model.config);
-                Some(Eyes::load(runtime, &loader, config, sizes, options.compute)?)
+                let how = (options.compute, options.largest_steps);
+                Some(Eyes::load(runtime, &loader, config, sizes, how)?)
             }
             _ => None,
         };

@@ -96,7 +96,7 @@ impl Eyes {
         loader: &Loader<'_>,
         (config, text): (VisionConfig, &HybridConfig),
         options: VisionOptions,
-        compute: Compute,
+        (compute, only_largest): (Compute, bool),
     ) -> Result<Eyes> {
         let passes = Passes::new(&config, text, options, runtime.backend().is_compiling());
         let (block, patches_max) = (config.block_side().pow(2), passes.patches_max());
@@ -144,7 +144,8 @@ impl Eyes {
             tower,
         };
         // The largest first, so that the arena has its full size at once.
-        for patches in eyes.passes.patches().to_vec().into_iter().rev() {
+        let count = if only_largest { 1 } else { eyes.passes.patches().len() };
+        for patches in eyes.passes.patches().to_vec().into_iter().rev().take(count) {
             let pass = eyes.trace(runtime, patches)?;
             eyes.prepared.push((patches, pass));
         }

@@ -32,6 +32,8 @@ pub(crate) struct Buckets {
     /// Numbers of rows in a pass in which the MTP (multi-token-prediction) head only catches up, ascending.
     lag_rows: Vec<usize>,
     is_coarse: bool,
+    /// Whether the list has only the largest steps.
+    are_largest: bool,
 }
 
 impl Buckets {
@@ -47,6 +49,7 @@ impl Buckets {
             prompts,
             lag_rows: lags.into_iter().filter(|&rows| !is_coarse || rows == HEAD_LAG_MAX).collect(),
             is_coarse,
+            are_largest: options.largest_steps,
         }
     }
 
@@ -101,8 +104,18 @@ impl Buckets {
         self.open_rows.iter().copied().filter(is_kept)
     }
 
-    /// Every shape that serving needs, the largest first, so that the arena has its full size at once.
+    /// Every shape that serving needs, the largest first, so that the arena has its full size at once. For
+    /// [`EngineOptions::largest_steps`] only those than which no other of their kind is larger.
     pub fn list(&self) -> Vec<StepShape> {
+        let mut all = self.all();
+        if self.are_largest {
+            let list = all.clone();
+            all.retain(|shape| !list.iter().any(|other| is_larger(other, shape)));
+        }
+        all
+    }
+
+    fn all(&self) -> Vec<StepShape> {
         let decode = |outcome| {
             move |rows, sequences| StepShape { regime: Regime::Decode, rows, sequences, outcome, sees: false }
         };
@@ -153,6 +166,12 @@ impl Buckets {
         lines.push(format!("programs: {}", self.list().len()));
         lines
     }
+}
+
+/// Whether `other` is a step of the same kind with more rows or sequences, and with fewer of neither.
+fn is_larger(other: &StepShape, shape: &StepShape) -> bool {
+    let is_alike = (other.regime, other.outcome) == (shape.regime, shape.outcome);
+    is_alike && other != shape && other.rows >= shape.rows && other.sequences >= shape.sequences
 }
 
 /// The most prompts in a step.
@@ -258,6 +277,19 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn few_steps_are_the_largest() {
+        for (is_coarse, drafts) in [(false, 0), (false, 8), (true, 0), (true, 3)] {
+            let options = EngineOptions { drafts, ..options() };
+            let all = Buckets::new(&options, is_coarse).list();
+            let largest = Buckets::new(&EngineOptions { largest_steps: true, ..options }, is_coarse).list();
+            assert!(largest.len() <= 8 && largest.contains(&all[0]), "{largest:?}");
+            let holds =
+                |shape: &StepShape| largest.iter().any(|other| other == shape || is_larger(other, shape));
+            assert!(all.iter().all(holds));
         }
     }
 

@@ -150,24 +150,25 @@ fn fit_variant(
             let so_far = lines.iter().filter(|line| line.options.sequences == sequences);
             let longest = so_far.map(|line| line.options.context).max().unwrap_or(0);
             let contexts = contexts(args, &variant.subject, longest);
-            let mut shortest = None;
-            let mut found = None;
+            let mut found = false;
             for &context in &contexts {
-                let line = Line::plan(args, variant, kv, sequences, context)?;
+                // A plan of the largest steps alone is quick, and never larger than the whole plan.
+                let form = Form { variant, kv, sequences, context };
+                if form.line(args, true)?.needed(&args.device) > limit {
+                    continue;
+                }
+                let line = form.line(args, false)?;
                 if line.needed(&args.device) <= limit {
-                    found = Some(line);
+                    lines.push(line);
+                    found = true;
                     break;
                 }
-                shortest = Some(line);
             }
-            match (found, shortest) {
-                (Some(line), _) => lines.push(line),
-                (None, Some(line))
-                    if least.as_ref().is_none_or(|(bytes, _)| line.needed(&args.device) < *bytes) =>
-                {
-                    *least = Some((line.needed(&args.device), line.what()));
-                }
-                _ => {}
+            // The least is told where nothing fits.
+            let Some(&context) = contexts.last().filter(|_| !found && lines.is_empty()) else { continue };
+            let line = Form { variant, kv, sequences, context }.line(args, false)?;
+            if least.as_ref().is_none_or(|(bytes, _)| line.needed(&args.device) < *bytes) {
+                *least = Some((line.needed(&args.device), line.what()));
             }
         }
     }
@@ -185,14 +186,18 @@ fn contexts(args: &FitArgs, subject: &Subject<'_>, longest: usize) -> Vec<usize>
     halves.take_while(|&context| context >= least).filter(|&context| context > longest).collect()
 }
 
-impl Line {
-    fn plan(
-        args: &FitArgs,
-        variant: &Variant<'_>,
-        kv: KvFormat,
-        sequences: usize,
-        context: usize,
-    ) -> Result<Line> {
+/// What a line is about.
+struct Form<'a> {
+    variant: &'a Variant<'a>,
+    kv: KvFormat,
+    sequences: usize,
+    context: usize,
+}
+
+impl Form<'_> {
+    /// The line; with `is_quick` its plan counts the largest steps alone.
+    fn line(&self, args: &FitArgs, is_quick: bool) -> Result<Line> {
+        let Form { variant, kv, sequences, context } = *self;
         // As many pages as all sequences need at full length.
         let holding = HoldingArgs {
             sequences: Some(sequences),
@@ -203,7 +208,10 @@ impl Line {
         let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
         let planner =
             Planner::new(&holding, &variant.subject, &args.device, engine.options(), STEP_TOKENS_DEFAULT)?;
-        let planned = planner.plan(planner.wanted)?;
+        let planned = match is_quick {
+            true => planner.plan_at_least(planner.wanted)?,
+            false => planner.plan(planner.wanted)?,
+        };
         let default_kv = args.engine.kv_bits.is_none() && kv == args.engine.options().kv_format();
         let kv_flag = if default_kv { String::new() } else { format!(" --kv-bits {}", bits_of(kv)) };
         let device = match args.device.device() {
@@ -217,7 +225,9 @@ impl Line {
         );
         Ok(Line { weights: variant.name.clone(), kv, options: planner.wanted, planned, command })
     }
+}
 
+impl Line {
     fn needed(&self, device: &DeviceArgs) -> u64 {
         on_device(&self.planned, device.device() != Device::Cpu)
     }
