@@ -111,7 +111,8 @@ impl<'a> Planner<'a> {
         let drafts = if has_head { drafts } else { 0 };
         let is_gpu = device.device() != Device::Cpu;
         let sequences = args.sequences.unwrap_or(default_sequences(is_gpu));
-        let row_hidden = args.pooling == Pooling::Mean;
+        let pooling = args.pooling.or(subject.pooling).unwrap_or_default();
+        let row_hidden = pooling == Pooling::Mean;
         let vision = args.vision(subject, step_tokens)?;
         let base = EngineOptions { context, sequences, drafts, row_hidden, vision, ..base };
         let mut planner =

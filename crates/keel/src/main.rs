@@ -13,6 +13,7 @@ mod fetch;
 mod holding;
 mod logging;
 mod output;
+mod pooling;
 mod progress;
 mod renderer;
 mod report;
@@ -51,6 +52,7 @@ enum Command {
     Quantize(commands::quantize::QuantizeArgs),
     Logits(commands::logits::LogitsArgs),
     Eval(commands::eval::EvalArgs),
+    Embed(commands::embed::EmbedArgs),
     Bench(commands::bench::BenchArgs),
     Serve(commands::serve::ServeArgs),
     #[cfg(feature = "hub")]
@@ -89,6 +91,7 @@ fn main() -> ExitCode {
             Command::Quantize(args) => commands::quantize::run(&args),
             Command::Logits(args) => commands::logits::run(&args),
             Command::Eval(args) => commands::eval::run(&args),
+            Command::Embed(args) => commands::embed::run(&args),
             Command::Bench(args) => commands::bench::run(&args),
             Command::Serve(args) => commands::serve::run(&args),
             #[cfg(feature = "hub")]

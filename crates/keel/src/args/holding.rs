@@ -75,9 +75,9 @@ pub struct HoldingArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=DRAFTS_MAX as i64))]
     pub drafts: Option<u8>,
     /// What embeddings are: the hidden state of the last token, or the mean of those of all tokens, which takes memory for the
-    /// rows of a step. What a model was trained for is in its folder's 1_Pooling/config.json.
-    #[arg(long, value_name = "POOLING", value_enum, default_value_t)]
-    pub pooling: Pooling,
+    /// rows of a step. By default what the model's folder says (modules.json, 1_Pooling/config.json), else the last token's.
+    #[arg(long, value_name = "POOLING", value_enum)]
+    pub pooling: Option<Pooling>,
 }
 
 /// What the embedding of a text is.
@@ -129,6 +129,6 @@ impl HoldingArgs {
             || self.no_prefix_reuse
             || self.on_demand
             || self.drafts.is_some()
-            || self.pooling != Pooling::default()
+            || self.pooling.is_some()
     }
 }

@@ -77,6 +77,7 @@ impl ShapeArgs {
             parameters: Box::new(RandomParameters { format }),
             quantised: !matches!(format, WeightFormat::Dense(_)),
             sees: false,
+            pooling: None,
         })
     }
 

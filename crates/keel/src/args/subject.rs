@@ -6,7 +6,7 @@ use keel_models::HybridConfig;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
-use super::ShapeArgs;
+use super::{Pooling, ShapeArgs};
 use crate::source;
 use evenkeel::ModelFiles;
 
@@ -34,6 +34,8 @@ pub struct Subject<'a> {
     pub quantised: bool,
     /// Whether it has all that pictures need: a tower, and files that say how they are prepared.
     pub sees: bool,
+    /// What the model's files say an embedding is.
+    pub pooling: Option<Pooling>,
 }
 
 impl<'a> Subject<'a> {
@@ -46,6 +48,10 @@ impl<'a> Subject<'a> {
             parameters: model.parameters(),
             quantised: model.is_quantised(),
             sees: crate::sight::can_see(model),
+            pooling: crate::pooling::of_model(model).unwrap_or_else(|error| {
+                tracing::warn!("embeddings will be those of the last token (see --pooling): {error:#}");
+                None
+            }),
         }
     }
 }

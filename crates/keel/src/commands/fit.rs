@@ -145,34 +145,57 @@ fn fit_variant(
         None => vec![args.engine.options().kv_format(), KvFormat::Bits8, KvFormat::Bits4],
     };
     let sequences = args.sequences.map_or(SEQUENCES.to_vec(), |n| vec![n]);
-    for &kv in &kv_formats {
-        for &sequences in &sequences {
-            let so_far = lines.iter().filter(|line| line.options.sequences == sequences);
-            let longest = so_far.map(|line| line.options.context).max().unwrap_or(0);
-            let contexts = contexts(args, &variant.subject, longest);
-            let mut found = false;
-            for &context in &contexts {
-                // A plan of the largest steps alone is quick, and never larger than the whole plan.
-                let form = Form { variant, kv, sequences, context };
-                if form.line(args, true)?.needed(&args.device) > limit {
-                    continue;
-                }
-                let line = form.line(args, false)?;
-                if line.needed(&args.device) <= limit {
-                    lines.push(line);
-                    found = true;
-                    break;
-                }
-            }
-            // The least is told where nothing fits.
-            let Some(&context) = contexts.last().filter(|_| !found && lines.is_empty()) else { continue };
-            let line = Form { variant, kv, sequences, context }.line(args, false)?;
-            if least.as_ref().is_none_or(|(bytes, _)| line.needed(&args.device) < *bytes) {
-                *least = Some((line.needed(&args.device), line.what()));
+    let smallest = Form {
+        variant,
+        kv: *kv_formats.last().unwrap_or(&KvFormat::Bits4),
+        sequences: sequences.iter().copied().min().unwrap_or(1),
+        context: contexts(args, &variant.subject, 0).last().copied().unwrap_or(CONTEXT_LEAST),
+    };
+    if smallest.may_fit(args, limit)? {
+        for &kv in &kv_formats {
+            for &sequences in &sequences {
+                let so_far = lines.iter().filter(|line| line.options.sequences == sequences);
+                let longest = so_far.map(|line| line.options.context).max().unwrap_or(0);
+                let contexts = contexts(args, &variant.subject, longest);
+                let form = |context| Form { variant, kv, sequences, context };
+                lines.extend(longest_that_fits(args, &contexts, form, limit)?);
             }
         }
     }
+    // The least is told where nothing fits.
+    if lines.is_empty() {
+        let line = smallest.line(args, false)?;
+        let needed = line.needed(&args.device);
+        if least.as_ref().is_none_or(|(bytes, _)| needed < *bytes) {
+            *least = Some((needed, line.what()));
+        }
+    }
     Ok(())
+}
+
+/// The line for the first of these contexts, which descend, that fits.
+fn longest_that_fits<'a>(
+    args: &FitArgs,
+    contexts: &[usize],
+    form: impl Fn(usize) -> Form<'a>,
+    limit: u64,
+) -> Result<Option<Line>> {
+    let (mut first, mut end) = (0, contexts.len());
+    while first < end {
+        let middle = first + (end - first) / 2;
+        if form(contexts[middle]).may_fit(args, limit)? {
+            end = middle;
+        } else {
+            first = middle + 1;
+        }
+    }
+    for &context in &contexts[first..] {
+        let line = form(context).line(args, false)?;
+        if line.needed(&args.device) <= limit {
+            return Ok(Some(line));
+        }
+    }
+    Ok(None)
 }
 
 /// The contexts to try that are longer than `longest`, in descending order.
@@ -195,6 +218,11 @@ struct Form<'a> {
 }
 
 impl Form<'_> {
+    /// Whether a plan of the largest steps alone fits. It is quick, and never larger than the whole plan.
+    fn may_fit(&self, args: &FitArgs, limit: u64) -> Result<bool> {
+        Ok(self.line(args, true)?.needed(&args.device) <= limit)
+    }
+
     /// The line; with `is_quick` its plan counts the largest steps alone.
     fn line(&self, args: &FitArgs, is_quick: bool) -> Result<Line> {
         let Form { variant, kv, sequences, context } = *self;

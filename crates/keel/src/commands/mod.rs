@@ -5,6 +5,7 @@ pub mod chat;
 pub mod completions;
 pub mod config;
 pub mod doctor;
+pub mod embed;
 pub mod eval;
 pub mod fit;
 pub mod generate;

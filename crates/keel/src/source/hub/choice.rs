@@ -49,7 +49,7 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// Config, weights and text files in the root folder. Empty if there is no config, or if there are no weights.
+/// Config, weights and text files in the root folder, and what says how embeddings are pooled. Empty if there is no config, or if there are no weights.
 fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     let in_root = || files.iter().filter(|file| !file.path.contains('/'));
     let weights: Vec<&RemoteFile> = in_root().filter(|file| file.path.ends_with(".safetensors")).collect();
@@ -61,7 +61,8 @@ fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     let has_usual = weights.iter().any(|file| is_usual(&file));
     let weights = weights.iter().filter(|file| !has_usual || is_usual(file)).copied();
     let is_text = |file: &&RemoteFile| file.path.ends_with(".json") || file.path.ends_with(".jinja");
-    in_root().filter(is_text).chain(weights).collect()
+    let pooling = files.iter().filter(|file| file.path.ends_with("_Pooling/config.json"));
+    in_root().filter(is_text).chain(weights).chain(pooling).collect()
 }
 
 /// Whether a file is a complete model, and not a vision part or a table for quantisation.
@@ -139,7 +140,7 @@ mod tests {
     #[test]
     fn of_a_checkpoint_what_is_read_is_taken() {
         let paths = [
-            "README.md",
+            "1_Pooling/config.json",
             "config.json",
             "consolidated.safetensors",
             "model-00001-of-00002.safetensors",
@@ -149,7 +150,7 @@ mod tests {
             "pytorch_model.bin",
             "tokenizer.json",
         ];
-        let want = [paths[1], paths[3], paths[4], paths[5], paths[8]];
+        let want = [paths[0], paths[1], paths[3], paths[4], paths[5], paths[8]];
         assert_eq!(chosen("a/b", &paths).expect("a checkpoint"), want);
     }
 

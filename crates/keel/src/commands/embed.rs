@@ -1,0 +1,177 @@
+//! `keel embed`: embeddings of texts, as JSON lines.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, stdin};
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use evenkeel::{ModelText, context_for};
+use keel_engine::EngineOptions;
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Readout};
+use serde_json::json;
+
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs, Pooling};
+use crate::failure::usage;
+use crate::session::{Session, settle};
+use crate::{output, pooling, progress, source};
+
+/// Texts that run at once.
+const SEQUENCES_MAX: usize = 16;
+/// Largest number of bytes of all texts.
+const BYTES_MAX: usize = 1 << 30;
+
+/// Print the embeddings of texts: one JSON object a line, {"index": 0, "tokens": 5, "embedding": [...]}, in the order of the
+/// texts.
+///
+/// An embedding has length one. Texts come from the command line, from files and from standard input, one a line; empty lines are
+/// left out.
+#[derive(Debug, Args)]
+pub struct EmbedArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Texts. Without any, and without --file, standard input is read.
+    #[arg(value_name = "TEXT")]
+    texts: Vec<String>,
+    /// A file with one text a line, after the texts of the command line; - is standard input. May be given several times.
+    #[arg(long, short = 'f', value_name = "FILE")]
+    file: Vec<PathBuf>,
+    /// What an embedding is: the hidden state of the last token, or the mean of those of all tokens. By default what the model's
+    /// folder says (modules.json, 1_Pooling/config.json), else the last token's.
+    #[arg(long, value_name = "POOLING", value_enum)]
+    pooling: Option<Pooling>,
+    /// Keep so many of the first values, of length one again.
+    #[arg(long, value_name = "N")]
+    dimensions: Option<usize>,
+    /// Put the text into each line, too.
+    #[arg(long)]
+    with_text: bool,
+    #[command(flatten)]
+    engine: EngineArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+/// Runs the command.
+pub fn run(args: &EmbedArgs) -> Result<()> {
+    let texts = texts(args)?;
+    let model = source::open(args.model.model.as_deref())?;
+    let width = model.config.hidden;
+    let dimensions = args.dimensions.unwrap_or(width);
+    if dimensions == 0 || dimensions > width {
+        return Err(usage(format!("--dimensions {dimensions}: this model has 1 to {width}")));
+    }
+    let pooling = match args.pooling {
+        Some(pooling) => pooling,
+        None => pooling::of_model(&model).context("--pooling says what to do instead")?.unwrap_or_default(),
+    };
+    let text = ModelText::open(&model)?;
+    let encode = |(i, one): (usize, &String)| {
+        let ids = text.tokenizer.encode(one, true)?;
+        if ids.is_empty() {
+            bail!("text {i} has no tokens");
+        }
+        Ok(ids)
+    };
+    let prompts = texts.iter().enumerate().map(encode).collect::<Result<Vec<_>>>()?;
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(1);
+    let options = EngineOptions {
+        context: context_for(&model.config, longest).context("the longest text")?,
+        sequences: prompts.len().clamp(1, SEQUENCES_MAX),
+        row_hidden: pooling == Pooling::Mean,
+        ..args.engine.options()
+    };
+    let options = settle(&args.device, &*model.parameters(), &model.json, |_| Ok(options))?;
+    let session = Session::load(&args.device, &model, options)?;
+    let readout = match pooling {
+        Pooling::Last => Readout::LastHidden,
+        Pooling::Mean => Readout::MeanHidden,
+    };
+    let tokens: Vec<usize> = prompts.iter().map(Vec::len).collect();
+    embed(session, prompts, &readout, &mut |i, values| {
+        let embedding = direction(values, dimensions).with_context(|| format!("text {i}"))?;
+        let mut line = json!({"index": i, "tokens": tokens[i], "embedding": embedding});
+        if args.with_text {
+            line["text"] = json!(texts[i]);
+        }
+        output::json(&line)
+    })
+}
+
+/// The texts of the command line, then those of files.
+fn texts(args: &EmbedArgs) -> Result<Vec<String>> {
+    let mut texts = args.texts.clone();
+    let mut left = BYTES_MAX;
+    let mut read = |lines: &mut dyn BufRead, shown: &str| -> Result<()> {
+        for line in lines.lines() {
+            let line = line.with_context(|| format!("cannot read {shown}"))?;
+            left = left
+                .checked_sub(line.len())
+                .with_context(|| format!("{shown}: more than {BYTES_MAX} bytes"))?;
+            if !line.trim().is_empty() {
+                texts.push(line);
+            }
+        }
+        Ok(())
+    };
+    for path in &args.file {
+        let shown = path.display().to_string();
+        if shown == "-" {
+            read(&mut stdin().lock(), "standard input")?;
+            continue;
+        }
+        let file = std::fs::File::open(path).with_context(|| format!("cannot read {shown}"))?;
+        read(&mut BufReader::new(file), &shown)?;
+    }
+    if args.texts.is_empty() && args.file.is_empty() {
+        read(&mut stdin().lock(), "standard input")?;
+    }
+    if texts.is_empty() {
+        bail!("there are no texts");
+    }
+    Ok(texts)
+}
+
+/// Runs the prompts in a batch, and gives the values of each to `sink`, in order.
+fn embed(
+    session: Session,
+    prompts: Vec<Vec<u32>>,
+    readout: &Readout,
+    sink: &mut dyn FnMut(usize, Vec<f32>) -> Result<()>,
+) -> Result<()> {
+    let bar = progress::tokens("embedding", prompts.iter().map(Vec::len).sum());
+    let options = BatchOptions { queue_limit: usize::MAX, reuse_prefixes: false, ..BatchOptions::default() };
+    let mut batcher = Batcher::new(session.engine, options);
+    let now = Instant::now();
+    for (i, prompt) in prompts.into_iter().enumerate() {
+        batcher.submit(BatchRequest::to_read(i as u64, prompt, readout.clone()), now)?;
+    }
+    let (mut next, mut waiting) = (0, BTreeMap::new());
+    while !batcher.is_idle() {
+        for (id, event) in batcher.step(now) {
+            match event {
+                BatchEvent::Read(values) => drop(waiting.insert(id as usize, values)),
+                BatchEvent::Failed(error) => return Err(error).with_context(|| format!("text {id}")),
+                _ => {}
+            }
+        }
+        while let Some(values) = waiting.remove(&next) {
+            sink(next, values)?;
+            next += 1;
+        }
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+
+/// The first `dimensions` values, scaled to length one.
+fn direction(mut values: Vec<f32>, dimensions: usize) -> Result<Vec<f32>> {
+    values.truncate(dimensions);
+    let length = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+    if !length.is_finite() || length == 0.0 {
+        bail!("a hidden state of length {length} has no direction");
+    }
+    values.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
+    Ok(values)
+}
