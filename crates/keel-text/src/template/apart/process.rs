@@ -1,7 +1,7 @@
 //! The parent's handle of the child process.
 
 use std::ffi::OsString;
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, ioctl_fionbio};
 
 use super::{MEMORY_BYTES, Reply, TIME, failed};
 use crate::{TextError, cancel};
@@ -26,6 +26,12 @@ pub(super) struct Process {
     output: ChildStdout,
 }
 
+/// Which pipes can be used without waiting.
+struct Ready {
+    input: bool,
+    output: bool,
+}
+
 impl Process {
     pub(super) fn start(program: &Path, args: &[OsString]) -> Result<Process, TextError> {
         let mut command = Command::new(program);
@@ -36,7 +42,11 @@ impl Process {
         let mut child = command.spawn().map_err(|source| TextError::Renderer { source })?;
         drop(child.stderr.take());
         match (child.stdin.take(), child.stdout.take()) {
-            (Some(input), Some(output)) => Ok(Process { child: Mutex::new(child), input, output }),
+            (Some(input), Some(output)) => {
+                // A process that does not read must not stop its parent.
+                ioctl_fionbio(&input, true).map_err(|error| TextError::Renderer { source: error.into() })?;
+                Ok(Process { child: Mutex::new(child), input, output })
+            }
             _ => Err(TextError::Renderer { source: io::Error::other("it has no pipes") }),
         }
     }
@@ -46,18 +56,17 @@ impl Process {
         matches!(child.try_wait(), Ok(None))
     }
 
-    /// Sends a line and waits for the reply. After an error the process must not be used again.
+    /// Sends a line and waits for the reply, both within [`TIME`]. After an error the process must not be used again.
     pub(super) fn ask(&mut self, line: &[u8]) -> Result<Reply, TextError> {
-        // A dead process does not read. The reply then has the reason.
-        let _ = self.input.write_all(line);
-        let reply = self.read_line()?;
+        let reply = self.exchange(line)?;
         serde_json::from_slice(&reply)
             .map_err(|error| failed(format!("its renderer replies nonsense: {error}")))
     }
 
-    fn read_line(&mut self) -> Result<Vec<u8>, TextError> {
+    /// Neither pipe is waited for alone: the process may reply, or end, before it has read the whole line.
+    fn exchange(&mut self, line: &[u8]) -> Result<Vec<u8>, TextError> {
         let start = Instant::now();
-        let (mut reply, mut part) = (Vec::new(), vec![0; 64 << 10]);
+        let (mut unsent, mut reply, mut part) = (line, Vec::new(), vec![0; 64 << 10]);
         loop {
             if cancel::is_cancelled() {
                 return Err(TextError::Cancelled);
@@ -65,10 +74,12 @@ impl Process {
             if start.elapsed() > TIME {
                 return Err(failed(format!("it takes longer than {} s", TIME.as_secs())));
             }
-            match poll(&mut [PollFd::new(&self.output, PollFlags::IN)], Some(&TICK)) {
-                Ok(0) | Err(Errno::INTR) => continue,
-                Ok(_) => {}
-                Err(error) => return Err(TextError::Renderer { source: error.into() }),
+            let Ready { input, output } = self.wait(!unsent.is_empty())?;
+            if input {
+                unsent = self.send(unsent);
+            }
+            if !output {
+                continue;
             }
             let count = self.output.read(&mut part).map_err(|source| TextError::Renderer { source })?;
             if count == 0 {
@@ -81,6 +92,28 @@ impl Process {
             if reply.last() == Some(&b'\n') {
                 return Ok(reply);
             }
+        }
+    }
+
+    /// Waits for a tick, or until a pipe is ready. The input is only looked at if there is something to send.
+    fn wait(&self, sends: bool) -> Result<Ready, TextError> {
+        let mut pipes = [PollFd::new(&self.output, PollFlags::IN), PollFd::new(&self.input, PollFlags::OUT)];
+        let pipes = &mut pipes[..1 + usize::from(sends)];
+        match poll(pipes, Some(&TICK)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(TextError::Renderer { source: error.into() }),
+        }
+        let is_ready = |pipe: Option<&PollFd<'_>>| pipe.is_some_and(|pipe| !pipe.revents().is_empty());
+        Ok(Ready { output: is_ready(pipes.first()), input: is_ready(pipes.get(1)) })
+    }
+
+    /// Sends what the pipe takes now. Returns the rest.
+    fn send<'l>(&mut self, line: &'l [u8]) -> &'l [u8] {
+        match self.input.write(line) {
+            Ok(count) => &line[count..],
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => line,
+            // A dead process does not read. The end of its output has the reason.
+            Err(_) => &[],
         }
     }
 
@@ -104,5 +137,53 @@ impl Drop for Process {
         let child = self.child.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         let _ = child.kill();
         let _ = child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Cancel;
+
+    fn process(script: &str) -> Process {
+        Process::start(Path::new("/bin/sh"), &["-c".into(), script.into()]).expect("there is a shell")
+    }
+
+    /// More than a pipe holds.
+    fn long_line() -> Vec<u8> {
+        vec![b'a'; 1 << 20]
+    }
+
+    fn reason(process: &mut Process, line: &[u8]) -> String {
+        process.ask(line).map(|_| ()).expect_err("it does not reply").to_string()
+    }
+
+    #[test]
+    fn a_process_that_does_not_read_ends_after_its_time() {
+        let start = Instant::now();
+        let reason = reason(&mut process("sleep 60"), &long_line());
+        assert!(reason.contains("takes longer than 3 s"), "{reason}");
+        assert!(start.elapsed() < TIME * 3, "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn a_process_that_does_not_read_is_left_when_its_request_is_cancelled() {
+        let (cancel, start) = (Cancel::default(), Instant::now());
+        let later = cancel.clone();
+        let leaver = std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            later.cancel();
+        });
+        let outcome = cancel.scope(|| process("sleep 60").ask(&long_line()).map(|_| ()));
+        leaver.join().expect("it cancels");
+        assert!(matches!(outcome, Err(TextError::Cancelled)) && start.elapsed() < TIME);
+    }
+
+    #[test]
+    fn a_process_that_ends_or_replies_before_it_has_read_all() {
+        let ended = reason(&mut process("exit 5"), &long_line());
+        assert!(ended.contains("its renderer ended with exit status: 5"), "{ended}");
+        let early = reason(&mut process("echo nonsense; sleep 60"), &long_line());
+        assert!(early.contains("replies nonsense"), "{early}");
     }
 }
