@@ -44,7 +44,7 @@ pub use ops::{
     Unary, View,
 };
 pub use program::{ALIGNMENT, Kernel, Launch, Operand, Program, Slot};
-pub use runtime::{Element, Executable, FailedRun, PendingRun, RUNS_MAX, Runtime, RuntimeOptions};
+pub use runtime::{Element, Executable, FailedRun, Gauge, PendingRun, RUNS_MAX, Runtime, RuntimeOptions};
 pub use shape::{Layout, Shape};
 pub use usage::DeviceUsage;
 pub use weight::{Compute, RowBlock, RowData, Weight, WeightFormat, WeightSpec};

@@ -119,10 +119,6 @@ impl Deref for Front {
     }
 }
 
-/// How often the ledger of a model that was given back is read until it must be empty, and the time between.
-const LEDGER_LOOKS: usize = 100;
-const LEDGER_PAUSE: Duration = Duration::from_millis(10);
-
 /// Loading may need as large a stack as the main thread has.
 const STACK_BYTES: usize = 8 << 20;
 /// Smallest and largest interval between checks for unused models.
@@ -335,7 +331,6 @@ impl Front {
         if std::thread::Builder::new().name("keel-unload".into()).spawn(join).is_ok() {
             let _ = ended.await;
         }
-        let ledger = view.ledger().clone();
         {
             let mut departed = self.departed();
             departed.leaving.retain(|leaving| !leaving.is_of(&view));
@@ -343,16 +338,8 @@ impl Front {
             departed.status.forget_gauges();
             departed.losses += view.losses();
         }
-        drop(view);
-        // A request for counts may hold the last handle of the memory for a moment.
-        let mut left = ledger.active().total();
-        for _ in 0..LEDGER_LOOKS {
-            if left == 0 {
-                break;
-            }
-            tokio::time::sleep(LEDGER_PAUSE).await;
-            left = ledger.active().total();
-        }
+        // The thread has freed the engine. Views and requests that end just now hold none of it.
+        let left = view.ledger().active().total();
         if left > 0 {
             self.departed().losses += 1;
             tracing::error!(

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use keel_array::{DeviceUsage, Ledger, MemoryReport, Runtime};
+use keel_array::{DeviceUsage, Gauge, Ledger, MemoryReport};
 use keel_engine::EngineError;
 use keel_engine::batch::{BatchEvent, BatchRequest, BatchStatus, Batcher, Readout, RequestId};
 use tokio::sync::{mpsc, oneshot};
@@ -49,7 +49,8 @@ struct Shared {
     stopped: AtomicBool,
     /// Number of checks at idle that found pages or bytes missing.
     losses: AtomicU64,
-    runtime: Runtime,
+    /// The memory. The arrays belong to the engine's thread alone, so all is freed when the thread has ended.
+    gauge: Gauge,
     planned: MemoryReport,
     context: usize,
     vocab: usize,
@@ -79,12 +80,12 @@ impl EngineView {
 
     /// As [`EngineHandle::ledger`].
     pub fn ledger(&self) -> &Ledger {
-        self.0.runtime.ledger()
+        self.0.gauge.ledger()
     }
 
     /// As [`EngineHandle::device_usage`].
     pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
-        self.0.runtime.device_usage()
+        self.0.gauge.device_usage()
     }
 
     /// Whether both are of one engine.
@@ -115,7 +116,7 @@ impl EngineHandle {
             aborted: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             losses: AtomicU64::new(0),
-            runtime: engine.runtime().clone(),
+            gauge: engine.runtime().gauge(),
             planned: engine.runtime().ledger().active(),
             context: engine.options().context,
             vocab: engine.model().config.vocab,
@@ -163,12 +164,12 @@ impl EngineHandle {
 
     /// The ledger of memory.
     pub fn ledger(&self) -> &Ledger {
-        self.shared.runtime.ledger()
+        self.shared.gauge.ledger()
     }
 
     /// Memory of the device according to its driver, and the driver's own part of it. `None` on the CPU.
     pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
-        self.shared.runtime.device_usage()
+        self.shared.gauge.device_usage()
     }
 
     /// The memory that the engine had allocated when it was ready. It never needs more.
@@ -303,7 +304,7 @@ impl Worker {
         }
         self.checked_at = Some(self.steps);
         let status = self.batcher.status();
-        let active = self.shared.runtime.ledger().active();
+        let active = self.shared.gauge.ledger().active();
         let held = status.free_pages + status.idle_prefix_pages;
         if held == status.pages
             && status.idle_prefix_pages == status.prefix_pages

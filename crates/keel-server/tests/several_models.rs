@@ -3,7 +3,7 @@
 mod common;
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     // As in `keel serve`.
-    keel_cpu::heap::share_arena();
+    keel_cpu::heap::stay_small();
     TURN.lock().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -186,6 +186,31 @@ fn a_model_that_is_given_back_leaves_nothing() {
     wait_for("threads have ended", || status("Threads") <= threads);
     let grown = (status("VmRSS").saturating_sub(resident)) << 10;
     assert!(grown < bytes / 2, "{grown} bytes more after 8 loads of {bytes}");
+}
+
+/// A model's memory is free when its thread has ended, whoever reads its counts at that moment.
+#[test]
+fn counts_that_are_read_meanwhile_keep_no_memory() {
+    let _turn = alone();
+    let server = Several::start(&["a", "b"], planned(), None);
+    let reads = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        for path in ["/metrics", "/status", "/metrics"] {
+            let (server, reads) = (&server, &reads);
+            scope.spawn(move || {
+                while reads.load(Ordering::Acquire) {
+                    assert_eq!(server.get(path).status, 200);
+                }
+            });
+        }
+        for _ in 0..4 {
+            server.text("a");
+            server.text("b");
+        }
+        reads.store(false, Ordering::Release);
+    });
+    assert_eq!(server.loads(), 8);
+    assert_eq!(server.metric("keel_idle_losses_total"), 0.0, "the ledger of each was empty at once");
 }
 
 #[test]

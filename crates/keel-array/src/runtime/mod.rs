@@ -2,6 +2,7 @@
 
 mod arena;
 mod executable;
+mod gauge;
 mod host;
 mod pending;
 mod stream;
@@ -19,6 +20,7 @@ use crate::{DeviceUsage, Layout, Result};
 
 use arena::Arena;
 pub use executable::{Executable, FailedRun};
+pub use gauge::Gauge;
 pub use host::Element;
 pub use pending::{PendingRun, RUNS_MAX};
 pub(crate) use stream::Fence;
@@ -127,11 +129,14 @@ impl Runtime {
         &self.0.ledger
     }
 
-    /// Memory of the device as its driver counts it, and the driver's own part of it ([`DeviceUsage::driver_bytes`]).
-    /// `None` if tensors lie in the host's memory, and for a plan.
+    /// As [`Gauge::device_usage`].
     pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
-        let usage = self.backend().device_usage()?;
-        Some((usage, usage.driver_bytes(&self.ledger().active(), self.backend().own_memory().host_bytes)))
+        self.gauge().device_usage()
+    }
+
+    /// Reads the memory of this runtime without keeping any of it.
+    pub fn gauge(&self) -> Gauge {
+        Gauge::new(&self.0.backend, &self.0.ledger)
     }
 
     /// True if both are handles to the same runtime.
