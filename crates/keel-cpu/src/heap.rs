@@ -1,14 +1,25 @@
 //! The heap of the process.
 
-/// Makes all threads of this process share one arena of the heap, so that a long-running process stays small. By
-/// default glibc gives each thread its own arena, up to 8 per core. An arena keeps the most that its thread ever
-/// needed, and other threads do not get its free memory. Call this first: threads that have an arena keep it. The
-/// allocators of other systems are left as they are.
-pub fn share_arena() {
-    // SAFETY: sets a number that the allocator reads under its own lock.
+/// Blocks of at least this size are mapped one by one.
+const MAPPED_BYTES: i32 = 256 << 10;
+/// Free bytes at the end of the heap that stay.
+const TOP_BYTES: i32 = 1 << 20;
+
+/// Sets the allocator up for a long-running process that must stay small. Call this first: threads that have an arena
+/// keep it. The allocators of systems without glibc are left as they are.
+///
+/// - All threads share one arena. By default each thread gets its own, up to 8 per core. An arena keeps the most that
+///   its thread ever needed, and other threads do not get its free memory.
+/// - A large block is a mapping of its own, which grows without a copy and returns to the system when it is freed. By
+///   default the first such block that is freed makes glibc put blocks of its size, up to 32 MiB, into the heap, where
+///   they leave holes.
+pub fn stay_small() {
+    // SAFETY: sets numbers that the allocator reads under its own lock.
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_BYTES);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, TOP_BYTES);
     }
 }
 

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use crate::app::App;
 use crate::caller::Caller;
+use crate::connections::BODY_BUFFER_BYTES;
 use crate::error::{Result, ServerError};
 use crate::fleet::Front;
 use crate::memory::{Meter, bytes_of_body};
@@ -60,6 +61,7 @@ async fn collect(request: Request, limit: usize, meter: &Meter) -> Result<Vec<u8
     if declared.is_some_and(|bytes| bytes > limit as u64) {
         return Err(ServerError::BodyTooLarge { limit });
     }
+    let _network = meter.hold(declared.unwrap_or(u64::MAX).min(BODY_BUFFER_BYTES))?;
     let mut chunks = request.into_body().into_data_stream();
     let mut body = Vec::new();
     while let Some(chunk) = chunks.next().await {

@@ -15,7 +15,7 @@ pub fn is_asked_for() -> bool {
 /// Renders until the parent ends.
 pub fn run() -> Result<()> {
     // One heap arena, because further arenas would reserve address space, which is bounded.
-    keel_cpu::heap::share_arena();
+    keel_cpu::heap::stay_small();
     keel_text::render_for_parent(keel_cpu::heap::give_back_free).context("templates are not rendered")
 }
 

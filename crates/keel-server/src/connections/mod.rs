@@ -33,8 +33,11 @@ use crate::options::ServerOptions;
 use link::{Link, Phase, Times};
 use stream::{Answered, Arriving, Watched};
 
-/// Largest size of a request's head, and of the part of a body that is read ahead.
-const READ_BYTES_MAX: usize = 64 << 10;
+/// Largest size of a request's head, and of each buffer between the socket and a body's reader. It also bounds what is
+/// written ahead of a client.
+const READ_BYTES_MAX: usize = 16 << 10;
+/// Most bytes of a body that wait for their reader: one buffer is handed over while the next one is filled.
+pub(crate) const BODY_BUFFER_BYTES: u64 = 2 * READ_BYTES_MAX as u64;
 /// Time between two checks of the watch.
 const ROUND: Duration = Duration::from_millis(100);
 /// Pause after the system has refused a connection.

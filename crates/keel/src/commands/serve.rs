@@ -152,7 +152,7 @@ struct RequestArgs {
 
 /// Runs the command.
 pub fn run(args: &ServeArgs) -> Result<()> {
-    keel_cpu::heap::share_arena();
+    keel_cpu::heap::stay_small();
     let ServeArgs { models, options } = args;
     if models.shape.name().is_some() {
         return serve_shape(options, &models.shape);
@@ -312,7 +312,7 @@ fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
         ..ServerOptions::default()
     };
     options.request_memory = args.requests.request_memory;
-    options.give_back = keel_cpu::heap::give_back_free;
+    options.give_back = session::forget;
     options.grammar_time = Duration::from_secs(args.requests.grammar_timeout);
     args.patience.apply(&mut options);
     Ok(options)
