@@ -1,27 +1,27 @@
 // The first and the last operation of a mixture of experts. Rows of logits and of gates may lie `stride` elements
 // apart.
 #include "common.cuh"
+#include "ranks.cuh"
 
 // Softmax probabilities of the k largest of E logits, divided by their sum if `normalise`. Among equals the lower index
-// comes first. E floats of dynamic shared memory.
+// comes first; NaN comes last and has probability 0. E words of dynamic shared memory.
 extern "C" __global__ void route_top_k(const float* logits, u32 stride, float* weights, u32* chosen, u32 experts, u32 k, u32 normalise) {
     take_turn();
-    extern __shared__ float row[];
-    __shared__ float keys[256];
+    extern __shared__ u32 ranks[]; // 0: chosen already
+    __shared__ u32 keys[256];
     __shared__ u32 places[256];
     __shared__ float shared[33];
     __shared__ float largest;
     const float* x = logits + (u64)blockIdx.x * stride;
     float* w = weights + (u64)blockIdx.x * k;
     u32* e = chosen + (u64)blockIdx.x * k;
-    for (u32 i = threadIdx.x; i < experts; i += blockDim.x) row[i] = x[i];
+    for (u32 i = threadIdx.x; i < experts; i += blockDim.x) ranks[i] = rank_of(x[i]);
     __syncthreads();
     float sum = 0.0f;
     for (u32 n = 0; n < k; ++n) {
-        float best = -INFINITY;
-        u32 place = 0xffffffffu;
+        u32 best = 0, place = 0xffffffffu;
         for (u32 i = threadIdx.x; i < experts; i += blockDim.x)
-            if (row[i] == row[i] && (place == 0xffffffffu || row[i] > best)) { best = row[i]; place = i; }
+            if (ranks[i] > best) { best = ranks[i]; place = i; }
         keys[threadIdx.x] = best;
         places[threadIdx.x] = place;
         __syncthreads();
@@ -34,13 +34,11 @@ extern "C" __global__ void route_top_k(const float* logits, u32 stride, float* w
             __syncthreads();
         }
         if (threadIdx.x == 0) {
-            // A row with nothing but NaN still gets experts that exist.
-            const u32 found = places[0] == 0xffffffffu ? n : places[0];
-            if (n == 0) largest = keys[0];
-            e[n] = found;
-            w[n] = expf(keys[0] - largest);
+            if (n == 0) largest = ranked(keys[0]);
+            e[n] = places[0];
+            w[n] = expf(ranked(keys[0]) - largest);
             sum += w[n];
-            row[found] = NAN;
+            ranks[places[0]] = 0;
         }
         __syncthreads();
     }
@@ -49,7 +47,7 @@ extern "C" __global__ void route_top_k(const float* logits, u32 stride, float* w
         total = sum;
     } else {
         float part = 0.0f;
-        for (u32 i = threadIdx.x; i < experts; i += blockDim.x) part += expf(x[i] - largest);
+        for (u32 i = threadIdx.x; i < experts; i += blockDim.x) part += expf(ranked(rank_of(x[i])) - largest);
         total = block_sum(part, shared);
     }
     if (threadIdx.x == 0)

@@ -2,16 +2,9 @@
 // NaN comes last. Weights are softmax probabilities, divided by the sum of the chosen ones if NORMALISE. One warp a
 // token, E <= 512, CHOICES <= 32. Every kernel that routes finds the same bits.
 #pragma once
-#include "common.cuh"
+#include "ranks.cuh"
 
 #define LOGITS_HELD ((EXPERTS + 31) / 32) // logits in a lane: those of experts 32 i + lane
-
-// An integer above 0 that is larger for a larger float; -0 counts as +0, NaN as -inf.
-__device__ __forceinline__ u32 rank_of(float x) {
-    const u32 bits = __float_as_uint(x == x ? x + 0.0f : -INFINITY);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float ranked(u32 rank) { return __uint_as_float(rank >> 31 ? rank & 0x7fffffffu : ~rank); }
 
 // A lane's result: lane j has choice j.
 struct Choice {
@@ -58,7 +51,7 @@ __device__ __forceinline__ float probability_of(const Choice &c) {
         for (int j = 0; j < CHOICES; j++) total += __shfl_sync(~0u, weight, j);
     } else {
 #pragma unroll
-        for (int i = 0; i < LOGITS_HELD; i++) total += expf((c.x[i] == c.x[i] ? c.x[i] : -INFINITY) - largest);
+        for (int i = 0; i < LOGITS_HELD; i++) total += expf(ranked(rank_of(c.x[i])) - largest);
         total = warp_sum(total);
     }
     return weight / total;

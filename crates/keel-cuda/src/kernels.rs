@@ -16,6 +16,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("gated_delta_tiles.cuh", include_str!("../kernels/gated_delta_tiles.cuh")),
     ("kv_coded.cuh", include_str!("../kernels/kv_coded.cuh")),
     ("paged.cuh", include_str!("../kernels/paged.cuh")),
+    ("ranks.cuh", include_str!("../kernels/ranks.cuh")),
     ("rope.cuh", include_str!("../kernels/rope.cuh")),
     ("routing.cuh", include_str!("../kernels/routing.cuh")),
     ("softmax.cuh", include_str!("../kernels/softmax.cuh")),

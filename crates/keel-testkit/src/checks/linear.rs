@@ -3,6 +3,7 @@
 use super::share::is_mine;
 use super::{Check, FLOATS, download, expect, expect_within, layouts, rounded, upload};
 use crate::cases::quantized_matmul::weights;
+use crate::compare::assert_close;
 use crate::naive::matmul::{matmul, matmul_transposed};
 use crate::naive::quantized_matmul::{
     Affine, gather_quantized_matmul, quantised_activations, quantized_matmul,
@@ -24,6 +25,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "gather_linear", run: expert_out_of_range },
     Check { op: "embedding", run: embedding },
     Check { op: "route_top_k", run: routing },
+    Check { op: "route_top_k", run: broken_routing },
     Check { op: "combine_experts", run: combination },
 ];
 
@@ -393,6 +395,35 @@ fn routing(runtime: &Runtime) {
             let y = upload(runtime, &logits, DType::F32).route_top_k(k, normalise).expect("enough experts");
             expect("weights of experts", &y.0, &Tensor { shape: vec![tokens, k], values: weights });
             assert_eq!(y.1.to_vec::<u32>().expect("a case runs"), chosen, "experts");
+        }
+    }
+}
+
+/// Rows with NaN and with negative infinity. NaN comes last and has no weight; a row of nothing but NaN still names
+/// experts that exist, and its weights are NaN.
+fn broken_routing(runtime: &Runtime) {
+    let mut random = Random::new(59);
+    for (count, k) in [(7, 7), (60, 4), (129, 40), (600, 5)] {
+        let mut logits = Tensor::integers(&mut random, &[4, count], -5, 6).map(|x| x / 2.0);
+        for (i, x) in logits.values.iter_mut().enumerate() {
+            match (i / count, i % count) {
+                // Every row but the last keeps at least one number. Row 1 keeps no other, so that NaN is chosen.
+                (0, at) if at % 3 == 0 => *x = f64::NAN,
+                (1, at) if at != count / 2 => *x = if at % 2 == 0 { f64::NAN } else { f64::NEG_INFINITY },
+                (2, at) if at % 5 == 1 => *x = f64::NEG_INFINITY,
+                (3, _) => *x = f64::NAN,
+                _ => {}
+            }
+        }
+        for normalise in [false, true] {
+            let (weights, chosen) = experts::route_top_k(&floats(&logits), count, k, normalise);
+            let y = upload(runtime, &logits, DType::F32).route_top_k(k, normalise).expect("enough experts");
+            let what = format!("{k} of {count} experts with NaN");
+            assert_eq!(y.1.to_vec::<u32>().expect("a case runs"), chosen, "{what}");
+            let got = y.0.to_vec::<f32>().expect("a case runs");
+            let (sound, broken) = got.split_at(3 * k);
+            assert_close(&what, sound, &weights[..3 * k], tolerance::F32);
+            assert!(broken.iter().all(|x| x.is_nan()), "{what}: {broken:?}");
         }
     }
 }

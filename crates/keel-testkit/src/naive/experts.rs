@@ -3,15 +3,17 @@
 use super::elementwise::sigmoid;
 use super::reduce::argsort;
 
-/// Probabilities and indices of the `k` most probable of each row of `experts` logits.
+/// Probabilities and indices of the `k` most probable of each row of `experts` logits. NaN comes last and has the
+/// probability of negative infinity, which is 0.
 pub fn route_top_k(logits: &[f32], experts: usize, k: usize, normalise: bool) -> (Vec<f64>, Vec<u32>) {
     let (mut weights, mut chosen) = (Vec::new(), Vec::new());
     for row in logits.chunks_exact(experts) {
         let row: Vec<f64> = row.iter().map(|&x| f64::from(x)).collect();
-        let total: f64 = row.iter().map(|x| x.exp()).sum();
+        let power = |x: f64| if x.is_nan() { 0.0 } else { x.exp() };
+        let total: f64 = row.iter().map(|&x| power(x)).sum();
         let best = &argsort(&row, true)[..k];
-        let kept: f64 = best.iter().map(|&e| row[e].exp()).sum();
-        weights.extend(best.iter().map(|&e| row[e].exp() / if normalise { kept } else { total }));
+        let kept: f64 = best.iter().map(|&e| power(row[e])).sum();
+        weights.extend(best.iter().map(|&e| power(row[e]) / if normalise { kept } else { total }));
         chosen.extend(best.iter().map(|&e| e as u32));
     }
     (weights, chosen)

@@ -27,8 +27,10 @@ pub fn route_top_k(
         // SAFETY: each row is claimed once.
         let (weights, chosen) = unsafe { (weights.range(range.clone()), chosen.range(range)) };
         largest(logits, chosen);
-        let max = logits[chosen[0] as usize];
-        let power = |logit: f32| (logit - max).exp();
+        // NaN comes last and counts as negative infinity.
+        let number = |logit: f32| if logit.is_nan() { f32::NEG_INFINITY } else { logit };
+        let max = number(logits[chosen[0] as usize]);
+        let power = |logit: f32| (number(logit) - max).exp();
         weights.iter_mut().zip(&*chosen).for_each(|(weight, &e)| *weight = power(logits[e as usize]));
         let total: f32 =
             if normalise { weights.iter().sum() } else { logits.iter().map(|&logit| power(logit)).sum() };
