@@ -40,6 +40,12 @@ __device__ inline i64 to_i64(i32 x) { return x; }
 __device__ inline i64 to_i64(i64 x) { return x; }
 __device__ inline i64 to_i64(flag x) { return x.byte != 0; }
 
+// The f32 towards zero from x, with the last bit set if any of x is lost: it rounds to a shorter float as x itself does.
+__device__ inline float to_odd(i64 x) {
+    const float y = __ll2float_rz(x);
+    return __uint_as_float(__float_as_uint(y) | ((i64)y != x ? 1u : 0u));
+}
+
 // Conversion from f32: floats round to nearest; integers truncate and saturate, and NaN becomes 0.
 template <typename Elem> struct From;
 template <> struct From<float> {
@@ -50,12 +56,12 @@ template <> struct From<float> {
 template <> struct From<f16> {
     static const bool IS_FLOAT = true;
     __device__ static f16 f32(float x) { f16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); return y; }
-    __device__ static f16 i64_(i64 x) { return f32((float)x); }
+    __device__ static f16 i64_(i64 x) { return f32(to_odd(x)); }
 };
 template <> struct From<bf16> {
     static const bool IS_FLOAT = true;
     __device__ static bf16 f32(float x) { bf16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); return y; }
-    __device__ static bf16 i64_(i64 x) { return f32((float)x); }
+    __device__ static bf16 i64_(i64 x) { return f32(to_odd(x)); }
 };
 template <> struct From<u8> {
     static const bool IS_FLOAT = false;

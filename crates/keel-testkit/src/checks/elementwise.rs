@@ -207,6 +207,27 @@ fn cast_edges(runtime: &Runtime) {
     assert_eq!(to(DType::Bool), [1.0; 8], "f32 to bool");
     let wide = Array::from_slice(runtime, &[-1i64, 1 << 32, 300], [3]).expect("memory");
     assert_eq!(download(&wide.cast(DType::U8).expect("any types")), [255.0, 0.0, 44.0], "i64 to u8");
+    // Midpoints of bf16 at 2^25 and at 2^40, and their neighbours. The nearest f32 of a neighbour is the midpoint.
+    let (step, high) = (1i64 << 18, 1i64 << 40);
+    let middle = (1 << 25) + step / 2;
+    let wide = [
+        middle,
+        middle + 1,
+        middle - 1,
+        -middle - 1,
+        high + (1 << 32),
+        high + (1 << 32) + 1,
+        i64::MAX,
+        i64::MIN,
+    ];
+    let wide = Array::from_slice(runtime, &wide, [8]).expect("memory");
+    let (low, above) = (f64::from(1 << 25), f64::from((1 << 25) + (1 << 18)));
+    let (two_40, two_63) = (2f64.powi(40), 2f64.powi(63));
+    let want = [low, above, low, -above, two_40, two_40 + 2f64.powi(33), two_63, -two_63];
+    assert_eq!(download(&wide.cast(DType::BF16).expect("any types")), want, "i64 to bf16 rounds once");
+    let wide = Array::from_slice(runtime, &[2049i64, 2051, 65_519, 65_520, -(1 << 40)], [5]).expect("memory");
+    let want = [2048.0, 2052.0, 65_504.0, f64::INFINITY, f64::NEG_INFINITY];
+    assert_eq!(download(&wide.cast(DType::F16).expect("any types")), want, "i64 to f16");
 }
 
 fn wrapping(runtime: &Runtime) {

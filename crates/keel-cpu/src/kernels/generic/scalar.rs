@@ -31,7 +31,7 @@ pub trait Scalar: Plain {
     fn from_f32(x: f32) -> Self;
     /// As i64; floats truncate and saturate.
     fn to_i64(self) -> i64;
-    /// The low bits for integers; a float rounded through f32.
+    /// The low bits for integers, the nearest float for floats.
     fn from_i64(x: i64) -> Self;
 }
 
@@ -58,8 +58,18 @@ macro_rules! integer {
 }
 integer!(u8 u32 i32 i64);
 
+/// The f32 towards zero from `x`, with the last bit set if any of `x` is lost. It rounds to a shorter float exactly as `x`
+/// itself does: the last bit keeps it off the midpoints of shorter floats.
+#[inline(always)]
+fn to_odd(x: i64) -> f32 {
+    let near = x as f32;
+    let (exact, value) = (i128::from(x), near as i128);
+    let towards_zero = near.to_bits() - u32::from(value.abs() > exact.abs());
+    f32::from_bits(towards_zero | u32::from(value != exact))
+}
+
 macro_rules! float {
-    ($($t:ty, $to:expr, $from:expr;)*) => { $(impl Scalar for $t {
+    ($($t:ty, $to:expr, $from:expr, $integer:expr;)*) => { $(impl Scalar for $t {
         const IS_FLOAT: bool = true;
         #[inline(always)]
         fn to_f32(self) -> f32 {
@@ -75,14 +85,14 @@ macro_rules! float {
         }
         #[inline(always)]
         fn from_i64(x: i64) -> $t {
-            Self::from_f32(x as f32)
+            $from($integer(x))
         }
     })* };
 }
 float! {
-    f32, std::convert::identity, std::convert::identity;
-    f16, f16::to_f32, f16::from_f32;
-    bf16, bf16::to_f32, bf16::from_f32;
+    f32, std::convert::identity, std::convert::identity, |x| x as f32;
+    f16, f16::to_f32, f16::from_f32, to_odd;
+    bf16, bf16::to_f32, bf16::from_f32, to_odd;
 }
 
 impl Scalar for Flag {
