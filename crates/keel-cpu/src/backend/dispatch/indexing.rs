@@ -47,7 +47,7 @@ fn embedding<I: Index>(
         for i in worker.claim(ids.len(), 1).flatten() {
             let row = position(ids[i], spec.rows)?;
             // SAFETY: each row is claimed once.
-            weight.row(0, row, unsafe { y.row(i) });
+            weight.row(worker.isa, 0, row, unsafe { y.row(i) });
         }
         return Ok(());
     }

@@ -52,12 +52,12 @@ fn worker_len(rows: usize, k: usize) -> usize {
 }
 
 impl BlockWeight<'_> {
-    /// Decodes row `row` of matrix `matrix`.
+    /// Decodes row `row` of matrix `matrix` with instructions of `isa` at most.
     ///
     /// # Panics
     /// If there is no such row.
-    pub fn row(&self, matrix: usize, row: usize, out: &mut [f32]) {
-        simd::run_at(Isa::best(), DecodeRow { weight: self, at: matrix * self.n + row, out });
+    pub fn row(&self, isa: Isa, matrix: usize, row: usize, out: &mut [f32]) {
+        simd::run_at(isa, DecodeRow { weight: self, at: matrix * self.n + row, out });
     }
 
     #[inline(always)]
@@ -214,7 +214,7 @@ mod tests {
                 format.decode(&bytes[row * bytes.len() / rows..], &mut want);
                 for isa in Isa::available() {
                     got.fill(7.0);
-                    simd::run_at(isa, DecodeRow { weight: &weight, at: row, out: &mut got });
+                    weight.row(isa, 0, row, &mut got);
                     let same =
                         |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
                     assert!(got.iter().zip(&want).all(same), "{format}, row {row}, {isa}");
