@@ -36,13 +36,32 @@ pub fn pipeline(
     let bytes = |part: Part| part_bytes(backend, (parameters, config), &options, part);
     let mut shares = Vec::with_capacity(layers);
     for i in 0..layers {
-        shares.push(bytes(Part { layers: i..i + 1, previous: neighbour, next: neighbour })?);
+        shares.push(bytes(Part {
+            layers: i..i + 1,
+            previous: neighbour,
+            next: neighbour,
+            ..Part::default()
+        })?);
     }
-    let begin = bytes(Part { layers: 0..0, previous: None, next: neighbour })?;
-    let end = bytes(Part { layers: layers..layers, previous: neighbour, next: None })?;
+    let begin = bytes(Part { layers: 0..0, previous: None, next: neighbour, ..Part::default() })?;
+    let end = bytes(Part { layers: layers..layers, previous: neighbour, next: None, ..Part::default() })?;
     shares[0] += begin;
     shares[layers - 1] += end;
     Ok(Part::pipeline(&even(&shares, devices)))
+}
+
+/// The shares of `devices` devices of every layer: attention by heads, recurrent layers by key heads, feed-forward
+/// halves and experts by columns, the output head by tokens.
+///
+/// # Errors
+/// Something of the model does not divide.
+pub fn tensor(parameters: &dyn Parameters, config: &Value, devices: usize) -> Result<Vec<Part>> {
+    let model = keel_models::read_config_of(config, parameters)?;
+    let parts = Part::tensor(model.layers.len(), devices);
+    for part in &parts {
+        part.shard.config(&model)?;
+    }
+    Ok(parts)
 }
 
 /// Bytes of a part's weights, and of its cache with these options.

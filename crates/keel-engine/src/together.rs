@@ -26,6 +26,13 @@ pub(crate) struct Peer {
     pub stepper: Stepper,
 }
 
+impl Peer {
+    /// Whether the device takes part in a step: what comes after the layers is run where it lies.
+    pub fn takes_part(&self, outcome: Outcome) -> bool {
+        outcome.runs_layers() || self.model.part.is_last()
+    }
+}
+
 /// Where the lead writes bytes that come to the host, and these bytes.
 pub(crate) type Drawn<'a> = (&'a Array, &'a mut [u8]);
 
@@ -178,15 +185,43 @@ impl Engine {
             return self.commit_split(regime, (windows, states), rows);
         }
         let mut steps = Vec::with_capacity(self.peers.len() + 1);
-        for Peer { runtime, model, stepper } in &mut self.peers {
-            if outcome.runs_layers() {
-                steps.push(stepper.step_for(runtime, model, &self.cache, (regime, outcome), rows)?.clone());
-            }
+        for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(outcome)) {
+            let Peer { runtime, model, stepper } = peer;
+            steps.push(stepper.step_for(runtime, model, &self.cache, (regime, outcome), rows)?.clone());
         }
         let lead = self.stepper.step_for(&self.runtime, &self.model, &self.cache, (regime, outcome), rows)?;
         steps.push(lead.clone());
         let commits_rows = self.stepper.row_log(regime, outcome) != RowLog::KeepOpen;
         self.note_ended(run_together(steps, drawn), rows, ((0, 0), commits_rows))
+    }
+
+    /// The devices that share the output head with the lead.
+    fn sharers(&mut self) -> impl Iterator<Item = &mut Peer> {
+        self.peers.iter_mut().filter(|peer| peer.model.part.is_last())
+    }
+
+    /// Computes the logits of rows of hidden states, at most [`crate::step::HEAD_ROWS`] of them.
+    pub(crate) fn run_head_split(&mut self, hidden: &[f32]) -> Result<()> {
+        let mut steps = Vec::with_capacity(self.peers.len() + 1);
+        for Peer { runtime, model, stepper } in &mut self.peers {
+            if model.part.is_last() {
+                steps.push(stepper.head_step(runtime, model, &self.cache, hidden)?.clone());
+            }
+        }
+        steps.push(self.stepper.head_step(&self.runtime, &self.model, &self.cache, hidden)?.clone());
+        self.note_ended(run_together(steps, None), &[], ((0, 0), false))
+    }
+
+    /// Overwrites the input of the MTP head, on every device that has it.
+    pub(crate) fn write_hidden(&mut self, hidden: &[f32]) -> Result<()> {
+        self.sharers().try_for_each(|peer| peer.stepper.write_hidden(hidden))?;
+        self.stepper.write_hidden(hidden)
+    }
+
+    /// Sets the hidden states for a pass of the MTP head, on every device that has it.
+    pub(crate) fn write_draft_input(&mut self, hidden: &[f32]) -> Result<()> {
+        self.sharers().try_for_each(|peer| peer.stepper.write_draft_input(hidden))?;
+        self.stepper.write_draft_input(hidden)
     }
 
     /// Commits device by device, so that the committed layers are always the first ones.

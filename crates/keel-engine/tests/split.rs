@@ -4,32 +4,25 @@ mod common;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use common::splitting::{self, Fault, backends, end};
 use common::{
     all_logits, decoded, engine, exact, expect_same_state, expected, fixture, models, recurrent_bytes,
     runtime,
 };
-use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
+use keel_array::{Backend, Compute, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
-use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
+use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{
     Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
-    VisionOptions, plan, split,
+    VisionOptions, split,
 };
 use keel_models::Part;
-use keel_models::loading::CheckpointParameters;
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_models::loading::{CheckpointParameters, Parameters};
+use keel_testkit::disturbed::Disturbed;
 use keel_weights::Checkpoint;
-
-/// The backends of a group, each with one thread.
-fn backends(count: usize, planning: bool) -> Vec<Arc<dyn Backend>> {
-    let options = CpuOptions { threads: Some(1), poison_freed: true, planning, ..CpuOptions::default() };
-    let backend =
-        |group| Arc::new(CpuBackend::new(CpuOptions { group: Some(group), ..options.clone() })) as _;
-    CpuGroup::of(count).into_iter().map(backend).collect()
-}
 
 /// The parts of a pipeline, and the planned bytes of each device.
 fn pipeline(checkpoint: &Checkpoint, options: EngineOptions, count: usize) -> Result<Vec<Part>, EngineError> {
@@ -37,47 +30,21 @@ fn pipeline(checkpoint: &Checkpoint, options: EngineOptions, count: usize) -> Re
     split::pipeline(&alone, &CheckpointParameters(checkpoint), checkpoint.config(), options, count)
 }
 
-/// An engine on these backends. Also asserts that every device holds what was planned for it.
+/// An engine on these backends.
 fn load_on(
     checkpoint: &Checkpoint,
     options: EngineOptions,
     backends: Vec<Arc<dyn Backend>>,
     parts: &[Part],
 ) -> Engine {
-    let parameters = CheckpointParameters(checkpoint);
-    let count = parts.len();
-    let planners: Vec<_> = self::backends(count, true).into_iter().zip(parts.iter().cloned()).collect();
-    let planned = plan::plan_on(&planners, &parameters, checkpoint.config(), options).expect("a plan");
-    let device =
-        |(backend, part): (_, &Part)| (Runtime::new(backend, RuntimeOptions::default()), part.clone());
-    let devices: Vec<_> = backends.into_iter().zip(parts).map(device).collect();
-    let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), options, &|_| ());
-    let engine = engine.expect("the model loads");
-    for (rank, (runtime, planned)) in engine.runtimes().zip(&planned).enumerate() {
-        assert_eq!(runtime.ledger().active(), *planned, "device {rank} of {count}");
-        assert!(planned.total() > 0, "device {rank} of {count} holds something");
-    }
-    engine
+    let source = (&CheckpointParameters(checkpoint) as &dyn Parameters, checkpoint.config());
+    splitting::load_on(source, options, backends, parts).expect("the model loads")
 }
 
 fn split_engine(folder: &Path, options: EngineOptions, count: usize) -> Engine {
     let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
     let parts = pipeline(&checkpoint, options, count).expect("there are enough layers");
     load_on(&checkpoint, options, backends(count, false), &parts)
-}
-
-/// Drops an engine, and asserts that its devices neither took more than they hold nor keep anything.
-fn end(engine: Engine) {
-    assert!(engine.cache().is_idle(), "sequences are released");
-    let runtimes: Vec<Runtime> = engine.runtimes().cloned().collect();
-    for (rank, runtime) in runtimes.iter().enumerate() {
-        assert_eq!(runtime.ledger().peak(), runtime.ledger().active(), "device {rank}");
-    }
-    drop(engine);
-    for (rank, runtime) in runtimes.iter().enumerate() {
-        runtime.clear_cache();
-        assert_eq!(runtime.ledger().active().total(), 0, "device {rank} keeps something");
-    }
 }
 
 #[test]
@@ -224,26 +191,9 @@ fn saved_parked_forked_and_rewound_sequences_go_on_alike() {
     end(parts);
 }
 
-/// Fails one launch of a device after some that succeed.
-struct Fault(AtomicUsize);
-
-impl Disturbance for Fault {
-    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        let left = self.0.load(Ordering::Relaxed);
-        if left != usize::MAX {
-            self.0.store(left.wrapping_sub(1), Ordering::Relaxed);
-        }
-        if left != 0 {
-            return backend.launch(launch);
-        }
-        launch.note_done(0);
-        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
-    }
-}
-
 /// An engine in two parts whose device `rank` can fail.
 fn faulty(rank: usize, options: EngineOptions) -> (Engine, Arc<Fault>) {
-    let fault = Arc::new(Fault(AtomicUsize::new(usize::MAX)));
+    let fault = Arc::new(Fault::default());
     let mut backends = backends(2, false);
     backends[rank] = Disturbed::new(Arc::clone(&backends[rank]), Arc::clone(&fault));
     let checkpoint = Checkpoint::open(&fixture("qwen3_5")).expect("the checkpoint opens");

@@ -1,10 +1,10 @@
 //! A complete model: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
-use keel_array::{Array, ConvWindow, DType, DeltaState, KvFormat, Weight};
+use keel_array::{Array, ConvWindow, DType, DeltaState, KvFormat, Peers, Weight};
 use keel_cache::{CacheSpec, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
-use crate::{HybridConfig, MixerKind, ModelError, Part, Result};
+use crate::{HybridConfig, MixerKind, ModelError, Part, Result, Shard};
 
 /// The first half of a block.
 #[derive(Debug)]
@@ -30,6 +30,8 @@ pub struct Block {
     pub ff: FeedForward,
     /// Norm of the second half's output, before it is added.
     pub ff_out_norm: Option<RmsNorm>,
+    /// The share of the layer that this device has.
+    pub shard: Shard,
 }
 
 /// The norm of x; x itself if there is no norm.
@@ -47,18 +49,36 @@ impl Block {
     ) -> Result<Array> {
         let h = normed(self.mixer_norm.as_ref(), x)?;
         if let (Some(mixer_norm), Some(ff_norm)) = (&self.mixer_out_norm, &self.ff_out_norm) {
-            let attended = self.attend((&h, None), growth, storage, step)?;
+            let attended = self.sum(self.attend((&h, None), growth, storage, step)?)?;
             return self.add_normed((x, &attended), (mixer_norm, ff_norm));
         }
+        let residual = self.residual(x)?;
         let x = match (&self.mixer, storage) {
-            (Mixer::Attention(_), _) => self.attend((&h, Some(x)), growth, storage, step)?,
+            (Mixer::Attention(_), _) => self.attend((&h, Some(&residual)), growth, storage, step)?,
             (Mixer::GatedDelta(mixer), LayerStorage::Recurrent { window, state }) => {
-                mixer.apply(&h, x, window, state, step)?
+                mixer.apply(&h, &residual, window, state, step)?
             }
             _ => unreachable!("the cache was made for this model's layers"),
         };
+        let x = self.sum(x)?;
         let h = normed(self.ff_norm.as_ref(), &x)?;
-        Ok(self.ff.apply(&h, Some(&x))?)
+        self.sum(self.ff.apply(&h, Some(&self.residual(&x)?))?)
+    }
+
+    /// What this device adds its share to: the residual on the first device that shares the layer, 0 on the others.
+    fn residual(&self, x: &Array) -> Result<Array> {
+        match self.shard.index {
+            0 => Ok(x.clone()),
+            _ => Ok(Array::zeros(x.runtime(), x.shape().clone(), DType::F32)?),
+        }
+    }
+
+    /// The sum of the shares of all devices.
+    fn sum(&self, share: Array) -> Result<Array> {
+        match self.shard.peers() {
+            Some(peers) => Ok(share.all_reduce(peers)?),
+            None => Ok(share),
+        }
     }
 
     /// Attention of rows, added to the residual, if there is one.
@@ -93,7 +113,7 @@ impl Block {
                 (x.clone(), x)
             }
         };
-        Ok(ff_norm.apply(&self.ff.apply(&h, None)?)?.add(&x)?)
+        Ok(ff_norm.apply(&self.sum(self.ff.apply(&h, None)?)?)?.add(&x)?)
     }
 }
 
@@ -141,6 +161,8 @@ pub struct Output {
     pub norm: RmsNorm,
     /// Output head `[V, hidden]`; the embedding's weight if the two are tied.
     pub head: Weight,
+    /// The devices that share the rows of the head, if they do.
+    pub peers: Option<Peers>,
 }
 
 /// A text model, or the part of it that one of several devices holds.
@@ -279,7 +301,11 @@ impl HybridModel {
     /// # Errors
     /// If the operands do not fit.
     pub fn logits(&self, hidden: &Array) -> Result<Array> {
-        Ok(hidden.linear(&self.output()?.head)?)
+        let Output { head, peers, .. } = self.output()?;
+        let own = hidden.linear(head)?;
+        let Some(peers) = *peers else { return Ok(own) };
+        let (rows, vocab) = (own.shape()[0], own.shape()[1] * peers.count);
+        Ok(own.all_gather(peers)?.transpose(&[1, 0, 2])?.reshape([rows, vocab])?)
     }
 
     /// Hidden states of the multi-token-prediction head, `[T, hidden]`. Row t predicts token t + 2 from the model's

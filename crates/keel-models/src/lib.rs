@@ -30,6 +30,7 @@ mod qwen3_moe;
 mod qwen3_next;
 mod rope;
 mod shapes;
+mod shard;
 mod smollm3;
 mod transformer;
 mod turning;
@@ -42,6 +43,8 @@ pub use hybrid::{Block, GrowingQueries, HybridModel, Mixer, MtpHead, Output};
 pub use part::Part;
 pub use rope::RopeScaling;
 pub use shapes::{NAMES as SHAPE_NAMES, shape, shape_with_head};
+pub use shard::Shard;
+use shard::ShardedParameters;
 pub use turning::QueryGrowth;
 
 use loading::Loader;
@@ -95,7 +98,13 @@ pub fn read_config_of(config: &Value, parameters: &dyn loading::Parameters) -> R
 /// limit that is too small.
 pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
     let parsed = read_config_of(config, loader.parameters())?;
-    (family_of(config)?.load)(loader, config, parsed)
+    let (family, shard) = (family_of(config)?, loader.part().shard);
+    if shard.count == 1 {
+        return (family.load)(loader, config, parsed);
+    }
+    let own = shard.config(&parsed)?;
+    let parameters = ShardedParameters::new(loader.parameters(), &parsed, shard)?;
+    (family.load)(&loader.reading(&parameters), config, own)
 }
 
 /// Whether the config has a multi-token-prediction head and the checkpoint contains it: some converters drop it.

@@ -88,14 +88,18 @@ impl<'a> FamilyReader<'a> {
         if !self.part().is_last() {
             return Ok(None);
         }
-        let load =
-            |module: String| self.loader.linear(Piece::whole(module, self.config.vocab), self.config.hidden);
+        let (vocab, shard) = (self.config.vocab, self.part().shard);
+        let peers = shard.peers().filter(|peers| !self.config.tied && vocab.is_multiple_of(peers.count));
+        let rows = peers.map_or(0..vocab, |_| shard.of(vocab));
+        let load = |module: String| {
+            self.loader.linear(Piece::rows(module, vocab, vec![rows.clone()]), self.config.hidden)
+        };
         let head = match embedding {
             Some(embedding) if self.config.tied => embedding.clone(),
             None if self.config.tied => load(format!("{}embed_tokens", self.root))?,
             _ => load(self.head_module().into())?,
         };
-        Ok(Some(Output { norm: self.norm(&format!("{}norm", self.root), self.config.hidden)?, head }))
+        Ok(Some(Output { norm: self.norm(&format!("{}norm", self.root), self.config.hidden)?, head, peers }))
     }
 
     /// A norm whose scale may be stored as an offset from one.

@@ -2,10 +2,13 @@
 
 use std::ops::Range;
 
+use crate::Shard;
+
 /// Consecutive layers, with what comes before the first and after the last layer of the model.
 ///
 /// A device without a `previous` one embeds the tokens. A device without a `next` one holds the final norm, the output
-/// head and the multi-token-prediction head. Hidden states go from a device to the next.
+/// head and the multi-token-prediction head. Hidden states go from a device to the next. Or each device holds a share of
+/// every layer, and they add up what their shares compute.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     /// The layers.
@@ -14,12 +17,14 @@ pub struct Part {
     pub previous: Option<usize>,
     /// Rank of the device with the layers after.
     pub next: Option<usize>,
+    /// The share of each of these layers.
+    pub shard: Shard,
 }
 
 impl Default for Part {
     /// The whole model.
     fn default() -> Part {
-        Part { layers: 0..usize::MAX, previous: None, next: None }
+        Part { layers: 0..usize::MAX, previous: None, next: None, shard: Shard::default() }
     }
 }
 
@@ -30,8 +35,15 @@ impl Part {
             layers: layers.clone(),
             previous: rank.checked_sub(1),
             next: Some(rank + 1).filter(|next| *next < stages.len()),
+            shard: Shard::default(),
         };
         stages.iter().enumerate().map(part).collect()
+    }
+
+    /// The shares of `count` devices of each of a model's layers.
+    pub fn tensor(layers: usize, count: usize) -> Vec<Part> {
+        let part = |index| Part { layers: 0..layers, shard: Shard { index, count }, ..Part::default() };
+        (0..count).map(part).collect()
     }
 
     /// Whether it embeds the tokens.

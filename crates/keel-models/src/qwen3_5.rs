@@ -63,6 +63,7 @@ fn block(reader: &FamilyReader<'_>, prefix: &str, mixer: Mixer) -> Result<Block>
         ff_norm: Some(reader.norm(&format!("{prefix}post_attention_layernorm"), hidden)?),
         ff: reader.feed_forward(&format!("{prefix}mlp."))?,
         ff_out_norm: None,
+        shard: reader.part().shard,
     })
 }
 

@@ -294,6 +294,13 @@ fn halves(first: usize, size: usize, rotary: usize) -> impl Iterator<Item = Rang
 fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<Attention> {
     let c = reader.config;
     let (d, loader) = (c.head_dim, reader.loader);
+    if traits.head_norms == HeadNorms::Together && reader.part().shard.count > 1 {
+        let reason = format!(
+            "{} norms all heads together, so its heads are not split: use --split pipeline",
+            c.model_type
+        );
+        return Err(ModelError::Part(reason));
+    }
     let pieces = qkv_pieces(c, prefix, traits);
     let bias = traits.qkv_bias.then(|| loader.biases(&pieces)).transpose()?;
     let mut projection = loader.projection(pieces, c.hidden)?;
@@ -342,6 +349,7 @@ fn block(
         ff_norm: norm(traits.norms.ff)?,
         ff: feed_forward(reader, &format!("{prefix}mlp."), layer, traits)?,
         ff_out_norm: norm(traits.norms.ff_out)?,
+        shard: reader.part().shard,
     })
 }
 

@@ -43,6 +43,7 @@ pub fn plan_devices(
             let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
             split::pipeline(&alone, parameters, config, options, members.len())?
         }
+        Split::Tensor => split::tensor(parameters, config, members.len())?,
     };
     let devices: Vec<_> = device.group(true).into_iter().zip(parts.iter().cloned()).collect();
     let planned = plan::plan_on(&devices, parameters, config, options)?;

@@ -56,6 +56,31 @@ fn each_device_allocates_its_column_of_the_plan_and_the_text_is_that_of_one() {
 }
 
 #[test]
+fn shares_of_every_layer_are_planned_and_run() {
+    let model = fixture("qwen3_5_moe");
+    let devices = ["--devices", "cpu:0,cpu:1", "--split", "tensor", "--threads", "2"];
+    let plan = [&["plan", "--model", arg(&model), "--context", "256"][..], &devices].concat();
+    let text = succeed(&plan);
+    assert!(text.contains("cpu:1: share 2 of 2 of every layer"), "{text}");
+    let plan = json(&[&plan[..], &["--json"]].concat());
+    let command = ["generate", "--model", arg(&model), "--ids", "3,1,4,1,5,9", "--max-tokens", "20"];
+    let command =
+        [&command[..], &["--ignore-eos", "--json", "--context", "256", "--compute", "f32"]].concat();
+    let report = json(&[&command[..], &devices].concat());
+    assert_eq!(report["tokens"], json(&command)["tokens"]);
+    for rank in 0..2 {
+        let (column, measured) = (&plan["devices"][rank], &report["memory"]["devices"][rank]);
+        for category in ["weights", "recurrent", "staging"] {
+            assert_eq!(measured["allocated"][category], column[category], "{rank}: {category}");
+            assert_eq!(measured["peak"][category], column[category], "{rank}: {category}");
+        }
+    }
+    let logits = ["logits", "--model", arg(&model), "--ids", "1,2", "--out", "/dev/null"];
+    let three = ["--devices", "cpu:0,cpu:1,cpu:2", "--split", "tensor"];
+    fail(&[&logits[..], &three].concat(), "4 attention heads cannot be split evenly over 3 devices");
+}
+
+#[test]
 fn a_plan_has_a_column_for_each_device() {
     let plan = succeed(&[
         "plan",
@@ -99,6 +124,7 @@ fn what_is_not_split_says_so() {
         &["bench", "--prompt", "8", "--gen", "2"][..],
         &["inspect", arg(&model)],
         &["serve"],
+        &["serve", "--model", "a=x", "--model", "b=y"],
         &["fit"],
         &["plan", "--serve"],
     ] {
@@ -110,7 +136,7 @@ fn what_is_not_split_says_so() {
     misuse(&with("cuda:0,cuda:1"), "devices of the CPU only");
     fail(&with("cpu:0,cpu:1,cpu:2,cpu:3,cpu:4"), "a pipeline of 5 devices needs at least as many layers");
     for (extra, reason) in [
-        (&["--devices", "cpu:0,cpu:1", "--split", "tensor"][..], "split as a pipeline only"),
+        (&["--devices", "cpu:0,cpu:1", "--split", "pipeline:2,tensor:2"][..], "not combined"),
         (&["--devices", "tpu:0"], "there is no such device"),
         (&["--split", "pipeline"], "--devices"),
     ] {

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use keel_array::Regime;
+use keel_array::{ArrayError, Regime};
 use keel_cache::{SequenceCache, Sight};
 
 use super::Engine;
-use crate::step::{Outcome, Rows};
+use crate::step::{HEAD_ROWS, Outcome, Rows};
 use crate::{EngineError, Result};
 
 /// Takes one row of logits at a time.
@@ -35,7 +35,7 @@ impl Engine {
                 engine.run(regime, Outcome::Hidden, &[Rows::behind(sequence, tokens)])?;
                 engine.stepper.read_hidden(tokens.len(), &mut rows)?;
                 hidden.extend_from_slice(&rows);
-                engine.stepper.head(&engine.runtime, &engine.model, &engine.cache, &rows, sink)
+                engine.head(&rows, sink)
             };
         if one_by_one {
             self.settle_turns(sequence, sequence.len() + prompt.len());
@@ -68,6 +68,24 @@ impl Engine {
         }
     }
 
+    /// Logits of hidden states `[rows, hidden]`, row by row.
+    fn head(&mut self, hidden: &[f32], sink: &mut LogitSink<'_>) -> Result<()> {
+        let (width, mut row_logits) = (self.model.config.hidden, Vec::new());
+        for block in hidden.chunks(HEAD_ROWS * width) {
+            if self.is_split() {
+                self.run_head_split(block)?;
+            } else {
+                let step = self.stepper.head_step(&self.runtime, &self.model, &self.cache, block)?;
+                step.run().map_err(ArrayError::from)?;
+            }
+            for row in 0..block.len() / width {
+                self.stepper.read_logits(row, &mut row_logits)?;
+                sink(&row_logits)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Runs the MTP head over a whole prompt in a sequence of its own. The head's keys and values are separate from the
     /// model's, but positions and pages are counted alike.
     fn mtp_logits(
@@ -91,11 +109,11 @@ impl Engine {
         for (next, hidden) in pairs {
             outcome = (|| {
                 self.cache.reserve(&mut sequence, next.len())?;
-                self.stepper.write_hidden(&hidden[..next.len() * width])?;
+                self.write_hidden(&hidden[..next.len() * width])?;
                 self.run(regime, Outcome::MtpHidden, &[Rows::behind(&sequence, next)])?;
                 sequence.advance(next.len());
                 self.stepper.read_hidden(next.len(), &mut rows)?;
-                self.stepper.head(&self.runtime, &self.model, &self.cache, &rows, sink)
+                self.head(&rows, sink)
             })();
             if outcome.is_err() {
                 break;

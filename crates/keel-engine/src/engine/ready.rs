@@ -6,7 +6,6 @@ use super::Engine;
 use crate::Result;
 use crate::eyes::Eyes;
 use crate::step::{HEAD_ROWS, Outcome, StepShape, Stepper};
-use crate::together::Peer;
 
 /// Work besides running steps, for which a request may have to wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,10 +79,8 @@ impl Engine {
 
     /// Traces a step on all devices that take part in it.
     fn prepare_step(&mut self, (shape, stays): (StepShape, bool)) -> Result<()> {
-        for Peer { runtime, model, stepper } in &mut self.peers {
-            if shape.outcome.runs_layers() {
-                stepper.prepare(runtime, model, &self.cache, (shape, stays))?;
-            }
+        for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(shape.outcome)) {
+            peer.stepper.prepare(&peer.runtime, &peer.model, &self.cache, (shape, stays))?;
         }
         self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, stays))
     }

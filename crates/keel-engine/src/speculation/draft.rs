@@ -20,7 +20,7 @@ impl Engine {
         }
         // The last row stays for the next draft.
         let rows = if part.depth == 0 { lag.min(HEAD_LAG_MAX) } else { lag - 1 };
-        self.stepper.write_draft_input(&speculation.lag_hidden[..rows * self.model.config.hidden])?;
+        self.write_draft_input(&speculation.lag_hidden[..rows * self.model.config.hidden])?;
         let (first, tokens) = (sequence.cache.len() - lag, &speculation.lag_tokens[..rows]);
         let rows_of = Rows { first, ..Rows::behind(sequence.cache, tokens) };
         self.run(Regime::Decode, Outcome::HeadState, &[rows_of])?;
@@ -61,7 +61,7 @@ impl Engine {
                 rows.push(Rows { first, draws, is_drawn, ..Rows::behind(cache, tokens) });
             }
             if !stays {
-                self.stepper.write_draft_input(&input)?;
+                self.write_draft_input(&input)?;
             }
             let drawn = self.run_and_draw((Regime::Decode, Outcome::Draft), &rows, active.len())?;
             for (row, &i) in active.iter().enumerate() {

@@ -16,7 +16,6 @@ use keel_models::vision::VisionConfig;
 
 pub(crate) use buckets::{Buckets, prefill_rows_max};
 
-use crate::engine::LogitSink;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
 use results::{Results, read_ids, read_rows};
@@ -429,33 +428,18 @@ impl Stepper {
         Ok(self.results.hidden()?.write(hidden)?)
     }
 
-    /// Logits of hidden states `[rows, hidden]`, appended row by row.
-    pub fn head(
+    /// The step that computes the logits of hidden states `[rows, hidden]`, at most [`HEAD_ROWS`] rows.
+    pub fn head_step(
         &mut self,
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
         hidden: &[f32],
-        sink: &mut LogitSink<'_>,
-    ) -> Result<()> {
-        let mut row_logits = Vec::new();
-        for block in hidden.chunks(HEAD_ROWS * model.config.hidden) {
-            let rows = block.len() / model.config.hidden;
-            self.results.head_input()?.write(block)?;
-            let shape = StepShape {
-                regime: Regime::Prefill,
-                rows,
-                sequences: 1,
-                outcome: Outcome::Head,
-                sees: false,
-            };
-            self.step(runtime, model, cache, shape)?.run().map_err(ArrayError::from)?;
-            for row in 0..rows {
-                self.read_logits(row, &mut row_logits)?;
-                sink(&row_logits)?;
-            }
-        }
-        Ok(())
+    ) -> Result<&Executable> {
+        let (regime, outcome) = (Regime::Prefill, Outcome::Head);
+        let rows = hidden.len() / model.config.hidden;
+        self.results.head_input()?.write(hidden)?;
+        self.step(runtime, model, cache, StepShape { regime, rows, sequences: 1, outcome, sees: false })
     }
 }
 

@@ -6,6 +6,7 @@ pub mod adversary;
 pub mod batching;
 pub mod drawn;
 pub mod queueing;
+pub mod splitting;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

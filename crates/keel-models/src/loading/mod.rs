@@ -134,6 +134,12 @@ impl<'a> Loader<'a> {
         Loader { part, ..self }
     }
 
+    /// The same loader for other parameters.
+    pub(crate) fn reading<'b>(&'b self, parameters: &'b dyn Parameters) -> Loader<'b> {
+        let Loader { runtime, compute, progress, ref part, .. } = *self;
+        Loader { runtime, parameters, compute, progress, part: part.clone() }
+    }
+
     /// The part of the model to load.
     pub fn part(&self) -> &Part {
         &self.part

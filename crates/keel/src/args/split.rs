@@ -16,7 +16,8 @@ pub struct SplitArgs {
     /// those of the CPU share its threads.
     #[arg(long, value_name = "DEVICE,...", value_delimiter = ',', value_parser = parse_member)]
     devices: Vec<Member>,
-    /// How --devices share the model: pipeline gives each some of the layers, even by bytes.
+    /// How --devices share the model: pipeline gives each some of the layers, even by bytes; tensor gives each a
+    /// share of every layer, by heads and columns.
     #[arg(long, value_name = "HOW", requires = "devices", default_value = "pipeline", value_parser = parse_split)]
     split: Split,
 }
@@ -36,12 +37,15 @@ pub enum Split {
     /// Each has some of the layers.
     #[default]
     Pipeline,
+    /// Each has a share of every layer.
+    Tensor,
 }
 
 fn parse_split(text: &str) -> Result<Split, String> {
     match text {
         "pipeline" => Ok(Split::Pipeline),
-        _ => Err("models are split as a pipeline only; use pipeline".into()),
+        "tensor" => Ok(Split::Tensor),
+        _ => Err("a model is split by pipeline or tensor; the two are not combined".into()),
     }
 }
 
@@ -130,6 +134,6 @@ mod tests {
         let many: Vec<String> = (0..65).map(|i| format!("cpu:{i}")).collect();
         assert!(refusal(&many.join(",")).contains("lists 65 devices; at most 64"));
         assert!(parse_member("tpu:0").is_err() && parse_member("cpu:x").is_err());
-        assert!(parse_split("tensor").expect_err("not there").contains("pipeline"));
+        assert!(parse_split("pipeline:2,tensor:2").expect_err("not there").contains("not combined"));
     }
 }

@@ -5,6 +5,7 @@ use clap::Args;
 use keel_array::{AttentionSpec, MemoryReport};
 use keel_engine::EngineOptions;
 use keel_engine::plan::{fit, steps};
+use keel_models::Shard;
 use serde_json::{Value, json};
 
 use crate::args::{Device, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
@@ -193,6 +194,11 @@ fn print_devices(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions)
     }
     output::line(&format!("context {}, batch {}", options.context, options.sequences))?;
     for plan in &plans {
+        let Shard { index, count } = plan.part.shard;
+        if count > 1 {
+            output::line(&format!("{}: share {} of {count} of every layer", plan.name, index + 1))?;
+            continue;
+        }
         let (first, last) = (layers(plan).start, layers(plan).end - 1);
         let end = if plan.part.is_last() { ", output head" } else { "" };
         let begin = if plan.part.is_first() { "embedding, " } else { "" };

@@ -154,6 +154,7 @@ struct RequestArgs {
 pub fn run(args: &ServeArgs) -> Result<()> {
     keel_cpu::heap::stay_small();
     let ServeArgs { models, options } = args;
+    options.device.split.refuse()?;
     if models.shape.name().is_some() {
         return serve_shape(options, &models.shape);
     }

@@ -1,0 +1,290 @@
+//! A model whose layers are shared by several devices: the answers of the whole one to rounding, the same on every run,
+//! and each device's memory as planned.
+
+mod common;
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use common::splitting::{Fault, backends, end, load_on};
+use common::{all_logits, decoded, engine, exact, expected, fixture, models, relative_error, runtime};
+use keel_array::{Compute, DType, RowData, Runtime, RuntimeOptions, WeightFormat, WeightSpec};
+use keel_cache::CacheError;
+use keel_engine::{
+    Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
+    split,
+};
+use keel_models::loading::{CheckpointParameters, Parameters, RowSink};
+use keel_models::{ModelError, Part};
+use keel_testkit::disturbed::Disturbed;
+use keel_weights::Checkpoint;
+use serde_json::{Value, json};
+
+/// Sums in another order differ by less than this.
+const ROUNDING_MAX: f64 = 1e-5;
+
+fn parts_of(checkpoint: &Checkpoint, count: usize) -> Result<Vec<Part>, String> {
+    let parameters = CheckpointParameters(checkpoint);
+    split::tensor(&parameters, checkpoint.config(), count).map_err(|error| error.to_string())
+}
+
+#[test]
+fn every_fixture_gives_the_same_logits_where_its_heads_and_groups_divide() {
+    let mut cut = Vec::new();
+    for name in models() {
+        let folder = fixture(name);
+        let checkpoint = Checkpoint::open(&folder).expect("the checkpoint opens");
+        let parameters = CheckpointParameters(&checkpoint);
+        let want = expected(&folder);
+        let mtp = want.mtp_logits.is_some();
+        let mut whole = engine(&folder, &runtime(1), exact());
+        let regimes = [false, true];
+        let answers = regimes.map(|one_by_one| all_logits(&mut whole, &want.ids, one_by_one, mtp));
+        drop(whole);
+        for count in 2..=4 {
+            let engine = parts_of(&checkpoint, count).and_then(|parts| {
+                let source = (&parameters as &dyn Parameters, checkpoint.config());
+                load_on(source, exact(), backends(count, false), &parts).map_err(|error| error.to_string())
+            });
+            let mut engine = match engine {
+                Ok(engine) => engine,
+                Err(reason) => {
+                    assert!(reason.contains("--split pipeline"), "{name} on {count}: {reason}");
+                    assert!(
+                        reason.contains(&count.to_string()) || reason.contains("rotated"),
+                        "{name}: {reason}"
+                    );
+                    continue;
+                }
+            };
+            for (one_by_one, (logits, mtp_logits)) in regimes.into_iter().zip(&answers) {
+                let got = all_logits(&mut engine, &want.ids, one_by_one, mtp);
+                let again = all_logits(&mut engine, &want.ids, one_by_one, mtp);
+                assert!(got == again, "{name} on {count} devices: two runs differ");
+                let error = relative_error(&got.0, logits);
+                assert!(error <= ROUNDING_MAX, "{name} on {count} devices: logits differ by {error:.1e}");
+                if mtp {
+                    let error = relative_error(&got.1, mtp_logits);
+                    assert!(error <= ROUNDING_MAX, "{name} on {count} devices: drafts differ by {error:.1e}");
+                }
+            }
+            end(engine);
+            cut.push((name, count));
+        }
+    }
+    for name in ["qwen3_5", "qwen3_5_moe", "qwen3_next", "llama", "qwen3", "qwen3_moe", "gemma3_text"] {
+        assert!(cut.contains(&(name, 2)), "{name} is cut in 2: {cut:?}");
+    }
+    assert!(cut.iter().any(|(_, count)| *count == 4), "{cut:?}");
+}
+
+/// A model of any shape, whose every element is a function of its place.
+struct Placed {
+    format: WeightFormat,
+}
+
+const FLOATS: Placed = Placed { format: WeightFormat::Dense(DType::F32) };
+
+const CODED: Placed =
+    Placed { format: WeightFormat::Affine { bits: 4, group_size: 32, scale_dtype: DType::F32 } };
+
+fn element(name: &str, row: usize, col: usize) -> f32 {
+    let seed = name.bytes().fold(17u64, |h, b| h.wrapping_mul(31).wrapping_add(b.into()));
+    let mixed = (seed ^ (row as u64) << 24 ^ col as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    ((mixed >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 0.2
+}
+
+impl Parameters for Placed {
+    fn contains(&self, name: &str) -> bool {
+        !name.contains("switch_mlp") && !name.contains("experts.0.")
+    }
+
+    fn shape(&self, _: &str) -> Option<Vec<usize>> {
+        None
+    }
+
+    fn linear_format(
+        &self,
+        _: &str,
+        _: Option<usize>,
+        _: usize,
+        _: usize,
+    ) -> Result<WeightFormat, ModelError> {
+        Ok(self.format)
+    }
+
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        spec: &WeightSpec,
+        sink: &mut RowSink<'_>,
+    ) -> Result<(), ModelError> {
+        let name = format!("{module} {expert:?}");
+        for row in rows {
+            let values: Vec<f32> = (0..spec.cols).map(|col| element(&name, row, col)).collect();
+            let WeightFormat::Affine { .. } = self.format else {
+                let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                sink(1, RowData::Dense(&bytes))?;
+                continue;
+            };
+            let codes: Vec<u8> = values.iter().map(|value| ((value + 0.1) * 80.0) as u8 & 15).collect();
+            let groups = spec.cols / 32;
+            let scales: Vec<f32> = (0..groups).map(|group| 0.01 + 0.001 * group as f32).collect();
+            let biases: Vec<f32> = scales.iter().map(|scale| -7.5 * scale).collect();
+            sink(1, RowData::Affine { codes: &codes, scales: &scales, biases: &biases })?;
+        }
+        Ok(())
+    }
+
+    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>, ModelError> {
+        let of = |i| if name.contains("norm") { 1.0 } else { element(name, i, 0) };
+        Ok((0..elements).map(of).collect())
+    }
+
+    fn norms_are_scales(&self) -> bool {
+        true
+    }
+}
+
+fn config(heads: usize, kv_heads: usize) -> Value {
+    json!({
+        "model_type": "qwen3_5_moe_text", "hidden_size": 64, "vocab_size": 120, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 16, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, "attn_output_gate": true,
+        "linear_num_key_heads": 6, "linear_num_value_heads": 12, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 192, "shared_expert_intermediate_size": 192, "tie_word_embeddings": false,
+        "mtp_num_hidden_layers": 1,
+    })
+}
+
+fn placed(model: &Placed, config: &Value, options: EngineOptions, count: usize) -> Engine {
+    if count == 1 {
+        return Engine::load(&runtime(1), model, config, options, &|_| ()).expect("the model loads");
+    }
+    let parts = split::tensor(model, config, count).expect("it divides");
+    load_on((model, config), options, backends(count, false), &parts).expect("the model loads")
+}
+
+#[test]
+fn odd_numbers_of_devices_and_repeated_key_value_heads() {
+    let ids: Vec<u32> = (0..70).map(|i| i * 37 % 120).collect();
+    for (model, kv_heads, counts) in [
+        (&FLOATS, 6, &[2, 3, 6][..]),
+        (&FLOATS, 3, &[3, 6]),
+        (&FLOATS, 2, &[2, 6]),
+        (&FLOATS, 1, &[2, 3]),
+        (&CODED, 6, &[2, 3, 6]),
+    ] {
+        let config = config(12, kv_heads);
+        let want = all_logits(&mut placed(model, &config, exact(), 1), &ids, false, true);
+        for &count in counts {
+            let mut engine = placed(model, &config, exact(), count);
+            let got = all_logits(&mut engine, &ids, false, true);
+            for (got, want) in [(&got.0, &want.0), (&got.1, &want.1)] {
+                let error = relative_error(got, want);
+                assert!(error <= ROUNDING_MAX, "{kv_heads} heads on {count} devices: {error:.1e}");
+            }
+            end(engine);
+        }
+    }
+}
+
+#[test]
+fn what_does_not_divide_is_refused_with_its_numbers() {
+    let refusal =
+        |config: &Value, count| split::tensor(&FLOATS, config, count).expect_err("refused").to_string();
+    let message = refusal(&config(12, 6), 5);
+    assert!(message.contains("12 attention heads") && message.contains("over 5 devices"), "{message}");
+    let message = refusal(&config(12, 4), 6);
+    assert!(message.contains("4 key-value heads"), "{message}");
+    let message = refusal(&config(12, 12), 4);
+    assert!(
+        message.contains("6 key heads of recurrent layers cannot be split evenly over 4 devices"),
+        "{message}"
+    );
+    let mut narrow = config(12, 6);
+    narrow["moe_intermediate_size"] = 25.into();
+    let message = refusal(&narrow, 3);
+    assert!(message.contains("25 columns of an expert"), "{message}");
+    let mut off_groups = config(12, 6);
+    off_groups["moe_intermediate_size"] = 96.into();
+    let parts = split::tensor(&CODED, &off_groups, 2).expect("heads and columns divide");
+    let error =
+        load_on((&CODED, &off_groups), exact(), backends(2, false), &parts).err().expect("groups do not");
+    let message = error.to_string();
+    assert!(message.contains("96 columns in groups of 32") && message.contains("48 each"), "{message}");
+}
+
+#[test]
+fn drafts_of_shared_heads_leave_the_text_without_drafts() {
+    let options = EngineOptions {
+        context: 512,
+        sequences: 2,
+        prefill_step: 64,
+        drafts: 3,
+        compute: Compute::F32,
+        ..EngineOptions::default()
+    };
+    let config = config(12, 6);
+    let prompt: Vec<u32> = (0..70).map(|i| i * 37 % 120).collect();
+    let until = || GenerateOptions { max_tokens: 24, ..GenerateOptions::default() };
+    for count in [2, 3] {
+        let mut engine = placed(&FLOATS, &config, options, count);
+        let sequence = engine.open().expect("a slot is free");
+        let mut plain =
+            TokenIterator::new(&mut engine, sequence, &prompt, until(), &mut |_| ()).expect("fits");
+        let want: Vec<u32> = plain.by_ref().collect::<Result<_, _>>().expect("every step runs");
+        plain.release();
+        let sequence = engine.open().expect("a slot is free");
+        let speculation = SpeculationOptions::default();
+        let mut drafted =
+            MtpTokenIterator::new(&mut engine, sequence, &prompt, until(), speculation, &mut |_| ())
+                .expect("fits");
+        let got: Vec<u32> = drafted.by_ref().collect::<Result<_, _>>().expect("every round runs");
+        drafted.release();
+        assert_eq!(got, want, "on {count} devices");
+        assert_eq!(got.len(), 24);
+        end(engine);
+    }
+}
+
+#[test]
+fn a_device_that_fails_ends_the_step_of_all_and_a_new_sequence_runs() {
+    let config = config(12, 6);
+    let options = EngineOptions { context: 256, compute: Compute::F32, ..EngineOptions::default() };
+    let parts = split::tensor(&FLOATS, &config, 3).expect("it divides");
+    for rank in 0..3 {
+        let fault = Arc::new(Fault::default());
+        let mut backends = backends(3, false);
+        backends[rank] = Disturbed::new(Arc::clone(&backends[rank]), Arc::clone(&fault));
+        let mut engine = load_on((&FLOATS, &config), options, backends, &parts).expect("the model loads");
+        let mut sequence = decoded(&mut engine, &[1, 2, 3], &[5]);
+        let start = Instant::now();
+        fault.0.store(0, Ordering::Relaxed);
+        let error = engine.decode(&mut [&mut sequence], &[6]).expect_err("a device has failed");
+        assert!(error.to_string().contains("injected"), "device {rank}: {error}");
+        assert!(start.elapsed() < Duration::from_secs(10), "nobody waits for a device that has failed");
+        let torn = engine.decode(&mut [&mut sequence], &[6]).expect_err("its state is torn");
+        assert!(matches!(torn, EngineError::Cache(CacheError::TornState { .. })), "device {rank}: {torn}");
+        engine.release(sequence);
+        let again = decoded(&mut engine, &[1, 2, 3], &[5, 6]);
+        engine.release(again);
+        end(engine);
+    }
+}
+
+#[test]
+fn shares_in_another_order_are_refused() {
+    let parts = split::tensor(&FLOATS, &config(12, 6), 2).expect("it divides");
+    let runtimes =
+        backends(2, false).into_iter().rev().map(|b| Runtime::new(Arc::clone(&b), RuntimeOptions::default()));
+    let devices: Vec<_> = runtimes.zip(parts).collect();
+    let error = Engine::load_on(&devices, &FLOATS, &config(12, 6), exact(), &|_| ()).err().expect("refused");
+    assert!(error.to_string().contains("is not device 0 of a group of 2"), "{error}");
+}
