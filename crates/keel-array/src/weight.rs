@@ -36,6 +36,9 @@ pub enum Compute {
     F32,
     /// Activations in 16 bits or more (bf16 or f16, whichever is more accurate on the device), f32 sums.
     Bf16,
+    /// As `Auto`. Products of many rows, as those of prompts, may round activations and quantised weights to 8-bit
+    /// floats (e4m3) with a scale for each row, if the device has matrix instructions for them.
+    Prompts8,
 }
 
 /// Shape and coding of a weight `[experts, rows, cols]`; a plain linear layer has one expert.

@@ -65,6 +65,7 @@ sources! {
     MIXTURE = "mixture.cu",
     EXACT_MATMUL = "exact_matmul.cu",
     DEQUANTIZE = "dequantize.cu",
+    EIGHT_BITS = "eight_bits.cu",
     LINEAR_TILED = "linear_tiled.cu",
     BATCH = "batch.cu",
     CAUSAL_CONV = "causal_conv.cu",

@@ -1,6 +1,8 @@
 //! The peak rates of a GPU, measured now.
 
-use crate::driver::{BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, HalfType, Product, driver};
+use crate::driver::{
+    BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, FactorType, Product, ProductOperands, driver,
+};
 use crate::error::Result;
 use std::sync::Arc;
 use std::time::Instant;
@@ -74,11 +76,17 @@ fn product_rate(device: &Arc<Device>) -> Result<f64> {
     let (x, w) = (half(1)?, half(2)?);
     let y = CudaMemory::zeroed(device, 4 * PRODUCT * PRODUCT, false)?;
     let workspace = CudaMemory::zeroed(device, BLAS_WORKSPACE_BYTES, false)?;
-    let product =
-        Product { rows: PRODUCT, cols: PRODUCT, inner: PRODUCT, accumulate: false, half: HalfType::Bf16 };
+    let product = Product {
+        rows: PRODUCT,
+        cols: PRODUCT,
+        inner: PRODUCT,
+        accumulate: false,
+        factors: FactorType::Bf16,
+    };
+    let operands = ProductOperands { x: x.at(0), w: w.at(0), y: y.at(0), scales: (0, 0) };
     let seconds = time(device, || {
         // SAFETY: all memories have the product's sizes and live past the last synchronisation.
-        unsafe { blas.multiply(device, product, (x.at(0), w.at(0), y.at(0)), workspace.at(0)) }
+        unsafe { blas.multiply(device, product, operands, workspace.at(0)) }
     })?;
     Ok(2.0 * (PRODUCT as f64).powi(3) / seconds)
 }

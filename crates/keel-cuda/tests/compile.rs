@@ -147,6 +147,7 @@ fn keys() -> Vec<KernelKey> {
         );
         if affine {
             add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
+            add(kernels::EIGHT_BITS, &["to_eight_bits", "dequantize_eight_bits"], &exact.concat());
             let grouped = [("GROUPED", "1"), ("FANOUT", "2"), ("EXPERTS", "64"), ("SPLITS", "1")];
             add(
                 kernels::LINEAR_TILED,
@@ -165,6 +166,7 @@ fn keys() -> Vec<KernelKey> {
         let (single, few) = ([("DIM_T", "1"), ("GATHER", "2")], [("DIM_T", "3")]);
         add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
         add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));
+        add(kernels::EIGHT_BITS, &["dequantize_eight_bits"], &with(&[]));
         // The other formats differ only in how values are decoded.
         if matches!(format, BlockFormat::Q4K | BlockFormat::Q6K) {
             add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));

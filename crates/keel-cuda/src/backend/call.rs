@@ -2,7 +2,7 @@
 
 use super::operand::{Bound, BoundKernel};
 use super::{Gpu, Mode};
-use crate::driver::{Arguments, Product, driver, overlap};
+use crate::driver::{Arguments, Product, ProductOperands, driver, overlap};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use cudarc::driver::sys;
@@ -154,8 +154,8 @@ impl Call<'_> {
         ArrayError::Kernel { op: self.kernel.op.name().into(), reason }
     }
 
-    /// Puts a product of cuBLASLt on the stream: x, w and y by address, and the library's own scratch.
-    pub fn multiply(&self, product: Product, operands: (u64, u64, u64), own: u64) -> Result<()> {
+    /// Puts a product of cuBLASLt on the stream: operands by address, and the library's own scratch.
+    pub fn multiply(&self, product: Product, operands: ProductOperands, own: u64) -> Result<()> {
         if self.gpu.is_listing() {
             return Ok(());
         }

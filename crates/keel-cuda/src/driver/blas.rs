@@ -1,4 +1,4 @@
-//! cuBLASLt: products of 16-bit floats on tensor cores with f32 sums.
+//! cuBLASLt: products of 16-bit and 8-bit floats on tensor cores with f32 sums.
 
 use super::Device;
 use crate::CudaError;
@@ -13,9 +13,21 @@ pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// The type of the factors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum HalfType {
+pub(crate) enum FactorType {
     Bf16,
     F16,
+    /// 8 bits, with an f32 scale for each row of x and of w. `cols` and `inner` are multiples of 16.
+    E4m3,
+}
+
+/// The addresses of a product's operands.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ProductOperands {
+    pub x: u64,
+    pub w: u64,
+    pub y: u64,
+    /// The scales of x and of w: f32 `[rows]` and `[cols]`, read for [`FactorType::E4m3`] alone.
+    pub scales: (u64, u64),
 }
 
 /// `y [rows, cols] = x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`.
@@ -25,7 +37,7 @@ pub(crate) struct Product {
     pub cols: usize,
     pub inner: usize,
     pub accumulate: bool,
-    pub half: HalfType,
+    pub factors: FactorType,
 }
 
 struct Plan {
@@ -63,6 +75,25 @@ fn refused(call: &'static str) -> impl Fn(result::CublasError) -> CudaError {
     move |error| CudaError::Driver { call, reason: format!("{error:?}") }
 }
 
+/// Sets the addresses of the scales. The library's A is w, and its B is x.
+///
+/// # Safety
+/// `description` must be alive.
+unsafe fn set_scales(
+    description: sys::cublasLtMatmulDesc_t,
+    (x, w): (u64, u64),
+) -> Result<(), result::CublasError> {
+    for (attribute, address) in [
+        (sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, w),
+        (sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, x),
+    ] {
+        let value = (&raw const address).cast();
+        // SAFETY: the description is alive; an address has the size that is given.
+        unsafe { result::set_matmul_desc_attribute(description, attribute, value, size_of_val(&address))? };
+    }
+    Ok(())
+}
+
 fn is_present() -> Result<()> {
     // SAFETY: asks the loader whether the library can be opened.
     if unsafe { sys::is_culib_present() } {
@@ -90,19 +121,20 @@ impl Blas {
         Ok(Blas { handle, plans: Mutex::default() })
     }
 
-    fn plan(&self, product: Product) -> Result<Plan, result::CublasError> {
+    fn plan(&self, product: Product, operands: &ProductOperands) -> Result<Plan, result::CublasError> {
         let Product { rows, cols, inner, .. } = product;
         let description = result::create_matmul_desc(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType_t::CUDA_R_32F,
         )?;
         // The library's matrices are column-major: row-major [cols, inner] is its [inner, cols], to be transposed.
-        let half = match product.half {
-            HalfType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
-            HalfType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        let factor = match product.factors {
+            FactorType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+            FactorType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+            FactorType::E4m3 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
         };
-        let weight = result::create_matrix_layout(half, inner as u64, cols as u64, inner as i64)?;
-        let input = result::create_matrix_layout(half, inner as u64, rows as u64, inner as i64)?;
+        let weight = result::create_matrix_layout(factor, inner as u64, cols as u64, inner as i64)?;
+        let input = result::create_matrix_layout(factor, inner as u64, rows as u64, inner as i64)?;
         let single = sys::cudaDataType_t::CUDA_R_32F;
         let output = result::create_matrix_layout(single, cols as u64, rows as u64, cols as i64)?;
         let preference = result::create_matmul_pref()?;
@@ -115,6 +147,17 @@ impl Blas {
                 (&raw const transposed).cast(),
                 size_of_val(&transposed),
             )?;
+            if product.factors == FactorType::E4m3 {
+                set_scales(description, operands.scales)?;
+                let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+                for attribute in [
+                    sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
+                    sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_B_SCALE_MODE,
+                ] {
+                    let at = (&raw const mode).cast();
+                    result::set_matmul_desc_attribute(description, attribute, at, size_of_val(&mode))?;
+                }
+            }
             result::set_matmul_pref_attribute(
                 preference,
                 sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
@@ -145,16 +188,21 @@ impl Blas {
         &self,
         device: &Device,
         product: Product,
-        (x, w, y): (u64, u64, u64),
+        operands: ProductOperands,
         workspace: u64,
     ) -> Result<()> {
         let mut plans = self.plans.lock().unwrap_or_else(|e| e.into_inner());
         let plan = match plans.entry(product) {
             Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => {
-                entry.insert(self.plan(product).map_err(refused("cublasLtMatmulAlgoGetHeuristic"))?)
-            }
+            Entry::Vacant(entry) => entry
+                .insert(self.plan(product, &operands).map_err(refused("cublasLtMatmulAlgoGetHeuristic"))?),
         };
+        if product.factors == FactorType::E4m3 {
+            // SAFETY: the plan's description is alive.
+            unsafe { set_scales(plan.description, operands.scales) }
+                .map_err(refused("cublasLtMatmulDescSetAttribute"))?;
+        }
+        let ProductOperands { x, w, y, .. } = operands;
         let (alpha, beta) = (1f32, if product.accumulate { 1f32 } else { 0f32 });
         // SAFETY: the plan's handles are alive; the addresses are as the caller promises.
         let outcome = unsafe {

@@ -42,6 +42,24 @@ pub fn gather_quantized_matmul(x: &[f32], experts: &[Affine], choice: &[u32]) ->
     choice.iter().enumerate().flat_map(|(r, e)| quantized_matmul(row(r), &experts[*e as usize])).collect()
 }
 
+/// Values after rounding to 8-bit floats (e4m3: 3 bits of mantissa, exponents from -6, at most 448), ties to even. Each
+/// row of `width` values has the scale `c = max |x| / 448`; codes are those of `x * (448 / max |x|)`.
+pub fn e4m3_rows(x: &[f32], width: usize) -> Vec<f32> {
+    const MAX: f32 = 448.0;
+    let code = |x: f32| {
+        // The distance of neighbouring codes: an eighth of the power of 2 below x, and no less than 2^-9.
+        let exponent = (x.abs().to_bits() >> 23) as i32 - 127;
+        let step = 2f32.powi(exponent.max(-6) - 3);
+        (x / step).round_ties_even() * step
+    };
+    let round = |row: &[f32]| {
+        let top = row.iter().fold(0.0f32, |top, x| top.max(x.abs()));
+        let (scale, reciprocal) = if top > 0.0 { (top / MAX, MAX / top) } else { (1.0, 1.0) };
+        row.iter().map(move |x| code((x * reciprocal).clamp(-MAX, MAX)) * scale).collect::<Vec<_>>()
+    };
+    x.chunks_exact(width).flat_map(round).collect()
+}
+
 /// Activations after quantisation to 8 bits in groups. For each group of `group` consecutive values: `c * p` with
 /// `c = max |x| / 127` and `p = x * (127 / max |x|)`, rounded to the nearest, ties to even.
 pub fn quantised_activations(x: &[f32], group: usize) -> Vec<f32> {
@@ -51,4 +69,16 @@ pub fn quantised_activations(x: &[f32], group: usize) -> Vec<f32> {
         group.iter().map(move |x| (x * reciprocal).round_ties_even() * scale).collect::<Vec<_>>()
     };
     x.chunks_exact(group).flat_map(round).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_of_eight_bits_are_the_nearest() {
+        // 448 sets the scale to 1. 17 lies between 16 and 18, 19 between 18 and 20: ties go to the even mantissa.
+        let row = [448.0, 17.0, 19.0, -16.9, 0.001, 0.0012, 300.0, 0.0];
+        assert_eq!(e4m3_rows(&row, 8), [448.0, 16.0, 20.0, -16.0, 0.001953125, 0.001953125, 288.0, 0.0]);
+    }
 }

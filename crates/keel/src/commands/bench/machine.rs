@@ -83,7 +83,9 @@ impl Machine {
     pub fn peak_of(&self, compute: Compute, quantised: bool) -> Option<f64> {
         match compute {
             Compute::F32 => self.f32_fma,
-            Compute::Auto if quantised => self.int8_dot.or(self.bf16_dot).or(self.f32_fma),
+            Compute::Auto | Compute::Prompts8 if quantised => {
+                self.int8_dot.or(self.bf16_dot).or(self.f32_fma)
+            }
             _ => self.bf16_dot.or(self.f32_fma),
         }
     }

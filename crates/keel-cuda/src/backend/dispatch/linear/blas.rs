@@ -1,12 +1,13 @@
-//! Products of many rows through cuBLASLt. A quantised weight is widened to f16 in scratch. A dense one is multiplied
-//! as stored, twice if x has to keep 16 bits.
+//! Products of many rows through cuBLASLt. A quantised weight is widened to f16 in scratch, or to 8 bits
+//! (`eight_bits.rs`). A dense one is multiplied as stored, twice if x has to keep 16 bits.
 
 use super::super::{Bound, Call, Geometry};
+use super::eight_bits::{self, EightScratch};
 use super::exact::exact_tiled;
 use super::half::absorbed_to_half;
 use super::{at_row, col_tiles, packed, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
-use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, HalfType, Product};
+use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, FactorType, Product, ProductOperands};
 use crate::error::{CudaError, Result};
 use crate::kernels::{DEQUANTIZE, KernelKey};
 use keel_array::{ArrayError, Compute, WeightFormat, WeightSpec};
@@ -17,7 +18,7 @@ use keel_array::{ArrayError, Compute, WeightFormat, WeightSpec};
 const BLAS_BLOCK: usize = 64;
 
 /// Alignment of the library's scratch, in bytes; the arena promises less.
-const BLAS_ALIGN: usize = 256;
+pub(super) const BLAS_ALIGN: usize = 256;
 
 /// Where the scratch of a product through cuBLASLt lies, from a multiple of [`BLAS_ALIGN`] on: the library's own, x in
 /// 16 bits, W if it is widened, then the last block of y if rows are multiplied in blocks, or y if it is padded. `end`
@@ -26,6 +27,8 @@ pub(super) struct BlasScratch {
     x: usize,
     w: usize,
     last: usize,
+    /// What a product in 8 bits has in addition.
+    eight: EightScratch,
     pub end: usize,
 }
 
@@ -34,7 +37,7 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) ->
     let rows = if in_blocks { rows.next_multiple_of(BLAS_BLOCK) } else { rows };
     let w = x + x_parts(weight) * x_bytes(weight, rows);
     let (padded, is_padded) = (padded_rows(weight.rows), padded_rows(weight.rows) != weight.rows);
-    let is_widened = operands(weight) == HalfType::F16;
+    let is_widened = factors(weight) == FactorType::F16;
     let last = w + if is_widened { padded * weight.cols * size_of::<u16>() } else { 0 };
     let last = last.next_multiple_of(BLAS_ALIGN);
     let end = last
@@ -43,19 +46,21 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) ->
             false if is_padded => rows * padded * size_of::<f32>(),
             false => 0,
         };
-    BlasScratch { x, w, last, end: end + BLAS_ALIGN }
+    let eight = EightScratch::new(weight, rows, end);
+    let end = if eight_bits::is_tried(weight, in_blocks) { eight.end } else { end };
+    BlasScratch { x, w, last, eight, end: end + BLAS_ALIGN }
 }
 
-fn operands(weight: &WeightSpec) -> HalfType {
+pub(super) fn factors(weight: &WeightSpec) -> FactorType {
     match weight.format {
-        WeightFormat::Dense(_) => HalfType::Bf16,
-        _ => HalfType::F16,
+        WeightFormat::Dense(_) => FactorType::Bf16,
+        _ => FactorType::F16,
     }
 }
 
 /// Whether x enters as the sum of two bf16, each of which is multiplied.
 pub(super) fn splits_x(weight: &WeightSpec) -> bool {
-    weight.compute == Compute::Bf16 && operands(weight) == HalfType::Bf16
+    weight.compute == Compute::Bf16 && factors(weight) == FactorType::Bf16
 }
 
 fn x_parts(weight: &WeightSpec) -> usize {
@@ -75,7 +80,7 @@ fn to_half(
     (to, part_bytes): (u64, usize),
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let is_bf16 = u8::from(operands(weight) == HalfType::Bf16);
+    let is_bf16 = u8::from(factors(weight) == FactorType::Bf16);
     if let Some(maker) = call.maker(0) {
         return absorbed_to_half(maker, weight, rows, (to, ("HALF_BF16", is_bf16)), call);
     }
@@ -104,7 +109,17 @@ pub(super) fn through_blas(
     let (x, mut w) = (own + scratch.x as u64, call.inputs[1].address);
     let part_bytes = (scratch.w - scratch.x) / x_parts(weight);
     to_half(weight, rows, (x, part_bytes), call)?;
-    if operands(weight) == HalfType::F16 {
+    let (y, accumulate) = (&call.outputs[0], residual.is_some());
+    if let Some(residual) = residual {
+        call.bring(residual, y)?;
+    }
+    if eight_bits::is_tried(weight, in_blocks) {
+        let places = (x, own + scratch.w as u64, &scratch.eight);
+        if eight_bits::multiply(weight, (rows, accumulate), places, own, call)? {
+            return Ok(());
+        }
+    }
+    if factors(weight) == FactorType::F16 {
         w = own + scratch.w as u64;
         let tiles = row_tiles(weight) * col_tiles(weight);
         let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).u32(1);
@@ -114,16 +129,12 @@ pub(super) fn through_blas(
             arguments,
         )?;
     }
-    let (y, accumulate) = (&call.outputs[0], residual.is_some());
-    if let Some(residual) = residual {
-        call.bring(residual, y)?;
-    }
     let cols = if accumulate || in_blocks { weight.rows } else { padded_rows(weight.rows) };
     let to = if cols == weight.rows { y.address } else { own + scratch.last as u64 };
     let multiply = |x: u64, accumulate: bool| match in_blocks {
         false => {
             let product = Product { cols, ..product_of(weight, rows, accumulate) };
-            call.multiply(product, (x, w, to), own)
+            call.multiply(product, half_operands(x, w, to), own)
         }
         true => multiply_blocks(weight, accumulate, (x, w, own + scratch.last as u64), own, call),
     };
@@ -149,8 +160,12 @@ pub(super) fn through_blas(
     }
 }
 
+fn half_operands(x: u64, w: u64, y: u64) -> ProductOperands {
+    ProductOperands { x, w, y, scales: (0, 0) }
+}
+
 fn product_of(weight: &WeightSpec, rows: usize, accumulate: bool) -> Product {
-    Product { rows, cols: weight.rows, inner: weight.cols, accumulate, half: operands(weight) }
+    Product { rows, cols: weight.rows, inner: weight.cols, accumulate, factors: factors(weight) }
 }
 
 /// y in blocks of [`BLAS_BLOCK`] rows. The last block is computed in `last`; its rows after those of x are not used.
@@ -168,13 +183,13 @@ fn multiply_blocks(
         let x = x + (first * weight.cols * size_of::<u16>()) as u64;
         let bytes = BLAS_BLOCK.min(rows - first) * weight.rows * size_of::<f32>();
         if first + BLAS_BLOCK <= rows {
-            call.multiply(product, (x, w, y), own)?;
+            call.multiply(product, half_operands(x, w, y), own)?;
             continue;
         }
         if accumulate {
             call.copy(y, last, bytes)?;
         }
-        call.multiply(product, (x, w, last), own)?;
+        call.multiply(product, half_operands(x, w, last), own)?;
         call.copy(last, y, bytes)?;
     }
     Ok(())

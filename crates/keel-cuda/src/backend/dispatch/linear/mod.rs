@@ -9,6 +9,9 @@
 //! With `Compute::Bf16` x keeps more bits. Few rows meet a quantised weight in f16, as many rows do. A dense weight
 //! meets x as the sum of two bf16, for any number of rows.
 //!
+//! With `Compute::Prompts8` the third line rounds x and a quantised weight to 8-bit floats instead, on devices that
+//! multiply them.
+//!
 //! In the deterministic mode:
 //! - Rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time.
 //! - Other rows take the second line with all of K in one block; cuBLASLt (without Hopper also for quantised weights)
@@ -21,6 +24,7 @@
 mod blas;
 mod choice;
 pub(super) mod combination;
+mod eight_bits;
 mod exact;
 mod few_rows;
 mod gather;

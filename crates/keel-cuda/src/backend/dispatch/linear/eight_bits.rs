@@ -1,0 +1,66 @@
+//! Products of many rows in 8-bit floats (e4m3) through cuBLASLt, for `Compute::Prompts8`. x and the widened W are
+//! rounded with a scale for each row. Twice the rate of 16 bits and half the bytes of W; each factor is off by up to
+//! 2^-4 of itself.
+
+use super::super::{Call, Geometry};
+use super::blas::{BLAS_ALIGN, factors};
+use super::{packed, row_tiles, weight_key};
+use crate::driver::{Arguments, FactorType, Product, ProductOperands};
+use crate::kernels::EIGHT_BITS;
+use keel_array::{ArrayError, Compute, WeightSpec};
+
+/// The library's rule for 8-bit factors.
+const MULTIPLE: usize = 16;
+
+/// Whether a product that goes through cuBLASLt is tried in 8 bits. The library decides when it sees the device.
+pub(super) fn is_tried(weight: &WeightSpec, in_blocks: bool) -> bool {
+    weight.compute == Compute::Prompts8
+        && !in_blocks
+        && factors(weight) == FactorType::F16
+        && weight.rows.is_multiple_of(MULTIPLE)
+        && weight.cols.is_multiple_of(MULTIPLE)
+}
+
+/// Where x in 8 bits and the scales lie in the scratch, from a multiple of [`BLAS_ALIGN`] on. W takes the place that
+/// it has in 16 bits.
+pub(super) struct EightScratch {
+    x: usize,
+    x_scales: usize,
+    w_scales: usize,
+    pub end: usize,
+}
+
+impl EightScratch {
+    pub fn new(weight: &WeightSpec, rows: usize, first: usize) -> EightScratch {
+        let x = first.next_multiple_of(BLAS_ALIGN);
+        let x_scales = (x + rows * weight.cols).next_multiple_of(BLAS_ALIGN);
+        let w_scales = (x_scales + rows * size_of::<f32>()).next_multiple_of(BLAS_ALIGN);
+        EightScratch { x, x_scales, w_scales, end: w_scales + weight.rows * size_of::<f32>() }
+    }
+}
+
+/// The product of x in 16 bits at `half`. W is written to `w`. False if the library refuses it; y is then as before.
+pub(super) fn multiply(
+    weight: &WeightSpec,
+    (rows, accumulate): (usize, bool),
+    (half, w, scratch): (u64, u64, &EightScratch),
+    own: u64,
+    call: &Call<'_>,
+) -> Result<bool, ArrayError> {
+    let at = |offset: usize| own + offset as u64;
+    let (x, scales) = (at(scratch.x), (at(scratch.x_scales), at(scratch.w_scales)));
+    let arguments = Arguments::default().pointer(half).pointer(x).pointer(scales.0);
+    call.launch(&weight_key(EIGHT_BITS, "to_eight_bits", weight), Geometry::rows(rows, 256), arguments)?;
+    let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).pointer(scales.1);
+    let key = weight_key(EIGHT_BITS, "dequantize_eight_bits", weight);
+    call.launch(&key, Geometry::rows(row_tiles(weight), 256), arguments)?;
+    let (cols, inner) = (weight.rows, weight.cols);
+    let product = Product { rows, cols, inner, accumulate, factors: FactorType::E4m3 };
+    match call.multiply(product, ProductOperands { x, w, y: call.outputs[0].address, scales }, own) {
+        Ok(()) => Ok(true),
+        Err(error) => {
+            tracing::debug!("{error}; multiplied in 16 bits");
+            Ok(false)
+        }
+    }
+}
