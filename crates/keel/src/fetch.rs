@@ -51,6 +51,11 @@ mod web {
 
     impl Fetcher {
         pub fn new(hosts: &[String]) -> Fetcher {
+            Fetcher::with(hosts, DefaultResolver::default())
+        }
+
+        /// As [`Fetcher::new`], with names that `names` finds.
+        fn with(hosts: &[String], names: impl Resolver) -> Fetcher {
             let hosts: Vec<String> = hosts.iter().map(|host| host.trim().to_ascii_lowercase()).collect();
             let config = Agent::config_builder()
                 .user_agent(concat!("keel/", env!("CARGO_PKG_VERSION")))
@@ -60,7 +65,7 @@ mod web {
                 .max_idle_connections(0)
                 .proxy(None)
                 .build();
-            let agent = Agent::with_parts(config, DefaultConnector::default(), Guarded::default());
+            let agent = Agent::with_parts(config, DefaultConnector::default(), Guarded(names));
             Fetcher { hosts, agent }
         }
 
@@ -109,10 +114,10 @@ mod web {
     }
 
     /// Leads names to public addresses alone.
-    #[derive(Debug, Default)]
-    struct Guarded(DefaultResolver);
+    #[derive(Debug)]
+    struct Guarded<R>(R);
 
-    impl Resolver for Guarded {
+    impl<R: Resolver> Resolver for Guarded<R> {
         fn resolve(
             &self,
             uri: &Uri,
@@ -222,6 +227,49 @@ mod web {
                     "{url}: {problem}"
                 );
             }
+        }
+
+        /// Names as a hosts file has them.
+        #[derive(Debug)]
+        struct Names(Vec<(&'static str, Vec<SocketAddr>)>);
+
+        impl Resolver for Names {
+            fn resolve(
+                &self,
+                uri: &Uri,
+                _: &Config,
+                _: NextTimeout,
+            ) -> Result<ResolvedSocketAddrs, ureq::Error> {
+                let (_, addresses) = self
+                    .0
+                    .iter()
+                    .find(|(name, _)| uri.host() == Some(name))
+                    .ok_or(ureq::Error::HostNotFound)?;
+                let mut found = self.empty();
+                addresses.iter().for_each(|address| found.push(*address));
+                Ok(found)
+            }
+        }
+
+        #[test]
+        fn a_name_that_leads_to_a_private_address_is_refused_before_anybody_is_asked() {
+            let address = host(answer("200 OK", "", b"picture"), Duration::ZERO);
+            let public: SocketAddr = "8.8.8.8:80".parse().expect("an address");
+            let names = [
+                ("rebound.test", vec![address]),
+                ("mixed.test", vec![public, address]),
+                ("inner.test", vec!["[::ffff:10.0.0.1]:80".parse().expect("an address")]),
+                ("localhost", vec![address]),
+            ];
+            let hosts: Vec<String> = names.iter().map(|(name, _)| name.to_string()).collect();
+            let fetcher = Fetcher::with(&hosts, Names(names.to_vec()));
+            let limits = FetchLimits { bytes: 100, time: Duration::from_secs(5) };
+            for name in ["rebound.test", "mixed.test", "inner.test"] {
+                let problem = fetcher.fetch(&format!("http://{name}/a.png"), limits).expect_err("refused");
+                assert!(problem.contains("its name leads to a private address"), "{name}: {problem}");
+            }
+            // Whoever allows localhost means it. The same answer shows that the names above were found.
+            assert_eq!(fetcher.fetch("http://localhost/a.png", limits), Ok(b"picture".to_vec()));
         }
 
         #[test]
