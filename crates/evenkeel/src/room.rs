@@ -41,13 +41,13 @@ impl Room {
             Bound::ControlGroup => "the control group (container) of this process",
         };
         let (bytes, room) = (free.bytes.saturating_sub(HOST_ROOM_BYTES), human_bytes(HOST_ROOM_BYTES));
-        Some(Room { bytes, why: format!("what {who} has free now less {room} for the program") })
+        Some(Room { bytes, why: format!("free memory of {who}, minus {room} for the program") })
     }
 
     /// Free memory of a GPU.
     pub fn of_gpu(driver: &Driver) -> Room {
         let room = human_bytes(DRIVER_ROOM_BYTES);
-        Room { bytes: driver.limit(), why: format!("what the GPU has free now less {room} for its driver") }
+        Room { bytes: driver.limit(), why: format!("free memory of the GPU, minus {room} for its driver") }
     }
 }
 

@@ -54,8 +54,8 @@ pub enum CacheError {
     },
     /// A step failed after it had changed part of a sequence's state.
     #[error(
-        "a step of the sequence failed after {layers} of its recurrent layers had moved on; release it, or rewind it to a \
-         checkpoint"
+        "a step of the sequence failed after {layers} of its recurrent layers had changed; release the sequence, or \
+         rewind it to a checkpoint"
     )]
     TornState {
         /// Layers that had moved on; 0 if it is not known how many.
@@ -63,8 +63,8 @@ pub enum CacheError {
     },
     /// A step was submitted that is no longer wanted, and the sequence's state cannot go back.
     #[error(
-        "the state of the sequence is ahead of its {len} tokens: a step had been submitted that was not wanted any more; \
-         release it, or rewind it to a checkpoint"
+        "the state of the sequence is ahead of its {len} tokens, because a submitted step was given up; release the \
+         sequence, or rewind it to a checkpoint"
     )]
     AheadState {
         /// Tokens of the sequence.
@@ -72,8 +72,8 @@ pub enum CacheError {
     },
     /// Keys and values cannot be kept in 8 or 4 bits.
     #[error(
-        "keys and values of {head_dim} values a head cannot be kept in 8 or 4 bits, which takes groups of 32; do without \
-         --kv-bits"
+        "keys and values cannot be stored in 8 or 4 bits: a head has {head_dim} values, which is not a multiple of 32; \
+         leave out --kv-bits"
     )]
     HeadSize {
         /// Values of a head.

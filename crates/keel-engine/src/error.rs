@@ -19,6 +19,12 @@ pub enum EngineError {
         /// Size of the vocabulary.
         vocab: usize,
     },
+    /// Two requests of a batch have the same number.
+    #[error("request {id} is already in the batch: each request needs a number of its own")]
+    RequestId {
+        /// The number.
+        id: u64,
+    },
     /// The prompt is empty.
     #[error("the prompt has no tokens")]
     EmptyPrompt,
@@ -32,8 +38,8 @@ pub enum EngineError {
     },
     /// The sequence would need other rotary frequencies from its first token on.
     #[error(
-        "{needed} tokens are more than the {original} up to which this model turns by the frequencies that the sequence \
-         began with; run it again from its start"
+        "{needed} tokens are more than {original}, the limit of the rotary frequencies with which the sequence began; run \
+         it again from its start"
     )]
     Outgrown {
         /// Tokens needed.
@@ -43,8 +49,8 @@ pub enum EngineError {
     },
     /// More memory than the whole pool has.
     #[error(
-        "{needed_tokens} tokens of prompt and answer need {needed_bytes} bytes of keys and values, and there are \
-         {total_bytes} in all; ask for fewer tokens"
+        "{needed_tokens} tokens of prompt and answer need {needed_bytes} bytes of keys and values, but the pool has \
+         {total_bytes}; ask for fewer tokens"
     )]
     NeverFits {
         /// Tokens of prompt and answer.
@@ -84,11 +90,11 @@ pub enum EngineError {
     #[error("a step of the batch failed: {0}")]
     Step(String),
     /// The model has no vision tower.
-    #[error("this model reads text alone: it has no vision tower")]
+    #[error("this model reads only text: it has no vision tower")]
     NoEyes,
     /// The features of a picture are missing.
     #[error(
-        "token {token} is a picture's, and the tower has not looked at it: show the sequence its features first"
+        "token {token} belongs to a picture whose features are missing: give the sequence its features first"
     )]
     Unseen {
         /// The token.
@@ -96,8 +102,8 @@ pub enum EngineError {
     },
     /// A picture is larger than planned for.
     #[error(
-        "a picture of {patches} patches was not planned for, at most {planned} were: send a smaller one, or start with a larger \
-         --image-pixels"
+        "the picture has {patches} patches, but memory is planned for at most {planned}: send a smaller picture, or start \
+         with a larger --image-pixels"
     )]
     PicturePatches {
         /// Patches of the picture.
@@ -107,8 +113,8 @@ pub enum EngineError {
     },
     /// The features of a request's pictures do not fit.
     #[error(
-        "the pictures of one request become {needed_bytes} bytes of features, and there are {total_bytes} for all: send fewer or \
-         smaller ones, or start with more --images"
+        "the pictures of the request need {needed_bytes} bytes of features, but there are {total_bytes} for all requests: \
+         send fewer or smaller pictures, or start with more --images"
     )]
     PicturesNeverFit {
         /// Bytes of their features.

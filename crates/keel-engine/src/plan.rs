@@ -107,16 +107,11 @@ pub fn fit(
         Ok(at_least(backend, parameters, config, options)?.total() <= limit
             && plan(backend, parameters, config, options)?.total() <= limit)
     };
-    let context_max = context_limit(config);
+    let context_max = keel_models::read_config_of(config, parameters)?.context_max.clamp(1, 1 << 24);
     Ok(Fit {
         context: largest(context_max, |context| fits(EngineOptions { context, ..options }))?,
         sequences: largest(4096, |sequences| fits(EngineOptions { sequences, ..options }))?,
     })
-}
-
-fn context_limit(config: &Value) -> usize {
-    let text = if config["text_config"].is_object() { &config["text_config"] } else { config };
-    text["max_position_embeddings"].as_u64().map_or(32768, |n| n.clamp(1, 1 << 24) as usize)
 }
 
 /// The largest `n` of `1..=max` for which `fits` holds, 0 if none; `fits` must be monotone.

@@ -34,6 +34,26 @@ fn batcher(name: &str, batch: BatchOptions) -> Batcher {
 }
 
 #[test]
+fn two_requests_never_have_the_same_number() {
+    let options = EngineOptions { sequences: 1, ..options() };
+    let mut batcher =
+        Batcher::new(engine(&fixture("qwen3_5"), &runtime(2), options), BatchOptions::default());
+    let now = Instant::now();
+    let submit = |batcher: &mut Batcher, id| batcher.submit(BatchRequest::new(id, vec![1, 2, 3], 4), now);
+    submit(&mut batcher, 7).expect("it is free");
+    submit(&mut batcher, 8).expect("it is free");
+    batcher.step(now);
+    // The first runs, the second waits.
+    for id in [7, 8] {
+        let refused = submit(&mut batcher, id).expect_err("it is in use");
+        assert!(matches!(refused, EngineError::RequestId { id: of } if of == id), "{refused}");
+    }
+    batcher.cancel(7);
+    submit(&mut batcher, 7).expect("it is free again");
+    batcher.cancel_all();
+}
+
+#[test]
 fn every_sequence_of_a_busy_batch_gets_the_tokens_it_gets_alone() {
     let speculation = SpeculationOptions { depth: Depth::Fixed(2), ..SpeculationOptions::default() };
     let batch = BatchOptions { step_tokens: 128, speculation, ..BatchOptions::default() };
@@ -152,7 +172,8 @@ fn what_cannot_run_is_refused_with_numbers() {
     assert!(never.contains("600 tokens") && never.contains("bytes"), "{never}");
     assert!(submit(vec![], 1).is_err() && submit(vec![1], 0).is_err() && submit(vec![999_999], 1).is_err());
     submit(vec![1; 10], 5).expect("fits");
-    assert!(submit(vec![1; 10], 5).expect_err("one may wait").contains("1 requests are waiting"));
+    let second = batcher.submit(BatchRequest::new(1, vec![1; 10], 5), now);
+    assert!(second.expect_err("one may wait").to_string().contains("1 requests are waiting"));
     assert_eq!(finish(&mut batcher, 1)[0].tokens.len(), 5);
 }
 

@@ -263,5 +263,5 @@ fn a_model_without_eyes_says_so() {
         &|_| (),
     );
     let message = loaded.err().expect("refused").to_string();
-    assert!(message.contains("reads text alone"), "{message}");
+    assert!(message.contains("reads only text"), "{message}");
 }

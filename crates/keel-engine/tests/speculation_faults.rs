@@ -385,7 +385,7 @@ fn a_step_of_a_prompt_that_fails_halfway_is_taken_back_or_not_built_upon() {
     assert_eq!(sequence.len(), 64);
     let again = engine.prefill(&mut sequence, &prompt[64..], &mut Vec::new(), &mut |_| ());
     let message = again.expect_err("its state is torn").to_string();
-    assert!(message.contains("recurrent layers had moved on; release it"), "{message}");
+    assert!(message.contains("recurrent layers had changed; release the sequence"), "{message}");
     engine.cache_mut().rewind(&mut sequence, 64).expect("clears");
     assert_eq!(sequence.len(), 0);
     // At a checkpoint it is kept.

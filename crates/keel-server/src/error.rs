@@ -65,13 +65,13 @@ pub enum ServerError {
     Unauthorized,
     /// The server does not answer for this host. The page of another site may have pointed its own name to the server's
     /// address.
-    #[error("the host {host:?} is not one of this server; start it with --allow-host NAME to add one")]
+    #[error("the host name {host:?} is not allowed; start the server with --allow-host NAME to allow it")]
     ForeignHost {
         /// The host in the request.
         host: String,
     },
     /// The request is from a page of another site.
-    #[error("pages of {origin:?} may not call this server; start it with --cors ORIGIN to let them")]
+    #[error("pages of {origin:?} may not call this server; start it with --cors ORIGIN to allow them")]
     ForeignOrigin {
         /// The origin in the request.
         origin: String,
@@ -83,7 +83,7 @@ pub enum ServerError {
         found: String,
     },
     /// The key has exceeded its requests per minute.
-    #[error("this key is good for {limit} requests a minute; try again in {seconds} s")]
+    #[error("this key allows {limit} requests per minute; try again in {seconds} s")]
     KeyRate {
         /// Allowed requests per minute.
         limit: u32,
@@ -91,7 +91,7 @@ pub enum ServerError {
         seconds: u32,
     },
     /// The key has too many requests in progress.
-    #[error("this key is good for {limit} requests at once; wait until one has ended")]
+    #[error("this key allows {limit} requests at once; wait until one has ended")]
     KeyBusy {
         /// Allowed requests at once.
         limit: u32,
@@ -105,7 +105,7 @@ pub enum ServerError {
         problem: String,
     },
     /// The endpoint has other methods.
-    #[error("{path} does not take {method}; the header allow names what it takes")]
+    #[error("{path} does not accept {method}; the header allow lists the methods that it accepts")]
     Method {
         /// The method.
         method: String,
@@ -123,7 +123,7 @@ pub enum ServerError {
     IncompleteBody(String),
     /// Other requests use the memory of requests.
     #[error(
-        "{used} of {limit} bytes for requests are in use, and this one needs {needed} more; try again later"
+        "{used} of {limit} bytes for requests are in use, and this request needs {needed} more; try again later"
     )]
     RequestMemory {
         /// Bytes that the request needs.
@@ -135,7 +135,7 @@ pub enum ServerError {
     },
     /// The request needs more than the whole budget.
     #[error(
-        "the request needs {needed} bytes on its way, and there are {limit} for all; --request-memory gives more"
+        "the request needs {needed} bytes, but all requests together have {limit}; a larger --request-memory allows it"
     )]
     RequestTooLarge {
         /// Bytes that the request needs.
@@ -150,13 +150,13 @@ pub enum ServerError {
         seconds: f64,
     },
     /// The server is shutting down.
-    #[error("the server is shutting down; try another, or again later")]
+    #[error("the server is shutting down; use another server, or try again later")]
     Draining,
     /// Too many requests are being received.
     #[error("too many requests at once; try again later")]
     Busy,
     /// The engine's thread has ended.
-    #[error("the engine has stopped; the server must be started anew")]
+    #[error("the engine has stopped; restart the server")]
     EngineStopped,
     /// The server cannot listen on the address.
     #[error("cannot listen on {address}")]

@@ -18,7 +18,8 @@ pub(crate) fn document() -> Value {
             "/v1/completions": {"post": write("Continue a text", "Completion")},
             "/v1/responses": {"post": write("Answer an input", "Response")},
             "/v1/embeddings": {"post": write("Embed texts", "Embedding")},
-            "/v1/rerank": {"post": write("Say how well documents answer a query, the best first; also at /v2/rerank and /rerank", "Rerank")},
+            "/v1/rerank": {"post": write("Say how well documents answer a query, the best first; also at /v2/rerank and \
+             /rerank", "Rerank")},
             "/v1/messages": {"post": write("Answer a conversation, in Anthropic's form", "Messages")},
             "/v1/messages/count_tokens": {"post": write("Count the tokens of a conversation", "CountTokens")},
             "/tokenize": {"post": write("Ids of a text", "Tokenize")},
@@ -164,34 +165,7 @@ fn schemas() -> Value {
     let nested = json!({"json_schema": object(&["schema"], json!({"schema": {"type": "object"}}))});
     let flat = json!({"schema": {"type": "object"}});
     let ids = json!({"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}});
-    let messages = object(
-        &["messages", "max_tokens"],
-        json!({
-            "model": {"type": ["string", "null"]},
-            "max_tokens": {"type": "integer", "minimum": 1},
-            "system": {"type": ["string", "array", "null"], "items": {"type": "object"}},
-            "messages": {"type": "array", "minItems": 1, "items": object(&["role", "content"], json!({
-                "role": {"enum": ["user", "assistant"]},
-                "content": {"type": ["string", "array"], "items": {"type": "object"}},
-            }))},
-            "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
-            "temperature": number(0.0, 2.0),
-            "top_p": number(0.0, 1.0),
-            "top_k": {"type": ["integer", "null"]},
-            "tools": {"type": ["array", "null"], "maxItems": 128, "items": object(&["name"], json!({
-                "name": {"type": "string", "minLength": 1},
-                "description": {"type": ["string", "null"]},
-                "input_schema": {"type": ["object", "null"]},
-            }))},
-            "tool_choice": {"anyOf": [
-                {"type": "null"},
-                object(&["type"], json!({"type": {"enum": ["auto", "any", "none"]}})),
-                object(&["type", "name"], json!({"type": {"const": "tool"}, "name": {"type": "string"}})),
-            ]},
-            "thinking": {"type": ["object", "null"]},
-            "stream": {"type": ["boolean", "null"]},
-        }),
-    );
+    let messages = messages();
     // Counting takes no limit of the answer: there is none.
     let mut count_tokens = messages.clone();
     count_tokens["required"] = json!(["messages"]);
@@ -221,28 +195,8 @@ fn schemas() -> Value {
             "echo": {"type": ["boolean", "null"]},
             "response_format": format(&nested),
         }))),
-        "Embedding": object(&["input"], json!({
-            "model": {"type": ["string", "null"]},
-            "input": {"oneOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]},
-            "encoding_format": {"enum": ["float", "base64", null]},
-            "dimensions": {"type": ["integer", "null"], "minimum": 1},
-        })),
-        "Rerank": object(&["query", "documents"], json!({
-            "model": {"type": ["string", "null"]},
-            "query": {"type": "string"},
-            "documents": {"type": "array", "minItems": 1, "items": {"oneOf": [
-                {"type": "string"},
-                object(&["text"], json!({"text": {"type": "string"}})),
-            ]}},
-            "top_n": {"type": ["integer", "null"], "minimum": 1},
-            "return_documents": {"type": ["boolean", "null"]},
-            "instruction": {"type": ["string", "null"]},
-        })),
+        "Embedding": embedding(),
+        "Rerank": rerank(),
         "Response": object(&["input"], json!({
             "model": {"type": ["string", "null"]},
             "input": {"type": ["string", "array"], "items": {"type": "object"}},
@@ -267,6 +221,74 @@ fn schemas() -> Value {
             "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 4_294_967_295u32}},
         })),
     })
+}
+
+/// A conversation in Anthropic's form.
+fn messages() -> Value {
+    object(
+        &["messages", "max_tokens"],
+        json!({
+            "model": {"type": ["string", "null"]},
+            "max_tokens": {"type": "integer", "minimum": 1},
+            "system": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+            "messages": {"type": "array", "minItems": 1, "items": object(&["role", "content"], json!({
+                "role": {"enum": ["user", "assistant"]},
+                "content": {"type": ["string", "array"], "items": {"type": "object"}},
+            }))},
+            "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
+            "temperature": number(0.0, 2.0),
+            "top_p": number(0.0, 1.0),
+            "top_k": {"type": ["integer", "null"]},
+            "tools": {"type": ["array", "null"], "maxItems": 128, "items": object(&["name"], json!({
+                "name": {"type": "string", "minLength": 1},
+                "description": {"type": ["string", "null"]},
+                "input_schema": {"type": ["object", "null"]},
+            }))},
+            "tool_choice": {"anyOf": [
+                {"type": "null"},
+                object(&["type"], json!({"type": {"enum": ["auto", "any", "none"]}})),
+                object(&["type", "name"], json!({"type": {"const": "tool"}, "name": {"type": "string"}})),
+            ]},
+            "thinking": {"type": ["object", "null"]},
+            "stream": {"type": ["boolean", "null"]},
+        }),
+    )
+}
+
+/// Texts to embed.
+fn embedding() -> Value {
+    object(
+        &["input"],
+        json!({
+            "model": {"type": ["string", "null"]},
+            "input": {"oneOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]},
+            "encoding_format": {"enum": ["float", "base64", null]},
+            "dimensions": {"type": ["integer", "null"], "minimum": 1},
+        }),
+    )
+}
+
+/// Documents to rank.
+fn rerank() -> Value {
+    object(
+        &["query", "documents"],
+        json!({
+            "model": {"type": ["string", "null"]},
+            "query": {"type": "string"},
+            "documents": {"type": "array", "minItems": 1, "items": {"oneOf": [
+                {"type": "string"},
+                object(&["text"], json!({"text": {"type": "string"}})),
+            ]}},
+            "top_n": {"type": ["integer", "null"], "minimum": 1},
+            "return_documents": {"type": ["boolean", "null"]},
+            "instruction": {"type": ["string", "null"]},
+        }),
+    )
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ fn heads_images_and_grammars_are_bounded() {
     let image = json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}});
     let grammar = json!({"type": "grammar", "grammar": "a".repeat(257 << 10)});
     let wrong = [
-        (json!({"messages": [{"role": "user", "content": [image]}]}), "reads text alone"),
+        (json!({"messages": [{"role": "user", "content": [image]}]}), "reads only text"),
         (
             json!({"messages": [{"role": "user", "content": "x"}], "response_format": grammar}),
             "at most 262144",

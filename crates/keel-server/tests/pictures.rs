@@ -266,8 +266,8 @@ fn what_cannot_be_shown_is_refused_in_a_sentence() {
         (picture(coded(&grey(20_000, 3))), "20000 x 3"),
         (picture(coded(&whole[..whole.len() / 2])), "cannot be decoded"),
         (picture(coded(&jpeg[..jpeg.len() / 2])), "ends before"),
-        (picture(coded(b"not a picture at all")), "no picture that can be read"),
-        (picture(coded(b"")), "no picture"),
+        (picture(coded(b"not a picture at all")), "not a picture in a supported format"),
+        (picture(coded(b"")), "not a picture"),
         (picture(coded(&bomb(1, 1))), "one pixel"),
         (picture("data:image/png;base64,%%%"), "no base64"),
         (picture("data:image/png,abc"), "not of the form"),
@@ -315,7 +315,7 @@ fn a_model_without_eyes_says_so() {
     ] {
         let reply = server.post(path, &body);
         assert!(
-            reply.status == 400 && reply.body.contains("reads text alone"),
+            reply.status == 400 && reply.body.contains("reads only text"),
             "{path}: {} {}",
             reply.status,
             reply.body

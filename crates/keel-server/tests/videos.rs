@@ -156,7 +156,7 @@ fn videos_that_cannot_be_shown_are_refused_in_a_sentence() {
         (user(json!({"type": "video_url", "video_url": {}})), "has no URL"),
         (
             user(json!({"type": "video", "video": [uri("image/png", b"none"), "x"]})),
-            "no picture that can be read",
+            "not a picture in a supported format",
         ),
     ];
     for (body, expected) in cases {

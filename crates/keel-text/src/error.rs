@@ -121,7 +121,7 @@ pub enum TextError {
     },
 
     /// A library in use panicked on its input. The panic was caught.
-    #[error("{op}: the input broke the library that reads it ({reason}); the file is most likely damaged")]
+    #[error("{op}: the library that reads the input panicked ({reason}); the file is probably damaged")]
     Panicked {
         /// The operation that failed.
         op: &'static str,

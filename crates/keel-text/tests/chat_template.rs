@@ -144,7 +144,7 @@ fn hostile_templates_are_stopped() {
         let start = Instant::now();
         let err = failure(source);
         assert!(err.starts_with("chat template \"default\": "), "{source}: {err}");
-        assert!(!err.contains("broke the library"), "{source}: {err}");
+        assert!(!err.contains("reads the input panicked"), "{source}: {err}");
         assert!(start.elapsed() < Duration::from_secs(20), "{source} took {:?}", start.elapsed());
     }
 }

@@ -23,13 +23,13 @@ pub enum VisionError {
         pixels_max: u64,
     },
     /// The file is not a picture, or its format is not supported.
-    #[error("the file is no picture that can be read; PNG, JPEG, WebP and GIF can")]
+    #[error("the file is not a picture in a supported format: PNG, JPEG, WebP or GIF")]
     Format,
     /// The file is broken.
     #[error("the picture cannot be decoded: {0}")]
     Decode(String),
     /// The picture has one pixel or none, so it shows nothing.
-    #[error("the picture is {width} x {height}: a picture of one pixel, or of none, shows nothing")]
+    #[error("the picture is {width} x {height}: it needs more than one pixel")]
     Empty {
         /// Pixels in a row.
         width: usize,
@@ -47,7 +47,7 @@ pub enum VisionError {
         limit: usize,
     },
     /// The frames of a video have different sizes.
-    #[error("frame {frame} of the video is {got}, the first is {expected}")]
+    #[error("frame {frame} of the video is {got}, but the first frame is {expected}")]
     Frame {
         /// Index of the frame.
         frame: usize,

@@ -31,8 +31,7 @@ pub enum WeightsError {
 
     /// A checkpoint without its configuration.
     #[error(
-        "{} is missing: a checkpoint needs its config.json beside the weights; copy it from where the \
-         model was downloaded", path.display()
+        "{} is missing: a checkpoint needs its config.json next to the weights; copy it from the model's source", path.display()
     )]
     NoConfig {
         /// The expected path of config.json.
@@ -59,7 +58,8 @@ pub enum WeightsError {
 
     /// A weights file that lost bytes while it was in use.
     #[error(
-        "{} was cut short while it was read, or its disk failed: make sure that nothing else writes to it, or download it again",
+        "{} was cut short while it was read, or its disk failed: make sure that nothing else writes to it, or download it \
+         again",
         path.display()
     )]
     CutShort {
@@ -249,7 +249,7 @@ pub enum HeaderProblem {
     },
 
     /// Tensors that overlap or leave a hole between them.
-    #[error("tensor '{name}' begins at byte {begin} of the data, where {expected} was expected")]
+    #[error("tensor '{name}' begins at byte {begin} of the data, expected byte {expected}")]
     NotContiguous {
         /// The tensor.
         name: String,

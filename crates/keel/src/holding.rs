@@ -49,11 +49,11 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding
     let holding = planner.fit_into(room.as_ref().map(|room| room.bytes))?;
     if args.holding.swap.is_some_and(|swap| swap > holding.options.swap_bytes as u64) {
         let all = human_bytes(holding.options.swap_bytes as u64);
-        tracing::info!("--swap: {all} hold all sequences at full length; no more is taken");
+        tracing::info!("--swap: {all} are enough for all sequences at full length; the rest is not taken");
     }
     if let Some(room) = room.filter(|_| holding.options != planner.wanted) {
         tracing::info!(
-            "{} are {}: made for {} sequences of up to {} tokens, {} of keys and values, to fit",
+            "{} are {}: reduced to {} sequences of up to {} tokens and {} of keys and values, to fit",
             human_bytes(room.bytes),
             room.why,
             holding.options.sequences,

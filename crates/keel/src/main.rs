@@ -28,16 +28,17 @@ use std::process::ExitCode;
 use clap::error::ErrorKind;
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-/// Runs hybrid language models: memory known before the start, never exceeded, all given back.
+/// Run hybrid language models. Memory is known before the start, never exceeded, and all given back.
 #[derive(Debug, Parser)]
 #[command(name = "keel", version, arg_required_else_help = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// More of what goes on, on standard error.
+    /// Log more on standard error.
     #[arg(short, long, global = true)]
     verbose: bool,
-    /// The configuration file, in place of $XDG_CONFIG_HOME/keel/config.toml; an empty name is none. See keel config.
+    /// The configuration file, instead of $XDG_CONFIG_HOME/keel/config.toml. An empty name means no file. See keel
+    /// config.
     #[arg(long, global = true, value_name = "FILE", env = "KEEL_CONFIG")]
     config: Option<std::ffi::OsString>,
 }

@@ -67,7 +67,7 @@ impl Session {
         };
         let vision = model.tensors().names().filter(|name| is_vision(name)).count();
         if vision > 0 && options.vision.is_none() {
-            tracing::info!("{vision} tensors of the vision tower are skipped: there are no pictures");
+            tracing::info!("{vision} tensors of the vision tower are not loaded: there are no pictures");
         }
         Ok(session)
     }

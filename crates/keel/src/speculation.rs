@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 /// Printed whenever drafts were accepted without a check.
 const OPTIMISTIC_WARNING: &str =
-    "drafts were taken without comparing them with what the model says: the text may differ from the model's";
+    "drafts were accepted without verification: the text may differ from the model's own text";
 
 /// The options and counters of a run.
 #[derive(Clone, Debug)]

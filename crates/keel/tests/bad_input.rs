@@ -254,16 +254,19 @@ fn quantising_what_cannot_be_quantised() {
     fail(&["quantize", arg(&folder), arg(&out)], "quantised already");
     fail(&["quantize", "/nowhere/at/all", arg(&out)], "no such file or folder");
     let dense = fixture("qwen3_5");
-    misuse(&["quantize", arg(&dense), arg(&out), "--bits", "1"], "1 bits in groups of 64 do not exist");
+    misuse(&["quantize", arg(&dense), arg(&out), "--bits", "1"], "1 bits in groups of 64 are not supported");
     fail(&["quantize", arg(&dense), arg(&out), "--module", "nothing=8"], "an override names it");
     assert!(!out.join("config.json").exists());
     let file = dir.path().join("out.gguf");
-    misuse(&["quantize", arg(&dense), arg(&out), "--to", "gguf"], "the name of a GGUF file ends in .gguf");
+    misuse(
+        &["quantize", arg(&dense), arg(&out), "--to", "gguf"],
+        "the name of a GGUF file must end in .gguf",
+    );
     misuse(
         &["quantize", arg(&dense), arg(&file), "--type", "Q2_K"],
-        "--type Q2_K is not a type that is written",
+        "--type Q2_K is not a type that can be written",
     );
-    misuse(&["quantize", arg(&dense), arg(&file), "--module", "attn_q=8"], "not a type that is written");
+    misuse(&["quantize", arg(&dense), arg(&file), "--module", "attn_q=8"], "not a type that can be written");
     fail(&["quantize", arg(&dense), arg(&file), "--module", "nothing=Q8_0"], "an override names it");
     assert!(!file.exists());
     let rotated = fixture("qwen3_5_paro");
@@ -281,14 +284,14 @@ fn options_that_contradict_each_other_are_refused() {
         misuse(&[&["quantize", arg(&dense), arg(out)], flags].concat(), reason);
         assert!(!out.exists(), "{flags:?}");
     };
-    quantize(&folder, &["--type", "Q4_0"], "--type is for --to gguf, and mlx is written");
-    quantize(&folder, &["--dtype", "f16"], "--dtype is for --to safetensors, and mlx is written");
-    quantize(&file, &["--bits", "4"], "--bits is for --to mlx, and gguf is written");
+    quantize(&folder, &["--type", "Q4_0"], "--type is for --to gguf, but mlx is written");
+    quantize(&folder, &["--dtype", "f16"], "--dtype is for --to safetensors, but mlx is written");
+    quantize(&file, &["--bits", "4"], "--bits is for --to mlx, but gguf is written");
     quantize(&file, &["--group-size", "32"], "--group-size is for --to mlx");
     quantize(&file, &["--shard-size", "1G"], "--shard-size is for --to mlx");
-    quantize(&folder, &["--to", "safetensors", "--bits", "4"], "--bits is for --to mlx, and safetensors is");
+    quantize(&folder, &["--to", "safetensors", "--bits", "4"], "--bits is for --to mlx, but safetensors is");
     quantize(&folder, &["--to", "safetensors", "--module", "a=4"], "--module is for --to mlx and gguf");
-    quantize(&file, &["--to", "mlx"], "the name is that of a GGUF file");
+    quantize(&file, &["--to", "mlx"], "this is the name of a GGUF file");
     let pairs: [&[&str]; 12] = [
         &["generate", "x", "--chat", "--raw"],
         &["generate", "x", "--raw", "--system", "y"],
@@ -307,7 +310,7 @@ fn options_that_contradict_each_other_are_refused() {
         let output = keel(args);
         assert_eq!(output.status.code(), Some(2), "keel {}: {}", args.join(" "), stderr(&output));
     }
-    misuse(&["generate", "x", "--one-by-one", "--speculate", "2"], "--one-by-one goes without");
+    misuse(&["generate", "x", "--one-by-one", "--speculate", "2"], "--one-by-one does not run");
     misuse(&["generate", "x", "--chat", "--echo"], "--echo is for a text that is continued");
     misuse(&["generate", "--ids", "1", "--echo"], "--echo prints a text");
 }
@@ -342,7 +345,7 @@ fn wrong_usage_that_the_parser_cannot_see() {
     misuse(&["logits", "--out", "never-written.safetensors"], "no tokens");
     misuse(&["bench", "--prompt", "0"], "at least one token");
     misuse(&["bench", "--shape", "qwen9-1b"], "there are qwen3.5-0.8b");
-    misuse(&["bench", "--shape", "qwen3.5-0.8b", "--bits", "7"], "7 bits in groups of 64 do not exist");
+    misuse(&["bench", "--shape", "qwen3.5-0.8b", "--bits", "7"], "7 bits in groups of 64 are not supported");
     let folder = fixture("qwen3_5");
     let with = |extra: &[&str], reason: &str| {
         misuse(&[&["generate", "--model", arg(&folder), "--ids", "1"], extra].concat(), reason);

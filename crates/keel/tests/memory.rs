@@ -134,10 +134,10 @@ fn what_no_machine_has_is_refused_with_numbers_before_anything_is_loaded() {
     let serve = ["serve", "--port", "0", "--sequences", "256", "--kv-cache", "900T", "--on-demand"];
     let start = std::time::Instant::now();
     fail(&[&serve[..], &model].concat(), "more than the");
-    fail(&[&serve[..], &model].concat(), "has free now less");
+    fail(&[&serve[..], &model].concat(), "free memory of");
     assert!(start.elapsed().as_secs() < 60, "it was refused before it was taken");
     // A requested limit does not create memory.
-    fail(&[&serve[..], &model, &["--memory-limit", "999999T"]].concat(), "has free now less");
+    fail(&[&serve[..], &model, &["--memory-limit", "999999T"]].concat(), "free memory of");
     fail(&[&["generate", "Once", "--memory-limit", "20M"][..], &model[..2]].concat(), "of the memory limit");
 }
 

@@ -145,9 +145,9 @@ fn a_server_that_others_can_reach_asks_for_a_key_or_warns() {
         child.wait().expect("it ends");
         lines
     };
-    assert!(said(&["--host", "0.0.0.0"]).contains("ask for a key"));
-    assert!(!said(&["--host", "0.0.0.0", "--api-key", "k"]).contains("ask for a key"));
-    assert!(!said(&[]).contains("ask for a key"));
+    assert!(said(&["--host", "0.0.0.0"]).contains("require a key"));
+    assert!(!said(&["--host", "0.0.0.0", "--api-key", "k"]).contains("require a key"));
+    assert!(!said(&[]).contains("require a key"));
 }
 
 #[test]
@@ -260,7 +260,7 @@ fn several_models_are_served_by_name_and_hold_no_more_than_the_limit() {
     signal(&child, "-TERM");
     assert!(child.wait().expect("it ends").success());
     let named = ["serve", "--port", "0", "--name", "x", "--model", &one, "--model", &two];
-    common::misuse(&named, "--name is for one model");
+    common::misuse(&named, "--name is for a single model");
     let twice = keel_with_input(&["serve", "--port", "0", "--model", demo, "--model", demo], "");
     assert!(stderr(&twice).contains("two models are called"), "{}", stderr(&twice));
 }
@@ -291,7 +291,7 @@ fn pictures_are_planned_and_shown_and_zero_of_them_is_text_alone() {
 
     let (mut child, address) = start_with(&["-m", model, "--images", "0"]);
     let answer = ask_about(&address, "data:image/png;base64,AAAA");
-    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("reads text alone"), "{answer}");
+    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("reads only text"), "{answer}");
     assert_eq!(ledger(&address, "allocated")["vision"], 0);
     child.kill().expect("it runs");
     child.wait().expect("it ends");
@@ -299,7 +299,7 @@ fn pictures_are_planned_and_shown_and_zero_of_them_is_text_alone() {
 
 #[test]
 fn options_for_pictures_that_make_no_sense_are_wrong_usage() {
-    common::misuse(&["serve", "--images", "3"], "reads text alone");
+    common::misuse(&["serve", "--images", "3"], "reads only text");
     common::misuse(&["serve", "--image-pixels", "0"], "--image-pixels");
     common::misuse(&["serve", "--image-pixels", "18446744073709551615"], "--image-pixels");
     common::misuse(&["serve", "--allow-image-files", "no/such/folder"], "no folder");

@@ -105,5 +105,5 @@ fn the_log_says_that_weights_are_random_and_drafts_unchecked() {
         keel_with_input(&[&["serve", "--shape", arg(&path), "--group-size", "32"], &flags[..]].concat(), "");
     let log = stderr(&output);
     assert!(log.contains("random: answers mean nothing"), "{log}");
-    assert!(log.contains("drafts are taken without comparing"), "{log}");
+    assert!(log.contains("drafts are accepted without verification"), "{log}");
 }

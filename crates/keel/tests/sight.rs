@@ -225,10 +225,10 @@ fn what_cannot_be_seen_is_said_in_a_sentence() {
         );
     };
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    run(&demo, "sound.png", "reads text alone");
+    run(&demo, "sound.png", "reads only text");
     let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
     run(&folder, "cut.png", "cannot be decoded");
-    run(&folder, "text.png", "no picture that can be read");
+    run(&folder, "text.png", "not a picture in a supported format");
     run(&folder, "missing.png", "cannot read");
     run(&folder, "https://example.org/a.png", "is not fetched");
     run(&folder, "data:image/png;base64,%%", "base64");
@@ -323,7 +323,7 @@ fn chat_shows_pictures() {
     // The prompts have the same tokens, and what the cache holds of one is not taken for the other.
     assert_eq!(turns(&[&dog, &other, &dog]), format!("{one}{two}{one}"));
     let refused = chat(&["--images"], "/image no/such.png\n/image\n");
-    assert!(refused.contains("cannot read") && refused.contains("takes the name"), "{refused}");
+    assert!(refused.contains("cannot read") && refused.contains("needs the name"), "{refused}");
     assert!(chat(&[], &format!("/image {dog}\n")).contains("--images"));
-    fail(&["chat", "--images"], "reads text alone");
+    fail(&["chat", "--images"], "reads only text");
 }

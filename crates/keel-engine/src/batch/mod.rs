@@ -137,7 +137,8 @@ impl Batcher {
     /// Puts a request into the queue.
     ///
     /// # Errors
-    /// - It can never run: ids or options out of range, [`EngineError::Context`], [`EngineError::NeverFits`].
+    /// - Its number is in use: [`EngineError::RequestId`].
+    /// - It can never run: token ids or options out of range, [`EngineError::Context`], [`EngineError::NeverFits`].
     /// - It cannot wait now: [`EngineError::QueueFull`].
     pub fn submit(&mut self, request: BatchRequest, now: Instant) -> Result<()> {
         let sampler = self.check(&request)?;
@@ -149,7 +150,16 @@ impl Batcher {
         Ok(())
     }
 
+    /// Whether a request with this number waits, runs or is parked.
+    fn has(&self, id: RequestId) -> bool {
+        self.waiting.iter().any(|waiting| waiting.request.id == id)
+            || self.running.iter().chain(&self.parked).any(|running| running.id == id)
+    }
+
     fn check(&self, request: &BatchRequest) -> Result<Sampler> {
+        if self.has(request.id) {
+            return Err(EngineError::RequestId { id: request.id });
+        }
         let vocab = self.engine.model().config.vocab;
         if let Some(&id) = request.prompt.iter().find(|&&id| id as usize >= vocab) {
             return Err(EngineError::TokenId { id, vocab });

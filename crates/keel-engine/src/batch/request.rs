@@ -42,7 +42,7 @@ pub trait Constraint: Send {
 
 /// One sequence to run.
 pub struct BatchRequest {
-    /// Chosen by the caller; must not be in use.
+    /// Chosen by the caller. A number that is in use is refused.
     pub id: RequestId,
     /// Token ids.
     pub prompt: Vec<u32>,

@@ -142,7 +142,7 @@ fn show(text: &ModelText, pictures: &[Shot], bounds: &Bounds<'_>) -> Result<Show
     match &text.viewer {
         _ if pictures.is_empty() => Ok(Shown::default()),
         Some(viewer) => viewer.show(pictures, bounds),
-        None => Err(wrong("messages", "it shows a picture, and this model reads text alone")),
+        None => Err(wrong("messages", "it shows a picture, and this model reads only text")),
     }
 }
 

@@ -17,31 +17,33 @@ const KEY_FILE_BYTES_MAX: u64 = 1 << 20;
 /// Who may use a server, and from where.
 #[derive(Clone, Debug, Args)]
 pub struct AccessArgs {
-    /// Key that every request must bring. The variable keeps it out of the list of processes.
+    /// Key that every request must send. Prefer the environment variable: it does not show in the list of processes.
     #[arg(long, value_name = "KEY", env = "KEEL_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
-    /// File of keys, one a line: NAME KEY, and limits of its own as per-minute=N and at-once=N. Every request must bring one of
-    /// them; logs tell the name.
+    /// File of keys. Each line is NAME KEY, optionally with limits for this key: per-minute=N and at-once=N. Every
+    /// request must send one of these keys. Logs show the name.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Requests a minute with one key, unless the file says otherwise; more are refused with 429.
+    /// Requests per minute with one key, unless the file sets another limit. Further requests are refused with 429.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     key_per_minute: Option<u32>,
-    /// Requests at once with one key, unless the file says otherwise; more are refused with 429.
+    /// Requests at once with one key, unless the file sets another limit. Further requests are refused with 429.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     key_at_once: Option<u32>,
-    /// Sites whose pages may call the server, scheme and host; may be repeated, * is any.
+    /// Origin (scheme and host) whose pages may call the server. May be repeated. * allows every origin.
     #[arg(long, value_name = "ORIGIN")]
     pub cors: Vec<String>,
-    /// Names under which clients reach the server, besides localhost and addresses; may be repeated, * is any. A server that
-    /// listens beyond loopback and asks for a key answers to any name.
+    /// Host name under which clients may reach the server, in addition to localhost and IP addresses. May be repeated.
+    /// * allows every name. A server that listens beyond loopback and requires a key accepts every name.
     #[arg(long, value_name = "NAME")]
     allow_host: Vec<String>,
-    /// Folder whose pictures requests may show by path; may be repeated. Links that lead out of it are not followed.
+    /// Folder with pictures that requests may name by path. May be repeated. Links that lead out of the folder are not
+    /// followed.
     #[arg(long, value_name = "FOLDER")]
     allow_image_files: Vec<PathBuf>,
-    /// Hosts from which requests may have pictures fetched, with a comma between; may be repeated. Redirects are not followed, and a
-    /// name that leads to a private address is refused: only an address or localhost itself can allow that.
+    /// Hosts from which the server may fetch pictures for requests, separated by commas. May be repeated. Redirects are
+    /// not followed. A name that resolves to a private address is refused; to allow such an address, give the address
+    /// itself or localhost.
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     allow_image_urls: Vec<String>,
 }
@@ -76,7 +78,7 @@ impl AccessArgs {
         }
         if keys.is_empty() && limits != KeyLimits::default() {
             return Err(usage(
-                "--key-per-minute and --key-at-once limit keys, and there is none; give --api-key-file",
+                "--key-per-minute and --key-at-once limit keys, but there are no keys; give --api-key-file",
             ));
         }
         Ok(keys)

@@ -16,8 +16,8 @@ use crate::failure::usage;
 /// The device and its bounds.
 #[derive(Clone, Debug, Args)]
 pub struct DeviceArgs {
-    /// Device to run on: auto (the first GPU on which the plan fits, else the CPU), cpu, or cuda:N for an NVIDIA GPU (cuda is
-    /// cuda:0).
+    /// Device to run on: auto, cpu, or cuda:N for an NVIDIA GPU (cuda means cuda:0). auto takes the first GPU on which
+    /// the plan fits, else the CPU.
     #[arg(long, value_name = "DEVICE", env = "KEEL_DEVICE", default_value = "auto", value_parser = parse_device)]
     device: Wanted,
     #[command(flatten)]
@@ -25,21 +25,22 @@ pub struct DeviceArgs {
     /// What `auto` has become. Clones of these arguments share it.
     #[arg(skip)]
     chosen: Arc<OnceLock<Chosen>>,
-    /// Threads; by default one for each core.
+    /// Number of CPU threads. By default one for each core.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
-    /// Instructions to use at most, to compare: by default the best that the machine has.
+    /// The most advanced CPU instructions to use, for comparisons. By default the most advanced that the CPU has.
     #[arg(long, value_enum, value_name = "LEVEL")]
     cpu_isa: Option<IsaArg>,
-    /// Take all planned memory from the system at the start, not as it is first used (CPU). `keel serve` does by itself.
+    /// Take all planned memory from the system at the start, not when it is first used (CPU). `keel serve` always does
+    /// this, unless --on-demand is given.
     #[arg(long)]
     resident: bool,
-    /// Choose kernels so that, within prefill and within decode, bits do not depend on the prefill step, on other sequences, on
-    /// drafts or on reuse. Slower on a GPU; on the CPU it always holds.
+    /// Give the same bits however work is cut: results do not depend on the prefill step, on other sequences, on drafts
+    /// or on reused prefixes. Slower on a GPU. On the CPU this always holds.
     #[arg(long)]
     deterministic: bool,
-    /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each. On a GPU by default what is free there, less 512 MiB for the
-    /// code of kernels and for others; none on the CPU.
+    /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each device. The default on a GPU is its
+    /// free memory minus 512 MiB for code of kernels and other programs. On the CPU there is no default limit.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub memory_limit: Option<u64>,
 }

@@ -9,10 +9,11 @@ use keel_text::GrammarSource;
 /// A schema or a grammar that the text follows.
 #[derive(Clone, Debug, Default, Args)]
 pub struct FormArgs {
-    /// The text is JSON that follows the JSON schema in this file. The model is not told: say in the prompt what is wanted.
+    /// File with a JSON schema. The text is JSON that follows it. The schema is not added to the prompt, so the prompt
+    /// must ask for the contents.
     #[arg(long, alias = "json-schema", value_name = "FILE", conflicts_with = "grammar")]
     schema: Option<PathBuf>,
-    /// The text follows the grammar in this file (Lark, as llguidance reads it).
+    /// File with a grammar in llguidance's variant of Lark. The text follows it.
     #[arg(long, alias = "grammar-file", value_name = "FILE")]
     grammar: Option<PathBuf>,
 }

@@ -34,48 +34,51 @@ fn some_or_none(text: &str) -> Result<usize, String> {
 /// Bounds from which the memory of a server follows. What is not given follows the model and the machine.
 #[derive(Clone, Debug, Default, Args)]
 pub struct HoldingArgs {
-    /// Sequences at once; by default one for each core, 4 to 16, and 16 on a GPU.
+    /// Sequences that run at once. By default one for each core, at least 4 and at most 16; on a GPU 16.
     #[arg(long, aliases = ["parallel", "max-num-seqs"], value_name = "N", value_parser = count)]
     pub sequences: Option<usize>,
-    /// Tokens of one sequence, prompt and answer together; by default 8192, or the model's context if that is shorter.
+    /// Tokens of one sequence, prompt and answer together. By default 8192, or the model's context if that is shorter.
     #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx", "max-model-len"], value_name = "N")]
     pub context: Option<usize>,
-    /// Memory for the keys and values of all sequences and remembered prefixes together; by default enough for 65536
-    /// tokens, or for all sequences at full length if that is less. On the CPU no more than the weights take, but enough for one
-    /// sequence at full length.
+    /// Memory for keys and values of all sequences and remembered prefixes together. By default enough for 65536
+    /// tokens, or for all sequences at full length if that is less. On the CPU the default is at most the size of the
+    /// weights, but always enough for one sequence at full length.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub kv_cache: Option<u64>,
-    /// Let in more requests than the memory of keys and values can promise: a request starts when there is room for its
-    /// prompt. Where pages run short the newest sequence is parked in host memory, and goes on with the same tokens when
-    /// others have ended; none fails for memory.
+    /// Start a request as soon as there is room for its prompt, not only when there is room for its whole answer. When
+    /// pages run short, the newest sequence is parked in host memory. It continues with the same tokens when other
+    /// sequences have ended. No request fails for memory.
     #[arg(long)]
     pub overcommit: bool,
-    /// Host memory for parked sequences; by default enough for all keys, values and states.
+    /// Host memory for parked sequences. By default enough for all keys, values and states.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, requires = "overcommit")]
     pub swap: Option<u64>,
-    /// Memory for recurrent states of remembered prefixes; by default 128Mi, on the CPU no more than the weights take. Each answer
-    /// at work takes one, too.
+    /// Memory for the recurrent states of remembered prefixes. By default 128Mi; on the CPU at most the size of the
+    /// weights. Each running answer takes one more state.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, conflicts_with = "no_prefix_reuse")]
     pub prefix_states: Option<u64>,
-    /// Pictures whose features are kept at once, of the largest size; 0 serves text alone. By default 4, if the model has eyes.
+    /// Number of pictures whose features are kept at once. Memory is planned for the largest size. 0 serves text only.
+    /// By default 4 if the model has a vision tower.
     #[arg(long, value_name = "N", value_parser = some_or_none)]
     pub images: Option<usize>,
-    /// Pixels of a picture that the model reads at most, by default 1Mi, which is 1024 by 1024; larger ones are read at this size.
+    /// Most pixels of a picture. Larger pictures are scaled down to this size. By default 1Mi, which is 1024 by 1024.
     #[arg(long, value_name = "PIXELS", value_parser = parse_bytes)]
     pub image_pixels: Option<u64>,
     /// Do not remember prefixes.
     #[arg(long)]
     pub no_prefix_reuse: bool,
-    /// Take planned memory from the system as it is first used (CPU). By default all is taken at the start: then none is
-    /// missing later, and no request waits while the system clears pages.
+    /// Take planned memory from the system when it is first used (CPU). By default all memory is taken at the start.
+    /// Then none can be missing later, and no request waits while the system clears pages.
     #[arg(long, conflicts_with = "resident")]
     pub on_demand: bool,
-    /// Drafts of the multi-token-prediction head that a step may verify for each sequence; by default 2 if the model has a head.
-    /// How many are made is measured, down to none. A sampled request with a seed makes none on the CPU.
+    /// Most drafts of the multi-token-prediction head that a step verifies for each sequence. By default 2 if the model
+    /// has such a head. The server measures how many drafts pay and may make none. On the CPU a sampled request with a
+    /// seed makes none.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=DRAFTS_MAX as i64))]
     pub drafts: Option<u8>,
-    /// What embeddings are: the hidden state of the last token, or the mean of those of all tokens, which takes memory for the
-    /// rows of a step. By default what the model's folder says (modules.json, 1_Pooling/config.json), else the last token's.
+    /// How an embedding is computed: the hidden state of the last token, or the mean over all tokens. The mean takes
+    /// memory for the rows of a step. By default as the model's folder says (modules.json, 1_Pooling/config.json), else
+    /// the last token.
     #[arg(long, value_name = "POOLING", value_enum)]
     pub pooling: Option<Pooling>,
 }
@@ -112,7 +115,7 @@ impl HoldingArgs {
                 Ok(Some(VisionOptions { patches, pictures, piece_tokens: step_tokens }))
             }
             None if self.images.is_some_and(|pictures| pictures > 0) => Err(usage(
-                "--images: this model reads text alone: it has no vision tower, or no processor files",
+                "--images: this model reads only text: it has no vision tower, or no processor files",
             )),
             _ => Ok(None),
         }

@@ -16,10 +16,11 @@ pub struct ModelArgs {
 /// Bounds and arithmetic of an engine.
 #[derive(Clone, Debug, Args)]
 pub struct EngineArgs {
-    /// Prompt tokens of one step: a multiple of 64. More is faster and takes more memory; the result is the same.
+    /// Prompt tokens of one step, a multiple of 64. More tokens are faster and take more memory. The result is the
+    /// same.
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = parse_prefill_step)]
     pub prefill_step: usize,
-    /// Arithmetic of the linear layers: auto takes the fastest that keeps the accuracy of the weights' format.
+    /// Arithmetic of the linear layers. auto takes the fastest one that keeps the accuracy of the weights' format.
     #[arg(long, value_enum, default_value = "auto")]
     pub compute: ComputeArg,
     /// Arithmetic of prompts' products: 8bit rounds activations and quantised weights to 8-bit floats with a scale a row,
@@ -27,8 +28,8 @@ pub struct EngineArgs {
     /// changes nothing.
     #[arg(long, value_enum, default_value = "auto", conflicts_with_all = ["compute", "deterministic"])]
     pub prefill_compute: PrefillComputeArg,
-    /// Bits of each key and value in memory: 16 (f16), or 8 or 4 with a step for each 32 values. Fewer take less memory and
-    /// change the result; by default 16, and 32 with --compute f32.
+    /// Bits of each stored key and value: 32, 16 (f16), or 8 or 4 with one scale for each 32 values. Fewer bits take
+    /// less memory and change the result. By default 16, or 32 with --compute f32.
     #[arg(long, value_name = "N", value_parser = parse_kv_bits)]
     pub kv_bits: Option<KvFormat>,
 }

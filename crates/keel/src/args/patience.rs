@@ -16,27 +16,27 @@ pub fn seconds() -> RangedU64ValueParser<u64> {
 /// How many connections a server keeps, and for how long.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct PatienceArgs {
-    /// Connections at once; fewer if the system gives fewer descriptors. Where there is no room for another, the one that has
-    /// waited longest without a request is closed.
+    /// Connections at once. There are fewer if the system allows fewer file descriptors. When there is no room for a
+    /// new connection, the connection that has been idle longest is closed.
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(4..))]
     connections: u32,
-    /// Seconds for the head of a request to come.
+    /// Seconds in which the head of a request must arrive.
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = seconds())]
     head_timeout: u64,
-    /// Seconds for a body to come; one that comes at 16 KiB a second has as long as it needs.
+    /// Seconds in which a body must arrive. A body that arrives at 16 KiB per second or faster may take longer.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = seconds())]
     body_timeout: u64,
     /// Seconds that a connection may be open without a request.
     #[arg(long, value_name = "SECONDS", default_value_t = 75, value_parser = seconds())]
     idle_timeout: u64,
-    /// Seconds that a client may read nothing of its answer.
+    /// Seconds that a client may go without reading any of its answer.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = seconds())]
     write_timeout: u64,
-    /// Seconds that a model stays loaded that nobody uses, where --model is given more than once; by default until another needs
-    /// its memory.
+    /// Seconds that an unused model stays loaded, if --model is given more than once. By default until another model
+    /// needs its memory.
     #[arg(long, value_name = "SECONDS", value_parser = seconds())]
     keep_alive: Option<u64>,
-    /// Seconds that requests may go on after SIGTERM; then they are cut off. Remembered prefixes are saved before.
+    /// Seconds that requests may continue after SIGTERM before they are cut off. Remembered prefixes are saved first.
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = RangedU64ValueParser::<u64>::new().range(0..=SECONDS_MAX))]
     grace: u64,
 }

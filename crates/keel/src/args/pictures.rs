@@ -15,14 +15,14 @@ const FRAMES_MAX: usize = 65_536;
 /// Pictures and videos.
 #[derive(Clone, Debug, Args)]
 pub struct PictureArgs {
-    /// Show the model a picture (PNG, JPEG, WebP, the first frame of a GIF); may be given several times.
+    /// Picture to show the model: PNG, JPEG, WebP, or the first frame of a GIF. May be repeated.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["raw", "ids", "ids_file"])]
     image: Vec<PathBuf>,
     /// Show the model a video: a GIF, with ffmpeg also an MP4, WebM, Matroska or AVI file, or a folder of pictures, which are
     /// its frames in the order of their names.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["raw", "ids", "ids_file"])]
     video: Vec<PathBuf>,
-    /// Frames a second of a video that is a folder; by default 24.
+    /// Frames per second of a video that is a folder. By default 24.
     #[arg(long, value_name = "N", requires = "video")]
     video_fps: Option<f64>,
 }
@@ -66,7 +66,7 @@ impl PictureArgs {
             bail!("this is neither a file nor a folder of frames");
         }
         if self.video_fps.is_some() {
-            bail!("--video-fps is for folders of frames: a file says itself how many a second it has");
+            bail!("--video-fps is for folders of frames: a video file has its own frame rate");
         }
         Ok(VideoFrames::Film(Origin::File(path.to_path_buf())))
     }

@@ -13,25 +13,25 @@ use crate::failure::usage;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Prompt")]
 pub struct PromptArgs {
-    /// The text; - reads standard input, as does no text where standard input is a file or a pipe.
+    /// The text. - reads standard input. Without a text, standard input is read if it is a file or a pipe.
     #[arg(conflicts_with_all = ["prompt", "prompt_file", "ids", "ids_file"], help_heading = None)]
     text: Option<String>,
     /// The text, as an option.
     #[arg(long, short = 'p', value_name = "TEXT", conflicts_with_all = ["prompt_file", "ids", "ids_file"], allow_hyphen_values = true)]
     prompt: Option<String>,
-    /// Read the text from a file; - is standard input.
+    /// Read the text from a file. - is standard input.
     #[arg(long, short = 'f', alias = "file", value_name = "FILE", conflicts_with_all = ["ids", "ids_file"])]
     prompt_file: Option<PathBuf>,
     #[command(flatten)]
     ids: IdArgs,
-    /// Ask: wrap the text as a user's turn in the checkpoint's chat template. A model that has a template is asked without this;
-    /// the built-in model, which was made for stories, continues the text unless it is told to answer.
+    /// Wrap the text as a user's turn in the checkpoint's chat template. Models with a template do this by default.
+    /// Only the built-in model, which was made for stories, continues the text unless --chat is given.
     #[arg(long, conflicts_with_all = ["ids", "ids_file"])]
     chat: bool,
-    /// Continue the text as it stands, also if the checkpoint has a chat template.
+    /// Continue the text as it is, even if the checkpoint has a chat template.
     #[arg(long, conflicts_with = "chat")]
     raw: bool,
-    /// What the model is told before the user's turn.
+    /// System text, which comes before the user's turn.
     #[arg(long, short = 's', alias = "system-prompt", value_name = "TEXT", conflicts_with_all = ["raw", "ids", "ids_file"])]
     pub system: Option<String>,
 }

@@ -9,38 +9,38 @@ use keel_text::GenerationDefaults;
 /// Sampling. What is not given is taken from the checkpoint's generation_config.json.
 #[derive(Clone, Debug, Args)]
 pub struct SamplingArgs {
-    /// Tokens to generate at most.
+    /// Most tokens to generate.
     #[arg(long, short = 'n', aliases = ["n-predict", "num-predict", "max-new-tokens"], value_name = "N", default_value_t = 256)]
     pub max_tokens: usize,
-    /// Divides the logits; 0 always takes the most probable token.
+    /// Temperature, which divides the logits. 0 always takes the most probable token.
     #[arg(long, short = 't', alias = "temp", value_name = "T")]
     temperature: Option<f32>,
-    /// Draw from the smallest set of tokens with this probability.
+    /// Draw from the smallest set of most probable tokens that together have this probability.
     #[arg(long, value_name = "P")]
     top_p: Option<f32>,
-    /// Draw from so many most probable tokens; 0 is all.
+    /// Draw from the K most probable tokens. 0 means all tokens.
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Leave out tokens less probable than this share of the most probable.
+    /// Leave out tokens whose probability is below P times that of the most probable token.
     #[arg(long, value_name = "P")]
     min_p: Option<f32>,
-    /// The same seed draws the same text. Where drafts are made, their number then follows from nominal costs, as measured
-    /// ones differ from run to run [default: 0, and measured costs].
+    /// Seed of the random numbers. The same seed draws the same text. With a seed, the number of drafts follows from
+    /// nominal costs, because measured costs differ from run to run. [default: 0, and measured costs]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Weakens tokens seen before: 1 changes nothing.
+    /// Penalty on tokens that occurred before. 1 changes nothing.
     #[arg(long, alias = "repeat-penalty", value_name = "X")]
     repetition_penalty: Option<f32>,
     /// Subtracted from the logits of tokens generated before.
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     presence_penalty: f32,
-    /// Subtracted for each time that a token was generated before.
+    /// Subtracted from a token's logit for each time that it was generated before.
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     frequency_penalty: f32,
-    /// Adds to the logit of a token, as ID=BIAS; may be repeated.
+    /// Add BIAS to the logit of token ID. May be repeated.
     #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias, allow_hyphen_values = true)]
     logit_bias: Vec<(u32, f32)>,
-    /// Ends the text before this string; may be repeated.
+    /// End the text before this string. May be repeated.
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
     /// Do not end at the model's end tokens.

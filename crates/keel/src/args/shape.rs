@@ -28,7 +28,7 @@ pub struct ShapeArgs {
     /// Bits per random weight: 2, 3, 4, 5, 6 or 8. [default: 4]
     #[arg(long, value_name = "N", requires = "shape")]
     bits: Option<usize>,
-    /// Random weights that share a scale: 32, 64 or 128. [default: 64]
+    /// Number of random weights that share a scale: 32, 64 or 128. [default: 64]
     #[arg(long, value_name = "N", requires = "shape")]
     group_size: Option<usize>,
     /// Random weights of this type instead: bf16, f16, f32, or one of GGUF's block codings such as Q4_K.
@@ -133,7 +133,7 @@ fn config_of_file(path: &Path, drafts: bool) -> Result<Value> {
 pub fn affine_format(bits: usize, group_size: usize) -> Result<AffineFormat> {
     AffineFormat::new(bits, group_size).ok_or_else(|| {
         usage(format!(
-            "{bits} bits in groups of {group_size} do not exist: bits are one of {AFFINE_BITS:?}, group sizes one of \
+            "{bits} bits in groups of {group_size} are not supported: bits are one of {AFFINE_BITS:?}, group sizes one of \
              {AFFINE_GROUP_SIZES:?}"
         ))
     })

@@ -14,14 +14,14 @@ use evenkeel::ModelFiles;
 /// Speculation.
 #[derive(Clone, Debug, Args)]
 pub struct SpeculateArgs {
-    /// Tokens that the checkpoint's multi-token-prediction head drafts for one step to verify: 1 to 8, auto for as many
-    /// as pay, off. Greedy text is the same with all of them, and sampled text has the same distribution (on a GPU it is the
-    /// same text where the device draws it). Auto is off where the checkpoint has no such head, and on a GPU: 2 to 4 are worth
-    /// trying there.
+    /// Number of tokens that the multi-token-prediction head drafts for one step to verify: 1 to 8, auto, or off. auto
+    /// makes as many drafts as pay. It is off on a GPU, where 2 to 4 are worth trying, and without such a head. Greedy
+    /// text does not change. Sampled text has the same distribution; on a GPU it is the same text if the device draws
+    /// it.
     #[arg(long, value_name = "N|auto|off", default_value = "auto")]
     pub speculate: Speculate,
-    /// Take every draft without comparing it with what the model says. WARNING: the text is then not the model's: it may
-    /// differ from what it would be, and be worse.
+    /// Accept every draft without verifying it. WARNING: the text may then differ from the model's own text, and be
+    /// worse.
     #[arg(long)]
     pub speculate_optimistic: bool,
 }
@@ -113,7 +113,7 @@ impl SpeculateArgs {
             Speculate::Drafts(drafts) => Depth::Fixed(drafts),
             Speculate::Auto | Speculate::Off => {
                 if self.speculate_optimistic {
-                    return Err(usage("--speculate-optimistic: there are no drafts to take"));
+                    return Err(usage("--speculate-optimistic: there are no drafts to accept"));
                 }
                 return Ok(None);
             }
@@ -125,11 +125,11 @@ impl SpeculateArgs {
 /// How a server drafts. How many drafts it makes at most is `--drafts` of [`super::HoldingArgs`].
 #[derive(Clone, Debug, Default, Args)]
 pub struct DraftArgs {
-    /// Make as many drafts as --drafts allows in each step, also where they do not pay.
+    /// Make as many drafts as --drafts allows in each step, even if they do not pay.
     #[arg(long, requires = "drafts")]
     drafts_always: bool,
-    /// Take every draft without comparing it with what the model says. WARNING: the text is then not the model's: it may
-    /// differ from what it would be, and be worse.
+    /// Accept every draft without verifying it. WARNING: the text may then differ from the model's own text, and be
+    /// worse.
     #[arg(long, requires = "drafts")]
     drafts_optimistic: bool,
 }
@@ -147,7 +147,7 @@ impl DraftArgs {
         }
         if self.drafts_optimistic {
             tracing::warn!(
-                "--drafts-optimistic: drafts are taken without comparing them with what the model says; answers may differ from \
+                "--drafts-optimistic: drafts are accepted without verification; answers may differ from \
                  the model's"
             );
         }

@@ -13,7 +13,7 @@ use evenkeel::ModelFiles;
 /// A model, or a shape.
 #[derive(Clone, Debug, Args)]
 pub struct SubjectArgs {
-    /// A folder, a weights file or a hub name; without it and --shape, the built-in model.
+    /// A folder, a weights file or a hub name. Without --model and --shape, the built-in model.
     #[arg(long, short, value_name = "MODEL")]
     model: Option<String>,
     #[command(flatten)]

@@ -8,14 +8,15 @@ use crate::config::{Config, words};
 use crate::failure::usage;
 use crate::output;
 
-/// Show which configuration is in force, and where each value is from: the environment, the file or the program.
+/// Show the configuration in use, and where each value comes from: the environment, the file or the program.
 ///
-/// The file is $XDG_CONFIG_HOME/keel/config.toml (usually ~/.config/keel/config.toml), or the one that --config or KEEL_CONFIG
-/// names. Its keys are the long names of options: at the top for all commands, in a table such as `[serve]` for one. Options on the
-/// command line and variables of the environment win.
+/// The file is $XDG_CONFIG_HOME/keel/config.toml (usually ~/.config/keel/config.toml), or the one that --config or
+/// KEEL_CONFIG names. Its keys are the long names of options. Keys at the top apply to all commands, keys in a table
+/// such as `[serve]` to one command. Options on the command line and environment variables take precedence.
 #[derive(Debug, Args)]
 pub struct ConfigArgs {
-    /// Show all options of this command; without it, what the file and the environment change of any.
+    /// Show all options of this command. Without it, show the options of all commands that the file or the environment
+    /// sets.
     #[arg(value_name = "COMMAND")]
     command: Vec<String>,
     /// Print one JSON object.

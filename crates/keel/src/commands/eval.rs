@@ -14,25 +14,26 @@ use crate::{output, progress, source};
 use evenkeel::ModelText;
 use evenkeel::context_for;
 
-/// Measure how well a model predicts a text: the perplexity, and with --kl the distance to another model.
+/// Measure how well a model predicts a text: the perplexity, and with --kl the divergence from another model.
 ///
-/// The text is cut into windows; of each, the second half is scored, so that every scored token has at least half a window
-/// before it. What is left at the end is not scored. Lower is better; 1 would be certainty.
+/// The text is cut into windows. The second half of each window is scored, so every scored token has at least half a
+/// window before it. A rest shorter than a window is not scored. Lower is better. A perplexity of 1 means certainty.
 #[derive(Debug, Args)]
 pub struct EvalArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// The text.
+    /// File with the text.
     #[arg(long, value_name = "FILE")]
     perplexity: PathBuf,
-    /// Also compare with this model, such as the unquantised one: the mean Kullback-Leibler divergence of the predictions
-    /// in nats, and how often both find the same token most likely. Both must have the same vocabulary.
+    /// Also compare with this model, for example the unquantised one. Prints the mean Kullback-Leibler divergence of
+    /// the predictions in nats, and how often both models find the same token most probable. Both must have the same
+    /// vocabulary.
     #[arg(long, value_name = "MODEL")]
     kl: Option<String>,
-    /// Tokens of a window: a multiple of 128.
+    /// Tokens of a window, a multiple of 128.
     #[arg(long, value_name = "N", default_value_t = 512)]
     window: usize,
-    /// Windows to score at most.
+    /// Most windows to score.
     #[arg(long, value_name = "N")]
     windows: Option<usize>,
     #[command(flatten)]

@@ -25,12 +25,12 @@ const SEQUENCES: [usize; 3] = [1, 4, 16];
 /// Shortest context to report, unless the model's own is shorter.
 const CONTEXT_LEAST: usize = 1024;
 
-/// Print what of a model fits into this machine: bits of the weights, bits of keys and values, sequences and context, best first,
-/// each with the command that serves it so.
+/// Print the ways in which a model fits into this machine, best first: bits of the weights, bits of keys and values,
+/// sequences and context. Each line has the command that serves the model this way.
 ///
-/// Better is, in this order: more bits of weights, more bits of keys and values. Fewer bits get a line only where they make a
-/// longer context fit. The bytes are those of keel plan with the same options, to the byte for the model as it is; for a model that
-/// is still to be quantised they are those of a plan of its shape.
+/// More bits of the weights rank first, then more bits of keys and values. Fewer bits are listed only if a longer
+/// context then fits. The bytes equal those of keel plan with the same options. For a model that is yet to be quantised
+/// they come from a plan of its shape.
 #[derive(Debug, Args)]
 pub struct FitArgs {
     /// A folder, a weights file or a hub name.
@@ -38,13 +38,13 @@ pub struct FitArgs {
     path: Option<String>,
     #[command(flatten, next_help_heading = "Model")]
     subject: SubjectArgs,
-    /// Bytes to fit into, for example 24Gi; by default what the device has free now.
+    /// Bytes to fit into, for example 24Gi. By default the free memory of the device.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     limit: Option<u64>,
-    /// This context, not the longest that fits.
+    /// Use this context, not the longest that fits.
     #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N")]
     context: Option<usize>,
-    /// So many sequences at once, not 1, 4 and 16.
+    /// Use this number of sequences at once, not 1, 4 and 16.
     #[arg(long, alias = "parallel", value_name = "N", value_parser = count)]
     sequences: Option<usize>,
     #[command(flatten, next_help_heading = "Arithmetic")]
@@ -70,7 +70,7 @@ pub fn run(args: &FitArgs) -> Result<()> {
     args.device.split.refuse()?;
     if args.device.memory_limit.is_some() {
         return Err(usage(
-            "--memory-limit: nothing is loaded here; --limit says into how many bytes it is to fit",
+            "--memory-limit: nothing is loaded here; use --limit for the number of bytes to fit into",
         ));
     }
     let limit = limit(args)?;
@@ -115,7 +115,7 @@ fn limit(args: &FitArgs) -> Result<u64> {
             tracing::info!("{} are {}", human_bytes(room.bytes), room.why);
             Ok(room.bytes)
         }
-        None => Err(usage("nothing tells how much memory is free here: give --limit")),
+        None => Err(usage("the free memory of this machine is unknown: give --limit")),
     }
 }
 

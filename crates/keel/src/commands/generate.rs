@@ -26,8 +26,9 @@ use evenkeel::{ModelText, TextStream};
 
 /// Answer a text, or continue it.
 ///
-/// A model with a chat template is asked through it; --raw continues the text instead, as a model without one does. The built-in
-/// model continues texts, and answers with --chat. The text alone goes to standard output; speed and memory go to standard error.
+/// A model with a chat template answers the text; with --raw it continues the text. A model without a template
+/// continues the text. The built-in model continues the text; with --chat it answers. Only the text goes to standard
+/// output. Speed and memory go to standard error.
 #[derive(Debug, Args)]
 pub struct GenerateArgs {
     #[command(flatten)]
@@ -36,8 +37,8 @@ pub struct GenerateArgs {
     pictures: PictureArgs,
     #[command(flatten, next_help_heading = "Model")]
     model: ModelArgs,
-    /// Tokens of prompt and text together to plan memory for, rounded up to pages of 256; by default as many as the
-    /// prompt and --max-tokens need.
+    /// Tokens of prompt and text together. Memory is planned for this number, rounded up to pages of 256. By default as
+    /// many as the prompt and --max-tokens need.
     #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", help_heading = "Memory and arithmetic")]
     context: Option<usize>,
     #[command(flatten, next_help_heading = "Sampling")]
@@ -50,16 +51,16 @@ pub struct GenerateArgs {
     engine: EngineArgs,
     #[command(flatten, next_help_heading = "Device")]
     device: DeviceArgs,
-    /// Run every token of the prompt through the decode regime, to compare.
+    /// Run every token of the prompt in the decode regime, for comparisons.
     #[arg(long, help_heading = "Memory and arithmetic", conflicts_with_all = ["schema", "grammar"])]
     one_by_one: bool,
-    /// Print one JSON object on standard output, when all is done.
+    /// Print one JSON object on standard output at the end.
     #[arg(long, help_heading = "Output")]
     json: bool,
-    /// Print the prompt before the text that continues it. Without this it is printed on a terminal alone.
+    /// Print the prompt before the text that continues it. By default it is printed only on a terminal.
     #[arg(long, help_heading = "Output", conflicts_with = "json")]
     echo: bool,
-    /// Leave out the speed, the memory and what else goes to standard error.
+    /// Print no speed and memory on standard error.
     #[arg(long, short, conflicts_with = "json", help_heading = "Output")]
     pub quiet: bool,
 }
@@ -102,10 +103,12 @@ impl Course {
             }
         };
         if form.is_some() && args.speculate.is_asked_for() {
-            return Err(usage("--speculate: a text that follows a schema or a grammar is not drafted here"));
+            return Err(usage("--speculate: a text that follows a schema or a grammar makes no drafts"));
         }
         if args.one_by_one && args.speculate.is_asked_for() {
-            return Err(usage("--speculate: the head is filled by prefill, which --one-by-one goes without"));
+            return Err(usage(
+                "--speculate: the multi-token-prediction head needs prefill, which --one-by-one does not run",
+            ));
         }
         let speculation = args.speculate.for_model(model, args.device.device(), &args.sampling)?;
         let speculation = speculation.filter(|_| !args.one_by_one && form.is_none());
@@ -189,7 +192,7 @@ fn open_text(model: &ModelFiles, optional: bool) -> Result<Option<ModelText>> {
 /// Prepares a prompt with pictures. It always uses the chat template.
 fn show_pictures(args: &GenerateArgs, model: &ModelFiles, text: Option<&ModelText>) -> Result<Prompt> {
     if args.echo || args.one_by_one {
-        return Err(usage("--echo and --one-by-one are for prompts of text alone"));
+        return Err(usage("--echo and --one-by-one are only for prompts without pictures"));
     }
     let text = text.context("a text needs a tokenizer")?;
     let written = args.prompt.read_text()?;
@@ -206,7 +209,9 @@ fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {
         return Ok(Prompt { ids: text.encode_text(&written)?, echo, pictures: None });
     };
     if args.echo {
-        return Err(usage("--echo is for a text that is continued; this one is answered (see --raw)"));
+        return Err(usage(
+            "--echo is for a text that is continued, but this text is answered; use --raw to continue it",
+        ));
     }
     let system = args.prompt.system.iter().map(|system| Message::new("system", system.clone()));
     let messages: Vec<Message> = system.chain([Message::new("user", written)]).collect();

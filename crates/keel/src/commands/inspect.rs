@@ -20,13 +20,13 @@ use evenkeel::human_bytes;
 use evenkeel::{ModelFiles, WeightFiles};
 use evenkeel::{context_for, is_vision};
 
-/// Print what a checkpoint is: architecture, tensors, bits per weight, memory.
+/// Print facts about a checkpoint: architecture, tensors, bits per weight, memory.
 #[derive(Debug, Args)]
 pub struct InspectArgs {
-    /// A folder, a weights file or a hub name; without it, the built-in model.
+    /// A folder, a weights file or a hub name. Without it, the built-in model.
     #[arg(value_name = "MODEL", conflicts_with = "model")]
     path: Option<String>,
-    /// The same, as a flag.
+    /// The same as the argument, as an option.
     #[arg(long, short, value_name = "MODEL")]
     model: Option<String>,
     #[command(flatten)]
@@ -40,7 +40,7 @@ pub struct InspectArgs {
 pub fn run(args: &InspectArgs) -> Result<()> {
     if args.device.memory_limit.is_some() {
         return Err(usage(
-            "--memory-limit: nothing is loaded here; keel fit --limit tells what fits in so many bytes",
+            "--memory-limit: nothing is loaded here; keel fit --limit shows what fits in a number of bytes",
         ));
     }
     let model = source::open(args.path.as_deref().or(args.model.as_deref()))?;

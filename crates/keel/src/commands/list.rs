@@ -10,7 +10,7 @@ use crate::output;
 use crate::source::hub::{Cache, Entry, Settings};
 use evenkeel::human_bytes;
 
-/// Print the models that were downloaded from the hub, by keel or by its other clients.
+/// Print the models that keel or other clients downloaded from the hub.
 #[derive(Debug, Args)]
 pub struct ListArgs {
     /// Print one JSON list.

@@ -25,23 +25,24 @@ use evenkeel::context_for;
 /// The file holds `logits`, f32 [T, V], and for models with a multi-token-prediction head `mtp_logits`,
 /// f32 [T-1, V]: row t is the head's draft for token t+2, from the hidden state of token t and token t+1.
 ///
-/// With --messages it also holds what the conversation became: `input_ids [T]`; for models whose positions have three axes
-/// `position_ids [3, T]` and `rope_deltas [1]`; of pictures `resized_u8.i [h, w, 3]`, `pixel_values`, `image_grid_thw`,
-/// `image_features` and `deepstack_features.k`; of videos `resized_u8_video`, `pixel_values_videos`, `video_grid_thw`,
-/// `video_features` and `deepstack_video_features.k`.
+/// With --messages it also holds the prepared conversation: `input_ids [T]`; for models whose positions have three axes
+/// `position_ids [3, T]` and `rope_deltas [1]`; for pictures `resized_u8.i [h, w, 3]`, `pixel_values`,
+/// `image_grid_thw`, `image_features` and `deepstack_features.k`; for videos `resized_u8_video`, `pixel_values_videos`,
+/// `video_grid_thw`, `video_features` and `deepstack_video_features.k`.
 #[derive(Debug, Args)]
 pub struct LogitsArgs {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
     ids: IdArgs,
-    /// A conversation in OpenAI's form, {"messages": [...]}, pictures as data URIs or paths next to the file.
+    /// File with a conversation in OpenAI's form, {"messages": [...]}. Pictures are data URIs, or paths relative to the
+    /// file.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["ids", "ids_file"])]
     messages: Option<PathBuf>,
     /// The file to write.
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Run every token through the decode regime.
+    /// Run every token in the decode regime.
     #[arg(long)]
     one_by_one: bool,
     #[command(flatten)]

@@ -24,29 +24,31 @@ use evenkeel::{Room, on_host};
 /// Default context of `generate`, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 4096;
 
-/// Print the memory that a run will take, by category, without loading weights.
+/// Print the memory that a run takes, by category, without loading weights.
 ///
-/// With --serve, or any option that only a server has, the numbers are those of `keel serve` with the same options; otherwise
-/// those of `keel generate` with the same context. On a machine with the GPU that --device names, what its driver takes beside
-/// them is measured and printed, too. With --verbose, so are the shapes that steps come in. `keel fit` tells what fits.
+/// With --serve, or with an option that only a server has, the numbers are those of `keel serve` with the same options.
+/// Otherwise they are those of `keel generate` with the same context. If the machine has the GPU that --device names,
+/// the memory of its driver is measured and printed, too. --verbose also prints the shapes of steps. `keel fit` shows
+/// what fits.
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     #[command(flatten, next_help_heading = "Model")]
     subject: SubjectArgs,
-    /// Plan what `keel serve` holds.
+    /// Plan for `keel serve`.
     #[arg(long)]
     serve: bool,
-    /// Sequences at once, of `bench`; those of a server are --sequences.
+    /// Sequences at once, as in `keel bench`. For a server use --sequences.
     #[arg(long, short, value_name = "B")]
     batch: Option<usize>,
-    /// Print the longest context (for the batch) and the largest batch (for the context) that fit in so many bytes.
+    /// Print the longest context (for the batch) and the largest batch (for the context) that fit in this number of
+    /// bytes.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     limit: Option<u64>,
     #[command(flatten, next_help_heading = "Speculation of generate")]
     speculate: SpeculateArgs,
     #[command(flatten)]
     server: ServeOptions,
-    /// Print one JSON object of category to bytes (and `driver` on a GPU); with --limit, of `context` and `batch`.
+    /// Print one JSON object: the bytes of each category, and `driver` on a GPU; with --limit, `context` and `batch`.
     #[arg(long)]
     json: bool,
 }
@@ -58,7 +60,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     // A server is made smaller where nobody asked for what does not fit.
     if device.memory_limit.is_some() && !is_server {
         return Err(usage(
-            "--memory-limit: a plan takes no memory; --limit and keel fit tell what fits in so many bytes",
+            "--memory-limit: a plan takes no memory; use --limit or keel fit to see what fits in a number of bytes",
         ));
     }
     if is_server {
@@ -163,13 +165,13 @@ fn print_plan(
     if let Some(host) = Room::of_host() {
         let needed = on_host(planned, device.device() != Device::Cpu);
         let fits = if needed <= host.bytes { "fits" } else { "does not fit" };
-        output::line(&format!("free        {} ({}): it {fits}", human_bytes(host.bytes), host.why))?;
+        output::line(&format!("free        {} ({}): the plan {fits}", human_bytes(host.bytes), host.why))?;
     }
     let Some(driver) = driver else { return Ok(()) };
     output::line(&format!("driver      {}; code is added as it is first used", driver.to_line()))?;
     let (limit, room) = (human_bytes(driver.limit()), human_bytes(DRIVER_ROOM_BYTES));
     output::line(&format!(
-        "limit       {limit} (by default: what is free now, less {room} for code and others)"
+        "limit       {limit} (default: the free memory minus {room} for code and other programs)"
     ))
 }
 

@@ -8,10 +8,11 @@ use crate::output;
 use crate::source::hub::{self, HubName, Settings};
 use evenkeel::human_bytes;
 
-/// Download a model from the hub, or what is new in it. A download that was interrupted goes on where it was; every file's
-/// size is checked, and of large ones the SHA-256.
+/// Download a model from the hub, or its new files. An interrupted download continues where it stopped. The size of
+/// every file is checked, and the SHA-256 of large files.
 ///
-/// HF_TOKEN is for models that ask who you are, HF_ENDPOINT names another hub, HF_HOME or HF_HUB_CACHE another folder.
+/// HF_TOKEN holds a token for models that require one. HF_ENDPOINT names another hub. HF_HOME or HF_HUB_CACHE names
+/// another folder.
 #[derive(Debug, Args)]
 pub struct PullArgs {
     /// owner/name, owner/name@revision (a branch, a tag or a commit), or owner/name:CODING for one of several GGUF files, such

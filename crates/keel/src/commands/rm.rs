@@ -7,10 +7,10 @@ use crate::output;
 use crate::source::hub::{Cache, HubName, Settings};
 use evenkeel::human_bytes;
 
-/// Remove a model that was downloaded. Files that another revision has, too, stay.
+/// Remove a downloaded model. Files that another revision uses stay.
 #[derive(Debug, Args)]
 pub struct RmArgs {
-    /// owner/name for all of it, owner/name@revision for one revision, owner/name:CODING for one GGUF file.
+    /// owner/name for all revisions, owner/name@revision for one revision, owner/name:CODING for one GGUF file.
     #[arg(value_name = "NAME", required = true)]
     names: Vec<String>,
 }

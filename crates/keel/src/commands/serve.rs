@@ -34,10 +34,11 @@ pub const STEP_TOKENS_DEFAULT: usize = 512;
 /// work.
 const BLOCKING_THREADS: usize = WORK_THREADS + 1;
 
-/// Serve the model over HTTP, with OpenAI's API: many requests at once, memory promised before a request starts.
+/// Serve models over HTTP with OpenAI's and Anthropic's APIs. Many requests run at once. The memory of a request is
+/// reserved before it starts.
 ///
-/// What is not asked for follows the model and the machine; keel plan with the same options prints the bytes. SIGTERM or Ctrl-C
-/// lets running requests end for the time of --grace; a second one ends them at once.
+/// Defaults follow the model and the machine. keel plan with the same options prints the bytes. After SIGTERM or
+/// Ctrl-C, running requests may continue for the time of --grace. A second signal ends them at once.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     #[command(flatten, next_help_heading = "Model")]
@@ -56,9 +57,10 @@ impl ServeArgs {
 /// What is served.
 #[derive(Debug, Args)]
 struct ModelsArgs {
-    /// A folder with config.json and weights, a weights file, or a hub name (owner/name), by another name in the API if it is
-    /// NAME=MODEL. Without it, the built-in model. Given more than once, a request's `model` picks: each is loaded when it is asked
-    /// for, and the one used least recently is given back where --memory-limit, or what is free, does not hold another.
+    /// A folder with config.json and weights, a weights file, or a hub name (owner/name). NAME=MODEL sets the model's
+    /// name in the API. Without it, the built-in model. May be repeated: then a request's `model` chooses, and each
+    /// model is loaded when it is first requested. If another model does not fit into --memory-limit or the free
+    /// memory, the least recently used model is unloaded.
     #[arg(long, short, value_name = "[NAME=]MODEL")]
     model: Vec<String>,
     #[command(flatten)]
@@ -101,13 +103,13 @@ impl ServeOptions {
 /// Where it listens, and under which name.
 #[derive(Debug, Args)]
 struct ListenArgs {
-    /// Address to listen on. Other machines can reach the server only if it is another than loopback.
+    /// Address to listen on. Other machines can reach the server only if this is not a loopback address.
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     host: String,
-    /// Port to listen on; 0 takes any that is free.
+    /// Port to listen on. 0 takes any free port.
     #[arg(long, value_name = "PORT", default_value_t = 8080)]
     port: u16,
-    /// Name of the model in the API; by default its folder's.
+    /// Name of the model in the API. By default the name of its folder.
     #[arg(long, aliases = ["alias", "served-model-name"], value_name = "NAME")]
     name: Option<String>,
 }
@@ -115,37 +117,39 @@ struct ListenArgs {
 /// Bounds of requests.
 #[derive(Debug, Args)]
 struct RequestArgs {
-    /// Remember prompts alone, not answers: what is reused then has the bits of a fresh run.
+    /// Remember only prompts, not answers. Reused prefixes then give the bits of a fresh run.
     #[arg(long, conflicts_with = "no_prefix_reuse")]
     exact_prefix_reuse: bool,
-    /// Folder in which remembered prefixes outlive the server. A damaged file in it is passed over with a warning.
+    /// Folder in which remembered prefixes are saved when the server ends, and from which the next server restores
+    /// them. A damaged file is skipped with a warning.
     #[arg(long, value_name = "FOLDER", conflicts_with = "no_prefix_reuse")]
     prefix_cache_dir: Option<PathBuf>,
-    /// Tokens of one step, of answers and prompts together: a long prompt delays others by no more than this.
+    /// Tokens of one step, answers and prompts together. It bounds how long a prompt can delay other requests.
     #[arg(long, value_name = "N", default_value_t = STEP_TOKENS_DEFAULT, value_parser = count)]
     step_tokens: usize,
-    /// Requests that may wait; more are refused with 429.
+    /// Requests that may wait. Further requests are refused with 429.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = count)]
     queue: usize,
-    /// Seconds that a request may wait; then it is refused with 503.
+    /// Seconds that a request may wait before it is refused with 503.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = seconds())]
     queue_timeout: u64,
-    /// Seconds that a request may take in all.
+    /// Seconds that a request may take in total.
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = seconds())]
     deadline: u64,
-    /// Tokens of an answer where the request names no number.
+    /// Most tokens of an answer if the request sets no number.
     #[arg(long, short = 'n', aliases = ["n-predict", "num-predict"], value_name = "N", default_value_t = 1024, value_parser = count)]
     max_tokens: usize,
-    /// Bytes of a request's body.
+    /// Most bytes of a request's body.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "8Mi")]
     body_limit: u64,
-    /// Bytes for bodies, texts and their copies of all requests together; what has no room is refused with 503 or 413.
+    /// Bytes for bodies, texts and their copies of all requests together. A request without room is refused with 503 or
+    /// 413.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "512Mi")]
     request_memory: u64,
-    /// Seconds for a schema or grammar to be compiled.
+    /// Seconds in which a schema or grammar must be compiled.
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = seconds())]
     grammar_timeout: u64,
-    /// How lines are logged: text, or one JSON object a line. RUST_LOG and -v say which lines.
+    /// Format of log lines: text, or one JSON object per line. RUST_LOG and -v select which lines are logged.
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t)]
     log_format: LogFormat,
 }
@@ -182,7 +186,9 @@ fn device(args: &ServeOptions) -> DeviceArgs {
 
 fn warn_if_open(address: SocketAddr, options: &ServerOptions) {
     if !address.ip().is_loopback() && options.keys.is_empty() {
-        tracing::warn!("anyone who reaches {address} may use this server: ask for a key with --api-key-file");
+        tracing::warn!(
+            "anyone who can reach {address} may use this server: require a key with --api-key-file"
+        );
     }
 }
 
@@ -241,7 +247,7 @@ fn listen(
         let mut session = load(&device(args))?;
         session.make_ready()?;
         tracing::info!(
-            "{} for {} sequences of up to {} tokens, {} of it keys and values",
+            "{} for {} sequences of up to {} tokens, of which {} are keys and values",
             human_bytes(session.planned.total()),
             options.sequences,
             options.context,
@@ -252,13 +258,16 @@ fn listen(
         }
         if let Some(vision) = options.vision {
             let planned = human_bytes(session.planned.get(Category::Vision));
-            tracing::info!("{planned} for pictures, of which {} at a time are kept", vision.pictures);
+            tracing::info!(
+                "{planned} for pictures; the features of {} pictures are kept at a time",
+                vision.pictures
+            );
         }
         let requests = human_bytes(server_options.request_memory);
-        tracing::info!("{requests} more are for requests: bodies, texts and their copies, as they come");
+        tracing::info!("up to {requests} more are used for requests: bodies, texts and their copies");
         if args.holding.overcommit {
             let swap = human_bytes(session.planned.get(Category::Swap));
-            tracing::info!("more is let in than fits: {swap} of host memory are for parked sequences");
+            tracing::info!("--overcommit: {swap} of host memory hold parked sequences");
         }
         let address = listener.local_addr()?;
         warn_if_open(address, &server_options);

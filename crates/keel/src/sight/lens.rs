@@ -52,9 +52,9 @@ impl Lens {
     /// A model without eyes; processor files that cannot be followed.
     pub fn open(model: &ModelFiles, text: &ModelText) -> Result<Lens> {
         if !can_see(model) {
-            bail!("this model reads text alone: it has no vision tower, or no processor files");
+            bail!("this model reads only text: it has no vision tower, or no processor files");
         }
-        let config = vision::read_vision(&model.json)?.context("this model reads text alone")?;
+        let config = vision::read_vision(&model.json)?.context("this model reads only text")?;
         let processor = processor_files(model)?.image(&Map::new())?.limited_to(PIXELS_MAX)?;
         Ok(Lens { placeholders: placeholders(&config, text)?, config, processor, seen: 0 })
     }
@@ -74,7 +74,7 @@ impl Lens {
     /// More pictures than planned for; a file that cannot be read or shown.
     pub fn look_at(&mut self, engine: &mut Engine, file: &str, shown: usize) -> Result<Glance> {
         if shown == PICTURES_MAX {
-            bail!("the conversation shows {PICTURES_MAX} pictures already; /reset begins another");
+            bail!("the conversation already has {PICTURES_MAX} pictures; /reset begins a new one");
         }
         let picture = load::picture(&Origin::File(Path::new(file).to_path_buf()))?;
         let processed = self.processor.process(&picture)?;

@@ -64,7 +64,7 @@ pub fn prepare(model: &ModelFiles, text: &ModelText, conversation: &Conversation
     let vision = if conversation.has_pictures() { vision? } else { vision.ok().flatten() };
     let has_tower = vision.as_ref().is_some_and(|config| vision::has_tower(config, &*model.parameters()));
     if conversation.has_pictures() && !has_tower {
-        bail!("this model reads text alone: it has no vision tower, so it cannot be shown pictures");
+        bail!("this model reads only text: it has no vision tower");
     }
     let (mut images, mut videos) = (Vec::new(), Vec::new());
     let (mut image_spans, mut video_spans) = (Vec::new(), Vec::new());
@@ -109,14 +109,14 @@ pub fn viewer(
     pixels_max: usize,
     pictures: usize,
 ) -> Result<Viewer> {
-    let config = vision::read_vision(&model.json)?.context("this model reads text alone")?;
+    let config = vision::read_vision(&model.json)?.context("this model reads only text")?;
     Ok(Viewer::new(config, &processor_files(model)?, tokenizer, pixels_max, pictures)?)
 }
 
 fn processor_files(model: &ModelFiles) -> Result<ProcessorFiles> {
     match &model.weights {
         WeightFiles::Checkpoint(checkpoint) => Ok(ProcessorFiles::read(checkpoint.folder())?),
-        _ => bail!("this form of a model has no processor files, so it cannot be shown pictures"),
+        _ => bail!("this model has no processor files, so it cannot read pictures"),
     }
 }
 

@@ -32,11 +32,11 @@ use profile::Profile;
 use runs::{Runs, Spread};
 use speculative::SpeculativeRuns;
 
-/// Time the prefill of a random prompt and the decoding behind it.
+/// Measure the speed of prefill on a random prompt, and of decoding after it.
 ///
-/// Loading and a short warm-up come first and are not timed. With --shape the weights are random and made in place.
-/// Beside the speed stands the floor: what the machine's memory bandwidth (decode) or arithmetic (prefill), measured
-/// in the same run, would allow at most.
+/// Loading and a short warm-up are not timed. With --shape the weights are random. The report compares the speed with
+/// the most that the machine allows: by memory bandwidth for decoding, by arithmetic for prefill. Both limits are
+/// measured in the same run.
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct BenchArgs {
@@ -47,16 +47,16 @@ pub struct BenchArgs {
     /// Tokens of the prompt.
     #[arg(long, value_name = "N", default_value_t = 512)]
     prompt: usize,
-    /// Tokens to decode behind it.
+    /// Tokens to decode after the prompt.
     #[arg(long = "gen", value_name = "N", default_value_t = 128)]
     generated: usize,
-    /// Sequences to decode side by side.
+    /// Sequences to decode together.
     #[arg(long, value_name = "B", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4096))]
     batch: u16,
     /// Timed repeats.
     #[arg(long, value_name = "R", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     repeat: u16,
-    /// What follows each timed step.
+    /// How the next token is drawn after each timed step.
     #[arg(long, value_enum, default_value_t)]
     draw: Drawing,
     #[command(flatten)]
@@ -65,10 +65,10 @@ pub struct BenchArgs {
     engine: EngineArgs,
     #[command(flatten)]
     device: DeviceArgs,
-    /// Draw memory over time per category to an SVG file.
+    /// Write a plot of memory over time, by category, to an SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
-    /// Run once more and print where the time goes, by operation (CPU only).
+    /// Run once more and print the time of each operation (CPU only).
     #[arg(long)]
     profile: bool,
     /// Print one JSON object.

@@ -155,7 +155,7 @@ pub fn release(engine: &mut Engine, sequences: Vec<SequenceCache>) -> Result<()>
 fn check(logits: &[f32]) -> Result<()> {
     let first = logits.first();
     if logits.iter().any(|logit| !logit.is_finite()) || logits.iter().all(|logit| Some(logit) == first) {
-        bail!("the logits are not sane, so the time means nothing");
+        bail!("the logits are NaN or infinite, so the time means nothing");
     }
     Ok(())
 }

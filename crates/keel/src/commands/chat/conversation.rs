@@ -104,10 +104,10 @@ impl Conversation {
     /// A conversation without eyes; a file that cannot be read or shown.
     pub fn show(&mut self, file: &str) -> Result<String> {
         if file.is_empty() {
-            bail!("/image takes the name of a file");
+            bail!("/image needs the name of a file");
         }
         let Some(lens) = &mut self.lens else {
-            bail!("pictures need the model's eyes: start keel chat with --images")
+            bail!("pictures need the vision tower: start keel chat with --images")
         };
         let glance = lens.look_at(&mut self.session.engine, file, self.glances.len())?;
         self.glances.push(glance);
@@ -147,7 +147,7 @@ impl Conversation {
     /// The file cannot be written.
     pub fn save(&self, file: &str) -> Result<()> {
         if file.is_empty() {
-            bail!("/save takes the name of a file");
+            bail!("/save needs the name of a file");
         }
         if self.pictures() > 0 {
             bail!("a conversation with pictures is not saved: the file would not have them");
@@ -162,7 +162,7 @@ impl Conversation {
     /// The file cannot be read or is not a conversation. The current conversation then stays.
     pub fn load(&mut self, file: &str) -> Result<usize> {
         if file.is_empty() {
-            bail!("/load takes the name of a file");
+            bail!("/load needs the name of a file");
         }
         let text = std::fs::read_to_string(Path::new(file)).with_context(|| format!("cannot read {file}"))?;
         let mut value: Value = serde_json::from_str(&text).with_context(|| format!("{file} is no JSON"))?;
@@ -172,7 +172,7 @@ impl Conversation {
             list.as_array().and_then(|list| list.iter().map(message).collect());
         let messages = messages.with_context(|| {
             format!(
-                "{file} holds no conversation: a list of messages, each with a role and a content of text"
+                "{file} is not a conversation: expected a list of messages, each with a role and a text as content"
             )
         })?;
         // Rendering checks the messages: the template refuses those that it does not support.
@@ -206,8 +206,8 @@ impl Conversation {
             self.messages.pop();
             self.glances.truncate(self.pictures());
             return output::line(&format!(
-                "this turn makes the conversation {} tokens long, its context is {context}: /undo takes the turn before back, \
-                 /reset starts anew",
+                "this turn makes the conversation {} tokens long, but its context is {context}: /undo removes the turn \
+                 before, /reset begins a new conversation",
                 prompt.tokens.len()
             ));
         }
@@ -272,7 +272,7 @@ impl Conversation {
         }
         output::text(stream.finish()?)?;
         if is_interrupted {
-            output::aside("\n(stopped; /retry answers anew, /undo takes the turn back)");
+            output::aside("\n(stopped; /retry answers again, /undo removes the turn)");
         }
         if let (Some(report), Some(counters)) = (&mut self.speculation, tokens.counters()) {
             report.counters.add(counters);

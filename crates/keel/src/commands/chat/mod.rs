@@ -35,21 +35,21 @@ const CHECKPOINTS: usize = 2;
 
 /// Talk with the model.
 ///
-/// On a terminal a turn is edited as in a shell, with a history (kept in $XDG_STATE_HOME/keel/chat_history) and completion of
-/// commands; """ begins and ends a turn of several lines. /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Without
-/// a terminal each line of standard input is a turn.
+/// On a terminal, lines are edited as in a shell, with completion of commands and a history in
+/// $XDG_STATE_HOME/keel/chat_history. """ begins and ends a turn of several lines. /help lists the commands. Ctrl-C
+/// stops an answer, Ctrl-D ends the program. Without a terminal, each line of standard input is a turn.
 #[derive(Debug, Args)]
 pub struct ChatArgs {
     #[command(flatten, next_help_heading = "Model")]
     model: ModelArgs,
-    /// What the model is told before the first turn.
+    /// System text, which comes before the first turn.
     #[arg(long, short = 's', alias = "system-prompt", value_name = "TEXT")]
     system: Option<String>,
-    /// Load the model's eyes, too, so that /image FILE shows it pictures.
+    /// Also load the vision tower, so that /image FILE shows the model a picture.
     #[arg(long)]
     images: bool,
-    /// Tokens of the whole conversation to plan memory for, rounded up to pages of 256; by default 8192, or the
-    /// model's context if that is shorter.
+    /// Tokens of the whole conversation. Memory is planned for this number, rounded up to pages of 256. By default
+    /// 8192, or the model's context if that is shorter.
     #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", help_heading = "Memory and arithmetic")]
     context: Option<usize>,
     #[command(flatten, next_help_heading = "Sampling")]
@@ -93,7 +93,7 @@ pub fn run(args: &ChatArgs) -> Result<()> {
 
 fn talk(conversation: &mut Conversation, mut lines: Lines) -> Result<()> {
     if lines.is_terminal() {
-        output::aside("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends\n");
+        output::aside("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the program\n");
     }
     loop {
         let line = match lines.next()? {

@@ -34,7 +34,7 @@ impl Settings {
             other => bail!("there is no setting {other}; /set shows them"),
         }
         if changed.max_tokens == 0 {
-            bail!("max-tokens is 0: an answer has at least one token");
+            bail!("max-tokens is 0: it must be at least 1");
         }
         Sampler::new(changed.sampler.clone(), &[])?;
         *self = changed;

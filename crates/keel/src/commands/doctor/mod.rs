@@ -18,7 +18,7 @@ use host::{Memory, Processor};
 /// Free memory below this leads to advice.
 const LITTLE_BYTES: u64 = 1 << 30;
 
-/// Print what keel finds on this machine (cores, instructions, memory, GPUs, libraries, caches), and what to do about what is
+/// Print what keel finds on this machine (cores, instructions, memory, GPUs, libraries, caches), and advice on what is
 /// missing.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {

@@ -18,11 +18,11 @@ use crate::failure::usage;
 use crate::{output, progress, source};
 use evenkeel::human_bytes;
 
-/// Write a copy of a checkpoint in another form: quantised as MLX does, as a GGUF file, or dense.
+/// Write a copy of a checkpoint in another form: quantised in MLX's format, as a GGUF file, or dense.
 ///
-/// The source is a folder of safetensors (for MLX's form a dense one) or a GGUF file. As MLX does: routers and gates of shared
-/// experts take 8 bits; norms, A_log, dt_bias, the convolution and the vision tower stay as they are. In a GGUF file these are
-/// f32, and the vision tower is left out.
+/// The source is a folder of safetensors (a dense one for MLX's format) or a GGUF file. As in MLX, routers and gates of
+/// shared experts take 8 bits; norms, A_log, dt_bias, the convolution and the vision tower stay unchanged. In a GGUF
+/// file these tensors are f32, and the vision tower is left out.
 #[derive(Debug, Args)]
 pub struct QuantizeArgs {
     /// The checkpoint: a folder, a weights file or a hub name.
@@ -31,28 +31,28 @@ pub struct QuantizeArgs {
     /// The folder to write, or the GGUF file.
     #[arg(value_name = "OUT")]
     target: PathBuf,
-    /// The form to write; without it, gguf if OUT ends in .gguf, and mlx otherwise.
+    /// The form to write. By default gguf if OUT ends in .gguf, else mlx.
     #[arg(long, value_name = "FORM")]
     to: Option<Form>,
-    /// GGUF: the type of matrices (Q4_0, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32), or Q4_K_M or Q5_K_M, which give Q6_K to
-    /// those on which most depends.
+    /// GGUF: the type of matrices (Q4_0, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32), or a mix: Q4_K_M and Q5_K_M
+    /// give Q6_K to the most sensitive matrices.
     /// [default: Q4_K_M]
     #[arg(long = "type", value_name = "TYPE")]
     recipe: Option<String>,
-    /// Safetensors: the type of matrices, f32, f16 or bf16; without it that of the source.
+    /// Safetensors: the type of matrices, f32, f16 or bf16. By default the type of the source.
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Float>,
     /// MLX: bits per weight: 2, 3, 4, 5, 6 or 8. [default: 4]
     #[arg(long, value_name = "N")]
     bits: Option<usize>,
-    /// MLX: weights that share a scale: 32, 64 or 128. [default: 64]
+    /// MLX: number of weights that share a scale: 32, 64 or 128. [default: 64]
     #[arg(long, value_name = "N")]
     group_size: Option<usize>,
-    /// Another format for a module, by the end of its path, or for a tensor of a GGUF file, without .weight; may be repeated.
-    /// MLX: NAME=BITS, NAME=BITS/GROUP_SIZE or NAME=dense; GGUF: NAME=TYPE.
+    /// Another format for some tensors. NAME is the end of a module's path, or the name of a GGUF tensor without
+    /// .weight. May be repeated. MLX: NAME=BITS, NAME=BITS/GROUP_SIZE or NAME=dense; GGUF: NAME=TYPE.
     #[arg(long = "module", value_name = "NAME=FORMAT")]
     overrides: Vec<String>,
-    /// MLX: bytes of a safetensors file at most, unless one tensor alone has more. [default: 5G]
+    /// MLX: most bytes of a safetensors file. Only a file with a single larger tensor exceeds this. [default: 5G]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     shard_size: Option<u64>,
     /// Print one JSON object.
@@ -146,7 +146,7 @@ fn output_form(args: &QuantizeArgs) -> Result<Output> {
     check_options(args, form)?;
     match form {
         Form::Mlx | Form::Safetensors if is_gguf => Err(usage(format!(
-            "{}: the name is that of a GGUF file, and --to asks for a folder of safetensors",
+            "{}: this is the name of a GGUF file, but --to asks for a folder of safetensors",
             args.target.display()
         ))),
         Form::Mlx => {
@@ -158,11 +158,11 @@ fn output_form(args: &QuantizeArgs) -> Result<Output> {
             Ok(Output::Mlx(recipe))
         }
         Form::Gguf if !is_gguf => {
-            Err(usage(format!("{}: the name of a GGUF file ends in .gguf", args.target.display())))
+            Err(usage(format!("{}: the name of a GGUF file must end in .gguf", args.target.display())))
         }
         Form::Gguf => {
             let name = args.recipe.as_deref().unwrap_or(RECIPE_DEFAULT);
-            let unknown = || usage(format!("--type {name} is not a type that is written"));
+            let unknown = || usage(format!("--type {name} is not a type that can be written"));
             let mut recipe = GgufRecipe::from_name(name).ok_or_else(unknown)?;
             recipe.overrides = overrides(args, parse_type)?;
             Ok(Output::Gguf(recipe))
@@ -187,7 +187,7 @@ fn check_options(args: &QuantizeArgs, form: Form) -> Result<()> {
         return Ok(());
     };
     let names: Vec<&str> = forms.iter().map(|form| form.name()).collect();
-    Err(usage(format!("{option} is for --to {}, and {} is written", names.join(" and "), form.name())))
+    Err(usage(format!("{option} is for --to {}, but {} is written", names.join(" and "), form.name())))
 }
 
 fn overrides<T>(
@@ -200,7 +200,7 @@ fn overrides<T>(
 fn parse_type(text: &str) -> Result<(String, GgmlType)> {
     let (name, wanted) = text.split_once('=').context("expected NAME=TYPE")?;
     let kind = GgmlType::from_name(wanted).filter(|&kind| is_written(kind));
-    let unknown = || usage(format!("{wanted} is not a type that is written"));
+    let unknown = || usage(format!("{wanted} is not a type that can be written"));
     Ok((name.into(), kind.ok_or_else(unknown)?))
 }
 

@@ -19,7 +19,7 @@ use evenkeel::human_bytes;
 /// A model cannot be opened or does not fit alone, or two have the same name.
 pub fn serve(args: &ServeOptions, models: &[Named]) -> Result<()> {
     if args.server.name.is_some() {
-        return Err(usage("--name is for one model; name each with --model NAME=MODEL"));
+        return Err(usage("--name is for a single model; give each model its name with --model NAME=MODEL"));
     }
     let options = server_options(args)?;
     let offers = models.iter().map(|named| offer(args, named)).collect::<Result<Vec<_>>>()?;
@@ -36,7 +36,7 @@ pub fn serve(args: &ServeOptions, models: &[Named]) -> Result<()> {
         let all = human_bytes(all);
         match room {
             Some(room) => tracing::info!(
-                "all of them hold {all}; {} are for them: {}",
+                "all models together need {all}; {} are available: {}",
                 human_bytes(room.bytes),
                 room.why
             ),

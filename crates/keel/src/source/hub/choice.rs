@@ -104,7 +104,7 @@ fn choose_gguf<'a>(name: &HubName, gguf: &[&'a RemoteFile], pick: &str) -> Resul
     let repository = name.repository();
     match picked.first() {
         Some(file) if is_split(&file.path) => bail!(
-            "{} of {repository} is one part of several, which keel does not read: pick a coding that is in one file",
+            "{} of {repository} is one part of a split file, which keel does not read: choose a coding in a single file",
             file.path
         ),
         Some(file) => Ok(file),
@@ -181,7 +181,7 @@ mod tests {
         assert!(error("a/b", &["pytorch_model.bin", "config.json"]).contains("nothing that keel runs"));
         assert!(error("a/b:Q8_0", &["config.json"]).contains("has no GGUF file"));
         let split = ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
-        assert!(error("a/b:Q8_0", &split).contains("one part of several"));
+        assert!(error("a/b:Q8_0", &split).contains("one part of a split file"));
         assert_eq!(chosen("a/b", &["only-Q2_K.gguf"]).expect("there"), ["only-Q2_K.gguf"]);
     }
 }

@@ -87,7 +87,7 @@ fn fetch(origin: &Origin<'_>, file: &RemoteFile, target: &mut File, bar: &Progre
         failures = if have > before { 1 } else { failures + 1 };
         if failures >= TRIES {
             bail!(
-                "{}: {problem}; {have} bytes of it are kept, and the same command goes on from there",
+                "{}: {problem}; {have} bytes are kept, and the same command continues from there",
                 file.path
             );
         }
@@ -142,7 +142,7 @@ fn read_on(
 fn check(file: &RemoteFile, contents: &mut File) -> Result<()> {
     let bytes = contents.metadata()?.len();
     if let Some(size) = file.size.filter(|&size| size != bytes) {
-        bail!("{} has {bytes} bytes, and the hub says {size}: it was removed, so try again", file.path);
+        bail!("{} has {bytes} bytes, but the hub expects {size}: the file was removed; try again", file.path);
     }
     let Some(want) = &file.sha256 else { return Ok(()) };
     contents.seek(SeekFrom::Start(0))?;
@@ -156,7 +156,10 @@ fn check(file: &RemoteFile, contents: &mut File) -> Result<()> {
     }
     let found: String = hasher.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     if found != *want {
-        bail!("{} has the SHA-256 {found}, and the hub says {want}: it was removed, so try again", file.path);
+        bail!(
+            "{} has the SHA-256 {found}, but the hub expects {want}: the file was removed; try again",
+            file.path
+        );
     }
     Ok(())
 }

@@ -33,7 +33,7 @@ impl Settings {
         let variable = |name: &str| variable(name).map(|v| v.trim().to_string()).filter(|v| !v.is_empty());
         let endpoint = variable("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
         if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
-            bail!("HF_ENDPOINT is {endpoint:?}; it begins with https:// or http://");
+            bail!("HF_ENDPOINT is {endpoint:?}; it must begin with https:// or http://");
         }
         let home = variable("HF_HOME").map(PathBuf::from).or_else(|| {
             let cache = variable("XDG_CACHE_HOME").map(PathBuf::from);
@@ -43,7 +43,7 @@ impl Settings {
         let cache =
             variable("HF_HUB_CACHE").map(PathBuf::from).or(home.as_ref().map(|home| home.join("hub")));
         let Some(cache) = cache else {
-            bail!("nothing says where models are kept: set HF_HOME, or HOME");
+            bail!("no folder for models is known: set HF_HOME or HOME");
         };
         let in_file = || {
             let path = variable("HF_TOKEN_PATH").map(PathBuf::from).or(home.map(|home| home.join("token")))?;

@@ -24,22 +24,23 @@ use report::Report;
 
 /// Send a load to a running server (keel's or another with OpenAI's API) and report throughput and latencies.
 ///
-/// Every answer is streamed. With --check each is asked for once more, alone, at temperature 0, and must be the same.
+/// Every answer is streamed. With --check each answer is requested again, alone, at temperature 0, and must be the
+/// same.
 #[derive(Debug, Args)]
 pub struct BenchServeArgs {
     /// Address of the server.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8080")]
     url: String,
-    /// Name of the model to ask for; by default the first that the server names.
+    /// Name of the model to request. By default the first model that the server lists.
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
     /// Requests to send.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     requests: u32,
-    /// Requests that arrive in a second, at random moments; 0 sends as fast as --concurrency allows.
+    /// Requests per second, at random moments. 0 sends as fast as --concurrency allows.
     #[arg(long, value_name = "R", default_value_t = 0.0)]
     rate: f64,
-    /// Requests in flight at most. With a rate, arrivals beyond it wait, and their wait counts.
+    /// Most requests in flight. With a rate, further requests wait, and their waiting time counts.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     concurrency: u32,
     /// Words of a prompt: N, or MIN-MAX.
@@ -48,7 +49,7 @@ pub struct BenchServeArgs {
     /// Tokens of an answer: N, or MIN-MAX.
     #[arg(long = "gen", value_name = "N", default_value = "64")]
     generated: Lengths,
-    /// Words that all prompts begin with.
+    /// Number of words that all prompts begin with.
     #[arg(long, value_name = "N", default_value_t = 0)]
     shared_prefix: usize,
     /// Read the requests from a file instead: a line of JSON with `prompt` and `max_tokens` for each.
@@ -57,7 +58,7 @@ pub struct BenchServeArgs {
     /// The same seed makes the same load.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
-    /// Ask for every answer once more, alone, and compare.
+    /// Request every answer again, alone, and compare.
     #[arg(long)]
     check: bool,
     /// Key of the server.
