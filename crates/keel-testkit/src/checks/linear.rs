@@ -1,12 +1,12 @@
 //! Matrix products, with weights and without, and the mixture of experts around them.
 
 use super::share::is_mine;
-use super::{Check, FLOATS, download, expect, expect_within, layouts, rounded, upload};
+use super::{Check, FLOATS, download, eight_bits, expect, expect_within, layouts, rounded, upload};
 use crate::cases::quantized_matmul::weights;
 use crate::compare::assert_close;
 use crate::naive::matmul::{matmul, matmul_transposed};
 use crate::naive::quantized_matmul::{
-    Affine, e4m3_rows, gather_quantized_matmul, quantised_activations, quantized_matmul,
+    Affine, gather_quantized_matmul, quantised_activations, quantized_matmul,
 };
 use crate::naive::tensor::Tensor;
 use crate::naive::{elementwise, experts};
@@ -36,7 +36,7 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "linear", run: affine::<1> },
     Check { op: "linear", run: affine::<2> },
     Check { op: "linear", run: wide },
-    Check { op: "linear", run: in_eight_bits },
+    Check { op: "linear", run: eight_bits::in_eight_bits },
     Check { op: "linear", run: in_blocks::<0> },
     Check { op: "linear", run: in_blocks::<1> },
     Check { op: "linear", run: in_blocks::<2> },
@@ -45,7 +45,7 @@ pub(super) const BY_CASE: &[Check] = &[
 /// The kinds of weights are divided among this many checks, which run in parallel in a third of the time.
 const PARTS: usize = 3;
 
-fn floats(x: &Tensor) -> Vec<f32> {
+pub(super) fn floats(x: &Tensor) -> Vec<f32> {
     x.values.iter().map(|&x| x as f32).collect()
 }
 
@@ -175,45 +175,6 @@ fn wide(runtime: &Runtime) {
     }
 }
 
-/// Products of many rows whose factors a backend may round to 8-bit floats. It rounds all or none: the result is near
-/// the product of rounded factors, or near that of the factors as they are.
-fn in_eight_bits(runtime: &Runtime) {
-    let mut random = Random::new(60);
-    let kinds = [(4, 64), (8, 32), (4, 128), (6, 64)].into_iter();
-    // 300 rows are beyond the kernels of few rows; 257 by 80 by 192 has tails of tiles; 260 columns are no whole 16.
-    let shapes = [(300, 256, 512), (257, 80, 192), (300, 260, 128), (40, 128, 256), (1, 128, 256)];
-    for ((bits, group), (t, n, k)) in kinds.flat_map(|kind| shapes.map(|shape| (kind, shape))) {
-        if !is_mine(&("eight bits", bits, group, t, n, k)) || k % group != 0 {
-            continue;
-        }
-        let w = weights(&mut random, n, k, bits, group);
-        // A backend may round x to f16 first, which must not decide between two codes.
-        let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F16);
-        let r = rounded(&Tensor::random(&mut random, &[t, n], -1.0, 1.0), DType::F32);
-        let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::Prompts8);
-        let (array, residual) = (upload(runtime, &x, DType::F32), upload(runtime, &r, DType::F32));
-        let exact = quantized_matmul(&floats(&x), &w);
-        let codes = |values: &[f32]| e4m3_rows(values, k);
-        let coded = matmul_transposed(&codes(&floats(&x)), &codes(&w.weights()), k);
-        let step = tolerance::ONE_OF_TWO_ROUNDINGS * typical_sum(&x.values, &w);
-        let what = format!("linear [{t}, {n}, {k}] of {bits} bits in groups of {group}, 8-bit prompts");
-        let onto = |sums: &[f64]| sums.iter().zip(&r.values).map(|(sum, r)| sum + r).collect::<Vec<f64>>();
-        for (y, exact, coded) in [
-            (array.linear(&weight), exact.clone(), coded.clone()),
-            (array.linear_add(&weight, &residual), onto(&exact), onto(&coded)),
-        ] {
-            let y = download(&y.expect("extents fit"));
-            let far = |want: &[f64]| y.iter().zip(want).map(|(y, want)| (y - want).abs()).fold(0.0, f64::max);
-            let (from_exact, from_coded) = (far(&exact), far(&coded));
-            let near = from_exact.min(from_coded);
-            assert!(near <= step, "{what}: {from_exact} and {from_coded} from the oracles, {step} allowed");
-            if t <= 256 {
-                assert!(from_exact <= step, "{what}: few rows are not rounded to 8-bit floats");
-            }
-        }
-    }
-}
-
 /// Compares a product with the oracle's for quantised activations. A backend may quantise activations or not; both
 /// results are within one rounding step of the oracle's. A sum whose terms cancel is small compared with its terms, so
 /// the step is relative to the size of a sum with random signs.
@@ -292,7 +253,7 @@ fn in_blocks<const PART: usize>(runtime: &Runtime) {
 }
 
 /// Typical size of a sum of `k` products with random signs.
-fn typical_sum(x: &[f64], w: &Affine) -> f64 {
+pub(super) fn typical_sum(x: &[f64], w: &Affine) -> f64 {
     let mean_square = |sum: f64, count: usize| sum / count as f64;
     let weights = w.weights();
     let x = mean_square(x.iter().map(|x| x * x).sum(), x.len());
