@@ -115,9 +115,18 @@ impl Batch {
     /// A token that the tokenizer does not know.
     pub fn step(&mut self) -> Result<Vec<(RequestId, BatchEvent)>> {
         let mut events = Vec::new();
+        // Texts that a stop string ended within this step. Nothing follows their end.
+        let mut stopped = Vec::new();
         for (id, event) in self.batcher.step(Instant::now()) {
+            if stopped.contains(&id) {
+                continue;
+            }
             match event {
-                batch::BatchEvent::Token { id: token, .. } => self.push(id, token, &mut events)?,
+                batch::BatchEvent::Token { id: token, .. } => {
+                    if self.push(id, token, &mut events)? {
+                        stopped.push(id);
+                    }
+                }
                 batch::BatchEvent::Read(values) => {
                     events.push((id, BatchEvent::Embedding(normalised(values))));
                 }
@@ -137,15 +146,35 @@ impl Batch {
         Ok(events)
     }
 
-    /// Adds a token to a text. A stop string ends the request. Tokens after it are dropped.
-    fn push(&mut self, id: RequestId, token: u32, events: &mut Vec<(RequestId, BatchEvent)>) -> Result<()> {
-        let Some(stream) = self.streams.get_mut(&id) else { return Ok(()) };
+    /// Adds a token to a text. A stop string ends the request; true if it did.
+    fn push(&mut self, id: RequestId, token: u32, events: &mut Vec<(RequestId, BatchEvent)>) -> Result<bool> {
+        let Some(stream) = self.streams.get_mut(&id) else { return Ok(false) };
         push_text(events, id, stream.push(token)?);
-        if stream.is_stopped() {
+        let is_stopped = stream.is_stopped();
+        if is_stopped {
             self.cancel(id);
             events.push((id, BatchEvent::Finished(FinishReason::Stop)));
         }
-        Ok(())
+        Ok(is_stopped)
+    }
+
+    /// Queues all, or none if one cannot be queued.
+    fn submit_all<'a>(
+        &mut self,
+        texts: &[&'a str],
+        mut submit: impl FnMut(&mut Batch, &'a str) -> Result<RequestId>,
+    ) -> Result<Vec<RequestId>> {
+        let mut ids = Vec::new();
+        for text in texts {
+            match submit(self, text) {
+                Ok(id) => ids.push(id),
+                Err(error) => {
+                    ids.into_iter().for_each(|id| self.cancel(id));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(ids)
     }
 
     /// Continues all texts together and returns the continuations, in the same order. Other requests of the batch lose
@@ -154,8 +183,7 @@ impl Batch {
     /// # Errors
     /// Any of them fails.
     pub fn complete(&mut self, prompts: &[&str], request: &Request) -> Result<Vec<String>> {
-        let ids = prompts.iter().map(|prompt| self.submit(prompt, request.clone()));
-        let ids = ids.collect::<Result<Vec<_>>>()?;
+        let ids = self.submit_all(prompts, |batch, prompt| batch.submit(prompt, request.clone()))?;
         let mut texts = vec![String::new(); ids.len()];
         self.run(&ids, |i, event| {
             if let BatchEvent::Text(piece) = event {
@@ -171,7 +199,7 @@ impl Batch {
     /// # Errors
     /// Any of them fails.
     pub fn embed(&mut self, texts: &[&str]) -> Result<Vec<Vec<f32>>> {
-        let ids = texts.iter().map(|text| self.submit_embedding(text)).collect::<Result<Vec<_>>>()?;
+        let ids = self.submit_all(texts, Batch::submit_embedding)?;
         let mut embeddings = vec![Vec::new(); ids.len()];
         self.run(&ids, |i, event| {
             if let BatchEvent::Embedding(values) = event {
@@ -183,14 +211,19 @@ impl Batch {
 
     /// Steps until these requests have ended. `take` gets each event with the request's place in the list.
     fn run(&mut self, ids: &[RequestId], mut take: impl FnMut(usize, BatchEvent)) -> Result<()> {
-        while !self.is_idle() {
-            for (id, event) in self.step()? {
+        let mut left = ids.len();
+        while left > 0 {
+            let events = self.step().inspect_err(|_| ids.iter().for_each(|id| self.batcher.cancel(*id)))?;
+            for (id, event) in events {
                 match (ids.iter().position(|one| *one == id), event) {
                     (Some(_), BatchEvent::Failed(error)) => {
                         ids.iter().for_each(|id| self.cancel(*id));
                         return Err(error);
                     }
-                    (Some(i), event) => take(i, event),
+                    (Some(i), event) => {
+                        left -= usize::from(matches!(event, BatchEvent::Finished(_)));
+                        take(i, event);
+                    }
                     (None, _) => {}
                 }
             }

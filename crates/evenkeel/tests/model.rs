@@ -150,3 +150,42 @@ fn limits_are_errors_with_numbers() {
     assert!(matches!(model.stream("", greedy(1)).err(), Some(Error::EmptyPrompt)));
     assert!(model.engine().cache().is_idle(), "a refused prompt holds no sequence");
 }
+
+/// A sequence holds pages and a state of the model that made it. Another model would write over its own.
+#[test]
+fn a_sequence_of_another_model_is_refused() {
+    let mut first = Model::built_in(&options()).expect("it loads");
+    let mut second = Model::built_in(&options()).expect("it loads");
+    let mut answer = first.stream("Once upon a time", greedy(4)).expect("it fits");
+    answer.by_ref().for_each(|piece| drop(piece.expect("no step fails")));
+    let sequence = answer.into_sequence().expect("it ended well");
+    let more = "and then ".repeat(200);
+    let refused = second.resume(sequence, &more, greedy(4)).err().expect("refused").to_string();
+    assert!(refused.contains("another model"), "{refused}");
+    assert!(first.engine().cache().is_idle() && second.engine().cache().is_idle());
+}
+
+#[test]
+fn a_batch_ends_each_text_once_and_keeps_nothing_of_a_list_that_it_refuses() {
+    let mut batch = Model::built_in(&options())
+        .expect("it loads")
+        .into_batch(Default::default())
+        .expect("it has a tokenizer");
+    let first = batch.complete(&["Once upon a time"], &greedy(1)).expect("it fits").remove(0);
+    assert!(!first.is_empty());
+    let stops = Request { stop: vec![first], ..greedy(1) };
+    let id = batch.submit("Once upon a time", stops).expect("it fits");
+    let mut ends = Vec::new();
+    while !batch.is_idle() {
+        for (of, event) in batch.step().expect("no step fails") {
+            assert_eq!(of, id);
+            if let BatchEvent::Finished(reason) = event {
+                ends.push(reason);
+            }
+        }
+    }
+    assert_eq!(ends, [FinishReason::Stop]);
+    let long = "once upon a time ".repeat(500);
+    assert!(batch.complete(&["Once", &long], &greedy(4)).is_err());
+    assert!(batch.is_idle(), "the first of the list is not left behind");
+}

@@ -20,6 +20,11 @@ pub enum CacheError {
         /// Pages of the pool.
         total: usize,
     },
+    /// A sequence of another cache.
+    #[error(
+        "the sequence was opened by another model or engine: continue it there, or save it and load it here"
+    )]
+    Foreign,
     /// All slots are taken.
     #[error("all {total} sequences are in use; end one first, or plan for more")]
     NoSlot {

@@ -90,6 +90,14 @@ impl ModelCache {
         }
         let mut sequence = self.open()?;
         sequence.set_long(file.metadata().get(TURNS).is_some_and(|turns| turns == LONG));
+        // The tokens and a tensor for each part. A tensor split has layers for each of its devices: of another number of
+        // devices the shapes may agree, and the heads do not.
+        let expected = parts(self.layers(), &sequence, 0).len() + 1;
+        let found = file.names().count();
+        if found != expected {
+            let problem = format!("it holds {found} tensors, and this engine's cache has {expected}");
+            return Err(wrong(problem));
+        }
         self.fill_from(&file, &mut sequence, tokens.len())?;
         file.check_intact()?;
         Ok((sequence, tokens))

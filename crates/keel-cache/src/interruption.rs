@@ -39,11 +39,17 @@ impl ModelCache {
     /// # Errors
     /// [`CacheError::TornState`], [`CacheError::AheadState`].
     pub fn expect_whole(&self, sequence: &SequenceCache) -> Result<()> {
+        self.expect_own(sequence)?;
         match self.interruption(sequence) {
             Some(Interruption::Torn { layers }) => Err(CacheError::TornState { layers }),
             Some(Interruption::Ahead) => Err(CacheError::AheadState { len: sequence.cached_len }),
             _ => Ok(()),
         }
+    }
+
+    /// Returns an error if another cache holds the sequence's pages and state.
+    pub(crate) fn expect_own(&self, sequence: &SequenceCache) -> Result<()> {
+        if self.pools.is_same(&sequence.home) { Ok(()) } else { Err(CacheError::Foreign) }
     }
 
     /// Returns an error unless the slot holds the state after all tokens of the sequence.

@@ -231,8 +231,9 @@ impl ModelCache {
     /// Makes room for `rows` more tokens. Growth copies nothing.
     ///
     /// # Errors
-    /// [`CacheError::NoPages`]; the sequence is then unchanged.
+    /// [`CacheError::NoPages`], [`CacheError::Foreign`]; the sequence is then unchanged.
     pub fn reserve(&mut self, sequence: &mut SequenceCache, rows: usize) -> Result<()> {
+        self.expect_own(sequence)?;
         let needed = (sequence.cached_len + rows).div_ceil(AttentionSpec::PAGE);
         let missing = needed.saturating_sub(sequence.pages.len());
         let mut pools = self.pools.lock();

@@ -41,6 +41,11 @@ impl SharedPools {
         SharedPools(Arc::new(Mutex::new(pools)))
     }
 
+    /// Whether both are handles to the same pools.
+    pub fn is_same(&self, other: &SharedPools) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// The pools. Every change is complete before the guard is dropped, so a panic of another holder does no harm.
     pub fn lock(&self) -> MutexGuard<'_, Pools> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

@@ -121,5 +121,5 @@ fn heads_that_are_no_groups_are_refused() {
     let load = |kv| Engine::load(&runtime(1), &parameters, &config, options(kv), &|_| ());
     assert!(load(KvFormat::F16).is_ok());
     let Err(error @ EngineError::Cache(_)) = load(KvFormat::Bits8) else { panic!("48 is no multiple of 32") };
-    assert!(error.to_string().contains("48 values a head"), "{error}");
+    assert!(error.to_string().contains("a head has 48 values"), "{error}");
 }

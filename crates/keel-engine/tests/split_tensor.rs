@@ -195,6 +195,29 @@ fn odd_numbers_of_devices_and_repeated_key_value_heads() {
     }
 }
 
+/// Where key-value heads repeat, each device has one, whatever their number: the shapes agree, and the heads do not.
+#[test]
+fn a_cache_of_another_number_of_devices_is_refused() {
+    let mut config = config(12, 2);
+    config["layer_types"] = json!(["full_attention", "full_attention"]);
+    let ids: Vec<u32> = (0..70).map(|i| i * 37 % 120).collect();
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("cache");
+    let mut six = placed(&FLOATS, &config, exact(), 6);
+    let mut sequence = six.open().expect("a slot is free");
+    six.prefill(&mut sequence, &ids, &mut Vec::new(), &mut |_| ()).expect("runs");
+    six.cache().save(&sequence, &ids, "a model", &path).expect("saves");
+    drop(sequence);
+    let mut two = placed(&FLOATS, &config, exact(), 2);
+    let refused = two.cache_mut().load("a model", &path).expect_err("refused").to_string();
+    assert!(refused.contains("tensors, and this engine's cache has"), "{refused}");
+    let (loaded, tokens) = six.cache_mut().load("a model", &path).expect("loads where it was saved");
+    assert_eq!(tokens, ids);
+    drop(loaded);
+    end(two);
+    end(six);
+}
+
 #[test]
 fn what_does_not_divide_is_refused_with_its_numbers() {
     let refusal =

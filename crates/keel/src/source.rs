@@ -8,7 +8,9 @@ mod hub_name;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+#[cfg(feature = "hub")]
+use anyhow::Context;
+use anyhow::{Result, bail};
 use evenkeel::ModelFiles;
 use hub_name::HubName;
 

@@ -6,7 +6,7 @@ use crate::backend::Backend;
 use crate::ledger::Ledger;
 use crate::usage::DeviceUsage;
 
-/// Reads the memory of a [`Runtime`] as long as there is one. It keeps neither the runtime nor its arrays, so the ledger
+/// Reads the memory of a [`Runtime`](crate::Runtime) as long as there is one. It keeps neither the runtime nor its arrays, so the ledger
 /// reads 0 as soon as their last handles are gone. Clones read the same.
 #[derive(Clone)]
 pub struct Gauge {

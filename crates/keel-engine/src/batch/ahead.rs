@@ -24,6 +24,13 @@ pub(super) struct Pending {
     parts: Vec<Part>,
 }
 
+impl Pending {
+    /// Whether a request has rows in the step. Its sequence may have left the batch.
+    pub fn has(&self, id: RequestId) -> bool {
+        self.parts.iter().any(|part| part.id == id)
+    }
+}
+
 /// The rows of one sequence in a step under way.
 struct Part {
     id: RequestId,

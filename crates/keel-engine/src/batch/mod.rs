@@ -150,10 +150,11 @@ impl Batcher {
         Ok(())
     }
 
-    /// Whether a request with this number waits, runs or is parked.
+    /// Whether a request with this number waits, runs or is parked, or has rows in a step under way.
     fn has(&self, id: RequestId) -> bool {
         self.waiting.iter().any(|waiting| waiting.request.id == id)
             || self.running.iter().chain(&self.parked).any(|running| running.id == id)
+            || self.pending.iter().any(|step| step.has(id))
     }
 
     fn check(&self, request: &BatchRequest) -> Result<Sampler> {

@@ -126,11 +126,16 @@ fn picture(mut part: Map<String, Value>) -> Result<String> {
 
 /// A video: a file's URL, or a list of the URLs of its frames. They are moved.
 fn video(mut part: Map<String, Value>) -> Result<VideoShot> {
-    let mut fps = part.get("fps").and_then(Value::as_f64);
+    let rate = |object: &Map<String, Value>| match object.get("fps") {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::Number(fps)) => Ok(fps.as_f64()),
+        Some(other) => Err(wrong("messages", format!("the fps of a video is {other}, expected a number"))),
+    };
+    let mut fps = rate(&part)?;
     let place = ["video_url", "video", "url"].into_iter().find_map(|key| part.remove(key));
     let source = match place {
         Some(Value::Object(mut object)) => {
-            fps = fps.or(object.get("fps").and_then(Value::as_f64));
+            fps = fps.or(rate(&object)?);
             object.remove("url")
         }
         other => other,

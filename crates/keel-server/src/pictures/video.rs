@@ -88,8 +88,9 @@ impl Viewer {
         match &shot.source {
             VideoSource::File(url) => match url.strip_prefix(JPEG_FRAMES) {
                 Some(frames) => {
-                    let urls =
-                        frames.split(',').map(|frame| format!("data:image/jpeg;base64,{frame}")).collect();
+                    // One more than is allowed is refused there; the rest is not copied.
+                    let urls = frames.split(',').take(LISTED_MAX + 1);
+                    let urls = urls.map(|frame| format!("data:image/jpeg;base64,{frame}")).collect();
                     self.show_frames(view, urls, shot.fps, bounds)
                 }
                 None => self.show_film(view, url, shot.fps, bounds),
@@ -125,7 +126,8 @@ impl Viewer {
         bounds: &Bounds<'_>,
     ) -> Result<(PictureInput, VideoSpan), Trouble> {
         if urls.len() > LISTED_MAX {
-            let problem = format!("a video of {} frames, at most {LISTED_MAX} are listed", urls.len());
+            let problem =
+                format!("a video of {} or more frames, at most {LISTED_MAX} are listed", urls.len());
             return Err(Trouble::Picture(problem));
         }
         let (processor, fps) = (view.processor(None)?, fps.unwrap_or(FPS_DEFAULT));

@@ -35,6 +35,21 @@ pub(super) struct Coded {
     demuxer: &'static str,
     ffmpeg: PathBuf,
     limits: FilmLimits,
+    /// Width and height as the list of packets has them.
+    size: (usize, usize),
+}
+
+/// An expression that is not 0 for frames with these numbers. A tree of sums, since the parser refuses a sum of more
+/// than 100 terms.
+fn selection(numbers: &[usize]) -> String {
+    match numbers {
+        [] => "0".into(),
+        [number] => format!("eq(n,{number})"),
+        _ => {
+            let (left, right) = numbers.split_at(numbers.len() / 2);
+            format!("({}+{})", selection(left), selection(right))
+        }
+    }
 }
 
 /// The name of the kind, as `ffmpeg` knows it.
@@ -58,20 +73,29 @@ impl Coded {
         let kept = |error: std::io::Error| failed(format!("its file cannot be kept for ffmpeg: {error}"));
         let mut file = NamedTempFile::new().map_err(kept)?;
         file.write_all(bytes).and_then(|()| file.flush()).map_err(kept)?;
-        let coded = Coded { file, demuxer, ffmpeg: ffmpeg.to_path_buf(), limits };
+        let mut coded = Coded { file, demuxer, ffmpeg: ffmpeg.to_path_buf(), limits, size: (0, 0) };
         let list = ["-c", "copy", "-f", "framecrc", "-"].map(String::from);
         let count = coded.run(&list, |output| packets(output, limits.frames))?;
+        coded.size = (count.width, count.height);
         Ok((coded, count))
     }
 
     pub fn take(&self, numbers: &[usize], sink: &mut FrameSink<'_>) -> Result<()> {
-        let chosen: Vec<String> = numbers.iter().map(|number| format!("eq(n,{number})")).collect();
-        let filter = format!("select='{}'", chosen.join("+"));
-        let args = ["-vf", &filter, "-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-"];
+        let filter = format!("select='{}'", selection(numbers));
+        let how = ["-vf", &filter, "-fps_mode", "passthrough"];
+        // Frames of more than 8 bits are rounded.
+        let form = ["-pix_fmt", "rgb24", "-f", "image2pipe", "-c:v", "ppm", "-"];
+        let args: Vec<String> = how.iter().chain(&form).map(ToString::to_string).collect();
+        let (width, height) = self.size;
         let mut left = numbers.len();
-        self.run(&args.map(String::from), |output| {
+        self.run(&args, |output| {
             while left > 0 {
                 let Some(frame) = ppm(output, self.limits.pixels)? else { break };
+                // A turned video has them the other way round. Memory was planned for this size.
+                if ![(width, height), (height, width)].contains(&(frame.width, frame.height)) {
+                    let got = format!("{} x {}", frame.width, frame.height);
+                    return Err(failed(format!("its file says {width} x {height}, and a frame has {got}")));
+                }
                 left -= 1;
                 sink(frame)?;
             }
@@ -87,6 +111,10 @@ impl Coded {
     fn run<T>(&self, args: &[String], read: impl FnOnce(&mut Output) -> Result<T>) -> Result<T> {
         let mut command = Command::new(&self.ffmpeg);
         command.args(["-hide_banner", "-nostdin", "-loglevel", "error", "-max_alloc", ALLOCATION_MAX]);
+        if self.demuxer == "mov" {
+            // The list of packets has those that an edit list cuts off, so these are decoded, too.
+            command.args(["-ignore_editlist", "1"]);
+        }
         command.args(["-protocol_whitelist", "file", "-f", self.demuxer, "-i"]).arg(self.file.path());
         command.args(["-map", "0:v:0", "-an", "-sn", "-dn"]).args(args);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -265,11 +293,10 @@ fn ppm(output: &mut impl BufRead, pixels_max: u64) -> Result<Option<Picture>> {
         }
     }
     let [width, height, largest] = header;
-    if largest != 255
-        || width == 0
-        || height == 0
-        || (width as u64).saturating_mul(height as u64) > pixels_max
-    {
+    if largest != 255 {
+        return Err(failed(format!("the output of ffmpeg has values up to {largest}, expected 255")));
+    }
+    if width == 0 || height == 0 || (width as u64).saturating_mul(height as u64) > pixels_max {
         return Err(failed(format!(
             "a frame of {width} x {height}, at most {pixels_max} pixels are decoded"
         )));
@@ -320,6 +347,22 @@ mod tests {
     }
 
     #[test]
+    fn no_sum_of_chosen_frames_has_many_terms() {
+        assert_eq!(selection(&[0, 2, 5]), "(eq(n,0)+(eq(n,2)+eq(n,5)))");
+        let many = selection(&(0..768).collect::<Vec<_>>());
+        assert_eq!(many.matches("eq(n,").count(), 768);
+        let sums = |text: &str| text.chars().filter(|c| *c == '+').count();
+        assert_eq!(sums(&many), many.matches('(').count() - 768, "each sum has parentheses of its own");
+    }
+
+    #[test]
+    fn what_a_phone_has_cut_off_is_still_counted() {
+        let script = format!("case \"$*\" in *'-ignore_editlist 1'*) ;; *) exit 3;; esac; {LIST}");
+        let program = program(&script);
+        assert_eq!(Film::open_with(MP4, FilmLimits::default(), &program).expect("sound").frames(), 3);
+    }
+
+    #[test]
     fn whatever_ffmpeg_does_is_an_error_in_a_sentence() {
         let limits = FilmLimits { time: Duration::from_millis(400), ..FilmLimits::default() };
         let then = |frames: &str| format!("case \"$*\" in *framecrc*) {LIST};; *) {frames};; esac");
@@ -336,6 +379,8 @@ mod tests {
             (then("true"), limits, "last 2 frames"),
             (then("printf 'P6\\n2 1\\n255\\nabc'"), limits, "cannot be read"),
             (then("printf 'P6\\n9999999 9999999\\n255\\n'"), limits, "at most"),
+            (then("printf 'P6\\n2 1\\n65535\\nabcdefghijkl'"), limits, "values up to 65535"),
+            (then("printf 'P6\\n3 1\\n255\\nabcdefghi'"), limits, "says 2 x 1, and a frame has 3 x 1"),
             (then("printf 'P5 hello'"), limits, "no PPM"),
             (LIST.into(), FilmLimits { frames: 2, ..limits }, "more than 2 frames"),
         ] {

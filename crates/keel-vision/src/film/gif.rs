@@ -71,6 +71,12 @@ pub(super) fn count(bytes: &[u8], limits: FilmLimits) -> Result<Count> {
             }
             0x2c => {
                 let frame = walk.take(9)?;
+                // A decoder allocates a frame's own size, and the limits are on the screen's.
+                let ends = [0, 2].map(|at| number(&frame[at..]) + number(&frame[at + 4..]));
+                let [right, bottom] = ends;
+                if right > number(screen) || bottom > number(&screen[2..]) {
+                    return Err(failed(format!("frame {frames} of its GIF reaches beyond the picture")));
+                }
                 walk.colours(frame[8])?;
                 walk.byte()?;
                 walk.sub_blocks()?;
@@ -171,6 +177,12 @@ mod tests {
             let message = Film::open(&bytes, limits).err().expect("refused").to_string();
             assert!(message.contains(part), "{message}");
         }
+        // The first frame's width, after its separator and its place.
+        let frame = bytes.windows(10).position(|at| at[0] == 0x2c && at[5..9] == [6, 0, 4, 0]);
+        let mut wide = bytes.clone();
+        wide[frame.expect("it has frames") + 6] = 0x1f;
+        let message = Film::open(&wide, limits).err().expect("refused").to_string();
+        assert!(message.contains("frame 0 of its GIF reaches beyond"), "{message}");
         for end in 0..bytes.len() {
             assert!(Film::open(&bytes[..end], limits).is_err(), "cut at {end}");
         }

@@ -109,7 +109,7 @@ impl SplitArgs {
     pub fn refuse(&self) -> Result<()> {
         if self.is_split() {
             return Err(usage(
-                "--devices: this command runs a model on one device; generate, chat, logits, eval and plan run it on several",
+                "--devices: this command, or plan with the options of a server, runs a model on one device; generate, chat, logits, eval, embed and plan run it on several",
             ));
         }
         Ok(())
