@@ -101,8 +101,6 @@ impl ConvSpec {
 /// takes the updates of its records `0..n` in order: `S = e^g S + k^T u`. They use the same operations as the row's own
 /// step, so the bits are equal. [`RowLog::KeepOpen`] then computes the step's rows from there without writing the
 /// state, and writes row `i` of a sequence to its record `i`. All records `0..n` are read before any is overwritten.
-/// Accepted rows are at the positions before `position`. Each backend chooses the order of the records of a slot in
-/// memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct GatedDeltaSpec {
     /// `Hk`.

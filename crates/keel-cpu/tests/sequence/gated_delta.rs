@@ -78,7 +78,7 @@ impl Data {
             a_log: &self.a_log,
             dt_bias: &self.dt_bias,
         };
-        naive::gated_delta::gated_delta(self.shape, inputs, state)
+        naive::gated_delta::gated_delta(self.shape, inputs, state).y
     }
 }
 
@@ -107,8 +107,12 @@ impl Slots {
     }
 }
 
-/// How a step uses the log: positions of the first rows, records to apply, and whether rows stay open.
-type Log<'a> = (&'a [usize], &'a [u32], bool);
+/// How a step uses the log.
+#[derive(Clone, Copy)]
+struct Log<'a> {
+    accepted: &'a [u32],
+    keep_open: bool,
+}
 
 /// One step over sequences with `rows` rows each, in the slots `slot`; returns `y`.
 fn step(
@@ -122,8 +126,6 @@ fn step(
 ) -> Vec<f32> {
     let shape = data.cpu_shape();
     let row_start = row_starts(rows.iter().copied());
-    let position: Vec<u32> =
-        (0..rows.len()).map(|b| log.map_or(0, |(positions, ..)| positions[b] as u32)).collect();
     let width = shape.value_heads * shape.value_size;
     let mut y = vec![f32::NAN; rows.iter().sum::<usize>() * width];
     let mut workspace = match regime {
@@ -133,10 +135,10 @@ fn step(
     let (records, capacity) = (SharedMut::new(&mut slots.log), slots.capacity);
     let task = GatedDelta {
         inputs: data.inputs(),
-        batch: Batch { row_start: &row_start, position: &position },
+        batch: Batch { row_start: &row_start, position: &vec![0; rows.len()] },
         slot,
         state: SharedMut::new(&mut slots.state),
-        log: log.map(|(_, accepted, keep_open)| DeltaLog { records, capacity, accepted, keep_open }),
+        log: log.map(|Log { accepted, keep_open }| DeltaLog { records, capacity, accepted, keep_open }),
         y: RowsMut::whole(SharedMut::new(&mut y), width),
     };
     let workspace = SharedMut::new(&mut workspace);
@@ -295,8 +297,8 @@ fn accepted_rows_have_the_bits_of_plain_decoding() {
                     data.b.extend(part.b);
                 }
             }
-            let y =
-                step(&data, &rows, &[1, 0], &mut slots, Regime::Decode, Some((&done, &accepted, true)), 2);
+            let log = Log { accepted: &accepted, keep_open: true };
+            let y = step(&data, &rows, &[1, 0], &mut slots, Regime::Decode, Some(log), 2);
             let mut from = 0;
             for b in 0..2 {
                 let got = &y[from * width..(from + right[b]) * width];
@@ -311,7 +313,8 @@ fn accepted_rows_have_the_bits_of_plain_decoding() {
         assert!(rounds > 10);
         // A step without rows commits the rows that were accepted last.
         let nothing = truth[0].rows(0, 0);
-        step(&nothing, &[0, 0], &[1, 0], &mut slots, Regime::Decode, Some((&done, &accepted, false)), 2);
+        let log = Log { accepted: &accepted, keep_open: false };
+        step(&nothing, &[0, 0], &[1, 0], &mut slots, Regime::Decode, Some(log), 2);
         assert_same_bits("settled state", &slots.state, &plain.state);
     }
 }
@@ -323,8 +326,10 @@ fn a_committing_step_settles_the_log_first() {
     let mut plain = Slots::random(&data.cpu_shape(), 1, 3);
     let mut slots = plain.clone();
     let want = step(&data, &[7], &[0], &mut plain, Regime::Decode, None, 1);
-    let mut got = step(&data.rows(0, 3), &[3], &[0], &mut slots, Regime::Decode, Some((&[0], &[0], true)), 2);
-    got.extend(step(&data.rows(3, 7), &[4], &[0], &mut slots, Regime::Decode, Some((&[3], &[3], false)), 2));
+    let open = Log { accepted: &[0], keep_open: true };
+    let commit = Log { accepted: &[3], keep_open: false };
+    let mut got = step(&data.rows(0, 3), &[3], &[0], &mut slots, Regime::Decode, Some(open), 2);
+    got.extend(step(&data.rows(3, 7), &[4], &[0], &mut slots, Regime::Decode, Some(commit), 2));
     assert_same_bits("y", &got, &want);
     assert_same_bits("state", &slots.state, &plain.state);
 }
@@ -334,7 +339,7 @@ fn an_open_step_leaves_the_state_alone() {
     let data = Data::random(SHAPES[3], 4, 22);
     let start = Slots::random(&data.cpu_shape(), 1, 4);
     let mut slots = start.clone();
-    step(&data, &[4], &[0], &mut slots, Regime::Decode, Some((&[0], &[0], true)), 2);
+    step(&data, &[4], &[0], &mut slots, Regime::Decode, Some(Log { accepted: &[0], keep_open: true }), 2);
     assert_same_bits("state", &slots.state, &start.state);
     assert!(slots.log.iter().all(|x| x.is_finite()), "every value of the four records is written");
 }

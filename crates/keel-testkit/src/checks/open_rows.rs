@@ -3,7 +3,7 @@
 use super::sequence::{batch, draw, floats, rows_of, up};
 use super::{Check, expect_within};
 use crate::naive::causal_conv::causal_conv;
-use crate::naive::gated_delta::{Inputs, Shape, gated_delta};
+use crate::naive::gated_delta::{Inputs, Outputs, Shape, gated_delta};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::{cases, tolerance};
@@ -123,8 +123,8 @@ fn delta(runtime: &Runtime) {
         };
         let (row, width) = (spec(RowLog::None).channels(), value_heads * value_size);
         let start = draw(&mut random, &[SEQUENCES + 1, value_heads, key_size, value_size]);
-        let records = log(runtime, spec(RowLog::None).record_len());
-        let state = DeltaState { state: up(runtime, &start), records };
+        let records = log(runtime, spec(RowLog::None).record_len()).expect("a log");
+        let state = DeltaState { state: up(runtime, &start), records: Some(records.clone()) };
         let mut states: Vec<Vec<f64>> = start.values.chunks(key_size * width).map(<[f64]>::to_vec).collect();
         let [a_log, dt_bias] = [(); 2].map(|()| draw(&mut random, &[value_heads]));
         for (i, round) in rounds(&mut random).iter().enumerate() {
@@ -136,7 +136,7 @@ fn delta(runtime: &Runtime) {
                 .gated_delta(&up(&a), &up(&b), &up(&a_log), &up(&dt_bias), &state, &batch, spec(round.log))
                 .expect("shapes fit");
             let [qkv, a, b, a_log, dt_bias] = [&qkv, &a, &b, &a_log, &dt_bias].map(floats);
-            let want: Vec<Vec<f64>> = (0..SEQUENCES)
+            let want: Vec<Outputs> = (0..SEQUENCES)
                 .map(|s| {
                     let part =
                         |x: &[f32], width| rows_of(x, &sequences, s, width)[..round.stay[s] * width].to_vec();
@@ -150,7 +150,19 @@ fn delta(runtime: &Runtime) {
                     gated_delta(shape, inputs, &mut states[SEQUENCES - s])
                 })
                 .collect();
-            expect_stayed(&format!("gated_delta {shape:?}, round {i}"), runtime, &y, round, width, &want);
+            let what = format!("gated_delta {shape:?}, round {i}");
+            let rows: Vec<Vec<f64>> = want.iter().map(|want| want.y.clone()).collect();
+            expect_stayed(&what, runtime, &y, round, width, &rows);
+            if round.log == RowLog::KeepOpen {
+                let records: Vec<f32> = records.to_vec().expect("a case runs");
+                for (s, want) in want.iter().enumerate() {
+                    let first = (SEQUENCES - s) * CAPACITY * spec(RowLog::None).record_len();
+                    let got = &records[first..][..want.records.len()];
+                    let got = Array::from_slice(runtime, got, [got.len()]).expect("memory");
+                    let what = format!("records of {what}, sequence {s}");
+                    expect_within(&what, &got, &want.records, tolerance::F32 * 4.0);
+                }
+            }
         }
         let what = format!("state of gated_delta {shape:?}");
         expect_within(&what, &state.state, &states.concat(), tolerance::F32 * 4.0);

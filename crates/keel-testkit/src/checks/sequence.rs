@@ -185,7 +185,7 @@ fn delta(runtime: &Runtime, regime: Regime, within: f64) {
                         a_log: &a_log,
                         dt_bias: &dt_bias,
                     };
-                    gated_delta(*shape, inputs, &mut states[rows.len() - s])
+                    gated_delta(*shape, inputs, &mut states[rows.len() - s]).y
                 })
                 .collect();
             let what = format!("gated_delta {shape:?} of {rows:?}, {regime:?}");

@@ -19,10 +19,8 @@
 //! whose rows may be taken back writes records, not the state. The next step reads how many were accepted, applies
 //! those and writes the state once. So taking rows back changes a count and moves no bytes.
 //!
-//! The record of the token at position `p` is record `p mod capacity` of its slot. Usually a step's rows and the
-//! accepted rows before them fit into the log together. Then no new record overwrites a record that is still to be
-//! read, and each block writes its share of the records immediately. Otherwise keys and decays, which all blocks of a
-//! head read, are written after a barrier.
+//! Row `i` of a step has record `i` of its slot ([`keel_array::GatedDeltaSpec`]). Each block writes its columns of `u`.
+//! Keys and decays are written after a barrier, because all blocks of a head read those of the step before.
 //!
 //! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes for each token of a sequence. Each row takes
 //! one sweep over the state. The sweep applies pending updates (of accepted records, or of the row before) while it
@@ -42,40 +40,21 @@ use step::{BLOCK, Step};
 /// Records of the rows that the last step left open.
 #[derive(Clone, Copy)]
 pub struct DeltaLog<'a> {
-    /// `[slots, capacity, record_len]`, by slot of the sequence and position of the token.
+    /// `[slots, capacity, record_len]`, by slot of the sequence and row of its step.
     pub records: SharedMut<'a, f32>,
     /// Records of a slot.
     pub capacity: usize,
-    /// Number of records to apply before this step's rows, `[B]`: those of the positions directly before.
+    /// Number of records to apply before this step's rows, `[B]`: the first of each slot.
     pub accepted: &'a [u32],
     /// Leave this step's rows open (at most `capacity` for each sequence) instead of committing them.
     pub keep_open: bool,
 }
 
 impl DeltaLog<'_> {
-    /// Whether records of this step's rows overwrite records that it reads.
-    fn overlaps_itself(&self, batch: &Batch<'_>) -> bool {
-        let rows = (0..batch.sequences()).map(|b| batch.rows_of(b).len());
-        self.keep_open && rows.zip(self.accepted).any(|(rows, &n)| rows + n as usize > self.capacity)
-    }
-
-    /// Start of the record of row `i` of a sequence whose first row in this step is at `position`.
+    /// Start of record `i` of a slot.
     #[inline(always)]
-    fn record_at(&self, shape: &GatedDeltaShape, slot: usize, position: u32, i: usize) -> usize {
-        (slot * self.capacity + (position as usize + i) % self.capacity) * shape.record_len()
-    }
-
-    /// Start of record `i` of the `accepted` records before that row.
-    #[inline(always)]
-    fn accepted_at(
-        &self,
-        shape: &GatedDeltaShape,
-        slot: usize,
-        (position, accepted): (u32, u32),
-        i: usize,
-    ) -> usize {
-        // `accepted` is at most `capacity`.
-        self.record_at(shape, slot, position, self.capacity - accepted as usize + i)
+    fn record_at(&self, shape: &GatedDeltaShape, slot: usize, i: usize) -> usize {
+        (slot * self.capacity + i) * shape.record_len()
     }
 }
 
@@ -84,7 +63,7 @@ impl DeltaLog<'_> {
 pub struct GatedDelta<'a> {
     /// Rows of all sequences.
     pub inputs: GatedDeltaInputs<'a>,
-    /// Rows of each sequence. Positions are read where there is a log.
+    /// Rows of each sequence. Positions are not read.
     pub batch: Batch<'a>,
     /// Slot of each sequence, `[B]`, all different.
     pub slot: &'a [u32],
@@ -134,16 +113,15 @@ pub fn gated_delta(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>, worker:
         );
     }
     let start = worker.index * worker_len(shape);
-    let overlapping = task.log.filter(|log| log.overlaps_itself(&task.batch));
-    simd::run_at(worker.isa, Step { task, workspace, start, worker, writes_keys: overlapping.is_none() });
-    if let Some(log) = overlapping {
+    simd::run_at(worker.isa, Step { task, workspace, start, worker });
+    if let Some(log) = task.log.filter(|log| log.keep_open) {
         // All blocks of a head read its keys and decays, so these are overwritten after all blocks are done.
         worker.barrier();
         simd::run_at(worker.isa, WriteKeys { task, log, worker });
     }
 }
 
-/// Writes keys and decays of the rows kept open, where they could not be written immediately.
+/// Writes keys and decays of the rows kept open.
 struct WriteKeys<'a, 'w> {
     task: &'a GatedDelta<'a>,
     log: DeltaLog<'a>,
@@ -158,7 +136,7 @@ impl VectorKernel for WriteKeys<'_, '_> {
         for t in self.worker.claim(batch.rows(), 1).flatten() {
             let b = batch.sequence_of(t);
             let (slot, i) = (self.task.slot[b] as usize, t - batch.rows_of(b).start);
-            let keys = self.log.record_at(shape, slot, batch.position[b], i);
+            let keys = self.log.record_at(shape, slot, i);
             let gates = keys + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size;
             // SAFETY: each row has one record, and each row is claimed once.
             let (keys, gates) = unsafe {

@@ -1,7 +1,5 @@
 //! One step on a block of columns of one head's state.
 
-use std::ops::Range;
-
 use super::{DeltaLog, GatedDelta};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
@@ -43,8 +41,6 @@ pub(super) struct Step<'a, 'w> {
     /// Where this worker's part of the workspace starts.
     pub(super) start: usize,
     pub(super) worker: &'a Worker<'w>,
-    /// Keys and decays of open rows may be written while other units read those of accepted rows.
-    pub(super) writes_keys: bool,
 }
 
 impl VectorKernel for Step<'_, '_> {
@@ -114,7 +110,7 @@ impl Unit<'_, '_> {
         let size = shape.key_size;
         let keys = self.step.start;
         let ahead = Block { data: self.step.workspace, start: keys + 3 * size, stride: columns, columns };
-        let (rows, position) = (task.batch.rows_of(self.b), task.batch.position[self.b]);
+        let rows = task.batch.rows_of(self.b);
         // Updates that `from` has not had yet.
         let mut records = Records::none(s);
         for i in 0..accepted {
@@ -123,7 +119,7 @@ impl Unit<'_, '_> {
                 update(s, &committed, &committed, &records);
                 records = Records::none(s);
             }
-            records.add(self.accepted::<S, N>(s, log, i, columns));
+            records.add(self.record::<S, N>(s, log, log.record_at(shape, slot, i), columns));
         }
         // SAFETY: only this worker uses this part of the workspace.
         let q = unsafe { self.step.workspace.range(keys..keys + size) };
@@ -137,12 +133,11 @@ impl Unit<'_, '_> {
             task.inputs.query(s, t, key_head, q);
             task.inputs.key(s, t, key_head, k);
             let k = &*k;
-            let log_decay = task.inputs.log_decay(t, self.head);
             let token = Token {
                 qk: s.dot(q, k),
                 q,
                 k,
-                decay: decay(s, log_decay),
+                decay: decay(s, task.inputs.log_decay(t, self.head)),
                 beta: task.inputs.beta(s, t, self.head),
             };
             let v = &task.inputs.value(t, self.head)[self.start..self.start + columns];
@@ -151,11 +146,7 @@ impl Unit<'_, '_> {
             let y = unsafe { task.y.part(t, column..column + columns) };
             let u = attend::<S, N>(s, (&from, &to), &records, &token, v, y);
             if let Some(log) = &open {
-                let record = log.record_at(shape, slot, position, i);
-                store_row::<S, N>(s, u, self.record_u(log, record, columns));
-                if self.step.writes_keys && self.start == 0 {
-                    self.write_key(log, record, k, log_decay);
-                }
+                store_row::<S, N>(s, u, self.record_u(log, log.record_at(shape, slot, i), columns));
                 // The committed state stays unchanged from here on; `ahead` receives the updates of open rows.
                 (from, to) = (to, ahead);
             }
@@ -168,21 +159,6 @@ impl Unit<'_, '_> {
         columns
     }
 
-    /// Accepted record `i`, as this unit sees it.
-    #[inline(always)]
-    fn accepted<'l, S: Simd, const N: usize>(
-        &self,
-        s: S,
-        log: &DeltaLog<'l>,
-        i: usize,
-        columns: usize,
-    ) -> Record<'l, S, N> {
-        let task = self.step.task;
-        let first = (task.batch.position[self.b], log.accepted[self.b]);
-        let start = log.accepted_at(&task.inputs.shape, task.slot[self.b] as usize, first, i);
-        self.record(s, log, start, columns)
-    }
-
     /// The record that begins at `start`, as this unit sees it.
     #[inline(always)]
     fn record<'l, S: Simd, const N: usize>(
@@ -192,41 +168,16 @@ impl Unit<'_, '_> {
         start: usize,
         columns: usize,
     ) -> Record<'l, S, N> {
-        let key = self.key_of(start);
-        let gate = self.gate_of(start);
-        // SAFETY: all units only read keys and decays of accepted records, up to the barrier if there is one.
-        let (k, log_decay) = unsafe { (&*log.records.range(key), log.records.range(gate..gate + 1)[0]) };
+        let inputs = &self.step.task.inputs;
+        let shape = &inputs.shape;
+        let key = start + inputs.key_head(self.head) * shape.key_size;
+        let gate =
+            start + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size + self.head;
+        // SAFETY: up to the barrier, all units only read keys and decays of records.
+        let (k, log_decay) =
+            unsafe { (&*log.records.range(key..key + shape.key_size), log.records.range(gate..gate + 1)[0]) };
         let u = load_row::<S, N>(s, self.record_u(log, start, columns));
         Record { k, decay: decay(s, log_decay), u }
-    }
-
-    /// The range of this head's key in the record that begins at `start`.
-    #[inline(always)]
-    fn key_of(&self, start: usize) -> Range<usize> {
-        let inputs = &self.step.task.inputs;
-        let key = start + inputs.key_head(self.head) * inputs.shape.key_size;
-        key..key + inputs.shape.key_size
-    }
-
-    /// The index of this head's decay in the record that begins at `start`.
-    #[inline(always)]
-    fn gate_of(&self, start: usize) -> usize {
-        let shape = &self.step.task.inputs.shape;
-        start + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size + self.head
-    }
-
-    /// Writes this head's decay to a record that this step does not read. The first value head of a key head writes the
-    /// key.
-    #[inline(always)]
-    fn write_key(&self, log: &DeltaLog<'_>, start: usize, key: &[f32], log_decay: f32) {
-        let (inputs, gate) = (&self.step.task.inputs, self.gate_of(start));
-        // SAFETY: one unit of each head comes here.
-        let gate = unsafe { log.records.range(gate..gate + 1) };
-        gate[0] = log_decay;
-        if self.head == 0 || inputs.key_head(self.head - 1) != inputs.key_head(self.head) {
-            // SAFETY: as above, and only one value head of each key head.
-            unsafe { log.records.range(self.key_of(start)) }.copy_from_slice(key);
-        }
     }
 
     /// This unit's columns of u in the record that begins at `start`.
