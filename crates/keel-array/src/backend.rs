@@ -2,21 +2,19 @@
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::Arc;
 
-use crate::ledger::{Category, Charge, Ledger};
 use crate::program::{Kernel, Launch};
 use crate::usage::DeviceUsage;
 use crate::weight::{RowBlock, WeightSpec};
-use crate::{ArrayError, Group, Result};
+use crate::{Group, Result};
 
 /// Bytes that a default copy moves through the host at a time. They fit into the first-level cache.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// Most bytes that one launch may return to the host without being waited for; see [`Backend::enqueue`].
+/// Most bytes that one launch may return to the host without being waited for; see [`Submission::enqueue`].
 pub const RESULT_BYTES_MAX: usize = 4096;
 
-/// Most launches that may be under way at a time; see [`Backend::enqueue`].
+/// Most launches that may be under way at a time; see [`Submission::enqueue`].
 pub const LAUNCHES_MAX: usize = 16;
 
 /// A launch that was not waited for.
@@ -39,7 +37,7 @@ pub struct Preparations {
     pub captured: u64,
 }
 
-/// Memory that a backend holds for itself; see [`Backend::own_memory`].
+/// Memory that a backend holds for itself; see [`Memory::own_memory`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OwnMemory {
     /// Bytes of the device, charged to `workspace`.
@@ -54,20 +52,29 @@ pub trait DeviceMemory: Any + Send + Sync {
     fn as_any(&self) -> &dyn Any;
 }
 
-/// A device: allocates memory, moves bytes and runs kernels. Implemented by `keel-cpu` and `keel-cuda`.
+/// A device: [its memory](Memory), [the kernels it has](Programs) and [their runs](Submission). Implemented by
+/// `keel-cpu` and `keel-cuda`; `docs/design/backend.md` is the contract.
 ///
-/// The runtime calls `read`, `write`, `pack` and `launch` one at a time, in stream order.
-pub trait Backend: Send + Sync + 'static {
+/// The runtime calls what moves bytes or runs kernels one at a time, in stream order.
+pub trait Backend: Memory + Programs + Submission + 'static {
     /// Name in reports.
     fn name(&self) -> &str;
 
+    /// True if memory is only counted, never touched: the backend of `keel plan`.
+    fn is_planning(&self) -> bool {
+        false
+    }
+}
+
+/// The first part of the contract: allocates memory and moves bytes. Weights are in the device's own layout.
+pub trait Memory: Send + Sync {
     /// Zeroed memory, aligned for any kernel.
     ///
     /// # Errors
     /// The system's reason, if it refuses.
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String>;
 
-    /// As [`Backend::allocate`], for memory that lives long and is read as a whole, such as weights. A backend may
+    /// As [`Memory::allocate`], for memory that lives long and is read as a whole, such as weights. A backend may
     /// place such allocations next to each other.
     ///
     /// # Errors
@@ -81,7 +88,7 @@ pub trait Backend: Send + Sync + 'static {
         bytes
     }
 
-    /// As [`Backend::allocate`], for the arena of a stream. `bytes` is a result of [`Backend::arena_bytes`].
+    /// As [`Memory::allocate`], for the arena of a stream. `bytes` is a result of [`Memory::arena_bytes`].
     ///
     /// # Errors
     /// The system's reason, if it refuses.
@@ -116,11 +123,6 @@ pub trait Backend: Send + Sync + 'static {
         OwnMemory::default()
     }
 
-    /// True if memory is only counted, never touched: the backend of `keel plan`.
-    fn is_planning(&self) -> bool {
-        false
-    }
-
     /// Copies host bytes to `memory` at byte `offset`.
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]);
 
@@ -143,99 +145,6 @@ pub trait Backend: Send + Sync + 'static {
         for at in (0..bytes).step_by(PIECE_BYTES) {
             self.write(memory, offset + at, &zeros[..PIECE_BYTES.min(bytes - at)]);
         }
-    }
-
-    /// Whether this device can run the kernel with these attributes, shapes and types. The runtime asks for each kernel
-    /// when it makes a program, so a plan that succeeds runs. The answer needs no device: a planning backend answers
-    /// for the device that it plans for.
-    ///
-    /// # Errors
-    /// One sentence: what it cannot run, what it can, and what to do.
-    fn supports(&self, kernel: &Kernel) -> Result<(), String> {
-        let _ = kernel;
-        Ok(())
-    }
-
-    /// Bytes of scratch that this kernel needs. They lie in the arena, next to the operands.
-    fn workspace_bytes(&self, kernel: &Kernel) -> usize;
-
-    /// True if `reader` can run `producer` within itself, from the producer's inputs. The value of input `input` is
-    /// then never in memory. Asked for every reader of the value; only about producers that change no state.
-    fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
-        let _ = (reader, input, producer);
-        false
-    }
-
-    /// Whether a program costs much before its first run, such as a compilation. Callers then make few programs and pad
-    /// their inputs.
-    fn is_compiling(&self) -> bool {
-        false
-    }
-
-    /// Does all preparation for the first run of these launches, without running them. `progress` gets the number of
-    /// items done and the number of all items.
-    ///
-    /// # Errors
-    /// As the first run would return.
-    fn make_ready(&self, launches: &[Launch<'_>], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
-        let _ = (launches, progress);
-        Ok(())
-    }
-
-    /// The preparation work done so far.
-    fn preparations(&self) -> Preparations {
-        Preparations::default()
-    }
-
-    /// Runs the launch's kernels in order, and returns when their results are in memory.
-    ///
-    /// # Errors
-    /// The error of a kernel that found wrong data, naming the operation. The backend reports with
-    /// [`Launch::note_done`] how far the launch came; without that report, the state that the kernels write must not be
-    /// used further.
-    fn launch(&self, launch: &Launch<'_>) -> Result<()>;
-
-    /// True if the host can go on while an [enqueued](Backend::enqueue) launch runs.
-    fn is_queueing(&self) -> bool {
-        false
-    }
-
-    /// As [`Backend::launch`], but does not wait if the backend [is queueing](Backend::is_queueing). Later writes,
-    /// reads and launches of the host are ordered after it. The memory it uses must stay in place until
-    /// [`Backend::wait`] returns. `result` is whole words of 4 bytes, at most [`RESULT_BYTES_MAX`]; the host gets them
-    /// as the launch's last kernel leaves them. At most [`LAUNCHES_MAX`] launches are under way at a time.
-    ///
-    /// # Errors
-    /// As [`Backend::launch`], for errors that are known already.
-    fn enqueue(
-        &self,
-        launch: &Launch<'_>,
-        result: Option<(&dyn DeviceMemory, Range<usize>)>,
-    ) -> Result<Ticket> {
-        self.launch(launch)?;
-        let mut ticket = Ticket { number: 0, result: Vec::new() };
-        if let Some((memory, at)) = result {
-            ticket.result.resize(at.len(), 0);
-            self.read(memory, at.start, &mut ticket.result);
-        }
-        Ok(ticket)
-    }
-
-    /// Waits for an enqueued launch and returns the bytes of its result. Each launch is waited for once. A later launch
-    /// may be waited for before an earlier one; the earlier result is kept until then.
-    ///
-    /// # Errors
-    /// As [`Backend::launch`].
-    fn wait(&self, ticket: Ticket, launch: &Launch<'_>, result: &mut [u8]) -> Result<()> {
-        let _ = launch;
-        result.copy_from_slice(&ticket.result);
-        Ok(())
-    }
-
-    /// The device's place in a group of devices that exchange arrays; `None` if it is alone. A planning backend has the
-    /// place of the device that it plans for.
-    fn group(&self) -> Option<&dyn Group> {
-        None
     }
 
     /// Bytes of a weight in this device's own layout.
@@ -269,134 +178,99 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<()>;
 }
 
-struct BufferInner {
-    memory: Box<dyn DeviceMemory>,
-    charge: Charge,
+/// The second part of the contract: says which kernels the device has, and prepares programs of them. The answers need
+/// no device: a planning backend gives those of the device that it plans for.
+pub trait Programs: Send + Sync {
+    /// Whether this device can run the kernel with these attributes, shapes and types. The runtime asks for each kernel
+    /// when it makes a program, so a plan that succeeds runs. The answer needs no device: a planning backend answers
+    /// for the device that it plans for.
+    ///
+    /// # Errors
+    /// One sentence: what it cannot run, what it can, and what to do.
+    fn supports(&self, kernel: &Kernel) -> Result<(), String>;
+
+    /// Bytes of scratch that this kernel needs. They lie in the arena, next to the operands.
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize;
+
+    /// True if `reader` can run `producer` within itself, from the producer's inputs. The value of input `input` is
+    /// then never in memory. Asked for every reader of the value; only about producers that change no state.
+    fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
+        let _ = (reader, input, producer);
+        false
+    }
+
+    /// Whether a program costs much before its first run, such as a compilation. Callers then make few programs and pad
+    /// their inputs.
+    fn is_compiling(&self) -> bool {
+        false
+    }
+
+    /// Does all preparation for the first run of these launches, without running them. `progress` gets the number of
+    /// items done and the number of all items.
+    ///
+    /// # Errors
+    /// As the first run would return.
+    fn make_ready(&self, launches: &[Launch<'_>], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        let _ = (launches, progress);
+        Ok(())
+    }
+
+    /// The preparation work done so far.
+    fn preparations(&self) -> Preparations {
+        Preparations::default()
+    }
 }
 
-/// Device memory with an owner in the ledger. Cloning shares it; the last handle gives the bytes back.
-#[derive(Clone)]
-pub struct Buffer(Arc<BufferInner>);
+/// The third part of the contract: submits launches, waits for them and reports how far they came.
+pub trait Submission: Memory {
+    /// Runs the launch's kernels in order, and returns when their results are in memory.
+    ///
+    /// # Errors
+    /// The error of a kernel that found wrong data, naming the operation. The backend reports with
+    /// [`Launch::note_done`] how far the launch came; without that report, the state that the kernels write must not be
+    /// used further.
+    fn launch(&self, launch: &Launch<'_>) -> Result<()>;
 
-impl Buffer {
-    /// Reserves in the ledger, then allocates.
-    pub(crate) fn allocate(
-        backend: &dyn Backend,
-        ledger: &Ledger,
-        category: Category,
-        bytes: usize,
-    ) -> Result<Buffer> {
-        Buffer::charged(ledger, category, bytes, || match category {
-            Category::Weights => backend.allocate_lasting(bytes),
-            _ => backend.allocate(bytes),
-        })
+    /// True if the host can go on while an [enqueued](Submission::enqueue) launch runs.
+    fn is_queueing(&self) -> bool {
+        false
     }
 
-    /// As [`Buffer::allocate`], for the arena of a stream.
-    pub(crate) fn allocate_arena(backend: &dyn Backend, ledger: &Ledger, bytes: usize) -> Result<Buffer> {
-        Buffer::charged(ledger, Category::Activations, bytes, || backend.allocate_arena(bytes))
-    }
-
-    fn charged(
-        ledger: &Ledger,
-        category: Category,
-        bytes: usize,
-        allocate: impl FnOnce() -> Result<Box<dyn DeviceMemory>, String>,
-    ) -> Result<Buffer> {
-        let charge = ledger.charge(category, bytes as u64)?;
-        let refused = |reason| ArrayError::Allocation { category, requested: bytes as u64, reason };
-        let memory = allocate().map_err(refused)?;
-        Ok(Buffer(Arc::new(BufferInner { memory, charge })))
-    }
-
-    /// Grows the arena in place for all its handles; false if the backend cannot.
-    pub(crate) fn grow_arena(&self, backend: &dyn Backend, ledger: &Ledger, bytes: usize) -> Result<bool> {
-        let category = self.category();
-        let more = ledger.charge(category, bytes.saturating_sub(self.bytes()) as u64)?;
-        let refused = |reason| ArrayError::Allocation { category, requested: more.bytes(), reason };
-        let grown = backend.grow_arena(self.memory(), bytes).map_err(refused)?;
-        if grown {
-            self.0.charge.absorb(more);
+    /// As [`Submission::launch`], but does not wait if the backend [is queueing](Submission::is_queueing). Later writes,
+    /// reads and launches of the host are ordered after it. The memory it uses must stay in place until
+    /// [`Submission::wait`] returns. `result` is whole words of 4 bytes, at most [`RESULT_BYTES_MAX`]; the host gets them
+    /// as the launch's last kernel leaves them. At most [`LAUNCHES_MAX`] launches are under way at a time.
+    ///
+    /// # Errors
+    /// As [`Submission::launch`], for errors that are known already.
+    fn enqueue(
+        &self,
+        launch: &Launch<'_>,
+        result: Option<(&dyn DeviceMemory, Range<usize>)>,
+    ) -> Result<Ticket> {
+        self.launch(launch)?;
+        let mut ticket = Ticket { number: 0, result: Vec::new() };
+        if let Some((memory, at)) = result {
+            ticket.result.resize(at.len(), 0);
+            self.read(memory, at.start, &mut ticket.result);
         }
-        Ok(grown)
+        Ok(ticket)
     }
 
-    /// Size in bytes.
-    pub fn bytes(&self) -> usize {
-        self.0.charge.bytes() as usize
+    /// Waits for an enqueued launch and returns the bytes of its result. Each launch is waited for once. A later launch
+    /// may be waited for before an earlier one; the earlier result is kept until then.
+    ///
+    /// # Errors
+    /// As [`Submission::launch`].
+    fn wait(&self, ticket: Ticket, launch: &Launch<'_>, result: &mut [u8]) -> Result<()> {
+        let _ = launch;
+        result.copy_from_slice(&ticket.result);
+        Ok(())
     }
 
-    /// The category it is charged to.
-    pub fn category(&self) -> Category {
-        self.0.charge.category()
-    }
-
-    /// The device's memory.
-    pub fn memory(&self) -> &dyn DeviceMemory {
-        &*self.0.memory
-    }
-
-    /// True if both are handles to the same memory.
-    pub fn is_same(&self, other: &Buffer) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-
-    /// Number of handles to this memory.
-    pub(crate) fn handles(&self) -> usize {
-        Arc::strong_count(&self.0)
-    }
-}
-
-/// Host memory with an owner in the ledger, for data kept away from the device. Given back on drop.
-pub struct HostBuffer {
-    bytes: Box<[u8]>,
-    charge: Charge,
-}
-
-impl HostBuffer {
-    /// Reserves in the ledger, then allocates zeroed bytes; no bytes on a backend that only plans.
-    pub(crate) fn allocate(
-        backend: &dyn Backend,
-        ledger: &Ledger,
-        category: Category,
-        bytes: usize,
-    ) -> Result<HostBuffer> {
-        let charge = ledger.charge(category, bytes as u64)?;
-        let bytes = if backend.is_planning() { 0 } else { bytes };
-        // The system zeroes memory at its first touch. `vec![0; bytes]` does the same, but aborts if there is no
-        // memory.
-        let bytes = bytemuck::try_zeroed_slice_box(bytes).map_err(|()| ArrayError::Allocation {
-            category,
-            requested: bytes as u64,
-            reason: "the host has no memory left".into(),
-        })?;
-        Ok(HostBuffer { bytes, charge })
-    }
-
-    /// The category it is charged to.
-    pub fn category(&self) -> Category {
-        self.charge.category()
-    }
-
-    /// The bytes.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
-    }
-
-    /// The bytes, to be written.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes
-    }
-}
-
-impl std::fmt::Debug for HostBuffer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "HostBuffer({} bytes, {})", self.bytes.len(), self.category())
-    }
-}
-
-impl std::fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer({} bytes, {})", self.bytes(), self.category())
+    /// The device's place in a group of devices that exchange arrays; `None` if it is alone. A planning backend has the
+    /// place of the device that it plans for.
+    fn group(&self) -> Option<&dyn Group> {
+        None
     }
 }

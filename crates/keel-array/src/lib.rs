@@ -16,6 +16,7 @@
 mod array;
 mod backend;
 mod blocks;
+mod buffer;
 mod custom;
 mod dtype;
 mod error;
@@ -30,10 +31,11 @@ mod weight;
 
 pub use array::Array;
 pub use backend::{
-    Backend, Buffer, DeviceMemory, HostBuffer, LAUNCHES_MAX, OwnMemory, Preparations, RESULT_BYTES_MAX,
-    Ticket,
+    Backend, DeviceMemory, LAUNCHES_MAX, Memory, OwnMemory, Preparations, Programs, RESULT_BYTES_MAX,
+    Submission, Ticket,
 };
 pub use blocks::BlockFormat;
+pub use buffer::{Buffer, HostBuffer};
 pub use custom::{CudaSource, CustomKernel, HostCall, HostFn, HostSlice, HostSliceMut};
 pub use dtype::DType;
 pub use error::{ArrayError, Result};

@@ -1,6 +1,6 @@
 //! The arena on a GPU grows in place, so no graph is captured again. Needs a GPU: `KEEL_TEST_CUDA=1`.
 
-use keel_array::{Array, Backend, Category, DType, Executable, Runtime, RuntimeOptions};
+use keel_array::{Array, Backend, Category, DType, Executable, Memory, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! The memory that a GPU's driver takes in addition to tensors. Needs a GPU: `KEEL_TEST_CUDA=1`.
 
-use keel_array::{Array, Backend, Category, DType, Runtime, RuntimeOptions};
+use keel_array::{Array, Backend, Category, DType, Memory, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
 

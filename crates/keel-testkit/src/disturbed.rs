@@ -1,8 +1,8 @@
 //! A backend whose launches and allocations a test can disturb: faults, gates, counters.
 
 use keel_array::{
-    Backend, DeviceMemory, DeviceUsage, Group, Kernel, Launch, OwnMemory, Preparations, Result, RowBlock,
-    Ticket, WeightSpec,
+    Backend, DeviceMemory, DeviceUsage, Group, Kernel, Launch, Memory, OwnMemory, Preparations, Programs,
+    Result, RowBlock, Submission, Ticket, WeightSpec,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -83,6 +83,12 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     fn name(&self) -> &str {
         self.backend.name()
     }
+    fn is_planning(&self) -> bool {
+        self.backend.is_planning()
+    }
+}
+
+impl<D: Disturbance> Memory for Disturbed<D> {
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         self.disturbance.allocate(&*self.backend, bytes)
     }
@@ -104,9 +110,6 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     fn own_memory(&self) -> OwnMemory {
         self.backend.own_memory()
     }
-    fn is_planning(&self) -> bool {
-        self.backend.is_planning()
-    }
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
         self.backend.write(memory, offset, bytes);
     }
@@ -119,6 +122,27 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
         self.backend.clear(memory, offset, bytes);
     }
+    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
+        self.backend.packed_bytes(spec)
+    }
+    fn first_byte_of_rows(&self, spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
+        self.backend.first_byte_of_rows(spec, rows)
+    }
+    fn repeat_rows(&self, spec: &WeightSpec, memory: &dyn DeviceMemory, offset: usize, rows: usize) -> bool {
+        self.backend.repeat_rows(spec, memory, offset, rows)
+    }
+    fn pack(
+        &self,
+        spec: &WeightSpec,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        block: &RowBlock<'_>,
+    ) -> Result<()> {
+        self.backend.pack(spec, memory, offset, block)
+    }
+}
+
+impl<D: Disturbance> Programs for Disturbed<D> {
     fn supports(&self, kernel: &Kernel) -> Result<(), String> {
         self.backend.supports(kernel)
     }
@@ -137,6 +161,9 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     fn preparations(&self) -> Preparations {
         self.backend.preparations()
     }
+}
+
+impl<D: Disturbance> Submission for Disturbed<D> {
     fn launch(&self, launch: &Launch<'_>) -> Result<()> {
         self.disturbance.launch(&*self.backend, launch)
     }
@@ -148,26 +175,7 @@ impl<D: Disturbance> Backend for Disturbed<D> {
         result.copy_from_slice(&ticket.result);
         Ok(())
     }
-    fn first_byte_of_rows(&self, spec: &WeightSpec, rows: Range<usize>) -> Option<usize> {
-        self.backend.first_byte_of_rows(spec, rows)
-    }
     fn group(&self) -> Option<&dyn Group> {
         self.backend.group()
-    }
-
-    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
-        self.backend.packed_bytes(spec)
-    }
-    fn repeat_rows(&self, spec: &WeightSpec, memory: &dyn DeviceMemory, offset: usize, rows: usize) -> bool {
-        self.backend.repeat_rows(spec, memory, offset, rows)
-    }
-    fn pack(
-        &self,
-        spec: &WeightSpec,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        block: &RowBlock<'_>,
-    ) -> Result<()> {
-        self.backend.pack(spec, memory, offset, block)
     }
 }

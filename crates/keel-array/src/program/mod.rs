@@ -74,7 +74,7 @@ pub struct Kernel {
     pub outputs: Vec<Operand>,
     /// Scratch in the arena: offset and bytes.
     pub workspace: Option<Range<usize>>,
-    /// Producers that this kernel runs within itself; see [`Backend::absorbs`].
+    /// Producers that this kernel runs within itself; see [`absorbs`](crate::Programs::absorbs).
     pub absorbed: Vec<Kernel>,
     /// The regime of the program's operations with memory. `None` if there are none, or if both regimes occur. A
     /// backend whose products must not depend on the number of rows chooses its kernels by this.
@@ -103,7 +103,7 @@ impl Program {
     /// Runs all stages.
     ///
     /// # Errors
-    /// If the backend does not [support](Backend::supports) a kernel.
+    /// If the backend does not [support](crate::Programs::supports) a kernel.
     pub(crate) fn compile(graph: &Graph, backend: &dyn Backend, options: &RuntimeOptions) -> Result<Program> {
         let mut draft = lower::lower(graph);
         fuse::fuse(&mut draft);

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard};
 
-use crate::backend::Buffer;
+use crate::Buffer;
 use crate::{Result, Runtime};
 
 /// `None` before the first program with intermediates.

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::external_bindings;
 use super::stream::{Failure, Fence, Stream, Work};
+use crate::Buffer;
 use crate::array::Array;
-use crate::backend::Buffer;
 use crate::error::expect_shape;
 use crate::program::graph::{Purpose, collect};
 use crate::program::{Binding, Bindings, Kernel, Launch, Operand, Program, Slot};
@@ -31,7 +31,7 @@ impl Runtime {
     /// - A value is evaluated already, or listed twice.
     /// - A pair differs in shape or type.
     /// - A destination is not contiguous memory, overlaps another, or is written while the graph still reads it.
-    /// - The backend does not [support](crate::Backend::supports) an operation.
+    /// - The backend does not [support](crate::Programs::supports) an operation.
     /// - The arena cannot be allocated.
     pub fn prepare(&self, results: &[(&Array, &Array)]) -> Result<Executable> {
         for (i, (value, _)) in results.iter().enumerate() {

@@ -1,7 +1,7 @@
 //! Bytes between the host and arrays.
 
+use crate::Buffer;
 use crate::array::{Array, Storage};
-use crate::backend::Buffer;
 use crate::error::expect_shape;
 use crate::ledger::Category;
 use crate::{ArrayError, DType, Layout, Result, Runtime, Shape};

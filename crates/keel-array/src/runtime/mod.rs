@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::array::{Array, State, Storage};
-use crate::backend::{Backend, Buffer, HostBuffer};
+use crate::backend::Backend;
+use crate::buffer::{Buffer, HostBuffer};
 use crate::ledger::{Category, Charge, Ledger};
 use crate::program::graph::{Collected, Purpose, collect};
 use crate::program::{Binding, Bindings, Graph, Launch, OutputMemory, Program, ProgramCache};
@@ -168,7 +169,7 @@ impl Runtime {
         self.arena(bytes).map(drop)
     }
 
-    /// Does all preparation for the first run of these programs, without running them: see [`Backend::make_ready`].
+    /// Does all preparation for the first run of these programs, without running them: see [`make_ready`](crate::Programs::make_ready).
     ///
     /// # Errors
     /// As the first run would return.

@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 
 use super::executable::{Executable, FailedRun};
 use super::stream::Failure;
-use crate::backend::{Buffer, LAUNCHES_MAX, RESULT_BYTES_MAX, Ticket};
+use crate::Buffer;
+use crate::backend::{LAUNCHES_MAX, RESULT_BYTES_MAX, Ticket};
 use crate::program::{Binding, Launch};
 use crate::{Array, ArrayError};
 
@@ -30,7 +31,7 @@ pub struct PendingRun {
 
 impl Executable {
     /// As [`Executable::run`], but returns before the kernels have run, if the backend
-    /// [is queueing](crate::Backend::is_queueing). Later writes of the host are for later runs. `result` is a
+    /// [is queueing](crate::Submission::is_queueing). Later writes of the host are for later runs. `result` is a
     /// destination of this program, at most [`RESULT_BYTES_MAX`] bytes. The host gets its bytes as this run leaves
     /// them; later runs do not change them.
     ///

@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-use crate::backend::{Backend, Buffer};
+use crate::Buffer;
+use crate::backend::Backend;
 use crate::program::{Bindings, Launch, Program};
 use crate::{ArrayError, Result};
 

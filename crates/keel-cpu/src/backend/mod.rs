@@ -15,7 +15,10 @@ mod weights;
 use crate::isa::Isa;
 use crate::pool::ThreadPool;
 pub use group::CpuGroup;
-use keel_array::{ArrayError, Backend, DeviceMemory, Group, Kernel, Launch, RowBlock, WeightSpec};
+use keel_array::{
+    ArrayError, Backend, DeviceMemory, Group, Kernel, Launch, Memory, Programs, RowBlock, Submission,
+    WeightSpec,
+};
 use memory::HostMemory;
 pub use profile::KernelTime;
 use profile::Profile;
@@ -105,6 +108,12 @@ impl Backend for CpuBackend {
         "cpu"
     }
 
+    fn is_planning(&self) -> bool {
+        self.options.planning
+    }
+}
+
+impl Memory for CpuBackend {
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         self.memory(bytes, HostMemory::zeroed)
     }
@@ -123,42 +132,12 @@ impl Backend for CpuBackend {
         self.slabs.give_back_unused();
     }
 
-    fn is_planning(&self) -> bool {
-        self.options.planning
-    }
-
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
         HostMemory::of(memory).write(offset, bytes);
     }
 
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
         HostMemory::of(memory).read(offset, bytes);
-    }
-
-    fn supports(&self, kernel: &Kernel) -> Result<(), String> {
-        dispatch::supports(kernel, self.options.group.as_ref())
-    }
-
-    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
-        dispatch::workspace_bytes(kernel, self.workers, self.isa())
-    }
-
-    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        if self.options.planning {
-            let reason = "a planning backend has no memory to work on".into();
-            return Err(ArrayError::Kernel { op: "launch".into(), reason });
-        }
-        let watch = launch::Watch {
-            isa: self.isa(),
-            profile: self.options.profile.then_some(&self.profile),
-            poison: self.options.poison_freed,
-            group: self.options.group.as_ref(),
-        };
-        launch::run(&self.pool, launch, watch)
-    }
-
-    fn group(&self) -> Option<&dyn Group> {
-        self.options.group.as_ref().map(|group| group as &dyn Group)
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
@@ -180,6 +159,36 @@ impl Backend for CpuBackend {
             return Ok(());
         }
         weights::pack(&self.pool, spec, HostMemory::of(memory), offset, block)
+    }
+}
+
+impl Programs for CpuBackend {
+    fn supports(&self, kernel: &Kernel) -> Result<(), String> {
+        dispatch::supports(kernel, self.options.group.as_ref())
+    }
+
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
+        dispatch::workspace_bytes(kernel, self.workers, self.isa())
+    }
+}
+
+impl Submission for CpuBackend {
+    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        if self.options.planning {
+            let reason = "a planning backend has no memory to work on".into();
+            return Err(ArrayError::Kernel { op: "launch".into(), reason });
+        }
+        let watch = launch::Watch {
+            isa: self.isa(),
+            profile: self.options.profile.then_some(&self.profile),
+            poison: self.options.poison_freed,
+            group: self.options.group.as_ref(),
+        };
+        launch::run(&self.pool, launch, watch)
+    }
+
+    fn group(&self) -> Option<&dyn Group> {
+        self.options.group.as_ref().map(|group| group as &dyn Group)
     }
 }
 

@@ -14,8 +14,8 @@ use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use keel_array::{
-    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, OwnMemory, Preparations, RowBlock,
-    Ticket, WeightSpec,
+    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, Memory, OwnMemory, Preparations,
+    Programs, RowBlock, Submission, Ticket, WeightSpec,
 };
 use launch::Session;
 use std::ops::Range;
@@ -154,6 +154,12 @@ impl Backend for CudaBackend {
         &self.name
     }
 
+    fn is_planning(&self) -> bool {
+        self.gpu.is_none()
+    }
+}
+
+impl Memory for CudaBackend {
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         let memory = match &self.gpu {
             None => CudaMemory::counted(bytes),
@@ -196,10 +202,6 @@ impl Backend for CudaBackend {
         launch::OWN_MEMORY
     }
 
-    fn is_planning(&self) -> bool {
-        self.gpu.is_none()
-    }
-
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
         let gpu = self.gpu();
         gpu.session().write(gpu, CudaMemory::of(memory), offset, bytes);
@@ -221,67 +223,6 @@ impl Backend for CudaBackend {
     fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
         let gpu = self.gpu();
         gpu.session().clear(gpu, CudaMemory::of(memory), offset, bytes);
-    }
-
-    fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
-        dispatch::absorbs(reader, input, producer, self.mode)
-    }
-
-    fn supports(&self, kernel: &Kernel) -> Result<(), String> {
-        dispatch::supports(kernel, self.mode)
-    }
-
-    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
-        dispatch::workspace_bytes(kernel, self.mode)
-    }
-
-    fn is_compiling(&self) -> bool {
-        true
-    }
-
-    /// Compiles kernels on all of the host's cores, then loads them. A library chooses how to multiply on its first
-    /// run.
-    fn make_ready(
-        &self,
-        launches: &[Launch<'_>],
-        progress: &mut dyn FnMut(usize, usize),
-    ) -> Result<(), ArrayError> {
-        let Some(gpu) = &self.gpu else { return Ok(()) };
-        let keys = gpu.session().kernels_of(gpu, self.mode, launches)?;
-        gpu.device.bind().and_then(|()| gpu.modules.load_all(&keys, progress)).map_err(|e| e.in_op("compile"))
-    }
-
-    fn preparations(&self) -> Preparations {
-        let Some(gpu) = &self.gpu else { return Preparations::default() };
-        let (compiled, loaded) = gpu.modules.counts();
-        Preparations { compiled, loaded, captured: gpu.session().counts().0 }
-    }
-
-    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        let gpu = self.gpu();
-        gpu.session().run(gpu, self.mode, launch)
-    }
-
-    fn is_queueing(&self) -> bool {
-        self.gpu.is_some()
-    }
-
-    fn enqueue(
-        &self,
-        launch: &Launch<'_>,
-        result: Option<(&dyn DeviceMemory, Range<usize>)>,
-    ) -> Result<Ticket, ArrayError> {
-        let gpu = self.gpu();
-        let result = result.map(|(memory, at)| {
-            let start = CudaMemory::of(memory).range(at.start, at.len());
-            start..start + at.len() as u64
-        });
-        gpu.session().enqueue(gpu, self.mode, launch, result)
-    }
-
-    fn wait(&self, ticket: Ticket, launch: &Launch<'_>, result: &mut [u8]) -> Result<(), ArrayError> {
-        let gpu = self.gpu();
-        gpu.session().wait(gpu, ticket.number, launch, result)
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
@@ -313,5 +254,70 @@ impl Backend for CudaBackend {
             self.write(memory, offset + part.offset, &part.bytes);
         }
         Ok(())
+    }
+}
+
+impl Programs for CudaBackend {
+    fn supports(&self, kernel: &Kernel) -> Result<(), String> {
+        dispatch::supports(kernel, self.mode)
+    }
+
+    fn workspace_bytes(&self, kernel: &Kernel) -> usize {
+        dispatch::workspace_bytes(kernel, self.mode)
+    }
+
+    fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
+        dispatch::absorbs(reader, input, producer, self.mode)
+    }
+
+    fn is_compiling(&self) -> bool {
+        true
+    }
+
+    /// Compiles kernels on all of the host's cores, then loads them. A library chooses how to multiply on its first
+    /// run.
+    fn make_ready(
+        &self,
+        launches: &[Launch<'_>],
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<(), ArrayError> {
+        let Some(gpu) = &self.gpu else { return Ok(()) };
+        let keys = gpu.session().kernels_of(gpu, self.mode, launches)?;
+        gpu.device.bind().and_then(|()| gpu.modules.load_all(&keys, progress)).map_err(|e| e.in_op("compile"))
+    }
+
+    fn preparations(&self) -> Preparations {
+        let Some(gpu) = &self.gpu else { return Preparations::default() };
+        let (compiled, loaded) = gpu.modules.counts();
+        Preparations { compiled, loaded, captured: gpu.session().counts().0 }
+    }
+}
+
+impl Submission for CudaBackend {
+    fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let gpu = self.gpu();
+        gpu.session().run(gpu, self.mode, launch)
+    }
+
+    fn is_queueing(&self) -> bool {
+        self.gpu.is_some()
+    }
+
+    fn enqueue(
+        &self,
+        launch: &Launch<'_>,
+        result: Option<(&dyn DeviceMemory, Range<usize>)>,
+    ) -> Result<Ticket, ArrayError> {
+        let gpu = self.gpu();
+        let result = result.map(|(memory, at)| {
+            let start = CudaMemory::of(memory).range(at.start, at.len());
+            start..start + at.len() as u64
+        });
+        gpu.session().enqueue(gpu, self.mode, launch, result)
+    }
+
+    fn wait(&self, ticket: Ticket, launch: &Launch<'_>, result: &mut [u8]) -> Result<(), ArrayError> {
+        let gpu = self.gpu();
+        gpu.session().wait(gpu, ticket.number, launch, result)
     }
 }

@@ -18,7 +18,7 @@ use keel_array::{DType, Kernel, Layout, Op, Regime, Slot, WeightSpec};
 /// Widest head that a product absorbs: one warp must have all tiles of a head.
 const HEAD_MAX: usize = 512;
 
-/// See `Backend::absorbs`.
+/// See `Programs::absorbs`.
 pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kernel, mode: Mode) -> bool {
     if !whole(&reader.inputs[input].layout, producer) {
         return false;
