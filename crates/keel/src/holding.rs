@@ -23,6 +23,8 @@ const SEQUENCES_DEFAULT: usize = 16;
 /// Smallest default number of sequences.
 const SEQUENCES_LEAST: usize = 4;
 const DRAFTS_DEFAULT: usize = 2;
+/// Largest number of pages that an engine takes.
+const POOL_PAGES_MAX: usize = 1 << 24;
 /// The context is not shortened below this to fit a machine. If the plan still does not fit, it is refused.
 const CONTEXT_LEAST: usize = 1024;
 
@@ -131,7 +133,7 @@ impl<'a> Planner<'a> {
         planner.page_bytes = one.get(Category::Kv).max(1);
         planner.slot_bytes = one.get(Category::Recurrent);
         planner.state_bytes = one.get(Category::Checkpoints);
-        planner.wanted = planner.defaults(&one, is_gpu);
+        planner.wanted = planner.defaults(&one, is_gpu)?;
         Ok(planner)
     }
 
@@ -162,11 +164,19 @@ impl<'a> Planner<'a> {
     }
 
     /// Sets the numbers of pages and states: those requested, or defaults for the model and the device.
-    fn defaults(&self, one: &MemoryReport, is_gpu: bool) -> EngineOptions {
+    fn defaults(&self, one: &MemoryReport, is_gpu: bool) -> Result<EngineOptions> {
         let (args, base) = (self.args, self.wanted);
         let suits = |bytes: u64| if is_gpu { bytes } else { bytes.min(one.get(Category::Weights)) };
         let pages_of = |bytes: u64| (bytes / self.page_bytes) as usize;
         let pages = match args.kv_cache {
+            _ if args.whole_contexts => all_pages(&base),
+            Some(bytes) if pages_of(bytes) > POOL_PAGES_MAX => {
+                return Err(usage(format!(
+                    "--kv-cache: {bytes} bytes are {} pages of {} bytes; a pool has {POOL_PAGES_MAX} at most",
+                    pages_of(bytes),
+                    self.page_bytes
+                )));
+            }
             Some(bytes) => pages_of(bytes),
             None => {
                 let most = POOL_TOKENS_DEFAULT.div_ceil(AttentionSpec::PAGE);
@@ -176,14 +186,15 @@ impl<'a> Planner<'a> {
         };
         let prefix_states = args.prefix_states.unwrap_or(suits(PREFIX_STATES_DEFAULT));
         let remembered = (prefix_states / self.state_bytes.max(1)).min(COUNT_MAX as u64) as usize;
-        self.complete(base, pages, remembered)
+        Ok(self.complete(base, pages, remembered))
     }
 
-    /// Sets the numbers of pages and of remembered states, and all bounds that depend on them.
+    /// Sets the numbers of pages and of remembered states, and all bounds that depend on them. Requested pages are all
+    /// taken: those that no sequence needs keep remembered prefixes. Otherwise there are no more than sequences need.
     fn complete(&self, base: EngineOptions, pages: usize, remembered: usize) -> EngineOptions {
         let reuses = !self.args.no_prefix_reuse && self.state_bytes > 0;
-        let all_pages = base.sequences * base.context.div_ceil(AttentionSpec::PAGE);
-        let pages = pages.clamp(1, all_pages);
+        let most = if self.args.kv_cache.is_some() { pages } else { all_pages(&base) };
+        let pages = pages.min(most).max(1);
         let mut options = EngineOptions {
             pool_pages: Some(pages),
             checkpoints: if reuses { remembered + base.sequences } else { 0 },
@@ -249,6 +260,11 @@ impl<'a> Planner<'a> {
         }
         None
     }
+}
+
+/// Pages of all sequences at full length.
+fn all_pages(options: &EngineOptions) -> usize {
+    options.sequences * options.context.div_ceil(AttentionSpec::PAGE)
 }
 
 /// The default number of sequences: [`SEQUENCES_DEFAULT`] on a GPU, one per core on a CPU, within bounds.

@@ -131,7 +131,7 @@ fn what_no_machine_has_is_refused_with_numbers_before_anything_is_loaded() {
     std::fs::write(dir.path().join("config.json"), config.to_string()).expect("writable");
     let model = ["--model", arg(dir.path()), "--context", "16777216"];
     // 256 sequences of 16 million tokens need terabytes.
-    let serve = ["serve", "--port", "0", "--sequences", "256", "--kv-cache", "900T", "--on-demand"];
+    let serve = ["serve", "--port", "0", "--sequences", "256", "--kv-cache", "7T", "--on-demand"];
     let start = std::time::Instant::now();
     fail(&[&serve[..], &model].concat(), "more than the");
     fail(&[&serve[..], &model].concat(), "free memory of");
@@ -139,6 +139,16 @@ fn what_no_machine_has_is_refused_with_numbers_before_anything_is_loaded() {
     // A requested limit does not create memory.
     fail(&[&serve[..], &model, &["--memory-limit", "999999T"]].concat(), "free memory of");
     fail(&[&["generate", "Once", "--memory-limit", "20M"][..], &model[..2]].concat(), "of the memory limit");
+}
+
+#[test]
+fn keys_and_values_that_are_asked_for_are_planned_or_refused_and_never_cut() {
+    // More than the sequences of the built-in model need: the rest keeps remembered prefixes.
+    let plan = json(&["plan", "--serve", "--kv-cache", "1Gi", "--json"]);
+    assert_eq!(plan["kv"].as_u64(), Some(1 << 30), "{plan}");
+    let serve = ["serve", "--port", "0", "--on-demand", "--kv-cache"];
+    fail(&[&serve[..], &["7T"]].concat(), "free memory of");
+    misuse(&[&serve[..], &["900T"]].concat(), "--kv-cache: 900000000000000 bytes are 1716613769 pages");
 }
 
 #[test]

@@ -45,6 +45,9 @@ pub struct HoldingArgs {
     /// weights, but always enough for one sequence at full length.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub kv_cache: Option<u64>,
+    /// Whether there are keys and values for all sequences at full length (`keel fit`).
+    #[arg(skip)]
+    pub whole_contexts: bool,
     /// Start a request as soon as there is room for its prompt, not only when there is room for its whole answer. When
     /// pages run short, the newest sequence is parked in host memory. It continues with the same tokens when other
     /// sequences have ended. No request fails for memory.

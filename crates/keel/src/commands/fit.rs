@@ -226,11 +226,10 @@ impl Form<'_> {
     /// The line; with `is_quick` its plan counts the largest steps alone.
     fn line(&self, args: &FitArgs, is_quick: bool) -> Result<Line> {
         let Form { variant, kv, sequences, context } = *self;
-        // As many pages as all sequences need at full length.
         let holding = HoldingArgs {
             sequences: Some(sequences),
             context: Some(context),
-            kv_cache: Some(u64::MAX),
+            whole_contexts: true,
             ..HoldingArgs::default()
         };
         let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
