@@ -3,7 +3,7 @@
 use keel_engine::SamplerOptions;
 use keel_text::{
     AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, GrammarFactory, GrammarSource, Message,
-    StopMatcher, StreamDetokenizer, TextFiles, Tokenizer,
+    Recommended, StopMatcher, StreamDetokenizer, TextFiles, Tokenizer,
 };
 use serde_json::Value;
 
@@ -180,19 +180,8 @@ impl ModelText {
 /// assert_eq!(recommended(&GenerationDefaults::default()).temperature, 0.0);
 /// ```
 pub fn recommended(defaults: &GenerationDefaults) -> SamplerOptions {
-    let neutral = SamplerOptions::default();
-    let repetition_penalty = defaults.repetition_penalty.unwrap_or(neutral.repetition_penalty);
-    if defaults.do_sample != Some(true) {
-        return SamplerOptions { repetition_penalty, ..neutral };
-    }
-    SamplerOptions {
-        temperature: defaults.temperature.unwrap_or(1.0),
-        top_k: defaults.top_k.map_or(neutral.top_k, |k| k as usize),
-        top_p: defaults.top_p.unwrap_or(neutral.top_p),
-        min_p: defaults.min_p.unwrap_or(neutral.min_p),
-        repetition_penalty,
-        ..neutral
-    }
+    let Recommended { temperature, top_k, top_p, min_p, repetition_penalty } = defaults.recommended();
+    SamplerOptions { temperature, top_k, top_p, min_p, repetition_penalty, ..SamplerOptions::default() }
 }
 
 /// Decodes ids while they are drawn, up to a stop string.

@@ -43,25 +43,14 @@ impl OneOrMany {
 impl SamplingFields {
     /// The sampler's options. The model's recommendations apply where the request has no value.
     pub fn options(&self, defaults: &GenerationDefaults, vocab: usize) -> Result<SamplerOptions> {
-        let neutral = SamplerOptions::default();
-        let samples = defaults.do_sample == Some(true);
-        let recommended = |value: Option<f32>, neutral: f32| value.filter(|_| samples).unwrap_or(neutral);
-        let top_k = match self.top_k {
-            None => defaults.top_k.filter(|_| samples).map_or(0, |k| k as usize),
-            // Some clients send -1 for "all".
-            Some(k) if k <= 0 => 0,
-            Some(k) => k as usize,
-        };
-        let default_temperature = if samples { defaults.temperature.unwrap_or(1.0) } else { 0.0 };
+        let own = defaults.recommended();
         let options = SamplerOptions {
-            temperature: self.temperature.unwrap_or(default_temperature),
-            top_k,
-            top_p: self.top_p.unwrap_or(recommended(defaults.top_p, neutral.top_p)),
-            min_p: self.min_p.unwrap_or(recommended(defaults.min_p, neutral.min_p)),
-            repetition_penalty: self
-                .repetition_penalty
-                .or(defaults.repetition_penalty)
-                .unwrap_or(neutral.repetition_penalty),
+            temperature: self.temperature.unwrap_or(own.temperature),
+            // Some clients send -1 for "all".
+            top_k: self.top_k.map_or(own.top_k, |k| k.max(0) as usize),
+            top_p: self.top_p.unwrap_or(own.top_p),
+            min_p: self.min_p.unwrap_or(own.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(own.repetition_penalty),
             presence_penalty: self.presence_penalty.unwrap_or(0.0),
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
             logit_bias: self.biases(vocab)?,

@@ -29,7 +29,36 @@ pub struct GenerationDefaults {
     pub eos_ids: Vec<u32>,
 }
 
+/// Settings that hold where a request names none. See [`GenerationDefaults`] for each value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Recommended {
+    /// 0 without sampling.
+    pub temperature: f32,
+    /// 0 for all tokens.
+    pub top_k: usize,
+    /// 1 for all tokens.
+    pub top_p: f32,
+    /// 0 for all tokens.
+    pub min_p: f32,
+    /// 1 for no penalty.
+    pub repetition_penalty: f32,
+}
+
 impl GenerationDefaults {
+    /// The settings, with neutral values where the checkpoint names none. A checkpoint that does not ask for sampling is
+    /// decoded greedily; its penalty holds all the same.
+    pub fn recommended(&self) -> Recommended {
+        let samples = self.do_sample == Some(true);
+        let own = |value: Option<f32>, neutral: f32| value.filter(|_| samples).unwrap_or(neutral);
+        Recommended {
+            temperature: own(self.temperature, if samples { 1.0 } else { 0.0 }),
+            top_k: self.top_k.filter(|_| samples).map_or(0, |k| k as usize),
+            top_p: own(self.top_p, 1.0),
+            min_p: own(self.min_p, 0.0),
+            repetition_penalty: self.repetition_penalty.unwrap_or(1.0),
+        }
+    }
+
     /// Reads the settings from a checkpoint folder.
     ///
     /// # Errors

@@ -45,7 +45,7 @@ mod vocabulary;
 
 pub use answer::{AnswerForm, AnswerParser, AnswerPart};
 pub use cancel::Cancel;
-pub use defaults::GenerationDefaults;
+pub use defaults::{GenerationDefaults, Recommended};
 pub use error::TextError;
 pub use files::{TextFile, TextFiles};
 pub use grammar::{GrammarFactory, GrammarSource, GrammarState};
