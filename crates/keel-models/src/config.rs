@@ -38,11 +38,38 @@ pub struct MoeConfig {
     /// Width of an expert.
     pub intermediate: usize,
     /// Width of the shared expert, if there is one.
-    pub shared_intermediate: usize,
+    pub shared_intermediate: Option<usize>,
     /// Divide the chosen probabilities by their sum.
     pub normalise: bool,
     /// Layers with a dense feed-forward half, despite the experts of the others.
     pub dense_layers: Vec<usize>,
+}
+
+/// Recurrent layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RecurrentConfig {
+    /// `Hk`.
+    pub key_heads: usize,
+    /// `Hv`.
+    pub value_heads: usize,
+    /// `Dk`.
+    pub key_dim: usize,
+    /// `Dv`.
+    pub value_dim: usize,
+    /// `K`.
+    pub conv_width: usize,
+}
+
+impl RecurrentConfig {
+    /// Channels of the convolution: q, k and v.
+    pub fn conv_channels(&self) -> usize {
+        2 * self.key_heads * self.key_dim + self.values()
+    }
+
+    /// Values of a token, of all heads.
+    pub fn values(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
 }
 
 /// A text model.
@@ -84,26 +111,18 @@ pub struct HybridConfig {
     pub sliding_rope_scaling: RopeScaling,
     /// Layers whose queries and keys are not rotated.
     pub unturned: Vec<usize>,
-    /// Tokens that a row of a sliding layer sees, itself included; 0 without such layers.
-    pub window: usize,
+    /// Tokens that a row of a sliding layer sees, itself included; `None` without such layers.
+    pub window: Option<usize>,
     /// Factor on `q . k`, without the factor of a rope scaling: see [`HybridConfig::score_scale`].
     pub attention_scale: f64,
     /// Growth of queries with their position.
     pub query_growth: Option<QueryGrowth>,
     /// Whether attention's output has a gate.
     pub gated: bool,
-    /// `Hk`; this and the next four are 0 without recurrent layers.
-    pub key_heads: usize,
-    /// `Hv`.
-    pub value_heads: usize,
-    /// `Dk`.
-    pub key_dim: usize,
-    /// `Dv`.
-    pub value_dim: usize,
-    /// `K`.
-    pub conv_width: usize,
-    /// Width of the dense feed-forward layer; unused with experts.
-    pub intermediate: usize,
+    /// Recurrent layers, if there are any.
+    pub recurrent: Option<RecurrentConfig>,
+    /// Width of the dense feed-forward layers; `None` if all layers have experts.
+    pub intermediate: Option<usize>,
     /// Experts, if there are any.
     pub moe: Option<MoeConfig>,
 }
@@ -119,6 +138,7 @@ impl HybridConfig {
             .size_or("head_dim", fields.size("hidden_size")? / fields.size("num_attention_heads")?.max(1))?;
         let rotary = (head_dim as f64 * fields.rope("partial_rotary_factor", 1.0)?) as usize;
         let rope_scaling = fields.rope_scaling("full_attention")?;
+        let rope_theta = fields.rope("rope_theta", 10000.0)?;
         let parsed = HybridConfig {
             hidden: fields.size("hidden_size")?,
             vocab: fields.size("vocab_size")?,
@@ -130,23 +150,25 @@ impl HybridConfig {
             heads: fields.size("num_attention_heads")?,
             kv_heads: fields.size("num_key_value_heads")?,
             head_dim,
-            rope_theta: fields.rope("rope_theta", 10000.0)?,
+            rope_theta,
             rotary,
             rope_sections: fields.rope_sections()?,
             rope_scaling,
-            sliding_rope_theta: 0.0,
+            sliding_rope_theta: rope_theta,
             sliding_rope_scaling: RopeScaling::None,
             unturned: Vec::new(),
-            window: 0,
+            window: None,
             attention_scale: (head_dim as f64).powf(-0.5),
             query_growth: None,
             gated: true,
-            key_heads: fields.size("linear_num_key_heads")?,
-            value_heads: fields.size("linear_num_value_heads")?,
-            key_dim: fields.size("linear_key_head_dim")?,
-            value_dim: fields.size("linear_value_head_dim")?,
-            conv_width: fields.size("linear_conv_kernel_dim")?,
-            intermediate: fields.size_or("intermediate_size", 0)?,
+            recurrent: Some(RecurrentConfig {
+                key_heads: fields.size("linear_num_key_heads")?,
+                value_heads: fields.size("linear_num_value_heads")?,
+                key_dim: fields.size("linear_key_head_dim")?,
+                value_dim: fields.size("linear_value_head_dim")?,
+                conv_width: fields.size("linear_conv_kernel_dim")?,
+            }),
+            intermediate: fields.size_if_any("intermediate_size")?,
             moe: fields.moe()?,
             model_type: fields.model_type(),
         };
@@ -156,15 +178,17 @@ impl HybridConfig {
 
     /// Checks that the numbers agree.
     pub(crate) fn check(&self) -> Result<()> {
+        // Numbers that are missing are refused as 0 is.
+        let numbers = self.recurrent.unwrap_or_default();
         let recurrent = [
-            ("linear_num_key_heads", self.key_heads),
-            ("linear_num_value_heads", self.value_heads),
-            ("linear_key_head_dim", self.key_dim),
-            ("linear_value_head_dim", self.value_dim),
+            ("linear_num_key_heads", numbers.key_heads),
+            ("linear_num_value_heads", numbers.value_heads),
+            ("linear_key_head_dim", numbers.key_dim),
+            ("linear_value_head_dim", numbers.value_dim),
         ];
         let has = |kind| self.layers.contains(&kind);
         let recurrent = if has(MixerKind::GatedDelta) { &recurrent[..] } else { &[] };
-        let window = [("sliding_window", self.window)];
+        let window = [("sliding_window", self.window.unwrap_or(0))];
         let window = if has(MixerKind::SlidingAttention) { &window[..] } else { &[] };
         let positive = [
             ("hidden_size", self.hidden),
@@ -186,15 +210,15 @@ impl HybridConfig {
             Some("head_dim is not a multiple of 16 of at most 512")
         } else if !divides(self.heads, self.kv_heads) {
             Some("num_attention_heads is not a multiple of num_key_value_heads")
-        } else if !recurrent.is_empty() && !divides(self.value_heads, self.key_heads) {
+        } else if !recurrent.is_empty() && !divides(numbers.value_heads, numbers.key_heads) {
             Some("linear_num_value_heads is not a multiple of linear_num_key_heads")
-        } else if !recurrent.is_empty() && !(2..=8).contains(&self.conv_width) {
+        } else if !recurrent.is_empty() && !(2..=8).contains(&numbers.conv_width) {
             Some("linear_conv_kernel_dim is not in 2..=8")
         } else if self.rotary > self.head_dim || !divides(self.rotary, 2) {
             Some("partial_rotary_factor does not give an even number of elements within head_dim")
-        } else if self.moe.is_none() && self.intermediate == 0 {
+        } else if self.moe.is_none() && self.intermediate.is_none() {
             Some("neither intermediate_size nor num_experts is given")
-        } else if self.intermediate > EXTENT_MAX {
+        } else if self.intermediate > Some(EXTENT_MAX) {
             Some("intermediate_size is above 2^24")
         } else if !self.rope_theta.is_finite() || self.rope_theta <= 1.0 {
             Some("rope_theta is not a number above one")
@@ -211,9 +235,14 @@ impl HybridConfig {
         self.check_turns()
     }
 
-    /// Channels of the convolution of a recurrent layer: q, k and v.
-    pub fn conv_channels(&self) -> usize {
-        2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    /// The recurrent layers of a model that has some.
+    pub fn recurrent_layers(&self) -> RecurrentConfig {
+        self.recurrent.unwrap_or_else(|| unreachable!("recurrent layers without numbers are refused"))
+    }
+
+    /// Width of the feed-forward half of a layer without experts.
+    pub(crate) fn dense_width(&self) -> Result<usize> {
+        self.intermediate.ok_or_else(|| ModelError::Config("intermediate_size is missing".into()))
     }
 
     /// Products of numbers that a token of a prompt costs in all layers. Attention's scores and the output head are left
@@ -222,17 +251,18 @@ impl HybridConfig {
         let (hidden, attended) = (self.hidden as u64, (self.heads * self.head_dim) as u64);
         let attention = hidden * attended * (2 + u64::from(self.gated))
             + 2 * hidden * (self.kv_heads * self.head_dim) as u64;
-        let (values, gates) = ((self.value_heads * self.value_dim) as u64, 2 * self.value_heads as u64);
-        let recurrent = hidden * (self.conv_channels() as u64 + 2 * values + gates);
-        let state = 3 * values * self.key_dim as u64;
-        let dense = 3 * hidden * self.intermediate as u64;
+        let recurrent = self.recurrent.map_or(0, |r| {
+            let projected = r.conv_channels() + 2 * r.values() + 2 * r.value_heads;
+            hidden * projected as u64 + 3 * (r.values() * r.key_dim) as u64
+        });
+        let dense = 3 * hidden * self.intermediate.unwrap_or(0) as u64;
         let sparse = self.moe.as_ref().map(|moe| {
-            let widths = moe.chosen * moe.intermediate + moe.shared_intermediate;
+            let widths = moe.chosen * moe.intermediate + moe.shared_intermediate.unwrap_or(0);
             hidden * (3 * widths + moe.experts) as u64
         });
         let layer = |(i, kind): (usize, &MixerKind)| {
             let is_dense = self.moe.as_ref().is_none_or(|moe| moe.dense_layers.contains(&i));
-            let mixer = if *kind == MixerKind::GatedDelta { recurrent + state } else { attention };
+            let mixer = if *kind == MixerKind::GatedDelta { recurrent } else { attention };
             mixer + sparse.filter(|_| !is_dense).unwrap_or(dense)
         };
         self.layers.iter().enumerate().map(layer).sum()
@@ -327,10 +357,11 @@ impl Fields<'_> {
             return Err(ModelError::Config(format!("num_experts_per_tok is {chosen} of {experts} experts")));
         }
         let (own, shared) = ("moe_intermediate_size", "shared_expert_intermediate_size");
-        let (intermediate, shared_intermediate) = (self.size(own)?, self.size_or(shared, 0)?);
-        if intermediate == 0 || intermediate.max(shared_intermediate) > EXTENT_MAX {
+        let (intermediate, shared_intermediate) = (self.size(own)?, self.size_if_any(shared)?);
+        let width = shared_intermediate.unwrap_or(0);
+        if intermediate == 0 || intermediate.max(width) > EXTENT_MAX {
             let reason = format!(
-                "{own} and {shared} are {intermediate} and {shared_intermediate}, expected 1 and 0 to {EXTENT_MAX}"
+                "{own} and {shared} are {intermediate} and {width}, expected 1 and 0 to {EXTENT_MAX}"
             );
             return Err(ModelError::Config(reason));
         }
@@ -372,7 +403,7 @@ mod tests {
             (flat.rotary, flat.layers[3], flat.layers[4]),
             (8, MixerKind::Attention, MixerKind::GatedDelta)
         );
-        assert_eq!(flat.conv_channels(), 2 * 2 * 16 + 4 * 24);
+        assert_eq!(flat.recurrent_layers().conv_channels(), 2 * 2 * 16 + 4 * 24);
     }
 
     #[test]

@@ -40,6 +40,11 @@ impl<'a> Fields<'a> {
         if self.get(key).is_some() { self.size(key) } else { Ok(default) }
     }
 
+    /// A number that is 0 where there is nothing of the kind.
+    pub fn size_if_any(&self, key: &str) -> Result<Option<usize>> {
+        Ok(Some(self.size_or(key, 0)?).filter(|n| *n > 0))
+    }
+
     pub fn number_or(&self, key: &str, default: f64) -> Result<f64> {
         let Some(value) = self.get(key) else { return Ok(default) };
         value.as_f64().ok_or_else(|| ModelError::Config(format!("{key} is {value}, expected a number")))

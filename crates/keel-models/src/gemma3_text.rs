@@ -60,7 +60,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
         }
     }
     if !parsed.layers.contains(&MixerKind::SlidingAttention) {
-        parsed.window = 0;
+        parsed.window = None;
     }
     Ok(parsed)
 }
@@ -94,7 +94,7 @@ mod tests {
             "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}});
         let c = config(&older).expect("the rest are defaults");
-        assert_eq!((c.heads, c.kv_heads, c.head_dim, c.window, c.tied), (8, 4, 256, 1024, true));
+        assert_eq!((c.heads, c.kv_heads, c.head_dim, c.window, c.tied), (8, 4, 256, Some(1024), true));
         assert_eq!((c.rope_theta, c.sliding_rope_theta), (1e6, 1e4));
         assert_eq!(c.rope_scaling, RopeScaling::Linear { factor: 8.0 });
         assert_eq!((c.layers[4], c.layers[5]), (MixerKind::SlidingAttention, MixerKind::Attention));

@@ -24,7 +24,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
         ..Defaults::default()
     };
     let mut config = transformer::config(&fields, defaults)?;
-    config.window = 0;
+    config.window = None;
     Ok(config)
 }
 

@@ -191,19 +191,24 @@ impl HybridModel {
     pub fn cache_spec(&self, kv: KvFormat) -> CacheSpec {
         let c = &self.config;
         let attention = LayerSpec::Attention { kv_heads: c.kv_heads, head_dim: c.head_dim };
-        let sliding = LayerSpec::Sliding { kv_heads: c.kv_heads, head_dim: c.head_dim, window: c.window };
-        let recurrent = LayerSpec::Recurrent {
-            conv_width: c.conv_width,
-            channels: c.conv_channels(),
-            key_heads: c.key_heads,
-            value_heads: c.value_heads,
-            key_dim: c.key_dim,
-            value_dim: c.value_dim,
+        let window =
+            || c.window.unwrap_or_else(|| unreachable!("sliding layers without a window are refused"));
+        let sliding = || LayerSpec::Sliding { kv_heads: c.kv_heads, head_dim: c.head_dim, window: window() };
+        let recurrent = || {
+            let r = c.recurrent_layers();
+            LayerSpec::Recurrent {
+                conv_width: r.conv_width,
+                channels: r.conv_channels(),
+                key_heads: r.key_heads,
+                value_heads: r.value_heads,
+                key_dim: r.key_dim,
+                value_dim: r.value_dim,
+            }
         };
         let of_kind = |kind: &MixerKind| match kind {
             MixerKind::Attention => attention,
-            MixerKind::SlidingAttention => sliding,
-            MixerKind::GatedDelta => recurrent,
+            MixerKind::SlidingAttention => sliding(),
+            MixerKind::GatedDelta => recurrent(),
         };
         let head = self.mtp.iter().flat_map(|mtp| mtp.blocks.iter().map(|_| attention));
         CacheSpec { layers: self.part.of(&c.layers).map(|(_, kind)| of_kind(kind)).chain(head).collect(), kv }

@@ -15,7 +15,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
     transformer::activation(&fields)?;
     let mut config = transformer::config(&fields, Defaults::default())?;
-    config.window = 0;
+    config.window = None;
     Ok(config)
 }
 

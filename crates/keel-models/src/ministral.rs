@@ -14,11 +14,9 @@ pub(crate) use crate::mistral::load;
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
     transformer::activation(&fields)?;
-    let defaults = Defaults { kv_heads: Some(8), context: 131_072, ..Defaults::default() };
+    let defaults =
+        Defaults { kv_heads: Some(8), context: 131_072, window: Some(4096), ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
-    if !fields.is_mentioned("sliding_window") {
-        config.window = 4096;
-    }
     if fields.get("layer_types").is_none() {
         transformer::windows_everywhere(&mut config);
     }
@@ -38,11 +36,11 @@ mod tests {
             "num_hidden_layers": 2, "num_attention_heads": 8, "sliding_window": 16,
             "layer_types": ["full_attention", "sliding_attention"]});
         let c = config(&json).expect("complete");
-        assert_eq!((c.window, &c.layers[..]), (16, &[Attention, SlidingAttention][..]));
+        assert_eq!((c.window, &c.layers[..]), (Some(16), &[Attention, SlidingAttention][..]));
         json["layer_types"] = Value::Null;
         assert_eq!(config(&json).expect("complete").layers, [SlidingAttention; 2]);
         json["sliding_window"] = Value::Null;
         let c = config(&json).expect("complete");
-        assert_eq!((c.window, &c.layers[..]), (0, &[Attention; 2][..]));
+        assert_eq!((c.window, &c.layers[..]), (None, &[Attention; 2][..]));
     }
 }

@@ -66,7 +66,7 @@ mod tests {
         let c = config(&minimal()).expect("the rest are defaults");
         assert_eq!(c.query_growth, Some(QueryGrowth { beta: 0.1, original: 16384 }));
         assert!(matches!(c.rope_scaling, RopeScaling::Yarn { factor: 16.0, attention: 1.0, .. }));
-        assert_eq!((c.rope_theta, c.head_dim, c.window), (1e6, 128, 0));
+        assert_eq!((c.rope_theta, c.head_dim, c.window), (1e6, 128, None));
     }
 
     #[test]

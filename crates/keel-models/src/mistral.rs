@@ -18,11 +18,9 @@ const WINDOW: usize = 4096;
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
     transformer::activation(&fields)?;
-    let defaults = Defaults { kv_heads: Some(8), context: 131_072, ..Defaults::default() };
+    let defaults =
+        Defaults { kv_heads: Some(8), context: 131_072, window: Some(WINDOW), ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
-    if !fields.is_mentioned("sliding_window") {
-        config.window = WINDOW;
-    }
     transformer::windows_everywhere(&mut config);
     Ok(config)
 }
@@ -51,11 +49,14 @@ mod tests {
 
     #[test]
     fn the_window_is_for_all_layers_or_for_none() {
-        for (window, expected) in
-            [(None, 4096), (Some(Value::Null), 0), (Some(16.into()), 16), (Some(32768.into()), 0)]
-        {
+        for (window, expected) in [
+            (None, Some(4096)),
+            (Some(Value::Null), None),
+            (Some(16.into()), Some(16)),
+            (Some(32768.into()), None),
+        ] {
             let c = with_window(window);
-            let kind = if expected == 0 { MixerKind::Attention } else { MixerKind::SlidingAttention };
+            let kind = if expected.is_none() { MixerKind::Attention } else { MixerKind::SlidingAttention };
             assert_eq!((c.window, &c.layers[..]), (expected, &[kind; 2][..]));
             assert_eq!((c.kv_heads, c.head_dim), (8, 8));
         }

@@ -117,7 +117,8 @@ impl<'a> FamilyReader<'a> {
 
     /// The depthwise convolution as `[K, channels]`. Both stored forms, `(C, 1, K)` and `(C, K, 1)`, are its transpose.
     pub fn conv(&self, name: &str) -> Result<Array> {
-        self.loader.transposed(name, self.config.conv_channels(), self.config.conv_width)
+        let recurrent = self.config.recurrent_layers();
+        self.loader.transposed(name, recurrent.conv_channels(), recurrent.conv_width)
     }
 
     /// `self_attn` of a layer.
@@ -147,7 +148,7 @@ impl<'a> FamilyReader<'a> {
     /// `mlp` of a layer.
     pub fn feed_forward(&self, prefix: &str) -> Result<FeedForward> {
         match &self.config.moe {
-            None => Ok(FeedForward::Dense(self.swiglu(prefix, self.config.intermediate)?)),
+            None => Ok(FeedForward::Dense(self.swiglu(prefix, self.config.dense_width()?)?)),
             Some(moe) => Ok(FeedForward::Experts(Box::new(self.experts(prefix, moe)?))),
         }
     }
@@ -167,8 +168,8 @@ impl<'a> FamilyReader<'a> {
         let hidden = self.config.hidden;
         let mut router = vec![Piece::whole(format!("{prefix}gate"), moe.experts)];
         let shared = match moe.shared_intermediate {
-            0 => None,
-            width => {
+            None => None,
+            Some(width) => {
                 router.push(Piece::whole(format!("{prefix}shared_expert_gate"), 1));
                 Some(self.swiglu(&format!("{prefix}shared_expert."), width)?)
             }

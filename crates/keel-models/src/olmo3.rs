@@ -19,11 +19,9 @@ const FULL_EVERY: usize = 4;
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
     transformer::activation(&fields)?;
-    let defaults = Defaults { context: 2048, eps: 1e-5, theta: 500_000.0, ..Defaults::default() };
+    let defaults =
+        Defaults { context: 2048, eps: 1e-5, theta: 500_000.0, window: Some(4096), ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
-    if !fields.is_mentioned("sliding_window") {
-        config.window = 4096;
-    }
     if fields.get("layer_types").is_none() {
         for (i, kind) in config.layers.iter_mut().enumerate() {
             if !(i + 1).is_multiple_of(FULL_EVERY) {
@@ -72,7 +70,7 @@ mod tests {
                 "original_max_position_embeddings": 8192}});
         let c = config(&json).expect("the rest are defaults");
         let (sliding, full) = (MixerKind::SlidingAttention, MixerKind::Attention);
-        assert_eq!((&c.layers[..], c.window), (&[sliding, sliding, sliding, full][..], 4096));
+        assert_eq!((&c.layers[..], c.window), (&[sliding, sliding, sliding, full][..], Some(4096)));
         assert_eq!((c.rope_theta, c.sliding_rope_theta, c.kv_heads), (5e5, 5e5, 4));
         assert_eq!((c.score_scale(sliding), c.score_scale(full)), (0.25, 0.25 * 1.2f64.powi(2)));
         json["rope_parameters"] = json!({"full_attention": json["rope_scaling"].take(),

@@ -68,10 +68,10 @@ fn block(reader: &FamilyReader<'_>, prefix: &str, mixer: Mixer) -> Result<Block>
 }
 
 fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDeltaNet> {
-    let c = reader.config;
+    let c = reader.config.recurrent_layers();
     let pieces = vec![
         Piece::whole(format!("{prefix}in_proj_qkv"), c.conv_channels()),
-        Piece::whole(format!("{prefix}in_proj_z"), c.value_heads * c.value_dim),
+        Piece::whole(format!("{prefix}in_proj_z"), c.values()),
         Piece::whole(format!("{prefix}in_proj_a"), c.value_heads),
         Piece::whole(format!("{prefix}in_proj_b"), c.value_heads),
     ];
@@ -84,16 +84,15 @@ pub(crate) fn recurrent_layer(
     prefix: &str,
     pieces: Vec<Piece>,
 ) -> Result<GatedDeltaNet> {
-    let c = reader.config;
+    let (hidden, c) = (reader.config.hidden, reader.config.recurrent_layers());
     let loader = reader.loader;
     Ok(GatedDeltaNet {
-        projection: loader.projection(pieces, c.hidden)?,
+        projection: loader.projection(pieces, hidden)?,
         conv: reader.conv(&format!("{prefix}conv1d.weight"))?,
         a_log: loader.vector(&format!("{prefix}A_log"), &[c.value_heads], |w| w)?,
         dt_bias: loader.vector(&format!("{prefix}dt_bias"), &[c.value_heads], |w| w)?,
         norm: reader.plain_norm(&format!("{prefix}norm"), c.value_dim)?,
-        output: loader
-            .single(Piece::whole(format!("{prefix}out_proj"), c.hidden), c.value_heads * c.value_dim)?,
+        output: loader.single(Piece::whole(format!("{prefix}out_proj"), hidden), c.values())?,
         tiled_output: loader.parameters().value_heads_are_tiled(),
         key_heads: c.key_heads,
         value_heads: c.value_heads,

@@ -24,7 +24,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     moe.normalise = fields.flag("norm_topk_prob");
     let is_dense = |i: &usize| listed.contains(&(*i as u64)) || every == 0 || !(*i + 1).is_multiple_of(every);
     moe.dense_layers = (0..config.layers.len()).filter(is_dense).collect();
-    if !moe.dense_layers.is_empty() && config.intermediate == 0 {
+    if !moe.dense_layers.is_empty() && config.intermediate.is_none() {
         return Err(ModelError::Config(
             "intermediate_size is missing, but some layers have no experts".into(),
         ));

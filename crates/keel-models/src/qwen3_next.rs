@@ -16,7 +16,7 @@ pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> 
 }
 
 fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDeltaNet> {
-    let c = reader.config;
+    let c = reader.config.recurrent_layers();
     let (dk, ratio) = (c.key_dim, c.value_heads / c.key_heads);
     let values = ratio * c.value_dim;
     // Rows of one key head: q, k, then the values and gates of its value heads. In the other projection: its b, then

@@ -20,7 +20,7 @@ use keel_array::{Peers, RowData, WeightFormat, WeightSpec};
 use keel_weights::RotationValues;
 
 use crate::loading::{Parameters, RowSink};
-use crate::{HybridConfig, MixerKind, ModelError, Result};
+use crate::{HybridConfig, MixerKind, ModelError, RecurrentConfig, Result};
 
 /// Which share of each layer a device holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +71,14 @@ impl Shard {
                  --split pipeline"
             ))),
         };
-        let recurrent = whole.layers.contains(&MixerKind::GatedDelta);
+        let recurrent = |r: RecurrentConfig| {
+            Ok::<_, ModelError>(RecurrentConfig {
+                key_heads: share("key heads of recurrent layers", r.key_heads)?,
+                value_heads: share("value heads of recurrent layers", r.value_heads)?,
+                ..r
+            })
+        };
+        let has_recurrent = whole.layers.contains(&MixerKind::GatedDelta);
         let heads = share("attention heads", whole.heads)?;
         if !whole.kv_heads.is_multiple_of(count) && !count.is_multiple_of(whole.kv_heads.max(1)) {
             return Err(ModelError::Part(format!(
@@ -84,22 +91,23 @@ impl Shard {
             None => None,
             Some(moe) => Some(crate::MoeConfig {
                 intermediate: share("columns of an expert", moe.intermediate)?,
-                shared_intermediate: share("columns of the shared expert", moe.shared_intermediate)?,
+                shared_intermediate: moe
+                    .shared_intermediate
+                    .map(|width| share("columns of the shared expert", width))
+                    .transpose()?,
                 ..moe.clone()
             }),
         };
         Ok(HybridConfig {
             heads,
             kv_heads: self.kv_heads(whole.kv_heads).len(),
-            key_heads: if recurrent { share("key heads of recurrent layers", whole.key_heads)? } else { 0 },
-            value_heads: if recurrent {
-                share("value heads of recurrent layers", whole.value_heads)?
-            } else {
-                0
-            },
+            recurrent: whole.recurrent.filter(|_| has_recurrent).map(recurrent).transpose()?,
             intermediate: match &whole.moe {
                 Some(moe) if moe.dense_layers.is_empty() => whole.intermediate,
-                _ => share("columns of the feed-forward half", whole.intermediate)?,
+                _ => whole
+                    .intermediate
+                    .map(|width| share("columns of the feed-forward half", width))
+                    .transpose()?,
             },
             moe,
             ..whole.clone()
@@ -150,7 +158,7 @@ impl<'a> ShardedParameters<'a> {
         match last(module) {
             "k_proj" | "v_proj" => own / shard.kv_heads(c.kv_heads).len().max(1) * c.kv_heads,
             "qkv_proj" => (c.heads + 2 * c.kv_heads) * c.head_dim,
-            "in_proj_qkv" | "conv1d" => c.conv_channels(),
+            "in_proj_qkv" | "conv1d" => c.recurrent_layers().conv_channels(),
             name if EVEN.contains(&name) || name == "gate_up_proj" => own * shard.count,
             _ => own,
         }
@@ -174,14 +182,17 @@ impl<'a> ShardedParameters<'a> {
             let (heads, size) = (shard.kv_heads(c.kv_heads), rows / c.kv_heads.max(1));
             (rows, heads.start * size..heads.end * size)
         };
-        let keys = c.key_heads * c.key_dim;
         match last(module) {
             "k_proj" | "v_proj" => ranges(&[key_values(rows)]),
             "qkv_proj" => {
                 let kv = c.kv_heads * c.head_dim;
                 ranges(&[even(c.heads * c.head_dim), key_values(kv), key_values(kv)])
             }
-            "in_proj_qkv" | "conv1d" => ranges(&[even(keys), even(keys), even(c.value_heads * c.value_dim)]),
+            "in_proj_qkv" | "conv1d" => {
+                let r = c.recurrent_layers();
+                let keys = r.key_heads * r.key_dim;
+                ranges(&[even(keys), even(keys), even(r.values())])
+            }
             "gate_up_proj" => ranges(&[even(rows / 2), even(rows / 2)]),
             "o_proj" | "down_proj" | "out_proj" => Cut::Columns,
             name if EVEN.contains(&name) => ranges(&[even(rows)]),

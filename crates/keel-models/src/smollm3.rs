@@ -17,7 +17,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let defaults = Defaults { kv_heads: Some(4), theta: 2e6, tied: true, ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
     config.unturned = unturned(&fields, config.layers.len())?;
-    let slides = fields.flag("use_sliding_window") && config.window > 0;
+    let slides = fields.flag("use_sliding_window") && config.window.is_some();
     if !slides && fields.get("layer_types").is_none() {
         config.layers.fill(MixerKind::Attention);
     } else if fields.get("layer_types").is_none() {
@@ -72,7 +72,7 @@ mod tests {
         let c = read(json!({"use_sliding_window": true, "sliding_window": 32})).expect("complete");
         let sliding: Vec<usize> =
             (0..8).filter(|&layer| c.layers[layer] == MixerKind::SlidingAttention).collect();
-        assert_eq!((c.window, sliding), (32, vec![3, 7]));
-        assert_eq!(read(json!({"sliding_window": 32})).expect("complete").window, 0);
+        assert_eq!((c.window, sliding), (Some(32), vec![3, 7]));
+        assert_eq!(read(json!({"sliding_window": 32})).expect("complete").window, None);
     }
 }

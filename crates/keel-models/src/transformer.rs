@@ -91,6 +91,8 @@ pub(crate) struct Defaults {
     /// `partial_rotary_factor`.
     pub rotary: f64,
     pub tied: bool,
+    /// `sliding_window`.
+    pub window: Option<usize>,
 }
 
 impl Default for Defaults {
@@ -103,6 +105,7 @@ impl Default for Defaults {
             theta: 10_000.0,
             rotary: 1.0,
             tied: false,
+            window: None,
         }
     }
 }
@@ -140,23 +143,22 @@ pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridCo
         sliding_rope_theta: fields.rope_theta("sliding_attention", defaults.theta)?,
         sliding_rope_scaling: fields.rope_scaling("sliding_attention")?,
         unturned: Vec::new(),
-        window: fields.size_or("sliding_window", 0)?,
+        window: match fields.is_mentioned("sliding_window") {
+            true => fields.size_if_any("sliding_window")?,
+            false => defaults.window,
+        },
         attention_scale: (head_dim as f64).powf(-0.5),
         query_growth: None,
         gated: false,
-        key_heads: 0,
-        value_heads: 0,
-        key_dim: 0,
-        value_dim: 0,
-        conv_width: 0,
-        intermediate: fields.size_or("intermediate_size", 0)?,
+        recurrent: None,
+        intermediate: fields.size_if_any("intermediate_size")?,
         moe: None,
     })
 }
 
 /// Sets the kinds of layers for model types whose configs enable windows with `use_sliding_window`.
 pub(crate) fn windows_on_request(fields: &Fields<'_>, config: &mut HybridConfig) -> Result<()> {
-    if !fields.flag("use_sliding_window") || config.window == 0 {
+    if !fields.flag("use_sliding_window") || config.window.is_none() {
         windows_nowhere(config);
     } else if fields.get("layer_types").is_none() {
         let from = fields.size_or("max_window_layers", config.layers.len())?;
@@ -174,7 +176,7 @@ pub(crate) fn windows_everywhere(config: &mut HybridConfig) {
 /// Makes sliding layers full-attention layers if no window ends within the context and both kinds rotate alike.
 pub(crate) fn settle_windows(config: &mut HybridConfig) {
     let slides = config.layers.contains(&MixerKind::SlidingAttention);
-    if !slides || config.window == 0 || config.window >= config.context_max {
+    if !slides || config.window.is_none_or(|window| window >= config.context_max) {
         let alike = (config.rope_theta, &config.rope_scaling)
             == (config.sliding_rope_theta, &config.sliding_rope_scaling);
         if !slides || alike {
@@ -185,7 +187,7 @@ pub(crate) fn settle_windows(config: &mut HybridConfig) {
 
 fn windows_nowhere(config: &mut HybridConfig) {
     config.layers.fill(MixerKind::Attention);
-    config.window = 0;
+    config.window = None;
 }
 
 /// The function in `hidden_act`.
@@ -221,18 +223,15 @@ pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig, traits: Traits) ->
     let root = &reader.root;
     let embedding = reader.embedding()?;
     let slides = reader.part().of(&config.layers).any(|(_, kind)| *kind == MixerKind::SlidingAttention);
-    let sliding = match config.window {
-        0 => None,
-        _ if !slides => None,
-        _ => Some(naming::rotation(loader, &config, MixerKind::SlidingAttention)?),
-    };
+    let rotation = || naming::rotation(loader, &config, MixerKind::SlidingAttention);
+    let sliding = config.window.filter(|_| slides).map(|_| rotation()).transpose()?;
     let mut blocks = Vec::new();
     for (i, kind) in reader.part().of(&config.layers) {
         let prefix = format!("{root}layers.{i}.");
         let mut mixer = attention(&reader, &format!("{prefix}self_attn."), traits)?;
         mixer.scale = config.score_scale(*kind) as f32;
         let is_sliding = *kind == MixerKind::SlidingAttention;
-        mixer.window = is_sliding.then_some(config.window);
+        mixer.window = config.window.filter(|_| is_sliding);
         mixer.rotation = match &sliding {
             _ if config.unturned.contains(&i) => {
                 mixer.scale = config.attention_scale as f32;
@@ -363,7 +362,7 @@ fn feed_forward(
     if !dense {
         return reader.feed_forward(prefix);
     }
-    let (loader, hidden, width) = (reader.loader, reader.config.hidden, reader.config.intermediate);
+    let (loader, hidden, width) = (reader.loader, reader.config.hidden, reader.config.dense_width()?);
     let part = |name: &str| Piece::whole(format!("{prefix}{name}"), width);
     let gate_up = match traits.fused_gate_up {
         true => {

@@ -86,8 +86,8 @@ impl Staging {
         let input = |shape: &[usize], dtype| Array::persistent(runtime, Category::Staging, shape, dtype);
         let table = input(&[sequences, pages_per_sequence], DType::U32)?;
         let window_table = match model.config.window {
-            0 => table.clone(),
-            _ => input(&[sequences, pages_per_sequence], DType::U32)?,
+            None => table.clone(),
+            Some(_) => input(&[sequences, pages_per_sequence], DType::U32)?,
         };
         let turns = match model.config.short_context() {
             None => None,

@@ -178,7 +178,7 @@ impl Builder<'_> {
 
     /// Splits the projection of `qwen3_next` into two. It holds q, k, v and z for one key head after the other.
     fn split_qkvz(&self, layer: &str, spec: &TensorSpec) -> Result<Vec<Tensor>> {
-        let c = self.config;
+        let c = self.config.recurrent_layers();
         let values = c.value_heads / c.key_heads * c.value_dim;
         let stride = 2 * c.key_dim + 2 * values;
         let part =
@@ -194,7 +194,7 @@ impl Builder<'_> {
         }
         let tensor = |name: &str, parts: Vec<Part>| {
             let rows = parts.iter().map(|part| part.rows).sum();
-            self.tensor(&format!("{layer}.{name}.weight"), spec.dtype, vec![rows, c.hidden], parts)
+            self.tensor(&format!("{layer}.{name}.weight"), spec.dtype, vec![rows, self.config.hidden], parts)
         };
         Ok(vec![tensor("in_proj_qkv", qkv)?, tensor("in_proj_z", z)?])
     }

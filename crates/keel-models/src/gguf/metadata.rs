@@ -67,8 +67,8 @@ impl Keys<'_> {
         ] {
             self.size(key, value)?;
         }
-        if c.intermediate > 0 {
-            self.size("feed_forward_length", c.intermediate)?;
+        if let Some(width) = c.intermediate {
+            self.size("feed_forward_length", width)?;
         }
         self.number("attention.layer_norm_rms_epsilon", f64::from(c.eps));
         self.number("rope.freq_base", c.rope_theta);
@@ -80,17 +80,15 @@ impl Keys<'_> {
         let slides = |kind: &MixerKind| *kind == MixerKind::SlidingAttention;
         if self.arch == "phi3" {
             // 0 stands for no window. All layers have the same.
-            return self.size("attention.sliding_window", c.window);
+            return self.size("attention.sliding_window", c.window.unwrap_or(0));
         }
-        if c.window == 0 {
-            return Ok(());
-        }
+        let Some(window) = c.window else { return Ok(()) };
         let turns_alike = c.sliding_rope_scaling == RopeScaling::None;
         if !matches!(self.arch, "gemma3" | "olmo2") || !turns_alike {
             let reason = format!("GGUF files of {} cannot say how layers that see a window do so", self.arch);
             return Err(ModelError::Config(reason));
         }
-        self.size("attention.sliding_window", c.window)?;
+        self.size("attention.sliding_window", window)?;
         self.number("rope.freq_base_swa", c.sliding_rope_theta);
         if self.arch == "olmo2" {
             let sliding: Vec<bool> = c.layers.iter().map(slides).collect();
@@ -116,8 +114,8 @@ impl Keys<'_> {
         self.size("expert_count", moe.experts)?;
         self.size("expert_used_count", moe.chosen)?;
         self.size("expert_feed_forward_length", moe.intermediate)?;
-        if moe.shared_intermediate > 0 {
-            self.size("expert_shared_feed_forward_length", moe.shared_intermediate)?;
+        if let Some(width) = moe.shared_intermediate {
+            self.size("expert_shared_feed_forward_length", width)?;
         }
         Ok(())
     }
@@ -127,12 +125,13 @@ impl Keys<'_> {
         if !c.layers.contains(&MixerKind::GatedDelta) {
             return Ok(());
         }
+        let r = c.recurrent_layers();
         for (key, value) in [
-            ("ssm.conv_kernel", c.conv_width),
-            ("ssm.inner_size", c.value_heads * c.value_dim),
-            ("ssm.state_size", c.key_dim),
-            ("ssm.time_step_rank", c.value_heads),
-            ("ssm.group_count", c.key_heads),
+            ("ssm.conv_kernel", r.conv_width),
+            ("ssm.inner_size", r.values()),
+            ("ssm.state_size", r.key_dim),
+            ("ssm.time_step_rank", r.value_heads),
+            ("ssm.group_count", r.key_heads),
         ] {
             self.size(key, value)?;
         }

@@ -94,15 +94,16 @@ pub(super) struct Orders {
 impl Orders {
     /// The row orders for a model in the files of an architecture.
     pub fn new(arch: &str, config: &HybridConfig) -> Orders {
+        let recurrent = config.recurrent.unwrap_or_default();
         Orders {
             paired_halves: matches!(arch, "llama" | "mistral3" | "smollm3"),
             joint_alpha_beta: arch == "qwen3next",
-            tiled: matches!(arch, "qwen35" | "qwen35moe") && config.key_heads != config.value_heads,
+            tiled: matches!(arch, "qwen35" | "qwen35moe") && recurrent.key_heads != recurrent.value_heads,
             head_dim: config.head_dim,
-            key_heads: config.key_heads,
-            ratio: config.value_heads.checked_div(config.key_heads).unwrap_or(1),
-            key_dim: config.key_dim,
-            value_dim: config.value_dim,
+            key_heads: recurrent.key_heads,
+            ratio: recurrent.value_heads.checked_div(recurrent.key_heads).unwrap_or(1),
+            key_dim: recurrent.key_dim,
+            value_dim: recurrent.value_dim,
         }
     }
 

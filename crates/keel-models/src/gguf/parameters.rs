@@ -17,7 +17,7 @@ pub struct GgufParameters<'a> {
     file: &'a GgufFile,
     names: Names,
     orders: Orders,
-    conv_width: usize,
+    conv_width: Option<usize>,
 }
 
 impl<'a> GgufParameters<'a> {
@@ -25,7 +25,7 @@ impl<'a> GgufParameters<'a> {
     pub fn new(file: &'a GgufFile, config: &HybridConfig) -> GgufParameters<'a> {
         let arch = architecture(file);
         let (names, orders) = (Names::new(arch, config.layers.len()), Orders::new(arch, config));
-        GgufParameters { file, names, orders, conv_width: config.conv_width }
+        GgufParameters { file, names, orders, conv_width: config.recurrent.map(|r| r.conv_width) }
     }
 
     fn order(&self, name: &str) -> RowOrder {
@@ -131,7 +131,7 @@ impl Parameters for GgufParameters<'_> {
         }
         let order = self.order(name);
         if order != RowOrder::Same {
-            let width = if name.ends_with("conv1d.weight") { self.conv_width } else { 1 };
+            let width = self.conv_width.filter(|_| name.ends_with("conv1d.weight")).unwrap_or(1);
             let stored = values.clone();
             for (row, out) in values.chunks_exact_mut(width).enumerate().take(elements / width) {
                 let at = order.row(row) * width;

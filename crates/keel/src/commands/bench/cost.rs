@@ -72,7 +72,7 @@ impl Cost {
     /// number of different experts, if each token chooses at random.
     pub fn decode_bytes(&self, batch: usize, depth: usize) -> f64 {
         let experts_read = 1.0 - (1.0 - self.expert_share).powf(batch as f64);
-        let seen = depth.min(self.config.window) as f64;
+        let seen = self.config.window.map_or(0, |window| depth.min(window)) as f64;
         let sequence = self.state_bytes + self.kv_bytes * depth as f64 + self.sliding_kv_bytes * seen;
         self.shared_bytes + self.expert_bytes * experts_read + sequence * batch as f64
     }
@@ -88,10 +88,10 @@ impl Cost {
         let half = tokens as f64 / 2.0;
         let layer = |kind: &MixerKind| match kind {
             MixerKind::Attention => attention(half),
-            MixerKind::SlidingAttention => attention(half.min(c.window as f64)),
+            MixerKind::SlidingAttention => attention(c.window.map_or(half, |window| half.min(window as f64))),
             MixerKind::GatedDelta => {
-                let value_width = c.value_heads * c.value_dim;
-                2.0 * (c.hidden * (c.conv_channels() + 2 * value_width + 2 * c.value_heads)) as f64
+                let r = c.recurrent_layers();
+                2.0 * (c.hidden * (r.conv_channels() + 2 * r.values() + 2 * r.value_heads)) as f64
             }
         };
         let mixers: f64 = c.layers.iter().map(layer).sum();
@@ -102,9 +102,9 @@ impl Cost {
     fn feed_forward_weights(&self) -> usize {
         let c = &self.config;
         match &c.moe {
-            None => 3 * c.hidden * c.intermediate,
+            None => 3 * c.hidden * c.intermediate.unwrap_or(0),
             Some(moe) => {
-                let width = moe.chosen * moe.intermediate + moe.shared_intermediate;
+                let width = moe.chosen * moe.intermediate + moe.shared_intermediate.unwrap_or(0);
                 c.hidden * (3 * width + moe.experts)
             }
         }
