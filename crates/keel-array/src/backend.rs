@@ -236,10 +236,10 @@ pub trait Submission: Memory {
         false
     }
 
-    /// As [`Submission::launch`], but does not wait if the backend [is queueing](Submission::is_queueing). Later writes,
-    /// reads and launches of the host are ordered after it. The memory it uses must stay in place until
-    /// [`Submission::wait`] returns. `result` is whole words of 4 bytes, at most [`RESULT_BYTES_MAX`]; the host gets them
-    /// as the launch's last kernel leaves them. At most [`LAUNCHES_MAX`] launches are under way at a time.
+    /// As [`Submission::launch`], but does not wait if the backend [is queueing](Submission::is_queueing). Later
+    /// writes, reads and launches of the host are ordered after it. The memory it uses must stay in place until
+    /// [`Submission::wait`] returns. `result` is whole words of 4 bytes, at most [`RESULT_BYTES_MAX`]; the host gets
+    /// them as the launch's last kernel leaves them. At most [`LAUNCHES_MAX`] launches are under way at a time.
     ///
     /// # Errors
     /// As [`Submission::launch`], for errors that are known already.

@@ -61,7 +61,7 @@ impl Shard {
     /// The numbers of a share of this model.
     ///
     /// # Errors
-    /// Something of it does not divide into so many shares.
+    /// A number of it does not divide by the number of shares.
     pub fn config(self, whole: &HybridConfig) -> Result<HybridConfig> {
         let count = self.count;
         let share = |what: &str, total: usize| match total.is_multiple_of(count) {

@@ -69,7 +69,7 @@ fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
 /// Width and height of a picture, from its header alone.
 ///
 /// # Errors
-/// As [`decode`], but for what is wrong with the picture behind the header.
+/// As [`decode`], except for faults of the picture after its header.
 pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<(u32, u32)> {
     Ok(open(bytes, limits)?.decoder.dimensions())
 }

@@ -6,8 +6,8 @@ use crate::backend::Backend;
 use crate::ledger::Ledger;
 use crate::usage::DeviceUsage;
 
-/// Reads the memory of a [`Runtime`](crate::Runtime) as long as there is one. It keeps neither the runtime nor its arrays, so the ledger
-/// reads 0 as soon as their last handles are gone. Clones read the same.
+/// Reads the memory of a [`Runtime`](crate::Runtime) as long as there is one. It keeps neither the runtime nor its
+/// arrays, so the ledger reads 0 as soon as their last handles are gone. Clones read the same.
 #[derive(Clone)]
 pub struct Gauge {
     backend: Weak<dyn Backend>,

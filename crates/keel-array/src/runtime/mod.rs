@@ -169,7 +169,8 @@ impl Runtime {
         self.arena(bytes).map(drop)
     }
 
-    /// Does all preparation for the first run of these programs, without running them: see [`make_ready`](crate::Programs::make_ready).
+    /// Does all preparation for the first run of these programs, without running them: see
+    /// [`make_ready`](crate::Programs::make_ready).
     ///
     /// # Errors
     /// As the first run would return.

@@ -28,7 +28,7 @@ pub struct VisionOptions {
     pub patches: usize,
     /// How many pictures of this size have their features kept on the host at once; 0 if the caller keeps features.
     pub pictures: usize,
-    /// A piece of the tower's work costs no more than so many tokens of a prompt, or than one block of the tower. With
+    /// A piece of the tower's work costs no more than this many tokens of a prompt, or than one block of the tower. With
     /// [`VisionOptions::WHOLE`] a pass is one piece.
     pub piece_tokens: usize,
 }

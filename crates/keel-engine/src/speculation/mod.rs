@@ -3,7 +3,7 @@
 //! A round of a batch:
 //!
 //! ```text
-//! draft    the head proposes d1 .. dk behind the token x that was drawn last       k passes of the head
+//! draft    the head proposes d1 .. dk after the token x that was drawn last        k passes of the head
 //! verify   x, d1 .. dk run through the model in one pass, left open                1 pass of the model
 //! accept   row by row: the token that the row's logits lead to; on as long as it is the draft
 //! ```

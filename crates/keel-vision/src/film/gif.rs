@@ -134,7 +134,7 @@ mod tests {
     use super::super::Film;
     use super::*;
 
-    /// A GIF whose frame `i` has the red value `10 i`, shown for so many hundredths.
+    /// A GIF whose frame `i` has the red value `10 i`, shown for the given hundredths of a second.
     fn film(delays: &[u32]) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut encoder = GifEncoder::new(&mut bytes);

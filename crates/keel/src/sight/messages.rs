@@ -26,7 +26,7 @@ pub struct VideoPart {
 
 /// Where the frames of a video are.
 pub enum VideoFrames {
-    /// Pictures, of which so many make a second.
+    /// Pictures, and how many of them make a second.
     Listed(Vec<Origin>, f64),
     /// One file: a GIF, or a video that `ffmpeg` reads.
     Film(Origin),

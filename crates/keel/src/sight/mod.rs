@@ -99,7 +99,7 @@ pub fn can_see(model: &ModelFiles) -> bool {
         && processor_files(model).is_ok_and(|files| files.image(&Map::new()).is_ok())
 }
 
-/// How a server shows the model pictures of at most so many pixels, of which it keeps the features of `pictures`.
+/// How a server shows pictures of at most `pixels_max` pixels to the model. It keeps the features of `pictures` of them.
 ///
 /// # Errors
 /// A model without eyes; processor files that cannot be followed.
