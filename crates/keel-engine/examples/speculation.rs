@@ -25,45 +25,45 @@ use keel_weights::Checkpoint;
 const PROMPT: [u32; 4] = [509, 496, 258, 420];
 
 /// A greedy chooser whose drafts are always wrong.
-struct AlwaysWrong(SamplerChooser, Vec<u32>, usize);
+struct AlwaysWrong {
+    chooser: SamplerChooser,
+    /// The text of plain decoding.
+    truth: Vec<u32>,
+    given: usize,
+    /// Drafts of this round so far.
+    drafted: usize,
+}
 
 impl Chooser for AlwaysWrong {
-    fn is_argmax(&self) -> bool {
-        self.0.is_argmax()
-    }
-
     fn draft(&mut self, logits: &mut [f32]) -> Result<u32> {
-        self.0.draft(logits)
+        self.chooser.draft(logits)?;
+        let right = self.truth.get(self.given + self.drafted).copied().unwrap_or_default();
+        self.drafted += 1;
+        Ok((right + 1) % 4000)
     }
 
     fn begin(&mut self) {
-        self.0.begin();
+        self.chooser.begin();
+        self.drafted = 0;
     }
 
     // No round fails here.
     fn abandon(&mut self) -> Result<()> {
-        self.0.abandon()
-    }
-
-    fn revise(&mut self, drafts: &mut [u32]) {
-        for (i, draft) in drafts.iter_mut().enumerate() {
-            let right = self.1.get(self.2 + i).copied().unwrap_or_default();
-            *draft = (right + 1) % 4000;
-        }
+        self.chooser.abandon()
     }
 
     fn retract(&mut self) -> Result<()> {
-        self.0.retract()
+        self.chooser.retract()
     }
 
     fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice> {
-        self.2 += 1;
-        self.0.choose(logits, draft)
+        self.given += 1;
+        self.chooser.choose(logits, draft)
     }
 
     fn take(&mut self, token: u32) -> Result<Choice> {
-        self.2 += 1;
-        self.0.take(token)
+        self.given += 1;
+        self.chooser.take(token)
     }
 }
 
@@ -146,8 +146,11 @@ fn side_by_side(
     let mut speculation = Speculation::new(options, engine.last_hidden()?);
     let sampler = || Sampler::new(SamplerOptions::default(), &PROMPT);
     let inner = SamplerChooser::new(sampler()?, None, Vec::new());
-    let mut chooser: Box<dyn Chooser> =
-        if is_wrong { Box::new(AlwaysWrong(inner, truth.to_vec(), 0)) } else { Box::new(inner) };
+    let mut chooser: Box<dyn Chooser> = if is_wrong {
+        Box::new(AlwaysWrong { chooser: inner, truth: truth.to_vec(), given: 0, drafted: 0 })
+    } else {
+        Box::new(inner)
+    };
     let mut sampler = sampler()?;
     ids.push(chooser.choose(&mut logits, None)?.token);
     let mut steps = [Vec::new(), Vec::new()];

@@ -62,9 +62,6 @@ pub trait Chooser {
     /// An error of the constraint.
     fn abandon(&mut self) -> Result<()>;
 
-    /// May change the drafts of a round once they are complete.
-    fn revise(&mut self, _drafts: &mut [u32]) {}
-
     /// Ends drafting. The state is that before the first draft of the round.
     ///
     /// # Errors

@@ -76,10 +76,6 @@ impl Engine {
             before = active;
             self.costs.note_draft(before.len(), start.elapsed().as_secs_f64());
         }
-        for (sequence, part) in batch.iter_mut().zip(parts) {
-            sequence.chooser.retract()?;
-            sequence.chooser.revise(&mut part.drafts);
-        }
-        Ok(())
+        batch.iter_mut().try_for_each(|sequence| sequence.chooser.retract())
     }
 }
