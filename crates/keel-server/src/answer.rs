@@ -10,6 +10,7 @@ use keel_text::{AnswerForm, AnswerParser, AnswerPart, StopMatcher, StreamDetoken
 
 use crate::caller::Caller;
 use crate::error::{Result, ServerError};
+use crate::memory::{bytes_of_body, bytes_of_listed, bytes_of_part};
 use crate::metrics::RequestTimer;
 use crate::worker::Events;
 
@@ -24,6 +25,12 @@ pub struct TokenInfo {
     pub logprobs: TokenLogprobs,
     /// Texts of `logprobs.top`.
     pub top_texts: Vec<String>,
+}
+
+impl TokenInfo {
+    fn texts(&self) -> impl Iterator<Item = &str> {
+        self.top_texts.iter().chain([&self.text]).map(String::as_str)
+    }
 }
 
 /// Why an answer ended.
@@ -95,6 +102,25 @@ impl Answer {
         self.caller = Some(caller);
     }
 
+    /// Charges what is kept of the answer to its request.
+    ///
+    /// # Errors
+    /// There is no memory left for it.
+    pub(crate) fn charge(&self, piece: &Piece) -> Result<()> {
+        let bytes = match piece {
+            Piece::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text)) => bytes_of_part(text),
+            Piece::Part(AnswerPart::ToolCall { name, arguments }) => {
+                bytes_of_part(name) + bytes_of_part(arguments) + bytes_of_body(arguments.as_bytes())
+            }
+            Piece::Tokens(tokens) => {
+                let texts = |token: &'_ TokenInfo| bytes_of_listed(token.texts());
+                tokens.iter().map(texts).sum()
+            }
+            Piece::End(..) => 0,
+        };
+        self.caller.as_ref().map_or(Ok(()), |caller| caller.meter.take(bytes))
+    }
+
     /// Creates an answer from `events`.
     ///
     /// # Errors
@@ -133,14 +159,13 @@ impl Answer {
     /// The request fails before it runs.
     pub async fn started(&mut self) -> Result<()> {
         match self.events.recv().await {
-            Some(BatchEvent::Started { cached_tokens, queued }) => {
+            Ok(BatchEvent::Started { cached_tokens, queued }) => {
                 self.usage.cached = cached_tokens;
                 self.timer.started(cached_tokens, queued);
                 Ok(())
             }
-            Some(BatchEvent::Failed(error)) => Err(self.failed(error.into())),
-            Some(_) => unreachable!("a request starts first"),
-            None => Err(ServerError::EngineStopped),
+            Ok(_) => unreachable!("a request starts first"),
+            Err(error) => Err(self.failed(error)),
         }
     }
 
@@ -162,11 +187,10 @@ impl Answer {
                 return Ok(None);
             }
             match self.events.recv().await {
-                Some(BatchEvent::Token { id, logprobs }) => self.take(id, logprobs)?,
-                Some(BatchEvent::Finished(reason)) => self.finish(reason)?,
-                Some(BatchEvent::Failed(error)) => return Err(self.failed(error.into())),
-                Some(BatchEvent::Started { .. } | BatchEvent::Prefilled(_) | BatchEvent::Read(_)) => {}
-                None => return Err(ServerError::EngineStopped),
+                Ok(BatchEvent::Token { id, logprobs }) => self.take(id, logprobs)?,
+                Ok(BatchEvent::Finished(reason)) => self.finish(reason)?,
+                Ok(_) => {}
+                Err(error) => return Err(self.failed(error)),
             }
         }
     }

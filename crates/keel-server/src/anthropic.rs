@@ -313,7 +313,7 @@ struct Stream {
 impl Stream {
     async fn send(&self, value: Value) {
         let kind = value["type"].as_str().unwrap_or_default().to_string();
-        self.outbox.event(Event::default().event(kind).data(value.to_string())).await;
+        self.outbox.text(Event::default().event(kind), value.to_string()).await;
     }
 
     async fn begin(&mut self, kind: &'static str, block: Value) {

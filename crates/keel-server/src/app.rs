@@ -7,7 +7,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use keel_engine::SamplerOptions;
 use keel_engine::batch::{BatchRequest, RequestSight};
-use keel_text::{AnswerForm, GrammarState};
+use keel_text::{AnswerForm, GrammarSource, GrammarState};
 use tracing::field::Empty;
 
 use crate::answer::{Answer, AnswerStyle};
@@ -15,7 +15,7 @@ use crate::caller::Caller;
 use crate::error::{Result, ServerError, wrong};
 use crate::grammar::Grammar;
 use crate::keys::Keys;
-use crate::memory::RequestMemory;
+use crate::memory::{RequestMemory, bytes_of_value};
 use crate::metrics::{Metrics, RequestTimer};
 use crate::options::ServerOptions;
 use crate::text::{Bounds, ModelText};
@@ -76,12 +76,31 @@ pub(crate) struct Ask {
     pub form: AnswerForm,
 }
 
+/// Heap bytes that each answer of a request holds besides its prompt.
+pub(crate) fn bytes_of_copy(
+    stop: &[String],
+    sampler: &SamplerOptions,
+    grammar: Option<&Grammar>,
+    form: &AnswerForm,
+) -> u64 {
+    /// A stop string's text, and the table that finds it.
+    const PER_STOP_BYTE: usize = 2 * size_of::<usize>();
+    let stops: usize = stop.iter().map(|stop| stop.len() * PER_STOP_BYTE + size_of::<[usize; 16]>()).sum();
+    // The engine keeps a copy of its own.
+    let biases = 2 * size_of_val(&sampler.logit_bias[..]);
+    let grammar = grammar.map_or(0, |grammar| match &grammar.0 {
+        GrammarSource::JsonSchema(schema) => bytes_of_value(schema),
+        GrammarSource::Lark(text) | GrammarSource::Regex(text) => text.len() as u64,
+    });
+    (stops + biases) as u64 + grammar + form.tools.iter().map(bytes_of_value).sum::<u64>()
+}
+
 impl Shared {
     /// Creates the state.
     pub(crate) fn new(options: ServerOptions) -> Shared {
         let created = seconds_since_1970((options.wall_clock)());
         Shared {
-            memory: RequestMemory::new(options.request_memory),
+            memory: RequestMemory::new(options.request_memory, options.connection_memory()),
             keys: Keys::new(&options.keys),
             works: Workshop::new(),
             options,
@@ -195,7 +214,7 @@ impl App {
                 speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
             };
-            let (id, events) = self.engine.submit(request).await?;
+            let (id, events) = self.engine.submit(request, self.memory.meter()).await?;
             let style = AnswerStyle {
                 stop: ask.stop.clone(),
                 form: ask.form.clone(),

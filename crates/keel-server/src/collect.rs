@@ -15,7 +15,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::answer::{Answer, Ending, Piece, TokenInfo, Usage};
 use crate::app::App;
 use crate::error::Result;
-use crate::http::{data, sse};
+use crate::http::sse;
+use crate::memory::{Meter, RequestMemory};
 
 /// A whole answer.
 pub(crate) struct Collected {
@@ -40,6 +41,7 @@ async fn collect_one(mut answer: Answer) -> Result<Collected> {
     let (mut calls, mut tokens) = (Vec::new(), Vec::new());
     let (mut ending, mut stop) = (Ending::Stop, None);
     while let Some(piece) = answer.next().await? {
+        answer.charge(&piece)?;
         match piece {
             Piece::Part(AnswerPart::Text(part)) => text.push_str(&part),
             Piece::Part(AnswerPart::Reasoning(part)) => reasoning.push_str(&part),
@@ -75,20 +77,33 @@ pub(crate) fn merge(answers: Vec<Answer>) -> SelectAll<BoxStream<'static, Merged
 }
 
 /// Receives the events of a stream.
-pub(crate) struct Outbox(mpsc::Sender<Event>);
+pub(crate) struct Outbox {
+    events: mpsc::Sender<(Event, Meter)>,
+    memory: RequestMemory,
+}
 
 impl Outbox {
     /// Sends a JSON object.
     pub async fn json(&self, value: &Value) {
-        self.event(data(value)).await;
+        self.text(Event::default(), value.to_string()).await;
     }
 
-    /// Sends an event. If the client has disconnected, the event is lost; the sending task is then dropped soon.
-    pub async fn event(&self, event: Event) {
-        let _ = self.0.send(event).await;
+    /// Sends a text as an event's data. It is charged to the memory of requests until the connection takes it; without
+    /// room it waits, and the request's deadline bounds how long. If the client has disconnected, the event is lost; the
+    /// sending task is then dropped soon.
+    pub async fn text(&self, event: Event, text: String) {
+        let charge = self.memory.meter();
+        while charge.take(text.len() as u64 + EVENT_BYTES).is_err() {
+            tokio::time::sleep(NO_ROOM_PAUSE).await;
+        }
+        let _ = self.events.send((event.data(text), charge)).await;
     }
 }
 
+/// Bytes of an event besides its text.
+const EVENT_BYTES: u64 = 128;
+/// Time between two looks for room for an event.
+const NO_ROOM_PAUSE: Duration = Duration::from_millis(50);
 /// Number of events that may wait for a slow client.
 const OUTBOX: usize = 64;
 
@@ -101,21 +116,21 @@ pub(crate) fn respond<F: Future<Output = ()> + Send + 'static>(
     app: &App,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,
 ) -> Response {
-    sse(
-        app,
-        ReceiverStream::new(spawn_within(app.options.deadline.saturating_mul(READING_TIME), produce)).map(Ok),
-    )
+    let limit = app.options.deadline.saturating_mul(READING_TIME);
+    let events = spawn_within(limit, app.memory.clone(), produce);
+    sse(app, ReceiverStream::new(events).map(|(event, _charge)| Ok(event)))
 }
 
 /// Runs `produce` and returns its events. After `limit` the stream is cut off. Without a limit, a slow client could
 /// keep a task and its answers for any time.
 fn spawn_within<F: Future<Output = ()> + Send + 'static>(
     limit: Duration,
+    memory: RequestMemory,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,
-) -> mpsc::Receiver<Event> {
+) -> mpsc::Receiver<(Event, Meter)> {
     let (sender, receiver) = mpsc::channel(OUTBOX);
     tokio::spawn(async move {
-        let outbox = Outbox(sender.clone());
+        let outbox = Outbox { events: sender.clone(), memory };
         tokio::select! {
             () = sender.closed() => {}
             () = tokio::time::sleep(limit) => {}
@@ -135,19 +150,21 @@ mod tests {
     async fn a_client_that_never_reads_costs_a_bounded_outbox_until_its_time_is_over() {
         let held = Arc::new(());
         let answer = Arc::clone(&held);
-        let mut receiver = spawn_within(Duration::from_millis(1), |outbox| async move {
+        let memory = RequestMemory::new(1 << 20, 0);
+        let mut receiver = spawn_within(Duration::from_millis(1), memory.clone(), |outbox| async move {
             let _answer = answer;
             loop {
-                outbox.event(Event::default().data("x")).await;
+                outbox.text(Event::default(), "x".into()).await;
             }
         });
         while Arc::strong_count(&held) > 1 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
+        assert_eq!(memory.used(), OUTBOX as u64 * (EVENT_BYTES + 1), "what waits is charged");
         let mut events = 0;
         while receiver.recv().await.is_some() {
             events += 1;
         }
-        assert_eq!(events, OUTBOX);
+        assert_eq!((events, memory.used()), (OUTBOX, 0));
     }
 }

@@ -1,11 +1,14 @@
-//! Response bodies that hold a value until they are sent or dropped.
+//! Response bodies that hold a value, or the memory of requests, until they are sent or dropped.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use axum::body::{Body, Bytes, HttpBody};
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use http_body::{Frame, SizeHint};
+
+use crate::connections::READ_BYTES_MAX;
+use crate::memory::{Meter, RequestMemory};
 
 /// Returns the same response. `kept` is dropped after its last byte, or when the client disconnects.
 pub(crate) fn holding<T: Send + Unpin + 'static>(kept: T, response: Response) -> Response {
@@ -39,5 +42,99 @@ impl<T: Unpin> HttpBody for Holding<T> {
 
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
+    }
+}
+
+/// Charges a response's body until it is written, and hands it over in pieces. The connection buffers few of them, so
+/// that what waits for a slow client is in the body, where it is charged.
+pub(crate) fn paced(memory: &RequestMemory, response: Response) -> Response {
+    let bytes = match response.body().size_hint().exact() {
+        Some(bytes) if bytes > READ_BYTES_MAX as u64 => bytes,
+        _ => return response,
+    };
+    let charge = memory.meter();
+    match charge.take(bytes) {
+        Ok(()) => response.map(|body| Body::new(Paced { body, rest: Bytes::new(), charge })),
+        Err(error) => error.into_response(),
+    }
+}
+
+struct Paced {
+    body: Body,
+    /// What has been received of `body` and not been handed over.
+    rest: Bytes,
+    charge: Meter,
+}
+
+impl HttpBody for Paced {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        if self.rest.is_empty() {
+            let frame = match Pin::new(&mut self.body).poll_frame(context) {
+                Poll::Ready(Some(Ok(frame))) => frame,
+                other => return other,
+            };
+            match frame.into_data() {
+                Ok(data) => self.rest = data,
+                Err(other) => return Poll::Ready(Some(Ok(other))),
+            }
+        }
+        let len = self.rest.len().min(READ_BYTES_MAX);
+        // A copy, because a slice would keep the whole body for as long as the connection has it.
+        let piece = Bytes::copy_from_slice(&self.rest.split_to(len));
+        if self.rest.is_empty() {
+            self.rest = Bytes::new();
+            if self.body.is_end_stream() {
+                self.charge.settle(0);
+            }
+        }
+        Poll::Ready(Some(Ok(Frame::data(piece))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.rest.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let waits = self.rest.len() as u64;
+        self.body
+            .size_hint()
+            .exact()
+            .map_or_else(SizeHint::default, |left| SizeHint::with_exact(left + waits))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn next(body: &mut Body) -> Option<Bytes> {
+        let frame = std::future::poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;
+        Some(frame.expect("it is whole").into_data().expect("data"))
+    }
+
+    #[tokio::test]
+    async fn a_large_body_is_charged_until_its_last_piece() {
+        let (memory, bytes) = (RequestMemory::new(1 << 20, 0), 3 * READ_BYTES_MAX + 7);
+        let whole: Vec<u8> = (0..bytes).map(|i| i as u8).collect();
+        let response = paced(&memory, Response::new(Body::from(whole.clone())));
+        assert_eq!((response.body().size_hint().exact(), memory.used()), (Some(bytes as u64), bytes as u64));
+        let (mut body, mut read) = (response.into_body(), Vec::new());
+        while let Some(piece) = next(&mut body).await {
+            assert!(piece.len() <= READ_BYTES_MAX);
+            read.extend_from_slice(&piece);
+            assert_eq!(memory.used() == 0, read.len() == bytes, "{} of {bytes} bytes", read.len());
+            assert_eq!(body.size_hint().exact(), Some((bytes - read.len()) as u64));
+        }
+        assert_eq!(read, whole);
+        let small = paced(&memory, Response::new(Body::from("small")));
+        assert_eq!((memory.used(), small.status().as_u16()), (0, 200));
+        let refused = paced(&memory, Response::new(Body::from(vec![0; 1 << 20])));
+        assert_eq!((memory.used(), refused.status().as_u16()), (0, 413));
     }
 }

@@ -144,8 +144,3 @@ pub(crate) fn sse(
     response.headers_mut().insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
 }
-
-/// An event with a JSON object.
-pub(crate) fn data(value: &Value) -> Event {
-    Event::default().data(value.to_string())
-}

@@ -52,7 +52,7 @@ pub use fleet::{FleetOptions, Front, Load, Loaded, Offer};
 pub use keys::{ApiKey, KeyLimits};
 pub use memory::RequestMemory;
 pub use metrics::{Metrics, RequestTimer};
-pub use options::{PrefixStore, ServerOptions};
+pub use options::{CONNECTION_BYTES, PrefixStore, ServerOptions};
 pub use pictures::{Fetch, FetchLimits, PictureSources, Viewer};
 pub use routes::router;
 pub use serve::{Server, bind, wait_for_signal};

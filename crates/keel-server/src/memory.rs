@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use serde_json::Value;
+
 use crate::error::{Result, ServerError};
 
 /// A request that holds at most this may use the whole budget. A larger request may use [`LARGE_SHARE`] of it. So large
@@ -26,6 +28,8 @@ pub struct RequestMemory(Arc<Books>);
 #[derive(Debug)]
 struct Books {
     limit: u64,
+    /// The part of the limit that is kept for connections.
+    reserve: u64,
     used: AtomicU64,
     peak: AtomicU64,
     /// Sum of all bytes that were ever charged.
@@ -33,10 +37,11 @@ struct Books {
 }
 
 impl RequestMemory {
-    /// A budget of `limit` bytes.
-    pub fn new(limit: u64) -> RequestMemory {
+    /// A budget of `limit` bytes, of which `reserve` are kept for connections.
+    pub fn new(limit: u64, reserve: u64) -> RequestMemory {
         RequestMemory(Arc::new(Books {
             limit,
+            reserve,
             used: AtomicU64::new(0),
             peak: AtomicU64::new(0),
             total: AtomicU64::new(0),
@@ -91,7 +96,7 @@ impl Meter {
     /// [`ServerError::RequestTooLarge`] if the request exceeds even an unused budget, [`ServerError::RequestMemory`] if
     /// other requests use too much of it.
     pub fn take(&self, bytes: u64) -> Result<()> {
-        let limit = self.books.limit;
+        let limit = self.books.limit.saturating_sub(self.books.reserve);
         let large = limit / LARGE_SHARE.1 * LARGE_SHARE.0;
         let wanted = self.held().saturating_add(bytes);
         let share = if wanted <= SMALL_BYTES { limit } else { large };
@@ -193,13 +198,47 @@ pub(crate) fn bytes_of_encoding(text: &str) -> u64 {
     text.len() as u64 * PER_TEXT_BYTE + words * PER_WORD
 }
 
+/// Heap bytes per byte of an answer's text until it is sent: the text, its copy as JSON, and the serialized answer, in
+/// buffers that grow by doubling.
+const PER_ANSWER_BYTE: u64 = 10;
+/// The same per byte of a token's text that is reported with its log probability, because its bytes are listed as
+/// numbers; and per token of such a list.
+const PER_LISTED_BYTE: u64 = 110;
+const PER_LISTED_TOKEN: u64 = 2000;
+
+/// The most heap bytes for a part of an answer that is collected.
+pub(crate) fn bytes_of_part(text: &str) -> u64 {
+    // Control characters take six bytes as JSON.
+    let escaped = text.bytes().filter(|byte| *byte < 32 || matches!(byte, b'"' | b'\\')).count();
+    (text.len() + escaped * 2) as u64 * PER_ANSWER_BYTE
+}
+
+/// The most heap bytes for tokens that are reported with their log probabilities.
+pub(crate) fn bytes_of_listed<'a>(texts: impl Iterator<Item = &'a str>) -> u64 {
+    texts.map(|text| text.len() as u64 * PER_LISTED_BYTE + PER_LISTED_TOKEN).sum()
+}
+
+/// The heap bytes of a JSON value.
+pub(crate) fn bytes_of_value(value: &Value) -> u64 {
+    const PER_ENTRY: u64 = 160;
+    let within = match value {
+        Value::String(text) => text.len() as u64,
+        Value::Array(values) => values.iter().map(bytes_of_value).sum(),
+        Value::Object(fields) => {
+            fields.iter().map(|(name, value)| name.len() as u64 + PER_ENTRY + bytes_of_value(value)).sum()
+        }
+        _ => 0,
+    };
+    within + size_of::<Value>() as u64
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn what_is_taken_comes_back() {
-        let memory = RequestMemory::new(8 << 20);
+        let memory = RequestMemory::new(9 << 20, 1 << 20);
         let (first, second) = (memory.meter(), memory.meter());
         first.take(6 << 20).expect("there is room");
         let hold = first.hold(1 << 20).expect("there is room for this, too");

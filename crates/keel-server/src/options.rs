@@ -17,6 +17,11 @@ pub struct PrefixStore {
     pub model: String,
 }
 
+/// Most bytes that a connection takes by itself: the head of its request, the bytes that wait to be written, and its task.
+pub const CONNECTION_BYTES: u64 = 48 << 10;
+/// Smallest limit on connections.
+const CONNECTIONS_MIN: usize = 4;
+
 /// Options of a server. They bound every queue and body.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
@@ -92,5 +97,18 @@ impl Default for ServerOptions {
             cors_origins: Vec::new(),
             wall_clock: SystemTime::now,
         }
+    }
+}
+
+impl ServerOptions {
+    /// Number of connections at once: as many as asked for, if they take at most a quarter of the memory of requests.
+    pub fn connections(&self) -> usize {
+        let room = self.request_memory / 4 / CONNECTION_BYTES;
+        self.connections_max.min(usize::try_from(room).unwrap_or(usize::MAX)).max(CONNECTIONS_MIN)
+    }
+
+    /// Bytes of the memory of requests that are kept for connections.
+    pub fn connection_memory(&self) -> u64 {
+        self.connections() as u64 * CONNECTION_BYTES
     }
 }

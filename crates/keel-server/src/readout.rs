@@ -115,18 +115,16 @@ impl App {
 
     /// Waits for one prompt. Dropping this future ends the request.
     async fn read_one(&self, request: BatchRequest) -> Result<One> {
-        let (_, mut events) = self.engine.submit(request).await?;
+        let (_, mut events) = self.engine.submit(request, self.memory.meter()).await?;
         let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Default::default() } };
         loop {
-            match events.recv().await {
-                Some(BatchEvent::Started { cached_tokens, queued }) => {
+            match events.recv().await? {
+                BatchEvent::Started { cached_tokens, queued } => {
                     one.started = Started { cached: cached_tokens, queued };
                 }
-                Some(BatchEvent::Read(values)) => one.values = values,
-                Some(BatchEvent::Finished(_)) => return Ok(one),
-                Some(BatchEvent::Failed(error)) => return Err(error.into()),
-                Some(BatchEvent::Prefilled(_) | BatchEvent::Token { .. }) => {}
-                None => return Err(ServerError::EngineStopped),
+                BatchEvent::Read(values) => one.values = values,
+                BatchEvent::Finished(_) => return Ok(one),
+                BatchEvent::Prefilled(_) | BatchEvent::Token { .. } | BatchEvent::Failed(_) => {}
             }
         }
     }

@@ -18,7 +18,7 @@ use crate::caller::{KeyName, name_request};
 use crate::error::{Result, ServerError, wrong};
 use crate::fleet::{Front, ModelFacts};
 use crate::gate::Gate;
-use crate::held::holding;
+use crate::held::{holding, paced};
 use crate::http::Refusal;
 use crate::{anthropic, openai, openapi, page, rerank, status, tokenize};
 
@@ -55,6 +55,7 @@ pub fn router(app: Arc<Front>, listens: SocketAddr) -> Router {
     };
     let gate = Arc::new(Gate::new(listens, &app.options));
     router
+        .layer(middleware::map_response_with_state(Arc::clone(&app), pace))
         .layer(middleware::from_fn_with_state(gate, check_site))
         .layer(middleware::from_fn_with_state(Arc::clone(&app), count_refusals))
         .layer(middleware::from_fn(name_request))
@@ -65,6 +66,10 @@ pub fn router(app: Arc<Front>, listens: SocketAddr) -> Router {
 async fn check_site(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Result<Response> {
     gate.check(request.version(), request.uri(), request.headers())?;
     Ok(next.run(request).await)
+}
+
+async fn pace(State(app): State<Arc<Front>>, response: Response) -> Response {
+    paced(&app.memory, response)
 }
 
 /// Headers that restrict browsers: no type sniffing, no frames, no use by other sites, and no referrer.

@@ -61,6 +61,11 @@ impl Bounds<'_> {
         Ok(tokenizer.encode(text, add_special)?)
     }
 
+    /// Charges bytes to the request until it ends.
+    pub fn keep(&self, bytes: u64) -> Result<()> {
+        self.meter.map_or(Ok(()), |meter| meter.take(bytes))
+    }
+
     /// Reduces the request's charge to its prompts: `tokens` ids for each answer, and once more.
     pub fn settle(&self, tokens: usize, choices: usize) {
         self.settle_with(tokens, choices, None);

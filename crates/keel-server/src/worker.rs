@@ -17,6 +17,7 @@ use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
 
 use crate::error::{Result, ServerError};
+use crate::memory::Meter;
 use crate::options::PrefixStore;
 
 /// Largest number of commands that wait for the worker. More are refused. The queue of requests is part of the batch.
@@ -27,7 +28,7 @@ type Accepted = oneshot::Sender<Result<(), EngineError>>;
 enum Command {
     Submit {
         request: Box<BatchRequest>,
-        events: mpsc::UnboundedSender<BatchEvent>,
+        events: Listener,
         accepted: Accepted,
     },
     ForgetPrefixes(oneshot::Sender<()>),
@@ -94,8 +95,52 @@ impl EngineView {
     }
 }
 
-/// The events of one request. Dropping the receiver cancels the request.
-pub type Events = mpsc::UnboundedReceiver<BatchEvent>;
+/// The events of one request. Dropping them cancels the request. Tokens that wait are charged to the memory of requests.
+pub struct Events {
+    receiver: mpsc::UnboundedReceiver<Result<BatchEvent>>,
+    meter: Arc<Meter>,
+}
+
+impl Events {
+    /// Waits for the next event.
+    ///
+    /// # Errors
+    /// The request has failed, too many of its tokens wait, or the engine has stopped.
+    pub async fn recv(&mut self) -> Result<BatchEvent> {
+        let event = self.receiver.recv().await.unwrap_or(Err(ServerError::EngineStopped))?;
+        self.meter.give_back(waiting_bytes(&event));
+        match event {
+            BatchEvent::Failed(error) => Err(error.into()),
+            event => Ok(event),
+        }
+    }
+
+    /// Ends the request.
+    pub fn close(&mut self) {
+        self.receiver.close();
+    }
+}
+
+/// The other end of [`Events`].
+struct Listener {
+    sender: mpsc::UnboundedSender<Result<BatchEvent>>,
+    meter: Arc<Meter>,
+}
+
+/// Bytes of an event that waits. Other events than tokens are few.
+fn waiting_bytes(event: &BatchEvent) -> u64 {
+    match event {
+        BatchEvent::Token { logprobs, .. } => {
+            let top =
+                logprobs.as_ref().map_or(0, |logprobs| size_of_val(&logprobs.top[..]) + HEAP_BLOCK_BYTES);
+            (size_of::<Result<BatchEvent>>() + top) as u64
+        }
+        _ => 0,
+    }
+}
+
+/// The allocator's own bytes per block.
+const HEAP_BLOCK_BYTES: usize = 16;
 
 impl EngineHandle {
     /// Restores remembered prefixes from the store and starts the thread, which saves them again when it ends.
@@ -201,15 +246,21 @@ impl EngineHandle {
     ///
     /// # Errors
     /// Errors of [`Batcher::submit`]; [`ServerError::Busy`]; [`ServerError::EngineStopped`].
-    pub async fn submit(&self, mut request: BatchRequest) -> Result<(RequestId, Events)> {
+    pub(crate) async fn submit(
+        &self,
+        mut request: BatchRequest,
+        meter: Meter,
+    ) -> Result<(RequestId, Events)> {
         let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
         request.id = id;
-        // The channel needs no bound of its own: the request's tokens and prompt chunks bound the number of events.
-        let (events, receiver) = mpsc::unbounded_channel();
+        // The channel needs no bound of its own: tokens that wait are charged, and prompt chunks bound the other events.
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let meter = Arc::new(meter);
+        let events = Listener { sender, meter: Arc::clone(&meter) };
         let (accepted, answer) = oneshot::channel();
         self.send(Command::Submit { request: Box::new(request), events, accepted })?;
         answer.await.map_err(|_| ServerError::EngineStopped)??;
-        Ok((id, receiver))
+        Ok((id, Events { receiver, meter }))
     }
 
     /// Forgets remembered prefixes.
@@ -240,7 +291,7 @@ impl EngineHandle {
 struct Worker {
     batcher: Batcher,
     commands: Receiver<Command>,
-    live: HashMap<RequestId, mpsc::UnboundedSender<BatchEvent>>,
+    live: HashMap<RequestId, Listener>,
     shared: Arc<Shared>,
     store: Option<PrefixStore>,
     /// Number of steps so far.
@@ -377,19 +428,23 @@ impl Worker {
     fn end_abandoned(&mut self) {
         let batcher = &mut self.batcher;
         self.live.retain(|&id, events| {
-            if events.is_closed() {
+            if events.sender.is_closed() {
                 batcher.cancel(id);
             }
-            !events.is_closed()
+            !events.sender.is_closed()
         });
     }
 
     fn deliver(&mut self, id: RequestId, event: BatchEvent) {
-        let ends = matches!(event, BatchEvent::Finished(_) | BatchEvent::Failed(_));
-        if let Some(events) = self.live.get(&id) {
-            // A dropped receiver is noticed before the next step.
-            let _ = events.send(event);
+        let Some(events) = self.live.get(&id) else { return };
+        let mut ends = matches!(event, BatchEvent::Finished(_) | BatchEvent::Failed(_));
+        let charged = events.meter.take(waiting_bytes(&event));
+        if charged.is_err() {
+            self.batcher.cancel(id);
+            ends = true;
         }
+        // A dropped receiver is noticed before the next step.
+        let _ = events.sender.send(charged.map(|()| event));
         if ends {
             self.live.remove(&id);
         }

@@ -86,6 +86,8 @@ fn requests_stay_within_their_memory() {
     unfinished_bodies();
     abandoned_prompts();
     large_bodies_of_many_values();
+    an_answer_without_room_is_refused();
+    half_heads_and_unfinished_bodies();
 }
 
 fn what_is_charged_is_what_is_taken() {
@@ -133,6 +135,7 @@ fn what_is_charged_is_what_is_taken() {
         ),
     ];
     let mut wrong = Vec::new();
+    let shapes = shapes.into_iter().chain(answers_and_copies());
     // The peak of charges never falls, so each shape gets its own server.
     for (what, path, body) in shapes {
         let options = ServerOptions { request_memory: 1 << 40, ..ServerOptions::default() };
@@ -155,6 +158,64 @@ fn what_is_charged_is_what_is_taken() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+/// Requests whose answers, or what each answer holds, are larger than their bodies.
+fn answers_and_copies() -> Vec<(&'static str, &'static str, String)> {
+    let chat = json!({"messages": [{"role": "user", "content": "a"}], "max_tokens": 150, "ignore_eos": true,
+        "logprobs": true, "top_logprobs": 20, "n": 4});
+    let listed = json!({"prompt": "Once", "max_tokens": 150, "ignore_eos": true, "logprobs": 20, "n": 8});
+    let stops: Vec<String> = (0..64).map(|i| format!("{i}").repeat(2000)).collect();
+    let stops = json!({"prompt": "Once", "max_tokens": 1, "n": 16, "stop": stops});
+    let fields: Vec<String> = (0..2000).map(|i| format!("field {i}")).collect();
+    let schema = json!({"type": "json_schema", "json_schema": {"schema": {"enum": fields}}});
+    let copied = json!({"prompt": vec!["a"; 64], "max_tokens": 1, "response_format": schema});
+    let biases: serde_json::Map<_, _> = (0..4000).map(|id| (id.to_string(), json!(1))).collect();
+    let biases = json!({"prompt": vec!["a"; 64], "max_tokens": 1, "logit_bias": biases});
+    let echo = json!({"prompt": "The little dog ran. ".repeat(200), "max_tokens": 1, "n": 16, "echo": true});
+    let completions = [
+        ("listed tokens", listed),
+        ("stop strings of many answers", stops),
+        ("a schema of many prompts", copied),
+        ("biases of many prompts", biases),
+        ("a prompt that many answers repeat", echo),
+    ];
+    let completions = completions.map(|(what, body)| (what, "/v1/completions", body.to_string()));
+    completions
+        .into_iter()
+        .chain([("a chat's listed tokens", "/v1/chat/completions", chat.to_string())])
+        .collect()
+}
+
+/// An answer that outgrows the memory ends with the numbers, and leaves nothing.
+fn an_answer_without_room_is_refused() {
+    let server = server(2 << 20);
+    let body = json!({"prompt": "Once", "max_tokens": 500, "ignore_eos": true, "logprobs": 20});
+    let reply = server.post("/v1/completions", &body);
+    assert_eq!(reply.status, 413, "{}", reply.body);
+    assert!(reply.body.contains("--request-memory"), "{}", reply.body);
+    wait_for("all is given back", || server.app.memory.used() == 0);
+    let small = json!({"prompt": "Once", "max_tokens": 1});
+    assert_eq!(server.post("/v1/completions", &small).status, 200);
+}
+
+/// Heads of requests are within the memory of requests, too, also when bodies take all that is left for them.
+fn half_heads_and_unfinished_bodies() {
+    let server = server(BUDGET);
+    let (line, begun) = (format!("GET /health HTTP/1.1\r\nx: {}", "y".repeat(16_000)), vec![b' '; 2 * MB]);
+    let watch = Watch::begin();
+    let mut open = Vec::new();
+    for i in 0..400 {
+        let mut stream =
+            if i < 300 { TcpStream::connect(server.address).expect("it listens") } else { announce(&server) };
+        stream.set_write_timeout(Some(Duration::from_millis(200))).expect("a time");
+        let _ = stream.write_all(if i < 300 { line.as_bytes() } else { &begun });
+        open.push(stream);
+    }
+    wait_for("the heads have come", || server.app.memory.used() > 0);
+    std::thread::sleep(Duration::from_millis(500));
+    drop(open);
+    assert_bounded("300 half heads and 100 unfinished bodies", &server, watch);
 }
 
 /// A body that has only been announced holds the buffers of its connection.

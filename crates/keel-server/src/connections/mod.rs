@@ -35,7 +35,7 @@ use stream::{Answered, Arriving, Watched};
 
 /// Largest size of a request's head, and of each buffer between the socket and a body's reader. It also bounds what is
 /// written ahead of a client.
-const READ_BYTES_MAX: usize = 16 << 10;
+pub(crate) const READ_BYTES_MAX: usize = 16 << 10;
 /// Most bytes of a body that wait for their reader: one buffer is handed over while the next one is filled.
 pub(crate) const BODY_BUFFER_BYTES: u64 = 2 * READ_BYTES_MAX as u64;
 /// Time between two checks of the watch.
@@ -75,8 +75,12 @@ impl Connections {
             write: options.write_timeout,
         };
         let room = descriptors_left().map_or(usize::MAX, |left| left.saturating_sub(DESCRIPTORS_KEPT));
-        let limit = options.connections_max.min(room).max(CONNECTIONS_MIN);
-        if limit < options.connections_max {
+        let wanted = options.connections();
+        if wanted < options.connections_max {
+            tracing::warn!("{wanted} connections at once: their buffers take a quarter of --request-memory");
+        }
+        let limit = wanted.min(room).max(CONNECTIONS_MIN);
+        if limit < wanted {
             tracing::warn!(
                 "{limit} connections at once, because the system gives no more descriptors (ulimit -n)"
             );

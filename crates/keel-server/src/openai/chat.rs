@@ -15,7 +15,7 @@ use super::messages::{ChatMessage, Conversation, to_template};
 use super::tools::{Tools, response_grammar};
 use super::{chat_logprobs, finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, Usage};
-use crate::app::{App, Ask, fresh_id};
+use crate::app::{App, Ask, bytes_of_copy, fresh_id};
 use crate::caller::Caller;
 use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, wrong};
@@ -116,8 +116,9 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
     drop(messages);
     let reasons = text.reasons();
     let sight = text.viewer.as_ref().map_or(Ok(None), |viewer| viewer.sight(&prompt.ids, shown))?;
-    bounds.settle_with(prompt.ids.len(), body.n.unwrap_or(1).min(bounds.choices_max), sight.as_ref());
-    Ok(Ask {
+    let choices = body.n.unwrap_or(1).min(bounds.choices_max);
+    bounds.settle_with(prompt.ids.len(), choices, sight.as_ref());
+    let ask = Ask {
         marks: vec![prompt.shared_len],
         max_tokens: body.max_completion_tokens.or(body.max_tokens),
         sampler: body.sampling.options(&text.defaults, bounds.vocab)?,
@@ -134,7 +135,10 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
         },
         prompt: prompt.ids,
         sight,
-    })
+    };
+    let copy = bytes_of_copy(&ask.stop, &ask.sampler, ask.grammar.as_ref(), &ask.form);
+    bounds.keep(copy * (choices + 1) as u64)?;
+    Ok(ask)
 }
 
 /// Prepares pictures, where the model can be shown any.
@@ -247,5 +251,5 @@ async fn stream(head: Head, answers: Vec<Answer>, outbox: Outbox, with_usage: bo
         object["usage"] = usage_json(total(&usages, usages.len()));
         outbox.json(&object).await;
     }
-    outbox.event(Event::default().data("[DONE]")).await;
+    outbox.text(Event::default(), "[DONE]".into()).await;
 }

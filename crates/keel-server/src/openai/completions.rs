@@ -15,11 +15,12 @@ use super::chat::StreamOptions;
 use super::tools::response_grammar;
 use super::{finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
-use crate::app::{Ask, fresh_id};
+use crate::app::{Ask, bytes_of_copy, fresh_id};
 use crate::collect::{Collected, Outbox, collect, merge, respond};
 use crate::error::{Result, wrong};
 use crate::fleet::Front;
 use crate::http::{Body, error_json};
+use crate::memory::bytes_of_part;
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
 use crate::unsupported;
@@ -111,10 +112,11 @@ pub(crate) fn asks(
     body: CompletionBody,
 ) -> Result<(Vec<Ask>, Vec<String>)> {
     unsupported::check(&body.rest)?;
-    let prompts = body.prompt.encode(model, bounds)?;
-    if prompts.is_empty() || prompts.len() > PROMPTS_MAX {
-        return Err(wrong("prompt", format!("{} prompts, expected 1 to {PROMPTS_MAX}", prompts.len())));
+    let count = body.prompt.count();
+    if count == 0 || count > PROMPTS_MAX {
+        return Err(wrong("prompt", format!("{count} prompts, expected 1 to {PROMPTS_MAX}")));
     }
+    let prompts = body.prompt.encode(model, bounds)?;
     if body.logprobs.is_some_and(|n| n > TOP_LOGPROBS_MAX) {
         return Err(wrong("logprobs", format!("expected 0 to {TOP_LOGPROBS_MAX}")));
     }
@@ -126,11 +128,14 @@ pub(crate) fn asks(
     if choices > choices_max {
         return Err(wrong("n", format!("{choices} answers, expected 1 to {choices_max}")));
     }
+    let copy = bytes_of_copy(&stop, &sampler, grammar.as_ref(), &AnswerForm::default());
     bounds.settle(prompts.iter().map(Vec::len).sum(), choices);
+    bounds.keep(copy * (count * (choices + 1)) as u64)?;
     let mut echoes = Vec::new();
     for prompt in &prompts {
         let echo =
             if body.echo.unwrap_or(false) { model.tokenizer.decode(prompt, true)? } else { String::new() };
+        bounds.keep(bytes_of_part(&echo) * choices as u64)?;
         echoes.extend(std::iter::repeat_n(echo, choices));
     }
     let ask = |prompt| Ask {
@@ -237,5 +242,5 @@ async fn stream(head: Head, answers: Vec<Answer>, echoes: Vec<String>, outbox: O
         object["usage"] = usage_json(total(&usages, head.choices));
         outbox.json(&object).await;
     }
-    outbox.event(Event::default().data("[DONE]")).await;
+    outbox.text(Event::default(), "[DONE]".into()).await;
 }

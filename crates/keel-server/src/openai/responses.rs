@@ -237,7 +237,7 @@ impl Stream {
         if let (Value::Object(event), Value::Object(fields)) = (&mut event, fields) {
             event.extend(fields);
         }
-        self.outbox.event(Event::default().event(kind).data(event.to_string())).await;
+        self.outbox.text(Event::default().event(kind), event.to_string()).await;
     }
 
     fn index(&self) -> usize {
