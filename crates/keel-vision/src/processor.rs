@@ -12,7 +12,7 @@ use crate::crops::{PanAndScan, crops};
 use crate::fields::Fields;
 use crate::patches::{PatchShape, patches, planes};
 use crate::pixels::ScaleDefaults;
-use crate::size::image_size;
+use crate::size::{image_size, pixels_max};
 use crate::{Filter, Grid, Picture, PixelScale, Result, VideoProcessor, VisionError, resize};
 
 const PROCESSOR: &str = "processor_config.json";
@@ -235,7 +235,9 @@ impl ImageProcessor {
     pub fn values_max(&self) -> Option<usize> {
         match self.layout {
             Layout::Whole { height, width } => height.checked_mul(width)?.checked_mul(3),
-            Layout::Patches { frames, pixels, .. } if self.resizes => pixels.1.checked_mul(3 * frames),
+            Layout::Patches { side, merge, frames, pixels } if self.resizes => {
+                pixels_max(side * merge, pixels).checked_mul(3 * frames)
+            }
             Layout::Patches { .. } => None,
         }
     }
