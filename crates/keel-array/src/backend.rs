@@ -15,7 +15,7 @@ const PIECE_BYTES: usize = 16 << 10;
 pub const RESULT_BYTES_MAX: usize = 4096;
 
 /// Most launches that may be under way at a time; see [`Submission::enqueue`].
-pub const LAUNCHES_MAX: usize = 16;
+pub const LAUNCHES_MAX: usize = 24;
 
 /// A launch that was not waited for.
 #[derive(Debug)]
@@ -128,6 +128,12 @@ pub trait Memory: Send + Sync {
 
     /// Copies bytes from `memory` at byte `offset` to the host.
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]);
+
+    /// As [`Memory::read`], for memory that no launch under way writes. Does not wait for those launches, if the backend
+    /// [is queueing](Submission::is_queueing).
+    fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        self.read(memory, offset, bytes);
+    }
 
     /// Copies bytes from one place of device memory to another. The two must not overlap.
     fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {

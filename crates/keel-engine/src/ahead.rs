@@ -9,6 +9,9 @@
 //! device              | step 1         | step 2         | step 3         ...
 //! ```
 //!
+//! Where the host draws the token after a row, the row's logits are kept until it reads them, and the sequence is in no
+//! step before it has. One step under way at a time keeps logits.
+//!
 //! A sequence grows when its token is taken. The token that ends a text is seen when the next step is under way. That
 //! step is given up:
 //!
@@ -18,10 +21,11 @@
 //!   ([`Engine::can_take_back`]).
 
 use keel_array::sampling::Draw;
-use keel_array::{Array, ArrayError, FailedRun, PendingRun, Regime, RowLog};
+use keel_array::{Array, ArrayError, Regime, RowLog};
 use keel_cache::{SequenceCache, SlotId};
 
-use crate::step::{Outcome, Rows, ids_of};
+use crate::step::{Outcome, Rows};
+use crate::under_way::{EndedRun, Item, RunUnderWay, StepUnderWay};
 use crate::{Engine, EngineError, Result};
 
 /// How many steps may be under way.
@@ -35,7 +39,8 @@ pub struct Work<'a> {
     pub ahead: usize,
     /// The rows to run.
     pub rows: WorkRows<'a>,
-    /// How the token after its rows is drawn; `None` for a prompt that goes on.
+    /// How the device draws the token after its rows. `None` for a prompt that goes on, and if the host draws it from
+    /// [`Engine::kept_logits`].
     pub draw: Option<Draw>,
 }
 
@@ -54,6 +59,13 @@ pub enum WorkRows<'a> {
     Token(u32),
     /// The token that the step submitted last draws for its work item of this number.
     Drawn(usize),
+}
+
+impl Work<'_> {
+    /// Whether the host draws the token after the rows.
+    fn is_for_host(&self) -> bool {
+        self.draw.is_none() && !matches!(self.rows, WorkRows::Prompt { is_end: false, .. })
+    }
 }
 
 impl WorkRows<'_> {
@@ -78,49 +90,6 @@ impl WorkRows<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(u64);
 
-/// One program of a step under way.
-struct RunUnderWay {
-    run: PendingRun,
-    regime: Regime,
-    slots: Vec<SlotId>,
-}
-
-/// A step that was submitted and not yet taken.
-pub(crate) struct StepUnderWay {
-    number: u64,
-    runs: Vec<RunUnderWay>,
-    /// Why a program of the step could not be submitted.
-    refusal: Option<EngineError>,
-    /// For each work item: its regime, and its row among the rows of that regime.
-    rows: Vec<(Regime, usize)>,
-}
-
-/// A program that has ended, with the tokens that it drew or its failure.
-struct EndedRun {
-    regime: Regime,
-    slots: Vec<SlotId>,
-    outcome: Result<Vec<u32>, Box<FailedRun>>,
-}
-
-impl StepUnderWay {
-    fn wait(self) -> Vec<EndedRun> {
-        let wait = |RunUnderWay { run, regime, slots }: RunUnderWay| {
-            let mut bytes = vec![0; slots.len() * size_of::<u32>()];
-            let outcome = run.wait(&mut bytes).map(|()| ids_of(&bytes));
-            EndedRun { regime, slots, outcome }
-        };
-        self.runs.into_iter().map(wait).collect()
-    }
-
-    fn slots(&self) -> impl Iterator<Item = SlotId> {
-        self.runs.iter().flat_map(|run| run.slots.iter().copied())
-    }
-
-    fn has(&self, sequence: &SequenceCache) -> bool {
-        self.slots().any(|slot| slot == sequence.slot())
-    }
-}
-
 impl Engine {
     /// Whether it pays to submit a step before the previous one is taken: the device works while the host does other
     /// things.
@@ -139,6 +108,11 @@ impl Engine {
         self.under_way.len()
     }
 
+    /// How many answers, and how many ends of prompts, a step may have whose tokens the host draws.
+    pub fn host_rows_max(&self) -> usize {
+        self.stepper.host_rows()
+    }
+
     /// Submits one step with all this work and returns at once. The step has at most one program for answers and one
     /// for prompts. [`Engine::take`] waits for the tokens.
     ///
@@ -150,25 +124,39 @@ impl Engine {
         for Work { sequence, ahead, rows, .. } in work.iter_mut() {
             self.make_room_ahead(sequence, *ahead, rows.tokens())?;
         }
-        let before = self.under_way.back().map_or(&[][..], |step| &step.rows);
+        let before = self.under_way.back().map_or(&[][..], |step| &step.items);
         let places: Vec<usize> =
-            before.iter().map(|&(regime, row)| self.stepper.place(regime, row)).collect();
-        let (mut rows, mut all) = (Vec::with_capacity(work.len()), [Vec::new(), Vec::new()]);
+            before.iter().map(|item| self.stepper.place(item.regime, item.row)).collect();
+        let (mut items, mut all) = (Vec::with_capacity(work.len()), [Vec::new(), Vec::new()]);
+        let mut kept = [Vec::new(), Vec::new()];
         for work in &*work {
             let regime = work.rows.regime();
-            let of_regime = &mut all[usize::from(regime == Regime::Prefill)];
-            rows.push((regime, of_regime.len()));
-            of_regime.push(self.rows_of(work, &places));
+            let of = usize::from(regime == Regime::Prefill);
+            let mut item = Item { regime, row: all[of].len(), is_drawn: work.draw.is_some(), kept: None };
+            if work.is_for_host() {
+                item.kept = Some(kept[of].len());
+                kept[of].push(item.row);
+            }
+            items.push(item);
+            all[of].push(self.rows_of(work, &places));
         }
         let number = self.tickets;
-        let mut step = StepUnderWay { number, runs: Vec::new(), refusal: None, rows };
-        for (regime, rows) in [Regime::Decode, Regime::Prefill].into_iter().zip(&all) {
+        let mut step = StepUnderWay { number, runs: Vec::new(), refusal: None, items };
+        for ((regime, rows), kept) in [Regime::Decode, Regime::Prefill].into_iter().zip(&all).zip(&kept) {
             let outcome = outcome_of(regime, rows);
             let slots = rows.iter().map(|row| row.sequence.slot()).collect();
+            let tokens = rows.len();
             let Some(outcome) = outcome else { continue };
             let how = (regime, outcome);
             match self.stepper.submit(&self.runtime, &self.model, &self.cache, how, rows) {
-                Ok(run) => step.runs.push(RunUnderWay { run, regime, slots }),
+                Ok(run) => step.runs.push(RunUnderWay { run, regime, slots, tokens }),
+                Err(error) => step.refusal = Some(error),
+            }
+            if kept.is_empty() {
+                continue;
+            }
+            match self.stepper.keep_logits(&self.runtime, &self.model, &self.cache, (regime, kept)) {
+                Ok(run) => step.runs.push(RunUnderWay { run, regime, slots: Vec::new(), tokens: 1 }),
                 Err(error) => step.refusal = Some(error),
             }
         }
@@ -182,7 +170,9 @@ impl Engine {
         let (count, tokens) = prompts.fold((0, 0), |(n, sum), work| (n + 1, sum + work.rows.tokens().len()));
         let answers = work.len() - count;
         let (answers_max, prompts_max) = (self.options.sequences, self.chunks_max());
-        let drawn = self.under_way.back().map_or(0, |step| step.rows.len());
+        let before = self.under_way.back().map_or(&[][..], |step| &step.items);
+        let drawn = before.len();
+        let for_host = work.iter().filter(|work| work.is_for_host()).count();
         let off_grid = |work: &Work<'_>| match work.rows {
             WorkRows::Prompt { tokens, is_end } => {
                 let start = work.sequence.offset() + work.ahead;
@@ -209,6 +199,11 @@ impl Engine {
             "an engine that drafts runs prompts by themselves".into()
         } else if work.iter().any(|work| matches!(work.rows, WorkRows::Drawn(of) if of >= drawn)) {
             "no step under way draws the token of a sequence".into()
+        } else if for_host > self.host_rows_max() {
+            let most = self.host_rows_max();
+            format!("the host draws {for_host} tokens of a step; the logits of at most {most} are kept")
+        } else if for_host > 0 && before.iter().any(|item| item.kept.is_some()) {
+            "the step under way keeps logits for the host; take its tokens first".into()
         } else if work.iter().any(off_grid) {
             "a prompt's rows begin on the 64-token grid, and end on it unless the prompt ends".into()
         } else {
@@ -248,29 +243,41 @@ impl Engine {
         Rows { first: row.first + work.ahead, accepted, next, draws: work.draw.as_slice(), drawn_at, ..row }
     }
 
-    /// Waits for a step and returns the token after each of its work items, in order. An entry has no meaning where no
-    /// token was drawn. The caller advances each sequence by its rows ([`SequenceCache::advance`]).
+    /// Waits for a step and returns the token that the device drew after each of its work items, in order. Where the
+    /// host draws, [`Engine::kept_logits`] has the logits until another step that keeps logits is submitted. The caller
+    /// advances each sequence by its rows ([`SequenceCache::advance`]).
     ///
     /// # Errors
     /// - The ticket is not of the first step under way.
     /// - A failure of the runtime. Then no sequence grows, and all later steps are given up; the batch tells their
     ///   sequences.
-    pub fn take(&mut self, ticket: Ticket) -> Result<Vec<u32>> {
+    pub fn take(&mut self, ticket: Ticket) -> Result<Vec<Option<u32>>> {
         let is_first = self.under_way.front().is_some_and(|step| step.number == ticket.0);
         let Some(mut step) = is_first.then(|| self.under_way.pop_front()).flatten() else {
             return Err(EngineError::Option("the step is not the first of those under way".into()));
         };
-        let (rows, refusal) = (std::mem::take(&mut step.rows), step.refusal.take());
+        let refusal = step.refusal.take();
+        self.taken = std::mem::take(&mut step.items);
         let ended = step.wait();
         if refusal.is_some() || ended.iter().any(|run| run.outcome.is_err()) {
             std::mem::take(&mut self.under_way).into_iter().for_each(|step| drop(step.wait()));
             return Err(self.note_failed_runs(ended, refusal));
         }
-        let token = |&(regime, row): &(Regime, usize)| {
-            let run = ended.iter().find(|run| run.regime == regime);
-            run.and_then(|run| run.outcome.as_ref().ok()).map_or(0, |tokens| tokens[row])
+        let token = |item: &Item| {
+            let run = ended.iter().find(|run| item.is_drawn && run.regime == item.regime);
+            run.and_then(|run| run.outcome.as_ref().ok()).map(|tokens| tokens[item.row])
         };
-        Ok(rows.iter().map(token).collect())
+        Ok(self.taken.iter().map(token).collect())
+    }
+
+    /// Copies the logits after work item `item` of the step taken last, whose token the host draws.
+    ///
+    /// # Errors
+    /// The host does not draw for this item.
+    pub fn kept_logits(&self, item: usize, logits: &mut Vec<f32>) -> Result<()> {
+        let at = self.taken.get(item).and_then(|item| item.kept.map(|row| (item.regime, row)));
+        let not_kept = || EngineError::Option(format!("no logits are kept of work item {item}"));
+        self.stepper.read_kept_logits(at.ok_or_else(not_kept)?, logits)
     }
 
     /// Records how the programs of a failed step left its sequences. Returns the first error.
@@ -362,8 +369,8 @@ impl Engine {
             }
         };
         self.note_decoded(sequences);
-        let of = |slot| slots.iter().position(|&of| of == slot).map_or(0, |row| drawn[row]);
-        Ok(sequences.iter().map(|sequence| of(sequence.slot())).collect())
+        let of = |slot| slots.iter().position(|&of| of == slot).and_then(|row| drawn[row]);
+        Ok(sequences.iter().map(|sequence| of(sequence.slot()).unwrap_or_default()).collect())
     }
 
     /// Waits for all steps under way and gives them up. `sequences` are those of their sequences that are still needed.

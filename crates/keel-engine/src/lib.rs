@@ -21,6 +21,7 @@ pub mod speculation;
 pub mod split;
 mod step;
 mod together;
+mod under_way;
 
 pub use ahead::{Ticket, Work, WorkRows};
 pub use engine::{Chunk, Engine, LateWork, LogitSink};

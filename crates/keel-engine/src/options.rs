@@ -11,6 +11,9 @@ pub const PREFILL_GRID: usize = 64;
 /// How many rows the MTP (multi-token-prediction) head may lag behind a sequence that does not draft.
 pub(crate) const HEAD_LAG_MAX: usize = 64;
 
+/// The most rows of a regime that the host may draw for while a later step runs. Their logits have a place of their own.
+const HOST_ROWS_MAX: usize = 16;
+
 /// The most drafts of one sequence that a step verifies.
 pub const DRAFTS_MAX: usize = 8;
 
@@ -104,6 +107,11 @@ impl EngineOptions {
             open_rows: self.open_rows(),
             swap_bytes: self.swap_bytes,
         }
+    }
+
+    /// How many rows of a regime the host may draw for while a later step runs, where steps run ahead.
+    pub(crate) fn host_rows(&self) -> usize {
+        if self.drafts == 0 { self.sequences.min(HOST_ROWS_MAX) } else { 0 }
     }
 
     /// Rows of the largest decode step.

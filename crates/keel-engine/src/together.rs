@@ -154,7 +154,11 @@ impl Outcome {
     pub(crate) fn runs_layers(self) -> bool {
         match self {
             Outcome::State | Outcome::LastLogits | Outcome::Hidden | Outcome::OpenRows => true,
-            Outcome::MtpHidden | Outcome::Head | Outcome::Draft | Outcome::HeadState => false,
+            Outcome::MtpHidden
+            | Outcome::Head
+            | Outcome::Draft
+            | Outcome::HeadState
+            | Outcome::KeptLogits => false,
             Outcome::Commit { .. } => true,
         }
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use common::batching::{Outcome, assert_all_is_back, finish, run, step};
+use common::batching::{Outcome, assert_all_is_back, finish, finish_from, run, step};
 use common::queueing::{queueing, waiting_and_queueing};
 use common::{demo, engine, fixture};
 use keel_array::Runtime;
@@ -187,6 +187,58 @@ fn a_steady_batch_is_a_step_ahead() {
     batcher.cancel_all();
     assert_eq!(batcher.engine().steps_under_way(), 0);
     assert_all_is_back(&mut batcher);
+}
+
+/// A host's draw for one sequence does not make the others wait: the step after it is submitted before its logits are
+/// read. The sequence itself is in every other step.
+#[test]
+fn only_the_sequence_that_the_host_draws_for_waits() {
+    for folder in models() {
+        let (runtime, queueing) = queueing(512);
+        let mut batcher = batcher(&folder, &runtime);
+        let all = || (0..4).map(|i| BatchRequest { id: i as u64, ..request([0, 5, 3, 5][i], Vec::new()) });
+        let long = |request: BatchRequest| BatchRequest { max_tokens: 40, ..request };
+        let alone: Vec<Outcome> = all().map(|request| run_alone(&mut batcher, long(request))).collect();
+        all().for_each(|request| batcher.submit(long(request), Instant::now()).expect("accepted"));
+        let mut outcomes: Vec<Outcome> = (0..4).map(|_| Outcome::default()).collect();
+        let now = Instant::now();
+        while outcomes.iter().any(|outcome| outcome.tokens.is_empty()) {
+            step(&mut batcher, now, &mut outcomes);
+        }
+        queueing.take_events();
+        let before: Vec<usize> = outcomes.iter().map(|outcome| outcome.tokens.len()).collect();
+        for _ in 0..10 {
+            step(&mut batcher, now, &mut outcomes);
+            assert_eq!(batcher.engine().steps_under_way(), 1, "{}", folder.display());
+        }
+        let drawn: Vec<usize> =
+            outcomes.iter().zip(&before).map(|(o, before)| o.tokens.len() - before).collect();
+        assert_eq!(drawn, [10, 5, 10, 5], "{}", folder.display());
+        // A step is submitted, then the one before is taken; every other step also keeps logits.
+        let events = queueing.take_events();
+        assert_eq!(events.matches('L').count(), 15, "{events}");
+        assert!(!events.contains("WWW"), "{events}");
+        for (i, got) in finish_from(&mut batcher, outcomes).into_iter().enumerate() {
+            assert_eq!(got.tokens, alone[i].tokens, "{}: request {i}", folder.display());
+        }
+        assert_all_is_back(&mut batcher);
+    }
+}
+
+/// Sequences that all need the host are in the same steps, so together they take no more steps than one alone.
+#[test]
+fn sequences_that_need_the_host_share_their_steps() {
+    let (runtime, queueing) = queueing(512);
+    let mut batcher = batcher(&demo(), &runtime);
+    let mut launches = |count: usize| {
+        let all = (0..count).map(|i| BatchRequest { id: i as u64, max_tokens: 30, ..request(5, Vec::new()) });
+        queueing.take_events();
+        assert!(run(&mut batcher, all.collect()).iter().all(|outcome| outcome.tokens.len() == 30));
+        batcher.forget_prefixes();
+        queueing.take_events().matches('L').count()
+    };
+    let alone = launches(1);
+    assert!(launches(4) <= alone + 8, "their prompts may take some more");
 }
 
 #[test]

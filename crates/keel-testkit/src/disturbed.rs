@@ -30,6 +30,17 @@ pub trait Disturbance: Send + Sync + 'static {
         backend.read(memory, offset, bytes);
     }
 
+    /// Replaces a copy to the host that does not wait for launches under way.
+    fn read_settled(
+        &self,
+        backend: &dyn Backend,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) {
+        backend.read_settled(memory, offset, bytes);
+    }
+
     /// Whether the host acts as if launches were queued. They run at once when they are enqueued.
     fn is_queueing(&self) -> bool {
         false
@@ -115,6 +126,9 @@ impl<D: Disturbance> Memory for Disturbed<D> {
     }
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
         self.disturbance.read(&*self.backend, memory, offset, bytes);
+    }
+    fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        self.disturbance.read_settled(&*self.backend, memory, offset, bytes);
     }
     fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
         self.backend.copy(from, to, bytes);

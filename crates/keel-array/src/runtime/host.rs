@@ -158,18 +158,30 @@ impl Array {
     /// # Errors
     /// If the range is not within the array, or the array is not in memory or not contiguous.
     pub fn read_bytes(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
+        let (buffer, start) = self.readable(at, bytes.len())?;
+        self.runtime().exclusive(|backend| backend.read(buffer.memory(), start, bytes));
+        Ok(())
+    }
+
+    /// As [`Array::read_bytes`], but does not wait for runs under way. None of them may write these bytes.
+    ///
+    /// # Errors
+    /// As [`Array::read_bytes`].
+    pub fn read_settled_bytes(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
+        let (buffer, start) = self.readable(at, bytes.len())?;
+        self.runtime().exclusive(|backend| backend.read_settled(buffer.memory(), start, bytes));
+        Ok(())
+    }
+
+    /// The memory of the array, and where in it byte `at` of the array is, of `count` that are to be read.
+    fn readable(&self, at: usize, count: usize) -> Result<(Buffer, usize)> {
         let (buffer, start) = self.contiguous_storage("read")?;
-        if at.checked_add(bytes.len()).is_none_or(|end| end > self.bytes()) {
-            let reason = format!(
-                "{} bytes at {at} are not within {} of {} bytes",
-                bytes.len(),
-                self.shape(),
-                self.bytes()
-            );
+        if at.checked_add(count).is_none_or(|end| end > self.bytes()) {
+            let reason =
+                format!("{count} bytes at {at} are not within {} of {} bytes", self.shape(), self.bytes());
             return Err(ArrayError::Argument { op: "read", reason });
         }
-        self.runtime().exclusive(|backend| backend.read(buffer.memory(), start + at, bytes));
-        Ok(())
+        Ok((buffer, start + at))
     }
 
     /// Evaluates, and copies the elements to the host, row-major.

@@ -11,8 +11,8 @@ use crate::backend::{LAUNCHES_MAX, RESULT_BYTES_MAX, Ticket};
 use crate::program::{Binding, Launch};
 use crate::{Array, ArrayError};
 
-/// Most runs under way at a time: two steps of two programs each.
-pub const RUNS_MAX: usize = 4;
+/// Most runs under way at a time: two steps of two programs each, and one of them keeps logits of both for the host.
+pub const RUNS_MAX: usize = 6;
 
 /// Most pieces of a run under way at a time. A longer program waits for its first pieces.
 const PIECES_MAX: usize = LAUNCHES_MAX / RUNS_MAX;
@@ -31,8 +31,8 @@ pub struct PendingRun {
 
 impl Executable {
     /// As [`Executable::run`], but returns before the kernels have run, if the backend
-    /// [is queueing](crate::Submission::is_queueing). Later writes of the host are for later runs. `result` is a
-    /// destination of this program, at most [`RESULT_BYTES_MAX`] bytes. The host gets its bytes as this run leaves
+    /// [is queueing](crate::Submission::is_queueing). Later writes of the host are for later runs. `result` is
+    /// memory of at most [`RESULT_BYTES_MAX`] bytes, such as a destination of this program. The host gets its bytes as this run leaves
     /// them; later runs do not change them.
     ///
     /// [`PendingRun::wait`] returns all errors. They include: `result` is too large, not whole words of 4 bytes or not

@@ -214,6 +214,11 @@ impl Memory for CudaBackend {
         }
     }
 
+    fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+        let gpu = self.gpu();
+        gpu.session().read_settled(gpu, CudaMemory::of(memory), offset, bytes);
+    }
+
     fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
         let gpu = self.gpu();
         let (from, to) = ((CudaMemory::of(from.0), from.1), (CudaMemory::of(to.0), to.1));
@@ -300,7 +305,7 @@ impl Submission for CudaBackend {
     }
 
     fn is_queueing(&self) -> bool {
-        self.gpu.is_some()
+        true
     }
 
     fn enqueue(

@@ -39,6 +39,8 @@ pub(crate) struct Device {
     device: CUdevice,
     context: CUcontext,
     stream: CUstream,
+    /// For reads that pass what is on the stream.
+    side: CUstream,
     pub name: String,
     /// Compute capability: major, minor.
     pub capability: (u32, u32),
@@ -99,13 +101,12 @@ impl Device {
         let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let shared = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let maps = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)?;
-        let mut stream = std::ptr::null_mut();
-        // SAFETY: the context is current; the stream is destroyed when this value is dropped.
-        unsafe { driver!(cuStreamCreate(&mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))? };
+        let (stream, side) = (new_stream()?, new_stream()?);
         Ok(Device {
             device,
             context,
             stream,
+            side,
             name,
             capability: (major, minor),
             multiprocessors: multiprocessors as usize,
@@ -137,6 +138,18 @@ impl Device {
         self.stream
     }
 
+    /// Copies device bytes to the host and waits for the copy, but not for what is on the stream.
+    ///
+    /// # Safety
+    /// The bytes are on the device and in pinned memory, and nothing on the stream writes either.
+    pub unsafe fn read_settled(&self, to: *mut std::ffi::c_void, from: u64, bytes: usize) -> Result<()> {
+        // SAFETY: as promised by the caller; the stream lives as long as this value.
+        unsafe {
+            driver!(cuMemcpyDtoHAsync_v2(to, from, bytes, self.side))?;
+            driver!(cuStreamSynchronize(self.side))
+        }
+    }
+
     /// Waits for everything on the stream.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream lives as long as this value.
@@ -161,10 +174,19 @@ impl Drop for Device {
         // A device that is lost refuses these calls, and nothing more can be done.
         // SAFETY: created by `open`, destroyed once.
         unsafe {
+            let _ = check("cuStreamDestroy", sys::cuStreamDestroy_v2(self.side));
             let _ = check("cuStreamDestroy", sys::cuStreamDestroy_v2(self.stream));
             let _ = check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device));
         }
     }
+}
+
+/// A stream that runs next to others. The context is current.
+fn new_stream() -> Result<CUstream> {
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the pointer is to a local; the device destroys the stream when it is dropped.
+    unsafe { driver!(cuStreamCreate(&mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))? };
+    Ok(stream)
 }
 
 /// The free bytes of each device before this process first opened it; `None` if nothing tells. They are kept because a

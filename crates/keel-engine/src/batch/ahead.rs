@@ -1,9 +1,12 @@
 //! Batches whose steps run ahead of the host.
 //!
-//! Where every token is drawn on the device, the contents of the next step follow from counts. A prompt moves on by its
+//! Where tokens are drawn on the device, the contents of the next step follow from counts. A prompt moves on by its
 //! chunk, and an answer by one token, whatever that token is. So each call submits the next step, then takes the step
 //! before. Arrivals, ends, cancellations and grid points change the contents of the next step, not whether it is
 //! submitted.
+//!
+//! A sequence whose tokens the host draws is in every other step: the step after its row is submitted before the host
+//! has its logits. All such sequences are in the same steps, so together they wait no longer than one alone.
 //!
 //! An answer that ends with its token has a row too many in the step under way. That row writes after the answer's end.
 //! The next owner of its pages and slot runs after that step. A state that is to be kept is copied after the step that
@@ -13,7 +16,7 @@
 //! handled there one by one (`attempts.rs`).
 
 use super::request::{BatchEvent, RequestId};
-use super::sequence::Running;
+use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::{PREFILL_GRID, Result, Ticket, Work, WorkRows};
 use keel_cache::CheckpointId;
@@ -38,6 +41,8 @@ struct Part {
     is_prompt: bool,
     /// Whether a token is drawn after its rows.
     draws: bool,
+    /// Whether the host draws it.
+    by_host: bool,
     /// The position after its rows, and the checkpoint with its state there, if that state is kept.
     saved: Option<(usize, CheckpointId)>,
 }
@@ -48,6 +53,7 @@ struct Plan {
     rows: usize,
     is_prompt: bool,
     draws: bool,
+    by_host: bool,
 }
 
 impl Batcher {
@@ -57,9 +63,14 @@ impl Batcher {
         let is_plain = options.drafts == 0 && options.swap_bytes == 0;
         // A sequence that outgrows its rotary frequencies is run again, after all steps are taken.
         let can_go = |running: &Running| {
-            running.draws_ahead() && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
+            running.reading.is_none() && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
         };
-        self.engine.runs_ahead() && is_plain && !self.is_careful && self.running.iter().all(can_go)
+        let for_host = self.running.iter().filter(|running| !running.draws_ahead()).count();
+        self.engine.runs_ahead()
+            && is_plain
+            && !self.is_careful
+            && for_host <= self.engine.host_rows_max()
+            && self.running.iter().all(can_go)
     }
 
     /// Submits the next step, or the next two if none is under way, and takes the first.
@@ -125,6 +136,7 @@ impl Batcher {
                 rows: rows_count,
                 is_prompt: plan.is_prompt,
                 draws: plan.draws,
+                by_host: plan.by_host,
                 saved: None,
             });
         }
@@ -152,17 +164,26 @@ impl Batcher {
     /// The contents of the next step: chunks of prompts, and one row of each answer that goes on, whatever token is
     /// drawn. Ordered by sequence.
     fn plans(&mut self) -> Vec<Plan> {
+        let keeps_logits = self.pending.back().is_some_and(|step| step.parts.iter().any(|part| part.by_host));
+        let can_draw = |running: &Running| running.draws_ahead() || !keeps_logits;
         let answer = |(i, running): (usize, &Running)| {
-            let goes_on = running.is_answering() && running.draws_left() > 0;
-            goes_on.then_some(Plan { i, rows: 1, is_prompt: false, draws: true })
+            let goes_on = running.is_answering() && running.draws_left() > 0 && can_draw(running);
+            goes_on.then(|| Plan {
+                i,
+                rows: 1,
+                is_prompt: false,
+                draws: true,
+                by_host: !running.draws_ahead(),
+            })
         };
         let answers = self.running.iter().enumerate().filter_map(answer);
         let mut plans: Vec<Plan> = answers.collect();
         let chunks = self.shares().into_iter().map(|(i, rows)| {
             let running = &self.running[i];
-            Plan { i, rows, is_prompt: true, draws: running.awaits_first_at(running.virtual_len() + rows) }
+            let draws = running.awaits_first_at(running.virtual_len() + rows);
+            Plan { i, rows, is_prompt: true, draws, by_host: draws && !running.draws_ahead() }
         });
-        plans.extend(chunks);
+        plans.extend(chunks.filter(|plan| !(plan.by_host && keeps_logits)));
         plans.sort_unstable_by_key(|plan| plan.i);
         plans
     }
@@ -187,14 +208,14 @@ impl Batcher {
     fn take_first(&mut self) {
         let Some(Pending { ticket, parts }) = self.pending.pop_front() else { return };
         match self.engine.take(ticket) {
-            Ok(tokens) => self.take_parts(parts, &tokens),
+            Ok(tokens) => self.take_parts(parts, tokens),
             Err(_) => self.give_up_all(parts),
         }
     }
 
-    fn take_parts(&mut self, parts: Vec<Part>, tokens: &[u32]) {
+    fn take_parts(&mut self, parts: Vec<Part>, tokens: Vec<Option<u32>>) {
         let mut ended = Vec::new();
-        for (part, &token) in parts.into_iter().zip(tokens) {
+        for (item, (part, token)) in parts.into_iter().zip(tokens).enumerate() {
             let Some(i) = self.running.iter().position(|running| running.id == part.id) else {
                 // The sequence has left the batch.
                 if let Some((_, entry)) = part.saved {
@@ -218,7 +239,10 @@ impl Batcher {
                 });
             }
             if part.draws {
-                let drawn = self.running[i].take_ahead(token);
+                let drawn = match token {
+                    Some(token) => self.running[i].take_ahead(token),
+                    None => self.draw_kept(i, item),
+                };
                 ended.extend(self.report(i, drawn).map(|end| (part.id, end)));
             }
         }
@@ -227,6 +251,17 @@ impl Batcher {
                 self.end(i, end);
             }
         }
+    }
+
+    /// Draws the token after work item `item` of the step taken last.
+    fn draw_kept(&mut self, i: usize, item: usize) -> Result<Drawn> {
+        let mut logits = std::mem::take(&mut self.logits);
+        let read = self.engine.kept_logits(item, &mut logits);
+        let running = &mut self.running[i];
+        running.ahead.draws -= 1;
+        let drawn = read.and_then(|()| running.draw(&mut logits));
+        self.logits = logits;
+        drawn
     }
 
     /// Remembers a prompt that has come to one of its stops, with its saved state if there is one.

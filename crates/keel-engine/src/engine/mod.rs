@@ -14,13 +14,13 @@ use keel_models::vision::VisionConfig;
 use keel_models::{HybridModel, Part};
 use serde_json::Value;
 
-use crate::ahead::StepUnderWay;
 use crate::eyes::{self, Eyes, Look, PatchGrid};
 use crate::options::EngineOptions;
 use crate::speculation::Costs;
 use crate::split;
 use crate::step::{Outcome, Rows, Stepper, ids_of, prefill_rows_max};
 use crate::together::Peer;
+use crate::under_way::{Item, StepUnderWay};
 use crate::{EngineError, Result};
 
 pub use all_logits::LogitSink;
@@ -31,6 +31,8 @@ pub use ready::LateWork;
 pub struct Engine {
     /// Steps under way, the oldest first. They end before the memory below is freed.
     pub(crate) under_way: VecDeque<StepUnderWay>,
+    /// The work of the step taken last.
+    pub(crate) taken: Vec<Item>,
     /// Steps submitted so far.
     pub(crate) tickets: u64,
     /// The device with the output head.
@@ -122,6 +124,7 @@ impl Engine {
         };
         let mut engine = Engine {
             under_way: VecDeque::new(),
+            taken: Vec::new(),
             tickets: 0,
             runtime: runtime.clone(),
             peers,

@@ -58,7 +58,8 @@ impl Engine {
         for shape in self.stepper.buckets().list() {
             self.prepare_step((shape, true))?;
             // Any step of a prompt may hold pictures.
-            if self.eyes.is_some() && shape.regime == Regime::Prefill {
+            if self.eyes.is_some() && shape.regime == Regime::Prefill && shape.outcome != Outcome::KeptLogits
+            {
                 let seeing = StepShape { sees: true, ..shape };
                 self.prepare_step((seeing, true))?;
             }

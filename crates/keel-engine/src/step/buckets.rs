@@ -32,13 +32,16 @@ pub(crate) struct Buckets {
     /// Numbers of rows in a pass in which the MTP (multi-token-prediction) head only catches up, ascending.
     lag_rows: Vec<usize>,
     is_coarse: bool,
+    /// How many rows of logits are kept for the host.
+    host_rows: usize,
     /// Whether the list has only the largest steps.
     are_largest: bool,
 }
 
 impl Buckets {
-    /// `is_coarse` says that a program costs much before its first run.
-    pub fn new(options: &EngineOptions, is_coarse: bool) -> Buckets {
+    /// `is_coarse` says that a program costs much before its first run. `host_rows` rows of the logits of each regime
+    /// are kept for the host.
+    pub fn new(options: &EngineOptions, is_coarse: bool, host_rows: usize) -> Buckets {
         let prompts = prompts_max(options, is_coarse);
         let open_most = options.open_rows();
         let lags = [8, 16, 32, HEAD_LAG_MAX];
@@ -49,8 +52,20 @@ impl Buckets {
             prompts,
             lag_rows: lags.into_iter().filter(|&rows| !is_coarse || rows == HEAD_LAG_MAX).collect(),
             is_coarse,
+            host_rows,
             are_largest: options.largest_steps,
         }
+    }
+
+    /// How many rows of the logits of each regime are kept for the host; 0 if none are.
+    pub fn host_rows(&self) -> usize {
+        self.host_rows
+    }
+
+    /// The program that keeps logits.
+    pub fn keeping(&self, regime: Regime) -> StepShape {
+        let (rows, outcome) = (self.host_rows, Outcome::KeptLogits);
+        StepShape { regime, rows, sequences: 1, outcome, sees: false }
     }
 
     /// How many prompts one step may run.
@@ -139,6 +154,9 @@ impl Buckets {
         }
         if self.open_rows.is_empty() {
             shapes.extend(self.sequences.iter().rev().map(|&n| decode(Outcome::LastLogits)(n, n)));
+            if self.host_rows > 0 {
+                shapes.extend([Regime::Decode, Regime::Prefill].map(|regime| self.keeping(regime)));
+            }
             return shapes;
         }
         for &n in self.sequences.iter().rev() {
@@ -236,11 +254,11 @@ mod tests {
 
     #[test]
     fn lists_ascend_to_what_the_options_say() {
-        let coarse = Buckets::new(&options(), true);
+        let coarse = Buckets::new(&options(), true, 0);
         assert_eq!(coarse.sequences, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]);
         assert_eq!(coarse.prefill_rows, [16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]);
         let few = EngineOptions { sequences: 3, context: 100, ..EngineOptions::default() };
-        let fine = Buckets::new(&few, false);
+        let fine = Buckets::new(&few, false, 0);
         assert_eq!((&fine.sequences[..], fine.prompts), (&[1, 2, 3][..], 3));
         assert_eq!(fine.prefill_rows, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 192, 256, 320, 384]);
     }
@@ -250,7 +268,7 @@ mod tests {
         for is_coarse in [false, true] {
             for (drafts, sequences) in [(0, 1), (0, 37), (3, 5), (8, 256)] {
                 let options = EngineOptions { drafts, sequences, ..options() };
-                let buckets = Buckets::new(&options, is_coarse);
+                let buckets = Buckets::new(&options, is_coarse, 0);
                 let list = buckets.list();
                 assert!(list.len() < 450, "{} shapes", list.len());
                 let expect = |how: (Regime, Outcome), rows: usize, sequences: usize| {
@@ -284,8 +302,9 @@ mod tests {
     fn few_steps_are_the_largest() {
         for (is_coarse, drafts) in [(false, 0), (false, 8), (true, 0), (true, 3)] {
             let options = EngineOptions { drafts, ..options() };
-            let all = Buckets::new(&options, is_coarse).list();
-            let largest = Buckets::new(&EngineOptions { largest_steps: true, ..options }, is_coarse).list();
+            let all = Buckets::new(&options, is_coarse, 4).list();
+            let largest =
+                Buckets::new(&EngineOptions { largest_steps: true, ..options }, is_coarse, 4).list();
             assert!(largest.len() <= 8 && largest.contains(&all[0]), "{largest:?}");
             let holds =
                 |shape: &StepShape| largest.iter().any(|other| other == shape || is_larger(other, shape));
@@ -295,11 +314,11 @@ mod tests {
 
     #[test]
     fn where_rows_are_dear_a_prompt_is_cut_before_it_is_padded() {
-        let buckets = Buckets::new(&options(), false);
+        let buckets = Buckets::new(&options(), false, 0);
         assert_eq!(
             [2048, 2000, 1100, 76, 60, 3].map(|rows| buckets.chunk_rows(rows)),
             [2048, 2000, 1024, 64, 60, 3]
         );
-        assert_eq!(Buckets::new(&options(), true).chunk_rows(1100), 1100);
+        assert_eq!(Buckets::new(&options(), true, 0).chunk_rows(1100), 1100);
     }
 }

@@ -1,6 +1,7 @@
 //! The prepared steps of a model: traced once per shape, and run again with new data in the staging buffers.
 
 mod buckets;
+mod kept;
 mod results;
 mod shape;
 mod sight;
@@ -18,6 +19,7 @@ pub(crate) use buckets::{Buckets, prefill_rows_max};
 
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
+use kept::KeptLogits;
 use results::{Results, read_ids, read_rows};
 pub(crate) use results::{append_rows, ids_of};
 pub(crate) use shape::{Outcome, StepShape};
@@ -37,6 +39,8 @@ pub(crate) struct Stepper {
     staging: Staging,
     sight: Option<SightStaging>,
     results: Results,
+    /// Logits for the host, where it may read them while a later step runs.
+    kept: Option<KeptLogits>,
     /// The device's layers among those of the cache.
     layers: Range<usize>,
     /// Whether sequences may draft.
@@ -58,13 +62,16 @@ impl Stepper {
         options: &EngineOptions,
         pages_per_sequence: usize,
     ) -> Result<Stepper> {
-        let buckets = Buckets::new(options, runtime.backend().is_compiling());
+        let is_ahead = runtime.backend().is_queueing() && model.part.is_last();
+        let host_rows = if is_ahead { options.host_rows() } else { 0 };
+        let buckets = Buckets::new(options, runtime.backend().is_compiling(), host_rows);
         let sight =
             vision.map(|config| SightStaging::allocate(runtime, config, options, &buckets)).transpose()?;
         Ok(Stepper {
             staging: Staging::allocate(runtime, model, options, &buckets, pages_per_sequence)?,
             sight,
             results: Results::allocate(runtime, model, options, &buckets)?,
+            kept: KeptLogits::allocate(runtime, &buckets, model.config.vocab)?,
             buckets,
             layers,
             drafts: options.drafts > 0,
@@ -164,6 +171,9 @@ impl Stepper {
                 if let Some(sight) = self.sight.as_ref().filter(|_| shape.sees) {
                     sight.fill(&[], *shape)?;
                 }
+                if let (Outcome::KeptLogits, Some(kept)) = (shape.outcome, &self.kept) {
+                    kept.fill(shape.regime, &[])?;
+                }
                 let drawn = self.drawn((shape.regime, shape.outcome), 1)?;
                 step.submit(&drawn).wait(&mut vec![0; drawn.bytes()]).map_err(ArrayError::from)?;
             }
@@ -216,6 +226,36 @@ impl Stepper {
     ) -> Result<PendingRun> {
         let drawn = self.drawn(how, rows.len())?;
         Ok(self.step_for(runtime, model, cache, how, rows)?.submit(&drawn))
+    }
+
+    /// How many rows of a regime the host may draw for while a later step runs.
+    pub fn host_rows(&self) -> usize {
+        self.buckets.host_rows()
+    }
+
+    /// Keeps these rows of the logits of the step of this regime that was submitted last. Its tokens come to the host
+    /// once more.
+    pub fn keep_logits(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        (regime, rows): (Regime, &[usize]),
+    ) -> Result<PendingRun> {
+        let (shape, drawn) = (self.buckets.keeping(regime), self.drawn((regime, Outcome::KeptLogits), 1)?);
+        self.kept()?.fill(regime, rows)?;
+        Ok(self.step(runtime, model, cache, shape)?.submit(&drawn))
+    }
+
+    fn kept(&self) -> Result<&KeptLogits> {
+        let not_planned =
+            || EngineError::Option("no logits are kept for the host: steps do not run ahead".into());
+        self.kept.as_ref().ok_or_else(not_planned)
+    }
+
+    /// Copies row `row` of the logits that were kept of a regime.
+    pub fn read_kept_logits(&self, at: (Regime, usize), logits: &mut Vec<f32>) -> Result<()> {
+        self.kept()?.read(at, logits)
     }
 
     /// Copies row `row` of the logits of the last step, submitted or run.

@@ -21,6 +21,8 @@ pub(crate) enum Outcome {
     Draft,
     /// Keys and values of the MTP head.
     HeadState,
+    /// Rows of the logits of the step before, for the host.
+    KeptLogits,
     /// Commits accepted open rows and runs none. The first `windows` windows and `states` states are committed already.
     Commit { windows: usize, states: usize },
 }

@@ -48,6 +48,7 @@ impl Stepper {
                 let input = self.results.head_input()?.prefix(shape.rows)?;
                 vec![(model.logits(&input)?, self.results.logits.prefix(shape.rows)?)]
             }
+            Outcome::KeptLogits => vec![self.kept()?.trace(&self.results.logits, shape)?],
             Outcome::OpenRows => {
                 let hidden = model.hidden(&tokens, layers, &context)?;
                 let logits = model.logits(&hidden)?;

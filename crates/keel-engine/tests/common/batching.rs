@@ -40,7 +40,11 @@ pub fn step(batcher: &mut Batcher, now: Instant, outcomes: &mut [Outcome]) {
 
 /// Runs until nothing is left. Outcomes are indexed by request id.
 pub fn finish(batcher: &mut Batcher, count: usize) -> Vec<Outcome> {
-    let mut outcomes: Vec<Outcome> = (0..count).map(|_| Outcome::default()).collect();
+    finish_from(batcher, (0..count).map(|_| Outcome::default()).collect())
+}
+
+/// The same after some of it.
+pub fn finish_from(batcher: &mut Batcher, mut outcomes: Vec<Outcome>) -> Vec<Outcome> {
     let now = Instant::now();
     for _ in 0..10_000 {
         if batcher.is_idle() {

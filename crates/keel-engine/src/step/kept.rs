@@ -1,0 +1,60 @@
+//! Logits that the host reads while a later step runs.
+//!
+//! The next step overwrites the logits of a step. So where the host draws a token, the row's logits are copied to a
+//! place of their own, by a program that follows the step's.
+
+use keel_array::{Array, Category, DType, Regime, Runtime};
+
+use super::StepShape;
+use super::buckets::Buckets;
+use crate::Result;
+
+/// Rows of the kept logits: those of answers, then those of prompts.
+pub(super) struct KeptLogits {
+    /// Which rows of the logits are kept, u32 `[2 host rows]`.
+    rows: Array,
+    /// f32 `[2 host rows, V]`.
+    logits: Array,
+    /// How many rows of each regime are kept at most.
+    host_rows: usize,
+}
+
+impl KeptLogits {
+    pub fn allocate(runtime: &Runtime, buckets: &Buckets, vocab: usize) -> Result<Option<KeptLogits>> {
+        let host_rows = buckets.host_rows();
+        if host_rows == 0 {
+            return Ok(None);
+        }
+        let rows = Array::persistent(runtime, Category::Staging, [2 * host_rows], DType::U32)?;
+        let logits = Array::persistent(runtime, Category::Activations, [2 * host_rows, vocab], DType::F32)?;
+        Ok(Some(KeptLogits { rows, logits, host_rows }))
+    }
+
+    /// The first of the kept rows of a regime.
+    fn first(&self, regime: Regime) -> usize {
+        if regime == Regime::Decode { 0 } else { self.host_rows }
+    }
+
+    /// What the program computes: rows of `logits`, and where they go.
+    pub fn trace(&self, logits: &Array, shape: StepShape) -> Result<(Array, Array)> {
+        let at = self.first(shape.regime);
+        let rows = self.rows.entries(at, shape.rows)?;
+        Ok((logits.take(&rows)?, self.logits.entries(at, shape.rows)?))
+    }
+
+    /// Names the rows that the next program of this regime keeps. Padding keeps row 0.
+    pub fn fill(&self, regime: Regime, rows: &[usize]) -> Result<()> {
+        let named = (0..self.host_rows).map(|i| rows.get(i).copied().unwrap_or_default() as u32);
+        Ok(self.rows.entries(self.first(regime), self.host_rows)?.write(&named.collect::<Vec<_>>())?)
+    }
+
+    /// Copies kept row `row` of a regime. The step that kept it has ended; a later one may be under way.
+    pub fn read(&self, (regime, row): (Regime, usize), values: &mut Vec<f32>) -> Result<()> {
+        let row_bytes = self.logits.bytes() / self.logits.shape()[0];
+        let mut bytes = vec![0; row_bytes];
+        self.logits.read_settled_bytes((self.first(regime) + row) * row_bytes, &mut bytes)?;
+        values.clear();
+        values.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
+        Ok(())
+    }
+}
