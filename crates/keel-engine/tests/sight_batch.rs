@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use common::batching::{Outcome, assert_all_is_back, finish, run, step};
-use common::{exact, runtime};
+use common::{device, exact};
 use keel_array::{Backend, Category};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, PictureInput, RequestSight};
@@ -50,8 +50,7 @@ impl Model {
     fn engine(&self, options: EngineOptions) -> Engine {
         let checkpoint = Checkpoint::open(&self.folder).expect("opens");
         let parameters = CheckpointParameters(&checkpoint);
-        Engine::load(&runtime(2), &parameters, checkpoint.config(), options, &|_| ())
-            .expect("the model loads")
+        Engine::load(&device(), &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
     }
 
     fn batcher(&self, options: EngineOptions, batch: BatchOptions) -> Batcher {

@@ -151,6 +151,14 @@ pub(crate) struct Hold<'a> {
     bytes: u64,
 }
 
+impl Hold<'_> {
+    /// Keeps `bytes` of it charged to the request, and gives the rest back.
+    pub fn keep(mut self, bytes: u64) {
+        debug_assert!(bytes <= self.bytes, "what is kept was charged");
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+}
+
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
         self.meter.give_back(self.bytes);

@@ -35,7 +35,7 @@ impl Cancel {
     }
 
     /// The handle of the caller's scope. Outside a scope: a handle that is never cancelled.
-    pub(crate) fn current() -> Cancel {
+    pub fn current() -> Cancel {
         CURRENT.with(|current| current.borrow().clone())
     }
 }

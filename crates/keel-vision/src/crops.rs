@@ -18,27 +18,39 @@ pub struct PanAndScan {
 /// Returns the pieces. There are none if the picture is not long enough or the pieces would be too small.
 pub fn crops(picture: &Picture, how: PanAndScan) -> Vec<Picture> {
     let (width, height) = (picture.width, picture.height);
+    let Some((count, piece)) = cut((height, width), how) else { return Vec::new() };
+    let pieces = (0..count).map(|i| match width >= height {
+        true => picture.crop(piece * i, 0, piece, height),
+        false => picture.crop(0, piece * i, width, piece),
+    });
+    pieces.filter(|crop| crop.width > 0 && crop.height > 0).collect()
+}
+
+/// Height and width of each piece of a picture of this height and width.
+pub(crate) fn crop_sizes((height, width): (usize, usize), how: PanAndScan) -> Vec<(usize, usize)> {
+    let Some((count, piece)) = cut((height, width), how) else { return Vec::new() };
+    let long = width.max(height);
+    let lengths = (0..count).map(|i| piece.min(long.saturating_sub(piece * i))).filter(|&length| length > 0);
+    lengths.map(|length| if width >= height { (height, length) } else { (length, width) }).collect()
+}
+
+/// The number of pieces, and their length along the long side.
+fn cut((height, width): (usize, usize), how: PanAndScan) -> Option<(usize, usize)> {
     let wide = width >= height;
     let (long, short) = if wide { (width, height) } else { (height, width) };
     let ratio = long as f64 / short.max(1) as f64;
     if ratio < how.min_ratio || short == 0 {
-        return Vec::new();
+        return None;
     }
     let count = (long / how.min_crop.max(1)).min((ratio + 0.5).floor() as usize).max(2).min(how.max_crops);
     if count == 0 {
-        return Vec::new();
+        return None;
     }
     let piece = long.div_ceil(count);
     if piece.min(short) < how.min_crop {
-        return Vec::new();
+        return None;
     }
-    (0..count)
-        .map(|i| match wide {
-            true => picture.crop(piece * i, 0, piece, height),
-            false => picture.crop(0, piece * i, width, piece),
-        })
-        .filter(|crop| crop.width > 0 && crop.height > 0)
-        .collect()
+    Some((count, piece))
 }
 
 #[cfg(test)]
@@ -49,7 +61,12 @@ mod tests {
     fn a_long_picture_is_cut_along_its_long_side() {
         let picture = |width, height| Picture { width, height, rgb: vec![0; width * height * 3] };
         let how = PanAndScan { min_crop: 48, max_crops: 4, min_ratio: 1.2 };
-        let sizes = |w, h| crops(&picture(w, h), how).iter().map(|c| (c.width, c.height)).collect::<Vec<_>>();
+        let sizes = |w, h| {
+            let sizes: Vec<_> = crops(&picture(w, h), how).iter().map(|c| (c.width, c.height)).collect();
+            let foretold: Vec<_> = crop_sizes((h, w), how).into_iter().map(|(h, w)| (w, h)).collect();
+            assert_eq!(sizes, foretold);
+            sizes
+        };
         assert_eq!(sizes(112, 80), [(56, 80), (56, 80)]);
         assert_eq!(sizes(80, 201), [(80, 67), (80, 67), (80, 67)]);
         assert_eq!(sizes(100, 90), [], "nearly square");

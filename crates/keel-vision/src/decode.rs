@@ -9,9 +9,10 @@
 
 use std::io::Cursor;
 
+use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, RgbImage};
 
-use crate::{Picture, Result, VisionError, jpeg};
+use crate::{Picture, Result, VisionError, film, jpeg, patience};
 
 /// Bounds on a picture and its file. They are checked before memory is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +31,9 @@ impl Default for DecodeLimits {
 
 /// Largest decoded pixel: RGBA with 16 bits each.
 const PIXEL_BYTES_MAX: u64 = 8;
+
+/// Memory of every decoder: tables and windows.
+const DECODER_BYTES_LEAST: u64 = 512 << 10;
 
 /// Memory that decoders may use in addition to the picture itself.
 const DECODER_BYTES: u64 = 64 << 20;
@@ -66,12 +70,63 @@ fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
     Ok(Opened { format, decoder: Box::new(decoder) })
 }
 
-/// Width and height of a picture, from its header alone.
+/// What a picture's header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measured {
+    /// Pixels in a row.
+    pub width: usize,
+    /// Rows.
+    pub height: usize,
+    /// The most bytes of heap while it is decoded, the decoded picture included.
+    pub decode_bytes: u64,
+}
+
+/// Reads the header of a picture.
 ///
 /// # Errors
 /// As [`decode`], except for faults of the picture after its header.
-pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<(u32, u32)> {
-    Ok(open(bytes, limits)?.decoder.dimensions())
+pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
+    let Opened { format, mut decoder } = open(bytes, limits)?;
+    let (width, height) = decoder.dimensions();
+    let [pixels, pixel_bytes] =
+        [u64::from(width) * u64::from(height), u64::from(decoder.color_type().bytes_per_pixel())];
+    let is_turned = decoder.orientation().is_ok_and(|orientation| orientation != Orientation::NoTransforms);
+    drop(decoder);
+    let file_bytes = bytes.len() as u64;
+    // The decoder's pixels, then these and the RGB values.
+    let (own, converted) = (pixels * pixel_bytes, if pixel_bytes == 3 { 0 } else { 3 * pixels });
+    let decoded = match format {
+        ImageFormat::Jpeg => jpeg::decode_bytes(bytes).unwrap_or(8 * pixels + 2 * file_bytes),
+        ImageFormat::WebP => webp_bytes(bytes, (width, height), own, converted),
+        ImageFormat::Gif => {
+            let of_frame = film::gif_frame_pixels(bytes).filter(|&frame| frame != pixels).unwrap_or(0);
+            own + converted.max(4 * of_frame)
+        }
+        _ => own + converted,
+    };
+    let turned = if is_turned { 2 * own } else { 0 };
+    let (width, height) = (width as usize, height as usize);
+    Ok(Measured {
+        width,
+        height,
+        decode_bytes: decoded.max(turned).max(2 * file_bytes) + DECODER_BYTES_LEAST,
+    })
+}
+
+/// The most bytes of heap while a WebP file is decoded.
+fn webp_bytes(bytes: &[u8], (width, height): (u32, u32), own: u64, converted: u64) -> u64 {
+    let side = |n: u32| u64::from(n.next_multiple_of(16));
+    let planes = side(width) * side(height) * 3 / 2;
+    let rgba = 4 * u64::from(width) * u64::from(height);
+    match bytes.get(12..16) {
+        // Lossy: planes of samples, each part of the file, and the pixels.
+        Some(b"VP8 ") => own + planes + bytes.len() as u64,
+        // Lossless, without alpha: RGBA and the pixels.
+        _ if converted == 0 => own + planes.max(rgba),
+        // With alpha, which may be coded as a lossless picture of its own.
+        Some(b"VP8L") => own + converted,
+        _ => own + planes + rgba + rgba / 4,
+    }
 }
 
 /// Decodes a picture.
@@ -81,16 +136,21 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<(u32, u32)> {
 /// - The format is not supported.
 /// - The file is broken or cut short.
 /// - The picture has a single pixel, or none.
+/// - The [`crate::Patience`] of this thread is over.
 pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
+    patience::check()?;
     let Opened { format, mut decoder } = open(bytes, limits)?;
     let orientation = decoder.orientation().map_err(broken)?;
-    let exact = match format {
-        ImageFormat::Jpeg => jpeg_of(bytes, limits)?,
-        _ => None,
-    };
-    let mut decoded = match exact {
-        Some(decoded) => decoded,
-        None => DynamicImage::from_decoder(decoder).map_err(broken)?,
+    let mut decoded = match format {
+        ImageFormat::Jpeg => {
+            // It has a copy of the file.
+            drop(decoder);
+            match jpeg_of(bytes, limits)? {
+                Some(decoded) => decoded,
+                None => DynamicImage::from_decoder(open(bytes, limits)?.decoder).map_err(broken)?,
+            }
+        }
+        _ => DynamicImage::from_decoder(decoder).map_err(broken)?,
     };
     decoded.apply_orientation(orientation);
     Ok(picture_of(decoded))
@@ -127,6 +187,7 @@ fn jpeg_of(bytes: &[u8], limits: DecodeLimits) -> Result<Option<DynamicImage>> {
             Ok(RgbImage::from_raw(width as u32, height as u32, rgb).map(DynamicImage::ImageRgb8))
         }
         Err(jpeg::Stop::Unsupported) => Ok(None),
+        Err(jpeg::Stop::Impatient(error)) => Err(error),
         Err(jpeg::Stop::Broken(reason)) => Err(VisionError::Decode(format!("of the JPEG, {reason}"))),
     }
 }

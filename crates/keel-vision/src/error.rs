@@ -62,6 +62,15 @@ pub enum VisionError {
     /// A video's file that cannot be read.
     #[error("the video cannot be read: {0}")]
     Film(String),
+    /// Nobody waits for the result any more.
+    #[error("the work was ended, because nobody waits for it")]
+    Unwanted,
+    /// The time for the work is over.
+    #[error("reading the pictures and videos took longer than {seconds} s; send fewer or smaller ones")]
+    Time {
+        /// The time that was allowed.
+        seconds: f64,
+    },
     /// A processor file is not valid.
     #[error("{file}: {reason}")]
     Processor {

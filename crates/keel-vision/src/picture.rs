@@ -16,8 +16,11 @@ impl Picture {
     pub fn crop(&self, left: usize, top: usize, width: usize, height: usize) -> Picture {
         let (left, top) = (left.min(self.width), top.min(self.height));
         let (width, height) = (width.min(self.width - left), height.min(self.height - top));
-        let rows = (top..top + height).map(|y| (y * self.width + left) * 3);
-        let rgb = rows.flat_map(|start| &self.rgb[start..start + width * 3]).copied().collect();
+        let mut rgb = Vec::with_capacity(width * height * 3);
+        for y in top..top + height {
+            let start = (y * self.width + left) * 3;
+            rgb.extend_from_slice(&self.rgb[start..start + width * 3]);
+        }
         Picture { width, height, rgb }
     }
 }

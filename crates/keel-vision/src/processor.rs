@@ -8,16 +8,20 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
-use crate::crops::{PanAndScan, crops};
+use crate::crops::{PanAndScan, crop_sizes, crops};
 use crate::fields::Fields;
 use crate::patches::{PatchShape, patches, planes};
 use crate::pixels::ScaleDefaults;
+use crate::resample::resize_bytes;
 use crate::size::{image_size, pixels_max};
-use crate::{Filter, Grid, Picture, PixelScale, Result, VideoProcessor, VisionError, resize};
+use crate::{Filter, Grid, Picture, PixelScale, Result, VideoProcessor, VisionError, patience, resize};
 
 const PROCESSOR: &str = "processor_config.json";
 const IMAGE: &str = "preprocessor_config.json";
 const VIDEO: &str = "video_preprocessor_config.json";
+
+/// Bytes of lists and handles while something is prepared.
+pub(crate) const SMALL_BYTES: u64 = 64 << 10;
 
 /// Limit on a processor file. Real ones have a few hundred bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -68,7 +72,14 @@ impl ProcessorFiles {
             (None, Some(own)) => (IMAGE, own),
             (None, None) => return Err(missing(IMAGE)),
         };
-        ImageProcessor::from_json(file, &merged(json, instead))
+        // As in the reference, pictures are cut only if the caller asks for it, whatever the file says.
+        let mut json = merged(json, instead);
+        if !instead.contains_key("do_pan_and_scan")
+            && let Some(settings) = json.as_object_mut()
+        {
+            settings.remove("do_pan_and_scan");
+        }
+        ImageProcessor::from_json(file, &json)
     }
 
     /// The video processor. Settings in `instead` override those of the file.
@@ -242,6 +253,29 @@ impl ImageProcessor {
         }
     }
 
+    /// The most bytes of heap while a picture of `width` by `height` is prepared, in addition to its own. What is
+    /// prepared is included.
+    ///
+    /// # Errors
+    /// As [`ImageProcessor::process`].
+    pub fn work_bytes(&self, width: usize, height: usize) -> Result<u64> {
+        let sizes = self.pan_and_scan.map_or(Vec::new(), |how| crop_sizes((height, width), how));
+        let (mut kept, mut most) = (0, 0);
+        for &own in std::iter::once(&(height, width)).chain(&sizes) {
+            let size = self.target(own)?;
+            let pixels = size.0 as u64 * size.1 as u64;
+            let frames = match self.layout {
+                Layout::Whole { .. } => 1,
+                Layout::Patches { frames, .. } => frames as u64,
+            };
+            let one = pixels * 3 * (1 + frames * size_of::<f32>() as u64);
+            most = most.max(kept + one.max(3 * pixels + resize_bytes(own, size)));
+            kept += one;
+        }
+        let crops: u64 = sizes.iter().map(|(height, width)| 3 * *height as u64 * *width as u64).sum();
+        Ok(crops + most + SMALL_BYTES)
+    }
+
     /// Prepares a picture. Its crops, if any, follow it.
     ///
     /// # Errors
@@ -252,7 +286,8 @@ impl ImageProcessor {
     }
 
     fn process_one(&self, picture: &Picture) -> Result<ProcessedImage> {
-        let (height, width) = self.target(picture)?;
+        patience::check()?;
+        let (height, width) = self.target((picture.height, picture.width))?;
         let resized = resize(picture, width, height, self.filter);
         let (values, grid) = match self.layout {
             Layout::Whole { .. } => (planes(&resized, &self.scale), Grid { t: 1, h: 1, w: 1 }),
@@ -264,8 +299,7 @@ impl ImageProcessor {
     }
 
     /// Height and width after resizing.
-    fn target(&self, picture: &Picture) -> Result<(usize, usize)> {
-        let own = (picture.height, picture.width);
+    fn target(&self, own: (usize, usize)) -> Result<(usize, usize)> {
         match self.layout {
             Layout::Whole { height, width } if self.resizes || own == (height, width) => Ok((height, width)),
             Layout::Patches { side, merge, pixels, .. } if self.resizes => {
@@ -357,6 +391,19 @@ mod tests {
         let own = ProcessorFiles::new(Some(json!({"processor_class": "x"})), Some(older), None);
         let expected = Layout::Patches { side: 14, merge: 2, frames: 2, pixels: (100, 200) };
         assert_eq!(layout(&own), expected);
+    }
+
+    #[test]
+    fn pictures_are_cut_only_if_the_caller_asks() {
+        let file = json!({"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28},
+            "do_pan_and_scan": true, "pan_and_scan_min_crop_size": 20});
+        let files = ProcessorFiles::new(None, Some(file), None);
+        let picture = Picture { width: 90, height: 30, rgb: vec![9; 90 * 30 * 3] };
+        let pieces = |instead: Value| {
+            let processor = files.image(instead.as_object().expect("an object")).expect("sound");
+            processor.process(&picture).expect("fits").len()
+        };
+        assert_eq!((pieces(json!({})), pieces(json!({"do_pan_and_scan": true}))), (1, 4));
     }
 
     #[test]

@@ -120,6 +120,16 @@ pub fn resize(picture: &Picture, width: usize, height: usize, filter: Filter) ->
 const ROWS: usize = 16;
 const LANES: usize = 3 * ROWS;
 
+/// The most bytes of heap while a picture of `own` (height, width) is resized to `size`, in addition to the result.
+pub(crate) fn resize_bytes(own: (usize, usize), size: (usize, usize)) -> u64 {
+    let taps = |input: usize, output: usize| if input == output { 0 } else { 24 * (4 * input + 4 * output) };
+    let between = if own.1 == size.1 || own.0 == size.0 { 0 } else { 3 * own.0 * size.1 };
+    // Interleaved rows, for each thread.
+    let columns =
+        if own.1 == size.1 { 0 } else { rayon::current_num_threads() * own.1 * LANES * size_of::<i16>() };
+    (between + columns + taps(own.0, size.0) + taps(own.1, size.1)) as u64
+}
+
 fn resize_rows(picture: &Picture, width: usize, filter: Filter) -> Picture {
     let taps = Taps::new(picture.width, width, filter);
     let mut rgb = vec![0; picture.height * width * 3];

@@ -8,9 +8,10 @@ use sha2::{Digest, Sha256};
 use crate::fields::Fields;
 use crate::patches::{PatchShape, patches};
 use crate::pixels::ScaleDefaults;
-use crate::processor::{filter_of, patch_shape, pixel_bounds, unresized};
+use crate::processor::{SMALL_BYTES, filter_of, patch_shape, pixel_bounds, unresized};
+use crate::resample::resize_bytes;
 use crate::size::{image_size, video_size};
-use crate::{Filter, Grid, Picture, PixelScale, Result, VisionError, resize};
+use crate::{Filter, Grid, Picture, PixelScale, Result, VisionError, patience, resize};
 
 /// Frames per second of a video that does not state it.
 pub const FPS_DEFAULT: f64 = 24.0;
@@ -165,6 +166,24 @@ impl VideoProcessor {
         Ok(smaller)
     }
 
+    /// The most bytes of heap while `frames` chosen frames of `width` by `height` are prepared, in addition to the frames
+    /// themselves. What is prepared is included. A frame may come turned.
+    ///
+    /// # Errors
+    /// As [`VideoProcessor::frame_size`].
+    pub fn work_bytes(&self, frames: usize, width: usize, height: usize) -> Result<u64> {
+        let sizes = [(height, width), (width, height)].map(|own| (own, self.frame_size(frames, own)));
+        let padded = frames.next_multiple_of(self.shape.frames.max(1)) as u64;
+        let of = |own, (h, w): (usize, usize)| {
+            let pixels = h as u64 * w as u64;
+            let resized = 3 * pixels * frames as u64 + resize_bytes(own, (h, w));
+            resized.max(3 * pixels * padded * (1 + size_of::<f32>() as u64)) + SMALL_BYTES
+        };
+        let most = sizes.iter().filter_map(|(own, size)| Some(of(*own, *size.as_ref().ok()?))).max();
+        // If neither fits, the error says why.
+        most.map_or_else(|| Ok(of((height, width), self.frame_size(frames, (height, width))?)), Ok)
+    }
+
     /// Prepares the chosen frames.
     ///
     /// # Errors
@@ -196,6 +215,7 @@ impl VideoBuilder<'_> {
     /// # Errors
     /// It differs in size from the first, or it cannot be resized to a size that the tower supports.
     pub fn add(&mut self, frame: &Picture) -> Result<()> {
+        patience::check()?;
         let own = (frame.height, frame.width);
         let [first, (height, width)] = match self.sizes {
             Some(sizes) => sizes,

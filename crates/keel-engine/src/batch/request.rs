@@ -228,6 +228,18 @@ pub struct PictureStatus {
     pub pieces: u64,
 }
 
+impl PictureStatus {
+    fn add(&mut self, other: PictureStatus) {
+        let PictureStatus { kept, bytes, held_bytes, bytes_max, looks, pieces } = other;
+        self.kept += kept;
+        self.bytes += bytes;
+        self.held_bytes += held_bytes;
+        self.bytes_max += bytes_max;
+        self.looks += looks;
+        self.pieces += pieces;
+    }
+}
+
 /// Counts of a batch at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct BatchStatus {
@@ -274,6 +286,7 @@ impl BatchStatus {
         self.prefix_pages += other.prefix_pages;
         self.idle_prefix_pages += other.idle_prefix_pages;
         self.prefix_states += other.prefix_states;
+        self.pictures.add(other.pictures);
         self.speculation.add(&other.speculation);
         self.failed_steps += other.failed_steps;
         self.late_work = self.late_work.plus(other.late_work);
@@ -282,12 +295,41 @@ impl BatchStatus {
     /// Keeps what has happened and forgets what there is, as of a batch that is gone.
     pub fn forget_gauges(&mut self) {
         let ParkingStatus { times, bytes_out, bytes_in, .. } = self.parking;
+        let PictureStatus { looks, pieces, .. } = self.pictures;
         *self = BatchStatus {
             parking: ParkingStatus { times, bytes_out, bytes_in, ..ParkingStatus::default() },
+            pictures: PictureStatus { looks, pieces, ..PictureStatus::default() },
             speculation: std::mem::take(&mut self.speculation),
             failed_steps: self.failed_steps,
             late_work: self.late_work,
             ..BatchStatus::default()
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_of_pictures_are_added_and_what_happened_is_kept() {
+        let of = |kept, looks| BatchStatus {
+            pictures: PictureStatus {
+                kept,
+                bytes: 10,
+                held_bytes: 4,
+                bytes_max: 100,
+                looks,
+                pieces: 2 * looks,
+            },
+            ..BatchStatus::default()
+        };
+        let mut sum = of(1, 5);
+        sum.add(&of(2, 7));
+        let expected =
+            PictureStatus { kept: 3, bytes: 20, held_bytes: 8, bytes_max: 200, looks: 12, pieces: 24 };
+        assert_eq!(sum.pictures, expected);
+        sum.forget_gauges();
+        assert_eq!(sum.pictures, PictureStatus { looks: 12, pieces: 24, ..PictureStatus::default() });
     }
 }

@@ -45,7 +45,8 @@ pub enum TowerKind {
         table_side: usize,
         /// Base of the rotary frequencies.
         theta: f64,
-        /// Blocks whose outputs give further features. These are added after the first text layers.
+        /// Blocks whose outputs give further features, in the order of their mergers in the checkpoint. In the order of the
+        /// blocks, the features are added after the first text layers.
         deepstack: Vec<usize>,
     },
     /// Gemma 3: SigLIP on pictures of one size, averaged to a fixed number of rows. These rows see each other in the
@@ -157,8 +158,8 @@ impl VisionConfig {
                 TowerKind::Qwen { deepstack, .. } if deepstack.iter().any(|&block| block >= self.depth) => {
                     format!("deepstack_visual_indexes {deepstack:?} name blocks beyond {}", self.depth)
                 }
-                TowerKind::Qwen { deepstack, .. } if !deepstack.is_sorted_by(|a, b| a < b) => {
-                    format!("deepstack_visual_indexes {deepstack:?} are not in ascending order")
+                TowerKind::Qwen { deepstack, .. } if has_repeats(deepstack) => {
+                    format!("deepstack_visual_indexes {deepstack:?} name a block twice")
                 }
                 TowerKind::Siglip { image_size, .. } if !image_size.is_multiple_of(self.patch) => {
                     format!("image_size {image_size} is not a multiple of patch_size {}", self.patch)
@@ -273,6 +274,15 @@ impl VisionConfig {
     pub fn is_bidirectional(&self) -> bool {
         matches!(self.kind, TowerKind::Siglip { .. })
     }
+}
+
+fn has_repeats(list: &[usize]) -> bool {
+    list.iter().enumerate().any(|(i, one)| list[..i].contains(one))
+}
+
+/// The level of the features of block `block`, if it has any. The features that replace embeddings are level 0.
+pub(super) fn level_of(deepstack: &[usize], block: usize) -> Option<usize> {
+    deepstack.contains(&block).then(|| 1 + deepstack.iter().filter(|&&other| other < block).count())
 }
 
 fn token(config: &Value, keys: [&str; 2], default: Option<u32>) -> Result<u32> {
@@ -393,6 +403,12 @@ mod tests {
     }
 
     #[test]
+    fn levels_follow_the_blocks_and_mergers_the_list() {
+        let levels = [0, 1, 2, 3].map(|block| level_of(&[3, 0, 2], block));
+        assert_eq!(levels, [Some(1), None, Some(2), Some(3)]);
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         for (key, value) in [
             ("depth", json!(null)),
@@ -400,7 +416,6 @@ mod tests {
             ("num_position_embeddings", json!(80)),
             ("out_hidden_size", json!(97)),
             ("deepstack_visual_indexes", json!([0, 2])),
-            ("deepstack_visual_indexes", json!([1, 0])),
             ("deepstack_visual_indexes", json!([1, 1])),
             ("hidden_act", json!("relu")),
             ("in_channels", json!(1)),

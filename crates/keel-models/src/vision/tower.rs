@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use keel_array::{Array, Batch, KvPool, Runtime};
 
-use super::config::{TowerKind, VisionConfig};
+use super::config::{TowerKind, VisionConfig, level_of};
 use super::layers::{TowerBlock, TowerStep};
 use super::qwen::{self, Merger};
 use super::siglip::Projector;
@@ -131,7 +131,8 @@ impl Tower {
             if let (TowerHead::Merged { deepstack, .. }, Some(k)) =
                 (&self.head, taken.iter().position(|&taken| taken == i))
             {
-                features.push((1 + k, deepstack[k].apply(&x)?));
+                let level = level_of(taken, i).unwrap_or(0);
+                features.push((level, deepstack[k].apply(&x)?));
             }
         }
         if blocks.end < self.blocks.len() {

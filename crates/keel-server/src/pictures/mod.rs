@@ -6,7 +6,8 @@
 //! mod.rs      decoded and prepared as the model's processor says; placeholders repeated
 //! ```
 //!
-//! Memory is charged before it is taken: a picture's size is read from its first bytes.
+//! Memory is charged before it is taken: a picture's size is read from its first bytes. The work ends when the client leaves or
+//! its time is over ([`Patience`]).
 
 mod source;
 mod video;
@@ -16,10 +17,10 @@ use std::sync::Arc;
 use keel_engine::batch::{PictureInput, RequestSight};
 use keel_engine::{EngineError, PatchGrid};
 use keel_models::vision::{TowerKind, VisionConfig};
-use keel_text::Tokenizer;
+use keel_text::{Cancel, Tokenizer};
 use keel_vision::{
-    DecodeLimits, ImageProcessor, ImageSpan, Placeholders, ProcessorFiles, VideoBounds, VideoSpan, decode,
-    expand, measure,
+    DecodeLimits, ImageProcessor, ImageSpan, Measured, Patience, Placeholders, ProcessorFiles, VideoBounds,
+    VideoSpan, decode, expand, measure,
 };
 use serde_json::Map;
 
@@ -29,11 +30,6 @@ use crate::text::Bounds;
 pub use source::{Fetch, FetchLimits, PictureSources};
 use video::VideoView;
 pub(crate) use video::{VideoShot, VideoSource};
-
-/// Bytes of heap for each pixel of a file while it is decoded, and for each pixel of the size that the tower reads while it is
-/// prepared.
-const PER_FILE_PIXEL: u64 = 20;
-const PER_READ_PIXEL: u64 = 40;
 
 /// Pictures of one request at most.
 const PICTURES_MAX: usize = 256;
@@ -45,8 +41,6 @@ pub struct Viewer {
     placeholders: Placeholders,
     /// How it is shown videos, if it can be.
     videos: Option<VideoView>,
-    /// Pixels that the tower reads at most.
-    pixels_max: usize,
 }
 
 /// The pictures of a conversation, ready for the tower.
@@ -114,7 +108,7 @@ impl Viewer {
         let of_videos =
             VideoBounds { frame_pixels: pixels_max, pixels: pixels_max.saturating_mul(pictures.max(1)) };
         let videos = tokens.video.and_then(|_| VideoView::new(files, of_videos));
-        Ok(Viewer { config, processor, placeholders, videos, pixels_max })
+        Ok(Viewer { config, processor, placeholders, videos })
     }
 
     /// Reads, decodes and prepares pictures and videos.
@@ -122,6 +116,12 @@ impl Viewer {
     /// # Errors
     /// One that cannot be had, decoded or shown; memory that others use.
     pub(crate) fn show(&self, shots: &[Shot], bounds: &Bounds<'_>) -> Result<Shown> {
+        let (time, cancel) = (bounds.sources.map(|sources| sources.request_time), Cancel::current());
+        let time = time.unwrap_or(PictureSources::default().request_time);
+        Patience::new(time, move || !cancel.is_cancelled()).scope(|| self.show_all(shots, bounds))
+    }
+
+    fn show_all(&self, shots: &[Shot], bounds: &Bounds<'_>) -> Result<Shown> {
         if shots.len() > PICTURES_MAX {
             return Err(wrong(
                 "messages",
@@ -167,15 +167,15 @@ impl Viewer {
         let bytes = source::read(url, bounds)?;
         let _file = hold(bytes.len() as u64)?;
         let limits = DecodeLimits { file_bytes: source::FILE_BYTES_MAX, pixels: source::PIXELS_MAX };
-        let (width, height) = measure(&bytes, limits)?;
-        let read = self.processor.values_max().unwrap_or(3 * self.pixels_max) as u64;
-        let _work = hold(u64::from(width) * u64::from(height) * PER_FILE_PIXEL + read * PER_READ_PIXEL / 3)?;
+        let Measured { width, height, decode_bytes } = measure(&bytes, limits)?;
+        let preparing = 3 * width as u64 * height as u64 + self.processor.work_bytes(width, height)?;
+        let work = hold(decode_bytes.max(preparing))?;
         let prepared = self.processor.process(&decode(&bytes, limits)?)?;
         let crops = prepared.len() - 1;
+        if let Some(work) = work {
+            work.keep(prepared.iter().map(|one| size_of_val(&one.values[..]) as u64).sum());
+        }
         for one in prepared {
-            if let Some(meter) = bounds.meter {
-                meter.take(size_of_val(&one.values[..]) as u64)?;
-            }
             let grid = PatchGrid { t: one.grid.t, h: one.grid.h, w: one.grid.w };
             let key = one.key(&self.processor);
             inputs.push(PictureInput { key, values: Arc::new(one.values), grid, is_video: false });

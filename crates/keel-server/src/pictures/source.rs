@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use keel_vision::Patience;
 
 use super::Trouble;
 use crate::text::Bounds;
@@ -48,16 +49,24 @@ pub struct PictureSources {
     pub fetch: Option<Arc<dyn Fetch>>,
     /// Time for a download.
     pub fetch_time: Duration,
+    /// Time for all pictures and videos of a request: downloads, decoding, preparing.
+    pub request_time: Duration,
 }
 
 impl Default for PictureSources {
     fn default() -> PictureSources {
-        PictureSources { folders: Vec::new(), fetch: None, fetch_time: Duration::from_secs(10) }
+        PictureSources {
+            folders: Vec::new(),
+            fetch: None,
+            fetch_time: Duration::from_secs(10),
+            request_time: Duration::from_secs(120),
+        }
     }
 }
 
 /// The bytes of a picture.
 pub(super) fn read(url: &str, bounds: &Bounds<'_>) -> Result<Vec<u8>, Trouble> {
+    Patience::current().check()?;
     let Some(data) = url.strip_prefix("data:") else {
         let none = PictureSources::default();
         return elsewhere(url, bounds.sources.unwrap_or(&none)).map_err(Trouble::Picture);
@@ -87,7 +96,8 @@ fn elsewhere(url: &str, sources: &PictureSources) -> Result<Vec<u8>, String> {
                         with --allow-image-urls HOST"
                 .into());
         };
-        return fetch.fetch(url, FetchLimits { bytes: FILE_BYTES_MAX, time: sources.fetch_time });
+        let time = Patience::current().left_of(sources.fetch_time);
+        return fetch.fetch(url, FetchLimits { bytes: FILE_BYTES_MAX, time });
     }
     let path = url.strip_prefix("file://").unwrap_or(url);
     if path.contains("://") {

@@ -6,13 +6,14 @@ use std::time::Duration;
 use keel_engine::PatchGrid;
 use keel_engine::batch::PictureInput;
 use keel_vision::{
-    DecodeLimits, FPS_DEFAULT, Film, FilmLimits, ProcessedVideo, ProcessorFiles, VideoBounds, VideoBuilder,
-    VideoProcessor, VideoSpan, decode, measure, timestamps,
+    DecodeLimits, FPS_DEFAULT, Film, FilmLimits, Measured, ProcessedVideo, ProcessorFiles, VideoBounds,
+    VideoBuilder, VideoProcessor, VideoSpan, decode, measure, timestamps,
 };
 use serde_json::{Map, json};
 
 use super::source::{self, FILE_BYTES_MAX, PIXELS_MAX};
-use super::{PER_FILE_PIXEL, PER_READ_PIXEL, Trouble, Viewer};
+use super::{Trouble, Viewer};
+use crate::memory::Hold;
 use crate::text::Bounds;
 
 /// Bounds on a video's file.
@@ -112,10 +113,11 @@ impl Viewer {
         let _file = hold(bytes.len() as u64)?;
         let film = Film::open(&bytes, LIMITS)?;
         let chosen = processor.sample(film.frames(), film.fps())?;
-        let _work = hold(work_bytes(&processor, chosen.len(), film.size())?)?;
+        let (width, height) = film.size();
+        let work = hold(film.frame_bytes() + processor.work_bytes(chosen.len(), width, height)?)?;
         let mut builder = VideoBuilder::new(&processor, chosen.len());
         film.take(&chosen, &mut |frame| builder.add(&frame))?;
-        self.finish(builder.finish()?, &processor, (&chosen, film.fps()), bounds)
+        self.finish(builder.finish()?, &processor, (&chosen, film.fps()), work)
     }
 
     fn show_frames(
@@ -139,14 +141,14 @@ impl Viewer {
         for &i in &chosen {
             let bytes = source::read(&urls[i], bounds)?;
             let _file = hold(bytes.len() as u64)?;
-            let (width, height) = measure(&bytes, limits)?;
+            let Measured { width, height, decode_bytes } = measure(&bytes, limits)?;
             if of_all.is_none() {
-                of_all = hold(work_bytes(&processor, chosen.len(), (width as usize, height as usize))?)?;
+                of_all = hold(processor.work_bytes(chosen.len(), width, height)?)?;
             }
-            let _work = hold(u64::from(width) * u64::from(height) * PER_FILE_PIXEL)?;
+            let _frame = hold(decode_bytes)?;
             builder.add(&decode(&bytes, limits)?)?;
         }
-        self.finish(builder.finish()?, &processor, (&chosen, fps), bounds)
+        self.finish(builder.finish()?, &processor, (&chosen, fps), of_all)
     }
 
     fn finish(
@@ -154,11 +156,11 @@ impl Viewer {
         video: ProcessedVideo,
         processor: &VideoProcessor,
         (chosen, fps): (&[usize], f64),
-        bounds: &Bounds<'_>,
+        work: Option<Hold<'_>>,
     ) -> Result<(PictureInput, VideoSpan), Trouble> {
         let key = video.key(processor);
-        if let Some(meter) = bounds.meter {
-            meter.take(size_of_val(&video.values[..]) as u64)?;
+        if let Some(work) = work {
+            work.keep(size_of_val(&video.values[..]) as u64);
         }
         let grid = PatchGrid { t: video.grid.t, h: video.grid.h, w: video.grid.w };
         let span = VideoSpan {
@@ -167,20 +169,4 @@ impl Viewer {
         };
         Ok((PictureInput { key, values: Arc::new(video.values), grid, is_video: true }, span))
     }
-}
-
-/// Bytes of heap while a frame is decoded, and while `count` frames are prepared. A frame may come turned.
-fn work_bytes(
-    processor: &VideoProcessor,
-    count: usize,
-    (width, height): (usize, usize),
-) -> Result<u64, Trouble> {
-    let sizes = [(height, width), (width, height)].map(|own| processor.frame_size(count, own));
-    let largest = sizes.into_iter().flatten().map(|(h, w)| h * w).max();
-    let each = match largest {
-        Some(pixels) => pixels as u64,
-        // Says why no size fits.
-        None => processor.frame_size(count, (height, width)).map(|(h, w)| h * w)? as u64,
-    };
-    Ok((width as u64 * height as u64) * PER_FILE_PIXEL + count as u64 * each * PER_READ_PIXEL)
 }

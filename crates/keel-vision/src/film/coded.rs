@@ -6,26 +6,28 @@
 //! ```
 //!
 //! The file comes from a stranger. `ffmpeg` gets the kind from here and guesses none, so the file cannot be a playlist
-//! that names other files or hosts; it opens no protocol but `file`. Its output is read within limits, and it is ended when its time
-//! is over.
+//! that names other files or hosts; it opens no protocol but `file`. Its output is read within limits, and it is ended when its
+//! time is over, or when nobody waits for its output.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tempfile::NamedTempFile;
 
 use super::{Count, FilmLimits, FrameSink, failed};
-use crate::{Picture, Result};
+use crate::{Patience, Picture, Result};
 
 /// The most memory of one allocation in `ffmpeg`.
 const ALLOCATION_MAX: &str = "536870912";
 /// The most bytes of its messages that are read.
 const MESSAGE_BYTES_MAX: u64 = 2048;
+/// How often its watcher asks whether its output is still wanted.
+const ASK_TIME: Duration = Duration::from_millis(20);
 /// The most bytes of a line of its list of packets.
 const LINE_BYTES_MAX: u64 = 4096;
 
@@ -124,7 +126,8 @@ impl Coded {
             ),
             _ => failed(format!("ffmpeg does not start: {error}")),
         })?;
-        let mut child = Watched::new(started, self.limits.time);
+        let patience = Patience::current();
+        let mut child = Watched::new(started, self.limits.time, patience.clone());
         let (output, message) = child.pipes();
         let outcome = match output {
             Some(output) => read(&mut BufReader::new(output)),
@@ -135,6 +138,10 @@ impl Coded {
         // Where files lie here is nobody's business.
         let message = message.replace(&*self.file.path().to_string_lossy(), "the file");
         match (outcome, ended) {
+            (_, Ended::Impatient) => {
+                patience.check()?;
+                Err(failed("ffmpeg was ended".into()))
+            }
             (_, Ended::Late) => {
                 Err(failed(format!("ffmpeg took longer than {} s", self.limits.time.as_secs_f64())))
             }
@@ -152,7 +159,10 @@ type Output = BufReader<ChildStdout>;
 enum Ended {
     Well,
     Refused,
+    /// Its own time was over.
     Late,
+    /// The patience of the thread that started it was over.
+    Impatient,
 }
 
 /// A process that is killed when its time is over, or when this is dropped.
@@ -160,20 +170,37 @@ struct Watched {
     child: Arc<Mutex<Child>>,
     /// Dropped or sent to when the process need not be watched any more.
     done: Option<Sender<()>>,
-    watcher: Option<thread::JoinHandle<bool>>,
+    watcher: Option<thread::JoinHandle<Option<Ended>>>,
+}
+
+/// Waits until a process is done. Returns why it must be killed, if it must.
+fn watch(done: &Receiver<()>, time: Duration, patience: &Patience) -> Option<Ended> {
+    let start = Instant::now();
+    loop {
+        let left = time.saturating_sub(start.elapsed());
+        if done.recv_timeout(left.min(ASK_TIME)) != Err(RecvTimeoutError::Timeout) {
+            return None;
+        }
+        if patience.check().is_err() {
+            return Some(Ended::Impatient);
+        }
+        if start.elapsed() >= time {
+            return Some(Ended::Late);
+        }
+    }
 }
 
 impl Watched {
-    fn new(child: Child, time: Duration) -> Watched {
+    fn new(child: Child, time: Duration, patience: Patience) -> Watched {
         let child = Arc::new(Mutex::new(child));
         let (done, waits) = mpsc::channel();
         let watched = Arc::clone(&child);
         let watcher = thread::spawn(move || {
-            let is_late = waits.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
-            if is_late {
+            let reason = watch(&waits, time, &patience);
+            if reason.is_some() {
                 let _ = lock(&watched).kill();
             }
-            is_late
+            reason
         });
         Watched { child, done: Some(done), watcher: Some(watcher) }
     }
@@ -209,10 +236,10 @@ impl Watched {
             thread::sleep(Duration::from_millis(2));
         };
         drop(self.done.take());
-        let is_late = self.watcher.take().is_some_and(|watcher| watcher.join().unwrap_or(false));
-        match status {
-            _ if is_late => Ended::Late,
-            Some(status) if status.success() => Ended::Well,
+        let killed = self.watcher.take().and_then(|watcher| watcher.join().unwrap_or(None));
+        match (killed, status) {
+            (Some(reason), _) => reason,
+            (None, Some(status)) if status.success() => Ended::Well,
             _ => Ended::Refused,
         }
     }
@@ -309,7 +336,6 @@ fn ppm(output: &mut impl BufRead, pixels_max: u64) -> Result<Option<Picture>> {
 #[cfg(all(test, unix))]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
-    use std::time::Instant;
 
     use super::super::Film;
     use super::*;
@@ -360,6 +386,27 @@ mod tests {
         let script = format!("case \"$*\" in *'-ignore_editlist 1'*) ;; *) exit 3;; esac; {LIST}");
         let program = program(&script);
         assert_eq!(Film::open_with(MP4, FilmLimits::default(), &program).expect("sound").frames(), 3);
+    }
+
+    #[test]
+    fn nobody_waits_for_what_is_not_wanted() {
+        let left = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let asked = Arc::clone(&left);
+        let is_wanted = move || !asked.load(std::sync::atomic::Ordering::Relaxed);
+        let patience = Patience::new(Duration::from_secs(3600), is_wanted);
+        let leaves = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            left.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        let start = Instant::now();
+        let outcome = patience.scope(|| open("exec sleep 20", FilmLimits::default()));
+        assert!(matches!(outcome, Err(crate::VisionError::Unwanted)), "{outcome:?}");
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+        leaves.join().expect("it ends");
+        let short = Patience::new(Duration::from_millis(100), || true);
+        let message =
+            short.scope(|| open("exec sleep 20", FilmLimits::default())).expect_err("late").to_string();
+        assert!(message.contains("longer than 0.1 s"), "{message}");
     }
 
     #[test]

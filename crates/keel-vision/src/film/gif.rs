@@ -9,7 +9,7 @@ use image::codecs::gif::GifDecoder;
 use image::{AnimationDecoder, ImageDecoder, Limits};
 
 use super::{Count, FilmLimits, FrameSink, failed};
-use crate::{Picture, Result};
+use crate::{Picture, Result, patience};
 
 /// Hundredths of a second for a frame that states none, as browsers show it.
 const DELAY_DEFAULT: u64 = 10;
@@ -95,6 +95,23 @@ pub(super) fn count(bytes: &[u8], limits: FilmLimits) -> Result<Count> {
     Ok(Count { frames, seconds, width: number(screen), height: number(&screen[2..]) })
 }
 
+/// Pixels of the first frame, which need not be those of the screen. `None` if there is no such frame.
+pub(crate) fn first_frame_pixels(bytes: &[u8]) -> Option<u64> {
+    let mut walk = Walk(bytes);
+    walk.take(6).ok()?;
+    walk.take(7).and_then(|screen| walk.colours(screen[4])).ok()?;
+    loop {
+        match walk.byte().ok()? {
+            0x21 => walk.byte().and_then(|_| walk.sub_blocks()).ok()?,
+            0x2c => {
+                let frame = walk.take(9).ok()?;
+                return Some(number(&frame[4..]) as u64 * number(&frame[6..]) as u64);
+            }
+            _ => return None,
+        }
+    }
+}
+
 /// Decodes the frames with these numbers.
 pub(super) fn take(
     bytes: &[u8],
@@ -113,6 +130,7 @@ pub(super) fn take(
         if wanted.peek().is_none() {
             break;
         }
+        patience::check()?;
         let frame = frame.map_err(broken)?.into_buffer();
         while wanted.next_if_eq(&i).is_some() {
             let (width, height) = (frame.width() as usize, frame.height() as usize);

@@ -7,6 +7,8 @@
 mod coded;
 mod gif;
 
+pub(crate) use gif::first_frame_pixels as gif_frame_pixels;
+
 use std::path::Path;
 use std::time::Duration;
 
@@ -117,6 +119,16 @@ impl<'a> Film<'a> {
     /// Width and height of a frame. A video that says it is turned may come with the two exchanged.
     pub fn size(&self) -> (usize, usize) {
         (self.width, self.height)
+    }
+
+    /// The most bytes of heap for one frame while it is decoded, the frame included.
+    pub fn frame_bytes(&self) -> u64 {
+        let pixels = self.width as u64 * self.height as u64;
+        match self.kind {
+            // The canvas, the frame as it is stored, the frame as it is shown.
+            Kind::Gif(_) => 12 * pixels,
+            Kind::Coded(_) => 3 * pixels,
+        }
     }
 
     /// Decodes the frames with these numbers, which ascend, and gives them to `sink` one by one.

@@ -18,6 +18,8 @@ mod scan;
 
 use scan::{HuffmanTable, Scan, decode_scan};
 
+use crate::{VisionError, patience};
+
 /// Why decoding stopped.
 #[derive(Debug)]
 pub(crate) enum Stop {
@@ -25,6 +27,8 @@ pub(crate) enum Stop {
     Unsupported,
     /// The file is broken.
     Broken(&'static str),
+    /// The work must end early.
+    Impatient(VisionError),
 }
 
 /// A component of the picture, as coefficients.
@@ -119,6 +123,8 @@ pub(crate) fn decode(bytes: &[u8], pixels_max: u64) -> Result<Pixels, Stop> {
             0xe0 if body.starts_with(b"JFIF\0") => tables.has_jfif = true,
             0xee if body.starts_with(b"Adobe") => tables.adobe_transform = body.get(11).copied(),
             0xda => {
+                // A small file may have very many scans, each of which goes through the whole picture.
+                patience::check().map_err(Stop::Impatient)?;
                 let frame = frame.as_mut().ok_or(Stop::Broken("a scan comes before its frame"))?;
                 let scan = tables.scan(frame, body)?;
                 at += decode_scan(frame, &scan, &bytes[at..])?;
@@ -129,6 +135,33 @@ pub(crate) fn decode(bytes: &[u8], pixels_max: u64) -> Result<Pixels, Stop> {
     let frame = frame.ok_or(Stop::Broken("it has no frame"))?;
     let colours = tables.colours(&frame)?;
     samples::pixels(&frame, colours)
+}
+
+/// The most bytes of heap while a file is decoded: coefficients and samples of all blocks, then samples and pixels. `None`
+/// if it has no frame of a kind that is supported here.
+pub(crate) fn decode_bytes(bytes: &[u8]) -> Option<u64> {
+    let mut at = 2;
+    loop {
+        let marker = next_marker(bytes, &mut at)?;
+        if matches!(marker, 0x01 | 0xd0..=0xd8) {
+            continue;
+        }
+        let body = segment(bytes, &mut at)?;
+        if !matches!(marker, 0xc0..=0xc2) {
+            continue;
+        }
+        let &[_, y1, y0, x1, x0, count, ref specs @ ..] = body else { return None };
+        let (height, width) = (word([y1, y0]), word([x1, x0]));
+        let specs = specs.as_chunks::<3>().0.get(..usize::from(count))?;
+        let factors = |spec: &[u8; 3]| (usize::from(spec[1] >> 4), usize::from(spec[1] & 15));
+        let h_max = specs.iter().map(|s| factors(s).0).max()?.max(1);
+        let v_max = specs.iter().map(|s| factors(s).1).max()?.max(1);
+        let mcus = width.div_ceil(8 * h_max) * height.div_ceil(8 * v_max);
+        let blocks: usize = specs.iter().map(|s| mcus * factors(s).0 * factors(s).1).sum();
+        // 64 coefficients of two bytes and 64 samples of one; rows of samples for each thread.
+        let rows = rayon::current_num_threads() * specs.len() * (width + 8);
+        return Some((blocks * 64 * 3 + width * height * 3 + rows) as u64);
+    }
 }
 
 fn word(bytes: [u8; 2]) -> usize {
