@@ -9,6 +9,7 @@
 
 mod ahead;
 pub mod batch;
+mod crew;
 mod engine;
 mod error;
 mod eyes;

@@ -11,8 +11,33 @@ use serde_json::Value;
 
 use crate::{EngineError, EngineOptions, Result};
 
-/// The parts of a pipeline of `devices` devices. Consecutive layers lie on the same device, so that the largest share of
-/// weights, keys, values and states is as small as it can be. `backend` must be one that only plans.
+/// The parts of a pipeline of `stages` stages, each of `shares` devices that share its layers. With one share, a pipeline
+/// of devices; with one stage, shares of every layer: attention by heads, recurrent layers by key heads, feed-forward
+/// halves and experts by columns, embedding and output head by tokens. Consecutive layers lie in the same stage, so that
+/// the largest stage of weights, keys, values and states is as small as it can be. `backend` must be one that only
+/// plans.
+///
+/// # Errors
+/// There are more stages than layers; something of the model does not divide; as [`crate::Engine::load`].
+pub fn grid(
+    backend: &Arc<dyn Backend>,
+    (parameters, config): (&dyn Parameters, &Value),
+    options: EngineOptions,
+    (stages, shares): (usize, usize),
+) -> Result<Vec<Part>> {
+    let model = keel_models::read_config_of(config, parameters)?;
+    let stages = match stages {
+        1 => vec![0..model.layers.len()],
+        stages => cut(backend, (parameters, config), &options, (model.layers.len(), stages))?,
+    };
+    let parts = Part::grid(&stages, shares);
+    for part in parts.iter().filter(|part| part.shard.count > 1) {
+        part.shard.config(&model)?;
+    }
+    Ok(parts)
+}
+
+/// As [`grid`], of stages of one device each.
 ///
 /// # Errors
 /// There are more devices than layers; as [`crate::Engine::load`].
@@ -23,17 +48,40 @@ pub fn pipeline(
     options: EngineOptions,
     devices: usize,
 ) -> Result<Vec<Part>> {
-    assert!(backend.is_planning(), "a split is planned on a planning backend");
     let layers = keel_models::read_config_of(config, parameters)?.layers.len();
-    if devices == 0 || devices > layers {
+    Ok(Part::pipeline(&cut(backend, (parameters, config), &options, (layers, devices))?))
+}
+
+/// As [`grid`], of one stage.
+///
+/// # Errors
+/// Something of the model does not divide.
+pub fn tensor(parameters: &dyn Parameters, config: &Value, devices: usize) -> Result<Vec<Part>> {
+    let model = keel_models::read_config_of(config, parameters)?;
+    let parts = Part::tensor(model.layers.len(), devices);
+    for part in &parts {
+        part.shard.config(&model)?;
+    }
+    Ok(parts)
+}
+
+/// Cuts `layers` layers into stages that are even by bytes.
+fn cut(
+    backend: &Arc<dyn Backend>,
+    source: (&dyn Parameters, &Value),
+    options: &EngineOptions,
+    (layers, stages): (usize, usize),
+) -> Result<Vec<Range<usize>>> {
+    assert!(backend.is_planning(), "a split is planned on a planning backend");
+    if stages == 0 || stages > layers {
         return Err(EngineError::Option(format!(
-            "a pipeline of {devices} devices needs at least as many layers, and the model has {layers}: give 1 to {layers} \
+            "a pipeline of {stages} devices needs at least as many layers, and the model has {layers}: give 1 to {layers} \
              devices"
         )));
     }
     // A neighbour that keeps the ends of the model away from a part.
     let neighbour = Some(0);
-    let bytes = |part: Part| part_bytes(backend, (parameters, config), &options, part);
+    let bytes = |part: Part| part_bytes(backend, source, options, part);
     let mut shares = Vec::with_capacity(layers);
     for i in 0..layers {
         shares.push(bytes(Part {
@@ -47,21 +95,7 @@ pub fn pipeline(
     let end = bytes(Part { layers: layers..layers, previous: neighbour, next: None, ..Part::default() })?;
     shares[0] += begin;
     shares[layers - 1] += end;
-    Ok(Part::pipeline(&even(&shares, devices)))
-}
-
-/// The shares of `devices` devices of every layer: attention by heads, recurrent layers by key heads, feed-forward
-/// halves and experts by columns, the output head by tokens.
-///
-/// # Errors
-/// Something of the model does not divide.
-pub fn tensor(parameters: &dyn Parameters, config: &Value, devices: usize) -> Result<Vec<Part>> {
-    let model = keel_models::read_config_of(config, parameters)?;
-    let parts = Part::tensor(model.layers.len(), devices);
-    for part in &parts {
-        part.shard.config(&model)?;
-    }
-    Ok(parts)
+    Ok(even(&shares, stages))
 }
 
 /// Bytes of a part's weights, and of its cache with these options.
@@ -109,14 +143,14 @@ fn even(shares: &[u64], count: usize) -> Vec<Range<usize>> {
     ranges
 }
 
-/// The device that leads, after a check that the devices are one group and that the options can be had on it.
-pub(crate) fn check_devices<'a>(
-    devices: &'a [(Runtime, Part)],
-    options: &EngineOptions,
-) -> Result<&'a (Runtime, Part)> {
+/// The device that leads, after a check that the devices are one group, and that their parts are a split of a model of
+/// `layers` layers.
+pub(crate) fn check_devices(devices: &[(Runtime, Part)], layers: usize) -> Result<&(Runtime, Part)> {
     let Some(lead) = devices.last() else {
         return Err(EngineError::Option("a model needs a device".into()));
     };
+    let parts: Vec<Part> = devices.iter().map(|(_, part)| part.clone()).collect();
+    Part::check_all(&parts, layers)?;
     if devices.len() == 1 {
         return Ok(lead);
     }
@@ -129,11 +163,6 @@ pub(crate) fn check_devices<'a>(
             );
             return Err(EngineError::Option(reason));
         }
-    }
-    if options.vision.is_some() {
-        let reason = "pictures are not supported where a model is split over several devices: leave out the split, or the \
-                      pictures";
-        return Err(EngineError::Option(reason.into()));
     }
     Ok(lead)
 }

@@ -10,17 +10,18 @@
 //! device 2, lead                                    receive ◀───┘ layers ▸ norm ▸ output head ▸ draw
 //! ```
 
-use std::io;
-
-use keel_array::{Array, ArrayError, Executable, FailedRun, Regime, RowLog, Runtime};
+use keel_array::{Array, Regime, RowLog, Runtime};
 use keel_cache::{CacheSpec, LayerSpec};
 use keel_models::HybridModel;
 
+use crate::crew::{DeviceThread, Ended, Failure, Job, Running};
 use crate::step::{Outcome, Rows, Stepper};
-use crate::{Engine, EngineError, Result};
+use crate::{Engine, Result};
 
 /// A device of a split model that is not the lead.
 pub(crate) struct Peer {
+    /// Runs its steps. A device that only plans has none.
+    pub thread: Option<DeviceThread>,
     pub runtime: Runtime,
     pub model: HybridModel,
     pub stepper: Stepper,
@@ -36,99 +37,33 @@ impl Peer {
 /// Where the lead writes bytes that come to the host, and these bytes.
 pub(crate) type Drawn<'a> = (&'a Array, &'a mut [u8]);
 
-/// Why a device's run did not succeed.
-enum Failure {
-    /// The system refused a thread for it.
-    NotStarted(io::Error),
-    Failed(Box<FailedRun>),
+/// A device's next step.
+struct Share<'a> {
+    /// The device's thread; `None` for the lead, whose step runs on the caller's.
+    thread: Option<&'a DeviceThread>,
+    job: Job,
 }
 
-impl Failure {
-    /// Whether it follows from the failure of another device.
-    fn is_consequence(&self) -> bool {
-        let exchanges = ["send", "receive", "all_reduce", "all_gather"];
-        match self {
-            Failure::NotStarted(_) => false,
-            Failure::Failed(failed) => {
-                matches!(failed.error(), ArrayError::Kernel { op, .. } if exchanges.contains(&op.as_str()))
-            }
-        }
+/// Runs the steps of devices at the same time. Each is ready to run. The last comes back last.
+fn run_together(shares: Vec<Share<'_>>) -> Vec<Ended> {
+    enum Begun {
+        There(Running),
+        Here(Job),
     }
-
-    fn into_error(self) -> EngineError {
-        match self {
-            Failure::NotStarted(error) => {
-                EngineError::Option(format!("a device of the model could not be given a thread: {error}"))
-            }
-            Failure::Failed(failed) => ArrayError::from(failed).into(),
-        }
-    }
-}
-
-/// A device's program in a step, and how it ended.
-struct Ended {
-    step: Executable,
-    outcome: Result<(), Failure>,
-}
-
-impl Ended {
-    /// Whether the run has changed a state of this device; `None` if that is not known.
-    fn has_mutated(&self, state: &Array) -> Option<bool> {
-        match &self.outcome {
-            Ok(()) => Some(self.step.mutates(state)),
-            Err(Failure::NotStarted(_)) => Some(false),
-            Err(Failure::Failed(failed)) => failed.has_mutated(state),
-        }
-    }
-}
-
-/// Tells the other devices if a run ends without success, also by a panic.
-struct Membership<'a> {
-    runtime: &'a Runtime,
-    has_succeeded: bool,
-}
-
-impl Drop for Membership<'_> {
-    fn drop(&mut self) {
-        if let Some(group) = self.runtime.backend().group().filter(|_| !self.has_succeeded) {
-            group.abandon();
-        }
-    }
-}
-
-/// Runs a device's program as a member of its group.
-fn as_member(step: &Executable, run: impl FnOnce() -> Result<(), Box<FailedRun>>) -> Result<(), Failure> {
-    let mut membership = Membership { runtime: step.runtime(), has_succeeded: false };
-    let outcome = run();
-    membership.has_succeeded = outcome.is_ok();
-    outcome.map_err(Failure::Failed)
-}
-
-/// Runs the programs at the same time, each on a thread of its own; that of the lead, the last, on the caller's.
-fn run_together(mut steps: Vec<Executable>, drawn: Option<Drawn<'_>>) -> Vec<Ended> {
-    let Some(lead) = steps.pop() else { return Vec::new() };
-    let run_lead = || match drawn {
-        Some((place, bytes)) => lead.submit(place).wait(bytes),
-        None => lead.run(),
+    let begin = |Share { thread, job }: Share<'_>| match thread {
+        Some(thread) => Begun::There(thread.hand(job)),
+        None => Begun::Here(job),
     };
-    let outcomes = std::thread::scope(|scope| {
-        let start = |step| {
-            let thread = std::thread::Builder::new().name("keel-device".into());
-            thread.spawn_scoped(scope, move || as_member(step, || step.run())).map_err(|error| {
-                drop(Membership { runtime: step.runtime(), has_succeeded: false });
-                Failure::NotStarted(error)
-            })
-        };
-        let threads: Vec<_> = steps.iter().map(start).collect();
-        let own = as_member(&lead, run_lead);
-        let join = |thread: Result<std::thread::ScopedJoinHandle<'_, _>, Failure>| match thread?.join() {
-            Ok(outcome) => outcome,
-            Err(panic) => std::panic::resume_unwind(panic),
-        };
-        threads.into_iter().map(join).chain([own]).collect::<Vec<_>>()
-    });
-    steps.push(lead.clone());
-    steps.into_iter().zip(outcomes).map(|(step, outcome)| Ended { step, outcome }).collect()
+    let begun: Vec<Begun> = shares.into_iter().map(begin).collect();
+    // The lead is the last of them. The others are waited for after it has run.
+    let (mut there, mut here) = (Vec::new(), Vec::new());
+    for begun in begun {
+        match begun {
+            Begun::There(running) => there.push(running),
+            Begun::Here(job) => here.push(job.run()),
+        }
+    }
+    there.into_iter().map(Running::wait).chain(here).collect()
 }
 
 /// Recurrent layers among these.
@@ -175,6 +110,19 @@ impl Engine {
         self.peers.iter().map(|peer| &peer.runtime).chain([&self.runtime])
     }
 
+    /// Names the devices in reports, by rank.
+    pub fn name_devices(&mut self, names: Vec<String>) {
+        self.device_names = names;
+    }
+
+    /// The devices by rank, with their names. Without a name a device is its backend and rank, for example cpu:1.
+    pub fn devices(&self) -> impl Iterator<Item = (String, &Runtime)> {
+        self.runtimes().enumerate().map(|(rank, runtime)| {
+            let name = self.device_names.get(rank).cloned();
+            (name.unwrap_or_else(|| format!("{}:{rank}", runtime.backend().name())), runtime)
+        })
+    }
+
     /// Runs a step on all devices that take part in it. The bytes of `drawn` come to the host.
     pub(crate) fn run_split(
         &mut self,
@@ -188,15 +136,21 @@ impl Engine {
         if let Outcome::Commit { windows, states } = outcome {
             return self.commit_split(regime, (windows, states), rows);
         }
-        let mut steps = Vec::with_capacity(self.peers.len() + 1);
+        let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(outcome)) {
-            let Peer { runtime, model, stepper } = peer;
-            steps.push(stepper.step_for(runtime, model, &self.cache, (regime, outcome), rows)?.clone());
+            let Peer { thread, runtime, model, stepper } = peer;
+            let step = stepper.step_for(runtime, model, &self.cache, (regime, outcome), rows)?.clone();
+            shares.push(Share { thread: thread.as_ref(), job: Job { step, drawn: None } });
         }
         let lead = self.stepper.step_for(&self.runtime, &self.model, &self.cache, (regime, outcome), rows)?;
-        steps.push(lead.clone());
+        let (place, bytes) = drawn.map_or((None, None), |(place, bytes)| (Some(place.clone()), Some(bytes)));
+        shares.push(Share { thread: None, job: Job { step: lead.clone(), drawn: place } });
         let commits_rows = self.stepper.row_log(regime, outcome) != RowLog::KeepOpen;
-        self.note_ended(run_together(steps, drawn), rows, ((0, 0), commits_rows))
+        let ended = run_together(shares);
+        if let (Some(bytes), Some(Ended { outcome: Ok(drawn), .. })) = (bytes, ended.last()) {
+            bytes.copy_from_slice(drawn);
+        }
+        self.note_ended(ended, rows, ((0, 0), commits_rows))
     }
 
     /// The devices that share the output head with the lead.
@@ -206,14 +160,17 @@ impl Engine {
 
     /// Computes the logits of rows of hidden states, at most [`crate::step::HEAD_ROWS`] of them.
     pub(crate) fn run_head_split(&mut self, hidden: &[f32]) -> Result<()> {
-        let mut steps = Vec::with_capacity(self.peers.len() + 1);
-        for Peer { runtime, model, stepper } in &mut self.peers {
+        let mut shares = Vec::with_capacity(self.peers.len() + 1);
+        for Peer { thread, runtime, model, stepper } in &mut self.peers {
             if model.part.is_last() {
-                steps.push(stepper.head_step(runtime, model, &self.cache, hidden)?.clone());
+                let step = stepper.head_step(runtime, model, &self.cache, hidden)?.clone();
+                shares.push(Share { thread: thread.as_ref(), job: Job { step, drawn: None } });
             }
         }
-        steps.push(self.stepper.head_step(&self.runtime, &self.model, &self.cache, hidden)?.clone());
-        self.note_ended(run_together(steps, None), &[], ((0, 0), false))
+        let step = self.stepper.head_step(&self.runtime, &self.model, &self.cache, hidden)?.clone();
+        shares.push(Share { thread: None, job: Job { step, drawn: None } });
+        let ended = run_together(shares);
+        self.note_ended(ended, &[], ((0, 0), false))
     }
 
     /// Overwrites the input of the MTP head, on every device that has it.
@@ -228,18 +185,22 @@ impl Engine {
         self.stepper.write_draft_input(hidden)
     }
 
-    /// Commits device by device, so that the committed layers are always the first ones.
+    /// Commits device by device, so that the committed layers are always the first ones. All devices prepare their step
+    /// before the first one runs: what is committed is recorded, however a later device fails.
     fn commit_split(&mut self, regime: Regime, settled: (usize, usize), rows: &[Rows<'_>]) -> Result<()> {
-        let mut all = Vec::new();
         let (cache, spec) = (&self.cache, self.cache.spec());
         let lead = (&self.runtime, &self.model, &mut self.stepper);
         let peers = self.peers.iter_mut().map(|peer| (&peer.runtime, &peer.model, &mut peer.stepper));
+        let mut steps = Vec::with_capacity(peers.len() + 1);
         for (runtime, model, stepper) in peers.chain([lead]) {
             let Some(outcome) = commit_of(stepper, spec, settled) else { continue };
-            let step = stepper.step_for(runtime, model, cache, (regime, outcome), rows)?.clone();
-            let ended = run_together(vec![step], None);
-            let has_failed = ended.iter().any(|ended| ended.outcome.is_err());
-            all.extend(ended);
+            steps.push(stepper.step_for(runtime, model, cache, (regime, outcome), rows)?.clone());
+        }
+        let mut all = Vec::with_capacity(steps.len());
+        for step in steps {
+            let ended = Job { step, drawn: None }.run();
+            let has_failed = ended.outcome.is_err();
+            all.push(ended);
             if has_failed {
                 break;
             }

@@ -5,10 +5,13 @@ mod common;
 use std::path::Path;
 use std::sync::Arc;
 
+use common::splitting::{backends, end, load_on};
 use common::{device, exact, relative_error};
+use keel_array::Backend;
 use keel_cache::{Features, SeenPicture, SequenceCache, Sight};
-use keel_engine::{Engine, EngineOptions, GenerateOptions, PatchGrid, TokenIterator, VisionOptions};
-use keel_models::loading::CheckpointParameters;
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_engine::{Engine, EngineOptions, GenerateOptions, PatchGrid, TokenIterator, VisionOptions, split};
+use keel_models::loading::{CheckpointParameters, Parameters};
 use keel_models::vision::{TowerKind, read_vision, run_ends, sight_of};
 use keel_testkit::fixtures::{VLM, vlm_fixture};
 use keel_vision::{Picture, ProcessorFiles};
@@ -194,6 +197,34 @@ fn features_positions_and_logits_match_the_reference() {
             }
         }
     }
+}
+
+#[test]
+fn a_split_model_sees_what_the_whole_one_sees() {
+    let mut count = 0;
+    for (name, grid) in VLM.into_iter().flat_map(|name| [(name, (2, 1)), (name, (1, 2))]) {
+        let Some(folder) = vlm_fixture(name) else { continue };
+        let vision = VisionOptions { patches: 256, pictures: 0, piece_tokens: VisionOptions::WHOLE };
+        let options = EngineOptions { vision: Some(vision), ..exact() };
+        let checkpoint = Checkpoint::open(&folder).expect("the checkpoint opens");
+        let source = (&CheckpointParameters(&checkpoint) as &dyn Parameters, checkpoint.config());
+        let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
+        let parts = match split::grid(&alone, source, options, grid) {
+            Ok(parts) => parts,
+            Err(error) => {
+                assert!(error.to_string().contains("--split pipeline"), "{name} in {grid:?}: {error}");
+                continue;
+            }
+        };
+        let mut engine = load_on(source, options, backends(2, false), &parts).expect("it loads");
+        for case in Case::all(&folder) {
+            let seen = look(&mut engine, &folder, &case);
+            compare_logits(&case, &format!("{name} in {grid:?}"), &logits(&mut engine, &seen, false));
+        }
+        end(engine);
+        count += 1;
+    }
+    assert!(count != 1 && (count == 0 || count > 4), "{count} models see");
 }
 
 #[test]

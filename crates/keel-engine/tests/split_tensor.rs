@@ -9,76 +9,20 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::splitting::{Fault, backends, end, load_on};
-use common::{all_logits, decoded, engine, exact, expected, fixture, models, relative_error, runtime};
+use common::{all_logits, decoded, exact, relative_error, runtime};
 use keel_array::{Compute, DType, RowData, Runtime, RuntimeOptions, WeightFormat, WeightSpec};
 use keel_cache::CacheError;
 use keel_engine::{
     Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
     split,
 };
-use keel_models::loading::{CheckpointParameters, Parameters, RowSink};
-use keel_models::{ModelError, Part};
+use keel_models::ModelError;
+use keel_models::loading::{Parameters, RowSink};
 use keel_testkit::disturbed::Disturbed;
-use keel_weights::Checkpoint;
 use serde_json::{Value, json};
 
 /// Sums in another order differ by less than this.
 const ROUNDING_MAX: f64 = 1e-5;
-
-fn parts_of(checkpoint: &Checkpoint, count: usize) -> Result<Vec<Part>, String> {
-    let parameters = CheckpointParameters(checkpoint);
-    split::tensor(&parameters, checkpoint.config(), count).map_err(|error| error.to_string())
-}
-
-#[test]
-fn every_fixture_gives_the_same_logits_where_its_heads_and_groups_divide() {
-    let mut cut = Vec::new();
-    for name in models() {
-        let folder = fixture(name);
-        let checkpoint = Checkpoint::open(&folder).expect("the checkpoint opens");
-        let parameters = CheckpointParameters(&checkpoint);
-        let want = expected(&folder);
-        let mtp = want.mtp_logits.is_some();
-        let mut whole = engine(&folder, &runtime(1), exact());
-        let regimes = [false, true];
-        let answers = regimes.map(|one_by_one| all_logits(&mut whole, &want.ids, one_by_one, mtp));
-        drop(whole);
-        for count in 2..=4 {
-            let engine = parts_of(&checkpoint, count).and_then(|parts| {
-                let source = (&parameters as &dyn Parameters, checkpoint.config());
-                load_on(source, exact(), backends(count, false), &parts).map_err(|error| error.to_string())
-            });
-            let mut engine = match engine {
-                Ok(engine) => engine,
-                Err(reason) => {
-                    assert!(reason.contains("--split pipeline"), "{name} on {count}: {reason}");
-                    assert!(
-                        reason.contains(&count.to_string()) || reason.contains("rotated"),
-                        "{name}: {reason}"
-                    );
-                    continue;
-                }
-            };
-            for (one_by_one, (logits, mtp_logits)) in regimes.into_iter().zip(&answers) {
-                let got = all_logits(&mut engine, &want.ids, one_by_one, mtp);
-                let again = all_logits(&mut engine, &want.ids, one_by_one, mtp);
-                assert!(got == again, "{name} on {count} devices: two runs differ");
-                let error = relative_error(&got.0, logits);
-                assert!(error <= ROUNDING_MAX, "{name} on {count} devices: logits differ by {error:.1e}");
-                if mtp {
-                    let error = relative_error(&got.1, mtp_logits);
-                    assert!(error <= ROUNDING_MAX, "{name} on {count} devices: drafts differ by {error:.1e}");
-                }
-            }
-            end(engine);
-            cut.push((name, count));
-        }
-    }
-    for name in ["qwen3_5", "qwen3_5_moe", "qwen3_next", "llama", "qwen3", "qwen3_moe", "gemma3_text"] {
-        assert!(cut.contains(&(name, 2)), "{name} is cut in 2: {cut:?}");
-    }
-    assert!(cut.iter().any(|(_, count)| *count == 4), "{cut:?}");
-}
 
 /// A model of any shape, whose every element is a function of its place.
 struct Placed {
@@ -279,10 +223,14 @@ fn drafts_of_shared_heads_leave_the_text_without_drafts() {
 
 #[test]
 fn a_device_that_fails_ends_the_step_of_all_and_a_new_sequence_runs() {
-    let config = config(12, 6);
     let options = EngineOptions { context: 256, compute: Compute::F32, ..EngineOptions::default() };
-    let parts = split::tensor(&FLOATS, &config, 3).expect("it divides");
-    for rank in 0..3 {
+    // Where the devices share the embedding, they meet before a state has changed. 3 devices do not share 121 tokens.
+    for (vocab, rank, is_torn) in
+        [0, 1, 2].into_iter().flat_map(|rank| [(120, rank, false), (121, rank, true)])
+    {
+        let mut config = config(12, 6);
+        config["vocab_size"] = vocab.into();
+        let parts = split::tensor(&FLOATS, &config, 3).expect("it divides");
         let fault = Arc::new(Fault::default());
         let mut backends = backends(3, false);
         backends[rank] = Disturbed::new(Arc::clone(&backends[rank]), Arc::clone(&fault));
@@ -293,8 +241,11 @@ fn a_device_that_fails_ends_the_step_of_all_and_a_new_sequence_runs() {
         let error = engine.decode(&mut [&mut sequence], &[6]).expect_err("a device has failed");
         assert!(error.to_string().contains("injected"), "device {rank}: {error}");
         assert!(start.elapsed() < Duration::from_secs(10), "nobody waits for a device that has failed");
-        let torn = engine.decode(&mut [&mut sequence], &[6]).expect_err("its state is torn");
-        assert!(matches!(torn, EngineError::Cache(CacheError::TornState { .. })), "device {rank}: {torn}");
+        match engine.decode(&mut [&mut sequence], &[6]) {
+            Ok(()) => assert!(!is_torn, "device {rank}: its state is torn"),
+            Err(EngineError::Cache(CacheError::TornState { .. })) => assert!(is_torn, "device {rank}"),
+            Err(error) => panic!("device {rank}: {error}"),
+        }
         engine.release(sequence);
         let again = decoded(&mut engine, &[1, 2, 3], &[5, 6]);
         engine.release(again);

@@ -172,7 +172,8 @@ pub struct HybridModel {
     pub config: HybridConfig,
     /// Which part this is.
     pub part: Part,
-    /// `[V, hidden]`, in the first part, and in the last one if the model has a multi-token-prediction head.
+    /// `[V, hidden]`, in the first part, and in the last one if the model has a multi-token-prediction head. Devices that
+    /// share the layers each have some of its rows.
     pub embedding: Option<Weight>,
     /// Factor on embeddings, f32 `[1]`.
     pub embedding_scale: Option<Array>,
@@ -255,7 +256,7 @@ impl HybridModel {
 
     /// The input of the first layer.
     fn embed(&self, tokens: &Array, step: &StepContext) -> Result<Array> {
-        let mut x = tokens.embedding(self.embedding()?)?;
+        let mut x = self.look_up(tokens)?;
         if let Some(scale) = &self.embedding_scale {
             x = x.mul(scale)?;
         }
@@ -263,6 +264,22 @@ impl HybridModel {
             x = sight.embed(&x)?;
         }
         Ok(x)
+    }
+
+    /// The embeddings of tokens. A device that shares the embedding looks up its own tokens; the others' rows are 0
+    /// before the sum.
+    fn look_up(&self, tokens: &Array) -> Result<Array> {
+        let weight = self.embedding()?;
+        let Some((peers, own)) = self.part.shard.vocabulary(self.config.vocab) else {
+            return Ok(tokens.embedding(weight)?);
+        };
+        let number = |n: usize| Array::full(tokens.runtime(), [1], DType::I32, n as f32);
+        let at = tokens.cast(DType::I32)?.sub(&number(own.start)?)?;
+        let row = at.maximum(&number(0)?)?.minimum(&number(own.len() - 1)?)?;
+        let is_own = at.equal(&row)?.reshape([tokens.shape()[0], 1])?;
+        let rows = row.embedding(weight)?;
+        let none = Array::zeros(tokens.runtime(), rows.shape().clone(), DType::F32)?;
+        Ok(is_own.select(&rows, &none)?.all_reduce(peers)?)
     }
 
     fn embedding(&self) -> Result<&Weight> {
@@ -367,7 +384,7 @@ impl HybridModel {
         next_tokens: &Array,
         step: &StepContext,
     ) -> Result<Array> {
-        let mut embedded = next_tokens.embedding(self.embedding()?)?;
+        let mut embedded = self.look_up(next_tokens)?;
         if let Some(sight) = &step.sight {
             embedded = sight.embed_next(&embedded)?;
         }

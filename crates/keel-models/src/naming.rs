@@ -1,8 +1,9 @@
 //! Names of parameters that most model types share, and the variants of their storage.
 
 use std::cell::OnceCell;
+use std::ops::Range;
 
-use keel_array::{Array, Weight};
+use keel_array::{Array, Peers, Weight};
 
 use crate::blocks::{
     Activation, Attention, FeedForward, GatedLayer, HeadNorm, MixtureOfExperts, RmsNorm, Rotation,
@@ -71,15 +72,26 @@ impl<'a> FamilyReader<'a> {
     }
 
     /// The token embedding, where it is needed: before the first layer, and for the multi-token-prediction head after
-    /// the last.
+    /// the last. Devices that share a layer share its rows, too.
     pub fn embedding(&self) -> Result<Option<Weight>> {
         let part = self.part();
         let drafts = part.is_last() && crate::has_mtp_head(self.config, self.loader.parameters());
         let load = || {
-            let piece = Piece::whole(format!("{}embed_tokens", self.root), self.config.vocab);
+            let piece =
+                Piece::rows(format!("{}embed_tokens", self.root), self.config.vocab, vec![self.tokens().1]);
             self.loader.linear(piece, self.config.hidden)
         };
         (part.is_first() || drafts).then(load).transpose()
+    }
+
+    /// The tokens whose rows of the embedding and of the output head this device has, and the devices that have the
+    /// others.
+    fn tokens(&self) -> (Option<Peers>, Range<usize>) {
+        let vocab = self.config.vocab;
+        match self.part().shard.vocabulary(vocab) {
+            Some((peers, tokens)) => (Some(peers), tokens),
+            None => (None, 0..vocab),
+        }
     }
 
     /// The final norm and the output head, in the last part of the model. If the head is tied to the embedding and this
@@ -88,11 +100,10 @@ impl<'a> FamilyReader<'a> {
         if !self.part().is_last() {
             return Ok(None);
         }
-        let (vocab, shard) = (self.config.vocab, self.part().shard);
-        let peers = shard.peers().filter(|peers| !self.config.tied && vocab.is_multiple_of(peers.count));
-        let rows = peers.map_or(0..vocab, |_| shard.of(vocab));
+        let (peers, rows) = self.tokens();
         let load = |module: String| {
-            self.loader.linear(Piece::rows(module, vocab, vec![rows.clone()]), self.config.hidden)
+            let piece = Piece::rows(module, self.config.vocab, vec![rows.clone()]);
+            self.loader.linear(piece, self.config.hidden)
         };
         let head = match embedding {
             Some(embedding) if self.config.tied => embedding.clone(),

@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use crate::Shard;
+use crate::{ModelError, Result, Shard};
 
 /// Consecutive layers, with what comes before the first and after the last layer of the model.
 ///
 /// A device without a `previous` one embeds the tokens. A device without a `next` one holds the final norm, the output
 /// head and the multi-token-prediction head. Hidden states go from a device to the next. Or each device holds a share of
-/// every layer, and they add up what their shares compute.
+/// every layer, and they add up what their shares compute. In a combination each stage of the pipeline is several
+/// devices that share its layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     /// The layers.
@@ -31,19 +32,64 @@ impl Default for Part {
 impl Part {
     /// The parts of a pipeline of devices by rank, which hold these layers.
     pub fn pipeline(stages: &[Range<usize>]) -> Vec<Part> {
-        let part = |(rank, layers): (usize, &Range<usize>)| Part {
-            layers: layers.clone(),
-            previous: rank.checked_sub(1),
-            next: Some(rank + 1).filter(|next| *next < stages.len()),
-            shard: Shard::default(),
-        };
-        stages.iter().enumerate().map(part).collect()
+        Part::grid(stages, 1)
     }
 
     /// The shares of `count` devices of each of a model's layers.
     pub fn tensor(layers: usize, count: usize) -> Vec<Part> {
-        let part = |index| Part { layers: 0..layers, shard: Shard { index, count }, ..Part::default() };
-        (0..count).map(part).collect()
+        Part::grid(std::slice::from_ref(&(0..layers)), count)
+    }
+
+    /// The parts of a pipeline whose stages hold these layers and are `count` devices each, by rank. The devices of a
+    /// stage have consecutive ranks. Share `i` of a stage hands on to share `i` of the next.
+    pub fn grid(stages: &[Range<usize>], count: usize) -> Vec<Part> {
+        let devices = stages.len() * count;
+        let part = |rank: usize| {
+            let first = rank / count * count;
+            Part {
+                layers: stages[rank / count].clone(),
+                previous: rank.checked_sub(count),
+                next: Some(rank + count).filter(|next| *next < devices),
+                shard: Shard { index: rank - first, count, first },
+            }
+        };
+        (0..devices).map(part).collect()
+    }
+
+    /// Checks that the parts, by rank, are those of a split of a model of `layers` layers: each layer is held once, in
+    /// order, and each device exchanges with its neighbours.
+    ///
+    /// # Errors
+    /// [`ModelError::Part`] with the first part that is not in its place.
+    pub fn check_all(parts: &[Part], layers: usize) -> Result<()> {
+        let devices = parts.len();
+        let wrong = |reason: String| Err(ModelError::Part(reason));
+        let count = parts.first().map_or(1, |part| part.shard.count);
+        if count == 0 || !devices.is_multiple_of(count) {
+            return wrong(format!("{devices} devices cannot be stages of {count} devices each"));
+        }
+        let stages: Vec<Range<usize>> = parts.iter().step_by(count).map(|part| part.layers.clone()).collect();
+        for (rank, (part, fitting)) in parts.iter().zip(Part::grid(&stages, count)).enumerate() {
+            if *part != fitting {
+                return wrong(format!(
+                    "device {rank} of {devices} has {part:?}, which does not fit its place: {fitting:?} does"
+                ));
+            }
+        }
+        let mut end = 0;
+        for (stage, layers) in stages.iter().enumerate() {
+            if layers.start != end || layers.is_empty() {
+                return wrong(format!(
+                    "stage {stage} of {} has layers {layers:?}, and the layers before it end at {end}",
+                    stages.len()
+                ));
+            }
+            end = layers.end;
+        }
+        match end.min(layers) == layers {
+            true => Ok(()),
+            false => wrong(format!("the parts end at layer {end}, and the model has {layers} layers")),
+        }
     }
 
     /// Whether it embeds the tokens.
@@ -78,5 +124,37 @@ mod tests {
         assert_eq!(of(&parts[2]), [(3, &13)]);
         assert_eq!(of(&Part::default()).len(), 4);
         assert_eq!(of(&Part { layers: 5..9, ..Part::default() }), []);
+    }
+
+    #[test]
+    fn each_share_of_a_stage_hands_on_to_the_same_share_of_the_next() {
+        let parts = Part::grid(&[0..2, 2..7], 3);
+        let neighbours: Vec<_> = parts.iter().map(|part| (part.previous, part.next)).collect();
+        let none = [(None, Some(3)), (None, Some(4)), (None, Some(5))];
+        assert_eq!(neighbours[..3], none);
+        assert_eq!(neighbours[3..], [(Some(0), None), (Some(1), None), (Some(2), None)]);
+        assert_eq!(parts[4].shard, Shard { index: 1, count: 3, first: 3 });
+    }
+
+    #[test]
+    fn parts_that_are_no_split_of_the_model_are_refused() {
+        let refusal = |parts: &[Part]| Part::check_all(parts, 7).expect_err("refused").to_string();
+        for parts in [Part::pipeline(&[0..2, 2..7]), Part::tensor(7, 3), Part::grid(&[0..1, 1..7], 2)] {
+            Part::check_all(&parts, 7).expect("a split of the model");
+        }
+        Part::check_all(&[Part::default()], 7).expect("the whole model");
+        let mut swapped = Part::pipeline(&[0..2, 2..7]);
+        swapped.reverse();
+        assert!(refusal(&swapped).contains("device 0 of 2 has"), "{}", refusal(&swapped));
+        let mut shares = Part::tensor(7, 2);
+        shares.swap(0, 1);
+        assert!(refusal(&shares).contains("device 0 of 2 has"));
+        assert!(
+            refusal(&Part::pipeline(&[0..2, 3..7]))
+                .contains("layers 3..7, and the layers before it end at 2")
+        );
+        assert!(refusal(&Part::pipeline(&[0..2, 2..6])).contains("end at layer 6, and the model has 7"));
+        assert!(refusal(&Part::tensor(7, 3)[..2]).contains("2 devices cannot be stages of 3"));
+        assert!(refusal(&Part::pipeline(&[0..2, 2..7])[..1]).contains("does not fit its place"));
     }
 }

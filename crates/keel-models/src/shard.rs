@@ -8,8 +8,8 @@
 //! q, k, v, z, a, b, convolution    rows of the device's heads         y_r = W[rows_r] x
 //! gate, up                         rows of the device's columns
 //! o, down, out                     the columns that read them         y = sum over r of W[:, cols_r] y_r
-//! norms, router, embedding         whole on every device
-//! output head                      rows of the device's tokens
+//! norms, router                    whole on every device
+//! embedding, output head           rows of the device's tokens
 //! ```
 
 use std::cell::RefCell;
@@ -29,19 +29,28 @@ pub struct Shard {
     pub index: usize,
     /// How many shares there are.
     pub count: usize,
+    /// Rank of the device with the first share. Those with the others follow.
+    pub first: usize,
 }
 
 impl Default for Shard {
     /// All of every layer.
     fn default() -> Shard {
-        Shard { index: 0, count: 1 }
+        Shard { index: 0, count: 1, first: 0 }
     }
 }
 
 impl Shard {
     /// The devices that hold the shares, if there are several.
     pub fn peers(self) -> Option<Peers> {
-        (self.count > 1).then_some(Peers { first: 0, count: self.count })
+        (self.count > 1).then_some(Peers { first: self.first, count: self.count })
+    }
+
+    /// The devices that share the vocabulary, and the tokens of this one. `None` if each device has all of it: there is
+    /// one, or the vocabulary does not divide evenly.
+    pub fn vocabulary(self, vocab: usize) -> Option<(Peers, Range<usize>)> {
+        let peers = self.peers().filter(|peers| vocab.is_multiple_of(peers.count))?;
+        Some((peers, self.of(vocab)))
     }
 
     /// This share of `total` things, which divide evenly.

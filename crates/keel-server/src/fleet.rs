@@ -339,7 +339,7 @@ impl Front {
             departed.losses += view.losses();
         }
         // The thread has freed the engine. Views and requests that end just now hold none of it.
-        let left = view.ledger().active().total();
+        let left: u64 = view.devices().iter().map(|device| device.allocated.total()).sum();
         if left > 0 {
             self.departed().losses += 1;
             tracing::error!(

@@ -58,4 +58,4 @@ pub use routes::router;
 pub use serve::{Server, bind, wait_for_signal};
 pub use text::ModelText;
 pub use work::WORK_THREADS;
-pub use worker::{EngineHandle, Events};
+pub use worker::{DeviceMemory, EngineHandle, Events};

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use keel_array::{Category, Ledger, MemoryReport};
+use keel_array::{Category, MemoryReport};
 use keel_engine::SpeculationCounters;
 use keel_engine::batch::ParkingStatus;
 use prometheus_client::encoding::text::encode;
@@ -19,7 +19,7 @@ use tracing::Span;
 use crate::answer::{Ending, Usage};
 use crate::fleet::Totals;
 use crate::memory::RequestMemory;
-use crate::worker::EngineView;
+use crate::worker::{DeviceMemory, EngineView};
 
 /// A label with a fixed set of values.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -38,6 +38,13 @@ struct Reason {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Bytes {
+    category: Word,
+    kind: Word,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DeviceBytes {
+    device: String,
     category: Word,
     kind: Word,
 }
@@ -84,6 +91,7 @@ struct Inner {
     free_pages: Gauge,
     prefix_states: Gauge,
     memory: Family<Bytes, Gauge>,
+    split_memory: Family<DeviceBytes, Gauge>,
     device_memory: Family<Kind, Gauge>,
     request_memory: Family<Kind, Gauge>,
     drafted: Family<Position, Counter>,
@@ -131,6 +139,7 @@ impl Metrics {
             free_pages: Gauge::default(),
             prefix_states: Gauge::default(),
             memory: Family::default(),
+            split_memory: Family::default(),
             device_memory: Family::default(),
             request_memory: Family::default(),
             drafted: Family::default(),
@@ -158,14 +167,7 @@ impl Metrics {
             let label = Kind { kind: Word(kind) };
             inner.late_work.get_or_create(&label).inner().fetch_max(count, Ordering::Relaxed);
         }
-        let ledgers = || engines.iter().map(EngineView::ledger);
-        let planned: Vec<MemoryReport> = engines.iter().map(EngineView::planned).collect();
-        let (active, peak) = (ledgers().map(Ledger::active).collect(), ledgers().map(Ledger::peak).collect());
-        for (kind, reports) in [("planned", planned), ("allocated", active), ("peak", peak)] {
-            for category in Category::ALL {
-                self.set_memory(category, kind, reports.iter().map(|report| report.get(category)).sum());
-            }
-        }
+        self.set_all_memory(&engines.iter().map(EngineView::devices).collect::<Vec<_>>());
         for (kind, bytes) in
             [("planned", requests.limit()), ("allocated", requests.used()), ("peak", requests.peak())]
         {
@@ -209,6 +211,30 @@ impl Metrics {
             inner.swap_bytes.get_or_create(&label).inc_by(now.saturating_sub(before));
         }
         *counted = *now;
+    }
+
+    /// Sets the memory of these engines: the sums of all devices, and of a split model each device.
+    fn set_all_memory(&self, engines: &[Vec<DeviceMemory>]) {
+        let all = || engines.iter().flatten();
+        let kinds: [(&'static str, fn(&DeviceMemory) -> MemoryReport); 3] = [
+            ("planned", |device| device.planned),
+            ("allocated", |device| device.allocated),
+            ("peak", |d| d.peak),
+        ];
+        for (kind, of) in kinds {
+            for category in Category::ALL {
+                self.set_memory(category, kind, all().map(|device| of(device).get(category)).sum());
+            }
+        }
+        for device in engines.iter().filter(|devices| devices.len() > 1).flatten() {
+            for (kind, of) in kinds {
+                for (category, bytes) in of(device).iter() {
+                    let (device, category) = (device.name.clone(), Word(category.name()));
+                    let labels = DeviceBytes { device, category, kind: Word(kind) };
+                    self.0.split_memory.get_or_create(&labels).set(bytes as i64);
+                }
+            }
+        }
     }
 
     fn set_memory(&self, category: Category, kind: &'static str, bytes: u64) {
@@ -264,6 +290,11 @@ impl Inner {
             self.request_memory.clone(),
         );
         r.register("memory_bytes", "Bytes per category of the ledger", self.memory.clone());
+        r.register(
+            "split_memory_bytes",
+            "Bytes per category of the ledger of each device, where several share a model",
+            self.split_memory.clone(),
+        );
         r.register(
             "device_memory_bytes",
             "Bytes of a GPU as its driver counts them: all, free, and what the driver has beside the ledger",

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use crate::app::{App, Shared};
 use crate::fleet::{Front, ModelFacts};
+use crate::worker::DeviceMemory;
 
 /// Memory and the running sequences.
 ///
@@ -38,8 +39,9 @@ fn requests(shared: &Shared) -> Value {
 
 fn of_model(app: &App) -> Value {
     let batch = app.engine.status();
-    let ledger = app.engine.ledger();
-    let allocated = ledger.active();
+    let devices = app.engine.devices();
+    let allocated: MemoryReport = devices.iter().map(|device| device.allocated).sum();
+    let peak: MemoryReport = devices.iter().map(|device| device.peak).sum();
     let kv_bytes = allocated.get(Category::Kv);
     let of_pages = |pages: usize| kv_bytes * pages as u64 / batch.pages.max(1) as u64;
     let (free, remembered) = (of_pages(batch.free_pages), of_pages(batch.idle_prefix_pages));
@@ -53,18 +55,31 @@ fn of_model(app: &App) -> Value {
             now.insert(category.name().into(), json!(bytes));
         }
     }
-    json!({
+    let mut status = json!({
         "model": app.id,
         "now": now,
         "planned": bytes(&app.engine.planned()),
         "allocated": bytes(&allocated),
-        "peak": bytes(&ledger.peak()),
+        "peak": bytes(&peak),
         "requests": requests(app),
         "waiting": batch.waiting,
         "parked": {"sequences": batch.parking.parked, "bytes": batch.parking.bytes},
         "running": batch.running.iter().map(sequence).collect::<Vec<_>>(),
         "pages": {"total": batch.pages, "free": batch.free_pages, "remembered": batch.prefix_pages},
         "remembered_states": batch.prefix_states,
+    });
+    if devices.len() > 1 {
+        status["devices"] = devices.iter().map(device).collect();
+    }
+    status
+}
+
+fn device(memory: &DeviceMemory) -> Value {
+    json!({
+        "device": memory.name,
+        "planned": bytes(&memory.planned),
+        "allocated": bytes(&memory.allocated),
+        "peak": bytes(&memory.peak),
     })
 }
 

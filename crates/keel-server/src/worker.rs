@@ -50,13 +50,58 @@ struct Shared {
     stopped: AtomicBool,
     /// Number of checks at idle that found pages or bytes missing.
     losses: AtomicU64,
-    /// The memory. The arrays belong to the engine's thread alone, so all is freed when the thread has ended.
-    gauge: Gauge,
-    planned: MemoryReport,
+    /// The memory of each device, by rank. The arrays belong to the engine's threads alone, so all is freed when these
+    /// have ended.
+    devices: Vec<DeviceBooks>,
     context: usize,
     vocab: usize,
     hidden: usize,
     pools_rows: bool,
+}
+
+/// The books of a device.
+struct DeviceBooks {
+    name: String,
+    gauge: Gauge,
+    planned: MemoryReport,
+}
+
+/// The memory of a device of an engine.
+#[derive(Clone, Debug)]
+pub struct DeviceMemory {
+    /// Its name.
+    pub name: String,
+    /// Bytes when the engine was ready. It never needs more.
+    pub planned: MemoryReport,
+    /// Bytes now.
+    pub allocated: MemoryReport,
+    /// The most bytes so far, by category.
+    pub peak: MemoryReport,
+}
+
+impl Shared {
+    fn devices(&self) -> Vec<DeviceMemory> {
+        let device = |books: &DeviceBooks| DeviceMemory {
+            name: books.name.clone(),
+            planned: books.planned,
+            allocated: books.gauge.ledger().active(),
+            peak: books.gauge.ledger().peak(),
+        };
+        self.devices.iter().map(device).collect()
+    }
+
+    /// The device with the output head.
+    fn lead(&self) -> &DeviceBooks {
+        self.devices.last().unwrap_or_else(|| unreachable!("an engine has a device"))
+    }
+
+    fn planned(&self) -> MemoryReport {
+        self.devices.iter().map(|books| books.planned).sum()
+    }
+
+    fn is_level(&self) -> bool {
+        self.devices.iter().all(|books| books.gauge.ledger().active() == books.planned)
+    }
 }
 
 /// Sees what an engine does, and lets its thread end.
@@ -74,19 +119,14 @@ impl EngineView {
         self.0.losses.load(Ordering::Acquire)
     }
 
-    /// As [`EngineHandle::planned`].
-    pub fn planned(&self) -> MemoryReport {
-        self.0.planned
-    }
-
-    /// As [`EngineHandle::ledger`].
-    pub fn ledger(&self) -> &Ledger {
-        self.0.gauge.ledger()
+    /// As [`EngineHandle::devices`].
+    pub fn devices(&self) -> Vec<DeviceMemory> {
+        self.0.devices()
     }
 
     /// As [`EngineHandle::device_usage`].
     pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
-        self.0.gauge.device_usage()
+        self.0.lead().gauge.device_usage()
     }
 
     /// Whether both are of one engine.
@@ -161,8 +201,14 @@ impl EngineHandle {
             aborted: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             losses: AtomicU64::new(0),
-            gauge: engine.runtime().gauge(),
-            planned: engine.runtime().ledger().active(),
+            devices: engine
+                .devices()
+                .map(|(name, runtime)| DeviceBooks {
+                    name,
+                    gauge: runtime.gauge(),
+                    planned: runtime.ledger().active(),
+                })
+                .collect(),
             context: engine.options().context,
             vocab: engine.model().config.vocab,
             hidden: engine.model().config.hidden,
@@ -207,19 +253,24 @@ impl EngineHandle {
         if self.shared.pools_rows { Readout::MeanHidden } else { Readout::LastHidden }
     }
 
-    /// The ledger of memory.
+    /// The ledger of the device; of a split model, of the one with the output head.
     pub fn ledger(&self) -> &Ledger {
-        self.shared.gauge.ledger()
+        self.shared.lead().gauge.ledger()
+    }
+
+    /// The memory of each device, by rank.
+    pub fn devices(&self) -> Vec<DeviceMemory> {
+        self.shared.devices()
     }
 
     /// Memory of the device according to its driver, and the driver's own part of it. `None` on the CPU.
     pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
-        self.shared.gauge.device_usage()
+        self.shared.lead().gauge.device_usage()
     }
 
-    /// The memory that the engine had allocated when it was ready. It never needs more.
+    /// The memory that the engine had allocated when it was ready, on all devices. It never needs more.
     pub fn planned(&self) -> MemoryReport {
-        self.shared.planned
+        self.shared.planned()
     }
 
     /// Counts as of the last step.
@@ -348,19 +399,15 @@ impl Worker {
         *self.shared.status.lock().unwrap_or_else(|e| e.into_inner()) = status;
     }
 
-    /// When nothing runs, every page must be free or remembered, and the ledger must read the same as at the start.
+    /// When nothing runs, every page must be free or remembered, and the ledgers must read the same as at the start.
     fn check_idle(&mut self) {
         if self.checked_at == Some(self.steps) {
             return;
         }
         self.checked_at = Some(self.steps);
         let status = self.batcher.status();
-        let active = self.shared.gauge.ledger().active();
         let held = status.free_pages + status.idle_prefix_pages;
-        if held == status.pages
-            && status.idle_prefix_pages == status.prefix_pages
-            && active == self.shared.planned
-        {
+        if held == status.pages && status.idle_prefix_pages == status.prefix_pages && self.shared.is_level() {
             return;
         }
         self.shared.losses.fetch_add(1, Ordering::AcqRel);
@@ -371,8 +418,8 @@ impl Worker {
             status.free_pages,
             status.prefix_pages,
             status.idle_prefix_pages,
-            active.total(),
-            self.shared.planned.total(),
+            self.shared.devices().iter().map(|device| device.allocated.total()).sum::<u64>(),
+            self.shared.planned().total(),
         );
     }
 

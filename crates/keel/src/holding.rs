@@ -8,6 +8,7 @@ use crate::args::{COUNT_MAX, Device, DeviceArgs, HoldingArgs, Pooling, Subject};
 use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
 use crate::session::{self, settle};
+use crate::several;
 use evenkeel::context_for;
 use evenkeel::human_bytes;
 use evenkeel::{Error, Room, on_device};
@@ -41,6 +42,7 @@ pub struct Holding {
 /// # Errors
 /// Errors of the plan, or drafts without an MTP head.
 pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding> {
+    args.device.split.check()?;
     settle(&args.device, &*subject.parameters, &subject.json, |device| {
         let (device, engine) = (args.device.on(device), args.engine.options());
         Ok(Planner::new(&args.holding, subject, &device, engine, args.step_tokens())?.wanted)
@@ -66,13 +68,14 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding
     Ok(holding)
 }
 
-/// Free memory, before there is a runtime. Returns `None` if it is unknown, for example if there is no such GPU.
+/// Free memory, before there is a runtime. Returns `None` if it is unknown, for example if there is no such GPU. The
+/// limit of each of several devices is not part of it.
 pub fn room(device: &DeviceArgs, compute: Compute) -> Option<Room> {
     let mut room = match device.device() {
         Device::Cpu => Room::of_host(),
         _ => session::driver(device, compute).map(|driver| Room::of_gpu(&driver)),
     };
-    if let Some(limit) = device.memory_limit
+    if let Some(limit) = device.memory_limit.filter(|_| !device.split.is_split())
         && room.as_ref().is_none_or(|room| limit < room.bytes)
     {
         room = Some(Room { bytes: limit, why: "--memory-limit".into() });
@@ -155,6 +158,20 @@ impl<'a> Planner<'a> {
         session::plan(self.device, &*self.subject.parameters, &self.subject.json, options)
     }
 
+    /// The same, and of several devices the bytes of the one that has most.
+    ///
+    /// # Errors
+    /// Errors of the plan.
+    pub fn plan_and_largest(&self, options: EngineOptions) -> Result<(MemoryReport, Option<u64>)> {
+        let Planner { device, subject, .. } = self;
+        if !device.split.is_split() {
+            return Ok((self.plan(options)?, None));
+        }
+        let plans = several::plan_devices(device, &*subject.parameters, &subject.json, options)?;
+        let largest = plans.iter().map(|plan| plan.planned.total()).max();
+        Ok((plans.iter().map(|plan| plan.planned).sum(), largest))
+    }
+
     /// At most the bytes of [`Planner::plan`], found quickly: see [`keel_engine::plan::at_least`].
     ///
     /// # Errors
@@ -222,10 +239,12 @@ impl<'a> Planner<'a> {
     pub fn fit_into(&self, room: Option<u64>) -> Result<Holding> {
         let mut options = self.wanted;
         loop {
-            let planned = self.plan(options)?;
+            let (planned, largest) = self.plan_and_largest(options)?;
             let is_gpu = self.device.device() != Device::Cpu;
-            let fits = room.is_none_or(|room| on_device(&planned, is_gpu) <= room);
-            if fits {
+            // Several devices have the limit each for itself.
+            let is_within =
+                largest.zip(self.device.memory_limit).is_none_or(|(largest, limit)| largest <= limit);
+            if is_within && room.is_none_or(|room| on_device(&planned, is_gpu) <= room) {
                 return Ok(Holding { options, planned });
             }
             match self.smaller(options) {

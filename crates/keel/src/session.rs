@@ -53,18 +53,28 @@ impl Session {
         Ok(Session { engine: engine?, planned, devices: Vec::new(), load_time: start.elapsed() })
     }
 
+    /// As [`Session::open`], on the device or on the several that share the model.
+    ///
+    /// # Errors
+    /// As [`Session::open`].
+    pub fn start(
+        device: &DeviceArgs,
+        parameters: &dyn Parameters,
+        config: &Value,
+        options: EngineOptions,
+    ) -> Result<Session> {
+        if device.split.is_split() {
+            return several::open(device, parameters, config, options);
+        }
+        Session::open(device, &runtime(device, options.compute)?, parameters, config, options)
+    }
+
     /// As [`Session::open`], for a checkpoint.
     ///
     /// # Errors
     /// As [`Session::open`].
     pub fn load(device: &DeviceArgs, model: &ModelFiles, options: EngineOptions) -> Result<Session> {
-        let parameters = model.parameters();
-        let session = if device.split.is_split() {
-            several::open(device, &*parameters, &model.json, options)?
-        } else {
-            let runtime = runtime(device, options.compute)?;
-            Session::open(device, &runtime, &*parameters, &model.json, options)?
-        };
+        let session = Session::start(device, &*model.parameters(), &model.json, options)?;
         let vision = model.tensors().names().filter(|name| is_vision(name)).count();
         if vision > 0 && options.vision.is_none() {
             tracing::info!("{vision} tensors of the vision tower are not loaded: there are no pictures");
@@ -151,17 +161,20 @@ pub fn settle(
     options(device.device())
 }
 
-/// Plans the bytes per category. No weight is read.
+/// Plans the bytes per category, on all devices that share the model. No weight is read.
 ///
 /// # Errors
-/// As [`evenkeel::plan`].
+/// As [`evenkeel::plan`] and [`several::plan_devices`].
 pub fn plan(
     device: &DeviceArgs,
     parameters: &dyn Parameters,
     config: &Value,
     options: EngineOptions,
 ) -> Result<MemoryReport> {
-    device.split.refuse()?;
+    if device.split.is_split() {
+        let plans = several::plan_devices(device, parameters, config, options)?;
+        return Ok(plans.iter().map(|plan| plan.planned).sum());
+    }
     Ok(evenkeel::plan(&device.options(), parameters, config, options)?)
 }
 

@@ -11,7 +11,7 @@ use keel_models::Part;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
-use crate::args::{DeviceArgs, Split};
+use crate::args::DeviceArgs;
 use crate::progress;
 use crate::session::{Session, runtime_on};
 
@@ -38,13 +38,9 @@ pub fn plan_devices(
 ) -> Result<Vec<DevicePlan>> {
     device.split.check()?;
     let members = device.split.members();
-    let parts = match device.split.split() {
-        Split::Pipeline => {
-            let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
-            split::pipeline(&alone, parameters, config, options, members.len())?
-        }
-        Split::Tensor => split::tensor(parameters, config, members.len())?,
-    };
+    let grid = device.split.split().grid(members.len())?;
+    let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
+    let parts = split::grid(&alone, (parameters, config), options, grid)?;
     let devices: Vec<_> = device.group(true).into_iter().zip(parts.iter().cloned()).collect();
     let planned = plan::plan_on(&devices, parameters, config, options)?;
     let plans = members.iter().zip(parts).zip(planned);
@@ -73,7 +69,9 @@ pub fn open(
     let bar = progress::bytes("loading", planned.get(Category::Weights));
     let engine = Engine::load_on(&devices, parameters, config, options, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
-    Ok(Session { engine: engine?, planned, devices: plans, load_time: start.elapsed() })
+    let mut engine = engine?;
+    engine.name_devices(plans.iter().map(|plan| plan.name.clone()).collect());
+    Ok(Session { engine, planned, devices: plans, load_time: start.elapsed() })
 }
 
 /// Compares the plans with the limit on each device, and their sum with the host's free memory.

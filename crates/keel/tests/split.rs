@@ -104,6 +104,71 @@ fn a_plan_has_a_column_for_each_device() {
 }
 
 #[test]
+fn a_plan_of_several_devices_prints_the_shapes_of_steps_if_asked() {
+    let model = fixture("qwen3_5");
+    let command = ["plan", "--model", arg(&model), "--context", "256"];
+    let whole = succeed(&[&command[..], &["-v"]].concat());
+    let steps =
+        whole.lines().filter(|line| line.starts_with("rows of a step") || line.starts_with("programs"));
+    let parts = succeed(&[&command[..], &["--devices", "cpu:0,cpu:1", "-v"]].concat());
+    let missing: Vec<&str> = steps.clone().filter(|line| !parts.contains(line)).collect();
+    assert!(steps.count() == 2 && missing.is_empty(), "{missing:?}: {parts}");
+}
+
+#[test]
+fn stages_of_shares_are_planned_and_run() {
+    let model = fixture("qwen3_5_moe");
+    let devices =
+        ["--devices", "cpu:0,cpu:1,cpu:2,cpu:3", "--split", "pipeline:2,tensor:2", "--threads", "2"];
+    let plan = [&["plan", "--model", arg(&model), "--context", "256"][..], &devices].concat();
+    let text = succeed(&plan);
+    assert!(text.contains("cpu:1: share 2 of 2 of embedding, layers 0 to "), "{text}");
+    let command = ["generate", "--model", arg(&model), "--ids", "3,1,4,1,5,9", "--max-tokens", "20"];
+    let command =
+        [&command[..], &["--ignore-eos", "--json", "--context", "256", "--compute", "f32"]].concat();
+    let report = json(&[&command[..], &devices].concat());
+    assert_eq!(report["tokens"], json(&command)["tokens"]);
+    for device in report["memory"]["devices"].as_array().expect("devices") {
+        assert_eq!(device["planned"], device["allocated"]);
+        assert_eq!(device["planned"], device["peak"]);
+    }
+}
+
+#[test]
+fn a_split_is_timed_and_proposed() {
+    let model = fixture("qwen3_5");
+    let two = ["--devices", "cpu:0,cpu:1", "--threads", "2"];
+    let bench = ["bench", "--model", arg(&model), "--prompt", "8", "--gen", "2", "--repeat", "1", "--json"];
+    for batch in ["1", "3"] {
+        let whole = json(&[&bench[..], &["--batch", batch]].concat());
+        let report = json(&[&bench[..], &["--batch", batch], &two].concat());
+        assert!(report["decode_tokens_per_second"].as_f64().expect("a rate") > 0.0);
+        assert_eq!(report["bytes_per_decoded_token"], whole["bytes_per_decoded_token"]);
+        assert_eq!(report["memory"]["devices"].as_array().map(Vec::len), Some(2));
+    }
+    let fit = ["fit", arg(&model), "--sequences", "1", "--context", "256", "--limit", "1Gi", "--json"];
+    let fit = json(&[&fit[..], &["--devices", "cpu:0,cpu:1"]].concat());
+    let best = &fit["fits"][0];
+    let command = best["command"].as_str().expect("a command");
+    assert!(command.contains("--devices cpu:0,cpu:1 --split "), "{command}");
+    let (needed, all) = (best["needed"].as_u64(), best["bytes"].as_u64());
+    assert!(needed < all && needed > Some(0), "{best}");
+}
+
+#[test]
+fn a_server_is_planned_on_each_device() {
+    let model = fixture("qwen3_5");
+    let plan = ["plan", "--serve", "--model", arg(&model), "--context", "256", "--sequences", "2", "--json"];
+    let plan = json(&[&plan[..], &["--devices", "cpu:0,cpu:1"]].concat());
+    let sum =
+        |category: &str| (0..2).map(|rank| plan["devices"][rank][category].as_u64().expect("bytes")).sum();
+    for category in ["weights", "kv", "recurrent", "checkpoints"] {
+        assert_eq!(plan[category].as_u64(), Some(sum(category)), "{category}");
+    }
+    assert!(plan["requests"].as_u64() > Some(0), "{plan}");
+}
+
+#[test]
 fn a_device_that_is_too_small_is_named_with_its_numbers() {
     let model = fixture("qwen3_5");
     let command = ["generate", "--model", arg(&model), "--ids", "1,2", "--max-tokens", "4"];
@@ -120,14 +185,7 @@ fn a_device_that_is_too_small_is_named_with_its_numbers() {
 fn what_is_not_split_says_so() {
     let model = fixture("llama");
     let two = ["--devices", "cpu:0,cpu:1"];
-    for command in [
-        &["bench", "--prompt", "8", "--gen", "2"][..],
-        &["inspect", arg(&model)],
-        &["serve"],
-        &["serve", "--model", "a=x", "--model", "b=y"],
-        &["fit"],
-        &["plan", "--serve"],
-    ] {
+    for command in [&["inspect", arg(&model)][..], &["serve", "--model", "a=x", "--model", "b=y"]] {
         misuse(&[command, &two].concat(), "runs a model on one device");
     }
     let logits = ["logits", "--model", arg(&model), "--ids", "1,2", "--out", "/dev/null"];
@@ -136,7 +194,10 @@ fn what_is_not_split_says_so() {
     misuse(&with("cuda:0,cuda:1"), "devices of the CPU only");
     fail(&with("cpu:0,cpu:1,cpu:2,cpu:3,cpu:4"), "a pipeline of 5 devices needs at least as many layers");
     for (extra, reason) in [
-        (&["--devices", "cpu:0,cpu:1", "--split", "pipeline:2,tensor:2"][..], "not combined"),
+        (
+            &["--devices", "cpu:0,cpu:1", "--split", "pipeline:2,tensor:2"][..],
+            "are 4 devices, and --devices lists 2",
+        ),
         (&["--devices", "tpu:0"], "there is no such device"),
         (&["--split", "pipeline"], "--devices"),
     ] {

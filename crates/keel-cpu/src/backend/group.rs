@@ -7,6 +7,9 @@
 //! send      offer ──▶ peer copies ──▶ go on
 //! all_*     offer ──▶ wait for the offers of all peers ──▶ read them all ──▶ wait until all peers have read
 //! ```
+//!
+//! Where there are fewer threads than members, a member computes only while it has one of the group's *turns*. It gives
+//! the turn up while it waits for its peers, so no two members wait for each other.
 
 use keel_array::{Group, Peers};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -54,6 +57,8 @@ struct State {
     seats: Vec<Seat>,
     /// The member that gave up.
     absent: Option<usize>,
+    /// How many more members may compute now.
+    turns: usize,
 }
 
 struct Shared {
@@ -72,7 +77,12 @@ pub struct CpuGroup {
 impl CpuGroup {
     /// The memberships of a group of `size` backends, by rank.
     pub fn of(size: usize) -> Vec<CpuGroup> {
-        let state = State { seats: vec![Seat::default(); size], absent: None };
+        CpuGroup::with_turns(size, size)
+    }
+
+    /// As [`CpuGroup::of`]. At most `turns` members, and at least one, compute at the same time.
+    pub fn with_turns(size: usize, turns: usize) -> Vec<CpuGroup> {
+        let state = State { seats: vec![Seat::default(); size], absent: None, turns: turns.max(1) };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
         (0..size).map(|rank| CpuGroup { shared: Arc::clone(&shared), rank, size }).collect()
     }
@@ -81,26 +91,36 @@ impl CpuGroup {
         self.shared.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Waits until `is_ready` holds. If a member has given up, takes back what this one offers.
+    /// Waits until this member may compute. It may until the result is dropped.
+    pub(super) fn turn(&self) -> Turn<'_> {
+        let mut state = self.state();
+        while state.turns == 0 {
+            state = self.shared.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+        }
+        state.turns -= 1;
+        Turn(self)
+    }
+
+    /// Waits until `is_ready` holds. If a member has given up, takes back what this one offers. Others may compute
+    /// meanwhile.
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         is_ready: impl Fn(&State) -> bool,
     ) -> Result<MutexGuard<'a, State>, String> {
-        loop {
-            if let Some(absent) = state.absent {
-                let seat = &mut state.seats[self.rank];
-                (seat.letter, seat.share) = (None, None);
-                return Err(format!(
-                    "device {absent} of the group has failed, and device {} waited for it",
-                    self.rank
-                ));
+        let is_over = |state: &State| state.absent.is_some() || is_ready(state);
+        if !is_over(&state) {
+            state.turns += 1;
+            self.shared.changed.notify_all();
+            while !is_over(&state) || state.turns == 0 {
+                state = self.shared.changed.wait(state).unwrap_or_else(|e| e.into_inner());
             }
-            if is_ready(&state) {
-                return Ok(state);
-            }
-            state = self.shared.changed.wait(state).unwrap_or_else(|e| e.into_inner());
+            state.turns -= 1;
         }
+        let Some(absent) = state.absent else { return Ok(state) };
+        let seat = &mut state.seats[self.rank];
+        (seat.letter, seat.share) = (None, None);
+        Err(format!("device {absent} of the group has failed, and device {} waited for it", self.rank))
     }
 
     /// Lends `x` to member `to` until it has read it.
@@ -168,6 +188,16 @@ impl CpuGroup {
     }
 }
 
+/// A member's right to compute.
+pub(super) struct Turn<'a>(&'a CpuGroup);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.state().turns += 1;
+        self.0.shared.changed.notify_all();
+    }
+}
+
 impl Group for CpuGroup {
     fn rank(&self) -> usize {
         self.rank
@@ -192,5 +222,39 @@ impl Group for CpuGroup {
 impl std::fmt::Debug for CpuGroup {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "CpuGroup({} of {})", self.rank, self.size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn no_more_members_compute_at_a_time_than_there_are_turns() {
+        for turns in 1..=4 {
+            let (computing, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            let compute = || {
+                most.fetch_max(computing.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                std::thread::sleep(std::time::Duration::from_millis(2));
+                computing.fetch_sub(1, Ordering::SeqCst);
+            };
+            let run = |group: CpuGroup| {
+                let _turn = group.turn();
+                for _ in 0..5 {
+                    compute();
+                    let mut sum = 0.0;
+                    let peers = Peers { first: 0, count: 4 };
+                    group.exchange(peers, &[group.rank as f32], |_, x| sum += x[0]).expect("all come");
+                    assert_eq!(sum, 6.0);
+                }
+            };
+            std::thread::scope(|scope| {
+                for group in CpuGroup::with_turns(4, turns) {
+                    scope.spawn(move || run(group));
+                }
+            });
+            assert!(most.into_inner() <= turns);
+        }
     }
 }

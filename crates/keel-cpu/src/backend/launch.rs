@@ -47,6 +47,7 @@ pub(super) struct Watch<'a> {
 
 /// Runs the kernels of a launch.
 pub(super) fn run<'a>(pool: &ThreadPool, launch: &Launch<'a>, watch: Watch<'a>) -> Result<(), ArrayError> {
+    let _turn = watch.group.map(CpuGroup::turn);
     let calls = Calls::resolve(launch, watch);
     let failure = Failure { kernel: AtomicUsize::new(usize::MAX), error: Mutex::new(None) };
     let outcome = catch_unwind(AssertUnwindSafe(|| pool.run(|worker| walk(&calls, &failure, watch, worker))));

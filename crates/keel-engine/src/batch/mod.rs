@@ -129,6 +129,14 @@ impl Batcher {
         &self.engine
     }
 
+    /// Ends everything and gives the engine back.
+    pub fn into_engine(mut self) -> Engine {
+        self.cancel_all();
+        self.settle();
+        self.forget_prefixes();
+        self.engine
+    }
+
     /// Whether nothing runs or waits.
     pub fn is_idle(&self) -> bool {
         self.running.is_empty() && self.parked.is_empty() && self.waiting.is_empty()

@@ -14,6 +14,7 @@ use keel_models::vision::VisionConfig;
 use keel_models::{HybridModel, Part};
 use serde_json::Value;
 
+use crate::crew::DeviceThread;
 use crate::eyes::{self, Eyes, Look, PatchGrid};
 use crate::options::EngineOptions;
 use crate::speculation::Costs;
@@ -39,6 +40,8 @@ pub struct Engine {
     pub(crate) runtime: Runtime,
     /// The other devices of a split model, by rank.
     pub(crate) peers: Vec<Peer>,
+    /// Names of the devices in reports, if they were given.
+    pub(crate) device_names: Vec<String>,
     pub(crate) model: HybridModel,
     pub(crate) cache: ModelCache,
     pub(crate) stepper: Stepper,
@@ -72,8 +75,8 @@ impl Engine {
     /// those of the model.
     ///
     /// # Errors
-    /// As [`Engine::load`]; devices that are not one group, in this order; options that are not supported on several
-    /// devices.
+    /// As [`Engine::load`]; devices that are not one group, in this order; parts that are no split of the model, or lie on
+    /// devices of another rank.
     pub fn load_on(
         devices: &[(Runtime, Part)],
         parameters: &dyn Parameters,
@@ -82,7 +85,8 @@ impl Engine {
         progress: &dyn Fn(u64),
     ) -> Result<Engine> {
         options.check()?;
-        let (runtime, _) = split::check_devices(devices, &options)?;
+        let whole = keel_models::read_config_of(config, parameters)?;
+        let (runtime, _) = split::check_devices(devices, whole.layers.len())?;
         let vision = eyes::config(config, options.vision)?;
         let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
         let largest_steps = options.largest_steps && runtime.backend().is_planning();
@@ -110,13 +114,20 @@ impl Engine {
         };
         let mut peers = Vec::with_capacity(models.len());
         for (rank, (runtime, model)) in models.into_iter().enumerate() {
-            peers.push(Peer { runtime: runtime.clone(), stepper: stepper(runtime, &model, rank)?, model });
+            let runs = !runtime.backend().is_planning();
+            let thread = runs.then(|| DeviceThread::start(rank)).transpose()?;
+            peers.push(Peer {
+                thread,
+                runtime: runtime.clone(),
+                stepper: stepper(runtime, &model, rank)?,
+                model,
+            });
         }
         let stepper = stepper(runtime, &model, peers.len())?;
         let loader = Loader::new(runtime, parameters, options.compute, progress);
         let eyes = match (vision, options.vision) {
             (Some(vision), Some(sizes)) => {
-                let config = (vision, &model.config);
+                let config = (vision, &whole);
                 let how = (options.compute, options.largest_steps);
                 Some(Eyes::load(runtime, &loader, config, sizes, how)?)
             }
@@ -128,6 +139,7 @@ impl Engine {
             tickets: 0,
             runtime: runtime.clone(),
             peers,
+            device_names: Vec::new(),
             model,
             cache,
             stepper,

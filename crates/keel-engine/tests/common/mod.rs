@@ -180,7 +180,7 @@ pub fn state_of(engine: &mut Engine, mut sequence: SequenceCache) -> (usize, Vec
     engine.commit(&mut sequence).expect("runs");
     assert_eq!(sequence.accepted(), 0);
     let (len, committed) = (sequence.len(), recurrent_bytes(engine, &sequence));
-    let answers = [7, 300].map(|token| {
+    let answers = [7, 200].map(|token| {
         let mut logits = Vec::new();
         engine.decode(&mut [&mut sequence], &[token]).expect("runs");
         engine.logits(0, &mut logits).expect("there");

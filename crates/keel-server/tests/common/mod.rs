@@ -84,6 +84,16 @@ impl Running {
         engine_options: EngineOptions,
         options: ServerOptions,
     ) -> Running {
+        let model = folder.to_path_buf();
+        Running::made(folder, move || engine_of(&model, backend, engine_options), options)
+    }
+
+    /// A server of the engine that `make` makes of the model in a folder.
+    pub fn made(
+        folder: &Path,
+        make: impl FnOnce() -> Engine + Send + 'static,
+        options: ServerOptions,
+    ) -> Running {
         let folder = folder.to_path_buf();
         let (sender, receiver) = mpsc::channel();
         let (drain, drained) = oneshot::channel();
@@ -100,7 +110,7 @@ impl Running {
                 let listener = bind("127.0.0.1:0").await.expect("a free port");
                 let address = listener.local_addr().expect("it is bound");
                 let text = ModelText::new(&TextFiles::read(&folder).expect("there")).expect("right");
-                let engine = engine_of(&folder, backend, engine_options);
+                let engine = make();
                 let text = match engine.vision() {
                     Some(vision) => {
                         let files = ProcessorFiles::read(&folder).expect("there");
@@ -178,7 +188,9 @@ impl Running {
             let status = self.app.engine.status();
             status.free_pages == status.pages && status.prefix_states == 0
         });
-        assert_eq!(self.app.engine.ledger().active(), self.app.engine.planned());
+        for device in self.app.engine.devices() {
+            assert_eq!(device.allocated, device.planned, "{}", device.name);
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use keel_array::{Backend, Compute};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 
-use super::{SplitArgs, parse_bytes};
+use super::{Split, SplitArgs, parse_bytes};
 use crate::failure::usage;
 
 /// The device and its bounds.
@@ -126,6 +126,11 @@ impl DeviceArgs {
         DeviceArgs { device: Wanted::Only(device), split: SplitArgs::default(), ..self.clone() }
     }
 
+    /// A copy of these arguments with another split of the same devices.
+    pub fn split_as(&self, split: Split) -> DeviceArgs {
+        DeviceArgs { split: self.split.with(split), ..self.clone() }
+    }
+
     /// Chooses the device for `auto`. `why` is the reason in one line.
     pub fn choose(&self, device: Device, why: String) {
         // The first choice stays, because all models of a run share one device.
@@ -144,17 +149,19 @@ impl DeviceArgs {
         DeviceArgs { resident: true, ..self.clone() }
     }
 
-    /// The backends of several devices of the CPU, as one group. They share its threads.
+    /// The backends of several devices of the CPU, as one group. They share its threads. Where there are fewer threads than
+    /// devices, no more devices compute at a time than there are threads.
     pub fn group(&self, planning: bool) -> Vec<Arc<dyn Backend>> {
         let count = self.split.members().len();
         let options = self.options().cpu_options();
-        let threads = options.threads.or_else(|| std::thread::available_parallelism().ok().map(usize::from));
-        let threads = threads.map(|threads| (threads / count).max(1));
-        let backend = |group| {
-            let options = CpuOptions { threads, planning, group: Some(group), ..options.clone() };
+        let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = options.threads.unwrap_or_else(cores).max(1);
+        let backend = |(rank, group)| {
+            let own = (threads / count + usize::from(rank < threads % count)).max(1);
+            let options = CpuOptions { threads: Some(own), planning, group: Some(group), ..options.clone() };
             Arc::new(CpuBackend::new(options)) as Arc<dyn Backend>
         };
-        CpuGroup::of(count).into_iter().map(backend).collect()
+        CpuGroup::with_turns(count, threads).into_iter().enumerate().map(backend).collect()
     }
 
     /// A backend that counts memory without allocating it. It needs no GPU.

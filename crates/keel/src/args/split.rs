@@ -16,10 +16,11 @@ pub struct SplitArgs {
     /// those of the CPU share its threads.
     #[arg(long, value_name = "DEVICE,...", value_delimiter = ',', value_parser = parse_member)]
     devices: Vec<Member>,
-    /// How --devices share the model: pipeline gives each some of the layers, even by bytes; tensor gives each a
-    /// share of every layer, by heads and columns.
-    #[arg(long, value_name = "HOW", requires = "devices", default_value = "pipeline", value_parser = parse_split)]
-    split: Split,
+    /// How --devices share the model. pipeline gives each some of the layers, even by bytes. tensor gives each a share of
+    /// every layer, by heads and columns. pipeline:2,tensor:2 makes two stages of two devices that share their layers.
+    /// The default is pipeline; keel fit proposes the split whose largest device is smallest.
+    #[arg(long, value_name = "HOW", requires = "devices", value_parser = parse_split)]
+    split: Option<Split>,
 }
 
 /// One of the devices.
@@ -39,13 +40,70 @@ pub enum Split {
     Pipeline,
     /// Each has a share of every layer.
     Tensor,
+    /// Stages of a pipeline, each of several devices that share its layers.
+    Both {
+        /// The number of stages.
+        stages: usize,
+        /// The number of devices of each.
+        shares: usize,
+    },
+}
+
+impl Split {
+    /// The numbers of stages and of devices of each stage, for `devices` devices.
+    ///
+    /// # Errors
+    /// A combination is for another number of devices.
+    pub fn grid(self, devices: usize) -> Result<(usize, usize)> {
+        match self {
+            Split::Pipeline => Ok((devices, 1)),
+            Split::Tensor => Ok((1, devices)),
+            Split::Both { stages, shares } if stages.checked_mul(shares) == Some(devices) => {
+                Ok((stages, shares))
+            }
+            Split::Both { stages, shares } => Err(usage(format!(
+                "--split {self}: {stages} stages of {shares} devices are {} devices, and --devices lists {devices}",
+                stages.saturating_mul(shares)
+            ))),
+        }
+    }
+
+    /// All ways to split a model over `devices` devices: shares of every layer, then fewer shares and more stages.
+    pub fn all(devices: usize) -> Vec<Split> {
+        let of = |stages: usize| match stages {
+            1 => Split::Tensor,
+            _ if stages == devices => Split::Pipeline,
+            _ => Split::Both { stages, shares: devices / stages },
+        };
+        (1..=devices).filter(|stages| devices.is_multiple_of(*stages)).map(of).collect()
+    }
+}
+
+impl std::fmt::Display for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Split::Pipeline => f.write_str("pipeline"),
+            Split::Tensor => f.write_str("tensor"),
+            Split::Both { stages, shares } => write!(f, "pipeline:{stages},tensor:{shares}"),
+        }
+    }
 }
 
 fn parse_split(text: &str) -> Result<Split, String> {
+    let count = |part: &str, of: &str| {
+        part.strip_prefix(of)?.strip_prefix(':')?.parse().ok().filter(|&n: &usize| n > 0)
+    };
+    let both = |(first, second): (&str, &str)| {
+        let in_order =
+            |a, b| Some(Split::Both { stages: count(a, "pipeline")?, shares: count(b, "tensor")? });
+        in_order(first, second).or_else(|| in_order(second, first))
+    };
     match text {
         "pipeline" => Ok(Split::Pipeline),
         "tensor" => Ok(Split::Tensor),
-        _ => Err("a model is split by pipeline or tensor; the two are not combined".into()),
+        _ => text.split_once(',').and_then(both).ok_or_else(|| {
+            "a model is split by pipeline, by tensor, or by both, for example pipeline:2,tensor:2".into()
+        }),
     }
 }
 
@@ -68,7 +126,22 @@ impl SplitArgs {
 
     /// How they share the model.
     pub fn split(&self) -> Split {
-        self.split
+        self.split.unwrap_or_default()
+    }
+
+    /// The splits to choose from: that of --split, or all.
+    pub fn choices(&self) -> Vec<Split> {
+        self.split.map_or_else(|| Split::all(self.devices.len()), |split| vec![split])
+    }
+
+    /// The devices as --devices takes them.
+    pub fn list(&self) -> String {
+        self.devices.iter().map(|member| member.name.as_str()).collect::<Vec<_>>().join(",")
+    }
+
+    /// A copy with another split.
+    pub fn with(&self, split: Split) -> SplitArgs {
+        SplitArgs { devices: self.devices.clone(), split: Some(split) }
     }
 
     /// Whether several devices share the model.
@@ -81,8 +154,7 @@ impl SplitArgs {
     /// # Errors
     /// A device is listed twice, is a GPU, or there are too many.
     pub fn check(&self) -> Result<()> {
-        let list = |members: &[Member]| members.iter().map(|m| m.name.clone()).collect::<Vec<_>>().join(",");
-        let all = list(&self.devices);
+        let all = self.list();
         if let Some(twice) =
             self.devices.iter().enumerate().find(|(i, member)| self.devices[..*i].contains(member))
         {
@@ -109,7 +181,7 @@ impl SplitArgs {
     pub fn refuse(&self) -> Result<()> {
         if self.is_split() {
             return Err(usage(
-                "--devices: this command, or plan with the options of a server, runs a model on one device; generate, chat, logits, eval, embed and plan run it on several",
+                "--devices: this command, or serve with several models, runs a model on one device; generate, chat, serve, bench, logits, eval, embed, fit and plan run it on several",
             ));
         }
         Ok(())
@@ -122,7 +194,7 @@ mod tests {
 
     fn args(devices: &str) -> SplitArgs {
         let devices = devices.split(',').map(|name| parse_member(name).expect("a device")).collect();
-        SplitArgs { devices, split: Split::Pipeline }
+        SplitArgs { devices, split: None }
     }
 
     #[test]
@@ -134,6 +206,32 @@ mod tests {
         let many: Vec<String> = (0..65).map(|i| format!("cpu:{i}")).collect();
         assert!(refusal(&many.join(",")).contains("lists 65 devices; at most 64"));
         assert!(parse_member("tpu:0").is_err() && parse_member("cpu:x").is_err());
-        assert!(parse_split("pipeline:2,tensor:2").expect_err("not there").contains("not combined"));
+    }
+
+    #[test]
+    fn splits_are_read_and_listed() {
+        let both = Split::Both { stages: 2, shares: 3 };
+        for (text, split) in
+            [("pipeline", Split::Pipeline), ("tensor", Split::Tensor), ("pipeline:2,tensor:3", both)]
+        {
+            assert_eq!(parse_split(text), Ok(split));
+            assert_eq!(split.to_string(), text);
+        }
+        assert_eq!(parse_split("tensor:3,pipeline:2"), Ok(both));
+        for text in
+            ["pipeline:0,tensor:2", "pipeline:2", "pipeline:2,pipeline:2", "columns", "tensor:x,pipeline:1"]
+        {
+            assert!(
+                parse_split(text).expect_err("refused").contains("for example pipeline:2,tensor:2"),
+                "{text}"
+            );
+        }
+        assert_eq!(both.grid(6).expect("six devices"), (2, 3));
+        let error = both.grid(4).expect_err("six are not four").to_string();
+        assert!(error.contains("2 stages of 3 devices are 6 devices, and --devices lists 4"), "{error}");
+        assert_eq!(
+            Split::all(6).iter().map(Split::to_string).collect::<Vec<_>>(),
+            ["tensor", "pipeline:2,tensor:3", "pipeline:3,tensor:2", "pipeline"]
+        );
     }
 }

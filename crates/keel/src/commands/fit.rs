@@ -29,7 +29,8 @@ const CONTEXT_LEAST: usize = 1024;
 /// sequences and context. Each line has the command that serves the model this way.
 ///
 /// More bits of the weights rank first, then more bits of keys and values. Fewer bits are listed only if a longer
-/// context then fits. The bytes equal those of keel plan with the same options. For a model that is yet to be quantised
+/// context then fits. With --devices the command also has the split whose largest device is smallest, unless --split
+/// names one. The bytes equal those of keel plan with the same options. For a model that is yet to be quantised
 /// they come from a plan of its shape.
 #[derive(Debug, Args)]
 pub struct FitArgs {
@@ -38,7 +39,8 @@ pub struct FitArgs {
     path: Option<String>,
     #[command(flatten, next_help_heading = "Model")]
     subject: SubjectArgs,
-    /// Bytes to fit into, for example 24Gi. By default the free memory of the device.
+    /// Bytes to fit into, for example 24Gi; with --devices, of each device. By default the free memory of the device; of
+    /// devices that are parts of the CPU, the free memory of the host for all of them.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     limit: Option<u64>,
     /// Use this context, not the longest that fits.
@@ -62,12 +64,14 @@ struct Line {
     kv: KvFormat,
     options: EngineOptions,
     planned: MemoryReport,
+    /// The bytes that are compared with the limit.
+    needed: u64,
     command: String,
 }
 
 /// Runs the command.
 pub fn run(args: &FitArgs) -> Result<()> {
-    args.device.split.refuse()?;
+    args.device.split.check()?;
     if args.device.memory_limit.is_some() {
         return Err(usage(
             "--memory-limit: nothing is loaded here; use --limit for the number of bytes to fit into",
@@ -102,7 +106,7 @@ pub fn run(args: &FitArgs) -> Result<()> {
         "{:<10}{:>4}{:>11}{:>10}{:>12}{:>12}  command",
         "weights", "kv", "sequences", "context", "needed", "left"
     ))?;
-    lines.iter().try_for_each(|line| output::line(&line.to_line(limit, args)))
+    lines.iter().try_for_each(|line| output::line(&line.to_line(limit)))
 }
 
 /// The number of bytes to fit into.
@@ -165,9 +169,8 @@ fn fit_variant(
     // The least is told where nothing fits.
     if lines.is_empty() {
         let line = smallest.line(args, false)?;
-        let needed = line.needed(&args.device);
-        if least.as_ref().is_none_or(|(bytes, _)| needed < *bytes) {
-            *least = Some((needed, line.what()));
+        if least.as_ref().is_none_or(|(bytes, _)| line.needed < *bytes) {
+            *least = Some((line.needed, line.what()));
         }
     }
     Ok(())
@@ -191,7 +194,7 @@ fn longest_that_fits<'a>(
     }
     for &context in &contexts[first..] {
         let line = form(context).line(args, false)?;
-        if line.needed(&args.device) <= limit {
+        if line.needed <= limit {
             return Ok(Some(line));
         }
     }
@@ -220,11 +223,32 @@ struct Form<'a> {
 impl Form<'_> {
     /// Whether a plan of the largest steps alone fits. It is quick, and never larger than the whole plan.
     fn may_fit(&self, args: &FitArgs, limit: u64) -> Result<bool> {
-        Ok(self.line(args, true)?.needed(&args.device) <= limit)
+        Ok(self.line(args, true)?.needed <= limit)
     }
 
-    /// The line; with `is_quick` its plan counts the largest steps alone.
+    /// The line; with `is_quick` its plan counts the largest steps alone. Of several splits, that with the fewest bytes.
     fn line(&self, args: &FitArgs, is_quick: bool) -> Result<Line> {
+        if !args.device.split.is_split() {
+            return self.line_on(args, &args.device, is_quick);
+        }
+        let choices = args.device.split.choices().into_iter();
+        let mut best: Option<Result<Line>> = None;
+        for line in choices.map(|split| self.line_on(args, &args.device.split_as(split), is_quick)) {
+            // A split that the model does not allow is an error if there is no other.
+            let is_better = match (&best, &line) {
+                (Some(Ok(best)), Ok(line)) => line.needed < best.needed,
+                (Some(Ok(_)), Err(_)) => false,
+                (None | Some(Err(_)), Ok(_)) | (None, Err(_)) => true,
+                (Some(Err(_)), Err(_)) => false,
+            };
+            if is_better {
+                best = Some(line);
+            }
+        }
+        best.unwrap_or_else(|| unreachable!("there is a split"))
+    }
+
+    fn line_on(&self, args: &FitArgs, on: &DeviceArgs, is_quick: bool) -> Result<Line> {
         let Form { variant, kv, sequences, context } = *self;
         let holding = HoldingArgs {
             sequences: Some(sequences),
@@ -233,15 +257,19 @@ impl Form<'_> {
             ..HoldingArgs::default()
         };
         let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
-        let planner =
-            Planner::new(&holding, &variant.subject, &args.device, engine.options(), STEP_TOKENS_DEFAULT)?;
-        let planned = match is_quick {
-            true => planner.plan_at_least(planner.wanted)?,
-            false => planner.plan(planner.wanted)?,
+        let planner = Planner::new(&holding, &variant.subject, on, engine.options(), STEP_TOKENS_DEFAULT)?;
+        let options = EngineOptions { largest_steps: is_quick, ..planner.wanted };
+        let (planned, largest) = planner.plan_and_largest(options)?;
+        let needed = match largest.filter(|_| args.limit.is_some()) {
+            Some(largest) => largest,
+            None => on_device(&planned, on.device() != Device::Cpu),
         };
         let default_kv = args.engine.kv_bits.is_none() && kv == args.engine.options().kv_format();
         let kv_flag = if default_kv { String::new() } else { format!(" --kv-bits {}", bits_of(kv)) };
-        let device = match args.device.device() {
+        let device = match on.device() {
+            _ if on.split.is_split() => {
+                format!(" --devices {} --split {}", on.split.list(), on.split.split())
+            }
             Device::Cpu => String::new(),
             Device::Cuda(n) => format!(" --device cuda:{n}"),
         };
@@ -250,15 +278,11 @@ impl Form<'_> {
             variant.command,
             planner.kv_bytes(&planner.wanted)
         );
-        Ok(Line { weights: variant.name.clone(), kv, options: planner.wanted, planned, command })
+        Ok(Line { weights: variant.name.clone(), kv, options: planner.wanted, planned, needed, command })
     }
 }
 
 impl Line {
-    fn needed(&self, device: &DeviceArgs) -> u64 {
-        on_device(&self.planned, device.device() != Device::Cpu)
-    }
-
     fn what(&self) -> String {
         format!(
             "the least, {} weights, {} bits of keys and values, {} sequence(s) and a context of {},",
@@ -269,8 +293,8 @@ impl Line {
         )
     }
 
-    fn to_line(&self, limit: u64, args: &FitArgs) -> String {
-        let needed = self.needed(&args.device);
+    fn to_line(&self, limit: u64) -> String {
+        let needed = self.needed;
         format!(
             "{:<10}{:>4}{:>11}{:>10}{:>12}{:>12}  {}",
             self.weights,
@@ -291,6 +315,7 @@ impl Line {
             "context": self.options.context,
             "pool_tokens": self.options.pool_pages.map(|pages| pages * AttentionSpec::PAGE),
             "bytes": self.planned.total(),
+            "needed": self.needed,
             "weights_bytes": self.planned.get(Category::Weights),
             "command": self.command,
         })

@@ -38,6 +38,7 @@ pub struct InspectArgs {
 
 /// Runs the command.
 pub fn run(args: &InspectArgs) -> Result<()> {
+    args.device.split.refuse()?;
     if args.device.memory_limit.is_some() {
         return Err(usage(
             "--memory-limit: nothing is loaded here; keel fit --limit shows what fits in a number of bytes",

@@ -71,6 +71,10 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let subject = args.subject.subject(model.as_ref(), drafts)?;
     if is_server {
         let held = holding::plan_server(&args.server, &subject)?;
+        if device.split.is_split() {
+            let requests = Some(args.server.request_memory());
+            return print_devices(args, &subject, held.options, requests, verbose);
+        }
         return print_all(
             args,
             &subject.json,
@@ -88,7 +92,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         Ok(EngineOptions { context, sequences, drafts, ..args.server.engine.options() })
     })?;
     if device.split.is_split() {
-        return print_devices(args, &subject, options);
+        return print_devices(args, &subject, options, None, verbose);
     }
     match args.limit {
         Some(limit) => print_fit(args, &subject, options, limit),
@@ -175,8 +179,14 @@ fn print_plan(
     ))
 }
 
-/// Prints the plan of a model on several devices.
-fn print_devices(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<()> {
+/// Prints the plan of a model on several devices. `requests` is as in [`print_all`].
+fn print_devices(
+    args: &PlanArgs,
+    subject: &Subject<'_>,
+    options: EngineOptions,
+    requests: Option<u64>,
+    verbose: bool,
+) -> Result<()> {
     if args.limit.is_some() {
         return Err(usage("--limit: what fits is told of one device; leave out --devices"));
     }
@@ -192,23 +202,34 @@ fn print_devices(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions)
             object
         };
         object["devices"] = plans.iter().map(of).collect();
+        if let Some(requests) = requests {
+            object["requests"] = json!(requests);
+        }
         return output::json(&object);
     }
     output::line(&format!("context {}, batch {}", options.context, options.sequences))?;
-    for plan in &plans {
-        let Shard { index, count } = plan.part.shard;
-        if count > 1 {
-            output::line(&format!("{}: share {} of {count} of every layer", plan.name, index + 1))?;
-            continue;
-        }
-        let (first, last) = (layers(plan).start, layers(plan).end - 1);
-        let end = if plan.part.is_last() { ", output head" } else { "" };
-        let begin = if plan.part.is_first() { "embedding, " } else { "" };
-        output::line(&format!("{}: {begin}layers {first} to {last}{end}", plan.name))?;
-    }
+    plans.iter().try_for_each(|plan| output::line(&format!("{}: {}", plan.name, holds(plan))))?;
     let columns: Vec<_> = plans.iter().map(|plan| (plan.name.as_str(), plan.planned)).collect();
     output::line("")?;
-    output::text(&devices_table(&columns))
+    output::text(&devices_table(&columns))?;
+    if let Some(requests) = requests {
+        let bound = human_bytes(requests);
+        output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))?;
+    }
+    if verbose { print_steps(args, &subject.json, options) } else { Ok(()) }
+}
+
+/// What a device holds of the model.
+fn holds(plan: &DevicePlan) -> String {
+    let (part, Shard { index, count, .. }) = (&plan.part, plan.part.shard);
+    let share = if count > 1 { format!("share {} of {count} of ", index + 1) } else { String::new() };
+    if part.is_first() && part.is_last() {
+        return format!("{share}every layer");
+    }
+    let (first, last) = (part.layers.start, part.layers.end - 1);
+    let begin = if part.is_first() { "embedding, " } else { "" };
+    let end = if part.is_last() { ", output head" } else { "" };
+    format!("{share}{begin}layers {first} to {last}{end}")
 }
 
 fn print_fit(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions, limit: u64) -> Result<()> {

@@ -158,7 +158,6 @@ struct RequestArgs {
 pub fn run(args: &ServeArgs) -> Result<()> {
     keel_cpu::heap::stay_small();
     let ServeArgs { models, options } = args;
-    options.device.split.refuse()?;
     if models.shape.name().is_some() {
         return serve_shape(options, &models.shape);
     }
@@ -166,7 +165,10 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     match &models[..] {
         [] => serve_one(options, None),
         [one] => serve_one(options, Some(one)),
-        models => several::serve(options, models),
+        models => {
+            options.device.split.refuse()?;
+            several::serve(options, models)
+        }
     }
 }
 
@@ -226,8 +228,7 @@ fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
         subject.name
     );
     listen(args, text, server_options, options, |device| {
-        let runtime = session::runtime(device, options.compute)?;
-        let session = Session::open(device, &runtime, &*subject.parameters, &subject.json, options)?;
+        let session = Session::start(device, &*subject.parameters, &subject.json, options)?;
         session::forget();
         Ok(session)
     })
@@ -253,6 +254,9 @@ fn listen(
             options.context,
             human_bytes(session.planned.get(Category::Kv)),
         );
+        for plan in &session.devices {
+            tracing::info!("{} of them on {}", human_bytes(plan.planned.total()), plan.name);
+        }
         if let Some(driver) = session.memory().driver {
             tracing::info!("the driver has {}", driver.to_line());
         }

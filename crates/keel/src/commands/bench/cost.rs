@@ -1,7 +1,7 @@
 //! Lower bounds on the cost of a step: bytes to read and operations to execute.
 
 use anyhow::Result;
-use keel_array::Category;
+use keel_array::{Category, Runtime, RuntimeOptions};
 use keel_cache::LayerSpec;
 use keel_engine::{Engine, EngineOptions};
 use keel_models::blocks::FeedForward;
@@ -44,6 +44,13 @@ impl Cost {
         parameters: &dyn Parameters,
         config: &Value,
     ) -> Result<Cost> {
+        // Of a split model each device knows its part alone. A plan of the whole has the same bytes.
+        let whole = match engine.is_split() {
+            true => Some(whole_engine(engine.options(), device, parameters, config)?),
+            false => None,
+        };
+        let engine = whole.as_ref().unwrap_or(engine);
+        let device = &device.on(device.device());
         let model = engine.model();
         let ledger = engine.runtime().ledger().active();
         let least =
@@ -109,6 +116,18 @@ impl Cost {
             }
         }
     }
+}
+
+/// The whole model on one device that only plans.
+fn whole_engine(
+    options: &EngineOptions,
+    device: &DeviceArgs,
+    parameters: &dyn Parameters,
+    config: &Value,
+) -> Result<Engine> {
+    let backend = device.on(device.device()).planning_backend(options.compute);
+    let runtime = Runtime::new(backend, RuntimeOptions::default());
+    Ok(Engine::load(&runtime, parameters, config, *options, &|_| ())?)
 }
 
 /// The model's config without its multi-token-prediction head.

@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
+use keel_cpu::CpuBackend;
 use keel_engine::{EngineOptions, SpeculationOptions};
 use serde_json::{Value, json};
 
@@ -129,14 +130,7 @@ fn measure(
     speculation: Option<SpeculationOptions>,
 ) -> Result<Report> {
     let machine = Machine::measure(&args.device)?;
-    let (runtime, profiled) = if args.profile {
-        let backend = Arc::new(args.device.profiled_backend()?);
-        (session::runtime_on(Arc::clone(&backend) as _, &args.device), Some(backend))
-    } else {
-        (session::runtime(&args.device, options.compute)?, None)
-    };
-    let recorder = args.plot.as_ref().map(|_| Recorder::start(runtime.ledger()));
-    let mut session = Session::open(&args.device, &runtime, &*subject.parameters, &subject.json, options)?;
+    let (mut session, recorder, profiled) = open(args, subject, options)?;
     let repeats = usize::from(args.repeat);
     let runs = Runs::time(&mut session.engine, (args.prompt, args.generated), repeats, args.draw)?;
     let speculative = speculation
@@ -165,6 +159,31 @@ fn measure(
         machine,
         cost,
     })
+}
+
+/// Loads the model on its device or devices. Also starts what records the memory and the time of each operation, if they
+/// are asked for.
+fn open(
+    args: &BenchArgs,
+    subject: &Subject<'_>,
+    options: EngineOptions,
+) -> Result<(Session, Option<Recorder>, Option<Arc<CpuBackend>>)> {
+    let device = &args.device;
+    if device.split.is_split() {
+        if args.plot.is_some() || args.profile {
+            return Err(usage("--plot and --profile are of one device: leave out --devices"));
+        }
+        return Ok((Session::start(device, &*subject.parameters, &subject.json, options)?, None, None));
+    }
+    let (runtime, profiled) = if args.profile {
+        let backend = Arc::new(device.profiled_backend()?);
+        (session::runtime_on(Arc::clone(&backend) as _, device), Some(backend))
+    } else {
+        (session::runtime(device, options.compute)?, None)
+    };
+    let recorder = args.plot.as_ref().map(|_| Recorder::start(runtime.ledger()));
+    let session = Session::open(device, &runtime, &*subject.parameters, &subject.json, options)?;
+    Ok((session, recorder, profiled))
 }
 
 impl Report {

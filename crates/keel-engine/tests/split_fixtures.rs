@@ -1,0 +1,192 @@
+//! Every fixture, split in 2, 3 and 4 by layers, by shares of every layer, and by both: logits of the whole model, the
+//! MTP head, saved and loaded sequences, prefixes, parking, and the ledger of each device.
+//!
+//! `common::splitting` asserts that each device allocates what was planned for it, takes no more, and keeps nothing.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use common::batching::{assert_all_is_back, run};
+use common::splitting::{backends, end, load_on};
+use common::{
+    all_logits, decoded, engine, exact, expect_same_state, expected, fixture, models, relative_error, runtime,
+};
+use keel_array::{Backend, Compute};
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::{Depth, Engine, EngineOptions, SpeculationOptions, split};
+use keel_models::loading::CheckpointParameters;
+use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
+use keel_weights::Checkpoint;
+
+/// Sums in another order differ by less than this.
+const ROUNDING_MAX: f64 = 1e-5;
+
+/// Stages, and devices of each.
+type Grid = (usize, usize);
+
+const PIPELINES: [Grid; 3] = [(2, 1), (3, 1), (4, 1)];
+const TENSORS: [Grid; 3] = [(1, 2), (1, 3), (1, 4)];
+const BOTH: [Grid; 2] = [(2, 2), (2, 3)];
+
+fn fixtures() -> impl Iterator<Item = (&'static str, PathBuf)> {
+    let others = OTHERS.into_iter().filter_map(|name| Some((name, other_fixture(name)?)));
+    models().map(|name| (name, fixture(name))).chain(others)
+}
+
+/// A model split like this; the refusal if it cannot be.
+fn split_engine(folder: &Path, options: EngineOptions, grid: Grid) -> Result<Engine, String> {
+    let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
+    let parameters = CheckpointParameters(&checkpoint);
+    let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
+    let source = (&parameters as _, checkpoint.config());
+    let parts = split::grid(&alone, source, options, grid).map_err(|error| error.to_string())?;
+    load_on(source, options, backends(parts.len(), false), &parts).map_err(|error| error.to_string())
+}
+
+/// Checks that a model was refused for a reason that the user can act on.
+fn expect_good_reason(name: &str, (stages, shares): Grid, reason: &str) {
+    let counts = [stages, shares].map(|count| count.to_string());
+    let is_told = reason.contains("--split pipeline") || reason.contains("at least as many layers");
+    let is_of_a_kind = ["rotated", "norms all heads together"].iter().any(|kind| reason.contains(kind));
+    let has_numbers = counts.iter().any(|count| reason.contains(count)) || is_of_a_kind;
+    assert!(is_told && has_numbers, "{name} in {stages} x {shares}: {reason}");
+}
+
+/// Runs `check` over the fixtures that can be split like this. Returns how many there are.
+fn each_split(
+    grid: Grid,
+    options: impl Fn(&Path) -> EngineOptions,
+    check: impl Fn(&str, &Path, Engine),
+) -> usize {
+    let mut count = 0;
+    for (name, folder) in fixtures() {
+        match split_engine(&folder, options(&folder), grid) {
+            Ok(engine) => {
+                check(name, &folder, engine);
+                count += 1;
+            }
+            Err(reason) => expect_good_reason(name, grid, &reason),
+        }
+    }
+    count
+}
+
+/// Logits of a split model, compared with those of the whole one in both regimes.
+fn compare_logits(grid: Grid, is_exact: bool) -> usize {
+    each_split(
+        grid,
+        |_| exact(),
+        |name, folder, mut parts| {
+            let want = expected(folder);
+            let mtp = want.mtp_logits.is_some();
+            let mut whole = engine(folder, &runtime(1), exact());
+            for one_by_one in [false, true] {
+                let what = format!("{name} in {grid:?}, one by one: {one_by_one}");
+                let got = all_logits(&mut parts, &want.ids, one_by_one, mtp);
+                let whole = all_logits(&mut whole, &want.ids, one_by_one, mtp);
+                if is_exact {
+                    assert!(got == whole, "{what}");
+                    continue;
+                }
+                assert!(got == all_logits(&mut parts, &want.ids, one_by_one, mtp), "{what}: two runs differ");
+                for (got, whole) in [(&got.0, &whole.0), (&got.1, &whole.1)] {
+                    let error = if mtp || !whole.is_empty() { relative_error(got, whole) } else { 0.0 };
+                    assert!(error <= ROUNDING_MAX, "{what}: logits differ by {error:.1e}");
+                }
+            }
+            end(parts);
+        },
+    )
+}
+
+#[test]
+fn pipelines_give_the_bits_of_the_whole_model() {
+    let counts = PIPELINES.map(|grid| compare_logits(grid, true));
+    assert!(counts[0] > 10 && counts[1] > 5 && counts[2] > 5, "models in 2, 3 and 4: {counts:?}");
+}
+
+#[test]
+fn shares_give_the_logits_of_the_whole_model_to_rounding() {
+    let counts = TENSORS.map(|grid| compare_logits(grid, false));
+    assert!(counts[0] > 8 && counts[2] > 1, "models in 2, 3 and 4: {counts:?}");
+}
+
+#[test]
+fn stages_of_shares_give_the_logits_of_the_whole_model_to_rounding() {
+    let counts = BOTH.map(|grid| compare_logits(grid, false));
+    assert!(counts[0] > 8, "models in 2 x 2 and 2 x 3: {counts:?}");
+}
+
+fn serving(folder: &Path) -> EngineOptions {
+    let drafts = if expected(folder).mtp_logits.is_some() { 2 } else { 0 };
+    EngineOptions {
+        context: 512,
+        sequences: 2,
+        checkpoints: 4,
+        prefill_step: 128,
+        drafts,
+        compute: Compute::F32,
+        swap_bytes: 4 << 20,
+        ..EngineOptions::default()
+    }
+}
+
+fn prompt(tokens: u32) -> Vec<u32> {
+    (0..tokens).map(|i| (i * 7919 + 11) % 251).collect()
+}
+
+/// A sequence that is saved and loaded, and one that is parked and comes back, go on as if nothing had happened.
+fn expect_kept(name: &str, parts: &mut Engine) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("sequence");
+    let tokens = [5, 6, 7];
+    let mut sequence = decoded(parts, &prompt(130), &tokens);
+    let all: Vec<u32> = prompt(130).into_iter().chain(tokens).collect();
+    parts.commit(&mut sequence).expect("runs");
+    parts.cache().save(&sequence, &all, name, &path).expect("written");
+    parts.cache_mut().swap_out(&mut sequence).expect("there is room");
+    let (loaded, ids) = parts.cache_mut().load(name, &path).expect("read");
+    assert_eq!(ids, all, "{name}");
+    parts.cache_mut().swap_in(&mut sequence).expect("it comes back");
+    expect_same_state(parts, loaded, sequence);
+}
+
+/// A request that finds its beginning remembered answers as one that does not, also after the prefixes were saved and
+/// restored. Models with sliding layers remember nothing, whole or split.
+fn expect_prefixes(name: &str, parts: Engine) -> Engine {
+    if parts.model().config.window.is_some() {
+        return parts;
+    }
+    let speculation = SpeculationOptions { depth: Depth::Fixed(2), ..SpeculationOptions::default() };
+    let options = BatchOptions { step_tokens: 128, speculation, ..BatchOptions::default() };
+    let mut batcher = Batcher::new(parts, options);
+    let request = || BatchRequest::new(0, prompt(200), 12);
+    let ask = |batcher: &mut Batcher| run(batcher, vec![request()]).swap_remove(0);
+    let fresh = ask(&mut batcher);
+    assert!(fresh.error.is_none() && fresh.tokens.len() == 12 && fresh.cached == 0, "{name}: {fresh:?}");
+    let reused = ask(&mut batcher);
+    assert!(reused.cached >= 128 && reused.tokens == fresh.tokens, "{name}: {fresh:?}, then {reused:?}");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    assert!(batcher.save_prefixes(name, folder.path()).expect("written") > 0, "{name}");
+    batcher.forget_prefixes();
+    let restored = batcher.restore_prefixes(name, folder.path());
+    assert!(restored.texts > 0 && restored.problems.is_empty(), "{name}: {:?}", restored.problems);
+    let again = ask(&mut batcher);
+    assert!(again.cached >= 128 && again.tokens == fresh.tokens, "{name}: {fresh:?}, restored {again:?}");
+    assert_all_is_back(&mut batcher);
+    batcher.into_engine()
+}
+
+#[test]
+fn split_models_keep_sequences_and_prefixes() {
+    for grid in [(2, 1), (3, 1), (4, 1), (1, 2), (1, 4), (2, 2)] {
+        let count = each_split(grid, serving, |name, _, mut parts| {
+            expect_kept(name, &mut parts);
+            end(expect_prefixes(name, parts));
+        });
+        assert!(count > 1, "{count} models in {grid:?}");
+    }
+}

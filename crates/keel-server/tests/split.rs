@@ -1,0 +1,88 @@
+//! A server of a split model: the answers of the whole one, and after many requests every device's ledger as at the start.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Running, demo, engine_options};
+use keel_array::{Backend, Runtime, RuntimeOptions};
+use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
+use keel_engine::{Engine, EngineOptions, split};
+use keel_models::loading::CheckpointParameters;
+use keel_server::ServerOptions;
+use keel_weights::Checkpoint;
+use serde_json::{Value, json};
+
+/// Bounds at which sequences are parked.
+fn crowded() -> EngineOptions {
+    EngineOptions {
+        sequences: 6,
+        checkpoints: 12,
+        pool_pages: Some(8),
+        swap_bytes: 64 << 20,
+        ..engine_options()
+    }
+}
+
+/// An engine on two devices: stages, and devices of each.
+fn engine_on_two(grid: (usize, usize), options: EngineOptions) -> Engine {
+    let checkpoint = Checkpoint::open(&demo()).expect("the model opens");
+    let parameters = CheckpointParameters(&checkpoint);
+    let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
+    let parts = split::grid(&alone, (&parameters, checkpoint.config()), options, grid).expect("it divides");
+    let runtime = |group| {
+        let options = CpuOptions { threads: Some(1), group: Some(group), ..CpuOptions::default() };
+        Runtime::new(Arc::new(CpuBackend::new(options)), RuntimeOptions::default())
+    };
+    let devices: Vec<_> = CpuGroup::of(2).into_iter().map(runtime).zip(parts).collect();
+    Engine::load_on(&devices, &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
+}
+
+/// A request whose prompt begins as others do. Some answers are long, so that sequences are parked.
+fn request(i: usize) -> Value {
+    let own = (0..60 + i % 50).map(|j| (i * 31 + j * 7) % 4000);
+    let prompt: Vec<usize> = (0..128).map(|j| j * 13 % 4000).chain(own).collect();
+    let max_tokens = if i.is_multiple_of(3) { 600 } else { 4 + i % 9 };
+    json!({"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": true})
+}
+
+fn ask_all(server: &Running, count: usize) -> Vec<Value> {
+    std::thread::scope(|scope| {
+        let ask =
+            |i| scope.spawn(move || server.ask("/v1/completions", &request(i))["choices"][0]["text"].clone());
+        let all: Vec<_> = (0..count).map(ask).collect();
+        all.into_iter().map(|thread| thread.join().expect("an answer")).collect()
+    })
+}
+
+#[test]
+fn a_pipeline_serves_the_answers_of_the_whole_model_and_leaves_nothing() {
+    const COUNT: usize = 24;
+    let options = || ServerOptions { model_id: "demo".into(), ..ServerOptions::default() };
+    let whole = Running::with(crowded(), options());
+    let want = ask_all(&whole, COUNT);
+    drop(whole);
+    for grid in [(2, 1)] {
+        let server = Running::made(&demo(), move || engine_on_two(grid, crowded()), options());
+        let answers = ask_all(&server, COUNT);
+        assert!(answers == want, "a pipeline has the bits of the whole model");
+        server.wait_until_idle();
+        let status = server.get("/status").json();
+        let devices = status["devices"].as_array().expect("devices");
+        assert_eq!([&devices[0]["device"], &devices[1]["device"]], ["cpu:0", "cpu:1"]);
+        for device in devices {
+            assert_eq!(device["allocated"], device["planned"], "{grid:?}");
+            assert_eq!(device["peak"], device["planned"], "{grid:?}");
+        }
+        let metrics = server.get("/metrics").body;
+        assert!(
+            metrics
+                .contains("keel_split_memory_bytes{device=\"cpu:1\",category=\"weights\",kind=\"planned\"}")
+        );
+        let batch = server.app.engine.status();
+        assert!(batch.parking.times > 0 && batch.speculation.drafted_total() > 0, "{grid:?}: {batch:?}");
+        assert_eq!((batch.failed_steps, server.app.engine.losses()), (0, 0));
+        assert!(batch.late_work.named().iter().all(|(_, count)| *count == 0), "{:?}", batch.late_work);
+        server.assert_all_is_back();
+    }
+}
