@@ -131,8 +131,12 @@ pub trait Memory: Send + Sync {
 
     /// As [`Memory::read`], for memory that no launch under way writes. Does not wait for those launches, if the backend
     /// [is queueing](Submission::is_queueing).
-    fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+    ///
+    /// # Errors
+    /// The copy failed, for example because a launch under way broke the device.
+    fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.read(memory, offset, bytes);
+        Ok(())
     }
 
     /// Copies bytes from one place of device memory to another. The two must not overlap.

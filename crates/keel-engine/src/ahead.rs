@@ -39,9 +39,10 @@ pub struct Work<'a> {
     pub ahead: usize,
     /// The rows to run.
     pub rows: WorkRows<'a>,
-    /// How the device draws the token after its rows. `None` for a prompt that goes on, and if the host draws it from
-    /// [`Engine::kept_logits`].
+    /// How the device draws the token after its rows. `None` for a prompt that goes on, and if the host draws it.
     pub draw: Option<Draw>,
+    /// Whether the host draws it, from [`Engine::kept_logits`].
+    pub by_host: bool,
 }
 
 /// The rows of a sequence in a step.
@@ -59,13 +60,6 @@ pub enum WorkRows<'a> {
     Token(u32),
     /// The token that the step submitted last draws for its work item of this number.
     Drawn(usize),
-}
-
-impl Work<'_> {
-    /// Whether the host draws the token after the rows.
-    fn is_for_host(&self) -> bool {
-        self.draw.is_none() && !matches!(self.rows, WorkRows::Prompt { is_end: false, .. })
-    }
 }
 
 impl WorkRows<'_> {
@@ -133,7 +127,7 @@ impl Engine {
             let regime = work.rows.regime();
             let of = usize::from(regime == Regime::Prefill);
             let mut item = Item { regime, row: all[of].len(), is_drawn: work.draw.is_some(), kept: None };
-            if work.is_for_host() {
+            if work.by_host {
                 item.kept = Some(kept[of].len());
                 kept[of].push(item.row);
             }
@@ -172,7 +166,7 @@ impl Engine {
         let (answers_max, prompts_max) = (self.options.sequences, self.chunks_max());
         let before = self.under_way.back().map_or(&[][..], |step| &step.items);
         let drawn = before.len();
-        let for_host = work.iter().filter(|work| work.is_for_host()).count();
+        let for_host = work.iter().filter(|work| work.by_host).count();
         let off_grid = |work: &Work<'_>| match work.rows {
             WorkRows::Prompt { tokens, is_end } => {
                 let start = work.sequence.offset() + work.ahead;
@@ -338,7 +332,7 @@ impl Engine {
         let mut work: Vec<Work<'_>> = work
             .map(|(i, ((sequence, ahead), draw))| {
                 let rows = tokens.map_or(WorkRows::Drawn(i), |tokens| WorkRows::Token(tokens[i]));
-                Work { sequence, ahead, rows, draw: Some(*draw) }
+                Work { sequence, ahead, rows, draw: Some(*draw), by_host: false }
             })
             .collect();
         self.submit(&mut work).map(drop)

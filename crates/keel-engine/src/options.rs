@@ -111,7 +111,7 @@ impl EngineOptions {
 
     /// How many rows of a regime the host may draw for while a later step runs, where steps run ahead.
     pub(crate) fn host_rows(&self) -> usize {
-        if self.drafts == 0 { self.sequences.min(HOST_ROWS_MAX) } else { 0 }
+        if self.drafts == 0 && self.swap_bytes == 0 { self.sequences.min(HOST_ROWS_MAX) } else { 0 }
     }
 
     /// Rows of the largest decode step.

@@ -27,7 +27,7 @@ pub fn grid(
 ) -> Result<Vec<Part>> {
     let model = keel_models::read_config_of(config, parameters)?;
     let stages = match stages {
-        1 => vec![0..model.layers.len()],
+        1 => std::iter::once(0..model.layers.len()).collect(),
         stages => cut(backend, (parameters, config), &options, (model.layers.len(), stages))?,
     };
     let parts = Part::grid(&stages, shares);

@@ -241,6 +241,61 @@ fn sequences_that_need_the_host_share_their_steps() {
     assert!(launches(4) <= alone + 8, "their prompts may take some more");
 }
 
+/// The end of a prompt whose first token the host draws waits while a step keeps logits for another sequence. It comes
+/// first in a later step, however long the other prompts are.
+#[test]
+fn a_prompt_for_the_host_ends_while_longer_ones_run() {
+    let narrow = EngineOptions { context: 512, sequences: 3, prefill_step: 64, ..EngineOptions::default() };
+    for (order, pause) in [([1, 2], 0), ([1, 2], 1), ([2, 1], 0), ([2, 1], 1)] {
+        let (runtime, _) = queueing(512);
+        let mut batcher = Batcher::new(engine(&demo(), &runtime, narrow), BatchOptions::default());
+        let (mut outcomes, now) = ([(); 3].map(|()| Outcome::default()), Instant::now());
+        let of = |id: u64, by_host: bool, rows: usize| {
+            let ids = (0..rows).map(|j| (j * 7 + id as usize * 31 + 5) as u32 % 500).collect();
+            let mut request = BatchRequest::new(id, ids, 60);
+            request.sampler.repetition_penalty = if by_host { 1.2 } else { 1.0 };
+            request
+        };
+        batcher.submit(of(0, true, 20), now).expect("accepted");
+        while outcomes[0].tokens.is_empty() {
+            step(&mut batcher, now, &mut outcomes);
+        }
+        (0..pause).for_each(|_| step(&mut batcher, now, &mut outcomes));
+        for id in order {
+            let (by_host, rows) = if id == 1 { (true, 100) } else { (false, 440) };
+            batcher.submit(of(id, by_host, rows), now).expect("accepted");
+        }
+        while outcomes[1].tokens.is_empty() {
+            step(&mut batcher, now, &mut outcomes);
+        }
+        assert!(outcomes[2].tokens.is_empty(), "{order:?}, {pause}: the long prompt was first");
+        finish_from(&mut batcher, outcomes.into());
+        assert_all_is_back(&mut batcher);
+    }
+}
+
+/// No token is drawn from logits that could not be read.
+#[test]
+fn logits_that_cannot_be_read_end_their_sequence_alone() {
+    let (runtime, queueing) = queueing(512);
+    let mut batcher = batcher(&demo(), &runtime);
+    let (mut outcomes, now) = ([(); 2].map(|()| Outcome::default()), Instant::now());
+    for (id, i) in [(0, 0), (1, 5)] {
+        let request = BatchRequest { id, max_tokens: 40, ..request(i, Vec::new()) };
+        batcher.submit(request, now).expect("accepted");
+    }
+    while outcomes.iter().any(|outcome| outcome.tokens.is_empty()) {
+        step(&mut batcher, now, &mut outcomes);
+    }
+    queueing.breaks_settled_reads.store(true, Ordering::Relaxed);
+    let before = outcomes[1].tokens.len();
+    let outcomes = finish_from(&mut batcher, outcomes.into());
+    assert_eq!((outcomes[0].tokens.len(), outcomes[1].tokens.len()), (40, before));
+    let error = outcomes[1].error.as_ref().map(ToString::to_string).unwrap_or_default();
+    assert!(error.contains("injected") && outcomes[0].error.is_none(), "{error}");
+    assert_all_is_back(&mut batcher);
+}
+
 #[test]
 fn a_step_that_fails_ends_nobody_it_need_not() {
     for folder in models() {

@@ -143,7 +143,7 @@ pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridCo
         sliding_rope_theta: fields.rope_theta("sliding_attention", defaults.theta)?,
         sliding_rope_scaling: fields.rope_scaling("sliding_attention")?,
         unturned: Vec::new(),
-        window: match fields.is_mentioned("sliding_window") {
+        window: match fields.is_mentioned("sliding_window") || defaults.window.is_none() {
             true => fields.size_if_any("sliding_window")?,
             false => defaults.window,
         },

@@ -96,6 +96,10 @@ impl Meter {
     /// [`ServerError::RequestTooLarge`] if the request exceeds even an unused budget, [`ServerError::RequestMemory`] if
     /// other requests use too much of it.
     pub fn take(&self, bytes: u64) -> Result<()> {
+        if bytes == 0 {
+            // Whatever others use, what is charged already stays.
+            return Ok(());
+        }
         let limit = self.books.limit.saturating_sub(self.books.reserve);
         let large = limit / LARGE_SHARE.1 * LARGE_SHARE.0;
         let wanted = self.held().saturating_add(bytes);
@@ -254,6 +258,7 @@ mod tests {
         assert!(matches!(second.take(1 << 20), Err(ServerError::RequestMemory { .. })));
         assert!(matches!(second.take(8 << 20), Err(ServerError::RequestTooLarge { .. })), "never");
         second.take(1 << 10).expect("small ones have a share of their own");
+        first.take(0).expect("nothing more is no refusal");
         drop(hold);
         first.settle(100);
         assert_eq!((first.held(), memory.used()), (100, 100 + (1 << 10)));

@@ -216,19 +216,18 @@ impl Metrics {
     /// Sets the memory of these engines: the sums of all devices, and of a split model each device.
     fn set_all_memory(&self, engines: &[Vec<DeviceMemory>]) {
         let all = || engines.iter().flatten();
-        let kinds: [(&'static str, fn(&DeviceMemory) -> MemoryReport); 3] = [
-            ("planned", |device| device.planned),
-            ("allocated", |device| device.allocated),
-            ("peak", |d| d.peak),
-        ];
-        for (kind, of) in kinds {
-            for category in Category::ALL {
-                self.set_memory(category, kind, all().map(|device| of(device).get(category)).sum());
-            }
+        for category in Category::ALL {
+            let sum = |of: &dyn Fn(&DeviceMemory) -> MemoryReport| {
+                all().map(|device| of(device).get(category)).sum()
+            };
+            self.set_memory(category, "planned", sum(&|device| device.planned));
+            self.set_memory(category, "allocated", sum(&|device| device.allocated));
+            self.set_memory(category, "peak", sum(&|device| device.peak));
         }
         for device in engines.iter().filter(|devices| devices.len() > 1).flatten() {
-            for (kind, of) in kinds {
-                for (category, bytes) in of(device).iter() {
+            let kinds = [("planned", device.planned), ("allocated", device.allocated), ("peak", device.peak)];
+            for (kind, report) in kinds {
+                for (category, bytes) in report.iter() {
                     let (device, category) = (device.name.clone(), Word(category.name()));
                     let labels = DeviceBytes { device, category, kind: Word(kind) };
                     self.0.split_memory.get_or_create(&labels).set(bytes as i64);

@@ -55,7 +55,7 @@ pub fn router(app: Arc<Front>, listens: SocketAddr) -> Router {
     };
     let gate = Arc::new(Gate::new(listens, &app.options));
     router
-        .layer(middleware::map_response_with_state(Arc::clone(&app), pace))
+        .layer(middleware::from_fn_with_state(Arc::clone(&app), pace))
         .layer(middleware::from_fn_with_state(gate, check_site))
         .layer(middleware::from_fn_with_state(Arc::clone(&app), count_refusals))
         .layer(middleware::from_fn(name_request))
@@ -68,8 +68,12 @@ async fn check_site(State(gate): State<Arc<Gate>>, request: Request, next: Next)
     Ok(next.run(request).await)
 }
 
-async fn pace(State(app): State<Arc<Front>>, response: Response) -> Response {
-    paced(&app.memory, response)
+/// Charges answers to requests. The page and what an operator asks are few and bounded, and are answered however full
+/// the memory of requests is.
+async fn pace(State(app): State<Arc<Front>>, request: Request, next: Next) -> Response {
+    let is_asked_for = request.method() == Method::POST;
+    let response = next.run(request).await;
+    if is_asked_for { paced(&app.memory, response) } else { response }
 }
 
 /// Headers that restrict browsers: no type sniffing, no frames, no use by other sites, and no referrer.

@@ -350,12 +350,12 @@ fn after_many_pictures_nothing_is_left() {
             .map(|file| std::fs::read(folder.join("images").join(file)).expect("there"))
             .collect();
     let before = server.app.engine.ledger().active();
-    let next = std::sync::atomic::AtomicUsize::new(0);
+    let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..6 {
             scope.spawn(|| {
                 loop {
-                    let i = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    let i = next.fetch_add(1, Ordering::Relaxed);
                     if i >= count {
                         return;
                     }
@@ -369,7 +369,7 @@ fn after_many_pictures_nothing_is_left() {
                     request["max_tokens"] = json!(1 + i % 20);
                     let connection = send(server.address, "POST", CHAT, &[], request.to_string().as_bytes());
                     if i % 10 == 7 {
-                        std::thread::sleep(std::time::Duration::from_millis((i % 7) as u64 * 5));
+                        std::thread::sleep(Duration::from_millis((i % 7) as u64 * 5));
                         drop(connection);
                         continue;
                     }
@@ -389,7 +389,7 @@ fn after_many_pictures_nothing_is_left() {
     assert_eq!(server.app.engine.ledger().peak(), before, "nothing was allocated meanwhile");
     let pictures = server.app.engine.status().pictures;
     assert!(pictures.held_bytes == 0 && pictures.bytes <= pictures.bytes_max, "{pictures:?}");
-    common::wait_for("requests give their memory back", || server.app.memory.used() == 0);
+    wait_for("requests give their memory back", || server.app.memory.used() == 0);
     assert_eq!(server.app.engine.losses(), 0);
     server.assert_all_is_back();
     server.drain();

@@ -31,14 +31,17 @@ pub trait Disturbance: Send + Sync + 'static {
     }
 
     /// Replaces a copy to the host that does not wait for launches under way.
+    ///
+    /// # Errors
+    /// The backend's own error, or one that the test injects.
     fn read_settled(
         &self,
         backend: &dyn Backend,
         memory: &dyn DeviceMemory,
         offset: usize,
         bytes: &mut [u8],
-    ) {
-        backend.read_settled(memory, offset, bytes);
+    ) -> Result<()> {
+        backend.read_settled(memory, offset, bytes)
     }
 
     /// Whether the host acts as if launches were queued. They run at once when they are enqueued.
@@ -127,8 +130,8 @@ impl<D: Disturbance> Memory for Disturbed<D> {
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
         self.disturbance.read(&*self.backend, memory, offset, bytes);
     }
-    fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
-        self.disturbance.read_settled(&*self.backend, memory, offset, bytes);
+    fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        self.disturbance.read_settled(&*self.backend, memory, offset, bytes)
     }
     fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
         self.backend.copy(from, to, bytes);

@@ -64,7 +64,7 @@ fn assert_foretold<T>(what: &str, foretold: u64, work: impl Fn() -> T) {
 }
 
 fn photo(width: u32, height: u32) -> DynamicImage {
-    let pixel = |x: u32, y: u32| Rgb([(x * 7 ^ y) as u8, (x + 3 * y) as u8, (y / 2) as u8]);
+    let pixel = |x: u32, y: u32| Rgb([((x * 7) ^ y) as u8, (x + 3 * y) as u8, (y / 2) as u8]);
     DynamicImage::ImageRgb8(RgbImage::from_fn(width, height, pixel))
 }
 

@@ -42,7 +42,7 @@ pub fn plan_devices(
     let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
     let parts = split::grid(&alone, (parameters, config), options, grid)?;
     let devices: Vec<_> = device.group(true).into_iter().zip(parts.iter().cloned()).collect();
-    let planned = plan::plan_on(&devices, parameters, config, options)?;
+    let planned = plan::plan_on(&devices, parameters, config, options).map_err(evenkeel::Error::from)?;
     let plans = members.iter().zip(parts).zip(planned);
     Ok(plans
         .map(|((member, part), planned)| DevicePlan { name: member.name.clone(), part, planned })

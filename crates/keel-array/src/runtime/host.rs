@@ -166,11 +166,10 @@ impl Array {
     /// As [`Array::read_bytes`], but does not wait for runs under way. None of them may write these bytes.
     ///
     /// # Errors
-    /// As [`Array::read_bytes`].
+    /// As [`Array::read_bytes`]; or if the copy fails.
     pub fn read_settled_bytes(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
         let (buffer, start) = self.readable(at, bytes.len())?;
-        self.runtime().exclusive(|backend| backend.read_settled(buffer.memory(), start, bytes));
-        Ok(())
+        self.runtime().exclusive(|backend| backend.read_settled(buffer.memory(), start, bytes))
     }
 
     /// The memory of the array, and where in it byte `at` of the array is, of `count` that are to be read.

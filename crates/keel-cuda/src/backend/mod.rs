@@ -214,9 +214,15 @@ impl Memory for CudaBackend {
         }
     }
 
-    fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+    fn read_settled(
+        &self,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), ArrayError> {
         let gpu = self.gpu();
-        gpu.session().read_settled(gpu, CudaMemory::of(memory), offset, bytes);
+        let outcome = gpu.session().read_settled(gpu, CudaMemory::of(memory), offset, bytes);
+        outcome.map_err(|e| e.in_op("read"))
     }
 
     fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {

@@ -119,19 +119,23 @@ impl Session {
     }
 
     /// Copies device bytes that nothing on the stream writes, without waiting for the stream.
-    pub fn read_settled(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) {
+    pub fn read_settled(
+        &mut self,
+        gpu: &Gpu,
+        memory: &CudaMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<()> {
         // The pinned bytes are about to change.
         self.ahead.forget();
-        let outcome = gpu.device.bind().and_then(|()| {
-            bytes.chunks_mut(STAGING_BYTES).enumerate().try_for_each(|(i, piece)| {
-                let from = memory.range(offset + i * STAGING_BYTES, piece.len());
-                // SAFETY: within both. Pinned bytes that arrive on the stream are waited for before this call.
-                unsafe { gpu.device.read_settled(self.incoming.address().cast(), from, piece.len())? };
-                piece.copy_from_slice(self.incoming.bytes(0..piece.len()));
-                Ok(())
-            })
-        });
-        self.note(outcome);
+        gpu.device.bind()?;
+        for (i, piece) in bytes.chunks_mut(STAGING_BYTES).enumerate() {
+            let from = memory.range(offset + i * STAGING_BYTES, piece.len());
+            // SAFETY: within both. Pinned bytes that arrive on the stream are waited for before this call.
+            unsafe { gpu.device.read_settled(self.incoming.address().cast(), from, piece.len())? };
+            piece.copy_from_slice(self.incoming.bytes(0..piece.len()));
+        }
+        Ok(())
     }
 
     /// Copies device bytes to another place on the device.

@@ -130,7 +130,8 @@ impl Batcher {
                 WorkRows::Drawn(of.unwrap_or_else(|| unreachable!("the step before draws its token")))
             };
             let (id, rows_count) = (running.id, plan.rows);
-            work.push(Work { ahead: running.ahead.rows, sequence: &mut running.cache, rows, draw });
+            let (ahead, by_host) = (running.ahead.rows, plan.by_host);
+            work.push(Work { ahead, sequence: &mut running.cache, rows, draw, by_host });
             parts.push(Part {
                 id,
                 rows: rows_count,
@@ -178,11 +179,12 @@ impl Batcher {
         };
         let answers = self.running.iter().enumerate().filter_map(answer);
         let mut plans: Vec<Plan> = answers.collect();
-        let chunks = self.shares().into_iter().map(|(i, rows)| {
+        let chunks = self.shares(keeps_logits).into_iter().map(|(i, rows)| {
             let running = &self.running[i];
             let draws = running.awaits_first_at(running.virtual_len() + rows);
             Plan { i, rows, is_prompt: true, draws, by_host: draws && !running.draws_ahead() }
         });
+        // A picture that is kept whole may have made a chunk longer than its share.
         plans.extend(chunks.filter(|plan| !(plan.by_host && keeps_logits)));
         plans.sort_unstable_by_key(|plan| plan.i);
         plans

@@ -6,7 +6,7 @@ use super::request::BatchEvent;
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::speculation::Speculation;
-use crate::{Chunk, EngineError, Result};
+use crate::{Chunk, EngineError, PREFILL_GRID, Result};
 
 /// The next `rows` tokens of the prompt of running sequence `i`.
 #[derive(Clone, Copy, Debug)]
@@ -33,15 +33,29 @@ impl Batcher {
     }
 
     /// Which prompts the next step should run, and how many tokens of each.
-    pub(super) fn shares(&mut self) -> Vec<(usize, usize)> {
-        let is_prompt = |running: &Running| !running.is_answering() && !running.pictures.are_unseen();
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| is_prompt(&self.running[i])).collect();
-        let rests: Vec<PromptRest> = rows.iter().map(|&i| self.running[i].prompt_rest()).collect();
+    ///
+    /// After a step that `keeps_logits` for the host, the ends of prompts whose first token the host draws wait for a
+    /// step, and leave their share to others. Turns then count these pairs of steps, so that each prompt comes first in
+    /// a step in which it may end.
+    pub(super) fn shares(&mut self, keeps_logits: bool) -> Vec<(usize, usize)> {
         let decoding = self.running.iter().filter(|running| running.is_answering()).count();
         let step_max = self.engine.prefill_rows_max();
-        let is_alone = decoding == 0 && rows.len() == 1 && self.waiting.is_empty();
+        let is_prompt = |running: &Running| !running.is_answering() && !running.pictures.are_unseen();
+        let prompts = self.running.iter().filter(|running| is_prompt(running)).count();
+        let is_alone = decoding == 0 && prompts == 1 && self.waiting.is_empty();
         let budget = if is_alone { step_max } else { self.options.step_tokens.saturating_sub(decoding) };
-        let mut shares = share_prefill(&rests, budget.min(step_max), self.turn, self.engine.chunks_max());
+        let budget = budget.min(step_max);
+        let may_end = |running: &Running| {
+            let PromptRest { tokens, until_stop } = running.prompt_rest();
+            tokens == until_stop && tokens <= budget.max(PREFILL_GRID)
+        };
+        let waits = |running: &Running| keeps_logits && !running.draws_ahead() && may_end(running);
+        let runs = |running: &Running| is_prompt(running) && !waits(running);
+        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| runs(&self.running[i])).collect();
+        let rests: Vec<PromptRest> = rows.iter().map(|&i| self.running[i].prompt_rest()).collect();
+        let is_drawn = self.running.iter().all(Running::draws_ahead);
+        let turn = if is_drawn { self.turn } else { self.turn / 2 };
+        let mut shares = share_prefill(&rests, budget, turn, self.engine.chunks_max());
         let mut all = shares.iter_mut().filter(|share| **share > 0);
         if let (Some(only), None) = (all.next(), all.next()) {
             *only = self.engine.chunk_rows(*only);
@@ -54,7 +68,7 @@ impl Batcher {
     /// The chunks of the next step that find their pages. Sequences may be parked for them.
     fn parts(&mut self) -> Vec<Part> {
         let mut parts = Vec::new();
-        for (i, rows) in self.shares() {
+        for (i, rows) in self.shares(false) {
             if !self.make_way_for(i, rows) {
                 continue;
             }

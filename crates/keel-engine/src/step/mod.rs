@@ -62,7 +62,7 @@ impl Stepper {
         options: &EngineOptions,
         pages_per_sequence: usize,
     ) -> Result<Stepper> {
-        let is_ahead = runtime.backend().is_queueing() && model.part.is_last();
+        let is_ahead = runtime.backend().is_queueing() && runtime.backend().group().is_none();
         let host_rows = if is_ahead { options.host_rows() } else { 0 };
         let buckets = Buckets::new(options, runtime.backend().is_compiling(), host_rows);
         let sight =

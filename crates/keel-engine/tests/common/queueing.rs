@@ -1,9 +1,9 @@
 //! Backends that work while the host goes on.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, DeviceMemory, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
@@ -14,6 +14,8 @@ pub struct Queueing {
     pub events: Mutex<String>,
     /// How many launches succeed before one fails.
     pub until: AtomicUsize,
+    /// Whether reads that do not wait for launches fail.
+    pub breaks_settled_reads: AtomicBool,
 }
 
 impl Queueing {
@@ -35,6 +37,19 @@ impl Disturbance for Queueing {
         self.note('W');
     }
 
+    fn read_settled(
+        &self,
+        backend: &dyn Backend,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), ArrayError> {
+        if self.breaks_settled_reads.load(Ordering::Relaxed) {
+            return Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() });
+        }
+        backend.read_settled(memory, offset, bytes)
+    }
+
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         self.note('L');
         let left = self.until.load(Ordering::Relaxed);
@@ -50,7 +65,11 @@ impl Disturbance for Queueing {
 
 /// A runtime on the CPU whose programs are cut into pieces of `piece` kernels.
 pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
-    let queueing = Queueing { events: Mutex::default(), until: AtomicUsize::new(usize::MAX) };
+    let queueing = Queueing {
+        events: Mutex::default(),
+        until: AtomicUsize::new(usize::MAX),
+        breaks_settled_reads: AtomicBool::new(false),
+    };
     let queueing = Arc::new(queueing);
     let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
     let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };

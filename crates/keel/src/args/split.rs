@@ -144,9 +144,11 @@ impl SplitArgs {
         SplitArgs { devices: self.devices.clone(), split: Some(split) }
     }
 
-    /// Whether several devices share the model.
+    /// Whether several devices share the model, or the split is for several.
     pub fn is_split(&self) -> bool {
-        self.devices.len() > 1
+        let is_for_several =
+            matches!(self.split, Some(Split::Both { stages, shares }) if stages.saturating_mul(shares) > 1);
+        self.devices.len() > 1 || is_for_several
     }
 
     /// Refuses devices that cannot share a model.
@@ -205,6 +207,11 @@ mod tests {
         assert!(refusal("cuda:0,cuda:1").contains("devices of the CPU only"));
         let many: Vec<String> = (0..65).map(|i| format!("cpu:{i}")).collect();
         assert!(refusal(&many.join(",")).contains("lists 65 devices; at most 64"));
+        let split = Some(Split::Both { stages: 2, shares: 2 });
+        assert!(
+            SplitArgs { split, ..args("cpu:0") }.is_split(),
+            "its number of devices is checked, not ignored"
+        );
         assert!(parse_member("tpu:0").is_err() && parse_member("cpu:x").is_err());
     }
 
