@@ -62,13 +62,7 @@ impl Ended {
         match &self.outcome {
             Ok(_) => Some(self.step.mutates(state)),
             Err(Failure::Lost) => Some(false),
-            Err(Failure::Panicked(_)) => {
-                if self.step.mutates(state) {
-                    None
-                } else {
-                    Some(false)
-                }
-            }
+            Err(Failure::Panicked(_)) => (!self.step.mutates(state)).then_some(false),
             Err(Failure::Failed(failed)) => failed.has_mutated(state),
         }
     }
@@ -146,7 +140,7 @@ impl DeviceThread {
         let (jobs, received) = channel::<(Job, Sender<Ended>)>();
         let serve = move || {
             for (job, end) in received {
-                // Nobody waits if the step's thread was ended by a panic.
+                // The receiver is gone if the step's thread was ended by a panic.
                 let _ = end.send(job.run());
             }
         };

@@ -1,6 +1,6 @@
 //! The options that an engine is made with.
 
-use keel_array::{Compute, KvFormat};
+use keel_array::{Backend, Compute, KvFormat};
 use keel_cache::CacheSize;
 
 use crate::{EngineError, Result, VisionOptions};
@@ -109,9 +109,14 @@ impl EngineOptions {
         }
     }
 
-    /// How many rows of a regime the host may draw for while a later step runs, where steps run ahead.
-    pub(crate) fn host_rows(&self) -> usize {
-        if self.drafts == 0 && self.swap_bytes == 0 { self.sequences.min(HOST_ROWS_MAX) } else { 0 }
+    /// How many rows of a regime the host may draw for while a later step runs; 0 where steps do not run ahead.
+    pub(crate) fn host_rows(&self, backend: &dyn Backend) -> usize {
+        let is_ahead = backend.is_queueing() && backend.group().is_none();
+        if is_ahead && self.drafts == 0 && self.swap_bytes == 0 {
+            self.sequences.min(HOST_ROWS_MAX)
+        } else {
+            0
+        }
     }
 
     /// Rows of the largest decode step.

@@ -74,8 +74,7 @@ pub fn at_least(
 /// Errors of the config.
 pub fn steps(backend: &dyn Backend, config: &Value, options: EngineOptions) -> Result<Vec<String>> {
     let is_coarse = backend.is_compiling();
-    let host_rows = if backend.is_queueing() && backend.group().is_none() { options.host_rows() } else { 0 };
-    let mut lines = Buckets::new(&options, is_coarse, host_rows).lines();
+    let mut lines = Buckets::new(&options, is_coarse, options.host_rows(backend)).lines();
     if let Some((vision, sizes)) = eyes::config(config, options.vision)?.zip(options.vision) {
         let text = keel_models::read_config(config)?;
         lines.extend(Passes::new(&vision, &text, sizes, is_coarse).lines());

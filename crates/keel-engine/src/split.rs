@@ -37,34 +37,6 @@ pub fn grid(
     Ok(parts)
 }
 
-/// As [`grid`], of stages of one device each.
-///
-/// # Errors
-/// There are more devices than layers; as [`crate::Engine::load`].
-pub fn pipeline(
-    backend: &Arc<dyn Backend>,
-    parameters: &dyn Parameters,
-    config: &Value,
-    options: EngineOptions,
-    devices: usize,
-) -> Result<Vec<Part>> {
-    let layers = keel_models::read_config_of(config, parameters)?.layers.len();
-    Ok(Part::pipeline(&cut(backend, (parameters, config), &options, (layers, devices))?))
-}
-
-/// As [`grid`], of one stage.
-///
-/// # Errors
-/// Something of the model does not divide.
-pub fn tensor(parameters: &dyn Parameters, config: &Value, devices: usize) -> Result<Vec<Part>> {
-    let model = keel_models::read_config_of(config, parameters)?;
-    let parts = Part::tensor(model.layers.len(), devices);
-    for part in &parts {
-        part.shard.config(&model)?;
-    }
-    Ok(parts)
-}
-
 /// Cuts `layers` layers into stages that are even by bytes.
 fn cut(
     backend: &Arc<dyn Backend>,

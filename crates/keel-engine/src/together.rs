@@ -46,23 +46,15 @@ struct Share<'a> {
 
 /// Runs the steps of devices at the same time. Each is ready to run. The last comes back last.
 fn run_together(shares: Vec<Share<'_>>) -> Vec<Ended> {
-    enum Begun {
-        There(Running),
-        Here(Job),
-    }
-    let begin = |Share { thread, job }: Share<'_>| match thread {
-        Some(thread) => Begun::There(thread.hand(job)),
-        None => Begun::Here(job),
-    };
-    let begun: Vec<Begun> = shares.into_iter().map(begin).collect();
-    // The lead is the last of them. The others are waited for after it has run.
     let (mut there, mut here) = (Vec::new(), Vec::new());
-    for begun in begun {
-        match begun {
-            Begun::There(running) => there.push(running),
-            Begun::Here(job) => here.push(job.run()),
+    for Share { thread, job } in shares {
+        match thread {
+            Some(thread) => there.push(thread.hand(job)),
+            None => here.push(job),
         }
     }
+    // The lead is the last of them. The others are waited for after it has run.
+    let here: Vec<Ended> = here.into_iter().map(Job::run).collect();
     there.into_iter().map(Running::wait).chain(here).collect()
 }
 

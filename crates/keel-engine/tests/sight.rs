@@ -5,12 +5,10 @@ mod common;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::splitting::{backends, end, load_on};
+use common::splitting::{self, backends, end, load_on};
 use common::{device, exact, relative_error};
-use keel_array::Backend;
 use keel_cache::{Features, SeenPicture, SequenceCache, Sight};
-use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::{Engine, EngineOptions, GenerateOptions, PatchGrid, TokenIterator, VisionOptions, split};
+use keel_engine::{Engine, EngineOptions, GenerateOptions, PatchGrid, TokenIterator, VisionOptions};
 use keel_models::loading::{CheckpointParameters, Parameters};
 use keel_models::vision::{TowerKind, read_vision, run_ends, sight_of};
 use keel_testkit::fixtures::{VLM, vlm_fixture};
@@ -208,8 +206,7 @@ fn a_split_model_sees_what_the_whole_one_sees() {
         let options = EngineOptions { vision: Some(vision), ..exact() };
         let checkpoint = Checkpoint::open(&folder).expect("the checkpoint opens");
         let source = (&CheckpointParameters(&checkpoint) as &dyn Parameters, checkpoint.config());
-        let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
-        let parts = match split::grid(&alone, source, options, grid) {
+        let parts = match splitting::parts(source, options, grid) {
             Ok(parts) => parts,
             Err(error) => {
                 assert!(error.to_string().contains("--split pipeline"), "{name} in {grid:?}: {error}");

@@ -13,10 +13,8 @@ use common::splitting::{self, Fault, backends, end};
 use common::{decoded, engine, exact, expect_same_state, fixture, recurrent_bytes, runtime};
 use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
-use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{
     Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
-    split,
 };
 use keel_models::Part;
 use keel_models::loading::{CheckpointParameters, Parameters};
@@ -25,8 +23,7 @@ use keel_weights::Checkpoint;
 
 /// The parts of a pipeline, and the planned bytes of each device.
 fn pipeline(checkpoint: &Checkpoint, options: EngineOptions, count: usize) -> Result<Vec<Part>, EngineError> {
-    let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
-    split::pipeline(&alone, &CheckpointParameters(checkpoint), checkpoint.config(), options, count)
+    splitting::parts((&CheckpointParameters(checkpoint), checkpoint.config()), options, (count, 1))
 }
 
 /// An engine on these backends.

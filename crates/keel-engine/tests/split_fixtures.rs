@@ -6,17 +6,15 @@
 mod common;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use common::batching::{assert_all_is_back, run};
-use common::splitting::{backends, end, load_on};
+use common::splitting::{self, backends, end, load_on};
 use common::{
     all_logits, decoded, engine, exact, expect_same_state, expected, fixture, models, relative_error, runtime,
 };
-use keel_array::{Backend, Compute};
-use keel_cpu::{CpuBackend, CpuOptions};
+use keel_array::Compute;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
-use keel_engine::{Depth, Engine, EngineOptions, SpeculationOptions, split};
+use keel_engine::{Depth, Engine, EngineOptions, SpeculationOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 use keel_weights::Checkpoint;
@@ -40,9 +38,8 @@ fn fixtures() -> impl Iterator<Item = (&'static str, PathBuf)> {
 fn split_engine(folder: &Path, options: EngineOptions, grid: Grid) -> Result<Engine, String> {
     let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
     let parameters = CheckpointParameters(&checkpoint);
-    let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
     let source = (&parameters as _, checkpoint.config());
-    let parts = split::grid(&alone, source, options, grid).map_err(|error| error.to_string())?;
+    let parts = splitting::parts(source, options, grid).map_err(|error| error.to_string())?;
     load_on(source, options, backends(parts.len(), false), &parts).map_err(|error| error.to_string())
 }
 

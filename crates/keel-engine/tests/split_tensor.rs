@@ -8,16 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::splitting::{Fault, backends, end, load_on};
+use common::splitting::{self, Fault, backends, end, load_on};
 use common::{all_logits, decoded, exact, relative_error, runtime};
 use keel_array::{Compute, DType, RowData, Runtime, RuntimeOptions, WeightFormat, WeightSpec};
 use keel_cache::CacheError;
 use keel_engine::{
     Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
-    split,
 };
-use keel_models::ModelError;
 use keel_models::loading::{Parameters, RowSink};
+use keel_models::{ModelError, Part};
 use keel_testkit::disturbed::Disturbed;
 use serde_json::{Value, json};
 
@@ -107,11 +106,16 @@ fn config(heads: usize, kv_heads: usize) -> Value {
     })
 }
 
+/// The parts of a model whose every layer is shared by this many devices.
+fn tensor(model: &Placed, config: &Value, count: usize) -> Result<Vec<Part>, EngineError> {
+    splitting::parts((model, config), EngineOptions::default(), (1, count))
+}
+
 fn placed(model: &Placed, config: &Value, options: EngineOptions, count: usize) -> Engine {
     if count == 1 {
         return Engine::load(&runtime(1), model, config, options, &|_| ()).expect("the model loads");
     }
-    let parts = split::tensor(model, config, count).expect("it divides");
+    let parts = tensor(model, config, count).expect("it divides");
     load_on((model, config), options, backends(count, false), &parts).expect("the model loads")
 }
 
@@ -164,8 +168,7 @@ fn a_cache_of_another_number_of_devices_is_refused() {
 
 #[test]
 fn what_does_not_divide_is_refused_with_its_numbers() {
-    let refusal =
-        |config: &Value, count| split::tensor(&FLOATS, config, count).expect_err("refused").to_string();
+    let refusal = |config: &Value, count| tensor(&FLOATS, config, count).expect_err("refused").to_string();
     let message = refusal(&config(12, 6), 5);
     assert!(message.contains("12 attention heads") && message.contains("over 5 devices"), "{message}");
     let message = refusal(&config(12, 4), 6);
@@ -181,7 +184,7 @@ fn what_does_not_divide_is_refused_with_its_numbers() {
     assert!(message.contains("25 columns of an expert"), "{message}");
     let mut off_groups = config(12, 6);
     off_groups["moe_intermediate_size"] = 96.into();
-    let parts = split::tensor(&CODED, &off_groups, 2).expect("heads and columns divide");
+    let parts = tensor(&CODED, &off_groups, 2).expect("heads and columns divide");
     let error =
         load_on((&CODED, &off_groups), exact(), backends(2, false), &parts).err().expect("groups do not");
     let message = error.to_string();
@@ -230,7 +233,7 @@ fn a_device_that_fails_ends_the_step_of_all_and_a_new_sequence_runs() {
     {
         let mut config = config(12, 6);
         config["vocab_size"] = vocab.into();
-        let parts = split::tensor(&FLOATS, &config, 3).expect("it divides");
+        let parts = tensor(&FLOATS, &config, 3).expect("it divides");
         let fault = Arc::new(Fault::default());
         let mut backends = backends(3, false);
         backends[rank] = Disturbed::new(Arc::clone(&backends[rank]), Arc::clone(&fault));
@@ -255,7 +258,7 @@ fn a_device_that_fails_ends_the_step_of_all_and_a_new_sequence_runs() {
 
 #[test]
 fn shares_in_another_order_are_refused() {
-    let parts = split::tensor(&FLOATS, &config(12, 6), 2).expect("it divides");
+    let parts = tensor(&FLOATS, &config(12, 6), 2).expect("it divides");
     let runtimes =
         backends(2, false).into_iter().rev().map(|b| Runtime::new(Arc::clone(&b), RuntimeOptions::default()));
     let devices: Vec<_> = runtimes.zip(parts).collect();

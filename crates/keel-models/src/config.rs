@@ -45,6 +45,15 @@ pub struct MoeConfig {
     pub dense_layers: Vec<usize>,
 }
 
+/// Frequencies of a rotary embedding with several axes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RopeSections {
+    /// How many frequencies read time, row and column.
+    pub counts: [usize; 3],
+    /// Whether the axes alternate.
+    pub interleaved: bool,
+}
+
 /// Recurrent layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RecurrentConfig {
@@ -101,8 +110,8 @@ pub struct HybridConfig {
     pub rope_theta: f64,
     /// Elements of a head that rotate.
     pub rotary: usize,
-    /// In steps with pictures: numbers of frequencies that read time, row and column, and whether the axes alternate.
-    pub rope_sections: Option<([usize; 3], bool)>,
+    /// Axes of the rotation in steps with pictures.
+    pub rope_sections: Option<RopeSections>,
     /// Scaling of the rotary frequencies.
     pub rope_scaling: RopeScaling,
     /// Base of the rotary frequencies of sliding layers.
@@ -287,7 +296,7 @@ impl Fields<'_> {
     }
 
     /// Frequencies of each axis of a multi-axis rotary embedding.
-    pub fn rope_sections(&self) -> Result<Option<([usize; 3], bool)>> {
+    pub fn rope_sections(&self) -> Result<Option<RopeSections>> {
         let Some(parameters) = rope::parameters(self, "full_attention") else { return Ok(None) };
         let Some(sections) = parameters.get("mrope_section").filter(|s| !s.is_null()) else {
             return Ok(None);
@@ -295,12 +304,12 @@ impl Fields<'_> {
         let list = sections.as_array().and_then(|list| {
             list.iter().map(|n| n.as_u64().map(|n| n as usize)).collect::<Option<Vec<usize>>>()
         });
-        let list = list.and_then(|list| <[usize; 3]>::try_from(list).ok());
-        let list = list.ok_or_else(|| {
+        let counts = list.and_then(|list| <[usize; 3]>::try_from(list).ok());
+        let counts = counts.ok_or_else(|| {
             ModelError::Config(format!("mrope_section is {sections}, expected three whole numbers"))
         })?;
         let interleaved = parameters.get("mrope_interleaved").and_then(Value::as_bool).unwrap_or(true);
-        Ok(Some((list, interleaved)))
+        Ok(Some(RopeSections { counts, interleaved }))
     }
 
     /// The kinds in `layer_types`, if the config has it.
@@ -429,7 +438,7 @@ mod tests {
         config["rope_parameters"] =
             json!({"rope_theta": 5000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 0]});
         let text = crate::read_config(&config).expect("a text model reads none of them");
-        assert_eq!(text.rope_sections.map(|(sections, _)| sections), Some([2, 1, 0]));
+        assert_eq!(text.rope_sections.map(|sections| sections.counts), Some([2, 1, 0]));
         for (i, key) in ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"]
             .iter()
             .enumerate()

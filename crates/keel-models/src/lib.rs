@@ -37,7 +37,7 @@ mod turning;
 mod unknown;
 pub mod vision;
 
-pub use config::{HybridConfig, MixerKind, MoeConfig, RecurrentConfig};
+pub use config::{HybridConfig, MixerKind, MoeConfig, RecurrentConfig, RopeSections};
 pub use error::{ModelError, Result};
 pub use hybrid::{Block, GrowingQueries, HybridModel, Mixer, MtpHead, Output};
 pub use part::Part;

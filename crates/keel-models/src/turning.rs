@@ -3,7 +3,7 @@
 use keel_array::RopeSpec;
 
 use crate::rope::RopeScaling;
-use crate::{HybridConfig, MixerKind, ModelError, Result};
+use crate::{HybridConfig, MixerKind, ModelError, Result, RopeSections};
 
 /// Queries grow with their position `p`: they are multiplied by `1 + beta ln(1 + floor(p / original))`, as in Llama 4.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,13 +18,17 @@ impl HybridConfig {
     /// The rotation of queries and keys. Sections matter only with pictures: a text token has the same position on all
     /// axes.
     pub fn rope(&self) -> RopeSpec {
-        let (sections, interleaved) = self.rope_sections.map_or((None, false), |(s, i)| (Some(s), i));
-        RopeSpec { rotary: self.rotary, sections, interleaved }
+        let sections = self.rope_sections;
+        RopeSpec {
+            rotary: self.rotary,
+            sections: sections.map(|s| s.counts),
+            interleaved: sections.is_some_and(|s| s.interleaved),
+        }
     }
 
     /// Checks that every frequency has an axis, which matters only with pictures.
     pub(crate) fn check_sections(&self) -> Result<()> {
-        let Some((sections, _)) = self.rope_sections else { return Ok(()) };
+        let Some(RopeSections { counts: sections, .. }) = self.rope_sections else { return Ok(()) };
         let (sum, frequencies) =
             (sections.iter().fold(0usize, |sum, n| sum.saturating_add(*n)), self.rotary / 2);
         if sum == frequencies {

@@ -34,7 +34,7 @@ impl Pending {
     }
 }
 
-/// The rows of one sequence in a step under way.
+/// The rows of one sequence in a step.
 struct Part {
     id: RequestId,
     rows: usize,
@@ -45,15 +45,6 @@ struct Part {
     by_host: bool,
     /// The position after its rows, and the checkpoint with its state there, if that state is kept.
     saved: Option<(usize, CheckpointId)>,
-}
-
-/// The rows of a running sequence in the next step.
-struct Plan {
-    i: usize,
-    rows: usize,
-    is_prompt: bool,
-    draws: bool,
-    by_host: bool,
 }
 
 impl Batcher {
@@ -107,87 +98,70 @@ impl Batcher {
 
     /// Submits the next step; false if there is nothing to run.
     fn submit_next(&mut self) -> Result<bool> {
-        let plans = self.plans();
-        if plans.is_empty() {
+        let (indices, mut parts): (Vec<usize>, Vec<Part>) = self.next_parts().into_iter().unzip();
+        if parts.is_empty() {
             return Ok(false);
         }
-        let pages = plans.iter().map(|plan| self.running[plan.i].pages_behind(plan.rows)).sum();
+        let pages =
+            indices.iter().zip(&parts).map(|(&i, part)| self.running[i].pages_behind(part.rows)).sum();
         self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
         let before: &[Part] = self.pending.back().map_or(&[], |pending| &pending.parts);
-        let indices: Vec<usize> = plans.iter().map(|plan| plan.i).collect();
-        let mut work = Vec::with_capacity(plans.len());
-        let mut parts = Vec::with_capacity(plans.len());
-        for (running, plan) in members(&mut self.running, &indices).zip(&plans) {
-            let draw = if plan.draws { running.draw_next() } else { None };
+        let mut work = Vec::with_capacity(parts.len());
+        for (running, part) in members(&mut self.running, &indices).zip(&parts) {
+            let draw = if part.draws { running.draw_next() } else { None };
             let at = running.virtual_len();
-            let rows = if plan.is_prompt {
-                let tokens = &running.tokens[at..at + plan.rows];
-                WorkRows::Prompt { tokens, is_end: running.prompt_ends_at(at + plan.rows) }
+            let rows = if part.is_prompt {
+                let tokens = &running.tokens[at..at + part.rows];
+                WorkRows::Prompt { tokens, is_end: running.prompt_ends_at(at + part.rows) }
             } else if let Some(&token) = running.tokens.get(at) {
                 WorkRows::Token(token)
             } else {
                 let of = before.iter().position(|part| part.id == running.id);
                 WorkRows::Drawn(of.unwrap_or_else(|| unreachable!("the step before draws its token")))
             };
-            let (id, rows_count) = (running.id, plan.rows);
-            let (ahead, by_host) = (running.ahead.rows, plan.by_host);
+            let (ahead, by_host) = (running.ahead.rows, part.by_host);
             work.push(Work { ahead, sequence: &mut running.cache, rows, draw, by_host });
-            parts.push(Part {
-                id,
-                rows: rows_count,
-                is_prompt: plan.is_prompt,
-                draws: plan.draws,
-                by_host: plan.by_host,
-                saved: None,
-            });
         }
         let submitted = self.engine.submit(&mut work);
         drop(work);
         let ticket = match submitted {
             Ok(ticket) => ticket,
             Err(error) => {
-                let drawing = members(&mut self.running, &indices).zip(&plans).filter(|(_, plan)| plan.draws);
+                let drawing = members(&mut self.running, &indices).zip(&parts).filter(|(_, part)| part.draws);
                 drawing.for_each(|(running, _)| running.forget_next_draw());
                 return Err(error);
             }
         };
-        for (part, plan) in parts.iter_mut().zip(&plans) {
-            let running = &mut self.running[plan.i];
-            running.ahead.rows += plan.rows;
+        for (&i, part) in indices.iter().zip(&mut parts) {
+            let running = &mut self.running[i];
+            running.ahead.rows += part.rows;
             running.ahead.steps += 1;
-            running.ahead.draws += usize::from(plan.draws);
-            part.saved = self.save_ahead(plan.i, plan.is_prompt);
+            running.ahead.draws += usize::from(part.draws);
+            part.saved = self.save_ahead(i, part.is_prompt);
         }
         self.pending.push_back(Pending { ticket, parts });
         Ok(true)
     }
 
     /// The contents of the next step: chunks of prompts, and one row of each answer that goes on, whatever token is
-    /// drawn. Ordered by sequence.
-    fn plans(&mut self) -> Vec<Plan> {
+    /// drawn. Each with the number of its running sequence, ascending.
+    fn next_parts(&mut self) -> Vec<(usize, Part)> {
         let keeps_logits = self.pending.back().is_some_and(|step| step.parts.iter().any(|part| part.by_host));
-        let can_draw = |running: &Running| running.draws_ahead() || !keeps_logits;
-        let answer = |(i, running): (usize, &Running)| {
-            let goes_on = running.is_answering() && running.draws_left() > 0 && can_draw(running);
-            goes_on.then(|| Plan {
-                i,
-                rows: 1,
-                is_prompt: false,
-                draws: true,
-                by_host: !running.draws_ahead(),
-            })
+        let chunks = self.shares(keeps_logits);
+        let part = |running: &Running, rows: usize, is_prompt: bool| {
+            let draws = !is_prompt || running.awaits_first_at(running.virtual_len() + rows);
+            let by_host = draws && !running.draws_ahead();
+            Part { id: running.id, rows, is_prompt, draws, by_host, saved: None }
         };
-        let answers = self.running.iter().enumerate().filter_map(answer);
-        let mut plans: Vec<Plan> = answers.collect();
-        let chunks = self.shares(keeps_logits).into_iter().map(|(i, rows)| {
-            let running = &self.running[i];
-            let draws = running.awaits_first_at(running.virtual_len() + rows);
-            Plan { i, rows, is_prompt: true, draws, by_host: draws && !running.draws_ahead() }
-        });
-        // A picture that is kept whole may have made a chunk longer than its share.
-        plans.extend(chunks.filter(|plan| !(plan.by_host && keeps_logits)));
-        plans.sort_unstable_by_key(|plan| plan.i);
-        plans
+        let goes_on = |(_, running): &(usize, &Running)| running.is_answering() && running.draws_left() > 0;
+        let answers = self.running.iter().enumerate().filter(goes_on);
+        let mut parts: Vec<(usize, Part)> =
+            answers.map(|(i, running)| (i, part(running, 1, false))).collect();
+        parts.extend(chunks.into_iter().map(|(i, rows)| (i, part(&self.running[i], rows, true))));
+        // A chunk whose picture is kept whole may be longer than its share, and end its prompt.
+        parts.retain(|(_, part)| !(part.by_host && keeps_logits));
+        parts.sort_unstable_by_key(|(i, _)| *i);
+        parts
     }
 
     /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's stops, and at an answer's
@@ -257,13 +231,8 @@ impl Batcher {
 
     /// Draws the token after work item `item` of the step taken last.
     fn draw_kept(&mut self, i: usize, item: usize) -> Result<Drawn> {
-        let mut logits = std::mem::take(&mut self.logits);
-        let read = self.engine.kept_logits(item, &mut logits);
-        let running = &mut self.running[i];
-        running.ahead.draws -= 1;
-        let drawn = read.and_then(|()| running.draw(&mut logits));
-        self.logits = logits;
-        drawn
+        self.running[i].ahead.draws -= 1;
+        self.draw_from(i, |engine, logits| engine.kept_logits(item, logits))
     }
 
     /// Remembers a prompt that has come to one of its stops, with its saved state if there is one.

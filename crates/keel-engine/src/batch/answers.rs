@@ -2,8 +2,8 @@
 
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
-use crate::Result;
 use crate::speculation::RoundSequence;
+use crate::{Engine, Result};
 
 impl Batcher {
     /// Runs the last token of each answer, with drafts after it if the engine makes them, and draws the next tokens.
@@ -110,10 +110,18 @@ impl Batcher {
         Ok(())
     }
 
+    /// Draws the next token of an answer from row `row` of the logits.
     pub(super) fn draw(&mut self, i: usize, row: usize) -> Result<Drawn> {
-        let mut logits = std::mem::take(&mut self.logits);
-        let drawn = self.engine.logits(row, &mut logits).and_then(|()| self.running[i].draw(&mut logits));
-        self.logits = logits;
-        drawn
+        self.draw_from(i, |engine, logits| engine.logits(row, logits))
+    }
+
+    /// Draws the next token of an answer from the logits that `read` gives.
+    pub(super) fn draw_from(
+        &mut self,
+        i: usize,
+        read: impl FnOnce(&Engine, &mut Vec<f32>) -> Result<()>,
+    ) -> Result<Drawn> {
+        read(&self.engine, &mut self.logits)?;
+        self.running[i].draw(&mut self.logits)
     }
 }

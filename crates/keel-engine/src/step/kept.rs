@@ -7,6 +7,7 @@ use keel_array::{Array, Category, DType, Regime, Runtime};
 
 use super::StepShape;
 use super::buckets::Buckets;
+use super::results::append_with;
 use crate::Result;
 
 /// Rows of the kept logits: those of answers, then those of prompts.
@@ -50,11 +51,8 @@ impl KeptLogits {
 
     /// Copies kept row `row` of a regime. The step that kept it has ended; a later one may be under way.
     pub fn read(&self, (regime, row): (Regime, usize), values: &mut Vec<f32>) -> Result<()> {
-        let row_bytes = self.logits.bytes() / self.logits.shape()[0];
-        let mut bytes = vec![0; row_bytes];
-        self.logits.read_settled_bytes((self.first(regime) + row) * row_bytes, &mut bytes)?;
+        let row = self.first(regime) + row;
         values.clear();
-        values.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
-        Ok(())
+        append_with(Array::read_settled_bytes, &self.logits, row..row + 1, values)
     }
 }

@@ -62,9 +62,8 @@ impl Stepper {
         options: &EngineOptions,
         pages_per_sequence: usize,
     ) -> Result<Stepper> {
-        let is_ahead = runtime.backend().is_queueing() && runtime.backend().group().is_none();
-        let host_rows = if is_ahead { options.host_rows() } else { 0 };
-        let buckets = Buckets::new(options, runtime.backend().is_compiling(), host_rows);
+        let backend = runtime.backend();
+        let buckets = Buckets::new(options, backend.is_compiling(), options.host_rows(backend));
         let sight =
             vision.map(|config| SightStaging::allocate(runtime, config, options, &buckets)).transpose()?;
         Ok(Stepper {
@@ -170,9 +169,6 @@ impl Stepper {
                 self.staging.fill(&[], *shape, shape.outcome == Outcome::OpenRows)?;
                 if let Some(sight) = self.sight.as_ref().filter(|_| shape.sees) {
                     sight.fill(&[], *shape)?;
-                }
-                if let (Outcome::KeptLogits, Some(kept)) = (shape.outcome, &self.kept) {
-                    kept.fill(shape.regime, &[])?;
                 }
                 let drawn = self.drawn((shape.regime, shape.outcome), 1)?;
                 step.submit(&drawn).wait(&mut vec![0; drawn.bytes()]).map_err(ArrayError::from)?;

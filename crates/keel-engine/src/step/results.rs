@@ -1,5 +1,7 @@
 //! Buffers that a step fills for the host.
 
+use std::ops::Range;
+
 use keel_array::{Array, Category, DType, Runtime};
 use keel_models::{HybridModel, Mixer};
 
@@ -117,9 +119,19 @@ fn not_planned() -> EngineError {
 
 /// Appends `rows` rows of a buffer, from row `row` on.
 pub(crate) fn append_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
+    append_with(Array::read_bytes, array, row..row + rows, values)
+}
+
+/// As [`append_rows`], with the given way to read bytes.
+pub(super) fn append_with(
+    read: impl FnOnce(&Array, usize, &mut [u8]) -> keel_array::Result<()>,
+    array: &Array,
+    rows: Range<usize>,
+    values: &mut Vec<f32>,
+) -> Result<()> {
     let row_bytes = array.bytes() / array.shape()[0];
-    let mut bytes = vec![0; rows * row_bytes];
-    array.read_bytes(row * row_bytes, &mut bytes)?;
+    let mut bytes = vec![0; rows.len() * row_bytes];
+    read(array, rows.start * row_bytes, &mut bytes)?;
     values.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-use keel_engine::{Engine, EngineError, EngineOptions, plan};
+use keel_engine::{Engine, EngineError, EngineOptions, plan, split};
 use keel_models::Part;
 use keel_models::loading::Parameters;
 use keel_testkit::disturbed::Disturbance;
@@ -17,6 +17,16 @@ pub fn backends(count: usize, planning: bool) -> Vec<Arc<dyn Backend>> {
     let backend =
         |group| Arc::new(CpuBackend::new(CpuOptions { group: Some(group), ..options.clone() })) as _;
     CpuGroup::of(count).into_iter().map(backend).collect()
+}
+
+/// The parts of a model in this many stages of this many shares.
+pub fn parts(
+    source: (&dyn Parameters, &Value),
+    options: EngineOptions,
+    grid: (usize, usize),
+) -> Result<Vec<Part>, EngineError> {
+    let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
+    split::grid(&alone, source, options, grid)
 }
 
 /// An engine on these backends. Also asserts that every device holds what was planned for it.

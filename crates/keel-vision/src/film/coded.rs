@@ -7,7 +7,7 @@
 //!
 //! The file comes from a stranger. `ffmpeg` gets the kind from here and guesses none, so the file cannot be a playlist
 //! that names other files or hosts; it opens no protocol but `file`. Its output is read within limits, and it is ended when its
-//! time is over, or when nobody waits for its output.
+//! time is over, or when no client waits for its output.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
