@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::ops::Range;
 
-use crate::program::{Kernel, Launch};
+use crate::program::{Kernel, KernelGroup, Launch};
 use crate::usage::DeviceUsage;
 use crate::weight::{RowBlock, WeightSpec};
 use crate::{Group, Result};
@@ -207,6 +207,14 @@ pub trait Programs: Send + Sync {
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
         let _ = (reader, input, producer);
         false
+    }
+
+    /// The kernels that this device runs together with the first of `kernels`; `None` if it runs that one alone. Asked
+    /// after the memory plan, for consecutive kernels of one submission. The launch then has this
+    /// [group](Launch::groups). Nothing but the kernels themselves may decide, so that a plan gives the same answer.
+    fn group_of(&self, kernels: &[Kernel]) -> Option<KernelGroup> {
+        let _ = kernels;
+        None
     }
 
     /// Whether a program costs much before its first run, such as a compilation. Callers then make few programs and pad

@@ -45,7 +45,7 @@ pub use ops::{
     KvFormat, KvPool, Op, PairRotation, Peers, RandomKind, Real, Reduction, Regime, RopeSpec, RowLog, Source,
     Unary, View,
 };
-pub use program::{ALIGNMENT, Kernel, Launch, Operand, Program, Slot};
+pub use program::{ALIGNMENT, Kernel, KernelGroup, Launch, Operand, Program, ProgramGroup, Slot};
 pub use runtime::{Element, Executable, FailedRun, Gauge, PendingRun, RUNS_MAX, Runtime, RuntimeOptions};
 pub use shape::{Layout, Shape};
 pub use usage::DeviceUsage;

@@ -1,8 +1,8 @@
 //! The kernels of a program, as planned. This needs no GPU.
 
 use keel_array::{
-    Array, AttentionSpec, Backend, Batch, Category, Compute, DType, KvPool, Regime, Runtime, RuntimeOptions,
-    Weight, WeightFormat, WeightSpec,
+    Array, AttentionSpec, Backend, Batch, Category, Compute, ConvWindow, DType, KvPool, Program, Regime,
+    RowLog, Runtime, RuntimeOptions, Weight, WeightFormat, WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
@@ -122,8 +122,20 @@ fn in_the_deterministic_mode_the_kernels_of_a_regime_are_always_the_same() {
     );
 }
 
+/// The groups of a program, each with its number of kernels. Kernels alone are left out.
+fn groups(program: &Program) -> Vec<String> {
+    let named = program.groups().iter().filter_map(|group| Some((group.name?, group.kernels.len())));
+    named.map(|(name, len)| format!("{name} of {len}")).collect()
+}
+
 /// Kernels of a mixture, each with those that it has absorbed, and bytes of the arena.
 fn mixture(rows: usize, shared: usize) -> (Vec<String>, usize) {
+    mixture_as(rows, shared, |program| {
+        (program.kernels().iter().map(described).collect(), program.arena_bytes())
+    })
+}
+
+fn mixture_as<T>(rows: usize, shared: usize, seen: impl Fn(&Program) -> T) -> T {
     const EXPERTS: usize = 70;
     const F: usize = 128;
     let runtime = Runtime::new(planning(), RuntimeOptions::default());
@@ -146,9 +158,58 @@ fn mixture(rows: usize, shared: usize) -> (Vec<String>, usize) {
         };
         let y = y().expect("shapes fit");
         let prepared = runtime.prepare(&[(&y, &place)]).expect("a program");
-        let program = prepared.program();
-        (program.kernels().iter().map(described).collect(), program.arena_bytes())
+        seen(prepared.program())
     })
+}
+
+#[test]
+fn a_mixture_of_few_rows_is_a_group_of_its_program() {
+    // The router, the choice, the experts, the shared expert and the combination.
+    assert_eq!(mixture_as(1, 128, groups), ["mixture of 5"]);
+    assert_eq!(mixture_as(16, 128, groups), ["mixture of 5"]);
+    // A shared expert of another width is not part of it, and the combination does not follow at once.
+    assert_eq!(mixture_as(1, 192, groups), ["mixture of 3"]);
+    assert!(mixture_as(200, 128, groups).is_empty(), "rows sorted by expert");
+    let lines = mixture_as(1, 128, Program::lines);
+    let mixture =
+        "mixture: linear 71x256 (rms_norm) + route_top_k + swiglu (gather_linear 256x256 (rms_norm))";
+    assert!(lines.iter().any(|line| line.contains(mixture)), "{lines:#?}");
+}
+
+/// Groups of a convolution after a product.
+fn convolved(rows: usize, sequences: usize) -> Vec<String> {
+    let runtime = Runtime::new(planning(), RuntimeOptions::default());
+    let product = weight(&runtime, 96, K);
+    let array = |shape: &[usize], dtype| {
+        Array::persistent(&runtime, Category::Activations, shape, dtype).expect("memory")
+    };
+    let floats = |shape: &[usize]| array(shape, DType::F32);
+    let (x, taps, place) = (floats(&[rows, K]), floats(&[4, 64]), floats(&[rows, 64]));
+    let (window, other) = (ConvWindow { rows: floats(&[3, 3, 64]), open: None }, floats(&[rows, 64]));
+    let numbers = |shape: &[usize]| array(shape, DType::U32);
+    let batch = Batch {
+        row_start: numbers(&[sequences + 1]),
+        slot: numbers(&[sequences]),
+        position: numbers(&[sequences]),
+        table: numbers(&[sequences, 2]),
+        accepted: numbers(&[sequences]),
+    };
+    runtime.trace(|| {
+        let y = || {
+            x.linear(&product)?
+                .slice_axis(-1, 16, 80)?
+                .causal_conv(&taps, &window, &batch, RowLog::None)?
+                .add(&other)
+        };
+        let prepared = runtime.prepare(&[(&y().expect("shapes fit"), &place)]).expect("a program");
+        groups(prepared.program())
+    })
+}
+
+#[test]
+fn a_convolution_of_one_row_is_in_a_group_with_its_product() {
+    assert_eq!(convolved(1, 1), ["convolved product of 2"]);
+    assert!(convolved(2, 1).is_empty() && convolved(2, 2).is_empty());
 }
 
 #[test]

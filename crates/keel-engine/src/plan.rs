@@ -82,6 +82,21 @@ pub fn steps(backend: &dyn Backend, config: &Value, options: EngineOptions) -> R
     Ok(lines)
 }
 
+/// The launches of a decode step and of a step of prompts, as text: each kernel with those that it computes inline, and
+/// the groups of kernels that the backend runs together.
+///
+/// # Errors
+/// As [`plan`].
+pub fn launches(
+    backend: &Arc<dyn Backend>,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<Vec<String>> {
+    let runtime = Runtime::new(Arc::clone(backend), RuntimeOptions::default());
+    Ok(Engine::load(&runtime, parameters, config, options, &|_| ())?.program_lines())
+}
+
 /// The largest options that fit within a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fit {

@@ -1,8 +1,8 @@
 //! A backend whose launches and allocations a test can disturb: faults, gates, counters.
 
 use keel_array::{
-    Backend, DeviceMemory, DeviceUsage, Group, Kernel, Launch, Memory, OwnMemory, Preparations, Programs,
-    Result, RowBlock, Submission, Ticket, WeightSpec,
+    Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, OwnMemory, Preparations,
+    Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -168,6 +168,9 @@ impl<D: Disturbance> Programs for Disturbed<D> {
     }
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
         self.backend.absorbs(reader, input, producer)
+    }
+    fn group_of(&self, kernels: &[Kernel]) -> Option<KernelGroup> {
+        self.backend.group_of(kernels)
     }
     fn is_compiling(&self) -> bool {
         self.disturbance.is_compiling(&*self.backend)

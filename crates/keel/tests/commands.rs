@@ -173,6 +173,23 @@ fn a_plan_for_a_gpu_has_drafts_only_if_they_are_asked_for() {
     assert!(log(&["--device", "cuda:0", "--speculate", "3"]) > Some(0));
 }
 
+/// The launches are those of the device that is planned for, here a GPU: they come from the program.
+#[test]
+fn a_verbose_plan_prints_the_launches_of_a_step() {
+    let text = succeed(&["plan", "-v", "--device", "cuda:0", "--shape", "qwen3.5-0.8b", "--context", "1024"]);
+    let step = text.split_once("launches of a decode step, rows: 1").expect("the step").1;
+    let step = step.split_once("launches of a step of prompts").expect("the other step").0;
+    // One of each recurrent layer, with the norm before the product.
+    let group = step.lines().find(|line| line.contains("convolved product: linear")).expect("the group");
+    assert!(
+        group.trim_start().starts_with("18 x ") && group.ends_with("(rms_norm) + causal_conv"),
+        "{group}"
+    );
+    assert!(step.contains("paged_attention") && !step.contains(" swiglu\n"), "{step}");
+    let text = succeed(&["plan", "-v", "--device", "cpu", "--shape", "qwen3.5-0.8b", "--context", "1024"]);
+    assert!(text.contains("launches of a decode step") && !text.contains("convolved product"), "{text}");
+}
+
 #[test]
 fn the_seed_decides_and_greedy_needs_none() {
     let text = |flags: &[&str]| {

@@ -2,16 +2,16 @@
 //!
 //! 1. [`graph`]: collect the pending calls into plain data, which is also the key of the program cache.
 //! 2. [`lower`]: views become strides. Where a kernel cannot walk them, a copy is added.
-//! 3. [`fuse`]: chains of element-wise kernels become one.
-//! 4. [`absorb`]: values that a backend computes inside their readers disappear.
-//! 5. [`plan`]: every intermediate gets its place in one arena. Inputs that nothing reads again are reused.
-//! 6. [`verify`]: the plan is checked before the first run.
+//! 3. [`fusion`]: chains of element-wise kernels become one; values that a backend computes inside their readers
+//!    disappear. After stage 4, kernels that the backend runs together become groups.
+//! 4. [`plan`]: every intermediate gets its place in one arena. Inputs that nothing reads again are reused.
+//! 5. [`verify`]: the plan is checked before the first run.
 //!
 //! A program holds no memory. [`Bindings`] give it the buffers of one evaluation.
 
-mod absorb;
 mod cache;
-mod fuse;
+mod described;
+mod fusion;
 pub(crate) mod graph;
 mod lower;
 mod plan;
@@ -27,6 +27,7 @@ use crate::runtime::RuntimeOptions;
 use crate::{ArrayError, Buffer, DType, Layout, Result};
 
 pub(crate) use cache::ProgramCache;
+pub use fusion::{KernelGroup, ProgramGroup};
 pub(crate) use graph::Graph;
 
 /// Alignment of each operand in an arena, in bytes: a cache line, and a 512-bit register.
@@ -63,6 +64,41 @@ pub struct Operand {
     pub dtype: DType,
 }
 
+impl Operand {
+    /// True if it is the value of `other`, seen from the same element on.
+    pub fn is_same(&self, other: &Operand) -> bool {
+        self.slot == other.slot && self.layout.offset == other.layout.offset
+    }
+
+    /// True if the two may have bytes in common. Memory from outside the program is only known when a program is bound
+    /// to it, so two different inputs or results of a program may overlap.
+    pub fn may_overlap(&self, other: &Operand) -> bool {
+        let (a, b) = (self.bytes_in_slot(), other.bytes_in_slot());
+        let meet = |a_start: usize, b_start: usize| {
+            a_start + a.start < b_start + b.end && b_start + b.start < a_start + a.end
+        };
+        match (self.slot, other.slot) {
+            (Slot::Absorbed(_), _) | (_, Slot::Absorbed(_)) => false,
+            (Slot::Arena { offset: a_start, .. }, Slot::Arena { offset: b_start, .. }) => {
+                meet(a_start, b_start)
+            }
+            (Slot::Arena { .. }, _) | (_, Slot::Arena { .. }) => false,
+            (a, b) => a != b || meet(0, 0),
+        }
+    }
+
+    /// True if all of it lies in the memory of `other`.
+    pub fn lies_within(&self, other: &Operand) -> bool {
+        let (a, b) = (self.bytes_in_slot(), other.bytes_in_slot());
+        self.slot == other.slot && b.start <= a.start && a.end <= b.end
+    }
+
+    fn bytes_in_slot(&self) -> Range<usize> {
+        let size = self.dtype.size();
+        self.layout.offset * size..self.layout.end() * size
+    }
+}
+
 /// One operation over numbered memory.
 #[derive(Clone, Debug)]
 pub struct Kernel {
@@ -97,6 +133,7 @@ pub struct Program {
     pub(crate) outputs: Vec<(OutputMemory, Layout, DType)>,
     arena_bytes: usize,
     pieces: Vec<Range<usize>>,
+    groups: Vec<ProgramGroup>,
 }
 
 impl Program {
@@ -106,13 +143,11 @@ impl Program {
     /// If the backend does not [support](crate::Programs::supports) a kernel.
     pub(crate) fn compile(graph: &Graph, backend: &dyn Backend, options: &RuntimeOptions) -> Result<Program> {
         let mut draft = lower::lower(graph);
-        fuse::fuse(&mut draft);
-        let regime = graph.regime();
-        draft.kernels.iter_mut().for_each(|kernel| kernel.regime = regime);
-        absorb::absorb(&mut draft, backend);
+        fusion::fuse(&mut draft, graph.regime(), backend);
         draft.kernels.iter().try_for_each(|kernel| check_support(kernel, backend))?;
         let mut program = plan::plan(draft, graph, backend);
         program.pieces = cut(&program.kernels, options);
+        program.groups = fusion::group(&program.kernels, &program.pieces, |rest| backend.group_of(rest));
         verify::verify(&program, graph);
         Ok(program)
     }
@@ -130,6 +165,11 @@ impl Program {
     /// The bounded ranges of kernels. Each is one submission.
     pub fn pieces(&self) -> &[Range<usize>] {
         &self.pieces
+    }
+
+    /// The kernels as the backend runs them: each belongs to one group, in order.
+    pub fn groups(&self) -> &[ProgramGroup] {
+        &self.groups
     }
 }
 
@@ -181,6 +221,11 @@ impl Kernel {
             Slot::Absorbed(i) => Some(&self.absorbed[i]),
             _ => None,
         }
+    }
+
+    /// Input number `input`, or the source if the input is an absorbed copy of strided data.
+    pub fn source(&self, input: usize) -> &Operand {
+        self.maker(input).map_or(&self.inputs[input], |copy| &copy.inputs[0])
     }
 
     /// Calls `f` with every operand that is in memory.
@@ -242,6 +287,17 @@ impl<'a> Launch<'a> {
     /// The kernels, in order.
     pub fn kernels(&self) -> &'a [Kernel] {
         &self.program.kernels[self.piece.clone()]
+    }
+
+    /// The groups that the kernels form, in order. Their kernels are numbered from the first of this launch.
+    pub fn groups(&self) -> impl Iterator<Item = ProgramGroup> + use<'a> {
+        let Range { start, end } = self.piece;
+        let groups =
+            self.program.groups.iter().filter(move |g| start <= g.kernels.start && g.kernels.end <= end);
+        groups.map(move |group| ProgramGroup {
+            name: group.name,
+            kernels: group.kernels.start - start..group.kernels.end - start,
+        })
     }
 
     /// Called before a launch fails: its first `kernels` kernels have run completely, and the others have not changed

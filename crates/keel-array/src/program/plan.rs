@@ -1,4 +1,4 @@
-//! Stage 5: the memory plan.
+//! Stage 4: the memory plan.
 //!
 //! Walks the kernels in order with the set of live intermediates. A result takes the memory of an input whose last use
 //! is this kernel, if the kernel allows it. Otherwise it takes the lowest gap of the arena that is large enough.
@@ -21,7 +21,13 @@ pub(super) fn plan(draft: Draft, graph: &Graph, backend: &dyn Backend) -> Progra
     let memory = planner.outputs;
     let outputs =
         draft.outputs.into_iter().zip(memory).map(|((layout, dtype), m)| (m, layout, dtype)).collect();
-    Program { kernels, outputs, arena_bytes: planner.arena.high_water, pieces: Vec::new() }
+    Program {
+        kernels,
+        outputs,
+        arena_bytes: planner.arena.high_water,
+        pieces: Vec::new(),
+        groups: Vec::new(),
+    }
 }
 
 struct Planner<'a> {

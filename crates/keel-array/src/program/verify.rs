@@ -1,4 +1,4 @@
-//! Stage 6: checks a plan before its first run. A failure is a bug in this crate, so it panics with the kernel's name.
+//! Stage 5: checks a plan before its first run. A failure is a bug in this crate, so it panics with the kernel's name.
 
 use super::graph::Graph;
 use super::{OutputMemory, Program, Slot};

@@ -269,11 +269,7 @@ impl Session {
             unsettled: &unsettled,
         };
         let calls: Vec<Call<'_>> = launch.kernels().iter().enumerate().map(bind).collect();
-        let mut rest = &calls[..];
-        while !rest.is_empty() {
-            rest = &rest[dispatch::run_some(rest)?..];
-        }
-        Ok(())
+        launch.groups().try_for_each(|group| dispatch::run_group(group.name, &calls[group.kernels]))
     }
 
     /// The kernels that the launches would put on the stream, each once. Runs nothing.

@@ -14,8 +14,8 @@ use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use keel_array::{
-    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, Launch, Memory, OwnMemory, Preparations,
-    Programs, RowBlock, Submission, Ticket, WeightSpec,
+    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, KernelGroup, Launch, Memory, OwnMemory,
+    Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
 };
 use launch::Session;
 use std::ops::Range;
@@ -279,6 +279,10 @@ impl Programs for CudaBackend {
 
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
         dispatch::absorbs(reader, input, producer, self.mode)
+    }
+
+    fn group_of(&self, kernels: &[Kernel]) -> Option<KernelGroup> {
+        dispatch::group_of(kernels, self.mode)
     }
 
     fn is_compiling(&self) -> bool {

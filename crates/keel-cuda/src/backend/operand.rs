@@ -38,12 +38,6 @@ impl<'a> BoundKernel<'a> {
         }
     }
 
-    /// True if the kernel reads any memory of `written`.
-    pub fn reads(&self, written: &Bound<'_>) -> bool {
-        let own = self.inputs.iter().any(|input| input.address != 0 && input.overlaps(written));
-        own || self.absorbed.iter().any(|kernel| kernel.reads(written))
-    }
-
     /// Input number `input`, or the source if the input is an absorbed copy of strided data.
     pub fn strided(&self, input: usize) -> Bound<'a> {
         self.maker(input).map_or(self.inputs[input], |copy| copy.inputs[0])
@@ -103,12 +97,6 @@ impl<'a> Bound<'a> {
     /// True if they have memory in common.
     pub fn overlaps(&self, other: &Bound<'_>) -> bool {
         overlap(&self.span(), &other.span())
-    }
-
-    /// True if all of it lies in the memory of `other`.
-    pub fn lies_within(&self, other: &Bound<'_>) -> bool {
-        let (a, b) = (self.span(), other.span());
-        b.start <= a.start && a.end <= b.end
     }
 
     /// The structure `Strides` of `common.cuh`.

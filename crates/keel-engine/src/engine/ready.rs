@@ -121,6 +121,11 @@ impl Engine {
         Ok(())
     }
 
+    /// The launches of a small step of either regime, as text.
+    pub(crate) fn program_lines(&self) -> Vec<String> {
+        self.stepper.program_lines()
+    }
+
     fn work_so_far(&self) -> LateWork {
         let of = |runtime: &Runtime, stepper: &Stepper| {
             let done = runtime.backend().preparations();

@@ -157,6 +157,20 @@ impl Stepper {
         Ok(())
     }
 
+    /// The launches of the smallest step that draws tokens, of either regime, as text.
+    pub fn program_lines(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for (regime, name) in [(Regime::Decode, "decode step"), (Regime::Prefill, "step of prompts")] {
+            let draws = |shape: &StepShape| shape.regime == regime && shape.outcome == Outcome::LastLogits;
+            let steps = self.listed.iter().filter(|(shape, _)| draws(shape));
+            if let Some((shape, step)) = steps.min_by_key(|(shape, _)| (shape.rows, shape.sequences)) {
+                lines.push(format!("launches of a {name}, rows: {}", shape.rows));
+                lines.extend(step.program().lines());
+            }
+        }
+        lines
+    }
+
     /// The prepared steps of the list.
     pub fn listed(&self) -> Vec<&Executable> {
         self.listed.iter().map(|(_, step)| step).collect()

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use keel_array::{AttentionSpec, MemoryReport};
 use keel_engine::EngineOptions;
-use keel_engine::plan::{fit, steps};
+use keel_engine::plan::{fit, launches, steps};
 use keel_models::Shard;
 use serde_json::{Value, json};
 
@@ -28,8 +28,8 @@ const CONTEXT_DEFAULT: usize = 4096;
 ///
 /// With --serve, or with an option that only a server has, the numbers are those of `keel serve` with the same options.
 /// Otherwise they are those of `keel generate` with the same context. If the machine has the GPU that --device names,
-/// the memory of its driver is measured and printed, too. --verbose also prints the shapes of steps. `keel fit` shows
-/// what fits.
+/// the memory of its driver is measured and printed, too. --verbose also prints the shapes of steps, and the
+/// launches of a step (of a model on one device). `keel fit` shows what fits.
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     #[command(flatten, next_help_heading = "Model")]
@@ -77,7 +77,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         }
         return print_all(
             args,
-            &subject.json,
+            &subject,
             &held.planned,
             held.options,
             Some(args.server.request_memory()),
@@ -98,7 +98,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         Some(limit) => print_fit(args, &subject, options, limit),
         None => {
             let planned = session::plan(device, &*subject.parameters, &subject.json, options)?;
-            print_all(args, &subject.json, &planned, options, None, verbose)
+            print_all(args, &subject, &planned, options, None, verbose)
         }
     }
 }
@@ -121,14 +121,21 @@ fn check_no_run(args: &PlanArgs) -> Result<()> {
 /// not allocated.
 fn print_all(
     args: &PlanArgs,
-    config: &Value,
+    subject: &Subject<'_>,
     planned: &MemoryReport,
     options: EngineOptions,
     requests: Option<u64>,
     verbose: bool,
 ) -> Result<()> {
     print_plan(args, planned, options, requests)?;
-    if verbose && !args.json { print_steps(args, config, options) } else { Ok(()) }
+    if !verbose || args.json {
+        return Ok(());
+    }
+    print_steps(args, &subject.json, options)?;
+    output::line("")?;
+    let backend = args.server.device.planning_backend(options.compute);
+    let launches = launches(&backend, &*subject.parameters, &subject.json, options)?;
+    launches.iter().try_for_each(|line| output::line(line))
 }
 
 fn print_steps(args: &PlanArgs, config: &Value, options: EngineOptions) -> Result<()> {

@@ -95,10 +95,7 @@ fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
         1 => size.is_multiple_of(8) && size <= HEAD_MAX,
         _ => size.is_power_of_two() && (64..=HEAD_MAX).contains(&size),
     };
-    let read = match producer.maker(gate) {
-        Some(copy) => &copy.inputs[0],
-        None => &producer.inputs[gate],
-    };
+    let read = producer.source(gate);
     // Read 16 bytes at a time. An intermediate begins at a multiple of 16 bytes; memory from outside may not.
     let strides = head_strides(&read.layout).filter(|_| matches!(read.slot, Slot::Temp(_)));
     let aligned = strides.is_some_and(|(row, head)| row.is_multiple_of(4) && head.is_multiple_of(4));

@@ -20,7 +20,7 @@ use super::Mode;
 use super::call::{COUNTERS, Call, Geometry};
 use super::operand::{Bound, BoundKernel};
 pub(super) use absorb::absorbs;
-use keel_array::{ArrayError, Kernel, Op};
+use keel_array::{ArrayError, Kernel, KernelGroup, Op};
 pub(super) use support::supports;
 
 /// Puts a kernel's launches on the stream.
@@ -64,19 +64,31 @@ fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     }
 }
 
-/// Puts the launches of the first kernel on the stream, and those of the next kernels if these share a launch with it
-/// or with each other. Returns the number of these kernels. What they write is noted.
-pub(super) fn run_some(calls: &[Call<'_>]) -> Result<usize, ArrayError> {
-    let several = linear::mixture::run(calls)?;
-    if several > 0 {
-        return Ok(several);
+/// See `Programs::group_of`.
+pub(super) fn group_of(kernels: &[Kernel], mode: Mode) -> Option<KernelGroup> {
+    if let Some(len) = linear::mixture::group_len(kernels, mode) {
+        return Some(KernelGroup { name: linear::mixture::NAME, len });
     }
-    let done = match calls {
-        [call, next, ..] if sequence::run_behind_product(call, next)? => 2,
-        _ => run(&calls[0]).map(|()| 1)?,
-    };
-    calls[..done].iter().for_each(Call::note_written);
-    Ok(done)
+    match kernels {
+        [product, conv, ..] if sequence::is_convolved(product, conv, mode) => {
+            Some(KernelGroup { name: sequence::CONVOLVED, len: 2 })
+        }
+        _ => None,
+    }
+}
+
+/// Puts the launches of a group of kernels on the stream, and notes what they write.
+pub(super) fn run_group(name: Option<&str>, calls: &[Call<'_>]) -> Result<(), ArrayError> {
+    match (name, calls) {
+        (Some(linear::mixture::NAME), _) => linear::mixture::run(calls),
+        (Some(sequence::CONVOLVED), [product, conv]) => sequence::run_convolved(product, conv),
+        (None, [call]) => {
+            run(call)?;
+            call.note_written();
+            Ok(())
+        }
+        _ => unreachable!("`group_of` names no group {name:?} of {} kernels", calls.len()),
+    }
 }
 
 /// Scratch of a kernel.

@@ -12,9 +12,7 @@ use keel_array::{ArrayError, ConvSpec, GatedDeltaSpec, Kernel, Op, Regime, RowLo
 const GRID: usize = 64;
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
-    if let Some((state, other)) = shared_state(call) {
-        return Err(call.error(format!("operands {state} and {other} share memory, but {state} is written")));
-    }
+    refuse_shared_state(call)?;
     match &call.kernel.op {
         Op::CausalConv(spec) => conv(spec, call),
         Op::GatedDelta(spec) => delta(spec, call),
@@ -23,12 +21,18 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     }
 }
 
-/// A state and another operand in the same memory, which the user may have asked for.
-fn shared_state(call: &Call<'_>) -> Option<(usize, usize)> {
+/// Refuses a state that lies in the same memory as another operand, which the user may have asked for.
+fn refuse_shared_state(call: &Call<'_>) -> Result<(), ArrayError> {
     let states = call.kernel.op.mutated_inputs();
     let pairs = states.flat_map(|state| (0..call.inputs.len()).map(move |other| (state, other)));
     let mut pairs = pairs.filter(|(state, other)| state != other);
-    pairs.find(|&(state, other)| call.inputs[state].overlaps(&call.inputs[other]))
+    match pairs.find(|&(state, other)| call.inputs[state].overlaps(&call.inputs[other])) {
+        None => Ok(()),
+        Some((state, other)) => {
+            let reason = format!("operands {state} and {other} share memory, but {state} is written");
+            Err(call.error(reason))
+        }
+    }
 }
 
 pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
@@ -89,35 +93,46 @@ fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     call.launch(&key("causal_conv"), geometry(sequences), arguments)
 }
 
-/// Runs a convolution and the product whose columns it reads in one launch, if a step of one row has one after the
-/// other. Returns false if they do not fit together; then nothing has been done.
-pub(super) fn run_behind_product(product: &Call<'_>, conv: &Call<'_>) -> Result<bool, ArrayError> {
-    let (Op::Linear { weight, residual: false }, Op::CausalConv(spec)) =
-        (&product.kernel.op, &conv.kernel.op)
-    else {
-        return Ok(false);
+/// The name of a group of a product and a convolution of its columns.
+pub(super) const CONVOLVED: &str = "convolved product";
+
+/// Whether a product and the convolution that reads its columns can be one launch: those of a step of one row.
+pub(super) fn is_convolved(product: &Kernel, conv: &Kernel, mode: Mode) -> bool {
+    let (Op::Linear { weight, residual: false }, Op::CausalConv(_)) = (&product.op, &conv.op) else {
+        return false;
     };
     let (y, convolved) = (&product.outputs[0], &conv.outputs[0]);
-    let [x, taps, window, row_start, slot] = conv.inputs[..] else { return Ok(false) };
-    let one_row = y.len() == weight.rows && slot.len() == 1 && x.layout.shape[0] == 1;
-    if !one_row || !linear::takes_few_rows(weight, product.kernel, product.mode) || !x.lies_within(y) {
-        return Ok(false);
-    }
+    let [x, _, _, _, slot] = &conv.inputs[..] else { return false };
+    let one_row = y.layout.shape.elements() == weight.rows
+        && slot.layout.shape.elements() == 1
+        && x.layout.shape[0] == 1;
     // Some blocks of the product may still read its operands when others have finished.
-    let in_place = product.kernel.workspace.is_none() && !product.reads(convolved) && !convolved.overlaps(y);
-    if !in_place || shared_state(conv).is_some() {
-        return Ok(false);
-    }
-    let slots = Some((&slot, window.layout.shape[0]));
-    check_batch(conv, &row_start, &BatchCheck { rows: 1, slot: slots, ..BatchCheck::default() })?;
+    one_row
+        && linear::takes_few_rows(weight, product, mode)
+        && x.lies_within(y)
+        && product.workspace.is_none()
+        && product.reads().into_iter().all(|read| !read.may_overlap(convolved))
+        && !convolved.may_overlap(y)
+}
+
+/// Runs a product and the convolution that reads its columns in one launch.
+pub(super) fn run_convolved(product: &Call<'_>, conv: &Call<'_>) -> Result<(), ArrayError> {
+    refuse_shared_state(conv)?;
+    let (Op::CausalConv(spec), [x, taps, window, row_start, slot]) = (&conv.kernel.op, &conv.inputs[..])
+    else {
+        unreachable!("a convolution without a log")
+    };
+    let slots = Some((slot, window.layout.shape[0]));
+    check_batch(conv, row_start, &BatchCheck { rows: 1, slot: slots, ..BatchCheck::default() })?;
     let behind = Convolution {
         width: spec.width,
         channels: x.width(),
-        first_column: (x.address - y.address) as usize / size_of::<f32>(),
-        operands: [taps, window, row_start, slot, *convolved],
+        first_column: (x.address - product.outputs[0].address) as usize / size_of::<f32>(),
+        operands: [*taps, *window, *row_start, *slot, conv.outputs[0]],
     };
     linear::convolved_linear(product, behind)?;
-    Ok(true)
+    [product, conv].into_iter().for_each(Call::note_written);
+    Ok(())
 }
 
 fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {

@@ -184,11 +184,8 @@ impl<'a> FewRows<'a> {
         self.factors().find(|operand| !operand.address.is_multiple_of(16))
     }
 
-    pub fn is_aligned(&self) -> bool {
-        self.misaligned().is_none()
-    }
-
-    fn check_aligned(&self, call: &Call<'_>) -> Result<(), ArrayError> {
+    /// Refuses factors that do not begin at a multiple of 16 bytes.
+    pub fn check_aligned(&self, call: &Call<'_>) -> Result<(), ArrayError> {
         match self.misaligned() {
             None => Ok(()),
             Some(odd) => {
@@ -198,21 +195,6 @@ impl<'a> FewRows<'a> {
                 )))
             }
         }
-    }
-
-    /// Whether another product multiplies the same rows.
-    pub fn has_rows_of(&self, other: &FewRows<'_>) -> bool {
-        let enter_alike = match (self.entry, other.entry) {
-            (Entry::Plain, Entry::Plain) => true,
-            (Entry::Norm(a, a_eps), Entry::Norm(b, b_eps)) => {
-                a.address == b.address && a_eps.to_bits() == b_eps.to_bits()
-            }
-            _ => false,
-        };
-        enter_alike
-            && self.x.address == other.x.address
-            && self.x.len() == other.x.len()
-            && self.weight.cols == other.weight.cols
     }
 
     /// Puts the product on the stream, [`FEW_ROWS`] at a time.

@@ -1,16 +1,16 @@
-//! Stage 3: chains of element-wise f32 kernels become one kernel.
+//! Chains of element-wise f32 kernels become one kernel. Every backend runs such a chain.
 //!
 //! A producer is folded into its consumer only if nothing else reads its value, so no work is done twice.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::lower::Draft;
-use super::{Kernel, Operand, Slot};
+use super::super::lower::{Draft, Temp};
+use super::super::{Kernel, Operand, Slot};
 use crate::DType;
 use crate::ops::{Fused, FusedStep, Op, Source};
 
-pub(super) fn fuse(draft: &mut Draft) {
+pub(super) fn chain(draft: &mut Draft) {
     let mut readers: HashMap<usize, usize> = HashMap::new();
     let mut mutated: Vec<usize> = Vec::new();
     for kernel in &draft.kernels {
@@ -47,7 +47,7 @@ fn foldable(
     kept: &[Option<Kernel>],
     producer: &HashMap<usize, usize>,
     readers: &HashMap<usize, usize>,
-    temps: &[super::lower::Temp],
+    temps: &[Temp],
     mutated: &[usize],
 ) -> Option<(usize, usize)> {
     let consumer = steps(kernel)?;

@@ -1,12 +1,12 @@
-//! Stage 4: a value that its readers can compute for themselves needs neither memory nor a kernel.
+//! A value that its readers can compute for themselves needs neither memory nor a kernel.
 //!
 //! Only a backend knows which producers its kernels can absorb: a norm before a product, a gate after it. It is asked
 //! about each producer and each of its readers. All readers must agree; then each of them runs the producer itself.
 
 use std::collections::HashMap;
 
-use super::lower::Draft;
-use super::{Kernel, Slot};
+use super::super::lower::Draft;
+use super::super::{Kernel, Slot};
 use crate::backend::Backend;
 
 pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
