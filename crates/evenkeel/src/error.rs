@@ -37,6 +37,24 @@ pub enum Error {
         /// The reason.
         reason: Box<ModelError>,
     },
+    /// Several files next to a GGUF model may be its vision tower.
+    #[error(
+        "{} files next to {} have mmproj in their names, so it is not clear which is its vision tower: {}; name one with \
+         --mmproj FILE, or none with --mmproj none",
+        found.len(), model.display(), names(found)
+    )]
+    SeveralTowers {
+        /// The model's path.
+        model: PathBuf,
+        /// The files.
+        found: Vec<PathBuf>,
+    },
+    /// A file of a vision tower for a model that takes none.
+    #[error("{}: a model that is no GGUF file has its vision tower in its own files, so it takes none from --mmproj", path.display())]
+    NoTowerFile {
+        /// The model's path.
+        path: PathBuf,
+    },
     /// A model's files cannot be listed.
     #[error("cannot read {}: {reason}", path.display())]
     Read {
@@ -119,6 +137,11 @@ pub struct OutOfMemory {
     pub sequences: usize,
     /// Planned bytes by category.
     pub planned: MemoryReport,
+}
+
+fn names(paths: &[PathBuf]) -> String {
+    let name = |path: &PathBuf| path.file_name().unwrap_or_default().display().to_string();
+    paths.iter().map(name).collect::<Vec<_>>().join(", ")
 }
 
 fn parts(planned: &MemoryReport) -> String {

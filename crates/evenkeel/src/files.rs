@@ -2,6 +2,7 @@
 
 mod built_in;
 pub mod gguf_text;
+mod tower_file;
 
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -17,6 +18,8 @@ use serde_json::Value;
 
 use crate::{Error, LoadOptions, Result};
 
+pub use tower_file::{OpenTower, TowerFile};
+
 /// The files that hold the weights. They are mapped into memory, not read.
 ///
 /// ```
@@ -27,7 +30,7 @@ use crate::{Error, LoadOptions, Result};
 pub enum WeightFiles {
     /// A folder with config.json, safetensors, and further files.
     Checkpoint(Checkpoint),
-    /// A GGUF file, which contains everything.
+    /// A GGUF file, which contains everything but the vision tower.
     Gguf(GgufFile),
 }
 
@@ -49,19 +52,40 @@ pub struct ModelFiles {
     pub json: Value,
     /// The numbers of the config.
     pub config: HybridConfig,
+    /// The vision tower of a GGUF model.
+    pub tower: Option<OpenTower>,
+    /// Which file was taken or left as the vision tower, if it was looked for and one was there.
+    pub tower_notice: Option<String>,
 }
 
 impl ModelFiles {
-    /// Opens a checkpoint folder, a weights file or a GGUF file.
+    /// Opens a checkpoint folder, a weights file or a GGUF file. The vision tower of a GGUF file may lie next to it: see
+    /// [`TowerFile::Beside`].
     ///
     /// # Errors
-    /// There is no such model, its config is incomplete, or its architecture is unknown.
+    /// There is no such model, its config is incomplete, or its architecture is unknown; several files next to a GGUF
+    /// file may be its vision tower.
     ///
     /// ```no_run
     /// let files = evenkeel::ModelFiles::open("Qwen3-0.6B-Q8_0.gguf")?;
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles> {
+        ModelFiles::open_with(path, &TowerFile::Beside)
+    }
+
+    /// As [`ModelFiles::open`], with the vision tower of a GGUF file from this file.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::open`]; a tower that does not fit the model, or is given for a model that is no GGUF file.
+    ///
+    /// ```no_run
+    /// use evenkeel::{ModelFiles, TowerFile};
+    /// let files = ModelFiles::open_with("Qwen3.5-4B-Q8_0.gguf", &TowerFile::None)?;
+    /// assert!(files.tower.is_none(), "it reads text alone");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn open_with(path: impl AsRef<Path>, tower: &TowerFile) -> Result<ModelFiles> {
         let path = path.as_ref();
         if !path.exists() {
             return Err(Error::NoSuchModel { path: path.into() });
@@ -69,10 +93,21 @@ impl ModelFiles {
         let unusable = |reason: ModelError| Error::Unusable { path: path.into(), reason: Box::new(reason) };
         if is_gguf(path) {
             let file = GgufFile::open(path)?;
-            let json = keel_models::gguf::config(&file).map_err(unusable)?;
+            let mut json = keel_models::gguf::config(&file).map_err(unusable)?;
+            let found = tower_file::open(path, &file, &mut json, tower)?;
             let config = keel_models::read_config(&json).map_err(unusable)?;
-            let weights = WeightFiles::Gguf(file);
-            return Ok(ModelFiles { path: path.into(), is_built_in: false, weights, json, config });
+            return Ok(ModelFiles {
+                path: path.into(),
+                is_built_in: false,
+                weights: WeightFiles::Gguf(file),
+                json,
+                config,
+                tower: found.tower,
+                tower_notice: found.notice,
+            });
+        }
+        if let TowerFile::At(_) = tower {
+            return Err(Error::NoTowerFile { path: path.into() });
         }
         let checkpoint = Checkpoint::open(path)?;
         let json = checkpoint.config().clone();
@@ -84,6 +119,8 @@ impl ModelFiles {
             weights: WeightFiles::Checkpoint(checkpoint),
             json,
             config,
+            tower: None,
+            tower_notice: None,
         })
     }
 
@@ -101,7 +138,15 @@ impl ModelFiles {
         let json = checkpoint.config().clone();
         let config = keel_models::read_config(&json)?;
         let path = checkpoint.folder().to_path_buf();
-        Ok(ModelFiles { path, is_built_in: true, weights: WeightFiles::Checkpoint(checkpoint), json, config })
+        Ok(ModelFiles {
+            path,
+            is_built_in: true,
+            weights: WeightFiles::Checkpoint(checkpoint),
+            json,
+            config,
+            tower: None,
+            tower_notice: None,
+        })
     }
 
     /// The parameters.
@@ -113,7 +158,13 @@ impl ModelFiles {
     pub fn parameters(&self) -> Box<dyn Parameters + '_> {
         match &self.weights {
             WeightFiles::Checkpoint(checkpoint) => Box::new(CheckpointParameters(checkpoint)),
-            WeightFiles::Gguf(file) => Box::new(GgufParameters::new(file, &self.config)),
+            WeightFiles::Gguf(file) => {
+                let parameters = GgufParameters::new(file, &self.config);
+                Box::new(match &self.tower {
+                    Some(tower) => parameters.with_tower(&tower.file),
+                    None => parameters,
+                })
+            }
         }
     }
 
@@ -212,8 +263,12 @@ impl ModelFiles {
         if self.is_built_in {
             return Ok(format!("{} {compute:?}", built_in::identity()));
         }
-        let files = describe(&self.path)
-            .map_err(|error| Error::Read { path: self.path.clone(), reason: error.to_string() })?;
+        let mut files = Vec::new();
+        for path in std::iter::once(&self.path).chain(self.tower.as_ref().map(|tower| &tower.path)) {
+            let unreadable =
+                |error: std::io::Error| Error::Read { path: path.clone(), reason: error.to_string() };
+            files.extend(describe(path).map_err(unreadable)?);
+        }
         Ok(format!("{} {compute:?} {}", self.json, files.join(" ")))
     }
 }

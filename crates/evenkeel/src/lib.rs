@@ -61,7 +61,7 @@ pub use driver::{DRIVER_ROOM_BYTES, Driver};
 pub use error::{Error, OutOfMemory, Result};
 /// Converts the text side of a GGUF file from and to its metadata.
 pub use files::gguf_text as gguf;
-pub use files::{ModelFiles, WeightFiles, is_gguf, is_vision};
+pub use files::{ModelFiles, OpenTower, TowerFile, WeightFiles, is_gguf, is_vision};
 pub use loading::{LoadOptions, bound, context_for, plan};
 pub use model::{Model, Request, Sequence};
 pub use placement::{Placement, place};

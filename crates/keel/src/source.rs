@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 #[cfg(feature = "hub")]
 use anyhow::Context;
 use anyhow::{Result, bail};
-use evenkeel::ModelFiles;
+use evenkeel::{ModelFiles, TowerFile};
 use hub_name::HubName;
 
 /// Opens a folder, a file or a hub name; without a name, the built-in model.
@@ -19,10 +19,30 @@ use hub_name::HubName;
 /// # Errors
 /// There is no such model, its config is incomplete, or its architecture is unknown.
 pub fn open(model: Option<&str>) -> Result<ModelFiles> {
-    Ok(match model {
-        Some(model) => ModelFiles::open(locate(model)?)?,
-        None => ModelFiles::built_in()?,
-    })
+    open_with(model, None)
+}
+
+/// As [`open`], with the value of `--mmproj`.
+///
+/// # Errors
+/// As [`open`]; a vision tower that does not fit, or that is not clear.
+pub fn open_with(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
+    let Some(model) = model else {
+        if mmproj.is_some() {
+            bail!("--mmproj: the built-in model reads only text; name a GGUF model with --model");
+        }
+        return Ok(ModelFiles::built_in()?);
+    };
+    let tower = match mmproj {
+        None => TowerFile::Beside,
+        Some(none) if none.as_os_str() == "none" => TowerFile::None,
+        Some(file) => TowerFile::At(file.into()),
+    };
+    let model = ModelFiles::open_with(locate(model)?, &tower)?;
+    if let Some(notice) = &model.tower_notice {
+        tracing::info!("{notice}");
+    }
+    Ok(model)
 }
 
 /// Resolves the value of `--model` to a path.

@@ -28,6 +28,7 @@ pub fn config(file: &GgufFile) -> Result<Value> {
         "glm4" => keys.glm4()?,
         "qwen2" => json!({"model_type": "qwen2"}),
         "qwen3" => json!({"model_type": "qwen3"}),
+        "qwen3vl" => json!({"model_type": "qwen3_vl"}),
         "qwen3moe" => merged(json!({"model_type": "qwen3_moe"}), keys.experts()?),
         "gemma3" => keys.gemma3()?,
         "qwen35" => merged(json!({"model_type": "qwen3_5"}), keys.recurrent()?),
@@ -41,7 +42,12 @@ pub fn config(file: &GgufFile) -> Result<Value> {
         }
     };
     config = merged(config, own);
-    if let Some(rope) = keys.rope_scaling()? {
+    let rope = match (keys.rope_scaling()?, keys.sections()) {
+        (None, Some(sections)) => Some(merged(json!({"rope_type": "default"}), sections)),
+        (Some(scaling), Some(sections)) => Some(merged(scaling, sections)),
+        (scaling, None) => scaling,
+    };
+    if let Some(rope) = rope {
         config["rope_scaling"] = rope;
     }
     Ok(config)
@@ -253,6 +259,16 @@ impl Keys<'_> {
             scaling["attention_factor"] = factor.into();
         }
         Ok(scaling)
+    }
+
+    /// How many frequencies turn with time, row and column of a picture. They alternate in models that may see.
+    fn sections(&self) -> Option<Value> {
+        if !super::tower::may_see(self.file) {
+            return None;
+        }
+        let sections = self.get("rope.dimension_sections")?.as_array()?;
+        let counts: Vec<u64> = sections.iter().take(3).filter_map(GgufValue::as_u64).collect();
+        Some(json!({"mrope_section": counts, "mrope_interleaved": true}))
     }
 
     fn rope_scaling(&self) -> Result<Option<Value>> {

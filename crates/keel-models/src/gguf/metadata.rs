@@ -4,7 +4,6 @@ use keel_weights::gguf::GgufMetadata;
 use serde_json::Value;
 
 use super::{SMOLLM3_INTERVAL, architecture_of};
-use crate::fields::Fields;
 use crate::{HybridConfig, MixerKind, ModelError, Result, RopeScaling};
 
 /// The metadata of a model with these numbers, without its tokenizer.
@@ -23,7 +22,8 @@ pub fn metadata(json: &Value, config: &HybridConfig, has_mtp_head: bool) -> Resu
     keys.common(if has_mtp_head { config.mtp_layers } else { 0 })?;
     keys.windows()?;
     keys.experts()?;
-    keys.recurrent(&Fields::new(json))?;
+    keys.recurrent()?;
+    keys.axes(json)?;
     keys.turning()?;
     keys.rope()?;
     Ok(keys.metadata)
@@ -120,7 +120,7 @@ impl Keys<'_> {
         Ok(())
     }
 
-    fn recurrent(&mut self, fields: &Fields<'_>) -> Result<()> {
+    fn recurrent(&mut self) -> Result<()> {
         let c = self.config;
         if !c.layers.contains(&MixerKind::GatedDelta) {
             return Ok(());
@@ -145,15 +145,22 @@ impl Keys<'_> {
             let recurrent: Vec<bool> = c.layers.iter().map(|kind| *kind == MixerKind::GatedDelta).collect();
             self.metadata.bools(&format!("{}.attention.recurrent_layers", self.arch), &recurrent);
         }
-        // Frequencies for each axis of positions in pictures. A text token has the same position on all axes.
-        let sections = fields.get("rope_parameters").and_then(|rope| rope["mrope_section"].as_array());
-        let mut sections: Vec<i32> =
-            sections.into_iter().flatten().filter_map(|n| n.as_i64()?.try_into().ok()).collect();
-        if sections.is_empty() {
-            sections.push((c.rotary / 2) as i32);
+        Ok(())
+    }
+
+    /// Frequencies for each axis of positions in pictures. A text token has the same position on all axes.
+    fn axes(&mut self, json: &Value) -> Result<()> {
+        let c = self.config;
+        if self.arch != "qwen3vl" && !c.layers.contains(&MixerKind::GatedDelta) {
+            return Ok(());
         }
-        sections.resize(4, 0);
-        self.metadata.i32s(&format!("{}.rope.dimension_sections", self.arch), &sections);
+        let counts = c.rope_sections.map_or([c.rotary / 2, 0, 0], |sections| sections.counts);
+        let counts = counts.map(|count| i32::try_from(count).unwrap_or(i32::MAX));
+        self.metadata.i32s(&format!("{}.rope.dimension_sections", self.arch), &[&counts[..], &[0]].concat());
+        if self.arch == "qwen3vl" {
+            let deepstack = json["vision_config"]["deepstack_visual_indexes"].as_array();
+            self.size("n_deepstack_layers", deepstack.map_or(0, Vec::len))?;
+        }
         Ok(())
     }
 

@@ -10,6 +10,8 @@ mod metadata;
 mod names;
 mod order;
 mod parameters;
+mod tower;
+mod tower_tensors;
 
 use keel_weights::gguf::{GgufFile, GgufValue};
 
@@ -18,13 +20,15 @@ pub use export::CheckpointAsGguf;
 pub use import::GgufAsCheckpoint;
 pub use metadata::metadata;
 pub use parameters::GgufParameters;
+pub use tower::{add_tower, may_see, processor};
 
 /// Architectures that [`config`] reads.
-pub const ARCHITECTURES: [&str; 13] = [
+pub const ARCHITECTURES: [&str; 14] = [
     "llama",
     "qwen2",
     "qwen3",
     "qwen3moe",
+    "qwen3vl",
     "gemma3",
     "qwen35",
     "qwen35moe",
@@ -61,6 +65,7 @@ fn architecture_of(model_type: &str) -> Option<&'static str> {
         "qwen2" => "qwen2",
         "qwen3" => "qwen3",
         "qwen3_moe" => "qwen3moe",
+        "qwen3_vl" => "qwen3vl",
         "gemma3" => "gemma3",
         "qwen3_5" => "qwen35",
         "qwen3_5_moe" => "qwen35moe",

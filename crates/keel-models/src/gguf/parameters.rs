@@ -9,6 +9,7 @@ use keel_weights::{LinearFormat, LinearTensor, TensorSource};
 use super::architecture;
 use super::names::Names;
 use super::order::{Orders, RowOrder};
+use super::tower_tensors::TowerTensors;
 use crate::loading::{BLOCK_ROWS, Parameters, RowSink};
 use crate::{HybridConfig, ModelError, Result};
 
@@ -18,6 +19,7 @@ pub struct GgufParameters<'a> {
     names: Names,
     orders: Orders,
     conv_width: Option<usize>,
+    tower: Option<TowerTensors<'a>>,
 }
 
 impl<'a> GgufParameters<'a> {
@@ -25,7 +27,19 @@ impl<'a> GgufParameters<'a> {
     pub fn new(file: &'a GgufFile, config: &HybridConfig) -> GgufParameters<'a> {
         let arch = architecture(file);
         let (names, orders) = (Names::new(arch, config.layers.len()), Orders::new(arch, config));
-        GgufParameters { file, names, orders, conv_width: config.recurrent.map(|r| r.conv_width) }
+        let conv_width = config.recurrent.map(|r| r.conv_width);
+        GgufParameters { file, names, orders, conv_width, tower: None }
+    }
+
+    /// The same parameters, and those of a vision tower in a file of its own.
+    #[must_use]
+    pub fn with_tower(self, tower: &'a GgufFile) -> GgufParameters<'a> {
+        GgufParameters { tower: Some(TowerTensors::new(tower)), ..self }
+    }
+
+    /// The tower, if a parameter belongs to it.
+    fn tower_of(&self, name: &str) -> Option<&TowerTensors<'a>> {
+        self.tower.as_ref().filter(|_| TowerTensors::owns(name))
     }
 
     fn order(&self, name: &str) -> RowOrder {
@@ -43,10 +57,16 @@ impl<'a> GgufParameters<'a> {
 
 impl Parameters for GgufParameters<'_> {
     fn contains(&self, name: &str) -> bool {
+        if let Some(tower) = self.tower_of(name) {
+            return tower.contains(name);
+        }
         self.names.tensor(name).is_some_and(|tensor| self.file.contains(&tensor))
     }
 
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        if let Some(tower) = self.tower_of(name) {
+            return tower.shape(name);
+        }
         let tensor = self.names.tensor(name)?;
         self.file.info(&tensor).ok().map(|info| info.shape.to_vec())
     }
@@ -58,6 +78,9 @@ impl Parameters for GgufParameters<'_> {
         rows: usize,
         cols: usize,
     ) -> Result<WeightFormat> {
+        if let Some(tower) = self.tower_of(module) {
+            return tower.linear_format(module, (rows, cols));
+        }
         let tensor = self.module(module)?;
         let info = self.file.linear_info(&tensor)?;
         let expected = (experts, rows * self.order(module).share(), cols);
@@ -86,6 +109,9 @@ impl Parameters for GgufParameters<'_> {
         _spec: &WeightSpec,
         sink: &mut RowSink<'_>,
     ) -> Result<()> {
+        if let Some(tower) = self.tower_of(module) {
+            return tower.linear_rows(module, rows, sink);
+        }
         let tensor = self.file.linear(&self.module(module)?)?;
         let (order, base) = (self.order(module), expert.unwrap_or(0) * tensor.info().rows);
         let bytes = |rows: Range<usize>| -> Result<&[u8]> {
@@ -117,12 +143,18 @@ impl Parameters for GgufParameters<'_> {
     }
 
     fn release(&self, module: &str) {
+        if let Some(tower) = self.tower_of(module) {
+            return tower.release(module);
+        }
         if let Some(tensor) = self.names.module(module) {
             self.file.release_linear(&tensor);
         }
     }
 
     fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>> {
+        if let Some(tower) = self.tower_of(name) {
+            return tower.values(name);
+        }
         let mut values = self.file.tensor(&self.tensor(name)?)?.to_f32()?;
         self.file.check_intact()?;
         if name.ends_with("A_log") {

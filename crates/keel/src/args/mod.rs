@@ -22,7 +22,7 @@ pub use device::{Device, DeviceArgs};
 pub use form::FormArgs;
 pub use holding::{COUNT_MAX, HoldingArgs, Pooling, count};
 pub use ids::IdArgs;
-pub use model::{EngineArgs, ModelArgs};
+pub use model::{EngineArgs, ModelArgs, TowerArgs};
 pub use patience::{PatienceArgs, seconds};
 pub use pictures::PictureArgs;
 pub use prompt::{Asking, PromptArgs};

@@ -1,8 +1,14 @@
 //! Options for the model and its arithmetic.
 
+use std::path::PathBuf;
+
+use anyhow::Result;
 use clap::{Args, ValueEnum};
+use evenkeel::ModelFiles;
 use keel_array::{Compute, KvFormat};
 use keel_engine::{EngineOptions, PREFILL_GRID};
+
+use crate::source;
 
 /// The model.
 #[derive(Clone, Debug, Args)]
@@ -11,6 +17,27 @@ pub struct ModelArgs {
     /// built-in model.
     #[arg(long, short, value_name = "MODEL")]
     pub model: Option<String>,
+    #[command(flatten)]
+    pub tower: TowerArgs,
+}
+
+impl ModelArgs {
+    /// Opens the model.
+    ///
+    /// # Errors
+    /// As [`source::open_with`].
+    pub fn open(&self) -> Result<ModelFiles> {
+        source::open_with(self.model.as_deref(), self.tower.mmproj.as_deref())
+    }
+}
+
+/// The vision tower of a GGUF model.
+#[derive(Clone, Debug, Default, Args)]
+pub struct TowerArgs {
+    /// File with the vision tower of a GGUF model. By default the one file in the model's folder whose name contains mmproj;
+    /// none reads text alone.
+    #[arg(long, value_name = "FILE")]
+    pub mmproj: Option<PathBuf>,
 }
 
 /// Bounds and arithmetic of an engine.
@@ -34,7 +61,7 @@ pub struct EngineArgs {
     pub kv_bits: Option<KvFormat>,
 }
 
-fn parse_kv_bits(text: &str) -> Result<KvFormat, String> {
+fn parse_kv_bits(text: &str) -> std::result::Result<KvFormat, String> {
     match text {
         "32" => Ok(KvFormat::F32),
         "16" => Ok(KvFormat::F16),
@@ -44,7 +71,7 @@ fn parse_kv_bits(text: &str) -> Result<KvFormat, String> {
     }
 }
 
-fn parse_prefill_step(text: &str) -> Result<usize, String> {
+fn parse_prefill_step(text: &str) -> std::result::Result<usize, String> {
     match text.parse() {
         Ok(step) if step > 0 && step % PREFILL_GRID == 0 => Ok(step),
         _ => Err(format!("not a positive multiple of {PREFILL_GRID}")),

@@ -6,7 +6,8 @@ use keel_models::HybridConfig;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
-use super::{Pooling, ShapeArgs};
+use super::{Pooling, ShapeArgs, TowerArgs};
+use crate::failure::usage;
 use crate::source;
 use evenkeel::ModelFiles;
 
@@ -16,6 +17,8 @@ pub struct SubjectArgs {
     /// A folder, a weights file or a hub name. Without --model and --shape, the built-in model.
     #[arg(long, short, value_name = "MODEL")]
     model: Option<String>,
+    #[command(flatten)]
+    pub tower: TowerArgs,
     #[command(flatten)]
     shape: ShapeArgs,
 }
@@ -59,10 +62,13 @@ impl<'a> Subject<'a> {
 impl SubjectArgs {
     /// The options that name the subject, with a space before them. Empty for the built-in model.
     pub fn flags(&self) -> String {
-        match &self.model {
-            Some(model) => format!(" --model {}", quoted(model)),
-            None => self.shape.flags(),
-        }
+        let Some(model) = &self.model else { return self.shape.flags() };
+        let tower = self
+            .tower
+            .mmproj
+            .as_ref()
+            .map(|file| format!(" --mmproj {}", quoted(&file.display().to_string())));
+        format!(" --model {}{}", quoted(model), tower.unwrap_or_default())
     }
 
     /// The same shape in other formats: dense first, then in fewer and fewer bits. If the format is given, or the
@@ -71,7 +77,7 @@ impl SubjectArgs {
         if self.shape.name().is_none() {
             return vec![self.clone()];
         }
-        let of = |shape| SubjectArgs { model: None, shape };
+        let of = |shape| SubjectArgs { model: None, tower: TowerArgs::default(), shape };
         self.shape.in_other_formats().into_iter().map(of).collect()
     }
 
@@ -80,7 +86,13 @@ impl SubjectArgs {
     /// # Errors
     /// As [`source::open`].
     pub fn open(&self) -> Result<Option<ModelFiles>> {
-        if self.shape.name().is_some() { Ok(None) } else { source::open(self.model.as_deref()).map(Some) }
+        if self.shape.name().is_some() {
+            if self.tower.mmproj.is_some() {
+                return Err(usage("--mmproj is for a GGUF model, and --shape has random weights"));
+            }
+            return Ok(None);
+        }
+        source::open_with(self.model.as_deref(), self.tower.mmproj.as_deref()).map(Some)
     }
 
     /// The subject for the opened model, or for the shape. With `drafts` the shape includes its multi-token-prediction

@@ -15,7 +15,7 @@ use serde_json::json;
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, Pooling};
 use crate::failure::usage;
 use crate::session::{Session, settle};
-use crate::{output, pooling, progress, source};
+use crate::{output, pooling, progress};
 
 /// Texts that run at once.
 const SEQUENCES_MAX: usize = 16;
@@ -56,7 +56,7 @@ pub struct EmbedArgs {
 /// Runs the command.
 pub fn run(args: &EmbedArgs) -> Result<()> {
     let texts = texts(args)?;
-    let model = source::open(args.model.model.as_deref())?;
+    let model = args.model.open()?;
     let width = model.config.hidden;
     let dimensions = args.dimensions.unwrap_or(width);
     if dimensions == 0 || dimensions > width {

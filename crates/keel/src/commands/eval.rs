@@ -64,7 +64,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     }
     let bytes = std::fs::read(&args.perplexity);
     let bytes = bytes.with_context(|| format!("--perplexity {}", args.perplexity.display()))?;
-    let model = source::open(args.model.model.as_deref())?;
+    let model = args.model.open()?;
     let text = ModelText::open(&model)?;
     let ids = text.tokenizer.encode(&String::from_utf8_lossy(&bytes), false)?;
     check_ids(&model.config, &ids)?;

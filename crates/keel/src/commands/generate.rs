@@ -18,7 +18,7 @@ use crate::report::{Memory, Timing};
 use crate::session::{self, Session, check_ids, close, settle};
 use crate::sight::{self, Prepared};
 use crate::speculation::SpeculationReport;
-use crate::{output, progress, source};
+use crate::{output, progress};
 use evenkeel::ModelFiles;
 use evenkeel::context_for;
 use evenkeel::{How, Tokens};
@@ -137,7 +137,7 @@ struct Prompt {
 
 /// Runs the command.
 pub fn run(args: &GenerateArgs) -> Result<()> {
-    let model = source::open(args.model.model.as_deref())?;
+    let model = args.model.open()?;
     let given = args.prompt.read_ids()?;
     let text = open_text(&model, given.is_some())?;
     let prompt = match given {

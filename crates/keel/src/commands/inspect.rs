@@ -12,7 +12,7 @@ use keel_weights::gguf::GgufFile;
 use keel_weights::{Checkpoint, TensorSource};
 use serde_json::{Value, json};
 
-use crate::args::DeviceArgs;
+use crate::args::{DeviceArgs, TowerArgs};
 use crate::failure::usage;
 use crate::session;
 use crate::{output, source};
@@ -30,6 +30,8 @@ pub struct InspectArgs {
     #[arg(long, short, value_name = "MODEL")]
     model: Option<String>,
     #[command(flatten)]
+    tower: TowerArgs,
+    #[command(flatten)]
     device: DeviceArgs,
     /// Print one JSON object.
     #[arg(long)]
@@ -44,7 +46,8 @@ pub fn run(args: &InspectArgs) -> Result<()> {
             "--memory-limit: nothing is loaded here; keel fit --limit shows what fits in a number of bytes",
         ));
     }
-    let model = source::open(args.path.as_deref().or(args.model.as_deref()))?;
+    let model =
+        source::open_with(args.path.as_deref().or(args.model.as_deref()), args.tower.mmproj.as_deref())?;
     let facts = facts(&model, &args.device)?;
     if args.json {
         return output::json(&facts);

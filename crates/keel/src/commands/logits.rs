@@ -14,9 +14,9 @@ use keel_weights::{SafetensorsWriter, TensorSpec};
 
 use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs};
 use crate::failure::usage;
+use crate::output;
 use crate::session::{Session, check_ids, settle};
 use crate::sight::{self, Conversation, Prepared, Seen};
-use crate::{output, source};
 use evenkeel::ModelText;
 use evenkeel::context_for;
 
@@ -59,7 +59,7 @@ struct Known {
 
 /// Runs the command.
 pub fn run(args: &LogitsArgs) -> Result<()> {
-    let model = source::open(args.model.model.as_deref())?;
+    let model = args.model.open()?;
     let prepared = match &args.messages {
         None => None,
         Some(path) => {

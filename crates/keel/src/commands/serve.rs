@@ -4,7 +4,7 @@ mod named;
 mod several;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -16,9 +16,10 @@ use keel_server::{ModelText, PrefixStore, Server, ServerOptions, WORK_THREADS, b
 use keel_text::TextFiles;
 
 use crate::args::{
-    AccessArgs, DeviceArgs, DraftArgs, EngineArgs, HoldingArgs, PatienceArgs, ShapeArgs, Subject, count,
-    parse_bytes, seconds,
+    AccessArgs, DeviceArgs, DraftArgs, EngineArgs, HoldingArgs, PatienceArgs, ShapeArgs, Subject, TowerArgs,
+    count, parse_bytes, seconds,
 };
+use crate::failure::usage;
 use crate::holding;
 use crate::logging::LogFormat;
 use crate::session::{self, Session};
@@ -63,6 +64,8 @@ struct ModelsArgs {
     /// memory, the least recently used model is unloaded.
     #[arg(long, short, value_name = "[NAME=]MODEL")]
     model: Vec<String>,
+    #[command(flatten)]
+    tower: TowerArgs,
     #[command(flatten)]
     shape: ShapeArgs,
 }
@@ -158,16 +161,23 @@ struct RequestArgs {
 pub fn run(args: &ServeArgs) -> Result<()> {
     keel_cpu::heap::stay_small();
     let ServeArgs { models, options } = args;
+    let mmproj = models.tower.mmproj.as_deref();
     if models.shape.name().is_some() {
+        if mmproj.is_some() {
+            return Err(usage("--mmproj is for a GGUF model, and --shape has random weights"));
+        }
         return serve_shape(options, &models.shape);
     }
     let models: Vec<Named> = models.model.iter().map(|model| Named::parse(model)).collect();
     match &models[..] {
-        [] => serve_one(options, None),
-        [one] => serve_one(options, Some(one)),
+        [] => serve_one(options, None, mmproj),
+        [one] => serve_one(options, Some(one), mmproj),
+        _ if mmproj.is_some_and(|file| file.as_os_str() != "none") => {
+            Err(usage("--mmproj is for a single model; of several, each finds the file in its own folder"))
+        }
         models => {
             options.device.split.refuse()?;
-            several::serve(options, models)
+            several::serve(options, models, mmproj)
         }
     }
 }
@@ -194,8 +204,8 @@ fn warn_if_open(address: SocketAddr, options: &ServerOptions) {
     }
 }
 
-fn serve_one(args: &ServeOptions, named: Option<&Named>) -> Result<()> {
-    let model = source::open(named.map(|named| named.model.as_str()))?;
+fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) -> Result<()> {
+    let model = source::open_with(named.map(|named| named.model.as_str()), mmproj)?;
     let text = ModelText::new(&model.text_files()?)?;
     let mut server_options = server_options(args)?;
     server_options.model_id = match named.and_then(|named| named.name.clone()).or(args.server.name.clone()) {

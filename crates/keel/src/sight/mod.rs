@@ -64,7 +64,14 @@ pub fn prepare(model: &ModelFiles, text: &ModelText, conversation: &Conversation
     let vision = if conversation.has_pictures() { vision? } else { vision.ok().flatten() };
     let has_tower = vision.as_ref().is_some_and(|config| vision::has_tower(config, &*model.parameters()));
     if conversation.has_pictures() && !has_tower {
-        bail!("this model reads only text: it has no vision tower");
+        match (&model.weights, &model.tower) {
+            (WeightFiles::Gguf(_), None) => {
+                bail!(
+                    "this model reads only text: its vision tower would be in a file of its own, see --mmproj"
+                )
+            }
+            _ => bail!("this model reads only text: it has no vision tower"),
+        }
     }
     let (mut images, mut videos) = (Vec::new(), Vec::new());
     let (mut image_spans, mut video_spans) = (Vec::new(), Vec::new());
@@ -116,7 +123,14 @@ pub fn viewer(
 fn processor_files(model: &ModelFiles) -> Result<ProcessorFiles> {
     match &model.weights {
         WeightFiles::Checkpoint(checkpoint) => Ok(ProcessorFiles::read(checkpoint.folder())?),
-        _ => bail!("this model has no processor files, so it cannot read pictures"),
+        WeightFiles::Gguf(text) => {
+            let Some(tower) = &model.tower else {
+                bail!(
+                    "this model reads only text: a GGUF model has its vision tower in a file of its own, see --mmproj"
+                )
+            };
+            Ok(ProcessorFiles::new(Some(keel_models::gguf::processor(text, &tower.file)?), None, None))
+        }
     }
 }
 

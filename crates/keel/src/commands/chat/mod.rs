@@ -14,10 +14,10 @@ use clap::Args;
 use keel_engine::EngineOptions;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
+use crate::output;
 use crate::session::{Session, close, settle};
 use crate::sight::Lens;
 use crate::speculation::SpeculationReport;
-use crate::{output, source};
 use conversation::{Conversation, Manner};
 use evenkeel::context_for;
 use evenkeel::{ModelText, TextStream};
@@ -64,7 +64,7 @@ pub struct ChatArgs {
 
 /// Runs the command.
 pub fn run(args: &ChatArgs) -> Result<()> {
-    let model = source::open(args.model.model.as_deref())?;
+    let model = args.model.open()?;
     let text = ModelText::open(&model)?;
     let template = text.template().context("use keel generate --raw")?;
     let lens = if args.images { Some(Lens::open(&model, &text).context("--images")?) } else { None };

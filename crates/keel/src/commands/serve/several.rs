@@ -1,5 +1,7 @@
 //! Several models in one server.
 
+use std::path::Path;
+
 use anyhow::Result;
 use keel_server::{FleetOptions, Loaded, ModelText, Offer, Server, bind, wait_for_signal};
 
@@ -17,12 +19,12 @@ use evenkeel::human_bytes;
 ///
 /// # Errors
 /// A model cannot be opened or does not fit alone, or two have the same name.
-pub fn serve(args: &ServeOptions, models: &[Named]) -> Result<()> {
+pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Result<()> {
     if args.server.name.is_some() {
         return Err(usage("--name is for a single model; give each model its name with --model NAME=MODEL"));
     }
     let options = server_options(args)?;
-    let offers = models.iter().map(|named| offer(args, named)).collect::<Result<Vec<_>>>()?;
+    let offers = models.iter().map(|named| offer(args, named, mmproj)).collect::<Result<Vec<_>>>()?;
     let room = holding::room(&args.device, args.engine.options().compute);
     let memory_limit = room.as_ref().map_or(u64::MAX, |room| room.bytes);
     let (count, all) = (offers.len(), offers.iter().map(|offer| offer.bytes).sum::<u64>());
@@ -49,8 +51,8 @@ pub fn serve(args: &ServeOptions, models: &[Named]) -> Result<()> {
 
 /// A model that requests may name. It is opened and planned now, so that its errors are reported before the server
 /// starts.
-fn offer(args: &ServeOptions, named: &Named) -> Result<Offer> {
-    let model = source::open(Some(&named.model))?;
+fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Offer> {
+    let model = source::open_with(Some(&named.model), mmproj)?;
     ModelText::new(&model.text_files()?)?;
     let id = named.name.clone().unwrap_or_else(|| named::of(&model));
     let Holding { options, planned } = holding::plan_server(args, &Subject::of(&model))?;
@@ -63,8 +65,9 @@ fn offer(args: &ServeOptions, named: &Named) -> Result<Offer> {
     let prefix_store = prefix_store(args, &model, Some(&id))?;
     session::close(model);
     let (device, path, pixels) = (device(args), named.model.clone(), args.holding.image_pixels());
+    let mmproj = mmproj.map(Path::to_path_buf);
     let load = move || -> Result<Loaded> {
-        let model = source::open(Some(&path))?;
+        let model = source::open_with(Some(&path), mmproj.as_deref())?;
         let mut text = ModelText::new(&model.text_files()?)?;
         if let Some(vision) = options.vision {
             let viewer = sight::viewer(&model, &text.tokenizer, pixels, vision.pictures)?;
