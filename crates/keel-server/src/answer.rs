@@ -10,7 +10,7 @@ use keel_text::{AnswerForm, AnswerParser, AnswerPart, StopMatcher, StreamDetoken
 
 use crate::caller::Caller;
 use crate::error::{Result, ServerError};
-use crate::memory::{bytes_of_body, bytes_of_listed, bytes_of_part};
+use crate::memory::{Listing, bytes_of_body, bytes_of_part};
 use crate::metrics::RequestTimer;
 use crate::worker::Events;
 
@@ -74,8 +74,8 @@ pub struct AnswerStyle {
     pub stop: Vec<String>,
     /// The parts that the answer may have.
     pub form: AnswerForm,
-    /// Whether tokens are reported with their log probabilities.
-    pub logprobs: bool,
+    /// How tokens are reported with their log probabilities, if they are.
+    pub(crate) listing: Option<Listing>,
 }
 
 /// A running answer. Dropping it ends the sequence.
@@ -85,7 +85,7 @@ pub struct Answer {
     detokenizer: StreamDetokenizer,
     stops: StopMatcher,
     parser: AnswerParser,
-    logprobs: bool,
+    listing: Option<Listing>,
     pieces: VecDeque<Piece>,
     called_tools: bool,
     reasoned: bool,
@@ -113,8 +113,8 @@ impl Answer {
                 bytes_of_part(name) + bytes_of_part(arguments) + bytes_of_body(arguments.as_bytes())
             }
             Piece::Tokens(tokens) => {
-                let texts = |token: &'_ TokenInfo| bytes_of_listed(token.texts());
-                tokens.iter().map(texts).sum()
+                let of = |token: &TokenInfo| self.listing.map_or(0, |listing| listing.bytes(token.texts()));
+                tokens.iter().map(of).sum()
             }
             Piece::End(..) => 0,
         };
@@ -142,7 +142,7 @@ impl Answer {
             },
             stops: StopMatcher::new(&style.stop)?,
             parser: AnswerParser::new(style.form),
-            logprobs: style.logprobs,
+            listing: style.listing,
             pieces: VecDeque::new(),
             called_tools: false,
             reasoned: false,
@@ -203,7 +203,7 @@ impl Answer {
     fn take(&mut self, id: u32, logprobs: Option<TokenLogprobs>) -> Result<()> {
         self.timer.token(Instant::now());
         self.usage.completion += 1;
-        if self.logprobs
+        if self.listing.is_some()
             && let Some(logprobs) = logprobs
         {
             let info = self.token_info(id, logprobs)?;

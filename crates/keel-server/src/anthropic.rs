@@ -113,7 +113,7 @@ pub(crate) async fn create(
     if streams {
         // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
-        return Ok(respond(&app, move |outbox| stream(model, answer, outbox)));
+        return Ok(respond(&app, &caller, error_event, move |outbox| stream(model, answer, outbox))?);
     }
     let answer = collect(answers).await?.swap_remove(0);
     Ok(Json(whole(&model, &answer)).into_response())
@@ -303,6 +303,11 @@ fn whole(model: &str, answer: &Collected) -> Value {
     })
 }
 
+/// An error within a stream.
+fn error_event(error: &ServerError) -> (Event, Value) {
+    (Event::default().event("error"), error_json(error))
+}
+
 struct Stream {
     outbox: Outbox,
     /// Number of blocks so far. [`Stream::open`] is the kind of the open block.
@@ -311,73 +316,71 @@ struct Stream {
 }
 
 impl Stream {
-    async fn send(&self, value: Value) {
+    async fn send(&self, value: Value) -> Result<()> {
         let kind = value["type"].as_str().unwrap_or_default().to_string();
-        self.outbox.text(Event::default().event(kind), value.to_string()).await;
+        self.outbox.text(Event::default().event(kind), value.to_string()).await
     }
 
-    async fn begin(&mut self, kind: &'static str, block: Value) {
+    async fn begin(&mut self, kind: &'static str, block: Value) -> Result<()> {
         if self.open == Some(kind) && kind != "tool_use" {
-            return;
+            return Ok(());
         }
-        self.close().await;
-        self.send(json!({"type": "content_block_start", "index": self.blocks, "content_block": block})).await;
+        self.close().await?;
+        self.send(json!({"type": "content_block_start", "index": self.blocks, "content_block": block}))
+            .await?;
         self.open = Some(kind);
+        Ok(())
     }
 
-    async fn delta(&self, delta: Value) {
-        self.send(json!({"type": "content_block_delta", "index": self.blocks, "delta": delta})).await;
+    async fn delta(&self, delta: Value) -> Result<()> {
+        self.send(json!({"type": "content_block_delta", "index": self.blocks, "delta": delta})).await
     }
 
-    async fn close(&mut self) {
+    async fn close(&mut self) -> Result<()> {
         if self.open.take().is_some() {
-            self.send(json!({"type": "content_block_stop", "index": self.blocks})).await;
+            self.send(json!({"type": "content_block_stop", "index": self.blocks})).await?;
             self.blocks += 1;
         }
+        Ok(())
     }
 
-    async fn part(&mut self, part: AnswerPart) {
+    async fn part(&mut self, part: AnswerPart) -> Result<()> {
         match part {
             AnswerPart::Text(text) => {
-                self.begin("text", json!({"type": "text", "text": ""})).await;
-                self.delta(json!({"type": "text_delta", "text": text})).await;
+                self.begin("text", json!({"type": "text", "text": ""})).await?;
+                self.delta(json!({"type": "text_delta", "text": text})).await
             }
             AnswerPart::Reasoning(text) => {
                 let block = json!({"type": "thinking", "thinking": "", "signature": ""});
-                self.begin("thinking", block).await;
-                self.delta(json!({"type": "thinking_delta", "thinking": text})).await;
+                self.begin("thinking", block).await?;
+                self.delta(json!({"type": "thinking_delta", "thinking": text})).await
             }
             AnswerPart::ToolCall { name, arguments } => {
-                self.begin("tool_use", tool_use(&name, "{}")).await;
-                self.delta(json!({"type": "input_json_delta", "partial_json": arguments})).await;
+                self.begin("tool_use", tool_use(&name, "{}")).await?;
+                self.delta(json!({"type": "input_json_delta", "partial_json": arguments})).await
             }
         }
     }
 }
 
-async fn stream(model: String, mut answer: Answer, outbox: Outbox) {
+async fn stream(model: String, mut answer: Answer, outbox: Outbox) -> Result<()> {
     let mut stream = Stream { outbox, blocks: 0, open: None };
     let begun = json!({"id": fresh_id("msg_"), "type": "message", "role": "assistant", "model": model,
         "content": [], "stop_reason": null, "stop_sequence": null, "usage": usage_json(answer.usage())});
-    stream.send(json!({"type": "message_start", "message": begun})).await;
-    loop {
-        match answer.next().await {
-            Ok(Some(Piece::Part(part))) => stream.part(part).await,
-            Ok(Some(Piece::Tokens(_))) => {}
-            Ok(Some(Piece::End(ending, stop))) => {
-                stream.close().await;
+    stream.send(json!({"type": "message_start", "message": begun})).await?;
+    while let Some(piece) = answer.next().await? {
+        match piece {
+            Piece::Part(part) => stream.part(part).await?,
+            Piece::Tokens(_) => {}
+            Piece::End(ending, stop) => {
+                stream.close().await?;
                 let delta =
                     json!({"stop_reason": stop_reason(ending, stop.as_deref()), "stop_sequence": stop});
                 let usage = usage_json(answer.usage());
-                stream.send(json!({"type": "message_delta", "delta": delta, "usage": usage})).await;
-                stream.send(json!({"type": "message_stop"})).await;
-                return;
-            }
-            Ok(None) => return,
-            Err(error) => {
-                stream.send(error_json(&error)).await;
-                return;
+                stream.send(json!({"type": "message_delta", "delta": delta, "usage": usage})).await?;
+                stream.send(json!({"type": "message_stop"})).await?;
             }
         }
     }
+    Ok(())
 }

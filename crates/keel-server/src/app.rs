@@ -15,7 +15,7 @@ use crate::caller::Caller;
 use crate::error::{Result, ServerError, wrong};
 use crate::grammar::Grammar;
 use crate::keys::Keys;
-use crate::memory::{RequestMemory, bytes_of_value};
+use crate::memory::{Listing, RequestMemory, bytes_of_value};
 use crate::metrics::{Metrics, RequestTimer};
 use crate::options::ServerOptions;
 use crate::text::{Bounds, ModelText};
@@ -72,6 +72,8 @@ pub(crate) struct Ask {
     pub choices: usize,
     pub ignore_eos: bool,
     pub top_logprobs: Option<usize>,
+    /// How tokens are listed, if `top_logprobs` is given.
+    pub listing: Listing,
     pub grammar: Option<Grammar>,
     pub form: AnswerForm,
 }
@@ -214,11 +216,11 @@ impl App {
                 speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
             };
-            let (id, events) = self.engine.submit(request, self.memory.meter()).await?;
+            let (id, events) = self.engine.submit(request, caller.meter.part()).await?;
             let style = AnswerStyle {
                 stop: ask.stop.clone(),
                 form: ask.form.clone(),
-                logprobs: ask.top_logprobs.is_some(),
+                listing: ask.top_logprobs.map(|_| ask.listing),
             };
             let span = tracing::info_span!(
                 "request",

@@ -28,14 +28,24 @@ pub(crate) struct Caller {
     pub id: Arc<str>,
     /// Name of the key, if keys are required.
     pub key: Option<Arc<str>>,
-    pub meter: Meter,
+    pub meter: Arc<Meter>,
 }
+
+/// The meter of a request. The layer that charges responses holds it, too, so that the charge passes from an answer to
+/// its body without a gap.
+#[derive(Clone, Debug)]
+pub(crate) struct RequestMeter(pub Arc<Meter>);
 
 impl Caller {
     pub fn new(request: &Request, memory: &RequestMemory) -> Caller {
         let id = request.extensions().get::<RequestId>().map(|id| Arc::clone(&id.0));
         let key = request.extensions().get::<KeyName>().map(|key| Arc::clone(&key.0));
-        Caller { id: id.unwrap_or_else(|| fresh_id("req_").into()), key, meter: memory.meter() }
+        let meter = request.extensions().get::<RequestMeter>().map(|meter| Arc::clone(&meter.0));
+        Caller {
+            id: id.unwrap_or_else(|| fresh_id("req_").into()),
+            key,
+            meter: meter.unwrap_or_else(|| Arc::new(memory.meter())),
+        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Collects whole answers, and streams answers.
 
 use std::future::Future;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use axum::response::Response;
 use axum::response::sse::Event;
@@ -9,14 +10,15 @@ use futures_util::future::try_join_all;
 use futures_util::stream::{self, BoxStream, SelectAll, StreamExt};
 use keel_text::AnswerPart;
 use serde_json::Value;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::answer::{Answer, Ending, Piece, TokenInfo, Usage};
 use crate::app::App;
-use crate::error::Result;
-use crate::http::sse;
-use crate::memory::{Meter, RequestMemory};
+use crate::caller::Caller;
+use crate::error::{Result, ServerError};
+use crate::http::{error_json, sse};
+use crate::memory::Meter;
 
 /// A whole answer.
 pub(crate) struct Collected {
@@ -76,95 +78,228 @@ pub(crate) fn merge(answers: Vec<Answer>) -> SelectAll<BoxStream<'static, Merged
     stream::select_all(answers.into_iter().enumerate().map(pieces))
 }
 
+/// Bytes that a stream has for events that wait for its client. They are charged before it begins.
+const STREAM_BYTES: usize = 8 << 10;
+/// Bytes of an event besides its text.
+const EVENT_BYTES: usize = 128;
+/// Number of events that may wait for a slow client.
+const OUTBOX: usize = 64;
+/// Longest time that an event larger than [`STREAM_BYTES`] waits for memory that other requests hold.
+const ROOM_TIME: Duration = Duration::from_secs(2);
+/// Time between two looks for room for an event.
+const NO_ROOM_PAUSE: Duration = Duration::from_millis(50);
+/// Time for a client to read a stream, as a multiple of the request's deadline. The engine's own deadline comes first.
+const READING_TIME: u32 = 2;
+
+/// An event that waits for the client, and its charge.
+struct Waiting {
+    event: Event,
+    _room: Room,
+}
+
+/// Memory of an event.
+#[allow(dead_code)] // dropping it gives it back
+enum Room {
+    /// Of the stream's own [`STREAM_BYTES`].
+    Own(OwnedSemaphorePermit),
+    /// Of the memory that all requests share.
+    Shared(Meter),
+}
+
 /// Receives the events of a stream.
+///
+/// A stream holds memory while it sends: its prompt, and tokens that wait. If it waited without end for memory that
+/// others hold, two streams could wait for each other. So an event that fits into the stream's own bytes waits for the
+/// stream's own client alone, and a larger one waits for a limited time.
+#[derive(Clone)]
 pub(crate) struct Outbox {
-    events: mpsc::Sender<(Event, Meter)>,
-    memory: RequestMemory,
+    events: mpsc::Sender<Waiting>,
+    own: Arc<Semaphore>,
+    caller: Arc<Caller>,
 }
 
 impl Outbox {
     /// Sends a JSON object.
-    pub async fn json(&self, value: &Value) {
-        self.text(Event::default(), value.to_string()).await;
+    ///
+    /// # Errors
+    /// As [`Outbox::text`].
+    pub async fn json(&self, value: &Value) -> Result<()> {
+        self.text(Event::default(), value.to_string()).await
     }
 
-    /// Sends a text as an event's data. It is charged to the memory of requests until the connection takes it; without
-    /// room it waits, and the request's deadline bounds how long. If the client has disconnected, the event is lost; the
-    /// sending task is then dropped soon.
-    pub async fn text(&self, event: Event, text: String) {
-        let charge = self.memory.meter();
-        while charge.take(text.len() as u64 + EVENT_BYTES).is_err() {
+    /// Sends a text as an event's data. It is charged until the connection takes it. If the client has disconnected, the
+    /// event is lost; the sending task is then dropped soon.
+    ///
+    /// # Errors
+    /// There is no memory left for a large event.
+    pub async fn text(&self, event: Event, text: String) -> Result<()> {
+        let room = self.room(text.len() + EVENT_BYTES).await?;
+        let _ = self.events.send(Waiting { event: event.data(text), _room: room }).await;
+        Ok(())
+    }
+
+    async fn room(&self, bytes: usize) -> Result<Room> {
+        let own = bytes.min(STREAM_BYTES) as u32;
+        if bytes <= STREAM_BYTES
+            && let Ok(room) = Arc::clone(&self.own).try_acquire_many_owned(own)
+        {
+            return Ok(Room::Own(room));
+        }
+        let shared = self.caller.meter.part();
+        let until = Instant::now() + ROOM_TIME;
+        while let Err(error) = shared.take(bytes as u64) {
+            // The client reads, and so makes room in the stream's own bytes.
+            if bytes <= STREAM_BYTES
+                && let Ok(room) = Arc::clone(&self.own).acquire_many_owned(own).await
+            {
+                return Ok(Room::Own(room));
+            }
+            if Instant::now() >= until {
+                return Err(error);
+            }
             tokio::time::sleep(NO_ROOM_PAUSE).await;
         }
-        let _ = self.events.send((event.data(text), charge)).await;
+        Ok(Room::Shared(shared))
     }
 }
 
-/// Bytes of an event besides its text.
-const EVENT_BYTES: u64 = 128;
-/// Time between two looks for room for an event.
-const NO_ROOM_PAUSE: Duration = Duration::from_millis(50);
-/// Number of events that may wait for a slow client.
-const OUTBOX: usize = 64;
+/// How an API reports an error within a stream.
+pub(crate) type ErrorEvent = fn(&ServerError) -> (Event, Value);
 
-/// Time for a client to read a stream, as a multiple of the request's deadline. The engine's own deadline comes first.
-const READING_TIME: u32 = 2;
-
-/// A response with the events that `produce` sends. When the client disconnects, `produce` is dropped at its current
-/// await point, together with its answers.
-pub(crate) fn respond<F: Future<Output = ()> + Send + 'static>(
-    app: &App,
-    produce: impl FnOnce(Outbox) -> F + Send + 'static,
-) -> Response {
-    let limit = app.options.deadline.saturating_mul(READING_TIME);
-    let events = spawn_within(limit, app.memory.clone(), produce);
-    sse(app, ReceiverStream::new(events).map(|(event, _charge)| Ok(event)))
+/// An error within a stream in OpenAI's form.
+pub(crate) fn error_event(error: &ServerError) -> (Event, Value) {
+    (Event::default(), error_json(error))
 }
 
-/// Runs `produce` and returns its events. After `limit` the stream is cut off. Without a limit, a slow client could
-/// keep a task and its answers for any time.
-fn spawn_within<F: Future<Output = ()> + Send + 'static>(
-    limit: Duration,
-    memory: RequestMemory,
+/// A response with the events that `produce` sends. An error of it becomes the last event. When the client disconnects,
+/// `produce` is dropped at its current await point, together with its answers.
+///
+/// # Errors
+/// There is no memory left for a stream.
+pub(crate) fn respond<F: Future<Output = Result<()>> + Send + 'static>(
+    app: &App,
+    caller: &Arc<Caller>,
+    form: ErrorEvent,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,
-) -> mpsc::Receiver<(Event, Meter)> {
+) -> Result<Response> {
+    let limit = app.options.deadline.saturating_mul(READING_TIME);
+    let (events, own) = spawn_within(limit, caller, form, produce)?;
+    let events = ReceiverStream::new(events).map(move |waiting| {
+        let _own = &own;
+        Ok(waiting.event)
+    });
+    Ok(sse(app, events))
+}
+
+/// Runs `produce` and returns its events, and the charge of the stream's own bytes. After `limit` the stream is cut off.
+/// Without a limit, a slow client could keep a task and its answers for any time.
+fn spawn_within<F: Future<Output = Result<()>> + Send + 'static>(
+    limit: Duration,
+    caller: &Arc<Caller>,
+    form: ErrorEvent,
+    produce: impl FnOnce(Outbox) -> F + Send + 'static,
+) -> Result<(mpsc::Receiver<Waiting>, Meter)> {
+    let charge = caller.meter.part();
+    charge.take(STREAM_BYTES as u64)?;
     let (sender, receiver) = mpsc::channel(OUTBOX);
+    let own = Arc::new(Semaphore::new(STREAM_BYTES));
+    let outbox = Outbox { events: sender.clone(), own, caller: Arc::clone(caller) };
     tokio::spawn(async move {
-        let outbox = Outbox { events: sender.clone(), memory };
+        let work = async {
+            if let Err(error) = produce(outbox.clone()).await {
+                tracing::warn!("{error}");
+                let (event, value) = form(&error);
+                let _ = outbox.text(event, value.to_string()).await;
+            }
+        };
         tokio::select! {
             () = sender.closed() => {}
             () = tokio::time::sleep(limit) => {}
-            () = produce(outbox) => {}
+            () = work => {}
         }
     });
-    receiver
+    Ok((receiver, charge))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use axum::body::Body;
+    use axum::extract::Request;
 
     use super::*;
+    use crate::memory::RequestMemory;
+
+    const EVENT: &str = "an event of a stream that another stream keeps from memory";
+
+    fn caller(memory: &RequestMemory) -> Arc<Caller> {
+        Arc::new(Caller::new(&Request::new(Body::empty()), memory))
+    }
 
     #[tokio::test]
     async fn a_client_that_never_reads_costs_a_bounded_outbox_until_its_time_is_over() {
         let held = Arc::new(());
         let answer = Arc::clone(&held);
         let memory = RequestMemory::new(1 << 20, 0);
-        let mut receiver = spawn_within(Duration::from_millis(1), memory.clone(), |outbox| async move {
+        let produce = |outbox: Outbox| async move {
             let _answer = answer;
             loop {
-                outbox.text(Event::default(), "x".into()).await;
+                outbox.text(Event::default(), "x".repeat(1000)).await?;
             }
-        });
+        };
+        let begun = spawn_within(Duration::from_millis(1), &caller(&memory), error_event, produce);
+        let (mut receiver, own) = begun.expect("there is room");
         while Arc::strong_count(&held) > 1 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        assert_eq!(memory.used(), OUTBOX as u64 * (EVENT_BYTES + 1), "what waits is charged");
+        let most = OUTBOX * (EVENT_BYTES + 1000);
+        assert!(memory.used() <= (STREAM_BYTES + most) as u64, "{} bytes", memory.used());
+        assert!(memory.used() >= most as u64, "what waits is charged: {} bytes", memory.used());
         let mut events = 0;
         while receiver.recv().await.is_some() {
             events += 1;
         }
+        drop(own);
         assert_eq!((events, memory.used()), (OUTBOX, 0));
+    }
+
+    #[tokio::test]
+    async fn streams_that_hold_all_memory_do_not_wait_for_each_other() {
+        const COUNT: usize = 1000;
+        let memory = RequestMemory::new(1 << 20, 0);
+        let begin = || {
+            let caller = caller(&memory);
+            caller.meter.take((448 << 10) - STREAM_BYTES as u64).expect("half of what large requests have");
+            let produce = |outbox: Outbox| async move {
+                for _ in 0..COUNT {
+                    outbox.text(Event::default(), EVENT.into()).await?;
+                }
+                outbox.text(Event::default(), "x".repeat(STREAM_BYTES)).await
+            };
+            spawn_within(Duration::from_secs(60), &caller, error_event, produce).expect("there is room")
+        };
+        let streams = [begin(), begin()];
+        assert_eq!(memory.used(), memory.limit() / 8 * 7, "large requests have no more");
+        let start = Instant::now();
+        let read = streams.map(|(mut receiver, own)| async move {
+            let mut events = 0;
+            while receiver.recv().await.is_some() {
+                events += 1;
+            }
+            drop(own);
+            events
+        });
+        let events = futures_util::future::join_all(read).await;
+        assert_eq!(events, [COUNT + 1, COUNT + 1], "the last is an event, or the error of one without room");
+        assert!(start.elapsed() < 3 * ROOM_TIME, "{:?}", start.elapsed());
+        assert_eq!(memory.used(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_stream_without_room_is_refused_before_it_begins() {
+        let memory = RequestMemory::new(STREAM_BYTES as u64, 0);
+        let other = memory.meter();
+        other.take(1).expect("there is room");
+        let begun = spawn_within(Duration::from_secs(1), &caller(&memory), error_event, |_| async { Ok(()) });
+        assert!(matches!(begun, Err(ServerError::RequestMemory { .. })));
     }
 }

@@ -1,6 +1,7 @@
 //! Response bodies that hold a value, or the memory of requests, until they are sent or dropped.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use axum::body::{Body, Bytes, HttpBody};
@@ -8,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use http_body::{Frame, SizeHint};
 
 use crate::connections::READ_BYTES_MAX;
-use crate::memory::{Meter, RequestMemory};
+use crate::memory::Meter;
 
 /// Returns the same response. `kept` is dropped after its last byte, or when the client disconnects.
 pub(crate) fn holding<T: Send + Unpin + 'static>(kept: T, response: Response) -> Response {
@@ -45,15 +46,15 @@ impl<T: Unpin> HttpBody for Holding<T> {
     }
 }
 
-/// Charges a response's body until it is written, and hands it over in pieces. The connection buffers few of them, so
-/// that what waits for a slow client is in the body, where it is charged.
-pub(crate) fn paced(memory: &RequestMemory, response: Response) -> Response {
+/// Charges a response's body to its request until it is written, and hands it over in pieces. The connection buffers few
+/// of them, so that what waits for a slow client is in the body, where it is charged. What the meter holds for the answer
+/// that the body was made of becomes the charge of the body: other requests cannot take that memory in between.
+pub(crate) fn paced(charge: Arc<Meter>, response: Response) -> Response {
     let bytes = match response.body().size_hint().exact() {
         Some(bytes) if bytes > READ_BYTES_MAX as u64 => bytes,
         _ => return response,
     };
-    let charge = memory.meter();
-    match charge.take(bytes) {
+    match charge.set(bytes) {
         Ok(()) => response.map(|body| Body::new(Paced { body, rest: Bytes::new(), charge })),
         Err(error) => error.into_response(),
     }
@@ -63,7 +64,7 @@ struct Paced {
     body: Body,
     /// What has been received of `body` and not been handed over.
     rest: Bytes,
-    charge: Meter,
+    charge: Arc<Meter>,
 }
 
 impl HttpBody for Paced {
@@ -112,6 +113,7 @@ impl HttpBody for Paced {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::RequestMemory;
 
     async fn next(body: &mut Body) -> Option<Bytes> {
         let frame = std::future::poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;
@@ -122,7 +124,7 @@ mod tests {
     async fn a_large_body_is_charged_until_its_last_piece() {
         let (memory, bytes) = (RequestMemory::new(1 << 20, 0), 3 * READ_BYTES_MAX + 7);
         let whole: Vec<u8> = (0..bytes).map(|i| i as u8).collect();
-        let response = paced(&memory, Response::new(Body::from(whole.clone())));
+        let response = paced(Arc::new(memory.meter()), Response::new(Body::from(whole.clone())));
         assert_eq!((response.body().size_hint().exact(), memory.used()), (Some(bytes as u64), bytes as u64));
         let (mut body, mut read) = (response.into_body(), Vec::new());
         while let Some(piece) = next(&mut body).await {
@@ -132,9 +134,25 @@ mod tests {
             assert_eq!(body.size_hint().exact(), Some((bytes - read.len()) as u64));
         }
         assert_eq!(read, whole);
-        let small = paced(&memory, Response::new(Body::from("small")));
+        let small = paced(Arc::new(memory.meter()), Response::new(Body::from("small")));
         assert_eq!((memory.used(), small.status().as_u16()), (0, 200));
-        let refused = paced(&memory, Response::new(Body::from(vec![0; 1 << 20])));
+        let refused = paced(Arc::new(memory.meter()), Response::new(Body::from(vec![0; 1 << 20])));
         assert_eq!((memory.used(), refused.status().as_u16()), (0, 413));
+    }
+
+    #[tokio::test]
+    async fn the_charge_of_an_answer_becomes_that_of_its_body() {
+        let (memory, bytes) = (RequestMemory::new(1 << 20, 0), 2 * READ_BYTES_MAX);
+        let (meter, other) = (Arc::new(memory.meter()), memory.meter());
+        meter.take(800 << 10).expect("there is room for the answer");
+        other.take(96 << 10).expect("there is room for another request");
+        let response = paced(Arc::clone(&meter), Response::new(Body::from(vec![0; bytes])));
+        assert_eq!(
+            (response.status().as_u16(), meter.held()),
+            (200, bytes as u64),
+            "it is not refused at its end"
+        );
+        drop((meter, response));
+        assert_eq!(memory.used(), 96 << 10);
     }
 }

@@ -4,63 +4,53 @@
 //! large requests are refused with the numbers, and cannot exhaust the machine.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::error::{Result, ServerError};
+use crate::charge::{Budget, Charge, Hold, Refused};
+use crate::error::{Result, ServerError, setting};
 
-/// A request that holds at most this may use the whole budget. A larger request may use [`LARGE_SHARE`] of it. So large
-/// bodies do not keep small requests out.
-const SMALL_BYTES: u64 = 256 << 10;
-const LARGE_SHARE: (u64, u64) = (7, 8);
+/// The least memory of requests. With less there is no room for a request next to the connections.
+pub const REQUEST_MEMORY_MIN: u64 = 1 << 20;
 
 /// Interval between checks whether requests have ended.
 const ROUND: Duration = Duration::from_secs(1);
 /// Below this amount the allocator is not called.
 const WORTH_GIVING_BACK_BYTES: u64 = 1 << 20;
 
+/// Refuses a budget that has no room for a request.
+pub(crate) fn check_limit(limit: u64) -> Result<()> {
+    if limit >= REQUEST_MEMORY_MIN {
+        return Ok(());
+    }
+    let problem = format!("{limit} bytes are too few for any request: give at least {REQUEST_MEMORY_MIN}");
+    Err(setting("--request-memory", problem))
+}
+
 /// The budget and its use. Clones share them.
 #[derive(Clone, Debug)]
-pub struct RequestMemory(Arc<Books>);
-
-#[derive(Debug)]
-struct Books {
-    limit: u64,
-    /// The part of the limit that is kept for connections.
-    reserve: u64,
-    used: AtomicU64,
-    peak: AtomicU64,
-    /// Sum of all bytes that were ever charged.
-    total: AtomicU64,
-}
+pub struct RequestMemory(Arc<Budget>);
 
 impl RequestMemory {
     /// A budget of `limit` bytes, of which `reserve` are kept for connections.
     pub fn new(limit: u64, reserve: u64) -> RequestMemory {
-        RequestMemory(Arc::new(Books {
-            limit,
-            reserve,
-            used: AtomicU64::new(0),
-            peak: AtomicU64::new(0),
-            total: AtomicU64::new(0),
-        }))
+        RequestMemory(Arc::new(Budget::new(limit, reserve)))
     }
 
     /// The budget in bytes.
     pub fn limit(&self) -> u64 {
-        self.0.limit
+        self.0.limit()
     }
 
     /// Bytes in use now.
     pub fn used(&self) -> u64 {
-        self.0.used.load(Ordering::Acquire)
+        self.0.used()
     }
 
     /// The peak of the bytes in use.
     pub fn peak(&self) -> u64 {
-        self.0.peak.load(Ordering::Acquire)
+        self.0.peak()
     }
 
     /// Calls `give_back` after requests have ended. Runs forever. The allocator may keep the memory of ended requests
@@ -69,7 +59,7 @@ impl RequestMemory {
         let mut seen = 0;
         loop {
             tokio::time::sleep(ROUND).await;
-            let total = self.0.total.load(Ordering::Acquire);
+            let total = self.0.total();
             if total - seen >= WORTH_GIVING_BACK_BYTES && self.used() == 0 {
                 seen = total;
                 let _ = tokio::task::spawn_blocking(give_back).await;
@@ -77,95 +67,67 @@ impl RequestMemory {
         }
     }
 
+    /// The meter of a new request.
     pub(crate) fn meter(&self) -> Meter {
-        Meter { books: Arc::clone(&self.0), held: AtomicU64::new(0) }
+        Meter(Charge::new(&self.0))
     }
 }
 
-/// The charge of one request. Dropping it returns all bytes.
+/// The charge of a request, or of a part of one. Dropping it returns all its bytes.
 #[derive(Debug)]
-pub(crate) struct Meter {
-    books: Arc<Books>,
-    held: AtomicU64,
-}
+pub(crate) struct Meter(Charge);
 
 impl Meter {
+    /// A meter of the same request. What it holds counts as the request's, and is given back by itself.
+    pub fn part(&self) -> Meter {
+        Meter(self.0.part())
+    }
+
     /// Charges bytes.
     ///
     /// # Errors
     /// [`ServerError::RequestTooLarge`] if the request exceeds even an unused budget, [`ServerError::RequestMemory`] if
     /// other requests use too much of it.
     pub fn take(&self, bytes: u64) -> Result<()> {
-        if bytes == 0 {
-            // Whatever others use, what is charged already stays.
-            return Ok(());
-        }
-        let limit = self.books.limit.saturating_sub(self.books.reserve);
-        let large = limit / LARGE_SHARE.1 * LARGE_SHARE.0;
-        let wanted = self.held().saturating_add(bytes);
-        let share = if wanted <= SMALL_BYTES { limit } else { large };
-        if wanted > share {
-            return Err(ServerError::RequestTooLarge { needed: wanted, limit: share });
-        }
-        let more = |used: u64| used.checked_add(bytes).filter(|&used| used <= share);
-        match self.books.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {
-            Ok(before) => {
-                self.books.peak.fetch_max(before + bytes, Ordering::AcqRel);
-                self.books.total.fetch_add(bytes, Ordering::AcqRel);
-                self.held.fetch_add(bytes, Ordering::AcqRel);
-                Ok(())
-            }
-            Err(used) => Err(ServerError::RequestMemory { needed: bytes, used, limit: share }),
-        }
+        Ok(self.0.take(bytes)?)
     }
 
     /// Returns charged bytes.
     pub fn give_back(&self, bytes: u64) {
-        self.held.fetch_sub(bytes, Ordering::AcqRel);
-        self.books.used.fetch_sub(bytes, Ordering::AcqRel);
+        self.0.give_back(bytes);
     }
 
     /// Charges bytes until the returned [`Hold`] is dropped.
     pub fn hold(&self, bytes: u64) -> Result<Hold<'_>> {
-        self.take(bytes)?;
-        Ok(Hold { meter: self, bytes })
+        Ok(self.0.hold(bytes)?)
     }
 
     /// Reduces the charge to `bytes`, if it is larger.
     pub fn settle(&self, bytes: u64) {
-        self.give_back(self.held().saturating_sub(bytes));
+        self.0.settle(bytes);
     }
 
-    /// Bytes that are charged to the request now.
+    /// Raises or reduces the charge to `bytes`.
+    ///
+    /// # Errors
+    /// As [`Meter::take`].
+    pub fn set(&self, bytes: u64) -> Result<()> {
+        self.settle(bytes);
+        self.take(bytes - self.held())
+    }
+
+    /// Bytes that this meter holds now.
     pub fn held(&self) -> u64 {
-        self.held.load(Ordering::Acquire)
+        self.0.held()
     }
 }
 
-impl Drop for Meter {
-    fn drop(&mut self) {
-        self.settle(0);
-    }
-}
-
-/// Bytes of a [`Meter`] that are charged for a while.
-#[derive(Debug)]
-pub(crate) struct Hold<'a> {
-    meter: &'a Meter,
-    bytes: u64,
-}
-
-impl Hold<'_> {
-    /// Keeps `bytes` of it charged to the request, and gives the rest back.
-    pub fn keep(mut self, bytes: u64) {
-        debug_assert!(bytes <= self.bytes, "what is kept was charged");
-        self.bytes = self.bytes.saturating_sub(bytes);
-    }
-}
-
-impl Drop for Hold<'_> {
-    fn drop(&mut self) {
-        self.meter.give_back(self.bytes);
+impl From<Refused> for ServerError {
+    fn from(refused: Refused) -> ServerError {
+        match refused {
+            Refused::Always { needed, limit } => ServerError::RequestTooLarge { needed, limit },
+            Refused::Now { needed, used, limit } => ServerError::RequestMemory { needed, used, limit },
+        }
     }
 }
 
@@ -213,21 +175,37 @@ pub(crate) fn bytes_of_encoding(text: &str) -> u64 {
 /// Heap bytes per byte of an answer's text until it is sent: the text, its copy as JSON, and the serialized answer, in
 /// buffers that grow by doubling.
 const PER_ANSWER_BYTE: u64 = 10;
-/// The same per byte of a token's text that is reported with its log probability, because its bytes are listed as
-/// numbers; and per token of such a list.
-const PER_LISTED_BYTE: u64 = 110;
-const PER_LISTED_TOKEN: u64 = 2000;
+
+/// The form in which tokens are listed with their log probabilities.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Listing {
+    /// An object per token, with its bytes as a list of numbers (chats).
+    Objects,
+    /// An entry in a map per token (completions).
+    Entries,
+}
+
+impl Listing {
+    /// Heap bytes per listed token, and per byte of its text.
+    fn bytes_per_token_and_byte(self) -> (u64, u64) {
+        match self {
+            Listing::Objects => (2000, 110),
+            Listing::Entries => (300, 20),
+        }
+    }
+
+    /// The most heap bytes for tokens with these texts.
+    pub fn bytes<'a>(self, texts: impl Iterator<Item = &'a str>) -> u64 {
+        let (per_token, per_byte) = self.bytes_per_token_and_byte();
+        texts.map(|text| per_token + text.len() as u64 * per_byte).sum()
+    }
+}
 
 /// The most heap bytes for a part of an answer that is collected.
 pub(crate) fn bytes_of_part(text: &str) -> u64 {
     // Control characters take six bytes as JSON.
     let escaped = text.bytes().filter(|byte| *byte < 32 || matches!(byte, b'"' | b'\\')).count();
     (text.len() + escaped * 2) as u64 * PER_ANSWER_BYTE
-}
-
-/// The most heap bytes for tokens that are reported with their log probabilities.
-pub(crate) fn bytes_of_listed<'a>(texts: impl Iterator<Item = &'a str>) -> u64 {
-    texts.map(|text| text.len() as u64 * PER_LISTED_BYTE + PER_LISTED_TOKEN).sum()
 }
 
 /// The heap bytes of a JSON value.
@@ -264,6 +242,30 @@ mod tests {
         assert_eq!((first.held(), memory.used()), (100, 100 + (1 << 10)));
         drop((first, second));
         assert_eq!((memory.used(), memory.peak()), (0, (7 << 20) + (1 << 10)));
+    }
+
+    #[test]
+    fn parts_of_a_request_that_never_fit_together_are_too_large() {
+        let memory = RequestMemory::new(8 << 20, 0);
+        let request = memory.meter();
+        let part = request.part();
+        part.take(6 << 20).expect("there is room");
+        assert!(
+            matches!(request.take(2 << 20), Err(ServerError::RequestTooLarge { .. })),
+            "other requests hold nothing"
+        );
+        assert_eq!((request.held(), part.held(), memory.used()), (0, 6 << 20, 6 << 20));
+        drop(part);
+        request.set(2 << 20).expect("there is room");
+        request.set(1 << 20).expect("it is less");
+        assert_eq!(memory.used(), 1 << 20);
+    }
+
+    #[test]
+    fn a_budget_without_room_for_a_request_is_refused() {
+        let error = check_limit(REQUEST_MEMORY_MIN - 1).expect_err("too little").to_string();
+        assert!(error.contains("--request-memory") && error.contains("1048576"), "{error}");
+        check_limit(REQUEST_MEMORY_MIN).expect("enough");
     }
 
     #[test]

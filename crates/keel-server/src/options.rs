@@ -47,7 +47,8 @@ pub struct ServerOptions {
     pub idle_timeout: Duration,
     /// Longest time that a client may read nothing of its answer.
     pub write_timeout: Duration,
-    /// Memory budget of all requests together, for bodies, texts and their copies.
+    /// Memory budget of all requests together, for bodies, texts and their copies: at least
+    /// [`REQUEST_MEMORY_MIN`](crate::REQUEST_MEMORY_MIN).
     pub request_memory: u64,
     /// Where pictures may come from besides the request itself.
     pub pictures: PictureSources,

@@ -96,7 +96,7 @@ impl App {
                 marks: marks.clone(),
                 ..BatchRequest::to_read(0, prompt, readout.clone())
             };
-            self.read_one(request)
+            self.read_one(caller, request)
         };
         let all = stream::iter(prompts.into_iter().map(one)).buffered(AT_ONCE);
         let all: Vec<One> = match all.try_collect().await {
@@ -114,8 +114,8 @@ impl App {
     }
 
     /// Waits for one prompt. Dropping this future ends the request.
-    async fn read_one(&self, request: BatchRequest) -> Result<One> {
-        let (_, mut events) = self.engine.submit(request, self.memory.meter()).await?;
+    async fn read_one(&self, caller: &Caller, request: BatchRequest) -> Result<One> {
+        let (_, mut events) = self.engine.submit(request, caller.meter.part()).await?;
         let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Default::default() } };
         loop {
             match events.recv().await? {

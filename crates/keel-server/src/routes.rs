@@ -14,7 +14,7 @@ use axum::{Json, Router};
 use serde_json::json;
 use tower_http::cors::{AllowOrigin, Any, CorsLayer};
 
-use crate::caller::{KeyName, name_request};
+use crate::caller::{KeyName, RequestMeter, name_request};
 use crate::error::{Result, ServerError, wrong};
 use crate::fleet::{Front, ModelFacts};
 use crate::gate::Gate;
@@ -70,10 +70,13 @@ async fn check_site(State(gate): State<Arc<Gate>>, request: Request, next: Next)
 
 /// Charges answers to requests. The page and what an operator asks are few and bounded, and are answered however full
 /// the memory of requests is.
-async fn pace(State(app): State<Arc<Front>>, request: Request, next: Next) -> Response {
-    let is_asked_for = request.method() == Method::POST;
-    let response = next.run(request).await;
-    if is_asked_for { paced(&app.memory, response) } else { response }
+async fn pace(State(app): State<Arc<Front>>, mut request: Request, next: Next) -> Response {
+    if request.method() != Method::POST {
+        return next.run(request).await;
+    }
+    let meter = Arc::new(app.memory.meter());
+    request.extensions_mut().insert(RequestMeter(Arc::clone(&meter)));
+    paced(meter, next.run(request).await)
 }
 
 /// Headers that restrict browsers: no type sniffing, no frames, no use by other sites, and no referrer.

@@ -14,6 +14,7 @@ use crate::app::{App, Shared};
 use crate::connections::Connections;
 use crate::error::{Result, ServerError};
 use crate::fleet::{FleetOptions, Front, Offer};
+use crate::memory::check_limit;
 use crate::options::ServerOptions;
 use crate::routes::router;
 use crate::text::ModelText;
@@ -60,8 +61,9 @@ impl Server {
     /// Prepares the engine for batches of any size, and starts its thread.
     ///
     /// # Errors
-    /// Errors of the engine, or the system refuses a thread.
+    /// Errors of the engine, the memory of requests is below its minimum, or the system refuses a thread.
     pub fn new(mut engine: Engine, text: ModelText, options: ServerOptions) -> Result<Server> {
+        check_limit(options.request_memory)?;
         if !engine.is_ready() {
             engine.make_ready(&mut |_, _, _| ())?;
         }
@@ -73,8 +75,9 @@ impl Server {
     /// Of several models, each loaded when it is asked for.
     ///
     /// # Errors
-    /// If there is none, two have one name, or one does not fit by itself.
+    /// If there is none, two have one name, one does not fit by itself, or the memory of requests is below its minimum.
     pub fn of_several(offers: Vec<Offer>, fleet: FleetOptions, options: ServerOptions) -> Result<Server> {
+        check_limit(options.request_memory)?;
         Ok(Server { front: Front::of_several(Shared::new(options), offers, fleet)? })
     }
 

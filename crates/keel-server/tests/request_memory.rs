@@ -81,12 +81,14 @@ fn assert_bounded(what: &str, server: &Running, watch: Watch) {
 #[test]
 fn requests_stay_within_their_memory() {
     what_is_charged_is_what_is_taken();
+    a_streamed_response_is_charged();
     buffers_of_the_network_are_charged();
     large_texts_at_once();
     unfinished_bodies();
     abandoned_prompts();
     large_bodies_of_many_values();
-    an_answer_without_room_is_refused();
+    answers_without_room_are_refused();
+    the_least_memory_has_room_for_a_request();
     half_heads_and_unfinished_bodies();
 }
 
@@ -94,38 +96,44 @@ fn what_is_charged_is_what_is_taken() {
     let words = "The little dog ran over the hill and far away. ";
     let text = |text: &str| json!({"text": text.repeat(MB / text.len())}).to_string();
     let values = |value: &str, items: usize| vec![value; items].join(",");
-    let shapes: Vec<(&str, &str, String)> = vec![
-        ("words", "/tokenize", text(words)),
-        ("spaces", "/tokenize", text(" ")),
-        ("digits", "/tokenize", text("1 2")),
-        ("marks", "/tokenize", text("!a.b,")),
-        ("one word", "/tokenize", text("a")),
-        ("pictures", "/tokenize", text("\u{1f600}\u{e9}")),
-        ("ids", "/v1/completions", format!("{{\"prompt\": [{}]}}", values("1", 200_000))),
-        ("lists of ids", "/v1/completions", format!("{{\"prompt\": [{}]}}", values("[1]", 100_000))),
-        ("ids to text", "/detokenize", format!("{{\"tokens\": [{}]}}", values("100", 200_000))),
+    // Status 400: the prompt is longer than the context, or has too many parts, which shows after it was read.
+    let shapes: Vec<(u16, &str, &str, String)> = vec![
+        (200, "words", "/tokenize", text(words)),
+        (200, "spaces", "/tokenize", text(" ")),
+        (200, "digits", "/tokenize", text("1 2")),
+        (200, "marks", "/tokenize", text("!a.b,")),
+        (200, "one word", "/tokenize", text("a")),
+        (200, "pictures", "/tokenize", text("\u{1f600}\u{e9}")),
+        (400, "ids", "/v1/completions", format!("{{\"prompt\": [{}]}}", values("1", 200_000))),
+        (400, "lists of ids", "/v1/completions", format!("{{\"prompt\": [{}]}}", values("[1]", 100_000))),
+        (200, "ids to text", "/detokenize", format!("{{\"tokens\": [{}]}}", values("100", 200_000))),
         (
+            400,
             "a conversation",
             "/v1/chat/completions",
             json!({"messages": [{"role": "user", "content": words.repeat(10_000)}]}).to_string(),
         ),
         (
+            400,
             "many messages",
             "/v1/chat/completions",
             format!("{{\"messages\": [{}]}}", values(r#"{"role":"user","content":"a"}"#, 20_000)),
         ),
         (
+            400,
             "many items",
             "/v1/responses",
             format!("{{\"input\": [{}]}}", values(r#"{"role":"user","content":"a"}"#, 20_000)),
         ),
-        ("empty items", "/v1/responses", format!("{{\"input\": [{}]}}", values("{}", 100_000))),
+        (400, "empty items", "/v1/responses", format!("{{\"input\": [{}]}}", values("{}", 100_000))),
         (
+            200,
             "unknown fields",
             "/v1/responses",
             format!("{{\"input\": \"a\", \"x\": [{}]}}", values("[]", 100_000)),
         ),
         (
+            400,
             "many blocks",
             "/v1/messages",
             format!(
@@ -137,7 +145,7 @@ fn what_is_charged_is_what_is_taken() {
     let mut wrong = Vec::new();
     let shapes = shapes.into_iter().chain(answers_and_copies());
     // The peak of charges never falls, so each shape gets its own server.
-    for (what, path, body) in shapes {
+    for (status, what, path, body) in shapes {
         let options = ServerOptions { request_memory: 1 << 40, ..ServerOptions::default() };
         let server = Running::with(engine_options(), options);
         // This request creates everything that is created only once.
@@ -153,6 +161,12 @@ fn what_is_charged_is_what_is_taken() {
             charged / 1000,
             reply.status
         );
+        if what == "listed tokens" && charged > 3 * most {
+            wrong.push(format!("{what}: {charged} bytes charged for {most} bytes on the heap"));
+        }
+        if reply.status != status {
+            wrong.push(format!("{what}: status {}, expected {status}: {:.200}", reply.status, reply.body));
+        }
         if most > charged + (2 << 20) {
             wrong.push(format!("{what}: {most} bytes on the heap, {charged} charged"));
         }
@@ -161,7 +175,7 @@ fn what_is_charged_is_what_is_taken() {
 }
 
 /// Requests whose answers, or what each answer holds, are larger than their bodies.
-fn answers_and_copies() -> Vec<(&'static str, &'static str, String)> {
+fn answers_and_copies() -> Vec<(u16, &'static str, &'static str, String)> {
     let chat = json!({"messages": [{"role": "user", "content": "a"}], "max_tokens": 150, "ignore_eos": true,
         "logprobs": true, "top_logprobs": 20, "n": 4});
     let listed = json!({"prompt": "Once", "max_tokens": 150, "ignore_eos": true, "logprobs": 20, "n": 8});
@@ -180,23 +194,62 @@ fn answers_and_copies() -> Vec<(&'static str, &'static str, String)> {
         ("biases of many prompts", biases),
         ("a prompt that many answers repeat", echo),
     ];
-    let completions = completions.map(|(what, body)| (what, "/v1/completions", body.to_string()));
+    let completions = completions.map(|(what, body)| (200, what, "/v1/completions", body.to_string()));
     completions
         .into_iter()
-        .chain([("a chat's listed tokens", "/v1/chat/completions", chat.to_string())])
+        .chain([(200, "a chat's listed tokens", "/v1/chat/completions", chat.to_string())])
         .collect()
 }
 
-/// An answer that outgrows the memory ends with the numbers, and leaves nothing.
-fn an_answer_without_room_is_refused() {
+/// What is kept of a stream until its end is charged.
+fn a_streamed_response_is_charged() {
+    let server = server(BUDGET);
+    let ask = |tokens: usize, seed: usize| {
+        let body = json!({"input": "Once", "stream": true, "max_output_tokens": tokens,
+            "temperature": 2, "top_k": 0, "top_p": 1, "seed": seed});
+        let reply = server.post("/v1/responses", &body);
+        assert_eq!(reply.status, 200, "{}", reply.body);
+        wait_for("all is given back", || server.app.memory.used() == 0);
+        let done = reply
+            .body
+            .lines()
+            .find(|line| line.starts_with("data: ") && line.contains("output_text.done"))
+            .expect("a text");
+        let done: serde_json::Value = serde_json::from_str(&done["data: ".len()..]).expect("JSON");
+        (done["text"].as_str().expect("a text").len() as u64, server.app.memory.peak())
+    };
+    let (few, before) = ask(1, 0);
+    // Some texts end early.
+    let (many, after) = (0..10).map(|seed| ask(1500, seed)).max().expect("ten");
+    assert!(many > few + 2000, "{many} bytes");
+    // The text, in the item and in two events of the end.
+    assert!(after - before >= 3 * (many - few), "{} bytes charged for {many} bytes of text", after - before);
+}
+
+/// Answers that outgrow the memory end with the numbers, and leave nothing. Nothing else runs, so a later try is useless.
+fn answers_without_room_are_refused() {
     let server = server(2 << 20);
-    let body = json!({"prompt": "Once", "max_tokens": 500, "ignore_eos": true, "logprobs": 20});
-    let reply = server.post("/v1/completions", &body);
-    assert_eq!(reply.status, 413, "{}", reply.body);
-    assert!(reply.body.contains("--request-memory"), "{}", reply.body);
-    wait_for("all is given back", || server.app.memory.used() == 0);
+    for answers in [1, 8, 8, 8] {
+        let body =
+            json!({"prompt": "Once", "max_tokens": 1500, "ignore_eos": true, "logprobs": 20, "n": answers});
+        let reply = server.post("/v1/completions", &body);
+        assert_eq!(reply.status, 413, "{answers} answers: {}", reply.body);
+        assert!(reply.body.contains("--request-memory"), "{}", reply.body);
+        wait_for("all is given back", || server.app.memory.used() == 0);
+    }
     let small = json!({"prompt": "Once", "max_tokens": 1});
     assert_eq!(server.post("/v1/completions", &small).status, 200);
+}
+
+/// With less than the least memory a server would refuse everything, so it does not start.
+fn the_least_memory_has_room_for_a_request() {
+    let server = server(keel_server::REQUEST_MEMORY_MIN as usize);
+    for stream in [false, true] {
+        let body =
+            json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "stream": stream});
+        let reply = server.post("/v1/chat/completions", &body);
+        assert_eq!(reply.status, 200, "{}", reply.body);
+    }
 }
 
 /// Heads of requests are within the memory of requests, too, also when bodies take all that is left for them.

@@ -17,10 +17,11 @@ use super::{chat_logprobs, finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, Usage};
 use crate::app::{App, Ask, bytes_of_copy, fresh_id};
 use crate::caller::Caller;
-use crate::collect::{Collected, Outbox, collect, merge, respond};
+use crate::collect::{Collected, Outbox, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
 use crate::fleet::Front;
-use crate::http::{Body, error_json};
+use crate::http::Body;
+use crate::memory::Listing;
 use crate::pictures::{Shot, Shown};
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
@@ -78,7 +79,7 @@ pub(crate) async fn create(
     let answers = app.start("/v1/chat/completions", &caller, ask).await?;
     let head = Head { id: fresh_id("chatcmpl-"), created: app.now(), model: app.id.clone() };
     if streams {
-        return Ok(respond(&app, move |outbox| stream(head, answers, outbox, with_usage)));
+        return respond(&app, &caller, error_event, move |outbox| stream(head, answers, outbox, with_usage));
     }
     let answers = collect(answers).await?;
     Ok(Json(whole(&head, &answers)).into_response())
@@ -127,6 +128,7 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
         choices: body.n.unwrap_or(1),
         ignore_eos: body.sampling.ignore_eos.unwrap_or(false),
         top_logprobs,
+        listing: Listing::Objects,
         grammar: tools.grammar.or(asked),
         form: AnswerForm {
             reasoning: reasons,
@@ -212,44 +214,39 @@ fn whole(head: &Head, answers: &[Collected]) -> Value {
     object
 }
 
-async fn stream(head: Head, answers: Vec<Answer>, outbox: Outbox, with_usage: bool) {
+async fn stream(head: Head, answers: Vec<Answer>, outbox: Outbox, with_usage: bool) -> Result<()> {
     let mut usages = vec![Usage::default(); answers.len()];
     let mut calls = vec![0; answers.len()];
     for index in 0..answers.len() {
-        outbox.json(&head.chunk(index, json!({"role": "assistant", "content": ""}), None)).await;
+        outbox.json(&head.chunk(index, json!({"role": "assistant", "content": ""}), None)).await?;
     }
     let mut pieces = merge(answers);
     while let Some(merged) = pieces.next().await {
         let index = merged.index;
         usages[index] = merged.usage;
-        let chunk = match merged.piece {
-            Ok(Piece::Part(AnswerPart::Text(text))) => head.chunk(index, json!({"content": text}), None),
-            Ok(Piece::Part(AnswerPart::Reasoning(text))) => {
+        let chunk = match merged.piece? {
+            Piece::Part(AnswerPart::Text(text)) => head.chunk(index, json!({"content": text}), None),
+            Piece::Part(AnswerPart::Reasoning(text)) => {
                 head.chunk(index, json!({"reasoning_content": text}), None)
             }
-            Ok(Piece::Part(AnswerPart::ToolCall { name, arguments })) => {
+            Piece::Part(AnswerPart::ToolCall { name, arguments }) => {
                 let call = tool_call(Some(calls[index]), &name, &arguments);
                 calls[index] += 1;
                 head.chunk(index, json!({"tool_calls": [call]}), None)
             }
-            Ok(Piece::Tokens(tokens)) => {
+            Piece::Tokens(tokens) => {
                 let mut chunk = head.chunk(index, json!({}), None);
                 chunk["choices"][0]["logprobs"] = chat_logprobs(&tokens);
                 chunk
             }
-            Ok(Piece::End(ending, _)) => head.chunk(index, json!({}), Some(finish_reason(ending))),
-            Err(error) => {
-                tracing::warn!("{error}");
-                outbox.json(&error_json(&error)).await;
-                return;
-            }
+            Piece::End(ending, _) => head.chunk(index, json!({}), Some(finish_reason(ending))),
         };
-        outbox.json(&chunk).await;
+        outbox.json(&chunk).await?;
     }
     if with_usage {
         let mut object = head.object("chat.completion.chunk", json!([]));
         object["usage"] = usage_json(total(&usages, usages.len()));
-        outbox.json(&object).await;
+        outbox.json(&object).await?;
     }
-    outbox.text(Event::default(), "[DONE]".into()).await;
+    outbox.text(Event::default(), "[DONE]".into()).await
 }

@@ -16,11 +16,11 @@ use super::tools::response_grammar;
 use super::{finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
 use crate::app::{Ask, bytes_of_copy, fresh_id};
-use crate::collect::{Collected, Outbox, collect, merge, respond};
+use crate::collect::{Collected, Outbox, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
 use crate::fleet::Front;
-use crate::http::{Body, error_json};
-use crate::memory::bytes_of_part;
+use crate::http::Body;
+use crate::memory::{Listing, bytes_of_part};
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
 use crate::unsupported;
@@ -99,7 +99,8 @@ pub(crate) async fn create(
     }
     let head = Head { id: fresh_id("cmpl-"), created: app.now(), model: app.id.clone(), choices };
     if streams {
-        return Ok(respond(&app, move |outbox| stream(head, answers, echoes, outbox, with_usage)));
+        let produce = move |outbox| stream(head, answers, echoes, outbox, with_usage);
+        return respond(&app, &caller, error_event, produce);
     }
     let answers = collect(answers).await?;
     Ok(Json(whole(&head, &answers, &echoes)).into_response())
@@ -149,6 +150,7 @@ pub(crate) fn asks(
         choices,
         ignore_eos: body.sampling.ignore_eos.unwrap_or(false),
         top_logprobs: body.logprobs,
+        listing: Listing::Entries,
         grammar: grammar.clone(),
         form: AnswerForm::default(),
     };
@@ -211,36 +213,37 @@ fn whole(head: &Head, answers: &[Collected], echoes: &[String]) -> Value {
     object
 }
 
-async fn stream(head: Head, answers: Vec<Answer>, echoes: Vec<String>, outbox: Outbox, with_usage: bool) {
+async fn stream(
+    head: Head,
+    answers: Vec<Answer>,
+    echoes: Vec<String>,
+    outbox: Outbox,
+    with_usage: bool,
+) -> Result<()> {
     let mut usages = vec![Usage::default(); answers.len()];
     for (index, echo) in echoes.iter().enumerate().filter(|(_, echo)| !echo.is_empty()) {
-        outbox.json(&head.chunk(index, echo, None)).await;
+        outbox.json(&head.chunk(index, echo, None)).await?;
     }
     let mut pieces = merge(answers);
     while let Some(merged) = pieces.next().await {
         usages[merged.index] = merged.usage;
-        let chunk = match merged.piece {
-            Ok(Piece::Part(AnswerPart::Text(text))) => head.chunk(merged.index, &text, None),
+        let chunk = match merged.piece? {
+            Piece::Part(AnswerPart::Text(text)) => head.chunk(merged.index, &text, None),
             // Other parts cannot come, because the form has neither reasoning nor tools.
-            Ok(Piece::Part(_)) => continue,
-            Ok(Piece::Tokens(tokens)) => {
+            Piece::Part(_) => continue,
+            Piece::Tokens(tokens) => {
                 let mut chunk = head.chunk(merged.index, "", None);
                 chunk["choices"][0]["logprobs"] = logprobs(&tokens);
                 chunk
             }
-            Ok(Piece::End(ending, _)) => head.chunk(merged.index, "", Some(finish_reason(ending))),
-            Err(error) => {
-                tracing::warn!("{error}");
-                outbox.json(&error_json(&error)).await;
-                return;
-            }
+            Piece::End(ending, _) => head.chunk(merged.index, "", Some(finish_reason(ending))),
         };
-        outbox.json(&chunk).await;
+        outbox.json(&chunk).await?;
     }
     if with_usage {
         let mut object = head.object(json!([]));
         object["usage"] = usage_json(total(&usages, head.choices));
-        outbox.json(&object).await;
+        outbox.json(&object).await?;
     }
-    outbox.text(Event::default(), "[DONE]".into()).await;
+    outbox.text(Event::default(), "[DONE]".into()).await
 }

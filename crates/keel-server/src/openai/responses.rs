@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::chat::{ChatBody, ask_apart};
 use crate::answer::{Answer, Ending, Piece, Usage};
 use crate::app::fresh_id;
-use crate::collect::{Collected, Outbox, collect, respond};
+use crate::collect::{Collected, Outbox, collect, error_event, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::fleet::Front;
 use crate::http::{Body, error_json};
@@ -84,7 +84,7 @@ pub(crate) async fn create(
     if streams {
         // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
-        return Ok(respond(&app, move |outbox| stream(head, answer, outbox)));
+        return respond(&app, &caller, error_event, move |outbox| stream(head, answer, outbox));
     }
     let answer = collect(answers).await?.swap_remove(0);
     Ok(Json(whole(&head, &answer)).into_response())
@@ -231,122 +231,138 @@ struct Stream {
 }
 
 impl Stream {
-    async fn send(&mut self, kind: &str, fields: Value) {
+    async fn send(&mut self, kind: &str, fields: Value) -> Result<()> {
         let mut event = json!({"type": kind, "sequence_number": self.sequence});
         self.sequence += 1;
         if let (Value::Object(event), Value::Object(fields)) = (&mut event, fields) {
             event.extend(fields);
         }
-        self.outbox.text(Event::default().event(kind), event.to_string()).await;
+        self.outbox.text(Event::default().event(kind), event.to_string()).await
     }
 
     fn index(&self) -> usize {
         self.output.len()
     }
 
-    async fn add(&mut self, item: Value) {
+    async fn add(&mut self, item: Value) -> Result<()> {
         let fields = json!({"output_index": self.index(), "item": item});
-        self.send("response.output_item.added", fields).await;
+        self.send("response.output_item.added", fields).await
     }
 
-    async fn done(&mut self, item: Value) {
+    async fn done(&mut self, item: Value) -> Result<()> {
         let fields = json!({"output_index": self.index(), "item": item});
-        self.send("response.output_item.done", fields).await;
+        self.send("response.output_item.done", fields).await?;
         self.output.push(item);
+        Ok(())
     }
 
-    async fn text(&mut self, delta: &str) {
+    async fn text(&mut self, delta: &str) -> Result<()> {
         if !matches!(self.open, Open::Message { .. }) {
-            self.close().await;
+            self.close().await?;
             let id = fresh_id("msg_");
-            self.add(message_item(&id, "", "in_progress")).await;
+            self.add(message_item(&id, "", "in_progress")).await?;
             let fields = json!({"item_id": id, "output_index": self.index(), "content_index": 0,
                 "part": text_part("")});
-            self.send("response.content_part.added", fields).await;
+            self.send("response.content_part.added", fields).await?;
             self.open = Open::Message { id, text: String::new() };
         }
         if let Open::Message { id, text } = &mut self.open {
             text.push_str(delta);
             let fields = json!({"item_id": id, "output_index": self.output.len(), "content_index": 0,
                 "delta": delta, "logprobs": []});
-            self.send("response.output_text.delta", fields).await;
+            self.send("response.output_text.delta", fields).await?;
         }
+        Ok(())
     }
 
-    async fn reasoning(&mut self, delta: &str) {
+    async fn reasoning(&mut self, delta: &str) -> Result<()> {
         if !matches!(self.open, Open::Reasoning { .. }) {
-            self.close().await;
+            self.close().await?;
             let id = fresh_id("rs_");
-            self.add(json!({"type": "reasoning", "id": id, "summary": []})).await;
+            self.add(json!({"type": "reasoning", "id": id, "summary": []})).await?;
             self.open = Open::Reasoning { id, text: String::new() };
         }
         if let Open::Reasoning { id, text } = &mut self.open {
             text.push_str(delta);
             let fields = json!({"item_id": id, "output_index": self.output.len(), "content_index": 0,
                 "delta": delta});
-            self.send("response.reasoning_text.delta", fields).await;
+            self.send("response.reasoning_text.delta", fields).await?;
         }
+        Ok(())
     }
 
-    async fn call(&mut self, name: &str, arguments: &str) {
-        self.close().await;
+    async fn call(&mut self, name: &str, arguments: &str) -> Result<()> {
+        self.close().await?;
         let (id, call_id) = (fresh_id("fc_"), fresh_id("call_"));
-        self.add(call_item(&id, &call_id, name, "", "in_progress")).await;
+        self.add(call_item(&id, &call_id, name, "", "in_progress")).await?;
         let index = self.index();
         let delta = json!({"item_id": id, "output_index": index, "delta": arguments});
-        self.send("response.function_call_arguments.delta", delta).await;
+        self.send("response.function_call_arguments.delta", delta).await?;
         let whole = json!({"item_id": id, "output_index": index, "name": name, "arguments": arguments});
-        self.send("response.function_call_arguments.done", whole).await;
-        self.done(call_item(&id, &call_id, name, arguments, "completed")).await;
+        self.send("response.function_call_arguments.done", whole).await?;
+        self.done(call_item(&id, &call_id, name, arguments, "completed")).await
     }
 
     /// Ends the open item.
-    async fn close(&mut self) {
+    async fn close(&mut self) -> Result<()> {
         match std::mem::replace(&mut self.open, Open::Nothing) {
-            Open::Nothing => {}
+            Open::Nothing => Ok(()),
             Open::Reasoning { id, text } => self.done(reasoning_item(&id, &text)).await,
             Open::Message { id, text } => {
                 let place = json!({"item_id": id, "output_index": self.index(), "content_index": 0});
                 let mut whole = place.clone();
                 whole["text"] = json!(text);
                 whole["logprobs"] = json!([]);
-                self.send("response.output_text.done", whole).await;
+                self.send("response.output_text.done", whole).await?;
                 let mut part = place;
                 part["part"] = text_part(&text);
-                self.send("response.content_part.done", part).await;
-                self.done(message_item(&id, &text, "completed")).await;
+                self.send("response.content_part.done", part).await?;
+                self.done(message_item(&id, &text, "completed")).await
             }
         }
     }
+
+    /// Sends an answer. What is kept of it until its end is charged to the request.
+    async fn answer(&mut self, answer: &mut Answer) -> Result<()> {
+        let begun = json!({"response": self.head.response("in_progress", &[], None)});
+        self.send("response.created", begun.clone()).await?;
+        self.send("response.in_progress", begun).await?;
+        while let Some(piece) = answer.next().await? {
+            answer.charge(&piece)?;
+            match piece {
+                Piece::Part(AnswerPart::Text(text)) => self.text(&text).await?,
+                Piece::Part(AnswerPart::Reasoning(text)) => self.reasoning(&text).await?,
+                Piece::Part(AnswerPart::ToolCall { name, arguments }) => self.call(&name, &arguments).await?,
+                Piece::Tokens(_) => {}
+                Piece::End(ending, _) => {
+                    self.close().await?;
+                    let state = status(ending);
+                    let response = self.head.response(state, &self.output, Some(answer.usage()));
+                    self.send(&format!("response.{state}"), json!({"response": response})).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reports an error, with what was complete before it where there is room for that.
+    async fn fail(&mut self, error: &ServerError) -> Result<()> {
+        let has_room =
+            !matches!(error, ServerError::RequestMemory { .. } | ServerError::RequestTooLarge { .. });
+        let output = if has_room { &self.output[..] } else { &[] };
+        let mut response = self.head.response("failed", output, None);
+        response["error"] = error_json(error)["error"].clone();
+        self.send("response.failed", json!({"response": response})).await
+    }
 }
 
-async fn stream(head: Head, mut answer: Answer, outbox: Outbox) {
+async fn stream(head: Head, mut answer: Answer, outbox: Outbox) -> Result<()> {
     let mut stream = Stream { head, outbox, sequence: 0, output: Vec::new(), open: Open::Nothing };
-    let begun = json!({"response": stream.head.response("in_progress", &[], None)});
-    stream.send("response.created", begun.clone()).await;
-    stream.send("response.in_progress", begun).await;
-    loop {
-        match answer.next().await {
-            Ok(Some(Piece::Part(AnswerPart::Text(text)))) => stream.text(&text).await,
-            Ok(Some(Piece::Part(AnswerPart::Reasoning(text)))) => stream.reasoning(&text).await,
-            Ok(Some(Piece::Part(AnswerPart::ToolCall { name, arguments }))) => {
-                stream.call(&name, &arguments).await;
-            }
-            Ok(Some(Piece::Tokens(_))) => {}
-            Ok(Some(Piece::End(ending, _))) => {
-                stream.close().await;
-                let state = status(ending);
-                let response = stream.head.response(state, &stream.output, Some(answer.usage()));
-                stream.send(&format!("response.{state}"), json!({"response": response})).await;
-                return;
-            }
-            Ok(None) => return,
-            Err(error) => {
-                let mut response = stream.head.response("failed", &stream.output, None);
-                response["error"] = error_json(&error)["error"].clone();
-                stream.send("response.failed", json!({"response": response})).await;
-                return;
-            }
+    match stream.answer(&mut answer).await {
+        Ok(()) => Ok(()),
+        Err(error) => {
+            tracing::warn!("{error}");
+            stream.fail(&error).await
         }
     }
 }

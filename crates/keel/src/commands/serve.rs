@@ -12,7 +12,9 @@ use clap::Args;
 use keel_array::Category;
 use keel_engine::EngineOptions;
 use keel_engine::batch::BatchOptions;
-use keel_server::{ModelText, PrefixStore, Server, ServerOptions, WORK_THREADS, bind, wait_for_signal};
+use keel_server::{
+    ModelText, PrefixStore, REQUEST_MEMORY_MIN, Server, ServerOptions, WORK_THREADS, bind, wait_for_signal,
+};
 use keel_text::TextFiles;
 
 use crate::args::{
@@ -145,9 +147,9 @@ struct RequestArgs {
     /// Most bytes of a request's body.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "8Mi")]
     body_limit: u64,
-    /// Bytes for bodies, texts and their copies of all requests together. A request without room is refused with 503 or
-    /// 413.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "512Mi")]
+    /// Bytes for bodies, texts and their copies of all requests together, at least 1Mi. A request without room is refused
+    /// with 503 or 413.
+    #[arg(long, value_name = "BYTES", value_parser = request_bytes, default_value = "512Mi")]
     request_memory: u64,
     /// Seconds in which a schema or grammar must be compiled.
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = seconds())]
@@ -155,6 +157,14 @@ struct RequestArgs {
     /// Format of log lines: text, or one JSON object per line. RUST_LOG and -v select which lines are logged.
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t)]
     log_format: LogFormat,
+}
+
+/// Parses the memory of requests.
+fn request_bytes(text: &str) -> Result<u64, String> {
+    match parse_bytes(text)? {
+        bytes if bytes >= REQUEST_MEMORY_MIN => Ok(bytes),
+        bytes => Err(format!("{bytes} bytes have no room for a request: give at least 1Mi")),
+    }
 }
 
 /// Runs the command.
