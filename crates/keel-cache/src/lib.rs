@@ -45,5 +45,5 @@ pub use pages::PageAllocator;
 pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree, RememberedText};
 pub use sequence::SequenceCache;
 pub use sight::{Features, SeenPicture, Sight};
-pub use spec::{CacheSize, CacheSpec, LayerSpec};
+pub use spec::{CacheFormat, CacheSize, CacheSpec, LayerSpec};
 pub use swap::SwapSize;

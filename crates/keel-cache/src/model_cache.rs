@@ -18,7 +18,7 @@ pub enum LayerStorage {
     Attention(KvPool),
     /// The same, on separate pages that rotate.
     Sliding(KvPool),
-    /// Window f32 `[slots, K - 1, C]` and state f32 `[slots, Hv, Dk, Dv]`, each with a log if rows may be taken back.
+    /// Window f32 `[slots, K - 1, C]` and state f32 or f16 `[slots, Hv, Dk, Dv]`, each with a log if rows may be taken back.
     Recurrent {
         /// Rows before the next token.
         window: ConvWindow,
@@ -34,11 +34,11 @@ impl LayerStorage {
         (cache, size): (&CacheSpec, &CacheSize),
     ) -> Result<LayerStorage> {
         let pool = |pages: usize, kv_heads: usize, head_dim: usize| -> Result<KvPool> {
-            let Some(elements) = cache.kv.row_elements(head_dim) else {
+            let Some(elements) = cache.format.kv.row_elements(head_dim) else {
                 return Err(CacheError::HeadSize { head_dim });
             };
             let shape = [pages, kv_heads, AttentionSpec::PAGE, elements];
-            let array = || Array::persistent(runtime, Category::Kv, shape, cache.kv.dtype());
+            let array = || Array::persistent(runtime, Category::Kv, shape, cache.format.kv.dtype());
             Ok(KvPool { keys: array()?, values: array()? })
         };
         Ok(match *spec {
@@ -49,7 +49,7 @@ impl LayerStorage {
                 let pages = size.sequences * cache.window_pages(size);
                 LayerStorage::Sliding(pool(pages, kv_heads, head_dim)?)
             }
-            LayerSpec::Recurrent { .. } => recurrent(runtime, spec, size.sequences, size.open_rows)?,
+            LayerSpec::Recurrent { .. } => recurrent(runtime, spec, (cache, size))?,
         })
     }
 
@@ -86,18 +86,24 @@ impl LayerStorage {
     }
 }
 
-/// `slots` windows and states, each with room for `open_rows` open rows.
-fn recurrent(runtime: &Runtime, spec: &LayerSpec, slots: usize, open_rows: usize) -> Result<LayerStorage> {
+/// Windows and states of all slots, each with room for open rows.
+fn recurrent(
+    runtime: &Runtime,
+    spec: &LayerSpec,
+    (cache, size): (&CacheSpec, &CacheSize),
+) -> Result<LayerStorage> {
     let &LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim, .. } = spec else {
         unreachable!("only recurrent layers have slots");
     };
-    let array = |shape: &[usize]| Array::persistent(runtime, Category::Recurrent, shape, DType::F32);
+    let (slots, open_rows) = (size.sequences, size.open_rows);
+    let array = |shape: &[usize], dtype| Array::persistent(runtime, Category::Recurrent, shape, dtype);
     let log = |width: usize| match open_rows {
         0 => Ok(None),
         _ => Array::persistent(runtime, Category::DeltaLog, [slots, open_rows, width], DType::F32).map(Some),
     };
-    let window = ConvWindow { rows: array(&[slots, conv_width - 1, channels])?, open: log(channels)? };
-    let state = array(&[slots, value_heads, key_dim, value_dim])?;
+    let window =
+        ConvWindow { rows: array(&[slots, conv_width - 1, channels], DType::F32)?, open: log(channels)? };
+    let state = array(&[slots, value_heads, key_dim, value_dim], cache.format.state)?;
     Ok(LayerStorage::Recurrent { window, state: DeltaState { state, records: log(spec.record_len())? } })
 }
 
@@ -105,9 +111,11 @@ fn recurrent(runtime: &Runtime, spec: &LayerSpec, slots: usize, open_rows: usize
 #[derive(Debug)]
 struct SavedSlots {
     layers: Range<usize>,
-    /// f32 `[checkpoints, windows and states of these layers]`. Each checkpoint is contiguous, so its first use touches
-    /// only the system's pages that it fills.
-    entries: Array,
+    /// f32 `[checkpoints, windows of these layers]`. Each checkpoint is contiguous, so its first use touches only the
+    /// system's pages that it fills.
+    windows: Array,
+    /// f32 or f16 `[checkpoints, states of these layers]`, in the same way.
+    states: Array,
 }
 
 impl SavedSlots {
@@ -117,13 +125,15 @@ impl SavedSlots {
         spec: &CacheSpec,
         checkpoints: usize,
     ) -> Result<Option<SavedSlots>> {
-        let len =
-            spec.layers[layers.clone()].iter().map(LayerSpec::slot_bytes).sum::<usize>() / DType::F32.size();
-        if len == 0 || checkpoints == 0 {
+        let of = &spec.layers[layers.clone()];
+        let [windows, states] =
+            [LayerSpec::window_len, LayerSpec::state_len].map(|len| of.iter().map(len).sum::<usize>());
+        if states == 0 || checkpoints == 0 {
             return Ok(None);
         }
-        let entries = Array::persistent(runtime, Category::Checkpoints, [checkpoints, len], DType::F32)?;
-        Ok(Some(SavedSlots { layers: layers.clone(), entries }))
+        let array = |len, dtype| Array::persistent(runtime, Category::Checkpoints, [checkpoints, len], dtype);
+        let (windows, states) = (array(windows, DType::F32)?, array(states, spec.format.state)?);
+        Ok(Some(SavedSlots { layers: layers.clone(), windows, states }))
     }
 }
 
@@ -407,17 +417,23 @@ impl ModelCache {
 
     /// Copies a slot to a checkpoint (`save`) or back.
     pub(crate) fn copy_slot(&self, slot: SlotId, entry: CheckpointId, save: bool) -> Result<()> {
-        for SavedSlots { layers, entries } in &self.saved {
-            let mut kept = entry.index() * entries.shape()[1];
-            for live in self.layers[layers.clone()].iter().flat_map(LayerStorage::slot_arrays) {
-                let len = live.shape()[1..].iter().product();
-                let at = slot.index() * len;
-                if save {
-                    live.copy_elements(at, entries, kept, len)?;
-                } else {
-                    entries.copy_elements(kept, live, at, len)?;
+        for SavedSlots { layers, windows, states } in &self.saved {
+            let first = |saved: &Array| entry.index() * saved.shape()[1];
+            let (mut window_at, mut state_at) = (first(windows), first(states));
+            for layer in &self.layers[layers.clone()] {
+                let LayerStorage::Recurrent { window, state } = layer else { continue };
+                for (live, saved, at) in
+                    [(&window.rows, windows, &mut window_at), (&state.state, states, &mut state_at)]
+                {
+                    let len = live.shape()[1..].iter().product();
+                    let slot_at = slot.index() * len;
+                    if save {
+                        live.copy_elements(slot_at, saved, *at, len)?;
+                    } else {
+                        saved.copy_elements(*at, live, slot_at, len)?;
+                    }
+                    *at += len;
                 }
-                kept += len;
             }
         }
         Ok(())

@@ -50,13 +50,19 @@ impl LayerSpec {
         }
     }
 
-    /// Bytes of one sequence that do not depend on its length.
-    pub fn slot_bytes(&self) -> usize {
+    /// Values of one sequence's convolution window; 0 for attention.
+    pub fn window_len(&self) -> usize {
         match *self {
             LayerSpec::Attention { .. } | LayerSpec::Sliding { .. } => 0,
-            LayerSpec::Recurrent { conv_width, channels, value_heads, key_dim, value_dim, .. } => {
-                ((conv_width - 1) * channels + value_heads * key_dim * value_dim) * DType::F32.size()
-            }
+            LayerSpec::Recurrent { conv_width, channels, .. } => (conv_width - 1) * channels,
+        }
+    }
+
+    /// Values of one sequence's gated-delta state; 0 for attention.
+    pub fn state_len(&self) -> usize {
+        match *self {
+            LayerSpec::Attention { .. } | LayerSpec::Sliding { .. } => 0,
+            LayerSpec::Recurrent { value_heads, key_dim, value_dim, .. } => value_heads * key_dim * value_dim,
         }
     }
 
@@ -79,25 +85,34 @@ impl LayerSpec {
     }
 }
 
+/// How a cache stores its values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheFormat {
+    /// Keys and values.
+    pub kv: KvFormat,
+    /// Gated-delta states: f32 or f16.
+    pub state: DType,
+}
+
 /// What a model's layers store. The layers of the multi-token-prediction head come last.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheSpec {
     /// In the order of the layers.
     pub layers: Vec<LayerSpec>,
-    /// Format of keys and values.
-    pub kv: KvFormat,
+    /// How they store it.
+    pub format: CacheFormat,
 }
 
 impl CacheSpec {
     /// KV bytes of one token in all layers.
     pub fn token_bytes(&self) -> usize {
-        self.layers.iter().map(|l| l.token_bytes(self.kv)).sum()
+        self.layers.iter().map(|l| l.token_bytes(self.format.kv)).sum()
     }
 
     /// KV bytes of one token in the sliding layers. They keep only the pages that their windows need.
     pub fn window_token_bytes(&self) -> usize {
         let sliding = self.layers.iter().filter(|layer| matches!(layer, LayerSpec::Sliding { .. }));
-        sliding.map(|layer| layer.token_bytes(self.kv)).sum()
+        sliding.map(|layer| layer.token_bytes(self.format.kv)).sum()
     }
 
     /// The largest window of the sliding layers.
@@ -139,7 +154,8 @@ impl CacheSpec {
 
     /// Recurrent bytes of one sequence in all layers.
     pub fn slot_bytes(&self) -> usize {
-        self.layers.iter().map(LayerSpec::slot_bytes).sum()
+        let windows = self.layers.iter().map(LayerSpec::window_len).sum::<usize>() * DType::F32.size();
+        windows + self.layers.iter().map(LayerSpec::state_len).sum::<usize>() * self.format.state.size()
     }
 
     /// Bytes of one open row of one sequence in all layers.

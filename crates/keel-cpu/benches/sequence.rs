@@ -14,7 +14,8 @@ use keel_cpu::kernels::attention::{
 };
 use keel_cpu::kernels::causal_conv::{CausalConv, causal_conv};
 use keel_cpu::kernels::gated_delta::{
-    DeltaLog, GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len,
+    DeltaLog, GatedDelta, GatedDeltaInputs, GatedDeltaShape, StateElement, gated_delta,
+    gated_delta_workspace_len,
 };
 use keel_cpu::kernels::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
 use keel_cpu::kernels::rms_norm::gated_rms_norm;
@@ -130,22 +131,22 @@ impl DeltaData {
 }
 
 /// One call over sequences with `rows` rows each.
-struct DeltaStep<'a> {
+struct DeltaStep<'a, E> {
     data: &'a DeltaData,
     rows: &'a [usize],
     slot: &'a [u32],
-    state: &'a mut [f32],
+    state: &'a mut [E],
     /// Records, their number per slot, and for each sequence the number accepted of its last step.
     log: Option<(&'a mut [f32], usize, &'a [u32])>,
     workspace: &'a mut [f32],
     y: &'a mut [f32],
 }
 
-impl DeltaStep<'_> {
+impl<E: StateElement> DeltaStep<'_, E> {
     fn run(
         self,
         pool: &ThreadPool,
-        kernel: impl Fn(&GatedDelta<'_>, SharedMut<'_, f32>, &Worker<'_>) + Sync,
+        kernel: impl Fn(&GatedDelta<'_, E>, SharedMut<'_, f32>, &Worker<'_>) + Sync,
     ) {
         let mut row_start = vec![0];
         for &rows in self.rows {
@@ -170,9 +171,9 @@ impl DeltaStep<'_> {
     }
 }
 
-fn gated_delta_decode(machine: &Machine) {
-    let slots = COLD_BYTES / 4 / DELTA.state_len();
-    let mut state = vec![0.01; slots * DELTA.state_len()];
+fn gated_delta_decode<E: StateElement>(machine: &Machine, form: &str) {
+    let slots = COLD_BYTES / size_of::<E>() / DELTA.state_len();
+    let mut state = vec![E::default(); slots * DELTA.state_len()];
     let mut workspace = vec![0.0; gated_delta_workspace_len(&DELTA, machine.pool.workers())];
     let width = DELTA.value_heads * DELTA.value_size;
     for sequences in [1, 8] {
@@ -185,8 +186,8 @@ fn gated_delta_decode(machine: &Machine) {
             DeltaStep { data: &data, rows, slot: &slot, state, log: None, workspace, y }
                 .run(&machine.pool, gated_delta);
         });
-        let name = format!("gated_delta decode, {sequences} sequences");
-        machine.report_bytes(&name, seconds, sequences * 8 * DELTA.state_len());
+        let name = format!("gated_delta decode, {form} state, {sequences} sequences");
+        machine.report_bytes(&name, seconds, sequences * 2 * size_of::<E>() * DELTA.state_len());
     }
     let (rows, capacity) = (4, 4);
     let data = DeltaData::random(rows);
@@ -198,7 +199,8 @@ fn gated_delta_decode(machine: &Machine) {
         DeltaStep { data: &data, rows: &[rows], slot: &slot, state, log, workspace, y }
             .run(&machine.pool, gated_delta);
     });
-    machine.report_bytes("gated_delta verify, 4 rows after 2 accepted", seconds, 8 * DELTA.state_len());
+    let name = format!("gated_delta verify, {form} state, 4 rows after 2 accepted");
+    machine.report_bytes(&name, seconds, 2 * size_of::<E>() * DELTA.state_len());
 }
 
 fn gated_delta_prefill(machine: &Machine) {
@@ -404,7 +406,8 @@ fn main() {
     let machine = Machine::measure(workers.unwrap_or(1));
     let wanted = |name: &str| name.contains(&filter);
     if wanted("gated_delta_decode") {
-        gated_delta_decode(&machine);
+        gated_delta_decode::<f32>(&machine, "f32");
+        gated_delta_decode::<f16>(&machine, "f16");
     }
     if wanted("gated_delta_prefill") {
         gated_delta_prefill(&machine);

@@ -11,20 +11,20 @@
 // to the sums.
 //
 // qkv [T, 2 HK DK + HV DV] (QKV_STRIDE values from row to row), a and b [T, HV] (A_STRIDE, B_STRIDE),
-// state [slots, HV, DK, DV] f32 in place, y [T, HV, DV].
+// state [slots, HV, DK, DV] f32 or f16 (STATE_F16) in place, y [T, HV, DV].
 //
 // The delta log: (k, u, g) of a token is its record, [k HK DK][u HV DV][g HV]; each slot has LOG records.
 // S = e^g S + k u^T from a record gives the same bits again. A step that keeps its rows open writes records and no
 // state. The next step is told how many were accepted, applies those, and writes the state once.
 //
 // Macros: HK, HV, DK, DV (DV a multiple of 4), QKV_STRIDE, A_STRIDE, B_STRIDE (any number; qkv and its v part need only
-// be 4-byte aligned), LOG (records of a slot; 0 without a log). EARLY=1: no kernel that may still run writes the state,
+// be 4-byte aligned), LOG (records of a slot; 0 without a log), STATE_F16. EARLY=1: no kernel that may still run writes the state,
 // slot or row_start, so they are fetched while earlier kernels finish.
 // Launch: block 128; grid (HV * ceil(DV / 32), B). Shared memory: static. A block holds 32 columns of one head's state
 // in registers: thread (group of 16, lane of 8) has rows group, group + 16, ... of 4 columns. Any number of rows.
 // counters: u32 [B, HK], zero before the first launch and left zero; only read where keep_open.
 //
-// Bytes: 8 HV DK DV a sequence (4 if rows stay open and none was accepted). Floor: those bytes at the memory's
+// Bytes: 8 HV DK DV a sequence (4 if rows stay open and none was accepted); half of it with an f16 state. Floor: those bytes at the memory's
 // bandwidth.
 
 #include "gated_delta.cuh"
@@ -53,7 +53,7 @@ static __device__ __forceinline__ void load_token(Token& token, const Part& part
 
 /// records, accepted and counters are null without a log.
 extern "C" __global__ void __launch_bounds__(128)
-gated_delta(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, float* state,
+gated_delta(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, State* state,
             const u32* row_start, const u32* slot, float* records, const u32* accepted, u32* counters, u32 keep_open,
             float* y) {
     if (!EARLY) wait_for_inputs();
@@ -66,7 +66,7 @@ gated_delta(const float* qkv, const float* a, const float* b, const float* a_log
         return;
     }
 
-    float* s_block = state + ((u64)my_slot * HV + head) * (DK * DV);
+    State* s_block = state + ((u64)my_slot * HV + head) * (DK * DV);
     Part part;
     load_part(part, s_block, blockIdx.x % BLOCKS * COLUMNS);
     const Decay decay = decay_of(a_log, dt_bias, head);

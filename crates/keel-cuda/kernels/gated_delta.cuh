@@ -13,6 +13,7 @@
 #define ROWS ((DK + GROUPS - 1) / GROUPS)
 #define TILE 8 // rows whose records are written together
 #define RECORD (HK * DK + HV * (DV + 1))
+#include "gated_delta_state.cuh"
 
 /// A thread's part of a token: rows group, group + 16, ... of q and k, unscaled; its columns of v; and the head's
 /// gates.
@@ -61,10 +62,10 @@ static __device__ __forceinline__ float log_decay_of(float a, const Decay& decay
 
 /// `s = decay * s + k u^T` on one row.
 static __device__ __forceinline__ void update(float4& s, float decay, float k, const float4& u) {
-    s.x = fmaf(k, u.x, s.x * decay);
-    s.y = fmaf(k, u.y, s.y * decay);
-    s.z = fmaf(k, u.z, s.z * decay);
-    s.w = fmaf(k, u.w, s.w * decay);
+    s.x = kept(fmaf(k, u.x, s.x * decay));
+    s.y = kept(fmaf(k, u.y, s.y * decay));
+    s.z = kept(fmaf(k, u.z, s.z * decay));
+    s.w = kept(fmaf(k, u.w, s.w * decay));
 }
 
 /// Sum over the four groups of a warp, which lie 8 lanes apart.
@@ -84,7 +85,7 @@ static __device__ __forceinline__ void add(float4& x, const float4& y) {
 }
 
 /// Loads this thread's part of the state at `s_block` [DK, DV], from column `block_column` on.
-static __device__ __forceinline__ void load_part(Part& part, const float* s_block, u32 block_column) {
+static __device__ __forceinline__ void load_part(Part& part, const State* s_block, u32 block_column) {
     part.group = threadIdx.x / 8;
     part.lane = threadIdx.x % 8;
     part.column = block_column + part.lane * 4;
@@ -92,15 +93,15 @@ static __device__ __forceinline__ void load_part(Part& part, const float* s_bloc
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         u32 row = r * GROUPS + part.group;
-        part.s[r] = part.valid && row < DK ? *(const float4*)(s_block + row * DV + part.column) : zero4();
+        part.s[r] = part.valid && row < DK ? load_state4(s_block + row * DV + part.column) : zero4();
     }
 }
 
-static __device__ __forceinline__ void store_part(const Part& part, float* s_block) {
+static __device__ __forceinline__ void store_part(const Part& part, State* s_block) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         u32 row = r * GROUPS + part.group;
-        if (part.valid && row < DK) *(float4*)(s_block + row * DV + part.column) = part.s[r];
+        if (part.valid && row < DK) store_state4(s_block + row * DV + part.column, part.s[r]);
     }
 }
 

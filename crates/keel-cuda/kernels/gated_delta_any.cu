@@ -6,13 +6,14 @@
 // must not change: for each row, the state before it is computed again from the committed state and the records of the
 // rows before.
 //
-// Constants: HK, HV, DK, DV, QKV_STRIDE, A_STRIDE, B_STRIDE, LOG (records of a slot; 0 without a log).
+// Constants: HK, HV, DK, DV, QKV_STRIDE, A_STRIDE, B_STRIDE, LOG (records of a slot; 0 without a log), STATE_F16.
 // Launch: grid (HK, B), block a multiple of 32. Shared memory: 2 DK floats.
 // Bytes of a row: 16 DK DV HV; with open rows 8 DK DV HV, and the records of all open rows before it.
 #include "common.cuh"
 
 #define SHARE (HV / HK)
 #define RECORD (HK * DK + HV * (DV + 1))
+#include "gated_delta_state.cuh"
 
 /// The parts of a record that a block reads or writes: k [DK], u [SHARE DV], log decays [SHARE].
 struct Record {
@@ -27,27 +28,28 @@ static __device__ __forceinline__ Record record_of(float* records, u32 row, u32 
 static __device__ __forceinline__ float replayed(float s, float* records, u32 rows, u32 key_head, u32 i, u32 column) {
     for (u32 r = 0; r < rows; ++r) {
         const Record record = record_of(records, r, key_head);
-        s = fmaf(record.k[i], record.u[column], s * expf(record.log_decay[column / DV]));
+        s = kept(fmaf(record.k[i], record.u[column], s * expf(record.log_decay[column / DV])));
     }
     return s;
 }
 
 /// records and accepted are null without a log.
 extern "C" __global__ void gated_delta_any(
-    const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, float* state,
+    const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, State* state,
     const u32* row_start, const u32* slot, float* records, const u32* accepted, u32 keep_open, float* y
 ) {
     take_turn();
     __shared__ float q[DK], k[DK], shared[33];
     const u32 key_head = blockIdx.x, sequence = blockIdx.y, begin = row_start[sequence], end = row_start[sequence + 1];
     if (begin == end && !(accepted && accepted[sequence])) return;
-    float* states = state + ((u64)slot[sequence] * HV + key_head * SHARE) * (DK * DV);
+    State* states = state + ((u64)slot[sequence] * HV + key_head * SHARE) * (DK * DV);
     if (LOG > 0 && records != nullptr) {
         records += (u64)slot[sequence] * LOG * RECORD;
         const u32 applied = accepted[sequence];
         for (u32 column = threadIdx.x; applied > 0 && column < SHARE * DV; column += blockDim.x) {
-            float* s = states + column / DV * (DK * DV) + column % DV;
-            for (u32 i = 0; i < DK; ++i) s[i * DV] = replayed(s[i * DV], records, applied, key_head, i, column);
+            State* s = states + column / DV * (DK * DV) + column % DV;
+            for (u32 i = 0; i < DK; ++i)
+                store_state(s + i * DV, replayed(load_state(s + i * DV), records, applied, key_head, i, column));
         }
     }
     for (u32 t = begin; t < end; ++t) {
@@ -71,16 +73,16 @@ extern "C" __global__ void gated_delta_any(
         const u32 open = LOG > 0 && keep_open ? t - begin : 0;
         for (u32 column = threadIdx.x; column < SHARE * DV; column += blockDim.x) {
             const u32 head = key_head * SHARE + column / DV;
-            float* s = states + column / DV * (DK * DV) + column % DV;
+            State* s = states + column / DV * (DK * DV) + column % DV;
             const float log_decay = -expf(a_log[head]) * softplus(a[(u64)t * A_STRIDE + head] + dt_bias[head]);
             const float decay = expf(log_decay), beta = sigmoid(b[(u64)t * B_STRIDE + head]);
             float seen = 0.0f, out = 0.0f;
             for (u32 i = 0; i < DK; ++i)
-                seen = fmaf(k[i], replayed(s[i * DV], records, open, key_head, i, column) * decay, seen);
+                seen = fmaf(k[i], replayed(load_state(s + i * DV), records, open, key_head, i, column) * decay, seen);
             const float u = beta * (row[2 * HK * DK + key_head * (SHARE * DV) + column] - seen);
             for (u32 i = 0; i < DK; ++i) {
-                const float next = fmaf(k[i], u, replayed(s[i * DV], records, open, key_head, i, column) * decay);
-                if (!(LOG > 0 && keep_open)) s[i * DV] = next;
+                const float next = fmaf(k[i], u, replayed(load_state(s + i * DV), records, open, key_head, i, column) * decay);
+                if (!(LOG > 0 && keep_open)) store_state(s + i * DV, kept(next));
                 out = fmaf(q[i], next, out);
             }
             y[((u64)t * HV + key_head * SHARE) * DV + column] = out;

@@ -14,8 +14,8 @@
 // V - K S and U are operands of the next product without being moved, and warps exchange nothing.
 // Sequences start at multiples of 64 positions; the last chunk may be ragged (absent rows have beta 0 and k 0).
 //
-// qkv [T, 2 HK DK + HV DV] (QKV_STRIDE; 16-byte rows), a and b [T, HV] (A_STRIDE, B_STRIDE), state [slots, HV, DK, DV],
-// y [T, HV, DV].
+// qkv [T, 2 HK DK + HV DV] (QKV_STRIDE; 16-byte rows), a and b [T, HV] (A_STRIDE, B_STRIDE), state [slots, HV, DK, DV]
+// f32 or f16 (STATE_F16; rounded after each chunk), y [T, HV, DV].
 // Macros: HK, HV, DK, DV (DK and DV multiples of 16, DK at most 256), QKV_STRIDE, A_STRIDE, B_STRIDE,
 // STAGES (chunks in shared memory, 3).
 // Launch, with chunks = ceil(T / 64) + B:
@@ -217,7 +217,7 @@ static __device__ __forceinline__ void as_operand(u32 (&a)[4][4], const float (&
 }
 
 extern "C" __global__ void __launch_bounds__(128, 1)
-gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u32* slot, u32 chunks, void* workspace,
+gated_delta_chunks(const float* qkv, State* state, const u32* row_start, const u32* slot, u32 chunks, void* workspace,
                    float* y) {
     take_turn();
     DYNAMIC_SHARED(char, shared);
@@ -269,14 +269,14 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
     const u32 group = lane / 4, quad = lane % 4, column = block_column + warp * 16;
     const bool active = column < DV;
     // This thread's first element; the others lie at constant distances.
-    float* my_state = state + ((u64)slot[sequence] * HV + head) * (DK * DV) + quad * 2 * DV + column + group;
+    State* my_state = state + ((u64)slot[sequence] * HV + head) * (DK * DV) + quad * 2 * DV + column + group;
     float* my_y = y + ((u64)(begin + quad * 2) * HV + head) * DV + column + group;
     // s[n]: columns group, group + 8 of this warp's 16; rows 8 n + 2 quad, 2 quad + 1 of the state.
     float s[DK / 8][4];
 #pragma unroll
     for (int n = 0; n < DK / 8; n++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[n][i] = active ? my_state[(n * 8 + i % 2) * DV + i / 2 * 8] : 0.0f;
+        for (int i = 0; i < 4; i++) s[n][i] = active ? load_state(my_state + (n * 8 + i % 2) * DV + i / 2 * 8) : 0.0f;
     }
 
     for (u32 c = 0; c < count; c++) {
@@ -340,6 +340,11 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
                 mma_f16(s[2 * n + 1], operand[k], x[2], x[3]);
             }
         }
+#pragma unroll
+        for (int n = 0; n < DK / 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[n][i] = kept(s[n][i]);
+        }
 
         // Rows left, from this thread's first one on.
         const int left = (int)(end - begin - c * ROWS) - (int)quad * 2;
@@ -356,7 +361,7 @@ gated_delta_chunks(const float* qkv, float* state, const u32* row_start, const u
 #pragma unroll
         for (int n = 0; n < DK / 8; n++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) my_state[(n * 8 + i % 2) * DV + i / 2 * 8] = s[n][i];
+            for (int i = 0; i < 4; i++) store_state(my_state + (n * 8 + i % 2) * DV + i / 2 * 8, s[n][i]);
         }
     }
 }

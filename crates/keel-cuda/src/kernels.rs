@@ -13,6 +13,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("half.cuh", include_str!("../kernels/half.cuh")),
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),
     ("gated_delta.cuh", include_str!("../kernels/gated_delta.cuh")),
+    ("gated_delta_state.cuh", include_str!("../kernels/gated_delta_state.cuh")),
     ("gated_delta_tiles.cuh", include_str!("../kernels/gated_delta_tiles.cuh")),
     ("kv_coded.cuh", include_str!("../kernels/kv_coded.cuh")),
     ("paged.cuh", include_str!("../kernels/paged.cuh")),

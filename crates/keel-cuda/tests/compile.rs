@@ -188,13 +188,17 @@ fn keys() -> Vec<KernelKey> {
     add(kernels::CAUSAL_CONV, &["causal_conv", "causal_conv_prefill"], &conv);
     let heads = [("HK", "2"), ("HV", "4"), ("DK", "32"), ("DV", "48")];
     let strides = [("QKV_STRIDE", "400"), ("A_STRIDE", "400"), ("B_STRIDE", "400"), ("LOG", "3")];
+    let half = [("STATE_F16", "1")];
     add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides].concat());
+    add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &half].concat());
     let early = [("EARLY", "1")];
     add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &early].concat());
     let wide = [("HK", "16"), ("HV", "32"), ("DK", "128"), ("DV", "128"), ("STAGES", "2")];
     let entries = ["gated_delta_prepare", "gated_delta_chunks"];
     add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides].concat());
+    add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides, &half].concat());
     add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides].concat());
+    add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides, &half].concat());
     add(kernels::CUSTOM, &["initial"], &[("ELEM", "i32")]);
     for (kv_f16, d) in [("0", "80"), ("1", "256")] {
         let defines = [("H", "8"), ("KV", "2"), ("D", d), ("KV_F16", kv_f16), ("WINDOW", "0")];

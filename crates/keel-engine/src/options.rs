@@ -1,7 +1,7 @@
 //! The options that an engine is made with.
 
-use keel_array::{Backend, Compute, KvFormat};
-use keel_cache::CacheSize;
+use keel_array::{Backend, Compute, DType, KvFormat};
+use keel_cache::{CacheFormat, CacheSize};
 
 use crate::{EngineError, Result, VisionOptions};
 
@@ -38,6 +38,8 @@ pub struct EngineOptions {
     pub compute: Compute,
     /// The form in which keys and values are stored. `None` is f32 if `compute` is f32, else f16.
     pub kv: Option<KvFormat>,
+    /// The type in which gated-delta states are stored: f32, or f16 for half of their memory and traffic.
+    pub state: DType,
     /// How many drafts of the MTP head one step may verify, at most [`DRAFTS_MAX`]. 0 runs without the head.
     pub drafts: usize,
     /// Whether the logits of every prompt token can be read, and those of the MTP head.
@@ -64,6 +66,7 @@ impl Default for EngineOptions {
             swap_bytes: 0,
             compute: Compute::Auto,
             kv: None,
+            state: DType::F32,
             drafts: 0,
             all_logits: false,
             row_hidden: false,
@@ -86,6 +89,8 @@ impl EngineOptions {
             format!("a pool of {:?} pages is not within 1 to {}", self.pool_pages, 1 << 24)
         } else if self.drafts > DRAFTS_MAX {
             format!("{} drafts are not within 0 to {DRAFTS_MAX}", self.drafts)
+        } else if ![DType::F32, DType::F16].contains(&self.state) {
+            format!("states in {}: they are stored in f32 or f16", self.state)
         } else {
             return Ok(());
         };
@@ -130,6 +135,10 @@ impl EngineOptions {
     /// Rows of the largest pass of the MTP head alone; 0 without drafts.
     pub(crate) fn head_rows(&self) -> usize {
         if self.drafts == 0 { 0 } else { self.decode_rows().max(HEAD_LAG_MAX) }
+    }
+
+    pub(crate) fn cache_format(&self) -> CacheFormat {
+        CacheFormat { kv: self.kv_format(), state: self.state }
     }
 
     /// The form in which keys and values are stored.

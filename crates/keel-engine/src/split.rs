@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use keel_array::{Backend, KvFormat, Runtime, RuntimeOptions};
-use keel_cache::{CacheSize, CacheSpec, ModelCache};
+use keel_array::{Backend, Runtime, RuntimeOptions};
+use keel_cache::{CacheFormat, CacheSize, CacheSpec, ModelCache};
 use keel_models::loading::{Loader, Parameters};
 use keel_models::{HybridModel, Part};
 use serde_json::Value;
@@ -82,7 +82,7 @@ fn part_bytes(
     let loader = Loader::new(&runtime, parameters, options.compute, &|_| ()).of_part(part);
     let model = keel_models::load(&loader, config)?;
     let size = CacheSize { swap_bytes: 0, ..options.cache_size() };
-    let cache = ModelCache::allocate(&runtime, model.cache_spec(options.kv_format()), size)?;
+    let cache = ModelCache::allocate(&runtime, model.cache_spec(options.cache_format()), size)?;
     let bytes = runtime.ledger().active().total() - own;
     drop((model, cache));
     Ok(bytes)
@@ -142,12 +142,12 @@ pub(crate) fn check_devices(devices: &[(Runtime, Part)], layers: usize) -> Resul
 /// The cache of all devices, and each one's layers in it.
 pub(crate) fn cache_spec(
     models: &[(&Runtime, HybridModel)],
-    kv: KvFormat,
+    format: CacheFormat,
 ) -> (CacheSpec, Vec<(Runtime, Range<usize>)>) {
-    let (mut spec, mut places) = (CacheSpec { layers: Vec::new(), kv }, Vec::with_capacity(models.len()));
+    let (mut spec, mut places) = (CacheSpec { layers: Vec::new(), format }, Vec::with_capacity(models.len()));
     for (runtime, model) in models {
         let start = spec.layers.len();
-        spec.layers.extend(model.cache_spec(kv).layers);
+        spec.layers.extend(model.cache_spec(format).layers);
         places.push(((*runtime).clone(), start..spec.layers.len()));
     }
     (spec, places)

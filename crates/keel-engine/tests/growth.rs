@@ -53,7 +53,7 @@ fn a_token_of_prefill_costs_its_keys_and_values_and_nothing_else() {
     // The layer of the MTP head is not run, so its pages are never touched.
     let layers = engine.model().blocks.len();
     let spec = engine.cache().spec().clone();
-    let kv_bytes: usize = spec.layers[..layers].iter().map(|l| l.token_bytes(spec.kv)).sum();
+    let kv_bytes: usize = spec.layers[..layers].iter().map(|l| l.token_bytes(spec.format.kv)).sum();
     let Some((resident, ledger)) = growth(&mut engine, &runtime, || ()) else {
         keel_testkit::skipped!("this system does not tell the resident set");
         return;

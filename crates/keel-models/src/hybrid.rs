@@ -1,7 +1,7 @@
 //! A complete model: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
-use keel_array::{Array, ConvWindow, DType, DeltaState, KvFormat, Peers, Weight};
-use keel_cache::{CacheSpec, LayerSpec, LayerStorage};
+use keel_array::{Array, ConvWindow, DType, DeltaState, Peers, Weight};
+use keel_cache::{CacheFormat, CacheSpec, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
 use crate::{HybridConfig, MixerKind, ModelError, Part, Result, Shard};
@@ -189,7 +189,7 @@ pub struct HybridModel {
 
 impl HybridModel {
     /// The memory of a sequence in this part: the model's layers, then those of the multi-token-prediction head.
-    pub fn cache_spec(&self, kv: KvFormat) -> CacheSpec {
+    pub fn cache_spec(&self, format: CacheFormat) -> CacheSpec {
         let c = &self.config;
         let attention = LayerSpec::Attention { kv_heads: c.kv_heads, head_dim: c.head_dim };
         let window =
@@ -212,7 +212,10 @@ impl HybridModel {
             MixerKind::GatedDelta => recurrent(),
         };
         let head = self.mtp.iter().flat_map(|mtp| mtp.blocks.iter().map(|_| attention));
-        CacheSpec { layers: self.part.of(&c.layers).map(|(_, kind)| of_kind(kind)).chain(head).collect(), kv }
+        CacheSpec {
+            layers: self.part.of(&c.layers).map(|(_, kind)| of_kind(kind)).chain(head).collect(),
+            format,
+        }
     }
 
     /// Hidden states after the final norm, f32 `[T, hidden]`, of token ids u32 `[T]`.

@@ -155,7 +155,8 @@ impl App {
     fn max_tokens(&self, ask: &Ask) -> Result<usize> {
         let (prompt, context) = (ask.prompt.len(), self.engine.context());
         if prompt >= context {
-            return Err(ServerError::PromptTooLong { prompt, context });
+            let context_max = self.engine.context_max();
+            return Err(ServerError::PromptTooLong { prompt, context, context_max });
         }
         Ok(ask.max_tokens.unwrap_or(self.options.max_tokens_default).min(context - prompt))
     }

@@ -28,13 +28,15 @@ pub enum ServerError {
     /// The prompt leaves no room for an answer.
     #[error(
         "the prompt has {prompt} tokens, and the context of prompt and answer together is {context}: shorten the conversation by at \
-         least {} tokens, or start the server with a longer --context", prompt + 1 - context
+         least {} tokens{}", prompt + 1 - context, longer_context(*prompt, *context, *context_max)
     )]
     PromptTooLong {
         /// Tokens of the prompt.
         prompt: usize,
         /// Limit on the tokens of prompt and answer together.
         context: usize,
+        /// The model's own limit.
+        context_max: usize,
     },
     /// The requested model is not served here.
     #[error("the model {asked:?} is not served here; {served}")]
@@ -193,6 +195,17 @@ const fn reply(status: StatusCode, kind: &'static str, code: &'static str) -> Re
 
 const fn later(status: StatusCode, kind: &'static str, code: &'static str, seconds: u32) -> Reply {
     Reply { status, kind, code, retry_after: Some(seconds) }
+}
+
+/// The end of advice: a longer context, if the model has one.
+fn longer_context(prompt: usize, context: usize, context_max: usize) -> String {
+    if prompt < context_max {
+        format!(", or start the server with --context {} or more", prompt + 1)
+    } else if context < context_max {
+        format!("; this model takes at most {context_max}, with --context {context_max}")
+    } else {
+        "; it is the longest that this model takes".into()
+    }
 }
 
 impl ServerError {

@@ -54,6 +54,7 @@ struct Shared {
     /// have ended.
     devices: Vec<DeviceBooks>,
     context: usize,
+    context_max: usize,
     vocab: usize,
     hidden: usize,
     pools_rows: bool,
@@ -210,6 +211,7 @@ impl EngineHandle {
                 })
                 .collect(),
             context: engine.options().context,
+            context_max: engine.model().config.context_max,
             vocab: engine.model().config.vocab,
             hidden: engine.model().config.hidden,
             pools_rows: engine.options().row_hidden,
@@ -236,6 +238,11 @@ impl EngineHandle {
     /// Largest number of tokens of a sequence.
     pub fn context(&self) -> usize {
         self.shared.context
+    }
+
+    /// The model's own limit on them.
+    pub fn context_max(&self) -> usize {
+        self.shared.context_max
     }
 
     /// Number of logits per row.

@@ -165,9 +165,17 @@ fn an_answer_is_as_long_as_the_context_allows_and_a_prompt_that_does_not_fit_is_
     let error = &reply.json()["error"];
     assert_eq!((reply.status, error["code"].as_str()), (400, Some("context_length_exceeded")));
     let message = error["message"].as_str().expect("a message");
-    for part in ["2050 tokens", "2048", "by at least 3 tokens", "--context"] {
+    for part in
+        ["2050 tokens", "2048", "by at least 3 tokens, or start the server with --context 2051 or more"]
+    {
         assert!(message.contains(part), "{message}");
     }
+    // The model itself takes 4096.
+    let prompt: Vec<u32> = (0..5000).map(|i| 300 + i % 700).collect();
+    let reply = server.post("/v1/completions", &json!({"prompt": prompt, "max_tokens": 1}));
+    let message = reply.json()["error"]["message"].to_string();
+    let advice = "by at least 2953 tokens; this model takes at most 4096, with --context 4096";
+    assert!(message.contains(advice), "{message}");
     server.assert_all_is_back();
 }
 

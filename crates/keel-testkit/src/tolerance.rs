@@ -29,5 +29,9 @@ pub const F16_OPERANDS: f64 = 1e-3;
 /// A result stored as f16: half a unit in the last of 11 bits.
 pub const F16_STORED: f64 = 5e-4;
 
+/// A state rounded to f16 after each row or each 64 rows, where the oracle rounds after each row: units in the last of
+/// 11 bits, which decay and add up.
+pub const F16_STATE: f64 = 4e-3;
+
 /// A result stored as bf16: half a unit in the last of 8 bits.
 pub const BF16_STORED: f64 = 4e-3;

@@ -97,6 +97,16 @@ fn a_text_follows_a_schema_or_a_grammar() {
 }
 
 #[test]
+fn an_answer_ends_where_the_models_context_does() {
+    let folder = fixture("qwen3_5");
+    let ids = vec!["7"; 4090].join(",");
+    let flags = ["--model", arg(&folder), "--ids", &ids, "--max-tokens", "9000", "--ignore-eos", "--json"];
+    let report = json(&[&["generate"], &flags[..]].concat());
+    assert_eq!(report["tokens"].as_array().map(Vec::len), Some(7), "the last one needs no place: {report}");
+    assert_eq!(report["finish_reason"], "length");
+}
+
+#[test]
 fn generate_prints_one_object_with_every_field() {
     let report = json(&["generate", "Once upon a time", "--max-tokens", "9", "--ignore-eos", "--json"]);
     assert_eq!(report["tokens"].as_array().map(Vec::len), Some(9));

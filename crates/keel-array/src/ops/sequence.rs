@@ -92,9 +92,13 @@ impl ConvSpec {
 /// `g = -exp(a_log) softplus(a + dt_bias)`; `S *= e^g`; `u = beta (v - k S)`; `S += k^T u`; `y = q S`.
 ///
 /// Inputs: qkv f32 `[T, 2 Hk Dk + Hv Dv]`; a, b f32 `[T, Hv]`; a_log, dt_bias f32 `[Hv]`;
-/// state f32 `[slots, Hv, Dk, Dv]`, mutated; with a log also records f32 `[slots, R, Hk Dk + Hv Dv + Hv]`, mutated;
+/// state f32 or f16 `[slots, Hv, Dk, Dv]`, mutated; with a log also records f32 `[slots, R, Hk Dk + Hv Dv + Hv]`, mutated;
 /// row_start; slot; position; with a log also accepted. Output f32 `[T, Hv, Dv]`.
 /// In the prefill regime rows are computed in chunks of 64 (WY form), and there is no log.
+///
+/// An f16 state takes half of the memory and traffic. All arithmetic stays in f32; `S` is rounded to f16 (to nearest,
+/// ties to even, magnitudes at most 65,504) after each row of the decode regime, and in the prefill regime after each
+/// row or each chunk, as the backend computes them. So the bits do not depend on how rows are divided into steps.
 ///
 /// A record holds the data to repeat one row's update of the state: the normalised `k` of all key heads, then `u` of
 /// all value heads, then `g` of all value heads. With a log and `n = accepted[b]`, the state of sequence `b` first
@@ -181,7 +185,7 @@ pub struct ConvWindow {
 /// The gated delta rule's memory of one layer.
 #[derive(Clone, Debug)]
 pub struct DeltaState {
-    /// f32 `[slots, Hv, Dk, Dv]`.
+    /// f32 or f16 `[slots, Hv, Dk, Dv]`.
     pub state: Array,
     /// Records of rows that may be taken back: f32 `[slots, R, Hk Dk + Hv Dv + Hv]`.
     pub records: Option<Array>,
@@ -260,7 +264,11 @@ impl Array {
         spec: GatedDeltaSpec,
     ) -> Result<Array> {
         const OP: &str = "gated_delta";
-        expect_f32(OP, &[self, a, b, a_log, dt_bias, &state.state])?;
+        expect_f32(OP, &[self, a, b, a_log, dt_bias])?;
+        if ![DType::F32, DType::F16].contains(&state.state.dtype()) {
+            let got = state.state.dtype();
+            return Err(ArrayError::DType { op: OP, operand: "state", expected: "f32 or f16", got });
+        }
         if spec.key_heads == 0 || !spec.value_heads.is_multiple_of(spec.key_heads) {
             let reason = format!(
                 "{} value heads are not a multiple of {} key heads",

@@ -7,7 +7,7 @@ use super::attention::{
 };
 use super::causal_conv::{CausalConv, causal_conv};
 use super::gated_delta::{
-    GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len,
+    GatedDelta, GatedDeltaInputs, GatedDeltaShape, StateElement, gated_delta, gated_delta_workspace_len,
 };
 use super::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
 use super::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
@@ -100,7 +100,7 @@ fn gated_delta_in_both_regimes() {
     let (a, b) = (random.uniforms(ROWS * 4, -4.0, 1.0), random.uniforms(ROWS * 4, -3.0, 3.0));
     let (a_log, dt_bias) = (random.uniforms(4, -1.0, 1.0), random.uniforms(4, -1.0, 1.0));
     let width = shape.value_heads * shape.value_size;
-    for chunked in [false, true] {
+    for (chunked, half) in [(false, false), (true, false), (false, true), (true, true)] {
         check("gated_delta", ROWS * width + shape.state_len(), |pool, y| {
             let (y, state) = y.split_at_mut(ROWS * width);
             let workspace = match chunked {
@@ -116,13 +116,41 @@ fn gated_delta_in_both_regimes() {
                 a_log: &a_log,
                 dt_bias: &dt_bias,
             };
-            let (state, y) = (SharedMut::new(state), RowsMut::whole(SharedMut::new(y), width));
-            let task = GatedDelta { inputs, batch: BATCH, slot: &[0], state, log: None, y };
+            let y = RowsMut::whole(SharedMut::new(y), width);
             let workspace = SharedMut::new(&mut workspace);
-            pool.run(|w| match chunked {
-                false => gated_delta(&task, workspace, w),
-                true => gated_delta_chunked(&task, workspace, w),
-            });
+            let run = Delta { pool, chunked, workspace };
+            if half {
+                let mut narrow: Vec<f16> = state.iter().map(|&x| f16::from_f32(x)).collect();
+                let (batch, slot) = (BATCH, &[0][..]);
+                run.run(&GatedDelta {
+                    inputs,
+                    batch,
+                    slot,
+                    state: SharedMut::new(&mut narrow),
+                    log: None,
+                    y,
+                });
+                state.iter_mut().zip(narrow).for_each(|(x, half)| *x = half.to_f32());
+            } else {
+                let (batch, slot) = (BATCH, &[0][..]);
+                run.run(&GatedDelta { inputs, batch, slot, state: SharedMut::new(state), log: None, y });
+            }
+        });
+    }
+}
+
+/// How the gated delta rule is run.
+struct Delta<'a> {
+    pool: &'a ThreadPool,
+    chunked: bool,
+    workspace: SharedMut<'a, f32>,
+}
+
+impl Delta<'_> {
+    fn run<E: StateElement>(&self, task: &GatedDelta<'_, E>) {
+        self.pool.run(|w| match self.chunked {
+            false => gated_delta(task, self.workspace, w),
+            true => gated_delta_chunked(task, self.workspace, w),
         });
     }
 }

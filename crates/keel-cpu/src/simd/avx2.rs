@@ -32,6 +32,14 @@ unsafe fn widen_f16(p: *const u16) -> __m256 {
     _mm256_cvtph_ps(unsafe { _mm_loadu_si128(p.cast()) })
 }
 
+/// Writes eight values at `p` as f16.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn narrow_f16(v: __m256, p: *mut u16) {
+    // SAFETY: the caller promises room for eight values.
+    unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+}
+
 /// The low bits of `n` added to the exponent of `p`.
 #[inline]
 #[target_feature(enable = "avx2")]
@@ -64,6 +72,14 @@ impl Simd for Avx2 {
     unsafe fn load_f16_ptr(self, p: *const u16) -> Self::V {
         // SAFETY: as `op!`; the caller promises sixteen values.
         unsafe { (widen_f16(p), widen_f16(p.add(8))) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16_ptr(self, v: Self::V, p: *mut u16) {
+        // SAFETY: as `op!`; the caller promises room for sixteen values.
+        unsafe {
+            narrow_f16(v.0, p);
+            narrow_f16(v.1, p.add(8));
+        }
     }
     #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {

@@ -89,6 +89,11 @@ impl Simd for Avx512 {
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
     }
     #[inline(always)]
+    unsafe fn store_f16_ptr(self, v: Self::V, p: *mut u16) {
+        // SAFETY: as `op!`; the caller promises room for sixteen values.
+        unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT }>(v)) }
+    }
+    #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {
         op!(_mm512_add_ps(a, b))
     }

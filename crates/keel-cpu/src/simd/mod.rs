@@ -102,6 +102,11 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `p` must be valid for reading sixteen values.
     unsafe fn load_f16_ptr(self, p: *const u16) -> Self::V;
+    /// Writes the lanes at `p` as f16, rounded to nearest, ties to even.
+    ///
+    /// # Safety
+    /// `p` must be valid for writing sixteen values.
+    unsafe fn store_f16_ptr(self, v: Self::V, p: *mut u16);
     /// `a + b`
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a - b`
@@ -249,6 +254,10 @@ mod tests {
             let (va, vb) = (s.load(&a), s.load(&b));
             // SAFETY: the array has sixteen values.
             let wide = unsafe { s.load_f16_ptr(halves.as_ptr()) };
+            let mut narrow = [0u16; LANES];
+            // SAFETY: the array has room for sixteen values.
+            unsafe { s.store_f16_ptr(va, narrow.as_mut_ptr()) };
+            assert_eq!(narrow, a.map(|x| half::f16::from_f32_const(x).to_bits()));
             let results = [
                 s.add(va, vb),
                 s.sub(va, vb),

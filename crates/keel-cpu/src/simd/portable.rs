@@ -37,6 +37,12 @@ mod lanewise {
     pub fn widen(halves: &[u16; LANES]) -> V {
         lanes(|i| f16::from_bits(halves[i]).to_f32_const())
     }
+
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    pub fn narrow(v: &V) -> [u16; LANES] {
+        v.map(|x| f16::from_f32_const(x).to_bits())
+    }
 }
 
 impl Simd for Portable {
@@ -61,6 +67,11 @@ impl Simd for Portable {
         // SAFETY: the caller promises sixteen values.
         let halves = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
         lanewise::widen(&halves)
+    }
+    #[inline(always)]
+    unsafe fn store_f16_ptr(self, v: Self::V, p: *mut u16) {
+        // SAFETY: the caller promises room for sixteen values; the write needs no alignment.
+        unsafe { p.cast::<[u16; LANES]>().write_unaligned(lanewise::narrow(&v)) }
     }
     #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {

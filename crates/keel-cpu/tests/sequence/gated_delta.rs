@@ -1,6 +1,8 @@
 use super::row_starts;
+use half::f16;
 use keel_cpu::kernels::gated_delta::{
-    DeltaLog, GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len,
+    DeltaLog, GatedDelta, GatedDeltaInputs, GatedDeltaShape, StateElement, gated_delta,
+    gated_delta_workspace_len,
 };
 use keel_cpu::kernels::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
 use keel_cpu::kernels::rows::{Batch, Rows, RowsMut};
@@ -88,22 +90,75 @@ enum Regime {
     Prefill,
 }
 
+/// An element of a state, as a number.
+trait Element: StateElement {
+    fn of(x: f32) -> Self;
+    fn value(self) -> f32;
+}
+
+impl Element for f32 {
+    fn of(x: f32) -> f32 {
+        x
+    }
+    fn value(self) -> f32 {
+        self
+    }
+}
+
+impl Element for f16 {
+    fn of(x: f32) -> f16 {
+        f16::from_f32(x.clamp(-65504.0, 65504.0))
+    }
+    fn value(self) -> f32 {
+        self.to_f32()
+    }
+}
+
+/// Runs a law for states in f32 and in f16.
+macro_rules! laws {
+    ($($(#[$doc:meta])* $name:ident => $law:ident;)*) => { $(
+        $(#[$doc])*
+        #[test]
+        fn $name() {
+            $law::<f32>();
+            $law::<f16>();
+        }
+    )* };
+}
+
+laws! {
+    workers_and_neighbours_do_not_change_a_bit => workers_and_neighbours;
+    any_cut_of_a_prefill_at_multiples_of_64_gives_the_same_bits => cuts_of_a_prefill;
+    rows_of_a_partial_chunk_do_not_depend_on_those_that_follow => partial_chunks;
+    a_decode_step_of_many_rows_is_that_many_steps => steps_of_many_rows;
+    /// Two sequences speculate with random numbers of drafts and accept random numbers of them. Accepted rows and states
+    /// must have the bits of plain decoding.
+    accepted_rows_have_the_bits_of_plain_decoding => accepted_rows;
+    a_committing_step_settles_the_log_first => committing_steps;
+    an_open_step_leaves_the_state_alone => open_steps;
+}
+
 /// A pool of states with a delta log.
 #[derive(Clone)]
-struct Slots {
-    state: Vec<f32>,
+struct Slots<E> {
+    state: Vec<E>,
     log: Vec<f32>,
     capacity: usize,
 }
 
-impl Slots {
+impl<E: Element> Slots<E> {
     /// Random states, as after a history. The log and the workspace start as NaN, which must never be read.
-    fn random(shape: &GatedDeltaShape, slots: usize, capacity: usize) -> Slots {
+    fn random(shape: &GatedDeltaShape, slots: usize, capacity: usize) -> Slots<E> {
+        let state = Random::new(99).uniforms(slots * shape.state_len(), -0.5, 0.5);
         Slots {
-            state: Random::new(99).uniforms(slots * shape.state_len(), -0.5, 0.5),
+            state: state.into_iter().map(E::of).collect(),
             log: vec![f32::NAN; slots * capacity * shape.record_len()],
             capacity,
         }
+    }
+
+    fn values(&self) -> Vec<f32> {
+        self.state.iter().map(|x| x.value()).collect()
     }
 }
 
@@ -115,11 +170,11 @@ struct Log<'a> {
 }
 
 /// One step over sequences with `rows` rows each, in the slots `slot`; returns `y`.
-fn step(
+fn step<E: Element>(
     data: &Data,
     rows: &[usize],
     slot: &[u32],
-    slots: &mut Slots,
+    slots: &mut Slots<E>,
     regime: Regime,
     log: Option<Log<'_>>,
     workers: usize,
@@ -155,7 +210,7 @@ fn both_regimes_follow_the_oracle() {
         for rows in BATCHES {
             let data = Data::random(shape, rows.iter().sum(), n as u64);
             let slot: Vec<u32> = (0..rows.len() as u32).rev().collect();
-            let start = Slots::random(&data.cpu_shape(), rows.len() + 1, 0);
+            let start = Slots::<f32>::random(&data.cpu_shape(), rows.len() + 1, 0);
             let (mut want, mut want_state) =
                 (Vec::new(), start.state.iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
             let (mut from, len) = (0, data.cpu_shape().state_len());
@@ -174,20 +229,19 @@ fn both_regimes_follow_the_oracle() {
     }
 }
 
-#[test]
-fn workers_and_neighbours_do_not_change_a_bit() {
+fn workers_and_neighbours<E: Element>() {
     for &shape in SHAPES {
         let rows = [3, 70, 1];
         let data = Data::random(shape, 74, 5);
         for regime in [Regime::Decode, Regime::Prefill] {
-            let start = Slots::random(&data.cpu_shape(), 3, 0);
+            let start = Slots::<E>::random(&data.cpu_shape(), 3, 0);
             let mut together = start.clone();
             let y = step(&data, &rows, &[2, 0, 1], &mut together, regime, None, 1);
             for workers in [2, 5] {
                 let mut slots = start.clone();
                 let again = step(&data, &rows, &[2, 0, 1], &mut slots, regime, None, workers);
                 assert_same_bits("y with more workers", &y, &again);
-                assert_same_bits("state with more workers", &together.state, &slots.state);
+                assert_same_bits("state with more workers", &together.values(), &slots.values());
             }
             let (mut alone, mut y_alone) = (start.clone(), Vec::new());
             for (part, slot) in [(0..3, 2), (3..73, 0), (73..74, 1)] {
@@ -195,16 +249,15 @@ fn workers_and_neighbours_do_not_change_a_bit() {
                 y_alone.extend(step(&data, &[part.len()], &[slot], &mut alone, regime, None, 2));
             }
             assert_same_bits("y alone", &y, &y_alone);
-            assert_same_bits("state alone", &together.state, &alone.state);
+            assert_same_bits("state alone", &together.values(), &alone.values());
         }
     }
 }
 
-#[test]
-fn any_cut_of_a_prefill_at_multiples_of_64_gives_the_same_bits() {
+fn cuts_of_a_prefill<E: Element>() {
     for &shape in SHAPES {
         let data = Data::random(shape, 300, 7);
-        let start = Slots::random(&data.cpu_shape(), 1, 0);
+        let start = Slots::<E>::random(&data.cpu_shape(), 1, 0);
         let mut whole = start.clone();
         let y = step(&data, &[300], &[0], &mut whole, Regime::Prefill, None, 2);
         for cut in [64, 128, 192] {
@@ -222,16 +275,15 @@ fn any_cut_of_a_prefill_at_multiples_of_64_gives_the_same_bits() {
                 ));
             }
             assert_same_bits(&format!("y in steps of {cut}"), &y, &pieces);
-            assert_same_bits(&format!("state in steps of {cut}"), &whole.state, &slots.state);
+            assert_same_bits(&format!("state in steps of {cut}"), &whole.values(), &slots.values());
         }
     }
 }
 
-#[test]
-fn rows_of_a_partial_chunk_do_not_depend_on_those_that_follow() {
+fn partial_chunks<E: Element>() {
     for &shape in SHAPES {
         let data = Data::random(shape, 64, 8);
-        let start = Slots::random(&data.cpu_shape(), 1, 0);
+        let start = Slots::<E>::random(&data.cpu_shape(), 1, 0);
         let whole = step(&data, &[64], &[0], &mut start.clone(), Regime::Prefill, None, 1);
         for rows in [1, 7, 8, 9, 31, 33, 63] {
             let part = step(&data.rows(0, rows), &[rows], &[0], &mut start.clone(), Regime::Prefill, None, 1);
@@ -240,25 +292,21 @@ fn rows_of_a_partial_chunk_do_not_depend_on_those_that_follow() {
     }
 }
 
-#[test]
-fn a_decode_step_of_many_rows_is_that_many_steps() {
+fn steps_of_many_rows<E: Element>() {
     for &shape in SHAPES {
         let data = Data::random(shape, 9, 9);
-        let mut together = Slots::random(&data.cpu_shape(), 1, 0);
+        let mut together = Slots::<E>::random(&data.cpu_shape(), 1, 0);
         let mut one_by_one = together.clone();
         let y = step(&data, &[9], &[0], &mut together, Regime::Decode, None, 2);
         let singles: Vec<f32> = (0..9)
             .flat_map(|t| step(&data.rows(t, t + 1), &[1], &[0], &mut one_by_one, Regime::Decode, None, 2))
             .collect();
         assert_same_bits("y", &y, &singles);
-        assert_same_bits("state", &together.state, &one_by_one.state);
+        assert_same_bits("state", &together.values(), &one_by_one.values());
     }
 }
 
-/// Two sequences speculate with random numbers of drafts and accept random numbers of them. Accepted rows and states
-/// must have the bits of plain decoding.
-#[test]
-fn accepted_rows_have_the_bits_of_plain_decoding() {
+fn accepted_rows<E: Element>() {
     // Also more records than one sweep applies.
     for (n, (&shape, capacity)) in SHAPES.iter().flat_map(|shape| [(shape, 4), (shape, 9)]).enumerate() {
         let mut random = Random::new(40 + n as u64);
@@ -269,7 +317,7 @@ fn accepted_rows_have_the_bits_of_plain_decoding() {
             ..Data::random(shape, 60, 12)
         };
         let truth = [first, second];
-        let start = Slots::random(&truth[0].cpu_shape(), 2, capacity);
+        let start = Slots::<E>::random(&truth[0].cpu_shape(), 2, capacity);
         let mut plain = start.clone();
         let want: Vec<Vec<f32>> = truth
             .iter()
@@ -315,15 +363,14 @@ fn accepted_rows_have_the_bits_of_plain_decoding() {
         let nothing = truth[0].rows(0, 0);
         let log = Log { accepted: &accepted, keep_open: false };
         step(&nothing, &[0, 0], &[1, 0], &mut slots, Regime::Decode, Some(log), 2);
-        assert_same_bits("settled state", &slots.state, &plain.state);
+        assert_same_bits("settled state", &slots.values(), &plain.values());
     }
 }
 
-#[test]
-fn a_committing_step_settles_the_log_first() {
+fn committing_steps<E: Element>() {
     let shape = SHAPES[1];
     let data = Data::random(shape, 7, 21);
-    let mut plain = Slots::random(&data.cpu_shape(), 1, 3);
+    let mut plain = Slots::<E>::random(&data.cpu_shape(), 1, 3);
     let mut slots = plain.clone();
     let want = step(&data, &[7], &[0], &mut plain, Regime::Decode, None, 1);
     let open = Log { accepted: &[0], keep_open: true };
@@ -331,17 +378,43 @@ fn a_committing_step_settles_the_log_first() {
     let mut got = step(&data.rows(0, 3), &[3], &[0], &mut slots, Regime::Decode, Some(open), 2);
     got.extend(step(&data.rows(3, 7), &[4], &[0], &mut slots, Regime::Decode, Some(commit), 2));
     assert_same_bits("y", &got, &want);
-    assert_same_bits("state", &slots.state, &plain.state);
+    assert_same_bits("state", &slots.values(), &plain.values());
 }
 
-#[test]
-fn an_open_step_leaves_the_state_alone() {
+fn open_steps<E: Element>() {
     let data = Data::random(SHAPES[3], 4, 22);
-    let start = Slots::random(&data.cpu_shape(), 1, 4);
+    let start = Slots::<E>::random(&data.cpu_shape(), 1, 4);
     let mut slots = start.clone();
     step(&data, &[4], &[0], &mut slots, Regime::Decode, Some(Log { accepted: &[0], keep_open: true }), 2);
-    assert_same_bits("state", &slots.state, &start.state);
+    assert_same_bits("state", &slots.values(), &start.values());
     assert!(slots.log.iter().all(|x| x.is_finite()), "every value of the four records is written");
+}
+
+/// An f16 state has the bits of an f32 state that is rounded to f16 after each row or chunk.
+#[test]
+fn a_state_in_f16_is_rounded_after_each_row_or_chunk() {
+    for (n, &shape) in SHAPES.iter().enumerate() {
+        let mut data = Data::random(shape, 200, 60 + n as u64);
+        // One value beyond the range of f16, which is kept as its end.
+        let value = 2 * shape.key_heads * shape.key_size;
+        let row = 150 * data.qkv_len();
+        data.qkv[row + value] = 3e6;
+        for (regime, rows) in [(Regime::Decode, 1), (Regime::Prefill, 64)] {
+            let mut narrow = Slots::<f16>::random(&data.cpu_shape(), 1, 0);
+            let mut wide = Slots { state: narrow.values(), log: Vec::new(), capacity: 0 };
+            let y = step(&data, &[200], &[0], &mut narrow, regime, None, 2);
+            let mut want = Vec::new();
+            for from in (0..200).step_by(rows) {
+                let part = data.rows(from, (from + rows).min(200));
+                let rows = part.a.len() / shape.value_heads;
+                want.extend(step(&part, &[rows], &[0], &mut wide, regime, None, 2));
+                wide.state.iter_mut().for_each(|x| *x = f16::of(*x).value());
+            }
+            assert_same_bits(&format!("{shape:?}: y"), &y, &want);
+            assert_same_bits(&format!("{shape:?}: state"), &narrow.values(), &wide.state);
+            assert!(narrow.values().iter().all(|x| x.is_finite()));
+        }
+    }
 }
 
 /// Rounding errors do not accumulate, because decays shrink them.

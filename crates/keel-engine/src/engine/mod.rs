@@ -96,7 +96,7 @@ impl Engine {
             let loader = Loader::new(runtime, parameters, options.compute, progress).of_part(part.clone());
             models.push((runtime, keel_models::load(&loader, config)?));
         }
-        let (mut spec, places) = split::cache_spec(&models, options.kv_format());
+        let (mut spec, places) = split::cache_spec(&models, options.cache_format());
         let Some((_, model)) = models.pop() else { unreachable!("there is a device") };
         if options.drafts > 0 && model.mtp.is_none() {
             return Err(EngineError::NoMtpHead);

@@ -1,9 +1,10 @@
 //! Rows that may be taken back. Each round keeps some of a step's rows; the result must be that of the kept rows alone.
 
-use super::sequence::{batch, draw, floats, rows_of, up};
-use super::{Check, expect_within};
+use super::sequence::{batch, draw, floats, kept_in, rows_of, up};
+use super::{Check, expect_within, rounded, upload};
+use crate::compare::assert_close;
 use crate::naive::causal_conv::causal_conv;
-use crate::naive::gated_delta::{Inputs, Outputs, Shape, gated_delta};
+use crate::naive::gated_delta::{Inputs, Outputs, Shape, gated_delta_kept};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::{cases, tolerance};
@@ -13,7 +14,8 @@ use keel_array::{
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "causal_conv", run: conv },
-    Check { op: "gated_delta", run: delta },
+    Check { op: "gated_delta", run: |r| delta(r, DType::F32, tolerance::F32 * 4.0) },
+    Check { op: "gated_delta", run: |r| delta(r, DType::F16, tolerance::F16_STATE) },
     Check { op: "causal_conv", run: counts_are_checked },
 ];
 
@@ -71,13 +73,12 @@ fn log(runtime: &Runtime, width: usize) -> Option<Array> {
 }
 
 /// Compares the rows that stay, for each sequence.
-fn expect_stayed(what: &str, runtime: &Runtime, y: &Array, round: &Round, width: usize, want: &[Vec<f64>]) {
+fn expect_stayed(what: &str, y: &Array, round: &Round, width: usize, want: &[Vec<f64>], within: f64) {
     let y: Vec<f32> = y.to_vec().expect("a case runs");
     let sequences: Vec<(usize, usize)> = round.rows.iter().map(|&n| (0, n)).collect();
     for (b, want) in want.iter().enumerate() {
         let got = &rows_of(&y, &sequences, b, width)[..round.stay[b] * width];
-        let got = Array::from_slice(runtime, got, [got.len()]).expect("memory");
-        expect_within(&format!("{what}, sequence {b}"), &got, want, tolerance::F32 * 4.0);
+        assert_close(&format!("{what}, sequence {b}"), got, want, within);
     }
 }
 
@@ -102,14 +103,15 @@ fn conv(runtime: &Runtime) {
                     causal_conv(x, &taps, None, channels, &mut windows[SEQUENCES - b])
                 })
                 .collect();
-            expect_stayed(&format!("causal_conv {shape:?}, round {i}"), runtime, &y, round, channels, &want);
+            let what = format!("causal_conv {shape:?}, round {i}");
+            expect_stayed(&what, &y, round, channels, &want, tolerance::F32 * 4.0);
         }
         let kept: Vec<f64> = windows.iter().flatten().map(|&x| f64::from(x)).collect();
         expect_within(&format!("window of causal_conv {shape:?}"), &window.rows, &kept, tolerance::F32);
     }
 }
 
-fn delta(runtime: &Runtime) {
+fn delta(runtime: &Runtime, form: DType, within: f64) {
     let mut random = Random::new(74);
     for &shape in cases::gated_delta::SHAPES {
         let Shape { key_heads, value_heads, key_size, value_size } = shape;
@@ -123,8 +125,9 @@ fn delta(runtime: &Runtime) {
         };
         let (row, width) = (spec(RowLog::None).channels(), value_heads * value_size);
         let start = draw(&mut random, &[SEQUENCES + 1, value_heads, key_size, value_size]);
+        let start = rounded(&start, form);
         let records = log(runtime, spec(RowLog::None).record_len()).expect("a log");
-        let state = DeltaState { state: up(runtime, &start), records: Some(records.clone()) };
+        let state = DeltaState { state: upload(runtime, &start, form), records: Some(records.clone()) };
         let mut states: Vec<Vec<f64>> = start.values.chunks(key_size * width).map(<[f64]>::to_vec).collect();
         let [a_log, dt_bias] = [(); 2].map(|()| draw(&mut random, &[value_heads]));
         for (i, round) in rounds(&mut random).iter().enumerate() {
@@ -147,12 +150,12 @@ fn delta(runtime: &Runtime) {
                         a_log: &a_log,
                         dt_bias: &dt_bias,
                     };
-                    gated_delta(shape, inputs, &mut states[SEQUENCES - s])
+                    gated_delta_kept(shape, inputs, &mut states[SEQUENCES - s], kept_in(form))
                 })
                 .collect();
-            let what = format!("gated_delta {shape:?}, round {i}");
+            let what = format!("gated_delta {shape:?}, {form}, round {i}");
             let rows: Vec<Vec<f64>> = want.iter().map(|want| want.y.clone()).collect();
-            expect_stayed(&what, runtime, &y, round, width, &rows);
+            expect_stayed(&what, &y, round, width, &rows, within);
             if round.log == RowLog::KeepOpen {
                 let records: Vec<f32> = records.to_vec().expect("a case runs");
                 for (s, want) in want.iter().enumerate() {
@@ -160,12 +163,12 @@ fn delta(runtime: &Runtime) {
                     let got = &records[first..][..want.records.len()];
                     let got = Array::from_slice(runtime, got, [got.len()]).expect("memory");
                     let what = format!("records of {what}, sequence {s}");
-                    expect_within(&what, &got, &want.records, tolerance::F32 * 4.0);
+                    expect_within(&what, &got, &want.records, within);
                 }
             }
         }
-        let what = format!("state of gated_delta {shape:?}");
-        expect_within(&what, &state.state, &states.concat(), tolerance::F32 * 4.0);
+        let what = format!("state of gated_delta {shape:?}, {form}");
+        expect_within(&what, &state.state, &states.concat(), within);
     }
 }
 

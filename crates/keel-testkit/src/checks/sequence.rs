@@ -4,7 +4,7 @@ use super::share::is_mine;
 use super::{Check, expect, expect_within, rounded, upload};
 use crate::naive::attention::{Shape, attention, attention_until};
 use crate::naive::causal_conv::causal_conv;
-use crate::naive::gated_delta::{Inputs, gated_delta};
+use crate::naive::gated_delta::{Inputs, gated_delta_kept};
 use crate::naive::kv_coding::coded;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
@@ -22,8 +22,10 @@ pub(super) const CHECKS: &[Check] = &[
 ];
 
 pub(super) const BY_CASE: &[Check] = &[
-    Check { op: "gated_delta", run: |r| delta(r, Regime::Decode, EXACT_DELTA) },
-    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, EXACT_DELTA) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Decode, DType::F32, EXACT_DELTA) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F32, EXACT_DELTA) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Decode, DType::F16, tolerance::F16_STATE) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F16, tolerance::F16_STATE) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F16, EXACT) },
@@ -50,7 +52,8 @@ const FAST_WITHIN: f64 = tolerance::F16_OPERANDS;
 
 /// Operations that a backend's fast mode may multiply in f16: prompts' gated delta rule, and attention except over f32.
 pub(super) const FAST: &[Check] = &[
-    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, FAST_WITHIN) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F32, FAST_WITHIN) },
+    Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F16, tolerance::F16_STATE) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits8, FAST_WITHIN) },
@@ -140,11 +143,11 @@ fn conv(runtime: &Runtime) {
     }
 }
 
-fn delta(runtime: &Runtime, regime: Regime, within: f64) {
+fn delta(runtime: &Runtime, regime: Regime, form: DType, within: f64) {
     let mut random = Random::new(71);
     for shape in cases::gated_delta::SHAPES {
         let batches = cases::gated_delta::BATCHES.iter();
-        for rows in batches.filter(|rows| is_mine(&("delta", regime, shape, rows))) {
+        for rows in batches.filter(|rows| is_mine(&("delta", regime, form, shape, rows))) {
             let sequences: Vec<(usize, usize)> = rows.iter().map(|&n| (64, n)).collect();
             let (tokens, hv) = (rows.iter().sum::<usize>(), shape.value_heads);
             let row = 2 * shape.key_heads * shape.key_size + hv * shape.value_size;
@@ -152,7 +155,8 @@ fn delta(runtime: &Runtime, regime: Regime, within: f64) {
             let b = draw(&mut random, &[tokens, hv]);
             let (a_log, dt_bias) = (draw(&mut random, &[hv]), draw(&mut random, &[hv]));
             let state = draw(&mut random, &[rows.len() + 1, hv, shape.key_size, shape.value_size]);
-            let persistent = DeltaState { state: up(runtime, &state), records: None };
+            let state = rounded(&state, form);
+            let persistent = DeltaState { state: upload(runtime, &state, form), records: None };
             let spec = GatedDeltaSpec {
                 key_heads: shape.key_heads,
                 value_heads: hv,
@@ -185,14 +189,19 @@ fn delta(runtime: &Runtime, regime: Regime, within: f64) {
                         a_log: &a_log,
                         dt_bias: &dt_bias,
                     };
-                    gated_delta(*shape, inputs, &mut states[rows.len() - s]).y
+                    gated_delta_kept(*shape, inputs, &mut states[rows.len() - s], kept_in(form)).y
                 })
                 .collect();
-            let what = format!("gated_delta {shape:?} of {rows:?}, {regime:?}");
+            let what = format!("gated_delta {shape:?} of {rows:?}, {regime:?}, {form}");
             expect_within(&what, &y, &want, within);
             expect_within(&format!("state of {what}"), &persistent.state, &states.concat(), within);
         }
     }
+}
+
+/// What a state of this type keeps of a value.
+pub(super) fn kept_in(form: DType) -> impl Fn(f64) -> f64 {
+    move |x| if form == DType::F16 { f16::from_f64(x.clamp(-65504.0, 65504.0)).to_f64() } else { x }
 }
 
 /// Keys or values after rounding or coding in the pool.

@@ -39,6 +39,16 @@ pub struct Outputs {
 
 /// Runs all rows in order. `state` `[Hv, Dk, Dv]` is updated in place.
 pub fn gated_delta(shape: Shape, inputs: Inputs<'_>, state: &mut [f64]) -> Outputs {
+    gated_delta_kept(shape, inputs, state, |x| x)
+}
+
+/// As [`gated_delta`], with a state that is `kept` in another form after each row.
+pub fn gated_delta_kept(
+    shape: Shape,
+    inputs: Inputs<'_>,
+    state: &mut [f64],
+    kept: impl Fn(f64) -> f64,
+) -> Outputs {
     let Shape { key_heads, value_heads, key_size, value_size } = shape;
     let row_len = 2 * key_heads * key_size + value_heads * value_size;
     let rows = inputs.qkv.len() / row_len;
@@ -73,6 +83,7 @@ pub fn gated_delta(shape: Shape, inputs: Inputs<'_>, state: &mut [f64]) -> Outpu
                 let sum: f64 = (0..key_size).map(|i| q[i] * s[i * value_size + j]).sum();
                 y[(t * value_heads + h) * value_size + j] = sum / (key_size as f64).sqrt();
             }
+            s.iter_mut().for_each(|x| *x = kept(*x));
         }
     }
     Outputs { y, records }

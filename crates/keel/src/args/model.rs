@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use evenkeel::ModelFiles;
-use keel_array::{Compute, KvFormat};
+use keel_array::{Compute, DType, KvFormat};
 use keel_engine::{EngineOptions, PREFILL_GRID};
 
 use crate::source;
@@ -59,6 +59,10 @@ pub struct EngineArgs {
     /// less memory and change the result. By default 16, or 32 with --compute f32.
     #[arg(long, value_name = "N", value_parser = parse_kv_bits)]
     pub kv_bits: Option<KvFormat>,
+    /// Bits of each value of a recurrent (gated delta) state: 32, or 16 (f16). 16 take half of the memory and traffic of
+    /// the states and change the result.
+    #[arg(long, value_name = "N", default_value = "32", value_parser = parse_state_bits)]
+    pub state_bits: DType,
 }
 
 fn parse_kv_bits(text: &str) -> std::result::Result<KvFormat, String> {
@@ -68,6 +72,14 @@ fn parse_kv_bits(text: &str) -> std::result::Result<KvFormat, String> {
         "8" => Ok(KvFormat::Bits8),
         "4" => Ok(KvFormat::Bits4),
         _ => Err("not one of 32, 16, 8 and 4".into()),
+    }
+}
+
+fn parse_state_bits(text: &str) -> std::result::Result<DType, String> {
+    match text {
+        "32" => Ok(DType::F32),
+        "16" => Ok(DType::F16),
+        _ => Err("not one of 32 and 16".into()),
     }
 }
 
@@ -88,6 +100,7 @@ impl EngineArgs {
                 PrefillComputeArg::EightBits => Compute::Prompts8,
             },
             kv: self.kv_bits,
+            state: self.state_bits,
             ..EngineOptions::default()
         }
     }

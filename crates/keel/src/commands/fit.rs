@@ -4,7 +4,7 @@ mod variants;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use keel_array::{AttentionSpec, Category, KvFormat, MemoryReport};
+use keel_array::{AttentionSpec, Category, DType, KvFormat, MemoryReport};
 use keel_engine::EngineOptions;
 use serde_json::{Value, json};
 
@@ -266,6 +266,7 @@ impl Form<'_> {
         };
         let default_kv = args.engine.kv_bits.is_none() && kv == args.engine.options().kv_format();
         let kv_flag = if default_kv { String::new() } else { format!(" --kv-bits {}", bits_of(kv)) };
+        let state_flag = if args.engine.state_bits == DType::F16 { " --state-bits 16" } else { "" };
         let device = match on.device() {
             _ if on.split.is_split() => {
                 format!(" --devices {} --split {}", on.split.list(), on.split.split())
@@ -274,7 +275,7 @@ impl Form<'_> {
             Device::Cuda(n) => format!(" --device cuda:{n}"),
         };
         let command = format!(
-            "{} --sequences {sequences} --context {context} --kv-cache {}{kv_flag}{device}",
+            "{} --sequences {sequences} --context {context} --kv-cache {}{kv_flag}{state_flag}{device}",
             variant.command,
             planner.kv_bytes(&planner.wanted)
         );

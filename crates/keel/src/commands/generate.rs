@@ -176,9 +176,11 @@ fn context(args: &GenerateArgs, model: &ModelFiles, prompt_tokens: usize) -> Res
         }
         return Ok(context);
     }
-    let max_tokens = args.sampling.max_tokens;
+    // The answer ends where the model's context does.
+    let room = model.config.context_max.saturating_sub(prompt_tokens).max(1);
+    let max_tokens = args.sampling.max_tokens.min(room);
     context_for(&model.config, prompt_tokens.saturating_add(max_tokens))
-        .with_context(|| format!("a prompt of {prompt_tokens} tokens and --max-tokens {max_tokens}"))
+        .with_context(|| format!("a prompt of {prompt_tokens} tokens"))
 }
 
 /// Opens the text side of the model. If `optional` (the prompt is ids), the model may lack a tokenizer.

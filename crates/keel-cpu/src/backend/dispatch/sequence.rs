@@ -9,7 +9,8 @@ use crate::kernels::attention::{
 };
 use crate::kernels::causal_conv::{CausalConv, ConvLog, causal_conv};
 use crate::kernels::gated_delta::{
-    DeltaLog, GatedDelta, GatedDeltaInputs, GatedDeltaShape, gated_delta, gated_delta_workspace_len,
+    DeltaLog, GatedDelta, GatedDeltaInputs, GatedDeltaShape, StateElement, gated_delta,
+    gated_delta_workspace_len,
 };
 use crate::kernels::gated_delta_chunked::{CHUNK, gated_delta_chunked, gated_delta_chunked_workspace_len};
 use crate::kernels::generic::scalar::Plain;
@@ -17,7 +18,9 @@ use crate::kernels::rows::{Batch, Rows};
 use crate::pool::Worker;
 use crate::simd::LANES;
 use half::f16;
-use keel_array::{ArrayError, AttentionSpec, ConvSpec, GatedDeltaSpec, Kernel, KvFormat, Op, Regime, RowLog};
+use keel_array::{
+    ArrayError, AttentionSpec, ConvSpec, DType, GatedDeltaSpec, Kernel, KvFormat, Op, Regime, RowLog,
+};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
     if call.inputs[0].len() == 0 {
@@ -28,7 +31,8 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
     }
     let outcome = match &call.kernel.op {
         Op::CausalConv(spec) => conv(spec, call, worker),
-        Op::GatedDelta(spec) => delta(spec, call, worker),
+        Op::GatedDelta(spec) if call.inputs[5].dtype == DType::F16 => delta::<f16>(spec, call, worker),
+        Op::GatedDelta(spec) => delta::<f32>(spec, call, worker),
         Op::PagedAttention(spec) => match kv_format(call.kernel) {
             KvFormat::F32 => plain_attention::<f32>(spec, call, worker),
             KvFormat::F16 => plain_attention::<f16>(spec, call, worker),
@@ -137,7 +141,7 @@ fn delta_shape(spec: &GatedDeltaSpec) -> GatedDeltaShape {
     }
 }
 
-fn delta(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
+fn delta<E: StateElement>(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), String> {
     let [qkv, a, b, a_log, dt_bias, state, rest @ ..] = call.inputs else { unreachable!("nine operands") };
     let (row_start, slot, position, log) = match rest {
         [row_start, slot, position] => (row_start, slot, position, None),
@@ -169,7 +173,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<
         },
         batch: rows,
         slot,
-        state: state.shared(),
+        state: state.shared::<E>(),
         log,
         y: call.outputs[0].rows_mut(2),
     };

@@ -22,14 +22,20 @@
 //! Row `i` of a step has record `i` of its slot ([`keel_array::GatedDeltaSpec`]). Each block writes its columns of `u`.
 //! Keys and decays are written after a barrier, because all blocks of a head read those of the step before.
 //!
-//! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes for each token of a sequence. Each row takes
+//! # A state in f16
+//! Arithmetic stays in f32, and `S` is rounded after each update, also between two rows of a step and in the replay of
+//! records. So it does not matter which rows share a step, or which are left open.
+//!
+//! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes for each token of a sequence (4 in f16). Each row takes
 //! one sweep over the state. The sweep applies pending updates (of accepted records, or of the row before) while it
 //! sums k S' and q S'. Only a row that is committed in its own step needs a second sweep, in L2.
 
 mod inputs;
+pub(crate) mod state;
 mod step;
 
 pub use inputs::{GatedDeltaInputs, GatedDeltaShape};
+pub use state::StateElement;
 
 use super::rows::{Batch, RowsMut};
 use crate::pool::Worker;
@@ -60,7 +66,7 @@ impl DeltaLog<'_> {
 
 /// Operands of [`gated_delta`].
 #[derive(Clone, Copy)]
-pub struct GatedDelta<'a> {
+pub struct GatedDelta<'a, E> {
     /// Rows of all sequences.
     pub inputs: GatedDeltaInputs<'a>,
     /// Rows of each sequence. Positions are not read.
@@ -68,7 +74,7 @@ pub struct GatedDelta<'a> {
     /// Slot of each sequence, `[B]`, all different.
     pub slot: &'a [u32],
     /// `[slots, Hv, Dk, Dv]`, updated in place.
-    pub state: SharedMut<'a, f32>,
+    pub state: SharedMut<'a, E>,
     /// Log of rows that may be taken back; `None`: every step commits its rows.
     pub log: Option<DeltaLog<'a>>,
     /// `[T, Hv * Dv]`
@@ -90,7 +96,11 @@ fn worker_len(shape: &GatedDeltaShape) -> usize {
 ///
 /// # Panics
 /// If the shapes disagree, a slot lies outside `state`, or more rows than the log holds are to be kept open.
-pub fn gated_delta(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
+pub fn gated_delta<E: StateElement>(
+    task: &GatedDelta<'_, E>,
+    workspace: SharedMut<'_, f32>,
+    worker: &Worker<'_>,
+) {
     let shape = &task.inputs.shape;
     task.inputs.check(task.batch.rows());
     assert_eq!(task.slot.len(), task.batch.sequences());
@@ -117,13 +127,18 @@ pub fn gated_delta(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>, worker:
     if let Some(log) = task.log.filter(|log| log.keep_open) {
         // All blocks of a head read its keys and decays, so these are overwritten after all blocks are done.
         worker.barrier();
-        simd::run_at(worker.isa, WriteKeys { task, log, worker });
+        simd::run_at(
+            worker.isa,
+            WriteKeys { inputs: &task.inputs, batch: task.batch, slot: task.slot, log, worker },
+        );
     }
 }
 
 /// Writes keys and decays of the rows kept open.
 struct WriteKeys<'a, 'w> {
-    task: &'a GatedDelta<'a>,
+    inputs: &'a GatedDeltaInputs<'a>,
+    batch: Batch<'a>,
+    slot: &'a [u32],
     log: DeltaLog<'a>,
     worker: &'a Worker<'w>,
 }
@@ -131,11 +146,11 @@ struct WriteKeys<'a, 'w> {
 impl VectorKernel for WriteKeys<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (inputs, batch) = (&self.task.inputs, &self.task.batch);
+        let WriteKeys { inputs, batch, .. } = &self;
         let shape = &inputs.shape;
         for t in self.worker.claim(batch.rows(), 1).flatten() {
             let b = batch.sequence_of(t);
-            let (slot, i) = (self.task.slot[b] as usize, t - batch.rows_of(b).start);
+            let (slot, i) = (self.slot[b] as usize, t - batch.rows_of(b).start);
             let keys = self.log.record_at(shape, slot, i);
             let gates = keys + shape.key_heads * shape.key_size + shape.value_heads * shape.value_size;
             // SAFETY: each row has one record, and each row is claimed once.

@@ -1,6 +1,7 @@
 //! One step on a block of columns of one head's state.
 
-use super::{DeltaLog, GatedDelta};
+use super::state::{load_row, store_row};
+use super::{DeltaLog, GatedDelta, StateElement};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{LANES, Simd, VectorKernel, exp};
@@ -14,20 +15,20 @@ const RECORDS: usize = 4;
 
 /// A block of columns of a matrix `[Dk, columns]`.
 #[derive(Clone, Copy)]
-struct Block<'a> {
-    data: SharedMut<'a, f32>,
+struct Block<'a, E> {
+    data: SharedMut<'a, E>,
     start: usize,
     stride: usize,
     columns: usize,
 }
 
-impl<'a> Block<'a> {
+impl<'a, E> Block<'a, E> {
     /// Row `i`.
     ///
     /// # Safety
     /// The caller must be the only one to use this block.
     #[inline(always)]
-    unsafe fn row(&self, i: usize) -> &'a mut [f32] {
+    unsafe fn row(&self, i: usize) -> &'a mut [E] {
         let start = self.start + i * self.stride;
         // SAFETY: the caller's promise.
         unsafe { self.data.range(start..start + self.columns) }
@@ -35,15 +36,15 @@ impl<'a> Block<'a> {
 }
 
 /// The rows of all sequences.
-pub(super) struct Step<'a, 'w> {
-    pub(super) task: &'a GatedDelta<'a>,
+pub(super) struct Step<'a, 'w, E> {
+    pub(super) task: &'a GatedDelta<'a, E>,
     pub(super) workspace: SharedMut<'a, f32>,
     /// Where this worker's part of the workspace starts.
     pub(super) start: usize,
     pub(super) worker: &'a Worker<'w>,
 }
 
-impl VectorKernel for Step<'_, '_> {
+impl<E: StateElement> VectorKernel for Step<'_, '_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let shape = self.task.inputs.shape;
@@ -73,8 +74,8 @@ impl VectorKernel for Step<'_, '_> {
 }
 
 /// Columns from `start` on of one head of sequence `b`.
-struct Unit<'a, 'w> {
-    step: &'a Step<'a, 'w>,
+struct Unit<'a, 'w, E> {
+    step: &'a Step<'a, 'w, E>,
     b: usize,
     head: usize,
     start: usize,
@@ -90,7 +91,7 @@ struct Token<'a> {
     beta: f32,
 }
 
-impl Unit<'_, '_> {
+impl<E: StateElement> Unit<'_, '_, E> {
     /// Runs all rows of the sequence on `columns` columns: `N` vectors, or with N = 1 a part of one. Returns `columns`.
     #[inline(always)]
     fn run<S: Simd, const N: usize>(&self, s: S, columns: usize) -> usize {
@@ -109,7 +110,11 @@ impl Unit<'_, '_> {
         };
         let size = shape.key_size;
         let keys = self.step.start;
-        let ahead = Block { data: self.step.workspace, start: keys + 3 * size, stride: columns, columns };
+        let own = self.step.workspace.part(keys + 3 * size..keys + super::worker_len(shape));
+        // SAFETY: f32 memory has room for as many elements of any state, and is aligned for them. Only this worker uses
+        // this part.
+        let data = unsafe { SharedMut::from_raw(own.as_ptr().cast::<E>(), own.len()) };
+        let ahead = Block { data, start: 0, stride: columns, columns };
         let rows = task.batch.rows_of(self.b);
         // Updates that `from` has not had yet.
         let mut records = Records::none(s);
@@ -144,9 +149,9 @@ impl Unit<'_, '_> {
             let column = self.head * shape.value_size + self.start;
             // SAFETY: only this unit has these columns of the row.
             let y = unsafe { task.y.part(t, column..column + columns) };
-            let u = attend::<S, N>(s, (&from, &to), &records, &token, v, y);
+            let u = attend::<E, S, N>(s, (&from, &to), &records, &token, v, y);
             if let Some(log) = &open {
-                store_row::<S, N>(s, u, self.record_u(log, log.record_at(shape, slot, i), columns));
+                store_row(s, u, self.record_u(log, log.record_at(shape, slot, i), columns));
                 // The committed state stays unchanged from here on; `ahead` receives the updates of open rows.
                 (from, to) = (to, ahead);
             }
@@ -176,7 +181,7 @@ impl Unit<'_, '_> {
         // SAFETY: up to the barrier, all units only read keys and decays of records.
         let (k, log_decay) =
             unsafe { (&*log.records.range(key..key + shape.key_size), log.records.range(gate..gate + 1)[0]) };
-        let u = load_row::<S, N>(s, self.record_u(log, start, columns));
+        let u = load_row(s, &*self.record_u(log, start, columns));
         Record { k, decay: decay(s, log_decay), u }
     }
 
@@ -223,11 +228,11 @@ impl<'a, S: Simd, const N: usize> Records<'a, S, N> {
 
     /// Row `i` of a state, after these updates.
     #[inline(always)]
-    fn repeat(&self, s: S, mut row: [S::V; N], i: usize) -> [S::V; N] {
+    fn repeat<E: StateElement>(&self, s: S, mut row: [S::V; N], i: usize) -> [S::V; N] {
         for record in &self.all[..self.len] {
             let (k, decay) = (s.splat(record.k[i]), s.splat(record.decay));
             for (x, &u) in row.iter_mut().zip(&record.u) {
-                *x = s.fma(k, u, s.mul(*x, decay));
+                *x = E::kept(s, s.fma(k, u, s.mul(*x, decay)));
             }
         }
         row
@@ -237,9 +242,9 @@ impl<'a, S: Simd, const N: usize> Records<'a, S, N> {
 /// `y = q S' + (q . k) u`; returns `u = beta * (v - k S')`. The state is `from` with the updates of `records` applied.
 /// If there are any updates, the result is stored in `to`.
 #[inline(always)]
-fn attend<S: Simd, const N: usize>(
+fn attend<E: StateElement, S: Simd, const N: usize>(
     s: S,
-    (from, to): (&Block<'_>, &Block<'_>),
+    (from, to): (&Block<'_, E>, &Block<'_, E>),
     records: &Records<'_, S, N>,
     token: &Token<'_>,
     v: &[f32],
@@ -250,11 +255,11 @@ fn attend<S: Simd, const N: usize>(
     for (i, (&k, &q)) in token.k.iter().zip(token.q).enumerate() {
         let (k, q) = (s.splat(k), s.splat(q));
         // SAFETY: only this unit has the blocks, and a row is read before it is written.
-        let mut row = load_row::<S, N>(s, unsafe { from.row(i) });
+        let mut row = load_row(s, &*unsafe { from.row(i) });
         if records.len > 0 {
-            row = records.repeat(s, row, i);
+            row = records.repeat::<E>(s, row, i);
             // SAFETY: as above.
-            store_row::<S, N>(s, row, unsafe { to.row(i) });
+            store_row(s, row, unsafe { to.row(i) });
         }
         for n in 0..N {
             let decayed = s.mul(row[n], decay);
@@ -262,55 +267,32 @@ fn attend<S: Simd, const N: usize>(
             qs[n] = s.fma(q, decayed, qs[n]);
         }
     }
-    let v = load_row::<S, N>(s, v);
+    let v = load_row(s, v);
     let mut u = v;
     for n in 0..N {
         u[n] = s.mul(s.splat(token.beta), s.sub(v[n], ks[n]));
         qs[n] = s.fma(s.splat(token.qk), u[n], qs[n]);
     }
-    store_row::<S, N>(s, qs, y);
+    store_row(s, qs, y);
     u
 }
 
 /// Stores `from`, with the updates of `records` applied, in `to`.
 #[inline(always)]
-fn update<S: Simd, const N: usize>(s: S, from: &Block<'_>, to: &Block<'_>, records: &Records<'_, S, N>) {
+fn update<E: StateElement, S: Simd, const N: usize>(
+    s: S,
+    from: &Block<'_, E>,
+    to: &Block<'_, E>,
+    records: &Records<'_, S, N>,
+) {
     if records.len == 0 {
         return;
     }
     for i in 0..records.all[0].k.len() {
         // SAFETY: only this unit has the blocks, and a row is read before it is written.
-        let row = load_row::<S, N>(s, unsafe { from.row(i) });
+        let row = load_row(s, &*unsafe { from.row(i) });
         // SAFETY: as above.
-        store_row::<S, N>(s, records.repeat(s, row, i), unsafe { to.row(i) });
-    }
-}
-
-/// `N` vectors of `x`. With N = 1, `x` may be shorter than a vector.
-#[inline(always)]
-fn load_row<S: Simd, const N: usize>(s: S, x: &[f32]) -> [S::V; N] {
-    if N == 1 && x.len() < LANES {
-        return [s.load_partial(x); N];
-    }
-    let (chunks, _) = x.as_chunks::<LANES>();
-    assert!(chunks.len() >= N);
-    let mut row = [s.splat(0.0); N];
-    for n in 0..N {
-        row[n] = s.load(&chunks[n]);
-    }
-    row
-}
-
-/// Writes the values that [`load_row`] reads.
-#[inline(always)]
-fn store_row<S: Simd, const N: usize>(s: S, row: [S::V; N], x: &mut [f32]) {
-    if N == 1 && x.len() < LANES {
-        return s.store_partial(row[0], x);
-    }
-    let (chunks, _) = x.as_chunks_mut::<LANES>();
-    assert!(chunks.len() >= N);
-    for n in 0..N {
-        s.store(row[n], &mut chunks[n]);
+        store_row(s, records.repeat::<E>(s, row, i), unsafe { to.row(i) });
     }
 }
 

@@ -16,12 +16,15 @@
 //! Chunks are anchored at position 0, so a call's first row must stand at a multiple of 64. Only a sequence's last
 //! chunk may be partial. Its missing rows are zeros and contribute nothing.
 //!
+//! A state in f16 is rounded after each chunk, so it does not matter which chunks share a step.
+//!
 //! Cost of a chunk and value head: `64 (6 Dk Dv + 2 * 64 (Dk + Dv))` operations at most, 10.5 M at 128 x 128.
 
 mod algebra;
 mod scratch;
 
-use super::gated_delta::{GatedDelta, GatedDeltaShape};
+use super::gated_delta::state::{keep, narrow, widen};
+use super::gated_delta::{GatedDelta, GatedDeltaShape, StateElement};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes};
@@ -55,7 +58,11 @@ fn worker_len(shape: &GatedDeltaShape) -> usize {
 /// # Panics
 /// If the shapes disagree, a sequence does not start at a multiple of 64, a slot lies outside `state`, or the task
 /// has a delta log.
-pub fn gated_delta_chunked(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
+pub fn gated_delta_chunked<E: StateElement>(
+    task: &GatedDelta<'_, E>,
+    workspace: SharedMut<'_, f32>,
+    worker: &Worker<'_>,
+) {
     let shape = &task.inputs.shape;
     task.inputs.check(task.batch.rows());
     assert_eq!(task.slot.len(), task.batch.sequences());
@@ -77,13 +84,13 @@ pub fn gated_delta_chunked(task: &GatedDelta<'_>, workspace: SharedMut<'_, f32>,
     simd::run_at(worker.isa, Task { task, scratch, worker });
 }
 
-struct Task<'a, 'w> {
-    task: &'a GatedDelta<'a>,
+struct Task<'a, 'w, E> {
+    task: &'a GatedDelta<'a, E>,
     scratch: &'a mut [f32],
     worker: &'a Worker<'w>,
 }
 
-impl VectorKernel for Task<'_, '_> {
+impl<E: StateElement> VectorKernel for Task<'_, '_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let heads = self.task.inputs.shape.value_heads;
@@ -95,13 +102,13 @@ impl VectorKernel for Task<'_, '_> {
 }
 
 /// One value head of sequence `b`.
-struct Head<'a> {
-    task: &'a GatedDelta<'a>,
+struct Head<'a, E> {
+    task: &'a GatedDelta<'a, E>,
     b: usize,
     head: usize,
 }
 
-impl Head<'_> {
+impl<E: StateElement> Head<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, m: &mut Scratch<'_>) {
         let shape = &self.task.inputs.shape;
@@ -115,14 +122,13 @@ impl Head<'_> {
         // SAFETY: only this unit has this head of this slot.
         let state = unsafe { self.task.state.range(start..start + shape.key_size * shape.value_size) };
         for (padded, row) in m.state.chunks_exact_mut(m.dv).zip(state.chunks_exact(shape.value_size)) {
-            padded[..row.len()].copy_from_slice(row);
-            padded[row.len()..].fill(0.0);
+            widen(s, row, padded);
         }
         for t in rows.clone().step_by(CHUNK) {
             self.chunk(s, t..(t + CHUNK).min(rows.end), m);
         }
         for (padded, row) in m.state.chunks_exact(m.dv).zip(state.chunks_exact_mut(shape.value_size)) {
-            row.copy_from_slice(&padded[..row.len()]);
+            narrow(s, padded, row);
         }
     }
 
@@ -144,6 +150,7 @@ impl Head<'_> {
             y.copy_from_slice(&m.y[i * m.dv..][..size]);
         }
         update_state(s, rows.len(), m);
+        keep::<E, S>(s, m.state);
     }
 
     /// Fills q, k, the transpose of k, and v (in the place of the decayed u). Rows past the last are zeros.

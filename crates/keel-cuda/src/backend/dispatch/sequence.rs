@@ -6,7 +6,7 @@ use super::{Bound, Call, Geometry, attention};
 use crate::backend::{Mode, Precision};
 use crate::driver::Arguments;
 use crate::kernels::{CAUSAL_CONV, GATED_DELTA, GATED_DELTA_ANY, GATED_DELTA_CHUNKED, KernelKey};
-use keel_array::{ArrayError, ConvSpec, GatedDeltaSpec, Kernel, Op, Regime, RowLog};
+use keel_array::{ArrayError, ConvSpec, DType, GatedDeltaSpec, Kernel, Op, Regime, RowLog};
 
 /// Rows that prefill starts at multiples of.
 const GRID: usize = 64;
@@ -166,6 +166,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
             .define("A_STRIDE", a.row_stride(1))
             .define("B_STRIDE", b.row_stride(1))
             .define("LOG", log.map_or(0, |log| log.capacity()))
+            .define("STATE_F16", u8::from(state.dtype == DType::F16))
     };
     let arguments = [qkv, a, b, a_log, dt_bias, state, row_start, slot]
         .into_iter()
