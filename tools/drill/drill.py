@@ -10,15 +10,19 @@ bounded; the exit code is 0 if all held. A seed makes the order of requests the 
 """
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -26,17 +30,18 @@ HOST = "127.0.0.1"
 MB = 1_000_000
 BUDGET = 128 << 20
 REST = 6  # longer than idle connections stay
+ENVIRONMENT = {**os.environ, "KEEL_DEVICE": "cpu", "KEEL_CONFIG": "", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT.pop("KEEL_API_KEY", None)
 WORDS = "The little dog ran over the hill and far away. "
 
 
 class Server:
     """A `keel serve` of its own."""
 
-    def __init__(self, keel):
+    def __init__(self, keel, *more):
         command = [keel, "serve", "--port", "0", "--request-memory", str(BUDGET), "--head-timeout", "2", "--body-timeout", "3",
-                   "--idle-timeout", "5", "--write-timeout", "5", "--grace", "3", "--max-tokens", "16"]
-        environment = {**os.environ, "KEEL_DEVICE": "cpu"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+                   "--idle-timeout", "5", "--write-timeout", "5", "--grace", "3", "--max-tokens", "16", *more]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
         self.lines = []
         self.port = None
         for line in self.process.stderr:
@@ -74,6 +79,14 @@ class Server:
 
     def resident(self):
         return resident(self.process.pid)["all"]
+
+    def resident_at_rest(self):
+        """Resident bytes after the server has given back what it keeps. It does so within a second after requests whose charges
+        add up to 1 MB, and drops code, too. A request that comes later, such as one for its health, has it read 2 MB of
+        code again. So both readings that are compared follow the same request, and nobody asks in between."""
+        assert self.ask("POST", "/tokenize", {"text": WORDS * 400})[0] == 200
+        time.sleep(REST)
+        return resident(self.process.pid)
 
     def renderers(self):
         """Processes that render chat templates. The server keeps one for each thread that needed one."""
@@ -271,6 +284,193 @@ def grammars(server, options):
     assert all(status in (200, 400, 429) for status in statuses), statuses
 
 
+def slow_masks(server, options):
+    """Masks of a grammar whose every token has many ways to go on. Other requests are answered meanwhile."""
+    lark = "start: (" + "|".join(f"w{i}" for i in range(40)) + ")+\n"
+    lark += "".join(f"w{i}: /[a-z ]{{0,{20 + i}}}[aeiou]{{1,{9 + i % 7}}}/ (w{(i + 1) % 40} | w{(i * 7 + 3) % 40})?\n" for i in range(40))
+    body = {"prompt": "x", "max_tokens": 64, "n": 4, "temperature": 2, "response_format": {"type": "grammar", "grammar": lark}}
+    statuses, waited = [], []
+
+    def one(number):
+        if number < 3:
+            statuses.append(server.ask("POST", "/v1/completions", body)[0])
+            return
+        time.sleep(0.1)
+        start = time.monotonic()
+        assert server.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 2})[0] == 200
+        waited.append(time.monotonic() - start)
+
+    parallel(6, one)
+    assert len(statuses) == 3 and all(status in (200, 400, 429) for status in statuses), statuses
+    assert len(waited) == 3 and max(waited) < 4, f"two tokens took {waited} s next to slow masks"
+
+
+def run_keel(server, *arguments, seconds=30, change=None):
+    """Exit code (negative for a signal), standard error, seconds and peak bytes of a run. `change` is called while it runs."""
+    keel = os.readlink(f"/proc/{server.process.pid}/exe")
+    with tempfile.TemporaryFile(mode="w+") as said:
+        start = time.monotonic()
+        process = subprocess.Popen([keel, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, env=ENVIRONMENT)
+        if change:
+            change()
+        pid, code, use = 0, 0, None
+        while pid == 0:
+            pid, code, use = os.wait4(process.pid, os.WNOHANG)
+            if pid == 0 and time.monotonic() - start > seconds:
+                process.kill()
+                os.wait4(process.pid, 0)
+                process.returncode = -9
+                raise AssertionError(f"keel {' '.join(arguments)} still ran after {seconds} s")
+            time.sleep(0.005)
+        process.returncode = os.waitstatus_to_exitcode(code)
+        said.seek(0)
+        return process.returncode, said.read(), time.monotonic() - start, use.ru_maxrss * 1024
+
+
+def refused(server, *arguments, seconds=30):
+    """keel says why in one line, soon, and in little memory."""
+    code, said, _, peak = run_keel(server, *arguments, seconds=seconds)
+    assert code in (1, 2) and said.strip() and "panicked" not in said, f"keel {' '.join(arguments)}: code {code}: {said[-500:]}"
+    assert peak < 500 * MB, f"keel {' '.join(arguments)}: {peak / MB:.0f} MB"
+    return said
+
+
+def wrong_settings(server, options):
+    """Settings that aborted the server, or opened it to all."""
+    key_file = ["--api-key-file", "/dev/null"]
+    for arguments in [["--sequences", "0"], ["--swap", "18446744073709551615"], ["--request-memory", "1000"], ["--api-key", ""], key_file,
+                      ["--key-per-minute", "5"]]:
+        refused(server, "serve", "--port", "0", *arguments)
+
+
+@contextlib.contextmanager
+def another(server, *more):
+    """A second server, which ends with the block."""
+    other = Server(os.readlink(f"/proc/{server.process.pid}/exe"), *more)
+    try:
+        yield other
+        other.process.send_signal(signal.SIGTERM)
+        assert other.process.wait(timeout=20) == 0, "it did not end well"
+        assert not any("panicked" in line for line in other.lines), "it panicked"
+    finally:
+        if other.process.poll() is None:
+            other.process.kill()
+            other.process.wait(20)
+
+
+def keys(server, options):
+    """Keys, and the limits of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "keys")
+        with open(path, "w") as file:
+            file.write("rare rare-key-of-the-drill per-minute=3\nnarrow narrow-key-of-the-drill at-once=1\n")
+        os.chmod(path, 0o600)
+        with another(server, "--api-key-file", path) as other:
+            def ask(key, tokens=1):
+                headers = {"authorization": f"bEaReR {key}"} if key else {}
+                return other.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": tokens, "ignore_eos": True}, headers)[0]
+
+            assert [ask(None), ask("wrong"), ask("rare-key-of-the-dril")] == [401] * 3, "a wrong key was accepted"
+            assert [ask("rare-key-of-the-drill") for _ in range(5)] == [200] * 3 + [429] * 2, "the rate of a key was not held"
+            statuses = parallel(6, lambda _: ask("narrow-key-of-the-drill", 300))
+            assert 200 in statuses and 429 in statuses and set(statuses) <= {200, 429}, statuses
+            assert ask("narrow-key-of-the-drill") == 200, "the place of an ended request is not free"
+            assert other.ask("GET", "/health")[0] == 200
+
+
+TEMPLATES = {
+    "doubled string": "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "doubled list": "{% set n = namespace(l=[1]) %}{% for i in range(99) %}{% set n.l = (n.l + n.l)|list %}{% endfor %}",
+    "endless loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+}
+
+
+def hostile_folders(server, options):
+    """Model folders that somebody else made: pipes, endless files, templates and tokenizers that multiply text, cut weights."""
+    demo = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../models/demo")
+    with tempfile.TemporaryDirectory() as top:
+        def folder(name):
+            path = os.path.join(top, re.sub(r"\W", "_", name))
+            shutil.copytree(demo, path)
+            return path
+
+        def replaced(name, make):
+            path = folder(f"{name} {make.__name__}")
+            os.remove(os.path.join(path, name))
+            make(os.path.join(path, name))
+            return path
+
+        def endless(path):
+            os.symlink("/dev/zero", path)
+
+        folders = [replaced(name, make) for name in ["config.json", "model.safetensors", "tokenizer.json"] for make in [os.mkfifo, endless]]
+        for name, template in TEMPLATES.items():
+            folders.append(folder(name))
+            with open(os.path.join(folders[-1], "chat_template.jinja"), "w") as file:
+                file.write(template)
+        folders.append(folder("a tokenizer that multiplies"))
+        path = os.path.join(folders[-1], "tokenizer.json")
+        with open(path) as file:
+            tokenizer = json.load(file)
+        step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 32}
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [step] * 12}
+        with open(path, "w") as file:
+            json.dump(tokenizer, file)
+        folders.append(folder("cut weights"))
+        os.truncate(os.path.join(folders[-1], "model.safetensors"), 1 << 20)
+        for path in folders:
+            refused(server, "generate", "a", "--model", path, "--max-tokens", "1", seconds=options.folder_s)
+        # Weights that are cut while they are read: it may be done with them, or says what has happened. No signal ends it.
+        for number in range(6):
+            path = folder(f"weights cut while read {number}")
+            weights = os.path.join(path, "model.safetensors")
+
+            def cut():
+                time.sleep(0.01 * number)
+                os.truncate(weights, 1 << 20)
+
+            code, said, _, _ = run_keel(server, "generate", "a", "--model", path, "--max-tokens", "1", change=cut)
+            assert code in (0, 1) and "panicked" not in said, f"weights cut after {number * 10} ms: code {code}: {said[-500:]}"
+        prefixes = os.path.join(top, "prefixes")
+        os.mkdir(prefixes)
+        os.mkfifo(os.path.join(prefixes, "0000000000000000.safetensors"))
+        with another(server, "--prefix-cache-dir", prefixes) as other:
+            assert other.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 1})[0] == 200
+
+
+def outputs(server, options):
+    """`--out` onto what is not a file leaves it as it is, and follows links to files."""
+    with tempfile.TemporaryDirectory() as top:
+        def at(name):
+            return os.path.join(top, name)
+
+        os.mkfifo(at("pipe"))
+        os.mkdir(at("folder"))
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as unix:
+            unix.bind(at("socket"))
+        targets = ["pipe", "folder", "socket"]
+        try:
+            # A device of its own: as root, a mistake would replace the system's.
+            os.mknod(at("device"), 0o600 | stat.S_IFCHR, os.makedev(1, 7))
+            targets.append("device")
+        except OSError:
+            print("outputs: no device could be made here, so none was played")
+        for name in list(targets):
+            os.symlink(at(name), at(f"link to {name}"))
+            targets.append(f"link to {name}")
+        before = {name: os.lstat(at(name)) for name in targets}
+        for name in targets:
+            refused(server, "logits", "--ids", "1,2,3", "--out", at(name))
+        for name, seen in before.items():
+            now = os.lstat(at(name))
+            assert (now.st_mode, now.st_ino) == (seen.st_mode, seen.st_ino), f"{name} was replaced"
+        with open(at("file"), "w") as file:
+            file.write("old")
+        os.symlink(at("file"), at("link to file"))
+        code, said, _, _ = run_keel(server, "logits", "--ids", "1,2,3", "--out", at("link to file"))
+        assert code == 0 and os.path.islink(at("link to file")) and os.path.getsize(at("file")) > 3, f"code {code}: {said[-500:]}"
+
+
 def malformed(server, rng):
     bodies = [b"{", b"\xff\xfe", b"[1", b"[" * 5000, b'{"prompt": {"not": 1}}', b'{"prompt": "a", "max_tokens": -1}', b""]
     status, _ = server.ask("POST", rng.choice(["/v1/completions", "/v1/chat/completions", "/v1/messages"]), rng.choice(bodies))
@@ -364,6 +564,7 @@ def main():
     parser.add_argument("--short", action="store_true",
                         help="250 requests, 300 connections; health within 1,000 ms, memory within 10%%")
     options = parser.parse_args()
+    options.folder_s = 30 if options.short else 5
     if options.short:
         options.requests, options.connections, options.health_ms, options.growth = 250, 300, 1000, 0.1
     server = Server(options.keel)
@@ -373,11 +574,10 @@ def main():
     try:
         soak(server, options, min(500, options.requests // 2), options.seed)
         wait_until("nothing runs", 60, server.is_idle)
-        # The server gives back what its allocator keeps when it is at rest.
-        time.sleep(REST)
-        ready, descriptors = server.resident(), server.descriptors()
+        ready, descriptors = server.resident_at_rest(), server.descriptors()
         observer = Watch(server)
-        phases = [strangers, half_open, large_texts, unfinished_bodies, abandoned_prompts, grammars,
+        phases = [strangers, half_open, large_texts, unfinished_bodies, abandoned_prompts, grammars, slow_masks,
+                  wrong_settings, keys, hostile_folders, outputs,
                   lambda s, o: soak(s, o, options.requests, options.seed + 1)]
         for phase in phases:
             name = phase.__name__.strip("<>")
@@ -391,17 +591,15 @@ def main():
             print(f"{name}: {took:.1f} s, health within {slowest * 1000:.0f} ms, {shown(most)} at most", flush=True)
         wait_until("nothing runs", 60, server.is_idle)
         observer.end()
-        time.sleep(REST)
-        end = resident(server.process.pid)
-        after = end["all"]
-        print(f"resident: {at_start / MB:.1f} MB at the start, {ready / MB:.1f} after the first requests, {shown(observer.most)} at most, "
+        end = server.resident_at_rest()
+        print(f"resident: {at_start / MB:.1f} MB at the start, {shown(ready)} after the first requests, {shown(observer.most)} at most, "
               f"{shown(end)} at the end; {server.renderers()} renderers; "
               f"health within {observer.slowest * 1000:.0f} ms; {descriptors} descriptors before, {server.descriptors()} after")
         checks = [
             (observer.failures == 0, f"health failed {observer.failures} times"),
             (observer.slowest * 1000 <= options.health_ms, f"health took {observer.slowest * 1000:.0f} ms"),
             (observer.most["all"] <= (at_start + BUDGET) * (1 + options.excess), "resident memory went beyond the plan and the memory of requests"),
-            (after <= ready * (1 + options.growth), f"resident memory has grown by more than {options.growth:.0%}"),
+            (end["all"] <= ready["all"] * (1 + options.growth), f"resident memory has grown by more than {options.growth:.0%}"),
             (server.ledger("allocated") == server.ledger("planned") != {}, "the ledger does not read what was planned"),
             (server.renderers() <= 3, "more processes render templates than threads that need them"),
             (server.metric("keel_idle_losses_total") == 0, "pages or bytes were missing when nothing ran"),
