@@ -1,6 +1,6 @@
 //! Plans, checks and loads a model.
 
-use keel_array::{AttentionSpec, Category, MemoryReport, Runtime};
+use keel_array::{AttentionSpec, MemoryReport, Runtime};
 use keel_engine::EngineOptions;
 use keel_models::HybridConfig;
 use keel_models::loading::Parameters;
@@ -131,7 +131,7 @@ pub fn bound(
         None => match Room::of(runtime).filter(|_| is_gpu) {
             Some(room) => {
                 check(on_device(planned, is_gpu), &room)?;
-                Some(room.bytes + planned.get(Category::Swap))
+                Some(room.bytes + planned.on_host())
             }
             None => None,
         },

@@ -1,6 +1,6 @@
 //! The free memory of a device, CPU or GPU. No other module computes it.
 
-use keel_array::{Category, MemoryReport, Runtime};
+use keel_array::{MemoryReport, Runtime};
 use keel_cpu::memory::{self, Bound};
 
 use crate::driver::{DRIVER_ROOM_BYTES, Driver};
@@ -51,7 +51,7 @@ impl Room {
     }
 }
 
-/// The bytes of a plan on the device. On a GPU, parked sequences are in host memory instead.
+/// The bytes of a plan on the device. On a GPU, parked sequences and the features of pictures are in host memory instead.
 ///
 /// ```
 /// use evenkeel::{LoadOptions, ModelFiles, on_device};
@@ -60,7 +60,7 @@ impl Room {
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub fn on_device(planned: &MemoryReport, is_gpu: bool) -> u64 {
-    if is_gpu { planned.total() - planned.get(Category::Swap) } else { planned.total() }
+    if is_gpu { planned.total() - planned.on_host() } else { planned.total() }
 }
 
 /// The bytes of a plan in host memory.
@@ -72,5 +72,5 @@ pub fn on_device(planned: &MemoryReport, is_gpu: bool) -> u64 {
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub fn on_host(planned: &MemoryReport, is_gpu: bool) -> u64 {
-    if is_gpu { planned.get(Category::Swap) } else { planned.total() }
+    if is_gpu { planned.on_host() } else { planned.total() }
 }

@@ -34,13 +34,15 @@ pub enum Category {
     Swap,
     /// Buffers of a vision tower, and rows of pictures for each step.
     Vision,
+    /// Host memory for the features of pictures that are kept.
+    Features,
     /// Arrays that the user of the library made.
     User,
 }
 
 impl Category {
     /// All categories, in the order of reports.
-    pub const ALL: [Category; 11] = [
+    pub const ALL: [Category; 12] = [
         Category::Weights,
         Category::Kv,
         Category::Recurrent,
@@ -51,8 +53,14 @@ impl Category {
         Category::Staging,
         Category::Swap,
         Category::Vision,
+        Category::Features,
         Category::User,
     ];
+
+    /// Whether the memory is the host's, whatever the device is.
+    pub const fn is_on_host(self) -> bool {
+        matches!(self, Category::Swap | Category::Features)
+    }
 
     /// The name in reports and JSON.
     pub const fn name(self) -> &'static str {
@@ -67,6 +75,7 @@ impl Category {
             Category::Staging => "staging",
             Category::Swap => "swap",
             Category::Vision => "vision",
+            Category::Features => "features",
             Category::User => "user",
         }
     }
@@ -91,6 +100,11 @@ impl MemoryReport {
     /// Sum over the categories.
     pub fn total(&self) -> u64 {
         self.0.iter().sum()
+    }
+
+    /// Sum over the categories that are the host's, whatever the device is.
+    pub fn on_host(&self) -> u64 {
+        self.iter().filter(|(category, _)| category.is_on_host()).map(|(_, bytes)| bytes).sum()
     }
 
     /// Categories with their bytes, in the order of reports.

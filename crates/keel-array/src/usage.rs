@@ -1,6 +1,6 @@
 //! A device's memory as its driver counts it, next to the ledger's numbers.
 
-use crate::ledger::{Category, MemoryReport};
+use crate::ledger::MemoryReport;
 
 /// Memory of a device as its driver counts it, for all programs that use the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,14 +25,14 @@ impl DeviceUsage {
     }
 
     /// The driver's own memory for this process: `in use - others - tensors`. Tensors are the bytes of `allocated` on
-    /// the device: without parked sequences, and without `host_bytes` of the backend's own.
+    /// the device: without [`MemoryReport::on_host`], and without `host_bytes` of the backend's own.
     ///
     /// Contains the context, the code of kernels used so far, memory of libraries, and the unused rest of each
     /// allocation's last granule. The driver has one account for a device, so this number also contains:
     /// - memory that other programs have taken since then, or all of theirs if [`DeviceUsage::others`] is unknown;
     /// - tensors of this process's other runtimes.
     pub fn driver_bytes(&self, allocated: &MemoryReport, host_bytes: u64) -> u64 {
-        let tensors = (allocated.total() - allocated.get(Category::Swap)).saturating_sub(host_bytes);
+        let tensors = (allocated.total() - allocated.on_host()).saturating_sub(host_bytes);
         self.in_use().saturating_sub(self.others().unwrap_or(0)).saturating_sub(tensors)
     }
 }
@@ -40,7 +40,7 @@ impl DeviceUsage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ledger::Ledger;
+    use crate::ledger::{Category, Ledger};
 
     #[test]
     fn the_driver_has_what_is_neither_tensors_nor_of_others() {
@@ -49,9 +49,14 @@ mod tests {
         assert_eq!((usage.in_use(), usage.others()), (20_000, Some(2_000)));
         assert_eq!(usage.driver_bytes(&ledger.active(), 0), 18_000, "nothing is allocated");
 
-        let charges = [(Category::Weights, 15_000), (Category::Kv, 2_300), (Category::Swap, 9_000)];
+        let host = [(Category::Swap, 9_000), (Category::Features, 500)];
+        let charges = [(Category::Weights, 15_000), (Category::Kv, 2_300), host[0], host[1]];
         let _held = charges.map(|(category, bytes)| ledger.charge(category, bytes).expect("no limit"));
-        assert_eq!(usage.driver_bytes(&ledger.active(), 0), 700, "parked sequences are in the host's memory");
+        assert_eq!(
+            usage.driver_bytes(&ledger.active(), 0),
+            700,
+            "parked sequences and features are in the host's memory"
+        );
         let unknown = DeviceUsage { free_before: None, ..usage };
         assert_eq!((unknown.others(), unknown.driver_bytes(&ledger.active(), 0)), (None, 2_700));
     }

@@ -125,7 +125,7 @@ impl Eyes {
         let kept_bytes = feature_bytes.saturating_mul(options.pictures) as u64;
         let state = passes.are_cut().then(|| array(&[patches_max, config.hidden], DType::F32)).transpose()?;
         let mut eyes = Eyes {
-            kept: runtime.ledger().charge(Category::Vision, kept_bytes)?,
+            kept: runtime.ledger().charge(Category::Features, kept_bytes)?,
             state,
             patches: array(&[patches_max, config.patch_values()], DType::F32)?,
             positions: array(&[3 * patches_max], DType::I32)?,

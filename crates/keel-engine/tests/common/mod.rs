@@ -5,6 +5,7 @@
 pub mod adversary;
 pub mod batching;
 pub mod drawn;
+pub mod looking;
 pub mod queueing;
 pub mod splitting;
 

@@ -281,9 +281,11 @@ fn listen(
             tracing::info!("the driver has {}", driver.to_line());
         }
         if let Some(vision) = options.vision {
-            let planned = human_bytes(session.planned.get(Category::Vision));
+            let [tower, kept] = [Category::Vision, Category::Features].map(|of| session.planned.get(of));
             tracing::info!(
-                "{planned} for pictures; the features of {} pictures are kept at a time",
+                "{} for pictures, and {} of host memory for the features of {} that are kept at a time",
+                human_bytes(tower),
+                human_bytes(kept),
                 vision.pictures
             );
         }

@@ -1,0 +1,53 @@
+//! Engines that look at a made-up picture.
+
+use std::sync::Arc;
+
+use keel_cache::{SeenPicture, Sight};
+use keel_engine::{Engine, EngineOptions, Features, PatchGrid, VisionOptions};
+use keel_models::vision::{TowerKind, run_ends, sight_of};
+use keel_testkit::random::Random;
+
+use super::exact;
+
+/// Options for a picture of 64 patches.
+pub fn seeing() -> EngineOptions {
+    let vision = VisionOptions { patches: 64, pictures: 2, piece_tokens: VisionOptions::WHOLE };
+    EngineOptions { vision: Some(vision), ..exact() }
+}
+
+/// The features of a made-up picture, and the logits of a prompt that shows it.
+pub fn outcome(engine: &mut Engine) -> (Features, Vec<f32>) {
+    let config = engine.vision().expect("it sees").clone();
+    let grid = PatchGrid { t: 1, h: 4, w: 6 };
+    let (count, runs) = match config.kind {
+        TowerKind::Qwen { .. } => (24 * config.patch_values(), config.runs_of((1, 4, 6), &mut 0)),
+        TowerKind::Siglip { image_size, .. } => {
+            (3 * image_size * image_size, config.runs_of((1, 1, 1), &mut 0))
+        }
+    };
+    let features = engine.see(&Random::new(3).uniforms(count, -1.0, 1.0), grid).expect("it looks");
+    let rows: usize = runs.iter().map(|run| run.height * run.width).sum();
+    let mut tokens = vec![5, 9, config.tokens.start];
+    tokens.extend(vec![config.tokens.image; rows]);
+    tokens.extend([config.tokens.end, 17, 4]);
+    let plan = sight_of(&config, &tokens, &runs, &[]).expect("the tokens fit");
+    let ends = if config.is_bidirectional() { run_ends(&config, &plan) } else { Vec::new() };
+    let picture = SeenPicture { first: 0, features: Arc::new(features.clone()) };
+    let mut sequence = engine.open().expect("a slot is free");
+    sequence.look_at(Some(Arc::new(Sight {
+        positions: plan.positions,
+        delta: plan.delta,
+        rows: plan.features,
+        ends,
+        pictures: vec![picture],
+        width: config.text_hidden,
+    })));
+    let mut logits = Vec::new();
+    let mut sink = |row: &[f32]| {
+        logits.extend_from_slice(row);
+        Ok(())
+    };
+    engine.all_logits(&mut sequence, &tokens, false, &mut sink, None).expect("the prompt runs");
+    engine.release(sequence);
+    (features, logits)
+}
