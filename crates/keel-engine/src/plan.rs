@@ -32,6 +32,9 @@ pub fn plan(
     Ok(report)
 }
 
+/// A backend that only plans, and the part of a model that lies there.
+pub type PlannedDevice = (Arc<dyn Backend>, Part);
+
 /// As [`plan`], of a model with a part on each device, by rank: the bytes of each device.
 ///
 /// # Errors
@@ -42,12 +45,25 @@ pub fn plan_on(
     config: &Value,
     options: EngineOptions,
 ) -> Result<Vec<MemoryReport>> {
-    assert!(devices.iter().all(|(backend, _)| backend.is_planning()), "a plan is made on planning backends");
-    let runtime = |(backend, part): &(Arc<dyn Backend>, Part)| {
-        (Runtime::new(Arc::clone(backend), RuntimeOptions::default()), part.clone())
-    };
-    let devices: Vec<_> = devices.iter().map(runtime).collect();
-    let engine = Engine::load_on(&devices, parameters, config, options, &|_| ())?;
+    plan_seeing_on((devices, None), parameters, config, options)
+}
+
+/// As [`plan_on`], with the vision tower on a device of its own: its bytes are the last.
+///
+/// # Errors
+/// As [`Engine::load_on`].
+pub fn plan_seeing_on(
+    (devices, tower): (&[PlannedDevice], Option<&Arc<dyn Backend>>),
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<Vec<MemoryReport>> {
+    let all = devices.iter().map(|(backend, _)| backend).chain(tower);
+    assert!(all.into_iter().all(|backend| backend.is_planning()), "a plan is made on planning backends");
+    let runtime = |backend: &Arc<dyn Backend>| Runtime::new(Arc::clone(backend), RuntimeOptions::default());
+    let devices: Vec<_> = devices.iter().map(|(backend, part)| (runtime(backend), part.clone())).collect();
+    let tower = tower.map(runtime);
+    let engine = Engine::load_seeing_on((&devices, tower.as_ref()), parameters, config, options, &|_| ())?;
     let reports = engine.runtimes().map(|runtime| runtime.ledger().active()).collect();
     drop(engine);
     Ok(reports)
@@ -67,17 +83,21 @@ pub fn at_least(
     plan(backend, parameters, config, EngineOptions { largest_steps: true, ..options })
 }
 
-/// The shapes of steps of an engine with these options, and of the passes of its tower, as text. All of them are part of
-/// [`plan`].
+/// The shapes of steps of an engine with these options on the first backend, and of the passes of its tower on the second,
+/// as text. All of them are part of [`plan`].
 ///
 /// # Errors
 /// Errors of the config.
-pub fn steps(backend: &dyn Backend, config: &Value, options: EngineOptions) -> Result<Vec<String>> {
+pub fn steps(
+    (backend, tower): (&dyn Backend, &dyn Backend),
+    config: &Value,
+    options: EngineOptions,
+) -> Result<Vec<String>> {
     let is_coarse = backend.is_compiling();
     let mut lines = Buckets::new(&options, is_coarse, options.host_rows(backend)).lines();
     if let Some((vision, sizes)) = eyes::config(config, options.vision)?.zip(options.vision) {
         let text = keel_models::read_config(config)?;
-        lines.extend(Passes::new(&vision, &text, sizes, is_coarse).lines());
+        lines.extend(Passes::new(&vision, &text, sizes, tower.is_compiling()).lines());
     }
     Ok(lines)
 }

@@ -97,9 +97,9 @@ impl Engine {
         !self.peers.is_empty()
     }
 
-    /// The runtimes of the devices, by rank.
+    /// The runtimes of the devices, by rank; after them that of the vision tower, if it has one of its own.
     pub fn runtimes(&self) -> impl Iterator<Item = &Runtime> {
-        self.peers.iter().map(|peer| &peer.runtime).chain([&self.runtime])
+        self.peers.iter().map(|peer| &peer.runtime).chain([&self.runtime]).chain(&self.eyes_runtime)
     }
 
     /// Names the devices in reports, by rank.

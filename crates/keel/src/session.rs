@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use evenkeel::{Driver, ModelFiles, bound, is_vision, place};
+use evenkeel::{Driver, ModelFiles, Room, bound, is_vision, on_host, place};
 use indicatif::ProgressBar;
 use keel_array::{Backend, Category, Compute, MemoryReport, Runtime};
+use keel_engine::plan::plan_seeing_on;
 use keel_engine::{Engine, EngineError, EngineOptions};
-use keel_models::HybridConfig;
 use keel_models::loading::Parameters;
+use keel_models::{HybridConfig, Part};
 use serde_json::Value;
 
 use crate::args::{Device, DeviceArgs};
@@ -43,14 +44,22 @@ impl Session {
         config: &Value,
         options: EngineOptions,
     ) -> Result<Session> {
-        let planned = plan(device, parameters, config, options)?;
-        bound(&device.options(), runtime, &planned, &options)?;
+        let plans = plan_apart(device, parameters, config, options)?;
+        bound(&device.options(), runtime, &plans.model, &options)?;
+        plans.check_host(&options)?;
         device.announce();
+        let planned = plans.total();
+        let tower = device.tower()?.filter(|_| plans.tower.is_some());
+        let tower = tower.map(|tower| tower.runtime(options.compute)).transpose()?;
         let start = Instant::now();
         let bar = progress::bytes("loading", planned.get(Category::Weights));
-        let engine = Engine::load(runtime, parameters, config, options, &|bytes| bar.inc(bytes));
+        let devices = [(runtime.clone(), Part::default())];
+        let devices = (&devices[..], tower.as_ref());
+        let engine = Engine::load_seeing_on(devices, parameters, config, options, &|bytes| bar.inc(bytes));
         bar.finish_and_clear();
-        Ok(Session { engine: engine?, planned, devices: Vec::new(), load_time: start.elapsed() })
+        let (mut engine, devices) = (engine?, plans.devices(device));
+        engine.name_devices(devices.iter().map(|plan| plan.name.clone()).collect());
+        Ok(Session { engine, planned, devices, load_time: start.elapsed() })
     }
 
     /// As [`Session::open`], on the device or on the several that share the model.
@@ -161,7 +170,65 @@ pub fn settle(
     options(device.device())
 }
 
-/// Plans the bytes per category, on all devices that share the model. No weight is read.
+/// The name of a vision tower's own device in reports.
+const TOWER_NAME: &str = "cpu (vision)";
+
+/// The plan of a model on one device, and of its vision tower if that is on another.
+pub struct Plans {
+    /// Bytes on the model's device.
+    pub model: MemoryReport,
+    /// Bytes of the tower, which is on the CPU.
+    pub tower: Option<MemoryReport>,
+}
+
+impl Plans {
+    /// The sums of both.
+    pub fn total(&self) -> MemoryReport {
+        [self.model].into_iter().chain(self.tower).sum()
+    }
+
+    /// The devices with their names, if there are two.
+    pub fn devices(&self, device: &DeviceArgs) -> Vec<DevicePlan> {
+        let Some(tower) = self.tower else { return Vec::new() };
+        let of = |name: String, planned| DevicePlan { name, part: Part::default(), planned };
+        vec![of(device.device_name(), self.model), of(TOWER_NAME.into(), tower)]
+    }
+
+    /// Compares the tower, and what the model has in the host's memory, with the memory of the host.
+    fn check_host(&self, options: &EngineOptions) -> Result<()> {
+        let (Some(tower), Some(host)) = (self.tower, Room::of_host()) else { return Ok(()) };
+        if on_host(&self.model, true) + tower.total() <= host.bytes {
+            return Ok(());
+        }
+        Err(several::too_little(&tower, host.bytes, host.why, options))
+    }
+}
+
+/// As [`plan`], on a single device, with the bytes of a vision tower that is not on it.
+///
+/// # Errors
+/// As [`evenkeel::plan`].
+pub fn plan_apart(
+    device: &DeviceArgs,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<Plans> {
+    let Some(tower) = device.tower()?.filter(|_| options.vision.is_some()) else {
+        let model = evenkeel::plan(&device.options(), parameters, config, options)?;
+        return Ok(Plans { model, tower: None });
+    };
+    let model = (device.planning_backend(options.compute), Part::default());
+    let tower = tower.planning_backend(options.compute);
+    let planned = plan_seeing_on((&[model], Some(&tower)), parameters, config, options);
+    match planned.map_err(evenkeel::Error::from)?[..] {
+        [model, tower] => Ok(Plans { model, tower: Some(tower) }),
+        ref other => unreachable!("two devices have {} plans", other.len()),
+    }
+}
+
+/// Plans the bytes per category, on all devices that share the model. No weight is read. The bytes of a vision tower on
+/// a device of its own are not part of it: see [`plan_apart`].
 ///
 /// # Errors
 /// As [`evenkeel::plan`] and [`several::plan_devices`].
@@ -175,7 +242,7 @@ pub fn plan(
         let plans = several::plan_devices(device, parameters, config, options)?;
         return Ok(plans.iter().map(|plan| plan.planned).sum());
     }
-    Ok(evenkeel::plan(&device.options(), parameters, config, options)?)
+    Ok(plan_apart(device, parameters, config, options)?.model)
 }
 
 /// Memory of the device's driver before a model is loaded. `None` on the CPU, or if there is no such GPU.

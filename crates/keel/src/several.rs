@@ -37,6 +37,7 @@ pub fn plan_devices(
     options: EngineOptions,
 ) -> Result<Vec<DevicePlan>> {
     device.split.check()?;
+    device.tower()?;
     let members = device.split.members();
     let grid = device.split.split().grid(members.len())?;
     let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
@@ -93,7 +94,13 @@ fn check(
     Ok(())
 }
 
-fn too_little(planned: &MemoryReport, limit: u64, whose: String, options: &EngineOptions) -> anyhow::Error {
+/// The error for a plan above a limit.
+pub fn too_little(
+    planned: &MemoryReport,
+    limit: u64,
+    whose: String,
+    options: &EngineOptions,
+) -> anyhow::Error {
     let EngineOptions { context, sequences, .. } = *options;
     let (needed, planned) = (planned.total(), *planned);
     evenkeel::Error::from(Box::new(OutOfMemory { needed, limit, whose, context, sequences, planned })).into()

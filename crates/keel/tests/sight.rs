@@ -252,6 +252,44 @@ fn the_plan_prints_the_passes_of_the_tower() {
     assert!(!plan(&["--images", "0"]).contains("of the tower"));
 }
 
+/// A plan for a GPU needs none.
+#[test]
+fn a_tower_off_the_gpu_is_planned_on_the_cpu() {
+    let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
+    let plan = ["plan", "--serve", "-m", arg(&folder), "--image-pixels", "65536", "--sequences", "1"];
+    let gpu = [&plan[..], &["--device", "cuda:0", "--json"]].concat();
+    let apart = [&gpu[..], &["--vision-device", "cpu"]].concat();
+    let (whole, split) = (common::json(&gpu), common::json(&apart));
+    let devices = split["devices"].as_array().expect("two devices");
+    let [on_gpu, on_cpu] = &devices[..] else { panic!("{split}") };
+    assert_eq!((&on_gpu["device"], &on_cpu["device"]), (&json!("cuda:0"), &json!("cpu (vision)")));
+    let bytes = |report: &Value, category: &str| report[category].as_u64().expect("a number");
+    assert!(bytes(on_gpu, "weights") < bytes(&whole, "weights"), "{split}");
+    assert!(bytes(on_cpu, "weights") > 0 && bytes(on_cpu, "vision") > bytes(on_gpu, "vision"), "{split}");
+    assert_eq!(bytes(on_cpu, "features"), bytes(&whole, "features"));
+    assert_eq!(bytes(on_gpu, "features"), 0);
+    for category in ["kv", "recurrent"] {
+        assert_eq!(
+            (bytes(on_gpu, category), bytes(on_cpu, category)),
+            (bytes(&whole, category), 0),
+            "{category}"
+        );
+    }
+    let table = succeed(&[&plan[..], &["--device", "cuda:0", "--vision-device", "cpu", "-v"]].concat());
+    assert!(
+        table.contains("cuda:0") && table.contains("cpu (vision)") && table.contains("features"),
+        "{table}"
+    );
+    // The passes are those of the CPU, whose list is finer.
+    let passes = table.lines().find(|line| line.starts_with("patches of a picture: ")).expect("the list");
+    assert!(passes.contains(" 16 32 48 "), "{passes}");
+    // A model on the CPU has its tower there anyway.
+    let cpu = [&plan[..], &["--device", "cpu", "--json"]].concat();
+    assert_eq!(common::json(&cpu), common::json(&[&cpu[..], &["--vision-device", "cpu"]].concat()));
+    let two = [&plan[..], &["--devices", "cpu:0,cpu:1", "--vision-device", "cpu"]].concat();
+    common::misuse(&two, "--vision-device is for a model on one device");
+}
+
 /// A program that stands in for `ffmpeg` gives a file the frames of the fixture.
 #[cfg(unix)]
 #[test]

@@ -47,6 +47,8 @@ pub struct Engine {
     pub(crate) stepper: Stepper,
     /// The vision tower, where pictures were planned for.
     eyes: Option<Eyes>,
+    /// The runtime of the tower, if it has one of its own.
+    pub(crate) eyes_runtime: Option<Runtime>,
     pub(crate) options: EngineOptions,
     /// Measured costs of rounds of speculation.
     pub(crate) costs: Costs,
@@ -79,6 +81,21 @@ impl Engine {
     /// devices of another rank.
     pub fn load_on(
         devices: &[(Runtime, Part)],
+        parameters: &dyn Parameters,
+        config: &Value,
+        options: EngineOptions,
+        progress: &dyn Fn(u64),
+    ) -> Result<Engine> {
+        Engine::load_seeing_on((devices, None), parameters, config, options, progress)
+    }
+
+    /// As [`Engine::load_on`], with the vision tower on a runtime of its own: its weights, its buffers and the features of
+    /// pictures. Without pictures in the options it holds nothing.
+    ///
+    /// # Errors
+    /// As [`Engine::load_on`].
+    pub fn load_seeing_on(
+        (devices, tower): (&[(Runtime, Part)], Option<&Runtime>),
         parameters: &dyn Parameters,
         config: &Value,
         options: EngineOptions,
@@ -124,12 +141,13 @@ impl Engine {
             });
         }
         let stepper = stepper(runtime, &model, peers.len())?;
-        let loader = Loader::new(runtime, parameters, options.compute, progress);
+        let place = tower.unwrap_or(runtime);
+        let loader = Loader::new(place, parameters, options.compute, progress);
         let eyes = match (vision, options.vision) {
             (Some(vision), Some(sizes)) => {
                 let config = (vision, &whole);
                 let how = (options.compute, options.largest_steps);
-                Some(Eyes::load(runtime, &loader, config, sizes, how)?)
+                Some(Eyes::load(place, &loader, config, sizes, how)?)
             }
             _ => None,
         };
@@ -144,6 +162,7 @@ impl Engine {
             cache,
             stepper,
             eyes,
+            eyes_runtime: tower.cloned(),
             options,
             costs: Costs::default(),
             row_logits: Vec::new(),

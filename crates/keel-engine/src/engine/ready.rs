@@ -1,6 +1,6 @@
 //! What an engine does before it is ready: every step of the list is traced, compiled and run once.
 
-use keel_array::{Regime, Runtime};
+use keel_array::{Executable, Regime, Runtime};
 
 use super::Engine;
 use crate::Result;
@@ -107,15 +107,21 @@ impl Engine {
     /// # Errors
     /// An error of the runtime.
     pub fn make_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
+        let passes: Vec<&Executable> = self.eyes.iter().flat_map(Eyes::listed).collect();
         if self.runtime.backend().is_compiling() {
-            let compiling = &mut |done, all| progress("compiling", done, all);
             let mut listed = self.stepper.listed();
-            listed.extend(self.eyes.iter().flat_map(Eyes::listed));
-            self.runtime.make_ready(&listed, compiling)?;
-            self.stepper.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
-            if let Some(eyes) = &self.eyes {
-                eyes.run_for_nobody()?;
+            if self.eyes_runtime.is_none() {
+                listed.extend(&passes);
             }
+            self.runtime.make_ready(&listed, &mut |done, all| progress("compiling", done, all))?;
+            self.stepper.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
+        }
+        let tower = self.eyes_runtime.as_ref().unwrap_or(&self.runtime);
+        if let Some(eyes) = self.eyes.as_ref().filter(|_| tower.backend().is_compiling()) {
+            if self.eyes_runtime.is_some() {
+                tower.make_ready(&passes, &mut |done, all| progress("compiling", done, all))?;
+            }
+            eyes.run_for_nobody()?;
         }
         self.ready = Some(self.work_so_far());
         Ok(())
@@ -127,19 +133,19 @@ impl Engine {
     }
 
     fn work_so_far(&self) -> LateWork {
-        let of = |runtime: &Runtime, stepper: &Stepper| {
+        let of = |runtime: &Runtime| {
             let done = runtime.backend().preparations();
             LateWork {
-                trace: stepper.traced(),
+                trace: 0,
                 compile: done.compiled,
                 load: done.loaded,
                 capture: done.captured,
                 allocate: runtime.ledger().charges(),
             }
         };
-        let peers = self.peers.iter().map(|peer| of(&peer.runtime, &peer.stepper));
-        let tower = LateWork { trace: self.eyes.as_ref().map_or(0, Eyes::traced), ..LateWork::default() };
-        peers.fold(of(&self.runtime, &self.stepper).plus(tower), LateWork::plus)
+        let steppers = self.peers.iter().map(|peer| &peer.stepper).chain([&self.stepper]);
+        let trace = steppers.map(Stepper::traced).sum::<u64>() + self.eyes.as_ref().map_or(0, Eyes::traced);
+        self.runtimes().map(of).fold(LateWork { trace, ..LateWork::default() }, LateWork::plus)
     }
 
     /// Whether [`Engine::make_ready`] was called.

@@ -20,6 +20,10 @@ pub struct DeviceArgs {
     /// the plan fits, else the CPU.
     #[arg(long, value_name = "DEVICE", env = "KEEL_DEVICE", default_value = "auto", value_parser = parse_device)]
     device: Wanted,
+    /// Device of the vision tower of a model on a GPU: cpu keeps its weights, buffers and work off the GPU, and pictures
+    /// take longer. By default the model's device.
+    #[arg(long, value_name = "DEVICE", value_enum)]
+    vision_device: Option<VisionDevice>,
     #[command(flatten)]
     pub split: SplitArgs,
     /// What `auto` has become. Clones of these arguments share it.
@@ -50,6 +54,12 @@ pub struct DeviceArgs {
 enum Wanted {
     Auto,
     Only(Device),
+}
+
+/// The value of `--vision-device`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum VisionDevice {
+    Cpu,
 }
 
 /// The device chosen for `auto`, and the reason in one line.
@@ -112,6 +122,29 @@ impl DeviceArgs {
             resident: self.resident,
             deterministic: self.deterministic,
             memory_limit: self.memory_limit,
+        }
+    }
+
+    /// The vision tower's device and its bounds, if it is not the model's.
+    ///
+    /// # Errors
+    /// Several devices share the model.
+    pub fn tower(&self) -> Result<Option<DeviceOptions>> {
+        if self.vision_device.is_none() {
+            return Ok(None);
+        }
+        if self.split.is_split() {
+            return Err(usage("--vision-device is for a model on one device; leave out --devices"));
+        }
+        let cpu = DeviceOptions { device: Some(Device::Cpu), memory_limit: None, ..self.options() };
+        Ok((self.device() != Device::Cpu).then_some(cpu))
+    }
+
+    /// The device's name in reports.
+    pub fn device_name(&self) -> String {
+        match self.device() {
+            Device::Cpu => "cpu".into(),
+            Device::Cuda(n) => format!("cuda:{n}"),
         }
     }
 

@@ -14,7 +14,7 @@ use crate::failure::usage;
 use crate::holding;
 use crate::output;
 use crate::report::{categories, devices_table, driver_json, plan_table};
-use crate::session::{self, settle};
+use crate::session::{self, Plans, settle};
 use crate::several::{self, DevicePlan};
 use evenkeel::DRIVER_ROOM_BYTES;
 use evenkeel::context_for;
@@ -127,7 +127,13 @@ fn print_all(
     requests: Option<u64>,
     verbose: bool,
 ) -> Result<()> {
-    print_plan(args, planned, options, requests)?;
+    let tower = match args.server.device.tower()? {
+        Some(_) => {
+            session::plan_apart(&args.server.device, &*subject.parameters, &subject.json, options)?.tower
+        }
+        None => None,
+    };
+    print_plan(args, &Plans { model: *planned, tower }, options, requests)?;
     if !verbose || args.json {
         return Ok(());
     }
@@ -140,21 +146,27 @@ fn print_all(
 
 fn print_steps(args: &PlanArgs, config: &Value, options: EngineOptions) -> Result<()> {
     let backend = args.server.device.planning_backend(options.compute);
+    let tower = args.server.device.tower()?.map(|tower| tower.planning_backend(options.compute));
+    let tower = tower.as_ref().unwrap_or(&backend);
     output::line("")?;
-    steps(&*backend, config, options)?.iter().try_for_each(|line| output::line(line))
+    steps((&*backend, &**tower), config, options)?.iter().try_for_each(|line| output::line(line))
 }
 
-fn print_plan(
-    args: &PlanArgs,
-    planned: &MemoryReport,
-    options: EngineOptions,
-    requests: Option<u64>,
-) -> Result<()> {
+fn print_plan(args: &PlanArgs, plans: &Plans, options: EngineOptions, requests: Option<u64>) -> Result<()> {
     let device = &args.server.device;
     device.announce();
     let driver = session::driver(device, options.compute);
     if args.json {
-        let mut object = categories(planned);
+        let mut object = categories(&plans.total());
+        let devices = plans.devices(device);
+        if !devices.is_empty() {
+            let of = |plan: &DevicePlan| {
+                let mut object = categories(&plan.planned);
+                object["device"] = json!(plan.name);
+                object
+            };
+            object["devices"] = devices.iter().map(of).collect();
+        }
         if let Some(driver) = driver {
             object["driver"] = driver_json(&driver);
         }
@@ -168,13 +180,16 @@ fn print_plan(
         None => String::new(),
     };
     output::line(&format!("context {}, batch {}{of_pool}\n", options.context, options.sequences))?;
-    output::text(&plan_table(planned))?;
+    let devices = plans.devices(device);
+    let columns: Vec<_> = devices.iter().map(|plan| (plan.name.as_str(), plan.planned)).collect();
+    output::text(&if columns.is_empty() { plan_table(&plans.model) } else { devices_table(&columns) })?;
     if let Some(requests) = requests {
         let bound = human_bytes(requests);
         output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))?;
     }
     if let Some(host) = Room::of_host() {
-        let needed = on_host(planned, device.device() != Device::Cpu);
+        let tower = plans.tower.map_or(0, |tower| tower.total());
+        let needed = on_host(&plans.model, device.device() != Device::Cpu) + tower;
         let fits = if needed <= host.bytes { "fits" } else { "does not fit" };
         output::line(&format!("free        {} ({}): the plan {fits}", human_bytes(host.bytes), host.why))?;
     }
