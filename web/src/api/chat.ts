@@ -3,7 +3,10 @@
 import { ApiError, ConnectionError, request } from "./client";
 import { EventReader } from "./sse";
 
-export type ContentPart = { type: "text"; text: string } | { type: "image_url"; image_url: { url: string } };
+export type ContentPart =
+  | { type: "text"; text: string }
+  | { type: "image_url"; image_url: { url: string } }
+  | { type: "video_url"; video_url: { url: string } };
 
 export interface ChatMessage {
   role: "system" | "user" | "assistant";

@@ -6,7 +6,7 @@ import { asPrompt } from "../text/files";
 import { app, notify } from "./app";
 import { change, createChat, keep, titleOf } from "./chats";
 import { freshId, lastGood, newestEnd, pathTo, withMessage, withoutBranch } from "./tree";
-import type { Chat, ChatOptions, Counts, Message, Picture, Problem, TextFile } from "./types";
+import type { Chat, ChatOptions, Counts, Message, Picture, Problem, TextFile, Video } from "./types";
 
 /** Time between two renderings of a growing answer, and between two writes to storage. */
 const SHOW_MS = 60;
@@ -18,12 +18,20 @@ function chatOf(id: string): Chat | undefined {
   return app.state.chats.find((chat) => chat.id === id);
 }
 
+/** What goes with a message. */
+export interface Attached {
+  files: TextFile[];
+  pictures: Picture[];
+  videos: Video[];
+}
+
 /** Sends a message at the end of the chat that is shown, or in a new one. */
-export function send(content: string, files: TextFile[], pictures: Picture[]): void {
+export function send(content: string, attached: Attached): void {
   const shown = app.state.current;
-  const chat = (shown && chatOf(shown)) || createChat(titleOf(content || files[0]?.name || pictures[0]?.name || ""));
+  const [first] = [...attached.files, ...attached.pictures, ...attached.videos];
+  const chat = (shown && chatOf(shown)) || createChat(titleOf(content || first?.name || ""));
   if (controllers.has(chat.id)) return;
-  sendAfter(chat, lastGood(chat), content, files, pictures);
+  sendAfter(chat, lastGood(chat), content, attached);
 }
 
 /** Sends another version of a message. */
@@ -31,13 +39,15 @@ export function resend(chatId: string, messageId: string, content: string): void
   const chat = chatOf(chatId);
   const old = chat?.messages[messageId];
   if (!chat || !old || controllers.has(chatId)) return;
-  sendAfter(chat, old.parent, content, old.files ?? [], old.pictures ?? []);
+  const { files = [], pictures = [], videos = [] } = old;
+  sendAfter(chat, old.parent, content, { files, pictures, videos });
 }
 
-function sendAfter(chat: Chat, parent: string | null, content: string, files: TextFile[], pictures: Picture[]): void {
+function sendAfter(chat: Chat, parent: string | null, content: string, { files, pictures, videos }: Attached): void {
   const message: Message = { id: freshId(), parent, role: "user", content, at: Date.now() };
   if (files.length > 0) message.files = files;
   if (pictures.length > 0) message.pictures = pictures;
+  if (videos.length > 0) message.videos = videos;
   change(chat.id, (each) => ({ ...withMessage(each, message), leaf: message.id }));
   void answer(chat.id, message.id);
 }
@@ -55,12 +65,14 @@ export function stop(chatId: string | null): boolean {
   return controller !== undefined;
 }
 
-/** A message as the server takes it: its pictures first, then its text. */
+/** A message as the server takes it: its pictures first, then its videos, then its text. */
 function contentOf(message: Message): string | ContentPart[] {
   const text = asPrompt(message);
-  if (!message.pictures?.length) return text;
-  const pictures = message.pictures.map(({ uri }): ContentPart => ({ type: "image_url", image_url: { url: uri } }));
-  return text ? [...pictures, { type: "text", text }] : pictures;
+  const pictures = (message.pictures ?? []).map(({ uri }): ContentPart => ({ type: "image_url", image_url: { url: uri } }));
+  const videos = (message.videos ?? []).map(({ uri }): ContentPart => ({ type: "video_url", video_url: { url: uri } }));
+  const shown = [...pictures, ...videos];
+  if (shown.length === 0) return text;
+  return text ? [...shown, { type: "text", text }] : shown;
 }
 
 /** The request that asks for an answer to the last message of `path`. */

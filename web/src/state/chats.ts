@@ -19,7 +19,7 @@ export function charsOf(chat: Chat): number {
   const picture = (sum: number, each: { uri: string }) => sum + each.uri.length;
   return Object.values(chat.messages).reduce(
     (sum, message) => sum + message.content.length + (message.reasoning?.length ?? 0) + (message.files ?? []).reduce(file, 0)
-      + (message.pictures ?? []).reduce(picture, 0),
+      + (message.pictures ?? []).reduce(picture, 0) + (message.videos ?? []).reduce(picture, 0),
     0,
   );
 }

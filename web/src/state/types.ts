@@ -13,6 +13,13 @@ export interface Picture {
   uri: string;
 }
 
+/** A video that goes with a message. */
+export interface Video {
+  name: string;
+  /** A data URI. */
+  uri: string;
+}
+
 export interface Problem {
   code: string;
   message: string;
@@ -37,6 +44,7 @@ export interface Message {
   at: number;
   files?: TextFile[];
   pictures?: Picture[];
+  videos?: Video[];
   reasoning?: string;
   reasoningSeconds?: number;
   /** Complete, unless it says something else. */

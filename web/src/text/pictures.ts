@@ -40,11 +40,12 @@ async function smaller(file: File): Promise<Blob> {
   }
 }
 
-function dataUri(blob: Blob): Promise<string> {
+/** A file as a data URI. */
+export function dataUri(blob: Blob): Promise<string> {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(String(reader.result));
-    reader.onerror = () => reject(new FileProblem("The picture cannot be read."));
+    reader.onerror = () => reject(new FileProblem("The file cannot be read."));
     reader.readAsDataURL(blob);
   });
 }

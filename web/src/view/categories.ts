@@ -19,13 +19,15 @@ const LOOKS: Record<string, Look> = {
   workspace: { name: "Workspace", class: "c-workspace" },
   staging: { name: "Staging", class: "c-staging" },
   swap: { name: "Swap", class: "c-swap" },
+  vision: { name: "Vision", class: "c-vision" },
+  features: { name: "Features of pictures", class: "c-features" },
   user: { name: "User", class: "c-user" },
 };
 
 /** Drawn from the bottom; what is free lies on top. */
 const ORDER = [
-  "weights", "recurrent", "delta_log", "checkpoints", "activations", "workspace", "staging", "swap", "user", "kv", "kv, in use",
-  "kv, remembered", "kv, free",
+  "weights", "recurrent", "delta_log", "checkpoints", "activations", "workspace", "staging", "vision", "features", "swap", "user",
+  "kv", "kv, in use", "kv, remembered", "kv, free",
 ];
 
 export function look(category: string): Look {

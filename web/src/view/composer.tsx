@@ -6,11 +6,12 @@ import { app, contextLength, currentChat, notify, seesPictures } from "../state/
 import { send, stop } from "../state/answer";
 import { useStore } from "../state/store";
 import { pathTo } from "../state/tree";
-import type { Picture, TextFile } from "../state/types";
+import type { Picture, TextFile, Video } from "../state/types";
 import { asPrompt, FILES_BYTES_MAX, readTextFile } from "../text/files";
 import { bytes, count } from "../text/format";
 import { isPicture, PICTURES_MAX, readPicture } from "../text/pictures";
-import { FileChips, PictureChips } from "./filelist";
+import { isVideo, readVideo, VIDEOS_MAX } from "../text/videos";
+import { FileChips, PictureChips, VideoChips } from "./filelist";
 import { IconButton } from "./icons";
 
 /** Pause after the last key before tokens are counted. */
@@ -24,6 +25,7 @@ export function Composer() {
   const [text, setText] = useState("");
   const [files, setFiles] = useState<TextFile[]>([]);
   const [pictures, setPictures] = useState<Picture[]>([]);
+  const [videos, setVideos] = useState<Video[]>([]);
   const sees = useStore(app, seesPictures);
   const area = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
@@ -48,6 +50,15 @@ export function Composer() {
           });
           continue;
         }
+        if (sees && isVideo(file)) {
+          const video = await readVideo(file);
+          setVideos((before) => {
+            if (before.length < VIDEOS_MAX) return [...before, video];
+            notify(`Up to ${VIDEOS_MAX} videos can be attached to one message.`);
+            return before;
+          });
+          continue;
+        }
         const read = await readTextFile(file);
         setFiles((before) => {
           const after = [...before, read];
@@ -62,16 +73,17 @@ export function Composer() {
     }
     area.current?.focus();
   };
-  const attached = files.length + pictures.length;
+  const attached = files.length + pictures.length + videos.length;
   const canSend = !busy && (text.trim() !== "" || attached > 0);
   const submit = () => {
     // From the field itself: a quick Enter comes before the last key is rendered.
     const written = area.current?.value.trim() ?? "";
     if (busy || (written === "" && attached === 0)) return;
-    send(written, files, pictures);
+    send(written, { files, pictures, videos });
     setText("");
     setFiles([]);
     setPictures([]);
+    setVideos([]);
   };
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -88,8 +100,9 @@ export function Composer() {
     <form class={`composer ${dragging ? "dragging" : ""}`} onSubmit={(event) => { event.preventDefault(); submit(); }}>
       <FileChips files={files} remove={(gone) => setFiles(files.filter((_, index) => index !== gone))} />
       <PictureChips pictures={pictures} remove={(gone) => setPictures(pictures.filter((_, index) => index !== gone))} />
+      <VideoChips videos={videos} remove={(gone) => setVideos(videos.filter((_, index) => index !== gone))} />
       <div class="composer-row">
-        <IconButton icon="attach" label={sees ? "Attach pictures and text files" : "Attach text files"} onClick={() => picker.current?.click()} />
+        <IconButton icon="attach" label={sees ? "Attach pictures, videos and text files" : "Attach text files"} onClick={() => picker.current?.click()} />
         <textarea ref={area} rows={1} aria-label="Your message" placeholder="Write a message" value={text}
           onInput={(event) => setText(event.currentTarget.value)} onKeyDown={onKeyDown} onPaste={onPaste} />
         {busy ? (
@@ -98,7 +111,7 @@ export function Composer() {
           <IconButton icon="send" label="Send (Enter)" class="primary round" disabled={!canSend} onClick={submit} />
         )}
       </div>
-      <input ref={picker} type="file" multiple class="offscreen" tabIndex={-1} aria-label={sees ? "Pictures and text files to attach" : "Text files to attach"}
+      <input ref={picker} type="file" multiple class="offscreen" tabIndex={-1} aria-label={sees ? "Pictures, videos and text files to attach" : "Text files to attach"}
         onChange={(event) => {
           void attach([...(event.currentTarget.files ?? [])]);
           event.currentTarget.value = "";

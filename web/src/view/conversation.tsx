@@ -93,7 +93,7 @@ function Welcome() {
       </p>
       <ul class="suggestions">
         {SUGGESTIONS.map((text) => (
-          <li key={text}><button type="button" onClick={() => send(text, [], [])}>{text}</button></li>
+          <li key={text}><button type="button" onClick={() => send(text, { files: [], pictures: [], videos: [] })}>{text}</button></li>
         ))}
       </ul>
     </div>

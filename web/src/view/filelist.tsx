@@ -1,6 +1,7 @@
 // Attached files: a chip with name and size; what they hold can be unfolded, or taken away before sending.
 
-import type { Picture, TextFile } from "../state/types";
+import { useState } from "preact/hooks";
+import type { Picture, TextFile, Video } from "../state/types";
 import { bytes } from "../text/format";
 import { Icon, IconButton } from "./icons";
 
@@ -54,6 +55,39 @@ export function PictureChips({ pictures, remove }: { pictures: Picture[]; remove
           <img src={picture.uri} alt="" />
           <span class="chip-name">{picture.name}</span>
           <IconButton icon="close" label={`Take ${picture.name} away`} onClick={() => remove(index)} />
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+export function VideoList({ videos }: { videos: Video[] }) {
+  if (videos.length === 0) return null;
+  return (
+    <div class="pictures">
+      {videos.map((video, index) => <Film key={index} video={video} />)}
+    </div>
+  );
+}
+
+/** A video with its first frame and controls. A browser plays fewer kinds of files than the server reads. */
+function Film({ video }: { video: Video }) {
+  const [plays, setPlays] = useState(true);
+  if (!plays) {
+    return <p class="unplayed"><Icon name="film" />{video.name} <span class="faint">This browser cannot play it. The model is sent it.</span></p>;
+  }
+  return <video src={video.uri} controls muted playsInline preload="auto" title={video.name} aria-label={video.name} onError={() => setPlays(false)} />;
+}
+
+export function VideoChips({ videos, remove }: { videos: Video[]; remove: (index: number) => void }) {
+  if (videos.length === 0) return null;
+  return (
+    <ul class="chips" aria-label="Attached videos">
+      {videos.map((video, index) => (
+        <li key={index} class="chip video">
+          <Icon name="film" />
+          <span class="chip-name">{video.name}</span>
+          <IconButton icon="close" label={`Take ${video.name} away`} onClick={() => remove(index)} />
         </li>
       ))}
     </ul>

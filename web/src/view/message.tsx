@@ -7,7 +7,7 @@ import type { Counts, Message } from "../state/types";
 import { copyText } from "../text/copy";
 import { count, seconds, tokens } from "../text/format";
 import { Icon, IconButton } from "./icons";
-import { FileList, PictureList } from "./filelist";
+import { FileList, PictureList, VideoList } from "./filelist";
 import { Prose } from "./prose";
 
 export interface MessageProps {
@@ -35,6 +35,7 @@ function UserMessage({ chatId, message, versions, busy }: MessageProps) {
   return (
     <article class={`message user ${failed ? "failed" : ""}`} aria-label="You">
       <PictureList pictures={message.pictures ?? []} />
+      <VideoList videos={message.videos ?? []} />
       <FileList files={message.files ?? []} />
       {message.content && <div class="bubble">{message.content}</div>}
       {failed && <Refusal message={message} />}
@@ -166,7 +167,7 @@ function Editor({ message, busy, save, cancel }: EditorProps) {
     area.current?.focus();
     area.current?.setSelectionRange(text.length, text.length);
   }, []);
-  const hasFiles = (message.files?.length ?? 0) + (message.pictures?.length ?? 0) > 0;
+  const hasFiles = (message.files?.length ?? 0) + (message.pictures?.length ?? 0) + (message.videos?.length ?? 0) > 0;
   const canSave = !busy && (text.trim() !== "" || hasFiles);
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -181,6 +182,7 @@ function Editor({ message, busy, save, cancel }: EditorProps) {
   return (
     <div class="message user editing">
       <PictureList pictures={message.pictures ?? []} />
+      <VideoList videos={message.videos ?? []} />
       <FileList files={message.files ?? []} />
       <textarea ref={area} aria-label="Edit your message" value={text} rows={Math.min(12, text.split("\n").length + 1)}
         onInput={(event) => setText(event.currentTarget.value)} onKeyDown={onKeyDown} />

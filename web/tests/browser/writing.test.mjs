@@ -162,7 +162,7 @@ const SEES = { stub: { sees: true } };
 
 test("pictures are attached by button, by drop and by paste, shown, and sent with their message", () =>
   browser.visit(SEES, async ({ page, stub }) => {
-    await page.getByRole("button", { name: "Attach pictures and text files" }).waitFor();
+    await page.getByRole("button", { name: "Attach pictures, videos and text files" }).waitFor();
     await files(page).setInputFiles([
       { name: "notes.txt", mimeType: "text/plain", buffer: Buffer.from("some notes") },
       { name: "cat.png", mimeType: "image/png", buffer: PIXEL },
@@ -190,6 +190,79 @@ test("pictures are attached by button, by drop and by paste, shown, and sent wit
     assert.equal(await shown.first().evaluate((image) => image.naturalWidth), 2, "the page's policy lets it be seen");
     await ask(page, "And now?");
     assert.deepEqual(stub.requests[1].messages[0].content, [picture, picture, text], "the next turn brings them again");
+  }));
+
+/** Records a short video in the page, so that the browser can play it; its bytes and a file of each kind come back. */
+async function record(page) {
+  const bytes = await page.evaluate(async () => {
+    const canvas = document.createElement("canvas");
+    canvas.width = 64;
+    canvas.height = 48;
+    const context = canvas.getContext("2d");
+    const recorder = new MediaRecorder(canvas.captureStream(20), { mimeType: "video/webm" });
+    const parts = [];
+    recorder.ondataavailable = ({ data }) => parts.push(data);
+    const ended = new Promise((resolve) => { recorder.onstop = resolve; });
+    recorder.start();
+    for (let frame = 0; frame < 12; frame++) {
+      context.fillStyle = `hsl(${30 * frame} 80% 50%)`;
+      context.fillRect(0, 0, 64, 48);
+      await new Promise((resolve) => setTimeout(resolve, 50));
+    }
+    recorder.stop();
+    await ended;
+    return [...new Uint8Array(await new Blob(parts).arrayBuffer())];
+  });
+  return Buffer.from(bytes);
+}
+
+test("videos are attached by button, by drop and by paste, shown with their first frame, and sent with their message", () =>
+  browser.visit(SEES, async ({ page, stub }) => {
+    const film = await record(page);
+    await files(page).setInputFiles([
+      { name: "cat.png", mimeType: "image/png", buffer: PIXEL },
+      { name: "button.webm", mimeType: "video/webm", buffer: film },
+    ]);
+    await page.getByRole("button", { name: "Take button.webm away" }).click();
+    await page.evaluate((bytes) => {
+      const data = new DataTransfer();
+      data.items.add(new File([Uint8Array.from(bytes)], "drop.webm", { type: "video/webm" }));
+      window.dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+      const pasted = new DataTransfer();
+      // A kind that this browser cannot play, and that the system gave no type.
+      pasted.items.add(new File(["RIFF....AVI "], "paste.avi", { type: "" }));
+      document.querySelector(".composer textarea").dispatchEvent(new ClipboardEvent("paste", { clipboardData: pasted, bubbles: true, cancelable: true }));
+    }, [...film]);
+    await page.locator(".chip.video").nth(1).waitFor();
+    await ask(page, "What moves?");
+    const [picture, dropped, pasted, text] = stub.requests[0].messages[0].content;
+    assert.equal(picture.type, "image_url");
+    assert.deepEqual(dropped, { type: "video_url", video_url: { url: `data:video/webm;base64,${film.toString("base64")}` } });
+    assert.ok(pasted.video_url.url.startsWith("data:video/x-msvideo;base64,"), pasted.video_url.url.slice(0, 40));
+    assert.deepEqual(text, { type: "text", text: "What moves?" });
+    assert.equal(await page.locator(".chip").count(), 0);
+    const shown = page.locator(".message.user video");
+    await page.waitForFunction(() => document.querySelector(".message.user video")?.readyState >= 2);
+    assert.deepEqual(await shown.evaluate((video) => [video.videoWidth, video.videoHeight, video.controls]), [64, 48, true]);
+    await page.getByText("This browser cannot play it. The model is sent it.").waitFor();
+  }));
+
+test("a video that is too large is refused, and so are more than two, and what the server says is shown", () =>
+  browser.visit({ ...SEES, expectedErrors: [/400/] }, async ({ page, stub }) => {
+    const drop = (names, size) => page.evaluate(([names, size]) => {
+      const data = new DataTransfer();
+      for (const name of names) data.items.add(new File([new Uint8Array(size)], name, { type: "video/mp4" }));
+      window.dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+    }, [names, size]);
+    await drop(["large.mp4"], (5 << 20) + 1);
+    await page.getByText("large.mp4 has 5.00 MiB; videos of up to 5.00 MiB can be attached.").waitFor();
+    await drop(["a.mp4", "b.mp4", "c.mp4"], 9);
+    await page.getByText("Up to 2 videos can be attached to one message.").waitFor();
+    assert.equal(await page.locator(".chip.video").count(), 2);
+    stub.refuseVideos = true;
+    await page.getByLabel("Your message").fill("Look");
+    await page.keyboard.press("Enter");
+    await page.getByText("video 1: this is not a video that is read here").waitFor();
   }));
 
 test("a large picture is sent smaller, and one that is broken is refused", () =>

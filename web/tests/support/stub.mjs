@@ -22,6 +22,8 @@ export async function startStub() {
     models: ["demo"],
     /** Whether the models can be shown pictures. */
     sees: false,
+    /** Whether videos are refused. */
+    refuseVideos: false,
     /** Whether memory has been allocated yet. */
     allocated: true,
     running: 0,
@@ -87,6 +89,9 @@ async function chat(stub, body, response) {
   if (text.includes("too long")) {
     const message = "the request needs 9000 tokens (prompt 7976, answer 1024), the context has 4096";
     return refuse(response, 400, "context_length_exceeded", message);
+  }
+  if (stub.refuseVideos && Array.isArray(content) && content.some(({ type }) => type === "video_url")) {
+    return refuse(response, 400, "invalid_image", "video 1: this is not a video that is read here");
   }
   if (text.includes("busy")) return refuse(response, 429, "queue_full", "3 requests wait already");
   const { parts, delayMs = 0, ending, finish = "stop" } = answerTo(text, stub.requests.length);
