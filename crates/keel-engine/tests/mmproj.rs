@@ -58,13 +58,19 @@ fn vocabulary(config: &VisionConfig, count: usize) -> Vec<String> {
 }
 
 fn write(folder: &Path, scratch: &Path, form: MmprojForm) -> Pair {
+    write_with(folder, scratch, form, &|_| ())
+}
+
+/// As [`write`], with a vocabulary that `change` has changed.
+fn write_with(folder: &Path, scratch: &Path, form: MmprojForm, change: &dyn Fn(&mut Vec<String>)) -> Pair {
     let source = Checkpoint::open(folder).expect("the checkpoint opens");
     let config = keel_models::read_config(source.config()).expect("the config is complete");
     let vision = read_vision(source.config()).expect("sound").expect("it sees");
     let tensors = CheckpointAsGguf::new(&source, &config).expect("all tensors have names");
     let mut metadata = keel_models::gguf::metadata(source.config(), &config, tensors.has_mtp_head())
         .expect("it can be said");
-    let tokens = vocabulary(&vision, config.vocab);
+    let mut tokens = vocabulary(&vision, config.vocab);
+    change(&mut tokens);
     metadata.strings("tokenizer.ggml.tokens", &tokens.iter().map(String::as_str).collect::<Vec<_>>());
     let (text, tower) = (scratch.join("text.gguf"), scratch.join("mmproj.gguf"));
     let recipe = GgufRecipe::from_name("BF16").expect("a recipe");
@@ -112,6 +118,33 @@ fn two_files_are_the_checkpoint() {
             assert!(error <= LOGITS_MAX, "{name}: logits differ by {error:.1e}");
         }
     }
+}
+
+/// Published files of Gemma 3 end one entry before the token that stands for a row of a picture.
+#[test]
+fn an_unused_token_stands_for_gemmas_pictures_where_theirs_is_missing() {
+    let folder = seeing_fixture("seeing_gemma3");
+    let scratch = tempfile::tempdir().expect("a temporary folder");
+    let source = Checkpoint::open(&folder).expect("opens");
+    let (features, logits) = outcome(&mut load(&CheckpointParameters(&source), source.config()));
+    let pair = write_with(&folder, scratch.path(), MmprojForm::default(), &|tokens| {
+        tokens[508] = "t508".into();
+        (tokens[300], tokens[301]) = ("<unused7>".into(), "<unused8>".into());
+    });
+    let mut json = keel_models::gguf::config(&pair.text).expect("sound");
+    add_tower(&mut json, &pair.text, &pair.tower).expect("it fits");
+    assert_eq!(read_vision(&json).expect("sound").expect("it sees").tokens.image, 301);
+    let config = keel_models::read_config(&json).expect("sound");
+    let parameters = GgufParameters::new(&pair.text, &config).with_tower(&pair.tower);
+    let (seen, read) = outcome(&mut load(&parameters, &json));
+    assert!(seen == features);
+    assert!(relative_error(&read, &logits) <= LOGITS_MAX, "nothing depends on which token it is");
+
+    let pair =
+        write_with(&folder, scratch.path(), MmprojForm::default(), &|tokens| tokens[508] = "t508".into());
+    let mut json = keel_models::gguf::config(&pair.text).expect("sound");
+    let message = add_tower(&mut json, &pair.text, &pair.tower).expect_err("none is unused").to_string();
+    assert!(message.contains("vocabulary has no <image_soft_token>"), "{message}");
 }
 
 /// What the keys can say is said; what they cannot is what published processor files say.
