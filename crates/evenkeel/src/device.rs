@@ -87,7 +87,14 @@ impl DeviceOptions {
         CpuOptions { threads: self.threads, isa: self.isa, resident: self.resident, ..CpuOptions::default() }
     }
 
-    fn cuda_options(&self, ordinal: usize, compute: Compute) -> CudaOptions {
+    /// The options of the CUDA backend of a GPU.
+    ///
+    /// ```
+    /// use evenkeel::{DeviceOptions, array::Compute};
+    /// let options = DeviceOptions { deterministic: true, ..DeviceOptions::default() };
+    /// assert!(options.cuda_options(1, Compute::Auto).deterministic);
+    /// ```
+    pub fn cuda_options(&self, ordinal: usize, compute: Compute) -> CudaOptions {
         let precision = if compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
         CudaOptions { ordinal, precision, deterministic: self.deterministic, ..CudaOptions::default() }
     }

@@ -49,6 +49,12 @@ pub enum CudaError {
         /// Its name for the error, and its explanation.
         reason: String,
     },
+    /// Another device of the group has failed, or the connection to it.
+    #[error("{reason}")]
+    Peer {
+        /// One sentence.
+        reason: String,
+    },
     /// A kernel does not compile.
     #[error("kernel {kernel} does not compile for {architecture}:\n{log}")]
     Compile {
@@ -65,8 +71,10 @@ pub enum CudaError {
 pub type Result<T, E = CudaError> = std::result::Result<T, E>;
 
 impl CudaError {
-    /// The error as the array runtime reports it for an operation.
+    /// The error as the array runtime reports it for an operation. One that follows from the failure of a peer names no
+    /// other operation than `exchange`, wherever the host has met it.
     pub(crate) fn in_op(self, op: &str) -> ArrayError {
+        let op = if matches!(self, CudaError::Peer { .. }) { "exchange" } else { op };
         ArrayError::Kernel { op: op.into(), reason: self.to_string() }
     }
 }

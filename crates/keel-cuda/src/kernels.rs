@@ -74,6 +74,7 @@ sources! {
     GATED_DELTA_CHUNKED = "gated_delta_chunked.cu",
     GATED_DELTA_ANY = "gated_delta_any.cu",
     CUSTOM = "custom.cu",
+    EXCHANGE = "exchange.cu",
     ATTENTION_ENTER = "attention_enter.cu",
     ATTENTION = "attention.cu",
     ATTENTION_TENSOR = "attention_tensor.cu",

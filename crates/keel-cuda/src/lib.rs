@@ -1,7 +1,7 @@
 //! The CUDA backend: NVIDIA GPUs of compute capability 8.0 and newer.
 //!
-//! Driver, run-time compiler (NVRTC) and cuBLASLt are loaded when a device is opened: a program built with this crate
-//! runs on machines without CUDA, too. Kernels (`kernels/*.cu`) are compiled for the device's own architecture, with
+//! Driver, run-time compiler (NVRTC) and cuBLASLt are loaded when a device is opened, and NCCL when several are: a program
+//! built with this crate runs on machines without CUDA, too. Kernels (`kernels/*.cu`) are compiled for the device's own architecture, with
 //! the model's shapes as constants, and kept on disk by source, constants, architecture and compiler
 //! (`KEEL_CACHE_DIR`, or `keel` in the user's cache folder).
 //!
@@ -14,7 +14,7 @@ mod error;
 pub mod kernels;
 mod peaks;
 
-pub use backend::{CudaBackend, CudaOptions, Precision};
+pub use backend::{CudaBackend, CudaGroup, CudaOptions, Precision};
 pub use driver::{Architecture, GpuFacts, Survey, Version, compile};
 pub use error::CudaError;
 pub use peaks::GpuPeaks;

@@ -76,6 +76,7 @@ fn keys() -> Vec<KernelKey> {
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
     add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
     add(kernels::ROTATE_PAIRS, &["rotate_pairs"], &[]);
+    add(kernels::EXCHANGE, &["add_shares"], &[]);
     add(kernels::ACTIVATION, &["swiglu", "swiglu_half", "sigmoid_gate"], &[]);
     add(kernels::EXPERTS, &["route_top_k", "combine"], &[]);
     let choice = [("EXPERTS", "60"), ("CHOICES", "4"), ("NORMALISE", "1")];

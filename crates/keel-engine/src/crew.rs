@@ -28,7 +28,7 @@ pub(crate) enum Failure {
 impl Failure {
     /// Whether it follows from the failure of another device.
     pub fn is_consequence(&self) -> bool {
-        let exchanges = ["send", "receive", "all_reduce", "all_gather"];
+        let exchanges = ["send", "receive", "all_reduce", "all_gather", "exchange"];
         match self {
             Failure::Panicked(_) | Failure::Lost => false,
             Failure::Failed(failed) => {

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
-use evenkeel::{OutOfMemory, Room};
+use evenkeel::{OutOfMemory, Room, bound, on_host};
 use keel_array::{Backend, Category, MemoryReport, Runtime};
 use keel_engine::{Engine, EngineOptions, plan, split};
 use keel_models::Part;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
-use crate::args::DeviceArgs;
+use crate::args::{Device, DeviceArgs};
 use crate::progress;
 use crate::session::{Session, runtime_on};
 
@@ -42,7 +42,8 @@ pub fn plan_devices(
     let grid = device.split.split().grid(members.len())?;
     let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
     let parts = split::grid(&alone, (parameters, config), options, grid)?;
-    let devices: Vec<_> = device.group(true).into_iter().zip(parts.iter().cloned()).collect();
+    let devices: Vec<_> =
+        device.group(options.compute, true)?.into_iter().zip(parts.iter().cloned()).collect();
     let planned = plan::plan_on(&devices, parameters, config, options).map_err(evenkeel::Error::from)?;
     let plans = members.iter().zip(parts).zip(planned);
     Ok(plans
@@ -63,9 +64,13 @@ pub fn open(
     let plans = plan_devices(device, parameters, config, options)?;
     let planned: MemoryReport = plans.iter().map(|plan| plan.planned).sum();
     check(device, &plans, &planned, &options)?;
-    let runtimes = device.group(false).into_iter().map(|backend| runtime_on(backend, device));
+    let runtimes =
+        device.group(options.compute, false)?.into_iter().map(|backend| runtime_on(backend, device));
     let devices: Vec<(Runtime, Part)> =
         runtimes.zip(&plans).map(|(runtime, plan)| (runtime, plan.part.clone())).collect();
+    if device.device() != Device::Cpu {
+        bound_gpus(device, &plans, &devices, &options)?;
+    }
     let start = Instant::now();
     let bar = progress::bytes("loading", planned.get(Category::Weights));
     let engine = Engine::load_on(&devices, parameters, config, options, &|bytes| bar.inc(bytes));
@@ -88,8 +93,29 @@ fn check(
             return Err(too_little(planned, limit, whose, options));
         }
     }
-    if let Some(host) = Room::of_host().filter(|host| planned.total() > host.bytes) {
+    let on_host = on_host(planned, device.device() != Device::Cpu);
+    if let Some(host) = Room::of_host().filter(|host| on_host > host.bytes) {
         return Err(too_little(planned, host.bytes, host.why, options));
+    }
+    Ok(())
+}
+
+/// Compares each plan with the free memory of its GPU, and limits the GPU's memory to that. What NCCL holds there is not
+/// free any more.
+fn bound_gpus(
+    device: &DeviceArgs,
+    plans: &[DevicePlan],
+    devices: &[(Runtime, Part)],
+    options: &EngineOptions,
+) -> Result<()> {
+    for (DevicePlan { name, planned, .. }, (runtime, _)) in plans.iter().zip(devices) {
+        bound(&device.options(), runtime, planned, options).map_err(|error| match error {
+            evenkeel::Error::OutOfMemory(mut error) => {
+                error.whose = format!("{name}: {}", error.whose);
+                evenkeel::Error::OutOfMemory(error)
+            }
+            other => other,
+        })?;
     }
     Ok(())
 }

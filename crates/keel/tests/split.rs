@@ -191,7 +191,6 @@ fn what_is_not_split_says_so() {
     let logits = ["logits", "--model", arg(&model), "--ids", "1,2", "--out", "/dev/null"];
     let with = |devices: &'static str| [&logits[..], &["--devices", devices]].concat();
     misuse(&with("cpu:0,cpu:0"), "cpu:0 is listed twice");
-    misuse(&with("cuda:0,cuda:1"), "devices of the CPU only");
     fail(&with("cpu:0,cpu:1,cpu:2,cpu:3,cpu:4"), "a pipeline of 5 devices needs at least as many layers");
     for (extra, reason) in [
         (
@@ -205,4 +204,27 @@ fn what_is_not_split_says_so() {
         let message = stderr(&output);
         assert!(output.status.code() == Some(2) && message.contains(reason), "{extra:?}: {message}");
     }
+}
+
+#[test]
+fn a_split_over_gpus_is_planned_without_them() {
+    let plan = |split: &str| {
+        let devices = ["--devices", "cuda:0,cuda:1", "--split", split, "--context", "512", "--json"];
+        json(&[&["plan", "--shape", "qwen3.5-122b-a10b"][..], &devices].concat())
+    };
+    let whole = ["plan", "--shape", "qwen3.5-122b-a10b", "--device", "cuda:0", "--context", "512", "--json"];
+    let whole = json(&whole)["weights"].as_u64().expect("bytes");
+    for split in ["pipeline", "tensor"] {
+        let plan = plan(split);
+        for (rank, name) in ["cuda:0", "cuda:1"].into_iter().enumerate() {
+            let device = &plan["devices"][rank];
+            assert_eq!(device["device"], name);
+            let weights = device["weights"].as_u64().expect("bytes");
+            assert!(
+                weights > whole / 2 - whole / 20 && weights < whole / 2 + whole / 20,
+                "{split}: {weights}"
+            );
+        }
+    }
+    misuse(&["plan", "--shape", "qwen3-8b", "--devices", "cpu:0,cuda:0"], "list only one kind");
 }

@@ -89,7 +89,7 @@ impl Gpu {
             pad: Default::default(),
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        let overlaps = key.waits() && self.device.capability >= (9, 0);
+        let overlaps = !self.take_hold() && key.waits() && self.device.capability >= (9, 0);
         let config = sys::CUlaunchConfig {
             gridDimX: grid.0 as u32,
             gridDimY: grid.1 as u32,

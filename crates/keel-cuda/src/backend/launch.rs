@@ -123,7 +123,8 @@ impl Session {
         let ahead = self.put(gpu, mode, launch, WAITED)?;
         let device = &gpu.device;
         self.bring(device, ahead.as_ref()).map_err(|e| e.in_op("launch"))?;
-        self.synchronize(device).map_err(|e| e.in_op("launch"))?;
+        let passed = self.synchronize(device);
+        passed.map_err(|e| self.end_exchanges(gpu, e).in_op("launch"))?;
         ahead.into_iter().for_each(|ahead| self.ahead.launched(ahead));
         self.fault(device, WAITED, launch.kernels())
     }
@@ -159,10 +160,24 @@ impl Session {
         gpu.device.bind().map_err(|e| e.in_op("launch"))?;
         self.waits += 1;
         let (entry, outcome) = self.queue.wait(number);
-        outcome.map_err(|e| e.in_op("launch"))?;
+        outcome.map_err(|e| self.end_exchanges(gpu, e).in_op("launch"))?;
         self.outgoing_ring.pass(entry.staged);
         result.copy_from_slice(self.queue.result(entry.slot, 0..result.len()));
         self.fault(&gpu.device, entry.slot, launch.kernels())
+    }
+
+    /// Drops all graphs: the communicators that they hold are to end.
+    pub fn drop_graphs(&mut self) {
+        self.seen.clear();
+    }
+
+    /// If the host has stopped waiting because a peer has failed, frees the stream from the exchanges that wait for it.
+    fn end_exchanges(&mut self, gpu: &Gpu, error: CudaError) -> CudaError {
+        if let (CudaError::Peer { .. }, Some(membership)) = (&error, &gpu.membership) {
+            self.drop_graphs();
+            membership.end();
+        }
+        error
     }
 
     /// Puts the host's writes on the stream, then the kernels of a launch, which report to `slot`. Returns the

@@ -2,6 +2,7 @@
 
 mod call;
 mod dispatch;
+mod group;
 mod launch;
 mod operand;
 mod queue;
@@ -13,12 +14,15 @@ mod weights;
 use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
 use crate::kernels::KernelKey;
+pub use group::CudaGroup;
+use group::Membership;
 use keel_array::{
-    ArrayError, Backend, DeviceMemory, DeviceUsage, Kernel, KernelGroup, Launch, Memory, OwnMemory,
+    ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, OwnMemory,
     Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
 };
 use launch::Session;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Arithmetic where the operations themselves leave it open.
@@ -43,6 +47,9 @@ pub struct CudaOptions {
     pub deterministic: bool,
     /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
     pub poison_freed: bool,
+    /// The group of GPUs that this one exchanges arrays with. The backends of all of them must be opened before the first
+    /// exchange.
+    pub group: Option<CudaGroup>,
 }
 
 /// The options that decide which kernels run.
@@ -64,6 +71,7 @@ pub struct CudaBackend {
     mode: Mode,
     poison_freed: bool,
     gpu: Option<Gpu>,
+    group: Option<CudaGroup>,
 }
 
 /// A device with everything that launches need.
@@ -71,24 +79,31 @@ struct Gpu {
     device: Arc<Device>,
     // Dropped before `modules` and `blas`: graphs refer to what those have loaded.
     session: Mutex<Session>,
+    /// Dropped after the graphs that hold its exchanges.
+    membership: Option<Membership>,
     modules: Modules,
     blas: Blas,
     /// While kernels are listed instead of launched: those listed so far, with their dynamic shared memory.
     listed: Mutex<Option<Vec<(KernelKey, usize)>>>,
+    /// Whether the next kernel must not start before what is on the stream has ended.
+    is_held: AtomicBool,
 }
 
 impl CudaBackend {
     /// Opens a device.
     ///
     /// # Errors
-    /// If the driver, the compiler or cuBLASLt is missing or too old, or there is no such device.
+    /// If the driver, the compiler or cuBLASLt is missing or too old, or there is no such device; of a group, if NCCL is
+    /// missing, or its last device cannot be connected with the others.
     pub fn new(options: &CudaOptions) -> Result<CudaBackend> {
         let device = Arc::new(Device::open(options.ordinal)?);
         let gpu = Gpu {
             session: Mutex::new(Session::new(&device)?),
+            membership: options.group.as_ref().map(|group| Membership::new(group, &device)).transpose()?,
             modules: Modules::new(&device),
             blas: Blas::new()?,
             listed: Mutex::default(),
+            is_held: AtomicBool::new(false),
             device,
         };
         Ok(CudaBackend {
@@ -96,6 +111,7 @@ impl CudaBackend {
             mode: options.mode(),
             poison_freed: options.poison_freed,
             gpu: Some(gpu),
+            group: options.group.clone(),
         })
     }
 
@@ -103,7 +119,8 @@ impl CudaBackend {
     /// allocates nothing.
     pub fn planning(options: &CudaOptions) -> CudaBackend {
         let name = format!("cuda:{}", options.ordinal);
-        CudaBackend { name, mode: options.mode(), poison_freed: false, gpu: None }
+        let group = options.group.clone();
+        CudaBackend { name, mode: options.mode(), poison_freed: false, gpu: None, group }
     }
 
     /// Graphs captured, and submissions that re-used one.
@@ -141,6 +158,16 @@ impl Gpu {
 
     fn listed(&self) -> MutexGuard<'_, Option<Vec<(KernelKey, usize)>>> {
         self.listed.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Makes the next kernel start only when everything before it has ended.
+    fn hold_next(&self) {
+        self.is_held.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the next kernel was held; it is not any more.
+    fn take_hold(&self) -> bool {
+        self.is_held.swap(false, Ordering::Relaxed)
     }
 
     /// Whether kernels are only listed, not put on the stream.
@@ -270,7 +297,9 @@ impl Memory for CudaBackend {
 
 impl Programs for CudaBackend {
     fn supports(&self, kernel: &Kernel) -> Result<(), String> {
-        dispatch::supports(kernel, self.mode)
+        dispatch::supports(kernel, self.mode)?;
+        kernel.op.check_exchange(self.group())?;
+        self.group.as_ref().map_or(Ok(()), |group| group.supports(&kernel.op))
     }
 
     fn workspace_bytes(&self, kernel: &Kernel) -> usize {
@@ -334,5 +363,36 @@ impl Submission for CudaBackend {
     fn wait(&self, ticket: Ticket, launch: &Launch<'_>, result: &mut [u8]) -> Result<(), ArrayError> {
         let gpu = self.gpu();
         gpu.session().wait(gpu, ticket.number, launch, result)
+    }
+
+    fn group(&self) -> Option<&dyn Group> {
+        self.group.is_some().then_some(self)
+    }
+}
+
+impl CudaBackend {
+    /// The membership. The runtime asks for it as a [`Group`] only if there is one.
+    fn member(&self) -> &CudaGroup {
+        self.group.as_ref().unwrap_or_else(|| unreachable!("this device is in no group"))
+    }
+}
+
+impl Group for CudaBackend {
+    fn rank(&self) -> usize {
+        self.member().rank
+    }
+
+    fn size(&self) -> usize {
+        self.member().size()
+    }
+
+    fn abandon(&self) {
+        self.member().abandon();
+    }
+
+    fn rejoin(&self) {
+        if let Some(gpu) = &self.gpu {
+            self.member().rejoin(gpu);
+        }
     }
 }

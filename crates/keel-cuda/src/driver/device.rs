@@ -3,15 +3,26 @@
 use super::nvml::Nvml;
 use super::{check, driver};
 use crate::{CudaError, error::Result};
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUstream};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUresult, CUstream};
 use keel_array::DeviceUsage;
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
 
 /// The CUDA version whose driver interface the kernels and graphs need: 12.0.
 pub(super) const DRIVER_MIN: i32 = 12_000;
+
+/// How often a host that waits asks the driver before it looks at the device's peers.
+const QUERIES: usize = 32;
+
+/// How long a host waits without giving its core to others, and the pauses after that.
+const AWAKE: Duration = Duration::from_millis(20);
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// Tells why a host must not wait on; see [`Device::watch`].
+type Watch = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// A small write of the host that waits for its delivery.
 #[derive(Clone, Debug)]
@@ -52,6 +63,7 @@ pub(crate) struct Device {
     /// Bytes that were free before this process had a context; the context itself takes some.
     free_before: Option<u64>,
     deliveries: Mutex<Vec<Delivery>>,
+    watch: OnceLock<Watch>,
 }
 
 // SAFETY: the driver's handles may be used from any thread that has made the context current, which every method does.
@@ -114,6 +126,7 @@ impl Device {
             maps_memory: maps != 0,
             free_before,
             deliveries: Mutex::default(),
+            watch: OnceLock::new(),
         })
     }
 
@@ -150,10 +163,45 @@ impl Device {
         }
     }
 
+    /// Makes waits for this device end with the error of `watch`: its stream may wait for devices that never come.
+    pub fn watch(&self, watch: impl Fn() -> Result<()> + Send + Sync + 'static) {
+        // The first one stays, because a device is in one group for life.
+        let _ = self.watch.set(Box::new(watch));
+    }
+
     /// Waits for everything on the stream.
     pub fn synchronize(&self) -> Result<()> {
+        self.wait(
+            // SAFETY: the stream lives as long as this value.
+            || unsafe { driver!(cuStreamSynchronize(self.stream)) },
+            // SAFETY: as above.
+            || unsafe { sys::cuStreamQuery(self.stream) },
+        )
+    }
+
+    /// Waits with `block`, or, if the device is [watched](Device::watch), until `query` says that the work is done.
+    pub fn wait(&self, block: impl Fn() -> Result<()>, query: impl Fn() -> CUresult) -> Result<()> {
+        match self.watch.get() {
+            None => block(),
+            Some(watch) => poll(query, watch),
+        }
+    }
+
+    /// Waits until the stream is empty, without a look at its peers.
+    ///
+    /// # Errors
+    /// It is not empty after this time.
+    pub fn drain(&self, most: Duration) -> Result<()> {
+        let start = Instant::now();
+        let is_late = || match start.elapsed() < most {
+            true => Ok(()),
+            false => {
+                let reason = format!("the device still works after {} s", most.as_secs());
+                Err(CudaError::Driver { call: "cuStreamQuery", reason })
+            }
+        };
         // SAFETY: the stream lives as long as this value.
-        unsafe { driver!(cuStreamSynchronize(self.stream)) }
+        poll(|| unsafe { sys::cuStreamQuery(self.stream) }, is_late)
     }
 
     /// Free and total bytes of the device, as the driver sees them.
@@ -177,6 +225,25 @@ impl Drop for Device {
             let _ = check("cuStreamDestroy", sys::cuStreamDestroy_v2(self.side));
             let _ = check("cuStreamDestroy", sys::cuStreamDestroy_v2(self.stream));
             let _ = check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device));
+        }
+    }
+}
+
+/// Asks until the work is done, or must not be waited for any more.
+fn poll(query: impl Fn() -> CUresult, watch: impl Fn() -> Result<()>) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        for _ in 0..QUERIES {
+            match query() {
+                CUresult::CUDA_ERROR_NOT_READY => std::hint::spin_loop(),
+                code => return check("cuStreamQuery", code),
+            }
+        }
+        watch()?;
+        if start.elapsed() > AWAKE {
+            std::thread::sleep(PAUSE);
+        } else {
+            std::thread::yield_now();
         }
     }
 }
@@ -244,4 +311,32 @@ pub(super) fn attribute_of(device: CUdevice, attribute: CUdevice_attribute) -> R
     // SAFETY: the pointer is to a local.
     unsafe { driver!(cuDeviceGetAttribute(&mut value, attribute, device))? };
     Ok(value.max(0) as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn a_wait_ends_with_the_work_or_with_the_watch() {
+        let asked = Cell::new(0);
+        let query = |busy: usize| {
+            let asked = &asked;
+            move || {
+                asked.set(asked.get() + 1);
+                let is_done = asked.get() > busy;
+                if is_done { CUresult::CUDA_SUCCESS } else { CUresult::CUDA_ERROR_NOT_READY }
+            }
+        };
+        poll(query(1000), || Ok(())).expect("the work ends");
+        assert_eq!(asked.replace(0), 1001);
+        let watch = || match asked.get() < 500 {
+            true => Ok(()),
+            false => Err(CudaError::Peer { reason: "device 1 has failed".into() }),
+        };
+        let error = poll(query(usize::MAX), watch).expect_err("the work never ends");
+        assert_eq!(error.to_string(), "device 1 has failed");
+        assert!(asked.get() < 500 + 2 * QUERIES);
+    }
 }

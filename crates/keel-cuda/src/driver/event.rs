@@ -2,7 +2,7 @@
 
 use super::{Device, driver};
 use crate::error::Result;
-use cudarc::driver::sys::{CUevent, CUevent_flags};
+use cudarc::driver::sys::{self, CUevent, CUevent_flags};
 use std::sync::Arc;
 
 /// A mark that can be put on the stream again and again.
@@ -31,8 +31,12 @@ impl Event {
 
     /// Waits until the stream has passed the mark.
     pub fn wait(&self) -> Result<()> {
-        // SAFETY: the event lives as long as this value.
-        unsafe { driver!(cuEventSynchronize(self.event)) }
+        self.device.wait(
+            // SAFETY: the event lives as long as this value.
+            || unsafe { driver!(cuEventSynchronize(self.event)) },
+            // SAFETY: as above.
+            || unsafe { sys::cuEventQuery(self.event) },
+        )
     }
 }
 

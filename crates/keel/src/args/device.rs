@@ -9,7 +9,9 @@ use evenkeel::DeviceOptions;
 use keel_array::{Backend, Compute};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions};
 
+use super::split::Member;
 use super::{Split, SplitArgs, parse_bytes};
 use crate::failure::usage;
 
@@ -182,9 +184,32 @@ impl DeviceArgs {
         DeviceArgs { resident: true, ..self.clone() }
     }
 
-    /// The backends of several devices of the CPU, as one group. They share its threads. Where there are fewer threads than
-    /// devices, no more devices compute at a time than there are threads.
-    pub fn group(&self, planning: bool) -> Vec<Arc<dyn Backend>> {
+    /// The backends of several devices, as one group.
+    ///
+    /// # Errors
+    /// A split for another number of devices; a GPU, its driver or its libraries are missing.
+    pub fn group(&self, compute: Compute, planning: bool) -> Result<Vec<Arc<dyn Backend>>> {
+        let members = self.split.members();
+        let (_, shares) = self.split.split().grid(members.len())?;
+        if members.iter().any(|member| member.device == Device::Cpu) {
+            return Ok(self.cpu_group(planning));
+        }
+        let gpu = |(member, group): (&Member, CudaGroup)| {
+            let Device::Cuda(ordinal) = member.device else { unreachable!("no device is a CPU") };
+            let options = CudaOptions { group: Some(group), ..self.options().cuda_options(ordinal, compute) };
+            let backend = if planning {
+                CudaBackend::planning(&options)
+            } else {
+                CudaBackend::new(&options).map_err(evenkeel::Error::from)?
+            };
+            Ok(Arc::new(backend) as Arc<dyn Backend>)
+        };
+        members.iter().zip(CudaGroup::of(members.len(), shares)).map(gpu).collect()
+    }
+
+    /// The backends of several devices of the CPU. They share its threads. Where there are fewer threads than devices, no
+    /// more devices compute at a time than there are threads.
+    fn cpu_group(&self, planning: bool) -> Vec<Arc<dyn Backend>> {
         let count = self.split.members().len();
         let options = self.options().cpu_options();
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);

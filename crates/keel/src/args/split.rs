@@ -12,8 +12,8 @@ const DEVICES_MAX: usize = 64;
 /// Devices that share a model.
 #[derive(Clone, Debug, Default, Args)]
 pub struct SplitArgs {
-    /// Devices that share the model, for example cpu:0,cpu:1. They take the place of --device. Each has a memory of its own;
-    /// those of the CPU share its threads.
+    /// Devices that share the model, for example cuda:0,cuda:1 or cpu:0,cpu:1. They take the place of --device. Each has a
+    /// memory of its own; those of the CPU share its threads. GPUs need the library NCCL.
     #[arg(long, value_name = "DEVICE,...", value_delimiter = ',', value_parser = parse_member)]
     devices: Vec<Member>,
     /// How --devices share the model. pipeline gives each some of the layers, even by bytes. tensor gives each a share of
@@ -154,7 +154,7 @@ impl SplitArgs {
     /// Refuses devices that cannot share a model.
     ///
     /// # Errors
-    /// A device is listed twice, is a GPU, or there are too many.
+    /// A device is listed twice, GPUs and devices of the CPU are mixed, or there are too many.
     pub fn check(&self) -> Result<()> {
         let all = self.list();
         if let Some(twice) =
@@ -168,9 +168,10 @@ impl SplitArgs {
                 "--devices lists {count} devices; at most {DEVICES_MAX} share a model"
             )));
         }
-        if self.is_split() && self.devices.iter().any(|member| member.device != Device::Cpu) {
+        let gpus = self.devices.iter().filter(|member| member.device != Device::Cpu).count();
+        if gpus != 0 && gpus != self.devices.len() {
             return Err(usage(format!(
-                "--devices {all}: a model is split over devices of the CPU only; give one GPU with --device"
+                "--devices {all}: GPUs and devices of the CPU cannot share a model; list only one kind"
             )));
         }
         Ok(())
@@ -202,9 +203,10 @@ mod tests {
     #[test]
     fn devices_that_cannot_share_a_model_are_refused() {
         assert!(args("cpu:0,cpu:1").check().is_ok() && args("cuda:1").check().is_ok());
+        assert!(args("cuda:0,cuda:1").check().is_ok());
         let refusal = |devices| args(devices).check().expect_err("refused").to_string();
         assert!(refusal("cpu,cpu:0").contains("cpu:0 is listed twice"));
-        assert!(refusal("cuda:0,cuda:1").contains("devices of the CPU only"));
+        assert!(refusal("cpu:0,cuda:1").contains("list only one kind"));
         let many: Vec<String> = (0..65).map(|i| format!("cpu:{i}")).collect();
         assert!(refusal(&many.join(",")).contains("lists 65 devices; at most 64"));
         let split = Some(Split::Both { stages: 2, shares: 2 });

@@ -6,6 +6,7 @@ mod batch;
 mod create;
 mod custom;
 mod elementwise;
+mod exchange;
 mod fast;
 mod indexing;
 mod layout;
@@ -58,7 +59,7 @@ fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => sequence::run(call),
         Op::Custom(kernel) => custom::run(kernel, call),
         Op::Send { .. } | Op::Receive { .. } | Op::AllReduce { .. } | Op::AllGather { .. } => {
-            unreachable!("`supports` refuses exchanges")
+            exchange::run(call)
         }
         Op::View(_) => unreachable!("programs turn views into strides"),
     }
@@ -96,6 +97,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     match &kernel.op {
         Op::Sort { .. } => reduce::workspace_bytes(kernel),
         Op::Sample => sample::workspace_bytes(kernel),
+        Op::AllReduce { .. } => exchange::workspace_bytes(kernel, mode),
         Op::Linear { .. } | Op::GatherLinear { .. } => matmul::workspace_bytes(kernel, mode),
         Op::SwiGlu => kernel.maker(0).map_or(0, |product| matmul::workspace_bytes(product, mode)),
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {

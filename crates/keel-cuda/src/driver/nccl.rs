@@ -1,0 +1,266 @@
+//! NCCL, which exchanges arrays between GPUs. It is loaded at run time, and only for a model on several GPUs.
+//!
+//! `cudarc` opens this library by the name of its development package alone, `libnccl.so`. Other packages install
+//! `libnccl.so.2` and nothing else. So it is opened here by that name, as NVML is.
+
+use super::Device;
+use crate::CudaError;
+use crate::error::Result;
+use cudarc::driver::sys::CUstream;
+use libloading::Library;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::Arc;
+
+/// The library, by the name that every package installs.
+const LIBRARIES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// The oldest version that frees the communicators of one process in any order: 2.18.
+const VERSION_MIN: c_int = 21_800;
+
+/// Settings of the library, each unless the user has set it:
+///
+/// - No NVLink multicast.
+/// - All connections are made at the start. So a device that fails later cannot leave a peer in the middle of a
+///   connection, and what connections take is not free any more when plans are compared with free memory.
+/// - No access to another device's operands: arenas are mapped for their own device only. Exchanges go through the
+///   library's buffers, also in graphs.
+const SETTINGS: [(&str, &str); 4] = [
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("NCCL_RUNTIME_CONNECT", "0"),
+    ("NCCL_P2P_DIRECT_DISABLE", "1"),
+    ("NCCL_GRAPH_REGISTER", "0"),
+];
+
+/// `ncclFloat32`, `ncclSum` and results of the library.
+const FLOAT32: c_int = 7;
+const SUM: c_int = 0;
+const SUCCESS: c_int = 0;
+const IN_PROGRESS: c_int = 7;
+
+type Handle = *mut c_void;
+
+/// The functions, with their types of all versions 2.
+struct Functions {
+    version: unsafe extern "C" fn(*mut c_int) -> c_int,
+    error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+    init_all: unsafe extern "C" fn(*mut Handle, c_int, *const c_int) -> c_int,
+    abort: unsafe extern "C" fn(Handle) -> c_int,
+    async_error: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
+    group_start: unsafe extern "C" fn() -> c_int,
+    group_end: unsafe extern "C" fn() -> c_int,
+    all_reduce:
+        unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
+    all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Handle, CUstream) -> c_int,
+    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
+    receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
+}
+
+/// The library.
+pub(crate) struct Nccl {
+    functions: Functions,
+    /// Holds the functions.
+    _library: Library,
+}
+
+impl Nccl {
+    /// Loads the library, with its settings.
+    ///
+    /// # Errors
+    /// It is not there, or too old.
+    pub fn load() -> Result<Arc<Nccl>> {
+        for (name, value) in SETTINGS {
+            if std::env::var_os(name).is_none() {
+                // SAFETY: devices are opened by one thread, before any thread runs steps. Rust's own readers of the
+                // environment wait for this call; the only other readers are the driver's libraries, on this thread.
+                unsafe { std::env::set_var(name, value) };
+            }
+        }
+        Nccl::open(&LIBRARIES)
+    }
+
+    /// Opens the library by the first of these names that exists.
+    fn open(names: &[&str]) -> Result<Arc<Nccl>> {
+        let advice = "a model on several GPUs needs it; it comes with the packages libnccl2 and nvidia-nccl-cu13; install \
+                      either, and name its folder in LD_LIBRARY_PATH";
+        let missing = CudaError::Missing { library: "libnccl.so.2", advice };
+        // SAFETY: a library of the driver's maker, whose loading runs nothing that depends on this process.
+        let library = names.iter().find_map(|name| unsafe { Library::new(*name) }.ok()).ok_or(missing)?;
+        macro_rules! function {
+            ($name:literal) => {{
+                // SAFETY: the library's functions of these names have the types of their fields.
+                let found = unsafe { library.get(concat!($name, "\0").as_bytes()) };
+                *found
+                    .map_err(|_| CudaError::Driver { call: $name, reason: "libnccl.so.2 lacks it".into() })?
+            }};
+        }
+        let functions = Functions {
+            version: function!("ncclGetVersion"),
+            error_string: function!("ncclGetErrorString"),
+            init_all: function!("ncclCommInitAll"),
+            abort: function!("ncclCommAbort"),
+            async_error: function!("ncclCommGetAsyncError"),
+            group_start: function!("ncclGroupStart"),
+            group_end: function!("ncclGroupEnd"),
+            all_reduce: function!("ncclAllReduce"),
+            all_gather: function!("ncclAllGather"),
+            send: function!("ncclSend"),
+            receive: function!("ncclRecv"),
+        };
+        let nccl = Nccl { functions, _library: library };
+        let found = nccl.version()?;
+        if found < VERSION_MIN {
+            let (major, minor) = (found / 10_000, found % 10_000 / 100);
+            let reason =
+                format!("libnccl.so.2 is version {major}.{minor}, and 2.18 or newer is needed: update it");
+            return Err(CudaError::Driver { call: "ncclGetVersion", reason });
+        }
+        Ok(Arc::new(nccl))
+    }
+
+    fn version(&self) -> Result<c_int> {
+        let mut version = 0;
+        // SAFETY: the pointer is to a local.
+        let code = unsafe { (self.functions.version)(&mut version) };
+        self.check("ncclGetVersion", code).map(|()| version)
+    }
+
+    fn check(&self, call: &'static str, code: c_int) -> Result<()> {
+        if code == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: the function returns a constant string for every number.
+        let text = unsafe { CStr::from_ptr((self.functions.error_string)(code)) };
+        Err(CudaError::Driver { call, reason: text.to_string_lossy().into_owned() })
+    }
+
+    /// Connects devices. Returns their communicators, in the same order.
+    ///
+    /// # Errors
+    /// The library's reason.
+    pub fn connect(self: &Arc<Self>, devices: &[Arc<Device>]) -> Result<Vec<Communicator>> {
+        let ordinals: Vec<c_int> = devices.iter().map(|device| device.ordinal()).collect();
+        let mut handles = vec![std::ptr::null_mut(); devices.len()];
+        // SAFETY: as many handles as devices; all exist.
+        let code = unsafe {
+            (self.functions.init_all)(handles.as_mut_ptr(), handles.len() as c_int, ordinals.as_ptr())
+        };
+        self.check("ncclCommInitAll", code)?;
+        Ok(handles.into_iter().map(|handle| Communicator { nccl: Arc::clone(self), handle }).collect())
+    }
+
+    /// Makes the calls of `work`, which are for several devices, as one.
+    ///
+    /// # Errors
+    /// Those of `work`, or the library's reason.
+    pub fn together(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        // SAFETY: ended below.
+        let code = unsafe { (self.functions.group_start)() };
+        self.check("ncclGroupStart", code)?;
+        let outcome = work();
+        // SAFETY: begun above, on this thread.
+        let code = unsafe { (self.functions.group_end)() };
+        outcome.and(self.check("ncclGroupEnd", code))
+    }
+}
+
+/// A device's place among those that it exchanges arrays with.
+///
+/// Dropping it ends the exchanges of its device that are under way. Graphs that hold exchanges must be dropped before the
+/// communicators of all devices are: the library waits for them.
+pub(crate) struct Communicator {
+    nccl: Arc<Nccl>,
+    handle: Handle,
+}
+
+// SAFETY: a handle of the library, used by one thread at a time.
+unsafe impl Send for Communicator {}
+
+impl Communicator {
+    /// An error that has happened since the last call, such as a lost connection.
+    pub fn failure(&self) -> Option<CudaError> {
+        let mut code = SUCCESS;
+        // SAFETY: the handle is alive, the pointer is to a local.
+        let asked = unsafe { (self.nccl.functions.async_error)(self.handle, &mut code) };
+        let code = if asked == SUCCESS { code } else { asked };
+        (code != IN_PROGRESS).then(|| self.nccl.check("ncclCommGetAsyncError", code).err())?
+    }
+
+    /// Puts the sum of all devices' arrays of `count` floats on the stream.
+    ///
+    /// # Safety
+    /// The arrays are on the device, whose context is current, until the stream has passed.
+    pub unsafe fn all_reduce(&self, (from, to): (u64, u64), count: usize, device: &Device) -> Result<()> {
+        let (from, to, call) = (from as *const c_void, to as *mut c_void, self.nccl.functions.all_reduce);
+        // SAFETY: as the caller promises; the handle is alive.
+        let code = unsafe { call(from, to, count, FLOAT32, SUM, self.handle, device.stream()) };
+        self.nccl.check("ncclAllReduce", code)
+    }
+
+    /// Puts the arrays of all devices, `count` floats each, one after the other, on the stream.
+    ///
+    /// # Safety
+    /// As [`Communicator::all_reduce`].
+    pub unsafe fn all_gather(&self, (from, to): (u64, u64), count: usize, device: &Device) -> Result<()> {
+        let (from, to, call) = (from as *const c_void, to as *mut c_void, self.nccl.functions.all_gather);
+        // SAFETY: as the caller promises; the handle is alive.
+        let code = unsafe { call(from, to, count, FLOAT32, self.handle, device.stream()) };
+        self.nccl.check("ncclAllGather", code)
+    }
+
+    /// Puts the sending of `count` floats to a peer on the stream.
+    ///
+    /// # Safety
+    /// As [`Communicator::all_reduce`].
+    pub unsafe fn send(&self, from: u64, count: usize, peer: usize, device: &Device) -> Result<()> {
+        let call = self.nccl.functions.send;
+        // SAFETY: as the caller promises; the handle is alive.
+        let code = unsafe {
+            call(from as *const c_void, count, FLOAT32, peer as c_int, self.handle, device.stream())
+        };
+        self.nccl.check("ncclSend", code)
+    }
+
+    /// Puts the receipt of `count` floats from a peer on the stream.
+    ///
+    /// # Safety
+    /// As [`Communicator::all_reduce`].
+    pub unsafe fn receive(&self, to: u64, count: usize, peer: usize, device: &Device) -> Result<()> {
+        let call = self.nccl.functions.receive;
+        // SAFETY: as the caller promises; the handle is alive.
+        let code =
+            unsafe { call(to as *mut c_void, count, FLOAT32, peer as c_int, self.handle, device.stream()) };
+        self.nccl.check("ncclRecv", code)
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // SAFETY: connected once, ended once.
+        let code = unsafe { (self.nccl.functions.abort)(self.handle) };
+        if let Err(error) = self.nccl.check("ncclCommAbort", code) {
+            tracing::warn!("{error}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_the_library_gets_a_sentence() {
+        let error = Nccl::open(&["libnccl.so.of-no-version"]).err().expect("there is no such library");
+        let text = error.to_string();
+        assert!(text.starts_with("libnccl.so.2 was not found: a model on several GPUs needs it"), "{text}");
+        assert!(text.contains("LD_LIBRARY_PATH"), "{text}");
+    }
+
+    #[test]
+    fn settings_are_made_before_the_library_is_asked_for() {
+        let loaded = Nccl::load();
+        assert_eq!(std::env::var("NCCL_NVLS_ENABLE").as_deref(), Ok("0"));
+        if let Ok(nccl) = loaded {
+            assert!(nccl.version().expect("a number") >= VERSION_MIN);
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Plans of every fixture on two and four GPUs, as the planning backend gives them. This needs no GPU.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{exact, fixture, models};
+use keel_array::{Backend, MemoryReport};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions};
+use keel_engine::{EngineOptions, plan, split};
+use keel_models::loading::CheckpointParameters;
+use keel_weights::Checkpoint;
+
+fn planner(options: CudaOptions) -> Arc<dyn Backend> {
+    Arc::new(CudaBackend::planning(&options))
+}
+
+/// The plan of each device; the refusal of a split that the model does not allow.
+fn planned(
+    name: &str,
+    options: EngineOptions,
+    (stages, shares): (usize, usize),
+    deterministic: bool,
+) -> Result<Vec<MemoryReport>, String> {
+    let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
+    let parameters = CheckpointParameters(&checkpoint);
+    let source = (&parameters as _, checkpoint.config());
+    let alone = planner(CudaOptions { deterministic, ..CudaOptions::default() });
+    let parts = split::grid(&alone, source, options, (stages, shares)).map_err(|error| error.to_string())?;
+    let groups = CudaGroup::of(stages * shares, shares).into_iter().enumerate();
+    let gpu = |(ordinal, group)| {
+        planner(CudaOptions { ordinal, deterministic, group: Some(group), ..CudaOptions::default() })
+    };
+    let devices: Vec<_> = groups.map(gpu).zip(parts).collect();
+    plan::plan_on(&devices, &parameters, checkpoint.config(), options).map_err(|error| error.to_string())
+}
+
+#[test]
+fn every_fixture_that_can_be_split_is_planned_on_gpus() {
+    for (grid, deterministic) in [((2, 1), false), ((1, 2), false), ((1, 2), true), ((2, 2), false)] {
+        let mut count = 0;
+        for name in models() {
+            match planned(name, exact(), grid, deterministic) {
+                Ok(devices) => {
+                    assert_eq!(devices.len(), grid.0 * grid.1, "{name}");
+                    assert!(devices.iter().all(|device| device.total() > 0), "{name}");
+                    count += 1;
+                }
+                Err(reason) => assert!(reason.contains("--split pipeline"), "{name} in {grid:?}: {reason}"),
+            }
+        }
+        assert!(count > 6, "{count} models in {grid:?}");
+    }
+}
